@@ -8,7 +8,8 @@
 
 golden.json: `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last position; `all_logits`, [T, V] of
 prompt `all_logits_of`; `greedy`, 24 ids a prompt for the first three; `min_gap`, the least difference between the two
-highest logits on the way; of a model with experts `aux_loss`, one number a prompt. Numbers are float32, computed in float32.
+highest logits on the way; of a model with experts `aux_loss`, one number a prompt; of one with gated delta
+nets `long_greedy`, 200 ids for the first prompt. Numbers are float32, computed in float32.
 
 rope.json: for each case, keys of a config.json with heads of 128; `inv_freq` and `attention_factor` as transformers' rotary
 embedding has them; `context`, the longest that it is for.
@@ -23,13 +24,14 @@ import subprocess
 
 import torch
 from transformers import (AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3MoeConfig)
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 VOCAB = 96
 PROMPT_LENGTHS = [5, 13, 21, 40]  # the window of mistral is 8
 ALL_LOGITS_OF = 1
 NEW_TOKENS = 24
+LONG_NEW_TOKENS = 200  # of a model whose sequences have a state
 LEAST_GAP = 1e-3
 COMMON = dict(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -74,6 +76,11 @@ FAMILIES = {
                                        norm_topk_prob=False, mlp_only_layers=[0], router_aux_loss_coef=0.25, num_attention_heads=4,
                                        num_key_value_heads=2, head_dim=16, rope_parameters=ROPE, tie_word_embeddings=False, **COMMON),
                         torch.bfloat16, "40KB"),
+    "qwen3_5": (Qwen3_5TextConfig(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                                  rope_parameters=dict(ROPE, partial_rotary_factor=0.25),
+                                  layer_types=["linear_attention", "full_attention", "linear_attention"],
+                                  linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16,
+                                  tie_word_embeddings=False, **dict(COMMON, num_hidden_layers=3)), torch.float32, "5GB"),
     "llama3": (LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=1,
                            head_dim=16, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False, **COMMON),
                torch.float32, "50KB"),
@@ -157,6 +164,7 @@ def golden_numbers(model, seed):
     prompts = [torch.randint(4, VOCAB, (length,), generator=generator) for length in PROMPT_LENGTHS]
     logits = [model(prompt[None]).logits[0] for prompt in prompts]
     greedy, gaps = zip(*[continuation(model, prompt) for prompt in prompts[:3]])
+    long, gap = continuation(model, prompts[0], LONG_NEW_TOKENS) if hasattr(model.config, "linear_num_key_heads") else ([], 1.0)
     router = dict(aux_loss=[model(prompt[None], output_router_logits=True).aux_loss.item() for prompt in prompts]
                   ) if hasattr(model.config, "num_experts") else {}
     return router | {
@@ -165,20 +173,20 @@ def golden_numbers(model, seed):
         "all_logits_of": ALL_LOGITS_OF,
         "all_logits": [rounded(row) for row in logits[ALL_LOGITS_OF]],
         "greedy": list(greedy),
-        "min_gap": min(gaps),
-    }
+        "min_gap": min(gaps + (gap,)),
+    } | ({"long_greedy": long} if long else {})
 
 
-def continuation(model, prompt):
+def continuation(model, prompt, new_tokens=NEW_TOKENS):
     """Greedy ids, and the least gap between the two highest logits. Without a cache; generate() must agree."""
     ids, gap = prompt[None], float("inf")
-    for _ in range(NEW_TOKENS):
+    for _ in range(new_tokens):
         top = model(ids).logits[0, -1].topk(2)
         gap = min(gap, (top.values[0] - top.values[1]).item())
         ids = torch.cat([ids, top.indices[None, :1]], dim=1)
     model.generation_config.eos_token_id = None
     generated = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), do_sample=False,
-                               max_new_tokens=NEW_TOKENS, pad_token_id=0)
+                               max_new_tokens=new_tokens, pad_token_id=0)
     assert gap < LEAST_GAP or generated.tolist() == ids.tolist()
     return ids[0, len(prompt):].tolist(), gap
 

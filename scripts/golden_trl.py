@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Golden numbers for `src/grpo`, made by TRL's own code.
 
-    python scripts/golden_trl.py        # needs torch 2.11 and trl 1.16; writes tests/golden/grpo.json and reference_sync.json
+    python scripts/golden_trl.py        # needs torch 2.11 and trl 1.16; writes grpo.json, reference_sync.json and distillation.json in tests/golden
 
 `GRPOTrainer._generate_and_score_completions` (`RLOOTrainer`'s for its advantages) and `GRPOTrainer._compute_loss` run unbound, in
 float64, on a stand-in for the trainer: generation and rewards return prepared lists, and the forward pass returns prepared
@@ -220,6 +220,43 @@ def distillation(config, batch, current, use_old, fake):
     return SDPOTrainer._compute_self_distillation_loss(stand_in, types.SimpleNamespace(training=True), inputs, scored)
 
 
+def top_k_distillation():
+    """`SDPOTrainer`'s loss with `distillation_mode = "topk_logits"` of a server's scores, which are the teacher's most probable tokens:
+    each case's loss and metric, and its gradient by all logits of the student."""
+    lengths, vocabulary, num_top = [4, 1, 3], 9, 3
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda: torch.randn(len(lengths), max(lengths), vocabulary, generator=generator, dtype=torch.float64) * 1.5
+    student, teacher = draw(), draw()
+    teacher[0, 1] = torch.tensor([18.0, 17.0, 16.5, -12.0, -12.0, -13.0, -14.0, -14.0, -15.0])  # next to nothing is left for others
+    ids = torch.randint(vocabulary, (len(lengths), max(lengths)), generator=generator)
+    mask = torch.tensor([[1.0] * n + [0.0] * (max(lengths) - n) for n in lengths])
+    old = torch.log_softmax(student, -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    old = old + 0.8 * torch.randn(old.shape, generator=generator, dtype=torch.float64)
+    scored = torch.log_softmax(teacher, -1)
+    top, top_ids = scored.topk(num_top, dim=-1)
+    answer = {"actual_logprobs": scored.gather(-1, ids.unsqueeze(-1)).squeeze(-1), "topk_logprobs": top, "topk_token_ids": top_ids}
+    rows = lambda tensor: [tensor[row, :n].reshape(-1).tolist() for row, n in enumerate(lengths)]
+    result = {"made_by": f"scripts/golden_trl.py, trl {trl.__version__}, torch {torch.__version__}", "lengths": lengths,
+              "vocabulary": vocabulary, "num_top": num_top, "ids": rows(ids), "logits": rows(student), "old_logprobs": rows(old),
+              "teacher_logprobs": rows(answer["actual_logprobs"]), "top_ids": rows(top_ids), "top_logprobs": rows(top), "cases": []}
+    for alpha, add_tail, is_clip in itertools.product((1.0, 0.0, 0.5, 0.2), (False, True), (None, 1.3)):
+        leaf, metrics = student.clone().requires_grad_(True), {}
+        args = types.SimpleNamespace(distillation_mode="topk_logits", distillation_topk=num_top, distillation_alpha=alpha,
+                                     distillation_add_tail=add_tail, distillation_is_clip=is_clip)
+        stand_in = types.SimpleNamespace(
+            args=args, state=types.SimpleNamespace(global_step=0), _last_loaded_step=0, _metrics={"train": defaultdict(list)},
+            accelerator=types.SimpleNamespace(gather=lambda tensor: tensor), _forward_logits=lambda **_: leaf,
+            _get_teacher_token_logprobs_from_server=lambda inputs, keep: answer,
+            _log_self_distillation_metric=lambda mode, value: metrics.update(loss=value))
+        inputs = {"prompt_ids": ids[:, :1], "prompt_mask": mask[:, :1], "completion_ids": ids, "completion_mask": mask,
+                  "old_per_token_logps": old}
+        loss = SDPOTrainer._compute_server_distillation_loss(stand_in, types.SimpleNamespace(training=True), inputs)
+        loss.backward()
+        result["cases"].append({"alpha": alpha, "add_tail": add_tail, "is_clip": is_clip, "loss": loss.item(),
+                                "metric": metrics["loss"], "dlogits": rows(leaf.grad)})
+    return result
+
+
 def none_for_nan(value):
     return None if isinstance(value, float) and math.isnan(value) else value
 
@@ -390,6 +427,7 @@ def main():
     )
     path.write_text("{\n" + body + "\n}\n")
     path.with_name("reference_sync.json").write_text(json.dumps(reference_sync()) + "\n")
+    path.with_name("distillation.json").write_text(json.dumps(top_k_distillation()) + "\n")
     print(f"{len(golden['losses'])} losses, {len(golden['advantages'])} advantages, {path.stat().st_size} bytes")
 
 

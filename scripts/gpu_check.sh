@@ -64,7 +64,7 @@ for part in $parts; do
         gpu_training::gpu_bfloat16_head gpu_training::gpu_rows \
         gpu_all_reduce::gpu_two_ranks_sum_rows) || exit 1
       # Those of src/kernels by the beginnings of their names, not the libraries'.
-      kernels='adamw_|adapt_|add_|all_reduce_|combine|dropout_|embed_|filter|gate_up_|head_|heads_|mark_seen|merge_attention'
+      kernels='adamw_|adapt_|add_|all_reduce_|combine|dropout_|embed_|filter|gate_up_|head_|heads_|mark_seen|mask_|merge_attention'
       kernels+='|next_tokens|nf4_|normal_|note_tokens|paged_attention_|plan_attention|product|rms_norm_|rope_write_kv_|sample_'
       kernels+='|sum_of_squares_|swiglu_'
       for test in $selected; do

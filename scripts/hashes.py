@@ -61,6 +61,7 @@ entropy             2  top_entropy_quantile=0.3 entropy_coef=0.01 use_adaptive_e
 kl-in-reward        2  beta=0.05 use_kl_in_reward=true kl_estimator=k1 advantage_estimator=rloo scale_rewards=none
 reference-sync      2  beta=0.05 sync_ref_model=true ref_model_sync_steps=1 residency.reference=host zero.stage=3
 curriculum          2  max_train_samples=12 curriculum.solve_rate=[0.3,0.6] curriculum.every=2 max_steps=5
+teacher-top         2  teacher_model_name_or_path=configs/arithmetic/model distillation_mode=topk_logits distillation_topk=8 distillation_weight=0.5
 teacher             2  teacher_model_name_or_path=configs/arithmetic/model distillation_weight=0.5 residency.reference=host zero.stage=3
 lora                2  lora.r=4
 lora-dropout        2  lora.r=4 lora.dropout=0.1 lora.target_modules=["q_proj","v_proj","down_proj"] tensor_parallel_size=2
@@ -68,6 +69,7 @@ lora-dropout-one    1  lora.r=4 lora.dropout=0.1 gpu
 nf4                 2  lora.r=4 quantization=nf4 gpu
 split               2  SPLIT
 split-async         3  SPLIT split.async_steps=1 zero.stage=3
+split-two-ahead     3  SPLIT split.async_steps=2 save_steps=none
 split-async-two     2  SPLIT split.async_steps=1 gpu
 carried             2  CARRIED
 carried-kept        2  CARRIED carried_kv=keep gpu
@@ -83,6 +85,8 @@ shape-qwen3         1  SHAPE gpu
 shape-olmo2         2  SHAPE tensor_parallel_size=2 gpu
 shape-qwen2_yarn    1  SHAPE
 shape-qwen2_untied  1  SHAPE beta=0.04
+shape-qwen3_moe     2  SHAPE router_aux_loss_coef=0.01 zero.stage=3 gpu
+shape-qwen3_moe_mixed 2 SHAPE tensor_parallel_size=2 enable_expert_parallel=true gpu
 """
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lets many clients stream from a `colo-grpo serve` of its own, round after round, a third of whom vanish (standard library only).
 
-    scripts/serve_soak.py --program target/debug/colo-grpo --model tests/golden/qwen2_tied
+    scripts/serve_soak.py --program target/debug/colo-grpo --model configs/arithmetic/model
 
 After each round it prints the server's memory and waits until nothing is under way. Ends with 1 if an answer is not that of the first
 round, if KV blocks are lost, or if memory grows over the second half by more than the given share.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, the demo's task and model
-# come out of the scripts that are said to make them, packages run from any folder, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
+# come out of the scripts that are said to make them, packages run from any folder, the official openai client is answered, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
 # run to their end. PROGRAM names the program, target/release/colo-grpo unless it is set.
 #   scripts/test_scripts.sh
 set -euo pipefail
@@ -156,6 +156,47 @@ steps = [line for line in lines if "loss" in line]
 assert len(steps) == 2 and all("rewards/numeric_answer/mean" in line for line in steps)
 assert all(line["rewards/num_failed"] == 0 for line in steps), "every sample is scored"
 PY
+# The server through the official client: streams, structures, tools and adapters, of the stand-in with two adapters of random weights.
+"$python" - "$work/stand-in/model" "$work/adapters" <<'PY' || fail "adapters are not written"
+import array, json, math, pathlib, random, struct, sys
+model, folder = map(pathlib.Path, sys.argv[1:])
+config = json.loads((model / "config.json").read_text())
+hidden, rng = config["hidden_size"], random.Random("adapters")
+for name, rank in (("one", 4), ("two", 2)):
+    header, data = {}, b""
+    for layer in range(config["num_hidden_layers"]):
+        for part, shape in (("lora_A", [rank, hidden]), ("lora_B", [hidden, rank])):
+            numbers = array.array("f", [rng.gauss(0, 0.3) for _ in range(math.prod(shape))]).tobytes()
+            header[f"base_model.model.model.layers.{layer}.self_attn.q_proj.{part}.weight"] = {
+                "dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data) + len(numbers)]}
+            data += numbers
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / name).mkdir(parents=True)
+    (folder / name / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": str(model)}
+    (folder / name / "adapter_config.json").write_text(json.dumps(settings))
+PY
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary=:all: --target "$work/openai" \
+    --requirement scripts/openai.txt || fail "pip does not install the openai client"
+"$program" serve --model "$work/stand-in/model" --served_model_name base --adapter one="$work/adapters/one" --adapter two="$work/adapters/two" \
+    --tool_call_parser hermes --port 0 >/dev/null 2>"$work/served" &
+server=$!
+while ! address=$(grep -o "http://.*/v1" "$work/served"); do
+    kill -0 "$server" 2>/dev/null || { cat "$work/served" >&2; fail "serve"; }
+    sleep 0.2
+done
+said=$(PYTHONPATH="$work/openai" "$python" scripts/serve_openai.py "$address" 2>&1) || { kill "$server"; cat "$work/served" >&2; fail "serve_openai.py: $said"; }
+[[ $said = *"the adapter two has"* && $said = *"a call is found"* ]] || { kill "$server"; fail "serve_openai.py leaves checks out: $said"; }
+kill "$server" && wait "$server" || fail "serve does not end with 0: $(cat "$work/served")"
+# The watcher's page in a browser, where there is one.
+for run in a b; do
+    "$program" --config configs/tiny-cpu.toml tensor_parallel_size=1 per_device_train_batch_size=8 num_generations=4 max_steps=2 eval_steps=none \
+        eval_file=none max_train_samples=256 log_completions=true output_dir="$work/watched/$run" >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "a run to watch"; }
+done
+said=$("$python" scripts/watch_browser.py "$program" "$work/watched" 2>&1) && in_browser=yes || in_browser=$?
+[ "$in_browser" = yes ] || [ "$in_browser" = 4 ] || fail "watch_browser.py: $said"
+[ "$in_browser" = yes ] || echo "$said"
 # Packages, from a folder that is not their own, without any variable: the wheel unpacked as pip does, beside PyTorch's libraries and beside
 # another's; and the archive's tree. Both run on the libraries that they came with, not on those of the build.
 PACKAGE_LEVEL=1 scripts/package.sh "$work/package" "wheel tree" >/dev/null || fail "package.sh"
@@ -192,6 +233,47 @@ tree=$(echo "$work"/package/colo-grpo-*-linux-x86_64)
 mv "$tree" "$work/moved"
 [ "$(cd / && env -i "$work/moved/bin/colo-grpo" --version)" = "$version" ] || fail "the archive does not run"
 [[ $(ldd "$work/moved/bin/colo-grpo") = *"$work/moved/bin/../torch/lib/libtorch_cpu.so"* ]] || fail "the archive takes other libraries than its own"
+
+# The archive in a root that has nothing but the C and C++ libraries, where this user may make one: a step is trained there.
+root=$work/root
+mkdir -p "$root/tmp" "$root/lib64" "$root/proc" "$root/dev"
+mv "$work/moved" "$root/moved"
+for library in $(ldd "$root/moved/bin/colo-grpo" | grep -oE '(^|[[:space:]])/(usr/)?lib[^ ]*' | sort -u); do
+    mkdir -p "$root$(dirname "$library")" && cp -L "$library" "$root$library"
+done
+touch "$root/dev/null" "$root/dev/urandom"
+inside() {
+    unshare --map-root-user --mount --fork sh -c 'mount --bind /dev/null "$0/dev/null" && mount --bind /dev/urandom "$0/dev/urandom" &&
+        mount --rbind /proc "$0/proc" && cd "$0/moved" && exec env -i HOME=/tmp PATH="$PATH" chroot "$0" /moved/bin/colo-grpo "$@"' "$root" "$@"
+}
+if unshare --map-root-user --mount true 2>/dev/null; then
+    [ "$(inside --version)" = "$version" ] || fail "the archive does not run in an empty root: $(inside --version 2>&1)"
+    inside --config /moved/configs/tiny-cpu.toml train_file=/moved/configs/arithmetic/train.jsonl model_name_or_path=/moved/configs/arithmetic/model \
+        tensor_parallel_size=1 per_device_train_batch_size=8 num_generations=4 max_steps=1 eval_steps=none eval_file=none output_dir=/tmp/run \
+        >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "the archive does not train in an empty root"; }
+    [ -s "$root/tmp/run/final/model.safetensors" ] || fail "the archive leaves no model in an empty root"
+else
+    echo "test_scripts: this user may make no root of its own: the archive is not tried in an empty one"
+fi
+# The container's recipe, as far as it goes without its images: instructions that Docker knows, files that are there, and the step behind
+# the wheel's installation.
+"$python" - "$work/image" <<'PY' || fail "Dockerfile"
+import os, pathlib, re, subprocess, sys
+lines = [line for line in pathlib.Path("Dockerfile").read_text().splitlines() if not line.startswith("#")]
+steps = [step.split(None, 1) for step in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines() if step.strip()]
+assert {name for name, _ in steps} <= {"FROM", "RUN", "COPY", "WORKDIR", "ENTRYPOINT"}, steps
+assert all(":" in image for name, image in steps if name == "FROM"), "images have versions"
+runs = [step for name, step in steps if name == "RUN"]
+for script in re.findall(r"scripts/\w+\.sh", " ".join(runs)):
+    assert os.access(script, os.X_OK), script
+(link,) = (step for step in runs if step.startswith("site="))
+site = pathlib.Path(sys.argv[1])
+for name in ("torch/__init__.py", "nvidia/nccl/lib/libnccl.so.2", "torch/lib/libtorch_cpu.so"):
+    (site / name).parent.mkdir(parents=True, exist_ok=True)
+    (site / name).touch()
+subprocess.run(["sh", "-c", link.replace("python -c", f"'{sys.executable}' -c")], check=True, env={**os.environ, "PYTHONPATH": str(site)})
+assert (site / "torch/lib/libnccl.so").resolve() == (site / "nvidia/nccl/lib/libnccl.so.2").resolve()
+PY
 
 "$program" generate --model "$work/tried/final" --chat --prompt "What is 2 + 3?" --max_completion_length 4 2>/dev/null |
     grep -q '"num_tokens"' || fail "what the recipe leaves is no model"

@@ -85,7 +85,7 @@ pub enum Error {
     /// A repository of the Hugging Face Hub that is not in the cache and cannot be downloaded.
     #[error("{repo}: {message}")]
     Hub {
-        /// Its name and revision.
+        /// Name and revision of the repository.
         repo: String,
         /// What was tried, what came of it, how to mend it.
         message: String,
@@ -135,7 +135,9 @@ pub enum Error {
         message: String,
     },
     /// A collective whose peers did not arrive in time.
-    #[error("{op} in group '{group}' timed out on rank {rank} after {timeout_s:.1} s; missing ranks {missing:?}")]
+    #[error(
+        "{op} in group '{group}' timed out on rank {rank} after {timeout_s:.1} s; missing ranks {missing:?}{place}"
+    )]
     CollectiveTimeout {
         /// The operation.
         op: &'static str,
@@ -147,6 +149,8 @@ pub enum Error {
         timeout_s: f64,
         /// World ranks that had not arrived.
         missing: Vec<usize>,
+        /// ` of node 1 (host)`: where they are; empty on one node.
+        place: String,
     },
     /// A rank that showed no sign of life for longer than its phase allows.
     #[error(
@@ -167,9 +171,9 @@ pub enum Error {
     PeerFailed {
         /// The rank whose failure came first.
         rank: usize,
-        /// Its exit code.
+        /// Exit code of the failed rank.
         code: ExitCode,
-        /// Its message.
+        /// Message of the failed rank.
         message: String,
     },
     /// A rank that ended without leaving an error.
@@ -199,7 +203,7 @@ pub enum Error {
         op: &'static str,
         /// The `CUresult`.
         code: u32,
-        /// Its name and the driver's description.
+        /// Name of the code and the driver's description.
         message: String,
     },
 

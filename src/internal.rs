@@ -14,12 +14,14 @@ pub mod colocate {
 }
 pub mod config {
     pub use crate::config::{
-        AdjustLr, Config, GradientCheckpointing, LossType, LrSchedulerType, Quantization, RewardConfig, SandboxLayer,
-        TargetModule,
+        AdjustLr, Config, GradientCheckpointing, KvCacheDtype, LossType, LrSchedulerType, Quantization, RewardConfig,
+        RolloutQuantization, SandboxLayer, TargetModule,
     };
 }
 pub mod cuda {
-    pub use crate::cuda::{Context, CudaEvent, CurrentStream, Graph, Products, TorchStream, Tuning, kernels};
+    pub use crate::cuda::{
+        Context, CudaEvent, CurrentStream, Graph, PeerMemory, Products, TorchStream, Tuning, kernels,
+    };
 }
 pub mod data {
     pub use crate::data::{
@@ -47,9 +49,9 @@ pub mod metrics {
 }
 pub mod model {
     pub use crate::model::{
-        Attention, BlockContext, BlockParams, EmbeddingParams, ExpertLayers, Family, HeadParams, LoraSpec, Matrix,
-        ModelSource, ModelSpec, NormPlaces, PackedAttention, Param, ParamName, ParamTable, Piece, QkNorm,
-        QuantizedBlock, Routes, Scoring, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward,
+        BlockContext, BlockParams, DeltaLayers, EmbeddingParams, ExpertLayers, Family, HeadParams, LoraSpec, Matrix,
+        ModelSource, ModelSpec, NormPlaces, PackedMixer, Param, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock,
+        Routes, Scoring, SequenceMixer, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward,
         head_backward, head_forward, init_folder, init_unit, init_unit_on, write_adapters,
     };
 }
@@ -64,8 +66,8 @@ pub mod reward {
 }
 pub mod rollout {
     pub use crate::rollout::{
-        Engine, EngineOptions, EngineStats, EngineWeights, Event, Request, RequestId, RolloutEngine, Session,
-        kv_block_bytes,
+        Engine, EngineOptions, EngineStats, EngineWeights, Event, Request, RequestId, RolloutEngine, SampledGroup,
+        Session, kv_block_bytes,
     };
 }
 pub mod serve {
@@ -89,7 +91,8 @@ pub mod trainer {
 }
 pub mod types {
     pub use crate::types::{
-        FinishReason, LengthSpread, Prompt, RolloutGroup, RoutedExperts, SamplingParams, Structure, Trajectory,
+        FinishReason, LengthSpread, Prompt, RolloutGroup, RoutedExperts, SamplingParams, Structure, TokenLogprob,
+        Trajectory,
     };
 }
 pub mod untrusted {

@@ -10,7 +10,7 @@
 //! | 2 | [`config`] |
 //! | 3 | [`torch`], [`data`], [`sandbox`] |
 //! | 4 | [`cuda`], [`reward`] |
-//! | 5 | [`memory`], [`dist`], [`ops`] |
+//! | 5 | [`memory`], [`dist`], [`ops`], [`tools`] |
 //! | 6 | [`model`], [`grpo`], [`metrics`] |
 //! | 7 | [`rollout`], [`train`], [`eval`] |
 //! | 8 | [`plan`], [`update`], [`serve`], [`endpoint`], [`watch`], [`checkpoint`] |
@@ -53,6 +53,7 @@ mod sandbox;
 mod serve;
 mod sft;
 mod split;
+mod tools;
 mod torch;
 mod train;
 mod trainer;

@@ -59,7 +59,7 @@ fn is_meant(name: &str, key: &str) -> bool {
 /// Arguments of open-r1's rewards, keys of the table `reward`.
 const REWARD: &[&str] = &["max_completion_len", "soft_punish_cache", "code_language"];
 
-/// Their keys and ours, where values mean the same.
+/// Keys of other trainers and their names here, where values mean the same.
 pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("vllm_tensor_parallel_size", "tensor_parallel_size"),
     ("vllm_max_model_length", "max_model_length"),
@@ -210,7 +210,10 @@ pub(crate) const NONE: &str = "nothing takes its place; colo-grpo config prints 
 /// listed comes before those in [`RENAMED`], and these before a table or a start; of several the first row.
 pub(crate) const KEYS: &[(&[&str], &str)] = &[
     // ---- what changes the result and has no counterpart ----
-    (&["tools", "max_tool_calling_iterations", "rollout.multi_turn.*"], "a rollout is one turn"),
+    (
+        &["rollout.multi_turn.*"],
+        "tools, max_tool_calling_iterations, max_tool_response_length and tool_call_parser, for tools in Python",
+    ),
     // ---- open-r1 ----
     (
         &[
@@ -234,6 +237,7 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         "gpu_memory_utilization, best left at 0.9: the KV cache's memory is free while training",
     ),
     (&["max_seq_length"], "max_model_length"),
+    (&["max_staleness"], "split.async_steps, with mode = split"),
     (&["vllm_enable_sleep_mode"], "the engine always sleeps while training"),
     (
         &["normalize_advantages", "rloo_k"],

@@ -34,6 +34,19 @@ pub enum FinishReason {
     Length,
 }
 
+/// The end of a completion's environment.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct EnvironmentEnd {
+    /// Name of its class.
+    pub class: String,
+    /// Folder of the file that has the class; empty for a module.
+    pub folder: String,
+    /// The environment's own reward, if it has one, or why that failed.
+    pub reward: Option<Result<f32, String>>,
+    /// The environment's state in base 64, as Python's pickle writes it, where a reward may ask for it.
+    pub state: Option<String>,
+}
+
 /// The continuation of a prompt in one sample: the tokens that the policy sampled, turn by turn, and between two turns the
 /// context that
 /// an environment or a tool answered with. A completion of one turn is the simplest one.
@@ -56,6 +69,13 @@ pub struct Trajectory {
     pub finish_reason: Option<FinishReason>,
     /// Decoded text, special tokens skipped; empty while the request is under way.
     pub text: String,
+    /// Messages after the prompt, of a trajectory whose model may call tools: the assistant's with `content` and `tool_calls`, and
+    /// tools' answers. Empty where there are no tools.
+    pub messages: Vec<serde_json::Value>,
+    /// The trajectory's environment, if it has one.
+    pub environment: Option<Arc<EnvironmentEnd>>,
+    /// Why the environment was lost: the trajectory is masked then.
+    pub failure: Option<String>,
     /// One entry per reward function in configured order; `None` where that reward failed.
     pub rewards: Vec<Option<f32>>,
     /// Weighted sum of the rewards; `None` masks the sample out of the loss and the group statistics.
@@ -75,6 +95,12 @@ impl Trajectory {
     /// The reward that advantages are computed from: the weighted sum less the KL penalty.
     pub fn penalized_reward(&self) -> Option<f32> {
         self.reward.map(|reward| reward - self.kl_penalty)
+    }
+
+    /// Text of the newest turn, which built-in rewards read: never what a tool answered.
+    pub fn newest_text(&self) -> &str {
+        let newest = self.messages.iter().rfind(|message| message["role"] == "assistant");
+        newest.map_or(&self.text, |message| message["content"].as_str().unwrap_or_default())
     }
 
     /// Tokens that the policy sampled.
@@ -187,9 +213,9 @@ impl Structure {
 /// A token that might have been sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenLogprob {
-    /// Its id.
+    /// Id of the token.
     pub token_id: u32,
-    /// Its log-probability in nats, of the distribution that [`Trajectory::rollout_logprobs`] are of.
+    /// Log-probability of the token in nats, of the distribution that [`Trajectory::rollout_logprobs`] are of.
     pub logprob: f32,
 }
 
@@ -212,11 +238,10 @@ pub struct SamplingParams {
     pub max_completion_length: usize,
     /// Strings that end a completion; the matched text is kept in `token_ids`.
     pub stop: Vec<String>,
-    /// Most probable tokens that are reported beside each sampled one, with their log-probabilities. On a CPU only.
+    /// Most probable tokens that are reported beside each sampled one, with their log-probabilities.
     pub top_logprobs: usize,
     /// The structure that the completion's text must follow. Tokens are drawn, and their log-probabilities taken, from the
-    /// distribution over those
-    /// that may come next. On a CPU only.
+    /// distribution over those that may come next.
     pub structure: Option<Structure>,
     /// First word of every random key.
     pub seed: u64,

@@ -36,7 +36,7 @@ pub struct CollectivesBench {
 /// Runs it on bfloat16; collective over the world. Bus bandwidth is what a ring must send over each link, by the time.
 ///
 /// # Errors
-/// Those of the collectives.
+/// The errors of the collectives.
 pub fn bench_collectives(bench: &CollectivesBench, world: &World) -> Result<Value> {
     let mut rows = Vec::new();
     let bytes_in_a_row = BYTES_IN_A_ROW.min(bench.max_bytes);

@@ -12,12 +12,13 @@ use tch::{Kind, Tensor};
 
 use super::limits::GpuLimits;
 use super::{SEED, adapters, device_name, dtype_name, median, token};
+use crate::config::{KvCacheDtype, RolloutQuantization};
 use crate::cuda::Sustained;
 use crate::data::Tokenizer;
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
-use crate::rollout::{Engine, EngineOptions, StepProfile, kv_block_bytes};
+use crate::rollout::{Engine, EngineOptions, StepProfile, cache_kind, kv_block_bytes, profile_step};
 use crate::serve::Served;
 use crate::types::{LengthSpread, Prompt, SamplingParams};
 
@@ -37,6 +38,10 @@ pub struct GenerateBench {
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
+    /// How products read the weights of blocks.
+    pub quantization: RolloutQuantization,
+    /// How keys and values are stored.
+    pub kv_cache_dtype: KvCacheDtype,
     /// Prompts per rank.
     pub prompts: usize,
     /// Completions per prompt.
@@ -79,6 +84,8 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "device": device_name(device),
         "dtype": dtype_name(bench.kind),
         "residual_dtype": dtype_name(bench.residual),
+        "rollout_quantization": bench.quantization.name(),
+        "kv_cache_dtype": bench.kv_cache_dtype.name(),
         "world_size": world.size(),
         "tensor_parallel_size": bench.tensor_parallel_size,
         "threads_per_rank": tch::get_num_threads(),
@@ -180,7 +187,8 @@ impl GenerateBench {
     fn options(&self, world: &World) -> EngineOptions {
         let max_model_length = self.prompt_len + self.longest();
         let blocks = self.max_num_seqs() * max_model_length.div_ceil(BLOCK_SIZE);
-        let block_bytes = kv_block_bytes(&self.spec, self.tensor_parallel_size, BLOCK_SIZE, self.kind);
+        let cache_kind = cache_kind(self.kv_cache_dtype, self.kind);
+        let block_bytes = kv_block_bytes(&self.spec, self.tensor_parallel_size, BLOCK_SIZE, cache_kind);
         EngineOptions {
             kv_cache_bytes: blocks * block_bytes,
             block_size: BLOCK_SIZE,
@@ -189,6 +197,8 @@ impl GenerateBench {
             max_model_length,
             kind: self.kind,
             residual: self.residual,
+            quantization: self.quantization,
+            kv_cache_dtype: self.kv_cache_dtype,
             device: world.device(),
             strict: self.strict,
             spread_lengths: self.completion_spread,
@@ -236,7 +246,7 @@ impl GenerateBench {
             let group = if batch.is_multiple_of(self.group) { self.group } else { 1 };
             let shape = (batch, group, self.prompt_len);
             let sustains = self.profile && batch == most;
-            let profile = served.with_engine(|rollout| rollout.profile(shape, context, sustains))?;
+            let profile = served.with_engine(|rollout| profile_step(rollout, shape, context, sustains))?;
             rows.push(self.report((batch, context), &profile, self.profile || batch == most, limits));
         }
         Ok(Value::Array(rows))

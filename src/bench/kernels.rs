@@ -64,16 +64,18 @@ pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>>
     step.paged_attention(&cache)?;
     drop(cache);
     step.sampling()?;
-    step.limits(&EnergyMeter::new(ordinal)?)?;
+    let meter = EnergyMeter::new(ordinal)?;
+    step.products(&meter)?;
+    step.limits(&meter)?;
     Ok(step.results)
 }
 
-struct DecodeStep<'a> {
-    bench: &'a KernelsBench,
-    device: Device,
-    stream: TorchStream,
+pub(super) struct DecodeStep<'a> {
+    pub(super) bench: &'a KernelsBench,
+    pub(super) device: Device,
+    pub(super) stream: TorchStream,
     limits: GpuLimits,
-    results: Vec<Value>,
+    pub(super) results: Vec<Value>,
 }
 
 impl DecodeStep<'_> {
@@ -106,7 +108,7 @@ impl DecodeStep<'_> {
     }
 
     /// A graph of `work` with every number below `count`, after the first that warms up.
-    fn record(&self, count: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<Graph> {
+    pub(super) fn record(&self, count: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<Graph> {
         {
             let _current = self.stream.make_current()?;
             work(0)?;

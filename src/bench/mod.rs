@@ -7,6 +7,7 @@ mod generate;
 mod kernels;
 mod limits;
 mod memory;
+mod products;
 mod serve;
 mod sleep_wake;
 mod step;

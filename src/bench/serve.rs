@@ -11,6 +11,7 @@ use tch::Kind;
 
 use super::generate::GenerateBench;
 use super::{SEED, device_name, dtype_name, median, token};
+use crate::config::{KvCacheDtype, RolloutQuantization};
 use crate::data::Tokenizer;
 use crate::dist::World;
 use crate::endpoint::{self, ClientLimits, ServerOptions, drive, engine_queue};
@@ -77,6 +78,8 @@ impl ServeBench {
             spec: self.spec.clone(),
             kind: self.kind,
             residual: self.residual,
+            quantization: RolloutQuantization::None,
+            kv_cache_dtype: KvCacheDtype::Auto,
             prompts: streams,
             group: 1,
             prompt_len: self.prompt_len,
@@ -109,6 +112,7 @@ impl ServeBench {
             let (client, queue) = engine_queue(ClientLimits { max_queue: streams, grace: Duration::ZERO });
             let options = ServerOptions {
                 model_name: self.model.clone(),
+                adapters: Vec::new(),
                 tokenizer,
                 grammars: rollout.grammars(),
                 tool_calls: None,

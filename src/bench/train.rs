@@ -202,7 +202,7 @@ impl<'a> TimedRun<'a> {
             }
             self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
                 let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
-                Ok(TokenGradients { dlogprobs, dentropy: None, daux_loss: 0.0 })
+                Ok(TokenGradients { dlogprobs, dentropy: None, dtop: None, daux_loss: 0.0 })
             })?;
         }
         if !self.bench.score {
@@ -238,7 +238,7 @@ impl<'a> TimedRun<'a> {
     fn planned_bytes(&self) -> usize {
         let tokens = self.bench.max_tokens_per_micro_batch;
         let shares_prompts = self.bench.share_prompts && self.bench.group > 1;
-        let full = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts };
+        let full = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts, num_top: 0 };
         self.bytes_at_most(&vec![full; self.micro_batches.len().min(2)])
     }
 

@@ -16,6 +16,7 @@
 //! | `resume` | which checkpoint a run goes on from, and whether it may |
 //! | `changes` | which keys differ from a saved configuration, and which of those change the result |
 //! | `claim` | one run a folder |
+//! | `shared` | whether all nodes see one output folder |
 //! | `folder` | temporary folders, their names, free space |
 //! | `saver` | one save at a time, beside training |
 //! | `write` | a checkpoint's files |
@@ -30,6 +31,7 @@ mod manifest;
 mod resume;
 mod saver;
 mod shards;
+mod shared;
 mod state;
 mod write;
 
@@ -41,6 +43,7 @@ pub use folder::{FINAL, list, write_new};
 pub use manifest::written;
 pub use resume::{ResumeOptions, resume, unsafe_changes};
 pub use saver::Saver;
+pub use shared::check_shared;
 pub use state::{CarriedGroup, SavedConfig, TrainerState};
 pub use write::Models;
 

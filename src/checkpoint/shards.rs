@@ -41,7 +41,7 @@ struct ShardPiece {
 }
 
 impl ShardPiece {
-    /// Its part of `elements`.
+    /// Elements of this piece that are among `elements`.
     fn shared(&self, elements: &Range<usize>) -> Range<usize> {
         let start = elements.start.max(self.elements.start);
         start..elements.end.min(self.elements.end).max(start)

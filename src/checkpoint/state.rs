@@ -62,7 +62,7 @@ pub struct TrainerState {
 /// A group that was not complete when its step ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CarriedGroup {
-    /// Its training row.
+    /// Training row of the group's prompt.
     pub row: usize,
     /// Step at which it was first scheduled, in the random keys of all its tokens.
     pub first_step: u64,

@@ -5,6 +5,7 @@ mod model;
 mod sample;
 mod serve;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
@@ -14,8 +15,9 @@ pub use model::*;
 pub use sample::*;
 pub use serve::*;
 
-use crate::config::{Device, Dtype};
-use crate::launch;
+use crate::config::{Device, Dtype, WorldSize};
+use crate::error::{Error, Result};
+use crate::launch::{self, LaunchOptions};
 use crate::reward;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
@@ -66,7 +68,7 @@ pub enum Command {
     /// Serves the reward `code`; started by a run
     #[command(hide = true, name = reward::code::SANDBOX_COMMAND)]
     SandboxWorker {
-        /// Its settings as JSON
+        /// Settings of the worker as JSON
         settings: String,
     },
 }
@@ -75,10 +77,10 @@ impl Command {
     /// Whether this process computes itself, and does not only start those that do.
     pub fn computes(&self) -> bool {
         match self {
-            Self::Train(args) | Self::Sft(args) => args.launch.nproc == 1,
-            Self::Generate(args) => args.launch.nproc == 1,
-            Self::Eval(args) => args.launch.nproc == 1,
-            Self::Serve(args) => args.launch.nproc == 1,
+            Self::Train(args) | Self::Sft(args) => args.launch.num_ranks() == 1,
+            Self::Generate(args) => args.launch.num_ranks() == 1,
+            Self::Eval(args) => args.launch.num_ranks() == 1,
+            Self::Serve(args) => args.launch.num_ranks() == 1,
             Self::Chat(_) | Self::Bench(_) | Self::Verify(_) => true,
             _ => false,
         }
@@ -92,18 +94,60 @@ pub struct LaunchArgs {
     /// Processes, one per GPU; not under torchrun or srun, which start them
     #[arg(long, aliases = ["nproc_per_node", "num_processes"], default_value_t = 1, value_parser = count)]
     pub nproc: usize,
-    /// Address that the ranks meet at
-    #[arg(long, value_name = "ADDRESS", default_value = launch::LOOPBACK)]
-    pub master_addr: String,
-    /// Port that the ranks meet at [default: a free one]
+    /// Nodes, each with --nproc processes and a launcher of its own; COLO_GRPO_TOKEN has a secret that they share
+    #[arg(long, default_value_t = 1, value_parser = count)]
+    pub nnodes: usize,
+    /// Which of the nodes this one is, from 0
+    #[arg(long, value_name = "NODE", default_value_t = 0)]
+    pub node_rank: usize,
+    /// Address that the ranks meet at: this machine's, or with --nnodes that of node 0 [default: 127.0.0.1]
+    #[arg(long, value_name = "ADDRESS")]
+    pub master_addr: Option<String>,
+    /// Port that the ranks meet at [default: a free one; with --nnodes 29500]
     #[arg(long, value_name = "PORT")]
     pub master_port: Option<u16>,
 }
 
+/// Where nodes meet unless told otherwise, as with torchrun.
+const NODES_PORT: u16 = 29_500;
+
 impl LaunchArgs {
     /// One process.
     pub fn alone() -> Self {
-        Self { nproc: 1, master_addr: launch::LOOPBACK.to_owned(), master_port: None }
+        Self { nproc: 1, nnodes: 1, node_rank: 0, master_addr: None, master_port: None }
+    }
+
+    /// Ranks in all, where this program launches them.
+    pub fn num_ranks(&self) -> usize {
+        self.nproc * self.nnodes
+    }
+
+    /// Ranks in all and on each node, where this program launches them.
+    pub fn world_size(&self) -> WorldSize {
+        WorldSize { ranks: self.num_ranks(), local_ranks: self.nproc }
+    }
+
+    /// The workers to launch, which run this program with `args`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a node that is none of them, or nodes without a place to meet.
+    pub fn options(&self, args: Vec<OsString>) -> Result<LaunchOptions> {
+        let Self { nproc, nnodes, node_rank, .. } = *self;
+        if node_rank >= nnodes {
+            return Err(Error::invalid_value(
+                "--node_rank",
+                node_rank,
+                format!("0 to {}: --nnodes is {nnodes}", nnodes - 1),
+            ));
+        }
+        if nnodes > 1 && self.master_addr.is_none() {
+            let expected = format!("the address of node 0, the same on all {nnodes} nodes");
+            return Err(Error::invalid_value("--master_addr", "none", expected));
+        }
+        let master_port = if nnodes > 1 { self.master_port.or(Some(NODES_PORT)) } else { self.master_port };
+        let master_addr = self.master_addr.clone().unwrap_or_else(|| launch::LOOPBACK.to_owned());
+        let options = LaunchOptions::new(nproc, args);
+        Ok(LaunchOptions { num_nodes: nnodes, node_rank, master_addr, master_port, ..options })
     }
 }
 
@@ -155,6 +199,9 @@ pub struct PlanArgs {
     #[arg(long, requires = "gpu_memory_gib")]
     #[arg(value_parser = number(|gib: &f64| *gib > 0.0 && *gib < 1e6, "above 0 and below 1000000"))]
     pub host_memory_gib: Option<f64>,
+    /// With --nnodes: what the network takes out of each node, in 10^9 bytes a second (400 Gbit/s: 50)
+    #[arg(long, default_value_t = 50.0, value_parser = number(|rate: &f64| *rate > 0.0 && *rate < 1e6, "above 0 and below 1000000"))]
+    pub network_gb_s: f64,
     #[command(flatten)]
     pub model: ModelArgs,
 }

@@ -91,7 +91,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
 fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
     let bench = GenerateBench {
         model: args.model.name(),
-        spec: Arc::new(args.model.spec()?),
+        spec: Arc::new(args.model.spec()?.with_expert_parallel(args.enable_expert_parallel)?),
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),
         prompts: args.prompts,
@@ -101,6 +101,8 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         completion_spread: args.lengths.completion_spread,
         max_num_seqs: args.max_num_seqs,
         lora_r: args.lora_r,
+        quantization: args.rollout_quantization,
+        kv_cache_dtype: args.kv_cache_dtype,
         strict: args.strict,
         profile: args.profile,
         tensor_parallel_size: args.tensor_parallel_size,
@@ -162,7 +164,7 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
         steps: args.steps,
         overrides: args.overrides.clone(),
     };
-    let config = bench.config(args.launch.nproc)?;
+    let config = bench.config(args.launch.num_ranks())?;
     let placement = Placement::new(config.device, config.dtype)?;
     let watch = Supervision::new(config.collective_timeout_s, &config.heartbeat);
     distributed(&args.launch, watch, placement.on_cuda, |world| {

@@ -19,9 +19,10 @@ use crate::launch::{OnStop, quoted};
 use crate::metrics::{self, parts_progress};
 use crate::model::{export_folder, init_folder};
 use crate::phase::{self, terminal};
-use crate::plan::Room;
+use crate::plan::{NetworkPlan, Room};
 use crate::reward::{self, RewardPool};
 use crate::sft::Sft;
+use crate::tools::ToolProcess;
 use crate::trainer::{Preflight, Trainer};
 
 /// Runs one command to its exit code.
@@ -93,22 +94,30 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
             return Vec::new();
         }
         let rewards = RewardPool::new(config).map(drop);
-        vec![config.validate_world(args.launch.nproc).map(drop), rewards, check_output_dir(&config.output_dir)]
+        vec![config.validate_world(args.launch.num_ranks()).map(drop), rewards, check_output_dir(&config.output_dir)]
     })?;
     let placement = Placement::new(config.device, config.dtype)?;
     if is_first {
-        let nproc = args.launch.nproc;
-        Preflight::new(&config, placement, nproc, Room::available(placement, nproc)?)?;
+        let room = Room::available(placement, args.launch.nproc)?;
+        Preflight::new(&config, placement, args.launch.world_size(), room)?;
     }
     let watch = Supervision {
         max_restarts: config.max_restarts,
         output_dir: Some(config.output_dir.clone()),
         on_stop: OnStop::Save,
         ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
+            .over_nodes(config.node_timeout_s, config.compared())
     };
-    let start_rewards = || RewardPool::new(&config).and_then(|rewards| rewards.start().map(|()| rewards));
-    prepared(&args.launch, watch, placement.on_cuda, start_rewards, |world, rewards| {
-        let summary = Trainer::builder(config.clone(), world.clone()).reward_pool(rewards).build()?.run()?;
+    let start_processes = || {
+        let tools = ToolProcess::start(&config)?;
+        let classes = tools.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
+        let rewards = RewardPool::new(&config.clone().with_environment_rewards(&classes)?)?;
+        rewards.start()?;
+        Ok((rewards, tools))
+    };
+    prepared(&args.launch, watch, placement.on_cuda, start_processes, |world, (rewards, tools)| {
+        let builder = Trainer::builder(config.clone(), world.clone()).reward_pool(rewards).tool_process(tools);
+        let summary = builder.build()?.run()?;
         if world.rank() == 0 {
             if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
                 terminal::print_saved(format_args!("held-out mean reward: {before:.3} before, {after:.3} after"));
@@ -153,6 +162,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
         output_dir: Some(config.output_dir.clone()),
         on_stop: OnStop::Save,
         ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
+            .over_nodes(config.node_timeout_s, config.compared())
     };
     distributed(&args.launch, watch, placement.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
@@ -166,7 +176,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
 }
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let PlanArgs { run, gpu_memory_gib, host_memory_gib, model } = args;
+    let PlanArgs { run, gpu_memory_gib, host_memory_gib, network_gb_s, model } = args;
     let mut overrides = run.overrides.clone();
     if model.is_given() {
         // A shape alone is enough: what a run needs beside it takes no memory.
@@ -177,7 +187,7 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         overrides.splice(..0, unread.into_iter().map(str::to_owned));
     }
     let config = read_config(run.config.as_deref(), &overrides)?;
-    let nproc = run.launch.nproc;
+    let (nproc, world_size) = (run.launch.nproc, run.launch.world_size());
     let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
     let (placement, room) = match gpu_memory_gib {
         Some(gib) => {
@@ -191,13 +201,13 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         }
     };
     let planned = match model.is_given() {
-        true => Preflight::of_shape(&config, Arc::new(model.spec()?), placement, nproc, room),
-        false if fetch::has_rows(&config) => Preflight::new(&config, placement, nproc, room),
+        true => Preflight::of_shape(&config, Arc::new(model.spec()?), placement, world_size, room),
+        false if fetch::has_rows(&config) => Preflight::new(&config, placement, world_size, room),
         false => {
             terminal::say(
                 "notice: the rows are not here, so prompts count as long as max_prompt_length or the context allows",
             );
-            Preflight::without_rows(&config, placement, nproc, room)
+            Preflight::without_rows(&config, placement, world_size, room)
         }
     };
     let preflight = planned.map_err(|error| match error {
@@ -214,6 +224,10 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         terminal::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
     }
     terminal::print(format_args!("{preflight}\n"))?;
+    let kind_bytes = preflight.kind.elt_size_in_bytes();
+    if let Some(network) = NetworkPlan::new(&config, &preflight.table, world_size, kind_bytes, *network_gb_s) {
+        terminal::print(format_args!("{network}\n"))?;
+    }
     Ok(ExitCode::Done)
 }
 

@@ -18,12 +18,13 @@ use crate::endpoint::{self, ClientLimits, Dialogue, ServerOptions, drive, engine
 use crate::error::{Error, Result};
 use crate::http::HttpServer;
 use crate::phase::terminal;
-use crate::serve::{ModelService, ServeOptions};
+use crate::serve::{ModelService, NamedAdapter, ServeOptions};
 
 /// Where the key may stand instead of the command line, which other users of the machine can read.
 const API_KEY_VARIABLE: &str = "COLO_GRPO_API_KEY";
 /// Commands that can be typed instead of a message.
-const HELP: &str = "/reset begins a new conversation, /exit or the end of input ends the program";
+const HELP: &str = "/reset begins a new conversation, /adapter NAME lets an adapter answer and /adapter the base model, \
+                    /exit or the end of input ends the program";
 
 /// The listening socket of rank 0, before the model is loaded.
 pub(super) fn bind(args: &ServeArgs) -> Result<Option<TcpListener>> {
@@ -33,17 +34,20 @@ pub(super) fn bind(args: &ServeArgs) -> Result<Option<TcpListener>> {
 
 /// `serve`; collective over the world, whose ranks share one engine.
 pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: Option<TcpListener>) -> Result<()> {
+    let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
+    let adapters = args.adapters.checked(&name)?;
     let options = ServeOptions {
         model: &args.source.model,
         base_model: args.source.base_model.as_deref(),
+        adapters,
         template_variables: &Map::new(),
         tensor_parallel_size: world.size(),
+        enable_expert_parallel: args.enable_expert_parallel,
         max_model_length: args.max_model_length,
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),
     };
     let ModelService { mut served, tokenizer, .. } = sample::load(&options, args.supervision.fault.clone(), &world)?;
-    let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
     let tool_calls = match args.tool_call_parser {
         ToolCallFormat::Auto => tokenizer.template_source().and_then(ToolCallParser::of_template),
         ToolCallFormat::None => None,
@@ -56,6 +60,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
         let (client, queue) = engine_queue(ClientLimits { max_queue: args.max_queue, grace });
         let options = ServerOptions {
             model_name: name,
+            adapters: names(adapters),
             tokenizer,
             grammars: rollout.grammars(),
             tool_calls,
@@ -74,16 +79,17 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
 
 /// `chat`, in one process.
 pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()> {
+    let adapters = args.adapters.checked("")?;
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let ModelService { mut served, tokenizer, .. } =
-        sample::serve(&args.source, &args.sampling, &Map::new(), &world, kinds)?;
+        sample::serve((&args.source, adapters), &args.sampling, &Map::new(), &world, kinds)?;
     let system = args.system_prompt.iter().map(|text| Message { role: "system".into(), content: text.clone() });
     let system: Vec<Message> = system.collect();
     tokenizer.apply_chat_template(&[&system[..], &[Message::user("")]].concat(), true)?; // a model without one says so now
     served.with_engine(|rollout| {
         let (client, queue) = engine_queue(ClientLimits { max_queue: 1, grace: Duration::ZERO });
         let params = sampling(&args.sampling, 1);
-        let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout, params, system);
+        let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout, params, (system, names(adapters)));
         let talk = move || {
             let outcome = talk(&mut dialogue);
             client.stop();
@@ -95,6 +101,10 @@ pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()>
         drive(rollout, &world, Some(queue))?;
         thread.join().unwrap_or_else(|panic| Err(Error::of_panic("chat", crate::error::panic_message(&*panic))))
     })
+}
+
+fn names(adapters: &[NamedAdapter]) -> Vec<String> {
+    adapters.iter().map(|adapter| adapter.name.clone()).collect()
 }
 
 /// Reads messages line by line and prints the answers as they come.
@@ -116,6 +126,12 @@ fn talk(dialogue: &mut Dialogue) -> Result<()> {
             "" => {}
             "/exit" | "/quit" => return Ok(()),
             "/reset" => dialogue.reset(),
+            "/adapter" => dialogue.choose(None).unwrap_or_default(),
+            command if command.starts_with("/adapter ") => {
+                if let Err(names) = dialogue.choose(Some(command["/adapter ".len()..].trim())) {
+                    terminal::say(format_args!("no adapter of that name; --adapter has given: {names}"));
+                }
+            }
             command if command.starts_with('/') => terminal::say(HELP),
             message => {
                 let mut printed = Ok(());

@@ -31,7 +31,7 @@ impl Evaluation {
     /// Reads the configuration, if there is one, and starts the rewards.
     ///
     /// # Errors
-    /// Those of [`Config::load`], of [`RowSources::held_out`] and of [`RewardPool::start`].
+    /// The errors of [`Config::load`], of [`RowSources::held_out`] and of [`RewardPool::start`].
     pub fn new(args: &EvalArgs) -> Result<Self> {
         let evaluation = match &args.config {
             Some(file) => Self::of_run(file, &args.overrides, args.n)?,
@@ -66,6 +66,10 @@ impl Evaluation {
     /// The evaluation that the run makes itself, but for its `overrides`.
     fn of_run(file: &Path, overrides: &[String], n: Option<usize>) -> Result<Self> {
         let config = Config::load(Some(file), overrides)?;
+        if config.tools.has_turns() {
+            let expected = "none, and no environment_factory: eval samples completions of one turn; a run evaluates with its tools at eval_steps";
+            return Err(Error::invalid_value("tools", config.tools.tools.join(", "), expected));
+        }
         let rewards = RewardPool::new(&config)?;
         let solved_by = config.deciding_rewards(rewards.judges());
         let expected = "a configuration with eval_file, or with dataset_name and dataset_test_split";

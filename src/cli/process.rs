@@ -21,6 +21,10 @@ use crate::phase::{self, HeartbeatLimits, terminal};
 pub(super) struct Supervision {
     /// Longest wait in a collective.
     pub timeout: Duration,
+    /// Longest silence of another node.
+    pub node_timeout: Duration,
+    /// Keys with values that all nodes must have alike.
+    pub compared: Vec<(String, String)>,
     /// Longest silence in a phase.
     pub limits: HeartbeatLimits,
     pub max_restarts: usize,
@@ -37,10 +41,15 @@ impl Supervision {
         Self { timeout, ..Self::within(heartbeat.limits()) }
     }
 
+    /// Supervision of a run on several nodes: the longest silence of one, and the keys that all have alike.
+    pub fn over_nodes(self, node_timeout_s: f64, compared: Vec<(String, String)>) -> Self {
+        Self { node_timeout: Duration::from_secs_f64(node_timeout_s), compared, ..self }
+    }
+
     /// Supervision with the default time limit for collectives.
     pub fn within(limits: HeartbeatLimits) -> Self {
-        let timeout = WorldOptions::default().timeout;
-        Self { timeout, limits, max_restarts: 0, output_dir: None, on_stop: OnStop::End }
+        let WorldOptions { timeout, node_timeout, compared, .. } = WorldOptions::default();
+        Self { timeout, node_timeout, compared, limits, max_restarts: 0, output_dir: None, on_stop: OnStop::End }
     }
 }
 
@@ -87,16 +96,12 @@ pub(super) fn prepared<T>(
     before: impl FnOnce() -> Result<T>,
     work: impl FnOnce(Arc<World>, T) -> Result<()>,
 ) -> Result<ExitCode> {
-    let Supervision { timeout, limits, max_restarts, output_dir, on_stop } = watch;
+    let Supervision { timeout, node_timeout, compared, limits, max_restarts, output_dir, on_stop } = watch;
     let env = WorkerEnv::from_env()?;
-    if env.is_none() && (args.nproc > 1 || max_restarts > 0) {
-        let own_args = std::env::args_os().skip(1).collect();
-        let (master_addr, master_port, needs_cuda) = (args.master_addr.clone(), args.master_port, on_cuda);
-        let options = LaunchOptions::new(args.nproc, own_args);
+    if env.is_none() && (args.num_ranks() > 1 || max_restarts > 0) {
+        let options = args.options(std::env::args_os().skip(1).collect())?;
         return Ok(launch::run(&LaunchOptions {
-            master_addr,
-            master_port,
-            needs_cuda,
+            needs_cuda: on_cuda,
             limits,
             max_restarts,
             output_dir,
@@ -113,7 +118,10 @@ pub(super) fn prepared<T>(
     let prepared = before()?;
     let backend = if on_cuda { Backend::Nccl } else { Backend::Shm };
     let world = match env {
-        Some(env) => World::join(&env, WorldOptions { timeout, backend, ..WorldOptions::default() })?,
+        Some(env) => {
+            let options = WorldOptions { timeout, backend, node_timeout, compared, ..WorldOptions::default() };
+            World::join(&env, options)?
+        }
         None => World::single_on(backend)?,
     };
     let world = Arc::new(world);

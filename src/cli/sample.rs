@@ -16,14 +16,14 @@ use crate::eval::{self, Estimate};
 use crate::memory;
 use crate::metrics::{gather_completions, write_completions};
 use crate::phase::{self, Fault, Phase, terminal};
-use crate::serve::{ModelService, ServeOptions};
+use crate::serve::{ModelService, NamedAdapter, ServeOptions};
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
 /// `generate`; collective over the world.
 pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let ModelService { mut served, tokenizer, max_model_length } =
-        serve(&args.source, &args.sampling, &Map::new(), &world, kinds)?;
+        serve((&args.source, &[]), &args.sampling, &Map::new(), &world, kinds)?;
     let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().skip(world.rank()).step_by(world.size()))
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
         .collect::<Result<_>>()?;
@@ -88,7 +88,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let limits = SamplingArgs { max_model_length: evaluation.max_model_length, ..args.sampling.clone() };
     let ModelService { mut served, tokenizer, max_model_length } =
-        serve(&args.source, &limits, &evaluation.variables, &world, kinds)?;
+        serve((&args.source, &[]), &limits, &evaluation.variables, &world, kinds)?;
     let options = DatasetOptions { max_model_length: Some(max_model_length), ..evaluation.dataset.clone() };
     let dataset = phase::scope(Phase::Load, || Dataset::read(&evaluation.rows, &tokenizer, &options))?;
     if world.rank() == 0 {
@@ -138,7 +138,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
 
 /// Loads the model that `generate`, `eval` and `chat` sample from.
 pub(super) fn serve(
-    args: &SourceArgs,
+    (args, adapters): (&SourceArgs, &[NamedAdapter]),
     sampling: &SamplingArgs,
     variables: &Map<String, Value>,
     world: &Arc<World>,
@@ -147,8 +147,10 @@ pub(super) fn serve(
     let options = ServeOptions {
         model: &args.model,
         base_model: args.base_model.as_deref(),
+        adapters,
         template_variables: variables,
         tensor_parallel_size: sampling.tensor_parallel_size,
+        enable_expert_parallel: sampling.enable_expert_parallel,
         max_model_length: sampling.max_model_length,
         kind: kinds.0,
         residual: kinds.1,

@@ -6,6 +6,32 @@ use crate::error::{Error, Result};
 /// Largest number of completions, tokens or steps that a key may ask for.
 pub(super) const MAX_COUNT: usize = 1 << 31;
 
+/// Ranks in all, and on each node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorldSize {
+    /// Ranks.
+    pub ranks: usize,
+    /// Ranks of a node.
+    pub local_ranks: usize,
+}
+
+impl WorldSize {
+    /// Refuses engines of `tensor_parallel_size` ranks, from rank `first` on, that would reach over nodes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] with the sizes that fit on a node.
+    pub fn check_engines(self, first: usize, tensor_parallel_size: usize) -> Result<()> {
+        let local = self.local_ranks;
+        let fits = |size: usize| local.is_multiple_of(size) && (first % local).is_multiple_of(size);
+        if self.ranks == local || fits(tensor_parallel_size) {
+            return Ok(());
+        }
+        let valid: Vec<usize> = divisors(local).into_iter().filter(|&size| fits(size)).collect();
+        let expected = format!("ranks of one node, which has {local}: {}", listed(&valid));
+        Err(Error::invalid_value("tensor_parallel_size", tensor_parallel_size, expected))
+    }
+}
+
 /// How one generation batch is spread over ranks and updates. All numbers follow from the configuration and the world
 /// size. Prompts are dealt as evenly as they can be: where they are fewer than the ranks, or do not divide, some ranks sample one
 /// group less than others. Completions are spread over the ranks that train by what they cost, whoever sampled them.

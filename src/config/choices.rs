@@ -177,6 +177,15 @@ choices! {
     }
 }
 choices! {
+    /// Tokens that a divergence from a teacher is over, by TRL's names.
+    DistillationMode {
+        /// The sampled tokens: an estimate of the reverse KL divergence.
+        SampledToken = "sampled_token",
+        /// The teacher's most probable tokens of each distribution (TRL's choice where a server scores).
+        TopkLogits = "topk_logits",
+    }
+}
+choices! {
     /// Source of the trainer's experts, of a model with experts.
     RouterReplay {
         /// The sampler's choices, with the trainer's own probabilities (rollout routing replay, arXiv 2510.11370).
@@ -301,6 +310,24 @@ choices! {
     }
 }
 choices! {
+    /// How the engine's products read the weights of blocks.
+    RolloutQuantization {
+        /// The engine's weights have the policy's dtype.
+        None = "none",
+        /// In e4m3 with a scale for each row, made at every wake; activations with one for each token.
+        Fp8 = "fp8",
+    }
+}
+choices! {
+    /// How the engine stores keys and values.
+    KvCacheDtype {
+        /// In the type of the network.
+        Auto = "auto",
+        /// In e4m3 with a scale for each token and head.
+        Fp8 = "fp8",
+    }
+}
+choices! {
     /// The optimizer.
     OptimizerName {
         /// AdamW (arXiv 1711.05101).
@@ -376,5 +403,20 @@ choices! {
         Wandb = "wandb",
         /// trackio.
         Trackio = "trackio",
+    }
+}
+choices! {
+    /// The format of a model's tool calls, under vLLM's names.
+    ToolCallParser {
+        /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`: Qwen2.5, Qwen3, Hermes.
+        Hermes = "hermes",
+        /// `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
+        Qwen3Xml = "qwen3_xml",
+        /// `{"name": .., "parameters": {..}}`, several with `;` between them: Llama 3.
+        Llama3Json = "llama3_json",
+        /// `[name(key=value), ..]`: Llama 3.2 and 4, OLMo 3.
+        Pythonic = "pythonic",
+        /// `[TOOL_CALLS][{"name": .., "arguments": {..}}]` or `[TOOL_CALLS]name{..}`: Mistral.
+        Mistral = "mistral",
     }
 }

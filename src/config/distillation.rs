@@ -3,13 +3,14 @@
 use std::path::PathBuf;
 
 use super::field::keys;
-use super::range::{above, from_to};
+use super::range::{COUNT, above, from_to};
 use super::validate::check;
-use super::{Config, DynamicSampling};
+use super::{Config, DistillationMode, DynamicSampling};
 use crate::error::Result;
 
 const WEIGHT: f64 = 1.0;
 const CLIP_MAX: f64 = 2.0;
+const ALPHA: f64 = 1.0;
 
 keys! {
     /// On-policy distillation; keys of the top.
@@ -24,6 +25,16 @@ keys! {
         /// Weight of the divergence in the loss; the policy term and the KL term have the rest. 1 learns from the teacher alone, and
         /// rewards are metrics.
         pub distillation_weight: f64 = WEIGHT => from_to(0.0, 1.0),
+        /// Tokens that the divergence is over: `sampled_token`, or `topk_logits`, the teacher's `distillation_topk` most probable ones at
+        /// each place.
+        pub distillation_mode: DistillationMode = DistillationMode::SampledToken,
+        /// Tokens of each distribution with `topk_logits`.
+        pub distillation_topk: Option<usize> = None => COUNT,
+        /// The divergence with `topk_logits`: 1 is the reverse KL divergence, policy from teacher, 0 the forward one, and between them lies
+        /// the generalised Jensen-Shannon divergence.
+        pub distillation_alpha: f64 = ALPHA => from_to(0.0, 1.0),
+        /// With `topk_logits`, take all other tokens together as one more, in place of leaving them out.
+        pub distillation_add_tail: bool = false,
         /// Upper bound of the policy ratio that the divergence is multiplied by where several updates are made of one generation
         /// batch; `none` is no ratio.
         pub distillation_is_clip: Option<f64> = Some(CLIP_MAX) => above(0.0),
@@ -48,9 +59,31 @@ impl Config {
         ] {
             check(key, value, has_teacher || is_default, unread)?;
         }
+        self.distillation.check_mode(has_teacher)?;
         let keeps_all = !has_teacher || self.dynamic_sampling == DynamicSampling::None;
         let expected = "none: with teacher_model_name_or_path groups of equal rewards teach, too";
         check("dynamic_sampling", self.dynamic_sampling.name(), keeps_all, expected)
+    }
+}
+
+impl DistillationConfig {
+    /// The teacher's tokens of each distribution that the divergence is over, if it is over these.
+    pub fn num_top(&self) -> Option<usize> {
+        self.distillation_topk.filter(|_| self.distillation_mode == DistillationMode::TopkLogits)
+    }
+
+    /// Checks the keys of `topk_logits`.
+    fn check_mode(&self, has_teacher: bool) -> Result<()> {
+        let (mode, topk) = (self.distillation_mode, self.distillation_topk);
+        let over_top = mode == DistillationMode::TopkLogits;
+        let unread = "sampled_token, or teacher_model_name_or_path, beside which alone it is read";
+        check("distillation_mode", mode.name(), has_teacher || !over_top, unread)?;
+        let given = "the number of tokens that distillation_mode = topk_logits is over";
+        check("distillation_topk", "none", topk.is_some() || !over_top, given)?;
+        let left_out = "to be left out, or distillation_mode = topk_logits, which alone reads it";
+        check("distillation_topk", topk.unwrap_or(0), topk.is_none() || over_top, left_out)?;
+        check("distillation_alpha", self.distillation_alpha, over_top || self.distillation_alpha == ALPHA, left_out)?;
+        check("distillation_add_tail", self.distillation_add_tail, over_top || !self.distillation_add_tail, left_out)
     }
 }
 
@@ -66,6 +99,11 @@ mod tests {
             (&["distillation_weight=0.5"][..], "or teacher_model_name_or_path, beside which alone"),
             (&["teacher_model_revision=main"], "or teacher_model_name_or_path, beside which alone"),
             (&["teacher_model_name_or_path=t", "distillation_weight=2"], "from 0 to 1"),
+            (&["distillation_mode=topk_logits"], "beside which alone it is read"),
+            (&["teacher_model_name_or_path=t", "distillation_mode=topk_logits"], "the number of tokens"),
+            (&["teacher_model_name_or_path=t", "distillation_topk=8"], "which alone reads it"),
+            (&["teacher_model_name_or_path=t", "distillation_alpha=0.5"], "which alone reads it"),
+            (&["teacher_model_name_or_path=t", "distillation_add_tail=true"], "which alone reads it"),
             (&["teacher_model_name_or_path=t", "dynamic_sampling=filter"], "groups of equal rewards teach, too"),
         ] {
             assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));

@@ -24,7 +24,7 @@ pub(crate) trait FromValue: Sized {
 pub(crate) struct KeyDoc {
     /// Heading of the keys that begin with this one.
     pub section: Option<&'static str>,
-    /// Its full name.
+    /// Full name of the key.
     pub key: String,
     /// The names under it that may be written, where it is a table that is told as one key.
     pub entries: Vec<String>,

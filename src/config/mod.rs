@@ -20,13 +20,14 @@ mod reward;
 mod sft;
 mod snapshot;
 mod split;
+mod tools;
 mod validate;
 mod yaml;
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-pub use batch::BatchPlan;
+pub use batch::{BatchPlan, WorldSize};
 pub use best::BestConfig;
 pub use choices::*;
 pub use curriculum::CurriculumConfig;
@@ -44,10 +45,11 @@ pub(crate) use raw::check_openings;
 pub(crate) use raw::pattern as key_pattern;
 pub use report::{ReportConfig, ReportTo};
 pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardArguments, RewardConfig};
-pub(crate) use reward::{is_python, reward_name};
+pub(crate) use reward::{environment_class, is_python, reward_name};
 pub use sft::SftConfig;
 pub(crate) use snapshot::toml_value;
-pub use split::{Roles, SplitConfig};
+pub use split::{MAX_ASYNC_STEPS, Roles, SplitConfig};
+pub use tools::{EnvironmentFactories, ToolsConfig};
 
 impl Config {
     /// Whether the KL term has a model of its own: adapters have their frozen base, alone or beneath the initial adapters.
@@ -153,6 +155,8 @@ keys! {
         pub stop: Vec<String> = Vec::new(),
         /// Ranks that share one engine.
         pub tensor_parallel_size: usize = 1 => COUNT,
+        /// The ranks of one engine each have some experts whole, of a model with experts; else a part of every expert.
+        pub enable_expert_parallel: bool = false,
         /// Share that the KV cache may take of the memory that is left during rollout, with `carried_kv = keep` of what is left
         /// beside training, too, and on a CPU of half of that; where `kv_cache_bytes` is `none`.
         pub gpu_memory_utilization: f64 = 0.9 => ABOVE_ZERO,
@@ -167,6 +171,15 @@ keys! {
         /// Completions that do not depend, to the last bit, on the order of prompts, on what is decoded beside them or on
         /// preemption; slower. On a GPU with `tensor_parallel_size` 1.
         pub strict: bool = false,
+        /// The precision in which the engine multiplies by the weights of blocks. `fp8` rounds them to e4m3 at every wake, into a copy of
+        /// half their size, and each token's activations as they come; norms, embedding and head stay as they are, and so does training.
+        /// Sampled log-probabilities then differ more from the trainer's, which `importance_sampling_correction` makes up for. On a CPU
+        /// its rounding is simulated; a GPU has to be an H100 or H200.
+        pub rollout_quantization: RolloutQuantization = RolloutQuantization::None,
+        /// Type of keys and values in the engine's cache; `auto` is `dtype`. `fp8` is e4m3 with a scale for each token and head: 1.94 times
+        /// the tokens of bfloat16 for heads of 128, and half the bytes that attention reads. `importance_sampling_correction` makes up for
+        /// its rounding. On a GPU with `dtype` bfloat16 and compute capability 8.9 or later.
+        pub kv_cache_dtype: KvCacheDtype = KvCacheDtype::Auto,
         /// Share of groups that a step begins beyond those that it takes, the first complete ones. What is sampled of the
         /// others is dropped, which favours short completions, unless `partial_rollout` is on.
         pub oversample: f64 = 0.0 => from_to(0.0, 16.0),
@@ -190,6 +203,11 @@ keys! {
 
         /// Rows that teach little come less often.
         pub curriculum: CurriculumConfig,
+
+        section "Tools";
+        /// Functions that the model may call.
+        #[serde(flatten)]
+        pub tools: ToolsConfig,
 
         section "Objective";
         /// Weight of the KL term; 0 loads no reference model.
@@ -291,6 +309,8 @@ keys! {
         pub full_determinism: bool = false,
         /// Longest wait for peers in a collective, in seconds.
         pub collective_timeout_s: f64 = 600.0 => SECONDS,
+        /// Longest silence of another node before it counts as gone, in seconds. A process that ends is noticed at once.
+        pub node_timeout_s: f64 = 30.0 => SECONDS,
         /// Times that the launcher starts the run again from its newest checkpoint when a rank dies or hangs.
         pub max_restarts: usize = 0,
         /// Seconds without a heartbeat after which a rank counts as hung: `timeout_s`, and `PHASE_s` for a phase that has a limit
@@ -308,7 +328,8 @@ keys! {
     pub struct ZeroConfig {
         /// 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: weights too.
         pub stage: u8 = 2 => from_to(0.0, 3.0),
-        /// Ranks that share one copy of the state; `none` is the world. Smaller is hybrid sharding.
+        /// Ranks that share one copy of the state; `none` is the ranks that train, on several nodes those of one node, so that gradients
+        /// alone cross the network. Fewer are hybrid sharding.
         pub shard_group_size: Option<usize> = None => COUNT,
         /// Type that ranks send gradients to one another in; `auto` is float32. As FSDP's `reduce_dtype` and DeepSpeed's
         /// `communication_data_type`.

@@ -39,7 +39,7 @@ keys! {
         pub num_threads: usize = 2 => COUNT,
         /// Longest time one completion may take to score, in seconds; past it the sample is masked.
         pub timeout_s: f64 = 10.0 => SECONDS,
-        /// The interpreter of rewards that are Python functions.
+        /// The interpreter of rewards and tools that are Python functions.
         pub python: String = "python3".into(),
         /// Processes on each rank of every reward that compares answers by math-verify: `math`, `accuracy`, `cosine`, `length` and
         /// TRL's.
@@ -210,6 +210,27 @@ impl ProcessRewards {
 }
 
 impl Config {
+    /// Adds the rewards that classes of environments give by themselves, each with a weight of 1, as TRL does.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] if there is no reward then.
+    pub fn with_environment_rewards(mut self, classes: &[String]) -> Result<Self> {
+        for class in classes {
+            let entry = format!("{OF_ENVIRONMENT}{class}");
+            if !self.reward_funcs.contains(&entry) {
+                self.reward_funcs.push(entry);
+                self.reward_weights.extend((!self.reward_weights.is_empty()).then_some(1.0));
+            }
+        }
+        check(
+            "reward_funcs",
+            "[]",
+            !self.reward_funcs.is_empty(),
+            "at least one reward, or an environment with get_reward",
+        )?;
+        check_names(&self).map(|()| self)
+    }
+
     /// The names of `reward_funcs` in metrics and files: a Python function by its own name.
     pub fn reward_names(&self) -> Vec<String> {
         self.reward_funcs.iter().map(|entry| reward_name(entry).to_owned()).collect()
@@ -226,6 +247,14 @@ impl Config {
             (true, _) => judges.to_vec(),
         }
     }
+}
+
+/// What an entry of `reward_funcs` begins with that stands for the `get_reward` of a class of environments.
+const OF_ENVIRONMENT: &str = "environment:";
+
+/// The class of environments whose `get_reward` an entry of `reward_funcs` stands for.
+pub(crate) fn environment_class(entry: &str) -> Option<&str> {
+    entry.strip_prefix(OF_ENVIRONMENT)
 }
 
 /// The name of an entry of `reward_funcs`.
@@ -285,7 +314,8 @@ impl Field for ProcessRewards {
 /// Refuses rewards that go by one name, and names of none.
 pub(super) fn check_names(config: &Config) -> Result<()> {
     let names = config.reward_names();
-    check("reward_funcs", "[]", !names.is_empty(), "at least one reward")?;
+    let may_be_empty = !config.tools.environment_factory.0.is_empty(); // whose get_reward may be the only one
+    check("reward_funcs", "[]", !names.is_empty() || may_be_empty, "at least one reward")?;
     let unknown = config.eval_solved_by.iter().find(|name| !names.contains(name));
     let one_of = || format!("names of reward_funcs: {}", names.join(", "));
     check("eval_solved_by", unknown.map_or("", String::as_str), unknown.is_none(), one_of())?;

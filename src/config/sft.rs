@@ -71,6 +71,8 @@ keys! {
         pub seed: u64 = 42,
         /// Longest wait for peers in a collective, in seconds.
         pub collective_timeout_s: f64 = 600.0 => SECONDS,
+        /// Longest silence of another node before it counts as gone, in seconds. A process that ends is noticed at once.
+        pub node_timeout_s: f64 = 30.0 => SECONDS,
         /// Seconds without a heartbeat after which a rank counts as hung: `timeout_s`, and `PHASE_s` for a phase that has a limit
         /// of its own.
         pub heartbeat: HeartbeatConfig,

@@ -10,7 +10,15 @@ use super::raw::RawConfig;
 use super::{Config, SftConfig};
 use crate::error::Result;
 
+/// Keys that may differ between the nodes of a run: where it goes on from is rank 0's to say.
+const MAY_DIFFER: [&str; 3] = ["resume_from_checkpoint", "force_resume", "fault"];
+
 impl Config {
+    /// Keys and values that all nodes of a run must have alike.
+    pub(crate) fn compared(&self) -> Vec<(String, String)> {
+        compared(self.entries())
+    }
+
     /// Every key with its value, one a line; [`Config::load`] reads it back to an equal configuration.
     pub fn to_toml(&self) -> String {
         text(self.entries())
@@ -24,7 +32,7 @@ impl Config {
     /// The inverse of [`Config::entries`].
     ///
     /// # Errors
-    /// As [`Config::load`].
+    /// The errors of [`Config::load`].
     pub(crate) fn from_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
         Self::from_toml(&text(entries))
     }
@@ -32,6 +40,11 @@ impl Config {
 
 /// Saved forms of a supervised run's configuration.
 impl SftConfig {
+    /// Keys and values that all nodes of a run must have alike.
+    pub(crate) fn compared(&self) -> Vec<(String, String)> {
+        compared(self.entries())
+    }
+
     pub(crate) fn entries(&self) -> Vec<(String, Value)> {
         entries(self)
     }
@@ -39,6 +52,11 @@ impl SftConfig {
     pub(crate) fn from_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
         Self::validate(&RawConfig::read_text(&text(entries), Path::new("saved configuration"))?)
     }
+}
+
+fn compared(entries: Vec<(String, Value)>) -> Vec<(String, String)> {
+    let alike = entries.into_iter().filter(|(key, _)| !MAY_DIFFER.contains(&key.as_str()));
+    alike.map(|(key, value)| (key, toml_value(&value))).collect()
 }
 
 fn entries(config: &impl Field) -> Vec<(String, Value)> {

@@ -3,8 +3,11 @@
 use super::field::keys;
 use super::range::{COUNT, from_to};
 use super::validate::check;
-use super::{AutoOr, Config, Mode, OptimizerResidency, Quantization};
+use super::{AutoOr, Config, DynamicSampling, Mode, OptimizerResidency, Quantization};
 use crate::error::{Error, Result};
+
+/// Most steps that a batch is sampled ahead.
+pub const MAX_ASYNC_STEPS: usize = 8;
 
 keys! {
     /// Ranks that do one half of a step each (`split.*`, where `mode` is `split`).
@@ -12,9 +15,15 @@ keys! {
     pub struct SplitConfig {
         /// Ranks, the last ones, that only generate; the others only train.
         pub rollout_gpus: Option<usize> = None => COUNT,
-        /// 0: a step trains on what the newest weights sampled. 1: while a step trains, the next batch is sampled with the
-        /// weights from before it, for which the importance correction accounts.
-        pub async_steps: usize = 0 => from_to(0.0, 1.0),
+        /// 0: a step trains on what the newest weights sampled. N: while a step trains, batches of the next N steps are sampled with the
+        /// weights from before it, for which the importance correction accounts: no token is sampled with weights that are older than N
+        /// steps.
+        pub async_steps: usize = 0 => from_to(0.0, MAX_ASYNC_STEPS as f64),
+        /// Whether engines that sample more than one step ahead take new weights in the middle of batches, so that trainers never wait
+        /// for a few long completions while a complete batch is there; what is sampled then depends on the clock. Without it every
+        /// batch is of one version of the weights. `none`: on GPUs, unless `strict`, `full_determinism` or
+        /// `dynamic_sampling = "replace"` is set, which it does not go with.
+        pub in_flight_updates: Option<bool> = None,
     }
 }
 
@@ -29,18 +38,23 @@ pub struct Roles {
 
 impl Config {
     pub(super) fn check_split(&self) -> Result<()> {
-        let SplitConfig { rollout_gpus, async_steps } = self.split;
+        let SplitConfig { rollout_gpus, async_steps, in_flight_updates } = self.split;
         if self.mode == Mode::Colocated {
             let left_out = "to be left out, or mode = split";
             check("split.rollout_gpus", rollout_gpus.unwrap_or(0), rollout_gpus.is_none(), left_out)?;
+            check("split.in_flight_updates", format!("{in_flight_updates:?}"), in_flight_updates.is_none(), left_out)?;
             return check("split.async_steps", async_steps, async_steps == 0, left_out);
         }
+        let may_be_on = async_steps > 1 && !self.is_reproducible() && self.dynamic_sampling != DynamicSampling::Replace;
+        let whole_batches = "none or false, or split.async_steps above 1 without strict, full_determinism and \
+                             dynamic_sampling = replace";
+        check("split.in_flight_updates", true, may_be_on || in_flight_updates != Some(true), whole_batches)?;
         let number = "the number of GPUs that only generate, as mode = split";
         check("split.rollout_gpus", "none", rollout_gpus.is_some(), number)?;
         let whole = "0: in mode = split a step takes every group that it begins";
         check("oversample", self.oversample, self.oversample == 0.0, whole)?;
         let corrected = async_steps == 0 || self.importance_sampling_correction;
-        let older = "true: with split.async_steps = 1 an older policy samples";
+        let older = "true: with split.async_steps an older policy samples";
         check("importance_sampling_correction", self.importance_sampling_correction, corrected, older)?;
         let plain = self.quantization == Quantization::None;
         check(
@@ -52,6 +66,17 @@ impl Config {
         let swaps = self.residency.optimizer == AutoOr::Given(OptimizerResidency::Swap);
         let stays = "auto, resident or stream: no engine needs its memory where mode = split";
         check("residency.optimizer", OptimizerResidency::Swap.name(), !swaps, stays)
+    }
+
+    /// Whether engines of their own take new weights in the middle of batches, on GPUs or on CPUs.
+    pub fn updates_in_flight(&self, is_cuda: bool) -> bool {
+        let is_default = is_cuda && !self.is_reproducible() && self.dynamic_sampling != DynamicSampling::Replace;
+        self.mode == Mode::Split && self.split.async_steps > 1 && self.split.in_flight_updates.unwrap_or(is_default)
+    }
+
+    /// Whether a run's bits must not depend on the clock, on GPUs too.
+    fn is_reproducible(&self) -> bool {
+        self.strict || self.full_determinism
     }
 
     /// The roles of `world_size` ranks.
@@ -101,7 +126,9 @@ mod tests {
             (&["mode=split"][..], "split.rollout_gpus = none: expected the number of GPUs"),
             (&["split.rollout_gpus=1"], "to be left out, or mode = split"),
             (&["split.async_steps=1"], "to be left out, or mode = split"),
-            (&[split[0], split[1], "split.async_steps=2"], "a whole number from 0 to 1"),
+            (&[split[0], split[1], "split.async_steps=9"], "a whole number from 0 to 8"),
+            (&[split[0], split[1], "split.async_steps=1", "split.in_flight_updates=true"], "above 1 without strict"),
+            (&["split.in_flight_updates=false"], "to be left out, or mode = split"),
             (&[split[0], split[1], "split.async_steps=1", "importance_sampling_correction=false"], "an older policy"),
             (&[split[0], split[1], "residency.optimizer=swap"], "no engine needs its memory"),
             (&[split[0], split[1], "lora.r=4", "quantization=nf4"], "none: mode = split"),

@@ -48,12 +48,13 @@ fn the_key_list_is_frozen() {
     let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
         system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
-        residual_dtype max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps num_generations \
+        residual_dtype max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps split.in_flight_updates num_generations \
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
-        repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
-        max_num_batched_tokens strict oversample partial_rollout carried_kv dynamic_sampling \
-        dynamic_sampling_max_gen_batches dynamic_sampling_range curriculum.solve_rate curriculum.every beta reference epsilon epsilon_high delta loss_type \
+        repetition_penalty stop tensor_parallel_size enable_expert_parallel gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
+        max_num_batched_tokens strict rollout_quantization kv_cache_dtype oversample partial_rollout carried_kv dynamic_sampling \
+        dynamic_sampling_max_gen_batches dynamic_sampling_range curriculum.solve_rate curriculum.every tools environment_factory tool_call_parser \
+        max_tool_calling_iterations max_tool_response_length tool_timeout_s tool_workers beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl use_kl_in_reward kl_estimator sync_ref_model \
@@ -61,7 +62,7 @@ fn the_key_list_is_frozen() {
         importance_sampling_clip_min off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos vespo_k_pos \
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy \
         entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target router_replay router_aux_loss_coef \
-        teacher_model_name_or_path teacher_model_revision distillation_weight distillation_is_clip \
+        teacher_model_name_or_path teacher_model_revision distillation_weight distillation_mode distillation_topk distillation_alpha distillation_add_tail distillation_is_clip \
         reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \
         reward.math_workers reward.max_worker_failures reward.reasoning_delimiters reward.cosine_min_value_wrong \
@@ -76,7 +77,7 @@ fn the_key_list_is_frozen() {
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \
         logging_steps save_steps save_async save_total_limit eval_steps report_to run_name load_best_model_at_end metric_for_best_model \
         greater_is_better early_stopping_patience early_stopping_threshold eval_num_generations eval_solved_by log_completions trace seed \
-        full_determinism collective_timeout_s max_restarts heartbeat fault";
+        full_determinism collective_timeout_s node_timeout_s max_restarts heartbeat fault";
     assert_frozen(Config::keys(), expected);
     let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
@@ -87,7 +88,7 @@ fn the_key_list_is_frozen() {
         max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
         lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_total_limit seed \
-        collective_timeout_s heartbeat";
+        collective_timeout_s node_timeout_s heartbeat";
     assert_frozen(&SftConfig::keys(), expected);
 }
 

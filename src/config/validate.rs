@@ -7,8 +7,8 @@ use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
 use super::{
-    AutoOr, CarriedKv, Config, DataConfig, DynamicSampling, MultiObjectiveAggregation, ReferenceModel,
-    ReferenceResidency, SftConfig, ZeroConfig,
+    AutoOr, CarriedKv, Config, DataConfig, DynamicSampling, KvCacheDtype, MultiObjectiveAggregation, Quantization,
+    ReferenceModel, ReferenceResidency, RolloutQuantization, SftConfig, ZeroConfig,
 };
 use crate::error::{Error, Result};
 use crate::phase::Fault;
@@ -48,6 +48,7 @@ impl Config {
             self.check_split(),
             self.check_curriculum(),
             self.check_distillation(),
+            self.check_tools(),
             self.best.check(self.eval_steps),
             self.check_rest(),
         ];
@@ -107,9 +108,31 @@ impl Config {
             );
             check("max_model_length", context, context >= prompt + self.max_completion_length, expected)?;
         }
+        if self.rollout_quantization == RolloutQuantization::Fp8 {
+            self.check_fp8()?;
+        }
+        if self.kv_cache_dtype == KvCacheDtype::Fp8 {
+            self.check_is_corrected("kv_cache_dtype = fp8")?;
+        }
         let alone = "false: sums over the ranks of an engine change with the batch, or tensor_parallel_size = 1";
         check("strict", self.strict, !self.strict || self.tensor_parallel_size == 1, alone)?;
         check("stop", "\"\"", !self.stop.iter().any(String::is_empty), "strings that are not empty")
+    }
+
+    fn check_fp8(&self) -> Result<()> {
+        let fp8 = RolloutQuantization::Fp8.name();
+        let strict =
+            "none: with strict = true a product adds up in one order for all numbers of rows, in FP8 it does not";
+        check("rollout_quantization", fp8, !self.strict, strict)?;
+        let stored = "none: quantization = nf4 dequantises one block after the other";
+        check("rollout_quantization", fp8, self.quantization == Quantization::None, stored)?;
+        self.check_is_corrected("rollout_quantization = fp8")
+    }
+
+    fn check_is_corrected(&self, key: &str) -> Result<()> {
+        let corrected = format!("true, as {key} samples from other probabilities than the trainer's");
+        let is_corrected = self.importance_sampling_correction;
+        check("importance_sampling_correction", is_corrected, is_corrected, corrected)
     }
 
     fn check_dynamic_sampling(&self) -> Result<()> {
@@ -168,6 +191,12 @@ fn validated<T: Field>(raw: &RawConfig, checks: impl Fn(&T) -> Vec<Result<()>>) 
 }
 
 impl ZeroConfig {
+    /// Ranks that share one copy of the state, of `num_trainers` ranks with `local_size` on each node.
+    pub fn shard_group(&self, num_trainers: usize, local_size: usize) -> usize {
+        let fits = self.stage > 0 && num_trainers > local_size && num_trainers.is_multiple_of(local_size);
+        self.shard_group_size.unwrap_or(if fits { local_size } else { num_trainers })
+    }
+
     fn check(&self) -> Result<()> {
         let Some(size) = self.shard_group_size else { return Ok(()) };
         check("zero.shard_group_size", size, self.stage > 0, "to be left out: stage 0 shards nothing")

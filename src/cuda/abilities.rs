@@ -18,6 +18,11 @@ pub(super) fn has_clusters(capability: (i32, i32)) -> bool {
     capability >= CLUSTERS
 }
 
+/// Whether the program multiplies in FP8 on chips of this capability: cuBLASLt takes a scale for each row and column on Hopper alone.
+pub(super) fn has_fp8_products(capability: (i32, i32)) -> bool {
+    capability == HOPPER
+}
+
 /// Whether a visible GPU has the ability; no where the driver does not tell.
 pub(super) fn gpu_has_clusters(ordinal: usize) -> bool {
     static KNOWN: OnceLock<Vec<(i32, i32)>> = OnceLock::new();

@@ -1,9 +1,14 @@
 //! Rates of GPUs by their data sheets, and measured ones where this program was measured.
 
+use tch::{Device, Kind};
+
+use super::context::Context;
+use crate::error::Result;
+
 /// A GPU that is known by its name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Chip {
-    /// Its name as the driver gives it.
+    /// Name of the chip as the driver gives it.
     pub name: &'static str,
     /// Dense bfloat16 products with float32 sums, in floating-point operations a second, by the data sheet.
     pub bf16_flop_per_s: f64,
@@ -25,6 +30,16 @@ pub struct Rates {
 /// By the driver's name, whole: a part of a GPU (MIG), or another variant, is another chip.
 pub fn chip(name: &str) -> Option<&'static Chip> {
     CHIPS.iter().find(|chip| chip.name == name)
+}
+
+/// The rate of a GPU's dense products of `kind`, in floating-point operations a second; none of a CPU, of a chip that is not known by
+/// its name, and of other kinds than bfloat16, whose rates are not listed.
+///
+/// # Errors
+/// [`crate::Error::Cuda`].
+pub fn chip_flop_per_s(device: Device, kind: Kind) -> Result<Option<f64>> {
+    let (Device::Cuda(ordinal), Kind::BFloat16) = (device, kind) else { return Ok(None) };
+    Ok(chip(&Context::retain(ordinal)?.name()?).map(|chip| chip.bf16_flop_per_s))
 }
 
 /// NVIDIA's data sheets, without sparsity: H200 and H100 (SXM, PCIe, NVL), GH200, GB200 and HGX B200, A100, A30, A10, A40, L40, L40S, L4.
@@ -61,6 +76,13 @@ const fn of_data_sheet(name: &'static str, bf16_tflops: f64, memory_gb_per_s: f6
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cpu_and_other_kinds_have_no_rate() {
+        for (device, kind) in [(Device::Cpu, Kind::BFloat16), (Device::Cuda(0), Kind::Float)] {
+            assert_eq!(chip_flop_per_s(device, kind).unwrap(), None);
+        }
+    }
 
     #[test]
     fn chips_are_known_by_their_whole_name() {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
+use super::abilities::has_fp8_products;
 use super::library;
 use crate::error::{Error, Result};
 
@@ -101,6 +102,14 @@ impl Context {
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
         };
         Ok((self.attribute(MAJOR)?, self.attribute(MINOR)?))
+    }
+
+    /// Whether this program multiplies in FP8 on the GPU.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn has_fp8_products(&self) -> Result<bool> {
+        Ok(has_fp8_products(self.compute_capability()?))
     }
 
     /// Multiprocessors of the GPU.

@@ -52,7 +52,7 @@ impl Kernel {
     /// The function `name` (`extern "C"`) of `source` on GPU `ordinal`, compiled and loaded on first use.
     ///
     /// # Errors
-    /// Those of the compiler; [`crate::Error::Cuda`] when the driver cannot load it.
+    /// The errors of the compiler; [`crate::Error::Cuda`] when the driver cannot load it.
     pub(super) fn get(source: &'static KernelSource, name: &str, ordinal: usize) -> Result<Self> {
         static LOADED: Mutex<Option<HashMap<(usize, String), Kernel>>> = Mutex::new(None);
         let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);

@@ -36,13 +36,13 @@ mod stream;
 mod sustained;
 mod torch_stream;
 
-pub use chips::{Chip, Rates, chip};
+pub use chips::{Chip, Rates, chip, chip_flop_per_s};
 pub use context::Context;
 pub(crate) use context::{OUT_OF_MEMORY, check};
 pub use devices::{available_bytes, devices};
 pub use graph::Graph;
 pub use library::require;
-pub use nvml::{EnergyMeter, require_free};
+pub use nvml::{EnergyMeter, MemoryMeter, require_free};
 pub use peer_memory::{HANDLE_BYTES, PeerMemory};
 pub use pinned::PinnedWords;
 pub use placement::{Placement, residual_kind};

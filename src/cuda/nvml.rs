@@ -94,6 +94,43 @@ impl EnergyMeter {
     }
 }
 
+/// The memory of one GPU as its driver counts it: contexts, libraries and other processes included.
+#[derive(Debug)]
+pub struct MemoryMeter {
+    memory: MemoryOf,
+    device: Device,
+}
+
+// SAFETY: NVML may be called from any thread, and its handles are good in all of them.
+unsafe impl Send for MemoryMeter {}
+
+impl MemoryMeter {
+    /// The memory of a visible GPU; none where there is no NVML, or it does not know the GPU.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] for a GPU that does not exist.
+    pub fn new(ordinal: usize) -> Result<Option<Self>> {
+        let Some(nvml) = Nvml::open() else { return Ok(None) };
+        Ok(nvml.device(ordinal as i32)?.map(|device| Self { memory: nvml.memory, device }))
+    }
+
+    /// Bytes in use and bytes in all; none while the driver does not say.
+    pub fn used_and_total(&self) -> Option<(u64, u64)> {
+        let mut memory = NvmlMemory::empty();
+        // SAFETY: the device is NVML's own, and memory outlives the call.
+        let status = unsafe { (self.memory)(self.device, &raw mut memory) };
+        (status == 0).then_some((memory.used, memory.total))
+    }
+}
+
+impl NvmlMemory {
+    /// What NVML fills in.
+    fn empty() -> Self {
+        let version = (size_of::<Self>() | 2 << 24) as c_uint;
+        Self { version, total: 0, reserved: 0, free: 0, used: 0 }
+    }
+}
+
 /// The functions that are used of the library, which stays open.
 struct Nvml {
     by_uuid: ByUuid,
@@ -147,13 +184,7 @@ impl Nvml {
 
     /// Describes the memory of one GPU that others hold, if it is more than is tolerated.
     fn held(&self, ordinal: i32) -> Result<Option<String>> {
-        let mut memory = NvmlMemory {
-            version: (size_of::<NvmlMemory>() | 2 << 24) as c_uint,
-            total: 0,
-            reserved: 0,
-            free: 0,
-            used: 0,
-        };
+        let mut memory = NvmlMemory::empty();
         // SAFETY: the device is NVML's own, and memory outlives the call.
         let of = |&device: &Device| unsafe { (self.memory)(device, &raw mut memory) } == 0;
         let Some(device) = self.device(ordinal)?.filter(of) else {
@@ -215,6 +246,9 @@ mod tests {
         tch::Cuda::synchronize(0);
         let error = require_free().unwrap_err().to_string();
         assert!(error.contains("GPU 0: ") && error.contains("MiB are held by"), "{error}");
+        let meter = MemoryMeter::new(0).unwrap().expect("NVML knows the GPU");
+        let (used, total) = meter.used_and_total().unwrap();
+        assert!((2 << 30..total).contains(&used), "{used} of {total}");
         drop(held);
     }
 }

@@ -34,10 +34,13 @@ sources! {
     ADD_RMS_NORM = "add_rms_norm.cu",
     ALL_REDUCE = "all_reduce.cu",
     EMBED = "embed.cu",
+    EXPERTS = "experts.cu",
     FILTER = "filter.cu",
+    FP8_ROWS = "fp8_rows.cu",
     GATE_UP = "gate_up.cu",
     HEAD = "head.cu",
     HEADS = "heads.cu",
+    MASK = "mask.cu",
     MERGE_ATTENTION = "merge_attention.cu",
     NEXT_TOKENS = "next_tokens.cu",
     NF4 = "nf4.cu",
@@ -50,6 +53,7 @@ sources! {
     QK_NORM = "qk_norm.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
+    ROUTE = "route.cu",
     SAMPLE = "sample.cu",
     SEEN = "seen.cu",
     SUMS = "sums.cu",
@@ -57,11 +61,15 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 9] = [
+const HEADERS: [(&CStr, &str); 13] = [
+    (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
+    (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
+    (c"attention_fp8.cuh", include_str!("../kernels/attention_fp8.cuh")),
     (c"attention_merge.cuh", include_str!("../kernels/attention_merge.cuh")),
     (c"attention_warp.cuh", include_str!("../kernels/attention_warp.cuh")),
     (c"cluster.cuh", include_str!("../kernels/cluster.cuh")),
+    (c"fp8.cuh", include_str!("../kernels/fp8.cuh")),
     (c"hopper.cuh", include_str!("../kernels/hopper.cuh")),
     (c"mma.cuh", include_str!("../kernels/mma.cuh")),
     (c"philox.cuh", include_str!("../kernels/philox.cuh")),

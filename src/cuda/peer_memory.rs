@@ -50,6 +50,18 @@ impl PeerMemory {
         Ok(memory)
     }
 
+    /// The memories of `num_ranks` ranks that are all this process on one GPU: tests play more ranks than a machine has GPUs.
+    ///
+    /// # Errors
+    /// The errors of [`PeerMemory::allocate`].
+    pub fn of_one_gpu(context: &Arc<Context>, num_ranks: usize, bytes: usize) -> Result<Vec<Self>> {
+        let ranks = (0..num_ranks).map(|rank| Self::allocate(context, (rank, num_ranks), bytes));
+        let mut ranks = ranks.collect::<Result<Vec<Self>>>()?;
+        let addresses: Vec<sys::CUdeviceptr> = ranks.iter().map(|memory| memory.addresses[memory.rank]).collect();
+        ranks.iter_mut().for_each(|memory| memory.addresses.clone_from(&addresses));
+        Ok(ranks)
+    }
+
     /// The handle by which peers map this rank's memory.
     ///
     /// # Errors

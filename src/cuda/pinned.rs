@@ -69,7 +69,7 @@ impl PinnedWords {
     /// Queues a copy of all of `tensor` to the first words.
     ///
     /// # Errors
-    /// As [`PinnedWords::upload`].
+    /// The errors of [`PinnedWords::upload`].
     pub fn download(&mut self, tensor: &Tensor) -> Result<()> {
         let (device, bytes) = self.span(tensor)?;
         self.queue("cuMemcpyDtoHAsync", |host, stream| {

@@ -25,9 +25,9 @@ pub struct OpFamily {
     pub name: &'static str,
     /// How many there were.
     pub calls: usize,
-    /// Their time on the GPU.
+    /// Time of the family's operations on the GPU, in milliseconds.
     pub ms: f64,
-    /// Their work, one after the other.
+    /// Work of the family's operations, one after the other.
     pub work: Vec<OpCost>,
 }
 
@@ -64,7 +64,7 @@ impl OpCost {
 /// The families of what `run` queues on libtorch's current stream of GPU `ordinal`, in order of their time; the longest first.
 ///
 /// # Errors
-/// Those of `run`; [`crate::Error::Cuda`].
+/// The errors of `run`; [`crate::Error::Cuda`].
 pub fn profile(ordinal: usize, run: impl FnOnce() -> Result<()>) -> Result<Vec<OpFamily>> {
     let recording = Recording { context: Context::retain(ordinal)?, spans: Vec::new(), is_inside: false };
     RECORDING.set(Some(recording));

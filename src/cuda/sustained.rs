@@ -24,7 +24,7 @@ impl Sustained {
     /// Measures `work`, which queues on `stream` and takes about `us` microseconds alone.
     ///
     /// # Errors
-    /// Those of `work`; [`crate::Error::Cuda`]; [`crate::Error::Environment`] for a GPU that does not count its energy.
+    /// The errors of `work`; [`crate::Error::Cuda`]; [`crate::Error::Environment`] for a GPU that does not count its energy.
     pub fn measure(
         meter: &EnergyMeter,
         stream: &TorchStream,

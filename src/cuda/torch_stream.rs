@@ -38,7 +38,7 @@ impl TorchStream {
     /// A stream of the pool whose blocks the GPU starts before those of other streams.
     ///
     /// # Errors
-    /// As [`TorchStream::new`].
+    /// The errors of [`TorchStream::new`].
     pub fn urgent(context: &Arc<Context>) -> Result<Self> {
         Self::of_pool(context, true)
     }

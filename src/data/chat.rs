@@ -158,7 +158,7 @@ impl ChatTemplate {
     /// [`ChatTemplate::render`] with tools, further variables and messages of any form.
     ///
     /// # Errors
-    /// Those of [`ChatTemplate::render`].
+    /// The errors of [`ChatTemplate::render`].
     pub fn converse(&self, conversation: Conversation) -> Result<String> {
         self.call(TemplateJob::Render(conversation))
     }

@@ -4,9 +4,13 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
+use serde_json::{Map, Value};
+
+use super::Message;
 use super::Tokenizer;
-use super::rows::{ChatFormat, Row, read_rows};
+use super::rows::{ChatFormat, RawPrompt, Row, read_rows};
 use super::sampler::splitmix64;
+use super::schemas::ToolSchemas;
 use super::sources::RowSources;
 use crate::config::{DataConfig, PromptFormat};
 use crate::error::{Error, Result};
@@ -29,6 +33,8 @@ pub struct DatasetOptions {
     pub prompt_column: Option<String>,
     /// Columns without which a row is an error: those that the rewards read.
     pub required_columns: Vec<String>,
+    /// Schemas of the functions that the model may call, which the chat template shows it.
+    pub tools: ToolSchemas,
     /// Chooses which rows a source's weight repeats or leaves out.
     pub seed: u64,
 }
@@ -43,6 +49,37 @@ impl DatasetOptions {
             required_columns: required,
             seed,
             ..Self::default()
+        }
+    }
+
+    /// The prompt of a row with an `observation` of its environment behind the last message, as text and token ids.
+    ///
+    /// # Errors
+    /// The errors of [`Dataset::read`] for a row.
+    pub fn observed(
+        &self,
+        columns: &Map<String, Value>,
+        observation: &str,
+        tokenizer: &Tokenizer,
+    ) -> Result<(String, Vec<u32>)> {
+        let row = Row::of_columns(columns.clone());
+        let mut prompt = self.prompt(&row)?;
+        prompt.append(observation);
+        prompt.render(&row, tokenizer, &self.format(tokenizer))
+    }
+
+    fn format(&self, tokenizer: &Tokenizer) -> ChatFormat<'_> {
+        let format = ChatFormat::new(self.prompt_format, self.system_prompt.as_deref(), tokenizer);
+        ChatFormat { tools: self.tools.clone(), ..format }
+    }
+
+    /// The prompt of a row; an environment may have all of it, as with TRL.
+    fn prompt(&self, row: &Row) -> Result<RawPrompt> {
+        match row.prompt(self.prompt_column.as_deref()) {
+            Err(_) if self.tools.has_environments() && !row.has_prompt() => {
+                Ok(RawPrompt::Conversation(vec![Message::user("")]))
+            }
+            prompt => prompt,
         }
     }
 }
@@ -167,7 +204,7 @@ impl Dataset {
     /// Reads the rows of one file; see [`Dataset::read`].
     ///
     /// # Errors
-    /// Those of [`Dataset::read`].
+    /// The errors of [`Dataset::read`].
     pub fn from_file(path: impl AsRef<Path>, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
         Self::read(&RowSources::file(path.as_ref()), tokenizer, options)
     }
@@ -181,7 +218,7 @@ impl Dataset {
     /// [`Error::BadLine`] with file, line and columns, [`Error::EmptyDataset`] with the counts, [`Error::BadFile`],
     /// [`Error::ChatTemplate`].
     pub fn read(sources: &RowSources, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
-        let format = ChatFormat::new(options.prompt_format, options.system_prompt.as_deref(), tokenizer);
+        let format = options.format(tokenizer);
         let has_more = tokenizer.has_chat_template() && options.prompt_format == PromptFormat::Auto;
         let mut data = Self {
             prompts: Vec::new(),
@@ -221,7 +258,7 @@ impl Dataset {
     ) -> Result<()> {
         let id = self.counts.read as u64;
         self.counts.read += 1;
-        let prompt = row.prompt(options.prompt_column.as_deref())?;
+        let prompt = options.prompt(&row)?;
         options.required_columns.iter().try_for_each(|name| row.require(name))?;
         self.counts.texts += usize::from(prompt.is_text());
         let num_bytes = prompt.num_bytes();

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::Tokenizer;
 
 /// Numbers without an order, the same at every run.
-pub(super) struct Dice(pub u64);
+pub(crate) struct Dice(pub u64);
 
 impl Dice {
     pub fn roll(&mut self, sides: u64) -> u64 {
@@ -28,7 +28,7 @@ impl Dice {
 }
 
 /// A byte-level tokenizer with merges of its own, turns between `<|im_start|>` and `<|im_end|>`, the end-of-sequence token.
-pub(super) fn bytes(dice: &mut Dice, template: &str) -> Tokenizer {
+pub(crate) fn bytes(dice: &mut Dice, template: &str) -> Tokenizer {
     let is_itself = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut others = (256..).map(|code| char::from_u32(code).unwrap());
     let letter = |byte| if is_itself(&byte) { char::from_u32(byte).unwrap() } else { others.next().unwrap() };

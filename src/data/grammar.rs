@@ -232,6 +232,13 @@ impl TokenMask {
         Self(Arc::new(set))
     }
 
+    /// Writes the set as bits: bit `id % 32` of word `id / 32`. Words behind the set are zero.
+    pub(crate) fn write_bits(&self, words: &mut [i32]) {
+        words.fill(0);
+        let set = self.0.as_slice();
+        words.iter_mut().zip(set).for_each(|(word, bits)| *word = *bits as i32);
+    }
+
     /// Whether the set has the id.
     pub fn contains(&self, token_id: usize) -> bool {
         token_id < self.0.len() && self.0.get(token_id)

@@ -9,6 +9,7 @@ pub mod hub;
 mod parquet;
 mod rows;
 mod sampler;
+mod schemas;
 mod sft;
 mod sources;
 mod splits;
@@ -22,6 +23,7 @@ pub use grammar::{Grammar, GrammarCompiler, GrammarState, TokenMask};
 pub use hub::{Hub, HubOptions, Repo};
 pub(crate) use parquet::check_schema;
 pub use sampler::{Curriculum, PromptSampler, SamplerState};
+pub use schemas::ToolSchemas;
 pub use sft::{SftDataset, SftExample};
 pub use sources::RowSources;
 pub use tokenizer::Tokenizer;
@@ -29,4 +31,4 @@ pub use tool_calls::{ToolCall, ToolCallParser};
 pub use turns::{Reply, Turns};
 
 #[cfg(test)]
-mod fixtures;
+pub(crate) mod fixtures;

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::{Message, Tokenizer, csv, parquet};
+use super::schemas::ToolSchemas;
+use super::{Conversation, Message, Tokenizer, csv, parquet};
 use crate::config::PromptFormat;
 use crate::error::{Error, Result};
 use crate::untrusted;
@@ -26,7 +27,7 @@ const TESTS_COLUMNS: [&str; 2] = ["tests", "verification_info"];
 /// One row of a file.
 pub(super) struct Row {
     path: PathBuf,
-    /// Its line, or its number in a Parquet file or a JSON list; from 1.
+    /// Line of the row, or its number in a Parquet file or a JSON list; from 1.
     line: usize,
     /// Every column, and `answer` under that name whatever the file calls it.
     pub columns: Map<String, Value>,
@@ -140,6 +141,16 @@ impl Row {
         Self { path, line, columns }
     }
 
+    /// A row whose file is not known any more.
+    pub fn of_columns(columns: Map<String, Value>) -> Self {
+        Self { path: PathBuf::new(), line: 0, columns }
+    }
+
+    /// Whether any of the usual columns has a prompt.
+    pub fn has_prompt(&self) -> bool {
+        PROMPT_COLUMNS.iter().any(|name| self.given(name).is_some())
+    }
+
     /// The prompt, in the `column` that is named or under any of its usual names.
     pub fn prompt(&self, column: Option<&str>) -> Result<RawPrompt> {
         let names = column.as_ref().map_or(&PROMPT_COLUMNS[..], std::slice::from_ref);
@@ -220,6 +231,8 @@ pub(super) struct ChatFormat<'a> {
     pub text_is_chat: bool,
     /// The system message of conversations that have none.
     pub system_prompt: Option<&'a str>,
+    /// Schemas of the functions that the model may call.
+    pub tools: ToolSchemas,
 }
 
 impl<'a> ChatFormat<'a> {
@@ -230,7 +243,7 @@ impl<'a> ChatFormat<'a> {
             PromptFormat::Chat => true,
             PromptFormat::Text => false,
         };
-        Self { text_is_chat, system_prompt }
+        Self { text_is_chat, system_prompt, tools: ToolSchemas::default() }
     }
 
     /// Puts the system message before a conversation that has none.
@@ -251,6 +264,14 @@ impl RawPrompt {
         }
     }
 
+    /// Appends to the text, or to the last message.
+    pub fn append(&mut self, more: &str) {
+        match self {
+            RawPrompt::Text(text) => text.push_str(more),
+            RawPrompt::Conversation(messages) => messages.last_mut().iter_mut().for_each(|last| last.content += more),
+        }
+    }
+
     /// Whether the prompt is text.
     pub fn is_text(&self) -> bool {
         matches!(self, RawPrompt::Text(_))
@@ -264,6 +285,11 @@ impl RawPrompt {
             other => other,
         };
         let (text, ids) = match prompt {
+            RawPrompt::Text(_) if !format.tools.is_empty() => {
+                return Err(row.bad(
+                    "the prompt is text that goes through no chat template, which shows the model its tools".into(),
+                ));
+            }
             RawPrompt::Text(text) => {
                 let ids = tokenizer.encode(&text, true);
                 (text, ids)
@@ -273,7 +299,8 @@ impl RawPrompt {
                     return Err(row.bad("the last message is the assistant's: nothing is left to answer".into()));
                 }
                 format.add_system_prompt(&mut messages);
-                let text = tokenizer.apply_chat_template(&messages, true)?;
+                let tools = format.tools.of_row(&row.columns).map_err(|message| row.bad(message))?.clone();
+                let text = tokenizer.converse(Conversation { tools, ..Conversation::of(&messages, true) })?;
                 let ids = tokenizer.encode(&text, false);
                 (text, ids)
             }

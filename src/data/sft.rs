@@ -39,7 +39,7 @@ impl SftDataset {
     /// does not end with one gets the tokenizer's.
     ///
     /// # Errors
-    /// As [`Dataset::from_file`](super::Dataset::from_file); [`Error::TokenizerMismatch`] where there is no EOS token to append.
+    /// The errors of [`Dataset::from_file`](super::Dataset::from_file); [`Error::TokenizerMismatch`] where there is no EOS token to append.
     pub fn from_file(
         path: impl AsRef<Path>,
         tokenizer: &Tokenizer,
@@ -58,7 +58,7 @@ impl SftDataset {
     /// Reads the rows of all `sources`; of `options` those that say how a prompt is read.
     ///
     /// # Errors
-    /// Those of [`SftDataset::from_file`].
+    /// The errors of [`SftDataset::from_file`].
     pub fn read(
         sources: &RowSources,
         tokenizer: &Tokenizer,

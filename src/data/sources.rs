@@ -58,7 +58,7 @@ impl RowSources {
     /// The held-out rows, if the run is evaluated ([`DataConfig::has_held_out`]).
     ///
     /// # Errors
-    /// Those of [`RowSources::train`].
+    /// The errors of [`RowSources::train`].
     pub fn held_out(config: &DataConfig, eval_steps: Option<usize>, hub: &Hub) -> Result<Option<Self>> {
         if !config.has_held_out(eval_steps) {
             return Ok(None);

@@ -237,7 +237,7 @@ impl Tokenizer {
     /// [`Tokenizer::apply_chat_template`] with tools, further variables and messages of any form.
     ///
     /// # Errors
-    /// Those of [`Tokenizer::apply_chat_template`].
+    /// The errors of [`Tokenizer::apply_chat_template`].
     pub fn converse(&self, conversation: Conversation) -> Result<String> {
         let missing = || Error::ChatTemplate {
             message: "the model's folder has none: put a chat_template into tokenizer_config.json or a \

@@ -75,7 +75,7 @@ impl Turns {
                 format!("it drops what the model has written when {kind} is added: all that is left is '{text}'");
             return Err(Error::ChatTemplate { message });
         }
-        let context = turns.tokenizer.decode_all(&turns.between(&[reply.probe()])?)?;
+        let (context, _) = turns.text_between(&[reply.probe()])?;
         if !context.contains(ANSWERED) {
             let message = format!("{kind} is not behind the turn that it answers, but only '{}'", head(&context));
             return Err(Error::ChatTemplate { message });
@@ -109,6 +109,20 @@ impl Turns {
     /// # Errors
     /// [`Error::ChatTemplate`] if the template refuses the messages, or does not end turns by an end-of-sequence token.
     pub fn between(&self, replies: &[Value]) -> Result<Vec<u32>> {
+        let (text, eos) = self.text_between(replies)?;
+        // With the token before it, as a tokenizer may treat the beginning of a text in its own way.
+        let ids = self.tokenizer.encode(&text, false)?;
+        match ids.first() {
+            Some(first) if *first == eos => Ok(ids),
+            _ => {
+                let message = format!("'{}' does not begin with the token {eos}", head(&text));
+                Err(Error::ChatTemplate { message })
+            }
+        }
+    }
+
+    /// Text of [`Turns::between`], and the token that it begins with.
+    fn text_between(&self, replies: &[Value]) -> Result<(String, u32)> {
         let reply = if replies.iter().any(|reply| reply["role"] == "user") { Reply::User } else { Reply::Tool };
         let mut messages = vec![self.question(), self.said(reply)];
         messages.extend_from_slice(replies);
@@ -120,12 +134,7 @@ impl Turns {
         let (at, eos) = ends.min().ok_or_else(|| {
             failed(format!("no end-of-sequence token behind an assistant's turn, but '{}'", head(behind)))
         })?;
-        // With the token before it, as a tokenizer may treat the beginning of a text in its own way.
-        let ids = self.tokenizer.encode(&behind[at..], false)?;
-        match ids.first() {
-            Some(first) if *first == eos => Ok(ids),
-            _ => Err(failed(format!("'{}' does not begin with the token {eos}", head(&behind[at..])))),
-        }
+        Ok((behind[at..].to_owned(), eos))
     }
 
     fn render(&self, messages: Vec<Value>, add_generation_prompt: bool) -> Result<String> {

@@ -7,6 +7,7 @@ use tch::Device;
 use super::collective::Collective;
 use super::control::RankGroup;
 use super::nccl::NcclGroups;
+use super::nodes::{NodesControl, NodesGroup};
 use super::shm::{Member, ShmGroup};
 use super::single::SingleRank;
 use crate::error::Result;
@@ -14,7 +15,7 @@ use crate::error::Result;
 /// The backend that carries tensors between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
-    /// Shared memory, for CPU tensors of ranks on one host.
+    /// Shared memory, for CPU tensors; between hosts TCP.
     Shm,
     /// NCCL, one GPU a rank.
     Nccl,
@@ -26,6 +27,7 @@ pub(super) enum Carrier {
     /// There are none.
     Nobody,
     Shm(Arc<Member>),
+    Nodes(Arc<NodesControl>),
     Nccl(NcclGroups),
 }
 
@@ -33,11 +35,12 @@ impl Carrier {
     /// The group `group` for tensors on `device`. Collective over it.
     ///
     /// # Errors
-    /// Those of connecting its GPUs.
+    /// The errors of connecting its GPUs.
     pub(super) fn group(&self, group: Arc<RankGroup>, device: Device) -> Result<Arc<dyn Collective>> {
         match self {
             Carrier::Nobody => Ok(Arc::new(SingleRank::new(&group.name, group.ranks[group.rank], device))),
             Carrier::Shm(member) => Ok(Arc::new(ShmGroup::new(member.clone(), group))),
+            Carrier::Nodes(control) => NodesGroup::of(control, group),
             Carrier::Nccl(nccl) => nccl.add(group),
         }
     }

@@ -78,7 +78,7 @@ pub trait Collective: Send + Sync + Debug {
 /// Every rank's bytes, in rank order; lengths may differ. Collective.
 ///
 /// # Errors
-/// Those of [`Collective`].
+/// The errors of [`Collective`].
 pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
     let device = group.device();
     let own_len = Tensor::from_slice(&[bytes.len() as i64]).f_to_device(device)?;
@@ -99,7 +99,7 @@ pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<
 /// Every rank's value, in rank order, on its way as JSON. `op` names the exchange in errors. Collective.
 ///
 /// # Errors
-/// Those of [`Collective`]; [`Error::Collective`] for a value that JSON does not hold or that another rank's type does not read.
+/// The errors of [`Collective`]; [`Error::Collective`] for a value that JSON does not hold or that another rank's type does not read.
 pub fn all_gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
     group: &dyn Collective,
     op: &'static str,
@@ -127,7 +127,7 @@ pub(super) fn gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
 /// Every rank's host numbers, in rank order; all ranks pass equally many, at least one. Collective.
 ///
 /// # Errors
-/// Those of [`Collective`].
+/// The errors of [`Collective`].
 pub fn all_gather_f64(group: &dyn Collective, values: &[f64]) -> Result<Vec<Vec<f64>>> {
     let own = Tensor::from_slice(values).f_to_device(group.device())?;
     let mut all = Tensor::f_zeros([(group.size() * values.len()) as i64], (Kind::Double, group.device()))?;
@@ -138,7 +138,7 @@ pub fn all_gather_f64(group: &dyn Collective, values: &[f64]) -> Result<Vec<Vec<
 /// The lowest rank's text, of those that have one. Collective.
 ///
 /// # Errors
-/// Those of [`Collective`].
+/// The errors of [`Collective`].
 pub fn first_text(group: &dyn Collective, own: Option<String>) -> Result<Option<String>> {
     let all: Vec<Option<String>> = all_gather_json(group, "first_text", &own)?;
     Ok(all.into_iter().flatten().next())
@@ -147,7 +147,7 @@ pub fn first_text(group: &dyn Collective, own: Option<String>) -> Result<Option<
 /// Whether `flag` is set on any rank. Collective.
 ///
 /// # Errors
-/// Those of [`Collective`].
+/// The errors of [`Collective`].
 pub fn any_rank(group: &dyn Collective, flag: bool) -> Result<bool> {
     let mut flags = [f64::from(u8::from(flag))];
     all_reduce_f64(group, &mut flags, ReduceOp::Max)?;
@@ -157,7 +157,7 @@ pub fn any_rank(group: &dyn Collective, flag: bool) -> Result<bool> {
 /// Reduces host numbers over the ranks, in place. Collective.
 ///
 /// # Errors
-/// Those of [`Collective`].
+/// The errors of [`Collective`].
 pub fn all_reduce_f64(group: &dyn Collective, values: &mut [f64], op: ReduceOp) -> Result<()> {
     let mut tensor = Tensor::from_slice(values).f_to_device(group.device())?;
     group.all_reduce(&mut tensor, op)?;

@@ -1,7 +1,7 @@
 //! The control plane: what ranks tell one another beside tensors. A failure reaches all of them, they agree on how a scope
 //! ended, and they exchange small pieces of host memory. Nothing outside of this room knows what carries it.
 //!
-//! Within a host that is shared memory (`shm::control`). Another carrier must keep three promises: a wait ends with the first
+//! Within a host that is shared memory (`shm::control`); between hosts it is a hub that rank 0 serves (`nodes`). A carrier must keep three promises: a wait ends with the first
 //! failure of any rank; a wait has a [`Deadline`], and past it the error names the ranks that are late; nothing of an earlier
 //! attempt of the run is taken for one of this attempt.
 
@@ -20,12 +20,21 @@ use crate::error::{Error, ExitCode, Result};
 pub(super) trait ControlPlane: Send + Sync + Debug {
     /// How many times the run was started before this attempt.
     fn attempt(&self) -> u64;
+    /// Whether all ranks of a group share memory.
+    fn is_one_node(&self, _group: &RankGroup) -> bool {
+        true
+    }
     /// Tells all ranks that this one failed, unless a failure stands already. An [`Error::PeerFailed`] is no news.
     fn post_failure(&self, error: &Error);
     /// The failure that stands: posted, and not agreed on yet.
     fn failure(&self) -> Option<RankFailure>;
     /// Waits for every rank of the world, failed or not, and gives all of them the failure that stood, or none. It is over then.
     fn agree(&self) -> Result<Option<RankFailure>>;
+    /// Whether `rank` already waits for this one to agree on the end of the present scope. Returns at once. A carrier that cannot tell
+    /// says no.
+    fn is_waiting(&self, _rank: usize) -> bool {
+        false
+    }
     /// Waits until every rank of the group has arrived.
     fn barrier(&self, group: &Arc<RankGroup>) -> Result<()>;
     /// Every rank's bytes, in group order; lengths may differ.
@@ -56,7 +65,7 @@ impl RankGroup {
 }
 
 /// The first failure of any rank, as all ranks see it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct RankFailure {
     pub rank: usize,
     pub code: ExitCode,
@@ -106,7 +115,7 @@ impl Stopped {
             Stopped::OnRequest => Error::StoppedEarly,
             Stopped::Late(missing) => {
                 let (group, timeout_s) = (name.to_owned(), deadline.limit.as_secs_f64());
-                Error::CollectiveTimeout { op, group, rank, timeout_s, missing }
+                Error::CollectiveTimeout { op, group, rank, timeout_s, missing, place: String::new() }
             }
         }
     }

@@ -30,8 +30,9 @@ impl World {
     /// over the world.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] if a size does not divide the world's, with those that do.
+    /// [`Error::InvalidValue`] if a size does not divide the world's, or an engine would reach over nodes, with the sizes that do.
     pub fn mesh(&self, tensor_parallel_size: usize, shard_group_size: usize) -> Result<Mesh> {
+        self.world_size().check_engines(0, tensor_parallel_size)?;
         self.mesh_of(0..self.size(), self.group(), tensor_parallel_size, shard_group_size)
     }
 
@@ -40,7 +41,7 @@ impl World {
     /// are those that do what this one does.
     ///
     /// # Errors
-    /// As [`World::mesh`], for the ranks of one kind.
+    /// The errors of [`World::mesh`], for the ranks of one kind.
     pub fn split_mesh(
         &self,
         num_generators: usize,
@@ -48,6 +49,7 @@ impl World {
         shard_group_size: usize,
     ) -> Result<Mesh> {
         let (rank, num_trainers) = (self.rank(), self.size() - num_generators);
+        self.world_size().check_engines(num_trainers, tensor_parallel_size)?;
         let (ranks, tp_size, shard_size) = match rank < num_trainers {
             true => (0..num_trainers, 1, shard_group_size),
             false => (num_trainers..self.size(), tensor_parallel_size, 1),
@@ -117,6 +119,19 @@ mod tests {
         });
         assert_eq!(meshes[1], [vec![0, 1, 2], vec![1], vec![0, 1, 2], vec![0, 1, 2], vec![1]]);
         assert_eq!(meshes[4], [vec![3, 4], vec![3, 4], vec![4], vec![4], vec![3, 4]]);
+    }
+
+    #[test]
+    fn engines_stay_within_nodes_and_shard_groups_need_not() {
+        let timeout = std::time::Duration::from_secs(20);
+        let meshes = testing::worlds_on_nodes((2, 2), timeout, |world| {
+            let error = world.mesh(4, 4).unwrap_err().to_string();
+            assert_eq!(error, "tensor_parallel_size = 4: expected ranks of one node, which has 2: 1, 2");
+            assert!(world.split_mesh(3, 3, 1).unwrap_err().to_string().contains("which has 2: 1"));
+            let mesh = world.mesh(2, 4).unwrap();
+            [&mesh.tp, &mesh.shard].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(meshes[1], [vec![0, 1], vec![0, 1, 2, 3]]);
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Ranks and what they say to one another: how they meet ([`World`]), how they are grouped ([`Mesh`]) and what a group does
-//! together ([`Collective`]), in shared memory on a CPU and through NCCL on GPUs. What is no tensor goes over the control plane
+//! together ([`Collective`]), in shared memory on a CPU and through NCCL on GPUs, on one node or on several (`nodes`). What is no tensor goes over the control plane
 //! (`control`). Knows nothing of models.
 
 mod carrier;
@@ -12,6 +12,7 @@ mod host_group;
 mod lane;
 mod mesh;
 mod nccl;
+mod nodes;
 mod peers;
 mod rendezvous;
 mod scope;
@@ -30,6 +31,7 @@ pub use host_group::HostGroup;
 pub use lane::{Lane, Work};
 pub use mesh::Mesh;
 pub use nccl::NCCL_SETTINGS;
+pub use nodes::{NCCL_INTERFACE_VARIABLE, nccl_interface, require_token};
 pub use rendezvous::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, SharedSegment};
 pub use single::SingleRank;
 pub use world::{World, WorldOptions};

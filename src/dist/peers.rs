@@ -65,6 +65,9 @@ impl Peers {
 
 /// Memory of every rank, mapped by every rank; none, on all of them, if one cannot.
 fn connect((control, group): Host<'_>, ordinal: usize, bytes: usize) -> Result<Option<Arc<PeerMemory>>> {
+    if !control.is_one_node(group) {
+        return Ok(None);
+    }
     let context = Context::retain(ordinal)?;
     let mut memory = PeerMemory::allocate(&context, (group.rank, group.ranks.len()), bytes)?;
     let offer = memory.handle();

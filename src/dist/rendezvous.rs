@@ -1,4 +1,4 @@
-//! How the ranks of one host come to share memory. Under this crate's launcher they inherit its descriptor, and nobody else can
+//! How the ranks of a world on one host come to share memory (`nodes::join` has worlds on several). Under this crate's launcher they inherit its descriptor, and nobody else can
 //! reach it. Elsewhere rank 0 makes it and tells the others, through the rendezvous store, which of its descriptors it is.
 //!
 //! A TCPStore has no passwords: whoever reaches its port can read and write its keys. What a rank reads there is therefore two
@@ -27,7 +27,7 @@ pub const SEGMENT_FD_VARIABLE: &str = "COLO_GRPO_SEGMENT_FD";
 /// How often a rank that waits for the store looks whether it is asked to stop.
 const LOOK: Duration = Duration::from_millis(50);
 /// The run's number where memory is inherited and cannot be another run's.
-const INHERITED: u64 = 0;
+pub(super) const INHERITED: u64 = 0;
 
 /// The memory that a launcher gives to its workers.
 #[derive(Debug)]
@@ -48,15 +48,8 @@ impl SharedSegment {
     }
 }
 
-/// Meets all ranks of `env`'s world and maps their shared memory.
+/// Meets all ranks of `env`'s world, which are on this host, and maps their shared memory.
 pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
-    if env.local_world_size != env.world_size {
-        let message = format!(
-            "{} of {} ranks are on this host: shared-memory collectives reach no further; start all ranks on one host",
-            env.local_world_size, env.world_size
-        );
-        return Err(Error::Environment { message });
-    }
     if options.slot_bytes < env.world_size * 256 {
         let expected = format!("at least {} bytes for {} ranks", env.world_size * 256, env.world_size);
         return Err(Error::InvalidArgument { op: "World::join", expected, got: options.slot_bytes.to_string() });
@@ -68,13 +61,13 @@ pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
         }
         None => through_store(env, options)?,
     };
-    let member = Member::new(Arc::new(segment), env.rank, options.timeout);
+    let member = Member::new(Arc::new(segment), env.rank, 0, options.timeout);
     member.join()?;
     Ok(member) // and what rank 0 offers may go
 }
 
 /// Where rank 0's memory is: its process and a descriptor of that.
-type SegmentAddress = (u32, RawFd);
+pub(super) type SegmentAddress = (u32, RawFd);
 
 /// Rank 0's file, and the store that it may serve; it keeps both until every rank has the memory mapped.
 struct OfferedSegment {
@@ -102,16 +95,22 @@ fn through_store(env: &WorkerEnv, options: &WorldOptions) -> Result<(Segment, Op
     let json = heeding_stop(move || store.get(&key))?;
     let sent: Result<SegmentAddress, String> =
         serde_json::from_slice(&json).map_err(|error| refuse(error.to_string()))?;
-    let (process, fd) = sent.map_err(refuse)?;
-    let path = format!("/proc/{process}/fd/{fd}");
-    let opened = OpenOptions::new().read(true).write(true).open(&path);
-    let why = "ranks must be one user's, and see one another's processes";
-    let file = opened.map_err(|error| refuse(format!("memory of rank 0, {path}: {error}; {why}")))?;
+    let file = open_segment(sent.map_err(refuse)?)?;
     Ok((Segment::open(&file, num_ranks, slot_bytes, run)?, None))
 }
 
+/// Opens the memory of another process of this host.
+pub(super) fn open_segment((process, fd): SegmentAddress) -> Result<File> {
+    let path = format!("/proc/{process}/fd/{fd}");
+    let opened = OpenOptions::new().read(true).write(true).open(&path);
+    let why = "ranks must be one user's, and see one another's processes";
+    opened.map_err(|error| Error::Environment {
+        message: format!("rendezvous: memory of rank 0, {path}: {error}; {why}"),
+    })
+}
+
 /// Runs what may block for long in a thread of its own. A request to stop ends the wait for it, not the thread.
-fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+pub(super) fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let (sender, receiver) = channel();
     let thread = std::thread::Builder::new().name("rendezvous".to_owned());
     let started = thread.spawn(move || drop(sender.send(work())));
@@ -133,17 +132,21 @@ fn key(env: &WorkerEnv) -> String {
     format!("colo-grpo/{}/segment", env.attempt)
 }
 
-fn open_store(env: &WorkerEnv, options: &WorldOptions) -> Result<Store> {
-    let agent_serves = std::env::var("TORCHELASTIC_USE_AGENT_STORE").is_ok_and(|value| value == "True");
-    if env.rank != 0 || agent_serves {
+pub(super) fn open_store(env: &WorkerEnv, options: &WorldOptions) -> Result<Store> {
+    if env.rank != 0 || agent_serves() {
         return Store::connect(&env.master_addr, env.master_port, options.timeout);
     }
     Store::host(&env.master_addr, env.master_port, inherited(STORE_FD_VARIABLE)?, options.timeout)
 }
 
+/// Whether torchrun serves the store.
+pub(super) fn agent_serves() -> bool {
+    std::env::var("TORCHELASTIC_USE_AGENT_STORE").is_ok_and(|value| value == "True")
+}
+
 /// The descriptor that a variable names.
 #[allow(unsafe_code)]
-fn inherited(variable: &str) -> Result<Option<OwnedFd>> {
+pub(super) fn inherited(variable: &str) -> Result<Option<OwnedFd>> {
     let Ok(text) = std::env::var(variable) else { return Ok(None) };
     let refuse = || Error::Environment { message: format!("{variable}={text}: not an open descriptor") };
     let fd: RawFd = text.parse().map_err(|_| refuse())?;

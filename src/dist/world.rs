@@ -13,17 +13,16 @@ use super::division::FIRST_DIVISION;
 use super::env::WorkerEnv;
 use super::lane::Lane;
 use super::nccl::{self, NcclGroups};
+use super::nodes;
 use super::rendezvous;
-#[cfg(test)]
-use super::shm::Member;
 use super::shm::ShmControl;
 use super::single::SingleRank;
-use crate::config::Config;
+use crate::config::{Config, WorldSize};
 use crate::cuda::Placement;
 use crate::error::{Error, Result};
 
 /// The world's division for tensors of all ranks; that for host data is 0, those of [`World::subgroup`] follow.
-const TENSORS: usize = 1;
+pub(super) const TENSORS: usize = 1;
 
 /// How to join a world.
 #[derive(Debug, Clone, PartialEq)]
@@ -34,18 +33,28 @@ pub struct WorldOptions {
     pub backend: Backend,
     /// Shared memory per rank and group, in bytes; larger tensors pass through in pieces of half of it.
     pub slot_bytes: usize,
+    /// Longest silence of another node before it counts as gone.
+    pub node_timeout: Duration,
+    /// Keys with values that all nodes must have alike.
+    pub compared: Vec<(String, String)>,
 }
 
 impl Default for WorldOptions {
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(600), backend: Backend::Shm, slot_bytes: 1 << 20 }
+        Self {
+            timeout: Duration::from_secs(600),
+            backend: Backend::Shm,
+            slot_bytes: 1 << 20,
+            node_timeout: Duration::from_secs(30),
+            compared: Vec::new(),
+        }
     }
 }
 
 /// All ranks of a run, seen from one of them.
 #[derive(Debug)]
 pub struct World {
-    env: WorkerEnv,
+    pub(super) env: WorkerEnv,
     pub(super) control: Arc<dyn ControlPlane>,
     pub(super) everyone: Arc<RankGroup>,
     pub(super) tensors: Carrier,
@@ -82,13 +91,14 @@ impl World {
     /// one of this process alone where nobody says so.
     ///
     /// # Errors
-    /// Those of [`WorkerEnv::from_env`] and [`World::join`].
+    /// The errors of [`WorkerEnv::from_env`] and [`World::join`].
     pub fn from_env(options: WorldOptions) -> Result<Self> {
         let env = WorkerEnv::from_env()?.unwrap_or_else(|| Self::single().env);
         Self::join(&env, options)
     }
 
-    /// The world of [`World::from_env`] for a run of `config`: on its device, with its `collective_timeout_s`.
+    /// The world of [`World::from_env`] for a run of `config`: on its device, with its `collective_timeout_s`
+    /// and `node_timeout_s`.
     ///
     /// # Errors
     /// Returns the errors of [`World::from_env`]; [`Error::InvalidValue`] for a device that is not there.
@@ -97,6 +107,8 @@ impl World {
         Self::from_env(WorldOptions {
             timeout: Duration::from_secs_f64(config.collective_timeout_s),
             backend: if on_cuda { Backend::Nccl } else { Backend::Shm },
+            node_timeout: Duration::from_secs_f64(config.node_timeout_s),
+            compared: config.compared(),
             ..WorldOptions::default()
         })
     }
@@ -107,7 +119,7 @@ impl World {
         Self::new(env, control, Carrier::Nobody, group, lane)
     }
 
-    fn new(
+    pub(super) fn new(
         env: WorkerEnv,
         control: Arc<dyn ControlPlane>,
         tensors: Carrier,
@@ -120,10 +132,10 @@ impl World {
 
     /// Joins the other ranks in shared memory: under this crate's launcher, the memory that it gave each of them; else rank
     /// 0's, which the others find through the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's
-    /// agent serves it).
+    /// agent serves it). Ranks on several hosts meet rank 0 at that address, and share memory with those of their own host.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the store, the memory or the backend is not to be had, or the ranks are on several hosts;
+    /// [`Error::Environment`] if the store, the memory or the backend is not to be had, or nodes do not fit together;
     /// [`Error::CollectiveTimeout`] naming the ranks that did not come; [`Error::StoppedEarly`] if a stop was asked for.
     pub fn join(env: &WorkerEnv, options: WorldOptions) -> Result<Self> {
         let device = match options.backend {
@@ -137,26 +149,24 @@ impl World {
         if env.world_size == 1 {
             return Ok(Self::alone(env.clone(), device, lane));
         }
-        let member = Arc::new(rendezvous::meet(env, &options)?);
-        let control: Arc<dyn ControlPlane> = Arc::new(ShmControl::new(member.clone(), env.attempt));
+        let (control, host): (Arc<dyn ControlPlane>, _) = match env.local_world_size == env.world_size {
+            true => {
+                let member = Arc::new(rendezvous::meet(env, &options)?);
+                (Arc::new(ShmControl::new(member.clone(), env.attempt)), Carrier::Shm(member))
+            }
+            false => {
+                let nodes = nodes::meet(env, &options)?;
+                (nodes.clone(), Carrier::Nodes(nodes))
+            }
+        };
         let tensors = match device {
             Device::Cuda(ordinal) => {
                 Carrier::Nccl(NcclGroups::new(control.clone(), ordinal, options.timeout, lane.clone())?)
             }
-            _ => Carrier::Shm(member),
+            _ => host,
         };
         let group = tensors.group(everyone(env, TENSORS), device)?;
         Ok(Self::new(env.clone(), control, tensors, group, lane))
-    }
-
-    #[cfg(test)]
-    pub(super) fn in_process(member: Arc<Member>, rank: usize, world_size: usize) -> Self {
-        let alone = Self::single().env;
-        let env = WorkerEnv { rank, local_rank: rank, world_size, local_world_size: world_size, ..alone };
-        let control = Arc::new(ShmControl::new(member.clone(), env.attempt));
-        let tensors = Carrier::Shm(member);
-        let group = tensors.group(everyone(&env, TENSORS), Device::Cpu).expect("nothing to connect");
-        Self::new(env, control, tensors, group, Lane::immediate())
     }
 
     /// This rank.
@@ -177,6 +187,16 @@ impl World {
     /// Ranks on this host.
     pub fn local_size(&self) -> usize {
         self.env.local_world_size
+    }
+
+    /// Ranks in all and on each host.
+    pub fn world_size(&self) -> WorldSize {
+        WorldSize { ranks: self.size(), local_ranks: self.local_size() }
+    }
+
+    /// Hosts with equally many ranks each.
+    pub fn num_nodes(&self) -> usize {
+        self.size() / self.local_size()
     }
 
     /// How many times the launcher, or torchrun, started the run before.
@@ -243,6 +263,11 @@ impl World {
         self.control.post_failure(error);
     }
 
+    /// Whether `rank` has come to the end of the present scope and waits there for this one. Returns at once.
+    pub(crate) fn is_waiting(&self, rank: usize) -> bool {
+        self.control.is_waiting(rank)
+    }
+
     /// Whether a rank has told of a failure that is not agreed upon yet.
     pub fn has_failed(&self) -> bool {
         self.control.failure().is_some()
@@ -250,7 +275,7 @@ impl World {
 }
 
 /// All ranks, as a group of one of the world's divisions.
-fn everyone(env: &WorkerEnv, division: usize) -> Arc<RankGroup> {
+pub(super) fn everyone(env: &WorkerEnv, division: usize) -> Arc<RankGroup> {
     let ranks: Vec<usize> = (0..env.world_size).collect();
     RankGroup::new(division, "world", &ranks, env.rank)
 }

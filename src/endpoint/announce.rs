@@ -31,6 +31,7 @@ pub(super) struct WireRequest {
     structure: Option<Structure>,
     seed: u64,
     step: u64,
+    adapter: Option<usize>,
 }
 
 /// One change of what is under way.
@@ -65,6 +66,7 @@ impl WireRequest {
             structure: params.structure.clone(),
             seed: params.seed,
             step: params.step,
+            adapter: request.adapter,
         }
     }
 
@@ -89,6 +91,8 @@ impl WireRequest {
             first_step: self.step,
             params: Arc::new(params),
             begun: Vec::new(),
+            adapter: self.adapter,
+            first_sample: 0,
         }
     }
 }
@@ -96,7 +100,7 @@ impl WireRequest {
 /// Rank 0's `announcement` on every rank; `number` counts the calls. Collective over the world.
 ///
 /// # Errors
-/// Those of [`World::broadcast_bytes`]; [`Error::Collective`] if a rank is at another turn.
+/// The errors of [`World::broadcast_bytes`]; [`Error::Collective`] if a rank is at another turn.
 pub(super) fn announce(world: &World, number: u64, announcement: Announcement) -> Result<Announcement> {
     if world.size() == 1 {
         return Ok(announcement);
@@ -148,6 +152,8 @@ mod tests {
             first_step: 0,
             params: Arc::new(params),
             begun: Vec::new(),
+            adapter: Some(2),
+            first_sample: 0,
         };
         testing::worlds(3, |world| {
             let of_first = |announcement| if world.rank() == 0 { announcement } else { Announcement::default() };

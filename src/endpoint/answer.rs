@@ -323,6 +323,7 @@ mod tests {
         let tokenizer = bytes();
         let model = ServedModel {
             name: "model".to_owned(),
+            adapters: Vec::new(),
             grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), vec![0])),
             tokenizer,
             max_sequence_length: 999,
@@ -332,7 +333,15 @@ mod tests {
         let body = json!({"messages": [{"role": "user", "content": "a"}], "tools": tools});
         let ask = ApiRequest::read(body.to_string().as_bytes(), true).unwrap();
         let params = Arc::new(ask.params.clone());
-        let request = Request { prompt_id: 0, token_ids: vec![1], first_step: 0, params, begun: Vec::new() };
+        let request = Request {
+            prompt_id: 0,
+            token_ids: vec![1],
+            first_step: 0,
+            first_sample: 0,
+            params,
+            begun: Vec::new(),
+            adapter: None,
+        };
         let mut answer = Answer::new(&ask, &[request], &model, 0);
         for byte in text.bytes() {
             let (token_id, top_logprobs) = (byte.into(), Vec::new());

@@ -31,7 +31,7 @@ pub enum RequestUpdate {
         choice: usize,
         /// The sampled id.
         token_id: u32,
-        /// Its log-probability in nats.
+        /// Log-probability of the token in nats.
         logprob: f32,
         /// The most probable ids, as many as were asked for.
         top_logprobs: Vec<TokenLogprob>,
@@ -53,7 +53,7 @@ pub(super) enum EngineCommand {
     Submit {
         ticket: u64,
         first_choice: usize,
-        wanted: WireRequest,
+        wanted: Box<WireRequest>,
         updates: UnboundedSender<RequestUpdate>,
         at: Instant,
     },
@@ -131,7 +131,7 @@ impl EngineClient {
         let ticket = RequestHandle { id, num_choices, updates, client: self.clone() };
         let mut first_choice = 0;
         for request in requests {
-            let (wanted, updates, at) = (WireRequest::of(request), sender.clone(), Instant::now());
+            let (wanted, updates, at) = (Box::new(WireRequest::of(request)), sender.clone(), Instant::now());
             let submit = EngineCommand::Submit { ticket: id, first_choice, wanted, updates, at };
             self.commands.send(submit).map_err(|_| stopping())?;
             first_choice += request.params.num_generations;

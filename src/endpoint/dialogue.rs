@@ -27,6 +27,8 @@ pub struct Dialogue {
     turns: Option<Turns>,
     tokens: Option<DialogueTokens>,
     num_answers: u64,
+    /// The adapter that answers; `None` is the base model.
+    adapter: Option<usize>,
 }
 
 /// The tokens of a conversation: its first prompt, and what followed.
@@ -37,25 +39,40 @@ struct DialogueTokens {
 }
 
 impl Dialogue {
-    /// A conversation after the messages in `system`.
+    /// A conversation after the messages in `system`, with the first of the adapters that there are to choose among.
     pub fn new(
         client: EngineClient,
         tokenizer: Arc<Tokenizer>,
         engine: &RolloutEngine<'_>,
         params: SamplingParams,
-        system: Vec<Message>,
+        (system, adapters): (Vec<Message>, Vec<String>),
     ) -> Self {
         let eos_token_ids = engine.eos_token_ids();
         let turns = Turns::probe(tokenizer.clone(), eos_token_ids, &Value::Null, &Map::new(), Reply::User).ok();
         let model = ServedModel {
             name: String::new(),
+            adapters,
             tokenizer,
             max_sequence_length: engine.max_sequence_length(),
             grammars: engine.grammars(),
             tool_calls: None,
             eos_token_ids: eos_token_ids.to_vec(),
         };
-        Self { client, model, params, messages: system.clone(), system, turns, tokens: None, num_answers: 0 }
+        let adapter = (!model.adapters.is_empty()).then_some(0);
+        Self { client, model, params, messages: system.clone(), system, turns, tokens: None, num_answers: 0, adapter }
+    }
+
+    /// Lets the adapter of this name answer from now on, or the base model; the conversation goes on.
+    ///
+    /// # Errors
+    /// The names that there are.
+    pub fn choose(&mut self, name: Option<&str>) -> Result<(), String> {
+        let adapters = &self.model.adapters;
+        self.adapter = match name {
+            None => None,
+            Some(name) => Some(adapters.iter().position(|adapter| adapter == name).ok_or_else(|| adapters.join(", "))?),
+        };
+        Ok(())
     }
 
     /// Begins a new conversation.
@@ -88,6 +105,7 @@ impl Dialogue {
         let room = self.model.max_sequence_length - request.token_ids.len();
         ask.params.max_completion_length = self.params.max_completion_length.min(room);
         request.params = Arc::new(ask.params);
+        request.adapter = self.adapter;
         request.prompt_id = self.num_answers; // another random key for every answer
         let first = || DialogueTokens { prompt: request.token_ids.clone(), trajectory: Trajectory::default() };
         let mut tokens = tokens.unwrap_or_else(first);

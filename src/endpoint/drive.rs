@@ -37,7 +37,7 @@ struct Listener {
 /// answered first, as long as the grace lasts. Collective over the world, whose ranks share the engine.
 ///
 /// # Errors
-/// Those of [`Session::step`] and of the collectives. Clients that wait are told that the engine is gone.
+/// The errors of [`Session::step`] and of the collectives. Clients that wait are told that the engine is gone.
 pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, mut queue: Option<EngineQueue>) -> Result<()> {
     let mut session = engine.session()?;
     let mut requests = Requests::default();
@@ -110,7 +110,7 @@ impl Requests {
             EngineCommand::Submit { ticket, first_choice, wanted, updates, at } => {
                 let listener = Listener { first_choice, updates, at, has_begun: false };
                 self.coming.entry(ticket).or_default().push(listener);
-                announcement.changes.push(RequestChange::Submit(ticket, wanted));
+                announcement.changes.push(RequestChange::Submit(ticket, *wanted));
             }
             EngineCommand::Cancel { ticket } => announcement.changes.push(RequestChange::Cancel(ticket)),
         }

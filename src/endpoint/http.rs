@@ -83,10 +83,12 @@ async fn models(State(service): State<Arc<HttpState>>, headers: HeaderMap) -> Re
     if let Err(refusal) = service.authorize(&headers) {
         return refusal.into_response();
     }
-    let ServedModel { name, max_sequence_length, .. } = &service.model;
-    let model = json!({"id": name, "object": "model", "created": 0, "owned_by": "colo-grpo",
-        "max_model_len": max_sequence_length});
-    json_response(&json!({"object": "list", "data": [model]}))
+    let ServedModel { name: base, max_sequence_length, .. } = &service.model;
+    let models = service.model.names().map(|name| {
+        json!({"id": name, "object": "model", "created": 0, "owned_by": "colo-grpo",
+            "max_model_len": max_sequence_length, "root": base, "parent": (name != base).then_some(base)})
+    });
+    json_response(&json!({"object": "list", "data": models.collect::<Vec<_>>()}))
 }
 
 async fn completions(State(service): State<Arc<HttpState>>, request: Request) -> Response {
@@ -115,7 +117,7 @@ impl HttpState {
         let service = self.clone();
         let prepare = move || {
             let ask = ApiRequest::read(&body, is_chat)?;
-            service.check_model(&ask)?;
+            service.model.adapter(&ask)?; // an unknown name is told before all else
             let grammar = service.model.grammar(&ask)?;
             let requests = service.model.requests(&ask)?;
             Ok((ask, requests, grammar))
@@ -155,16 +157,6 @@ impl HttpState {
             Ok(Ok(body)) => Ok(body),
             Ok(Err(rejection)) if BytesRejection::status(&rejection).as_u16() == 413 => Err(self.too_large()),
             Ok(Err(rejection)) => Err(Refusal::new(400, rejection.body_text())),
-        }
-    }
-
-    fn check_model(&self, ask: &ApiRequest) -> Result<(), Refusal> {
-        match &ask.model {
-            Some(name) if *name != self.model.name => {
-                let message = format!("'{name}' is not served; '{}' is (--served_model_name)", self.model.name);
-                Err(Refusal { status: 404, param: Some("model".to_owned()), message })
-            }
-            _ => Ok(()),
         }
     }
 

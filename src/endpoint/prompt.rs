@@ -15,6 +15,8 @@ use crate::types::SamplingParams;
 pub(super) struct ServedModel {
     /// The name that clients ask for.
     pub name: String,
+    /// Names of the adapters beside it, which clients may ask for instead.
+    pub adapters: Vec<String>,
     pub tokenizer: Arc<Tokenizer>,
     /// Longest prompt and completion together.
     pub max_sequence_length: usize,
@@ -33,9 +35,25 @@ impl ServedModel {
         compiled.map_err(|error| Refusal::new(400, error.to_string()))
     }
 
+    /// The names that clients may ask for.
+    pub fn names(&self) -> impl Iterator<Item = &String> {
+        std::iter::once(&self.name).chain(&self.adapters)
+    }
+
+    /// The adapter that a request names; `None` is the base model, also where it names nothing.
+    pub fn adapter(&self, ask: &ApiRequest) -> Result<Option<usize>, Refusal> {
+        let Some(name) = ask.model.as_ref().filter(|name| **name != self.name) else { return Ok(None) };
+        self.adapters.iter().position(|adapter| adapter == name).map(Some).ok_or_else(|| {
+            let served: Vec<_> = self.names().map(|name| format!("'{name}'")).collect();
+            let message = format!("'{name}' is not served; {} (--served_model_name, --adapter)", served.join(", "));
+            Refusal { status: 404, param: Some("model".to_owned()), message }
+        })
+    }
+
     /// One request for each prompt, in their order. A prompt's number is its place in the request, so that with a seed it gets what
     /// `colo-grpo generate` samples for the same prompts.
     pub fn requests(&self, ask: &ApiRequest) -> Result<Vec<Request>, Refusal> {
+        let adapter = self.adapter(ask)?;
         let seed = if ask.has_seed { ask.params.seed } else { RandomState::new().hash_one(0) };
         let request = |(index, source): (usize, &PromptSource)| {
             let token_ids = self.token_ids(source)?;
@@ -45,7 +63,15 @@ impl ServedModel {
                 ..ask.params.clone()
             };
             let params = Arc::new(params);
-            Ok(Request { prompt_id: index as u64, token_ids, first_step: 0, params, begun: Vec::new() })
+            Ok(Request {
+                prompt_id: index as u64,
+                token_ids,
+                first_step: 0,
+                first_sample: 0,
+                params,
+                begun: Vec::new(),
+                adapter,
+            })
         };
         ask.prompts.iter().enumerate().map(request).collect()
     }

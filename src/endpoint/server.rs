@@ -16,6 +16,8 @@ use crate::http::HttpServer;
 pub struct ServerOptions {
     /// The model's name, as clients ask for it.
     pub model_name: String,
+    /// Names of the adapters that requests choose among, in the engine's order.
+    pub adapters: Vec<String>,
     /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
     /// The engine's compiler of structures.
@@ -40,6 +42,7 @@ pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient)
     let ServerOptions { api_key, max_body_bytes, .. } = options;
     let model = ServedModel {
         name: options.model_name,
+        adapters: options.adapters,
         tokenizer: options.tokenizer,
         max_sequence_length: options.max_sequence_length,
         grammars: options.grammars,

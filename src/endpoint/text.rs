@@ -41,7 +41,7 @@ impl TextStream {
     /// Takes in a token and returns the text that is certain now.
     ///
     /// # Errors
-    /// Those of the tokenizer.
+    /// The errors of the tokenizer.
     pub fn push(&mut self, token_id: u32) -> Result<String> {
         if !self.left_out.as_ref().is_some_and(|ids| ids.contains(&token_id)) {
             self.ids.push(token_id);
@@ -53,7 +53,7 @@ impl TextStream {
     /// Returns the text that is left once a completion has ended.
     ///
     /// # Errors
-    /// Those of the tokenizer.
+    /// The errors of the tokenizer.
     pub fn finish(&mut self) -> Result<String> {
         self.take_in(true)?;
         let rest = self.certain();

@@ -182,7 +182,7 @@ fn maj_at_n(group: &RolloutGroup, solved_by: &[usize], answer_of: &impl Fn(&str)
     let mut judged = group.completions.iter().filter_map(verdict).peekable();
     judged.peek()?;
     for (completion, verdict) in judged {
-        let Some(answer) = answer_of(&completion.text) else { continue };
+        let Some(answer) = answer_of(completion.newest_text()) else { continue };
         let (count, is_solved) = votes.entry(answer).or_default();
         (*count, *is_solved) = (*count + 1, verdict);
     }

@@ -63,7 +63,7 @@ impl From<&Config> for AdvantageConfig {
 /// Statistics of the batch are those of the groups of all `ranks`, which then call this together, or of `groups` alone.
 ///
 /// # Errors
-/// Those of [`Collective`].
+/// The errors of [`Collective`].
 pub fn assign_advantages(
     groups: &mut [RolloutGroup],
     config: &AdvantageConfig,
@@ -183,8 +183,8 @@ fn scale_over_batch(scored: &mut [GroupAdvantages], ranks: Option<&dyn Collectiv
 /// the bound in groups of up to 140: the last digit of a reward of 1e5 counts as a difference, where a bound relative to the
 /// rewards would take it for noise. Differences of small rewards below the bound vanish beside the 1e-4 that divides them.
 ///
-/// Of a group with one completion this is true, and of a group in which failures left fewer than two rewards it is false, both
-/// as TRL counts them.
+/// A group with one completion gives true, and a group in which failures left fewer than two rewards gives false, both as TRL
+/// counts them.
 pub fn rewards_are_equal(group: &RolloutGroup) -> bool {
     group.completions.len() == 1 || is_zero(BatchStats::of_group(group).std())
 }

@@ -1,6 +1,7 @@
-//! On-policy distillation: the reverse KL divergence from the policy to a teacher, on tokens that the policy sampled.
+//! On-policy distillation: divergences of the policy from a teacher, on sequences that the policy sampled: the reverse KL divergence,
+//! estimated on the sampled tokens, or a divergence over the teacher's most probable tokens.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::surrogate::Terms;
 
@@ -11,6 +12,42 @@ pub struct Distillation {
     pub weight: f64,
     /// Upper bound of the policy ratio that it is multiplied by; `None` is no ratio.
     pub clip_max: Option<f64>,
+    /// The divergence over the teacher's most probable tokens; `None` is that of the sampled tokens.
+    pub top: Option<TopDivergence>,
+}
+
+/// A divergence over some tokens of each distribution.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TopDivergence {
+    /// 1: the reverse KL divergence, policy from teacher. 0: the forward one. Between: `(1 - alpha) KL(policy, m) + alpha KL(teacher, m)`
+    /// with the mixture `m = (1 - alpha) policy + alpha teacher`, the generalised Jensen-Shannon divergence (arXiv 2306.13649).
+    pub alpha: f64,
+    /// Whether all other tokens are one more token; else the distributions are those given that a token is one of these.
+    pub adds_tail: bool,
+}
+
+/// Log-probabilities of the teacher's most probable tokens, float32 or float64.
+#[derive(Debug, Clone, Copy)]
+pub struct TopLogprobs<'a> {
+    /// The policy's, of the forward that the gradient goes through.
+    pub logprobs: &'a Tensor, // [C, K]
+    /// The teacher's.
+    pub teacher_logprobs: &'a Tensor, // [C, K]
+}
+
+impl TopLogprobs<'_> {
+    /// Both in `kind`: the policy's, the teacher's.
+    pub(super) fn to_kind(self, kind: Kind) -> [Tensor; 2] {
+        [self.logprobs, self.teacher_logprobs].map(|logprobs| logprobs.to_kind(kind))
+    }
+}
+
+/// A divergence by token with its gradient.
+#[derive(Debug)]
+pub(super) struct TopTerms {
+    pub divergence: Tensor, // [C]
+    /// By the policy's log-probabilities.
+    pub d_logprobs: Tensor, // [C, K]
 }
 
 /// `stop_gradient(d min(exp(log_ratio), clip_max)) logprob` by token, where `d = logprob - teacher`: its gradient is that of the reverse
@@ -23,12 +60,76 @@ pub(super) fn sampled_divergence(
     clip_max: Option<f64>,
 ) -> (Terms, Tensor) {
     let difference = logprobs - teacher_logprobs;
-    let d_logprob = match clip_max {
-        Some(clip_max) => &difference * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp_max(clip_max),
+    let d_logprob = match bounded_ratio(log_ratio, clip_max) {
+        Some(ratio) => &difference * ratio,
         None => difference.shallow_clone(),
     };
     (Terms { value: &d_logprob * logprobs, d_log_ratio: d_logprob.zeros_like(), d_logprob }, difference)
 }
 
+/// `min(exp(log_ratio), clip_max)`, if there is a bound. `[C]`
+pub(super) fn bounded_ratio(log_ratio: &Tensor, clip_max: Option<f64>) -> Option<Tensor> {
+    clip_max.map(|clip_max| log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp_max(clip_max))
+}
+
+/// The divergence over the given tokens `[C, K]`, as TRL 1.16's `SDPOTrainer` has it with `distillation_mode = "topk_logits"` where a
+/// server scores: the tokens are the teacher's most probable ones.
+///
+/// Terms of the gradient that are a constant times the policy's probabilities are left out: they add nothing, since probabilities sum
+/// to 1 before and after. So a teacher that equals the policy gives zeros for `alpha` 0 and 1, without rounding.
+pub(super) fn top_divergence([logprobs, teacher]: &[Tensor; 2], of: TopDivergence) -> TopTerms {
+    let (own, other) = (Support::new(logprobs, of), Support::new(teacher, of));
+    let (log_p, log_t) = (&own.logprobs, &other.logprobs);
+    let (p, t) = (log_p.exp(), log_t.exp());
+    let (value, d_support) = if of.alpha == 0.0 {
+        (&t * (log_t - log_p), &p - &t)
+    } else if of.alpha == 1.0 {
+        let terms = &p * (log_p - log_t);
+        (terms.shallow_clone(), terms)
+    } else {
+        let mixture = (log_p + (1.0 - of.alpha).ln()).logaddexp(&(log_t + of.alpha.ln()));
+        let of_own: Tensor = &p * (log_p - &mixture) * (1.0 - of.alpha);
+        (&of_own + t * (log_t - mixture) * of.alpha, of_own)
+    };
+    TopTerms { divergence: sum(&value).squeeze_dim(1), d_logprobs: own.backward(&d_support, &p) }
+}
+
+/// A distribution over the tokens, with the others as one more token or without them.
+struct Support {
+    logprobs: Tensor, // [C, K] or [C, K + 1]
+    /// Probability of all others, 0 where it is too small for a gradient; none where they are left out.
+    tail: Option<Tensor>, // [C, 1]
+}
+
+impl Support {
+    fn new(logprobs: &Tensor, of: TopDivergence) -> Self {
+        let total = logprobs.logsumexp([1i64], true); // [C, 1]
+        if !of.adds_tail {
+            return Self { logprobs: logprobs - total, tail: None };
+        }
+        let tail = -total.clamp_max(MAX_LOG_TOTAL).expm1();
+        let logprobs = Tensor::cat(&[logprobs, &tail.log()], 1);
+        Self { logprobs, tail: Some(tail.masked_fill(&total.gt(MAX_LOG_TOTAL), 0.0)) }
+    }
+
+    /// The gradient by the log-probabilities that this was made of, from that by these, with `p` their exponentials.
+    fn backward(&self, d_support: &Tensor, p: &Tensor) -> Tensor {
+        let Some(tail) = &self.tail else {
+            return d_support - p * sum(d_support);
+        };
+        let num_tokens = p.size()[1] - 1;
+        let of_tail = d_support.narrow(1, num_tokens, 1) / tail;
+        let of_tail = of_tail.masked_fill(&tail.eq(0.0), 0.0);
+        d_support.narrow(1, 0, num_tokens) - p.narrow(1, 0, num_tokens) * of_tail
+    }
+}
+
+/// Sum over the tokens. `[C, K] -> [C, 1]`
+fn sum(values: &Tensor) -> Tensor {
+    values.sum_dim_intlist(1, true, values.kind())
+}
+
 /// Bound of the logarithm of a ratio, as in TRL.
 const MAX_LOG_RATIO: f64 = 20.0;
+/// Bound of the logarithm of the tokens' probability, so that some is left for the others, as in TRL.
+const MAX_LOG_TOTAL: f64 = -1e-7;

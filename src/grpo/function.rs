@@ -65,7 +65,7 @@ impl LossFunction {
             0 => (logprobs.sum(logprobs.kind()), logprobs.zeros_like()),
             _ => self.gradient(input, denominators)?,
         };
-        Ok(LossOutput { loss, dlogprobs, dentropy: None, mean_entropy: None, stats: recorder.finish()? })
+        Ok(LossOutput { loss, dlogprobs, dentropy: None, dtop: None, mean_entropy: None, stats: recorder.finish()? })
     }
 
     fn gradient(&self, input: &LossInput<'_>, denominators: &Denominators) -> Result<(Tensor, Tensor)> {
@@ -96,6 +96,7 @@ mod tests {
             old_logprobs: None,
             ref_logprobs: None,
             teacher_logprobs: None,
+            top: None,
             rollout_logprobs: None,
             advantages: &advantages,
             sequence_of_token: &sequence_of_token,

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::distillation::{Distillation, sampled_divergence};
+use super::distillation::{Distillation, TopLogprobs, TopTerms, bounded_ratio, sampled_divergence, top_divergence};
 use super::entropy::EntropyTerm;
 use super::importance::{PolicyRatio, SamplerCorrection};
 use super::options::LossConfig;
@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 /// (arXiv 2512.02556, equation 9), of `old - logprob` where the sampler's log-probabilities are missing, and 1 elsewhere.
 ///
 /// With a teacher, all of that is multiplied by `1 - weight`, and `weight * w * stop_gradient((logprob - teacher) r) logprob` is added,
-/// r up to a bound ([`Distillation`]).
+/// r up to a bound ([`Distillation`]); or `weight * w * stop_gradient(r)` times the divergence over the teacher's most probable tokens.
 ///
 /// Tokens whose entropy is below the least that [`EntropyTerm`] has are left out of pg. With an entropy bonus the loss is lessened by
 /// `coef` times the mean entropy of those that are kept.
@@ -83,11 +83,27 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         recorder.mean("kl", &kl.value.sum(kind), &segments.ones.sum(kind));
         terms = terms.plus(&kl.map(|term| term * config.beta));
     }
-    if let (Some(Distillation { weight, clip_max }), Some(teacher)) = (config.distillation, input.teacher_logprobs) {
-        let (own, difference) = sampled_divergence(logprobs, &teacher.to_kind(kind), &log_ratio, clip_max);
+    let mut dtop = None; // weight and gradient of each token's divergence
+    if let (Some(Distillation { weight, clip_max, top }), Some(teacher)) = (config.distillation, input.teacher_logprobs)
+    {
         let factor = correction.as_ref().map_or_else(|| &segments.ones * weight, |it| &it.per_token * weight);
-        terms = terms.map(|term| term * (1.0 - weight)).plus(&own.map(|term| term * &factor));
-        recorder.mean("distillation/kl", &difference.sum(kind), &segments.ones.sum(kind));
+        terms = terms.map(|term| term * (1.0 - weight));
+        let divergence = match (top, input.top) {
+            (Some(top), Some(logprobs)) => {
+                let TopTerms { divergence, d_logprobs } = top_divergence(&logprobs.to_kind(kind), top);
+                let factor =
+                    bounded_ratio(&log_ratio, clip_max).map_or_else(|| factor.shallow_clone(), |it| &factor * it);
+                terms.value += &factor * &divergence;
+                dtop = Some((factor, d_logprobs));
+                divergence
+            }
+            _ => {
+                let (own, difference) = sampled_divergence(logprobs, &teacher.to_kind(kind), &log_ratio, clip_max);
+                terms = terms.plus(&own.map(|term| term * &factor));
+                difference
+            }
+        };
+        recorder.mean("distillation/kl", &divergence.sum(kind), &segments.ones.sum(kind));
     }
     if let Some(entropy) = input.entropy {
         recorder.mean("entropy", &entropy.sum(Kind::Double), &segments.ones.sum(kind));
@@ -99,6 +115,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         loss: (&weights * terms.value).sum(kind),
         dlogprobs: direct + ratio.backward(&(&weights * terms.d_log_ratio)),
         dentropy: None,
+        dtop: dtop.map(|(factor, d_logprobs)| (&weights * factor).unsqueeze(1) * d_logprobs),
         mean_entropy: None,
         stats: recorder.finish()?,
     };
@@ -144,6 +161,8 @@ pub struct LossInput<'a> {
     pub ref_logprobs: Option<&'a Tensor>, // [C]
     /// A teacher's.
     pub teacher_logprobs: Option<&'a Tensor>, // [C]
+    /// The teacher's log-probabilities of its most probable tokens, for a divergence over these.
+    pub top: Option<TopLogprobs<'a>>,
     /// The sampler's; NaN where it could not score. `None` leaves the correction out.
     pub rollout_logprobs: Option<&'a Tensor>, // [C]
     /// One per sequence.
@@ -195,6 +214,18 @@ impl LossInput<'_> {
         if config.distillation.is_some() && self.teacher_logprobs.is_none() {
             return invalid("teacher_logprobs, as there is a divergence from a teacher".into(), "none".into());
         }
+        if config.distillation.is_some_and(|distillation| distillation.top.is_some()) {
+            let Some(top) = self.top else {
+                return invalid("top, as there is a divergence over a teacher's tokens".into(), "none".into());
+            };
+            let shapes = [top.logprobs.size(), top.teacher_logprobs.size()];
+            if shapes[0] != shapes[1] || shapes[0].len() != 2 || shapes[0][0] != shape[0] {
+                return invalid(
+                    format!("log-probabilities [{}, K] of both, of a teacher's tokens", shape[0]),
+                    format!("{shapes:?}"),
+                );
+            }
+        }
         Ok(())
     }
 }
@@ -222,6 +253,8 @@ pub struct LossOutput {
     pub dlogprobs: Tensor, // [C]
     /// dloss / dentropy, where there is an entropy bonus that weighs anything.
     pub dentropy: Option<Tensor>, // [C]
+    /// dloss / dlogprobs of the teacher's tokens, where there is a divergence over them.
+    pub dtop: Option<Tensor>, // [C, K]
     /// This micro-batch's contribution to the mean entropy that the bonus is for, where there is one.
     pub mean_entropy: Option<Tensor>,
     /// The statistics that TRL logs, ready to be added to, still on the device.

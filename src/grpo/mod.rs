@@ -17,14 +17,15 @@ mod moments;
 mod options;
 mod segments;
 mod signal;
+mod staleness;
 mod stats;
 mod surrogate;
 
 #[cfg(test)]
-pub(crate) mod golden;
+pub(crate) mod tests;
 
 pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards_are_equal};
-pub use distillation::Distillation;
+pub use distillation::{Distillation, TopDivergence, TopLogprobs};
 pub use entropy::{EntropyControl, EntropyTerm};
 pub use function::LossFunction;
 pub use kl::kl_of_sequence;
@@ -32,4 +33,5 @@ pub use loss::{Denominators, LossInput, LossOutput, policy_loss};
 pub use moments::BatchStats;
 pub use options::LossConfig;
 pub use signal::has_signal;
+pub use staleness::age_stats;
 pub use stats::{Aggregate, DeviceStats, LossStats};

@@ -12,7 +12,7 @@ use crate::types::{RolloutGroup, Trajectory};
 pub struct BatchStats {
     /// Rewards that exist.
     pub count: f64,
-    /// Their sum.
+    /// Sum of the values.
     pub sum: f64,
     /// The sum of their squared deviations from their mean.
     pub squared_deviations: f64,
@@ -59,7 +59,7 @@ impl BatchStats {
     /// where every rank passes equally many.
     ///
     /// # Errors
-    /// Those of [`Collective`].
+    /// The errors of [`Collective`].
     pub fn merge_ranks(stats: &mut [&mut Self], group: &dyn Collective) -> Result<()> {
         let own: Vec<f64> = stats.iter().flat_map(|stats| stats.to_array()).collect();
         stats.iter_mut().for_each(|stats| **stats = Self::default());

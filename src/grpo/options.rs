@@ -1,6 +1,6 @@
 //! Settings of the loss.
 
-use super::distillation::Distillation;
+use super::distillation::{Distillation, TopDivergence};
 use crate::config::{Config, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
 
 /// Settings of the loss. Defaults are those of TRL 1.16's `GRPOConfig`.
@@ -132,6 +132,10 @@ impl From<&Config> for LossConfig {
             distillation: config.has_teacher().then_some(Distillation {
                 weight: config.distillation.distillation_weight,
                 clip_max: config.distillation.distillation_is_clip,
+                top: config.distillation.num_top().map(|_| TopDivergence {
+                    alpha: config.distillation.distillation_alpha,
+                    adds_tail: config.distillation.distillation_add_tail,
+                }),
             }),
             max_completion_length: config.max_completion_length,
         }

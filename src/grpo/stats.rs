@@ -104,6 +104,20 @@ impl DeviceStats {
         Ok(())
     }
 
+    /// Statistics of other names behind these.
+    ///
+    /// # Errors
+    /// What the device failed at until here.
+    pub fn join(mut self, other: DeviceStats) -> Result<DeviceStats> {
+        self.entries.extend(other.entries);
+        let joined = |a: &Tensor, b: &Tensor| Tensor::f_cat(&[a, b], 0);
+        Ok(DeviceStats {
+            sums: joined(&self.sums, &other.sums)?,
+            least: joined(&self.least, &other.least)?,
+            entries: self.entries,
+        })
+    }
+
     /// The numbers, in one copy.
     ///
     /// # Errors

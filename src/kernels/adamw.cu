@@ -1,7 +1,7 @@
 // AdamW with decoupled weight decay (arXiv 1711.05101), one pass over a flat range: master weights and both moments are
 // updated in place, and the weights that the network computes with are written on the way. Per element 28 bytes of float
-// state and the gradient and weight in their types. Every operation rounds alone, in the order of ops::adamw.
-#include "scalar.cuh"
+// state and the gradient and weight in their types.
+#include "adamw.cuh"
 
 template <typename Grad, typename Weight>
 __device__ __forceinline__ void adamw(
@@ -11,14 +11,7 @@ __device__ __forceinline__ void adamw(
     const Grad* __restrict__ grad,   // [n]
     Weight* __restrict__ weight,     // [n] or null
     long long n,
-    float keep,       // 1 - lr * weight_decay
-    float beta1,
-    float gain1,      // grad_scale * (1 - beta1)
-    float beta2,
-    float gain2,      // grad_scale * sqrt(1 - beta2)
-    float root_scale, // 1 / sqrt(1 - beta2^step)
-    float eps,
-    float rate        // -lr / (1 - beta1^step)
+    const Factors& factors
 ) {
     constexpr int UNROLL = 4;  // loads in flight per array and thread
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
@@ -34,13 +27,8 @@ __device__ __forceinline__ void adamw(
         for (int k = 0; k < UNROLL; ++k) {
             const long long i = start + k * stride;
             if (i >= n) break;
-            const float first_moment = __fadd_rn(__fmul_rn(m_[k], beta1), __fmul_rn(g_[k], gain1));
-            const float root = __fmul_rn(g_[k], gain2);
-            const float second_moment = __fadd_rn(__fmul_rn(v_[k], beta2), __fmul_rn(root, root));
-            const float denominator = __fadd_rn(__fmul_rn(__fsqrt_rn(second_moment), root_scale), eps);
-            const float change = __fdiv_rn(__fmul_rn(first_moment, rate), denominator);
-            const float updated = __fadd_rn(__fmul_rn(p_[k], keep), change);
-            master[i] = updated, m[i] = first_moment, v[i] = second_moment;
+            const float updated = adamw_step(p_[k], g_[k], m_[k], v_[k], factors);
+            master[i] = updated, m[i] = m_[k], v[i] = v_[k];
             if (weight) narrow(updated, weight[i]);
         }
     }
@@ -48,9 +36,8 @@ __device__ __forceinline__ void adamw(
 
 #define ADAMW(NAME, GRAD, WEIGHT)                                                                                    \
     extern "C" __global__ void __launch_bounds__(256) NAME(                                                         \
-        float* master, float* m, float* v, const GRAD* grad, WEIGHT* weight, long long n, float keep, float beta1,  \
-        float gain1, float beta2, float gain2, float root_scale, float eps, float rate) {                           \
-        adamw(master, m, v, grad, weight, n, keep, beta1, gain1, beta2, gain2, root_scale, eps, rate);              \
+        float* master, float* m, float* v, const GRAD* grad, WEIGHT* weight, long long n, FACTOR_PARAMETERS) {      \
+        adamw<GRAD, WEIGHT>(master, m, v, grad, weight, n, FACTORS);                                                \
     }
 
 ADAMW(adamw_f32_f32, float, float)

@@ -1,33 +1,50 @@
 // AdamW with block-wise 8-bit moments (arXiv 2110.02861), one pass over a flat range that decays as a whole. A warp has 256 neighbours
 // at a time, whose moments share a scale: it makes moments of the codes, steps, finds the new scales and rounds to codes again. Per
 // element 12 bytes of state and the gradient and weight in their types. Every operation rounds alone, in the order of ops::adamw8bit.
-#include "scalar.cuh"
+//
+// A search of 8 steps in shared memory for each new code would take longer than memory does. The levels of a map lie evenly within each
+// power of ten, so a logarithm and one multiplication come to a code that is at most one off; its two bounds say which it is.
+#include "adamw.cuh"
 
 constexpr int THREADS = 256;
 constexpr int BLOCK = 256;   // moments that share a scale
 constexpr int LEVELS = 256;  // of a map
-constexpr int PER_LANE = BLOCK / 32;
+constexpr int POWERS = 7;    // of ten that a map divides evenly, from 1e-7
+constexpr int N = 4;         // neighbours of a lane
+constexpr int PARTS = BLOCK / 32 / N;
 
-// Values of codes, and the middles between neighbours.
+// Values of codes. A value x has the code c where lower[c] < x <= upper[c]: the nearest level, the lower one of two.
 struct Map {
     float levels[LEVELS];
-    float bounds[LEVELS];
+    float2 bounds[LEVELS];
+    float2 lines[POWERS];  // of each power of ten: levels above 0 that are below x are about lines.x * x + lines.y
 };
 
-__device__ __forceinline__ void fill(Map& map, const float* __restrict__ levels) {
+// The map whose smallest power of ten has `parts` levels, the next one twice as many, and so on.
+__device__ __forceinline__ void fill(Map& map, const float* __restrict__ levels, int parts) {
     for (int i = threadIdx.x; i < LEVELS; i += THREADS) {
+        auto middle = [&](int at) { return __fmul_rn(__fadd_rn(levels[at], levels[at + 1]), 0.5f); };
         map.levels[i] = levels[i];
-        if (i + 1 < LEVELS) map.bounds[i] = __fmul_rn(__fadd_rn(levels[i], levels[i + 1]), 0.5f);
+        map.bounds[i] = make_float2(i > 0 ? middle(i - 1) : -INFINITY, i + 1 < LEVELS ? middle(i) : INFINITY);
+    }
+    if (threadIdx.x < POWERS) {
+        float slope = 1.0f;
+        for (int power = threadIdx.x; power + 1 < POWERS; ++power) slope *= 5.0f;
+        const float count = static_cast<float>(parts << threadIdx.x);
+        map.lines[threadIdx.x] = make_float2(slope * parts * (64.0f / 0.9f), count * (8.0f / 9.0f) - parts);
     }
 }
 
-// The number of bounds below x.
-__device__ __forceinline__ unsigned char nearest(const Map& map, float x) {
-    int code = 0;
-#pragma unroll
-    for (int step = LEVELS / 2; step > 0; step /= 2) {
-        if (map.bounds[code + step - 1] < x) code += step;
-    }
+// The code of x, which is in [-1, 1], of the map whose level 0 has the code `zero`; that of unsigned values has it in front.
+__device__ __forceinline__ unsigned char nearest(const Map& map, int zero, float x) {
+    const float size = fabsf(x);
+    const int power = __float2int_rd(__log2f(fmaxf(size, 1e-30f)) * 0.30103f + POWERS);
+    const float2 line = map.lines[max(0, min(power, POWERS - 1))];
+    const int above = 1 + __float2int_rd(size * line.x + line.y);  // levels between 0 and x, that of x among them
+    int code = max(0, min(x < 0.0f ? zero - above : zero + above, LEVELS - 1));
+    float2 bounds = map.bounds[code];
+    while (bounds.y < x) bounds = map.bounds[++code];
+    while (code > 0 && !(bounds.x < x)) bounds = map.bounds[--code];
     return static_cast<unsigned char>(code);
 }
 
@@ -48,57 +65,57 @@ __device__ __forceinline__ void adamw8bit(
     const Grad* __restrict__ grad,        // [num_blocks BLOCK]
     Weight* __restrict__ weight,          // [num_blocks BLOCK]
     long long num_blocks,
-    float keep,       // 1 - lr * weight_decay
-    float beta1,
-    float gain1,      // grad_scale * (1 - beta1)
-    float beta2,
-    float gain2,      // grad_scale * sqrt(1 - beta2)
-    float root_scale, // 1 / sqrt(1 - beta2^step)
-    float eps,
-    float rate        // -lr / (1 - beta1^step)
+    const Factors& factors
 ) {
+    constexpr int M_ZERO = 127, V_ZERO = 0;
     __shared__ Map m_map, v_map;
-    fill(m_map, m_levels);
-    fill(v_map, v_levels);
+    fill(m_map, m_levels, 1);
+    fill(v_map, v_levels, 2);
     __syncthreads();
     const long long stride = static_cast<long long>(gridDim.x) * (THREADS / 32);
     for (long long block = static_cast<long long>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32; block < num_blocks;
          block += stride) {
-        const long long first = block * BLOCK + threadIdx.x % 32 * PER_LANE;
-        const auto p = load<float, PER_LANE>(master + first);
-        const auto g = load<Grad, PER_LANE>(grad + first);
-        auto m_code = load<unsigned char, PER_LANE>(m_codes + first);
-        auto v_code = load<unsigned char, PER_LANE>(v_codes + first);
+        const long long first = block * BLOCK + threadIdx.x % 32 * N;
+        Pack<float, N> p[PARTS];
+        Pack<Grad, N> g[PARTS];
+        Pack<unsigned char, N> m_code[PARTS], v_code[PARTS];
         const float m_scale = m_absmax[block], v_scale = v_absmax[block];
-        float m[PER_LANE], v[PER_LANE], m_peak = 0.0f, v_peak = 0.0f;
-        Pack<float, PER_LANE> updated;
-        Pack<Weight, PER_LANE> narrowed;
 #pragma unroll
-        for (int k = 0; k < PER_LANE; ++k) {
-            const float gradient = widen(g.at[k]), root = __fmul_rn(gradient, gain2);
-            const float old_m = __fmul_rn(m_map.levels[m_code.at[k]], m_scale);
-            const float old_v = __fmul_rn(v_map.levels[v_code.at[k]], v_scale);
-            m[k] = __fadd_rn(__fmul_rn(old_m, beta1), __fmul_rn(gradient, gain1));
-            v[k] = __fadd_rn(__fmul_rn(old_v, beta2), __fmul_rn(root, root));
-            const float denominator = __fadd_rn(__fmul_rn(__fsqrt_rn(v[k]), root_scale), eps);
-            const float change = __fdiv_rn(__fmul_rn(m[k], rate), denominator);
-            updated.at[k] = __fadd_rn(__fmul_rn(p.at[k], keep), change);
-            narrow(updated.at[k], narrowed.at[k]);
-            m_peak = fmaxf(m_peak, fabsf(m[k]));
-            v_peak = fmaxf(v_peak, v[k]);
+        for (int part = 0; part < PARTS; ++part) {
+            const long long at = first + part * 32 * N;
+            p[part] = load<float, N>(master + at), g[part] = load<Grad, N>(grad + at);
+            m_code[part] = load<unsigned char, N>(m_codes + at), v_code[part] = load<unsigned char, N>(v_codes + at);
         }
-        store(master + first, updated);
-        store(weight + first, narrowed);
+        float m[PARTS][N], v[PARTS][N], m_peak = 0.0f, v_peak = 0.0f;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            Pack<Weight, N> narrowed;
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                m[part][k] = __fmul_rn(m_map.levels[m_code[part].at[k]], m_scale);
+                v[part][k] = __fmul_rn(v_map.levels[v_code[part].at[k]], v_scale);
+                const float gradient = widen(g[part].at[k]);
+                p[part].at[k] = adamw_step(p[part].at[k], gradient, m[part][k], v[part][k], factors);
+                narrow(p[part].at[k], narrowed.at[k]);
+                m_peak = fmaxf(m_peak, fabsf(m[part][k]));
+                v_peak = fmaxf(v_peak, v[part][k]);
+            }
+            store(master + first + part * 32 * N, p[part]);
+            store(weight + first + part * 32 * N, narrowed);
+        }
         m_peak = warp_max(m_peak);
         v_peak = warp_max(v_peak);
         const float m_divisor = m_peak > 0.0f ? m_peak : 1.0f, v_divisor = v_peak > 0.0f ? v_peak : 1.0f;
 #pragma unroll
-        for (int k = 0; k < PER_LANE; ++k) {
-            m_code.at[k] = nearest(m_map, __fdiv_rn(m[k], m_divisor));
-            v_code.at[k] = nearest(v_map, __fdiv_rn(v[k], v_divisor));
+        for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                m_code[part].at[k] = nearest(m_map, M_ZERO, __fdiv_rn(m[part][k], m_divisor));
+                v_code[part].at[k] = nearest(v_map, V_ZERO, __fdiv_rn(v[part][k], v_divisor));
+            }
+            store(m_codes + first + part * 32 * N, m_code[part]);
+            store(v_codes + first + part * 32 * N, v_code[part]);
         }
-        store(m_codes + first, m_code);
-        store(v_codes + first, v_code);
         if (threadIdx.x % 32 == 0) m_absmax[block] = m_peak, v_absmax[block] = v_peak;
     }
 }
@@ -107,9 +124,9 @@ __device__ __forceinline__ void adamw8bit(
     extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                     \
         float* master, unsigned char* m_codes, unsigned char* v_codes, float* m_absmax, float* v_absmax,            \
         const float* m_levels, const float* v_levels, const GRAD* grad, WEIGHT* weight, long long num_blocks,       \
-        float keep, float beta1, float gain1, float beta2, float gain2, float root_scale, float eps, float rate) {  \
-        adamw8bit(master, m_codes, v_codes, m_absmax, v_absmax, m_levels, v_levels, grad, weight, num_blocks, keep, \
-                  beta1, gain1, beta2, gain2, root_scale, eps, rate);                                               \
+        FACTOR_PARAMETERS) {                                                                                        \
+        adamw8bit<GRAD, WEIGHT>(master, m_codes, v_codes, m_absmax, v_absmax, m_levels, v_levels, grad, weight,      \
+                                num_blocks, FACTORS);                                                               \
     }
 
 ADAMW8BIT(adamw8bit_f32_f32, float, float)

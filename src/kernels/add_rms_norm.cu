@@ -1,15 +1,18 @@
 // x += delta, rounded to the type of x, then y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467). One block a row,
-// which stays in registers between the two passes. x may be wider (X) than all else (T).
+// which stays in registers between the two passes. x may be wider (X) than all else (T). With FP8, y is rounded to e4m3, too, and
+// itself written only where it is asked for.
+#include "fp8.cuh"
 #include "scalar.cuh"
 
-template <typename X, typename T, int N>
+template <typename X, typename T, int N, bool FP8 = false>
 __device__ __forceinline__ void add_rms_norm(
     X* __restrict__ x,             // [T, D]
     const T* __restrict__ delta,   // [T, D] or null
     const T* __restrict__ weight,  // [D]
-    T* __restrict__ y,             // [T, D]
+    T* __restrict__ y,             // [T, D], with FP8 or null
     long long dim,
-    float eps
+    float eps,
+    Fp8Row rounded = {}  // of the first row
 ) {
     constexpr int MOST = N == 1 ? 4 : 2;  // packs of a row that one thread has
     wait_for_inputs();
@@ -33,6 +36,7 @@ __device__ __forceinline__ void add_rms_norm(
         for (int j = 0; j < N; ++j) squares += widen(kept[k].at[j]) * widen(kept[k].at[j]);
     }
     const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+    Pack<T, N> normed[FP8 ? MOST : 1];
 #pragma unroll
     for (int k = 0; k < MOST; ++k) {
         const int i = threadIdx.x + k * blockDim.x;
@@ -41,8 +45,10 @@ __device__ __forceinline__ void add_rms_norm(
         Pack<T, N> out;
 #pragma unroll
         for (int j = 0; j < N; ++j) narrow(widen(kept[k].at[j]) * scale * widen(factors.at[j]), out.at[j]);
-        reinterpret_cast<Pack<T, N>*>(y + blockIdx.x * dim)[i] = out;
+        if constexpr (FP8) normed[k] = out;
+        if (!FP8 || y) reinterpret_cast<Pack<T, N>*>(y + blockIdx.x * dim)[i] = out;
     }
+    if constexpr (FP8) write_fp8(normed, packs, {rounded.values + blockIdx.x * dim, rounded.scale + blockIdx.x});
 }
 
 #define ADD_RMS_NORM(NAME, X, T, N)                                                                                  \
@@ -57,3 +63,14 @@ ADD_RMS_NORM(add_rms_norm_bf16_x1, bf16, bf16, 1)
 ADD_RMS_NORM(add_rms_norm_bf16_x8, bf16, bf16, 8)
 ADD_RMS_NORM(add_rms_norm_f32_bf16_x1, float, bf16, 1)
 ADD_RMS_NORM(add_rms_norm_f32_bf16_x8, float, bf16, 8)
+
+#define ADD_RMS_NORM_FP8(NAME, X)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(1024) NAME(                                                         \
+        X* x, const bf16* delta, const bf16* weight, bf16* y, unsigned char* values, float* scales, long long dim,    \
+        float eps                                                                                                     \
+    ) {                                                                                                               \
+        add_rms_norm<X, bf16, 8, true>(x, delta, weight, y, dim, eps, {values, scales});                              \
+    }
+
+ADD_RMS_NORM_FP8(add_rms_norm_fp8_bf16_x8, bf16)
+ADD_RMS_NORM_FP8(add_rms_norm_fp8_f32_bf16_x8, float)

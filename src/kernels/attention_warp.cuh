@@ -18,6 +18,15 @@ struct Geometry {
     __device__ __forceinline__ int chunks() const { return (group + COLUMNS - 1) / COLUMNS; }
 };
 
+// A layer's keys and values, and of e4m3 their scales: one for each token and head.
+template <typename E>
+struct Cache {
+    const E* __restrict__ k;  // [blocks, Hkv, block_size, hd]
+    const E* __restrict__ v;  // like k
+    const float* __restrict__ k_scales;  // [blocks, Hkv, block_size]
+    const float* __restrict__ v_scales;  // like k_scales
+};
+
 __device__ __forceinline__ uint4 load_once(const void* from) {
     uint4 out;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -47,6 +56,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 template <int HD, int M, int U>
 struct Warp {
     static constexpr int HALVES = HD / 64;
+    using Stage = bf16[2][UNIT][HD];
     uint4 query[M][HD / 32];     // head r, columns 32 j + 8 c .. + 8
     uint4 keys[U][HD / 32][2];   // tokens r and r + 8, the same columns
     uint4 values[U][HALVES][4];  // tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9; columns 64 h + 8 r .. + 8
@@ -212,17 +222,17 @@ struct Warp {
     };
 
     // Units first, first + stride .. of tokens begin .. end.
-    __device__ __forceinline__ void attend(const bf16* k_cache, const bf16* v_cache, const int* table,
-                                           const Geometry& shape, int kv_head, int begin, int end, int first, int stride) {
+    __device__ __forceinline__ void attend(const Cache<bf16>& cache, const int* table, const Geometry& shape,
+                                           int kv_head, int begin, int end, int first, int stride) {
         const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
         const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
         Places place = {table, shape, kv_head, base, first, stride, end, 0};
         if (steps == 0) return;
         long long now[U];
 #pragma unroll
-        for (int u = 0; u < U; ++u) now[u] = place(u), load_keys(u, k_cache + now[u]);
+        for (int u = 0; u < U; ++u) now[u] = place(u), load_keys(u, cache.k + now[u]);
 #pragma unroll
-        for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - place.token(u));
+        for (int u = 0; u < U; ++u) load_values(u, cache.v + now[u], end - place.token(u));
         for (int step = 0; step < steps; ++step) {
             const bool has_next = step + 1 < steps;
             float s[M][U][4];
@@ -230,7 +240,7 @@ struct Warp {
             score(s, shape.scale * LOG2E);
             if (has_next) {
 #pragma unroll
-                for (int u = 0; u < U; ++u) now[u] = place(U * (step + 1) + u), load_keys(u, k_cache + now[u]);
+                for (int u = 0; u < U; ++u) now[u] = place(U * (step + 1) + u), load_keys(u, cache.k + now[u]);
             }
 #pragma unroll
             for (int u = 0; u < U; ++u) {
@@ -241,15 +251,14 @@ struct Warp {
             accumulate(weights);
             if (has_next) {
 #pragma unroll
-                for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - place.token(U * (step + 1) + u));
+                for (int u = 0; u < U; ++u) load_values(u, cache.v + now[u], end - place.token(U * (step + 1) + u));
             }
         }
     }
 
     // All units of tokens begin .. end, whole ones, through `stages` in shared memory; by all warps of the block together.
-    __device__ __forceinline__ void attend_shared(bf16 (&stages)[STAGES][2][UNIT][HD], const bf16* k_cache,
-                                                  const bf16* v_cache, const int* table, const Geometry& shape,
-                                                  int kv_head, int begin, int end) {
+    __device__ __forceinline__ void attend_shared(Stage (&stages)[STAGES], const Cache<bf16>& cache, const int* table,
+                                                  const Geometry& shape, int kv_head, int begin, int end) {
         constexpr int CHUNKS = HD / 8;
         const int steps = (end - begin) / UNIT, r = lane / 4, c = lane % 4;
         Places place = {table, shape, kv_head, begin, 0, 1, end, 0};
@@ -260,8 +269,8 @@ struct Warp {
                 for (int k = 0; k < UNIT * CHUNKS / THREADS; ++k) {
                     const int at = threadIdx.x + k * THREADS, row = at / CHUNKS, chunk = at % CHUNKS;
                     const int to = (chunk ^ mix(row)) * 8;
-                    copy_async(&stages[step % STAGES][0][row][to], k_cache + unit + at * 8);
-                    copy_async(&stages[step % STAGES][1][row][to], v_cache + unit + at * 8);
+                    copy_async(&stages[step % STAGES][0][row][to], cache.k + unit + at * 8);
+                    copy_async(&stages[step % STAGES][1][row][to], cache.v + unit + at * 8);
                 }
             }
             asm volatile("cp.async.commit_group;");

@@ -1,5 +1,5 @@
 // y = silu(gate) * up of the product x w^T, whose columns are g0 u0 g1 u1 .., of up to 512 rows a launch, on Hopper's tensor cores: TMA and
-// wgmma, sums in float32.
+// wgmma, sums in float32. Factors are bf16, or e4m3 with a scale for each row.
 //
 // Weights are the left factor, so that one instruction multiplies 64 features and 256 rows, and three warpgroups have a tile of 192
 // features. Blocks work in pairs. Of up to 256 rows a pair has three tiles: one for each block, with rows that both copy half of for
@@ -20,7 +20,8 @@ constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_
 struct Output {
     bf16* at;
     long long leading;
-    int rows, features;  // of x and of w
+    int rows, features;                // of x and of w
+    const float *x_scales, *w_scales;  // [R], [2 F]; of e4m3
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -90,7 +91,7 @@ struct Steps {
 };
 
 // The first thread's: fills stages, in order.
-template <bool TALL>
+template <typename Kind, bool TALL>
 struct Copier {
     const TensorMap &x_map, &w_map;
     const Steps<TALL>& steps;
@@ -105,10 +106,10 @@ struct Copier {
         expect(barrier, STAGE_BYTES);
         if (TALL)
             copy_pairs_to_both(
-                to + steps.rank * (W_BYTES / 2), &w_map, step * STEP, sixteen + steps.rank * (FEATURES / 32), barrier, once
+                to + steps.rank * (W_BYTES / 2), &w_map, step * Kind::STEP, sixteen + steps.rank * (FEATURES / 32), barrier, once
             );
         else
-            copy_pairs(to, &w_map, step * STEP, sixteen, barrier, once);
+            copy_pairs(to, &w_map, step * Kind::STEP, sixteen, barrier, once);
     }
 
     __device__ __forceinline__ void copy_x(int stage) const {
@@ -117,10 +118,10 @@ struct Copier {
         const unsigned to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
         if (!TALL && round < Steps<TALL>::WHOLE) {
             const int half = steps.rank;
-            copy_to_both(to + half * (X_BYTES / 2), &x_map, step * STEP, half * (ROWS / 2), barrier, often);
+            copy_to_both(to + half * (X_BYTES / 2), &x_map, step * Kind::STEP, half * (ROWS / 2), barrier, often);
         } else {
             for (int half = 0; half < 2; ++half)
-                copy(to + half * (X_BYTES / 2), &x_map, step * STEP, steps.row() + half * (ROWS / 2), barrier, often);
+                copy(to + half * (X_BYTES / 2), &x_map, step * Kind::STEP, steps.row() + half * (ROWS / 2), barrier, often);
         }
     }
 
@@ -140,8 +141,8 @@ struct Copier {
 };
 
 // A warpgroup's sums over `count` steps, of 64 features and all rows.
-template <bool TALL>
-__device__ __forceinline__ void multiply_steps(float (&d)[128], Copier<TALL>& copier, int count, int& taken) {
+template <typename Kind, bool TALL>
+__device__ __forceinline__ void multiply_steps(float (&d)[128], Copier<Kind, TALL>& copier, int count, int& taken) {
     const auto release = [&](int stage) {
         const int thread = threadIdx.x % GROUP;
         if (thread < 2) arrive_at(copier.empty + 8 * stage, thread);
@@ -156,7 +157,7 @@ __device__ __forceinline__ void multiply_steps(float (&d)[128], Copier<TALL>& co
         const unsigned long long a = descriptor(w), b = descriptor(x);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < STEP / 16; ++k) multiply(d, a + 2 * k, b + 2 * k, step > 0 || k > 0);
+        for (int k = 0; k < ROW_BYTES / 32; ++k) multiply(Kind{}, d, a + 2 * k, b + 2 * k, step > 0 || k > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         wait_products<1>();
         if (step > 0) release((taken - 1) % STAGES);
@@ -171,22 +172,31 @@ __device__ __forceinline__ float4 sums_of(const float (&d)[128], int eight) {
 }
 
 // Sums of a gate (x and y) and its up (z and w), of two neighbours of eight rows; a warp has eight gates.
+template <typename Kind>
 __device__ __forceinline__ void emit(float4 v, const Output& out, int row, int feature) {
     const int lane = threadIdx.x % 32;
+    if constexpr (Kind::IS_SCALED) {
+        const int first = min(row + lane % 4 * 2, out.rows - 1), second = min(first + 1, out.rows - 1);
+        const int gate = min(feature, out.features - 16) + lane / 4 * 2;
+        const float2 of_pair = *reinterpret_cast<const float2*>(out.w_scales + gate);
+        const float of_first = out.x_scales[first], of_second = out.x_scales[second];
+        v.x = v.x * of_first * of_pair.x, v.y = v.y * of_second * of_pair.x;
+        v.z = v.z * of_first * of_pair.y, v.w = v.w * of_second * of_pair.y;
+    }
     const unsigned y = transpose(pack(silu_mul(v.x, v.z), silu_mul(v.y, v.w)));
     row += lane / 4;
     if (row < out.rows && feature < out.features)
         *reinterpret_cast<unsigned*>(out.at + row * out.leading + feature / 2 + lane % 4 * 2) = y;
 }
 
-template <bool TALL>
+template <typename Kind, bool TALL>
 __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap& w_map, const Output& out, int all) {
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
     const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
     const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
     const Steps<TALL> steps(all);
-    Copier<TALL> copier = {x_map, w_map, steps, stages, full, empty};
+    Copier<Kind, TALL> copier = {x_map, w_map, steps, stages, full, empty};
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             init(full + 8 * stage, 1);
@@ -212,7 +222,7 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
         multiply_steps(d, copier, steps.all, taken);
 #pragma unroll
         for (int eight = 0; eight < 32; ++eight)
-            emit(sums_of(d, eight), out, steps.row() + 8 * eight, steps.tile(round) * FEATURES + own);
+            emit<Kind>(sums_of(d, eight), out, steps.row() + 8 * eight, steps.tile(round) * FEATURES + own);
     }
     if (!TALL) {  // each block ends with half of the rows: it gives its sums of the others, in place of the stages
         multiply_steps(d, copier, steps.end - steps.begin, taken);
@@ -230,7 +240,7 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
             const float4 low = sums_of(d, eight), high = sums_of(d, 16 + eight), kept = first ? low : high;
             const float4 given = load_shared(place(eight), steps.rank ^ 1);
             const float4 v = make_float4(kept.x + given.x, kept.y + given.y, kept.z + given.z, kept.w + given.w);
-            emit(v, out, (first ? 0 : ROWS / 2) + 8 * eight, steps.tile(1) * FEATURES + own);
+            emit<Kind>(v, out, (first ? 0 : ROWS / 2) + 8 * eight, steps.tile(1) * FEATURES + own);
         }
     }
     sync_cluster();  // the other reads sums here, and arrives at barriers
@@ -238,7 +248,7 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
 
 #else  // another chip: not asked for there
 
-template <bool>
+template <typename, bool>
 __device__ __forceinline__ void gate_up(const TensorMap&, const TensorMap&, const Output&, int) {}
 
 #endif
@@ -249,7 +259,16 @@ __device__ __forceinline__ void gate_up(const TensorMap&, const TensorMap&, cons
         long long rows, long long features, long long steps                                                       \
     ) {                                                                                                           \
         const Output output = {y, leading, static_cast<int>(rows), static_cast<int>(features)};                   \
-        gate_up<TALL>(x, w, output, static_cast<int>(steps));                                                     \
+        gate_up<Bf16, TALL>(x, w, output, static_cast<int>(steps));                                               \
+    }                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up_fp8_##ROWS(                                  \
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* y, long long leading,     \
+        long long rows, long long features, long long steps, const float* x_scales, const float* w_scales         \
+    ) {                                                                                                           \
+        const Output output = {                                                                                   \
+            y, leading, static_cast<int>(rows), static_cast<int>(features), x_scales, w_scales                    \
+        };                                                                                                        \
+        gate_up<E4m3, TALL>(x, w, output, static_cast<int>(steps));                                               \
     }
 
 GATE_UP(256, false)

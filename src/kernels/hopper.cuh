@@ -6,9 +6,18 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-constexpr int STEP = 64;  // elements of K: rows of 128 bytes, as they are swizzled in shared memory
-constexpr int ROW_BYTES = 2 * STEP;
-constexpr int GROUP = 128;  // threads of a warpgroup
+constexpr int ROW_BYTES = 128;  // of K at once, as rows are swizzled in shared memory
+constexpr int GROUP = 128;      // threads of a warpgroup
+
+// Kinds of factors. An instruction multiplies 32 bytes of K.
+struct Bf16 {
+    static constexpr int STEP = 64;  // elements of K at once
+    static constexpr bool IS_SCALED = false;
+};
+struct E4m3 {  // a row has a scale
+    static constexpr int STEP = 128;
+    static constexpr bool IS_SCALED = true;
+};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -78,17 +87,20 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned at) {
     D72, D4(72), D4(76), D4(80), D4(84), D4(88), D4(92), D4(96), D4(100), D4(104), D4(108), D4(112), D4(116), \
     D4(120), D4(124)
 
-// d = a b^T, or d += a b^T to `add`; 64 rows of a, N of b, 16 of K.
-#define MULTIPLY(N, SUMS, A, B, ADD)                                                                              \
+// d = a b^T, or d += a b^T to `add`; 64 rows of a, N of b, 32 bytes of K. TRANSPOSED: how the kind says that neither is.
+#define MULTIPLY_KIND(KIND, NAME, TRANSPOSED, N, SUMS, A, B, ADD)                                                 \
     __device__ __forceinline__ void multiply(                                                                     \
-        float (&d)[SUMS], unsigned long long a, unsigned long long b, int add                                     \
+        KIND, float (&d)[SUMS], unsigned long long a, unsigned long long b, int add                               \
     ) {                                                                                                           \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                       \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##SUMS "}, %" #A ", %" #B      \
-                     ", add, 1, 1, 0, 0;\n}"                                                                      \
+                     "wgmma.mma_async.sync.aligned.m64n" #N NAME " {" R##SUMS "}, %" #A ", %" #B                  \
+                     ", add, 1, 1" TRANSPOSED ";\n}"                                                              \
                      : D##SUMS                                                                                    \
                      : "l"(a), "l"(b), "r"(add));                                                                 \
     }
+#define MULTIPLY(N, SUMS, A, B, ADD)                                                 \
+    MULTIPLY_KIND(Bf16, "k16.f32.bf16.bf16", ", 0, 0", N, SUMS, A, B, ADD)           \
+    MULTIPLY_KIND(E4m3, "k32.f32.e4m3.e4m3", "", N, SUMS, A, B, ADD)
 
 template <int PENDING>
 __device__ __forceinline__ void wait_products() {

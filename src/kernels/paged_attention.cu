@@ -8,7 +8,19 @@
 // become free. The warps of an item either have every fourth 16 tokens of one row (its own part), or two rows each of a group
 // whose contexts begin alike (the shared part: its tokens pass once through shared memory for all of them).
 // A row of several items leaves partial results; the last item to finish merges them in item order.
+// The cache is bf16, or e4m3 with a scale for each token and head.
+#include "attention_fp8.cuh"
 #include "attention_merge.cuh"
+
+// The warp for a cache of E.
+template <typename E, int HD, int M, int U>
+struct WarpOf {
+    using type = Warp<HD, M, U>;
+};
+template <int HD, int M, int U>
+struct WarpOf<unsigned char, HD, M, U> {
+    using type = Fp8Warp<HD, M, U>;
+};
 
 // Counts this block, or warp, in: what its threads wrote is there for who counts after it. Returns the count before.
 __device__ __forceinline__ int arrive(int* counter) {
@@ -24,18 +36,17 @@ __device__ __forceinline__ int look(const int* counter) {
     return now;
 }
 
-template <int HD>
+template <int HD, typename E>
 union Pool {
     float outs[WARPS][COLUMNS][HD + 8];
-    bf16 stages[STAGES][2][UNIT][HD];
+    typename WarpOf<E, HD, MEMBERS, 1>::type::Stage stages[STAGES];
 };
 
 // A layer, and of it one column: up to 8 query heads of one key/value head.
-template <int HD>
+template <int HD, typename E>
 struct Column {
     const bf16* __restrict__ q;             // [S, H, hd]
-    const bf16* __restrict__ k_cache;       // [blocks, Hkv, block_size, hd]
-    const bf16* __restrict__ v_cache;       // like k_cache
+    Cache<E> cache;
     const int* __restrict__ block_tables;   // [S, max_blocks]
     bf16* __restrict__ o;                   // [S, H, hd]
     const Pieces* __restrict__ pieces;      // [S]
@@ -61,16 +72,16 @@ struct Column {
     }
 
     // A shared part: each warp has two of its rows, and merges those that it completes.
-    __device__ __forceinline__ void attend_shared(const Item& item, Pool<HD>& pool) const {
+    __device__ __forceinline__ void attend_shared(const Item& item, Pool<HD, E>& pool) const {
         const int warp = threadIdx.x / 32;
         int rows[MEMBERS];
 #pragma unroll
         for (int k = 0; k < PARTY; ++k)  // every index known when it is compiled: the item stays in registers
             if (k / MEMBERS == warp) rows[k % MEMBERS] = item.rows[k];
-        Warp<HD, MEMBERS, 1> work;
+        typename WarpOf<E, HD, MEMBERS, 1>::type work;
 #pragma unroll
         for (int m = 0; m < MEMBERS; ++m) work.load_query(m, q + query_of(rows[m]), rows[m] >= 0 ? heads : 0);
-        work.attend_shared(pool.stages, k_cache, v_cache, table_of(item.rows[0]), shape, kv_head, item.begin, item.end);
+        work.attend_shared(pool.stages, cache, table_of(item.rows[0]), shape, kv_head, item.begin, item.end);
 #pragma unroll
         for (int m = 0; m < MEMBERS; ++m) {
             const int row = rows[m];
@@ -95,16 +106,16 @@ struct Column {
 
     // An own part: the warps have every fourth unit. `meanwhile` is done between their work and what follows it.
     template <typename Meanwhile>
-    __device__ __forceinline__ void attend_own(const Item& item, Pool<HD>& pool, const Meanwhile& meanwhile) const {
+    __device__ __forceinline__ void attend_own(const Item& item, Pool<HD, E>& pool, const Meanwhile& meanwhile) const {
         __shared__ float peaks[WARPS][COLUMNS], sums[WARPS][COLUMNS];
         __shared__ int is_last;
         const int warp = threadIdx.x / 32, row = item.rows[0];
         const Pieces own = {item.rows[1], item.rows[2]};
         Partial<HD>* partial = partial_of(own);
         Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
-        Warp<HD, 1, UNITS> work;
+        typename WarpOf<E, HD, 1, UNITS>::type work;
         work.load_query(0, q + query_of(row), heads);
-        work.attend(k_cache, v_cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
+        work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
         work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
         // Where all other pieces are there by now, this one need not leave the block.
         int* counter = &arrived[row * columns + at];
@@ -135,9 +146,9 @@ struct Column {
     }
 };
 
-template <int HD>
-__device__ __forceinline__ void paged_attention(Column<HD> column, Header* header, const Item* __restrict__ items) {
-    __shared__ alignas(16) Pool<HD> pool;
+template <int HD, typename E>
+__device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* header, const Item* __restrict__ items) {
+    __shared__ alignas(16) Pool<HD, E> pool;
     __shared__ int next;
     wait_for_inputs();
     int index = blockIdx.x;
@@ -170,9 +181,22 @@ __device__ __forceinline__ void paged_attention(Column<HD> column, Header* heade
         long long block_shift, long long max_blocks, float scale) {                                                 \
         const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_shift), \
                                 static_cast<int>(max_blocks), scale};                                               \
-        paged_attention<HD>({q, k_cache, v_cache, block_tables, o, pieces, arrived,                                 \
-                             reinterpret_cast<Partial<HD>*>(partials), shape, shape.kv_heads * shape.chunks()},     \
-                            header, items);                                                                         \
+        paged_attention<HD, bf16>({q, {k_cache, v_cache, nullptr, nullptr}, block_tables, o, pieces, arrived,       \
+                                   reinterpret_cast<Partial<HD>*>(partials), shape,                                 \
+                                   shape.kv_heads * shape.chunks()},                                                \
+                                  header, items);                                                                   \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME##_fp8(                                            \
+        const bf16* q, const unsigned char* k_cache, const unsigned char* v_cache, const int* block_tables, bf16* o, \
+        Header* header, const Item* items, const Pieces* pieces, int* arrived, float* partials,                      \
+        const float* k_scales, const float* v_scales, long long kv_heads, long long group, long long block_shift,    \
+        long long max_blocks, float scale) {                                                                        \
+        const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_shift), \
+                                static_cast<int>(max_blocks), scale};                                               \
+        paged_attention<HD, unsigned char>({q, {k_cache, v_cache, k_scales, v_scales}, block_tables, o, pieces,     \
+                                            arrived, reinterpret_cast<Partial<HD>*>(partials), shape,               \
+                                            shape.kv_heads * shape.chunks()},                                       \
+                                           header, items);                                                          \
     }
 
 PAGED_ATTENTION(paged_attention_bf16_64, 64)

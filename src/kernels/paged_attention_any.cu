@@ -1,19 +1,34 @@
 // Attention of one new token per sequence over its context in the paged cache, o = softmax(scale q k^T) v, for the shapes
 // and kinds that paged_attention.cu has no tensor-core kernel for.
+#include "fp8.cuh"
 #include "scalar.cuh"
 
 constexpr int THREADS = 128;
 
+// An entry of the cache; what is widened of e4m3 is multiplied by its token's scale.
+__device__ __forceinline__ float widen(unsigned char bits) {
+    float value = 0.0f;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n.reg .b32 both;\n.reg .b16 low, high;\ncvt.rn.f16x2.e4m3x2 both, %1;\nmov.b32 {low, high}, both;\n"
+        "cvt.f32.f16 %0, low;\n}"
+        : "=f"(value)
+        : "h"(static_cast<unsigned short>(bits)));
+#endif
+    return value;
+}
+
 // Any kind, head width and group; a block has one query head of one row and goes through its context by 128 tokens. Slow.
-template <typename T>
+template <typename T, typename E>
 __device__ __forceinline__ void attend(
     const T* __restrict__ q,                // [S, H, hd]
-    const T* __restrict__ k_cache,          // [blocks, Hkv, block_size, hd]
-    const T* __restrict__ v_cache,          // like k_cache
+    const E* __restrict__ k_cache,          // [blocks, Hkv, block_size, hd]
+    const E* __restrict__ v_cache,          // like k_cache
     const int* __restrict__ block_tables,   // [S, max_blocks]
     const int* __restrict__ context_lens,   // [S], the new token included; 0: no sequence, o is 0
     T* __restrict__ o,                      // [S, H, hd]
-    int heads, int kv_heads, int dim, int block_size, int max_blocks, int window, float scale
+    int heads, int kv_heads, int dim, int block_size, int max_blocks, int window, float scale,
+    const float* __restrict__ k_scales = nullptr,  // [blocks, Hkv, block_size], or null
+    const float* __restrict__ v_scales = nullptr   // like k_scales
 ) {
     wait_for_inputs();
     constexpr int MOST = 4;  // columns of o that one thread has
@@ -34,11 +49,12 @@ __device__ __forceinline__ void attend(
             const long long entry = ((block * kv_heads + kv_head) * block_size + token % block_size) * dim;
             score = 0.0f;
             for (int i = 0; i < dim; ++i) score += query[i] * widen(k_cache[entry + i]);
+            if (k_scales) score *= k_scales[entry / dim];
             entries[threadIdx.x] = entry;
         }
         const float new_peak = fmaxf(peak, block_max(score)), shrink = expf(peak - new_peak);
         const float weight = expf(score - new_peak);
-        weights[threadIdx.x] = weight;
+        weights[threadIdx.x] = v_scales && token < end ? weight * v_scales[entries[threadIdx.x] / dim] : weight;
         sum = sum * shrink + block_sum(weight);  // a barrier for the weights, too
         peak = new_peak;
         const int count = min(THREADS, end - start);
@@ -62,9 +78,18 @@ __device__ __forceinline__ void attend(
         const T* q, const T* k_cache, const T* v_cache, const int* block_tables, const int* context_lens, T* o,     \
         long long heads, long long kv_heads, long long dim, long long block_size, long long max_blocks,             \
         long long window, float scale) {                                                                            \
-        attend<T>(q, k_cache, v_cache, block_tables, context_lens, o, heads, kv_heads, dim, block_size, max_blocks, \
+        attend<T, T>(q, k_cache, v_cache, block_tables, context_lens, o, heads, kv_heads, dim, block_size, max_blocks, \
                   window, scale);                                                                                   \
     }
 
 ATTEND(paged_attention_any_f32, float)
 ATTEND(paged_attention_any_bf16, bf16)
+
+extern "C" __global__ void __launch_bounds__(THREADS) paged_attention_any_fp8(
+    const bf16* q, const unsigned char* k_cache, const unsigned char* v_cache, const int* block_tables,
+    const int* context_lens, bf16* o, long long heads, long long kv_heads, long long dim, long long block_size,
+    long long max_blocks, long long window, float scale, const float* k_scales, const float* v_scales
+) {
+    attend<bf16, unsigned char>(q, k_cache, v_cache, block_tables, context_lens, o, heads, kv_heads, dim, block_size,
+                                max_blocks, window, scale, k_scales, v_scales);
+}

@@ -3,7 +3,7 @@
 //
 // A cluster has a tile of features and all rows. Its blocks have a part of K each and read one another's sums from shared memory,
 // in the order of K. In a block one warp copies and two warpgroups multiply, each half of the features. Weights are on their way
-// before the work before this ends: the kernel before must not write them.
+// before the work before this ends: the kernel before must not write them. Factors are bf16, or e4m3 with a scale for each row.
 #include "cluster.cuh"
 #include "hopper.cuh"
 #include "mma.cuh"
@@ -18,12 +18,14 @@ struct Output {
     const bf16* bias;  // [N] or null
     long long leading;
     int rows, features;
+    const float *x_scales, *w_scales;  // [R], [N]; of e4m3
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-template <int FEATURES_>
+template <typename Kind_, int FEATURES_>
 struct Shape {
+    using Kind = Kind_;
     static constexpr int FEATURES = FEATURES_, N = FEATURES / 2;
     static constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
     static constexpr int STAGES = STAGES_BYTES / STAGE_BYTES;
@@ -38,6 +40,17 @@ MULTIPLY(144, 72, 72, 73, 74)
 
 __device__ __forceinline__ void store_shared(unsigned at, float low, float high) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low), "f"(high) : "memory");
+}
+
+// Eight neighbours of a row as they were summed, to their values.
+template <typename Kind>
+__device__ __forceinline__ void rescale(float (&v)[8], const Output& out, int row, int feature) {
+    if constexpr (Kind::IS_SCALED) {
+        const float of_row = out.x_scales[row];
+        const auto of_features = load<float, 8>(out.w_scales + feature);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = v[i] * of_row * of_features.at[i];
+    }
 }
 
 // Eight neighbours of a row.
@@ -73,11 +86,11 @@ __device__ __forceinline__ void produce(
     const auto copy_w = [&](int step, int stage) {
         const unsigned to = stages + stage * S::STAGE_BYTES + S::X_BYTES, barrier = full + 8 * stage;
         expect(barrier, S::STAGE_BYTES);
-        copy(to, &w_map, step * STEP, tile, barrier, once);
-        copy(to + S::W_BYTES / 2, &w_map, step * STEP, tile + S::N, barrier, once);
+        copy(to, &w_map, step * S::Kind::STEP, tile, barrier, once);
+        copy(to + S::W_BYTES / 2, &w_map, step * S::Kind::STEP, tile + S::N, barrier, once);
     };
     const auto copy_x = [&](int step, int stage) {
-        copy(stages + stage * S::STAGE_BYTES, &x_map, step * STEP, 0, full + 8 * stage, often);
+        copy(stages + stage * S::STAGE_BYTES, &x_map, step * S::Kind::STEP, 0, full + 8 * stage, often);
     };
     const int early = min(end - begin, S::STAGES);
     for (int stage = 0; stage < early; ++stage) copy_w(begin + stage, stage);
@@ -109,7 +122,7 @@ __device__ __forceinline__ void consume(
         const unsigned long long a = descriptor(base), b = descriptor(base + S::X_BYTES + group * S::N * ROW_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < STEP / 16; ++k) multiply(d, a + 2 * k, b + 2 * k, 1);
+        for (int k = 0; k < ROW_BYTES / 32; ++k) multiply(typename S::Kind{}, d, a + 2 * k, b + 2 * k, 1);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         wait_products<1>();
         if (step > 0 && threadIdx.x % GROUP == 0) arrive(empty + 8 * before);
@@ -122,7 +135,7 @@ __device__ __forceinline__ void consume(
     wait_products<0>();
 }
 
-template <typename Kind, typename S>
+template <typename Form, typename S>
 __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap& w_map, const Output& out, int steps) {
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * S::STAGES];
@@ -169,7 +182,8 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
                 v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
                 v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
             }
-            Kind::emit(v, out, row, tile + column);
+            rescale<typename S::Kind>(v, out, row, tile + column);
+            Form::emit(v, out, row, tile + column);
         }
     }
     sync_cluster();  // others read the sums here
@@ -177,22 +191,32 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
 
 #else  // another chip: not asked for there
 
-template <int>
+template <typename, int>
 struct Shape {};
 struct Plain {};
 struct SwiGlu {};
-template <typename Kind, typename S>
+template <typename Form, typename S>
 __device__ __forceinline__ void product(const TensorMap&, const TensorMap&, const Output&, int) {}
 
 #endif
 
-#define PRODUCT(NAME, KIND, FEATURES)                                                                             \
+#define PRODUCT(NAME, FORM, FEATURES)                                                                             \
     extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_##FEATURES(                            \
         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, void* out, const bf16* bias,    \
         long long leading, long long rows, long long features, long long steps                                    \
     ) {                                                                                                           \
         const Output output = {out, bias, leading, static_cast<int>(rows), static_cast<int>(features)};           \
-        product<KIND, Shape<FEATURES>>(x, w, output, static_cast<int>(steps));                                    \
+        product<FORM, Shape<Bf16, FEATURES>>(x, w, output, static_cast<int>(steps));                              \
+    }                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_fp8_##FEATURES(                        \
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, void* out, const bf16* bias,    \
+        long long leading, long long rows, long long features, long long steps, const float* x_scales,            \
+        const float* w_scales                                                                                     \
+    ) {                                                                                                           \
+        const Output output = {                                                                                   \
+            out, bias, leading, static_cast<int>(rows), static_cast<int>(features), x_scales, w_scales            \
+        };                                                                                                        \
+        product<FORM, Shape<E4m3, FEATURES>>(x, w, output, static_cast<int>(steps));                              \
     }
 
 PRODUCT(product, Plain, 64)

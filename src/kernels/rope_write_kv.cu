@@ -1,6 +1,7 @@
 // What stands between the query-key-value product and attention: norm of every query and key head (optional),
 // rotary embedding in the half-rotation convention (arXiv 2104.09864), and the write into the paged cache. Every step
 // rounds to T, as the trainer's does. A team of lanes has one head of one token; it moves N neighbours at once.
+#include "fp8.cuh"
 #include "scalar.cuh"
 
 // Strides in elements; heads of q are [Hkv, G].
@@ -9,7 +10,7 @@ struct Layout {
 };
 
 // T tokens, H = Hkv G query heads, pairs (i, i + half).
-template <typename T, int N>
+template <typename T, int N, bool FP8 = false>
 __device__ __forceinline__ void rope_write_kv(
     const T* __restrict__ q,            // [T, Hkv, G, hd]
     T* k,                               // [T, Hkv, hd], rotated in place
@@ -21,9 +22,11 @@ __device__ __forceinline__ void rope_write_kv(
     const int* __restrict__ positions,  // [T]
     const int* __restrict__ slots,      // [T], -1: not written
     T* __restrict__ q_out,              // [T, H, hd]
-    T* __restrict__ k_cache,            // [blocks, Hkv, block_size, hd]
-    T* __restrict__ v_cache,            // like k_cache
-    int tokens, int kv_heads, int group, int half, int block_size, int lanes, float eps
+    void* __restrict__ k_cache,         // [blocks, Hkv, block_size, hd], of T or e4m3
+    void* __restrict__ v_cache,         // like k_cache
+    int tokens, int kv_heads, int group, int half, int block_size, int lanes, float eps,
+    float* __restrict__ k_scales = nullptr,  // [blocks, Hkv, block_size], of e4m3
+    float* __restrict__ v_scales = nullptr   // like k_scales
 ) {
     constexpr int MOST = N == 1 ? 4 : 1;  // packs of a half that one lane has
     wait_for_inputs();
@@ -73,6 +76,7 @@ __device__ __forceinline__ void rope_write_kv(
     const long long slot = slots[token];
     const long long entry = (slot / block_size * kv_heads + kv_head) * block_size + slot % block_size;
     const float* turn = table + static_cast<long long>(positions[token]) * dim;
+    unsigned bits = 0;  // of the largest absolute value, NaN above all
 #pragma unroll
     for (int m = 0; m < MOST; ++m) {
         const int at = (lane + m * lanes) * N;
@@ -95,9 +99,33 @@ __device__ __forceinline__ void rope_write_kv(
             store(q_out + ((static_cast<long long>(token) * kv_heads + kv_head) * group + place) * dim);
         } else {
             if (!is_value) store(k + row);
-            if (slot >= 0) store((is_value ? v_cache : k_cache) + entry * dim);
+            if constexpr (FP8) {
+#pragma unroll
+                for (int j = 0; j < N; ++j) bits = max(bits, max(low.at[j].bits & 0x7fffu, high.at[j].bits & 0x7fffu));
+            } else {
+                if (slot >= 0) store(static_cast<T*>(is_value ? v_cache : k_cache) + entry * dim);
+            }
         }
     }
+#if __CUDA_ARCH__ >= 890
+    if constexpr (FP8) {
+        if (is_query) return;  // whole teams
+        const unsigned members = (lanes == 32 ? ~0u : (1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
+        for (int step = lanes / 2; step > 0; step /= 2) bits = max(bits, __shfl_xor_sync(members, bits, step, lanes));
+        if (slot < 0) return;
+        const RowScale scale(bits);
+        auto* to = static_cast<unsigned char*>(is_value ? v_cache : k_cache) + entry * dim;
+        if (lane == 0) (is_value ? v_scales : k_scales)[entry] = scale.scale;
+#pragma unroll
+        for (int m = 0; m < MOST; ++m) {
+            const int at = (lane + m * lanes) * N;
+            if (at >= half) break;
+#pragma unroll
+            for (int side = 0; side < 2; ++side)
+                scale.write(head[m][side], to + at + side * half);
+        }
+    }
+#endif
 }
 
 #define ROPE_WRITE_KV(NAME, T, N)                                                                                    \
@@ -114,3 +142,18 @@ ROPE_WRITE_KV(rope_write_kv_f32_x1, float, 1)
 ROPE_WRITE_KV(rope_write_kv_f32_x4, float, 4)
 ROPE_WRITE_KV(rope_write_kv_bf16_x1, bf16, 1)
 ROPE_WRITE_KV(rope_write_kv_bf16_x8, bf16, 8)
+
+#define ROPE_WRITE_KV_FP8(NAME, N)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) NAME(                                                          \
+        const bf16* q, bf16* k, const bf16* v, long long q_row, long long q_group, long long kv_row,                 \
+        long long kv_group, const bf16* q_norm, const bf16* k_norm, const float* table, const int* positions,        \
+        const int* slots, bf16* q_out, unsigned char* k_cache, unsigned char* v_cache, long long tokens,             \
+        long long kv_heads, long long group, long long half, long long block_size, long long lanes, float eps,       \
+        float* k_scales, float* v_scales) {                                                                          \
+        rope_write_kv<bf16, N, true>(q, k, v, {q_row, q_group, kv_row, kv_group}, q_norm, k_norm, table, positions,  \
+                                     slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half, block_size,      \
+                                     lanes, eps, k_scales, v_scales);                                                \
+    }
+
+ROPE_WRITE_KV_FP8(rope_write_kv_fp8_x1, 1)
+ROPE_WRITE_KV_FP8(rope_write_kv_fp8_x8, 8)

@@ -1,5 +1,6 @@
 // y = silu(gate) * up on the interleaved layout g0 u0 g1 u1 .., one pass, rounded once. The backward makes y again on its way:
 // the next weight's gradient needs it.
+#include "fp8.cuh"
 #include "scalar.cuh"
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -59,3 +60,34 @@ SWIGLU(f32_x1, float, 1)
 SWIGLU(f32_x2, float, 2)
 SWIGLU(bf16_x1, bf16, 1)
 SWIGLU(bf16_x4, bf16, 4)
+
+constexpr int MOST = 4;  // packs of a row that one thread has
+
+// Rows of F outputs, each with a block, rounded to bf16 and then to e4m3. y may be null.
+extern "C" __global__ void __launch_bounds__(1024) swiglu_forward_fp8(
+    const bf16* __restrict__ gate_up,  // [T, 2 F]
+    bf16* __restrict__ y,              // [T, F] or null
+    unsigned char* __restrict__ values, float* __restrict__ scales, long long columns
+) {
+    wait_for_inputs();
+    const int packs = static_cast<int>(columns / 8);
+    const auto* pairs = reinterpret_cast<const Pack<bf16, 8>*>(gate_up + 2 * blockIdx.x * columns);
+    auto* plain = reinterpret_cast<Pack<bf16, 8>*>(y + blockIdx.x * columns);
+    Pack<bf16, 8> row[MOST];
+#pragma unroll
+    for (int k = 0; k < MOST; ++k) {
+        const int i = threadIdx.x + k * blockDim.x;
+        if (i >= packs) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto four = pairs[2 * i + half];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float gate = widen(four.at[2 * j]);
+                narrow(gate * sigmoid(gate) * widen(four.at[2 * j + 1]), row[k].at[4 * half + j]);
+            }
+        }
+        if (y) plain[i] = row[k];
+    }
+    write_fp8(row, packs, {values + blockIdx.x * columns, scales + blockIdx.x});
+}

@@ -81,15 +81,19 @@ impl AttemptOutcome {
 
 impl Workers {
     pub(super) fn start(options: &LaunchOptions, num_restarts: usize, output: &mut PipeReaders) -> Result<Self> {
-        let rendezvous = Rendezvous::bind(&options.master_addr, options.master_port)?;
-        let watch = Watch::new(options.num_workers, options.limits.clone(), Instant::now());
+        let rendezvous = Rendezvous::of(options)?;
+        let mut watch = Watch::new(options.num_workers, options.limits.clone(), Instant::now());
+        if options.num_nodes > 1 {
+            watch = watch.with_peers_elsewhere();
+        }
         let segment = SharedSegment::new(options.num_workers)?;
         let mut all = Self { workers: Vec::new(), watch, hang: None, signal: None };
-        for rank in 0..options.num_workers {
+        for local_rank in 0..options.num_workers {
+            let rank = options.node_rank * options.num_workers + local_rank;
             let (pulse, report) = (SharedPage::new()?, ReportFile::new()?);
             let inherited =
                 Inherited { pulse: Some(pulse.fd()), report: Some(report.fd()), segment: Some(segment.fd()) };
-            let mut command = worker_command(options, &rendezvous, rank, inherited);
+            let mut command = worker_command(options, &rendezvous, local_rank, inherited);
             command.env(ERROR_FILE_VARIABLE, report.path());
             command.env(RESTART_COUNT_VARIABLE, num_restarts.to_string());
             PipeReaders::prepare(&mut command, rank);
@@ -143,7 +147,10 @@ impl Workers {
     fn grace(&self) -> Duration {
         let tells_cause = |worker: &RankProcess| {
             let is_failure = worker.end.as_ref().is_some_and(ProcessEnd::is_failure);
-            is_failure && worker.report.read().is_none_or(|report| !report.of_peer)
+            let is_here = |rank: usize| self.workers.iter().any(|worker| worker.rank == rank);
+            // A failure of another node is its launcher's to tell.
+            let waits_for = |report: FailureReport| report.peer.is_some_and(is_here);
+            is_failure && !worker.report.read().is_some_and(waits_for)
         };
         if self.workers.iter().any(tells_cause) { GRACE } else { LONG_GRACE }
     }
@@ -156,7 +163,8 @@ impl Workers {
         // A process that is stopped keeps its peers waiting, whatever it was doing.
         let is_stopped = |stall: &&Stall| process_state(&self.workers[stall.rank].child).starts_with(['T', 't']);
         let Some(cause) = stalls.iter().find(is_stopped).or(stalls.first()) else { return false };
-        tracing::debug!("rank {} hangs", cause.rank);
+        let rank = self.workers[cause.rank].rank;
+        tracing::debug!("rank {rank} hangs");
         self.tell_every_rank("nothing moves");
         let pulse = pulses[cause.rank].clone().expect("a rank that stalls is running");
         let error = Error::Hang {
@@ -165,7 +173,7 @@ impl Workers {
             limit_s: cause.limit.as_secs_f64(),
             state: process_state(&self.workers[cause.rank].child),
         };
-        self.hang = Some(FailureReport::of_hang(&error, cause.rank, &pulse));
+        self.hang = Some(FailureReport::of_hang(&error, rank, &pulse));
         true
     }
 

@@ -46,8 +46,8 @@ pub(super) struct FailureReport {
     pub step: u64,
     pub code: ExitCode,
     pub message: String,
-    /// Whether this rank only heard of another's failure.
-    pub of_peer: bool,
+    /// The rank of which this one only heard that it failed.
+    pub peer: Option<usize>,
 }
 
 impl FailureReport {
@@ -60,7 +60,10 @@ impl FailureReport {
             step: phase::step(),
             code: error.exit_code(),
             message: redact(&error.to_string()),
-            of_peer: matches!(error, Error::PeerFailed { .. }),
+            peer: match error {
+                Error::PeerFailed { rank, .. } => Some(*rank),
+                _ => None,
+            },
         }
     }
 
@@ -82,7 +85,7 @@ impl FailureReport {
             step: pulse.step,
             code: error.exit_code(),
             message: error.to_string(),
-            of_peer: false,
+            peer: None,
         }
     }
 }
@@ -136,7 +139,7 @@ impl std::fmt::Display for FailureReport {
 
 /// Own failures in order of time, what several ranks say only once; if there are none, what ranks heard of others'.
 pub(super) fn in_order(reports: Vec<FailureReport>) -> Vec<FailureReport> {
-    let (mut heard, mut own): (Vec<_>, Vec<_>) = reports.into_iter().partition(|report| report.of_peer);
+    let (mut heard, mut own): (Vec<_>, Vec<_>) = reports.into_iter().partition(|report| report.peer.is_some());
     let by_time = |a: &FailureReport, b: &FailureReport| a.time_s.total_cmp(&b.time_s);
     own.sort_by(by_time);
     heard.sort_by(by_time);
@@ -156,9 +159,10 @@ mod tests {
 
     #[test]
     fn hearsay_is_never_the_first_cause() {
-        let report = |rank, time_s, of_peer| {
+        let report = |rank, time_s, is_of_peer: bool| {
             let error = Error::Environment { message: format!("of rank {rank}") };
-            FailureReport { time_s, of_peer, ..FailureReport::of(&error, Some(rank)) }
+            let peer = is_of_peer.then_some(5);
+            FailureReport { time_s, peer, ..FailureReport::of(&error, Some(rank)) }
         };
         let ordered = in_order(vec![report(0, 1.0, true), report(2, 3.0, false), report(1, 2.0, false)]);
         assert_eq!(ordered.iter().filter_map(|report| report.rank).collect::<Vec<_>>(), [1, 2]);
@@ -178,7 +182,7 @@ mod tests {
         assert_eq!(file.read(), None, "half a report is none");
         std::fs::write(file.path(), &json).unwrap();
         assert_eq!(file.read(), Some(report.clone()));
-        assert!(report.of_peer && report.code == ExitCode::Hang);
+        assert!(report.peer == Some(1) && report.code == ExitCode::Hang);
         assert!(report.to_string().ends_with("rank 1 failed: slow"), "{report}");
     }
 }

@@ -49,7 +49,8 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
         if options.needs_cuda && wait_for_gpus(&mut inbox)? {
             return Ok(ExitCode::Preempted);
         }
-        let from = match resume(&mut options, &before)? {
+        let from = match options.node_rank == 0 && resume(&mut options, &before)? {
+            _ if options.node_rank > 0 => "from where the node of rank 0 does",
             true => "from the newest checkpoint",
             false => "as it began: it has saved no checkpoint",
         };

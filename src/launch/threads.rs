@@ -4,7 +4,7 @@
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use crate::dist::NCCL_SETTINGS;
+use crate::dist::{NCCL_INTERFACE_VARIABLE, NCCL_SETTINGS, WorkerEnv, nccl_interface};
 use crate::phase::PROGRAM;
 
 /// OpenMP's threads spin while they wait unless this says otherwise, and take processors from whatever else runs: two runs at once
@@ -29,7 +29,12 @@ pub(super) fn share_processors(command: &mut Command, num_workers: usize) {
 /// the user says nothing else. The program is loaded again for that, by the same process number: no thread may run yet, and what
 /// was done is forgotten. Call it first in `main`.
 pub fn load_again_with_settings() {
-    let missing = missing_settings(|name| std::env::var_os(name).is_some());
+    let is_set = |name: &str| std::env::var_os(name).is_some();
+    let mut missing: Vec<_> =
+        missing_settings(is_set).into_iter().map(|(name, value)| (name, value.to_owned())).collect();
+    if !is_set(NCCL_INTERFACE_VARIABLE) {
+        missing.extend(interface().map(|name| (NCCL_INTERFACE_VARIABLE, name)));
+    }
     if missing.is_empty() {
         return;
     }
@@ -44,6 +49,13 @@ pub fn load_again_with_settings() {
 pub fn name_process() {
     // SAFETY: the name ends with NUL and outlives the call.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"colo-grpo".as_ptr()) };
+}
+
+/// The interface towards rank 0 of a worker whose world is on several nodes.
+fn interface() -> Option<String> {
+    let env = WorkerEnv::from_env().ok()??;
+    let spans_nodes = env.local_world_size < env.world_size;
+    spans_nodes.then(|| nccl_interface(&env.master_addr, env.master_port)).flatten()
 }
 
 fn missing_settings(is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {

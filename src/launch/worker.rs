@@ -12,7 +12,7 @@ use super::threads;
 use super::way_on::OnStop;
 use crate::config::HeartbeatConfig;
 use crate::cuda;
-use crate::dist::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE};
+use crate::dist::{NCCL_INTERFACE_VARIABLE, SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, nccl_interface, require_token};
 use crate::error::{Error, Result};
 use crate::phase::{HeartbeatLimits, PROGRAM, PULSE_FD_VARIABLE};
 
@@ -22,15 +22,19 @@ pub const LOOPBACK: &str = "127.0.0.1";
 /// The workers to launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchOptions {
-    /// Workers, one a rank (`--nproc`).
+    /// Workers of this node, one a rank (`--nproc`).
     pub num_workers: usize,
+    /// Nodes with as many workers each (`--nnodes`).
+    pub num_nodes: usize,
+    /// Which of them this one is (`--node_rank`).
+    pub node_rank: usize,
     /// The program that each worker runs.
     pub program: PathBuf,
-    /// Its arguments.
+    /// Arguments of each worker.
     pub args: Vec<OsString>,
     /// Address that the rendezvous store is bound to (`--master_addr`).
     pub master_addr: String,
-    /// Its port (`--master_port`); `None` takes a free one.
+    /// Port of the rendezvous (`--master_port`); `None` takes a free one.
     pub master_port: Option<u16>,
     /// Whether every worker needs a GPU of its own (`device = "cuda"`).
     pub needs_cuda: bool,
@@ -49,6 +53,8 @@ impl LaunchOptions {
     pub fn new(num_workers: usize, args: Vec<OsString>) -> Self {
         Self {
             num_workers,
+            num_nodes: 1,
+            node_rank: 0,
             program: PROGRAM.into(),
             args,
             master_addr: LOOPBACK.to_owned(),
@@ -65,6 +71,9 @@ impl LaunchOptions {
     pub(super) fn check(&self) -> Result<()> {
         if self.num_workers == 0 {
             return Err(Error::invalid_value("nproc", 0, "at least 1"));
+        }
+        if self.num_nodes > 1 {
+            require_token()?;
         }
         if self.needs_cuda {
             self.check_gpus()?;
@@ -87,10 +96,11 @@ impl LaunchOptions {
     }
 }
 
-/// The listening socket of a run's rendezvous store. Rank 0 inherits it, so that nobody can take the port in between.
+/// Where a run's ranks meet. On the node of rank 0 the listening socket, which rank 0 inherits, so that nobody can take the port
+/// in between.
 #[derive(Debug)]
 pub struct Rendezvous {
-    listener: TcpListener,
+    listener: Option<TcpListener>,
     address: String,
     port: u16,
 }
@@ -111,7 +121,20 @@ impl Rendezvous {
         };
         let listener = TcpListener::bind((address, port.unwrap_or(0))).map_err(refuse)?;
         let port = listener.local_addr().map_err(refuse)?.port();
-        Ok(Self { listener, address: address.to_owned(), port })
+        Ok(Self { listener: Some(listener), address: address.to_owned(), port })
+    }
+
+    /// The meeting place of `options`, bound if it is on this node.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Rendezvous::bind`].
+    pub(super) fn of(options: &LaunchOptions) -> Result<Self> {
+        match options.master_port {
+            Some(port) if options.node_rank > 0 => {
+                Ok(Self { listener: None, address: options.master_addr.clone(), port })
+            }
+            port => Self::bind(&options.master_addr, port),
+        }
     }
 
     /// The port in use.
@@ -131,11 +154,16 @@ pub struct Inherited {
     pub segment: Option<RawFd>,
 }
 
-/// The command that starts the worker of `rank`: in a process group of its own, killed with the thread that spawns it, its
+/// The command that starts the worker of `local_rank`: in a process group of its own, killed with the thread that spawns it, its
 /// place in the world in its environment.
-pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize, inherited: Inherited) -> Command {
+pub fn worker_command(
+    options: &LaunchOptions,
+    rendezvous: &Rendezvous,
+    local_rank: usize,
+    inherited: Inherited,
+) -> Command {
     let Inherited { pulse, report, segment } = inherited;
-    let size = options.num_workers.to_string();
+    let rank = options.node_rank * options.num_workers + local_rank;
     let mut command = Command::new(&options.program);
     if options.program == Path::new(PROGRAM) {
         command.arg0(std::env::args_os().next().unwrap_or_default()); // by which lists of processes show it
@@ -144,14 +172,22 @@ pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: us
         .args(&options.args)
         .stdin(Stdio::null())
         .env("RANK", rank.to_string())
-        .env("LOCAL_RANK", rank.to_string())
-        .env("WORLD_SIZE", &size)
-        .env("LOCAL_WORLD_SIZE", &size)
+        .env("LOCAL_RANK", local_rank.to_string())
+        .env("WORLD_SIZE", (options.num_nodes * options.num_workers).to_string())
+        .env("LOCAL_WORLD_SIZE", options.num_workers.to_string())
+        .env("GROUP_RANK", options.node_rank.to_string())
         .env("MASTER_ADDR", &rendezvous.address)
         .env("MASTER_PORT", rendezvous.port.to_string())
         .process_group(0);
     threads::share_processors(&mut command, options.num_workers);
-    let store = (rank == 0).then(|| rendezvous.listener.as_raw_fd());
+    let is_named = std::env::var_os(NCCL_INTERFACE_VARIABLE).is_some();
+    if let Some(interface) = nccl_interface(&rendezvous.address, rendezvous.port)
+        && options.num_nodes > 1
+        && !is_named
+    {
+        command.env(NCCL_INTERFACE_VARIABLE, interface);
+    }
+    let store = rendezvous.listener.as_ref().filter(|_| rank == 0).map(AsRawFd::as_raw_fd);
     let named = [(STORE_FD_VARIABLE, store), (PULSE_FD_VARIABLE, pulse), (SEGMENT_FD_VARIABLE, segment)];
     for (name, fd) in named {
         match fd {

@@ -91,7 +91,7 @@ impl HostPool {
     /// Fills `tensor` from the elements at `byte_offset`.
     ///
     /// # Errors
-    /// As [`HostPool::copy_from`].
+    /// The errors of [`HostPool::copy_from`].
     pub fn copy_to(&self, byte_offset: usize, tensor: &mut Tensor) -> Result<()> {
         if tensor.is_contiguous() {
             return self.copy_to_async(byte_offset, tensor)?.wait();
@@ -106,7 +106,7 @@ impl HostPool {
     /// and neither may these bytes of the pool be copied from or to.
     ///
     /// # Errors
-    /// As [`HostPool::copy_from`].
+    /// The errors of [`HostPool::copy_from`].
     pub fn copy_from_async(&mut self, byte_offset: usize, tensor: &Tensor) -> Result<PendingCopy> {
         self.start("HostPool::copy_from", byte_offset, tensor, Direction::Out)
     }
@@ -114,7 +114,7 @@ impl HostPool {
     /// Starts [`HostPool::copy_to`] of a contiguous tensor, which must not be used until the copy is waited for.
     ///
     /// # Errors
-    /// As [`HostPool::copy_from`].
+    /// The errors of [`HostPool::copy_from`].
     pub fn copy_to_async(&self, byte_offset: usize, tensor: &mut Tensor) -> Result<PendingCopy> {
         self.start("HostPool::copy_to", byte_offset, tensor, Direction::In)
     }

@@ -47,7 +47,7 @@ impl HostPool {
     /// same GPU wait for few pieces of it only.
     ///
     /// # Errors
-    /// Those of [`HostPool::copy_to`]; [`Error::Environment`] if there can be no thread.
+    /// The errors of [`HostPool::copy_to`]; [`Error::Environment`] if there can be no thread.
     pub fn copy_to_paced(&self, byte_offset: usize, tensor: &mut Tensor) -> Result<Paced> {
         let bytes = self.check("HostPool::copy_to_paced", byte_offset, tensor)?;
         let Pages::Pinned(pages) = &self.pages else { return self.copy_at_once(byte_offset, tensor) };

@@ -55,7 +55,7 @@ pub struct CompletionRow {
 pub struct LoggedGroup<'a> {
     /// The group, scored.
     pub group: &'a RolloutGroup,
-    /// Its place among the groups of all ranks; 0 everywhere is the order of ranks.
+    /// Place of the group among those of all ranks; 0 everywhere is the order of ranks.
     pub place: u32,
     /// Whether the group was left out of the update.
     pub is_dropped: bool,
@@ -93,7 +93,7 @@ impl CompletionsWriter {
     /// of ranks. Collective over `group`. A file that cannot be written is named once and does not end training.
     ///
     /// # Errors
-    /// Those of the collective.
+    /// The errors of the collective operation.
     pub fn write(&mut self, step: u64, groups: &[LoggedGroup<'_>], group: &dyn Collective) -> Result<()> {
         let mut own = Vec::new();
         for LoggedGroup { group, place, is_dropped } in groups {
@@ -122,7 +122,7 @@ impl CompletionsWriter {
 /// The completions of all ranks, in the order of ranks, on the first; none on the others. Collective over `group`.
 ///
 /// # Errors
-/// Those of the collective.
+/// The errors of the collective operation.
 pub fn gather_completions(
     step: u64,
     reward_names: &[String],

@@ -46,7 +46,7 @@ pub struct RunLog {
 pub struct EarlierLog {
     /// The checkpoint's folder.
     pub folder: PathBuf,
-    /// Its step.
+    /// Step of the checkpoint.
     pub step: u64,
     /// Every line written.
     pub history: LogHistory,
@@ -67,7 +67,7 @@ impl RunLog {
     /// Opens the files of `output_dir` and shows the run's progress, if this rank `writes`. A resumed run goes on from `earlier`.
     ///
     /// # Errors
-    /// Those of [`MetricsWriter::new`]; [`Error::Io`](crate::Error::Io) if the configuration cannot be written.
+    /// The errors of [`MetricsWriter::new`]; [`Error::Io`](crate::Error::Io) if the configuration cannot be written.
     pub fn open(
         output_dir: &Path,
         config: &impl Serialize,
@@ -188,7 +188,7 @@ impl RunLog {
     /// folder, has nothing to report.
     ///
     /// # Errors
-    /// Those of [`write_report`].
+    /// The errors of [`write_report`].
     pub fn finish(&mut self) -> Result<Option<PathBuf>> {
         self.display.finish();
         if let Some(writer) = &mut self.writer {

@@ -7,7 +7,7 @@ use super::step::MetricValues;
 enum OverSteps {
     /// The mean of the steps' values, TRL's rule; also of least and greatest values, which TRL averages too.
     Mean,
-    /// Their sum: something is counted.
+    /// The sum over steps: the metric counts something.
     Sum,
     /// The greatest.
     Max,
@@ -33,6 +33,11 @@ const RULES: &[(&str, OverSteps)] = &[
     ("partial_rollout/kept_tokens", OverSteps::Sum),
     ("partial_rollout/recomputed_tokens", OverSteps::Sum),
     ("partial_rollout/staleness_max", OverSteps::Max),
+    ("staleness/max", OverSteps::Max),
+    ("tools/num_unreadable", OverSteps::Sum),
+    ("tools/num_timeouts", OverSteps::Sum),
+    ("tools/num_overlong", OverSteps::Sum),
+    ("tools/num_cut", OverSteps::Sum),
     ("perf/max_resident_gb", OverSteps::Max),
 ];
 

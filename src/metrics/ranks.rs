@@ -8,8 +8,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+use tch::Device;
 
 use super::redact::redact;
+use crate::cuda::MemoryMeter;
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind, resident_bytes};
 use crate::phase::{self, Pulse, terminal};
@@ -49,12 +51,24 @@ pub struct RankState {
     pub waits_in: Option<String>,
     /// Host memory of the process, in bytes.
     pub resident_bytes: u64,
+    /// Memory of its GPU; nothing on a CPU, and where the driver does not say.
+    #[serde(default)]
+    pub gpu_memory: Option<GpuMemory>,
     /// Owners of memory, largest first.
     pub held: Vec<HeldBytes>,
     /// The newest warnings.
     pub warnings: Vec<RankWarning>,
     /// How the run ended; nothing while it is under way.
     pub end: Option<RankEnd>,
+}
+
+/// Memory of a GPU as its driver counts it: contexts, libraries and other processes included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuMemory {
+    /// Bytes in use.
+    pub used_bytes: u64,
+    /// Bytes in all.
+    pub total_bytes: u64,
 }
 
 /// Memory of one owner.
@@ -97,11 +111,20 @@ impl RankReporter {
     /// Starts the thread. A file that cannot be written is left out, and nobody is told: it is for watchers alone.
     ///
     /// # Errors
-    /// [`Error::Environment`] if there is no thread.
-    pub fn start(output_dir: &Path, rank: usize, world_size: usize, max_steps: u64) -> Result<Self> {
+    /// [`Error::Environment`] if there is no thread; [`Error::Cuda`] for a GPU that does not exist.
+    pub fn start(
+        output_dir: &Path,
+        (rank, world_size): (usize, usize),
+        max_steps: u64,
+        device: Device,
+    ) -> Result<Self> {
         let (ends, ended) = channel();
-        let mut writer =
-            RankFile { path: path(output_dir, rank), rank, world_size, max_steps, seen: None, written: None };
+        let meter = match device {
+            Device::Cuda(ordinal) => MemoryMeter::new(ordinal)?,
+            _ => None,
+        };
+        let path = path(output_dir, rank);
+        let mut writer = RankFile { path, rank, world_size, max_steps, meter, seen: None, written: None };
         if rank == 0 {
             remove_others(output_dir, world_size);
         }
@@ -180,6 +203,7 @@ struct RankFile {
     rank: usize,
     world_size: usize,
     max_steps: u64,
+    meter: Option<MemoryMeter>,
     /// Innermost phase and step, and since when.
     seen: Option<(Pulse, Instant)>,
     /// The text that was written last, and when.
@@ -225,6 +249,11 @@ impl RankFile {
             phase_s: (now - since).as_secs_f64(),
             waits_in: pulse.collective.as_ref().filter(|last| last.is_waiting).map(|last| last.op.clone()),
             resident_bytes: resident_bytes().unwrap_or(0) as u64,
+            gpu_memory: self
+                .meter
+                .as_ref()
+                .and_then(MemoryMeter::used_and_total)
+                .map(|(used_bytes, total_bytes)| GpuMemory { used_bytes, total_bytes }),
             held,
             warnings: terminal::recent_warnings()
                 .into_iter()
@@ -269,9 +298,9 @@ mod tests {
         assert_eq!(read_ranks(folder.path()).unwrap(), []);
         fs::create_dir(folder.path().join(FOLDER)).unwrap();
         fs::write(path(folder.path(), 7), "{}").unwrap(); // of a larger run before this one
-        let mut reporter = RankReporter::start(folder.path(), 0, 2, 9).unwrap();
+        let mut reporter = RankReporter::start(folder.path(), (0, 2), 9, Device::Cpu).unwrap();
         reporter.end::<()>(&Err(Error::Preempted { step: 3, saved: folder.path().to_owned() }));
-        let again = RankReporter::start(folder.path(), 1, 2, 9).unwrap();
+        let again = RankReporter::start(folder.path(), (1, 2), 9, Device::Cpu).unwrap();
         drop(again);
         fs::write(folder.path().join("ranks/00002.json"), "{\"rank\":").unwrap();
         let ranks = read_ranks(folder.path()).unwrap();
@@ -286,7 +315,7 @@ mod tests {
     fn an_output_folder_that_was_deleted_stays_so() {
         let folder = tempfile::tempdir().unwrap();
         let gone = folder.path().join("gone");
-        drop(RankReporter::start(&gone, 0, 1, 1).unwrap());
+        drop(RankReporter::start(&gone, (0, 1), 1, Device::Cpu).unwrap());
         assert!(!gone.exists());
     }
 }

@@ -18,9 +18,9 @@ pub type MetricValues = BTreeMap<String, f64>;
 /// How the values of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reduce {
-    /// Their sum.
+    /// The sum over ranks.
     Sum,
-    /// Their mean, weighted by count.
+    /// The mean over ranks, weighted by count.
     Mean,
     /// The greatest.
     Max,
@@ -62,7 +62,7 @@ impl StepMetrics {
     /// The group's metrics, the same on every rank. Collective over `group`.
     ///
     /// # Errors
-    /// Those of the collective; [`Error::Collective`] if ranks declare one name differently.
+    /// The errors of the collective; [`Error::Collective`] if ranks declare one name differently.
     pub fn reduce(&self, group: &dyn Collective) -> Result<MetricValues> {
         let mut total: BTreeMap<String, MetricEntry> = BTreeMap::new();
         let all: Vec<Vec<MetricRow>> = all_gather_json(group, OP, &self.rows())?;

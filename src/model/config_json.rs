@@ -3,6 +3,7 @@
 //! transformers 5 writes `dtype` and `rope_parameters` where 4 wrote `torch_dtype`, `rope_theta` and `rope_scaling`.
 //! Both are read, and both are written. What the decoder cannot compute is refused, never ignored.
 
+mod delta_net;
 mod experts;
 mod rope;
 #[cfg(test)]
@@ -44,7 +45,7 @@ impl ModelSpec {
     /// Reads one `config.json`, as [`ModelSpec::from_folder`] does.
     ///
     /// # Errors
-    /// The same.
+    /// The errors of [`ModelSpec::from_folder`].
     pub fn from_config_json(path: impl AsRef<Path>) -> Result<Self> {
         parse(&JsonObject::read(path.as_ref())?)
     }
@@ -80,6 +81,9 @@ impl ModelSpec {
             "torch_dtype": dtype,
             "sliding_window": self.sliding_window,
         });
+        if let Some(delta_net) = &self.delta_net {
+            delta_net::write(delta_net, (self.num_layers, self.partial_rotary_factor), &mut config);
+        }
         if let Some(experts) = &self.experts {
             experts::write(experts, &mut config);
         }
@@ -129,36 +133,45 @@ fn dtype_name(kind: Kind) -> &'static str {
 
 fn parse(config: &JsonObject) -> Result<ModelSpec> {
     let family = family(config)?;
-    refuse_unsupported(config)?;
+    let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, has_experts, has_delta_nets, .. } =
+        family.traits();
+    refuse_unsupported(config, has_delta_nets)?;
     let hidden_size = config.size("hidden_size", 1 << 20)?;
     let num_heads = config.size("num_attention_heads", 1 << 12)?;
     let num_layers = config.size("num_hidden_layers", 1 << 12)?;
     let vocab_size = config.size("vocab_size", 1 << 24)?;
     let max_position_embeddings = config.size("max_position_embeddings", 1 << 31)?;
     let (rope_theta, rope_scaling) = rope::read(config)?;
-    let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, has_experts, .. } = family.traits();
     // Files that ask for YaRN often leave the context of the pre-training beside it.
     let extended = match rope_scaling {
         Some(RopeScaling::Yarn(yarn)) => ((yarn.original_max_position_embeddings * yarn.factor) as usize).min(1 << 31),
         _ => 0,
     };
+    let head_dim = head_dim(config, usual_head_dim, hidden_size, num_heads)?;
     let spec = ModelSpec {
         family,
         vocab_size,
         hidden_size,
         intermediate_size: config.size("intermediate_size", 1 << 24)?,
         experts: if has_experts { experts::read(config, num_layers)? } else { None },
+        delta_net: if has_delta_nets { Some(delta_net::read(config, num_layers)?) } else { None },
         num_layers,
         num_heads,
         num_kv_heads: config.size("num_key_value_heads", 1 << 12)?,
-        head_dim: head_dim(config, usual_head_dim, hidden_size, num_heads)?,
+        head_dim,
         rms_norm_eps: config.positive("rms_norm_eps")?,
         rope_theta,
         rope_scaling,
+        partial_rotary_factor: match has_delta_nets {
+            true => delta_net::partial_rotary_factor(config, head_dim)?,
+            false => 1.0,
+        },
         tie_word_embeddings: config.flag("tie_word_embeddings")?,
         qkv_bias,
         qk_norm,
+        output_gate: has_delta_nets,
         norms,
+        zero_centred_norms: has_delta_nets,
         sliding_window: sliding_window(config, window, num_layers)?,
         max_position_embeddings: max_position_embeddings.max(extended),
         bos_token_id: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
@@ -184,7 +197,7 @@ fn family(config: &JsonObject) -> Result<Family> {
     })
 }
 
-fn refuse_unsupported(config: &JsonObject) -> Result<()> {
+fn refuse_unsupported(config: &JsonObject, turns_in_part: bool) -> Result<()> {
     if config.get("hidden_act").is_some_and(|act| act != "silu") {
         return Err(config.wrong("hidden_act", "\"silu\""));
     }
@@ -193,7 +206,8 @@ fn refuse_unsupported(config: &JsonObject) -> Result<()> {
             return Err(config.wrong(key, "false (Qwen2's own biases need no key)"));
         }
     }
-    if config.get("partial_rotary_factor").is_some_and(|factor| factor.as_f64() != Some(1.0)) {
+    let factor = config.get("partial_rotary_factor").filter(|_| !turns_in_part);
+    if factor.is_some_and(|factor| factor.as_f64() != Some(1.0)) {
         return Err(config.wrong("partial_rotary_factor", "1"));
     }
     match config.get("quantization_config") {

@@ -4,8 +4,9 @@ use tch::{Kind, Tensor};
 
 use super::views::HeadParams;
 use crate::error::Result;
-use crate::ops::head::{self, HeadSaved};
-use crate::ops::{embedding, linear, rms_norm};
+use crate::ops::head::{self, HeadSaved, TopScores, TopTokens};
+use crate::ops::rms_norm::NormOptions;
+use crate::ops::{embedding, linear};
 use crate::torch::accumulation_kind;
 
 /// Rows that are scored at once: on a GPU half a gigabyte of float32 logits in whole tiles of its products, on a CPU what
@@ -23,10 +24,12 @@ pub struct Scoring<'a> {
     pub rows: &'a Tensor,
     /// The tokens. `[C]` i64
     pub targets: &'a Tensor,
+    /// Other tokens of each row that are scored.
+    pub top: TopTokens<'a>,
     /// Softmax temperature.
     pub temperature: f64,
-    /// The model's `rms_norm_eps`.
-    pub eps: f64,
+    /// How the final norm scales.
+    pub norm: NormOptions,
 }
 
 /// Log-probabilities and entropies of scored tokens, in nats at the temperature.
@@ -36,6 +39,8 @@ pub struct ScoredTokens {
     pub logprobs: Tensor,
     /// `[C]`, accumulation kind
     pub entropy: Tensor,
+    /// Scores of other tokens, where some were asked for.
+    pub top: Option<TopScores>,
     /// For the backward.
     pub saved: SavedHead,
 }
@@ -61,11 +66,12 @@ pub fn head_forward(
     keep: bool,
 ) -> Result<ScoredTokens> {
     let hidden = x.f_index_select(0, scoring.rows)?;
-    let (normed, rstd) = rms_norm::forward(&hidden, &w.final_norm, scoring.eps)?;
+    let (normed, rstd) = scoring.norm.forward(&hidden, &w.final_norm)?;
     let chunk_tokens = head_chunk_tokens(table.size()[0] as usize, table.device().is_cuda());
-    let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens, keep)?;
+    let Scoring { targets, top, temperature, .. } = *scoring;
+    let out = head::forward(&normed, table, targets, temperature, top, chunk_tokens, keep)?;
     let saved = SavedHead { hidden, normed, rstd, head: out.saved };
-    Ok(ScoredTokens { logprobs: out.logprobs, entropy: out.entropy, saved })
+    Ok(ScoredTokens { logprobs: out.logprobs, entropy: out.entropy, top: out.top, saved })
 }
 
 /// `norm(x[rows]) table^T` in float32: every logit of the rows at once, which a network that trains never holds.
@@ -77,13 +83,14 @@ pub fn head_logits(
     table: &Tensor, // [V, D], the head's own or the embedding's
     x: &Tensor,     // [T, D]
     rows: &Tensor,  // [C] i64
-    eps: f64,
+    norm: NormOptions,
 ) -> Result<Tensor /* [C, V] f32 */> {
-    let (normed, _) = rms_norm::forward(&x.f_index_select(0, rows)?, &w.final_norm, eps)?;
+    let (normed, _) = norm.forward(&x.f_index_select(0, rows)?, &w.final_norm)?;
     Ok(linear::forward(&normed, table, None)?.f_to_kind(Kind::Float)?)
 }
 
-/// dx `[num_tokens, D]`, of the weights' kind, from the gradients of log-probabilities and, where given, entropies. The gradients
+/// dx `[num_tokens, D]`, of the weights' kind, from the gradients of log-probabilities and, where given, of entropies and of the
+/// log-probabilities of the tokens that `scoring.top` gives by their ids. The gradients
 /// of the norm `[D]` and of the table [V, D] are added in place, unless both are frozen.
 ///
 /// # Errors
@@ -97,6 +104,7 @@ pub fn head_backward(
     saved: SavedHead,
     dlogprobs: &Tensor,        // [C]
     dentropy: Option<&Tensor>, // [C]
+    dtop: Option<&Tensor>,     // [C, K]
     gradients: Option<(&mut Tensor, &mut Tensor)>,
 ) -> Result<Tensor> {
     let SavedHead { hidden, normed, rstd, head } = saved;
@@ -106,8 +114,12 @@ pub fn head_backward(
         Some((d_final_norm, d_table)) => (d_final_norm, Some(d_table)),
         None => (&mut unread, None),
     };
-    let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, d_table)?;
-    let d_hidden = rms_norm::backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm)?;
+    let top = match scoring.top {
+        TopTokens::At(ids) => dtop.map(|dtop| (ids, dtop)),
+        TopTokens::Nothing | TopTokens::MostProbable(_) => None,
+    };
+    let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, top, d_table)?;
+    let d_hidden = scoring.norm.backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm)?;
     let mut dx = Tensor::f_zeros([num_tokens, hidden.size()[1]], (d_hidden.kind(), hidden.device()))?;
     embedding::accumulate(&d_hidden, scoring.rows, &mut dx)?;
     Ok(dx)

@@ -29,8 +29,8 @@ const TOKENIZER_FILES: [&str; 7] = [
     "chat_template.jinja",
 ];
 
-/// One unit [layout.len] of `kind` on the CPU: matrices normal with standard deviation 0.02, norms 1, biases and padding
-/// 0. Of adapters, A is uniform in +-1 / sqrt(in), which PEFT's kaiming_uniform(a = sqrt(5)) comes to, and B is 0. The
+/// One unit [layout.len] of `kind` on the CPU: matrices normal with standard deviation 0.02, norms 1 (0 where
+/// they are zero-centred), biases and padding 0; of gated delta nets, A_log the logarithm of a uniform number up to 16 and dt_bias 1. Of adapters, A is uniform in +-1 / sqrt(in), which PEFT's kaiming_uniform(a = sqrt(5)) comes to, and B is 0. The
 /// numbers are drawn in float32, then rounded to `kind`.
 ///
 /// # Errors
@@ -42,7 +42,7 @@ pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
 /// Makes a unit's random weights on `device`. A GPU draws the same numbers itself, up to the last bit of some.
 ///
 /// # Errors
-/// As [`init_unit`]; [`Error::Cuda`].
+/// The errors of [`init_unit`]; [`Error::Cuda`].
 pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) -> Result<Tensor> {
     let flat = Tensor::f_zeros([layout.len as i64], (kind, device))?;
     for param in &layout.params {
@@ -55,13 +55,25 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
             | ParamName::MlpPostNorm
             | ParamName::QNorm
             | ParamName::KNorm
-            | ParamName::FinalNorm => _ = target.f_fill_(1.0)?,
+            | ParamName::FinalNorm => _ = target.f_fill_(if layout.zero_centred_norms { 0.0 } else { 1.0 })?,
+            ParamName::DeltaNorm | ParamName::DeltaDtBias => _ = target.f_fill_(1.0)?,
+            // Rates of decay uniform in (0, 16].
+            ParamName::DeltaALog => fill(&mut target, param, layout.unit, seed, |key, start, out| {
+                key.fill_uniform(0, start, out);
+                out.iter_mut().for_each(|number| *number = (16.0 * number.max(1e-3)).ln());
+            })?,
             ParamName::Embedding
             | ParamName::Qkv
             | ParamName::O
             | ParamName::GateUp
             | ParamName::Down
             | ParamName::Router
+            | ParamName::DeltaQkv
+            | ParamName::DeltaZ
+            | ParamName::DeltaB
+            | ParamName::DeltaA
+            | ParamName::DeltaConv
+            | ParamName::DeltaOut
             | ParamName::LmHead => match device {
                 Device::Cuda(_) => {
                     let key = key_of(param, layout.unit, seed);

@@ -36,16 +36,16 @@ mod tests;
 mod views;
 
 pub use block::{
-    Attention, BlockContext, BlockMatrix, BlockParams, BlockSpec, DenseSpec, ElementBytes, Linear, LinearSpec, Matrix,
-    Mixer, Mlp, NormPlaces, PackedAttention, Piece, QkNorm, Routes, SavedBlock, attention_scale, block_backward,
-    block_forward,
+    BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Linear,
+    LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, Piece, QkNorm, Routes, SavedBlock, SequenceMixer,
+    attention_scale, block_backward, block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, product_work};
 pub use export::export_folder;
 pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
-pub use head::{Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};
+pub use head::{ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub(crate) use json::is_model_folder;
 pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};
@@ -53,5 +53,5 @@ pub use params::{Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use quantized::QuantizedBlock;
 pub use source::ModelSource;
-pub use spec::{ExpertLayers, ModelSpec};
+pub use spec::{DeltaLayers, ExpertLayers, ModelSpec};
 pub use views::{EmbeddingParams, HeadParams};

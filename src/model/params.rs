@@ -53,7 +53,7 @@ impl ParamTable {
     fn of_units(spec: Arc<ModelSpec>, units: Vec<(Unit, Shapes)>, shards: usize) -> Self {
         let mut total = 0;
         let units = units.into_iter().map(|(unit, shapes)| {
-            let layout = UnitLayout::new(unit, shapes, total, shards);
+            let layout = UnitLayout::new(unit, shapes, total, shards, spec.zero_centred_norms);
             total += layout.len;
             layout
         });
@@ -117,10 +117,12 @@ pub struct UnitLayout {
     pub offset: usize,
     /// Elements, padding included.
     pub len: usize,
+    /// Norms of the residual stream and of heads scale by 1 + weight: fresh ones are 0.
+    pub zero_centred_norms: bool,
 }
 
 impl UnitLayout {
-    fn new(unit: Unit, shapes: Shapes, offset: usize, shards: usize) -> Self {
+    fn new(unit: Unit, shapes: Shapes, offset: usize, shards: usize, zero_centred_norms: bool) -> Self {
         let mut len: usize = 0;
         let params = shapes.into_iter().map(|(name, shape)| {
             let param = Param { name, decay: shape.len() > 1, shape, offset: len };
@@ -128,7 +130,7 @@ impl UnitLayout {
             param
         });
         let params = params.collect();
-        Self { unit, params, offset, len: len.next_multiple_of(shards * ALIGNMENT) }
+        Self { unit, params, offset, len: len.next_multiple_of(shards * ALIGNMENT), zero_centred_norms }
     }
 
     /// The parameter with this name, if the unit has it.
@@ -156,7 +158,7 @@ impl UnitLayout {
 pub struct Param {
     /// Which parameter.
     pub name: ParamName,
-    /// Its shape in this layout.
+    /// Shape of the parameter in this layout.
     pub shape: Vec<i64>,
     /// First element within the unit, a multiple of [`ALIGNMENT`].
     pub offset: usize,
@@ -221,6 +223,24 @@ pub enum ParamName {
     MlpPostNorm,
     /// [E, D], before the experts
     Router,
+    /// [2 Hk dk + H dv, D] of a gated delta net: queries of all heads, keys, values
+    DeltaQkv,
+    /// [H dv, D], the gate of a delta net's norm
+    DeltaZ,
+    /// [H, D], write strengths
+    DeltaB,
+    /// [H, D], decays
+    DeltaA,
+    /// [2 Hk dk + H dv, W], the convolution
+    DeltaConv,
+    /// `[H]`
+    DeltaALog,
+    /// `[H]`
+    DeltaDtBias,
+    /// `[dv]`, the gated norm
+    DeltaNorm,
+    /// [D, H dv]
+    DeltaOut,
 }
 
 impl ParamName {

@@ -4,14 +4,16 @@ use tch::Kind;
 
 use super::block::{NormPlaces, QkNorm};
 use super::families::Family;
-use super::spec::{ExpertLayers, ModelSpec};
+use super::spec::{DeltaLayers, ExpertLayers, ModelSpec};
+use crate::ops::delta_net::DeltaHeads;
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 18] = [
+pub const PRESETS: [&str; 20] = [
     "micro",
     "tiny",
     "tiny-moe",
+    "tiny-hybrid",
     "qwen2.5-0.5b",
     "qwen2.5-1.5b",
     "qwen2.5-3b",
@@ -23,6 +25,7 @@ pub const PRESETS: [&str; 18] = [
     "qwen3-4b",
     "qwen3-8b",
     "qwen3-30b-a3b",
+    "qwen3.5-9b",
     "llama3.2-1b",
     "llama3.1-8b",
     "olmo2-1b",
@@ -43,6 +46,7 @@ impl ModelSpec {
                 max_position_embeddings: 512,
                 ..qwen3([64, 128, 384, 4, 4, 2, 32], true)
             },
+            "tiny-hybrid" => qwen3_5([64, 128, 384, 4, 4, 2, 32], [2, 4, 32], true),
             "qwen2.5-0.5b" => qwen2([151_936, 896, 4_864, 24, 14, 2, 64], true),
             "qwen2.5-1.5b" => qwen2([151_936, 1_536, 8_960, 28, 12, 2, 128], true),
             "qwen2.5-3b" => qwen2([151_936, 2_048, 11_008, 36, 16, 2, 128], true),
@@ -58,6 +62,7 @@ impl ModelSpec {
                 ..qwen3([151_936, 2_048, 6_144, 48, 32, 4, 128], false)
             },
             "qwen3-8b" => qwen3([151_936, 4_096, 12_288, 36, 32, 8, 128], false),
+            "qwen3.5-9b" => qwen3_5([248_320, 4_096, 12_288, 32, 16, 4, 256], [16, 32, 128], false),
             "llama3.2-1b" => llama3([128_256, 2_048, 8_192, 16, 32, 8, 64], true, 32.0),
             "llama3.1-8b" => llama3([128_256, 4_096, 14_336, 32, 32, 8, 128], false, 8.0),
             "olmo2-1b" => olmo2([100_352, 2_048, 8_192, 16, 16, 16, 128]),
@@ -77,6 +82,7 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         hidden_size,
         intermediate_size,
         experts: None,
+        delta_net: None,
         num_layers,
         num_heads,
         num_kv_heads,
@@ -84,10 +90,13 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         rms_norm_eps: 1e-6,
         rope_theta: if published { 1e6 } else { 1e4 },
         rope_scaling: None,
+        partial_rotary_factor: 1.0,
         tie_word_embeddings,
         qkv_bias: true,
         qk_norm: None,
+        output_gate: false,
         norms: NormPlaces::PRE,
+        zero_centred_norms: false,
         sliding_window: None,
         max_position_embeddings: if published { 32_768 } else { 512 },
         bos_token_id: published.then_some(151_643),
@@ -106,6 +115,28 @@ fn qwen3(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
     }
 }
 
+/// With a gated delta net in three of four layers, whose key heads, value heads and head width are `delta`. Of the published text
+/// models, without their vision towers; no end-of-sequence id is set.
+fn qwen3_5(sizes: [usize; 7], delta: [usize; 3], tie_word_embeddings: bool) -> ModelSpec {
+    let [num_key_heads, num_value_heads, width] = delta;
+    let heads = DeltaHeads { num_key_heads, num_value_heads, key_dim: width, value_dim: width, conv_width: 4 };
+    let qwen3 = qwen3(sizes, tie_word_embeddings);
+    let full_attention = (0..qwen3.num_layers).filter(|layer| layer % 4 == 3).collect();
+    let published = qwen3.vocab_size > 64;
+    ModelSpec {
+        family: Family::Qwen3_5,
+        delta_net: Some(DeltaLayers { heads, full_attention }),
+        rope_theta: if published { 1e7 } else { 1e4 },
+        partial_rotary_factor: 0.25,
+        output_gate: true,
+        zero_centred_norms: true,
+        max_position_embeddings: if published { 262_144 } else { 512 },
+        bos_token_id: None,
+        eos_token_ids: Vec::new(),
+        ..qwen3
+    }
+}
+
 /// Experts of all layers: their number, those of a token, the width of one.
 fn experts([num_experts, num_experts_per_tok, moe_intermediate_size]: [usize; 3]) -> ExpertLayers {
     ExpertLayers {
@@ -116,6 +147,7 @@ fn experts([num_experts, num_experts_per_tok, moe_intermediate_size]: [usize; 3]
         router_aux_loss_coef: 0.001,
         decoder_sparse_step: 1,
         mlp_only_layers: Vec::new(),
+        is_parallel: false,
     }
 }
 

@@ -18,7 +18,7 @@ pub struct QuantizedBlock {
 #[derive(Debug)]
 enum Stored {
     Matrix(Nf4),
-    /// Norms and biases.
+    /// Norms, biases and routers.
     Plain(Tensor),
 }
 
@@ -26,14 +26,19 @@ impl QuantizedBlock {
     /// Whether a model's blocks can be stored so.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `quantization` for experts, and for matrices whose rows are no multiple of 64 weights.
+    /// [`Error::InvalidValue`] on `quantization` where only some layers have experts, and for matrices whose rows are no multiple of 64
+    /// weights.
     pub fn check(spec: &ModelSpec) -> Result<()> {
-        if spec.num_expert_layers() > 0 {
-            let expected = "none: experts cannot be stored as NF4 yet";
+        if ![0, spec.num_layers].contains(&spec.num_expert_layers()) {
+            let expected = "none: NF4 needs blocks of one size, and only some layers of this model have experts";
+            return Err(Error::invalid_value("quantization", "nf4", expected));
+        }
+        if spec.delta_net.is_some() {
+            let expected = "none: gated delta nets cannot be stored as NF4 yet";
             return Err(Error::invalid_value("quantization", "nf4", expected));
         }
         let tensors = tensors(spec, Unit::Block(0));
-        let ragged = |tensor: &&HfTensor| matches!(tensor.shape[..], [_, columns] if columns % nf4::BLOCK as i64 != 0);
+        let ragged = |tensor: &&HfTensor| tensor.is_projection() && tensor.shape[1] % nf4::BLOCK as i64 != 0;
         let Some(tensor) = tensors.iter().find(ragged) else { return Ok(()) };
         let expected = format!(
             "none: NF4 needs rows of a multiple of {} weights, and those of {} have {}",
@@ -44,7 +49,7 @@ impl QuantizedBlock {
         Err(Error::invalid_value("quantization", "nf4", expected))
     }
 
-    /// Quantises a block's flat tensor [layout.len], on its device; norms and biases are kept in its kind.
+    /// Quantises a block's flat tensor [layout.len], on its device; norms, biases and the router are kept in its kind.
     ///
     /// # Errors
     /// `InvalidArgument` for matrices whose rows are no multiple of 64 weights.
@@ -52,7 +57,9 @@ impl QuantizedBlock {
         let store = |tensor: HfTensor| {
             let view = tensor.view(layout, flat);
             let stored = match tensor.shape[..] {
-                [_, columns] => Stored::Matrix(Nf4::quantize(&view.f_reshape([-1, columns])?, levels)?),
+                [_, columns] if tensor.is_projection() => {
+                    Stored::Matrix(Nf4::quantize(&view.f_reshape([-1, columns])?, levels)?)
+                }
                 _ => {
                     let values = view.f_contiguous()?;
                     let mut kept = values.f_empty_like()?;
@@ -68,7 +75,7 @@ impl QuantizedBlock {
     /// Writes the block's weights to a flat tensor [layout.len]; padding is left as it is. On a GPU nothing is allocated.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// The errors of the kernel.
     pub fn dequantize(&self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         for (tensor, stored) in &self.parts {
             let mut view = tensor.view(layout, flat);
@@ -91,7 +98,7 @@ impl QuantizedBlock {
     /// Bytes of a block whose other weights are of `kind`.
     pub fn bytes(spec: &ModelSpec, kind: Kind) -> usize {
         let bytes = |tensor: HfTensor| match tensor.shape.len() {
-            2 => nf4::bytes(product(&tensor.shape)),
+            2 if tensor.is_projection() => nf4::bytes(product(&tensor.shape)),
             _ => product(&tensor.shape) * kind.elt_size_in_bytes(),
         };
         tensors(spec, Unit::Block(0)).into_iter().map(bytes).sum()
@@ -117,8 +124,13 @@ mod tests {
     fn rows_of_ragged_blocks_are_refused_before_anything_is_loaded() {
         let spec = ModelSpec::preset("tiny").unwrap();
         QuantizedBlock::check(&spec).unwrap();
-        let experts = QuantizedBlock::check(&ModelSpec::preset("tiny-moe").unwrap()).unwrap_err().to_string();
-        assert!(experts.ends_with("experts cannot be stored as NF4 yet"), "{experts}");
+        let mut experts = ModelSpec::preset("tiny-moe").unwrap();
+        QuantizedBlock::check(&experts).unwrap();
+        experts.experts.as_mut().unwrap().mlp_only_layers = vec![1];
+        let error = QuantizedBlock::check(&experts).unwrap_err().to_string();
+        assert!(error.ends_with("only some layers of this model have experts"), "{error}");
+        let hybrid = QuantizedBlock::check(&ModelSpec::preset("tiny-hybrid").unwrap()).unwrap_err().to_string();
+        assert!(hybrid.ends_with("gated delta nets cannot be stored as NF4 yet"), "{hybrid}");
         let ragged = ModelSpec { hidden_size: 160, ..spec };
         let error = QuantizedBlock::check(&ragged).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Configuration);
@@ -130,28 +142,33 @@ mod tests {
 
     #[test]
     fn a_block_comes_back_matrix_by_matrix() {
-        let spec = Arc::new(ModelSpec { qk_norm: Some(QkNorm::Head), ..ModelSpec::preset("tiny").unwrap() });
-        let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(1)).clone();
-        let flat = init_unit(&layout, 3, Kind::BFloat16).unwrap();
-        let levels = Levels::new(Device::Cpu).unwrap();
-        let quantized = QuantizedBlock::quantize(&spec, &layout, &flat, &levels).unwrap();
-        let back = Tensor::zeros([layout.len as i64], (Kind::BFloat16, Device::Cpu));
-        quantized.dequantize(&layout, &back).unwrap();
-        for tensor in tensors(&spec, layout.unit) {
-            let (own, source) = (tensor.view(&layout, &back), tensor.view(&layout, &flat));
-            if let [rows, columns] = tensor.shape[..] {
-                let matrix = Nf4::quantize(&source.reshape([rows, columns]), &levels).unwrap();
-                let mut expected = Tensor::zeros([rows, columns], (Kind::BFloat16, Device::Cpu));
-                matrix.dequantize(&mut expected).unwrap();
-                assert!(own.reshape([rows, columns]).equal(&expected), "{}", tensor.name);
-                let error = (own - &source).to_kind(Kind::Float).square().mean(Kind::Float).sqrt().double_value(&[]);
-                assert!((1e-4..2.5e-3).contains(&error), "{}: {error}", tensor.name);
-            } else {
-                assert!(own.equal(&source), "{}", tensor.name);
+        let dense = ModelSpec { qk_norm: Some(QkNorm::Head), ..ModelSpec::preset("tiny").unwrap() };
+        for spec in [dense, ModelSpec::preset("tiny-moe").unwrap()] {
+            let spec = Arc::new(spec);
+            let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(1)).clone();
+            let flat = init_unit(&layout, 3, Kind::BFloat16).unwrap();
+            let levels = Levels::new(Device::Cpu).unwrap();
+            let quantized = QuantizedBlock::quantize(&spec, &layout, &flat, &levels).unwrap();
+            let back = Tensor::zeros([layout.len as i64], (Kind::BFloat16, Device::Cpu));
+            quantized.dequantize(&layout, &back).unwrap();
+            for tensor in tensors(&spec, layout.unit) {
+                let (own, source) = (tensor.view(&layout, &back), tensor.view(&layout, &flat));
+                if tensor.is_projection() {
+                    let [rows, columns] = tensor.shape[..] else { unreachable!() };
+                    let matrix = Nf4::quantize(&source.reshape([rows, columns]), &levels).unwrap();
+                    let mut expected = Tensor::zeros([rows, columns], (Kind::BFloat16, Device::Cpu));
+                    matrix.dequantize(&mut expected).unwrap();
+                    assert!(own.reshape([rows, columns]).equal(&expected), "{}", tensor.name);
+                    let error =
+                        (own - &source).to_kind(Kind::Float).square().mean(Kind::Float).sqrt().double_value(&[]);
+                    assert!((1e-4..2.5e-3).contains(&error), "{}: {error}", tensor.name);
+                } else {
+                    assert!(own.equal(&source), "{}", tensor.name);
+                }
             }
+            let whole = QuantizedBlock::bytes(&spec, Kind::BFloat16);
+            let share = whole as f64 / layout.params.iter().map(|param| param.numel()).sum::<usize>() as f64;
+            assert!((0.515..0.53).contains(&share), "{share} bytes a weight");
         }
-        let whole = QuantizedBlock::bytes(&spec, Kind::BFloat16);
-        let share = whole as f64 / layout.params.iter().map(|param| param.numel()).sum::<usize>() as f64;
-        assert!((0.515..0.53).contains(&share), "{share} bytes a weight");
     }
 }

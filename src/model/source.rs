@@ -34,7 +34,7 @@ impl ModelSource {
     /// Finds `name` at `revision`, where it is a repository's, through `hub`, which may download it.
     ///
     /// # Errors
-    /// Those of [`ModelSource::new`].
+    /// The errors of [`ModelSource::new`].
     pub fn find(name: &Path, revision: Option<&str>, base: Option<&Path>, hub: &Hub) -> Result<Self> {
         let folder = locate(name, revision, hub)?;
         if !folder.join(ADAPTER_CONFIG).exists() {

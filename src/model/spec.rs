@@ -5,11 +5,13 @@ use std::path::Path;
 
 use tch::Kind;
 
-use super::block::{AttentionSpec, BlockSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, NormPlaces, QkNorm};
+use super::block::{AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, NormPlaces, QkNorm};
 use super::families::Family;
 use super::params::{shapes, units};
-use crate::cuda::kernels::{DecoderSizes, Unserved, unserved};
+use crate::cuda::kernels::{DecoderSizes, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, unserved};
 use crate::error::{Error, Result};
+use crate::ops::delta_net::DeltaHeads;
+use crate::ops::rms_norm::NormOptions;
 use crate::ops::rope::{Rope, RopeScaling};
 use crate::ops::router::RouterOptions;
 
@@ -26,6 +28,8 @@ pub struct ModelSpec {
     pub intermediate_size: usize,
     /// Experts in place of the MLP.
     pub experts: Option<ExpertLayers>,
+    /// Gated delta nets in place of attention.
+    pub delta_net: Option<DeltaLayers>,
     /// Blocks.
     pub num_layers: usize,
     /// Query heads.
@@ -40,14 +44,20 @@ pub struct ModelSpec {
     pub rope_theta: f64,
     /// Scaling of the rotary frequencies.
     pub rope_scaling: Option<RopeScaling>,
+    /// Share of a head, its first columns, that is turned.
+    pub partial_rotary_factor: f64,
     /// The head is the embedding table.
     pub tie_word_embeddings: bool,
     /// Query, key and value have biases.
     pub qkv_bias: bool,
     /// Norms of queries and keys before rope.
     pub qk_norm: Option<QkNorm>,
+    /// Every query has a gate beside it, whose sigmoid attention's output is multiplied by.
+    pub output_gate: bool,
     /// Norms of the sublayers.
     pub norms: NormPlaces,
+    /// Norms scale by 1 + weight, but for those within gated delta nets.
+    pub zero_centred_norms: bool,
     /// A token sees itself and the `sliding_window - 1` before it; `None` sees all.
     pub sliding_window: Option<usize>,
     /// Longest context in tokens.
@@ -77,12 +87,29 @@ pub struct ExpertLayers {
     pub decoder_sparse_step: usize,
     /// Layers that have none all the same.
     pub mlp_only_layers: Vec<usize>,
+    /// Ranks of one engine each have some experts whole, in place of a part of every expert.
+    pub is_parallel: bool,
+}
+
+/// The gated delta nets of a model, and which of its layers have them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeltaLayers {
+    /// Heads and the convolution.
+    pub heads: DeltaHeads,
+    /// Layers with full attention instead, in order.
+    pub full_attention: Vec<usize>,
 }
 
 impl ExpertLayers {
     /// Whether a layer has experts.
     pub fn are_in(&self, layer: usize) -> bool {
         (layer + 1).is_multiple_of(self.decoder_sparse_step) && !self.mlp_only_layers.contains(&layer)
+    }
+
+    /// Whether so many ranks can have equal shares.
+    fn can_share(&self, tp_size: usize) -> bool {
+        let shared = if self.is_parallel { self.num_experts } else { self.moe_intermediate_size };
+        shared.is_multiple_of(tp_size)
     }
 }
 
@@ -117,6 +144,22 @@ impl ModelSpec {
         }
     }
 
+    /// With whole experts on each rank of an engine, if that is asked for.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `enable_expert_parallel` where there are no experts.
+    pub fn with_expert_parallel(mut self, is_parallel: bool) -> Result<Self> {
+        match &mut self.experts {
+            Some(experts) => experts.is_parallel = is_parallel,
+            None if is_parallel => {
+                let expected = "false, or a model with experts: this one's config.json describes none";
+                return Err(Error::invalid_value("enable_expert_parallel", true, expected));
+            }
+            None => {}
+        }
+        Ok(self)
+    }
+
     /// The number of layers with experts before each layer.
     pub fn places_among_expert_layers(&self) -> Vec<i64> {
         let experts = self.experts.as_ref();
@@ -142,18 +185,27 @@ impl ModelSpec {
     /// The description of a layer's block.
     pub fn block(&self, layer: usize) -> BlockSpec {
         let hidden = self.hidden_size;
-        let attention = AttentionSpec {
+        let attention = || AttentionSpec {
             hidden,
             num_heads: self.num_heads,
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
             qkv_bias: self.qkv_bias,
             qk_norm: self.qk_norm,
+            output_gate: self.output_gate,
+        };
+        let mixer = match &self.delta_net {
+            Some(delta_net) if !delta_net.full_attention.contains(&layer) => {
+                Mixer::DeltaNet(DeltaNetSpec { hidden, heads: delta_net.heads })
+            }
+            _ => Mixer::Attention(attention()),
         };
         let mlp = match &self.experts {
             Some(experts) if experts.are_in(layer) => Mlp::Experts(ExpertsSpec {
                 expert: DenseSpec { hidden, intermediate: experts.moe_intermediate_size },
                 num_experts: experts.num_experts,
+                own: experts.num_experts,
+                is_parallel: experts.is_parallel,
                 router: RouterOptions {
                     num_experts_per_tok: experts.num_experts_per_tok,
                     norm_topk_prob: experts.norm_topk_prob,
@@ -161,25 +213,38 @@ impl ModelSpec {
             }),
             _ => Mlp::Dense(DenseSpec { hidden, intermediate: self.intermediate_size }),
         };
-        BlockSpec { hidden, mixer: Mixer::Attention(attention), mlp, norms: self.norms }
+        BlockSpec { hidden, mixer, mlp, norms: self.norms }
     }
 
-    /// Its rotary frequencies.
+    /// Rotary frequencies of the model.
     pub fn rope(&self) -> Rope {
-        Rope::new(self.head_dim, self.rope_theta, self.rope_scaling.as_ref())
+        Rope::new(self.rotary_dim(), self.rope_theta, self.rope_scaling.as_ref())
+    }
+
+    /// Columns of a head that are turned.
+    pub fn rotary_dim(&self) -> usize {
+        (self.head_dim as f64 * self.partial_rotary_factor) as usize
+    }
+
+    /// How norms of the residual stream and of heads scale.
+    pub fn norm(&self) -> NormOptions {
+        NormOptions { eps: self.rms_norm_eps, zero_centred: self.zero_centred_norms }
+    }
+
+    /// Layers with attention, in order.
+    pub fn attention_layers(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.num_layers).filter(|&layer| matches!(self.block(layer).mixer, Mixer::Attention(_)))
     }
 
     /// Floating-point operations of training for every pair of a query and a key that it sees, in all layers: a forward and twice
     /// that for the gradients.
     pub fn training_flop_per_pair(&self) -> usize {
-        let Mixer::Attention(attention) = self.block(0).mixer;
-        3 * self.num_layers * attention.flop_per_pair()
+        (0..self.num_layers).map(|layer| 3 * self.block(layer).mixer.flop_per_pair()).sum()
     }
 
     /// Elements that the cache has of a token in all layers, on one rank of a tensor-parallel group.
     pub fn cached_elements(&self, tp_size: usize) -> usize {
-        let Mixer::Attention(attention) = self.block(0).tp_slice(tp_size).mixer;
-        self.num_layers * attention.cached_elements()
+        (0..self.num_layers).map(|layer| self.block(layer).tp_slice(tp_size).mixer.cached_elements()).sum()
     }
 
     /// Query heads that share one key and value head.
@@ -216,7 +281,15 @@ impl ModelSpec {
         let (heads, kv_heads) = (self.num_heads, self.num_kv_heads);
         let mlp = match &self.experts {
             None => format!("intermediate size {}", self.intermediate_size),
+            Some(experts) if experts.is_parallel => format!("{} experts", experts.num_experts),
             Some(experts) => format!("experts of intermediate size {}", experts.moe_intermediate_size),
+        };
+        let mlp = match &self.delta_net {
+            None => mlp,
+            Some(DeltaLayers { heads, .. }) => {
+                let (keys, values) = (heads.num_key_heads, heads.num_value_heads);
+                format!("{mlp}, {keys} key heads and {values} value heads of gated delta nets")
+            }
         };
         let expected = format!(
             "one of {} (the model has {heads} query heads, {kv_heads} key/value heads, {mlp})",
@@ -228,8 +301,13 @@ impl ModelSpec {
     /// Whether the kernels of a GPU serve this shape with weights of `kind`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
+    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets.
     pub fn validate_gpu(&self, kind: Kind, folder: &Path) -> Result<()> {
+        if self.delta_net.is_some() {
+            let message = "a model with gated delta nets (layer_types with linear_attention) is not served on a GPU yet: expected \
+                           full_attention in all layers; device=cpu trains it and samples from it";
+            return Err(Error::bad_file(folder.join("config.json"), message));
+        }
         let sizes = DecoderSizes { head_dim: self.head_dim, hidden_size: self.hidden_size };
         let Some(Unserved { name, got, served }) = unserved(sizes, kind) else { return Ok(()) };
         let message = format!(
@@ -239,16 +317,38 @@ impl ModelSpec {
         Err(Error::bad_file(folder.join("config.json"), message))
     }
 
-    /// Whether the engine serves this model on a GPU.
+    /// Whether the engine's kernels serve this model's experts on a GPU, each divided among `tp_size` ranks.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the `config.json` of a model with experts.
-    pub fn validate_gpu_engine(&self, folder: &Path) -> Result<()> {
-        if self.num_expert_layers() == 0 {
+    /// [`Error::BadFile`] for the model's `config.json`, with the numbers that are served.
+    pub fn validate_gpu_engine(&self, kind: Kind, tp_size: usize, folder: &Path) -> Result<()> {
+        let Some(experts) = self.experts.as_ref().filter(|_| self.num_expert_layers() > 0) else { return Ok(()) };
+        let ExpertLayers { num_experts, num_experts_per_tok, moe_intermediate_size, .. } = experts;
+        let tp_size = if experts.is_parallel { 1 } else { tp_size };
+        let (columns, unit) = (moe_intermediate_size / tp_size, if kind == Kind::BFloat16 { 8 } else { 1 });
+        let unserved = [
+            ("num_experts", *num_experts, num_experts <= &MOST_EXPERTS, format!("at most {MOST_EXPERTS}")),
+            (
+                "num_experts_per_tok",
+                *num_experts_per_tok,
+                num_experts_per_tok <= &MOST_EXPERTS_PER_TOKEN,
+                format!("at most {MOST_EXPERTS_PER_TOKEN}"),
+            ),
+            ("hidden_size", self.hidden_size, self.hidden_size.is_multiple_of(8), "a multiple of 8".to_owned()),
+            (
+                "moe_intermediate_size",
+                *moe_intermediate_size,
+                columns.is_multiple_of(unit),
+                format!("a multiple of {} (tensor_parallel_size {tp_size} x {unit})", tp_size * unit),
+            ),
+        ];
+        let Some((name, got, _, served)) = unserved.into_iter().find(|(_, _, is_served, _)| !is_served) else {
             return Ok(());
-        }
-        let message = "a model with experts cannot be sampled from on a GPU yet: expected one without num_experts; device=cpu \
-                       samples from it, and sft trains it on GPUs, too";
+        };
+        let message = format!(
+            "{name} = {got} is not served by the engine on a GPU with weights of {kind:?}: expected {served}; device=cpu samples \
+             from any model with experts"
+        );
         Err(Error::bad_file(folder.join("config.json"), message))
     }
 
@@ -256,7 +356,8 @@ impl ModelSpec {
         tp_size > 0
             && self.num_heads.is_multiple_of(tp_size)
             && self.intermediate_size.is_multiple_of(tp_size)
-            && self.experts.as_ref().is_none_or(|experts| experts.moe_intermediate_size.is_multiple_of(tp_size))
+            && self.experts.as_ref().is_none_or(|experts| experts.can_share(tp_size))
+            && self.delta_net.as_ref().is_none_or(|delta_net| delta_net.heads.num_key_heads.is_multiple_of(tp_size))
             && (self.num_kv_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(self.num_kv_heads))
     }
 }

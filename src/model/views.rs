@@ -1,5 +1,5 @@
 //! Tensors over the flat storage of the embedding and of the head. Nothing here copies: writing to a view writes to the flat tensor.
-//! The same structs serve weights and gradients.
+//! Weights and gradients share these structs.
 
 use tch::Tensor;
 
@@ -57,7 +57,7 @@ mod tests {
     /// Weight and bias rows [query heads, 2 + ..] of a slice: all q, then k and v of each group.
     fn rows(slice: &Linear, spec: &ModelSpec, kv_heads: i64) -> [Tensor; 3] {
         let hd = spec.head_dim as i64;
-        let joined = |Piece { weight, bias }: &Piece| {
+        let joined = |Piece { weight, bias, .. }: &Piece| {
             Tensor::cat(&[weight, &bias.as_ref().unwrap().unsqueeze(1)], 1).view([-1, hd, weight.size()[1] + 1])
         };
         match &slice.pieces[..] {

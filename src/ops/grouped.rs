@@ -5,6 +5,8 @@
 //!
 //! R rows, E matrices [N, K].
 
+use std::ops::Range;
+
 use tch::{Device, Kind, Tensor};
 
 use super::swiglu::{GateUp, halves};
@@ -30,27 +32,34 @@ pub struct Dispatch {
 enum Groups {
     /// The first row behind each group, on the device.
     Ends(Tensor), // [E] int32
-    /// How many rows each group has.
-    Sizes(Vec<i64>), // [E]
+    /// How many rows each group has, and how many are before the first: rows that have no matrix here give zeros.
+    Sizes { before: i64, sizes: Vec<i64> }, // [own]
 }
 
 impl Dispatch {
-    /// Sorts the choices of all tokens by expert, those of one expert by token, for products of `kind`.
+    /// Sorts the choices of all tokens by expert, those of one expert by token, for products of `kind` with the matrices of `own` experts.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
-    pub fn new(experts: &Tensor /* [T, K] int64 */, num_experts: usize, kind: Kind) -> Result<Self> {
+    pub fn new(
+        experts: &Tensor, // [T, K] int64
+        (num_experts, own): (usize, Range<usize>),
+        kind: Kind,
+    ) -> Result<Self> {
         let [_, k] = experts.size()[..] else { panic!("experts [T, K]") };
-        let (sorted, choices) = experts.f_reshape([-1])?.f_sort_stable(true, 0, false)?;
-        let rows = choices.f_argsort(0, false)?.f_view(experts.size().as_slice())?;
+        let flat = experts.f_reshape([-1])?;
+        let (sorted, choices) = timed("choices sorted", OpCost::default, || flat.f_sort_stable(true, 0, false))?;
+        let rows = timed("choices sorted", OpCost::default, || choices.f_argsort(0, false))?;
+        let rows = rows.f_view(experts.size().as_slice())?;
         let expert_ids = torch::arange(num_experts as i64, experts.device())?;
         let ends = expert_ids.f_searchsorted(&sorted, true, true, "right", None::<&Tensor>)?;
-        let groups = match has_kernel(kind, experts.device()) {
+        let groups = match has_kernel(kind, experts.device()) && own.len() == num_experts {
             true => Groups::Ends(ends),
             false => {
                 let ends = torch::i64_vec(&ends.f_to_kind(Kind::Int64)?)?;
-                let starts = std::iter::once(0).chain(ends.iter().copied());
-                Groups::Sizes(ends.iter().zip(starts).map(|(end, start)| end - start).collect())
+                let starts = [&[0], &ends[..]].concat();
+                let sizes = own.clone().map(|expert| ends[expert] - starts[expert]).collect();
+                Groups::Sizes { before: starts[own.start], sizes }
             }
         };
         Ok(Self { tokens: choices.f_floor_divide(&torch::scalar(k))?, choices, rows, groups })
@@ -61,7 +70,9 @@ impl Dispatch {
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn scatter(&self, x: &Tensor /* [T, N] */) -> Result<Tensor> {
-        Ok(x.f_index_select(0, &self.tokens)?)
+        let bytes = (self.tokens.size()[0] * x.size()[1]) as f64 * 2.0 * x.kind().elt_size_in_bytes() as f64;
+        let work = || OpCost { bytes, flop: 0.0 };
+        Ok(timed("rows of experts", work, || x.f_index_select(0, &self.tokens))?)
     }
 
     /// Each row's own of what choices have. [R, 1]
@@ -89,6 +100,11 @@ impl Dispatch {
         rows: &Tensor,            // [R, N]
         weights: Option<&Tensor>, // [T, K]
     ) -> Result<Tensor> {
+        if kernels::serve(rows) {
+            let bytes = (rows.numel() * rows.kind().elt_size_in_bytes()) as f64;
+            let work = || OpCost { bytes, flop: 0.0 };
+            return timed("sum of experts", work, || kernels::experts_gather(rows, &self.rows, weights));
+        }
         let part = |choice: i64| -> Result<Tensor> {
             let part = rows.f_index_select(0, &self.rows.f_select(1, choice)?)?;
             let part = part.f_to_kind(torch::accumulation_kind(rows.kind()))?;
@@ -142,10 +158,15 @@ impl Dispatch {
             Groups::Ends(ends) => {
                 let run = || dy.tr().f_internal_grouped_mm(x, Some(ends), None, None);
                 let work = || OpCost::product(dy.size()[1], x.size()[1], x.size()[0]);
-                let _ = dw.f_add_(&timed("grouped product, gradient of its weight", work, run)?)?;
+                let gradient = timed("grouped product, gradient of its weight", work, run)?;
+                let bytes = (gradient.numel()
+                    * (2 * dw.kind().elt_size_in_bytes() + gradient.kind().elt_size_in_bytes()))
+                    as f64;
+                let work = || OpCost { bytes, flop: 0.0 };
+                let _ = timed("gradients of experts added", work, || dw.f_add_(&gradient))?;
                 Ok(())
             }
-            Groups::Sizes(sizes) => each(sizes, |expert, start, size| {
+            Groups::Sizes { before, sizes } => each(*before, sizes, |expert, start, size| {
                 let rows = |t: &Tensor| t.f_narrow(0, start, size);
                 linear::accumulate_weight(&rows(dy)?, &rows(x)?, &mut dw.f_select(0, expert)?)
             }),
@@ -214,9 +235,11 @@ impl Dispatch {
                 let work = || OpCost::product(a.size()[0], b.size()[2], a.size()[1]);
                 Ok(timed("grouped product", work, || a.f_internal_grouped_mm(b, Some(ends), None, None))?)
             }
-            Groups::Sizes(sizes) => {
-                let y = Tensor::f_empty([a.size()[0], b.size()[2]], (a.kind(), a.device()))?;
-                each(sizes, |expert, start, size| {
+            Groups::Sizes { before, sizes } => {
+                let is_partial = sizes.iter().sum::<i64>() < a.size()[0];
+                let make = if is_partial { Tensor::f_zeros } else { Tensor::f_empty };
+                let y = make([a.size()[0], b.size()[2]], (a.kind(), a.device()))?;
+                each(*before, sizes, |expert, start, size| {
                     let rows = |t: &Tensor| t.f_narrow(0, start, size);
                     linear::backward_input_into(&rows(a)?, &b.f_select(0, expert)?, &rows(&y)?)
                 })?;
@@ -227,8 +250,8 @@ impl Dispatch {
 }
 
 /// Calls `f` with every matrix that has rows, its first row and how many it has.
-fn each(sizes: &[i64], mut f: impl FnMut(i64, i64, i64) -> Result<()>) -> Result<()> {
-    let mut start = 0;
+fn each(before: i64, sizes: &[i64], mut f: impl FnMut(i64, i64, i64) -> Result<()>) -> Result<()> {
+    let mut start = before;
     for (expert, &size) in sizes.iter().enumerate().filter(|(_, size)| **size > 0) {
         f(expert as i64, start, size)?;
         start += size;
@@ -260,7 +283,7 @@ mod tests {
         let grads = Tensor::run_backward(&[(&expected * &dy).sum(None)], &[&x, &w], false, false);
 
         let (x, w) = (x.detach(), w.detach());
-        let dispatch = Dispatch::new(&experts, 4, Kind::Double).unwrap();
+        let dispatch = Dispatch::new(&experts, (4, 0..4), Kind::Double).unwrap();
         let rows = dispatch.scatter(&x).unwrap();
         let products = dispatch.forward(&rows, &w).unwrap();
         assert_close(&dispatch.gather(&products, Some(&weights)).unwrap(), &expected);

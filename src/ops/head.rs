@@ -6,7 +6,27 @@ use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::ops::{linear, try_map};
 use crate::torch::{accumulation_kind, scalar};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
+
+/// Tokens that are scored in each row beside its target.
+#[derive(Debug, Clone, Copy)]
+pub enum TopTokens<'a> {
+    /// None.
+    Nothing,
+    /// This many, the most probable ones, the most probable first.
+    MostProbable(usize),
+    /// These ids, each at most once in a row. `[C, K]` i64
+    At(&'a Tensor),
+}
+
+/// Log-probabilities of several tokens of each row.
+#[derive(Debug)]
+pub struct TopScores {
+    /// The tokens. `[C, K]` i64
+    pub ids: Tensor,
+    /// Log-probabilities of `ids` in nats at the temperature. `[C, K]`, accumulation kind
+    pub logprobs: Tensor,
+}
 
 /// Results of [`forward`].
 #[derive(Debug)]
@@ -15,6 +35,8 @@ pub struct HeadOutput {
     pub logprobs: Tensor,
     /// Entropy of each distribution in nats at the temperature. `[C]`, accumulation kind
     pub entropy: Tensor,
+    /// The other tokens, where some were asked for.
+    pub top: Option<TopScores>,
     /// For the backward.
     pub saved: HeadSaved,
 }
@@ -28,7 +50,8 @@ pub struct HeadSaved {
     chunk_tokens: i64,
 }
 
-/// log softmax(hidden weight^T / temperature) at the targets, and its entropy. `keep` says whether a backward will follow.
+/// log softmax(hidden weight^T / temperature) at the targets and at the `top` tokens, and its entropy. `keep` says whether a backward
+/// will follow.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`]; those of the kernel.
@@ -37,6 +60,7 @@ pub fn forward(
     weight: &Tensor,  // [V, D]
     targets: &Tensor, // [C] i64
     temperature: f64,
+    top: TopTokens<'_>,
     chunk_tokens: usize,
     keep: bool,
 ) -> Result<HeadOutput> {
@@ -44,7 +68,7 @@ pub fn forward(
     let chunk_tokens = (chunk_tokens as i64).max(1);
     let options = (accumulation_kind(hidden.kind()), hidden.device());
     let [logprobs, entropy, lse] = try_map([(); 3], |()| Ok(Tensor::f_empty([count], options)?))?;
-    let mut kept = None;
+    let (mut kept, mut top_parts) = (None, TopParts::new(top, weight.size()[0], options)?);
     for (start, len) in chunks(count, chunk_tokens) {
         let rows = |t: &Tensor| t.narrow(0, start, len);
         let mut chunk = linear::forward_wide(&rows(hidden), weight)?; // [c, V]
@@ -52,23 +76,75 @@ pub fn forward(
             let outputs = [&rows(&logprobs), &rows(&entropy), &rows(&lse)];
             let run = || kernels::head_forward(&chunk, &rows(targets), temperature, outputs);
             timed("head", || OpCost::pass(&[&chunk]), run)?;
+            let norm = rows(&lse).unsqueeze(1);
+            let normalized = |logits: Tensor| Ok(logits.f_mul_scalar(1.0 / temperature)?.f_sub(&norm)?);
+            top_parts.add(top, &chunk, (start, len), &normalized)?;
         } else {
             chunk = log_softmax(chunk, temperature)?;
             rows(&logprobs).f_copy_(&chunk.f_gather(1, &rows(targets).unsqueeze(1), false)?.squeeze_dim(1))?;
             let terms = chunk.f_exp()?.f_mul_(&chunk)?;
             rows(&entropy).f_copy_(&terms.f_sum_dim_intlist(1, false, None)?.f_neg()?)?;
+            top_parts.add(top, &chunk, (start, len), &Ok)?;
         }
         kept = (keep && len == count).then_some(chunk);
     }
     let saved = HeadSaved { logits: kept, lse, entropy: entropy.shallow_clone(), chunk_tokens };
-    Ok(HeadOutput { logprobs, entropy, saved })
+    Ok(HeadOutput { logprobs, entropy, top: top_parts.join(top)?, saved })
+}
+
+/// [`TopScores`] of the chunks so far.
+struct TopParts {
+    ids: Vec<Tensor>,
+    logprobs: Vec<Tensor>,
+}
+
+impl TopParts {
+    /// An empty part of the right shape.
+    fn new(top: TopTokens<'_>, vocab_size: i64, (kind, device): (Kind, Device)) -> Result<Self> {
+        let count = match top {
+            TopTokens::Nothing => return Ok(Self { ids: Vec::new(), logprobs: Vec::new() }),
+            TopTokens::MostProbable(count) => (count as i64).min(vocab_size),
+            TopTokens::At(ids) => ids.size()[1],
+        };
+        let ids = vec![Tensor::f_empty([0, count], (Kind::Int64, device))?];
+        Ok(Self { ids, logprobs: vec![Tensor::f_empty([0, count], (kind, device))?] })
+    }
+
+    /// Takes the tokens of one chunk from its values `[c, V]`, of which `normalized` makes log-probabilities.
+    fn add(
+        &mut self,
+        top: TopTokens<'_>,
+        values: &Tensor,
+        (start, len): (i64, i64),
+        normalized: &dyn Fn(Tensor) -> Result<Tensor>,
+    ) -> Result<()> {
+        let (chosen, ids) = match top {
+            TopTokens::Nothing => return Ok(()),
+            TopTokens::MostProbable(_) => values.f_topk(self.ids[0].size()[1], 1, true, true)?,
+            TopTokens::At(ids) => {
+                let ids = ids.narrow(0, start, len);
+                (values.f_gather(1, &ids, false)?, ids)
+            }
+        };
+        self.logprobs.push(normalized(chosen)?);
+        self.ids.push(ids);
+        Ok(())
+    }
+
+    fn join(self, top: TopTokens<'_>) -> Result<Option<TopScores>> {
+        Ok(match top {
+            TopTokens::Nothing => None,
+            _ => Some(TopScores { ids: Tensor::f_cat(&self.ids, 0)?, logprobs: Tensor::f_cat(&self.logprobs, 0)? }),
+        })
+    }
 }
 
 /// d_hidden, and d_weight added in place unless the weight is frozen, from the gradients of the log-probabilities and, where
-/// given, the entropies: d_logits = (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
+/// given, the entropies and the `top` tokens, which are ids with the gradients of their log-probabilities:
+/// d_logits = (sum over tokens of dlogprob * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
 ///
 /// # Errors
-/// As [`forward`].
+/// The errors of [`forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     hidden: &Tensor,  // [C, D]
@@ -78,33 +154,56 @@ pub fn backward(
     saved: HeadSaved,
     dlogprobs: &Tensor,               // [C]
     dentropy: Option<&Tensor>,        // [C]
+    top: Option<(&Tensor, &Tensor)>,  // [C, K] i64, [C, K]
     mut dweight: Option<&mut Tensor>, // [V, D]
 ) -> Result<Tensor> {
     let (count, kind) = (hidden.size()[0], saved.entropy.kind());
     let d_hidden = hidden.f_empty_like()?;
     let (dlogprobs, dentropy) = (dlogprobs.f_to_kind(kind)?, dentropy.map(|d| d.f_to_kind(kind)).transpose()?);
+    let dtop = top.map(|(_, dtop)| dtop.f_to_kind(kind)).transpose()?; // [C, K]
+    // Of all tokens of a row together, for the part that is the same for each.
+    let sums = match &dtop {
+        Some(dtop) => dlogprobs.f_add(&dtop.f_sum_dim_intlist(1, false, None)?)?,
+        None => dlogprobs.shallow_clone(),
+    };
     let mut kept = saved.logits;
     for (start, len) in chunks(count, saved.chunk_tokens) {
         let rows = |t: &Tensor| t.narrow(0, start, len);
-        let [targets, lse, entropy, dlogprobs] = [targets, &saved.lse, &saved.entropy, &dlogprobs].map(rows);
+        let [targets, lse, entropy, sums, dlogprobs] =
+            [targets, &saved.lse, &saved.entropy, &sums, &dlogprobs].map(rows);
         let dentropy = dentropy.as_ref().map(rows);
+        // Where there are several tokens a row, none is a kernel's target: each adds its own part behind it.
+        let kernel_targets = if top.is_some() { targets.f_full_like(-1)? } else { targets.shallow_clone() };
         let of = HeadRows {
-            targets: &targets,
+            targets: &kernel_targets,
             lse: &lse,
             entropy: &entropy,
-            dlogprobs: &dlogprobs,
+            dlogprobs: &sums,
             dentropy: dentropy.as_ref(),
+        };
+        let at_targets = || -> Result<(Tensor, Tensor)> {
+            Ok((targets.unsqueeze(1), dlogprobs.unsqueeze(1).f_div(&scalar(temperature))?))
         };
         let logits = || linear::forward_wide(&rows(hidden), weight);
         let d_logits = if kernels::serve(hidden) {
             let chunk = kept.take().map_or_else(logits, Ok)?;
             let bytes = 1.5 * OpCost::pass(&[&chunk]).bytes;
             let run = || kernels::head_backward(chunk, temperature, &of, weight.kind());
-            timed("head, backward", || OpCost { bytes, flop: 0.0 }, run)?
+            let d_logits = timed("head, backward", || OpCost { bytes, flop: 0.0 }, run)?;
+            if top.is_some() {
+                let (ids, own) = at_targets()?;
+                add_at(&d_logits, &ids, &own)?;
+            }
+            d_logits
         } else {
             let chunk = kept.take().map_or_else(|| log_softmax(logits()?, temperature), Ok)?;
-            d_logits(chunk, temperature, &of)?.f_to_kind(weight.kind())?
+            let (ids, own) = at_targets()?;
+            d_logits(chunk, temperature, &of)?.f_scatter_add_(1, &ids, &own)?
         };
+        if let (Some((ids, _)), Some(dtop)) = (top, &dtop) {
+            add_at(&d_logits, &rows(ids), &rows(dtop).f_div(&scalar(temperature))?)?;
+        }
+        let d_logits = d_logits.f_to_kind(weight.kind())?;
         linear::backward_input_into(&d_logits, weight, &rows(&d_hidden))?;
         if let Some(dweight) = &mut dweight {
             linear::accumulate_weight(&d_logits, &rows(hidden), dweight)?;
@@ -121,18 +220,25 @@ fn log_softmax(mut logits: Tensor /* [c, V] */, temperature: f64) -> Result<Tens
     Ok(logits.f_log_softmax(-1, None::<Kind>)?) // [c, V]
 }
 
-/// The gradient of the logits, in the memory of their log-softmax.
+/// Adds `values` [c, K] to `d_logits` [c, V] at `ids` [c, K], each at most once in a row, so that nothing is added twice at once.
+fn add_at(d_logits: &Tensor, ids: &Tensor, values: &Tensor) -> Result<()> {
+    let sums = d_logits.f_gather(1, ids, false)?.f_to_kind(values.kind())?.f_add(values)?;
+    let _ = d_logits.shallow_clone().f_scatter_(1, ids, &sums.f_to_kind(d_logits.kind())?)?;
+    Ok(())
+}
+
+/// The part of the logits' gradient that every token of a row adds to all of its logits, and the entropy's, in the memory of their
+/// log-softmax.
 fn d_logits(mut log_p: Tensor /* [c, V] */, temperature: f64, of: &HeadRows<'_>) -> Result<Tensor> {
     let scale = of.dlogprobs.unsqueeze(1).f_div(&scalar(temperature))?; // [c, 1]
-    let mut d_logits = match of.dentropy {
+    Ok(match of.dentropy {
         None => log_p.f_exp_()?.f_mul_(&scale.f_neg()?)?,
         Some(dentropy) => {
             let slope = dentropy.unsqueeze(1).f_div(&scalar(-temperature))?; // [c, 1]
             let shift = of.entropy.unsqueeze(1).f_mul(&slope)?.f_sub(&scale)?;
             log_p.f_mul(&slope)?.f_add_(&shift)?.f_mul_(&log_p.f_exp()?)?
         }
-    };
-    Ok(d_logits.f_scatter_add_(1, &of.targets.unsqueeze(1), &scale)?)
+    })
 }
 
 /// (start, length) of each chunk; one empty chunk never.
@@ -166,7 +272,7 @@ mod tests {
             let grads = Tensor::run_backward(&[scalar], &[&hidden, &weight], true, false);
             for (chunk, keep) in [(100, true), (7, false), (3, true), (1, false)] {
                 let (hidden, weight) = (hidden.detach(), weight.detach());
-                let out = forward(&hidden, &weight, &targets, TEMPERATURE, chunk, keep).unwrap();
+                let out = forward(&hidden, &weight, &targets, TEMPERATURE, TopTokens::Nothing, chunk, keep).unwrap();
                 assert_close(&out.logprobs, &logprobs);
                 assert_close(&out.entropy, &entropy);
                 let mut dweight = rand(&[9, 4]);
@@ -179,6 +285,7 @@ mod tests {
                     out.saved,
                     &d_logprobs,
                     dentropy,
+                    None,
                     Some(&mut dweight),
                 )
                 .unwrap();
@@ -188,14 +295,58 @@ mod tests {
         }
     }
 
+    /// Two or three tokens a row beside the target, which may be one of them.
+    #[test]
+    fn several_tokens_of_a_row_match_autograd() {
+        let (hidden, weight) = (leaf(&rand(&[7, 4])), leaf(&rand(&[9, 4])));
+        let targets = Tensor::from_slice(&[0i64, 8, 3, 3, 1, 0, 5]);
+        let log_p = (hidden.matmul(&weight.transpose(0, 1)) / TEMPERATURE).log_softmax(-1, None::<Kind>);
+        let (expected, ids) = log_p.topk(3, 1, true, true);
+        let given = ids.narrow(1, 1, 2).contiguous();
+        let (d_logprobs, d_entropy, d_top) = (rand(&[7]), rand(&[7]), rand(&[7, 2]));
+        let (logprobs, entropy) = reference(&hidden, &weight, &targets);
+        let scalar = (&logprobs * &d_logprobs).sum(None)
+            + (&entropy * &d_entropy).sum(None)
+            + (log_p.gather(1, &given, false) * &d_top).sum(None);
+        let grads = Tensor::run_backward(&[scalar], &[&hidden, &weight], true, false);
+        for (chunk, keep) in [(100, true), (3, true), (1, false)] {
+            let (hidden, weight) = (hidden.detach(), weight.detach());
+            let score = |top| forward(&hidden, &weight, &targets, TEMPERATURE, top, chunk, keep).unwrap();
+            let most = score(TopTokens::MostProbable(3)).top.unwrap();
+            assert!(most.ids.equal(&ids));
+            assert_close(&most.logprobs, &expected);
+            let HeadOutput { top, saved, .. } = score(TopTokens::At(&given));
+            assert_close(&top.unwrap().logprobs, &expected.narrow(1, 1, 2));
+            let mut dweight = rand(&[9, 4]);
+            let before = dweight.copy();
+            let top = Some((&given, &d_top));
+            let d = backward(
+                &hidden,
+                &weight,
+                &targets,
+                TEMPERATURE,
+                saved,
+                &d_logprobs,
+                Some(&d_entropy),
+                top,
+                Some(&mut dweight),
+            )
+            .unwrap();
+            assert_close(&d, &grads[0]);
+            assert_close(&dweight, &(before + &grads[1]));
+        }
+    }
+
     #[test]
     fn no_scored_tokens() {
         let (hidden, weight, targets) =
             (rand(&[0, 4]), rand(&[9, 4]), Tensor::zeros([0], (Kind::Int64, tch::Device::Cpu)));
-        let out = forward(&hidden, &weight, &targets, 1.0, 8, true).unwrap();
+        let out = forward(&hidden, &weight, &targets, 1.0, TopTokens::MostProbable(2), 8, true).unwrap();
         let mut dweight = rand(&[9, 4]);
         let before = dweight.copy();
-        let d = backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, Some(&mut dweight)).unwrap();
+        let top = out.top.as_ref().map(|top| (&top.ids, &top.logprobs));
+        let d =
+            backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, top, Some(&mut dweight)).unwrap();
         assert_eq!(d.size(), [0, 4]);
         assert!(dweight.equal(&before));
     }
@@ -203,7 +354,7 @@ mod tests {
     #[test]
     fn statistics_of_bfloat16_are_float() {
         let hidden = rand(&[2, 4]).to_kind(Kind::BFloat16);
-        let out = forward(&hidden, &hidden, &Tensor::from_slice(&[0i64, 1]), 1.0, 8, true).unwrap();
+        let out = forward(&hidden, &hidden, &Tensor::from_slice(&[0i64, 1]), 1.0, TopTokens::Nothing, 8, true).unwrap();
         assert_eq!(out.logprobs.kind(), Kind::Float);
         let mut dweight = Tensor::zeros([2, 4], (Kind::Float, tch::Device::Cpu));
         let d = backward(
@@ -213,6 +364,7 @@ mod tests {
             1.0,
             out.saved,
             &out.logprobs,
+            None,
             None,
             Some(&mut dweight),
         )

@@ -53,7 +53,9 @@ pub fn forward(
         };
         let (q, k) = match norms {
             Some(HeadNormWeights { q: q_weight, k: k_weight, eps }) => {
-                (rms_norm::forward(&q, q_weight, eps)?.0, rms_norm::forward(&k, k_weight, eps)?.0)
+                let norm =
+                    |x: &Tensor, weight| Ok::<_, Error>(rms_norm::forward(x, weight, eps)?.0.f_to_kind(qkv.kind())?);
+                (norm(&q, q_weight)?, norm(&k, k_weight)?)
             }
             None => (q, k),
         };
@@ -66,7 +68,7 @@ pub fn forward(
 /// The gradient of the projection [T, (H + 2 Hkv) hd]; those of its bias and of the norms' weights are added in place.
 ///
 /// # Errors
-/// As [`forward`], and for gradients that do not fit.
+/// The errors of [`forward`], and for gradients that do not fit.
 pub fn backward(
     [dq, dk, dv]: [&Tensor; 3], // [T, H, hd], [T, Hkv, hd] twice
     heads: &Heads,

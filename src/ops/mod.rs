@@ -14,9 +14,11 @@
 pub mod adamw;
 pub mod adamw8bit;
 pub mod attention;
+pub mod delta_net;
 pub mod dropout;
 pub mod dynamic_map;
 pub mod embedding;
+pub mod fp8;
 pub mod grouped;
 pub mod head;
 pub mod heads;

@@ -102,7 +102,7 @@ impl Nf4 {
     /// Writes the matrix that the codes stand for to `y`, rounded once to its kind.
     ///
     /// # Errors
-    /// Those of the kernel; [`Error::OutOfMemory`] on a CPU.
+    /// The errors of the kernel; [`Error::OutOfMemory`] on a CPU.
     pub fn dequantize(&self, y: &mut Tensor /* [groups, rows of a group, K], strided by rows */) -> Result<()> {
         if y.device().is_cuda() {
             let Self { codes, scales, maxima, offset, levels } = self;

@@ -65,7 +65,10 @@ fn operations_without_room_for_their_results_return_an_error() {
     of("embedding::forward", Box::new(|| embedding::forward(&ids, &few).map(drop)));
     of("embedding::forward_shard", Box::new(|| embedding::forward_shard(&ids, &few, 0).map(drop)));
     of("embedding::accumulate", Box::new(|| embedding::accumulate(&half, &ids, &mut few.copy())));
-    of("head::forward", Box::new(|| head::forward(&x, &few, &ids, 1.0, 8, true).map(drop)));
+    of(
+        "head::forward",
+        Box::new(|| head::forward(&x, &few, &ids, 1.0, head::TopTokens::MostProbable(2), 8, true).map(drop)),
+    );
     of("attention::kv_rows", Box::new(|| attention::kv_rows(&ids, 16, 2).map(drop)));
     of("try_map", Box::new(|| try_map([&x, &x], |x| Ok(x.f_neg()?)).map(drop)));
     assert!(norm::sums_of_squares(&[vector]).is_ok());

@@ -9,7 +9,7 @@ use crate::error::Result;
 /// bfloat16 are read once, by one kernel a tensor, and added in a fixed order.
 ///
 /// # Errors
-/// Those of the kernel.
+/// The errors of the kernel.
 pub fn sums_of_squares(tensors: &[Tensor]) -> Result<Tensor /* [tensors] f64 */> {
     let fused = |x: &Tensor| x.device().is_cuda() && matches!(x.kind(), Kind::Float | Kind::BFloat16);
     if !tensors.is_empty() && tensors.iter().all(fused) {

@@ -5,6 +5,57 @@ use crate::error::Result;
 use crate::torch::accumulation_kind;
 use tch::Tensor;
 
+/// A norm's numbers beside its weight.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NormOptions {
+    /// Added to the mean square.
+    pub eps: f64,
+    /// Rows are scaled by 1 + weight.
+    pub zero_centred: bool,
+}
+
+impl NormOptions {
+    /// Factors of the columns: `weight`, or 1 + weight in the accumulation kind. [D]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn scale(self, weight: &Tensor /* [D] */) -> Result<Tensor> {
+        match self.zero_centred {
+            false => Ok(weight.shallow_clone()),
+            true => Ok(weight.f_to_kind(accumulation_kind(weight.kind()))?.f_add_scalar(1.0)?),
+        }
+    }
+
+    /// Normalises as [`forward`] does.
+    ///
+    /// # Errors
+    /// The errors of [`forward`].
+    pub fn forward(
+        self,
+        x: &Tensor,      // [.., D]
+        weight: &Tensor, // [D]
+    ) -> Result<(Tensor, Tensor)> {
+        let (y, rstd) = forward(x, &self.scale(weight)?, self.eps)?;
+        Ok((y.f_to_kind(weight.kind())?, rstd))
+    }
+
+    /// Gradients as [`backward`] has them; that of 1 + weight is that of the weight.
+    ///
+    /// # Errors
+    /// The errors of [`forward`].
+    pub fn backward(
+        self,
+        dy: &Tensor,               // [.., D]
+        x: &Tensor,                // [.., D]
+        weight: &Tensor,           // [D]
+        rstd: &Tensor,             // [.., 1]
+        residual: Option<&Tensor>, // [.., D]
+        dweight: &mut Tensor,      // [D]
+    ) -> Result<Tensor> {
+        backward(dy, x, &self.scale(weight)?, rstd, residual, dweight)
+    }
+}
+
 /// Normalised `x`, of the weight's kind, and rstd for the backward.
 ///
 /// # Errors
@@ -33,7 +84,7 @@ pub fn forward(
 /// `residual` is the gradient that reaches x past the norm.
 ///
 /// # Errors
-/// As [`forward`].
+/// The errors of [`forward`].
 pub fn backward(
     dy: &Tensor,               // [.., D]
     x: &Tensor,                // [.., D]

@@ -178,6 +178,12 @@ impl RopeRows {
         (&self.cos, &self.sin)
     }
 
+    /// Columns of heads that are turned, and those behind them; `None` where all are.
+    fn parts(&self, x: &Tensor /* [.., hd] */) -> Option<(Tensor, Tensor)> {
+        let (turned, all) = (self.cos.size()[2], x.size()[x.dim() - 1]);
+        (turned < all).then(|| (x.narrow(-1, 0, turned), x.narrow(-1, turned, all - turned)))
+    }
+
     /// (cos, sin) with as many dimensions as `x`: [T, 1 .., hd].
     fn like(&self, x: &Tensor) -> (Tensor, Tensor) {
         let mut shape = vec![1; x.dim()];
@@ -194,6 +200,9 @@ pub fn forward(
     x: &Tensor, // [T, .., hd]
     rows: &RopeRows,
 ) -> Result<Tensor> {
+    if let Some((turned, rest)) = rows.parts(x) {
+        return Ok(Tensor::f_cat(&[forward(&turned, rows)?, rest], -1)?);
+    }
     let half = rows.cos.size()[2] / 2;
     let (cos, sin) = rows.like(x);
     let y = x.f_mul(&cos)?;
@@ -210,6 +219,10 @@ pub fn backward_into(
     rows: &RopeRows,
     dx: &mut Tensor, // [T, .., hd]
 ) -> Result<()> {
+    if let (Some((turned, rest)), Some((mut d_turned, mut d_rest))) = (rows.parts(dy), rows.parts(dx)) {
+        d_rest.f_copy_(&rest)?;
+        return backward_into(&turned, rows, &mut d_turned);
+    }
     let half = rows.cos.size()[2] / 2;
     let (cos, sin) = rows.like(dy);
     let (first, second) = (sin.narrow(-1, 0, half), sin.narrow(-1, half, half));

@@ -112,7 +112,7 @@ static FAILURE: FirstFailure = FirstFailure::new();
 /// the inner one's.
 ///
 /// # Errors
-/// Those of `work`; [`Error::Injected`](crate::Error::Injected) and what else a fault is.
+/// The errors of `work`; [`Error::Injected`](crate::Error::Injected) and what else a fault is.
 pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _span = tracing::debug_span!("phase", name = phase.name(), step = step()).entered();
     let start = Instant::now();
@@ -128,7 +128,7 @@ pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
 /// Runs `work` as a part of the running phase: seen by watchers and an injection point, without a span and a timing.
 ///
 /// # Errors
-/// As [`scope`].
+/// The errors of [`scope`].
 pub fn part<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _left = page().enter(phase);
     FAILURE.watch(phase, || inject(phase).and_then(|()| work()))

@@ -24,7 +24,7 @@ impl Scratch {
     /// Makes an empty folder.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// The errors of the file system.
     pub fn new() -> io::Result<Self> {
         Self::new_in(&std::env::temp_dir())
     }
@@ -102,7 +102,7 @@ fn open_folder(path: &Path) -> io::Result<File> {
 /// Removes a folder with all that it holds, however deep and whatever its permissions; follows no link.
 ///
 /// # Errors
-/// Those of the file system.
+/// The errors of the file system.
 pub fn remove_tree(path: &Path) -> io::Result<()> {
     let root = open_folder(path)?;
     unlock(&root)?;

@@ -44,12 +44,19 @@ pub struct Watch {
     limits: HeartbeatLimits,
     /// Newest number of heartbeats of each rank, and since when.
     seen: Vec<(u64, Instant)>,
+    /// Whether ranks may wait for peers that are not watched here.
+    has_peers_elsewhere: bool,
 }
 
 impl Watch {
     /// Watches ranks that start `now`.
     pub fn new(num_ranks: usize, limits: HeartbeatLimits, now: Instant) -> Self {
-        Self { limits, seen: vec![(0, now); num_ranks] }
+        Self { limits, seen: vec![(0, now); num_ranks], has_peers_elsewhere: false }
+    }
+
+    /// Ranks that all wait may wait for a rank of another node, which is watched there.
+    pub fn with_peers_elsewhere(self) -> Self {
+        Self { has_peers_elsewhere: true, ..self }
     }
 
     /// Takes note of what every rank does (`None`: it has ended) and returns those that hang, the likeliest cause first: a
@@ -69,7 +76,7 @@ impl Watch {
                 stalls.push(Stall { rank, stood, limit, is_waiting: pulse.is_waiting() });
             }
         }
-        if stalls.len() < num_running && stalls.iter().all(|stall| stall.is_waiting) {
+        if (stalls.len() < num_running || self.has_peers_elsewhere) && stalls.iter().all(|stall| stall.is_waiting) {
             return Vec::new();
         }
         stalls.sort_by_key(|stall| (stall.is_waiting, std::cmp::Reverse(stall.stood)));
@@ -101,6 +108,9 @@ mod tests {
         assert_eq!(ranks(watch.look(&[waiting.clone(), working(2), None], at(23))), [1, 0], "it stands still");
         assert_eq!(ranks(watch.look(&[waiting.clone(), None, None], at(24))), [0], "nobody else is left");
         assert!(watch.look(&[None, pulse(2, Phase::Load, false), None], at(90)).is_empty(), "loading may take long");
-        assert_eq!(ranks(watch.look(&[waiting, pulse(2, Phase::Load, false), None], at(120))), [1, 0]);
+        assert_eq!(ranks(watch.look(&[waiting.clone(), pulse(2, Phase::Load, false), None], at(120))), [1, 0]);
+        let mut watch = watch.with_peers_elsewhere();
+        assert!(watch.look(&[waiting.clone(), waiting.clone(), None], at(200)).is_empty(), "for another node");
+        assert_eq!(ranks(watch.look(&[waiting, working(3), None], at(210))), [0; 0]);
     }
 }

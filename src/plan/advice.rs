@@ -6,7 +6,7 @@ use super::choices::choose;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, Config, GradientCheckpointing, Quantization};
 use crate::error::{Error, Result};
-use crate::rollout::kv_block_bytes;
+use crate::rollout::{cache_kind, kv_block_bytes};
 
 #[cfg(test)]
 mod tests;
@@ -188,7 +188,10 @@ impl Advice<'_> {
     fn shorter(&self, plan: &MemoryPlan, changes: &[KeySetting]) -> Option<usize> {
         let config = self.changed(changes)?;
         let (spec, tp) = (&self.input.table.spec, config.tensor_parallel_size);
-        plan.longest_that_fits(&config, kv_block_bytes(spec, tp, config.kv_block_size, self.input.kind))
+        plan.longest_that_fits(
+            &config,
+            kv_block_bytes(spec, tp, config.kv_block_size, cache_kind(config.kv_cache_dtype, self.input.kind)),
+        )
     }
 
     /// Beside `changes`, with which generation fits: caches that leave while training, more recomputation, then smaller

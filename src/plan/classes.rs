@@ -4,8 +4,10 @@ use tch::Device;
 
 use super::choices::Choices;
 use super::{ClassBytes, PlanInput, engine_options, human};
-use crate::config::{GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency};
-use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
+use crate::config::{
+    GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency, RolloutQuantization,
+};
+use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, fp8_weight_bytes, state_page_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
 /// Stands in a plan only where there is a reference model.
@@ -63,6 +65,15 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let mut classes = Vec::new();
     if input.engine_weight_bytes > 0 {
         classes.push(in_rollout("engine weights (gathered slices)", input.engine_weight_bytes));
+    }
+    if input.config.rollout_quantization == RolloutQuantization::Fp8 {
+        let bytes = fp8_weight_bytes(&input.table.spec, input.config.tensor_parallel_size);
+        classes.push(of_engine("engine weights in FP8", bytes, input));
+    }
+    let (spec, config) = (&input.table.spec, input.config);
+    let states = config.max_num_seqs * state_page_bytes(spec, config.tensor_parallel_size, input.kind);
+    if states > 0 {
+        classes.push(in_rollout("states of gated delta nets", states));
     }
     if input.room.swap_bytes.is_some() {
         let (spec, tp_size) = (&input.table.spec, input.config.tensor_parallel_size);

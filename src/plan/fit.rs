@@ -6,7 +6,7 @@ use super::classes::of_engine;
 use super::{MemoryPlan, PlanInput};
 use crate::config::Config;
 use crate::error::Error;
-use crate::rollout::kv_block_bytes;
+use crate::rollout::{cache_kind, kv_block_bytes};
 
 /// Share of a CPU's free memory that the KV cache takes at most where its size is left to the plan.
 const MAX_KV_SHARE: f64 = 0.5;
@@ -17,7 +17,12 @@ impl MemoryPlan {
     /// rest leaves; or what the configuration says.
     pub(super) fn size_kv_cache(&mut self, input: &PlanInput<'_>) -> Result<(), MemoryShortage> {
         let PlanInput { config, table, kind, .. } = *input;
-        let block_bytes = kv_block_bytes(&table.spec, config.tensor_parallel_size, config.kv_block_size, kind);
+        let block_bytes = kv_block_bytes(
+            &table.spec,
+            config.tensor_parallel_size,
+            config.kv_block_size,
+            cache_kind(config.kv_cache_dtype, kind),
+        );
         // A GPU is the run's alone, beside training with libtorch's cache; a CPU's memory is not, and its pages are taken for
         // good.
         let (available, taken, share) = match self.room.swap_bytes {

@@ -5,6 +5,7 @@ mod advice;
 mod choices;
 mod classes;
 mod fit;
+mod network;
 mod role;
 #[cfg(test)]
 mod tests;
@@ -15,6 +16,7 @@ use tch::{Device, Kind};
 
 use advice::MemoryShortage;
 use choices::Choices;
+pub use network::NetworkPlan;
 pub use role::Role;
 
 use crate::config::{BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay};
@@ -225,7 +227,12 @@ impl PlanInput<'_> {
     }
 
     fn micro_batch(&self, tokens: usize) -> MicroBatchShape {
-        MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts: self.config.share_prompts }
+        MicroBatchShape {
+            tokens,
+            scored_tokens: tokens,
+            shares_prompts: self.config.share_prompts,
+            num_top: self.config.distillation.num_top().unwrap_or(0),
+        }
     }
 
     /// The fullest moment of scoring and training in micro-batches of so many tokens, all of them scored.
@@ -260,6 +267,8 @@ pub(crate) fn engine_options(
         max_model_length,
         kind,
         residual: residual_kind(config.residual_dtype, kind),
+        quantization: config.rollout_quantization,
+        kv_cache_dtype: config.kv_cache_dtype,
         device,
         strict: config.strict,
         spread_lengths: None,

@@ -216,7 +216,8 @@ mod tests {
         token_ids: &[u32],
         columns: &Map<String, Value>,
     ) -> f32 {
-        let input = RewardInput { prompt: "", completion, token_ids, finish_reason: FinishReason::Eos, columns };
+        let input =
+            RewardInput { prompt: "", completion, messages: &[], token_ids, finish_reason: FinishReason::Eos, columns };
         function("reward_funcs", name, settings).unwrap()(&input).unwrap()
     }
 

@@ -20,7 +20,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// A service over HTTP.
 pub(super) struct Endpoint {
-    /// Its place among the rewards.
+    /// Place of this reward among all.
     index: usize,
     name: String,
     /// Requests that are open at once.

@@ -13,11 +13,11 @@ pub enum FailureKind {
     Timeout,
     /// It gave NaN or an infinity.
     NonFinite,
-    /// Its worker ended.
+    /// The reward's worker ended.
     Died,
-    /// Its worker wrote what is no reply, or too much.
+    /// The reward's worker wrote what is no reply, or too much.
     Output,
-    /// Its service could not be reached, or was overloaded, in all attempts.
+    /// The reward's service could not be reached, or was overloaded, in all attempts.
     Unavailable,
 }
 
@@ -58,7 +58,7 @@ impl RewardFailures {
 
 /// One failure.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct RewardFailure {
+pub(crate) struct RewardFailure {
     pub kind: FailureKind,
     pub cause: String,
 }

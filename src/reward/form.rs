@@ -83,7 +83,7 @@ impl Form {
 
     /// The request for one completion. Its text is a value in it, never a template.
     pub fn body(&self, group: &RolloutGroup, index: usize) -> Result<Vec<u8>, RewardFailure> {
-        let completion = &*group.completions[index].text;
+        let completion = group.completions[index].newest_text();
         let prompt = prompt(group);
         let body = match self {
             Self::Score => json!({"prompt": prompt, "completion": completion}),

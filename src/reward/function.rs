@@ -29,7 +29,8 @@ impl PoolShared {
         let completion = &group.completions[job.completions.start];
         let input = RewardInput {
             prompt: &group.prompt.text,
-            completion: &completion.text,
+            completion: completion.newest_text(),
+            messages: &completion.messages,
             token_ids: &completion.token_ids,
             finish_reason: completion.finish_reason.expect("a completion that is scored has ended"),
             columns: &group.prompt.columns,

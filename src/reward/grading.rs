@@ -4,7 +4,7 @@ use super::failures::{RewardFailure, Score};
 use super::protocol::{ScoreRequest, ScoreResults, TextRequest, frame};
 use super::state::ScoringJob;
 use super::verdict::Verdict;
-use crate::types::RolloutGroup;
+use crate::types::{RolloutGroup, Trajectory};
 
 /// Share of tests from which on open-r1's `binary_code` takes a program for right.
 const PASSED: f32 = 0.99;
@@ -34,7 +34,7 @@ impl Grading {
         let Self::Verdict(verdict) = self else { return frame(&ScoreRequest::new(id, group, job)) };
         let reference = verdict.reference(&group.prompt.columns).unwrap_or_default(); // `at_once` refuses a row without
         let completions = &group.completions[job.completions.clone()];
-        frame(&TextRequest::new(id, completions.iter().map(|completion| &*completion.text).collect(), &reference))
+        frame(&TextRequest::new(id, completions.iter().map(Trajectory::newest_text).collect(), &reference))
     }
 
     /// The scores of a job for what a process answered.

@@ -41,8 +41,11 @@ use std::sync::Arc;
 
 pub use answer::{exact_answer, format, numeric_answer};
 pub use failures::FailureKind;
+pub(crate) use failures::RewardFailure;
 pub use pool::RewardPool;
+pub(crate) use protocol::frame;
 use serde_json::{Map, Value};
+pub(crate) use worker::{Origin, Program, RewardWorker};
 
 use crate::config::RewardConfig;
 use crate::error::Result;
@@ -53,8 +56,10 @@ use crate::types::FinishReason;
 pub struct RewardInput<'a> {
     /// The rendered prompt.
     pub prompt: &'a str,
-    /// The completion, special tokens left out.
+    /// The completion, special tokens left out; of several turns the newest.
     pub completion: &'a str,
+    /// Messages of all turns, where the model may call tools: the assistant's with `content` and `tool_calls`, and tools' answers.
+    pub messages: &'a [Value],
     /// The completion's ids, the end-of-sequence token included.
     pub token_ids: &'a [u32],
     /// Why it ended.

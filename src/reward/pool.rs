@@ -10,7 +10,7 @@ use super::service::RewardService;
 use super::source::{RewardSource, RewardSources};
 use super::state::{PoolShared, PoolState, RunProgress};
 use super::{RewardFunction, builtin};
-use crate::config::{Config, ProcessRewards, RewardConfig, reward_name};
+use crate::config::{Config, ProcessRewards, RewardConfig, environment_class, reward_name};
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::types::RolloutGroup;
@@ -46,7 +46,7 @@ impl RewardPool {
     /// The rewards that `config` names, where `reward_funcs` may also name `functions`, which win over all others.
     ///
     /// # Errors
-    /// As [`RewardPool::new`].
+    /// The errors of [`RewardPool::new`].
     pub fn with_functions(config: &Config, functions: &[(&str, RewardFunction)]) -> Result<Self> {
         let sources =
             RewardSources { key: "reward_funcs", settings: &config.reward, processes: &config.rewards, functions };
@@ -65,7 +65,12 @@ impl RewardPool {
     fn build(sources: &RewardSources<'_>, entries: &[String], weights: &[f64]) -> Result<Self> {
         let (mut functions, mut services, mut endpoints) = (Vec::new(), Vec::new(), Vec::new());
         let (mut judges, mut required_columns) = (Vec::new(), Vec::new());
+        let mut environments = Vec::new();
         for (index, entry) in entries.iter().enumerate() {
+            if let Some(class) = environment_class(entry) {
+                environments.push((index, class.to_owned()));
+                continue;
+            }
             match sources.find(entry, index)? {
                 RewardSource::Function(function) => functions.push((index, function)),
                 RewardSource::Service(service) => services.push(service),
@@ -94,6 +99,7 @@ impl RewardPool {
         let shared = PoolShared {
             names: entries.iter().map(|entry| reward_name(entry).to_owned()).collect(),
             functions,
+            environments,
             timeout: Duration::from_secs_f64(sources.settings.timeout_s),
             services,
             endpoints,
@@ -182,7 +188,7 @@ impl RewardPool {
     /// and `waits` is set, it waits for the first.
     ///
     /// # Errors
-    /// As [`RewardPool::wait`].
+    /// The errors of [`RewardPool::wait`].
     pub(crate) fn poll(&mut self, groups: &mut [RolloutGroup], waits: bool) -> Result<Vec<bool>> {
         let tickets = self.claim(groups);
         let waits = waits && !tickets.is_empty();
@@ -218,6 +224,8 @@ impl RewardPool {
     fn fill(&self, state: &mut PoolState, group: &mut RolloutGroup, ticket: u64) {
         let scores = state.pending.remove(&ticket).map(|pending| pending.scores).unwrap_or_default();
         for (completion, scores) in group.completions.iter_mut().zip(scores) {
+            let is_lost = completion.failure.is_some();
+            let scores = if is_lost { vec![Score::Failed; scores.len()] } else { scores };
             completion.reward = weighted_sum(&scores, &self.weights);
             completion.rewards = scores.iter().map(Score::value).collect();
         }
@@ -251,7 +259,11 @@ impl RewardPool {
             let same = |submitted: &RolloutGroup| {
                 submitted.prompt.id == group.prompt.id
                     && submitted.completions.len() == group.completions.len()
-                    && submitted.completions.iter().zip(&group.completions).all(|(a, b)| a.token_ids == b.token_ids)
+                    && submitted
+                        .completions
+                        .iter()
+                        .zip(&group.completions)
+                        .all(|(a, b)| a.token_ids == b.token_ids && a.environment == b.environment)
             };
             let known =
                 state.pending.iter().filter(|(ticket, pending)| !tickets.contains(*ticket) && same(&pending.group));

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::failures::{FailureKind, RewardFailure, Score};
 use super::state::{RunProgress, ScoringJob};
-use crate::types::{FinishReason, RolloutGroup};
+use crate::types::{FinishReason, RolloutGroup, Trajectory};
 
 /// The score of each completion of a request, or its failure.
 pub(super) type ScoreResults = Vec<Result<Score, RewardFailure>>;
@@ -27,10 +27,27 @@ pub(super) struct ScoreRequest<'a> {
     id: u64,
     prompt: &'a str,
     completions: Vec<&'a str>,
+    /// Texts of all turns, where there are tools.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    texts: Option<Vec<&'a str>>,
+    /// Messages of all turns, where there are tools.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    messages: Option<Vec<&'a [Value]>>,
+    /// States of environments, where there are some.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    environments: Option<Vec<Option<EnvironmentState<'a>>>>,
     completion_ids: Vec<&'a [u32]>,
     finish_reasons: Vec<Option<FinishReason>>,
     columns: &'a Map<String, Value>,
     trainer_state: RunProgress,
+}
+
+/// An environment as its class pickled it.
+#[derive(Debug, Serialize)]
+struct EnvironmentState<'a> {
+    /// The folder of its class's file.
+    folder: &'a str,
+    state: &'a str,
 }
 
 /// A request as the sandbox's worker reads it.
@@ -108,16 +125,27 @@ impl<'a> ScoreRequest<'a> {
     /// A job's completions of its group.
     pub fn new(id: u64, group: &'a RolloutGroup, job: &ScoringJob) -> Self {
         let completions = &group.completions[job.completions.clone()];
+        let has_turns = completions.iter().any(|completion| !completion.messages.is_empty());
+        let has_environments = completions.iter().any(|completion| completion.environment.is_some());
         Self {
             id,
             prompt: &group.prompt.text,
-            completions: completions.iter().map(|completion| completion.text.as_str()).collect(),
+            completions: completions.iter().map(Trajectory::newest_text).collect(),
+            texts: has_turns.then(|| completions.iter().map(|completion| completion.text.as_str()).collect()),
+            messages: has_turns.then(|| completions.iter().map(|completion| completion.messages.as_slice()).collect()),
+            environments: has_environments.then(|| completions.iter().map(state_of).collect()),
             completion_ids: completions.iter().map(|completion| completion.token_ids.as_slice()).collect(),
             finish_reasons: completions.iter().map(|completion| completion.finish_reason).collect(),
             columns: &group.prompt.columns,
             trainer_state: job.progress,
         }
     }
+}
+
+/// The state of a completion's environment, if it is known.
+fn state_of(completion: &Trajectory) -> Option<EnvironmentState<'_>> {
+    let end = completion.environment.as_ref()?;
+    end.state.as_ref().map(|state| EnvironmentState { folder: &end.folder, state })
 }
 
 impl Reply {
@@ -169,7 +197,7 @@ impl Number {
 }
 
 /// One value behind its length.
-pub(super) fn frame(value: &impl Serialize) -> Vec<u8> {
+pub(crate) fn frame(value: &impl Serialize) -> Vec<u8> {
     let mut bytes = vec![0; LENGTH_BYTES];
     serde_json::to_writer(&mut bytes, value).expect("plain data is JSON");
     let length = u32::try_from(bytes.len() - LENGTH_BYTES).expect("a group's text is far below 4 GiB");

@@ -21,7 +21,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// A reward that is served by processes.
 #[derive(Debug)]
 pub(super) struct RewardService {
-    /// Its place among the rewards.
+    /// Place of this reward among all.
     pub index: usize,
     pub name: String,
     pub program: Program,

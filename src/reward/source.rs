@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::code::{self, SANDBOX_COMMAND};
 use super::endpoint::Endpoint;
 use super::grading::Grading;
-use super::protocol::VERDICT_COLUMN;
+use super::protocol::{MAX_REPLY_BYTES, VERDICT_COLUMN};
 use super::service::RewardService;
 use super::verdict::Verdict;
 use super::worker::{Origin, Program};
@@ -83,7 +83,12 @@ impl RewardSources<'_> {
             }
             None => (reward.command.0.clone(), format!("{key}.command"), format!("{:?}", reward.command.0)),
         };
-        let program = Program { command, is_ours: reward.function.is_some(), origin: Origin::Key(key, value) };
+        let program = Program {
+            command,
+            is_ours: reward.function.is_some(),
+            origin: Origin::Key(key, value),
+            max_reply_bytes: MAX_REPLY_BYTES,
+        };
         let timeout = Duration::from_secs_f64(timeout_s);
         let service = self.service(name, index, program, timeout, reward.workers);
         RewardService { batch: reward.batch, concurrency: reward.concurrency, ..service }
@@ -103,7 +108,7 @@ impl RewardSources<'_> {
         let settings = &self.settings.code;
         let text = serde_json::to_string(settings).expect("settings are plain data");
         let command = vec![PROGRAM.to_owned(), SANDBOX_COMMAND.to_owned(), text];
-        let program = Program { command, is_ours: true, origin: Origin::Sandbox };
+        let program = Program { command, is_ours: true, origin: Origin::Sandbox, max_reply_bytes: MAX_REPLY_BYTES };
         let timeout = Duration::from_secs_f64(settings.timeout_s) + SANDBOX_OVERHEAD;
         let grading = if name == code::BINARY_NAME { Grading::Passed } else { Grading::Scores };
         RewardService { grading, ..self.service(name, index, program, timeout, settings.workers) }
@@ -143,5 +148,5 @@ fn python(interpreter: &str, function: &str, answer_column: &str, timeout_s: f64
 pub(super) fn math_verify(reward: &str, function: &str, settings: &RewardConfig) -> Program {
     let command = python(&settings.python, function, VERDICT_COLUMN, settings.timeout_s);
     let origin = Origin::MathVerify { reward: reward.to_owned(), python: settings.python.clone() };
-    Program { command, is_ours: true, origin }
+    Program { command, is_ours: true, origin, max_reply_bytes: MAX_REPLY_BYTES }
 }

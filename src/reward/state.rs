@@ -13,7 +13,7 @@ use super::failures::{FailureKind, RewardFailure, RewardFailures, Score};
 use super::service::RewardService;
 use crate::config::RewardBatch;
 use crate::error::Error;
-use crate::types::RolloutGroup;
+use crate::types::{RolloutGroup, Trajectory};
 
 /// State that the pool and its threads share.
 pub(super) struct PoolShared {
@@ -23,6 +23,8 @@ pub(super) struct PoolShared {
     pub functions: Vec<(usize, RewardFunction)>,
     /// Longest time that all functions may take for one completion.
     pub timeout: Duration,
+    /// Rewards that classes of environments give by themselves, with their place in that order.
+    pub environments: Vec<(usize, String)>,
     /// Rewards in processes of their own.
     pub services: Vec<RewardService>,
     /// Rewards of services over HTTP.
@@ -187,9 +189,25 @@ impl PoolShared {
             num_open += num_completions;
         }
         let scores = vec![vec![Score::Failed; self.names.len()]; num_completions];
-        state.pending.insert(ticket, PendingGroup { group, scores, num_open });
+        state.pending.insert(ticket, PendingGroup { group: Arc::clone(&group), scores, num_open });
+        for (index, class) in &self.environments {
+            for (place, completion) in group.completions.iter().enumerate() {
+                let Some(outcome) = of_environment(completion, class) else { continue };
+                state.file(ticket, place, (*index, &self.names[*index]), outcome);
+            }
+        }
         ticket
     }
+}
+
+/// The reward that a completion's environment gave, if it is of `class`; none if the environment was lost.
+fn of_environment(completion: &Trajectory, class: &str) -> Option<Result<Score, RewardFailure>> {
+    let end = completion.environment.as_ref()?;
+    if end.class != class {
+        return Some(Ok(Score::NotApplicable));
+    }
+    let reward = end.reward.clone().unwrap_or_else(|| Err("get_reward gave nothing".to_owned()));
+    Some(reward.map_err(|cause| RewardFailure::new(FailureKind::Error, cause)).and_then(Score::finite))
 }
 
 impl PoolState {

@@ -73,7 +73,8 @@ impl Verdict {
     /// a row without an answer.
     pub fn at_once(&self, group: &RolloutGroup, index: usize) -> Result<Option<Score>, RewardFailure> {
         let reference = self.reference(&group.prompt.columns)?;
-        let is_equal = self.given(&group.completions[index].text).is_some_and(|text| self.are_equal(&reference, text));
+        let is_equal =
+            self.given(group.completions[index].newest_text()).is_some_and(|text| self.are_equal(&reference, text));
         is_equal.then(|| self.score(true, group, index)).transpose()
     }
 
@@ -103,11 +104,11 @@ impl Verdict {
         let arguments = &self.settings.arguments;
         let score = match self.name {
             "length" => {
-                let lengths = group.completions.iter().map(|completion| num_chars(&completion.text));
-                length(is_right, num_chars(&completion.text), lengths)
+                let lengths = group.completions.iter().map(|completion| num_chars(completion.newest_text()));
+                length(is_right, num_chars(completion.newest_text()), lengths)
             }
             "cosine" => {
-                let share = num_chars(&completion.text) / arguments.cosine_max_len as f64;
+                let share = num_chars(completion.newest_text()) / arguments.cosine_max_len as f64;
                 cosine(is_right, share, arguments, arguments.cosine_min_value_wrong.unwrap_or(0.0))
             }
             "get_cosine_scaled_reward" => {

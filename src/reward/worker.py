@@ -68,15 +68,28 @@ def call(function, arguments):
     return function(**arguments)
 
 
+def environment(end):
+    """An environment of another process; None if it was lost."""
+    if end is None:
+        return None
+    if end["folder"] and end["folder"] not in sys.path:
+        sys.path.insert(0, end["folder"])
+    return from_library("pickle").loads(from_library("base64").b64decode(end["state"]))
+
+
 def as_trl(request):
     columns, completions = request["columns"], request["completions"]
     prompts = (columns.get(name) for name in ("prompt", "problem", "question"))
     prompt = next((prompt for prompt in prompts if prompt is not None), request["prompt"])
-    if isinstance(prompt, list):  # a conversation
+    if request.get("messages"):  # the model may call tools
+        completions = request["messages"]
+    elif isinstance(prompt, list):  # a conversation
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     size = len(completions)
     arguments = {name: [value] * size for name, value in columns.items() if name not in ("prompt", "completion")}
     arguments.update(prompts=[prompt] * size, completions=completions, completion_ids=request["completion_ids"])
+    if "environments" in request:  # as they were at the end
+        arguments["environments"] = [environment(end) for end in request["environments"]]
     arguments["trainer_state"] = types.SimpleNamespace(**request["trainer_state"])
     return arguments
 
@@ -88,7 +101,7 @@ def as_verl(request, answer_column):
         "ground_truth": columns.get(answer_column),
         "extra_info": columns.get("extra_info"),
     }
-    return [{"solution_str": text, **common} for text in request["completions"]]
+    return [{"solution_str": text, **common} for text in request.get("texts", request["completions"])]
 
 
 def entry(score):

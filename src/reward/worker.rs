@@ -10,7 +10,7 @@ use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::failures::{FailureKind, RewardFailure};
-use super::protocol::{LENGTH_BYTES, MAX_REPLY_BYTES, first_request, is_async, length};
+use super::protocol::{LENGTH_BYTES, first_request, is_async, length};
 use super::reaper::{Reaper, kill_descendants};
 use crate::error::Error;
 use crate::phase::Scratch;
@@ -29,16 +29,18 @@ const OWN_VARIABLES: [&str; 4] =
 
 /// The program of a worker, and the key that it comes from.
 #[derive(Debug, Clone)]
-pub(super) struct Program {
+pub(crate) struct Program {
     pub command: Vec<String>,
     /// Whether the program answers an empty request before it is ready, with what is wrong if it is not.
     pub is_ours: bool,
     pub origin: Origin,
+    /// Longest reply in bytes.
+    pub max_reply_bytes: usize,
 }
 
 /// Where a program comes from, which decides how a failed start is told.
 #[derive(Debug, Clone)]
-pub(super) enum Origin {
+pub(crate) enum Origin {
     /// The value of a key.
     Key(String, String),
     /// The sandbox.
@@ -72,7 +74,7 @@ impl Program {
 
 /// A worker process with its pipes. Dropping it kills it with everything that it started and removes its folder.
 #[derive(Debug)]
-pub(super) struct RewardWorker {
+pub(crate) struct RewardWorker {
     child: Child,
     /// Until no request follows.
     requests: Option<ChildStdin>,
@@ -88,6 +90,7 @@ pub(super) struct RewardWorker {
     /// Whether the worker serves several requests at once.
     pub is_async: bool,
     is_reaped: bool,
+    max_reply_bytes: usize,
     reaper: Option<Reaper>,
     /// Where the sandbox's worker makes the folders of programs; killed, it leaves one.
     _folder: Option<Scratch>,
@@ -124,6 +127,7 @@ impl RewardWorker {
             tail: Vec::new(),
             is_async: false,
             is_reaped: false,
+            max_reply_bytes: program.max_reply_bytes,
             reaper: Some(reaper),
             _folder: folder,
         };
@@ -157,11 +161,20 @@ impl RewardWorker {
         }
     }
 
+    /// The next reply if it is there, after bytes were moved that can be moved without waiting.
+    pub fn poll(&mut self) -> Result<Option<Vec<u8>>, RewardFailure> {
+        match self.reply_at_hand()? {
+            None if !self.transfer()? => Err(self.death()),
+            None => self.reply_at_hand(),
+            reply => Ok(reply),
+        }
+    }
+
     /// A reply that was received and not taken yet.
     pub fn reply_at_hand(&mut self) -> Result<Option<Vec<u8>>, RewardFailure> {
         let Some(length) = length(&self.received) else { return Ok(None) };
-        if length > MAX_REPLY_BYTES {
-            let what = format!("a reply of {length} bytes (at most {MAX_REPLY_BYTES})");
+        if length > self.max_reply_bytes {
+            let what = format!("a reply of {length} bytes (at most {})", self.max_reply_bytes);
             return Err(self.failure(FailureKind::Output, &what));
         }
         if self.received.len() < LENGTH_BYTES + length {
@@ -201,6 +214,11 @@ impl RewardWorker {
         let requests = self.requests.as_ref().filter(|_| !self.unsent.is_empty()).map_or(-1, AsRawFd::as_raw_fd);
         let errors = self.errors.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         wait_for(&[self.replies.as_raw_fd(), errors], requests, limit);
+        self.transfer()
+    }
+
+    /// Moves the bytes that can be moved now; false once the worker has closed its output.
+    fn transfer(&mut self) -> Result<bool, RewardFailure> {
         self.read_errors();
         if let Some(pipe) = self.requests.as_mut().filter(|_| !self.unsent.is_empty()) {
             let num_sent = moved(pipe.write(&self.unsent)).map_err(|_| self.death())?.unwrap_or(0);
@@ -293,7 +311,7 @@ mod tests {
 
     fn shell(script: &str) -> RewardWorker {
         let command = ["sh", "-c", script].map(str::to_owned).to_vec();
-        RewardWorker::start(&Program { command, is_ours: false, origin: Origin::Sandbox }).unwrap()
+        RewardWorker::start(&Program { command, is_ours: false, origin: Origin::Sandbox, max_reply_bytes: 99 }).unwrap()
     }
 
     /// It closes its pipes before it ends, as an interpreter does that shuts down, or does not end at all.

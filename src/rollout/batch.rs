@@ -21,22 +21,35 @@ pub(super) struct StepBatch {
     pub(super) context_lens: Vec<i64>, // [B], tokens in the cache after this step
     pub(super) block_tables: Tensor,   // [B, longest table] i64, padded with 0
     pub(super) last_rows: Tensor,      // [L] i64, rows that are sampled from
+    /// Pages of states of the runs, of a model that has some.
+    pub(super) state_pages: Tensor, // [B] i64, or [0]
+    /// Where requests choose among adapters: the number of each row's, -1 for the base model.
+    pub(super) adapters: Option<Tensor>, // [T] i32
 }
 
 impl StepBatch {
-    pub(super) fn new(step: &Step, sequences: &[EngineSequence], block_size: usize, device: Device) -> Result<Self> {
+    /// The rows of `step`; with adapters to choose among, those of the rows.
+    pub(super) fn new(
+        step: &Step,
+        sequences: &[EngineSequence],
+        block_size: usize,
+        has_adapters: bool,
+        device: Device,
+    ) -> Result<Self> {
         let (mut token_ids, mut positions, mut slot_mapping) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut cu_seqlens, mut last_rows) = (vec![0], Vec::new());
+        let (mut cu_seqlens, mut last_rows, mut adapters) = (vec![0], Vec::new(), Vec::new());
         for run in &step.runs {
             let sequence = &sequences[run.sequence];
             for position in run.tokens.clone() {
                 token_ids.push(i64::from(sequence.token_ids[position]));
                 positions.push(position as i64);
                 slot_mapping.push(sequence.slot(position, block_size) as i64);
+                adapters.push(sequence.adapter_number());
             }
             cu_seqlens.push(token_ids.len() as i64);
             last_rows.extend((!run.samples.is_empty()).then_some(token_ids.len() as i64 - 1));
         }
+        let pages = step.runs.iter().filter_map(|run| sequences[run.sequence].state_page);
         let on_device = |values: &[i64]| torch::tensor_on(values, device);
         Ok(Self {
             is_decode: step.is_decode,
@@ -48,6 +61,8 @@ impl StepBatch {
             context_lens: step.runs.iter().map(|run| run.tokens.end as i64).collect(),
             block_tables: block_tables(&step.runs, sequences, block_size, device)?,
             last_rows: on_device(&last_rows)?,
+            state_pages: on_device(&pages.map(i64::from).collect::<Vec<_>>())?,
+            adapters: has_adapters.then(|| torch::tensor_on(&adapters, device)).transpose()?,
         })
     }
 }

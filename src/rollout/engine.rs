@@ -6,11 +6,14 @@ use std::sync::Arc;
 
 use tch::{Device, Kind};
 
-use super::gpu::{GpuRunner, GpuState, StepProfile};
+use super::fp8::{Fp8Copy, check_fp8_cache};
+use super::gpu::GpuState;
 use super::kept::KeptSequences;
-use super::kv_cache::KvCache;
+use super::kv_cache::{KvCache, cache_kind};
+use super::state_pages::StatePages;
 use super::stats::EngineStats;
 use super::weights::EngineWeights;
+use crate::config::{KvCacheDtype, RolloutQuantization};
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
@@ -37,6 +40,10 @@ pub struct EngineOptions {
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
+    /// How products read the weights of blocks.
+    pub quantization: RolloutQuantization,
+    /// How keys and values are stored.
+    pub kv_cache_dtype: KvCacheDtype,
     /// Where weights and cache are.
     pub device: Device,
     /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
@@ -47,6 +54,13 @@ pub struct EngineOptions {
     pub spread_lengths: Option<LengthSpread>,
     /// Trajectories have the experts that their tokens went to.
     pub records_experts: bool,
+}
+
+impl EngineOptions {
+    /// Type of the cache.
+    pub(super) fn cache_kind(&self) -> Kind {
+        cache_kind(self.kv_cache_dtype, self.kind)
+    }
 }
 
 /// One rank of a tensor-parallel engine. Asleep it holds addresses, and no memory unless it keeps it.
@@ -60,7 +74,10 @@ pub struct Engine {
     pub(super) rope: Rope,
     pub(super) eos_token_ids: Vec<u32>,
     pub(super) gpu: Option<GpuState>,
+    pub(super) fp8: Option<Fp8Copy>,
     pub(super) kv_cache: KvCache,
+    /// Pages of states, while the engine is awake and the model has gated delta nets.
+    pub(super) states: Option<StatePages>,
     pub(super) keeps_memory: bool, // asleep, too
     pub(super) keeps_sequences: bool,
     /// KV blocks since the last wake.
@@ -84,7 +101,7 @@ impl Engine {
         spec.validate_tp(tp.size())?;
         if options.device.is_cuda() {
             spec.validate_gpu(options.kind, Path::new(""))?;
-            spec.validate_gpu_engine(Path::new(""))?;
+            spec.validate_gpu_engine(options.kind, tp.size(), Path::new(""))?;
         }
         let least = [
             ("kv_block_size", options.block_size, 1),
@@ -103,7 +120,11 @@ impl Engine {
             let expected = "false on a CPU and where tensor_parallel_size is above 1: their sums change with the batch";
             return Err(Error::invalid_value("strict", true, expected));
         }
-        let (bytes, place) = (options.kv_cache_bytes, (options.kind, options.device));
+        if options.kv_cache_dtype == KvCacheDtype::Fp8 {
+            check_fp8_cache(options.kind, options.device)?;
+        }
+        let fp8 = Fp8Copy::reserve(&spec, &options, tp.size())?;
+        let (bytes, place) = (options.kv_cache_bytes, (options.cache_kind(), options.device));
         let kv_cache = KvCache::reserve(&spec, tp.size(), options.block_size, bytes, place)?;
         // Reserved in whole pages, of which every block is used.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
@@ -123,7 +144,9 @@ impl Engine {
             rope,
             eos_token_ids,
             gpu,
+            fp8,
             kv_cache,
+            states: None,
             keeps_memory: false,
             keeps_sequences: false,
             num_blocks: None,
@@ -157,6 +180,9 @@ impl Engine {
         weights.check(&self.spec, (self.tp.rank(), self.tp.size()), policy_version)?;
         // From here on an error drops `rollout`, which sleeps.
         let mut rollout = RolloutEngine { engine: self, weights, stats: EngineStats::default(), progress: None };
+        if let Some(fp8) = &mut rollout.engine.fp8 {
+            fp8.fill(&mut rollout.weights)?;
+        }
         rollout.open_kv_cache()?;
         Ok(rollout)
     }
@@ -165,7 +191,7 @@ impl Engine {
     /// group. Sleeping waits for the device, which a collective may hold that peers have not come to: `work` posts its failure first.
     ///
     /// # Errors
-    /// Those of [`Engine::wake`] and of `work`.
+    /// The errors of [`Engine::wake`] and of `work`.
     pub fn awake<'a, R>(
         &'a mut self,
         weights: EngineWeights<'a>,
@@ -180,17 +206,18 @@ impl Engine {
         })
     }
 
-    /// Memory that the KV cache and the buffers take when the engine wakes; none for the cache while it holds sequences, whose
-    /// blocks would lie elsewhere in a larger one.
+    /// Memory that the KV cache, the buffers and weights in FP8 take when the engine wakes; none for the cache while it holds sequences,
+    /// whose blocks would lie elsewhere in a larger one.
     pub fn absent_bytes(&self) -> usize {
         let kv_cache = if self.kept.is_empty() { self.kv_cache.absent_bytes() } else { 0 };
-        kv_cache + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
+        let fp8 = self.fp8.as_ref().map_or(0, Fp8Copy::absent_bytes);
+        kv_cache + fp8 + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
     }
 
     /// Physical memory behind the KV cache now; next to nothing while the engine sleeps, unless it keeps sequences.
     ///
     /// # Errors
-    /// As [`Arena::resident_bytes`](crate::memory::Arena::resident_bytes).
+    /// The errors of [`Arena::resident_bytes`](crate::memory::Arena::resident_bytes).
     pub fn resident_bytes(&self) -> Result<usize> {
         self.kv_cache.resident_bytes()
     }
@@ -213,27 +240,6 @@ impl std::fmt::Debug for RolloutEngine<'_> {
 }
 
 impl<'a> RolloutEngine<'a> {
-    /// Times one decode step of `batch` sequences of `context` tokens, `group` of which share their first `shared` tokens, and
-    /// each of its operations; where it `sustains` them for half a second each, with their energy. On a GPU only; collective over
-    /// the tensor-parallel group.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] on a CPU, or if the cache does not hold the batch; [`Error::Environment`] where the GPU does not
-    /// tell its energy.
-    pub fn profile(&mut self, batch: (usize, usize, usize), context: usize, sustains: bool) -> Result<StepProfile> {
-        self.engine.drop_kept(); // blocks are written at random
-        let Self { engine, weights, stats, .. } = self;
-        let Engine { spec, gpu: Some(gpu), kv_cache, tp, .. } = &mut **engine else {
-            return Err(Error::InvalidArgument {
-                op: "RolloutEngine::profile",
-                expected: "an engine on a GPU".into(),
-                got: "one on a CPU".into(),
-            });
-        };
-        let mut runner = GpuRunner::new(gpu, (spec, weights, kv_cache), tp.as_ref())?;
-        runner.profile(batch, context, stats.num_blocks, sustains)
-    }
-
     /// Compiles what [`SamplingParams::structure`](crate::types::SamplingParams) asks for, as the engine does.
     pub(crate) fn grammars(&self) -> Arc<GrammarCompiler> {
         Arc::clone(&self.engine.grammars)
@@ -255,7 +261,7 @@ impl<'a> RolloutEngine<'a> {
     }
 
     fn open_kv_cache(&mut self) -> Result<()> {
-        let Engine { gpu, kv_cache, kept, tp, options, num_blocks: held, .. } = &mut *self.engine;
+        let Engine { spec, gpu, kv_cache, kept, tp, options, num_blocks: held, states, .. } = &mut *self.engine;
         let num_own = match *held {
             Some(num_blocks) if !kept.is_empty() => num_blocks, // blocks of another number lie elsewhere
             _ => kv_cache.map(options.max_model_length, gpu.as_ref().map_or(0, GpuState::absent_bytes))?,
@@ -263,6 +269,7 @@ impl<'a> RolloutEngine<'a> {
         let num_blocks = kept.agree(num_own, tp.as_ref())?;
         let before = held.replace(num_blocks);
         kv_cache.open(num_blocks)?;
+        *states = StatePages::new(spec, tp.size(), options.max_num_seqs, (options.kind, options.device))?;
         if let Some(gpu) = gpu {
             gpu.wake(&self.weights, kv_cache, tp.as_ref())?;
         }
@@ -277,9 +284,13 @@ impl<'a> RolloutEngine<'a> {
 
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
-        let Engine { gpu, kv_cache, keeps_memory: false, .. } = &mut *self.engine else { return };
+        self.engine.states = None;
+        let Engine { gpu, fp8, kv_cache, keeps_memory: false, .. } = &mut *self.engine else { return };
         if let Some(gpu) = gpu {
             gpu.sleep();
+        }
+        if let Some(fp8) = fp8 {
+            fp8.sleep();
         }
         kv_cache.sleep();
     }

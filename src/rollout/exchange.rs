@@ -29,8 +29,7 @@ pub(super) fn exchange(
 ) -> Result<(Vec<(Owner, Request)>, usize)> {
     let shared_params = Arc::new(params.clone());
     let sent = groups.iter().map(|RolloutGroup { prompt, first_step, completions }| {
-        let step = if completions.is_empty() { &params.step } else { first_step };
-        (prompt.id, &prompt.token_ids, step, completions) // a [`SentRequest`]
+        (prompt.id, &prompt.token_ids, first_step, completions) // a [`SentRequest`]
     });
     let own = (format!("{params:?}"), num_groups, sent.collect::<Vec<_>>());
     let all: Vec<(String, usize, Vec<SentRequest>)> = all_gather_json(tp, "gather requests", &own)?;
@@ -43,7 +42,7 @@ pub(super) fn exchange(
         num_groups += to_complete;
         let request = |(index, (prompt_id, token_ids, first_step, begun))| {
             let params = Arc::clone(&shared_params);
-            ((rank, index), Request { prompt_id, token_ids, first_step, params, begun })
+            ((rank, index), Request { prompt_id, token_ids, first_step, first_sample: 0, params, begun, adapter: None })
         };
         let mut groups = groups.into_iter().enumerate().map(request);
         requests.extend(groups.by_ref().take(to_complete));
@@ -51,7 +50,7 @@ pub(super) fn exchange(
     }
     requests.extend(surplus);
     params.check()?; // where there are no requests, too
-    requests.iter().try_for_each(|(_, request)| request.check(vocab_size, limits))?;
+    requests.iter().try_for_each(|(_, request)| request.check(vocab_size, 0, limits))?;
     if num_groups > requests.len() {
         let expected = format!("at most the {} groups that there are to complete", requests.len());
         return refuse(expected, num_groups.to_string());
@@ -72,6 +71,7 @@ mod tests {
         max_num_batched_tokens: 99,
         max_model_length: 64,
         spread_lengths: None,
+        has_states: false,
     };
 
     fn fresh(id: u64, token_ids: &[u32]) -> RolloutGroup {
@@ -130,6 +130,6 @@ mod tests {
         assert!(refusal(fresh(1, &[1]), 2).contains("at most the 1 groups"));
         let groups = [begun(vec![of_tokens(vec![4]); 2]), fresh(2, &[1])];
         let (requests, _) = exchange(&groups, 1, &params, (10, &LIMITS), &tp).unwrap();
-        assert_eq!(requests.iter().map(|(_, request)| request.first_step).collect::<Vec<_>>(), [3, 5]);
+        assert_eq!(requests.iter().map(|(_, request)| request.first_step).collect::<Vec<_>>(), [3, 0]);
     }
 }

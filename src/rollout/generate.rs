@@ -51,15 +51,18 @@ impl RolloutEngine<'_> {
     /// engine keeps them.
     ///
     /// # Errors
-    /// Those of [`RolloutEngine::generate`]; [`Error::InvalidArgument`](crate::Error::InvalidArgument) if there are fewer groups, or
+    /// The errors of [`RolloutEngine::generate`]; [`Error::InvalidArgument`](crate::Error::InvalidArgument) if there are fewer groups, or
     /// if what has been sampled of one is not `num_generations` completions.
     pub fn generate_first(
         &mut self,
-        groups: Vec<RolloutGroup>,
+        mut groups: Vec<RolloutGroup>,
         num_groups: usize,
         params: &SamplingParams,
         mut done: impl FnMut(&RolloutGroup),
     ) -> Result<Rollout> {
+        for group in groups.iter_mut().filter(|group| group.completions.is_empty()) {
+            group.first_step = params.step;
+        }
         let (limits, vocab_size, tp) = (self.limits(), self.engine.spec.vocab_size, Arc::clone(&self.engine.tp));
         let (requests, mut num_left) = exchange(&groups, num_groups, params, (vocab_size, &limits), tp.as_ref())?;
         let mut session = self.session()?;

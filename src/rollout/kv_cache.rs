@@ -3,9 +3,13 @@
 
 use tch::{Device, Kind, Tensor};
 
+use crate::config::KvCacheDtype;
+use crate::cuda::kernels::{self, AttentionPlan};
 use crate::error::{Error, Result};
 use crate::memory::{self, Arena};
 use crate::model::ModelSpec;
+use crate::ops::attention::KvEntries;
+use crate::ops::fp8::Fp8Rows;
 use crate::torch;
 
 /// Free memory of a GPU beside an engine that is awake, for activations, graphs and libraries.
@@ -14,19 +18,73 @@ pub const SPARE_BYTES: usize = 8 << 30;
 const SPARE_SHARE: usize = 8;
 const GIB: usize = 1 << 30;
 
-/// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer.
+/// The type of a cache for weights of `kind`.
+pub fn cache_kind(dtype: KvCacheDtype, kind: Kind) -> Kind {
+    match dtype {
+        KvCacheDtype::Auto => kind,
+        KvCacheDtype::Fp8 => Kind::Float8e4m3fn,
+    }
+}
+
+/// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer, and of e4m3 a scale for each token and
+/// head of both.
 pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind: Kind) -> usize {
-    spec.cached_elements(tp_size) * block_size * kind.elt_size_in_bytes()
+    let elements = spec.cached_elements(tp_size) * block_size;
+    let scales = if kind == Kind::Float8e4m3fn { elements / spec.head_dim * size_of::<f32>() } else { 0 };
+    elements * kind.elt_size_in_bytes() + scales
+}
+
+/// Keys and values of one layer, each [num_blocks, Hkv, block_size, hd].
+#[derive(Debug)]
+pub(super) enum LayerCache {
+    Plain([Tensor; 2]),
+    /// With scales [num_blocks, Hkv, block_size].
+    Fp8([Fp8Rows; 2]),
+}
+
+impl LayerCache {
+    pub(super) fn entries(&self) -> [&dyn KvEntries; 2] {
+        match self {
+            Self::Plain([k, v]) => [k, v],
+            Self::Fp8([k, v]) => [k, v],
+        }
+    }
+
+    /// Attention of one token of each row by the kernels of a GPU, as [`kernels::paged_attention`].
+    pub(super) fn attend(
+        &self,
+        plan: &AttentionPlan,
+        q: &Tensor,            // [S, H, hd]
+        block_tables: &Tensor, // [S, max_blocks] i32
+        context_lens: &Tensor, // [S] i32
+        o: &mut Tensor,        // like q
+    ) -> Result<()> {
+        match self {
+            Self::Plain([k, v]) => kernels::paged_attention(plan, q, k, v, block_tables, context_lens, o),
+            Self::Fp8([k, v]) => kernels::paged_attention_fp8(plan, q, k, v, block_tables, context_lens, o),
+        }
+    }
+
+    /// All that it lies in.
+    pub(super) fn tensors(&self) -> Vec<&Tensor> {
+        match self {
+            Self::Plain([k, v]) => vec![k, v],
+            Self::Fp8([k, v]) => vec![&k.values, &v.values, &k.scales, &v.scales],
+        }
+    }
 }
 
 /// The paged cache. Once put to sleep it holds addresses only.
 #[derive(Debug)]
 pub(super) struct KvCache {
     arena: Arena,
-    shape: [i64; 4], // Hkv of this rank, block_size, hd, 2 * layers
+    shape: [i64; 4], // Hkv of this rank, block_size, hd, 2 * layers with attention
+    /// The place of every layer with attention among these.
+    places: Vec<Option<i64>>,
     kind: Kind,
     block_bytes: usize,
-    awake: Option<Tensor>, // [2 * layers, num_blocks, Hkv, block_size, hd], keys of layer l at 2 l, values at 2 l + 1
+    awake: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size, hd], of the l-th keys at 2 l, values at 2 l + 1
+    scales: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size] f32, of e4m3
 }
 
 impl KvCache {
@@ -48,9 +106,12 @@ impl KvCache {
             return Err(Error::invalid_value("kv_cache_bytes", kv_cache_bytes, expected));
         }
         let (_, num_kv_heads) = spec.tp_heads(tp_size);
-        let shape = [num_kv_heads, block_size, spec.head_dim, 2 * spec.num_layers].map(|size| size as i64);
+        let layers: Vec<usize> = spec.attention_layers().collect();
+        let shape = [num_kv_heads, block_size, spec.head_dim, 2 * layers.len()].map(|size| size as i64);
+        let place = |layer| layers.iter().position(|&own| own == layer).map(|place| place as i64);
+        let places = (0..spec.num_layers).map(place).collect();
         let arena = Arena::reserve("kv_cache", num_blocks * block_bytes, device)?;
-        Ok(Self { arena, shape, kind, block_bytes, awake: None })
+        Ok(Self { arena, shape, places, kind, block_bytes, awake: None, scales: None })
     }
 
     /// Maps all reserved blocks or, when memory is short, as many as leave `beside_bytes` and some spare memory, and says so.
@@ -71,25 +132,43 @@ impl KvCache {
     pub(super) fn open(&mut self, num_blocks: usize) -> Result<()> {
         let [num_kv_heads, block_size, head_dim, planes] = self.shape;
         let shape = [planes, num_blocks as i64, num_kv_heads, block_size, head_dim];
-        // SAFETY: the only view of the arena; it and what derives from it stay in this room, and `sleep` drops it before
+        let stays = self.scales.as_ref().map(|scales| scales.size()[1]); // blocks of a cache that was not put to sleep
+        // SAFETY: the only view of these bytes; it and what derives from it stay in this room, and `sleep` drops it before
         // the arena is unmapped.
-        self.awake = Some(unsafe { self.arena.tensor(0, &shape, self.kind) }?);
+        let entries = unsafe { self.arena.tensor(0, &shape, self.kind) }?;
+        if self.kind == Kind::Float8e4m3fn {
+            // SAFETY: as above, behind the entries.
+            let scales = unsafe { self.arena.tensor(entries.numel(), &shape[..4], Kind::Float) }?;
+            if stays.is_some_and(|before| before != num_blocks as i64) {
+                // Scales lie elsewhere now: bytes of the one read as the other may be no finite numbers.
+                let _ = entries.view_dtype(Kind::Uint8).f_zero_()?;
+                let _ = scales.shallow_clone().f_zero_()?;
+            }
+            self.scales = Some(scales);
+        }
+        self.awake = Some(entries);
         Ok(())
     }
 
     /// Gives the memory back. Never fails: the arena keeps an error for the next [`KvCache::map`].
     pub(super) fn sleep(&mut self) {
-        self.awake = None;
+        (self.awake, self.scales) = (None, None);
         self.arena.unmap();
     }
 
-    /// Keys and values of one layer, each [num_blocks, Hkv, block_size, hd].
+    /// Keys and values of one layer.
     ///
     /// # Panics
-    /// If the cache is asleep.
-    pub(super) fn layer(&self, layer: usize) -> (Tensor, Tensor) {
-        let cache = self.cache();
-        (cache.select(0, 2 * layer as i64), cache.select(0, 2 * layer as i64 + 1))
+    /// If the cache is asleep, or the layer has no attention.
+    pub(super) fn layer(&self, layer: usize) -> LayerCache {
+        let place = self.places[layer].expect("a layer with attention");
+        let (cache, planes) = (self.cache(), [2 * place, 2 * place + 1]);
+        match &self.scales {
+            None => LayerCache::Plain(planes.map(|plane| cache.select(0, plane))),
+            Some(scales) => LayerCache::Fp8(
+                planes.map(|plane| Fp8Rows { values: cache.select(0, plane), scales: scales.select(0, plane) }),
+            ),
+        }
     }
 
     /// Copies whole blocks, all layers at once.
@@ -98,14 +177,30 @@ impl KvCache {
         from: &Tensor, // [n] i32
         to: &Tensor,   // [n] i32
     ) -> Result<()> {
-        let blocks = self.cache().f_index_select(1, from)?;
-        let _ = self.cache().shallow_clone().f_index_copy_(1, &to.f_to_kind(Kind::Int64)?, &blocks)?;
-        Ok(())
+        let to = to.f_to_kind(Kind::Int64)?;
+        let copy = |all: Tensor| -> Result<()> {
+            let blocks = all.f_index_select(1, from)?;
+            let _ = all.shallow_clone().f_index_copy_(1, &to, &blocks)?;
+            Ok(())
+        };
+        let Some(scales) = &self.scales else { return copy(self.cache().shallow_clone()) };
+        copy(self.cache().view_dtype(Kind::Uint8))?; // every operation takes bytes
+        copy(scales.shallow_clone())
     }
 
-    /// Its kind, and the key/value heads of this rank.
-    pub(super) fn kind_and_heads(&self) -> (Kind, usize) {
-        (self.kind, self.shape[0] as usize)
+    /// Type of its entries.
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The key/value heads of this rank.
+    pub(super) fn num_kv_heads(&self) -> usize {
+        self.shape[0] as usize
+    }
+
+    /// Bytes of a token in all layers.
+    pub(super) fn token_bytes(&self) -> f64 {
+        (self.block_bytes / self.block_size()) as f64
     }
 
     /// Tokens per block.
@@ -191,6 +286,26 @@ mod tests {
         let short = |_| Err(Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: 9 });
         let too_few = all_or_what_fits((9, 5), 1, || Ok(4), short);
         assert!(too_few.is_err(), "four blocks do not hold the longest sequence");
+    }
+
+    #[test]
+    fn a_cache_in_fp8_that_is_laid_out_anew_holds_finite_numbers() {
+        let spec = ModelSpec::preset("micro").unwrap();
+        let place = (Kind::Float8e4m3fn, Device::Cpu);
+        let mut cache = KvCache::reserve(&spec, 1, 16, 9 * kv_block_bytes(&spec, 1, 16, place.0), place).unwrap();
+        cache.map(16, 0).unwrap();
+        let sum = |cache: &KvCache| {
+            let sum = |tensor: &Tensor| tensor.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
+            cache.layer(0).tensors().into_iter().map(sum).sum::<f64>()
+        };
+        cache.open(9).unwrap();
+        let _ = cache.cache().view_dtype(Kind::Uint8).fill_(0x7e); // the largest of e4m3
+        let _ = cache.scales.as_ref().unwrap().shallow_clone().fill_(-1.0); // whose bytes are no numbers of e4m3
+        let full = sum(&cache);
+        cache.open(9).unwrap();
+        assert_eq!(sum(&cache), full, "what sequences left stays");
+        cache.open(7).unwrap();
+        assert_eq!(sum(&cache), 0.0);
     }
 
     #[test]

@@ -6,26 +6,31 @@
 //! | `engine` | [`Engine`], asleep between rollouts; [`RolloutEngine`], awake |
 //! | `session` | an engine that is stepped: `submit` and `step` |
 //! | `generate`, `exchange` | closed batches on a session; the requests of all ranks of the group |
+//! | `ahead` | several batches at once, with a pause where the caller wants one |
+//! | `turns` | closed batches of trajectories of several turns, between which tools run |
 //! | `request` | requests and events |
-//! | `weights` | what the engine reads of the policy |
+//! | `weights`, `fp8` | what the engine reads of the policy; its copy in FP8 |
 //! | `scheduler` | which tokens the next step computes |
 //! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
 //! | `kept` | unfinished sequences whose keys and values stay in the cache |
-//! | `batch`, `runner`, `attention`, `kv_cache` | a step's tensors; the network over them; its attention; its memory |
+//! | `batch`, `runner`, `mixer`, `kv_cache` | a step's tensors; the network over them; its attention and gated delta nets; its memory |
+//! | `state_pages` | states of gated delta nets, a page a sequence |
 //! | `gpu` | the runner of a GPU: recorded decode steps, the sampler on the device |
 //! | `sampler`, `filters` | logits to tokens |
 //! | `stop` | when a completion ends |
 
-mod attention;
+mod ahead;
 mod batch;
 mod block_manager;
 mod engine;
 mod exchange;
 mod filters;
+mod fp8;
 mod generate;
 mod gpu;
 mod kept;
 mod kv_cache;
+mod mixer;
 mod request;
 mod routes;
 mod runner;
@@ -33,15 +38,21 @@ mod sampler;
 mod scheduler;
 mod sequence;
 mod session;
+mod state_pages;
 mod stats;
 mod stop;
+mod turns;
 mod weights;
 
+pub use ahead::SampledGroup;
 pub use engine::{Engine, EngineOptions, RolloutEngine};
+pub use fp8::{check_fp8, fp8_weight_bytes};
 pub use generate::Rollout;
-pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
-pub use kv_cache::{SPARE_BYTES, kv_block_bytes};
+pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, profile_step};
+pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
 pub use session::{Session, SessionLoad};
+pub use state_pages::state_page_bytes;
 pub use stats::EngineStats;
+pub use turns::TurnTools;
 pub use weights::{EngineWeights, QuantizedBlocks};

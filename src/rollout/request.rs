@@ -18,10 +18,15 @@ pub struct Request {
     pub token_ids: Vec<u32>,
     /// Step at which the request was first scheduled: second word of the random keys.
     pub first_step: u64,
+    /// Number of its first completion: last word of the random keys. Above 0 where one completion of a group goes on alone.
+    pub first_sample: usize,
     /// How tokens are drawn and when a completion ends. Requests of one session may differ in theirs.
     pub params: Arc<SamplingParams>,
     /// Tokens that an earlier session sampled of each completion; empty if none.
     pub begun: Vec<Trajectory>,
+    /// The adapter to sample with, of those that the engine's weights let requests choose among; `None` is the base model. An engine with
+    /// one set of adapters, or with none, takes `None` alone.
+    pub adapter: Option<usize>,
 }
 
 /// A request's number within its session, from 0 in the order of submission.
@@ -39,7 +44,7 @@ pub enum Event {
         sample: usize,
         /// The sampled id.
         token_id: u32,
-        /// Its log-probability in nats, as in [`Trajectory::rollout_logprobs`](crate::types::Trajectory::rollout_logprobs).
+        /// Log-probability of the token in nats, as in [`Trajectory::rollout_logprobs`](crate::types::Trajectory::rollout_logprobs).
         logprob: f32,
         /// The most probable ids, as many as `top_logprobs` asks for, most probable first.
         top_logprobs: Vec<TokenLogprob>,
@@ -75,12 +80,15 @@ pub enum Event {
 }
 
 impl Request {
-    /// Whether an engine with `vocab_size` token ids and `limits` can serve the request.
+    /// Whether an engine with `vocab_size` token ids, `num_adapters` to choose among and `limits` can serve the request.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] with what it can serve.
-    pub(super) fn check(&self, vocab_size: usize, limits: &StepLimits) -> Result<()> {
+    pub(super) fn check(&self, vocab_size: usize, num_adapters: usize, limits: &StepLimits) -> Result<()> {
         self.params.check()?;
+        if let Some(adapter) = self.adapter.filter(|adapter| *adapter >= num_adapters) {
+            return refuse(format!("one of {num_adapters} adapters, or none"), format!("number {adapter}"));
+        }
         let begun = self.begun.iter().flat_map(|trajectory| &trajectory.token_ids);
         if let Some(id) = self.token_ids.iter().chain(begun).find(|&&id| id as usize >= vocab_size) {
             return refuse(format!("token ids below {vocab_size}"), format!("{id} in prompt {}", self.prompt_id));

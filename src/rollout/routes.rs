@@ -5,9 +5,9 @@ use std::cell::RefCell;
 
 use tch::{Device, Kind, Tensor};
 
-use super::scheduler::Step;
+use super::scheduler::{Step, TokenRun};
 use super::sequence::EngineSequence;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::{ModelSpec, Routes};
 use crate::ops::router::Routing;
 use crate::torch;
@@ -23,6 +23,27 @@ pub(super) struct StepRoutes {
     chosen: RefCell<Vec<Tensor>>, // [T, K] each
 }
 
+/// Experts that an earlier computation has recorded of a step's tokens, token by token in all layers that have some, -1 where there are
+/// none; `None` if no token has any.
+pub(super) fn recorded_experts(spec: &ModelSpec, step: &Step, sequences: &[EngineSequence]) -> Option<Vec<i16>> {
+    let of = |run: &TokenRun| {
+        let routed = &sequences[run.sequence].routed_experts;
+        run.tokens.clone().map(|position| routed.of(position))
+    };
+    if !step.runs.iter().flat_map(of).any(|known| known.is_some()) {
+        return None;
+    }
+    let per_token = spec.routed_experts_per_token();
+    let mut recorded = Vec::new();
+    for known in step.runs.iter().flat_map(of) {
+        match known {
+            Some(experts) => recorded.extend(experts.iter().map(|&expert| expert as i16)),
+            None => recorded.extend(std::iter::repeat_n(-1, per_token)),
+        }
+    }
+    Some(recorded)
+}
+
 impl StepRoutes {
     /// `None` for a model without experts.
     pub(super) fn new(
@@ -33,20 +54,11 @@ impl StepRoutes {
     ) -> Result<Option<Self>> {
         let Some(experts) = &spec.experts else { return Ok(None) };
         let k = experts.num_experts_per_tok;
-        let per_token = spec.num_expert_layers() * k;
-        let mut recorded = Vec::new();
-        for run in &step.runs {
-            for position in run.tokens.clone() {
-                match sequences[run.sequence].routed_experts.of(position) {
-                    Some(experts) => recorded.extend(experts.iter().map(|&expert| i64::from(expert))),
-                    None => recorded.extend(std::iter::repeat_n(-1, per_token)),
-                }
-            }
-        }
-        let recorded = match recorded.iter().any(|&expert| expert >= 0) {
-            true => Some(torch::tensor_on(&recorded, device)?.f_view([-1, (per_token / k) as i64, k as i64])?),
-            false => None,
-        };
+        let recorded = recorded_experts(spec, step, sequences).map(|recorded| {
+            let shape = [-1, spec.num_expert_layers() as i64, k as i64];
+            Ok::<_, Error>(torch::tensor_on(&recorded, device)?.f_to_kind(Kind::Int64)?.f_view(shape)?)
+        });
+        let recorded = recorded.transpose()?;
         let places = spec.places_among_expert_layers();
         Ok(Some(Self { recorded, places, chosen: RefCell::default() }))
     }

@@ -24,6 +24,8 @@ pub(super) struct EngineSequence {
     pub(super) group: usize,
     /// How its tokens are drawn.
     pub(super) params: Arc<SamplingParams>,
+    /// The adapter that computes it, of those that requests choose among.
+    pub(super) adapter: Option<usize>,
     pub(super) turn: QueuePriority,
     /// Prompt, then completion.
     pub(super) token_ids: Vec<u32>,
@@ -38,6 +40,8 @@ pub(super) struct EngineSequence {
     pub(super) routed_experts: RoutedExperts,
     /// Blocks of its keys and values, in token order; empty while it waits.
     pub(super) block_table: Vec<u32>,
+    /// Page of its states, while it has blocks; none of a model without states.
+    pub(super) state_page: Option<u32>,
     /// Tokens that steps under way sample: part of the sequence, not known yet.
     pub(super) num_pending: usize,
     /// Tokens whose keys and values are in the cache, or will be by a step under way.
@@ -53,6 +57,7 @@ impl EngineSequence {
         Self {
             group,
             params,
+            adapter: None,
             turn: QueuePriority::New,
             token_ids: prompt.to_vec(),
             prompt_len: prompt.len(),
@@ -62,6 +67,7 @@ impl EngineSequence {
             weight_versions: Vec::new(),
             routed_experts: RoutedExperts::default(),
             block_table: Vec::new(),
+            state_page: None,
             num_pending: 0,
             num_computed: 0,
             finish_reason: None,
@@ -138,6 +144,11 @@ impl EngineSequence {
     /// The slot in the cache of the token at `position`, in blocks of `block_size`.
     pub(super) fn slot(&self, position: usize, block_size: usize) -> usize {
         self.block_table[position / block_size] as usize * block_size + position % block_size
+    }
+
+    /// The number of its adapter, -1 for the base model.
+    pub(super) fn adapter_number(&self) -> i32 {
+        self.adapter.map_or(-1, |adapter| adapter as i32)
     }
 
     /// Known tokens.

@@ -14,7 +14,7 @@ use super::stop::StopRules;
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
-use crate::types::{SamplingParams, Trajectory};
+use crate::types::Trajectory;
 
 /// Removed requests that are worth waiting for the steps under way to take them off the scheduler's list.
 const MANY_REMOVED: usize = 256;
@@ -60,6 +60,7 @@ pub struct Session<'r> {
     runner: Box<dyn Runner + 'r>,
     under_way: VecDeque<Step>, // launched, the oldest first
     vocab_size: usize,
+    num_adapters: usize,
     tokenizer: &'r Tokenizer,
     grammars: &'r GrammarCompiler,
     eos_token_ids: &'r [u32],
@@ -79,14 +80,14 @@ impl<'r> Session<'r> {
         let limits = rollout.limits();
         let RolloutEngine { engine, weights, stats, progress } = rollout;
         let keeps_sequences = engine.keeps_sequences;
-        let Engine { spec, tokenizer, grammars, options, tp, rope, eos_token_ids, gpu, kv_cache, kept, .. } =
+        let Engine { spec, tokenizer, grammars, options, tp, rope, eos_token_ids, gpu, kv_cache, kept, states, .. } =
             &mut **engine;
         let runner: Box<dyn Runner + 'r> = match gpu {
             None => Box::new(HostRunner::new(
                 spec,
                 rope,
                 weights,
-                kv_cache,
+                (kv_cache, states.as_ref()),
                 &**tp,
                 (options.residual, options.records_experts),
             )),
@@ -97,6 +98,7 @@ impl<'r> Session<'r> {
             runner,
             under_way: VecDeque::new(),
             vocab_size: spec.vocab_size,
+            num_adapters: weights.num_adapters,
             tokenizer,
             grammars,
             eos_token_ids,
@@ -113,22 +115,14 @@ impl<'r> Session<'r> {
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or a prompt that cannot be served.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
-        request.check(self.vocab_size, &self.scheduler.limits)?;
+        request.check(self.vocab_size, self.num_adapters, &self.scheduler.limits)?;
         self.submit_checked(request)
     }
 
     /// [`Session::submit`] of a request that has passed [`Request::check`].
     pub(super) fn submit_checked(&mut self, request: Request) -> Result<RequestId> {
-        let SamplingParams { top_logprobs, structure, .. } = &*request.params;
-        if self.runner.draws_on_device() && (*top_logprobs > 0 || structure.is_some()) {
-            return Err(Error::InvalidArgument {
-                op: "Session::submit",
-                expected: "log-probabilities of sampled tokens alone, and no structure: a GPU draws without the host"
-                    .into(),
-                got: if structure.is_some() { "a structure".into() } else { format!("top_logprobs {top_logprobs}") },
-            });
-        }
-        let grammar = structure.as_ref().map(|structure| self.grammars.compile(structure)).transpose()?;
+        let grammar =
+            request.params.structure.as_ref().map(|structure| self.grammars.compile(structure)).transpose()?;
         Ok(self.scheduler.submit(request, grammar.as_ref()))
     }
 
@@ -178,6 +172,14 @@ impl<'r> Session<'r> {
                 return Ok(self.scheduler.take_events());
             }
         }
+        if self.scheduler.follows_structure() {
+            while !self.under_way.is_empty() {
+                self.collect()?;
+            }
+            if !self.scheduler.has_work() {
+                return Ok(self.scheduler.take_events());
+            }
+        }
         let is_launched = self.scheduler.has_work() && self.launch()?;
         if !is_launched || self.under_way.len() > self.runner.lag() {
             self.collect()?;
@@ -188,7 +190,7 @@ impl<'r> Session<'r> {
     /// Reads the steps under way and launches no other. Returns their events.
     ///
     /// # Errors
-    /// Those of [`Session::step`].
+    /// The errors of [`Session::step`].
     pub fn drain(&mut self) -> Result<Vec<Event>> {
         while !self.under_way.is_empty() {
             phase::beat();
@@ -201,7 +203,7 @@ impl<'r> Session<'r> {
     /// None if nothing is sampled yet.
     ///
     /// # Errors
-    /// Those of the tokenizer.
+    /// The errors of the tokenizer.
     pub fn completions(&self, request: RequestId) -> Result<Vec<Trajectory>> {
         let sequences = &self.scheduler.sequences[self.scheduler.members(request.0)];
         if sequences.iter().all(|sequence| sequence.completion().is_empty()) {
@@ -215,11 +217,16 @@ impl<'r> Session<'r> {
         sequences.iter().map(completion).collect()
     }
 
+    /// One completion of a request as it stands, without its text.
+    pub(super) fn trajectory(&self, request: RequestId, sample: usize) -> Trajectory {
+        self.scheduler.sequences[self.scheduler.members(request.0)][sample].trajectory()
+    }
+
     /// Ends the session after the steps under way. An engine that keeps sequences keeps those that are unfinished, for the next
     /// session to go on with.
     ///
     /// # Errors
-    /// Those of [`Session::step`].
+    /// The errors of [`Session::step`].
     pub fn close(mut self) -> Result<()> {
         self.drain()?;
         self.scheduler.check_integrity()?;
@@ -259,7 +266,7 @@ impl RolloutEngine<'_> {
     /// Opens a session. Sequences that an earlier one left unfinished are at hand, if the engine keeps them.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errors of the device.
     pub fn session(&mut self) -> Result<Session<'_>> {
         Session::open(self)
     }
@@ -279,6 +286,7 @@ impl RolloutEngine<'_> {
             max_num_batched_tokens: options.max_num_batched_tokens,
             max_model_length: options.max_model_length,
             spread_lengths: options.spread_lengths,
+            has_states: self.engine.spec.delta_net.is_some(),
         }
     }
 }

@@ -20,6 +20,9 @@ pub struct EngineWeights<'a> {
     pub lm_head: Tensor, // [V of this rank, D]
     /// Where blocks are quantised, they hold nothing before `prepare`.
     pub quantized: Option<QuantizedBlocks<'a>>,
+    /// Adapters that requests choose among, which are stacked beside the blocks' matrices. 0 where all requests have the same adapters, or
+    /// none.
+    pub num_adapters: usize,
     /// The policy's version when these weights were taken.
     pub version: u64,
     /// Keeps the policy borrowed.
@@ -44,6 +47,11 @@ impl EngineWeights<'_> {
         let Some(QuantizedBlocks { table, blocks, buffers }) = &self.quantized else { return Ok(()) };
         let layout = table.unit(Unit::Block(layer));
         blocks[layer].dequantize(layout, &buffers[layer % buffers.len()])
+    }
+
+    /// Whether products of blocks are in FP8.
+    pub(super) fn are_fp8(&self) -> bool {
+        self.blocks.iter().any(|block| block.linears().any(|(_, linear)| linear.is_fp8()))
     }
 
     /// Refuses weights of another model, rank or version.

@@ -1,16 +1,17 @@
 //! Loads a model's folder into an engine that serves it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use super::Served;
+use crate::config::{KvCacheDtype, RolloutQuantization};
 use crate::cuda;
 use crate::data::Tokenizer;
 use crate::dist::World;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::{AdapterFiles, ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
@@ -28,16 +29,29 @@ pub struct ServeOptions<'a> {
     pub model: &'a Path,
     /// The adapters' model folder, where they do not name it.
     pub base_model: Option<&'a Path>,
+    /// Adapters that requests choose by their place in this list: names and folders.
+    pub adapters: &'a [NamedAdapter],
     /// Variables that the chat template is given.
     pub template_variables: &'a Map<String, Value>,
     /// Ranks that share one engine.
     pub tensor_parallel_size: usize,
+    /// Each of them has some experts whole, of a model with experts.
+    pub enable_expert_parallel: bool,
     /// Longest prompt and completion together in tokens; `None` is the model's context.
     pub max_model_length: Option<usize>,
     /// Type of weights, activations and cache.
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
+}
+
+/// Adapters that are served under a name beside their base.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamedAdapter {
+    /// The name that requests choose them by.
+    pub name: String,
+    /// A folder of LoRA adapters, or a name on the Hub.
+    pub folder: PathBuf,
 }
 
 /// A model that is served, with what its prompts are made of.
@@ -61,7 +75,8 @@ impl ModelService {
         let ServeOptions { tensor_parallel_size: tp_size, kind, residual, .. } = *options;
         let source = ModelSource::new(options.model, options.base_model)?;
         let folder = &source.base;
-        let spec = Arc::new(ModelSpec::from_folder(folder)?);
+        let spec = ModelSpec::from_folder(folder)?.with_expert_parallel(options.enable_expert_parallel)?;
+        let spec = Arc::new(spec);
         spec.validate_tp(tp_size)?;
         let tokenizer = Arc::new(Tokenizer::from_folder(folder)?.with_template_variables(options.template_variables)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
@@ -82,6 +97,8 @@ impl ModelService {
             max_model_length,
             kind,
             residual,
+            quantization: RolloutQuantization::None,
+            kv_cache_dtype: KvCacheDtype::Auto,
             device,
             strict: false,
             spread_lengths: None,
@@ -96,9 +113,37 @@ impl ModelService {
         };
         let mut served = Served::new(world.clone(), &mesh, table, engine, &read)?;
         if let Some(folder) = &source.adapters {
-            let files = AdapterFiles::open(folder, spec)?;
+            let files = AdapterFiles::open(folder, spec.clone())?;
             served = served.with_adapters(files.lora().clone(), &|layout| files.read_unit(layout, kind))?;
+        }
+        for adapter in options.adapters {
+            let files = AdapterFiles::open(&adapter.folder_beside(&source)?, spec.clone())?;
+            served = served.with_choice(files.lora().clone(), &|layout| read_finite(&files, layout, kind))?;
         }
         Ok(Self { served, tokenizer, max_model_length })
     }
+}
+
+impl NamedAdapter {
+    /// The folder of the adapters, to be served beside a base model.
+    fn folder_beside(&self, model: &ModelSource) -> Result<PathBuf> {
+        let refuse =
+            |expected: &str| Err(Error::invalid_value("--adapter", self.folder.display().to_string(), expected));
+        if model.adapters.is_some() {
+            return refuse("a base model as --model; name adapters of it as --adapter NAME=FOLDER, each of them");
+        }
+        match ModelSource::new(&self.folder, Some(&model.base))?.adapters {
+            Some(folder) => Ok(folder),
+            None => refuse("a folder of LoRA adapters, which has an adapter_config.json"),
+        }
+    }
+}
+
+/// One unit of adapters. A number that is not finite would reach the rows of other adapters, as 0 times it is not 0.
+fn read_finite(files: &AdapterFiles, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
+    let unit = files.read_unit(layout, kind)?;
+    if unit.isfinite().all().int64_value(&[]) == 0 {
+        return Err(Error::bad_file(files.path(), format!("the {} has numbers that are not finite", layout.unit)));
+    }
+    Ok(unit)
 }

@@ -11,9 +11,9 @@ use tch::{Kind, Tensor};
 use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
-use crate::rollout::{Engine, RolloutEngine};
+use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 
-pub use load::{ModelService, ServeOptions};
+pub use load::{ModelService, NamedAdapter, ServeOptions};
 pub use weights::EngineSlices;
 use weights::no_adapters;
 
@@ -24,11 +24,13 @@ pub struct Served {
     slices: EngineSlices,
     table: Arc<ParamTable>,
     units: Vec<Tensor>, // [len] each
-    adapters: Option<ServedAdapters>,
+    adapters: Vec<ServedAdapters>,
+    /// Requests choose among them. Otherwise there is at most one set, which all requests have.
+    are_chosen: bool,
     engine: Engine,
 }
 
-/// Adapters of a served model.
+/// One set of adapters of a served model.
 #[derive(Debug)]
 struct ServedAdapters {
     lora: LoraSpec,
@@ -40,7 +42,7 @@ impl Served {
     /// Loads every unit from `source` to the world's device.
     ///
     /// # Errors
-    /// Those of `source`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// The errors of `source`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn new(
         world: Arc<World>,
         mesh: &Mesh,
@@ -52,13 +54,13 @@ impl Served {
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
         let units = table.units.iter().map(load).collect::<Result<_>>()?;
         let slices = EngineSlices::in_place(mesh.tp.rank(), mesh.tp.size());
-        Ok(Self { world, slices, table, units, adapters: None, engine })
+        Ok(Self { world, slices, table, units, adapters: Vec::new(), are_chosen: false, engine })
     }
 
     /// Allocates zeroed weights in `kind`, to be filled through `base_units` and `adapter_units`.
     ///
     /// # Errors
-    /// As [`Served::new`].
+    /// The errors of [`Served::new`].
     pub fn unfilled(
         world: Arc<World>,
         mesh: &Mesh,
@@ -69,18 +71,32 @@ impl Served {
     ) -> Result<Self> {
         let device = world.device();
         let zeros = |layout: &UnitLayout| Ok(Tensor::f_zeros([layout.len as i64], (kind, device))?);
-        let adapters = lora.map(|lora| ServedAdapters::new(&table, lora, &zeros)).transpose()?;
+        let adapters = lora.map(|lora| ServedAdapters::new(&table, lora, &zeros));
+        let adapters = adapters.into_iter().collect::<Result<_>>()?;
         Ok(Self { adapters, ..Self::new(world, mesh, table, engine, &zeros)? })
     }
 
-    /// Adds adapters, whose units come from `source` in the type of the model's own.
+    /// Adds adapters that all requests have, whose units come from `source` in the type of the model's own.
     ///
     /// # Errors
-    /// As [`Served::new`].
+    /// The errors of [`Served::new`].
     pub fn with_adapters(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
         let device = self.world.device();
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
-        self.adapters = Some(ServedAdapters::new(&self.table, lora, &load)?);
+        self.adapters = vec![ServedAdapters::new(&self.table, lora, &load)?];
+        Ok(self)
+    }
+
+    /// Adds adapters that requests choose by number ([`Request::adapter`](crate::rollout::Request)), from 0 in the order of these calls.
+    /// A request that names none has the base model.
+    ///
+    /// # Errors
+    /// The errors of [`Served::new`].
+    pub fn with_choice(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
+        let device = self.world.device();
+        let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
+        self.adapters.push(ServedAdapters::new(&self.table, lora, &load)?);
+        self.are_chosen = true;
         Ok(self)
     }
 
@@ -95,10 +111,16 @@ impl Served {
 
     /// [`Served::with_engine`], collective over the tensor-parallel group alone: an error is this rank's, and posted to all.
     pub(crate) fn awake<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        let Self { world, slices, table, units, adapters, engine } = self;
+        let Self { world, slices, table, units, adapters, are_chosen, engine } = self;
         let unit = |unit: Unit| Ok(units[table.index(unit)].shallow_clone());
-        let adapters = |layer| adapters.as_ref().map_or_else(|| no_adapters(layer), |adapters| adapters.block(layer));
+        let num_adapters = if *are_chosen { adapters.len() } else { 0 };
+        let adapters = |layer| match &adapters[..] {
+            [] => no_adapters(layer),
+            [shared] if num_adapters == 0 => shared.block(layer),
+            all => BlockLora::stacked(&all.iter().map(|one| one.block(layer)).collect::<Result<Vec<_>>>()?),
+        };
         let weights = slices.of_units(table, 0, &mut { unit }, &adapters, &[])?;
+        let weights = EngineWeights { num_adapters, ..weights };
         engine.awake(weights, 0, |rollout| work(rollout).inspect_err(|error| world.post_failure(error)))
     }
 
@@ -114,7 +136,7 @@ impl Served {
 
     /// Whether there are any.
     pub(crate) fn has_adapters(&self) -> bool {
-        self.adapters.is_some()
+        !self.adapters.is_empty()
     }
 
     /// The sleeping engine, for its sizes.

@@ -47,7 +47,7 @@ impl EngineSlices {
     /// Slices are gathered at every wake; addresses for them are reserved now.
     ///
     /// # Errors
-    /// Those of [`Arena::reserve`].
+    /// The errors of [`Arena::reserve`].
     pub fn gathered(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind, device: Device) -> Result<Self> {
         let bytes = Self::gathered_bytes(table, tp_rank, tp_size, kind)?;
         let storage = Storage::Gathered(Arena::reserve("engine_weights", bytes, device)?, kind);
@@ -57,7 +57,7 @@ impl EngineSlices {
     /// Blocks are quantised: room for two of them is reserved.
     ///
     /// # Errors
-    /// Those of [`Arena::reserve`].
+    /// The errors of [`Arena::reserve`].
     pub fn dequantized(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind, device: Device) -> Result<Self> {
         let arena = Arena::reserve("engine_weights", Self::dequantized_bytes(table, kind), device)?;
         Ok(Self { tp_rank, tp_size, storage: Storage::Dequantized(arena, kind), adapters: Vec::new() })
@@ -92,7 +92,7 @@ impl EngineSlices {
     /// This rank's weights from whole units and what blocks' adapters compute with; collective if `unit` is.
     ///
     /// # Errors
-    /// Those of `unit` and `adapters`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// The errors of `unit` and `adapters`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn of_units<'a>(
         &'a mut self,
         table: &ParamTable,
@@ -183,7 +183,16 @@ fn slices<'a>(
         None => own_rows(&embedding),
     };
     let final_norm = keep(&head.final_norm)?;
-    Ok(EngineWeights { embedding, blocks, final_norm, lm_head, quantized: None, version, policy: PhantomData })
+    Ok(EngineWeights {
+        embedding,
+        blocks,
+        final_norm,
+        lm_head,
+        quantized: None,
+        num_adapters: 0,
+        version,
+        policy: PhantomData,
+    })
 }
 
 /// The adapters of a model without any.

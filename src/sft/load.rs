@@ -37,7 +37,7 @@ pub(super) fn load(
     }
     let updates = config.optimizer.num_train_epochs * rows.examples.len() as f64 / rows_per_update as f64;
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates.ceil() as usize);
-    let mesh = world.mesh(1, config.zero.shard_group_size.unwrap_or(world.size()))?;
+    let mesh = world.mesh(1, config.zero.shard_group(world.size(), world.local_size()))?;
     let mut policy = policy(&config, &world, &mesh, &source, spec)?;
     let mut sampler = PromptSampler::new(rows.examples.len(), config.seed, config.shuffle_dataset);
     let (mut global_step, mut num_tokens) = (0, 0);
@@ -57,7 +57,8 @@ pub(super) fn load(
     let earlier = checkpoint.as_ref().map(Checkpoint::earlier_log);
     let services = Services { tensorboard: true, ..Services::default() };
     let log = RunLog::open(&config.output_dir, &config, options, world.rank() == 0, earlier, &services)?;
-    let reporter = RankReporter::start(&config.output_dir, world.rank(), world.size(), options.max_steps)?;
+    let place = (world.rank(), world.size());
+    let reporter = RankReporter::start(&config.output_dir, place, options.max_steps, world.device())?;
     log.display().say(&format!("{sources}: {}", rows.counts()));
     rows.warning().iter().for_each(|warning| log.display().say(warning));
     let loss = log.first_and_last("loss").map_or(f64::NAN, |(_, newest)| newest);

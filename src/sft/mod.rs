@@ -71,6 +71,7 @@ impl Sft {
     pub fn new(config: SftConfig, world: Arc<World>) -> Result<Self> {
         let loaded = phase::scope(Phase::Load, || {
             let claim = checkpoint::claim(&config.output_dir, &world)?;
+            checkpoint::check_shared(&config.output_dir, &world)?;
             let checkpoint = load::find_checkpoint(&config, &world)?;
             load::load(config, world.clone(), checkpoint, claim)
         });
@@ -165,6 +166,7 @@ impl Sft {
                 Ok(TokenGradients {
                     dlogprobs,
                     dentropy: None,
+                    dtop: None,
                     daux_loss: coef * micro_batch.num_sequence_tokens() / batch.num_tokens,
                 })
             })?;

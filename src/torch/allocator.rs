@@ -102,7 +102,7 @@ pub fn device_memory(device: Device) -> Result<Option<DeviceMemory>> {
 /// Begins the maxima of [`device_memory`] anew; nothing to do on a CPU.
 ///
 /// # Errors
-/// As [`device_memory`].
+/// The errors of [`device_memory`].
 pub fn reset_peak_memory(device: Device) -> Result<()> {
     match device {
         Device::Cuda(ordinal) => ffi::reset_peak_memory(ordinal),

@@ -23,7 +23,7 @@ pub unsafe fn bytes(tensor: &Tensor) -> Result<&[u8]> {
 /// A copy of the memory of a contiguous CPU tensor.
 ///
 /// # Errors
-/// As [`bytes`].
+/// The errors of [`bytes`].
 pub fn byte_vec(tensor: &Tensor) -> Result<Vec<u8>> {
     // SAFETY: the slice is copied at once, by this thread, which writes nothing meanwhile.
     Ok(unsafe { bytes(tensor) }?.to_vec())
@@ -49,7 +49,7 @@ pub fn f32_vec(tensor: &Tensor) -> Result<Vec<f32>> {
 /// The elements as host f64, from any device and kind, in row-major order.
 ///
 /// # Errors
-/// As [`f32_vec`].
+/// The errors of [`f32_vec`].
 pub fn f64_vec(tensor: &Tensor) -> Result<Vec<f64>> {
     host_vec(tensor, 0.0)
 }
@@ -57,7 +57,7 @@ pub fn f64_vec(tensor: &Tensor) -> Result<Vec<f64>> {
 /// The elements as host i64, from any device and kind, in row-major order.
 ///
 /// # Errors
-/// As [`f32_vec`].
+/// The errors of [`f32_vec`].
 pub fn i64_vec(tensor: &Tensor) -> Result<Vec<i64>> {
     host_vec(tensor, 0)
 }

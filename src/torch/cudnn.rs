@@ -35,7 +35,7 @@ pub fn cudnn_forward(
 /// (dq, dk, dv), from what [`cudnn_forward`] took and gave.
 ///
 /// # Errors
-/// As [`cudnn_forward`].
+/// The errors of [`cudnn_forward`].
 pub fn cudnn_backward(
     d_o: &Tensor,          // [B, H, L, hd]
     saved: SavedAttention, // q, o [B, H, L, hd], k, v [B, Hkv, Lk, hd], lse [B, H, L, 1] f32

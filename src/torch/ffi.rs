@@ -187,7 +187,7 @@ pub(super) fn memory_stats(ordinal: usize) -> Result<[usize; 4]> {
 /// Begins the maxima of [`memory_stats`] anew.
 ///
 /// # Errors
-/// As [`memory_stats`].
+/// The errors of [`memory_stats`].
 pub(super) fn reset_peak_memory(ordinal: usize) -> Result<()> {
     // SAFETY: no pointers.
     let status = unsafe { colo_cuda_reset_peak_memory(ordinal as c_int) };

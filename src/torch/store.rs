@@ -80,7 +80,7 @@ impl Store {
     /// The value of `key`, waited for up to the store's timeout.
     ///
     /// # Errors
-    /// As [`Store::set`], and if it does not come in time.
+    /// The errors of [`Store::set`], and if it does not come in time.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         let name = ffi::c_string("Store::get", key)?;
         let (mut value, mut bytes) = (std::ptr::null_mut(), 0);
@@ -97,7 +97,7 @@ impl Store {
     /// Adds `delta` to the number under `key` (0 if absent) and returns the sum.
     ///
     /// # Errors
-    /// As [`Store::set`].
+    /// The errors of [`Store::set`].
     pub fn add(&self, key: &str, delta: i64) -> Result<i64> {
         let name = ffi::c_string("Store::add", key)?;
         let mut sum = 0;
@@ -110,7 +110,7 @@ impl Store {
     /// Waits until every key exists.
     ///
     /// # Errors
-    /// As [`Store::get`].
+    /// The errors of [`Store::get`].
     pub fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
         let names = keys.iter().map(|key| ffi::c_string("Store::wait", key)).collect::<Result<Vec<_>>>()?;
         let pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();

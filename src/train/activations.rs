@@ -8,6 +8,9 @@ use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
 /// Bytes that cuBLAS takes for itself on a GPU.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 
+/// One of a teacher's tokens at a scored token: its id, and sixteen numbers that its loss holds at its fullest moment.
+const TOP_BYTES: usize = 8 + 16 * 4;
+
 /// A recorded choice of an expert.
 const EXPERT_BYTES: usize = 2;
 
@@ -20,6 +23,8 @@ pub struct MicroBatchShape {
     pub scored_tokens: usize,
     /// Whether completions share prompts.
     pub shares_prompts: bool,
+    /// Tokens of a teacher at each scored token (K).
+    pub num_top: usize,
 }
 
 /// Bytes of activations on one rank, by what holds them.
@@ -44,7 +49,7 @@ pub struct ActivationBytes {
 impl ActivationBytes {
     /// For a micro-batch.
     pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
-        let (spec, MicroBatchShape { tokens, scored_tokens, shares_prompts }) = (&model.table.spec, shape);
+        let (spec, MicroBatchShape { tokens, scored_tokens, shares_prompts, num_top }) = (&model.table.spec, shape);
         let bytes = ElementBytes::new(model.kind, model.residual);
         let ElementBytes { narrow, wide, residual } = bytes;
         let hidden = spec.hidden_size;
@@ -67,9 +72,10 @@ impl ActivationBytes {
             block_backward: backward * tokens + (narrow + wide) * expanded,
             // Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become
             // their gradient in place, then the gradient of all rows.
-            head: ((residual + 2 * narrow) * hidden + 8 * wide) * scored_tokens + logits.max(all_rows),
+            head: ((residual + 2 * narrow) * hidden + 8 * wide + TOP_BYTES * num_top) * scored_tokens
+                + logits.max(all_rows),
             // Chosen and normalised rows, a few numbers a row, one chunk of logits.
-            head_forward: ((residual + narrow) * hidden + 4 * wide) * scored_tokens + logits,
+            head_forward: ((residual + narrow) * hidden + 4 * wide + TOP_BYTES * num_top) * scored_tokens + logits,
         }
     }
 }
@@ -84,7 +90,8 @@ mod tests {
     use crate::model::{ModelSpec, ParamTable};
     use crate::train::GradientOptions;
 
-    const SHAPE: MicroBatchShape = MicroBatchShape { tokens: 1000, scored_tokens: 10, shares_prompts: false };
+    const SHAPE: MicroBatchShape =
+        MicroBatchShape { tokens: 1000, scored_tokens: 10, shares_prompts: false, num_top: 0 };
 
     /// Qwen2.5-7B by hand: D = W = 3584, K = 512, F = 18944, 28 heads.
     #[test]
@@ -116,6 +123,9 @@ mod tests {
         assert_eq!(wide_full.block_backward - full.block_backward, 1000 * 2 * 3584);
         assert_eq!((wide_none.block_backward, wide_none.stream), (none.block_backward, none.stream));
         assert_eq!(wide_none.head - none.head, 10 * 2 * 3584);
+        let with_top =
+            ActivationBytes::new(&wide, GradientCheckpointing::None, MicroBatchShape { num_top: 64, ..SHAPE });
+        assert_eq!(with_top.head - wide_none.head, 10 * 64 * 72);
     }
 
     /// Head memory of 16,384 scored tokens and 152,064 logits each: under 1 GB.
@@ -123,7 +133,7 @@ mod tests {
     fn a_head_never_holds_all_logits() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
         let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
-        let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 16_384, shares_prompts: false };
+        let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 16_384, shares_prompts: false, num_top: 0 };
         let bytes = ActivationBytes::new(&model, GradientCheckpointing::None, shape);
         assert!(bytes.head_forward < bytes.head && bytes.head < 1_000_000_000, "{bytes:?}");
     }

@@ -15,7 +15,7 @@ const ATTENTION_WEIGHT: f64 = 2.0;
 /// The sequences of all ranks by their places, those of one place in rank order; collective over `group`.
 ///
 /// # Errors
-/// Those of [`Collective`].
+/// The errors of [`Collective`].
 pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<Vec<Sequence>> {
     if group.size() == 1 {
         return Ok(own.to_vec());
@@ -107,21 +107,22 @@ fn sorted(mut members: Vec<usize>) -> Vec<usize> {
     members
 }
 
-/// Words: tokens, prompt length, advantage, flags, place, ids, the loss mask if there is context, then each of the log-probabilities
-/// that there are.
+/// Words: tokens, prompt length, advantage, flags, place, ids, the loss mask if there is context, each of the log-probabilities
+/// that there are, the ages of tokens if there are any, experts.
 fn encode(sequence: &Sequence) -> Vec<u32> {
     let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, .. } = sequence;
     let logprobs = [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs];
     let flags = logprobs.iter().rev().fold(u32::from(sequence.masked), |flags, it| 2 * flags + u32::from(it.is_some()));
     let has_context = sequence.loss_mask.contains(&false);
-    let flags = flags | u32::from(has_context) << 5;
+    let flags = flags | u32::from(has_context) << 5 | u32::from(sequence.token_ages.is_some()) << 6;
     let mask = sequence.loss_mask.iter().filter(|_| has_context).map(|is_scored| u32::from(*is_scored));
     let Sequence { token_ids, prompt_len, advantage, place, .. } = sequence;
     let head = [token_ids.len() as u32, *prompt_len as u32, advantage.to_bits(), flags, *place];
     let bits = logprobs.into_iter().flatten().flatten().map(|logprob| logprob.to_bits());
     let RoutedExperts { per_token, experts } = &sequence.routed_experts;
     let routed = [*per_token as u32, experts.len() as u32].into_iter().chain(experts.iter().map(|&it| u32::from(it)));
-    head.into_iter().chain(token_ids.iter().copied()).chain(mask).chain(bits).chain(routed).collect()
+    let ages = sequence.token_ages.iter().flatten().copied();
+    head.into_iter().chain(token_ids.iter().copied()).chain(mask).chain(bits).chain(ages).chain(routed).collect()
 }
 
 /// Reads what [`encode`] wrote after the first word; `None` if it is cut short.
@@ -133,7 +134,7 @@ fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Se
         (taken.len() == count).then_some(taken)
     };
     let token_ids = take(num_tokens)?;
-    let loss_mask: Vec<bool> = match flags >> 5 {
+    let loss_mask: Vec<bool> = match flags >> 5 & 1 {
         0 => vec![true; num_tokens - prompt_len],
         _ => take(num_tokens - prompt_len)?.into_iter().map(|word| word == 1).collect(),
     };
@@ -144,11 +145,13 @@ fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Se
             *field = Some(take(num_scored)?.into_iter().map(f32::from_bits).collect());
         }
     }
+    let token_ages = if flags >> 6 & 1 == 1 { Some(take(num_scored)?) } else { None };
     let [per_token, num_experts] = take(2)?[..] else { return None };
     let experts = take(num_experts as usize)?.into_iter().map(|expert| expert as u16).collect();
     let routed_experts = RoutedExperts { per_token: per_token as usize, experts };
     let [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs] = logprobs;
-    let head = Sequence { advantage, masked: flags >> 4 & 1 == 1, place, ..Sequence::of_tokens(token_ids, prompt_len) };
+    let masked = flags >> 4 & 1 == 1;
+    let head = Sequence { advantage, masked, place, token_ages, ..Sequence::of_tokens(token_ids, prompt_len) };
     Some(Sequence { loss_mask, rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, routed_experts, ..head })
 }
 
@@ -189,6 +192,7 @@ mod tests {
             old_logprobs: Some(vec![-0.5, f32::MIN_POSITIVE]),
             ref_logprobs: Some(vec![-1.0, -2.0]),
             teacher_logprobs: Some(vec![-3.0, -0.0]),
+            token_ages: Some(vec![3, 0]),
             routed_experts: RoutedExperts { per_token: 2, experts: vec![0, 4095, 7, 7] },
             ..sequence(4, 2)
         };

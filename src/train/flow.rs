@@ -136,7 +136,7 @@ impl Piece {
         Self { index, pass, form: run.form, elements, cells }
     }
 
-    /// Its size in a bucket.
+    /// Size of the piece in a bucket.
     fn bytes(&self) -> usize {
         self.cells.iter().map(|cells| cells.bytes.len().next_multiple_of(ALIGNMENT_BYTES)).sum()
     }

@@ -100,7 +100,7 @@ impl Policy {
     /// [`Policy::new`] with optimizer state in `home`, whose pool has [`super::TrainBytes`]' `optimizer` bytes.
     ///
     /// # Errors
-    /// As [`Policy::new`], and `InvalidArgument` for a pool that is too small.
+    /// The errors of [`Policy::new`], and `InvalidArgument` for a pool that is too small.
     pub fn with_home(
         table: Arc<ParamTable>,
         mesh: &Mesh,
@@ -117,7 +117,7 @@ impl Policy {
     /// model's units, `adapters.source` those of [`ParamTable::adapters`].
     ///
     /// # Errors
-    /// As [`Policy::with_home`].
+    /// The errors of [`Policy::with_home`].
     pub fn with_adapters(
         table: Arc<ParamTable>,
         mesh: &Mesh,

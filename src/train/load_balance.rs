@@ -92,7 +92,7 @@ mod tests {
     use super::super::routes::PassRoutes;
     use super::*;
     use crate::model::{
-        BlockContext, BlockParams, EmbeddingParams, PackedAttention, ParamTable, Unit, WeightFiles, block_forward,
+        BlockContext, BlockParams, EmbeddingParams, PackedMixer, ParamTable, Unit, WeightFiles, block_forward,
     };
     use crate::ops::embedding;
     use crate::train::{PackOptions, Sequence, pack};
@@ -115,7 +115,7 @@ mod tests {
                 let routes = PassRoutes::new(&spec, micro_batch, place, false, true).unwrap().unwrap();
                 let rope = spec.rope().rows(&micro_batch.positions, Kind::Float).unwrap();
                 let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: Some(&routes) };
-                let attention = PackedAttention::of(&spec, &micro_batch.bounds, Device::Cpu);
+                let attention = PackedMixer::of(&spec, &micro_batch.bounds, Device::Cpu);
                 let (layout, flat) = unit(Unit::Embedding);
                 let table = EmbeddingParams::view(layout, &flat).table;
                 let mut x = embedding::forward(&micro_batch.token_ids, &table).unwrap();

@@ -5,9 +5,11 @@
 use tch::{Device, Kind, Tensor};
 
 use super::activations::MicroBatchShape;
-use super::pack::Sequence;
+use super::pack::{Sequence, TeacherTop};
 use crate::error::Result;
+use crate::model::ModelSpec;
 use crate::ops::attention::{Bounds, SharedBounds};
+use crate::ops::head::TopScores;
 use crate::torch;
 
 /// Sequences with what scoring and the loss need of them.
@@ -36,6 +38,10 @@ pub struct MicroBatch {
     pub ref_logprobs: Option<Tensor>, // [C] f32
     /// A teacher's log-probabilities, if every sequence has them.
     pub teacher_logprobs: Option<Tensor>, // [C] f32
+    /// A teacher's most probable tokens with their log-probabilities, if every sequence has them.
+    pub teacher_top: Option<TopScores>, // [C, K] i64 and f32
+    /// Generation steps from the sampling of each scored token to this one, if every sequence has them.
+    pub token_ages: Option<Tensor>, // [C] i64
     /// The experts that the sampler chose in all layers, -1 where it chose none, if every sequence has some.
     pub routed_experts: Option<Tensor>, // [T, R] i16
     /// Index of each sequence in what was packed.
@@ -66,6 +72,17 @@ impl MicroBatch {
         self.token_ids.size()[0] as usize
     }
 
+    /// Operations of a forward and a backward, as model FLOP utilisation counts them: 6 a token and parameter that it is computed with, 4
+    /// where the weights are frozen and have no gradient, and 12 for every pair of tokens, layer and element of the queries' width that
+    /// causal attention needs. Recomputation is not counted.
+    pub fn training_flop(&self, spec: &ModelSpec, is_frozen: bool) -> f64 {
+        if self.is_empty() {
+            return 0.0;
+        }
+        let of_token = if is_frozen { 4.0 } else { 6.0 } * spec.num_active_params() as f64;
+        of_token * self.num_tokens() as f64 + spec.training_flop_per_pair() as f64 * self.bounds.attended_pairs()
+    }
+
     /// How many sequences have each row: a shared prompt counts for all of its completions. [T]
     pub(super) fn repeats(&self) -> Vec<f64> {
         let mut repeats = vec![1.0; self.num_tokens()];
@@ -90,6 +107,7 @@ impl MicroBatch {
             tokens: self.num_tokens(),
             scored_tokens: self.targets.numel(),
             shares_prompts: matches!(self.bounds, Bounds::Shared(_)),
+            num_top: self.teacher_top.as_ref().map_or(0, |top| top.ids.size()[1] as usize),
         }
     }
 
@@ -116,6 +134,8 @@ impl MicroBatch {
             values.map(|values| torch::tensor_on(&values.concat(), device)).transpose()
         };
         let tensor = |values: &[i64]| torch::tensor_on(values, device);
+        let ages: Option<Vec<&Vec<u32>>> = completions().map(|sequence| sequence.token_ages.as_ref()).collect();
+        let ages = ages.map(|ages| tensor(&ages.into_iter().flatten().map(|&age| i64::from(age)).collect::<Vec<_>>()));
         Ok(Self {
             token_ids: tensor(&rows.token_ids)?,
             positions: tensor(&rows.positions)?,
@@ -128,10 +148,25 @@ impl MicroBatch {
             old_logprobs: logprobs(|sequence| sequence.old_logprobs.as_ref())?,
             ref_logprobs: logprobs(|sequence| sequence.ref_logprobs.as_ref())?,
             teacher_logprobs: logprobs(|sequence| sequence.teacher_logprobs.as_ref())?,
+            teacher_top: teacher_top(&sequences, all, device)?,
+            token_ages: ages.transpose()?,
             routed_experts: routed_experts(all, &rows.sources, device)?,
             sequences,
         })
     }
+}
+
+/// The teacher's tokens of all scored tokens; none unless every sequence has them.
+fn teacher_top(sequences: &[usize], all: &[Sequence], device: Device) -> Result<Option<TopScores>> {
+    let tops: Option<Vec<&TeacherTop>> = sequences.iter().map(|&index| all[index].teacher_top.as_ref()).collect();
+    let Some(tops) = tops.filter(|tops| !tops.is_empty()) else { return Ok(None) };
+    let shape = [-1, tops[0].num_top as i64];
+    let ids: Vec<i64> = tops.iter().flat_map(|top| ids(&top.ids)).collect();
+    let logprobs: Vec<f32> = tops.iter().flat_map(|top| &top.logprobs).copied().collect();
+    Ok(Some(TopScores {
+        ids: torch::tensor_on(&ids, device)?.f_view(shape)?,
+        logprobs: torch::tensor_on(&logprobs, device)?.f_view(shape)?,
+    }))
 }
 
 /// The experts of each row; none unless every sequence has some.

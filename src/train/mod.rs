@@ -63,7 +63,7 @@ pub use moments::{Moment, UpdateCourse, fullest_of_reference};
 pub use network::{NetworkOptions, Scores, TokenGradients};
 pub use optim::{MuonOptions, Optim};
 pub use optimizer::AdamOptions;
-pub use pack::{PackOptions, Sequence, pack, pad_to_agreed_count};
+pub use pack::{PackOptions, Sequence, TeacherTop, pack, pad_to_agreed_count};
 pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
 pub use residence::{OptimizerHome, Transitions};

@@ -50,7 +50,7 @@ impl Moment {
 pub struct UpdateCourse<'a> {
     /// The activations that backward recomputes.
     pub keep: GradientCheckpointing,
-    /// Its micro-batches, in order.
+    /// Micro-batches of the update, in order.
     pub micro_batches: &'a [MicroBatchShape],
     /// Whether the memory of whole gradients is there from the update before.
     pub is_warm: bool,
@@ -87,7 +87,7 @@ impl TrainedModel<'_> {
         let most = course.micro_batches.iter().map(|shape| shape.tokens).max().unwrap_or(0);
         let tokens = most.next_multiple_of(BLOCK_TOKENS).min(max_tokens.max(most));
         let shares_prompts = course.micro_batches.iter().any(|shape| shape.shares_prompts);
-        let full = [MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts }; 2];
+        let full = [MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts, num_top: 0 }; 2];
         let micro_batches = &full[..course.micro_batches.len().min(2)];
         let moments = self.moments(&UpdateCourse { micro_batches, is_warm: false, ..*course });
         let most = moments.iter().map(Moment::on_own_stream).max().unwrap_or(0);

@@ -13,10 +13,11 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, Routes, SavedBlock, Scoring,
-    Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward, head_logits,
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedMixer, Routes, SavedBlock, ScoredTokens,
+    Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward, head_logits,
 };
 use crate::ops::embedding;
+use crate::ops::head::{TopScores, TopTokens};
 use crate::ops::rope::{Rope, RopeRows};
 
 /// How a network computes.
@@ -37,6 +38,8 @@ pub struct Scores {
     pub logprobs: Tensor, // [C]
     /// Entropy of the distribution each token was drawn from, in nats.
     pub entropy: Tensor, // [C]
+    /// Scores of other tokens of each distribution, where some were asked for. `[C, K]`
+    pub top: Option<TopScores>,
     /// In training, of a model with experts: the loss that keeps these equally busy, a scalar.
     pub aux_loss: Option<Tensor>,
     /// Where the sampler's experts were taken: how many choices the router by itself would have made otherwise, and how many there are.
@@ -50,6 +53,8 @@ pub struct TokenGradients {
     pub dlogprobs: Tensor, // [C]
     /// With respect to the entropies; `None` is zero.
     pub dentropy: Option<Tensor>, // [C]
+    /// With respect to the log-probabilities of the teacher's tokens; `None` is zero.
+    pub dtop: Option<Tensor>, // [C, K]
     /// With respect to [`Scores::aux_loss`].
     pub daux_loss: f64,
 }
@@ -62,13 +67,15 @@ pub(crate) struct Network {
     pub adapters: Option<Adapters>,
     rope: Rope,
     options: NetworkOptions,
+    /// How many of the most probable tokens are scored where no gradients follow.
+    pub num_top: usize,
 }
 
 impl Network {
     pub(crate) fn new(weights: Weights, adapters: Option<Adapters>, options: NetworkOptions) -> Self {
         let spec = &weights.table().spec;
         let rope = spec.rope();
-        Self { weights, adapters, rope, options }
+        Self { weights, adapters, rope, options, num_top: 0 }
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -97,13 +104,17 @@ impl Network {
         adapter_use: AdapterUse,
     ) -> Result<Scores> {
         let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
+        if self.num_top > 0 {
+            pass.scoring.top = TopTokens::MostProbable(self.num_top);
+        }
         // A reference model routes by itself.
         let replays = matches!(adapter_use, AdapterUse::On | AdapterUse::Dropped(_));
         pass.routes = PassRoutes::new(self.spec(), micro_batch, (self.kind(), self.device()), replays, false)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
         let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false)?;
-        Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy, aux_loss: None, differing_experts: None })
+        let ScoredTokens { logprobs, entropy, top, .. } = scored;
+        Ok(Scores { logprobs, entropy, top, aux_loss: None, differing_experts: None })
     }
 
     /// Logits before each of a micro-batch's scored tokens (collective where weights are sharded). [C, V] f32
@@ -111,7 +122,7 @@ impl Network {
         let mut pass = Pass::new(self, micro_batch, 1.0, AdapterUse::Off)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
-        head_logits(&head.params, &head.table, &hidden, pass.scoring.rows, pass.scoring.eps)
+        head_logits(&head.params, &head.table, &hidden, pass.scoring.rows, pass.scoring.norm)
     }
 
     /// Scores, asks `loss` for their gradients and adds the weights' to `gradients` (collective where weights or gradients
@@ -126,6 +137,7 @@ impl Network {
     ) -> Result<()> {
         let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
         pass.routes = PassRoutes::new(self.spec(), micro_batch, (self.kind(), self.device()), true, true)?;
+        pass.scoring.top = micro_batch.teacher_top.as_ref().map_or(TopTokens::Nothing, |top| TopTokens::At(&top.ids));
         let (hidden, saved) = self.blocks_forward(&mut pass, Some(recompute))?;
         if self.adapters.is_some() {
             let dhidden = self.head_backward(&pass, &hidden, None, loss)?;
@@ -162,7 +174,7 @@ impl Network {
                 tp: None,
                 routes: pass.routes.as_ref().map(|routes| routes as &dyn Routes),
             };
-            let (y, kept) = block_forward(&context, layer, &block, &x, &pass.attention, recompute)?;
+            let (y, kept) = block_forward(&context, layer, &block, &x, &pass.mixer, recompute)?;
             saved.extend(kept);
             x = y;
         }
@@ -188,7 +200,7 @@ impl Network {
                 tp: None,
                 routes: pass.routes.as_ref().map(|routes| routes as &dyn Routes),
             };
-            dx = block_backward(&context, &block, &dx, saved, &pass.attention, &mut block_gradients)?;
+            dx = block_backward(&context, &block, &dx, saved, &pass.mixer, &mut block_gradients)?;
             if let Some(adapters) = &self.adapters {
                 adapters.end_gradients(layer, &block_gradients, &flat)?;
             }
@@ -218,8 +230,8 @@ impl Network {
             let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true)?;
             let aux_loss = pass.routes.as_ref().map_or(Ok(None), PassRoutes::aux_loss)?;
             let differing_experts = pass.routes.as_ref().and_then(PassRoutes::differing);
-            let token_gradients =
-                loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy, aux_loss, differing_experts })?;
+            let ScoredTokens { logprobs, entropy, top, saved } = scored;
+            let token_gradients = loss(&Scores { logprobs, entropy, top, aux_loss, differing_experts })?;
             if let Some(routes) = &pass.routes {
                 routes.set_gradient(token_gradients.daux_loss)?;
             }
@@ -228,9 +240,10 @@ impl Network {
                 &head.table,
                 &pass.scoring,
                 hidden.size()[0],
-                scored.saved,
+                saved,
                 &token_gradients.dlogprobs,
                 token_gradients.dentropy.as_ref(),
+                token_gradients.dtop.as_ref(),
                 d_head.as_mut().map(|d_head| (&mut d_head.params.final_norm, &mut d_head.table)),
             )?
         };
@@ -309,7 +322,7 @@ pub(super) fn head_units(spec: &ModelSpec) -> Vec<Unit> {
 struct Pass<'a> {
     micro_batch: &'a MicroBatch,
     rope: RopeRows,
-    attention: PackedAttention,
+    mixer: PackedMixer,
     scoring: Scoring<'a>,
     adapter_use: AdapterUse,
     /// Routing, of a model with experts.
@@ -323,8 +336,8 @@ impl<'a> Pass<'a> {
         Ok(Self {
             micro_batch,
             rope: network.rope.rows(positions, kind)?,
-            attention: PackedAttention::of(spec, bounds, device),
-            scoring: Scoring { rows: scored_rows, targets, temperature, eps: spec.rms_norm_eps },
+            mixer: PackedMixer::of(spec, bounds, device),
+            scoring: Scoring { rows: scored_rows, targets, top: TopTokens::Nothing, temperature, norm: spec.norm() },
             adapter_use,
             routes: None,
         })

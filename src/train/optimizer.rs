@@ -282,7 +282,7 @@ mod tests {
             param(ParamName::O, 64, 192, true),
             param(ParamName::PostNorm, 60, 256, false),
         ];
-        let layout = UnitLayout { unit: Unit::Block(0), params, offset: 0, len: 384 };
+        let layout = UnitLayout { unit: Unit::Block(0), params, offset: 0, len: 384, zero_centred_norms: false };
         assert_eq!(decayed(&layout, &(0..384)), [64..184, 192..256]);
         assert_eq!(decayed(&layout, &(0..200)), [64..184, 192..200]);
         assert_eq!(decayed(&layout, &(128..256)), [0..56, 64..128]);

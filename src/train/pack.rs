@@ -31,10 +31,26 @@ pub struct Sequence {
     pub ref_logprobs: Option<Vec<f32>>,
     /// A teacher's log-probabilities.
     pub teacher_logprobs: Option<Vec<f32>>,
+    /// A teacher's most probable tokens at each scored token. They are found after sequences are shared out, so they are not sent to
+    /// other ranks.
+    pub teacher_top: Option<TeacherTop>,
+    /// Generation steps between the sampling of each scored token and the step that trains on it, where these are counted.
+    pub token_ages: Option<Vec<u32>>,
     /// The sampler's experts of some or all of its tokens, of a model that has some.
     pub routed_experts: RoutedExperts,
     /// Sequences of all ranks are put in the order of their places; those of one place stay in the order of ranks.
     pub place: u32,
+}
+
+/// The `num_top` most probable tokens of a teacher's distribution at each of some tokens, in their order.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct TeacherTop {
+    /// Tokens of each distribution.
+    pub num_top: usize,
+    /// Ids of the teacher's most probable tokens.
+    pub ids: Vec<u32>,
+    /// Log-probabilities of `ids` in nats.
+    pub logprobs: Vec<f32>,
 }
 
 impl Sequence {
@@ -50,6 +66,8 @@ impl Sequence {
             old_logprobs: None,
             ref_logprobs: None,
             teacher_logprobs: None,
+            teacher_top: None,
+            token_ages: None,
             routed_experts: RoutedExperts::default(),
             place: 0,
         }
@@ -131,7 +149,7 @@ pub fn pack(sequences: &[Sequence], options: &PackOptions) -> Result<Vec<MicroBa
 /// gradients make each micro-batch collective.
 ///
 /// # Errors
-/// Those of [`Collective`].
+/// The errors of [`Collective`].
 pub fn pad_to_agreed_count(micro_batches: &mut Vec<MicroBatch>, group: &dyn Collective) -> Result<()> {
     let device = group.device();
     let mut count = torch::tensor_on(&[micro_batches.len() as i64], device)?;
@@ -206,12 +224,13 @@ fn check(index: usize, sequence: &Sequence) -> Result<()> {
         let got = format!("{num_scored} scored of {} for {}", sequence.loss_mask.len(), len - prompt_len);
         return Err(wrong("a loss mask for all completion tokens that scores at least one", got));
     }
-    let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, .. } = sequence;
+    let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, token_ages, .. } = sequence;
     let logprobs = [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs];
-    match logprobs.into_iter().flatten().find(|logprobs| logprobs.len() != num_scored) {
-        Some(logprobs) => {
-            Err(wrong("a log-probability per scored token", format!("{} of {num_scored}", logprobs.len())))
-        }
+    if let Some(logprobs) = logprobs.into_iter().flatten().find(|logprobs| logprobs.len() != num_scored) {
+        return Err(wrong("a log-probability per scored token", format!("{} of {num_scored}", logprobs.len())));
+    }
+    match token_ages.as_ref().filter(|ages| ages.len() != num_scored) {
+        Some(ages) => Err(wrong("an age per scored token", format!("{} of {num_scored}", ages.len()))),
         None => Ok(()),
     }
 }

@@ -32,7 +32,7 @@ pub struct PolicyOptions {
     pub gradient_checkpointing: GradientCheckpointing,
     /// The optimizer.
     pub optim: Optim,
-    /// Its AdamW.
+    /// Options of AdamW.
     pub adam: AdamOptions,
     /// How gradients are added up.
     pub gradients: GradientOptions,
@@ -181,7 +181,7 @@ impl Policy {
     /// Scores a micro-batch without gradients (collective at stage 3).
     ///
     /// # Errors
-    /// Those of [`Collective`](crate::dist::Collective); what the device failed at until here.
+    /// The errors of [`Collective`](crate::dist::Collective); what the device failed at until here.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::On)
     }
@@ -190,7 +190,7 @@ impl Policy {
     /// training started from where a copy of them is kept, else without any.
     ///
     /// # Errors
-    /// As [`Policy::forward_logprobs`].
+    /// The errors of [`Policy::forward_logprobs`].
     pub fn reference_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::Initial)
     }
@@ -241,7 +241,7 @@ impl Policy {
     /// empty micro-batch, so it must not be collective. After an error the sums are partial: drop them.
     ///
     /// # Errors
-    /// As [`Policy::forward_logprobs`], and those of `loss`.
+    /// The errors of [`Policy::forward_logprobs`], and those of `loss`.
     pub fn forward_backward(
         &mut self,
         micro_batch: &MicroBatch,
@@ -317,7 +317,7 @@ impl Policy {
     /// A whole unit's weights `[len]`: the kept ones themselves at stages 0 to 2, else a new tensor (collective).
     ///
     /// # Errors
-    /// As [`Policy::forward_logprobs`].
+    /// The errors of [`Policy::forward_logprobs`].
     pub fn unit_weights(&self, unit: Unit) -> Result<Tensor> {
         self.network.weights.gather(unit)
     }
@@ -325,7 +325,7 @@ impl Policy {
     /// The weights of a unit that trains: one of [`Policy::trained_table`].
     ///
     /// # Errors
-    /// As [`Policy::forward_logprobs`].
+    /// The errors of [`Policy::forward_logprobs`].
     pub fn trained_weights(&self, unit: Unit) -> Result<Tensor> {
         self.network.trained().gather(unit)
     }

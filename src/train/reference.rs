@@ -37,7 +37,7 @@ impl Reference {
     /// Each unit is brought from there to the device and gathered while the one before it is used.
     ///
     /// # Errors
-    /// As [`Reference::new`].
+    /// The errors of [`Reference::new`].
     pub fn load(
         owner: &'static str,
         table: Arc<ParamTable>,
@@ -54,10 +54,16 @@ impl Reference {
         Ok(Self { network: Network::new(weights, None, options) })
     }
 
+    /// Has the `num_top` most probable tokens of each distribution scored, too.
+    pub fn scoring_top(mut self, num_top: usize) -> Self {
+        self.network.num_top = num_top;
+        self
+    }
+
     /// Scores a micro-batch (collective over the shard group).
     ///
     /// # Errors
-    /// Those of [`Collective`](crate::dist::Collective); what the device failed at until here.
+    /// The errors of [`Collective`](crate::dist::Collective); what the device failed at until here.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::Off)
     }

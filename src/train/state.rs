@@ -43,7 +43,7 @@ pub struct ParamShard {
     pub name: ParamName,
     /// Which of its elements, in row-major order of the layout's shape.
     pub elements: Range<usize>,
-    /// Their state.
+    /// Optimizer state of the shard.
     pub state: ParamState,
 }
 
@@ -96,7 +96,7 @@ impl Policy {
     /// without overlap. [`Policy::num_updates`] belongs to it.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errors of the device.
     pub fn export_state(&self) -> impl Iterator<Item = Result<ParamShard>> + '_ {
         self.shares().map(|(index, param, elements)| {
             let part = self.part(index, param, &elements);

@@ -38,7 +38,7 @@ impl StatePart {
     pub const ALL: [Self; 7] =
         [Self::Master, Self::M, Self::V, Self::MCodes, Self::VCodes, Self::MAbsmax, Self::VAbsmax];
 
-    /// Its name in checkpoints.
+    /// Name of the part in checkpoints.
     pub fn name(self) -> &'static str {
         match self {
             Self::Master => "master",
@@ -51,7 +51,7 @@ impl StatePart {
         }
     }
 
-    /// Its kind, where master weights are of kind `wide`.
+    /// Element type of the part, where master weights are of kind `wide`.
     pub fn kind(self, wide: Kind) -> Kind {
         match self {
             Self::Master | Self::M | Self::V => wide,
@@ -86,7 +86,7 @@ impl StateForm {
     /// Every form.
     pub const ALL: [Self; 3] = [Self::Adam, Self::Adam8bit, Self::Muon];
 
-    /// Its tensors.
+    /// The tensors of a state of this form.
     pub fn parts(self) -> &'static [StatePart] {
         use StatePart::{M, MAbsmax, MCodes, Master, V, VAbsmax, VCodes};
         match self {

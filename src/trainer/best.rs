@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 pub(super) struct Best {
     /// Step of its weights.
     pub step: u64,
-    /// Its metric.
+    /// Value of the metric that decides.
     pub value: f64,
     /// Evaluations at the end of the run so far, in a row, that are not better.
     num_worse: usize,

@@ -107,7 +107,8 @@ fn learner(
     if let Some(Teacher { folder, table }) = &preflight.teacher {
         let files = WeightFiles::open(folder, table.spec.clone())?;
         let (pool, source) = (frozen_pool("teacher_host", table)?, |layout: &UnitLayout| read_unit(&files, layout));
-        teacher = Some(Reference::load("teacher_weights", table.clone(), mesh, network, pool, &source)?);
+        let loaded = Reference::load("teacher_weights", table.clone(), mesh, network, pool, &source)?;
+        teacher = Some(loaded.scoring_top(config.distillation.num_top().unwrap_or(0)));
     }
     Ok(Learner::new(world.clone(), mesh.clone(), policy, reference).with_teacher(teacher))
 }
@@ -131,6 +132,7 @@ fn engine(
     let options = EngineOptions { spread_lengths, ..options };
     let engine = Engine::new(preflight.spec.clone(), preflight.tokenizer.clone(), options, mesh.tp.clone())?;
     Ok(match config.mode {
+        Mode::Split if config.updates_in_flight(world.device().is_cuda()) => engine.keeping_sequences(),
         Mode::Split => engine.keeping_memory(),
         Mode::Colocated if config.keeps_kv_cache() => engine.keeping_sequences(),
         Mode::Colocated => engine,

@@ -14,6 +14,7 @@ use crate::grpo::{Denominators, LossConfig, LossFunction, LossInput};
 use crate::metrics::MetricValues;
 use crate::phase::{self, Phase};
 use crate::reward::{RewardFunction, RewardInput, RewardPool};
+use crate::tools::ToolProcess;
 use crate::types::RolloutGroup;
 
 /// A step that is over, as a function of [`TrainerBuilder::on_step`] is told of it.
@@ -73,6 +74,7 @@ pub struct TrainerBuilder {
     world: Arc<World>,
     rewards: Vec<(String, RewardFunction)>,
     pool: Option<RewardPool>,
+    tools: Option<ToolProcess>,
     functions: Functions,
 }
 
@@ -88,7 +90,7 @@ impl fmt::Debug for TrainerBuilder {
 
 impl TrainerBuilder {
     pub(super) fn new(config: Config, world: Arc<World>) -> Self {
-        Self { config, world, rewards: Vec::new(), pool: None, functions: Functions::default() }
+        Self { config, world, rewards: Vec::new(), pool: None, tools: None, functions: Functions::default() }
     }
 
     /// Adds a reward by the `name` that `reward_funcs` has for it. It is called on threads of its own while others are sampled; an
@@ -131,13 +133,22 @@ impl TrainerBuilder {
         self
     }
 
+    /// Takes the process of the configuration's tools, started before the world is joined.
+    pub(crate) fn tool_process(mut self, tools: Option<ToolProcess>) -> Self {
+        self.tools = tools;
+        self
+    }
+
     /// Loads model, data and tokenizer, and resumes where the configuration says so; collective over the world. Rewards in
     /// processes of their own are started now.
     ///
     /// # Errors
     /// Everything that is wrong with configuration, files or memory, before anything is trained.
     pub fn build(self) -> Result<Trainer> {
-        let Self { config, world, rewards, pool, functions } = self;
+        let Self { config, world, rewards, pool, tools, functions } = self;
+        let tools = world.agree(tools.map_or_else(|| ToolProcess::start(&config), |tools| Ok(Some(tools))))?;
+        let classes = tools.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
+        let config = world.agree(config.with_environment_rewards(&classes))?;
         let pool = check(&config, &rewards, &functions).and_then(|()| match pool {
             Some(pool) => Ok(pool),
             None => {
@@ -150,8 +161,9 @@ impl TrainerBuilder {
         setup::arm_fault(&config, &world);
         let loaded = phase::scope(Phase::Load, || {
             let claim = checkpoint::claim(&config.output_dir, &world)?;
+            checkpoint::check_shared(&config.output_dir, &world)?;
             let checkpoint = setup::find_checkpoint(&config, &world)?;
-            setup::load(config, pool, world.clone(), checkpoint, claim)
+            setup::load(config, (pool, tools), world.clone(), checkpoint, claim)
         });
         world.agree(loaded.map(|trainer| Trainer { functions, ..trainer }))
     }

@@ -1,7 +1,8 @@
 //! The GRPO trainer. [`Trainer::run`] is a run, and [`Trainer::train_step`] one step; `step` has the parts of a step, `run` what is
-//! around it, `builder` functions of the caller's own; `setup` loads, `sampling` asks the engines, `records` turns groups into
+//! around it, `builder` functions of the caller's own; `setup` loads, `sampling` asks the engines, `ahead` lets them sample later batches beside an update, `records` turns groups into
 //! sequences and metrics, `output` writes.
 
+mod ahead;
 mod best;
 mod build;
 mod builder;
@@ -20,7 +21,9 @@ mod setup;
 mod signal;
 mod step;
 mod teacher;
+mod turns;
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -39,16 +42,18 @@ use crate::reward::{RewardFunction, RewardPool};
 use crate::train::{Policy, Schedule};
 use crate::types::{LengthSpread, Prompt, RolloutGroup};
 
+use ahead::QueuedBatch;
 use builder::Functions;
 pub use builder::{StepReport, TrainerBuilder};
 use curriculum::RowsById;
 use model::PolicyAndEngine;
 use output::RunOutput;
-use sampling::{DataPosition, SampledBatch};
+use sampling::DataPosition;
 use scores::Unscored;
 pub use setup::Preflight;
 use signal::Signal;
 pub use step::TrainingBatch;
+use turns::RunTurns;
 
 /// A GRPO run on this rank.
 #[derive(Debug)]
@@ -69,12 +74,15 @@ pub struct Trainer {
     output: RunOutput,
     saver: Saver,
     claim: Option<Claim>, // of the output folder, on the first rank
+    /// The rate of this rank's chip in the run's dtype, where a data sheet has it.
+    chip_flop_per_s: Option<f64>,
     /// The newest step in a checkpoint.
     saved_step: u64,
     progress: TrainingProgress,
     /// The step before the newest batch.
     previous_step: u64,
-    ahead: Option<SampledBatch>,
+    /// Batches of the steps to come, the next one first; only in split mode.
+    ahead: VecDeque<QueuedBatch>,
     /// Where the rows were before a program drew prompts for itself, and when.
     drawn: Option<(DataPosition, Instant)>,
     unscored: Unscored,
@@ -84,6 +92,10 @@ pub struct Trainer {
     eval_rewards: Option<(Option<f64>, Option<f64>)>,
     /// Ranks with engines, where groups are replaced.
     engines: Option<HostGroup>,
+    /// Ranks that share this rank's engine, where they agree on pauses.
+    engine_group: Option<HostGroup>,
+    /// Tools, where completions may call some.
+    turns: Option<RunTurns>,
 }
 
 /// How far the run is.
@@ -137,12 +149,13 @@ impl Trainer {
     ) -> Result<Self> {
         let placement = Placement::in_world(config.device, config.dtype, world.device())?;
         let room = setup::common_room(placement, &world)?;
-        let preflight = Preflight::of_shape(&config, spec, placement, world.size(), room)?;
+        let preflight = Preflight::of_shape(&config, spec, placement, world.world_size(), room)?;
         let (seed, kind, device) = (config.seed, preflight.kind, world.device());
         let parts = setup::TrainerParts {
             preflight,
             weights: &|layout| init_unit_on(layout, seed, kind, device),
             rewards: RewardPool::with_functions(&config, functions)?,
+            tools: None,
             rows: rows::TrainingRows::made(Dataset::new(prompts)),
             source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
             checkpoint: None,

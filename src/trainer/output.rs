@@ -55,7 +55,7 @@ impl RunOutput {
             phase::trace_to(&folder, group.rank(), &label(config, &*group)?, checkpoint.is_some())?;
         }
         let reporter = writes_files
-            .then(|| RankReporter::start(&output_dir, group.rank(), group.size(), max_steps))
+            .then(|| RankReporter::start(&output_dir, (group.rank(), group.size()), max_steps, group.device()))
             .transpose()?;
         let tells_dropped = config.dynamic_sampling != DynamicSampling::None;
         let completions =

@@ -13,7 +13,7 @@ impl Trainer {
         if !self.config.objective.use_kl_in_reward {
             return Ok(None);
         }
-        let sequences = records::sequences(groups, &[], self.config.mask_truncated_completions);
+        let sequences = records::sequences(groups, &[], self.config.mask_truncated_completions, None);
         let options = self.update_options();
         let divergences = self.model.divergences(&sequences, &options, &self.output)?;
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);

@@ -15,18 +15,31 @@ use crate::update::UpdateOutcome;
 
 /// One sequence per completion that has a reward, in order; truncated ones are masked if asked for. A completion whose rewards
 /// failed is in no update, no denominator and no mean: the others train as if it had not been sampled. `places` has the place of each
-/// group among those of all ranks, or nothing where ranks follow one another.
-pub(super) fn sequences(groups: &[RolloutGroup], places: &[u32], mask_truncated: bool) -> Vec<Sequence> {
+/// group among those of all ranks, or nothing where ranks follow one another. With a generation step in `ages_at` each token has its
+/// age then.
+pub(super) fn sequences(
+    groups: &[RolloutGroup],
+    places: &[u32],
+    mask_truncated: bool,
+    ages_at: Option<u64>,
+) -> Vec<Sequence> {
     let of_group = |(group, place): (&RolloutGroup, u32)| -> Vec<Sequence> {
         let scored = group.completions.iter().filter(|completion| completion.reward.is_some());
         let of_completion = |completion: &Trajectory| Sequence {
             masked: mask_truncated && completion.is_truncated(),
             place,
+            token_ages: ages_at.map(|step| token_ages(completion, step)),
             ..Sequence::of_trajectory(&group.prompt.token_ids, completion)
         };
         scored.map(of_completion).collect()
     };
     placed(groups, places).flat_map(of_group).collect()
+}
+
+/// Generation steps from the sampling of each sampled token to `step`.
+fn token_ages(completion: &Trajectory, step: u64) -> Vec<u32> {
+    let sampled = completion.weight_versions.iter().zip(&completion.loss_mask).filter(|(_, is_sampled)| **is_sampled);
+    sampled.map(|(version, _)| step.saturating_sub(*version) as u32).collect()
 }
 
 /// Groups with their places among those of all ranks: 0 where `places` has nothing, as ranks follow one another.
@@ -108,6 +121,18 @@ pub(super) fn cost_metrics(
     Ok(())
 }
 
+/// Adds the share of the chip's rate that the updates reached: the operations of forward and backward over the time of
+/// `forward_backward` and `optimizer`, which the metrics have. Nothing where the rate is not known.
+pub(super) fn utilisation_metric(metrics: &mut StepMetrics, training_flop: f64, chip_flop_per_s: Option<f64>) {
+    let seconds = [Phase::ForwardBackward, Phase::Optimizer]
+        .iter()
+        .filter_map(|phase| metrics.value(&format!("timing_s/{}", phase.name())))
+        .sum::<f64>();
+    if let Some(flop_per_s) = chip_flop_per_s.filter(|_| training_flop > 0.0 && seconds > 0.0) {
+        metrics.set_mean("perf/mfu", training_flop, seconds * flop_per_s);
+    }
+}
+
 /// Scores that rewards did not give, by reward and kind.
 pub(super) fn failure_metrics(metrics: &mut StepMetrics, failures: Vec<(String, FailureKind, usize)>) {
     for (name, kind, count) in failures {
@@ -168,19 +193,32 @@ mod tests {
     }
 
     #[test]
+    fn utilisation_is_of_the_updates_time_and_of_known_chips() {
+        let mut metrics = StepMetrics::default();
+        metrics.set("timing_s/forward_backward", 3.0, Reduce::Max);
+        metrics.set("timing_s/optimizer", 1.0, Reduce::Max);
+        metrics.set("timing_s/generate", 100.0, Reduce::Max);
+        utilisation_metric(&mut metrics, 2e12, None);
+        assert_eq!(metrics.value("perf/mfu"), None);
+        utilisation_metric(&mut metrics, 2e12, Some(1e12));
+        assert_eq!(metrics.value("perf/mfu"), Some(0.5));
+    }
+
+    #[test]
     fn failed_completions_are_left_out_and_truncated_ones_masked() {
         let groups = [group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])];
-        let masked = |mask| sequences(&groups, &[], mask).iter().map(|sequence| sequence.masked).collect::<Vec<_>>();
+        let masked =
+            |mask| sequences(&groups, &[], mask, None).iter().map(|sequence| sequence.masked).collect::<Vec<_>>();
         assert_eq!(masked(false), [false, false]);
         assert_eq!(masked(true), [false, true]);
-        let all = sequences(&groups, &[], false);
+        let all = sequences(&groups, &[], false, None);
         assert_eq!((all[1].token_ids.as_slice(), all[1].prompt_len), (&[1, 2, 97, 98, 99][..], 2));
         assert_eq!(all[1].completion_len(), 3);
         let mut without = groups;
         without[0].completions.remove(1); // the one that failed
         assert_eq!(
-            sequences(&without, &[], true),
-            sequences(&[group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])], &[], true)
+            sequences(&without, &[], true, None),
+            sequences(&[group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])], &[], true, None)
         );
     }
 }

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::output::RunOutput;
 use super::signal::{GroupVerdict, Tally};
+use super::turns::RunTurns;
 use crate::data::{Dataset, PromptSampler};
 use crate::dist::{HostGroup, share};
 use crate::error::Result;
@@ -47,6 +48,8 @@ pub(super) struct ReplacementContext<'a> {
     pub dataset: &'a Dataset,
     /// All ranks with engines; none where nothing is replaced.
     pub engines: Option<&'a HostGroup>,
+    /// Tools; none where completions are of one turn.
+    pub turns: Option<&'a mut RunTurns>,
 }
 
 /// This rank's groups of a step with replacement, each with its place in the order of the data.
@@ -99,19 +102,19 @@ struct VerdictReport {
 /// A candidate's owner among the ranks with engines, and what its rewards say.
 type CandidateGroup = (usize, Option<GroupVerdict>);
 
-/// Samples a step's batch on this rank's engine; collective over all engines.
+/// Samples a batch on this rank's engine, with `first_step` in its random keys; collective over all engines.
 pub(super) fn sample(
     engine: &mut RolloutEngine<'_>,
     (candidates, wanted): (Candidates, GroupQuota),
-    params: &SamplingParams,
+    (first_step, params): (u64, &SamplingParams),
     context: &mut ReplacementContext<'_>,
 ) -> Result<PlacedGroups> {
     let engines = context.engines.expect("a group of the engines where groups are replaced");
-    let mut batch = OpenBatch::new(candidates, wanted, (engines.rank(), engines.size()));
+    let mut batch = OpenBatch::new(candidates, wanted, first_step, (engines.rank(), engines.size()));
     let mut session = engine.session()?;
     loop {
         batch.begin(&mut session, params, context.dataset)?;
-        batch.decode(&mut session, params, context)?;
+        batch.decode(&mut session, context)?;
         let report = batch.report(context)?;
         let reports = engines.all_gather_json("exchange verdicts", report)?;
         if batch.take(&reports, context.output)? {
@@ -126,6 +129,7 @@ pub(super) fn sample(
 struct OpenBatch {
     candidates: Candidates,
     wanted: GroupQuota,
+    first_step: u64,
     place: usize, // this rank among those with engines
     of_all: Vec<CandidateGroup>,
     num_begun: usize, // candidates that were submitted where they belong
@@ -138,12 +142,13 @@ struct OpenBatch {
 
 impl OpenBatch {
     /// The first candidates, dealt out in consecutive shares.
-    fn new(candidates: Candidates, wanted: GroupQuota, (place, num_places): (usize, usize)) -> Self {
+    fn new(candidates: Candidates, wanted: GroupQuota, first_step: u64, (place, num_places): (usize, usize)) -> Self {
         let shares = (0..num_places).map(|owner| share(candidates.rows.len(), (owner, num_places)));
         let of_all = shares.enumerate().flat_map(|(owner, rows)| rows.map(move |_| (owner, None))).collect();
         Self {
             candidates,
             wanted,
+            first_step,
             place,
             of_all,
             num_begun: 0,
@@ -167,9 +172,11 @@ impl OpenBatch {
             let request = session.submit(Request {
                 prompt_id: prompt.id,
                 token_ids: prompt.token_ids.clone(),
-                first_step: params.step,
+                first_step: self.first_step,
                 params: params.clone(),
                 begun: Vec::new(),
+                adapter: None,
+                first_sample: 0,
             })?;
             if owner == self.place {
                 self.under_way.push((request, index));
@@ -179,12 +186,7 @@ impl OpenBatch {
     }
 
     /// Runs the engine up to the next exchange and has groups scored as they become complete.
-    fn decode(
-        &mut self,
-        session: &mut Session<'_>,
-        params: &SamplingParams,
-        context: &ReplacementContext<'_>,
-    ) -> Result<()> {
+    fn decode(&mut self, session: &mut Session<'_>, context: &ReplacementContext<'_>) -> Result<()> {
         for _ in 0..STEPS {
             if !session.has_work() {
                 break;
@@ -195,7 +197,7 @@ impl OpenBatch {
                 let (_, index) = self.under_way.remove(at);
                 let prompt = context.dataset.prompt(self.candidates.rows[index]).clone();
                 let completions = session.completions(request)?;
-                let group = RolloutGroup { prompt, first_step: params.step, completions };
+                let group = RolloutGroup { prompt, first_step: self.first_step, completions };
                 context.rewards.submit(&group);
                 self.fresh.push((index, group));
             }

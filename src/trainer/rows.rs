@@ -1,7 +1,7 @@
 //! The rows of a run, read before anything is planned: the plan then knows how long the longest prompt is.
 
 use crate::config::{BatchPlan, Config};
-use crate::data::{Dataset, DatasetOptions, Hub, RowSources, Tokenizer};
+use crate::data::{Dataset, DatasetOptions, Hub, RowSources, Tokenizer, ToolSchemas};
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::eval;
@@ -9,35 +9,45 @@ use crate::metrics::redact;
 use crate::model::ModelSpec;
 use crate::phase::terminal;
 use crate::reward::RewardPool;
+use crate::tools::ToolProcess;
 
 /// Training rows and held-out rows.
 #[derive(Debug)]
 pub(super) struct TrainingRows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
+    /// How rows became prompts.
+    pub options: DatasetOptions,
     /// Names of both; `None` for rows that are made.
     names: Option<(String, Option<String>)>,
 }
 
 impl TrainingRows {
     /// Reads all rows from files of this machine: a repository's must be in the cache.
-    pub fn read(config: &Config, tokenizer: &Tokenizer, spec: &ModelSpec, required: Vec<String>) -> Result<Self> {
+    pub fn read(
+        config: &Config,
+        tokenizer: &Tokenizer,
+        spec: &ModelSpec,
+        (required, tools): (Vec<String>, Option<&ToolProcess>),
+    ) -> Result<Self> {
         let (data, hub) = (&config.data, Hub::cached());
         let options = DatasetOptions {
             max_prompt_length: config.max_prompt_length,
             max_model_length: Some(config.max_model_length.unwrap_or(spec.max_position_embeddings)),
             max_completion_length: config.max_completion_length,
+            tools: tools.map_or_else(ToolSchemas::default, |tools| tools.schemas().clone()),
             ..DatasetOptions::of(data, config.seed, required)
         };
         let read = |sources: &RowSources| Dataset::read(sources, tokenizer, &options);
         let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, config.eval_steps, &hub)?);
         let names = (train.name.clone(), held_out.as_ref().map(|sources| sources.name.clone()));
-        Ok(Self { train: read(&train)?, eval: held_out.as_ref().map(read).transpose()?, names: Some(names) })
+        let (train, eval) = (read(&train)?, held_out.as_ref().map(read).transpose()?);
+        Ok(Self { train, eval, options, names: Some(names) })
     }
 
     /// Rows that are made, not read.
     pub fn made(train: Dataset) -> Self {
-        Self { train, eval: None, names: None }
+        Self { train, eval: None, options: DatasetOptions::default(), names: None }
     }
 
     /// The configuration with the longest prompt in place of `max_prompt_length = none`, which plans no longer sequences than

@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
+use super::ahead::QueuedBatch;
 use super::{RunSummary, StepReport, Trainer, passes};
 use crate::checkpoint::{self, Claim, SavedConfig, TrainerState};
 use crate::dist::any_rank;
@@ -124,8 +125,8 @@ impl Trainer {
     /// The first failure of any rank.
     pub fn save(&mut self) -> Result<PathBuf> {
         let drawn = self.drawn.take().map(|(before, _)| before);
-        if let Some(before) = self.ahead.take().map(|ahead| ahead.before).or(drawn) {
-            self.put_back(before)?; // a run that was asked to stop: the batch is sampled again
+        if let Some(before) = self.ahead.pop_front().map(QueuedBatch::into_position).or(drawn) {
+            self.put_back(before)?; // a run that was asked to stop: these batches are sampled again
         }
         let state = TrainerState {
             global_step: self.progress.global_step,

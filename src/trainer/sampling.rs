@@ -60,12 +60,15 @@ impl SamplingTask {
     pub fn run(self, engine: &mut RolloutEngine<'_>, context: &mut ReplacementContext<'_>) -> Result<SamplingResult> {
         engine.on_progress(context.output.sampling_progress());
         if let Some(open) = self.open {
-            let drawn = replace::sample(engine, open, &self.params, context)?;
+            let drawn = replace::sample(engine, open, (self.params.step, &self.params), context)?;
             return Ok(SamplingResult { drawn: Some(drawn), ..SamplingResult::default() });
         }
         let (rewards, output) = (&*context.rewards, context.output);
         let done = |group: &RolloutGroup| submit(group, rewards, output);
-        let rollout = engine.generate_first(self.groups, self.num_groups, &self.params, done)?;
+        let rollout = match &mut context.turns {
+            Some(turns) => turns.rollout(engine, self.groups, &self.params, done)?,
+            None => engine.generate_first(self.groups, self.num_groups, &self.params, done)?,
+        };
         Ok(SamplingResult { rollout, drawn: None })
     }
 }
@@ -78,13 +81,14 @@ macro_rules! context {
             output: &$trainer.output,
             dataset: &$trainer.dataset,
             engines: $trainer.engines.as_ref(),
+            turns: $trainer.turns.as_mut(),
         }
     };
 }
 pub(super) use context;
 
 /// Where the rows were before a batch was drawn.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct DataPosition {
     sampler: SamplerState,
     carried: Vec<CarriedGroup>,
@@ -107,16 +111,29 @@ pub(super) struct SampledBatch {
     pub carry: Carry,
 }
 
+impl SampledBatch {
+    /// A batch that takes all of its groups.
+    pub fn of_groups(groups: Vec<RolloutGroup>, before: DataPosition) -> Self {
+        let (places, dropped, carry) = (Vec::new(), Vec::new(), Carry::default());
+        Self { groups, places, dropped, tally: None, is_scored: false, before, carry }
+    }
+}
+
 impl Trainer {
+    /// Where the rows are now.
+    pub(super) fn data_position(&self) -> DataPosition {
+        DataPosition { sampler: self.sampler.state().clone(), carried: self.carried.clone() }
+    }
+
     /// Draws the groups of generation step `step`, which is trained on after `global_step` updates.
     pub(super) fn next_batch(&mut self, step: u64, global_step: u64) -> Result<GenerationBatch> {
         self.rewards.set_progress(global_step, self.schedule.total_steps as u64);
-        let before = DataPosition { sampler: self.sampler.state().clone(), carried: self.carried.clone() };
+        let before = self.data_position();
         let open = self.open_batch()?;
         let begun = if open.is_some() { Vec::new() } else { self.next_groups()? };
         let group = |CarriedGroup { row, first_step, completions }: &CarriedGroup| RolloutGroup {
             prompt: self.dataset.prompt(*row).clone(),
-            first_step: *first_step,
+            first_step: if completions.is_empty() { step } else { *first_step },
             completions: completions.clone(),
         };
         let (groups, num_groups) = (begun.iter().map(group).collect(), self.share(self.batch.num_prompts).len());
@@ -153,10 +170,12 @@ impl Trainer {
         Ok(sampled)
     }
 
-    /// Draws a batch's rows again the next time.
+    /// Draws a batch's rows, and those of all later batches, again the next time. Solve rates that were booked since stay.
     pub(super) fn put_back(&mut self, before: DataPosition) -> Result<()> {
+        self.ahead.clear();
         self.carried = before.carried;
-        self.sampler.restore(before.sampler)
+        let solved = self.sampler.state().solved.clone();
+        self.sampler.restore(SamplerState { solved, ..before.sampler })
     }
 
     /// This rank among those with engines.
@@ -182,11 +201,16 @@ impl Trainer {
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
         let (model, rewards, output, world) = (&mut self.model, &mut self.rewards, &self.output, &self.world);
+        let turns = &mut self.turns;
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
             let mut groups = model.with_rollout(|engine| {
                 engine.on_progress(output.sampling_progress());
-                engine.generate(&prompts, &params, |group| submit(group, rewards, output))
+                let done = |group: &RolloutGroup| submit(group, rewards, output);
+                match turns {
+                    Some(turns) => turns.generate(engine, &prompts, &params, done),
+                    None => engine.generate(&prompts, &params, done),
+                }
             })?;
             world.agree(rewards.wait(&mut groups))?;
             Ok(groups)
@@ -196,6 +220,7 @@ impl Trainer {
         let (step, epoch) = (self.progress.global_step, self.sampler.epochs());
         let mut failures = StepMetrics::default();
         records::failure_metrics(&mut failures, self.rewards.take_failures());
+        self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut failures));
         let failures = failures.reduce(&*self.world.group())?;
         self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
         self.tell_unscored(&outcome)?;

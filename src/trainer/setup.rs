@@ -1,11 +1,13 @@
 //! Loads a trainer: everything is read and checked before anything is trained.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
+use super::ahead;
 use super::build::{self, read_unit};
 use super::builder::Functions;
 use super::curriculum::RowsById;
@@ -15,10 +17,11 @@ use super::rows::TrainingRows;
 use super::scores::Unscored;
 use super::signal::{self, Signal};
 use super::teacher::Teacher;
+use super::turns;
 use super::{Trainer, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
-use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization};
-use crate::cuda::Placement;
+use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization, Roles, RolloutQuantization, WorldSize};
+use crate::cuda::{Placement, chip_flop_per_s};
 use crate::data::{Curriculum, Dataset, Hub, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
@@ -30,7 +33,9 @@ use crate::model::{
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::reward::RewardPool;
+use crate::rollout::check_fp8;
 use crate::serve::EngineSlices;
+use crate::tools::ToolProcess;
 use crate::torch;
 use crate::train::Schedule;
 use crate::types::LengthSpread;
@@ -42,7 +47,7 @@ pub struct Preflight {
     pub batch: BatchPlan,
     /// The model.
     pub spec: Arc<ModelSpec>,
-    /// Its tokenizer.
+    /// Tokenizer of the model.
     pub tokenizer: Arc<Tokenizer>,
     /// The layout of its weights.
     pub table: Arc<ParamTable>,
@@ -57,17 +62,20 @@ pub struct Preflight {
 }
 
 impl Preflight {
-    /// Checks a run of `world_size` ranks that computes at `placement` in the memory of `room`.
+    /// Checks a run of as many ranks as `world_size` says that computes at `placement` in the memory of `room`.
     ///
     /// # Errors
     /// What is wrong with the configuration, the model's folder or the machine.
-    pub fn new(config: &Config, placement: Placement, world_size: usize, room: Room) -> Result<Self> {
-        config.validate_world(world_size)?;
+    pub fn new(config: &Config, placement: Placement, world_size: WorldSize, room: Room) -> Result<Self> {
+        config.validate_world(world_size.ranks)?;
         let model @ (spec, tokenizer, _) = &open_model(config, placement)?;
         config.validate_context(spec.max_position_embeddings)?;
         // The longest prompt is that of the rows where the configuration gives no limit.
         let rows = match config.max_prompt_length {
-            None => Some(TrainingRows::read(config, tokenizer, spec, Vec::new())?),
+            None => {
+                let tools = ToolProcess::start(config)?;
+                Some(TrainingRows::read(config, tokenizer, spec, (Vec::new(), tools.as_ref()))?)
+            }
             Some(_) => None,
         };
         let planned = rows.map_or_else(|| config.clone(), |rows| rows.planned(config));
@@ -77,24 +85,25 @@ impl Preflight {
     /// Checks a run whose rows are not there yet: without `max_prompt_length` prompts may be as long as the context.
     ///
     /// # Errors
-    /// Those of [`Preflight::new`].
-    pub fn without_rows(config: &Config, placement: Placement, world_size: usize, room: Room) -> Result<Self> {
+    /// The errors of [`Preflight::new`].
+    pub fn without_rows(config: &Config, placement: Placement, world_size: WorldSize, room: Room) -> Result<Self> {
         Self::of_model(config, open_model(config, placement)?, placement, world_size, room)
     }
 
     /// Checks a run of a model's shape alone, whose tokens are numbers.
     ///
     /// # Errors
-    /// As [`Preflight::new`].
+    /// The errors of [`Preflight::new`].
     pub fn of_shape(
         config: &Config,
         spec: Arc<ModelSpec>,
         placement: Placement,
-        world_size: usize,
+        world_size: WorldSize,
         room: Room,
     ) -> Result<Self> {
+        let spec = Arc::new((*spec).clone().with_expert_parallel(config.enable_expert_parallel)?);
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
-        validate_gpu(&spec, placement, Path::new(""))?;
+        validate_gpu(&spec, placement, Some(config.tensor_parallel_size), Path::new(""))?;
         Self::of_model(config, (spec, tokenizer, false), placement, world_size, room)
     }
 
@@ -103,26 +112,31 @@ impl Preflight {
         config: &Config,
         (spec, tokenizer, starts_from_adapters): (Arc<ModelSpec>, Arc<Tokenizer>, bool),
         placement: Placement,
-        world_size: usize,
+        world_size: WorldSize,
         room: Room,
     ) -> Result<Self> {
         let kind = placement.kind;
-        let batch = config.validate_world(world_size)?;
+        let batch = config.validate_world(world_size.ranks)?;
+        let BatchPlan { roles: Roles { num_trainers, num_generators }, .. } = batch;
+        world_size.check_engines(world_size.ranks - num_generators, config.tensor_parallel_size)?;
         config.validate_context(spec.max_position_embeddings)?;
         spec.validate_tp(config.tensor_parallel_size)?;
         if config.quantization == Quantization::Nf4 {
             QuantizedBlock::check(&spec)?;
+        }
+        if config.rollout_quantization == RolloutQuantization::Fp8 {
+            check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
         }
         spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
         LoraSpec::new(&config.lora).map_or(Ok(()), |lora| lora.check(&spec))?;
         if config.optimizer.optim == OptimizerName::Muon {
             BlockMatrix::check(&spec)?;
         }
-        let shards = config.zero.shard_group_size.unwrap_or(batch.roles.num_trainers);
+        let shards = config.zero.shard_group(num_trainers, world_size.local_ranks);
         let table = Arc::new(ParamTable::new(spec.clone(), shards));
         let teacher = Teacher::open(config, &tokenizer, shards)?;
         if let Some(teacher) = &teacher {
-            validate_gpu(&teacher.table.spec, placement, &teacher.folder)?;
+            validate_gpu(&teacher.table.spec, placement, None, &teacher.folder)?;
         }
         let engine_weights = |config: &Config| engine_weight_bytes(config, &table, kind);
         let engine_weight_bytes = engine_weights(config)?;
@@ -163,22 +177,22 @@ impl fmt::Display for Preflight {
     }
 }
 
-/// Refuses a shape that no kernel serves where the run trains and generates on GPUs.
-fn validate_gpu(spec: &ModelSpec, placement: Placement, folder: &Path) -> Result<()> {
+/// Refuses a shape that no kernel serves on GPUs: of a model that trains, and where its engine has `tp_size` ranks also generates.
+fn validate_gpu(spec: &ModelSpec, placement: Placement, tp_size: Option<usize>, folder: &Path) -> Result<()> {
     if !placement.on_cuda {
         return Ok(());
     }
     spec.validate_gpu(placement.kind, folder)?;
-    spec.validate_gpu_engine(folder)
+    tp_size.map_or(Ok(()), |tp_size| spec.validate_gpu_engine(placement.kind, tp_size, folder))
 }
 
 /// The shape and the tokenizer of the model that the configuration names, and whether it comes with adapters.
 fn open_model(config: &Config, placement: Placement) -> Result<(Arc<ModelSpec>, Arc<Tokenizer>, bool)> {
     let ModelSource { base: folder, adapters } = source(config)?;
-    let spec = Arc::new(ModelSpec::from_folder(&folder)?);
+    let spec = Arc::new(ModelSpec::from_folder(&folder)?.with_expert_parallel(config.enable_expert_parallel)?);
     let tokenizer = Tokenizer::from_folder(&folder)?.with_template_variables(&config.data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-    validate_gpu(&spec, placement, &folder)?;
+    validate_gpu(&spec, placement, Some(config.tensor_parallel_size), &folder)?;
     Ok((spec, Arc::new(tokenizer), adapters.is_some()))
 }
 
@@ -217,6 +231,8 @@ pub(super) struct TrainerParts<'a> {
     /// Whole units of the initial weights.
     pub weights: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
     pub rewards: RewardPool,
+    /// The tools of a run that has some.
+    pub tools: Option<ToolProcess>,
     pub rows: TrainingRows,
     pub source: ModelSource,
     pub checkpoint: Option<Checkpoint>,
@@ -238,7 +254,7 @@ pub(super) fn arm_fault(config: &Config, world: &World) {
 /// Loads everything; collective over the world.
 pub(super) fn load(
     config: Config,
-    rewards: RewardPool,
+    (rewards, tools): (RewardPool, Option<ToolProcess>),
     world: Arc<World>,
     checkpoint: Option<Checkpoint>,
     claim: Option<Claim>,
@@ -249,8 +265,8 @@ pub(super) fn load(
     let model @ (spec, tokenizer, _) = &open_model(&config, placement)?;
     config.validate_world(world.size())?;
     config.validate_context(spec.max_position_embeddings)?;
-    let rows = TrainingRows::read(&config, tokenizer, spec, rewards.required_columns())?;
-    let preflight = Preflight::of_model(&rows.planned(&config), model.clone(), placement, world.size(), room)?;
+    let rows = TrainingRows::read(&config, tokenizer, spec, (rewards.required_columns(), tools.as_ref()))?;
+    let preflight = Preflight::of_model(&rows.planned(&config), model.clone(), placement, world.world_size(), room)?;
     rows.check_batch(&config, &preflight.batch)?;
     rows.say_unreadable(&rewards, &world)?;
     let source = source(&config)?;
@@ -260,6 +276,7 @@ pub(super) fn load(
         preflight,
         weights: &weights,
         rewards,
+        tools,
         rows,
         source,
         checkpoint,
@@ -282,11 +299,21 @@ fn mixed_reference(
 
 /// Collective over the world.
 pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_>) -> Result<Trainer> {
-    let TrainerParts { preflight, weights, rewards, rows, source, checkpoint, claim, writes_files, spread_lengths } =
-        parts;
+    let TrainerParts {
+        preflight,
+        weights,
+        rewards,
+        tools,
+        rows,
+        source,
+        checkpoint,
+        claim,
+        writes_files,
+        spread_lengths,
+    } = parts;
     let batch = preflight.batch;
     let description = rows.description();
-    let TrainingRows { train: dataset, eval: eval_set, .. } = rows;
+    let TrainingRows { train: dataset, eval: eval_set, options, .. } = rows;
     let mixed = mixed_reference(&config, &preflight.spec, checkpoint.as_ref())?;
     let of_reference =
         |layout: &UnitLayout| mixed.as_ref().map_or_else(|| weights(layout), |files| read_unit(files, layout));
@@ -294,6 +321,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         build::WeightSources { policy: weights, reference: &of_reference, adapters: source.adapters.as_deref() };
     let mut model = build::model(&config, &world, &preflight, &sources, spread_lengths)?;
     let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
+    let engine_group = ahead::engine_group(&config, &world, batch.roles.num_generators)?;
+    let turns = turns::open(&config, &world, &preflight, tools.map(|tools| (tools, options)))?;
     let sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let mut sampler = sampler.with_curriculum(Curriculum::new(&config.curriculum));
     if config.dataloader_drop_last {
@@ -330,9 +359,11 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         save_total_limit: config.save_total_limit,
         save_async: config.save_async,
     });
+    let chip_flop_per_s = chip_flop_per_s(world.device(), preflight.kind)?;
     Ok(Trainer {
         config,
         world,
+        chip_flop_per_s,
         base_dir,
         batch,
         plan,
@@ -350,13 +381,15 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         saved_step: progress.global_step,
         previous_step: progress.global_step,
         progress,
-        ahead: None,
+        ahead: VecDeque::new(),
         drawn: None,
         unscored: Unscored::default(),
         signal: Signal::default(),
         functions: Functions::default(),
         eval_rewards: None,
         engines,
+        engine_group,
+        turns,
     })
 }
 

@@ -2,12 +2,12 @@
 
 use std::time::Instant;
 
+use super::Trainer;
 use super::carry::Carry;
 use super::penalty;
 use super::records;
-use super::sampling::{SampledBatch, context};
+use super::sampling::SampledBatch;
 use super::signal::{self, Tally};
-use super::{Trainer, passes};
 use crate::config::{DynamicSampling, Mode};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
@@ -15,9 +15,9 @@ use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, LossConfig}
 use crate::metrics::StepMetrics;
 use crate::phase;
 use crate::rollout::RolloutEngine;
-use crate::train::{Policy, Sequence, Transitions};
+use crate::train::{Policy, Transitions};
 use crate::types::{Prompt, RolloutGroup};
-use crate::update::{Divergence, ReferenceSync, UpdateOptions, UpdateOutcome};
+use crate::update::{Divergence, ReferenceSync, UpdateOptions};
 
 /// This rank's completions of one generation batch, with their rewards and advantages.
 #[derive(Debug)]
@@ -39,9 +39,6 @@ pub struct TrainingBatch {
     start: Instant,
 }
 
-/// The work of engines that do none beside an update.
-type NoWork = fn(&mut RolloutEngine<'_>) -> Result<()>;
-
 impl Trainer {
     /// Samples the next generation batch, and gives its completions rewards and advantages; collective over the world.
     ///
@@ -49,8 +46,8 @@ impl Trainer {
     /// The first failure of any rank. Where rewards failed, the batch is the next one again.
     pub fn rollout(&mut self) -> Result<TrainingBatch> {
         let start = self.begin_step()?;
-        let sampled = match self.ahead.take() {
-            Some(ahead) => ahead,
+        let sampled = match self.ahead.pop_front() {
+            Some(queued) => queued.into_sampled(),
             None => self.sample()?,
         };
         self.training_batch(sampled, start)
@@ -89,9 +86,7 @@ impl Trainer {
             return Err(Error::InvalidArgument { op: "Trainer::score", expected, got: "none".to_owned() });
         };
         groups.iter().for_each(|group| self.rewards.submit(group));
-        let (places, dropped, carry) = (Vec::new(), Vec::new(), Carry::default());
-        let sampled = SampledBatch { groups, places, dropped, tally: None, is_scored: false, before, carry };
-        self.training_batch(sampled, start)
+        self.training_batch(SampledBatch::of_groups(groups, before), start)
     }
 
     /// Computes the advantages of a batch from its rewards, by the configuration and by a function of
@@ -111,7 +106,8 @@ impl Trainer {
     /// The first failure of any rank.
     pub fn update(&mut self, batch: TrainingBatch) -> Result<StepMetrics> {
         let TrainingBatch { groups, places, dropped, tally, carry, advantages, solve_rate, divergence, start } = batch;
-        let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions);
+        let ages_at = (self.config.split.async_steps > 0).then_some(self.progress.generation_step);
+        let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions, ages_at);
         let outcome = self.update_policy(&sequences)?;
         self.previous_step = self.progress.global_step;
         self.progress.global_step += outcome.num_updates;
@@ -128,11 +124,13 @@ impl Trainer {
         self.tell_failures(&advantages)?;
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
         self.add_curriculum_metrics(&mut metrics, solve_rate);
+        self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut metrics));
         carry.add_metrics(&mut metrics, &self.config);
         let transitions = self.take_transitions()?;
         let role = if self.model.policy().is_some() { "trainers" } else { "generators" };
         let role = Some(role).filter(|_| self.config.mode == Mode::Split);
         records::cost_metrics(&mut metrics, start.elapsed(), transitions, role)?;
+        records::utilisation_metric(&mut metrics, outcome.training_flop, self.chip_flop_per_s);
         Ok(metrics)
     }
 
@@ -161,6 +159,9 @@ impl Trainer {
         if config.oversample > 0.0 {
             return refuse("oversample", &config.oversample, "0");
         }
+        if !config.tools.tools.is_empty() {
+            return refuse("tools", &config.tools.tools.join(", "), "none");
+        }
         if config.split.async_steps > 0 {
             return refuse("split.async_steps", &config.split.async_steps, "0");
         }
@@ -168,25 +169,6 @@ impl Trainer {
             DynamicSampling::Replace => refuse("dynamic_sampling", &"replace", "none or filter"),
             _ => Ok(()),
         }
-    }
-
-    /// Trains on a batch. Engines that have nothing else to do sample the next one meanwhile, unless a checkpoint or an
-    /// evaluation is due: a batch under way is in no checkpoint, and its failed rewards are not the evaluation's.
-    fn update_policy(&mut self, sequences: &[Sequence]) -> Result<UpdateOutcome> {
-        let options = self.update_options();
-        let (before, after) = (self.progress.global_step, self.progress.global_step + options.num_updates());
-        let is_due = |every| passes(every, before, after);
-        let interrupted = is_due(self.config.save_steps) || is_due(self.config.eval_steps);
-        if self.config.split.async_steps == 0 || interrupted || after >= self.schedule.total_steps as u64 {
-            return Ok(self.model.update(sequences, &options, &self.output, None::<NoWork>)?.0);
-        }
-        let mut batch = self.next_batch(self.progress.generation_step + 1, after)?;
-        let (work, model, mut context) = (batch.work(), &mut self.model, context!(self));
-        let output = context.output;
-        let next = |engine: &mut RolloutEngine<'_>| work.run(engine, &mut context);
-        let (outcome, sampled) = model.update(sequences, &options, output, Some(next))?;
-        self.ahead = Some(self.take(batch, sampled)?);
-        Ok(outcome)
     }
 
     /// Time and bytes of moving optimizer state since the last call.
@@ -232,6 +214,7 @@ impl Trainer {
             global_step: self.progress.global_step,
             max_grad_norm: self.config.optimizer.max_grad_norm,
             router_aux_loss_coef: self.config.objective.router_aux_loss_coef,
+            max_token_age: self.config.split.async_steps,
             device: self.world.device(),
         }
     }

@@ -13,7 +13,7 @@ const KEY: &str = "teacher_model_name_or_path";
 /// A model that scores the policy's samples.
 #[derive(Debug)]
 pub struct Teacher {
-    /// Its folder.
+    /// Folder of the teacher.
     pub folder: PathBuf,
     /// The layout of its weights, for the shard group of the policy.
     pub table: Arc<ParamTable>,

@@ -45,7 +45,7 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
 /// Reads a regular file of at most `max_bytes`.
 ///
 /// # Errors
-/// Those of [`open`], and one with both sizes.
+/// The errors of [`open`], and one with both sizes.
 pub(crate) fn read(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
     let file = open(path)?;
     let num_bytes = file.metadata()?.len();
@@ -61,7 +61,7 @@ pub(crate) fn read(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
 /// Reads a regular file of at most `max_bytes` of UTF-8.
 ///
 /// # Errors
-/// Those of [`read`], and one with the offset of the first byte that is no text.
+/// The errors of [`read`], and one with the offset of the first byte that is no text.
 pub(crate) fn read_text(path: &Path, max_bytes: u64) -> io::Result<String> {
     String::from_utf8(read(path, max_bytes)?).map_err(|error| io::Error::other(format!("not UTF-8: {error}")))
 }

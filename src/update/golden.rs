@@ -7,7 +7,7 @@ use super::learner::denominators;
 use super::loss::UpdateSums;
 use super::options::{UpdateOptions, UpdateOutcome};
 use crate::config::LrSchedulerType;
-use crate::grpo::golden::{entropy_term, parse_config};
+use crate::grpo::tests::{entropy_term, parse_config};
 use crate::grpo::{EntropyControl, EntropyTerm, LossConfig, LossStats};
 use crate::model::ModelSpec;
 use crate::train::{MicroBatch, PackOptions, Schedule, Scores, Sequence, balanced_share, pack};
@@ -58,6 +58,7 @@ impl Table {
         Scores {
             logprobs: of_rows(&self.logprobs),
             entropy: of_rows(&self.entropy),
+            top: None,
             aux_loss: None,
             differing_experts: None,
         }
@@ -85,6 +86,7 @@ fn options(config: &LossConfig) -> UpdateOptions {
         global_step: 0,
         max_grad_norm: 1.0,
         router_aux_loss_coef: None,
+        max_token_age: 0,
         device: Device::Cpu,
     }
 }

@@ -10,11 +10,12 @@ use crate::dist::{Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{Denominators, EntropyControl, EntropyTerm};
 use crate::memory;
+use crate::ops::head::TopScores;
 use crate::phase::{self, Phase};
 use crate::torch;
 use crate::train::{
-    MicroBatch, PackOptions, Policy, Reference, Scores, Sequence, balanced_share, gather_sequences, learning_rate,
-    pack, pad_to_agreed_count,
+    MicroBatch, PackOptions, Policy, Reference, Scores, Sequence, TeacherTop, balanced_share, gather_sequences,
+    learning_rate, pack, pad_to_agreed_count,
 };
 
 /// Updates in a row that may be skipped for a non-finite gradient before the run ends with exit code 13.
@@ -178,6 +179,7 @@ impl Learner {
                 if let Some(teacher) = self.teacher.as_mut().filter(|_| needs_teacher) {
                     let scores = teacher.forward_logprobs(&micro_batch, options.temperature)?;
                     hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.teacher_logprobs)?;
+                    hand_out_top(&micro_batch, &scores, sequences)?;
                 }
                 progress.advance();
             }
@@ -229,6 +231,8 @@ impl Learner {
                 if index + 1 == micro_batches.len() {
                     self.policy.finish_gradients_with_next_backward();
                 }
+                outcome.training_flop +=
+                    micro_batch.training_flop(&self.policy.table().spec, self.policy.lora().is_some());
                 outcome.num_trained_tokens += if micro_batch.is_empty() { 0 } else { micro_batch.num_tokens() };
                 self.policy.forward_backward(micro_batch, options.temperature, &mut |scores| {
                     sums.differentiate(micro_batch, scores, denominators, options)
@@ -370,6 +374,21 @@ fn hand_out(
         let (own, others) = rest.split_at(sequences[index].num_scored());
         *field(&mut sequences[index]) = Some(own.to_vec());
         rest = others;
+    }
+    Ok(())
+}
+
+/// Gives each sequence of a micro-batch the most probable tokens of its distributions, where these are scored.
+fn hand_out_top(micro_batch: &MicroBatch, scores: &Scores, sequences: &mut [Sequence]) -> Result<()> {
+    let Some(TopScores { ids, logprobs }) = &scores.top else { return Ok(()) };
+    let num_top = ids.size()[1] as usize;
+    let (ids, logprobs) = (torch::i64_vec(&ids.f_reshape([-1])?)?, torch::f32_vec(&logprobs.f_reshape([-1])?)?);
+    let mut start = 0;
+    for &index in &micro_batch.sequences {
+        let own = start..start + num_top * sequences[index].num_scored();
+        start = own.end;
+        let ids = ids[own.clone()].iter().map(|&id| id as u32).collect();
+        sequences[index].teacher_top = Some(TeacherTop { num_top, ids, logprobs: logprobs[own].to_vec() });
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::options::{UpdateOptions, UpdateOutcome};
 use crate::error::Result;
-use crate::grpo::{Denominators, DeviceStats, EntropyTerm, LossInput, LossOutput};
+use crate::grpo::{Denominators, DeviceStats, EntropyTerm, LossInput, LossOutput, TopLogprobs, age_stats};
 use crate::phase::{self, Phase};
 use crate::torch::scalar;
 use crate::train::{MicroBatch, Scores, Sequence, TokenGradients};
@@ -51,11 +51,17 @@ impl UpdateSums {
             rollout_logprobs: micro_batch.rollout_logprobs.as_ref(),
             advantages: &micro_batch.advantages,
             sequence_of_token: &micro_batch.sequence_of_token,
+            top: scores
+                .top
+                .as_ref()
+                .zip(micro_batch.teacher_top.as_ref())
+                .map(|(own, teacher)| TopLogprobs { logprobs: &own.logprobs, teacher_logprobs: &teacher.logprobs }),
             entropy: Some(&scores.entropy),
             entropy_term: self.term,
         };
-        let LossOutput { loss, dlogprobs, dentropy, mean_entropy, stats } =
+        let LossOutput { loss, dlogprobs, dentropy, dtop, mean_entropy, stats } =
             options.differentiate(&input, denominators)?;
+        let stats = with_ages(stats, &input, micro_batch.token_ages.as_ref(), options)?;
         // A loss that is not finite makes the gradient so: its norm tells all ranks to skip.
         let spoilt = if phase::fires_nan(Phase::ForwardBackward) { f64::NAN } else { 0.0 };
         let dlogprobs = dlogprobs.f_add(&loss.f_mul(&scalar(spoilt))?)?;
@@ -63,7 +69,7 @@ impl UpdateSums {
         let aux_loss = scores.aux_loss.as_ref().map(|aux_loss| aux_loss.f_mul(&scalar(share))).transpose()?;
         let differing_experts = scores.differing_experts.as_ref().map(Tensor::shallow_clone);
         self.add(Sums { loss, mean_entropy, aux_loss, differing_experts, stats })?;
-        Ok(TokenGradients { dlogprobs, dentropy, daux_loss: self.router_aux_loss_coef * share })
+        Ok(TokenGradients { dlogprobs, dentropy, dtop, daux_loss: self.router_aux_loss_coef * share })
     }
 
     /// Adds the masked sequences of a rank's share, which are never packed: a micro-batch without tokens.
@@ -75,6 +81,7 @@ impl UpdateSums {
         let advantages: Vec<f32> = masked.iter().map(|sequence| sequence.advantage).collect();
         let no_tokens = |kind| Tensor::f_zeros([0], (kind, options.device));
         let (no_logprobs, no_indexes) = (no_tokens(Kind::Float)?, no_tokens(Kind::Int64)?);
+        let no_top = Tensor::f_zeros([0, 1], (Kind::Float, options.device))?;
         let have_logprobs = masked.iter().all(|sequence| sequence.rollout_logprobs.is_some());
         let input = LossInput {
             logprobs: &no_logprobs,
@@ -84,12 +91,14 @@ impl UpdateSums {
             rollout_logprobs: have_logprobs.then_some(&no_logprobs),
             advantages: &Tensor::from_slice(&advantages).f_to_device(options.device)?,
             sequence_of_token: &no_indexes,
+            top: Some(TopLogprobs { logprobs: &no_top, teacher_logprobs: &no_top }),
             entropy: Some(&no_logprobs),
             entropy_term: self.term,
         };
         let nothing_to_divide =
             Denominators { num_sequences: 1.0, num_tokens: 1.0, num_update_tokens: 1.0, num_sequence_tokens: 1.0 };
         let LossOutput { loss, mean_entropy, stats, .. } = options.differentiate(&input, &nothing_to_divide)?;
+        let stats = with_ages(stats, &input, Some(&no_indexes), options)?;
         self.add(Sums { loss, mean_entropy, aux_loss: None, differing_experts: None, stats })
     }
 
@@ -129,5 +138,18 @@ impl UpdateSums {
             (sum, counts) => sum.or(counts),
         };
         sums.stats.merge(&more.stats)
+    }
+}
+
+/// Adds the statistics by age, where they are recorded.
+fn with_ages(
+    stats: DeviceStats,
+    input: &LossInput<'_>,
+    token_ages: Option<&Tensor>,
+    options: &UpdateOptions,
+) -> Result<DeviceStats> {
+    match options.max_token_age {
+        0 => Ok(stats),
+        max_age => stats.join(age_stats(input, &options.loss, token_ages, max_age)?),
     }
 }

@@ -39,6 +39,8 @@ pub struct UpdateOptions {
     pub global_step: u64,
     /// Weight of the loss that keeps experts equally busy; `None` is the model's own.
     pub router_aux_loss_coef: Option<f64>,
+    /// Greatest age of tokens in generation steps, up to which statistics are recorded by age; 0 records none.
+    pub max_token_age: usize,
     /// Clip the global gradient norm to this; 0 is off.
     pub max_grad_norm: f64,
     /// Where micro-batches live.
@@ -110,6 +112,8 @@ pub struct UpdateOutcome {
     pub num_skipped: u64,
     /// Tokens run forward and backward on this rank.
     pub num_trained_tokens: usize,
+    /// Floating-point operations of this rank's forward and backward passes, as [`MicroBatch::training_flop`](crate::train::MicroBatch::training_flop) counts them.
+    pub training_flop: f64,
     /// How long computation waited for collectives.
     pub exposed_communication: Duration,
 }

@@ -81,7 +81,9 @@ pub(super) fn ranks(runs: &[(usize, &WatchedRun)]) -> String {
 }
 
 fn rank_row(state: &RankState, now: f64) -> String {
-    let RankState { rank, step, max_steps, phases, phase_s, waits_in, resident_bytes, held, time, end, .. } = state;
+    let RankState {
+        rank, step, max_steps, phases, phase_s, waits_in, resident_bytes, held, gpu_memory, time, end, ..
+    } = state;
     let phase = match (end, phases.is_empty()) {
         (Some(end), _) if end.code == Some(0) => "done".to_owned(),
         (Some(_), _) => "ended".to_owned(),
@@ -92,13 +94,18 @@ fn rank_row(state: &RankState, now: f64) -> String {
     let on_device: u64 = held.iter().filter(|held| held.on_device).map(|held| held.bytes).sum();
     let owners = held.iter().filter(|held| held.on_device).take(4);
     let owners: Vec<String> = owners.map(|held| format!("{} {}", held.owner, bytes(held.bytes))).collect();
+    // An ended process holds nothing any longer: what its GPU has in use is others'.
+    let of_gpu = gpu_memory
+        .filter(|_| end.is_none())
+        .map(|gpu| format!("GPU: {} of {} in use; ", bytes(gpu.used_bytes), bytes(gpu.total_bytes)));
     let lasts = if end.is_some() { String::new() } else { age(phase_s + (now - time).max(0.0)) };
     let mut row = format!("<tr><th scope=\"row\">{rank}</th><td>{} of {max_steps}</td>", (step + 1).min(*max_steps));
     for cell in [
         format!("{phase}{waits}"),
         lasts,
         format!(
-            "{} {}",
+            "{}{} {}",
+            of_gpu.unwrap_or_default(),
             bytes(on_device),
             if owners.is_empty() { String::new() } else { format!("({})", owners.join(", ")) }
         ),
@@ -162,6 +169,17 @@ mod tests {
         assert!(!page.contains("{style}") && !page.contains("http://") && !page.contains("https://"));
         assert!(!page.contains(" onclick="));
         assert!(policy().contains("default-src 'none'") && policy().contains("script-src 'sha256-"));
+    }
+
+    #[test]
+    fn a_rank_s_gpu_is_told_while_it_runs() {
+        let state = json!({"rank": 0, "world_size": 1, "process": 1, "time": 5.0, "step": 0, "max_steps": 2, "phases": [],
+            "phase_s": 0.0, "waits_in": null, "resident_bytes": 1, "held": [], "warnings": [], "end": null,
+            "gpu_memory": {"used_bytes": 61_000_000_000u64, "total_bytes": 80_000_000_000u64}});
+        let mut state: RankState = serde_json::from_value(state).unwrap();
+        assert!(rank_row(&state, 5.0).contains("GPU: 61GB of 80GB in use; "), "{}", rank_row(&state, 5.0));
+        state.gpu_memory = None;
+        assert!(!rank_row(&state, 5.0).contains("GPU"));
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub(super) struct WatchedRuns {
 /// An output folder.
 #[derive(Debug)]
 pub(super) struct WatchedRun {
-    /// Its path below the watched folder, or that folder's name.
+    /// Path of the run below the watched folder, or that folder's name.
     pub name: String,
     pub folder: PathBuf,
     metrics: Follower,
@@ -229,6 +229,7 @@ mod tests {
             phase_s: 1.0,
             waits_in: None,
             resident_bytes: 1,
+            gpu_memory: None,
             held: Vec::new(),
             warnings: Vec::new(),
             end,

@@ -18,6 +18,13 @@ fn a_teacher_that_is_the_policy_teaches_nothing_and_another_is_approached() {
     for name in ["distillation/kl", "loss", "grad_norm"] {
         assert_eq!(value("own", 1, name), 0.0, "{name}");
     }
+    // Over the teacher's most probable tokens, too.
+    let top = ["distillation_mode=topk_logits", "distillation_topk=8", "distillation_add_tail=true"];
+    let forward = ["distillation_alpha=0", "temperature=0.7"];
+    runs.train_to_the_end("own-top", 2, &[&[&*teacher(model)][..], &on_host, &top, &forward].concat());
+    for name in ["distillation/kl", "loss", "grad_norm"] {
+        assert_eq!(value("own-top", 1, name), 0.0, "{name} over several tokens");
+    }
     let weights = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
     assert!(weights(&runs.path("own/final")) == weights(model));
 
@@ -28,6 +35,11 @@ fn a_teacher_that_is_the_policy_teaches_nothing_and_another_is_approached() {
     let [first, last] = [1, 8].map(|step| value("student", step, "distillation/kl"));
     println!("{first} nats a token from the teacher before, {last} after 7 updates");
     assert!(first > 1e-3 && last < 0.8 * first, "{first} and {last}");
+    let by_top = [&student[..], &top, &["max_steps=4", "save_steps=none"]].concat();
+    runs.train_to_the_end("by-top", 2, &by_top);
+    let [before, after] = [1, 4].map(|step| value("by-top", step, "distillation/kl"));
+    println!("{before} nats over eight tokens, {after} after 3 updates");
+    assert!(before > 1e-3 && after < 0.8 * before && value("by-top", 1, "grad_norm") > 1e-3, "{before} and {after}");
     runs.train_to_the_end("resumed", 2, &[&student[..], &[&runs.resume("student", 4)]].concat());
     runs.assert_same("resumed", "student", &[5, 6, 7, 8]);
 }

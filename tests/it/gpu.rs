@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use colo_grpo::internal::config::GradientCheckpointing;
+use colo_grpo::internal::config::{GradientCheckpointing, KvCacheDtype, RolloutQuantization};
 use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::internal::dist::{Backend, Mesh, World};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
@@ -242,6 +242,8 @@ fn generate(
         kind,
         residual,
         device,
+        quantization: RolloutQuantization::None,
+        kv_cache_dtype: KvCacheDtype::Auto,
         strict: false,
         spread_lengths: None,
         records_experts: false,

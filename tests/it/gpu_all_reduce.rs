@@ -1,12 +1,12 @@
 //! Tensor-parallel sums through memory that GPUs map of one another: real processes, one GPU each. Ignored where there are none.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
 use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, RowSums};
-use colo_grpo::internal::cuda::{Context, CudaEvent, Graph, TorchStream};
+use colo_grpo::internal::cuda::{Context, CudaEvent, Graph, PeerMemory, TorchStream};
 use colo_grpo::internal::dist::{Collective, World};
 use tch::{Device, Kind, Tensor};
 
@@ -53,6 +53,51 @@ fn gpu_eight_ranks_replay_sums_at_any_pace() {
     ranks::run_on_gpus(8, "gpu_all_reduce::gpu_eight_ranks_replay_sums_at_any_pace", |world| {
         replays_at_any_pace(&world)
     });
+}
+
+/// Eight ranks as threads of one process, each on a stream of its own: the kernels of eight GPUs find the right parts and rows on one.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_one_process_sums_rows_as_eight_ranks() {
+    const NUM_RANKS: usize = 8;
+    let context = Context::retain(0).unwrap();
+    // Blocks of all ranks wait for one another, so all must be on the GPU at once.
+    for (rows, dim) in [(1, 1536), (3, 3584), (16, 128), (17, 2048), (12, 8192)] {
+        for kind in [Kind::BFloat16, Kind::Float] {
+            let mut cases: Vec<Case> = PeerMemory::of_one_gpu(&context, NUM_RANKS, RowSums::bytes(rows, dim))
+                .unwrap()
+                .into_iter()
+                .enumerate()
+                .map(|(rank, memory)| Case::over(Arc::new(memory), (rank, NUM_RANKS), (rows, dim), kind))
+                .collect();
+            let streams: Vec<TorchStream> = cases.iter().map(|_| TorchStream::new(&context).unwrap()).collect();
+            for (way, turn) in WAYS.into_iter().flat_map(|way| [(way, 0), (way, 1)]) {
+                cases.iter().for_each(|case| drop(case.sums.normed().unwrap().fill_(f64::NAN)));
+                let expected = cases[0].expected();
+                context.synchronize().unwrap();
+                let (begun, ended) = (Barrier::new(NUM_RANKS), Barrier::new(NUM_RANKS));
+                let rank = |case: Case, stream: &TorchStream| {
+                    let mut x = case.x.copy();
+                    let _current = stream.make_current().unwrap();
+                    begun.wait();
+                    case.sum(way, turn, &mut x);
+                    stream.synchronize().unwrap();
+                    ended.wait(); // later streams wait for one that ends being current
+                    (case, x)
+                };
+                let rank = &rank;
+                let summed: Vec<(Case, Tensor)> = std::thread::scope(|scope| {
+                    let ranks = cases.drain(..).zip(&streams);
+                    let ranks: Vec<_> = ranks.map(|(case, stream)| scope.spawn(move || rank(case, stream))).collect();
+                    ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+                });
+                for (case, x) in summed {
+                    case.check((way, turn), &x, &expected);
+                    cases.push(case);
+                }
+            }
+        }
+    }
 }
 
 /// A rank that never comes: the others' kernels end with its failure, and after agreeing all sum again.
@@ -163,17 +208,28 @@ impl Case {
         group.barrier().unwrap();
         memory.clear().unwrap();
         group.barrier().unwrap();
+        Self::over(memory, (group.rank(), group.size()), (rows, dim), kind)
+    }
+
+    fn over(
+        memory: Arc<PeerMemory>,
+        (rank, num_ranks): (usize, usize),
+        (rows, dim): (usize, usize),
+        kind: Kind,
+    ) -> Self {
         tch::manual_seed((rows * dim) as i64);
-        let random = |shape: &[i64], kind| {
-            Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind).to_device(group.device())
-        };
+        let sums = RowSums::new(memory, rows, dim).unwrap();
+        let device = sums.normed().unwrap().device();
+        let random =
+            |shape: &[i64], kind| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind).to_device(device);
         let shape = [rows as i64, dim as i64];
+        let Device::Cuda(ordinal) = device else { panic!("a GPU") };
         Self {
-            context,
-            rank: group.rank(),
+            context: Context::retain(ordinal).unwrap(),
+            rank,
             rows: shape[0],
-            sums: RowSums::new(memory, rows, dim).unwrap(),
-            parts: (0..group.size()).map(|_| random(&shape, Kind::BFloat16)).collect(),
+            sums,
+            parts: (0..num_ranks).map(|_| random(&shape, Kind::BFloat16)).collect(),
             x: random(&shape, kind),
             weight: random(&shape[1..], Kind::BFloat16),
         }
@@ -191,18 +247,27 @@ impl Case {
         x.slice(-2, first.min(self.rows), None, step)
     }
 
-    /// The bits are those of sums one after the other, and of the norm kernel.
     fn compare(&self, way: AllReduceMethod, turn: usize) {
         let _ = self.sums.normed().unwrap().fill_(f64::NAN);
         let mut x = self.x.copy();
         self.sum(way, turn, &mut x);
+        self.check((way, turn), &x, &self.expected());
+    }
+
+    /// x and the norms, by sums one after the other and the norm kernel.
+    fn expected(&self) -> (Tensor, Tensor) {
         let wide = |tensor: &Tensor| tensor.to_kind(Kind::Float);
         let sum = self.parts[1..].iter().fold(wide(&self.parts[0]), |sum, part| sum + wide(part));
-        let mut expected = (wide(&self.x) + sum).to_kind(x.kind());
+        let mut expected = (wide(&self.x) + sum).to_kind(self.x.kind());
         let mut normed = self.parts[0].empty_like();
         kernels::add_rms_norm(&mut expected, None, &self.weight, &mut normed, EPS).unwrap();
+        (expected, normed)
+    }
+
+    /// Fails unless `x` and the norms after a sum have the expected bits.
+    fn check(&self, (way, turn): (AllReduceMethod, usize), x: &Tensor, (expected, normed): &(Tensor, Tensor)) {
         let what = format!("{way:?} {turn} {:?} of {:?} on rank {}", x.size(), x.kind(), self.rank);
-        assert!(self.own_rows(way, &x).equal(&self.own_rows(way, &expected)), "x of {what}");
-        assert!(self.sums.normed().unwrap().equal(&normed), "norms of {what}");
+        assert!(self.own_rows(way, x).equal(&self.own_rows(way, expected)), "x of {what}");
+        assert!(self.sums.normed().unwrap().equal(normed), "norms of {what}");
     }
 }

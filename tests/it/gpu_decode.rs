@@ -148,18 +148,18 @@ fn gpu_norms_over_all_heads_equal_the_cpus() {
 }
 
 /// Rows of random contexts in a cache, some of whose leading blocks they share.
-struct Contexts {
-    lens: Vec<i64>,
-    groups: Vec<i64>,
-    shared: Vec<i64>,
-    tables: Vec<i64>, // [S, max_blocks]
-    max_blocks: i64,
-    num_blocks: i64,
+pub struct Contexts {
+    pub lens: Vec<i64>,
+    pub groups: Vec<i64>,
+    pub shared: Vec<i64>,
+    pub tables: Vec<i64>, // [S, max_blocks]
+    pub max_blocks: i64,
+    pub num_blocks: i64,
 }
 
 impl Contexts {
     /// `group` rows share each prefix; 0: none.
-    fn random(rows: i64, longest: i64, block_size: i64, group: i64) -> Self {
+    pub fn random(rows: i64, longest: i64, block_size: i64, group: i64) -> Self {
         let mut lens = random_ints(1, longest, rows);
         for (len, special) in lens.iter_mut().zip([0, 1, 15, 16, 17, longest]) {
             *len = special;

@@ -1,16 +1,19 @@
 //! The engine's recorded steps on shapes of real models, random weights: against the trainer, against a float32 forward, and
 //! against themselves in another batch.
 
+mod fp8;
 mod kept;
 
 use std::sync::Arc;
 
-use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::internal::config::{
+    GradientCheckpointing, KvCacheDtype, Quantization, RolloutQuantization, TargetModule,
+};
 use colo_grpo::internal::data::Tokenizer;
 use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, LoraSpec, ModelSpec, PackedAttention, ParamName,
-    ParamTable, Unit, UnitLayout, block_forward, init_unit_on,
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, LoraSpec, ModelSpec, PackedMixer, ParamName, ParamTable,
+    Unit, UnitLayout, block_forward, init_unit_on,
 };
 use colo_grpo::internal::ops::{embedding, linear, rms_norm};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
@@ -19,7 +22,7 @@ use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy,
     PolicyOptions, Reference, Sequence, pack,
 };
-use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams, Trajectory};
 use serde_json::json;
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -56,7 +59,7 @@ fn gpu_sampled_logprobs_with_norms_behind_are_the_trainers() {
 
 /// Mean distances with residual streams of bfloat16 and float32, each at most its bound times as far as bf16 leaves the trainer
 /// from float32.
-fn sampled_as_trained(model: &Model, name: &str, bounds: [f64; 2]) -> [f64; 2] {
+pub fn sampled_as_trained(model: &Model, name: &str, bounds: [f64; 2]) -> [f64; 2] {
     let streams = [(Kind::BFloat16, bounds[0]), (Kind::Float, bounds[1])];
     streams.map(|(residual, bound)| of_one_stream(model, name, residual, bound))
 }
@@ -121,24 +124,31 @@ fn gpu_greedy_tokens_equal_a_float32_forwards() {
 #[ignore = "needs a GPU"]
 fn gpu_strict_steps_do_not_see_their_batch() {
     let short = (256, 170, 80, 50);
-    steps_do_not_see_their_batch(&Model::new(SMALL), Kind::BFloat16, &[short, (1024, 600, 200, 120)]);
-    steps_do_not_see_their_batch(&Model::new(SMALL), Kind::Float, &[short]);
+    let same = |options| options;
+    steps_do_not_see_their_batch(&Model::new(SMALL), &same, &[short, (1024, 600, 200, 120)]);
+    let wide = |options| EngineOptions { residual: Kind::Float, ..options };
+    steps_do_not_see_their_batch(&Model::new(SMALL), &wide, &[short]);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_strict_steps_with_adapters_do_not_see_their_batch() {
-    steps_do_not_see_their_batch(&Model::adapted(SMALL), Kind::BFloat16, &[(256, 170, 80, 50)]);
+    steps_do_not_see_their_batch(&Model::adapted(SMALL), &|options| options, &[(256, 170, 80, 50)]);
 }
 
 /// For each (longest sequence, longest prompt, tokens sampled, KV blocks that are too few).
-fn steps_do_not_see_their_batch(model: &Model, residual: Kind, cases: &[(usize, usize, usize, usize)]) {
+fn steps_do_not_see_their_batch(
+    model: &Model,
+    of: &dyn Fn(EngineOptions) -> EngineOptions,
+    cases: &[(usize, usize, usize, usize)],
+) {
     for &(max_model_length, longest, completion, few_blocks) in cases {
         let params =
             SamplingParams { num_generations: 3, max_completion_length: completion, ..SamplingParams::default() };
-        let strict = EngineOptions { strict: true, residual, ..model.options(max_model_length) };
+        let strict = of(EngineOptions { strict: true, ..model.options(max_model_length) });
         let few = EngineOptions { max_num_seqs: 7, max_num_batched_tokens: 400, ..strict.clone() };
-        let block_bytes = kv_block_bytes(&model.spec, 1, strict.block_size, strict.kind);
+        let cache_kind = if strict.kv_cache_dtype == KvCacheDtype::Fp8 { Kind::Float8e4m3fn } else { strict.kind };
+        let block_bytes = kv_block_bytes(&model.spec, 1, strict.block_size, cache_kind);
         let tight = EngineOptions { kv_cache_bytes: few_blocks * block_bytes, ..strict.clone() };
         let mut prompts = prompts(9, longest);
         let (expected, preempted) = model.generate_counted(&strict, &prompts, &params);
@@ -209,16 +219,28 @@ fn gpu_recorded_steps_survive_sleep() {
 /// what it is given: embeddings have a deviation of 1, o and down the 0.02 / sqrt(2 layers) of GPT-2. (With 0.02 everywhere the
 /// first blocks' outputs bury the embedding, and each later one magnifies what bf16 has rounded away. So it stays where the head
 /// is tied to the embedding.)
-struct Model {
+pub struct Model {
     world: Arc<World>,
     spec: Arc<ModelSpec>,
     lora: Option<LoraSpec>,
+    /// Two channels of what products read are 100 times as large, as in trained models, and the weights that multiply them as much
+    /// smaller.
+    has_outliers: bool,
 }
 
 impl Model {
     fn new(preset: &str) -> Self {
-        let spec = ModelSpec { eos_token_ids: Vec::new(), ..ModelSpec::preset(preset).unwrap() };
-        Self { world: Arc::new(World::single_on(Backend::Nccl).unwrap()), spec: Arc::new(spec), lora: None }
+        Self::of(ModelSpec::preset(preset).unwrap())
+    }
+
+    pub fn of(spec: ModelSpec) -> Self {
+        let spec = ModelSpec { eos_token_ids: Vec::new(), ..spec };
+        Self {
+            world: Arc::new(World::single_on(Backend::Nccl).unwrap()),
+            spec: Arc::new(spec),
+            lora: None,
+            has_outliers: false,
+        }
     }
 
     /// With adapters beside every projection that change what it gives.
@@ -239,6 +261,18 @@ impl Model {
     fn unit(&self, layout: &UnitLayout) -> colo_grpo::Result<Tensor> {
         let flat = init_unit_on(layout, SEED, Kind::BFloat16, self.world.device())?;
         for param in &layout.params {
+            if self.has_outliers && [ParamName::InputNorm, ParamName::PostNorm].contains(&param.name) {
+                let norm = layout.view(param.name, &flat).unwrap();
+                for channel in [3, 77] {
+                    let _ = norm.get(channel).g_mul_scalar_(100.0);
+                }
+            }
+            if self.has_outliers && [ParamName::Qkv, ParamName::GateUp].contains(&param.name) {
+                let matrix = layout.view(param.name, &flat).unwrap(); // multiplied as before
+                for channel in [3, 77] {
+                    let _ = matrix.select(1, channel).g_mul_scalar_(0.01);
+                }
+            }
             let scale = match param.name {
                 _ if self.spec.tie_word_embeddings => continue,
                 ParamName::Embedding => 50.0,
@@ -260,9 +294,11 @@ impl Model {
             kind: Kind::BFloat16,
             residual: Kind::BFloat16,
             device: self.world.device(),
+            quantization: RolloutQuantization::None,
+            kv_cache_dtype: KvCacheDtype::Auto,
             strict: false,
             spread_lengths: None,
-            records_experts: false,
+            records_experts: true,
         }
     }
 
@@ -311,13 +347,29 @@ impl Model {
         let network = NetworkOptions { kind, residual, device };
         let of_group = |group: &RolloutGroup| {
             let prompt = group.prompt.token_ids.as_slice();
-            let sequence = |ids: &[u32]| Sequence::of_tokens([prompt, ids].concat(), prompt.len());
-            group.completions.iter().map(|completion| sequence(&completion.token_ids)).collect::<Vec<_>>()
+            let sequence = |completion: &Trajectory| Sequence {
+                routed_experts: completion.routed_experts.clone(),
+                ..Sequence::of_tokens([prompt, &completion.token_ids].concat(), prompt.len())
+            };
+            group.completions.iter().map(sequence).collect::<Vec<_>>()
         };
         let sequences: Vec<Sequence> = groups.iter().flat_map(of_group).collect();
         let micro_batches =
             pack(&sequences, &PackOptions { max_tokens: 1 << 20, share_prompts: false, device }).unwrap();
+        let options = PolicyOptions {
+            stage: 0,
+            network,
+            gradient_checkpointing: GradientCheckpointing::Full,
+            optim: Optim::AdamW,
+            adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
+            gradients: GradientOptions::default(),
+        };
         let scores = match &self.lora {
+            // A reference would route by itself.
+            None if self.spec.experts.is_some() => {
+                let mut policy = Policy::new(self.table(), &mesh, options, &unit).unwrap();
+                policy.forward_logprobs(&micro_batches[0], 1.0).unwrap()
+            }
             None => {
                 let mut reference = Reference::new(self.table(), &mesh, network, &unit).unwrap();
                 reference.forward_logprobs(&micro_batches[0], 1.0).unwrap()
@@ -330,14 +382,6 @@ impl Model {
                     seed: SEED,
                     keeps_initial: false,
                     source: &source,
-                };
-                let options = PolicyOptions {
-                    stage: 0,
-                    network,
-                    gradient_checkpointing: GradientCheckpointing::Full,
-                    optim: Optim::AdamW,
-                    adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
-                    gradients: GradientOptions::default(),
                 };
                 let home = OptimizerHome::Resident;
                 let policy = Policy::with_adapters(self.table(), &mesh, options, home, &unit, adapters);
@@ -367,7 +411,7 @@ impl Model {
             let rope = spec.rope();
             let rope = rope.rows(&on_device(&positions), Kind::Float).unwrap();
             let context = BlockContext { spec, rope: &rope, tp: None, routes: None };
-            let attention = PackedAttention::new(spec, &bounds, device);
+            let attention = PackedMixer::new(spec, &bounds, device);
             let embedding = EmbeddingParams::view(table.unit(Unit::Embedding), &wide(Unit::Embedding));
             let mut x = embedding::forward(&on_device(&ids), &embedding.table).unwrap();
             for layer in 0..spec.num_layers {
@@ -399,7 +443,7 @@ fn generate(served: &mut Served, prompts: &[Prompt], params: &SamplingParams) ->
 fn prompts(count: usize, longest: usize) -> Vec<Prompt> {
     let prompt = |id: usize| {
         let len = longest - id * longest / (2 * count);
-        let token_ids = (0..len).map(|at| ((id * 7919 + at * 104_729) % 150_000) as u32).collect();
+        let token_ids = (0..len).map(|at| ((id * 7919 + at * 104_729) % 100_000) as u32).collect();
         Prompt { id: id as u64, text: String::new(), token_ids, columns: Arc::default() }
     };
     (0..count).map(prompt).collect()

@@ -230,7 +230,9 @@ fn gpu_grouped_products_equal_the_cpus() {
             let run = |device: Device, kind: Kind| {
                 let on = |t: &Tensor| t.to_device(device).to_kind(kind);
                 let wide = if kind == Kind::BFloat16 { Kind::Float } else { kind };
-                let dispatch = Dispatch::new(&experts.to_device(device), num_experts as usize, kind).unwrap();
+                let dispatch =
+                    Dispatch::new(&experts.to_device(device), (num_experts as usize, 0..num_experts as usize), kind)
+                        .unwrap();
                 let rows = dispatch.scatter(&on(&x)).unwrap();
                 let product = dispatch.gate_up(&rows, &on(&gate_up)).unwrap();
                 let act = product.activate().unwrap();

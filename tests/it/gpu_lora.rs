@@ -160,6 +160,7 @@ fn losses(device: Device, (kind, residual): (Kind, Kind), quantization: Quantiza
                 Ok(TokenGradients {
                     dlogprobs: Tensor::full_like(&scores.logprobs, -1.0 / count),
                     dentropy: None,
+                    dtop: None,
                     daux_loss: 0.0,
                 })
             };

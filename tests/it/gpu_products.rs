@@ -75,18 +75,23 @@ fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
     }
 }
 
-/// That `write`, done twice, gives what is `expected`, into a slice of a wider matrix, and nothing beside it.
 fn assert_written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) {
+    let error = written(expected, what, write);
+    assert!(error < 5e-3, "{what}: {error:e}");
+}
+
+/// How far from what is `expected` `write`, done twice, is, into a slice of a wider matrix; nothing is written beside it.
+pub fn written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) -> f64 {
     let (rows, columns) = expected.size2().unwrap();
     let wide = Tensor::full([rows + 2, columns + 16], 776.0, (Kind::BFloat16, GPU));
     let out = wide.narrow(0, 0, rows).narrow(1, 8, columns);
     (0..2).for_each(|_| write(&out));
     let difference = out.to_kind(Kind::Float) - expected;
     let error = difference.norm().double_value(&[]) / expected.norm().double_value(&[]);
-    assert!(error < 5e-3, "{what}, {columns} columns: {error:e}");
     for margin in [wide.narrow(0, rows, 2), wide.narrow(1, 0, 8), wide.narrow(1, columns + 8, 8)] {
         assert_eq!(margin.ne(776.0).any().int64_value(&[]), 0, "beside {what}");
     }
+    error
 }
 
 /// The kernel for few rows against float32, with and without SwiGLU, from and to slices of wider matrices; a row's bits do not

@@ -236,3 +236,41 @@ fn gpu_seen_ids_are_those_of_the_history() {
     let got = torch::i64_vec(&seen.view(-1)).unwrap();
     assert_eq!(got.into_iter().map(|word| word & 0xffff_ffff).collect::<Vec<_>>(), expected);
 }
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_masks_leave_what_they_allow() {
+    kernels::prepare(0).unwrap();
+    for (rows, vocab, shards) in [(1i64, 13i64, 1i64), (5, 1001, 2), (3, 50_000, 3), (40, 4096, 1)] {
+        let words = (vocab + 31) / 32;
+        let masks =
+            Tensor::randint_low(i64::from(i32::MIN), i64::from(i32::MAX), [rows, words], (Kind::Int, Device::Cpu));
+        let bits = torch::i64_vec(&masks.view(-1)).unwrap();
+        // The last row's mask is the first one; every third row has none.
+        let places: Vec<i64> = (0..rows).map(|row| if row % 3 == 1 { -1 } else { rows - 1 - row }).collect();
+        let logits = rand(&[rows, vocab], Kind::Float);
+        for shard in 0..shards {
+            let (from, to) = (vocab * shard / shards, vocab * (shard + 1) / shards);
+            let whole = gpu(&logits.narrow(1, from, to - from).constant_pad_nd([0, 16]));
+            kernels::mask_logits(&whole.narrow(1, 0, to - from), from as usize, &ints(&places), &gpu(&masks)).unwrap();
+            let got = whole.to_device(Device::Cpu);
+            for (row, &place) in (0..rows).zip(&places) {
+                let (got, own) = (torch::f32_vec(&got.get(row)).unwrap(), torch::f32_vec(&logits.get(row)).unwrap());
+                for id in from..to {
+                    let is_allowed = place < 0 || bits[(place * words + id / 32) as usize] >> (id % 32) & 1 == 1;
+                    let expected = if is_allowed { own[id as usize] } else { f32::NEG_INFINITY };
+                    assert_eq!(got[(id - from) as usize], expected, "row {row}, id {id} of {vocab}");
+                }
+                assert!(got[(to - from) as usize..].iter().all(|&padding| padding == 0.0));
+            }
+        }
+    }
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let (owners, adapters) = ([0, 0, 0, 2, 2, 1, 1, 1, 1], [1, -1, 0, 2, 2, 0, -1]);
+        let low = rand(&[adapters.len() as i64, owners.len() as i64], kind);
+        let of_row = Tensor::from_slice(&adapters).unsqueeze(1).eq_tensor(&Tensor::from_slice(&owners).unsqueeze(0));
+        let got = gpu(&low);
+        kernels::mask_low(&got, &ints(&owners), &ints(&adapters)).unwrap();
+        assert!(got.to_device(Device::Cpu).equal(&(low * of_row.to_kind(kind))));
+    }
+}

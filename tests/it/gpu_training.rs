@@ -83,15 +83,19 @@ fn head_equals_the_cpus(kind: Kind, bound: f64) {
     // A single log-probability near 0 has no relative error worth a bound; this seed draws none.
     tch::manual_seed(7);
     for (tokens, dim, vocabulary, chunk) in [(1, 8, 5, 9), (70, 64, 1003, 32), (33, 96, 151_936, 16), (5, 8, 4096, 5)] {
-        for with_entropy in [false, true] {
+        for (with_entropy, with_top) in [(false, false), (true, false), (true, true)] {
             let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
             let (hidden, weight) = (rand(&[tokens, dim]), rand(&[vocabulary, dim]));
             let targets = Tensor::randint(vocabulary, [tokens], (Kind::Int64, Device::Cpu));
             let [dlogprobs, dentropy] = [(); 2].map(|()| rand(&[tokens]));
+            let logits = hidden.to_kind(Kind::Double).matmul(&weight.to_kind(Kind::Double).transpose(0, 1));
+            let (top_ids, dtop) = (logits.topk(3, 1, true, true).1, rand(&[tokens, 3]));
             let run = |kind: Kind, device: Device| {
                 let on = |t: &Tensor| t.to_device(device).to_kind(kind);
                 let (hidden, weight, targets) = (on(&hidden), on(&weight), targets.to_device(device));
-                let out = head::forward(&hidden, &weight, &targets, 0.7, chunk, true).unwrap();
+                let (top_ids, dtop) = (top_ids.to_device(device), on(&dtop));
+                let top = if with_top { head::TopTokens::At(&top_ids) } else { head::TopTokens::Nothing };
+                let out = head::forward(&hidden, &weight, &targets, 0.7, top, chunk, true).unwrap();
                 let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
                 let mut dweight = Tensor::zeros([vocabulary, dim], (wide, device));
                 let dentropy = with_entropy.then(|| on(&dentropy));
@@ -103,16 +107,18 @@ fn head_equals_the_cpus(kind: Kind, bound: f64) {
                     out.saved,
                     &on(&dlogprobs),
                     dentropy.as_ref(),
+                    with_top.then_some((&top_ids, &dtop)),
                     Some(&mut dweight),
                 )
                 .unwrap();
-                [out.logprobs, out.entropy, d, dweight]
+                let top = out.top.map_or_else(|| out.logprobs.shallow_clone(), |top| top.logprobs);
+                [out.logprobs, out.entropy, top, d, dweight]
             };
             let (expected, got) = (run(Kind::Double, Device::Cpu), run(kind, GPU));
             // Log-probabilities and entropies are float32 whatever the operands are.
-            let bounds = [1e-5, 1e-4, 2.0 * bound, 2.0 * bound];
+            let bounds = [1e-5, 1e-4, 1e-5, 2.0 * bound, 2.0 * bound];
             for (((expected, got), bound), name) in
-                expected.iter().zip(&got).zip(bounds).zip(["logprobs", "entropy", "d_hidden", "dweight"])
+                expected.iter().zip(&got).zip(bounds).zip(["logprobs", "entropy", "top", "d_hidden", "dweight"])
             {
                 let error = relative_error(got, expected);
                 assert!(error < bound, "{name} of {kind:?} [{tokens}, {dim}] x {vocabulary}: {error:e}");

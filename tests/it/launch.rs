@@ -97,8 +97,9 @@ const LINGER: &str = "sleep 60 & echo $$ $! > pids.$RANK; wait";
 #[test]
 fn the_first_error_is_printed_and_the_rest_killed_with_all_descendants() {
     let report = |time_s: u32, of_peer: bool, message: &str| {
+        let peer = if of_peer { "1" } else { "null" };
         format!(
-            r#"{{"time_s":{time_s},"rank":'$RANK',"phase":"wake","step":3,"code":"OutOfMemory","message":"{message}","of_peer":{of_peer}}}"#
+            r#"{{"time_s":{time_s},"rank":'$RANK',"phase":"wake","step":3,"code":"OutOfMemory","message":"{message}","peer":{peer}}}"#
         )
     };
     let script = format!(
@@ -133,8 +134,9 @@ fn the_first_error_is_printed_and_the_rest_killed_with_all_descendants() {
 #[test]
 fn the_rank_that_failed_is_given_time_to_tell() {
     let report = |of_peer: bool, message: &str| {
+        let peer = if of_peer { "1" } else { "null" };
         format!(
-            r#"{{"time_s":1,"rank":'$RANK',"phase":"wake","step":3,"code":"OutOfMemory","message":"{message}","of_peer":{of_peer}}}"#
+            r#"{{"time_s":1,"rank":'$RANK',"phase":"wake","step":3,"code":"OutOfMemory","message":"{message}","peer":{peer}}}"#
         )
     };
     let script = format!(

@@ -6,16 +6,23 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use colo_grpo::grpo::{Denominators, LossInput};
+use colo_grpo::internal::dist::all_gather_bytes;
 use colo_grpo::internal::metrics::{read_completions, read_metrics};
 use colo_grpo::reward::RewardInput;
 use colo_grpo::signatures::{RunSummary, StepReport, TrainerBuilder};
 use colo_grpo::{Config, ExitCode, Result, Trainer, World};
 use tch::Kind;
 
+use crate::ranks;
+
 const NUM_STEPS: usize = 3;
 
-/// A run of three steps in which functions of the program take part; its entropy bonus moves with every update.
+/// A run of three steps in which functions of the program take part, on one rank.
 fn builder(folder: &Path, keys: &[&str]) -> TrainerBuilder {
+    builder_in(Arc::new(World::single()), folder, keys)
+}
+
+fn builder_in(world: Arc<World>, folder: &Path, keys: &[&str]) -> TrainerBuilder {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let paths = [("model_name_or_path", "model"), ("train_file", "train.jsonl"), ("eval_file", "eval.jsonl")];
     let fixed = [
@@ -38,7 +45,7 @@ fn builder(folder: &Path, keys: &[&str]) -> TrainerBuilder {
         .chain(fixed.iter().chain(keys).map(|key| (*key).to_owned()));
     let config = Config::load(Some(&root.join("configs/tiny-cpu.toml")), &overrides.collect::<Vec<_>>()).unwrap();
     let remainder = |input: &RewardInput<'_>| Ok((input.token_ids.iter().sum::<u32>() % 5) as f32); // completions differ
-    Trainer::builder(config, Arc::new(World::single())).reward("remainder", remainder)
+    Trainer::builder(config, world).reward("remainder", remainder)
 }
 
 fn own_loop(trainer: &mut Trainer) -> Result<RunSummary> {
@@ -67,6 +74,23 @@ fn files(folder: &Path) -> Files {
     let weights = models.map(|name| std::fs::read(folder.join(name).join("model.safetensors")).unwrap());
     let completions = folder.join(format!("completions/completions_{NUM_STEPS:05}.parquet"));
     (lines.collect(), weights.into(), format!("{:?}", read_completions(&completions).unwrap()))
+}
+
+/// Both loops over two ranks, whose prompts, rewards and optimizer state are shared out.
+#[test]
+fn a_loop_of_its_own_writes_the_same_bytes_as_run_on_two_ranks() {
+    ranks::run(2, "library::a_loop_of_its_own_writes_the_same_bytes_as_run_on_two_ranks", |world: World| {
+        let (world, folder) = (Arc::new(world), tempfile::tempdir().unwrap());
+        let paths = all_gather_bytes(&*world.group(), folder.path().to_str().unwrap().as_bytes()).unwrap();
+        let shared = Path::new(std::str::from_utf8(&paths[0]).unwrap());
+        let keys = ["zero.stage=2"];
+        builder_in(world.clone(), &shared.join("run"), &keys).build().unwrap().run().unwrap();
+        builder_in(world.clone(), &shared.join("loop"), &keys).build().unwrap().run_with(own_loop).unwrap();
+        let (run, own) = (files(&shared.join("run")), files(&shared.join("loop")));
+        assert!(run == own, "the files differ");
+        assert!(run.1[0] != run.1[1], "nothing is learned");
+        world.group().barrier().unwrap(); // the folder is rank 0's
+    });
 }
 
 #[test]
@@ -145,4 +169,51 @@ fn a_program_ends_with_the_message_and_the_code_of_its_error() {
         assert_eq!(output.status.code(), Some(code), "{kind}: {said}");
         assert!(said.contains(message) && said.contains("error: ") == (code != 0), "{kind}: {said}");
     }
+}
+
+/// Names that users of the library can write: what lib.rs re-exports, whole rooms as well, and the public rooms.
+#[test]
+fn every_public_name_is_used_by_an_example_that_compiles() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
+    let pattern = |text: &str| regex::Regex::new(text).unwrap();
+    let list = pattern(r"(?m)^ *pub use (?:crate::)?([a-z_]+)::(\{[^}]*\}|\*|[A-Za-z_]+);");
+    let (name, own) = (pattern("[A-Za-z_]+"), pattern("(?m)^pub (?:struct|enum|trait|fn|type|const) ([A-Za-z_]+)"));
+    let words = pattern(r"(?m)^    ([A-Z][A-Za-z]+) \{$"); // of the macro that makes keys' words
+    let named = |text: &str| name.find_iter(text).map(|found| found.as_str().to_owned()).collect::<Vec<_>>();
+    let firsts = |pattern: &regex::Regex, text: &str| {
+        pattern.captures_iter(text).map(|found| found[1].to_owned()).collect::<Vec<_>>()
+    };
+    let of_room = |room: &str| {
+        let file = [format!("src/{room}/mod.rs"), format!("src/{room}.rs")];
+        let text = read(file.iter().find(|file| root.join(file).exists()).unwrap());
+        let mut names = firsts(&own, &text);
+        for found in list.captures_iter(&text) {
+            match &found[2] {
+                "*" => {
+                    let text = read(&format!("src/{room}/{}.rs", &found[1]));
+                    names.extend(firsts(&own, &text).into_iter().chain(firsts(&words, &text)));
+                }
+                listed => names.extend(named(listed)),
+            }
+        }
+        names
+    };
+    let library = read("src/lib.rs");
+    let mut names = [of_room("grpo"), of_room("reward")].concat();
+    for found in list.captures_iter(&library) {
+        match &found[2] {
+            "*" => names.extend(of_room(&found[1])),
+            listed => names.extend(named(listed)),
+        }
+    }
+    names.sort();
+    names.dedup();
+    assert!(names.len() > 100 && names.contains(&"LossType".to_owned()), "{names:?}");
+    let mut code = read("examples/public_items.rs") + &read("examples/reinforce.rs");
+    code.extend(read("docs/library.md").split("```").skip(1).step_by(2).map(str::to_owned));
+    let code: String = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
+    let used: std::collections::BTreeSet<_> = named(&code).into_iter().collect();
+    names.retain(|name| !used.contains(name));
+    assert!(names.is_empty(), "no example uses {names:?}: add them to examples/public_items.rs");
 }

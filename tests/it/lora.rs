@@ -52,7 +52,12 @@ fn backward(policy: &mut Policy, micro_batches: &[MicroBatch]) -> f64 {
     for micro_batch in micro_batches {
         let loss = &mut |scores: &colo_grpo::internal::train::Scores| {
             nll -= scores.logprobs.sum(Kind::Double).double_value(&[]);
-            Ok(TokenGradients { dlogprobs: scores.logprobs.ones_like().neg(), dentropy: None, daux_loss: 0.0 })
+            Ok(TokenGradients {
+                dlogprobs: scores.logprobs.ones_like().neg(),
+                dentropy: None,
+                dtop: None,
+                daux_loss: 0.0,
+            })
         };
         policy.forward_backward(micro_batch, 1.0, loss).unwrap();
     }

@@ -9,7 +9,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 9] = [
+const GOLDEN: [(&str, Family); 10] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -19,6 +19,7 @@ const GOLDEN: [(&str, Family); 9] = [
     ("olmo2", Family::Olmo2),
     ("qwen3_moe", Family::Qwen3Moe),
     ("qwen3_moe_mixed", Family::Qwen3Moe),
+    ("qwen3_5", Family::Qwen3_5),
 ];
 
 fn golden(name: &str) -> PathBuf {
@@ -40,6 +41,7 @@ fn published_models_have_their_published_sizes() {
         ("qwen2.5-32b", 32_763_876_352),
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3.5-9b", 8_953_803_264),
         ("llama3.2-1b", 1_235_814_400),
         ("llama3.1-8b", 8_030_261_248),
         ("olmo2-1b", 1_484_916_736),

@@ -1,5 +1,7 @@
 //! `colo-grpo serve` and `chat`, as clients see them.
 
+mod adapters;
+
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Stdio};

@@ -90,6 +90,40 @@ fn engines_of_their_own_sample_ahead() {
     runs.assert_same("resumed", "ahead", &[4, 5, 6]);
 }
 
+/// Engines that sample two steps ahead: no token is older than that, queues are empty at checkpoints, and a resumed run goes on by the
+/// same bits. With updates in flight ages are at most as great, and with replaced groups and a curriculum they are the same.
+#[test]
+fn engines_of_their_own_sample_two_steps_ahead() {
+    let runs = Runs::new();
+    let ahead = ["split.async_steps=2", "save_steps=4", "max_steps=8", "learning_rate=1e-3"];
+    let ahead = [&THREE_RANKS[..], &ONE_GENERATES, &ahead].concat();
+    let ages = |run: &str, name: &str| -> Vec<f64> {
+        (1..=8).map(|step| runs.metrics(run)[&(step, false)].values[name]).collect()
+    };
+    runs.train_to_the_end("ahead", 3, &ahead);
+    assert_eq!(ages("ahead", "staleness/mean"), [0.0, 1.0, 2.0, 2.0, 0.0, 1.0, 2.0, 2.0]);
+    let values = &runs.metrics("ahead")[&(4, false)].values;
+    assert_eq!([0, 1, 2].map(|age| values[&format!("staleness/age_{age}/token_share")]), [0.0, 0.0, 1.0]);
+    let (of_age, of_all) = ("staleness/age_2/sampling_logp_difference", "sampling/sampling_logp_difference/mean");
+    assert!(values[of_age] > 1e-5 && (values[of_age] - values[of_all]).abs() < 1e-9, "{values:?}");
+    runs.train_to_the_end("resumed", 3, &[&ahead[..], &[&runs.resume("ahead", 4)]].concat());
+    runs.assert_same("resumed", "ahead", &[5, 6, 7, 8]);
+
+    runs.train_to_the_end("in-flight", 3, &[&ahead[..], &["split.in_flight_updates=true"]].concat());
+    let greatest = ages("in-flight", "staleness/max");
+    assert!(
+        greatest.iter().zip([0.0, 1.0, 2.0, 2.0, 0.0, 1.0, 2.0, 2.0]).all(|(got, most)| *got <= most),
+        "{greatest:?}"
+    );
+    assert!(greatest[1] == 1.0 && greatest[5] == 1.0, "{greatest:?}");
+
+    let replaced = ["dynamic_sampling=replace", "curriculum.solve_rate=[0.1, 0.9]", "learning_rate=1e-5"];
+    runs.train_to_the_end("replaced", 3, &[&ahead[..], &replaced].concat());
+    assert_eq!(ages("replaced", "staleness/mean"), ages("ahead", "staleness/mean"));
+    runs.train_to_the_end("continued", 3, &[&ahead[..], &replaced, &[&runs.resume("replaced", 4)]].concat());
+    runs.assert_same("continued", "replaced", &[5, 6, 7, 8]);
+}
+
 #[test]
 fn a_failure_of_one_half_ends_the_other() {
     let runs = Runs::new();

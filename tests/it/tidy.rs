@@ -10,7 +10,7 @@ const FLOORS: &[(u8, &[&str])] = &[
     (2, &["config"]),
     (3, &["torch", "data", "sandbox"]),
     (4, &["cuda", "reward"]),
-    (5, &["memory", "dist", "ops"]),
+    (5, &["memory", "dist", "ops", "tools"]),
     (6, &["model", "grpo", "metrics"]),
     (7, &["rollout", "train", "eval"]),
     (8, &["plan", "update", "serve", "endpoint", "watch", "checkpoint"]),
@@ -41,6 +41,7 @@ const EDGES: &[&str] = &[
     "reward/reaper.rs",
     // Holders of views into an arena.
     "train/residence.rs",
+    "rollout/fp8.rs",
     "rollout/kv_cache.rs",
     "rollout/gpu/",
     "serve/weights.rs",
@@ -48,6 +49,7 @@ const EDGES: &[&str] = &[
     // Replays of what they captured.
     "bench/collectives.rs",
     "bench/kernels.rs",
+    "bench/products.rs",
 ];
 
 fn sources() -> Vec<(String, String)> {

@@ -82,12 +82,16 @@ impl PlacementRun {
         let value: Value = serde_json::from_str(line).map_err(|error| bad(&error.to_string()))?;
         let number = |key: &str| value[key].as_f64().ok_or_else(|| bad(key));
         let count = |key: &str| number(key).map(|number| number as usize);
-        let (is_split, is_async) = (value["mode"] == "split", value["async_steps"] == 1);
+        let (is_split, async_steps) = (value["mode"] == "split", value["async_steps"].as_u64().unwrap_or(0));
         let (num_generators, tensor_parallel_size) = (count("num_generators")?, count("tensor_parallel_size")?);
         let (num_trainers, tp) = (count("num_trainers")?, format!("tp {tensor_parallel_size}"));
         let oversample = value["oversample"].as_f64().unwrap_or(0.0);
         let kept = if value["carried_kv"] == CarriedKv::Keep.name() { ", KV cache kept" } else { "" };
-        let kind = if is_async { "async split" } else { "split" };
+        let kind = match async_steps {
+            0 => "split".to_owned(),
+            1 => "async split".to_owned(),
+            steps => format!("async split by {steps}"),
+        };
         let used = |rank: &Value| rank["used_bytes"].as_f64().filter(|bytes| *bytes > 0.0);
         let peaks = value["peak_by_rank"].as_array().into_iter().flatten();
         Ok(Self {
@@ -97,7 +101,7 @@ impl PlacementRun {
                 false => format!("colocated, {tp}"),
             },
             is_split,
-            is_async,
+            is_async: async_steps > 0,
             tokens_per_second: number("tokens_per_second")?,
             step_s: number("step_s")?,
             phases_s: value["phases_s"].as_object().ok_or_else(|| bad("phases_s"))?.clone(),

@@ -58,7 +58,7 @@ impl StepBench {
     /// The run that is timed.
     ///
     /// # Errors
-    /// Those of an override.
+    /// The errors of an override.
     pub fn config(&self, world_size: usize) -> Result<Config> {
         let Self { prompts, group, prompt_len, .. } = self;
         let longest = self.completion_spread.map_or(self.completion_len, |spread| spread.longest);

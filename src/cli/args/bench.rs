@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{LaunchArgs, ModelArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
-use crate::config::{Dtype, GradientCheckpointing, OptimizerName, Quantization};
+use crate::config::{Dtype, GradientCheckpointing, KvCacheDtype, OptimizerName, Quantization, RolloutQuantization};
 use crate::types::LengthSpread;
 
 /// `bench`.
@@ -142,12 +142,21 @@ pub struct BenchGenerateArgs {
     /// One algorithm of products and one split of attention for every batch size
     #[arg(long)]
     pub strict: bool,
+    /// Precision in which the engine multiplies by the weights of blocks: none (that of dtype) or fp8
+    #[arg(long, default_value = "none", value_parser = word::<RolloutQuantization>)]
+    pub rollout_quantization: RolloutQuantization,
+    /// Type of keys and values in the cache: auto (that of dtype) or fp8
+    #[arg(long, default_value = "auto", value_parser = word::<KvCacheDtype>)]
+    pub kv_cache_dtype: KvCacheDtype,
     /// Time of every operation of a decode step at every batch size; at the largest also its energy, under lasting load
     #[arg(long)]
     pub profile: bool,
     /// Ranks that share one engine
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
+    /// Each of them has some experts whole, of a model with experts
+    #[arg(long)]
+    pub enable_expert_parallel: bool,
     /// Timed repetitions; the median is printed
     #[arg(long, default_value_t = 3, value_parser = count)]
     pub repeats: usize,

@@ -55,7 +55,7 @@ impl ModelArgs {
         self.preset.is_some() || self.config_json.is_some()
     }
 
-    /// Its description.
+    /// Description of the model that the arguments name.
     ///
     /// # Errors
     /// An error of the file.

@@ -59,6 +59,9 @@ pub struct SamplingArgs {
     /// Ranks that share one engine
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
+    /// Each of them has some experts whole, of a model with experts, in place of a part of every expert
+    #[arg(long)]
+    pub enable_expert_parallel: bool,
     /// Longest prompt and completion together in tokens [default: the model's context]
     #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]
     pub max_model_length: Option<usize>,

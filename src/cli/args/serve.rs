@@ -4,7 +4,9 @@ use clap::Args;
 
 use super::{PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
 use crate::data::ToolCallParser;
+use crate::error::{Error, Result};
 use crate::launch;
+use crate::serve::NamedAdapter;
 
 /// How tool calls are found in answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,14 +22,50 @@ pub enum ToolCallFormat {
 impl std::str::FromStr for ToolCallFormat {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let names = ToolCallParser::ALL.map(ToolCallParser::name);
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let names = ToolCallParser::NAMES;
         match (text, names.iter().position(|name| *name == text)) {
             ("auto", _) => Ok(Self::Auto),
             ("none", _) => Ok(Self::None),
             (_, Some(at)) => Ok(Self::Named(ToolCallParser::ALL[at])),
             _ => Err(format!("expected auto, none, {}", names.join(", "))),
         }
+    }
+}
+
+/// Adapters beside the model.
+#[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
+pub struct AdapterArgs {
+    /// LoRA adapters of --model, served under a name of their own; may be repeated
+    #[arg(long = "adapter", value_name = "NAME=FOLDER", value_parser = named_adapter)]
+    pub adapters: Vec<NamedAdapter>,
+}
+
+impl AdapterArgs {
+    /// The adapters, whose names differ from one another's and from the model's.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] with a name that comes twice.
+    pub fn checked(&self, model_name: &str) -> Result<&[NamedAdapter]> {
+        let mut names = vec![model_name];
+        for NamedAdapter { name, .. } in &self.adapters {
+            if names.contains(&name.as_str()) {
+                let expected = format!("names that differ from one another and from the model's, '{model_name}'");
+                return Err(Error::invalid_value("--adapter", name, expected));
+            }
+            names.push(name);
+        }
+        Ok(&self.adapters)
+    }
+}
+
+fn named_adapter(text: &str) -> std::result::Result<NamedAdapter, String> {
+    match text.split_once('=') {
+        Some((name, folder)) if !name.is_empty() && !folder.is_empty() => {
+            Ok(NamedAdapter { name: name.to_owned(), folder: folder.into() })
+        }
+        _ => Err("expected NAME=FOLDER".to_owned()),
     }
 }
 
@@ -39,6 +77,8 @@ pub struct ServeArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub source: SourceArgs,
+    #[command(flatten)]
+    pub adapters: AdapterArgs,
     /// Name that clients ask for [default: --model]
     #[arg(long)]
     pub served_model_name: Option<String>,
@@ -46,6 +86,9 @@ pub struct ServeArgs {
     /// pythonic, mistral
     #[arg(long, default_value = "auto")]
     pub tool_call_parser: ToolCallFormat,
+    /// Each process has some experts whole, of a model with experts, in place of a part of every expert
+    #[arg(long)]
+    pub enable_expert_parallel: bool,
     /// Address to listen at; 0.0.0.0 lets every machine in
     #[arg(long, default_value = launch::LOOPBACK)]
     pub host: String,
@@ -82,6 +125,8 @@ pub struct ChatArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub source: SourceArgs,
+    #[command(flatten)]
+    pub adapters: AdapterArgs,
     /// System message before the conversation
     #[arg(long)]
     pub system_prompt: Option<String>,

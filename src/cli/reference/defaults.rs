@@ -49,6 +49,7 @@ const FOREIGN: &[ForeignDefault] = &[
     same("top_k", "0"),
     same("min_p", r#""none""#),
     same("repetition_penalty", "1.0"),
+    same("max_tool_calling_iterations", r#""none""#),
     renamed("tensor_parallel_size", "vllm_tensor_parallel_size", "1"),
     renamed("gpu_memory_utilization", "vllm_gpu_memory_utilization", "0.3")
         .but("a share of what training leaves, which the engine frees before training"),

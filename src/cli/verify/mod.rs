@@ -142,8 +142,10 @@ fn generate(
     let options = ServeOptions {
         model: &source.base,
         base_model: None,
+        adapters: &[],
         template_variables: &Map::new(),
         tensor_parallel_size: 1,
+        enable_expert_parallel: false,
         max_model_length: Some(MAX_LENGTH),
         kind,
         residual: kind,

@@ -37,6 +37,14 @@ pub struct AdamWScalars {
     pub rate: f32,
 }
 
+impl AdamWScalars {
+    /// A kernel's last arguments.
+    pub(super) fn arguments(&self) -> [Argument; 8] {
+        let Self { keep, beta1, gain1, beta2, gain2, root_scale, eps, rate } = *self;
+        [keep, beta1, gain1, beta2, gain2, root_scale, eps, rate].map(Argument::Float)
+    }
+}
+
 /// m = beta1 m + gain1 g;  v = beta2 v + (gain2 g)^2;  master = keep master + rate m / (root_scale sqrt(v) + eps), with keep
 /// on the `decayed` ranges only (ascending, disjoint); `weight`, if given, takes the new master in its own kind.
 ///
@@ -61,14 +69,13 @@ pub fn adamw(
     let grad = address(OP, grad, grad.kind(), n, gpu)?;
     let weight_bytes = weight.as_ref().map_or(0, |weight| weight.kind().elt_size_in_bytes());
     let weight = weight.map_or(Ok(Argument::NULL), |weight| address(OP, weight, weight.kind(), n, gpu))?;
-    let AdamWScalars { keep, beta1, gain1, beta2, gain2, root_scale, eps, rate } = *scalars;
-    let decayed = if keep == 1.0 { &[] } else { decayed }; // one run
+    let decayed = if scalars.keep == 1.0 { &[] } else { decayed }; // one run
     for (range, is_decayed) in segments(decayed, n)? {
         let at = |argument, element_bytes| offset(argument, range.start * element_bytes);
-        let keep = if is_decayed { keep } else { 1.0 };
+        let scalars = AdamWScalars { keep: if is_decayed { scalars.keep } else { 1.0 }, ..*scalars };
         let mut arguments = vec![at(master, 4), at(m, 4), at(v, 4), at(grad, grad_bytes), at(weight, weight_bytes)];
         arguments.push(Argument::Count(range.len() as i64));
-        arguments.extend([keep, beta1, gain1, beta2, gain2, root_scale, eps, rate].map(Argument::Float));
+        arguments.extend(scalars.arguments());
         let grid = blocks(range.len(), THREADS * PER_THREAD, MOST_BLOCKS);
         // SAFETY: the kernel's parameters in order; all tensors have n elements, of which the range is a part.
         unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments)? };

@@ -70,8 +70,7 @@ pub fn adamw8bit(
         address(OP, weight, weight.kind(), n, gpu)?,
         Argument::Count(num_blocks as i64),
     ];
-    let AdamWScalars { keep, beta1, gain1, beta2, gain2, root_scale, eps, rate } = *scalars;
-    arguments.extend([keep, beta1, gain1, beta2, gain2, root_scale, eps, rate].map(Argument::Float));
+    arguments.extend(scalars.arguments());
     let grid = blocks(num_blocks, THREADS / 32, MOST_BLOCKS);
     // SAFETY: the kernel's parameters in order; all tensors have n elements, or one for each block of n.
     unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }

@@ -15,6 +15,8 @@ pub(super) const NAMES: &[&str] = &[
     "add_rms_norm_bf16_x8",
     "add_rms_norm_f32_bf16_x1",
     "add_rms_norm_f32_bf16_x8",
+    "add_rms_norm_fp8_bf16_x8",
+    "add_rms_norm_fp8_f32_bf16_x8",
 ];
 
 /// x += delta, rounded to the kind of x; y = x / sqrt(mean(x^2) + eps) * weight, in float32 inside. Without `delta` x stays.

@@ -110,7 +110,7 @@ impl RowSums {
     /// Where the norms are after a call. [T, D] bf16
     ///
     /// # Errors
-    /// As [`RowSums::part`].
+    /// The errors of [`RowSums::part`].
     pub fn normed(&self) -> Result<Tensor> {
         self.matrix(self.places().normed)
     }

@@ -1,4 +1,4 @@
-//! How Hopper's kernels copy boxes of matrices in bfloat16 to shared memory.
+//! How Hopper's kernels copy boxes of matrices in bfloat16 or e4m3 to shared memory.
 #![allow(unsafe_code)]
 
 use cudarc::driver::sys;
@@ -8,36 +8,54 @@ use super::{Argument, is_aligned};
 use crate::cuda::context::check;
 use crate::error::Result;
 
-/// Elements of K that are copied at once: rows of 128 bytes, swizzled as the tensor cores read them.
-pub(super) const STEP: usize = 64;
+/// Bytes of K that are copied at once, swizzled as the tensor cores read them.
+const STEP_BYTES: usize = 128;
 
-/// A row of bf16, or several, that begin at multiples of 16 bytes.
+/// Elements of K that are copied at once.
+pub(super) fn step(kind: Kind) -> usize {
+    STEP_BYTES / kind.elt_size_in_bytes()
+}
+
+/// A row of bf16 or e4m3, or several, that begin at multiples of 16 bytes.
 pub(super) fn lies_well(tensor: &Tensor) -> bool {
-    let are_rows = matches!(tensor.stride()[..], [1]) || matches!(tensor.stride()[..], [down, 1] if down % 8 == 0);
-    tensor.kind() == Kind::BFloat16 && are_rows && is_aligned(tensor)
+    let kind = tensor.kind();
+    let pack = 16 / kind.elt_size_in_bytes() as i64;
+    let are_rows = matches!(tensor.stride()[..], [1]) || matches!(tensor.stride()[..], [down, 1] if down % pack == 0);
+    matches!(kind, Kind::BFloat16 | Kind::Float8e4m3fn) && are_rows && is_aligned(tensor)
 }
 
 /// Boxes of `box_rows` rows of a matrix [rows, columns] that lies well.
 pub(super) fn rows_boxes(matrix: &Tensor, box_rows: usize) -> Result<Argument> {
-    let (size, row_bytes) = (matrix.size(), 2 * matrix.stride()[0] as u64);
-    boxes(matrix, &[size[1] as u64, size[0] as u64], &[row_bytes], &[STEP as u32, box_rows as u32])
+    let (size, row_bytes) = (matrix.size(), row_bytes(matrix));
+    boxes(matrix, &[size[1] as u64, size[0] as u64], &[row_bytes], &[box_rows as u32])
 }
 
 /// Boxes of rows g0 u0 g1 u1 .., a multiple of 16: of each sixteen in a box, and in the matrix, the eight g come first.
 pub(super) fn pairs_boxes(matrix: &Tensor, box_rows: usize) -> Result<Argument> {
-    let (size, row_bytes) = (matrix.size(), 2 * matrix.stride()[0] as u64);
+    let (size, row_bytes) = (matrix.size(), row_bytes(matrix));
     let (sizes, strides) = ([size[1] as u64, 8, 2, size[0] as u64 / 16], [2 * row_bytes, row_bytes, 16 * row_bytes]);
-    boxes(matrix, &sizes, &strides, &[STEP as u32, 8, 2, box_rows as u32 / 16])
+    boxes(matrix, &sizes, &strides, &[8, 2, box_rows as u32 / 16])
 }
 
-/// `sizes` and `lens` of a box in elements, `strides` of all dimensions but the first in bytes; what is outside reads as zeros.
+/// Bytes from one row of a matrix to the next.
+fn row_bytes(matrix: &Tensor) -> u64 {
+    (matrix.kind().elt_size_in_bytes() as i64 * matrix.stride()[0]) as u64
+}
+
+/// `sizes` in elements; of all dimensions but the first `strides` in bytes and the lengths of a box. What is outside reads as zeros.
 fn boxes(matrix: &Tensor, sizes: &[u64], strides: &[u64], lens: &[u32]) -> Result<Argument> {
+    use sys::CUtensorMapDataType as DataType;
+    let lens = [&[step(matrix.kind()) as u32], lens].concat();
+    let data_type = match matrix.kind() {
+        Kind::Float8e4m3fn => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        _ => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    };
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     // SAFETY: the map is written; sizes, strides and lengths, of as many dimensions, are read before the call returns.
     let code = unsafe {
         sys::cuTensorMapEncodeTiled(
             &raw mut map,
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            data_type,
             sizes.len() as u32,
             matrix.data_ptr(),
             sizes.as_ptr(),
@@ -72,5 +90,8 @@ mod tests {
         {
             assert!(!lies_well(tensor), "{:?} at {:?}", tensor.stride(), tensor.data_ptr());
         }
+        let bytes = Tensor::zeros([4, 32], (Kind::Float8e4m3fn, Device::Cpu));
+        assert!(lies_well(&bytes.narrow(1, 16, 9)) && !lies_well(&bytes.narrow(1, 8, 9)));
+        assert_eq!([Kind::BFloat16, Kind::Float8e4m3fn].map(step), [64, 128]);
     }
 }

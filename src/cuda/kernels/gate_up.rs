@@ -3,14 +3,15 @@
 
 use tch::{Kind, Tensor};
 
-use super::boxes::{STEP, lies_well, pairs_boxes, rows_boxes};
-use super::{Argument, invalid, ordinal, queue, strided};
+use super::boxes::{lies_well, pairs_boxes, rows_boxes, step};
+use super::fp8::Fp8Rows;
+use super::{Argument, address, invalid, ordinal, queue, strided};
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::GATE_UP;
-pub(super) const NAMES: &[&str] = &["gate_up_256", "gate_up_512"];
+pub(super) const NAMES: &[&str] = &["gate_up_256", "gate_up_512", "gate_up_fp8_256", "gate_up_fp8_512"];
 
 const OP: &str = "gate_up";
 /// The kernel's constants: rows of a block, features of a tile, threads, stages and what it takes to begin them at a multiple of
@@ -29,12 +30,12 @@ const MOST_MISSING: usize = 15;
 /// The least share of the chip's time that the pairs must use.
 const LEAST_FILL: f64 = 0.9;
 
-/// Whether [`gate_up`] serves so many rows and this weight on its GPU.
+/// Whether [`gate_up`], or for e4m3 [`gate_up_fp8`], serves so many rows and this weight on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
 pub fn gate_up_serves(rows: usize, w: &Tensor) -> Result<bool> {
-    if !fills_blocks(rows) || !w.device().is_cuda() || !lies_well(w) || !fills_the_chip(&w.size()) {
+    if !fills_blocks(rows) || !w.device().is_cuda() || !lies_well(w) || !fills_the_chip(&w.size(), w.kind()) {
         return Ok(false);
     }
     let context = Context::retain(ordinal(OP, w)?)?;
@@ -57,6 +58,22 @@ pub fn gate_up(
     w: &Tensor, // [2 F, K] bf16
     y: &Tensor, // [R, F] bf16
 ) -> Result<()> {
+    run((x, w), None, y)
+}
+
+/// y = silu(gate) * up of the product x w^T in e4m3, each product of rows scaled as it was summed; otherwise as [`gate_up`].
+///
+/// # Errors
+/// The errors of [`gate_up`].
+pub fn gate_up_fp8(
+    x: &Fp8Rows, // [R, K]
+    w: &Fp8Rows, // [2 F, K]
+    y: &Tensor,  // [R, F] bf16
+) -> Result<()> {
+    run((&x.values, &w.values), Some([&x.scales, &w.scales]), y)
+}
+
+fn run((x, w): (&Tensor, &Tensor), scales: Option<[&Tensor; 2]>, y: &Tensor) -> Result<()> {
     let (&[rows, k], &[features, _]) = (&x.size()[..], &w.size()[..]) else {
         return Err(invalid(OP, "matrices", (x.size(), w.size())));
     };
@@ -64,24 +81,30 @@ pub fn gate_up(
     if !gate_up_serves(rows as usize, w)? || ![x, y].into_iter().all(lies_well) {
         return Err(invalid(OP, "what gate_up_serves", (x.size(), w.size(), y.size())));
     }
-    strided(OP, x, Kind::BFloat16, &[rows, k], gpu)?;
-    strided(OP, w, Kind::BFloat16, &[features, k], gpu)?;
+    let kind = if scales.is_some() { Kind::Float8e4m3fn } else { Kind::BFloat16 };
+    strided(OP, x, kind, &[rows, k], gpu)?;
+    strided(OP, w, kind, &[features, k], gpu)?;
     strided(OP, y, Kind::BFloat16, &[rows, features / 2], gpu)?;
     for first in (0..rows).step_by(MOST_ROWS) {
         let count = (rows - first).min(MOST_ROWS as i64);
         let [x, y] = [x, y].map(|whole| whole.narrow(0, first, count));
         let is_tall = count as usize > ROWS;
-        let arguments = [
+        let mut arguments = vec![
             rows_boxes(&x, ROWS / 2)?,
             pairs_boxes(w, if is_tall { FEATURES / 2 } else { FEATURES })?,
             strided(OP, &y, Kind::BFloat16, &[count, features / 2], gpu)?,
             Argument::Count(y.stride()[0]),
             Argument::Count(count),
             Argument::Count(features),
-            Argument::Count((k as usize).div_ceil(STEP) as i64),
+            Argument::Count((k as usize).div_ceil(step(kind)) as i64),
         ];
+        if let Some([of_x, of_w]) = scales {
+            arguments.push(address(OP, &of_x.narrow(0, first, count), Kind::Float, count as usize, gpu)?);
+            arguments.push(address(OP, of_w, Kind::Float, features as usize, gpu)?);
+        }
         let blocks = 2 * (features as usize).div_ceil(TILES * FEATURES) as u32;
-        let (name, shape) = (NAMES[usize::from(is_tall)], (blocks, THREADS, SHARED_BYTES));
+        let name = NAMES[usize::from(is_tall) + 2 * usize::from(scales.is_some())];
+        let shape = (blocks, THREADS, SHARED_BYTES);
         // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of y are
         // written. Of what it reads, w alone is read before the work before has ended, which does not write it: the caller's
         // promise, and rows before these write y alone.
@@ -95,11 +118,11 @@ fn fills_blocks(rows: usize) -> bool {
 }
 
 /// Whether the pairs that a weight [2 F, K] is dealt to keep the chip busy.
-fn fills_the_chip(size: &[i64]) -> bool {
+fn fills_the_chip(size: &[i64], kind: Kind) -> bool {
     let &[features, k] = size else { return false };
     let tiles = features as f64 / (TILES * FEATURES) as f64;
     let rounds = (tiles / PAIRS as f64).ceil();
-    features % 16 == 0 && k as usize > STEP && tiles / (rounds * PAIRS as f64) >= LEAST_FILL
+    features % 16 == 0 && k as usize > step(kind) && tiles / (rounds * PAIRS as f64) >= LEAST_FILL
 }
 
 #[cfg(test)]
@@ -120,6 +143,7 @@ mod tests {
 
     #[test]
     fn weights_fill_the_chip_or_are_left_to_others() {
+        let fills_the_chip = |size: &[i64]| fills_the_chip(size, Kind::BFloat16);
         assert!(fills_the_chip(&[37_888, 3584])); // Qwen2.5-7B's: 66 pairs
         assert!(fills_the_chip(&[75_776, 128]));
         for size in [[17_920, 1536], [27_648, 5120], [38_400, 3584], [37_880, 3584], [37_888, 64]] {

@@ -53,7 +53,7 @@ pub struct HeadRows<'a> {
     pub targets: &'a Tensor, // [c] i64
     /// [`head_forward`]'s log-sum-exps.
     pub lse: &'a Tensor, // [c] f32
-    /// Its entropies.
+    /// Entropies of the rows' distributions.
     pub entropy: &'a Tensor, // [c] f32
     /// Gradients of the log-probabilities.
     pub dlogprobs: &'a Tensor, // [c] f32
@@ -65,7 +65,7 @@ pub struct HeadRows<'a> {
 /// (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
 ///
 /// # Errors
-/// As [`head_forward`].
+/// The errors of [`head_forward`].
 pub fn head_backward(
     logits: Tensor, // [c, V] f32
     temperature: f64,

@@ -69,7 +69,7 @@ pub fn heads_forward(
 pub struct HeadsGradient {
     /// The gradient of the projection.
     pub d_qkv: Tensor, // [T, Hkv, G + 2, hd]
-    /// Its sums over tokens, if they were asked for.
+    /// Sums of the bias gradient over tokens, if they were asked for.
     pub d_bias: Option<Tensor>, // [stripes, (H + 2 Hkv) hd] f32
     /// The gradients of the norms' weights, by head, if there are norms.
     pub d_norm: Option<Tensor>, // [stripes, Hkv, G + 2, hd] f32
@@ -78,7 +78,7 @@ pub struct HeadsGradient {
 /// The gradient of the projection. `qkv` is what the forward took; it is read only where there are norms.
 ///
 /// # Errors
-/// As [`heads_forward`].
+/// The errors of [`heads_forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn heads_backward(
     dq: &Tensor,          // [T, H, hd] f32 or bf16

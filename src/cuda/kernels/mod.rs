@@ -9,10 +9,13 @@ mod add_rms_norm;
 mod all_reduce;
 mod boxes;
 mod embed;
+mod experts;
 mod filter;
+mod fp8;
 mod gate_up;
 mod head;
 mod heads;
+mod mask;
 mod merge_attention;
 mod next_tokens;
 mod nf4;
@@ -23,6 +26,7 @@ mod product;
 mod qk_norm;
 mod rms_norm;
 mod rope_write_kv;
+mod route;
 mod sample;
 mod seen;
 mod served;
@@ -35,22 +39,26 @@ pub use adapt::{adapt, adapt_pays, adapt_serves};
 pub use add_rms_norm::add_rms_norm;
 pub use all_reduce::{AllReduceMethod, RowSums};
 pub use embed::embed;
+pub use experts::{ExpertTile, experts_combine, experts_down, experts_gate_up, experts_gather};
 pub use filter::{Filters, filter};
+pub use fp8::{Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_serves, silu_mul_fp8};
 pub(super) use gate_up::gate_up_key;
-pub use gate_up::{gate_up, gate_up_serves};
+pub use gate_up::{gate_up, gate_up_fp8, gate_up_serves};
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
+pub use mask::{mask_logits, mask_low};
 pub use merge_attention::merge_attention;
 pub use next_tokens::next_tokens;
 pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
 pub use normal::{dropout, fill_normal};
-pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
+pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention, paged_attention_fp8};
 pub(super) use product::product_key;
-pub use product::{product, product_serves, product_silu_mul};
+pub use product::{product, product_fp8, product_serves, product_silu_mul, product_silu_mul_fp8};
 pub use qk_norm::{qk_scale, qk_squares};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
-pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
+pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv, rope_write_kv_fp8};
+pub use route::{MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, RouteOptions, RouteSizes, RoutedTokens, route};
 pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
 pub use seen::{mark_seen, note_tokens};
 pub use served::{DecoderSizes, Unserved, unserved};
@@ -76,10 +84,13 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (all_reduce::SOURCE, all_reduce::NAMES),
         (embed::SOURCE, embed::NAMES),
+        (experts::SOURCE, experts::NAMES),
         (filter::SOURCE, filter::NAMES),
+        (fp8::SOURCE, fp8::NAMES),
         (gate_up::SOURCE, gate_up::NAMES),
         (head::SOURCE, head::NAMES),
         (heads::SOURCE, heads::NAMES),
+        (mask::SOURCE, mask::NAMES),
         (merge_attention::SOURCE, merge_attention::NAMES),
         (nf4::SOURCE, nf4::NAMES),
         (norm::SOURCE, norm::NAMES),
@@ -92,6 +103,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (qk_norm::SOURCE, qk_norm::NAMES),
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),
+        (route::SOURCE, route::NAMES),
         (sample::SOURCE, sample::NAMES),
         (seen::SOURCE, seen::NAMES),
         (sums::SOURCE, sums::NAMES),
@@ -186,7 +198,7 @@ fn width(len: usize, tensors: &[&Tensor]) -> usize {
 /// Queues `name` of `source` on libtorch's current stream; nothing for an empty grid.
 ///
 /// # Safety
-/// As [`Kernel::launch`]; memory that libtorch frees in this stream's order is valid long enough.
+/// The conditions of [`Kernel::launch`] hold; memory that libtorch frees in this stream's order is valid long enough.
 unsafe fn launch(
     source: &'static KernelSource,
     name: &str,
@@ -202,7 +214,7 @@ unsafe fn launch(
 /// older than that one, and writes nothing.
 ///
 /// # Safety
-/// As [`launch`].
+/// The conditions of [`launch`] hold.
 unsafe fn launch_early(
     source: &'static KernelSource,
     name: &str,

@@ -41,7 +41,7 @@ pub fn fill_normal(
 /// x * scale, or 0 where the word that `RandomKey::fill_dropout` draws for the element's row and column is below `threshold`.
 ///
 /// # Errors
-/// As [`fill_normal`].
+/// The errors of [`fill_normal`].
 pub fn dropout(
     x: &Tensor, // [T, K] f32 or bf16, contiguous
     key: [u32; 2],

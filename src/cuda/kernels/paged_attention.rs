@@ -3,17 +3,24 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::fp8::Fp8Rows;
 use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::PAGED_ATTENTION;
-pub(super) const NAMES: &[&str] = &["paged_attention_bf16_64", "paged_attention_bf16_128"];
+pub(super) const NAMES: &[&str] = &[
+    "paged_attention_bf16_64",
+    "paged_attention_bf16_128",
+    "paged_attention_bf16_64_fp8",
+    "paged_attention_bf16_128_fp8",
+];
 pub(super) const PLAN: &KernelSource = &nvrtc::PLAN_ATTENTION;
 pub(super) const PLAN_NAMES: &[&str] = &["plan_attention"];
 pub(super) const ANY: &KernelSource = &nvrtc::PAGED_ATTENTION_ANY;
-pub(super) const ANY_NAMES: &[&str] = &["paged_attention_any_f32", "paged_attention_any_bf16"];
+pub(super) const ANY_NAMES: &[&str] =
+    &["paged_attention_any_f32", "paged_attention_any_bf16", "paged_attention_any_fp8"];
 
 /// Threads of a block, and most columns of a head over it.
 const THREADS: usize = 128;
@@ -255,16 +262,56 @@ pub fn paged_attention(
     context_lens: &Tensor, // [S] i32
     o: &mut Tensor,        // like q
 ) -> Result<()> {
+    attend(plan, q, ([k_cache, v_cache], None), block_tables, context_lens, o)
+}
+
+/// [`paged_attention`] over a cache in e4m3 with a scale for each token and head. Products are in f16, which holds every e4m3: queries
+/// beyond 65,504 are cut there. Not before sm_89.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn paged_attention_fp8(
+    plan: &AttentionPlan,
+    q: &Tensor,            // [S, H, hd] bf16
+    k_cache: &Fp8Rows,     // [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size]
+    v_cache: &Fp8Rows,     // like k_cache
+    block_tables: &Tensor, // [S, max_blocks] i32
+    context_lens: &Tensor, // [S] i32
+    o: &mut Tensor,        // like q
+) -> Result<()> {
+    let scales = Some([&k_cache.scales, &v_cache.scales]);
+    attend(plan, q, ([&k_cache.values, &v_cache.values], scales), block_tables, context_lens, o)
+}
+
+fn attend(
+    plan: &AttentionPlan,
+    q: &Tensor,
+    ([k_cache, v_cache], scales): ([&Tensor; 2], Option<[&Tensor; 2]>),
+    block_tables: &Tensor,
+    context_lens: &Tensor,
+    o: &mut Tensor,
+) -> Result<()> {
     const OP: &str = "paged_attention";
+    if scales.is_some() && plan.kind != Kind::BFloat16 {
+        return Err(invalid(OP, "queries in bfloat16 beside a cache in e4m3", plan.kind));
+    }
     let AttentionShape { num_heads, num_kv_heads, head_dim, block_size, sliding_window, scale } = plan.shape;
     let (gpu, kind, rows) = (ordinal(OP, q)?, plan.kind, context_lens.numel());
     let block_len = num_kv_heads * block_size * head_dim;
     let cache_len = k_cache.numel() / block_len * block_len;
     let max_blocks = block_tables.numel() / rows.max(1);
+    let cache_kind = if scales.is_some() { Kind::Float8e4m3fn } else { kind };
+    let scales_at = match scales {
+        None => Vec::new(),
+        Some(both) => {
+            let at = |scales: &Tensor| address(OP, scales, Kind::Float, cache_len / head_dim, gpu);
+            both.into_iter().map(at).collect::<Result<Vec<_>>>()?
+        }
+    };
     let [q_at, k_at, v_at, o_at] = [
         address(OP, q, kind, rows * num_heads * head_dim, gpu)?,
-        address(OP, k_cache, kind, cache_len, gpu)?,
-        address(OP, v_cache, kind, cache_len, gpu)?,
+        address(OP, k_cache, cache_kind, cache_len, gpu)?,
+        address(OP, v_cache, cache_kind, cache_len, gpu)?,
         address(OP, o, kind, rows * num_heads * head_dim, gpu)?,
     ];
     let (tables, lens) = (
@@ -275,23 +322,25 @@ pub fn paged_attention(
     let scale = Argument::Float(scale as f32);
     let Some(buffers) = &plan.buffers else {
         let sizes = [num_heads, num_kv_heads, head_dim, block_size, max_blocks, sliding_window.unwrap_or(0)].map(count);
-        let arguments = [&[q_at, k_at, v_at, tables, lens, o_at][..], &sizes, &[scale]].concat();
-        let name = format!("paged_attention_any_{}", kind_name(OP, q)?);
+        let arguments = [&[q_at, k_at, v_at, tables, lens, o_at][..], &sizes, &[scale], &scales_at].concat();
+        let name = format!("paged_attention_any_{}", if scales.is_some() { "fp8" } else { kind_name(OP, q)? });
         let grid = ((rows * num_heads) as u32, THREADS as u32, 4 * head_dim as u32);
         // SAFETY: the kernel's parameters in order; one block a query head of a row; blocks of contexts are the caller's.
         return unsafe { launch_early(ANY, &name, gpu, grid, &arguments) };
     };
-    if ![q, k_cache, v_cache, o].iter().all(|tensor| is_aligned(tensor)) {
+    if ![q, k_cache, v_cache, o].into_iter().chain(scales.into_iter().flatten()).all(is_aligned) {
         return Err(invalid(OP, "tensors on multiples of 16 bytes", "others"));
     }
     let [header, items, pieces, _, arrived, partials] = buffers.addresses(gpu)?;
     let block_shift = block_size.trailing_zeros() as usize;
     let sizes = [num_kv_heads, num_heads / num_kv_heads, block_shift, max_blocks].map(count);
     let arguments =
-        [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &sizes, &[scale]].concat();
+        [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &scales_at, &sizes, &[scale]]
+            .concat();
+    let suffix = if scales.is_some() { "_fp8" } else { "" };
     let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
     // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.
-    unsafe { launch_early(SOURCE, &format!("paged_attention_bf16_{head_dim}"), gpu, grid, &arguments) }
+    unsafe { launch_early(SOURCE, &format!("paged_attention_bf16_{head_dim}{suffix}"), gpu, grid, &arguments) }
 }
 
 #[cfg(test)]

@@ -3,8 +3,9 @@
 
 use tch::{Kind, Tensor};
 
-use super::boxes::{STEP, lies_well, rows_boxes};
-use super::{Argument, address_or_null, invalid, ordinal, queue, strided};
+use super::boxes::{lies_well, rows_boxes, step};
+use super::fp8::Fp8Rows;
+use super::{Argument, address, address_or_null, invalid, ordinal, queue, strided};
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -19,6 +20,14 @@ pub(super) const NAMES: &[&str] = &[
     "product_silu_mul_80",
     "product_silu_mul_128",
     "product_silu_mul_288",
+    "product_fp8_64",
+    "product_fp8_80",
+    "product_fp8_128",
+    "product_fp8_288",
+    "product_silu_mul_fp8_64",
+    "product_silu_mul_fp8_80",
+    "product_silu_mul_fp8_128",
+    "product_silu_mul_fp8_288",
 ];
 
 const THREADS: u32 = 288;
@@ -30,8 +39,9 @@ const FEATURES: [usize; 4] = [64, 80, 128, 288];
 /// The chip that the cuts are for: its multiprocessors, and how many clusters of 1, 2 .. of them run at once.
 const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
-/// The least share of the chip's time that a cut must use.
+/// The least share of the chip's time that a cut of bf16 must use, and one of e4m3: it is then timed against cuBLASLt in any case.
 const LEAST_FILL: f64 = 0.8;
+const LEAST_FILL_FP8: f64 = 0.5;
 
 /// How a weight is dealt to blocks, by its shape alone: tiles of features, K of each in parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,8 +52,9 @@ struct Cut {
 
 impl Cut {
     /// The cut that fills the chip best with all blocks at once, if one fills it.
-    fn of(num_features: usize, k: usize) -> Option<Self> {
-        let steps = k.div_ceil(STEP);
+    fn of(num_features: usize, k: usize, kind: Kind) -> Option<Self> {
+        let steps = k.div_ceil(step(kind));
+        let least = if kind == Kind::Float8e4m3fn { LEAST_FILL_FP8 } else { LEAST_FILL };
         let fill = |cut: &Self| {
             let longest = (cut.features * steps.div_ceil(cut.parts)) as f64;
             (num_features * steps) as f64 / (PROCESSORS as f64 * longest)
@@ -53,11 +64,12 @@ impl Cut {
         let fits = cuts.filter(|cut| num_features.div_ceil(cut.features) <= CLUSTERS[cut.parts - 1]);
         // Of equal ones the last: larger tiles read x less often.
         let best = fits.max_by(|a, b| fill(a).total_cmp(&fill(b)));
-        best.filter(|cut| fill(cut) >= LEAST_FILL)
+        best.filter(|cut| fill(cut) >= least)
     }
 }
 
-/// Whether [`product`] serves so many rows and all of these weights [N, K], one of them with this bias, on their GPU. It pays where
+/// Whether [`product`], or for e4m3 [`product_fp8`], serves so many rows and all of these weights [N, K], one of them with this bias, on
+/// their GPU. It pays where
 /// it serves a layer whole, as each product's weights are asked for while the one before is at work.
 ///
 /// # Errors
@@ -75,7 +87,7 @@ pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -
 /// The key of what the speed of [`product`] depends on, on a GPU of compute capability (major, minor): the kernels and how
 /// weights are cut.
 pub(in crate::cuda) fn product_key(capability: (i32, i32)) -> Result<String> {
-    let cuts = (FEATURES, CLUSTERS, LEAST_FILL);
+    let cuts = (FEATURES, CLUSTERS, LEAST_FILL, LEAST_FILL_FP8);
     Ok(format!("{cuts:?} {}", nvrtc::key(SOURCE, capability)?))
 }
 
@@ -90,26 +102,52 @@ pub fn product(
     bias: Option<&Tensor>, // [N] bf16
     out: &Tensor,          // [R, N] bf16
 ) -> Result<()> {
-    run("product", x, w, bias, (out, 1))
+    run("product", (x, w), None, bias, (out, 1))
+}
+
+/// out = x w^T + bias for at most 64 rows in e4m3, each product of rows scaled as it was summed, rounded once. What may write w is as for
+/// [`product`].
+///
+/// # Errors
+/// The errors of [`product`].
+pub fn product_fp8(
+    x: &Fp8Rows,           // [R, K]
+    w: &Fp8Rows,           // [N, K]
+    bias: Option<&Tensor>, // [N] bf16
+    out: &Tensor,          // [R, N] bf16
+) -> Result<()> {
+    run("product_fp8", (&x.values, &w.values), Some([&x.scales, &w.scales]), bias, (out, 1))
+}
+
+/// y = silu(gate) * up of the product x w^T in e4m3 with columns g0 u0 g1 u1 .., otherwise as [`product_silu_mul`].
+///
+/// # Errors
+/// The errors of [`product`].
+pub fn product_silu_mul_fp8(
+    x: &Fp8Rows, // [R, K]
+    w: &Fp8Rows, // [2 F, K]
+    y: &Tensor,  // [R, F] bf16
+) -> Result<()> {
+    run("product_silu_mul_fp8", (&x.values, &w.values), Some([&x.scales, &w.scales]), None, (y, 2))
 }
 
 /// y = silu(gate) * up of the product x w^T with columns g0 u0 g1 u1 .., for at most 64 rows. Gate and up are rounded as where
 /// they are written. What may write w is as for [`product`].
 ///
 /// # Errors
-/// As [`product`].
+/// The errors of [`product`].
 pub fn product_silu_mul(
     x: &Tensor, // [R, K] bf16
     w: &Tensor, // [2 F, K] bf16
     y: &Tensor, // [R, F] bf16
 ) -> Result<()> {
-    run("product_silu_mul", x, w, None, (y, 2))
+    run("product_silu_mul", (x, w), None, None, (y, 2))
 }
 
 fn run(
     op: &'static str,
-    x: &Tensor,
-    w: &Tensor,
+    (x, w): (&Tensor, &Tensor),
+    scales: Option<[&Tensor; 2]>, // of e4m3
     bias: Option<&Tensor>,
     (out, columns_of_one): (&Tensor, i64),
 ) -> Result<()> {
@@ -120,9 +158,10 @@ fn run(
     let cut = cut_of(w).filter(|_| rows as usize <= MOST_ROWS && lie_well);
     let Some(cut) = cut else { return Err(invalid(op, "what product_serves", (x.size(), w.size(), out.size()))) };
     let gpu = ordinal(op, x)?;
-    strided(op, x, Kind::BFloat16, &[rows, k], gpu)?;
-    strided(op, w, Kind::BFloat16, &[features, k], gpu)?;
-    let arguments = [
+    let kind = if scales.is_some() { Kind::Float8e4m3fn } else { Kind::BFloat16 };
+    strided(op, x, kind, &[rows, k], gpu)?;
+    strided(op, w, kind, &[features, k], gpu)?;
+    let mut arguments = vec![
         rows_boxes(x, MOST_ROWS)?,
         rows_boxes(w, cut.features / 2)?,
         strided(op, out, Kind::BFloat16, &[rows, features / columns_of_one], gpu)?,
@@ -130,8 +169,12 @@ fn run(
         Argument::Count(out.stride()[0]),
         Argument::Count(rows),
         Argument::Count(features),
-        Argument::Count((k as usize).div_ceil(STEP) as i64),
+        Argument::Count((k as usize).div_ceil(step(kind)) as i64),
     ];
+    if let Some([of_x, of_w]) = scales {
+        arguments.push(address(op, of_x, Kind::Float, rows as usize, gpu)?);
+        arguments.push(address(op, of_w, Kind::Float, features as usize, gpu)?);
+    }
     let grid = (features as usize).div_ceil(cut.features) * cut.parts;
     let shape = (grid as u32, THREADS, STAGES_BYTES);
     // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of out are written.
@@ -141,7 +184,7 @@ fn run(
 
 fn cut_of(w: &Tensor) -> Option<Cut> {
     let &[features, k] = &w.size()[..] else { return None };
-    Cut::of(features as usize, k as usize).filter(|_| features % 8 == 0)
+    Cut::of(features as usize, k as usize, w.kind()).filter(|_| features % 8 == 0)
 }
 
 #[cfg(test)]
@@ -160,12 +203,17 @@ mod tests {
 
     #[test]
     fn cuts_fill_the_chip_or_there_is_none() {
-        let cut = |features, k| Cut::of(features, k).map(|cut| (cut.features, cut.parts));
+        let cut_of = |features, k, kind| Cut::of(features, k, kind).map(|cut| (cut.features, cut.parts));
+        let cut = |features, k| cut_of(features, k, Kind::BFloat16);
         assert_eq!(cut(4608, 3584), Some((80, 2))); // Qwen2.5-7B's
         assert_eq!(cut(3584, 3584), Some((128, 4)));
         assert_eq!(cut(37_888, 3584), Some((288, 1)));
         assert_eq!(cut(3584, 18_944), Some((128, 4)));
         assert_eq!(cut(896, 896), None);
         assert_eq!(cut(152_064, 3584), None);
+        let of_fp8 =
+            [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (6144, 4096), (4096, 14_336), (2048, 1536)];
+        let cuts = of_fp8.map(|(features, k)| cut_of(features, k, Kind::Float8e4m3fn));
+        assert!(cuts.iter().all(Option::is_some));
     }
 }

@@ -35,7 +35,7 @@ pub fn qk_squares(
 /// x = x / sqrt(sum / width + eps) * weight, in place, for queries and keys. Allocates nothing.
 ///
 /// # Errors
-/// As [`qk_squares`].
+/// The errors of [`qk_squares`].
 pub fn qk_scale(
     qkv: &QkvViews,
     weights: [&Tensor; 2], // [H hd] and [Hkv hd] of this rank

@@ -60,7 +60,7 @@ pub fn rms_norm_forward(
 /// float32 in a fixed order.
 ///
 /// # Errors
-/// As [`rms_norm_forward`].
+/// The errors of [`rms_norm_forward`].
 pub fn rms_norm_backward(
     dy: &Tensor,               // [.., D], like weight
     x: &Tensor,                // [.., D] f32 or bf16

@@ -3,13 +3,20 @@
 
 use tch::{Kind, Tensor};
 
+use super::fp8::Fp8Rows;
 use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::ROPE_WRITE_KV;
-pub(super) const NAMES: &[&str] =
-    &["rope_write_kv_f32_x1", "rope_write_kv_f32_x4", "rope_write_kv_bf16_x1", "rope_write_kv_bf16_x8"];
+pub(super) const NAMES: &[&str] = &[
+    "rope_write_kv_f32_x1",
+    "rope_write_kv_f32_x4",
+    "rope_write_kv_bf16_x1",
+    "rope_write_kv_bf16_x8",
+    "rope_write_kv_fp8_x1",
+    "rope_write_kv_fp8_x8",
+];
 
 const THREADS: usize = 256;
 /// Widest head whatever its alignment: of float32, and of halves that no whole packs make up.
@@ -65,7 +72,39 @@ pub fn rope_write_kv(
     k_cache: &Tensor,      // [num_blocks, Hkv, block_size, hd]
     v_cache: &Tensor,      // like k_cache
 ) -> Result<()> {
+    run(qkv, transform, [positions, slot_mapping], q_out, [k_cache, v_cache], None)
+}
+
+/// [`rope_write_kv`], which writes keys and values to a cache in e4m3, rounded as [`fp8_rows`](super::fp8_rows) rounds a row: each token's
+/// of each head by its own scale. Not before sm_89.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn rope_write_kv_fp8(
+    qkv: &QkvViews, // bf16
+    transform: &HeadTransform,
+    positions: &Tensor,    // [T] i32, rows of the table
+    slot_mapping: &Tensor, // [T] i32, as for rope_write_kv
+    q_out: &mut Tensor,    // [T, H, hd] bf16
+    k_cache: &Fp8Rows,     // [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size]
+    v_cache: &Fp8Rows,     // like k_cache
+) -> Result<()> {
+    let (values, scales) = ([&k_cache.values, &v_cache.values], [&k_cache.scales, &v_cache.scales]);
+    run(qkv, transform, [positions, slot_mapping], q_out, values, Some(scales))
+}
+
+fn run(
+    qkv: &QkvViews,
+    transform: &HeadTransform,
+    [positions, slot_mapping]: [&Tensor; 2],
+    q_out: &mut Tensor,
+    [k_cache, v_cache]: [&Tensor; 2],
+    scales: Option<[&Tensor; 2]>,
+) -> Result<()> {
     const OP: &str = "rope_write_kv";
+    if scales.is_some() && qkv.q.kind() != Kind::BFloat16 {
+        return Err(invalid(OP, "bfloat16 beside a cache in e4m3", qkv.q.kind()));
+    }
     let (gpu, kind) = (ordinal(OP, &qkv.q)?, qkv.q.kind());
     let shape = RopeShape::of(&qkv.q, k_cache)?;
     let RopeShape { tokens, kv_heads, group, dim, block_size } = shape;
@@ -83,7 +122,8 @@ pub fn rope_write_kv(
     if dim / 2 > lanes * packs_per_lane * width {
         return Err(invalid(OP, format!("heads of at most {} columns", 2 * 32 * packs_per_lane * width), dim));
     }
-    let arguments = [
+    let cache_kind = if scales.is_some() { Kind::Float8e4m3fn } else { kind };
+    let mut arguments = vec![
         q,
         k,
         v,
@@ -97,8 +137,8 @@ pub fn rope_write_kv(
         address(OP, positions, Kind::Int, tokens, gpu)?,
         address(OP, slot_mapping, Kind::Int, tokens, gpu)?,
         address(OP, q_out, kind, tokens * kv_heads * group * dim, gpu)?,
-        address(OP, k_cache, kind, cache_len, gpu)?,
-        address(OP, v_cache, kind, cache_len, gpu)?,
+        address(OP, k_cache, cache_kind, cache_len, gpu)?,
+        address(OP, v_cache, cache_kind, cache_len, gpu)?,
         Argument::Count(tokens as i64),
         Argument::Count(kv_heads as i64),
         Argument::Count(group as i64),
@@ -107,9 +147,13 @@ pub fn rope_write_kv(
         Argument::Count(lanes as i64),
         Argument::Float(transform.norms.map_or(0.0, |norms| norms.2) as f32),
     ];
+    for scales in scales.into_iter().flatten() {
+        arguments.push(address(OP, scales, Kind::Float, cache_len / dim, gpu)?);
+    }
     let threads = tokens * kv_heads * (group + 2) * lanes;
     let grid = threads.div_ceil(THREADS) as u32;
-    let name = format!("rope_write_kv_{}_x{width}", kind_name(OP, &qkv.q)?);
+    let kind = if scales.is_some() { "fp8" } else { kind_name(OP, &qkv.q)? };
+    let name = format!("rope_write_kv_{kind}_x{width}");
     // SAFETY: the kernel's parameters in order; strides and shapes were read from the tensors, positions and slots are the
     // caller's, within the table and the cache.
     unsafe { launch_early(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }

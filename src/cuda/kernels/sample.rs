@@ -110,7 +110,7 @@ impl Draws<'_> {
 /// not a number. Allocates nothing.
 ///
 /// # Errors
-/// As [`sample`].
+/// The errors of [`sample`].
 pub fn combine(
     candidates: &Tensor,    // [parts of all ranks, S, 4] f64
     token_ids: &mut Tensor, // [S] i32

@@ -37,7 +37,7 @@ pub fn note_tokens(
 /// Bit `id` of row s says whether draw s has `id` among the tokens so far. Allocates nothing.
 ///
 /// # Errors
-/// As [`note_tokens`].
+/// The errors of [`note_tokens`].
 pub fn mark_seen(
     history: &Tensor,      // [num_blocks, block_size] i32, what `note_tokens` left
     block_tables: &Tensor, // [S, max_blocks] i32

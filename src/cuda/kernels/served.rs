@@ -17,9 +17,9 @@ pub struct DecoderSizes {
 /// A size that no kernel serves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unserved {
-    /// Its name in `config.json`.
+    /// Name of the size in `config.json`.
     pub name: &'static str,
-    /// The model's.
+    /// The size that the model has.
     pub got: usize,
     /// The sizes that are served.
     pub served: String,

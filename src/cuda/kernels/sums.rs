@@ -53,7 +53,7 @@ pub fn add_rows(
 /// to += sum over rows of `from`.
 ///
 /// # Errors
-/// As [`add_rows`].
+/// The errors of [`add_rows`].
 pub fn add_columns(
     from: &Tensor,   // [R, D] f32
     to: &mut Tensor, // [D] f32 or bf16

@@ -17,6 +17,7 @@ pub(super) const NAMES: &[&str] = &[
     "swiglu_backward_f32_x2",
     "swiglu_backward_bf16_x1",
     "swiglu_backward_bf16_x4",
+    "swiglu_forward_fp8",
 ];
 
 const THREADS: usize = 256;
@@ -41,7 +42,7 @@ pub fn swiglu_forward(gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
 /// y = silu(gate) * up, in memory that is there.
 ///
 /// # Errors
-/// As [`swiglu_forward`].
+/// The errors of [`swiglu_forward`].
 pub fn silu_mul(
     gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
     y: &mut Tensor,   // [.., F], like gate_up
@@ -56,7 +57,7 @@ pub fn silu_mul(
 /// forward's y once more.
 ///
 /// # Errors
-/// As [`swiglu_forward`].
+/// The errors of [`swiglu_forward`].
 pub fn swiglu_backward(
     dy: &Tensor,     // [.., F], like gate_up
     gate_up: Tensor, // [.., 2 F] f32 or bf16

@@ -18,7 +18,8 @@ pub(super) struct Descriptors {
 }
 
 impl Descriptors {
-    pub(super) fn new(problem: &Problem, bias: Option<&Tensor>) -> Result<Self> {
+    /// `scales` are those of the rows of a and of the columns of b, if the problem is scaled.
+    pub(super) fn new(problem: &Problem, bias: Option<&Tensor>, scales: Option<[&Tensor; 2]>) -> Result<Self> {
         let mut made = Self { operation: std::ptr::null_mut(), layouts: [std::ptr::null_mut(); 3] };
         let (compute, scale) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F);
         // SAFETY: the handle is written on success and destroyed with `made`.
@@ -33,6 +34,15 @@ impl Descriptors {
         }
         if let Some(bias) = bias {
             made.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.data_ptr())?;
+        }
+        if let Some([of_a, of_b]) = scales {
+            let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+            made.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
+            made.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
+            made.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &of_b.data_ptr())?;
+            made.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &of_a.data_ptr())?;
+            // Sums of e4m3 stay on the tensor cores, as vLLM's and those of this crate's kernels do.
+            made.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
         }
         let factors = [(&problem.b, problem.kind), (&problem.a, problem.kind), (&problem.out, problem.out_kind)];
         for (layout, (factor, kind)) in made.layouts.iter_mut().zip(factors) {
@@ -170,5 +180,9 @@ impl Drop for Preference {
 }
 
 fn data_type(kind: Kind) -> sys::cudaDataType {
-    if kind == Kind::Float { sys::cudaDataType::CUDA_R_32F } else { sys::cudaDataType::CUDA_R_16BF }
+    match kind {
+        Kind::Float => sys::cudaDataType::CUDA_R_32F,
+        Kind::Float8e4m3fn => sys::cudaDataType::CUDA_R_8F_E4M3,
+        _ => sys::cudaDataType::CUDA_R_16BF,
+    }
 }

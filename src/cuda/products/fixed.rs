@@ -42,12 +42,12 @@ impl Products {
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
         self.refuse_capture(problem)?;
         let typical = problem.with_rows(TYPICAL_ROWS);
-        let most = Descriptors::new(&problem.with_rows(MOST_ROWS), None)?;
-        let candidates = self.candidates(&typical, &Descriptors::new(&typical, None)?)?;
+        let most = Descriptors::new(&problem.with_rows(MOST_ROWS), None, None)?;
+        let candidates = self.candidates(&typical, &Descriptors::new(&typical, None, None)?)?;
         let serves_all = candidates.iter().find(|algorithm| most.accept(self.handle, algorithm));
         let reference = *serves_all.ok_or_else(|| super::no_algorithm(&problem.with_rows(MOST_ROWS)))?;
         // What follows falls back on it.
-        let descriptors = Descriptors::new(problem, bias)?;
+        let descriptors = Descriptors::new(problem, bias, None)?;
         if !descriptors.accept(self.handle, &reference) {
             return Err(super::no_algorithm(problem));
         }

@@ -1,4 +1,4 @@
-//! Matrix products on a GPU through cuBLASLt: float32 sums of bf16 or f32 factors, read and written through their leading
+//! Matrix products on a GPU through cuBLASLt: float32 sums of bf16, f32 or scaled e4m3 factors, read and written through their leading
 //! dimensions, so that a tensor-parallel slice needs no copy.
 //!
 //! The algorithm of a shape is chosen once (`algorithms`), and so is whether a step has the crate's own products instead (`own`).
@@ -23,6 +23,7 @@ use tch::Tensor;
 use self::descriptors::Descriptors;
 use self::problem::Problem;
 use super::context::{Context, check};
+use super::kernels::Fp8Rows;
 use super::torch_stream::TorchStream;
 use crate::error::{Error, Result};
 use crate::torch;
@@ -104,22 +105,53 @@ impl Products {
         if problem.is_empty() {
             return Ok(());
         }
-        if torch::current_cuda_stream(self.context.ordinal())? != self.stream {
-            return Err(problem::invalid(
-                "the stream that the workspace is for to be libtorch's",
-                "another".to_owned(),
-            ));
-        }
+        self.check_stream()?;
         if tuning == Tuning::Fixed && problem.rows() > fixed::MOST_ROWS {
             return (0..problem.rows()).step_by(fixed::MOST_ROWS as usize).try_for_each(|row| {
                 let part = |of: &Tensor| of.narrow(0, row, fixed::MOST_ROWS.min(problem.rows() - row));
                 self.run(&part(a), b, bias, &part(out), beta, tuning)
             });
         }
-        let descriptors = Descriptors::new(&problem, bias)?;
+        let descriptors = Descriptors::new(&problem, bias, None)?;
         let algorithm = self.algorithm(&problem, &descriptors, tuning, (a, b, bias, out))?;
         // SAFETY: `problem` holds the tensors to the sizes that the descriptors state; they live in stream order.
         unsafe { self.queue(&descriptors, &algorithm, [b.data_ptr(), a.data_ptr(), out.data_ptr()], beta) }
+    }
+
+    /// out = a b^T + bias of e4m3, each element scaled by the factors of its row of a and of b as it was summed, rounded once. On
+    /// Hopper.
+    ///
+    /// # Errors
+    /// The errors of [`Products::run`], and for [`Tuning::Fixed`].
+    pub fn run_fp8(
+        &self,
+        a: &Fp8Rows,           // [M, K]
+        b: &Fp8Rows,           // [N, K]
+        bias: Option<&Tensor>, // [N] bf16
+        out: &Tensor,          // [M, N] bf16, rows of stride 1
+        tuning: Tuning,
+    ) -> Result<()> {
+        let problem = Problem::of_fp8(a, b, bias, out, self.context.ordinal())?;
+        if problem.is_empty() {
+            return Ok(());
+        }
+        self.check_stream()?;
+        if tuning == Tuning::Fixed {
+            return Err(problem::invalid("bf16 or f32, whose sums have one order for all rows", "e4m3".to_owned()));
+        }
+        let descriptors = Descriptors::new(&problem, bias, Some([&a.scales, &b.scales]))?;
+        let (a, b) = (&a.values, b.values.tr());
+        let algorithm = self.algorithm(&problem, &descriptors, tuning, (a, &b, bias, out))?;
+        // SAFETY: `problem` holds the tensors to the sizes that the descriptors state; they live in stream order.
+        unsafe { self.queue(&descriptors, &algorithm, [b.data_ptr(), a.data_ptr(), out.data_ptr()], 0.0) }
+    }
+
+    /// The workspace is that of one stream.
+    fn check_stream(&self) -> Result<()> {
+        if torch::current_cuda_stream(self.context.ordinal())? == self.stream {
+            return Ok(());
+        }
+        Err(problem::invalid("the stream that the workspace is for to be libtorch's", "another".to_owned()))
     }
 
     /// # Safety

@@ -15,7 +15,7 @@ impl Products {
     /// now, against algorithms that are [`Tuning::Timed`](super::Tuning::Timed). `step` names all shapes of the step.
     ///
     /// # Errors
-    /// Those of `compare`; [`Error::Environment`](crate::Error::Environment) where the user has no cache folder.
+    /// The errors of `compare`; [`Error::Environment`](crate::Error::Environment) where the user has no cache folder.
     pub fn own_are_faster(&self, rows: usize, step: &str, compare: impl FnOnce() -> Result<bool>) -> Result<bool> {
         let of_step = (rows, step.to_owned());
         if let Some(&known) = lock(&self.own_are_faster).get(&of_step) {

@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use crate::cuda::kernels::Fp8Rows;
 use crate::error::{Error, Result};
 
 /// A factor as it lies: row-major with a leading dimension, or the transpose of that.
@@ -23,7 +24,8 @@ pub(super) struct Problem {
     pub(super) out_kind: Kind,
     pub(super) has_bias: bool,
     accumulates: bool,
-    pub(super) alignment: u32, // in bytes, of all three
+    pub(super) is_scaled: bool, // by a factor for each row of a and column of b
+    pub(super) alignment: u32,  // in bytes, of all three
 }
 
 impl Problem {
@@ -41,7 +43,8 @@ impl Problem {
             && (result.rows, result.columns) == (left.rows, right.columns)
             && !result.is_transposed
             && a.kind() == b.kind()
-            && [a, out].iter().all(|tensor| matches!(tensor.kind(), Kind::Float | Kind::BFloat16))
+            && (a.kind() == Kind::Float8e4m3fn || is_plain(a))
+            && is_plain(out)
             && bias.is_none_or(|bias| {
                 bias.size() == [right.columns]
                     && bias.kind() == out.kind()
@@ -63,8 +66,33 @@ impl Problem {
             out_kind: out.kind(),
             has_bias: bias.is_some(),
             accumulates: beta != 0.0,
+            is_scaled: false,
             alignment: 1 << alignment.min(8),
         })
+    }
+
+    /// out = a b^T + bias of rows with scales.
+    pub(super) fn of_fp8(
+        a: &Fp8Rows,
+        b: &Fp8Rows,
+        bias: Option<&Tensor>,
+        out: &Tensor,
+        ordinal: usize,
+    ) -> Result<Self> {
+        let problem = Self::of(&a.values, &b.values.tr(), bias, out, 0.0, ordinal)?;
+        let fits = |rows: &Fp8Rows| {
+            let scales = &rows.scales;
+            rows.values.kind() == Kind::Float8e4m3fn
+                && scales.kind() == Kind::Float
+                && scales.size() == rows.values.size()[..1]
+                && scales.is_contiguous()
+                && scales.device() == rows.values.device()
+        };
+        if out.kind() != Kind::BFloat16 || !fits(a) || !fits(b) {
+            let got = format!("{:?} and {:?} scales, {:?}", a.scales.size(), b.scales.size(), out.kind());
+            return Err(invalid("e4m3 with [M] and [N] float32 scales -> bf16", got));
+        }
+        Ok(Self { is_scaled: true, ..problem })
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -116,6 +144,10 @@ impl Problem {
     }
 }
 
+fn is_plain(tensor: &Tensor) -> bool {
+    matches!(tensor.kind(), Kind::Float | Kind::BFloat16)
+}
+
 impl Factor {
     fn of(tensor: &Tensor, ordinal: usize) -> Result<Self> {
         let (size, stride) = (tensor.size(), tensor.stride());
@@ -162,6 +194,7 @@ mod tests {
             out_kind: Kind::Float,
             has_bias: true,
             accumulates: false,
+            is_scaled: false,
             alignment,
         }
     }

@@ -221,7 +221,7 @@ impl Snapshot<'_> {
     /// The text of a small file, if the repository has it.
     ///
     /// # Errors
-    /// Those of [`Snapshot::fetch`]; [`Error::BadFile`] where it is no text.
+    /// The errors of [`Snapshot::fetch`]; [`Error::BadFile`] where it is no text.
     pub fn text(&self, name: &str) -> Result<Option<String>> {
         if !self.names.iter().any(|known| known == name) {
             return Ok(None);

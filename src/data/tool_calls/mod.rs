@@ -15,28 +15,14 @@ mod xml;
 
 use serde_json::Value;
 
-/// The format of a model's tool calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ToolCallParser {
-    /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`: Qwen2.5, Qwen3, Hermes.
-    Hermes,
-    /// `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
-    Qwen3Xml,
-    /// `{"name": .., "parameters": {..}}`, several with `;` between them: Llama 3.
-    Llama3Json,
-    /// `[name(key=value), ..]`: Llama 3.2 and 4, OLMo 3.
-    Pythonic,
-    /// `[TOOL_CALLS][{"name": .., "arguments": {..}}]` or `[TOOL_CALLS]name{..}`: Mistral.
-    Mistral,
-}
+pub use crate::config::ToolCallParser;
 
 /// A function that the model wants to be called.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ToolCall {
     /// The function's name.
     pub name: String,
-    /// Its arguments: an object, unless the model wrote something else.
+    /// Arguments of the call: an object, unless the model wrote something else.
     pub arguments: Value,
 }
 
@@ -52,20 +38,6 @@ pub struct ParsedMessage {
 }
 
 impl ToolCallParser {
-    /// Every format.
-    pub const ALL: [Self; 5] = [Self::Hermes, Self::Qwen3Xml, Self::Llama3Json, Self::Pythonic, Self::Mistral];
-
-    /// vLLM's name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Hermes => "hermes",
-            Self::Qwen3Xml => "qwen3_xml",
-            Self::Llama3Json => "llama3_json",
-            Self::Pythonic => "pythonic",
-            Self::Mistral => "mistral",
-        }
-    }
-
     /// The format that a chat template asks the model for; `None` where it shows none.
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);

@@ -21,7 +21,7 @@ fn one(content: &str, name: &str, arguments: Value) -> (String, Vec<(String, Val
 
 #[test]
 fn a_message_without_a_call_is_content() {
-    for parser in ToolCallParser::ALL {
+    for &parser in ToolCallParser::ALL {
         for text in ["", "How can I help you today?", "  2 < 3 and (a) or b] \n"] {
             let parsed = parser.parse(text, &Value::Null);
             assert_eq!(parsed, ParsedMessage { content: text.to_owned(), ..ParsedMessage::default() }, "{parser:?}");
@@ -188,7 +188,7 @@ fn a_template_shows_its_format() {
     ] {
         assert_eq!(ToolCallParser::of_template(source), parser, "{source}");
     }
-    for parser in ToolCallParser::ALL {
+    for &parser in ToolCallParser::ALL {
         assert_eq!(serde_json::to_value(parser).unwrap(), parser.name());
     }
 }

@@ -33,7 +33,7 @@ impl ControlPlane for ShmControl {
     }
 
     fn post_failure(&self, error: &Error) {
-        self.member.post(error);
+        let _ = self.member.post(error);
     }
 
     fn failure(&self) -> Option<RankFailure> {
@@ -42,6 +42,10 @@ impl ControlPlane for ShmControl {
 
     fn agree(&self) -> Result<Option<RankFailure>> {
         self.member.agree()
+    }
+
+    fn is_waiting(&self, rank: usize) -> bool {
+        self.member.is_waiting(rank)
     }
 
     fn barrier(&self, group: &Arc<RankGroup>) -> Result<()> {

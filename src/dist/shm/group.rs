@@ -41,8 +41,8 @@ impl ShmGroup {
     ) -> Result<()> {
         let (member, partition, ranks) = (&self.member, self.group.division, &self.group.ranks);
         let half = (member.next_turn(partition) & 1) as usize;
-        write(member.segment.half(partition, member.rank, half));
-        let signature = |rank| &member.segment.line(partition, rank).signature[half];
+        write(member.half(partition, member.rank, half));
+        let signature = |rank| &member.line(partition, rank).signature[half];
         signature(member.rank).store(called.pack(), Ordering::Relaxed);
         let (turn, deadline) = (member.arrive(partition), member.deadline());
         let op = called.op.name();
@@ -57,7 +57,7 @@ impl ShmGroup {
             }
         }
         let halves: Vec<*const u8> =
-            ranks.iter().map(|&rank| member.segment.half(partition, rank, half).cast_const()).collect();
+            ranks.iter().map(|&rank| member.half(partition, rank, half).cast_const()).collect();
         read(&halves)
     }
 
@@ -71,7 +71,7 @@ impl ShmGroup {
         let _turn = self.member.turn(self.group.division);
         let bytes = called.bytes;
         let _seen = phase::collective(called.op.name(), &self.group.name, bytes);
-        let room = self.member.segment.half_bytes() / parts / 64 * 64;
+        let room = self.member.half_bytes() / parts / 64 * 64;
         let mut start = 0;
         loop {
             let len = room.min(bytes - start);

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::segment::{CONTROL, MESSAGE_BYTES, PARTITIONS, RankLine, Segment, SegmentHeader};
@@ -30,14 +30,19 @@ const LONGEST_POST: Duration = Duration::from_secs(10);
 /// One rank of the world.
 #[derive(Debug)]
 pub(in crate::dist) struct Member {
-    pub(super) segment: Arc<Segment>,
+    segment: Arc<Segment>,
+    /// This rank in the world.
     pub(super) rank: usize,
+    /// World rank of the segment's first rank.
+    first_rank: usize,
     timeout: Duration,
     epoch: AtomicU64,
     /// Operations of several threads in one partition take turns.
     turns: [Mutex<()>; PARTITIONS],
     /// Looks at a peer's counter before the processor is given up: none if ranks share processors.
     spins: usize,
+    /// A rank of the world that is gone for good: nothing can be agreed on any more.
+    lost: OnceLock<RankFailure>,
 }
 
 /// Events that end a wait before the peers have come, beside the time limit.
@@ -52,16 +57,19 @@ pub(super) enum Until {
 }
 
 impl Member {
-    pub(in crate::dist) fn new(segment: Arc<Segment>, rank: usize, timeout: Duration) -> Self {
+    /// World rank `rank` among those of a segment that begins with `first_rank`.
+    pub(in crate::dist) fn new(segment: Arc<Segment>, rank: usize, first_rank: usize, timeout: Duration) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if segment.num_ranks() <= processors { 400 } else { 0 };
-        Self { segment, rank, timeout, epoch: AtomicU64::new(1), turns: Default::default(), spins }
+        let (epoch, turns, lost) = (AtomicU64::new(1), Default::default(), OnceLock::new());
+        Self { segment, rank, first_rank, timeout, epoch, turns, spins, lost }
     }
 
-    /// Tells the world that this rank failed, unless a failure stands already. A [`Error::PeerFailed`] is no news.
-    pub(in crate::dist) fn post(&self, error: &Error) {
+    /// Tells the segment's ranks that this one failed, unless a failure stands already, and returns the epoch that the failure ends. A
+    /// [`Error::PeerFailed`] is no news.
+    pub(in crate::dist) fn post(&self, error: &Error) -> Option<u64> {
         if matches!(error, Error::PeerFailed { .. }) {
-            return;
+            return None;
         }
         let header = self.segment.header();
         let state = &header.failure_state;
@@ -71,18 +79,49 @@ impl Member {
             let epoch = match (now >> 2).cmp(&own) {
                 std::cmp::Ordering::Less => own,
                 std::cmp::Ordering::Equal if now & 3 == CLOSED => own + 1,
-                _ => return,
+                _ => return None,
             };
-            if state.compare_exchange(now, epoch << 2 | WRITING, Ordering::AcqRel, Ordering::Acquire).is_ok() {
-                write_failure(header, self.rank, error);
-                state.store(epoch << 2 | POSTED, Ordering::Release);
+            if self.write_in(now, epoch, || (self.rank, error.exit_code(), error.to_string())) {
+                return Some(epoch);
+            }
+        }
+    }
+
+    /// Tells the segment's ranks of the failure of a rank elsewhere in `epoch`, unless this node has come to its end of that.
+    pub(in crate::dist) fn post_of_other_node(&self, epoch: u64, failure: &RankFailure) {
+        let state = &self.segment.header().failure_state;
+        loop {
+            let now = state.load(Ordering::Acquire);
+            let told = || (failure.rank, failure.code, failure.message.clone());
+            if now >> 2 >= epoch || self.write_in(now, epoch, told) {
                 return;
             }
         }
     }
 
-    /// The failure of the present epoch, if one was posted.
+    /// Writes the failure of `epoch`, if the state is still `now`.
+    fn write_in(&self, now: u64, epoch: u64, failure: impl FnOnce() -> (usize, ExitCode, String)) -> bool {
+        let header = self.segment.header();
+        let state = &header.failure_state;
+        let writes = state.compare_exchange(now, epoch << 2 | WRITING, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if writes {
+            let (rank, code, message) = failure();
+            write_failure(header, rank, code, &message);
+            state.store(epoch << 2 | POSTED, Ordering::Release);
+        }
+        writes
+    }
+
+    /// Ends all waiting of this rank: a rank of the world is gone for good.
+    pub(in crate::dist) fn lose(&self, failure: RankFailure) {
+        let _ = self.lost.set(failure);
+    }
+
+    /// The failure of the present epoch, if one was posted; that of a rank that is gone for good stays.
     pub(in crate::dist) fn failure(&self) -> Option<RankFailure> {
+        if let Some(lost) = self.lost.get() {
+            return Some(lost.clone());
+        }
         let header = self.segment.header();
         let posted = self.epoch.load(Ordering::Acquire) << 2 | POSTED;
         (header.failure_state.load(Ordering::Acquire) == posted).then(|| read_failure(header))
@@ -90,11 +129,21 @@ impl Member {
 
     /// Ends an epoch on all ranks together: the failure that stands, or none. After a failure every partition starts anew.
     pub(in crate::dist) fn agree(&self) -> Result<Option<RankFailure>> {
+        self.agree_by(|_, own| Ok(own))
+    }
+
+    /// [`Member::agree`] where the segment's ranks are not all: `verdict` turns the epoch and what stood among them into what
+    /// stood in the world, the same on all.
+    pub(in crate::dist) fn agree_by(
+        &self,
+        verdict: impl FnOnce(u64, Option<RankFailure>) -> Result<Option<RankFailure>>,
+    ) -> Result<Option<RankFailure>> {
         self.meet_world("agree", Until::LongAfterFailure)?;
-        let verdict = self.close_epoch()?;
+        let own = self.close_epoch()?;
+        let verdict = verdict(self.epoch.load(Ordering::Acquire), own)?;
         if verdict.is_some() {
             for partition in 0..PARTITIONS {
-                self.segment.line(partition, self.rank).arrived.store(0, Ordering::Release);
+                self.line(partition, self.rank).arrived.store(0, Ordering::Release);
             }
             self.meet_world("agree", Until::LongAfterFailure)?;
         }
@@ -102,14 +151,19 @@ impl Member {
         Ok(verdict)
     }
 
-    /// Waits until every rank of the world has mapped the segment, or this one is asked to stop.
+    /// Whether `rank` is at an [`Member::agree`] that this rank has not come to.
+    pub(in crate::dist) fn is_waiting(&self, rank: usize) -> bool {
+        reached(self.line(CONTROL, rank), self.next_turn(CONTROL))
+    }
+
+    /// Waits until every rank of the segment has mapped it, or this one is asked to stop.
     pub(in crate::dist) fn join(&self) -> Result<()> {
         self.meet_world("join", Until::StopRequest)
     }
 
-    /// Waits for every rank of the world, whatever has failed.
+    /// Waits for every rank of the segment, whatever has failed.
     fn meet_world(&self, op: &'static str, until: Until) -> Result<()> {
-        let ranks: Vec<usize> = (0..self.segment.num_ranks()).collect();
+        let ranks: Vec<usize> = (self.first_rank..self.first_rank + self.segment.num_ranks()).collect();
         let _seen = phase::collective(op, "world", 0);
         let (turn, deadline) = (self.arrive(CONTROL), self.deadline());
         let met = self.wait(CONTROL, &ranks, turn, deadline, until);
@@ -117,8 +171,28 @@ impl Member {
     }
 
     /// The end of a wait that begins now.
-    pub(super) fn deadline(&self) -> Deadline {
+    pub(in crate::dist) fn deadline(&self) -> Deadline {
         Deadline::after(self.timeout)
+    }
+
+    /// How long a rank that could agree on a failure waits for others.
+    pub(in crate::dist) fn patience(&self) -> Duration {
+        PATIENCE.min(self.timeout)
+    }
+
+    /// The line of a world rank.
+    pub(super) fn line(&self, partition: usize, rank: usize) -> &RankLine {
+        self.segment.line(partition, rank - self.first_rank)
+    }
+
+    /// One half of the slot of a world rank, as [`Segment::half`].
+    pub(super) fn half(&self, partition: usize, rank: usize, half: usize) -> *mut u8 {
+        self.segment.half(partition, rank - self.first_rank, half)
+    }
+
+    /// Bytes of one half of a slot.
+    pub(super) fn half_bytes(&self) -> usize {
+        self.segment.half_bytes()
     }
 
     /// Held by the thread whose turn it is to use a partition.
@@ -128,7 +202,7 @@ impl Member {
 
     /// Publishes this rank's next arrival in a partition and returns its number.
     pub(super) fn arrive(&self, partition: usize) -> u32 {
-        let line = self.segment.line(partition, self.rank);
+        let line = self.line(partition, self.rank);
         let turn = self.next_turn(partition);
         line.arrived.store(turn, Ordering::SeqCst);
         if line.sleepers.load(Ordering::SeqCst) > 0 {
@@ -139,7 +213,7 @@ impl Member {
 
     /// The number of this rank's next arrival in a partition.
     pub(super) fn next_turn(&self, partition: usize) -> u32 {
-        self.segment.line(partition, self.rank).arrived.load(Ordering::Relaxed).wrapping_add(1)
+        self.line(partition, self.rank).arrived.load(Ordering::Relaxed).wrapping_add(1)
     }
 
     /// Waits until every one of `ranks` has arrived at `turn`, and at most `until`.
@@ -152,13 +226,13 @@ impl Member {
         until: Until,
     ) -> Result<(), Stopped> {
         for &rank in ranks {
-            let line = self.segment.line(partition, rank);
+            let line = self.line(partition, rank);
             let spun = (0..self.spins).any(|_| {
                 std::hint::spin_loop();
                 reached(line, turn)
             });
             if !spun && !self.wait_slowly(line, turn, deadline, until)? {
-                let here = |&&rank: &&usize| !reached(self.segment.line(partition, rank), turn);
+                let here = |&&rank: &&usize| !reached(self.line(partition, rank), turn);
                 return Err(Stopped::Late(ranks.iter().filter(here).copied().collect()));
             }
         }
@@ -175,7 +249,8 @@ impl Member {
                 return Ok(true);
             }
             if let Some(failure) = self.failure() {
-                let patience = if until == Until::Failure { Duration::ZERO } else { PATIENCE.min(self.timeout) };
+                let at_once = until == Until::Failure || self.lost.get().is_some();
+                let patience = if at_once { Duration::ZERO } else { self.patience() };
                 if failed_at.get_or_insert_with(Instant::now).elapsed() >= patience {
                     return Err(Stopped::Failed(failure));
                 }
@@ -232,15 +307,14 @@ fn has_reached(arrived: u32, turn: u32) -> bool {
     arrived.wrapping_sub(turn) as i32 >= 0
 }
 
-fn write_failure(header: &SegmentHeader, rank: usize, error: &Error) {
-    let message = error.to_string();
+fn write_failure(header: &SegmentHeader, rank: usize, code: ExitCode, message: &str) {
     let bytes = &message.as_bytes()[..message.len().min(MESSAGE_BYTES)];
     for (slot, byte) in header.message.iter().zip(bytes) {
         slot.store(*byte, Ordering::Relaxed);
     }
     header.message_len.store(bytes.len() as u32, Ordering::Relaxed);
     header.failure_rank.store(rank as u32, Ordering::Relaxed);
-    header.failure_code.store(error.exit_code() as u32, Ordering::Relaxed);
+    header.failure_code.store(code as u32, Ordering::Relaxed);
 }
 
 fn read_failure(header: &SegmentHeader) -> RankFailure {
@@ -271,7 +345,7 @@ mod tests {
     #[test]
     fn a_failure_is_not_kept_by_a_peer_that_never_comes() {
         let segment = Arc::new(Segment::in_process(2, 4096).unwrap());
-        let member = Member::new(segment, 0, Duration::from_millis(50));
+        let member = Member::new(segment, 0, 0, Duration::from_millis(50));
         member.post(&Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: 1 });
         assert_eq!(member.agree().unwrap_err().exit_code(), ExitCode::OutOfMemory);
     }
@@ -279,7 +353,7 @@ mod tests {
     #[test]
     fn a_rank_that_died_while_it_told_its_failure_is_not_waited_for_long() {
         let segment = Arc::new(Segment::in_process(1, 4096).unwrap());
-        let member = Member::new(segment.clone(), 0, Duration::from_millis(50));
+        let member = Member::new(segment.clone(), 0, 0, Duration::from_millis(50));
         segment.header().failure_state.store(1 << 2 | WRITING, Ordering::Release);
         let error = member.agree().unwrap_err();
         assert_eq!(error.exit_code(), ExitCode::RankDied);

@@ -10,4 +10,6 @@ mod signature;
 pub(in crate::dist) use control::ShmControl;
 pub(in crate::dist) use group::ShmGroup;
 pub(in crate::dist) use member::Member;
+pub(in crate::dist) use reduce::accumulate;
 pub(in crate::dist) use segment::{PARTITIONS, Segment};
+pub(in crate::dist) use signature::{CollectiveOp, Signature};

@@ -33,15 +33,26 @@ pub(super) unsafe fn reduce(
     };
     for (rank, &source) in sources.iter().enumerate() {
         let source = view(source)?;
-        match (rank, op) {
-            (0, _) => sum.f_copy_(&source)?,
-            (_, ReduceOp::Sum) => drop(sum.f_add_(&source)?),
-            (_, ReduceOp::Max) => drop(sum.f_clamp_min_tensor_(&source)?),
-            (_, ReduceOp::Min) => drop(sum.f_clamp_max_tensor_(&source)?),
+        match rank {
+            0 => sum.f_copy_(&source)?,
+            _ => accumulate(op, &mut sum, &source)?,
         }
     }
     if kind == Kind::BFloat16 {
         output.f_copy_(&sum)?;
+    }
+    Ok(())
+}
+
+/// `sum = op(sum, source)`, element by element; the sum may be of a wider kind.
+///
+/// # Errors
+/// Returns libtorch's errors.
+pub(in crate::dist) fn accumulate(op: ReduceOp, sum: &mut Tensor, source: &Tensor) -> Result<()> {
+    match op {
+        ReduceOp::Sum => drop(sum.f_add_(source)?),
+        ReduceOp::Max => drop(sum.f_clamp_min_tensor_(source)?),
+        ReduceOp::Min => drop(sum.f_clamp_max_tensor_(source)?),
     }
     Ok(())
 }

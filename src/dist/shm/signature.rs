@@ -8,7 +8,7 @@ use tch::Kind;
 /// A collective operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum CollectiveOp {
+pub(in crate::dist) enum CollectiveOp {
     AllReduce,
     AllGather,
     ReduceScatter,
@@ -27,7 +27,7 @@ impl CollectiveOp {
         CollectiveOp::Barrier,
     ];
 
-    pub(super) fn name(self) -> &'static str {
+    pub(in crate::dist) fn name(self) -> &'static str {
         match self {
             CollectiveOp::AllReduce => "all_reduce",
             CollectiveOp::AllGather => "all_gather",
@@ -41,7 +41,7 @@ impl CollectiveOp {
 
 /// The whole call; the same on every rank of a group.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Signature {
+pub(in crate::dist) struct Signature {
     pub op: CollectiveOp,
     pub kind: Kind,
     /// Reduction of an all_reduce, root of a broadcast.
@@ -64,12 +64,12 @@ const KINDS: [Kind; 9] = [
 
 impl Signature {
     /// Bits from the top: op 8, kind 8, detail 8, bytes 40. A kind that is not listed is like any other such kind.
-    pub(super) fn pack(self) -> u64 {
+    pub(in crate::dist) fn pack(self) -> u64 {
         let kind = KINDS.iter().position(|&kind| kind == self.kind).unwrap_or(KINDS.len()) as u64;
         (self.op as u64) << 56 | kind << 48 | u64::from(self.detail) << 40 | (self.bytes as u64 & ((1 << 40) - 1))
     }
 
-    pub(super) fn unpack(word: u64) -> Self {
+    pub(in crate::dist) fn unpack(word: u64) -> Self {
         Self {
             op: CollectiveOp::ALL[(word >> 56) as usize % CollectiveOp::ALL.len()],
             kind: KINDS.get((word >> 48) as usize & 0xff).copied().unwrap_or(Kind::Half),

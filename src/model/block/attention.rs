@@ -5,14 +5,16 @@
 
 use tch::{Device, Tensor};
 
+use super::linear::Projection::Module;
 use super::linear::{LinearSpec, Matrix, TpSplit, part};
-use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS};
+use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, gate};
 use crate::config::TargetModule::{KProj, OProj, QProj, VProj};
 use crate::cuda::{OpCost, timed};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::params::{ParamName, Shapes};
 use crate::model::spec::ModelSpec;
 use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backward, packed_forward};
+use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::linear;
 
@@ -40,6 +42,8 @@ pub struct AttentionSpec {
     pub qkv_bias: bool,
     /// Norms of queries and keys.
     pub qk_norm: Option<QkNorm>,
+    /// Every query has a gate beside it, whose sigmoid its output is multiplied by.
+    pub output_gate: bool,
 }
 
 impl AttentionSpec {
@@ -64,15 +68,16 @@ impl AttentionSpec {
         4 * self.num_heads * self.head_dim
     }
 
-    /// Its matrices.
+    /// The matrices of attention.
     pub fn linears(self) -> [LinearSpec; 2] {
         let Self { hidden, num_heads, num_kv_heads, head_dim, .. } = self;
+        let queries = num_heads / num_kv_heads * self.rows_per_query();
         let qkv = LinearSpec {
             matrix: Matrix::Qkv,
             groups: num_kv_heads,
             inner: head_dim,
             columns: hidden,
-            projections: vec![(QProj, num_heads / num_kv_heads), (KProj, 1), (VProj, 1)],
+            projections: vec![(Module(QProj), queries), (Module(KProj), 1), (Module(VProj), 1)],
             split: TpSplit::Rows,
             bias: self.qkv_bias.then_some(ParamName::QkvBias),
             experts: None,
@@ -82,12 +87,17 @@ impl AttentionSpec {
             groups: 1,
             inner: hidden,
             columns: num_heads * head_dim,
-            projections: vec![(OProj, 1)],
+            projections: vec![(Module(OProj), 1)],
             split: TpSplit::Columns,
             bias: None,
             experts: None,
         };
         [qkv, o]
+    }
+
+    /// Heads of the projection for one query: itself, and its gate.
+    fn rows_per_query(self) -> usize {
+        1 + usize::from(self.output_gate)
     }
 
     /// Weights of the norms of queries and keys.
@@ -105,7 +115,8 @@ impl AttentionSpec {
         let [queries, keys] = self.widths();
         let qkv = queries + 2 * keys;
         let raw = if self.qk_norm.is_some() { qkv } else { 0 };
-        bytes.narrow * (raw + qkv + queries) + bytes.wide * self.num_heads
+        let gated = if self.output_gate { 2 * queries } else { 0 };
+        bytes.narrow * (raw + qkv + queries + gated) + bytes.wide * self.num_heads
     }
 
     /// Bytes a token of the fullest moment of backward: the gradients of the block's output, of the residual stream after attention and
@@ -119,43 +130,70 @@ impl AttentionSpec {
         let kernel = queries + 2 * keys + bytes.wide * self.widths()[0] + per_query_head + 2 * lse;
         let waiting = if shares_prompts { queries } else { 0 };
         let norm = if self.qk_norm == Some(QkNorm::All) { 4 * queries + 2 * keys } else { 0 };
-        2 * hidden + (queries + kernel + waiting).max(queries + norm)
+        let gate = if self.output_gate { 3 * queries } else { 0 };
+        2 * hidden + gate + (queries + kernel + waiting).max(queries + norm)
     }
 }
 
-/// Attention over what a token may see: packed sequences in training, a paged cache in generation.
-pub trait Attention {
+/// How tokens of a sequence see one another: packed sequences in training, paged keys, values and states in generation.
+pub trait SequenceMixer {
     /// Attention output [T, H, hd] and, where a backward may follow, the log-sum-exp of the scores [T, H].
     ///
     /// # Errors
     /// What the implementation meets, [`crate::Error::OutOfMemory`] among it.
-    fn forward(
+    fn attention(
         &self,
         layer: usize,
         q: &Tensor, // [T, H, hd]
         k: &Tensor, // [T, Hkv, hd]
         v: &Tensor, // [T, Hkv, hd]
     ) -> Result<(Tensor, Option<Tensor>)>;
+
+    /// Output of a gated delta net before its last projection [T, H dv].
+    ///
+    /// # Errors
+    /// What the implementation meets; [`crate::Error::InvalidArgument`] where it keeps no states.
+    fn delta_net(
+        &self,
+        layer: usize,
+        _rows: &DeltaRows,
+        _weights: &DeltaWeights,
+        _options: DeltaOptions,
+    ) -> Result<Tensor> {
+        let got = format!("a gated delta net in layer {layer}");
+        Err(Error::InvalidArgument { op: "SequenceMixer::delta_net", expected: "attention".to_owned(), got })
+    }
 }
 
-/// Causal attention within each sequence of a packed micro-batch.
+/// Causal attention and gated delta nets within each sequence of a packed micro-batch.
 #[derive(Debug)]
-pub struct PackedAttention {
+pub struct PackedMixer {
     layout: PackedLayout,
     scale: f64,
+    /// Where the model has gated delta nets.
+    sequences: Option<PackedSequences>,
 }
 
-impl PackedAttention {
+impl PackedMixer {
     /// For sequences `cu_seqlens[n]..cu_seqlens[n + 1]` of a whole model (all key/value heads).
     pub fn new(spec: &ModelSpec, cu_seqlens: &[i64], device: Device) -> Self {
-        let layout = PackedLayout::new(cu_seqlens, spec.num_kv_heads, spec.sliding_window, device);
-        Self { layout, scale: attention_scale(spec) }
+        Self::of(spec, &Bounds::Separate(cu_seqlens.to_vec()), device)
     }
 
     /// For a micro-batch, whose completions may share prompts.
     pub fn of(spec: &ModelSpec, bounds: &Bounds, device: Device) -> Self {
         let layout = PackedLayout::of(bounds, spec.num_kv_heads, spec.sliding_window, device);
-        Self { layout, scale: attention_scale(spec) }
+        let width = spec.delta_net.as_ref().map(|delta_net| delta_net.heads.conv_width);
+        let sequences = width.map(|width| PackedSequences::new(bounds, width, device));
+        Self { layout, scale: attention_scale(spec), sequences }
+    }
+
+    /// The sequences of a model with gated delta nets.
+    ///
+    /// # Panics
+    /// If it is for a model without.
+    pub(super) fn sequences(&self) -> &PackedSequences {
+        self.sequences.as_ref().expect("made for a model with gated delta nets")
     }
 }
 
@@ -164,11 +202,22 @@ pub fn attention_scale(spec: &ModelSpec) -> f64 {
     (spec.head_dim as f64).powf(-0.5)
 }
 
-impl Attention for PackedAttention {
-    fn forward(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+impl SequenceMixer for PackedMixer {
+    fn attention(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let run = || packed_forward(q, k, v, &self.layout, self.scale);
         let (o, lse) = timed("attention", OpCost::default, run)?;
         Ok((o, Some(lse)))
+    }
+
+    fn delta_net(
+        &self,
+        _layer: usize,
+        rows: &DeltaRows,
+        weights: &DeltaWeights,
+        options: DeltaOptions,
+    ) -> Result<Tensor> {
+        let run = || self.sequences().forward(rows, weights, options);
+        timed("gated delta net", OpCost::default, run)
     }
 }
 
@@ -176,6 +225,8 @@ impl Attention for PackedAttention {
 #[derive(Debug)]
 pub(super) struct AttentionOutput {
     heads: Heads,
+    /// The output's gate, before its sigmoid.
+    gate: Option<Tensor>, // [T, H, hd]
     o: Tensor,                      // [T, H, hd]
     pub(super) lse: Option<Tensor>, // [T, H]
     /// Before the norm behind it, if there is one.
@@ -190,12 +241,13 @@ impl AttentionSpec {
         layer: usize,
         w: &BlockParams,
         x: &Tensor, // [T, D]
-        attention: &dyn Attention,
+        mixer: &dyn SequenceMixer,
     ) -> Result<(Tensor, AttentionOutput)> {
-        let heads = self.project(ctx, w, &ctx.enter(w, NORMS, x)?.0)?;
-        let (o, lse) = attention.forward(layer, &heads.q, &heads.k, &heads.v)?;
-        let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &o.f_flatten(1, 2)?, x)?;
-        Ok((h, AttentionOutput { heads, o, lse, output }))
+        let (heads, gate) = self.project(ctx, w, &ctx.enter(w, NORMS, x)?.0)?;
+        let (o, lse) = mixer.attention(layer, &heads.q, &heads.k, &heads.v)?;
+        let gated = gate::forward(&o, gate.as_ref())?;
+        let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &gated.f_flatten(1, 2)?, x)?;
+        Ok((h, AttentionOutput { heads, gate, o, lse, output }))
     }
 
     /// dx, from the gradient of the residual stream after it.
@@ -208,45 +260,56 @@ impl AttentionSpec {
         w: &BlockParams,
         (x, dh): (&Tensor, &Tensor), // [T, D]
         attended: AttentionOutput,
-        packed: &PackedAttention,
+        packed: &PackedMixer,
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
-        let AttentionOutput { heads, o, lse: Some(lse), output } = attended else {
+        let AttentionOutput { heads, gate, o, lse: Some(lse), output } = attended else {
             panic!("an attention without log-sum-exp")
         };
         let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
-        let d_o = w.linear(Matrix::O).backward(&d_output, &o.f_flatten(1, 2)?, grads.linear_mut(Matrix::O))?;
-        let d_o = d_o.view_as(&o);
-        drop((d_output, output));
+        let into_o = gate::forward(&o, gate.as_ref())?.f_flatten(1, 2)?;
+        let d_o = w.linear(Matrix::O).backward(&d_output, &into_o, grads.linear_mut(Matrix::O))?;
+        let mut d_o = d_o.view_as(&o);
+        drop((d_output, output, into_o));
+        let d_gate = gate.map(|gate| gate::backward(&mut d_o, &o, &gate)).transpose()?;
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
         let attention = || packed_backward(&d_o, saved, &packed.layout, packed.scale);
         let (dq, dk, dv) = timed("attention, backward", OpCost::default, attention)?;
         let d_qkv = self.heads_backward(ctx, w, [dq, dk, dv], heads, grads)?;
+        let d_qkv = gate::join(d_qkv, d_gate, self.num_kv_heads)?;
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;
         let d_normed = w.linear(Matrix::Qkv).backward(&d_qkv, &normed, grads.linear_mut(Matrix::Qkv))?;
         ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)
     }
 
-    /// Rotated queries, keys and values.
-    fn project(self, ctx: &BlockContext<'_>, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Heads> {
+    /// Rotated queries, keys and values, and the gates [T, H, hd] where there are some.
+    fn project(
+        self,
+        ctx: &BlockContext<'_>,
+        w: &BlockParams,
+        normed: &Tensor, // [T, D]
+    ) -> Result<(Heads, Option<Tensor>)> {
         let qkv = w.linear(Matrix::Qkv);
-        let slots = (self.num_heads / self.num_kv_heads) as i64 + 2;
+        let slots = (self.num_heads / self.num_kv_heads * self.rows_per_query()) as i64 + 2;
         let groups = if qkv.pieces.len() == 1 { [-1, slots] } else { [1, -1] };
         let shape = [normed.size()[0], groups[0], groups[1], self.head_dim as i64];
         let qkv = qkv.forward(normed)?.view(shape);
-        match (self.qk_norm, norm_weights(ctx, w)) {
+        let (qkv, gate) = if self.output_gate { gate::split(&qkv)? } else { (qkv, None) };
+        let norms = norm_weights(ctx, w)?;
+        let heads = match (self.qk_norm, norms.as_ref().map(|norms| norms.of(ctx))) {
             (Some(QkNorm::All), Some(norms)) => {
                 let sum = |squares: &mut Tensor| ctx.sum_over_heads(squares);
                 let is_split = ctx.tp.is_some_and(|tp| tp.size() > 1);
                 let others = is_split.then(|| OtherHeads { widths: self.widths(), sum: &sum });
                 let normed = heads::norm_all(&qkv, norms, others)?;
-                Ok(Heads { qkv: Some(qkv), ..heads::forward(normed, None, ctx.rope)? })
+                Heads { qkv: Some(qkv), ..heads::forward(normed, None, ctx.rope)? }
             }
-            (_, norms) => heads::forward(qkv, norms, ctx.rope),
-        }
+            (_, norms) => heads::forward(qkv, norms, ctx.rope)?,
+        };
+        Ok((heads, gate))
     }
 
-    /// The gradient of the projection [T, (H + 2 Hkv) hd].
+    /// The gradient of the projection without gates [T, (H + 2 Hkv) hd].
     fn heads_backward(
         self,
         ctx: &BlockContext<'_>,
@@ -255,9 +318,10 @@ impl AttentionSpec {
         heads: Heads,
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
-        let norms = norm_weights(ctx, w);
+        let norms = norm_weights(ctx, w)?;
+        let norms = norms.as_ref().map(|norms| norms.of(ctx));
         let mut d_norms = match norms {
-            Some(_) => Some([grads.norm_of(w, ParamName::QNorm)?, grads.norm_of(w, ParamName::KNorm)?]),
+            Some(_) => Some([grads.gradient_of(w, ParamName::QNorm)?, grads.gradient_of(w, ParamName::KNorm)?]),
             None => None,
         };
         let d_bias = grads.linear_mut(Matrix::Qkv).pieces.first_mut().and_then(|piece| piece.bias.as_mut());
@@ -291,7 +355,20 @@ impl AttentionSpec {
     }
 }
 
-fn norm_weights<'a>(ctx: &BlockContext<'_>, w: &'a BlockParams) -> Option<HeadNormWeights<'a>> {
-    let (q, k) = w.norm(ParamName::QNorm).zip(w.norm(ParamName::KNorm))?;
-    Some(HeadNormWeights { q, k, eps: ctx.spec.rms_norm_eps })
+/// Factors of the norms of queries and keys.
+struct NormScales {
+    q: Tensor,
+    k: Tensor,
+}
+
+impl NormScales {
+    fn of(&self, ctx: &BlockContext<'_>) -> HeadNormWeights<'_> {
+        HeadNormWeights { q: &self.q, k: &self.k, eps: ctx.spec.rms_norm_eps }
+    }
+}
+
+fn norm_weights(ctx: &BlockContext<'_>, w: &BlockParams) -> Result<Option<NormScales>> {
+    let Some((q, k)) = w.norm(ParamName::QNorm).zip(w.norm(ParamName::KNorm)) else { return Ok(None) };
+    let norm = ctx.spec.norm();
+    Ok(Some(NormScales { q: norm.scale(q)?, k: norm.scale(k)? }))
 }

@@ -4,6 +4,7 @@
 
 use tch::Tensor;
 
+use super::linear::Projection::Module;
 use super::linear::{Linear, LinearSpec, Matrix, TpSplit};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
@@ -26,14 +27,14 @@ impl DenseSpec {
         Self { intermediate: self.intermediate / tp_size, ..self }
     }
 
-    /// Its matrices.
+    /// The matrices of the MLP.
     pub fn linears(self) -> [LinearSpec; 2] {
         let gate_up = LinearSpec {
             matrix: Matrix::GateUp,
             groups: self.intermediate,
             inner: 1,
             columns: self.hidden,
-            projections: vec![(GateProj, 1), (UpProj, 1)],
+            projections: vec![(Module(GateProj), 1), (Module(UpProj), 1)],
             split: TpSplit::Rows,
             bias: None,
             experts: None,
@@ -43,7 +44,7 @@ impl DenseSpec {
             groups: 1,
             inner: self.hidden,
             columns: self.intermediate,
-            projections: vec![(DownProj, 1)],
+            projections: vec![(Module(DownProj), 1)],
             split: TpSplit::Columns,
             bias: None,
             experts: None,

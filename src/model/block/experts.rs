@@ -3,11 +3,14 @@
 //! T tokens, D hidden, E experts, K of them a token, R = T K rows, I an expert's width; in a tensor-parallel slice this rank's share of
 //! it. The router is whole on every rank, and computed in the accumulation kind.
 
+use std::ops::Range;
+
 use tch::Tensor;
 
 use super::dense::DenseSpec;
-use super::linear::{LinearSpec, Matrix};
+use super::linear::{LinearSpec, Matrix, TpSplit};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
+use crate::dist::Collective;
 use crate::error::Result;
 use crate::model::params::ParamName;
 use crate::ops::grouped::Dispatch;
@@ -22,6 +25,10 @@ pub struct ExpertsSpec {
     pub expert: DenseSpec,
     /// How many there are.
     pub num_experts: usize,
+    /// How many of them a rank has: all, or its share.
+    pub own: usize,
+    /// Ranks share experts, each whole, and not every expert.
+    pub is_parallel: bool,
     /// How tokens choose among them.
     pub router: RouterOptions,
 }
@@ -58,14 +65,25 @@ pub(super) struct Routed {
 }
 
 impl ExpertsSpec {
-    /// The share of a rank: a part of every expert.
+    /// The share of a rank: a part of every expert, or some experts whole.
     pub fn tp_slice(self, tp_size: usize) -> Self {
+        if self.is_parallel {
+            return Self { own: self.own / tp_size, ..self };
+        }
         Self { expert: self.expert.tp_slice(tp_size), ..self }
     }
 
-    /// Its matrices, each as many times as there are experts.
+    /// The two matrices of an expert, each as many times as there are experts.
     pub fn linears(self) -> [LinearSpec; 2] {
-        self.expert.linears().map(|linear| LinearSpec { experts: Some(self.num_experts), ..linear })
+        let split = |linear: &LinearSpec| if self.is_parallel { TpSplit::Experts } else { linear.split };
+        self.expert.linears().map(|linear| LinearSpec { experts: Some(self.own), split: split(&linear), ..linear })
+    }
+
+    /// The experts of which `w`, a rank's slice, has the weights.
+    pub fn own_experts(self, w: &BlockParams, tp_rank: usize) -> Range<usize> {
+        let own = w.linear(Matrix::GateUp).weight().size()[0] as usize;
+        let first = if own < self.num_experts { tp_rank * own } else { 0 };
+        first..first + own
     }
 
     /// The router's weight.
@@ -170,7 +188,8 @@ impl ExpertsSpec {
             None => own.shallow_clone(),
         };
         let routing = Routing::new(probs, experts, self.router)?;
-        let dispatch = Dispatch::new(&routing.experts, self.num_experts, normed.kind())?;
+        let present = self.own_experts(w, ctx.tp.map_or(0, Collective::rank));
+        let dispatch = Dispatch::new(&routing.experts, (self.num_experts, present), normed.kind())?;
         let gate_up = dispatch.gate_up(&dispatch.scatter(normed)?, w.linear(Matrix::GateUp).weight())?;
         Ok(Routed { routing, own, dispatch, gate_up })
     }

@@ -6,7 +6,8 @@ use crate::config::TargetModule;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::lora::{BlockLora, Lora};
-use crate::model::params::{ParamName, UnitLayout, required};
+use crate::model::params::{ParamName, Shapes, UnitLayout, required};
+use crate::ops::fp8::{self, Fp8Rows};
 use crate::ops::linear;
 
 /// The matrices of a block.
@@ -20,16 +21,51 @@ pub enum Matrix {
     GateUp,
     /// Down.
     Down,
+    /// Queries, keys and values of a gated delta net.
+    DeltaQkv,
+    /// Gate of a gated delta net's norm.
+    DeltaZ,
+    /// Write strengths of a gated delta net.
+    DeltaB,
+    /// Decays of a gated delta net.
+    DeltaA,
+    /// Output of a gated delta net.
+    DeltaOut,
+}
+
+/// A matrix of a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Projection {
+    /// One that can have an adapter.
+    Module(TargetModule),
+    /// A gated delta net's, by its name there.
+    DeltaNet(&'static str),
 }
 
 impl Matrix {
-    /// Parameters: the weight, and A and B of the adapter beside it.
-    pub(in crate::model) fn params(self) -> [ParamName; 3] {
+    /// The parameter of the weight.
+    pub(in crate::model) fn weight(self) -> ParamName {
         match self {
-            Matrix::Qkv => [ParamName::Qkv, ParamName::QkvA, ParamName::QkvB],
-            Matrix::O => [ParamName::O, ParamName::OA, ParamName::OB],
-            Matrix::GateUp => [ParamName::GateUp, ParamName::GateUpA, ParamName::GateUpB],
-            Matrix::Down => [ParamName::Down, ParamName::DownA, ParamName::DownB],
+            Matrix::Qkv => ParamName::Qkv,
+            Matrix::O => ParamName::O,
+            Matrix::GateUp => ParamName::GateUp,
+            Matrix::Down => ParamName::Down,
+            Matrix::DeltaQkv => ParamName::DeltaQkv,
+            Matrix::DeltaZ => ParamName::DeltaZ,
+            Matrix::DeltaB => ParamName::DeltaB,
+            Matrix::DeltaA => ParamName::DeltaA,
+            Matrix::DeltaOut => ParamName::DeltaOut,
+        }
+    }
+
+    /// Parameters of the adapter beside it, A and B, where it can have one.
+    pub(in crate::model) fn adapter(self) -> Option<[ParamName; 2]> {
+        match self {
+            Matrix::Qkv => Some([ParamName::QkvA, ParamName::QkvB]),
+            Matrix::O => Some([ParamName::OA, ParamName::OB]),
+            Matrix::GateUp => Some([ParamName::GateUpA, ParamName::GateUpB]),
+            Matrix::Down => Some([ParamName::DownA, ParamName::DownB]),
+            Matrix::DeltaQkv | Matrix::DeltaZ | Matrix::DeltaB | Matrix::DeltaA | Matrix::DeltaOut => None,
         }
     }
 }
@@ -46,7 +82,7 @@ pub struct LinearSpec {
     /// Columns.
     pub columns: usize,
     /// Projections as a checkpoint has them, with their heads in a group.
-    pub projections: Vec<(TargetModule, usize)>,
+    pub projections: Vec<(Projection, usize)>,
     /// How tensor-parallel ranks share the matrix.
     pub split: TpSplit,
     /// The bias, where there is one.
@@ -62,6 +98,13 @@ pub enum TpSplit {
     Rows,
     /// By columns: the ranks' products add up to the output.
     Columns,
+    /// By experts: each rank has some of them whole.
+    Experts,
+    /// By rows of queries, of keys and of values, one after the other.
+    RowSections {
+        /// Rows of queries, and of keys.
+        keys: usize,
+    },
 }
 
 impl LinearSpec {
@@ -78,6 +121,12 @@ impl LinearSpec {
     /// Shape of the weight: [N, K], or [E, N, K] of experts.
     pub(in crate::model) fn shape(&self) -> Vec<i64> {
         self.experts.into_iter().chain([self.rows(), self.columns]).map(|size| size as i64).collect()
+    }
+
+    /// The weight and the bias with their shapes.
+    pub(in crate::model) fn params(&self) -> Shapes {
+        let weight = (self.matrix.weight(), self.shape());
+        std::iter::once(weight).chain(self.bias.map(|bias| (bias, vec![self.rows() as i64]))).collect()
     }
 
     /// Bytes that the product of `tokens` rows reads and writes, and its floating-point operations.
@@ -101,6 +150,9 @@ impl LinearSpec {
     /// Whole groups of rows for each rank; or, with more ranks than groups, some heads of the first projection, and those of the others
     /// that its group has.
     fn own_rows(&self, whole: &Tensor, tp_rank: usize, tp_size: usize) -> Vec<Tensor> {
+        if let TpSplit::RowSections { keys } = self.split {
+            return sections(keys, whole).map(|section| part(&section, 0, tp_rank, tp_size)).into();
+        }
         if tp_size <= self.groups {
             return vec![part(whole, self.row_dim(), tp_rank, tp_size)];
         }
@@ -121,7 +173,8 @@ pub fn product_work(shape: &[i64], tokens: f64, element_bytes: f64) -> (f64, f64
 /// A matrix with its bias and its adapter; or the gradients of all of them, without those of frozen ones.
 #[derive(Debug, Default)]
 pub struct Linear {
-    /// One piece, but for a rank that shares a key/value head: its query heads, then that head's key and value.
+    /// One piece, but for a rank that shares a key/value head: its query heads, then that head's key and value; and for a rank's share of
+    /// a gated delta net: queries, keys, values.
     pub pieces: Vec<Piece>,
     /// Beside the matrix.
     pub lora: Option<Lora>,
@@ -134,14 +187,18 @@ pub struct Piece {
     pub weight: Tensor,
     /// `[N]`
     pub bias: Option<Tensor>,
+    /// The weight rounded to FP8, where an engine multiplies by that: forward only.
+    pub fp8: Option<Fp8Rows>,
 }
 
 impl Linear {
     /// Views of a block's flat tensor.
     pub(super) fn view(spec: &LinearSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
-        let [weight, ..] = spec.matrix.params();
         let bias = spec.bias.and_then(|bias| layout.view(bias, flat));
-        Self { pieces: vec![Piece { weight: required(layout, weight, flat), bias }], lora: None }
+        Self {
+            pieces: vec![Piece { weight: required(layout, spec.matrix.weight(), flat), bias, fp8: None }],
+            lora: None,
+        }
     }
 
     /// The weight of a matrix in one piece.
@@ -153,6 +210,11 @@ impl Linear {
         weight
     }
 
+    /// Whether its products are in FP8.
+    pub fn is_fp8(&self) -> bool {
+        self.pieces.iter().any(|piece| piece.fp8.is_some())
+    }
+
     /// Type of the weights.
     pub fn kind(&self) -> Kind {
         self.pieces[0].weight.kind()
@@ -160,23 +222,28 @@ impl Linear {
 
     /// A rank's slice, as views of `self`, a whole matrix.
     pub(super) fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
-        let [Piece { weight, bias }] = &self.pieces[..] else { panic!("a slice cannot be sliced again") };
+        let [Piece { weight, bias, .. }] = &self.pieces[..] else { panic!("a slice cannot be sliced again") };
         let pieces = match spec.split {
-            TpSplit::Columns => vec![Piece { weight: part(weight, spec.row_dim() + 1, tp_rank, tp_size), bias: None }],
-            TpSplit::Rows => {
+            TpSplit::Columns => {
+                let weight = part(weight, spec.row_dim() + 1, tp_rank, tp_size);
+                vec![Piece { weight, bias: None, fp8: None }]
+            }
+            TpSplit::Experts => vec![Piece { weight: part(weight, 0, tp_rank, tp_size), bias: None, fp8: None }],
+            TpSplit::Rows | TpSplit::RowSections { .. } => {
                 let own = |whole: &Tensor| spec.own_rows(whole, tp_rank, tp_size).into_iter();
                 let mut biases = bias.as_ref().map(own);
-                own(weight).map(|weight| Piece { weight, bias: biases.as_mut().and_then(Iterator::next) }).collect()
+                let piece = |weight| Piece { weight, bias: biases.as_mut().and_then(Iterator::next), fp8: None };
+                own(weight).map(piece).collect()
             }
         };
         let lora = self.lora.as_ref().map(|lora| lora.tp_slice(spec, tp_rank, tp_size)).transpose()?;
         Ok(Self { pieces, lora })
     }
 
-    /// With every tensor but the adapter's replaced by `f` of it.
+    /// With every tensor but the adapter's replaced by `f` of it, and nothing in FP8.
     pub(super) fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let piece = |Piece { weight, bias }: &Piece| {
-            Ok(Piece { weight: f(weight)?, bias: bias.as_ref().map(&mut *f).transpose()? })
+        let piece = |Piece { weight, bias, .. }: &Piece| {
+            Ok(Piece { weight: f(weight)?, bias: bias.as_ref().map(&mut *f).transpose()?, fp8: None })
         };
         let pieces = self.pieces.iter().map(piece).collect::<Result<_>>()?;
         Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone) })
@@ -184,7 +251,10 @@ impl Linear {
 
     /// x w^T + bias, with the adapter's part. [T, N]
     pub(super) fn forward(&self, x: &Tensor /* [T, K] */) -> Result<Tensor> {
-        let product = |piece: &Piece| linear::forward(x, &piece.weight, piece.bias.as_ref());
+        let product = |Piece { weight, bias, fp8 }: &Piece| match fp8 {
+            Some(rounded) => fp8::forward(x, rounded, bias.as_ref()),
+            None => linear::forward(x, weight, bias.as_ref()),
+        };
         let y = match &self.pieces[..] {
             [piece] => product(piece)?,
             pieces => Tensor::f_cat(&pieces.iter().map(product).collect::<Result<Vec<_>>>()?, 1)?,
@@ -201,6 +271,7 @@ impl Linear {
         tp: Option<&dyn Collective>,
     ) -> Result<Tensor> {
         match (tp.filter(|tp| tp.size() > 1), residual) {
+            (None, Some(residual)) if self.is_fp8() => Ok(residual.f_add(&self.forward(x)?)?),
             (None, Some(residual)) => self.adapt(x, linear::forward_onto(residual, x, self.weight())?),
             (None, None) => self.forward(x),
             (Some(tp), residual) => {
@@ -259,12 +330,19 @@ impl Lora {
         let (a, b) = (self.a.shallow_clone(), self.b.shallow_clone());
         Ok(match spec.split {
             TpSplit::Columns => self.with(part(&a, 1, tp_rank, tp_size), b),
-            TpSplit::Rows => match &spec.own_rows(&b, tp_rank, tp_size)[..] {
+            TpSplit::Experts => unreachable!("experts have no adapters"),
+            TpSplit::Rows | TpSplit::RowSections { .. } => match &spec.own_rows(&b, tp_rank, tp_size)[..] {
                 [rows] => self.with(a, rows.shallow_clone()),
                 pieces => self.with(a, Tensor::f_cat(pieces, 0)?),
             },
         })
     }
+}
+
+/// Rows of queries, keys and values, of which the first two have `keys` each.
+pub(super) fn sections(keys: usize, whole: &Tensor) -> [Tensor; 3] {
+    let (keys, all) = (keys as i64, whole.size()[0]);
+    [whole.narrow(0, 0, keys), whole.narrow(0, keys, keys), whole.narrow(0, 2 * keys, all - 2 * keys)]
 }
 
 /// The `tp_rank`-th of `tp_size` equal ranges of a dimension.

@@ -21,12 +21,13 @@ impl BlockMatrix {
     /// Whether an optimizer of whole matrices serves the model.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `optim` for a model with experts.
+    /// [`Error::InvalidValue`] on `optim` for a model with experts or gated delta nets.
     pub fn check(spec: &ModelSpec) -> Result<()> {
-        if spec.num_expert_layers() == 0 {
-            return Ok(());
-        }
-        let expected = "adamw or adamw_8bit: matrices of experts are not orthogonalised yet";
+        let expected = match (&spec.experts, &spec.delta_net) {
+            (None, None) => return Ok(()),
+            (Some(_), _) => "adamw or adamw_8bit: matrices of experts are not orthogonalised yet",
+            (None, Some(_)) => "adamw or adamw_8bit: matrices of gated delta nets are not orthogonalised yet",
+        };
         Err(Error::invalid_value("optim", OptimizerName::Muon.name(), expected))
     }
 
@@ -48,12 +49,12 @@ impl BlockMatrix {
         self.linear.columns
     }
 
-    /// Its elements in row-major order, as a view of a block's flat tensor. [groups, heads, inner, columns]
+    /// Elements of the matrix in row-major order, as a view of a block's flat tensor. [groups, heads, inner, columns]
     pub fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
         self.linear.rows_of(self.projection, &required(layout, self.param(), flat))
     }
 
-    /// Its elements in a block, neighbouring rows as one range.
+    /// Elements of the matrix in a block, neighbouring rows as one range.
     pub fn ranges(&self, layout: &UnitLayout) -> Vec<Range<usize>> {
         let LinearSpec { groups, inner, columns, projections, .. } = &self.linear;
         let first: usize = projections[..self.projection].iter().map(|(_, heads)| heads).sum();
@@ -67,6 +68,6 @@ impl BlockMatrix {
     }
 
     fn param(&self) -> ParamName {
-        self.linear.matrix.params()[0]
+        self.linear.matrix.weight()
     }
 }

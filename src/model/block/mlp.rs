@@ -44,7 +44,7 @@ impl Mlp {
         }
     }
 
-    /// Its matrices.
+    /// The matrices of the MLP.
     pub(super) fn linears(self) -> [LinearSpec; 2] {
         match self {
             Mlp::Dense(dense) => dense.linears(),

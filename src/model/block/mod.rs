@@ -1,4 +1,4 @@
-//! One transformer block: h = x + post(attention(pre(x))), y = h + post(mlp(pre(h))), where a norm before or behind may be absent.
+//! One transformer block: h = x + post(mixer(pre(x))), y = h + post(mlp(pre(h))), where a norm before or behind may be absent.
 //!
 //! A sublayer's file describes all of it: its parameters and how ranks share them, forward and explicit backward, and the bytes and
 //! operations of both. What the backward needs is kept or computed again by choice ([`SavedBlock`]); either way
@@ -7,10 +7,13 @@
 //! T tokens, D hidden. The residual stream (x, h and y) has a kind of its own, all else that of the weights.
 
 mod attention;
+mod delta_net;
 mod dense;
 mod experts;
+mod gate;
 mod linear;
 mod matrices;
+mod mixer;
 mod mlp;
 mod params;
 
@@ -21,27 +24,21 @@ use super::spec::ModelSpec;
 use crate::config::GradientCheckpointing;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
-use crate::ops::rms_norm;
 use crate::ops::rope::RopeRows;
 use crate::torch::accumulation_kind;
-use attention::AttentionOutput;
+use mixer::MixerOutput;
 use mlp::{Expanded, SavedMlp};
 
-pub use attention::{Attention, AttentionSpec, PackedAttention, QkNorm, attention_scale};
+pub use attention::{AttentionSpec, PackedMixer, QkNorm, SequenceMixer, attention_scale};
+pub use delta_net::DeltaNetSpec;
 pub use dense::DenseSpec;
 pub use experts::{ExpertsSpec, Routes};
-pub use linear::{Linear, LinearSpec, Matrix, Piece, product_work};
+pub use linear::{Linear, LinearSpec, Matrix, Piece, Projection, product_work};
 pub use matrices::BlockMatrix;
+pub use mixer::Mixer;
 pub use mlp::Mlp;
 pub use params::{BlockParams, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
-
-/// The sublayer that mixes tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mixer {
-    /// Full attention, or within a window.
-    Attention(AttentionSpec),
-}
 
 /// Where the norms of a sublayer are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,32 +91,22 @@ impl ElementBytes {
 impl BlockSpec {
     /// The share of a rank.
     pub fn tp_slice(self, tp_size: usize) -> Self {
-        let Mixer::Attention(attention) = self.mixer;
-        let mixer = Mixer::Attention(attention.tp_slice(tp_size));
-        Self { mixer, mlp: self.mlp.tp_slice(tp_size), ..self }
+        Self { mixer: self.mixer.tp_slice(tp_size), mlp: self.mlp.tp_slice(tp_size), ..self }
     }
 
-    /// Its matrices, in the order of their parameters.
+    /// The matrices of the block, in the order of their parameters.
     pub fn linears(self) -> Vec<LinearSpec> {
-        let Mixer::Attention(attention) = self.mixer;
-        attention.linears().into_iter().chain(self.mlp.linears()).collect()
+        self.mixer.linears().into_iter().chain(self.mlp.linears()).collect()
     }
 
-    /// Its parameters, in the layout's order.
+    /// Names and shapes of the block's parameters, in the layout's order.
     pub(super) fn shapes(self) -> Shapes {
-        let Mixer::Attention(attention) = self.mixer;
-        let ([qkv, o], [gate_up, down]) = (attention.linears(), self.mlp.linears());
         let norm = |present: bool, name| present.then(|| (name, vec![self.hidden as i64]));
-        let matrix = |linear: &LinearSpec| {
-            let weight = (linear.matrix.params()[0], linear.shape());
-            std::iter::once(weight).chain(linear.bias.map(|bias| (bias, vec![linear.rows() as i64])))
-        };
         let NormNames { pre, post } = MIXER_NORMS;
-        let mixer = norm(self.norms.pre, pre).into_iter().chain(matrix(&qkv)).chain(attention.norm_shapes());
-        let mixer = mixer.chain(matrix(&o)).chain(norm(self.norms.post, post));
+        let mixer = norm(self.norms.pre, pre).into_iter().chain(self.mixer.shapes()).chain(norm(self.norms.post, post));
         let NormNames { pre, post } = MLP_NORMS;
         let mlp = norm(self.norms.pre, pre).into_iter().chain(self.mlp.router_shape());
-        let mlp = mlp.chain(matrix(&gate_up)).chain(matrix(&down));
+        let mlp = mlp.chain(self.mlp.linears().into_iter().flat_map(|linear| linear.params()));
         mixer.chain(mlp).chain(norm(self.norms.post, post)).collect()
     }
 
@@ -136,10 +123,11 @@ impl BlockSpec {
     }
 
     /// Bytes a token of the fullest moment of a forward that no backward follows: its input, the block up to the residual stream
-    /// after attention, and the MLP's.
+    /// after the first sublayer, and the MLP's.
     pub fn forward_bytes(self, bytes: ElementBytes) -> usize {
         let x = bytes.residual * self.hidden;
-        x + self.half_bytes(bytes) + self.mlp.forward_bytes(bytes) + 2 * self.output_bytes(bytes)
+        let rest = self.mlp.forward_bytes(bytes).max(self.mixer.forward_bytes(bytes));
+        x + self.half_bytes(bytes) + rest + 2 * self.output_bytes(bytes)
     }
 
     /// Bytes a token of the fullest moment of a backward, beside what all blocks saved.
@@ -150,19 +138,17 @@ impl BlockSpec {
         shares_prompts: bool,
         drops: bool,
     ) -> usize {
-        let Mixer::Attention(attention) = self.mixer;
         let keeps_gate_up = keep == GradientCheckpointing::None;
         let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
         // Gate and up are gone when attention's backward begins.
         let gone = if keeps_gate_up { self.mlp.kept_bytes(bytes) } else { 0 };
         let of_mlp = self.mlp.backward_bytes(bytes, keeps_gate_up, drops) + self.output_bytes(bytes);
-        recomputed + of_mlp.max(attention.backward_bytes(bytes, shares_prompts).saturating_sub(gone))
+        recomputed + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone))
     }
 
     /// Bytes of the block up to the residual stream after attention.
     fn half_bytes(self, bytes: ElementBytes) -> usize {
-        let Mixer::Attention(attention) = self.mixer;
-        bytes.residual * self.hidden + attention.kept_bytes(bytes) + self.output_bytes(bytes)
+        bytes.residual * self.hidden + self.mixer.kept_bytes(bytes) + self.output_bytes(bytes)
     }
 
     /// Bytes of a sublayer's output, where a norm follows it.
@@ -196,8 +182,8 @@ impl BlockContext<'_> {
 
     /// The input of a sublayer [T, D], of the weights' type, and the norm's rstd.
     fn enter(&self, w: &BlockParams, norms: NormNames, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        let Some(weight) = w.norm(norms.pre) else { return Ok((x.f_to_kind(w.linear(Matrix::O).kind())?, None)) };
-        let (normed, rstd) = rms_norm::forward(x, weight, self.spec.rms_norm_eps)?;
+        let Some(weight) = w.norm(norms.pre) else { return Ok((x.f_to_kind(w.kind())?, None)) };
+        let (normed, rstd) = self.spec.norm().forward(x, weight)?;
         Ok((normed, Some(rstd)))
     }
 
@@ -212,7 +198,7 @@ impl BlockContext<'_> {
         grads: &BlockParams,
     ) -> Result<Tensor> {
         let (Some(weight), Some(rstd)) = (w.norm(norms.pre), rstd) else { return Ok(d_normed.f_add(dy)?) };
-        rms_norm::backward(d_normed, x, weight, rstd, Some(dy), &mut grads.norm_of(w, norms.pre)?)
+        self.spec.norm().backward(d_normed, x, weight, rstd, Some(dy), &mut grads.gradient_of(w, norms.pre)?)
     }
 
     /// residual + the sublayer's output [T, D], whose last product is that of `linear` and x; and the output before its norm.
@@ -228,7 +214,7 @@ impl BlockContext<'_> {
             return Ok((linear.forward_summed(x, Some(residual), self.tp)?, None));
         };
         let output = linear.forward_summed(x, None, self.tp)?;
-        let (normed, _) = rms_norm::forward(&output, weight, self.spec.rms_norm_eps)?;
+        let (normed, _) = self.spec.norm().forward(&output, weight)?;
         Ok((residual.f_add(&normed)?, Some(output)))
     }
 
@@ -246,8 +232,8 @@ impl BlockContext<'_> {
         let Some(weight) = w.norm(norms.post) else {
             return Ok((residual.f_add(&output)?.f_to_kind(residual.kind())?, None));
         };
-        let output = output.f_to_kind(w.linear(Matrix::O).kind())?;
-        let (normed, _) = rms_norm::forward(&output, weight, self.spec.rms_norm_eps)?;
+        let output = output.f_to_kind(w.kind())?;
+        let (normed, _) = self.spec.norm().forward(&output, weight)?;
         Ok((residual.f_add(&normed)?, Some(output)))
     }
 
@@ -261,8 +247,9 @@ impl BlockContext<'_> {
         grads: &BlockParams,
     ) -> Result<Tensor> {
         let (Some(weight), Some(output)) = (w.norm(norms.post), output) else { return Ok(dy.shallow_clone()) };
-        let (_, rstd) = rms_norm::forward(output, weight, self.spec.rms_norm_eps)?;
-        rms_norm::backward(dy, output, weight, &rstd, None, &mut grads.norm_of(w, norms.post)?)
+        let norm = self.spec.norm();
+        let (_, rstd) = norm.forward(output, weight)?;
+        norm.backward(dy, output, weight, &rstd, None, &mut grads.gradient_of(w, norms.post)?)
     }
 }
 
@@ -273,38 +260,34 @@ impl BlockContext<'_> {
 pub struct SavedBlock {
     layer: usize,
     x: Tensor, // [T, D]
-    /// Up to the residual stream after attention, and that.
-    attention: Option<(Tensor, AttentionOutput)>,
+    /// The residual stream after the first sublayer, and what leads to it.
+    mixed: Option<(Tensor, MixerOutput)>,
     mlp: SavedMlp,
 }
 
 /// y [T, D]; and what `keep` asks for, if a backward will follow.
 ///
 /// # Errors
-/// Those of `attention` and of the tensor-parallel group; [`Error::OutOfMemory`]; [`Error::InvalidArgument`] if a backward is to follow an
-/// attention that gives no log-sum-exp.
+/// The errors of `mixer` and of the tensor-parallel group; [`Error::OutOfMemory`]; [`Error::InvalidArgument`] if a
+/// backward is to follow an attention that gives no log-sum-exp.
 pub fn block_forward(
     ctx: &BlockContext<'_>,
     layer: usize,
     w: &BlockParams,
     x: &Tensor, // [T, D], of the residual stream's kind
-    attention: &dyn Attention,
+    mixer: &dyn SequenceMixer,
     keep: Option<GradientCheckpointing>,
 ) -> Result<(Tensor, Option<SavedBlock>)> {
-    let BlockSpec { mixer: Mixer::Attention(mixer), mlp, .. } = ctx.spec.block(layer);
-    let (h, attended) = mixer.forward(ctx, layer, w, x, attention)?;
-    let (y, expanded) = mlp.forward(ctx, layer, w, &h)?;
+    let block = ctx.spec.block(layer);
+    let (h, mixed) = block.mixer.forward(ctx, layer, w, x, mixer)?;
+    let (y, expanded) = block.mlp.forward(ctx, layer, w, &h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
     let is_full = keep == GradientCheckpointing::Full;
-    if !is_full && attended.lse.is_none() {
+    if !is_full && !mixed.can_go_back() {
         return Err(invalid("an attention with log-sum-exp", "one without"));
     }
-    let saved = SavedBlock {
-        layer,
-        x: x.shallow_clone(),
-        attention: (!is_full).then_some((h, attended)),
-        mlp: expanded.kept(keep),
-    };
+    let saved =
+        SavedBlock { layer, x: x.shallow_clone(), mixed: (!is_full).then_some((h, mixed)), mlp: expanded.kept(keep) };
     Ok((y, Some(saved)))
 }
 
@@ -317,17 +300,17 @@ pub fn block_backward(
     w: &BlockParams,
     dy: &Tensor, // [T, D]
     saved: SavedBlock,
-    packed: &PackedAttention,
+    packed: &PackedMixer,
     grads: &mut BlockParams,
 ) -> Result<Tensor> {
     if ctx.tp.is_some_and(|tp| tp.size() > 1) {
         return Err(invalid("a whole block", "a tensor-parallel slice"));
     }
-    let SavedBlock { layer, x, attention, mlp } = saved;
-    let Mixer::Attention(mixer) = ctx.spec.block(layer).mixer;
-    let (h, attended) = attention.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed), Ok)?;
+    let SavedBlock { layer, x, mixed, mlp } = saved;
+    let mixer = ctx.spec.block(layer).mixer;
+    let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed), Ok)?;
     let dh = mlp.backward(ctx, layer, w, (&h, dy), grads)?;
-    mixer.backward(ctx, w, (&x, &dh), attended, packed, grads)
+    mixer.backward(ctx, w, (&x, &dh), mixed, packed, grads)
 }
 
 fn invalid(expected: &str, got: &str) -> Error {

@@ -1,13 +1,14 @@
 //! The parameters of a block by name, their gradients, and their tensor-parallel slices.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
+use super::BlockSpec;
 use super::linear::{Linear, LinearSpec, Matrix};
-use super::{BlockSpec, Mixer};
 use crate::error::Result;
 use crate::model::lora::BlockLora;
 use crate::model::params::{ParamName, Unit, UnitLayout, required};
 use crate::model::spec::ModelSpec;
+use crate::ops::fp8::Fp8Rows;
 use crate::torch::accumulation_kind;
 
 /// The names of the norms around a sublayer.
@@ -28,7 +29,7 @@ pub const MLP_NORMS: NormNames = NormNames { pre: ParamName::PostNorm, post: Par
 /// share of heads and of the MLP, or of every expert.
 #[derive(Debug, Default)]
 pub struct BlockParams {
-    /// Norms and the router.
+    /// Norms, the router, and what a gated delta net has beside its matrices.
     others: Vec<(ParamName, Tensor)>,
     linears: Vec<(Matrix, Linear)>,
     /// The description of the whole block; gradients of adapters alone have none.
@@ -44,8 +45,7 @@ impl BlockParams {
         let Unit::Block(layer) = layout.unit else { panic!("the {} is no block", layout.unit) };
         let block = spec.block(layer);
         let linears = block.linears();
-        let of_linear =
-            |name| linears.iter().any(|linear| linear.matrix.params()[0] == name || linear.bias == Some(name));
+        let of_linear = |name| linears.iter().any(|linear| linear.matrix.weight() == name || linear.bias == Some(name));
         let others = layout.params.iter().map(|param| param.name).filter(|&name| !of_linear(name));
         Self {
             others: others.map(|name| (name, required(layout, name, flat))).collect(),
@@ -60,7 +60,20 @@ impl BlockParams {
         self
     }
 
-    /// A norm's weight.
+    /// The block for a batch whose rows choose among stacked adapters: row t uses the one with the number `adapters[t]`, and none where
+    /// that is negative. Weights are shared with `self`.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn for_rows(&self, adapters: &Tensor /* [T] i32 */) -> Result<Self> {
+        let mut own = self.try_map(&mut |tensor| Ok(tensor.shallow_clone()))?;
+        for (_, linear) in &mut own.linears {
+            linear.lora = linear.lora.as_ref().map(|lora| lora.for_rows(adapters)).transpose()?;
+        }
+        Ok(own)
+    }
+
+    /// A parameter that is no matrix: a norm's weight, the router's, or one of a gated delta net.
     pub fn norm(&self, name: ParamName) -> Option<&Tensor> {
         self.others.iter().find(|(own, _)| *own == name).map(|(_, weight)| weight)
     }
@@ -68,6 +81,14 @@ impl BlockParams {
     /// The router's weight [E, D], or where its gradient goes.
     pub fn router(&self) -> Option<&Tensor> {
         self.norm(ParamName::Router)
+    }
+
+    /// Type of the weights.
+    ///
+    /// # Panics
+    /// If the block has no matrices.
+    pub(super) fn kind(&self) -> Kind {
+        self.linears[0].1.kind()
     }
 
     /// A matrix.
@@ -83,6 +104,19 @@ impl BlockParams {
         self.linears.iter().map(|(matrix, linear)| (*matrix, linear))
     }
 
+    /// Gives every matrix a copy in FP8, which `round` makes of its pieces' weights in a fixed order; products of a forward pass then
+    /// take that.
+    ///
+    /// # Errors
+    /// The first error of `round`.
+    pub fn round(&mut self, round: &mut dyn FnMut(&Tensor) -> Result<Fp8Rows>) -> Result<()> {
+        let pieces = self.linears.iter_mut().flat_map(|(_, linear)| &mut linear.pieces);
+        for piece in pieces {
+            piece.fp8 = Some(round(&piece.weight)?);
+        }
+        Ok(())
+    }
+
     /// Where a matrix' gradients go.
     pub(super) fn linear_mut(&mut self, matrix: Matrix) -> &mut Linear {
         let known = self.linears.iter().position(|(own, _)| *own == matrix);
@@ -93,8 +127,8 @@ impl BlockParams {
         &mut self.linears[index].1
     }
 
-    /// The gradient of a norm of `w`; for a frozen one, a tensor that nobody reads.
-    pub(super) fn norm_of(&self, w: &BlockParams, name: ParamName) -> Result<Tensor> {
+    /// The gradient of a parameter of `w` that is no matrix; for a frozen one, a tensor that nobody reads.
+    pub(super) fn gradient_of(&self, w: &BlockParams, name: ParamName) -> Result<Tensor> {
         match (self.norm(name), w.norm(name)) {
             (Some(gradient), _) => Ok(gradient.shallow_clone()),
             (None, Some(w)) => Ok(Tensor::f_zeros(w.size(), (accumulation_kind(w.kind()), w.device()))?),
@@ -106,17 +140,18 @@ impl BlockParams {
     /// [`ModelSpec::validate_tp`].
     ///
     /// # Errors
-    /// As [`BlockLora::tp_slice`].
+    /// The errors of [`BlockLora::tp_slice`]; [`crate::Error::OutOfMemory`].
     ///
     /// # Panics
     /// If `self` is not a block's weights.
     pub fn tp_slice(&self, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let block = self.spec.expect("the weights of a block");
-        let (Mixer::Attention(attention), linears) = (block.mixer, block.linears());
+        let linears = block.linears();
         let slice = |spec: &LinearSpec| Ok((spec.matrix, self.linear(spec.matrix).tp_slice(spec, tp_rank, tp_size)?));
         let others = self.others.iter();
+        let own = |(name, w): &(ParamName, Tensor)| Ok((*name, block.mixer.own_part(*name, w, (tp_rank, tp_size))?));
         Ok(Self {
-            others: others.map(|(name, w)| (*name, attention.own_norm(*name, w, tp_rank, tp_size))).collect(),
+            others: others.map(own).collect::<Result<_>>()?,
             linears: linears.iter().map(slice).collect::<Result<_>>()?,
             spec: self.spec,
         })

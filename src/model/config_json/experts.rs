@@ -34,6 +34,7 @@ pub(super) fn read(config: &JsonObject, num_layers: usize) -> Result<Option<Expe
             Some(_) => config.size("decoder_sparse_step", 1 << 12)?,
         },
         mlp_only_layers: mlp_only_layers(config, num_layers)?,
+        is_parallel: false,
     };
     Ok((0..num_layers).any(|layer| experts.are_in(layer)).then_some(experts))
 }

@@ -1,5 +1,7 @@
 use super::*;
-use crate::model::block::Mlp;
+use crate::config::TargetModule;
+use crate::model::block::{BlockMatrix, Mlp};
+use crate::model::lora::LoraSpec;
 
 fn load(config: &Value) -> Result<ModelSpec> {
     let folder = tempfile::tempdir().unwrap();
@@ -149,6 +151,55 @@ fn what_cannot_be_computed_is_refused_by_name() {
 }
 
 #[test]
+fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
+    let spec = ModelSpec::preset("tiny-hybrid").unwrap();
+    let good = spec.to_config_json();
+    assert_eq!(load(&good).unwrap(), spec);
+    let usual = with(&good, "layer_types", json!("remove"));
+    assert_eq!(load(&usual).unwrap(), spec, "every fourth layer");
+    let every_second = load(&with(&usual, "full_attention_interval", json!(2))).unwrap();
+    assert_eq!(every_second.attention_layers().collect::<Vec<_>>(), [1, 3]);
+    // Keys and values of 2 heads of 32 in one layer; states of 4 heads of 32 x 32 in three.
+    assert_eq!((spec.cached_elements(1), spec.cached_elements(2)), (128, 64));
+    assert_eq!(spec.rotary_dim(), 8);
+    let cases = [
+        ("layer_types", json!(["linear_attention"]), "one for each of 4 layers"),
+        (
+            "layer_types",
+            json!(["full_attention", "linear_attention", "mamba", "full_attention"]),
+            "layer 2 is \"mamba\"",
+        ),
+        (
+            "layer_types",
+            json!(vec!["full_attention"; 4]),
+            "at least one layer of each type; here 4 of 4 have full_attention",
+        ),
+        ("layer_types", json!(vec!["linear_attention"; 4]), "here 0 of 4 have full_attention"),
+        (
+            "linear_num_value_heads",
+            json!(3),
+            "linear_num_value_heads is 3: expected a multiple of linear_num_key_heads = 2",
+        ),
+        ("linear_key_head_dim", json!(0), "linear_key_head_dim is 0"),
+        ("linear_conv_kernel_dim", json!(1), "linear_conv_kernel_dim is 1: expected at least 2"),
+        ("attn_output_gate", json!(false), "attn_output_gate is false: expected true"),
+        ("rope_parameters", json!({"partial_rotary_factor": 1.5}), "partial_rotary_factor is 1.5: expected at most 1"),
+        ("rope_parameters", json!({"partial_rotary_factor": 0.1}), "an even number of the 32 columns of a head"),
+    ];
+    for (key, value, message) in cases {
+        let error = load(&with(&good, key, value)).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+    let error = spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap_err().to_string();
+    assert!(error.contains("a model with gated delta nets") && error.contains("not served on a GPU yet"), "{error}");
+    let error = spec.validate_tp(4).unwrap_err().to_string();
+    assert!(error.contains("2 key heads and 4 value heads of gated delta nets"), "{error}");
+    let lora = LoraSpec { r: 4, alpha: 4.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() };
+    assert!(lora.check(&spec).unwrap_err().to_string().contains("gated delta nets"));
+    assert!(BlockMatrix::check(&spec).unwrap_err().to_string().contains("gated delta nets are not orthogonalised yet"));
+}
+
+#[test]
 fn experts_are_read_as_transformers_does_or_refused_by_name() {
     let spec = ModelSpec::preset("tiny-moe").unwrap();
     let good = spec.to_config_json();
@@ -183,8 +234,12 @@ fn experts_are_read_as_transformers_does_or_refused_by_name() {
         let error = load(&with(&good, key, value)).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
     }
-    let error = spec.validate_gpu_engine(Path::new("m")).unwrap_err().to_string();
-    assert!(error.contains("a model with experts cannot be sampled from on a GPU yet"), "{error}");
+    for (tp_size, served) in [(1, true), (2, true), (24, true), (48, false)] {
+        let outcome = spec.validate_gpu_engine(Kind::BFloat16, tp_size, Path::new("m"));
+        assert_eq!(outcome.is_ok(), served, "{tp_size} ranks: {outcome:?}");
+    }
+    let error = spec.validate_gpu_engine(Kind::BFloat16, 48, Path::new("m")).unwrap_err().to_string();
+    assert!(error.contains("moe_intermediate_size = 192") && error.contains("a multiple of 384"), "{error}");
     assert!(spec.validate_tp(3).unwrap_err().to_string().contains("experts of intermediate size 192"));
     assert_eq!((spec.router_aux_loss_coef(None).unwrap(), spec.router_aux_loss_coef(Some(0.5)).unwrap()), (0.001, 0.5));
     let dense = ModelSpec::preset("tiny").unwrap();

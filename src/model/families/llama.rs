@@ -12,4 +12,5 @@ pub(super) const TRAITS: Traits = Traits {
     head_dim: None,
     window: Window::Never,
     has_experts: false,
+    has_delta_nets: false,
 };

@@ -5,6 +5,7 @@ mod mistral;
 mod olmo2;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_moe;
 
 use super::block::{NormPlaces, QkNorm};
@@ -18,6 +19,8 @@ pub enum Family {
     Qwen3,
     /// Qwen3 with experts.
     Qwen3Moe,
+    /// Qwen3.5 and 3.6, text.
+    Qwen3_5,
     /// Llama 3.x.
     Llama,
     /// Mistral.
@@ -44,6 +47,8 @@ pub(super) struct Traits {
     pub window: Window,
     /// `config.json` describes experts.
     pub has_experts: bool,
+    /// `config.json` describes gated delta nets; attention has an output gate and turns heads in part, and norms scale by 1 + weight.
+    pub has_delta_nets: bool,
 }
 
 /// Which layers `sliding_window` is for.
@@ -58,14 +63,22 @@ pub(super) enum Window {
 }
 
 impl Family {
-    pub(super) const ALL: [Family; 6] =
-        [Family::Qwen2, Family::Qwen3, Family::Qwen3Moe, Family::Llama, Family::Mistral, Family::Olmo2];
+    pub(super) const ALL: [Family; 7] = [
+        Family::Qwen2,
+        Family::Qwen3,
+        Family::Qwen3Moe,
+        Family::Qwen3_5,
+        Family::Llama,
+        Family::Mistral,
+        Family::Olmo2,
+    ];
 
     pub(super) fn traits(self) -> Traits {
         match self {
             Family::Qwen2 => qwen2::TRAITS,
             Family::Qwen3 => qwen3::TRAITS,
             Family::Qwen3Moe => qwen3_moe::TRAITS,
+            Family::Qwen3_5 => qwen3_5::TRAITS,
             Family::Llama => llama::TRAITS,
             Family::Mistral => mistral::TRAITS,
             Family::Olmo2 => olmo2::TRAITS,

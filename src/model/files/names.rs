@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::config::TargetModule;
-use crate::model::block::LinearSpec;
+use crate::model::block::{LinearSpec, Projection};
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
 use crate::model::spec::ModelSpec;
 
@@ -12,7 +12,7 @@ use crate::model::spec::ModelSpec;
 pub(in crate::model) struct HfTensor {
     /// `model.layers.0.self_attn.q_proj.weight`
     pub name: String,
-    /// Its shape on disk.
+    /// Shape of the tensor in the file.
     pub shape: Vec<i64>,
     param: ParamName,
     /// The projection that a matrix or its bias belongs to.
@@ -22,6 +22,11 @@ pub(in crate::model) struct HfTensor {
 }
 
 impl HfTensor {
+    /// Whether it is a matrix of a block or of one of its experts, not a norm, a bias or a router.
+    pub fn is_projection(&self) -> bool {
+        self.rows.is_some() && self.shape.len() == 2
+    }
+
     /// The tensor as a view of its unit's flat tensor. Its elements are in the order of `shape`, its sizes may be split
     /// further: a tensor of `shape` fits after `view_as`.
     pub fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
@@ -46,17 +51,26 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
             Unit::Block(layer) => format!("model.layers.{layer}.{name}"),
             Unit::Embedding | Unit::Head => name.to_owned(),
         };
-        let is_weight = |linear: &&LinearSpec| linear.matrix.params()[0] == param;
+        let is_weight = |linear: &&LinearSpec| linear.matrix.weight() == param;
         let linear = linears.iter().find(is_weight).map(|linear| (linear, "weight"));
         let biased = || linears.iter().find(|linear| linear.bias == Some(param)).map(|linear| (linear, "bias"));
         let Some((linear, suffix)) = linear.or_else(biased) else {
+            // A checkpoint has a channel's taps as those of one input channel.
+            let shape = match (param, &shape[..]) {
+                (ParamName::DeltaConv, &[channels, width]) => vec![channels, 1, width],
+                _ => shape,
+            };
             tensors.push(HfTensor { name: path(name(param)), shape, param, rows: None, expert: None });
             continue;
         };
         let experts = linear.experts.map_or_else(|| vec![None], |experts| (0..experts).map(Some).collect());
         for expert in experts {
-            for (projection, &(module, heads)) in linear.projections.iter().enumerate() {
-                let name = path(&format!("{}.{suffix}", module_path(module, expert)));
+            for (projection, &(matrix, heads)) in linear.projections.iter().enumerate() {
+                let matrix = match matrix {
+                    Projection::Module(module) => module_path(module, expert),
+                    Projection::DeltaNet(name) => format!("linear_attn.{name}"),
+                };
+                let name = path(&format!("{matrix}.{suffix}"));
                 let rows = (linear.groups * heads * linear.inner) as i64;
                 let columns = (suffix == "weight").then_some(linear.columns as i64);
                 let shape = std::iter::once(rows).chain(columns).collect();
@@ -88,12 +102,18 @@ fn name(param: ParamName) -> &'static str {
         ParamName::FinalNorm => "model.norm.weight",
         ParamName::LmHead => "lm_head.weight",
         ParamName::Router => "mlp.gate.weight",
+        ParamName::DeltaConv => "linear_attn.conv1d.weight",
+        ParamName::DeltaALog => "linear_attn.A_log",
+        ParamName::DeltaDtBias => "linear_attn.dt_bias",
+        ParamName::DeltaNorm => "linear_attn.norm.weight",
         other => unreachable!("{other:?} is a matrix, or an adapter's"),
     }
 }
 
 /// Whether a tensor that we do not read may stand in a checkpoint, as in transformers: the head of a tied model, and the
-/// rotary frequencies that old checkpoints carry.
+/// rotary frequencies that old checkpoints carry; the layers that predict further tokens, which only Qwen3.5 has.
 pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
-    (spec.tie_word_embeddings && name == "lm_head.weight") || name.ends_with(".self_attn.rotary_emb.inv_freq")
+    (spec.tie_word_embeddings && name == "lm_head.weight")
+        || name.ends_with(".self_attn.rotary_emb.inv_freq")
+        || (spec.delta_net.is_some() && name.starts_with("mtp."))
 }

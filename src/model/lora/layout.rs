@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::LoraSpec;
 use crate::config::TargetModule;
 use crate::error::Result;
-use crate::model::block::{BlockParams, LinearSpec, Matrix};
+use crate::model::block::{BlockParams, LinearSpec, Matrix, Projection};
 use crate::model::params::{ParamName, Shapes, UnitLayout};
 use crate::model::spec::ModelSpec;
 use crate::ops::dropout::Dropout;
@@ -21,12 +21,16 @@ pub struct Lora {
     pub b: Tensor,
     /// In training.
     pub(super) dropout: Option<Dropout>,
+    /// Where adapters of several names are stacked: the number of the one that each row of A belongs to. [k] i32
+    pub owners: Option<Tensor>,
+    /// In a step over stacked adapters: whether an element of the inner product is another adapter's than its row's. [T, k] bool
+    pub(super) others: Option<Tensor>,
 }
 
 /// The adapters of a block, each with the matrix that it is beside. Slices have their share of rows (B of Qkv and GateUp) or
 /// columns (A of O and Down).
 #[derive(Debug, Default)]
-pub struct BlockLora(Vec<(Matrix, Lora)>);
+pub struct BlockLora(pub(super) Vec<(Matrix, Lora)>);
 
 impl LoraSpec {
     /// Parameters of a block's adapters, in layout order.
@@ -62,7 +66,7 @@ impl BlockLora {
         let expanded = |fused: Fused| {
             let (a, b) = fused.views(layout, flat);
             let dropout = dropout.map(|dropout| dropout.fold(fused.linear.matrix as u64));
-            Ok((fused.linear.matrix, Lora { a, b: fused.expand(&b)?, dropout }))
+            Ok((fused.linear.matrix, Lora { dropout, ..Lora::new(a, fused.expand(&b)?) }))
         };
         Ok(Self(lora.fused(spec).into_iter().map(expanded).collect::<Result<_>>()?))
     }
@@ -75,7 +79,7 @@ impl BlockLora {
         let zeros = |fused: Fused| {
             let (a, b) = fused.views(layout, flat);
             let b = Tensor::f_zeros([fused.linear.rows() as i64, a.size()[0]], (b.kind(), b.device()))?;
-            Ok((fused.linear.matrix, Lora { a, b, dropout: None }))
+            Ok((fused.linear.matrix, Lora::new(a, b)))
         };
         Ok(Self(lora.fused(spec).into_iter().map(zeros).collect::<Result<_>>()?))
     }
@@ -132,9 +136,15 @@ impl BlockLora {
 }
 
 impl Lora {
+    /// One adapter for all rows of a batch.
+    pub(super) fn new(a: Tensor, b: Tensor) -> Self {
+        Self { a, b, dropout: None, owners: None, others: None }
+    }
+
     /// With another A or B.
     pub(in crate::model) fn with(&self, a: Tensor, b: Tensor) -> Self {
-        Self { a, b, dropout: self.dropout }
+        let same = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
+        Self { a, b, dropout: self.dropout, owners: same(&self.owners), others: same(&self.others) }
     }
 
     pub(in crate::model) fn shallow_clone(&self) -> Self {
@@ -163,9 +173,9 @@ pub(in crate::model) struct Fused {
 pub(in crate::model) struct AdaptedProjection {
     /// Which.
     pub module: TargetModule,
-    /// Its place among the adapted ones.
+    /// Place of the projection among the adapted ones of its matrix.
     index: i64,
-    /// Its first head in a group of the matrix, and in a group of the adapted projections alone.
+    /// First head of the projection in a group of the matrix, and in a group of the adapted projections alone.
     first: i64,
     adapted_first: i64,
     heads: i64,
@@ -175,15 +185,18 @@ impl Fused {
     /// `None` where none of the matrix's projections is adapted.
     pub fn new(linear: LinearSpec, lora: &LoraSpec) -> Option<Self> {
         let (mut pieces, mut first, mut adapted_first) = (Vec::new(), 0, 0);
-        for &(module, heads) in &linear.projections {
+        let [a, b] = linear.matrix.adapter()?;
+        for &(projection, heads) in &linear.projections {
             let heads = heads as i64;
-            if lora.targets.contains(&module) {
-                pieces.push(AdaptedProjection { module, index: pieces.len() as i64, first, adapted_first, heads });
-                adapted_first += heads;
+            match projection {
+                Projection::Module(module) if lora.targets.contains(&module) => {
+                    pieces.push(AdaptedProjection { module, index: pieces.len() as i64, first, adapted_first, heads });
+                    adapted_first += heads;
+                }
+                _ => {}
             }
             first += heads;
         }
-        let [_, a, b] = linear.matrix.params();
         let (r, scale, adapted_heads) = (lora.r as i64, lora.scale(), adapted_first);
         (!pieces.is_empty()).then_some(Self { linear, a, b, pieces, r, scale, adapted_heads })
     }

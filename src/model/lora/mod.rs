@@ -11,11 +11,13 @@
 //! |---|---|
 //! | `layout` | the parameters of a block's adapters, and their expansion |
 //! | `product` | forward and backward beside a frozen matrix |
+//! | `stacked` | adapters of several names, of which every row of a batch uses one |
 //! | `peft` | adapter folders |
 
 mod layout;
 mod peft;
 mod product;
+mod stacked;
 #[cfg(test)]
 mod tests;
 
@@ -51,8 +53,14 @@ impl LoraSpec {
     /// Whether a model's matrices can be adapted so.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `lora.target_modules` for projections that are experts'.
+    /// [`Error::InvalidValue`] on `lora.target_modules` for projections that are experts', on `lora.r` for a model with gated delta
+    /// nets.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
+        if spec.delta_net.is_some() {
+            let expected =
+                "none: adapters are not beside the matrices of gated delta nets yet; all weights can be trained";
+            return Err(Error::invalid_value("lora.r", self.r, expected));
+        }
         let of_mlp = self.targets.iter().any(|&module| module > TargetModule::OProj);
         if !of_mlp || spec.num_expert_layers() == 0 {
             return Ok(());

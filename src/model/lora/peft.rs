@@ -95,6 +95,11 @@ impl AdapterFiles {
         Ok(files)
     }
 
+    /// The file of the weights.
+    pub fn path(&self) -> &Path {
+        &self.file.path
+    }
+
     /// The adapters' settings.
     pub fn lora(&self) -> &LoraSpec {
         &self.lora

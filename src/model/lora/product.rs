@@ -9,7 +9,10 @@ use crate::ops::linear;
 impl Lora {
     /// y + (x A^T) B^T, in y's memory.
     pub(in crate::model) fn add(&self, x: &Tensor, mut y: Tensor) -> Result<Tensor> {
-        let low = linear::forward(&self.dropped(x)?, &self.a, None)?; // [T, k]
+        let mut low = linear::forward(&self.dropped(x)?, &self.a, None)?; // [T, k]
+        if let Some(others) = &self.others {
+            let _ = low.f_masked_fill_(others, 0.0)?;
+        }
         linear::accumulate(&low, &self.b, &mut y)?;
         Ok(y)
     }

@@ -12,8 +12,7 @@ use crate::dist::testing::threads;
 use crate::model::params::{ParamName, UnitLayout};
 use crate::model::tests::{SliceAttention, families, reference, with_experts};
 use crate::model::{
-    BlockContext, BlockParams, ModelSpec, PackedAttention, ParamTable, Unit, attention_scale, block_backward,
-    block_forward,
+    BlockContext, BlockParams, ModelSpec, PackedMixer, ParamTable, Unit, attention_scale, block_backward, block_forward,
 };
 use crate::ops::attention::PackedLayout;
 use crate::ops::dropout::Dropout;
@@ -63,7 +62,7 @@ impl Block {
         let rope = spec.rope().rows(&positions, Kind::Double);
         let rope = rope.unwrap();
         let ctx = BlockContext { spec, rope: &rope, tp: None, routes: None };
-        let packed = PackedAttention::new(spec, &[0, LEN], Device::Cpu);
+        let packed = PackedMixer::new(spec, &[0, LEN], Device::Cpu);
         let w = self.params(dropout);
         let (y, saved) = block_forward(&ctx, 1, &w, x, &packed, Some(keep)).unwrap();
         let flat = Tensor::zeros_like(&self.adapters);

@@ -1,5 +1,6 @@
 //! The whole network against an independent one under autograd, in float64; recomputation; tensor-parallel slices.
 
+mod delta_net;
 pub(super) mod reference;
 
 use std::path::Path;
@@ -13,10 +14,12 @@ use crate::config::GradientCheckpointing;
 use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::error::Result;
-use crate::ops::attention::{PackedLayout, packed_forward};
+use crate::ops::attention::{Bounds, PackedLayout, packed_forward};
+use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::testing::{assert_close, leaf, rand};
-use crate::ops::{embedding, linear, rms_norm};
+use crate::ops::{embedding, linear};
+use delta_net::hybrid;
 
 const TEMPERATURE: f64 = 0.8;
 
@@ -60,6 +63,7 @@ pub(super) fn with_experts() -> [(&'static str, ModelSpec); 2] {
         router_aux_loss_coef: 0.0,
         decoder_sparse_step: 1,
         mlp_only_layers: Vec::new(),
+        is_parallel: false,
     };
     let spec = |norms, experts| ModelSpec { family: Family::Qwen3Moe, norms, experts: Some(experts), ..qwen3.clone() };
     let some = ExpertLayers { norm_topk_prob: false, mlp_only_layers: vec![0], ..experts.clone() };
@@ -123,7 +127,7 @@ fn run(
     let rope = spec.rope().rows(&batch.positions, Kind::Double);
     let rope = rope.unwrap();
     let ctx = BlockContext { spec, rope: &rope, tp: None, routes: None };
-    let packed = PackedAttention::new(spec, &batch.cu_seqlens, Device::Cpu);
+    let packed = PackedMixer::new(spec, &batch.cu_seqlens, Device::Cpu);
 
     let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
     let mut saved = Vec::new();
@@ -132,15 +136,20 @@ fn run(
         saved.push(kept.unwrap());
         x = y;
     }
-    let scoring =
-        Scoring { rows: &batch.rows, targets: &batch.targets, temperature: TEMPERATURE, eps: spec.rms_norm_eps };
+    let scoring = Scoring {
+        rows: &batch.rows,
+        targets: &batch.targets,
+        top: crate::ops::head::TopTokens::Nothing,
+        temperature: TEMPERATURE,
+        norm: spec.norm(),
+    };
     let scored = head_forward(&head, head.lm_head.as_ref().unwrap_or(&embed.table), &x, &scoring, true).unwrap();
 
     let d_table = d_head.lm_head.as_mut().unwrap_or(&mut d_embed.table);
     let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
     let output = head.lm_head.as_ref().unwrap_or(&embed.table);
     let into = Some((d_norm, d_table));
-    let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), into).unwrap();
+    let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), None, into).unwrap();
     for ((w, kept), mut d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut d_w).unwrap();
     }
@@ -161,6 +170,7 @@ fn logits_equal_transformers() {
         "olmo2",
         "qwen3_moe",
         "qwen3_moe_mixed",
+        "qwen3_5",
     ] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
         let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
@@ -192,7 +202,7 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let rope = spec.rope().rows(&batch.positions, Kind::Float);
     let rope = rope.unwrap();
     let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: None };
-    let packed = PackedAttention::new(&spec, &batch.cu_seqlens, Device::Cpu);
+    let packed = PackedMixer::new(&spec, &batch.cu_seqlens, Device::Cpu);
     let (layout, flat) = unit(Unit::Embedding);
     let embed = EmbeddingParams::view(layout, &flat);
     let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
@@ -202,14 +212,14 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     }
     let (layout, flat) = unit(Unit::Head);
     let head = HeadParams::view(layout, &flat);
-    let (normed, _) = rms_norm::forward(&x, &head.final_norm, spec.rms_norm_eps).unwrap();
+    let (normed, _) = spec.norm().forward(&x, &head.final_norm).unwrap();
     let all = linear::forward(&normed, head.lm_head.as_ref().unwrap_or(&embed.table), None).unwrap();
     batch.cu_seqlens.windows(2).map(|bounds| all.narrow(0, bounds[0], bounds[1] - bounds[0])).collect()
 }
 
 #[test]
 fn every_family_matches_autograd() {
-    for (name, spec) in families().into_iter().chain(with_experts()) {
+    for (name, spec) in families().into_iter().chain(with_experts()).chain([hybrid()]) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(leaf).collect();
         let sequences = random_sequences(&table.spec, &[5, 21, 2, 9]);
@@ -234,7 +244,7 @@ fn every_family_matches_autograd() {
 
 #[test]
 fn recomputation_changes_no_bit() {
-    for (name, spec) in families().into_iter().chain(with_experts()) {
+    for (name, spec) in families().into_iter().chain(with_experts()).chain([hybrid()]) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(|flat| flat.to_kind(Kind::Float)).collect();
         let batch = Batch::new(&random_sequences(&table.spec, &[150, 21, 2, 30]));
@@ -252,9 +262,21 @@ fn recomputation_changes_no_bit() {
 /// Attention over a slice's heads.
 pub(super) struct SliceAttention(pub PackedLayout, pub f64);
 
-impl Attention for SliceAttention {
-    fn forward(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+impl SequenceMixer for SliceAttention {
+    fn attention(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         Ok((packed_forward(q, k, v, &self.0, self.1)?.0, None))
+    }
+
+    /// Over sequences of 3 and 2 tokens.
+    fn delta_net(
+        &self,
+        _layer: usize,
+        rows: &DeltaRows,
+        weights: &DeltaWeights,
+        options: DeltaOptions,
+    ) -> Result<Tensor> {
+        let bounds = Bounds::Separate(vec![0, 3, 5]);
+        PackedSequences::new(&bounds, options.heads.conv_width, Device::Cpu).forward(rows, weights, options)
     }
 }
 
@@ -279,8 +301,28 @@ fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Ve
 fn slices_add_up_to_the_block() {
     let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
     let eight = ModelSpec { num_heads: 8, ..qwen2 };
-    let [(_, experts), _] = with_experts();
-    let all = [(eight, vec![2, 4]), (qwen3, vec![2, 4]), (norms_behind, vec![2, 4]), (experts, vec![2, 4])];
+    let [(_, experts), (_, others)] = with_experts();
+    let parallel = |num_experts| {
+        let layers = ExpertLayers { num_experts, mlp_only_layers: vec![], ..others.experts.clone().unwrap() };
+        ModelSpec { experts: Some(layers), ..others.clone() }.with_expert_parallel(true).unwrap()
+    };
+    // The first layer has a gated delta net, or attention with an output gate.
+    let hybrid_of = |full_attention| {
+        let (_, spec) = hybrid();
+        let layers = spec.delta_net.as_ref().unwrap();
+        let heads = DeltaHeads { num_key_heads: 4, num_value_heads: 8, ..layers.heads };
+        ModelSpec { delta_net: Some(DeltaLayers { heads, full_attention }), ..spec }
+    };
+    let all = [
+        (hybrid_of(vec![1]), vec![2, 4]),
+        (hybrid_of(vec![0]), vec![2, 4]),
+        (eight, vec![2, 4]),
+        (qwen3, vec![2, 4]),
+        (norms_behind, vec![2, 4]),
+        (experts, vec![2, 4]),
+        (parallel(6), vec![2]),
+        (parallel(8), vec![2, 4]),
+    ];
     for (spec, tp_sizes) in all {
         let table = ParamTable::new(Arc::new(spec.clone()), 1);
         let host = |t: Tensor| Vec::<f64>::try_from(t).unwrap();

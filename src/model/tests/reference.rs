@@ -5,6 +5,7 @@ use std::f64::consts::PI;
 
 use tch::{Kind, Tensor};
 
+use super::delta_net;
 use crate::model::{ModelSpec, ParamName, ParamTable, QkNorm, Unit};
 use crate::ops::rope::RopeScaling;
 
@@ -27,7 +28,8 @@ pub(super) fn scores(
             x = block(spec, &|name| weight(table, flats, Unit::Block(layer), name), &x);
         }
         let scored = ids.size()[0] - 1;
-        let x = rms_norm(&x.narrow(0, 0, scored), &get(Unit::Head, ParamName::FinalNorm), spec.rms_norm_eps);
+        let final_norm = scale(spec, get(Unit::Head, ParamName::FinalNorm));
+        let x = rms_norm(&x.narrow(0, 0, scored), &final_norm, spec.rms_norm_eps);
         let p = (x.matmul(&head.tr()) / temperature).softmax(-1, None::<Kind>);
         logprobs.push(p.gather(1, &ids.narrow(0, 1, scored).unsqueeze(1), false).squeeze_dim(1).log());
         entropies.push(-(&p * p.log()).sum_dim_intlist(-1, false, None));
@@ -46,13 +48,45 @@ pub(in crate::model) fn block(
     get: &dyn Fn(ParamName) -> Option<Tensor>,
     x: &Tensor, // [S, D]
 ) -> Tensor {
-    let (heads, kv_heads, hd) = (spec.num_heads as i64, spec.num_kv_heads as i64, spec.head_dim as i64);
-    let (len, group, eps) = (x.size()[0], heads / kv_heads, spec.rms_norm_eps);
-    let need = |name| get(name).unwrap();
+    let (need, eps) = (|name| get(name).unwrap(), spec.rms_norm_eps);
     // A norm that is absent leaves what it is given.
-    let norm = |name, x: &Tensor| get(name).map_or_else(|| x.shallow_clone(), |weight| rms_norm(x, &weight, eps));
+    let norm =
+        |name, x: &Tensor| get(name).map_or_else(|| x.shallow_clone(), |weight| rms_norm(x, &scale(spec, weight), eps));
     let normed = norm(ParamName::InputNorm, x);
-    let grouped = need(ParamName::Qkv).view([kv_heads, group + 2, hd, -1]);
+    let mixed = match get(ParamName::DeltaQkv) {
+        Some(qkv) => delta_net::mix(spec, get, &normed, &qkv),
+        None => attend(spec, get, &normed),
+    };
+    let h = x + norm(ParamName::MixerPostNorm, &mixed);
+    let normed = norm(ParamName::PostNorm, &h);
+    let (gate_up, down) = (need(ParamName::GateUp), need(ParamName::Down));
+    let mlp = match get(ParamName::Router) {
+        Some(router) => experts(spec, &normed, &router, &gate_up, &down),
+        None => dense(&normed, &gate_up, &down),
+    };
+    h + norm(ParamName::MlpPostNorm, &mlp)
+}
+
+/// Factors of a norm.
+fn scale(spec: &ModelSpec, weight: Tensor) -> Tensor {
+    if spec.zero_centred_norms { weight + 1.0 } else { weight }
+}
+
+/// Attention over one sequence.
+fn attend(spec: &ModelSpec, get: &dyn Fn(ParamName) -> Option<Tensor>, normed: &Tensor /* [S, D] */) -> Tensor {
+    let (heads, kv_heads, hd) = (spec.num_heads as i64, spec.num_kv_heads as i64, spec.head_dim as i64);
+    let (len, group, eps) = (normed.size()[0], heads / kv_heads, spec.rms_norm_eps);
+    let need = |name| get(name).unwrap();
+    let all = need(ParamName::Qkv);
+    let (grouped, gates) = match spec.output_gate {
+        false => (all.view([kv_heads, group + 2, hd, -1]), None),
+        true => {
+            let slots = all.view([kv_heads, 2 * group + 2, hd, -1]);
+            let every_second = |first: i64| slots.slice(1, first, 2 * group, 2); // [Hkv, G, hd, D]
+            let gates = normed.matmul(&every_second(1).reshape([heads * hd, -1]).tr());
+            (Tensor::cat(&[every_second(0), slots.narrow(1, 2 * group, 2)], 1), Some(gates.sigmoid()))
+        }
+    };
     let bias = get(ParamName::QkvBias).map(|bias| bias.view([kv_heads, group + 2, hd]));
     let project = |first: i64, count: i64| {
         let w = grouped.narrow(1, first, count).reshape([kv_heads * count * hd, -1]);
@@ -63,7 +97,10 @@ pub(in crate::model) fn block(
     let (mut q, mut k, v) = (project(0, group), project(group, 1), project(group + 1, 1));
     if let (Some(q_norm), Some(k_norm)) = (get(ParamName::QNorm), get(ParamName::KNorm)) {
         (q, k) = match spec.qk_norm {
-            Some(QkNorm::Head) => (rms_norm(&q, &q_norm, eps), rms_norm(&k, &k_norm, eps)),
+            Some(QkNorm::Head) => {
+                let norm = |x: &Tensor, weight| rms_norm(x, &scale(spec, weight), eps);
+                (norm(&q, q_norm), norm(&k, k_norm))
+            }
             _ => {
                 let all = |t: Tensor, weight| {
                     let rows = rms_norm(&t.transpose(0, 1).reshape([len, -1]), weight, eps);
@@ -82,14 +119,7 @@ pub(in crate::model) fn block(
         .collect();
     let scores = scores.masked_fill(&Tensor::from_slice(&hidden).view([len, len]), f64::NEG_INFINITY);
     let o = scores.softmax(-1, None::<Kind>).matmul(&repeat(v)).transpose(0, 1).reshape([len, heads * hd]);
-    let h = x + norm(ParamName::MixerPostNorm, &o.matmul(&need(ParamName::O).tr()));
-    let normed = norm(ParamName::PostNorm, &h);
-    let (gate_up, down) = (need(ParamName::GateUp), need(ParamName::Down));
-    let mlp = match get(ParamName::Router) {
-        Some(router) => experts(spec, &normed, &router, &gate_up, &down),
-        None => dense(&normed, &gate_up, &down),
-    };
-    h + norm(ParamName::MlpPostNorm, &mlp)
+    gates.map_or(o.shallow_clone(), |gates| o * gates).matmul(&need(ParamName::O).tr())
 }
 
 fn dense(x: &Tensor, gate_up: &Tensor /* [2 F, D] */, down: &Tensor /* [D, F] */) -> Tensor {
@@ -110,13 +140,15 @@ fn experts(spec: &ModelSpec, x: &Tensor, router: &Tensor, gate_up: &Tensor, down
     (0..shape.num_experts as i64).map(of_expert).reduce(|a, b| a + b).unwrap()
 }
 
-fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     x / (x.square().mean_dim(-1, true, None::<Kind>) + eps).sqrt() * weight
 }
 
-/// x * cos + rotate_half(x) * sin, with Llama 3's scaling in its wavelength form.
+/// x * cos + rotate_half(x) * sin of the columns that are turned, with Llama 3's scaling in its wavelength form.
 fn rotate(spec: &ModelSpec, x: &Tensor /* [heads, S, hd] */) -> Tensor {
-    let (len, hd) = (x.size()[1], spec.head_dim);
+    let (len, hd) = (x.size()[1], (spec.head_dim as f64 * spec.partial_rotary_factor) as usize);
+    let rest = x.narrow(-1, hd as i64, (spec.head_dim - hd) as i64);
+    let x = x.narrow(-1, 0, hd as i64);
     let inv_freq = (0..hd / 2).map(|i| 1.0 / spec.rope_theta.powf((2 * i) as f64 / hd as f64));
     let scaled = inv_freq.map(|inv_freq| {
         let Some(RopeScaling::Llama3(s)) = &spec.rope_scaling else { return inv_freq };
@@ -135,5 +167,6 @@ fn rotate(spec: &ModelSpec, x: &Tensor /* [heads, S, hd] */) -> Tensor {
     let angle = positions.unsqueeze(1) * Tensor::from_slice(&inv_freq);
     let angle = Tensor::cat(&[&angle, &angle], 1);
     let halves = x.chunk(2, -1);
-    x * angle.cos() + Tensor::cat(&[&-&halves[1], &halves[0]], -1) * angle.sin()
+    let turned = &x * angle.cos() + Tensor::cat(&[&-&halves[1], &halves[0]], -1) * angle.sin();
+    Tensor::cat(&[turned, rest], -1)
 }

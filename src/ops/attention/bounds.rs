@@ -26,4 +26,35 @@ impl Bounds {
         let (Self::Separate(bounds) | Self::Shared(SharedBounds { completions: bounds, .. })) = self;
         bounds.last().copied().unwrap_or(0)
     }
+
+    /// Pairs of a query and a key that causal attention without a window needs: half of the square of a sequence's length; of completions
+    /// that share a prompt those within the prompt once.
+    pub fn attended_pairs(&self) -> f64 {
+        let lens = |bounds: &[i64]| -> Vec<f64> { bounds.windows(2).map(|pair| (pair[1] - pair[0]) as f64).collect() };
+        match self {
+            Self::Separate(bounds) => lens(bounds).iter().map(|len| len * len / 2.0).sum(),
+            Self::Shared(SharedBounds { prompts, groups, completions }) => {
+                let of_prompt = |(prompt_len, rows): (&f64, &[i64])| {
+                    let starts = completions.windows(2).filter(|pair| (rows[0]..rows[1]).contains(&pair[0]));
+                    let own = starts.map(|pair| (pair[1] - pair[0]) as f64);
+                    prompt_len * prompt_len / 2.0 + own.map(|len| len * (prompt_len + len / 2.0)).sum::<f64>()
+                };
+                lens(prompts).iter().zip(groups.windows(2)).map(of_prompt).sum()
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_of_a_shared_prompt_count_once() {
+        assert_eq!(Bounds::Separate(vec![0, 4, 10]).attended_pairs(), 8.0 + 18.0);
+        // Prompts of 4 and 2; completions of 3 and 1 behind the first, of 2 behind the second.
+        let shared = SharedBounds { prompts: vec![0, 4, 6], groups: vec![6, 10, 12], completions: vec![6, 9, 10, 12] };
+        let first = 8.0 + (3.0 * 4.0 + 4.5) + (4.0 + 0.5);
+        assert_eq!(Bounds::Shared(shared).attended_pairs(), first + 2.0 + (2.0 * 2.0 + 2.0));
+    }
 }

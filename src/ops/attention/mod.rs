@@ -11,9 +11,10 @@
 //! | `kernel` | which kernel serves it |
 //! | `mixed` | runs of different lengths: the long ones one by one |
 //! | `padded` | runs side by side for kernels that take rectangles only |
-//! | `paged` | attention over a paged cache |
+//! | `paged`, `entries` | attention over a paged cache; what it is made of |
 
 mod bounds;
+mod entries;
 mod kernel;
 mod merge;
 mod mixed;
@@ -26,6 +27,7 @@ mod tests;
 mod varlen;
 
 pub use bounds::{Bounds, SharedBounds};
+pub use entries::KvEntries;
 pub use packed::{PackedLayout, packed_backward, packed_forward};
 pub use paged::{PagedLayout, kv_rows, paged_decode, paged_prefill, write_kv};
 

@@ -3,6 +3,7 @@
 //! Caches are [num_blocks, Hkv, block_size, hd] (a block of one head is contiguous) and hold finite numbers everywhere (fresh ones
 //! are zero): entries beyond a context are read and masked.
 
+use super::entries::KvEntries;
 use crate::error::{Error, Result};
 use crate::torch::{accumulation_kind, arange, check_room, full, scalar};
 use tch::{Kind, Tensor};
@@ -46,10 +47,9 @@ impl PagedLayout {
     }
 
     /// The contexts' entries of a cache, [B * Hkv, L, hd], in `kind`.
-    fn gather(&self, cache: &Tensor, kind: Kind) -> Result<Tensor> {
+    fn gather(&self, cache: &dyn KvEntries, kind: Kind) -> Result<Tensor> {
         let (size, hd) = (self.mask.size(), cache.size()[3]);
-        let entries = cache.view([-1, hd]).f_index_select(0, &self.rows)?;
-        Ok(entries.view([size[0], size[2], hd]).f_to_kind(kind)?)
+        Ok(cache.rows(&self.rows, kind)?.view([size[0], size[2], hd]))
     }
 }
 
@@ -58,9 +58,9 @@ impl PagedLayout {
 /// # Errors
 /// [`Error::OutOfMemory`].
 pub fn paged_decode(
-    q: &Tensor,       // [B, H, hd]
-    k_cache: &Tensor, // [num_blocks, Hkv, block_size, hd]
-    v_cache: &Tensor, // like k_cache
+    q: &Tensor,              // [B, H, hd]
+    k_cache: &dyn KvEntries, // [num_blocks, Hkv, block_size, hd]
+    v_cache: &dyn KvEntries, // like k_cache
     layout: &PagedLayout,
     scale: f64,
 ) -> Result<Tensor> {
@@ -80,12 +80,12 @@ pub fn paged_decode(
 /// [`Error::OutOfMemory`].
 #[allow(clippy::too_many_arguments)]
 pub fn paged_prefill(
-    q: &Tensor,            // [T, H, hd], the new tokens of all sequences
-    k_cache: &Tensor,      // [num_blocks, Hkv, block_size, hd]
-    v_cache: &Tensor,      // like k_cache
-    block_tables: &Tensor, // [B, max_blocks] i64
-    cu_seqlens_q: &[i64],  // B + 1
-    context_lens: &[i64],  // B, the new tokens included
+    q: &Tensor,              // [T, H, hd], the new tokens of all sequences
+    k_cache: &dyn KvEntries, // [num_blocks, Hkv, block_size, hd]
+    v_cache: &dyn KvEntries, // like k_cache
+    block_tables: &Tensor,   // [B, max_blocks] i64
+    cu_seqlens_q: &[i64],    // B + 1
+    context_lens: &[i64],    // B, the new tokens included
     scale: f64,
     sliding_window: Option<usize>,
 ) -> Result<Tensor> {
@@ -97,8 +97,8 @@ pub fn paged_prefill(
         }
         let blocks =
             block_tables.get(n as i64).narrow(0, 0, (context_len as u64).div_ceil(k_cache.size()[2] as u64) as i64);
-        let context = |cache: &Tensor| {
-            let blocks = cache.f_index_select(0, &blocks)?.transpose(1, 2); // [.., block_size, Hkv, hd]
+        let context = |cache: &dyn KvEntries| {
+            let blocks = cache.blocks(&blocks, q.kind())?.transpose(1, 2); // [.., block_size, Hkv, hd]
             Ok::<_, Error>(blocks.f_flatten(0, 1)?.narrow(0, 0, context_len))
         };
         let (k, v) = (context(k_cache)?, context(v_cache)?); // [context, Hkv, hd]
@@ -159,14 +159,12 @@ pub fn kv_rows(slot_mapping: &Tensor /* [T] i64 */, block_size: usize, num_kv_he
 /// # Errors
 /// [`Error::OutOfMemory`].
 pub fn write_kv(
-    k_cache: &Tensor, // [num_blocks, Hkv, block_size, hd]
-    v_cache: &Tensor, // like k_cache
-    k: &Tensor,       // [T, Hkv, hd]
-    v: &Tensor,       // [T, Hkv, hd]
-    rows: &Tensor,    // [T * Hkv] i64, by `kv_rows`
+    k_cache: &dyn KvEntries, // [num_blocks, Hkv, block_size, hd]
+    v_cache: &dyn KvEntries, // like k_cache
+    k: &Tensor,              // [T, Hkv, hd]
+    v: &Tensor,              // [T, Hkv, hd]
+    rows: &Tensor,           // [T * Hkv] i64, by `kv_rows`
 ) -> Result<()> {
-    for (cache, new) in [(k_cache, k), (v_cache, v)] {
-        let _ = cache.flatten(0, 2).f_index_copy_(0, rows, &new.f_to_kind(cache.kind())?.f_flatten(0, 1)?)?;
-    }
-    Ok(())
+    k_cache.write(rows, &k.f_flatten(0, 1)?)?;
+    v_cache.write(rows, &v.f_flatten(0, 1)?)
 }

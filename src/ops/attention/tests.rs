@@ -1,6 +1,7 @@
 //! Attention of every kind against dense attention with the mask spelt out, in float64.
 
 use super::*;
+use crate::ops::fp8::{self, Fp8Rows};
 use crate::ops::testing::{assert_close, leaf, rand};
 use tch::{Device, Kind, Tensor};
 
@@ -215,4 +216,42 @@ fn prefill_behind_a_cached_prefix_equals_the_whole() {
             assert_close(&rows(&o), &reference(&rows(&q), &k, &v, window).0);
         }
     }
+}
+
+/// A cache in e4m3 holds what rounding leaves of each entry by its own scale, and attention over it is that over a cache of these numbers.
+#[test]
+fn a_cache_in_fp8_is_one_of_rounded_entries() {
+    let (heads, size, hd) = (2, 4, 16);
+    let new = || {
+        let rows = fp8::empty([6 * heads * size, hd], Device::Cpu).unwrap();
+        let _ = rows.values.view_dtype(Kind::Uint8).fill_(0);
+        let _ = rows.scales.shallow_clone().fill_(0.0);
+        Fp8Rows { values: rows.values.view([6, heads, size, hd]), scales: rows.scales.view([6, heads, size]) }
+    };
+    let (k_cache, v_cache) = (new(), new());
+    let sizes = rand(&[9, heads, 1]).exp(); // entries of all magnitudes
+    let [k, v] = [(); 2].map(|()| (rand(&[9, heads, hd]) * &sizes).to_kind(Kind::Float));
+    let slots = Tensor::from_slice(&[8i64, 9, 10, 11, 20, 21, 0, 1, 2]); // blocks 2 and 5, and block 0
+    let rows = kv_rows(&slots, size as usize, heads as usize).unwrap();
+    write_kv(&k_cache, &v_cache, &k, &v, &rows).unwrap();
+    let plain = [&k_cache, &v_cache].map(|cache| cache.values.to_kind(Kind::Float) * cache.scales.unsqueeze(-1));
+    for (cache, new) in plain.iter().zip([&k, &v]) {
+        let kept = cache.view([-1, hd]).index_select(0, &rows).view_as(new);
+        let off = f64::try_from(((&kept - new).abs() / new.abs().amax([-1], true)).max()).unwrap();
+        assert!(off > 0.0 && off < 1.0 / 16.0, "{off}: half a unit of three bits");
+    }
+    let tables = Tensor::from_slice(&[2i64, 5, 0, 0]).view([2, 2]);
+    let layout =
+        PagedLayout::new(&tables, &Tensor::from_slice(&[6i64, 3]), size as usize, heads as usize, None).unwrap();
+    let q = rand(&[2, 4, hd]).to_kind(Kind::Float);
+    let [own, expected] = [
+        paged_decode(&q, &k_cache, &v_cache, &layout, 0.25).unwrap(),
+        paged_decode(&q, &plain[0], &plain[1], &layout, 0.25).unwrap(),
+    ];
+    assert!(own.equal(&expected));
+    let q = rand(&[3, 4, hd]).to_kind(Kind::Float);
+    let prefill = |k: &dyn KvEntries, v: &dyn KvEntries| {
+        paged_prefill(&q, k, v, &tables, &[0, 2, 3], &[6, 3], 0.25, None).unwrap()
+    };
+    assert!(prefill(&k_cache, &v_cache).equal(&prefill(&plain[0], &plain[1])));
 }

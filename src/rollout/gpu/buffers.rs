@@ -6,12 +6,13 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::dense;
-use crate::cuda::kernels::{CANDIDATE_WORDS, RowSums};
+use super::experts::{ExpertBuffers, ExpertShape};
+use crate::config::RolloutQuantization;
+use crate::cuda::kernels::{CANDIDATE_WORDS, Fp8Rows, RowSums};
 use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{Mixer, ModelSpec};
+use crate::model::{Mlp, ModelSpec};
 use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
@@ -22,6 +23,9 @@ const MOST_SUMMED_ROWS: usize = 1024;
 const ALIGNED_LOGITS: usize = 8;
 /// Sections begin at multiples of this, in bytes.
 const ALIGNMENT: usize = 256;
+
+/// Shape and type of one buffer.
+pub(super) type Section = (Vec<i64>, Kind);
 
 /// Sizes of one rank's steps.
 #[derive(Debug, Clone)]
@@ -35,7 +39,11 @@ pub(super) struct StepShape {
     hidden: usize,
     qkv: usize,
     heads: usize,
+    /// Width of the MLP, 0 where all layers have experts.
     mlp: usize,
+    pub(super) experts: Option<ExpertShape>,
+    /// Columns of the widest matrix that is multiplied in FP8; 0 where none is.
+    rounded: usize,
     vocab: usize,
     kv_slots: [usize; 2], // blocks, tokens of a block
     tp_size: usize,
@@ -64,6 +72,8 @@ pub(super) struct DecodeBuffers {
     pub(super) attended: Tensor,   // [R, H hd]
     pub(super) gate_up: Tensor,    // [R, 2 F]
     pub(super) act: Tensor,        // [R, F]
+    pub(super) rounded: Tensor,    // [R K] e4m3, of the product at hand; none but for products in FP8
+    pub(super) scales: Tensor,     // [R] f32, of its rows
     pub(super) logits: Tensor,     // [S', W] f32
     pub(super) shards: Tensor,     // [S' W] f32, whole rows of this rank's share of the draws; none on a single rank
     pub(super) own_cuts: Tensor,   // [2 S' / ranks] i32, what filters leave of them
@@ -76,23 +86,37 @@ pub(super) struct DecodeBuffers {
     pub(super) token_ids: Tensor,  // [S] i32
     /// Sampled ids [S], then the bits of their log-probabilities [S].
     pub(super) sampled: Tensor, // [2 S] i32
+    /// Where some layers have experts.
+    pub(super) experts: Option<ExpertBuffers>,
 }
 
 impl StepShape {
     pub(super) fn new(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Self {
         let block = spec.block(0).tp_slice(tp_size);
-        let (Mixer::Attention(attention), dense) = (block.mixer, dense(block.mlp));
+        let attention = block.mixer.attention();
         let [queries, keys] = attention.widths();
         let sums = !block.norms.post && RowSums::serve(options.kind, spec.hidden_size, tp_size);
-        let num_blocks = options.kv_cache_bytes / kv_block_bytes(spec, tp_size, options.block_size, options.kind);
+        let dense = (0..spec.num_layers).filter_map(|layer| match spec.block(layer).tp_slice(tp_size).mlp {
+            Mlp::Dense(dense) => Some(dense.intermediate),
+            Mlp::Experts(_) => None,
+        });
+        let rows = options.max_num_batched_tokens.max(options.max_num_seqs);
+        let mlp = dense.max().unwrap_or(0);
+        let num_blocks =
+            options.kv_cache_bytes / kv_block_bytes(spec, tp_size, options.block_size, options.cache_kind());
         Self {
-            rows: options.max_num_batched_tokens.max(options.max_num_seqs),
+            rows,
             seqs: options.max_num_seqs,
             blocks: options.max_model_length.div_ceil(options.block_size),
             hidden: spec.hidden_size,
             qkv: queries + 2 * keys,
             heads: queries,
-            mlp: dense.intermediate,
+            mlp,
+            experts: ExpertShape::new(spec, rows, tp_size, options.kind),
+            rounded: match options.quantization {
+                RolloutQuantization::None => 0,
+                RolloutQuantization::Fp8 => spec.hidden_size.max(queries).max(mlp),
+            },
             summed_rows: sums.then_some(options.max_num_seqs.min(MOST_SUMMED_ROWS)),
             vocab: spec.vocab_size,
             kv_slots: [num_blocks, options.block_size],
@@ -120,7 +144,7 @@ impl StepShape {
     }
 
     /// In the order of [`DecodeBuffers`].
-    fn sections(&self) -> [(Vec<i64>, Kind); 19] {
+    fn sections(&self) -> Vec<Section> {
         let matrix = |rows: usize, columns: usize| (vec![rows as i64, columns as i64], self.kind);
         let candidates = |ranks: usize| {
             let parts = MOST_PARTS.max(self.seqs) * ranks;
@@ -130,7 +154,7 @@ impl StepShape {
         let draws = self.seqs.next_multiple_of(self.tp_size);
         let width = self.vocab.div_ceil(self.tp_size).next_multiple_of(ALIGNED_LOGITS);
         let whole = if self.tp_size > 1 { draws * width } else { 0 };
-        [
+        let mut sections = vec![
             (vec![self.rows as i64, self.hidden as i64], self.residual),
             matrix(self.rows, self.hidden),
             matrix(self.rows, self.hidden),
@@ -139,6 +163,8 @@ impl StepShape {
             matrix(self.rows, self.heads),
             matrix(self.rows, 2 * self.mlp),
             matrix(self.rows, self.mlp),
+            (vec![(self.rows * self.rounded) as i64], Kind::Float8e4m3fn),
+            (vec![if self.rounded > 0 { self.rows as i64 } else { 0 }], Kind::Float),
             (vec![draws as i64, width as i64], Kind::Float),
             (vec![whole as i64], Kind::Float),
             words(&[2 * draws / self.tp_size]),
@@ -150,7 +176,9 @@ impl StepShape {
             words(&[self.input_words()]),
             words(&[self.seqs]),
             words(&[2 * self.seqs]),
-        ]
+        ];
+        sections.extend(self.experts.iter().flat_map(ExpertShape::sections));
+        sections
     }
 
     /// Reserves the addresses.
@@ -178,6 +206,8 @@ impl StepShape {
             attended: next()?,
             gate_up: next()?,
             act: next()?,
+            rounded: next()?,
+            scales: next()?,
             logits: next()?,
             shards: next()?,
             own_cuts: next()?,
@@ -189,11 +219,18 @@ impl StepShape {
             inputs: next()?,
             token_ids: next()?,
             sampled: next()?,
+            experts: self.experts.map(|experts| experts.buffers(&mut next)).transpose()?,
         })
     }
 }
 
 impl DecodeBuffers {
+    /// Room for the rows [T, K] that a product in FP8 reads: each takes the place of the one before.
+    pub(super) fn rounded(&self, [rows, columns]: [i64; 2]) -> Fp8Rows {
+        let values = self.rounded.narrow(0, 0, rows * columns).view([rows, columns]);
+        Fp8Rows { values, scales: self.scales.narrow(0, 0, rows) }
+    }
+
     /// The last step's samples: ids [S] i32 and log-probabilities [S] f32.
     pub(super) fn sampled(&self) -> (Tensor, Tensor) {
         let seqs = self.token_ids.size()[0];

@@ -50,12 +50,25 @@ pub(super) struct Packing<'a> {
     pub(super) draws: &'a [Draw<'a>],
     pub(super) sequences: &'a [EngineSequence],
     pub(super) block_size: usize,
+    /// Whether requests choose among adapters.
+    pub(super) has_adapters: bool,
 }
 
 impl Packing<'_> {
     fn slots(&self, run: &TokenRun) -> impl Iterator<Item = i32> {
         let sequence = &self.sequences[run.sequence];
         run.tokens.clone().map(|at| sequence.slot(at, self.block_size) as i32)
+    }
+
+    /// The adapter of each row, with room for `len`; -1: the base model.
+    fn adapters(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Option<Tensor>> {
+        if !self.has_adapters {
+            return Ok(None);
+        }
+        let of_run =
+            |run: &TokenRun| std::iter::repeat_n(self.sequences[run.sequence].adapter_number(), run.tokens.len());
+        let range = words.put(len, self.step.runs.iter().flat_map(of_run), -1)?;
+        Ok(Some(inputs.narrow(0, range.start as i64, range.len() as i64)))
     }
 
     /// KV blocks of the runs' sequences, [`rows`, `blocks`].
@@ -110,9 +123,10 @@ pub(super) struct DecodeInputs {
     pub(super) context_lens: Tensor, // [S], 0: padding
     pub(super) slots: Tensor,        // [S]
     pub(super) sampling: Sampling,
-    pub(super) groups: Tensor,       // [S], as `kernels::SharedPrefixes` has them
-    pub(super) num_shared: Tensor,   // [S]
-    pub(super) block_tables: Tensor, // [S, blocks]
+    pub(super) groups: Tensor,           // [S], as `kernels::SharedPrefixes` has them
+    pub(super) num_shared: Tensor,       // [S]
+    pub(super) block_tables: Tensor,     // [S, blocks]
+    pub(super) adapters: Option<Tensor>, // [S]
 }
 
 impl DecodeInputs {
@@ -141,6 +155,7 @@ impl DecodeInputs {
         let groups = words.put(bucket, prefixes.iter().map(|prefix| prefix.0), -1)?;
         let num_shared = words.put(bucket, prefixes.iter().map(|prefix| prefix.1), 0)?;
         let block_tables = packing.block_tables(words, (bucket, blocks), inputs)?;
+        let adapters = packing.adapters(words, bucket, inputs)?;
         let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
         Ok(Self {
             from: view(from),
@@ -151,6 +166,7 @@ impl DecodeInputs {
             groups: view(groups),
             num_shared: view(num_shared),
             block_tables,
+            adapters,
         })
     }
 }
@@ -184,16 +200,17 @@ pub(super) fn bounds(lens: impl Iterator<Item = usize>) -> Vec<i32> {
 /// Inputs of a prefill step: T tokens of B runs, of which L rows are drawn from.
 #[derive(Debug)]
 pub(super) struct PrefillInputs {
-    pub(super) token_ids: Tensor,    // [T]
-    pub(super) positions: Tensor,    // [T]
-    pub(super) slots: Tensor,        // [T]
-    pub(super) bounds: Tensor,       // [B + 1], of the runs' tokens
-    pub(super) block_tables: Tensor, // [B, blocks]
-    pub(super) last_rows: Tensor,    // [L]
-    pub(super) drawn_runs: Tensor,   // [L]
-    pub(super) lens: Tensor,         // [L], tokens so far
-    pub(super) sampling: Sampling,   // of L
-    pub(super) copies: [Tensor; 2],  // blocks to copy from, and to
+    pub(super) token_ids: Tensor,        // [T]
+    pub(super) positions: Tensor,        // [T]
+    pub(super) slots: Tensor,            // [T]
+    pub(super) bounds: Tensor,           // [B + 1], of the runs' tokens
+    pub(super) block_tables: Tensor,     // [B, blocks]
+    pub(super) last_rows: Tensor,        // [L]
+    pub(super) drawn_runs: Tensor,       // [L]
+    pub(super) lens: Tensor,             // [L], tokens so far
+    pub(super) sampling: Sampling,       // of L
+    pub(super) copies: [Tensor; 2],      // blocks to copy from, and to
+    pub(super) adapters: Option<Tensor>, // [T]
 }
 
 impl PrefillInputs {
@@ -222,6 +239,7 @@ impl PrefillInputs {
         let bounds = words.put(bounds.len(), bounds, 0)?;
         let from = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.0 as i32), 0)?;
         let to = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.1 as i32), 0)?;
+        let adapters = packing.adapters(words, tokens, inputs)?;
         let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
         Ok(Self {
             token_ids: view(token_ids),
@@ -234,6 +252,7 @@ impl PrefillInputs {
             lens: view(lens),
             sampling,
             copies: [view(from), view(to)],
+            adapters,
         })
     }
 }

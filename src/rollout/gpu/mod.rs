@@ -8,14 +8,20 @@
 //! | `runner` | the steps of one call of `generate` |
 //! | `buffers` | the memory of a step |
 //! | `inputs` | what a step is told, packed into one upload |
+//! | `masks` | the tokens that structures allow, on their way to the device |
 //! | `network`, `sampling` | kernels and products, from token ids to hidden states and on to sampled tokens |
+//! | `experts` | the layers that have experts, from the router to the weighted sum |
+//! | `linears` | products of a block |
 //! | `prefill` | attention of prompts |
 //! | `graphs` | decode steps, recorded by batch size |
 //! | `profile` | the time of a decode step and of each of its operations |
 
 mod buffers;
+mod experts;
 mod graphs;
 mod inputs;
+mod linears;
+mod masks;
 mod network;
 mod prefill;
 mod profile;
@@ -23,21 +29,8 @@ mod runner;
 mod sampling;
 mod state;
 
-use crate::model::{DenseSpec, Mlp};
-
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
-pub use self::profile::StepProfile;
+pub use self::profile::{StepProfile, profile_step};
 pub(super) use self::runner::GpuRunner;
 pub(super) use self::state::GpuState;
 pub use self::state::engine_table_bytes;
-
-/// The MLP of a block.
-///
-/// # Panics
-/// For experts, which [`crate::model::ModelSpec::validate_gpu_engine`] refuses.
-fn dense(mlp: Mlp) -> DenseSpec {
-    match mlp {
-        Mlp::Dense(dense) => dense,
-        Mlp::Experts(_) => panic!("experts were refused"),
-    }
-}

@@ -4,16 +4,16 @@
 use tch::{Kind, Tensor};
 
 use super::buffers::DecodeBuffers;
+use super::masks::TokenMasks;
 use super::sampling::Processing;
 use crate::cuda::kernels::{self, HeadTransform, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{
-    BlockParams, Linear, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, ModelSpec, ParamName, Piece, QkNorm,
-    QuantizedBlock,
+    BlockParams, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mlp, ModelSpec, ParamName, QkNorm, QuantizedBlock,
 };
-use crate::rollout::kv_cache::KvCache;
+use crate::rollout::kv_cache::{KvCache, LayerCache};
 use crate::rollout::weights::EngineWeights;
 
 /// The decoder network of an engine that is awake, which all its steps share.
@@ -33,6 +33,10 @@ pub(super) struct DecoderNetwork<'a> {
     /// At most what [`DecoderNetwork::may_own_products`] allows.
     pub(super) own_products: OwnProducts,
     pub(super) processing: Processing,
+    /// Where requests choose among adapters, the number of each row's. [T] i32
+    pub(super) adapters: Option<&'a Tensor>,
+    /// The masks of the step's draws, where some have one.
+    pub(super) masks: Option<&'a TokenMasks>,
     /// Leaves all other operations out, for their times.
     pub(super) only: Option<DecoderOp>,
 }
@@ -57,9 +61,15 @@ pub(super) enum DecoderOp {
     AttentionPlan,
     Attention,
     O,
+    /// The experts of every token, and tokens by expert.
+    Router,
     GateUp,
     SiluMul,
+    /// Activations to FP8, where no operation before does that on its way.
+    Round,
     Down,
+    /// The sum of a token's experts.
+    Combine,
     Adapters,
     AllReduce,
     Head,
@@ -72,6 +82,8 @@ pub(super) struct Tokens<'a> {
     pub(super) ids: &'a Tensor,       // [T] i32
     pub(super) positions: &'a Tensor, // [T] i32
     pub(super) slots: &'a Tensor,     // [T] i32, -1: padding
+    /// Experts of an earlier computation, in all layers that have some, -1 where there was none.
+    pub(super) recorded: Option<&'a Tensor>, // flat, i16, token by token
 }
 
 /// One layer's attention: its number, queries [T, H, hd], and the product that holds keys and values, which are in the cache,
@@ -82,34 +94,6 @@ impl DecoderNetwork<'_> {
     /// Does `work`, unless only another operation is asked for.
     pub(super) fn op(&self, op: DecoderOp, work: impl FnOnce() -> Result<()>) -> Result<()> {
         if self.only.is_none_or(|only| only == op) { work() } else { Ok(()) }
-    }
-
-    /// The products for which there are own kernels in all blocks. They have been found to pay with one rank an engine only; and ranks
-    /// of one engine could not each decide by their own clock, as what is timed holds their sums.
-    pub(super) fn may_own_products(&self, rows: usize) -> Result<OwnProducts> {
-        if self.tuning != Tuning::Timed || self.tp.size() > 1 {
-            return Ok(OwnProducts::None);
-        }
-        let (mut all, mut gate_up) = (true, true);
-        for w in &self.weights.blocks {
-            let is_adapted = w.linears().any(|(_, linear)| linear.lora.is_some());
-            all &= !is_adapted
-                && match &w.linear(Matrix::Qkv).pieces[..] {
-                    [Piece { weight, bias }] => {
-                        let others = [Matrix::O, Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix).weight());
-                        let weights: Vec<&Tensor> = [weight].into_iter().chain(others).collect();
-                        kernels::product_serves(rows, &weights, bias.as_ref())?
-                    }
-                    _ => false,
-                };
-            let linear = w.linear(Matrix::GateUp);
-            gate_up &= linear.lora.is_none() && kernels::gate_up_serves(rows, linear.weight())?;
-        }
-        Ok(match (all, gate_up) {
-            (true, _) => OwnProducts::All,
-            (_, true) => OwnProducts::GateUp,
-            _ => OwnProducts::None,
-        })
     }
 
     /// Final hidden states, normed. [T, D]
@@ -135,13 +119,21 @@ impl DecoderNetwork<'_> {
             })?;
         }
         self.weights.prepare(0)?;
-        self.enter(&mut x, self.weights.blocks[0].norm(MIXER_NORMS.pre), &mut normed)?;
+        let rounds = self.weights.are_fp8();
+        self.enter(&mut x, self.weights.blocks[0].norm(MIXER_NORMS.pre), &mut normed, rounds)?;
         for (layer, w) in self.weights.blocks.iter().enumerate() {
             let attended = self.attention(layer, w, &normed, tokens, attend)?;
+            self.round(&attended, rounds)?;
             self.linear(DecoderOp::O, &attended, w.linear(Matrix::O), &parts[0])?;
-            self.leave(0, &mut parts, &mut x, (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre)), &mut normed)?;
-            self.gate_up(w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
-            self.linear(DecoderOp::Down, &act, w.linear(Matrix::Down), &parts[1])?;
+            let norms = (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre));
+            self.leave(0, &mut parts, &mut x, norms, (&mut normed, rounds))?;
+            match self.spec.block(layer).mlp {
+                Mlp::Dense(_) => {
+                    self.gate_up(w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
+                    self.linear(DecoderOp::Down, &act, w.linear(Matrix::Down), &parts[1])?;
+                }
+                Mlp::Experts(experts) => self.experts(layer, experts, w, &normed, tokens, &parts[1])?,
+            }
             let next = match self.weights.blocks.get(layer + 1) {
                 Some(next) => {
                     self.weights.prepare(layer + 1)?;
@@ -149,7 +141,8 @@ impl DecoderNetwork<'_> {
                 }
                 None => Some(&self.weights.final_norm),
             };
-            self.leave(1, &mut parts, &mut x, (w.norm(MLP_NORMS.post), next), &mut normed)?;
+            let rounds_next = rounds && layer + 1 < self.weights.blocks.len(); // the head is not in FP8
+            self.leave(1, &mut parts, &mut x, (w.norm(MLP_NORMS.post), next), (&mut normed, rounds_next))?;
         }
         Ok(normed)
     }
@@ -175,7 +168,6 @@ impl DecoderNetwork<'_> {
         let rows = normed.size()[0];
         let qkv = self.project(w.linear(Matrix::Qkv), normed)?;
         let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, self.spec.head_dim as i64]);
-        let (k_cache, v_cache) = self.kv_cache.layer(layer);
         let norms = w.norm(ParamName::QNorm).zip(w.norm(ParamName::KNorm));
         let mut norms = norms.map(|(q, k)| (q, k, self.spec.rms_norm_eps));
         if self.spec.qk_norm == Some(QkNorm::All) {
@@ -183,8 +175,9 @@ impl DecoderNetwork<'_> {
         }
         let transform = HeadTransform { norms, rope: self.rope };
         let Tokens { positions, slots, .. } = *tokens;
-        self.op(DecoderOp::RopeWriteKv, || {
-            kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, &k_cache, &v_cache)
+        self.op(DecoderOp::RopeWriteKv, || match &self.kv_cache.layer(layer) {
+            LayerCache::Plain([k, v]) => kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, k, v),
+            LayerCache::Fp8([k, v]) => kernels::rope_write_kv_fp8(&qkv, &transform, positions, slots, &mut q, k, v),
         })?;
         attend(layer, &q, &qkv)
     }
@@ -192,7 +185,7 @@ impl DecoderNetwork<'_> {
     /// One norm over all query heads and one over all key heads, in place, whichever rank has them.
     fn norm_all_heads(&self, qkv: &QkvViews, norms: Option<(&Tensor, &Tensor, f64)>) -> Result<()> {
         let Some((q, k, eps)) = norms else { return Ok(()) };
-        let Mixer::Attention(attention) = self.spec.block(0).mixer;
+        let attention = self.spec.block(0).mixer.attention();
         let rows = qkv.q.size()[0];
         // The MLP's activation has no use for its memory now: 8 bytes a row.
         let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);
@@ -205,52 +198,30 @@ impl DecoderNetwork<'_> {
         self.op(DecoderOp::Norm, || kernels::qk_scale(qkv, [q, k], &sums, attention.widths(), eps))
     }
 
-    /// act = silu(gate) * up
-    fn gate_up(
-        &self,
-        w: &Linear,
-        normed: &Tensor,  // [T, D]
-        gate_up: &Tensor, // [T, 2 F]
-        act: &mut Tensor, // [T, F]
-    ) -> Result<()> {
-        match self.own_products {
-            OwnProducts::All => self.op(DecoderOp::GateUp, || kernels::product_silu_mul(normed, w.weight(), act)),
-            OwnProducts::GateUp => self.op(DecoderOp::GateUp, || kernels::gate_up(normed, w.weight(), act)),
-            OwnProducts::None => {
-                self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
-                self.op(DecoderOp::SiluMul, || kernels::silu_mul(gate_up, act))
-            }
-        }
-    }
-
-    /// Queries, keys and values with their biases, as views of the buffer that the products fill.
-    fn project(&self, w: &Linear, normed: &Tensor) -> Result<QkvViews> {
-        let out = self.buffers.qkv.narrow(0, 0, normed.size()[0]); // [T, (H + 2 Hkv) hd]
-        let (heads, kv_heads) = self.spec.tp_heads(self.tp.size());
-        let views = match &w.pieces[..] {
-            [whole] => {
-                self.product(DecoderOp::Qkv, normed, &whole.weight, whole.bias.as_ref(), &out)?;
-                QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group())
-            }
-            pieces => {
-                let columns: Vec<i64> = pieces.iter().map(|piece| piece.weight.size()[0]).collect();
-                let parts = out.split_with_sizes(columns.as_slice(), 1);
-                for (piece, part) in pieces.iter().zip(&parts) {
-                    self.product(DecoderOp::Qkv, normed, &piece.weight, piece.bias.as_ref(), part)?;
-                }
-                QkvViews::split(&parts[0], &parts[1], heads)
-            }
+    /// normed = pre(x), or x itself, rounded where a product in FP8 reads it.
+    fn enter(&self, x: &mut Tensor, pre: Option<&Tensor>, normed: &mut Tensor, rounds: bool) -> Result<()> {
+        let Some(weight) = pre else {
+            self.op(DecoderOp::Norm, || Ok(normed.f_copy_(x)?))?;
+            return self.round(normed, rounds);
         };
-        self.adapt(normed, w.lora.as_ref(), &out)?;
-        Ok(views)
+        self.op(DecoderOp::Norm, || self.norm(x, None, weight, normed, rounds))
     }
 
-    /// normed = pre(x), or x itself.
-    fn enter(&self, x: &mut Tensor, pre: Option<&Tensor>, normed: &mut Tensor) -> Result<()> {
-        self.op(DecoderOp::Norm, || match pre {
-            Some(weight) => kernels::add_rms_norm(x, None, weight, normed, self.spec.rms_norm_eps),
-            None => Ok(normed.f_copy_(x)?),
-        })
+    /// x += delta, normed = its norm: as it is, or rounded.
+    fn norm(
+        &self,
+        x: &mut Tensor,         // [T, D]
+        delta: Option<&Tensor>, // [T, D]
+        weight: &Tensor,        // [D]
+        normed: &mut Tensor,    // [T, D]
+        rounds: bool,
+    ) -> Result<()> {
+        let eps = self.spec.rms_norm_eps;
+        if !rounds {
+            return kernels::add_rms_norm(x, delta, weight, normed, eps);
+        }
+        let rounded = self.rounded(normed);
+        kernels::add_rms_norm_fp8(x, delta, weight, self.plain(normed), &rounded, eps)
     }
 
     /// x += post(the sum over the group of what a row-parallel product gave); normed = pre(x), for the next sublayer.
@@ -260,10 +231,10 @@ impl DecoderNetwork<'_> {
         parts: &mut [Tensor; 2],                         // [T, D]
         x: &mut Tensor,                                  // [T, D]
         (post, pre): (Option<&Tensor>, Option<&Tensor>), // [D]
-        normed: &mut Tensor,                             // [T, D]
+        (normed, rounds): (&mut Tensor, bool),           // [T, D]
     ) -> Result<()> {
         if let (None, Some(weight)) = (post, pre) {
-            return self.add_rms_norm(turn, parts, x, weight, normed);
+            return self.add_rms_norm(turn, parts, x, weight, (normed, rounds));
         }
         let part = &mut parts[turn];
         if self.tp.size() > 1 {
@@ -276,7 +247,7 @@ impl DecoderNetwork<'_> {
             let _ = x.f_add_(if post.is_some() { &*normed } else { &*part })?;
             Ok(())
         })?;
-        self.enter(x, pre, normed)
+        self.enter(x, pre, normed, rounds)
     }
 
     /// x += the sum over the group of what a row-parallel product gave, where ranks have column ranges of the weight; normed is
@@ -284,57 +255,21 @@ impl DecoderNetwork<'_> {
     fn add_rms_norm(
         &self,
         turn: usize,
-        parts: &mut [Tensor; 2], // [T, D]
-        x: &mut Tensor,          // [T, D]
-        weight: &Tensor,         // [D]
-        normed: &mut Tensor,     // [T, D]
+        parts: &mut [Tensor; 2],               // [T, D]
+        x: &mut Tensor,                        // [T, D]
+        weight: &Tensor,                       // [D]
+        (normed, rounds): (&mut Tensor, bool), // [T, D]
     ) -> Result<()> {
-        let (part, eps) = (&mut parts[turn], self.spec.rms_norm_eps);
+        let part = &mut parts[turn];
         if let Some(sums) = self.sums {
             let way = sums.way(part.size()[0] as usize);
-            return self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, eps));
+            self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, self.spec.rms_norm_eps))?;
+            return self.round(normed, rounds);
         }
         if self.tp.size() > 1 {
             self.op(DecoderOp::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
         }
-        self.op(DecoderOp::Norm, || kernels::add_rms_norm(x, Some(part), weight, normed, eps))
-    }
-
-    /// out = x w^T, with the adapter's part.
-    fn linear(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
-        self.product(op, x, w.weight(), None, out)?;
-        self.adapt(x, w.lora.as_ref(), out)
-    }
-
-    /// out = x w^T + bias
-    pub(super) fn product(
-        &self,
-        op: DecoderOp,
-        x: &Tensor,            // [T, K]
-        w: &Tensor,            // [N, K]
-        bias: Option<&Tensor>, // [N]
-        out: &Tensor,          // [T, N]
-    ) -> Result<()> {
-        self.op(op, || match self.own_products {
-            OwnProducts::All => kernels::product(x, w, bias, out),
-            _ => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
-        })
-    }
-
-    /// out += (x A^T) B^T
-    fn adapt(&self, x: &Tensor, lora: Option<&Lora>, out: &Tensor) -> Result<()> {
-        let (Some(Lora { a, b, .. }), Some(low)) = (lora, self.low) else { return Ok(()) };
-        let shape = [x.size()[0], a.size()[0]];
-        let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
-        // Where a row's bits must not depend on the rows beside it, they come from one kernel for all numbers of rows.
-        let is_own = self.tuning == Tuning::Fixed || kernels::adapt_pays(x, out);
-        self.op(DecoderOp::Adapters, || {
-            if is_own && kernels::adapt_serves(x, a, b, out) {
-                return kernels::adapt(x, a, b, &low, out);
-            }
-            self.products.run(x, &a.tr(), None, &low, 0.0, self.tuning)?;
-            self.products.run(&low, &b.tr(), None, out, 1.0, self.tuning)
-        })
+        self.op(DecoderOp::Norm, || self.norm(x, Some(part), weight, normed, rounds))
     }
 }
 
@@ -361,13 +296,14 @@ pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Opti
     let quantized = weights.quantized.iter().flat_map(|quantized| quantized.blocks);
     quantized.flat_map(QuantizedBlock::tensors).for_each(&mut note);
     for (layer, w) in weights.blocks.iter().enumerate() {
-        let (k_cache, v_cache) = kv_cache.layer(layer);
-        [&k_cache, &v_cache].into_iter().for_each(&mut note);
+        kv_cache.layer(layer).tensors().into_iter().for_each(&mut note);
         w.try_map(&mut |tensor| {
             note(tensor);
             Ok(tensor.shallow_clone())
         })?;
     }
+    let pieces = weights.blocks.iter().flat_map(BlockParams::linears).flat_map(|(_, linear)| &linear.pieces);
+    pieces.filter_map(|piece| piece.fp8.as_ref()).flat_map(|fp8| [&fp8.values, &fp8.scales]).for_each(&mut note);
     adapters(weights).flat_map(|lora| [&lora.a, &lora.b]).for_each(&mut note);
     Ok(addresses)
 }

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::inputs::{PrefillInputs, bounds};
-use crate::cuda::kernels::{self, AttentionPlan, QkvViews};
+use crate::cuda::kernels::{AttentionPlan, QkvViews};
 use crate::error::{Error, Result};
 use crate::model::{ModelSpec, attention_scale};
-use crate::ops::attention::{kv_rows, paged_prefill};
+use crate::ops::attention::{KvEntries, kv_rows, paged_prefill};
 use crate::rollout::batch::block_tables;
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::scheduler::Step;
@@ -53,12 +53,12 @@ impl<'a> PrefillAttention<'a> {
         strict: Option<&'a AttentionPlan>,
     ) -> Result<Self> {
         let scale = attention_scale(spec);
-        let (kind, kv_heads) = kv_cache.kind_and_heads();
+        let kv_heads = kv_cache.num_kv_heads();
         let context_lens: Vec<i64> = step.runs.iter().map(|run| run.tokens.end as i64).collect();
         let device = inputs.bounds.device();
         let keys = if let Some(plan) = strict {
             Keys::Rows(plan, slices(step, inputs, plan.max_rows() as i64)?)
-        } else if kind != Kind::BFloat16 {
+        } else if kv_cache.kind() == Kind::Float {
             let bounds = bounds(step.runs.iter().map(|run| run.tokens.len())).into_iter().map(i64::from);
             let block_tables = block_tables(&step.runs, sequences, kv_cache.block_size(), device)?;
             Keys::Explicit { block_tables, bounds: bounds.collect(), context_lens, window: spec.sliding_window }
@@ -89,16 +89,16 @@ impl<'a> PrefillAttention<'a> {
 
     /// [T, H hd]
     pub(super) fn attend(&self, layer: usize, q: &Tensor /* [T, H, hd] */, qkv: &QkvViews) -> Result<Tensor> {
-        let (k_cache, v_cache) = self.kv_cache.layer(layer);
+        let cache = self.kv_cache.layer(layer);
         let o = match &self.keys {
             Keys::AtHand(varlen) => flash_forward(q, &qkv.k, &qkv.v, varlen, self.scale)?.0,
             Keys::Cached(varlen, rows) => {
-                let gather = |cache: &Tensor| {
+                let gather = |cache: &dyn KvEntries| {
                     let size = cache.size(); // [blocks, Hkv, block_size, hd]
-                    let entries = cache.view([-1, size[3]]).f_index_select(0, rows)?;
-                    Ok::<_, Error>(entries.view([-1, size[1], size[3]]))
+                    Ok::<_, Error>(cache.rows(rows, q.kind())?.view([-1, size[1], size[3]]))
                 };
-                flash_forward(q, &gather(&k_cache)?, &gather(&v_cache)?, varlen, self.scale)?.0
+                let [k_cache, v_cache] = cache.entries();
+                flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, varlen, self.scale)?.0
             }
             Keys::Rows(plan, slices) => {
                 let o = q.f_empty_like()?;
@@ -106,12 +106,13 @@ impl<'a> PrefillAttention<'a> {
                     let of_slice = |tensor: &Tensor| tensor.narrow(0, *first, lens.size()[0]);
                     plan.update(lens, None)?;
                     let (q, mut o) = (of_slice(q), of_slice(&o));
-                    kernels::paged_attention(plan, &q, &k_cache, &v_cache, block_tables, lens, &mut o)?;
+                    cache.attend(plan, &q, block_tables, lens, &mut o)?;
                 }
                 o
             }
             Keys::Explicit { block_tables, bounds, context_lens, window } => {
-                paged_prefill(q, &k_cache, &v_cache, block_tables, bounds, context_lens, self.scale, *window)?
+                let [k_cache, v_cache] = cache.entries();
+                paged_prefill(q, k_cache, v_cache, block_tables, bounds, context_lens, self.scale, *window)?
             }
         };
         Ok(o.f_flatten(1, 2)?)

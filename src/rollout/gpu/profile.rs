@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::Device;
 
-use super::dense;
+use super::experts::mlp_work;
 use super::graphs::replay_times;
 use super::inputs::Packing;
 use super::network::{DecoderOp, adapters};
@@ -13,7 +13,8 @@ use super::runner::GpuRunner;
 use crate::cuda::{EnergyMeter, Graph, Sustained};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
-use crate::model::{LinearSpec, Mixer, product_work};
+use crate::model::{LinearSpec, Mlp, product_work};
+use crate::rollout::engine::{Engine, RolloutEngine};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
@@ -29,9 +30,9 @@ const STEP_REPLAYS: usize = 150;
 pub struct StepProfile {
     /// The whole step, in microseconds.
     pub step_us: f64,
-    /// Its cost when repeated for half a second, where that was asked for.
+    /// Cost of the whole step when repeated for half a second, where that was asked for.
     pub sustained: Option<Sustained>,
-    /// Its operations.
+    /// The step's operations.
     pub ops: Vec<OpTime>,
 }
 
@@ -50,7 +51,7 @@ pub struct OpTime {
     pub flop: f64,
 }
 
-const OPS: [DecoderOp; 14] = [
+const OPS: [DecoderOp; 17] = [
     DecoderOp::Embed,
     DecoderOp::Norm,
     DecoderOp::Qkv,
@@ -58,23 +59,46 @@ const OPS: [DecoderOp; 14] = [
     DecoderOp::AttentionPlan,
     DecoderOp::Attention,
     DecoderOp::O,
+    DecoderOp::Router,
     DecoderOp::GateUp,
     DecoderOp::SiluMul,
+    DecoderOp::Round,
     DecoderOp::Down,
+    DecoderOp::Combine,
     DecoderOp::Adapters,
     DecoderOp::AllReduce,
     DecoderOp::Head,
     DecoderOp::Sample,
 ];
 
+/// Times one decode step of `batch` sequences of `context` tokens, and each of its operations. `shape` is (batch, group, shared):
+/// each `group` of sequences shares all full blocks of its first `shared` tokens. Where it `sustains` them, each is repeated for half a
+/// second, with its energy. What it writes into the cache is no sequence's. On a GPU only; collective over the tensor-parallel group.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] on a CPU, or if the cache does not hold the batch; [`Error::Environment`] where the GPU does not
+/// tell its energy.
+pub fn profile_step(
+    rollout: &mut RolloutEngine<'_>,
+    shape: (usize, usize, usize),
+    context: usize,
+    sustains: bool,
+) -> Result<StepProfile> {
+    rollout.engine.drop_kept(); // blocks are written at random
+    let RolloutEngine { engine, weights, stats, .. } = rollout;
+    let Engine { spec, gpu: Some(gpu), kv_cache, tp, .. } = &mut **engine else {
+        return Err(Error::InvalidArgument {
+            op: "profile_step",
+            expected: "an engine on a GPU".into(),
+            got: "one on a CPU".into(),
+        });
+    };
+    let mut runner = GpuRunner::new(gpu, (spec, weights, kv_cache), tp.as_ref())?;
+    runner.profile(shape, context, stats.num_blocks, sustains)
+}
+
 impl GpuRunner<'_> {
-    /// Times a step of `batch` sequences of `context` tokens, `group` of which share all full blocks of their first
-    /// `shared` tokens, and, where it `sustains` them, the energy that each operation takes. What it writes into the cache is no
-    /// sequence's. Collective.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if `num_blocks` do not hold them; [`Error::Environment`] where the GPU does not tell its energy.
-    pub(in crate::rollout) fn profile(
+    fn profile(
         &mut self,
         (batch, group, shared): (usize, usize, usize),
         context: usize,
@@ -83,7 +107,8 @@ impl GpuRunner<'_> {
     ) -> Result<StepProfile> {
         let sequences = self.sequences((batch, group, shared), context, num_blocks)?;
         let run = |index: usize| TokenRun { sequence: index, tokens: context - 1..context, samples: index..index + 1 };
-        let step = Step { is_decode: true, runs: (0..batch).map(run).collect(), copies: Vec::new() };
+        let runs = (0..batch).map(run).collect();
+        let step = Step { is_decode: true, runs, copies: Vec::new(), state_copies: Vec::new() };
         let draws = sequences.iter().enumerate().map(|(row, EngineSequence { params, token_ids, .. })| Draw {
             row,
             params,
@@ -95,14 +120,25 @@ impl GpuRunner<'_> {
         });
         let draws: Vec<Draw> = draws.collect();
         let block_size = self.kv_cache.block_size();
-        let packing = Packing { step: &step, draws: &draws, sequences: &sequences, block_size };
+        let packing = Packing {
+            step: &step,
+            draws: &draws,
+            sequences: &sequences,
+            block_size,
+            has_adapters: self.weights.num_adapters > 0,
+        };
         let meter = if sustains { Some(self.energy_meter()?) } else { None };
         let (step_us, sustained) = self.time(&packing, None, meter.as_ref())?;
+        let has_experts = self.spec.num_expert_layers() > 0;
+        let has_dense = self.spec.num_expert_layers() < self.spec.num_layers;
         let mut ops = Vec::with_capacity(OPS.len());
         for op in OPS {
             let is_done = match op {
                 DecoderOp::AllReduce => self.tp.size() > 1,
                 DecoderOp::Adapters => self.state.low.is_some(),
+                DecoderOp::Router | DecoderOp::Combine => has_experts,
+                DecoderOp::SiluMul => has_dense,
+                DecoderOp::Round => self.weights.are_fp8(),
                 _ => true,
             };
             if !is_done {
@@ -143,7 +179,7 @@ impl GpuRunner<'_> {
         }
         if sequences.iter().any(|sequence| sequence.block_table.len() < longest) {
             return Err(Error::InvalidArgument {
-                op: "RolloutEngine::profile",
+                op: "profile_step",
                 expected: format!("a batch that {num_blocks} KV blocks hold"),
                 got: format!("{batch} sequences of {context} tokens"),
             });
@@ -182,8 +218,8 @@ impl GpuRunner<'_> {
     /// (bytes, floating-point operations) of one operation in all layers, for S rows and all their context tokens.
     fn work(&self, op: DecoderOp, rows: f64, context_tokens: f64) -> (f64, f64) {
         let (spec, block) = (self.spec, self.spec.block(0).tp_slice(self.tp.size()));
-        let (Mixer::Attention(attention), dense) = (block.mixer, dense(block.mlp));
-        let ([qkv, o], [gate_up, down]) = (attention.linears(), dense.linears());
+        let attention = block.mixer.attention();
+        let [qkv, o] = attention.linears();
         let (hidden, layers) = (spec.hidden_size as f64, spec.num_layers as f64);
         let vocab = (spec.vocab_size / self.tp.size()) as f64;
         let size = self.weights.embedding.kind().elt_size_in_bytes() as f64;
@@ -191,8 +227,21 @@ impl GpuRunner<'_> {
         let residual = buffers.x.kind().elt_size_in_bytes() as f64;
         let sums = self.state.sums.as_ref().is_some_and(|sums| rows <= sums.rows() as f64);
         let of_layers = |(bytes, flop): (f64, f64)| (layers * bytes, layers * flop);
-        let product = |linear: LinearSpec| of_layers(linear.work(rows, size));
-        let cached_bytes = size * attention.cached_elements() as f64;
+        // A product in FP8 reads half the bytes and may take half the time.
+        let (product_size, rate) = if self.weights.are_fp8() { (1.0, 2.0) } else { (size, 1.0) };
+        let product = |linear: LinearSpec| {
+            let (bytes, flop) = of_layers(linear.work(rows, product_size));
+            (bytes, flop / rate)
+        };
+        let of_mlps = |work: &dyn Fn(Mlp) -> (f64, f64)| {
+            let layers = (0..spec.num_layers).map(|layer| work(spec.block(layer).tp_slice(self.tp.size()).mlp));
+            layers.fold((0.0, 0.0), |sum, (bytes, flop)| (sum.0 + bytes, sum.1 + flop))
+        };
+        let of_mlp_products = |index: usize| {
+            let (bytes, flop) = of_mlps(&|mlp| mlp_work(mlp, index, rows, product_size));
+            (bytes, flop / rate)
+        };
+        let cached_bytes = self.kv_cache.token_bytes() / layers;
         match op {
             DecoderOp::Embed => ((size + residual) * rows * hidden, 0.0),
             DecoderOp::Norm if sums => ((size + residual) * rows * hidden, 0.0), // the others are in the sums
@@ -204,9 +253,23 @@ impl GpuRunner<'_> {
                 of_layers((cached_bytes * context_tokens, attention.flop_per_pair() as f64 * context_tokens))
             }
             DecoderOp::O => product(o),
-            DecoderOp::GateUp => product(gate_up),
-            DecoderOp::SiluMul => of_layers((size * rows * 3.0 * dense.intermediate as f64, 0.0)),
-            DecoderOp::Down => product(down),
+            DecoderOp::Router => of_mlps(&|mlp| match mlp {
+                Mlp::Dense(_) => (0.0, 0.0),
+                Mlp::Experts(experts) => {
+                    product_work(&[experts.num_experts as i64, spec.hidden_size as i64], rows, size)
+                }
+            }),
+            DecoderOp::GateUp => of_mlp_products(0),
+            DecoderOp::SiluMul => of_mlps(&|mlp| match mlp {
+                Mlp::Dense(dense) => (size * rows * 3.0 * dense.intermediate as f64, 0.0),
+                Mlp::Experts(_) => (0.0, 0.0),
+            }),
+            DecoderOp::Round => of_layers((3.0 * rows * o.columns as f64, 0.0)), // elsewhere other operations do it
+            DecoderOp::Down => of_mlp_products(1),
+            DecoderOp::Combine => of_mlps(&|mlp| match mlp {
+                Mlp::Dense(_) => (0.0, 0.0),
+                Mlp::Experts(experts) => (size * rows * hidden * (experts.router.num_experts_per_tok + 1) as f64, 0.0),
+            }),
             DecoderOp::Adapters => adapters(self.weights).fold((0.0, 0.0), |(bytes, flop), lora| {
                 let [a, b] = [&lora.a, &lora.b].map(|factor| product_work(&factor.size(), rows, size));
                 (bytes + a.0 + b.0, flop + a.1 + b.1)

@@ -16,12 +16,14 @@ use crate::dist::Collective;
 use crate::error::Result;
 use crate::model::ModelSpec;
 use crate::rollout::kv_cache::KvCache;
+use crate::rollout::routes::recorded_experts;
 use crate::rollout::runner::Runner;
-use crate::rollout::sampler::{Draw, Sampled, non_finite};
+use crate::rollout::sampler::{Draw, Sampled, Sampler, non_finite};
 use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::EngineSequence;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
+use crate::types::TokenLogprob;
 
 /// Runs the steps of one session.
 pub(in crate::rollout) struct GpuRunner<'a> {
@@ -32,10 +34,21 @@ pub(in crate::rollout) struct GpuRunner<'a> {
     pub(super) tp: &'a dyn Collective,
     /// Row of the last launched step that samples for each sequence.
     pending: Vec<u32>,
-    /// (prompt id, tokens so far) of each draw of the steps under way.
-    under_way: VecDeque<Vec<(u64, usize)>>,
+    under_way: VecDeque<StepDraws>,
     num_launched: usize,
+    /// Experts of the step that was collected last.
+    experts: Vec<u16>,
     _current: CurrentStream,
+}
+
+/// The draws of a step under way.
+struct StepDraws {
+    /// (prompt id, tokens so far) of each.
+    drawn: Vec<(u64, usize)>,
+    /// The most probable ids of those that ask for them, with the draw's number.
+    top: Vec<(usize, Vec<TokenLogprob>)>,
+    /// Tokens that the step computed.
+    num_tokens: usize,
 }
 
 impl<'a> GpuRunner<'a> {
@@ -55,6 +68,7 @@ impl<'a> GpuRunner<'a> {
             pending: Vec::new(),
             under_way: VecDeque::new(),
             num_launched: 0,
+            experts: Vec::new(),
             _current: current,
         })
     }
@@ -89,6 +103,8 @@ impl<'a> GpuRunner<'a> {
             },
             own_products: OwnProducts::None,
             processing,
+            adapters: None,
+            masks: state.masks.as_ref(),
             only,
         }
     }
@@ -111,7 +127,8 @@ impl<'a> GpuRunner<'a> {
         })?;
         let state = &*self.state;
         let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
-        let network = DecoderNetwork { sums, ..self.network(Tuning::Timed, Processing::of(packing), only) };
+        let network = self.network(Tuning::Timed, Processing::of(packing), only);
+        let network = DecoderNetwork { sums, adapters: inputs.adapters.as_ref(), ..network };
         let hidden = |network: &DecoderNetwork| decode_hidden(network, &inputs, &state.plan, state.strict);
         run(&state.stream, &mut || {
             let own_products = state.own_products(&network, widths.0, &hidden)?;
@@ -125,15 +142,44 @@ impl<'a> GpuRunner<'a> {
         })
     }
 
+    /// The most probable ids of the draws that ask for them, by the logits that the newest step has left on the device; waits for
+    /// it. Collective where there are such draws.
+    fn top_logprobs(&self, draws: &[Draw]) -> Result<Vec<(usize, Vec<TokenLogprob>)>> {
+        let asks = |(_, draw): &(usize, &Draw)| draw.params.top_logprobs > 0;
+        let (rows, asking): (Vec<usize>, Vec<&Draw>) = draws.iter().enumerate().filter(asks).unzip();
+        if rows.is_empty() {
+            return Ok(Vec::new());
+        }
+        let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
+        let logits = &self.state.buffers.as_ref().expect("the engine is awake").logits;
+        let own_rows: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
+        let own_rows = torch::tensor_on(&own_rows, logits.device())?;
+        let logits = logits.f_index_select(0, &own_rows)?.f_narrow(1, 0, vocab.len() as i64)?;
+        let logits = torch::f32_vec(&logits)?;
+        let sampler = Sampler { vocab, tp: self.tp };
+        Ok(rows.into_iter().zip(sampler.top_logprobs(&logits, &asking)?).collect())
+    }
+
     fn prefill(&mut self, packing: &Packing) -> Result<()> {
         let blocks = self.state.shape.blocks;
         let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, blocks, inputs);
         let inputs = self.state.upload(self.num_launched, self.tp, pack)?;
         let network = self.network(Tuning::First, Processing::of(packing), None);
+        let network = DecoderNetwork { adapters: inputs.adapters.as_ref(), ..network };
         let strict = self.state.strict.then_some(&self.state.plan);
         let attention =
             PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec, strict)?;
-        let tokens = Tokens { ids: &inputs.token_ids, positions: &inputs.positions, slots: &inputs.slots };
+        let recorded = match self.state.record_downloads {
+            Some(_) => recorded_experts(self.spec, packing.step, packing.sequences),
+            None => None,
+        };
+        let recorded = recorded.map(|experts| torch::tensor_on(&experts, inputs.slots.device())).transpose()?;
+        let tokens = Tokens {
+            ids: &inputs.token_ids,
+            positions: &inputs.positions,
+            slots: &inputs.slots,
+            recorded: recorded.as_ref(),
+        };
         let hidden = network.hidden(&tokens, &mut |layer, q, qkv| attention.attend(layer, q, qkv))?;
         if !packing.step.copies.is_empty() {
             let [from, to] = &inputs.copies;
@@ -159,37 +205,45 @@ impl Runner for GpuRunner<'_> {
         1
     }
 
-    fn draws_on_device(&self) -> bool {
-        true
-    }
-
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
         let block_size = self.kv_cache.block_size();
-        let packing = Packing { step, draws, sequences, block_size };
+        let has_adapters = self.weights.num_adapters > 0;
+        let packing = Packing { step, draws, sequences, block_size, has_adapters };
         self.pending.resize(sequences.len(), 0);
         self.tp.epoch()?; // a graph knows nothing of a communicator's end
+        self.state.upload_masks(draws, self.spec.vocab_size, self.tp)?;
         no_grad(|| if step.is_decode { self.decode(&packing) } else { self.prefill(&packing) })?;
         let buffers = self.state.buffers.as_ref().expect("the engine is awake");
         self.state.downloads[self.num_launched % 2].download(&buffers.sampled)?;
         let samples = step.runs.iter().flat_map(|run| run.samples.clone().map(|index| (index, run.tokens.end)));
+        let num_tokens = step.runs.iter().map(|run| run.tokens.len()).sum();
+        if let (Some(downloads), Some(experts)) = (&mut self.state.record_downloads, &buffers.experts) {
+            downloads[self.num_launched % 2].download(&experts.recorded(num_tokens))?;
+        }
         let mut drawn = Vec::with_capacity(draws.len());
         for (row, ((index, len), draw)) in samples.zip(draws).enumerate() {
             self.pending[index] = row as u32;
             drawn.push((draw.prompt_id, len));
         }
-        self.under_way.push_back(drawn);
+        let top = self.top_logprobs(draws)?;
+        self.under_way.push_back(StepDraws { drawn, top, num_tokens });
         self.num_launched += 1;
         Ok(())
     }
 
     fn take_experts(&mut self) -> Vec<u16> {
-        Vec::new() // no model with experts comes here
+        std::mem::take(&mut self.experts)
     }
 
     fn collect(&mut self) -> Result<Vec<Sampled>> {
-        let drawn = self.under_way.pop_front().expect("a step was launched");
+        let StepDraws { drawn, top, num_tokens } = self.under_way.pop_front().expect("a step was launched");
         let parity = (self.num_launched - self.under_way.len() - 1) % 2;
         let tp = self.tp;
+        if let Some(downloads) = &mut self.state.record_downloads {
+            let words = downloads[parity].words(&mut || wait(tp))?;
+            let experts = words.iter().flat_map(|word| [*word as u16, (*word >> 16) as u16]);
+            self.experts = experts.take(num_tokens * self.spec.routed_experts_per_token()).collect();
+        }
         let words = self.state.downloads[parity].words(&mut || wait(tp))?;
         let (ids, logprobs) = words.split_at(words.len() / 2);
         let results = drawn.iter().zip(ids.iter().zip(logprobs));
@@ -197,7 +251,15 @@ impl Runner for GpuRunner<'_> {
             Ok(token_id) => Ok(Sampled { token_id, logprob: f32::from_bits(bits as u32), top: Vec::new() }),
             Err(_) => Err(non_finite(prompt_id, position)),
         });
-        sampled.collect()
+        let mut sampled = sampled.collect::<Result<Vec<_>>>()?;
+        for (draw, top) in top {
+            let Sampled { token_id, logprob, top: of_draw } = &mut sampled[draw];
+            *of_draw = top;
+            // The device and the host add up in other orders: one number for one token.
+            let own = of_draw.iter_mut().filter(|other| other.token_id == *token_id);
+            own.for_each(|own| own.logprob = *logprob);
+        }
+        Ok(sampled)
     }
 }
 
@@ -215,14 +277,14 @@ fn decode_hidden(
     kernels::next_tokens(&inputs.from, &buffers.sampled().0, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
     network.op(DecoderOp::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
-    let tokens = Tokens { ids: &ids, positions: &inputs.positions, slots: &inputs.slots };
+    // A decode step's tokens are computed for the first time.
+    let tokens = Tokens { ids: &ids, positions: &inputs.positions, slots: &inputs.slots, recorded: None };
     let attended = buffers.attended.narrow(0, 0, rows); // [S, H hd]
     network.hidden(&tokens, &mut |layer, q, _| {
-        let (k_cache, v_cache) = network.kv_cache.layer(layer);
+        let cache = network.kv_cache.layer(layer);
         let mut o = attended.view_as(q);
-        network.op(DecoderOp::Attention, || {
-            kernels::paged_attention(plan, q, &k_cache, &v_cache, &inputs.block_tables, &inputs.context_lens, &mut o)
-        })?;
+        network
+            .op(DecoderOp::Attention, || cache.attend(plan, q, &inputs.block_tables, &inputs.context_lens, &mut o))?;
         Ok(attended.shallow_clone())
     })
 }

@@ -17,6 +17,8 @@ pub(super) struct Processing {
     pub(super) filters: bool,
     /// There is a repetition penalty.
     pub(super) penalises: bool,
+    /// A structure allows some tokens alone.
+    pub(super) masks: bool,
 }
 
 impl Processing {
@@ -26,6 +28,7 @@ impl Processing {
         Self {
             filters: params().any(|params| filters::is_active(params) && params.temperature > 0.0),
             penalises: params().any(|params| params.repetition_penalty != 1.0),
+            masks: packing.draws.iter().any(|draw| draw.allowed.is_some()),
         }
     }
 }
@@ -51,6 +54,10 @@ impl DecoderNetwork<'_> {
 
     fn draw(&self, logits: &Tensor /* [S, V of this rank] */, drawn: &DrawOutputs) -> Result<()> {
         let (rows, tp_size) = (logits.size()[0], self.tp.size());
+        let first_id = self.spec.vocab_range(self.tp.rank(), tp_size).start;
+        if let Some(masks) = self.masks.filter(|_| self.processing.masks) {
+            kernels::mask_logits(logits, first_id, &masks.places(rows), &masks.words())?;
+        }
         let Sampling { keys, temperatures, penalties, .. } = drawn.sampling;
         let mut draws = Draws { keys, positions: drawn.lens, temperatures, penalties: None, cuts: None };
         let mut seen = self.buffers.seen.narrow(0, 0, rows);
@@ -71,7 +78,6 @@ impl DecoderNetwork<'_> {
         let shape = [parts, rows, kernels::CANDIDATE_WORDS];
         let len = shape.iter().product();
         let mut candidates = self.buffers.candidates.narrow(0, 0, len).view(shape);
-        let first_id = self.spec.vocab_range(self.tp.rank(), tp_size).start;
         kernels::sample(logits, first_id, &draws, &mut candidates)?;
         if tp_size > 1 {
             let mut gathered = self.buffers.gathered.narrow(0, 0, len * tp_size as i64);

@@ -8,6 +8,7 @@ use tch::{Device, Tensor};
 use super::buffers::{DecodeBuffers, StepShape};
 use super::graphs::{Graphs, replay_times};
 use super::inputs::Words;
+use super::masks::TokenMasks;
 use super::network::{self, DecoderNetwork, OwnProducts};
 use super::runner::wait;
 use crate::cuda::kernels::{AttentionPlan, AttentionShape, RowSums};
@@ -19,6 +20,7 @@ use crate::model::{ModelSpec, attention_scale};
 use crate::ops::rope::Rope;
 use crate::rollout::engine::EngineOptions;
 use crate::rollout::kv_cache::KvCache;
+use crate::rollout::sampler::Draw;
 use crate::rollout::weights::EngineWeights;
 
 /// Tokens of a context that are summed at once in strict mode.
@@ -42,10 +44,13 @@ pub(in crate::rollout) struct GpuState {
     pub(super) rope: Tensor,        // [max_model_length, hd] f32
     pub(super) low: Option<Tensor>, // for adapters, made at the first wake that has some
     pub(super) sums: Option<RowSums>,
+    pub(super) masks: Option<TokenMasks>, // made for the first structure
     pub(super) products: Products,
     pub(super) stream: TorchStream,
     uploads: [PinnedWords; 2],
     pub(super) downloads: [PinnedWords; 2],
+    /// For the experts of a step's tokens, where they are recorded.
+    pub(super) record_downloads: Option<[PinnedWords; 2]>,
     pub(super) strict: bool,
 }
 
@@ -79,10 +84,16 @@ impl GpuState {
             rope: rope.table(options.max_model_length, device)?,
             low: None,
             sums: None,
+            masks: None,
             products: Products::new(&stream)?,
             stream,
             uploads: pinned(shape.input_words())?,
             downloads: pinned(2 * shape.seqs)?,
+            record_downloads: shape
+                .experts
+                .filter(|_| options.records_experts)
+                .map(|experts| pinned(experts.record_words()))
+                .transpose()?,
             shape,
             strict: options.strict,
         })
@@ -128,6 +139,20 @@ impl GpuState {
         Ok(packed)
     }
 
+    /// Uploads the masks of a step's draws, where some have one.
+    pub(super) fn upload_masks(&mut self, draws: &[Draw], vocab_size: usize, tp: &dyn Collective) -> Result<()> {
+        if draws.iter().all(|draw| draw.allowed.is_none()) {
+            return Ok(());
+        }
+        if self.masks.is_none() {
+            let masks = TokenMasks::new(&self.stream, &self.rope, self.shape.seqs, vocab_size)?;
+            Ledger::set("engine_masks", MemoryKind::Device, masks.bytes());
+            self.masks = Some(masks);
+        }
+        let masks = self.masks.as_mut().expect("made above");
+        masks.upload(draws, &mut || wait(tp))
+    }
+
     /// The own products with which `hidden` of so many rows is faster, where there may be any: timed over the batch at hand, once for
     /// a model's shapes. They pay for a step as a whole: weights are asked for while the operation before is at work.
     pub(super) fn own_products(
@@ -142,7 +167,8 @@ impl GpuState {
         }
         let trials = if most == OwnProducts::GateUp { LASTING_TRIALS } else { TRIALS };
         let (residual, quantized) = (network.buffers.x.kind(), network.weights.quantized.is_some());
-        let step = format!("{most:?} {residual:?} {quantized} {} {:?}", network.kv_cache.block_size(), network.spec);
+        let stored = (quantized, network.weights.are_fp8());
+        let step = format!("{most:?} {residual:?} {stored:?} {} {:?}", network.kv_cache.block_size(), network.spec);
         let are_faster = self.products.own_are_faster(rows, &step, || {
             let median = |own_products| -> Result<Duration> {
                 let step = || hidden(&DecoderNetwork { own_products, only: None, ..*network }).map(drop);
@@ -172,7 +198,7 @@ impl GpuState {
 
 impl Drop for GpuState {
     fn drop(&mut self) {
-        for owner in ["engine_tables", "engine_graphs"] {
+        for owner in ["engine_tables", "engine_graphs", "engine_masks"] {
             Ledger::set(owner, MemoryKind::Device, 0);
         }
     }

@@ -79,6 +79,12 @@ pub(super) struct Candidate {
     pub(super) raw: f32,
 }
 
+impl Candidate {
+    fn logprob(&self, log_sum_exp: f64) -> f32 {
+        (f64::from(self.raw) - log_sum_exp) as f32
+    }
+}
+
 /// A rank's share of one draw.
 #[derive(Debug, Clone, PartialEq)]
 struct Offer {
@@ -112,6 +118,31 @@ impl Sampler<'_> {
         let offers = self.exchange(self.offers(logits, draws))?;
         let of_draw = |index: usize| offers.iter().map(move |offers| &offers[index]);
         draws.iter().enumerate().map(|(index, draw)| self.decide(draw, of_draw(index))).collect()
+    }
+
+    /// The `top_logprobs` most probable ids of draws whose tokens are drawn elsewhere, before penalty and filters. Collective over the
+    /// tensor-parallel group.
+    ///
+    /// # Errors
+    /// The errors of the group.
+    pub(super) fn top_logprobs(
+        &self,
+        logits: &[f32], // [draws, V of this rank], minus infinity for ids that are not allowed
+        draws: &[&Draw],
+    ) -> Result<Vec<Vec<TokenLogprob>>> {
+        let rows = logits.chunks_exact(self.vocab.len());
+        let offer = |(raw, draw): (&[f32], &&Draw)| Offer {
+            log_sum_exp: log_sum_exp(raw.iter().map(|&logit| f64::from(logit * draw.scale()))),
+            candidates: Vec::new(),
+            top: self.top(raw, draw),
+        };
+        let offers = self.exchange(rows.zip(draws).map(offer).collect())?;
+        let of_draw = |index: usize| offers.iter().map(move |offers| &offers[index]);
+        let top = |(index, draw): (usize, &&Draw)| {
+            let log_sum_exp = log_sum_exp(of_draw(index).map(|offer| offer.log_sum_exp));
+            top_of(draw, of_draw(index), log_sum_exp)
+        };
+        Ok(draws.iter().enumerate().map(top).collect())
     }
 
     /// This rank's share of each draw; the draws are spread over libtorch's number of threads.
@@ -227,11 +258,7 @@ impl Sampler<'_> {
         if !log_sum_exp.is_finite() {
             return Err(non_finite(draw.prompt_id, draw.token_ids.len()));
         }
-        let mut top: Vec<Candidate> = offers.clone().flat_map(|offer| offer.top.iter().copied()).collect();
-        filters::keep_first(&mut top, draw.params.top_logprobs);
-        let logprob = |candidate: &Candidate| (f64::from(candidate.raw) - log_sum_exp) as f32;
-        let top = top.iter().map(|candidate| TokenLogprob { token_id: candidate.id, logprob: logprob(candidate) });
-        let top = top.collect();
+        let top = top_of(draw, offers.clone(), log_sum_exp);
         let mut candidates: Vec<Candidate> = offers.flat_map(|offer| offer.candidates.iter().copied()).collect();
         if draw.is_filtered() {
             filters::cut(&mut candidates, draw.params);
@@ -247,7 +274,7 @@ impl Sampler<'_> {
         let best = candidates.iter().map(|candidate| (perturbed(candidate), candidate));
         let best = best.max_by(|(a, left), (b, right)| a.total_cmp(b).then(right.id.cmp(&left.id)));
         let (_, winner) = best.ok_or_else(|| Error::NonFinite { message: "no token survived the filters".into() })?;
-        Ok(Sampled { token_id: winner.id, logprob: logprob(winner), top })
+        Ok(Sampled { token_id: winner.id, logprob: winner.logprob(log_sum_exp), top })
     }
 
     /// Every rank's offers, in rank order.
@@ -259,6 +286,14 @@ impl Sampler<'_> {
         let gathered = all_gather_bytes(self.tp, &encode(&own))?;
         Ok(gathered.iter().map(|bytes| decode(bytes)).collect())
     }
+}
+
+/// The most probable ids among those that all ranks offer.
+fn top_of<'b>(draw: &Draw, offers: impl Iterator<Item = &'b Offer>, log_sum_exp: f64) -> Vec<TokenLogprob> {
+    let mut top: Vec<Candidate> = offers.flat_map(|offer| offer.top.iter().copied()).collect();
+    filters::keep_first(&mut top, draw.params.top_logprobs);
+    let of = |candidate: &Candidate| TokenLogprob { token_id: candidate.id, logprob: candidate.logprob(log_sum_exp) };
+    top.iter().map(of).collect()
 }
 
 /// Key of all draws of one completion; rows are positions, entries vocabulary ids.

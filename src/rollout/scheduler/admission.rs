@@ -10,7 +10,7 @@ use crate::types::Trajectory;
 
 impl Scheduler {
     /// Gives the sequences of a new group what an earlier rollout sampled of them, and queues those that are not finished or running.
-    /// Of a begun group whose prompt no running sequence holds, one goes in front, to compute it for the others.
+    /// Queues `begun`. One trajectory of a begun group whose prompt no running sequence holds goes in front, to compute it for the others.
     pub(super) fn queue(&mut self, group: usize, begun: Vec<Trajectory>) {
         let members = self.members(group);
         for (index, completion) in members.clone().zip(begun) {
@@ -56,7 +56,8 @@ impl Scheduler {
     /// Runs a sequence from the blocks that an earlier rollout kept of it, if it did and a slot is left.
     fn go_on(&mut self, index: usize) {
         let sequence = &self.sequences[index];
-        if sequence.finish_reason.is_some() || self.running.len() == self.limits.max_num_seqs {
+        let is_kept = sequence.finish_reason.is_none() && sequence.adapter.is_none(); // kept ones are known by their tokens alone
+        if !is_kept || self.running.len() == self.limits.max_num_seqs {
             return;
         }
         let Some(table) = self.kept.take(&sequence.token_ids) else { return };
@@ -119,6 +120,9 @@ impl Scheduler {
 
     /// Full blocks of a sequence's prompt, of which at least one token of it is left to compute, for its logits.
     fn shareable_blocks(&self, index: usize) -> usize {
+        if self.states.are_used() {
+            return 0; // nobody has the states after these blocks
+        }
         let sequence = &self.sequences[index];
         sequence.prompt_len.min(sequence.len() - 1) / self.limits.block_size
     }
@@ -148,6 +152,9 @@ impl Scheduler {
             let mut copy = self.blocks.share(&table[..num_full]);
             granted &= self.blocks.grow(&mut copy, num_tokens);
             self.sequences[index].block_table = copy;
+        }
+        for index in members.clone() {
+            self.sequences[index].state_page = self.states.take();
         }
         assert!(granted, "admission counted {} free blocks wrongly", self.blocks.num_free());
         self.sequences[first].block_table = table;

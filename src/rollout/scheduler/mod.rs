@@ -16,6 +16,7 @@
 
 mod admission;
 mod removal;
+mod states;
 #[cfg(test)]
 mod tests;
 
@@ -34,6 +35,7 @@ use crate::data::Grammar;
 use crate::error::Result;
 use crate::ops::random::RandomKey;
 use crate::types::{FinishReason, LengthSpread, SamplingParams};
+use states::StateSlots;
 
 /// Bounds on one step and on one sequence.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +48,8 @@ pub(super) struct StepLimits {
     pub(super) max_model_length: usize,
     /// Limits of completions are drawn from it.
     pub(super) spread_lengths: Option<LengthSpread>,
+    /// Sequences have states, one page each: prompts are not shared by blocks alone, and nothing is kept.
+    pub(super) has_states: bool,
 }
 
 /// The tokens that one step computes.
@@ -56,6 +60,8 @@ pub(super) struct Step {
     pub(super) runs: Vec<TokenRun>,
     /// Blocks (from, to) to copy after the forward: a prompt's last partial block, for each completion but the first.
     pub(super) copies: Vec<(u32, u32)>,
+    /// Pages of states (from, to) to copy after the forward.
+    pub(super) state_copies: Vec<(u32, u32)>,
 }
 
 /// Consecutive tokens of one sequence.
@@ -73,6 +79,7 @@ struct Group {
     members: Range<usize>,
     prompt_id: u64,
     step: u64,
+    first_sample: usize,
     is_removed: bool,
 }
 
@@ -86,6 +93,7 @@ pub(super) struct Scheduler {
     prefilling: VecDeque<Range<usize>>, // sequences that share one computation, done through the first
     running: Vec<usize>,                // in order of admission, those prefilling included
     blocks: BlockManager,
+    states: StateSlots,
     kept: KeptSequences, // of an earlier rollout, none of `sequences`
     has_unclaimed: bool, // of those: the rollout has come that they were kept for
     events: Vec<Event>,
@@ -106,6 +114,7 @@ impl Scheduler {
             prefilling: VecDeque::new(),
             running: Vec::new(),
             blocks,
+            states: StateSlots::new(if limits.has_states { limits.max_num_seqs } else { 0 }),
             kept,
             has_unclaimed: false,
             events: Vec::new(),
@@ -116,17 +125,19 @@ impl Scheduler {
     /// Queues a sequence for each completion of `request`, which has been checked, behind those that wait. `grammar` is that of its
     /// structure. Sequences that are kept run at once.
     pub(super) fn submit(&mut self, request: Request, grammar: Option<&Arc<Grammar>>) -> RequestId {
-        let Request { prompt_id, token_ids, first_step, params, begun } = request;
+        let Request { prompt_id, token_ids, first_step, first_sample, params, begun, adapter } = request;
         let (group, first) = (self.num_dropped + self.groups.len(), self.sequences.len());
         for sample in 0..params.num_generations {
-            let limit = self.completion_limit(&params, sampling_key(params.seed, first_step, prompt_id, sample));
+            let key = sampling_key(params.seed, first_step, prompt_id, first_sample + sample);
+            let limit = self.completion_limit(&params, key);
             let max_len = (token_ids.len() + limit).min(self.limits.max_model_length);
             let mut sequence = EngineSequence::new(group, Arc::clone(&params), &token_ids, max_len);
+            sequence.adapter = adapter;
             grammar.into_iter().for_each(|grammar| sequence.follow(grammar));
             self.sequences.push(sequence);
         }
         let members = first..self.sequences.len();
-        self.groups.push(Group { members, prompt_id, step: first_step, is_removed: false });
+        self.groups.push(Group { members, prompt_id, step: first_step, first_sample, is_removed: false });
         self.queue(group, begun);
         RequestId(group)
     }
@@ -142,9 +153,13 @@ impl Scheduler {
     pub(super) fn into_kept(mut self) -> KeptSequences {
         self.drop_unclaimed();
         let mut kept = self.kept;
+        if self.states.are_used() {
+            return kept; // none: states are computed again
+        }
         for sequence in self.sequences {
             let is_computed = !sequence.is_fresh() && sequence.num_computed + 1 == sequence.len();
-            if sequence.finish_reason.is_none() && is_computed && !sequence.block_table.is_empty() {
+            let is_base = sequence.adapter.is_none(); // sequences are known by their tokens alone
+            if sequence.finish_reason.is_none() && is_computed && is_base && !sequence.block_table.is_empty() {
                 kept.insert(sequence.token_ids, sequence.block_table);
             }
         }
@@ -154,6 +169,11 @@ impl Scheduler {
     /// Whether any sequence is unfinished.
     pub(super) fn has_work(&self) -> bool {
         !self.waiting.is_empty() || !self.running.is_empty()
+    }
+
+    /// Whether a sequence that runs is held to a structure: its next token cannot be drawn before the last one is known.
+    pub(super) fn follows_structure(&self) -> bool {
+        self.running.iter().any(|&index| self.sequences[index].allowed().is_some())
     }
 
     /// The sequences of a request.
@@ -195,8 +215,8 @@ impl Scheduler {
         let draws = sampling.enumerate().flat_map(|(row, run)| {
             run.samples.clone().map(move |index| {
                 let sequence = &self.sequences[index];
-                let Group { members, prompt_id, step, .. } = self.group(sequence.group);
-                let (sample, token_ids) = (index - members.start, &sequence.token_ids);
+                let Group { members, prompt_id, step, first_sample, .. } = self.group(sequence.group);
+                let (sample, token_ids) = (first_sample + index - members.start, &sequence.token_ids);
                 let (params, allowed) = (&*sequence.params, sequence.allowed());
                 Draw { row, params, step: *step, prompt_id: *prompt_id, sample, token_ids, allowed }
             })
@@ -260,7 +280,7 @@ impl Scheduler {
     fn finish(&mut self, index: usize, reason: FinishReason) {
         let (request, sample) = self.place(index);
         self.stats.num_finished += 1;
-        self.blocks.release(&mut self.sequences[index].block_table);
+        self.release(index);
         self.events.push(Event::Finished { request, sample, reason });
         let is_finished = |member: usize| self.sequences[member].finish_reason.is_some();
         if self.members(request.0).all(is_finished) {
@@ -277,12 +297,20 @@ impl Scheduler {
     /// free + used == total, at any time; with no work left and nothing kept, all blocks are free.
     pub(super) fn check_integrity(&self) -> Result<()> {
         let tables = self.sequences.iter().map(|sequence| sequence.block_table.as_slice());
+        self.states.check_integrity(self.sequences.iter().filter_map(|sequence| sequence.state_page))?;
         self.blocks.check_integrity(tables.chain(self.kept.tables()))
+    }
+
+    /// Frees the memory of a sequence.
+    fn release(&mut self, index: usize) {
+        let EngineSequence { block_table, state_page, .. } = &mut self.sequences[index];
+        self.blocks.release(block_table);
+        self.states.give_back(state_page);
     }
 
     /// The next parts of admitted prompts, up to `max_num_batched_tokens`.
     fn schedule_prefill(&mut self) -> Step {
-        let mut step = Step { is_decode: false, runs: Vec::new(), copies: Vec::new() };
+        let mut step = Step { is_decode: false, runs: Vec::new(), copies: Vec::new(), state_copies: Vec::new() };
         let mut budget = self.limits.max_num_batched_tokens;
         while let Some(members) = self.prefilling.front().filter(|_| budget > 0).cloned() {
             let sequence = &mut self.sequences[members.start];
@@ -296,7 +324,7 @@ impl Scheduler {
             let samples = if is_done { members.clone() } else { members.start..members.start };
             step.runs.push(TokenRun { sequence: members.start, tokens, samples });
             if is_done {
-                self.fork(members, &mut step.copies);
+                self.fork(members, &mut step);
                 self.prefilling.pop_front();
             }
         }
@@ -304,14 +332,16 @@ impl Scheduler {
     }
 
     /// The other members of a prefilled group take over its computed tokens; their tails are copied after the forward.
-    fn fork(&mut self, members: Range<usize>, copies: &mut Vec<(u32, u32)>) {
+    fn fork(&mut self, members: Range<usize>, step: &mut Step) {
         let (first, num_tokens) = (members.start, self.sequences[members.start].num_computed);
-        let from = self.sequences[first].block_table.last().copied();
+        let EngineSequence { ref block_table, state_page, .. } = self.sequences[first];
+        let from = block_table.last().copied();
         for index in first + 1..members.end {
             let sequence = &mut self.sequences[index];
             sequence.num_computed = num_tokens;
             let to = sequence.block_table.last().copied();
-            copies.extend(from.zip(to).filter(|(from, to)| from != to));
+            step.copies.extend(from.zip(to).filter(|(from, to)| from != to));
+            step.state_copies.extend(state_page.zip(sequence.state_page));
         }
     }
 
@@ -335,7 +365,8 @@ impl Scheduler {
             TokenRun { sequence: index, tokens: num_tokens - 1..num_tokens, samples: index..index + 1 }
         };
         let growing = self.running.iter().filter(|&&index| !self.sequences[index].is_full());
-        Step { is_decode: true, runs: growing.map(last_token).collect(), copies: Vec::new() }
+        let runs = growing.map(last_token).collect();
+        Step { is_decode: true, runs, copies: Vec::new(), state_copies: Vec::new() }
     }
 
     /// Frees what is kept of an earlier rollout once the one has begun that goes on with it: nobody will ask for what it has not
@@ -355,8 +386,8 @@ impl Scheduler {
     fn preempt_last(&mut self) {
         let Some(index) = self.running.pop() else { return };
         let (request, sample) = self.place(index);
+        self.release(index);
         let sequence = &mut self.sequences[index];
-        self.blocks.release(&mut sequence.block_table);
         sequence.num_computed = 0;
         sequence.turn = QueuePriority::First;
         self.waiting.push_front(index);

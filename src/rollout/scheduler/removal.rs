@@ -10,8 +10,8 @@ impl Scheduler {
     /// it; its result is dropped.
     pub(in crate::rollout) fn remove(&mut self, group: usize) {
         for index in self.members(group) {
+            self.release(index);
             let sequence = &mut self.sequences[index];
-            self.blocks.release(&mut sequence.block_table);
             sequence.finish_reason.get_or_insert(FinishReason::Stop); // never reported
             sequence.forget_tokens();
         }

@@ -10,6 +10,7 @@ const ROOMY: StepLimits = StepLimits {
     max_num_batched_tokens: 1000,
     max_model_length: 64,
     spread_lengths: None,
+    has_states: false,
 };
 const END: u32 = 0;
 
@@ -100,7 +101,15 @@ fn resumed(
 
 fn request(prompt: &[u32], num_generations: usize, begun: Vec<Trajectory>) -> Request {
     let params = SamplingParams { num_generations, max_completion_length: 20, ..SamplingParams::default() };
-    Request { prompt_id: 0, token_ids: prompt.to_vec(), first_step: 0, params: Arc::new(params), begun }
+    Request {
+        prompt_id: 0,
+        token_ids: prompt.to_vec(),
+        first_step: 0,
+        first_sample: 0,
+        params: Arc::new(params),
+        begun,
+        adapter: None,
+    }
 }
 
 fn complete(events: Vec<Event>) -> Vec<usize> {
@@ -353,7 +362,7 @@ fn a_group_computes_its_prompt_once() {
 
 #[test]
 fn what_can_never_fit_is_refused_with_the_numbers() {
-    let refusal = |limits, len| request(&vec![1; len], 1, Vec::new()).check(9, &limits).unwrap_err().to_string();
+    let refusal = |limits, len| request(&vec![1; len], 1, Vec::new()).check(9, 0, &limits).unwrap_err().to_string();
     let message = refusal(StepLimits { num_blocks: 7, ..ROOMY }, 10);
     assert!(
         message.contains("at most 7 KV blocks") && message.contains("prompt of 10") && message.contains("8 blocks")

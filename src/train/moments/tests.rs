@@ -38,6 +38,7 @@ impl Measured {
             tokens,
             scored_tokens,
             shares_prompts: self.shares_prompts,
+            num_top: 0,
         };
         let shapes: Vec<_> = self.tokens.iter().map(shape).collect();
         let fullest = match self.keep {
@@ -105,7 +106,7 @@ fn peaks_are_those_that_were_measured_on_gpus() {
 fn a_block_holds_the_largest_micro_batch_and_seldom_grows() {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 4);
     let of_stage = |stage| TrainedModel::whole(&table, stage, KIND, GradientOptions::default());
-    let shape = |tokens| MicroBatchShape { tokens, scored_tokens: tokens / 2, shares_prompts: false };
+    let shape = |tokens| MicroBatchShape { tokens, scored_tokens: tokens / 2, shares_prompts: false, num_top: 0 };
     let block = |stage, tokens: &[usize]| {
         let micro_batches: Vec<_> = tokens.iter().map(|&tokens| shape(tokens)).collect();
         let course = UpdateCourse { keep: Nothing, micro_batches: &micro_batches, is_warm: true, streams: false };
@@ -129,7 +130,7 @@ fn a_block_holds_the_largest_micro_batch_and_seldom_grows() {
 fn maxima_of_classes_need_not_fall_together() {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 2);
     let model = TrainedModel::whole(&table, 3, KIND, GradientOptions::default());
-    let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 8_192, shares_prompts: false };
+    let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 8_192, shares_prompts: false, num_top: 0 };
     let fullest = |keep, count| {
         let micro_batches = &[shape; 2][..count];
         model.fullest(&UpdateCourse { keep, micro_batches, is_warm: false, streams: false })

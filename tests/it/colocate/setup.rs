@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::internal::colocate::Colocated;
-use colo_grpo::internal::config::{GradientCheckpointing, LrSchedulerType};
+use colo_grpo::internal::config::{GradientCheckpointing, KvCacheDtype, LrSchedulerType, RolloutQuantization};
 use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::grpo::{EntropyControl, LossConfig};
 use colo_grpo::internal::memory::HostPool;
@@ -80,6 +80,8 @@ impl Setup {
             kind,
             residual: kind,
             device,
+            quantization: RolloutQuantization::None,
+            kv_cache_dtype: KvCacheDtype::Auto,
             strict: false,
             spread_lengths: self.draws_lengths.then_some(LengthSpread { shortest: 2, longest: 16, long_tailed: true }),
             records_experts: false,
@@ -115,6 +117,7 @@ pub fn update_options() -> UpdateOptions {
         loss_function: None,
         entropy_control: EntropyControl::default(),
         router_aux_loss_coef: None,
+        max_token_age: 0,
         temperature: f64::from(TEMPERATURE),
         num_iterations: 1,
         updates_per_generation: 1,

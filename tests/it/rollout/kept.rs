@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::internal::dist::{Collective, World};
-use colo_grpo::internal::model::{Attention, ModelSpec, attention_scale};
+use colo_grpo::internal::model::{ModelSpec, SequenceMixer, attention_scale};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 use tch::{Kind, Tensor};
@@ -212,8 +212,8 @@ struct Growing {
     layers: RefCell<HashMap<usize, (Tensor, Tensor)>>, // keys and values, [tokens so far, Hkv, hd] each
 }
 
-impl Attention for Growing {
-    fn forward(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+impl SequenceMixer for Growing {
+    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let grown = |old: Option<&Tensor>, new: &Tensor| match old {
             Some(old) => Tensor::cat(&[old, new], 0),
             None => new.shallow_clone(),

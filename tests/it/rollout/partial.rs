@@ -1,9 +1,10 @@
 //! Rollouts that end before all groups are complete, and go on at a later wake.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use colo_grpo::internal::dist::{Collective, World};
-use colo_grpo::internal::rollout::EngineOptions;
+use colo_grpo::internal::rollout::{EngineOptions, SampledGroup};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
 use super::setup::{self, Model, alone, prompts, sampled, token_ids};
@@ -74,4 +75,46 @@ fn unfinished_groups_go_on_with_the_tokens_of_an_uninterrupted_rollout() {
 fn two_ranks_go_on_as_one() {
     let test = "rollout::partial::two_ranks_go_on_as_one";
     ranks::run(2, test, |world: World| goes_on_as_if_uninterrupted(&world.group()));
+}
+
+/// Batches of several steps on one engine that pauses as soon as the first of them is complete: tokens are those of each batch by itself,
+/// and have the version of the wake that sampled them.
+#[test]
+fn several_batches_are_paused_and_go_on() {
+    let (model, tp, all) = (Model::micro(), alone(), prompts(6));
+    let narrow = EngineOptions { max_num_seqs: 6, ..options() };
+    let mut engine = model.engine(narrow, tp.clone()).keeping_sequences();
+    let group = |prompt: &Prompt, step| RolloutGroup { first_step: step, ..RolloutGroup::new(prompt.clone()) };
+    let batch = |at: usize| all[2 * at..2 * at + 2].iter().map(|prompt| group(prompt, 5 + at as u64)).collect();
+    let mut queue: VecDeque<Vec<SampledGroup>> = (0..3)
+        .map(batch)
+        .map(|groups: Vec<RolloutGroup>| {
+            groups.into_iter().map(|group| SampledGroup { group, is_complete: false }).collect()
+        })
+        .collect();
+    let mut num_continued = 0;
+    for wake in 0..3 {
+        let params = SamplingParams { step: 4 + wake, ..sampled() };
+        let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
+        let open = queue
+            .iter()
+            .map(|groups| groups.iter().filter(|group| !group.is_complete).map(|group| group.group.clone()).collect());
+        let (batches, mut num_done) = (open.collect(), 0);
+        let after = rollout.generate_batches(batches, &params, || Ok(true), |_, _| num_done += 1).unwrap();
+        assert_eq!(after.iter().flatten().filter(|group| group.is_complete).count(), num_done);
+        for (groups, after) in queue.iter_mut().zip(after) {
+            groups.iter_mut().filter(|group| !group.is_complete).zip(after).for_each(|(group, it)| *group = it);
+        }
+        let first = queue.pop_front().unwrap();
+        assert!(first.iter().all(|group| group.is_complete), "wake {wake}");
+        let groups: Vec<RolloutGroup> = first.into_iter().map(|group| group.group).collect();
+        let whole = SamplingParams { step: 5 + wake, ..sampled() };
+        let (expected, _) = model.generate(options(), &all[2 * wake as usize..2 * wake as usize + 2], &whole);
+        assert_eq!(token_ids(&groups), token_ids(&expected));
+        for completion in groups.iter().flat_map(|group| &group.completions) {
+            assert!(completion.weight_versions.is_sorted() && completion.weight_versions.last() <= Some(&(4 + wake)));
+            num_continued += usize::from(completion.weight_versions.first() != completion.weight_versions.last());
+        }
+    }
+    assert!(num_continued > 0, "no completion was paused");
 }

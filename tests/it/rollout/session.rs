@@ -17,6 +17,8 @@ fn request(prompt: &Prompt, params: &SamplingParams) -> Request {
         first_step: params.step,
         params: Arc::new(params.clone()),
         begun: Vec::new(),
+        adapter: None,
+        first_sample: 0,
     }
 }
 
@@ -143,6 +145,7 @@ fn a_request_that_cannot_be_served_leaves_the_session_as_it_was() {
         Request { token_ids: vec![u32::MAX], ..good.clone() },
         Request { params: Arc::new(SamplingParams { top_p: 0.0, ..params }), ..good.clone() },
         Request { begun: vec![Default::default()], ..good.clone() },
+        Request { adapter: Some(0), ..good.clone() },
     ];
     for request in wrong {
         assert!(matches!(session.submit(request), Err(Error::InvalidArgument { .. })));

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use colo_grpo::Error;
+use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization};
 use colo_grpo::internal::data::Tokenizer;
 use colo_grpo::internal::dist::{Collective, SingleRank};
 use colo_grpo::internal::model::{
-    Attention, BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Routes,
-    Scoring, Unit, WeightFiles, block_forward, head_forward, init_unit,
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedMixer, ParamTable, Routes, Scoring,
+    SequenceMixer, Unit, WeightFiles, block_forward, head_forward, init_unit,
 };
 use colo_grpo::internal::ops::embedding;
 use colo_grpo::internal::ops::router::Routing;
@@ -53,6 +54,13 @@ impl Model {
         Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
     }
 
+    /// With whole experts on every rank.
+    pub fn expert_parallel(name: &str) -> Self {
+        let files = WeightFiles::open(golden(name), Self::golden(name).spec).unwrap();
+        let spec = ModelSpec::from_folder(golden(name)).unwrap().with_expert_parallel(true).unwrap();
+        Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
+    }
+
     fn new(spec: ModelSpec, unit: impl Fn(&ParamTable, Unit) -> Tensor) -> Self {
         tch::set_num_threads(1);
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..spec });
@@ -82,6 +90,7 @@ impl Model {
             final_norm: self.head.final_norm.shallow_clone(),
             lm_head: self.output_table().narrow(0, rows.start as i64, rows.len() as i64),
             quantized: None,
+            num_adapters: 0,
             version: 1,
             policy: PhantomData,
         }
@@ -116,7 +125,7 @@ impl Model {
 
     /// Log-probabilities of the tokens behind `prompt_len`, by the training forward.
     pub fn logprobs(&self, token_ids: &[u32], prompt_len: usize, temperature: f64) -> Vec<f32> {
-        let attention = PackedAttention::new(&self.spec, &[0, token_ids.len() as i64 - 1], Device::Cpu);
+        let attention = PackedMixer::new(&self.spec, &[0, token_ids.len() as i64 - 1], Device::Cpu);
         let fed = 0..token_ids.len() - 1;
         self.next_logprobs(token_ids, fed, temperature, &attention).split_off(prompt_len - 1)
     }
@@ -124,7 +133,7 @@ impl Model {
     /// The experts of all tokens but the last, by the training forward.
     pub fn routed_experts(&self, token_ids: &[u32]) -> RoutedExperts {
         let (fed, chosen) = (token_ids.len() - 1, Chosen::default());
-        let attention = PackedAttention::new(&self.spec, &[0, fed as i64], Device::Cpu);
+        let attention = PackedMixer::new(&self.spec, &[0, fed as i64], Device::Cpu);
         self.next_logprobs_by(token_ids, 0..fed, 1.0, &attention, Some(&chosen));
         let mut routed = RoutedExperts::default();
         for position in 0..fed {
@@ -141,7 +150,7 @@ impl Model {
         token_ids: &[u32],
         fed: Range<usize>,
         temperature: f64,
-        attention: &dyn Attention,
+        attention: &dyn SequenceMixer,
     ) -> Vec<f32> {
         self.next_logprobs_by(token_ids, fed, temperature, attention, None)
     }
@@ -151,7 +160,7 @@ impl Model {
         token_ids: &[u32],
         fed: Range<usize>,
         temperature: f64,
-        attention: &dyn Attention,
+        attention: &dyn SequenceMixer,
         routes: Option<&dyn Routes>,
     ) -> Vec<f32> {
         let (first, num_fed) = (fed.start as i64, fed.len() as i64);
@@ -166,7 +175,13 @@ impl Model {
             x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;
         }
         let (rows, targets) = (Tensor::arange(num_fed, (Kind::Int64, Device::Cpu)), ids.narrow(0, first + 1, num_fed));
-        let scoring = Scoring { rows: &rows, targets: &targets, temperature, eps: spec.rms_norm_eps };
+        let scoring = Scoring {
+            rows: &rows,
+            targets: &targets,
+            top: colo_grpo::internal::ops::head::TopTokens::Nothing,
+            temperature,
+            norm: spec.norm(),
+        };
         let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false).unwrap();
         Vec::<f32>::try_from(scored.logprobs).unwrap()
     }
@@ -221,6 +236,8 @@ pub fn options() -> EngineOptions {
         kind: Kind::Float,
         residual: Kind::Float,
         device: Device::Cpu,
+        quantization: RolloutQuantization::None,
+        kv_cache_dtype: KvCacheDtype::Auto,
         strict: false,
         spread_lengths: None,
         records_experts: true,

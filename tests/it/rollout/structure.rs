@@ -17,7 +17,7 @@ const VOCAB: usize = 300;
 const EOS: u32 = 299;
 
 /// The bytes of ASCII, some words that JSON is made of, and an end-of-sequence token.
-fn tokenizer() -> Tokenizer {
+pub fn tokenizer() -> Tokenizer {
     let mut vocab: Map<String, Value> = (0..128).map(|byte| (format!("<0x{byte:02X}>"), byte.into())).collect();
     let words = ["{\"", "\":", "\",\"", "true", "false", "null", "},", "]}", "12", "ab", "abc", "\"}", ", "];
     for (at, word) in words.iter().enumerate() {

@@ -122,7 +122,9 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor, routes: &mut Exp
     let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
     // A norm that is absent leaves what it is given.
     let normed = |name, x: &Tensor| w.norm(name).map_or_else(|| x.shallow_clone(), |weight| norm(x, weight, eps));
-    let [Piece { weight, bias }] = &w.linear(Matrix::Qkv).pieces[..] else { panic!("a whole block is in one piece") };
+    let [Piece { weight, bias, .. }] = &w.linear(Matrix::Qkv).pieces[..] else {
+        panic!("a whole block is in one piece")
+    };
     let mut qkv = normed(ParamName::InputNorm, x).matmul(&weight.tr());
     if let Some(bias) = bias {
         qkv += bias;

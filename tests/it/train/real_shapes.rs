@@ -10,6 +10,7 @@ use colo_grpo::internal::model::{
     init_unit_on,
 };
 use colo_grpo::internal::ops::random::RandomKey;
+use colo_grpo::internal::ops::rms_norm::NormOptions;
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, PackOptions, Policy, PolicyOptions, Sequence, StatePart,
@@ -126,7 +127,7 @@ fn fused(
     let mut logprobs = None;
     let mut loss = |scores: &colo_grpo::internal::train::Scores| {
         logprobs = Some(scores.logprobs.shallow_clone());
-        Ok(TokenGradients { dlogprobs: slopes.shallow_clone(), dentropy: None, daux_loss: 0.0 })
+        Ok(TokenGradients { dlogprobs: slopes.shallow_clone(), dentropy: None, dtop: None, daux_loss: 0.0 })
     };
     policy.forward_backward(micro_batch, 1.0, &mut loss).unwrap();
     let _made = policy.optimizer_step(1e-3, 0.0).unwrap();
@@ -169,12 +170,18 @@ fn gpu_a_head_takes_less_than_a_gigabyte() {
     let head = HeadParams { final_norm: rand(&[dim]), lm_head: None };
     let [mut d_norm, mut d_table] =
         [vec![dim], vec![vocabulary, dim]].map(|size| Tensor::zeros(size, (Kind::Float, device)));
-    let scoring = Scoring { rows: &rows, targets: &targets, temperature: 1.0, eps: 1e-6 };
+    let scoring = Scoring {
+        rows: &rows,
+        targets: &targets,
+        top: colo_grpo::internal::ops::head::TopTokens::Nothing,
+        temperature: 1.0,
+        norm: NormOptions { eps: 1e-6, zero_centred: false },
+    };
     let dlogprobs = Tensor::ones([tokens], (Kind::Float, device));
     let mut run = || {
         let scored = head_forward(&head, &table, &x, &scoring, true).unwrap();
         let into = Some((&mut d_norm, &mut d_table));
-        head_backward(&head, &table, &scoring, tokens, scored.saved, &dlogprobs, None, into).unwrap()
+        head_backward(&head, &table, &scoring, tokens, scored.saved, &dlogprobs, None, None, into).unwrap()
     };
     drop(run());
     torch::reset_peak_memory(device).unwrap();

@@ -78,6 +78,7 @@ impl Run {
             router_aux_loss_coef: 0.0,
             decoder_sparse_step: 1,
             mlp_only_layers: vec![1],
+            is_parallel: false,
         };
         let narrow = ModelSpec { experts: self.experts.then_some(experts), ..spec(self.tied) };
         match self.optim {
@@ -167,7 +168,7 @@ impl Run {
         let advantages = micro_batch.advantages.index_select(0, &micro_batch.sequence_of_token);
         let dentropy = scores.entropy.ones_like() * (ENTROPY_COEF / self.denominator());
         let dlogprobs = (advantages.to_kind(Kind::Double) / -self.denominator()).to_kind(scores.logprobs.kind());
-        TokenGradients { dlogprobs, dentropy: Some(dentropy), daux_loss: self.aux_loss_coef }
+        TokenGradients { dlogprobs, dentropy: Some(dentropy), dtop: None, daux_loss: self.aux_loss_coef }
     }
 
     pub fn step(&self, policy: &mut Policy, mesh: &Mesh) -> StepOutcome {
@@ -195,6 +196,7 @@ pub fn spec(tied: bool) -> ModelSpec {
         hidden_size: 24,
         intermediate_size: 40,
         experts: None,
+        delta_net: None,
         num_layers: 3,
         num_heads: 4,
         num_kv_heads: 2,
@@ -202,10 +204,13 @@ pub fn spec(tied: bool) -> ModelSpec {
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
         rope_scaling: None,
+        partial_rotary_factor: 1.0,
         tie_word_embeddings: tied,
         qkv_bias: tied,
         qk_norm: (!tied).then_some(QkNorm::Head),
+        output_gate: false,
         norms: NormPlaces::PRE,
+        zero_centred_norms: false,
         sliding_window: None,
         max_position_embeddings: 64,
         bos_token_id: None,

@@ -1,0 +1,152 @@
+//! Keys of tools that a model may call between its turns; named as TRL's and verl's where those have them.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::field::{Field, KeyDoc, join, keys};
+use super::range::{COUNT, Range, SECONDS};
+use super::raw::RawConfig;
+use super::reward::is_python;
+use super::validate::check;
+use super::{AutoOr, Config, DynamicSampling, ToolCallParser};
+use crate::error::{Error, Result};
+
+keys! {
+    /// Tools (keys of the top).
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct ToolsConfig: flat {
+        /// Functions that the model may call, as `file.py:function`, `module:function` or `module.function`, `async` or not. The chat
+        /// template shows the model their type hints and Google-style docstrings, as with TRL.
+        pub tools: Vec<String> = Vec::new(),
+        /// Classes, or functions that return an object, whose public methods are tools, as with TRL: `file.py:Class`, one for all
+        /// rows, or a table of them by the row's column `environment`. Each completion has an object of its own, in a process of its
+        /// own. `reset` gets the row; where there is a `get_reward`, it is one more reward, of weight 1.
+        pub environment_factory: EnvironmentFactories = EnvironmentFactories::default(),
+        /// The format of the model's tool calls, by vLLM's names; `auto` is the one that the chat template shows.
+        pub tool_call_parser: AutoOr<ToolCallParser> = AutoOr::Auto,
+        /// Most turns of a completion whose tool calls are answered; `none` is no limit but `max_completion_length`, which bounds
+        /// all turns together with what tools answered.
+        pub max_tool_calling_iterations: Option<usize> = None => COUNT,
+        /// Longest answer of a tool in characters: of a longer one the middle is cut out, as verl does. `none` cuts nothing; an
+        /// answer that `max_completion_length` does not hold is dropped and ends the completion, as with TRL.
+        pub max_tool_response_length: Option<usize> = None => COUNT,
+        /// Longest time that the calls of one turn may take, in seconds. Past it their process is killed, and the model is told.
+        pub tool_timeout_s: f64 = 60.0 => SECONDS,
+        /// Turns of which each rank runs tools at once, each in a process of its own.
+        pub tool_workers: usize = 32 => COUNT,
+    }
+}
+
+/// Environments by name; of a single one the name is empty.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct EnvironmentFactories(pub BTreeMap<String, String>);
+
+impl EnvironmentFactories {
+    /// Whether a row's column `environment` says which one it has.
+    pub fn are_named(&self) -> bool {
+        !self.0.is_empty() && !self.0.contains_key("")
+    }
+}
+
+impl serde::Serialize for EnvironmentFactories {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        match self.0.get("") {
+            Some(single) => single.serialize(serializer),
+            None if self.0.is_empty() => "none".serialize(serializer),
+            None => self.0.serialize(serializer),
+        }
+    }
+}
+
+impl Field for EnvironmentFactories {
+    fn describe(key: &str, _: Option<Self>, _: &Range, text: &str, out: &mut Vec<KeyDoc>) {
+        let (entries, expected) = (vec![key.to_owned(), join(key, "*")], "text, or a table of them".to_owned());
+        let (key, default, text) = (key.to_owned(), Some("none".into()), text.to_owned());
+        out.push(KeyDoc { section: None, key, entries, expected, default, text });
+    }
+
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
+        let named = raw.names_in(key).into_iter().map(|name| (name.to_owned(), raw.get(&join(key, name))));
+        let single = raw.get(key).filter(|value| *value != "none").map(|value| (String::new(), Some(value)));
+        let mut factories = BTreeMap::new();
+        for (name, value) in named.chain(single) {
+            match value.and_then(Value::as_str).filter(|spec| is_python(spec)) {
+                Some(spec) => drop(factories.insert(name, spec.to_owned())),
+                None => {
+                    let full = if name.is_empty() { key.to_owned() } else { join(key, &name) };
+                    let got = value.map_or_else(|| "nothing".to_owned(), Value::to_string);
+                    let expected = "a class as file.py:Class, module:Class or module.Class";
+                    wrong.push(raw.locate(Error::invalid_value(&full, got, expected)));
+                    return None;
+                }
+            }
+        }
+        Some(Self(factories))
+    }
+
+    fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {
+        let full = |name: &str| if name.is_empty() { key.to_owned() } else { join(key, name) };
+        out.extend(self.0.iter().map(|(name, spec)| (full(name), spec.as_str().into())));
+    }
+}
+
+impl ToolsConfig {
+    /// Whether completions may have several turns.
+    pub fn has_turns(&self) -> bool {
+        !self.tools.is_empty() || !self.environment_factory.0.is_empty()
+    }
+}
+
+impl Config {
+    pub(super) fn check_tools(&self) -> Result<()> {
+        let named = format!("{:?}", self.tools.tools);
+        let expected = "functions as file.py:function, module:function or module.function";
+        check("tools", &named, self.tools.tools.iter().all(|tool| is_python(tool)), expected)?;
+        let factories = &self.tools.environment_factory;
+        let single = factories.0.get("").filter(|_| factories.0.len() > 1);
+        let only = "either one class or a table of them";
+        check("environment_factory", single.map_or("", String::as_str), single.is_none(), only)?;
+        if !self.tools.has_turns() {
+            return Ok(());
+        }
+        let alone = |key: &str, got: String, holds: bool, expected: &str| {
+            check(key, got, holds, format!("{expected}: groups whose completions call tools are sampled to their end"))
+        };
+        alone("oversample", self.oversample.to_string(), self.oversample == 0.0, "0 with tools")?;
+        let ahead = self.split.async_steps;
+        alone("split.async_steps", ahead.to_string(), ahead == 0, "0 with tools")?;
+        let replaces = self.dynamic_sampling == DynamicSampling::Replace;
+        alone("dynamic_sampling", self.dynamic_sampling.name().to_owned(), !replaces, "none or filter with tools")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::super::tests::{config, message};
+
+    #[test]
+    fn tools_are_named_as_rewards_are_and_come_alone() {
+        let tools = config(&["tools=[\"t.py:add\", \"m.sub\"]", "tool_call_parser=hermes"]).tools;
+        assert!(tools.has_turns() && !config(&[]).tools.has_turns());
+        let one = config(&["environment_factory=e.py:Env", "reward_funcs=[]"]);
+        assert!(one.tools.has_turns() && !one.tools.environment_factory.are_named());
+        let table = config(&["environment_factory.a=e.py:A", "environment_factory={b = \"e:B\"}"]);
+        assert!(table.tools.environment_factory.are_named() && table.tools.environment_factory.0.len() == 2);
+        for config in [one, table] {
+            assert_eq!(Config::from_toml(&config.to_toml()).unwrap(), config);
+        }
+        for (keys, part) in [
+            (&["tools=add"][..], "expected functions as file.py:function"),
+            (&["tools=t.py:add", "oversample=0.5"], "oversample = 0.5: expected 0 with tools"),
+            (&["tools=t.py:add", "dynamic_sampling=replace"], "expected none or filter with tools"),
+            (&["environment_factory=Env"], "environment_factory = \"Env\": expected a class as file.py:Class"),
+            (&["environment_factory=e.py:Env", "environment_factory.b=e.py:B"], "either one class or a table"),
+            (&["reward_funcs=[]"], "at least one reward"),
+            (&["tool_call_parser=hermit"], "auto or one of hermes, qwen3_xml"),
+        ] {
+            assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));
+        }
+    }
+}

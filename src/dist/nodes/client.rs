@@ -1,0 +1,349 @@
+//! A rank's end of its connection to the hub.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use super::auth::{TOKEN_VARIABLE, Token, Unproven};
+use super::connection::{self, Connection, End};
+use super::frame::{Frame, FrameKind, pack, unpack};
+use super::layout::{Greeting, NodeLayout, Refusal};
+use crate::dist::control::{Deadline, RankFailure, RankGroup, Stopped};
+use crate::dist::shm::Member;
+use crate::error::{Error, ExitCode, Result};
+use crate::phase;
+
+/// How often a wait looks at what else may end it.
+const LOOK: Duration = Duration::from_millis(20);
+/// Pause between attempts to reach the hub.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Longest wait for one answer of the network while a rank joins.
+const ATTEMPT: Duration = Duration::from_secs(5);
+/// How long the hub may take to say who is late.
+const ANSWER: Duration = Duration::from_secs(2);
+/// How long a rank that ends waits for its farewell to be sent.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// The connection, and what came over it.
+#[derive(Debug)]
+pub(super) struct Client {
+    rank: usize,
+    connection: Mutex<Connection>,
+    inbox: Arc<Inbox>,
+    /// Exchanges begun in each division since the last failure.
+    turns: Mutex<HashMap<u32, u64>>,
+    generation: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    state: Mutex<InboxState>,
+    news: Condvar,
+    /// This rank's place in the memory of its node, which learns of failures elsewhere.
+    member: OnceLock<Arc<Member>>,
+    is_over: Arc<AtomicBool>,
+}
+
+/// The word and the payload of a relay.
+type Relayed = (u64, Vec<u8>);
+
+#[derive(Debug, Default)]
+struct InboxState {
+    welcome: Option<Result<NodeLayout, Refusal>>,
+    /// Results of gathers, by generation, division and number.
+    gathered: HashMap<(u64, u32, u64), Vec<u8>>,
+    /// What ranks sent to this one, by generation, division and sender: word and payload.
+    relayed: HashMap<(u64, u32, u32), VecDeque<Relayed>>,
+    verdicts: HashMap<u64, Option<RankFailure>>,
+    late: Option<Vec<usize>>,
+    /// A rank is gone for good, or the hub.
+    lost: Option<RankFailure>,
+    /// The hub has said farewell.
+    has_hub_left: bool,
+}
+
+impl Client {
+    /// Meets the hub at `host:port`; tries again until `deadline`, as it may not be there yet.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if nobody answers there, or somebody with another token; [`Error::StoppedEarly`] if a stop was asked for.
+    pub(super) fn join(
+        (host, port): (&str, u16),
+        token: &Token,
+        greeting: &Greeting,
+        longest_silence: Duration,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        let bytes = serde_json::to_vec(greeting).expect("numbers and text");
+        let stream = loop {
+            let why = match reach(host, port, token, &bytes) {
+                Ok(stream) => break stream,
+                Err(Unproven::Denied) => {
+                    let message = format!(
+                        "{host}:{port} is not this run's rank 0, or {TOKEN_VARIABLE} differs between its node and this one: set the \
+                         same value on every node"
+                    );
+                    return Err(Error::Environment { message });
+                }
+                Err(Unproven::Broken(error)) => error,
+            };
+            if phase::stop_requested() {
+                return Err(Error::StoppedEarly);
+            }
+            if deadline.is_over() {
+                let message = format!(
+                    "rank {} reached no rank 0 at {host}:{port} in {:.0} s: {why}; check that its node runs, that the name resolves \
+                     on this node, and that no firewall is in between (MASTER_ADDR, MASTER_PORT)",
+                    greeting.rank,
+                    deadline.limit.as_secs_f64()
+                );
+                return Err(Error::Environment { message });
+            }
+            std::thread::sleep(PAUSE);
+        };
+        let connection = Connection::new(&stream)?;
+        let inbox = Arc::new(Inbox::default());
+        let (heard, rank) = (inbox.clone(), greeting.rank);
+        let place = format!("{host}:{port}");
+        let thread = std::thread::Builder::new().name("node-reader".to_owned()).stack_size(256 << 10);
+        let reader = thread.spawn(move || {
+            let end = connection::read(stream, longest_silence, &heard.is_over, |frame| heard.take(frame));
+            heard.end(&end, &place);
+        });
+        let failed = |error| Error::Environment { message: format!("a thread for the connection to rank 0: {error}") };
+        reader.map_err(failed)?;
+        let (connection, turns) = (Mutex::new(connection), Mutex::default());
+        Ok(Self { rank, connection, inbox, turns, generation: AtomicU64::new(0) })
+    }
+
+    /// Waits until all ranks have joined.
+    pub(super) fn await_welcome(&self, deadline: Deadline) -> Result<NodeLayout> {
+        let welcome =
+            self.wait(deadline, |state| state.welcome.take(), || phase::stop_requested().then_some(Stopped::OnRequest));
+        match welcome {
+            Ok(welcome) => Ok(welcome?),
+            Err(Stopped::Late(_)) => {
+                let late = Stopped::Late(self.ask_late(0, 0, 0));
+                Err(late.error("join", "world", self.rank, deadline))
+            }
+            Err(stopped) => Err(stopped.error("join", "world", self.rank, deadline)),
+        }
+    }
+
+    /// Lets failures elsewhere end waits in the memory of this node.
+    pub(super) fn attach(&self, member: Arc<Member>) {
+        let _ = self.inbox.member.set(member);
+        let lost = self.lost(); // not in the condition: its lock would be held while `lose` takes it
+        if let Some(lost) = lost {
+            self.inbox.lose(lost);
+        }
+    }
+
+    pub(super) fn send(&self, frame: Frame) {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).send(frame);
+    }
+
+    #[cfg(test)]
+    pub(super) fn break_off(&self) {
+        self.connection.lock().unwrap().break_off();
+    }
+
+    /// A rank that is gone for good.
+    pub(super) fn lost(&self) -> Option<RankFailure> {
+        self.inbox.lock().lost.clone()
+    }
+
+    /// Every rank's bytes, in group order. `ended` tells why else the wait is over.
+    pub(super) fn gather(
+        &self,
+        group: &RankGroup,
+        bytes: &[u8],
+        deadline: Deadline,
+        ended: impl FnMut() -> Option<Stopped>,
+    ) -> Result<Vec<Vec<u8>>, Stopped> {
+        let (generation, division) = (self.generation.load(Ordering::Acquire), group.division as u32);
+        let turn = {
+            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+            let turn = turns.entry(division).or_default();
+            *turn += 1;
+            *turn
+        };
+        let ranks = serde_json::to_vec(&group.ranks).expect("numbers");
+        let (first, payload) = (group.ranks[0] as u32, pack([&ranks[..], bytes]));
+        let frame = Frame { division, rank: first, word: turn, ..Frame::new(FrameKind::Gather, generation, payload) };
+        self.send(frame);
+        let all = self.wait(deadline, |state| state.gathered.remove(&(generation, division, turn)), ended);
+        match all {
+            Ok(all) => Ok(unpack(&all).unwrap_or_default()),
+            Err(Stopped::Late(_)) => Err(Stopped::Late(self.ask_late(division, first, turn))),
+            Err(stopped) => Err(stopped),
+        }
+    }
+
+    /// Sends bytes to a rank, which finds them under the same division.
+    pub(super) fn relay(&self, division: usize, to: usize, word: u64, payload: Vec<u8>) {
+        let generation = self.generation.load(Ordering::Acquire);
+        let frame = Frame::new(FrameKind::Relay, generation, payload);
+        self.send(Frame { division: division as u32, rank: to as u32, word, ..frame });
+    }
+
+    /// What rank `from` sent next: its word and its payload.
+    pub(super) fn receive(
+        &self,
+        division: usize,
+        from: usize,
+        deadline: Deadline,
+        ended: impl FnMut() -> Option<Stopped>,
+    ) -> Result<(u64, Vec<u8>), Stopped> {
+        let key = (self.generation.load(Ordering::Acquire), division as u32, from as u32);
+        self.wait(deadline, |state| state.relayed.get_mut(&key)?.pop_front(), ended)
+    }
+
+    /// The verdict of all nodes on an epoch. After a failure everything under way is forgotten.
+    pub(super) fn verdict(
+        &self,
+        epoch: u64,
+        deadline: Deadline,
+        ended: impl FnMut() -> Option<Stopped>,
+    ) -> Result<Option<RankFailure>, Stopped> {
+        let verdict = match self.wait(deadline, |state| state.verdicts.remove(&epoch), ended) {
+            Err(Stopped::Late(_)) => return Err(Stopped::Late(self.ask_late(0, 0, 0))),
+            verdict => verdict?,
+        };
+        if verdict.is_some() {
+            let generation = self.generation.fetch_add(1, Ordering::AcqRel) + 1;
+            self.turns.lock().unwrap_or_else(PoisonError::into_inner).clear();
+            let mut state = self.inbox.lock();
+            state.gathered.retain(|key, _| key.0 >= generation);
+            state.relayed.retain(|key, _| key.0 >= generation);
+        }
+        Ok(verdict)
+    }
+
+    /// Waits until `find` finds something, the run has lost a rank, `ended` gives another reason, or the time is over.
+    fn wait<T>(
+        &self,
+        deadline: Deadline,
+        mut find: impl FnMut(&mut InboxState) -> Option<T>,
+        mut ended: impl FnMut() -> Option<Stopped>,
+    ) -> Result<T, Stopped> {
+        let mut state = self.inbox.lock();
+        loop {
+            if let Some(found) = find(&mut state) {
+                return Ok(found);
+            }
+            if let Some(lost) = &state.lost {
+                return Err(Stopped::Failed(lost.clone()));
+            }
+            if state.has_hub_left {
+                let message = "its program has ended".to_owned();
+                return Err(Stopped::Failed(RankFailure { rank: 0, code: ExitCode::RankDied, message }));
+            }
+            if let Some(stopped) = ended() {
+                return Err(stopped);
+            }
+            if deadline.is_over() {
+                return Err(Stopped::Late(Vec::new()));
+            }
+            state = self.inbox.news.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// The ranks that the hub still waits for; rank 0 where it does not answer.
+    fn ask_late(&self, division: u32, rank: u32, word: u64) -> Vec<usize> {
+        self.inbox.lock().late = None;
+        self.send(Frame { division, rank, word, ..Frame::empty(FrameKind::Query) });
+        self.wait(Deadline::after(ANSWER), |state| state.late.take(), || None).unwrap_or_else(|_| vec![0])
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.connection.get_mut().unwrap_or_else(PoisonError::into_inner).leave(FAREWELL);
+        self.inbox.is_over.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Inbox {
+    fn lock(&self) -> MutexGuard<'_, InboxState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self, frame: Frame) {
+        let mut state = self.lock();
+        match frame.kind {
+            FrameKind::Welcome => state.welcome = frame.read_json().ok().map(Ok),
+            FrameKind::Refused => state.welcome = frame.read_json().ok().map(Err),
+            FrameKind::Failure => {
+                drop(state);
+                if let (Some(member), Ok(failure)) = (self.member.get(), frame.read_json()) {
+                    member.post_of_other_node(frame.epoch, &failure);
+                }
+                return;
+            }
+            FrameKind::Lost => {
+                drop(state);
+                if let Ok(failure) = frame.read_json() {
+                    self.lose(failure);
+                }
+                return;
+            }
+            FrameKind::Verdict => {
+                if let Ok(verdict) = frame.read_json() {
+                    state.verdicts.insert(frame.epoch, verdict);
+                }
+            }
+            FrameKind::Gathered => {
+                state.gathered.insert((frame.epoch, frame.division, frame.word), frame.payload);
+            }
+            FrameKind::Relay => {
+                let queue = state.relayed.entry((frame.epoch, frame.division, frame.rank)).or_default();
+                queue.push_back((frame.word, frame.payload));
+            }
+            FrameKind::Late => state.late = frame.read_json().ok(),
+            _ => {}
+        }
+        drop(state);
+        self.news.notify_all();
+    }
+
+    /// A rank is gone for good: whoever waits for anything on this node is told.
+    fn lose(&self, failure: RankFailure) {
+        if let Some(member) = self.member.get() {
+            member.lose(failure.clone());
+        }
+        self.lock().lost.get_or_insert(failure);
+        self.news.notify_all();
+    }
+
+    fn end(&self, end: &End, place: &str) {
+        match end {
+            End::Left => self.lock().has_hub_left = true,
+            how => {
+                let message = format!("it serves the nodes' meeting at {place}: {how}");
+                self.lose(RankFailure { rank: 0, code: ExitCode::RankDied, message });
+            }
+        }
+        self.news.notify_all();
+    }
+}
+
+/// A connection on which both sides have proven themselves.
+fn reach(host: &str, port: u16, token: &Token, greeting: &[u8]) -> Result<TcpStream, Unproven> {
+    let mut last = std::io::Error::other("the name has no address");
+    for address in (host, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, ATTEMPT) {
+            Ok(mut stream) => {
+                stream.set_read_timeout(Some(ATTEMPT))?;
+                stream.set_write_timeout(Some(ATTEMPT))?;
+                token.greet(&mut stream, greeting)?;
+                stream.set_write_timeout(None)?;
+                return Ok(stream);
+            }
+            Err(error) => last = error,
+        }
+    }
+    Err(Unproven::Broken(last))
+}

@@ -1,0 +1,23 @@
+// A matrix in bf16 to e4m3 with a scale for each row, in one pass: a block has a row in its registers.
+#include "fp8.cuh"
+
+constexpr int MOST = 4;  // packs of a row that one thread has
+
+extern "C" __global__ void __launch_bounds__(1024) fp8_rows(
+    const bf16* __restrict__ x,          // [R, K], rows `stride` elements apart
+    unsigned char* __restrict__ values,  // [R, K]
+    float* __restrict__ scales,          // [R]
+    long long columns,
+    long long stride
+) {
+    wait_for_inputs();
+    const int packs = static_cast<int>(columns / 8);
+    const auto* from = reinterpret_cast<const Pack<bf16, 8>*>(x + blockIdx.x * stride);
+    Pack<bf16, 8> row[MOST];
+#pragma unroll
+    for (int k = 0; k < MOST; ++k) {
+        const int i = threadIdx.x + k * blockDim.x;
+        if (i < packs) row[k] = from[i];
+    }
+    write_fp8(row, packs, {values + blockIdx.x * columns, scales + blockIdx.x});
+}

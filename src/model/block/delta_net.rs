@@ -1,0 +1,204 @@
+//! A gated delta net: O(gated_norm(delta_rule(conv(Q x, K x, V x), a x, b x), z x)). A sequence has a state in place of keys and values.
+//!
+//! T tokens, D hidden, Hk key heads, H value heads, dk and dv widths of a head, C = 2 Hk dk + H dv channels.
+
+use tch::Tensor;
+
+use super::linear::{LinearSpec, Matrix, Projection, TpSplit, part, sections};
+use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, SequenceMixer};
+use crate::cuda::{OpCost, timed};
+use crate::error::Result;
+use crate::model::params::{ParamName, Shapes};
+use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
+
+/// The shape of a gated delta net.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaNetSpec {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Heads and the convolution.
+    pub heads: DeltaHeads,
+}
+
+/// Results of a gated delta net that its backward reads.
+#[derive(Debug)]
+pub(super) struct DeltaOutput {
+    rows: DeltaRows,
+    o: Tensor, // [T, H dv]
+    /// Before the norm behind it, if there is one.
+    output: Option<Tensor>, // [T, D]
+}
+
+impl DeltaNetSpec {
+    /// The share of a rank: some key heads with their value heads.
+    pub fn tp_slice(self, tp_size: usize) -> Self {
+        let DeltaHeads { num_key_heads, num_value_heads, .. } = self.heads;
+        let (num_key_heads, num_value_heads) = (num_key_heads / tp_size, num_value_heads / tp_size);
+        Self { heads: DeltaHeads { num_key_heads, num_value_heads, ..self.heads }, ..self }
+    }
+
+    /// Channels of queries, and of keys.
+    fn keys(self) -> usize {
+        self.heads.num_key_heads * self.heads.key_dim
+    }
+
+    /// A rank's part of a parameter that is no matrix. Channels of the convolution are copied: queries, keys and values lie apart.
+    pub(super) fn own_part(self, name: ParamName, weight: &Tensor, tp_rank: usize, tp_size: usize) -> Result<Tensor> {
+        Ok(match name {
+            ParamName::DeltaALog | ParamName::DeltaDtBias => part(weight, 0, tp_rank, tp_size),
+            ParamName::DeltaConv if tp_size > 1 => {
+                Tensor::f_cat(&sections(self.keys(), weight).map(|section| part(&section, 0, tp_rank, tp_size)), 0)?
+            }
+            _ => weight.shallow_clone(),
+        })
+    }
+
+    /// Projections that read the residual stream, and the one behind the gated norm.
+    pub fn linears(self) -> [LinearSpec; 5] {
+        let Self { hidden, heads } = self;
+        let values = heads.num_value_heads * heads.value_dim;
+        let linear = |matrix, name, (groups, inner), columns, split| LinearSpec {
+            matrix,
+            groups,
+            inner,
+            columns,
+            projections: vec![(Projection::DeltaNet(name), 1)],
+            split,
+            bias: None,
+            experts: None,
+        };
+        let (of_heads, rows) = (heads.num_value_heads, TpSplit::Rows);
+        let sections = TpSplit::RowSections { keys: self.keys() };
+        [
+            linear(Matrix::DeltaQkv, "in_proj_qkv", (1, heads.channels()), hidden, sections),
+            linear(Matrix::DeltaZ, "in_proj_z", (of_heads, heads.value_dim), hidden, rows),
+            linear(Matrix::DeltaB, "in_proj_b", (of_heads, 1), hidden, rows),
+            linear(Matrix::DeltaA, "in_proj_a", (of_heads, 1), hidden, rows),
+            linear(Matrix::DeltaOut, "out_proj", (1, hidden), values, TpSplit::Columns),
+        ]
+    }
+
+    /// Parameters with their shapes, in the layout's order.
+    pub(super) fn shapes(self) -> Shapes {
+        let [projections @ .., out] = self.linears();
+        let heads = self.heads;
+        let [channels, width, value_heads, value_dim] =
+            [heads.channels(), heads.conv_width, heads.num_value_heads, heads.value_dim].map(|size| size as i64);
+        let own = [
+            (ParamName::DeltaConv, vec![channels, width]),
+            (ParamName::DeltaALog, vec![value_heads]),
+            (ParamName::DeltaDtBias, vec![value_heads]),
+            (ParamName::DeltaNorm, vec![value_dim]),
+        ];
+        projections.iter().flat_map(LinearSpec::params).chain(own).chain(out.params()).collect()
+    }
+
+    /// Floating-point operations of the rule's forward for one token: reading the state for its key and for its query, decaying it and
+    /// writing to it.
+    pub fn flop_per_token(self) -> usize {
+        7 * self.heads.num_value_heads * self.heads.key_dim * self.heads.value_dim
+    }
+
+    /// Bytes a token that backward reads of the forward: the projections, and what the gated norm gave.
+    pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
+        let DeltaHeads { num_value_heads, value_dim, .. } = self.heads;
+        bytes.narrow * (self.heads.channels() + 2 * num_value_heads * value_dim + 2 * num_value_heads)
+    }
+
+    /// Bytes a token of the fullest moment of forward beside what is kept, all of it in the accumulation kind: what the convolution
+    /// gives, its heads, and of whole chunks keys and values in six and four forms, three tables of pairs, and a state.
+    pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
+        let [keys, values, pairs, states] = self.elements();
+        bytes.wide * (2 * self.heads.channels() + 6 * keys + 4 * values + 3 * pairs + states)
+    }
+
+    /// Bytes a token of the fullest moment of backward, in which the forward is computed again: its tensors and their gradients, and
+    /// beside them the gradients of the projections.
+    pub(super) fn backward_bytes(self, bytes: ElementBytes) -> usize {
+        let [keys, values, pairs, states] = self.elements();
+        let rule = 14 * keys + 12 * values + 6 * pairs + 2 * states;
+        2 * bytes.narrow * self.hidden + bytes.wide * (3 * self.heads.channels() + rule)
+    }
+
+    /// Elements a token of the keys and values of all value heads, of pairs within a chunk, and of a chunk's state.
+    fn elements(self) -> [usize; 4] {
+        let DeltaHeads { num_value_heads, key_dim, value_dim, .. } = self.heads;
+        let states = (num_value_heads * key_dim * value_dim).div_ceil(DeltaHeads::CHUNK);
+        [num_value_heads * key_dim, num_value_heads * value_dim, num_value_heads * DeltaHeads::CHUNK, states]
+    }
+
+    /// The residual stream after it [T, D], and what a backward needs.
+    pub(super) fn forward(
+        self,
+        ctx: &BlockContext<'_>,
+        layer: usize,
+        w: &BlockParams,
+        x: &Tensor, // [T, D]
+        mixer: &dyn SequenceMixer,
+    ) -> Result<(Tensor, DeltaOutput)> {
+        let normed = ctx.enter(w, NORMS, x)?.0;
+        let project = |matrix| w.linear(matrix).forward(&normed);
+        let rows = DeltaRows {
+            qkv: project(Matrix::DeltaQkv)?,
+            z: project(Matrix::DeltaZ)?,
+            b: project(Matrix::DeltaB)?,
+            a: project(Matrix::DeltaA)?,
+        };
+        let weights = weights(|name| w.norm(name).expect("a parameter of the block").shallow_clone());
+        let o = mixer.delta_net(layer, &rows, &weights, self.options(ctx))?;
+        let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::DeltaOut), &o, x)?;
+        Ok((h, DeltaOutput { rows, o, output }))
+    }
+
+    /// dx, from the gradient of the residual stream after it.
+    pub(super) fn backward(
+        self,
+        ctx: &BlockContext<'_>,
+        w: &BlockParams,
+        (x, dh): (&Tensor, &Tensor), // [T, D]
+        saved: DeltaOutput,
+        sequences: &PackedSequences,
+        grads: &mut BlockParams,
+    ) -> Result<Tensor> {
+        let DeltaOutput { rows, o, output } = saved;
+        let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
+        let d_o = w.linear(Matrix::DeltaOut).backward(&d_output, &o, grads.linear_mut(Matrix::DeltaOut))?;
+        drop((d_output, output, o));
+        let (kind, options) = (rows.qkv.kind(), self.options(ctx));
+        let values = weights(|name| w.norm(name).expect("a parameter of the block").shallow_clone());
+        let mut sums = Vec::new();
+        for name in OWN {
+            sums.push(grads.gradient_of(w, name)?);
+        }
+        let mut sums = sums.into_iter();
+        let mut d_weights = weights(|_| sums.next().expect("as many as names"));
+        let run = || sequences.backward(&d_o, &rows, &values, options, &mut d_weights);
+        let DeltaRows { qkv, z, b, a } = timed("gated delta net, backward", OpCost::default, run)?;
+        drop(rows);
+        let (normed, rstd) = ctx.enter(w, NORMS, x)?;
+        let mut d_normed: Option<Tensor> = None;
+        let gradients = [(Matrix::DeltaQkv, qkv), (Matrix::DeltaZ, z), (Matrix::DeltaB, b), (Matrix::DeltaA, a)];
+        for (matrix, d) in gradients {
+            let d = w.linear(matrix).backward(&d.f_to_kind(kind)?, &normed, grads.linear_mut(matrix))?;
+            d_normed = Some(match d_normed {
+                Some(mut sum) => sum.f_add_(&d)?,
+                None => d,
+            });
+        }
+        let d_normed = d_normed.expect("four projections");
+        ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)
+    }
+
+    fn options(self, ctx: &BlockContext<'_>) -> DeltaOptions {
+        let tp_size = ctx.tp.map_or(1, |tp| tp.size());
+        DeltaOptions { heads: self.tp_slice(tp_size).heads, eps: ctx.spec.rms_norm_eps }
+    }
+}
+
+/// Parameters that are no matrices, in the order of [`weights`].
+const OWN: [ParamName; 4] = [ParamName::DeltaConv, ParamName::DeltaALog, ParamName::DeltaDtBias, ParamName::DeltaNorm];
+
+fn weights(mut of: impl FnMut(ParamName) -> Tensor) -> DeltaWeights {
+    let [conv, a_log, dt_bias, norm] = OWN.map(&mut of);
+    DeltaWeights { conv, a_log, dt_bias, norm }
+}

@@ -1,0 +1,176 @@
+//! The sublayer in which tokens see one another: attention, or a gated delta net.
+
+use tch::Tensor;
+
+use super::attention::{AttentionOutput, AttentionSpec, PackedMixer, SequenceMixer};
+use super::delta_net::{DeltaNetSpec, DeltaOutput};
+use super::linear::LinearSpec;
+use super::{BlockContext, BlockParams, ElementBytes};
+use crate::error::Result;
+use crate::model::params::{ParamName, Shapes};
+
+/// The sublayer in which tokens see one another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mixer {
+    /// Full attention, or within a window.
+    Attention(AttentionSpec),
+    /// A gated delta net, whose sequences have a state in place of keys and values.
+    DeltaNet(DeltaNetSpec),
+}
+
+/// Results of a forward that the backward reads.
+#[derive(Debug)]
+pub(super) enum MixerOutput {
+    Attention(AttentionOutput),
+    DeltaNet(DeltaOutput),
+}
+
+impl MixerOutput {
+    /// Whether a backward can follow: attention must have given its log-sum-exp.
+    pub(super) fn can_go_back(&self) -> bool {
+        match self {
+            Self::Attention(output) => output.lse.is_some(),
+            Self::DeltaNet(_) => true,
+        }
+    }
+}
+
+impl Mixer {
+    /// The attention of a layer.
+    ///
+    /// # Panics
+    /// If it is a gated delta net, which [`crate::model::ModelSpec::validate_gpu_engine`] refuses.
+    pub fn attention(self) -> AttentionSpec {
+        match self {
+            Self::Attention(attention) => attention,
+            Self::DeltaNet(_) => panic!("gated delta nets were refused"),
+        }
+    }
+
+    /// The share of a rank.
+    pub(super) fn tp_slice(self, tp_size: usize) -> Self {
+        match self {
+            Self::Attention(attention) => Self::Attention(attention.tp_slice(tp_size)),
+            Self::DeltaNet(delta_net) => Self::DeltaNet(delta_net.tp_slice(tp_size)),
+        }
+    }
+
+    /// The matrices of the sublayer.
+    pub(super) fn linears(self) -> Vec<LinearSpec> {
+        match self {
+            Self::Attention(attention) => attention.linears().into(),
+            Self::DeltaNet(delta_net) => delta_net.linears().into(),
+        }
+    }
+
+    /// Parameters with their shapes, in the layout's order.
+    pub(super) fn shapes(self) -> Shapes {
+        match self {
+            Self::Attention(attention) => {
+                let [qkv, o] = attention.linears();
+                qkv.params().into_iter().chain(attention.norm_shapes()).chain(o.params()).collect()
+            }
+            Self::DeltaNet(delta_net) => delta_net.shapes(),
+        }
+    }
+
+    /// Elements that the cache has of a token.
+    pub fn cached_elements(self) -> usize {
+        match self {
+            Self::Attention(attention) => attention.cached_elements(),
+            Self::DeltaNet(_) => 0,
+        }
+    }
+
+    /// Floating-point operations of a forward for every pair of a query and a key that it sees.
+    pub fn flop_per_pair(self) -> usize {
+        match self {
+            Self::Attention(attention) => attention.flop_per_pair(),
+            Self::DeltaNet(_) => 0,
+        }
+    }
+
+    /// Bytes a token that backward reads of the forward.
+    pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
+        match self {
+            Self::Attention(attention) => attention.kept_bytes(bytes),
+            Self::DeltaNet(delta_net) => delta_net.kept_bytes(bytes),
+        }
+    }
+
+    /// Bytes a token of the fullest moment of forward, beside what is kept.
+    pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
+        match self {
+            Self::Attention(_) => 0,
+            Self::DeltaNet(delta_net) => delta_net.forward_bytes(bytes),
+        }
+    }
+
+    /// Bytes a token of the fullest moment of backward.
+    pub(super) fn backward_bytes(self, bytes: ElementBytes, shares_prompts: bool) -> usize {
+        match self {
+            Self::Attention(attention) => attention.backward_bytes(bytes, shares_prompts),
+            Self::DeltaNet(delta_net) => delta_net.backward_bytes(bytes),
+        }
+    }
+
+    /// The residual stream after it [T, D], and what a backward needs.
+    pub(super) fn forward(
+        self,
+        ctx: &BlockContext<'_>,
+        layer: usize,
+        w: &BlockParams,
+        x: &Tensor, // [T, D]
+        mixer: &dyn SequenceMixer,
+    ) -> Result<(Tensor, MixerOutput)> {
+        Ok(match self {
+            Self::Attention(attention) => {
+                let (h, output) = attention.forward(ctx, layer, w, x, mixer)?;
+                (h, MixerOutput::Attention(output))
+            }
+            Self::DeltaNet(delta_net) => {
+                let (h, output) = delta_net.forward(ctx, layer, w, x, mixer)?;
+                (h, MixerOutput::DeltaNet(output))
+            }
+        })
+    }
+
+    /// dx, from the gradient of the residual stream after it.
+    ///
+    /// # Panics
+    /// If `saved` is another sublayer's.
+    pub(super) fn backward(
+        self,
+        ctx: &BlockContext<'_>,
+        w: &BlockParams,
+        (x, dh): (&Tensor, &Tensor), // [T, D]
+        saved: MixerOutput,
+        packed: &PackedMixer,
+        grads: &mut BlockParams,
+    ) -> Result<Tensor> {
+        match (self, saved) {
+            (Self::Attention(attention), MixerOutput::Attention(saved)) => {
+                attention.backward(ctx, w, (x, dh), saved, packed, grads)
+            }
+            (Self::DeltaNet(delta_net), MixerOutput::DeltaNet(saved)) => {
+                delta_net.backward(ctx, w, (x, dh), saved, packed.sequences(), grads)
+            }
+            (Self::Attention(_), MixerOutput::DeltaNet(_)) | (Self::DeltaNet(_), MixerOutput::Attention(_)) => {
+                panic!("what another sublayer saved")
+            }
+        }
+    }
+
+    /// A rank's part of a parameter that is no matrix.
+    pub(super) fn own_part(
+        self,
+        name: ParamName,
+        weight: &Tensor,
+        (tp_rank, tp_size): (usize, usize),
+    ) -> Result<Tensor> {
+        match self {
+            Self::Attention(attention) => Ok(attention.own_norm(name, weight, tp_rank, tp_size)),
+            Self::DeltaNet(delta_net) => delta_net.own_part(name, weight, tp_rank, tp_size),
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! The keys that describe gated delta nets, and what comes with them.
+
+use serde_json::{Value, json};
+
+use crate::error::Result;
+use crate::model::json::JsonObject;
+use crate::model::spec::DeltaLayers;
+use crate::ops::delta_net::DeltaHeads;
+
+/// Every so many-th layer has attention where neither `layer_types` nor `full_attention_interval` is given, as in transformers.
+const USUAL_INTERVAL: usize = 4;
+/// Share of a head that is turned where `partial_rotary_factor` is absent, as in transformers.
+const USUAL_ROTARY_FACTOR: f64 = 0.25;
+
+/// The gated delta nets that a `config.json` describes.
+pub(super) fn read(config: &JsonObject, num_layers: usize) -> Result<DeltaLayers> {
+    if config.has("attn_output_gate") && !config.flag("attn_output_gate")? {
+        return Err(config.wrong("attn_output_gate", "true, as transformers computes this family"));
+    }
+    let size = |key, usual| if config.has(key) { config.size(key, 1 << 16) } else { Ok(usual) };
+    let heads = DeltaHeads {
+        num_key_heads: size("linear_num_key_heads", 16)?,
+        num_value_heads: size("linear_num_value_heads", 32)?,
+        key_dim: size("linear_key_head_dim", 128)?,
+        value_dim: size("linear_value_head_dim", 128)?,
+        conv_width: size("linear_conv_kernel_dim", 4)?,
+    };
+    if !heads.num_value_heads.is_multiple_of(heads.num_key_heads) {
+        let expected = format!("a multiple of linear_num_key_heads = {}", heads.num_key_heads);
+        return Err(config.wrong("linear_num_value_heads", expected));
+    }
+    if heads.conv_width < 2 {
+        return Err(config.wrong("linear_conv_kernel_dim", "at least 2"));
+    }
+    let full_attention = full_attention(config, num_layers)?;
+    match full_attention.len() {
+        some if some > 0 && some < num_layers => Ok(DeltaLayers { heads, full_attention }),
+        all => {
+            let expected = format!("at least one layer of each type; here {all} of {num_layers} have full_attention");
+            Err(config.wrong("layer_types", expected))
+        }
+    }
+}
+
+/// Layers with attention.
+fn full_attention(config: &JsonObject, num_layers: usize) -> Result<Vec<usize>> {
+    const KEY: &str = "layer_types";
+    let Some(types) = config.get(KEY) else {
+        let key = "full_attention_interval";
+        let interval = if config.has(key) { config.size(key, 1 << 12)? } else { USUAL_INTERVAL };
+        return Ok((0..num_layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect());
+    };
+    let expected =
+        format!("a list of \"linear_attention\" and \"full_attention\", one for each of {num_layers} layers");
+    let types = types.as_array().filter(|types| types.len() == num_layers);
+    let types = types.ok_or_else(|| config.wrong(KEY, expected.as_str()))?;
+    let mut full = Vec::new();
+    for (layer, kind) in types.iter().enumerate() {
+        match kind.as_str() {
+            Some("full_attention") => full.push(layer),
+            Some("linear_attention") => {}
+            _ => return Err(config.wrong(KEY, format!("{expected}; layer {layer} is {kind}"))),
+        }
+    }
+    Ok(full)
+}
+
+/// Share of a head that is turned, such that an even number of its columns is.
+pub(super) fn partial_rotary_factor(config: &JsonObject, head_dim: usize) -> Result<f64> {
+    const KEY: &str = "partial_rotary_factor";
+    let rope = config.object("rope_parameters")?;
+    let place = rope.as_ref().into_iter().chain([config]).find(|place| place.has(KEY));
+    let Some(place) = place else { return Ok(USUAL_ROTARY_FACTOR) };
+    let factor = place.positive(KEY)?;
+    let columns = (head_dim as f64 * factor) as usize;
+    match factor <= 1.0 && columns > 0 && columns.is_multiple_of(2) {
+        true => Ok(factor),
+        false => Err(place.wrong(KEY, format!("at most 1, and an even number of the {head_dim} columns of a head"))),
+    }
+}
+
+/// Adds the keys to a `config.json`.
+pub(super) fn write(layers: &DeltaLayers, (num_layers, rotary_factor): (usize, f64), config: &mut Value) {
+    let DeltaLayers { heads, full_attention } = layers;
+    let name = |layer| if full_attention.contains(&layer) { "full_attention" } else { "linear_attention" };
+    config["layer_types"] = (0..num_layers).map(name).collect();
+    config["attn_output_gate"] = json!(true);
+    config["attention_bias"] = json!(false);
+    config["rope_parameters"]["partial_rotary_factor"] = json!(rotary_factor);
+    config["linear_num_key_heads"] = json!(heads.num_key_heads);
+    config["linear_num_value_heads"] = json!(heads.num_value_heads);
+    config["linear_key_head_dim"] = json!(heads.key_dim);
+    config["linear_value_head_dim"] = json!(heads.value_dim);
+    config["linear_conv_kernel_dim"] = json!(heads.conv_width);
+}

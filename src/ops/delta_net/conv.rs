@@ -1,0 +1,107 @@
+//! Causal depthwise convolution with SiLU: y_t = silu(sum_j w_j x_(t - width + 1 + j)), within each sequence. What comes before a
+//! sequence is its tail, the last `width - 1` rows that an earlier part of it had, or zeros.
+//!
+//! T tokens, N sequences, C channels, W the convolution's width. Computed in the accumulation kind.
+
+use tch::Tensor;
+
+use super::{Sequences, gates};
+use crate::error::{Error, Result};
+use crate::torch::accumulation_kind;
+
+/// y, in the accumulation kind, and the last rows of every sequence for what follows it.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub(super) fn forward(
+    x: &Tensor,             // [T, C]
+    weight: &Tensor,        // [C, W]
+    tails: Option<&Tensor>, // [N, W - 1, C], of x's kind
+    sequences: &Sequences,
+) -> Result<(Tensor, Tensor)> {
+    let extended = extend(x, tails, sequences)?;
+    let last = extended.f_index_select(0, &sequences.tails)?.view(tail_shape(x, weight, sequences));
+    Ok((gates::silu(&convolve(&extended, weight, sequences)?)?, last))
+}
+
+/// dx and the gradient of the tails; that of the weight is added in place. `d_last` is the gradient of the last rows that
+/// [`forward`] returned.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub(super) fn backward(
+    dy: &Tensor,                                         // [T, C], in the accumulation kind
+    (x, weight): (&Tensor, &Tensor),                     // [T, C], [C, W]
+    (tails, d_last): (Option<&Tensor>, Option<&Tensor>), // [N, W - 1, C] both
+    sequences: &Sequences,
+    d_weight: &mut Tensor, // [C, W]
+) -> Result<(Tensor, Tensor)> {
+    let extended = extend(x, tails, sequences)?;
+    let pre = convolve(&extended, weight, sequences)?;
+    let d_pre = gates::silu_slope(&pre, &gates::sigmoid(&pre)?)?.f_mul_(dy)?;
+    let wide = weight.f_to_kind(d_pre.kind())?;
+    let width = weight.size()[1];
+    let mut d_extended = Tensor::f_zeros(extended.size(), (d_pre.kind(), x.device()))?;
+    for (distance, rows) in sequences.earlier.iter().enumerate() {
+        let tap = width - 1 - distance as i64;
+        d_extended = d_extended.f_index_add_(0, rows, &d_pre.f_mul(&wide.select(1, tap))?)?;
+        let products = extended.f_index_select(0, rows)?.f_to_kind(d_pre.kind())?.f_mul_(&d_pre)?;
+        let _ = d_weight.select(1, tap).f_add_(&products.f_sum_dim_intlist(0, false, d_pre.kind())?)?;
+    }
+    if let Some(d_last) = d_last {
+        let rows = d_last.f_to_kind(d_pre.kind())?.f_reshape([-1, x.size()[1]])?;
+        d_extended = d_extended.f_index_add_(0, &sequences.tails, &rows)?;
+    }
+    let (tokens, all) = (x.size()[0], d_extended.size()[0]);
+    let d_tails = d_extended.narrow(0, tokens, all - tokens).view(tail_shape(x, weight, sequences));
+    Ok((d_extended.narrow(0, 0, tokens), d_tails))
+}
+
+/// One token of every sequence, whose tails move on by a row. [N, C] in the accumulation kind
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub(super) fn step(
+    x: &Tensor,         // [N, C]
+    weight: &Tensor,    // [C, W]
+    tails: &mut Tensor, // [N, W - 1, C]
+) -> Result<Tensor> {
+    let window = Tensor::f_cat(&[tails.shallow_clone(), x.f_unsqueeze(1)?], 1)?; // [N, W, C]
+    let kind = accumulation_kind(x.kind());
+    let width = weight.size()[1];
+    let wide = weight.f_to_kind(kind)?;
+    let mut y = window.select(1, width - 1).f_to_kind(kind)?.f_mul(&wide.select(1, width - 1))?;
+    for tap in (0..width - 1).rev() {
+        y = y.f_addcmul_(&window.select(1, tap).f_to_kind(kind)?, &wide.select(1, tap))?;
+    }
+    tails.f_copy_(&window.narrow(1, 1, width - 1))?;
+    gates::silu(&y)
+}
+
+/// Rows of x, then those of the tails. [T + N (W - 1), C]
+fn extend(x: &Tensor, tails: Option<&Tensor>, sequences: &Sequences) -> Result<Tensor> {
+    let channels = x.size()[1];
+    let tails = match tails {
+        Some(tails) => tails.f_reshape([-1, channels])?.f_to_kind(x.kind())?,
+        None => Tensor::f_zeros([sequences.tails.size()[0], channels], (x.kind(), x.device()))?,
+    };
+    Ok(Tensor::f_cat(&[x, &tails], 0)?)
+}
+
+/// The convolution before its SiLU. [T, C] in the accumulation kind
+fn convolve(extended: &Tensor, weight: &Tensor, sequences: &Sequences) -> Result<Tensor> {
+    let kind = accumulation_kind(extended.kind());
+    let wide = weight.f_to_kind(kind)?;
+    let mut taps = (0..weight.size()[1]).rev().map(|tap| wide.select(1, tap)).zip(&sequences.earlier);
+    let rows = |rows: &Tensor| Ok::<_, Error>(extended.f_index_select(0, rows)?.f_to_kind(kind)?);
+    let (tap, own) = taps.next().expect("a convolution is over at least one token");
+    let mut y = rows(own)?.f_mul_(&tap)?;
+    for (tap, earlier) in taps {
+        y = y.f_addcmul_(&rows(earlier)?, &tap)?;
+    }
+    Ok(y)
+}
+
+fn tail_shape(x: &Tensor, weight: &Tensor, sequences: &Sequences) -> [i64; 3] {
+    [sequences.num_sequences, weight.size()[1] - 1, x.size()[1]]
+}

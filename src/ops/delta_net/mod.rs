@@ -1,0 +1,283 @@
+//! The gated delta net of Qwen3.5 and Qwen3-Next between its projections: a causal convolution, the gated delta rule on queries and
+//! keys of unit length, and a gated norm. In place of keys and values of all tokens a sequence has a [`DeltaState`].
+//!
+//! Packed sequences never see one another. A sequence may begin with a state, so that it can be computed in parts, and so that
+//! several can go on from one: a fork is a copy of the state, and the gradient of a state is the sum of those of its forks.
+//!
+//! T tokens, N sequences, Hk key heads, H value heads, dk and dv widths of a head, C = 2 Hk dk + H dv channels, W the
+//! convolution's width. States of the rule are of the accumulation kind, the convolution's of the rows' kind.
+
+mod conv;
+mod gates;
+mod packed;
+mod rule;
+mod sequences;
+#[cfg(test)]
+mod tests;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::Result;
+use crate::torch::accumulation_kind;
+use rule::Tokens;
+
+pub use packed::PackedSequences;
+pub use sequences::Sequences;
+
+/// Heads and their widths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaHeads {
+    /// Heads of queries and keys; they divide the value heads.
+    pub num_key_heads: usize,
+    /// Heads of values, each with a state.
+    pub num_value_heads: usize,
+    /// Width of a query and of a key.
+    pub key_dim: usize,
+    /// Width of a value.
+    pub value_dim: usize,
+    /// Tokens that the convolution reads.
+    pub conv_width: usize,
+}
+
+/// Projections of the tokens.
+#[derive(Debug)]
+pub struct DeltaRows {
+    /// Queries of all heads, then keys, then values, before the convolution.
+    pub qkv: Tensor, // [T, C]
+    /// The gate of the norm.
+    pub z: Tensor, // [T, H dv]
+    /// How much of a token is written, before its sigmoid.
+    pub b: Tensor, // [T, H]
+    /// How much of the state decays, before its softplus.
+    pub a: Tensor, // [T, H]
+}
+
+/// Weights; or where their gradients are added.
+#[derive(Debug)]
+pub struct DeltaWeights {
+    /// Weights of the convolution.
+    pub conv: Tensor, // [C, W]
+    /// Logarithm of the fastest decay.
+    pub a_log: Tensor, // [H]
+    /// Added to `a`.
+    pub dt_bias: Tensor, // [H]
+    /// Weights of the gated norm.
+    pub norm: Tensor, // [dv]
+}
+
+/// The states of sequences, after some of their tokens; or the gradients of these.
+#[derive(Debug)]
+pub struct DeltaState {
+    /// The last rows before the convolution.
+    pub conv: Tensor, // [N, W - 1, C]
+    /// The rule's state.
+    pub rule: Tensor, // [N, H, dk, dv]
+}
+
+/// A delta net's numbers beside its tensors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DeltaOptions {
+    /// Heads of the rank.
+    pub heads: DeltaHeads,
+    /// Added to the mean square in the gated norm.
+    pub eps: f64,
+}
+
+impl DeltaHeads {
+    /// Tokens of a sequence that are computed at once.
+    pub const CHUNK: usize = sequences::CHUNK as usize;
+
+    /// Channels of the convolution.
+    pub fn channels(self) -> usize {
+        2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+    }
+}
+
+impl DeltaState {
+    /// The states of sequences without a token, for rows of `kind`.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn zeros(heads: DeltaHeads, num_sequences: usize, kind: Kind, device: Device) -> Result<Self> {
+        let DeltaHeads { num_value_heads, key_dim, value_dim, conv_width, .. } = heads;
+        let zeros = |shape: &[usize], kind| {
+            let shape: Vec<_> = std::iter::once(&num_sequences).chain(shape).map(|&size| size as i64).collect();
+            Tensor::f_zeros(shape, (kind, device))
+        };
+        Ok(Self {
+            conv: zeros(&[conv_width - 1, heads.channels()], kind)?,
+            rule: zeros(&[num_value_heads, key_dim, value_dim], accumulation_kind(kind))?,
+        })
+    }
+
+    /// Bytes of one sequence's state, for rows of `kind`.
+    pub fn bytes(heads: DeltaHeads, kind: Kind) -> usize {
+        let DeltaHeads { num_value_heads, key_dim, value_dim, conv_width, .. } = heads;
+        let wide = accumulation_kind(kind).elt_size_in_bytes();
+        (conv_width - 1) * heads.channels() * kind.elt_size_in_bytes() + num_value_heads * key_dim * value_dim * wide
+    }
+
+    /// Copies of the states of some sequences, which may come more than once.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn fork(&self, sequences: &Tensor /* [M] int64 */) -> Result<Self> {
+        let select = |t: &Tensor| t.f_index_select(0, sequences);
+        Ok(Self { conv: select(&self.conv)?, rule: select(&self.rule)? })
+    }
+
+    /// The gradients of `num_sequences` states from those of their forks.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn sum_of_forks(&self, sequences: &Tensor /* [M] int64 */, num_sequences: i64) -> Result<Self> {
+        let sum = |t: &Tensor| {
+            let mut shape = t.size();
+            shape[0] = num_sequences;
+            Tensor::f_zeros(shape, (t.kind(), t.device()))?.f_index_add_(0, sequences, t)
+        };
+        Ok(Self { conv: sum(&self.conv)?, rule: sum(&self.rule)? })
+    }
+}
+
+/// Outputs before the last projection [T, H dv], of the rows' kind, and the states after the sequences.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn forward(
+    rows: &DeltaRows,
+    weights: &DeltaWeights,
+    initial: Option<&DeltaState>,
+    sequences: &Sequences,
+    options: DeltaOptions,
+) -> Result<(Tensor, DeltaState)> {
+    let tails = initial.map(|state| &state.conv);
+    let (mixed, conv) = conv::forward(&rows.qkv, &weights.conv, tails, sequences)?;
+    let tokens = Heads::new(&mixed, options.heads)?.tokens(rows, weights)?;
+    drop(mixed);
+    let (o, rule) = rule::forward(&tokens, initial.map(|state| &state.rule), &sequences.chunks)?;
+    Ok((finish(&o, rows, weights, options)?, DeltaState { conv, rule }))
+}
+
+/// One token of every sequence: T = N. `state` moves on. [N, H dv]
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn step(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, options: DeltaOptions) -> Result<Tensor> {
+    let mixed = conv::step(&rows.qkv, &weights.conv, &mut state.conv)?;
+    let tokens = Heads::new(&mixed, options.heads)?.tokens(rows, weights)?;
+    let o = rule::step(&tokens, &mut state.rule)?;
+    finish(&o, rows, weights, options)
+}
+
+/// Gradients of the rows and of the initial states, all in the accumulation kind; gradients of the weights are added in place.
+/// `d_last` is the gradient of the states that [`forward`] returned. The forward is computed again.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn backward(
+    (d_output, d_last): (&Tensor, Option<&DeltaState>), // [T, H dv]
+    rows: &DeltaRows,
+    weights: &DeltaWeights,
+    initial: Option<&DeltaState>,
+    sequences: &Sequences,
+    options: DeltaOptions,
+    grads: &mut DeltaWeights,
+) -> Result<(DeltaRows, DeltaState)> {
+    let tails = initial.map(|state| &state.conv);
+    let states = initial.map(|state| &state.rule);
+    let (mixed, _) = conv::forward(&rows.qkv, &weights.conv, tails, sequences)?;
+    let heads = Heads::new(&mixed, options.heads)?;
+    drop(mixed);
+    let tokens = heads.tokens(rows, weights)?;
+    let (o, _) = rule::forward(&tokens, states, &sequences.chunks)?;
+
+    let z = rows.z.f_to_kind(o.kind())?.f_view_as(&o)?;
+    let d_output = d_output.f_to_kind(o.kind())?.f_view_as(&o)?;
+    let (d_o, dz) = gates::gated_norm_backward(&d_output, (&o, &z), &weights.norm, options.eps, &mut grads.norm)?;
+    drop((o, z));
+    let d_rule = d_last.map(|state| &state.rule);
+    let (d_tokens, d_states) = rule::backward(&d_o, &tokens, (states, d_rule), &sequences.chunks)?;
+    drop(d_o);
+    let (da, db) = tokens.gates_backward(&d_tokens, rows, weights, grads)?;
+    let d_mixed = heads.backward(&d_tokens)?;
+    let d_conv = d_last.map(|state| &state.conv);
+    let inputs = (&rows.qkv, &weights.conv);
+    let (d_qkv, d_tails) = conv::backward(&d_mixed, inputs, (tails, d_conv), sequences, &mut grads.conv)?;
+    let d_rows = DeltaRows { qkv: d_qkv, z: dz.f_flatten(1, 2)?, b: db, a: da };
+    Ok((d_rows, DeltaState { conv: d_tails, rule: d_states }))
+}
+
+/// Queries and keys of unit length with their factors, and values.
+struct Heads {
+    q: Tensor,        // [T, Hk, dk]
+    k: Tensor,        // [T, Hk, dk]
+    v: Tensor,        // [T, H, dv]
+    q_factor: Tensor, // [T, Hk, 1]
+    k_factor: Tensor, // [T, Hk, 1]
+    scale: f64,
+}
+
+impl Heads {
+    fn new(mixed: &Tensor /* [T, C] */, heads: DeltaHeads) -> Result<Self> {
+        let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, .. } = heads;
+        let [key_heads, value_heads, key_dim, value_dim] =
+            [num_key_heads, num_value_heads, key_dim, value_dim].map(|size| size as i64);
+        let keys = key_heads * key_dim;
+        let part = |first, len| mixed.narrow(1, first, len);
+        let shape = [-1, key_heads, key_dim];
+        let (q, q_factor) = gates::unit_length(&part(0, keys).f_contiguous()?.view(shape))?;
+        let (k, k_factor) = gates::unit_length(&part(keys, keys).f_contiguous()?.view(shape))?;
+        let v = part(2 * keys, value_heads * value_dim).f_contiguous()?.view([-1, value_heads, value_dim]);
+        Ok(Self { q, k, v, q_factor, k_factor, scale: (key_dim as f64).powf(-0.5) })
+    }
+
+    fn tokens(&self, rows: &DeltaRows, weights: &DeltaWeights) -> Result<Tokens> {
+        let kind = self.v.kind();
+        let [a, b, a_log, dt_bias] = [&rows.a, &rows.b, &weights.a_log, &weights.dt_bias].map(|t| t.f_to_kind(kind));
+        Ok(Tokens {
+            q: self.q.f_mul_scalar(self.scale)?,
+            k: self.k.shallow_clone(),
+            v: self.v.shallow_clone(),
+            g: gates::decay(&a?, &a_log?, &dt_bias?)?,
+            beta: gates::sigmoid(&b?)?,
+        })
+    }
+
+    /// The gradient of the convolution's output. [T, C]
+    fn backward(self, d: &Tokens) -> Result<Tensor> {
+        let dq = gates::unit_length_backward(&d.q.f_mul_scalar(self.scale)?, &self.q, &self.q_factor)?;
+        let dk = gates::unit_length_backward(&d.k, &self.k, &self.k_factor)?;
+        Ok(Tensor::f_cat(&[dq.f_flatten(1, 2)?, dk.f_flatten(1, 2)?, d.v.f_flatten(1, 2)?], 1)?)
+    }
+}
+
+impl Tokens {
+    /// The gradients of `a` and `b` [T, H] each; those of A_log and dt_bias are added in place.
+    fn gates_backward(
+        &self,
+        d: &Tokens,
+        rows: &DeltaRows,
+        weights: &DeltaWeights,
+        grads: &mut DeltaWeights,
+    ) -> Result<(Tensor, Tensor)> {
+        let kind = self.v.kind();
+        let [a, a_log, dt_bias] = [&rows.a, &weights.a_log, &weights.dt_bias].map(|t| t.f_to_kind(kind));
+        let [da, d_log, d_bias] = gates::decay_backward(&d.g, &a?, &a_log?, &dt_bias?)?;
+        let _ = grads.a_log.f_add_(&d_log)?;
+        let _ = grads.dt_bias.f_add_(&d_bias)?;
+        let db = self.beta.f_rsub_scalar(1.0)?.f_mul_(&self.beta)?.f_mul_(&d.beta)?;
+        Ok((da, db))
+    }
+}
+
+/// The gated norm of every head. [T, H dv]
+fn finish(
+    o: &Tensor, // [T, H, dv]
+    rows: &DeltaRows,
+    weights: &DeltaWeights,
+    options: DeltaOptions,
+) -> Result<Tensor> {
+    let z = rows.z.f_to_kind(o.kind())?.f_view_as(o)?;
+    Ok(gates::gated_norm(o, &z, &weights.norm, options.eps)?.f_flatten(1, 2)?)
+}

@@ -1,0 +1,152 @@
+//! Products in FP8: matrices in e4m3 (4 bits of exponent, 3 of mantissa, largest value 448) with a float32 scale for each row.
+//!
+//! A row is divided by its largest absolute value / 448 and rounded to nearest, ties to even. A product of two rows is summed in float32
+//! and multiplied by both rows' scales. On a GPU kernels round, and the engine's own products multiply; the products here are those of a CPU,
+//! which multiply the rounded values in float32.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::cuda::kernels;
+pub use crate::cuda::kernels::Fp8Rows;
+use crate::error::Result;
+use crate::torch::scalar;
+
+/// The largest value of e4m3.
+pub const MOST: f32 = 448.0;
+
+/// Room for a matrix.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn empty([rows, columns]: [i64; 2], device: Device) -> Result<Fp8Rows> {
+    let values = Tensor::f_empty([rows, columns], (Kind::Float8e4m3fn, device))?;
+    Ok(Fp8Rows { values, scales: Tensor::f_empty([rows], (Kind::Float, device))? })
+}
+
+/// Rounds the rows of a matrix into memory that is there. Rows of zeros have the scale 0; those with a value that is not finite have one
+/// that is not finite.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for a matrix that the kernel of a GPU does not take; [`crate::Error::OutOfMemory`].
+pub fn round_rows(
+    x: &Tensor,   // [R, K]
+    to: &Fp8Rows, // [R, K]
+) -> Result<()> {
+    if x.device().is_cuda() {
+        return kernels::fp8_rows(x, to);
+    }
+    let x = x.f_to_kind(Kind::Float)?;
+    let peak = x.f_abs()?.f_amax([1], true)?; // [R, 1]
+    let factor = scalar(MOST).f_div(&peak)?.f_clamp_max(f64::from(f32::MAX))?;
+    let factor = factor.f_where_self(&peak.f_gt(0.0)?, &peak.f_zeros_like()?)?;
+    let rounded = x.f_mul(&factor)?.f_clamp(-f64::from(MOST), f64::from(MOST))?;
+    to.values.shallow_clone().f_copy_(&rounded.f_to_kind(Kind::Float8e4m3fn)?)?;
+    Ok(to.scales.shallow_clone().f_copy_(&peak.f_view([-1])?.f_div(&scalar(MOST))?)?)
+}
+
+/// y = x w^T + bias, of the kind of x, whose rows are rounded first. On a CPU.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn forward(
+    x: &Tensor,            // [T, K]
+    w: &Fp8Rows,           // [N, K]
+    bias: Option<&Tensor>, // [N]
+) -> Result<Tensor> {
+    let rounded = empty([x.size()[0], x.size()[1]], x.device())?;
+    round_rows(x, &rounded)?;
+    let [x_values, w_values] = [&rounded.values, &w.values].map(|values| values.f_to_kind(Kind::Float));
+    let sums = x_values?.f_mm(&w_values?.tr())?;
+    let mut y = sums.f_mul(&rounded.scales.f_unsqueeze(1)?)?.f_mul(&w.scales)?;
+    if let Some(bias) = bias {
+        y = y.f_add(bias)?;
+    }
+    Ok(y.f_to_kind(x.kind())?) // [T, N]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::torch::{byte_vec, f32_vec};
+
+    /// All finite values of e4m3 that are not negative, by their codes: 7 bits of exponent and mantissa, bias 7.
+    fn values() -> Vec<f32> {
+        let value = |code: i32| match (code >> 3, (code & 7) as f32) {
+            (0, mantissa) => mantissa / 8.0 * 2f32.powi(-6),
+            (exponent, mantissa) => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+        };
+        (0..0x7f).map(value).collect()
+    }
+
+    /// The code of the nearest value, of two the even one; beyond the largest that one.
+    fn nearest(x: f32, values: &[f32]) -> u8 {
+        let off = |code: usize| (f64::from(values[code]) - f64::from(x.abs())).abs();
+        let best = (0..values.len()).min_by(|&a, &b| off(a).total_cmp(&off(b)).then((a & 1).cmp(&(b & 1)))).unwrap();
+        best as u8 | (u8::from(x.is_sign_negative()) << 7)
+    }
+
+    /// Scales and codes of rows, in plain arithmetic.
+    fn reference(rows: &[Vec<f32>]) -> (Vec<u8>, Vec<f32>) {
+        let values = values();
+        let (mut codes, mut scales) = (Vec::new(), Vec::new());
+        for row in rows {
+            let peak = row.iter().fold(0f32, |peak, x| peak.max(x.abs()));
+            let factor = if peak > 0.0 { (MOST / peak).min(f32::MAX) } else { 0.0 };
+            codes.extend(row.iter().map(|x| nearest(x * factor, &values)));
+            scales.push(peak / MOST);
+        }
+        (codes, scales)
+    }
+
+    #[test]
+    fn rows_are_rounded_as_in_plain_arithmetic_bit_for_bit() {
+        let values = values();
+        assert_eq!((values[0x7e], values[1], values[8]), (448.0, 2f32.powi(-9), 2f32.powi(-6)));
+        // Every value, the middle between neighbours, which is a tie, and what is next to it; the first makes the scale 1.
+        let middles = values.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
+        let beside = middles.flat_map(|x| [x, f32::from_bits(x.to_bits() - 1), f32::from_bits(x.to_bits() + 1)]);
+        let ties: Vec<f32> = [MOST].into_iter().chain(values.clone()).chain(beside).flat_map(|x| [x, -x]).collect();
+        let len = ties.len();
+        let random =
+            |size: f32| f32_vec(&(Tensor::randn([len as i64], (Kind::Float, Device::Cpu)) * f64::from(size))).unwrap();
+        let mut outlier = random(0.02);
+        outlier[7] = -91.5;
+        let rows = [ties, random(1.0), random(1e-37), random(1e-41), vec![0.0; len], outlier];
+        let x = Tensor::from_slice(&rows.concat()).view([rows.len() as i64, len as i64]);
+        let to = empty([rows.len() as i64, len as i64], Device::Cpu).unwrap();
+        round_rows(&x, &to).unwrap();
+        let (codes, scales) = reference(&rows);
+        assert_eq!(f32_vec(&to.scales).unwrap(), scales);
+        assert_eq!(byte_vec(&to.values.view_dtype(Kind::Uint8)).unwrap(), codes);
+        assert_eq!(scales[0], 1.0);
+    }
+
+    #[test]
+    fn what_is_not_finite_stays_so_and_nothing_else_does() {
+        let x = Tensor::from_slice(&[1.0, f32::NAN, 1.0, f32::INFINITY, 0.0, 0.0]).view([3, 2]);
+        let w = empty([2, 2], Device::Cpu).unwrap();
+        round_rows(&Tensor::from_slice(&[1f32, 2.0, -3.0, 4.0]).view([2, 2]), &w).unwrap();
+        let y = f32_vec(&forward(&x, &w, None).unwrap()).unwrap();
+        assert!(y[..4].iter().all(|y| !y.is_finite()), "{y:?}");
+        assert_eq!(y[4..], [0.0, 0.0]);
+    }
+
+    #[test]
+    fn products_are_those_of_the_rounded_rows() {
+        let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(Kind::BFloat16);
+        let (x, matrix, bias) = (rand([5, 48]), rand([32, 48]), rand([1, 32]).view([32]));
+        let [w, rounded] = [[32, 48], [5, 48]].map(|shape| empty(shape, Device::Cpu).unwrap());
+        round_rows(&matrix, &w).unwrap();
+        round_rows(&x, &rounded).unwrap();
+        let double =
+            |rows: &Fp8Rows| rows.values.to_kind(Kind::Double) * rows.scales.to_kind(Kind::Double).unsqueeze(1);
+        let exact = double(&rounded).mm(&double(&w).tr()) + bias.to_kind(Kind::Double);
+        let y = forward(&x, &w, Some(&bias)).unwrap();
+        assert_eq!(y.kind(), Kind::BFloat16);
+        let off = |y: &Tensor, exact: &Tensor| f64::try_from((y - exact).norm() / exact.norm()).unwrap();
+        assert!(off(&y.to_kind(Kind::Double), &exact) < 3e-3);
+        let unrounded = x.to_kind(Kind::Double).mm(&matrix.to_kind(Kind::Double).tr()) + bias.to_kind(Kind::Double);
+        let cost = off(&exact, &unrounded);
+        assert!((0.01..0.06).contains(&cost), "3 bits of mantissa cost {cost}");
+    }
+}

@@ -1,0 +1,168 @@
+//! Experts in a step on a GPU: the buffers of their tokens, and one layer's router, products and weighted sum. What a layer launches does
+//! not depend on where tokens go, so that a decode step can be recorded.
+//!
+//! R rows of a step, k experts of a token, D hidden, I an expert's width on this rank.
+
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+
+use super::buffers::Section;
+use super::network::{DecoderNetwork, DecoderOp, Tokens};
+use crate::cuda::kernels::{self, ExpertTile, RouteOptions, RouteSizes, RoutedTokens};
+use crate::error::Result;
+use crate::model::{BlockParams, DenseSpec, ExpertsSpec, LinearSpec, Matrix, Mlp, ModelSpec};
+
+/// The sizes that experts' buffers follow from.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ExpertShape {
+    spec: ExpertsSpec,
+    rows: usize,
+    /// Experts of a token in all layers.
+    per_token: usize,
+    kind: Kind,
+}
+
+/// Tensors over the engine's arena, for the rows of its largest step.
+#[derive(Debug)]
+pub(super) struct ExpertBuffers {
+    experts: Tensor,  // [R k] i32
+    weights: Tensor,  // [R k] f32
+    order: Tensor,    // [R k] i32
+    tiles: Tensor,    // [tiles, 4] i32
+    logits: Tensor,   // flat, f32
+    counters: Tensor, // flat, i32
+    act: Tensor,      // [R k, I]
+    out: Tensor,      // [R k, D]
+    record: Tensor,   // flat, i16, experts of token after token, in all layers; an even number
+    per_token: usize,
+}
+
+impl ExpertShape {
+    /// `None` for a model without experts.
+    pub(super) fn new(spec: &ModelSpec, rows: usize, tp_size: usize, kind: Kind) -> Option<Self> {
+        let mut mlps = (0..spec.num_layers).map(|layer| spec.block(layer).tp_slice(tp_size).mlp);
+        let experts = mlps.find_map(|mlp| match mlp {
+            Mlp::Experts(experts) => Some(experts),
+            Mlp::Dense(_) => None,
+        })?;
+        Some(Self { spec: experts, rows, per_token: spec.routed_experts_per_token(), kind })
+    }
+
+    /// In the order of [`ExpertBuffers`].
+    pub(super) fn sections(&self) -> Vec<Section> {
+        let ExpertsSpec { expert: DenseSpec { hidden, intermediate }, num_experts, router, .. } = self.spec;
+        let sizes = RouteSizes::new(self.rows, hidden, num_experts, router.num_experts_per_tok);
+        let choices = self.rows * router.num_experts_per_tok;
+        let flat = |len: usize, kind| (vec![len as i64], kind);
+        vec![
+            flat(choices, Kind::Int),
+            flat(choices, Kind::Float),
+            flat(choices, Kind::Int),
+            (vec![sizes.tiles as i64, 4], Kind::Int),
+            flat(sizes.logits, Kind::Float),
+            flat(sizes.counters, Kind::Int),
+            (vec![choices as i64, intermediate as i64], self.kind),
+            (vec![choices as i64, hidden as i64], self.kind),
+            flat((self.rows * self.per_token).next_multiple_of(2), Kind::Int16),
+        ]
+    }
+
+    /// Words of the largest step's recorded experts.
+    pub(super) fn record_words(&self) -> usize {
+        (self.rows * self.per_token).div_ceil(2)
+    }
+
+    /// The buffers over their sections.
+    pub(super) fn buffers(&self, next: &mut dyn FnMut() -> Result<Tensor>) -> Result<ExpertBuffers> {
+        Ok(ExpertBuffers {
+            experts: next()?,
+            weights: next()?,
+            order: next()?,
+            tiles: next()?,
+            logits: next()?,
+            counters: next()?,
+            act: next()?,
+            out: next()?,
+            record: next()?,
+            per_token: self.per_token,
+        })
+    }
+}
+
+impl ExpertBuffers {
+    /// The experts of the first `tokens` of the last step, in words of two. [words] i32
+    pub(super) fn recorded(&self, tokens: usize) -> Tensor {
+        let words = (tokens * self.per_token).div_ceil(2);
+        self.record.narrow(0, 0, 2 * words as i64).view_dtype(Kind::Int)
+    }
+
+    fn routed(&self, tokens: i64, choices: i64, own: Range<usize>, tile: ExpertTile) -> RoutedTokens {
+        let first = |tensor: &Tensor| tensor.narrow(0, 0, tokens * choices);
+        RoutedTokens {
+            experts: first(&self.experts).view([tokens, choices]),
+            weights: first(&self.weights).view([tokens, choices]),
+            order: first(&self.order),
+            tiles: self.tiles.shallow_clone(),
+            logits: self.logits.shallow_clone(),
+            counters: self.counters.shallow_clone(),
+            own,
+            tile_rows: tile.rows,
+        }
+    }
+}
+
+impl DecoderNetwork<'_> {
+    /// out = the sum of the chosen experts' outputs, each times its weight, of what this rank has of them.
+    pub(super) fn experts(
+        &self,
+        layer: usize,
+        spec: ExpertsSpec,
+        w: &BlockParams,
+        normed: &Tensor, // [T, D]
+        tokens: &Tokens,
+        out: &Tensor, // [T, D]
+    ) -> Result<()> {
+        let buffers = self.buffers.experts.as_ref().expect("a model with experts has their buffers");
+        let (rows, k) = (normed.size()[0], spec.router.num_experts_per_tok);
+        let Device::Cuda(gpu) = normed.device() else { unreachable!("an engine on a GPU") };
+        let tile = ExpertTile::of(rows as usize, k, spec.num_experts, (normed.kind(), gpu))?;
+        let own = spec.own_experts(w, self.tp.rank());
+        let routed = buffers.routed(rows, k as i64, own, tile);
+        let first = self.spec.places_among_expert_layers()[layer] * k as i64;
+        let of_layer = |all: &Tensor| all.narrow(0, first, all.size()[0] - first);
+        let (recorded, record) = (tokens.recorded.map(of_layer), of_layer(&buffers.record));
+        let options = RouteOptions {
+            normalised: spec.router.norm_topk_prob,
+            slots: Some(tokens.slots),
+            recorded: recorded.as_ref(),
+            record: Some(&record),
+            stride: buffers.per_token,
+        };
+        let router = w.router().expect("experts have a router");
+        self.op(DecoderOp::Router, || kernels::route(normed, router, &routed, &options))?;
+        let of_rows = |all: &Tensor| all.narrow(0, 0, rows * k as i64);
+        let (act, rows) = (of_rows(&buffers.act), of_rows(&buffers.out));
+        let [gate_up, down] = [Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix).weight());
+        self.op(DecoderOp::GateUp, || kernels::experts_gate_up(tile, normed, gate_up, &routed, &act))?;
+        self.op(DecoderOp::Down, || kernels::experts_down(tile, &act, down, &routed, &rows))?;
+        self.op(DecoderOp::Combine, || kernels::experts_combine(&rows, &routed, out))
+    }
+}
+
+/// Bytes that one product of an MLP reads and writes for `tokens` rows, and its floating-point operations. Of experts those are read that
+/// tokens who choose evenly hit.
+pub(super) fn mlp_work(mlp: Mlp, product: usize, tokens: f64, element_bytes: f64) -> (f64, f64) {
+    match mlp {
+        Mlp::Dense(dense) => dense.linears()[product].work(tokens, element_bytes),
+        Mlp::Experts(experts) => {
+            let linear: &LinearSpec = &experts.linears()[product];
+            let (all, k) = (experts.num_experts as f64, experts.router.num_experts_per_tok as f64);
+            let own = experts.own as f64 / all;
+            let (hit, k) = (own * all * (1.0 - (1.0 - k / all).powf(tokens)), own * k);
+            let (rows, columns) = (linear.rows() as f64, linear.columns as f64);
+            let moved = element_bytes * (hit * rows * columns + tokens * k * (rows + columns));
+            (moved, 2.0 * tokens * k * rows * columns)
+        }
+    }
+}

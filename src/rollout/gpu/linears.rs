@@ -1,0 +1,180 @@
+//! The products of a block: by cuBLASLt or by this crate's kernels, in the weights' kind or in FP8, with adapters.
+
+use tch::Tensor;
+
+use super::network::{DecoderNetwork, DecoderOp, OwnProducts};
+use crate::cuda::Tuning;
+use crate::cuda::kernels::{self, Fp8Rows, QkvViews};
+use crate::error::Result;
+use crate::model::{Linear, Lora, Matrix, Piece};
+
+impl DecoderNetwork<'_> {
+    /// The products for which there are own kernels in all blocks. They have been found to pay with one rank an engine only; and ranks
+    /// of one engine could not each decide by their own clock, as what is timed holds their sums.
+    pub(super) fn may_own_products(&self, rows: usize) -> Result<OwnProducts> {
+        if self.tuning != Tuning::Timed || self.tp.size() > 1 || self.spec.num_expert_layers() > 0 {
+            return Ok(OwnProducts::None);
+        }
+        let (mut all, mut gate_up) = (true, true);
+        for w in &self.weights.blocks {
+            let is_adapted = w.linears().any(|(_, linear)| linear.lora.is_some());
+            all &= !is_adapted
+                && match &w.linear(Matrix::Qkv).pieces[..] {
+                    [Piece { bias, .. }] => {
+                        let matrices = [Matrix::Qkv, Matrix::O, Matrix::GateUp, Matrix::Down];
+                        let weights = matrices.map(|matrix| multiplied(w.linear(matrix)));
+                        kernels::product_serves(rows, &weights, bias.as_ref())?
+                    }
+                    _ => false,
+                };
+            let linear = w.linear(Matrix::GateUp);
+            gate_up &= linear.lora.is_none() && kernels::gate_up_serves(rows, multiplied(linear))?;
+        }
+        Ok(match (all, gate_up) {
+            (true, _) => OwnProducts::All,
+            (_, true) => OwnProducts::GateUp,
+            _ => OwnProducts::None,
+        })
+    }
+
+    /// act = silu(gate) * up
+    pub(super) fn gate_up(
+        &self,
+        w: &Linear,
+        normed: &Tensor,  // [T, D]
+        gate_up: &Tensor, // [T, 2 F]
+        act: &mut Tensor, // [T, F]
+    ) -> Result<()> {
+        let fp8 = match &w.pieces[..] {
+            [Piece { fp8: Some(fp8), .. }] => Some(fp8),
+            _ => None,
+        };
+        match (self.own_products, fp8) {
+            (OwnProducts::None, _) => {
+                self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
+                let rounded = fp8.map(|_| self.rounded(act));
+                return self.op(DecoderOp::SiluMul, || match &rounded {
+                    Some(rounded) => kernels::silu_mul_fp8(gate_up, self.plain(act), rounded),
+                    None => kernels::silu_mul(gate_up, act),
+                });
+            }
+            (OwnProducts::All, None) => {
+                self.op(DecoderOp::GateUp, || kernels::product_silu_mul(normed, w.weight(), act))?
+            }
+            (OwnProducts::All, Some(fp8)) => {
+                self.op(DecoderOp::GateUp, || kernels::product_silu_mul_fp8(&self.rounded(normed), fp8, act))?
+            }
+            (OwnProducts::GateUp, None) => self.op(DecoderOp::GateUp, || kernels::gate_up(normed, w.weight(), act))?,
+            (OwnProducts::GateUp, Some(fp8)) => {
+                self.op(DecoderOp::GateUp, || kernels::gate_up_fp8(&self.rounded(normed), fp8, act))?
+            }
+        }
+        self.round(act, fp8.is_some())
+    }
+
+    /// Queries, keys and values with their biases, as views of the buffer that the products fill.
+    pub(super) fn project(&self, w: &Linear, normed: &Tensor) -> Result<QkvViews> {
+        let out = self.buffers.qkv.narrow(0, 0, normed.size()[0]); // [T, (H + 2 Hkv) hd]
+        let (heads, kv_heads) = self.spec.tp_heads(self.tp.size());
+        let views = match &w.pieces[..] {
+            [whole] => {
+                self.multiply(DecoderOp::Qkv, normed, whole, &out)?;
+                QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group())
+            }
+            pieces => {
+                let columns: Vec<i64> = pieces.iter().map(|piece| piece.weight.size()[0]).collect();
+                let parts = out.split_with_sizes(columns.as_slice(), 1);
+                for (piece, part) in pieces.iter().zip(&parts) {
+                    self.multiply(DecoderOp::Qkv, normed, piece, part)?;
+                }
+                QkvViews::split(&parts[0], &parts[1], heads)
+            }
+        };
+        self.adapt(normed, w.lora.as_ref(), &out)?;
+        Ok(views)
+    }
+
+    /// Rounds rows [T, K] for the product in FP8 that reads them next.
+    pub(super) fn round(&self, x: &Tensor, rounds: bool) -> Result<()> {
+        if !rounds {
+            return Ok(());
+        }
+        self.op(DecoderOp::Round, || kernels::fp8_rows(x, &self.rounded(x)))
+    }
+
+    /// Where the rows [T, K] of the next product in FP8 are.
+    pub(super) fn rounded(&self, x: &Tensor) -> Fp8Rows {
+        let size = x.size();
+        self.buffers.rounded([size[0], size[1]])
+    }
+
+    /// What is rounded is written as it is, too, where adapters read it.
+    pub(super) fn plain<'a>(&self, x: &'a mut Tensor) -> Option<&'a mut Tensor> {
+        self.low.is_some().then_some(x)
+    }
+
+    /// out = x w^T, with the adapter's part.
+    pub(super) fn linear(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
+        let [piece] = &w.pieces[..] else { panic!("a matrix in {} pieces", w.pieces.len()) };
+        self.multiply(op, x, piece, out)?;
+        self.adapt(x, w.lora.as_ref(), out)
+    }
+
+    /// out = x w^T + bias; in FP8 of the rows of x as they are rounded by now.
+    fn multiply(
+        &self,
+        op: DecoderOp,
+        x: &Tensor, // [T, K]
+        Piece { weight, bias, fp8 }: &Piece,
+        out: &Tensor, // [T, N]
+    ) -> Result<()> {
+        let Some(w) = fp8 else { return self.product(op, x, weight, bias.as_ref(), out) };
+        let x = self.rounded(x);
+        self.op(op, || match self.own_products {
+            OwnProducts::All => kernels::product_fp8(&x, w, bias.as_ref(), out),
+            _ => self.products.run_fp8(&x, w, bias.as_ref(), out, self.tuning),
+        })
+    }
+
+    /// out = x w^T + bias
+    pub(super) fn product(
+        &self,
+        op: DecoderOp,
+        x: &Tensor,            // [T, K]
+        w: &Tensor,            // [N, K]
+        bias: Option<&Tensor>, // [N]
+        out: &Tensor,          // [T, N]
+    ) -> Result<()> {
+        self.op(op, || match self.own_products {
+            OwnProducts::All => kernels::product(x, w, bias, out),
+            _ => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
+        })
+    }
+
+    /// out += (x A^T) B^T, where x A^T is zero beside adapters that are not the row's.
+    fn adapt(&self, x: &Tensor, lora: Option<&Lora>, out: &Tensor) -> Result<()> {
+        let (Some(Lora { a, b, owners, .. }), Some(low)) = (lora, self.low) else { return Ok(()) };
+        let shape = [x.size()[0], a.size()[0]];
+        let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
+        // Where a row's bits must not depend on the rows beside it, they come from one kernel for all numbers of rows.
+        let is_own = owners.is_none() && (self.tuning == Tuning::Fixed || kernels::adapt_pays(x, out));
+        self.op(DecoderOp::Adapters, || {
+            if is_own && kernels::adapt_serves(x, a, b, out) {
+                return kernels::adapt(x, a, b, &low, out);
+            }
+            self.products.run(x, &a.tr(), None, &low, 0.0, self.tuning)?;
+            if let Some((owners, adapters)) = owners.as_ref().zip(self.adapters) {
+                kernels::mask_low(&low, owners, adapters)?;
+            }
+            self.products.run(&low, &b.tr(), None, out, 1.0, self.tuning)
+        })
+    }
+}
+
+/// The weight that products read.
+fn multiplied(linear: &Linear) -> &Tensor {
+    match &linear.pieces[0] {
+        Piece { fp8: Some(rounded), .. } => &rounded.values,
+        Piece { weight, .. } => weight,
+    }
+}

@@ -1,0 +1,141 @@
+//! How tokens of the engine's steps see one another: keys and values go through the paged cache, states of gated delta nets through
+//! their pages.
+
+use tch::Tensor;
+
+use super::batch::StepBatch;
+use super::kv_cache::KvCache;
+use super::state_pages::StatePages;
+use crate::error::Result;
+use crate::model::{ModelSpec, SequenceMixer, attention_scale};
+use crate::ops::attention::{
+    PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
+};
+use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, Sequences};
+use crate::torch;
+
+/// The context of one step, for all layers.
+#[derive(Debug)]
+pub(super) struct PagedMixer<'a> {
+    kv_cache: &'a KvCache,
+    batch: &'a StepBatch,
+    kv_rows: Tensor,
+    scale: f64,
+    sliding_window: Option<usize>,
+    layout: Layout,
+    states: Option<States<'a>>,
+}
+
+/// The states that a step reads and writes.
+#[derive(Debug)]
+struct States<'a> {
+    pages: &'a StatePages,
+    own: Tensor, // [B] i64
+    /// Runs that begin with their sequence, whose pages hold what another left.
+    fresh: Tensor, // [B] bool
+    /// The sequences of a step that computes prompts.
+    sequences: Option<Sequences>,
+}
+
+#[derive(Debug)]
+enum Layout {
+    /// One query a sequence, all its keys in the cache.
+    Decode(PagedLayout),
+    /// Whole prompts: their keys are at hand, as in training.
+    Packed(PackedLayout),
+    /// Prompts, part of whose keys is in the cache.
+    Prefill,
+}
+
+impl<'a> PagedMixer<'a> {
+    /// For one step of a rank that has `num_kv_heads` of the model's.
+    pub(super) fn new(
+        (kv_cache, pages): (&'a KvCache, Option<&'a StatePages>),
+        batch: &'a StepBatch,
+        spec: &ModelSpec,
+        num_kv_heads: usize,
+    ) -> Result<Self> {
+        let window = spec.sliding_window;
+        let tables = &batch.block_tables;
+        let layout = if batch.is_decode {
+            let context_lens = torch::tensor_on(&batch.context_lens, tables.device())?;
+            Layout::Decode(PagedLayout::new(tables, &context_lens, kv_cache.block_size(), num_kv_heads, window)?)
+        } else if batch.is_uncached {
+            Layout::Packed(PackedLayout::new(&batch.cu_seqlens, num_kv_heads, window, tables.device()))
+        } else {
+            Layout::Prefill
+        };
+        let kv_rows = kv_rows(&batch.slot_mapping, kv_cache.block_size(), num_kv_heads)?;
+        let states = match (pages, &spec.delta_net) {
+            (Some(pages), Some(delta_net)) => {
+                let (width, device) = (delta_net.heads.conv_width as i64, tables.device());
+                let fresh = batch.context_lens.iter().zip(batch.cu_seqlens.windows(2));
+                let fresh: Vec<bool> = fresh.map(|(&len, bounds)| len == bounds[1] - bounds[0]).collect();
+                Some(States {
+                    pages,
+                    own: batch.state_pages.shallow_clone(),
+                    fresh: torch::tensor_on(&fresh, device)?,
+                    sequences: (!batch.is_decode).then(|| Sequences::new(&batch.cu_seqlens, width, device)),
+                })
+            }
+            _ => None,
+        };
+        let (scale, sliding_window) = (attention_scale(spec), window);
+        Ok(Self { kv_cache, batch, kv_rows, scale, sliding_window, layout, states })
+    }
+}
+
+impl SequenceMixer for PagedMixer<'_> {
+    fn attention(
+        &self,
+        layer: usize,
+        q: &Tensor, // [T, H, hd]
+        k: &Tensor, // [T, Hkv, hd]
+        v: &Tensor, // [T, Hkv, hd]
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let cache = self.kv_cache.layer(layer);
+        let [k_cache, v_cache] = cache.entries();
+        let batch = self.batch;
+        write_kv(k_cache, v_cache, k, v, &self.kv_rows)?;
+        let o = match &self.layout {
+            Layout::Decode(layout) => paged_decode(q, k_cache, v_cache, layout, self.scale)?,
+            Layout::Packed(layout) => packed_forward(q, k, v, layout, self.scale)?.0,
+            Layout::Prefill => paged_prefill(
+                q,
+                k_cache,
+                v_cache,
+                &batch.block_tables,
+                &batch.cu_seqlens,
+                &batch.context_lens,
+                self.scale,
+                self.sliding_window,
+            )?,
+        };
+        Ok((o, None))
+    }
+
+    fn delta_net(
+        &self,
+        layer: usize,
+        rows: &DeltaRows,
+        weights: &DeltaWeights,
+        options: DeltaOptions,
+    ) -> Result<Tensor> {
+        let States { pages, own, fresh, sequences } = self.states.as_ref().expect("a model with states has pages");
+        let mut states = pages.read(layer, own)?;
+        for state in [&mut states.conv, &mut states.rule] {
+            let shape: Vec<i64> = std::iter::once(-1).chain(vec![1; state.dim() - 1]).collect();
+            *state = state.f_masked_fill(&fresh.view(shape.as_slice()), 0.0)?;
+        }
+        let o = match sequences {
+            None => delta_net::step(rows, weights, &mut states, options)?,
+            Some(sequences) => {
+                let (o, last) = delta_net::forward(rows, weights, Some(&states), sequences, options)?;
+                states = last;
+                o
+            }
+        };
+        pages.write(layer, own, &states)?;
+        Ok(o)
+    }
+}

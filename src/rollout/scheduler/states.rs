@@ -1,0 +1,47 @@
+//! Which pages hold the states of gated delta nets. Every sequence that runs has one, from its admission until its blocks are
+//! released; a group's prompt is computed in the first member's page, and copied for the others.
+
+use crate::error::{Error, Result};
+
+/// Pages `0 .. num_pages`, none for a model without states.
+#[derive(Debug)]
+pub(super) struct StateSlots {
+    num_pages: usize,
+    free: Vec<u32>,
+}
+
+impl StateSlots {
+    pub(super) fn new(num_pages: usize) -> Self {
+        Self { num_pages, free: (0..num_pages as u32).rev().collect() }
+    }
+
+    /// Whether sequences have states.
+    pub(super) fn are_used(&self) -> bool {
+        self.num_pages > 0
+    }
+
+    /// A page for a sequence that is admitted.
+    pub(super) fn take(&mut self) -> Option<u32> {
+        let page = self.free.pop();
+        assert!(page.is_some() || !self.are_used(), "more sequences run than there are pages of states");
+        page
+    }
+
+    pub(super) fn give_back(&mut self, page: &mut Option<u32>) {
+        self.free.extend(page.take());
+    }
+
+    /// free + held == total, no page held twice.
+    pub(super) fn check_integrity(&self, held: impl Iterator<Item = u32>) -> Result<()> {
+        let mut pages: Vec<u32> = self.free.iter().copied().chain(held).collect();
+        pages.sort_unstable();
+        if pages.iter().copied().eq(0..self.num_pages as u32) {
+            return Ok(());
+        }
+        Err(Error::InvalidArgument {
+            op: "StateSlots::check_integrity",
+            expected: format!("each of {} pages free or held by one sequence", self.num_pages),
+            got: format!("{pages:?}"),
+        })
+    }
+}

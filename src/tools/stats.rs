@@ -1,0 +1,38 @@
+//! Counts of trajectories with tools.
+
+use std::time::Duration;
+
+/// Counts over trajectories that have ended, on one rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct ToolStats {
+    /// Trajectories.
+    pub num_trajectories: usize,
+    /// Turns of all of them.
+    pub num_turns: usize,
+    /// Turns of the one with the most.
+    pub max_turns: usize,
+    /// Calls that were answered; one that cannot be read counts, too.
+    pub num_calls: usize,
+    /// Calls that were answered with an error.
+    pub num_failures: usize,
+    /// Turns with what looks like a call and cannot be read.
+    pub num_unreadable: usize,
+    /// Turns whose tools ran out of time.
+    pub num_timeouts: usize,
+    /// Trajectories that ended as an answer did not fit.
+    pub num_overlong: usize,
+    /// Answers that had a part cut out.
+    pub num_cut: usize,
+    /// Trajectories whose environment was lost: they are masked.
+    pub num_failed: usize,
+    /// Turns whose tools ran.
+    pub num_answers: usize,
+    /// Seconds that their tools took, added up.
+    pub seconds: f64,
+    /// Seconds of the slowest.
+    pub max_seconds: f64,
+    /// Time in which nothing was decoded, as every trajectory waited for its tools.
+    pub idle: Duration,
+    /// Time of all rollouts.
+    pub total: Duration,
+}

@@ -1,0 +1,224 @@
+//! Batches that engines with ranks of their own sample before the steps that train on them (`split.async_steps`).
+//!
+//! While the trainers make the update of step t, the engines go on with the batches of steps t + 1 to t + N, by the weights from
+//! before that update. Without `split.in_flight_updates` they complete all of them; in the long run that is the batch of step t + N.
+//! With it they pause as soon as the trainers are done and the batch of step t + 1 is complete, take the newest weights and
+//! go on: a batch with a few very long completions then holds nobody up while there are others in the queue.
+
+use std::collections::VecDeque;
+
+use super::replace::{self, Candidates, GroupQuota, PlacedGroups, ReplacementContext};
+use super::sampling::{DataPosition, SampledBatch, context};
+use super::{Trainer, passes, submit};
+use crate::config::{Config, DynamicSampling};
+use crate::dist::{HostGroup, World};
+use crate::error::Result;
+use crate::rollout::{RolloutEngine, SampledGroup};
+use crate::train::Sequence;
+use crate::types::{RolloutGroup, SamplingParams};
+use crate::update::{UpdateOptions, UpdateOutcome};
+
+/// The work of engines that do none beside an update.
+type NoWork = fn(&mut RolloutEngine<'_>) -> Result<()>;
+
+/// A batch that was drawn before the step that trains on it.
+#[derive(Debug)]
+pub(super) struct QueuedBatch {
+    /// Updates that are made before it is trained on.
+    global_step: u64,
+    /// This rank's groups.
+    groups: Vec<SampledGroup>,
+    before: DataPosition,
+    /// The batch of a run that replaces groups, complete from the first.
+    replaced: Option<SampledBatch>,
+}
+
+impl QueuedBatch {
+    /// The batch, once all of its groups are complete.
+    pub fn into_sampled(self) -> SampledBatch {
+        let complete = |groups: Vec<SampledGroup>| groups.into_iter().map(|sampled| sampled.group).collect();
+        self.replaced.unwrap_or_else(|| SampledBatch::of_groups(complete(self.groups), self.before))
+    }
+
+    /// Where the rows were before the batch was drawn.
+    pub fn into_position(self) -> DataPosition {
+        self.replaced.map_or(self.before, |batch| batch.before)
+    }
+}
+
+/// The ranks that share this rank's engine, where they must agree on pauses; collective over the world then.
+pub(super) fn engine_group(config: &Config, world: &World, num_generators: usize) -> Result<Option<HostGroup>> {
+    let size = config.tensor_parallel_size;
+    if size == 1 || !config.updates_in_flight(world.device().is_cuda()) {
+        return Ok(None);
+    }
+    world.host_group("engine", &engine_ranks(size, world, num_generators)).map(Some)
+}
+
+/// The ranks that share this rank's engine, `size` of them; on a rank without one all ranks that have none.
+pub(super) fn engine_ranks(size: usize, world: &World, num_generators: usize) -> Vec<usize> {
+    let num_trainers = world.size() - num_generators;
+    let ranks = match world.rank().checked_sub(num_trainers) {
+        None => 0..num_trainers,
+        Some(place) => num_trainers + place / size * size..num_trainers + (place / size + 1) * size,
+    };
+    ranks.collect()
+}
+
+impl Trainer {
+    /// Trains on a batch. Engines that have nothing else to do sample later ones meanwhile, but none beyond a checkpoint or an
+    /// evaluation: a batch under way is in no checkpoint, and its failed rewards are not the evaluation's.
+    pub(super) fn update_policy(&mut self, sequences: &[Sequence]) -> Result<UpdateOutcome> {
+        let options = self.update_options();
+        let num_ahead = self.num_ahead(&options);
+        if num_ahead == 0 {
+            return Ok(self.model.update(sequences, &options, &self.output, None::<NoWork>)?.0);
+        }
+        match self.config.dynamic_sampling {
+            DynamicSampling::Replace => self.update_beside_replacement(sequences, &options, num_ahead),
+            _ => self.update_beside_sampling(sequences, &options, num_ahead),
+        }
+    }
+
+    /// How many batches after the present one may be sampled before a checkpoint, an evaluation or the end is due.
+    fn num_ahead(&self, options: &UpdateOptions) -> usize {
+        let before = self.progress.global_step;
+        let after = |num_batches: usize| self.global_step_after(options, num_batches);
+        let is_due = |every, now| passes(every, before, now);
+        let is_free = |now| {
+            !is_due(self.config.save_steps, now)
+                && !is_due(self.config.eval_steps, now)
+                && now < self.schedule.total_steps as u64
+        };
+        (1..=self.config.split.async_steps).take_while(|&num_batches| is_free(after(num_batches))).count()
+    }
+
+    /// Updates that are made after the present batch and `num_batches - 1` others.
+    fn global_step_after(&self, options: &UpdateOptions, num_batches: usize) -> u64 {
+        let of_each = (options.num_iterations * options.updates_per_generation) as u64;
+        let later = (num_batches - 1) as u64 * of_each;
+        self.progress.global_step + options.num_updates() + later
+    }
+
+    fn update_beside_sampling(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        num_ahead: usize,
+    ) -> Result<UpdateOutcome> {
+        while self.ahead.len() < num_ahead {
+            let num_batches = self.ahead.len() + 1;
+            let global_step = self.global_step_after(options, num_batches);
+            let batch = self.next_batch(self.progress.generation_step + num_batches as u64, global_step)?;
+            let open = |group| SampledGroup { group, is_complete: false };
+            let groups = batch.groups.into_iter().map(open).collect();
+            self.ahead.push_back(QueuedBatch { global_step, groups, before: batch.before, replaced: None });
+        }
+        let task = AheadTask {
+            params: self.sampling_params(),
+            may_pause: self.config.updates_in_flight(self.world.device().is_cuda()),
+            world: &self.world,
+            engine_group: self.engine_group.as_ref(),
+            max_steps: self.schedule.total_steps as u64,
+        };
+        let (model, queue, context) = (&mut self.model, &mut self.ahead, context!(self));
+        let output = context.output;
+        let next = |engine: &mut RolloutEngine<'_>| task.run(engine, queue, &context);
+        Ok(model.update(sequences, options, output, Some(next))?.0)
+    }
+
+    /// Batches with replacement begin where the one before them ended, which engines alone know at first.
+    fn update_beside_replacement(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        num_ahead: usize,
+    ) -> Result<UpdateOutcome> {
+        let first = self.ahead.len() + 1;
+        let steps: Vec<[u64; 2]> = (first..=num_ahead)
+            .map(|batch| [self.progress.generation_step + batch as u64, self.global_step_after(options, batch)])
+            .collect();
+        let (open, params, max_steps) = (self.open_batch()?, self.sampling_params(), self.schedule.total_steps as u64);
+        let (model, mut context) = (&mut self.model, context!(self));
+        let output = context.output;
+        let next = |engine: &mut RolloutEngine<'_>| {
+            engine.on_progress(output.sampling_progress());
+            let open = open.expect("rows to begin with where groups are replaced");
+            replace_ahead(engine, open, (&params, max_steps), &steps, &mut context)
+        };
+        let (outcome, drawn) = model.update(sequences, options, output, Some(next))?;
+        let mut drawn = drawn.into_iter();
+        for [_, global_step] in steps {
+            let before = self.data_position();
+            let replaced = Some(self.take_drawn(before.clone(), drawn.next())?);
+            self.ahead.push_back(QueuedBatch { global_step, groups: Vec::new(), before, replaced });
+        }
+        Ok(outcome)
+    }
+}
+
+/// How engines go on with the queue while the trainers make an update.
+struct AheadTask<'a> {
+    params: SamplingParams,
+    may_pause: bool,
+    world: &'a World,
+    engine_group: Option<&'a HostGroup>,
+    max_steps: u64,
+}
+
+impl AheadTask<'_> {
+    fn run(
+        &self,
+        engine: &mut RolloutEngine<'_>,
+        queue: &mut VecDeque<QueuedBatch>,
+        context: &ReplacementContext<'_>,
+    ) -> Result<()> {
+        engine.on_progress(context.output.sampling_progress());
+        let open = |batch: &QueuedBatch| -> Vec<RolloutGroup> {
+            batch.groups.iter().filter(|group| !group.is_complete).map(|group| group.group.clone()).collect()
+        };
+        let batches = queue.iter().map(open).collect();
+        let global_steps: Vec<u64> = queue.iter().map(|batch| batch.global_step).collect();
+        let done = |batch: usize, group: &RolloutGroup| {
+            context.rewards.set_progress(global_steps[batch], self.max_steps);
+            submit(group, context.rewards, context.output);
+        };
+        let sampled = engine.generate_batches(batches, &self.params, || self.pauses(), done)?;
+        for (batch, sampled) in queue.iter_mut().zip(sampled) {
+            let open = batch.groups.iter_mut().filter(|group| !group.is_complete);
+            open.zip(sampled).for_each(|(group, sampled)| *group = sampled);
+        }
+        Ok(())
+    }
+
+    /// Whether the first trainer has made its update, as the first rank of the engine sees it.
+    fn pauses(&self) -> Result<bool> {
+        if !self.may_pause {
+            return Ok(false);
+        }
+        let is_waiting = self.world.is_waiting(0);
+        match self.engine_group {
+            None => Ok(is_waiting),
+            Some(group) => Ok(group.all_gather_json("agree on a pause", is_waiting)?[0]),
+        }
+    }
+}
+
+/// Samples one batch after the other, of each pair of `steps` with the first as its step of random keys.
+fn replace_ahead(
+    engine: &mut RolloutEngine<'_>,
+    (mut candidates, quota): (Candidates, GroupQuota),
+    (params, max_steps): (&SamplingParams, u64),
+    steps: &[[u64; 2]],
+    context: &mut ReplacementContext<'_>,
+) -> Result<Vec<PlacedGroups>> {
+    let mut batches = Vec::with_capacity(steps.len());
+    for &[step, global_step] in steps {
+        context.rewards.set_progress(global_step, max_steps);
+        let drawn = replace::sample(engine, (candidates.clone(), quota), (step, params), context)?;
+        let sampler = candidates.into_sampler(drawn.tally.num_sampled as usize)?;
+        candidates = Candidates::first(sampler, quota.num_groups)?;
+        batches.push(drawn);
+    }
+    Ok(batches)
+}

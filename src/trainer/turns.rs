@@ -1,0 +1,90 @@
+//! Tools of a run: who answers the turns of this rank's trajectories, and what is counted of it.
+
+use super::ahead::engine_ranks;
+use super::setup::Preflight;
+use crate::config::Config;
+use crate::data::DatasetOptions;
+use crate::dist::{HostGroup, World};
+use crate::error::Result;
+use crate::metrics::{Reduce, StepMetrics};
+use crate::rollout::{Rollout, RolloutEngine, TurnTools};
+use crate::tools::{Conversations, ToolProcess, ToolStats};
+use crate::types::{Prompt, RolloutGroup, SamplingParams};
+
+/// The tools of this rank, and the ranks of its engine.
+#[derive(Debug)]
+pub(super) struct RunTurns {
+    conversations: Conversations,
+    engine_ranks: HostGroup,
+    waits: bool,
+}
+
+/// The tools of a run that has some; collective over the world then.
+pub(super) fn open(
+    config: &Config,
+    world: &World,
+    preflight: &Preflight,
+    tools: Option<(ToolProcess, DatasetOptions)>,
+) -> Result<Option<RunTurns>> {
+    let Some((process, options)) = tools else { return Ok(None) };
+    let engine_ranks = engine_ranks(config.tensor_parallel_size, world, preflight.batch.roles.num_generators);
+    let engine_ranks = world.host_group("turns", &engine_ranks)?;
+    let plan = preflight.plan_of(world.rank());
+    let eos_token_ids = preflight.tokenizer.eos_token_ids(&preflight.spec.eos_token_ids);
+    let conversations =
+        Conversations::new(config, process, &preflight.tokenizer, &eos_token_ids, (options, plan.max_model_length));
+    let conversations = world.agree(conversations)?;
+    Ok(Some(RunTurns { conversations, engine_ranks, waits: config.full_determinism }))
+}
+
+impl RunTurns {
+    /// Samples whole groups as [`RolloutEngine::generate_turns`] does.
+    pub fn rollout(
+        &mut self,
+        engine: &mut RolloutEngine<'_>,
+        groups: Vec<RolloutGroup>,
+        params: &SamplingParams,
+        done: impl FnMut(&RolloutGroup),
+    ) -> Result<Rollout> {
+        let Self { conversations, engine_ranks, waits } = self;
+        let mut tools = TurnTools { conversations, engine_ranks, waits: *waits };
+        let complete = engine.generate_turns(groups, params, &mut tools, done)?.into_iter().enumerate().collect();
+        Ok(Rollout { complete, stats: *engine.stats(), ..Rollout::default() })
+    }
+
+    /// Samples groups of `prompts`.
+    pub fn generate(
+        &mut self,
+        engine: &mut RolloutEngine<'_>,
+        prompts: &[Prompt],
+        params: &SamplingParams,
+        done: impl FnMut(&RolloutGroup),
+    ) -> Result<Vec<RolloutGroup>> {
+        let groups = prompts.iter().cloned().map(RolloutGroup::new).collect();
+        let rollout = self.rollout(engine, groups, params, done)?;
+        Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
+    }
+
+    /// Adds the counts since the last call: TRL's frequencies, turns, latencies and time without decoding.
+    pub fn add_metrics(&mut self, metrics: &mut StepMetrics) {
+        let stats: ToolStats = self.conversations.take_stats();
+        let num_trajectories = stats.num_trajectories as f64;
+        let num_calls = stats.num_calls as f64;
+        metrics.set_mean("tools/call_frequency", num_calls, num_trajectories);
+        metrics.set_mean("tools/failure_frequency", stats.num_failures as f64, num_calls);
+        metrics.set_mean("tools/mean_turns", stats.num_turns as f64, num_trajectories);
+        metrics.set("tools/max_turns", stats.max_turns as f64, Reduce::Max);
+        for (name, count) in [
+            ("unreadable", stats.num_unreadable),
+            ("timeouts", stats.num_timeouts),
+            ("overlong", stats.num_overlong),
+            ("cut", stats.num_cut),
+            ("failed", stats.num_failed),
+        ] {
+            metrics.set(format!("tools/num_{name}"), count as f64, Reduce::Sum);
+        }
+        metrics.set_mean("tools/mean_latency_s", stats.seconds, stats.num_answers as f64);
+        metrics.set("tools/max_latency_s", stats.max_seconds, Reduce::Max);
+        metrics.set_mean("tools/idle_share", stats.idle.as_secs_f64(), stats.total.as_secs_f64());
+    }
+}

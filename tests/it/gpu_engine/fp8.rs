@@ -1,0 +1,75 @@
+//! Products in FP8: how far the sampler then is from the trainer, beside bfloat16, on plain weights and on weights with planted outliers.
+
+use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization};
+use colo_grpo::internal::rollout::EngineOptions;
+use colo_grpo::internal::types::SamplingParams;
+use serde_json::json;
+use tch::Kind;
+
+use super::{LARGE, Model, SMALL, completions, prompts};
+
+/// The mean and the 99th hundredth of the distances of sampled log-probabilities from the trainer's.
+fn distance(model: &Model, options: &EngineOptions, num_generations: usize) -> [f64; 2] {
+    let params = SamplingParams { num_generations, max_completion_length: 200, ..SamplingParams::default() };
+    let groups = model.generate(options, &prompts(6, 400), &params);
+    let sampled: Vec<f32> = completions(&groups).flat_map(|(_, logprobs)| logprobs).collect();
+    let trained = model.score(&groups, (Kind::BFloat16, options.residual));
+    let mut distances: Vec<f64> = sampled.iter().zip(&trained).map(|(a, b)| f64::from((a - b).abs())).collect();
+    distances.sort_by(f64::total_cmp);
+    [distances.iter().sum::<f64>() / distances.len() as f64, distances[distances.len() * 99 / 100]]
+}
+
+fn compare(model: &Model, name: &str, num_generations: usize) {
+    for residual in [Kind::BFloat16, Kind::Float] {
+        let options = EngineOptions { residual, ..model.options(640) };
+        let fp8 = EngineOptions { quantization: RolloutQuantization::Fp8, ..options.clone() };
+        let cache = EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options.clone() };
+        let both = EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..fp8.clone() };
+        let [plain, rounded, cached, both] =
+            [&options, &fp8, &cache, &both].map(|options| distance(model, options, num_generations));
+        println!(
+            "{}",
+            json!({"test": "fp8", "model": name, "adapters": model.lora.is_some(), "outliers": model.has_outliers,
+                "rows": 6 * num_generations, "residual": format!("{residual:?}"), "bf16_mean_and_p99": plain, "fp8_mean_and_p99": rounded,
+                "fp8_cache_mean_and_p99": cached, "both_mean_and_p99": both})
+        );
+        assert!(rounded[0] > 1.2 * plain[0], "{rounded:?} beside {plain:?}: nothing is rounded");
+        for [mean, tail] in [rounded, cached, both] {
+            assert!(mean < 0.2 && tail < 0.9, "{rounded:?}, {cached:?}, {both:?} beside {plain:?}");
+        }
+    }
+}
+
+/// Few rows, which the crate's own products may serve, and 48 x 6 rows, which cuBLASLt does.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_fp8_samples_near_the_trainer() {
+    for has_outliers in [false, true] {
+        let model = Model { has_outliers, ..Model::new(LARGE) };
+        compare(&model, LARGE, 2);
+    }
+    let model = Model::new(SMALL);
+    compare(&model, SMALL, 16);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_fp8_with_adapters_samples_near_the_trainer() {
+    compare(&Model { has_outliers: true, ..Model::adapted(SMALL) }, SMALL, 2);
+}
+
+/// OLMo 2: what products read is rounded where no norm stands before them.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_fp8_with_norms_behind_samples_near_the_trainer() {
+    let name = "olmo2-1b";
+    compare(&Model::new(name), name, 2);
+}
+
+/// A strict engine reads every key and value from the cache, so chunks, neighbours and preemption change no bit of it in FP8 either.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_strict_steps_over_fp8_do_not_see_their_batch() {
+    let cache = |options| EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options };
+    super::steps_do_not_see_their_batch(&Model::new(SMALL), &cache, &[(256, 170, 80, 50)]);
+}

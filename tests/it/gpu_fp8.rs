@@ -1,0 +1,208 @@
+//! Rounding to FP8 on a GPU: bit for bit as on a CPU, alone and within other kernels; and products of what was rounded.
+
+mod cache;
+
+use colo_grpo::internal::cuda::Tuning;
+use colo_grpo::internal::cuda::kernels::{
+    Fp8Rows, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves, product_fp8, product_serves,
+    product_silu_mul_fp8, silu_mul, silu_mul_fp8,
+};
+use colo_grpo::internal::ops::fp8;
+use tch::{Device, Kind, Tensor};
+
+use crate::gpu_products::{products, written};
+use crate::on_gpu::{GPU, double, is_small};
+
+fn on_gpu(shape: [i64; 2]) -> Fp8Rows {
+    fp8::empty(shape, GPU).unwrap()
+}
+
+/// Rounded by the kernel.
+fn rounded(x: &Tensor) -> Fp8Rows {
+    let rows = on_gpu(x.size2().map(|(rows, columns)| [rows, columns]).unwrap());
+    fp8_rows(x, &rows).unwrap();
+    rows
+}
+
+fn codes(rows: &Fp8Rows) -> Tensor {
+    rows.values.view_dtype(Kind::Uint8).to_device(Device::Cpu)
+}
+
+fn assert_same(got: &Fp8Rows, expected: &Fp8Rows, what: &str) {
+    assert!(got.scales.to_device(Device::Cpu).equal(&expected.scales.to_device(Device::Cpu)), "scales of {what}");
+    let apart = codes(got).ne_tensor(&codes(expected)).sum(Kind::Int64).int64_value(&[]);
+    assert_eq!(apart, 0, "codes of {what}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_rows_are_rounded_as_on_a_cpu() {
+    let _products = products();
+    for (rows, columns) in [(1, 16), (3, 128), (300, 896), (37, 3584), (5, 18_944), (2, 32_768)] {
+        let wide = Tensor::randn([rows, columns + 16], (Kind::Float, Device::Cpu));
+        let sizes = (Tensor::randn([rows, 1], (Kind::Float, Device::Cpu)) * 12.0).exp(); // rows of all magnitudes
+        let wide = (wide * sizes).to_kind(Kind::BFloat16);
+        let _ = wide.get(0).fill_(0.0);
+        let _ = wide.narrow(0, rows - 1, 1).narrow(1, 8, 1).fill_(3e38);
+        let (x, expected) = (wide.narrow(1, 8, columns), fp8::empty([rows, columns], Device::Cpu).unwrap());
+        fp8::round_rows(&x, &expected).unwrap();
+        assert_same(&rounded(&wide.to_device(GPU).narrow(1, 8, columns)), &expected, &format!("[{rows}, {columns}]"));
+    }
+    let broken = Tensor::from_slice(&[1.0, f32::NAN, 2.0, f32::INFINITY]).view([2, 2]).repeat([1, 8]);
+    let scales = rounded(&broken.to_kind(Kind::BFloat16).to_device(GPU)).scales;
+    assert_eq!(scales.isfinite().any().int64_value(&[]), 0);
+}
+
+/// The norm and SwiGLU round as they would write, and then as the kernel that does nothing else.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_other_kernels_round_on_their_way_to_the_same_bits() {
+    let _products = products();
+    let rand = |shape: [i64; 2], kind| Tensor::randn(shape, (kind, GPU));
+    for (rows, columns) in [(1, 64), (7, 896), (256, 3584), (3, 8192)] {
+        for kind in [Kind::BFloat16, Kind::Float] {
+            for has_delta in [false, true] {
+                let what = format!("the norm of [{rows}, {columns}] {kind:?}, {has_delta}");
+                let (x, weight) =
+                    (rand([rows, columns], kind) * 30, rand([1, columns], Kind::BFloat16).view([columns]));
+                let delta = has_delta.then(|| rand([rows, columns], Kind::BFloat16));
+                let (mut plain, mut fused) = (x.copy(), x.copy());
+                let [mut expected, mut y] = [(); 2].map(|()| Tensor::empty([rows, columns], (Kind::BFloat16, GPU)));
+                add_rms_norm(&mut plain, delta.as_ref(), &weight, &mut expected, 1e-6).unwrap();
+                let to = on_gpu([rows, columns]);
+                add_rms_norm_fp8(&mut fused, delta.as_ref(), &weight, Some(&mut y), &to, 1e-6).unwrap();
+                assert!(fused.equal(&plain) && y.equal(&expected), "{what}");
+                assert_same(&to, &rounded(&expected), &what);
+                let alone = on_gpu([rows, columns]);
+                add_rms_norm_fp8(&mut x.copy(), delta.as_ref(), &weight, None, &alone, 1e-6).unwrap();
+                assert_same(&alone, &to, &what);
+            }
+        }
+    }
+    for (rows, columns) in [(1, 16), (5, 4864), (256, 18_944), (2, 27_648)] {
+        let pairs = rand([rows, 2 * columns], Kind::BFloat16) * 3;
+        let [mut expected, mut y] = [(); 2].map(|()| Tensor::empty([rows, columns], (Kind::BFloat16, GPU)));
+        silu_mul(&pairs, &mut expected).unwrap();
+        for asks in [true, false] {
+            let to = on_gpu([rows, columns]);
+            silu_mul_fp8(&pairs, asks.then_some(&mut y), &to).unwrap();
+            assert_same(&to, &rounded(&expected), &format!("silu(gate) up of [{rows}, {columns}]"));
+        }
+        assert!(y.equal(&expected));
+    }
+}
+
+/// What the factors stand for, in float64 on the CPU.
+fn exact(x: &Fp8Rows, w: &Fp8Rows) -> Tensor {
+    let rows = |rows: &Fp8Rows| double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1);
+    rows(x).mm(&rows(w).tr())
+}
+
+/// Rows of different sizes, so that a scale in the wrong place shows.
+fn factors(rows: i64, features: i64, k: i64) -> (Fp8Rows, Fp8Rows) {
+    let rand = |rows: i64| {
+        let sizes = Tensor::randn([rows, 1], (Kind::Float, GPU)).exp();
+        rounded(&(Tensor::randn([rows, k], (Kind::Float, GPU)) * sizes).to_kind(Kind::BFloat16))
+    };
+    (rand(rows), rand(features))
+}
+
+/// As near as bfloat16 and sums on the tensor cores, which keep 14 bits of those of e4m3, leave it.
+fn assert_written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) {
+    let error = written(expected, what, write);
+    println!("{what}: {error:.1e}");
+    assert!(error < 1.5e-2, "{what}: {error:e}");
+}
+
+fn first(x: &Fp8Rows, rows: i64) -> Fp8Rows {
+    Fp8Rows { values: x.values.narrow(0, 0, rows), scales: x.scales.narrow(0, 0, rows) }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_products_in_fp8_are_those_of_the_rounded_rows() {
+    let (products, _current) = products();
+    for (n, k) in [(64, 128), (4608, 3584), (3584, 18_944), (1152, 896), (2048, 1536)] {
+        let (x, w) = factors(300, n, k);
+        let bias = Tensor::randn([n], (Kind::BFloat16, GPU));
+        let sums = exact(&x, &w);
+        for rows in [1, 2, 7, 8, 33, 64, 256, 300] {
+            // Only query, key and value have a bias, and cuBLASLt has no product in FP8 with one over sums of 18,944.
+            for bias in [None, (k <= 8192).then_some(&bias)] {
+                for tuning in [Tuning::First, Tuning::Timed] {
+                    let expected = bias.map_or_else(|| sums.copy(), |bias| &sums + double(bias)).narrow(0, 0, rows);
+                    let expected = expected.to_kind(Kind::Float).to_device(GPU);
+                    assert_written(&expected, &format!("{rows} rows of [{n}, {k}] {tuning:?}"), |out| {
+                        products.run_fp8(&first(&x, rows), &w, bias, out, tuning).unwrap();
+                    });
+                }
+            }
+        }
+        assert!(
+            products.run_fp8(&x, &w, None, &Tensor::empty([300, n], (Kind::BFloat16, GPU)), Tuning::Fixed).is_err()
+        );
+    }
+}
+
+/// The kernel for few rows, with and without SwiGLU; a row's bits do not depend on the rows beside it.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
+    let (_products, _current) = products();
+    for (n, k) in [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (8448, 144), (5200, 1008)] {
+        if is_small() && k > 1008 {
+            continue;
+        }
+        let (x, w) = factors(64, n, k);
+        let bias = Tensor::randn([n], (Kind::BFloat16, GPU));
+        assert!(product_serves(64, &[&w.values], Some(&bias)).unwrap(), "[{n}, {k}]");
+        let sums = exact(&x, &w).to_kind(Kind::Float).to_device(GPU); // [64, N]
+        let mut y = Tensor::empty([64, n / 2], (Kind::BFloat16, GPU));
+        silu_mul(&sums.to_kind(Kind::BFloat16), &mut y).unwrap();
+        let expected = [&sums + bias.to_kind(Kind::Float), y.to_kind(Kind::Float)];
+        let run = |rows: i64| {
+            let out = Tensor::empty([rows, n], (Kind::BFloat16, GPU));
+            product_fp8(&first(&x, rows), &w, None, &out).unwrap();
+            out
+        };
+        let whole = run(64);
+        for rows in [64, 1, 2, 7, 8, 33, 63] {
+            let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
+            assert_written(&expected[0].narrow(0, 0, rows), &what, |out| {
+                product_fp8(&x, &w, Some(&bias), out).unwrap()
+            });
+            assert_written(&expected[1].narrow(0, 0, rows), &what, |out| product_silu_mul_fp8(&x, &w, out).unwrap());
+            assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_own_gate_up_in_fp8_is_that_of_the_rounded_rows() {
+    let (_products, _current) = products();
+    for (n, k) in [(37_888, 3584), (35_008, 1008), (37_888, 144)] {
+        if is_small() && k > 144 {
+            continue;
+        }
+        let (x, w) = factors(768, n, k);
+        let sums = exact(&x, &w).to_kind(Kind::BFloat16).to_device(GPU); // [768, N]
+        let mut expected = Tensor::empty([768, n / 2], (Kind::BFloat16, GPU));
+        silu_mul(&sums, &mut expected).unwrap();
+        let expected = expected.to_kind(Kind::Float);
+        let run = |rows: i64| {
+            let y = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
+            gate_up_fp8(&first(&x, rows), &w, &y).unwrap();
+            y
+        };
+        for (most, numbers) in [(256, [241, 250, 256]), (512, [497, 505, 512]), (768, [753, 760, 768])] {
+            let whole = run(most);
+            for rows in numbers {
+                let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
+                assert_written(&expected.narrow(0, 0, rows), &what, |y| gate_up_fp8(&x, &w, y).unwrap());
+                assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
+            }
+        }
+        assert!(!gate_up_serves(240, &w.values).unwrap());
+    }
+}

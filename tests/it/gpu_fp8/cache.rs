@@ -1,0 +1,131 @@
+//! A cache in FP8: what is written, and attention over it.
+
+use colo_grpo::internal::cuda::kernels::{
+    self, AttentionPlan, AttentionShape, Fp8Rows, HeadTransform, QkvViews, SharedPrefixes,
+};
+use colo_grpo::internal::ops::attention::{PagedLayout, paged_decode};
+use colo_grpo::internal::ops::fp8;
+use colo_grpo::internal::ops::rope::Rope;
+use tch::{Device, Kind, Tensor};
+
+use super::{assert_same, rounded};
+use crate::gpu_decode::Contexts;
+use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, relative_error};
+
+/// Rows [R, hd] as entries of a cache.
+fn entries(rows: Fp8Rows, shape: &[i64]) -> Fp8Rows {
+    Fp8Rows { values: rows.values.view(shape), scales: rows.scales.view(&shape[..3]) }
+}
+
+/// Queries and keys are those of the kernel for bfloat16, and each entry is what it writes, rounded by itself.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_entries_of_the_cache_are_rounded_one_by_one() {
+    kernels::prepare(0).unwrap();
+    const TOKENS: i64 = 9;
+    let (block_size, blocks) = (16, 5);
+    for (kv_heads, group, dim) in [(2, 7, 128), (4, 1, 64), (1, 3, 96), (1, 2, 48)] {
+        let sizes = (rand(&[TOKENS, 1], Kind::Float) * 3.0).exp();
+        let product = (rand(&[TOKENS, kv_heads * (group + 2) * dim], Kind::Float) * sizes).to_kind(Kind::BFloat16);
+        let (positions, slots) = (ints(&random_ints(0, 1000, TOKENS)), ints(&[3, 16, 17, -1, 79, 40, 41, 0, 64]));
+        let rope = Rope::new(dim as usize, 10_000.0, None).table(1000, GPU).unwrap();
+        let norm = gpu(&rand(&[dim], Kind::BFloat16));
+        for norms in [None, Some((&norm, &norm, 1e-6))] {
+            let transform = HeadTransform { norms, rope: &rope };
+            let shape = [blocks, kv_heads, block_size, dim];
+            let plain = [(); 2].map(|()| Tensor::zeros(shape, (Kind::BFloat16, GPU)));
+            let caches = plain.each_ref().map(|cache| entries(rounded(&cache.view([-1, dim])), &shape));
+            let run = |write: &dyn Fn(&QkvViews, &mut Tensor)| {
+                let product = gpu(&product);
+                let views = QkvViews::grouped(&product, kv_heads as usize, group as usize);
+                let mut q = poison(&[TOKENS, kv_heads * group, dim], Kind::BFloat16);
+                write(&views, &mut q);
+                (q, product)
+            };
+            let [k, v] = &plain;
+            let expected =
+                run(&|views, q| kernels::rope_write_kv(views, &transform, &positions, &slots, q, k, v).unwrap());
+            let [k, v] = &caches;
+            let got =
+                run(&|views, q| kernels::rope_write_kv_fp8(views, &transform, &positions, &slots, q, k, v).unwrap());
+            let what = format!("{kv_heads} x {group} x {dim}, norms {}", norms.is_some());
+            assert!(got.0.equal(&expected.0) && got.1.equal(&expected.1), "{what}");
+            for (cache, plain) in caches.iter().zip(&plain) {
+                assert_same(cache, &entries(rounded(&plain.view([-1, dim])), &shape), &what);
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_paged_attention_over_fp8_equals_the_cpus() {
+    kernels::prepare(0).unwrap();
+    for (kv_heads, group, dim, block_size) in
+        [(2, 7, 128, 16), (2, 6, 128, 32), (1, 8, 64, 16), (2, 1, 64, 64), (1, 12, 128, 16), (2, 2, 48, 16)]
+    {
+        if is_small() && (group, dim) != (7, 128) {
+            continue;
+        }
+        for (window, sharing, split) in
+            [(None, 0, None), (Some(100), 0, None), (None, 0, Some(64)), (None, 5, None), (None, 11, None)]
+        {
+            let shape = AttentionShape {
+                num_heads: kv_heads * group,
+                num_kv_heads: kv_heads,
+                head_dim: dim,
+                block_size,
+                sliding_window: window,
+                scale: 0.2,
+            };
+            compare(shape, sharing, split);
+        }
+    }
+}
+
+fn compare(shape: AttentionShape, sharing: i64, split: Option<usize>) {
+    const ROWS: i64 = 37;
+    let [heads, kv_heads, dim, block_size] =
+        [shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size].map(|size| size as i64);
+    let contexts = Contexts::random(ROWS, if is_small() { 150 } else { 700 }, block_size, sharing);
+    let cache_shape = [contexts.num_blocks, kv_heads, block_size, dim];
+    let q = rand(&[ROWS, heads, dim], Kind::BFloat16);
+    // Values of magnitudes that differ by far from token to token, and keys' that scores bear.
+    let cache = |spread: f64| {
+        let sizes = (rand(&[contexts.num_blocks, kv_heads, block_size, 1], Kind::Float) * spread).exp();
+        let plain = (rand(&cache_shape, Kind::Float) * sizes).to_kind(Kind::BFloat16).view([-1, dim]);
+        let rows = fp8::empty([plain.size()[0], dim], Device::Cpu).unwrap();
+        fp8::round_rows(&plain, &rows).unwrap();
+        entries(rows, &cache_shape)
+    };
+    let (k, v) = (cache(0.5), cache(3.0));
+    let tables = Tensor::from_slice(&contexts.tables).view([ROWS, contexts.max_blocks]);
+    let layout = PagedLayout::new(
+        &tables.clamp_min(0),
+        &Tensor::from_slice(&contexts.lens),
+        shape.block_size,
+        shape.num_kv_heads,
+        shape.sliding_window,
+    )
+    .unwrap();
+    let expected = paged_decode(&double(&q), &k, &v, &layout, shape.scale).unwrap();
+    let _ = expected.get(0).fill_(0.0); // the row without a sequence
+
+    let (q, lens, tables) = (gpu(&q), ints(&contexts.lens), gpu(&tables.to_kind(Kind::Int)));
+    let on_gpu = |rows: &Fp8Rows| Fp8Rows { values: gpu(&rows.values), scales: gpu(&rows.scales) };
+    let (k, v) = (on_gpu(&k), on_gpu(&v));
+    let (groups, shared) = (ints(&contexts.groups), ints(&contexts.shared));
+    let prefixes = (sharing > 0).then_some(SharedPrefixes { groups: &groups, num_shared_blocks: &shared });
+    let place = (Kind::BFloat16, GPU);
+    let plan = AttentionPlan::new(shape, place, ROWS as usize, contexts.max_blocks as usize, split).unwrap();
+    let mut o = poison(&[ROWS, heads, dim], Kind::BFloat16);
+    for _ in 0..2 {
+        plan.update(&lens, prefixes).unwrap();
+        kernels::paged_attention_fp8(&plan, &q, &k, &v, &tables, &lens, &mut o).unwrap();
+        // Row by row: magnitudes differ.
+        for row in 1..ROWS {
+            let error = relative_error(&o.get(row), &expected.get(row));
+            assert!(error < 6e-3, "{shape:?}, groups of {sharing}, split {split:?}, row {row}: {error:e}");
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Products in FP8, as a CPU simulates them: how far the sampler then is from the trainer, on plain weights and on weights with channels
+//! that are far larger than the others, as trained models have them.
+
+use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization};
+use colo_grpo::internal::dist::{Collective, World};
+use colo_grpo::internal::model::{Matrix, ModelSpec, ParamName};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::internal::types::SamplingParams;
+
+use tch::{Kind, Tensor};
+
+use super::setup::{Model, alone, options, prompts, sampled};
+use crate::ranks;
+
+fn fp8() -> EngineOptions {
+    EngineOptions { quantization: RolloutQuantization::Fp8, ..options() }
+}
+
+/// Larger than micro, so that a row's scale is one of many elements. As in trained models every block adds little to what it is given:
+/// else each magnifies what the one before has rounded away.
+fn model() -> Model {
+    let spec =
+        ModelSpec { hidden_size: 128, intermediate_size: 320, num_layers: 4, ..ModelSpec::preset("micro").unwrap() };
+    let model = Model::random(spec, 3);
+    for block in &model.blocks {
+        for (matrix, factor) in [(Matrix::Qkv, 0.35), (Matrix::GateUp, 0.35), (Matrix::O, 0.1), (Matrix::Down, 0.1)] {
+            let _ = block.linear(matrix).weight().shallow_clone().g_mul_scalar_(factor);
+        }
+    }
+    model
+}
+
+/// Channels 100 times as large as the others, as trained models have them: of what products read, through the norms' weights, and of the
+/// MLP's activation. The weights that multiply them are as much smaller, so that the network computes the same.
+fn plant_outliers(model: &Model) {
+    let scale = |tensor: Tensor, factor: f64| drop(tensor.shallow_clone().g_mul_scalar_(factor));
+    for block in &model.blocks {
+        for (norm, matrix) in [(ParamName::InputNorm, Matrix::Qkv), (ParamName::PostNorm, Matrix::GateUp)] {
+            for channel in [3, 77] {
+                scale(block.norm(norm).unwrap().get(channel), 100.0);
+                scale(block.linear(matrix).weight().select(1, channel), 0.01);
+            }
+        }
+        scale(block.linear(Matrix::GateUp).weight().get(11), 100.0); // up 5
+        scale(block.linear(Matrix::Down).weight().select(1, 5), 0.01);
+    }
+}
+
+/// Distances of sampled log-probabilities from the training forward's, in rising order.
+fn distances(model: &Model, tp: std::sync::Arc<dyn Collective>, options: EngineOptions) -> Vec<f32> {
+    let params = SamplingParams { num_generations: 4, max_completion_length: 32, ..sampled() };
+    let (groups, _) = model.generate_on(tp, options, &prompts(6), &params);
+    let mut distances = Vec::new();
+    for group in &groups {
+        for completion in &group.completions {
+            let all = [group.prompt.token_ids.as_slice(), &completion.token_ids].concat();
+            let trained = model.logprobs(&all, group.prompt.token_ids.len(), f64::from(params.temperature));
+            distances.extend(completion.rollout_logprobs.iter().zip(&trained).map(|(a, b)| (a - b).abs()));
+        }
+    }
+    distances.sort_by(f32::total_cmp);
+    distances
+}
+
+fn mean(distances: &[f32]) -> f32 {
+    distances.iter().sum::<f32>() / distances.len() as f32
+}
+
+/// The largest but one in a hundred.
+fn tail(distances: &[f32]) -> f32 {
+    distances[distances.len() * 99 / 100]
+}
+
+#[test]
+fn the_distance_to_the_trainer_is_small_with_outliers_too() {
+    for (name, plants, [most_mean, most_tail]) in [("plain", false, [0.006, 0.03]), ("outliers", true, [0.009, 0.045])]
+    {
+        let model = model();
+        if plants {
+            plant_outliers(&model);
+        }
+        let exact = distances(&model, alone(), options());
+        let rounded = distances(&model, alone(), fp8());
+        println!("{name}: mean {} tail {}, exact {}", mean(&rounded), tail(&rounded), tail(&exact));
+        assert!(tail(&exact) < 1e-3, "{name}: {}", tail(&exact));
+        assert!(mean(&rounded) > 1e-3, "{name}: nothing is rounded");
+        assert!(
+            mean(&rounded) < most_mean && tail(&rounded) < most_tail,
+            "{name}: {} {}",
+            mean(&rounded),
+            tail(&rounded)
+        );
+    }
+}
+
+/// Slices have scales of their own, and the log-probabilities come as near.
+fn ranks_are_as_near(world: &World) {
+    let (model, tp) = (model(), world.group());
+    let own = distances(&model, tp, fp8());
+    assert!(mean(&own) > 1e-3 && mean(&own) < 0.006, "{}", mean(&own));
+}
+
+#[test]
+fn two_ranks_are_as_near() {
+    ranks::run(2, "rollout::fp8::two_ranks_are_as_near", |world: World| ranks_are_as_near(&world));
+}
+
+/// Keys and values in FP8: near the trainer, also where prompts come in chunks, or are computed again after preemption, and read what they
+/// left in the cache.
+#[test]
+fn a_cache_in_fp8_is_near_the_trainer_too() {
+    let model = model();
+    let cached = EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options() };
+    let block_bytes = |kind| kv_block_bytes(&model.spec, 1, cached.block_size, kind);
+    assert_eq!(8 * block_bytes(Kind::Float8e4m3fn), 3 * block_bytes(Kind::Float), "heads of 8 in float32, and a scale");
+    let large = ModelSpec::preset("qwen2.5-7b").unwrap();
+    let [rounded, plain] = [Kind::Float8e4m3fn, Kind::BFloat16].map(|kind| kv_block_bytes(&large, 1, 16, kind));
+    assert_eq!(64 * rounded, 33 * plain, "heads of 128 in bfloat16: 1.94 times the blocks");
+    let few = EngineOptions {
+        kv_cache_bytes: 24 * block_bytes(Kind::Float8e4m3fn),
+        max_num_batched_tokens: 11,
+        ..cached.clone()
+    };
+    let plain = distances(&model, alone(), options());
+    for options in [cached.clone(), few, EngineOptions { quantization: RolloutQuantization::Fp8, ..cached }] {
+        let rounded = distances(&model, alone(), options);
+        assert!(mean(&rounded) > 10.0 * mean(&plain), "nothing is rounded");
+        assert!(mean(&rounded) < 0.006 && tail(&rounded) < 0.09, "{} {}", mean(&rounded), tail(&rounded));
+    }
+}
+
+/// A model with gated delta nets has the keys and values of its attention layers in FP8; its states stay as they are.
+#[test]
+fn a_cache_in_fp8_serves_the_attention_of_hybrids() {
+    let model = Model::golden("qwen3_5");
+    for layer in model.spec.attention_layers() {
+        // As in `model`: attention adds little.
+        let _ = model.blocks[layer].linear(Matrix::O).weight().shallow_clone().g_mul_scalar_(0.1);
+    }
+    let cached = EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options() };
+    let block_bytes = kv_block_bytes(&model.spec, 1, cached.block_size, Kind::Float8e4m3fn);
+    let few = EngineOptions { kv_cache_bytes: 24 * block_bytes, max_num_batched_tokens: 11, ..cached.clone() };
+    let plain = distances(&model, alone(), options());
+    for options in [cached, few] {
+        let rounded = distances(&model, alone(), options);
+        assert!(mean(&rounded) > 10.0 * mean(&plain), "nothing is rounded");
+        assert!(mean(&rounded) < 0.006 && tail(&rounded) < 0.045, "{} {}", mean(&rounded), tail(&rounded));
+    }
+}
+
+#[test]
+fn experts_are_refused_by_name() {
+    let model = Model::golden("qwen3_moe");
+    let refused = Engine::new(model.spec.clone(), model.tokenizer.clone(), fp8(), alone()).unwrap_err().to_string();
+    assert!(refused.starts_with("rollout_quantization = fp8: expected none: experts"), "{refused}");
+}

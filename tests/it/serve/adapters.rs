@@ -1,0 +1,97 @@
+//! Several adapters beside their base, by name.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Arc;
+
+use colo_grpo::internal::config::TargetModule;
+use colo_grpo::internal::model::{LoraSpec, ModelSpec, ParamTable, write_adapters};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::{QUESTION, Server, asked};
+use crate::program::{MODEL, command, end, json_lines, run};
+
+/// Adapters of the demo's model that change what it says.
+fn write(folder: &Path, r: usize, factor: f64) {
+    let base = Path::new(env!("CARGO_MANIFEST_DIR")).join(MODEL);
+    let spec = Arc::new(ModelSpec::from_folder(&base).unwrap());
+    let lora = LoraSpec { r, alpha: 8.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() };
+    let table = ParamTable::adapters(spec, &lora, 1);
+    let unit = |len: usize| (Tensor::arange(len as i64, (Kind::Float, Device::Cpu)) * factor).sin() * 0.1;
+    let mut units = table.units.iter().map(|layout| Ok(unit(layout.len)));
+    write_adapters(folder, &table, &lora, &base, Kind::Float, &mut units).unwrap();
+}
+
+fn generated(model: &str, more: &str) -> Vec<Value> {
+    let mut command = command(&format!("generate --model {model} --max_completion_length 20 {more}"));
+    let ended = end(command.args(["--prompt", QUESTION]).spawn().unwrap());
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    json_lines(&ended.stdout)
+}
+
+#[test]
+fn adapters_are_served_by_their_names_beside_their_base() {
+    let folders = [(4, 1.3), (2, 2.9)].map(|(r, factor)| {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), r, factor);
+        folder
+    });
+    let [one, two] = folders.each_ref().map(|folder| folder.path().display().to_string());
+    let named = format!("--adapter one={one} --adapter two={two}");
+    let server = Server::start(&format!("--nproc 2 {named}"));
+    let expected = [(MODEL, MODEL), ("one", &*one), ("two", &*two)].map(|(name, folder)| {
+        (name, generated(folder, "--seed 7 -n 3")) // with the adapter alone, by one rank
+    });
+    assert!(expected[0].1 != expected[1].1 && expected[1].1 != expected[2].1, "{expected:?}");
+    std::thread::scope(|scope| {
+        for (name, lines) in expected.iter().cycle().take(6) {
+            let server = &server;
+            scope.spawn(move || {
+                let choices = server.choices("/v1/completions", &asked(json!({"model": name, "seed": 7, "n": 3})));
+                assert_eq!(choices.len(), lines.len());
+                for (choice, line) in choices.iter().zip(lines) {
+                    assert_eq!(choice["text"], line["completion"], "{name}");
+                    let logprobs = choice["logprobs"]["token_logprobs"].as_array().unwrap();
+                    let sum: f64 = logprobs.iter().map(|logprob| logprob.as_f64().unwrap()).sum();
+                    assert!((sum - line["logprob"].as_f64().unwrap()).abs() < 1e-3, "{name}: {sum}, {line}");
+                }
+            });
+        }
+    });
+    let (status, answer) = server.post("/v1/completions", &asked(json!({"model": "three"})));
+    assert_eq!((status, &answer["error"]["param"]), (404, &json!("model")));
+    assert!(answer["error"]["message"].as_str().unwrap().contains("'one', 'two'"), "{answer}");
+    let (_, models) = server.call("GET", "/v1/models", "", b"");
+    let models: Value = serde_json::from_str(&models).unwrap();
+    let listed: Vec<_> =
+        models["data"].as_array().unwrap().iter().map(|model| [&model["id"], &model["parent"]]).collect();
+    assert_eq!(json!(listed), json!([[MODEL, null], ["one", MODEL], ["two", MODEL]]));
+    server.stop();
+
+    let mut chat = command(&format!("chat --model {MODEL} {named} --temperature 0 --max_completion_length 20"));
+    let mut chat = chat.stdin(Stdio::piped()).spawn().unwrap();
+    let lines = format!("{QUESTION}\n/reset\n/adapter two\n{QUESTION}\n/reset\n/adapter\n{QUESTION}\n/adapter three\n");
+    chat.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
+    let ended = end(chat);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let alone = [&one, &two, MODEL].map(|model| generated(model, "--temperature 0 --chat")[0]["completion"].clone());
+    assert_eq!(json!(ended.stdout.lines().collect::<Vec<_>>()), json!(alone));
+    assert!(ended.stderr.contains("has given: one, two"), "{}", ended.stderr);
+}
+
+#[test]
+fn adapters_that_cannot_be_served_are_told_at_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), 2, 1.0);
+    let folder = folder.path().display();
+    for (arguments, code, expected) in [
+        (format!("--model {MODEL} --adapter one"), 2, "expected NAME=FOLDER"),
+        (format!("--model {MODEL} --adapter one={MODEL}"), 2, "a folder of LoRA adapters"),
+        (format!("--model {MODEL} --adapter one={folder} --adapter one={folder}"), 2, "names that differ"),
+        (format!("--model {folder} --adapter one={folder}"), 2, "a base model as --model"),
+    ] {
+        run(&format!("serve --port 0 {arguments}")).assert_error(&arguments, code, &[expected]);
+    }
+}

@@ -1,0 +1,185 @@
+//! Tools that a model calls between its turns, in runs of the program with the calculator's model.
+
+use std::fs;
+use std::path::Path;
+
+use colo_grpo::internal::metrics::read_completions;
+
+use crate::program::{metrics, run};
+
+const CALCULATOR: &str = "--config configs/calculator.toml eval_steps=none eval_file=none max_steps=1 log_completions=true \
+    save_steps=none max_train_samples=64";
+
+/// Completions of the first step, in any order.
+fn completions(output: &Path) -> Vec<String> {
+    let rows = read_completions(&output.join("completions/completions_00001.parquet")).unwrap();
+    let mut texts: Vec<String> = rows.into_iter().map(|row| format!("{} {}", row.prompt, row.completion)).collect();
+    texts.sort();
+    texts
+}
+
+/// Trajectories are a matter of their random keys: neither ranks that share an engine, nor when tools answer, change a token. The
+/// trainer's log-probabilities are the sampler's on every token that was sampled.
+#[test]
+fn turns_are_the_same_on_one_rank_and_on_two_that_share_an_engine() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut all = Vec::new();
+    for (name, keys) in [
+        ("alone", "--nproc 1 per_device_train_batch_size=64 full_determinism=true"),
+        ("each", "--nproc 2 per_device_train_batch_size=32"),
+        ("shared", "--nproc 2 per_device_train_batch_size=32 tensor_parallel_size=2 zero.stage=3"),
+        ("apart", "--nproc 2 per_device_train_batch_size=32 mode=split split.rollout_gpus=1"),
+    ] {
+        let output = folder.path().join(name);
+        let ended = run(&format!("{CALCULATOR} {keys} output_dir={}", output.display()));
+        assert_eq!(ended.code, Some(0), "{name}\n{}", ended.stderr);
+        let lines = metrics(&output);
+        let value = |metric: &str| lines[0][metric].as_f64().unwrap();
+        assert!(value("sampling/sampling_logp_difference/max") < 1e-4, "{name}: {:?}", lines[0]);
+        assert!(value("tools/call_frequency") > 0.1 && value("tools/failure_frequency") == 0.0, "{name}");
+        assert_eq!(value("tools/mean_turns"), 1.0 + value("tools/call_frequency"), "{name}");
+        all.push(completions(&output));
+    }
+    assert!(all[0].iter().filter(|text| text.contains("[add(a=")).count() > 6, "{:?}", all[0]);
+    all[1..].iter().for_each(|others| assert_eq!(*others, all[0]));
+}
+
+/// A hang costs its own turn alone, and rewards see the messages.
+#[test]
+fn a_tool_that_hangs_or_crashes_is_told_to_the_model_and_the_run_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    let text = r#"
+import os, time
+
+def add(a: int, b: int) -> int:
+    """
+    Adds.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    if a % 3 == 0:
+        time.sleep(1000)
+    if a % 3 == 1:
+        os._exit(3)
+    return a + b
+
+def called(completions, **columns):
+    for messages in completions:
+        roles = [message["role"] for message in messages]
+        assert roles == ["assistant", "tool"] * (len(roles) // 2) + ["assistant"], roles
+        assert all("tool_calls" in message for message in messages[:-1:2])
+    return [float(len(messages) > 1) for messages in completions]
+"#;
+    fs::write(&file, text).unwrap();
+    let (mine, output) = (file.display(), folder.path().join("run"));
+    let keys = format!("tools=[\"{mine}:add\"] reward_funcs=[\"{mine}:called\"] tool_timeout_s=2");
+    let ended = run(&format!("{CALCULATOR} {keys} output_dir={}", output.display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let lines = metrics(&output);
+    let value = |metric: &str| lines[0][metric].as_f64().unwrap();
+    assert!(value("tools/num_timeouts") >= 1.0 && value("tools/max_latency_s") >= 0.5, "{:?}", lines[0]);
+    let failed = value("tools/failure_frequency");
+    assert!(failed > 0.2 && failed < 1.0, "{failed}");
+    assert!((value("reward") - value("tools/call_frequency")).abs() < 0.05, "{:?}", lines[0]);
+}
+
+/// Environments by the row's column, in a process each; ranks that share an engine begin a group when its environments are open.
+#[test]
+fn environments_give_rewards_and_reach_those_of_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("worlds.py");
+    let text = r#"
+import time
+
+class Calculator:
+    def reset(self, answer, **row):
+        assert "environment" not in row and row["prompt"]
+        self.answer, self.sums = int(answer), []
+
+    def add(self, a: int, b: int) -> int:
+        """
+        Adds.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        if a % 5 == 0:
+            time.sleep(1000)
+        self.sums.append(a + b)
+        return a + b
+
+    def get_reward(self):
+        return float(self.answer in self.sums)
+
+class Teller(Calculator):
+    get_reward = None  # inherited, and not of this class
+
+    def reset(self, **row):
+        super().reset(**row)
+        return " please"
+
+def used(completions, environments, **columns):
+    assert all(environment is None or environment.answer >= 0 for environment in environments)
+    return [float(len(environment.sums)) if environment else 0.0 for environment in environments]
+"#;
+    fs::write(&file, text).unwrap();
+    let rows =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/calculator/train.jsonl")).unwrap();
+    let named = rows.lines().take(16).enumerate().map(|(index, row)| {
+        row.replacen(
+            '{',
+            if index % 2 == 0 { "{\"environment\": \"sums\", " } else { "{\"environment\": \"told\", " },
+            1,
+        ) + "\n"
+    });
+    let train = folder.path().join("rows.jsonl");
+    fs::write(&train, named.collect::<String>()).unwrap();
+    let (worlds, output) = (file.display(), folder.path().join("run"));
+    let keys = format!(
+        "--nproc 2 tensor_parallel_size=2 per_device_train_batch_size=32 tools=[] environment_factory.sums={worlds}:Calculator \
+         environment_factory.told={worlds}:Teller reward_funcs=[\"{worlds}:used\"] tool_timeout_s=3 train_file={}",
+        train.display()
+    );
+    let ended = run(&format!("{CALCULATOR} {keys} output_dir={}", output.display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let lines = metrics(&output);
+    let value = |metric: &str| lines[0][metric].as_f64().unwrap();
+    let lost = value("tools/num_failed");
+    assert!(lost >= 1.0 && value("rewards/num_failed") == lost && value("tools/num_timeouts") >= 1.0, "{:?}", lines[0]);
+    assert!(value("rewards/used/mean") > 0.1 && value("rewards/Calculator/mean") > 0.05, "{:?}", lines[0]);
+    let rows = read_completions(&output.join("completions/completions_00001.parquet")).unwrap();
+    let told = |row: &&colo_grpo::internal::metrics::CompletionRow| row.prompt.contains(" please");
+    assert!(
+        (1..rows.len()).contains(&rows.iter().filter(told).count()),
+        "rows of both classes are drawn: {:?}",
+        rows[0]
+    );
+    let own = |row: &colo_grpo::internal::metrics::CompletionRow| row.rewards[1].1;
+    assert!(rows.iter().filter(told).all(|row| own(row).is_none()), "a class without get_reward has none of another's");
+    assert!(rows.iter().any(|row| !told(&row) && own(row).is_some()), "a class with get_reward has its own");
+}
+
+#[test]
+fn what_cannot_be_served_with_tools_is_refused_before_anything_starts() {
+    for (keys, code, parts) in [
+        (
+            "tools=configs/calculator/tools.py:subtract",
+            2,
+            &["tools = configs/calculator/tools.py:subtract", "no attribute 'subtract'"][..],
+        ),
+        ("oversample=0.5", 2, &["oversample", "expected 0 with tools"]),
+        (
+            "reward_funcs=[] environment_factory=configs/calculator/tools.py:add",
+            2,
+            &["missing 2 required positional arguments"],
+        ),
+        ("tool_call_parser=auto", 2, &["tool_call_parser = auto", "the chat template shows no format"]),
+        ("prompt_format=text train_file=nowhere/text.jsonl", 3, &["text.jsonl"]),
+    ] {
+        run(&format!("{CALCULATOR} {keys}")).assert_error(keys, code, parts);
+    }
+}
