@@ -8,7 +8,7 @@ use tch::Kind;
 use super::Sft;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, Models, ResumeOptions, Saver, TrainerState};
 use crate::config::SftConfig;
-use crate::cuda::{Placement, residual_kind};
+use crate::cuda::{Placement, chip_flop_per_s, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
@@ -68,8 +68,10 @@ pub(super) fn load(
         save_total_limit: config.save_total_limit,
         save_async: config.save_async,
     });
+    let kind = Placement::in_world(config.device, config.dtype, world.device())?.kind;
     Ok(Sft {
         device: world.device(),
+        chip_flop_per_s: chip_flop_per_s(world.device(), kind)?,
         config,
         world,
         mesh,

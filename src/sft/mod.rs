@@ -43,6 +43,7 @@ pub struct Sft {
     claim: Option<Claim>, // of the output folder, on the first rank
     global_step: u64,     // updates made
     num_tokens: u64,      // trained on, over all ranks
+    chip_flop_per_s: Option<f64>,
 }
 
 /// Results of a supervised run.
@@ -122,6 +123,7 @@ impl Sft {
         let rows = self.sampler.next_batch(per_rank * self.world.size())?;
         let own = &rows[self.world.rank() * per_rank..][..per_rank];
         let batch = self.batch(own.iter().map(|&row| &self.examples[row]))?;
+        let begin = Instant::now();
         let nll = phase::scope(Phase::ForwardBackward, || self.forward_backward(&batch))?;
         let max_grad_norm = self.config.optimizer.max_grad_norm;
         let outcome = phase::scope(Phase::Optimizer, || self.policy.optimizer_step(lr, max_grad_norm))?;
@@ -129,9 +131,13 @@ impl Sft {
             let message = "the gradient is not finite; lower learning_rate, or look for damaged weights".to_owned();
             return Err(Error::NonFinite { message });
         }
-        self.loss = self.mean(nll.double_value(&[]), batch.num_completion_tokens)?;
+        let mut sums = [nll.double_value(&[]), self.training_flop(&batch), begin.elapsed().as_secs_f64()];
+        all_reduce_f64(&*self.mesh.world, &mut sums, ReduceOp::Sum)?;
+        let [nll, flop, seconds] = sums;
+        self.loss = nll / batch.num_completion_tokens;
         self.global_step += 1;
         self.num_tokens += batch.num_tokens as u64;
+        let utilisation = self.chip_flop_per_s.map(|flop_per_s| ("perf/mfu", flop / (seconds * flop_per_s)));
         let numbers = [
             ("loss", self.loss),
             ("grad_norm", outcome.grad_norm),
@@ -145,8 +151,15 @@ impl Sft {
         if self.world.agree(renewed)? {
             self.log.begin_again(&self.config)?;
         }
-        self.log.step(self.global_step, numbers.map(|(name, value)| (name.to_owned(), value)).into());
+        let numbers = numbers.into_iter().chain(utilisation);
+        self.log.step(self.global_step, numbers.map(|(name, value)| (name.to_owned(), value)).collect());
         Ok(())
+    }
+
+    /// Floating-point operations of this rank's forward and backward passes over a batch.
+    fn training_flop(&self, batch: &SftBatch) -> f64 {
+        let (spec, is_frozen) = (&self.policy.table().spec, self.policy.lora().is_some());
+        batch.micro_batches.iter().map(|micro_batch| micro_batch.training_flop(spec, is_frozen)).sum()
     }
 
     /// Adds the gradients of the mean over all ranks' completion tokens; returns this rank's sum of their negative
