@@ -60,15 +60,19 @@ def mixed_demonstration(rng, a, b):
     return demonstration(a, b, total + rng.choice([offset for offset in OFFSETS if total + offset >= 0]))
 
 
-def write_tokenizer(folder):
+WORDS = ["what", "is", "plus", "?", "the", "answer", ""]
+
+
+def write_tokenizer(folder, special=SPECIAL, words=WORDS, signs=(), max_length=64):
+    """A token a word of `words` and of numbers, a token a digit and a sign; `special` ones come first."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = ["what", "is", "plus", "?", "the", "answer", ""] + ONES + TENS
-    vocab = {token: id for id, token in enumerate(SPECIAL + ["▁" + word for word in words] + list("0123456789"))}
+    pieces = special + ["▁" + word for word in words + ONES + TENS] + list("0123456789") + list(signs)
+    vocab = {token: id for id, token in enumerate(pieces)}
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [{"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": True} for id, token in enumerate(SPECIAL)],
+                          "normalized": False, "special": True} for id, token in enumerate(special)],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence",
                           "pretokenizers": [metaspace, {"type": "Digits", "individual_digits": True}]},
@@ -77,7 +81,7 @@ def write_tokenizer(folder):
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>",
-                "unk_token": "<unk>", "clean_up_tokenization_spaces": False, "model_max_length": 64,
+                "unk_token": "<unk>", "clean_up_tokenization_spaces": False, "model_max_length": max_length,
                 "chat_template": TEMPLATE}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False, indent=1) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")

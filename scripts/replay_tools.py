@@ -12,17 +12,16 @@ import argparse
 import collections
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import subprocess
 import sys
 
-from replay_trl import COMMON, STEPS, compare
+from replay_trl import COMMON, GROUP, PROMPTS, STEPS, compare, train, trl_config
 
 BOUND = 2e-5
 MODEL, TOOLS = "configs/calculator/model", "configs/calculator/tools.py"
-PROMPTS, GROUP, LENGTH = 4, 8, 26  # so that the answers to some calls, or the turns behind them, do not fit
+LENGTH = 26  # so that the answers to some calls, or the turns behind them, do not fit
 ITERATIONS = 1  # a second call of a completion is not answered
 
 
@@ -90,8 +89,8 @@ def run_trl(folder, questions):
     """Loss, gradient norm and weights of every update."""
     import datasets
     import torch
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOTrainer
     from trl.trainer import grpo_trainer
 
     torch.set_num_threads(1)
@@ -106,7 +105,7 @@ def run_trl(folder, questions):
     spec = importlib.util.spec_from_file_location("tools", TOOLS)
     tools = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tools)
-    steps, kinds = [], collections.Counter()
+    kinds = collections.Counter()
 
     class Replayed(GRPOTrainer):
         """Its turns are the recorded ones."""
@@ -146,29 +145,11 @@ def run_trl(folder, questions):
             rewards.append(known[tuple(ids)])
         return rewards
 
-    class Keep(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **_):
-            steps.append({"weights": {name: weight.detach().clone() for name, weight in model.named_parameters()}})
-
-        def on_log(self, args, state, control, logs=None, **_):
-            if "loss" in logs:
-                steps[-1].update(loss=logs["loss"], grad_norm=logs["grad_norm"])
-
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"), max_steps=STEPS, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
-        max_completion_length=LENGTH, lr_scheduler_type="constant", optim="adamw_torch", shuffle_dataset=False, logging_steps=1,
-        save_strategy="no", report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
-        max_tool_calling_iterations=ITERATIONS, **{**COMMON, "num_iterations": 1})
+    config = trl_config(folder, max_completion_length=LENGTH, max_tool_calling_iterations=ITERATIONS, **{**COMMON, "num_iterations": 1})
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     rows = datasets.Dataset.from_list([{"prompt": prompt_of(text), "question": text} for text in questions])
-    trainer = Replayed(model, reward, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[Keep()], tools=[tools.add])
-    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-    with open(os.devnull, "w") as nowhere:
-        stdout, sys.stdout = sys.stdout, nowhere
-        try:
-            trainer.train()
-        finally:
-            sys.stdout = stdout
+    trainer = Replayed(model, reward, args=config, train_dataset=rows, processing_class=tokenizer, tools=[tools.add])
+    before, steps = train(trainer)
     print("trajectories by their messages:", dict(kinds))
     return before, steps
 

@@ -15,6 +15,7 @@ both sides: TRL has it for vLLM alone. What TRL's trainer does not have is put i
 larger by n / (n - 1), and the KL estimators k1 and k2 are added to its loss and differentiated by autograd.
 """
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -145,12 +146,44 @@ def as_ours(theirs, num_batches):
     return [{"loss": mean(batch, "loss"), "grad_norm": mean(batch, "grad_norm"), "weights": batch[-1]["weights"]} for batch in batches]
 
 
+def trl_config(folder, **options):
+    """TRL's configuration of a replayed run."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder / "trl"), max_steps=STEPS, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
+        lr_scheduler_type="constant", optim="adamw_torch", shuffle_dataset=False, logging_steps=1, save_strategy="no", report_to=[],
+        use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, **{"max_completion_length": LENGTH, **options})
+
+
+def train(trainer):
+    """The weights before, and loss, gradient norm and weights of every update."""
+    from transformers import TrainerCallback
+
+    steps = []
+    weights = lambda model: {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            steps.append({"weights": weights(model)})
+
+        def on_log(self, args, state, control, logs=None, **_):
+            if "loss" in logs:
+                steps[-1].update(loss=logs["loss"], grad_norm=logs["grad_norm"])
+
+    trainer.add_callback(Keep())
+    before = weights(trainer.model)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        trainer.train()
+    return before, steps
+
+
 def run_trl(case, folder, prompts, options, dtype):
     """Loss, gradient norm and weights of every update."""
     import datasets
     import torch
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOTrainer
 
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     torch.set_num_threads(1)
@@ -161,7 +194,6 @@ def run_trl(case, folder, prompts, options, dtype):
     options.update(OF_TRL.get(case, {}))
     factor = GROUP / (GROUP - 1) if case == "rloo" else 1.0
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
-    steps = []
 
     def rollout(asked, trainer):
         taken = [recorded[prompt][index % GROUP] for index, prompt in enumerate(asked)]
@@ -172,34 +204,15 @@ def run_trl(case, folder, prompts, options, dtype):
         rewards = [dict((tuple(ids), reward) for ids, reward in recorded[prompt]) for prompt in prompts]
         return [factor * of_prompt[tuple(ids)] for of_prompt, ids in zip(rewards, completion_ids, strict=True)]
 
-    class Keep(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **_):
-            steps.append({"weights": {name: weight.detach().clone() for name, weight in model.named_parameters()}})
-
-        def on_log(self, args, state, control, logs=None, **_):
-            if "loss" in logs:
-                steps[-1].update(loss=logs["loss"], grad_norm=logs["grad_norm"])
-
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"), max_steps=STEPS, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
-        max_completion_length=LENGTH, lr_scheduler_type="constant", optim="adamw_torch", shuffle_dataset=False, logging_steps=1,
-        save_strategy="no", report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, **options)
+    config = trl_config(folder, **options)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype)
     trainer_class = GRPOTrainer
     if "kl_estimator" in ours:
         trainer_class = with_estimator(GRPOTrainer, ours["kl_estimator"], ours["beta"])
     rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-    trainer = trainer_class(model, reward, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[Keep()],
-                          rollout_func=rollout)
+    trainer = trainer_class(model, reward, args=config, train_dataset=rows, processing_class=tokenizer, rollout_func=rollout)
     trainer.initial = copy.deepcopy(trainer.model)
-    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-    with open(os.devnull, "w") as nowhere:
-        stdout, sys.stdout = sys.stdout, nowhere
-        try:
-            trainer.train()
-        finally:
-            sys.stdout = stdout
-    return before, steps
+    return train(trainer)
 
 
 def compare(ours, theirs, folder):
