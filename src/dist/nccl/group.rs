@@ -154,7 +154,8 @@ impl Collective for NcclGroup {
     }
 
     fn epoch(&self) -> Result<u64> {
-        match (lock(&self.communicator).is_some(), self.control.failure()) {
+        let is_open = lock(&self.communicator).is_some();
+        match (is_open, self.control.failure()) {
             (false, Some(failure)) => Err(failure.into()),
             _ => Ok(self.epoch.load(Ordering::Relaxed)),
         }
