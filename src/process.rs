@@ -54,11 +54,11 @@ pub fn do_not_block(fd: RawFd) -> io::Result<()> {
     if outcome < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Waits until one of `readable` can be read or `writable` be written, or for `limit`; -1 stands for none.
-pub fn wait_for(readable: &[RawFd], writable: RawFd, limit: Duration) {
+/// Waits until one of `readable` can be read or one of `writable` be written, or for `limit`; -1 stands for none.
+pub fn wait_for(readable: &[RawFd], writable: &[RawFd], limit: Duration) {
     let entry = |fd, events| libc::pollfd { fd, events, revents: 0 };
     let mut fds: Vec<_> = readable.iter().map(|fd| entry(*fd, libc::POLLIN)).collect();
-    fds.push(entry(writable, libc::POLLOUT));
+    fds.extend(writable.iter().map(|fd| entry(*fd, libc::POLLOUT)));
     let limit_ms = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX).max(1);
     // SAFETY: the entries outlive the call.
     unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit_ms) };

@@ -19,6 +19,7 @@ use crate::config::{Device, Dtype, WorldSize};
 use crate::error::{Error, Result};
 use crate::launch::{self, LaunchOptions};
 use crate::reward;
+use crate::tools;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
 #[derive(Debug, Parser)]
@@ -65,6 +66,12 @@ pub enum Command {
     /// Benchmarks; each prints one JSON line
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Serves the tool `python`; started by a run
+    #[command(hide = true, name = tools::PYTHON_COMMAND)]
+    PythonWorker {
+        /// Settings of the worker as JSON
+        settings: String,
+    },
     /// Serves the reward `code`; started by a run
     #[command(hide = true, name = reward::code::SANDBOX_COMMAND)]
     SandboxWorker {

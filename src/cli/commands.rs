@@ -22,7 +22,7 @@ use crate::phase::{self, terminal};
 use crate::plan::{NetworkPlan, Room};
 use crate::reward::{self, RewardPool};
 use crate::sft::Sft;
-use crate::tools::ToolProcess;
+use crate::tools::{self, ToolProcess};
 use crate::trainer::{Preflight, Trainer};
 
 /// Runs one command to its exit code.
@@ -81,6 +81,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             terminal::print(String::from_utf8_lossy(&script))?;
             Ok(ExitCode::Done)
         }
+        Command::PythonWorker { settings } => tools::serve_python(&settings).map(|()| ExitCode::Done),
         Command::SandboxWorker { settings } => reward::code::serve(&settings).map(|()| ExitCode::Done),
         Command::Bench(command) => bench::dispatch(command),
     }

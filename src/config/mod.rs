@@ -49,6 +49,7 @@ pub(crate) use reward::{environment_class, is_python, reward_name};
 pub use sft::SftConfig;
 pub(crate) use snapshot::toml_value;
 pub use split::{MAX_ASYNC_STEPS, Roles, SplitConfig};
+pub(crate) use tools::INTERPRETER;
 pub use tools::{EnvironmentFactories, ToolsConfig};
 
 impl Config {

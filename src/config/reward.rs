@@ -86,7 +86,7 @@ keys! {
 }
 
 keys! {
-    /// Settings of the reward `code` (`reward.code.*`).
+    /// Settings of the reward `code` and of the tool `python` (`reward.code.*`).
     #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
     pub struct CodeConfig {
         /// The column with the tests: a list of `{input, output}`, or `{inputs, outputs}`, or either as JSON text.

@@ -1,6 +1,7 @@
 //! Keys of tools that a model may call between its turns; named as TRL's and verl's where those have them.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde_json::Value;
 
@@ -12,12 +13,16 @@ use super::validate::check;
 use super::{AutoOr, Config, DynamicSampling, ToolCallParser};
 use crate::error::{Error, Result};
 
+/// The tool that is an interpreter of Python.
+pub(crate) const INTERPRETER: &str = "python";
+
 keys! {
     /// Tools (keys of the top).
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ToolsConfig: flat {
-        /// Functions that the model may call, as `file.py:function`, `module:function` or `module.function`, `async` or not. The chat
-        /// template shows the model their type hints and Google-style docstrings, as with TRL.
+        /// Functions that the model may call, as `file.py:function`, `module:function` or `module.function`, `async` or not; `python` is an
+        /// interpreter in the sandbox, with the limits of `reward.code`. The chat template shows the model their type hints and
+        /// Google-style docstrings, as with TRL.
         pub tools: Vec<String> = Vec::new(),
         /// Classes, or functions that return an object, whose public methods are tools, as with TRL: `file.py:Class`, one for all
         /// rows, or a table of them by the row's column `environment`. Each completion has an object of its own, in a process of its
@@ -101,8 +106,16 @@ impl ToolsConfig {
 impl Config {
     pub(super) fn check_tools(&self) -> Result<()> {
         let named = format!("{:?}", self.tools.tools);
-        let expected = "functions as file.py:function, module:function or module.function";
-        check("tools", &named, self.tools.tools.iter().all(|tool| is_python(tool)), expected)?;
+        let expected = "functions as file.py:function, module:function or module.function, and python once";
+        let interpreters = self.tools.tools.iter().filter(|tool| *tool == INTERPRETER).count();
+        let is_known = |tool: &String| is_python(tool) || tool == INTERPRETER;
+        check("tools", &named, self.tools.tools.iter().all(is_known) && interpreters < 2, expected)?;
+        if interpreters > 0 {
+            let command = &self.reward.code.command.0;
+            let name = command.first().and_then(|program| Path::new(program).file_name()?.to_str());
+            let is_python = name.is_some_and(|name| name.starts_with("python"));
+            check("reward.code.command", format!("{command:?}"), is_python, "a Python, with the tool python")?;
+        }
         let factories = &self.tools.environment_factory;
         let single = factories.0.get("").filter(|_| factories.0.len() > 1);
         let only = "either one class or a table of them";
@@ -129,7 +142,7 @@ mod tests {
     #[test]
     fn tools_are_named_as_rewards_are_and_come_alone() {
         let tools = config(&["tools=[\"t.py:add\", \"m.sub\"]", "tool_call_parser=hermes"]).tools;
-        assert!(tools.has_turns() && !config(&[]).tools.has_turns());
+        assert!(tools.has_turns() && config(&["tools=python"]).tools.has_turns() && !config(&[]).tools.has_turns());
         let one = config(&["environment_factory=e.py:Env", "reward_funcs=[]"]);
         assert!(one.tools.has_turns() && !one.tools.environment_factory.are_named());
         let table = config(&["environment_factory.a=e.py:A", "environment_factory={b = \"e:B\"}"]);
@@ -139,6 +152,11 @@ mod tests {
         }
         for (keys, part) in [
             (&["tools=add"][..], "expected functions as file.py:function"),
+            (&["tools=[\"python\", \"python\"]"], "and python once"),
+            (
+                &["tools=python", "reward.code.command=[\"node\"]"],
+                "reward.code.command = [\"node\"]: expected a Python",
+            ),
             (&["tools=t.py:add", "oversample=0.5"], "oversample = 0.5: expected 0 with tools"),
             (&["tools=t.py:add", "dynamic_sampling=replace"], "expected none or filter with tools"),
             (&["environment_factory=Env"], "environment_factory = \"Env\": expected a class as file.py:Class"),

@@ -43,7 +43,7 @@ pub use answer::{exact_answer, format, numeric_answer};
 pub use failures::FailureKind;
 pub(crate) use failures::RewardFailure;
 pub use pool::RewardPool;
-pub(crate) use protocol::frame;
+pub(crate) use protocol::{frame, take_frame};
 use serde_json::{Map, Value};
 pub(crate) use worker::{Origin, Program, RewardWorker};
 

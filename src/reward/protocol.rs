@@ -205,6 +205,12 @@ pub(crate) fn frame(value: &impl Serialize) -> Vec<u8> {
     bytes
 }
 
+/// The next whole frame of `received`, which is taken off it, without its length.
+pub(crate) fn take_frame(received: &mut Vec<u8>) -> Option<Vec<u8>> {
+    let end = LENGTH_BYTES + length(received)?;
+    (received.len() >= end).then(|| received.drain(..end).skip(LENGTH_BYTES).collect())
+}
+
 /// The length that a frame's first bytes give.
 pub(super) fn length(bytes: &[u8]) -> Option<usize> {
     bytes.get(..LENGTH_BYTES).map(|bytes| u32::from_be_bytes(bytes.try_into().expect("4 bytes")) as usize)

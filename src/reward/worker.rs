@@ -3,14 +3,14 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::failures::{FailureKind, RewardFailure};
-use super::protocol::{LENGTH_BYTES, first_request, is_async, length};
+use super::protocol::{first_request, is_async, length, take_frame};
 use super::reaper::{Reaper, kill_descendants};
 use crate::error::Error;
 use crate::phase::Scratch;
@@ -177,11 +177,24 @@ impl RewardWorker {
             let what = format!("a reply of {length} bytes (at most {})", self.max_reply_bytes);
             return Err(self.failure(FailureKind::Output, &what));
         }
-        if self.received.len() < LENGTH_BYTES + length {
-            return Ok(None);
-        }
-        let mut reply = self.received.drain(..LENGTH_BYTES + length);
-        Ok(Some(reply.by_ref().skip(LENGTH_BYTES).collect()))
+        Ok(take_frame(&mut self.received))
+    }
+
+    /// Waits until one of `workers` can move bytes, or for `limit`.
+    pub fn wait_any(workers: &[&Self], limit: Duration) {
+        let readable: Vec<_> = workers.iter().flat_map(|worker| worker.readable()).collect();
+        let writable: Vec<_> = workers.iter().map(|worker| worker.writable()).collect();
+        wait_for(&readable, &writable, limit);
+    }
+
+    /// Descriptors of its replies and of its standard error.
+    fn readable(&self) -> [RawFd; 2] {
+        [self.replies.as_raw_fd(), self.errors.as_ref().map_or(-1, AsRawFd::as_raw_fd)]
+    }
+
+    /// The descriptor of requests that are not written yet; -1 if there are none.
+    fn writable(&self) -> RawFd {
+        self.requests.as_ref().filter(|_| !self.unsent.is_empty()).map_or(-1, AsRawFd::as_raw_fd)
     }
 
     /// Sees to it that nothing follows a reply that does not say which request it answers: the worker gets no further request
@@ -211,9 +224,7 @@ impl RewardWorker {
 
     /// Moves bytes in either direction, as soon as some can be; false once the worker has closed its output.
     fn exchange(&mut self, limit: Duration) -> Result<bool, RewardFailure> {
-        let requests = self.requests.as_ref().filter(|_| !self.unsent.is_empty()).map_or(-1, AsRawFd::as_raw_fd);
-        let errors = self.errors.as_ref().map_or(-1, AsRawFd::as_raw_fd);
-        wait_for(&[self.replies.as_raw_fd(), errors], requests, limit);
+        wait_for(&self.readable(), &[self.writable()], limit);
         self.transfer()
     }
 
@@ -329,7 +340,7 @@ mod tests {
     #[test]
     fn a_killed_sandbox_worker_leaves_no_folder() {
         let mut worker = shell("mktemp -d; read never");
-        wait_for(&[worker.replies.as_raw_fd()], -1, START);
+        wait_for(&[worker.replies.as_raw_fd()], &[], START);
         let mut made = [0; 4096];
         let length = worker.replies.read(&mut made).unwrap();
         let made = std::path::PathBuf::from(String::from_utf8_lossy(&made[..length]).trim());

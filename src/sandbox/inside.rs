@@ -38,10 +38,10 @@ const NAMESPACES: [(SandboxLayer, i32); 4] = [
     (SandboxLayer::PidNamespace, libc::CLONE_NEWPID),
 ];
 
-/// Becomes `program`, or says on the pipe of reports why not.
+/// Becomes `program`, which may use so many seconds of processor time, or says on the pipe of reports why not.
 ///
 /// `folder` is its own and empty: where a root of its own is mounted, or else where it writes.
-pub(super) fn become_program(sandbox: &Sandbox, folder: &Path, program: &str, mut pipes: Pipes) -> ! {
+pub(super) fn become_program(sandbox: &Sandbox, folder: &Path, program: (&str, u64), mut pipes: Pipes) -> ! {
     if let Err(reason) = enter(sandbox, folder, program, &mut pipes) {
         let _ = pipes.report.write_all(reason.as_bytes());
     }
@@ -50,7 +50,12 @@ pub(super) fn become_program(sandbox: &Sandbox, folder: &Path, program: &str, mu
 }
 
 /// Returns only if something failed.
-fn enter(sandbox: &Sandbox, folder: &Path, program: &str, pipes: &mut Pipes) -> Result<(), String> {
+fn enter(
+    sandbox: &Sandbox,
+    folder: &Path,
+    (program, cpu_seconds): (&str, u64),
+    pipes: &mut Pipes,
+) -> Result<(), String> {
     // SAFETY: plain system call; the group is the one that the sandbox kills.
     unsafe { libc::setpgid(0, 0) };
     die_with_parent();
@@ -80,7 +85,7 @@ fn enter(sandbox: &Sandbox, folder: &Path, program: &str, pipes: &mut Pipes) -> 
     file.and_then(|mut file| file.write_all(program.as_bytes())).map_err(failed("the program's file"))?;
     std::env::set_current_dir(&work).map_err(failed("the program's folder"))?;
     give_up_identity(has(SandboxLayer::UserNamespace)).map_err(failed("identity"))?;
-    limit(sandbox).map_err(failed("limits"))?;
+    limit(sandbox, cpu_seconds).map_err(failed("limits"))?;
     // SAFETY: plain system call with whole numbers.
     unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     if has(SandboxLayer::Landlock) {
@@ -289,11 +294,10 @@ fn give_up_identity(has_user_namespace: bool) -> io::Result<()> {
     Ok(())
 }
 
-fn limit(sandbox: &Sandbox) -> io::Result<()> {
-    let seconds = sandbox.settings.timeout_s.ceil() as u64 + 1;
+fn limit(sandbox: &Sandbox, cpu_seconds: u64) -> io::Result<()> {
     for (resource, most) in [
         (libc::RLIMIT_AS, sandbox.settings.memory_bytes as u64),
-        (libc::RLIMIT_CPU, seconds),
+        (libc::RLIMIT_CPU, cpu_seconds),
         (libc::RLIMIT_FSIZE, MAX_FILE_BYTES),
         (libc::RLIMIT_NOFILE, MAX_OPEN_FILES),
         (libc::RLIMIT_NPROC, MAX_THREADS),

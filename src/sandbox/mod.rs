@@ -1,14 +1,16 @@
 //! The sandbox for programs that a model wrote: each runs in a process of its own, to its end or to a limit, behind every wall
-//! that the kernel offers. Knows nothing of rewards. The process that calls it must have one thread, because it forks.
+//! that the kernel offers; or it stays, and answers one request after the other. Knows nothing of rewards. The process that calls it must have one thread, because it forks.
 //!
 //! | file | what it is |
 //! |---|---|
+//! | `session` | a program that stays |
 //! | `inside` | what the forked process does before it becomes the program: namespaces, mounts, limits |
 //! | `layers` | Landlock's rules and the filter of system calls |
 #![allow(unsafe_code)]
 
 mod inside;
 mod layers;
+mod session;
 
 use std::ffi::CString;
 use std::fs::File;
@@ -19,10 +21,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
+
 use inside::{ASKS_FOR_IDS, INNER_ID, NOBODY, become_program};
 
 use crate::config::CodeConfig;
 use crate::process::{do_not_block, ended, moved, wait_for};
+
+pub use session::SandboxSession;
 
 /// The program's file, in the folder that it is started in.
 const PROGRAM_FILE: &str = "main.py";
@@ -37,6 +43,16 @@ const LOOK: Duration = Duration::from_millis(1);
 /// Paths that every program may read, where they exist.
 const SYSTEM: [&str; 8] =
     ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"];
+
+/// A program that was started, with its pipes.
+#[derive(Debug)]
+struct Started {
+    process: Process,
+    input: PipeWriter,
+    output: PipeReader,
+    /// The program's own, until it has ended.
+    folder: TempDir,
+}
 
 /// A sandbox that has been tried.
 #[derive(Debug)]
@@ -97,6 +113,20 @@ impl Sandbox {
     /// # Errors
     /// What kept the program from being run, or its folder from being removed; never what the program did.
     pub fn run(&self, program: &str, input: &[u8], deadline: Instant) -> Result<SandboxRun, String> {
+        let Started { process, input: input_end, output, folder } = self.start(program, self.cpu_seconds())?;
+        let run = process.follow(input_end, output, input, deadline);
+        let run = run.map_err(|error| format!("pipes of the sandbox: {error}"))?;
+        folder.close().map_err(|error| format!("the program's folder cannot be removed: {error}"))?;
+        Ok(run)
+    }
+
+    /// Processor time of a program that runs for the longest time.
+    fn cpu_seconds(&self) -> u64 {
+        self.settings.timeout_s.ceil() as u64 + 1
+    }
+
+    /// Starts `program`, which may use `cpu_seconds` of processor time.
+    fn start(&self, program: &str, cpu_seconds: u64) -> Result<Started, String> {
         let failed = |error: io::Error| format!("pipes of the sandbox: {error}");
         let (inner_input, input_end) = io::pipe().map_err(failed)?;
         let (output_end, inner_output) = io::pipe().map_err(failed)?;
@@ -109,19 +139,18 @@ impl Sandbox {
             -1 => return Err(format!("a process for the program: {}", io::Error::last_os_error())),
             0 => {
                 drop((input_end, output_end, go, report));
-                become_program(self, folder.path(), program, inner)
+                become_program(self, folder.path(), (program, cpu_seconds), inner)
             }
             pid => Process { pid },
         };
         drop(inner);
         process.follow_setup(&mut report, &mut go)?;
-        let run = process.follow(input_end, output_end, input, deadline).map_err(failed)?;
-        folder.close().map_err(|error| format!("the program's folder cannot be removed: {error}"))?;
-        Ok(run)
+        Ok(Started { process, input: input_end, output: output_end, folder })
     }
 }
 
 /// The process that a run is, and leads the group of; not reaped before it is dropped, so that the group's id stays its own.
+#[derive(Debug)]
 struct Process {
     pid: libc::pid_t,
 }
@@ -133,7 +162,7 @@ impl Process {
         let mut part = [0; 1024];
         let deadline = Instant::now() + SETUP;
         loop {
-            wait_for(&[report.as_raw_fd()], -1, deadline.saturating_duration_since(Instant::now()));
+            wait_for(&[report.as_raw_fd()], &[], deadline.saturating_duration_since(Instant::now()));
             if Instant::now() >= deadline {
                 return Err("the sandbox does not come to stand".to_owned());
             }
@@ -188,7 +217,7 @@ impl Process {
             if left.is_zero() || written.len() > MAX_OUTPUT_BYTES {
                 return Ok(SandboxRun { succeeded: false, output: written });
             }
-            wait_for(&[output.as_raw_fd()], input.as_ref().map_or(-1, AsRawFd::as_raw_fd), left);
+            wait_for(&[output.as_raw_fd()], &[input.as_ref().map_or(-1, AsRawFd::as_raw_fd)], left);
             if let Some(pipe) = &mut input {
                 match moved(pipe.write(&text[num_sent..])) {
                     Ok(num) => num_sent += num.unwrap_or(0),

@@ -72,8 +72,10 @@ struct Opening {
 /// A trajectory that is not at its end.
 #[derive(Debug, Default)]
 struct Conversation {
-    /// The number of its environment in the process, and the environment's name.
-    environment: Option<(u64, String)>,
+    /// Its number in the process.
+    number: u64,
+    /// The name of its environment.
+    environment: Option<String>,
     /// Why the environment was lost.
     failure: Option<String>,
     prompt_len: usize,
@@ -100,7 +102,7 @@ pub struct Conversations {
     opening: HashMap<usize, Opening>,
     asked: HashMap<u64, Asked>,
     prompts: DatasetOptions,
-    num_environments: u64, // so far
+    num_trajectories: u64, // so far
     done: Vec<(TrajectoryKey, TurnOutcome)>,
     stats: ToolStats,
     has_failed: bool,
@@ -145,7 +147,7 @@ impl Conversations {
             opening: HashMap::new(),
             asked: HashMap::new(),
             prompts,
-            num_environments: 0,
+            num_trajectories: 0,
             done: Vec::new(),
             stats: ToolStats::default(),
             has_failed: false,
@@ -167,11 +169,9 @@ impl Conversations {
         let row = schemas.reset_columns(&prompt.columns);
         for sample in 0..num_samples {
             let key = TrajectoryKey { group, sample };
-            self.num_environments += 1;
-            let number = self.num_environments;
-            self.asked.insert(self.process.open(number, name, &row), Asked::Open(key));
-            let environment = Some((number, name.to_owned()));
-            self.open.insert(key, Conversation { environment, ..Conversation::default() });
+            let conversation = Conversation { environment: Some(name.to_owned()), ..self.fresh() };
+            self.asked.insert(self.process.open(conversation.number, name, &row), Asked::Open(key));
+            self.open.insert(key, conversation);
         }
         let opening = Opening { prompt: prompt.clone(), num_left: num_samples, observations: Vec::new() };
         self.opening.insert(group, opening);
@@ -183,7 +183,7 @@ impl Conversations {
     /// # Errors
     /// The errors of the tokenizer and of the chat template.
     pub fn turn_ended(&mut self, key: TrajectoryKey, prompt_len: usize, trajectory: &Trajectory) -> Result<()> {
-        let mut conversation = self.open.remove(&key).unwrap_or_default();
+        let mut conversation = self.open.remove(&key).unwrap_or_else(|| self.fresh());
         conversation.prompt_len = prompt_len;
         let parsed = self.parser.parse(&self.newest_turn(trajectory)?, self.process.schemas().of_any());
         let mut message = json!({"role": "assistant", "content": parsed.content});
@@ -209,8 +209,8 @@ impl Conversations {
             None if calls.is_empty() => self.end(key, conversation, trajectory),
             None => {
                 let names = parsed.tool_calls.into_iter().map(|call| call.name).collect();
-                let environment = conversation.environment.as_ref().map(|(number, _)| *number);
-                self.asked.insert(self.process.call(environment, &calls), Asked::Calls(key));
+                let trajectory_of = (conversation.number, conversation.environment.is_some());
+                self.asked.insert(self.process.call(trajectory_of, &calls), Asked::Calls(key));
                 conversation.waiting = Some((trajectory.clone(), names));
                 self.open.insert(key, conversation);
             }
@@ -250,11 +250,16 @@ impl Conversations {
 
     /// Forgets the trajectories of a rollout that failed.
     pub fn reset(&mut self) {
-        let lost = self.open.drain().filter_map(|(_, conversation)| conversation.environment);
-        lost.for_each(|(number, _)| self.process.forget(number));
+        self.open.drain().for_each(|(_, conversation)| self.process.forget(conversation.number));
         self.opening.clear();
         self.asked.clear();
         self.done.clear();
+    }
+
+    /// A conversation that begins.
+    fn fresh(&mut self) -> Conversation {
+        self.num_trajectories += 1;
+        Conversation { number: self.num_trajectories, ..Conversation::default() }
     }
 
     /// Text of a trajectory's newest turn.
@@ -314,7 +319,10 @@ impl Conversations {
 
     /// Ends a trajectory whose environment has given its reward and state.
     fn take_closed(&mut self, key: TrajectoryKey, mut reply: ToolReply) {
-        let Some(Conversation { messages, environment: Some((_, name)), .. }) = self.open.remove(&key) else { return };
+        let Some(Conversation { number, messages, environment: Some(name), .. }) = self.open.remove(&key) else {
+            return;
+        };
+        self.process.forget(number);
         let class = self.process.class(&name);
         let failure = reply.error.take().map(|error| format!("get_reward: {error}"));
         let end = EnvironmentEnd {
@@ -342,8 +350,7 @@ impl Conversations {
                 return Ok(());
             }
             Some(error) => {
-                let result = || CallResult { content: format!("{{'error': '{error}'}}"), failed: true };
-                names.iter().map(|_| result()).collect()
+                vec![CallResult::error(&error); names.len()]
             }
         };
         if results.len() != names.len() {
@@ -414,12 +421,12 @@ impl Conversations {
         self.stats.num_turns += num_turns;
         self.stats.max_turns = self.stats.max_turns.max(num_turns);
         match (&conversation.environment, conversation.failure) {
-            (Some((number, name)), None) => {
-                self.asked.insert(self.process.close(*number, name), Asked::Close(key));
+            (Some(name), None) => {
+                self.asked.insert(self.process.close(conversation.number, name), Asked::Close(key));
                 self.open.insert(key, Conversation { failure: None, ..conversation });
             }
-            (environment, failure) => {
-                environment.iter().for_each(|(number, _)| self.process.forget(*number));
+            (_, failure) => {
+                self.process.forget(conversation.number);
                 self.finish(key, EpisodeEnd { messages: conversation.messages, environment: None, failure });
             }
         }

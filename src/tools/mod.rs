@@ -4,14 +4,17 @@
 //! |---|---|
 //! | `process`, `server.py` | the process that loads tools, and forks one for each turn whose tools run, or for each environment |
 //! | `conversations` | trajectories of several turns: calls are read, answered and become context |
+//! | `interpreters`, `python.py` | the tool `python`: an interpreter in a sandbox for each trajectory that calls it, in a process that holds them all |
 //! | `stats` | what is counted of them |
 
 mod conversations;
+mod interpreters;
 mod process;
 mod stats;
 #[cfg(test)]
 mod tests;
 
 pub use conversations::{Conversations, EpisodeEnd, TrajectoryKey, TurnOutcome};
+pub use interpreters::{COMMAND as PYTHON_COMMAND, serve as serve_python};
 pub use process::ToolProcess;
 pub use stats::ToolStats;

@@ -1,19 +1,20 @@
 //! The process that loads tools. It forks another for each turn whose tools run, so that a call that hangs or crashes costs its own
-//! turn alone.
+//! turn alone. Beside it, with the tool `python`, the process of its interpreters.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::Path;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::config::{Config, is_python};
+use super::interpreters::{self, InterpreterSettings};
+use crate::config::{Config, INTERPRETER, is_python};
 use crate::data::ToolSchemas;
 use crate::error::{Error, Result};
-use crate::phase;
+use crate::phase::{self, PROGRAM};
 use crate::reward::{Origin, Program, RewardFailure, RewardWorker, frame};
 
 /// The server, a Python program.
@@ -72,10 +73,17 @@ pub(super) struct ToolReply {
 }
 
 /// The result of one call as text.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct CallResult {
     pub content: String,
     pub failed: bool,
+}
+
+impl CallResult {
+    /// The answer to a call that was not served, in TRL's form.
+    pub fn error(error: &str) -> Self {
+        Self { content: format!("{{'error': '{error}'}}"), failed: true }
+    }
 }
 
 impl ToolReply {
@@ -104,15 +112,31 @@ pub(super) struct EnvironmentClass {
     has_reward: bool,
 }
 
-/// The process of this rank's tools. Dropping it ends all that it started.
+/// The processes of this rank's tools. Dropping them ends all that they started.
 pub struct ToolProcess {
-    worker: RewardWorker,
+    /// The process of functions and environments.
+    functions: RewardWorker,
+    /// The process of interpreters, with the tool `python`.
+    interpreters: Option<RewardWorker>,
+    /// Turns that both answer.
+    shared: HashMap<u64, SharedTurn>,
     schemas: ToolSchemas,
     environments: BTreeMap<String, EnvironmentClass>,
     /// Whether states of environments are asked for.
     wants_states: bool,
     next_id: u64,
-    _parent: Sender<()>, // of the thread that started the worker, with which the worker would die
+    _parents: Vec<Sender<()>>, // of the threads that started the processes, with which these would die
+}
+
+/// A turn with calls of `python` and of others.
+#[derive(Debug)]
+struct SharedTurn {
+    /// Whether each of its calls is one of `python`.
+    is_python: Vec<bool>,
+    /// Whether its trajectory has an environment, which a failure of the others' process takes along.
+    has_environment: bool,
+    /// The reply that came first, and whether it is the interpreter's.
+    first: Option<(bool, ToolReply)>,
 }
 
 impl fmt::Debug for ToolProcess {
@@ -125,7 +149,8 @@ impl ToolProcess {
     /// Loads the tools that `config` names; `None` if it names none. Best called before there is a GPU context in this process.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a tool that cannot be loaded, or whose signature or docstring says too little.
+    /// [`Error::InvalidValue`] for a tool that cannot be loaded, or whose signature or docstring says too little;
+    /// [`Error::Environment`] where the sandbox of `python` cannot be built.
     pub fn start(config: &Config) -> Result<Option<Self>> {
         if !config.tools.has_turns() {
             return Ok(None);
@@ -140,8 +165,9 @@ impl ToolProcess {
             let expected = format!("what {python} can load and whose signatures it can describe; {cause}");
             Error::invalid_value(key, &named, expected)
         };
+        let functions: Vec<&String> = tools.tools.iter().filter(|tool| *tool != INTERPRETER).collect();
         let settings = json!({
-            "tools": tools.tools,
+            "tools": functions,
             "environments": factories,
             "timeout_s": tools.tool_timeout_s,
             "workers": tools.tool_workers,
@@ -154,14 +180,26 @@ impl ToolProcess {
         let (mut worker, parent) = started(program).map_err(|failure| refuse(&failure.cause))?;
         worker.send(&frame(&json!({"id": 0})));
         let loaded = first_reply(&mut worker).map_err(|failure| refuse(&failure.cause))?;
-        let loaded: Loaded = serde_json::from_slice(&loaded).map_err(|error| refuse(&error.to_string()))?;
-        match loaded.error {
-            Some(cause) => Err(refuse(&cause)),
-            None => Ok(Some(Self::new(config, worker, parent, loaded))),
+        let mut loaded: Loaded = serde_json::from_slice(&loaded).map_err(|error| refuse(&error.to_string()))?;
+        if let Some(cause) = &loaded.error {
+            return Err(refuse(cause));
         }
+        let (mut own, mut parents) = (None, vec![parent]);
+        if let Some(place) = tools.tools.iter().position(|tool| tool == INTERPRETER) {
+            loaded.add(place, &interpreters::schema()).map_err(|cause| refuse(&cause))?;
+            let (interpreters, parent) = start_interpreters(config)?;
+            own = Some(interpreters);
+            parents.push(parent);
+        }
+        Ok(Some(Self::new(config, (worker, own), parents, loaded)))
     }
 
-    fn new(config: &Config, worker: RewardWorker, parent: Sender<()>, loaded: Loaded) -> Self {
+    fn new(
+        config: &Config,
+        (functions, interpreters): (RewardWorker, Option<RewardWorker>),
+        parents: Vec<Sender<()>>,
+        loaded: Loaded,
+    ) -> Self {
         let factories = &config.tools.environment_factory.0;
         let class = |(name, loaded): (&String, &LoadedEnvironment)| {
             let place = factories[name].rsplit_once(':').map_or("", |(place, _)| place);
@@ -174,12 +212,14 @@ impl ToolProcess {
         let schemas = loaded.environments.into_iter().map(|(name, loaded)| (name, loaded.tools)).collect();
         let is_process = |entry: &String| is_python(entry) || config.rewards.get(entry).is_some();
         Self {
-            worker,
+            functions,
+            interpreters,
+            shared: HashMap::new(),
             schemas: ToolSchemas::new(loaded.tools, schemas),
             environments,
             wants_states: config.reward_funcs.iter().any(is_process),
             next_id: 1,
-            _parent: parent,
+            _parents: parents,
         }
     }
 
@@ -215,40 +255,136 @@ impl ToolProcess {
         self.ask(json!({"trajectory": trajectory, "environment": environment, "wants_state": wants_state}))
     }
 
-    /// Ends the environment of a trajectory that nobody goes on with.
+    /// Ends what is kept for a trajectory that nobody goes on with: its environment and its interpreter.
     pub(super) fn forget(&mut self, trajectory: u64) {
-        self.worker.send(&frame(&json!({"drop": trajectory})));
+        let functions = std::iter::once(&mut self.functions).filter(|_| self.schemas.has_environments());
+        functions.chain(&mut self.interpreters).for_each(|worker| worker.send(&frame(&json!({"drop": trajectory}))));
     }
 
-    /// Begins the calls of a turn, of a trajectory if it has an environment, objects with a `name` and `arguments`, and returns the request's number.
-    pub(super) fn call(&mut self, trajectory: Option<u64>, calls: &[Value]) -> u64 {
-        self.ask(json!({"trajectory": trajectory, "calls": calls}))
+    /// Begins the calls of a turn, objects with a `name` and `arguments`, and returns the request's number. `has_environment` says whether
+    /// the trajectory has one.
+    pub(super) fn call(&mut self, (trajectory, has_environment): (u64, bool), calls: &[Value]) -> u64 {
+        let is_python = |call: &&Value| call["name"] == INTERPRETER;
+        let (ours, others): (Vec<&Value>, Vec<&Value>) = match &self.interpreters {
+            Some(_) => calls.iter().partition(is_python),
+            None => (Vec::new(), calls.iter().collect()),
+        };
+        let Some(worker) = self.interpreters.as_mut().filter(|_| !ours.is_empty()) else {
+            return self.ask(json!({"trajectory": has_environment.then_some(trajectory), "calls": calls}));
+        };
+        let arguments: Vec<&Value> = ours.iter().map(|call| &call["arguments"]).collect();
+        worker.send(&frame(&json!({"id": self.next_id, "trajectory": trajectory, "arguments": arguments})));
+        if others.is_empty() {
+            self.next_id += 1;
+            return self.next_id - 1;
+        }
+        let is_python = calls.iter().map(|call| is_python(&call)).collect();
+        self.shared.insert(self.next_id, SharedTurn { is_python, has_environment, first: None });
+        self.ask(json!({"trajectory": has_environment.then_some(trajectory), "calls": others}))
     }
 
     fn ask(&mut self, mut request: Value) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
         request["id"] = id.into();
-        self.worker.send(&frame(&request));
+        self.functions.send(&frame(&request));
         id
     }
 
     /// The replies that have come; if there are none, the next ones that come within `wait`.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the process has ended or writes what is no reply.
+    /// [`Error::Environment`] if a process has ended or writes what is no reply.
     pub(super) fn replies(&mut self, wait: Duration) -> Result<Vec<ToolReply>> {
-        let mut replies = Vec::new();
-        let mut next = match wait.is_zero() {
-            true => self.worker.poll(),
-            false => self.worker.receive(Instant::now() + wait),
-        };
-        while let Some(reply) = next.map_err(|failure| gone(&failure.cause))? {
-            replies.push(serde_json::from_slice(&reply).map_err(|error| gone(&error.to_string()))?);
-            next = self.worker.reply_at_hand();
+        let end = Instant::now() + wait;
+        loop {
+            let functions = received(&mut self.functions)?;
+            let interpreters = self.interpreters.as_mut().map(received).transpose()?.unwrap_or_default();
+            let both = functions.into_iter().map(|reply| (false, reply));
+            let both = both.chain(interpreters.into_iter().map(|reply| (true, reply)));
+            let replies: Vec<_> = both.filter_map(|(is_python, reply)| self.whole(is_python, reply)).collect();
+            let left = end.saturating_duration_since(Instant::now());
+            if !replies.is_empty() || left.is_zero() {
+                return Ok(replies);
+            }
+            let workers: Vec<_> = std::iter::once(&self.functions).chain(&self.interpreters).collect();
+            RewardWorker::wait_any(&workers, left);
         }
-        Ok(replies)
     }
+
+    /// The reply to all calls of a turn, once each process that answers some has replied.
+    fn whole(&mut self, is_python: bool, reply: ToolReply) -> Option<ToolReply> {
+        let Some(turn) = self.shared.get_mut(&reply.id) else { return Some(reply) };
+        let Some((first_is_python, first)) = turn.first.take() else {
+            turn.first = Some((is_python, reply));
+            return None;
+        };
+        let turn = self.shared.remove(&reply.id)?;
+        let (python, others) = if first_is_python { (first, reply) } else { (reply, first) };
+        Some(turn.merged(python, others))
+    }
+}
+
+impl SharedTurn {
+    /// Results of all calls in their order. Where the functions' process has failed, so has each call of it, or the whole trajectory.
+    fn merged(self, python: ToolReply, others: ToolReply) -> ToolReply {
+        let failed = |error: &String| {
+            let num_others = self.is_python.iter().filter(|is_python| !**is_python).count();
+            vec![CallResult::error(error); num_others]
+        };
+        let kind = if python.is_late() { python.kind } else { others.kind };
+        let results_of_others = others.error.as_ref().map(failed).unwrap_or(others.results);
+        let (mut ours, mut theirs) = (python.results.into_iter(), results_of_others.into_iter());
+        let results =
+            self.is_python.iter().filter_map(|&is_python| if is_python { ours.next() } else { theirs.next() });
+        let error = others.error.filter(|_| self.has_environment);
+        ToolReply { results: results.collect(), seconds: python.seconds.max(others.seconds), kind, error, ..others }
+    }
+}
+
+/// The replies of a process that have come.
+fn received(worker: &mut RewardWorker) -> Result<Vec<ToolReply>> {
+    let mut replies = Vec::new();
+    let mut next = worker.poll();
+    while let Some(reply) = next.map_err(|failure| gone(&failure.cause))? {
+        replies.push(serde_json::from_slice(&reply).map_err(|error| gone(&error.to_string()))?);
+        next = worker.reply_at_hand();
+    }
+    Ok(replies)
+}
+
+impl Loaded {
+    /// Adds a tool at its place among those of all rows.
+    fn add(&mut self, place: usize, schema: &Value) -> Result<(), String> {
+        let of_environments = self.environments.values_mut().map(|environment| &mut environment.tools);
+        for tools in std::iter::once(&mut self.tools).chain(of_environments) {
+            let tools = tools.as_array_mut().ok_or("its process lists no tools")?;
+            if tools.iter().any(|tool| tool["function"]["name"] == schema["function"]["name"]) {
+                return Err("more than one tool is named python".to_owned());
+            }
+            tools.insert(place, schema.clone());
+        }
+        Ok(())
+    }
+}
+
+/// The process of the tool `python`, whose sandbox stands.
+fn start_interpreters(config: &Config) -> Result<(RewardWorker, Sender<()>)> {
+    let refuse = |cause: &str| Error::Environment { message: format!("tool 'python': {cause}") };
+    let settings = InterpreterSettings {
+        code: config.reward.code.clone(),
+        turn_timeout_s: config.tools.tool_timeout_s,
+        max_chars: MAX_RESULT_CHARS,
+        workers: config.tools.tool_workers,
+    };
+    let settings = serde_json::to_string(&settings).expect("settings are plain data");
+    let command = [PROGRAM, interpreters::COMMAND, &settings].map(str::to_owned).to_vec();
+    let program = Program { command, is_ours: false, origin: Origin::Sandbox, max_reply_bytes: MAX_REPLY_BYTES };
+    let (mut worker, parent) = started(program).map_err(|failure| refuse(&failure.cause))?;
+    worker.send(&frame(&json!({"id": 0})));
+    let ready = first_reply(&mut worker).map_err(|failure| refuse(&failure.cause))?;
+    let ready: ToolReply = serde_json::from_slice(&ready).map_err(|error| refuse(&error.to_string()))?;
+    ready.error.map_or(Ok((worker, parent)), |cause| Err(refuse(&cause)))
 }
 
 fn gone(cause: &str) -> Error {
@@ -279,5 +415,31 @@ fn first_reply(worker: &mut RewardWorker) -> Result<Vec<u8>, RewardFailure> {
             None if Instant::now() >= end => return Err(worker.overdue()),
             None => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reply(results: &[&str], error: Option<&str>, kind: Option<&str>) -> ToolReply {
+        let results: Vec<_> = results.iter().map(|content| json!({"content": content, "failed": false})).collect();
+        let reply = json!({"id": 1, "results": results, "error": error, "kind": kind, "seconds": results.len()});
+        serde_json::from_value(reply).unwrap()
+    }
+
+    #[test]
+    fn calls_that_two_processes_answer_keep_their_order() {
+        let merged = |python: ToolReply, others: ToolReply, has_environment: bool| {
+            let is_python = vec![false, true, false, true];
+            let reply = SharedTurn { is_python, has_environment, first: None }.merged(python, others);
+            let contents: Vec<String> = reply.results.iter().map(|result| result.content.clone()).collect();
+            (contents.join(" "), reply.is_late(), reply.error.is_some())
+        };
+        let [python, late, lost] = [None, Some("timeout"), None].map(|kind| reply(&["p1", "p2"], None, kind));
+        assert_eq!(merged(python, reply(&["f1", "f2"], None, None), true), ("f1 p1 f2 p2".to_owned(), false, false));
+        let expected = "{'error': 'gone'} p1 {'error': 'gone'} p2".to_owned();
+        assert_eq!(merged(late, reply(&[], Some("gone"), Some("died")), false), (expected, true, false));
+        assert!(merged(lost, reply(&[], Some("gone"), Some("died")), true).2, "the environment is lost");
     }
 }

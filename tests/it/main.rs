@@ -32,6 +32,7 @@ mod model;
 mod nodes;
 mod on_gpu;
 mod program;
+mod python_tool;
 mod ranks;
 mod reports;
 mod rewards;

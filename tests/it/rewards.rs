@@ -4,4 +4,4 @@ mod endpoint;
 mod math;
 mod processes;
 mod runs;
-mod sandbox;
+pub mod sandbox;

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::program::command;
 
-const NAMESPACES: [SandboxLayer; 4] = [
+pub const NAMESPACES: [SandboxLayer; 4] = [
     SandboxLayer::UserNamespace,
     SandboxLayer::MountNamespace,
     SandboxLayer::NetworkNamespace,
@@ -140,7 +140,7 @@ fn become_a_user(command: &mut Command) {
 }
 
 /// What a container's own filter does: no new namespaces.
-fn refuse_namespaces(command: &mut Command) {
+pub fn refuse_namespaces(command: &mut Command) {
     let calls = [(libc::SYS_unshare, Vec::new())].into();
     let target = TargetArch::try_from(std::env::consts::ARCH).unwrap();
     let filter = SeccompFilter::new(calls, SeccompAction::Allow, SeccompAction::Errno(libc::EPERM as u32), target);

@@ -1,0 +1,254 @@
+//! The tool `python`: interpreters in sandboxes that keep their variables, asked as a run asks them, and a run whose model calls it.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use colo_grpo::internal::config::{RewardConfig, SandboxLayer};
+use colo_grpo::internal::metrics::read_completions;
+use serde_json::{Value, json};
+
+use crate::program::{command, metrics, run};
+use crate::rewards::sandbox::{NAMESPACES, refuse_namespaces};
+
+/// Longest time of a call in seconds, for calls that end and for those that do not.
+const PATIENT_S: f64 = 30.0;
+const HASTY_S: f64 = 0.5;
+
+/// The worker of all interpreters, with its pipes.
+struct Interpreters {
+    worker: Child,
+    num_asked: u64,
+}
+
+impl Interpreters {
+    fn started(may_lack: &[SandboxLayer], timeout_s: f64, around: impl FnOnce(&mut Command)) -> Self {
+        let mut code = RewardConfig::default().code;
+        (code.timeout_s, code.memory_bytes, code.may_lack) = (timeout_s, 256 << 20, may_lack.to_vec());
+        if !may_lack.is_empty() && Path::new("/usr/bin/python3").exists() {
+            code.command.0[0] = "/usr/bin/python3".to_owned();
+        }
+        let settings = json!({"code": code, "turn_timeout_s": 10.0 * timeout_s, "max_chars": 1000, "workers": 4});
+        let mut worker = command("python-worker");
+        worker.arg(settings.to_string()).stdin(Stdio::piped());
+        around(&mut worker);
+        Self { worker: worker.spawn().unwrap(), num_asked: 0 }
+    }
+
+    /// With every layer that this machine allows: all of them, or Landlock and the filter of system calls. Else the refusal is checked.
+    fn new(timeout_s: f64) -> Option<Self> {
+        for (may_lack, is_alone) in [(&[][..], false), (&NAMESPACES, true)] {
+            let around = |command: &mut Command| {
+                if is_alone {
+                    refuse_namespaces(command)
+                }
+            };
+            let mut interpreters = Self::started(may_lack, timeout_s, around);
+            interpreters.send(&json!({"id": 0}));
+            let ready = interpreters.reply();
+            let Some(error) = ready["error"].as_str() else { return Some(interpreters) };
+            println!("not every layer is allowed here: {error}");
+            assert!(error.starts_with("the sandbox lacks "), "{error}");
+        }
+        None
+    }
+
+    fn send(&mut self, request: &Value) {
+        let (request, input) = (request.to_string(), self.worker.stdin.as_mut().unwrap());
+        input.write_all(&(request.len() as u32).to_be_bytes()).unwrap();
+        input.write_all(request.as_bytes()).unwrap();
+    }
+
+    fn reply(&mut self) -> Value {
+        let (mut head, output) = ([0; 4], self.worker.stdout.as_mut().unwrap());
+        output.read_exact(&mut head).unwrap();
+        let mut reply = vec![0; u32::from_be_bytes(head) as usize];
+        output.read_exact(&mut reply).unwrap();
+        serde_json::from_slice(&reply).unwrap()
+    }
+
+    /// Begins a turn of a trajectory and returns its number.
+    fn begin(&mut self, trajectory: u64, codes: &[&str]) -> u64 {
+        self.num_asked += 1;
+        let arguments: Vec<Value> = codes.iter().map(|code| json!({"code": code})).collect();
+        self.send(&json!({"id": self.num_asked, "trajectory": trajectory, "arguments": arguments}));
+        self.num_asked
+    }
+
+    /// The answer to one call: its content, whether it failed, whether it was late.
+    fn call(&mut self, trajectory: u64, code: &str) -> (String, bool, bool) {
+        let id = self.begin(trajectory, &[code]);
+        let reply = self.reply();
+        assert_eq!(reply["id"], id, "{reply}");
+        let result = &reply["results"][0];
+        let content = result["content"].as_str().unwrap().to_owned();
+        (content, result["failed"].as_bool().unwrap(), reply["kind"] == "timeout")
+    }
+
+    fn content(&mut self, trajectory: u64, code: &str) -> String {
+        self.call(trajectory, code).0
+    }
+}
+
+impl Drop for Interpreters {
+    fn drop(&mut self) {
+        drop(self.worker.stdin.take());
+        assert!(self.worker.wait().unwrap().success());
+    }
+}
+
+#[test]
+fn variables_and_imports_stay_within_a_trajectory_and_no_other_sees_them() {
+    let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
+    let defined = "import math\nx = 3\ndef twice(y):\n    return 2 * y\nclass Point:\n    pass\nprint('é', x)";
+    assert_eq!(python.call(1, defined), ("é 3".to_owned(), false, false));
+    assert_eq!(python.content(1, "twice(x) + math.floor(2.5)"), "8");
+    assert_eq!(python.content(1, "import pickle; pickle.loads(pickle.dumps(Point())).__class__ is Point"), "True");
+    let (other, failed, _) = python.call(2, "x = x + 1");
+    assert!(failed && other.ends_with("NameError: name 'x' is not defined"), "{other}");
+    assert_eq!(python.content(2, "x = 'mine'; x"), "'mine'");
+    assert_eq!(python.content(1, "x"), "3");
+    // Both at once, and several calls of one turn in their order.
+    let (first, second) = (python.begin(1, &["x += 1", "x += 10", "x"]), python.begin(2, &["x += '!'", "x"]));
+    let mut replies = [python.reply(), python.reply()];
+    replies.sort_by_key(|reply| reply["id"].as_u64());
+    assert_eq!((&replies[0]["id"], &replies[1]["id"]), (&json!(first), &json!(second)));
+    let contents = |reply: &Value| -> Vec<String> {
+        let results = reply["results"].as_array().unwrap();
+        results.iter().map(|result| result["content"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(contents(&replies[0]), ["", "", "14"]);
+    assert_eq!(contents(&replies[1]), ["", "'mine!'"]);
+    // A trajectory that has ended leaves nothing to the next one, whatever its number.
+    python.send(&json!({"drop": 1}));
+    assert!(python.content(1, "x").ends_with("NameError: name 'x' is not defined"));
+}
+
+#[test]
+fn exceptions_are_answers_and_cost_no_variable() {
+    let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
+    let (raised, failed, is_late) = python.call(1, "x = 5\nprint('before')\nx / 0");
+    let expected = "before\nTraceback (most recent call last):\n  File \"<call 1>\", line 3, in <module>\n    x / 0\n";
+    assert!(raised.starts_with(expected) && raised.ends_with("ZeroDivisionError: division by zero"), "{raised}");
+    assert!(failed && !is_late);
+    let (wrong, failed, _) = python.call(1, "x = = 1");
+    assert!(failed && wrong.ends_with("SyntaxError: invalid syntax") && !wrong.contains("main.py"), "{wrong}");
+    assert_eq!(python.call(1, "raise SystemExit"), (String::new(), false, false));
+    assert_eq!(python.call(1, "import sys; sys.exit(3)").1, true);
+    assert_eq!(python.call(1, "x"), ("5".to_owned(), false, false));
+    assert_eq!(python.call(1, ""), (String::new(), false, false));
+    python.num_asked += 1;
+    python.send(&json!({"id": python.num_asked, "trajectory": 1, "arguments": [{"source": "1"}, "x", {"code": "x"}]}));
+    let reply = python.reply();
+    let expected = "{'error': 'expected one argument of python, code, a text; got {\"source\":\"1\"}'}";
+    assert_eq!(reply["results"][0], json!({"content": expected, "failed": true}));
+    assert_eq!((&reply["results"][1]["failed"], &reply["results"][2]["content"]), (&json!(true), &json!("5")));
+}
+
+#[test]
+fn a_call_has_the_limits_of_the_reward_code() {
+    let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
+    let failure = |python: &mut Interpreters, code: &str| {
+        let (content, failed, _) = python.call(1, code);
+        assert!(failed, "{code}: {content}");
+        content
+    };
+    assert_eq!(python.content(1, "x = 7"), "");
+    assert!(failure(&mut python, "b = bytearray(1 << 30)").ends_with("MemoryError"));
+    assert!(failure(&mut python, "import socket; socket.socket()").contains("Error: "));
+    assert!(failure(&mut python, "import os; os.fork()").contains("Error: "));
+    assert!(failure(&mut python, "open('/etc/passwd').read()").contains("Error: "));
+    assert!(failure(&mut python, "import os; os.kill(os.getppid(), 9)").contains("Error: "));
+    let flood = "while True:\n    try:\n        print('y' * 99)\n    except OSError:\n        break";
+    assert_eq!(failure(&mut python, flood), "{'error': 'more than 1000 characters of output'}");
+    let long = failure(&mut python, "raise ValueError('z' * 2000)");
+    assert!(long.starts_with("{'error': 'the result has 2") && long.ends_with("more than 1000'}"), "{long}");
+    // What is written past `print` reaches nobody, least of all the replies.
+    assert_eq!(python.content(1, "import os; os.write(1, b'no'); os.write(2, b'no'); x"), "7");
+    assert!(failure(&mut python, "input()").contains("EOFError"));
+}
+
+#[test]
+fn a_call_that_hangs_or_crashes_costs_its_own_trajectory_alone() {
+    let Some(mut python) = Interpreters::new(HASTY_S) else { return };
+    assert_eq!(python.content(1, "x = 1"), "");
+    assert_eq!(python.content(2, "x = 2"), "");
+    // It heeds its time: the exception ends the call, and what was assigned stays.
+    let (content, failed, is_late) = python.call(1, "x = 3\nwhile True:\n    pass");
+    assert!(content.ends_with("TimeoutError: the call took longer than 0.5 s") && failed && is_late, "{content}");
+    assert_eq!(python.content(1, "x"), "3");
+    let deaf = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True:\n    pass";
+    for (code, reason, is_late) in [
+        (deaf, "it did not answer in its time", true),
+        ("import os\nos._exit(0)", "its process ended", false),
+        ("import ctypes\nctypes.string_at(0)", "its process ended", false),
+        (
+            "import os\nfor fd in range(3, 9):\n    try:\n        os.write(fd, b'\\0\\0\\0\\1x')\n    except OSError:\n        pass",
+            "it answered what is no answer",
+            false,
+        ),
+    ] {
+        let expected = format!("{{'error': 'the interpreter is lost with its variables: {reason}'}}");
+        // The other trajectory's call runs beside it.
+        let (lost, other) = (python.begin(1, &[code, "'x' in globals()"]), python.begin(2, &["x"]));
+        let mut replies = [python.reply(), python.reply()];
+        replies.sort_by_key(|reply| reply["id"].as_u64());
+        assert_eq!((&replies[0]["id"], &replies[1]["id"]), (&json!(lost), &json!(other)));
+        assert_eq!(replies[0]["results"][0], json!({"content": expected, "failed": true}), "{code}");
+        assert_eq!(replies[0]["results"][1]["content"], "False", "a fresh interpreter");
+        assert_eq!(replies[0]["kind"] == "timeout", is_late, "{code}");
+        assert_eq!(replies[1]["results"][0]["content"], "2");
+        assert_eq!(python.content(1, "x = 1"), "");
+    }
+    // No thread computes between two calls: the clock of the process stands still.
+    let thread = "import threading, time\ndef spin():\n    global n\n    while True:\n        n += 1\nn = 0\n\
+        threading.Thread(target=spin, daemon=True).start()\nt = time.process_time()";
+    assert_eq!(python.content(1, thread), "");
+    let (_, failed, _) = python.call(2, "while True:\n    pass");
+    assert!(failed);
+    let passed: f64 = python.content(1, "time.process_time() - t").parse().unwrap();
+    assert!(passed < 0.3, "{passed} s of processor time while another trajectory's call ran for {HASTY_S} s");
+}
+
+/// The calculator's model with the words of its calls renamed: what it wrote as `[add(a=23, b=41)]` is a call of `python`.
+fn model_that_computes(folder: &Path) -> std::path::PathBuf {
+    let (from, to) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/calculator/model"), folder.join("model"));
+    fs::create_dir(&to).unwrap();
+    for file in from.read_dir().unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    }
+    let mut tokenizer = fs::read_to_string(to.join("tokenizer.json")).unwrap();
+    for (word, renamed) in [("▁[add(a=", "▁[python(code='"), (",", "+"), ("▁b=", "▁0+"), (")]", "')]")] {
+        let (word, renamed) = (format!("\"{word}\": "), format!("\"{renamed}\": "));
+        assert_eq!(tokenizer.matches(&word).count(), 1, "{word}");
+        tokenizer = tokenizer.replace(&word, &renamed);
+    }
+    fs::write(to.join("tokenizer.json"), tokenizer).unwrap();
+    to
+}
+
+#[test]
+fn a_run_trains_on_trajectories_that_call_it() {
+    if Interpreters::new(PATIENT_S).is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (model, output) = (model_that_computes(folder.path()), folder.path().join("run"));
+    let ended = run(&format!(
+        "--config configs/calculator.toml eval_steps=none eval_file=none max_steps=1 log_completions=true save_steps=none \
+         max_train_samples=64 tools=[\"python\",\"configs/calculator/tools.py:add\"] model_name_or_path={} output_dir={}",
+        model.display(),
+        output.display()
+    ));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let lines = metrics(&output);
+    let value = |metric: &str| lines[0][metric].as_f64().unwrap();
+    assert!(value("tools/call_frequency") > 0.1 && value("tools/failure_frequency") < 0.2, "{:?}", lines[0]);
+    assert!(value("sampling/sampling_logp_difference/max") < 1e-4, "{:?}", lines[0]);
+    let rows = read_completions(&output.join("completions/completions_00001.parquet")).unwrap();
+    let called = rows.iter().filter(|row| row.completion.contains("[python(code="));
+    let scores: Vec<f32> = called.filter_map(|row| row.rewards[0].1).collect();
+    assert!(scores.len() > 6 && scores.iter().sum::<f32>() > 0.5 * scores.len() as f32, "{scores:?}");
+}
