@@ -7,10 +7,11 @@ use serde_json::{Map, Value};
 use super::args::{EvalArgs, SamplingArgs};
 use super::fetch;
 use crate::config::{Config, RewardConfig};
-use crate::data::{DatasetOptions, RowSources};
+use crate::data::{DatasetOptions, RowSources, ToolSchemas};
 use crate::error::{Error, Result};
 use crate::eval;
 use crate::reward::{self, RewardPool};
+use crate::tools::ToolProcess;
 use crate::types::SamplingParams;
 
 /// An evaluation before the model is read; its rewards' processes run.
@@ -24,6 +25,8 @@ pub(super) struct Evaluation {
     pub max_model_length: Option<usize>,
     /// Variables of the chat template.
     pub variables: Map<String, Value>,
+    /// The configuration and the tools of a run that has some.
+    pub tools: Option<(Config, ToolProcess)>,
     settings: RewardConfig,
 }
 
@@ -59,6 +62,7 @@ impl Evaluation {
             params: SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n.unwrap_or(1)) },
             max_model_length: args.sampling.max_model_length,
             variables: Map::new(),
+            tools: None,
             settings,
         })
     }
@@ -66,10 +70,11 @@ impl Evaluation {
     /// The evaluation that the run makes itself, but for its `overrides`.
     fn of_run(file: &Path, overrides: &[String], n: Option<usize>) -> Result<Self> {
         let config = Config::load(Some(file), overrides)?;
-        if config.tools.has_turns() {
-            let expected = "none, and no environment_factory: eval samples completions of one turn; a run evaluates with its tools at eval_steps";
-            return Err(Error::invalid_value("tools", config.tools.tools.join(", "), expected));
-        }
+        let process = ToolProcess::start(&config)?;
+        let classes = process.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
+        let config = config.with_environment_rewards(&classes)?;
+        let tools = process.map(|process| (config.clone(), process));
+        let schemas = tools.as_ref().map_or_else(ToolSchemas::default, |(_, process)| process.schemas().clone());
         let rewards = RewardPool::new(&config)?;
         let solved_by = config.deciding_rewards(rewards.judges());
         let expected = "a configuration with eval_file, or with dataset_name and dataset_test_split";
@@ -80,6 +85,7 @@ impl Evaluation {
             dataset: DatasetOptions {
                 max_prompt_length: config.max_prompt_length,
                 max_completion_length: config.max_completion_length,
+                tools: schemas,
                 ..DatasetOptions::of(&config.data, config.seed, rewards.required_columns())
             },
             params: SamplingParams {
@@ -97,6 +103,7 @@ impl Evaluation {
             },
             max_model_length: config.max_model_length,
             variables: config.data.chat_template_kwargs.0,
+            tools,
             settings: config.reward,
             rewards,
         })

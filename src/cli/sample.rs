@@ -8,21 +8,24 @@ use tch::Kind;
 use super::args::{EvalArgs, GenerateArgs, SamplingArgs, SourceArgs};
 use super::evaluation::{Evaluation, sampling};
 use super::process::print_first;
+use crate::config::Config;
 use crate::cuda::residual_kind;
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::dist::{World, all_gather_json, first_text};
 use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
-use crate::metrics::{gather_completions, write_completions};
+use crate::metrics::{StepMetrics, gather_completions, write_completions};
 use crate::phase::{self, Fault, Phase, terminal};
 use crate::serve::{ModelService, NamedAdapter, ServeOptions};
+use crate::tools::ToolProcess;
+use crate::trainer::RunTurns;
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
 /// `generate`; collective over the world.
 pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
-    let ModelService { mut served, tokenizer, max_model_length } =
+    let ModelService { mut served, tokenizer, max_model_length, .. } =
         serve((&args.source, &[]), &args.sampling, &Map::new(), &world, kinds)?;
     let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().skip(world.rank()).step_by(world.size()))
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
@@ -87,7 +90,7 @@ fn lines(group: &RolloutGroup) -> String {
 pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let limits = SamplingArgs { max_model_length: evaluation.max_model_length, ..args.sampling.clone() };
-    let ModelService { mut served, tokenizer, max_model_length } =
+    let ModelService { mut served, tokenizer, max_model_length, eos_token_ids } =
         serve((&args.source, &[]), &limits, &evaluation.variables, &world, kinds)?;
     let options = DatasetOptions { max_model_length: Some(max_model_length), ..evaluation.dataset.clone() };
     let dataset = phase::scope(Phase::Load, || Dataset::read(&evaluation.rows, &tokenizer, &options))?;
@@ -98,13 +101,19 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     notice.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
     let prompts = eval::share_of(&dataset, &world);
     let answer_of = evaluation.answer_reader()?;
-    let Evaluation { mut rewards, solved_by, params, .. } = evaluation;
+    let Evaluation { mut rewards, solved_by, params, tools, .. } = evaluation;
+    let model = (&tokenizer, eos_token_ids.as_slice(), max_model_length);
+    let mut turns = tools.map(|tools| turns(tools, args, &world, options, model)).transpose()?;
     let mut groups = served.with_engine(|rollout| {
-        phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |done| rewards.submit(done)))
+        phase::scope(Phase::Generate, || match &mut turns {
+            Some(turns) => turns.generate(rollout, &prompts, &params, |done| rewards.submit(done)),
+            None => rollout.generate(&prompts, &params, |done| rewards.submit(done)),
+        })
     })?;
     phase::scope(Phase::Reward, || rewards.wait(&mut groups))?;
     if let Some(path) = &args.output {
-        let rows = gather_completions(0, rewards.names(), &groups, &*world.group())?;
+        let rows =
+            gather_completions(0, rewards.names(), &groups, turns.is_some().then_some(&*tokenizer), &*world.group())?;
         world.agree(if world.rank() == 0 { write_completions(path, rewards.names(), &rows) } else { Ok(()) })?;
     }
     let outcome = eval::EvalOutcome::of(&groups, &solved_by, &*world.group())?;
@@ -133,7 +142,27 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
         let majority = eval::majority(&groups, &solved_by, &answer_of, &*world.group())?;
         line[format!("maj@{n}")] = json!(Estimate::of(&majority));
     }
+    if let Some(turns) = &mut turns {
+        let mut metrics = StepMetrics::default();
+        turns.add_metrics(&mut metrics);
+        let values = metrics.reduce(&*world.group())?;
+        line.as_object_mut()
+            .expect("made as an object")
+            .extend(values.into_iter().map(|(name, value)| (name, json!(value))));
+    }
     print_first(&world, line)
+}
+
+/// The tools of a run's configuration, for an engine of `eval`; collective over the world.
+fn turns(
+    (config, process): (Config, ToolProcess),
+    args: &EvalArgs,
+    world: &World,
+    options: DatasetOptions,
+    model: (&Arc<Tokenizer>, &[u32], usize),
+) -> Result<RunTurns> {
+    let config = Config { tensor_parallel_size: args.sampling.tensor_parallel_size, ..config };
+    RunTurns::new(&config, (world, world.size()), process, options, model)
 }
 
 /// Loads the model that `generate`, `eval` and `chat` sample from.

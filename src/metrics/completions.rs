@@ -10,26 +10,29 @@ use parquet::errors::ParquetError;
 use parquet::file::properties::WriterProperties;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
-use parquet::record::Field;
+use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::data::check_schema;
+use super::messages::logged_messages;
+use crate::data::{Tokenizer, check_schema};
 use crate::dist::{Collective, all_gather_json};
 use crate::error::{Error, Result};
-use crate::types::RolloutGroup;
+use crate::types::{RolloutGroup, Trajectory};
 use crate::untrusted;
 
 /// Columns that are always there; rewards stand between `reference_answer` and `reward` under their own names.
 const COLUMNS: [&str; 6] = ["step", "prompt", "completion", REFERENCE, "reward", "advantage"];
 /// The column with the row's answer, which nothing has where the rows have none.
 const REFERENCE: &str = "reference_answer";
-/// The last column, where groups may be left out of the update.
+/// The column that says which groups were left out of the update, where some may be.
 const DROPPED: &str = "dropped";
+/// The last column, where completions have several turns: their messages as JSON.
+const MESSAGES: &str = "messages";
 
 /// One completion as it is kept.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct CompletionRow {
     /// Step at which it was sampled.
     pub step: u64,
@@ -48,6 +51,10 @@ pub struct CompletionRow {
     /// Whether its group was left out of the update, where groups may be (`dynamic_sampling`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropped: Option<bool>,
+    /// Messages after the prompt, where completions may have several turns: `role`, `content`, `tool_calls` and `name` as rewards get
+    /// them; a turn of the policy has the text of its tokens in `sampled`, special tokens included, and their number in `num_tokens`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub messages: Vec<Value>,
 }
 
 /// A group of which every completion is written.
@@ -67,6 +74,7 @@ pub struct CompletionsWriter {
     folder: PathBuf,
     reward_names: Vec<String>,
     tells_dropped: bool,
+    tokenizer: Option<Arc<Tokenizer>>,
     has_failed: bool,
 }
 
@@ -86,7 +94,20 @@ impl CompletionsWriter {
             ));
         }
         let (folder, reward_names) = (output_dir.join("completions"), reward_names.to_vec());
-        Ok(Self { folder, reward_names, tells_dropped, has_failed: false })
+        Ok(Self { folder, reward_names, tells_dropped, tokenizer: None, has_failed: false })
+    }
+
+    /// Writes the messages of completions of several turns, too, with the text of the tokens that were sampled.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] if a reward has the name of their column.
+    pub fn with_messages(mut self, tokenizer: &Arc<Tokenizer>) -> Result<Self> {
+        if self.reward_names.iter().any(|name| name == MESSAGES) {
+            let expected = "another name: it is a column of completions that call tools";
+            return Err(Error::invalid_value("reward_funcs", MESSAGES, expected));
+        }
+        self.tokenizer = Some(Arc::clone(tokenizer));
+        Ok(self)
     }
 
     /// Gathers the completions of all ranks and writes them on the first, by the places of their groups, those of one place in the order
@@ -98,7 +119,8 @@ impl CompletionsWriter {
         let mut own = Vec::new();
         for LoggedGroup { group, place, is_dropped } in groups {
             let dropped = self.tells_dropped.then_some(*is_dropped);
-            let rows = rows(step, &self.reward_names, std::slice::from_ref(*group)).into_iter();
+            let rows =
+                rows(step, &self.reward_names, std::slice::from_ref(*group), self.tokenizer.as_deref())?.into_iter();
             own.extend(rows.map(|row| (*place, CompletionRow { dropped, ..row })));
         }
         let rows: Vec<Vec<(u32, CompletionRow)>> = all_gather_json(group, "gather completions", &own)?;
@@ -119,33 +141,44 @@ impl CompletionsWriter {
     }
 }
 
-/// The completions of all ranks, in the order of ranks, on the first; none on the others. Collective over `group`.
+/// The completions of all ranks, in the order of ranks, on the first; none on the others. With a tokenizer they have the messages of
+/// their turns. Collective over `group`.
 ///
 /// # Errors
-/// The errors of the collective operation.
+/// The errors of the collective operation and of the tokenizer.
 pub fn gather_completions(
     step: u64,
     reward_names: &[String],
     groups: &[RolloutGroup],
+    tokenizer: Option<&Tokenizer>,
     group: &dyn Collective,
 ) -> Result<Vec<CompletionRow>> {
-    let all: Vec<Vec<CompletionRow>> = all_gather_json(group, "gather completions", &rows(step, reward_names, groups))?;
+    let own = rows(step, reward_names, groups, tokenizer)?;
+    let all: Vec<Vec<CompletionRow>> = all_gather_json(group, "gather completions", &own)?;
     Ok(if group.rank() == 0 { all.concat() } else { Vec::new() })
 }
 
-fn rows(step: u64, reward_names: &[String], groups: &[RolloutGroup]) -> Vec<CompletionRow> {
+fn rows(
+    step: u64,
+    reward_names: &[String],
+    groups: &[RolloutGroup],
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Vec<CompletionRow>> {
     let all = groups.iter().flat_map(|group| group.completions.iter().map(move |completion| (group, completion)));
-    all.map(|(group, completion)| CompletionRow {
-        step,
-        prompt: group.prompt.text.clone(),
-        completion: completion.text.clone(),
-        reference_answer: group.prompt.columns.get("answer").and_then(answer_text),
-        rewards: reward_names.iter().cloned().zip(completion.rewards.iter().copied()).collect(),
-        reward: completion.reward,
-        advantage: completion.advantage,
-        dropped: None,
-    })
-    .collect()
+    let row = |(group, completion): (&RolloutGroup, &Trajectory)| -> Result<CompletionRow> {
+        Ok(CompletionRow {
+            step,
+            prompt: group.prompt.text.clone(),
+            completion: completion.text.clone(),
+            reference_answer: group.prompt.columns.get("answer").and_then(answer_text),
+            rewards: reward_names.iter().cloned().zip(completion.rewards.iter().copied()).collect(),
+            reward: completion.reward,
+            advantage: completion.advantage,
+            dropped: None,
+            messages: tokenizer.map_or_else(|| Ok(Vec::new()), |tokenizer| logged_messages(completion, tokenizer))?,
+        })
+    };
+    all.map(row).collect()
 }
 
 /// Refuses a file of samples that [`write_completions`] cannot write.
@@ -174,10 +207,13 @@ pub fn write_completions(path: &Path, reward_names: &[String], rows: &[Completio
     }
     let mut text = String::new();
     for row in rows {
-        let CompletionRow { prompt, completion, reference_answer, rewards, reward, .. } = row;
+        let CompletionRow { prompt, completion, reference_answer, rewards, reward, messages, .. } = row;
         let mut line =
             json!({"prompt": prompt, "completion": completion, REFERENCE: reference_answer, "reward": reward});
         rewards.iter().for_each(|(name, value)| line[name] = json!(value));
+        if !messages.is_empty() {
+            line[MESSAGES] = json!(messages);
+        }
         text += &format!("{line}\n");
     }
     std::fs::write(path, text).map_err(Error::io(path))
@@ -210,20 +246,14 @@ pub fn read_completions(path: &Path) -> Result<Vec<CompletionRow>> {
     let bad = |error: ParquetError| Error::bad_file(path, error.to_string());
     check_schema(&file).map_err(|message| Error::bad_file(path, message))?;
     let reader = SerializedFileReader::new(file).map_err(bad)?;
-    reader.get_row_iter(None).map_err(bad)?.map(|row| Ok(parse_row(row.map_err(bad)?.get_column_iter()))).collect()
+    let parsed = |row: Result<Row, ParquetError>| {
+        parse_row(row.map_err(bad)?.get_column_iter()).map_err(|message| Error::bad_file(path, message))
+    };
+    reader.get_row_iter(None).map_err(bad)?.map(parsed).collect()
 }
 
-fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> CompletionRow {
-    let mut row = CompletionRow {
-        step: 0,
-        prompt: String::new(),
-        completion: String::new(),
-        reference_answer: None,
-        rewards: Vec::new(),
-        reward: None,
-        advantage: 0.0,
-        dropped: None,
-    };
+fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> Result<CompletionRow, String> {
+    let mut row = CompletionRow::default();
     for (name, field) in columns {
         match (name.as_str(), field) {
             ("step", Field::Long(step)) => row.step = *step as u64,
@@ -233,12 +263,16 @@ fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> Comp
             ("reward", Field::Float(reward)) => row.reward = Some(*reward),
             ("advantage", Field::Float(advantage)) => row.advantage = *advantage,
             (DROPPED, Field::Bool(dropped)) => row.dropped = Some(*dropped),
+            (MESSAGES, Field::Str(text)) => {
+                row.messages = serde_json::from_str(text).map_err(|error| format!("the column {MESSAGES}: {error}"))?;
+            }
+            (MESSAGES, Field::Null) => {}
             (name, Field::Float(reward)) => row.rewards.push((name.to_owned(), Some(*reward))),
             (name, Field::Null) if !COLUMNS.contains(&name) => row.rewards.push((name.to_owned(), None)),
             _ => {}
         }
     }
-    row
+    Ok(row)
 }
 
 /// Columns are written in the order of the schema.
@@ -250,7 +284,8 @@ fn write_rows(path: &Path, reward_names: &[String], rows: &[CompletionRow]) -> R
 fn write_columns(file: File, reward_names: &[String], rows: &[CompletionRow]) -> Result<(), ParquetError> {
     let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
     let tells_dropped = rows.iter().any(|row| row.dropped.is_some());
-    let schema = Arc::new(schema(reward_names, tells_dropped)?);
+    let has_messages = rows.iter().any(|row| !row.messages.is_empty());
+    let schema = Arc::new(schema(reward_names, tells_dropped, has_messages)?);
     let mut writer = SerializedFileWriter::new(file, schema, Arc::new(properties))?;
     let mut group = writer.next_row_group()?;
     let text = |get: fn(&CompletionRow) -> &str| rows.iter().map(|row| ByteArray::from(get(row))).collect::<Vec<_>>();
@@ -271,11 +306,15 @@ fn write_columns(file: File, reward_names: &[String], rows: &[CompletionRow]) ->
         let dropped: Vec<bool> = rows.iter().map(|row| row.dropped == Some(true)).collect();
         write_column::<BoolType>(&mut group, &dropped, None)?;
     }
+    if has_messages {
+        let texts: Vec<Option<ByteArray>> = rows.iter().map(messages_text).collect();
+        write_optional::<ByteArrayType>(&mut group, texts.into_iter())?;
+    }
     group.close()?;
     writer.close().map(drop)
 }
 
-fn schema(reward_names: &[String], tells_dropped: bool) -> Result<Type, ParquetError> {
+fn schema(reward_names: &[String], tells_dropped: bool, has_messages: bool) -> Result<Type, ParquetError> {
     let column = |name: &str, physical, repetition, logical| {
         let builder = Type::primitive_type_builder(name, physical).with_repetition(repetition);
         builder.with_logical_type(logical).build().map(Arc::new)
@@ -291,7 +330,15 @@ fn schema(reward_names: &[String], tells_dropped: bool) -> Result<Type, ParquetE
     if tells_dropped {
         fields.push(column(DROPPED, Physical::BOOLEAN, Repetition::REQUIRED, None)?);
     }
+    if has_messages {
+        fields.push(column(MESSAGES, Physical::BYTE_ARRAY, Repetition::OPTIONAL, Some(LogicalType::String))?);
+    }
     Type::group_type_builder("completions").with_fields(fields).build()
+}
+
+/// A row's messages as the text of their column.
+fn messages_text(row: &CompletionRow) -> Option<ByteArray> {
+    (!row.messages.is_empty()).then(|| ByteArray::from(json!(row.messages).to_string().as_str()))
 }
 
 /// Definition levels say which values of an optional column exist.
@@ -329,7 +376,7 @@ mod tests {
             rewards: rewards.into(),
             reward,
             advantage: -0.7,
-            dropped: None,
+            ..CompletionRow::default()
         }
     }
 
@@ -347,6 +394,11 @@ mod tests {
         let told = rows.map(|row| CompletionRow { dropped: Some(row.reward.is_none()), ..row });
         write_rows(&path, &["format".to_owned(), "answer".to_owned()], &told).unwrap();
         assert_eq!(read_completions(&path).unwrap(), told);
+        let mut several = told;
+        several[1].messages =
+            vec![json!({"role": "assistant", "content": "é", "num_tokens": 2}), json!({"role": "tool"})];
+        write_rows(&path, &["format".to_owned(), "answer".to_owned()], &several).unwrap();
+        assert_eq!(read_completions(&path).unwrap(), several);
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod history;
 mod jsonl;
 mod lasting;
 mod log;
+mod messages;
 mod over_steps;
 mod progress;
 pub mod ranks;

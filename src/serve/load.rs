@@ -63,6 +63,8 @@ pub struct ModelService {
     pub tokenizer: Arc<Tokenizer>,
     /// Longest prompt and completion together, in tokens.
     pub max_model_length: usize,
+    /// Ids that end a completion.
+    pub eos_token_ids: Vec<u32>,
 }
 
 impl ModelService {
@@ -120,7 +122,8 @@ impl ModelService {
             let files = AdapterFiles::open(&adapter.folder_beside(&source)?, spec.clone())?;
             served = served.with_choice(files.lora().clone(), &|layout| read_finite(&files, layout, kind))?;
         }
-        Ok(Self { served, tokenizer, max_model_length })
+        let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
+        Ok(Self { served, tokenizer, max_model_length, eos_token_ids })
     }
 }
 

@@ -53,7 +53,7 @@ use scores::Unscored;
 pub use setup::Preflight;
 use signal::Signal;
 pub use step::TrainingBatch;
-use turns::RunTurns;
+pub(crate) use turns::RunTurns;
 
 /// A GRPO run on this rank.
 #[derive(Debug)]

@@ -8,6 +8,7 @@ use serde_json::json;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, DynamicSampling, Mode};
+use crate::data::Tokenizer;
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
@@ -42,7 +43,7 @@ impl RunOutput {
         group: Arc<dyn Collective>,
         max_steps: u64,
         checkpoint: Option<&Checkpoint>,
-        writes_files: bool,
+        (writes_files, tokenizer): (bool, &Arc<Tokenizer>),
     ) -> Result<Self> {
         let is_first = writes_files && group.rank() == 0;
         let output_dir = config.output_dir.clone();
@@ -58,8 +59,11 @@ impl RunOutput {
             .then(|| RankReporter::start(&output_dir, (group.rank(), group.size()), max_steps, group.device()))
             .transpose()?;
         let tells_dropped = config.dynamic_sampling != DynamicSampling::None;
-        let completions =
-            config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_names(), tells_dropped));
+        let writer = || {
+            let writer = CompletionsWriter::new(&output_dir, &config.reward_names(), tells_dropped)?;
+            if config.tools.has_turns() { writer.with_messages(tokenizer) } else { Ok(writer) }
+        };
+        let completions = config.log_completions.then(writer);
         Ok(Self {
             log,
             completions: completions.transpose()?,

@@ -343,8 +343,9 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         )?;
     }
     let num_dropped = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.carried.len()) - carried.len();
-    let output =
-        RunOutput::new(&config, world.group(), schedule.total_steps as u64, checkpoint.as_ref(), writes_files)?;
+    let max_steps = schedule.total_steps as u64;
+    let files = (writes_files, &preflight.tokenizer);
+    let output = RunOutput::new(&config, world.group(), max_steps, checkpoint.as_ref(), files)?;
     output.say(&format!("plan\n{preflight}"));
     if num_dropped > 0 {
         output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));

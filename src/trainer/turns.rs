@@ -1,9 +1,11 @@
 //! Tools of a run: who answers the turns of this rank's trajectories, and what is counted of it.
 
+use std::sync::Arc;
+
 use super::ahead::engine_ranks;
 use super::setup::Preflight;
 use crate::config::Config;
-use crate::data::DatasetOptions;
+use crate::data::{DatasetOptions, Tokenizer};
 use crate::dist::{HostGroup, World};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
@@ -13,7 +15,7 @@ use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// The tools of this rank, and the ranks of its engine.
 #[derive(Debug)]
-pub(super) struct RunTurns {
+pub(crate) struct RunTurns {
     conversations: Conversations,
     engine_ranks: HostGroup,
     waits: bool,
@@ -27,17 +29,31 @@ pub(super) fn open(
     tools: Option<(ToolProcess, DatasetOptions)>,
 ) -> Result<Option<RunTurns>> {
     let Some((process, options)) = tools else { return Ok(None) };
-    let engine_ranks = engine_ranks(config.tensor_parallel_size, world, preflight.batch.roles.num_generators);
-    let engine_ranks = world.host_group("turns", &engine_ranks)?;
-    let plan = preflight.plan_of(world.rank());
+    let max_model_length = preflight.plan_of(world.rank()).max_model_length;
     let eos_token_ids = preflight.tokenizer.eos_token_ids(&preflight.spec.eos_token_ids);
-    let conversations =
-        Conversations::new(config, process, &preflight.tokenizer, &eos_token_ids, (options, plan.max_model_length));
-    let conversations = world.agree(conversations)?;
-    Ok(Some(RunTurns { conversations, engine_ranks, waits: config.full_determinism }))
+    let model = (&preflight.tokenizer, eos_token_ids.as_slice(), max_model_length);
+    RunTurns::new(config, (world, preflight.batch.roles.num_generators), process, options, model).map(Some)
 }
 
 impl RunTurns {
+    /// The tools of `process` for a world whose last `num_generators` ranks have engines. The model is its tokenizer, the ids that
+    /// end its turns and its longest sequence; `options` say how rows became prompts. Collective over the world.
+    ///
+    /// # Errors
+    /// Those of [`Conversations::new`], on every rank.
+    pub fn new(
+        config: &Config,
+        (world, num_generators): (&World, usize),
+        process: ToolProcess,
+        options: DatasetOptions,
+        (tokenizer, eos_token_ids, max_model_length): (&Arc<Tokenizer>, &[u32], usize),
+    ) -> Result<Self> {
+        let ranks = engine_ranks(config.tensor_parallel_size, world, num_generators);
+        let engine_ranks = world.host_group("turns", &ranks)?;
+        let conversations = Conversations::new(config, process, tokenizer, eos_token_ids, (options, max_model_length));
+        Ok(Self { conversations: world.agree(conversations)?, engine_ranks, waits: config.full_determinism })
+    }
+
     /// Samples whole groups as [`RolloutEngine::generate_turns`] does.
     pub fn rollout(
         &mut self,

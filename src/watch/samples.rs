@@ -198,7 +198,7 @@ mod tests {
             rewards: vec![("<b>".to_owned(), reward)],
             reward,
             advantage,
-            dropped: None,
+            ..CompletionRow::default()
         }
     }
 

@@ -42,6 +42,50 @@ fn turns_are_the_same_on_one_rank_and_on_two_that_share_an_engine() {
     }
     assert!(all[0].iter().filter(|text| text.contains("[add(a=")).count() > 6, "{:?}", all[0]);
     all[1..].iter().for_each(|others| assert_eq!(*others, all[0]));
+
+    let rows = read_completions(&folder.path().join("alone/completions/completions_00001.parquet")).unwrap();
+    let with_calls: Vec<_> = rows.iter().filter(|row| row.messages.len() > 1).collect();
+    assert!(with_calls.len() > 6 && rows.iter().all(|row| !row.messages.is_empty()));
+    for row in with_calls {
+        let [asked, told, ..] = row.messages.as_slice() else { panic!("{row:?}") };
+        let call = &asked["tool_calls"][0]["function"];
+        let sum = ["a", "b"].map(|name| call["arguments"][name].as_i64().unwrap()).iter().sum::<i64>();
+        assert_eq!(
+            (&call["name"], &told["role"], told["content"].as_str()),
+            (&"add".into(), &"tool".into(), Some(&*sum.to_string()))
+        );
+        assert!(
+            asked["sampled"].as_str().unwrap().contains("[add(a=") && asked["num_tokens"].as_u64() > Some(3),
+            "{asked}"
+        );
+    }
+    let report = fs::read_to_string(folder.path().join("alone/report.html")).unwrap();
+    assert!(report.contains("<ol class=\"turns\">") && report.contains("<h5>assistant <span>"));
+}
+
+/// The command samples what the run's own evaluation samples, with the run's tools.
+#[test]
+fn eval_plays_turns_as_the_run_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let (output, samples) = (folder.path().join("run"), folder.path().join("samples.jsonl"));
+    let keys = "--nproc 1 eval_file=configs/calculator/eval.jsonl eval_steps=1 max_eval_samples=12 per_device_train_batch_size=16";
+    let ended = run(&format!("{CALCULATOR} {keys} output_dir={}", output.display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let before = metrics(&output).into_iter().find(|line| line.get("eval_reward").is_some()).unwrap();
+    let mut lines = Vec::new();
+    for ranks in ["--nproc 1", "--nproc 2 --tensor_parallel_size 2"] {
+        let eval = format!(
+            "eval {ranks} --model configs/calculator/model --config configs/calculator.toml --device cpu --dtype float32"
+        );
+        let ended = run(&format!("{eval} --output {} max_eval_samples=12", samples.display()));
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        let line: serde_json::Value = serde_json::from_str(ended.stdout.lines().last().unwrap()).unwrap();
+        assert_eq!(line["avg@4"]["mean"], before["eval_reward"], "{line}");
+        assert_eq!(line["tools/call_frequency"], before["eval_tools/call_frequency"], "{line}");
+        lines.push(fs::read_to_string(&samples).unwrap());
+    }
+    assert_eq!(lines[0], lines[1]);
+    assert!(lines[0].contains("\"role\":\"tool\"") && lines[0].lines().count() == 48, "{}", lines[0]);
 }
 
 /// A hang costs its own turn alone, and rewards see the messages.

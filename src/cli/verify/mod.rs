@@ -150,7 +150,7 @@ fn generate(
         kind,
         residual: kind,
     };
-    let ModelService { mut served, tokenizer, max_model_length } =
+    let ModelService { mut served, tokenizer, max_model_length, .. } =
         phase::scope(Phase::Load, || ModelService::load(&options, world))?;
     let longest = max_model_length.saturating_sub(args.max_completion_length);
     let prompts = prompts(&args.prompt, &tokenizer, longest)?;

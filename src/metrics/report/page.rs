@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::panels::History;
 use super::samples::Samples;
+use super::turns::turns;
 use super::{SCRIPT, STYLE, charts, escape, number};
 use crate::metrics::CompletionRow;
 
@@ -110,12 +111,15 @@ pub fn completions_of_prompt(group: &[CompletionRow], max_characters: usize, num
         };
         let left_out = if row.dropped == Some(true) { "<span>left out of the update</span>" } else { "" };
         let rewards: String = row.rewards.iter().map(|(name, value)| chip(name, *value)).collect();
+        let text = match row.messages.as_slice() {
+            [] => format!("<pre>{}</pre>", excerpt(&row.completion)),
+            messages => turns(messages, max_characters),
+        };
         let _ = write!(
             html,
-            "<div class=\"completion {sign}\"><p>{}{rewards}{}{left_out}</p><pre>{}</pre></div>",
+            "<div class=\"completion {sign}\"><p>{}{rewards}{}{left_out}</p>{text}</div>",
             chip("reward", row.reward),
             chip("advantage", Some(row.advantage)),
-            excerpt(&row.completion),
         );
     }
     if num_more > 0 {
@@ -124,7 +128,8 @@ pub fn completions_of_prompt(group: &[CompletionRow], max_characters: usize, num
     html + "</article>\n"
 }
 
-fn excerpt(text: &str, max_characters: usize) -> String {
+/// A text as HTML, cut after `max_characters`.
+pub(super) fn excerpt(text: &str, max_characters: usize) -> String {
     let Some((cut, _)) = text.char_indices().nth(max_characters) else { return escape(text) };
     format!("{}<em> … {} more bytes</em>", escape(&text[..cut]), text.len() - cut)
 }

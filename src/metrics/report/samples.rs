@@ -64,17 +64,12 @@ mod tests {
     use super::*;
 
     fn row(prompt: &str, reward: f32, advantage: f32) -> CompletionRow {
-        let (prompt, completion) = (prompt.to_owned(), String::new());
-        let reference_answer = None;
         CompletionRow {
             step: 3,
-            prompt,
-            completion,
-            reference_answer,
-            rewards: Vec::new(),
+            prompt: prompt.to_owned(),
             reward: Some(reward),
             advantage,
-            dropped: None,
+            ..CompletionRow::default()
         }
     }
 
