@@ -159,13 +159,17 @@ impl World {
                 (nodes.clone(), Carrier::Nodes(nodes))
             }
         };
-        let tensors = match device {
-            Device::Cuda(ordinal) => {
-                Carrier::Nccl(NcclGroups::new(control.clone(), ordinal, options.timeout, lane.clone())?)
-            }
-            _ => host,
+        let carried = || {
+            let tensors = match device {
+                Device::Cuda(ordinal) => {
+                    Carrier::Nccl(NcclGroups::new(control.clone(), ordinal, options.timeout, lane.clone())?)
+                }
+                _ => host,
+            };
+            let group = tensors.group(everyone(env, TENSORS), device)?;
+            Ok((tensors, group))
         };
-        let group = tensors.group(everyone(env, TENSORS), device)?;
+        let (tensors, group) = carried().inspect_err(|error| control.post_failure(error))?; // others may wait for this rank
         Ok(Self::new(env.clone(), control, tensors, group, lane))
     }
 

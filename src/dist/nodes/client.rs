@@ -23,6 +23,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// How long the hub may take to say who is late.
 const ANSWER: Duration = Duration::from_secs(2);
+/// The epoch of failures that a world begins with.
+pub(super) const FIRST_EPOCH: u64 = 1;
 /// How long a rank that ends waits for its farewell to be sent.
 const FAREWELL: Duration = Duration::from_secs(1);
 
@@ -58,6 +60,8 @@ struct InboxState {
     relayed: HashMap<(u64, u32, u32), VecDeque<Relayed>>,
     verdicts: HashMap<u64, Option<RankFailure>>,
     late: Option<Vec<usize>>,
+    /// Failures elsewhere, with their epochs, that came before this rank had its place in the memory of its node.
+    early_failures: Vec<(u64, RankFailure)>,
     /// A rank is gone for good, or the hub.
     lost: Option<RankFailure>,
     /// The hub has said farewell.
@@ -134,15 +138,27 @@ impl Client {
 
     /// Lets failures elsewhere end waits in the memory of this node.
     pub(super) fn attach(&self, member: Arc<Member>) {
-        let _ = self.inbox.member.set(member);
-        let lost = self.lost(); // not in the condition: its lock would be held while `lose` takes it
+        let (early, lost) = {
+            let mut state = self.inbox.lock();
+            let _ = self.inbox.member.set(member.clone());
+            (std::mem::take(&mut state.early_failures), state.lost.clone())
+        };
+        early.iter().for_each(|(epoch, failure)| member.post_of_other_node(*epoch, failure));
         if let Some(lost) = lost {
-            self.inbox.lose(lost);
+            member.lose(lost);
         }
     }
 
     pub(super) fn send(&self, frame: Frame) {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner).send(frame);
+    }
+
+    /// Tells all nodes of this rank's failure in `epoch`; of another rank's they hear from itself.
+    pub(super) fn post_failure(&self, epoch: u64, error: &Error) {
+        if !matches!(error, Error::PeerFailed { .. }) {
+            let failure = RankFailure { rank: self.rank, code: error.exit_code(), message: error.to_string() };
+            self.send(Frame::json(FrameKind::Failure, epoch, &failure));
+        }
     }
 
     #[cfg(test)]
@@ -277,10 +293,13 @@ impl Inbox {
             FrameKind::Welcome => state.welcome = frame.read_json().ok().map(Ok),
             FrameKind::Refused => state.welcome = frame.read_json().ok().map(Err),
             FrameKind::Failure => {
+                let Ok(failure) = frame.read_json() else { return };
+                let Some(member) = self.member.get() else {
+                    state.early_failures.push((frame.epoch, failure));
+                    return;
+                };
                 drop(state);
-                if let (Some(member), Ok(failure)) = (self.member.get(), frame.read_json()) {
-                    member.post_of_other_node(frame.epoch, &failure);
-                }
+                member.post_of_other_node(frame.epoch, &failure);
                 return;
             }
             FrameKind::Lost => {
@@ -311,10 +330,10 @@ impl Inbox {
 
     /// A rank is gone for good: whoever waits for anything on this node is told.
     fn lose(&self, failure: RankFailure) {
+        let failure = self.lock().lost.get_or_insert(failure).clone(); // first: who attaches now finds it
         if let Some(member) = self.member.get() {
-            member.lose(failure.clone());
+            member.lose(failure);
         }
-        self.lock().lost.get_or_insert(failure);
         self.news.notify_all();
     }
 

@@ -90,8 +90,7 @@ impl ControlPlane for NodesControl {
 
     fn post_failure(&self, error: &Error) {
         if let Some(epoch) = self.member.post(error) {
-            let failure = RankFailure { rank: self.rank, code: error.exit_code(), message: error.to_string() };
-            self.client.send(Frame::json(FrameKind::Failure, epoch, &failure));
+            self.client.post_failure(epoch, error);
         }
     }
 

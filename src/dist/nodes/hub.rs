@@ -93,7 +93,8 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
     while !shared.is_over.load(Ordering::Relaxed) && !shared.switch().is_complete() {
         if said.elapsed() > SAY {
             said = Instant::now();
-            terminal::say(format_args!("still waiting for {}", shared.switch().describe_missing()));
+            let missing = shared.switch().describe_missing(); // not while writing: a terminal may stand still
+            terminal::say(format_args!("still waiting for {missing}"));
         }
         let Ok((stream, _)) = listener.accept() else {
             std::thread::sleep(LOOK);

@@ -6,12 +6,12 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use super::auth::{Token, random};
-use super::client::Client;
+use super::client::{Client, FIRST_EPOCH};
 use super::control::NodesControl;
 use super::hub::Hub;
 use super::interface::Interface;
 use super::layout::{Greeting, NodeLayout};
-use crate::dist::control::{Deadline, RankGroup, Stopped};
+use crate::dist::control::{ControlPlane, Deadline, RankGroup, Stopped};
 use crate::dist::env::WorkerEnv;
 use crate::dist::rendezvous::{self, INHERITED, SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, SegmentAddress};
 use crate::dist::shm::{Member, Segment};
@@ -60,10 +60,17 @@ pub(in crate::dist) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<A
         introduce(env, &layout, &greeting.host);
     }
     let first_rank = env.rank - env.local_rank;
-    let (segment, _offered) = share(env, options, &client, deadline)?;
+    let (segment, _offered) = match share(env, options, &client, deadline) {
+        Ok(shared) => shared,
+        Err(error) => {
+            client.post_failure(FIRST_EPOCH, &error); // the others may wait for this rank in their memory
+            return Err(error);
+        }
+    };
     let member = Arc::new(Member::new(Arc::new(segment), env.rank, first_rank, options.timeout));
-    member.join()?;
-    Ok(Arc::new(NodesControl::new(env.rank, member, client, layout, hub)))
+    let control = NodesControl::new(env.rank, member, client, layout, hub);
+    control.member.join().inspect_err(|error| control.post_failure(error))?;
+    Ok(Arc::new(control))
 }
 
 /// Rank 0's socket: the one that its launcher bound; else at MASTER_ADDR, or on all addresses where this host only answers for that
