@@ -54,6 +54,7 @@ const SAFE_KEYS: &[&str] = &[
     "logging_steps",
     "save_steps",
     "save_async",
+    "save_on_each_node",
     "save_total_limit",
     "eval_steps",
     "eval_num_generations",

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
+use super::writers::writes_folder;
 use crate::dist::World;
 use crate::error::{Error, Result};
 
@@ -38,12 +39,13 @@ impl Claim {
     }
 }
 
-/// Claims `output_dir` for this run, on its first rank. Where the disk knows no locks, that is said and nothing is claimed.
+/// Claims `output_dir` for this run, on its first rank, or with `on_each_node` on the first of each node. Where the disk knows no locks,
+/// that is said and nothing is claimed.
 ///
 /// # Errors
 /// [`Error::InvalidValue`] with the number of the process that writes there already; [`Error::Io`].
-pub fn claim(output_dir: &Path, world: &World) -> Result<Option<Claim>> {
-    if world.rank() > 0 { Ok(None) } else { lock(output_dir) }
+pub fn claim(output_dir: &Path, world: &World, on_each_node: bool) -> Result<Option<Claim>> {
+    if writes_folder(world, on_each_node) { lock(output_dir) } else { Ok(None) }
 }
 
 fn lock(output_dir: &Path) -> Result<Option<Claim>> {
@@ -84,24 +86,24 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (output_dir, world) = (folder.path().join("run"), World::single());
         for _ in 0..2 {
-            let first = claim(&output_dir, &world).unwrap();
-            let refused = claim(&output_dir, &world).unwrap_err().to_string();
+            let first = claim(&output_dir, &world, false).unwrap();
+            let refused = claim(&output_dir, &world, false).unwrap_err().to_string();
             assert!(refused.contains(&format!("process {} does", std::process::id())), "{refused}");
             drop(first);
         }
-        assert!(claim(&output_dir, &world).unwrap().is_some());
+        assert!(claim(&output_dir, &world, false).unwrap().is_some());
     }
 
     #[test]
     fn a_folder_that_is_deleted_or_moved_is_claimed_again() {
         let folder = tempfile::tempdir().unwrap();
         let (output_dir, world) = (folder.path().join("run"), World::single());
-        let mut own = claim(&output_dir, &world).unwrap().unwrap();
+        let mut own = claim(&output_dir, &world, false).unwrap().unwrap();
         assert!(!own.renew().unwrap());
         std::fs::remove_dir_all(&output_dir).unwrap();
         assert!(own.renew().unwrap() && !own.renew().unwrap());
         std::fs::rename(&output_dir, folder.path().join("moved")).unwrap();
-        let other = claim(&output_dir, &world).unwrap();
+        let other = claim(&output_dir, &world, false).unwrap();
         assert!(own.renew().unwrap_err().to_string().contains("does; wait for its end"));
         drop(other);
     }

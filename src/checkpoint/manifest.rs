@@ -92,7 +92,7 @@ impl Manifest {
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the first file that is missing or differs.
-    pub fn verify(folder: &Path, moved: &mut dyn FnMut()) -> Result<()> {
+    pub fn verify(folder: &Path, moved: &mut dyn FnMut()) -> Result<Self> {
         let bad = |file: &str, message: String| Error::Checkpoint {
             path: folder.to_owned(),
             message: format!("{file}: {message}"),
@@ -115,7 +115,17 @@ impl Manifest {
                 return Err(bad(&record.path, "the contents changed since it was written (SHA-256)".to_owned()));
             }
         }
-        Ok(())
+        Ok(manifest)
+    }
+
+    /// A hash of all files but those of optimizer state, each of which one rank wrote: copies of one checkpoint on several nodes have the
+    /// same.
+    pub fn digest(&self) -> String {
+        let shared = self.files.iter().filter(|record| !Path::new(&record.path).starts_with(SHARDS));
+        let hash = shared.fold(Sha256::new(), |hash, FileRecord { path, sha256, .. }| {
+            hash.chain_update(format!("{path} {sha256}\n"))
+        });
+        hexadecimal(&hash.finalize())
     }
 
     /// A file that a resumed run would read but that was not recorded; the trainer's state must be there and recorded.

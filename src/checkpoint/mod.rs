@@ -16,7 +16,9 @@
 //! | `resume` | which checkpoint a run goes on from, and whether it may |
 //! | `changes` | which keys differ from a saved configuration, and which of those change the result |
 //! | `claim` | one run a folder |
-//! | `shared` | whether all nodes see one output folder |
+//! | `shared` | whether all nodes see one output folder, or each its own |
+//! | `writers` | the ranks that write a checkpoint together |
+//! | `copies` | the checkpoint that all nodes have a copy of |
 //! | `folder` | temporary folders, their names, free space |
 //! | `saver` | one save at a time, beside training |
 //! | `write` | a checkpoint's files |
@@ -26,6 +28,7 @@
 
 mod changes;
 mod claim;
+mod copies;
 mod folder;
 mod manifest;
 mod resume;
@@ -34,6 +37,7 @@ mod shards;
 mod shared;
 mod state;
 mod write;
+mod writers;
 
 use std::path::{Path, PathBuf};
 
@@ -46,6 +50,7 @@ pub use saver::Saver;
 pub use shared::check_shared;
 pub use state::{CarriedGroup, SavedConfig, TrainerState};
 pub use write::Models;
+pub use writers::{check_each_node, writes_folder};
 
 use crate::config::{Config, SftConfig};
 use crate::dist::World;
@@ -67,6 +72,8 @@ pub struct CheckpointOptions {
     pub save_total_limit: Option<usize>,
     /// Write beside training, from copies in host memory.
     pub save_async: bool,
+    /// Every node writes whole checkpoints to a folder of its own.
+    pub on_each_node: bool,
 }
 
 /// The folder of a step's checkpoint.
@@ -75,30 +82,30 @@ pub fn folder_of_step(output_dir: &Path, step: u64) -> PathBuf {
 }
 
 /// Whether the disk has room for the trained model, and for a checkpoint beside it if the run `saves` any; asked before training, by
-/// the first rank, on which the model is.
+/// the first rank, on which the model is, or with `on_each_node` the first of each node.
 ///
 /// # Errors
 /// [`Error::Io`] with what is needed and what is free.
-pub fn check_room(output_dir: &Path, world: &World, models: Option<Models<'_>>, saves: bool) -> Result<()> {
-    let Some(models) = models.filter(|_| world.rank() == 0) else { return Ok(()) };
+pub fn check_room(options: &CheckpointOptions, world: &World, models: Option<Models<'_>>, saves: bool) -> Result<()> {
+    let Some(models) = models.filter(|_| writes_folder(world, options.on_each_node)) else { return Ok(()) };
     let checkpoint = if saves { write::first_bytes(models) } else { 0 };
-    folder::check_space(output_dir, write::model_bytes(models.policy) + checkpoint)
+    folder::check_space(&options.output_dir, write::model_bytes(models.policy) + checkpoint)
 }
 
 /// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does: whole and durable, or not at all; collective
 /// over the world, the first ranks of which have it. Returns the folder, [`FINAL`] of the output folder; one of that name makes
-/// room for it.
+/// room for it. With `on_each_node` every node writes it.
 ///
 /// # Errors
 /// The first failure of any rank, on every rank.
-pub fn export(output_dir: &Path, base_dir: &Path, world: &World, policy: Option<&Policy>) -> Result<PathBuf> {
-    let complete = output_dir.join(FINAL);
+pub fn export(options: &CheckpointOptions, world: &World, policy: Option<&Policy>) -> Result<PathBuf> {
+    let complete = options.output_dir.join(FINAL);
     let temporary = folder::temporary(&complete);
-    let is_first = world.rank() == 0;
+    let is_first = writes_folder(world, options.on_each_node);
     let prepare = |policy| if is_first { folder::prepare(&temporary, write::model_bytes(policy)) } else { Ok(()) };
     world.agree(policy.map_or(Ok(()), prepare))?;
     let write = |policy| {
-        write::model(&temporary, base_dir, world, policy)?;
+        write::model(&temporary, &options.base_dir, is_first, policy)?;
         if is_first { folder::publish(&temporary, &complete) } else { Ok(()) }
     };
     let written = phase::scope(Phase::Checkpoint, || policy.map_or(Ok(()), write));
@@ -119,7 +126,7 @@ pub fn find_latest(output_dir: &Path, moved: &mut dyn FnMut()) -> Result<Option<
     let mut faults = Vec::new();
     for folder in all.iter().rev() {
         match Manifest::verify(folder, moved) {
-            Ok(()) => return Ok(Some(folder.clone())),
+            Ok(_) => return Ok(Some(folder.clone())),
             Err(error) => {
                 terminal::say(format_args!("warning: {error}; trying the checkpoint before it"));
                 faults.push(error.to_string());

@@ -1,10 +1,13 @@
 //! Which checkpoint a run goes on from, and whether it may.
 
-use std::path::Path;
-use std::time::{Duration, Instant};
+use std::panic::resume_unwind;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::changes::KeyChange;
+use super::copies::common_checkpoint;
 use super::manifest::{Manifest, written};
+use super::writers::is_apart;
 use super::{Checkpoint, FINAL, TrainerState, find_latest, list};
 use crate::dist::{World, any_rank, first_text};
 use crate::error::{Error, Result};
@@ -12,7 +15,7 @@ use crate::metrics::redact;
 use crate::model::is_model_folder;
 use crate::phase::{self, terminal};
 
-/// How often the first rank meets those that wait for it.
+/// How often ranks that read meet those that wait for them.
 const MEET: Duration = Duration::from_millis(100);
 
 /// Options of resuming.
@@ -24,9 +27,11 @@ pub struct ResumeOptions<'a> {
     pub from: Option<&'a str>,
     /// `force_resume`: go on whatever has changed.
     pub is_forced: bool,
+    /// `save_on_each_node`: every node has checkpoints of its own.
+    pub on_each_node: bool,
 }
 
-/// The checkpoint to resume from, chosen and verified by the first rank, the same on all; `changes` names what differs from the
+/// The checkpoint to resume from, chosen and verified by the first rank (with `on_each_node` of every node), the same on all; `changes` names what differs from the
 /// run that made it and would change the result. Collective over the world; the ranks are to agree on what it returns.
 ///
 /// # Errors
@@ -37,17 +42,11 @@ pub fn resume(
     world: &World,
     changes: &dyn Fn(&Checkpoint) -> Result<Vec<String>>,
 ) -> Result<Option<Checkpoint>> {
-    let folder = on_first_rank(world, |moved| match options.from {
-        None => refuse_earlier_run(options.output_dir).map(|()| None),
-        Some("latest") => find_latest(options.output_dir, moved),
-        Some(folder) => {
-            let folder = Path::new(folder);
-            refuse_what_is_no_checkpoint(folder)?;
-            Manifest::verify(folder, moved).map(|()| Some(folder.into()))
-        }
-    })?;
-    let text = folder.map(|folder| folder.to_string_lossy().into_owned());
-    let Some(folder) = first_text(&*world.group(), text)? else {
+    let folder = match is_apart(world, options.on_each_node) {
+        true => common_checkpoint(options, world)?,
+        false => checkpoint_of_first_rank(options, world)?,
+    };
+    let Some(folder) = folder else {
         if options.from.is_some() && world.rank() == 0 {
             terminal::say(format_args!(
                 "no checkpoint in {}: training starts from the beginning",
@@ -56,31 +55,41 @@ pub fn resume(
         }
         return Ok(None);
     };
-    let checkpoint = Checkpoint::open(Path::new(&folder), false)?;
+    let checkpoint = Checkpoint::open(&folder, false)?;
     check_changes(&checkpoint, changes(&checkpoint)?, options.is_forced, world.rank() == 0)?;
     Ok(Some(checkpoint))
 }
 
-/// Runs `work` on rank 0; the other ranks wait while it reports progress, and return the default: reading all
-/// of a checkpoint may take longer than a collective's time limit. Collective over the world.
-fn on_first_rank<T: Default>(world: &World, work: impl FnOnce(&mut dyn FnMut()) -> Result<T>) -> Result<T> {
-    let group = world.group();
-    if world.rank() > 0 {
-        while !any_rank(&*group, false)? {}
-        return Ok(T::default());
-    }
-    let (mut met, mut last) = (Ok(false), Instant::now());
-    let made = work(&mut || {
-        phase::beat();
-        if met.is_ok() && last.elapsed() >= MEET {
-            met = any_rank(&*group, false);
-            last = Instant::now();
+fn checkpoint_of_first_rank(options: &ResumeOptions<'_>, world: &World) -> Result<Option<PathBuf>> {
+    let choose = || match options.from {
+        None => refuse_earlier_run(options.output_dir).map(|()| None),
+        Some("latest") => find_latest(options.output_dir, &mut phase::beat),
+        Some(folder) => {
+            let folder = Path::new(folder);
+            refuse_what_is_no_checkpoint(folder)?;
+            Manifest::verify(folder, &mut phase::beat).map(|_| Some(folder.into()))
         }
-    });
-    met?;
-    let made = made?; // of a failure the others hear where all agree
-    any_rank(&*group, true)?;
-    Ok(made)
+    };
+    let folder = while_others_wait(world, (world.rank() == 0).then_some(choose))?;
+    let text = folder.map(|folder| folder.to_string_lossy().into_owned());
+    Ok(first_text(&*world.group(), text)?.map(PathBuf::from))
+}
+
+/// Runs `work` in a thread on the ranks that have some; the others wait, however long it takes, and return the default: reading all of a
+/// checkpoint may take longer than a collective's time limit. Collective over the world.
+pub(super) fn while_others_wait<T: Send + Default>(
+    world: &World,
+    work: Option<impl FnOnce() -> Result<T> + Send>,
+) -> Result<T> {
+    let group = world.group();
+    std::thread::scope(|scope| {
+        let working = work.map(|work| scope.spawn(work));
+        let is_working = || working.as_ref().is_some_and(|working| !working.is_finished());
+        while any_rank(&*group, is_working())? {
+            std::thread::sleep(MEET);
+        }
+        working.map_or_else(|| Ok(T::default()), |done| done.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    })
 }
 
 /// Changes as they are told: keys that change the result, and `(name, old, new)` that several keys come to on the old and the
@@ -97,7 +106,7 @@ pub fn unsafe_changes(
 }
 
 /// Refuses a fresh run beside another run's checkpoints: a later `latest` could not tell the two apart.
-fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
+pub(super) fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
     let Some(newest) = list(output_dir)?.pop() else {
         let model = output_dir.join(FINAL);
         if model.exists() {
@@ -117,7 +126,7 @@ fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
 }
 
 /// Refuses a run's folder and a model's, with what to name.
-fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
+pub(super) fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
     if written(folder).is_some() || TrainerState::file(folder).exists() {
         return Ok(()); // damaged it may be
     }
@@ -156,18 +165,15 @@ mod tests {
     use crate::dist::testing;
 
     #[test]
-    fn a_first_rank_that_moves_is_waited_for_beyond_a_collective_s_limit() {
+    fn a_rank_that_reads_is_waited_for_beyond_a_collective_s_limit() {
         let timeout = Duration::from_secs(1);
         let made = testing::worlds_with(3, 4096, timeout, |world| {
-            on_first_rank(&world, |moved| {
-                let start = Instant::now();
-                while start.elapsed() < 2 * timeout {
-                    std::thread::sleep(Duration::from_millis(10));
-                    moved();
-                }
-                Ok(Some(world.rank()))
-            })
-            .unwrap()
+            let rank = world.rank();
+            let work = move || {
+                std::thread::sleep(2 * timeout);
+                Ok(Some(rank))
+            };
+            while_others_wait(&world, (rank == 0).then_some(work)).unwrap()
         });
         assert_eq!(made, [Some(0), None, None]);
     }
@@ -175,8 +181,8 @@ mod tests {
     #[test]
     fn what_the_first_rank_fails_with_reaches_those_that_wait() {
         let errors = testing::worlds(2, |world| {
-            let made = on_first_rank::<()>(&world, |_| Err(Error::NonFinite { message: "a test".to_owned() }));
-            world.agree(made).unwrap_err()
+            let fail = || Err::<(), _>(Error::NonFinite { message: "a test".to_owned() });
+            world.agree(while_others_wait(&world, (world.rank() == 0).then_some(fail))).unwrap_err()
         });
         assert!(matches!(errors[0], Error::NonFinite { .. }), "{}", errors[0]);
         assert!(matches!(errors[1], Error::PeerFailed { rank: 0, .. }), "{}", errors[1]);

@@ -10,7 +10,8 @@ use std::time::Duration;
 use tch::{Device, Tensor};
 
 use super::folder;
-use super::write::{self, Models, RankPart, Units};
+use super::write::{self, Models, OldCheckpoints, RankPart, Units};
+use super::writers::{Writers, common_state, is_apart};
 use super::{CheckpointOptions, TrainerState};
 use crate::dist::World;
 use crate::error::{Error, Result};
@@ -26,12 +27,18 @@ pub struct Saver {
     options: CheckpointOptions,
     is_under_way: bool,
     in_flight: Option<InFlight>, // this rank's part of what is under way, if it has one
+    old: Option<OldCheckpoints>, // removed once all nodes have what is under way, where each has a folder of its own
 }
 
 impl Saver {
     /// A saver that has not written anything yet.
     pub fn new(options: CheckpointOptions) -> Self {
-        Self { options, is_under_way: false, in_flight: None }
+        Self { options, is_under_way: false, in_flight: None, old: None }
+    }
+
+    /// Where it saves.
+    pub fn options(&self) -> &CheckpointOptions {
+        &self.options
     }
 
     /// Saves the models, the optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world, the first
@@ -46,17 +53,24 @@ impl Saver {
         self.finish(world)?;
         let complete = folder::path(&self.options.output_dir, state.global_step);
         let temporary = folder::temporary(&complete);
+        let num_trainers = models.map_or(0, |models| models.policy.num_ranks());
+        let writers = Writers::of(world, num_trainers, self.options.on_each_node);
+        let is_first = models.is_some() && writers.is_first();
+        let common = if is_apart(world, self.options.on_each_node) { common_state(world, &state)? } else { None };
+        let is_apart = common.is_some();
         let prepared = match models {
-            Some(models) if world.rank() == 0 => folder::prepare(&temporary, write::num_bytes(models, &state))
-                .and_then(|()| write::open_records(&temporary, models.policy.num_ranks())),
+            Some(models) if is_first => folder::prepare(&temporary, write::num_bytes(models, &state))
+                .and_then(|()| write::open_records(&temporary, &writers)),
             _ => Ok(()),
         };
+        let mut old = None;
         let begun = world.agree(prepared).and_then(|()| {
             let Some(models) = models else { return world.agree(Ok(None)) };
-            let part = RankPart::new(&temporary, &complete, &self.options, world, models, state);
+            let part = RankPart::new(&temporary, &complete, &self.options, world, models, (state, common));
+            old = (is_apart && is_first).then(|| part.old());
             let begun = phase::scope(Phase::Checkpoint, || match self.options.save_async {
                 true => {
-                    let snapshot = RankSnapshot::take(models, world.rank() == 0)?;
+                    let snapshot = RankSnapshot::take(models, &writers)?;
                     Ok(Some((InFlight::ready()?, (part, snapshot))))
                 }
                 false => write_now(part, models).map(|()| None),
@@ -65,10 +79,10 @@ impl Saver {
         });
         self.is_under_way = begun.is_ok() && self.options.save_async;
         match begun {
-            Ok(Some((writer, work))) => self.in_flight = Some(writer.start(work)),
-            Ok(None) => {}
+            Ok(Some((writer, work))) => (self.in_flight, self.old) = (Some(writer.start(work)), old),
+            Ok(None) => old.iter().for_each(OldCheckpoints::remove),
             Err(error) => {
-                if world.rank() == 0 {
+                if is_first {
                     folder::remove(&temporary);
                 }
                 return Err(error);
@@ -85,8 +99,10 @@ impl Saver {
         if !std::mem::take(&mut self.is_under_way) {
             return Ok(());
         }
-        let own = self.in_flight.take();
-        world.agree(phase::scope(Phase::Write, || own.map_or(Ok(()), |own| own.wait(world))))
+        let (own, old) = (self.in_flight.take(), self.old.take());
+        world.agree(phase::scope(Phase::Write, || own.map_or(Ok(()), |own| own.wait(world))))?;
+        old.iter().for_each(OldCheckpoints::remove);
+        Ok(())
     }
 }
 
@@ -154,9 +170,9 @@ struct RankSnapshot {
 
 impl RankSnapshot {
     /// Collective where weights are sharded.
-    fn take(models: Models<'_>, is_first: bool) -> Result<Self> {
-        let mut shard = Vec::new();
-        if models.policy.saves_state() {
+    fn take(models: Models<'_>, writers: &Writers) -> Result<Self> {
+        let (mut shard, is_first) = (Vec::new(), writers.is_first());
+        if models.policy.saves_state(&writers.ranks()) {
             shard = states(models.policy).collect::<Result<_>>()?;
         }
         let (mut policy, mut reference) = (Vec::new(), Vec::new());

@@ -1,9 +1,13 @@
-//! Whether all nodes of a run see one output folder: ranks leave parts of a checkpoint in it that the first one looks for.
+//! Whether nodes see the output folder as the run needs it: all of them one, in which ranks leave parts of a checkpoint that the first
+//! rank looks for, or with `save_on_each_node` each its own.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::dist::{World, first_text};
+use tempfile::NamedTempFile;
+
+use super::writers::writes_folder;
+use crate::dist::{World, all_gather_json};
 use crate::error::{Error, Result};
 use crate::phase;
 
@@ -11,39 +15,49 @@ use crate::phase;
 const PATIENCE: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Checks by a file of rank 0's with a name that nobody had before that the first rank of every node sees the folder. Collective over
-/// the world, whose ranks are to agree on what it returns; nothing on one node.
+/// Checks by files with names that nobody had before what the first rank of every node sees of other nodes' folders. Collective over the
+/// world, whose ranks are to agree on what it returns; nothing on one node.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] on a node that does not see it; [`Error::Io`] where rank 0 cannot write.
-pub fn check_shared(output_dir: &Path, world: &World) -> Result<()> {
+/// [`Error::InvalidValue`] on a node that does not see rank 0's file, or with `on_each_node` sees another node's; [`Error::Io`] where a
+/// file cannot be written.
+pub fn check_shared(output_dir: &Path, world: &World, on_each_node: bool) -> Result<()> {
     if world.num_nodes() == 1 {
         return Ok(());
     }
-    let (mut own, mut failed) = (None, Ok(()));
-    if world.rank() == 0 {
-        let made = std::fs::create_dir_all(output_dir)
-            .and_then(|()| tempfile::Builder::new().prefix(".node-check-").tempfile_in(output_dir));
-        match made.map_err(Error::io(output_dir)) {
-            Ok(file) => own = Some(file),
-            Err(error) => failed = Err(error),
-        }
+    let own = if writes_folder(world, on_each_node) { leave_mark(output_dir).map(Some) } else { Ok(None) };
+    let name = own.as_ref().ok().and_then(Option::as_ref).and_then(|file| file.path().file_name());
+    let name = name.map(|name| name.to_string_lossy().into_owned());
+    let marks: Vec<Option<String>> = all_gather_json(&*world.group(), "check_shared", &name)?;
+    let num_expected = if on_each_node { world.num_nodes() } else { 1 };
+    let marks: Vec<(usize, String)> =
+        marks.into_iter().enumerate().filter_map(|(rank, name)| Some((rank, name?))).collect();
+    if marks.len() < num_expected {
+        return own.map(drop); // a rank that could not write tells why
     }
-    let name = own.as_ref().and_then(|file| Some(file.path().file_name()?.to_string_lossy().into_owned()));
-    let Some(name) = first_text(&*world.group(), name)? else { return failed };
-    let seen = sees(output_dir, &name, world);
-    world.group().barrier()?; // it stays until all have looked
+    let seen = match on_each_node {
+        _ if world.local_rank() > 0 => Ok(()),
+        true => is_own(output_dir, &marks, world),
+        false => sees(output_dir, &marks[0], world),
+    };
+    world.group().barrier()?; // files stay until all have looked
     seen
 }
 
-fn sees(output_dir: &Path, name: &str, world: &World) -> Result<()> {
+fn leave_mark(output_dir: &Path) -> Result<NamedTempFile> {
+    std::fs::create_dir_all(output_dir)
+        .and_then(|()| tempfile::Builder::new().prefix(".node-check-").tempfile_in(output_dir))
+        .map_err(Error::io(output_dir))
+}
+
+fn sees(output_dir: &Path, (rank, name): &(usize, String), world: &World) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
-    while world.local_rank() == 0 && !output_dir.join(name).exists() {
+    while !output_dir.join(name).exists() {
         if Instant::now() > deadline {
-            let node = world.rank() / world.local_size();
+            let [here, there] = [world.rank(), *rank].map(|rank| world.node_of(rank));
             let expected = format!(
-                "a folder on a disk that all nodes share: node {node} does not see the file {name} that node 0 wrote there; \
-                 checkpoints are written by all ranks into one folder"
+                "a folder on a disk that all nodes share: {here} does not see the file {name} that {there} wrote there; \
+                 checkpoints are written by all ranks into one folder, or with save_on_each_node = true by each node into its own"
             );
             return Err(Error::invalid_value("output_dir", output_dir.display(), expected));
         }
@@ -51,4 +65,15 @@ fn sees(output_dir: &Path, name: &str, world: &World) -> Result<()> {
         std::thread::sleep(LOOK);
     }
     Ok(())
+}
+
+fn is_own(output_dir: &Path, marks: &[(usize, String)], world: &World) -> Result<()> {
+    let others = marks.iter().filter(|(rank, _)| *rank != world.rank());
+    let Some((rank, name)) = others.into_iter().find(|(_, name)| output_dir.join(name).exists()) else { return Ok(()) };
+    let [here, there] = [world.rank(), *rank].map(|rank| world.node_of(rank));
+    let expected = format!(
+        "false where nodes share output_dir: {here} sees the file {name} that {there} wrote to {}",
+        output_dir.display()
+    );
+    Err(Error::invalid_value("save_on_each_node", true, expected))
 }

@@ -137,6 +137,16 @@ impl TrainerState {
         serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))
     }
 
+    /// The text of the file.
+    pub(super) fn to_text(&self) -> String {
+        serde_json::to_string_pretty(self).expect("a state is plain data") + "\n"
+    }
+
+    pub(super) fn write_text(folder: &Path, text: &str) -> Result<()> {
+        let path = Self::file(folder);
+        std::fs::write(&path, text).map_err(Error::io(path))
+    }
+
     pub(super) fn write(&self, folder: &Path) -> Result<()> {
         let path = Self::file(folder);
         let mut file = BufWriter::new(File::create(&path).map_err(Error::io(&path))?);

@@ -19,6 +19,7 @@ use tch::{Kind, Tensor};
 use super::folder;
 use super::manifest::{FileRecord, Manifest, hexadecimal};
 use super::shards::{FOLDER, tensor_name};
+use super::writers::Writers;
 use super::{CheckpointOptions, TrainerState};
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
@@ -67,10 +68,10 @@ pub fn model_bytes(policy: &Policy) -> u64 {
 }
 
 /// Says that all ranks are about to write: a rank that fails takes its mark away, which needs no room on a full disk.
-pub fn open_records(temporary: &Path, num_ranks: usize) -> Result<()> {
+pub fn open_records(temporary: &Path, writers: &Writers) -> Result<()> {
     let records = temporary.join(RECORDS);
     std::fs::create_dir(&records).map_err(Error::io(&records))?;
-    (0..num_ranks).try_for_each(|rank| {
+    writers.ranks().try_for_each(|rank| {
         let mark = pending(temporary, rank);
         File::create(&mark).map(drop).map_err(Error::io(mark))
     })
@@ -83,7 +84,7 @@ pub struct RankPart {
     complete: PathBuf,
     options: CheckpointOptions,
     rank: usize,
-    num_ranks: usize,
+    writers: Writers,
     step: u64,
     /// Name and header of this rank's optimizer state, if it saves any.
     shard: Option<(String, Vec<u8>)>,
@@ -92,6 +93,23 @@ pub struct RankPart {
     kind: Kind,
     has_reference: bool,
     state: TrainerState,
+    /// The text of the state where nodes write apart.
+    common_state: Option<String>,
+}
+
+/// Checkpoints over the limit, to be removed once a newer one is complete on all nodes that write apart.
+#[derive(Debug)]
+pub struct OldCheckpoints {
+    output_dir: PathBuf,
+    newest: PathBuf,
+    best: Option<PathBuf>,
+    limit: Option<usize>,
+}
+
+impl OldCheckpoints {
+    pub fn remove(&self) {
+        folder::keep_newest(&self.output_dir, [Some(&self.newest), self.best.as_ref()], self.limit);
+    }
 }
 
 /// Whole units of the models that a checkpoint has, which ranks other than the first only run through: making them may be
@@ -110,23 +128,25 @@ impl RankPart {
         options: &CheckpointOptions,
         world: &World,
         Models { policy, reference }: Models<'_>,
-        state: TrainerState,
+        (state, common_state): (TrainerState, Option<String>),
     ) -> Self {
         let (rank, num_ranks) = (world.rank(), policy.num_ranks());
+        let writers = Writers::of(world, num_ranks, options.on_each_node);
         let name = format!("{FOLDER}/rank_{rank:05}_of_{num_ranks:05}.safetensors");
         Self {
             temporary: temporary.to_owned(),
             complete: complete.to_owned(),
             options: options.clone(),
             rank,
-            num_ranks,
             step: phase::step(),
-            shard: policy.saves_state().then(|| (name, shard_header(policy))),
+            shard: policy.saves_state(&writers.ranks()).then(|| (name, shard_header(policy))),
+            writers,
             lora: policy.lora().cloned(),
             table: policy.trained_table().clone(),
             kind: policy.kind(),
             has_reference: reference.is_some(),
             state,
+            common_state,
         }
     }
 
@@ -142,7 +162,7 @@ impl RankPart {
             None => Vec::new(),
         };
         phase::inject_at(Phase::Write, self.step)?;
-        if self.rank > 0 {
+        if !self.writers.is_first() {
             units.policy.chain(units.reference).try_for_each(|flat| flat.map(drop))?;
             return self.leave_record(&own);
         }
@@ -151,29 +171,40 @@ impl RankPart {
         if self.has_reference {
             write_model(&folder.join(REFERENCE), base_dir, None, &self.table, self.kind, units.reference)?;
         }
-        self.state.write(&self.temporary)?;
+        match &self.common_state {
+            Some(text) => TrainerState::write_text(&self.temporary, text)?,
+            None => self.state.write(&self.temporary)?,
+        }
         let mut records = own;
-        for rank in 1..self.num_ranks {
+        for rank in self.writers.others() {
             records.extend(self.await_record(rank, abandoned)?);
         }
         let folder = self.temporary.join(RECORDS);
         std::fs::remove_dir_all(&folder).map_err(Error::io(folder))?;
         Manifest::write(&self.temporary, records)?;
         folder::publish(&self.temporary, &self.complete)?;
-        let best = self.state.best_global_step.map(|step| folder::path(&self.options.output_dir, step));
-        folder::keep_newest(
-            &self.options.output_dir,
-            [Some(&self.complete), best.as_ref()],
-            self.options.save_total_limit,
-        );
+        if self.common_state.is_none() {
+            self.old().remove();
+        }
         Ok(())
+    }
+
+    /// The checkpoints that this one makes too old.
+    pub fn old(&self) -> OldCheckpoints {
+        let best = self.state.best_global_step.map(|step| folder::path(&self.options.output_dir, step));
+        OldCheckpoints {
+            output_dir: self.options.output_dir.clone(),
+            newest: self.complete.clone(),
+            best,
+            limit: self.options.save_total_limit,
+        }
     }
 
     /// After an error: the first rank removes everything, another tells the first.
     pub fn give_up(&self) {
-        let gone = match self.rank {
-            0 => std::fs::remove_dir_all(&self.temporary),
-            rank => std::fs::remove_file(pending(&self.temporary, rank)),
+        let gone = match self.writers.is_first() {
+            true => std::fs::remove_dir_all(&self.temporary),
+            false => std::fs::remove_file(pending(&self.temporary, self.rank)),
         };
         if let Err(error) = gone {
             tracing::warn!("{}: {error}: the next save removes it", self.temporary.display());
@@ -217,15 +248,15 @@ fn pending(temporary: &Path, rank: usize) -> PathBuf {
 }
 
 /// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does, in the kind it is computed in; units of
-/// sharded weights are gathered by all ranks, the first one writes.
-pub fn model(folder: &Path, base_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
+/// sharded weights are gathered by all ranks, those that are first write.
+pub fn model(folder: &Path, base_dir: &Path, is_first: bool, policy: &Policy) -> Result<()> {
     let mut weights = policy.trained_table().units.iter().map(|layout| {
         phase::beat();
         policy.trained_weights(layout.unit)
     });
-    match world.rank() {
-        0 => write_model(folder, base_dir, policy.lora(), policy.trained_table(), policy.kind(), &mut weights),
-        _ => weights.try_for_each(|flat| flat.map(drop)),
+    match is_first {
+        true => write_model(folder, base_dir, policy.lora(), policy.trained_table(), policy.kind(), &mut weights),
+        false => weights.try_for_each(|flat| flat.map(drop)),
     }
 }
 

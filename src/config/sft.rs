@@ -65,6 +65,9 @@ keys! {
         pub save_steps: Option<usize> = Some(500) => COUNT,
         /// Write checkpoints beside training, from copies in host memory.
         pub save_async: bool = true,
+        /// Every node writes whole checkpoints and the final model to an `output_dir` on a disk of its own, where the default is one that
+        /// all nodes share.
+        pub save_on_each_node: bool = false,
         /// Newest checkpoints kept; `none` keeps all.
         pub save_total_limit: Option<usize> = None => COUNT,
         /// First word of every random key.

@@ -75,7 +75,7 @@ fn the_key_list_is_frozen() {
         muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \
-        logging_steps save_steps save_async save_total_limit eval_steps report_to run_name load_best_model_at_end metric_for_best_model \
+        logging_steps save_steps save_async save_on_each_node save_total_limit eval_steps report_to run_name load_best_model_at_end metric_for_best_model \
         greater_is_better early_stopping_patience early_stopping_threshold eval_num_generations eval_solved_by log_completions trace seed \
         full_determinism collective_timeout_s node_timeout_s max_restarts heartbeat fault";
     assert_frozen(Config::keys(), expected);
@@ -87,7 +87,7 @@ fn the_key_list_is_frozen() {
         optim muon.momentum muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay \
         max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
-        lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_total_limit seed \
+        lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_on_each_node save_total_limit seed \
         collective_timeout_s node_timeout_s heartbeat";
     assert_frozen(&SftConfig::keys(), expected);
 }

@@ -24,6 +24,10 @@ pub(super) trait ControlPlane: Send + Sync + Debug {
     fn is_one_node(&self, _group: &RankGroup) -> bool {
         true
     }
+    /// Names of the nodes that ranks are on; empty on one node.
+    fn nodes_of(&self, _ranks: &[usize]) -> String {
+        String::new()
+    }
     /// Tells all ranks that this one failed, unless a failure stands already. An [`Error::PeerFailed`] is no news.
     fn post_failure(&self, error: &Error);
     /// The failure that stands: posted, and not agreed on yet.

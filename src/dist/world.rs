@@ -203,6 +203,11 @@ impl World {
         self.size() / self.local_size()
     }
 
+    /// `node 1 (host)`: where a rank is, for messages; empty on one node.
+    pub fn node_of(&self, rank: usize) -> String {
+        self.control.nodes_of(&[rank])
+    }
+
     /// How many times the launcher, or torchrun, started the run before.
     pub fn attempt(&self) -> u64 {
         self.control.attempt()

@@ -147,9 +147,12 @@ impl Workers {
     fn grace(&self) -> Duration {
         let tells_cause = |worker: &RankProcess| {
             let is_failure = worker.end.as_ref().is_some_and(ProcessEnd::is_failure);
-            let is_here = |rank: usize| self.workers.iter().any(|worker| worker.rank == rank);
-            // A failure of another node is its launcher's to tell.
-            let waits_for = |report: FailureReport| report.peer.is_some_and(is_here);
+            // A failure of another node is its launcher's to tell, and a process that is stopped tells nothing.
+            let may_tell = |rank: usize| {
+                let peer = self.workers.iter().find(|worker| worker.rank == rank);
+                peer.is_some_and(|peer| peer.end.is_some() || !is_stopped(&peer.child))
+            };
+            let waits_for = |report: FailureReport| report.peer.is_some_and(may_tell);
             is_failure && !worker.report.read().is_some_and(waits_for)
         };
         if self.workers.iter().any(tells_cause) { GRACE } else { LONG_GRACE }
@@ -161,8 +164,8 @@ impl Workers {
             self.workers.iter().map(|worker| worker.end.is_none().then(|| worker.pulse.read())).collect();
         let stalls = self.watch.look(&pulses, Instant::now());
         // A process that is stopped keeps its peers waiting, whatever it was doing.
-        let is_stopped = |stall: &&Stall| process_state(&self.workers[stall.rank].child).starts_with(['T', 't']);
-        let Some(cause) = stalls.iter().find(is_stopped).or(stalls.first()) else { return false };
+        let of_stopped = |stall: &&Stall| is_stopped(&self.workers[stall.rank].child);
+        let Some(cause) = stalls.iter().find(of_stopped).or(stalls.first()) else { return false };
         let rank = self.workers[cause.rank].rank;
         tracing::debug!("rank {rank} hangs");
         self.tell_every_rank("nothing moves");
@@ -291,6 +294,10 @@ fn process_state(child: &Child) -> String {
     let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("State:"));
     line.map_or_else(|| "unknown".to_owned(), |state| state.trim().to_owned())
+}
+
+fn is_stopped(child: &Child) -> bool {
+    process_state(child).starts_with(['T', 't'])
 }
 
 fn signal_name(signal: i32) -> String {

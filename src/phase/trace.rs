@@ -19,20 +19,22 @@ static TRACE: Mutex<Option<Trace>> = Mutex::new(None);
 
 struct Trace {
     rank: usize,
+    /// Microseconds by which this host's clock is ahead of rank 0's.
+    ahead_us: i64,
     file: BufWriter<File>,
 }
 
 /// Writes every phase of this process from now on to `folder/rank_00000.json`, after those that are there if the run `goes_on`;
-/// `label` names it in the picture.
+/// `label` names it in the picture. Times are those of rank 0's clock, of which this host's is `ahead_us` ahead.
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be made.
-pub fn trace_to(folder: &Path, rank: usize, label: &str, goes_on: bool) -> Result<()> {
+pub fn trace_to(folder: &Path, (rank, label): (usize, &str), ahead_us: i64, goes_on: bool) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     let path = of_rank(folder, rank);
     let earlier = if goes_on && path.exists() { whole_lines(&path)? } else { BEGIN.to_owned() };
     let file = File::create(&path).map_err(Error::io(&path))?;
-    let mut trace = Trace { rank, file: BufWriter::new(file) };
+    let mut trace = Trace { rank, ahead_us, file: BufWriter::new(file) };
     let name = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": label}});
     writeln!(trace.file, "{earlier}{name},").map_err(Error::io(path))?;
     *TRACE.lock().unwrap_or_else(PoisonError::into_inner) = Some(trace);
@@ -74,7 +76,8 @@ pub fn merge_traces(folder: &Path, num_ranks: usize) -> Result<()> {
 pub(super) fn span(phase: Phase, duration: Duration) {
     record(|trace| {
         let end = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let (start_us, duration_us) = (end.saturating_sub(duration).as_micros() as u64, duration.as_micros() as u64);
+        let (start_us, duration_us) = (end.saturating_sub(duration).as_micros() as i64, duration.as_micros() as u64);
+        let start_us = start_us - trace.ahead_us;
         let event = json!({"name": phase.name(), "ph": "X", "ts": start_us, "dur": duration_us, "pid": trace.rank, "tid": 0,
             "args": {"step": super::step()}});
         writeln!(trace.file, "{event},")

@@ -47,8 +47,15 @@ pub(super) fn load(
         sampler.restore(checkpoint.state.sampler.clone())?;
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     }
+    let saver = Saver::new(CheckpointOptions {
+        output_dir: config.output_dir.clone(),
+        base_dir: source.base,
+        save_total_limit: config.save_total_limit,
+        save_async: config.save_async,
+        on_each_node: config.save_on_each_node,
+    });
     checkpoint::check_room(
-        &config.output_dir,
+        saver.options(),
         &world,
         Some(Models { policy: &policy, reference: None }),
         config.save_steps.is_some(),
@@ -62,12 +69,6 @@ pub(super) fn load(
     log.display().say(&format!("{sources}: {}", rows.counts()));
     rows.warning().iter().for_each(|warning| log.display().say(warning));
     let loss = log.first_and_last("loss").map_or(f64::NAN, |(_, newest)| newest);
-    let saver = Saver::new(CheckpointOptions {
-        output_dir: config.output_dir.clone(),
-        base_dir: source.base.clone(),
-        save_total_limit: config.save_total_limit,
-        save_async: config.save_async,
-    });
     let kind = Placement::in_world(config.device, config.dtype, world.device())?.kind;
     Ok(Sft {
         device: world.device(),
@@ -75,7 +76,6 @@ pub(super) fn load(
         config,
         world,
         mesh,
-        base_dir: source.base,
         policy,
         examples: rows.examples,
         eval_examples: eval_rows.map_or_else(Vec::new, |rows| rows.examples),
@@ -98,6 +98,7 @@ pub(super) fn find_checkpoint(config: &SftConfig, world: &World) -> Result<Optio
         output_dir: &config.output_dir,
         from: config.resume_from_checkpoint.as_deref(),
         is_forced: config.force_resume,
+        on_each_node: config.save_on_each_node,
     };
     checkpoint::resume(&options, world, &|checkpoint| unsafe_changes(config, world.size(), checkpoint))
 }

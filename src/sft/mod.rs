@@ -10,7 +10,7 @@ use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::{self, Claim, Models, SavedConfig, Saver, TrainerState};
-use crate::config::SftConfig;
+use crate::config::{Mode, SftConfig};
 use crate::data::{PromptSampler, SftExample};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, Result};
@@ -28,7 +28,6 @@ pub struct Sft {
     config: SftConfig,
     world: Arc<World>,
     mesh: Mesh,
-    base_dir: PathBuf,
     policy: Policy,
     examples: Vec<SftExample>,
     eval_examples: Vec<SftExample>,
@@ -71,8 +70,11 @@ impl Sft {
     /// Whatever is wrong with configuration, files or memory, before anything is trained.
     pub fn new(config: SftConfig, world: Arc<World>) -> Result<Self> {
         let loaded = phase::scope(Phase::Load, || {
-            let claim = checkpoint::claim(&config.output_dir, &world)?;
-            checkpoint::check_shared(&config.output_dir, &world)?;
+            let shard_group = config.zero.shard_group(world.size(), world.local_size());
+            let on_each_node = config.save_on_each_node;
+            checkpoint::check_each_node(on_each_node, world.world_size(), Mode::Colocated, shard_group)?;
+            checkpoint::check_shared(&config.output_dir, &world, on_each_node)?;
+            let claim = checkpoint::claim(&config.output_dir, &world, on_each_node)?;
             let checkpoint = load::find_checkpoint(&config, &world)?;
             load::load(config, world.clone(), checkpoint, claim)
         });
@@ -108,7 +110,7 @@ impl Sft {
         }
         self.saver.finish(&self.world)?;
         let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
-        let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, Some(&self.policy))?;
+        let model_dir = checkpoint::export(self.saver.options(), &self.world, Some(&self.policy))?;
         if let Some(loss) = eval_loss {
             self.log.write(total, MetricValues::from([("eval_loss".to_owned(), loss)]));
         }

@@ -61,10 +61,11 @@ pub struct StateRange {
 }
 
 impl Policy {
-    /// Whether [`Policy::export_state`] must be saved on this rank. Each rank of a shard group saves its own slice, at every
-    /// stage; with several shard groups (hybrid) the first does so alone.
-    pub fn saves_state(&self) -> bool {
-        self.sharding.replicate.rank() == 0
+    /// Whether [`Policy::export_state`] must be saved on this rank by those `ranks` of the world that write a checkpoint together. Each
+    /// rank of a shard group saves its own slice, at every stage; with several shard groups (hybrid) the first of them does so alone.
+    pub fn saves_state(&self, ranks: &Range<usize>) -> bool {
+        let replicas = &self.sharding.replicate;
+        replicas.ranks().iter().find(|rank| ranks.contains(rank)) == Some(&replicas.ranks()[replicas.rank()])
     }
 
     /// The state that is kept of a parameter's elements.

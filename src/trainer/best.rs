@@ -2,7 +2,7 @@
 //! a resumed run knows them, and every rank knows the same.
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoint, folder_of_step};
+use crate::checkpoint::{Checkpoint, folder_of_step, writes_folder};
 use crate::dist::any_rank;
 use crate::error::{Error, Result};
 
@@ -81,11 +81,13 @@ impl Trainer {
         let best = self.best().filter(|best| self.config.best.load_best_model_at_end && best.step != now);
         let Some(Best { step, value, .. }) = best else { return Ok(now) };
         let folder = folder_of_step(&self.config.output_dir, step);
-        if !any_rank(&*self.world.group(), self.world.rank() == 0 && folder.exists())? {
+        let on_each_node = self.config.save_on_each_node;
+        let reads = writes_folder(&self.world, on_each_node);
+        if any_rank(&*self.world.group(), reads && !folder.exists())? {
             self.output.say(&format!("warning: {} is gone: the final model is the last one", folder.display()));
             return Ok(now);
         }
-        let checkpoint = self.world.agree(Checkpoint::open(&folder, self.world.rank() == 0))?;
+        let checkpoint = self.world.agree(Checkpoint::open(&folder, reads))?;
         let restored = self.model.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy));
         self.world.agree(restored)?;
         self.output.say(&format!("the final model is that of step {step}: {} {value:.4}", self.config.best.metric()));

@@ -160,8 +160,12 @@ impl TrainerBuilder {
         let pool = world.agree(pool)?;
         setup::arm_fault(&config, &world);
         let loaded = phase::scope(Phase::Load, || {
-            let claim = checkpoint::claim(&config.output_dir, &world)?;
-            checkpoint::check_shared(&config.output_dir, &world)?;
+            let num_trainers = config.roles(world.size())?.num_trainers;
+            let shard_group = config.zero.shard_group(num_trainers, world.local_size());
+            let on_each_node = config.save_on_each_node;
+            checkpoint::check_each_node(on_each_node, world.world_size(), config.mode, shard_group)?;
+            checkpoint::check_shared(&config.output_dir, &world, on_each_node)?;
+            let claim = checkpoint::claim(&config.output_dir, &world, on_each_node)?;
             let checkpoint = setup::find_checkpoint(&config, &world)?;
             setup::load(config, (pool, tools), world.clone(), checkpoint, claim)
         });

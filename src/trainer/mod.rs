@@ -60,7 +60,6 @@ pub(crate) use turns::RunTurns;
 pub struct Trainer {
     config: Config,
     world: Arc<World>,
-    base_dir: PathBuf,
     batch: BatchPlan,
     plan: MemoryPlan,
     model: PolicyAndEngine,

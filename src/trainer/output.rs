@@ -3,13 +3,14 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::json;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, DynamicSampling, Mode};
 use crate::data::Tokenizer;
-use crate::dist::Collective;
+use crate::dist::{Collective, World, all_gather_f64};
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
 use crate::metrics::ranks::RankReporter;
@@ -40,11 +41,12 @@ impl RunOutput {
     /// Opens files on the first rank, if any are to be written; a checkpoint continues those of an earlier run.
     pub(super) fn new(
         config: &Config,
-        group: Arc<dyn Collective>,
+        world: &World,
         max_steps: u64,
         checkpoint: Option<&Checkpoint>,
         (writes_files, tokenizer): (bool, &Arc<Tokenizer>),
     ) -> Result<Self> {
+        let group = world.group();
         let is_first = writes_files && group.rank() == 0;
         let output_dir = config.output_dir.clone();
         let options = LogOptions { logging_steps: config.logging_steps, max_steps };
@@ -53,7 +55,8 @@ impl RunOutput {
         let log = RunLog::open(&output_dir, config, options, is_first, earlier, &services)?;
         if config.trace {
             let folder = output_dir.join(TRACE_FOLDER);
-            phase::trace_to(&folder, group.rank(), &label(config, &*group)?, checkpoint.is_some())?;
+            let (label, ahead_us) = (label(config, &*group)?, clock_ahead_us(world, now_us)?);
+            phase::trace_to(&folder, (group.rank(), &label), ahead_us, checkpoint.is_some())?;
         }
         let reporter = writes_files
             .then(|| RankReporter::start(&output_dir, (group.rank(), group.size()), max_steps, group.device()))
@@ -218,6 +221,23 @@ impl UpdateProgress for RunOutput {
     }
 }
 
+/// Microseconds since 1970.
+fn now_us() -> i64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as i64)
+}
+
+/// Microseconds by which the clock of this rank's node is ahead of rank 0's, up to the time that a message takes: ranks read their
+/// clocks as they leave a barrier. On one node there is one clock. Collective over the world.
+fn clock_ahead_us(world: &World, now_us: impl Fn() -> i64) -> Result<i64> {
+    if world.num_nodes() == 1 {
+        return Ok(0);
+    }
+    let group = world.group();
+    group.barrier()?;
+    let all = all_gather_f64(&*group, &[now_us() as f64])?;
+    Ok((all[world.rank() - world.local_rank()][0] - all[0][0]) as i64)
+}
+
 /// A rank's name in the time-line.
 fn label(config: &Config, group: &dyn Collective) -> Result<String> {
     let num_trainers = config.roles(group.size())?.num_trainers;
@@ -240,4 +260,22 @@ fn describe(sequence: &Sequence) -> serde_json::Value {
         "old_logprobs": sequence.old_logprobs,
         "ref_logprobs": sequence.ref_logprobs,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dist::testing;
+
+    #[test]
+    fn the_ranks_of_a_node_take_its_clock_back_to_rank_0_s() {
+        let hour_us = 3_600_000_000;
+        let ahead = testing::worlds_on_nodes((2, 2), std::time::Duration::from_secs(20), |world| {
+            let apart = if world.rank() >= 2 { hour_us } else { 0 };
+            clock_ahead_us(&world, || now_us() + apart).unwrap()
+        });
+        assert_eq!((ahead[0], ahead[1], ahead[2]), (0, 0, ahead[3]));
+        assert!((ahead[2] - hour_us).abs() < 20_000_000, "{ahead:?}");
+        assert_eq!(testing::worlds(2, |world| clock_ahead_us(&world, || world.rank() as i64).unwrap()), [0, 0]);
+    }
 }

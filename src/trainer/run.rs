@@ -115,7 +115,7 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank.
     pub fn export(&self) -> Result<PathBuf> {
-        checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, self.model.policy())
+        checkpoint::export(self.saver.options(), &self.world, self.model.policy())
     }
 
     /// Begins a checkpoint and returns its folder; it is complete when the next one begins, or with [`Trainer::finish`]. Collective

@@ -334,9 +334,16 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let begun =
         || (TrainingProgress { entropy_control: entropy_control(&config), ..TrainingProgress::default() }, Vec::new());
     let (progress, carried) = checkpoint.as_ref().map_or_else(|| Ok(begun()), restored)?;
+    let saver = Saver::new(CheckpointOptions {
+        output_dir: config.output_dir.clone(),
+        base_dir: source.base,
+        save_total_limit: config.save_total_limit,
+        save_async: config.save_async,
+        on_each_node: config.save_on_each_node,
+    });
     if writes_files {
         checkpoint::check_room(
-            &config.output_dir,
+            saver.options(),
             &world,
             model.saved_models(config.objective.sync_ref_model),
             config.save_steps.is_some(),
@@ -345,27 +352,19 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let num_dropped = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.carried.len()) - carried.len();
     let max_steps = schedule.total_steps as u64;
     let files = (writes_files, &preflight.tokenizer);
-    let output = RunOutput::new(&config, world.group(), max_steps, checkpoint.as_ref(), files)?;
+    let output = RunOutput::new(&config, &world, max_steps, checkpoint.as_ref(), files)?;
     output.say(&format!("plan\n{preflight}"));
     if num_dropped > 0 {
         output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
     }
     description.iter().for_each(|line| output.say(line));
     let plan = preflight.plan_of(world.rank()).clone();
-    let base_dir = source.base;
     let rows_by_id = RowsById::new(&config, &dataset);
-    let saver = Saver::new(CheckpointOptions {
-        output_dir: config.output_dir.clone(),
-        base_dir: base_dir.clone(),
-        save_total_limit: config.save_total_limit,
-        save_async: config.save_async,
-    });
     let chip_flop_per_s = chip_flop_per_s(world.device(), preflight.kind)?;
     Ok(Trainer {
         config,
         world,
         chip_flop_per_s,
-        base_dir,
         batch,
         plan,
         model,
@@ -422,6 +421,7 @@ pub(super) fn find_checkpoint(config: &Config, world: &World) -> Result<Option<C
         output_dir: &config.output_dir,
         from: config.resume_from_checkpoint.as_deref(),
         is_forced: config.force_resume,
+        on_each_node: config.save_on_each_node,
     };
     checkpoint::resume(&options, world, &|checkpoint| unsafe_changes(config, world.size(), checkpoint))
 }

@@ -68,7 +68,7 @@ pub(super) fn ranks(runs: &[(usize, &WatchedRun)]) -> String {
         if run.ranks.is_empty() {
             return format!("<p>{}: no rank has written what it does.</p>", escape(&run.name));
         }
-        let rows: String = run.ranks.iter().map(|rank| rank_row(rank, now)).collect();
+        let rows: String = run.ranks.iter().map(|rank| rank_row(rank, run.silence_s(rank, now))).collect();
         format!(
             "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"Ranks of {name}\"><table><caption>{name}</caption>\
              <thead><tr><th scope=\"col\">rank</th><th scope=\"col\">step</th><th scope=\"col\">phase</th>\
@@ -80,10 +80,9 @@ pub(super) fn ranks(runs: &[(usize, &WatchedRun)]) -> String {
     runs.iter().map(table).collect()
 }
 
-fn rank_row(state: &RankState, now: f64) -> String {
-    let RankState {
-        rank, step, max_steps, phases, phase_s, waits_in, resident_bytes, held, gpu_memory, time, end, ..
-    } = state;
+fn rank_row(state: &RankState, silence_s: f64) -> String {
+    let RankState { rank, step, max_steps, phases, phase_s, waits_in, resident_bytes, held, gpu_memory, end, .. } =
+        state;
     let phase = match (end, phases.is_empty()) {
         (Some(end), _) if end.code == Some(0) => "done".to_owned(),
         (Some(_), _) => "ended".to_owned(),
@@ -98,7 +97,7 @@ fn rank_row(state: &RankState, now: f64) -> String {
     let of_gpu = gpu_memory
         .filter(|_| end.is_none())
         .map(|gpu| format!("GPU: {} of {} in use; ", bytes(gpu.used_bytes), bytes(gpu.total_bytes)));
-    let lasts = if end.is_some() { String::new() } else { age(phase_s + (now - time).max(0.0)) };
+    let lasts = if end.is_some() { String::new() } else { age(phase_s + silence_s.max(0.0)) };
     let mut row = format!("<tr><th scope=\"row\">{rank}</th><td>{} of {max_steps}</td>", (step + 1).min(*max_steps));
     for cell in [
         format!("{phase}{waits}"),
@@ -110,7 +109,7 @@ fn rank_row(state: &RankState, now: f64) -> String {
             if owners.is_empty() { String::new() } else { format!("({})", owners.join(", ")) }
         ),
         bytes(*resident_bytes),
-        format!("{} ago", age(now - time)),
+        format!("{} ago", age(silence_s)),
     ] {
         let _ = write!(row, "<td>{}</td>", escape(cell.trim()));
     }

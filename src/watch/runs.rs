@@ -1,5 +1,6 @@
 //! The runs of the watched folders and how they are.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -41,8 +42,19 @@ pub(super) struct WatchedRun {
     /// Ranks, and what is wrong with their files.
     pub ranks: Vec<RankState>,
     rank_message: String,
+    heard: BTreeMap<usize, Heard>,
     /// Steps whose completions are there.
     pub steps: Vec<u64>,
+}
+
+/// The newest sign of life of a rank, by this host's clock.
+#[derive(Debug)]
+struct Heard {
+    /// The time that its file had, by its own clock.
+    time: f64,
+    at: Instant,
+    /// Whether the file has changed since it was first read.
+    is_new: bool,
 }
 
 impl WatchedRuns {
@@ -123,6 +135,7 @@ impl WatchedRun {
             looked: None,
             ranks: Vec::new(),
             rank_message: String::new(),
+            heard: BTreeMap::new(),
             steps: Vec::new(),
         }
     }
@@ -130,11 +143,31 @@ impl WatchedRun {
     fn look(&mut self) {
         self.metrics.look();
         match read_ranks(&self.folder) {
-            Ok(ranks) => (self.ranks, self.rank_message) = (ranks, String::new()),
+            Ok(ranks) => self.hear(ranks),
             Err(error) => self.rank_message = format!("ranks: {error}"),
         }
         self.steps = samples::steps(&self.folder);
         self.looked = Some(Instant::now());
+    }
+
+    fn hear(&mut self, ranks: Vec<RankState>) {
+        for RankState { rank, time, .. } in &ranks {
+            let heard = |is_new| Heard { time: *time, at: Instant::now(), is_new };
+            let known = self.heard.entry(*rank).or_insert_with(|| heard(false));
+            if known.time.to_bits() != time.to_bits() {
+                *known = heard(true);
+            }
+        }
+        (self.ranks, self.rank_message) = (ranks, String::new());
+    }
+
+    /// How long a rank has not written, in seconds. Its host's clock need not be this one's: what it wrote while it was watched counts
+    /// from then. Of a file that has not changed since it was first read, the time it names is all that is known.
+    pub fn silence_s(&self, rank: &RankState, now: f64) -> f64 {
+        match self.heard.get(&rank.rank).filter(|heard| heard.is_new) {
+            Some(heard) => heard.at.elapsed().as_secs_f64(),
+            None => now - rank.time,
+        }
     }
 
     pub fn history(&self) -> &History {
@@ -177,7 +210,7 @@ impl WatchedRun {
             return "deleted".to_owned();
         }
         let ends = || self.ranks.iter().filter_map(|rank| rank.end.as_ref());
-        let silent = |rank: &RankState| rank.end.is_none() && now - rank.time > SILENCE_S;
+        let silent = |rank: &RankState| rank.end.is_none() && self.silence_s(rank, now) > SILENCE_S;
         if let Some(failed) = ends().find(|end| end.code.is_some_and(|code| code != 0)) {
             return match failed.code {
                 Some(75) => format!("stopped and saved: {}", failed.message),
@@ -185,7 +218,7 @@ impl WatchedRun {
             };
         }
         if let Some(rank) = self.ranks.iter().find(|rank| silent(rank)) {
-            return format!("rank {} has shown no sign of life for {}", rank.rank, age(now - rank.time));
+            return format!("rank {} has shown no sign of life for {}", rank.rank, age(self.silence_s(rank, now)));
         }
         match self.metrics.newest() {
             _ if self.ranks.iter().any(|rank| rank.end.is_none()) => "running".to_owned(),
@@ -258,6 +291,17 @@ mod tests {
         assert_eq!(runs.look(0).unwrap().state(), "deleted");
         assert_eq!(WatchedRun::new(folder.path(), &folder.path().join("a")).name, "a");
         assert!(!WatchedRun::new(folder.path(), folder.path()).name.contains('/'), "the folder's own name");
+    }
+
+    #[test]
+    fn a_rank_whose_host_s_clock_is_apart_is_alive_as_soon_as_it_writes() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut run = WatchedRun::new(folder.path(), folder.path());
+        run.hear(vec![rank(0, 3700.0, None), rank(1, 100.0, None)]);
+        assert_eq!(run.state_at(3700.0), "rank 1 has shown no sign of life for 60 min", "it may be a run of yesterday");
+        run.hear(vec![rank(0, 3705.0, None), rank(1, 105.0, None)]);
+        assert_eq!(run.state_at(3705.0), "running");
+        assert!(run.silence_s(&run.ranks[1], 3705.0) < 20.0);
     }
 
     #[test]

@@ -292,7 +292,7 @@ fn a_run_goes_on_in_another_layout() {
 fn a_folder_is_one_runs_at_a_time() {
     let runs = Runs::new();
     let folder = runs.path("shared");
-    let held = claim(&folder, &World::single()).unwrap();
+    let held = claim(&folder, &World::single(), false).unwrap();
     let refused = runs.train("shared", 2, &["max_steps=1"]);
     assert_eq!(refused.code, Some(2), "{}", refused.output);
     let told = format!("process {} does; wait for its end, end it, or name another folder", std::process::id());

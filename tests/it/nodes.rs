@@ -5,6 +5,8 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::path::Path;
 use std::process::{Child, Command};
 
+use tempfile::TempDir;
+
 use crate::program::{Ended, SMALL_RUN, await_line, command, end, metrics, run};
 
 const TOKEN: &str = "COLO_GRPO_TOKEN";
@@ -92,19 +94,147 @@ fn nodes_that_differ_are_refused_by_name() {
     lost.assert_error("a node too many", 2, &["--node_rank = 2: expected 0 to 1"]);
 }
 
-/// One key, two folders: each node has a working folder of its own.
-#[test]
-fn a_folder_that_is_not_shared_is_refused_by_node() {
-    let port = free_port();
-    let line = format!("{SMALL_RUN} output_dir=run");
-    let nodes = [0, 1].map(|rank| {
+/// Working folders of two nodes, which have the repository's `configs` and see nothing of one another.
+fn two_disks() -> [TempDir; 2] {
+    [0, 1].map(|_| {
         let folder = tempfile::tempdir().unwrap();
         let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
         std::os::unix::fs::symlink(configs, folder.path().join("configs")).unwrap();
-        let started = node(rank, port, &line).current_dir(folder.path()).spawn().unwrap();
-        (started, folder)
-    });
-    for (started, _folder) in nodes {
-        end(started).assert_error("two folders", 2, &["output_dir = run", "node 1 does not see the file .node-check-"]);
+        folder
+    })
+}
+
+/// Runs `line` on two nodes, each in its own folder.
+fn on_two_disks(disks: &[TempDir; 2], line: &str) -> [Ended; 2] {
+    let port = free_port();
+    [0, 1].map(|rank| node(rank, port, line).current_dir(disks[rank].path()).spawn().unwrap()).map(end)
+}
+
+#[test]
+fn a_folder_that_is_not_shared_is_refused_by_node() {
+    for ended in on_two_disks(&two_disks(), &format!("{SMALL_RUN} output_dir=run")) {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        let [second, first] = [1, 0].map(|node| format!("node {node} ({})", host.trim()));
+        let seen = format!("{second} does not see the file .node-check-");
+        ended.assert_error(
+            "two folders",
+            2,
+            &["output_dir = run", &seen, &format!("that {first} wrote there"), "save_on_each_node"],
+        );
     }
+}
+
+#[test]
+fn every_node_may_have_whole_checkpoints_of_its_own() {
+    let line = "--nproc 2 save_on_each_node=true max_steps=4 save_steps=2 save_total_limit=2 output_dir=run";
+    let run_on = |disks: &[TempDir; 2], more: &str| {
+        let ended = on_two_disks(disks, &format!("{SMALL_RUN} {line} {more}"));
+        assert!(ended.iter().all(|node| node.code == Some(0)), "{}\n{}", ended[0].stderr, ended[1].stderr);
+        ended
+    };
+    let disks = two_disks();
+    run_on(&disks, "");
+    let weights =
+        |disk: usize, part: &str| std::fs::read(disks[disk].path().join("run").join(part).join("model.safetensors"));
+    let straight = weights(0, "final").unwrap();
+    assert!(straight == weights(1, "final").unwrap(), "each node has the model");
+    let states =
+        [0, 1].map(|disk| std::fs::read(disks[disk].path().join("run/checkpoint-2/trainer_state.json")).unwrap());
+    assert!(states[0] == states[1], "copies are alike");
+
+    // Node 1 was not done with its newest copy when the run ended: both go on from the one before.
+    std::fs::remove_dir_all(disks[1].path().join("run/checkpoint-4")).unwrap();
+    let ended = run_on(&disks, "resume_from_checkpoint=latest");
+    assert_eq!(ended.map(|node| node.code), [Some(0); 2]);
+    assert!(weights(1, "checkpoint-4").is_ok() && weights(1, "final").unwrap() == straight);
+
+    // A node's copy is whole: one node of as many ranks goes on from it alone.
+    let from = disks[1].path().join("run/checkpoint-2");
+    let alone = disks[0].path().join("alone");
+    let one = run(&format!(
+        "{SMALL_RUN} --nproc 4 zero.shard_group_size=2 max_steps=4 save_steps=2 output_dir={} resume_from_checkpoint={}",
+        alone.display(),
+        from.display()
+    ));
+    assert_eq!(one.code, Some(0), "{}", one.stderr);
+    assert!(std::fs::read(alone.join("final/model.safetensors")).unwrap() == straight);
+
+    // A checkpoint of another run by the same name is no copy, and without any in common there is nothing to go on from.
+    for checkpoint in ["checkpoint-2", "checkpoint-4"] {
+        std::fs::remove_dir_all(disks[1].path().join("run").join(checkpoint)).unwrap();
+    }
+    let refused = on_two_disks(&disks, &format!("{SMALL_RUN} {line} resume_from_checkpoint=latest"));
+    refused[0].assert_error(
+        "no copy",
+        5,
+        &["not every node has a whole copy", "checkpoint-2, checkpoint-4; node 1 (", "has none"],
+    );
+}
+
+#[test]
+fn folders_of_the_nodes_own_must_be_apart_and_hold_all_of_the_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let line =
+        format!("{SMALL_RUN} --nproc 2 save_on_each_node=true output_dir={}", folder.path().join("run").display());
+    for ended in on_two_nodes(&line) {
+        ended.assert_error(
+            "one folder",
+            2,
+            &["save_on_each_node = true: expected false where nodes share output_dir", "sees the file"],
+        );
+    }
+    for ended in on_two_nodes(&format!("{line} zero.shard_group_size=4")) {
+        ended.assert_error("shards over nodes", 2, &["save_on_each_node = true", "zero.shard_group_size = 4"]);
+    }
+}
+
+/// ZeRO-3 over nodes on request and within them, and engines on another node than trainers.
+#[test]
+fn state_and_halves_may_lie_over_nodes() {
+    let folder = tempfile::tempdir().unwrap();
+    for keys in [
+        "zero.stage=3 zero.shard_group_size=4",
+        "zero.stage=3 zero.shard_group_size=2",
+        "mode=split split.rollout_gpus=2 zero.shard_group_size=2 residency.optimizer=resident",
+    ] {
+        let weights = |name: &str, keys: &str, runs: &dyn Fn(&str) -> Vec<Ended>| {
+            let output_dir = folder.path().join(name);
+            let _ = std::fs::remove_dir_all(&output_dir);
+            let ended = runs(&format!("{SMALL_RUN} max_steps=2 {keys} output_dir={}", output_dir.display()));
+            assert!(ended.iter().all(|run| run.code == Some(0)), "{keys}: {}", ended[0].stderr);
+            std::fs::read(output_dir.join("final/model.safetensors")).unwrap()
+        };
+        let two = weights("two", keys, &|line| on_two_nodes(&format!("--nproc 2 {line}")).into());
+        let one = weights("one", keys, &|line| vec![run(&format!("--nproc 4 {line}"))]);
+        assert!(two == one, "{keys}: weights differ");
+    }
+}
+
+#[test]
+fn a_checkpoint_of_two_nodes_is_resumed_on_one_and_the_other_way_round() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let line = |name: &str, more: &str| {
+        format!("{SMALL_RUN} max_steps=4 save_steps=2 {more} output_dir={}", path(name).display())
+    };
+    let from = |name: &str| format!("resume_from_checkpoint={}", path(name).join("checkpoint-2").display());
+    let weights = |name: &str| std::fs::read(path(name).join("final/model.safetensors")).unwrap();
+    let two = |name: &str, more: &str| {
+        let ended = on_two_nodes(&line(name, &format!("--nproc 2 {more}")));
+        assert!(ended.iter().all(|node| node.code == Some(0)), "{name}: {}\n{}", ended[0].stderr, ended[1].stderr);
+    };
+    let one = |name: &str, more: &str| {
+        let ended = run(&line(name, more));
+        assert_eq!(ended.code, Some(0), "{name}: {}", ended.stderr);
+    };
+    two("two", "");
+    one("one", &format!("--nproc 4 zero.shard_group_size=2 {}", from("two")));
+    assert!(weights("two") == weights("one"), "1 x 4 goes on to other weights");
+    one("straight", "--nproc 4 zero.shard_group_size=2");
+    two("again", &from("straight"));
+    assert!(weights("two") == weights("again"), "2 x 2 goes on to other weights");
+    // Half as many ranks add up in another order. What they resume is the same to the last bit.
+    one("fewer", &format!("--nproc 2 per_device_train_batch_size=16 max_steps=2 {}", from("two")));
+    let saved = std::fs::read(path("two").join("checkpoint-2/model.safetensors")).unwrap();
+    assert!(weights("fewer") == saved, "1 x 2 resumes other weights");
 }

@@ -88,6 +88,10 @@ impl ControlPlane for NodesControl {
         self.layout.is_one_node(&group.ranks)
     }
 
+    fn nodes_of(&self, ranks: &[usize]) -> String {
+        self.layout.describe(ranks)
+    }
+
     fn post_failure(&self, error: &Error) {
         if let Some(epoch) = self.member.post(error) {
             self.client.post_failure(epoch, error);

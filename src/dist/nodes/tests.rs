@@ -8,9 +8,10 @@ use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 
 use super::auth::Token;
+use super::client::{Client, FIRST_EPOCH};
 use super::layout::Refusal;
 use super::testing::{TOKEN, TestHub, greeting};
-use crate::dist::control::Deadline;
+use crate::dist::control::{Deadline, RankGroup};
 use crate::dist::shm::{Member, Segment};
 use crate::dist::{Collective, ReduceOp, World, all_gather_bytes, testing};
 use crate::error::{Error, ExitCode, Result};
@@ -183,6 +184,32 @@ fn a_rank_that_is_lost_before_another_attaches_its_memory_is_heard_of() {
     let member = Arc::new(Member::new(Arc::new(Segment::in_process(1, 64 << 10).unwrap()), 0, 0, PATIENCE));
     own.attach(member.clone());
     assert_eq!(member.failure().unwrap().rank, 1);
+    drop((own, other, served));
+}
+
+/// A node may be through the meeting, and fail, while another one still joins.
+#[test]
+fn a_failure_that_comes_before_this_rank_attaches_its_memory_is_not_forgotten() {
+    let hub = TestHub::new();
+    let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
+    let served = hub.start(&first);
+    let (own, other) = (hub.join(&first, PATIENCE), hub.join(&second, PATIENCE));
+    for client in [&own, &other] {
+        client.await_welcome(Deadline::after(PATIENCE)).unwrap();
+    }
+    other.post_failure(FIRST_EPOCH, &Error::NonFinite { message: "early".to_owned() });
+    let gather = |client: &Client, rank| {
+        client.gather(&RankGroup::new(0, "world", &[0, 1], rank), &[], Deadline::after(PATIENCE), || None).unwrap();
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| gather(&other, 1));
+        gather(&own, 0); // whose end comes behind the failure
+    });
+    let member = Arc::new(Member::new(Arc::new(Segment::in_process(1, 64 << 10).unwrap()), 0, 0, PATIENCE));
+    assert!(member.failure().is_none());
+    own.attach(member.clone());
+    let failure = member.failure().unwrap();
+    assert_eq!((failure.rank, failure.code, failure.message.contains("early")), (1, ExitCode::Numerics, true));
     drop((own, other, served));
 }
 

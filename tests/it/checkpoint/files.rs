@@ -98,7 +98,13 @@ fn state(global_step: u64) -> TrainerState {
 
 fn options(folder: &Path) -> CheckpointOptions {
     let base_dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/arithmetic/tokenizer");
-    CheckpointOptions { output_dir: folder.to_owned(), base_dir, save_total_limit: None, save_async: true }
+    CheckpointOptions {
+        output_dir: folder.to_owned(),
+        base_dir,
+        save_total_limit: None,
+        save_async: true,
+        on_each_node: false,
+    }
 }
 
 fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf {

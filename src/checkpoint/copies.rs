@@ -1,0 +1,96 @@
+//! The checkpoint to go on from where every node has a folder of its own: one that all nodes have a whole copy of.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use super::folder;
+use super::manifest::Manifest;
+use super::resume::{ResumeOptions, refuse_earlier_run, refuse_what_is_no_checkpoint, while_others_wait};
+use crate::dist::{World, all_gather_json, first_text};
+use crate::error::{Error, Result};
+use crate::phase::{self, terminal};
+
+/// The checkpoint that `resume_from_checkpoint` of rank 0 names, or the newest one that all nodes have a copy of, verified on each. A
+/// newer one that a node lacks was not complete everywhere when the run ended. Collective over the world.
+///
+/// # Errors
+/// [`Error::Checkpoint`] on all ranks if no checkpoint is on all nodes, with what each node has; on a node's first rank, what
+/// [`super::resume`] returns.
+pub fn common_checkpoint(options: &ResumeOptions<'_>, world: &World) -> Result<Option<PathBuf>> {
+    let group = world.group();
+    let leads = world.local_rank() == 0;
+    let from = first_text(&*group, options.from.filter(|_| world.rank() == 0).map(str::to_owned))?;
+    let Some(from) = from else {
+        return if leads { refuse_earlier_run(options.output_dir).map(|()| None) } else { Ok(None) };
+    };
+    if from != "latest" {
+        let folder = PathBuf::from(from);
+        let faults = faults(&folder, world)?;
+        return if faults.is_empty() { Ok(Some(folder)) } else { Err(refuse(&folder, &faults)) };
+    }
+    let own = if leads { Some(names(options.output_dir)?) } else { None };
+    let all: Vec<Option<Vec<String>>> = all_gather_json(&*group, "checkpoints", &own)?;
+    let (mut told, steps) = shared_steps(&all, world);
+    if steps.is_empty() && all.iter().flatten().all(Vec::is_empty) {
+        return Ok(None);
+    }
+    for name in steps {
+        let folder = options.output_dir.join(&name);
+        let faults = faults(&folder, world)?;
+        if faults.is_empty() {
+            return Ok(Some(folder));
+        }
+        if world.rank() == 0 {
+            terminal::say(format_args!("warning: {}; trying the checkpoint before it", refuse(&folder, &faults)));
+        }
+        told.extend(faults.into_iter().map(|fault| format!("{name}: {fault}")));
+    }
+    Err(refuse(options.output_dir, &told))
+}
+
+/// What each node has, and the names that all of them have, newest first.
+fn shared_steps(all: &[Option<Vec<String>>], world: &World) -> (Vec<String>, Vec<String>) {
+    let of_nodes: Vec<(usize, &Vec<String>)> =
+        all.iter().enumerate().filter_map(|(rank, names)| Some((rank, names.as_ref()?))).collect();
+    let describe = |(rank, names): &(usize, &Vec<String>)| match names.is_empty() {
+        true => format!("{} has none", world.node_of(*rank)),
+        false => format!("{} has {}", world.node_of(*rank), names.join(", ")),
+    };
+    let told = of_nodes.iter().map(describe).collect();
+    let sets: Vec<BTreeSet<&String>> = of_nodes.iter().map(|(_, names)| names.iter().collect()).collect();
+    let is_everywhere = |name: &&String| sets.iter().all(|set| set.contains(name));
+    let first = of_nodes.first().map_or(&[][..], |(_, names)| names.as_slice());
+    (told, first.iter().rev().filter(is_everywhere).cloned().collect())
+}
+
+/// Names of the checkpoints in a folder, by step.
+fn names(output_dir: &Path) -> Result<Vec<String>> {
+    let name = |folder: PathBuf| Some(folder.file_name()?.to_string_lossy().into_owned());
+    Ok(folder::list(output_dir)?.into_iter().filter_map(name).collect())
+}
+
+/// Why the copies of a checkpoint cannot be gone on from, by node; nothing where all are whole and alike. Collective over the world.
+fn faults(folder: &Path, world: &World) -> Result<Vec<String>> {
+    let verify = || {
+        refuse_what_is_no_checkpoint(folder)?;
+        Manifest::verify(folder, &mut phase::beat)
+    };
+    let check = || Ok(Some(verify().map(|manifest| manifest.digest()).map_err(|error| error.to_string())));
+    let own: Option<Result<String, String>> = while_others_wait(world, (world.local_rank() == 0).then_some(check))?;
+    let all: Vec<Option<Result<String, String>>> = all_gather_json(&*world.group(), "copies", &own)?;
+    let first = all.iter().flatten().find_map(|copy| copy.as_ref().ok().cloned());
+    let fault = |(rank, copy): (usize, Option<Result<String, String>>)| match copy? {
+        Ok(digest) if Some(&digest) == first.as_ref() => None,
+        Ok(_) => Some(format!("{} has another checkpoint by that name", world.node_of(rank))),
+        Err(error) => Some(format!("{}: {error}", world.node_of(rank))),
+    };
+    Ok(all.into_iter().enumerate().filter_map(fault).collect())
+}
+
+fn refuse(path: &Path, faults: &[String]) -> Error {
+    let message = format!(
+        "not every node has a whole copy: {}; copy a checkpoint's folder to all nodes (save_on_each_node)",
+        faults.join("; ")
+    );
+    Error::Checkpoint { path: path.to_owned(), message }
+}

@@ -1,0 +1,117 @@
+//! The ranks that write a checkpoint together: all that train, into one folder, or with `save_on_each_node` those of each node, into a
+//! folder on a disk of the node's own.
+
+use std::ops::Range;
+
+use super::TrainerState;
+use crate::config::{Mode, WorldSize};
+use crate::dist::{World, first_text};
+use crate::error::{Error, Result};
+
+/// Ranks with one checkpoint, the first of which writes all but the others' optimizer state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Writers {
+    ranks: Range<usize>,
+    rank: usize,
+}
+
+impl Writers {
+    /// The writers that this rank is one of, where the first `num_trainers` ranks of the world train. On one node `on_each_node`
+    /// changes nothing.
+    pub fn of(world: &World, num_trainers: usize, on_each_node: bool) -> Self {
+        let (rank, first) = (world.rank(), world.rank() - world.local_rank());
+        let ranks = if is_apart(world, on_each_node) { first..first + world.local_size() } else { 0..num_trainers };
+        Self { ranks, rank }
+    }
+
+    /// Whether this rank is the first of them.
+    pub fn is_first(&self) -> bool {
+        self.rank == self.ranks.start
+    }
+
+    /// All of them, in order.
+    pub fn ranks(&self) -> Range<usize> {
+        self.ranks.clone()
+    }
+
+    /// All but the first.
+    pub fn others(&self) -> Range<usize> {
+        self.ranks.start + 1..self.ranks.end
+    }
+}
+
+/// Whether this rank writes what a run has once in a folder: the first of the world, or with `on_each_node` of its node.
+pub fn writes_folder(world: &World, on_each_node: bool) -> bool {
+    Writers::of(world, world.size(), on_each_node).is_first()
+}
+
+/// Whether nodes have folders of their own.
+pub fn is_apart(world: &World, on_each_node: bool) -> bool {
+    on_each_node && world.num_nodes() > 1
+}
+
+/// Refuses `save_on_each_node` where a node would have only a part of a checkpoint: its ranks must train, and hold all of the optimizer
+/// state between them. On one node the key changes nothing.
+///
+/// # Errors
+/// [`Error::InvalidValue`] with the key that stands against it.
+pub fn check_each_node(on_each_node: bool, world: WorldSize, mode: Mode, shard_group_size: usize) -> Result<()> {
+    let local = world.local_ranks;
+    if !on_each_node || world.ranks == local {
+        return Ok(());
+    }
+    let expected = match mode {
+        Mode::Split => "false with mode = split, whose engines have no state to save".to_owned(),
+        Mode::Colocated if local.is_multiple_of(shard_group_size) => return Ok(()),
+        Mode::Colocated => format!(
+            "false with zero.shard_group_size = {shard_group_size} over nodes of {local} ranks, each of which has a part of the \
+             state alone; share output_dir, or shard within nodes"
+        ),
+    };
+    Err(Error::invalid_value("save_on_each_node", true, expected))
+}
+
+/// The text of rank 0's `trainer_state.json`, which all nodes write where they have folders of their own, so that copies of a
+/// checkpoint can be told from others. Collective over the world.
+pub fn common_state(world: &World, state: &TrainerState) -> Result<Option<String>> {
+    first_text(&*world.group(), (world.rank() == 0).then(|| state.to_text()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::dist::testing;
+
+    #[test]
+    fn nodes_that_write_apart_have_a_first_rank_each() {
+        let found = testing::worlds_on_nodes((2, 2), Duration::from_secs(20), |world| {
+            [false, true].map(|on_each_node| Writers::of(&world, 4, on_each_node))
+        });
+        let [together, apart] = found[3].clone();
+        assert_eq!((together.ranks(), together.others(), together.is_first()), (0..4, 1..4, false));
+        assert_eq!((apart.ranks(), apart.others(), apart.is_first()), (2..4, 3..4, false));
+        assert!(found[2][1].is_first() && !found[2][0].is_first() && found[0].iter().all(Writers::is_first));
+        let alone = World::single();
+        assert_eq!(Writers::of(&alone, 1, true), Writers::of(&alone, 1, false));
+    }
+
+    #[test]
+    fn a_node_with_a_part_of_the_state_alone_is_refused() {
+        let two_nodes = WorldSize { ranks: 4, local_ranks: 2 };
+        let check = |mode, size| check_each_node(true, two_nodes, mode, size);
+        assert!(check(Mode::Colocated, 1).is_ok() && check(Mode::Colocated, 2).is_ok());
+        let message = check(Mode::Colocated, 4).unwrap_err().to_string();
+        assert!(
+            message.starts_with("save_on_each_node = true: expected false with zero.shard_group_size = 4"),
+            "{message}"
+        );
+        assert!(check(Mode::Split, 2).unwrap_err().to_string().contains("mode = split"));
+        let one = WorldSize { ranks: 4, local_ranks: 4 };
+        assert!(
+            check_each_node(true, one, Mode::Split, 4).is_ok()
+                && check_each_node(false, two_nodes, Mode::Split, 4).is_ok()
+        );
+    }
+}
