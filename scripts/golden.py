@@ -23,8 +23,8 @@ import shutil
 import subprocess
 
 import torch
-from transformers import (AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig)
+from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, MistralConfig, Olmo2Config,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 VOCAB = 96
@@ -57,6 +57,12 @@ ROPES = [
                                                              original_max_position_embeddings=8192)),
     dict(max_position_embeddings=4096, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)),
 ]
+HYBRID = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+              layer_types=["linear_attention", "full_attention", "linear_attention"],
+              linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16,
+              **dict(COMMON, num_hidden_layers=3))
+PARTIAL_ROPE = dict(ROPE, partial_rotary_factor=0.25)
+VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, out_hidden_size=32, num_position_embeddings=16)
 # name: configuration, type on disk, largest shard
 FAMILIES = {
     "qwen2_yarn": (Qwen2Config(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
@@ -76,11 +82,12 @@ FAMILIES = {
                                        norm_topk_prob=False, mlp_only_layers=[0], router_aux_loss_coef=0.25, num_attention_heads=4,
                                        num_key_value_heads=2, head_dim=16, rope_parameters=ROPE, tie_word_embeddings=False, **COMMON),
                         torch.bfloat16, "40KB"),
-    "qwen3_5": (Qwen3_5TextConfig(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-                                  rope_parameters=dict(ROPE, partial_rotary_factor=0.25),
-                                  layer_types=["linear_attention", "full_attention", "linear_attention"],
-                                  linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16,
-                                  tie_word_embeddings=False, **dict(COMMON, num_hidden_layers=3)), torch.float32, "5GB"),
+    "qwen3_5": (Qwen3_5TextConfig(intermediate_size=48, rope_parameters=PARTIAL_ROPE, tie_word_embeddings=False, **HYBRID),
+                torch.float32, "5GB"),
+    # With a vision tower, whose positions have three axes; of text they are alike.
+    "qwen3_5_vision": (Qwen3_5Config(
+        text_config=dict(HYBRID, intermediate_size=48, rope_parameters=dict(PARTIAL_ROPE, mrope_interleaved=True, mrope_section=[1, 1, 0])),
+        vision_config=VISION, tie_word_embeddings=True), torch.bfloat16, "40KB"),
     "llama3": (LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=1,
                            head_dim=16, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False, **COMMON),
                torch.float32, "50KB"),
@@ -150,7 +157,8 @@ def make_family(folder, config, dtype, max_shard_size):
 def random_model(config, dtype, seed):
     """Weights that are exact in `dtype`, large enough that every part of the network shows in the logits."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = 0.3 * torch.randn(parameter.shape)
@@ -164,9 +172,10 @@ def golden_numbers(model, seed):
     prompts = [torch.randint(4, VOCAB, (length,), generator=generator) for length in PROMPT_LENGTHS]
     logits = [model(prompt[None]).logits[0] for prompt in prompts]
     greedy, gaps = zip(*[continuation(model, prompt) for prompt in prompts[:3]])
-    long, gap = continuation(model, prompts[0], LONG_NEW_TOKENS) if hasattr(model.config, "linear_num_key_heads") else ([], 1.0)
+    text = model.config.get_text_config()
+    long, gap = continuation(model, prompts[0], LONG_NEW_TOKENS) if hasattr(text, "linear_num_key_heads") else ([], 1.0)
     router = dict(aux_loss=[model(prompt[None], output_router_logits=True).aux_loss.item() for prompt in prompts]
-                  ) if hasattr(model.config, "num_experts") else {}
+                  ) if hasattr(text, "num_experts") else {}
     return router | {
         "input_ids": [prompt.tolist() for prompt in prompts],
         "last_logits": [rounded(rows[-1]) for rows in logits],

@@ -274,7 +274,7 @@ fn write_model(
         return write_adapters(folder, table, lora, base_dir, kind, weights);
     }
     ModelSpec { dtype: kind, ..ModelSpec::clone(&table.spec) }.write_config(folder, Some(base_dir))?;
-    let mut writer = WeightWriter::create(folder, table.spec.clone(), kind)?;
+    let mut writer = WeightWriter::create(folder, table.spec.clone(), kind, Some(base_dir))?;
     for (layout, flat) in table.units.iter().zip(weights) {
         writer.write_unit(layout, &flat?)?;
     }

@@ -268,6 +268,11 @@ fn check_output_dir(folder: &Path) -> Result<()> {
 
 fn init(args: &InitArgs) -> Result<ExitCode> {
     let spec = Arc::new(args.model.spec()?);
+    if let Some(path) = args.model.config_json.as_ref().filter(|_| spec.is_text_part) {
+        let message = "text_config is a part of a model with a vision tower, which init does not make: expected the config.json of a text \
+                       model, as text_config itself with \"architectures\"";
+        return Err(Error::bad_file(path, message));
+    }
     let (tokenizer, mut progress) = (args.tokenizer.as_deref(), parts_progress("init"));
     write_new("--output", &args.output, |folder| init_folder(&spec, folder, args.seed, tokenizer, &mut progress))?;
     terminal::print_saved(format_args!("{}: {} parameters", args.output.display(), spec.num_params()));

@@ -8,14 +8,15 @@ mod experts;
 mod rope;
 #[cfg(test)]
 mod tests;
+mod text_part;
 
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
-use super::families::{Family, Traits, Window};
-use super::json::JsonObject;
+use super::families::{Family, Names, Traits, Window};
+use super::json::{CONFIG, JsonObject};
 use super::spec::ModelSpec;
 use crate::error::{Error, Result};
 use crate::ops::rope::RopeScaling;
@@ -30,8 +31,7 @@ impl ModelSpec {
     /// [`Error::BadFile`] with the key, what was found and what is expected: architectures, activations, rope types,
     /// biases and mixtures of windows that the decoder does not compute, and sizes that do not fit one another.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
-        let config = JsonObject::read(&folder.as_ref().join("config.json"))?;
-        let mut spec = parse(&config)?;
+        let mut spec = parse(JsonObject::read(&folder.as_ref().join(CONFIG))?)?;
         let generation = folder.as_ref().join("generation_config.json");
         if generation.exists() {
             let generation = JsonObject::read(&generation)?;
@@ -47,7 +47,7 @@ impl ModelSpec {
     /// # Errors
     /// The errors of [`ModelSpec::from_folder`].
     pub fn from_config_json(path: impl AsRef<Path>) -> Result<Self> {
-        parse(&JsonObject::read(path.as_ref())?)
+        parse(JsonObject::read(path.as_ref())?)
     }
 
     /// `config.json`, readable by transformers 4 and 5.
@@ -95,10 +95,12 @@ impl ModelSpec {
     }
 
     /// Writes `config.json` and `generation_config.json` into an existing folder. The second keeps what that of `base` says
-    /// beside the end-of-sequence ids: temperature, top_p and other settings of the model's makers.
+    /// beside the end-of-sequence ids: temperature, top_p and other settings of the model's makers. Of files with a vision tower the
+    /// first is that of `base`, with the type of these weights.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::BadFile`] for a file of `base` that cannot be read.
+    /// [`Error::Io`]; [`Error::BadFile`] for a file of `base` that cannot be read; [`Error::InvalidArgument`] for the text part of files
+    /// without a `base`.
     pub fn write_config(&self, folder: impl AsRef<Path>, base: Option<&Path>) -> Result<()> {
         let theirs = base.map(|base| base.join("generation_config.json")).filter(|path| path.exists());
         let theirs = theirs.map(|path| JsonObject::read(&path)).transpose()?;
@@ -106,7 +108,8 @@ impl ModelSpec {
         generation.entry("bos_token_id").or_insert_with(|| json!(self.bos_token_id));
         generation.insert("eos_token_id".into(), self.eos_json());
         let generation = Value::Object(generation);
-        for (name, value) in [("config.json", self.to_config_json()), ("generation_config.json", generation)] {
+        let config = if self.is_text_part { text_part::whole_config(self, base)? } else { self.to_config_json() };
+        for (name, value) in [(CONFIG, config), ("generation_config.json", generation)] {
             let path = folder.as_ref().join(name);
             std::fs::write(&path, format!("{value:#}\n")).map_err(Error::io(path))?;
         }
@@ -131,8 +134,9 @@ fn dtype_name(kind: Kind) -> &'static str {
     }
 }
 
-fn parse(config: &JsonObject) -> Result<ModelSpec> {
-    let family = family(config)?;
+fn parse(whole: JsonObject) -> Result<ModelSpec> {
+    let (family, is_text_part) = family(&whole)?;
+    let config = &if is_text_part { text_part::read(whole)? } else { whole };
     let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, has_experts, has_delta_nets, .. } =
         family.traits();
     refuse_unsupported(config, has_delta_nets)?;
@@ -177,6 +181,7 @@ fn parse(config: &JsonObject) -> Result<ModelSpec> {
         bos_token_id: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
         eos_token_ids: token_ids(config, "eos_token_id", vocab_size)?,
         dtype: dtype(config)?,
+        is_text_part,
     };
     if !spec.num_heads.is_multiple_of(spec.num_kv_heads) {
         return Err(config.wrong("num_key_value_heads", format!("a divisor of num_attention_heads = {num_heads}")));
@@ -184,16 +189,26 @@ fn parse(config: &JsonObject) -> Result<ModelSpec> {
     Ok(spec)
 }
 
-fn family(config: &JsonObject) -> Result<Family> {
+/// The family, and whether the file has its description in `text_config`.
+fn family(config: &JsonObject) -> Result<(Family, bool)> {
     let architecture = config.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
     let model_type = config.get("model_type").and_then(Value::as_str);
-    let found = Family::ALL.into_iter().find(|family| match architecture {
-        Some(architecture) => family.traits().architecture == architecture,
-        None => Some(family.traits().model_type) == model_type,
+    let is_named = |names: Names| match architecture {
+        Some(architecture) => names.architecture == architecture,
+        None => Some(names.model_type) == model_type,
+    };
+    let found = Family::ALL.into_iter().find_map(|family| {
+        let Traits { architecture, model_type, whole, .. } = family.traits();
+        let is_text_part = whole.is_some_and(is_named);
+        (is_text_part || is_named(Names { architecture, model_type })).then_some((family, is_text_part))
     });
     found.ok_or_else(|| {
         let key = if architecture.is_some() { "architectures" } else { "model_type" };
-        config.wrong(key, format!("one of {}", Family::ALL.map(|family| family.traits().architecture).join(", ")))
+        let names = Family::ALL.iter().flat_map(|family| {
+            let Traits { architecture, whole, .. } = family.traits();
+            std::iter::once(architecture).chain(whole.map(|names| names.architecture))
+        });
+        config.wrong(key, format!("one of {}", names.collect::<Vec<_>>().join(", ")))
     })
 }
 

@@ -54,7 +54,7 @@ fn write_model(
 ) -> Result<()> {
     let (files, table) = (WeightFiles::open(base, spec.clone())?, ParamTable::new(spec.clone(), 1));
     spec.write_config(output, Some(base))?;
-    let mut writer = WeightWriter::create(output, spec.clone(), spec.dtype)?;
+    let mut writer = WeightWriter::create(output, spec.clone(), spec.dtype, Some(base))?;
     let adapter_table = adapters.map(|files| ParamTable::adapters(spec.clone(), files.lora(), 1));
     for (index, layout) in table.units.iter().enumerate() {
         progress(index, table.units.len());

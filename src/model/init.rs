@@ -18,8 +18,8 @@ use crate::untrusted::{self, MAX_TOKENIZER_BYTES};
 /// Keeps these random numbers apart from other uses of the same seed.
 const STREAM: u64 = 0x696e_6974; // "init"
 
-/// Files of a model folder that belong to the tokenizer.
-const TOKENIZER_FILES: [&str; 7] = [
+/// Files of a model folder that belong to the tokenizer, or beside it to a vision tower.
+const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -27,6 +27,9 @@ const TOKENIZER_FILES: [&str; 7] = [
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 ];
 
 /// One unit [layout.len] of `kind` on the CPU: matrices normal with standard deviation 0.02, norms 1 (0 where
@@ -113,7 +116,7 @@ pub fn init_folder(
         copy_tokenizer(source, folder)?;
     }
     spec.write_config(folder, None)?;
-    let mut writer = WeightWriter::create(folder, spec.clone(), spec.dtype)?;
+    let mut writer = WeightWriter::create(folder, spec.clone(), spec.dtype, None)?;
     let units = ParamTable::new(spec.clone(), 1).units;
     for (index, layout) in units.iter().enumerate() {
         progress(index, units.len());

@@ -44,6 +44,13 @@ impl JsonObject {
         }
     }
 
+    /// Gives it the value that a key has in `other`, if it has one there.
+    pub(super) fn take(&mut self, key: &str, other: &Self) {
+        if let Some(value) = other.get(key) {
+            self.map.insert(key.to_owned(), value.clone());
+        }
+    }
+
     /// All keys with their values.
     pub(super) fn into_map(self) -> Map<String, Value> {
         self.map

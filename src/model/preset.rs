@@ -102,6 +102,7 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         bos_token_id: published.then_some(151_643),
         eos_token_ids: if published { vec![151_645, 151_643] } else { Vec::new() },
         dtype: if published { Kind::BFloat16 } else { Kind::Float },
+        is_text_part: false,
     }
 }
 

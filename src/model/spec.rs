@@ -68,6 +68,8 @@ pub struct ModelSpec {
     pub eos_token_ids: Vec<u32>,
     /// Type of the weights on disk.
     pub dtype: Kind,
+    /// Files of the model have a vision tower, too, which is kept as it is: the model is what their `text_config` describes.
+    pub is_text_part: bool,
 }
 
 /// The experts of a model, and which of its layers have them. Field names are those of `config.json`.

@@ -1,5 +1,7 @@
 //! Model folders: golden ones made by transformers, round trips, and hostile ones.
 
+mod vision;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -9,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 10] = [
+const GOLDEN: [(&str, Family); 11] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -20,6 +22,7 @@ const GOLDEN: [(&str, Family); 10] = [
     ("qwen3_moe", Family::Qwen3Moe),
     ("qwen3_moe_mixed", Family::Qwen3Moe),
     ("qwen3_5", Family::Qwen3_5),
+    ("qwen3_5_vision", Family::Qwen3_5),
 ];
 
 fn golden(name: &str) -> PathBuf {
@@ -70,9 +73,9 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
         let table = ParamTable::new(spec.clone(), 2);
         let files = open(&golden(name)).unwrap();
         let copy = tempfile::tempdir().unwrap();
-        spec.write_config(copy.path(), None).unwrap();
+        spec.write_config(copy.path(), Some(&golden(name))).unwrap();
         assert_eq!(ModelSpec::from_folder(copy.path()).unwrap(), *spec);
-        let mut writer = WeightWriter::create(copy.path(), spec.clone(), spec.dtype).unwrap();
+        let mut writer = WeightWriter::create(copy.path(), spec.clone(), spec.dtype, Some(&golden(name))).unwrap();
         for layout in &table.units {
             writer.write_unit(layout, &files.read_unit(layout, spec.dtype).unwrap()).unwrap();
         }

@@ -13,4 +13,5 @@ pub(super) const TRAITS: Traits = Traits {
     window: Window::Never,
     has_experts: false,
     has_delta_nets: false,
+    whole: None,
 };

@@ -49,6 +49,17 @@ pub(super) struct Traits {
     pub has_experts: bool,
     /// `config.json` describes gated delta nets; attention has an output gate and turns heads in part, and norms scale by 1 + weight.
     pub has_delta_nets: bool,
+    /// Files whose `text_config` describes a model of this family, beside a vision tower.
+    pub whole: Option<Names>,
+}
+
+/// Names of an architecture in `config.json`.
+#[derive(Clone, Copy)]
+pub(super) struct Names {
+    /// `architectures`
+    pub architecture: &'static str,
+    /// `model_type`
+    pub model_type: &'static str,
 }
 
 /// Which layers `sliding_window` is for.

@@ -48,8 +48,9 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     let mut tensors = Vec::new();
     for (param, shape) in shapes(spec, unit) {
         let path = |name: &str| match unit {
-            Unit::Block(layer) => format!("model.layers.{layer}.{name}"),
-            Unit::Embedding | Unit::Head => name.to_owned(),
+            Unit::Block(layer) => format!("{}.layers.{layer}.{name}", decoder(spec)),
+            Unit::Embedding | Unit::Head if param == ParamName::LmHead => name.to_owned(),
+            Unit::Embedding | Unit::Head => format!("{}.{name}", decoder(spec)),
         };
         let is_weight = |linear: &&LinearSpec| linear.matrix.weight() == param;
         let linear = linears.iter().find(is_weight).map(|linear| (linear, "weight"));
@@ -81,6 +82,11 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     tensors
 }
 
+/// The name, in a checkpoint, of all but the head.
+pub(in crate::model) fn decoder(spec: &ModelSpec) -> &'static str {
+    if spec.is_text_part { "model.language_model" } else { "model" }
+}
+
 /// `self_attn.q_proj`, or `mlp.experts.3.up_proj` of an expert.
 pub(in crate::model) fn module_path(module: TargetModule, expert: Option<usize>) -> String {
     let (room, name) = (if module <= TargetModule::OProj { "self_attn" } else { "mlp" }, module.name());
@@ -90,16 +96,16 @@ pub(in crate::model) fn module_path(module: TargetModule, expert: Option<usize>)
     }
 }
 
-/// The name, within its block, of a parameter that is a tensor by itself.
+/// The name, within its block or the decoder, of a parameter that is a tensor by itself.
 fn name(param: ParamName) -> &'static str {
     match param {
-        ParamName::Embedding => "model.embed_tokens.weight",
+        ParamName::Embedding => "embed_tokens.weight",
         ParamName::InputNorm => "input_layernorm.weight",
         ParamName::QNorm => "self_attn.q_norm.weight",
         ParamName::KNorm => "self_attn.k_norm.weight",
         ParamName::PostNorm | ParamName::MixerPostNorm => "post_attention_layernorm.weight",
         ParamName::MlpPostNorm => "post_feedforward_layernorm.weight",
-        ParamName::FinalNorm => "model.norm.weight",
+        ParamName::FinalNorm => "norm.weight",
         ParamName::LmHead => "lm_head.weight",
         ParamName::Router => "mlp.gate.weight",
         ParamName::DeltaConv => "linear_attn.conv1d.weight",
@@ -110,10 +116,16 @@ fn name(param: ParamName) -> &'static str {
     }
 }
 
-/// Whether a tensor that we do not read may stand in a checkpoint, as in transformers: the head of a tied model, and the
-/// rotary frequencies that old checkpoints carry; the layers that predict further tokens, which only Qwen3.5 has.
+/// Whether a tensor that we do not read may stand in a checkpoint, as in transformers: the head of a tied model, the rotary
+/// frequencies that old checkpoints carry, and what is kept as it is.
 pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
     (spec.tie_word_embeddings && name == "lm_head.weight")
         || name.ends_with(".self_attn.rotary_emb.inv_freq")
-        || (spec.delta_net.is_some() && name.starts_with("mtp."))
+        || is_kept(spec, name)
+}
+
+/// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and layers that
+/// predict further tokens, which only Qwen3.5 has.
+pub(super) fn is_kept(spec: &ModelSpec, name: &str) -> bool {
+    (spec.is_text_part && name.starts_with("model.visual.")) || (spec.delta_net.is_some() && name.starts_with("mtp."))
 }

@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use safetensors::tensor::TensorInfo;
 use tch::{Device, Kind, Tensor};
 
 use super::header::MappedFile;
-use super::names::{HfTensor, is_ignored, tensors};
+use super::names::{HfTensor, is_ignored, is_kept, tensors};
 use super::{INDEX, SINGLE};
 use crate::error::{Error, Result};
 use crate::model::json::JsonObject;
@@ -58,6 +59,14 @@ impl WeightFiles {
             self.shard_of(&tensor.name).copy_to(&tensor.name, &mut tensor.view(layout, &flat))?;
         }
         Ok(flat)
+    }
+
+    /// Tensors that are no part of the model and are kept as they are: name, type and shape, bytes.
+    pub(super) fn kept(&self) -> impl Iterator<Item = (&str, &TensorInfo, &[u8])> {
+        self.places.iter().filter(|(name, _)| is_kept(&self.spec, name)).filter_map(|(name, &shard)| {
+            let shard = &self.shards[shard];
+            Some((name.as_str(), shard.info(name)?, shard.bytes(name)?))
+        })
     }
 
     fn add(&mut self, shard: MappedFile) -> Result<()> {

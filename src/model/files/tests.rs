@@ -43,7 +43,7 @@ fn what_is_written_is_read_back_bit_by_bit() {
         let table = ParamTable::new(spec.clone(), 3);
         let units = random_units(&table, kind);
         let folder = tempfile::tempdir().unwrap();
-        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), kind, shard_bytes).unwrap();
+        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), kind, None, shard_bytes).unwrap();
         for (layout, flat) in table.units.iter().zip(&units).rev() {
             writer.write_unit(layout, flat).unwrap();
         }
@@ -63,7 +63,7 @@ fn reading_rounds_to_the_kind_asked_for() {
     let (spec, folder) = (micro(true), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     let units = random_units(&table, Kind::Float);
-    let mut writer = WeightWriter::create(folder.path(), spec.clone(), Kind::Float).unwrap();
+    let mut writer = WeightWriter::create(folder.path(), spec.clone(), Kind::Float, None).unwrap();
     for (layout, flat) in table.units.iter().zip(&units) {
         writer.write_unit(layout, flat).unwrap();
     }
@@ -78,7 +78,7 @@ fn a_unit_too_few_is_an_error_and_leaves_nothing() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     let units = random_units(&table, Kind::Float);
-    let mut writer = WeightWriter::create(folder.path(), spec, Kind::Float).unwrap();
+    let mut writer = WeightWriter::create(folder.path(), spec, Kind::Float, None).unwrap();
     writer.write_unit(&table.units[0], &units[0]).unwrap();
     writer.write_unit(&table.units[2], &units[2]).unwrap();
     let error = writer.finish().unwrap_err();
@@ -91,7 +91,8 @@ fn a_new_model_hides_the_one_before_it() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     for (shard_bytes, sign) in [(usize::MAX, 1.0), (30_000, -1.0), (usize::MAX, 2.0)] {
-        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, shard_bytes).unwrap();
+        let mut writer =
+            WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, None, shard_bytes).unwrap();
         for (layout, flat) in table.units.iter().zip(random_units(&table, Kind::Float)) {
             writer.write_unit(layout, &(flat * sign)).unwrap();
         }
@@ -106,7 +107,8 @@ fn a_model_that_cannot_have_its_names_leaves_the_one_before_it() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     let write = |shard_bytes| {
-        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, shard_bytes).unwrap();
+        let mut writer =
+            WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, None, shard_bytes).unwrap();
         for (layout, flat) in table.units.iter().zip(random_units(&table, Kind::Float)) {
             writer.write_unit(layout, &flat).unwrap();
         }

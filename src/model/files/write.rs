@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::names::{HfTensor, tensors};
-use super::{INDEX, SINGLE};
+use super::{INDEX, SINGLE, WeightFiles};
 use crate::error::{Error, Result};
 use crate::model::params::{Unit, UnitLayout, units};
 use crate::model::spec::{ModelSpec, product};
@@ -45,18 +45,44 @@ struct Shard {
     data_bytes: usize,
 }
 
+/// A tensor that has its place in a file.
+#[derive(Debug, Clone)]
+struct Planned {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: usize,
+}
+
 impl WeightWriter {
-    /// Creates the files in an existing folder, for weights of `kind` (float32, bfloat16 or float16).
+    /// Creates the files in an existing folder, for weights of `kind` (float32, bfloat16 or float16). What the files of `base` have beside
+    /// the model, as a vision tower, is copied bit by bit.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::InvalidArgument`] for another kind.
-    pub fn create(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind) -> Result<Self> {
-        Self::with_shard_bytes(folder.as_ref(), spec, kind, MAX_SHARD_BYTES)
+    /// [`Error::Io`]; [`Error::InvalidArgument`] for another kind; the errors of [`WeightFiles::open`] for a model of which `base` may
+    /// have more.
+    pub fn create(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
+        let base = base.filter(|_| spec.is_text_part || spec.delta_net.is_some());
+        let base = base.map(|base| WeightFiles::open(base, spec.clone())).transpose()?;
+        Self::with_shard_bytes(folder.as_ref(), spec, kind, base.as_ref(), MAX_SHARD_BYTES)
     }
 
-    pub(super) fn with_shard_bytes(folder: &Path, spec: Arc<ModelSpec>, kind: Kind, bytes: usize) -> Result<Self> {
+    pub(super) fn with_shard_bytes(
+        folder: &Path,
+        spec: Arc<ModelSpec>,
+        kind: Kind,
+        base: Option<&WeightFiles>,
+        bytes: usize,
+    ) -> Result<Self> {
         let dtype = dtype_of(kind)?;
-        let plan = split(&spec, kind.elt_size_in_bytes(), bytes);
+        let own = units(&spec).flat_map(|unit| tensors(&spec, unit)).map(|tensor| Planned::new(tensor, dtype, kind));
+        let kept = base.into_iter().flat_map(WeightFiles::kept).map(|(name, info, bytes)| Planned {
+            name: name.to_owned(),
+            dtype: info.dtype,
+            shape: info.shape.clone(),
+            bytes: bytes.len(),
+        });
+        let plan = split(own.chain(kept), bytes);
         let remaining = units(&spec).collect();
         let (folder, shards, places) = (folder.to_owned(), Vec::new(), BTreeMap::new());
         let mut writer = Self { folder, spec, kind, shards, places, remaining };
@@ -65,7 +91,10 @@ impl WeightWriter {
                 1 => SINGLE.to_owned(),
                 count => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
             };
-            writer.add_shard(name, tensors, dtype)?;
+            writer.add_shard(name, tensors)?;
+        }
+        for (name, _, bytes) in base.into_iter().flat_map(WeightFiles::kept) {
+            writer.write(name, bytes)?;
         }
         Ok(writer)
     }
@@ -78,14 +107,17 @@ impl WeightWriter {
         for tensor in tensors(&self.spec, layout.unit) {
             let view = tensor.view(layout, flat).f_to_kind(self.kind)?;
             let values = view.f_to_device(Device::Cpu)?.f_contiguous()?;
-            let (shard, offset) = self.places[&tensor.name];
-            let shard = &self.shards[shard];
             // SAFETY: weights change between steps alone, and no step runs while they are written.
-            let bytes = unsafe { torch::bytes(&values) }?;
-            shard.file.write_all_at(bytes, offset).map_err(Error::io(&shard.temporary))?;
+            self.write(&tensor.name, unsafe { torch::bytes(&values) }?)?;
         }
         self.remaining.remove(&layout.unit);
         Ok(())
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let (shard, offset) = self.places[name];
+        let shard = &self.shards[shard];
+        shard.file.write_all_at(bytes, offset).map_err(Error::io(&shard.temporary))
     }
 
     /// Makes the files durable and gives them their names; with several, writes the index too.
@@ -117,13 +149,12 @@ impl WeightWriter {
         sync(&self.folder)
     }
 
-    fn add_shard(&mut self, name: String, tensors: &[HfTensor], dtype: Dtype) -> Result<()> {
+    fn add_shard(&mut self, name: String, tensors: &[Planned]) -> Result<()> {
         let mut data_bytes = 0;
-        let infos = tensors.iter().map(|tensor| {
+        let infos = tensors.iter().map(|Planned { name, dtype, shape, bytes }| {
             let start = data_bytes;
-            data_bytes += product(&tensor.shape) * self.kind.elt_size_in_bytes();
-            let shape = tensor.shape.iter().map(|&size| size as usize).collect();
-            (tensor.name.clone(), TensorInfo { dtype, shape, data_offsets: (start, data_bytes) })
+            data_bytes += bytes;
+            (name.clone(), TensorInfo { dtype: *dtype, shape: shape.clone(), data_offsets: (start, data_bytes) })
         });
         let infos: Vec<_> = infos.collect();
         let starts: Vec<_> = infos.iter().map(|(_, info)| info.data_offsets.0).collect();
@@ -159,19 +190,27 @@ impl Drop for WeightWriter {
     }
 }
 
-/// Tensors in order, in runs of at most `max_bytes`.
-fn split(spec: &ModelSpec, element_bytes: usize, max_bytes: usize) -> Vec<Vec<HfTensor>> {
+impl Planned {
+    fn new(tensor: HfTensor, dtype: Dtype, kind: Kind) -> Self {
+        let bytes = product(&tensor.shape) * kind.elt_size_in_bytes();
+        let shape = tensor.shape.iter().map(|&size| size as usize).collect();
+        Self { name: tensor.name, dtype, shape, bytes }
+    }
+}
+
+/// Tensors in order, in runs of at most `max_bytes`. In a run those of the widest type come first, so that each starts aligned.
+fn split(tensors: impl Iterator<Item = Planned>, max_bytes: usize) -> Vec<Vec<Planned>> {
     let (mut plan, mut shard, mut filled) = (Vec::new(), Vec::new(), 0);
-    for tensor in units(spec).flat_map(|unit| tensors(spec, unit)) {
-        let bytes = product(&tensor.shape) * element_bytes;
-        if !shard.is_empty() && filled + bytes > max_bytes {
+    for tensor in tensors {
+        if !shard.is_empty() && filled + tensor.bytes > max_bytes {
             plan.push(std::mem::take(&mut shard));
             filled = 0;
         }
-        filled += bytes;
+        filled += tensor.bytes;
         shard.push(tensor);
     }
     plan.push(shard);
+    plan.iter_mut().for_each(|shard| shard.sort_by_key(|tensor| std::cmp::Reverse(tensor.dtype.bitsize())));
     plan
 }
 

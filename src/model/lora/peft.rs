@@ -16,7 +16,7 @@ use super::layout::{AdaptedProjection, Fused};
 use crate::config::TargetModule;
 use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
-use crate::model::files::names::module_path;
+use crate::model::files::names::{decoder, module_path};
 use crate::model::files::{MappedFile, dtype_of, encode_header, sync};
 use crate::model::json::{ADAPTER_CONFIG as CONFIG, JsonObject};
 use crate::model::params::{ParamTable, Unit, UnitLayout};
@@ -61,7 +61,7 @@ fn tensors(
             let [a_shape, b_shape] = fused.shapes_of(piece);
             for (is_a, part, shape) in [(true, "lora_A", a_shape), (false, "lora_B", b_shape)] {
                 let path = module_path(piece.module, None);
-                let name = format!("base_model.model.model.layers.{layer}.{path}.{part}.weight");
+                let name = format!("base_model.model.{}.layers.{layer}.{path}.{part}.weight", decoder(spec));
                 f(&PeftTensor { name, shape, fused: &fused, piece, is_a })?;
             }
         }

@@ -213,6 +213,7 @@ pub fn spec(tied: bool) -> ModelSpec {
         zero_centred_norms: false,
         sliding_window: None,
         max_position_embeddings: 64,
+        is_text_part: false,
         bos_token_id: None,
         eos_token_ids: vec![0],
         dtype: Kind::Float,

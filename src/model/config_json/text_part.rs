@@ -1,0 +1,46 @@
+//! Files of models that see: `text_config` describes the part that is trained and sampled from, and the rest stays as it is.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::dtype_name;
+use crate::error::{Error, Result};
+use crate::model::json::{CONFIG, JsonObject};
+use crate::model::spec::ModelSpec;
+
+const KEY: &str = "text_config";
+
+/// The description of the text part. Whether the head is tied is said outside of it, as in transformers, and so may be the type.
+pub(super) fn read(whole: JsonObject) -> Result<JsonObject> {
+    if whole.get("quantization_config").is_some() {
+        return Err(whole.wrong("quantization_config", "none: unquantised weights"));
+    }
+    let mut text = whole.object(KEY)?.ok_or_else(|| whole.wrong(KEY, "an object that describes the text model"))?;
+    text.take("tie_word_embeddings", &whole);
+    if text.get("dtype").or(text.get("torch_dtype")).is_none() {
+        ["dtype", "torch_dtype"].into_iter().for_each(|key| text.take(key, &whole));
+    }
+    Ok(text)
+}
+
+/// The `config.json` of `base`, for weights of the type of `spec`.
+pub(super) fn whole_config(spec: &ModelSpec, base: Option<&Path>) -> Result<Value> {
+    let base = base.ok_or_else(|| Error::InvalidArgument {
+        op: "ModelSpec::write_config",
+        expected: "the folder of the files that the text is a part of".to_owned(),
+        got: "none".to_owned(),
+    })?;
+    let mut config = Value::Object(JsonObject::read(&base.join(CONFIG))?.into_map());
+    let dtype = json!(dtype_name(spec.dtype));
+    let rewrite = |object: &mut Value| {
+        for key in ["dtype", "torch_dtype"] {
+            if let Some(value) = object.get_mut(key) {
+                *value = dtype.clone();
+            }
+        }
+    };
+    rewrite(&mut config);
+    rewrite(&mut config[KEY]);
+    Ok(config)
+}
