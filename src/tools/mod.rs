@@ -10,6 +10,8 @@
 mod conversations;
 mod interpreters;
 mod process;
+#[cfg(test)]
+mod server_tests;
 mod stats;
 #[cfg(test)]
 mod tests;

@@ -375,6 +375,10 @@ class Child:
         self.socket, self.unsent, self.received = own, bytearray(), bytearray()
         self.request, self.deadline, self.trajectory = None, math.inf, None
 
+    def is_alive(self):
+        """Whether the server has not ended it."""
+        return self.socket.fileno() >= 0
+
 
 class Server:
     """Requests to forked processes, and what they answer, until standard input ends."""
@@ -408,7 +412,7 @@ class Server:
                         return
                 elif key.fileobj == self.sink:
                     del self.unsent[: os.write(self.sink, self.unsent[:PART])]
-                else:
+                elif key.data.is_alive():  # unless what was heard before it ended the process
                     self.exchange(key.data, events)
             now = time.monotonic()
             for child in [child for child in self.busy.values() if child.deadline <= now]:
@@ -483,7 +487,7 @@ class Server:
             pass
         except (OSError, ValueError):
             return self.lose(child, "died", "its process ended")
-        if child.socket in self.selector.get_map():
+        if child.is_alive():
             both = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.unsent else 0)
             self.selector.modify(child.socket, both, child)
 
@@ -536,6 +540,9 @@ class Server:
         self.begin_next()
 
     def end(self, child):
+        if not child.is_alive():
+            return
+        child.request = None
         self.num_alive -= 1
         self.busy.pop(child.socket, None)
         self.selector.unregister(child.socket)

@@ -1,0 +1,48 @@
+use std::time::Duration;
+
+use serde_json::Map;
+
+use super::process::{ToolProcess, ToolReply};
+use crate::config::Config;
+
+const ROOM: &str = r"
+class Room:
+    def reset(self):
+        return None
+
+    def get_reward(self):
+        return 0.5
+";
+
+fn replies(process: &mut ToolProcess, num_replies: usize) -> Vec<ToolReply> {
+    let mut all = Vec::new();
+    while all.len() < num_replies {
+        all.extend(process.replies(Duration::from_secs(60)).unwrap());
+    }
+    all
+}
+
+/// Processes beyond the number of workers end with their trajectories; those that are left serve the next ones.
+#[test]
+fn more_environments_than_workers_live_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("room.py");
+    std::fs::write(&file, ROOM).unwrap();
+    let factory = format!("environment_factory={}:Room", file.display());
+    let keys =
+        ["model_name_or_path=m", "train_file=t", "reward_funcs=[]", "tool_workers=2", &factory].map(str::to_owned);
+    let mut process = ToolProcess::start(&Config::load(None, &keys).unwrap()).unwrap().unwrap();
+    let row = Map::new();
+    for first in [1, 6] {
+        for number in first..first + 5 {
+            process.open(number, "", &row);
+        }
+        assert!(replies(&mut process, 5).iter().all(|reply| reply.error.is_none()));
+        for number in first..first + 5 {
+            process.close(number, "");
+        }
+        for mut reply in replies(&mut process, 5) {
+            assert_eq!((reply.reward(), reply.error), (Some(Ok(0.5)), None));
+        }
+    }
+}
