@@ -523,8 +523,11 @@ class Server:
         self.begin_next()
 
     def begin_next(self):
-        while self.waiting and self.begin(self.waiting[0]):
-            self.waiting.popleft()
+        while self.waiting:
+            request = self.waiting.popleft()  # taken off first: to begin it may lose a process, which comes here again
+            if not self.begin(request):
+                self.waiting.appendleft(request)
+                return
 
     def lose(self, child, kind, reason):
         """A process that cannot be used any more, and what that means for whoever waits for it."""
