@@ -67,7 +67,7 @@ def describe(error):
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(frames) if frame.filename[0] != "<"), "")
+    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(frames) if frame.filename[:1] != "<"), "")
     return f"{type(error).__name__}: {error}"[:1000] + place
 
 
@@ -326,7 +326,7 @@ def state_of(environment):
 
 
 def frame(value):
-    text = json.dumps(value).encode()
+    text = json.dumps(value, ensure_ascii=False).encode(errors="replace")  # half of a character is no JSON
     return struct.pack(">I", len(text)) + text
 
 
