@@ -358,8 +358,8 @@ class Child:
             status = 1
             try:
                 os.setpgid(0, 0)
-                os.closerange(3, end.fileno())
-                os.closerange(end.fileno() + 1, 1 << 16)
+                own.close()
+                server.let_go()
                 live(server.tools, end)
                 status = 0
             except BaseException as error:
@@ -393,6 +393,12 @@ class Server:
         self.lost = {}  # trajectories whose process is gone, with the reason
         self.selector = selectors.DefaultSelector()
         self.selector.register(source, selectors.EVENT_READ)
+
+    def let_go(self):
+        """Closes in a forked process what is the server's: files that tools have opened stay open."""
+        for held in {self.source, self.sink, *(key.fileobj for key in self.selector.get_map().values())}:
+            os.close(held) if isinstance(held, int) else held.close()
+        self.selector.close()
 
     def say(self, reply):
         self.unsent += frame(reply)
@@ -455,7 +461,11 @@ class Server:
             if self.idle:
                 child = self.idle.pop()
             elif self.num_alive < self.settings["workers"] or trajectory is not None:
-                child = Child(self)
+                try:
+                    child = Child(self)
+                except OSError as error:
+                    self.say({"id": request["id"], "error": f"no process for it: {error}", "kind": "died"})
+                    return True
                 self.num_alive += 1
                 self.selector.register(child.socket, selectors.EVENT_READ, child)
             else:
