@@ -64,6 +64,11 @@ impl ToolSchemas {
         }
     }
 
+    /// The tools of rows with the environment of this name; those of all rows where none has it.
+    pub fn of_environment(&self, name: &str) -> &Value {
+        self.environments.get(name).unwrap_or(&self.tools)
+    }
+
     /// The tools of some row.
     pub fn of_any(&self) -> &Value {
         self.environments.values().next().unwrap_or(&self.tools)
@@ -92,6 +97,7 @@ mod tests {
         let table = ToolSchemas::new(json!([]), named(&["code", "game"]));
         let of_game = row(json!({"environment": "game", "x": 1}));
         assert_eq!(table.of_row(&of_game).unwrap(), &json!(["game"]));
+        assert_eq!((table.of_environment("game"), table.of_environment("")), (&json!(["game"]), &json!([])));
         assert_eq!(Value::from(table.reset_columns(&of_game)), json!({"x": 1}));
         for wrong in [json!({}), json!({"environment": "chess"}), json!({"environment": 1})] {
             let message = table.of_row(&row(wrong)).unwrap_err();

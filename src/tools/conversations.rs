@@ -185,7 +185,9 @@ impl Conversations {
     pub fn turn_ended(&mut self, key: TrajectoryKey, prompt_len: usize, trajectory: &Trajectory) -> Result<()> {
         let mut conversation = self.open.remove(&key).unwrap_or_else(|| self.fresh());
         conversation.prompt_len = prompt_len;
-        let parsed = self.parser.parse(&self.newest_turn(trajectory)?, self.process.schemas().of_any());
+        let environment = conversation.environment.as_ref().map_or("", |(_, name)| name.as_str());
+        let tools = self.process.schemas().of_environment(environment);
+        let parsed = self.parser.parse(&self.newest_turn(trajectory)?, tools);
         let mut message = json!({"role": "assistant", "content": parsed.content});
         let named = |call: &ToolCall| json!({"name": call.name, "arguments": call.arguments});
         let calls: Vec<Value> = parsed.tool_calls.iter().map(named).collect();
