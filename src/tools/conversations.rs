@@ -185,7 +185,7 @@ impl Conversations {
     pub fn turn_ended(&mut self, key: TrajectoryKey, prompt_len: usize, trajectory: &Trajectory) -> Result<()> {
         let mut conversation = self.open.remove(&key).unwrap_or_else(|| self.fresh());
         conversation.prompt_len = prompt_len;
-        let environment = conversation.environment.as_ref().map_or("", |(_, name)| name.as_str());
+        let environment = conversation.environment.as_deref().unwrap_or_default();
         let tools = self.process.schemas().of_environment(environment);
         let parsed = self.parser.parse(&self.newest_turn(trajectory)?, tools);
         let mut message = json!({"role": "assistant", "content": parsed.content});
