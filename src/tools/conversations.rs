@@ -311,12 +311,27 @@ impl Conversations {
         }
         let observed = |observation: String| -> Result<Prompt> {
             let (text, token_ids) = self.prompts.observed(&prompt.columns, &observation, &self.tokenizer)?;
+            self.check_room(token_ids.len())?;
             Ok(Prompt { text, token_ids, ..prompt.clone() })
         };
         let prompt = first.map(observed).transpose()?;
         let key = TrajectoryKey { sample: 0, ..key };
         self.done.push((key, TurnOutcome::Opened(prompt)));
         Ok(())
+    }
+
+    /// Refuses a prompt after which no completion of `max_completion_length` tokens fits the sequences that the run plans for.
+    fn check_room(&self, num_tokens: usize) -> Result<()> {
+        let TurnLimits { max_completion_length, max_model_length } = self.limits;
+        let longest = max_model_length.saturating_sub(max_completion_length);
+        if num_tokens <= longest {
+            return Ok(());
+        }
+        let message = format!(
+            "environment_factory: reset made a prompt of {num_tokens} tokens, and the run plans for {longest} at most; set \
+             max_prompt_length to the longest that there can be"
+        );
+        Err(Error::Environment { message })
     }
 
     /// Ends a trajectory whose environment has given its reward and state.

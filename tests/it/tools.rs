@@ -185,7 +185,8 @@ def used(completions, environments, **columns):
     let (worlds, output) = (file.display(), folder.path().join("run"));
     let keys = format!(
         "--nproc 2 tensor_parallel_size=2 per_device_train_batch_size=32 tools=[] environment_factory.sums={worlds}:Calculator \
-         environment_factory.told={worlds}:Teller reward_funcs=[\"{worlds}:used\"] tool_timeout_s=3 train_file={}",
+         environment_factory.told={worlds}:Teller reward_funcs=[\"{worlds}:used\"] tool_timeout_s=3 max_prompt_length=88 \
+         train_file={}",
         train.display()
     );
     let ended = run(&format!("{CALCULATOR} {keys} output_dir={}", output.display()));
@@ -205,6 +206,18 @@ def used(completions, environments, **columns):
     let own = |row: &colo_grpo::internal::metrics::CompletionRow| row.rewards[1].1;
     assert!(rows.iter().filter(told).all(|row| own(row).is_none()), "a class without get_reward has none of another's");
     assert!(rows.iter().any(|row| !told(&row) && own(row).is_some()), "a class with get_reward has its own");
+}
+
+/// Completions would be cut short of `max_completion_length` behind a prompt that nobody planned for.
+#[test]
+fn an_environment_that_makes_prompts_longer_than_planned_is_refused_with_the_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("talker.py");
+    let text = "class Talker:\n    def reset(self, **row):\n        return ' please' * 30\n\n    def get_reward(self):\n        return 1.0\n";
+    fs::write(&file, text).unwrap();
+    let keys =
+        format!("environment_factory={}:Talker output_dir={}", file.display(), folder.path().join("run").display());
+    run(&format!("{CALCULATOR} {keys}")).assert_error(&keys, 4, &["reset made a prompt of", "set max_prompt_length"]);
 }
 
 #[test]
