@@ -46,10 +46,13 @@ def load(spec):
     """The object that `file.py:name`, `module:name` or `module.name` names."""
     place, _, name = spec.rpartition(":" if ":" in spec else ".")
     if place.endswith(".py"):
-        sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
+        place = os.path.abspath(place)
+        sys.path.insert(0, os.path.dirname(place))
         module_name = os.path.basename(place)[:-3]
         module = sys.modules.get(module_name)
-        if module is None or getattr(module, "__file__", None) != place:
+        if module is not None and os.path.realpath(getattr(module, "__file__", None) or "") != os.path.realpath(place):
+            raise ImportError(f"a module of the name {module_name} is loaded already; give {place} another name")
+        if module is None:
             source = importlib.util.spec_from_file_location(module_name, place)
             module = importlib.util.module_from_spec(source)
             sys.modules[module_name] = module

@@ -12,6 +12,9 @@ class Room:
 
     def get_reward(self):
         return 0.5
+
+class Hall(Room):
+    pass
 ";
 
 fn replies(process: &mut ToolProcess, num_replies: usize) -> Vec<ToolReply> {
@@ -44,5 +47,27 @@ fn more_environments_than_workers_live_at_once() {
         for mut reply in replies(&mut process, 5) {
             assert_eq!((reply.reward(), reply.error), (Some(Ok(0.5)), None));
         }
+    }
+}
+
+/// A class of a file that was loaded twice could not be pickled.
+#[test]
+fn a_file_is_loaded_once_however_its_path_is_spelled() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("room.py"), ROOM).unwrap();
+    let place = folder.path().display();
+    let factories = [
+        format!("environment_factory.room={place}/room.py:Room"),
+        format!("environment_factory.hall={place}/./room.py:Hall"),
+    ];
+    let keys = ["model_name_or_path=m", "train_file=t", "reward_funcs=mine.py:tone"].map(str::to_owned);
+    let config = Config::load(None, &[&keys[..], &factories].concat()).unwrap();
+    let mut process = ToolProcess::start(&config).unwrap().unwrap();
+    for (number, name) in [(1, "room"), (2, "hall")] {
+        process.open(number, name, &Map::new());
+        assert_eq!(replies(&mut process, 1)[0].error, None);
+        process.close(number, name);
+        let reply = &replies(&mut process, 1)[0];
+        assert!(reply.error.is_none() && reply.state.is_some(), "{name}: {reply:?}");
     }
 }
