@@ -278,7 +278,10 @@ class Served:
             outcomes = self.awaited(self.together(list(under_way.values())))
             for place, outcome in zip(under_way, outcomes):
                 is_error = isinstance(outcome, BaseException)
-                results[place] = self.failure(outcome) if is_error else self.content(outcome)
+                try:
+                    results[place] = self.failure(outcome) if is_error else self.content(outcome)
+                except Exception as error:  # of its text
+                    results[place] = self.failure(error)
         return {"results": results}
 
     @staticmethod
