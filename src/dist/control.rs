@@ -1,9 +1,9 @@
 //! The control plane: what ranks tell one another beside tensors. A failure reaches all of them, they agree on how a scope
 //! ended, and they exchange small pieces of host memory. Nothing outside of this room knows what carries it.
 //!
-//! Within a host that is shared memory (`shm::control`); between hosts it is a hub that rank 0 serves (`nodes`). A carrier must keep three promises: a wait ends with the first
-//! failure of any rank; a wait has a [`Deadline`], and past it the error names the ranks that are late; nothing of an earlier
-//! attempt of the run is taken for one of this attempt.
+//! Within a host that is shared memory (`shm::control`); between hosts it is a hub that rank 0 serves (`nodes`). A carrier must
+//! keep three promises: a wait ends with the first failure of any rank; a wait has a [`Deadline`], and past it the error names
+//! the ranks that are late; nothing of an earlier attempt of the run is taken for one of this attempt.
 
 use std::fmt::Debug;
 use std::sync::Arc;

@@ -1,5 +1,6 @@
-//! How the ranks of a world on one host come to share memory (`nodes::join` has worlds on several). Under this crate's launcher they inherit its descriptor, and nobody else can
-//! reach it. Elsewhere rank 0 makes it and tells the others, through the rendezvous store, which of its descriptors it is.
+//! How the ranks of a world on one host come to share memory (`nodes::join` has worlds on several). Under this crate's launcher
+//! they inherit its descriptor, and nobody else can reach it. Elsewhere rank 0 makes it and tells the others, through the
+//! rendezvous store, which of its descriptors it is.
 //!
 //! A TCPStore has no passwords: whoever reaches its port can read and write its keys. What a rank reads there is therefore two
 //! numbers only, and the memory that they name must be this user's and of this run. A stranger can keep a run from starting,

@@ -1,6 +1,7 @@
-//! The two halves of a step on ranks of their own, to be compared with ranks that do both in turn: the first ones train, the
-//! last ones only generate. Learner, engine and rewards are those of a colocated run; only the weights travel. Before a rollout every unit, one flat bucket, is broadcast from one of the trainers, in turn, into the engines'
-//! own copy, which they read in place at any tensor-parallel degree; of adapters the frozen base goes once.
+//! The two halves of a step on ranks of their own, to be compared with ranks that do both in turn: the first ones train, the last
+//! ones only generate. Learner, engine and rewards are those of a colocated run; only the weights travel. Before a rollout every
+//! unit, one flat bucket, is broadcast from one of the trainers, in turn, into the engines' own copy, which they read in place at
+//! any tensor-parallel degree; of adapters the frozen base goes once.
 
 use std::sync::Arc;
 

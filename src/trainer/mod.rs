@@ -1,6 +1,6 @@
-//! The GRPO trainer. [`Trainer::run`] is a run, and [`Trainer::train_step`] one step; `step` has the parts of a step, `run` what is
-//! around it, `builder` functions of the caller's own; `setup` loads, `sampling` asks the engines, `ahead` lets them sample later batches beside an update, `records` turns groups into
-//! sequences and metrics, `output` writes.
+//! The GRPO trainer. [`Trainer::run`] is a run, and [`Trainer::train_step`] one step; `step` has the parts of a step, `run` what
+//! is around it, `builder` functions of the caller's own; `setup` loads, `sampling` asks the engines, `ahead` lets them sample
+//! later batches beside an update, `records` turns groups into sequences and metrics, `output` writes.
 
 mod ahead;
 mod best;
