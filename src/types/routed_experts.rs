@@ -20,7 +20,12 @@ impl RoutedExperts {
         self.experts.len().checked_div(self.per_token).unwrap_or(0)
     }
 
-    /// Appends those of the token at `position`, if it is the next one.
+    /// The experts of the first `num_tokens` tokens, no more than are known.
+    pub(crate) fn first(&self, num_tokens: usize) -> Self {
+        Self { per_token: self.per_token, experts: self.experts[..num_tokens * self.per_token].to_vec() }
+    }
+
+    /// Appends the experts of the token at `position`, if it is the next one.
     pub fn push(&mut self, position: usize, own: &[u16]) {
         if self.num_tokens() == position {
             self.per_token = own.len();

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Scheduler, StepLimits};
+use super::{Scheduler, StepLimits, TokenRun};
 use crate::error::{Error, Result};
 use crate::rollout::request::{Event, RequestId};
 use crate::rollout::sequence::{EngineSequence, QueuePriority};
@@ -136,6 +136,20 @@ impl Scheduler {
         };
         let holder = self.members(self.sequences[index].group).find(holds);
         holder.map_or(Vec::new(), |holder| self.sequences[holder].block_table[..num_blocks].to_vec())
+    }
+
+    /// Gives a sequence whose run begins behind shared blocks of its prompt the experts of their tokens, which another of its group has.
+    pub(super) fn share_experts(&mut self, run: &TokenRun) {
+        let sequence = &self.sequences[run.sequence];
+        let num_shared = run.tokens.start;
+        if sequence.routed_experts.num_tokens() >= num_shared || num_shared > sequence.prompt_len {
+            return;
+        }
+        let mut of_group = self.sequences[self.members(sequence.group)].iter().map(|other| &other.routed_experts);
+        let known = of_group.find(|known| known.num_tokens() >= num_shared).map(|known| known.first(num_shared));
+        if let Some(known) = known {
+            self.sequences[run.sequence].routed_experts = known;
+        }
     }
 
     /// Blocks that each further member of a group needs: a copy of the prompt's last block, unless it is full.

@@ -233,6 +233,7 @@ impl Scheduler {
         }
         let mut rows = experts.chunks_exact(per_token);
         for run in &step.runs {
+            self.share_experts(run);
             let own = &mut self.sequences[run.sequence].routed_experts;
             for (position, experts) in run.tokens.clone().zip(&mut rows) {
                 own.push(position, experts);

@@ -360,6 +360,29 @@ fn a_group_computes_its_prompt_once() {
     assert_eq!((stats.num_generated_tokens, stats.num_finished), (generated, 8));
 }
 
+/// The expert of a token is its position.
+#[test]
+fn experts_of_shared_blocks_are_those_that_they_were_computed_with() {
+    let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
+    let held = vec![vec![begun(&[9; 5]), Trajectory::default(), Trajectory::default()]];
+    let (kept, stats) = Default::default();
+    let (mut scheduler, _) = resumed(ROOMY, &[(1..11).collect()], 3, held, kept, stats);
+    // The begun completion with the prompt; the others behind its full blocks; all of them.
+    for _ in 0..3 {
+        let step = scheduler.schedule().expect("nothing is under way");
+        let experts = step.runs.iter().flat_map(|run| run.tokens.clone()).map(|position| position as u16);
+        scheduler.record_experts(&step, &experts.collect::<Vec<_>>());
+        let samples = step.runs.iter().flat_map(|run| run.samples.clone());
+        let sampled = samples.map(|_| Sampled { token_id: 5, logprob: 0.0, top: Vec::new() });
+        scheduler.postprocess(&step, &sampled.collect::<Vec<_>>(), &rules).unwrap();
+    }
+    assert_eq!(scheduler.stats.num_prefilled_tokens, 15 + 2, "the others share blocks");
+    for sequence in &scheduler.sequences {
+        let expected: Vec<u16> = (0..sequence.len() as u16 - 1).collect();
+        assert_eq!(sequence.routed_experts.experts, expected);
+    }
+}
+
 #[test]
 fn what_can_never_fit_is_refused_with_the_numbers() {
     let refusal = |limits, len| request(&vec![1; len], 1, Vec::new()).check(9, 0, &limits).unwrap_err().to_string();
