@@ -304,6 +304,6 @@ pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Opti
     }
     let pieces = weights.blocks.iter().flat_map(BlockParams::linears).flat_map(|(_, linear)| &linear.pieces);
     pieces.filter_map(|piece| piece.fp8.as_ref()).flat_map(|fp8| [&fp8.values, &fp8.scales]).for_each(&mut note);
-    adapters(weights).flat_map(|lora| [&lora.a, &lora.b]).for_each(&mut note);
+    adapters(weights).flat_map(|lora| [&lora.a, &lora.b].into_iter().chain(&lora.owners)).for_each(&mut note);
     Ok(addresses)
 }
