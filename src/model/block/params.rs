@@ -61,14 +61,17 @@ impl BlockParams {
     }
 
     /// The block for a batch whose rows choose among stacked adapters: row t uses the one with the number `adapters[t]`, and none where
-    /// that is negative. Weights are shared with `self`.
+    /// that is negative. Weights, and what is rounded of them, are shared with `self`.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn for_rows(&self, adapters: &Tensor /* [T] i32 */) -> Result<Self> {
         let mut own = self.try_map(&mut |tensor| Ok(tensor.shallow_clone()))?;
-        for (_, linear) in &mut own.linears {
+        for ((_, linear), (_, shared)) in own.linears.iter_mut().zip(&self.linears) {
             linear.lora = linear.lora.as_ref().map(|lora| lora.for_rows(adapters)).transpose()?;
+            for (piece, shared) in linear.pieces.iter_mut().zip(&shared.pieces) {
+                piece.fp8 = shared.fp8.as_ref().map(Fp8Rows::shallow_clone);
+            }
         }
         Ok(own)
     }
