@@ -39,7 +39,7 @@ impl Mixer {
     /// The attention of a layer.
     ///
     /// # Panics
-    /// If it is a gated delta net, which [`crate::model::ModelSpec::validate_gpu_engine`] refuses.
+    /// If it is a gated delta net, which [`crate::model::ModelSpec::validate_gpu`] refuses.
     pub fn attention(self) -> AttentionSpec {
         match self {
             Self::Attention(attention) => attention,
