@@ -238,3 +238,28 @@ pub fn experts_gather(
     unsafe { launch(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments)? };
     Ok(y)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tile of other sizes than the source's would give wrong results, and no error.
+    #[test]
+    fn tiles_are_those_of_the_source() {
+        let shapes = [[4, 1, 1, 4, 2, 3], [4, 1, 2, 4, 1, 5], [4, 2, 2, 8, 2, 3], [4, 1, 1, 8, 1, 4]];
+        for (tile, [wm, wn, mt, nt, steps, stages]) in ExpertTile::ALL.into_iter().zip(shapes) {
+            let ExpertTile { name, rows, threads, shared_bytes, per_processor } = tile;
+            let line =
+                format!("PRODUCTS({name}, {threads}, {per_processor}, {wm}, {wn}, {mt}, {nt}, {steps}, {stages})");
+            assert!(SOURCE.text.contains(&line), "{line}");
+            assert_eq!((rows, threads as usize), (wn * nt * 8, wm * wn * 32), "{name}");
+            let features = wm * mt * 16;
+            assert_eq!((shared_bytes - SLACK) as usize, stages * steps * (features + rows) * 128, "{name}");
+        }
+        let ExpertTile { name, threads, per_processor, .. } = FLOAT;
+        for op in ["gate_up", "down"] {
+            let line = format!("PRODUCT(experts_{op}_{name}, {threads}, {per_processor}, ");
+            assert!(SOURCE.text.contains(&line), "{line}");
+        }
+    }
+}

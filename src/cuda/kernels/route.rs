@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal};
+use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -104,7 +104,9 @@ pub fn route(
     let (gpu, kind) = (ordinal(OP, x)?, x.kind());
     let [tokens, hidden, num_experts, per_token] = [rows, dim, experts, choices].map(|size| size as usize);
     let sizes = RouteSizes::new(tokens, hidden, num_experts, per_token);
-    let fits = num_experts <= MOST_EXPERTS
+    let fits = tokens > 0
+        && [x, w].into_iter().all(is_aligned)
+        && num_experts <= MOST_EXPERTS
         && (1..=MOST_EXPERTS_PER_TOKEN.min(num_experts)).contains(&per_token)
         && hidden.is_multiple_of(8)
         && to.own.end <= num_experts
@@ -115,7 +117,7 @@ pub fn route(
     if !fits {
         return Err(invalid(
             OP,
-            format!("at most {MOST_EXPERTS} experts and room for {sizes:?}"),
+            format!("tokens at multiples of 16 bytes, at most {MOST_EXPERTS} experts and room for {sizes:?}"),
             (x.size(), w.size(), to),
         ));
     }
