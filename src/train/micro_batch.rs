@@ -42,7 +42,7 @@ pub struct MicroBatch {
     pub teacher_top: Option<TopScores>, // [C, K] i64 and f32
     /// Generation steps from the sampling of each scored token to this one, if every sequence has them.
     pub token_ages: Option<Tensor>, // [C] i64
-    /// The experts that the sampler chose in all layers, -1 where it chose none, if every sequence has some.
+    /// The experts that the sampler chose in all layers, -1 where it chose none, if any sequence has some.
     pub routed_experts: Option<Tensor>, // [T, R] i16
     /// Index of each sequence in what was packed.
     pub sequences: Vec<usize>, // [N]
@@ -169,9 +169,9 @@ fn teacher_top(sequences: &[usize], all: &[Sequence], device: Device) -> Result<
     }))
 }
 
-/// The experts of each row; none unless every sequence has some.
+/// The experts of each row, -1 where a sequence has none; `None` where no sequence has any.
 fn routed_experts(all: &[Sequence], sources: &[(usize, usize)], device: Device) -> Result<Option<Tensor>> {
-    let per_token = sources.iter().map(|&(sequence, _)| all[sequence].routed_experts.per_token).min().unwrap_or(0);
+    let per_token = sources.iter().map(|&(sequence, _)| all[sequence].routed_experts.per_token).max().unwrap_or(0);
     if per_token == 0 {
         return Ok(None);
     }
