@@ -2,39 +2,54 @@
 """Golden numbers of LoRA adapters, from PEFT on the folders of golden.py, and of NF4 weights, from bitsandbytes. Needs
 torch, transformers, peft and bitsandbytes (made with 2.11, 5.23, 0.21 and 0.50).
 
-  golden_peft.py tests/golden     writes lora_all and lora_some: an adapter folder as PEFT saves it, with golden.json:
-                                  `base`, the model's folder; `input_ids`, one list a prompt; `last_logits`, [V] at each
-                                  prompt's last position; `nll`, the summed negative log-likelihood of all next tokens;
-                                  `gradients`, by tensor name, the sum of g * cos(index) over the gradient's elements;
-                                  and nf4.json: both code books, and of one matrix codes, scales' codes, some values
+  golden_peft.py tests/golden [NAME ..]  writes lora_all and lora_some, an adapter folder as PEFT saves it, lora_experts, one that
+                                  PEFT loads, and nf4.json; or those of these names alone
+
+golden.json of a folder: `base`, the model's folder; `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last
+position; `nll`, the summed negative log-likelihood of all next tokens; `gradients`, by tensor name, the sum of g * cos(index) over
+the gradient's elements. Adapters of experts are written expert by expert, as PEFT does with transformers 4; with transformers 5 PEFT
+stacks them when it loads them, and their gradients here are its own, taken apart again.
+
+nf4.json: both code books, and of one matrix codes, scales' codes, some values.
 """
 import argparse
 import json
 import pathlib
 
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 CASES = {
     "lora_all": ("qwen2_tied", dict(r=4, lora_alpha=12, target_modules="all-linear")),
     "lora_some": ("qwen3", dict(r=2, lora_alpha=3, target_modules=["q_proj", "v_proj", "up_proj"])),
 }
+EXPERTS = {"lora_experts": ("qwen3_moe", dict(r=2, lora_alpha=5.0, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]))}
 PROMPT_LENGTHS = [5, 13, 21]
+PREFIX = "base_model.model."
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    args = parser.parse_args()
+    folder, wanted = args.folder, lambda name: not args.names or name in args.names
     torch.set_num_threads(1)
     for name, (base, options) in CASES.items():
-        make(folder / name, folder / base, options)
-    (folder / "nf4.json").write_text(json.dumps(nf4()) + "\n")
+        if wanted(name):
+            make(folder / name, folder / base, options)
+    for name, (base, options) in EXPERTS.items():
+        if wanted(name):
+            make_experts(folder / name, folder / base, options)
+    if wanted("nf4"):
+        (folder / "nf4.json").write_text(json.dumps(nf4()) + "\n")
 
 
 def nf4(rows=67, columns=256):
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
     at = torch.arange(rows * columns, dtype=torch.float64)
     values = torch.sin(at * 12.9898) * torch.sin(torch.floor(at / 64) * 0.37) * 0.05
     values[:64] = 0
@@ -58,28 +73,88 @@ def make(folder, base, options):
     for name, parameter in parameters.items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
-    prompts = [torch.randint(3, model.config.vocab_size, (length,)) for length in PROMPT_LENGTHS]
-    logits = [model(input_ids=ids[None]).logits[0] for ids in prompts]
-    nll = sum(torch.nn.functional.cross_entropy(rows[:-1], ids[1:], reduction="sum")
-              for rows, ids in zip(logits, prompts))
-    nll.backward()
+    golden = golden_numbers(model, base)
+    golden["gradients"] = {name.replace(".default", ""): weighed(p.grad) for name, p in parameters.items()}
     model.save_pretrained(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = f"../{base.name}"
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "README.md").unlink(missing_ok=True)
+    (folder / "golden.json").write_text(json.dumps(golden) + "\n")
 
-    def weighed(gradient):
-        return (gradient.double().flatten() * torch.arange(gradient.numel()).double().cos()).sum().item()
 
-    golden = {
+def make_experts(folder, base, options):
+    torch.manual_seed(7)
+    model, r = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), options["r"]
+    experts = model.config.num_experts
+    tensors = {}
+    for name, weight in model.named_parameters():
+        path = PREFIX + name
+        if name.endswith(".gate_up_proj"):
+            width, columns = weight.shape[1] // 2, weight.shape[2]
+            places = [(path.replace("gate_up_proj", f"{expert}.{half}"), width, columns)
+                      for expert in range(experts) for half in ("gate_proj", "up_proj")]
+        elif name.endswith(".down_proj"):
+            places = [(path.replace("down_proj", f"{expert}.down_proj"), *weight.shape[1:]) for expert in range(experts)]
+        elif any(f".{module}." in name for module in options["target_modules"]):
+            places = [(path.removesuffix(".weight"), *weight.shape)]
+        else:
+            continue
+        for place, rows, columns in places:
+            tensors[f"{place}.lora_A.weight"] = 0.2 * torch.randn(r, columns)
+            tensors[f"{place}.lora_B.weight"] = 0.1 * torch.randn(rows, r)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = dict(options, base_model_name_or_path=f"../{base.name}", bias="none", lora_dropout=0.0, peft_type="LORA",
+                  task_type="CAUSAL_LM")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    model = PeftModel.from_pretrained(model, folder, is_trainable=True)
+    golden = golden_numbers(model, base)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradients |= by_expert(name.replace(".default", ""), parameter.grad, experts, r)
+    assert gradients.keys() == tensors.keys()
+    golden["gradients"] = {name: weighed(gradient) for name, gradient in gradients.items()}
+    (folder / "golden.json").write_text(json.dumps(golden) + "\n")
+
+
+def by_expert(name, gradient, experts, r):
+    """The gradients of adapters as files have them, from that of a stack of all experts'."""
+    if ".experts." not in name:
+        return {name: gradient}
+    is_a, fused = "lora_A" in name, ".base_layer." in name
+    path, part = name.replace(".base_layer", "").split(".lora_")
+    parts = {}
+    for expert in range(experts):
+        own = (gradient.view(experts, -1, gradient.shape[1])[expert] if is_a
+               else gradient.view(gradient.shape[0], -1, experts)[..., expert])
+        halves = {"gate_proj": 0, "up_proj": 1} if fused else {"down_proj": 0}
+        for module, half in halves.items():
+            rank = slice(half * r, (half + 1) * r)
+            rows = own.shape[0] // len(halves)
+            block = own[rank] if is_a else own[half * rows:(half + 1) * rows, rank]
+            parts[f"{path}.{expert}.{module}.lora_{part}"] = block
+    return parts
+
+
+def golden_numbers(model, base):
+    """Scores of random prompts; gradients are left on the parameters."""
+    prompts = [torch.randint(3, model.config.vocab_size, (length,)) for length in PROMPT_LENGTHS]
+    logits = [model(input_ids=ids[None]).logits[0] for ids in prompts]
+    nll = sum(torch.nn.functional.cross_entropy(rows[:-1], ids[1:], reduction="sum")
+              for rows, ids in zip(logits, prompts))
+    nll.backward()
+    return {
         "base": base.name,
         "input_ids": [ids.tolist() for ids in prompts],
         "last_logits": [rows[-1].tolist() for rows in logits],
         "nll": nll.item(),
-        "gradients": {name.replace(".default", ""): weighed(p.grad) for name, p in parameters.items()},
     }
-    (folder / "golden.json").write_text(json.dumps(golden) + "\n")
+
+
+def weighed(gradient):
+    return (gradient.double().flatten() * torch.arange(gradient.numel()).double().cos()).sum().item()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ fn write_model(
             let lora = BlockLora::expand(spec, files.lora(), own, &files.read_unit(own, Kind::Float)?, None)?;
             for (_, linear) in BlockParams::view(spec, layout, &flat).with_adapters(lora).linears() {
                 if let Some(lora) = &linear.lora {
-                    let _ = linear.weight().shallow_clone().addmm_(&lora.b, &lora.a);
+                    lora.merge_into(&mut linear.weight().shallow_clone())?;
                 }
             }
         }

@@ -88,7 +88,8 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
                 })?,
             },
             ParamName::QkvA | ParamName::OA | ParamName::GateUpA | ParamName::DownA => {
-                let bound = (param.shape[1] as f32).powf(-0.5);
+                let columns = param.shape.last().expect("a matrix");
+                let bound = (*columns as f32).powf(-0.5);
                 fill(&mut target, param, layout.unit, seed, |key, start, out| {
                     key.fill_uniform(0, start, out);
                     out.iter_mut().for_each(|number| *number = (2.0 * *number - 1.0) * bound);

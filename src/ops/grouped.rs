@@ -132,6 +132,19 @@ impl Dispatch {
         self.product(x, &w.f_transpose(1, 2)?) // [R, N]
     }
 
+    /// y += x w^T, each row with its own matrix.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn accumulate(
+        &self,
+        x: &Tensor,     // [R, K]
+        w: &Tensor,     // [E, N, K]
+        y: &mut Tensor, // [R, N]
+    ) -> Result<()> {
+        self.accumulate_product(x, &w.f_transpose(1, 2)?, y)
+    }
+
     /// dx = dy w, each row with its own matrix.
     ///
     /// # Errors
@@ -142,6 +155,19 @@ impl Dispatch {
         w: &Tensor,  // [E, N, K]
     ) -> Result<Tensor> {
         self.product(dy, w) // [R, K]
+    }
+
+    /// dx += dy w, each row with its own matrix.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn accumulate_input(
+        &self,
+        dy: &Tensor,     // [R, N]
+        w: &Tensor,      // [E, N, K]
+        dx: &mut Tensor, // [R, K]
+    ) -> Result<()> {
+        self.accumulate_product(dy, w, dx)
     }
 
     /// dw += dy^T x, each matrix with the rows of its group.
@@ -189,6 +215,26 @@ impl Dispatch {
         Ok(GateUp::Split { gate, up })
     }
 
+    /// Gate and up += x w^T, each row with its own matrix.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn accumulate_into_gate_up(
+        &self,
+        x: &Tensor, // [R, D]
+        w: &Tensor, // [E, 2 I, D]
+        gate_up: &mut GateUp,
+    ) -> Result<()> {
+        match gate_up {
+            GateUp::Interleaved(pairs) => self.accumulate(x, w, pairs),
+            GateUp::Split { gate, up } => {
+                let [w_gate, w_up] = halves(w);
+                self.accumulate(x, &w_gate, gate)?;
+                self.accumulate(x, &w_up, up)
+            }
+        }
+    }
+
     /// dx of [`Dispatch::gate_up`]. [R, D]
     ///
     /// # Errors
@@ -221,6 +267,25 @@ impl Dispatch {
                 self.accumulate_weight(gate, x, &mut d_gate)?;
                 self.accumulate_weight(up, x, &mut d_up)
             }
+        }
+    }
+
+    /// Adds each row of `a` times its group's matrix.
+    fn accumulate_product(
+        &self,
+        a: &Tensor,       // [R, K]
+        b: &Tensor,       // [E, K, N]
+        sum: &mut Tensor, // [R, N]
+    ) -> Result<()> {
+        match &self.groups {
+            Groups::Ends(_) => {
+                let _ = sum.f_add_(&self.product(a, b)?)?;
+                Ok(())
+            }
+            Groups::Sizes { before, sizes } => each(*before, sizes, |expert, start, size| {
+                let rows = |t: &Tensor| t.f_narrow(0, start, size);
+                linear::accumulate_input(&rows(a)?, &b.f_select(0, expert)?, &mut rows(sum)?)
+            }),
         }
     }
 

@@ -6,6 +6,7 @@ use super::choices::choose;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, Config, GradientCheckpointing, Quantization};
 use crate::error::{Error, Result};
+use crate::model::QuantizedBlock;
 use crate::rollout::{cache_kind, kv_block_bytes};
 
 #[cfg(test)]
@@ -111,14 +112,20 @@ impl Advice<'_> {
 
     /// Changes of what trains.
     fn trained(&self) -> Vec<Vec<KeySetting>> {
-        let config = self.input.config;
-        let adapters: Vec<KeySetting> =
-            config.lora.r.is_none().then(|| ("lora.r", json!(LORA_R))).into_iter().collect();
+        let (config, spec) = (self.input.config, &self.input.table.spec);
         let mut trained = vec![vec![]];
+        if spec.delta_net.is_some() {
+            return trained;
+        }
+        let mut adapters: Vec<KeySetting> =
+            config.lora.r.is_none().then(|| ("lora.r", json!(LORA_R))).into_iter().collect();
+        if !adapters.is_empty() && spec.num_expert_layers() > 0 {
+            adapters.push(("lora.target_modules", json!(["q_proj", "k_proj", "v_proj", "o_proj"])));
+        }
         if !adapters.is_empty() {
             trained.push(adapters.clone());
         }
-        if config.quantization == Quantization::None {
+        if config.quantization == Quantization::None && QuantizedBlock::check(spec).is_ok() {
             trained.push([adapters, vec![("quantization", json!(Quantization::Nf4.name()))]].concat());
         }
         trained

@@ -6,7 +6,7 @@ mod weights;
 
 use std::sync::Arc;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::dist::{Mesh, World};
 use crate::error::Result;
@@ -71,7 +71,7 @@ impl Served {
     ) -> Result<Self> {
         let device = world.device();
         let zeros = |layout: &UnitLayout| Ok(Tensor::f_zeros([layout.len as i64], (kind, device))?);
-        let adapters = lora.map(|lora| ServedAdapters::new(&table, lora, &zeros));
+        let adapters = lora.map(|lora| ServedAdapters::new(&table, lora, device, &zeros));
         let adapters = adapters.into_iter().collect::<Result<_>>()?;
         Ok(Self { adapters, ..Self::new(world, mesh, table, engine, &zeros)? })
     }
@@ -83,7 +83,7 @@ impl Served {
     pub fn with_adapters(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
         let device = self.world.device();
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
-        self.adapters = vec![ServedAdapters::new(&self.table, lora, &load)?];
+        self.adapters = vec![ServedAdapters::new(&self.table, lora, device, &load)?];
         Ok(self)
     }
 
@@ -95,7 +95,7 @@ impl Served {
     pub fn with_choice(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
         let device = self.world.device();
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
-        self.adapters.push(ServedAdapters::new(&self.table, lora, &load)?);
+        self.adapters.push(ServedAdapters::new(&self.table, lora, device, &load)?);
         self.are_chosen = true;
         Ok(self)
     }
@@ -146,8 +146,16 @@ impl Served {
 }
 
 impl ServedAdapters {
-    /// Beside a model of `table`, with units from `source`.
-    fn new(table: &ParamTable, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
+    /// Beside a model of `table` on `device`, with units from `source`.
+    fn new(
+        table: &ParamTable,
+        lora: LoraSpec,
+        device: Device,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<Self> {
+        if device.is_cuda() {
+            lora.check_gpu(&table.spec)?;
+        }
         let table = ParamTable::adapters(table.spec.clone(), &lora, table.shards);
         let units = table.units.iter().map(source).collect::<Result<_>>()?;
         Ok(Self { lora, table, units })

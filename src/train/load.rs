@@ -87,6 +87,9 @@ impl Policy {
             };
         };
         lora.check(&table.spec)?;
+        if options.network.device.is_cuda() {
+            lora.check_gpu(&table.spec)?;
+        }
         let earlier = folder.map(|folder| go_on(folder, &lora, &table)).transpose()?;
         let adapters = |layout: &UnitLayout| match &earlier {
             Some(files) => files.read_unit(layout, Kind::Float),

@@ -134,7 +134,12 @@ impl Preflight {
             check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
         }
         spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
-        LoraSpec::new(&config.lora).map_or(Ok(()), |lora| lora.check(&spec))?;
+        if let Some(lora) = LoraSpec::new(&config.lora) {
+            lora.check(&spec)?;
+            if placement.on_cuda {
+                lora.check_gpu(&spec)?;
+            }
+        }
         if config.optimizer.optim == OptimizerName::Muon {
             BlockMatrix::check(&spec)?;
         }

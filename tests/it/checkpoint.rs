@@ -85,7 +85,7 @@ impl Runs {
         by_step
     }
 
-    fn completions(&self, run: &str, step: u64) -> Vec<CompletionRow> {
+    pub fn completions(&self, run: &str, step: u64) -> Vec<CompletionRow> {
         read_completions(&self.path(run).join(format!("completions/completions_{step:05}.parquet"))).unwrap()
     }
 

@@ -1,5 +1,7 @@
 //! Low-rank adapters: PEFT's numbers and files, every ZeRO stage, the whole program.
 
+mod experts;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -90,18 +92,18 @@ fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
 /// scripts/golden_peft.py: log-likelihood, every gradient and the files themselves.
 #[test]
 fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
-    for (name, targets) in [("lora_all", TargetModule::ALL), ("lora_some", &[])] {
+    use TargetModule::{DownProj, GateProj, QProj, UpProj, VProj};
+    let some = vec![QProj, VProj, UpProj];
+    let of_experts = vec![QProj, GateProj, UpProj, DownProj];
+    for (name, lora) in [
+        ("lora_all", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
+        ("lora_some", LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets: some }),
+        ("lora_experts", LoraSpec { r: 2, alpha: 5.0, dropout: 0.0, targets: of_experts }),
+    ] {
         let folder = golden(name);
         let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
         let source = ModelSource::new(&folder, None).unwrap();
         let spec = Arc::new(ModelSpec::from_folder(&source.base).unwrap());
-        let lora = match targets {
-            [] => {
-                let targets = vec![TargetModule::QProj, TargetModule::VProj, TargetModule::UpProj];
-                LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets }
-            }
-            all => LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: all.to_vec() },
-        };
         let mesh = World::single().mesh(1, 1).unwrap();
         let table = Arc::new(ParamTable::new(spec, 1));
         let files = WeightFiles::open(&source.base, table.spec.clone()).unwrap();
@@ -178,12 +180,20 @@ fn adapted_from(
     dropout: f64,
     (quantization, keeps_initial): (Quantization, bool),
 ) -> Policy {
-    let spec = Arc::new(ModelSpec {
-        hidden_size: 64,
-        intermediate_size: 128,
-        head_dim: 16,
-        ..ModelSpec::preset("micro").unwrap()
-    });
+    let shape =
+        ModelSpec { hidden_size: 64, intermediate_size: 128, head_dim: 16, ..ModelSpec::preset("micro").unwrap() };
+    adapted_of(shape, mesh, stage, kinds, dropout, (quantization, keeps_initial))
+}
+
+fn adapted_of(
+    spec: ModelSpec,
+    mesh: &Mesh,
+    stage: u8,
+    kinds: (Kind, Kind),
+    dropout: f64,
+    (quantization, keeps_initial): (Quantization, bool),
+) -> Policy {
+    let spec = Arc::new(spec);
     let table = Arc::new(ParamTable::new(spec, mesh.shard.size()));
     let lora = LoraSpec { r: 3, alpha: 6.0, dropout, targets: TargetModule::ALL.to_vec() };
     let adapters = AdapterOptions { lora, quantization, seed: 5, keeps_initial, source: &random_adapters };
@@ -198,6 +208,18 @@ fn own_sequences(rank: usize) -> Vec<Sequence> {
 
 fn bits(tensor: &Tensor) -> Vec<u8> {
     colo_grpo::internal::torch::byte_vec(&tensor.to_device(Device::Cpu).contiguous()).unwrap()
+}
+
+/// Bits of the frozen weights.
+fn base(policy: &Policy) -> Vec<Vec<u8>> {
+    let units = policy.table().units.iter();
+    units.map(|layout| bits(&policy.unit_weights(layout.unit).unwrap())).collect()
+}
+
+/// Bits of the adapters.
+fn trained(policy: &Policy) -> Vec<Vec<u8>> {
+    let units = policy.trained_table().units.iter();
+    units.map(|layout| bits(&policy.trained_weights(layout.unit).unwrap())).collect()
 }
 
 #[test]
@@ -215,10 +237,6 @@ fn stages_are_bitwise_equal_and_leave_the_base_alone() {
             let after = |stage| {
                 let mut policy = adapted(&mesh, stage, kinds, dropout, quantization);
                 let micro_batches = packed(&own_sequences(world.rank()), 1000);
-                let base = |policy: &Policy| -> Vec<Vec<u8>> {
-                    let units = policy.table().units.iter();
-                    units.map(|layout| bits(&policy.unit_weights(layout.unit).unwrap())).collect()
-                };
                 let (before, frozen) =
                     (base(&policy), policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs);
                 let adapted = policy.forward_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
@@ -233,8 +251,7 @@ fn stages_are_bitwise_equal_and_leave_the_base_alone() {
                 assert!(dropout > 0.0 || nlls[3] < nlls[0], "{nlls:?}");
                 assert!(base(&policy) == before, "the base changed");
                 assert!(policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs.equal(&frozen));
-                let units = policy.trained_table().units.iter();
-                units.map(|layout| bits(&policy.trained_weights(layout.unit).unwrap())).collect::<Vec<_>>()
+                trained(&policy)
             };
             let expected = after(0);
             for stage in 1..=3 {

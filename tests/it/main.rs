@@ -9,6 +9,7 @@ mod demo;
 mod display;
 mod distillation;
 mod evaluation;
+mod experts;
 mod gpu;
 mod gpu_all_reduce;
 mod gpu_decode;

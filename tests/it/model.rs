@@ -196,6 +196,18 @@ fn tensors_that_do_not_fit_the_model_are_named() {
     edit("mistral", "[96,32]", "[32,96]", "has shape [32, 96], expected [96, 32]");
     edit("qwen2_untied", "\"BF16\"", "\"U16\"", "has type U16, expected F32, BF16 or F16");
     edit("qwen2_untied", "\"BF16\"", "\"F16\"", "");
+    edit(
+        "qwen3_moe",
+        "layers.1.mlp.experts.3.up_proj.weight",
+        "layers.1.mlp.experts.9.up_proj.weight",
+        "missing model.layers.1.mlp.experts.3.up_proj.weight [16, 32]; unexpected model.layers.1.mlp.experts.9.up_proj",
+    );
+    edit(
+        "qwen3_moe",
+        "experts.0.down_proj.weight\":{\"dtype\":\"F32\",\"shape\":[32,16]",
+        "experts.0.down_proj.weight\":{\"dtype\":\"F32\",\"shape\":[16,32]",
+        "model.layers.0.mlp.experts.0.down_proj.weight has shape [16, 32], expected [32, 16]",
+    );
     let swap = |key: &str, value: Value, message: &str| {
         let folder = copy_of("qwen2_tied");
         let path = folder.path().join("config.json");

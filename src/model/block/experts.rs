@@ -12,6 +12,7 @@ use super::linear::{LinearSpec, Matrix, TpSplit};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
 use crate::dist::Collective;
 use crate::error::Result;
+use crate::model::lora::Lora;
 use crate::model::params::ParamName;
 use crate::ops::grouped::Dispatch;
 use crate::ops::linear;
@@ -160,10 +161,7 @@ impl ExpertsSpec {
         drop(output);
         let Routed { routing, dispatch, gate_up, .. } = routed;
         let (d_gate_up, d_weights) = contract_backward(w, (&routing, &dispatch), gate_up, &d_output, grads)?;
-        let d_rows = dispatch.gate_up_backward_input(&d_gate_up, w.linear(Matrix::GateUp).weight())?;
-        if let Some(piece) = grads.linear_mut(Matrix::GateUp).pieces.first_mut() {
-            dispatch.accumulate_gate_up(&d_gate_up, &dispatch.scatter(&normed)?, &mut piece.weight)?;
-        }
+        let d_rows = expand_backward(w, &dispatch, &d_gate_up, &normed, grads)?;
         drop(d_gate_up);
         let d_normed = dispatch.gather(&d_rows, None)?;
         drop(d_rows);
@@ -190,7 +188,12 @@ impl ExpertsSpec {
         let routing = Routing::new(probs, experts, self.router)?;
         let present = self.own_experts(w, ctx.tp.map_or(0, Collective::rank));
         let dispatch = Dispatch::new(&routing.experts, (self.num_experts, present), normed.kind())?;
-        let gate_up = dispatch.gate_up(&dispatch.scatter(normed)?, w.linear(Matrix::GateUp).weight())?;
+        let (rows, linear) = (dispatch.scatter(normed)?, w.linear(Matrix::GateUp));
+        let gate_up = dispatch.gate_up(&rows, linear.weight())?;
+        let gate_up = match &linear.lora {
+            Some(lora) => lora.add_gate_up(&dispatch, &rows, gate_up)?,
+            None => gate_up,
+        };
         Ok(Routed { routing, own, dispatch, gate_up })
     }
 
@@ -217,9 +220,33 @@ impl ExpertsSpec {
 impl Routed {
     /// The sum of the chosen experts' outputs, each times its weight, in the accumulation kind. [T, D]
     fn contract(&self, w: &BlockParams, act: &Tensor /* [R, I] */) -> Result<Tensor> {
-        let rows = self.dispatch.forward(act, w.linear(Matrix::Down).weight())?;
+        let down = w.linear(Matrix::Down);
+        let rows = self.dispatch.forward(act, down.weight())?;
+        let rows = match &down.lora {
+            Some(lora) => lora.add_rows(&self.dispatch, act, rows)?,
+            None => rows,
+        };
         self.dispatch.gather(&rows, Some(&self.routing.weights))
     }
+}
+
+/// The gradient of the rows that gate and up read [R, D].
+fn expand_backward(
+    w: &BlockParams,
+    dispatch: &Dispatch,
+    d_gate_up: &GateUp,
+    normed: &Tensor, // [T, D]
+    grads: &mut BlockParams,
+) -> Result<Tensor> {
+    let (linear, gradients) = (w.linear(Matrix::GateUp), grads.linear_mut(Matrix::GateUp));
+    let mut d_rows = dispatch.gate_up_backward_input(d_gate_up, linear.weight())?;
+    if let Some(piece) = gradients.pieces.first_mut() {
+        dispatch.accumulate_gate_up(d_gate_up, &dispatch.scatter(normed)?, &mut piece.weight)?;
+    }
+    if let (Some(lora), Some(gradient)) = (&linear.lora, &mut gradients.lora) {
+        lora.gate_up_backward(dispatch, d_gate_up, &dispatch.scatter(normed)?, &mut d_rows, gradient)?;
+    }
+    Ok(d_rows)
 }
 
 /// The gradients of gate and up, and of the experts' weights [T, K].
@@ -235,12 +262,23 @@ fn contract_backward(
     let d_rows = dispatch.scatter(d_output)?; // [R, D]
     let weights = dispatch.of_rows(&routing.weights)?; // [R, 1]
     let weighted = |t: &Tensor| -> Result<Tensor> { Ok(t.f_mul(&weights)?.f_to_kind(t.kind())?) };
-    let d_act = dispatch.backward_input(&d_rows, w.linear(Matrix::Down).weight())?; // [R, I], of weights of 1
+    let down = w.linear(Matrix::Down);
+    let mut d_act = dispatch.backward_input(&d_rows, down.weight())?; // [R, I], of weights of 1
+    let d_low = |lora: &Lora| dispatch.backward_input(&d_rows, &lora.b); // [R, k]
+    let d_low = down.lora.as_ref().map(d_low).transpose()?;
+    let adapter = down.lora.as_ref().zip(d_low.as_ref());
+    if let Some((lora, d_low)) = adapter {
+        dispatch.accumulate_input(d_low, &lora.a, &mut d_act)?;
+    }
     let (d_gate_up, act) = gate_up.backward(&weighted(&d_act)?)?;
     let d_weights = act.f_mul(&d_act)?.f_sum_dim_intlist(-1, false, weights.kind())?;
     drop(d_act);
-    if let Some(piece) = grads.linear_mut(Matrix::Down).pieces.first_mut() {
+    let gradients = grads.linear_mut(Matrix::Down);
+    if let Some(piece) = gradients.pieces.first_mut() {
         dispatch.accumulate_weight(&d_rows, &weighted(&act)?, &mut piece.weight)?;
+    }
+    if let (Some((lora, d_low)), Some(gradient)) = (adapter, &mut gradients.lora) {
+        lora.accumulate_rows(dispatch, (&d_rows, d_low), &weighted(&act)?, gradient)?;
     }
     Ok((d_gate_up, dispatch.of_choices(&d_weights)?))
 }

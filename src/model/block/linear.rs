@@ -118,6 +118,11 @@ impl LinearSpec {
         self.groups * self.heads() * self.inner
     }
 
+    /// The index of each expert that has such a matrix; `None` alone where there are no experts.
+    pub(in crate::model) fn each_expert(&self) -> Vec<Option<usize>> {
+        self.experts.map_or_else(|| vec![None], |experts| (0..experts).map(Some).collect())
+    }
+
     /// Shape of the weight: [N, K], or [E, N, K] of experts.
     pub(in crate::model) fn shape(&self) -> Vec<i64> {
         self.experts.into_iter().chain([self.rows(), self.columns]).map(|size| size as i64).collect()
@@ -325,12 +330,12 @@ impl BlockLora {
 }
 
 impl Lora {
-    /// A rank's slice of an adapter: B's rows as the matrix's, or A's columns.
+    /// A rank's slice of an adapter: B's rows as the matrix's, A's columns, or some experts' A and B.
     fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let (a, b) = (self.a.shallow_clone(), self.b.shallow_clone());
         Ok(match spec.split {
-            TpSplit::Columns => self.with(part(&a, 1, tp_rank, tp_size), b),
-            TpSplit::Experts => unreachable!("experts have no adapters"),
+            TpSplit::Columns => self.with(part(&a, spec.row_dim() + 1, tp_rank, tp_size), b),
+            TpSplit::Experts => self.with(part(&a, 0, tp_rank, tp_size), part(&b, 0, tp_rank, tp_size)),
             TpSplit::Rows | TpSplit::RowSections { .. } => match &spec.own_rows(&b, tp_rank, tp_size)[..] {
                 [rows] => self.with(a, rows.shallow_clone()),
                 pieces => self.with(a, Tensor::f_cat(pieces, 0)?),

@@ -2,6 +2,7 @@ use super::*;
 use crate::config::TargetModule;
 use crate::model::block::{BlockMatrix, Mlp};
 use crate::model::lora::LoraSpec;
+use crate::model::spec::ExpertLayers;
 
 fn load(config: &Value) -> Result<ModelSpec> {
     let folder = tempfile::tempdir().unwrap();
@@ -241,6 +242,12 @@ fn experts_are_read_as_transformers_does_or_refused_by_name() {
     let error = spec.validate_gpu_engine(Kind::BFloat16, 48, Path::new("m")).unwrap_err().to_string();
     assert!(error.contains("moe_intermediate_size = 192") && error.contains("a multiple of 384"), "{error}");
     assert!(spec.validate_tp(3).unwrap_err().to_string().contains("experts of intermediate size 192"));
+    let parallel = spec.clone().with_expert_parallel(true).unwrap();
+    parallel.validate_tp(2).unwrap();
+    let three = ExpertLayers { num_experts: 6, ..parallel.experts.clone().unwrap() };
+    let error = ModelSpec { experts: Some(three), ..parallel.clone() }.validate_tp(4).unwrap_err().to_string();
+    assert!(error.starts_with("tensor_parallel_size = 4: expected one of 1, 2 ("), "{error}");
+    assert!(error.contains("2 key/value heads, 6 experts)"), "{error}");
     assert_eq!((spec.router_aux_loss_coef(None).unwrap(), spec.router_aux_loss_coef(Some(0.5)).unwrap()), (0.001, 0.5));
     let dense = ModelSpec::preset("tiny").unwrap();
     assert_eq!(dense.router_aux_loss_coef(None).unwrap(), 0.0);

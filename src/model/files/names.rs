@@ -64,8 +64,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
             tensors.push(HfTensor { name: path(name(param)), shape, param, rows: None, expert: None });
             continue;
         };
-        let experts = linear.experts.map_or_else(|| vec![None], |experts| (0..experts).map(Some).collect());
-        for expert in experts {
+        for expert in linear.each_expert() {
             for (projection, &(matrix, heads)) in linear.projections.iter().enumerate() {
                 let matrix = match matrix {
                     Projection::Module(module) => module_path(module, expert),

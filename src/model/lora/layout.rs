@@ -7,7 +7,7 @@ use crate::config::TargetModule;
 use crate::error::Result;
 use crate::model::block::{BlockParams, LinearSpec, Matrix, Projection};
 use crate::model::params::{ParamName, Shapes, UnitLayout};
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{ModelSpec, product};
 use crate::ops::dropout::Dropout;
 use crate::torch::scalar;
 
@@ -15,9 +15,9 @@ use crate::torch::scalar;
 /// B, before [`BlockLora::add_to`].
 #[derive(Debug)]
 pub struct Lora {
-    /// Stacked A. [k, K]; a column range in a row-parallel slice
+    /// Stacked A. [k, K], or [E, k, K] of experts; a column range in a row-parallel slice
     pub a: Tensor,
-    /// Expanded B times alpha / r. [N, k]
+    /// Expanded B times alpha / r. [N, k], or [E, N, k] of experts
     pub b: Tensor,
     /// In training.
     pub(super) dropout: Option<Dropout>,
@@ -41,8 +41,7 @@ impl LoraSpec {
 
     /// Elements of the expanded B of all blocks.
     pub fn num_expanded(&self, spec: &ModelSpec) -> usize {
-        let columns = |fused: &Fused| fused.pieces.len() * self.r;
-        spec.num_layers * self.fused(spec).iter().map(|fused| fused.linear.rows() * columns(fused)).sum::<usize>()
+        spec.num_layers * self.fused(spec).iter().map(|fused| product(&fused.expanded_shape())).sum::<usize>()
     }
 
     /// The matrices of a block that have adapted projections.
@@ -78,7 +77,7 @@ impl BlockLora {
     pub fn gradients(spec: &ModelSpec, lora: &LoraSpec, layout: &UnitLayout, flat: &Tensor) -> Result<Self> {
         let zeros = |fused: Fused| {
             let (a, b) = fused.views(layout, flat);
-            let b = Tensor::f_zeros([fused.linear.rows() as i64, a.size()[0]], (b.kind(), b.device()))?;
+            let b = Tensor::f_zeros(fused.expanded_shape(), (b.kind(), b.device()))?;
             Ok((fused.linear.matrix, Lora::new(a, b)))
         };
         Ok(Self(lora.fused(spec).into_iter().map(zeros).collect::<Result<_>>()?))
@@ -202,11 +201,25 @@ impl Fused {
     }
 
     fn a_shape(&self) -> Vec<i64> {
-        vec![self.pieces.len() as i64 * self.r, self.linear.columns as i64]
+        self.of_all([self.columns(), self.linear.columns as i64])
     }
 
     fn b_shape(&self) -> Vec<i64> {
-        vec![self.rows_of(self.adapted_heads), self.r]
+        self.of_all([self.rows_of(self.adapted_heads), self.r])
+    }
+
+    fn expanded_shape(&self) -> Vec<i64> {
+        self.of_all([self.linear.rows() as i64, self.columns()])
+    }
+
+    /// Columns of the expanded B.
+    fn columns(&self) -> i64 {
+        self.pieces.len() as i64 * self.r
+    }
+
+    /// The shape of such a matrix for each expert, one after the other, or of one where there are none.
+    fn of_all(&self, shape: [i64; 2]) -> Vec<i64> {
+        self.linear.experts.into_iter().map(|experts| experts as i64).chain(shape).collect()
     }
 
     /// Rows of so many heads of every group.
@@ -220,35 +233,36 @@ impl Fused {
         (view(self.a), view(self.b))
     }
 
-    /// A projection's A [r, K].
+    /// A projection's A [r, K], or [E, r, K] of experts.
     pub fn a_of(&self, piece: &AdaptedProjection, a: &Tensor) -> Tensor {
-        a.narrow(0, piece.index * self.r, self.r)
+        a.narrow(-2, piece.index * self.r, self.r)
     }
 
-    /// Shapes of a projection's own A and B, as on disk.
+    /// Shapes of a projection's own A and B, as on disk; of an expert's, one by one.
     pub fn shapes_of(&self, piece: &AdaptedProjection) -> [Vec<i64>; 2] {
         [vec![self.r, self.linear.columns as i64], vec![self.rows_of(piece.heads), self.r]]
     }
 
-    /// A projection's B [groups, heads, inner, r].
+    /// A projection's B [groups, heads, inner, r], after the experts' dimension if there is one.
     pub fn b_of(&self, piece: &AdaptedProjection, b: &Tensor) -> Tensor {
-        self.in_groups(b, self.adapted_heads).narrow(1, piece.adapted_first, piece.heads)
+        self.in_groups(b, self.adapted_heads).narrow(-3, piece.adapted_first, piece.heads)
     }
 
     fn in_groups(&self, b: &Tensor, heads: i64) -> Tensor {
-        b.view([self.linear.groups as i64, heads, self.linear.inner as i64, -1])
+        let (size, rows) = (b.size(), [self.linear.groups as i64, heads, self.linear.inner as i64]);
+        let (experts, columns) = (&size[..size.len() - 2], &size[size.len() - 1..]);
+        b.view([experts, &rows, columns].concat().as_slice())
     }
 
-    /// A projection's rows and columns of the expanded B [groups, heads, inner, r].
+    /// A projection's rows and columns of the expanded B [groups, heads, inner, r], after the experts' dimension if there is one.
     fn expanded_of(&self, piece: &AdaptedProjection, expanded: &Tensor) -> Tensor {
         let whole = self.in_groups(expanded, self.linear.heads() as i64);
-        whole.narrow(1, piece.first, piece.heads).narrow(3, piece.index * self.r, self.r)
+        whole.narrow(-3, piece.first, piece.heads).narrow(-1, piece.index * self.r, self.r)
     }
 
-    /// The B of all adapted projections, scaled, on all rows of the matrix [N, n r].
+    /// The B of all adapted projections, scaled, on all rows of the matrix [N, n r], or of each expert's.
     fn expand(&self, b: &Tensor) -> Result<Tensor> {
-        let shape = [self.linear.rows() as i64, self.pieces.len() as i64 * self.r];
-        let expanded = Tensor::f_zeros(shape, (b.kind(), b.device()))?;
+        let expanded = Tensor::f_zeros(self.expanded_shape(), (b.kind(), b.device()))?;
         for piece in &self.pieces {
             self.expanded_of(piece, &expanded).f_copy_(&self.b_of(piece, b).f_mul(&scalar(self.scale))?)?;
         }

@@ -7,13 +7,19 @@
 //! one pair of products whatever is fused, and a tensor-parallel slice of B is that of the matrix, a range of rows; for
 //! row-parallel matrices A is sliced by columns as the matrix is, and its sum over ranks is the product's own.
 //!
+//! Every expert has adapters of its own, one after the other as their matrices are: A [E, n r, in], B [E, out, r]. PEFT reads them
+//! expert by expert, and where transformers has one parameter for all experts, stacks them itself; it does so where gate, up and down
+//! are adapted or down alone, without dropout, in models whose layers all have experts. Others are refused.
+//!
 //! | file | what it is |
 //! |---|---|
 //! | `layout` | the parameters of a block's adapters, and their expansion |
 //! | `product` | forward and backward beside a frozen matrix |
+//! | `grouped` | the same beside experts' |
 //! | `stacked` | adapters of several names, of which every row of a batch uses one |
 //! | `peft` | adapter folders |
 
+mod grouped;
 mod layout;
 mod peft;
 mod product;
@@ -22,6 +28,7 @@ mod stacked;
 mod tests;
 
 use super::spec::ModelSpec;
+use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::config::{LoraConfig, TargetModule};
 use crate::error::{Error, Result};
 
@@ -53,21 +60,59 @@ impl LoraSpec {
     /// Whether a model's matrices can be adapted so.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `lora.target_modules` for projections that are experts', on `lora.r` for a model with gated delta
-    /// nets.
+    /// [`Error::InvalidValue`] on `lora.target_modules` and `lora.dropout` for experts' adapters that PEFT would not read, on `lora.r` for
+    /// a model with gated delta nets.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         if spec.delta_net.is_some() {
             let expected =
                 "none: adapters are not beside the matrices of gated delta nets yet; all weights can be trained";
             return Err(Error::invalid_value("lora.r", self.r, expected));
         }
-        let of_mlp = self.targets.iter().any(|&module| module > TargetModule::OProj);
-        if !of_mlp || spec.num_expert_layers() == 0 {
+        if !self.adapts_experts(spec) {
             return Ok(());
         }
+        let wrong_targets =
+            |expected: &str| Err(Error::invalid_value("lora.target_modules", self.target_names(), expected));
+        if spec.num_expert_layers() < spec.num_layers {
+            return wrong_targets(
+                "some of q_proj, k_proj, v_proj, o_proj: only some layers of this model have experts, and PEFT reads no adapters of \
+                 such a model's MLPs",
+            );
+        }
+        let of_mlp: Vec<_> = self.targets.iter().filter(|&&module| module > TargetModule::OProj).collect();
+        if ![&[GateProj, UpProj, DownProj][..], &[DownProj]].iter().any(|all| of_mlp.iter().copied().eq(*all)) {
+            return wrong_targets(
+                "gate_proj, up_proj and down_proj together, down_proj alone, or none of them: PEFT reads no other adapters of experts",
+            );
+        }
+        if self.dropout > 0.0 {
+            let expected =
+                "0, or lora.target_modules of q_proj, k_proj, v_proj, o_proj alone: PEFT has no dropout beside experts";
+            return Err(Error::invalid_value("lora.dropout", self.dropout, expected));
+        }
+        Ok(())
+    }
+
+    /// Whether kernels of a GPU compute with such adapters of a model.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `lora.target_modules` for projections of experts.
+    pub fn check_gpu(&self, spec: &ModelSpec) -> Result<()> {
+        if !self.adapts_experts(spec) {
+            return Ok(());
+        }
+        let expected = "some of q_proj, k_proj, v_proj, o_proj on a GPU, which has no kernels for adapters of experts yet; device=cpu has";
+        Err(Error::invalid_value("lora.target_modules", self.target_names(), expected))
+    }
+
+    /// Whether projections of experts are adapted.
+    fn adapts_experts(&self, spec: &ModelSpec) -> bool {
+        spec.num_expert_layers() > 0 && self.targets.iter().any(|&module| module > TargetModule::OProj)
+    }
+
+    fn target_names(&self) -> String {
         let names: Vec<_> = self.targets.iter().map(|module| module.name()).collect();
-        let expected = "some of q_proj, k_proj, v_proj, o_proj: experts cannot be adapted yet";
-        Err(Error::invalid_value("lora.target_modules", names.join(", "), expected))
+        names.join(", ")
     }
 
     /// alpha / r.

@@ -1,5 +1,5 @@
 //! Adapter folders as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`, one A [r, in] and
-//! one B [out, r] a projection.
+//! one B [out, r] a projection, or a projection of an expert.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -37,6 +37,8 @@ struct PeftTensor<'a> {
     shape: Vec<i64>,
     fused: &'a Fused,
     piece: &'a AdaptedProjection,
+    /// The index of the expert, of an expert's projection.
+    expert: Option<usize>,
     is_a: bool,
 }
 
@@ -44,7 +46,8 @@ impl PeftTensor<'_> {
     /// The tensor as a view of its unit's flat tensor; its elements are in the order of `shape`.
     fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
         let (a, b) = self.fused.views(layout, flat);
-        if self.is_a { self.fused.a_of(self.piece, &a) } else { self.fused.b_of(self.piece, &b) }
+        let own = if self.is_a { self.fused.a_of(self.piece, &a) } else { self.fused.b_of(self.piece, &b) };
+        self.expert.map_or_else(|| own.shallow_clone(), |expert| own.get(expert as i64))
     }
 }
 
@@ -57,12 +60,14 @@ fn tensors(
 ) -> Result<()> {
     let Unit::Block(layer) = unit else { panic!("the {unit} has no adapters") };
     for fused in lora.fused(spec) {
-        for piece in &fused.pieces {
-            let [a_shape, b_shape] = fused.shapes_of(piece);
-            for (is_a, part, shape) in [(true, "lora_A", a_shape), (false, "lora_B", b_shape)] {
-                let path = module_path(piece.module, None);
-                let name = format!("base_model.model.{}.layers.{layer}.{path}.{part}.weight", decoder(spec));
-                f(&PeftTensor { name, shape, fused: &fused, piece, is_a })?;
+        for expert in fused.linear.each_expert() {
+            for piece in &fused.pieces {
+                let [a_shape, b_shape] = fused.shapes_of(piece);
+                for (is_a, part, shape) in [(true, "lora_A", a_shape), (false, "lora_B", b_shape)] {
+                    let path = module_path(piece.module, expert);
+                    let name = format!("base_model.model.{}.layers.{layer}.{path}.{part}.weight", decoder(spec));
+                    f(&PeftTensor { name, shape, fused: &fused, piece, expert, is_a })?;
+                }
             }
         }
     }
@@ -239,7 +244,7 @@ fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
         "use_rslora",
     ];
     if let Some(key) = unserved.into_iter().find(|key| config.get(key).is_some_and(|value| !is_off(value))) {
-        return Err(config.wrong(key, "it to be off: only plain LoRA is served"));
+        return Err(config.wrong(key, "it to be off: only plain LoRA is served, of experts projection by projection"));
     }
     if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
         return Err(config.wrong("peft_type", "\"LORA\""));

@@ -36,7 +36,16 @@ impl Lora {
         Ok(())
     }
 
-    /// Beside the even rows, and beside the odd ones.
+    /// w + B A, in w's memory.
+    pub(in crate::model) fn merge_into(&self, weight: &mut Tensor /* [N, K], or [E, N, K] */) -> Result<()> {
+        let _ = match weight.dim() {
+            2 => weight.f_addmm_(&self.b, &self.a)?,
+            _ => weight.f_baddbmm_(&self.b, &self.a)?,
+        };
+        Ok(())
+    }
+
+    /// Beside the even rows, and beside the odd ones, of a matrix without experts.
     pub(in crate::model) fn every_second_row(&self) -> [Self; 2] {
         let pairs = self.b.view([-1, 2, self.b.size()[1]]);
         [0, 1].map(|row| self.with(self.a.shallow_clone(), pairs.select(1, row)))

@@ -40,12 +40,12 @@ impl Lora {
         let owners = parts.iter().flat_map(|(number, lora)| std::iter::repeat_n(*number as i32, lora.rank()));
         let owners: Vec<i32> = owners.collect();
         let owners = Some(torch::tensor_on(&owners, a[0].device())?);
-        Ok(Self { owners, ..Self::new(Tensor::f_cat(&a, 0)?, Tensor::f_cat(&b, 1)?) })
+        Ok(Self { owners, ..Self::new(Tensor::f_cat(&a, -2)?, Tensor::f_cat(&b, -1)?) })
     }
 
-    /// Rows of A.
+    /// Rows of A, of experts those of each.
     fn rank(&self) -> usize {
-        self.a.size()[0] as usize
+        self.a.size()[self.a.dim() - 2] as usize
     }
 
     /// The stacked adapters for a batch whose row t uses the one with the number `adapters[t]`, and none where that is negative.

@@ -12,7 +12,8 @@ use crate::dist::testing::threads;
 use crate::model::params::{ParamName, UnitLayout};
 use crate::model::tests::{SliceAttention, families, reference, with_experts};
 use crate::model::{
-    BlockContext, BlockParams, ModelSpec, PackedMixer, ParamTable, Unit, attention_scale, block_backward, block_forward,
+    BlockContext, BlockParams, ExpertLayers, ModelSpec, NormPlaces, PackedMixer, ParamTable, Unit, attention_scale,
+    block_backward, block_forward,
 };
 use crate::ops::attention::PackedLayout;
 use crate::ops::dropout::Dropout;
@@ -28,6 +29,11 @@ fn every_choice() -> [Vec<TargetModule>; 4] {
         vec![KProj, UpProj],
         vec![OProj, GateProj],
     ]
+}
+
+/// Projections of experts whose adapters PEFT reads: all three, or down alone.
+fn beside_experts() -> [Vec<TargetModule>; 2] {
+    [vec![GateProj, UpProj, DownProj], vec![DownProj]]
 }
 
 /// A random block and its adapters in one layout each.
@@ -74,28 +80,38 @@ impl Block {
     }
 }
 
+/// A projection, of an expert the expert's.
+type Place = (TargetModule, Option<i64>);
+
 /// Rows of the fused matrix that adapters [out, r] x [r, in] add, from leaves per projection, each spelt out.
-fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(TargetModule, i64, i64) -> Tensor) -> Option<Tensor> {
-    let [hidden, mlp, head_dim, kv] =
-        [spec.hidden_size, spec.intermediate_size, spec.head_dim, spec.num_kv_heads].map(|size| size as i64);
+fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Place, i64, i64) -> Tensor) -> Option<Tensor> {
+    let [hidden, head_dim, kv] = [spec.hidden_size, spec.head_dim, spec.num_kv_heads].map(|size| size as i64);
     let width = spec.num_heads as i64 * head_dim;
-    match name {
-        ParamName::Qkv => {
-            let heads = |module, rows: i64| delta(module, rows, hidden).view([kv, -1, head_dim, hidden]);
+    let of_mlp = |expert: Option<i64>, mlp: i64| match name {
+        ParamName::GateUp => {
+            let all = [GateProj, UpProj].map(|module| delta((module, expert), mlp, hidden));
+            Tensor::stack(&all, 1).view([-1, hidden])
+        }
+        _ => delta((DownProj, expert), hidden, mlp),
+    };
+    match (name, &spec.experts) {
+        (ParamName::Qkv, _) => {
+            let heads = |module, rows: i64| delta((module, None), rows, hidden).view([kv, -1, head_dim, hidden]);
             let all = [heads(QProj, width), heads(KProj, kv * head_dim), heads(VProj, kv * head_dim)];
             Some(Tensor::cat(&all, 1).view([-1, hidden]))
         }
-        ParamName::O => Some(delta(OProj, hidden, width)),
-        ParamName::GateUp => {
-            Some(Tensor::stack(&[delta(GateProj, mlp, hidden), delta(UpProj, mlp, hidden)], 1).view([-1, hidden]))
+        (ParamName::O, _) => Some(delta((OProj, None), hidden, width)),
+        (ParamName::GateUp | ParamName::Down, None) => Some(of_mlp(None, spec.intermediate_size as i64)),
+        (ParamName::GateUp | ParamName::Down, Some(experts)) => {
+            let of_expert = |expert| of_mlp(Some(expert), experts.moe_intermediate_size as i64);
+            Some(Tensor::stack(&(0..experts.num_experts as i64).map(of_expert).collect::<Vec<_>>(), 0))
         }
-        ParamName::Down => Some(delta(DownProj, hidden, mlp)),
         _ => None,
     }
 }
 
 /// Leaves [r, in] and [out, r] of every adapted projection, cut out of the flat tensor by hand.
-fn leaves(block: &Block, flat: &Tensor) -> Vec<(TargetModule, Tensor, Tensor)> {
+fn leaves(block: &Block, flat: &Tensor) -> Vec<(Place, Tensor, Tensor)> {
     let (spec, r) = (&block.spec, block.lora.r as i64);
     let (kv, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
     let param = |name| block.adapter_layout.view(name, flat);
@@ -103,42 +119,51 @@ fn leaves(block: &Block, flat: &Tensor) -> Vec<(TargetModule, Tensor, Tensor)> {
     let mut cut = |modules: &[(TargetModule, i64)], a, b, groups: i64, inner: i64| {
         let adapted: Vec<_> = modules.iter().filter(|(module, _)| block.lora.targets.contains(module)).collect();
         let (Some(a), Some(b)) = (param(a), param(b)) else { return assert!(adapted.is_empty()) };
-        let b = b.view([groups, -1, inner, r]);
-        let mut first = 0;
-        for (index, (module, heads)) in adapted.into_iter().enumerate() {
-            let rows = b.narrow(1, first, *heads).reshape([-1, r]);
-            found.push((*module, leaf(&a.narrow(0, index as i64 * r, r)), leaf(&rows)));
-            first += heads;
+        let experts = if a.dim() == 3 { (0..a.size()[0]).map(Some).collect() } else { vec![None] };
+        for expert in experts {
+            let own = |all: &Tensor| expert.map_or_else(|| all.shallow_clone(), |expert| all.get(expert));
+            let (a, b) = (own(&a), own(&b).view([groups, -1, inner, r]));
+            let mut first = 0;
+            for (index, (module, heads)) in adapted.iter().enumerate() {
+                let rows = b.narrow(1, first, *heads).reshape([-1, r]);
+                found.push(((*module, expert), leaf(&a.narrow(0, index as i64 * r, r)), leaf(&rows)));
+                first += heads;
+            }
         }
     };
     cut(&[(QProj, group), (KProj, 1), (VProj, 1)], ParamName::QkvA, ParamName::QkvB, kv, head_dim);
     cut(&[(OProj, 1)], ParamName::OA, ParamName::OB, 1, spec.hidden_size as i64);
-    cut(&[(GateProj, 1), (UpProj, 1)], ParamName::GateUpA, ParamName::GateUpB, spec.intermediate_size as i64, 1);
+    let width = spec.experts.as_ref().map_or(spec.intermediate_size, |experts| experts.moe_intermediate_size);
+    cut(&[(GateProj, 1), (UpProj, 1)], ParamName::GateUpA, ParamName::GateUpB, width as i64, 1);
     cut(&[(DownProj, 1)], ParamName::DownA, ParamName::DownB, 1, spec.hidden_size as i64);
     found
 }
 
 #[test]
 fn every_family_and_choice_matches_autograd_over_merged_weights() {
-    let attention = [vec![QProj, KProj, VProj, OProj], vec![VProj]];
+    let attention = vec![vec![QProj, KProj, VProj, OProj], vec![VProj]];
     let dense = families().map(|(name, spec)| (name, spec, every_choice().to_vec()));
-    let experts = with_experts().map(|(name, spec)| (name, spec, attention.to_vec()));
+    let [(all, everywhere), (some, in_some_layers)] = with_experts();
+    let unnormalised = ExpertLayers { norm_topk_prob: false, ..everywhere.experts.clone().unwrap() };
+    let behind = ModelSpec { norms: NormPlaces::POST, experts: Some(unnormalised), ..everywhere.clone() };
+    let experts = [
+        (all, everywhere, [attention.clone(), beside_experts().to_vec()].concat()),
+        ("experts, norms behind", behind, beside_experts().to_vec()),
+        (some, in_some_layers, attention),
+    ];
     for (name, spec, choices) in dense.into_iter().chain(experts) {
         for targets in choices {
             println!("{name}: {targets:?}");
             let block = Block::new(&spec, targets);
             let (x, dy) = (rand(&[LEN, spec.hidden_size as i64]), rand(&[LEN, spec.hidden_size as i64]));
             let (x_leaf, projections) = (leaf(&x), leaves(&block, &block.adapters));
-            let delta = |module, rows: i64, columns: i64| {
-                let own = projections.iter().find(|(own, ..)| *own == module);
+            let delta = |place, rows: i64, columns: i64| {
+                let own = projections.iter().find(|(own, ..)| *own == place);
                 let zeros = || Tensor::zeros([rows, columns], (Kind::Double, Device::Cpu));
                 own.map_or_else(zeros, |(_, a, b)| b.matmul(a) * (5.0 / 3.0))
             };
             let weight = |name| {
                 let base = block.layout.view(name, &block.flat)?;
-                if base.dim() == 3 {
-                    return Some(base); // of experts
-                }
                 Some(merged(&spec, name, &delta).map_or_else(|| base.shallow_clone(), |delta| &base + delta))
             };
             let expected_y = reference::block(&spec, &weight, &x_leaf);
@@ -186,8 +211,20 @@ fn dropout_is_differentiated() {
 fn slices_add_up_to_the_block() {
     let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
     let eight = ModelSpec { num_heads: 8, ..qwen2 };
-    for (spec, tp_sizes) in [(eight, vec![1, 2, 4]), (qwen3, vec![2, 4]), (norms_behind, vec![2, 4])] {
-        for targets in every_choice() {
+    let [(_, experts), _] = with_experts();
+    let parallel = |num_experts| {
+        let layers = ExpertLayers { num_experts, ..experts.experts.clone().unwrap() };
+        ModelSpec { experts: Some(layers), ..experts.clone() }.with_expert_parallel(true).unwrap()
+    };
+    for (spec, choices, tp_sizes) in [
+        (eight, every_choice().to_vec(), vec![1, 2, 4]),
+        (qwen3, every_choice().to_vec(), vec![2, 4]),
+        (norms_behind, every_choice().to_vec(), vec![2, 4]),
+        (parallel(6), beside_experts().to_vec(), vec![2]),
+        (parallel(8), beside_experts().to_vec(), vec![4]),
+        (experts, beside_experts().to_vec(), vec![2, 4]),
+    ] {
+        for targets in choices {
             let block = Block::new(&spec, targets);
             let x = rand(&[5, spec.hidden_size as i64]);
             let host = |t: &Tensor| Vec::<f64>::try_from(t.view(-1)).unwrap();
@@ -228,11 +265,57 @@ fn sliced(
     Vec::try_from(y.flatten(0, 1)).unwrap()
 }
 
+/// Every row of a batch has its own adapter, or none.
 #[test]
-fn adapters_beside_experts_are_refused_by_name() {
+fn rows_choose_among_adapters_beside_experts() {
     let [(_, spec), _] = with_experts();
-    let check = |targets| LoraSpec { r: 3, alpha: 5.0, dropout: 0.0, targets }.check(&spec);
-    check(vec![QProj, OProj]).unwrap();
-    let error = check(vec![QProj, DownProj]).unwrap_err().to_string();
-    assert!(error.starts_with("lora.target_modules = q_proj, down_proj: expected some of q_proj, k_proj"), "{error}");
+    let [first, second] = beside_experts().map(|targets| Block::new(&spec, targets));
+    let expanded =
+        |block: &Block| BlockLora::expand(&spec, &block.lora, &block.adapter_layout, &block.adapters, None).unwrap();
+    let x = rand(&[LEN, spec.hidden_size as i64]);
+    let forward = |w: &BlockParams| {
+        let positions = Tensor::arange(LEN, (Kind::Int64, Device::Cpu));
+        let rope = spec.rope().rows(&positions, Kind::Double).unwrap();
+        let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: None };
+        let packed = PackedMixer::new(&spec, &[0, LEN], Device::Cpu);
+        block_forward(&ctx, 1, w, &x, &packed, None).unwrap().0
+    };
+    let base = || BlockParams::view(&spec, &first.layout, &first.flat);
+    // Adapters are beside the MLP alone, so that rows do not see those of others.
+    let alone = [&first, &second].map(|block| forward(&base().with_adapters(expanded(block))));
+    let both = base().with_adapters(BlockLora::stacked(&[expanded(&first), expanded(&second)]).unwrap());
+    let chosen: Vec<i32> = (0..LEN as i32).map(|row| row % 3 - 1).collect();
+    let got = forward(&both.for_rows(&Tensor::from_slice(&chosen)).unwrap());
+    let base = forward(&base());
+    for (row, &adapter) in chosen.iter().enumerate() {
+        let expected = if adapter < 0 { &base } else { &alone[adapter as usize] };
+        assert_close(&got.get(row as i64), &expected.get(row as i64));
+    }
+    assert!((&alone[0] - &base).abs().max().double_value(&[]) > 1e-3 && !alone[0].equal(&alone[1]));
+}
+
+#[test]
+fn adapters_that_peft_does_not_read_or_a_gpu_does_not_compute_are_refused_by_name() {
+    let [(_, spec), (_, mixed)] = with_experts();
+    let lora = |targets: &[TargetModule]| LoraSpec { r: 3, alpha: 5.0, dropout: 0.0, targets: targets.to_vec() };
+    for accepted in [&[QProj, OProj][..], &[DownProj], &[QProj, GateProj, UpProj, DownProj]] {
+        lora(accepted).check(&spec).unwrap();
+    }
+    let refused = |outcome: Result<()>, message: &str| {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.starts_with(message), "{error}");
+    };
+    let together = "expected gate_proj, up_proj and down_proj together, down_proj alone";
+    refused(lora(&[QProj, UpProj]).check(&spec), &format!("lora.target_modules = q_proj, up_proj: {together}"));
+    refused(lora(&[GateProj, UpProj]).check(&spec), &format!("lora.target_modules = gate_proj, up_proj: {together}"));
+    let dropping = LoraSpec { dropout: 0.1, ..lora(&[DownProj]) };
+    refused(dropping.check(&spec), "lora.dropout = 0.1: expected 0, or lora.target_modules");
+    LoraSpec { dropout: 0.1, ..lora(&[QProj]) }.check(&spec).unwrap();
+    let attention = "lora.target_modules = down_proj: expected some of q_proj, k_proj, v_proj, o_proj";
+    refused(lora(&[DownProj]).check(&mixed), &format!("{attention}: only some layers of this model have experts"));
+    lora(&[VProj]).check(&mixed).unwrap();
+    refused(lora(&[DownProj]).check_gpu(&spec), &format!("{attention} on a GPU, which has no kernels for adapters of"));
+    lora(&[VProj]).check_gpu(&spec).unwrap();
+    let [(_, dense), ..] = families();
+    lora(&[DownProj]).check_gpu(&dense).unwrap();
 }

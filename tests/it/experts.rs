@@ -1,0 +1,153 @@
+//! Whole runs of a tiny model with experts: adapters beside them, and recorded routes on all their ways.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::checkpoint::Runs;
+use crate::program::{MODEL, json_lines, run, stdout_of};
+
+/// Some of the random model's completions have a reward.
+const REWARD: [&str; 4] = [
+    "reward_funcs=[\"format\"]",
+    "reward_weights=[1.0]",
+    "reward.format_pattern=.*(two|five|nine).*",
+    "learning_rate=2e-2",
+];
+
+/// Writes a random model of two layers, four experts in each, with the demo's tokenizer.
+fn random_model(folder: &Path) -> PathBuf {
+    let (config, model) = (folder.join("config.json"), folder.join("model"));
+    let shape = std::fs::read_to_string("configs/arithmetic/config-moe.json").unwrap();
+    let mut shape: Value = serde_json::from_str(&shape).unwrap();
+    for (key, value) in
+        [("num_hidden_layers", 2), ("hidden_size", 64), ("moe_intermediate_size", 64), ("num_experts", 4)]
+    {
+        shape[key] = json!(value);
+    }
+    shape["head_dim"] = json!(16);
+    std::fs::write(&config, shape.to_string()).unwrap();
+    let (config, output) = (config.display(), model.display());
+    stdout_of(&format!("init --config_json {config} --tokenizer {MODEL} --output {output}"));
+    model
+}
+
+/// Greedy completions of a folder with their log-probabilities.
+fn generate(model: &Path, more: &str) -> Vec<(Value, f64)> {
+    let prompt = "--prompt what --prompt five --prompt plus";
+    let model = model.display();
+    let lines =
+        stdout_of(&format!("generate --model {model} --temperature 0 --max_completion_length 12 {prompt} {more}"));
+    json_lines(&lines).iter().map(|line| (line["completion"].clone(), line["logprob"].as_f64().unwrap())).collect()
+}
+
+/// Two ranks of an engine share every expert's width, or the experts; their base is sharded, or in 4 bits. What is saved gives the
+/// same merged as beside the base.
+#[test]
+fn runs_sample_train_save_and_serve_adapters_of_experts() {
+    let runs = Runs::new();
+    let model = random_model(&runs.path(""));
+    let key = format!("model_name_or_path={}", model.display());
+    let common =
+        [&REWARD[..], &[&key, "lora.r=8", "lora.alpha=16", "max_steps=3", "save_steps=none", "beta=0.05"]].concat();
+    let base = generate(&model, "");
+    for (name, keys, more) in [
+        ("width", &["zero.stage=2"][..], "--nproc 2 --tp 2"),
+        ("whole", &["zero.stage=3", "enable_expert_parallel=true"], "--nproc 2 --tp 2 --enable_expert_parallel"),
+        ("nf4", &["quantization=nf4", "lora.target_modules=[\"v_proj\", \"down_proj\"]"], ""),
+    ] {
+        runs.train_to_the_end(name, 2, &[&common[..], keys].concat());
+        let metrics = runs.metrics(name);
+        for step in 1..=3 {
+            let values = &metrics[&(step, false)].values;
+            assert!(values["sampling/sampling_logp_difference/max"] < 1e-4, "{name}: {values:?}");
+            assert!(values["grad_norm"] > 0.0 && values["router_replay/differing_share"] < 1e-2, "{name}: {values:?}");
+        }
+        assert!(metrics[&(3, false)].values["kl"] > 1e-5, "{name}: {:?}", metrics[&(3, false)]);
+        let (adapters, merged) = (runs.path(name).join("final"), runs.path(&format!("{name}-merged")));
+        stdout_of(&format!("export --model {} --output {} --merge", adapters.display(), merged.display()));
+        let (own, whole) = (generate(&adapters, more), generate(&merged, ""));
+        for ((own, whole), (_, base)) in own.iter().zip(&whole).zip(&base) {
+            assert!(own.0 == whole.0 && (own.1 - whole.1).abs() < 1e-3, "{name}: {own:?} {whole:?}");
+            assert!((own.1 - base).abs() > 1e-2, "{name}: {own:?}, the base {base}");
+        }
+    }
+    let keys = format!(
+        "{key} lora.r=8 train_file=configs/arithmetic/train.jsonl reward_funcs=[\"format\"] max_completion_length=12"
+    );
+    let refused = run(&format!("plan {keys} lora.target_modules=[\"gate_proj\"]"));
+    refused.assert_error("half of what PEFT reads", 2, &["lora.target_modules = gate_proj", "down_proj together"]);
+    let refused = run(&format!("plan {keys} lora.dropout=0.1"));
+    refused.assert_error("dropout", 2, &["lora.dropout = 0.1", "PEFT has no dropout beside experts"]);
+}
+
+/// The resumed run makes what the uninterrupted one did, adapters' shards included.
+#[test]
+fn a_run_with_adapters_of_experts_ends_like_a_straight_one() {
+    let runs = Runs::new();
+    let model = format!("model_name_or_path={}", random_model(&runs.path("")).display());
+    let common = [&REWARD[..], &[&model, "lora.r=4", "zero.stage=2", "max_steps=4"]].concat();
+    runs.train_to_the_end("straight", 2, &common);
+    runs.train_to_the_end("resumed", 2, &[&common[..], &[&runs.resume("straight", 2)]].concat());
+    runs.assert_same("resumed", "straight", &[3, 4]);
+}
+
+fn differing(runs: &Runs, run: &str, step: u64) -> f64 {
+    runs.metrics(run)[&(step, false)].values["router_replay/differing_share"]
+}
+
+/// Trajectories under way take their routes with them, through checkpoints too: those that older weights chose, which are others than
+/// the trainer's own. Without carried groups there are none such.
+#[test]
+fn carried_groups_and_resumed_runs_keep_the_routes_that_were_sampled() {
+    let runs = Runs::new();
+    let model = format!("model_name_or_path={}", random_model(&runs.path("")).display());
+    let common = [&REWARD[..], &[&model, "max_steps=4"]].concat();
+    let carried = [&common[..], &["oversample=1.0", "partial_rollout=true", "max_num_seqs=24"]].concat();
+    runs.train_to_the_end("straight", 2, &carried);
+    let state = std::fs::read_to_string(runs.path("straight/checkpoint-2/trainer_state.json")).unwrap();
+    let state: Value = serde_json::from_str(&state).unwrap();
+    let begun = state["carried"].as_array().unwrap().iter().filter_map(|group| group["completions"].as_array());
+    let routed: Vec<&Value> = begun.flatten().map(|completion| &completion["routed_experts"]).collect();
+    assert!(routed.iter().any(|routed| routed[0] == 4 && !routed[1].as_str().unwrap().is_empty()), "{routed:?}");
+    runs.train_to_the_end("resumed", 2, &[&carried[..], &[&runs.resume("straight", 2)]].concat());
+    runs.assert_same("resumed", "straight", &[3, 4]);
+    let kept = [&carried[..], &["carried_kv=keep"]].concat();
+    runs.train_to_the_end("kept", 2, &kept);
+    runs.train_to_the_end("plain", 2, &common);
+    let share = |run| (1..=4).map(|step| differing(&runs, run, step)).collect::<Vec<_>>();
+    println!("carried {:?}, kept {:?}, plain {:?}", share("straight"), share("kept"), share("plain"));
+    assert!(share("straight")[1..].iter().any(|share| *share > 1e-3), "{:?}", share("straight"));
+    assert!(share("kept")[1..].iter().any(|share| *share > 1e-3), "{:?}", share("kept"));
+    assert!(share("plain").iter().all(|share| *share < 1e-3), "{:?}", share("plain"));
+}
+
+/// Routes cross from the engines' ranks to the trainers'. Batches that are sampled ahead have those of the weights that sampled them.
+#[test]
+fn engines_of_their_own_record_the_routes() {
+    let runs = Runs::new();
+    let model = format!("model_name_or_path={}", random_model(&runs.path("")).display());
+    let three = ["per_device_train_batch_size=8", "tensor_parallel_size=1", "residency.optimizer=auto", "max_steps=4"];
+    // Micro-batches are others on two trainers, and each balances its own tokens.
+    let common = [&REWARD[..], &three, &["router_aux_loss_coef=0", &model]].concat();
+    let split = [&common[..], &["mode=split", "split.rollout_gpus=1"]].concat();
+    runs.train_to_the_end("both", 3, &common);
+    runs.train_to_the_end("split", 3, &split);
+    let (split_metrics, both) = (runs.metrics("split"), runs.metrics("both"));
+    for step in 1..=4 {
+        let texts = |run| runs.completions(run, step).into_iter().map(|row| (row.prompt, row.completion, row.rewards));
+        assert!(texts("split").eq(texts("both")), "step {step}");
+        for name in ["loss", "grad_norm", "entropy", "sampling/sampling_logp_difference/mean"] {
+            let [own, other] = [&split_metrics, &both].map(|metrics| metrics[&(step, false)].values[name]);
+            assert!((own - other).abs() < 1e-5 + 1e-4 * other.abs(), "step {step}, {name}: {own}, {other}");
+        }
+    }
+    runs.train_to_the_end("resumed", 3, &[&split[..], &[&runs.resume("split", 2)]].concat());
+    runs.assert_same("resumed", "split", &[3, 4]);
+    runs.train_to_the_end("ahead", 3, &[&split[..], &["split.async_steps=1", "save_steps=none"]].concat());
+    let share = |run| (1..=4).map(|step| differing(&runs, run, step)).collect::<Vec<_>>();
+    println!("split {:?}, ahead {:?}", share("split"), share("ahead"));
+    assert!(share("split").iter().all(|share| *share < 1e-3), "{:?}", share("split"));
+    let ahead = share("ahead");
+    assert!(ahead[0] < 1e-3 && ahead[1..].iter().any(|share| *share > 1e-3), "{ahead:?}");
+}

@@ -1,0 +1,42 @@
+//! Adapters beside experts at every ZeRO stage, and on a base in 4 bits.
+
+use colo_grpo::internal::config::Quantization;
+use colo_grpo::internal::dist::World;
+use colo_grpo::internal::model::ModelSpec;
+use tch::Kind;
+
+use super::{adapted_of, backward, base, own_sequences, packed, trained};
+use crate::ranks;
+
+#[test]
+fn stages_are_bitwise_equal_beside_experts() {
+    ranks::run(2, "lora::experts::stages_are_bitwise_equal_beside_experts", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for (kinds, quantization) in [
+            ((Kind::Float, Kind::Float), Quantization::None),
+            ((Kind::BFloat16, Kind::Float), Quantization::None),
+            ((Kind::Float, Kind::Float), Quantization::Nf4),
+        ] {
+            let after = |stage| {
+                let spec = ModelSpec { vocab_size: 96, num_layers: 2, ..ModelSpec::preset("tiny-moe").unwrap() };
+                let mut policy = adapted_of(spec, &mesh, stage, kinds, 0.0, (quantization, false));
+                let micro_batches = packed(&own_sequences(world.rank()), 1000);
+                let before = base(&policy);
+                let nlls: Vec<f64> = (0..4)
+                    .map(|_| {
+                        let nll = backward(&mut policy, &micro_batches);
+                        assert!(!policy.optimizer_step(1e-2, 1.0).unwrap().skipped);
+                        nll
+                    })
+                    .collect();
+                assert!(nlls[3] < nlls[0], "{nlls:?}");
+                assert!(base(&policy) == before, "the base changed");
+                trained(&policy)
+            };
+            let expected = after(0);
+            for stage in 1..=3 {
+                assert!(after(stage) == expected, "stage {stage}, {kinds:?}, {quantization:?}");
+            }
+        }
+    });
+}
