@@ -9,7 +9,7 @@
 golden.json: `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last position; `all_logits`, [T, V] of
 prompt `all_logits_of`; `greedy`, 24 ids a prompt for the first three; `min_gap`, the least difference between the two
 highest logits on the way; of a model with experts `aux_loss`, one number a prompt; of one with gated delta
-nets `long_greedy`, 200 ids for the first prompt. Numbers are float32, computed in float32.
+nets or a shared expert `long_greedy`, 200 ids for the first prompt. Numbers are float32, computed in float32.
 
 rope.json: for each case, keys of a config.json with heads of 128; `inv_freq` and `attention_factor` as transformers' rotary
 embedding has them; `context`, the longest that it is for.
@@ -24,14 +24,16 @@ import subprocess
 
 import torch
 from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, MistralConfig, Olmo2Config,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig)
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config,
+                          Qwen3MoeConfig)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 VOCAB = 96
 PROMPT_LENGTHS = [5, 13, 21, 40]  # the window of mistral is 8
 ALL_LOGITS_OF = 1
 NEW_TOKENS = 24
-LONG_NEW_TOKENS = 200  # of a model whose sequences have a state
+LONG_NEW_TOKENS = 200  # of a model with a key of LONG_KEYS
+LONG_KEYS = ["linear_num_key_heads", "shared_expert_intermediate_size"]
 LEAST_GAP = 1e-3
 COMMON = dict(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -75,6 +77,13 @@ FAMILIES = {
     "qwen3": (Qwen3Config(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
                           head_dim=16, rope_parameters=ROPE, tie_word_embeddings=True, **COMMON),
               torch.float32, "5GB"),
+    "qwen2_moe": (Qwen2MoeConfig(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=24,
+                                 num_experts=5, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2,
+                                 rope_parameters=ROPE, tie_word_embeddings=False, **COMMON), torch.float32, "5GB"),
+    "qwen2_moe_mixed": (Qwen2MoeConfig(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=40,
+                                       num_experts=4, num_experts_per_tok=3, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[3],
+                                       num_attention_heads=4, num_key_value_heads=4, rope_parameters=ROPE, tie_word_embeddings=True,
+                                       **dict(COMMON, num_hidden_layers=4)), torch.bfloat16, "40KB"),
     "qwen3_moe": (Qwen3MoeConfig(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_experts=5, num_experts_per_tok=2,
                                  norm_topk_prob=True, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                                  rope_parameters=ROPE, tie_word_embeddings=True, **COMMON), torch.float32, "5GB"),
@@ -173,7 +182,7 @@ def golden_numbers(model, seed):
     logits = [model(prompt[None]).logits[0] for prompt in prompts]
     greedy, gaps = zip(*[continuation(model, prompt) for prompt in prompts[:3]])
     text = model.config.get_text_config()
-    long, gap = continuation(model, prompts[0], LONG_NEW_TOKENS) if hasattr(text, "linear_num_key_heads") else ([], 1.0)
+    long, gap = continuation(model, prompts[0], LONG_NEW_TOKENS) if any(hasattr(text, key) for key in LONG_KEYS) else ([], 1.0)
     router = dict(aux_loss=[model(prompt[None], output_router_logits=True).aux_loss.item() for prompt in prompts]
                   ) if hasattr(text, "num_experts") else {}
     return router | {

@@ -137,9 +137,12 @@ fn dtype_name(kind: Kind) -> &'static str {
 fn parse(whole: JsonObject) -> Result<ModelSpec> {
     let (family, is_text_part) = family(&whole)?;
     let config = &if is_text_part { text_part::read(whole)? } else { whole };
-    let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, has_experts, has_delta_nets, .. } =
-        family.traits();
+    let traits = family.traits();
+    let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, has_experts, has_delta_nets, .. } = traits;
     refuse_unsupported(config, has_delta_nets)?;
+    if traits.has_shared_expert && config.has("qkv_bias") && !config.flag("qkv_bias")? {
+        return Err(config.wrong("qkv_bias", "true"));
+    }
     let hidden_size = config.size("hidden_size", 1 << 20)?;
     let num_heads = config.size("num_attention_heads", 1 << 12)?;
     let num_layers = config.size("num_hidden_layers", 1 << 12)?;
@@ -157,7 +160,7 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
         vocab_size,
         hidden_size,
         intermediate_size: config.size("intermediate_size", 1 << 24)?,
-        experts: if has_experts { experts::read(config, num_layers)? } else { None },
+        experts: if has_experts { experts::read(config, num_layers, traits.has_shared_expert)? } else { None },
         delta_net: if has_delta_nets { Some(delta_net::read(config, num_layers)?) } else { None },
         num_layers,
         num_heads,
@@ -252,6 +255,10 @@ fn sliding_window(config: &JsonObject, counts: Window, num_layers: usize) -> Res
     let key = "sliding_window";
     let window = match counts {
         Window::Never => return Ok(None),
+        Window::Refused if config.flag("use_sliding_window")? => {
+            return Err(config.wrong("use_sliding_window", "false: windows in every second layer are not served"));
+        }
+        Window::Refused => return Ok(None),
         Window::Always(usual) if !config.has(key) => return Ok(Some(usual)),
         Window::Switched if !config.flag("use_sliding_window")? => return Ok(None),
         _ if config.get(key).is_none() => return Ok(None),

@@ -71,6 +71,9 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
             | ParamName::GateUp
             | ParamName::Down
             | ParamName::Router
+            | ParamName::SharedGateUp
+            | ParamName::SharedDown
+            | ParamName::SharedGate
             | ParamName::DeltaQkv
             | ParamName::DeltaZ
             | ParamName::DeltaB

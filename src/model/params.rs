@@ -223,6 +223,12 @@ pub enum ParamName {
     MlpPostNorm,
     /// [E, D], before the experts
     Router,
+    /// [2 F, D] of a shared expert
+    SharedGateUp,
+    /// [D, F] of a shared expert
+    SharedDown,
+    /// [1, D], the gate of a shared expert
+    SharedGate,
     /// [2 Hk dk + H dv, D] of a gated delta net: queries of all heads, keys, values
     DeltaQkv,
     /// [H dv, D], the gate of a delta net's norm

@@ -144,6 +144,7 @@ fn experts([num_experts, num_experts_per_tok, moe_intermediate_size]: [usize; 3]
         num_experts,
         num_experts_per_tok,
         moe_intermediate_size,
+        shared_expert_intermediate_size: None,
         norm_topk_prob: true,
         router_aux_loss_coef: 0.001,
         decoder_sparse_step: 1,

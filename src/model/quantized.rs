@@ -118,7 +118,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::model::{ModelSpec, ParamTable, QkNorm, init_unit};
+    use crate::model::{Family, ModelSpec, ParamTable, QkNorm, init_unit};
 
     #[test]
     fn rows_of_ragged_blocks_are_refused_before_anything_is_loaded() {
@@ -143,7 +143,10 @@ mod tests {
     #[test]
     fn a_block_comes_back_matrix_by_matrix() {
         let dense = ModelSpec { qk_norm: Some(QkNorm::Head), ..ModelSpec::preset("tiny").unwrap() };
-        for spec in [dense, ModelSpec::preset("tiny-moe").unwrap()] {
+        let experts = ModelSpec::preset("tiny-moe").unwrap();
+        let mut shared = ModelSpec { family: Family::Qwen2Moe, ..experts.clone() };
+        shared.experts.as_mut().unwrap().shared_expert_intermediate_size = Some(320);
+        for spec in [dense, experts, shared] {
             let spec = Arc::new(spec);
             let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(1)).clone();
             let flat = init_unit(&layout, 3, Kind::BFloat16).unwrap();

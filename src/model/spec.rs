@@ -5,7 +5,9 @@ use std::path::Path;
 
 use tch::Kind;
 
-use super::block::{AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, NormPlaces, QkNorm};
+use super::block::{
+    AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, NormPlaces, QkNorm, SharedExpertSpec,
+};
 use super::families::Family;
 use super::params::{shapes, units};
 use crate::cuda::kernels::{DecoderSizes, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, unserved};
@@ -81,6 +83,8 @@ pub struct ExpertLayers {
     pub num_experts_per_tok: usize,
     /// Width of an expert.
     pub moe_intermediate_size: usize,
+    /// Width of an expert that every token goes to, where there is one.
+    pub shared_expert_intermediate_size: Option<usize>,
     /// The weights of a token's experts are divided by their sum.
     pub norm_topk_prob: bool,
     /// Weight of the loss that balances the experts' load.
@@ -112,6 +116,7 @@ impl ExpertLayers {
     fn can_share(&self, tp_size: usize) -> bool {
         let shared = if self.is_parallel { self.num_experts } else { self.moe_intermediate_size };
         shared.is_multiple_of(tp_size)
+            && self.shared_expert_intermediate_size.is_none_or(|width| width.is_multiple_of(tp_size))
     }
 }
 
@@ -212,6 +217,9 @@ impl ModelSpec {
                     num_experts_per_tok: experts.num_experts_per_tok,
                     norm_topk_prob: experts.norm_topk_prob,
                 },
+                shared: experts
+                    .shared_expert_intermediate_size
+                    .map(|intermediate| SharedExpertSpec(DenseSpec { hidden, intermediate })),
             }),
             _ => Mlp::Dense(DenseSpec { hidden, intermediate: self.intermediate_size }),
         };
@@ -286,6 +294,10 @@ impl ModelSpec {
             Some(experts) if experts.is_parallel => format!("{} experts", experts.num_experts),
             Some(experts) => format!("experts of intermediate size {}", experts.moe_intermediate_size),
         };
+        let mlp = match self.experts.as_ref().and_then(|experts| experts.shared_expert_intermediate_size) {
+            Some(width) => format!("{mlp}, a shared expert of intermediate size {width}"),
+            None => mlp,
+        };
         let mlp = match &self.delta_net {
             None => mlp,
             Some(DeltaLayers { heads, .. }) => {
@@ -303,11 +315,16 @@ impl ModelSpec {
     /// Whether the kernels of a GPU serve this shape with weights of `kind`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets.
+    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets or a shared expert.
     pub fn validate_gpu(&self, kind: Kind, folder: &Path) -> Result<()> {
         if self.delta_net.is_some() {
             let message = "a model with gated delta nets (layer_types with linear_attention) is not served on a GPU yet: expected \
                            full_attention in all layers; device=cpu trains it and samples from it";
+            return Err(Error::bad_file(folder.join("config.json"), message));
+        }
+        if self.experts.as_ref().is_some_and(|experts| experts.shared_expert_intermediate_size.is_some()) {
+            let message = "a model with a shared expert (shared_expert_intermediate_size) is not served on a GPU yet; device=cpu trains \
+                           it and samples from it";
             return Err(Error::bad_file(folder.join("config.json"), message));
         }
         let sizes = DecoderSizes { head_dim: self.head_dim, hidden_size: self.hidden_size };

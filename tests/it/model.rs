@@ -11,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 11] = [
+const GOLDEN: [(&str, Family); 13] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -19,6 +19,8 @@ const GOLDEN: [(&str, Family); 11] = [
     ("llama3", Family::Llama),
     ("mistral", Family::Mistral),
     ("olmo2", Family::Olmo2),
+    ("qwen2_moe", Family::Qwen2Moe),
+    ("qwen2_moe_mixed", Family::Qwen2Moe),
     ("qwen3_moe", Family::Qwen3Moe),
     ("qwen3_moe_mixed", Family::Qwen3Moe),
     ("qwen3_5", Family::Qwen3_5),

@@ -33,6 +33,8 @@ fn greedy_equals_transformers() {
         "llama3",
         "mistral",
         "olmo2",
+        "qwen2_moe",
+        "qwen2_moe_mixed",
         "qwen3_moe",
         "qwen3_moe_mixed",
         "qwen3_5",
@@ -149,6 +151,8 @@ fn equals_one_rank(world: &World) {
         Model::golden("qwen3_5"),
         Model::golden("qwen3_moe_mixed"),
         Model::expert_parallel("qwen3_moe_mixed"),
+        Model::golden("qwen2_moe"),
+        Model::expert_parallel("qwen2_moe_mixed"),
     ] {
         // A gated norm divides what is left of a state; small ones show how the ranks' sums round.
         let tolerance = if model.spec.delta_net.is_some() { 1e-3 } else { 1e-4 };

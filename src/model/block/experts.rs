@@ -9,11 +9,12 @@ use tch::Tensor;
 
 use super::dense::DenseSpec;
 use super::linear::{LinearSpec, Matrix, TpSplit};
+use super::shared::{SharedExpertSpec, SharedRows};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
 use crate::dist::Collective;
 use crate::error::Result;
 use crate::model::lora::Lora;
-use crate::model::params::ParamName;
+use crate::model::params::{ParamName, Shapes};
 use crate::ops::grouped::Dispatch;
 use crate::ops::linear;
 use crate::ops::router::{self, RouterOptions, Routing};
@@ -32,6 +33,8 @@ pub struct ExpertsSpec {
     pub is_parallel: bool,
     /// How tokens choose among them.
     pub router: RouterOptions,
+    /// An expert that every token goes to, beside those that it chooses.
+    pub shared: Option<SharedExpertSpec>,
 }
 
 /// Sees and decides which experts tokens go to, in all layers of a pass.
@@ -63,21 +66,25 @@ pub(super) struct Routed {
     own: Tensor, // [T, K]
     dispatch: Dispatch,
     gate_up: GateUp, // R rows
+    shared: Option<SharedRows>,
 }
 
 impl ExpertsSpec {
-    /// The share of a rank: a part of every expert, or some experts whole.
+    /// The share of a rank: a part of every expert, or some experts whole; of the shared one a part.
     pub fn tp_slice(self, tp_size: usize) -> Self {
+        let shared = self.shared.map(|SharedExpertSpec(expert)| SharedExpertSpec(expert.tp_slice(tp_size)));
         if self.is_parallel {
-            return Self { own: self.own / tp_size, ..self };
+            return Self { own: self.own / tp_size, shared, ..self };
         }
-        Self { expert: self.expert.tp_slice(tp_size), ..self }
+        Self { expert: self.expert.tp_slice(tp_size), shared, ..self }
     }
 
-    /// The two matrices of an expert, each as many times as there are experts.
-    pub fn linears(self) -> [LinearSpec; 2] {
+    /// The two matrices of an expert, each as many times as there are experts; then those of the shared one.
+    pub fn linears(self) -> Vec<LinearSpec> {
         let split = |linear: &LinearSpec| if self.is_parallel { TpSplit::Experts } else { linear.split };
-        self.expert.linears().map(|linear| LinearSpec { experts: Some(self.own), split: split(&linear), ..linear })
+        let own = |linear| LinearSpec { experts: Some(self.own), split: split(&linear), ..linear };
+        let shared = self.shared.into_iter().flat_map(SharedExpertSpec::linears);
+        self.expert.linears().map(own).into_iter().chain(shared).collect()
     }
 
     /// The experts of which `w`, a rank's slice, has the weights.
@@ -87,9 +94,10 @@ impl ExpertsSpec {
         first..first + own
     }
 
-    /// The router's weight.
-    pub(super) fn router_shape(self) -> (ParamName, Vec<i64>) {
-        (ParamName::Router, vec![self.num_experts as i64, self.expert.hidden as i64])
+    /// The weights of the router, and of the shared expert's gate.
+    pub(super) fn other_shapes(self) -> Shapes {
+        let router = (ParamName::Router, vec![self.num_experts as i64, self.expert.hidden as i64]);
+        std::iter::once(router).chain(self.shared.map(SharedExpertSpec::gate_shape)).collect()
     }
 
     /// Weights of a layer that a token does not use.
@@ -100,7 +108,8 @@ impl ExpertsSpec {
 
     /// Bytes a token of gate and up, and of the routing, which backward reads.
     pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
-        self.router.num_experts_per_tok * self.expert.kept_bytes(bytes) + self.routing_bytes(bytes)
+        let shared = self.shared.map_or(0, |shared| shared.kept_bytes(bytes));
+        self.router.num_experts_per_tok * self.expert.kept_bytes(bytes) + self.routing_bytes(bytes) + shared
     }
 
     /// Bytes a token of the fullest moment of forward: gate and up and the activation, and beside them either the rows that go in and
@@ -108,14 +117,16 @@ impl ExpertsSpec {
     pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
         let rows =
             self.router.num_experts_per_tok * (self.expert.forward_bytes(bytes) + bytes.narrow * self.expert.hidden);
-        rows + self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden
+        let shared = self.shared.map_or(0, |shared| shared.forward_bytes(bytes));
+        rows + self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden + shared
     }
 
     /// Bytes a token of the fullest moment of backward: what a dense MLP of all rows needs, the rows that go in and their gradients,
     /// and the sum of these.
     pub(super) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         let rows = self.router.num_experts_per_tok * self.expert.backward_bytes(bytes, keeps_gate_up, false);
-        rows + 2 * self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden
+        let shared = self.shared.map_or(0, |shared| shared.backward_bytes(bytes, keeps_gate_up));
+        rows + 2 * self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden + shared
     }
 
     /// Bytes a token of probabilities, and of choices with their weights and places.
@@ -159,12 +170,15 @@ impl ExpertsSpec {
         };
         let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
-        let Routed { routing, dispatch, gate_up, .. } = routed;
+        let Routed { routing, dispatch, gate_up, shared, .. } = routed;
         let (d_gate_up, d_weights) = contract_backward(w, (&routing, &dispatch), gate_up, &d_output, grads)?;
         let d_rows = expand_backward(w, &dispatch, &d_gate_up, &normed, grads)?;
         drop(d_gate_up);
-        let d_normed = dispatch.gather(&d_rows, None)?;
+        let mut d_normed = dispatch.gather(&d_rows, None)?;
         drop(d_rows);
+        if let Some(shared) = shared {
+            shared.backward(w, &normed, &d_output, &mut d_normed, grads)?;
+        }
         let d_probs = ctx.routes.map_or(Ok(None), |routes| routes.d_probs(layer))?;
         let d_logits = routing.backward(&d_weights, d_probs.as_ref(), self.router)?;
         let d_normed = self.router_backward(w, &d_logits, &normed, d_normed, grads)?;
@@ -194,7 +208,8 @@ impl ExpertsSpec {
             Some(lora) => lora.add_gate_up(&dispatch, &rows, gate_up)?,
             None => gate_up,
         };
-        Ok(Routed { routing, own, dispatch, gate_up })
+        let shared = self.shared.map(|_| SharedRows::expand(w, normed)).transpose()?;
+        Ok(Routed { routing, own, dispatch, gate_up, shared })
     }
 
     /// The gradient of what the router and the experts read, of the weights' kind, from the router's and that of the experts, in the
@@ -218,7 +233,7 @@ impl ExpertsSpec {
 }
 
 impl Routed {
-    /// The sum of the chosen experts' outputs, each times its weight, in the accumulation kind. [T, D]
+    /// The sum of the chosen experts' outputs, each times its weight, and of the shared one's, in the accumulation kind. [T, D]
     fn contract(&self, w: &BlockParams, act: &Tensor /* [R, I] */) -> Result<Tensor> {
         let down = w.linear(Matrix::Down);
         let rows = self.dispatch.forward(act, down.weight())?;
@@ -226,7 +241,11 @@ impl Routed {
             Some(lora) => lora.add_rows(&self.dispatch, act, rows)?,
             None => rows,
         };
-        self.dispatch.gather(&rows, Some(&self.routing.weights))
+        let sum = self.dispatch.gather(&rows, Some(&self.routing.weights))?;
+        match &self.shared {
+            Some(shared) => Ok(shared.contract(w)?.f_add_(&sum)?),
+            None => Ok(sum),
+        }
     }
 }
 

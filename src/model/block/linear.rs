@@ -21,6 +21,10 @@ pub enum Matrix {
     GateUp,
     /// Down.
     Down,
+    /// Gate and up of a shared expert.
+    SharedGateUp,
+    /// Down of a shared expert.
+    SharedDown,
     /// Queries, keys and values of a gated delta net.
     DeltaQkv,
     /// Gate of a gated delta net's norm.
@@ -40,6 +44,8 @@ pub enum Projection {
     Module(TargetModule),
     /// A gated delta net's, by its name there.
     DeltaNet(&'static str),
+    /// A shared expert's, by its name there.
+    SharedExpert(&'static str),
 }
 
 impl Matrix {
@@ -50,6 +56,8 @@ impl Matrix {
             Matrix::O => ParamName::O,
             Matrix::GateUp => ParamName::GateUp,
             Matrix::Down => ParamName::Down,
+            Matrix::SharedGateUp => ParamName::SharedGateUp,
+            Matrix::SharedDown => ParamName::SharedDown,
             Matrix::DeltaQkv => ParamName::DeltaQkv,
             Matrix::DeltaZ => ParamName::DeltaZ,
             Matrix::DeltaB => ParamName::DeltaB,
@@ -65,7 +73,13 @@ impl Matrix {
             Matrix::O => Some([ParamName::OA, ParamName::OB]),
             Matrix::GateUp => Some([ParamName::GateUpA, ParamName::GateUpB]),
             Matrix::Down => Some([ParamName::DownA, ParamName::DownB]),
-            Matrix::DeltaQkv | Matrix::DeltaZ | Matrix::DeltaB | Matrix::DeltaA | Matrix::DeltaOut => None,
+            Matrix::SharedGateUp
+            | Matrix::SharedDown
+            | Matrix::DeltaQkv
+            | Matrix::DeltaZ
+            | Matrix::DeltaB
+            | Matrix::DeltaA
+            | Matrix::DeltaOut => None,
         }
     }
 }

@@ -8,7 +8,7 @@ use super::linear::LinearSpec;
 use super::{BlockContext, BlockParams, ElementBytes};
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
-use crate::model::params::ParamName;
+use crate::model::params::Shapes;
 use crate::ops::swiglu::GateUp;
 
 /// The sublayer that treats every token by itself.
@@ -45,18 +45,18 @@ impl Mlp {
     }
 
     /// The matrices of the MLP.
-    pub(super) fn linears(self) -> [LinearSpec; 2] {
+    pub(super) fn linears(self) -> Vec<LinearSpec> {
         match self {
-            Mlp::Dense(dense) => dense.linears(),
+            Mlp::Dense(dense) => dense.linears().into(),
             Mlp::Experts(experts) => experts.linears(),
         }
     }
 
-    /// The router's weight, where there is one.
-    pub(super) fn router_shape(self) -> Option<(ParamName, Vec<i64>)> {
+    /// The weights that are no matrices of experts: the router's and a gate's, where there are any.
+    pub(super) fn other_shapes(self) -> Shapes {
         match self {
-            Mlp::Dense(_) => None,
-            Mlp::Experts(experts) => Some(experts.router_shape()),
+            Mlp::Dense(_) => Shapes::new(),
+            Mlp::Experts(experts) => experts.other_shapes(),
         }
     }
 

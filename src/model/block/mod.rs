@@ -16,6 +16,7 @@ mod matrices;
 mod mixer;
 mod mlp;
 mod params;
+mod shared;
 
 use tch::{Kind, Tensor};
 
@@ -39,6 +40,7 @@ pub use mixer::Mixer;
 pub use mlp::Mlp;
 pub use params::{BlockParams, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
+pub use shared::SharedExpertSpec;
 
 /// Where the norms of a sublayer are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,7 +107,7 @@ impl BlockSpec {
         let NormNames { pre, post } = MIXER_NORMS;
         let mixer = norm(self.norms.pre, pre).into_iter().chain(self.mixer.shapes()).chain(norm(self.norms.post, post));
         let NormNames { pre, post } = MLP_NORMS;
-        let mlp = norm(self.norms.pre, pre).into_iter().chain(self.mlp.router_shape());
+        let mlp = norm(self.norms.pre, pre).into_iter().chain(self.mlp.other_shapes());
         let mlp = mlp.chain(self.mlp.linears().into_iter().flat_map(|linear| linear.params()));
         mixer.chain(mlp).chain(norm(self.norms.post, post)).collect()
     }

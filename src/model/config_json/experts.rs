@@ -10,7 +10,7 @@ use crate::model::spec::ExpertLayers;
 const USUAL_AUX_LOSS_COEF: f64 = 0.001;
 
 /// The experts that a `config.json` describes; `None` where no layer has any.
-pub(super) fn read(config: &JsonObject, num_layers: usize) -> Result<Option<ExpertLayers>> {
+pub(super) fn read(config: &JsonObject, num_layers: usize, has_shared_expert: bool) -> Result<Option<ExpertLayers>> {
     // transformers reads both names.
     let count = if config.has("num_experts") { "num_experts" } else { "num_local_experts" };
     let num_experts = config.size(count, 1 << 12)?;
@@ -27,6 +27,10 @@ pub(super) fn read(config: &JsonObject, num_layers: usize) -> Result<Option<Expe
         num_experts,
         num_experts_per_tok,
         moe_intermediate_size: config.size("moe_intermediate_size", 1 << 24)?,
+        shared_expert_intermediate_size: match has_shared_expert {
+            true => Some(config.size("shared_expert_intermediate_size", 1 << 24)?),
+            false => None,
+        },
         norm_topk_prob: config.flag("norm_topk_prob")?,
         router_aux_loss_coef,
         decoder_sparse_step: match config.get("decoder_sparse_step") {
@@ -44,6 +48,9 @@ pub(super) fn write(experts: &ExpertLayers, config: &mut Value) {
     config["num_experts"] = json!(experts.num_experts);
     config["num_experts_per_tok"] = json!(experts.num_experts_per_tok);
     config["moe_intermediate_size"] = json!(experts.moe_intermediate_size);
+    if let Some(width) = experts.shared_expert_intermediate_size {
+        config["shared_expert_intermediate_size"] = json!(width);
+    }
     config["norm_topk_prob"] = json!(experts.norm_topk_prob);
     config["router_aux_loss_coef"] = json!(experts.router_aux_loss_coef);
     config["decoder_sparse_step"] = json!(experts.decoder_sparse_step);

@@ -253,3 +253,37 @@ fn experts_are_read_as_transformers_does_or_refused_by_name() {
     assert_eq!(dense.router_aux_loss_coef(None).unwrap(), 0.0);
     assert!(dense.router_aux_loss_coef(Some(0.5)).unwrap_err().to_string().contains("a model with experts"));
 }
+
+#[test]
+fn a_shared_expert_is_read_or_refused_by_name() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen2_moe");
+    let spec = ModelSpec::from_folder(golden).unwrap();
+    let layers = spec.experts.clone().unwrap();
+    assert_eq!(
+        (spec.family, spec.qkv_bias, layers.shared_expert_intermediate_size),
+        (Family::Qwen2Moe, true, Some(24))
+    );
+    assert!(!layers.norm_topk_prob, "transformers' default");
+    let good = spec.to_config_json();
+    let own_eos = |spec: ModelSpec| ModelSpec { eos_token_ids: Vec::new(), ..spec };
+    assert_eq!(own_eos(load(&good).unwrap()), own_eos(spec.clone()));
+    // Every token is computed with the shared expert and two of five others.
+    assert_eq!(spec.num_params() - spec.num_active_params(), 2 * 3 * 3 * 16 * 32);
+    for (key, value, message) in [
+        ("shared_expert_intermediate_size", json!("remove"), "shared_expert_intermediate_size is absent"),
+        ("shared_expert_intermediate_size", json!(0), "shared_expert_intermediate_size is 0: expected"),
+        ("use_sliding_window", json!(true), "use_sliding_window is true: expected false"),
+        ("qkv_bias", json!(false), "qkv_bias is false: expected true"),
+        ("num_experts", json!("remove"), "num_local_experts is absent"),
+    ] {
+        let error = load(&with(&good, key, value)).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+    spec.validate_tp(4).unwrap();
+    let odd = ExpertLayers { shared_expert_intermediate_size: Some(22), ..layers };
+    let error = ModelSpec { experts: Some(odd), ..spec.clone() }.validate_tp(4).unwrap_err().to_string();
+    assert!(error.starts_with("tensor_parallel_size = 4: expected one of 1, 2 ("), "{error}");
+    assert!(error.contains("experts of intermediate size 16, a shared expert of intermediate size 22)"), "{error}");
+    let error = spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap_err().to_string();
+    assert!(error.contains("a shared expert (shared_expert_intermediate_size) is not served on a GPU yet"), "{error}");
+}

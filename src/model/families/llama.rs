@@ -12,6 +12,7 @@ pub(super) const TRAITS: Traits = Traits {
     head_dim: None,
     window: Window::Never,
     has_experts: false,
+    has_shared_expert: false,
     has_delta_nets: false,
     whole: None,
 };

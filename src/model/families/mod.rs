@@ -4,6 +4,7 @@ mod llama;
 mod mistral;
 mod olmo2;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_moe;
@@ -15,6 +16,8 @@ use super::block::{NormPlaces, QkNorm};
 pub enum Family {
     /// Qwen2 and Qwen2.5.
     Qwen2,
+    /// Qwen2 with experts.
+    Qwen2Moe,
     /// Qwen3.
     Qwen3,
     /// Qwen3 with experts.
@@ -47,6 +50,8 @@ pub(super) struct Traits {
     pub window: Window,
     /// `config.json` describes experts.
     pub has_experts: bool,
+    /// Beside its experts, `config.json` describes one that every token goes to.
+    pub has_shared_expert: bool,
     /// `config.json` describes gated delta nets; attention has an output gate and turns heads in part, and norms scale by 1 + weight.
     pub has_delta_nets: bool,
     /// Files whose `text_config` describes a model of this family, beside a vision tower.
@@ -71,11 +76,14 @@ pub(super) enum Window {
     Always(usize),
     /// Layers from `max_window_layers` on have one, with `use_sliding_window` only.
     Switched,
+    /// With `use_sliding_window` some layers have one, which is not served.
+    Refused,
 }
 
 impl Family {
-    pub(super) const ALL: [Family; 7] = [
+    pub(super) const ALL: [Family; 8] = [
         Family::Qwen2,
+        Family::Qwen2Moe,
         Family::Qwen3,
         Family::Qwen3Moe,
         Family::Qwen3_5,
@@ -87,6 +95,7 @@ impl Family {
     pub(super) fn traits(self) -> Traits {
         match self {
             Family::Qwen2 => qwen2::TRAITS,
+            Family::Qwen2Moe => qwen2_moe::TRAITS,
             Family::Qwen3 => qwen3::TRAITS,
             Family::Qwen3Moe => qwen3_moe::TRAITS,
             Family::Qwen3_5 => qwen3_5::TRAITS,

@@ -69,6 +69,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
                 let matrix = match matrix {
                     Projection::Module(module) => module_path(module, expert),
                     Projection::DeltaNet(name) => format!("linear_attn.{name}"),
+                    Projection::SharedExpert(name) => format!("mlp.shared_expert.{name}"),
                 };
                 let name = path(&format!("{matrix}.{suffix}"));
                 let rows = (linear.groups * heads * linear.inner) as i64;
@@ -107,6 +108,7 @@ fn name(param: ParamName) -> &'static str {
         ParamName::FinalNorm => "norm.weight",
         ParamName::LmHead => "lm_head.weight",
         ParamName::Router => "mlp.gate.weight",
+        ParamName::SharedGate => "mlp.shared_expert_gate.weight",
         ParamName::DeltaConv => "linear_attn.conv1d.weight",
         ParamName::DeltaALog => "linear_attn.A_log",
         ParamName::DeltaDtBias => "linear_attn.dt_bias",

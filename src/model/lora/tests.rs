@@ -265,6 +265,18 @@ fn sliced(
     Vec::try_from(y.flatten(0, 1)).unwrap()
 }
 
+/// Qwen3-30B-A3B at rank 16 by hand, for the plan: 48 layers, 128 experts of width 768, D = 2048.
+#[test]
+fn adapters_of_experts_are_counted_for_the_plan() {
+    let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap();
+    let lora = LoraSpec { r: 16, alpha: 32.0, dropout: 0.0, targets: vec![GateProj, UpProj, DownProj] };
+    let table = ParamTable::adapters(Arc::new(spec.clone()), &lora, 1);
+    let of_expert = 3 * 16 * (2048 + 768);
+    assert_eq!(table.num_params(), 48 * 128 * of_expert);
+    // Gate's and up's rows each have the columns of both.
+    assert_eq!(lora.num_expanded(&spec), 48 * 128 * (2 * 768 * 32 + 2048 * 16));
+}
+
 /// Every row of a batch has its own adapter, or none.
 #[test]
 fn rows_choose_among_adapters_beside_experts() {

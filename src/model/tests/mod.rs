@@ -59,6 +59,7 @@ pub(super) fn with_experts() -> [(&'static str, ModelSpec); 2] {
         num_experts: 5,
         num_experts_per_tok: 3,
         moe_intermediate_size: 12,
+        shared_expert_intermediate_size: None,
         norm_topk_prob: true,
         router_aux_loss_coef: 0.0,
         decoder_sparse_step: 1,
@@ -71,6 +72,18 @@ pub(super) fn with_experts() -> [(&'static str, ModelSpec); 2] {
         ("experts in all layers", spec(NormPlaces::PRE, experts)),
         ("experts in one layer, norms behind", spec(NormPlaces::POST, some)),
     ]
+}
+
+/// Qwen2's shape with experts of which one is shared: (name, spec).
+pub(super) fn with_shared_expert() -> (&'static str, ModelSpec) {
+    let ([(_, qwen2), ..], [(_, moe), _]) = (families(), with_experts());
+    let experts = ExpertLayers {
+        shared_expert_intermediate_size: Some(16),
+        norm_topk_prob: false,
+        decoder_sparse_step: 2,
+        ..moe.experts.unwrap()
+    };
+    ("shared expert", ModelSpec { family: Family::Qwen2Moe, num_heads: 8, experts: Some(experts), ..qwen2 })
 }
 
 fn random_flats(table: &ParamTable) -> Vec<Tensor> {
@@ -168,6 +181,8 @@ fn logits_equal_transformers() {
         "llama3",
         "mistral",
         "olmo2",
+        "qwen2_moe",
+        "qwen2_moe_mixed",
         "qwen3_moe",
         "qwen3_moe_mixed",
         "qwen3_5",
@@ -220,7 +235,7 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
 
 #[test]
 fn every_family_matches_autograd() {
-    for (name, spec) in families().into_iter().chain(with_experts()).chain([hybrid()]) {
+    for (name, spec) in families().into_iter().chain(with_experts()).chain([with_shared_expert(), hybrid()]) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(leaf).collect();
         let sequences = random_sequences(&table.spec, &[5, 21, 2, 9]);
@@ -245,7 +260,7 @@ fn every_family_matches_autograd() {
 
 #[test]
 fn recomputation_changes_no_bit() {
-    for (name, spec) in families().into_iter().chain(with_experts()).chain([hybrid()]) {
+    for (name, spec) in families().into_iter().chain(with_experts()).chain([with_shared_expert(), hybrid()]) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(|flat| flat.to_kind(Kind::Float)).collect();
         let batch = Batch::new(&random_sequences(&table.spec, &[150, 21, 2, 30]));
@@ -314,7 +329,14 @@ fn slices_add_up_to_the_block() {
         let heads = DeltaHeads { num_key_heads: 4, num_value_heads: 8, ..layers.heads };
         ModelSpec { delta_net: Some(DeltaLayers { heads, full_attention }), ..spec }
     };
+    let (_, with_shared) = with_shared_expert();
+    let shared = |is_parallel| {
+        let layers = ExpertLayers { num_experts: 8, decoder_sparse_step: 1, ..with_shared.experts.clone().unwrap() };
+        ModelSpec { experts: Some(layers), ..with_shared.clone() }.with_expert_parallel(is_parallel).unwrap()
+    };
     let all = [
+        (shared(false), vec![2, 4]),
+        (shared(true), vec![2, 4]),
         (hybrid_of(vec![1]), vec![2, 4]),
         (hybrid_of(vec![0]), vec![2, 4]),
         (eight, vec![2, 4]),

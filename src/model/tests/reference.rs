@@ -64,6 +64,13 @@ pub(in crate::model) fn block(
         Some(router) => experts(spec, &normed, &router, &gate_up, &down),
         None => dense(&normed, &gate_up, &down),
     };
+    let mlp = match get(ParamName::SharedGate) {
+        Some(gate) => {
+            let shared = dense(&normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown));
+            mlp + shared * normed.matmul(&gate.tr()).sigmoid()
+        }
+        None => mlp,
+    };
     h + norm(ParamName::MlpPostNorm, &mlp)
 }
 

@@ -74,6 +74,7 @@ impl Run {
             num_experts: 5,
             num_experts_per_tok: 2,
             moe_intermediate_size: 16,
+            shared_expert_intermediate_size: None,
             norm_topk_prob: !self.tied,
             router_aux_loss_coef: 0.0,
             decoder_sparse_step: 1,

@@ -1,0 +1,114 @@
+//! A shared expert: an MLP that every token goes to, beside those that the router picks, times the sigmoid of a gate of one number a
+//! token: sigmoid(x g^T) E(x).
+//!
+//! T tokens, D hidden, F its width; in a tensor-parallel slice this rank's share. The gate is whole on every rank.
+
+use tch::Tensor;
+
+use super::dense::DenseSpec;
+use super::linear::{LinearSpec, Matrix, Projection};
+use super::{BlockParams, ElementBytes};
+use crate::error::Result;
+use crate::model::params::ParamName;
+use crate::ops::linear;
+use crate::ops::swiglu::GateUp;
+use crate::torch::accumulation_kind;
+
+/// The shape of a shared expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedExpertSpec(pub DenseSpec);
+
+/// What a shared expert made of gate and up, and the sigmoid of its gate, in the accumulation kind.
+#[derive(Debug)]
+pub(super) struct SharedRows {
+    gate_up: GateUp, // [T, F]
+    share: Tensor,   // [T, 1]
+}
+
+impl SharedExpertSpec {
+    /// The matrices of the expert.
+    pub(super) fn linears(self) -> [LinearSpec; 2] {
+        self.0.linears().map(|linear| {
+            let (matrix, names) = match linear.matrix {
+                Matrix::GateUp => (Matrix::SharedGateUp, &["gate_proj", "up_proj"][..]),
+                _ => (Matrix::SharedDown, &["down_proj"][..]),
+            };
+            let projections = names.iter().map(|name| (Projection::SharedExpert(name), 1)).collect();
+            LinearSpec { matrix, projections, ..linear }
+        })
+    }
+
+    /// The weight of the gate.
+    pub(super) fn gate_shape(self) -> (ParamName, Vec<i64>) {
+        (ParamName::SharedGate, vec![1, self.0.hidden as i64])
+    }
+
+    /// Bytes a token of gate and up, and of the gate's sigmoid, which backward reads.
+    pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
+        self.0.kept_bytes(bytes) + bytes.wide
+    }
+
+    /// Bytes a token of the fullest moment of forward: gate and up, the activation, and the output in both kinds.
+    pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
+        self.0.forward_bytes(bytes) + (bytes.narrow + bytes.wide) * self.0.hidden
+    }
+
+    /// Bytes a token of the fullest moment of backward: a dense MLP's, and the activation once more, times the sigmoid.
+    pub(super) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
+        self.0.backward_bytes(bytes, keeps_gate_up, false) + bytes.narrow * self.0.intermediate
+    }
+}
+
+impl SharedRows {
+    /// Up to gate and up.
+    pub(super) fn expand(w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Self> {
+        let wide = accumulation_kind(normed.kind());
+        let logits = linear::forward(&normed.f_to_kind(wide)?, &gate(w).f_to_kind(wide)?, None)?;
+        let gate_up = GateUp::project(normed, w.linear(Matrix::SharedGateUp).weight())?;
+        Ok(Self { gate_up, share: logits.f_sigmoid()? })
+    }
+
+    /// The output in the accumulation kind, of which every rank has a part. [T, D]
+    pub(super) fn contract(&self, w: &BlockParams) -> Result<Tensor> {
+        let output = linear::forward(&self.gate_up.activate()?, w.linear(Matrix::SharedDown).weight(), None)?;
+        Ok(output.f_mul(&self.share)?)
+    }
+
+    /// Adds to the gradient of what the expert and its gate read, in the accumulation kind, from that of the output.
+    ///
+    /// The sigmoid multiplies the activation in place of the output, which need not be there.
+    pub(super) fn backward(
+        self,
+        w: &BlockParams,
+        normed: &Tensor,       // [T, D]
+        d_output: &Tensor,     // [T, D]
+        d_normed: &mut Tensor, // [T, D]
+        grads: &mut BlockParams,
+    ) -> Result<()> {
+        let Self { gate_up, share } = self;
+        let shared = |t: &Tensor| -> Result<Tensor> { Ok(t.f_mul(&share)?.f_to_kind(t.kind())?) };
+        let d_act = linear::backward_input(d_output, w.linear(Matrix::SharedDown).weight())?; // [T, F], of a sigmoid of 1
+        let (d_gate_up, act) = gate_up.backward(&shared(&d_act)?)?;
+        let d_share = act.f_mul(&d_act)?.f_sum_dim_intlist(-1, true, share.kind())?; // [T, 1]
+        drop(d_act);
+        if let Some(piece) = grads.linear_mut(Matrix::SharedDown).pieces.first_mut() {
+            linear::accumulate_weight(d_output, &shared(&act)?, &mut piece.weight)?;
+        }
+        drop(act);
+        if let Some(piece) = grads.linear_mut(Matrix::SharedGateUp).pieces.first_mut() {
+            d_gate_up.accumulate_weight(normed, &mut piece.weight)?;
+        }
+        let _ = d_normed.f_add_(&d_gate_up.backward_input(w.linear(Matrix::SharedGateUp).weight())?)?;
+        let d_logits = share.f_rsub_scalar(1.0)?.f_mul_(&share)?.f_mul_(&d_share)?;
+        let wide = share.kind();
+        linear::accumulate_input(&d_logits, &gate(w).f_to_kind(wide)?, d_normed)?;
+        if let Some(gradient) = grads.norm(ParamName::SharedGate) {
+            linear::accumulate_weight(&d_logits, &normed.f_to_kind(wide)?, &mut gradient.shallow_clone())?;
+        }
+        Ok(())
+    }
+}
+
+fn gate(w: &BlockParams) -> &Tensor {
+    w.norm(ParamName::SharedGate).expect("a shared expert has a gate")
+}
