@@ -14,7 +14,7 @@ pub struct Model {
     pub units: Vec<Tensor>, // [len], leaves
     moments: Vec<[Tensor; 2]>,
     num_updates: i32,
-    /// Size of what is added to the routers' probabilities where they choose, by token and place: a sampler that is off.
+    /// Size of what is added to the routers' logits where they choose, by token and place: a sampler that is off.
     pub router_noise: f64,
 }
 
@@ -172,7 +172,7 @@ fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], told: &mut Exper
         let own = probs.get(token);
         let place = (7 * token + 31 * i64::from(told.token_ids[token as usize])) as f64;
         let noise = (Tensor::arange(num_experts, (Kind::Double, Device::Cpu)) * 2.3 + place).sin() * told.noise;
-        let (_, ids) = (own.detach() + noise.to_kind(own.kind()).to_device(own.device())).topk(k, -1, true, true);
+        let (_, ids) = (own.detach().log() + noise.to_kind(own.kind()).to_device(own.device())).topk(k, -1, true, true);
         let top = own.index_select(0, &ids);
         let top = if shape.norm_topk_prob { &top / top.sum(None) } else { top };
         let choice = |choice: i64| {
