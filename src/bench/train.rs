@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::limits::GpuLimits;
 use super::memory::predicted_tensor_bytes;
+use super::routing::{BenchRouting, busiest_expert_share};
 use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
 use crate::config::{GradientCheckpointing, MuonConfig, OptimizerName, Quantization};
 use crate::cuda::{OpCost, OpFamily, profile};
@@ -65,6 +66,8 @@ pub struct TrainBench {
     pub lora_r: Option<usize>,
     /// How the adapters' base is stored.
     pub quantization: Quantization,
+    /// How tokens choose among experts.
+    pub routing: BenchRouting,
     /// Recomputation.
     pub gradient_checkpointing: GradientCheckpointing,
     /// Scores alone: no backward, no step.
@@ -92,8 +95,10 @@ impl TrainBench {
             };
             let prompt = first_of_group..first_of_group + prompt_len;
             let completion = first + prompt_len..first + prompt_len + completion_len;
-            let token_ids = prompt.chain(completion).map(|at| token(at, self.spec.vocab_size)).collect();
-            Sequence::of_tokens(token_ids, prompt_len)
+            let tokens = prompt.chain(completion);
+            let token_ids = tokens.clone().map(|at| token(at, self.spec.vocab_size)).collect();
+            let routed_experts = self.routing.of_tokens(&self.spec, tokens);
+            Sequence { routed_experts, ..Sequence::of_tokens(token_ids, prompt_len) }
         };
         (0..self.sequences).map(sequence).collect()
     }
@@ -132,6 +137,7 @@ struct TimedRun<'a> {
     table: Arc<ParamTable>,
     policy: Policy,
     sequence_lens: Vec<usize>,
+    busiest_expert_share: Option<f64>,
     micro_batches: Vec<MicroBatch>,
     num_steps: u64,
 }
@@ -172,7 +178,15 @@ impl<'a> TimedRun<'a> {
         };
         let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
         let policy = Policy::start(table.clone(), &mesh, options, OptimizerHome::Resident, &source, start)?;
-        let mut run = Self { bench, table, policy, sequence_lens: Vec::new(), micro_batches: Vec::new(), num_steps: 0 };
+        let mut run = Self {
+            bench,
+            table,
+            policy,
+            sequence_lens: Vec::new(),
+            busiest_expert_share: None,
+            micro_batches: Vec::new(),
+            num_steps: 0,
+        };
         run.draw(device)?;
         Ok(run)
     }
@@ -183,6 +197,8 @@ impl<'a> TimedRun<'a> {
         let (max_tokens, share_prompts) = (self.bench.max_tokens_per_micro_batch, self.bench.share_prompts);
         self.micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
         self.sequence_lens = sequences.iter().map(|sequence| sequence.token_ids.len()).collect();
+        let routed = sequences.iter().map(|sequence| &sequence.routed_experts);
+        self.busiest_expert_share = busiest_expert_share(&self.bench.spec, routed);
         Ok(())
     }
 
@@ -283,6 +299,8 @@ impl<'a> TimedRun<'a> {
             "quantization": bench.quantization.name(),
             "optim": bench.optim.name(),
             "num_trained_params": self.policy.trained_table().num_params(),
+            "routing": bench.routing.name(),
+            "busiest_expert_share": self.busiest_expert_share,
             "gradient_checkpointing": bench.gradient_checkpointing.name(),
             "sequences": bench.sequences,
             "completion_spread": bench.completion_spread,

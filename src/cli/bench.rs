@@ -61,6 +61,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
     }
     let mut spec = args.model.spec()?;
     spec.num_layers = args.layers.unwrap_or(spec.num_layers);
+    args.routing.check(&spec)?;
     let bench = TrainBench {
         model: args.model.name(),
         spec: Arc::new(spec),
@@ -80,6 +81,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         optim: args.optim,
         lora_r: args.lora_r,
         quantization: args.quantization,
+        routing: args.routing,
         gradient_checkpointing: args.gradient_checkpointing,
         score: args.score,
         profile: args.profile,

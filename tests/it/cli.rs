@@ -191,6 +191,7 @@ fn each_benchmark_prints_one_json_line() {
     for line in [
         "bench train --preset micro --steps 1 --sequences 2 --sequence_len 8",
         "bench train --preset micro --steps 1 --sequences 2 --sequence_len 8 --zero_stage 3 --nproc 2",
+        "bench train --preset tiny-moe --layers 1 --steps 1 --sequences 4 --sequence_len 8 --group 2 --routing zipf",
         "bench generate --preset micro --repeats 1 --prompts 2 --group 2 --completion_len 4",
         "bench serve --preset micro --repeats 1 --streams 1,9 --completion_len 4",
         "bench generate --preset micro --repeats 1 --prompts 2 --group 2 --completion_len 4 --nproc 2 --tp 2",

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{LaunchArgs, ModelArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
+use crate::bench::BenchRouting;
 use crate::config::{Dtype, GradientCheckpointing, KvCacheDtype, OptimizerName, Quantization, RolloutQuantization};
 use crate::types::LengthSpread;
 
@@ -100,6 +101,9 @@ pub struct BenchTrainArgs {
     /// How the adapters' base is stored: none or nf4
     #[arg(long, default_value = "none", value_parser = word::<Quantization>)]
     pub quantization: Quantization,
+    /// How tokens choose among experts: own (by the random router), uniform, or zipf (the n-th most popular 1 / n as often as the first)
+    #[arg(long, default_value = "own", value_parser = word::<BenchRouting>)]
+    pub routing: BenchRouting,
     /// What backward computes again
     #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
     pub gradient_checkpointing: GradientCheckpointing,

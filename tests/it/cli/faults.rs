@@ -236,6 +236,8 @@ fn configurations() {
         ("reward", small("reward_weights=[] reward_funcs=[\"nosuch\"]"), 2, &["nosuch", "numeric_answer"]),
         ("too large", format!("bench collectives --max_mib {}", 1u64 << 44), 2, &["--max_mib", "1 to 1048576"]),
         ("no repetition", "bench train --steps 0".into(), 2, &["--steps", "at least 1"]),
+        ("routing", "bench train --routing skewed".into(), 2, &["--routing", "`own`, `uniform`, `zipf`"]),
+        ("no experts", "bench train --preset micro --routing zipf".into(), 2, &["--routing = zipf", "with experts"]),
         ("greedy below zero", format!("generate --model {MODEL} --prompt what --temperature -1"), 2, &["at least 0"]),
         (
             "heads of an engine",
