@@ -189,6 +189,15 @@ done
 said=$(PYTHONPATH="$work/openai" "$python" scripts/serve_openai.py "$address" 2>&1) || { kill "$server"; cat "$work/served" >&2; fail "serve_openai.py: $said"; }
 [[ $said = *"the adapter two has"* && $said = *"a call is found"* ]] || { kill "$server"; fail "serve_openai.py leaves checks out: $said"; }
 kill "$server" && wait "$server" || fail "serve does not end with 0: $(cat "$work/served")"
+# A harness with the same client plays the episodes of a run.
+PYTHONPATH="$work/openai" "$program" --config configs/calculator.toml tools=[] agent=scripts/agent_openai.py:play reward.python="$python" max_steps=1 \
+    eval_steps=none eval_file=none save_steps=none max_train_samples=64 output_dir="$work/agent" >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "a run with an agent"; }
+"$python" - "$work/agent/metrics.jsonl" <<'PY' || fail "the agent's episodes: $(cat "$work/agent/metrics.jsonl")"
+import json, sys
+line = json.loads(open(sys.argv[1]).readline())
+assert line["agent/num_failed"] == line["agent/num_refused"] == 0 and line["agent/mean_requests"] > 1, line
+assert line["agent/mean_trajectories"] == 1 and line["sampling/sampling_logp_difference/max"] < 1e-4, line
+PY
 # The watcher's page in a browser, where there is one.
 for run in a b; do
     "$program" --config configs/tiny-cpu.toml tensor_parallel_size=1 per_device_train_batch_size=8 num_generations=4 max_steps=2 eval_steps=none \

@@ -120,6 +120,7 @@ impl ServeBench {
                 max_sequence_length: rollout.max_sequence_length(),
                 api_key: None,
                 max_body_bytes: 64 << 20,
+                episodes: None,
             };
             let server = endpoint::open(HttpServer::bind("127.0.0.1", 0)?, options, client.clone())?;
             let address = server.address();

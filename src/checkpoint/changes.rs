@@ -35,6 +35,7 @@ const SAFE_KEYS: &[&str] = &[
     "max_num_batched_tokens",
     "strict",
     "tool_workers",
+    "agent_workers",
     "reward.num_threads",
     "reward.timeout_s",
     "reward.math_workers",

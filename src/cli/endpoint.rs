@@ -68,6 +68,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
             max_sequence_length: rollout.max_sequence_length(),
             api_key,
             max_body_bytes: args.max_body_bytes,
+            episodes: None,
         };
         let server = endpoint::open(listener, options, client)?;
         terminal::say(format_args!("listening on http://{}/v1", server.address()));

@@ -314,7 +314,8 @@ impl Field for ProcessRewards {
 /// Refuses rewards that go by one name, and names of none.
 pub(super) fn check_names(config: &Config) -> Result<()> {
     let names = config.reward_names();
-    let may_be_empty = !config.tools.environment_factory.0.is_empty(); // whose get_reward may be the only one
+    // An environment's or an episode's own reward may be the only one.
+    let may_be_empty = !config.tools.environment_factory.0.is_empty() || config.tools.agent.is_some();
     check("reward_funcs", "[]", !names.is_empty() || may_be_empty, "at least one reward")?;
     let unknown = config.eval_solved_by.iter().find(|name| !names.contains(name));
     let one_of = || format!("names of reward_funcs: {}", names.join(", "));

@@ -10,7 +10,7 @@ use super::range::{COUNT, Range, SECONDS};
 use super::raw::RawConfig;
 use super::reward::is_python;
 use super::validate::check;
-use super::{AutoOr, Config, DynamicSampling, ToolCallParser};
+use super::{AutoOr, Config, DynamicSampling, Mode, ToolCallParser};
 use crate::error::{Error, Result};
 
 /// The tool that is an interpreter of Python.
@@ -40,6 +40,15 @@ keys! {
         pub tool_timeout_s: f64 = 60.0 => SECONDS,
         /// Turns of which each rank runs tools at once, each in a process of its own.
         pub tool_workers: usize = 32 => COUNT,
+        /// A function, `file.py:function`, that plays an episode for each completion in the place of tools: it gets the row and the
+        /// `base_url` of an OpenAI-compatible server that samples from the policy (docs/tools.md). What it returns may be a reward.
+        pub agent: Option<String> = None,
+        /// Longest time of an episode in seconds. Past it its process is killed, and its completion is masked.
+        pub agent_timeout_s: f64 = 600.0 => SECONDS,
+        /// Most requests of an episode; further ones are refused.
+        pub agent_max_requests: usize = 100 => COUNT,
+        /// Episodes that each rank plays at once, each in a process of its own, which plays others later.
+        pub agent_workers: usize = 32 => COUNT,
     }
 }
 
@@ -120,6 +129,7 @@ impl Config {
         let single = factories.0.get("").filter(|_| factories.0.len() > 1);
         let only = "either one class or a table of them";
         check("environment_factory", single.map_or("", String::as_str), single.is_none(), only)?;
+        self.check_agent()?;
         if !self.tools.has_turns() {
             return Ok(());
         }
@@ -131,6 +141,25 @@ impl Config {
         alone("split.async_steps", ahead.to_string(), ahead == 0, "0 with tools")?;
         let replaces = self.dynamic_sampling == DynamicSampling::Replace;
         alone("dynamic_sampling", self.dynamic_sampling.name().to_owned(), !replaces, "none or filter with tools")
+    }
+
+    /// Refuses what an agent is not served with yet.
+    fn check_agent(&self) -> Result<()> {
+        let Some(agent) = &self.tools.agent else { return Ok(()) };
+        let expected = "a function as file.py:function, module:function or module.function";
+        check("agent", agent, is_python(agent), expected)?;
+        let tools = self.tools.tools.join(", ");
+        let with = |key: &str, got: String, holds: bool, served: &str| {
+            check(key, got, holds, format!("{served} with agent, whose requests come when it sends them"))
+        };
+        with("tools", tools, !self.tools.has_turns(), "none, and no environment_factory,")?;
+        with("mode", self.mode.name().to_owned(), self.mode == Mode::Colocated, "colocated")?;
+        let tp_size = self.tensor_parallel_size;
+        with("tensor_parallel_size", tp_size.to_string(), tp_size == 1, "1")?;
+        with("oversample", self.oversample.to_string(), self.oversample == 0.0, "0")?;
+        let replaces = self.dynamic_sampling == DynamicSampling::Replace;
+        with("dynamic_sampling", self.dynamic_sampling.name().to_owned(), !replaces, "none or filter")?;
+        with("full_determinism", "true".to_owned(), !self.full_determinism, "false")
     }
 }
 
@@ -159,6 +188,16 @@ mod tests {
             ),
             (&["tools=t.py:add", "oversample=0.5"], "oversample = 0.5: expected 0 with tools"),
             (&["tools=t.py:add", "dynamic_sampling=replace"], "expected none or filter with tools"),
+            (&["agent=play"], "agent = play: expected a function as file.py:function"),
+            (&["agent=a.py:play", "tools=t.py:add"], "tools = t.py:add: expected none"),
+            (&["agent=a.py:play", "mode=split", "split.rollout_gpus=1"], "mode = split: expected colocated with agent"),
+            (&["agent=a.py:play", "tensor_parallel_size=2"], "tensor_parallel_size = 2: expected 1 with agent"),
+            (&["agent=a.py:play", "oversample=0.5"], "oversample = 0.5: expected 0 with agent"),
+            (
+                &["agent=a.py:play", "dynamic_sampling=replace"],
+                "dynamic_sampling = replace: expected none or filter with agent",
+            ),
+            (&["agent=a.py:play", "full_determinism=true"], "full_determinism = true: expected false with agent"),
             (&["environment_factory=Env"], "environment_factory = \"Env\": expected a class as file.py:Class"),
             (&["environment_factory=e.py:Env", "environment_factory.b=e.py:B"], "either one class or a table"),
             (&["reward_funcs=[]"], "at least one reward"),

@@ -123,7 +123,7 @@ impl Turns {
 
     /// Text of [`Turns::between`], and the token that it begins with.
     fn text_between(&self, replies: &[Value]) -> Result<(String, u32)> {
-        let reply = if replies.iter().any(|reply| reply["role"] == "user") { Reply::User } else { Reply::Tool };
+        let reply = Reply::of(replies);
         let mut messages = vec![self.question(), self.said(reply)];
         messages.extend_from_slice(replies);
         let text = self.render(messages, true)?;
@@ -179,6 +179,11 @@ impl Turns {
 }
 
 impl Reply {
+    /// The kind of turn that messages behind an assistant's begin with.
+    pub fn of(replies: &[Value]) -> Self {
+        if replies.first().is_some_and(|reply| reply["role"] == "tool") { Self::Tool } else { Self::User }
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::Tool => "a tool's answer",

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::rollout::Request;
-use crate::types::{SamplingParams, Structure};
+use crate::types::{SamplingParams, Structure, Trajectory};
 
 /// Bytes of a header: turn, length.
 const HEADER_BYTES: usize = 16;
@@ -32,6 +32,9 @@ pub(super) struct WireRequest {
     seed: u64,
     step: u64,
     adapter: Option<usize>,
+    first_step: u64,
+    first_sample: usize,
+    begun: Vec<Trajectory>,
 }
 
 /// One change of what is under way.
@@ -67,6 +70,9 @@ impl WireRequest {
             seed: params.seed,
             step: params.step,
             adapter: request.adapter,
+            first_step: request.first_step,
+            first_sample: request.first_sample,
+            begun: request.begun.clone(),
         }
     }
 
@@ -88,23 +94,22 @@ impl WireRequest {
         Request {
             prompt_id: self.prompt_id,
             token_ids: self.token_ids,
-            first_step: self.step,
+            first_step: self.first_step,
             params: Arc::new(params),
-            begun: Vec::new(),
+            begun: self.begun,
             adapter: self.adapter,
-            first_sample: 0,
+            first_sample: self.first_sample,
         }
     }
 }
 
-/// Rank 0's `announcement` on every rank; `number` counts the calls. Collective over the world.
+/// Rank 0's `announcement` on every rank; `number` counts the calls. Collective over the world whose ranks share the engine, if there is
+/// one.
 ///
 /// # Errors
 /// The errors of [`World::broadcast_bytes`]; [`Error::Collective`] if a rank is at another turn.
-pub(super) fn announce(world: &World, number: u64, announcement: Announcement) -> Result<Announcement> {
-    if world.size() == 1 {
-        return Ok(announcement);
-    }
+pub(super) fn announce(world: Option<&World>, number: u64, announcement: Announcement) -> Result<Announcement> {
+    let Some(world) = world.filter(|world| world.size() > 1) else { return Ok(announcement) };
     let failed = |message: String| Error::Collective {
         op: "announce requests",
         group: "world".to_owned(),
@@ -162,15 +167,20 @@ mod tests {
                     changes: vec![RequestChange::Submit(7, WireRequest::of(&request)), RequestChange::Cancel(5)],
                     ends: false,
                 };
-                let heard = announce(&world, 2 * number, of_first(announcement)).unwrap();
+                let heard = announce(Some(&world), 2 * number, of_first(announcement)).unwrap();
                 let [RequestChange::Submit(7, wanted), RequestChange::Cancel(5)] = &heard.changes[..] else {
                     panic!("{heard:?}")
                 };
                 assert_eq!(wanted.clone().request(), request);
-                assert_eq!(announce(&world, 2 * number + 1, Announcement::default()).unwrap(), Announcement::default());
+                assert_eq!(
+                    announce(Some(&world), 2 * number + 1, Announcement::default()).unwrap(),
+                    Announcement::default()
+                );
             }
             assert!(
-                announce(&world, 6, of_first(Announcement { ends: true, ..Announcement::default() })).unwrap().ends
+                announce(Some(&world), 6, of_first(Announcement { ends: true, ..Announcement::default() }))
+                    .unwrap()
+                    .ends
             );
         });
     }

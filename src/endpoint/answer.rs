@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use super::ask::ApiRequest;
 use super::calls::MessageStream;
 use super::client::{RequestHandle, RequestUpdate};
+use super::episodes::Recorder;
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
 use super::text::TextStream;
@@ -31,6 +32,8 @@ pub(super) struct Answer {
     num_generations: usize,
     choices: Vec<Choice>,
     num_open: usize,
+    /// Where the answer is a turn of an episode.
+    recorder: Option<Recorder>,
 }
 
 /// The part of one completion that is not sent yet.
@@ -43,6 +46,8 @@ struct Choice {
     offset: usize,
     num_tokens: usize,
     has_role: bool,
+    /// All text so far.
+    said: String,
     new: New,
 }
 
@@ -84,6 +89,7 @@ impl Answer {
             offset: 0,
             num_tokens: 0,
             has_role: false,
+            said: String::new(),
             new: New::default(),
         };
         let num_open = requests.len() * num_generations;
@@ -96,11 +102,17 @@ impl Answer {
             return_token_ids: ask.return_token_ids,
             include_usage: ask.include_usage,
             tokenizer: tokenizer.clone(),
-            prompts: requests.iter().map(|request| request.token_ids.clone()).collect(),
+            prompts: requests.iter().map(Request::context).collect(),
             num_generations,
             choices: (0..num_open).map(choice).collect(),
             num_open,
+            recorder: None,
         }
+    }
+
+    /// Has the answer recorded before its end is sent.
+    pub fn recorded_by(self, recorder: Option<Recorder>) -> Self {
+        Self { recorder, ..self }
     }
 
     /// Waits for all completions and returns the whole answer.
@@ -127,7 +139,9 @@ impl Answer {
                 let choice = &mut self.choices[choice];
                 choice.num_tokens += 1;
                 let text = choice.text.push(token_id).map_err(failed)?;
-                choice.new.text += &choice.message.as_mut().map_or(text.clone(), |message| message.push(&text));
+                let text = choice.message.as_mut().map_or(text.clone(), |message| message.push(&text));
+                choice.said += &text;
+                choice.new.text += &text;
                 choice.new.token_ids.push(token_id);
                 if let Some(scored) = scored {
                     let offset = choice.offset;
@@ -135,7 +149,7 @@ impl Answer {
                     choice.new.logprobs.push(ScoredToken { offset, ..scored });
                 }
             }
-            RequestUpdate::Finished { choice, reason } => {
+            RequestUpdate::Finished { choice, reason, trajectory } => {
                 let choice = &mut self.choices[choice];
                 let mut text = choice.text.finish().map_err(failed)?;
                 if let Some(message) = &mut choice.message {
@@ -144,8 +158,12 @@ impl Answer {
                     text += &rest;
                     choice.new.calls = calls;
                 }
+                choice.said += &text;
                 choice.new.text += &text;
                 choice.new.reason = Some(reason);
+                if let Some(recorder) = self.recorder.take() {
+                    recorder.record(*trajectory, message(choice.said.clone(), choice.new.calls.clone()));
+                }
                 self.num_open -= 1;
             }
             RequestUpdate::Refused(refusal) => return Err(refusal),
@@ -347,7 +365,7 @@ mod tests {
             let (token_id, top_logprobs) = (byte.into(), Vec::new());
             answer.take(RequestUpdate::Token { choice: 0, token_id, logprob: -1.0, top_logprobs }).unwrap();
         }
-        answer.take(RequestUpdate::Finished { choice: 0, reason }).unwrap();
+        answer.take(RequestUpdate::Finished { choice: 0, reason, trajectory: Box::default() }).unwrap();
         answer.choice(0, is_chunk)
     }
 

@@ -56,11 +56,16 @@ pub(super) struct ApiRequest {
 impl ApiRequest {
     /// Reads a body.
     pub fn read(body: &[u8], is_chat: bool) -> Result<Self, Refusal> {
+        Self::read_with(body, is_chat, &SamplingParams::default())
+    }
+
+    /// Reads a body whose fields have these defaults.
+    pub fn read_with(body: &[u8], is_chat: bool, defaults: &SamplingParams) -> Result<Self, Refusal> {
         let map: Map<String, Value> = serde_json::from_slice(body)
             .map_err(|error| Refusal::new(400, format!("the body is not a JSON object: {error}")))?;
         let mut fields = Fields(map);
         let prompts = if is_chat { vec![conversation(&mut fields)?] } else { texts(&mut fields)? };
-        let params = sampling(&mut fields)?;
+        let params = sampling(&mut fields, defaults)?;
         if params.num_generations.saturating_mul(prompts.len()) > MAX_CHOICES {
             return Err(Refusal::of("n", format!("expected at most {MAX_CHOICES} completions in one request")));
         }
@@ -146,10 +151,9 @@ impl Fields {
     }
 }
 
-fn sampling(fields: &mut Fields) -> Result<SamplingParams, Refusal> {
-    let defaults = SamplingParams::default();
+fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> Result<SamplingParams, Refusal> {
     let stop = match fields.take("stop")? {
-        None => Vec::new(),
+        None => defaults.stop.clone(),
         Some(Value::String(stop)) => vec![stop],
         Some(other) => {
             serde_json::from_value(other).map_err(|_| Refusal::of("stop", "expected a string or a list of strings"))?
@@ -158,17 +162,17 @@ fn sampling(fields: &mut Fields) -> Result<SamplingParams, Refusal> {
     if stop.len() > 64 || stop.iter().any(|stop: &String| stop.is_empty() || stop.len() > 1024) {
         return Err(Refusal::of("stop", "expected at most 64 strings of 1 to 1024 bytes"));
     }
-    let top_k: i64 = fields.take("top_k")?.unwrap_or(0);
-    let min_p: Option<f32> = fields.take("min_p")?;
+    let top_k: Option<i64> = fields.take("top_k")?;
+    let min_p: Option<f32> = fields.take("min_p")?.or(defaults.min_p);
     Ok(SamplingParams {
         num_generations: fields.take("n")?.unwrap_or(1),
         temperature: fields.take("temperature")?.unwrap_or(defaults.temperature),
         top_p: fields.take("top_p")?.unwrap_or(defaults.top_p),
-        top_k: usize::try_from(top_k).unwrap_or(0), // -1 is off, as with vLLM
+        top_k: top_k.map_or(defaults.top_k, |top_k| usize::try_from(top_k).unwrap_or(0)), // -1 is off, as with vLLM
         min_p: min_p.filter(|least| *least != 0.0),
-        repetition_penalty: fields.take("repetition_penalty")?.unwrap_or(1.0),
+        repetition_penalty: fields.take("repetition_penalty")?.unwrap_or(defaults.repetition_penalty),
         stop,
-        ..defaults
+        ..SamplingParams::default()
     })
 }
 
@@ -253,7 +257,7 @@ fn conversation(fields: &mut Fields) -> Result<PromptSource, Refusal> {
 }
 
 /// A message with its content as one text, which is what templates read; arguments of tool calls as objects, where they are JSON.
-fn message(mut message: Value) -> Result<Value, Refusal> {
+pub(super) fn message(mut message: Value) -> Result<Value, Refusal> {
     let expected = || Refusal::of("messages", "expected objects with a role and a content of text");
     let fields = message.as_object_mut().ok_or_else(expected)?;
     if !fields.get("role").is_some_and(Value::is_string) {

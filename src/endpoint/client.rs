@@ -11,7 +11,7 @@ use super::announce::WireRequest;
 use super::counters::Counters;
 use super::refusal::Refusal;
 use crate::rollout::Request;
-use crate::types::{FinishReason, TokenLogprob};
+use crate::types::{FinishReason, TokenLogprob, Trajectory};
 
 /// Limits on requests under way.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +42,8 @@ pub enum RequestUpdate {
         choice: usize,
         /// Why it ended.
         reason: FinishReason,
+        /// All of it after its prompt, with what the engine recorded.
+        trajectory: Box<Trajectory>,
     },
     /// The request cannot be served, or will not be completed.
     Refused(Refusal),

@@ -38,13 +38,28 @@ struct Listener {
 ///
 /// # Errors
 /// The errors of [`Session::step`] and of the collectives. Clients that wait are told that the engine is gone.
-pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, mut queue: Option<EngineQueue>) -> Result<()> {
+pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, queue: Option<EngineQueue>) -> Result<()> {
+    drive_beside(engine, Some(world), queue, |_| Ok(()))
+}
+
+/// Serves as [`drive`] does, and calls `beside` before each step with whether there is work. Without a world this process has the engine
+/// to itself, and only a client ends it: that the process is to stop is for others to heed.
+///
+/// # Errors
+/// The errors of [`drive`], and of `beside`.
+pub fn drive_beside(
+    engine: &mut RolloutEngine<'_>,
+    world: Option<&World>,
+    mut queue: Option<EngineQueue>,
+    mut beside: impl FnMut(bool) -> Result<()>,
+) -> Result<()> {
     let mut session = engine.session()?;
     let mut requests = Requests::default();
     for number in 0.. {
         phase::beat();
+        beside(session.has_work())?;
         let announcement = match &mut queue {
-            Some(queue) => requests.announcement(queue, &session),
+            Some(queue) => requests.announcement(queue, &session, world.is_some()),
             None => Announcement::default(),
         };
         let announcement = announce(world, number, announcement)?;
@@ -79,7 +94,7 @@ struct Requests {
 
 impl Requests {
     /// Collects the clients' commands since the last call. Waits a moment if there is nothing else to do.
-    fn announcement(&mut self, queue: &mut EngineQueue, session: &Session<'_>) -> Announcement {
+    fn announcement(&mut self, queue: &mut EngineQueue, session: &Session<'_>, heeds_stop: bool) -> Announcement {
         let mut announcement = Announcement::default();
         if !session.has_work() {
             match queue.commands.recv_timeout(TICK) {
@@ -91,7 +106,7 @@ impl Requests {
         while let Ok(command) = queue.commands.try_recv() {
             self.take(command, &mut announcement);
         }
-        if phase::stop_requested() {
+        if heeds_stop && phase::stop_requested() {
             queue.shared.is_stopping.store(true, std::sync::atomic::Ordering::SeqCst);
         }
         if queue.shared.is_stopping.load(std::sync::atomic::Ordering::SeqCst) {
@@ -173,7 +188,7 @@ impl Requests {
         let ends = matches!(event, Event::Complete { .. } | Event::Failed { .. });
         let is_removed = matches!(event, Event::Failed { .. });
         if let (Some(queue), Some(listener)) = (queue, &mut open.listener) {
-            listener.hear(event, &queue.shared.counters);
+            listener.hear(event, session, &queue.shared.counters);
         }
         if ends {
             let ticket = open.ticket;
@@ -194,7 +209,7 @@ impl Requests {
 
 impl Listener {
     /// A listener that is gone has cancelled, which comes with the next turn.
-    fn hear(&mut self, event: Event, counters: &Counters) {
+    fn hear(&mut self, event: Event, session: &Session<'_>, counters: &Counters) {
         let first_choice = self.first_choice;
         match event {
             Event::Token { sample, token_id, logprob, top_logprobs, .. } => {
@@ -205,8 +220,9 @@ impl Listener {
                 let choice = first_choice + sample;
                 let _ = self.updates.send(RequestUpdate::Token { choice, token_id, logprob, top_logprobs });
             }
-            Event::Finished { sample, reason, .. } => {
-                let _ = self.updates.send(RequestUpdate::Finished { choice: first_choice + sample, reason });
+            Event::Finished { request, sample, reason } => {
+                let (choice, trajectory) = (first_choice + sample, Box::new(session.trajectory(request, sample)));
+                let _ = self.updates.send(RequestUpdate::Finished { choice, reason, trajectory });
             }
             Event::Complete { .. } => Counters::add(&counters.completed, 1),
             Event::Preempted { .. } => {}

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
+use axum::extract::{DefaultBodyLimit, FromRequest, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -18,6 +18,7 @@ use super::answer::Answer;
 use super::ask::ApiRequest;
 use super::client::EngineClient;
 use super::counters::Counters;
+use super::episodes::{Episode, Episodes};
 use super::events::Events;
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
@@ -35,6 +36,8 @@ pub(super) struct HttpState {
     pub api_key: Option<String>,
     pub max_body_bytes: usize,
     pub num_answers: AtomicU64,
+    /// The episodes that requests belong to, where there are some: no other request is served then.
+    pub episodes: Option<Arc<Episodes>>,
     /// Permits for bodies that are being read and prepared, in KiB.
     pub body_room: Semaphore,
 }
@@ -50,18 +53,22 @@ fn kib(bytes: usize) -> u32 {
 
 pub(super) fn router(service: Arc<HttpState>) -> Router {
     let max_body_bytes = service.max_body_bytes;
-    Router::new()
+    let (router, paths) = match &service.episodes {
+        None => {
+            let paths = "/v1/models, /v1/completions, /v1/chat/completions, /health and /metrics";
+            let router = Router::new().route("/v1/models", get(models)).route("/v1/completions", post(completions));
+            (router.route("/v1/chat/completions", post(chat_completions)), paths)
+        }
+        Some(_) => {
+            let paths = "/v1/models and /v1/chat/completions behind an episode's base_url, /health and /metrics";
+            let router = Router::new().route("/episodes/{episode}/v1/models", get(models));
+            (router.route("/episodes/{episode}/v1/chat/completions", post(turn)), paths)
+        }
+    };
+    router
         .route("/health", get(health))
         .route("/metrics", get(metrics))
-        .route("/v1/models", get(models))
-        .route("/v1/completions", post(completions))
-        .route("/v1/chat/completions", post(chat_completions))
-        .fallback(async || {
-            Refusal::new(
-                404,
-                "no such path; there are /v1/models, /v1/completions, /v1/chat/completions, /health and /metrics",
-            )
-        })
+        .fallback(async move || Refusal::new(404, format!("no such path; there are {paths}")))
         .method_not_allowed_fallback(async || Refusal::new(405, "this path has another method"))
         .layer(DefaultBodyLimit::max(max_body_bytes))
         .with_state(service)
@@ -91,23 +98,37 @@ async fn models(State(service): State<Arc<HttpState>>, headers: HeaderMap) -> Re
     json_response(&json!({"object": "list", "data": models.collect::<Vec<_>>()}))
 }
 
+/// A request of an episode.
+async fn turn(State(service): State<Arc<HttpState>>, Path(episode): Path<String>, request: Request) -> Response {
+    let episode = service.episodes.as_ref().and_then(|episodes| episodes.find(&episode));
+    match episode {
+        Some(episode) => service.answer(request, true, Some(episode)).await,
+        None => Refusal::new(404, "no episode has this base_url, or it has ended").into_response(),
+    }
+}
+
 async fn completions(State(service): State<Arc<HttpState>>, request: Request) -> Response {
-    service.answer(request, false).await
+    service.answer(request, false, None).await
 }
 
 async fn chat_completions(State(service): State<Arc<HttpState>>, request: Request) -> Response {
-    service.answer(request, true).await
+    service.answer(request, true, None).await
 }
 
 impl HttpState {
-    async fn answer(self: Arc<Self>, request: Request, is_chat: bool) -> Response {
-        self.try_answer(request, is_chat).await.unwrap_or_else(|refusal| {
+    async fn answer(self: Arc<Self>, request: Request, is_chat: bool, episode: Option<Arc<Episode>>) -> Response {
+        self.try_answer(request, is_chat, episode).await.unwrap_or_else(|refusal| {
             Counters::add(&self.client.shared.counters.refused, usize::from(refusal.status < 500));
             refusal.into_response()
         })
     }
 
-    async fn try_answer(self: &Arc<Self>, request: Request, is_chat: bool) -> Result<Response, Refusal> {
+    async fn try_answer(
+        self: &Arc<Self>,
+        request: Request,
+        is_chat: bool,
+        episode: Option<Arc<Episode>>,
+    ) -> Result<Response, Refusal> {
         self.authorize(request.headers())?;
         let length = self.length(request.headers())?;
         let room = self.body_room.try_acquire_many(kib(length));
@@ -116,17 +137,21 @@ impl HttpState {
         // Rendering and tokenizing take processor time: other connections go on meanwhile.
         let service = self.clone();
         let prepare = move || {
+            if let Some(episode) = episode {
+                let (ask, request, recorder) = episode.request(&service.model, &body)?;
+                return Ok((ask, vec![request], None, Some(recorder)));
+            }
             let ask = ApiRequest::read(&body, is_chat)?;
             service.model.adapter(&ask)?; // an unknown name is told before all else
             let grammar = service.model.grammar(&ask)?;
             let requests = service.model.requests(&ask)?;
-            Ok((ask, requests, grammar))
+            Ok((ask, requests, grammar, None))
         };
         let prepared = tokio::task::spawn_blocking(prepare).await;
-        let (ask, requests, _grammar) = prepared.map_err(|error| Refusal::new(500, error.to_string()))??;
+        let (ask, requests, _grammar, recorder) = prepared.map_err(|error| Refusal::new(500, error.to_string()))??;
         let ticket = self.client.submit(&requests)?;
         let number = self.num_answers.fetch_add(1, Ordering::Relaxed);
-        let answer = Answer::new(&ask, &requests, &self.model, number);
+        let answer = Answer::new(&ask, &requests, &self.model, number).recorded_by(recorder);
         match ask.streams {
             true => {
                 let mut response = with_type(

@@ -19,6 +19,7 @@
 //! | `output` | what answers look like: log-probabilities and structure |
 //! | `prompt` | texts and conversations to token ids |
 //! | `answer`, `events` | completions in OpenAI's form, whole; as a stream |
+//! | `episodes` | conversations of harnesses that play against the server, kept as token ids |
 //! | `dialogue` | a conversation in the terminal |
 //! | `text` | token ids to text as they come |
 //! | `refusal` | errors in OpenAI's form |
@@ -31,6 +32,7 @@ mod client;
 mod counters;
 mod dialogue;
 mod drive;
+mod episodes;
 mod events;
 mod http;
 mod output;
@@ -41,5 +43,6 @@ mod text;
 
 pub use client::{ClientLimits, engine_queue};
 pub use dialogue::Dialogue;
-pub use drive::drive;
+pub use drive::{drive, drive_beside};
+pub use episodes::{Episodes, PlayedConversation};
 pub use server::{ServerOptions, open};

@@ -76,7 +76,7 @@ impl ServedModel {
         ask.prompts.iter().enumerate().map(request).collect()
     }
 
-    fn token_ids(&self, source: &PromptSource) -> Result<Vec<u32>, Refusal> {
+    pub fn token_ids(&self, source: &PromptSource) -> Result<Vec<u32>, Refusal> {
         let rendered;
         let (text, is_rendered) = match source {
             PromptSource::Ids(ids) => return Ok(ids.clone()),

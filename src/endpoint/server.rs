@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use super::client::EngineClient;
+use super::episodes::Episodes;
 use super::http::{HttpState, body_room, router};
 use super::prompt::ServedModel;
 use crate::data::{GrammarCompiler, Tokenizer, ToolCallParser};
@@ -32,6 +33,8 @@ pub struct ServerOptions {
     pub api_key: Option<String>,
     /// Largest body of a request.
     pub max_body_bytes: usize,
+    /// Episodes that all requests belong to, if there are some.
+    pub episodes: Option<Arc<Episodes>>,
 }
 
 /// Starts to answer what comes to `listener`.
@@ -39,7 +42,7 @@ pub struct ServerOptions {
 /// # Errors
 /// [`Error::Environment`](crate::Error::Environment) if there is no thread for it.
 pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient) -> Result<HttpServer> {
-    let ServerOptions { api_key, max_body_bytes, .. } = options;
+    let ServerOptions { api_key, max_body_bytes, episodes, .. } = options;
     let model = ServedModel {
         name: options.model_name,
         adapters: options.adapters,
@@ -55,6 +58,7 @@ pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient)
         api_key,
         max_body_bytes,
         num_answers: AtomicU64::new(0),
+        episodes,
         body_room: body_room(max_body_bytes),
     };
     HttpServer::start(listener, router(Arc::new(service)))

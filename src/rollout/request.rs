@@ -80,6 +80,12 @@ pub enum Event {
 }
 
 impl Request {
+    /// All tokens that its first completion goes on from.
+    pub(crate) fn context(&self) -> Vec<u32> {
+        let begun = self.begun.first().map_or(&[][..], |trajectory| &trajectory.token_ids);
+        [&self.token_ids[..], begun].concat()
+    }
+
     /// Whether an engine with `vocab_size` token ids, `num_adapters` to choose among and `limits` can serve the request.
     ///
     /// # Errors

@@ -218,7 +218,7 @@ impl<'r> Session<'r> {
     }
 
     /// One completion of a request as it stands, without its text.
-    pub(super) fn trajectory(&self, request: RequestId, sample: usize) -> Trajectory {
+    pub(crate) fn trajectory(&self, request: RequestId, sample: usize) -> Trajectory {
         self.scheduler.sequences[self.scheduler.members(request.0)][sample].trajectory()
     }
 

@@ -5,8 +5,10 @@
 //! | `process`, `server.py` | the process that loads tools, and forks one for each turn whose tools run, or for each environment |
 //! | `conversations` | trajectories of several turns: calls are read, answered and become context |
 //! | `interpreters`, `python.py` | the tool `python`: an interpreter in a sandbox for each trajectory that calls it, in a process that holds them all |
+//! | `agent` | episodes that a function of the user's plays |
 //! | `stats` | what is counted of them |
 
+mod agent;
 mod conversations;
 mod interpreters;
 mod process;
@@ -16,6 +18,7 @@ mod stats;
 #[cfg(test)]
 mod tests;
 
+pub use agent::{Agent, EpisodeOutcome};
 pub use conversations::{Conversations, EpisodeEnd, TrajectoryKey, TurnOutcome};
 pub use interpreters::{COMMAND as PYTHON_COMMAND, serve as serve_python};
 pub use process::ToolProcess;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::interpreters::{self, InterpreterSettings};
-use crate::config::{Config, INTERPRETER, is_python};
+use crate::config::{Config, INTERPRETER, is_python, reward_name};
 use crate::data::ToolSchemas;
 use crate::error::{Error, Result};
 use crate::phase::{self, PROGRAM};
@@ -122,6 +122,8 @@ pub struct ToolProcess {
     shared: HashMap<u64, SharedTurn>,
     schemas: ToolSchemas,
     environments: BTreeMap<String, EnvironmentClass>,
+    /// The name of the agent, where one plays episodes.
+    pub(super) agent: Option<String>,
     /// Whether states of environments are asked for.
     wants_states: bool,
     next_id: u64,
@@ -152,13 +154,18 @@ impl ToolProcess {
     /// [`Error::InvalidValue`] for a tool that cannot be loaded, or whose signature or docstring says too little;
     /// [`Error::Environment`] where the sandbox of `python` cannot be built.
     pub fn start(config: &Config) -> Result<Option<Self>> {
-        if !config.tools.has_turns() {
+        let tools = &config.tools;
+        if !tools.has_turns() && tools.agent.is_none() {
             return Ok(None);
         }
-        let tools = &config.tools;
         let factories = &tools.environment_factory.0;
-        let key = if tools.tools.is_empty() { "environment_factory" } else { "tools" };
-        let named: Vec<&str> = tools.tools.iter().chain(factories.values()).map(String::as_str).collect();
+        let key = match &tools.agent {
+            Some(_) => "agent",
+            None if tools.tools.is_empty() => "environment_factory",
+            None => "tools",
+        };
+        let named: Vec<&str> =
+            tools.tools.iter().chain(factories.values()).chain(&tools.agent).map(String::as_str).collect();
         let named = named.join(", ");
         let refuse = |cause: &str| {
             let python = &config.reward.python;
@@ -166,11 +173,16 @@ impl ToolProcess {
             Error::invalid_value(key, &named, expected)
         };
         let functions: Vec<&String> = tools.tools.iter().filter(|tool| *tool != INTERPRETER).collect();
+        let (timeout_s, workers) = match &tools.agent {
+            Some(_) => (tools.agent_timeout_s, tools.agent_workers),
+            None => (tools.tool_timeout_s, tools.tool_workers),
+        };
         let settings = json!({
+            "agent": tools.agent,
             "tools": functions,
             "environments": factories,
-            "timeout_s": tools.tool_timeout_s,
-            "workers": tools.tool_workers,
+            "timeout_s": timeout_s,
+            "workers": workers,
             "max_chars": MAX_RESULT_CHARS,
             "max_bytes": MAX_REPLY_BYTES,
         });
@@ -211,12 +223,18 @@ impl ToolProcess {
         let environments = loaded.environments.iter().map(class).collect();
         let schemas = loaded.environments.into_iter().map(|(name, loaded)| (name, loaded.tools)).collect();
         let is_process = |entry: &String| is_python(entry) || config.rewards.get(entry).is_some();
+        let agent = config.tools.agent.as_deref().map(|agent| reward_name(agent).to_owned());
+        let schemas = match &agent {
+            Some(_) => ToolSchemas::default(), // each request has its own
+            None => ToolSchemas::new(loaded.tools, schemas),
+        };
         Self {
             functions,
             interpreters,
             shared: HashMap::new(),
-            schemas: ToolSchemas::new(loaded.tools, schemas),
+            schemas,
             environments,
+            agent,
             wants_states: config.reward_funcs.iter().any(is_process),
             next_id: 1,
             _parents: parents,
@@ -228,9 +246,9 @@ impl ToolProcess {
         &self.schemas
     }
 
-    /// Names of the classes of environments that give a reward by themselves.
+    /// Names of the classes of environments that give a reward by themselves, or of the agent.
     pub fn rewarding_classes(&self) -> Vec<String> {
-        let mut classes: Vec<String> = Vec::new();
+        let mut classes: Vec<String> = self.agent.iter().cloned().collect();
         for class in self.environments.values().filter(|class| class.has_reward) {
             if !classes.contains(&class.name) {
                 classes.push(class.name.clone());
@@ -281,6 +299,12 @@ impl ToolProcess {
         let is_python = calls.iter().map(|call| is_python(&call)).collect();
         self.shared.insert(self.next_id, SharedTurn { is_python, has_environment, first: None });
         self.ask(json!({"trajectory": has_environment.then_some(trajectory), "calls": others}))
+    }
+
+    /// Begins an episode of the agent with the columns of a row, against the server at `base_url`, and returns the request's number.
+    pub(super) fn play(&mut self, row: &Map<String, Value>, base_url: &str) -> u64 {
+        let wants_state = self.wants_states;
+        self.ask(json!({"row": row, "base_url": base_url, "wants_state": wants_state}))
     }
 
     fn ask(&mut self, mut request: Value) -> u64 {

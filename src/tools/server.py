@@ -208,6 +208,7 @@ class Tools:
         self.max_chars = settings["max_chars"]
         self.functions = [load(spec) for spec in settings["tools"]]
         self.schemas = [schema(function) for function in self.functions]
+        self.agent = load(settings["agent"]) if settings["agent"] else None
         self.factories = {name: Factory(spec, self.functions) for name, spec in settings["environments"].items()}
         for names in [self.schemas] + [factory.schemas for factory in self.factories.values()]:
             names = [each["function"]["name"] for each in names]
@@ -311,7 +312,22 @@ class Served:
             reply["state"] = base64.b64encode(state_of(environment)).decode()
         return reply
 
+    def play(self, request):
+        """A whole episode: what the agent returns is its reward, or a dictionary that may have one."""
+        os.environ["OPENAI_BASE_URL"] = request["base_url"]
+        os.environ.setdefault("OPENAI_API_KEY", "none")  # which clients ask for, and nobody reads
+        result, reply = self.finished(self.tools.agent(request["row"], request["base_url"])), {}
+        reward = result.get("reward") if isinstance(result, dict) else result
+        if reward is not None:
+            reward = float(reward)
+            reply["reward"] = reward if math.isfinite(reward) else repr(reward)
+        if request["wants_state"]:
+            reply["state"] = base64.b64encode(pickle.dumps(result)).decode()
+        return reply
+
     def answer(self, request):
+        if "base_url" in request:
+            return self.play(request)
         if "calls" in request:
             return self.calls(request)
         return self.open(request) if "row" in request else self.close(request)
@@ -514,7 +530,7 @@ class Server:
         self.say({**reply, "seconds": time.monotonic() - child.began})
         child.request, child.deadline = None, math.inf
         del self.busy[child.socket]
-        if "wants_state" in request:
+        if "wants_state" in request and child.trajectory is not None:
             self.release(child.trajectory)
         elif child.trajectory is None:
             self.free(child)

@@ -8,6 +8,7 @@ mod build;
 mod builder;
 mod carry;
 mod curriculum;
+mod episodes;
 mod model;
 mod output;
 mod penalty;
@@ -46,6 +47,7 @@ use ahead::QueuedBatch;
 use builder::Functions;
 pub use builder::{StepReport, TrainerBuilder};
 use curriculum::RowsById;
+use episodes::RunEpisodes;
 use model::PolicyAndEngine;
 use output::RunOutput;
 use sampling::DataPosition;
@@ -95,6 +97,8 @@ pub struct Trainer {
     engine_group: Option<HostGroup>,
     /// Tools, where completions may call some.
     turns: Option<RunTurns>,
+    /// The agent, where one plays episodes.
+    episodes: Option<RunEpisodes>,
 }
 
 /// How far the run is.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::episodes::RunEpisodes;
 use super::output::RunOutput;
 use super::signal::{GroupVerdict, Tally};
 use super::turns::RunTurns;
@@ -50,6 +51,7 @@ pub(super) struct ReplacementContext<'a> {
     pub engines: Option<&'a HostGroup>,
     /// Tools; none where completions are of one turn.
     pub turns: Option<&'a mut RunTurns>,
+    pub episodes: Option<&'a mut RunEpisodes>,
 }
 
 /// This rank's groups of a step with replacement, each with its place in the order of the data.

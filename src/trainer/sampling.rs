@@ -65,9 +65,10 @@ impl SamplingTask {
         }
         let (rewards, output) = (&*context.rewards, context.output);
         let done = |group: &RolloutGroup| submit(group, rewards, output);
-        let rollout = match &mut context.turns {
-            Some(turns) => turns.rollout(engine, self.groups, &self.params, done)?,
-            None => engine.generate_first(self.groups, self.num_groups, &self.params, done)?,
+        let rollout = match (&mut context.turns, &mut context.episodes) {
+            (_, Some(episodes)) => episodes.rollout(engine, self.groups, &self.params, done)?,
+            (Some(turns), None) => turns.rollout(engine, self.groups, &self.params, done)?,
+            (None, None) => engine.generate_first(self.groups, self.num_groups, &self.params, done)?,
         };
         Ok(SamplingResult { rollout, drawn: None })
     }
@@ -82,6 +83,7 @@ macro_rules! context {
             dataset: &$trainer.dataset,
             engines: $trainer.engines.as_ref(),
             turns: $trainer.turns.as_mut(),
+            episodes: $trainer.episodes.as_mut(),
         }
     };
 }
@@ -201,15 +203,16 @@ impl Trainer {
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
         let (model, rewards, output, world) = (&mut self.model, &mut self.rewards, &self.output, &self.world);
-        let turns = &mut self.turns;
+        let (turns, episodes) = (&mut self.turns, &mut self.episodes);
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
             let mut groups = model.with_rollout(|engine| {
                 engine.on_progress(output.sampling_progress());
                 let done = |group: &RolloutGroup| submit(group, rewards, output);
-                match turns {
-                    Some(turns) => turns.generate(engine, &prompts, &params, done),
-                    None => engine.generate(&prompts, &params, done),
+                match (turns, episodes) {
+                    (_, Some(episodes)) => episodes.generate(engine, &prompts, &params, done),
+                    (Some(turns), None) => turns.generate(engine, &prompts, &params, done),
+                    (None, None) => engine.generate(&prompts, &params, done),
                 }
             })?;
             world.agree(rewards.wait(&mut groups))?;
@@ -221,6 +224,7 @@ impl Trainer {
         let mut failures = StepMetrics::default();
         records::failure_metrics(&mut failures, self.rewards.take_failures());
         self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut failures));
+        self.episodes.iter_mut().for_each(|episodes| episodes.add_metrics(&mut failures));
         let failures = failures.reduce(&*self.world.group())?;
         self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
         self.tell_unscored(&outcome)?;

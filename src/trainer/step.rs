@@ -125,6 +125,7 @@ impl Trainer {
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
         self.add_curriculum_metrics(&mut metrics, solve_rate);
         self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut metrics));
+        self.episodes.iter_mut().for_each(|episodes| episodes.add_metrics(&mut metrics));
         carry.add_metrics(&mut metrics, &self.config);
         let transitions = self.take_transitions()?;
         let role = if self.model.policy().is_some() { "trainers" } else { "generators" };
@@ -161,6 +162,9 @@ impl Trainer {
         }
         if !config.tools.tools.is_empty() {
             return refuse("tools", &config.tools.tools.join(", "), "none");
+        }
+        if let Some(agent) = &config.tools.agent {
+            return refuse("agent", agent, "none");
         }
         if config.split.async_steps > 0 {
             return refuse("split.async_steps", &config.split.async_steps, "0");

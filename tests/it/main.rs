@@ -1,6 +1,7 @@
 //! The one integration-test binary: real ranks as processes on the CPU backend, and the program itself.
 #![allow(clippy::print_stdout, clippy::print_stderr)] // what a test measures and skips
 
+mod agent;
 mod checkpoint;
 mod cli;
 mod collectives;

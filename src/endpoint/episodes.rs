@@ -1,0 +1,493 @@
+//! Episodes that harnesses play against the server while the policy samples. A harness sends all messages with every request, as clients
+//! do. Here they are kept as token ids: of the longest conversation that is known already the ids are taken as they are, and only what
+//! follows it is rendered. So what is trained on is what was sampled.
+//!
+//! A request that goes on from the end of a conversation is its next turn. Any other begins a conversation of its own, a branch, whose
+//! prompt is all that was known or rendered: what was sampled there is trained on in the conversation that it was sampled for, once.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde_json::{Map, Value, json};
+
+use super::ask::{ApiRequest, PromptSource, message};
+use super::prompt::ServedModel;
+use super::refusal::Refusal;
+use crate::data::{Conversation, Reply, Turns};
+use crate::error::Error;
+use crate::rollout::Request;
+use crate::types::{SamplingParams, Trajectory};
+
+/// The episodes of one rollout on one rank.
+#[derive(Debug)]
+pub struct Episodes {
+    rules: Arc<Rules>,
+    open: Mutex<HashMap<String, Arc<Episode>>>,
+}
+
+/// What all episodes share.
+#[derive(Debug)]
+struct Rules {
+    /// How the run samples, one completion of a group.
+    params: SamplingParams,
+    /// Completions of a group: the keys of an episode's requests differ by it.
+    num_generations: usize,
+    max_requests: usize,
+    /// Contexts between turns, by tools, variables and kind of reply.
+    turns: Mutex<HashMap<String, Arc<Turns>>>,
+    num_refused: AtomicUsize,
+}
+
+/// An episode: one sample of one prompt.
+#[derive(Debug)]
+pub(super) struct Episode {
+    rules: Arc<Rules>,
+    prompt_id: u64,
+    sample: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    num_requests: usize,
+    branches: Vec<Branch>,
+    has_ended: bool,
+}
+
+/// A conversation of an episode.
+#[derive(Debug)]
+struct Branch {
+    setting: Setting,
+    prompt: Vec<u32>,
+    /// Messages of the prompt.
+    num_given: usize,
+    messages: Vec<Value>,
+    trajectory: Trajectory,
+    /// Messages and tokens behind the prompt at the end of each turn of the model.
+    ends: Vec<(usize, usize)>,
+}
+
+/// What a conversation is rendered with beside its messages.
+#[derive(Debug, Clone, PartialEq)]
+struct Setting {
+    tools: Value,
+    variables: Map<String, Value>,
+}
+
+/// A conversation of an episode that has ended.
+#[derive(Debug)]
+pub struct PlayedConversation {
+    /// Token ids before the first that was sampled for it.
+    pub prompt: Vec<u32>,
+    /// What followed; the messages behind the prompt are among its fields.
+    pub trajectory: Trajectory,
+}
+
+/// The request that an answer is the turn of. The answer is recorded once it is whole; one that nobody waits for any more is not.
+#[derive(Debug)]
+pub(super) struct Recorder {
+    episode: Arc<Episode>,
+    setting: Setting,
+    messages: Vec<Value>,
+    prompt: Vec<u32>,
+    num_begun: usize,
+    /// The conversation that the turn goes on with, and how many turns that had; none for one of its own.
+    goes_on: Option<(usize, usize)>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Episodes {
+    /// Episodes of groups that are sampled as `params` say, none of which makes more than `max_requests` requests.
+    pub fn new(params: &SamplingParams, max_requests: usize) -> Self {
+        let (num_generations, params) =
+            (params.num_generations, SamplingParams { num_generations: 1, ..params.clone() });
+        let (turns, num_refused) = (Mutex::default(), AtomicUsize::new(0));
+        let rules = Rules { params, num_generations, max_requests, turns, num_refused };
+        Self { rules: Arc::new(rules), open: Mutex::default() }
+    }
+
+    /// Begins an episode and returns the name that is part of its address.
+    pub fn open(&self, prompt_id: u64, sample: usize) -> String {
+        let name = format!("{:016x}", RandomState::new().hash_one((prompt_id, sample)));
+        let episode = Episode { rules: Arc::clone(&self.rules), prompt_id, sample, state: Mutex::default() };
+        lock(&self.open).insert(name.clone(), Arc::new(episode));
+        name
+    }
+
+    /// Ends an episode, and returns its conversations in the order of their first turns and the number of its requests. What is still
+    /// under way for it is not recorded.
+    pub fn close(&self, name: &str) -> (Vec<PlayedConversation>, usize) {
+        let Some(episode) = lock(&self.open).remove(name) else { return (Vec::new(), 0) };
+        let mut state = lock(&episode.state);
+        state.has_ended = true;
+        let played = std::mem::take(&mut state.branches).into_iter().map(|mut branch| {
+            let messages = branch.messages.split_off(branch.num_given);
+            PlayedConversation { prompt: branch.prompt, trajectory: Trajectory { messages, ..branch.trajectory } }
+        });
+        (played.collect(), state.num_requests)
+    }
+
+    /// Requests that were refused so far.
+    pub fn num_refused(&self) -> usize {
+        self.rules.num_refused.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn find(&self, name: &str) -> Option<Arc<Episode>> {
+        lock(&self.open).get(name).cloned()
+    }
+}
+
+impl Rules {
+    /// Refuses what would be sampled otherwise than the run samples: the trainer would compute other log-probabilities.
+    fn check(&self, ask: &ApiRequest) -> Result<(), Refusal> {
+        let (asked, own) = (&ask.params, &self.params);
+        let same = "expected the run's own value, or none: the policy is trained on what it samples so";
+        let differs = [
+            ("temperature", asked.temperature != own.temperature),
+            ("top_p", asked.top_p != own.top_p),
+            ("top_k", asked.top_k != own.top_k),
+            ("min_p", asked.min_p != own.min_p),
+            ("repetition_penalty", asked.repetition_penalty != own.repetition_penalty),
+            ("seed", ask.has_seed),
+        ];
+        if let Some((name, _)) = differs.iter().find(|(_, differs)| *differs) {
+            return Err(Refusal::of(name, same));
+        }
+        if asked.structure.is_some() {
+            return Err(Refusal::of("response_format", "no structure while the policy is trained"));
+        }
+        if asked.num_generations != 1 {
+            return Err(Refusal::of("n", "expected 1: an episode asks once more for another answer"));
+        }
+        Ok(())
+    }
+
+    fn turns(&self, model: &ServedModel, setting: &Setting, reply: Reply) -> Result<Arc<Turns>, Refusal> {
+        let key = json!([setting.tools, setting.variables, reply == Reply::Tool]).to_string();
+        let known = lock(&self.turns).get(&key).cloned();
+        if let Some(turns) = known {
+            return Ok(turns);
+        }
+        let Setting { tools, variables } = setting;
+        let turns = Turns::probe(Arc::clone(&model.tokenizer), &model.eos_token_ids, tools, variables, reply);
+        let turns = Arc::new(turns.map_err(|error| refused(&error))?);
+        lock(&self.turns).insert(key, Arc::clone(&turns));
+        Ok(turns)
+    }
+}
+
+impl Episode {
+    /// The engine's request for the next turn that `body` asks for, and who records it.
+    pub fn request(
+        self: &Arc<Self>,
+        model: &ServedModel,
+        body: &[u8],
+    ) -> Result<(ApiRequest, Request, Recorder), Refusal> {
+        self.try_request(model, body).inspect_err(|_| {
+            self.rules.num_refused.fetch_add(1, Ordering::Relaxed);
+        })
+    }
+
+    fn try_request(
+        self: &Arc<Self>,
+        model: &ServedModel,
+        body: &[u8],
+    ) -> Result<(ApiRequest, Request, Recorder), Refusal> {
+        let rules = &self.rules;
+        let mut ask = ApiRequest::read_with(body, true, &rules.params)?;
+        rules.check(&ask)?;
+        let [PromptSource::Conversation(Conversation { messages, tools, variables, add_generation_prompt })] =
+            &ask.prompts[..]
+        else {
+            return Err(Refusal::of("messages", "expected a conversation"));
+        };
+        if !add_generation_prompt {
+            return Err(Refusal::of("add_generation_prompt", "expected true"));
+        }
+        let setting = Setting { tools: tools.clone(), variables: variables.clone() };
+        let mut state = lock(&self.state);
+        if state.num_requests >= rules.max_requests {
+            let most = rules.max_requests;
+            return Err(Refusal::new(400, format!("this episode has made agent_max_requests = {most} requests")));
+        }
+        let (prompt, begun, goes_on) = match state.longest(&setting, messages) {
+            Some((place, end)) => {
+                let branch = &state.branches[place];
+                let (num_messages, num_tokens) = branch.ends[end];
+                let replies = &messages[num_messages..];
+                let turns = rules.turns(model, &setting, Reply::of(replies))?;
+                let mut begun = head(&branch.trajectory, num_tokens);
+                turns.append(&mut begun, replies, rules.params.step).map_err(|error| refused(&error))?;
+                match end + 1 == branch.ends.len() {
+                    true => (branch.prompt.clone(), begun, Some((place, branch.ends.len()))),
+                    false => ([&branch.prompt[..], &begun.token_ids].concat(), Trajectory::default(), None),
+                }
+            }
+            None => {
+                let requests = model.token_ids(&ask.prompts[0])?;
+                (requests, Trajectory::default(), None)
+            }
+        };
+        let num_begun = begun.token_ids.len();
+        let most = rules.params.max_completion_length.min(model.max_sequence_length.saturating_sub(prompt.len()));
+        if num_begun >= most {
+            let context = prompt.len() + num_begun;
+            let message = format!(
+                "{context} tokens, {num_begun} of them behind the first request, leave no room for an answer: a conversation has at most \
+                 max_completion_length = {} tokens behind its first request and {} in all",
+                rules.params.max_completion_length, model.max_sequence_length
+            );
+            return Err(Refusal::of("messages", message));
+        }
+        let max_tokens = ask.max_tokens.unwrap_or(most).max(1);
+        let stop = rules.params.stop.iter().chain(&ask.params.stop).cloned().collect();
+        ask.params = SamplingParams {
+            max_completion_length: most.min(num_begun.saturating_add(max_tokens)),
+            stop,
+            top_logprobs: ask.params.top_logprobs,
+            ..rules.params.clone()
+        };
+        let request = Request {
+            prompt_id: self.prompt_id,
+            token_ids: prompt.clone(),
+            first_step: rules.params.step,
+            first_sample: self.sample + rules.num_generations * state.num_requests, // other random keys for each
+            params: Arc::new(ask.params.clone()),
+            begun: if num_begun == 0 { Vec::new() } else { vec![begun] },
+            adapter: None,
+        };
+        state.num_requests += 1;
+        let (episode, messages) = (Arc::clone(self), messages.clone());
+        Ok((ask, request, Recorder { episode, setting, messages, prompt, num_begun, goes_on }))
+    }
+}
+
+impl State {
+    /// The longest turn that `messages` go on from: its conversation and its place there. An assistant's message behind it was not sampled
+    /// for it, so that it is none to go on from.
+    fn longest(&self, setting: &Setting, messages: &[Value]) -> Option<(usize, usize)> {
+        let known: Vec<Value> = messages.iter().map(canonical).collect();
+        let goes_on = |branch: &Branch, num_messages: usize| {
+            num_messages < known.len()
+                && branch.setting == *setting
+                && branch.messages[..num_messages].iter().map(canonical).eq(known[..num_messages].iter().cloned())
+                && messages[num_messages..].iter().all(|message| message["role"] != "assistant")
+        };
+        let ends = self.branches.iter().enumerate().flat_map(|(place, branch)| {
+            branch.ends.iter().enumerate().map(move |(end, (num_messages, _))| (branch, *num_messages, place, end))
+        });
+        let found = ends.filter(|(branch, num_messages, ..)| goes_on(branch, *num_messages));
+        // Of equally long ones one that nothing follows yet.
+        let longest = found.max_by_key(|(branch, num_messages, _, end)| (*num_messages, *end + 1 == branch.ends.len()));
+        longest.map(|(_, _, place, end)| (place, end))
+    }
+}
+
+impl Recorder {
+    /// Adds the turn to its conversation, or begins one with it where another turn has come there first.
+    pub fn record(self, trajectory: Trajectory, answer: Value) {
+        let Self { episode, setting, mut messages, prompt, num_begun, goes_on } = self;
+        let num_given = messages.len();
+        messages.push(message(answer.clone()).unwrap_or(answer));
+        let mut state = lock(&episode.state);
+        if state.has_ended {
+            return;
+        }
+        if let Some(branch) = goes_on.and_then(|(place, num_turns)| {
+            state.branches.get_mut(place).filter(|branch| branch.ends.len() == num_turns)
+        }) {
+            branch.ends.push((messages.len(), trajectory.token_ids.len()));
+            (branch.messages, branch.trajectory) = (messages, trajectory);
+            return;
+        }
+        let prompt = [&prompt[..], &trajectory.token_ids[..num_begun]].concat();
+        let trajectory = behind(&trajectory, num_begun);
+        let ends = vec![(messages.len(), trajectory.token_ids.len())];
+        state.branches.push(Branch { setting, prompt, num_given, messages, trajectory, ends });
+    }
+}
+
+/// What makes two messages the same: a client sends an answer back in its own form.
+fn canonical(message: &Value) -> Value {
+    let content = message["content"].as_str().unwrap_or_default();
+    let is_answer = message["role"] == "assistant";
+    let call = |call: &Value| json!([call["function"]["name"], call["function"]["arguments"]]);
+    let calls: Vec<Value> = message["tool_calls"].as_array().into_iter().flatten().map(call).collect();
+    json!([message["role"], if is_answer { content.trim() } else { content }, calls])
+}
+
+/// The first tokens of a trajectory. Routed experts, which begin with those of the prompt, stay as far as they are known.
+fn head(trajectory: &Trajectory, num_tokens: usize) -> Trajectory {
+    let mut head = trajectory.clone();
+    head.token_ids.truncate(num_tokens);
+    head.loss_mask.truncate(num_tokens);
+    head.rollout_logprobs.truncate(num_tokens);
+    head.weight_versions.truncate(num_tokens);
+    head
+}
+
+/// The tokens of a trajectory behind the first `num_before`.
+fn behind(trajectory: &Trajectory, num_before: usize) -> Trajectory {
+    Trajectory {
+        token_ids: trajectory.token_ids[num_before..].to_vec(),
+        loss_mask: trajectory.loss_mask[num_before..].to_vec(),
+        rollout_logprobs: trajectory.rollout_logprobs[num_before..].to_vec(),
+        weight_versions: trajectory.weight_versions[num_before..].to_vec(),
+        ..trajectory.clone()
+    }
+}
+
+fn refused(error: &Error) -> Refusal {
+    Refusal::of("messages", error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::GrammarCompiler;
+    use crate::data::fixtures::{Dice, bytes};
+    use crate::types::FinishReason;
+
+    const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+    /// An episode against a model whose tokens are bytes, where the engine is played by the test.
+    struct Played {
+        model: ServedModel,
+        episodes: Episodes,
+        name: String,
+    }
+
+    impl Played {
+        fn new(params: &SamplingParams) -> Self {
+            let tokenizer = Arc::new(bytes(&mut Dice(3), TEMPLATE));
+            let eos_token_ids = vec![tokenizer.eos_token_id().unwrap()];
+            let model = ServedModel {
+                name: "policy".to_owned(),
+                adapters: Vec::new(),
+                grammars: Arc::new(GrammarCompiler::new(Arc::clone(&tokenizer), eos_token_ids.clone())),
+                tokenizer,
+                max_sequence_length: 999,
+                tool_calls: None,
+                eos_token_ids,
+            };
+            let episodes = Episodes::new(params, 9);
+            let name = episodes.open(4, 1);
+            Self { model, episodes, name }
+        }
+
+        fn ask(&self, messages: &[Value], more: Value) -> Result<(Request, Recorder), Refusal> {
+            let mut body = json!({"messages": messages});
+            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            let episode = self.episodes.find(&self.name).unwrap();
+            episode.request(&self.model, body.to_string().as_bytes()).map(|(_, request, recorder)| (request, recorder))
+        }
+
+        /// Answers with `text` in tokens that no tokenizer gives for it: letter by letter, and what the tokens are.
+        fn answer(&self, (request, recorder): (Request, Recorder), text: &str) -> (Value, Vec<u32>) {
+            let letters = text.chars().map(|letter| self.model.tokenizer.encode(&letter.to_string(), false).unwrap());
+            let sampled = [letters.collect::<Vec<_>>().concat(), self.model.eos_token_ids.clone()].concat();
+            let mut trajectory = request.begun.first().cloned().unwrap_or_default();
+            sampled.iter().for_each(|&id| trajectory.push_sampled(id, -0.5, 7));
+            trajectory.finish_reason = Some(FinishReason::Eos);
+            let message = json!({"role": "assistant", "content": text});
+            recorder.record(trajectory, message.clone());
+            (message, [request.context(), sampled].concat())
+        }
+    }
+
+    fn user(text: &str) -> Value {
+        json!({"role": "user", "content": text})
+    }
+
+    #[test]
+    fn a_turn_goes_on_from_the_longest_known_conversation_and_all_else_is_a_branch() {
+        let played = Played::new(&SamplingParams { num_generations: 3, step: 7, ..SamplingParams::default() });
+        let mut messages = vec![user("go")];
+        let first = played.ask(&messages, json!({})).unwrap();
+        assert_eq!((first.0.prompt_id, first.0.first_step, first.0.first_sample), (4, 7, 1));
+        let prompt = first.0.token_ids.clone();
+        let (said, whole) = played.answer(first, " left ");
+        // The client sends it back in its own form, and adds what it does not know.
+        let back = json!({"role": "assistant", "content": [{"type": "text", "text": "left"}], "refusal": null});
+        messages.extend([back, user("on")]);
+        let second = played.ask(&messages, json!({})).unwrap();
+        let context = second.0.context();
+        assert_eq!((&second.0.token_ids, &context[..whole.len()]), (&prompt, &whole[..]), "ids that were sampled");
+        let mut rest = context[whole.len()..].to_vec();
+        rest.insert(0, played.model.eos_token_ids[0]);
+        let expected = "<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n";
+        assert_eq!(rest, played.model.tokenizer.encode(expected, false).unwrap());
+        assert_eq!(second.0.first_sample, 1 + 3, "other random keys");
+        // Two requests from one turn: the one that is recorded first goes on with it, the other is a branch of it.
+        let other = played.ask(&messages, json!({})).unwrap();
+        assert_eq!((other.0.context(), other.0.first_sample), (context.clone(), 1 + 6));
+        let (_, whole_second) = played.answer(second, "a");
+        let (_, whole_other) = played.answer(other, "bb");
+        // From the first turn again, by another message; and with an answer that was never sampled.
+        let from_first = vec![user("go"), said, user("back")];
+        let third = played.ask(&from_first, json!({})).unwrap();
+        assert!(third.0.begun.is_empty() && third.0.token_ids.starts_with(&whole), "known ids are its prompt");
+        let (_, whole_third) = played.answer(third, "ccc");
+        let strange = vec![user("go"), json!({"role": "assistant", "content": "right"}), user("on")];
+        let fourth = played.ask(&strange, json!({})).unwrap();
+        assert!(fourth.0.begun.is_empty() && !fourth.0.token_ids.starts_with(&whole));
+        let (_, whole_fourth) = played.answer(fourth, "dddd");
+        let late = played.ask(&[user("late")], json!({})).unwrap();
+        let (conversations, num_requests) = played.episodes.close(&played.name);
+        late.1.record(Trajectory::default(), user("it has ended"));
+        assert_eq!(num_requests, 6);
+        let seen: Vec<_> = conversations
+            .iter()
+            .map(|PlayedConversation { prompt, trajectory }| {
+                let masks: Vec<bool> = trajectory.loss_mask.clone();
+                assert!(
+                    trajectory
+                        .rollout_logprobs
+                        .iter()
+                        .zip(&masks)
+                        .all(|(logprob, sampled)| (*logprob != 0.0) == *sampled)
+                );
+                ([&prompt[..], &trajectory.token_ids].concat(), trajectory.num_sampled(), trajectory.messages.len())
+            })
+            .collect();
+        let expected = [(whole_second, 7 + 2, 3), (whole_other, 3, 1), (whole_third, 4, 1), (whole_fourth, 5, 1)];
+        assert_eq!(seen, expected, "each token that was sampled is trained on once");
+    }
+
+    #[test]
+    fn what_an_episode_may_not_ask_for_is_refused_by_its_name() {
+        let params = SamplingParams { temperature: 0.7, max_completion_length: 20, ..SamplingParams::default() };
+        let played = Played::new(&params);
+        for (more, part) in [
+            (json!({"temperature": 1.0}), "temperature: expected the run's own value"),
+            (json!({"top_p": 0.5}), "top_p: "),
+            (json!({"top_k": 3}), "top_k: "),
+            (json!({"seed": 3}), "seed: "),
+            (json!({"n": 2}), "n: expected 1"),
+            (json!({"response_format": {"type": "json_object"}}), "response_format: "),
+            (json!({"add_generation_prompt": false}), "add_generation_prompt: "),
+        ] {
+            let refusal = played.ask(&[user("go")], more.clone()).unwrap_err();
+            assert!(refusal.status == 400 && refusal.message.starts_with(part), "{more}: {refusal:?}");
+        }
+        let same = played.ask(&[user("go")], json!({"temperature": 0.7, "max_tokens": 5, "stop": "x"})).unwrap();
+        let expected =
+            SamplingParams { num_generations: 1, max_completion_length: 5, stop: vec!["x".into()], ..params };
+        assert_eq!(*same.0.params, expected, "and the model's name is the client's affair");
+        let (said, _) = played.answer(same, "0123456789012345678");
+        let refusal = played.ask(&[user("go"), said, user("on")], json!({})).unwrap_err();
+        assert!(refusal.message.contains("max_completion_length = 20 tokens behind its first request"), "{refusal:?}");
+        for _ in 1..9 {
+            played.ask(&[user("go")], json!({})).unwrap();
+        }
+        let refusal = played.ask(&[user("go")], json!({})).unwrap_err();
+        assert!(refusal.message.contains("agent_max_requests = 9 requests"), "{refusal:?}");
+        assert_eq!(played.episodes.num_refused(), 9);
+    }
+}

@@ -1,0 +1,64 @@
+//! Episodes that a function of the user's plays, each in a process of its own, against a server that samples from the policy.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+
+use super::process::ToolProcess;
+use crate::error::Result;
+use crate::types::EnvironmentEnd;
+
+/// The function that plays episodes.
+#[derive(Debug)]
+pub struct Agent {
+    process: ToolProcess,
+    name: String,
+}
+
+/// The end of an episode.
+#[derive(Debug)]
+pub struct EpisodeOutcome {
+    /// The number that [`Agent::play`] returned.
+    pub id: u64,
+    /// Its reward, and what it returned; or why it was lost: its exception, its time, the end of its process.
+    pub end: Result<EnvironmentEnd, String>,
+    /// Whether its time was over.
+    pub is_late: bool,
+    /// Seconds that it took.
+    pub seconds: f64,
+}
+
+impl Agent {
+    /// The agent that `process` has loaded.
+    pub fn new(process: ToolProcess) -> Self {
+        let name = process.agent.clone().unwrap_or_default();
+        Self { process, name }
+    }
+
+    /// Begins an episode with a row's columns against the server at `base_url`, and returns its number.
+    pub fn play(&mut self, row: &Map<String, Value>, base_url: &str) -> u64 {
+        self.process.play(row, base_url)
+    }
+
+    /// The episodes that have ended since the last call.
+    ///
+    /// # Errors
+    /// [`Error::Environment`](crate::Error::Environment) if the agent's process has ended.
+    pub fn ended(&mut self) -> Result<Vec<EpisodeOutcome>> {
+        let replies = self.process.replies(Duration::ZERO)?;
+        let outcome = |mut reply: super::process::ToolReply| {
+            let (id, is_late, seconds) = (reply.id, reply.is_late(), reply.seconds);
+            let end = match reply.error.take() {
+                Some(error) => Err(format!("agent: {error}")),
+                None => {
+                    let reward = reply.reward();
+                    // Of no class where it gave no reward, which then does not apply.
+                    let class = reward.as_ref().map(|_| self.name.clone()).unwrap_or_default();
+                    Ok(EnvironmentEnd { class, folder: String::new(), reward, state: reply.state.take() })
+                }
+            };
+            EpisodeOutcome { id, end, is_late, seconds }
+        };
+        Ok(replies.into_iter().map(outcome).collect())
+    }
+}

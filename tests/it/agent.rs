@@ -1,0 +1,144 @@
+//! Harnesses that play episodes against the policy's own server, in runs of the program with the calculator's model.
+
+use std::fs;
+
+use colo_grpo::internal::metrics::read_completions;
+
+use crate::program::{metrics, run};
+
+const CALCULATOR: &str = "--config configs/calculator.toml tools=[] eval_steps=none eval_file=none max_steps=1 log_completions=true \
+    save_steps=none max_train_samples=64";
+
+/// A harness of its own making, without any client: it keeps the ids that the server says it prompted with and sampled.
+const HARNESS: &str = r#"
+import json, time, urllib.error, urllib.request
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {
+    "a": {"type": "integer"}, "b": {"type": "integer"}}}}}
+
+def ask(base_url, messages, **more):
+    body = {"model": "any", "messages": messages, "tools": [ADD], "return_token_ids": True, **more}
+    head = {"Content-Type": "application/json"}
+    request = urllib.request.Request(base_url + "/chat/completions", json.dumps(body).encode(), head)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+def converse(base_url, messages, told=None):
+    """Goes on until nothing is called. Returns all ids, how many were sampled, and the messages."""
+    messages, num_sampled, whole = list(messages), 0, []
+    while True:
+        answer = ask(base_url, messages)
+        choice = answer["choices"][0]
+        assert answer["prompt_token_ids"][:len(whole)] == whole, "ids that were sampled are those that are prompted with"
+        whole, num_sampled = answer["prompt_token_ids"] + choice["token_ids"], num_sampled + len(choice["token_ids"])
+        messages.append(choice["message"])
+        calls = choice["message"].get("tool_calls") or []
+        for call in calls:
+            sum = json.loads(call["function"]["arguments"])
+            content = told or str(sum["a"] + sum["b"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        if not calls or len(messages) > 4:
+            return {"whole": whole, "sampled": num_sampled}, messages
+
+def play(row, base_url):
+    first, messages = converse(base_url, row["prompt"])
+    played = [first, converse(base_url, row["prompt"])[0]]  # once more from the beginning
+    if len(messages) > 2:  # and from the first call, with another answer
+        assert messages[1]["tool_calls"] and messages[2]["role"] == "tool"
+        called = messages[:2] + [{**messages[2], "content": "1"}]
+        played.append(converse(base_url, called, told="1")[0])
+    return {"reward": float(row["answer"] in (messages[-1]["content"] or "")), "played": played}
+
+def sampled(completions, completion_ids, environments, **columns):
+    """The number of tokens that the harness saw being sampled, of a conversation whose ids are those that it saw."""
+    found = []
+    for messages, ids, end in zip(completions, completion_ids, environments):
+        assert messages[0]["role"] == "assistant" and messages[-1]["role"] == "assistant"
+        same = [played for played in end["played"] if played["whole"][-len(ids):] == ids]
+        found.append(float(same[0]["sampled"]))
+    return found
+
+def failing(row, base_url):
+    kind = int(base_url.split("/")[-2], 16) % 5  # each episode has an address of its own
+    if kind == 1:
+        raise ValueError("no way")
+    if kind == 2:
+        return 1.0  # without any request
+    if kind == 3:
+        ask(base_url, row["prompt"])
+        time.sleep(1000)
+    try:
+        ask(base_url, row["prompt"], temperature=0.1)
+    except urllib.error.HTTPError as error:
+        assert error.code == 400 and b"temperature" in error.read()
+    ask(base_url, row["prompt"])
+    try:
+        ask(base_url, row["prompt"])
+    except urllib.error.HTTPError as error:
+        assert error.code == 400 and b"agent_max_requests" in error.read()
+        return 0.25
+"#;
+
+/// The ids that are trained on are those that the harness was told of, its mask says which were sampled, and the trainer's
+/// log-probabilities are the sampler's. Branches count once.
+#[test]
+fn conversations_are_trained_on_as_they_were_sampled() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, output) = (folder.path().join("mine.py"), folder.path().join("run"));
+    fs::write(&file, HARNESS).unwrap();
+    let keys = format!("agent={0}:play reward_funcs=[\"{0}:sampled\"]", file.display());
+    let ended = run(&format!(
+        "--nproc 2 {CALCULATOR} {keys} per_device_train_batch_size=32 eval_file=configs/calculator/eval.jsonl max_eval_samples=8 \
+         eval_num_generations=2 eval_steps=1 output_dir={}",
+        output.display()
+    ));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let lines = metrics(&output);
+    let line = lines.iter().find(|line| line.get("loss").is_some()).unwrap();
+    let value = |metric: &str| line[metric].as_f64().unwrap_or_else(|| panic!("no {metric} in {line:?}"));
+    assert!(value("sampling/sampling_logp_difference/max") < 1e-4, "{line:?}");
+    assert_eq!((value("agent/num_failed"), value("rewards/num_failed"), value("agent/num_refused")), (0.0, 0.0, 0.0));
+    assert!((value("rewards/sampled/mean") - value("completions/mean_length")).abs() < 1e-4, "{line:?}");
+    let per_episode = value("agent/mean_trajectories");
+    assert!(per_episode > 2.1 && per_episode < 3.0 && value("agent/mean_requests") > per_episode + 0.1, "{line:?}");
+    assert!(value("rewards/play/mean") > 0.05, "{line:?}");
+    let rows = read_completions(&output.join("completions/completions_00001.parquet")).unwrap();
+    assert_eq!(rows.len() as f64, 64.0 * per_episode, "each conversation is a completion");
+    assert!(lines.iter().any(|line| line["eval_rewards/sampled/mean"].is_number()), "{lines:?}");
+}
+
+#[test]
+fn an_episode_that_fails_costs_its_own_completion_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, output) = (folder.path().join("mine.py"), folder.path().join("run"));
+    fs::write(&file, HARNESS).unwrap();
+    let keys = format!("agent={}:failing reward_funcs=[] agent_timeout_s=15 agent_max_requests=1", file.display());
+    let ended = run(&format!("{CALCULATOR} {keys} output_dir={}", output.display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let lines = metrics(&output);
+    let value = |metric: &str| lines[0][metric].as_f64().unwrap();
+    let failed = value("agent/num_failed");
+    assert!((8.0..=56.0).contains(&failed) && value("rewards/num_failed") == failed, "{:?}", lines[0]);
+    assert!(value("agent/num_timeouts") >= 1.0 && value("agent/max_episode_s") >= 15.0, "{:?}", lines[0]);
+    assert_eq!((value("rewards/failing/mean"), value("reward")), (0.25, 0.25));
+    assert!(value("agent/num_refused") >= 8.0, "{:?}", lines[0]);
+}
+
+#[test]
+fn agents_that_cannot_be_served_are_refused_before_anything_starts() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, HARNESS).unwrap();
+    let file = file.display();
+    for (keys, code, parts) in [
+        (format!("agent={file}:none"), 2, ["agent = ", "has no attribute 'none'"]),
+        (format!("agent={file}:play tensor_parallel_size=2"), 2, ["tensor_parallel_size", "expected 1 with agent"]),
+        (
+            format!("agent={file}:play mode=split split.rollout_gpus=1"),
+            2,
+            ["mode = split", "expected colocated with agent"],
+        ),
+    ] {
+        run(&format!("--nproc 2 {CALCULATOR} {keys}")).assert_error(&keys, code, &parts);
+    }
+}
