@@ -129,18 +129,7 @@ impl Config {
         let single = factories.0.get("").filter(|_| factories.0.len() > 1);
         let only = "either one class or a table of them";
         check("environment_factory", single.map_or("", String::as_str), single.is_none(), only)?;
-        self.check_agent()?;
-        if !self.tools.has_turns() {
-            return Ok(());
-        }
-        let alone = |key: &str, got: String, holds: bool, expected: &str| {
-            check(key, got, holds, format!("{expected}: groups whose completions call tools are sampled to their end"))
-        };
-        alone("oversample", self.oversample.to_string(), self.oversample == 0.0, "0 with tools")?;
-        let ahead = self.split.async_steps;
-        alone("split.async_steps", ahead.to_string(), ahead == 0, "0 with tools")?;
-        let replaces = self.dynamic_sampling == DynamicSampling::Replace;
-        alone("dynamic_sampling", self.dynamic_sampling.name().to_owned(), !replaces, "none or filter with tools")
+        self.check_agent()
     }
 
     /// Refuses what an agent is not served with yet.
@@ -186,8 +175,6 @@ mod tests {
                 &["tools=python", "reward.code.command=[\"node\"]"],
                 "reward.code.command = [\"node\"]: expected a Python",
             ),
-            (&["tools=t.py:add", "oversample=0.5"], "oversample = 0.5: expected 0 with tools"),
-            (&["tools=t.py:add", "dynamic_sampling=replace"], "expected none or filter with tools"),
             (&["agent=play"], "agent = play: expected a function as file.py:function"),
             (&["agent=a.py:play", "tools=t.py:add"], "tools = t.py:add: expected none"),
             (&["agent=a.py:play", "mode=split", "split.rollout_gpus=1"], "mode = split: expected colocated with agent"),

@@ -29,6 +29,11 @@ impl Dice {
 
 /// A byte-level tokenizer with merges of its own, turns between `<|im_start|>` and `<|im_end|>`, the end-of-sequence token.
 pub(crate) fn bytes(dice: &mut Dice, template: &str) -> Tokenizer {
+    bytes_and(dice, template, &[])
+}
+
+/// [`bytes`] with more tokens, each a text of its own, special or not.
+pub(crate) fn bytes_and(dice: &mut Dice, template: &str, more: &[(String, bool)]) -> Tokenizer {
     let is_itself = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut others = (256..).map(|code| char::from_u32(code).unwrap());
     let letter = |byte| if is_itself(&byte) { char::from_u32(byte).unwrap() } else { others.next().unwrap() };
@@ -45,12 +50,15 @@ pub(crate) fn bytes(dice: &mut Dice, template: &str) -> Tokenizer {
             tokens.push(merged);
         }
     }
-    let special = |id: usize, content: &str| {
-        json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+    let added = |id: usize, content: &str, is_special: bool| {
+        json!({"id": id, "content": content, "special": is_special, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false})
     };
     let names = ["<|im_start|>", "<|im_end|>", "<|sep|>"];
-    let added: Vec<Value> = names.iter().enumerate().map(|(at, name)| special(tokens.len() + at, name)).collect();
+    let named =
+        names.iter().map(|name| (*name, true)).chain(more.iter().map(|(name, special)| (name.as_str(), *special)));
+    let added: Vec<Value> =
+        named.enumerate().map(|(at, (name, special))| added(tokens.len() + at, name, special)).collect();
     let vocab: Map<String, Value> = tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
     let folder = Folder(tempfile::tempdir().unwrap());
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});

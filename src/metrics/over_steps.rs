@@ -41,6 +41,8 @@ const RULES: &[(&str, OverSteps)] = &[
     ("tools/num_timeouts", OverSteps::Sum),
     ("tools/num_overlong", OverSteps::Sum),
     ("tools/num_cut", OverSteps::Sum),
+    ("tools/kept_tokens", OverSteps::Sum),
+    ("tools/recomputed_tokens", OverSteps::Sum),
     ("perf/max_resident_gb", OverSteps::Max),
 ];
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::engine::RolloutEngine;
 use super::exchange::exchange;
-use super::request::{Event, RequestId, refuse};
-use super::session::Session;
+use super::groups::GroupSession;
+use super::turns::TurnTools;
 use crate::error::Result;
 use crate::types::{RolloutGroup, SamplingParams};
 
@@ -35,47 +35,56 @@ impl RolloutEngine<'_> {
         &mut self,
         batches: Vec<Vec<RolloutGroup>>,
         params: &SamplingParams,
+        pauses: impl FnMut() -> Result<bool>,
+        done: impl FnMut(usize, &RolloutGroup),
+    ) -> Result<Vec<Vec<SampledGroup>>> {
+        self.generate_turn_batches(batches, params, None, pauses, done)
+    }
+
+    /// [`RolloutEngine::generate_batches`] of completions that may have several turns, with `tools`.
+    ///
+    /// # Errors
+    /// Those of [`RolloutEngine::generate_batches`] and of tools.
+    pub fn generate_turn_batches(
+        &mut self,
+        mut batches: Vec<Vec<RolloutGroup>>,
+        params: &SamplingParams,
+        mut tools: Option<TurnTools<'_>>,
         mut pauses: impl FnMut() -> Result<bool>,
         mut done: impl FnMut(usize, &RolloutGroup),
     ) -> Result<Vec<Vec<SampledGroup>>> {
         let (limits, vocab_size, tp) = (self.limits(), self.engine.spec.vocab_size, Arc::clone(&self.engine.tp));
         let mut requests = Vec::new(); // with the batch of each
-        for (batch, groups) in batches.iter().enumerate() {
+        for (batch, groups) in batches.iter_mut().enumerate() {
+            tools.iter_mut().for_each(|tools| tools.restore_prompts(groups));
             let (of_batch, _) = exchange(groups, groups.len(), params, (vocab_size, &limits), tp.as_ref())?;
             requests.extend(of_batch.into_iter().map(|request| (batch, request)));
         }
         let is_first = |(batch, _): &&(usize, _)| *batch == 0;
         let (mut num_left, mut num_left_of_first) = (requests.len(), requests.iter().filter(is_first).count());
-        let mut session = self.session()?;
-        let mut own: Vec<Vec<Option<RequestId>>> = batches.iter().map(|groups| vec![None; groups.len()]).collect();
-        let mut batch_of_request = Vec::with_capacity(requests.len()); // by the request's number
+        let mut session = GroupSession::open(self, tools)?;
+        let mut own: Vec<Vec<usize>> = batches.iter().map(|groups| vec![0; groups.len()]).collect();
+        let mut batch_of_group = Vec::with_capacity(requests.len()); // by the group's number
         for (batch, ((rank, position), request)) in requests {
-            let id = session.submit_checked(request)?;
-            batch_of_request.push(batch);
-            if rank == tp.rank() {
-                own[batch][position] = Some(id);
+            let is_own = rank == tp.rank();
+            let number = session.submit(request, is_own.then(|| &batches[batch][position].prompt))?;
+            batch_of_group.push(batch);
+            if is_own {
+                own[batch][position] = number;
             }
         }
-        let group = |session: &Session<'_>, batch: usize, position: usize| -> Result<RolloutGroup> {
-            let request = own[batch][position].expect("a request of each group");
-            Ok(RolloutGroup { completions: session.completions(request)?, ..batches[batch][position].clone() })
-        };
         let mut sampled: Vec<Vec<Option<SampledGroup>>> = own.iter().map(|groups| vec![None; groups.len()]).collect();
         for at in 0.. {
-            if num_left == 0 || (num_left_of_first == 0 && at % STEPS == 0 && pauses()?) {
+            let may_pause = at % STEPS == 0 || session.is_idle();
+            if num_left == 0 || (num_left_of_first == 0 && may_pause && pauses()?) {
                 break;
             }
-            for event in session.step()? {
-                let request = match event {
-                    Event::Complete { request } => request,
-                    Event::Failed { message, .. } => return refuse("a structure to follow".to_owned(), message),
-                    _ => continue,
-                };
-                let batch = batch_of_request[request.0];
+            for number in session.step()? {
+                let batch = batch_of_group[number];
                 num_left -= 1;
                 num_left_of_first -= usize::from(batch == 0);
-                if let Some(position) = own[batch].iter().position(|id| *id == Some(request)) {
-                    let group = group(&session, batch, position)?;
+                if let Some(position) = own[batch].iter().position(|own| *own == number) {
+                    let group = session.take_complete(number)?;
                     done(batch, &group);
                     sampled[batch][position] = Some(SampledGroup { group, is_complete: true });
                 }
@@ -84,7 +93,8 @@ impl RolloutEngine<'_> {
         session.drain()?; // what completes in these steps is reported by the call that goes on with it
         let mut all = Vec::with_capacity(batches.len());
         for (batch, groups) in sampled.into_iter().enumerate() {
-            let open = |position| Ok(SampledGroup { group: group(&session, batch, position)?, is_complete: false });
+            let open =
+                |position: usize| Ok(SampledGroup { group: session.group(own[batch][position])?, is_complete: false });
             let groups = groups.into_iter().enumerate();
             all.push(groups.map(|(position, it)| it.map_or_else(|| open(position), Ok)).collect::<Result<_>>()?);
         }

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use super::engine::RolloutEngine;
 use super::exchange::exchange;
-use super::request::{Event, RequestId, refuse};
-use super::session::Session;
+use super::groups::GroupSession;
 use super::stats::EngineStats;
+use super::turns::TurnTools;
 use crate::error::Result;
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
@@ -55,45 +55,49 @@ impl RolloutEngine<'_> {
     /// if what has been sampled of one is not `num_generations` completions.
     pub fn generate_first(
         &mut self,
+        groups: Vec<RolloutGroup>,
+        num_groups: usize,
+        params: &SamplingParams,
+        done: impl FnMut(&RolloutGroup),
+    ) -> Result<Rollout> {
+        self.generate_turns(groups, num_groups, params, None, done)
+    }
+
+    /// [`RolloutEngine::generate_first`] of completions that may have several turns, with `tools`. Tools and environments of groups that
+    /// are not complete live on for the rollout that goes on with them.
+    ///
+    /// # Errors
+    /// Those of [`RolloutEngine::generate_first`] and of tools.
+    pub fn generate_turns(
+        &mut self,
         mut groups: Vec<RolloutGroup>,
         num_groups: usize,
         params: &SamplingParams,
+        mut tools: Option<TurnTools<'_>>,
         mut done: impl FnMut(&RolloutGroup),
     ) -> Result<Rollout> {
         for group in groups.iter_mut().filter(|group| group.completions.is_empty()) {
             group.first_step = params.step;
         }
+        tools.iter_mut().for_each(|tools| tools.restore_prompts(&mut groups));
         let (limits, vocab_size, tp) = (self.limits(), self.engine.spec.vocab_size, Arc::clone(&self.engine.tp));
         let (requests, mut num_left) = exchange(&groups, num_groups, params, (vocab_size, &limits), tp.as_ref())?;
-        let mut session = self.session()?;
-        let mut own: Vec<Option<(RequestId, u64)>> = groups.iter().map(|_| None).collect(); // with its first step
+        let mut session = GroupSession::open(self, tools)?;
+        let mut own = vec![0; groups.len()]; // numbers in the session
         for ((rank, position), request) in requests {
-            let first_step = request.first_step;
-            let id = session.submit_checked(request)?;
-            if rank == tp.rank() {
-                own[position] = Some((id, first_step));
+            let is_own = rank == tp.rank();
+            let number = session.submit(request, is_own.then(|| &groups[position].prompt))?;
+            if is_own {
+                own[position] = number;
             }
         }
-        let own: Vec<(RequestId, u64)> = own.into_iter().flatten().collect();
-        let group = |session: &Session<'_>, position: usize| -> Result<RolloutGroup> {
-            let (request, first_step) = own[position];
-            let (prompt, completions) = (groups[position].prompt.clone(), session.completions(request)?);
-            Ok(RolloutGroup { prompt, first_step, completions })
-        };
         let mut complete: Vec<Option<RolloutGroup>> = groups.iter().map(|_| None).collect();
         while num_left > 0 {
-            for event in session.step()? {
-                let request = match event {
-                    Event::Complete { request } => request,
-                    Event::Failed { message, .. } => return refuse("a structure to follow".to_owned(), message),
-                    _ => continue,
-                };
-                if num_left == 0 {
-                    break; // complete in the same step as the last one that counts
-                }
+            // What is complete in the same step as the last one that counts is reported again by the rollout that goes on with it.
+            for number in session.step()?.into_iter().take(num_left) {
                 num_left -= 1;
-                if let Some(position) = own.iter().position(|(id, _)| *id == request) {
-                    let group = group(&session, position)?;
+                if let Some(position) = own.iter().position(|own| *own == number) {
+                    let group = session.take_complete(number)?;
                     done(&group);
                     complete[position] = Some(group);
                 }
@@ -104,7 +108,7 @@ impl RolloutEngine<'_> {
         for (position, complete) in complete.into_iter().enumerate() {
             match complete {
                 Some(complete) => rollout.complete.push((position, complete)),
-                None => rollout.unfinished.push((position, group(&session, position)?)),
+                None => rollout.unfinished.push((position, session.group(own[position])?)),
             }
         }
         session.close()?;

@@ -19,6 +19,15 @@ impl KeptSequences {
         self.block_tables.entry(token_ids).or_default().push(block_table);
     }
 
+    /// Takes over all of another.
+    pub(super) fn extend(&mut self, other: Self) {
+        let all = other
+            .block_tables
+            .into_iter()
+            .flat_map(|(ids, tables)| tables.into_iter().map(move |table| (ids.clone(), table)));
+        all.for_each(|(token_ids, table)| self.insert(token_ids, table));
+    }
+
     /// The blocks of a sequence of these tokens, if there is one; they are the caller's.
     pub(super) fn take(&mut self, token_ids: &[u32]) -> Option<Vec<u32>> {
         let tables = self.block_tables.get_mut(token_ids)?;

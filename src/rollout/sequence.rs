@@ -42,6 +42,10 @@ pub(super) struct EngineSequence {
     pub(super) block_table: Vec<u32>,
     /// Page of its states, while it has blocks; none of a model without states.
     pub(super) state_page: Option<u32>,
+    /// Tokens up to the end of its newest turn, where context follows that; 0 otherwise.
+    pub(super) turn_end: usize,
+    /// Tokens that were computed before: a prefill computes them again.
+    pub(super) num_known: usize,
     /// Tokens that steps under way sample: part of the sequence, not known yet.
     pub(super) num_pending: usize,
     /// Tokens whose keys and values are in the cache, or will be by a step under way.
@@ -68,6 +72,8 @@ impl EngineSequence {
             routed_experts: RoutedExperts::default(),
             block_table: Vec::new(),
             state_page: None,
+            turn_end: 0,
+            num_known: 0,
             num_pending: 0,
             num_computed: 0,
             finish_reason: None,
@@ -101,6 +107,14 @@ impl EngineSequence {
     pub(super) fn resume(&mut self, begun: Trajectory) {
         let context_end = begun.loss_mask.iter().rposition(|is_sampled| !is_sampled).map_or(0, |at| at + 1);
         self.detokenizer = Detokenizer::after(context_end);
+        let turn_end = begun.loss_mask.iter().rposition(|is_sampled| *is_sampled).map_or(0, |at| at + 1);
+        let ends_with_context = turn_end > 0 && turn_end < begun.loss_mask.len();
+        self.turn_end = if ends_with_context { self.prompt_len + turn_end } else { 0 };
+        self.num_known = match (begun.token_ids.is_empty(), ends_with_context) {
+            (true, _) => 0,
+            (false, true) => self.turn_end - 1, // what the tools answered is new
+            (false, false) => usize::MAX,
+        };
         self.token_ids.extend(begun.token_ids);
         self.rollout_logprobs = begun.rollout_logprobs;
         self.loss_mask = begun.loss_mask;

@@ -13,10 +13,15 @@ pub struct EngineStats {
     pub num_generated_tokens: usize,
     /// Tokens computed in prefill steps, those of preempted sequences again.
     pub num_prefilled_tokens: usize,
-    /// Prefilled tokens of sequences that had been computed before: carried ones, prompts included, and preempted ones.
+    /// Prefilled tokens of sequences that had been computed before: carried ones, prompts included, preempted ones, and
+    /// earlier turns whose blocks were needed by others.
     pub num_recomputed_tokens: usize,
     /// Tokens of carried sequences, prompts once a group, whose keys and values were still in the cache.
     pub num_kept_tokens: usize,
+    /// Tokens of earlier turns whose keys and values were still in the cache when the next turn of their trajectory began.
+    pub num_turn_tokens: usize,
+    /// Tokens of earlier turns that were computed again when the next turn began, as others needed their blocks.
+    pub num_lost_turn_tokens: usize,
     /// Tokens that did not have to be prefilled, because another completion of the group had been through them.
     pub num_shared_tokens: usize,
     /// Sequences that had to give their blocks back.

@@ -1,5 +1,7 @@
 //! Trajectories of several turns: the calls of a turn are read and answered, and the answers become the context of the next one.
 
+mod suspended;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,11 +15,20 @@ use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, Turns};
 use crate::error::{Error, Result};
 use crate::types::{EnvironmentEnd, FinishReason, Prompt, Trajectory};
 
-/// A trajectory of a rollout: the place of its group among this rank's, and its sample.
+/// A group: no two that are under way have both in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GroupKey {
+    /// Identity of its prompt.
+    pub prompt_id: u64,
+    /// Generation step at which it was begun.
+    pub first_step: u64,
+}
+
+/// A trajectory: its group and its sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TrajectoryKey {
-    /// Place of the group.
-    pub group: usize,
+    /// The group.
+    pub group: GroupKey,
     /// Sample index in the group.
     pub sample: usize,
 }
@@ -61,6 +72,14 @@ enum Asked {
     Close(TrajectoryKey),
 }
 
+impl Asked {
+    fn key(self) -> TrajectoryKey {
+        match self {
+            Self::Open(key) | Self::Calls(key) | Self::Close(key) => key,
+        }
+    }
+}
+
 /// A group whose environments are being opened.
 #[derive(Debug)]
 struct Opening {
@@ -99,7 +118,10 @@ pub struct Conversations {
     max_response_length: usize,
     limits: TurnLimits,
     open: HashMap<TrajectoryKey, Conversation>,
-    opening: HashMap<usize, Opening>,
+    opening: HashMap<GroupKey, Opening>,
+    /// Ends of trajectories, and prompts with what environments added, of groups that wait for a later rollout.
+    ended: HashMap<TrajectoryKey, EpisodeEnd>,
+    observed: HashMap<GroupKey, Prompt>,
     asked: HashMap<u64, Asked>,
     prompts: DatasetOptions,
     num_trajectories: u64, // so far
@@ -145,6 +167,8 @@ impl Conversations {
             limits: TurnLimits { max_completion_length: config.max_completion_length, max_model_length },
             open: HashMap::new(),
             opening: HashMap::new(),
+            ended: HashMap::new(),
+            observed: HashMap::new(),
             asked: HashMap::new(),
             prompts,
             num_trajectories: 0,
@@ -163,7 +187,7 @@ impl Conversations {
     ///
     /// # Errors
     /// [`Error::Environment`] for a row that does not say which one it has.
-    pub fn open(&mut self, group: usize, prompt: &Prompt, num_samples: usize) -> Result<()> {
+    pub fn open(&mut self, group: GroupKey, prompt: &Prompt, num_samples: usize) -> Result<()> {
         let schemas = self.process.schemas().clone();
         let name = schemas.environment(&prompt.columns).map_err(|message| Error::Environment { message })?;
         let row = schemas.reset_columns(&prompt.columns);
@@ -220,23 +244,29 @@ impl Conversations {
         Ok(())
     }
 
-    /// The trajectories whose next turn can be sampled, or which have ended. If there are none, waits up to `wait` for a tool.
+    /// The wanted trajectories whose next turn can be sampled, or which have ended. If there are none, waits up to `wait` for a tool.
     ///
     /// # Errors
     /// [`Error::Environment`] if the tools' process has ended; [`Error::ChatTemplate`] if the template refuses an answer.
-    pub fn poll(&mut self, wait: Duration) -> Result<Vec<(TrajectoryKey, TurnOutcome)>> {
+    pub fn poll(
+        &mut self,
+        wait: Duration,
+        is_wanted: impl Fn(&TrajectoryKey) -> bool,
+    ) -> Result<Vec<(TrajectoryKey, TurnOutcome)>> {
         if !self.asked.is_empty() {
-            let wait = if self.done.is_empty() { wait } else { Duration::ZERO };
-            for reply in self.process.replies(wait)? {
+            let is_there = self.done.iter().any(|(key, _)| is_wanted(key));
+            for reply in self.process.replies(if is_there { Duration::ZERO } else { wait })? {
                 self.take(reply)?;
             }
         }
-        Ok(std::mem::take(&mut self.done))
+        let (wanted, others) = std::mem::take(&mut self.done).into_iter().partition(|(key, _)| is_wanted(key));
+        self.done = others;
+        Ok(wanted)
     }
 
-    /// Whether tools run.
-    pub fn is_waiting(&self) -> bool {
-        !self.asked.is_empty()
+    /// Whether tools run for wanted trajectories.
+    pub fn is_waiting(&self, is_wanted: impl Fn(&TrajectoryKey) -> bool) -> bool {
+        self.asked.values().any(|asked| is_wanted(&asked.key()))
     }
 
     /// Books the time of a rollout, in which nothing was decoded for `idle`.
@@ -245,17 +275,21 @@ impl Conversations {
         self.stats.total += total;
     }
 
+    /// The model's tokenizer.
+    #[cfg(test)]
+    pub(crate) fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// Books tokens of earlier turns that an engine still had, and those that it computed again.
+    pub fn book_tokens(&mut self, num_kept: usize, num_recomputed: usize) {
+        self.stats.num_kept_tokens += num_kept;
+        self.stats.num_recomputed_tokens += num_recomputed;
+    }
+
     /// The counts since the last call.
     pub fn take_stats(&mut self) -> ToolStats {
         std::mem::take(&mut self.stats)
-    }
-
-    /// Forgets the trajectories of a rollout that failed.
-    pub fn reset(&mut self) {
-        self.open.drain().for_each(|(_, conversation)| self.process.forget(conversation.number));
-        self.opening.clear();
-        self.asked.clear();
-        self.done.clear();
     }
 
     /// A conversation that begins.

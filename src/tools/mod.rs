@@ -3,7 +3,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `process`, `server.py` | the process that loads tools, and forks one for each turn whose tools run, or for each environment |
-//! | `conversations` | trajectories of several turns: calls are read, answered and become context |
+//! | `conversations` | trajectories of several turns: calls are read, answered and become context; some go on in a later rollout |
 //! | `interpreters`, `python.py` | the tool `python`: an interpreter in a sandbox for each trajectory that calls it, in a process that holds them all |
 //! | `agent` | episodes that a function of the user's plays |
 //! | `stats` | what is counted of them |
@@ -19,7 +19,7 @@ mod stats;
 mod tests;
 
 pub use agent::{Agent, EpisodeOutcome};
-pub use conversations::{Conversations, EpisodeEnd, TrajectoryKey, TurnOutcome};
+pub use conversations::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
 pub use interpreters::{COMMAND as PYTHON_COMMAND, serve as serve_python};
 pub use process::ToolProcess;
 pub use stats::ToolStats;

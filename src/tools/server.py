@@ -581,12 +581,12 @@ class Server:
         self.num_alive -= 1
         self.busy.pop(child.socket, None)
         self.selector.unregister(child.socket)
-        child.socket.close()
         try:
             os.killpg(child.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         os.waitpid(child.pid, 0)
+        child.socket.close()
 
 
 def frames(received):

@@ -31,6 +31,10 @@ pub struct ToolStats {
     pub seconds: f64,
     /// Seconds of the slowest.
     pub max_seconds: f64,
+    /// Tokens of earlier turns that the engine still had keys and values of when the next turn began.
+    pub num_kept_tokens: usize,
+    /// Tokens of earlier turns that were computed again when the next turn began.
+    pub num_recomputed_tokens: usize,
     /// Time in which nothing was decoded, as every trajectory waited for its tools.
     pub idle: Duration,
     /// Time of all rollouts.

@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::{Conversations, EpisodeEnd, ToolProcess, TrajectoryKey, TurnOutcome};
+use super::{Conversations, EpisodeEnd, GroupKey, ToolProcess, TrajectoryKey, TurnOutcome};
 use crate::config::Config;
 use crate::data::fixtures::{Dice, bytes};
 use crate::data::{DatasetOptions, Tokenizer};
 use crate::types::{FinishReason, Prompt, Trajectory};
 
+const GROUP: GroupKey = GroupKey { prompt_id: 4, first_step: 0 };
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <tool_call> #}";
 
@@ -141,10 +142,10 @@ impl Played {
     }
 
     fn outcome(&mut self, trajectory: &Trajectory) -> TurnOutcome {
-        let key = TrajectoryKey { group: 4, sample: 1 };
+        let key = TrajectoryKey { group: GROUP, sample: 1 };
         self.conversations.turn_ended(key, 10, trajectory).unwrap();
         loop {
-            if let Some((found, outcome)) = self.conversations.poll(Duration::from_secs(60)).unwrap().pop() {
+            if let Some((found, outcome)) = self.conversations.poll(Duration::from_secs(60), |_| true).unwrap().pop() {
                 assert_eq!(found, key);
                 return outcome;
             }
@@ -174,10 +175,10 @@ fn answered(content: &str) -> String {
 fn episode(played: &mut Played, columns: Value, turns: &[&str]) -> (Option<Prompt>, Vec<String>, EpisodeEnd) {
     let columns = Arc::new(columns.as_object().unwrap().clone());
     let prompt = Prompt { id: 0, text: "go".into(), token_ids: vec![1], columns };
-    let key = TrajectoryKey { group: 4, sample: 0 };
-    played.conversations.open(4, &prompt, 1).unwrap();
+    let key = TrajectoryKey { group: GROUP, sample: 0 };
+    played.conversations.open(GROUP, &prompt, 1).unwrap();
     let next = |played: &mut Played| loop {
-        if let Some((found, outcome)) = played.conversations.poll(Duration::from_secs(60)).unwrap().pop() {
+        if let Some((found, outcome)) = played.conversations.poll(Duration::from_secs(60), |_| true).unwrap().pop() {
             assert_eq!(found, key);
             return outcome;
         }

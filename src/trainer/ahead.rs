@@ -121,9 +121,9 @@ impl Trainer {
             engine_group: self.engine_group.as_ref(),
             max_steps: self.schedule.total_steps as u64,
         };
-        let (model, queue, context) = (&mut self.model, &mut self.ahead, context!(self));
+        let (model, queue, mut context) = (&mut self.model, &mut self.ahead, context!(self));
         let output = context.output;
-        let next = |engine: &mut RolloutEngine<'_>| task.run(engine, queue, &context);
+        let next = |engine: &mut RolloutEngine<'_>| task.run(engine, queue, &mut context);
         Ok(model.update(sequences, options, output, Some(next))?.0)
     }
 
@@ -171,7 +171,7 @@ impl AheadTask<'_> {
         &self,
         engine: &mut RolloutEngine<'_>,
         queue: &mut VecDeque<QueuedBatch>,
-        context: &ReplacementContext<'_>,
+        context: &mut ReplacementContext<'_>,
     ) -> Result<()> {
         engine.on_progress(context.output.sampling_progress());
         let open = |batch: &QueuedBatch| -> Vec<RolloutGroup> {
@@ -179,11 +179,13 @@ impl AheadTask<'_> {
         };
         let batches = queue.iter().map(open).collect();
         let global_steps: Vec<u64> = queue.iter().map(|batch| batch.global_step).collect();
+        let (rewards, output) = (&mut *context.rewards, context.output);
+        let tools = context.turns.as_mut().map(|turns| turns.tools());
         let done = |batch: usize, group: &RolloutGroup| {
-            context.rewards.set_progress(global_steps[batch], self.max_steps);
-            submit(group, context.rewards, context.output);
+            rewards.set_progress(global_steps[batch], self.max_steps);
+            submit(group, rewards, output);
         };
-        let sampled = engine.generate_batches(batches, &self.params, || self.pauses(), done)?;
+        let sampled = engine.generate_turn_batches(batches, &self.params, tools, || self.pauses(), done)?;
         for (batch, sampled) in queue.iter_mut().zip(sampled) {
             let open = batch.groups.iter_mut().filter(|group| !group.is_complete);
             open.zip(sampled).for_each(|(group, sampled)| *group = sampled);

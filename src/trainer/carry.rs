@@ -1,6 +1,6 @@
 //! Groups under way. A step begins `oversample` more of them than it takes; those that are not complete when it ends go on
 //! in the next one (`partial_rollout`). All ranks know all that are carried and deal them out anew, so that what goes on does
-//! not depend on who began it; but where keys and values are kept, to the engine that has them.
+//! not depend on who began it; but where keys and values are kept, to the engine that has them, and with tools to the rank that has them.
 
 use super::Trainer;
 use super::sampling::{GenerationBatch, SampledBatch, SamplingResult};
@@ -10,7 +10,7 @@ use crate::dist::{all_gather_json, share};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::rollout::EngineStats;
-use crate::types::RolloutGroup;
+use crate::types::{RolloutGroup, Trajectory};
 
 /// Counts of this rank's tokens in a step: taken, carried and dropped.
 #[derive(Debug, Default)]
@@ -39,7 +39,9 @@ impl Trainer {
         let num_new = self.batch.num_begun.saturating_sub(carried.len());
         let new = self.sampler.next_batch_beside(num_new, &under_way)?.into_iter().map(CarriedGroup::new);
         let num_engines = self.batch.roles.num_generators;
+        let carried_by = std::mem::take(&mut self.carried_by);
         let mut shares = match self.config.keeps_kv_cache() {
+            _ if !carried_by.is_empty() => with_their_ranks(carried, &carried_by[carried_by.len() - num_engines..]),
             true => in_order(&carried, num_engines),
             false => one_by_one(carried, num_engines),
         };
@@ -56,22 +58,26 @@ impl Trainer {
         }
         let (mut carry, mut kept) = (Carry { engine: rollout.stats, ..Carry::default() }, Vec::new());
         for (index, group) in &rollout.complete {
-            carry.take(begun[*index].num_tokens(), group, params.step);
+            carry.take(num_sampled(&begun[*index].completions), group, params.step);
         }
-        for (index, RolloutGroup { first_step, completions, .. }) in rollout.unfinished {
-            let group = CarriedGroup { row: begun[index].row, first_step, completions };
-            let num_tokens = group.num_tokens();
-            carry.num_sampled += num_tokens - begun[index].num_tokens();
+        for (index, unfinished) in rollout.unfinished {
+            let num_tokens = num_sampled(&unfinished.completions);
+            carry.num_sampled += num_tokens - num_sampled(&begun[index].completions);
             if self.config.partial_rollout || num_tokens == 0 {
-                kept.push(group);
+                let RolloutGroup { first_step, completions, .. } = unfinished;
+                kept.push(CarriedGroup { row: begun[index].row, first_step, completions });
             } else {
                 carry.num_discarded += num_tokens;
+                self.turns.iter_mut().for_each(|turns| turns.forget(&unfinished));
             }
         }
         carry.num_carried = kept.len();
         if self.config.oversample > 0.0 {
             let of_ranks: Vec<Vec<CarriedGroup>> =
                 all_gather_json(&*self.world.group(), "gather unfinished groups", &kept)?;
+            if self.turns.is_some() {
+                self.carried_by = of_ranks.iter().map(Vec::len).collect(); // whose tools and environments live
+            }
             self.carried = of_ranks.concat();
         }
         let groups = rollout.complete.into_iter().map(|(_, group)| group).collect();
@@ -83,12 +89,16 @@ impl Trainer {
 impl Carry {
     /// Counts a group that `step` takes, of which `num_continued` tokens were sampled before.
     fn take(&mut self, num_continued: usize, group: &RolloutGroup, step: u64) {
-        let versions = group.completions.iter().flat_map(|completion| &completion.weight_versions);
-        let num_tokens = versions.clone().count();
+        let of_sampled = |completion: &'_ Trajectory| -> Vec<u64> {
+            let versions = completion.weight_versions.iter().zip(&completion.loss_mask);
+            versions.filter(|(_, is_sampled)| **is_sampled).map(|(version, _)| *version).collect()
+        };
+        let versions: Vec<u64> = group.completions.iter().flat_map(of_sampled).collect();
+        let num_tokens = versions.len();
         self.num_taken += num_tokens;
         self.num_continued += num_continued;
         self.num_sampled += num_tokens - num_continued;
-        self.token_age += versions.map(|version| step - version).sum::<u64>();
+        self.token_age += versions.iter().map(|version| step - version).sum::<u64>();
         if num_continued > 0 {
             self.oldest = self.oldest.max(step - group.first_step);
         }
@@ -113,6 +123,17 @@ impl Carry {
         metrics.set_mean("partial_rollout/continued_token_share", self.num_continued as f64, taken);
         metrics.set_mean("partial_rollout/discarded_token_share", self.num_discarded as f64, sampled);
     }
+}
+
+/// Tokens that were sampled so far.
+fn num_sampled(completions: &[Trajectory]) -> usize {
+    completions.iter().map(Trajectory::num_sampled).sum()
+}
+
+/// Leaves carried groups, which follow one another by ranks, with the ranks that have them, `counts` each.
+fn with_their_ranks<T>(carried: Vec<T>, counts: &[usize]) -> Vec<Vec<T>> {
+    let mut carried = carried.into_iter();
+    counts.iter().map(|count| carried.by_ref().take(*count).collect()).collect()
 }
 
 /// Spreads carried groups, the long ones, over the ranks.
@@ -144,6 +165,13 @@ fn fill<T>(shares: &mut [Vec<T>], mut new: impl Iterator<Item = T>, totals: [usi
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn groups_with_tools_stay_with_their_rank_and_others_fill_the_shares() {
+        let mut shares = with_their_ranks(vec!["a", "b", "c"], &[0, 3]);
+        fill(&mut shares, ["x", "y", "z"].into_iter(), [4, 6]);
+        assert_eq!(shares, [vec!["x", "y", "z"], vec!["a", "b", "c"]]);
+    }
 
     #[test]
     fn new_groups_lie_as_without_a_surplus_and_carried_ones_are_spread() {

@@ -23,6 +23,8 @@ mod signal;
 mod step;
 mod teacher;
 mod turns;
+#[cfg(test)]
+mod turns_tests;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -70,6 +72,8 @@ pub struct Trainer {
     rows_by_id: RowsById,
     sampler: PromptSampler,
     carried: Vec<CarriedGroup>, // of all ranks, the same on each
+    /// How many of them each rank has, in the order of ranks, where they stay with it: it has their tools.
+    carried_by: Vec<usize>,
     eval_set: Option<Dataset>,
     schedule: Schedule,
     output: RunOutput,

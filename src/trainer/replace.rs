@@ -21,7 +21,7 @@ use crate::dist::{HostGroup, share};
 use crate::error::Result;
 use crate::phase::{self, Phase};
 use crate::reward::RewardPool;
-use crate::rollout::{Event, Request, RequestId, RolloutEngine, Session};
+use crate::rollout::{GroupSession, Request, RolloutEngine};
 use crate::types::{RolloutGroup, SamplingParams};
 
 /// Engine steps between two exchanges.
@@ -113,7 +113,8 @@ pub(super) fn sample(
 ) -> Result<PlacedGroups> {
     let engines = context.engines.expect("a group of the engines where groups are replaced");
     let mut batch = OpenBatch::new(candidates, wanted, first_step, (engines.rank(), engines.size()));
-    let mut session = engine.session()?;
+    let mut turns = context.turns.take();
+    let mut session = GroupSession::open(engine, turns.as_mut().map(|turns| turns.tools()))?;
     loop {
         batch.begin(&mut session, params, context.dataset)?;
         batch.decode(&mut session, context)?;
@@ -124,6 +125,7 @@ pub(super) fn sample(
         }
     }
     session.close()?;
+    context.turns = turns;
     Ok(batch.finish())
 }
 
@@ -134,9 +136,9 @@ struct OpenBatch {
     first_step: u64,
     place: usize, // this rank among those with engines
     of_all: Vec<CandidateGroup>,
-    num_begun: usize, // candidates that were submitted where they belong
-    is_idle: bool,    // no engine decodes: only rewards are awaited
-    under_way: Vec<(RequestId, usize)>,
+    num_begun: usize,                    // candidates that were submitted where they belong
+    is_idle: bool,                       // no engine decodes: only rewards are awaited
+    under_way: Vec<(usize, usize)>,      // numbers in the session and among the candidates
     fresh: Vec<(usize, RolloutGroup)>,   // complete since the last exchange
     waiting: Vec<(usize, RolloutGroup)>, // complete before it
     scored: Vec<(usize, RolloutGroup)>,
@@ -163,7 +165,7 @@ impl OpenBatch {
     }
 
     /// Submits the candidates of this rank's engine that are not begun yet.
-    fn begin(&mut self, session: &mut Session<'_>, params: &SamplingParams, dataset: &Dataset) -> Result<()> {
+    fn begin(&mut self, session: &mut GroupSession<'_, '_>, params: &SamplingParams, dataset: &Dataset) -> Result<()> {
         let (params, tp_size) = (Arc::new(params.clone()), self.wanted.tensor_parallel_size);
         for index in std::mem::replace(&mut self.num_begun, self.of_all.len())..self.of_all.len() {
             let owner = self.of_all[index].0;
@@ -171,7 +173,7 @@ impl OpenBatch {
                 continue;
             }
             let prompt = dataset.prompt(self.candidates.rows[index]);
-            let request = session.submit(Request {
+            let request = Request {
                 prompt_id: prompt.id,
                 token_ids: prompt.token_ids.clone(),
                 first_step: self.first_step,
@@ -179,29 +181,31 @@ impl OpenBatch {
                 begun: Vec::new(),
                 adapter: None,
                 first_sample: 0,
-            })?;
-            if owner == self.place {
-                self.under_way.push((request, index));
+            };
+            let is_own = owner == self.place;
+            let number = session.submit(request, is_own.then_some(prompt))?;
+            if is_own {
+                self.under_way.push((number, index));
             }
         }
         Ok(())
     }
 
     /// Runs the engine up to the next exchange and has groups scored as they become complete.
-    fn decode(&mut self, session: &mut Session<'_>, context: &ReplacementContext<'_>) -> Result<()> {
+    fn decode(&mut self, session: &mut GroupSession<'_, '_>, context: &ReplacementContext<'_>) -> Result<()> {
         for _ in 0..STEPS {
             if !session.has_work() {
                 break;
             }
-            for event in session.step()? {
-                let Event::Complete { request } = event else { continue };
-                let Some(at) = self.under_way.iter().position(|(own, _)| *own == request) else { continue };
+            for number in session.step()? {
+                let Some(at) = self.under_way.iter().position(|(own, _)| *own == number) else { continue };
                 let (_, index) = self.under_way.remove(at);
-                let prompt = context.dataset.prompt(self.candidates.rows[index]).clone();
-                let completions = session.completions(request)?;
-                let group = RolloutGroup { prompt, first_step: self.first_step, completions };
+                let group = session.take_complete(number)?;
                 context.rewards.submit(&group);
                 self.fresh.push((index, group));
+            }
+            if session.is_idle() {
+                break; // others may have something to decode meanwhile
             }
         }
         phase::beat();

@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use super::ahead::QueuedBatch;
+use super::sampling::begun_anew;
 use super::{RunSummary, StepReport, Trainer, passes};
 use crate::checkpoint::{self, Claim, SavedConfig, TrainerState};
 use crate::dist::any_rank;
@@ -138,7 +139,7 @@ impl Trainer {
             world_size: self.world.size(),
             num_rows: self.dataset.len(),
             sampler: self.sampler.state().clone(),
-            carried: self.carried.clone(),
+            carried: if self.turns.is_some() { begun_anew(&self.carried) } else { self.carried.clone() },
             entropy_control: Some(self.progress.entropy_control),
             best_global_step: self.best().filter(|_| self.config.best.load_best_model_at_end).map(|best| best.step),
             config: SavedConfig::of(self.config.entries()),

@@ -65,10 +65,12 @@ impl SamplingTask {
         }
         let (rewards, output) = (&*context.rewards, context.output);
         let done = |group: &RolloutGroup| submit(group, rewards, output);
-        let rollout = match (&mut context.turns, &mut context.episodes) {
-            (_, Some(episodes)) => episodes.rollout(engine, self.groups, &self.params, done)?,
-            (Some(turns), None) => turns.rollout(engine, self.groups, &self.params, done)?,
-            (None, None) => engine.generate_first(self.groups, self.num_groups, &self.params, done)?,
+        let rollout = match &mut context.episodes {
+            Some(episodes) => episodes.rollout(engine, self.groups, &self.params, done)?,
+            None => {
+                let tools = context.turns.as_mut().map(|turns| turns.tools());
+                engine.generate_turns(self.groups, self.num_groups, &self.params, tools, done)?
+            }
         };
         Ok(SamplingResult { rollout, drawn: None })
     }
@@ -94,6 +96,11 @@ pub(super) use context;
 pub(super) struct DataPosition {
     sampler: SamplerState,
     carried: Vec<CarriedGroup>,
+}
+
+/// Groups of which nothing is sampled yet, of the same rows.
+pub(super) fn begun_anew(groups: &[CarriedGroup]) -> Vec<CarriedGroup> {
+    groups.iter().map(|group| CarriedGroup::new(group.row)).collect()
 }
 
 /// A batch that is not trained on yet; it may have been sampled while the one before it was, with the weights from before that.
@@ -176,6 +183,11 @@ impl Trainer {
     pub(super) fn put_back(&mut self, before: DataPosition) -> Result<()> {
         self.ahead.clear();
         self.carried = before.carried;
+        if let Some(turns) = &mut self.turns {
+            turns.reset(); // tools have gone on since: what was under way is played anew
+            self.carried = begun_anew(&self.carried);
+            self.carried_by = Vec::new();
+        }
         let solved = self.sampler.state().solved.clone();
         self.sampler.restore(SamplerState { solved, ..before.sampler })
     }

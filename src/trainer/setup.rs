@@ -15,6 +15,7 @@ use super::episodes::RunEpisodes;
 use super::model::PolicyAndEngine;
 use super::output::RunOutput;
 use super::rows::TrainingRows;
+use super::sampling;
 use super::scores::Unscored;
 use super::signal::{self, Signal};
 use super::teacher::Teacher;
@@ -111,7 +112,7 @@ impl Preflight {
     }
 
     /// Checks a run of a model that is already read.
-    fn of_model(
+    pub(super) fn of_model(
         config: &Config,
         (spec, tokenizer, starts_from_adapters): (Arc<ModelSpec>, Arc<Tokenizer>, bool),
         placement: Placement,
@@ -391,6 +392,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         rows_by_id,
         sampler,
         carried,
+        carried_by: Vec::new(),
         eval_set,
         schedule,
         output,
@@ -424,7 +426,11 @@ fn restore(
     checkpoint.check_rows(dataset.len())?;
     model.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
     sampler.restore(checkpoint.state.sampler.clone())?;
-    let carried = if config.oversample > 0.0 { checkpoint.state.carried.clone() } else { Vec::new() }; // force_resume
+    let carried = match checkpoint.state.carried.as_slice() {
+        _ if config.oversample == 0.0 => Vec::new(), // force_resume
+        carried if config.tools.has_turns() => sampling::begun_anew(carried), // nobody has their tools and environments any more
+        carried => carried.to_vec(),
+    };
     let entropy_control = checkpoint.state.entropy_control.unwrap_or_else(|| entropy_control(config));
     Ok((TrainingProgress { global_step, generation_step, num_tokens, entropy_control }, carried))
 }

@@ -160,8 +160,8 @@ impl Trainer {
         if config.oversample > 0.0 {
             return refuse("oversample", &config.oversample, "0");
         }
-        if !config.tools.tools.is_empty() {
-            return refuse("tools", &config.tools.tools.join(", "), "none");
+        if config.tools.has_turns() {
+            return refuse("tools", &config.tools.tools.join(", "), "none, and no environment_factory,");
         }
         if let Some(agent) = &config.tools.agent {
             return refuse("agent", agent, "none");

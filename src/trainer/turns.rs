@@ -9,8 +9,8 @@ use crate::data::{DatasetOptions, Tokenizer};
 use crate::dist::{HostGroup, World};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::rollout::{Rollout, RolloutEngine, TurnTools};
-use crate::tools::{Conversations, ToolProcess, ToolStats};
+use crate::rollout::{RolloutEngine, TurnTools};
+use crate::tools::{Conversations, GroupKey, ToolProcess, ToolStats};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// The tools of this rank, and the ranks of its engine.
@@ -54,18 +54,26 @@ impl RunTurns {
         Ok(Self { conversations: world.agree(conversations)?, engine_ranks, waits: config.full_determinism })
     }
 
-    /// Samples whole groups as [`RolloutEngine::generate_turns`] does.
-    pub fn rollout(
-        &mut self,
-        engine: &mut RolloutEngine<'_>,
-        groups: Vec<RolloutGroup>,
-        params: &SamplingParams,
-        done: impl FnMut(&RolloutGroup),
-    ) -> Result<Rollout> {
+    /// The tools as a rollout takes them.
+    pub fn tools(&mut self) -> TurnTools<'_> {
         let Self { conversations, engine_ranks, waits } = self;
-        let mut tools = TurnTools { conversations, engine_ranks, waits: *waits };
-        let complete = engine.generate_turns(groups, params, &mut tools, done)?.into_iter().enumerate().collect();
-        Ok(Rollout { complete, stats: *engine.stats(), ..Rollout::default() })
+        TurnTools { conversations, engine_ranks, waits: *waits }
+    }
+
+    /// The tokenizer of its turns.
+    #[cfg(test)]
+    pub fn tokenizer(&self) -> Arc<Tokenizer> {
+        Arc::clone(self.conversations.tokenizer())
+    }
+
+    /// Forgets all trajectories, those of groups that are carried among them, and ends their environments.
+    pub fn reset(&mut self) {
+        self.conversations.reset();
+    }
+
+    /// Forgets a group of this rank that nobody goes on with.
+    pub fn forget(&mut self, group: &RolloutGroup) {
+        self.conversations.forget(GroupKey { prompt_id: group.prompt.id, first_step: group.first_step });
     }
 
     /// Samples groups of `prompts`.
@@ -76,8 +84,9 @@ impl RunTurns {
         params: &SamplingParams,
         done: impl FnMut(&RolloutGroup),
     ) -> Result<Vec<RolloutGroup>> {
-        let groups = prompts.iter().cloned().map(RolloutGroup::new).collect();
-        let rollout = self.rollout(engine, groups, params, done)?;
+        let groups: Vec<RolloutGroup> = prompts.iter().cloned().map(RolloutGroup::new).collect();
+        let num_groups = groups.len();
+        let rollout = engine.generate_turns(groups, num_groups, params, Some(self.tools()), done)?;
         Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
     }
 
@@ -101,6 +110,9 @@ impl RunTurns {
         }
         metrics.set_mean("tools/mean_latency_s", stats.seconds, stats.num_answers as f64);
         metrics.set("tools/max_latency_s", stats.max_seconds, Reduce::Max);
+        for (name, count) in [("kept", stats.num_kept_tokens), ("recomputed", stats.num_recomputed_tokens)] {
+            metrics.set(format!("tools/{name}_tokens"), count as f64, Reduce::Sum);
+        }
         metrics.set_mean("tools/idle_share", stats.idle.as_secs_f64(), stats.total.as_secs_f64());
     }
 }

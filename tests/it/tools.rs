@@ -27,6 +27,7 @@ fn turns_are_the_same_on_one_rank_and_on_two_that_share_an_engine() {
     for (name, keys) in [
         ("alone", "--nproc 1 per_device_train_batch_size=64 full_determinism=true"),
         ("each", "--nproc 2 per_device_train_batch_size=32"),
+        ("tight", "--nproc 1 per_device_train_batch_size=64 kv_cache_bytes=131072 max_num_seqs=24"),
         ("shared", "--nproc 2 per_device_train_batch_size=32 tensor_parallel_size=2 zero.stage=3"),
         ("apart", "--nproc 2 per_device_train_batch_size=32 mode=split split.rollout_gpus=1"),
     ] {
@@ -38,6 +39,11 @@ fn turns_are_the_same_on_one_rank_and_on_two_that_share_an_engine() {
         assert!(value("sampling/sampling_logp_difference/max") < 1e-4, "{name}: {:?}", lines[0]);
         assert!(value("tools/call_frequency") > 0.1 && value("tools/failure_frequency") == 0.0, "{name}");
         assert_eq!(value("tools/mean_turns"), 1.0 + value("tools/call_frequency"), "{name}");
+        let [kept, recomputed] = ["kept", "recomputed"].map(|tokens| value(&format!("tools/{tokens}_tokens")));
+        assert!(
+            if name == "tight" { recomputed > 0.0 } else { kept > 100.0 && recomputed == 0.0 },
+            "{name}: {kept}, {recomputed}"
+        );
         all.push(completions(&output));
     }
     assert!(all[0].iter().filter(|text| text.contains("[add(a=")).count() > 6, "{:?}", all[0]);
@@ -220,6 +226,106 @@ fn an_environment_that_makes_prompts_longer_than_planned_is_refused_with_the_key
     run(&format!("{CALCULATOR} {keys}")).assert_error(&keys, 4, &["reset made a prompt of", "set max_prompt_length"]);
 }
 
+/// An environment that knows what was done with it, and a reward that holds it to the messages of its completion.
+const COUNTED: &str = r#"
+class Calculator:
+    def reset(self, answer, **row):
+        self.answer, self.sums = int(answer), []
+
+    def add(self, a: int, b: int) -> int:
+        """
+        Adds.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        self.sums.append(a + b)
+        return a + b
+
+    def get_reward(self):
+        return float(self.answer in self.sums)
+
+def agrees(completions, environments, **columns):
+    for messages, environment in zip(completions, environments):
+        roles = [message["role"] for message in messages]
+        assert roles == ["assistant", "tool"] * (len(roles) // 2) + ["assistant"], roles
+        told = [message["content"] for message in messages if message["role"] == "tool"]
+        assert told == [str(sum) for sum in environment.sums], (told, environment.sums)
+    return [float(len(messages) > 1) for messages in completions]
+"#;
+
+/// Groups under way go on in the next step with the state of their environments, and no sampled token of theirs changes: with carried
+/// groups, kept caches, replaced groups, and batches ahead of the trainer. After a restart they are played anew.
+#[test]
+fn unfinished_trajectories_go_on_with_their_tools() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("counted.py");
+    fs::write(&file, COUNTED).unwrap();
+    let file = file.display();
+    let common = format!(
+        "{CALCULATOR} max_steps=4 tools=[] environment_factory={file}:Calculator reward_funcs=[\"{file}:agrees\"] learning_rate=1e-9 \
+         per_device_train_batch_size=32 max_num_seqs=20 max_train_samples=none"
+    );
+    for (name, keys) in [
+        ("carried", "oversample=1.0 partial_rollout=true"),
+        ("waits", "oversample=1.0 partial_rollout=true full_determinism=true"),
+        (
+            "kept",
+            "oversample=1.0 partial_rollout=true carried_kv=keep eval_file=configs/calculator/eval.jsonl eval_steps=1 max_eval_samples=8",
+        ),
+        ("shared", "oversample=1.0 partial_rollout=true carried_kv=keep tensor_parallel_size=2"),
+        ("dropped", "oversample=1.0"),
+        ("replaced", "dynamic_sampling=replace"),
+        ("filtered", "dynamic_sampling=filter"),
+        ("ahead", "mode=split split.rollout_gpus=1 split.async_steps=2 split.in_flight_updates=true"),
+        ("ahead, replaced", "mode=split split.rollout_gpus=1 split.async_steps=1 dynamic_sampling=replace"),
+    ] {
+        let output = folder.path().join(name.replace(", ", "-"));
+        let ended = run(&format!("{common} --nproc 2 {keys} output_dir={}", output.display()));
+        assert_eq!(ended.code, Some(0), "{name}\n{}", ended.stderr);
+        let lines: Vec<_> = metrics(&output).into_iter().filter(|line| line.get("loss").is_some()).collect();
+        assert_eq!(lines.len(), 4, "{name}");
+        for line in &lines {
+            let value = |metric: &str| line[metric].as_f64().unwrap();
+            assert_eq!((value("rewards/num_failed"), value("tools/num_failed")), (0.0, 0.0), "{name}: {line:?}");
+            assert!(
+                value("sampling/sampling_logp_difference/max") < 1e-4 && value("rewards/agrees/mean") > 0.0,
+                "{name}: {line:?}"
+            );
+        }
+        if keys.contains("oversample") {
+            let sum = |metric: &str| lines.iter().filter_map(|line| line[metric].as_f64()).sum::<f64>(); // null where nothing was sampled
+            let goes_on = sum("partial_rollout/continued_token_share") > 0.0;
+            assert_eq!(
+                (goes_on, sum("partial_rollout/discarded_token_share") > 0.0),
+                (name != "dropped", name == "dropped"),
+                "{name}"
+            );
+            assert!(name == "dropped" || sum("partial_rollout/carried_groups") > 0.0, "{name}");
+        }
+    }
+    // The checkpoint has the rows of groups under way and none of their tokens: nobody has their environments any more.
+    let (output, keys) = (folder.path().join("saved"), "oversample=1.0 partial_rollout=true save_steps=2");
+    let ended = run(&format!("{common} --nproc 2 {keys} output_dir={}", output.display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let state = fs::read_to_string(output.join("checkpoint-2/trainer_state.json")).unwrap();
+    let state: serde_json::Value = serde_json::from_str(&state).unwrap();
+    let carried = state["carried"].as_array().unwrap();
+    assert!(
+        !carried.is_empty() && carried.iter().all(|group| group["completions"] == serde_json::json!([])),
+        "{carried:?}"
+    );
+    let from = format!("resume_from_checkpoint={}", output.join("checkpoint-2").display());
+    let again = folder.path().join("again");
+    let ended = run(&format!("{common} --nproc 2 {keys} {from} output_dir={}", again.display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let third = metrics(&again).into_iter().find(|line| line["step"] == 3.0 && line.get("loss").is_some()).unwrap();
+    assert_eq!(third["partial_rollout/continued_token_share"], 0.0, "played anew: {third:?}");
+    let straight = metrics(&output).into_iter().find(|line| line["step"] == 3.0 && line.get("loss").is_some()).unwrap();
+    assert!(straight["partial_rollout/continued_token_share"].as_f64() > Some(0.0), "{straight:?}");
+}
+
 #[test]
 fn what_cannot_be_served_with_tools_is_refused_before_anything_starts() {
     for (keys, code, parts) in [
@@ -228,7 +334,6 @@ fn what_cannot_be_served_with_tools_is_refused_before_anything_starts() {
             2,
             &["tools = configs/calculator/tools.py:subtract", "no attribute 'subtract'"][..],
         ),
-        ("oversample=0.5", 2, &["oversample", "expected 0 with tools"]),
         (
             "reward_funcs=[] environment_factory=configs/calculator/tools.py:add",
             2,

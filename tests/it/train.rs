@@ -378,5 +378,9 @@ fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
         assert!(difference < tolerance, "{run:?}: off by {difference} after step {step}");
     }
     assert_eq!((policy.version(), policy.num_updates()), (3, 3));
-    assert_eq!(policy.saves_state(&(0..mesh.world.size())), mesh.world.rank() < mesh.shard.size(), "only the first replica saves");
+    assert_eq!(
+        policy.saves_state(&(0..mesh.world.size())),
+        mesh.world.rank() < mesh.shard.size(),
+        "only the first replica saves"
+    );
 }

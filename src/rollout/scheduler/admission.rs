@@ -15,7 +15,9 @@ impl Scheduler {
         let members = self.members(group);
         for (index, completion) in members.clone().zip(begun) {
             self.sequences[index].resume(completion);
-            self.has_unclaimed |= !self.sequences[index].is_fresh();
+            let sequence = &self.sequences[index];
+            self.has_unclaimed |= !sequence.is_fresh() && sequence.turn_end == 0; // a next turn is no later rollout
+            self.adopt_turn(index);
             self.go_on(index);
         }
         let open: Vec<usize> = members.clone().filter(|&index| self.is_open(index)).collect();
@@ -79,19 +81,30 @@ impl Scheduler {
         let slots = self.limits.max_num_seqs - self.running.len();
         let alone = self.running.is_empty();
         let headroom = self.blocks.num_free().saturating_sub(self.running.len());
-        let shared = self.shared_prefix(members.start);
-        let total = self.blocks.blocks_for(self.sequences[members.start].len()) - shared.len();
+        let of_turn = self.take_turn(members.start); // not to be dropped for it
+        let shared = if of_turn.is_some() { Vec::new() } else { self.shared_prefix(members.start) };
+        let num_held = of_turn.as_ref().unwrap_or(&shared).len();
+        let total = self.blocks.blocks_for(self.sequences[members.start].len()).saturating_sub(num_held);
         let (own, tail) = (total, self.tail_blocks(members.start));
         let fits = if total > headroom { 0 } else { (headroom - own).checked_div(tail).map_or(usize::MAX, |n| n + 1) };
         let wanted = members.len().min(slots);
         let count = wanted.min(fits);
+        let waits = count == 0 || (count < members.len() && !alone);
+        if (count < wanted || waits) && of_turn.is_some() {
+            let is_freed = count < wanted && self.drop_kept();
+            self.put_turn(members.start, of_turn);
+            return is_freed;
+        }
         if count < wanted && self.drop_kept() {
             return true;
         }
-        if count == 0 || (count < members.len() && !alone) {
+        if waits {
             return false;
         }
-        self.allocate(members.start..members.start + count, &shared);
+        match of_turn {
+            Some(table) => self.continue_turn(members.start, table),
+            None => self.allocate(members.start..members.start + count, &shared),
+        }
         true
     }
 
@@ -173,6 +186,7 @@ impl Scheduler {
         assert!(granted, "admission counted {} free blocks wrongly", self.blocks.num_free());
         self.sequences[first].block_table = table;
         self.sequences[first].num_computed = shared.len() * self.limits.block_size;
+        self.stats.num_lost_turn_tokens += std::mem::take(&mut self.sequences[first].turn_end).saturating_sub(1);
         self.stats.num_shared_tokens += self.sequences[first].num_computed + (members.len() - 1) * num_tokens;
         self.waiting.drain(..members.len());
         self.running.extend(members.clone());

@@ -10,6 +10,8 @@
 //! one goes on with run at once, without being computed again, and the others' blocks are free; one that goes on with none holds
 //! them all, and takes them before any of its own when blocks run out.
 //!
+//! With tools, a sequence that ends a turn leaves its blocks to the next one ([`Scheduler::keep_turns`]), as long as nobody else needs them.
+//!
 //! Steps may be scheduled before the results of earlier ones are known. A token that a step under way samples counts as the
 //! sequence's own; what it is, the device knows. A sequence that turns out to have ended has then run for nothing: that
 //! surplus token is dropped.
@@ -19,6 +21,7 @@ mod removal;
 mod states;
 #[cfg(test)]
 mod tests;
+mod turns;
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -96,6 +99,8 @@ pub(super) struct Scheduler {
     states: StateSlots,
     kept: KeptSequences, // of an earlier rollout, none of `sequences`
     has_unclaimed: bool, // of those: the rollout has come that they were kept for
+    keeps_turns: bool,
+    between_turns: KeptSequences, // of sequences that ended a turn, for the next one
     events: Vec<Event>,
     pub(super) stats: EngineStats,
 }
@@ -117,6 +122,8 @@ impl Scheduler {
             states: StateSlots::new(if limits.has_states { limits.max_num_seqs } else { 0 }),
             kept,
             has_unclaimed: false,
+            keeps_turns: false,
+            between_turns: KeptSequences::default(),
             events: Vec::new(),
             stats,
         }
@@ -153,6 +160,7 @@ impl Scheduler {
     pub(super) fn into_kept(mut self) -> KeptSequences {
         self.drop_unclaimed();
         let mut kept = self.kept;
+        kept.extend(self.between_turns);
         if self.states.are_used() {
             return kept; // none: states are computed again
         }
@@ -281,7 +289,10 @@ impl Scheduler {
     fn finish(&mut self, index: usize, reason: FinishReason) {
         let (request, sample) = self.place(index);
         self.stats.num_finished += 1;
-        self.release(index);
+        match reason {
+            FinishReason::Eos | FinishReason::Stop if self.keeps_turns => self.leave_to_next_turn(index),
+            _ => self.release(index),
+        }
         self.events.push(Event::Finished { request, sample, reason });
         let is_finished = |member: usize| self.sequences[member].finish_reason.is_some();
         if self.members(request.0).all(is_finished) {
@@ -299,7 +310,7 @@ impl Scheduler {
     pub(super) fn check_integrity(&self) -> Result<()> {
         let tables = self.sequences.iter().map(|sequence| sequence.block_table.as_slice());
         self.states.check_integrity(self.sequences.iter().filter_map(|sequence| sequence.state_page))?;
-        self.blocks.check_integrity(tables.chain(self.kept.tables()))
+        self.blocks.check_integrity(tables.chain(self.kept.tables()).chain(self.between_turns.tables()))
     }
 
     /// Frees the memory of a sequence.
@@ -319,7 +330,7 @@ impl Scheduler {
             let tokens = start..num_tokens.min(start + budget);
             budget -= tokens.len();
             self.stats.num_prefilled_tokens += tokens.len();
-            self.stats.num_recomputed_tokens += if sequence.is_fresh() { 0 } else { tokens.len() };
+            self.stats.num_recomputed_tokens += sequence.num_known.min(tokens.end).saturating_sub(start);
             sequence.num_computed = tokens.end;
             let is_done = tokens.end == num_tokens;
             let samples = if is_done { members.clone() } else { members.start..members.start };
@@ -374,13 +385,15 @@ impl Scheduler {
     /// claimed. A step that was taken back leaves such sequences, or one with more of them than run at once.
     pub(super) fn drop_unclaimed(&mut self) {
         if std::mem::take(&mut self.has_unclaimed) {
-            while self.drop_kept() {}
+            while let Some(mut table) = self.kept.take_any() {
+                self.blocks.release(&mut table);
+            }
         }
     }
 
-    /// Frees the blocks of one sequence that is kept for a later rollout, if there is one.
+    /// Frees the blocks of one sequence that is kept for a later rollout, or left to a next turn, if there is one.
     fn drop_kept(&mut self) -> bool {
-        let table = self.kept.take_any();
+        let table = self.kept.take_any().or_else(|| self.between_turns.take_any());
         table.map(|mut table| self.blocks.release(&mut table)).is_some()
     }
 
@@ -390,6 +403,7 @@ impl Scheduler {
         self.release(index);
         let sequence = &mut self.sequences[index];
         sequence.num_computed = 0;
+        sequence.num_known = if sequence.is_fresh() { 0 } else { usize::MAX };
         sequence.turn = QueuePriority::First;
         self.waiting.push_front(index);
         self.stats.num_preemptions += 1;

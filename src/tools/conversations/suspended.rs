@@ -1,0 +1,62 @@
+//! Trajectories between two rollouts: their tools run on and their environments live, until the rollout that goes on with them.
+
+use super::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
+use crate::error::{Error, Result};
+use crate::types::{Prompt, Trajectory};
+
+impl Conversations {
+    /// Forgets all trajectories, and ends their environments.
+    pub fn reset(&mut self) {
+        self.forget_where(|_| true);
+    }
+
+    /// Forgets the trajectories of a group, and ends their environments.
+    pub fn forget(&mut self, group: GroupKey) {
+        self.forget_where(|key| *key == group);
+    }
+
+    fn forget_where(&mut self, is_lost: impl Fn(&GroupKey) -> bool) {
+        let lost = self.open.extract_if(|key, _| is_lost(&key.group));
+        lost.for_each(|(_, conversation)| self.process.forget(conversation.number));
+        self.opening.retain(|group, _| !is_lost(group));
+        self.asked.retain(|_, asked| !is_lost(&asked.key().group));
+        self.done.retain(|(key, _)| !is_lost(&key.group));
+        self.ended.retain(|key, _| !is_lost(&key.group));
+        self.observed.retain(|group, _| !is_lost(group));
+    }
+
+    /// Keeps the prompt of a group that goes on in a later rollout.
+    pub fn keep_prompt(&mut self, group: GroupKey, prompt: Prompt) {
+        self.observed.insert(group, prompt);
+    }
+
+    /// The prompt of a group that an earlier rollout has begun.
+    pub fn take_prompt(&mut self, group: GroupKey) -> Option<Prompt> {
+        self.observed.remove(&group)
+    }
+
+    /// Keeps the end of a trajectory whose group goes on in a later rollout.
+    pub fn keep_end(&mut self, key: TrajectoryKey, end: EpisodeEnd) {
+        self.ended.insert(key, end);
+    }
+
+    /// Goes on with a trajectory whose newest turn an earlier rollout has ended: [`Conversations::poll`] has, or will have, the outcome.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] for a trajectory that nothing is known of.
+    pub fn resume(&mut self, key: TrajectoryKey) -> Result<()> {
+        if let Some(end) = self.ended.remove(&key) {
+            self.done.push((key, TurnOutcome::Ended(end)));
+        } else if !self.open.contains_key(&key) && !self.done.iter().any(|(done, _)| *done == key) {
+            let message = format!("the tools of {key:?}, which an earlier step has begun, are not known any more");
+            return Err(Error::Environment { message });
+        }
+        Ok(())
+    }
+
+    /// Ends a trajectory that has no room for another turn behind the context that it got.
+    pub fn cut_off(&mut self, key: TrajectoryKey, trajectory: &Trajectory) {
+        let conversation = self.open.remove(&key).unwrap_or_else(|| self.fresh());
+        self.end(key, conversation, trajectory);
+    }
+}

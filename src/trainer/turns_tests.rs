@@ -1,0 +1,196 @@
+//! Tokens and log-probabilities of trajectories of many turns, from the engine to the update, with tokenizers and chat templates at random.
+
+use std::fmt::Write;
+use std::fs;
+use std::sync::Arc;
+
+use tch::Kind;
+
+use super::records;
+use super::setup::{self, Preflight, TrainerParts};
+use super::{Trainer, rows};
+use crate::config::Config;
+use crate::cuda::Placement;
+use crate::data::fixtures::{Dice, bytes_and};
+use crate::data::{Dataset, Tokenizer};
+use crate::dist::World;
+use crate::model::{ModelSource, ModelSpec, init_unit};
+use crate::reward::{RewardFunction, RewardInput, RewardPool};
+use crate::rollout::tap;
+use crate::tools::ToolProcess;
+use crate::train::Sequence;
+use crate::types::Prompt;
+
+/// Completions of one tokenizer and template.
+const NUM_TRAJECTORIES: usize = 40;
+/// The most that the log-probability of a token may differ between the sampler and the trainer, in nats, in float32.
+const MAX_DIFFERENCE: f64 = 1e-4;
+
+const TOOL: &str = r#"
+import random
+
+def f(x: int) -> str:
+    """
+    Answers with letters that hardly any tokenizer cuts as the model did.
+
+    Args:
+        x: A number.
+    """
+    if x % 7 == 0:
+        raise ValueError("seven")
+    letters = random.Random(x).choices("abcdef <>|\u00e9\u4e2d\n", k=1 + x % 23)
+    return "".join(letters)
+"#;
+
+/// Turns of words at random, each behind some text at random: ends of lines, brackets, special tokens.
+fn template(dice: &mut Dice) -> String {
+    let pieces = ["\\n", " ", "<|im_start|>", "<|sep|>", "[", "]", ": ", "ab", "\u{e9}", "</", ">"];
+    let mut text =
+        || -> String { (0..dice.roll(5)).map(|_| pieces[dice.roll(pieces.len() as u64) as usize]).collect() };
+    let [before, after, tool, end, begin] = [(); 5].map(|()| text());
+    format!(
+        "{{% for m in messages %}}{{% if m.role == 'tool' %}}{{{{ '{tool}' }}}}{{{{ m.content }}}}<|im_end|>{{% else %}}\
+         {{{{ '{before}' }}}}{{{{ m.role }}}}{{{{ '{after}' }}}}{{{{ m.content }}}}<|im_end|>{{% endif %}}{{{{ '{end}' }}}}{{% endfor %}}\
+         {{% if add_generation_prompt %}}{{{{ '{before}' }}}}assistant{{{{ '{after}' }}}}{{{{ '{begin}' }}}}{{% endif %}}"
+    )
+}
+
+/// Single tokens that end a turn, that are whole calls, and that begin one that cannot be read.
+fn more_tokens() -> Vec<(String, bool)> {
+    let ends = (0..30).map(|number| (format!("<|end{number}|>"), true));
+    let calls = (0..90).map(|x| {
+        let name = if x % 10 == 9 { "g" } else { "f" };
+        (format!("<tool_call>{{\"name\": \"{name}\", \"arguments\": {{\"x\": {x}}}}}</tool_call>"), false)
+    });
+    let torn = (0..210).map(|number| (format!("<tool_call>{{{number}"), false));
+    ends.chain(calls).chain(torn).collect()
+}
+
+fn prompts(dice: &mut Dice, tokenizer: &Tokenizer, count: u64) -> Vec<Prompt> {
+    let prompt = |id: u64| {
+        let mut text = String::from("<|im_start|>");
+        (0..1 + dice.roll(20)).for_each(|_| write!(text, "{} ", dice.roll(1000)).unwrap());
+        let token_ids = tokenizer.encode(&text, false).unwrap();
+        Prompt { id, text, token_ids, columns: Arc::default() }
+    };
+    (0..count).map(prompt).collect()
+}
+
+fn trainer(dice: &mut Dice, file: &std::path::Path) -> Trainer {
+    let tokenizer = Arc::new(bytes_and(dice, &template(dice), &more_tokens()));
+    let mut eos_token_ids: Vec<u32> = (0..30).map(|n| tokenizer.token_id(&format!("<|end{n}|>")).unwrap()).collect();
+    eos_token_ids.extend(tokenizer.eos_token_id());
+    let spec = ModelSpec {
+        vocab_size: tokenizer.vocab_size(),
+        eos_token_ids,
+        max_position_embeddings: 8192,
+        ..ModelSpec::preset("micro").unwrap()
+    };
+    let keys = [
+        "model_name_or_path=m",
+        "train_file=t",
+        "reward_funcs=length",
+        "device=cpu",
+        "dtype=float32",
+        &format!("tools=[\"{}:f\"]", file.display()),
+        "tool_call_parser=hermes",
+        "max_tool_calling_iterations=31",
+        "max_completion_length=6000",
+        "max_model_length=6400",
+        "max_prompt_length=300",
+        "kv_cache_bytes=16777216",
+        "num_generations=4",
+        &format!("per_device_train_batch_size={NUM_TRAJECTORIES}"),
+        "max_steps=1",
+        "learning_rate=1e-9",
+        "eval_steps=none",
+        "save_steps=none",
+        "full_determinism=true",
+        &format!("seed={}", dice.roll(1000)),
+    ];
+    let config = Config::load(None, &keys.map(str::to_owned)).unwrap();
+    let world = Arc::new(World::single());
+    let placement = Placement::in_world(config.device, config.dtype, world.device()).unwrap();
+    let room = setup::common_room(placement, &world).unwrap();
+    let model = (Arc::new(spec), tokenizer.clone(), false);
+    let preflight = Preflight::of_model(&config, model, placement, world.world_size(), room).unwrap();
+    let length: RewardFunction = Arc::new(|input: &RewardInput<'_>| Ok((input.completion.len() % 7) as f32));
+    let tools = ToolProcess::start(&config).unwrap();
+    let parts = TrainerParts {
+        preflight,
+        weights: &|layout| {
+            let flat = init_unit(layout, 3, Kind::Float)?;
+            for param in layout.params.iter().filter(|param| param.decay) {
+                let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(8.0); // so that contexts matter
+            }
+            Ok(flat)
+        },
+        rewards: RewardPool::with_functions(&config, &[("length", length)]).unwrap(),
+        tools,
+        rows: rows::TrainingRows::made(Dataset::new(prompts(dice, &tokenizer, NUM_TRAJECTORIES as u64 / 4))),
+        source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
+        checkpoint: None,
+        claim: None,
+        writes_files: false,
+        spread_lengths: None,
+    };
+    setup::assemble(config, world, parts).unwrap()
+}
+
+/// Turns of what is trained on, as the engine's events have them.
+fn trained_turns(sequences: &[Sequence]) -> Vec<tap::SampledTurn> {
+    let mut turns = Vec::new();
+    for sequence in sequences {
+        let mut logprobs = sequence.rollout_logprobs.as_ref().unwrap().iter();
+        let tokens = sequence.completion().iter().zip(&sequence.loss_mask);
+        for run in tokens.collect::<Vec<_>>().chunk_by(|a, b| a.1 == b.1).filter(|run| *run[0].1) {
+            turns.push(run.iter().map(|(id, _)| (**id, logprobs.next().unwrap().to_bits())).collect());
+        }
+        assert!(logprobs.next().is_none());
+    }
+    turns
+}
+
+/// `COLO_GRPO_TRAJECTORIES=10000` plays as many. What is trained on are the tokens that the engine sampled, bit for bit with their
+/// log-probabilities, and the trainer computes the same log-probabilities for all of them.
+#[test]
+fn what_is_trained_on_is_what_was_sampled_however_many_turns_there_are() {
+    let wanted = std::env::var("COLO_GRPO_TRAJECTORIES").ok().and_then(|count| count.parse().ok()).unwrap_or(80);
+    tch::set_num_threads(1);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("fuzz.py");
+    fs::write(&file, TOOL).unwrap();
+    let (mut dice, mut num_trajectories, mut num_turns, mut num_tokens, mut most) = (Dice(11), 0, 0, 0, 0);
+    let (mut difference, mut num_other, mut kept) = (0.0_f64, 0, 0.0);
+    while num_trajectories < wanted {
+        let mut trainer = trainer(&mut dice, &file);
+        let batch = trainer.rollout().unwrap();
+        let mut sampled = tap::take();
+        let sequences = records::sequences(&batch.groups, &[], false, None);
+        assert_eq!(sequences.len(), NUM_TRAJECTORIES);
+        let mut trained = trained_turns(&sequences);
+        sampled.sort_unstable();
+        trained.sort_unstable();
+        assert!(sampled == trained, "tokens differ between what was sampled and what is trained on");
+        let completions = batch.groups.iter().flat_map(|group| &group.completions);
+        most = completions.map(|completion| completion.turns().len()).max().unwrap_or(0).max(most);
+        num_trajectories += sequences.len();
+        num_turns += trained.len();
+        num_tokens += trained.iter().map(Vec::len).sum::<usize>();
+        let tokenizer = trainer.turns.as_ref().unwrap().tokenizer();
+        let is_other = |turn: &&tap::SampledTurn| {
+            let ids: Vec<u32> = turn.iter().map(|(id, _)| *id).collect();
+            tokenizer.encode(&tokenizer.decode_all(&ids).unwrap(), false).unwrap() != ids
+        };
+        num_other += trained.iter().filter(is_other).count();
+        let metrics = trainer.update(batch).unwrap().reduce(&crate::dist::SingleRank::default()).unwrap();
+        difference = difference.max(metrics["sampling/sampling_logp_difference/max"]);
+        kept += metrics["tools/kept_tokens"];
+    }
+    println!(
+        "{num_trajectories} trajectories, {num_turns} turns, at most {most}, {num_tokens} sampled tokens: 0 differ; {num_other} turns would \
+         have other tokens if they were tokenized again; {kept} tokens of earlier turns were kept; log-probabilities differ by {difference:.1e}"
+    );
+    assert!(difference < MAX_DIFFERENCE, "{difference}");
+    assert!(most > 16 && most <= 32 && num_turns > 4 * num_trajectories && num_other > num_trajectories && kept > 0.0);
+}
