@@ -1,4 +1,4 @@
-//! colo-grpo trains a language model with GRPO on one node, every GPU doing both jobs in turn: all ranks generate
+//! colo-grpo trains a language model with GRPO, every GPU doing both jobs in turn: all ranks generate
 //! rollouts, then all ranks train on them.
 //!
 //! The folders are the architecture. A file may use only floors below its own; `tests/it/tidy.rs` holds the code to it.

@@ -21,7 +21,7 @@ use crate::launch::{self, LaunchOptions};
 use crate::reward;
 use crate::tools;
 
-/// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
+/// Trains language models with GRPO: every GPU generates, then every GPU trains.
 #[derive(Debug, Parser)]
 #[command(name = "colo-grpo", version, max_term_width = 100)]
 pub struct Cli {
