@@ -164,7 +164,7 @@ fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> Result<SamplingPa
     }
     let top_k: Option<i64> = fields.take("top_k")?;
     let min_p: Option<f32> = fields.take("min_p")?.or(defaults.min_p);
-    Ok(SamplingParams {
+    let params = SamplingParams {
         num_generations: fields.take("n")?.unwrap_or(1),
         temperature: fields.take("temperature")?.unwrap_or(defaults.temperature),
         top_p: fields.take("top_p")?.unwrap_or(defaults.top_p),
@@ -173,7 +173,22 @@ fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> Result<SamplingPa
         repetition_penalty: fields.take("repetition_penalty")?.unwrap_or(defaults.repetition_penalty),
         stop,
         ..SamplingParams::default()
-    })
+    };
+    let numbers = [
+        ("n", params.num_generations >= 1, "expected at least 1"),
+        ("temperature", params.temperature >= 0.0 && params.temperature.is_finite(), "expected 0 (greedy) or more"),
+        ("top_p", params.top_p > 0.0 && params.top_p <= 1.0, "expected more than 0 and at most 1"),
+        ("min_p", params.min_p.is_none_or(|least| (0.0..=1.0).contains(&least)), "expected 0 to 1"),
+        (
+            "repetition_penalty",
+            params.repetition_penalty > 0.0 && params.repetition_penalty.is_finite(),
+            "expected more than 0",
+        ),
+    ];
+    match numbers.into_iter().find(|(_, holds, _)| !holds) {
+        Some((name, _, expected)) => Err(Refusal::of(name, expected)),
+        None => Ok(params),
+    }
 }
 
 /// Whether a value means that a field is not used.
@@ -327,7 +342,13 @@ mod tests {
             ("logit_bias", json!({"3": 1})),
             ("temprature", json!(1)),
             ("n", json!(-1)),
+            ("n", json!(0)),
             ("n", json!(100_000)),
+            ("temperature", json!(-1)),
+            ("top_p", json!(0)),
+            ("top_p", json!(1.5)),
+            ("min_p", json!(2)),
+            ("repetition_penalty", json!(0)),
             ("stop", json!([""])),
             ("stop", json!(3)),
             ("max_tokens", json!("ten")),

@@ -160,9 +160,9 @@ impl Requests {
                         self.open.insert(request, OpenRequest { ticket, listener });
                         self.of_ticket.entry(ticket).or_default().push(request);
                     }
-                    Err(error @ Error::InvalidArgument { .. }) => {
+                    Err(Error::InvalidArgument { expected, got, .. }) => {
                         if let Some(listener) = listener {
-                            let refusal = Refusal::new(400, error.to_string());
+                            let refusal = Refusal::new(400, format!("expected {expected}, got {got}"));
                             let _ = listener.updates.send(RequestUpdate::Refused(refusal));
                         }
                     }

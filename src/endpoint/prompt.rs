@@ -45,7 +45,10 @@ impl ServedModel {
         let Some(name) = ask.model.as_ref().filter(|name| **name != self.name) else { return Ok(None) };
         self.adapters.iter().position(|adapter| adapter == name).map(Some).ok_or_else(|| {
             let served: Vec<_> = self.names().map(|name| format!("'{name}'")).collect();
-            let message = format!("'{name}' is not served; expected one of {} (--served_model_name, --adapter)", served.join(", "));
+            let message = format!(
+                "'{name}' is not served; expected one of {} (--served_model_name, --adapter)",
+                served.join(", ")
+            );
             Refusal { status: 404, param: Some("model".to_owned()), message }
         })
     }

@@ -1,6 +1,6 @@
 //! Warnings and the end of a run whose rewards give no score.
 
-use super::Trainer;
+use super::{RunTurns, Trainer};
 use crate::dist::first_text;
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
@@ -60,7 +60,8 @@ impl Trainer {
     /// Why `num_failed` samples of all ranks have no reward, if that many is any: the first failure of the lowest rank that has
     /// had one since the last call.
     fn first_cause(&mut self, num_failed: f64) -> Result<Option<String>> {
-        let own = self.rewards.take_cause();
+        let lost = self.turns.as_mut().and_then(RunTurns::take_loss);
+        let own = self.rewards.take_cause().or_else(|| lost.map(|cause| format!("an environment is lost: {cause}")));
         if num_failed == 0.0 {
             return Ok(None);
         }

@@ -90,6 +90,11 @@ impl RunTurns {
         Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
     }
 
+    /// Why an environment was lost since the last call: the first of them.
+    pub fn take_loss(&mut self) -> Option<String> {
+        self.conversations.take_loss()
+    }
+
     /// Adds the counts since the last call: TRL's frequencies, turns, latencies and time without decoding.
     pub fn add_metrics(&mut self, metrics: &mut StepMetrics) {
         let stats: ToolStats = self.conversations.take_stats();

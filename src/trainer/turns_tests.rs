@@ -77,7 +77,8 @@ fn prompts(dice: &mut Dice, tokenizer: &Tokenizer, count: u64) -> Vec<Prompt> {
 }
 
 fn trainer(dice: &mut Dice, file: &std::path::Path) -> Trainer {
-    let tokenizer = Arc::new(bytes_and(dice, &template(dice), &more_tokens()));
+    let template = template(dice);
+    let tokenizer = Arc::new(bytes_and(dice, &template, &more_tokens()));
     let mut eos_token_ids: Vec<u32> = (0..30).map(|n| tokenizer.token_id(&format!("<|end{n}|>")).unwrap()).collect();
     eos_token_ids.extend(tokenizer.eos_token_id());
     let spec = ModelSpec {

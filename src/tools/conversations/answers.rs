@@ -1,0 +1,214 @@
+//! What tools and environments reply: the context of a next turn, or the end of the trajectory.
+
+use std::sync::Arc;
+
+use serde_json::json;
+
+use super::{Asked, Conversation, Conversations, EpisodeEnd, Opening, TrajectoryKey, TurnLimits, TurnOutcome};
+use crate::error::{Error, Result};
+use crate::tools::process::{CallResult, ToolReply};
+use crate::types::{EnvironmentEnd, Prompt, Trajectory};
+
+impl Conversations {
+    /// Takes in what a process has replied.
+    pub(super) fn take(&mut self, reply: ToolReply) -> Result<()> {
+        match self.asked.remove(&reply.id) {
+            Some(Asked::Open(key)) => self.take_opened(key, reply),
+            Some(Asked::Calls(key)) => self.take_results(key, reply),
+            Some(Asked::Close(key)) => {
+                self.take_closed(key, reply);
+                Ok(())
+            }
+            None => Ok(()), // of a rollout that failed
+        }
+    }
+
+    /// Books that an environment is open, or lost; once all of the group are, whether they add to the prompt.
+    fn take_opened(&mut self, key: TrajectoryKey, reply: ToolReply) -> Result<()> {
+        let (Some(conversation), Some(opening)) = (self.open.get_mut(&key), self.opening.get_mut(&key.group)) else {
+            return Ok(());
+        };
+        opening.num_left -= 1;
+        match reply.error {
+            Some(error) => conversation.failure = Some(format!("reset: {error}")),
+            None => opening.observations.push(reply.observation),
+        }
+        let Some(opening) = (opening.num_left == 0).then(|| self.opening.remove(&key.group)).flatten() else {
+            return Ok(());
+        };
+        let Opening { prompt, observations, .. } = opening;
+        let first = observations.first().cloned().flatten();
+        if let Some(other) = observations.iter().find(|observation| **observation != first) {
+            let message = format!(
+                "environment_factory: reset gave one completion of a prompt {} and another {}; completions of a group have \
+                 one prompt: let reset depend on the row alone",
+                quoted(first.as_ref()),
+                quoted(other.as_ref())
+            );
+            return Err(Error::Environment { message });
+        }
+        let observed = |observation: String| -> Result<Prompt> {
+            let (text, token_ids) = self.prompts.observed(&prompt.columns, &observation, &self.tokenizer)?;
+            self.check_room(token_ids.len())?;
+            Ok(Prompt { text, token_ids, ..prompt.clone() })
+        };
+        let prompt = first.map(observed).transpose()?;
+        let key = TrajectoryKey { sample: 0, ..key };
+        self.done.push((key, TurnOutcome::Opened(prompt)));
+        Ok(())
+    }
+
+    /// Refuses a prompt after which no completion of `max_completion_length` tokens fits the sequences that the run plans for.
+    fn check_room(&self, num_tokens: usize) -> Result<()> {
+        let TurnLimits { max_completion_length, max_model_length } = self.limits;
+        let longest = max_model_length.saturating_sub(max_completion_length);
+        if num_tokens <= longest {
+            return Ok(());
+        }
+        let message = format!(
+            "environment_factory: reset made a prompt of {num_tokens} tokens, and the run plans for {longest} at most; set \
+             max_prompt_length to the longest that there can be"
+        );
+        Err(Error::Environment { message })
+    }
+
+    /// Ends a trajectory whose environment has given its reward and state.
+    fn take_closed(&mut self, key: TrajectoryKey, mut reply: ToolReply) {
+        let Some(Conversation { number, messages, environment: Some(name), .. }) = self.open.remove(&key) else {
+            return;
+        };
+        self.process.forget(number);
+        let class = self.process.class(&name);
+        let failure = reply.error.take().map(|error| format!("get_reward: {error}"));
+        let end = EnvironmentEnd {
+            class: class.name.clone(),
+            folder: class.folder.clone(),
+            reward: reply.reward(),
+            state: reply.state.take(),
+        };
+        let environment = failure.is_none().then(|| Arc::new(end));
+        self.finish(key, EpisodeEnd { messages, environment, failure });
+    }
+
+    fn take_results(&mut self, key: TrajectoryKey, reply: ToolReply) -> Result<()> {
+        let Some(mut conversation) = self.open.remove(&key) else { return Ok(()) };
+        let Some((trajectory, names)) = conversation.waiting.take() else { return Ok(()) };
+        self.stats.num_timeouts += usize::from(reply.is_late());
+        self.stats.num_answers += 1;
+        self.stats.seconds += reply.seconds;
+        self.stats.max_seconds = self.stats.max_seconds.max(reply.seconds);
+        let results = match reply.error {
+            None => reply.results,
+            Some(error) if conversation.environment.is_some() => {
+                self.stats.num_calls += names.len();
+                self.stats.num_failures += names.len();
+                conversation.failure = Some(error);
+                self.end(key, conversation, &trajectory);
+                return Ok(());
+            }
+            Some(error) => {
+                vec![CallResult::error(&error); names.len()]
+            }
+        };
+        if results.len() != names.len() {
+            return Err(Error::Environment {
+                message: format!("tools: {} results for {} calls", results.len(), names.len()),
+            });
+        }
+        self.stats.num_calls += names.len();
+        let failed = || names.iter().zip(&results).filter(|(_, result)| result.failed);
+        self.stats.num_failures += failed().count();
+        if let Some((name, result)) = failed().next().filter(|_| !std::mem::replace(&mut self.has_warned, true)) {
+            tracing::warn!(
+                "a call of the tool {name} failed; the model was told {}; this is said once",
+                result.content
+            );
+        }
+        let answers: Vec<(&str, String)> =
+            names.iter().map(String::as_str).zip(results.into_iter().map(|result| result.content)).collect();
+        self.answer(key, conversation, trajectory, &answers)
+    }
+
+    /// Appends answers, each with the name of its tool. Where they do not fit they are dropped, and the trajectory ends.
+    pub(super) fn answer(
+        &mut self,
+        key: TrajectoryKey,
+        mut conversation: Conversation,
+        mut trajectory: Trajectory,
+        answers: &[(&str, String)],
+    ) -> Result<()> {
+        let num_before = trajectory.token_ids.len();
+        let mut messages = Vec::new();
+        for (name, content) in answers {
+            let content = self.cut(content);
+            messages.push(json!({"role": "tool", "name": name, "content": content}));
+        }
+        let step = trajectory.weight_versions.last().copied().unwrap_or_default();
+        let numbered = messages.iter().enumerate().map(|(index, message)| {
+            let mut message = message.clone();
+            message["tool_call_id"] = format!("call{index:05}").into(); // as long as Mistral's templates ask for
+            message
+        });
+        let ended = trajectory.clone();
+        self.turns.append(&mut trajectory, &numbered.collect::<Vec<_>>(), step)?;
+        let num_tokens = trajectory.token_ids.len();
+        let TurnLimits { max_completion_length, max_model_length } = self.limits;
+        if num_tokens > max_completion_length || conversation.prompt_len + num_tokens >= max_model_length {
+            self.stats.num_overlong += 1;
+            self.end(key, conversation, &ended);
+            return Ok(());
+        }
+        conversation.messages.extend(messages);
+        conversation.num_answered += 1;
+        let context = trajectory.token_ids.split_off(num_before);
+        self.open.insert(key, conversation);
+        self.done.push((key, TurnOutcome::Continues(context)));
+        Ok(())
+    }
+
+    /// The answer, without its middle if it is too long.
+    fn cut(&mut self, content: &str) -> String {
+        let num_chars = content.chars().count();
+        if num_chars <= self.max_response_length {
+            return content.to_owned();
+        }
+        self.stats.num_cut += 1;
+        let half = self.max_response_length / 2;
+        let head: String = content.chars().take(half).collect();
+        let tail: String = content.chars().skip(num_chars - half).collect();
+        format!("{head}...(truncated)...{tail}")
+    }
+
+    pub(super) fn end(&mut self, key: TrajectoryKey, conversation: Conversation, trajectory: &Trajectory) {
+        let num_turns = trajectory.turns().len();
+        self.stats.num_trajectories += 1;
+        self.stats.num_turns += num_turns;
+        self.stats.max_turns = self.stats.max_turns.max(num_turns);
+        match (&conversation.environment, conversation.failure) {
+            (Some(name), None) => {
+                self.asked.insert(self.process.close(conversation.number, name), Asked::Close(key));
+                self.open.insert(key, Conversation { failure: None, ..conversation });
+            }
+            (_, failure) => {
+                self.process.forget(conversation.number);
+                self.finish(key, EpisodeEnd { messages: conversation.messages, environment: None, failure });
+            }
+        }
+    }
+
+    fn finish(&mut self, key: TrajectoryKey, end: EpisodeEnd) {
+        if let Some(failure) = &end.failure {
+            self.stats.num_failed += 1;
+            if !std::mem::replace(&mut self.has_failed, true) {
+                tracing::warn!("an environment is lost, its completion is masked: {failure}; this is said once");
+            }
+            self.loss.get_or_insert_with(|| failure.clone());
+        }
+        self.done.push((key, TurnOutcome::Ended(end)));
+    }
+}
+
+/// What `reset` gave, as an error shows it.
+fn quoted(observation: Option<&String>) -> String {
+    observation.map_or_else(|| "nothing".to_owned(), |text| format!("{text:?}"))
+}
