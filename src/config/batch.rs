@@ -161,7 +161,11 @@ fn check_divides(key: &str, size: usize, num_ranks: usize, what_they_do: &str) -
         return Ok(());
     }
     let valid = listed(&divisors(num_ranks));
-    Err(Error::invalid_value(key, size, format!("a divisor of the {num_ranks} ranks that {what_they_do}: {valid}")))
+    let expected = match num_ranks {
+        1 => format!("1, as one rank {what_they_do}s; --nproc starts more"),
+        _ => format!("a divisor of the {num_ranks} ranks that {what_they_do}: {valid}"),
+    };
+    Err(Error::invalid_value(key, size, expected))
 }
 
 /// `8 or 16`: the multiples of `unit` around `number`.
@@ -252,6 +256,7 @@ mod tests {
         assert!(
             message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the 6 ranks that generate: 1, 2, 3, 6")
         );
+        assert!(message(&["tensor_parallel_size=2"], 1).ends_with("1, as one rank generates; --nproc starts more"));
         assert!(message(&["zero.shard_group_size=3"], 4).ends_with("a divisor of the 4 ranks that train: 1, 2, 4"));
         assert!(message(&["gradient_accumulation_steps=3", "steps_per_generation=4"], 1).ends_with("batch: 1, 2, 4"));
     }

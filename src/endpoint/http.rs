@@ -56,7 +56,8 @@ pub(super) fn router(service: Arc<HttpState>) -> Router {
     let (router, paths) = match &service.episodes {
         None => {
             let paths = "/v1/models, /v1/completions, /v1/chat/completions, /health and /metrics";
-            let router = Router::new().route("/v1/models", get(models)).route("/v1/completions", post(completions));
+            let router = Router::new().route("/v1/models", get(models)).route("/v1/models/{*name}", get(one_model));
+            let router = router.route("/v1/completions", post(completions));
             (router.route("/v1/chat/completions", post(chat_completions)), paths)
         }
         Some(_) => {
@@ -90,12 +91,23 @@ async fn models(State(service): State<Arc<HttpState>>, headers: HeaderMap) -> Re
     if let Err(refusal) = service.authorize(&headers) {
         return refusal.into_response();
     }
-    let ServedModel { name: base, max_sequence_length, .. } = &service.model;
-    let models = service.model.names().map(|name| {
-        json!({"id": name, "object": "model", "created": 0, "owned_by": "colo-grpo",
-            "max_model_len": max_sequence_length, "root": base, "parent": (name != base).then_some(base)})
-    });
-    json_response(&json!({"object": "list", "data": models.collect::<Vec<_>>()}))
+    let models: Vec<_> = service.model.names().map(|name| described(&service.model, name)).collect();
+    json_response(&json!({"object": "list", "data": models}))
+}
+
+async fn one_model(State(service): State<Arc<HttpState>>, Path(name): Path<String>, headers: HeaderMap) -> Response {
+    let found = service.authorize(&headers).and_then(|()| service.model.check_name(&name));
+    match found {
+        Ok(()) => json_response(&described(&service.model, &name)),
+        Err(refusal) => refusal.into_response(),
+    }
+}
+
+/// What `/v1/models` says of a name.
+fn described(model: &ServedModel, name: &str) -> serde_json::Value {
+    let ServedModel { name: base, max_sequence_length, .. } = model;
+    json!({"id": name, "object": "model", "created": 0, "owned_by": "colo-grpo",
+        "max_model_len": max_sequence_length, "root": base, "parent": (name != base).then_some(base)})
 }
 
 /// A request of an episode.

@@ -42,15 +42,20 @@ impl ServedModel {
 
     /// The adapter that a request names; `None` is the base model, also where it names nothing.
     pub fn adapter(&self, ask: &ApiRequest) -> Result<Option<usize>, Refusal> {
-        let Some(name) = ask.model.as_ref().filter(|name| **name != self.name) else { return Ok(None) };
-        self.adapters.iter().position(|adapter| adapter == name).map(Some).ok_or_else(|| {
-            let served: Vec<_> = self.names().map(|name| format!("'{name}'")).collect();
-            let message = format!(
-                "'{name}' is not served; expected one of {} (--served_model_name, --adapter)",
-                served.join(", ")
-            );
-            Refusal { status: 404, param: Some("model".to_owned()), message }
-        })
+        let Some(name) = &ask.model else { return Ok(None) };
+        self.check_name(name)?;
+        Ok(self.adapters.iter().position(|adapter| adapter == name))
+    }
+
+    /// Refuses a name that nothing is served under.
+    pub(super) fn check_name(&self, name: &str) -> Result<(), Refusal> {
+        if self.names().any(|served| served == name) {
+            return Ok(());
+        }
+        let served: Vec<_> = self.names().map(|name| format!("'{name}'")).collect();
+        let message =
+            format!("'{name}' is not served; expected one of {} (--served_model_name, --adapter)", served.join(", "));
+        Err(Refusal { status: 404, param: Some("model".to_owned()), message })
     }
 
     /// One request for each prompt, in their order. A prompt's number is its place in the request, so that with a seed it gets what

@@ -28,6 +28,7 @@ impl Refusal {
 
     pub(super) fn json(&self) -> Value {
         let (kind, code) = match self.status {
+            404 if self.param.as_deref() == Some("model") => ("invalid_request_error", Some("model_not_found")),
             401 => ("invalid_request_error", Some("invalid_api_key")),
             404 => ("invalid_request_error", Some("not_found")),
             429 => ("rate_limit_error", Some("queue_full")),

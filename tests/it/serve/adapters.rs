@@ -62,12 +62,18 @@ fn adapters_are_served_by_their_names_beside_their_base() {
     });
     let (status, answer) = server.post("/v1/completions", &asked(json!({"model": "three"})));
     assert_eq!((status, &answer["error"]["param"]), (404, &json!("model")));
+    assert_eq!(answer["error"]["code"], "model_not_found");
     assert!(answer["error"]["message"].as_str().unwrap().contains("'one', 'two'"), "{answer}");
     let (_, models) = server.call("GET", "/v1/models", "", b"");
     let models: Value = serde_json::from_str(&models).unwrap();
     let listed: Vec<_> =
         models["data"].as_array().unwrap().iter().map(|model| [&model["id"], &model["parent"]]).collect();
     assert_eq!(json!(listed), json!([[MODEL, null], ["one", MODEL], ["two", MODEL]]));
+    for (place, name) in [MODEL, "one", "two"].into_iter().enumerate() {
+        let (status, model) = server.call("GET", &format!("/v1/models/{name}"), "", b"");
+        assert_eq!((status, serde_json::from_str::<Value>(&model).unwrap()), (200, models["data"][place].clone()));
+    }
+    assert_eq!(server.call("GET", "/v1/models/three", "", b"").0, 404);
     server.stop();
 
     let mut chat = command(&format!("chat --model {MODEL} {named} --temperature 0 --max_completion_length 20"));
