@@ -114,9 +114,6 @@ impl Advice<'_> {
     fn trained(&self) -> Vec<Vec<KeySetting>> {
         let (config, spec) = (self.input.config, &self.input.table.spec);
         let mut trained = vec![vec![]];
-        if spec.delta_net.is_some() {
-            return trained;
-        }
         let mut adapters: Vec<KeySetting> =
             config.lora.r.is_none().then(|| ("lora.r", json!(LORA_R))).into_iter().collect();
         if !adapters.is_empty() && spec.num_expert_layers() > 0 {
