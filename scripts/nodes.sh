@@ -1,13 +1,13 @@
 #!/bin/bash
 # Two "nodes" on one machine: two network namespaces with a pair of virtual interfaces, a launcher in each, and faults in between.
 # Usage, as root: scripts/nodes.sh PROGRAM OUT [CASE..]
-# Cases: equal modes resume killed rank stopped cut gap slow clocks port disk own restart; all of them by default. OUT keeps every run
-# and table.md. It ends with 0 when every case held and with 1 when one did not; without root or namespaces it says so and ends with 0.
+# Cases: equal modes resume tasks torchrun bench killed rank stopped cut gap slow clocks port disk own restart; all of them by default.
+# OUT keeps every run and table.md. It ends with 0 when every case held and with 1 when one did not; without root or namespaces it says so and ends with 0.
 set -u
 program=$(realpath "${1:?usage: scripts/nodes.sh PROGRAM OUT [CASE..]}")
 out=$(realpath -m "${2:?usage: scripts/nodes.sh PROGRAM OUT [CASE..]}")
 shift 2
-cases=${*:-equal modes resume killed rank stopped cut gap slow clocks port disk own restart}
+cases=${*:-equal modes resume tasks torchrun bench killed rank stopped cut gap slow clocks port disk own restart}
 cd "$(dirname "$0")/.." || exit 1
 id=$$
 net=("colo$id-0" "colo$id-1")
@@ -157,6 +157,64 @@ case_resume() { # at another number of nodes
   await resume-more 0 0
   hold resume [ "$(sha resume)" = "$(sha resume-more)" ] &&
     row resume "1 x 4 saved at step 2 of 4, resumed by 2 x 2" "weights at the end equal bit for bit" "$(since "$began") s"
+}
+case_tasks() { # one task a rank, with the variables that srun sets, and with those of Kubernetes' operators
+  local rank how began tasks
+  for how in srun kubernetes; do
+    began=$(now) tasks=()
+    mkdir -p "$out/$how"
+    for rank in 0 1 2 3; do
+      local node=$((rank / 2)) place=$((rank % 2)) variables
+      variables="SLURM_PROCID=$rank SLURM_NTASKS=4 SLURM_LOCALID=$place SLURM_NODEID=$node SLURM_JOB_ID=41234 \
+        SLURM_STEP_NODELIST=${address[0]},${address[1]} SLURM_STEP_TASKS_PER_NODE=2(x2)"
+      [ $how = kubernetes ] && variables="RANK=$rank WORLD_SIZE=4 LOCAL_RANK=$place LOCAL_WORLD_SIZE=2 MASTER_ADDR=${address[0]} MASTER_PORT=$port"
+      # shellcheck disable=SC2086
+      ip netns exec "${net[$node]}" env $variables "$program" $small output_dir="$out/$how/run" max_steps=3 > "$out/$how/$rank.log" 2>&1 &
+      tasks+=($!)
+    done
+    for rank in 0 1 2 3; do wait "${tasks[$rank]}" || hold $how false "rank $rank"; done
+    hold $how [ "$(sha $how)" = "$(sha equal)" ] &&
+      row tasks "3 steps of 2 x 2 tasks without a launcher, variables of $how" "weights those of our launchers" "$(since "$began") s"
+  done
+}
+case_torchrun() {
+  if ! command -v torchrun > /dev/null; then
+    row torchrun "2 x 2 processes under torchrun" "skipped: no torchrun in PATH" "-"
+    return
+  fi
+  local node began
+  began=$(now)
+  mkdir -p "$out/torchrun"
+  for node in 0 1; do
+    # shellcheck disable=SC2086
+    ip netns exec "${net[$node]}" torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint "${address[0]}:29500" \
+      --rdzv-conf "is_host=$((1 - node))" --rdzv-id "$id" --local-addr "${address[$node]}" --max-restarts 1 --no-python "$program" $small \
+      output_dir="$out/torchrun/run" max_steps=3 save_steps=1 resume_from_checkpoint=latest fault=3:2:forward_backward:kill > "$out/torchrun/$node.log" 2>&1 &
+    pids[node]=$!
+  done
+  await torchrun 0 0
+  hold torchrun grep -q "exitcode.*-9" "$out/torchrun/1.log"
+  hold torchrun [ "$(sha torchrun)" = "$(sha equal)" ] &&
+    row torchrun "3 steps of 2 x 2 processes under torchrun --max-restarts 1; rank 3 killed in step 2" \
+      "restarted on both nodes from the checkpoint; weights those of our launchers" "$(since "$began") s"
+}
+case_bench() { # what docs/nodes.md says to run first
+  local node
+  mkdir -p "$out/bench"
+  for node in 0 1; do
+    ip netns exec "${net[$node]}" "$program" bench collectives --nnodes 2 --node_rank $node --master_addr "${address[0]}" \
+      --master_port $port --nproc 2 --device cpu --max_mib 4 > "$out/bench/$node.log" 2>&1 &
+    pids[node]=$!
+  done
+  await bench 0 0
+  local found
+  found=$(python3 - "$out/bench/0.log" <<'P'
+import json, sys
+sums = [one for one in json.loads(open(sys.argv[1]).read().splitlines()[-1])["results"] if one["op"] == "all_reduce"]
+print(f"all_reduce of {sums[-1]['bytes'] / 1e6:.1f} MB: {sums[-1]['us'] / 1000:.1f} ms")
+P
+  )
+  hold bench [ -n "$found" ] && row bench "bench collectives --nnodes 2, 2 x 2 processes" "$found" "-"
 }
 case_killed() { # a whole node
   both killed max_steps=100000

@@ -8,7 +8,7 @@ use super::manifest::Manifest;
 use super::resume::{ResumeOptions, refuse_earlier_run, refuse_what_is_no_checkpoint, while_others_wait};
 use crate::dist::{World, all_gather_json, first_text};
 use crate::error::{Error, Result};
-use crate::phase::{self, terminal};
+use crate::phase::terminal;
 
 /// The checkpoint that `resume_from_checkpoint` of rank 0 names, or the newest one that all nodes have a copy of, verified on each. A
 /// newer one that a node lacks was not complete everywhere when the run ended. Collective over the world.
@@ -71,11 +71,13 @@ fn names(output_dir: &Path) -> Result<Vec<String>> {
 
 /// Why the copies of a checkpoint cannot be gone on from, by node; nothing where all are whole and alike. Collective over the world.
 fn faults(folder: &Path, world: &World) -> Result<Vec<String>> {
-    let verify = || {
+    let verify = |moved: &mut dyn FnMut()| {
         refuse_what_is_no_checkpoint(folder)?;
-        Manifest::verify(folder, &mut phase::beat)
+        Manifest::verify(folder, moved)
     };
-    let check = || Ok(Some(verify().map(|manifest| manifest.digest()).map_err(|error| error.to_string())));
+    let check = |moved: &mut dyn FnMut()| {
+        Ok(Some(verify(moved).map(|manifest| manifest.digest()).map_err(|error| error.to_string())))
+    };
     let own: Option<Result<String, String>> = while_others_wait(world, (world.local_rank() == 0).then_some(check))?;
     let all: Vec<Option<Result<String, String>>> = all_gather_json(&*world.group(), "copies", &own)?;
     let first = all.iter().flatten().find_map(|copy| copy.as_ref().ok().cloned());

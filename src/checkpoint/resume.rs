@@ -2,6 +2,8 @@
 
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use super::changes::KeyChange;
@@ -16,7 +18,7 @@ use crate::model::is_model_folder;
 use crate::phase::{self, terminal};
 
 /// How often ranks that read meet those that wait for them.
-const MEET: Duration = Duration::from_millis(100);
+const MEET: Duration = Duration::from_millis(20);
 
 /// Options of resuming.
 #[derive(Debug, Clone, Copy)]
@@ -61,13 +63,13 @@ pub fn resume(
 }
 
 fn checkpoint_of_first_rank(options: &ResumeOptions<'_>, world: &World) -> Result<Option<PathBuf>> {
-    let choose = || match options.from {
+    let choose = |moved: &mut dyn FnMut()| match options.from {
         None => refuse_earlier_run(options.output_dir).map(|()| None),
-        Some("latest") => find_latest(options.output_dir, &mut phase::beat),
+        Some("latest") => find_latest(options.output_dir, moved),
         Some(folder) => {
             let folder = Path::new(folder);
             refuse_what_is_no_checkpoint(folder)?;
-            Manifest::verify(folder, &mut phase::beat).map(|_| Some(folder.into()))
+            Manifest::verify(folder, moved).map(|_| Some(folder.into()))
         }
     };
     let folder = while_others_wait(world, (world.rank() == 0).then_some(choose))?;
@@ -75,18 +77,30 @@ fn checkpoint_of_first_rank(options: &ResumeOptions<'_>, world: &World) -> Resul
     Ok(first_text(&*world.group(), text)?.map(PathBuf::from))
 }
 
-/// Runs `work` in a thread on the ranks that have some; the others wait, however long it takes, and return the default: reading all of a
+/// Runs `work` in a thread on the ranks that have some; the others wait while it reports progress, and return the default: reading all of a
 /// checkpoint may take longer than a collective's time limit. Collective over the world.
 pub(super) fn while_others_wait<T: Send + Default>(
     world: &World,
-    work: Option<impl FnOnce() -> Result<T> + Send>,
+    work: Option<impl FnOnce(&mut dyn FnMut()) -> Result<T> + Send>,
 ) -> Result<T> {
-    let group = world.group();
+    let (group, moves) = (world.group(), AtomicU64::new(0));
+    let moved = || {
+        phase::beat();
+        moves.fetch_add(1, Ordering::Relaxed);
+    };
     std::thread::scope(|scope| {
-        let working = work.map(|work| scope.spawn(work));
-        let is_working = || working.as_ref().is_some_and(|working| !working.is_finished());
-        while any_rank(&*group, is_working())? {
-            std::thread::sleep(MEET);
+        let working = work.map(|work| scope.spawn(|| work(&mut { moved })));
+        let is_done = || working.as_ref().is_none_or(ScopedJoinHandle::is_finished);
+        let mut seen = 0;
+        loop {
+            // Only a rank that moves meets the others: they have a time limit for a disk that stands still.
+            while !is_done() && moves.load(Ordering::Relaxed) == seen {
+                std::thread::sleep(MEET);
+            }
+            seen = moves.load(Ordering::Relaxed);
+            if !any_rank(&*group, !is_done())? {
+                break;
+            }
         }
         working.map_or_else(|| Ok(T::default()), |done| done.join().unwrap_or_else(|panic| resume_unwind(panic)))
     })
@@ -161,16 +175,22 @@ fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool,
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
     use crate::dist::testing;
 
     #[test]
-    fn a_rank_that_reads_is_waited_for_beyond_a_collective_s_limit() {
+    fn a_rank_that_moves_is_waited_for_beyond_a_collective_s_limit() {
         let timeout = Duration::from_secs(1);
         let made = testing::worlds_with(3, 4096, timeout, |world| {
             let rank = world.rank();
-            let work = move || {
-                std::thread::sleep(2 * timeout);
+            let work = move |moved: &mut dyn FnMut()| {
+                let start = Instant::now();
+                while start.elapsed() < 2 * timeout {
+                    std::thread::sleep(Duration::from_millis(10));
+                    moved();
+                }
                 Ok(Some(rank))
             };
             while_others_wait(&world, (rank == 0).then_some(work)).unwrap()
@@ -181,7 +201,7 @@ mod tests {
     #[test]
     fn what_the_first_rank_fails_with_reaches_those_that_wait() {
         let errors = testing::worlds(2, |world| {
-            let fail = || Err::<(), _>(Error::NonFinite { message: "a test".to_owned() });
+            let fail = |_: &mut dyn FnMut()| Err::<(), _>(Error::NonFinite { message: "a test".to_owned() });
             world.agree(while_others_wait(&world, (world.rank() == 0).then_some(fail))).unwrap_err()
         });
         assert!(matches!(errors[0], Error::NonFinite { .. }), "{}", errors[0]);

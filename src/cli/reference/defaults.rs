@@ -106,6 +106,7 @@ const FOREIGN: &[ForeignDefault] = &[
         .but("PEFT's choice depends on the model: here all projections, as PEFT's \"all-linear\""),
     same("logging_steps", "10").but("a step takes seconds to minutes, a line nothing"),
     same("save_steps", "500"),
+    same("save_on_each_node", "false"),
     same("save_total_limit", r#""none""#),
     same("eval_steps", r#""none""#),
     same("report_to", r#""none""#).but("TensorBoard's files need no other program"),

@@ -148,11 +148,12 @@ impl Switch {
         }
     }
 
-    /// A failure of `epoch`: the first one stands, and all hear of it once the epochs before it are over.
-    fn fail(&mut self, epoch: u64, failure: RankFailure) {
+    /// A failure of `epoch`: the first one stands, and all hear of it, and of its node, once the epochs before it are over.
+    fn fail(&mut self, epoch: u64, mut failure: RankFailure) {
         if epoch < self.epoch || self.failures.contains_key(&epoch) {
             return;
         }
+        failure.message = format!("on {}: {}", self.place(failure.rank), failure.message);
         self.failures.insert(epoch, failure);
         if epoch == self.epoch {
             self.tell_failure();
@@ -248,6 +249,10 @@ impl Switch {
         }
     }
 
+    fn place(&self, rank: usize) -> String {
+        self.layout.as_ref().map(|layout| layout.describe(&[rank])).unwrap_or_default()
+    }
+
     fn is_gone(&self, rank: usize) -> bool {
         self.members.get(rank).is_none_or(|member| member.as_ref().is_some_and(|member| member.has_left))
     }
@@ -271,8 +276,7 @@ impl Switch {
         if self.lost.is_some() {
             return;
         }
-        let place = self.layout.as_ref().map(|layout| layout.describe(&[rank])).unwrap_or_default();
-        let message = format!("on {place}: {how}");
+        let message = format!("on {}: {how}", self.place(rank));
         let failure = RankFailure { rank, code: ExitCode::RankDied, message };
         let failure = self.failures.entry(self.epoch).or_insert(failure).clone();
         self.tell_all(&Frame::json(FrameKind::Lost, self.epoch, &failure));

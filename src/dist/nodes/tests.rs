@@ -111,7 +111,8 @@ fn the_first_failure_reaches_the_ranks_of_all_nodes_and_they_go_on_after_agreein
             match world.agree(result).unwrap_err() {
                 Error::NonFinite { .. } => assert_eq!(world.rank(), failing),
                 Error::PeerFailed { rank, message, code } => {
-                    assert_eq!((rank, message, code), (failing, format!("round {round}"), ExitCode::Numerics));
+                    let expected = format!("on node {0} (host{0}): round {round}", failing / 2);
+                    assert_eq!((rank, message, code), (failing, expected, ExitCode::Numerics));
                 }
                 other => panic!("{other}"),
             }
