@@ -204,7 +204,7 @@ impl World {
     }
 
     /// `node 1 (host)`: where a rank is, for messages; empty on one node.
-    pub fn node_of(&self, rank: usize) -> String {
+    pub(crate) fn node_of(&self, rank: usize) -> String {
         self.control.nodes_of(&[rank])
     }
 
