@@ -15,7 +15,7 @@
 //! |---|---|
 //! | `layout` | the parameters of a block's adapters, and their expansion |
 //! | `product` | forward and backward beside a frozen matrix |
-//! | `grouped` | the same beside experts' |
+//! | `grouped` | forward and backward beside experts' matrices |
 //! | `stacked` | adapters of several names, of which every row of a batch uses one |
 //! | `peft` | adapter folders |
 
