@@ -40,7 +40,7 @@ pub(super) struct WireRequest {
 /// One change of what is under way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum RequestChange {
-    Submit(u64, WireRequest),
+    Submit(u64, Box<WireRequest>),
     Cancel(u64),
 }
 
@@ -164,7 +164,10 @@ mod tests {
             let of_first = |announcement| if world.rank() == 0 { announcement } else { Announcement::default() };
             for number in 0..3 {
                 let announcement = Announcement {
-                    changes: vec![RequestChange::Submit(7, WireRequest::of(&request)), RequestChange::Cancel(5)],
+                    changes: vec![
+                        RequestChange::Submit(7, Box::new(WireRequest::of(&request))),
+                        RequestChange::Cancel(5),
+                    ],
                     ends: false,
                 };
                 let heard = announce(Some(&world), 2 * number, of_first(announcement)).unwrap();

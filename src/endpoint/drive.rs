@@ -125,7 +125,7 @@ impl Requests {
             EngineCommand::Submit { ticket, first_choice, wanted, updates, at } => {
                 let listener = Listener { first_choice, updates, at, has_begun: false };
                 self.coming.entry(ticket).or_default().push(listener);
-                announcement.changes.push(RequestChange::Submit(ticket, *wanted));
+                announcement.changes.push(RequestChange::Submit(ticket, wanted));
             }
             EngineCommand::Cancel { ticket } => announcement.changes.push(RequestChange::Cancel(ticket)),
         }

@@ -44,5 +44,5 @@ mod text;
 pub use client::{ClientLimits, engine_queue};
 pub use dialogue::Dialogue;
 pub use drive::{drive, drive_beside};
-pub use episodes::{Episodes, PlayedConversation};
+pub use episodes::{Episodes, PlayedConversation, PlayedEpisode};
 pub use server::{ServerOptions, open};

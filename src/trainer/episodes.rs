@@ -9,7 +9,9 @@ use serde_json::Value;
 use super::setup::Preflight;
 use crate::config::{AutoOr, Config};
 use crate::data::{Reply, Tokenizer, ToolCallParser, Turns};
-use crate::endpoint::{self, ClientLimits, Episodes, PlayedConversation, ServerOptions, drive_beside, engine_queue};
+use crate::endpoint::{
+    self, ClientLimits, Episodes, PlayedConversation, PlayedEpisode, ServerOptions, drive_beside, engine_queue,
+};
 use crate::error::{Error, Result};
 use crate::http::HttpServer;
 use crate::metrics::{Reduce, StepMetrics};
@@ -238,7 +240,7 @@ impl OpenBatch {
         tokenizer: &Tokenizer,
     ) -> Result<Option<&mut RolloutGroup>> {
         let Some((place, sample, name)) = self.asked.remove(&outcome.id) else { return Ok(None) }; // of a rollout that failed
-        let (mut played, num_requests) = episodes.close(&name);
+        let PlayedEpisode { conversations: mut played, num_requests } = episodes.close(&name);
         stats.book(&outcome, played.len(), num_requests);
         let (environment, failure) = match outcome.end {
             Ok(_) if played.is_empty() => (None, Some("agent: it has sampled nothing".to_owned())),

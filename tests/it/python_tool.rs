@@ -9,7 +9,7 @@ use colo_grpo::internal::config::{RewardConfig, SandboxLayer};
 use colo_grpo::internal::metrics::read_completions;
 use serde_json::{Value, json};
 
-use crate::program::{command, metrics, run};
+use crate::program::{command, metrics, run, wait_until};
 use crate::rewards::sandbox::{NAMESPACES, refuse_namespaces};
 
 /// Longest time of a call in seconds, for calls that end and for those that do not.
@@ -88,6 +88,28 @@ impl Interpreters {
 
     fn content(&mut self, trajectory: u64, code: &str) -> String {
         self.call(trajectory, code).0
+    }
+
+    /// States of the processes of all interpreters, as /proc has them.
+    fn states(&self) -> Vec<char> {
+        let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
+        let stat = |pid: String| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+            let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+            let state = fields.next()?.chars().next()?;
+            Some((pid.parse::<u32>().ok()?, fields.next()?.parse::<u32>().ok()?, state))
+        };
+        let all: Vec<(u32, u32, char)> = pids.filter_map(stat).collect();
+        let mut below = vec![self.worker.id()];
+        let mut states = Vec::new();
+        while let Some(parent) = below.pop() {
+            for (pid, _, state) in all.iter().filter(|(_, of, _)| *of == parent) {
+                below.push(*pid);
+                states.push(*state);
+            }
+        }
+        assert!(states.len() >= 2, "two trajectories have interpreters");
+        states
     }
 }
 
@@ -201,14 +223,11 @@ fn a_call_that_hangs_or_crashes_costs_its_own_trajectory_alone() {
         assert_eq!(replies[1]["results"][0]["content"], "2");
         assert_eq!(python.content(1, "x = 1"), "");
     }
-    // No thread computes between two calls: the clock of the process stands still.
-    let thread = "import threading, time\ndef spin():\n    global n\n    while True:\n        n += 1\nn = 0\n\
-        threading.Thread(target=spin, daemon=True).start()\nt = time.process_time()";
+    // No thread computes on between two calls.
+    let thread = "import threading\ndef spin():\n    while True:\n        pass\nthreading.Thread(target=spin, daemon=True).start()";
     assert_eq!(python.content(1, thread), "");
-    let (_, failed, _) = python.call(2, "while True:\n    pass");
-    assert!(failed);
-    let passed: f64 = python.content(1, "time.process_time() - t").parse().unwrap();
-    assert!(passed < 0.3, "{passed} s of processor time while another trajectory's call ran for {HASTY_S} s");
+    wait_until(|| python.states().iter().all(|state| *state == 'T'));
+    assert_eq!(python.content(1, "'x' in globals()"), "True");
 }
 
 /// The calculator's model with the words of its calls renamed: what it wrote as `[add(a=23, b=41)]` is a call of `python`.
