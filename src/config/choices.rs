@@ -298,6 +298,16 @@ choices! {
         UpProj = "up_proj",
         /// Down projection of the MLP.
         DownProj = "down_proj",
+        /// Queries, keys and values of a gated delta net.
+        InProjQkv = "in_proj_qkv",
+        /// Gate of a gated delta net's norm.
+        InProjZ = "in_proj_z",
+        /// Write strengths of a gated delta net.
+        InProjB = "in_proj_b",
+        /// Decays of a gated delta net.
+        InProjA = "in_proj_a",
+        /// Output of a gated delta net.
+        OutProj = "out_proj",
     }
 }
 choices! {

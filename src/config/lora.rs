@@ -45,14 +45,14 @@ impl LoraConfig {
 /// The projections that are adapted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TargetModules {
-    /// Every linear projection of a block.
+    /// Every linear projection that the model's blocks have.
     AllLinear,
     /// Some of them.
     Some(Vec<TargetModule>),
 }
 
 impl TargetModules {
-    /// The projections, each once, in order.
+    /// The projections, each once, in order; of all linear ones those of any model.
     pub fn modules(&self) -> Vec<TargetModule> {
         let mut modules = match self {
             Self::AllLinear => TargetModule::ALL.to_vec(),
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn targets_are_a_word_or_a_list() {
-        assert_eq!(config(&["lora.r=8"]).lora.target_modules.modules().len(), 7);
+        assert_eq!(config(&["lora.r=8"]).lora.target_modules.modules(), TargetModule::ALL);
         let some = config(&["lora.r=8", "lora.target_modules=[\"v_proj\", \"q_proj\"]"]);
         assert_eq!(some.lora.target_modules.modules(), [TargetModule::QProj, TargetModule::VProj]);
         let one = config(&["lora.r=8", "lora.target_modules=o_proj", "quantization=nf4"]);

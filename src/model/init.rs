@@ -51,7 +51,16 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
     for param in &layout.params {
         let mut target = layout.view(param.name, &flat).expect("the layout lists it");
         match param.name {
-            ParamName::QkvBias | ParamName::QkvB | ParamName::OB | ParamName::GateUpB | ParamName::DownB => {}
+            ParamName::QkvBias
+            | ParamName::QkvB
+            | ParamName::OB
+            | ParamName::GateUpB
+            | ParamName::DownB
+            | ParamName::DeltaQkvLoraB
+            | ParamName::DeltaZLoraB
+            | ParamName::DeltaBLoraB
+            | ParamName::DeltaALoraB
+            | ParamName::DeltaOutLoraB => {}
             ParamName::InputNorm
             | ParamName::PostNorm
             | ParamName::MixerPostNorm
@@ -90,7 +99,15 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
                     out.iter_mut().for_each(|number| *number *= INITIALIZER_RANGE as f32);
                 })?,
             },
-            ParamName::QkvA | ParamName::OA | ParamName::GateUpA | ParamName::DownA => {
+            ParamName::QkvA
+            | ParamName::OA
+            | ParamName::GateUpA
+            | ParamName::DownA
+            | ParamName::DeltaQkvLoraA
+            | ParamName::DeltaZLoraA
+            | ParamName::DeltaBLoraA
+            | ParamName::DeltaALoraA
+            | ParamName::DeltaOutLoraA => {
                 let columns = param.shape.last().expect("a matrix");
                 let bound = (*columns as f32).powf(-0.5);
                 fill(&mut target, param, layout.unit, seed, |key, start, out| {

@@ -45,8 +45,7 @@ impl ParamTable {
 
     /// Lays out the adapters of every block instead: units without embedding and head.
     pub fn adapters(spec: Arc<ModelSpec>, lora: &LoraSpec, shards: usize) -> Self {
-        let shapes = lora.shapes(&spec);
-        let units = (0..spec.num_layers).map(|layer| (Unit::Block(layer), shapes.clone())).collect();
+        let units = (0..spec.num_layers).map(|layer| (Unit::Block(layer), lora.shapes(&spec, layer))).collect();
         Self::of_units(spec, units, shards)
     }
 
@@ -247,6 +246,26 @@ pub enum ParamName {
     DeltaNorm,
     /// [D, H dv]
     DeltaOut,
+    /// [r, D]
+    DeltaQkvLoraA,
+    /// [2 Hk dk + H dv, r]
+    DeltaQkvLoraB,
+    /// [r, D]
+    DeltaZLoraA,
+    /// [H dv, r]
+    DeltaZLoraB,
+    /// [r, D]
+    DeltaBLoraA,
+    /// [H, r]
+    DeltaBLoraB,
+    /// [r, D]
+    DeltaALoraA,
+    /// [H, r]
+    DeltaALoraB,
+    /// [r, H dv]
+    DeltaOutLoraA,
+    /// [D, r]
+    DeltaOutLoraB,
 }
 
 impl ParamName {

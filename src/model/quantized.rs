@@ -30,16 +30,13 @@ impl QuantizedBlock {
     /// weights.
     pub fn check(spec: &ModelSpec) -> Result<()> {
         if ![0, spec.num_layers].contains(&spec.num_expert_layers()) {
-            let expected = "none: NF4 needs blocks of one size, and only some layers of this model have experts";
+            let expected =
+                "none: only some layers of this model have experts, and NF4 is for experts in all layers or in none";
             return Err(Error::invalid_value("quantization", "nf4", expected));
         }
-        if spec.delta_net.is_some() {
-            let expected = "none: gated delta nets cannot be stored as NF4 yet";
-            return Err(Error::invalid_value("quantization", "nf4", expected));
-        }
-        let tensors = tensors(spec, Unit::Block(0));
-        let ragged = |tensor: &&HfTensor| tensor.is_projection() && tensor.shape[1] % nf4::BLOCK as i64 != 0;
-        let Some(tensor) = tensors.iter().find(ragged) else { return Ok(()) };
+        let tensors = (0..spec.num_layers).flat_map(|layer| tensors(spec, Unit::Block(layer)));
+        let ragged = |tensor: &HfTensor| tensor.is_projection() && tensor.shape[1] % nf4::BLOCK as i64 != 0;
+        let Some(tensor) = tensors.into_iter().find(ragged) else { return Ok(()) };
         let expected = format!(
             "none: NF4 needs rows of a multiple of {} weights, and those of {} have {}",
             nf4::BLOCK,
@@ -96,12 +93,12 @@ impl QuantizedBlock {
     }
 
     /// Bytes of a block whose other weights are of `kind`.
-    pub fn bytes(spec: &ModelSpec, kind: Kind) -> usize {
+    pub fn bytes(spec: &ModelSpec, layer: usize, kind: Kind) -> usize {
         let bytes = |tensor: HfTensor| match tensor.shape.len() {
             2 if tensor.is_projection() => nf4::bytes(product(&tensor.shape)),
             _ => product(&tensor.shape) * kind.elt_size_in_bytes(),
         };
-        tensors(spec, Unit::Block(0)).into_iter().map(bytes).sum()
+        tensors(spec, Unit::Block(layer)).into_iter().map(bytes).sum()
     }
 }
 
@@ -128,9 +125,11 @@ mod tests {
         QuantizedBlock::check(&experts).unwrap();
         experts.experts.as_mut().unwrap().mlp_only_layers = vec![1];
         let error = QuantizedBlock::check(&experts).unwrap_err().to_string();
-        assert!(error.ends_with("only some layers of this model have experts"), "{error}");
-        let hybrid = QuantizedBlock::check(&ModelSpec::preset("tiny-hybrid").unwrap()).unwrap_err().to_string();
-        assert!(hybrid.ends_with("gated delta nets cannot be stored as NF4 yet"), "{hybrid}");
+        assert!(error.ends_with("NF4 is for experts in all layers or in none"), "{error}");
+        // Of the block with attention alone.
+        let hybrid = ModelSpec { num_heads: 3, num_kv_heads: 1, ..ModelSpec::preset("tiny-hybrid").unwrap() };
+        let error = QuantizedBlock::check(&hybrid).unwrap_err().to_string();
+        assert!(error.ends_with("those of model.layers.3.self_attn.o_proj.weight have 96"), "{error}");
         let ragged = ModelSpec { hidden_size: 160, ..spec };
         let error = QuantizedBlock::check(&ragged).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Configuration);
@@ -143,12 +142,12 @@ mod tests {
     #[test]
     fn a_block_comes_back_matrix_by_matrix() {
         let dense = ModelSpec { qk_norm: Some(QkNorm::Head), ..ModelSpec::preset("tiny").unwrap() };
-        let experts = ModelSpec::preset("tiny-moe").unwrap();
-        let mut shared = ModelSpec { family: Family::Qwen2Moe, ..experts.clone() };
+        let [moe, hybrid] = ["tiny-moe", "tiny-hybrid"].map(|name| ModelSpec::preset(name).unwrap());
+        let mut shared = ModelSpec { family: Family::Qwen2Moe, ..moe.clone() };
         shared.experts.as_mut().unwrap().shared_expert_intermediate_size = Some(320);
-        for spec in [dense, experts, shared] {
+        for (spec, layer) in [(dense, 1), (moe, 1), (shared, 1), (hybrid.clone(), 0), (hybrid, 3)] {
             let spec = Arc::new(spec);
-            let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(1)).clone();
+            let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(layer)).clone();
             let flat = init_unit(&layout, 3, Kind::BFloat16).unwrap();
             let levels = Levels::new(Device::Cpu).unwrap();
             let quantized = QuantizedBlock::quantize(&spec, &layout, &flat, &levels).unwrap();
@@ -169,7 +168,7 @@ mod tests {
                     assert!(own.equal(&source), "{}", tensor.name);
                 }
             }
-            let whole = QuantizedBlock::bytes(&spec, Kind::BFloat16);
+            let whole = QuantizedBlock::bytes(&spec, layer, Kind::BFloat16);
             let share = whole as f64 / layout.params.iter().map(|param| param.numel()).sum::<usize>() as f64;
             assert!((0.515..0.53).contains(&share), "{share} bytes a weight");
         }

@@ -37,7 +37,7 @@ pub struct QuantizedBlocks<'a> {
     /// The blocks as they are stored.
     pub blocks: &'a [QuantizedBlock],
     /// Where block `layer` goes: buffer `layer % 2`.
-    pub buffers: [Tensor; 2], // [len of a block]
+    pub buffers: [Tensor; 2], // [len of the longest block]
 }
 
 impl EngineWeights<'_> {
@@ -46,7 +46,7 @@ impl EngineWeights<'_> {
     pub(super) fn prepare(&self, layer: usize) -> Result<()> {
         let Some(QuantizedBlocks { table, blocks, buffers }) = &self.quantized else { return Ok(()) };
         let layout = table.unit(Unit::Block(layer));
-        blocks[layer].dequantize(layout, &buffers[layer % buffers.len()])
+        blocks[layer].dequantize(layout, &buffers[layer % buffers.len()].f_narrow(0, 0, layout.len as i64)?)
     }
 
     /// Whether products of blocks are in FP8.

@@ -65,7 +65,7 @@ impl EngineSlices {
 
     /// Bytes of the two blocks.
     pub fn dequantized_bytes(table: &ParamTable, kind: Kind) -> usize {
-        NUM_DEQUANTIZED * table.unit(Unit::Block(0)).len * kind.elt_size_in_bytes()
+        NUM_DEQUANTIZED * longest_block(table) * kind.elt_size_in_bytes()
     }
 
     /// Bytes of the gathered slices of one rank.
@@ -104,16 +104,15 @@ impl EngineSlices {
         let tp = (self.tp_rank, self.tp_size);
         let kept = &mut self.adapters;
         kept.resize_with(table.spec.num_layers, BlockLora::default);
-        let linears = table.spec.block(0).linears(); // adapters are beside attention alone where blocks differ
         let adapters = &mut |layer: usize| -> Result<BlockLora> {
-            adapters(layer)?.tp_slice(&linears, tp.0, tp.1)?.kept_in(&mut kept[layer])
+            adapters(layer)?.tp_slice(&table.spec.block(layer).linears(), tp.0, tp.1)?.kept_in(&mut kept[layer])
         };
         let (arena, kind) = match &mut self.storage {
             Storage::Gathered(arena, kind) => (arena, kind),
             Storage::Dequantized(arena, kind) => {
-                let buffers = block_buffers(arena, table.unit(Unit::Block(0)).len, *kind)?;
+                let buffers = block_buffers(arena, longest_block(table), *kind)?;
                 let mut in_turn = |of: Unit| match of {
-                    Unit::Block(layer) => Ok(buffers[layer % NUM_DEQUANTIZED].shallow_clone()),
+                    Unit::Block(layer) => Ok(buffers[layer % NUM_DEQUANTIZED].narrow(0, 0, table.unit(of).len as i64)),
                     Unit::Embedding | Unit::Head => unit(of),
                 };
                 let keep = &mut |tensor: &Tensor| Ok(tensor.shallow_clone());
@@ -144,6 +143,11 @@ impl EngineSlices {
             arena.unmap();
         }
     }
+}
+
+/// Elements of the longest block: those of a model may differ.
+fn longest_block(table: &ParamTable) -> usize {
+    (0..table.spec.num_layers).map(|layer| table.unit(Unit::Block(layer)).len).max().unwrap_or(0)
 }
 
 /// The blocks' buffers in the arena, mapped.

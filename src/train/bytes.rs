@@ -79,7 +79,7 @@ impl<'a> TrainedModel<'a> {
             gradients: self.gradient_kinds().accumulated.elt_size_in_bytes() * share(stage > 1),
             optimizer,
             optimizer_buckets,
-            engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec)),
+            engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec).sum::<usize>()),
         }
     }
 
@@ -126,9 +126,10 @@ impl<'a> TrainedModel<'a> {
             Quantization::None if self.shards_weights() => element * table.total / table.shards,
             Quantization::None => element * table.total,
             Quantization::Nf4 => {
-                let (spec, block) = (&table.spec, table.unit(Unit::Block(0)).len);
-                let others = table.total - spec.num_layers * block;
-                element * others + spec.num_layers * QuantizedBlock::bytes(spec, self.kind)
+                let others = [Unit::Embedding, Unit::Head].map(|unit| table.unit(unit).len).iter().sum::<usize>();
+                let blocks =
+                    (0..table.spec.num_layers).map(|layer| QuantizedBlock::bytes(&table.spec, layer, self.kind));
+                element * others + blocks.sum::<usize>()
             }
         }
     }

@@ -173,7 +173,7 @@ impl Policy {
 fn go_on(folder: &Path, lora: &LoraSpec, table: &ParamTable) -> Result<AdapterFiles> {
     let files = AdapterFiles::open(folder, table.spec.clone())?;
     let own = files.lora();
-    if (own.r, own.alpha, &own.targets) == (lora.r, lora.alpha, &lora.targets) {
+    if (own.r, own.alpha, &own.targets) == (lora.r, lora.alpha, &lora.modules(&table.spec)) {
         return Ok(files);
     }
     let targets: Vec<_> = own.targets.iter().map(|module| module.name()).collect();

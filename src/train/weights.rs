@@ -85,11 +85,8 @@ impl Weights {
             plain += kept.numel() * kind.elt_size_in_bytes();
             weights.units.push(kept);
         }
-        Ledger::set(
-            owner,
-            MemoryKind::Device,
-            plain + weights.quantized.len() * QuantizedBlock::bytes(&table.spec, kind),
-        );
+        let blocks = (0..weights.quantized.len()).map(|layer| QuantizedBlock::bytes(&table.spec, layer, kind));
+        Ledger::set(owner, MemoryKind::Device, plain + blocks.sum::<usize>());
         Ok(weights)
     }
 

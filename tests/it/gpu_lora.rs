@@ -123,7 +123,7 @@ fn gpu_nf4_runs_near_the_memory_s_speed() {
         let flat = init_unit_on(layout, 1, Kind::BFloat16, GPU).unwrap();
         let block = QuantizedBlock::quantize(&spec, layout, &flat, &Levels::new(GPU).unwrap()).unwrap();
         let seconds = seconds(&mut || block.dequantize(layout, &flat).unwrap());
-        let bytes = QuantizedBlock::bytes(&spec, Kind::BFloat16) + 2 * layout.len;
+        let bytes = QuantizedBlock::bytes(&spec, 0, Kind::BFloat16) + 2 * layout.len;
         let gb_s = bytes as f64 / seconds / 1e9;
         println!("{}", json!({"test": "nf4", "block": preset, "ms": seconds * 1e3, "gb_s": gb_s}));
         assert!(gb_s > 1000.0, "{preset}: {gb_s} GB/s");

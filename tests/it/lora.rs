@@ -97,6 +97,7 @@ fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
     let of_experts = vec![QProj, GateProj, UpProj, DownProj];
     for (name, lora) in [
         ("lora_all", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
+        ("lora_hybrid", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
         ("lora_some", LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets: some }),
         ("lora_experts", LoraSpec { r: 2, alpha: 5.0, dropout: 0.0, targets: of_experts }),
     ] {
@@ -168,34 +169,37 @@ fn random_adapters(layout: &UnitLayout) -> colo_grpo::Result<Tensor> {
     Ok(flat.to_kind(Kind::BFloat16).to_kind(Kind::Double))
 }
 
+/// The model and the projections that are adapted.
+type Shape = (ModelSpec, Vec<TargetModule>);
+
+fn dense() -> Shape {
+    let sizes =
+        ModelSpec { hidden_size: 64, intermediate_size: 128, head_dim: 16, ..ModelSpec::preset("micro").unwrap() };
+    (sizes, TargetModule::ALL.to_vec())
+}
+
+/// The first two layers of three have gated delta nets, and `targets` may leave them without adapters.
+fn hybrid(targets: &[TargetModule]) -> Shape {
+    let mut spec = ModelSpec { vocab_size: 96, num_layers: 3, ..ModelSpec::preset("tiny-hybrid").unwrap() };
+    spec.delta_net.as_mut().unwrap().full_attention = vec![2];
+    (spec, targets.to_vec())
+}
+
 /// Of weights that bfloat16 has.
 fn adapted(mesh: &Mesh, stage: u8, kinds: (Kind, Kind), dropout: f64, quantization: Quantization) -> Policy {
-    adapted_from(mesh, stage, kinds, dropout, (quantization, false))
+    adapted_from(dense(), mesh, stage, kinds, dropout, (quantization, false))
 }
 
 fn adapted_from(
+    (spec, targets): Shape,
     mesh: &Mesh,
     stage: u8,
     kinds: (Kind, Kind),
     dropout: f64,
     (quantization, keeps_initial): (Quantization, bool),
 ) -> Policy {
-    let shape =
-        ModelSpec { hidden_size: 64, intermediate_size: 128, head_dim: 16, ..ModelSpec::preset("micro").unwrap() };
-    adapted_of(shape, mesh, stage, kinds, dropout, (quantization, keeps_initial))
-}
-
-fn adapted_of(
-    spec: ModelSpec,
-    mesh: &Mesh,
-    stage: u8,
-    kinds: (Kind, Kind),
-    dropout: f64,
-    (quantization, keeps_initial): (Quantization, bool),
-) -> Policy {
-    let spec = Arc::new(spec);
-    let table = Arc::new(ParamTable::new(spec, mesh.shard.size()));
-    let lora = LoraSpec { r: 3, alpha: 6.0, dropout, targets: TargetModule::ALL.to_vec() };
+    let table = Arc::new(ParamTable::new(Arc::new(spec), mesh.shard.size()));
+    let lora = LoraSpec { r: 3, alpha: 6.0, dropout, targets };
     let adapters = AdapterOptions { lora, quantization, seed: 5, keeps_initial, source: &random_adapters };
     let base = |layout: &UnitLayout| Ok(init_unit(layout, 1, Kind::BFloat16)?.to_kind(kinds.0));
     Policy::with_adapters(table, mesh, options(stage, kinds), OptimizerHome::Resident, &base, adapters).unwrap()
@@ -234,31 +238,47 @@ fn stages_are_bitwise_equal_and_leave_the_base_alone() {
             ((Kind::BFloat16, Kind::Float), 0.0, Quantization::Nf4),
         ];
         for (kinds, dropout, quantization) in runs {
-            let after = |stage| {
-                let mut policy = adapted(&mesh, stage, kinds, dropout, quantization);
-                let micro_batches = packed(&own_sequences(world.rank()), 1000);
-                let (before, frozen) =
-                    (base(&policy), policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs);
-                let adapted = policy.forward_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
-                assert!(!adapted.equal(&frozen));
-                let nlls: Vec<f64> = (0..4)
-                    .map(|_| {
-                        let nll = backward(&mut policy, &micro_batches);
-                        assert!(!policy.optimizer_step(1e-2, 1.0).unwrap().skipped);
-                        nll
-                    })
-                    .collect();
-                assert!(dropout > 0.0 || nlls[3] < nlls[0], "{nlls:?}");
-                assert!(base(&policy) == before, "the base changed");
-                assert!(policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs.equal(&frozen));
-                trained(&policy)
-            };
-            let expected = after(0);
-            for stage in 1..=3 {
-                assert!(after(stage) == expected, "stage {stage}, {kinds:?}");
-            }
+            stages_equal(&mesh, &dense(), kinds, dropout, quantization);
         }
     });
+}
+
+/// Blocks differ in size, and at last two of three have no adapters at all.
+#[test]
+fn stages_of_a_hybrid_are_bitwise_equal_and_leave_the_base_alone() {
+    ranks::run(2, "lora::stages_of_a_hybrid_are_bitwise_equal_and_leave_the_base_alone", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        let (float, narrow) = ((Kind::Float, Kind::Float), (Kind::BFloat16, Kind::Float));
+        stages_equal(&mesh, &hybrid(TargetModule::ALL), float, 0.0, Quantization::None);
+        stages_equal(&mesh, &hybrid(TargetModule::ALL), narrow, 0.2, Quantization::Nf4);
+        let some = hybrid(&[TargetModule::QProj, TargetModule::OProj]);
+        stages_equal(&mesh, &some, float, 0.0, Quantization::Nf4);
+    });
+}
+
+fn stages_equal(mesh: &Mesh, shape: &Shape, kinds: (Kind, Kind), dropout: f64, quantization: Quantization) {
+    let after = |stage| {
+        let mut policy = adapted_from(shape.clone(), mesh, stage, kinds, dropout, (quantization, false));
+        let micro_batches = packed(&own_sequences(mesh.world.rank()), 1000);
+        let (before, frozen) = (base(&policy), policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs);
+        let adapted = policy.forward_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
+        assert!(!adapted.equal(&frozen));
+        let nlls: Vec<f64> = (0..4)
+            .map(|_| {
+                let nll = backward(&mut policy, &micro_batches);
+                assert!(!policy.optimizer_step(1e-2, 1.0).unwrap().skipped);
+                nll
+            })
+            .collect();
+        assert!(dropout > 0.0 || nlls[3] < nlls[0], "{nlls:?}");
+        assert!(base(&policy) == before, "the base changed");
+        assert!(policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs.equal(&frozen));
+        trained(&policy)
+    };
+    let expected = after(0);
+    for stage in 1..=3 {
+        assert!(after(stage) == expected, "stage {stage}, {kinds:?}");
+    }
 }
 
 /// Adapters that another run trained are the reference of this one, whatever it does with them.
@@ -271,7 +291,7 @@ fn a_copy_of_the_initial_adapters_stays_the_reference_at_every_stage() {
         for (stage, quantization) in [(0, Quantization::None), (2, Quantization::Nf4), (3, Quantization::None)] {
             let reference = |policy: &mut Policy| policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
             let current = |policy: &mut Policy| policy.forward_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
-            let mut policy = adapted_from(&mesh, stage, kinds, 0.3, (quantization, true));
+            let mut policy = adapted_from(dense(), &mesh, stage, kinds, 0.3, (quantization, true));
             let initial = current(&mut policy);
             assert!(reference(&mut policy).equal(&initial), "stage {stage}");
             for _ in 0..3 {

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::linear::{LinearSpec, Matrix, Projection, TpSplit, part, sections};
 use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, SequenceMixer};
+use crate::config::TargetModule::{InProjA, InProjB, InProjQkv, InProjZ, OutProj};
 use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::model::params::{ParamName, Shapes};
@@ -57,12 +58,12 @@ impl DeltaNetSpec {
     pub fn linears(self) -> [LinearSpec; 5] {
         let Self { hidden, heads } = self;
         let values = heads.num_value_heads * heads.value_dim;
-        let linear = |matrix, name, (groups, inner), columns, split| LinearSpec {
+        let linear = |matrix, module, (groups, inner), columns, split| LinearSpec {
             matrix,
             groups,
             inner,
             columns,
-            projections: vec![(Projection::DeltaNet(name), 1)],
+            projections: vec![(Projection::Module(module), 1)],
             split,
             bias: None,
             experts: None,
@@ -70,11 +71,11 @@ impl DeltaNetSpec {
         let (of_heads, rows) = (heads.num_value_heads, TpSplit::Rows);
         let sections = TpSplit::RowSections { keys: self.keys() };
         [
-            linear(Matrix::DeltaQkv, "in_proj_qkv", (1, heads.channels()), hidden, sections),
-            linear(Matrix::DeltaZ, "in_proj_z", (of_heads, heads.value_dim), hidden, rows),
-            linear(Matrix::DeltaB, "in_proj_b", (of_heads, 1), hidden, rows),
-            linear(Matrix::DeltaA, "in_proj_a", (of_heads, 1), hidden, rows),
-            linear(Matrix::DeltaOut, "out_proj", (1, hidden), values, TpSplit::Columns),
+            linear(Matrix::DeltaQkv, InProjQkv, (1, heads.channels()), hidden, sections),
+            linear(Matrix::DeltaZ, InProjZ, (of_heads, heads.value_dim), hidden, rows),
+            linear(Matrix::DeltaB, InProjB, (of_heads, 1), hidden, rows),
+            linear(Matrix::DeltaA, InProjA, (of_heads, 1), hidden, rows),
+            linear(Matrix::DeltaOut, OutProj, (1, hidden), values, TpSplit::Columns),
         ]
     }
 

@@ -42,8 +42,6 @@ pub enum Matrix {
 pub enum Projection {
     /// One that can have an adapter.
     Module(TargetModule),
-    /// A gated delta net's, by its name there.
-    DeltaNet(&'static str),
     /// A shared expert's, by its name there.
     SharedExpert(&'static str),
 }
@@ -73,13 +71,12 @@ impl Matrix {
             Matrix::O => Some([ParamName::OA, ParamName::OB]),
             Matrix::GateUp => Some([ParamName::GateUpA, ParamName::GateUpB]),
             Matrix::Down => Some([ParamName::DownA, ParamName::DownB]),
-            Matrix::SharedGateUp
-            | Matrix::SharedDown
-            | Matrix::DeltaQkv
-            | Matrix::DeltaZ
-            | Matrix::DeltaB
-            | Matrix::DeltaA
-            | Matrix::DeltaOut => None,
+            Matrix::SharedGateUp | Matrix::SharedDown => None,
+            Matrix::DeltaQkv => Some([ParamName::DeltaQkvLoraA, ParamName::DeltaQkvLoraB]),
+            Matrix::DeltaZ => Some([ParamName::DeltaZLoraA, ParamName::DeltaZLoraB]),
+            Matrix::DeltaB => Some([ParamName::DeltaBLoraA, ParamName::DeltaBLoraB]),
+            Matrix::DeltaA => Some([ParamName::DeltaALoraA, ParamName::DeltaALoraB]),
+            Matrix::DeltaOut => Some([ParamName::DeltaOutLoraA, ParamName::DeltaOutLoraB]),
         }
     }
 }

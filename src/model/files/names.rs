@@ -7,6 +7,9 @@ use crate::model::block::{LinearSpec, Projection};
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
 use crate::model::spec::ModelSpec;
 
+/// The module of a block that treats every token by itself.
+pub(in crate::model) const MLP: &str = "mlp";
+
 /// One tensor of a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::model) struct HfTensor {
@@ -68,7 +71,6 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
             for (projection, &(matrix, heads)) in linear.projections.iter().enumerate() {
                 let matrix = match matrix {
                     Projection::Module(module) => module_path(module, expert),
-                    Projection::DeltaNet(name) => format!("linear_attn.{name}"),
                     Projection::SharedExpert(name) => format!("mlp.shared_expert.{name}"),
                 };
                 let name = path(&format!("{matrix}.{suffix}"));
@@ -89,10 +91,22 @@ pub(in crate::model) fn decoder(spec: &ModelSpec) -> &'static str {
 
 /// `self_attn.q_proj`, or `mlp.experts.3.up_proj` of an expert.
 pub(in crate::model) fn module_path(module: TargetModule, expert: Option<usize>) -> String {
-    let (room, name) = (if module <= TargetModule::OProj { "self_attn" } else { "mlp" }, module.name());
+    let (room, name) = (room(module), module.name());
     match expert {
         Some(expert) => format!("{room}.experts.{expert}.{name}"),
         None => format!("{room}.{name}"),
+    }
+}
+
+/// The module of a block that has a projection.
+pub(in crate::model) fn room(module: TargetModule) -> &'static str {
+    use TargetModule::{
+        DownProj, GateProj, InProjA, InProjB, InProjQkv, InProjZ, KProj, OProj, OutProj, QProj, UpProj, VProj,
+    };
+    match module {
+        QProj | KProj | VProj | OProj => "self_attn",
+        GateProj | UpProj | DownProj => MLP,
+        InProjQkv | InProjZ | InProjB | InProjA | OutProj => "linear_attn",
     }
 }
 

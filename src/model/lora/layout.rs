@@ -6,7 +6,7 @@ use super::LoraSpec;
 use crate::config::TargetModule;
 use crate::error::Result;
 use crate::model::block::{BlockParams, LinearSpec, Matrix, Projection};
-use crate::model::params::{ParamName, Shapes, UnitLayout};
+use crate::model::params::{ParamName, Shapes, Unit, UnitLayout};
 use crate::model::spec::{ModelSpec, product};
 use crate::ops::dropout::Dropout;
 use crate::torch::scalar;
@@ -34,19 +34,20 @@ pub struct BlockLora(pub(super) Vec<(Matrix, Lora)>);
 
 impl LoraSpec {
     /// Parameters of a block's adapters, in layout order.
-    pub(in crate::model) fn shapes(&self, spec: &ModelSpec) -> Shapes {
+    pub(in crate::model) fn shapes(&self, spec: &ModelSpec, layer: usize) -> Shapes {
         let shapes = |fused: Fused| [(fused.a, fused.a_shape()), (fused.b, fused.b_shape())];
-        self.fused(spec).into_iter().flat_map(shapes).collect()
+        self.fused(spec, layer).into_iter().flat_map(shapes).collect()
     }
 
-    /// Elements of the expanded B of all blocks.
-    pub fn num_expanded(&self, spec: &ModelSpec) -> usize {
-        spec.num_layers * self.fused(spec).iter().map(|fused| product(&fused.expanded_shape())).sum::<usize>()
+    /// Elements of the expanded B of each block.
+    pub fn num_expanded(&self, spec: &ModelSpec) -> impl Iterator<Item = usize> {
+        let of_block = |layer| self.fused(spec, layer).iter().map(|fused| product(&fused.expanded_shape())).sum();
+        (0..spec.num_layers).map(of_block)
     }
 
     /// The matrices of a block that have adapted projections.
-    pub(super) fn fused(&self, spec: &ModelSpec) -> Vec<Fused> {
-        spec.block(0).linears().into_iter().filter_map(|linear| Fused::new(linear, self)).collect()
+    pub(super) fn fused(&self, spec: &ModelSpec, layer: usize) -> Vec<Fused> {
+        spec.block(layer).linears().into_iter().filter_map(|linear| Fused::new(linear, self)).collect()
     }
 }
 
@@ -67,7 +68,7 @@ impl BlockLora {
             let dropout = dropout.map(|dropout| dropout.fold(fused.linear.matrix as u64));
             Ok((fused.linear.matrix, Lora { dropout, ..Lora::new(a, fused.expand(&b)?) }))
         };
-        Ok(Self(lora.fused(spec).into_iter().map(expanded).collect::<Result<_>>()?))
+        Ok(Self(lora.fused(spec, layer_of(layout)).into_iter().map(expanded).collect::<Result<_>>()?))
     }
 
     /// For one backward's gradients: A as views of the gradients' flat tensor, zeros for the expanded B.
@@ -80,7 +81,7 @@ impl BlockLora {
             let b = Tensor::f_zeros(fused.expanded_shape(), (b.kind(), b.device()))?;
             Ok((fused.linear.matrix, Lora::new(a, b)))
         };
-        Ok(Self(lora.fused(spec).into_iter().map(zeros).collect::<Result<_>>()?))
+        Ok(Self(lora.fused(spec, layer_of(layout)).into_iter().map(zeros).collect::<Result<_>>()?))
     }
 
     /// Adds a block's gradients of the expanded B to those of B in the flat tensor.
@@ -94,7 +95,7 @@ impl BlockLora {
         layout: &UnitLayout,
         flat: &Tensor,
     ) -> Result<()> {
-        for fused in lora.fused(spec) {
+        for fused in lora.fused(spec, layer_of(layout)) {
             if let Some(own) = &gradients.linear(fused.linear.matrix).lora {
                 fused.fold(&own.b, &fused.views(layout, flat).1)?;
             }
@@ -276,4 +277,10 @@ impl Fused {
         }
         Ok(())
     }
+}
+
+/// The layer of a block's layout.
+fn layer_of(layout: &UnitLayout) -> usize {
+    let Unit::Block(layer) = layout.unit else { panic!("the {} has no adapters", layout.unit) };
+    layer
 }

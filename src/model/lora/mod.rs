@@ -27,6 +27,8 @@ mod stacked;
 #[cfg(test)]
 mod tests;
 
+use super::block::Projection;
+use super::files::names::{MLP, room};
 use super::spec::ModelSpec;
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::config::{LoraConfig, TargetModule};
@@ -46,7 +48,7 @@ pub struct LoraSpec {
     /// Chance that an element of an adapter's input is dropped in training. The projections of one fused matrix share
     /// their input's mask.
     pub dropout: f64,
-    /// Adapted projections, each once, in [`TargetModule`]'s order.
+    /// Adapted projections, each once, in [`TargetModule`]'s order; all of them are those that the model has.
     pub targets: Vec<TargetModule>,
 }
 
@@ -60,28 +62,27 @@ impl LoraSpec {
     /// Whether a model's matrices can be adapted so.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `lora.target_modules` and `lora.dropout` for experts' adapters that PEFT would not read, on `lora.r` for
-    /// a model with gated delta nets.
+    /// [`Error::InvalidValue`] on `lora.target_modules` for projections that the model does not have, and on `lora.target_modules` and
+    /// `lora.dropout` for experts' adapters that PEFT would not read.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
-        if spec.delta_net.is_some() {
-            let expected =
-                "none: adapters are not beside the matrices of gated delta nets yet; all weights can be trained";
-            return Err(Error::invalid_value("lora.r", self.r, expected));
+        let refuse = |expected: &str| Err(Error::invalid_value("lora.target_modules", names(&self.targets), expected));
+        let own = modules(spec);
+        let strange = self.targets.iter().find(|module| !own.contains(module));
+        if let Some(module) = strange.filter(|_| self.targets != TargetModule::ALL) {
+            return refuse(&format!("some of {}: this model has no {}", names(&own), module.name()));
         }
         if !self.adapts_experts(spec) {
             return Ok(());
         }
-        let wrong_targets =
-            |expected: &str| Err(Error::invalid_value("lora.target_modules", self.target_names(), expected));
         if spec.num_expert_layers() < spec.num_layers {
-            return wrong_targets(
+            return refuse(
                 "some of q_proj, k_proj, v_proj, o_proj: only some layers of this model have experts, and PEFT reads no adapters of \
                  such a model's MLPs",
             );
         }
-        let of_mlp: Vec<_> = self.targets.iter().filter(|&&module| module > TargetModule::OProj).collect();
+        let of_mlp: Vec<_> = self.targets.iter().filter(|&&module| room(module) == MLP).collect();
         if ![&[GateProj, UpProj, DownProj][..], &[DownProj]].iter().any(|all| of_mlp.iter().copied().eq(*all)) {
-            return wrong_targets(
+            return refuse(
                 "gate_proj, up_proj and down_proj together, down_proj alone, or none of them: PEFT reads no other adapters of experts",
             );
         }
@@ -102,21 +103,37 @@ impl LoraSpec {
             return Ok(());
         }
         let expected = "some of q_proj, k_proj, v_proj, o_proj on a GPU, which has no kernels for adapters of experts yet; device=cpu has";
-        Err(Error::invalid_value("lora.target_modules", self.target_names(), expected))
+        Err(Error::invalid_value("lora.target_modules", names(&self.targets), expected))
     }
 
     /// Whether projections of experts are adapted.
     fn adapts_experts(&self, spec: &ModelSpec) -> bool {
-        spec.num_expert_layers() > 0 && self.targets.iter().any(|&module| module > TargetModule::OProj)
+        spec.num_expert_layers() > 0 && self.targets.iter().any(|&module| room(module) == MLP)
     }
 
-    fn target_names(&self) -> String {
-        let names: Vec<_> = self.targets.iter().map(|module| module.name()).collect();
-        names.join(", ")
+    /// The adapted projections that the model has, in order.
+    pub fn modules(&self, spec: &ModelSpec) -> Vec<TargetModule> {
+        modules(spec).into_iter().filter(|module| self.targets.contains(module)).collect()
     }
 
     /// alpha / r.
     pub fn scale(&self) -> f64 {
         self.alpha / self.r as f64
     }
+}
+
+/// The projections that a model has in any of its layers, in order.
+fn modules(spec: &ModelSpec) -> Vec<TargetModule> {
+    let linears = (0..spec.num_layers).flat_map(|layer| spec.block(layer).linears());
+    let own = linears.flat_map(|linear| linear.projections).filter_map(|(projection, _)| match projection {
+        Projection::Module(module) => Some(module),
+        Projection::SharedExpert(_) => None,
+    });
+    let own: Vec<_> = own.collect();
+    TargetModule::ALL.iter().copied().filter(|module| own.contains(module)).collect()
+}
+
+/// Names as a user writes them.
+pub(super) fn names(modules: &[TargetModule]) -> String {
+    modules.iter().map(|module| module.name()).collect::<Vec<_>>().join(", ")
 }

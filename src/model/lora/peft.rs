@@ -59,7 +59,7 @@ fn tensors(
     f: &mut dyn FnMut(&PeftTensor<'_>) -> Result<()>,
 ) -> Result<()> {
     let Unit::Block(layer) = unit else { panic!("the {unit} has no adapters") };
-    for fused in lora.fused(spec) {
+    for fused in lora.fused(spec, layer) {
         for expert in fused.linear.each_expert() {
             for piece in &fused.pieces {
                 let [a_shape, b_shape] = fused.shapes_of(piece);
@@ -185,11 +185,11 @@ pub fn write_adapters(
         })?;
     }
     sync(&path)?;
-    write_config(&folder.join(CONFIG), lora, base)
+    write_config(&folder.join(CONFIG), (&table.spec, lora), base)
 }
 
-fn write_config(path: &Path, lora: &LoraSpec, base: &Path) -> Result<()> {
-    let names: Vec<&str> = lora.targets.iter().map(|module| module.name()).collect();
+fn write_config(path: &Path, (spec, lora): (&ModelSpec, &LoraSpec), base: &Path) -> Result<()> {
+    let names: Vec<&str> = lora.modules(spec).into_iter().map(TargetModule::name).collect();
     let whole = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
     // A base from the Hub goes by its name, so that the adapters find it on other machines, too.
     let (name, commit) = named_snapshot(&whole).unzip();

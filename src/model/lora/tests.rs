@@ -6,21 +6,29 @@ use tch::{Device, Kind, Tensor};
 
 use super::*;
 use crate::config::GradientCheckpointing;
-use crate::config::TargetModule::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
+use crate::config::TargetModule::{
+    DownProj, GateProj, InProjA, InProjB, InProjQkv, InProjZ, KProj, OProj, OutProj, QProj, UpProj, VProj,
+};
 use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::model::params::{ParamName, UnitLayout};
+use crate::model::tests::delta_net::hybrid;
 use crate::model::tests::{SliceAttention, families, reference, with_experts};
 use crate::model::{
-    BlockContext, BlockParams, ExpertLayers, ModelSpec, NormPlaces, PackedMixer, ParamTable, Unit, attention_scale,
-    block_backward, block_forward,
+    BlockContext, BlockParams, ExpertLayers, Mixer, ModelSpec, NormPlaces, PackedMixer, ParamTable, Unit,
+    attention_scale, block_backward, block_forward,
 };
 use crate::ops::attention::PackedLayout;
+use crate::ops::delta_net::DeltaHeads;
 use crate::ops::dropout::Dropout;
 use crate::ops::random::RandomKey;
 use crate::ops::testing::{assert_close, leaf, rand};
 
 const LEN: i64 = 11;
+
+fn hybrid_choices() -> [Vec<TargetModule>; 3] {
+    [TargetModule::ALL.to_vec(), vec![InProjQkv, OutProj, QProj], vec![UpProj, InProjZ, InProjA]]
+}
 
 fn every_choice() -> [Vec<TargetModule>; 4] {
     [
@@ -39,6 +47,7 @@ fn beside_experts() -> [Vec<TargetModule>; 2] {
 /// A random block and its adapters in one layout each.
 struct Block {
     spec: ModelSpec,
+    layer: usize,
     lora: LoraSpec,
     layout: UnitLayout,
     flat: Tensor,
@@ -47,13 +56,13 @@ struct Block {
 }
 
 impl Block {
-    fn new(spec: &ModelSpec, targets: Vec<TargetModule>) -> Self {
+    fn new(spec: &ModelSpec, layer: usize, targets: Vec<TargetModule>) -> Self {
         let lora = LoraSpec { r: 3, alpha: 5.0, dropout: 0.0, targets };
         let shared = Arc::new(spec.clone());
-        let layout = ParamTable::new(shared.clone(), 1).unit(Unit::Block(1)).clone();
-        let adapter_layout = ParamTable::adapters(shared, &lora, 2).unit(Unit::Block(1)).clone();
+        let layout = ParamTable::new(shared.clone(), 1).unit(Unit::Block(layer)).clone();
+        let adapter_layout = ParamTable::adapters(shared, &lora, 2).unit(Unit::Block(layer)).clone();
         let (flat, adapters) = (rand(&[layout.len as i64]) * 0.4, rand(&[adapter_layout.len as i64]) * 0.4);
-        Self { spec: spec.clone(), lora, layout, flat, adapter_layout, adapters }
+        Self { spec: spec.clone(), layer, lora, layout, flat, adapter_layout, adapters }
     }
 
     fn params(&self, dropout: Option<Dropout>) -> BlockParams {
@@ -70,7 +79,7 @@ impl Block {
         let ctx = BlockContext { spec, rope: &rope, tp: None, routes: None };
         let packed = PackedMixer::new(spec, &[0, LEN], Device::Cpu);
         let w = self.params(dropout);
-        let (y, saved) = block_forward(&ctx, 1, &w, x, &packed, Some(keep)).unwrap();
+        let (y, saved) = block_forward(&ctx, self.layer, &w, x, &packed, Some(keep)).unwrap();
         let flat = Tensor::zeros_like(&self.adapters);
         let gradients = BlockLora::gradients(spec, &self.lora, &self.adapter_layout, &flat).unwrap();
         let mut grads = BlockParams::default().with_adapters(gradients);
@@ -94,10 +103,12 @@ fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Place, i64, i64) -> 
         }
         _ => delta((DownProj, expert), hidden, mlp),
     };
+    let [channels, values, heads] = delta_rows(spec);
     match (name, &spec.experts) {
         (ParamName::Qkv, _) => {
             let heads = |module, rows: i64| delta((module, None), rows, hidden).view([kv, -1, head_dim, hidden]);
-            let all = [heads(QProj, width), heads(KProj, kv * head_dim), heads(VProj, kv * head_dim)];
+            let queries = if spec.output_gate { 2 * width } else { width };
+            let all = [heads(QProj, queries), heads(KProj, kv * head_dim), heads(VProj, kv * head_dim)];
             Some(Tensor::cat(&all, 1).view([-1, hidden]))
         }
         (ParamName::O, _) => Some(delta((OProj, None), hidden, width)),
@@ -106,8 +117,21 @@ fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Place, i64, i64) -> 
             let of_expert = |expert| of_mlp(Some(expert), experts.moe_intermediate_size as i64);
             Some(Tensor::stack(&(0..experts.num_experts as i64).map(of_expert).collect::<Vec<_>>(), 0))
         }
+        (ParamName::DeltaQkv, _) => Some(delta((InProjQkv, None), channels, hidden)),
+        (ParamName::DeltaZ, _) => Some(delta((InProjZ, None), values, hidden)),
+        (ParamName::DeltaB, _) => Some(delta((InProjB, None), heads, hidden)),
+        (ParamName::DeltaA, _) => Some(delta((InProjA, None), heads, hidden)),
+        (ParamName::DeltaOut, _) => Some(delta((OutProj, None), hidden, values)),
         _ => None,
     }
+}
+
+/// Rows of a gated delta net's projections: queries, keys and values; gates; write strengths or decays.
+fn delta_rows(spec: &ModelSpec) -> [i64; 3] {
+    let heads = spec.delta_net.as_ref().map(|delta_net| delta_net.heads);
+    heads.map_or([0; 3], |heads| {
+        [heads.channels(), heads.num_value_heads * heads.value_dim, heads.num_value_heads].map(|rows| rows as i64)
+    })
 }
 
 /// Leaves [r, in] and [out, r] of every adapted projection, cut out of the flat tensor by hand.
@@ -131,8 +155,19 @@ fn leaves(block: &Block, flat: &Tensor) -> Vec<(Place, Tensor, Tensor)> {
             }
         }
     };
-    cut(&[(QProj, group), (KProj, 1), (VProj, 1)], ParamName::QkvA, ParamName::QkvB, kv, head_dim);
-    cut(&[(OProj, 1)], ParamName::OA, ParamName::OB, 1, spec.hidden_size as i64);
+    let is_delta_net = matches!(spec.block(block.layer).mixer, Mixer::DeltaNet(_));
+    if is_delta_net {
+        let [channels, values, heads] = delta_rows(spec);
+        cut(&[(InProjQkv, 1)], ParamName::DeltaQkvLoraA, ParamName::DeltaQkvLoraB, 1, channels);
+        cut(&[(InProjZ, 1)], ParamName::DeltaZLoraA, ParamName::DeltaZLoraB, 1, values);
+        cut(&[(InProjB, 1)], ParamName::DeltaBLoraA, ParamName::DeltaBLoraB, 1, heads);
+        cut(&[(InProjA, 1)], ParamName::DeltaALoraA, ParamName::DeltaALoraB, 1, heads);
+        cut(&[(OutProj, 1)], ParamName::DeltaOutLoraA, ParamName::DeltaOutLoraB, 1, spec.hidden_size as i64);
+    } else {
+        let queries = if spec.output_gate { 2 * group } else { group };
+        cut(&[(QProj, queries), (KProj, 1), (VProj, 1)], ParamName::QkvA, ParamName::QkvB, kv, head_dim);
+        cut(&[(OProj, 1)], ParamName::OA, ParamName::OB, 1, spec.hidden_size as i64);
+    }
     let width = spec.experts.as_ref().map_or(spec.intermediate_size, |experts| experts.moe_intermediate_size);
     cut(&[(GateProj, 1), (UpProj, 1)], ParamName::GateUpA, ParamName::GateUpB, width as i64, 1);
     cut(&[(DownProj, 1)], ParamName::DownA, ParamName::DownB, 1, spec.hidden_size as i64);
@@ -142,19 +177,24 @@ fn leaves(block: &Block, flat: &Tensor) -> Vec<(Place, Tensor, Tensor)> {
 #[test]
 fn every_family_and_choice_matches_autograd_over_merged_weights() {
     let attention = vec![vec![QProj, KProj, VProj, OProj], vec![VProj]];
-    let dense = families().map(|(name, spec)| (name, spec, every_choice().to_vec()));
+    let dense = families().map(|(name, spec)| (name, spec, 1, every_choice().to_vec()));
     let [(all, everywhere), (some, in_some_layers)] = with_experts();
     let unnormalised = ExpertLayers { norm_topk_prob: false, ..everywhere.experts.clone().unwrap() };
     let behind = ModelSpec { norms: NormPlaces::POST, experts: Some(unnormalised), ..everywhere.clone() };
     let experts = [
-        (all, everywhere, [attention.clone(), beside_experts().to_vec()].concat()),
-        ("experts, norms behind", behind, beside_experts().to_vec()),
-        (some, in_some_layers, attention),
+        (all, everywhere, 1, [attention.clone(), beside_experts().to_vec()].concat()),
+        ("experts, norms behind", behind, 1, beside_experts().to_vec()),
+        (some, in_some_layers, 1, attention),
     ];
-    for (name, spec, choices) in dense.into_iter().chain(experts) {
+    // Layer 0 has a gated delta net, layer 1 attention with an output gate.
+    let hybrids = [0, 1].map(|layer| {
+        let (name, spec) = hybrid();
+        (name, spec, layer, hybrid_choices().to_vec())
+    });
+    for (name, spec, layer, choices) in dense.into_iter().chain(experts).chain(hybrids) {
         for targets in choices {
-            println!("{name}: {targets:?}");
-            let block = Block::new(&spec, targets);
+            println!("{name}, layer {layer}: {targets:?}");
+            let block = Block::new(&spec, layer, targets);
             let (x, dy) = (rand(&[LEN, spec.hidden_size as i64]), rand(&[LEN, spec.hidden_size as i64]));
             let (x_leaf, projections) = (leaf(&x), leaves(&block, &block.adapters));
             let delta = |place, rows: i64, columns: i64| {
@@ -187,7 +227,7 @@ fn every_family_and_choice_matches_autograd_over_merged_weights() {
 #[test]
 fn dropout_is_differentiated() {
     let (_, spec) = families().into_iter().next().unwrap();
-    let mut block = Block::new(&spec, every_choice()[0].clone());
+    let mut block = Block::new(&spec, 1, every_choice()[0].clone());
     let dropout = Some(Dropout { rate: 0.3, key: RandomKey::new(7, 1) });
     let (x, dy) = (rand(&[LEN, spec.hidden_size as i64]), rand(&[LEN, spec.hidden_size as i64]));
     let [y, dx, gradient] = block.run(&x, &dy, GradientCheckpointing::None, dropout);
@@ -216,16 +256,23 @@ fn slices_add_up_to_the_block() {
         let layers = ExpertLayers { num_experts, ..experts.experts.clone().unwrap() };
         ModelSpec { experts: Some(layers), ..experts.clone() }.with_expert_parallel(true).unwrap()
     };
-    for (spec, choices, tp_sizes) in [
-        (eight, every_choice().to_vec(), vec![1, 2, 4]),
-        (qwen3, every_choice().to_vec(), vec![2, 4]),
-        (norms_behind, every_choice().to_vec(), vec![2, 4]),
-        (parallel(6), beside_experts().to_vec(), vec![2]),
-        (parallel(8), beside_experts().to_vec(), vec![4]),
-        (experts, beside_experts().to_vec(), vec![2, 4]),
-    ] {
+    let all = [
+        (eight, 1, every_choice().to_vec(), vec![1, 2, 4]),
+        (qwen3, 1, every_choice().to_vec(), vec![2, 4]),
+        (norms_behind, 1, every_choice().to_vec(), vec![2, 4]),
+        (parallel(6), 1, beside_experts().to_vec(), vec![2]),
+        (parallel(8), 1, beside_experts().to_vec(), vec![4]),
+        (experts, 1, beside_experts().to_vec(), vec![2, 4]),
+    ];
+    let hybrids = [0, 1].map(|layer| {
+        let (_, mut spec) = hybrid();
+        let layers = spec.delta_net.as_mut().unwrap();
+        layers.heads = DeltaHeads { num_key_heads: 4, num_value_heads: 8, ..layers.heads };
+        (spec, layer, hybrid_choices().to_vec(), vec![2, 4])
+    });
+    for (spec, layer, choices, tp_sizes) in all.into_iter().chain(hybrids) {
         for targets in choices {
-            let block = Block::new(&spec, targets);
+            let block = Block::new(&spec, layer, targets);
             let x = rand(&[5, spec.hidden_size as i64]);
             let host = |t: &Tensor| Vec::<f64>::try_from(t.view(-1)).unwrap();
             let (flat, adapters, x) = (host(&block.flat), host(&block.adapters), host(&x));
@@ -261,7 +308,8 @@ fn sliced(
     let ctx = BlockContext { spec, rope: &rope, tp: Some(tp), routes: None };
     let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp.size()).1, None, Device::Cpu);
     let attention = SliceAttention(layout, attention_scale(spec));
-    let (y, _) = block_forward(&ctx, 0, &w, &x, &attention, None).unwrap();
+    let Unit::Block(layer) = adapter_layout.unit else { unreachable!() };
+    let (y, _) = block_forward(&ctx, layer, &w, &x, &attention, None).unwrap();
     Vec::try_from(y.flatten(0, 1)).unwrap()
 }
 
@@ -274,14 +322,14 @@ fn adapters_of_experts_are_counted_for_the_plan() {
     let of_expert = 3 * 16 * (2048 + 768);
     assert_eq!(table.num_params(), 48 * 128 * of_expert);
     // Gate's and up's rows each have the columns of both.
-    assert_eq!(lora.num_expanded(&spec), 48 * 128 * (2 * 768 * 32 + 2048 * 16));
+    assert_eq!(lora.num_expanded(&spec).sum::<usize>(), 48 * 128 * (2 * 768 * 32 + 2048 * 16));
 }
 
 /// Every row of a batch has its own adapter, or none.
 #[test]
 fn rows_choose_among_adapters_beside_experts() {
     let [(_, spec), _] = with_experts();
-    let [first, second] = beside_experts().map(|targets| Block::new(&spec, targets));
+    let [first, second] = beside_experts().map(|targets| Block::new(&spec, 1, targets));
     let expanded =
         |block: &Block| BlockLora::expand(&spec, &block.lora, &block.adapter_layout, &block.adapters, None).unwrap();
     let x = rand(&[LEN, spec.hidden_size as i64]);

@@ -8,7 +8,7 @@ use crate::model::{DeltaLayers, Family, ModelSpec, ParamName};
 use crate::ops::delta_net::DeltaHeads;
 
 /// Qwen3.5's shape: (name, spec).
-pub(super) fn hybrid() -> (&'static str, ModelSpec) {
+pub(in crate::model) fn hybrid() -> (&'static str, ModelSpec) {
     let [_, (_, qwen3), ..] = families();
     let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 6, value_dim: 4, conv_width: 3 };
     let spec = ModelSpec {

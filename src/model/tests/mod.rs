@@ -1,6 +1,6 @@
 //! The whole network against an independent one under autograd, in float64; recomputation; tensor-parallel slices.
 
-mod delta_net;
+pub(super) mod delta_net;
 pub(super) mod reference;
 
 use std::path::Path;

@@ -5,7 +5,7 @@ use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::ModelSpec;
 use tch::Kind;
 
-use super::{adapted_of, backward, base, own_sequences, packed, trained};
+use super::{adapted_from, backward, base, own_sequences, packed, trained};
 use crate::ranks;
 
 #[test]
@@ -19,7 +19,8 @@ fn stages_are_bitwise_equal_beside_experts() {
         ] {
             let after = |stage| {
                 let spec = ModelSpec { vocab_size: 96, num_layers: 2, ..ModelSpec::preset("tiny-moe").unwrap() };
-                let mut policy = adapted_of(spec, &mesh, stage, kinds, 0.0, (quantization, false));
+                let mut policy =
+                    adapted_from((spec, TargetModule::ALL.to_vec()), &mesh, stage, kinds, 0.0, (quantization, false));
                 let micro_batches = packed(&own_sequences(world.rank()), 1000);
                 let before = base(&policy);
                 let nlls: Vec<f64> = (0..4)

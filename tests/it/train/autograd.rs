@@ -8,6 +8,8 @@ use colo_grpo::internal::train::{AdamOptions, Sequence};
 use colo_grpo::internal::types::RoutedExperts;
 use tch::{Device, Kind, Tensor};
 
+use super::delta_net;
+
 /// One leaf per unit, with its moments.
 pub struct Model {
     pub table: ParamTable,
@@ -118,14 +120,31 @@ struct Experts<'a> {
 }
 
 fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor, routes: &mut Experts<'_>) -> Tensor {
+    // A norm that is absent leaves what it is given.
+    let normed =
+        |name, x: &Tensor| w.norm(name).map_or_else(|| x.shallow_clone(), |weight| norm(x, weight, spec.rms_norm_eps));
+    let mixer_input = normed(ParamName::InputNorm, x);
+    let mixed = match w.norm(ParamName::DeltaConv) {
+        Some(_) => delta_net::mix(spec, w, &mixer_input),
+        None => attend(spec, w, &mixer_input),
+    };
+    let h = x + normed(ParamName::MixerPostNorm, &mixed);
+    let mlp_input = normed(ParamName::PostNorm, &h);
+    let (gate_up, down) = (w.linear(Matrix::GateUp).weight(), w.linear(Matrix::Down).weight());
+    let mlp = match w.router() {
+        Some(router) => experts(spec, &mlp_input, [router, gate_up, down], routes),
+        None => mlp(&mlp_input, gate_up, down),
+    };
+    &h + normed(ParamName::MlpPostNorm, &mlp)
+}
+
+fn attend(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let (len, eps) = (x.size()[0], spec.rms_norm_eps);
     let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
-    // A norm that is absent leaves what it is given.
-    let normed = |name, x: &Tensor| w.norm(name).map_or_else(|| x.shallow_clone(), |weight| norm(x, weight, eps));
     let [Piece { weight, bias, .. }] = &w.linear(Matrix::Qkv).pieces[..] else {
         panic!("a whole block is in one piece")
     };
-    let mut qkv = normed(ParamName::InputNorm, x).matmul(&weight.tr());
+    let mut qkv = x.matmul(&weight.tr());
     if let Some(bias) = bias {
         qkv += bias;
     }
@@ -146,14 +165,7 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor, routes: &mut Exp
     let future = Tensor::ones([len, len], (Kind::Bool, x.device())).triu(1);
     let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, None);
     let attended = Tensor::einsum("hts,shd->thd", &[&p, &v], None::<i64>).reshape([len, -1]);
-    let h = x + normed(ParamName::MixerPostNorm, &attended.matmul(&w.linear(Matrix::O).weight().tr()));
-    let mlp_input = normed(ParamName::PostNorm, &h);
-    let (gate_up, down) = (w.linear(Matrix::GateUp).weight(), w.linear(Matrix::Down).weight());
-    let mlp = match w.router() {
-        Some(router) => experts(spec, &mlp_input, [router, gate_up, down], routes),
-        None => mlp(&mlp_input, gate_up, down),
-    };
-    &h + normed(ParamName::MlpPostNorm, &mlp)
+    attended.matmul(&w.linear(Matrix::O).weight().tr())
 }
 
 fn mlp(x: &Tensor, gate_up: &Tensor, down: &Tensor) -> Tensor {
@@ -187,7 +199,7 @@ fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], told: &mut Exper
     y
 }
 
-fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+pub fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     x * (x.square().mean_dim(-1, true, None) + eps).rsqrt() * weight
 }
 

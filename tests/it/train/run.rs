@@ -5,7 +5,10 @@ use std::sync::Arc;
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::dist::Mesh;
 use colo_grpo::internal::memory::HostPool;
-use colo_grpo::internal::model::{ExpertLayers, Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout};
+use colo_grpo::internal::model::{
+    DeltaLayers, ExpertLayers, Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout,
+};
+use colo_grpo::internal::ops::delta_net::DeltaHeads;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count,
@@ -31,6 +34,8 @@ pub struct Run {
     pub tied: bool,
     /// Whether two of three layers have experts.
     pub experts: bool,
+    /// Whether two of three layers have gated delta nets.
+    pub delta_nets: bool,
     /// Weight of the loss that keeps experts equally busy.
     pub aux_loss_coef: f64,
     pub recompute: GradientCheckpointing,
@@ -56,6 +61,7 @@ impl Run {
             residual: kind,
             tied: false,
             experts: false,
+            delta_nets: false,
             aux_loss_coef: 0.0,
             recompute,
             budget: BUDGET,
@@ -81,7 +87,9 @@ impl Run {
             mlp_only_layers: vec![1],
             is_parallel: false,
         };
-        let narrow = ModelSpec { experts: self.experts.then_some(experts), ..spec(self.tied) };
+        let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 6, value_dim: 4, conv_width: 3 };
+        let delta_net = self.delta_nets.then(|| DeltaLayers { heads, full_attention: vec![1] });
+        let narrow = ModelSpec { experts: self.experts.then_some(experts), delta_net, ..spec(self.tied) };
         match self.optim {
             Optim::AdamW8bit => ModelSpec { hidden_size: 48, head_dim: 12, intermediate_size: 90, ..narrow },
             Optim::AdamW | Optim::Muon(_) => narrow,
