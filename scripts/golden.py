@@ -24,8 +24,8 @@ import subprocess
 
 import torch
 from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, MistralConfig, Olmo2Config,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config, Qwen3_5TextConfig, Qwen3Config,
-                          Qwen3MoeConfig)
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config, Qwen3_5MoeTextConfig,
+                          Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 VOCAB = 96
@@ -93,6 +93,8 @@ FAMILIES = {
                         torch.bfloat16, "40KB"),
     "qwen3_5": (Qwen3_5TextConfig(intermediate_size=48, rope_parameters=PARTIAL_ROPE, tie_word_embeddings=False, **HYBRID),
                 torch.float32, "5GB"),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig(moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=5, num_experts_per_tok=2,
+                                         rope_parameters=PARTIAL_ROPE, tie_word_embeddings=False, **HYBRID), torch.float32, "5GB"),
     # With a vision tower, whose positions have three axes; of text they are alike.
     "qwen3_5_vision": (Qwen3_5Config(
         text_config=dict(HYBRID, intermediate_size=48, rope_parameters=dict(PARTIAL_ROPE, mrope_interleaved=True, mrope_section=[1, 1, 0])),

@@ -155,12 +155,18 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
         _ => 0,
     };
     let head_dim = head_dim(config, usual_head_dim, hidden_size, num_heads)?;
+    let experts = if has_experts { experts::read(config, num_layers, &traits)? } else { None };
+    let intermediate_size = match &experts {
+        // All layers have experts, and a file need not say what width an MLP would have.
+        Some(experts) if has_delta_nets && !config.has("intermediate_size") => experts.moe_intermediate_size,
+        _ => config.size("intermediate_size", 1 << 24)?,
+    };
     let spec = ModelSpec {
         family,
         vocab_size,
         hidden_size,
-        intermediate_size: config.size("intermediate_size", 1 << 24)?,
-        experts: if has_experts { experts::read(config, num_layers, traits.has_shared_expert)? } else { None },
+        intermediate_size,
+        experts,
         delta_net: if has_delta_nets { Some(delta_net::read(config, num_layers)?) } else { None },
         num_layers,
         num_heads,

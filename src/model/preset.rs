@@ -9,7 +9,7 @@ use crate::ops::delta_net::DeltaHeads;
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 20] = [
+pub const PRESETS: [&str; 21] = [
     "micro",
     "tiny",
     "tiny-moe",
@@ -26,6 +26,7 @@ pub const PRESETS: [&str; 20] = [
     "qwen3-8b",
     "qwen3-30b-a3b",
     "qwen3.5-9b",
+    "qwen3.5-35b-a3b",
     "llama3.2-1b",
     "llama3.1-8b",
     "olmo2-1b",
@@ -63,6 +64,11 @@ impl ModelSpec {
             },
             "qwen3-8b" => qwen3([151_936, 4_096, 12_288, 36, 32, 8, 128], false),
             "qwen3.5-9b" => qwen3_5([248_320, 4_096, 12_288, 32, 16, 4, 256], [16, 32, 128], false),
+            "qwen3.5-35b-a3b" => ModelSpec {
+                family: Family::Qwen3_5Moe,
+                experts: Some(ExpertLayers { shared_expert_intermediate_size: Some(512), ..experts([256, 8, 512]) }),
+                ..qwen3_5([248_320, 2_048, 512, 40, 16, 2, 256], [16, 32, 128], false)
+            },
             "llama3.2-1b" => llama3([128_256, 2_048, 8_192, 16, 32, 8, 64], true, 32.0),
             "llama3.1-8b" => llama3([128_256, 4_096, 14_336, 32, 32, 8, 128], false, 8.0),
             "olmo2-1b" => olmo2([100_352, 2_048, 8_192, 16, 16, 16, 128]),

@@ -11,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 13] = [
+const GOLDEN: [(&str, Family); 14] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -25,6 +25,7 @@ const GOLDEN: [(&str, Family); 13] = [
     ("qwen3_moe_mixed", Family::Qwen3Moe),
     ("qwen3_5", Family::Qwen3_5),
     ("qwen3_5_vision", Family::Qwen3_5),
+    ("qwen3_5_moe", Family::Qwen3_5Moe),
 ];
 
 fn golden(name: &str) -> PathBuf {
@@ -47,6 +48,7 @@ fn published_models_have_their_published_sizes() {
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3.5-9b", 8_953_803_264),
+        ("qwen3.5-35b-a3b", 34_660_610_688),
         ("llama3.2-1b", 1_235_814_400),
         ("llama3.1-8b", 8_030_261_248),
         ("olmo2-1b", 1_484_916_736),

@@ -39,6 +39,7 @@ fn greedy_equals_transformers() {
         "qwen3_moe_mixed",
         "qwen3_5",
         "qwen3_5_vision",
+        "qwen3_5_moe",
     ] {
         let model = Model::golden(name);
         let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();

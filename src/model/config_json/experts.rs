@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::error::Result;
+use crate::model::families::Traits;
 use crate::model::json::JsonObject;
 use crate::model::spec::ExpertLayers;
 
@@ -10,7 +11,7 @@ use crate::model::spec::ExpertLayers;
 const USUAL_AUX_LOSS_COEF: f64 = 0.001;
 
 /// The experts that a `config.json` describes; `None` where no layer has any.
-pub(super) fn read(config: &JsonObject, num_layers: usize, has_shared_expert: bool) -> Result<Option<ExpertLayers>> {
+pub(super) fn read(config: &JsonObject, num_layers: usize, traits: &Traits) -> Result<Option<ExpertLayers>> {
     // transformers reads both names.
     let count = if config.has("num_experts") { "num_experts" } else { "num_local_experts" };
     let num_experts = config.size(count, 1 << 12)?;
@@ -27,11 +28,17 @@ pub(super) fn read(config: &JsonObject, num_layers: usize, has_shared_expert: bo
         num_experts,
         num_experts_per_tok,
         moe_intermediate_size: config.size("moe_intermediate_size", 1 << 24)?,
-        shared_expert_intermediate_size: match has_shared_expert {
+        shared_expert_intermediate_size: match traits.has_shared_expert {
             true => Some(config.size("shared_expert_intermediate_size", 1 << 24)?),
             false => None,
         },
-        norm_topk_prob: config.flag("norm_topk_prob")?,
+        norm_topk_prob: match traits.divides_by_choices {
+            true if config.has("norm_topk_prob") && !config.flag("norm_topk_prob")? => {
+                return Err(config.wrong("norm_topk_prob", "true, as transformers computes this family"));
+            }
+            true => true,
+            false => config.flag("norm_topk_prob")?,
+        },
         router_aux_loss_coef,
         decoder_sparse_step: match config.get("decoder_sparse_step") {
             None => 1,

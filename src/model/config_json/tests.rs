@@ -207,6 +207,39 @@ fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
 }
 
 #[test]
+fn gated_delta_nets_with_experts_are_read_as_transformers_does_or_refused_by_name() {
+    let spec = ModelSpec::preset("qwen3.5-35b-a3b").unwrap();
+    let good = spec.to_config_json();
+    let mut usual = with(&with(&good, "norm_topk_prob", json!("remove")), "intermediate_size", json!("remove"));
+    usual = with(&with(&usual, "decoder_sparse_step", json!("remove")), "mlp_only_layers", json!("remove"));
+    assert_eq!(load(&usual).unwrap(), spec);
+    // The text part of a file with a vision tower, which says outside of it whether the head is tied.
+    let whole = json!({
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": with(&usual, "architectures", json!("remove")),
+        "tie_word_embeddings": true,
+    });
+    assert_eq!(load(&whole).unwrap(), ModelSpec { is_text_part: true, tie_word_embeddings: true, ..spec.clone() });
+    // Of 40 layers' experts a token has 8 and the shared one.
+    let idle = 40 * 248 * 3 * 512 * 2048;
+    assert_eq!(spec.num_params() - spec.num_active_params(), idle);
+    for (key, value, message) in [
+        (
+            "norm_topk_prob",
+            json!(false),
+            "norm_topk_prob is false: expected true, as transformers computes this family",
+        ),
+        ("shared_expert_intermediate_size", json!("remove"), "shared_expert_intermediate_size is absent"),
+        ("num_experts", json!(4), "num_experts_per_tok is 8: expected at most num_experts = 4"),
+    ] {
+        let error = load(&with(&good, key, value)).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+    let error = spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap_err().to_string();
+    assert!(error.contains("a model with gated delta nets") && error.contains("not served on a GPU yet"), "{error}");
+}
+
+#[test]
 fn experts_are_read_as_transformers_does_or_refused_by_name() {
     let spec = ModelSpec::preset("tiny-moe").unwrap();
     let good = spec.to_config_json();

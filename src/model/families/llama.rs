@@ -13,6 +13,7 @@ pub(super) const TRAITS: Traits = Traits {
     window: Window::Never,
     has_experts: false,
     has_shared_expert: false,
+    divides_by_choices: false,
     has_delta_nets: false,
     whole: None,
 };

@@ -7,6 +7,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
 
 use super::block::{NormPlaces, QkNorm};
@@ -24,6 +25,8 @@ pub enum Family {
     Qwen3Moe,
     /// Qwen3.5 and 3.6, text.
     Qwen3_5,
+    /// Qwen3.5 and 3.6 with experts, text.
+    Qwen3_5Moe,
     /// Llama 3.x.
     Llama,
     /// Mistral.
@@ -52,6 +55,8 @@ pub(super) struct Traits {
     pub has_experts: bool,
     /// Beside its experts, `config.json` describes one that every token goes to.
     pub has_shared_expert: bool,
+    /// The weights of a token's experts are divided by their sum, which `norm_topk_prob` need not say.
+    pub divides_by_choices: bool,
     /// `config.json` describes gated delta nets; attention has an output gate and turns heads in part, and norms scale by 1 + weight.
     pub has_delta_nets: bool,
     /// Files whose `text_config` describes a model of this family, beside a vision tower.
@@ -81,12 +86,13 @@ pub(super) enum Window {
 }
 
 impl Family {
-    pub(super) const ALL: [Family; 8] = [
+    pub(super) const ALL: [Family; 9] = [
         Family::Qwen2,
         Family::Qwen2Moe,
         Family::Qwen3,
         Family::Qwen3Moe,
         Family::Qwen3_5,
+        Family::Qwen3_5Moe,
         Family::Llama,
         Family::Mistral,
         Family::Olmo2,
@@ -99,6 +105,7 @@ impl Family {
             Family::Qwen3 => qwen3::TRAITS,
             Family::Qwen3Moe => qwen3_moe::TRAITS,
             Family::Qwen3_5 => qwen3_5::TRAITS,
+            Family::Qwen3_5Moe => qwen3_5_moe::TRAITS,
             Family::Llama => llama::TRAITS,
             Family::Mistral => mistral::TRAITS,
             Family::Olmo2 => olmo2::TRAITS,

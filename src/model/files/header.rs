@@ -97,14 +97,16 @@ impl MappedFile {
         }
     }
 
-    /// Copies a tensor that passed [`MappedFile::check`] out of the map, whose data may be misaligned, to as many elements in the
-    /// same order.
+    /// Copies a tensor that passed [`MappedFile::check`], from its element `first` on, out of the map, whose data may be misaligned, to
+    /// some elements in the same order.
     ///
     /// # Errors
     /// [`Error::Torch`] where memory does not suffice.
-    pub(in crate::model) fn copy_to(&self, name: &str, target: &mut Tensor) -> Result<()> {
+    pub(in crate::model) fn copy_to(&self, name: &str, first: usize, target: &mut Tensor) -> Result<()> {
         let kind = self.info(name).and_then(|info| kind_of(info.dtype));
         let (bytes, kind) = self.bytes(name).zip(kind).expect("checked before");
+        let element = kind.elt_size_in_bytes();
+        let bytes = &bytes[first * element..(first + target.numel()) * element];
         target.f_copy_(&Tensor::f_from_data_size(bytes, &target.size(), kind)?)?;
         Ok(())
     }

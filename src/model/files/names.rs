@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::config::TargetModule;
-use crate::model::block::{LinearSpec, Projection};
+use crate::model::block::{LinearSpec, Matrix, Projection};
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
 use crate::model::spec::ModelSpec;
 
@@ -28,6 +28,19 @@ impl HfTensor {
     /// Whether it is a matrix of a block or of one of its experts, not a norm, a bias or a router.
     pub fn is_projection(&self) -> bool {
         self.rows.is_some() && self.shape.len() == 2
+    }
+
+    /// The matrix of all experts that a checkpoint may have in place of each expert's, and the first of its elements that are this tensor's:
+    /// gates of an expert come before its ups.
+    pub fn fused(&self) -> Option<(String, Vec<i64>, usize)> {
+        let (expert, (linear, projection)) = self.expert.zip(self.rows.as_ref())?;
+        let (own, is_gate_up) = (format!(".experts.{expert}."), linear.matrix == Matrix::GateUp);
+        let (place, _) = self.name.split_once(&own)?;
+        let (name, parts) = if is_gate_up { ("gate_up_proj", 2) } else { ("down_proj", 1) };
+        let &[rows, columns] = &self.shape[..] else { return None };
+        let shape = vec![linear.experts? as i64, parts * rows, columns];
+        let first = (expert as i64 * parts + *projection as i64) * rows * columns;
+        Some((format!("{place}.experts.{name}"), shape, first as usize))
     }
 
     /// The tensor as a view of its unit's flat tensor. Its elements are in the order of `shape`, its sizes may be split

@@ -1,6 +1,6 @@
 //! Reading weights.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -56,7 +56,8 @@ impl WeightFiles {
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         for tensor in tensors(&self.spec, layout.unit) {
-            self.shard_of(&tensor.name).copy_to(&tensor.name, &mut tensor.view(layout, &flat))?;
+            let (name, _, first) = self.place_of(&tensor);
+            self.shard_of(&name).copy_to(&name, first, &mut tensor.view(layout, &flat))?;
         }
         Ok(flat)
     }
@@ -92,11 +93,12 @@ impl WeightFiles {
 
     /// Every tensor of the model is there, with its shape and a type that we read, and nothing else is.
     fn check(&self, origin: &Path) -> Result<()> {
-        let expected: Vec<HfTensor> = units(&self.spec).flat_map(|unit| tensors(&self.spec, unit)).collect();
-        let missing = expected.iter().filter(|tensor| !self.places.contains_key(&tensor.name));
-        let missing: Vec<_> = missing.map(|tensor| format!("{} {:?}", tensor.name, tensor.shape)).collect();
-        let known: HashSet<&str> = expected.iter().map(|tensor| tensor.name.as_str()).collect();
-        let unexpected = self.places.iter().filter(|(name, _)| !known.contains(name.as_str()));
+        let tensors = units(&self.spec).flat_map(|unit| tensors(&self.spec, unit));
+        let expected: BTreeMap<String, Vec<i64>> =
+            tensors.map(|tensor| self.place_of(&tensor)).map(|(name, shape, _)| (name, shape)).collect();
+        let missing = expected.iter().filter(|(name, _)| !self.places.contains_key(*name));
+        let missing: Vec<_> = missing.map(|(name, shape)| format!("{name} {shape:?}")).collect();
+        let unexpected = self.places.iter().filter(|(name, _)| !expected.contains_key(*name));
         let unexpected = unexpected.filter(|(name, _)| !is_ignored(&self.spec, name));
         let unexpected = unexpected.map(|(name, &shard)| {
             let shape = self.shards[shard].info(name).map(|info| info.shape.as_slice()).unwrap_or_default();
@@ -114,7 +116,14 @@ impl WeightFiles {
             let message = format!("not the weights of this config.json: {}", faults.join("; "));
             return Err(Error::bad_file(origin, message));
         }
-        expected.iter().try_for_each(|tensor| self.shard_of(&tensor.name).check(&tensor.name, &tensor.shape))
+        expected.iter().try_for_each(|(name, shape)| self.shard_of(name).check(name, shape))
+    }
+
+    /// The tensor of the files that has a tensor of the model, with its shape, and the first element in it: itself, or that of all
+    /// experts.
+    fn place_of(&self, tensor: &HfTensor) -> (String, Vec<i64>, usize) {
+        let fused = tensor.fused().filter(|(name, ..)| self.places.contains_key(name));
+        fused.unwrap_or_else(|| (tensor.name.clone(), tensor.shape.clone(), 0))
     }
 
     /// The shard that has a tensor of the model.

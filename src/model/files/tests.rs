@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
 use tch::{Device, Kind, Tensor};
 
 use super::{INDEX, SINGLE, WeightFiles, WeightWriter};
@@ -123,4 +125,51 @@ fn a_model_that_cannot_have_its_names_leaves_the_one_before_it() {
     std::fs::create_dir(folder.path().join(&last)).unwrap();
     assert!(matches!(writer.finish().unwrap_err(), Error::Io { .. }));
     assert_eq!(names(folder.path()), [last, SINGLE.to_owned()]);
+}
+
+/// Matrices of all experts in one tensor, gates of an expert before its ups, as files of Qwen3.5 have them.
+#[test]
+fn experts_in_one_tensor_are_read_as_one_by_one() {
+    let spec = Arc::new(ModelSpec { num_layers: 1, ..ModelSpec::preset("tiny-moe").unwrap() });
+    let (table, folder) = (ParamTable::new(spec.clone(), 1), tempfile::tempdir().unwrap());
+    let units = random_units(&table, Kind::BFloat16);
+    let mut writer = WeightWriter::create(folder.path(), spec.clone(), Kind::BFloat16, None).unwrap();
+    for (layout, flat) in table.units.iter().zip(&units) {
+        writer.write_unit(layout, flat).unwrap();
+    }
+    writer.finish().unwrap();
+    let path = folder.path().join(SINGLE);
+    let whole = std::fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&whole).unwrap();
+    let of_experts = |modules: &[&str]| -> Vec<u8> {
+        let names = (0..8).flat_map(|expert| {
+            modules.iter().map(move |module| format!("model.layers.0.mlp.experts.{expert}.{module}.weight"))
+        });
+        names.flat_map(|name| file.tensor(&name).unwrap().data().to_vec()).collect()
+    };
+    let (gate_up, down) = (of_experts(&["gate_proj", "up_proj"]), of_experts(&["down_proj"]));
+    let fused = |shape: Vec<usize>, bytes| TensorView::new(Dtype::BF16, shape, bytes).unwrap();
+    let mut all: Vec<(String, TensorView<'_>)> = file.tensors();
+    all.retain(|(name, _)| !name.contains(".experts."));
+    let place = "model.layers.0.mlp.experts";
+    all.push((format!("{place}.gate_up_proj"), fused(vec![8, 384, 128], &gate_up)));
+    all.push((format!("{place}.down_proj"), fused(vec![8, 128, 192], &down)));
+    let write = |all: Vec<(String, TensorView<'_>)>| std::fs::write(&path, safetensors::serialize(all, None).unwrap());
+    write(all.clone()).unwrap();
+    let files = WeightFiles::open(folder.path(), spec.clone()).unwrap();
+    for (layout, flat) in table.units.iter().zip(&units) {
+        assert!(files.read_unit(layout, Kind::BFloat16).unwrap().equal(flat), "{}", layout.unit);
+    }
+    let refused = |all| {
+        write(all).unwrap();
+        WeightFiles::open(folder.path(), spec.clone()).unwrap_err().to_string()
+    };
+    let mut wide = all.clone();
+    let at = wide.iter().position(|(name, _)| name.ends_with("gate_up_proj")).unwrap();
+    wide[at].1 = fused(vec![8, 128, 384], &gate_up);
+    let message = refused(wide);
+    assert!(message.contains("experts.gate_up_proj has shape [8, 128, 384], expected [8, 384, 128]"), "{message}");
+    let twice = (format!("{place}.3.up_proj.weight"), file.tensor(&format!("{place}.3.up_proj.weight")).unwrap());
+    let message = refused(all.into_iter().chain([twice]).collect());
+    assert!(message.contains("unexpected model.layers.0.mlp.experts.3.up_proj.weight [192, 128]"), "{message}");
 }

@@ -117,7 +117,7 @@ impl AdapterFiles {
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         tensors(&self.spec, &self.lora, layout.unit, &mut |tensor| {
-            self.file.copy_to(&tensor.name, &mut tensor.view(layout, &flat))
+            self.file.copy_to(&tensor.name, 0, &mut tensor.view(layout, &flat))
         })?;
         Ok(flat)
     }

@@ -187,6 +187,7 @@ fn logits_equal_transformers() {
         "qwen3_moe_mixed",
         "qwen3_5",
         "qwen3_5_vision",
+        "qwen3_5_moe",
     ] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
         let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();

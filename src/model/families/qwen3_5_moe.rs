@@ -1,0 +1,14 @@
+//! Qwen3.5 and 3.6 with experts: Qwen3.5's layers, with a router and experts in place of the MLP, beside one expert that every token
+//! goes to.
+
+use super::{Names, Traits, qwen3_5};
+
+pub(super) const TRAITS: Traits = Traits {
+    architecture: "Qwen3_5MoeForCausalLM",
+    model_type: "qwen3_5_moe_text",
+    has_experts: true,
+    has_shared_expert: true,
+    divides_by_choices: true,
+    whole: Some(Names { architecture: "Qwen3_5MoeForConditionalGeneration", model_type: "qwen3_5_moe" }),
+    ..qwen3_5::TRAITS
+};
