@@ -73,7 +73,7 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let (spec, config) = (&input.table.spec, input.config);
     let states = config.max_num_seqs * state_page_bytes(spec, config.tensor_parallel_size, input.kind);
     if states > 0 {
-        classes.push(in_rollout("states of gated delta nets", states));
+        classes.push(of_engine("states of gated delta nets", states, input));
     }
     if input.room.swap_bytes.is_some() {
         let (spec, tp_size) = (&input.table.spec, input.config.tensor_parallel_size);

@@ -76,7 +76,7 @@ pub struct Engine {
     pub(super) gpu: Option<GpuState>,
     pub(super) fp8: Option<Fp8Copy>,
     pub(super) kv_cache: KvCache,
-    /// Pages of states, while the engine is awake and the model has gated delta nets.
+    /// Pages of states, while the engine is awake or keeps sequences, and the model has gated delta nets.
     pub(super) states: Option<StatePages>,
     pub(super) keeps_memory: bool, // asleep, too
     pub(super) keeps_sequences: bool,
@@ -159,7 +159,7 @@ impl Engine {
         Self { keeps_memory: true, ..self }
     }
 
-    /// Keeps the memory mapped, and in it keys and values of sequences that a rollout leaves unfinished: a later one
+    /// Keeps the memory mapped, and in it keys, values and states of sequences that a rollout leaves unfinished: a later one
     /// goes on from them, as the weights computed them that sampled the tokens.
     pub fn keeping_sequences(self) -> Self {
         Self { keeps_sequences: true, ..self.keeping_memory() }
@@ -269,7 +269,9 @@ impl<'a> RolloutEngine<'a> {
         let num_blocks = kept.agree(num_own, tp.as_ref())?;
         let before = held.replace(num_blocks);
         kv_cache.open(num_blocks)?;
-        *states = StatePages::new(spec, tp.size(), options.max_num_seqs, (options.kind, options.device))?;
+        if kept.is_empty() || states.is_none() {
+            *states = StatePages::new(spec, tp.size(), options.max_num_seqs, (options.kind, options.device))?;
+        }
         if let Some(gpu) = gpu {
             gpu.wake(&self.weights, kv_cache, tp.as_ref())?;
         }
@@ -284,7 +286,9 @@ impl<'a> RolloutEngine<'a> {
 
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
-        self.engine.states = None;
+        if self.engine.kept.is_empty() {
+            self.engine.states = None;
+        }
         let Engine { gpu, fp8, kv_cache, keeps_memory: false, .. } = &mut *self.engine else { return };
         if let Some(gpu) = gpu {
             gpu.sleep();

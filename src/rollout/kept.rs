@@ -1,4 +1,4 @@
-//! Sequences that stay in the cache between rollouts: keys and values of those that a rollout left unfinished.
+//! Sequences that stay in the cache between rollouts: keys, values and states of those that a rollout left unfinished.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -6,54 +6,64 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::Result;
 
-/// Sequences, each with the blocks that hold keys and values of all its tokens but the last. They are known by their tokens: of
-/// those alone, and of the weights that computed them, are keys and values a function. In an order that all ranks of a
-/// tensor-parallel group have.
+/// Where a kept sequence is: what the cache has of all its tokens but the last.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub(super) struct KeptPlace {
+    /// Blocks of its keys and values.
+    pub(super) block_table: Vec<u32>,
+    /// Page of its states, of a model that has some.
+    pub(super) state_page: Option<u32>,
+}
+
+/// Sequences with their places. They are known by their tokens: of those alone, and of the weights that computed them, are keys, values
+/// and states a function. In an order that all ranks of a tensor-parallel group have.
 #[derive(Debug, Default, Hash)]
 pub(super) struct KeptSequences {
-    block_tables: BTreeMap<Vec<u32>, Vec<Vec<u32>>>, // by token ids, which samples of a group may have in common
+    places: BTreeMap<Vec<u32>, Vec<KeptPlace>>, // by token ids, which samples of a group may have in common
 }
 
 impl KeptSequences {
-    pub(super) fn insert(&mut self, token_ids: Vec<u32>, block_table: Vec<u32>) {
-        self.block_tables.entry(token_ids).or_default().push(block_table);
+    pub(super) fn insert(&mut self, token_ids: Vec<u32>, place: KeptPlace) {
+        self.places.entry(token_ids).or_default().push(place);
     }
 
     /// Takes over all of another.
     pub(super) fn extend(&mut self, other: Self) {
-        let all = other
-            .block_tables
-            .into_iter()
-            .flat_map(|(ids, tables)| tables.into_iter().map(move |table| (ids.clone(), table)));
-        all.for_each(|(token_ids, table)| self.insert(token_ids, table));
+        let all = other.places.into_iter();
+        let all = all.flat_map(|(ids, places)| places.into_iter().map(move |place| (ids.clone(), place)));
+        all.for_each(|(token_ids, place)| self.insert(token_ids, place));
     }
 
-    /// The blocks of a sequence of these tokens, if there is one; they are the caller's.
-    pub(super) fn take(&mut self, token_ids: &[u32]) -> Option<Vec<u32>> {
-        let tables = self.block_tables.get_mut(token_ids)?;
-        let table = tables.pop();
-        if tables.is_empty() {
-            self.block_tables.remove(token_ids);
+    /// The place of a sequence of these tokens, if there is one; its blocks and page are the caller's.
+    pub(super) fn take(&mut self, token_ids: &[u32]) -> Option<KeptPlace> {
+        let places = self.places.get_mut(token_ids)?;
+        let place = places.pop();
+        if places.is_empty() {
+            self.places.remove(token_ids);
         }
-        table
+        place
     }
 
-    /// The blocks of any one sequence.
-    pub(super) fn take_any(&mut self) -> Option<Vec<u32>> {
-        let mut last = self.block_tables.last_entry()?;
-        let table = last.get_mut().pop();
+    /// The place of any one sequence.
+    pub(super) fn take_any(&mut self) -> Option<KeptPlace> {
+        let mut last = self.places.last_entry()?;
+        let place = last.get_mut().pop();
         if last.get().is_empty() {
             last.remove();
         }
-        table
+        place
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.block_tables.is_empty()
+        self.places.is_empty()
     }
 
     pub(super) fn tables(&self) -> impl Iterator<Item = &[u32]> {
-        self.block_tables.values().flatten().map(Vec::as_slice)
+        self.places.values().flatten().map(|place| place.block_table.as_slice())
+    }
+
+    pub(super) fn state_pages(&self) -> impl Iterator<Item = u32> {
+        self.places.values().flatten().filter_map(|place| place.state_page)
     }
 
     /// The poorest rank's number of blocks, of `num_blocks`; and all is given up unless every rank has kept the same. Collective
@@ -85,19 +95,18 @@ mod tests {
 
     #[test]
     fn sequences_are_found_by_all_their_tokens_and_every_one_is_taken_once() {
+        let at = |block| KeptPlace { block_table: vec![block], state_page: Some(block + 7) };
         let mut kept = KeptSequences::default();
-        kept.insert(vec![1, 2], vec![0]);
-        kept.insert(vec![1, 2], vec![1]);
-        kept.insert(vec![1, 2, 3], vec![2]);
+        kept.insert(vec![1, 2], at(0));
+        kept.insert(vec![1, 2], at(1));
+        kept.insert(vec![1, 2, 3], at(2));
         assert_eq!(kept.tables().collect::<Vec<_>>(), [[0], [1], [2]]);
+        assert_eq!(kept.state_pages().collect::<Vec<_>>(), [7, 8, 9]);
         assert_eq!(kept.take(&[1]), None);
-        assert_eq!(
-            (kept.take(&[1, 2]), kept.take_any(), kept.take_any()),
-            (Some(vec![1]), Some(vec![2]), Some(vec![0]))
-        );
+        assert_eq!((kept.take(&[1, 2]), kept.take_any(), kept.take_any()), (Some(at(1)), Some(at(2)), Some(at(0))));
         assert_eq!((kept.take(&[1, 2]), kept.take_any()), (None, None));
         assert_eq!(kept.digest(), KeptSequences::default().digest());
-        kept.insert(vec![1], vec![3]);
+        kept.insert(vec![1], at(3));
         assert_ne!(kept.digest(), KeptSequences::default().digest());
     }
 }

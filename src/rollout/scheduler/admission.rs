@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::{Scheduler, StepLimits, TokenRun};
 use crate::error::{Error, Result};
+use crate::rollout::kept::KeptPlace;
 use crate::rollout::request::{Event, RequestId};
 use crate::rollout::sequence::{EngineSequence, QueuePriority};
 use crate::types::Trajectory;
@@ -62,13 +63,14 @@ impl Scheduler {
         if !is_kept || self.running.len() == self.limits.max_num_seqs {
             return;
         }
-        let Some(table) = self.kept.take(&sequence.token_ids) else { return };
+        let Some(KeptPlace { block_table, state_page }) = self.kept.take(&sequence.token_ids) else { return };
         let in_both =
-            |holder: &EngineSequence| holder.block_table.iter().zip(&table).take_while(|(a, b)| a == b).count();
+            |holder: &EngineSequence| holder.block_table.iter().zip(&block_table).take_while(|(a, b)| a == b).count();
         let num_counted = self.holder(sequence.group).map_or(0, in_both) * self.limits.block_size;
         let sequence = &mut self.sequences[index];
         sequence.num_computed = sequence.len() - 1;
-        sequence.block_table = table;
+        sequence.block_table = block_table;
+        sequence.state_page = state_page;
         self.stats.num_kept_tokens += sequence.num_computed - num_counted;
         self.running.push(index);
     }
@@ -88,7 +90,7 @@ impl Scheduler {
         let (own, tail) = (total, self.tail_blocks(members.start));
         let fits = if total > headroom { 0 } else { (headroom - own).checked_div(tail).map_or(usize::MAX, |n| n + 1) };
         let wanted = members.len().min(slots);
-        let count = wanted.min(fits);
+        let count = wanted.min(fits).min(self.states.num_free());
         let waits = count == 0 || (count < members.len() && !alone);
         if (count < wanted || waits) && of_turn.is_some() {
             let is_freed = count < wanted && self.drop_kept();

@@ -28,7 +28,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::block_manager::BlockManager;
-use super::kept::KeptSequences;
+use super::kept::{KeptPlace, KeptSequences};
 use super::request::{Event, Request, RequestId};
 use super::sampler::{Draw, Sampled, sampling_key};
 use super::sequence::{EngineSequence, QueuePriority};
@@ -51,7 +51,7 @@ pub(super) struct StepLimits {
     pub(super) max_model_length: usize,
     /// Limits of completions are drawn from it.
     pub(super) spread_lengths: Option<LengthSpread>,
-    /// Sequences have states, one page each: prompts are not shared by blocks alone, and nothing is kept.
+    /// Sequences have states, one page each: prompts are not shared by blocks alone.
     pub(super) has_states: bool,
 }
 
@@ -110,6 +110,8 @@ impl Scheduler {
     pub(super) fn new(limits: StepLimits, kept: KeptSequences, stats: EngineStats) -> Self {
         let mut blocks = BlockManager::new(limits.num_blocks, limits.block_size);
         blocks.adopt(kept.tables());
+        let mut states = StateSlots::new(if limits.has_states { limits.max_num_seqs } else { 0 });
+        states.adopt(kept.state_pages());
         Self {
             limits,
             groups: Vec::new(),
@@ -119,7 +121,7 @@ impl Scheduler {
             prefilling: VecDeque::new(),
             running: Vec::new(),
             blocks,
-            states: StateSlots::new(if limits.has_states { limits.max_num_seqs } else { 0 }),
+            states,
             kept,
             has_unclaimed: false,
             keeps_turns: false,
@@ -161,14 +163,12 @@ impl Scheduler {
         self.drop_unclaimed();
         let mut kept = self.kept;
         kept.extend(self.between_turns);
-        if self.states.are_used() {
-            return kept; // none: states are computed again
-        }
         for sequence in self.sequences {
             let is_computed = !sequence.is_fresh() && sequence.num_computed + 1 == sequence.len();
             let is_base = sequence.adapter.is_none(); // sequences are known by their tokens alone
             if sequence.finish_reason.is_none() && is_computed && is_base && !sequence.block_table.is_empty() {
-                kept.insert(sequence.token_ids, sequence.block_table);
+                let place = KeptPlace { block_table: sequence.block_table, state_page: sequence.state_page };
+                kept.insert(sequence.token_ids, place);
             }
         }
         kept
@@ -309,7 +309,8 @@ impl Scheduler {
     /// free + used == total, at any time; with no work left and nothing kept, all blocks are free.
     pub(super) fn check_integrity(&self) -> Result<()> {
         let tables = self.sequences.iter().map(|sequence| sequence.block_table.as_slice());
-        self.states.check_integrity(self.sequences.iter().filter_map(|sequence| sequence.state_page))?;
+        let pages = self.sequences.iter().filter_map(|sequence| sequence.state_page);
+        self.states.check_integrity(pages.chain(self.kept.state_pages()))?;
         self.blocks.check_integrity(tables.chain(self.kept.tables()).chain(self.between_turns.tables()))
     }
 
@@ -385,16 +386,21 @@ impl Scheduler {
     /// claimed. A step that was taken back leaves such sequences, or one with more of them than run at once.
     pub(super) fn drop_unclaimed(&mut self) {
         if std::mem::take(&mut self.has_unclaimed) {
-            while let Some(mut table) = self.kept.take_any() {
-                self.blocks.release(&mut table);
+            while let Some(place) = self.kept.take_any() {
+                self.free(place);
             }
         }
     }
 
-    /// Frees the blocks of one sequence that is kept for a later rollout, or left to a next turn, if there is one.
+    fn free(&mut self, KeptPlace { mut block_table, mut state_page }: KeptPlace) {
+        self.blocks.release(&mut block_table);
+        self.states.give_back(&mut state_page);
+    }
+
+    /// Frees the memory of one sequence that is kept for a later rollout, or left to a next turn, if there is one.
     fn drop_kept(&mut self) -> bool {
-        let table = self.kept.take_any().or_else(|| self.between_turns.take_any());
-        table.map(|mut table| self.blocks.release(&mut table)).is_some()
+        let kept = self.kept.take_any().or_else(|| self.between_turns.take_any());
+        kept.map(|place| self.free(place)).is_some()
     }
 
     fn preempt_last(&mut self) {

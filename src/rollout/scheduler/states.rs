@@ -1,5 +1,6 @@
 //! Which pages hold the states of gated delta nets. Every sequence that runs has one, from its admission until its blocks are
-//! released; a group's prompt is computed in the first member's page, and copied for the others.
+//! released; a group's prompt is computed in the first member's page, and copied for the others. A sequence that is kept for a later rollout
+//! keeps its page.
 
 use crate::error::{Error, Result};
 
@@ -13,6 +14,17 @@ pub(super) struct StateSlots {
 impl StateSlots {
     pub(super) fn new(num_pages: usize) -> Self {
         Self { num_pages, free: (0..num_pages as u32).rev().collect() }
+    }
+
+    /// Takes over the pages of sequences that are kept of an earlier rollout; before any other is given out.
+    pub(super) fn adopt(&mut self, kept: impl Iterator<Item = u32>) {
+        let kept: Vec<u32> = kept.collect();
+        self.free.retain(|page| !kept.contains(page));
+    }
+
+    /// Sequences that can be admitted.
+    pub(super) fn num_free(&self) -> usize {
+        if self.are_used() { self.free.len() } else { usize::MAX }
     }
 
     /// Whether sequences have states.

@@ -3,6 +3,7 @@
 //! then computed again.
 
 use super::Scheduler;
+use crate::rollout::kept::KeptPlace;
 use crate::rollout::sequence::EngineSequence;
 
 impl Scheduler {
@@ -14,8 +15,8 @@ impl Scheduler {
 
     /// Frees what a sequence of these tokens has left to its next turn, if it has: there will be none.
     pub(in crate::rollout) fn forget_turn(&mut self, token_ids: &[u32]) {
-        if let Some(mut table) = self.between_turns.take(token_ids) {
-            self.blocks.release(&mut table);
+        if let Some(mut place) = self.between_turns.take(token_ids) {
+            self.blocks.release(&mut place.block_table);
         }
     }
 
@@ -25,7 +26,8 @@ impl Scheduler {
             return self.release(index); // sequences are known by their tokens alone
         };
         if !block_table.is_empty() {
-            self.between_turns.insert(token_ids.clone(), std::mem::take(block_table));
+            let place = KeptPlace { block_table: std::mem::take(block_table), state_page: None };
+            self.between_turns.insert(token_ids.clone(), place);
         }
     }
 
@@ -38,10 +40,9 @@ impl Scheduler {
         };
         if self.keeps_turns
             && end > sequence.prompt_len
-            && let Some(table) = self.kept.take(&sequence.token_ids[..end])
+            && let Some(place) = self.kept.take(&sequence.token_ids[..end])
         {
-            let token_ids = sequence.token_ids[..end].to_vec();
-            self.between_turns.insert(token_ids, table);
+            self.between_turns.insert(sequence.token_ids[..end].to_vec(), place);
         }
     }
 
@@ -49,14 +50,17 @@ impl Scheduler {
     pub(super) fn take_turn(&mut self, index: usize) -> Option<Vec<u32>> {
         let sequence = &self.sequences[index];
         let end = sequence.turn_end;
-        (end > sequence.prompt_len).then(|| self.between_turns.take(&sequence.token_ids[..end])).flatten()
+        let place = (end > sequence.prompt_len).then(|| self.between_turns.take(&sequence.token_ids[..end])).flatten();
+        place.map(|place| place.block_table)
     }
 
     /// Gives them back to a sequence that is not admitted yet.
     pub(super) fn put_turn(&mut self, index: usize, table: Option<Vec<u32>>) {
         let sequence = &self.sequences[index];
         let token_ids = &sequence.token_ids[..sequence.turn_end];
-        table.into_iter().for_each(|table| self.between_turns.insert(token_ids.to_vec(), table));
+        if let Some(block_table) = table {
+            self.between_turns.insert(token_ids.to_vec(), KeptPlace { block_table, state_page: None });
+        }
     }
 
     /// Admits a sequence that goes on with the blocks of the turn before.

@@ -79,17 +79,27 @@ fn num_prompt_tokens(prompts: &[Prompt]) -> usize {
 
 #[test]
 fn what_is_kept_goes_on_bit_for_bit_and_nothing_is_computed_again() {
-    let (model, prompts) = (Model::micro(), prompts(8));
+    goes_on_bit_for_bit(&Model::micro());
+}
+
+/// Sequences keep the pages of their states beside their blocks.
+#[test]
+fn what_is_kept_of_a_hybrid_goes_on_bit_for_bit_and_nothing_is_computed_again() {
+    goes_on_bit_for_bit(&Model::golden("qwen3_5"));
+}
+
+fn goes_on_bit_for_bit(model: &Model) {
+    let prompts = prompts(8);
     for params in [sampled(), SamplingParams { repetition_penalty: 1.3, top_k: 9, ..sampled() }] {
         let (expected, _) = model.generate(options(), &prompts, &params);
         let mut engine = model.engine(options(), alone()).keeping_sequences();
-        let (parts, counts) = generate_in_parts(&[&model], &mut engine, &alone(), &prompts, &params);
+        let (parts, counts) = generate_in_parts(&[model], &mut engine, &alone(), &prompts, &params);
         assert_eq!(groups(&parts), expected);
         assert_eq!((counts.prefilled, counts.recomputed), (num_prompt_tokens(&prompts), 0));
         assert!(counts.kept > num_prompt_tokens(&prompts), "{counts:?}");
         // The other way: all that is kept here is computed again.
         let mut engine = model.engine(options(), alone());
-        let (_, again) = generate_in_parts(&[&model], &mut engine, &alone(), &prompts, &params);
+        let (_, again) = generate_in_parts(&[model], &mut engine, &alone(), &prompts, &params);
         assert!(again.recomputed >= counts.kept && again.kept == 0, "{again:?} for {counts:?}");
     }
 }
@@ -97,27 +107,33 @@ fn what_is_kept_goes_on_bit_for_bit_and_nothing_is_computed_again() {
 #[test]
 fn two_ranks_keep_as_one() {
     ranks::run(2, "rollout::kept::two_ranks_keep_as_one", |world: World| {
-        let (model, prompts, tp) = (Model::micro(), prompts(8), world.group());
-        let own = &prompts[4 * tp.rank()..4 * (tp.rank() + 1)];
-        let (expected, _) = model.generate(options(), &prompts, &sampled());
-        let mut engine = model.engine(options(), tp.clone()).keeping_sequences();
-        let (parts, counts) = generate_in_parts(&[&model], &mut engine, &tp, own, &sampled());
-        assert_eq!(token_ids(&groups(&parts)), token_ids(&expected[4 * tp.rank()..4 * (tp.rank() + 1)]));
-        assert_eq!((counts.prefilled, counts.recomputed), (num_prompt_tokens(&prompts), 0));
-
-        // A rank that lost what it kept is not alone with that.
-        let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
-        let fresh = own.iter().cloned().map(RolloutGroup::new).collect();
-        let part = rollout.generate_first(fresh, 1, &sampled(), |_| ()).unwrap();
-        drop(rollout);
-        if tp.rank() == 1 {
-            engine.drop_kept();
+        for model in [Model::micro(), Model::golden("qwen3_5")] {
+            two_keep_as_one(&model, &world.group());
         }
-        let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
-        let unfinished = part.unfinished.into_iter().map(|(_, group)| group).collect();
-        rollout.generate_first(unfinished, 1, &sampled(), |_| ()).unwrap();
-        assert!(rollout.stats().num_kept_tokens == 0 && rollout.stats().num_recomputed_tokens > 0);
     });
+}
+
+fn two_keep_as_one(model: &Model, tp: &Arc<dyn Collective>) {
+    let prompts = prompts(8);
+    let own = &prompts[4 * tp.rank()..4 * (tp.rank() + 1)];
+    let (expected, _) = model.generate(options(), &prompts, &sampled());
+    let mut engine = model.engine(options(), tp.clone()).keeping_sequences();
+    let (parts, counts) = generate_in_parts(&[model], &mut engine, tp, own, &sampled());
+    assert_eq!(token_ids(&groups(&parts)), token_ids(&expected[4 * tp.rank()..4 * (tp.rank() + 1)]));
+    assert_eq!((counts.prefilled, counts.recomputed), (num_prompt_tokens(&prompts), 0));
+
+    // A rank that lost what it kept is not alone with that.
+    let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
+    let fresh = own.iter().cloned().map(RolloutGroup::new).collect();
+    let part = rollout.generate_first(fresh, 1, &sampled(), |_| ()).unwrap();
+    drop(rollout);
+    if tp.rank() == 1 {
+        engine.drop_kept();
+    }
+    let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
+    let unfinished = part.unfinished.into_iter().map(|(_, group)| group).collect();
+    rollout.generate_first(unfinished, 1, &sampled(), |_| ()).unwrap();
+    assert!(rollout.stats().num_kept_tokens == 0 && rollout.stats().num_recomputed_tokens > 0);
 }
 
 #[test]
@@ -202,6 +218,30 @@ fn an_evaluation_in_between_goes_before_what_is_kept() {
         let mut got: Vec<_> = part.complete.into_iter().map(|(_, group)| group).collect();
         got.sort_by_key(|group| group.prompt.id);
         assert_eq!(token_ids(&got), token_ids(&expected));
+    }
+}
+
+/// There is a page of states for each of 24 sequences, of which those that are kept hold up to 20.
+#[test]
+fn an_evaluation_in_between_takes_the_pages_of_what_is_kept_of_a_hybrid() {
+    let (model, prompts, params) = (Model::golden("qwen3_5"), prompts(10), sampled());
+    let (expected, _) = model.generate(options(), &prompts, &params);
+    for (num_others, is_kept) in [(1, true), (4, false)] {
+        let options = EngineOptions { max_num_seqs: 24, ..options() };
+        let mut engine = model.engine(options, alone()).keeping_sequences();
+        let mut wake = |groups, count| {
+            let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
+            (rollout.generate_first(groups, count, &params, |_| ()).unwrap(), *rollout.stats())
+        };
+        let (mut part, _) = wake(prompts[..6].iter().cloned().map(RolloutGroup::new).collect(), 2);
+        let others: Vec<_> = prompts[6..6 + num_others].iter().cloned().map(RolloutGroup::new).collect();
+        let (evaluated, _) = wake(others, num_others);
+        let (rest, stats) = wake(part.unfinished.into_iter().map(|(_, group)| group).collect(), 4);
+        assert_eq!(stats.num_recomputed_tokens == 0, is_kept, "{num_others} others: {stats:?}");
+        part.complete.extend(rest.complete.into_iter().chain(evaluated.complete));
+        let mut got: Vec<_> = part.complete.into_iter().map(|(_, group)| group).collect();
+        got.sort_by_key(|group| group.prompt.id);
+        assert_eq!(token_ids(&got), token_ids(&expected[..6 + num_others]));
     }
 }
 
