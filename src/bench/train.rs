@@ -323,13 +323,14 @@ impl<'a> TimedRun<'a> {
     }
 }
 
-/// Operations of one sequence, as model FLOP utilisation counts them: 6 a token and parameter that it is computed with, and 12 for every pair of tokens,
-/// layer and element of the queries' width that causal attention needs; a third of both without a backward. Recomputation
-/// is not counted.
+/// Operations of one sequence, as model FLOP utilisation counts them: 6 a token and parameter that it is computed with, 12 for every pair of
+/// tokens, layer and element of the queries' width that causal attention needs, and 21 for every token, layer and element of a gated delta
+/// net's state; a third of all without a backward. Recomputation is not counted.
 fn model_flop(bench: &TrainBench, len: f64) -> f64 {
     let spec = &bench.spec;
     let attention = spec.training_flop_per_pair() as f64 * len * len / 2.0;
-    let whole = 6.0 * spec.num_active_params() as f64 * len + attention;
+    let of_token = (6 * spec.num_active_params() + spec.training_flop_per_token()) as f64;
+    let whole = of_token * len + attention;
     if bench.score { whole / 3.0 } else { whole }
 }
 

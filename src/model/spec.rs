@@ -252,6 +252,12 @@ impl ModelSpec {
         (0..self.num_layers).map(|layer| 3 * self.block(layer).mixer.flop_per_pair()).sum()
     }
 
+    /// Floating-point operations of training for every token beside those of products, in all layers: a forward of the gated delta rule
+    /// and twice that for the gradients.
+    pub fn training_flop_per_token(&self) -> usize {
+        (0..self.num_layers).map(|layer| 3 * self.block(layer).mixer.flop_per_token()).sum()
+    }
+
     /// Elements that the cache has of a token in all layers, on one rank of a tensor-parallel group.
     pub fn cached_elements(&self, tp_size: usize) -> usize {
         (0..self.num_layers).map(|layer| self.block(layer).tp_slice(tp_size).mixer.cached_elements()).sum()

@@ -55,7 +55,8 @@ pub fn balanced_share(
 /// Forward and backward of a group in tokens without attention: products take 6 operations a token and weight, attention
 /// 12 a layer, head width and pair of query and key.
 fn cost(all: &[Sequence], group: &[usize], spec: &ModelSpec) -> f64 {
-    let pair_cost = ATTENTION_WEIGHT * spec.training_flop_per_pair() as f64 / (6 * spec.num_active_params()) as f64;
+    let of_token = 6 * spec.num_active_params() + spec.training_flop_per_token();
+    let pair_cost = ATTENTION_WEIGHT * spec.training_flop_per_pair() as f64 / of_token as f64;
     let prompt_len = all[group[0]].prompt_len as f64;
     let of_prompt = prompt_len + pair_cost * prompt_len * prompt_len / 2.0;
     let of_completion = |index: &usize| {

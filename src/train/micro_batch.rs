@@ -73,13 +73,14 @@ impl MicroBatch {
     }
 
     /// Operations of a forward and a backward, as model FLOP utilisation counts them: 6 a token and parameter that it is computed with, 4
-    /// where the weights are frozen and have no gradient, and 12 for every pair of tokens, layer and element of the queries' width that
-    /// causal attention needs. Recomputation is not counted.
+    /// where the weights are frozen and have no gradient, 12 for every pair of tokens, layer and element of the queries' width that
+    /// causal attention needs, and 21 for every token, layer and element of a gated delta net's state. Recomputation is not counted.
     pub fn training_flop(&self, spec: &ModelSpec, is_frozen: bool) -> f64 {
         if self.is_empty() {
             return 0.0;
         }
         let of_token = if is_frozen { 4.0 } else { 6.0 } * spec.num_active_params() as f64;
+        let of_token = of_token + spec.training_flop_per_token() as f64;
         of_token * self.num_tokens() as f64 + spec.training_flop_per_pair() as f64 * self.bounds.attended_pairs()
     }
 

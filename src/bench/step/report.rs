@@ -43,8 +43,11 @@ impl StepReport<'_> {
         let train_s = self.sum(&[Phase::Pack, Phase::ForwardBackward, Phase::Optimizer]);
         let num_params = bench.spec.num_params();
         let computed = medians["tokens/trained"]; // fewer where completions share their prompt
-        let train_tflops =
-            6.0 * bench.spec.num_active_params() as f64 * computed / train_s / roles.num_trainers as f64 / 1e12;
+        let train_tflops = (6 * bench.spec.num_active_params() + bench.spec.training_flop_per_token()) as f64
+            * computed
+            / train_s
+            / roles.num_trainers as f64
+            / 1e12;
         let phases: BTreeMap<&str, f64> =
             Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?))).collect();
         let other: BTreeMap<&String, f64> = (medians.iter())

@@ -90,6 +90,14 @@ impl Mixer {
         }
     }
 
+    /// Floating-point operations of a forward for every token, beside those of products and of pairs.
+    pub fn flop_per_token(self) -> usize {
+        match self {
+            Self::Attention(_) => 0,
+            Self::DeltaNet(delta_net) => delta_net.flop_per_token(),
+        }
+    }
+
     /// Bytes a token that backward reads of the forward.
     pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         match self {
