@@ -97,7 +97,7 @@ FAMILIES = {
                                          rope_parameters=PARTIAL_ROPE, tie_word_embeddings=False, **HYBRID), torch.float32, "5GB"),
     # With a vision tower, whose positions have three axes; of text they are alike.
     "qwen3_5_vision": (Qwen3_5Config(
-        text_config=dict(HYBRID, intermediate_size=48, rope_parameters=dict(PARTIAL_ROPE, mrope_interleaved=True, mrope_section=[1, 1, 0])),
+        text_config=dict(HYBRID, intermediate_size=48, tie_word_embeddings=True, rope_parameters=dict(PARTIAL_ROPE, mrope_interleaved=True, mrope_section=[1, 1, 0])),
         vision_config=VISION, tie_word_embeddings=True), torch.bfloat16, "40KB"),
     "llama3": (LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=1,
                            head_dim=16, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False, **COMMON),

@@ -34,9 +34,10 @@ impl QuantizedBlock {
                 "none: only some layers of this model have experts, and NF4 is for experts in all layers or in none";
             return Err(Error::invalid_value("quantization", "nf4", expected));
         }
-        let tensors = (0..spec.num_layers).flat_map(|layer| tensors(spec, Unit::Block(layer)));
+        let kinds = spec.kinds_of_blocks().into_iter();
+        let mut tensors = kinds.flat_map(|(layer, _)| tensors(spec, Unit::Block(layer)));
         let ragged = |tensor: &HfTensor| tensor.is_projection() && tensor.shape[1] % nf4::BLOCK as i64 != 0;
-        let Some(tensor) = tensors.into_iter().find(ragged) else { return Ok(()) };
+        let Some(tensor) = tensors.find(ragged) else { return Ok(()) };
         let expected = format!(
             "none: NF4 needs rows of a multiple of {} weights, and those of {} have {}",
             nf4::BLOCK,

@@ -226,6 +226,18 @@ impl ModelSpec {
         BlockSpec { hidden, mixer, mlp, norms: self.norms }
     }
 
+    /// The first layer of each kind of block, and how many layers have such a block.
+    pub fn kinds_of_blocks(&self) -> Vec<(usize, usize)> {
+        let mut kinds: Vec<(usize, usize)> = Vec::new();
+        for layer in 0..self.num_layers {
+            match kinds.iter_mut().find(|(first, _)| self.block(*first) == self.block(layer)) {
+                Some((_, count)) => *count += 1,
+                None => kinds.push((layer, 1)),
+            }
+        }
+        kinds
+    }
+
     /// Rotary frequencies of the model.
     pub fn rope(&self) -> Rope {
         Rope::new(self.rotary_dim(), self.rope_theta, self.rope_scaling.as_ref())

@@ -53,7 +53,7 @@ impl ActivationBytes {
         let bytes = ElementBytes::new(model.kind, model.residual);
         let ElementBytes { narrow, wide, residual } = bytes;
         let hidden = spec.hidden_size;
-        let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec).max().unwrap_or(0));
+        let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec).1);
         let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
         let all_rows = narrow * hidden * (scored_tokens + tokens);

@@ -79,7 +79,7 @@ impl<'a> TrainedModel<'a> {
             gradients: self.gradient_kinds().accumulated.elt_size_in_bytes() * share(stage > 1),
             optimizer,
             optimizer_buckets,
-            engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec).sum::<usize>()),
+            engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec).0),
         }
     }
 
@@ -127,8 +127,8 @@ impl<'a> TrainedModel<'a> {
             Quantization::None => element * table.total,
             Quantization::Nf4 => {
                 let others = [Unit::Embedding, Unit::Head].map(|unit| table.unit(unit).len).iter().sum::<usize>();
-                let blocks =
-                    (0..table.spec.num_layers).map(|layer| QuantizedBlock::bytes(&table.spec, layer, self.kind));
+                let blocks = table.spec.kinds_of_blocks().into_iter();
+                let blocks = blocks.map(|(layer, count)| count * QuantizedBlock::bytes(&table.spec, layer, self.kind));
                 element * others + blocks.sum::<usize>()
             }
         }

@@ -182,8 +182,11 @@ impl Gradients {
     pub(crate) fn norm(&self, reduced: &[Tensor]) -> Result<f64> {
         let (shard, owns_all) = (&self.sharding.shard, self.sharding.owns_all);
         let num_slices = shard.size();
-        let slices =
-            |(index, owned): (usize, &Tensor)| owned.split((self.table.units[index].len / num_slices) as i64, 0);
+        let num_own = if owns_all { num_slices } else { 1 };
+        let slices = |(index, owned): (usize, &Tensor)| {
+            let len = self.table.units[index].len / num_slices; // 0 of a block without adapters
+            (0..num_own).map(|slice| owned.narrow(0, (slice * len) as i64, len as i64)).collect::<Vec<_>>()
+        };
         let slices: Vec<Tensor> = reduced.iter().enumerate().flat_map(slices).collect();
         let squares = norm::sums_of_squares(&slices)?.view([reduced.len() as i64, -1]).tr(); // [own slices, units]
         let mut all = Tensor::f_zeros([num_slices as i64, reduced.len() as i64], (Kind::Double, self.device))?;

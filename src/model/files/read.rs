@@ -1,6 +1,6 @@
 //! Reading weights.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -94,11 +94,13 @@ impl WeightFiles {
     /// Every tensor of the model is there, with its shape and a type that we read, and nothing else is.
     fn check(&self, origin: &Path) -> Result<()> {
         let tensors = units(&self.spec).flat_map(|unit| tensors(&self.spec, unit));
-        let expected: BTreeMap<String, Vec<i64>> =
-            tensors.map(|tensor| self.place_of(&tensor)).map(|(name, shape, _)| (name, shape)).collect();
-        let missing = expected.iter().filter(|(name, _)| !self.places.contains_key(*name));
+        let places = tensors.map(|tensor| self.place_of(&tensor)).map(|(name, shape, _)| (name, shape));
+        let mut expected: Vec<(String, Vec<i64>)> = places.collect();
+        expected.dedup(); // a tensor of all experts comes once for each
+        let missing = expected.iter().filter(|(name, _)| !self.places.contains_key(name));
         let missing: Vec<_> = missing.map(|(name, shape)| format!("{name} {shape:?}")).collect();
-        let unexpected = self.places.iter().filter(|(name, _)| !expected.contains_key(*name));
+        let known: HashSet<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
+        let unexpected = self.places.iter().filter(|(name, _)| !known.contains(name.as_str()));
         let unexpected = unexpected.filter(|(name, _)| !is_ignored(&self.spec, name));
         let unexpected = unexpected.map(|(name, &shard)| {
             let shape = self.shards[shard].info(name).map(|info| info.shape.as_slice()).unwrap_or_default();

@@ -39,10 +39,12 @@ impl LoraSpec {
         self.fused(spec, layer).into_iter().flat_map(shapes).collect()
     }
 
-    /// Elements of the expanded B of each block.
-    pub fn num_expanded(&self, spec: &ModelSpec) -> impl Iterator<Item = usize> {
-        let of_block = |layer| self.fused(spec, layer).iter().map(|fused| product(&fused.expanded_shape())).sum();
-        (0..spec.num_layers).map(of_block)
+    /// Elements of the expanded B: of all blocks, and of the block that has the most.
+    pub fn num_expanded(&self, spec: &ModelSpec) -> (usize, usize) {
+        let of_block =
+            |layer| self.fused(spec, layer).iter().map(|fused| product(&fused.expanded_shape())).sum::<usize>();
+        let kinds = spec.kinds_of_blocks().into_iter().map(|(layer, count)| (of_block(layer), count));
+        kinds.fold((0, 0), |(all, most), (elements, count)| (all + count * elements, most.max(elements)))
     }
 
     /// The matrices of a block that have adapted projections.

@@ -124,7 +124,7 @@ impl LoraSpec {
 
 /// The projections that a model has in any of its layers, in order.
 fn modules(spec: &ModelSpec) -> Vec<TargetModule> {
-    let linears = (0..spec.num_layers).flat_map(|layer| spec.block(layer).linears());
+    let linears = spec.kinds_of_blocks().into_iter().flat_map(|(layer, _)| spec.block(layer).linears());
     let own = linears.flat_map(|linear| linear.projections).filter_map(|(projection, _)| match projection {
         Projection::Module(module) => Some(module),
         Projection::SharedExpert(_) => None,

@@ -322,7 +322,7 @@ fn adapters_of_experts_are_counted_for_the_plan() {
     let of_expert = 3 * 16 * (2048 + 768);
     assert_eq!(table.num_params(), 48 * 128 * of_expert);
     // Gate's and up's rows each have the columns of both.
-    assert_eq!(lora.num_expanded(&spec).sum::<usize>(), 48 * 128 * (2 * 768 * 32 + 2048 * 16));
+    assert_eq!(lora.num_expanded(&spec).0, 48 * 128 * (2 * 768 * 32 + 2048 * 16));
 }
 
 /// Every row of a batch has its own adapter, or none.

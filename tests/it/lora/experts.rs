@@ -1,6 +1,6 @@
 //! Adapters beside experts at every ZeRO stage, and on a base in 4 bits.
 
-use colo_grpo::internal::config::Quantization;
+use colo_grpo::internal::config::{Quantization, TargetModule};
 use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::ModelSpec;
 use tch::Kind;

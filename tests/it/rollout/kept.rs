@@ -221,13 +221,13 @@ fn an_evaluation_in_between_goes_before_what_is_kept() {
     }
 }
 
-/// There is a page of states for each of 24 sequences, of which those that are kept hold up to 20.
+/// There is a page of states for each of 16 sequences: an evaluation of as many needs those of sequences that are kept.
 #[test]
 fn an_evaluation_in_between_takes_the_pages_of_what_is_kept_of_a_hybrid() {
     let (model, prompts, params) = (Model::golden("qwen3_5"), prompts(10), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     for (num_others, is_kept) in [(1, true), (4, false)] {
-        let options = EngineOptions { max_num_seqs: 24, ..options() };
+        let options = EngineOptions { max_num_seqs: 16, ..options() };
         let mut engine = model.engine(options, alone()).keeping_sequences();
         let mut wake = |groups, count| {
             let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
