@@ -22,9 +22,7 @@ use super::teacher::Teacher;
 use super::turns;
 use super::{Trainer, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
-use crate::config::{
-    BatchPlan, CarriedKv, Config, Mode, OptimizerName, Quantization, Roles, RolloutQuantization, WorldSize,
-};
+use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization, Roles, RolloutQuantization, WorldSize};
 use crate::cuda::{Placement, chip_flop_per_s};
 use crate::data::{Curriculum, Dataset, Hub, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
@@ -127,10 +125,6 @@ impl Preflight {
         spec.validate_tp(config.tensor_parallel_size)?;
         if config.quantization == Quantization::Nf4 {
             QuantizedBlock::check(&spec)?;
-        }
-        if spec.delta_net.is_some() && config.keeps_kv_cache() {
-            let expected = "recompute: the states of gated delta nets are not kept from one step to the next";
-            return Err(Error::invalid_value("carried_kv", CarriedKv::Keep.name(), expected));
         }
         if config.rollout_quantization == RolloutQuantization::Fp8 {
             check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
