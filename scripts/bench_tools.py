@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Times rollouts whose tool is slow: log-normal with a median of 0.3 s, and one call in a hundred never answers. Once other trajectories
-are decoded while it runs; once, for comparison, all tools are awaited before any next turn (full_determinism). Standard library only.
+"""Times rollouts whose tool is slow: log-normal with a median of 0.3 s, and one call in a hundred never answers. Once all
+tools are awaited before any next turn (full_determinism), for comparison; once other trajectories are decoded while it runs; and once a
+step ends with its first complete groups, the others going on in the next one. Standard library only.
 
   bench_tools.py PROGRAM FOLDER [--trajectories N] [--steps N] [--timeout S]
 
@@ -102,8 +103,9 @@ def main():
     arguments.folder.mkdir(parents=True, exist_ok=True)
     arguments.folder = arguments.folder.resolve()
     (arguments.folder / "slow.py").write_text(TOOL)
-    run(arguments, "while", [])
     run(arguments, "whole_turns", ["full_determinism=true"])
+    run(arguments, "while", [])
+    run(arguments, "carried", ["oversample=1.0", "partial_rollout=true"])
 
 
 if __name__ == "__main__":

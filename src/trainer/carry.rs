@@ -89,7 +89,7 @@ impl Trainer {
 impl Carry {
     /// Counts a group that `step` takes, of which `num_continued` tokens were sampled before.
     fn take(&mut self, num_continued: usize, group: &RolloutGroup, step: u64) {
-        let of_sampled = |completion: &'_ Trajectory| -> Vec<u64> {
+        let of_sampled = |completion: &Trajectory| -> Vec<u64> {
             let versions = completion.weight_versions.iter().zip(&completion.loss_mask);
             versions.filter(|(_, is_sampled)| **is_sampled).map(|(version, _)| *version).collect()
         };
