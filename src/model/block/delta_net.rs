@@ -94,6 +94,12 @@ impl DeltaNetSpec {
         projections.iter().flat_map(LinearSpec::params).chain(own).chain(out.params()).collect()
     }
 
+    /// Floating-point operations of the rule's forward for one token: reading the state for its key and for its query, decaying it and
+    /// writing to it.
+    pub fn flop_per_token(self) -> usize {
+        7 * self.heads.num_value_heads * self.heads.key_dim * self.heads.value_dim
+    }
+
     /// Bytes a token that backward reads of the forward: the projections, and what the gated norm gave.
     pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         let DeltaHeads { num_value_heads, value_dim, .. } = self.heads;

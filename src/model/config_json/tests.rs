@@ -196,10 +196,10 @@ fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
     let error = spec.validate_tp(4).unwrap_err().to_string();
     assert!(error.contains("2 key heads and 4 value heads of gated delta nets"), "{error}");
     let adapted = |targets: &[TargetModule]| LoraSpec { r: 4, alpha: 4.0, dropout: 0.0, targets: targets.to_vec() };
-    adapted(&TargetModule::ALL).check(&spec).unwrap();
-    assert_eq!(adapted(&TargetModule::ALL).modules(&spec), TargetModule::ALL);
+    adapted(TargetModule::ALL).check(&spec).unwrap();
+    assert_eq!(adapted(TargetModule::ALL).modules(&spec), TargetModule::ALL);
     let dense = ModelSpec::preset("tiny").unwrap();
-    assert_eq!(adapted(&TargetModule::ALL).modules(&dense), TargetModule::ALL[..7]);
+    assert_eq!(adapted(TargetModule::ALL).modules(&dense), TargetModule::ALL[..7]);
     let error = adapted(&[TargetModule::QProj, TargetModule::InProjZ]).check(&dense).unwrap_err().to_string();
     assert!(error.starts_with("lora.target_modules = q_proj, in_proj_z: expected some of q_proj, k_proj"), "{error}");
     assert!(error.ends_with("down_proj: this model has no in_proj_z"), "{error}");
