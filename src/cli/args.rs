@@ -147,6 +147,10 @@ impl LaunchArgs {
                 format!("0 to {}: --nnodes is {nnodes}", nnodes - 1),
             ));
         }
+        if nnodes > 1 && self.master_port == Some(0) {
+            let expected = format!("a port that is free on node 0, the same on all {nnodes} nodes");
+            return Err(Error::invalid_value("--master_port", 0, expected));
+        }
         if nnodes > 1 && self.master_addr.is_none() {
             let expected = format!("the address of node 0, the same on all {nnodes} nodes");
             return Err(Error::invalid_value("--master_addr", "none", expected));

@@ -92,6 +92,12 @@ fn nodes_that_differ_are_refused_by_name() {
     missing.assert_error("no token", 4, &["COLO_GRPO_TOKEN is not set", "openssl rand -hex 16"]);
     let lost = run(&format!("--nnodes 2 --node_rank 2 {line}"));
     lost.assert_error("a node too many", 2, &["--node_rank = 2: expected 0 to 1"]);
+    let nowhere = run(&format!("--nnodes 2 --node_rank 1 --master_port 0 {line}"));
+    nowhere.assert_error(
+        "a port that nobody can know",
+        2,
+        &["--master_port = 0: expected a port that is free on node 0"],
+    );
 }
 
 /// Working folders of two nodes, which have the repository's `configs` and see nothing of one another.

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::auth::{TOKEN_VARIABLE, Token, Unproven};
 use super::connection::{self, Connection, End};
@@ -13,12 +13,14 @@ use super::layout::{Greeting, NodeLayout, Refusal};
 use crate::dist::control::{Deadline, RankFailure, RankGroup, Stopped};
 use crate::dist::shm::Member;
 use crate::error::{Error, ExitCode, Result};
-use crate::phase;
+use crate::phase::{self, terminal};
 
 /// How often a wait looks at what else may end it.
 const LOOK: Duration = Duration::from_millis(20);
 /// Pause between attempts to reach the hub.
 const PAUSE: Duration = Duration::from_millis(100);
+/// How often a rank that tries to reach the hub says so.
+const SAY: Duration = Duration::from_secs(10);
 /// Longest wait for one answer of the network while a rank joins.
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// How long the hub may take to say who is late.
@@ -81,7 +83,9 @@ impl Client {
         deadline: Deadline,
     ) -> Result<Self> {
         let bytes = serde_json::to_vec(greeting).expect("numbers and text");
+        let mut said = Instant::now();
         let stream = loop {
+            phase::beat(); // it waits by its own deadline, whose error says for whom
             let why = match reach(host, port, token, &bytes) {
                 Ok(stream) => break stream,
                 Err(Unproven::Denied) => {
@@ -105,6 +109,13 @@ impl Client {
                 );
                 return Err(Error::Environment { message });
             }
+            if greeting.local_rank == 0 && said.elapsed() > SAY {
+                said = Instant::now();
+                let limit = deadline.limit.as_secs_f64();
+                terminal::say(format_args!(
+                    "rank 0 is not reached at {host}:{port} yet: {why}; trying for {limit:.0} s"
+                ));
+            }
             std::thread::sleep(PAUSE);
         };
         let connection = Connection::new(&stream)?;
@@ -124,8 +135,11 @@ impl Client {
 
     /// Waits until all ranks have joined.
     pub(super) fn await_welcome(&self, deadline: Deadline) -> Result<NodeLayout> {
-        let welcome =
-            self.wait(deadline, |state| state.welcome.take(), || phase::stop_requested().then_some(Stopped::OnRequest));
+        let ended = || {
+            phase::beat();
+            phase::stop_requested().then_some(Stopped::OnRequest)
+        };
+        let welcome = self.wait(deadline, |state| state.welcome.take(), ended);
         match welcome {
             Ok(welcome) => Ok(welcome?),
             Err(Stopped::Late(_)) => {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::auth::Token;
+use super::auth::{TOKEN_VARIABLE, Token, Unproven};
 use super::connection::{self, Connection};
 use super::frame::Frame;
 use super::layout::Greeting;
@@ -42,6 +42,8 @@ struct Shared {
     /// Whether nobody is listened to any more.
     is_deaf: Arc<AtomicBool>,
     readers: AtomicUsize,
+    /// Whether it was said that somebody has another token.
+    has_warned: AtomicBool,
 }
 
 impl Hub {
@@ -55,7 +57,8 @@ impl Hub {
         let switch = Mutex::new(Switch::new(own));
         let (is_over, is_deaf) = (AtomicBool::new(false), Arc::new(AtomicBool::new(false)));
         let readers = AtomicUsize::new(0);
-        let shared = Arc::new(Shared { token, longest_silence, switch, is_over, is_deaf, readers });
+        let has_warned = AtomicBool::new(false);
+        let shared = Arc::new(Shared { token, longest_silence, switch, is_over, is_deaf, readers, has_warned });
         let serving = shared.clone();
         let thread = std::thread::Builder::new().name("node-hub".to_owned());
         let acceptor = thread.spawn(move || accept(&listener, &serving)).map_err(failed)?;
@@ -129,7 +132,14 @@ fn admit(mut stream: TcpStream, shared: &Shared) -> Option<(Greeting, TcpStream)
     let greeting = match shared.token.admit(&mut stream) {
         Ok(greeting) => greeting,
         Err(unproven) => {
-            tracing::debug!("{:?} is not admitted: {unproven:?}", stream.peer_addr());
+            let from =
+                stream.peer_addr().map_or_else(|_| "an unknown address".to_owned(), |from| from.ip().to_string());
+            tracing::debug!("{from} is not admitted: {unproven:?}");
+            if matches!(unproven, Unproven::Denied) && !shared.has_warned.swap(true, Ordering::Relaxed) {
+                terminal::say(format_args!(
+                    "somebody at {from} is not admitted: another {TOKEN_VARIABLE} there, or no node of this run; this is said once"
+                ));
+            }
             return None;
         }
     };
