@@ -44,7 +44,7 @@ impl RolloutEngine<'_> {
     /// [`RolloutEngine::generate_batches`] of completions that may have several turns, with `tools`.
     ///
     /// # Errors
-    /// Those of [`RolloutEngine::generate_batches`] and of tools.
+    /// The errors of [`RolloutEngine::generate_batches`] and of tools.
     pub fn generate_turn_batches(
         &mut self,
         mut batches: Vec<Vec<RolloutGroup>>,

@@ -67,7 +67,7 @@ impl RolloutEngine<'_> {
     /// are not complete live on for the rollout that goes on with them.
     ///
     /// # Errors
-    /// Those of [`RolloutEngine::generate_first`] and of tools.
+    /// The errors of [`RolloutEngine::generate_first`] and of tools.
     pub fn generate_turns(
         &mut self,
         mut groups: Vec<RolloutGroup>,

@@ -41,7 +41,7 @@ impl<'r, 't> GroupSession<'r, 't> {
     /// brought it.
     ///
     /// # Errors
-    /// Those of [`Session::submit`], of the structure and of tools.
+    /// The errors of [`Session::submit`], of the structure and of tools.
     pub fn submit(&mut self, request: Request, own: Option<&Prompt>) -> Result<usize> {
         let (number, first_step) = (self.single.len(), request.first_step);
         let id = match &mut self.turns {
@@ -69,7 +69,7 @@ impl<'r, 't> GroupSession<'r, 't> {
     /// there is nothing to compute.
     ///
     /// # Errors
-    /// Those of [`Session::step`] and of tools.
+    /// The errors of [`Session::step`] and of tools.
     pub fn step(&mut self) -> Result<Vec<usize>> {
         let events = if self.session.has_work() { self.session.step()? } else { Vec::new() };
         let mut complete = self.take(events)?;
@@ -99,7 +99,7 @@ impl<'r, 't> GroupSession<'r, 't> {
     /// with them.
     ///
     /// # Errors
-    /// Those of [`Session::drain`] and of tools.
+    /// The errors of [`Session::drain`] and of tools.
     pub fn drain(&mut self) -> Result<()> {
         let events = self.session.drain()?;
         if self.turns.is_some() {
@@ -141,7 +141,7 @@ impl<'r, 't> GroupSession<'r, 't> {
     /// Ends the session. Tools and environments of groups that were not taken live on for a later one.
     ///
     /// # Errors
-    /// Those of [`Session::close`].
+    /// The errors of [`Session::close`].
     pub fn close(mut self) -> Result<()> {
         self.drain()?;
         if let Some(turns) = self.turns {

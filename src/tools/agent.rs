@@ -20,9 +20,9 @@ pub struct Agent {
 pub struct EpisodeOutcome {
     /// The number that [`Agent::play`] returned.
     pub id: u64,
-    /// Its reward, and what it returned; or why it was lost: its exception, its time, the end of its process.
+    /// The episode's reward, and what its function returned; or why it was lost: its exception, its time, the end of its process.
     pub end: Result<EnvironmentEnd, String>,
-    /// Whether its time was over.
+    /// Whether the episode's time was over.
     pub is_late: bool,
     /// Seconds that it took.
     pub seconds: f64,

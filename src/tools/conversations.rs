@@ -92,9 +92,9 @@ struct Opening {
 /// A trajectory that is not at its end.
 #[derive(Debug, Default)]
 struct Conversation {
-    /// Its number in the process.
+    /// The trajectory's number in the tools' process.
     number: u64,
-    /// The name of its environment.
+    /// The name of the trajectory's environment.
     environment: Option<String>,
     /// Why the environment was lost.
     failure: Option<String>,

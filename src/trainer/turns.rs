@@ -40,7 +40,7 @@ impl RunTurns {
     /// end its turns and its longest sequence; `options` say how rows became prompts. Collective over the world.
     ///
     /// # Errors
-    /// Those of [`Conversations::new`], on every rank.
+    /// The errors of [`Conversations::new`], on every rank.
     pub fn new(
         config: &Config,
         (world, num_generators): (&World, usize),

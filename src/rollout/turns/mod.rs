@@ -41,9 +41,9 @@ impl TurnTools<'_> {
 /// A group of any rank of the engine.
 #[derive(Debug)]
 struct OpenGroup {
-    /// Of a group of this rank its prompt, with what its environment has added.
+    /// The prompt of a group of this rank, with what its environment has added.
     own: Option<Prompt>,
-    /// Of a trajectory that is sampled on, but for `begun`.
+    /// The request that goes on with a trajectory of the group, but for `begun`.
     request: Request,
     trajectories: Vec<TurnedTrajectory>,
     num_open: usize,
