@@ -48,7 +48,7 @@ pub fn common_checkpoint(options: &ResumeOptions<'_>, world: &World) -> Result<O
     Err(refuse(options.output_dir, &told))
 }
 
-/// What each node has, and the names that all of them have, newest first.
+/// Names of the checkpoints on each node, and those that all nodes have, newest first.
 fn shared_steps(all: &[Option<Vec<String>>], world: &World) -> (Vec<String>, Vec<String>) {
     let of_nodes: Vec<(usize, &Vec<String>)> =
         all.iter().enumerate().filter_map(|(rank, names)| Some((rank, names.as_ref()?))).collect();

@@ -249,7 +249,7 @@ impl Config {
     }
 }
 
-/// What an entry of `reward_funcs` begins with that stands for the `get_reward` of a class of environments.
+/// Prefix of an entry of `reward_funcs` that stands for the `get_reward` of a class of environments.
 const OF_ENVIRONMENT: &str = "environment:";
 
 /// The class of environments whose `get_reward` an entry of `reward_funcs` stands for.

@@ -124,7 +124,7 @@ impl MemoryMeter {
 }
 
 impl NvmlMemory {
-    /// What NVML fills in.
+    /// The structure without numbers, for NVML to fill in.
     fn empty() -> Self {
         let version = (size_of::<Self>() | 2 << 24) as c_uint;
         Self { version, total: 0, reserved: 0, free: 0, used: 0 }

@@ -27,7 +27,7 @@ pub struct Episodes {
     open: Mutex<HashMap<String, Arc<Episode>>>,
 }
 
-/// What all episodes share.
+/// Settings that all episodes of a rank share.
 #[derive(Debug)]
 struct Rules {
     /// How the run samples, one completion of a group.
@@ -90,7 +90,7 @@ pub struct PlayedEpisode {
 pub struct PlayedConversation {
     /// Token ids before the first that was sampled for it.
     pub prompt: Vec<u32>,
-    /// What followed; the messages behind the prompt are among its fields.
+    /// The outcome of the episode; the messages behind the prompt are among its fields.
     pub trajectory: Trajectory,
 }
 

@@ -107,7 +107,7 @@ impl DeviceStats {
     /// Statistics of other names behind these.
     ///
     /// # Errors
-    /// What the device failed at until here.
+    /// Any error of the device in work that it was given before.
     pub fn join(mut self, other: DeviceStats) -> Result<DeviceStats> {
         self.entries.extend(other.entries);
         let joined = |a: &Tensor, b: &Tensor| Tensor::f_cat(&[a, b], 0);
@@ -121,7 +121,7 @@ impl DeviceStats {
     /// The numbers, in one copy.
     ///
     /// # Errors
-    /// What the device failed at until here.
+    /// Any error of the device in work that it was given before.
     pub fn read(&self) -> Result<LossStats> {
         let values = torch::f64_vec(&Tensor::f_cat(&[&self.sums, &self.least], 0)?)?;
         let (sums, least) = values.split_at(self.sums.numel());

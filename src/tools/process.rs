@@ -38,7 +38,7 @@ struct Loaded {
     error: Option<String>,
 }
 
-/// What is known of a class of environments.
+/// A class of environments, as the tools' process describes it.
 #[derive(Debug, Deserialize)]
 struct LoadedEnvironment {
     tools: Value,

@@ -264,7 +264,7 @@ impl Policy {
     /// How long computation has waited for collectives beside it since the last call. Waits for the device.
     ///
     /// # Errors
-    /// What the device failed at until here.
+    /// Any error of the device in work that it was given before.
     pub fn take_exposed_communication(&self) -> Result<Duration> {
         self.sharding.lane.take_exposed()
     }
@@ -344,7 +344,7 @@ impl Policy {
     /// are there.
     ///
     /// # Errors
-    /// What the device failed at until here.
+    /// Any error of the device in work that it was given before.
     pub fn offload_optimizer(&mut self) -> Result<()> {
         self.optimizer.residence().leave()
     }
@@ -371,7 +371,7 @@ impl Policy {
     /// Time and bytes of moving optimizer state since the last call. Waits for the device.
     ///
     /// # Errors
-    /// What the device failed at until here.
+    /// Any error of the device in work that it was given before.
     pub fn take_transitions(&self) -> Result<Transitions> {
         self.optimizer.residence().take_transitions()
     }

@@ -92,7 +92,7 @@ fn gpu_other_kernels_round_on_their_way_to_the_same_bits() {
     }
 }
 
-/// What the factors stand for, in float64 on the CPU.
+/// The product of two quantised matrices, in float64 on the CPU.
 fn exact(x: &Fp8Rows, w: &Fp8Rows) -> Tensor {
     let rows = |rows: &Fp8Rows| double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1);
     rows(x).mm(&rows(w).tr())

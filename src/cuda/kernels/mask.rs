@@ -1,4 +1,4 @@
-//! What rows leave out: inner products of adapters that are not theirs, and ids that their structures do not allow.
+//! Masks over rows of a batch: inner products of adapters that a row does not have, and token ids that its structure does not allow.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};

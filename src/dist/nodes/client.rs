@@ -58,7 +58,7 @@ struct InboxState {
     welcome: Option<Result<NodeLayout, Refusal>>,
     /// Results of gathers, by generation, division and number.
     gathered: HashMap<(u64, u32, u64), Vec<u8>>,
-    /// What ranks sent to this one, by generation, division and sender: word and payload.
+    /// Messages of other ranks to this one, by generation, division and sender: word and payload.
     relayed: HashMap<(u64, u32, u32), VecDeque<Relayed>>,
     verdicts: HashMap<u64, Option<RankFailure>>,
     late: Option<Vec<usize>>,
@@ -219,7 +219,7 @@ impl Client {
         self.send(Frame { division: division as u32, rank: to as u32, word, ..frame });
     }
 
-    /// What rank `from` sent next: its word and its payload.
+    /// Waits for the next message of rank `from`: its word and its payload.
     pub(super) fn receive(
         &self,
         division: usize,

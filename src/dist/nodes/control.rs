@@ -119,7 +119,7 @@ impl ControlPlane for NodesControl {
         })
     }
 
-    /// Of ranks on other nodes nobody can tell.
+    /// Whether a rank of this node waits in an agreement; of ranks on other nodes nobody can tell, and it is false.
     fn is_waiting(&self, rank: usize) -> bool {
         self.layout.node_of(rank) == self.layout.node_of(self.rank) && self.within.is_waiting(rank)
     }

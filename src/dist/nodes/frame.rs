@@ -1,8 +1,8 @@
-//! What ranks and the hub send one another, as it is on the wire: a header of fixed size and a payload.
+//! Messages between ranks and the hub, as they are on the wire: a header of fixed size and a payload.
 
 use std::io::{ErrorKind, Read};
 
-/// What a frame is.
+/// The kind of a message between a rank and the hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(super) enum FrameKind {

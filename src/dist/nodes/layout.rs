@@ -49,7 +49,7 @@ fn named(node: usize, host: &str) -> String {
     if host.is_empty() { format!("node {node}") } else { format!("node {node} ({host})") }
 }
 
-/// What a rank says of itself when it joins.
+/// A rank's description of itself when it joins the run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Greeting {
     pub rank: usize,

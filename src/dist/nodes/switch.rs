@@ -1,4 +1,4 @@
-//! What the hub knows and decides: who is there, exchanges under way, failures and verdicts. It touches no socket but to queue.
+//! State and decisions of the hub: who is there, exchanges under way, failures and verdicts. It touches no socket but to queue.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -24,7 +24,7 @@ fn values(rank: usize, len: i64, kind: Kind) -> Tensor {
     ((index * 0.37 + rank as f64 * 1.7).sin() * 1000.0).to_kind(kind)
 }
 
-/// What every operation gives on a group, for tensors of several kinds and lengths.
+/// Results of every collective operation on a group, for tensors of several kinds and lengths.
 fn results(group: &dyn Collective, rank: usize) -> Vec<Tensor> {
     let (size, place) = (group.size() as i64, group.rank() as i64);
     let mut results = Vec::new();

@@ -152,7 +152,7 @@ pub trait SequenceMixer {
     /// Output of a gated delta net before its last projection [T, H dv].
     ///
     /// # Errors
-    /// What the implementation meets; [`crate::Error::InvalidArgument`] where it keeps no states.
+    /// Any error of the implementation; [`crate::Error::InvalidArgument`] where it keeps no states.
     fn delta_net(
         &self,
         layer: usize,

@@ -199,7 +199,7 @@ impl Within {
     }
 }
 
-/// What a walk over the chunks keeps.
+/// Tensors that a walk over the chunks of a sequence keeps.
 #[derive(PartialEq)]
 enum Keep {
     /// For a forward.
