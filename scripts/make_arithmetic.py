@@ -88,8 +88,10 @@ def write_tokenizer(folder, special=SPECIAL, words=WORDS, signs=(), max_length=6
     print(f"{folder}: {len(vocab)} tokens")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def begin(description, num_train):
+    """Reads the command line, and writes the held-out and the training problems. Returns the arguments, the dice, and the pairs of
+    operands that are not held out."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--warmup", action="store_true", help="also write the demonstrations of the warm-up")
     arguments = parser.parse_args()
@@ -99,7 +101,12 @@ def main():
     rng.shuffle(pairs)
     held_out, seen = pairs[:NUM_EVAL], pairs[NUM_EVAL:]
     write_jsonl(arguments.folder / "eval.jsonl", [problem(a, b) for a, b in held_out])
-    write_jsonl(arguments.folder / "train.jsonl", [problem(a, b) for a, b in seen[:NUM_TRAIN]])
+    write_jsonl(arguments.folder / "train.jsonl", [problem(a, b) for a, b in seen[:num_train]])
+    return arguments, rng, seen
+
+
+def main():
+    arguments, rng, seen = begin(__doc__.splitlines()[0], NUM_TRAIN)
     rows = [conversation(a, b) for a, b in seen[:NUM_DEMONSTRATIONS]]
     write_jsonl(arguments.folder / "demonstrations.jsonl", rows)
     write_tokenizer(arguments.folder / "tokenizer")

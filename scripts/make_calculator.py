@@ -7,11 +7,9 @@
 Questions are those of make_arithmetic.py. A demonstration either calls the tool, [add(a=23, b=41)], and repeats what it answers, or
 guesses: a wrong sum, off by anything. A model that is warmed up on these can use the tool, and mostly guesses: what GRPO is to mend.
 """
-import argparse, json, pathlib, random
+from make_arithmetic import SPECIAL, WORDS, begin, question, write_jsonl, write_tokenizer
 
-from make_arithmetic import SPECIAL, WORDS, problem, question, write_jsonl, write_tokenizer
-
-NUM_EVAL, NUM_TRAIN = 200, 2048
+NUM_TRAIN = 2048
 CALL_SHARE = 0.3
 
 
@@ -26,17 +24,7 @@ def demonstration(rng, a, b, calls):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--warmup", action="store_true", help="also write the demonstrations of the warm-up")
-    arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(0)
-    pairs = [(a, b) for a in range(100) for b in range(100)]
-    rng.shuffle(pairs)
-    held_out, seen = pairs[:NUM_EVAL], pairs[NUM_EVAL:]
-    write_jsonl(arguments.folder / "eval.jsonl", [problem(a, b) for a, b in held_out])
-    write_jsonl(arguments.folder / "train.jsonl", [problem(a, b) for a, b in seen[:NUM_TRAIN]])
+    arguments, rng, seen = begin(__doc__.splitlines()[0], NUM_TRAIN)
     write_tokenizer(arguments.folder / "tokenizer", [*SPECIAL, "<tool>"], [*WORDS, "[add(a=", "b="], [",", ")]"], max_length=128)
     if arguments.warmup:
         write_jsonl(arguments.folder / "warmup.jsonl",

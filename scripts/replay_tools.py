@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 
-from replay_trl import COMMON, GROUP, PROMPTS, STEPS, compare, train, trl_config
+from replay_trl import COMMON, GROUP, PROMPTS, STEPS, compare, recorded_rewards, train, trl_config
 
 BOUND = 2e-5
 MODEL, TOOLS = "configs/calculator/model", "configs/calculator/tools.py"
@@ -25,13 +25,9 @@ LENGTH = 26  # so that the answers to some calls, or the turns behind them, do n
 ITERATIONS = 1  # a second call of a completion is not answered
 
 
-def record(completion_ids, question, trainer_state, record_to, **_):
-    """Our run's reward: any number that differs within groups, written down with its completion."""
-    rewards = [sum(ids) % 7 / 7 + len(ids) / 100 for ids in completion_ids]
-    line = {"question": question[0], "completion_ids": completion_ids, "rewards": rewards}
-    with open(record_to[0], "a") as file:
-        file.write(json.dumps(line) + "\n")
-    return rewards
+def record(completion_ids, question, record_to, **_):
+    """Our run's reward."""
+    return recorded_rewards(record_to[0], completion_ids, question=question[0])
 
 
 def main():

@@ -57,11 +57,15 @@ OF_TRL = {
 
 
 def record(prompts, completion_ids, trainer_state, record_to, **_):
-    """Our run's reward: any number that differs within groups, written down with its completion."""
+    """Our run's reward."""
+    return recorded_rewards(record_to[0], completion_ids, step=trainer_state.global_step, prompt=prompts[0])
+
+
+def recorded_rewards(path, completion_ids, **asked):
+    """Any number that differs within groups, written down with its completion and what was asked."""
     rewards = [sum(ids) % 7 / 7 + len(ids) / 100 for ids in completion_ids]
-    line = {"step": trainer_state.global_step, "prompt": prompts[0], "completion_ids": completion_ids, "rewards": rewards}
-    with open(record_to[0], "a") as file:
-        file.write(json.dumps(line) + "\n")
+    with open(path, "a") as file:
+        file.write(json.dumps({**asked, "completion_ids": completion_ids, "rewards": rewards}) + "\n")
     return rewards
 
 
