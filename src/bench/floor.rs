@@ -103,24 +103,29 @@ mod tests {
     use super::*;
     use crate::bench::limits::of_h200;
 
-    /// 32 prompts x 8 of 512 + 1,024 tokens on four GPUs, by hand: 6.53e9 weights in the blocks, 0.545e9 in the head.
-    #[test]
-    fn floors_of_seven_billion_weights() {
-        let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
-        let work = StepWork {
-            spec: &spec,
+    /// A step of 32 prompts x 8 of 512 + 1,024 tokens on H200 GPUs that share an engine, its optimizer left out.
+    fn of_32_prompts(spec: &ModelSpec, num_gpus: usize) -> StepWork<'_> {
+        StepWork {
+            spec,
             prompts: 32,
             group: 8,
             prompt_len: 512,
             completion_len: 1024.0,
-            roles: Roles { num_trainers: 4, num_generators: 4 },
-            tensor_parallel_size: 4,
+            roles: Roles { num_trainers: num_gpus, num_generators: num_gpus },
+            tensor_parallel_size: num_gpus,
             num_iterations: 1,
             trained_tokens: 32.0 * (512.0 + 8.0 * 1024.0),
             adapter_params: None,
-            optimizer_bytes: Some(42_500_000_000),
+            optimizer_bytes: None,
             rates: of_h200().rates,
-        };
+        }
+    }
+
+    /// 32 prompts x 8 of 512 + 1,024 tokens on four GPUs, by hand: 6.53e9 weights in the blocks, 0.545e9 in the head.
+    #[test]
+    fn floors_of_seven_billion_weights() {
+        let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
+        let work = StepWork { optimizer_bytes: Some(42_500_000_000), ..of_32_prompts(&spec, 4) };
         let floors = work.floors(false);
         let is_about = |phase, seconds: f64| (floors[&phase] / seconds - 1.0_f64).abs() < 0.02;
         // Prompts 0.067 s; 1,023 steps of 1.135 ms for products and 0.497 ms for 147,456 tokens of 14,336 bytes in the cache.
@@ -143,23 +148,7 @@ mod tests {
     fn states_of_gated_delta_nets_are_read_and_written() {
         let hybrid = ModelSpec::preset("qwen3.5-9b").unwrap();
         let attention_alone = ModelSpec { delta_net: None, ..hybrid.clone() };
-        let floors = |spec| {
-            let work = StepWork {
-                spec,
-                prompts: 32,
-                group: 8,
-                prompt_len: 512,
-                completion_len: 1024.0,
-                roles: Roles { num_trainers: 1, num_generators: 1 },
-                tensor_parallel_size: 1,
-                num_iterations: 1,
-                trained_tokens: 32.0 * (512.0 + 8.0 * 1024.0),
-                adapter_params: None,
-                optimizer_bytes: None,
-                rates: of_h200().rates,
-            };
-            work.floors(false)
-        };
+        let floors = |spec| of_32_prompts(spec, 1).floors(false);
         let state_bytes = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2);
         assert_eq!(state_page_bytes(&hybrid, 1, Kind::BFloat16), state_bytes);
         let step_s = floors(&hybrid)[&Phase::Generate] / 1023.0;

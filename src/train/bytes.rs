@@ -83,6 +83,11 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
+    /// Bytes of the buckets alone that optimizer state on the host is copied through.
+    pub(super) fn optimizer_buckets(&self) -> usize {
+        self.state_bytes(&self.trained()).1
+    }
+
     /// The optimizer's state and its buckets, of the rank that has the most.
     fn state_bytes(&self, trained: &ParamTable) -> (usize, usize) {
         let num_slices = if self.trained_stage() > 0 { trained.shards } else { 1 };

@@ -225,7 +225,7 @@ impl<'a> Walk<'a> {
 
     /// The optimizer's step.
     fn step(&self, streams: bool) -> Moment {
-        let buckets = if streams { self.model.bytes().optimizer_buckets } else { 0 };
+        let buckets = if streams { self.model.optimizer_buckets() } else { 0 };
         let gradients = self.kept_gradients();
         let reduced_apart = if self.scatters { gradients } else { 0 };
         Moment { gradients, buckets, orthogonalized: self.model.orthogonal_bytes(), reduced_apart, ..Moment::default() }

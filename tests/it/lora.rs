@@ -256,6 +256,16 @@ fn stages_of_a_hybrid_are_bitwise_equal_and_leave_the_base_alone() {
     });
 }
 
+/// The negative log-likelihood before each of four updates.
+fn four_updates(policy: &mut Policy, micro_batches: &[MicroBatch]) -> Vec<f64> {
+    let update = |_| {
+        let nll = backward(policy, micro_batches);
+        assert!(!policy.optimizer_step(1e-2, 1.0).unwrap().skipped);
+        nll
+    };
+    (0..4).map(update).collect()
+}
+
 fn stages_equal(mesh: &Mesh, shape: &Shape, kinds: (Kind, Kind), dropout: f64, quantization: Quantization) {
     let after = |stage| {
         let mut policy = adapted_from(shape.clone(), mesh, stage, kinds, dropout, (quantization, false));
@@ -263,13 +273,7 @@ fn stages_equal(mesh: &Mesh, shape: &Shape, kinds: (Kind, Kind), dropout: f64, q
         let (before, frozen) = (base(&policy), policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs);
         let adapted = policy.forward_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
         assert!(!adapted.equal(&frozen));
-        let nlls: Vec<f64> = (0..4)
-            .map(|_| {
-                let nll = backward(&mut policy, &micro_batches);
-                assert!(!policy.optimizer_step(1e-2, 1.0).unwrap().skipped);
-                nll
-            })
-            .collect();
+        let nlls = four_updates(&mut policy, &micro_batches);
         assert!(dropout > 0.0 || nlls[3] < nlls[0], "{nlls:?}");
         assert!(base(&policy) == before, "the base changed");
         assert!(policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs.equal(&frozen));

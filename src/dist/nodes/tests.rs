@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::auth::Token;
 use super::client::{Client, FIRST_EPOCH};
+use super::hub::Hub;
 use super::layout::Refusal;
 use super::testing::{TOKEN, TestHub, greeting};
 use crate::dist::control::{Deadline, RankGroup};
@@ -168,9 +169,8 @@ fn a_rank_whose_connection_closes_ends_all_waiting_at_once() {
     assert_eq!(errors.iter().flatten().count(), 6);
 }
 
-/// A rank may die while another one still joins.
-#[test]
-fn a_rank_that_is_lost_before_another_attaches_its_memory_is_heard_of() {
+/// The hub of two nodes of one rank each, and the ranks' ends, all of whom have met.
+fn two_that_met() -> (Option<Hub>, Client, Client) {
     let hub = TestHub::new();
     let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
     let served = hub.start(&first);
@@ -178,11 +178,23 @@ fn a_rank_that_is_lost_before_another_attaches_its_memory_is_heard_of() {
     for client in [&own, &other] {
         client.await_welcome(Deadline::after(PATIENCE)).unwrap();
     }
+    (served, own, other)
+}
+
+/// The memory of rank 0, which is alone on its node.
+fn own_memory() -> Arc<Member> {
+    Arc::new(Member::new(Arc::new(Segment::in_process(1, 64 << 10).unwrap()), 0, 0, PATIENCE))
+}
+
+/// A rank may die while another one still joins.
+#[test]
+fn a_rank_that_is_lost_before_another_attaches_its_memory_is_heard_of() {
+    let (served, own, other) = two_that_met();
     other.break_off();
     while own.lost().is_none() {
         std::thread::yield_now();
     }
-    let member = Arc::new(Member::new(Arc::new(Segment::in_process(1, 64 << 10).unwrap()), 0, 0, PATIENCE));
+    let member = own_memory();
     own.attach(member.clone());
     assert_eq!(member.failure().unwrap().rank, 1);
     drop((own, other, served));
@@ -191,13 +203,7 @@ fn a_rank_that_is_lost_before_another_attaches_its_memory_is_heard_of() {
 /// A node may be through the meeting, and fail, while another one still joins.
 #[test]
 fn a_failure_that_comes_before_this_rank_attaches_its_memory_is_not_forgotten() {
-    let hub = TestHub::new();
-    let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
-    let served = hub.start(&first);
-    let (own, other) = (hub.join(&first, PATIENCE), hub.join(&second, PATIENCE));
-    for client in [&own, &other] {
-        client.await_welcome(Deadline::after(PATIENCE)).unwrap();
-    }
+    let (served, own, other) = two_that_met();
     other.post_failure(FIRST_EPOCH, &Error::NonFinite { message: "early".to_owned() });
     let gather = |client: &Client, rank| {
         client.gather(&RankGroup::new(0, "world", &[0, 1], rank), &[], Deadline::after(PATIENCE), || None).unwrap();
@@ -206,7 +212,7 @@ fn a_failure_that_comes_before_this_rank_attaches_its_memory_is_not_forgotten() 
         scope.spawn(|| gather(&other, 1));
         gather(&own, 0); // whose end comes behind the failure
     });
-    let member = Arc::new(Member::new(Arc::new(Segment::in_process(1, 64 << 10).unwrap()), 0, 0, PATIENCE));
+    let member = own_memory();
     assert!(member.failure().is_none());
     own.attach(member.clone());
     let failure = member.failure().unwrap();

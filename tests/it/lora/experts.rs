@@ -5,7 +5,7 @@ use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::ModelSpec;
 use tch::Kind;
 
-use super::{adapted_from, backward, base, own_sequences, packed, trained};
+use super::{adapted_from, base, four_updates, own_sequences, packed, trained};
 use crate::ranks;
 
 #[test]
@@ -23,13 +23,7 @@ fn stages_are_bitwise_equal_beside_experts() {
                     adapted_from((spec, TargetModule::ALL.to_vec()), &mesh, stage, kinds, 0.0, (quantization, false));
                 let micro_batches = packed(&own_sequences(world.rank()), 1000);
                 let before = base(&policy);
-                let nlls: Vec<f64> = (0..4)
-                    .map(|_| {
-                        let nll = backward(&mut policy, &micro_batches);
-                        assert!(!policy.optimizer_step(1e-2, 1.0).unwrap().skipped);
-                        nll
-                    })
-                    .collect();
+                let nlls = four_updates(&mut policy, &micro_batches);
                 assert!(nlls[3] < nlls[0], "{nlls:?}");
                 assert!(base(&policy) == before, "the base changed");
                 trained(&policy)
