@@ -174,19 +174,9 @@ fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> Result<SamplingPa
         stop,
         ..SamplingParams::default()
     };
-    let numbers = [
-        ("n", params.num_generations >= 1, "expected at least 1"),
-        ("temperature", params.temperature >= 0.0 && params.temperature.is_finite(), "expected 0 (greedy) or more"),
-        ("top_p", params.top_p > 0.0 && params.top_p <= 1.0, "expected more than 0 and at most 1"),
-        ("min_p", params.min_p.is_none_or(|least| (0.0..=1.0).contains(&least)), "expected 0 to 1"),
-        (
-            "repetition_penalty",
-            params.repetition_penalty > 0.0 && params.repetition_penalty.is_finite(),
-            "expected more than 0",
-        ),
-    ];
-    match numbers.into_iter().find(|(_, holds, _)| !holds) {
-        Some((name, _, expected)) => Err(Refusal::of(name, expected)),
+    match params.fault() {
+        Some(("num_generations", ..)) => Err(Refusal::of("n", "expected at least 1")),
+        Some((name, expected, got)) => Err(Refusal::of(name, format!("expected {expected}, got {got}"))),
         None => Ok(params),
     }
 }

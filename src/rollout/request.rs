@@ -114,32 +114,61 @@ impl Request {
 impl SamplingParams {
     /// Whether all values are within their ranges.
     pub(super) fn check(&self) -> Result<()> {
+        match self.fault() {
+            Some((_, expected, got)) => refuse(expected.to_owned(), got),
+            None => Ok(()),
+        }
+    }
+
+    /// The first value that is out of its range: its name, the range, and the value.
+    pub(crate) fn fault(&self) -> Option<(&'static str, &'static str, String)> {
         let checks = [
-            (self.num_generations >= 1, "num_generations of at least 1", self.num_generations.to_string()),
             (
+                "num_generations",
+                self.num_generations >= 1,
+                "num_generations of at least 1",
+                self.num_generations.to_string(),
+            ),
+            (
+                "max_completion_length",
                 self.max_completion_length >= 1,
                 "max_completion_length of at least 1",
                 self.max_completion_length.to_string(),
             ),
             (
+                "temperature",
                 is_within(self.temperature, 0.0..=f32::MAX),
                 "a temperature of 0 (greedy) or more",
                 self.temperature.to_string(),
             ),
-            (is_within(self.top_p, f32::MIN_POSITIVE..=1.0), "top_p in (0, 1]", self.top_p.to_string()),
-            (self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0)), "min_p in [0, 1]", format!("{:?}", self.min_p)),
+            ("top_p", is_within(self.top_p, f32::MIN_POSITIVE..=1.0), "top_p in (0, 1]", self.top_p.to_string()),
             (
+                "min_p",
+                self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0)),
+                "min_p in [0, 1]",
+                format!("{:?}", self.min_p),
+            ),
+            (
+                "repetition_penalty",
                 is_within(self.repetition_penalty, f32::MIN_POSITIVE..=f32::MAX),
                 "a repetition_penalty above 0",
                 self.repetition_penalty.to_string(),
             ),
-            (self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs of at most 20", self.top_logprobs.to_string()),
-            (self.stop.iter().all(|stop| !stop.is_empty()), "stop strings with text", format!("{:?}", self.stop)),
+            (
+                "top_logprobs",
+                self.top_logprobs <= MAX_TOP_LOGPROBS,
+                "top_logprobs of at most 20",
+                self.top_logprobs.to_string(),
+            ),
+            (
+                "stop",
+                self.stop.iter().all(|stop| !stop.is_empty()),
+                "stop strings with text",
+                format!("{:?}", self.stop),
+            ),
         ];
-        match checks.into_iter().find(|(holds, ..)| !holds) {
-            Some((_, expected, got)) => refuse(expected.to_owned(), got),
-            None => Ok(()),
-        }
+        let fault = checks.into_iter().find(|(_, holds, ..)| !holds);
+        fault.map(|(name, _, expected, got)| (name, expected, got))
     }
 }
 
