@@ -9,6 +9,7 @@ use colo_grpo::internal::config::TargetModule;
 use colo_grpo::internal::model::{LoraSpec, ModelSpec, ParamTable, write_adapters};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
 
 use super::{QUESTION, Server, asked};
 use crate::program::{MODEL, command, end, json_lines, run};
@@ -25,29 +26,33 @@ fn write(folder: &Path, r: usize, factor: f64) {
 }
 
 fn generated(model: &str, more: &str) -> Vec<Value> {
-    let mut command = command(&format!("generate --model {model} --max_completion_length 20 {more}"));
+    let mut command = command(&format!("generate --device cpu --model {model} --max_completion_length 20 {more}"));
     let ended = end(command.args(["--prompt", QUESTION]).spawn().unwrap());
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     json_lines(&ended.stdout)
 }
 
-#[test]
-fn adapters_are_served_by_their_names_beside_their_base() {
+/// Two folders of adapters, and the option that names them `one` and `two`.
+fn two_adapters() -> ([TempDir; 2], String) {
     let folders = [(4, 1.3), (2, 2.9)].map(|(r, factor)| {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), r, factor);
         folder
     });
-    let [one, two] = folders.each_ref().map(|folder| folder.path().display().to_string());
+    let [one, two] = folders.each_ref().map(|folder| folder.path().display());
     let named = format!("--adapter one={one} --adapter two={two}");
-    let server = Server::start(&format!("--nproc 2 {named}"));
+    (folders, named)
+}
+
+/// Requests of both adapters and of their base, at once, are answered as each model alone answers on the CPU.
+fn compare(server: &Server, folders: &[TempDir; 2]) {
+    let [one, two] = folders.each_ref().map(|folder| folder.path().display().to_string());
     let expected = [(MODEL, MODEL), ("one", &*one), ("two", &*two)].map(|(name, folder)| {
         (name, generated(folder, "--seed 7 -n 3")) // with the adapter alone, by one rank
     });
     assert!(expected[0].1 != expected[1].1 && expected[1].1 != expected[2].1, "{expected:?}");
     std::thread::scope(|scope| {
         for (name, lines) in expected.iter().cycle().take(6) {
-            let server = &server;
             scope.spawn(move || {
                 let choices = server.choices("/v1/completions", &asked(json!({"model": name, "seed": 7, "n": 3})));
                 assert_eq!(choices.len(), lines.len());
@@ -60,6 +65,13 @@ fn adapters_are_served_by_their_names_beside_their_base() {
             });
         }
     });
+}
+
+#[test]
+fn adapters_are_served_by_their_names_beside_their_base() {
+    let (folders, named) = two_adapters();
+    let server = Server::start(&format!("--nproc 2 {named}"));
+    compare(&server, &folders);
     let (status, answer) = server.post("/v1/completions", &asked(json!({"model": "three"})));
     assert_eq!((status, &answer["error"]["param"]), (404, &json!("model")));
     assert_eq!(answer["error"]["code"], "model_not_found");
@@ -82,9 +94,19 @@ fn adapters_are_served_by_their_names_beside_their_base() {
     chat.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
     let ended = end(chat);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let [one, two] = folders.each_ref().map(|folder| folder.path().display().to_string());
     let alone = [&one, &two, MODEL].map(|model| generated(model, "--temperature 0 --chat")[0]["completion"].clone());
     assert_eq!(json!(ended.stdout.lines().collect::<Vec<_>>()), json!(alone));
     assert!(ended.stderr.contains("has given: one, two"), "{}", ended.stderr);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_adapters_are_served_beside_their_base() {
+    let (folders, named) = two_adapters();
+    let server = Server::start(&format!("--device cuda --dtype float32 {named}"));
+    compare(&server, &folders);
+    server.stop();
 }
 
 #[test]
