@@ -61,7 +61,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 13] = [
+const HEADERS: [(&CStr, &str); 14] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
@@ -75,6 +75,7 @@ const HEADERS: [(&CStr, &str); 13] = [
     (c"philox.cuh", include_str!("../kernels/philox.cuh")),
     (c"sample.cuh", include_str!("../kernels/sample.cuh")),
     (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),
+    (c"tiles.cuh", include_str!("../kernels/tiles.cuh")),
 ];
 
 /// The source, and all that it might include.

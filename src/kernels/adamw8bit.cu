@@ -48,11 +48,6 @@ __device__ __forceinline__ unsigned char nearest(const Map& map, int zero, float
     return static_cast<unsigned char>(code);
 }
 
-__device__ __forceinline__ float warp_max(float value) {
-    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
-    return value;
-}
-
 template <typename Grad, typename Weight>
 __device__ __forceinline__ void adamw8bit(
     float* __restrict__ master,           // [num_blocks BLOCK]

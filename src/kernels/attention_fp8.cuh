@@ -35,13 +35,6 @@ __device__ __forceinline__ float log2_fast(float x) {
     return out;
 }
 
-// 16 bytes to shared memory, in the background.
-__device__ __forceinline__ void copy_bytes_async(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                     static_cast<unsigned>(__cvta_generic_to_shared(to))),
-                 "l"(from));
-}
-
 // Keys, values and their scales, as the cache has them or as they are staged in shared memory.
 template <int HD>
 struct alignas(16) Fp8Stage {
@@ -78,7 +71,7 @@ struct Fp8Warp {
         const int r = lane / 4, c = lane % 4;
         const auto narrowed = [](unsigned pair) {
             const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
-            const auto within = [](float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); };
+            const auto within = [](float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };  // NaN stays
             return pack_f16(within(low), within(high));
         };
 #pragma unroll
@@ -287,19 +280,20 @@ struct Fp8Warp {
                 for (int k = 0; k < 2 * OF_ENTRIES / THREADS; ++k) {
                     const int at = threadIdx.x + k * THREADS, which = at / OF_ENTRIES, chunk = at % OF_ENTRIES;
                     const int row = chunk / CHUNKS;
-                    copy_bytes_async(&stage.entries[which][row][place_of(row, chunk % CHUNKS)],
-                                     (which == 0 ? cache.k : cache.v) + unit + chunk * 16);
+                    copy_16(shared_address(&stage.entries[which][row][place_of(row, chunk % CHUNKS)]),
+                            (which == 0 ? cache.k : cache.v) + unit + chunk * 16, 16);
                 }
                 if (threadIdx.x < 2 * OF_SCALES) {
                     const int which = threadIdx.x / OF_SCALES, at = threadIdx.x % OF_SCALES * 4;
-                    copy_bytes_async(&stage.scales[which][at], (which == 0 ? cache.k_scales : cache.v_scales) + unit / HD + at);
+                    const float* from = (which == 0 ? cache.k_scales : cache.v_scales) + unit / HD + at;
+                    copy_16(shared_address(&stage.scales[which][at]), from, 16);
                 }
             }
-            asm volatile("cp.async.commit_group;");
+            commit_copies();
         };
         for (int step = 0; step < STAGES - 1; ++step) fetch(step);
         for (int step = 0; step < steps; ++step) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+            wait_copies<STAGES - 2>();
             __syncthreads();  // the unit is there for all, and the stage before it is free
             fetch(step + STAGES - 1);
             const Stage& stage = stages[step % STAGES];

@@ -2,7 +2,9 @@
 // straight to registers in the products' layout: the order of head columns within a product and of outputs within a tile is
 // free, so 16-byte loads fit.
 #pragma once
+#include "async.cuh"
 #include "attention.cuh"
+#include "cluster.cuh"
 #include "mma.cuh"
 #include "scalar.cuh"
 
@@ -33,13 +35,6 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
                  : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
                  : "l"(from));
     return out;
-}
-
-// 16 bytes to shared memory, in the background.
-__device__ __forceinline__ void copy_async(bf16* to, const bf16* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                     static_cast<unsigned>(__cvta_generic_to_shared(to))),
-                 "l"(from));
 }
 
 // What the place of a 16-byte chunk within a row in shared memory is mixed with, so that neither product's loads collide.
@@ -269,18 +264,18 @@ struct Warp {
                 for (int k = 0; k < UNIT * CHUNKS / THREADS; ++k) {
                     const int at = threadIdx.x + k * THREADS, row = at / CHUNKS, chunk = at % CHUNKS;
                     const int to = (chunk ^ mix(row)) * 8;
-                    copy_async(&stages[step % STAGES][0][row][to], cache.k + unit + at * 8);
-                    copy_async(&stages[step % STAGES][1][row][to], cache.v + unit + at * 8);
+                    copy_16(shared_address(&stages[step % STAGES][0][row][to]), cache.k + unit + at * 8, 16);
+                    copy_16(shared_address(&stages[step % STAGES][1][row][to]), cache.v + unit + at * 8, 16);
                 }
             }
-            asm volatile("cp.async.commit_group;");
+            commit_copies();
         };
         const auto read = [&](const bf16 (&tile)[UNIT][HD], int row, int chunk) {
             return *reinterpret_cast<const uint4*>(&tile[row][(chunk ^ mix(row)) * 8]);
         };
         for (int step = 0; step < STAGES - 1; ++step) fetch(step);
         for (int step = 0; step < steps; ++step) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+            wait_copies<STAGES - 2>();
             __syncthreads();  // the unit is there for all, and the stage before it is free
             fetch(step + STAGES - 1);
             const auto& stage = stages[step % STAGES];

@@ -13,13 +13,10 @@
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "scalar.cuh"
+#include "tiles.cuh"
 
 constexpr int STEP = 64;         // columns of a stage: rows of 128 bytes
 constexpr int ROW_BYTES = 2 * STEP;
-
-struct alignas(16) Tile {
-    int expert, first, count, reserved;
-};
 
 struct Product {
     const void* x;      // [rows, K] with x_stride

@@ -12,7 +12,7 @@ struct Fp8Row {
 #if __CUDA_ARCH__ >= 890
 
 // The largest over the block, the same in every thread. Blocks of whole warps.
-__device__ __forceinline__ unsigned block_max(unsigned value) {
+__device__ __forceinline__ unsigned block_max_bits(unsigned value) {
     __shared__ unsigned warps[32];
     value = __reduce_max_sync(0xffffffffu, value);
     __syncthreads();  // readers of an earlier maximum are done
@@ -62,7 +62,7 @@ __device__ __forceinline__ void write_fp8(const Pack<bf16, 8> (&row)[MOST], int 
         if (threadIdx.x + k * blockDim.x < packs)
 #pragma unroll
             for (int j = 0; j < 8; ++j) bits = max(bits, row[k].at[j].bits & 0x7fffu);
-    const RowScale scale(block_max(bits));
+    const RowScale scale(block_max_bits(bits));
     if (threadIdx.x == 0) *to.scale = scale.scale;
 #pragma unroll
     for (int k = 0; k < MOST; ++k) {

@@ -6,17 +6,13 @@
 // tokens there are.
 #include "mma.cuh"
 #include "scalar.cuh"
+#include "tiles.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int ROWS = 16;   // tokens of a block
 constexpr int PART = 256;  // columns of a block
 constexpr unsigned ALL = 0xffffffffu;
-
-// Rows first .. first + count of the sorted choices, all of one expert.
-struct alignas(16) Tile {
-    int expert, first, count, reserved;
-};
 
 struct Router {
     const short* recorded;  // of row t from t * stride on, -1: none; or null
@@ -82,16 +78,6 @@ __device__ __forceinline__ void multiply_part(
             sum += x[static_cast<long long>(row) * to.dim + k] * w[static_cast<long long>(expert) * to.dim + k];
         to.logits[(static_cast<long long>(part) * to.rows + row) * to.experts_of_all + expert] = sum;
     }
-}
-
-__device__ __forceinline__ float warp_max(float value) {
-    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL, value, step));
-    return value;
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(ALL, value, step);
-    return value;
 }
 
 // One token's experts and their weights, by a warp. Lane l has the experts l, l + 32, ..; then choice l.

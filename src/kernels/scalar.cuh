@@ -43,10 +43,21 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& values) {
     *reinterpret_cast<Pack<T, N>*>(to) = values;
 }
 
+// Over the warp, the same in every lane.
+__device__ __forceinline__ float warp_max(float value) {
+    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
+    return value;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+    return value;
+}
+
 // Maximum over the block, the same in every thread. Blocks of whole warps.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ float warps[32];
-    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
+    value = warp_max(value);
     __syncthreads();  // readers of an earlier maximum are done
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
@@ -58,7 +69,7 @@ __device__ __forceinline__ float block_max(float value) {
 // Sum over the block, the same in every thread. Blocks of whole warps; a fixed order, so the same bits every time.
 __device__ __forceinline__ float block_sum(float value) {
     __shared__ float warps[32];
-    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+    value = warp_sum(value);
     __syncthreads();  // readers of an earlier sum are done
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();

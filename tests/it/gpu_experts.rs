@@ -51,6 +51,7 @@ impl Case {
             tiles: flat(sizes.tiles * 4, Kind::Int).view([-1, 4]),
             logits: flat(sizes.logits, Kind::Float),
             counters: flat(sizes.counters, Kind::Int),
+            num_experts: self.experts as usize,
             own: self.own.clone(),
             tile_rows,
         }
@@ -70,6 +71,8 @@ fn cases() -> Vec<Case> {
             case([70, 328, 72, 5, 3], 0..5, kind),
             case([300, 512, 96, 128, 8], 0..128, kind),
             case([257, 520, 40, 300, 8], 100..200, kind),
+            case([1, 64, 32, 512, 8], 0..512, kind),
+            case([40, 64, 8, 512, 1], 128..256, kind),
         ]);
         if !is_small() {
             cases.push(case([256, 2048, 768, 128, 8], 0..128, kind));
@@ -201,6 +204,45 @@ fn gpu_experts_equal_the_cpus() {
             let bound = if kind == Kind::BFloat16 { 1e-2 } else { 1e-5 };
             assert!(error < bound, "{case:?}, tile {}: {error:e}", tile.name());
             first = Some(y);
+        }
+    }
+}
+
+/// All tokens on one expert, which another rank may have; and experts of which none is this rank's.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_experts_may_be_without_rows() {
+    kernels::prepare(0).unwrap();
+    for (experts, chosen, own) in [(16, 3, 0..16), (512, 511, 0..512), (16, 3, 4..8), (512, 0, 256..512)] {
+        for kind in [Kind::BFloat16, Kind::Float] {
+            let case = case([300, 64, 32, experts, 1], own.clone(), kind);
+            let tiles = match kind {
+                Kind::BFloat16 => ExpertTile::ALL.to_vec(),
+                kind => vec![ExpertTile::of(1, 1, 1, (kind, 0)).unwrap()],
+            };
+            let (x, router) = (rand(&[300, 64], kind), rand(&[experts, 64], kind));
+            let gate_up = rand(&[own.len() as i64, 64, 64], kind) * 0.1;
+            let down = rand(&[own.len() as i64, 64, 32], kind) * 0.1;
+            let recorded = Tensor::full([300], chosen, (Kind::Int16, GPU));
+            for tile in tiles {
+                let routed = case.routed(tile.rows);
+                let options =
+                    RouteOptions { normalised: false, slots: None, recorded: Some(&recorded), record: None, stride: 1 };
+                route(&gpu(&x), &gpu(&router), &routed, &options).unwrap();
+                check_tiles(&case, &routed, &Tensor::full([300, 1], chosen, (Kind::Int64, Device::Cpu)));
+                let act = poison(&[300, 32], kind);
+                let (rows, y) = (poison(&[300, 64], kind), poison(&[300, 64], kind));
+                experts_gate_up(tile, &gpu(&x), &gpu(&gate_up), &routed, &act).unwrap();
+                experts_down(tile, &act, &gpu(&down), &routed, &rows).unwrap();
+                experts_combine(&rows, &routed, &y).unwrap();
+                let what = format!("{case:?}, tile {}", tile.name());
+                if own.contains(&(chosen as usize)) {
+                    let error = relative_error(&y, &expected(&case, &x, (&gate_up, &down), &routed));
+                    assert!(error < if kind == Kind::BFloat16 { 1e-2 } else { 1e-5 }, "{what}: {error:e}");
+                } else {
+                    assert_eq!(y.ne(0).any().int64_value(&[]), 0, "{what}");
+                }
+            }
         }
     }
 }

@@ -237,6 +237,49 @@ fn gpu_seen_ids_are_those_of_the_history() {
     assert_eq!(got.into_iter().map(|word| word & 0xffff_ffff).collect::<Vec<_>>(), expected);
 }
 
+/// What masks leave may be in one part of the vocabulary alone: all others, and other ranks' shards, have nothing to draw.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_samples_come_from_the_part_that_a_mask_leaves() {
+    kernels::prepare(0).unwrap();
+    const DRAWS: i64 = 12;
+    for (vocab, shards, allowed) in [(50_000, 1, 49_990..50_000), (50_000, 4, 13_000..13_005), (4096, 2, 7..8)] {
+        let logits = rand(&[DRAWS, vocab], Kind::Float) * 2.0;
+        let left = logits.full_like(f64::NEG_INFINITY);
+        let part = |of: &Tensor| of.narrow(1, allowed.start, allowed.end - allowed.start);
+        part(&left).copy_(&part(&logits));
+        let key_words: Vec<i64> = (0..DRAWS)
+            .flat_map(|draw| RandomKey::new(draw as u64, 5).words())
+            .map(|word| i64::from(word as i32))
+            .collect();
+        let (keys, positions) = (ints(&key_words), ints(&random_ints(1, 5000, DRAWS)));
+        for temperature in [0.0, 1.0] {
+            let temperatures = Tensor::full([DRAWS], temperature, (Kind::Float, GPU));
+            let draws =
+                Draws { keys: &keys, positions: &positions, temperatures: &temperatures, penalties: None, cuts: None };
+            let parts = kernels::sample_parts(DRAWS as usize, (vocab / shards) as usize) as i64;
+            let candidates = poison(&[shards * parts, DRAWS, CANDIDATE_WORDS], Kind::Double);
+            for shard in 0..shards {
+                let (from, len) = (vocab / shards * shard, vocab / shards);
+                let own = gpu(&left.narrow(1, from, len).constant_pad_nd([0, 16])).narrow(1, 0, len);
+                kernels::sample(&own, from as usize, &draws, &mut candidates.narrow(0, shard * parts, parts)).unwrap();
+            }
+            let (mut ids, mut logprobs) = (ints(&[-7; DRAWS as usize]), poison(&[DRAWS], Kind::Float));
+            kernels::combine(&candidates, &mut ids, &mut logprobs).unwrap();
+            let (ids, logprobs) = (torch::i64_vec(&ids).unwrap(), torch::f32_vec(&logprobs).unwrap());
+            let expected = part(&logits).log_softmax(1, Kind::Float);
+            for (draw, (&id, logprob)) in ids.iter().zip(logprobs).enumerate() {
+                assert!(allowed.contains(&id), "{id} of {allowed:?}");
+                let of_draw = expected.get(draw as i64);
+                let own = of_draw.double_value(&[id - allowed.start]) as f32;
+                let is_best = of_draw.double_value(&[id - allowed.start]) == of_draw.max().double_value(&[]);
+                assert!(temperature > 0.0 || is_best, "draw {draw} at temperature 0");
+                assert!((logprob - own).abs() < 1e-4, "{logprob} instead of {own}");
+            }
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_masks_leave_what_they_allow() {

@@ -155,7 +155,7 @@ fn product(
         return Err(invalid(op, expected, (x.size(), w.size(), strides, tile)));
     }
     let choices = routed.experts.size()[1];
-    let average = rows as usize / routed.own.len().max(1);
+    let average = rows as usize / routed.num_experts;
     let arguments = [
         strided(op, x, kind, &[x_rows, k], gpu)?,
         strided(op, w, kind, &[experts, features, k], gpu)?,

@@ -43,6 +43,8 @@ pub struct RoutedTokens {
     pub logits: Tensor, // flat, f32
     /// Zeros between launches.
     pub counters: Tensor, // flat, i32
+    /// The layer's experts.
+    pub num_experts: usize,
     /// The experts that this rank has, all of them or a share.
     pub own: Range<usize>,
     /// Rows of a whole tile.
@@ -109,6 +111,7 @@ pub fn route(
         && num_experts <= MOST_EXPERTS
         && (1..=MOST_EXPERTS_PER_TOKEN.min(num_experts)).contains(&per_token)
         && hidden.is_multiple_of(8)
+        && to.num_experts == num_experts
         && to.own.end <= num_experts
         && to.tile_rows >= LEAST_TILE_ROWS
         && to.logits.numel() >= sizes.logits

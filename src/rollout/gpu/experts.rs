@@ -97,7 +97,8 @@ impl ExpertBuffers {
         self.record.narrow(0, 0, 2 * words as i64).view_dtype(Kind::Int)
     }
 
-    fn routed(&self, tokens: i64, choices: i64, own: Range<usize>, tile: ExpertTile) -> RoutedTokens {
+    fn routed(&self, tokens: i64, spec: ExpertsSpec, own: Range<usize>, tile: ExpertTile) -> RoutedTokens {
+        let choices = spec.router.num_experts_per_tok as i64;
         let first = |tensor: &Tensor| tensor.narrow(0, 0, tokens * choices);
         RoutedTokens {
             experts: first(&self.experts).view([tokens, choices]),
@@ -106,6 +107,7 @@ impl ExpertBuffers {
             tiles: self.tiles.shallow_clone(),
             logits: self.logits.shallow_clone(),
             counters: self.counters.shallow_clone(),
+            num_experts: spec.num_experts,
             own,
             tile_rows: tile.rows,
         }
@@ -128,7 +130,7 @@ impl DecoderNetwork<'_> {
         let Device::Cuda(gpu) = normed.device() else { unreachable!("an engine on a GPU") };
         let tile = ExpertTile::of(rows as usize, k, spec.num_experts, (normed.kind(), gpu))?;
         let own = spec.own_experts(w, self.tp.rank());
-        let routed = buffers.routed(rows, k as i64, own, tile);
+        let routed = buffers.routed(rows, spec, own, tile);
         let first = self.spec.places_among_expert_layers()[layer] * k as i64;
         let of_layer = |all: &Tensor| all.narrow(0, first, all.size()[0] - first);
         let (recorded, record) = (tokens.recorded.map(of_layer), of_layer(&buffers.record));

@@ -78,12 +78,58 @@ fn gpu_paged_attention_over_fp8_equals_the_cpus() {
                 sliding_window: window,
                 scale: 0.2,
             };
-            compare(shape, sharing, split);
+            compare(shape, sharing, split, false);
         }
     }
 }
 
-fn compare(shape: AttentionShape, sharing: i64, split: Option<usize>) {
+/// Values that are all zero, or next to nothing, beside others: scales of 0 and of 1e-38.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_paged_attention_over_fp8_takes_values_of_no_size() {
+    kernels::prepare(0).unwrap();
+    for (group, dim) in [(7, 128), (1, 64), (2, 48)] {
+        for (sharing, split) in [(0, None), (0, Some(64)), (5, None)] {
+            compare(shape_of(group, dim), sharing, split, true);
+        }
+    }
+}
+
+/// A query that is not a number gives a row without numbers, and leaves the rows beside it what they are.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_paged_attention_over_fp8_keeps_what_is_not_a_number() {
+    kernels::prepare(0).unwrap();
+    const ROWS: i64 = 5;
+    for (group, dim) in [(7, 128), (1, 64), (2, 48)] {
+        let shape = shape_of(group, dim);
+        let (heads, dim, block) = (shape.num_heads as i64, dim as i64, shape.block_size as i64);
+        let rows = rounded(&gpu(&rand(&[2 * ROWS * 2 * block, dim], Kind::BFloat16)));
+        let cache = entries(rows, &[2 * ROWS, 2, block, dim]);
+        let (tables, lens) = (ints(&(0..2 * ROWS).collect::<Vec<_>>()).view([ROWS, 2]), ints(&[20, 32, 1, 17, 31]));
+        let plan = AttentionPlan::new(shape, (Kind::BFloat16, GPU), ROWS as usize, 2, None).unwrap();
+        plan.update(&lens, None).unwrap();
+        let attend = |q: &Tensor| {
+            let mut o = poison(&[ROWS, heads, dim], Kind::BFloat16);
+            kernels::paged_attention_fp8(&plan, q, &cache, &cache, &tables, &lens, &mut o).unwrap();
+            o
+        };
+        let q = gpu(&rand(&[ROWS, heads, dim], Kind::BFloat16));
+        let expected = attend(&q);
+        let _ = q.get(3).select(1, 5).fill_(f64::NAN);
+        let got = attend(&q);
+        assert_eq!(got.get(3).isfinite().any().int64_value(&[]), 0, "{group} x {dim}");
+        for row in [0, 1, 2, 4] {
+            assert!(got.get(row).equal(&expected.get(row)), "{group} x {dim}, row {row}");
+        }
+    }
+}
+
+fn shape_of(group: usize, head_dim: usize) -> AttentionShape {
+    AttentionShape { num_heads: 2 * group, num_kv_heads: 2, head_dim, block_size: 16, sliding_window: None, scale: 0.2 }
+}
+
+fn compare(shape: AttentionShape, sharing: i64, split: Option<usize>, has_none: bool) {
     const ROWS: i64 = 37;
     let [heads, kv_heads, dim, block_size] =
         [shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size].map(|size| size as i64);
@@ -99,6 +145,11 @@ fn compare(shape: AttentionShape, sharing: i64, split: Option<usize>) {
         entries(rows, &cache_shape)
     };
     let (k, v) = (cache(0.5), cache(3.0));
+    if has_none {
+        let none = Tensor::from_slice(&[1.0f32, 0.0, 1.0, 1e-38, 1.0]).repeat([v.scales.numel() as i64 / 5 + 1]);
+        let scaled = &v.scales * none.narrow(0, 0, v.scales.numel() as i64).view_as(&v.scales);
+        v.scales.shallow_clone().copy_(&scaled);
+    }
     let tables = Tensor::from_slice(&contexts.tables).view([ROWS, contexts.max_blocks]);
     let layout = PagedLayout::new(
         &tables.clamp_min(0),
