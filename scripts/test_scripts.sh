@@ -131,7 +131,7 @@ for name in ("none-1", "replace-1"):
     lines = [{"eval_reward": 0.2}, step, step, {"eval_reward": 0.6}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 PY
-[[ $(scripts/replacing_curve.py "$work/replacing") =~ "| 20 | 0.400 | 0.400 |" ]] || fail "replacing_curve.py"
+[[ $(scripts/demo_curve.py replacing "$work/replacing") =~ "| 20 | 0.400 | 0.400 |" ]] || fail "demo_curve.py"
 # The README's recipe with two names replaced: the stand-in's rows are GSM8K's in form, its tokenizer and template are read, the recipe's
 # own rewards find the answer in a row's text, and what was trained is a model.
 "$python" scripts/make_stand_in.py "$work/stand-in" --train 64 --test 8 >/dev/null || fail "make_stand_in.py"

@@ -1,24 +1,30 @@
 #!/usr/bin/env python3
-"""Held-out reward of the demo against tokens sampled, with groups without a signal replaced and without. Python's standard library only.
+"""Held-out reward of the demo against tokens sampled, in two variants with three seeds each. Python's standard library only.
 
-    scripts/replacing_curve.py target/release/colo-grpo runs/replacing [key=value ..]   # six runs of the demo, one after the other
-    scripts/replacing_curve.py runs/replacing                                           # draws what is there again
+    scripts/demo_curve.py replacing target/release/colo-grpo runs/replacing [key=value ..]   # six runs, one after the other
+    scripts/demo_curve.py replacing runs/replacing                                           # draws what is there again
 
-Writes curve.svg and summary.md to the folder and prints the summary. Runs that are complete are not made again. Each variant is trained
-with three seeds; `max_steps` and other keys of the demo may follow.
+Comparisons: replacing (groups without a signal replaced, and not), fp8 (weights and cache of the engine in FP8, and not). Writes curve.svg
+and summary.md to the folder and prints the summary. Runs that are complete are not made again. `max_steps` and other keys of the demo may
+follow.
 """
 import html, json, pathlib, statistics, subprocess, sys
 
 SEEDS = (1, 2, 3)
-VARIANTS = {"none": "#efb118", "replace": "#4269d0"}
+COLORS = ("#efb118", "#4269d0")
+# Folders of the variants, with their keys.
+COMPARISONS = {
+    "replacing": {"none": ["dynamic_sampling=none"], "replace": ["dynamic_sampling=replace"]},
+    "fp8": {"float32": ["rollout_quantization=none", "kv_cache_dtype=auto"], "fp8": ["rollout_quantization=fp8", "kv_cache_dtype=fp8"]},
+}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 360, 48, 16, 40, 44
 
 
-def train(program, root, variant, seed, keys):
+def train(program, root, variant, seed, keys):  # keys: the variant's and others
     folder = root / f"{variant}-{seed}"
     if (folder / "final").is_dir():
         return
-    subprocess.run([program, "--nproc", "2", "--config", "configs/tiny-cpu.toml", f"dynamic_sampling={variant}", f"seed={seed}",
+    subprocess.run([program, "--nproc", "2", "--config", "configs/tiny-cpu.toml", f"seed={seed}",
                     "logging_steps=1", "save_steps=none", *keys, f"output_dir={folder}"], check=True)
 
 
@@ -41,9 +47,9 @@ def reward_at(points, tokens):
     return None
 
 
-def summary(curves):
+def summary(curves, variants):
     shortest = min(points[-1][0] for of_seed in curves.values() for points in of_seed.values())
-    lines = ["| tokens sampled | " + " | ".join(f"dynamic_sampling = {variant}" for variant in curves) + " |",
+    lines = ["| tokens sampled | " + " | ".join(" ".join(variants[variant]) for variant in curves) + " |",
              "|---|" + "---|" * len(curves)]
     for share in (0.25, 0.5, 0.75, 1.0):
         cells = []
@@ -55,7 +61,7 @@ def summary(curves):
     return "Held-out reward, mean over seeds (least to greatest):\n\n" + "\n".join(lines) + "\n"
 
 
-def picture(curves):
+def picture(curves, variants):
     last = max(points[-1][0] for of_seed in curves.values() for points in of_seed.values())
     x = lambda tokens: LEFT + tokens / last * (WIDTH - LEFT - RIGHT)
     y = lambda reward: TOP + (1 - reward) * (HEIGHT - TOP - BOTTOM)
@@ -66,9 +72,9 @@ def picture(curves):
     for part in range(5):
         body.append(f'<text x="{x(last * part / 4):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{last * part / 4:,.0f}</text>')
     for at, (variant, of_seed) in enumerate(curves.items()):
-        color = VARIANTS[variant]
-        body.append(f'<rect x="{LEFT + 240 * at}" y="{TOP - 24}" width="11" height="11" fill="{color}"/>'
-                    f'<text x="{LEFT + 240 * at + 16}" y="{TOP - 14}">{html.escape(f"dynamic_sampling = {variant}")}</text>')
+        color, label = COLORS[at], " ".join(variants[variant])
+        body.append(f'<rect x="{LEFT + 340 * at}" y="{TOP - 24}" width="11" height="11" fill="{color}"/>'
+                    f'<text x="{LEFT + 340 * at + 16}" y="{TOP - 14}">{html.escape(label)}</text>')
         for points in of_seed.values():
             path = " ".join(f"{x(tokens):.1f},{y(reward):.1f}" for tokens, reward in points)
             body.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6" stroke-opacity="0.8"/>')
@@ -79,22 +85,23 @@ def picture(curves):
 
 def main():
     arguments = sys.argv[1:]
-    if not arguments or arguments[0].startswith("-"):
+    if len(arguments) < 2 or arguments[0] not in COMPARISONS:
         sys.exit(__doc__)
-    if len(arguments) > 1:
-        program, root, keys = arguments[0], pathlib.Path(arguments[1]), arguments[2:]
+    variants = COMPARISONS[arguments[0]]
+    if len(arguments) > 2:
+        program, root, keys = arguments[1], pathlib.Path(arguments[2]), arguments[3:]
         for seed in SEEDS:
-            for variant in VARIANTS:
-                train(program, root, variant, seed, keys)
+            for variant, own in variants.items():
+                train(program, root, variant, seed, own + keys)
     else:
-        root = pathlib.Path(arguments[0])
-    found = {variant: {seed: root / f"{variant}-{seed}" for seed in SEEDS} for variant in VARIANTS}
+        root = pathlib.Path(arguments[1])
+    found = {variant: {seed: root / f"{variant}-{seed}" for seed in SEEDS} for variant in variants}
     curves = {variant: {seed: curve(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
               for variant, folders in found.items()}
     if not all(curves.values()):
-        sys.exit(f"{root}: no complete run of each of {', '.join(VARIANTS)}; name the program before the folder to make them")
-    text = summary(curves)
-    (root / "curve.svg").write_text(picture(curves))
+        sys.exit(f"{root}: no complete run of each of {', '.join(variants)}; name the program before the folder to make them")
+    text = summary(curves, variants)
+    (root / "curve.svg").write_text(picture(curves, variants))
     (root / "summary.md").write_text(text)
     print(text)
 
