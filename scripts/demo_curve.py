@@ -6,9 +6,9 @@
 
 Comparisons: replacing (groups without a signal replaced, and not), fp8 (weights and cache of the engine in FP8, and not). Writes curve.svg
 and summary.md to the folder and prints the summary. Runs that are complete are not made again. `max_steps` and other keys of the demo may
-follow.
+follow. NPROC (2) is the number of processes of a run; with 1 add tensor_parallel_size=1 per_device_train_batch_size=256.
 """
-import html, json, pathlib, statistics, subprocess, sys
+import html, json, os, pathlib, statistics, subprocess, sys
 
 SEEDS = (1, 2, 3)
 COLORS = ("#efb118", "#4269d0")
@@ -24,7 +24,7 @@ def train(program, root, variant, seed, keys):  # keys: the variant's and others
     folder = root / f"{variant}-{seed}"
     if (folder / "final").is_dir():
         return
-    subprocess.run([program, "--nproc", "2", "--config", "configs/tiny-cpu.toml", f"seed={seed}",
+    subprocess.run([program, "--nproc", os.environ.get("NPROC", "2"), "--config", "configs/tiny-cpu.toml", f"seed={seed}",
                     "logging_steps=1", "save_steps=none", *keys, f"output_dir={folder}"], check=True)
 
 

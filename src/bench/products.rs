@@ -71,6 +71,11 @@ impl DecodeStep<'_> {
                 kernels::gate_up_fp8(x8, &rounded[copy], act)
             })?;
         }
+        if kernels::wide_product_serves(rows, &rounded[0].values, None)? {
+            self.way(meter, linear, ("fp8", "wide_product"), weights.len(), |copy| {
+                kernels::wide_product_fp8(x8, &rounded[copy], None, out)
+            })?;
+        }
         Ok(())
     }
 

@@ -58,6 +58,7 @@ sources! {
     SEEN = "seen.cu",
     SUMS = "sums.cu",
     SWIGLU = "swiglu.cu",
+    WIDE_PRODUCT = "wide_product.cu",
 }
 
 /// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.

@@ -37,3 +37,8 @@ __device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
                  : "r"(peer_address(at, rank)));
     return value;
 }
+
+// Four numbers to this block's own shared memory.
+__device__ __forceinline__ void store_shared(unsigned at, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}

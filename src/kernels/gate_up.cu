@@ -28,22 +28,6 @@ struct Output {
 
 MULTIPLY(256, 128, 128, 129, 130)
 
-// Arrives at the barrier of the pair's block `rank`.
-__device__ __forceinline__ void arrive_at(unsigned barrier, int rank) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_address(barrier, rank)) : "memory");
-}
-
-// The box at (k, row) to the same place in both blocks, whose barriers count it.
-__device__ __forceinline__ void copy_to_both(
-    unsigned to, const TensorMap* map, int k, int row, unsigned barrier, unsigned long long policy
-) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-        "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(static_cast<short>(3)), "l"(policy)
-        : "memory");
-}
-
 // Of a matrix by sixteens of rows, their eight gates before their eight ups.
 __device__ __forceinline__ void copy_pairs(
     unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
@@ -63,17 +47,6 @@ __device__ __forceinline__ void copy_pairs_to_both(
         " [%0], [%1, {%2, %3, %3, %4}], [%5], %6, %7;" ::"r"(to),
         "l"(map), "r"(k), "r"(0), "r"(sixteen), "r"(barrier), "h"(static_cast<short>(3)), "l"(policy)
         : "memory");
-}
-
-__device__ __forceinline__ void store_shared(unsigned at, float4 v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
-// Of 8 x 8 in a warp's registers, two neighbours of a row each.
-__device__ __forceinline__ unsigned transpose(unsigned values) {
-    unsigned transposed;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(values));
-    return transposed;
 }
 
 // A block's steps over K: of each of its whole tiles, then of its half of the one that the pair shares.
@@ -118,7 +91,7 @@ struct Copier {
         const unsigned to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
         if (!TALL && round < Steps<TALL>::WHOLE) {
             const int half = steps.rank;
-            copy_to_both(to + half * (X_BYTES / 2), &x_map, step * Kind::STEP, half * (ROWS / 2), barrier, often);
+            copy_to(to + half * (X_BYTES / 2), &x_map, step * Kind::STEP, half * (ROWS / 2), barrier, 3, often);
         } else {
             for (int half = 0; half < 2; ++half)
                 copy(to + half * (X_BYTES / 2), &x_map, step * Kind::STEP, steps.row() + half * (ROWS / 2), barrier, often);

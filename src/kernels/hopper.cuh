@@ -41,6 +41,11 @@ __device__ __forceinline__ void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives at the barrier of the cluster's block `rank`.
+__device__ __forceinline__ void arrive_at(unsigned barrier, int rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_address(barrier, rank)) : "memory");
+}
+
 // The box at (k, row) to shared memory.
 __device__ __forceinline__ void copy(
     unsigned to, const TensorMap* map, int k, int row, unsigned barrier, unsigned long long policy
@@ -49,6 +54,17 @@ __device__ __forceinline__ void copy(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
         "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// The box at (k, row) to the same place in the cluster's `blocks`, a bit each, whose barriers count it.
+__device__ __forceinline__ void copy_to(
+    unsigned to, const TensorMap* map, int k, int row, unsigned barrier, short blocks, unsigned long long policy
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+        "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(blocks), "l"(policy)
         : "memory");
 }
 
@@ -72,12 +88,15 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned at) {
     R20 ", " R4(20, 21, 22, 23) ", " R4(24, 25, 26, 27) ", " R4(28, 29, 30, 31)
 #define D32 \
     D20, D4(20), D4(24), D4(28)
-#define R72                                                                                                  \
+#define R64                                                                                                  \
     R32 ", " R4(32, 33, 34, 35) ", " R4(36, 37, 38, 39) ", " R4(40, 41, 42, 43) ", " R4(44, 45, 46, 47) ", " \
-    R4(48, 49, 50, 51) ", " R4(52, 53, 54, 55) ", " R4(56, 57, 58, 59) ", " R4(60, 61, 62, 63) ", "          \
-    R4(64, 65, 66, 67) ", " R4(68, 69, 70, 71)
+    R4(48, 49, 50, 51) ", " R4(52, 53, 54, 55) ", " R4(56, 57, 58, 59) ", " R4(60, 61, 62, 63)
+#define D64 \
+    D32, D4(32), D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60)
+#define R72                                                                                                  \
+    R64 ", " R4(64, 65, 66, 67) ", " R4(68, 69, 70, 71)
 #define D72 \
-    D32, D4(32), D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60), D4(64), D4(68)
+    D64, D4(64), D4(68)
 #define R128                                                                                                 \
     R72 ", " R4(72, 73, 74, 75) ", " R4(76, 77, 78, 79) ", " R4(80, 81, 82, 83) ", " R4(84, 85, 86, 87) ", " \
     R4(88, 89, 90, 91) ", " R4(92, 93, 94, 95) ", " R4(96, 97, 98, 99) ", " R4(100, 101, 102, 103) ", "      \

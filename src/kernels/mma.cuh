@@ -17,6 +17,13 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return both;
 }
 
+// Of 8 x 8 in a warp's registers, two neighbours of a row each.
+__device__ __forceinline__ unsigned transpose(unsigned values) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(values));
+    return transposed;
+}
+
 // silu(gate) up; both are rounded before, as where they are written.
 __device__ __forceinline__ float silu_mul(float gate, float up) {
     const unsigned both = pack(gate, up);

@@ -4,8 +4,8 @@ mod cache;
 
 use colo_grpo::internal::cuda::Tuning;
 use colo_grpo::internal::cuda::kernels::{
-    Fp8Rows, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves, product_fp8, product_serves,
-    product_silu_mul_fp8, silu_mul, silu_mul_fp8,
+    Fp8Rows, add_rms_norm, add_rms_norm_fp8, fp8_rows, product_fp8, product_serves, product_silu_mul_fp8, silu_mul,
+    silu_mul_fp8, wide_product_fp8, wide_product_serves,
 };
 use colo_grpo::internal::ops::fp8;
 use tch::{Device, Kind, Tensor};
@@ -177,32 +177,48 @@ fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
     }
 }
 
+/// The kernel for more rows, which splits K; a row's bits do not depend on the rows beside it.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_own_gate_up_in_fp8_is_that_of_the_rounded_rows() {
+fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
     let (_products, _current) = products();
-    for (n, k) in [(37_888, 3584), (35_008, 1008), (37_888, 144)] {
-        if is_small() && k > 144 {
+    for (n, k) in [(3584, 18_944), (4608, 3584), (4096, 12_288), (3584, 3568), (8200, 400), (16_384, 144)] {
+        if is_small() && k > 400 {
             continue;
         }
-        let (x, w) = factors(768, n, k);
-        let sums = exact(&x, &w).to_kind(Kind::BFloat16).to_device(GPU); // [768, N]
-        let mut expected = Tensor::empty([768, n / 2], (Kind::BFloat16, GPU));
-        silu_mul(&sums, &mut expected).unwrap();
-        let expected = expected.to_kind(Kind::Float);
+        let (x, w) = factors(256, n, k);
+        let bias = Tensor::randn([n], (Kind::BFloat16, GPU));
+        let sums = exact(&x, &w).to_kind(Kind::Float).to_device(GPU); // [256, N]
+        let with_bias = &sums + bias.to_kind(Kind::Float);
         let run = |rows: i64| {
-            let y = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
-            gate_up_fp8(&first(&x, rows), &w, &y).unwrap();
-            y
+            let out = Tensor::empty([rows, n], (Kind::BFloat16, GPU));
+            wide_product_fp8(&first(&x, rows), &w, None, &out).unwrap();
+            out
         };
-        for (most, numbers) in [(256, [241, 250, 256]), (512, [497, 505, 512]), (768, [753, 760, 768])] {
+        for (most, numbers) in [(128, [65, 100, 128]), (256, [129, 200, 256])] {
             let whole = run(most);
             for rows in numbers {
                 let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
-                assert_written(&expected.narrow(0, 0, rows), &what, |y| gate_up_fp8(&x, &w, y).unwrap());
+                assert!(wide_product_serves(rows as usize, &w.values, Some(&bias)).unwrap(), "{what}");
+                assert_written(&sums.narrow(0, 0, rows), &what, |out| wide_product_fp8(&x, &w, None, out).unwrap());
+                assert_written(&with_bias.narrow(0, 0, rows), &what, |out| {
+                    wide_product_fp8(&x, &w, Some(&bias), out).unwrap();
+                });
                 assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
             }
         }
-        assert!(!gate_up_serves(240, &w.values).unwrap());
+        for rows in [64, 257] {
+            assert!(!wide_product_serves(rows, &w.values, None).unwrap());
+        }
+        let out = Tensor::empty([64, n], (Kind::BFloat16, GPU));
+        assert!(wide_product_fp8(&first(&x, 64), &w, None, &out).is_err());
+        // A row that is not a number leaves the others what they were.
+        let expected = run(256);
+        let _ = x.scales.narrow(0, 70, 1).fill_(f64::NAN);
+        let got = run(256);
+        assert_eq!(got.get(70).isfinite().any().int64_value(&[]), 0);
+        for (from, len) in [(0, 70), (71, 185)] {
+            assert!(got.narrow(0, from, len).equal(&expected.narrow(0, from, len)), "[{n}, {k}]");
+        }
     }
 }

@@ -32,6 +32,7 @@ mod seen;
 mod served;
 mod sums;
 mod swiglu;
+mod wide_product;
 
 pub use adamw::{AdamWScalars, adamw};
 pub use adamw8bit::{MomentCodes, adamw8bit};
@@ -64,6 +65,8 @@ pub use seen::{mark_seen, note_tokens};
 pub use served::{DecoderSizes, Unserved, unserved};
 pub use sums::{add_columns, add_rows};
 pub use swiglu::{silu_mul, swiglu_backward, swiglu_forward};
+pub(super) use wide_product::wide_product_key;
+pub use wide_product::{wide_product_fp8, wide_product_serves};
 
 use tch::{Device, Kind, Tensor};
 
@@ -108,6 +111,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (seen::SOURCE, seen::NAMES),
         (sums::SOURCE, sums::NAMES),
         (swiglu::SOURCE, swiglu::NAMES),
+        (wide_product::SOURCE, wide_product::NAMES),
     ] {
         for name in names {
             Kernel::get(source, name, ordinal)?;

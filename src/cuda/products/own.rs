@@ -22,7 +22,8 @@ impl Products {
             return Ok(known);
         }
         let capability = self.context.compute_capability()?;
-        let own = format!("{} {}", kernels::product_key(capability)?, kernels::gate_up_key(capability)?);
+        let [few, gate_up, wide] = [kernels::product_key, kernels::gate_up_key, kernels::wide_product_key];
+        let own = format!("{} {} {}", few(capability)?, gate_up(capability)?, wide(capability)?);
         let key = format!("{} {rows} {step} {own}", self.key()?);
         let found = kept_or(&cache::path("products", &format!("{rows}-rows"), &key)?, compare)?;
         lock(&self.own_are_faster).insert(of_step, found);

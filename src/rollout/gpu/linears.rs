@@ -11,11 +11,11 @@ use crate::model::{Linear, Lora, Matrix, Piece};
 impl DecoderNetwork<'_> {
     /// The products for which there are own kernels in all blocks. They have been found to pay with one rank an engine only; and ranks
     /// of one engine could not each decide by their own clock, as what is timed holds their sums.
-    pub(super) fn may_own_products(&self, rows: usize) -> Result<OwnProducts> {
+    pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
         if self.tuning != Tuning::Timed || self.tp.size() > 1 || self.spec.num_expert_layers() > 0 {
-            return Ok(OwnProducts::None);
+            return Ok(Vec::new());
         }
-        let (mut all, mut gate_up) = (true, true);
+        let (mut all, mut gate_up, mut wide) = (true, true, true);
         for w in &self.weights.blocks {
             let is_adapted = w.linears().any(|(_, linear)| linear.lora.is_some());
             all &= !is_adapted
@@ -29,11 +29,14 @@ impl DecoderNetwork<'_> {
                 };
             let linear = w.linear(Matrix::GateUp);
             gate_up &= linear.lora.is_none() && kernels::gate_up_serves(rows, multiplied(linear))?;
+            wide &= kernels::wide_product_serves(rows, multiplied(w.linear(Matrix::Down)), None)?;
         }
-        Ok(match (all, gate_up) {
-            (true, _) => OwnProducts::All,
-            (_, true) => OwnProducts::GateUp,
-            _ => OwnProducts::None,
+        Ok(match (all, gate_up, wide) {
+            (true, ..) => vec![OwnProducts::All],
+            (_, true, true) => vec![OwnProducts::Wide, OwnProducts::WideAndGateUp],
+            (_, true, _) => vec![OwnProducts::GateUp],
+            (.., true) => vec![OwnProducts::Wide],
+            _ => Vec::new(),
         })
     }
 
@@ -50,7 +53,7 @@ impl DecoderNetwork<'_> {
             _ => None,
         };
         match (self.own_products, fp8) {
-            (OwnProducts::None, _) => {
+            (OwnProducts::None | OwnProducts::Wide, _) => {
                 self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
                 let rounded = fp8.map(|_| self.rounded(act));
                 return self.op(DecoderOp::SiluMul, || match &rounded {
@@ -64,8 +67,10 @@ impl DecoderNetwork<'_> {
             (OwnProducts::All, Some(fp8)) => {
                 self.op(DecoderOp::GateUp, || kernels::product_silu_mul_fp8(&self.rounded(normed), fp8, act))?
             }
-            (OwnProducts::GateUp, None) => self.op(DecoderOp::GateUp, || kernels::gate_up(normed, w.weight(), act))?,
-            (OwnProducts::GateUp, Some(fp8)) => {
+            (OwnProducts::GateUp | OwnProducts::WideAndGateUp, None) => {
+                self.op(DecoderOp::GateUp, || kernels::gate_up(normed, w.weight(), act))?
+            }
+            (OwnProducts::GateUp | OwnProducts::WideAndGateUp, Some(fp8)) => {
                 self.op(DecoderOp::GateUp, || kernels::gate_up_fp8(&self.rounded(normed), fp8, act))?
             }
         }
@@ -132,6 +137,11 @@ impl DecoderNetwork<'_> {
         let x = self.rounded(x);
         self.op(op, || match self.own_products {
             OwnProducts::All => kernels::product_fp8(&x, w, bias.as_ref(), out),
+            OwnProducts::Wide | OwnProducts::WideAndGateUp
+                if kernels::wide_product_serves(x.values.size()[0] as usize, &w.values, bias.as_ref())? =>
+            {
+                kernels::wide_product_fp8(&x, w, bias.as_ref(), out)
+            }
             _ => self.products.run_fp8(&x, w, bias.as_ref(), out, self.tuning),
         })
     }

@@ -47,6 +47,10 @@ pub(super) enum OwnProducts {
     None,
     /// Gate and up with SwiGLU, by `kernels::gate_up`.
     GateUp,
+    /// All in FP8 but gate and up, of those that `kernels::wide_product_fp8` serves.
+    Wide,
+    /// [`OwnProducts::GateUp`] and [`OwnProducts::Wide`].
+    WideAndGateUp,
     /// All, by `kernels::product`.
     All,
 }

@@ -161,27 +161,30 @@ impl GpuState {
         rows: usize,
         hidden: &dyn Fn(&DecoderNetwork) -> Result<Tensor>,
     ) -> Result<OwnProducts> {
-        let most = network.may_own_products(rows)?;
-        if most == OwnProducts::None {
-            return Ok(most);
-        }
-        let trials = if most == OwnProducts::GateUp { LASTING_TRIALS } else { TRIALS };
         let (residual, quantized) = (network.buffers.x.kind(), network.weights.quantized.is_some());
         let stored = (quantized, network.weights.are_fp8());
-        let step = format!("{most:?} {residual:?} {stored:?} {} {:?}", network.kv_cache.block_size(), network.spec);
-        let are_faster = self.products.own_are_faster(rows, &step, || {
-            let median = |own_products| -> Result<Duration> {
-                let step = || hidden(&DecoderNetwork { own_products, only: None, ..*network }).map(drop);
-                step()?;
-                let mut graph = Graph::capture(&self.stream, step)?;
-                // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
-                Ok(unsafe { replay_times(&mut graph, &self.stream, trials)? }[trials / 2])
-            };
-            let (theirs, own) = (median(OwnProducts::None)?, median(most)?);
-            tracing::debug!("{rows} rows: {own:?} with own products, {theirs:?} with cuBLASLt's");
-            Ok(own < theirs)
-        })?;
-        Ok(if are_faster { most } else { OwnProducts::None })
+        let mut best = OwnProducts::None;
+        for candidate in network.may_own_products(rows)? {
+            let trials = if candidate == OwnProducts::All { TRIALS } else { LASTING_TRIALS };
+            let of = (candidate, best, residual, stored);
+            let step = format!("{of:?} {} {:?}", network.kv_cache.block_size(), network.spec);
+            let is_faster = self.products.own_are_faster(rows, &step, || {
+                let median = |own_products| -> Result<Duration> {
+                    let step = || hidden(&DecoderNetwork { own_products, only: None, ..*network }).map(drop);
+                    step()?;
+                    let mut graph = Graph::capture(&self.stream, step)?;
+                    // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
+                    Ok(unsafe { replay_times(&mut graph, &self.stream, trials)? }[trials / 2])
+                };
+                let (before, now) = (median(best)?, median(candidate)?);
+                tracing::debug!("{rows} rows: {now:?} with {candidate:?}, {before:?} with {best:?}");
+                Ok(now < before)
+            })?;
+            if is_faster {
+                best = candidate;
+            }
+        }
+        Ok(best)
     }
 
     /// Memory that waking has to map.
