@@ -10,7 +10,7 @@ use super::range::{COUNT, Range, SECONDS};
 use super::raw::RawConfig;
 use super::reward::is_python;
 use super::validate::check;
-use super::{AutoOr, Config, DynamicSampling, Mode, ToolCallParser};
+use super::{AutoOr, Config, ToolCallParser};
 use crate::error::{Error, Result};
 
 /// The tool that is an interpreter of Python.
@@ -132,23 +132,15 @@ impl Config {
         self.check_agent()
     }
 
-    /// Refuses what an agent is not served with yet.
+    /// Refuses what an agent cannot be served with.
     fn check_agent(&self) -> Result<()> {
         let Some(agent) = &self.tools.agent else { return Ok(()) };
         let expected = "a function as file.py:function, module:function or module.function";
         check("agent", agent, is_python(agent), expected)?;
         let tools = self.tools.tools.join(", ");
-        let with = |key: &str, got: String, holds: bool, served: &str| {
-            check(key, got, holds, format!("{served} with agent, whose requests come when it sends them"))
-        };
-        with("tools", tools, !self.tools.has_turns(), "none, and no environment_factory,")?;
-        with("mode", self.mode.name().to_owned(), self.mode == Mode::Colocated, "colocated")?;
-        let tp_size = self.tensor_parallel_size;
-        with("tensor_parallel_size", tp_size.to_string(), tp_size == 1, "1")?;
-        with("oversample", self.oversample.to_string(), self.oversample == 0.0, "0")?;
-        let replaces = self.dynamic_sampling == DynamicSampling::Replace;
-        with("dynamic_sampling", self.dynamic_sampling.name().to_owned(), !replaces, "none or filter")?;
-        with("full_determinism", "true".to_owned(), !self.full_determinism, "false")
+        check("tools", tools, !self.tools.has_turns(), "none, and no environment_factory, with agent")?;
+        let expected = "false with agent: what is computed together depends on when its requests come";
+        check("full_determinism", "true", !self.full_determinism, expected)
     }
 }
 
@@ -177,13 +169,6 @@ mod tests {
             ),
             (&["agent=play"], "agent = play: expected a function as file.py:function"),
             (&["agent=a.py:play", "tools=t.py:add"], "tools = t.py:add: expected none"),
-            (&["agent=a.py:play", "mode=split", "split.rollout_gpus=1"], "mode = split: expected colocated with agent"),
-            (&["agent=a.py:play", "tensor_parallel_size=2"], "tensor_parallel_size = 2: expected 1 with agent"),
-            (&["agent=a.py:play", "oversample=0.5"], "oversample = 0.5: expected 0 with agent"),
-            (
-                &["agent=a.py:play", "dynamic_sampling=replace"],
-                "dynamic_sampling = replace: expected none or filter with agent",
-            ),
             (&["agent=a.py:play", "full_determinism=true"], "full_determinism = true: expected false with agent"),
             (&["environment_factory=Env"], "environment_factory = \"Env\": expected a class as file.py:Class"),
             (&["environment_factory=e.py:Env", "environment_factory.b=e.py:B"], "either one class or a table"),

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::rollout::Request;
+use crate::tools::GroupKey;
 use crate::types::{SamplingParams, Structure, Trajectory};
 
 /// Bytes of a header: turn, length.
@@ -76,6 +77,33 @@ impl WireRequest {
         }
     }
 
+    /// The group that it belongs to, where it is one of an episode.
+    pub fn group(&self) -> GroupKey {
+        GroupKey { prompt_id: self.prompt_id, first_step: self.first_step }
+    }
+
+    /// The request's random keys, which say whose it is.
+    pub fn first_sample(&self) -> usize {
+        self.first_sample
+    }
+
+    /// Has its tokens sampled by the weights of `version`.
+    pub fn sample_by(&mut self, version: u64) {
+        self.step = version;
+    }
+
+    /// Tokens of its completion that are known before it is sampled.
+    pub fn num_begun(&self) -> usize {
+        self.begun.first().map_or(0, |begun| begun.token_ids.len())
+    }
+
+    /// Lets it go on from a completion as it stands.
+    pub fn go_on(&mut self, completion: Trajectory) {
+        if !completion.token_ids.is_empty() {
+            self.begun = vec![completion];
+        }
+    }
+
     pub fn request(self) -> Request {
         let params = SamplingParams {
             num_generations: self.num_generations,
@@ -103,13 +131,14 @@ impl WireRequest {
     }
 }
 
-/// Rank 0's `announcement` on every rank; `number` counts the calls. Collective over the world whose ranks share the engine, if there is
-/// one.
+/// Rank 0's `announcement` on every rank; `number` counts the calls. Collective over the world, whose ranks share the engine.
 ///
 /// # Errors
 /// The errors of [`World::broadcast_bytes`]; [`Error::Collective`] if a rank is at another turn.
-pub(super) fn announce(world: Option<&World>, number: u64, announcement: Announcement) -> Result<Announcement> {
-    let Some(world) = world.filter(|world| world.size() > 1) else { return Ok(announcement) };
+pub(super) fn announce(world: &World, number: u64, announcement: Announcement) -> Result<Announcement> {
+    if world.size() == 1 {
+        return Ok(announcement);
+    }
     let failed = |message: String| Error::Collective {
         op: "announce requests",
         group: "world".to_owned(),
@@ -170,20 +199,15 @@ mod tests {
                     ],
                     ends: false,
                 };
-                let heard = announce(Some(&world), 2 * number, of_first(announcement)).unwrap();
+                let heard = announce(&world, 2 * number, of_first(announcement)).unwrap();
                 let [RequestChange::Submit(7, wanted), RequestChange::Cancel(5)] = &heard.changes[..] else {
                     panic!("{heard:?}")
                 };
                 assert_eq!(wanted.clone().request(), request);
-                assert_eq!(
-                    announce(Some(&world), 2 * number + 1, Announcement::default()).unwrap(),
-                    Announcement::default()
-                );
+                assert_eq!(announce(&world, 2 * number + 1, Announcement::default()).unwrap(), Announcement::default());
             }
             assert!(
-                announce(Some(&world), 6, of_first(Announcement { ends: true, ..Announcement::default() }))
-                    .unwrap()
-                    .ends
+                announce(&world, 6, of_first(Announcement { ends: true, ..Announcement::default() })).unwrap().ends
             );
         });
     }

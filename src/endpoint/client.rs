@@ -11,6 +11,7 @@ use super::announce::WireRequest;
 use super::counters::Counters;
 use super::refusal::Refusal;
 use crate::rollout::Request;
+use crate::tools::GroupKey;
 use crate::types::{FinishReason, TokenLogprob, Trajectory};
 
 /// Limits on requests under way.
@@ -64,6 +65,16 @@ pub(super) enum EngineCommand {
     },
 }
 
+impl EngineCommand {
+    /// The group of the request that it submits.
+    pub(super) fn group(&self) -> Option<GroupKey> {
+        match self {
+            Self::Submit { wanted, .. } => Some(wanted.group()),
+            Self::Cancel { .. } => None,
+        }
+    }
+}
+
 /// State that clients and the engine's loop share.
 #[derive(Debug)]
 pub(super) struct ClientShared {
@@ -87,6 +98,13 @@ pub struct EngineClient {
 pub struct EngineQueue {
     pub(super) commands: Receiver<EngineCommand>,
     pub(super) shared: Arc<ClientShared>,
+}
+
+impl EngineQueue {
+    /// What the queue shares with its clients.
+    pub(super) fn shared(&self) -> Arc<ClientShared> {
+        Arc::clone(&self.shared)
+    }
 }
 
 /// A request under way. Dropping it ends the request.

@@ -18,22 +18,19 @@ use super::refusal::Refusal;
 use crate::data::{Conversation, Reply, Turns};
 use crate::error::Error;
 use crate::rollout::Request;
+use crate::tools::GroupKey;
 use crate::types::{SamplingParams, Trajectory};
 
-/// The episodes of one rollout on one rank.
+/// The episodes of one rank.
 #[derive(Debug)]
 pub struct Episodes {
-    rules: Arc<Rules>,
+    shared: Arc<EpisodesShared>,
     open: Mutex<HashMap<String, Arc<Episode>>>,
 }
 
-/// Settings that all episodes of a rank share.
+/// What all episodes of a rank share.
 #[derive(Debug)]
-struct Rules {
-    /// How the run samples, one completion of a group.
-    params: SamplingParams,
-    /// Completions of a group: the keys of an episode's requests differ by it.
-    num_generations: usize,
+struct EpisodesShared {
     max_requests: usize,
     /// Contexts between turns, by tools, variables and kind of reply.
     turns: Mutex<HashMap<String, Arc<Turns>>>,
@@ -43,8 +40,12 @@ struct Rules {
 /// An episode: one sample of one prompt.
 #[derive(Debug)]
 pub(super) struct Episode {
-    rules: Arc<Rules>,
-    prompt_id: u64,
+    shared: Arc<EpisodesShared>,
+    /// How the run samples, one completion of a group.
+    params: SamplingParams,
+    /// Completions of a group: the keys of an episode's requests differ by it.
+    num_generations: usize,
+    group: GroupKey,
     sample: usize,
     state: Mutex<State>,
 }
@@ -111,21 +112,27 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Episodes {
-    /// Episodes of groups that are sampled as `params` say, none of which makes more than `max_requests` requests.
-    pub fn new(params: &SamplingParams, max_requests: usize) -> Self {
-        let (num_generations, params) =
-            (params.num_generations, SamplingParams { num_generations: 1, ..params.clone() });
-        let (turns, num_refused) = (Mutex::default(), AtomicUsize::new(0));
-        let rules = Rules { params, num_generations, max_requests, turns, num_refused };
-        Self { rules: Arc::new(rules), open: Mutex::default() }
+    /// Episodes none of which makes more than `max_requests` requests.
+    pub fn new(max_requests: usize) -> Self {
+        let shared = EpisodesShared { max_requests, turns: Mutex::default(), num_refused: AtomicUsize::new(0) };
+        Self { shared: Arc::new(shared), open: Mutex::default() }
     }
 
-    /// Begins an episode and returns the name that is part of its address.
-    pub fn open(&self, prompt_id: u64, sample: usize) -> String {
-        let name = format!("{:016x}", RandomState::new().hash_one((prompt_id, sample)));
-        let episode = Episode { rules: Arc::clone(&self.rules), prompt_id, sample, state: Mutex::default() };
+    /// Begins an episode of a group that is sampled as `params` say and returns the name that is part of its address.
+    pub fn open(&self, group: GroupKey, sample: usize, params: &SamplingParams) -> String {
+        let name = format!("{:016x}", RandomState::new().hash_one((group, sample)));
+        let (num_generations, params) =
+            (params.num_generations, SamplingParams { num_generations: 1, ..params.clone() });
+        let (shared, state) = (Arc::clone(&self.shared), Mutex::default());
+        let episode = Episode { shared, params, num_generations, group, sample, state };
         lock(&self.open).insert(name.clone(), Arc::new(episode));
         name
+    }
+
+    /// The trajectories of an episode's conversations as they are recorded so far.
+    pub fn recorded(&self, name: &str) -> Vec<Trajectory> {
+        let Some(episode) = self.find(name) else { return Vec::new() };
+        lock(&episode.state).branches.iter().map(|branch| branch.trajectory.clone()).collect()
     }
 
     /// Ends an episode and returns what was recorded of it; what is still under way is not.
@@ -140,9 +147,9 @@ impl Episodes {
         PlayedEpisode { conversations: played.collect(), num_requests: state.num_requests }
     }
 
-    /// Requests that were refused so far.
-    pub fn num_refused(&self) -> usize {
-        self.rules.num_refused.load(Ordering::Relaxed)
+    /// Requests that were refused since the last call.
+    pub fn take_num_refused(&self) -> usize {
+        self.shared.num_refused.swap(0, Ordering::Relaxed)
     }
 
     pub(super) fn find(&self, name: &str) -> Option<Arc<Episode>> {
@@ -150,7 +157,7 @@ impl Episodes {
     }
 }
 
-impl Rules {
+impl Episode {
     /// Refuses what would be sampled otherwise than the run samples: the trainer would compute other log-probabilities.
     fn check(&self, ask: &ApiRequest) -> Result<(), Refusal> {
         let (asked, own) = (&ask.params, &self.params);
@@ -174,7 +181,9 @@ impl Rules {
         }
         Ok(())
     }
+}
 
+impl EpisodesShared {
     fn turns(&self, model: &ServedModel, setting: &Setting, reply: Reply) -> Result<Arc<Turns>, Refusal> {
         let key = json!([setting.tools, setting.variables, reply == Reply::Tool]).to_string();
         let known = lock(&self.turns).get(&key).cloned();
@@ -197,7 +206,7 @@ impl Episode {
         body: &[u8],
     ) -> Result<(ApiRequest, Request, Recorder), Refusal> {
         self.try_request(model, body).inspect_err(|_| {
-            self.rules.num_refused.fetch_add(1, Ordering::Relaxed);
+            self.shared.num_refused.fetch_add(1, Ordering::Relaxed);
         })
     }
 
@@ -206,9 +215,9 @@ impl Episode {
         model: &ServedModel,
         body: &[u8],
     ) -> Result<(ApiRequest, Request, Recorder), Refusal> {
-        let rules = &self.rules;
-        let mut ask = ApiRequest::read_with(body, true, &rules.params)?;
-        rules.check(&ask)?;
+        let params = &self.params;
+        let mut ask = ApiRequest::read_with(body, true, params)?;
+        self.check(&ask)?;
         let [PromptSource::Conversation(Conversation { messages, tools, variables, add_generation_prompt })] =
             &ask.prompts[..]
         else {
@@ -219,8 +228,11 @@ impl Episode {
         }
         let setting = Setting { tools: tools.clone(), variables: variables.clone() };
         let mut state = lock(&self.state);
-        if state.num_requests >= rules.max_requests {
-            let most = rules.max_requests;
+        if state.has_ended {
+            return Err(Refusal::new(404, "the episode has ended"));
+        }
+        if state.num_requests >= self.shared.max_requests {
+            let most = self.shared.max_requests;
             return Err(Refusal::new(400, format!("this episode has made agent_max_requests = {most} requests")));
         }
         let (prompt, begun, goes_on) = match state.longest(&setting, messages) {
@@ -228,9 +240,10 @@ impl Episode {
                 let branch = &state.branches[place];
                 let (num_messages, num_tokens) = branch.ends[end];
                 let replies = &messages[num_messages..];
-                let turns = rules.turns(model, &setting, Reply::of(replies))?;
+                let turns = self.shared.turns(model, &setting, Reply::of(replies))?;
                 let mut begun = head(&branch.trajectory, num_tokens);
-                turns.append(&mut begun, replies, rules.params.step).map_err(|error| refused(&error))?;
+                let version = begun.weight_versions.last().copied().unwrap_or_default();
+                turns.append(&mut begun, replies, version).map_err(|error| refused(&error))?;
                 match end + 1 == branch.ends.len() {
                     true => (branch.prompt.clone(), begun, Some((place, branch.ends.len()))),
                     false => ([&branch.prompt[..], &begun.token_ids].concat(), Trajectory::default(), None),
@@ -242,29 +255,29 @@ impl Episode {
             }
         };
         let num_begun = begun.token_ids.len();
-        let most = rules.params.max_completion_length.min(model.max_sequence_length.saturating_sub(prompt.len()));
+        let most = params.max_completion_length.min(model.max_sequence_length.saturating_sub(prompt.len()));
         if num_begun >= most {
             let context = prompt.len() + num_begun;
             let message = format!(
                 "{context} tokens, {num_begun} of them behind the first request, leave no room for an answer: a conversation has at most \
                  max_completion_length = {} tokens behind its first request and {} in all",
-                rules.params.max_completion_length, model.max_sequence_length
+                params.max_completion_length, model.max_sequence_length
             );
             return Err(Refusal::of("messages", message));
         }
         let max_tokens = ask.max_tokens.unwrap_or(most).max(1);
-        let stop = rules.params.stop.iter().chain(&ask.params.stop).cloned().collect();
+        let stop = params.stop.iter().chain(&ask.params.stop).cloned().collect();
         ask.params = SamplingParams {
             max_completion_length: most.min(num_begun.saturating_add(max_tokens)),
             stop,
             top_logprobs: ask.params.top_logprobs,
-            ..rules.params.clone()
+            ..params.clone()
         };
         let request = Request {
-            prompt_id: self.prompt_id,
+            prompt_id: self.group.prompt_id,
             token_ids: prompt.clone(),
-            first_step: rules.params.step,
-            first_sample: self.sample + rules.num_generations * state.num_requests, // other random keys for each
+            first_step: self.group.first_step,
+            first_sample: self.sample + self.num_generations * state.num_requests, // other random keys for each
             params: Arc::new(ask.params.clone()),
             begun: if num_begun == 0 { Vec::new() } else { vec![begun] },
             adapter: None,
@@ -340,7 +353,7 @@ fn head(trajectory: &Trajectory, num_tokens: usize) -> Trajectory {
 }
 
 /// The tokens of a trajectory behind the first `num_before`.
-fn behind(trajectory: &Trajectory, num_before: usize) -> Trajectory {
+pub(super) fn behind(trajectory: &Trajectory, num_before: usize) -> Trajectory {
     Trajectory {
         token_ids: trajectory.token_ids[num_before..].to_vec(),
         loss_mask: trajectory.loss_mask[num_before..].to_vec(),

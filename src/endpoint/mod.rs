@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `drive` | the engine's loop: announce, submit, step, report |
 //! | `announce` | what rank 0 tells the other ranks before a step |
+//! | `requests` | requests that the engine has, and who waits for them |
 //! | `client` | who asks: tickets, and how many there may be |
 //! | `calls` | tool calls in an answer, as it grows |
 //! | `counters` | what is counted, for Prometheus |
@@ -20,6 +21,7 @@
 //! | `prompt` | texts and conversations to token ids |
 //! | `answer`, `events` | completions in OpenAI's form, whole; as a stream |
 //! | `episodes` | conversations of harnesses that play against the server, kept as token ids |
+//! | `player` | groups whose completions are such episodes: their processes, their server and the engine's session |
 //! | `dialogue` | a conversation in the terminal |
 //! | `text` | token ids to text as they come |
 //! | `refusal` | errors in OpenAI's form |
@@ -36,13 +38,15 @@ mod episodes;
 mod events;
 mod http;
 mod output;
+mod player;
 mod prompt;
 mod refusal;
+mod requests;
 mod server;
 mod text;
 
 pub use client::{ClientLimits, engine_queue};
 pub use dialogue::Dialogue;
-pub use drive::{drive, drive_beside};
-pub use episodes::{Episodes, PlayedConversation, PlayedEpisode};
+pub use drive::drive;
+pub use player::{EpisodePlayer, PlayerOptions};
 pub use server::{ServerOptions, open};

@@ -37,6 +37,8 @@ const RULES: &[(&str, OverSteps)] = &[
     ("agent/num_failed", OverSteps::Sum),
     ("agent/num_timeouts", OverSteps::Sum),
     ("agent/num_refused", OverSteps::Sum),
+    ("agent/kept_tokens", OverSteps::Sum),
+    ("agent/recomputed_tokens", OverSteps::Sum),
     ("tools/num_unreadable", OverSteps::Sum),
     ("tools/num_timeouts", OverSteps::Sum),
     ("tools/num_overlong", OverSteps::Sum),

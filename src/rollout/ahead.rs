@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use super::engine::RolloutEngine;
 use super::exchange::exchange;
-use super::groups::GroupSession;
-use super::turns::TurnTools;
+use super::groups::{GroupSession, GroupTurns};
 use crate::error::Result;
 use crate::types::{RolloutGroup, SamplingParams};
 
@@ -49,20 +48,20 @@ impl RolloutEngine<'_> {
         &mut self,
         mut batches: Vec<Vec<RolloutGroup>>,
         params: &SamplingParams,
-        mut tools: Option<TurnTools<'_>>,
+        mut turns: Option<Box<dyn GroupTurns + '_>>,
         mut pauses: impl FnMut() -> Result<bool>,
         mut done: impl FnMut(usize, &RolloutGroup),
     ) -> Result<Vec<Vec<SampledGroup>>> {
         let (limits, vocab_size, tp) = (self.limits(), self.engine.spec.vocab_size, Arc::clone(&self.engine.tp));
         let mut requests = Vec::new(); // with the batch of each
         for (batch, groups) in batches.iter_mut().enumerate() {
-            tools.iter_mut().for_each(|tools| tools.restore_prompts(groups));
+            turns.iter_mut().for_each(|turns| turns.restore(groups));
             let (of_batch, _) = exchange(groups, groups.len(), params, (vocab_size, &limits), tp.as_ref())?;
             requests.extend(of_batch.into_iter().map(|request| (batch, request)));
         }
         let is_first = |(batch, _): &&(usize, _)| *batch == 0;
         let (mut num_left, mut num_left_of_first) = (requests.len(), requests.iter().filter(is_first).count());
-        let mut session = GroupSession::open(self, tools)?;
+        let mut session = GroupSession::open(self, turns)?;
         let mut own: Vec<Vec<usize>> = batches.iter().map(|groups| vec![0; groups.len()]).collect();
         let mut batch_of_group = Vec::with_capacity(requests.len()); // by the group's number
         for (batch, ((rank, position), request)) in requests {

@@ -4,9 +4,8 @@ use std::sync::Arc;
 
 use super::engine::RolloutEngine;
 use super::exchange::exchange;
-use super::groups::GroupSession;
+use super::groups::{GroupSession, GroupTurns};
 use super::stats::EngineStats;
-use super::turns::TurnTools;
 use crate::error::Result;
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
@@ -73,16 +72,16 @@ impl RolloutEngine<'_> {
         mut groups: Vec<RolloutGroup>,
         num_groups: usize,
         params: &SamplingParams,
-        mut tools: Option<TurnTools<'_>>,
+        mut turns: Option<Box<dyn GroupTurns + '_>>,
         mut done: impl FnMut(&RolloutGroup),
     ) -> Result<Rollout> {
         for group in groups.iter_mut().filter(|group| group.completions.is_empty()) {
             group.first_step = params.step;
         }
-        tools.iter_mut().for_each(|tools| tools.restore_prompts(&mut groups));
+        turns.iter_mut().for_each(|turns| turns.restore(&mut groups));
         let (limits, vocab_size, tp) = (self.limits(), self.engine.spec.vocab_size, Arc::clone(&self.engine.tp));
         let (requests, mut num_left) = exchange(&groups, num_groups, params, (vocab_size, &limits), tp.as_ref())?;
-        let mut session = GroupSession::open(self, tools)?;
+        let mut session = GroupSession::open(self, turns)?;
         let mut own = vec![0; groups.len()]; // numbers in the session
         for ((rank, position), request) in requests {
             let is_own = rank == tp.rank();

@@ -1,20 +1,60 @@
-//! A session of whole groups: of completions of one turn, or with tools of trajectories of several. Who samples batches does not care
-//! which.
-
-use std::sync::Arc;
+//! A session of whole groups: of completions of one turn, or of trajectories of several, with tools or played by an agent. Who samples
+//! batches does not care which.
 
 use super::engine::RolloutEngine;
 use super::request::{Event, Request, RequestId, refuse};
 use super::session::Session;
-use super::turns::{TurnGroups, TurnTools};
 use crate::error::Result;
 use crate::types::{Prompt, RolloutGroup};
+
+/// How the groups of a session come to trajectories of several turns. Every rank of the engine makes the same calls in the same order.
+pub trait GroupTurns: std::fmt::Debug {
+    /// Makes begun groups of an earlier session ready to be submitted again.
+    fn restore(&mut self, groups: &mut [RolloutGroup]);
+
+    /// Prepares for `session`, before the first group.
+    ///
+    /// # Errors
+    /// Returns why no group can be begun.
+    fn begin(&mut self, session: &mut Session<'_>) -> Result<()>;
+
+    /// Begins a group, or goes on with one of an earlier session. `own` is its prompt, on the rank that brought it.
+    ///
+    /// # Errors
+    /// The errors of [`Session::submit`] and of whoever takes turns with the model.
+    fn submit(&mut self, session: &mut Session<'_>, request: Request, own: Option<&Prompt>) -> Result<()>;
+
+    /// Whether groups are not complete though the engine may have nothing to decode.
+    fn is_waiting(&self) -> bool;
+
+    /// Takes in what the engine reports.
+    ///
+    /// # Errors
+    /// The errors of the session and of whoever takes turns with the model.
+    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()>;
+
+    /// Takes in what turns led to on any rank, submits what follows, and returns the groups that are complete with it. Waits a while where
+    /// there is nothing to decode.
+    ///
+    /// # Errors
+    /// The errors of the session, of the exchange between ranks and of whoever takes turns with the model.
+    fn advance(&mut self, session: &mut Session<'_>) -> Result<Vec<usize>>;
+
+    /// A group of this rank as it stands; no completions if nothing is sampled yet, no group if it is another rank's.
+    fn group(&self, number: usize, session: &Session<'_>) -> Option<RolloutGroup>;
+
+    /// A complete group of this rank, for good.
+    fn take_complete(&mut self, number: usize) -> Option<RolloutGroup>;
+
+    /// Leaves groups that were not taken to a later session.
+    fn suspend(self: Box<Self>, session: &Session<'_>);
+}
 
 /// Groups under way on an engine that is awake, numbered from 0 in the order of submission. Every rank of the engine makes the same calls
 /// in the same order.
 pub struct GroupSession<'r, 't> {
     session: Session<'r>,
-    turns: Option<TurnGroups<'t>>,
+    turns: Option<Box<dyn GroupTurns + 't>>,
     /// The request and the first step of each group of one turn, and of an own one its prompt.
     single: Vec<(RequestId, u64, Option<Prompt>)>,
 }
@@ -26,14 +66,13 @@ impl std::fmt::Debug for GroupSession<'_, '_> {
 }
 
 impl<'r, 't> GroupSession<'r, 't> {
-    /// Opens a session; with `tools` completions may have several turns.
+    /// Opens a session; with `turns` completions may have several of them.
     ///
     /// # Errors
-    /// The errors of the device.
-    pub fn open(engine: &'r mut RolloutEngine<'_>, tools: Option<TurnTools<'t>>) -> Result<Self> {
-        let tokenizer = Arc::clone(&engine.engine.tokenizer);
+    /// The errors of the device and of [`GroupTurns::begin`].
+    pub fn open(engine: &'r mut RolloutEngine<'_>, mut turns: Option<Box<dyn GroupTurns + 't>>) -> Result<Self> {
         let mut session = engine.session()?;
-        let turns = tools.map(|tools| TurnGroups::new(tools, &mut session, tokenizer));
+        turns.iter_mut().try_for_each(|turns| turns.begin(&mut session))?;
         Ok(Self { session, turns, single: Vec::new() })
     }
 
@@ -57,7 +96,7 @@ impl<'r, 't> GroupSession<'r, 't> {
 
     /// Whether [`GroupSession::step`] has anything to do.
     pub fn has_work(&self) -> bool {
-        self.session.has_work() || self.turns.as_ref().is_some_and(TurnGroups::is_waiting)
+        self.session.has_work() || self.turns.as_ref().is_some_and(|turns| turns.is_waiting())
     }
 
     /// Whether nothing is left to decode, and tools are awaited.

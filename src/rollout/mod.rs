@@ -7,7 +7,7 @@
 //! | `session` | an engine that is stepped: `submit` and `step` |
 //! | `generate`, `exchange` | closed batches on a session; the requests of all ranks of the group |
 //! | `ahead` | several batches at once, with a pause where the caller wants one |
-//! | `groups` | a session of whole groups, with tools or without |
+//! | `groups` | a session of whole groups, of one turn or of several |
 //! | `turns` | trajectories of several turns, between which tools run |
 //! | `request` | requests and events |
 //! | `weights`, `fp8` | what the engine reads of the policy; its copy in FP8 |
@@ -51,9 +51,9 @@ pub use engine::{Engine, EngineOptions, RolloutEngine};
 pub use fp8::{check_fp8, fp8_weight_bytes};
 pub use generate::Rollout;
 pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, profile_step};
-pub use groups::GroupSession;
 #[cfg(test)]
 pub(crate) use groups::tap;
+pub use groups::{GroupSession, GroupTurns};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
 pub use session::{Session, SessionLoad};

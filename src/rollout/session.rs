@@ -145,18 +145,18 @@ impl<'r> Session<'r> {
 
     /// Lets completions that end by themselves leave their keys and values to their next turn: a request whose `begun` has the same
     /// tokens with context behind them. They are given up where blocks run short. Returns the counts so far.
-    pub(super) fn keep_turns(&mut self) -> EngineStats {
+    pub(crate) fn keep_turns(&mut self) -> EngineStats {
         self.scheduler.keep_turns();
         self.stats()
     }
 
     /// The engine's counts so far.
-    pub(super) fn stats(&self) -> EngineStats {
+    pub(crate) fn stats(&self) -> EngineStats {
         self.scheduler.stats
     }
 
     /// Frees what the completion of a prompt has left to a next turn that there will not be.
-    pub(super) fn forget_turn(&mut self, prompt: &[u32], completion: &[u32]) {
+    pub(crate) fn forget_turn(&mut self, prompt: &[u32], completion: &[u32]) {
         self.scheduler.forget_turn(&[prompt, completion].concat());
     }
 

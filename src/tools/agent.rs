@@ -40,6 +40,11 @@ impl Agent {
         self.process.play(row, base_url)
     }
 
+    /// Ends an episode that nobody waits for any more.
+    pub fn give_up(&mut self, id: u64) {
+        self.process.give_up(id);
+    }
+
     /// The episodes that have ended since the last call.
     ///
     /// # Errors

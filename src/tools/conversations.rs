@@ -283,8 +283,7 @@ impl Conversations {
     }
 
     /// The model's tokenizer.
-    #[cfg(test)]
-    pub(crate) fn tokenizer(&self) -> &Arc<Tokenizer> {
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
     }
 

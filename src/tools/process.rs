@@ -307,6 +307,11 @@ impl ToolProcess {
         self.ask(json!({"row": row, "base_url": base_url, "wants_state": wants_state}))
     }
 
+    /// Ends an episode of the agent, running or not begun yet, which is not replied to then.
+    pub(super) fn give_up(&mut self, id: u64) {
+        self.functions.send(&frame(&json!({"give_up": id})));
+    }
+
     fn ask(&mut self, mut request: Value) -> u64 {
         let id = self.next_id;
         self.next_id += 1;

@@ -459,6 +459,8 @@ class Server:
             self.prepare(request)
         elif "drop" in request:
             self.release(request["drop"])
+        elif "give_up" in request:
+            self.give_up(request["give_up"])
         elif not self.begin(request):
             self.waiting.append(request)
 
@@ -546,6 +548,13 @@ class Server:
             self.end(child)
         else:
             self.free(child)
+
+    def give_up(self, number):
+        """Ends a request, whether it has a process or waits for one."""
+        self.waiting = deque(request for request in self.waiting if request["id"] != number)
+        for child in [child for child in self.busy.values() if child.request["id"] == number]:
+            self.end(child)
+        self.begin_next()
 
     def free(self, child):
         if self.num_alive > self.settings["workers"]:

@@ -180,12 +180,12 @@ impl AheadTask<'_> {
         let batches = queue.iter().map(open).collect();
         let global_steps: Vec<u64> = queue.iter().map(|batch| batch.global_step).collect();
         let (rewards, output) = (&mut *context.rewards, context.output);
-        let tools = context.turns.as_mut().map(|turns| turns.tools());
+        let turns = context.turns.as_mut().map(|turns| turns.turns());
         let done = |batch: usize, group: &RolloutGroup| {
             rewards.set_progress(global_steps[batch], self.max_steps);
             submit(group, rewards, output);
         };
-        let sampled = engine.generate_turn_batches(batches, &self.params, tools, || self.pauses(), done)?;
+        let sampled = engine.generate_turn_batches(batches, &self.params, turns, || self.pauses(), done)?;
         for (batch, sampled) in queue.iter_mut().zip(sampled) {
             let open = batch.groups.iter_mut().filter(|group| !group.is_complete);
             open.zip(sampled).for_each(|(group, sampled)| *group = sampled);

@@ -62,7 +62,8 @@ impl Trainer {
         }
         for (index, unfinished) in rollout.unfinished {
             let num_tokens = num_sampled(&unfinished.completions);
-            carry.num_sampled += num_tokens - num_sampled(&begun[index].completions);
+            // An agent may have given up requests whose tokens were counted.
+            carry.num_sampled += num_tokens.saturating_sub(num_sampled(&begun[index].completions));
             if self.config.partial_rollout || num_tokens == 0 {
                 let RolloutGroup { first_step, completions, .. } = unfinished;
                 kept.push(CarriedGroup { row: begun[index].row, first_step, completions });
@@ -95,6 +96,7 @@ impl Carry {
         };
         let versions: Vec<u64> = group.completions.iter().flat_map(of_sampled).collect();
         let num_tokens = versions.len();
+        let num_continued = num_continued.min(num_tokens); // an agent may have given up requests
         self.num_taken += num_tokens;
         self.num_continued += num_continued;
         self.num_sampled += num_tokens - num_continued;

@@ -49,7 +49,6 @@ use ahead::QueuedBatch;
 use builder::Functions;
 pub use builder::{StepReport, TrainerBuilder};
 use curriculum::RowsById;
-use episodes::RunEpisodes;
 use model::PolicyAndEngine;
 use output::RunOutput;
 use sampling::DataPosition;
@@ -99,10 +98,8 @@ pub struct Trainer {
     engines: Option<HostGroup>,
     /// Ranks that share this rank's engine, where they agree on pauses.
     engine_group: Option<HostGroup>,
-    /// Tools, where completions may call some.
+    /// Tools, where completions may call some, or the agent that plays episodes.
     turns: Option<RunTurns>,
-    /// The agent, where one plays episodes.
-    episodes: Option<RunEpisodes>,
 }
 
 /// How far the run is.

@@ -12,7 +12,6 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::episodes::RunEpisodes;
 use super::output::RunOutput;
 use super::signal::{GroupVerdict, Tally};
 use super::turns::RunTurns;
@@ -49,9 +48,8 @@ pub(super) struct ReplacementContext<'a> {
     pub dataset: &'a Dataset,
     /// All ranks with engines; none where nothing is replaced.
     pub engines: Option<&'a HostGroup>,
-    /// Tools; none where completions are of one turn.
+    /// Tools or an agent; none where completions are of one turn.
     pub turns: Option<&'a mut RunTurns>,
-    pub episodes: Option<&'a mut RunEpisodes>,
 }
 
 /// This rank's groups of a step with replacement, each with its place in the order of the data.
@@ -114,7 +112,7 @@ pub(super) fn sample(
     let engines = context.engines.expect("a group of the engines where groups are replaced");
     let mut batch = OpenBatch::new(candidates, wanted, first_step, (engines.rank(), engines.size()));
     let mut turns = context.turns.take();
-    let mut session = GroupSession::open(engine, turns.as_mut().map(|turns| turns.tools()))?;
+    let mut session = GroupSession::open(engine, turns.as_mut().map(|turns| turns.turns()))?;
     loop {
         batch.begin(&mut session, params, context.dataset)?;
         batch.decode(&mut session, context)?;

@@ -65,13 +65,8 @@ impl SamplingTask {
         }
         let (rewards, output) = (&*context.rewards, context.output);
         let done = |group: &RolloutGroup| submit(group, rewards, output);
-        let rollout = match &mut context.episodes {
-            Some(episodes) => episodes.rollout(engine, self.groups, &self.params, done)?,
-            None => {
-                let tools = context.turns.as_mut().map(|turns| turns.tools());
-                engine.generate_turns(self.groups, self.num_groups, &self.params, tools, done)?
-            }
-        };
+        let turns = context.turns.as_mut().map(|turns| turns.turns());
+        let rollout = engine.generate_turns(self.groups, self.num_groups, &self.params, turns, done)?;
         Ok(SamplingResult { rollout, drawn: None })
     }
 }
@@ -85,7 +80,6 @@ macro_rules! context {
             dataset: &$trainer.dataset,
             engines: $trainer.engines.as_ref(),
             turns: $trainer.turns.as_mut(),
-            episodes: $trainer.episodes.as_mut(),
         }
     };
 }
@@ -215,16 +209,15 @@ impl Trainer {
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
         let (model, rewards, output, world) = (&mut self.model, &mut self.rewards, &self.output, &self.world);
-        let (turns, episodes) = (&mut self.turns, &mut self.episodes);
+        let turns = &mut self.turns;
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
             let mut groups = model.with_rollout(|engine| {
                 engine.on_progress(output.sampling_progress());
                 let done = |group: &RolloutGroup| submit(group, rewards, output);
-                match (turns, episodes) {
-                    (_, Some(episodes)) => episodes.generate(engine, &prompts, &params, done),
-                    (Some(turns), None) => turns.generate(engine, &prompts, &params, done),
-                    (None, None) => engine.generate(&prompts, &params, done),
+                match turns {
+                    Some(turns) => turns.generate(engine, &prompts, &params, done),
+                    None => engine.generate(&prompts, &params, done),
                 }
             })?;
             world.agree(rewards.wait(&mut groups))?;
@@ -236,7 +229,6 @@ impl Trainer {
         let mut failures = StepMetrics::default();
         records::failure_metrics(&mut failures, self.rewards.take_failures());
         self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut failures));
-        self.episodes.iter_mut().for_each(|episodes| episodes.add_metrics(&mut failures));
         let failures = failures.reduce(&*self.world.group())?;
         self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
         self.tell_unscored(&outcome)?;

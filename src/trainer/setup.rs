@@ -11,7 +11,6 @@ use super::ahead;
 use super::build::{self, read_unit};
 use super::builder::Functions;
 use super::curriculum::RowsById;
-use super::episodes::RunEpisodes;
 use super::model::PolicyAndEngine;
 use super::output::RunOutput;
 use super::rows::TrainingRows;
@@ -329,13 +328,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let mut model = build::model(&config, &world, &preflight, &sources, spread_lengths)?;
     let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
     let engine_group = ahead::engine_group(&config, &world, batch.roles.num_generators)?;
-    let (agent, tools) = tools.map_or((None, None), |process| match config.tools.agent {
-        Some(_) => (Some(process), None),
-        None => (None, Some(process)),
-    });
     let turns = turns::open(&config, &world, &preflight, tools.map(|tools| (tools, options)))?;
-    let episodes = agent.map(|process| RunEpisodes::new(&config, &preflight, world.rank(), process)).transpose();
-    let episodes = world.agree(episodes)?;
     let sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let mut sampler = sampler.with_curriculum(Curriculum::new(&config.curriculum));
     if config.dataloader_drop_last {
@@ -404,7 +397,6 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         engines,
         engine_group,
         turns,
-        episodes,
     })
 }
 
@@ -422,7 +414,7 @@ fn restore(
     sampler.restore(checkpoint.state.sampler.clone())?;
     let carried = match checkpoint.state.carried.as_slice() {
         _ if config.oversample == 0.0 => Vec::new(), // force_resume
-        carried if config.tools.has_turns() => sampling::begun_anew(carried), // nobody has their tools and environments any more
+        carried if config.tools.has_turns() || config.tools.agent.is_some() => sampling::begun_anew(carried), // nobody has their tools and environments any more
         carried => carried.to_vec(),
     };
     let entropy_control = checkpoint.state.entropy_control.unwrap_or_else(|| entropy_control(config));

@@ -125,7 +125,6 @@ impl Trainer {
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
         self.add_curriculum_metrics(&mut metrics, solve_rate);
         self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut metrics));
-        self.episodes.iter_mut().for_each(|episodes| episodes.add_metrics(&mut metrics));
         carry.add_metrics(&mut metrics, &self.config);
         let transitions = self.take_transitions()?;
         let role = if self.model.policy().is_some() { "trainers" } else { "generators" };

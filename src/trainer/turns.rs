@@ -1,27 +1,38 @@
-//! Tools of a run: who answers the turns of this rank's trajectories, and what is counted of it.
+//! Turns of a run: the tools that answer those of this rank's trajectories, or the agent that plays its episodes, and what is counted.
 
 use std::sync::Arc;
 
 use super::ahead::engine_ranks;
+use super::episodes;
 use super::setup::Preflight;
 use crate::config::Config;
 use crate::data::{DatasetOptions, Tokenizer};
 use crate::dist::{HostGroup, World};
+use crate::endpoint::EpisodePlayer;
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::rollout::{RolloutEngine, TurnTools};
+use crate::rollout::{GroupTurns, RolloutEngine, TurnTools};
 use crate::tools::{Conversations, GroupKey, ToolProcess, ToolStats};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
+/// Who takes turns with the model on this rank.
+#[derive(Debug)]
+pub(crate) enum RunTurns {
+    /// Tools and environments.
+    Tools(Box<RunTools>),
+    /// An agent.
+    Agent(Box<EpisodePlayer>),
+}
+
 /// The tools of this rank, and the ranks of its engine.
 #[derive(Debug)]
-pub(crate) struct RunTurns {
+pub(crate) struct RunTools {
     conversations: Conversations,
     engine_ranks: HostGroup,
     waits: bool,
 }
 
-/// The tools of a run that has some; collective over the world then.
+/// The tools or the agent of a run that has some; collective over the world then.
 pub(super) fn open(
     config: &Config,
     world: &World,
@@ -36,11 +47,11 @@ pub(super) fn open(
 }
 
 impl RunTurns {
-    /// The tools of `process` for a world whose last `num_generators` ranks have engines. The model is its tokenizer, the ids that
-    /// end its turns and its longest sequence; `options` say how rows became prompts. Collective over the world.
+    /// What `process` has loaded, tools or an agent, for a world whose last `num_generators` ranks have engines. The model is its
+    /// tokenizer, the ids that end its turns and its longest sequence; `options` say how rows became prompts. Collective over the world.
     ///
     /// # Errors
-    /// The errors of [`Conversations::new`], on every rank.
+    /// The errors of [`Conversations::new`] and of a chat template that rewrites earlier turns, on every rank.
     pub fn new(
         config: &Config,
         (world, num_generators): (&World, usize),
@@ -50,33 +61,42 @@ impl RunTurns {
     ) -> Result<Self> {
         let ranks = engine_ranks(config.tensor_parallel_size, world, num_generators);
         let engine_ranks = world.host_group("turns", &ranks)?;
+        let model = (tokenizer, eos_token_ids, max_model_length);
+        if config.tools.agent.is_some() {
+            let player = episodes::player(config, engine_ranks, process, model);
+            return Ok(Self::Agent(Box::new(world.agree(player)?)));
+        }
         let conversations = Conversations::new(config, process, tokenizer, eos_token_ids, (options, max_model_length));
-        Ok(Self { conversations: world.agree(conversations)?, engine_ranks, waits: config.full_determinism })
+        let conversations = world.agree(conversations)?;
+        Ok(Self::Tools(Box::new(RunTools { conversations, engine_ranks, waits: config.full_determinism })))
     }
 
-    /// The tools as a rollout takes them.
-    pub fn tools(&mut self) -> TurnTools<'_> {
-        let Self { conversations, engine_ranks, waits } = self;
-        TurnTools { conversations, engine_ranks, waits: *waits }
+    /// The turns as a rollout takes them.
+    pub fn turns(&mut self) -> Box<dyn GroupTurns + '_> {
+        match self {
+            Self::Tools(tools) => tools.turns(),
+            Self::Agent(player) => player.turns(true),
+        }
     }
 
-    /// The tokenizer of its turns.
-    #[cfg(test)]
-    pub fn tokenizer(&self) -> Arc<Tokenizer> {
-        Arc::clone(self.conversations.tokenizer())
-    }
-
-    /// Forgets all trajectories, those of groups that are carried among them, and ends their environments.
+    /// Forgets all trajectories, those of groups that are carried among them, and ends their environments and episodes.
     pub fn reset(&mut self) {
-        self.conversations.reset();
+        match self {
+            Self::Tools(tools) => tools.conversations.reset(),
+            Self::Agent(player) => player.reset(),
+        }
     }
 
     /// Forgets a group of this rank that nobody goes on with.
     pub fn forget(&mut self, group: &RolloutGroup) {
-        self.conversations.forget(GroupKey { prompt_id: group.prompt.id, first_step: group.first_step });
+        let key = GroupKey { prompt_id: group.prompt.id, first_step: group.first_step };
+        match self {
+            Self::Tools(tools) => tools.conversations.forget(key),
+            Self::Agent(player) => player.forget(key),
+        }
     }
 
-    /// Samples groups of `prompts`.
+    /// Samples groups of `prompts` that are not trained on. Of an episode the first conversation counts.
     pub fn generate(
         &mut self,
         engine: &mut RolloutEngine<'_>,
@@ -84,19 +104,48 @@ impl RunTurns {
         params: &SamplingParams,
         done: impl FnMut(&RolloutGroup),
     ) -> Result<Vec<RolloutGroup>> {
+        let turns = match self {
+            Self::Tools(tools) => tools.turns(),
+            Self::Agent(player) => player.turns(false),
+        };
         let groups: Vec<RolloutGroup> = prompts.iter().cloned().map(RolloutGroup::new).collect();
         let num_groups = groups.len();
-        let rollout = engine.generate_turns(groups, num_groups, params, Some(self.tools()), done)?;
+        let rollout = engine.generate_turns(groups, num_groups, params, Some(turns), done)?;
         Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
     }
 
     /// Why an environment was lost since the last call: the first of them.
     pub fn take_loss(&mut self) -> Option<String> {
-        self.conversations.take_loss()
+        match self {
+            Self::Tools(tools) => tools.conversations.take_loss(),
+            Self::Agent(_) => None,
+        }
     }
 
-    /// Adds the counts since the last call: TRL's frequencies, turns, latencies and time without decoding.
+    /// Adds the counts since the last call.
     pub fn add_metrics(&mut self, metrics: &mut StepMetrics) {
+        match self {
+            Self::Tools(tools) => tools.add_metrics(metrics),
+            Self::Agent(player) => episodes::add_metrics(player, metrics),
+        }
+    }
+
+    /// The tokenizer of the tools' turns.
+    #[cfg(test)]
+    pub fn tokenizer(&self) -> Arc<Tokenizer> {
+        let Self::Tools(tools) = self else { panic!("no tools") };
+        Arc::clone(tools.conversations.tokenizer())
+    }
+}
+
+impl RunTools {
+    fn turns(&mut self) -> Box<dyn GroupTurns + '_> {
+        let Self { conversations, engine_ranks, waits } = self;
+        TurnTools { conversations, engine_ranks, waits: *waits }.turns()
+    }
+
+    /// Adds TRL's frequencies, turns, latencies and time without decoding.
+    fn add_metrics(&mut self, metrics: &mut StepMetrics) {
         let stats: ToolStats = self.conversations.take_stats();
         let num_trajectories = stats.num_trajectories as f64;
         let num_calls = stats.num_calls as f64;

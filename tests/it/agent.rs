@@ -107,6 +107,63 @@ fn conversations_are_trained_on_as_they_were_sampled() {
     assert!(lines.iter().any(|line| line["eval_rewards/sampled/mean"].is_number()), "{lines:?}");
 }
 
+/// With ranks that share an engine, groups that go on in the next step, are dropped or replaced, and engines apart from the trainers: what
+/// is trained on are the ids that the harness saw, and the trainer's log-probabilities are the sampler's.
+#[test]
+fn episodes_are_played_however_groups_are_sampled() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, HARNESS).unwrap();
+    let common = format!(
+        "--nproc 2 {CALCULATOR} max_steps=3 agent={0}:play reward_funcs=[\"{0}:sampled\"] reward_weights=[0.0] learning_rate=1e-9 \
+         per_device_train_batch_size=32 max_num_seqs=20 max_train_samples=none",
+        file.display()
+    );
+    for (name, keys) in [
+        ("shared", "tensor_parallel_size=2 eval_file=configs/calculator/eval.jsonl eval_steps=1 max_eval_samples=8"),
+        (
+            "carried",
+            "oversample=1.0 partial_rollout=true eval_file=configs/calculator/eval.jsonl eval_steps=1 max_eval_samples=8",
+        ),
+        ("shared, kept", "oversample=1.0 partial_rollout=true carried_kv=keep tensor_parallel_size=2 zero.stage=3"),
+        ("dropped", "oversample=1.0 tensor_parallel_size=2"),
+        ("replaced", "dynamic_sampling=replace dynamic_sampling_range=[0.35,1.0]"),
+        ("shared, replaced", "dynamic_sampling=replace dynamic_sampling_range=[0.35,1.0] tensor_parallel_size=2"),
+        ("apart", "mode=split split.rollout_gpus=1"),
+        ("ahead", "mode=split split.rollout_gpus=1 split.async_steps=2 split.in_flight_updates=true"),
+        (
+            "ahead, replaced",
+            "mode=split split.rollout_gpus=1 split.async_steps=1 dynamic_sampling=replace dynamic_sampling_range=[0.35,1.0]",
+        ),
+    ] {
+        let output = folder.path().join(name.replace(", ", "-"));
+        let ended = run(&format!("{common} {keys} output_dir={}", output.display()));
+        assert_eq!(ended.code, Some(0), "{name}\n{}", ended.stderr);
+        let lines: Vec<_> = metrics(&output).into_iter().filter(|line| line.get("loss").is_some()).collect();
+        assert_eq!(lines.len(), 3, "{name}");
+        for line in &lines {
+            let value =
+                |metric: &str| line[metric].as_f64().unwrap_or_else(|| panic!("{name}: no {metric} in {line:?}"));
+            assert_eq!((value("agent/num_failed"), value("rewards/num_failed")), (0.0, 0.0), "{name}: {line:?}");
+            assert!(value("sampling/sampling_logp_difference/max") < 1e-4, "{name}: {line:?}");
+            assert!(
+                (value("rewards/sampled/mean") - value("completions/mean_length")).abs() < 1e-4,
+                "{name}: {line:?}"
+            );
+        }
+        let sum = |metric: &str| lines.iter().filter_map(|line| line[metric].as_f64()).sum::<f64>();
+        assert!(sum("agent/mean_trajectories") > 4.0 && sum("agent/kept_tokens") > 0.0, "{name}: {lines:?}");
+        if keys.contains("oversample") {
+            let shares = ["continued_token_share", "discarded_token_share"];
+            let shares = shares.map(|share| sum(&format!("partial_rollout/{share}")) > 0.0);
+            assert_eq!(shares, [name != "dropped", name == "dropped"], "{name}: {lines:?}");
+        }
+        if name.contains("replaced") {
+            assert!(sum("dynamic_sampling/replaced_groups") > 0.0, "{name}: {lines:?}");
+        }
+    }
+}
+
 #[test]
 fn an_episode_that_fails_costs_its_own_completion_alone() {
     let folder = tempfile::tempdir().unwrap();
@@ -132,12 +189,7 @@ fn agents_that_cannot_be_served_are_refused_before_anything_starts() {
     let file = file.display();
     for (keys, code, parts) in [
         (format!("agent={file}:none"), 2, ["agent = ", "has no attribute 'none'"]),
-        (format!("agent={file}:play tensor_parallel_size=2"), 2, ["tensor_parallel_size", "expected 1 with agent"]),
-        (
-            format!("agent={file}:play mode=split split.rollout_gpus=1"),
-            2,
-            ["mode = split", "expected colocated with agent"],
-        ),
+        (format!("agent={file}:play full_determinism=true"), 2, ["full_determinism", "expected false with agent"]),
     ] {
         run(&format!("--nproc 2 {CALCULATOR} {keys}")).assert_error(&keys, code, &parts);
     }

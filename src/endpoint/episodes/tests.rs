@@ -26,8 +26,8 @@ impl Played {
             tool_calls: None,
             eos_token_ids,
         };
-        let episodes = Episodes::new(params, 9);
-        let name = episodes.open(4, 1);
+        let episodes = Episodes::new(9);
+        let name = episodes.open(GroupKey { prompt_id: 4, first_step: 5 }, 1, params);
         Self { model, episodes, name }
     }
 
@@ -60,7 +60,7 @@ fn a_turn_goes_on_from_the_longest_known_conversation_and_all_else_is_a_branch()
     let played = Played::new(&SamplingParams { num_generations: 3, step: 7, ..SamplingParams::default() });
     let mut messages = vec![user("go")];
     let first = played.ask(&messages, json!({})).unwrap();
-    assert_eq!((first.0.prompt_id, first.0.first_step, first.0.first_sample), (4, 7, 1));
+    assert_eq!((first.0.prompt_id, first.0.first_step, first.0.first_sample), (4, 5, 1));
     let prompt = first.0.token_ids.clone();
     let (said, whole) = played.answer(first, " left ");
     // The client sends it back in its own form, and adds what it does not know.
@@ -133,5 +133,5 @@ fn what_an_episode_may_not_ask_for_is_refused_by_its_name() {
     }
     let refusal = played.ask(&[user("go")], json!({})).unwrap_err();
     assert!(refusal.message.contains("agent_max_requests = 9 requests"), "{refusal:?}");
-    assert_eq!(played.episodes.num_refused(), 9);
+    assert_eq!(played.episodes.take_num_refused(), 9);
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::news::{News, Own, TurnNews};
+use super::groups::GroupTurns;
 use super::request::{Event, Request, RequestId, refuse};
 use super::session::Session;
 use crate::data::Tokenizer;
@@ -28,13 +29,10 @@ pub struct TurnTools<'a> {
     pub waits: bool,
 }
 
-impl TurnTools<'_> {
-    /// Gives begun groups of an earlier session the prompts that their environments have added to.
-    pub(super) fn restore_prompts(&mut self, groups: &mut [RolloutGroup]) {
-        for group in groups.iter_mut().filter(|group| !group.completions.is_empty()) {
-            let key = GroupKey { prompt_id: group.prompt.id, first_step: group.first_step };
-            group.prompt = self.conversations.take_prompt(key).unwrap_or_else(|| group.prompt.clone());
-        }
+impl<'t> TurnTools<'t> {
+    /// The tools as a session takes them.
+    pub fn turns(self) -> Box<dyn GroupTurns + 't> {
+        Box::new(TurnGroups::new(self))
     }
 }
 
@@ -67,7 +65,7 @@ impl OpenGroup {
 
 /// Groups in a session whose trajectories have several turns.
 #[derive(Debug)]
-pub(super) struct TurnGroups<'t> {
+struct TurnGroups<'t> {
     tools: TurnTools<'t>,
     tokenizer: Arc<Tokenizer>,
     groups: Vec<OpenGroup>,
@@ -82,10 +80,8 @@ pub(super) struct TurnGroups<'t> {
 }
 
 impl<'t> TurnGroups<'t> {
-    pub fn new(tools: TurnTools<'t>, session: &mut Session<'_>, tokenizer: Arc<Tokenizer>) -> Self {
-        let stats = session.keep_turns();
-        let tokens_before = [stats.num_turn_tokens, stats.num_lost_turn_tokens];
-
+    fn new(tools: TurnTools<'t>) -> Self {
+        let tokenizer = Arc::clone(tools.conversations.tokenizer());
         let (groups, places, keys) = (Vec::new(), HashMap::new(), HashMap::new());
         Self {
             tools,
@@ -94,44 +90,10 @@ impl<'t> TurnGroups<'t> {
             places,
             keys,
             num_asked: 0,
-            tokens_before,
+            tokens_before: [0; 2],
             start: Instant::now(),
             idle: Duration::ZERO,
         }
-    }
-
-    /// Begins a group, or goes on with one of an earlier session. `own` is its prompt, on the rank that brought it.
-    pub fn submit(&mut self, session: &mut Session<'_>, mut request: Request, own: Option<&Prompt>) -> Result<()> {
-        let (place, num_generations) = (self.groups.len(), request.params.num_generations);
-        let begun = std::mem::take(&mut request.begun);
-        let is_new = begun.is_empty();
-        let trajectories = match is_new {
-            true => vec![TurnedTrajectory::default(); num_generations],
-            false => {
-                begun.into_iter().map(|trajectory| TurnedTrajectory { trajectory, ..Default::default() }).collect()
-            }
-        };
-        let group = OpenGroup { own: own.cloned(), request, trajectories, num_open: num_generations };
-        let key = group.key();
-        if own.is_some() && self.places.insert(key, place).is_some() {
-            let expected = "each prompt once in a session of several turns".to_owned();
-            return refuse(expected, format!("prompt {} twice", key.prompt_id));
-        }
-        self.groups.push(group);
-        if is_new && self.tools.conversations.has_environments() {
-            self.num_asked += 1;
-            return own.map_or(Ok(()), |prompt| self.tools.conversations.open(key, prompt, num_generations));
-        }
-        let group = &self.groups[place];
-        for (sample, it) in group.trajectories.iter().enumerate() {
-            if it.trajectory.finish_reason.is_some() {
-                self.num_asked += 1; // its tools run, or its end is not told to the other ranks yet
-                if group.own.is_some() {
-                    self.tools.conversations.resume(TrajectoryKey { group: key, sample })?;
-                }
-            }
-        }
-        self.submit_all(session, place)
     }
 
     /// Submits all trajectories of a group that can be sampled on.
@@ -146,55 +108,6 @@ impl<'t> TurnGroups<'t> {
         }
         self.keys.insert(request, (place, 0));
         Ok(())
-    }
-
-    /// Whether outcomes of turns are awaited.
-    pub fn is_waiting(&self) -> bool {
-        self.num_asked > 0
-    }
-
-    /// Takes in what the engine reports.
-    pub fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
-        let Some(&(place, first)) = self.keys.get(&event.request()) else { return Ok(()) };
-        match event {
-            Event::Finished { request, sample, .. } => {
-                let group = &mut self.groups[place];
-                let key = TrajectoryKey { group: group.key(), sample: first + sample };
-                let trajectory = session.trajectory(request, sample);
-                if let Some(prompt) = &group.own {
-                    self.tools.conversations.turn_ended(key, prompt.token_ids.len(), &trajectory)?;
-                }
-                group.trajectories[key.sample] = TurnedTrajectory { trajectory, ..TurnedTrajectory::default() };
-                self.num_asked += 1;
-            }
-            Event::Complete { request } => {
-                self.keys.remove(&request);
-                session.remove(request)?;
-            }
-            Event::Failed { message, .. } => return refuse("a structure to follow".to_owned(), message),
-            Event::Token { .. } | Event::Preempted { .. } => {}
-        }
-        Ok(())
-    }
-
-    /// Takes in what turns led to, and returns the groups that are complete with it.
-    pub fn advance(&mut self, session: &mut Session<'_>) -> Result<Vec<usize>> {
-        if self.num_asked == 0 || (self.tools.waits && session.has_work()) {
-            return Ok(Vec::new());
-        }
-        let (before, is_idle) = (Instant::now(), !session.has_work());
-        let news = self.tools.news(&self.places, is_idle)?;
-        if is_idle {
-            self.idle += before.elapsed();
-        }
-        let mut complete = Vec::new();
-        for (news, own) in news {
-            let place = news.group;
-            if self.take(news, session, own)? {
-                complete.push(place);
-            }
-        }
-        Ok(complete)
     }
 
     /// Begins a group, goes on with a trajectory, or ends it. Returns whether that was the group's last.
@@ -246,9 +159,103 @@ impl<'t> TurnGroups<'t> {
         group.trajectories[sample].has_ended = true;
         Ok(group.num_open == 0)
     }
+}
 
-    /// A group of this rank as it stands; no completions if nothing is sampled yet.
-    pub fn group(&self, place: usize, session: &Session<'_>) -> Option<RolloutGroup> {
+impl GroupTurns for TurnGroups<'_> {
+    /// Gives begun groups the prompts that their environments have added to.
+    fn restore(&mut self, groups: &mut [RolloutGroup]) {
+        for group in groups.iter_mut().filter(|group| !group.completions.is_empty()) {
+            let key = GroupKey { prompt_id: group.prompt.id, first_step: group.first_step };
+            group.prompt = self.tools.conversations.take_prompt(key).unwrap_or_else(|| group.prompt.clone());
+        }
+    }
+
+    fn begin(&mut self, session: &mut Session<'_>) -> Result<()> {
+        let stats = session.keep_turns();
+        self.tokens_before = [stats.num_turn_tokens, stats.num_lost_turn_tokens];
+        Ok(())
+    }
+
+    fn submit(&mut self, session: &mut Session<'_>, mut request: Request, own: Option<&Prompt>) -> Result<()> {
+        let (place, num_generations) = (self.groups.len(), request.params.num_generations);
+        let begun = std::mem::take(&mut request.begun);
+        let is_new = begun.is_empty();
+        let trajectories = match is_new {
+            true => vec![TurnedTrajectory::default(); num_generations],
+            false => {
+                begun.into_iter().map(|trajectory| TurnedTrajectory { trajectory, ..Default::default() }).collect()
+            }
+        };
+        let group = OpenGroup { own: own.cloned(), request, trajectories, num_open: num_generations };
+        let key = group.key();
+        if own.is_some() && self.places.insert(key, place).is_some() {
+            let expected = "each prompt once in a session of several turns".to_owned();
+            return refuse(expected, format!("prompt {} twice", key.prompt_id));
+        }
+        self.groups.push(group);
+        if is_new && self.tools.conversations.has_environments() {
+            self.num_asked += 1;
+            return own.map_or(Ok(()), |prompt| self.tools.conversations.open(key, prompt, num_generations));
+        }
+        let group = &self.groups[place];
+        for (sample, it) in group.trajectories.iter().enumerate() {
+            if it.trajectory.finish_reason.is_some() {
+                self.num_asked += 1; // its tools run, or its end is not told to the other ranks yet
+                if group.own.is_some() {
+                    self.tools.conversations.resume(TrajectoryKey { group: key, sample })?;
+                }
+            }
+        }
+        self.submit_all(session, place)
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.num_asked > 0
+    }
+
+    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
+        let Some(&(place, first)) = self.keys.get(&event.request()) else { return Ok(()) };
+        match event {
+            Event::Finished { request, sample, .. } => {
+                let group = &mut self.groups[place];
+                let key = TrajectoryKey { group: group.key(), sample: first + sample };
+                let trajectory = session.trajectory(request, sample);
+                if let Some(prompt) = &group.own {
+                    self.tools.conversations.turn_ended(key, prompt.token_ids.len(), &trajectory)?;
+                }
+                group.trajectories[key.sample] = TurnedTrajectory { trajectory, ..TurnedTrajectory::default() };
+                self.num_asked += 1;
+            }
+            Event::Complete { request } => {
+                self.keys.remove(&request);
+                session.remove(request)?;
+            }
+            Event::Failed { message, .. } => return refuse("a structure to follow".to_owned(), message),
+            Event::Token { .. } | Event::Preempted { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, session: &mut Session<'_>) -> Result<Vec<usize>> {
+        if self.num_asked == 0 || (self.tools.waits && session.has_work()) {
+            return Ok(Vec::new());
+        }
+        let (before, is_idle) = (Instant::now(), !session.has_work());
+        let news = self.tools.news(&self.places, is_idle)?;
+        if is_idle {
+            self.idle += before.elapsed();
+        }
+        let mut complete = Vec::new();
+        for (news, own) in news {
+            let place = news.group;
+            if self.take(news, session, own)? {
+                complete.push(place);
+            }
+        }
+        Ok(complete)
+    }
+
+    fn group(&self, place: usize, session: &Session<'_>) -> Option<RolloutGroup> {
         let group = &self.groups[place];
         let trajectory = |it: &TurnedTrajectory| match it.request {
             Some((request, sample)) => session.trajectory(request, sample),
@@ -261,16 +268,13 @@ impl<'t> TurnGroups<'t> {
         Some(RolloutGroup { prompt, first_step: group.request.first_step, completions })
     }
 
-    /// A group of this rank that is complete, which is not left to a later session then.
-    pub fn take_complete(&mut self, place: usize) -> Option<RolloutGroup> {
+    fn take_complete(&mut self, place: usize) -> Option<RolloutGroup> {
         let group = &mut self.groups[place];
         let completions = group.trajectories.iter_mut().map(|it| std::mem::take(&mut it.trajectory)).collect();
         Some(RolloutGroup { prompt: group.own.take()?, first_step: group.request.first_step, completions })
     }
 
-    /// Leaves groups that were not taken to a later session: their tools and environments live on, but for those of groups of which
-    /// nothing is sampled.
-    pub fn suspend(mut self, session: &Session<'_>) {
+    fn suspend(mut self: Box<Self>, session: &Session<'_>) {
         let own = |(place, group): (usize, &OpenGroup)| group.own.is_some().then_some(place);
         let own: Vec<usize> = self.groups.iter().enumerate().filter_map(own).collect();
         for place in own {

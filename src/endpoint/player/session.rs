@@ -1,0 +1,249 @@
+//! A session of the engine whose groups are played.
+
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::{EndedEpisode, EpisodePlayer};
+use crate::endpoint::announce::{RequestChange, WireRequest};
+use crate::endpoint::client::EngineCommand;
+use crate::endpoint::episodes::behind;
+use crate::endpoint::requests::Requests;
+use crate::error::{Error, Result};
+use crate::phase;
+use crate::rollout::{Event, GroupTurns, Request, Session};
+use crate::tools::GroupKey;
+use crate::types::{Prompt, RolloutGroup};
+
+/// How long an engine without work waits for a request before it shows that it is alive.
+const BEAT: Duration = Duration::from_millis(50);
+/// How long one of several ranks without work waits for its own requests before it hears of those of others.
+const TICK: Duration = Duration::from_millis(2);
+
+/// What came to a rank since the last step.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct EpisodeNews {
+    changes: Vec<RequestChange>,
+    /// Numbers of its groups that are complete.
+    complete: Vec<usize>,
+    /// Conversations that nobody goes on with, all tokens of each.
+    ended: Vec<Vec<u32>>,
+}
+
+/// Groups in a session, those of the engine's other ranks among them.
+#[derive(Debug)]
+pub(super) struct PlayedSession<'p> {
+    player: &'p mut EpisodePlayer,
+    keeps_branches: bool,
+    requests: Requests,
+    groups: Vec<Option<GroupKey>>, // of this rank, by number
+    places: HashMap<GroupKey, usize>,
+    /// Numbers of this rank's groups that are not complete, as far as the other ranks know.
+    own_open: HashSet<usize>,
+    /// Groups of all ranks that are not complete.
+    num_open: usize,
+    /// Version of the weights that sample.
+    version: u64,
+    /// Tokens of earlier turns that the engine had kept, and computed again, before this session.
+    tokens_before: [usize; 2],
+    start: Instant,
+    idle: Duration,
+}
+
+impl<'p> PlayedSession<'p> {
+    pub fn new(player: &'p mut EpisodePlayer, keeps_branches: bool) -> Self {
+        let requests = Requests::new(player.options.engine_ranks.rank(), Some(player.queue.shared()), true);
+        let (groups, places, own_open) = (Vec::new(), HashMap::new(), HashSet::new());
+        Self {
+            player,
+            keeps_branches,
+            requests,
+            groups,
+            places,
+            own_open,
+            num_open: 0,
+            version: 0,
+            tokens_before: [0; 2],
+            start: Instant::now(),
+            idle: Duration::ZERO,
+        }
+    }
+
+    /// What came to this rank since the last call. Where the engine `is_idle`, waits for some.
+    fn own_news(&mut self, is_idle: bool) -> Result<EpisodeNews> {
+        let mut news = EpisodeNews::default();
+        let is_alone = self.player.options.engine_ranks.size() == 1;
+        let mut commands = std::mem::take(&mut self.player.held);
+        if is_idle && !commands.iter().any(|command| self.is_wanted(command)) {
+            commands.extend(self.player.queue.commands.recv_timeout(if is_alone { BEAT } else { TICK }));
+        }
+        commands.extend(std::iter::from_fn(|| self.player.queue.commands.try_recv().ok()));
+        for outcome in self.player.agent.ended()? {
+            if let Some(EndedEpisode { key, sample, token_ids }) = self.player.take(outcome)? {
+                news.ended.extend(token_ids);
+                // What it has asked for and did not wait for.
+                let of_episode = self.of_episode(key, sample);
+                news.changes.extend(of_episode.into_iter().map(RequestChange::Cancel));
+            }
+        }
+        commands.into_iter().for_each(|command| self.hold_or_announce(command, &mut news.changes));
+        let is_complete = |place: &&usize| {
+            let group = self.groups[**place].and_then(|key| self.player.groups.get(&key));
+            group.is_some_and(|group| group.is_complete())
+        };
+        news.complete = self.own_open.iter().filter(is_complete).copied().collect();
+        news.complete.sort_unstable();
+        self.own_open.retain(|place| !news.complete.contains(place));
+        Ok(news)
+    }
+
+    fn is_wanted(&self, command: &EngineCommand) -> bool {
+        command.group().is_some_and(|key| self.places.contains_key(&key))
+    }
+
+    /// Has a command announced whose group is in this session; holds one of another session's group, and drops what nobody asks for.
+    fn hold_or_announce(&mut self, command: EngineCommand, changes: &mut Vec<RequestChange>) {
+        let held = &mut self.player.held;
+        match command {
+            EngineCommand::Submit { ref wanted, .. } => {
+                let key = wanted.group();
+                let is_played = self
+                    .player
+                    .groups
+                    .get(&key)
+                    .is_some_and(|group| group.name(group.sample_of(wanted.first_sample())).is_some());
+                if is_played && !self.places.contains_key(&key) {
+                    held.push(command);
+                } else if is_played {
+                    let mut change = self.requests.take(command);
+                    if let RequestChange::Submit(_, wanted) = &mut change {
+                        wanted.sample_by(self.version);
+                    }
+                    changes.push(change);
+                }
+            }
+            EngineCommand::Cancel { ticket } => {
+                let is_it = |held: &EngineCommand| matches!(held, EngineCommand::Submit { ticket: other, .. } if *other == ticket);
+                match held.iter().position(is_it) {
+                    Some(place) => drop(held.remove(place)),
+                    None => changes.push(self.requests.take(command)),
+                }
+            }
+        }
+    }
+
+    /// Tickets of an episode's requests under way.
+    fn of_episode(&self, key: GroupKey, sample: usize) -> Vec<u64> {
+        let Some(group) = self.player.groups.get(&key) else { return Vec::new() };
+        let is_its = |wanted: &WireRequest| wanted.group() == key && group.sample_of(wanted.first_sample()) == sample;
+        self.requests.under_way().filter(|(_, _, wanted)| is_its(wanted)).map(|(_, ticket, _)| ticket).collect()
+    }
+}
+
+impl GroupTurns for PlayedSession<'_> {
+    /// Leaves their completions out, which the player has.
+    fn restore(&mut self, groups: &mut [RolloutGroup]) {
+        groups.iter_mut().for_each(|group| group.completions.clear());
+    }
+
+    fn begin(&mut self, session: &mut Session<'_>) -> Result<()> {
+        self.player.serve()?;
+        let stats = session.keep_turns();
+        self.tokens_before = [stats.num_turn_tokens, stats.num_lost_turn_tokens];
+        Ok(())
+    }
+
+    fn submit(&mut self, _: &mut Session<'_>, request: Request, own: Option<&Prompt>) -> Result<()> {
+        let number = self.groups.len();
+        let key = GroupKey { prompt_id: request.prompt_id, first_step: request.first_step };
+        self.version = request.params.step;
+        if let Some(prompt) = own {
+            if self.places.insert(key, number).is_some() {
+                return Err(Error::InvalidArgument {
+                    op: "play episodes",
+                    expected: "each prompt once in a session".to_owned(),
+                    got: format!("prompt {} twice", key.prompt_id),
+                });
+            }
+            if !self.player.groups.contains_key(&key) {
+                self.player.begin(key, prompt, &request.params, self.keeps_branches);
+            }
+            self.own_open.insert(number);
+        }
+        self.groups.push(own.map(|_| key));
+        self.num_open += 1;
+        Ok(())
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.num_open > 0
+    }
+
+    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
+        self.requests.report(event, session)
+    }
+
+    fn advance(&mut self, session: &mut Session<'_>) -> Result<Vec<usize>> {
+        if self.num_open == 0 {
+            return Ok(Vec::new());
+        }
+        phase::beat();
+        let (before, is_idle) = (Instant::now(), !session.has_work());
+        let own = self.own_news(is_idle)?;
+        let all = self.player.options.engine_ranks.all_gather_json("announce episodes", own)?;
+        if is_idle {
+            self.idle += before.elapsed();
+        }
+        let mut complete = Vec::new();
+        for (owner, news) in all.into_iter().enumerate() {
+            for change in news.changes {
+                self.requests.apply(change, owner, session)?;
+            }
+            news.ended.iter().for_each(|token_ids| session.forget_turn(token_ids, &[]));
+            complete.extend(news.complete);
+        }
+        self.num_open -= complete.len();
+        Ok(complete)
+    }
+
+    /// Completions of a group that is not complete are what its conversations have gained so far, which are not its episodes' in number.
+    fn group(&self, number: usize, session: &Session<'_>) -> Option<RolloutGroup> {
+        let key = self.groups[number]?;
+        let played = self.player.groups.get(&key)?;
+        if played.is_complete() {
+            return Some(played.group.clone());
+        }
+        let recorded = played.playing().flat_map(|(_, name)| self.player.episodes.recorded(name));
+        let of_group = self.requests.under_way().filter(|(_, _, wanted)| wanted.group() == key);
+        let under_way = of_group.map(|(id, _, wanted)| behind(&session.trajectory(id, 0), wanted.num_begun()));
+        let completions = played.ended().cloned().chain(recorded).chain(under_way);
+        let completions = completions.filter(|trajectory| !trajectory.token_ids.is_empty()).collect();
+        Some(RolloutGroup { completions, ..played.group.clone() })
+    }
+
+    fn take_complete(&mut self, number: usize) -> Option<RolloutGroup> {
+        let key = self.groups[number].take()?;
+        self.places.remove(&key);
+        self.player.groups.remove(&key).map(|played| played.group)
+    }
+
+    /// Episodes of groups that were not taken are played on, but for those of groups of which nothing is sampled.
+    fn suspend(self: Box<Self>, session: &Session<'_>) {
+        let is_new = |place: &usize| self.group(*place, session).is_none_or(|group| group.completions.is_empty());
+        let fresh: Vec<usize> = self.places.values().copied().filter(is_new).collect();
+        let Self { player, requests, groups, tokens_before: [kept, lost], start, idle, .. } = *self;
+        let is_played = |command: &EngineCommand| command.group().is_some_and(|key| player.groups.contains_key(&key));
+        let mut held: Vec<EngineCommand> = requests.suspend(session).into_iter().filter(is_played).collect();
+        held.append(&mut player.held);
+        player.held = held;
+        fresh.into_iter().filter_map(|place| groups[place]).for_each(|key| player.forget(key));
+        player.stats.idle += idle;
+        player.stats.total += start.elapsed();
+        if player.options.engine_ranks.rank() == 0 {
+            let stats = session.stats();
+            player.stats.num_kept_tokens += stats.num_turn_tokens - kept;
+            player.stats.num_recomputed_tokens += stats.num_lost_turn_tokens - lost;
+        }
+    }
+}

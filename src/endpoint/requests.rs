@@ -1,0 +1,211 @@
+//! Requests that an engine has, and who waits for them. Every rank of the engine makes the same changes before the same steps; the rank
+//! that a request came to alone has somebody who waits for it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::announce::{RequestChange, WireRequest};
+use super::client::{ClientShared, EngineCommand, RequestUpdate};
+use super::counters::Counters;
+use super::refusal::Refusal;
+use crate::error::{Error, Result};
+use crate::rollout::{Event, RequestId, Session};
+
+/// Requests under way in a session.
+#[derive(Debug)]
+pub(super) struct Requests {
+    /// This rank of the engine.
+    rank: usize,
+    /// What this rank's clients share with it; none where it has no clients.
+    shared: Option<Arc<ClientShared>>,
+    /// Whether requests are kept in the form in which they came, so that a later session can go on with them.
+    are_kept: bool,
+    open: HashMap<RequestId, OpenRequest>,
+    of_ticket: HashMap<(usize, u64), Vec<RequestId>>, // by rank and ticket
+    /// Listeners of this rank's requests that are announced and not applied yet.
+    coming: HashMap<u64, Vec<Listener>>,
+}
+
+/// A request that the engine has.
+#[derive(Debug)]
+struct OpenRequest {
+    owner: usize, // the rank that it came to
+    ticket: u64,
+    /// On that rank.
+    listener: Option<Listener>,
+}
+
+/// Who waits for a request.
+#[derive(Debug)]
+struct Listener {
+    first_choice: usize,
+    updates: UnboundedSender<RequestUpdate>,
+    at: Instant,
+    has_begun: bool,
+    wanted: Option<Box<WireRequest>>,
+}
+
+impl Requests {
+    /// No requests, on rank `rank` of the engine.
+    pub fn new(rank: usize, shared: Option<Arc<ClientShared>>, are_kept: bool) -> Self {
+        let (open, of_ticket, coming) = Default::default();
+        Self { rank, shared, are_kept, open, of_ticket, coming }
+    }
+
+    /// Whether no request is under way.
+    pub fn is_empty(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    /// The change that a client's command asks for. All ranks must [`apply`](Requests::apply) it then.
+    pub fn take(&mut self, command: EngineCommand) -> RequestChange {
+        match command {
+            EngineCommand::Submit { ticket, first_choice, wanted, updates, at } => {
+                let kept = self.are_kept.then(|| wanted.clone());
+                let listener = Listener { first_choice, updates, at, has_begun: false, wanted: kept };
+                self.coming.entry(ticket).or_default().push(listener);
+                RequestChange::Submit(ticket, wanted)
+            }
+            EngineCommand::Cancel { ticket } => RequestChange::Cancel(ticket),
+        }
+    }
+
+    /// Tells those who wait that they will not be answered, and returns the changes that end what is under way.
+    pub fn end(&mut self) -> Vec<RequestChange> {
+        let open = self.open.values().filter_map(|open| open.listener.as_ref());
+        for listener in open.chain(self.coming.values().flatten()) {
+            let refusal = Refusal::new(503, "the server stopped before the completion ended");
+            let _ = listener.updates.send(RequestUpdate::Refused(refusal));
+            self.count(|counters| Counters::add(&counters.failed, 1));
+        }
+        self.coming.clear();
+        self.of_ticket.keys().map(|&(_, ticket)| RequestChange::Cancel(ticket)).collect()
+    }
+
+    /// Makes a change that rank `owner` has announced.
+    ///
+    /// # Errors
+    /// The errors of the session, but for requests that it refuses: whoever waits for one is told.
+    pub fn apply(&mut self, change: RequestChange, owner: usize, session: &mut Session<'_>) -> Result<()> {
+        match change {
+            RequestChange::Submit(ticket, wanted) => {
+                let listener = self.next_listener(owner, ticket);
+                let num_tokens = wanted.token_ids.len();
+                match session.submit(wanted.request()) {
+                    Ok(request) => {
+                        self.count(|counters| Counters::add(&counters.prompt_tokens, num_tokens));
+                        self.open.insert(request, OpenRequest { owner, ticket, listener });
+                        self.of_ticket.entry((owner, ticket)).or_default().push(request);
+                    }
+                    Err(Error::InvalidArgument { expected, got, .. }) => {
+                        if let Some(listener) = listener {
+                            let refusal = Refusal::new(400, format!("expected {expected}, got {got}"));
+                            let _ = listener.updates.send(RequestUpdate::Refused(refusal));
+                        }
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            RequestChange::Cancel(ticket) => {
+                for request in self.of_ticket.remove(&(owner, ticket)).unwrap_or_default() {
+                    self.open.remove(&request);
+                    session.remove(request)?;
+                    self.count(|counters| Counters::add(&counters.cancelled, 1));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells whoever waits what the engine reports.
+    ///
+    /// # Errors
+    /// The errors of [`Session::remove`].
+    pub fn report(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
+        let request = event.request();
+        let Some(open) = self.open.get_mut(&request) else { return Ok(()) };
+        let ends = matches!(event, Event::Complete { .. } | Event::Failed { .. });
+        let is_removed = matches!(event, Event::Failed { .. });
+        if let (Some(shared), Some(listener)) = (&self.shared, &mut open.listener) {
+            listener.hear(event, session, &shared.counters);
+        }
+        if ends {
+            let place = (open.owner, open.ticket);
+            self.open.remove(&request);
+            if let Some(of_ticket) = self.of_ticket.get_mut(&place) {
+                of_ticket.retain(|other| *other != request);
+                if of_ticket.is_empty() {
+                    self.of_ticket.remove(&place);
+                }
+            }
+            if !is_removed {
+                session.remove(request)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// This rank's requests under way, each with its ticket and in the form in which it came.
+    pub fn under_way(&self) -> impl Iterator<Item = (RequestId, u64, &WireRequest)> {
+        self.open.iter().filter_map(|(id, open)| Some((*id, open.ticket, open.listener.as_ref()?.wanted.as_deref()?)))
+    }
+
+    /// The commands that ask a later session to go on with this rank's requests of one completion, in the order in which they came.
+    pub fn suspend(self, session: &Session<'_>) -> Vec<EngineCommand> {
+        let mut open: Vec<(RequestId, OpenRequest)> = self.open.into_iter().collect();
+        open.sort_by_key(|(_, open)| open.ticket);
+        let command = |(request, OpenRequest { ticket, listener, .. })| {
+            let Listener { first_choice, updates, at, wanted, .. } = listener?;
+            let mut wanted = wanted?;
+            wanted.go_on(session.trajectory(request, 0));
+            Some(EngineCommand::Submit { ticket, first_choice, wanted, updates, at })
+        };
+        open.into_iter().filter_map(command).collect()
+    }
+
+    fn next_listener(&mut self, owner: usize, ticket: u64) -> Option<Listener> {
+        if owner != self.rank {
+            return None;
+        }
+        let mut coming = self.coming.remove(&ticket)?;
+        let listener = coming.remove(0);
+        if !coming.is_empty() {
+            self.coming.insert(ticket, coming);
+        }
+        Some(listener)
+    }
+
+    fn count(&self, count: impl Fn(&Counters)) {
+        self.shared.iter().for_each(|shared| count(&shared.counters));
+    }
+}
+
+impl Listener {
+    /// A listener that is gone has cancelled, which comes with the next turn.
+    fn hear(&mut self, event: Event, session: &Session<'_>, counters: &Counters) {
+        let first_choice = self.first_choice;
+        match event {
+            Event::Token { sample, token_id, logprob, top_logprobs, .. } => {
+                Counters::add(&counters.generation_tokens, 1);
+                if !std::mem::replace(&mut self.has_begun, true) {
+                    counters.first_token(self.at.elapsed());
+                }
+                let choice = first_choice + sample;
+                let _ = self.updates.send(RequestUpdate::Token { choice, token_id, logprob, top_logprobs });
+            }
+            Event::Finished { request, sample, reason } => {
+                let (choice, trajectory) = (first_choice + sample, Box::new(session.trajectory(request, sample)));
+                let _ = self.updates.send(RequestUpdate::Finished { choice, reason, trajectory });
+            }
+            Event::Complete { .. } => Counters::add(&counters.completed, 1),
+            Event::Preempted { .. } => {}
+            Event::Failed { message, .. } => {
+                Counters::add(&counters.failed, 1);
+                let _ = self.updates.send(RequestUpdate::Refused(Refusal::new(400, message)));
+            }
+        }
+    }
+}
