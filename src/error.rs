@@ -166,6 +166,24 @@ pub enum Error {
         /// The rank's last activity.
         state: String,
     },
+    /// A process beside a rank that answers nothing, though it ends by itself what takes longer than the key allows.
+    #[error(
+        "{process} has answered nothing for {silent_s:.1} s, though every request has an answer after {key} = {limit_s} s: process {pid} is in state {state}"
+    )]
+    Silent {
+        /// What the process serves.
+        process: &'static str,
+        /// The process.
+        pid: u32,
+        /// How long, in seconds.
+        silent_s: f64,
+        /// The key that bounds the time of a request.
+        key: &'static str,
+        /// The limit, in seconds.
+        limit_s: f64,
+        /// The state of the process as the kernel names it.
+        state: String,
+    },
     /// Another rank failed first; this is its error, told to every rank.
     #[error("rank {rank} failed: {message}")]
     PeerFailed {

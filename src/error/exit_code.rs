@@ -85,7 +85,7 @@ impl Error {
             Error::NonFinite { .. } | Error::Differs { .. } => ExitCode::Numerics,
             Error::RewardService { .. } | Error::NoScore { .. } => ExitCode::RewardService,
             Error::Preempted { .. } | Error::StoppedEarly => ExitCode::Preempted,
-            Error::CollectiveTimeout { .. } | Error::Hang { .. } => ExitCode::Hang,
+            Error::CollectiveTimeout { .. } | Error::Hang { .. } | Error::Silent { .. } => ExitCode::Hang,
             Error::Collective { .. }
             | Error::RankDied { .. }
             | Error::StaleWeights { .. }

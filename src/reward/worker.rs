@@ -140,6 +140,11 @@ impl RewardWorker {
         Ok(worker)
     }
 
+    /// The number of its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Writes a request as the worker reads it, while replies are waited for.
     pub fn send(&mut self, request: &[u8]) {
         self.unsent.extend_from_slice(request);

@@ -3,6 +3,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `process`, `server.py` | the process that loads tools, and forks one for each turn whose tools run, or for each environment |
+//! | `worker` | such a process from this side, and how long it may be silent |
 //! | `conversations` | trajectories of several turns: calls are read, answered and become context; some go on in a later rollout |
 //! | `interpreters`, `python.py` | the tool `python`: an interpreter in a sandbox for each trajectory that calls it, in a process that holds them all |
 //! | `agent` | episodes that a function of the user's plays |
@@ -17,6 +18,7 @@ mod server_tests;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod worker;
 
 pub use agent::{Agent, EpisodeOutcome};
 pub use conversations::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};

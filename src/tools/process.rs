@@ -4,25 +4,21 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::Path;
-use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::interpreters::{self, InterpreterSettings};
+use super::worker::ToolWorker;
 use crate::config::{Config, INTERPRETER, is_python, reward_name};
 use crate::data::ToolSchemas;
 use crate::error::{Error, Result};
-use crate::phase::{self, PROGRAM};
-use crate::reward::{Origin, Program, RewardFailure, RewardWorker, frame};
+use crate::phase::PROGRAM;
+use crate::reward::{Origin, Program};
 
 /// The server, a Python program.
 const SERVER: &str = include_str!("server.py");
-/// Longest time until all tools are loaded: a file may import much.
-const START: Duration = Duration::from_secs(120);
-/// Longest time between two heartbeats.
-const BEAT: Duration = Duration::from_millis(200);
 /// Longest result of one call in characters.
 const MAX_RESULT_CHARS: usize = 1 << 20;
 /// Longest reply in bytes: of the results of all calls of a turn.
@@ -115,9 +111,9 @@ pub(super) struct EnvironmentClass {
 /// The processes of this rank's tools. Dropping them ends all that they started.
 pub struct ToolProcess {
     /// The process of functions and environments.
-    functions: RewardWorker,
+    pub(super) functions: ToolWorker,
     /// The process of interpreters, with the tool `python`.
-    interpreters: Option<RewardWorker>,
+    interpreters: Option<ToolWorker>,
     /// Turns that both answer.
     shared: HashMap<u64, SharedTurn>,
     schemas: ToolSchemas,
@@ -127,7 +123,6 @@ pub struct ToolProcess {
     /// Whether states of environments are asked for.
     wants_states: bool,
     next_id: u64,
-    _parents: Vec<Sender<()>>, // of the threads that started the processes, with which these would die
 }
 
 /// A turn with calls of `python` and of others.
@@ -173,15 +168,15 @@ impl ToolProcess {
             Error::invalid_value(key, &named, expected)
         };
         let functions: Vec<&String> = tools.tools.iter().filter(|tool| *tool != INTERPRETER).collect();
-        let (timeout_s, workers) = match &tools.agent {
-            Some(_) => (tools.agent_timeout_s, tools.agent_workers),
-            None => (tools.tool_timeout_s, tools.tool_workers),
+        let (name, timeout, workers) = match &tools.agent {
+            Some(_) => ("the process of the agent", ("agent_timeout_s", tools.agent_timeout_s), tools.agent_workers),
+            None => ("the process of the tools", ("tool_timeout_s", tools.tool_timeout_s), tools.tool_workers),
         };
         let settings = json!({
             "agent": tools.agent,
             "tools": functions,
             "environments": factories,
-            "timeout_s": timeout_s,
+            "timeout_s": timeout.1,
             "workers": workers,
             "max_chars": MAX_RESULT_CHARS,
             "max_bytes": MAX_REPLY_BYTES,
@@ -189,29 +184,22 @@ impl ToolProcess {
         let command = [&config.reward.python, "-c", SERVER, &settings.to_string()].map(str::to_owned).to_vec();
         let origin = Origin::Key(key.to_owned(), named.clone());
         let program = Program { command, is_ours: false, origin, max_reply_bytes: MAX_REPLY_BYTES };
-        let (mut worker, parent) = started(program).map_err(|failure| refuse(&failure.cause))?;
-        worker.send(&frame(&json!({"id": 0})));
-        let loaded = first_reply(&mut worker).map_err(|failure| refuse(&failure.cause))?;
+        let mut worker = ToolWorker::start(program, name, timeout).map_err(|failure| refuse(&failure.cause))?;
+        worker.tell(&json!({"id": 0}));
+        let loaded = worker.first_reply().map_err(|failure| refuse(&failure.cause))?;
         let mut loaded: Loaded = serde_json::from_slice(&loaded).map_err(|error| refuse(&error.to_string()))?;
         if let Some(cause) = &loaded.error {
             return Err(refuse(cause));
         }
-        let (mut own, mut parents) = (None, vec![parent]);
+        let mut own = None;
         if let Some(place) = tools.tools.iter().position(|tool| tool == INTERPRETER) {
             loaded.add(place, &interpreters::schema()).map_err(|cause| refuse(&cause))?;
-            let (interpreters, parent) = start_interpreters(config)?;
-            own = Some(interpreters);
-            parents.push(parent);
+            own = Some(start_interpreters(config)?);
         }
-        Ok(Some(Self::new(config, (worker, own), parents, loaded)))
+        Ok(Some(Self::new(config, (worker, own), loaded)))
     }
 
-    fn new(
-        config: &Config,
-        (functions, interpreters): (RewardWorker, Option<RewardWorker>),
-        parents: Vec<Sender<()>>,
-        loaded: Loaded,
-    ) -> Self {
+    fn new(config: &Config, (functions, interpreters): (ToolWorker, Option<ToolWorker>), loaded: Loaded) -> Self {
         let factories = &config.tools.environment_factory.0;
         let class = |(name, loaded): (&String, &LoadedEnvironment)| {
             let place = factories[name].rsplit_once(':').map_or("", |(place, _)| place);
@@ -237,7 +225,6 @@ impl ToolProcess {
             agent,
             wants_states: config.reward_funcs.iter().any(is_process),
             next_id: 1,
-            _parents: parents,
         }
     }
 
@@ -264,19 +251,22 @@ impl ToolProcess {
 
     /// Begins an episode of an environment for a trajectory and returns the request's number.
     pub(super) fn open(&mut self, trajectory: u64, environment: &str, row: &Map<String, Value>) -> u64 {
-        self.ask(json!({"trajectory": trajectory, "environment": environment, "row": row}))
+        self.ask_of(Some(trajectory), json!({"environment": environment, "row": row}))
     }
 
     /// Asks for the reward and the state of a trajectory's environment, which ends, and returns the request's number.
     pub(super) fn close(&mut self, trajectory: u64, environment: &str) -> u64 {
         let wants_state = self.wants_states;
-        self.ask(json!({"trajectory": trajectory, "environment": environment, "wants_state": wants_state}))
+        self.ask_of(Some(trajectory), json!({"environment": environment, "wants_state": wants_state}))
     }
 
     /// Ends what is kept for a trajectory that nobody goes on with: its environment and its interpreter.
     pub(super) fn forget(&mut self, trajectory: u64) {
         let functions = std::iter::once(&mut self.functions).filter(|_| self.schemas.has_environments());
-        functions.chain(&mut self.interpreters).for_each(|worker| worker.send(&frame(&json!({"drop": trajectory}))));
+        for worker in functions.chain(&mut self.interpreters) {
+            worker.forget(trajectory);
+            worker.tell(&json!({"drop": trajectory}));
+        }
     }
 
     /// Begins the calls of a turn, objects with a `name` and `arguments`, and returns the request's number. `has_environment` says whether
@@ -288,47 +278,50 @@ impl ToolProcess {
             None => (Vec::new(), calls.iter().collect()),
         };
         let Some(worker) = self.interpreters.as_mut().filter(|_| !ours.is_empty()) else {
-            return self.ask(json!({"trajectory": has_environment.then_some(trajectory), "calls": calls}));
+            return self.ask_of(has_environment.then_some(trajectory), json!({"calls": calls}));
         };
         let arguments: Vec<&Value> = ours.iter().map(|call| &call["arguments"]).collect();
-        worker.send(&frame(&json!({"id": self.next_id, "trajectory": trajectory, "arguments": arguments})));
+        let request = json!({"id": self.next_id, "trajectory": trajectory, "arguments": arguments});
+        worker.ask(self.next_id, Some(trajectory), &request);
         if others.is_empty() {
             self.next_id += 1;
             return self.next_id - 1;
         }
         let is_python = calls.iter().map(|call| is_python(&call)).collect();
         self.shared.insert(self.next_id, SharedTurn { is_python, has_environment, first: None });
-        self.ask(json!({"trajectory": has_environment.then_some(trajectory), "calls": others}))
+        self.ask_of(has_environment.then_some(trajectory), json!({"calls": others}))
     }
 
     /// Begins an episode of the agent with the columns of a row, against the server at `base_url`, and returns the request's number.
     pub(super) fn play(&mut self, row: &Map<String, Value>, base_url: &str) -> u64 {
         let wants_state = self.wants_states;
-        self.ask(json!({"row": row, "base_url": base_url, "wants_state": wants_state}))
+        self.ask_of(None, json!({"row": row, "base_url": base_url, "wants_state": wants_state}))
     }
 
     /// Ends an episode of the agent, running or not begun yet, which is not replied to then.
     pub(super) fn give_up(&mut self, id: u64) {
-        self.functions.send(&frame(&json!({"give_up": id})));
+        self.functions.give_up(id);
+        self.functions.tell(&json!({"give_up": id}));
     }
 
-    fn ask(&mut self, mut request: Value) -> u64 {
+    /// Sends a request to the functions' process, for the trajectory of an environment if it is one of that.
+    fn ask_of(&mut self, trajectory: Option<u64>, mut request: Value) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
-        request["id"] = id.into();
-        self.functions.send(&frame(&request));
+        (request["id"], request["trajectory"]) = (id.into(), trajectory.into());
+        self.functions.ask(id, trajectory, &request);
         id
     }
 
     /// The replies that have come; if there are none, the next ones that come within `wait`.
     ///
     /// # Errors
-    /// [`Error::Environment`] if a process has ended or writes what is no reply.
+    /// The errors of [`ToolWorker::received`].
     pub(super) fn replies(&mut self, wait: Duration) -> Result<Vec<ToolReply>> {
         let end = Instant::now() + wait;
         loop {
-            let functions = received(&mut self.functions)?;
-            let interpreters = self.interpreters.as_mut().map(received).transpose()?.unwrap_or_default();
+            let functions = self.functions.received()?;
+            let interpreters = self.interpreters.as_mut().map(ToolWorker::received).transpose()?.unwrap_or_default();
             let both = functions.into_iter().map(|reply| (false, reply));
             let both = both.chain(interpreters.into_iter().map(|reply| (true, reply)));
             let replies: Vec<_> = both.filter_map(|(is_python, reply)| self.whole(is_python, reply)).collect();
@@ -337,7 +330,7 @@ impl ToolProcess {
                 return Ok(replies);
             }
             let workers: Vec<_> = std::iter::once(&self.functions).chain(&self.interpreters).collect();
-            RewardWorker::wait_any(&workers, left);
+            ToolWorker::wait_any(&workers, left);
         }
     }
 
@@ -371,17 +364,6 @@ impl SharedTurn {
     }
 }
 
-/// The replies of a process that have come.
-fn received(worker: &mut RewardWorker) -> Result<Vec<ToolReply>> {
-    let mut replies = Vec::new();
-    let mut next = worker.poll();
-    while let Some(reply) = next.map_err(|failure| gone(&failure.cause))? {
-        replies.push(serde_json::from_slice(&reply).map_err(|error| gone(&error.to_string()))?);
-        next = worker.reply_at_hand();
-    }
-    Ok(replies)
-}
-
 impl Loaded {
     /// Adds a tool at its place among those of all rows.
     fn add(&mut self, place: usize, schema: &Value) -> Result<(), String> {
@@ -398,7 +380,7 @@ impl Loaded {
 }
 
 /// The process of the tool `python`, whose sandbox stands.
-fn start_interpreters(config: &Config) -> Result<(RewardWorker, Sender<()>)> {
+fn start_interpreters(config: &Config) -> Result<ToolWorker> {
     let refuse = |cause: &str| Error::Environment { message: format!("tool 'python': {cause}") };
     let settings = InterpreterSettings {
         code: config.reward.code.clone(),
@@ -409,42 +391,13 @@ fn start_interpreters(config: &Config) -> Result<(RewardWorker, Sender<()>)> {
     let settings = serde_json::to_string(&settings).expect("settings are plain data");
     let command = [PROGRAM, interpreters::COMMAND, &settings].map(str::to_owned).to_vec();
     let program = Program { command, is_ours: false, origin: Origin::Sandbox, max_reply_bytes: MAX_REPLY_BYTES };
-    let (mut worker, parent) = started(program).map_err(|failure| refuse(&failure.cause))?;
-    worker.send(&frame(&json!({"id": 0})));
-    let ready = first_reply(&mut worker).map_err(|failure| refuse(&failure.cause))?;
+    let timeout = ("tool_timeout_s", config.tools.tool_timeout_s);
+    let worker = ToolWorker::start(program, "the process of the tool 'python'", timeout);
+    let mut worker = worker.map_err(|failure| refuse(&failure.cause))?;
+    worker.tell(&json!({"id": 0}));
+    let ready = worker.first_reply().map_err(|failure| refuse(&failure.cause))?;
     let ready: ToolReply = serde_json::from_slice(&ready).map_err(|error| refuse(&error.to_string()))?;
-    ready.error.map_or(Ok((worker, parent)), |cause| Err(refuse(&cause)))
-}
-
-fn gone(cause: &str) -> Error {
-    Error::Environment { message: format!("the process of the tools cannot go on: {cause}") }
-}
-
-/// A worker whose parent is a thread that lives as long as the sender.
-fn started(program: Program) -> Result<(RewardWorker, Sender<()>), RewardFailure> {
-    let (parent, end) = channel::<()>();
-    let (started, worker) = channel();
-    let work = move || {
-        let _ = started.send(RewardWorker::start(&program));
-        let _ = end.recv();
-    };
-    let thread = std::thread::Builder::new().name("tools".into()).spawn(work);
-    let failed = |what: String| RewardFailure::new(crate::reward::FailureKind::Died, what);
-    thread.map_err(|error| failed(format!("no thread for it: {error}")))?;
-    let worker = worker.recv().map_err(|_| failed("its thread ended".to_owned()))??;
-    Ok((worker, parent))
-}
-
-fn first_reply(worker: &mut RewardWorker) -> Result<Vec<u8>, RewardFailure> {
-    let end = Instant::now() + START;
-    loop {
-        phase::beat();
-        match worker.receive(end.min(Instant::now() + BEAT))? {
-            Some(reply) => return Ok(reply),
-            None if Instant::now() >= end => return Err(worker.overdue()),
-            None => {}
-        }
-    }
+    ready.error.map_or(Ok(worker), |cause| Err(refuse(&cause)))
 }
 
 #[cfg(test)]

@@ -1,3 +1,4 @@
+use std::process::Command;
 use std::time::Duration;
 
 use serde_json::Map;
@@ -70,4 +71,37 @@ fn a_file_is_loaded_once_however_its_path_is_spelled() {
         let reply = &replies(&mut process, 1)[0];
         assert!(reply.error.is_none() && reply.state.is_some(), "{name}: {reply:?}");
     }
+}
+
+/// A process that ends nothing any more, as it is stopped, is waited for no longer than for the longest request.
+#[test]
+fn a_process_that_answers_nothing_is_named_with_its_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("room.py");
+    std::fs::write(&file, ROOM).unwrap();
+    let factory = format!("environment_factory={}:Room", file.display());
+    let keys =
+        ["model_name_or_path=m", "train_file=t", "reward_funcs=[]", "tool_timeout_s=0.1", &factory].map(str::to_owned);
+    let mut process = ToolProcess::start(&Config::load(None, &keys).unwrap()).unwrap().unwrap();
+    process.functions.grace = Duration::from_millis(300);
+    let silent = Duration::from_millis(900);
+    assert!(process.replies(silent).unwrap().is_empty(), "nothing is asked for, so that nothing is late");
+    let pid = process.functions.pid();
+    let signal = |name: &str| Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success();
+    assert!(signal("-STOP"));
+    process.open(1, "", &Map::new());
+    let error = loop {
+        match process.replies(silent) {
+            Ok(replies) => assert!(replies.is_empty()),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.exit_code(), crate::error::ExitCode::Hang);
+    let message = error.to_string();
+    for part in ["the process of the tools", "tool_timeout_s = 0.1", &format!("{pid} is in state T (stopped)")] {
+        assert!(message.contains(part), "{message}");
+    }
+    process.functions.grace = Duration::from_secs(600);
+    assert!(signal("-CONT"));
+    assert_eq!(replies(&mut process, 1)[0].id, 1, "it goes on where it stopped");
 }
