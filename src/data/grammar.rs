@@ -123,9 +123,8 @@ impl GrammarCompiler {
         let tokenizer = self.tokenizer.json().map_err(|error| error.to_string())?;
         let eos_token_ids = self.eos_token_ids.clone();
         let read = move || {
-            let of_tokenizer = |error: String| format!("a tokenizer whose tokens are no bytes of text: {error}");
-            let mut bytes =
-                token_bytes_from_tokenizer_json(&tokenizer).map_err(|error| of_tokenizer(error.to_string()))?;
+            let mut bytes = token_bytes_from_tokenizer_json(&tokenizer)
+                .map_err(|error| without_bytes(&tokenizer, &error.to_string()))?;
             let least = eos_token_ids.iter().max().map_or(0, |id| *id as usize + 1);
             bytes.resize(bytes.len().max(least), Vec::new());
             let trie = TokTrie::from(&TokRxInfo::new(bytes.len() as u32, eos_token_ids[0]), &bytes);
@@ -166,6 +165,20 @@ impl fmt::Debug for TokenMask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {} tokens", self.0.num_set(), self.0.len())
     }
+}
+
+/// Why the bytes of a tokenizer's tokens are not known. Most often that is its decoder.
+fn without_bytes(tokenizer: &Value, error: &str) -> String {
+    let decoder = &tokenizer["decoder"];
+    let mut parts = decoder["decoders"].as_array().into_iter().flatten().chain([decoder]);
+    if parts.any(|part| part["type"] == "ByteLevel" || part["type"] == "ByteFallback") {
+        return format!("a tokenizer whose tokens are no bytes of text: {error}");
+    }
+    let kind = decoder["type"].as_str().unwrap_or("none");
+    format!(
+        "a tokenizer that does not say which bytes its tokens are (decoder {kind} in tokenizer.json): structured output needs the decoder \
+         ByteLevel, or a Sequence with ByteFallback; without a structure this model answers as any"
+    )
 }
 
 fn compile(factory: &ParserFactory, structure: Structure) -> Result<Grammar, String> {
@@ -242,5 +255,28 @@ impl TokenMask {
     /// Whether the set has the id.
     pub fn contains(&self, token_id: usize) -> bool {
         token_id < self.0.len() && self.0.get(token_id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_tokenizer_without_bytes_is_told_by_its_decoder() {
+        let said = |decoder: Value| {
+            let tokenizer = json!({"decoder": decoder, "added_tokens": [], "model": {"vocab": 3}});
+            without_bytes(&tokenizer, &token_bytes_from_tokenizer_json(&tokenizer).unwrap_err().to_string())
+        };
+        let metaspace = said(json!({"type": "Metaspace", "replacement": "\u{2581}"}));
+        assert!(
+            metaspace.contains("(decoder Metaspace in tokenizer.json)") && metaspace.contains("ByteFallback"),
+            "{metaspace}"
+        );
+        assert!(said(Value::Null).contains("(decoder none "));
+        let known = said(json!({"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}));
+        assert!(known.contains("error parsing vocab"), "{known}");
     }
 }

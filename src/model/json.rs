@@ -145,8 +145,8 @@ pub(crate) fn is_model_folder(folder: &Path) -> bool {
     [CONFIG, ADAPTER_CONFIG].iter().any(|name| folder.join(name).is_file())
 }
 
-/// The model in a run's output folder: its final one, else its newest checkpoint.
-fn model_within(folder: &Path) -> Option<PathBuf> {
+/// The model, or the adapters, in a run's output folder: the final one, else its newest checkpoint.
+pub(crate) fn model_within(folder: &Path) -> Option<PathBuf> {
     let folders = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
     let is_model = |path: &PathBuf| {
         let is_whole = path.file_name().is_some_and(|name| !name.to_string_lossy().starts_with('.'));

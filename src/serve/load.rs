@@ -13,7 +13,7 @@ use crate::data::Tokenizer;
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::{AdapterFiles, ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::model::{AdapterFiles, ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles, model_within};
 use crate::phase;
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
 
@@ -131,13 +131,18 @@ impl NamedAdapter {
     /// The folder of the adapters, to be served beside a base model.
     fn folder_beside(&self, model: &ModelSource) -> Result<PathBuf> {
         let refuse =
-            |expected: &str| Err(Error::invalid_value("--adapter", self.folder.display().to_string(), expected));
+            |expected: String| Err(Error::invalid_value("--adapter", self.folder.display().to_string(), expected));
         if model.adapters.is_some() {
-            return refuse("a base model as --model; name adapters of it as --adapter NAME=FOLDER, each of them");
+            let expected = "a base model as --model; name adapters of it as --adapter NAME=FOLDER, each of them";
+            return refuse(expected.to_owned());
         }
         match ModelSource::new(&self.folder, Some(&model.base))?.adapters {
             Some(folder) => Ok(folder),
-            None => refuse("a folder of LoRA adapters, which has an adapter_config.json"),
+            None => {
+                let within = model_within(&self.folder).map(|model| format!("; name that in it: {}", model.display()));
+                let within = within.unwrap_or_default();
+                refuse(format!("a folder of LoRA adapters, which has an adapter_config.json{within}"))
+            }
         }
     }
 }

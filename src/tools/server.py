@@ -160,7 +160,12 @@ def schema(function):
     }
     hints = typing.get_type_hints(function)
     properties = {}
+    nameless = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**", "POSITIONAL_ONLY": ""}
     for parameter in parameters:
+        kind = parameters[parameter].kind.name
+        if kind in nameless:
+            of = f"{name} takes {nameless[kind]}{parameter}" + (", by its place alone" if kind == "POSITIONAL_ONLY" else "")
+            raise TypeError(f"{of}: a model names every argument; give each of them a parameter with a name, a type hint and a description")
         if parameter not in hints:
             raise TypeError(f"argument {parameter} of {name} has no type hint")
         if parameter not in described:

@@ -47,6 +47,15 @@ def crash() -> str:
     """Ends its process."""
     os._exit(3)
 
+def starred(*numbers: int) -> int:
+    """Adds."""
+
+def named(**more: int) -> int:
+    """Adds."""
+
+def placed(a: int, /) -> int:
+    """Adds."""
+
 def undescribed(a: int) -> int:
     """Says nothing of a."""
 
@@ -275,6 +284,9 @@ fn tools_that_cannot_be_served_are_refused_with_the_reason() {
     let file = tools_file(&folder);
     for (name, part) in [
         ("subtract", "has no attribute 'subtract'"),
+        ("starred", "starred takes *numbers: a model names every argument"),
+        ("named", "named takes **more: a model names every argument"),
+        ("placed", "placed takes a, by its place alone: a model names every argument"),
         ("undescribed", "the docstring of undescribed has no description of the argument a"),
         ("time", "time is no function but a value of type module"),
     ] {

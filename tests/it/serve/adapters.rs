@@ -113,8 +113,14 @@ fn gpu_adapters_are_served_beside_their_base() {
 fn adapters_that_cannot_be_served_are_told_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), 2, 1.0);
-    let folder = folder.path().display();
+    let run_folder = tempfile::tempdir().unwrap();
+    let last = run_folder.path().join("final");
+    std::fs::create_dir(&last).unwrap();
+    write(&last, 2, 1.0);
+    let (folder, run_folder) = (folder.path().display(), run_folder.path().display());
+    let hint = format!("adapter_config.json; name that in it: {}", last.display());
     for (arguments, code, expected) in [
+        (format!("--model {MODEL} --adapter one={run_folder}"), 2, hint.as_str()),
         (format!("--model {MODEL} --adapter one"), 2, "expected NAME=FOLDER"),
         (format!("--model {MODEL} --adapter one={MODEL}"), 2, "a folder of LoRA adapters"),
         (format!("--model {MODEL} --adapter one={folder} --adapter one={folder}"), 2, "names that differ"),
