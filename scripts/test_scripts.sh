@@ -199,6 +199,8 @@ assert line["agent/num_failed"] == line["agent/num_refused"] == 0 and line["agen
 assert line["agent/mean_trajectories"] == 1 and line["sampling/sampling_logp_difference/max"] < 1e-4, line
 PY
 # The watcher's page in a browser, where there is one.
+"$program" --config configs/calculator.toml max_steps=1 eval_steps=none eval_file=none save_steps=none max_train_samples=64 log_completions=true \
+    output_dir="$work/watched/turns" >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "a run with tools to watch"; }
 for run in a b; do
     "$program" --config configs/tiny-cpu.toml tensor_parallel_size=1 per_device_train_batch_size=8 num_generations=4 max_steps=2 eval_steps=none \
         eval_file=none max_train_samples=256 log_completions=true output_dir="$work/watched/$run" >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "a run to watch"; }

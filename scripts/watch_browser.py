@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Opens `colo-grpo watch` in headless Chromium and uses the page as a person does: charts, two runs beside one another, a filter, the
-keyboard, a run that goes on, a window of 420 pixels. Python's standard library and an installed Chromium (Debian: chromium).
+keyboard, completions message by message, a run that goes on, a window of 420 pixels. Python's standard library and an installed Chromium (Debian: chromium).
 
     scripts/watch_browser.py PROGRAM DIR [PICTURES]
 
-DIR has two runs of at least two steps with completions, `a` and `b`; a line is added to the metrics of `a`. Pictures go to the folder
+DIR has two runs of at least two steps with completions, `a` and `b`, and one whose completions call tools, `turns`, which is older than
+these; a line is added to the metrics of `a`. Pictures go to the folder
 PICTURES. Prints one line a check and ends with 1 if one fails, with 4 where no Chromium is installed.
 """
 
@@ -103,7 +104,7 @@ def look(browser: Browser, address: str, folder: pathlib.Path, pictures: pathlib
     browser.call("Page.navigate", url=f"{address}/")
     check("charts are drawn", browser.until("document.querySelectorAll('#charts svg').length > 3"))
     check("completions are shown", browser.until("/completions, of/.test(document.getElementById('completions').textContent)"))
-    check("three runs are listed", browser.run("document.querySelectorAll('#runs label').length") == 3)
+    check("four runs are listed", browser.run("document.querySelectorAll('#runs label').length") == 4)
     check("a run's name stays text", browser.run("document.images.length") == 0 and browser.run("window.hostile") is None)
     picture("wide", blanks[1200])
 
@@ -126,6 +127,9 @@ def look(browser: Browser, address: str, folder: pathlib.Path, pictures: pathlib
                 "field.dispatchEvent(new Event('input', {bubbles: true})); })()")
     check("a filter is applied", browser.until("/^\\s*0 of|[^0-9]0 of/.test(document.getElementById('completions').textContent)"))
 
+    turns(browser, check)
+    picture("turns", blanks[1200])
+
     metrics = folder / "a" / "metrics.jsonl"
     last = json.loads(metrics.read_text().splitlines()[-1])
     with metrics.open("a") as file:
@@ -140,6 +144,29 @@ def look(browser: Browser, address: str, folder: pathlib.Path, pictures: pathlib
     check(f"nothing is wider than a window of 420 pixels: {widest}", widest <= 420)
     picture("narrow", blanks[420])
     check(f"the browser has no complaint: {browser.faults[:2]}", not browser.faults)
+
+
+def turns(browser: Browser, check) -> None:
+    """Chooses the run with tools: its completions are shown message by message, in the order in which they came."""
+    browser.run("""(() => {
+        const {run, text} = document.getElementById('form').elements;
+        run.value = [...run.options].find((option) => option.text === 'turns').value;
+        text.value = '';
+        run.dispatchEvent(new Event('input', {bubbles: true}));
+    })()""")
+    check("completions of several turns have their messages", browser.until("document.querySelector('#completions .turns .call')"))
+    messages = browser.run("""[...document.querySelector('#completions .call').closest('ol').children].map((item) =>
+        [item.className, item.querySelector('h5').textContent, [...item.querySelectorAll('pre')].map((text) => text.textContent)])""")
+    kinds = [kind for kind, *_ in messages]
+    check(f"the policy and its tools take turns: {kinds}", kinds[:2] == ["policy", "other"] and set(kinds) == {"policy", "other"})
+    (_, said, texts), (_, tool, answers) = messages[:2]
+    check(f"a turn has its tokens and its call: {said}, {texts}", "tokens sampled" in said and any(text.startswith("calls add(") for text in texts))
+    check(f"an answer has the name of its tool: {tool}, {answers}", tool.startswith("tool add") and len(answers) == 1 and bool(answers[0]))
+    browser.run("document.querySelector('#completions .turns details summary').click()")
+    opened = "document.querySelector('#completions .turns details[open] pre')"
+    check("a turn can be read as it was sampled", browser.until(opened) and browser.run(f"{opened}.offsetHeight > 0"))
+    widths = browser.run("[document.documentElement.scrollWidth, innerWidth]")
+    check(f"messages fit the window: {widths}", widths[0] <= widths[1])
 
 
 def main() -> int:
