@@ -91,6 +91,8 @@ pub fn compare(world: World, preset: &str, options: EngineOptions) {
     let (mixed, preempted) = completions(&mut all, mixed.collect());
     assert!(preempted > 0 || world.device() != Device::Cpu, "all fit"); // a GPU's memory comes in larger pieces
     let (mut tokens, mut far_off) = (Vec::new(), Vec::new());
+    // Batches of other sizes add up in other orders: on a GPU 3 of 480 were off by 1e-4 to 3e-4. Another adapter samples other tokens.
+    let most = if world.device() == Device::Cpu { 1e-4 } else { 1e-3 };
     for (place, choice) in choices.into_iter().enumerate() {
         let mut own = served(&world, &spec, options.clone());
         if let Some(number) = choice {
@@ -102,7 +104,7 @@ pub fn compare(world: World, preset: &str, options: EngineOptions) {
             for (got, expected) in got.iter().zip(expected) {
                 assert_eq!(got.token_ids, expected.token_ids, "{choice:?}");
                 let logprobs = got.rollout_logprobs.iter().zip(&expected.rollout_logprobs);
-                let far = logprobs.enumerate().filter(|(_, (a, b))| (*a - *b).abs() >= 1e-4);
+                let far = logprobs.enumerate().filter(|(_, (a, b))| (*a - *b).abs() >= most);
                 far_off.extend(far.map(|(token, (a, b))| format!("{choice:?}, token {token}: {a} for {b}")));
             }
         }
