@@ -182,7 +182,7 @@ fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
 #[ignore = "needs a GPU"]
 fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
     let (_products, _current) = products();
-    for (n, k) in [(3584, 18_944), (4608, 3584), (4096, 12_288), (3584, 3568), (8200, 400), (16_384, 144)] {
+    for (n, k) in [(3584, 18_944), (4608, 3584), (4096, 12_288), (3584, 3568), (8200, 400), (3336, 8208)] {
         if is_small() && k > 400 {
             continue;
         }
@@ -195,7 +195,8 @@ fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
             wide_product_fp8(&first(&x, rows), &w, None, &out).unwrap();
             out
         };
-        for (most, numbers) in [(128, [65, 100, 128]), (256, [129, 200, 256])] {
+        let numbers = [(128, [65, 100, 128]), (256, [129, 200, 256])];
+        for (most, numbers) in numbers.into_iter().take(if k < 8192 { 1 } else { 2 }) {
             let whole = run(most);
             for rows in numbers {
                 let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
@@ -207,17 +208,17 @@ fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
                 assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
             }
         }
-        for rows in [64, 257] {
+        for rows in [64, if k < 8192 { 129 } else { 257 }] {
             assert!(!wide_product_serves(rows, &w.values, None).unwrap());
         }
         let out = Tensor::empty([64, n], (Kind::BFloat16, GPU));
         assert!(wide_product_fp8(&first(&x, 64), &w, None, &out).is_err());
         // A row that is not a number leaves the others what they were.
-        let expected = run(256);
+        let expected = run(128);
         let _ = x.scales.narrow(0, 70, 1).fill_(f64::NAN);
-        let got = run(256);
+        let got = run(128);
         assert_eq!(got.get(70).isfinite().any().int64_value(&[]), 0);
-        for (from, len) in [(0, 70), (71, 185)] {
+        for (from, len) in [(0, 70), (71, 57)] {
             assert!(got.narrow(0, from, len).equal(&expected.narrow(0, from, len)), "[{n}, {k}]");
         }
     }

@@ -27,6 +27,9 @@ const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
 /// The least share of the chip that a cut must use.
 const LEAST_FILL: f64 = 0.5;
+/// Of more rows than this only a long K pays: of a short one, adding the parts' sums up takes what multiplying in parts saves.
+const MOST_ROWS_OF_SHORT: usize = 128;
+const LONG: usize = 8192;
 
 /// Whether [`wide_product_fp8`] serves so many rows and this weight [N, K], with this bias, on its GPU.
 ///
@@ -38,7 +41,7 @@ pub fn wide_product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Re
         && w.device().is_cuda()
         && lies_well(w)
         && bias.is_none_or(lies_well)
-        && name_of(rows).is_some()
+        && name_of(rows, k as usize).is_some()
         && parts_of(features as usize, k as usize).is_some();
     if !fits {
         return Ok(false);
@@ -50,7 +53,7 @@ pub fn wide_product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Re
 /// The key of what the speed of [`wide_product_fp8`] depends on, on a GPU of compute capability (major, minor): the kernels and how
 /// weights are cut.
 pub(in crate::cuda) fn wide_product_key(capability: (i32, i32)) -> Result<String> {
-    Ok(format!("{:?} {}", (ROWS, CLUSTERS, LEAST_FILL), nvrtc::key(SOURCE, capability)?))
+    Ok(format!("{:?} {}", (ROWS, CLUSTERS, LEAST_FILL, MOST_ROWS_OF_SHORT, LONG), nvrtc::key(SOURCE, capability)?))
 }
 
 /// out = x w^T + bias of 65 to 256 rows in e4m3, each product of rows scaled as it was summed, rounded once. The kernel reads w and the
@@ -68,7 +71,7 @@ pub fn wide_product_fp8(
         return Err(invalid(OP, "matrices", (x.values.size(), w.values.size())));
     };
     let gpu = ordinal(OP, &x.values)?;
-    let cut = name_of(rows as usize).zip(parts_of(features as usize, k as usize));
+    let cut = name_of(rows as usize, k as usize).zip(parts_of(features as usize, k as usize));
     let served = wide_product_serves(rows as usize, &w.values, bias)? && [&x.values, out].into_iter().all(lies_well);
     let Some(((name, box_rows), parts)) = cut.filter(|_| served) else {
         return Err(invalid(OP, "what wide_product_serves", (x.values.size(), w.values.size(), out.size())));
@@ -95,9 +98,9 @@ pub fn wide_product_fp8(
     unsafe { queue(SOURCE, name, gpu, shape, (parts as u32, true), &arguments) }
 }
 
-/// The kernel for so many rows, and its rows.
-fn name_of(rows: usize) -> Option<(&'static str, usize)> {
-    let mut kernels = NAMES.iter().copied().zip(ROWS);
+/// The kernel for so many rows of K elements, and its rows.
+fn name_of(rows: usize, k: usize) -> Option<(&'static str, usize)> {
+    let mut kernels = NAMES.iter().copied().zip(ROWS).filter(|&(_, most)| most <= MOST_ROWS_OF_SHORT || k >= LONG);
     kernels.find(|&(_, most)| (FEWEST_ROWS..=most).contains(&rows))
 }
 
@@ -125,8 +128,9 @@ mod tests {
 
     #[test]
     fn rows_have_the_smallest_kernel_that_holds_them() {
-        let rows = [64, 65, 128, 129, 256, 257].map(|rows| name_of(rows).map(|(_, most)| most));
-        assert_eq!(rows, [None, Some(128), Some(128), Some(256), Some(256), None]);
+        let of = |k| [64, 65, 128, 129, 256, 257].map(|rows| name_of(rows, k).map(|(_, most)| most));
+        assert_eq!(of(18_944), [None, Some(128), Some(128), Some(256), Some(256), None]);
+        assert_eq!(of(3584), [None, Some(128), Some(128), None, None, None]);
     }
 
     #[test]
