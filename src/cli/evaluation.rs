@@ -70,10 +70,6 @@ impl Evaluation {
     /// The evaluation that the run makes itself, but for its `overrides`.
     fn of_run(file: &Path, overrides: &[String], n: Option<usize>) -> Result<Self> {
         let config = Config::load(Some(file), overrides)?;
-        if let Some(agent) = &config.tools.agent {
-            let expected = "none: eval samples without an agent; a run evaluates with its agent at eval_steps";
-            return Err(Error::invalid_value("agent", agent, expected));
-        }
         let process = ToolProcess::start(&config)?;
         let classes = process.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
         let config = config.with_environment_rewards(&classes)?;

@@ -117,7 +117,8 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
         world.agree(if world.rank() == 0 { write_completions(path, rewards.names(), &rows) } else { Ok(()) })?;
     }
     let outcome = eval::EvalOutcome::of(&groups, &solved_by, &*world.group())?;
-    let cause = first_text(&*world.group(), rewards.take_cause())?;
+    let lost = turns.as_mut().and_then(RunTurns::take_loss);
+    let cause = first_text(&*world.group(), rewards.take_cause().or(lost))?;
     if outcome.reward.count == 0.0 {
         let message = cause.unwrap_or_else(|| format!("{} applies to none", rewards.names().join(", ")));
         return Err(Error::NoScore { place: format!("of {}", args.rows()), message });
@@ -153,7 +154,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     print_first(&world, line)
 }
 
-/// The tools of a run's configuration, for an engine of `eval`; collective over the world.
+/// The tools or the agent of a run's configuration, for an engine of `eval`; collective over the world.
 fn turns(
     (config, process): (Config, ToolProcess),
     args: &EvalArgs,

@@ -65,6 +65,8 @@ pub struct EpisodePlayer {
     stats: EpisodeStats,
     /// Whether the first lost episode was told.
     has_failed: bool,
+    /// Why the first episode since the last [`EpisodePlayer::take_loss`] was lost.
+    loss: Option<String>,
 }
 
 /// Counts of episodes on one rank.
@@ -113,6 +115,7 @@ impl EpisodePlayer {
             held: Vec::new(),
             stats: EpisodeStats::default(),
             has_failed: false,
+            loss: None,
         }
     }
 
@@ -136,6 +139,11 @@ impl EpisodePlayer {
             self.episodes.close(name);
         }
         self.held.retain(|command| command.group() != Some(key));
+    }
+
+    /// Why an episode was lost since the last call: the first of them.
+    pub fn take_loss(&mut self) -> Option<String> {
+        self.loss.take()
     }
 
     /// The counts since the last call.
@@ -192,6 +200,7 @@ impl EpisodePlayer {
             if !std::mem::replace(&mut self.has_failed, true) {
                 tracing::warn!("an episode is lost, its completions are masked: {failure}; this is said once");
             }
+            self.loss.get_or_insert(failure);
         }
         Ok(Some(ended))
     }

@@ -23,6 +23,8 @@ const SERVER: &str = include_str!("server.py");
 const MAX_RESULT_CHARS: usize = 1 << 20;
 /// Longest reply in bytes: of the results of all calls of a turn.
 const MAX_REPLY_BYTES: usize = 64 << 20;
+/// Bytes that the server adds to a reply of its processes.
+const SPARE_BYTES: usize = 1 << 10;
 
 /// The server's first reply: what it loaded, or why it could not.
 #[derive(Debug, Deserialize)]
@@ -179,7 +181,7 @@ impl ToolProcess {
             "timeout_s": timeout.1,
             "workers": workers,
             "max_chars": MAX_RESULT_CHARS,
-            "max_bytes": MAX_REPLY_BYTES,
+            "max_bytes": MAX_REPLY_BYTES - SPARE_BYTES,
         });
         let command = [&config.reward.python, "-c", SERVER, &settings.to_string()].map(str::to_owned).to_vec();
         let origin = Origin::Key(key.to_owned(), named.clone());

@@ -105,3 +105,22 @@ fn a_process_that_answers_nothing_is_named_with_its_state() {
     assert!(signal("-CONT"));
     assert_eq!(replies(&mut process, 1)[0].id, 1, "it goes on where it stopped");
 }
+
+/// An episode that is given up leaves its worker to the next one, and one that waits for a worker is not begun.
+#[test]
+fn episodes_that_are_given_up_make_room() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("agent.py");
+    let text = "import time\n\ndef play(row, base_url):\n    time.sleep(row['seconds'])\n    return 1.0\n";
+    std::fs::write(&file, text).unwrap();
+    let agent = format!("agent={}:play", file.display());
+    let keys =
+        ["model_name_or_path=m", "train_file=t", "reward_funcs=[]", "agent_workers=1", &agent].map(str::to_owned);
+    let mut process = ToolProcess::start(&Config::load(None, &keys).unwrap()).unwrap().unwrap();
+    let row = |seconds: u32| Map::from_iter([("seconds".to_owned(), seconds.into())]);
+    let [hangs, waits, last] = [9000, 9000, 0].map(|seconds| process.play(&row(seconds), "http://nowhere"));
+    process.give_up(waits);
+    process.give_up(hangs);
+    let mut reply = replies(&mut process, 1).remove(0);
+    assert_eq!((reply.id, reply.reward()), (last, Some(Ok(1.0))));
+}

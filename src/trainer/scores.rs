@@ -61,7 +61,7 @@ impl Trainer {
     /// had one since the last call.
     fn first_cause(&mut self, num_failed: f64) -> Result<Option<String>> {
         let lost = self.turns.as_mut().and_then(RunTurns::take_loss);
-        let own = self.rewards.take_cause().or_else(|| lost.map(|cause| format!("an environment is lost: {cause}")));
+        let own = self.rewards.take_cause().or(lost);
         if num_failed == 0.0 {
             return Ok(None);
         }

@@ -114,12 +114,13 @@ impl RunTurns {
         Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
     }
 
-    /// Why an environment was lost since the last call: the first of them.
+    /// Why an environment or an episode was lost since the last call: the first of them.
     pub fn take_loss(&mut self) -> Option<String> {
-        match self {
-            Self::Tools(tools) => tools.conversations.take_loss(),
-            Self::Agent(_) => None,
-        }
+        let (what, loss) = match self {
+            Self::Tools(tools) => ("environment", tools.conversations.take_loss()),
+            Self::Agent(player) => ("episode", player.take_loss()),
+        };
+        loss.map(|cause| format!("an {what} is lost: {cause}"))
     }
 
     /// Adds the counts since the last call.

@@ -181,6 +181,37 @@ fn an_episode_that_fails_costs_its_own_completion_alone() {
     assert!(value("agent/num_refused") >= 8.0, "{:?}", lines[0]);
 }
 
+/// The command evaluates with the run's agent, by one rank and by two that share the model.
+#[test]
+fn eval_plays_episodes_as_the_run_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, HARNESS).unwrap();
+    let keys = format!("tools=[] agent={0}:play reward_funcs=[\"{0}:sampled\"] reward_weights=[0.0]", file.display());
+    let eval = "eval --model configs/calculator/model --config configs/calculator.toml --device cpu --dtype float32";
+    let scores = ["--nproc 1", "--nproc 2 --tensor_parallel_size 2"].map(|ranks| {
+        let ended = run(&format!("{eval} {ranks} {keys} max_eval_samples=12"));
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        let line: serde_json::Value = serde_json::from_str(ended.stdout.lines().last().unwrap()).unwrap();
+        assert_eq!((&line["agent/num_failed"], &line["agent/num_refused"]), (&0.0.into(), &0.0.into()), "{line}");
+        assert!(line["agent/mean_trajectories"].as_f64() > Some(2.0), "{line}");
+        line["avg@4"]["mean"].as_f64().unwrap()
+    });
+    assert!(scores[0] > 0.05 && (scores[0] - scores[1]).abs() < 0.2, "{scores:?}");
+}
+
+#[test]
+fn an_agent_that_always_fails_ends_the_run_with_the_cause() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, "def play(row, base_url):\n    raise ValueError('no server for me')\n").unwrap();
+    let output = folder.path().join("run");
+    let keys = format!("agent={}:play reward_funcs=[] output_dir={}", file.display(), output.display());
+    let parts =
+        ["no sample in 3 steps in a row", "an episode is lost: agent: ValueError: no server for me", "mine.py:2"];
+    run(&format!("{CALCULATOR} max_steps=4 {keys}")).assert_error(&keys, 14, &parts);
+}
+
 #[test]
 fn agents_that_cannot_be_served_are_refused_before_anything_starts() {
     let folder = tempfile::tempdir().unwrap();

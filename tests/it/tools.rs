@@ -214,16 +214,29 @@ def used(completions, environments, **columns):
     assert!(rows.iter().any(|row| !told(&row) && own(row).is_some()), "a class with get_reward has its own");
 }
 
-/// Completions would be cut short of `max_completion_length` behind a prompt that nobody planned for.
+/// Completions would be cut short of `max_completion_length` behind a prompt that nobody planned for, and those of a group have one prompt.
 #[test]
-fn an_environment_that_makes_prompts_longer_than_planned_is_refused_with_the_key() {
+fn environments_whose_prompts_cannot_be_trained_on_are_refused_with_the_key() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("talker.py");
-    let text = "class Talker:\n    def reset(self, **row):\n        return ' please' * 30\n\n    def get_reward(self):\n        return 1.0\n";
-    fs::write(&file, text).unwrap();
-    let keys =
-        format!("environment_factory={}:Talker output_dir={}", file.display(), folder.path().join("run").display());
-    run(&format!("{CALCULATOR} {keys}")).assert_error(&keys, 4, &["reset made a prompt of", "set max_prompt_length"]);
+    let class = |name: &str, text: &str| {
+        format!(
+            "class {name}:\n    def reset(self, **row):\n        return {text}\n\n    def get_reward(self):\n        return 1.0\n\n"
+        )
+    };
+    fs::write(
+        &file,
+        class("Talker", "' please' * 30") + &class("Fickle", "f' {id(row)} {__import__(\"os\").getpid()}'"),
+    )
+    .unwrap();
+    for (name, parts) in [
+        ("Talker", ["max_prompt_length = ", "reset made a prompt of"]),
+        ("Fickle", ["environment_factory = Fickle: expected a reset that depends on the row alone", "and another"]),
+    ] {
+        let keys =
+            format!("environment_factory={}:{name} output_dir={}", file.display(), folder.path().join("run").display());
+        run(&format!("{CALCULATOR} {keys}")).assert_error(&keys, 2, &parts);
+    }
 }
 
 /// An environment that knows what was done with it, and a reward that holds it to the messages of its completion.

@@ -29,6 +29,7 @@ impl Conversations {
             return Ok(());
         };
         opening.num_left -= 1;
+        let name = conversation.environment.clone().unwrap_or_default();
         match reply.error {
             Some(error) => conversation.failure = Some(format!("reset: {error}")),
             None => opening.observations.push(reply.observation),
@@ -39,13 +40,13 @@ impl Conversations {
         let Opening { prompt, observations, .. } = opening;
         let first = observations.first().cloned().flatten();
         if let Some(other) = observations.iter().find(|observation| **observation != first) {
-            let message = format!(
-                "environment_factory: reset gave one completion of a prompt {} and another {}; completions of a group have \
-                 one prompt: let reset depend on the row alone",
+            let expected = format!(
+                "a reset that depends on the row alone: completions of a group have one prompt, and it gave one of them {} and \
+                 another {}",
                 quoted(first.as_ref()),
                 quoted(other.as_ref())
             );
-            return Err(Error::Environment { message });
+            return Err(Error::invalid_value("environment_factory", &self.process.class(&name).name, expected));
         }
         let observed = |observation: String| -> Result<Prompt> {
             let (text, token_ids) = self.prompts.observed(&prompt.columns, &observation, &self.tokenizer)?;
@@ -65,11 +66,11 @@ impl Conversations {
         if num_tokens <= longest {
             return Ok(());
         }
-        let message = format!(
-            "environment_factory: reset made a prompt of {num_tokens} tokens, and the run plans for {longest} at most; set \
+        let expected = format!(
+            "at least {num_tokens}: reset made a prompt of that many tokens, and the run plans for {longest} at most; set \
              max_prompt_length to the longest that there can be"
         );
-        Err(Error::Environment { message })
+        Err(Error::invalid_value("max_prompt_length", longest, expected))
     }
 
     /// Ends a trajectory whose environment has given its reward and state.
