@@ -38,6 +38,7 @@ sources! {
     FILTER = "filter.cu",
     FP8_ROWS = "fp8_rows.cu",
     GATE_UP = "gate_up.cu",
+    GROUPED_WEIGHT = "grouped_weight.cu",
     HEAD = "head.cu",
     HEADS = "heads.cu",
     MASK = "mask.cu",

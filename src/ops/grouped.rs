@@ -1,7 +1,8 @@
 //! Products in which every row has one of several matrices: rows are sorted by matrix, and those of one matrix are a group.
 //!
-//! On a GPU, bfloat16 takes libtorch's grouped product, which finds the groups' ends on the device; its gradients of weights are
-//! rounded to bfloat16 before they are added. All else makes one product a group, for which the host waits to know their sizes.
+//! On a GPU, bfloat16 takes products that find the groups' ends on the device: libtorch's, and for gradients of weights on Hopper this
+//! crate's, which adds float32 sums. Gradients by libtorch's are rounded to bfloat16 first. All else makes one product a group, for
+//! which the host waits to know their sizes.
 //!
 //! R rows, E matrices [N, K].
 
@@ -180,10 +181,14 @@ impl Dispatch {
         x: &Tensor,      // [R, K]
         dw: &mut Tensor, // [E, N, K]
     ) -> Result<()> {
+        let work = || OpCost::product(dy.size()[1], x.size()[1], x.size()[0]);
         match &self.groups {
+            Groups::Ends(ends) if kernels::grouped_weight_serves(dy, x, dw)? => {
+                let run = || kernels::grouped_weight(dy, x, ends, dw);
+                timed("grouped product, added to its weight's gradient", work, run)
+            }
             Groups::Ends(ends) => {
                 let run = || dy.tr().f_internal_grouped_mm(x, Some(ends), None, None);
-                let work = || OpCost::product(dy.size()[1], x.size()[1], x.size()[0]);
                 let gradient = timed("grouped product, gradient of its weight", work, run)?;
                 let bytes = (gradient.numel()
                     * (2 * dw.kind().elt_size_in_bytes() + gradient.kind().elt_size_in_bytes()))

@@ -257,6 +257,39 @@ fn gpu_grouped_products_equal_the_cpus() {
     }
 }
 
+/// What is added to a gradient is not rounded before, whatever row a group begins at; groups without rows add nothing, and what lies
+/// beside a slice stays.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_gradients_of_groups_are_added_in_float32() {
+    kernels::prepare(0).unwrap();
+    for (sizes, features, columns) in [
+        (vec![100, 0, 1, 63], 256, 256),
+        (vec![64, 65, 300, 7], 192, 320),
+        (vec![1000, 0, 17], 1536, 2048),
+        (vec![3], 8, 72),
+    ] {
+        let (experts, rows) = (sizes.len() as i64, sizes.iter().sum::<i64>());
+        let [dy, x] = [features, columns].map(|width| Tensor::randn([rows, width], (Kind::BFloat16, GPU)));
+        let ends = Tensor::from_slice(&sizes).cumsum(0, Kind::Int64).to_kind(Kind::Int).to_device(GPU);
+        let whole = Tensor::randn([experts, features + 4, columns + 8], (Kind::Float, GPU));
+        let before = whole.to_device(Device::Cpu).to_kind(Kind::Double);
+        let dw = whole.narrow(1, 4, features).narrow(2, 8, columns);
+        assert!(kernels::grouped_weight_serves(&dy, &x, &dw).unwrap());
+        kernels::grouped_weight(&dy, &x, &ends, &dw).unwrap();
+        let [dy, x] = [&dy, &x].map(|rows| rows.to_device(Device::Cpu).to_kind(Kind::Double));
+        let mut first = 0;
+        for (expert, size) in sizes.iter().enumerate() {
+            let [dy, x] = [&dy, &x].map(|rows| rows.narrow(0, first, *size));
+            let own = before.get(expert as i64).narrow(0, 4, features).narrow(1, 8, columns);
+            let _ = own.shallow_clone().g_add_(&dy.tr().matmul(&x));
+            first += size;
+        }
+        let error = relative_error(&whole, &before);
+        assert!(error < 3e-6, "{sizes:?}, {features} x {columns}: {error:e}");
+    }
+}
+
 /// Times on shapes of Qwen2.5-7B, 16,384 tokens, beside the bytes that must move.
 #[test]
 #[ignore = "needs a GPU"]

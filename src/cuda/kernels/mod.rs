@@ -13,6 +13,7 @@ mod experts;
 mod filter;
 mod fp8;
 mod gate_up;
+mod grouped_weight;
 mod head;
 mod heads;
 mod mask;
@@ -45,6 +46,7 @@ pub use filter::{Filters, filter};
 pub use fp8::{Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_serves, silu_mul_fp8};
 pub(super) use gate_up::gate_up_key;
 pub use gate_up::{gate_up, gate_up_fp8, gate_up_serves};
+pub use grouped_weight::{grouped_weight, grouped_weight_serves};
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
 pub use mask::{mask_logits, mask_low};
@@ -91,6 +93,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (filter::SOURCE, filter::NAMES),
         (fp8::SOURCE, fp8::NAMES),
         (gate_up::SOURCE, gate_up::NAMES),
+        (grouped_weight::SOURCE, grouped_weight::NAMES),
         (head::SOURCE, head::NAMES),
         (heads::SOURCE, heads::NAMES),
         (mask::SOURCE, mask::NAMES),

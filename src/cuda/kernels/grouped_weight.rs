@@ -1,0 +1,113 @@
+//! Gradients of the weights of all groups of rows at once, added where they lie, on Hopper.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::boxes::{lies_well, rows_boxes};
+use super::{Argument, address, invalid, is_aligned, ordinal, queue, strided};
+use crate::cuda::context::Context;
+use crate::cuda::nvrtc::{self, KernelSource};
+use crate::error::Result;
+
+pub(super) const SOURCE: &KernelSource = &nvrtc::GROUPED_WEIGHT;
+pub(super) const NAMES: &[&str] = &["grouped_weight"];
+
+const OP: &str = "grouped_weight";
+const CONSUMERS: u32 = 256;
+const THREADS: u32 = CONSUMERS + 128;
+/// Rows, and columns of either factor, of a stage.
+const STEP: usize = 64;
+const FEATURES: usize = 128;
+const COLUMNS: usize = 256;
+const STAGES: usize = 4;
+/// Bytes of the stages, and what it takes to begin them at a multiple of 1024.
+const SHARED_BYTES: u32 = (STAGES * STEP * (FEATURES + COLUMNS) * 2 + 1024) as u32;
+
+/// Whether [`grouped_weight`] takes these tensors, on their GPU.
+///
+/// # Errors
+/// [`crate::Error::Cuda`].
+pub fn grouped_weight_serves(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<bool> {
+    if !dy.device().is_cuda() || dw.kind() != Kind::Float || !takes(dy, x, dw) {
+        return Ok(false);
+    }
+    Ok(Context::retain(ordinal(OP, dy)?)?.compute_capability()? == (9, 0))
+}
+
+/// dw += dy^T x for the rows of every group, each sum made in float32 and added once. Rows of a group are those from the end of the
+/// group before to its own end.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn grouped_weight(
+    dy: &Tensor,   // [R, N] bf16
+    x: &Tensor,    // [R, K] bf16
+    ends: &Tensor, // [E] i32, at most R, not falling
+    dw: &Tensor,   // [E, N, K] f32
+) -> Result<()> {
+    let (&[experts, features, columns], gpu) = (&dw.size()[..], ordinal(OP, dy)?) else {
+        return Err(invalid(OP, "gradients [E, N, K]", dw.size()));
+    };
+    if !takes(dy, x, dw) {
+        let expected = "rows whose strides and addresses are multiples of 16 bytes";
+        return Err(invalid(OP, expected, (dy.size(), dy.stride(), x.size(), x.stride(), dw.stride())));
+    }
+    let rows = dy.size()[0];
+    strided(OP, dy, Kind::BFloat16, &[rows, features], gpu)?;
+    strided(OP, x, Kind::BFloat16, &[rows, columns], gpu)?;
+    if rows == 0 || experts == 0 {
+        return Ok(());
+    }
+    let arguments = [
+        rows_boxes(dy, STEP)?,
+        rows_boxes(x, STEP)?,
+        address(OP, ends, Kind::Int, experts as usize, gpu)?,
+        strided(OP, dw, Kind::Float, &[experts, features, columns], gpu)?,
+        Argument::Count(dw.stride()[0]),
+        Argument::Count(dw.stride()[1]),
+        Argument::Count(experts),
+        Argument::Count(features),
+        Argument::Count(columns),
+    ];
+    let blocks = Context::retain(gpu)?.num_processors()?;
+    let shape = (blocks as u32, THREADS, SHARED_BYTES);
+    // SAFETY: the kernel's parameters in order; boxes beyond dy and x read as zeros, and of dw only what it has is written. Ends are
+    // rows, the caller's promise.
+    unsafe { queue(SOURCE, NAMES[0], gpu, shape, (1, false), &arguments) }
+}
+
+/// Whether rows are copied, and sums added, 16 bytes at once.
+fn takes(dy: &Tensor, x: &Tensor, dw: &Tensor) -> bool {
+    let are_rows = |t: &Tensor| t.dim() == 2 && t.kind() == Kind::BFloat16 && lies_well(t) && t.size()[1] % 8 == 0;
+    let strides = dw.stride();
+    let adds_well = matches!(strides[..], [expert, row, 1] if expert % 4 == 0 && row % 4 == 0) && is_aligned(dw);
+    are_rows(dy) && are_rows(x) && adds_well
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        let constants =
+            [("CONSUMERS", CONSUMERS as usize), ("STEP", STEP), ("FEATURES", FEATURES), ("COLUMNS", COLUMNS)];
+        assert_declared(SOURCE, &constants);
+        assert_declared(SOURCE, &[("STAGES", STAGES)]);
+    }
+
+    #[test]
+    fn rows_that_no_copy_reaches_are_left_to_others() {
+        let rows = |columns: i64| Tensor::zeros([4, columns], (Kind::BFloat16, Device::Cpu));
+        let sums = |features: i64, columns: i64| Tensor::zeros([2, features, columns], (Kind::Float, Device::Cpu));
+        assert!(takes(&rows(16), &rows(8), &sums(16, 8)));
+        assert!(takes(&rows(16).narrow(1, 8, 8), &rows(8), &sums(8, 16).narrow(2, 8, 8)));
+        assert!(!takes(&rows(12), &rows(8), &sums(12, 8)));
+        assert!(!takes(&rows(16), &rows(8).to_kind(Kind::Float), &sums(16, 8)));
+        assert!(!takes(&rows(16), &rows(8), &sums(16, 16).narrow(2, 2, 8)));
+        assert!(!grouped_weight_serves(&rows(16), &rows(8), &sums(16, 8)).unwrap(), "a CPU");
+    }
+}
