@@ -35,6 +35,7 @@ sources! {
     ALL_REDUCE = "all_reduce.cu",
     EMBED = "embed.cu",
     EXPERTS = "experts.cu",
+    EXPERT_SUMS = "expert_sums.cu",
     FILTER = "filter.cu",
     FP8_ROWS = "fp8_rows.cu",
     GATE_UP = "gate_up.cu",

@@ -7,8 +7,8 @@
 //
 // gate_up: act = silu(gate) * up of a token's row, in sorted order; features g0 u0 g1 u1 ..
 // down: a sorted row of act, written to the place of its choice.
-// combine: the weighted sum of a token's choices, in their order.
-// gather: that sum in float32, of rows that lie elsewhere; for training.
+// low_tokens, low_rows: the inner products of adapters, of a token's row or of a sorted one, in sorted order.
+// gate_up_adapted, down_adapted: gate_up and down, whose sums go on over the row's inner products and the adapters' other matrix.
 #include "async.cuh"
 #include "cluster.cuh"
 #include "mma.cuh"
@@ -26,19 +26,44 @@ struct Product {
     const Tile* tiles;  // their number, then all of them
     long long x_stride, w_expert, w_row, out_stride;
     int k, features, choices, sure;  // sure: experts of which nearly all are hit; 0: one cannot know
+    // Of adapters: the inner products of sorted rows [rows, inner], and the matrix [E, features, inner] that they are multiplied with.
+    const void* low;
+    const void* b;
+    long long b_expert, b_row;
+    int inner;
+    // Where inner products are made of several adapters: whose each feature is, and whose each token's are; or null.
+    const int* owners;
+    const int* adapters;
 };
 
+enum Form { GATE_UP, DOWN, LOW_TOKENS, LOW_ROWS };
+
+// Whether a product reads sorted rows, and not those of tokens.
+__device__ constexpr bool reads_sorted(Form form) { return form == DOWN || form == LOW_ROWS; }
+
+// Whether a sorted row has no part in an inner product, which is another adapter's.
+__device__ __forceinline__ bool is_others(const Product& of, int sorted, int feature) {
+    return of.owners && of.owners[feature] != of.adapters[of.order[sorted] / of.choices];
+}
+
 // WM x WN warps, each with MT x NT products of 16 features and 8 rows; STEPS steps are copied at once into one of DEPTH stages.
-template <int WM, int WN, int MT, int NT, int SUB, int DEPTH, bool DOWN>
+template <int WM, int WN, int MT, int NT, int SUB, int DEPTH, Form FORM_, bool ADAPTED = false>
 struct Shape {
     static constexpr int FEATURES = WM * MT * 16, ROWS = WN * NT * 8, THREADS = WM * WN * 32, STAGES = DEPTH, STEPS = SUB;
     static constexpr int W_BYTES = FEATURES * ROW_BYTES, STEP_BYTES = W_BYTES + ROWS * ROW_BYTES, STAGE_BYTES = STEPS * STEP_BYTES;
     static constexpr int LINES = THREADS / 8;  // rows that all threads copy at once, 16 bytes each
     static constexpr int OWN_FEATURES = FEATURES / LINES, OWN_ROWS = ROWS / LINES;
     static constexpr int GROUPS = WN, M = MT, N = NT;
-    static constexpr bool IS_DOWN = DOWN;
+    static constexpr Form FORM = FORM_;
+    static constexpr bool IS_ADAPTED = ADAPTED;
     static_assert(FEATURES % LINES == 0 && ROWS % LINES == 0 && NT % 2 == 0, "");
 };
+
+// Steps that are copied at once, of so many columns.
+template <typename S>
+__device__ __forceinline__ int steps_of(int columns) {
+    return (columns + S::STEPS * STEP - 1) / (S::STEPS * STEP);
+}
 
 // What a thread copies of the item that is read now.
 template <typename S>
@@ -50,6 +75,7 @@ struct Reader {
     int own_features, own_rows;  // how many rows of the stage, from its line on, exist
     const bf16* w;
     const bf16* x[S::OWN_ROWS];
+    const bf16 *b, *low;  // of adapters
 
     __device__ __forceinline__ Reader(const Product& of, unsigned stages)
         : of(of), stages(stages), policy(read_once()), item(blockIdx.x), step(0) {}
@@ -63,8 +89,12 @@ struct Reader {
 #pragma unroll
         for (int i = 0; i < S::OWN_ROWS; ++i) {
             const int sorted = tile.first + min(line + i * S::LINES, tile.count - 1);
-            const int row = S::IS_DOWN ? sorted : of.order[sorted] / of.choices;
+            const int row = reads_sorted(S::FORM) ? sorted : of.order[sorted] / of.choices;
             x[i] = static_cast<const bf16*>(of.x) + row * of.x_stride + chunk;
+        }
+        if (S::IS_ADAPTED) {
+            b = static_cast<const bf16*>(of.b) + tile.expert * of.b_expert + (feature + line) * of.b_row + chunk;
+            low = static_cast<const bf16*>(of.low) + static_cast<long long>(tile.first + line) * of.inner + chunk;
         }
     }
 
@@ -73,22 +103,27 @@ struct Reader {
         if (item < items) {
             if (step == 0) open(columns);
             const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
+            const int own_steps = steps_of<S>(of.k);
+            const bool is_low = S::IS_ADAPTED && step >= own_steps;
+            const bf16* from = is_low ? b : w;
+            const long long between = is_low ? of.b_row : of.w_row;
 #pragma unroll
             for (int part = 0; part < S::STEPS; ++part) {
-                const int k = (step * S::STEPS + part) * STEP;
-                const bool has = k + chunk * 8 < of.k;
+                const int k = ((is_low ? step - own_steps : step) * S::STEPS + part) * STEP;
+                const bool has = k + chunk * 8 < (is_low ? of.inner : of.k);
                 const unsigned to = stages + stage * S::STAGE_BYTES + part * S::STEP_BYTES + line * ROW_BYTES;
 #pragma unroll
                 for (int i = 0; i < S::OWN_FEATURES; ++i) {
                     const int row = line + i * S::LINES, at = i * S::LINES * ROW_BYTES + ((chunk ^ (row / 2 % 8)) * 16);
                     const bool is_there = has && i * S::LINES < own_features;
-                    copy_16_once(to + at, is_there ? w + i * S::LINES * of.w_row + k : w, is_there ? 16 : 0, policy);
+                    copy_16_once(to + at, is_there ? from + i * S::LINES * between + k : from, is_there ? 16 : 0, policy);
                 }
 #pragma unroll
                 for (int i = 0; i < S::OWN_ROWS; ++i) {
                     const int row = line + i * S::LINES, at = S::W_BYTES + i * S::LINES * ROW_BYTES + ((chunk ^ (row % 8)) * 16);
                     const bool is_there = has && i * S::LINES < own_rows;
-                    copy_16(to + at, is_there ? x[i] + k : x[i], is_there ? 16 : 0);
+                    const bf16* own = is_low ? low + i * S::LINES * of.inner : x[i];
+                    copy_16(to + at, is_there ? own + k : x[i], is_there ? 16 : 0);
                 }
             }
             if (++step == steps) step = 0, item += gridDim.x;
@@ -134,17 +169,20 @@ __device__ __forceinline__ void write_sums(const float (&sums)[S::M][S::N][4], c
         for (int odd = 0; odd < 2; ++odd) {
             const int at = row + j * 8 + odd;
             if (at >= tile.count) continue;
-            const int to = S::IS_DOWN ? of.order[tile.first + at] : tile.first + at;
+            const int to = S::FORM == DOWN ? of.order[tile.first + at] : tile.first + at;
             bf16* out = static_cast<bf16*>(of.out) + to * of.out_stride;
 #pragma unroll
             for (int i = 0; i < S::M; ++i) {
                 const int pair = first / 2 + (warp / S::GROUPS * S::M + i) * 8 + lane / 4;
                 if (2 * pair >= of.features) continue;
                 const float even = sums[i][j][odd], other = sums[i][j][2 + odd];
-                if (S::IS_DOWN) {
+                if (S::FORM == GATE_UP) {
+                    narrow(silu_mul(even, other), out[pair]);
+                } else if (S::FORM == DOWN) {
                     *reinterpret_cast<unsigned*>(out + 2 * pair) = pack(even, other);
                 } else {
-                    narrow(silu_mul(even, other), out[pair]);
+                    const bool drops[2] = {is_others(of, tile.first + at, 2 * pair), is_others(of, tile.first + at, 2 * pair + 1)};
+                    *reinterpret_cast<unsigned*>(out + 2 * pair) = pack(drops[0] ? 0.0f : even, drops[1] ? 0.0f : other);
                 }
             }
         }
@@ -155,10 +193,11 @@ template <typename S>
 __device__ __forceinline__ void product(const Product& of) {
     extern __shared__ unsigned char memory[];
     const unsigned stages = (shared_address(memory) + 127) / 128 * 128;
-    const int columns = (of.features + S::FEATURES - 1) / S::FEATURES, steps = (of.k + S::STEPS * STEP - 1) / (S::STEPS * STEP);
+    const int columns = (of.features + S::FEATURES - 1) / S::FEATURES, own_steps = steps_of<S>(of.k);
+    const int steps = own_steps + (S::IS_ADAPTED ? steps_of<S>(of.inner) : 0);
     // Weights that this block will most likely read, or another one soon: of experts that all have one tile.
     if (static_cast<int>(blockIdx.x) / columns < of.sure) {
-        const int first = blockIdx.x % columns * S::FEATURES, lines = min(steps, S::STAGES) * S::STEPS;
+        const int first = blockIdx.x % columns * S::FEATURES, lines = min(own_steps, S::STAGES) * S::STEPS;
         const bf16* w = static_cast<const bf16*>(of.w) + blockIdx.x / columns * of.w_expert + first * of.w_row;
         for (int i = threadIdx.x; i < min(S::FEATURES, of.features - first) * lines; i += S::THREADS)
             prefetch(w + i / lines * of.w_row + min(i % lines * STEP, of.k - 1));
@@ -186,8 +225,16 @@ __device__ __forceinline__ void product(const Product& of) {
     wait_copies<0>();
 }
 
+// sums += x times two rows, of this lane's columns.
+__device__ __forceinline__ void multiply_pair(float (&sums)[2], const float* x, const float* even, const float* odd, int columns) {
+    for (int k = threadIdx.x % 32; k < columns; k += 32) {
+        sums[0] += x[k] * even[k];
+        sums[1] += x[k] * odd[k];
+    }
+}
+
 // float32: two features and a row at a time, by a warp.
-template <bool DOWN>
+template <Form FORM, bool ADAPTED = false>
 __device__ __forceinline__ void product_f32(const Product& of) {
     constexpr int FEATURES = 64, WARPS = 4;
     wait_for_inputs();
@@ -198,78 +245,30 @@ __device__ __forceinline__ void product_f32(const Product& of) {
         for (int i = warp; i < FEATURES / 2 * tile.count; i += WARPS) {
             const int feature = item % columns * FEATURES + i % (FEATURES / 2) * 2, sorted = tile.first + i / (FEATURES / 2);
             if (feature >= of.features) continue;
-            const int choice = of.order[sorted], row = DOWN ? sorted : choice / of.choices;
-            const float* x = static_cast<const float*>(of.x) + row * of.x_stride;
+            const bool has_odd = feature + 1 < of.features;
+            const int choice = of.order[sorted], row = reads_sorted(FORM) ? sorted : choice / of.choices;
             const float* even = static_cast<const float*>(of.w) + tile.expert * of.w_expert + feature * of.w_row;
-            const float* odd = even + of.w_row;
             float sums[2] = {};
-            for (int k = lane; k < of.k; k += 32) {
-                sums[0] += x[k] * even[k];
-                sums[1] += x[k] * odd[k];
+            multiply_pair(sums, static_cast<const float*>(of.x) + row * of.x_stride, even, has_odd ? even + of.w_row : even, of.k);
+            if (ADAPTED) {
+                const float* b = static_cast<const float*>(of.b) + tile.expert * of.b_expert + feature * of.b_row;
+                const float* low = static_cast<const float*>(of.low) + static_cast<long long>(sorted) * of.inner;
+                multiply_pair(sums, low, b, has_odd ? b + of.b_row : b, of.inner);
             }
             for (int step = 16; step > 0; step /= 2) {
                 sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], step);
                 sums[1] += __shfl_xor_sync(0xffffffffu, sums[1], step);
             }
             if (lane != 0) continue;
-            float* out = static_cast<float*>(of.out) + (DOWN ? choice : sorted) * of.out_stride;
-            if (DOWN) {
-                out[feature] = sums[0];
-                out[feature + 1] = sums[1];
-            } else {
+            float* out = static_cast<float*>(of.out) + (FORM == DOWN ? choice : sorted) * of.out_stride;
+            if (FORM == GATE_UP) {
                 out[feature / 2] = sums[0] / (1.0f + expf(-sums[0])) * sums[1];
+            } else {
+                const bool is_low = FORM != DOWN;
+                out[feature] = is_low && is_others(of, sorted, feature) ? 0.0f : sums[0];
+                if (has_odd) out[feature + 1] = is_low && is_others(of, sorted, feature + 1) ? 0.0f : sums[1];
             }
         }
-    }
-}
-
-// y = the sum of a token's rows, each times its weight, rounded once; of other ranks' experts there are none.
-template <typename T, int N>
-__device__ __forceinline__ void combine(
-    const T* __restrict__ rows, const int* __restrict__ experts, const float* __restrict__ weights, T* __restrict__ y, long long dim,
-    int choices, int first_expert, int own_experts
-) {
-    wait_for_inputs();
-    const long long first = blockIdx.x * static_cast<long long>(choices);
-    for (int i = threadIdx.x; i < dim / N; i += blockDim.x) {
-        float sums[N] = {};
-#pragma unroll 8
-        for (int choice = 0; choice < choices; ++choice) {
-            const int expert = experts[first + choice] - first_expert;
-            if (expert < 0 || expert >= own_experts) continue;
-            const float weight = weights[first + choice];
-            const auto row = load<T, N>(rows + (first + choice) * dim + i * N);
-#pragma unroll
-            for (int j = 0; j < N; ++j) sums[j] += widen(row.at[j]) * weight;
-        }
-        Pack<T, N> out;
-#pragma unroll
-        for (int j = 0; j < N; ++j) narrow(sums[j], out.at[j]);
-        store(y + blockIdx.x * dim + i * N, out);
-    }
-}
-
-// y = the sum of the rows that a token's choices have, in their order, each times its weight if there are any.
-template <typename T, int N>
-__device__ __forceinline__ void gather(
-    const T* __restrict__ rows, const long long* __restrict__ places, const float* __restrict__ weights, float* __restrict__ y,
-    long long dim, int choices
-) {
-    wait_for_inputs();
-    const long long first = blockIdx.x * static_cast<long long>(choices);
-    for (int i = threadIdx.x; i < dim / N; i += blockDim.x) {
-        float sums[N] = {};
-#pragma unroll 8
-        for (int choice = 0; choice < choices; ++choice) {
-            const float weight = weights ? weights[first + choice] : 1.0f;
-            const auto row = load<T, N>(rows + places[first + choice] * dim + i * N);
-#pragma unroll
-            for (int j = 0; j < N; ++j) sums[j] = __fadd_rn(sums[j], __fmul_rn(widen(row.at[j]), weight));
-        }
-        Pack<float, N> out;
-#pragma unroll
-        for (int j = 0; j < N; ++j) out.at[j] = sums[j];
-        store(y + blockIdx.x * dim + i * N, out);
     }
 }
 
@@ -284,39 +283,34 @@ __device__ __forceinline__ void gather(
         CALL(of);                                                                                                    \
     }
 
-#define PRODUCTS(NAME, THREADS, PER_PROCESSOR, ...)                                                            \
-    PRODUCT(experts_gate_up_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, false>>))              \
-    PRODUCT(experts_down_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, true>>))
+#define ADAPTER(NAME, THREADS, PER_PROCESSOR, CALL)                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(                                        \
+        const void* x, const void* w, void* out, const int* order, const Tile* tiles, long long x_stride,              \
+        long long w_expert, long long w_row, long long out_stride, long long k, long long features,                    \
+        long long choices, long long sure, const void* low, const void* b, long long b_expert, long long b_row,        \
+        long long inner, const int* owners, const int* adapters                                                       \
+    ) {                                                                                                               \
+        const Product of = {x, w, out, order, tiles, x_stride, w_expert, w_row, out_stride, static_cast<int>(k),       \
+                            static_cast<int>(features), static_cast<int>(choices), static_cast<int>(sure), low, b,     \
+                            b_expert, b_row, static_cast<int>(inner), owners, adapters};                               \
+        CALL(of);                                                                                                     \
+    }
+
+#define PRODUCTS(NAME, THREADS, PER_PROCESSOR, ...)                                                              \
+    PRODUCT(experts_gate_up_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, GATE_UP>>))              \
+    PRODUCT(experts_down_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, DOWN>>))                    \
+    ADAPTER(experts_gate_up_adapted_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, GATE_UP, true>>)) \
+    ADAPTER(experts_down_adapted_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, DOWN, true>>))      \
+    ADAPTER(experts_low_tokens_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, LOW_TOKENS>>))        \
+    ADAPTER(experts_low_rows_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, LOW_ROWS>>))
 
 PRODUCTS(few, 128, 3, 4, 1, 1, 4, 2, 3)
 PRODUCTS(some, 128, 2, 4, 1, 2, 4, 1, 5)
 PRODUCTS(many, 256, 1, 4, 2, 2, 8, 2, 3)
 PRODUCTS(small, 128, 3, 4, 1, 1, 8, 1, 4)
-PRODUCT(experts_gate_up_f32, 128, 4, product_f32<false>)
-PRODUCT(experts_down_f32, 128, 4, product_f32<true>)
-
-#define COMBINE(NAME, T, N)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(256) NAME(                                                          \
-        const T* rows, const int* experts, const float* weights, T* y, long long dim, long long choices,             \
-        long long first_expert, long long own_experts                                                                \
-    ) {                                                                                                              \
-        combine<T, N>(rows, experts, weights, y, dim, static_cast<int>(choices), static_cast<int>(first_expert),     \
-                      static_cast<int>(own_experts));                                                                \
-    }
-
-COMBINE(experts_combine_f32_x1, float, 1)
-COMBINE(experts_combine_f32_x4, float, 4)
-COMBINE(experts_combine_bf16_x1, bf16, 1)
-COMBINE(experts_combine_bf16_x8, bf16, 8)
-
-#define GATHER(NAME, T, N)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(256) NAME(                                                      \
-        const T* rows, const long long* places, const float* weights, float* y, long long dim, long long choices \
-    ) {                                                                                                          \
-        gather<T, N>(rows, places, weights, y, dim, static_cast<int>(choices));                                  \
-    }
-
-GATHER(experts_gather_f32_x1, float, 1)
-GATHER(experts_gather_f32_x4, float, 4)
-GATHER(experts_gather_bf16_x1, bf16, 1)
-GATHER(experts_gather_bf16_x8, bf16, 8)
+PRODUCT(experts_gate_up_f32, 128, 4, product_f32<GATE_UP>)
+PRODUCT(experts_down_f32, 128, 4, product_f32<DOWN>)
+ADAPTER(experts_gate_up_adapted_f32, 128, 4, (product_f32<GATE_UP, true>))
+ADAPTER(experts_down_adapted_f32, 128, 4, (product_f32<DOWN, true>))
+ADAPTER(experts_low_tokens_f32, 128, 4, product_f32<LOW_TOKENS>)
+ADAPTER(experts_low_rows_f32, 128, 4, product_f32<LOW_ROWS>)

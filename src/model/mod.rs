@@ -38,7 +38,7 @@ mod views;
 pub use block::{
     BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Linear,
     LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, Piece, QkNorm, Routes, SavedBlock, SequenceMixer,
-    attention_scale, block_backward, block_forward,
+    SharedExpertSpec, attention_scale, block_backward, block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, product_work};
 pub use export::export_folder;

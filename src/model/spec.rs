@@ -333,16 +333,11 @@ impl ModelSpec {
     /// Whether the kernels of a GPU serve this shape with weights of `kind`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets or a shared expert.
+    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets.
     pub fn validate_gpu(&self, kind: Kind, folder: &Path) -> Result<()> {
         if self.delta_net.is_some() {
             let message = "a model with gated delta nets (layer_types with linear_attention) is not served on a GPU yet: expected \
                            full_attention in all layers; device=cpu trains it and samples from it";
-            return Err(Error::bad_file(folder.join("config.json"), message));
-        }
-        if self.experts.as_ref().is_some_and(|experts| experts.shared_expert_intermediate_size.is_some()) {
-            let message = "a model with a shared expert (shared_expert_intermediate_size) is not served on a GPU yet; device=cpu trains \
-                           it and samples from it";
             return Err(Error::bad_file(folder.join("config.json"), message));
         }
         let sizes = DecoderSizes { head_dim: self.head_dim, hidden_size: self.hidden_size };

@@ -153,11 +153,11 @@ impl ServedAdapters {
         device: Device,
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
-        if device.is_cuda() {
-            lora.check_gpu(&table.spec)?;
-        }
         let table = ParamTable::adapters(table.spec.clone(), &lora, table.shards);
-        let units = table.units.iter().map(source).collect::<Result<_>>()?;
+        let units: Vec<Tensor> = table.units.iter().map(source).collect::<Result<_>>()?;
+        if let Some(unit) = units.first().filter(|_| device.is_cuda()) {
+            lora.check_gpu(&table.spec, unit.kind())?;
+        }
         Ok(Self { lora, table, units })
     }
 

@@ -88,7 +88,7 @@ impl Policy {
         };
         lora.check(&table.spec)?;
         if options.network.device.is_cuda() {
-            lora.check_gpu(&table.spec)?;
+            lora.check_gpu(&table.spec, options.network.kind)?;
         }
         let earlier = folder.map(|folder| go_on(folder, &lora, &table)).transpose()?;
         let adapters = |layout: &UnitLayout| match &earlier {

@@ -132,7 +132,7 @@ impl Preflight {
         if let Some(lora) = LoraSpec::new(&config.lora) {
             lora.check(&spec)?;
             if placement.on_cuda {
-                lora.check_gpu(&spec)?;
+                lora.check_gpu(&spec, placement.kind)?;
             }
         }
         if config.optimizer.optim == OptimizerName::Muon {

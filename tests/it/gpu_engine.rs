@@ -243,10 +243,14 @@ impl Model {
         }
     }
 
-    /// With adapters beside every projection that change what it gives.
     fn adapted(preset: &str) -> Self {
+        Self::new(preset).with_adapters()
+    }
+
+    /// With adapters beside every projection that change what it gives.
+    pub fn with_adapters(self) -> Self {
         let lora = LoraSpec { r: 16, alpha: 32.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() };
-        Self { lora: Some(lora), ..Self::new(preset) }
+        Self { lora: Some(lora), ..self }
     }
 
     fn adapter_unit(&self, layout: &UnitLayout) -> colo_grpo::Result<Tensor> {

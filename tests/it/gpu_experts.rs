@@ -26,14 +26,14 @@ use crate::rollout::words;
 
 /// Sizes of one case.
 #[derive(Debug, Clone)]
-struct Case {
-    tokens: i64,
-    hidden: i64,
-    width: i64,
-    experts: i64,
-    k: i64,
-    own: Range<usize>,
-    kind: Kind,
+pub struct Case {
+    pub tokens: i64,
+    pub hidden: i64,
+    pub width: i64,
+    pub experts: i64,
+    pub k: i64,
+    pub own: Range<usize>,
+    pub kind: Kind,
 }
 
 impl Case {
@@ -41,7 +41,7 @@ impl Case {
         RouterOptions { num_experts_per_tok: self.k as usize, norm_topk_prob: self.tokens % 2 == 1 }
     }
 
-    fn routed(&self, tile_rows: usize) -> RoutedTokens {
+    pub fn routed(&self, tile_rows: usize) -> RoutedTokens {
         let sizes = RouteSizes::new(self.tokens as usize, self.hidden as usize, self.experts as usize, self.k as usize);
         let flat = |len: usize, kind| Tensor::zeros([len as i64], (kind, GPU));
         RoutedTokens {
@@ -58,7 +58,7 @@ impl Case {
     }
 }
 
-fn case([tokens, hidden, width, experts, k]: [i64; 5], own: Range<usize>, kind: Kind) -> Case {
+pub fn case([tokens, hidden, width, experts, k]: [i64; 5], own: Range<usize>, kind: Kind) -> Case {
     Case { tokens, hidden, width, experts, k, own, kind }
 }
 
@@ -192,9 +192,9 @@ fn gpu_experts_equal_the_cpus() {
             route(&gpu(&x), &gpu(&router), &routed, &options).unwrap();
             let act = poison(&[tokens * k, width], kind);
             let (rows, y) = (poison(&[tokens * k, hidden], kind), poison(&[tokens, hidden], kind));
-            experts_gate_up(tile, &gpu(&x), &w_gate_up, &routed, &act).unwrap();
-            experts_down(tile, &act, &w_down, &routed, &rows).unwrap();
-            experts_combine(&rows, &routed, &y).unwrap();
+            experts_gate_up(tile, &gpu(&x), &w_gate_up, None, &routed, &act).unwrap();
+            experts_down(tile, &act, &w_down, None, &routed, &rows).unwrap();
+            experts_combine(&rows, &routed, None, &y).unwrap();
             if let Some(first) = &first {
                 assert!(y.equal(first), "{case:?}: {} has other bits", tile.name());
                 continue;
@@ -282,9 +282,9 @@ fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
         route(&x, &router, &routed, &options).unwrap();
         let act = poison(&[tokens * 4, 96], whole.kind);
         let (rows, y) = (poison(&[tokens * 4, 512], whole.kind), poison(&[tokens, 512], whole.kind));
-        experts_gate_up(tile, &x, &gate_up, &routed, &act).unwrap();
-        experts_down(tile, &act, &down, &routed, &rows).unwrap();
-        experts_combine(&rows, &routed, &y).unwrap();
+        experts_gate_up(tile, &x, &gate_up, None, &routed, &act).unwrap();
+        experts_down(tile, &act, &down, None, &routed, &rows).unwrap();
+        experts_combine(&rows, &routed, None, &y).unwrap();
         y
     };
     let expected = run(700);
@@ -297,7 +297,7 @@ fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
 #[ignore = "needs a GPU"]
 fn gpu_experts_sample_what_the_cpu_does() {
     let world = Arc::new(World::single_on(Backend::Nccl).unwrap());
-    for name in ["qwen3_moe", "qwen3_moe_mixed"] {
+    for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe"] {
         samples_what_transformers_does(&world, (1, false), name);
     }
 }
@@ -307,7 +307,7 @@ fn gpu_experts_sample_what_the_cpu_does() {
 fn gpu_two_ranks_of_experts_sample_what_the_cpu_does() {
     ranks::run_on_gpus(2, "gpu_experts::gpu_two_ranks_of_experts_sample_what_the_cpu_does", |world| {
         let world = Arc::new(world);
-        for name in ["qwen3_moe", "qwen3_moe_mixed"] {
+        for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe"] {
             samples_what_transformers_does(&world, (2, false), name);
         }
         samples_what_transformers_does(&world, (2, true), "qwen3_moe_mixed");
@@ -419,9 +419,9 @@ fn gpu_experts_read_weights_at_the_memory_s_speed() {
             let options = RouteOptions { normalised: true, slots: None, recorded: None, record: None, stride: 8 };
             let us = |run: &mut dyn FnMut()| 1e6 * seconds(run);
             let routing = us(&mut || route(&x, &router, &routed, &options).unwrap());
-            let first = us(&mut || experts_gate_up(tile, &x, &gate_up, &routed, &act).unwrap());
-            let second = us(&mut || experts_down(tile, &act, &down, &routed, &rows).unwrap());
-            let sum = us(&mut || experts_combine(&rows, &routed, &y).unwrap());
+            let first = us(&mut || experts_gate_up(tile, &x, &gate_up, None, &routed, &act).unwrap());
+            let second = us(&mut || experts_down(tile, &act, &down, None, &routed, &rows).unwrap());
+            let sum = us(&mut || experts_combine(&rows, &routed, None, &y).unwrap());
             let chosen = torch::i64_vec(&routed.experts.to_device(Device::Cpu).to_kind(Kind::Int64).view(-1)).unwrap();
             let hit = chosen.iter().collect::<std::collections::BTreeSet<_>>().len() as f64;
             let (bytes, flop) = (2.0 * hit * (hidden * width) as f64, 2.0 * (tokens * k * hidden * width) as f64);

@@ -15,6 +15,7 @@ mod gpu;
 mod gpu_all_reduce;
 mod gpu_decode;
 mod gpu_engine;
+mod gpu_expert_adapters;
 mod gpu_experts;
 mod gpu_fp8;
 mod gpu_kernels;

@@ -1,12 +1,14 @@
-//! Products of tokens with the weights of their experts, for rows that [`route`](super::route()) has sorted, and their weighted sum.
+//! Products of tokens with the weights of their experts, and with adapters beside them, for rows that [`route`](super::route()) has
+//! sorted.
 //!
-//! T tokens, E experts that this rank has, k choices of a token, D hidden, I an expert's width on this rank.
+//! T tokens, E experts that this rank has, k choices of a token, D hidden, I an expert's width on this rank, r inner products of an
+//! adapter.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
 
 use super::route::RoutedTokens;
-use super::{Argument, address, address_or_null, invalid, kind_name, launch, launch_early, ordinal, strided, width};
+use super::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -15,22 +17,34 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::EXPERTS;
 pub(super) const NAMES: &[&str] = &[
     "experts_gate_up_few",
     "experts_down_few",
+    "experts_gate_up_adapted_few",
+    "experts_down_adapted_few",
+    "experts_low_tokens_few",
+    "experts_low_rows_few",
     "experts_gate_up_some",
     "experts_down_some",
+    "experts_gate_up_adapted_some",
+    "experts_down_adapted_some",
+    "experts_low_tokens_some",
+    "experts_low_rows_some",
     "experts_gate_up_many",
     "experts_down_many",
+    "experts_gate_up_adapted_many",
+    "experts_down_adapted_many",
+    "experts_low_tokens_many",
+    "experts_low_rows_many",
     "experts_gate_up_small",
     "experts_down_small",
+    "experts_gate_up_adapted_small",
+    "experts_down_adapted_small",
+    "experts_low_tokens_small",
+    "experts_low_rows_small",
     "experts_gate_up_f32",
     "experts_down_f32",
-    "experts_combine_f32_x1",
-    "experts_combine_f32_x4",
-    "experts_combine_bf16_x1",
-    "experts_combine_bf16_x8",
-    "experts_gather_f32_x1",
-    "experts_gather_f32_x4",
-    "experts_gather_bf16_x1",
-    "experts_gather_bf16_x8",
+    "experts_gate_up_adapted_f32",
+    "experts_down_adapted_f32",
+    "experts_low_tokens_f32",
+    "experts_low_rows_f32",
 ];
 
 /// The kernels' ways to cut the work.
@@ -96,7 +110,25 @@ impl ExpertTile {
     }
 }
 
-/// act = silu(gate) * up of each sorted row's token with its expert's weight, whose rows are g0 u0 g1 u1 .. Gate and up are rounded as
+/// The adapters of experts beside one of their matrices, for rows whose inner products are there.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertAdapter<'a> {
+    /// The sorted rows' products with A, as [`experts_low`] makes them.
+    pub low: &'a Tensor, // [T k, r]
+    /// B times the adapters' scale.
+    pub b: &'a Tensor, // [E, features of the matrix, r]; strides between rows and experts
+}
+
+/// What [`experts_low`] multiplies.
+#[derive(Debug, Clone, Copy)]
+pub enum LowRows<'a> {
+    /// The row of each sorted row's token.
+    OfTokens(&'a Tensor), // [T, K]
+    /// The sorted rows.
+    Sorted(&'a Tensor), // [T k, K]
+}
+
+/// act = silu(gate) * up of each sorted row's token with its expert's weight, and with the adapter's part if there is one; the weight's rows are g0 u0 g1 u1 .. Gate and up are rounded as
 /// where they are written. Allocates nothing.
 ///
 /// # Errors
@@ -105,13 +137,15 @@ pub fn experts_gate_up(
     tile: ExpertTile,
     x: &Tensor, // [T, D] f32 or bf16
     w: &Tensor, // [E, 2 I, D], like x; strides between rows and experts
+    adapter: Option<ExpertAdapter<'_>>,
     routed: &RoutedTokens,
     act: &Tensor, // [T k, I], like x
 ) -> Result<()> {
-    product("experts_gate_up", tile, (x, x.size()[0]), w, routed, (act, 2))
+    product("experts_gate_up", tile, (x, x.size()[0]), w, adapter, routed, (act, 2))
 }
 
-/// out = act w^T of each sorted row with its expert's weight, at the place of its choice. Allocates nothing.
+/// out = act w^T of each sorted row with its expert's weight, and with the adapter's part if there is one, at the place of its choice.
+/// Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`experts_gate_up`].
@@ -119,124 +153,145 @@ pub fn experts_down(
     tile: ExpertTile,
     act: &Tensor, // [T k, I] f32 or bf16
     w: &Tensor,   // [E, D, I], like act; strides between rows and experts
+    adapter: Option<ExpertAdapter<'_>>,
     routed: &RoutedTokens,
     out: &Tensor, // [T k, D], like act
 ) -> Result<()> {
-    product("experts_down", tile, (act, act.size()[0]), w, routed, (out, 1))
+    product("experts_down", tile, (act, act.size()[0]), w, adapter, routed, (out, 1))
+}
+
+/// low = x A^T of each sorted row with the A of its expert, rounded. Where adapters of several names are stacked, `choice` has whose each
+/// row of A is [r] i32, and whose each token's are [T] i32: products with another's are zero. Allocates nothing.
+///
+/// # Errors
+/// The errors of [`experts_gate_up`].
+pub fn experts_low(
+    tile: ExpertTile,
+    rows: LowRows<'_>,
+    a: &Tensor, // [E, r, K], like x; strides between rows and experts
+    choice: Option<[&Tensor; 2]>,
+    routed: &RoutedTokens,
+    low: &Tensor, // [T k, r], like x
+) -> Result<()> {
+    let (op, x) = match rows {
+        LowRows::OfTokens(x) => ("experts_low_tokens", x),
+        LowRows::Sorted(x) => ("experts_low_rows", x),
+    };
+    let launched = Launch::new(op, tile, (x, x.size()[0]), a, routed, (low, 1))?;
+    let (tokens, inner, gpu) = (routed.experts.size()[0], a.size()[1], ordinal(op, x)?);
+    let of_choice = |index: usize, numel: i64| {
+        address_or_null(op, choice.map(|choice| choice[index]), Kind::Int, numel as usize, gpu)
+    };
+    let adapter = [
+        Argument::NULL,
+        Argument::NULL,
+        Argument::Count(0),
+        Argument::Count(0),
+        Argument::Count(0),
+        of_choice(0, inner)?,
+        of_choice(1, tokens)?,
+    ];
+    launched.queue(op, tile, &adapter)
 }
 
 fn product(
     op: &'static str,
     tile: ExpertTile,
-    (x, x_rows): (&Tensor, i64),
+    x: (&Tensor, i64),
     w: &Tensor,
+    adapter: Option<ExpertAdapter<'_>>,
     routed: &RoutedTokens,
-    (out, columns_of_one): (&Tensor, i64),
+    out: (&Tensor, i64),
 ) -> Result<()> {
-    let (&[experts, features, k], gpu, kind) = (&w.size()[..], ordinal(op, x)?, x.kind()) else {
-        return Err(invalid(op, "weights [E, N, K]", w.size()));
+    let launched = Launch::new(op, tile, x, w, routed, out)?;
+    let Some(ExpertAdapter { low, b }) = adapter else { return launched.queue(op, tile, &[]) };
+    let (kind, gpu, rows) = (x.0.kind(), ordinal(op, x.0)?, routed.order.numel() as i64);
+    let (&[experts, features, _], &[_, _, inner]) = (&w.size()[..], &b.size()[..]) else {
+        return Err(invalid(op, "adapters [E, N, r]", b.size()));
     };
-    let rows = routed.order.numel() as i64;
-    let (strides, size) = (w.stride(), kind.elt_size_in_bytes());
-    let moves_well = |tensor: &Tensor| {
-        let strides = tensor.stride();
-        (tensor.data_ptr() as usize).is_multiple_of(16)
-            && strides.iter().rev().skip(1).all(|stride| (*stride as usize * size).is_multiple_of(16))
-    };
-    let fits = (kind == Kind::BFloat16) == (tile != FLOAT)
-        && tile.rows == routed.tile_rows
-        && experts == routed.own.len() as i64
-        && strides[2] == 1
-        && [x, out].into_iter().all(Tensor::is_contiguous)
-        && features % 2 == 0
-        && (kind == Kind::Float || (k % 8 == 0 && features % 8 == 0 && moves_well(x) && moves_well(w)));
-    if !fits {
-        let expected = "experts of this rank with rows of a multiple of 8 elements, sorted into tiles of this size";
-        return Err(invalid(op, expected, (x.size(), w.size(), strides, tile)));
+    let is_moved = kind == Kind::Float || (inner % 8 == 0 && [low, b].into_iter().all(moves_well));
+    if !low.is_contiguous() || b.stride()[2] != 1 || !is_moved {
+        let expected = "adapters whose inner products are a multiple of 8";
+        return Err(invalid(op, expected, (low.size(), low.stride(), b.size(), b.stride())));
     }
-    let choices = routed.experts.size()[1];
-    let average = rows as usize / routed.num_experts;
-    let arguments = [
-        strided(op, x, kind, &[x_rows, k], gpu)?,
-        strided(op, w, kind, &[experts, features, k], gpu)?,
-        strided(op, out, kind, &[rows, features / columns_of_one], gpu)?,
-        address(op, &routed.order, Kind::Int, rows as usize, gpu)?,
-        address(op, &routed.tiles, Kind::Int, routed.tiles.numel(), gpu)?,
-        Argument::Count(x.stride()[0]),
-        Argument::Count(strides[0]),
-        Argument::Count(strides[1]),
-        Argument::Count(out.stride()[0]),
-        Argument::Count(k),
-        Argument::Count(features),
-        Argument::Count(choices),
-        Argument::Count(if average >= SURE_ROWS { experts } else { 0 }),
+    let adapter = [
+        strided(op, low, kind, &[rows, inner], gpu)?,
+        strided(op, b, kind, &[experts, features, inner], gpu)?,
+        Argument::Count(b.stride()[0]),
+        Argument::Count(b.stride()[1]),
+        Argument::Count(inner),
+        Argument::NULL,
+        Argument::NULL,
     ];
-    let blocks = Context::retain(gpu)?.num_processors()? * tile.per_processor;
-    let shape = (blocks as u32, tile.threads, tile.shared_bytes);
-    // SAFETY: the kernel's parameters in order; tiles, which `route` has made, name rows of x and out and experts of w. Before what it
-    // waits for, weights are brought to the L2 and nothing is read.
-    unsafe { launch_early(SOURCE, &format!("{op}_{}", tile.name), gpu, shape, &arguments) }
+    launched.queue(&format!("{op}_adapted"), tile, &adapter)
 }
 
-/// y = the sum of a token's rows, each times its weight, in the order of its choices, in float32, rounded once. Choices of other ranks'
-/// experts and of padding have no part in it. Allocates nothing.
-///
-/// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
-pub fn experts_combine(
-    rows: &Tensor, // [T k, D] f32 or bf16
-    routed: &RoutedTokens,
-    y: &Tensor, // [T, D], like rows
-) -> Result<()> {
-    const OP: &str = "experts_combine";
-    let (&[tokens, dim], &[_, choices], gpu) = (&y.size()[..], &routed.experts.size()[..], ordinal(OP, rows)?) else {
-        return Err(invalid(OP, "a matrix", y.size()));
-    };
-    let width = width(dim as usize, &[rows, y]);
-    let arguments = [
-        address(OP, rows, rows.kind(), (tokens * choices * dim) as usize, gpu)?,
-        address(OP, &routed.experts, Kind::Int, (tokens * choices) as usize, gpu)?,
-        address(OP, &routed.weights, Kind::Float, (tokens * choices) as usize, gpu)?,
-        address(OP, y, rows.kind(), (tokens * dim) as usize, gpu)?,
-        Argument::Count(dim),
-        Argument::Count(choices),
-        Argument::Count(routed.own.start as i64),
-        Argument::Count(routed.own.len() as i64),
-    ];
-    let threads = (dim as usize / width).next_multiple_of(32).min(256) as u32;
-    let name = format!("{OP}_{}_x{width}", kind_name(OP, rows)?);
-    // SAFETY: the kernel's parameters in order; one block a token.
-    unsafe { launch_early(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments) }
+/// Whether rows of bfloat16 are copied 16 bytes at once.
+fn moves_well(tensor: &Tensor) -> bool {
+    is_aligned(tensor) && tensor.stride().iter().rev().skip(1).all(|stride| stride % 8 == 0)
 }
 
-/// The sum of the rows at a token's places, in their order, each times its weight if there are any, in float32. [T, D] f32
-///
-/// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
-pub fn experts_gather(
-    rows: &Tensor,            // [R, D] f32 or bf16
-    places: &Tensor,          // [T, k] int64, below R
-    weights: Option<&Tensor>, // [T, k] f32
-) -> Result<Tensor> {
-    const OP: &str = "experts_gather";
-    let (&[_, dim], &[tokens, choices], gpu) = (&rows.size()[..], &places.size()[..], ordinal(OP, rows)?) else {
-        return Err(invalid(OP, "matrices", (rows.size(), places.size())));
-    };
-    let y = Tensor::f_empty([tokens, dim], (Kind::Float, rows.device()))?;
-    let width = width(dim as usize, &[rows]);
-    let arguments = [
-        address(OP, rows, rows.kind(), rows.numel(), gpu)?,
-        address(OP, places, Kind::Int64, (tokens * choices) as usize, gpu)?,
-        address_or_null(OP, weights, Kind::Float, (tokens * choices) as usize, gpu)?,
-        address(OP, &y, Kind::Float, y.numel(), gpu)?,
-        Argument::Count(dim),
-        Argument::Count(choices),
-    ];
-    let threads = (dim as usize / width).next_multiple_of(32).min(256) as u32;
-    let name = format!("{OP}_{}_x{width}", kind_name(OP, rows)?);
-    // SAFETY: the kernel's parameters in order; one block a token; places are rows, the caller's promise.
-    unsafe { launch(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments)? };
-    Ok(y)
+/// A product's launch, without what adapters add to it.
+struct Launch {
+    arguments: Vec<Argument>,
+    blocks: u32,
+    gpu: usize,
+}
+
+impl Launch {
+    fn new(
+        op: &'static str,
+        tile: ExpertTile,
+        (x, x_rows): (&Tensor, i64),
+        w: &Tensor,
+        routed: &RoutedTokens,
+        (out, columns_of_one): (&Tensor, i64),
+    ) -> Result<Self> {
+        let (&[experts, features, k], gpu, kind) = (&w.size()[..], ordinal(op, x)?, x.kind()) else {
+            return Err(invalid(op, "weights [E, N, K]", w.size()));
+        };
+        let rows = routed.order.numel() as i64;
+        let strides = w.stride();
+        let fits = (kind == Kind::BFloat16) == (tile != FLOAT)
+            && tile.rows == routed.tile_rows
+            && experts == routed.own.len() as i64
+            && strides[2] == 1
+            && [x, out].into_iter().all(Tensor::is_contiguous)
+            && features % columns_of_one == 0
+            && (kind == Kind::Float || (k % 8 == 0 && features % 8 == 0 && [x, w].into_iter().all(moves_well)));
+        if !fits {
+            let expected = "experts of this rank with rows of a multiple of 8 elements, sorted into tiles of this size";
+            return Err(invalid(op, expected, (x.size(), w.size(), strides, tile)));
+        }
+        let choices = routed.experts.size()[1];
+        let average = rows as usize / routed.num_experts;
+        let arguments = vec![
+            strided(op, x, kind, &[x_rows, k], gpu)?,
+            strided(op, w, kind, &[experts, features, k], gpu)?,
+            strided(op, out, kind, &[rows, features / columns_of_one], gpu)?,
+            address(op, &routed.order, Kind::Int, rows as usize, gpu)?,
+            address(op, &routed.tiles, Kind::Int, routed.tiles.numel(), gpu)?,
+            Argument::Count(x.stride()[0]),
+            Argument::Count(strides[0]),
+            Argument::Count(strides[1]),
+            Argument::Count(out.stride()[0]),
+            Argument::Count(k),
+            Argument::Count(features),
+            Argument::Count(choices),
+            Argument::Count(if average >= SURE_ROWS { experts } else { 0 }),
+        ];
+        let blocks = Context::retain(gpu)?.num_processors()? * tile.per_processor;
+        Ok(Self { arguments, blocks: blocks as u32, gpu })
+    }
+
+    /// Queues the kernel, with what it is told of adapters.
+    fn queue(mut self, name: &str, tile: ExpertTile, adapter: &[Argument]) -> Result<()> {
+        self.arguments.extend_from_slice(adapter);
+        let shape = (self.blocks, tile.threads, tile.shared_bytes);
+        // SAFETY: the kernel's parameters in order; tiles, which `route` has made, name rows of x and out and experts of w. Before what it
+        // waits for, weights are brought to the L2 and nothing is read.
+        unsafe { launch_early(SOURCE, &format!("{name}_{}", tile.name), self.gpu, shape, &self.arguments) }
+    }
 }
 
 #[cfg(test)]
@@ -257,8 +312,13 @@ mod tests {
             assert_eq!((shared_bytes - SLACK) as usize, stages * steps * (features + rows) * 128, "{name}");
         }
         let ExpertTile { name, threads, per_processor, .. } = FLOAT;
-        for op in ["gate_up", "down"] {
-            let line = format!("PRODUCT(experts_{op}_{name}, {threads}, {per_processor}, ");
+        for op in [
+            "PRODUCT(experts_gate_up",
+            "PRODUCT(experts_down",
+            "ADAPTER(experts_low_tokens",
+            "ADAPTER(experts_low_rows",
+        ] {
+            let line = format!("{op}_{name}, {threads}, {per_processor}, ");
             assert!(SOURCE.text.contains(&line), "{line}");
         }
     }

@@ -9,6 +9,7 @@ mod add_rms_norm;
 mod all_reduce;
 mod boxes;
 mod embed;
+mod expert_sums;
 mod experts;
 mod filter;
 mod fp8;
@@ -41,7 +42,8 @@ pub use adapt::{adapt, adapt_pays, adapt_serves};
 pub use add_rms_norm::add_rms_norm;
 pub use all_reduce::{AllReduceMethod, RowSums};
 pub use embed::embed;
-pub use experts::{ExpertTile, experts_combine, experts_down, experts_gate_up, experts_gather};
+pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
+pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
 pub use filter::{Filters, filter};
 pub use fp8::{Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_serves, silu_mul_fp8};
 pub(super) use gate_up::gate_up_key;
@@ -89,6 +91,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (all_reduce::SOURCE, all_reduce::NAMES),
         (embed::SOURCE, embed::NAMES),
+        (expert_sums::SOURCE, expert_sums::NAMES),
         (experts::SOURCE, experts::NAMES),
         (filter::SOURCE, filter::NAMES),
         (fp8::SOURCE, fp8::NAMES),

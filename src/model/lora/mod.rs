@@ -27,6 +27,8 @@ mod stacked;
 #[cfg(test)]
 mod tests;
 
+use tch::Kind;
+
 use super::block::Projection;
 use super::files::names::{MLP, room};
 use super::spec::ModelSpec;
@@ -37,6 +39,9 @@ use crate::error::{Error, Result};
 pub use layout::{BlockLora, Lora};
 pub(super) use peft::WEIGHTS as ADAPTER_WEIGHTS;
 pub use peft::{AdapterFiles, write_adapters};
+
+/// Products of experts on a GPU copy so many elements at once in bfloat16.
+const RANK_UNIT: usize = 8;
 
 /// Settings of adapters: which projections, of which rank, with which scale.
 #[derive(Debug, Clone, PartialEq)]
@@ -94,16 +99,19 @@ impl LoraSpec {
         Ok(())
     }
 
-    /// Whether kernels of a GPU compute with such adapters of a model.
+    /// Whether kernels of a GPU compute with such adapters of a model in weights of `kind`.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `lora.target_modules` for projections of experts.
-    pub fn check_gpu(&self, spec: &ModelSpec) -> Result<()> {
-        if !self.adapts_experts(spec) {
+    /// [`Error::InvalidValue`] on `lora.r`.
+    pub fn check_gpu(&self, spec: &ModelSpec, kind: Kind) -> Result<()> {
+        if !self.adapts_experts(spec) || kind != Kind::BFloat16 || self.r.is_multiple_of(RANK_UNIT) {
             return Ok(());
         }
-        let expected = "some of q_proj, k_proj, v_proj, o_proj on a GPU, which has no kernels for adapters of experts yet; device=cpu has";
-        Err(Error::invalid_value("lora.target_modules", names(&self.targets), expected))
+        let expected = format!(
+            "a multiple of {RANK_UNIT} beside experts (gate_proj, up_proj, down_proj) on a GPU in bfloat16; dtype=float32 and device=cpu \
+             have any"
+        );
+        Err(Error::invalid_value("lora.r", self.r, expected))
     }
 
     /// Whether projections of experts are adapted.

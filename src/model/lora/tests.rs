@@ -374,8 +374,14 @@ fn adapters_that_peft_does_not_read_or_a_gpu_does_not_compute_are_refused_by_nam
     let attention = "lora.target_modules = down_proj: expected some of q_proj, k_proj, v_proj, o_proj";
     refused(lora(&[DownProj]).check(&mixed), &format!("{attention}: only some layers of this model have experts"));
     lora(&[VProj]).check(&mixed).unwrap();
-    refused(lora(&[DownProj]).check_gpu(&spec), &format!("{attention} on a GPU, which has no kernels for adapters of"));
-    lora(&[VProj]).check_gpu(&spec).unwrap();
+    let odd = lora(&[DownProj]).check_gpu(&spec, Kind::BFloat16);
+    refused(
+        odd,
+        "lora.r = 3: expected a multiple of 8 beside experts (gate_proj, up_proj, down_proj) on a GPU in bfloat16",
+    );
+    lora(&[DownProj]).check_gpu(&spec, Kind::Float).unwrap();
+    LoraSpec { r: 16, ..lora(&[DownProj]) }.check_gpu(&spec, Kind::BFloat16).unwrap();
+    lora(&[VProj]).check_gpu(&spec, Kind::BFloat16).unwrap();
     let [(_, dense), ..] = families();
-    lora(&[DownProj]).check_gpu(&dense).unwrap();
+    lora(&[DownProj]).check_gpu(&dense, Kind::BFloat16).unwrap();
 }

@@ -12,7 +12,7 @@ use crate::cuda::kernels::{CANDIDATE_WORDS, Fp8Rows, RowSums};
 use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{Mlp, ModelSpec};
+use crate::model::{Mlp, ModelSpec, SharedExpertSpec};
 use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
@@ -39,7 +39,7 @@ pub(super) struct StepShape {
     hidden: usize,
     qkv: usize,
     heads: usize,
-    /// Width of the MLP, 0 where all layers have experts.
+    /// Width of the widest MLP that all tokens go to, 0 where there is none.
     mlp: usize,
     pub(super) experts: Option<ExpertShape>,
     /// Columns of the widest matrix that is multiplied in FP8; 0 where none is.
@@ -98,7 +98,7 @@ impl StepShape {
         let sums = !block.norms.post && RowSums::serve(options.kind, spec.hidden_size, tp_size);
         let dense = (0..spec.num_layers).filter_map(|layer| match spec.block(layer).tp_slice(tp_size).mlp {
             Mlp::Dense(dense) => Some(dense.intermediate),
-            Mlp::Experts(_) => None,
+            Mlp::Experts(experts) => experts.shared.map(|SharedExpertSpec(shared)| shared.intermediate),
         });
         let rows = options.max_num_batched_tokens.max(options.max_num_seqs);
         let mlp = dense.max().unwrap_or(0);
@@ -124,6 +124,11 @@ impl StepShape {
             kind: options.kind,
             residual: options.residual,
         }
+    }
+
+    /// Experts of a token; 1 where there are none.
+    pub(super) fn choices(&self) -> i64 {
+        self.experts.map_or(1, |experts| experts.choices() as i64)
     }
 
     /// Words that describe the largest step, whether it prefills or decodes: a few a row, and block tables.

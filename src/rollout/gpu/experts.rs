@@ -9,9 +9,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::buffers::Section;
 use super::network::{DecoderNetwork, DecoderOp, Tokens};
-use crate::cuda::kernels::{self, ExpertTile, RouteOptions, RouteSizes, RoutedTokens};
+use crate::cuda::kernels::{
+    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteSizes, RoutedTokens, SharedExpertRows,
+};
 use crate::error::Result;
-use crate::model::{BlockParams, DenseSpec, ExpertsSpec, LinearSpec, Matrix, Mlp, ModelSpec};
+use crate::model::{BlockParams, DenseSpec, ExpertsSpec, Linear, LinearSpec, Lora, Matrix, Mlp, ModelSpec, ParamName};
 
 /// The sizes that experts' buffers follow from.
 #[derive(Debug, Clone, Copy)]
@@ -35,6 +37,7 @@ pub(super) struct ExpertBuffers {
     act: Tensor,      // [R k, I]
     out: Tensor,      // [R k, D]
     record: Tensor,   // flat, i16, experts of token after token, in all layers; an even number
+    shared: Tensor,   // [R, D], of the shared expert; no rows where there is none
     per_token: usize,
 }
 
@@ -65,7 +68,13 @@ impl ExpertShape {
             (vec![choices as i64, intermediate as i64], self.kind),
             (vec![choices as i64, hidden as i64], self.kind),
             flat((self.rows * self.per_token).next_multiple_of(2), Kind::Int16),
+            (vec![self.spec.shared.map_or(0, |_| self.rows as i64), hidden as i64], self.kind),
         ]
+    }
+
+    /// Experts of a token.
+    pub(super) fn choices(&self) -> usize {
+        self.spec.router.num_experts_per_tok
     }
 
     /// Words of the largest step's recorded experts.
@@ -85,6 +94,7 @@ impl ExpertShape {
             act: next()?,
             out: next()?,
             record: next()?,
+            shared: next()?,
             per_token: self.per_token,
         })
     }
@@ -145,12 +155,72 @@ impl DecoderNetwork<'_> {
         self.op(DecoderOp::Router, || kernels::route(normed, router, &routed, &options))?;
         let of_rows = |all: &Tensor| all.narrow(0, 0, rows * k as i64);
         let (act, rows) = (of_rows(&buffers.act), of_rows(&buffers.out));
-        let [gate_up, down] = [Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix).weight());
-        self.op(DecoderOp::GateUp, || kernels::experts_gate_up(tile, normed, gate_up, &routed, &act))?;
-        self.op(DecoderOp::Down, || kernels::experts_down(tile, &act, down, &routed, &rows))?;
-        self.op(DecoderOp::Combine, || kernels::experts_combine(&rows, &routed, out))
+        let [gate_up, down] = [Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix));
+        let adapter = self.low(gate_up, tile, LowRows::OfTokens(normed), &routed)?;
+        let weight = gate_up.weight();
+        self.op(DecoderOp::GateUp, || kernels::experts_gate_up(tile, normed, weight, adapter.of(), &routed, &act))?;
+        let (adapter, weight) = (self.low(down, tile, LowRows::Sorted(&act), &routed)?, down.weight());
+        self.op(DecoderOp::Down, || kernels::experts_down(tile, &act, weight, adapter.of(), &routed, &rows))?;
+        let shared = spec.shared.map(|_| self.shared_rows(w, normed, &buffers.shared)).transpose()?;
+        let of_shared = shared.as_ref().map(|rows| SharedExpertRows {
+            rows,
+            x: normed,
+            gate: w.norm(ParamName::SharedGate).expect("a shared expert has a gate"),
+        });
+        self.op(DecoderOp::Combine, || kernels::experts_combine(&rows, &routed, of_shared, out))
+    }
+
+    /// The inner products of the adapters beside a matrix of experts.
+    fn low<'w>(
+        &self,
+        linear: &'w Linear,
+        tile: ExpertTile,
+        rows: LowRows<'_>,
+        routed: &RoutedTokens,
+    ) -> Result<InnerProducts<'w>> {
+        let (Some(Lora { a, b, owners, .. }), Some(low)) = (&linear.lora, self.low) else {
+            return Ok(InnerProducts(None));
+        };
+        let shape = [routed.order.numel() as i64, a.size()[1]];
+        let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [R k, r]
+        let choice = owners.as_ref().zip(self.adapters).map(|(owners, adapters)| [owners, adapters]);
+        self.op(DecoderOp::Adapters, || kernels::experts_low(tile, rows, a, choice, routed, &low))?;
+        Ok(InnerProducts(Some((low, b))))
+    }
+
+    /// What the shared expert makes of the tokens, before its gate. [T, D]
+    fn shared_rows(
+        &self,
+        w: &BlockParams,
+        normed: &Tensor, // [T, D]
+        out: &Tensor,    // [R, D]
+    ) -> Result<Tensor> {
+        let (expand, contract) = (w.linear(Matrix::SharedGateUp), w.linear(Matrix::SharedDown));
+        let first = |buffer: &Tensor, width: i64| {
+            let rows = normed.size()[0];
+            buffer.view(-1).narrow(0, 0, rows * width).view([rows, width])
+        };
+        let width = contract.weight().size()[1];
+        let (gate_up, mut act) = (first(&self.buffers.gate_up, 2 * width), first(&self.buffers.act, width));
+        self.gate_up(expand, normed, &gate_up, &mut act)?;
+        let out = first(out, normed.size()[1]);
+        self.linear(DecoderOp::Down, &act, contract, &out)?;
+        Ok(out)
     }
 }
+
+/// The inner products of sorted rows with adapters, and the adapters' other matrix; or none.
+#[derive(Debug)]
+struct InnerProducts<'w>(Option<(Tensor, &'w Tensor)>);
+
+impl InnerProducts<'_> {
+    fn of(&self) -> Option<ExpertAdapter<'_>> {
+        self.0.as_ref().map(|(low, b)| ExpertAdapter { low, b })
+    }
+}
+
+/// Products of each of a set of experts; those of the shared one follow in [`ExpertsSpec::linears`].
+const EXPERT_PRODUCTS: usize = 2;
 
 /// Bytes that one product of an MLP reads and writes for `tokens` rows, and its floating-point operations. Of experts those are read that
 /// tokens who choose evenly hit.
@@ -164,7 +234,10 @@ pub(super) fn mlp_work(mlp: Mlp, product: usize, tokens: f64, element_bytes: f64
             let (hit, k) = (own * all * (1.0 - (1.0 - k / all).powf(tokens)), own * k);
             let (rows, columns) = (linear.rows() as f64, linear.columns as f64);
             let moved = element_bytes * (hit * rows * columns + tokens * k * (rows + columns));
-            (moved, 2.0 * tokens * k * rows * columns)
+            let of_shared =
+                experts.linears().get(EXPERT_PRODUCTS + product).map(|linear| linear.work(tokens, element_bytes));
+            let (shared_moved, shared_flop) = of_shared.unwrap_or_default();
+            (moved + shared_moved, 2.0 * tokens * k * rows * columns + shared_flop)
         }
     }
 }

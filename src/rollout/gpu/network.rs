@@ -282,9 +282,14 @@ pub(super) fn adapters<'a>(weights: &'a EngineWeights) -> impl Iterator<Item = &
     weights.blocks.iter().flat_map(BlockParams::linears).filter_map(|(_, linear)| linear.lora.as_ref())
 }
 
-/// Room for the inner products of the largest adapter over `rows`, none where nothing is adapted.
-pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64) -> Result<Option<Tensor>> {
-    let widest = adapters(weights).map(|lora| lora.a.size()[0]).max();
+/// Room for the inner products of the largest adapter over `rows`, none where nothing is adapted. Of experts each of a row's `choices`
+/// has its own.
+pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64, choices: i64) -> Result<Option<Tensor>> {
+    let width = |lora: &Lora| match lora.a.size()[..] {
+        [_, inner, _] => choices * inner,
+        _ => lora.a.size()[0],
+    };
+    let widest = adapters(weights).map(width).max();
     let options = (weights.embedding.kind(), weights.embedding.device());
     widest.map(|widest| Ok(Tensor::f_empty([rows * widest], options)?)).transpose()
 }

@@ -108,7 +108,7 @@ impl GpuState {
     ) -> Result<()> {
         let buffers = self.shape.map(&mut self.arena)?;
         if self.low.is_none() {
-            self.low = network::low_rank_buffer(weights, buffers.x.size()[0])?;
+            self.low = network::low_rank_buffer(weights, buffers.x.size()[0], self.shape.choices())?;
         }
         self.buffers = Some(buffers);
         self.sums = self.shape.row_sums(tp)?;

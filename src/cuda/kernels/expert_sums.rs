@@ -1,0 +1,102 @@
+//! The weighted sums of the rows that tokens' experts made, in the engine and in training.
+//!
+//! T tokens, k choices of a token, D hidden.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::route::RoutedTokens;
+use super::{Argument, address, address_or_null, invalid, kind_name, launch, launch_early, ordinal, width};
+use crate::cuda::nvrtc::{self, KernelSource};
+use crate::error::Result;
+
+pub(super) const SOURCE: &KernelSource = &nvrtc::EXPERT_SUMS;
+pub(super) const NAMES: &[&str] = &[
+    "experts_combine_f32_x1",
+    "experts_combine_f32_x4",
+    "experts_combine_bf16_x1",
+    "experts_combine_bf16_x8",
+    "experts_gather_f32_x1",
+    "experts_gather_f32_x4",
+    "experts_gather_bf16_x1",
+    "experts_gather_bf16_x8",
+];
+
+/// What an expert that every token goes to made of the tokens, and what its share, the sigmoid of the gate's product with x, is made of.
+#[derive(Debug, Clone, Copy)]
+pub struct SharedExpertRows<'a> {
+    /// The expert's output, like the other experts'.
+    pub rows: &'a Tensor, // [T, D]
+    /// What experts read.
+    pub x: &'a Tensor, // [T, D]
+    /// The gate.
+    pub gate: &'a Tensor, // [1, D]
+}
+
+/// y = the sum of a token's rows, each times its weight, in the order of its choices, and of the shared expert's row if there is one, in
+/// float32, rounded once. Choices of other ranks' experts and of padding have no part in it. Allocates nothing.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn experts_combine(
+    rows: &Tensor, // [T k, D] f32 or bf16
+    routed: &RoutedTokens,
+    shared: Option<SharedExpertRows<'_>>,
+    y: &Tensor, // [T, D], like rows
+) -> Result<()> {
+    const OP: &str = "experts_combine";
+    let (&[tokens, dim], &[_, choices], gpu) = (&y.size()[..], &routed.experts.size()[..], ordinal(OP, rows)?) else {
+        return Err(invalid(OP, "a matrix", y.size()));
+    };
+    let width = width(dim as usize, &[rows, y].into_iter().chain(shared.map(|shared| shared.rows)).collect::<Vec<_>>());
+    let of_shared = |part: Option<&Tensor>, rows_of_part: i64| {
+        address_or_null(OP, part, rows.kind(), (rows_of_part * dim) as usize, gpu)
+    };
+    let arguments = [
+        address(OP, rows, rows.kind(), (tokens * choices * dim) as usize, gpu)?,
+        address(OP, &routed.experts, Kind::Int, (tokens * choices) as usize, gpu)?,
+        address(OP, &routed.weights, Kind::Float, (tokens * choices) as usize, gpu)?,
+        address(OP, y, rows.kind(), (tokens * dim) as usize, gpu)?,
+        Argument::Count(dim),
+        Argument::Count(choices),
+        Argument::Count(routed.own.start as i64),
+        Argument::Count(routed.own.len() as i64),
+        of_shared(shared.map(|shared| shared.rows), tokens)?,
+        of_shared(shared.map(|shared| shared.x), tokens)?,
+        of_shared(shared.map(|shared| shared.gate), 1)?,
+    ];
+    let threads = (dim as usize / width).next_multiple_of(32).min(256) as u32;
+    let name = format!("{OP}_{}_x{width}", kind_name(OP, rows)?);
+    // SAFETY: the kernel's parameters in order; one block a token.
+    unsafe { launch_early(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments) }
+}
+
+/// The sum of the rows at a token's places, in their order, each times its weight if there are any, in float32. [T, D] f32
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
+pub fn experts_gather(
+    rows: &Tensor,            // [R, D] f32 or bf16
+    places: &Tensor,          // [T, k] int64, below R
+    weights: Option<&Tensor>, // [T, k] f32
+) -> Result<Tensor> {
+    const OP: &str = "experts_gather";
+    let (&[_, dim], &[tokens, choices], gpu) = (&rows.size()[..], &places.size()[..], ordinal(OP, rows)?) else {
+        return Err(invalid(OP, "matrices", (rows.size(), places.size())));
+    };
+    let y = Tensor::f_empty([tokens, dim], (Kind::Float, rows.device()))?;
+    let width = width(dim as usize, &[rows]);
+    let arguments = [
+        address(OP, rows, rows.kind(), rows.numel(), gpu)?,
+        address(OP, places, Kind::Int64, (tokens * choices) as usize, gpu)?,
+        address_or_null(OP, weights, Kind::Float, (tokens * choices) as usize, gpu)?,
+        address(OP, &y, Kind::Float, y.numel(), gpu)?,
+        Argument::Count(dim),
+        Argument::Count(choices),
+    ];
+    let threads = (dim as usize / width).next_multiple_of(32).min(256) as u32;
+    let name = format!("{OP}_{}_x{width}", kind_name(OP, rows)?);
+    // SAFETY: the kernel's parameters in order; one block a token; places are rows, the caller's promise.
+    unsafe { launch(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments)? };
+    Ok(y)
+}
