@@ -23,11 +23,25 @@ pub(super) fn has_fp8_products(capability: (i32, i32)) -> bool {
     capability == HOPPER
 }
 
-/// Whether a visible GPU has the ability; no where the driver does not tell.
+/// Whether blocks have 227 KiB of shared memory: Hopper's and the data centre's Blackwell have, others 163 or 99.
+fn has_wide_shared_memory(capability: (i32, i32)) -> bool {
+    matches!(capability.0, 9 | 10)
+}
+
+/// Whether a visible GPU has clusters; no where the driver does not tell.
 pub(super) fn gpu_has_clusters(ordinal: usize) -> bool {
+    gpu_capability(ordinal).is_some_and(has_clusters)
+}
+
+/// Whether blocks of a visible GPU have 227 KiB of shared memory; no where the driver does not tell.
+pub(super) fn gpu_has_wide_shared_memory(ordinal: usize) -> bool {
+    gpu_capability(ordinal).is_some_and(has_wide_shared_memory)
+}
+
+fn gpu_capability(ordinal: usize) -> Option<(i32, i32)> {
     static KNOWN: OnceLock<Vec<(i32, i32)>> = OnceLock::new();
     let of_gpus = || capabilities().unwrap_or_default().into_iter().map(|(_, capability)| capability).collect();
-    KNOWN.get_or_init(of_gpus).get(ordinal).is_some_and(|capability| has_clusters(*capability))
+    KNOWN.get_or_init(of_gpus).get(ordinal).copied()
 }
 
 /// Messages at start about the visible GPUs, one line for each kind: which work libraries do there in place of kernels of this
@@ -81,5 +95,6 @@ mod tests {
         let refused = shortfall("Tesla V100", (7, 0)).unwrap_err().to_string();
         assert!(refused.contains("Tesla V100 has compute capability 7.0, expected at least 8.0"), "{refused}");
         assert_eq!([(8, 9), (9, 0), (10, 0), (12, 0)].map(has_clusters), [false, true, true, true]);
+        assert_eq!([(8, 0), (9, 0), (10, 0), (12, 0)].map(has_wide_shared_memory), [false, true, true, false]);
     }
 }

@@ -1,5 +1,6 @@
 // From the fused projection to queries, keys and values, and back: norm of every query and key head (where the model has
-// one), then the rotation (arXiv 2104.09864) of pairs (x[i], x[i + hd/2]). Slots of a token's row, hd wide each: [G query
+// one), then the rotation (arXiv 2104.09864) of pairs (x[i], x[i + turned]) for i < turned: hd/2, or less where heads are turned in
+// part. Norms scale by centre + weight. Slots of a token's row, hd wide each: [G query
 // heads of group g, k_g, v_g] for g = 0, 1, ..; S = Hkv (G + 2) of them. A team of 1 to 32 lanes has one head.
 #include "scalar.cuh"
 
@@ -14,6 +15,14 @@ __device__ __forceinline__ Slot slot_of(long long token, int slot, int groups, i
     const long long head = member < queries ? (token * groups + group) * queries + member : token * groups + group;
     return {group, member, member == queries + 1, head};
 }
+
+// Columns of pair i < half: turned pairs, then those that stay as they are.
+struct Pair {
+    int at[2];
+    bool is_turned;
+    __device__ __forceinline__ Pair(int i, int half, int turned)
+        : at{i < turned ? i : turned + i, i < turned ? turned + i : half + i}, is_turned(i < turned) {}
+};
 
 template <typename T>
 __device__ __forceinline__ T* pick(const Slot& slot, int queries, T* q, T* k, T* v) {
@@ -43,12 +52,12 @@ __device__ __forceinline__ void forward(
     const T* __restrict__ qkv,       // [T, S, hd]
     const T* __restrict__ q_weight,  // [hd], or null: no norms
     const T* __restrict__ k_weight,  // [hd], or null
-    const float* __restrict__ cos,   // [T, hd]
-    const float* __restrict__ sin,   // [T, hd], the second half the sines themselves
+    const float* __restrict__ cos,   // [T, 2 turned]
+    const float* __restrict__ sin,   // [T, 2 turned], the second half the sines themselves
     T* __restrict__ q,               // [T, H, hd]
     T* __restrict__ k,               // [T, Hkv, hd]
     T* __restrict__ v,               // [T, Hkv, hd]
-    long long tokens, int groups, int queries, int half, int lanes, float eps
+    long long tokens, int groups, int queries, int half, int turned, int lanes, float eps, float centre
 ) {
     const int slots = groups * (queries + 2), lane = threadIdx.x % lanes;
     const long long index = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / lanes;
@@ -62,18 +71,20 @@ __device__ __forceinline__ void forward(
     const float scale = q_weight ? head_rstd<T, N>(x, half, lane, lanes, eps) : 1.0f;
     if (!is_active) return;
     for (int i = lane * N; i < half; i += lanes * N) {
-        auto first = load<T, N>(x + i), second = load<T, N>(x + half + i);
+        const Pair pair(i, half, turned);
+        auto first = load<T, N>(x + pair.at[0]), second = load<T, N>(x + pair.at[1]);
         if (!slot.is_v) {
-            const auto c = load<float, N>(cos + token * 2 * half + i), s = load<float, N>(sin + token * 2 * half + half + i);
+            Pack<float, N> c, s;
+            if (pair.is_turned) c = load<float, N>(cos + token * 2 * turned + i), s = load<float, N>(sin + (token * 2 + 1) * turned + i);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 float a = widen(first.at[n]) * scale, b = widen(second.at[n]) * scale;
-                if (q_weight) a *= widen(weight[i + n]), b *= widen(weight[half + i + n]);
-                narrow(a * c.at[n] - b * s.at[n], first.at[n]);
-                narrow(b * c.at[n] + a * s.at[n], second.at[n]);
+                if (q_weight) a *= centre + widen(weight[pair.at[0] + n]), b *= centre + widen(weight[pair.at[1] + n]);
+                narrow(pair.is_turned ? a * c.at[n] - b * s.at[n] : a, first.at[n]);
+                narrow(pair.is_turned ? b * c.at[n] + a * s.at[n] : b, second.at[n]);
             }
         }
-        store(y + i, first), store(y + half + i, second);
+        store(y + pair.at[0], first), store(y + pair.at[1], second);
     }
 }
 
@@ -86,12 +97,12 @@ __device__ __forceinline__ void backward(
     const T* __restrict__ qkv,         // [T, S, hd], read only for norms
     const T* __restrict__ q_weight,    // [hd], or null: no norms
     const T* __restrict__ k_weight,    // [hd], or null
-    const float* __restrict__ cos,     // [T, hd]
-    const float* __restrict__ sin,     // [T, hd]
+    const float* __restrict__ cos,     // [T, 2 turned]
+    const float* __restrict__ sin,     // [T, 2 turned]
     T* __restrict__ d_qkv,             // [T, S, hd]
     float* __restrict__ d_bias,        // [stripes, S, hd], or null
     float* __restrict__ d_norm,        // [stripes, S, hd], or null: no norms
-    long long tokens, int groups, int queries, int half, int lanes, int stripes, float eps
+    long long tokens, int groups, int queries, int half, int turned, int lanes, int stripes, float eps, float centre
 ) {
     const int slots = groups * (queries + 2), lane = threadIdx.x % lanes, teams = blockDim.x / lanes;
     const int slot_blocks = gridDim.x / stripes, stripe = blockIdx.x / slot_blocks;
@@ -110,22 +121,24 @@ __device__ __forceinline__ void backward(
         for (int item = 0; item < ITEMS; ++item) {
             const int i = (item * lanes + lane) * N;
             if (i >= half) break;
-            const auto first = load<T, N>(dy + i), second = load<T, N>(dy + half + i);
+            const Pair pair(i, half, turned);
+            const bool is_turned = pair.is_turned && !slot.is_v;
+            const auto first = load<T, N>(dy + pair.at[0]), second = load<T, N>(dy + pair.at[1]);
             Pack<float, N> c, s;
-            if (!slot.is_v) c = load<float, N>(cos + token * 2 * half + i), s = load<float, N>(sin + token * 2 * half + half + i);
+            if (is_turned) c = load<float, N>(cos + token * 2 * turned + i), s = load<float, N>(sin + (token * 2 + 1) * turned + i);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 const float a = widen(first.at[n]), b = widen(second.at[n]);
-                d[0][item][n] = slot.is_v ? a : a * c.at[n] + b * s.at[n];
-                d[1][item][n] = slot.is_v ? b : b * c.at[n] - a * s.at[n];
+                d[0][item][n] = is_turned ? a * c.at[n] + b * s.at[n] : a;
+                d[1][item][n] = is_turned ? b * c.at[n] - a * s.at[n] : b;
             }
             if (!q_weight || slot.is_v) continue;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 for (int side = 0; side < 2; ++side) {
-                    const float x = widen(qkv[row + side * half + i + n]);
+                    const float x = widen(qkv[row + pair.at[side] + n]);
                     norm[side][item][n] += d[side][item][n] * x * scale;
-                    d[side][item][n] *= widen(weight[side * half + i + n]);
+                    d[side][item][n] *= centre + widen(weight[pair.at[side] + n]);
                     projection += d[side][item][n] * x;
                 }
             }
@@ -136,10 +149,11 @@ __device__ __forceinline__ void backward(
             for (int item = 0; item < ITEMS; ++item) {
                 const int i = (item * lanes + lane) * N;
                 if (i >= half || slot.is_v) break;
+                const Pair pair(i, half, turned);
 #pragma unroll
                 for (int n = 0; n < N; ++n)
                     for (int side = 0; side < 2; ++side)
-                        d[side][item][n] = d[side][item][n] * scale + widen(qkv[row + side * half + i + n]) * coefficient;
+                        d[side][item][n] = d[side][item][n] * scale + widen(qkv[row + pair.at[side] + n]) * coefficient;
             }
         }
         if (!is_active) continue;
@@ -147,6 +161,7 @@ __device__ __forceinline__ void backward(
         for (int item = 0; item < ITEMS; ++item) {
             const int i = (item * lanes + lane) * N;
             if (i >= half) break;
+            const Pair pair(i, half, turned);
 #pragma unroll
             for (int side = 0; side < 2; ++side) {
                 Pack<T, N> out;
@@ -155,7 +170,7 @@ __device__ __forceinline__ void backward(
                     narrow(d[side][item][n], out.at[n]);
                     bias[side][item][n] += widen(out.at[n]);
                 }
-                store(d_qkv + row + side * half + i, out);
+                store(d_qkv + row + pair.at[side], out);
             }
         }
     }
@@ -165,11 +180,12 @@ __device__ __forceinline__ void backward(
     for (int item = 0; item < ITEMS; ++item) {
         const int i = (item * lanes + lane) * N;
         if (i >= half) break;
+        const Pair pair(i, half, turned);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             for (int side = 0; side < 2; ++side) {
-                if (d_bias) d_bias[sums + side * half + i + n] = bias[side][item][n];
-                if (d_norm) d_norm[sums + side * half + i + n] = norm[side][item][n];
+                if (d_bias) d_bias[sums + pair.at[side] + n] = bias[side][item][n];
+                if (d_norm) d_norm[sums + pair.at[side] + n] = norm[side][item][n];
             }
         }
     }
@@ -178,15 +194,18 @@ __device__ __forceinline__ void backward(
 #define HEADS(SUFFIX, T, N, ITEMS)                                                                                   \
     extern "C" __global__ void __launch_bounds__(256) heads_forward_##SUFFIX(                                       \
         const T* qkv, const T* q_weight, const T* k_weight, const float* cos, const float* sin, T* q, T* k, T* v,   \
-        long long tokens, long long groups, long long queries, long long half, long long lanes, float eps) {        \
-        forward<T, N>(qkv, q_weight, k_weight, cos, sin, q, k, v, tokens, groups, queries, half, lanes, eps);       \
+        long long tokens, long long groups, long long queries, long long half, long long turned, long long lanes,   \
+        float eps, float centre) {                                                                                  \
+        forward<T, N>(qkv, q_weight, k_weight, cos, sin, q, k, v, tokens, groups, queries, half, turned, lanes,     \
+                      eps, centre);                                                                                 \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(256) heads_backward_##SUFFIX(                                      \
         const T* dq, const T* dk, const T* dv, const T* qkv, const T* q_weight, const T* k_weight, const float* cos, \
         const float* sin, T* d_qkv, float* d_bias, float* d_norm, long long tokens, long long groups,               \
-        long long queries, long long half, long long lanes, long long stripes, float eps) {                         \
+        long long queries, long long half, long long turned, long long lanes, long long stripes, float eps,         \
+        float centre) {                                                                                             \
         backward<T, N, ITEMS>(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, d_qkv, d_bias, d_norm, tokens, groups, \
-                              queries, half, lanes, stripes, eps);                                                  \
+                              queries, half, turned, lanes, stripes, eps, centre);                                  \
     }
 
 HEADS(f32_x1, float, 1, 8)

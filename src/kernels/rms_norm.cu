@@ -1,4 +1,4 @@
-// y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward.
+// y = x * rstd * (centre + weight) with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward.
 // One block a row, or a run of rows in the backward. Wide: N neighbours a thread, kept in registers. Narrow: any D, a row's
 // second reading comes out of the cache. x may be wider (X) than all else (T).
 #include "scalar.cuh"
@@ -10,7 +10,8 @@ __device__ __forceinline__ void forward_wide(
     T* __restrict__ y,             // [R, D]
     float* __restrict__ rstd,      // [R]
     int dim,
-    float eps
+    float eps,
+    float centre
 ) {
     const int column = threadIdx.x * N;
     const long long at = blockIdx.x * static_cast<long long>(dim) + column;
@@ -27,22 +28,22 @@ __device__ __forceinline__ void forward_wide(
     const auto weights = load<T, N>(weight + column);
     Pack<T, N> out;
 #pragma unroll
-    for (int k = 0; k < N; ++k) narrow(widen(row.at[k]) * scale * widen(weights.at[k]), out.at[k]);
+    for (int k = 0; k < N; ++k) narrow(widen(row.at[k]) * scale * (centre + widen(weights.at[k])), out.at[k]);
     store(y + at, out);
 }
 
 template <typename X, typename T>
-__device__ __forceinline__ void forward_narrow(const X* x, const T* weight, T* y, float* rstd, int dim, float eps) {
+__device__ __forceinline__ void forward_narrow(const X* x, const T* weight, T* y, float* rstd, int dim, float eps, float centre) {
     const long long start = blockIdx.x * static_cast<long long>(dim);
     float squares = 0.0f;
     for (int i = threadIdx.x; i < dim; i += blockDim.x) squares += widen(x[start + i]) * widen(x[start + i]);
     const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
     for (int i = threadIdx.x; i < dim; i += blockDim.x)
-        narrow(widen(x[start + i]) * scale * widen(weight[i]), y[start + i]);
+        narrow(widen(x[start + i]) * scale * (centre + widen(weight[i])), y[start + i]);
 }
 
-// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x); each block sums dy * x * rstd of its rows into its own
+// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x), w with its centre; each block sums dy * x * rstd of its rows into its own
 // partial sum. The next row is on its way while this one's sum is made.
 template <typename X, typename T, int N>
 __device__ __forceinline__ void backward_wide(
@@ -54,7 +55,8 @@ __device__ __forceinline__ void backward_wide(
     T* __restrict__ dx,              // [R, D]
     float* __restrict__ partial,     // [blocks, D]
     long long rows,
-    int dim
+    int dim,
+    float centre
 ) {
     const int column = threadIdx.x * N;
     const bool is_active = column < dim;
@@ -64,7 +66,7 @@ __device__ __forceinline__ void backward_wide(
     if (is_active) {
         const auto packed = load<T, N>(weight + column);
 #pragma unroll
-        for (int k = 0; k < N; ++k) weights[k] = widen(packed.at[k]);
+        for (int k = 0; k < N; ++k) weights[k] = centre + widen(packed.at[k]);
     }
     const auto fetch = [&](long long r) {
         if (!is_active || r >= rows) return;
@@ -100,7 +102,7 @@ __device__ __forceinline__ void backward_wide(
 template <typename X, typename T>
 __device__ __forceinline__ void backward_narrow(
     const T* dy, const X* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial, long long rows,
-    int dim
+    int dim, float centre
 ) {
     extern __shared__ float sums[];  // [D]; column i belongs to thread i % blockDim.x
     for (int i = threadIdx.x; i < dim; i += blockDim.x) sums[i] = 0.0f;
@@ -111,12 +113,12 @@ __device__ __forceinline__ void backward_narrow(
         float projection = 0.0f;
         for (int i = threadIdx.x; i < dim; i += blockDim.x) {
             const float product = widen(dy_row[i]) * widen(x_row[i]);
-            projection += product * widen(weight[i]);
+            projection += product * (centre + widen(weight[i]));
             sums[i] += product * scale;
         }
         const float coefficient = -scale * scale * scale * block_sum(projection) / static_cast<float>(dim);
         for (int i = threadIdx.x; i < dim; i += blockDim.x) {
-            const float own = widen(dy_row[i]) * widen(weight[i]) * scale + widen(x_row[i]) * coefficient;
+            const float own = widen(dy_row[i]) * (centre + widen(weight[i])) * scale + widen(x_row[i]) * coefficient;
             narrow(residual ? own + widen(residual[r * dim + i]) : own, dx[r * dim + i]);
         }
     }
@@ -125,13 +127,13 @@ __device__ __forceinline__ void backward_narrow(
 
 #define RMS_NORM(SUFFIX, X, T, FORWARD, BACKWARD)                                                                    \
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_forward_##SUFFIX(                                   \
-        const X* x, const T* weight, T* y, float* rstd, long long dim, float eps) {                                 \
-        FORWARD(x, weight, y, rstd, static_cast<int>(dim), eps);                                                    \
+        const X* x, const T* weight, T* y, float* rstd, long long dim, float eps, float centre) {                   \
+        FORWARD(x, weight, y, rstd, static_cast<int>(dim), eps, centre);                                            \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_backward_##SUFFIX(                                  \
         const T* dy, const X* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial,      \
-        long long rows, long long dim) {                                                                            \
-        BACKWARD(dy, x, weight, rstd, residual, dx, partial, rows, static_cast<int>(dim));                          \
+        long long rows, long long dim, float centre) {                                                              \
+        BACKWARD(dy, x, weight, rstd, residual, dx, partial, rows, static_cast<int>(dim), centre);                  \
     }
 
 #define RMS_NORMS(SUFFIX, X, T, N)                                                                                   \

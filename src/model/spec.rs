@@ -333,13 +333,8 @@ impl ModelSpec {
     /// Whether the kernels of a GPU serve this shape with weights of `kind`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets.
+    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
     pub fn validate_gpu(&self, kind: Kind, folder: &Path) -> Result<()> {
-        if self.delta_net.is_some() {
-            let message = "a model with gated delta nets (layer_types with linear_attention) is not served on a GPU yet: expected \
-                           full_attention in all layers; device=cpu trains it and samples from it";
-            return Err(Error::bad_file(folder.join("config.json"), message));
-        }
         let sizes = DecoderSizes { head_dim: self.head_dim, hidden_size: self.hidden_size };
         let Some(Unserved { name, got, served }) = unserved(sizes, kind) else { return Ok(()) };
         let message = format!(
@@ -352,8 +347,13 @@ impl ModelSpec {
     /// Whether the engine's kernels serve this model's experts on a GPU, each divided among `tp_size` ranks.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the numbers that are served.
+    /// [`Error::BadFile`] for the model's `config.json`, with the numbers that are served, or for gated delta nets.
     pub fn validate_gpu_engine(&self, kind: Kind, tp_size: usize, folder: &Path) -> Result<()> {
+        if self.delta_net.is_some() {
+            let message = "the engine does not sample from a model with gated delta nets (layer_types with linear_attention) on a GPU yet: \
+                           expected full_attention in all layers; sft trains it there, and device=cpu samples from it";
+            return Err(Error::bad_file(folder.join("config.json"), message));
+        }
         let Some(experts) = self.experts.as_ref().filter(|_| self.num_expert_layers() > 0) else { return Ok(()) };
         let ExpertLayers { num_experts, num_experts_per_tok, moe_intermediate_size, .. } = experts;
         let tp_size = if experts.is_parallel { 1 } else { tp_size };

@@ -52,7 +52,7 @@ pub fn forward(
             Ok::<_, Error>(rotated.view([x.size()[0], -1, x.size()[x.dim() - 1]]))
         };
         let (q, k) = match norms {
-            Some(HeadNormWeights { q: q_weight, k: k_weight, eps }) => {
+            Some(HeadNormWeights { q: q_weight, k: k_weight, eps, .. }) => {
                 let norm =
                     |x: &Tensor, weight| Ok::<_, Error>(rms_norm::forward(x, weight, eps)?.0.f_to_kind(qkv.kind())?);
                 (norm(&q, q_weight)?, norm(&k, k_weight)?)
@@ -245,7 +245,12 @@ mod tests {
             let grads = Tensor::run_backward(&[scalar], &[&qkv, &bias, &q_weight, &k_weight], false, false);
 
             let weights = [&q_weight, &k_weight].map(Tensor::detach);
-            let norms = with_norms.then_some(HeadNormWeights { q: &weights[0], k: &weights[1], eps: 1e-6 });
+            let norms = with_norms.then_some(HeadNormWeights {
+                q: &weights[0],
+                k: &weights[1],
+                eps: 1e-6,
+                zero_centred: false,
+            });
             let heads = forward(biased.detach(), norms, &rows).unwrap();
             for (got, expected) in [(&heads.q, &q), (&heads.k, &k), (&heads.v, &v)] {
                 assert_close(got, expected);

@@ -35,6 +35,9 @@ impl NormOptions {
         x: &Tensor,      // [.., D]
         weight: &Tensor, // [D]
     ) -> Result<(Tensor, Tensor)> {
+        if kernels::serve(x) {
+            return kernel_forward(x, weight, self.eps, self.centre());
+        }
         let (y, rstd) = forward(x, &self.scale(weight)?, self.eps)?;
         Ok((y.f_to_kind(weight.kind())?, rstd))
     }
@@ -52,8 +55,31 @@ impl NormOptions {
         residual: Option<&Tensor>, // [.., D]
         dweight: &mut Tensor,      // [D]
     ) -> Result<Tensor> {
+        if kernels::serve(x) {
+            return kernel_backward(dy, (x, weight, rstd), residual, self.centre(), dweight);
+        }
         backward(dy, x, &self.scale(weight)?, rstd, residual, dweight)
     }
+
+    fn centre(self) -> f64 {
+        f64::from(u8::from(self.zero_centred))
+    }
+}
+
+fn kernel_forward(x: &Tensor, weight: &Tensor, eps: f64, centre: f64) -> Result<(Tensor, Tensor)> {
+    let y = || weight.expand_as(x); // as large as the result, which is not there yet
+    timed("norm", || OpCost::pass(&[x, &y()]), || kernels::rms_norm_forward(x, weight, eps, centre))
+}
+
+fn kernel_backward(
+    dy: &Tensor,
+    (x, weight, rstd): (&Tensor, &Tensor, &Tensor),
+    residual: Option<&Tensor>,
+    centre: f64,
+    dweight: &mut Tensor,
+) -> Result<Tensor> {
+    let run = || kernels::rms_norm_backward(dy, x, weight, rstd, residual, centre, dweight);
+    timed("norm, backward", || OpCost::pass(&[dy, x, residual.unwrap_or(dy), dy]), run)
 }
 
 /// Normalised `x`, of the weight's kind, and rstd for the backward.
@@ -66,9 +92,7 @@ pub fn forward(
     eps: f64,
 ) -> Result<(Tensor, Tensor)> {
     if kernels::serve(x) {
-        let run = || kernels::rms_norm_forward(x, weight, eps);
-        let y = || weight.expand_as(x); // as large as the result, which is not there yet
-        return timed("norm", || OpCost::pass(&[x, &y()]), run);
+        return kernel_forward(x, weight, eps, 0.0);
     }
     let kind = accumulation_kind(x.kind());
     let dim = *x.size().last().unwrap_or(&1);
@@ -94,9 +118,7 @@ pub fn backward(
     dweight: &mut Tensor,      // [D]
 ) -> Result<Tensor> {
     if kernels::serve(x) {
-        let run = || kernels::rms_norm_backward(dy, x, weight, rstd, residual, dweight);
-        let work = || OpCost::pass(&[dy, x, residual.unwrap_or(dy), dy]);
-        return timed("norm, backward", work, run);
+        return kernel_backward(dy, (x, weight, rstd), residual, 0.0, dweight);
     }
     let (kind, narrow) = (rstd.kind(), dy.kind());
     let dim = *x.size().last().unwrap_or(&1);

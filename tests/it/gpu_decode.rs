@@ -128,10 +128,13 @@ fn gpu_norms_over_all_heads_equal_the_cpus() {
             let qkv = rand(&[TOKENS, kv_heads, group + 2, dim], kind);
             let weights = [rand(&[kv_heads * group * dim], kind), rand(&[kv_heads * dim], kind)];
             let [q, k] = weights.each_ref().map(double);
-            let expected = heads::norm_all(&double(&qkv), HeadNormWeights { q: &q, k: &k, eps }, None).unwrap();
+            let expected =
+                heads::norm_all(&double(&qkv), HeadNormWeights { q: &q, k: &k, eps, zero_centred: false }, None)
+                    .unwrap();
             let [q, k] = weights.each_ref().map(gpu);
             let on_gpu = gpu(&qkv);
-            let of_trainer = heads::norm_all(&on_gpu, HeadNormWeights { q: &q, k: &k, eps }, None).unwrap();
+            let of_trainer =
+                heads::norm_all(&on_gpu, HeadNormWeights { q: &q, k: &k, eps, zero_centred: false }, None).unwrap();
             let views = QkvViews::grouped(&on_gpu.view([TOKENS, -1]), kv_heads as usize, group as usize);
             let mut sums = poison(&[TOKENS, 2], Kind::Float);
             kernels::qk_squares(&views, true, &mut sums).unwrap();

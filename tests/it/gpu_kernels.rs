@@ -169,11 +169,11 @@ fn gpu_rms_norm_equals_the_cpus() {
             let residual = rand(&[rows, dim]);
             let wide = [&dy, &x, &weight, &residual].map(double);
             let dx = rms_norm::backward(&wide[0], &wide[1], &wide[2], &rstd, Some(&wide[3]), &mut dweight).unwrap();
-            let (got_y, got_rstd) = kernels::rms_norm_forward(&gpu(&x), &gpu(&weight), 1e-6).unwrap();
+            let (got_y, got_rstd) = kernels::rms_norm_forward(&gpu(&x), &gpu(&weight), 1e-6, 0.0).unwrap();
             let run = || {
                 let mut dweight = Tensor::zeros([dim], (Kind::Float, GPU));
                 let [dy, x, weight, residual] = [&dy, &x, &weight, &residual].map(gpu);
-                let dx = kernels::rms_norm_backward(&dy, &x, &weight, &got_rstd, Some(&residual), &mut dweight);
+                let dx = kernels::rms_norm_backward(&dy, &x, &weight, &got_rstd, Some(&residual), 0.0, &mut dweight);
                 (dx.unwrap(), dweight)
             };
             let ((got_dx, got_dweight), (again, dweight_again)) = (run(), run());
@@ -313,11 +313,11 @@ fn gpu_kernels_run_near_the_memory_s_speed() {
         adamw8bit::step(&mut master, &moments, &maps, &grad, &mut weight, &hyper, 10, 1.0).unwrap();
     });
     let (x, scale) = (rand(&[TOKENS, 3584], Kind::BFloat16), rand(&[3584], Kind::BFloat16));
-    report("rms_norm_forward", TOKENS * 3584 * 4, || drop(kernels::rms_norm_forward(&x, &scale, 1e-6).unwrap()));
-    let rstd = kernels::rms_norm_forward(&x, &scale, 1e-6).unwrap().1;
+    report("rms_norm_forward", TOKENS * 3584 * 4, || drop(kernels::rms_norm_forward(&x, &scale, 1e-6, 0.0).unwrap()));
+    let rstd = kernels::rms_norm_forward(&x, &scale, 1e-6, 0.0).unwrap().1;
     let mut dweight = Tensor::zeros([3584], (Kind::Float, GPU));
     report("rms_norm_backward", TOKENS * 3584 * 6, || {
-        drop(kernels::rms_norm_backward(&x, &x, &scale, &rstd, None, &mut dweight).unwrap());
+        drop(kernels::rms_norm_backward(&x, &x, &scale, &rstd, None, 0.0, &mut dweight).unwrap());
     });
     let mut gate_up = rand(&[TOKENS, 37_888], Kind::BFloat16);
     report("swiglu_forward", TOKENS * 18_944 * 6, || drop(kernels::swiglu_forward(&gate_up).unwrap()));

@@ -131,32 +131,38 @@ fn gpu_nf4_runs_near_the_memory_s_speed() {
     }
 }
 
-/// Negative log-likelihoods of the first steps, which later ones' roundings take apart, and the first gradient's norm. Without adapters
-/// all weights are trained.
-fn losses(
-    device: Device,
-    spec: &ModelSpec,
-    (kind, residual): (Kind, Kind),
-    (lora, quantization): (Option<LoraSpec>, Quantization),
-) -> (Vec<f64>, f64) {
+/// A few steps of training on tokens that a small model learns.
+pub struct Training {
+    pub spec: ModelSpec,
+    pub lora: Option<LoraSpec>,
+    pub quantization: Quantization,
+    pub gradient_checkpointing: GradientCheckpointing,
+    pub share_prompts: bool,
+}
+
+/// Negative log-likelihoods of the first steps, which later ones' roundings take apart, and the first gradient's norm.
+pub fn losses(device: Device, (kind, residual): (Kind, Kind), training: &Training) -> (Vec<f64>, f64) {
     let world = if device == GPU { World::single_on(Backend::Nccl).unwrap() } else { World::single() };
     let mesh = world.mesh(1, 1).unwrap();
-    let table = Arc::new(ParamTable::new(Arc::new(spec.clone()), 1));
+    let table = Arc::new(ParamTable::new(Arc::new(training.spec.clone()), 1));
     let options = PolicyOptions {
         stage: 0,
         network: NetworkOptions { kind, residual, device },
-        gradient_checkpointing: GradientCheckpointing::Selective,
+        gradient_checkpointing: training.gradient_checkpointing,
         optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
         gradients: GradientOptions::default(),
     };
+    let (lora, quantization) = (training.lora.clone(), training.quantization);
     let start = PolicyStart { lora, quantization, seed: 3, adapters: None, keeps_initial: false };
     let source = |layout: &UnitLayout| Ok(init_unit(layout, 1, Kind::Float)?.f_mul_scalar(5.0)?);
     let mut policy = Policy::start(table, &mesh, options, OptimizerHome::Resident, &source, start).unwrap();
-    let ids = |n: usize| (0..20 + 7 * n).map(|at| ((at * 37 + n * 11) % 64) as u32).collect();
-    let sequence = |n: usize| Sequence::of_tokens(ids(n), 1);
+    // Neighbours have one prompt of nine tokens.
+    let id = |n: usize, at: usize| ((at * 37 + if at < 9 { n / 2 } else { n } * 11) % 64) as u32;
+    let sequence = |n: usize| Sequence::of_tokens((0..20 + 7 * n).map(|at| id(n, at)).collect(), 9);
     let sequences: Vec<Sequence> = (0..4).map(sequence).collect();
-    let micro_batches = pack(&sequences, &PackOptions { max_tokens: 1000, share_prompts: false, device }).unwrap();
+    let packing = PackOptions { max_tokens: 1000, share_prompts: training.share_prompts, device };
+    let micro_batches = pack(&sequences, &packing).unwrap();
     let step = |_| {
         let mut nll = 0.0;
         for micro_batch in &micro_batches {
@@ -190,12 +196,14 @@ fn gpu_adapters_train_as_on_the_cpu() {
             if is_small() && kinds.0 == Kind::Float {
                 continue;
             }
-            trains_as_on_the_cpu(
-                &ModelSpec::preset("tiny").unwrap(),
-                (kinds, bound),
-                (adapters(dropout), quantization),
-                3,
-            );
+            let training = Training {
+                spec: ModelSpec::preset("tiny").unwrap(),
+                lora: adapters(dropout),
+                quantization,
+                gradient_checkpointing: GradientCheckpointing::Selective,
+                share_prompts: false,
+            };
+            assert_trains_as_on_the_cpu(&training, kinds, bound, &format!("{quantization:?}, dropout {dropout}"));
         }
     }
 }
@@ -208,16 +216,28 @@ fn gpu_experts_train_as_on_the_cpu() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen2_moe");
     let (routed, shared) = (ModelSpec::preset("tiny-moe").unwrap(), ModelSpec::from_folder(&golden).unwrap());
     let float = ((Kind::Float, Kind::Float), 2e-3);
-    for (lora, quantization) in
-        [(None, Quantization::None), (adapters(0.0), Quantization::None), (adapters(0.0), Quantization::Nf4)]
-    {
+    let bfloat16 = ((Kind::BFloat16, Kind::Float), 5e-2);
+    let (plain, nf4) = (Quantization::None, Quantization::Nf4);
+    for (spec, lora, quantization, bounds) in [
+        (&routed, None, plain, &[float, bfloat16][..]),
+        (&routed, adapters(0.0), plain, &[float, bfloat16]),
+        (&routed, adapters(0.0), nf4, &[float, bfloat16]),
+        (&shared, None, plain, &[float]),
+        (&shared, adapters(0.0), plain, &[float]),
+    ] {
         // Where routers are trained, too, roundings send tokens to other experts after the first update.
         let steps = if lora.is_some() { 3 } else { 1 };
-        trains_as_on_the_cpu(&routed, float, (lora.clone(), quantization), steps);
-        trains_as_on_the_cpu(&routed, ((Kind::BFloat16, Kind::Float), 5e-2), (lora, quantization), steps);
-    }
-    for (lora, steps) in [(None, 1), (adapters(0.0), 3)] {
-        trains_as_on_the_cpu(&shared, float, (lora, Quantization::None), steps);
+        let training = Training {
+            spec: spec.clone(),
+            lora,
+            quantization,
+            gradient_checkpointing: GradientCheckpointing::Selective,
+            share_prompts: false,
+        };
+        for &(kinds, bound) in bounds {
+            let what = format!("{quantization:?}, adapters {}, {steps} steps", training.lora.is_some());
+            assert_steps_are_the_cpus(&training, (kinds, bound), steps, &what);
+        }
     }
 }
 
@@ -225,20 +245,17 @@ fn adapters(dropout: f64) -> Option<LoraSpec> {
     Some(LoraSpec { r: 8, alpha: 16.0, dropout, targets: TargetModule::ALL.to_vec() })
 }
 
-fn trains_as_on_the_cpu(
-    spec: &ModelSpec,
-    (kinds, bound): ((Kind, Kind), f64),
-    of_adapters: (Option<LoraSpec>, Quantization),
-    steps: usize,
-) {
+pub fn assert_trains_as_on_the_cpu(training: &Training, kinds: (Kind, Kind), bound: f64, what: &str) {
+    assert_steps_are_the_cpus(training, (kinds, bound), 3, what);
+}
+
+/// The first `steps` losses, and the first gradient's norm.
+fn assert_steps_are_the_cpus(training: &Training, (kinds, bound): ((Kind, Kind), f64), steps: usize, what: &str) {
     let off = |(host, got): (&f64, &f64)| (host - got).abs() / host;
-    let (host, host_norm) = losses(Device::Cpu, spec, kinds, of_adapters.clone());
-    assert!(host[2] < host[0], "{host:?}");
-    let (got, norm) = losses(GPU, spec, kinds, of_adapters.clone());
+    let (host, host_norm) = losses(Device::Cpu, kinds, training);
+    assert!(host[2] < host[0], "{what}: {host:?}");
+    let (got, norm) = losses(GPU, kinds, training);
     let worst = host.iter().zip(&got).take(steps).map(off).fold(off((&host_norm, &norm)), f64::max);
-    println!(
-        "{}",
-        json!({"test": "training", "kinds": format!("{kinds:?}"), "adapters": format!("{of_adapters:?}"), "worst": worst})
-    );
-    assert!(worst < bound, "{of_adapters:?}, {kinds:?}: {got:?} and {norm}, on the CPU {host:?} and {host_norm}");
+    println!("{}", json!({"test": "training", "kinds": format!("{kinds:?}"), "of": what, "worst": worst}));
+    assert!(worst < bound, "{what}, {kinds:?}: {got:?} and {norm}, on the CPU {host:?} and {host_norm}");
 }

@@ -22,18 +22,28 @@ fn gpu_heads_equal_the_cpus() {
         for (tokens, groups, group, head_dim) in
             [(1, 1, 1, 2), (37, 2, 7, 128), (300, 4, 7, 64), (65, 3, 1, 80), (9, 2, 2, 6), (40, 8, 5, 256)]
         {
-            for with_norms in [false, true] {
-                compare_heads(kind, bound, [tokens, groups, group, head_dim], with_norms);
+            for (with_norms, zero_centred) in [(false, false), (true, false), (true, true)] {
+                // All of a head is turned, or a quarter, as of 256 columns in Qwen3.5, or two columns.
+                for turned in [head_dim, (head_dim / 8 * 2).max(2), 2] {
+                    compare_heads(kind, bound, [tokens, groups, group, head_dim], turned, (with_norms, zero_centred));
+                }
             }
         }
     }
 }
 
-fn compare_heads(kind: Kind, bound: f64, [tokens, groups, group, head_dim]: [i64; 4], with_norms: bool) {
-    let what = format!("{kind:?} [{tokens}, {groups}, {group} + 2, {head_dim}], norms {with_norms}");
+fn compare_heads(
+    kind: Kind,
+    bound: f64,
+    [tokens, groups, group, head_dim]: [i64; 4],
+    turned: i64,
+    (with_norms, zero_centred): (bool, bool),
+) {
+    let norms = format!("norms {with_norms}, around 0 {zero_centred}");
+    let what = format!("{kind:?} [{tokens}, {groups}, {group} + 2, {head_dim}], {turned} columns turned, {norms}");
     let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
     let positions = Tensor::randint(5000, [tokens], (Kind::Int64, Device::Cpu));
-    let rope = Rope::new(head_dim as usize, 1e6, None);
+    let rope = Rope::new(turned as usize, 1e6, None);
     let qkv = rand(&[tokens, groups, group + 2, head_dim]);
     let weights = [rand(&[head_dim]), rand(&[head_dim])];
     let kv_heads = [groups * group, groups, groups];
@@ -43,7 +53,11 @@ fn compare_heads(kind: Kind, bound: f64, [tokens, groups, group, head_dim]: [i64
         let on = |t: &Tensor| t.to_device(device).to_kind(kind);
         let rows = rope.rows(&positions.to_device(device), kind).unwrap();
         let weights = weights.each_ref().map(on);
-        let norms = with_norms.then_some(HeadNormWeights { q: &weights[0], k: &weights[1], eps: 1e-6 });
+        // The CPU takes the factors.
+        let on_gpu = device == GPU;
+        let weights = weights.map(|weight| if zero_centred && !on_gpu { weight + 1.0 } else { weight });
+        let zero_centred = zero_centred && on_gpu;
+        let norms = with_norms.then_some(HeadNormWeights { q: &weights[0], k: &weights[1], eps: 1e-6, zero_centred });
         let heads = heads::forward(on(&qkv), norms, &rows).unwrap();
         let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
         let lens = [groups * (group + 2) * head_dim, head_dim, head_dim];
@@ -195,17 +209,17 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
         let (x, dy, weight) = (bf16(&[TOKENS, dim]), bf16(&[TOKENS, dim]), bf16(&[dim]));
         let mut dweight = Tensor::zeros([dim], (Kind::Float, GPU));
         let row_bytes = TOKENS * dim * 2;
-        let rstd = kernels::rms_norm_forward(&x, &weight, 1e-6).unwrap().1;
-        report(model, "rms_norm_forward", 2 * row_bytes, || drop(kernels::rms_norm_forward(&x, &weight, 1e-6)));
+        let rstd = kernels::rms_norm_forward(&x, &weight, 1e-6, 0.0).unwrap().1;
+        report(model, "rms_norm_forward", 2 * row_bytes, || drop(kernels::rms_norm_forward(&x, &weight, 1e-6, 0.0)));
         report(model, "rms_norm_backward", 4 * row_bytes, || {
-            drop(kernels::rms_norm_backward(&dy, &x, &weight, &rstd, Some(&x), &mut dweight).unwrap());
+            drop(kernels::rms_norm_backward(&dy, &x, &weight, &rstd, Some(&x), 0.0, &mut dweight).unwrap());
         });
         let stream = rand(&[TOKENS, dim], Kind::Float);
         report(model, "rms_norm_forward of float32", 3 * row_bytes, || {
-            drop(kernels::rms_norm_forward(&stream, &weight, 1e-6));
+            drop(kernels::rms_norm_forward(&stream, &weight, 1e-6, 0.0));
         });
         report(model, "rms_norm_backward of float32", 5 * row_bytes, || {
-            drop(kernels::rms_norm_backward(&dy, &stream, &weight, &rstd, Some(&x), &mut dweight).unwrap());
+            drop(kernels::rms_norm_backward(&dy, &stream, &weight, &rstd, Some(&x), 0.0, &mut dweight).unwrap());
         });
         let qkv = bf16(&[TOKENS, groups, group + 2, 128]);
         let qkv_bytes = 2 * qkv.numel() as i64;

@@ -18,6 +18,7 @@ mod gpu_engine;
 mod gpu_expert_adapters;
 mod gpu_experts;
 mod gpu_fp8;
+mod gpu_hybrid_training;
 mod gpu_kernels;
 mod gpu_lora;
 mod gpu_memory;

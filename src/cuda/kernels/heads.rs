@@ -33,31 +33,41 @@ pub struct HeadNormWeights<'a> {
     pub k: &'a Tensor,
     /// Added to the mean of squares.
     pub eps: f64,
+    /// Heads are scaled by 1 + weight.
+    pub zero_centred: bool,
+}
+
+impl HeadNormWeights<'_> {
+    fn centre(norms: Option<Self>) -> Argument {
+        Argument::Float(f32::from(u8::from(norms.is_some_and(|norms| norms.zero_centred))))
+    }
 }
 
 /// (q [T, H, hd], k [T, Hkv, hd], v [T, Hkv, hd]) of rows [G query heads of group g, k_g, v_g], queries and keys normalised
-/// where `norms` are given, then rotated.
+/// where `norms` are given, then rotated: the first `turned` columns of a head.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
 pub fn heads_forward(
     qkv: &Tensor, // [T, Hkv, G + 2, hd] f32 or bf16
     norms: Option<HeadNormWeights<'_>>,
-    cos: &Tensor, // [T, 1, hd] f32, both halves alike
-    sin: &Tensor, // [T, 1, hd] f32, the second half the sines themselves
+    cos: &Tensor, // [T, 1, turned] f32, both halves alike
+    sin: &Tensor, // [T, 1, turned] f32, the second half the sines themselves
 ) -> Result<(Tensor, Tensor, Tensor)> {
     const OP: &str = "heads_forward";
     let shape = HeadsShape::of(OP, qkv)?;
     let room = |heads: i64| Tensor::f_empty([shape.tokens, heads, 2 * shape.half], (qkv.kind(), qkv.device()));
     let (q, k, v) = (room(shape.groups * shape.queries)?, room(shape.groups)?, room(shape.groups)?);
-    let (suffix, lanes) = shape.variant(OP, &[qkv, &q, &k, &v])?;
+    let turned = shape.turned(OP, cos)?;
+    let (suffix, lanes) = shape.variant(OP, turned, &[qkv, &q, &k, &v])?;
     let mut arguments = vec![shape.address(OP, qkv, shape.slots())?];
     arguments.extend(shape.norms(OP, norms, qkv.kind())?);
-    arguments.extend(shape.rotation(OP, cos, sin)?);
+    arguments.extend(shape.rotation(OP, turned, cos, sin)?);
     arguments.push(shape.address(OP, &q, shape.groups * shape.queries)?);
     arguments.extend([shape.address(OP, &k, shape.groups)?, shape.address(OP, &v, shape.groups)?]);
-    arguments.extend([shape.tokens, shape.groups, shape.queries, shape.half, lanes].map(Argument::Count));
+    arguments.extend([shape.tokens, shape.groups, shape.queries, shape.half, turned, lanes].map(Argument::Count));
     arguments.push(Argument::Float(norms.map_or(0.0, |norms| norms.eps as f32)));
+    arguments.push(HeadNormWeights::centre(norms));
     let grid = blocks((shape.tokens * shape.slots()) as usize, 256 / lanes as usize, usize::MAX);
     // SAFETY: the kernel's parameters in order; a team of lanes for every head.
     unsafe { launch(SOURCE, &format!("{OP}_{suffix}"), shape.gpu, (grid, 256, 0), &arguments)? };
@@ -86,8 +96,8 @@ pub fn heads_backward(
     dv: &Tensor,          // [T, Hkv, hd]
     qkv: Option<&Tensor>, // [T, Hkv, G + 2, hd]
     norms: Option<HeadNormWeights<'_>>,
-    cos: &Tensor, // [T, 1, hd] f32
-    sin: &Tensor, // [T, 1, hd] f32
+    cos: &Tensor, // [T, 1, turned] f32
+    sin: &Tensor, // [T, 1, turned] f32
     wants_bias: bool,
 ) -> Result<HeadsGradient> {
     const OP: &str = "heads_backward";
@@ -95,7 +105,8 @@ pub fn heads_backward(
     let like = [tokens, groups, heads / groups.max(1) + 2, head_dim];
     let d_qkv = Tensor::f_empty(like, (dq.kind(), dq.device()))?;
     let shape = HeadsShape::of(OP, &d_qkv)?;
-    let (suffix, lanes) = shape.variant(OP, &[dq, dk, dv, &d_qkv, qkv.unwrap_or(dq)])?;
+    let turned = shape.turned(OP, cos)?;
+    let (suffix, lanes) = shape.variant(OP, turned, &[dq, dk, dv, &d_qkv, qkv.unwrap_or(dq)])?;
     let (teams, slots) = (256 / lanes as usize, shape.slots() as usize);
     let slot_blocks = slots.div_ceil(teams);
     let threads = (slots.div_ceil(slot_blocks) * lanes as usize).next_multiple_of(32) as u32;
@@ -114,12 +125,13 @@ pub fn heads_backward(
     arguments.extend([shape.address(OP, dk, groups)?, shape.address(OP, dv, groups)?]);
     arguments.push(optional(qkv, dq.kind(), tokens as usize * columns)?);
     arguments.extend(shape.norms(OP, norms, dq.kind())?);
-    arguments.extend(shape.rotation(OP, cos, sin)?);
+    arguments.extend(shape.rotation(OP, turned, cos, sin)?);
     arguments.push(shape.address(OP, &d_qkv, shape.slots())?);
     arguments.push(optional(d_bias.as_ref(), Kind::Float, stripes * columns)?);
     arguments.push(optional(d_norm.as_ref(), Kind::Float, stripes * columns)?);
-    arguments.extend([tokens, groups, shape.queries, shape.half, lanes, stripes as i64].map(Argument::Count));
+    arguments.extend([tokens, groups, shape.queries, shape.half, turned, lanes, stripes as i64].map(Argument::Count));
     arguments.push(Argument::Float(norms.map_or(0.0, |norms| norms.eps as f32)));
+    arguments.push(HeadNormWeights::centre(norms));
     let grid = (stripes * slot_blocks) as u32;
     // SAFETY: the kernel's parameters in order; a team of lanes for every slot of every stripe of tokens.
     unsafe { launch(SOURCE, &format!("{OP}_{suffix}"), shape.gpu, (grid, threads, 0), &arguments)? };
@@ -152,10 +164,10 @@ impl HeadsShape {
     }
 
     /// Suffix of the kernel's name and lanes a head: the wide variant moves 16 bytes a lane.
-    fn variant(&self, op: &'static str, tensors: &[&Tensor]) -> Result<(String, i64)> {
+    fn variant(&self, op: &'static str, turned: i64, tensors: &[&Tensor]) -> Result<(String, i64)> {
         let vector = 16 / self.kind.elt_size_in_bytes() as i64;
-        let is_wide =
-            self.half % vector == 0 && self.half <= 32 * vector && tensors.iter().all(|tensor| is_aligned(tensor));
+        let fits = self.half % vector == 0 && turned % vector == 0 && self.half <= 32 * vector;
+        let is_wide = fits && tensors.iter().all(|tensor| is_aligned(tensor));
         let width = if is_wide { vector } else { 1 };
         let lanes = ((self.half / width) as u64).next_power_of_two().min(32) as i64;
         Ok((format!("{}_x{width}", kind_name(op, tensors[0])?), lanes))
@@ -174,8 +186,18 @@ impl HeadsShape {
         }
     }
 
-    fn rotation(&self, op: &'static str, cos: &Tensor, sin: &Tensor) -> Result<[Argument; 2]> {
-        let rows = |rows: &Tensor| address(op, rows, Kind::Float, (self.tokens * 2 * self.half) as usize, self.gpu);
+    /// Pairs of a head that are turned.
+    fn turned(&self, op: &'static str, cos: &Tensor) -> Result<i64> {
+        match cos.size().last() {
+            Some(&columns) if columns % 2 == 0 && columns / 2 <= self.half => Ok(columns / 2),
+            _ => {
+                Err(invalid(op, format!("rotations of an even number of columns up to {}", 2 * self.half), cos.size()))
+            }
+        }
+    }
+
+    fn rotation(&self, op: &'static str, turned: i64, cos: &Tensor, sin: &Tensor) -> Result<[Argument; 2]> {
+        let rows = |rows: &Tensor| address(op, rows, Kind::Float, (self.tokens * 2 * turned) as usize, self.gpu);
         Ok([rows(cos)?, rows(sin)?])
     }
 }

@@ -8,6 +8,8 @@ mod adapt;
 mod add_rms_norm;
 mod all_reduce;
 mod boxes;
+mod delta_mix;
+mod delta_rule;
 mod embed;
 mod expert_sums;
 mod experts;
@@ -41,6 +43,10 @@ pub use adamw8bit::{MomentCodes, adamw8bit};
 pub use adapt::{adapt, adapt_pays, adapt_serves};
 pub use add_rms_norm::add_rms_norm;
 pub use all_reduce::{AllReduceMethod, RowSums};
+pub use delta_mix::{
+    DeltaLayout, DeltaSizes, delta_mix, delta_mix_backward, delta_norm, delta_norm_backward, delta_serves,
+};
+pub use delta_rule::{DeltaGradients, DeltaPrepared, DeltaScan, delta_backward, delta_prepare, delta_scan};
 pub use embed::embed;
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
@@ -90,6 +96,9 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (adapt::SOURCE, adapt::NAMES),
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (all_reduce::SOURCE, all_reduce::NAMES),
+        (delta_mix::SOURCE, delta_mix::NAMES),
+        (delta_rule::SOURCE, delta_rule::NAMES),
+        (delta_rule::GRADIENTS, delta_rule::GRADIENTS_NAMES),
         (embed::SOURCE, embed::NAMES),
         (expert_sums::SOURCE, expert_sums::NAMES),
         (experts::SOURCE, experts::NAMES),

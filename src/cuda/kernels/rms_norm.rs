@@ -29,7 +29,7 @@ pub(super) const MOST_COLUMNS: usize = 12_000;
 /// Threads over which partial sums of dweight are spread. The same on every GPU, so that the sums have the same bits.
 const BACKWARD_THREADS: usize = 132 * 1024;
 
-/// y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), of the weight's kind, and rstd for the backward.
+/// y = x * rstd * (centre + weight) with rstd = 1 / sqrt(mean(x^2) + eps), of the weight's kind, and rstd for the backward.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -37,6 +37,7 @@ pub fn rms_norm_forward(
     x: &Tensor,      // [.., D] f32 or bf16
     weight: &Tensor, // [D], like x; bf16 beside x of f32, too
     eps: f64,
+    centre: f64,
 ) -> Result<(Tensor, Tensor)> {
     const OP: &str = "rms_norm_forward";
     let (kind, y) = (weight.kind(), Tensor::f_empty(x.size(), (weight.kind(), x.device()))?); // [.., D]
@@ -49,6 +50,7 @@ pub fn rms_norm_forward(
         address(OP, &rstd, Kind::Float, rows, gpu)?,
         Argument::Count(dim as i64),
         Argument::Float(eps as f32),
+        Argument::Float(centre as f32),
     ];
     let grid = blocks(rows, 1, rows);
     // SAFETY: the kernel's parameters in order; one block a row, at least one thread for every vector of the wide variant.
@@ -56,8 +58,8 @@ pub fn rms_norm_forward(
     Ok((y, rstd))
 }
 
-/// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x); dweight += sum over rows of dy * x * rstd, summed in
-/// float32 in a fixed order.
+/// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x) with w = centre + weight; dweight += sum over rows of
+/// dy * x * rstd, summed in float32 in a fixed order.
 ///
 /// # Errors
 /// The errors of [`rms_norm_forward`].
@@ -67,7 +69,8 @@ pub fn rms_norm_backward(
     weight: &Tensor,           // [D], like x; bf16 beside x of f32, too
     rstd: &Tensor,             // [.., 1] f32
     residual: Option<&Tensor>, // [.., D], like weight
-    dweight: &mut Tensor,      // [D] f32 or bf16
+    centre: f64,
+    dweight: &mut Tensor, // [D] f32 or bf16
 ) -> Result<Tensor> {
     const OP: &str = "rms_norm_backward";
     let (kind, dx) = (weight.kind(), dy.f_empty_like()?); // [.., D]
@@ -84,6 +87,7 @@ pub fn rms_norm_backward(
         address(OP, &partial, Kind::Float, grid as usize * dim, gpu)?,
         Argument::Count(rows as i64),
         Argument::Count(dim as i64),
+        Argument::Float(centre as f32),
     ];
     let shared_bytes = if suffix.ends_with("_x1") { 4 * dim as u32 } else { 0 };
     // SAFETY: the kernel's parameters in order; one row of partial sums a block, in the narrow variant one in shared memory.

@@ -9,7 +9,7 @@ use super::linear::Projection::Module;
 use super::linear::{LinearSpec, Matrix, TpSplit, part};
 use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, gate};
 use crate::config::TargetModule::{KProj, OProj, QProj, VProj};
-use crate::cuda::{OpCost, timed};
+use crate::cuda::{OpCost, kernels, timed};
 use crate::error::{Error, Result};
 use crate::model::params::{ParamName, Shapes};
 use crate::model::spec::ModelSpec;
@@ -359,16 +359,21 @@ impl AttentionSpec {
 struct NormScales {
     q: Tensor,
     k: Tensor,
+    /// These are the weights, to which kernels add 1.
+    zero_centred: bool,
 }
 
 impl NormScales {
     fn of(&self, ctx: &BlockContext<'_>) -> HeadNormWeights<'_> {
-        HeadNormWeights { q: &self.q, k: &self.k, eps: ctx.spec.rms_norm_eps }
+        HeadNormWeights { q: &self.q, k: &self.k, eps: ctx.spec.rms_norm_eps, zero_centred: self.zero_centred }
     }
 }
 
 fn norm_weights(ctx: &BlockContext<'_>, w: &BlockParams) -> Result<Option<NormScales>> {
     let Some((q, k)) = w.norm(ParamName::QNorm).zip(w.norm(ParamName::KNorm)) else { return Ok(None) };
     let norm = ctx.spec.norm();
-    Ok(Some(NormScales { q: norm.scale(q)?, k: norm.scale(k)? }))
+    if norm.zero_centred && kernels::serve(q) {
+        return Ok(Some(NormScales { q: q.shallow_clone(), k: k.shallow_clone(), zero_centred: true }));
+    }
+    Ok(Some(NormScales { q: norm.scale(q)?, k: norm.scale(k)?, zero_centred: false }))
 }

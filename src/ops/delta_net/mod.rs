@@ -9,6 +9,7 @@
 
 mod conv;
 mod gates;
+mod gpu;
 mod packed;
 mod rule;
 mod sequences;
@@ -17,6 +18,7 @@ mod tests;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::cuda::kernels;
 use crate::error::Result;
 use crate::torch::accumulation_kind;
 use rule::Tokens;
@@ -134,7 +136,15 @@ impl DeltaState {
         let sum = |t: &Tensor| {
             let mut shape = t.size();
             shape[0] = num_sequences;
-            Tensor::f_zeros(shape, (t.kind(), t.device()))?.f_index_add_(0, sequences, t)
+            let mut sums = Tensor::f_zeros(shape, (t.kind(), t.device()))?;
+            if !kernels::serve(t) {
+                return Ok(sums.f_index_add_(0, sequences, t)?);
+            }
+            if t.numel() > 0 {
+                let rows = t.f_reshape([t.size()[0], -1])?;
+                kernels::add_rows(&rows, sequences, &mut sums.view([num_sequences, -1]))?;
+            }
+            Ok::<_, crate::Error>(sums)
         };
         Ok(Self { conv: sum(&self.conv)?, rule: sum(&self.rule)? })
     }
@@ -151,6 +161,9 @@ pub fn forward(
     sequences: &Sequences,
     options: DeltaOptions,
 ) -> Result<(Tensor, DeltaState)> {
+    if gpu::serves(rows, options) {
+        return gpu::forward(rows, weights, initial, sequences, options);
+    }
     let tails = initial.map(|state| &state.conv);
     let (mixed, conv) = conv::forward(&rows.qkv, &weights.conv, tails, sequences)?;
     let tokens = Heads::new(&mixed, options.heads)?.tokens(rows, weights)?;
@@ -170,7 +183,8 @@ pub fn step(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, op
     finish(&o, rows, weights, options)
 }
 
-/// Gradients of the rows and of the initial states, all in the accumulation kind; gradients of the weights are added in place.
+/// Gradients of the rows and of the initial states, all in the accumulation kind, but for those of `qkv` and `z` by a GPU's kernels,
+/// which are like the rows; gradients of the weights are added in place.
 /// `d_last` is the gradient of the states that [`forward`] returned. The forward is computed again.
 ///
 /// # Errors
@@ -184,6 +198,9 @@ pub fn backward(
     options: DeltaOptions,
     grads: &mut DeltaWeights,
 ) -> Result<(DeltaRows, DeltaState)> {
+    if gpu::serves(rows, options) {
+        return gpu::backward((d_output, d_last), rows, weights, initial, sequences, options, grads);
+    }
     let tails = initial.map(|state| &state.conv);
     let states = initial.map(|state| &state.rule);
     let (mixed, _) = conv::forward(&rows.qkv, &weights.conv, tails, sequences)?;

@@ -70,7 +70,7 @@ impl PackedSequences {
         Ok(Tensor::f_cat(&[o_prompts, o], 0)?)
     }
 
-    /// Gradients of the rows, in the accumulation kind; those of the weights are added in place.
+    /// Gradients of the rows, of the kinds that [`backward`] gives; those of the weights are added in place.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].

@@ -1,6 +1,8 @@
 //! Where the sequences of a packed batch begin and end, for the convolution and for the rule.
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
+
+use crate::cuda::kernels::DeltaLayout;
 
 /// Tokens that the rule computes together.
 pub(super) const CHUNK: i64 = 64;
@@ -14,6 +16,8 @@ pub struct Sequences {
     /// The last `width - 1` rows of every sequence, tails included.
     pub(super) tails: Tensor, // [N (width - 1)] int64
     pub(super) chunks: Chunks,
+    /// The chunks for the kernels of a GPU.
+    pub(super) layout: DeltaLayout,
     pub(super) num_sequences: i64,
 }
 
@@ -50,8 +54,29 @@ impl Sequences {
             earlier: earlier.map(|rows| Tensor::from_slice(&rows).to_device(device)).collect(),
             tails: Tensor::from_slice(&last).to_device(device),
             chunks: Chunks::new(&lens, device),
+            layout: layout(&lens, device),
             num_sequences: lens.len() as i64,
         }
+    }
+}
+
+fn layout(lens: &[i64], device: Device) -> DeltaLayout {
+    let (mut chunks, mut sequences, mut first) = (Vec::new(), Vec::new(), 0);
+    for (n, &len) in lens.iter().enumerate() {
+        let (index, begin) = (n as i64, chunks.len() as i64);
+        let starts = (0..len).step_by(CHUNK as usize);
+        chunks.extend(starts.map(|at| [first + at, (len - at).min(CHUNK), index, at]));
+        sequences.push([index, begin, chunks.len() as i64 - begin, len]);
+        first += len;
+    }
+    sequences.sort_by_key(|[_, _, count, _]| std::cmp::Reverse(*count));
+    let table =
+        |rows: &[i64], width: i64| Tensor::from_slice(rows).to_kind(Kind::Int).view([-1, width]).to_device(device);
+    DeltaLayout {
+        chunks: table(&chunks.concat(), 4),
+        sequences: table(&sequences.concat(), 4),
+        lengths: table(lens, 1),
+        num_tokens: first,
     }
 }
 

@@ -1,0 +1,127 @@
+// Tiles of the gated delta rule in shared memory, and what tensor cores read of them. A head's keys and values are 128 wide, a chunk has
+// 64 tokens.
+#pragma once
+#include "async.cuh"
+#include "cluster.cuh"
+#include "mma.cuh"
+#include "scalar.cuh"
+
+constexpr int CHUNK = 64, DIM = 128;
+constexpr int WIDE_BYTES = CHUNK * DIM * 2, PAIRS_BYTES = CHUNK * CHUNK * 2, STATE_BYTES = DIM * DIM * 2;
+constexpr float SCALE = 0.08838834764831845f;  // 1 / sqrt(DIM)
+
+// A chunk's decays and write strengths of one head.
+struct alignas(16) Gates {
+    double sum[CHUNK];  // of the logarithms of decays, from the chunk's beginning
+    float now[CHUNK];   // exp(sum)
+    float end[CHUNK];   // exp(last sum - sum)
+    float beta[CHUNK];  // 0 behind the last token
+};
+
+// A chunk: rows `first` to `first + count`, at `position` of its sequence.
+struct alignas(16) Chunk {
+    int first, count, sequence, position;
+};
+
+// Sequences, the longest first, and their chunks.
+struct alignas(16) Sequence {
+    int sequence, first_chunk, chunks, length;
+};
+
+// 16 bytes of a row in shared memory: neighbours of a column lie in different banks. Rows of 256 and of 128 bytes.
+__device__ __forceinline__ unsigned wide_at(unsigned tile, int row, int part) {
+    return tile + row * 256 + ((part ^ (row & 7)) << 4);
+}
+__device__ __forceinline__ unsigned pairs_at(unsigned tile, int row, int part) {
+    return tile + row * 128 + ((part ^ (row & 7)) << 4);
+}
+
+// Lane's row and part of four matrices: by rows of 16 (factors [m, k] as they lie, and [k, n]), or by parts (factors [n, k] as they lie,
+// and [k, m]).
+struct Lane {
+    int row_x, part_x, row_y, part_y, group, pair;
+    __device__ __forceinline__ Lane() {
+        const int lane = threadIdx.x % 32;
+        row_x = lane & 15;
+        part_x = lane >> 4;
+        row_y = (lane & 7) + ((lane >> 4) << 3);
+        part_y = (lane >> 3) & 1;
+        group = lane / 4;
+        pair = lane % 4 * 2;
+    }
+};
+
+__device__ __forceinline__ void load_transposed(unsigned (&to)[4], unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// 8 x 8 of bf16, transposed among the lanes of a warp.
+__device__ __forceinline__ unsigned transposed(unsigned matrix) {
+    unsigned out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
+    return out;
+}
+
+__device__ __forceinline__ float low(unsigned both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high(unsigned both) { return __uint_as_float(both & 0xffff0000u); }
+
+__device__ __forceinline__ unsigned read_shared(unsigned at) {
+    unsigned value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    return value;
+}
+__device__ __forceinline__ void write_shared(unsigned at, unsigned value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint4 read_shared_16(unsigned at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+
+// sums += a b, 16 x 16 of a and two tiles of 8 columns of b.
+__device__ __forceinline__ void multiply_two(float (&left)[4], float (&right)[4], const unsigned (&a)[4], const unsigned (&b)[4]) {
+    multiply(left, a[0], a[1], a[2], a[3], b[0], b[1]);
+    multiply(right, a[0], a[1], a[2], a[3], b[2], b[3]);
+}
+
+// Two tiles of sums as a factor [16, 16] of a further product.
+__device__ __forceinline__ void as_factor(unsigned (&to)[4], const float (&left)[4], const float (&right)[4]) {
+    to[0] = pack(left[0], left[1]);
+    to[1] = pack(left[2], left[3]);
+    to[2] = pack(right[0], right[1]);
+    to[3] = pack(right[2], right[3]);
+}
+
+// Rows of a chunk [CHUNK, DIM], `stride` elements apart; zeros behind `count`. Parts first_part to first_part + parts of each.
+__device__ __forceinline__ void copy_rows(
+    unsigned tile, const bf16* from, long long stride, int count, int first_part = 0, int parts = DIM / 8
+) {
+    for (int i = threadIdx.x; i < CHUNK * parts; i += blockDim.x) {
+        const int row = i / parts, part = first_part + i % parts;
+        copy_16(wide_at(tile, row, part), from + (row < count ? row : 0) * stride + part * 8, row < count ? 16 : 0);
+    }
+}
+
+__device__ __forceinline__ void copy_pairs(unsigned tile, const bf16* from) {
+    for (int i = threadIdx.x; i < CHUNK * 8; i += blockDim.x) copy_16(pairs_at(tile, i / 8, i % 8), from + i * 8, 16);
+}
+
+__device__ __forceinline__ void copy_plain(unsigned to, const void* from, int bytes) {
+    for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x) copy_16(to + i * 16, static_cast<const char*>(from) + i * 16, 16);
+}
+
+// Sums [16 dv, 8 tiles of 8 tokens] of a warp as rows of tokens, from `to` at the warp's first value.
+__device__ __forceinline__ void write_tokens(bf16* to, long long stride, int count, const Lane& lane, const float (&sums)[8][4]) {
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+        const unsigned first = transposed(pack(sums[t][0], sums[t][1])), second = transposed(pack(sums[t][2], sums[t][3]));
+        const int row = 8 * t + lane.group;
+        if (row >= count) continue;
+        *reinterpret_cast<unsigned*>(to + row * stride + lane.pair) = first;
+        *reinterpret_cast<unsigned*>(to + row * stride + 8 + lane.pair) = second;
+    }
+}

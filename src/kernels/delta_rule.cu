@@ -1,0 +1,378 @@
+// The gated delta rule over chunks of 64 tokens, forward (arXiv 2412.06464; src/ops/delta_net/rule.rs has the formulas).
+//
+// delta_prepare: a chunk of a head by itself: decays, T = (I + A)^-1, U = T (beta v), W = T (beta exp(G) k), P = q k^T D / sqrt(dk).
+// delta_scan: the pass over the chunks of a sequence. A warp has 16 columns of the state, transposed, in registers, where sums of one
+// product are a factor of the next; it meets the others only where they wait for tiles.
+#include "delta.cuh"
+
+constexpr int STRIDE = CHUNK + 4;  // of A and T in shared memory
+
+struct Prepare {
+    const bf16 *mixed, *a, *b, *a_log, *dt_bias;  // [T, C], [T, H] twice, [H] twice
+    const Chunk* chunks;
+    bf16 *u, *w, *p, *t;  // [B, H, CHUNK, DIM] twice, [B, H, CHUNK, CHUNK] twice; t may be null
+    Gates* gates;         // [B, H]
+    int heads, key_heads, channels;
+};
+
+__device__ __forceinline__ void gates_of_chunk(const Prepare& of, const Chunk& chunk, int head, Gates& gates) {
+    __shared__ double whole;
+    const int i = threadIdx.x;
+    double sum = 0.0;
+    if (i < CHUNK) {
+        float beta = 0.0f, g = 0.0f;
+        if (i < chunk.count) {
+            const long long at = static_cast<long long>(chunk.first + i) * of.heads + head;
+            const float x = widen(of.a[at]) + widen(of.dt_bias[head]);
+            g = -expf(widen(of.a_log[head])) * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+            beta = 1.0f / (1.0f + expf(-widen(of.b[at])));
+        }
+        sum = g;
+        for (int step = 1; step < 32; step *= 2) {
+            const double other = __shfl_up_sync(0xffffffffu, sum, step);
+            if (i % 32 >= step) sum += other;
+        }
+        gates.beta[i] = beta;
+        if (i == 31) whole = sum;
+    }
+    __syncthreads();
+    if (i >= 32 && i < CHUNK) sum += whole;
+    if (i < CHUNK) gates.sum[i] = sum;
+    __syncthreads();
+    if (i < CHUNK) {
+        gates.now[i] = expf(static_cast<float>(sum));
+        gates.end[i] = expf(static_cast<float>(gates.sum[CHUNK - 1] - sum));
+    }
+    __syncthreads();
+}
+
+// x[0..N) at `to` = -(left right)[..], or + : squares of SIZE, all threads of the block; COUNT of them.
+template <int SIZE>
+__device__ __forceinline__ void square_product(float* to, const float* left, const float* right, int thread, int threads, float sign) {
+    for (int i = thread; i < SIZE * SIZE / 8; i += threads) {
+        const int row = i / (SIZE / 4) * 2, column = i % (SIZE / 4) * 4;
+        float sums[2][4] = {};
+#pragma unroll 4
+        for (int k = 0; k < SIZE; ++k) {
+            const float4 b = *reinterpret_cast<const float4*>(right + k * STRIDE + column);
+            const float a0 = left[row * STRIDE + k], a1 = left[(row + 1) * STRIDE + k];
+            sums[0][0] += a0 * b.x; sums[0][1] += a0 * b.y; sums[0][2] += a0 * b.z; sums[0][3] += a0 * b.w;
+            sums[1][0] += a1 * b.x; sums[1][1] += a1 * b.y; sums[1][2] += a1 * b.z; sums[1][3] += a1 * b.w;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) to[(row + r) * STRIDE + column + c] = sign * sums[r][c];
+    }
+}
+
+// (I + A)^-1 in A's place; A is strictly lower. `spare` has 32 rows.
+__device__ __forceinline__ void invert(float* a, float* spare) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    {  // squares of 16 on the diagonal, a column a lane
+        float* own = a + warp * 16 * STRIDE + warp * 16;
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            x[i] = i == lane ? 1.0f : 0.0f;
+#pragma unroll
+            for (int k = 0; k < 16; ++k)
+                if (k < i) x[i] -= own[i * STRIDE + k] * x[k];
+        }
+        __syncwarp();
+        if (lane < 16) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) own[i * STRIDE + lane] = x[i];
+        }
+    }
+    __syncthreads();
+    {  // squares of 32: two warps each
+        const int square = warp / 2;
+        float* own = a + square * 32 * (STRIDE + 1);
+        float* between = spare + square * 16;
+        square_product<16>(between, own + 16 * STRIDE, own, threadIdx.x % 64, 64, 1.0f);
+        __syncthreads();
+        square_product<16>(own + 16 * STRIDE, own + 16 * (STRIDE + 1), between, threadIdx.x % 64, 64, -1.0f);
+    }
+    __syncthreads();
+    square_product<32>(spare, a + 32 * STRIDE, a, threadIdx.x, 128, 1.0f);
+    __syncthreads();
+    square_product<32>(a + 32 * STRIDE, a + 32 * (STRIDE + 1), spare, threadIdx.x, 128, -1.0f);
+    __syncthreads();
+}
+
+// Rows 16 warp .. of T diag(columns) x, to [CHUNK, DIM] by way of the warp's rows of the tile `stage`.
+__device__ __forceinline__ void solve(bf16* to, const float* t, const float* columns, const float* more, unsigned x, unsigned stage, const Lane& lane) {
+    const int warp = threadIdx.x / 32, row = 16 * warp;
+    float sums[16][4] = {};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if (k > warp) break;
+        const int left = 16 * k + lane.pair, right = left + 8;
+        const float c0 = columns[left] * more[left], c1 = columns[left + 1] * more[left + 1];
+        const float c2 = columns[right] * more[right], c3 = columns[right + 1] * more[right + 1];
+        const float *upper = t + (row + lane.group) * STRIDE, *lower = upper + 8 * STRIDE;
+        const unsigned a[4] = {pack(upper[left] * c0, upper[left + 1] * c1), pack(lower[left] * c0, lower[left + 1] * c1),
+                               pack(upper[right] * c2, upper[right + 1] * c3), pack(lower[right] * c2, lower[right + 1] * c3)};
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            unsigned b[4];
+            load_transposed(b, wide_at(x, 16 * k + lane.row_x, 2 * n + lane.part_x));
+            multiply_two(sums[2 * n], sums[2 * n + 1], a, b);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+        write_shared(wide_at(stage, row + lane.group, n) + lane.pair * 2, pack(sums[n][0], sums[n][1]));
+        write_shared(wide_at(stage, row + 8 + lane.group, n) + lane.pair * 2, pack(sums[n][2], sums[n][3]));
+    }
+    __syncwarp();
+    for (int i = threadIdx.x % 32; i < 16 * 16; i += 32)
+        *reinterpret_cast<uint4*>(to + (row + i / 16) * DIM + i % 16 * 8) = read_shared_16(wide_at(stage, row + i / 16, i % 16));
+    __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(128) delta_prepare(
+    const bf16* mixed, const bf16* a, const bf16* b, const bf16* a_log, const bf16* dt_bias, const Chunk* chunks, bf16* u, bf16* w,
+    bf16* p, bf16* t, Gates* gates, long long heads, long long key_heads, long long channels
+) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ Gates own;
+    const Prepare of = {mixed, a, b, a_log, dt_bias, chunks, u, w, p, t, gates, static_cast<int>(heads), static_cast<int>(key_heads),
+                        static_cast<int>(channels)};
+    const unsigned q_tile = (shared_address(memory) + 127) / 128 * 128, k_tile = q_tile + WIDE_BYTES, v_tile = k_tile + WIDE_BYTES;
+    float* system = reinterpret_cast<float*>(memory + (v_tile + WIDE_BYTES - shared_address(memory)));
+    float* spare = system + CHUNK * STRIDE;
+    const int index = blockIdx.x / of.heads, head = blockIdx.x % of.heads, key_head = head / (of.heads / of.key_heads);
+    const Chunk chunk = chunks[index];
+    const long long item = blockIdx.x;
+    const bf16* rows = mixed + chunk.first * channels;
+    copy_rows(q_tile, rows + key_head * DIM, channels, chunk.count);
+    copy_rows(k_tile, rows + (of.key_heads + key_head) * DIM, channels, chunk.count);
+    commit_copies();
+    copy_rows(v_tile, rows + (2 * of.key_heads + head) * DIM, channels, chunk.count);
+    commit_copies();
+    gates_of_chunk(of, chunk, head, own);
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Gates) / 16); i += blockDim.x)
+        reinterpret_cast<uint4*>(gates + item)[i] = reinterpret_cast<const uint4*>(&own)[i];
+    wait_copies<1>();
+    __syncthreads();
+    const Lane lane;
+    const int warp = threadIdx.x / 32, row = 16 * warp + lane.group;
+    for (int part = 0; part < 4; ++part) {  // 16 columns of both tables
+        float scores[2][4] = {}, dots[2][4] = {};
+        if (part <= warp) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                unsigned q_rows[4], k_rows[4], columns[4];
+                load_matrices(q_rows, wide_at(q_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
+                load_matrices(k_rows, wide_at(k_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
+                load_matrices(columns, wide_at(k_tile, 16 * part + lane.row_y, 2 * k + lane.part_y));
+                multiply_two(scores[0], scores[1], q_rows, columns);
+                multiply_two(dots[0], dots[1], k_rows, columns);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int i = row + 8 * half, j = 16 * part + 8 * n + lane.pair;
+                float values[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float decay = i >= j + e ? expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
+                    values[e] = scores[n][2 * half + e] * decay * SCALE;
+                    system[i * STRIDE + j + e] = i > j + e ? dots[n][2 * half + e] * decay * own.beta[i] : 0.0f;
+                }
+                *reinterpret_cast<unsigned*>(p + (item * CHUNK + i) * CHUNK + j) = pack(values[0], values[1]);
+            }
+        }
+    }
+    wait_copies<0>();
+    __syncthreads();
+    invert(system, spare);
+    if (t) {
+        for (int i = threadIdx.x; i < CHUNK * CHUNK / 2; i += blockDim.x) {
+            const int r = i / (CHUNK / 2), c = i % (CHUNK / 2) * 2;
+            reinterpret_cast<unsigned*>(t)[item * CHUNK * CHUNK / 2 + i] =
+                pack(c > r ? 0.0f : system[r * STRIDE + c], c + 1 > r ? 0.0f : system[r * STRIDE + c + 1]);
+        }
+    }
+    __shared__ float ones[CHUNK];
+    if (threadIdx.x < CHUNK) ones[threadIdx.x] = 1.0f;
+    __syncthreads();
+    solve(u + item * CHUNK * DIM, system, own.beta, ones, v_tile, q_tile, lane);
+    solve(w + item * CHUNK * DIM, system, own.beta, own.now, k_tile, q_tile, lane);
+}
+
+struct Scan {
+    const bf16 *mixed, *u, *w, *p;
+    const Gates* gates;
+    const Chunk* chunks;
+    const Sequence* sequences;
+    const float* initial;  // [N, H, dk, dv] or null
+    bf16* o;               // [T, H, DIM]
+    float* last;           // [N, H, dk, dv] or null
+    bf16 *states, *news;   // before every chunk [B, H, dv, dk], and what it writes [B, H, CHUNK, DIM]; null for a forward alone
+    int heads, key_heads, channels;
+};
+
+constexpr int SCAN_BYTES = 4 * WIDE_BYTES + PAIRS_BYTES + 2 * CHUNK * 4;
+
+__device__ __forceinline__ void copy_stage(const Scan& of, unsigned stage, const Chunk& chunk, int index, int head, int first_part, int parts) {
+    const int key_head = head / (of.heads / of.key_heads);
+    const long long item = static_cast<long long>(index) * of.heads + head;
+    const bf16* rows = of.mixed + static_cast<long long>(chunk.first) * of.channels;
+    copy_rows(stage, of.w + item * CHUNK * DIM, DIM, CHUNK);
+    copy_rows(stage + WIDE_BYTES, of.u + item * CHUNK * DIM, DIM, CHUNK, first_part, parts);
+    copy_rows(stage + 2 * WIDE_BYTES, rows + key_head * DIM, of.channels, chunk.count);
+    copy_rows(stage + 3 * WIDE_BYTES, rows + (of.key_heads + key_head) * DIM, of.channels, chunk.count);
+    copy_pairs(stage + 4 * WIDE_BYTES, of.p + item * CHUNK * CHUNK);
+    copy_plain(stage + 4 * WIDE_BYTES + PAIRS_BYTES, of.gates[item].now, 2 * CHUNK * 4);
+}
+
+template <int WARPS>
+__device__ __forceinline__ void scan(const Scan& of) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    const unsigned tiles = (shared_address(memory) + 127) / 128 * 128;
+    constexpr int SLICES = 8 / WARPS;
+    const int slice = blockIdx.x % SLICES, head = blockIdx.x / SLICES % of.heads;
+    const Sequence sequence = of.sequences[blockIdx.x / SLICES / of.heads];
+    const int parts = 2 * WARPS, first_part = slice * parts;
+    const int value = (slice * WARPS + threadIdx.x / 32) * 16;  // the warp's first
+    const Lane lane;
+    float state[16][4];  // [16 dv, 128 dk]
+    const long long whole = (static_cast<long long>(sequence.sequence) * of.heads + head) * DIM * DIM;
+#pragma unroll
+    for (int t = 0; t < 16; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            state[t][e] = of.initial
+                ? of.initial[whole + (8 * t + lane.pair + (e & 1)) * DIM + value + lane.group + (e >> 1) * 8] : 0.0f;
+    Chunk chunk = {};
+    if (sequence.chunks > 0) {
+        chunk = of.chunks[sequence.first_chunk];
+        copy_stage(of, tiles, chunk, sequence.first_chunk, head, first_part, parts);
+    }
+    commit_copies();
+    for (int step = 0; step < sequence.chunks; ++step) {
+        const int index = sequence.first_chunk + step;
+        const long long item = static_cast<long long>(index) * of.heads + head;
+        const unsigned stage = tiles + step % 2 * SCAN_BYTES;
+        Chunk next = chunk;
+        if (step + 1 < sequence.chunks) {
+            next = of.chunks[index + 1];
+            copy_stage(of, tiles + (step + 1) % 2 * SCAN_BYTES, next, index + 1, head, first_part, parts);
+        }
+        commit_copies();
+        wait_copies<1>();
+        __syncthreads();
+        const unsigned w = stage, u = stage + WIDE_BYTES, q = u + WIDE_BYTES, k = q + WIDE_BYTES, p = k + WIDE_BYTES;
+        const unsigned now = p + PAIRS_BYTES, end = now + CHUNK * 4;
+        unsigned start[8][4];
+#pragma unroll
+        for (int t = 0; t < 8; ++t) as_factor(start[t], state[2 * t], state[2 * t + 1]);
+        if (of.states) {
+            unsigned* to = reinterpret_cast<unsigned*>(of.states + (item * DIM + value + lane.group) * DIM + lane.pair);
+#pragma unroll
+            for (int t = 0; t < 8; ++t) {
+                to[8 * t] = start[t][0];
+                to[8 * t + 8 * DIM / 2] = start[t][1];
+                to[8 * t + 4] = start[t][2];
+                to[8 * t + 8 * DIM / 2 + 4] = start[t][3];
+            }
+        }
+        float fresh[8][4], out[8][4];  // [16 dv, 64 tokens]
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            unsigned both[4];
+            load_transposed(both, wide_at(u, 16 * t + lane.row_y, value / 8 + lane.part_y));
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    fresh[2 * t + n][2 * half] = -low(both[2 * n + half]);
+                    fresh[2 * t + n][2 * half + 1] = -high(both[2 * n + half]);
+                    out[2 * t + n][2 * half] = out[2 * t + n][2 * half + 1] = 0.0f;
+                }
+        }
+#pragma unroll
+        for (int t = 0; t < 8; ++t)
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                unsigned b[4];
+                load_matrices(b, wide_at(w, 16 * n + lane.row_y, 2 * t + lane.part_y));
+                multiply_two(fresh[2 * n], fresh[2 * n + 1], start[t], b);
+                load_matrices(b, wide_at(q, 16 * n + lane.row_y, 2 * t + lane.part_y));
+                multiply_two(out[2 * n], out[2 * n + 1], start[t], b);
+            }
+#pragma unroll
+        for (int t = 0; t < 8; ++t) {
+            const float left = __uint_as_float(read_shared(now + (8 * t + lane.pair) * 4)) * SCALE;
+            const float right = __uint_as_float(read_shared(now + (8 * t + lane.pair + 1) * 4)) * SCALE;
+            out[t][0] *= left; out[t][1] *= right; out[t][2] *= left; out[t][3] *= right;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) fresh[t][e] = -fresh[t][e];
+        }
+        if (of.news) write_tokens(of.news + item * CHUNK * DIM + value, DIM, CHUNK, lane, fresh);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            unsigned a[4];
+            as_factor(a, fresh[2 * t], fresh[2 * t + 1]);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                if (n < t) continue;  // earlier tokens
+                unsigned b[4];
+                load_matrices(b, pairs_at(p, 16 * n + lane.row_y, 2 * t + lane.part_y));
+                multiply_two(out[2 * n], out[2 * n + 1], a, b);
+            }
+        }
+        write_tokens(of.o + (static_cast<long long>(chunk.first) * of.heads + head) * DIM + value, of.heads * DIM, chunk.count, lane, out);
+        const float decay = __uint_as_float(read_shared(now + (CHUNK - 1) * 4));
+#pragma unroll
+        for (int t = 0; t < 16; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) state[t][e] *= decay;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+#pragma unroll
+            for (int n = 2 * t; n < 2 * t + 2; ++n) {
+                const float left = __uint_as_float(read_shared(end + (8 * n + lane.pair) * 4));
+                const float right = __uint_as_float(read_shared(end + (8 * n + lane.pair + 1) * 4));
+                fresh[n][0] *= left; fresh[n][1] *= right; fresh[n][2] *= left; fresh[n][3] *= right;
+            }
+            unsigned a[4];
+            as_factor(a, fresh[2 * t], fresh[2 * t + 1]);
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                unsigned b[4];
+                load_transposed(b, wide_at(k, 16 * t + lane.row_x, 2 * n + lane.part_x));
+                multiply_two(state[2 * n], state[2 * n + 1], a, b);
+            }
+        }
+        chunk = next;
+        __syncthreads();
+    }
+    wait_copies<0>();
+    if (!of.last) return;
+#pragma unroll
+    for (int t = 0; t < 16; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            of.last[whole + (8 * t + lane.pair + (e & 1)) * DIM + value + lane.group + (e >> 1) * 8] = state[t][e];
+}
+
+#define SCAN(WARPS)                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) delta_scan_##WARPS(                                         \
+        const bf16* mixed, const bf16* u, const bf16* w, const bf16* p, const Gates* gates, const Chunk* chunks,            \
+        const Sequence* sequences, const float* initial, bf16* o, float* last, bf16* states, bf16* news, long long heads,   \
+        long long key_heads, long long channels                                                                             \
+    ) {                                                                                                                     \
+        const Scan of = {mixed, u, w, p, gates, chunks, sequences, initial, o, last, states, news, static_cast<int>(heads), \
+                         static_cast<int>(key_heads), static_cast<int>(channels)};                                          \
+        scan<WARPS>(of);                                                                                                    \
+    }
+
+SCAN(2)
+SCAN(4)
+SCAN(8)

@@ -1,0 +1,153 @@
+//! Gated delta nets in training on a GPU: the operation against the CPU's in float64, which unit tests hold to autograd through the
+//! recurrence, and steps of small hybrid models against the CPU's. Ignored where there is no GPU; times are printed as JSON lines.
+
+use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::internal::model::{DeltaLayers, LoraSpec, ModelSpec};
+use colo_grpo::internal::ops::attention::{Bounds, SharedBounds};
+use colo_grpo::internal::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+use crate::gpu_lora::{Training, assert_trains_as_on_the_cpu};
+use crate::on_gpu::{GPU, is_small, rand, relative_error, seconds};
+
+/// Heads that the kernels serve, and others, which libtorch's operations serve.
+const WIDE: DeltaHeads =
+    DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 128, value_dim: 128, conv_width: 4 };
+const NARROW: DeltaHeads = DeltaHeads { key_dim: 16, value_dim: 32, ..WIDE };
+
+struct Inputs {
+    rows: DeltaRows,
+    weights: DeltaWeights,
+    d_output: Tensor,
+}
+
+impl Inputs {
+    fn random(tokens: i64, heads: DeltaHeads, kind: Kind) -> Self {
+        let [channels, value_heads, value_dim, width] =
+            [heads.channels(), heads.num_value_heads, heads.value_dim, heads.conv_width].map(|n| n as i64);
+        let rows = DeltaRows {
+            qkv: rand(&[tokens, channels], kind),
+            z: rand(&[tokens, value_heads * value_dim], kind),
+            b: rand(&[tokens, value_heads], kind),
+            a: rand(&[tokens, value_heads], kind),
+        };
+        let weights = DeltaWeights {
+            conv: rand(&[channels, width], kind) * 0.5,
+            // The first head forgets so fast that exp of a chunk's sum is 0.
+            a_log: Tensor::linspace(3.5, -4.0, value_heads, (Kind::Double, Device::Cpu)).to_kind(kind),
+            dt_bias: rand(&[value_heads], kind),
+            norm: rand(&[value_dim], kind),
+        };
+        Self { rows, weights, d_output: rand(&[tokens, value_heads * value_dim], kind) }
+    }
+
+    /// Outputs and all gradients.
+    fn run(&self, bounds: &Bounds, heads: DeltaHeads, kind: Kind, device: Device) -> Vec<(&'static str, Tensor)> {
+        let on = |t: &Tensor| t.to_device(device).to_kind(kind);
+        let DeltaRows { qkv, z, b, a } = &self.rows;
+        let rows = DeltaRows { qkv: on(qkv), z: on(z), b: on(b), a: on(a) };
+        let DeltaWeights { conv, a_log, dt_bias, norm } = &self.weights;
+        let weights = DeltaWeights { conv: on(conv), a_log: on(a_log), dt_bias: on(dt_bias), norm: on(norm) };
+        let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+        let zeros = |t: &Tensor| Tensor::zeros(t.size(), (wide, device));
+        let mut grads =
+            DeltaWeights { conv: zeros(conv), a_log: zeros(a_log), dt_bias: zeros(dt_bias), norm: zeros(norm) };
+        let options = DeltaOptions { heads, eps: 1e-6 };
+        let packed = PackedSequences::new(bounds, heads.conv_width, device);
+        let o = packed.forward(&rows, &weights, options).unwrap();
+        let d = packed.backward(&on(&self.d_output), &rows, &weights, options, &mut grads).unwrap();
+        let of_rows = [("output", o), ("d_qkv", d.qkv), ("d_z", d.z), ("d_b", d.b), ("d_a", d.a)];
+        let DeltaWeights { conv, a_log, dt_bias, norm } = grads;
+        let of_weights = [("d_conv", conv), ("d_a_log", a_log), ("d_dt_bias", dt_bias), ("d_norm", norm)];
+        of_rows.into_iter().chain(of_weights).collect()
+    }
+}
+
+/// Packed sequences of odd lengths; and two prompts with completions that begin with forks of their states, beside a prompt of which
+/// nothing is sampled.
+fn layouts() -> [(i64, Bounds); 2] {
+    let shared = SharedBounds {
+        prompts: vec![0, 65, 70, 72],
+        groups: vec![72, 76, 76, 146],
+        completions: vec![72, 75, 76, 146],
+    };
+    [(271, Bounds::Separate(vec![0, 70, 70, 71, 202, 205, 271])), (146, Bounds::Shared(shared))]
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_delta_nets_equal_the_cpus() {
+    tch::manual_seed(11);
+    for (heads, kind, bound) in [
+        (WIDE, Kind::BFloat16, 2e-2),
+        (NARROW, Kind::Float, 1e-4),
+        (WIDE, Kind::Float, 1e-4),
+        (NARROW, Kind::BFloat16, 2e-2),
+    ] {
+        for (tokens, bounds) in layouts() {
+            let inputs = Inputs::random(tokens, heads, kind);
+            let expected = inputs.run(&bounds, heads, Kind::Double, Device::Cpu);
+            let (got, again) = (inputs.run(&bounds, heads, kind, GPU), inputs.run(&bounds, heads, kind, GPU));
+            for (((name, got), (_, again)), (_, expected)) in got.iter().zip(&again).zip(&expected) {
+                let what = format!("{name} of {heads:?}, {kind:?}, {tokens} tokens");
+                let error = relative_error(got, expected);
+                assert!(error < bound, "{what}: {error:e}");
+                assert!(again.equal(got), "{what}: not the same twice");
+            }
+        }
+    }
+}
+
+/// A hybrid with heads that the kernels serve: attention with heads of 256, of which a quarter is turned.
+fn wide_hybrid() -> ModelSpec {
+    let spec = ModelSpec::preset("tiny-hybrid").unwrap();
+    let full_attention = spec.delta_net.as_ref().unwrap().full_attention.clone();
+    let delta_net = Some(DeltaLayers { heads: WIDE, full_attention });
+    ModelSpec { delta_net, head_dim: 256, num_heads: 2, num_kv_heads: 1, ..spec }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_hybrids_train_as_on_the_cpu() {
+    use GradientCheckpointing::{Full, Selective};
+    let narrow = || ModelSpec::preset("tiny-hybrid").unwrap();
+    let all = Some(LoraSpec { r: 8, alpha: 16.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() });
+    for (spec, lora, quantization, gradient_checkpointing, share_prompts) in [
+        (wide_hybrid(), None, Quantization::None, Selective, true),
+        (wide_hybrid(), None, Quantization::None, Full, false),
+        (wide_hybrid(), all, Quantization::Nf4, Selective, true),
+        (narrow(), None, Quantization::None, Selective, true),
+    ] {
+        let what = format!("head_dim {}, {quantization:?}, {gradient_checkpointing:?}", spec.head_dim);
+        let training = Training { spec, lora, quantization, gradient_checkpointing, share_prompts };
+        for (kinds, bound) in [((Kind::Float, Kind::Float), 2e-3), ((Kind::BFloat16, Kind::Float), 5e-2)] {
+            assert_trains_as_on_the_cpu(&training, kinds, bound, &what);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_delta_nets_are_timed_at_the_9b_shape() {
+    let heads = DeltaHeads { num_key_heads: 16, num_value_heads: 32, ..WIDE };
+    let lens = if is_small() { vec![0, 200] } else { vec![0, 4096, 8192, 12288, 16384] };
+    let tokens = *lens.last().unwrap();
+    let inputs = Inputs::random(tokens, heads, Kind::BFloat16);
+    let on = |t: &Tensor| t.to_device(GPU);
+    let DeltaRows { qkv, z, b, a } = &inputs.rows;
+    let rows = DeltaRows { qkv: on(qkv), z: on(z), b: on(b), a: on(a) };
+    let DeltaWeights { conv, a_log, dt_bias, norm } = &inputs.weights;
+    let weights = DeltaWeights { conv: on(conv), a_log: on(a_log), dt_bias: on(dt_bias), norm: on(norm) };
+    let zeros = |t: &Tensor| Tensor::zeros(t.size(), (Kind::Float, GPU));
+    let mut grads = DeltaWeights { conv: zeros(conv), a_log: zeros(a_log), dt_bias: zeros(dt_bias), norm: zeros(norm) };
+    let (d_output, options) = (on(&inputs.d_output), DeltaOptions { heads, eps: 1e-6 });
+    let packed = PackedSequences::new(&Bounds::Separate(lens), heads.conv_width, GPU);
+    let forward = seconds(&mut || drop(packed.forward(&rows, &weights, options).unwrap()));
+    let backward = seconds(&mut || drop(packed.backward(&d_output, &rows, &weights, options, &mut grads).unwrap()));
+    println!(
+        "{}",
+        json!({"test": "delta_net", "tokens": tokens, "forward_ms": forward * 1e3, "backward_ms": backward * 1e3})
+    );
+    assert!(is_small() || (forward < 2e-3 && backward < 8e-3), "{forward} s, {backward} s");
+}
