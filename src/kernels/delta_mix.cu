@@ -12,10 +12,8 @@ struct Four {
     float at[4];
 };
 
-__device__ __forceinline__ Four widen_four(const bf16* from) {
-    const uint2 both = *reinterpret_cast<const uint2*>(from);
-    return {low(both.x), high(both.x), low(both.y), high(both.y)};
-}
+__device__ __forceinline__ Four widen(uint2 both) { return {low(both.x), high(both.x), low(both.y), high(both.y)}; }
+__device__ __forceinline__ Four widen_four(const bf16* from) { return widen(*reinterpret_cast<const uint2*>(from)); }
 __device__ __forceinline__ void store_four(bf16* to, const Four& x) {
     *reinterpret_cast<uint2*>(to) = make_uint2(pack(x.at[0], x.at[1]), pack(x.at[2], x.at[3]));
 }
@@ -34,12 +32,17 @@ struct Mix {
     int channels, unit_groups;  // groups of channels that are queries or keys
 };
 
-// Row `row` of the chunk; before the sequence, its tail.
-__device__ __forceinline__ Four input(const Mix& of, const Chunk& chunk, int row, int channel) {
-    const int position = chunk.position + row;
-    if (position >= 0) return widen_four(of.x + (static_cast<long long>(chunk.first) + row) * of.channels + channel);
-    if (!of.tails) return {};
-    return widen_four(of.tails + (static_cast<long long>(chunk.sequence) * (WIDTH - 1) + WIDTH - 1 + position) * of.channels + channel);
+// Rows first - 3 to first + COUNT - 3 of the chunk, all on their way at once: before the sequence its tails, behind `end` zeros.
+template <int COUNT>
+__device__ __forceinline__ void load_rows(uint2 (&to)[COUNT], const Mix& of, const Chunk& chunk, int first, int end, int channel) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int row = first + i - (WIDTH - 1), position = chunk.position + row;
+        const bf16* from = of.x + (static_cast<long long>(chunk.first) + row) * of.channels + channel;
+        if (position < 0)
+            from = of.tails + (static_cast<long long>(chunk.sequence) * (WIDTH - 1) + WIDTH - 1 + position) * of.channels + channel;
+        to[i] = row < end && (position >= 0 || of.tails) ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
+    }
 }
 
 // Of four channels, tap by tap: the last one is the token's own.
@@ -52,13 +55,15 @@ __device__ __forceinline__ void load_taps(Four (&taps)[WIDTH], const bf16* weigh
     }
 }
 
-// window[0] is the oldest row.
-__device__ __forceinline__ Four convolve(const Four (&window)[WIDTH], const Four (&taps)[WIDTH]) {
+// rows[0] is the oldest.
+__device__ __forceinline__ Four convolve(const uint2* rows, const Four (&taps)[WIDTH]) {
     Four sum = {};
 #pragma unroll
-    for (int tap = WIDTH - 1; tap >= 0; --tap)
+    for (int tap = WIDTH - 1; tap >= 0; --tap) {
+        const Four row = widen(rows[tap]);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sum.at[c] += window[tap].at[c] * taps[tap].at[c];
+        for (int c = 0; c < 4; ++c) sum.at[c] += row.at[c] * taps[tap].at[c];
+    }
     return sum;
 }
 
@@ -70,18 +75,15 @@ extern "C" __global__ void __launch_bounds__(256) delta_mix(
     const Chunk chunk = chunks[blockIdx.x / groups];
     const int first = threadIdx.x / 32 * ROWS;
     if (first >= chunk.count) return;
-    Four taps[WIDTH], window[WIDTH];
+    Four taps[WIDTH];
+    uint2 window[ROWS + WIDTH - 1];
+    load_rows(window, of, chunk, first, chunk.count, channel);
     load_taps(taps, weight, channel);
-#pragma unroll
-    for (int i = 1; i < WIDTH; ++i) window[i] = input(of, chunk, first - WIDTH + i, channel);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int row = first + r;
         if (row >= chunk.count) break;
-#pragma unroll
-        for (int i = 1; i < WIDTH; ++i) window[i - 1] = window[i];
-        window[WIDTH - 1] = input(of, chunk, row, channel);
-        Four out = convolve(window, taps);
+        Four out = convolve(window + r, taps);
 #pragma unroll
         for (int c = 0; c < 4; ++c) out.at[c] *= sigmoid(out.at[c]);
         if (group < of.unit_groups) {
@@ -94,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(256) delta_mix(
 }
 
 // d_q and d_k [T, H, DIM]: `shared` value heads have one head of queries and keys; d_v [T, H, DIM]. lengths: of the sequences.
-extern "C" __global__ void __launch_bounds__(256) delta_mix_backward(
+extern "C" __global__ void __launch_bounds__(256, 2) delta_mix_backward(
     const bf16* x, const bf16* weight, const bf16* tails, const Chunk* chunks, const int* lengths, const bf16* d_q, const bf16* d_k,
     const bf16* d_v, bf16* d_x, float* d_tails, float* d_weight, long long channels, long long unit_groups, long long shared
 ) {
@@ -107,58 +109,67 @@ extern "C" __global__ void __launch_bounds__(256) delta_mix_backward(
     const bool is_unit = group < of.unit_groups;
     const bf16* from = group < key_heads ? d_q : is_unit ? d_k : d_v;
     const int head = is_unit ? group % key_heads * static_cast<int>(shared) : group - of.unit_groups;
-    Four taps[WIDTH], window[WIDTH], slopes[WIDTH] = {}, of_taps[WIDTH] = {};
-    load_taps(taps, weight, channel);
+    Four of_taps[WIDTH] = {};
     const int begin = warp == 0 && chunk.position == 0 ? -(WIDTH - 1) : 0;  // tails of the sequence have gradients, too
     if (first < chunk.count) {
+        constexpr int ALL = ROWS + WIDTH - 1;  // later rows read the own ones
+        uint2 window[ALL + WIDTH - 1];
+        Four slopes[ALL] = {}, taps[WIDTH];
+        load_rows(window, of, chunk, first, left, channel);
+        const bf16* d_first = from + ((static_cast<long long>(chunk.first) + first) * heads + head) * DIM + lane * 4;
+        for (int s = 0; s < (is_unit ? static_cast<int>(shared) : 1); ++s) {
+            uint2 parts[ALL];
 #pragma unroll
-        for (int i = 1; i < WIDTH; ++i) window[i] = input(of, chunk, first - WIDTH + i, channel);
+            for (int r = 0; r < ALL; ++r)
+                parts[r] = first + r < left
+                    ? *reinterpret_cast<const uint2*>(d_first + (static_cast<long long>(r) * heads + s) * DIM) : make_uint2(0, 0);
+#pragma unroll
+            for (int r = 0; r < ALL; ++r) {
+                const Four part = widen(parts[r]);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) slopes[r].at[c] += part.at[c];
+            }
+        }
+        load_taps(taps, weight, channel);
         const int end = min(first + ROWS, chunk.count);  // behind the last own row
-        for (int row = first; row < end + WIDTH - 1; ++row) {
 #pragma unroll
-            for (int i = 1; i < WIDTH; ++i) {
-                window[i - 1] = window[i];
-                slopes[i - 1] = slopes[i];
+        for (int r = 0; r < ALL; ++r) {  // rows behind the sequence have no gradient
+            const Four pre = convolve(window + r, taps);
+            Four& d = slopes[r];
+            Four gate, y;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                gate.at[c] = sigmoid(pre.at[c]);
+                y.at[c] = pre.at[c] * gate.at[c];
             }
-            slopes[WIDTH - 1] = {};
-            if (row < left) {
-                window[WIDTH - 1] = input(of, chunk, row, channel);
-                Four pre = convolve(window, taps), gate, y, d = {};
-                const long long at = ((static_cast<long long>(chunk.first) + row) * heads + head) * DIM + lane * 4;
-                for (int s = 0; s < (is_unit ? static_cast<int>(shared) : 1); ++s) {
-                    const Four part = widen_four(from + at + s * DIM);
+            if (is_unit) {
+                const float factor = rsqrtf(warp_sum(dot(y, y)) + LENGTH_EPS);
+                const float along = warp_sum(dot(y, d)) * factor * factor;
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) d.at[c] += part.at[c];
-                }
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    gate.at[c] = sigmoid(pre.at[c]);
-                    y.at[c] = pre.at[c] * gate.at[c];
-                }
-                if (is_unit) {
-                    const float factor = rsqrtf(warp_sum(dot(y, y)) + LENGTH_EPS);
-                    const float along = warp_sum(dot(y, d)) * factor * factor;
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) d.at[c] = (d.at[c] - along * y.at[c]) * factor;
-                }
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    slopes[WIDTH - 1].at[c] = d.at[c] * gate.at[c] * (1.0f + pre.at[c] * (1.0f - gate.at[c]));
-                if (row < end) {
-#pragma unroll
-                    for (int tap = 0; tap < WIDTH; ++tap)
-#pragma unroll
-                        for (int c = 0; c < 4; ++c) of_taps[tap].at[c] += slopes[WIDTH - 1].at[c] * window[tap].at[c];
-                }
+                for (int c = 0; c < 4; ++c) d.at[c] = (d.at[c] - along * y.at[c]) * factor;
             }
-            const int done = row - (WIDTH - 1);  // all rows that read it are known
-            if (done < first + begin) continue;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) d.at[c] *= gate.at[c] * (1.0f + pre.at[c] * (1.0f - gate.at[c]));
+            if (r >= ROWS) continue;
+#pragma unroll
+            for (int tap = 0; tap < WIDTH; ++tap) {
+                const Four row = widen(window[r + tap]);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) of_taps[tap].at[c] += d.at[c] * row.at[c];
+            }
+        }
+#pragma unroll
+        for (int r = -(WIDTH - 1); r < ROWS; ++r) {
+            const int done = first + r;
+            if (r < begin || done >= end) continue;
             Four d = {};
 #pragma unroll
-            for (int later = 0; later < WIDTH; ++later)
+            for (int later = 0; later < WIDTH; ++later) {
+                if (r + later < 0) continue;
 #pragma unroll
-                for (int c = 0; c < 4; ++c) d.at[c] += slopes[later].at[c] * taps[WIDTH - 1 - later].at[c];
-            if (done >= 0) {
+                for (int c = 0; c < 4; ++c) d.at[c] += slopes[r + later].at[c] * taps[WIDTH - 1 - later].at[c];
+            }
+            if (r >= 0) {
                 store_four(d_x + (static_cast<long long>(chunk.first) + done) * of.channels + channel, d);
             } else if (d_tails) {
                 float* to = d_tails + (static_cast<long long>(chunk.sequence) * (WIDTH - 1) + WIDTH - 1 + done) * of.channels + channel;

@@ -66,8 +66,8 @@ __device__ __forceinline__ void square_product(float* to, const float* left, con
     }
 }
 
-// (I + A)^-1 in A's place; A is strictly lower. `spare` has 32 rows.
-__device__ __forceinline__ void invert(float* a, float* spare) {
+// (I + A)^-1 in A's place; A is strictly lower. Rows 0 to 31 of columns 32 to 63 are lost.
+__device__ __forceinline__ void invert(float* a) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     {  // squares of 16 on the diagonal, a column a lane
         float* own = a + warp * 16 * STRIDE + warp * 16;
@@ -89,31 +89,34 @@ __device__ __forceinline__ void invert(float* a, float* spare) {
     {  // squares of 32: two warps each
         const int square = warp / 2;
         float* own = a + square * 32 * (STRIDE + 1);
-        float* between = spare + square * 16;
+        float* between = own + 16;
         square_product<16>(between, own + 16 * STRIDE, own, threadIdx.x % 64, 64, 1.0f);
         __syncthreads();
         square_product<16>(own + 16 * STRIDE, own + 16 * (STRIDE + 1), between, threadIdx.x % 64, 64, -1.0f);
+        __syncthreads();
+        for (int i = threadIdx.x % 64; i < 16 * 16; i += 64) between[i / 16 * STRIDE + i % 16] = 0.0f;
     }
     __syncthreads();
-    square_product<32>(spare, a + 32 * STRIDE, a, threadIdx.x, 128, 1.0f);
+    float* between = a + 32;
+    square_product<32>(between, a + 32 * STRIDE, a, threadIdx.x, 128, 1.0f);
     __syncthreads();
-    square_product<32>(a + 32 * STRIDE, a + 32 * (STRIDE + 1), spare, threadIdx.x, 128, -1.0f);
+    square_product<32>(a + 32 * STRIDE, a + 32 * (STRIDE + 1), between, threadIdx.x, 128, -1.0f);
     __syncthreads();
 }
 
-// Rows 16 warp .. of T diag(columns) x, to [CHUNK, DIM] by way of the warp's rows of the tile `stage`.
-__device__ __forceinline__ void solve(bf16* to, const float* t, const float* columns, const float* more, unsigned x, unsigned stage, const Lane& lane) {
+// Rows 16 warp .. of T diag(columns) diag(more) x, to [CHUNK, DIM] by way of x's own tile; all threads of the block.
+__device__ __forceinline__ void solve(bf16* to, const float* t, const float* columns, const float* more, unsigned x, const Lane& lane) {
     const int warp = threadIdx.x / 32, row = 16 * warp;
     float sums[16][4] = {};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         if (k > warp) break;
         const int left = 16 * k + lane.pair, right = left + 8;
-        const float c0 = columns[left] * more[left], c1 = columns[left + 1] * more[left + 1];
-        const float c2 = columns[right] * more[right], c3 = columns[right + 1] * more[right + 1];
+        float c[4] = {columns[left], columns[left + 1], columns[right], columns[right + 1]};
+        if (more) c[0] *= more[left], c[1] *= more[left + 1], c[2] *= more[right], c[3] *= more[right + 1];
         const float *upper = t + (row + lane.group) * STRIDE, *lower = upper + 8 * STRIDE;
-        const unsigned a[4] = {pack(upper[left] * c0, upper[left + 1] * c1), pack(lower[left] * c0, lower[left + 1] * c1),
-                               pack(upper[right] * c2, upper[right + 1] * c3), pack(lower[right] * c2, lower[right + 1] * c3)};
+        const unsigned a[4] = {pack(upper[left] * c[0], upper[left + 1] * c[1]), pack(lower[left] * c[0], lower[left + 1] * c[1]),
+                               pack(upper[right] * c[2], upper[right + 1] * c[3]), pack(lower[right] * c[2], lower[right + 1] * c[3])};
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
             unsigned b[4];
@@ -121,18 +124,18 @@ __device__ __forceinline__ void solve(bf16* to, const float* t, const float* col
             multiply_two(sums[2 * n], sums[2 * n + 1], a, b);
         }
     }
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
-        write_shared(wide_at(stage, row + lane.group, n) + lane.pair * 2, pack(sums[n][0], sums[n][1]));
-        write_shared(wide_at(stage, row + 8 + lane.group, n) + lane.pair * 2, pack(sums[n][2], sums[n][3]));
+        write_shared(wide_at(x, row + lane.group, n) + lane.pair * 2, pack(sums[n][0], sums[n][1]));
+        write_shared(wide_at(x, row + 8 + lane.group, n) + lane.pair * 2, pack(sums[n][2], sums[n][3]));
     }
     __syncwarp();
     for (int i = threadIdx.x % 32; i < 16 * 16; i += 32)
-        *reinterpret_cast<uint4*>(to + (row + i / 16) * DIM + i % 16 * 8) = read_shared_16(wide_at(stage, row + i / 16, i % 16));
-    __syncwarp();
+        *reinterpret_cast<uint4*>(to + (row + i / 16) * DIM + i % 16 * 8) = read_shared_16(wide_at(x, row + i / 16, i % 16));
 }
 
-extern "C" __global__ void __launch_bounds__(128) delta_prepare(
+extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
     const bf16* mixed, const bf16* a, const bf16* b, const bf16* a_log, const bf16* dt_bias, const Chunk* chunks, bf16* u, bf16* w,
     bf16* p, bf16* t, Gates* gates, long long heads, long long key_heads, long long channels
 ) {
@@ -140,9 +143,8 @@ extern "C" __global__ void __launch_bounds__(128) delta_prepare(
     __shared__ Gates own;
     const Prepare of = {mixed, a, b, a_log, dt_bias, chunks, u, w, p, t, gates, static_cast<int>(heads), static_cast<int>(key_heads),
                         static_cast<int>(channels)};
-    const unsigned q_tile = (shared_address(memory) + 127) / 128 * 128, k_tile = q_tile + WIDE_BYTES, v_tile = k_tile + WIDE_BYTES;
-    float* system = reinterpret_cast<float*>(memory + (v_tile + WIDE_BYTES - shared_address(memory)));
-    float* spare = system + CHUNK * STRIDE;
+    const unsigned q_tile = (shared_address(memory) + 127) / 128 * 128, k_tile = q_tile + WIDE_BYTES;
+    float* system = reinterpret_cast<float*>(memory + (k_tile + WIDE_BYTES - shared_address(memory)));
     const int index = blockIdx.x / of.heads, head = blockIdx.x % of.heads, key_head = head / (of.heads / of.key_heads);
     const Chunk chunk = chunks[index];
     const long long item = blockIdx.x;
@@ -150,12 +152,10 @@ extern "C" __global__ void __launch_bounds__(128) delta_prepare(
     copy_rows(q_tile, rows + key_head * DIM, channels, chunk.count);
     copy_rows(k_tile, rows + (of.key_heads + key_head) * DIM, channels, chunk.count);
     commit_copies();
-    copy_rows(v_tile, rows + (2 * of.key_heads + head) * DIM, channels, chunk.count);
-    commit_copies();
     gates_of_chunk(of, chunk, head, own);
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Gates) / 16); i += blockDim.x)
         reinterpret_cast<uint4*>(gates + item)[i] = reinterpret_cast<const uint4*>(&own)[i];
-    wait_copies<1>();
+    wait_copies<0>();
     __syncthreads();
     const Lane lane;
     const int warp = threadIdx.x / 32, row = 16 * warp + lane.group;
@@ -188,9 +188,11 @@ extern "C" __global__ void __launch_bounds__(128) delta_prepare(
             }
         }
     }
-    wait_copies<0>();
     __syncthreads();
-    invert(system, spare);
+    const unsigned v_tile = q_tile;  // queries are read
+    copy_rows(v_tile, rows + (2 * of.key_heads + head) * DIM, channels, chunk.count);
+    commit_copies();
+    invert(system);
     if (t) {
         for (int i = threadIdx.x; i < CHUNK * CHUNK / 2; i += blockDim.x) {
             const int r = i / (CHUNK / 2), c = i % (CHUNK / 2) * 2;
@@ -198,11 +200,10 @@ extern "C" __global__ void __launch_bounds__(128) delta_prepare(
                 pack(c > r ? 0.0f : system[r * STRIDE + c], c + 1 > r ? 0.0f : system[r * STRIDE + c + 1]);
         }
     }
-    __shared__ float ones[CHUNK];
-    if (threadIdx.x < CHUNK) ones[threadIdx.x] = 1.0f;
+    solve(w + item * CHUNK * DIM, system, own.beta, own.now, k_tile, lane);
+    wait_copies<0>();
     __syncthreads();
-    solve(u + item * CHUNK * DIM, system, own.beta, ones, v_tile, q_tile, lane);
-    solve(w + item * CHUNK * DIM, system, own.beta, own.now, k_tile, q_tile, lane);
+    solve(u + item * CHUNK * DIM, system, own.beta, nullptr, v_tile, lane);
 }
 
 struct Scan {

@@ -2,6 +2,7 @@
 //! recurrence, and steps of small hybrid models against the CPU's. Ignored where there is no GPU; times are printed as JSON lines.
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::internal::cuda::kernels;
 use colo_grpo::internal::model::{DeltaLayers, LoraSpec, ModelSpec};
 use colo_grpo::internal::ops::attention::{Bounds, SharedBounds};
 use colo_grpo::internal::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
@@ -78,6 +79,7 @@ fn layouts() -> [(i64, Bounds); 2] {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_delta_nets_equal_the_cpus() {
+    kernels::prepare(0).unwrap();
     tch::manual_seed(11);
     for (heads, kind, bound) in [
         (WIDE, Kind::BFloat16, 2e-2),
@@ -111,6 +113,7 @@ fn wide_hybrid() -> ModelSpec {
 #[ignore = "needs a GPU"]
 fn gpu_hybrids_train_as_on_the_cpu() {
     use GradientCheckpointing::{Full, Selective};
+    kernels::prepare(0).unwrap();
     let narrow = || ModelSpec::preset("tiny-hybrid").unwrap();
     let all = Some(LoraSpec { r: 8, alpha: 16.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() });
     for (spec, lora, quantization, gradient_checkpointing, share_prompts) in [
@@ -130,6 +133,7 @@ fn gpu_hybrids_train_as_on_the_cpu() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_delta_nets_are_timed_at_the_9b_shape() {
+    kernels::prepare(0).unwrap();
     let heads = DeltaHeads { num_key_heads: 16, num_value_heads: 32, ..WIDE };
     let lens = if is_small() { vec![0, 200] } else { vec![0, 4096, 8192, 12288, 16384] };
     let tokens = *lens.last().unwrap();

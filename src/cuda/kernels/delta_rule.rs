@@ -76,7 +76,7 @@ pub fn delta_prepare(
     arguments.push(address_or_null(OP, prepared.t.as_ref(), bf16, pairs, gpu)?);
     arguments.push(address(OP, &prepared.gates, Kind::Float, prepared.gates.numel(), gpu)?);
     arguments.extend(sizes.arguments());
-    let shared_bytes = 3 * ROWS_BYTES + (CHUNK + CHUNK / 2) as u32 * (CHUNK as u32 + 4) * 4 + ALIGNMENT;
+    let shared_bytes = 2 * ROWS_BYTES + CHUNK as u32 * (CHUNK as u32 + 4) * 4 + ALIGNMENT;
     let grid = (layout.num_chunks() * sizes.heads) as u32;
     // SAFETY: the kernel's parameters in order; a block for every head of every chunk, and the shared memory that it divides.
     unsafe { launch(SOURCE, OP, gpu, (grid, 128, shared_bytes), &arguments)? };
