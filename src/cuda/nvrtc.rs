@@ -67,7 +67,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 14] = [
+const HEADERS: [(&CStr, &str); 15] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),

@@ -232,9 +232,9 @@ fn gpu_experts_may_be_without_rows() {
                 check_tiles(&case, &routed, &Tensor::full([300, 1], chosen, (Kind::Int64, Device::Cpu)));
                 let act = poison(&[300, 32], kind);
                 let (rows, y) = (poison(&[300, 64], kind), poison(&[300, 64], kind));
-                experts_gate_up(tile, &gpu(&x), &gpu(&gate_up), &routed, &act).unwrap();
-                experts_down(tile, &act, &gpu(&down), &routed, &rows).unwrap();
-                experts_combine(&rows, &routed, &y).unwrap();
+                experts_gate_up(tile, &gpu(&x), &gpu(&gate_up), None, &routed, &act).unwrap();
+                experts_down(tile, &act, &gpu(&down), None, &routed, &rows).unwrap();
+                experts_combine(&rows, &routed, None, &y).unwrap();
                 let what = format!("{case:?}, tile {}", tile.name());
                 if own.contains(&(chosen as usize)) {
                     let error = relative_error(&y, &expected(&case, &x, (&gate_up, &down), &routed));
