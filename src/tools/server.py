@@ -344,9 +344,11 @@ def state_of(environment):
         return pickle.dumps(environment)
     except Exception:
         bare = copy.copy(environment)
-        for name, value in list(vars(bare).items()):
+        slots = [getattr(kind, "__slots__", ()) for kind in type(bare).__mro__]
+        slots = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
+        for name in [*getattr(bare, "__dict__", ()), *(name for name in slots if hasattr(bare, name))]:
             try:
-                pickle.dumps(value)
+                pickle.dumps(getattr(bare, name))
             except Exception:
                 delattr(bare, name)
         return pickle.dumps(bare)

@@ -124,3 +124,32 @@ fn episodes_that_are_given_up_make_room() {
     let mut reply = replies(&mut process, 1).remove(0);
     assert_eq!((reply.id, reply.reward()), (last, Some(Ok(1.0))));
 }
+
+const SLOTS: &str = r#"
+class Slotted:
+    __slots__ = ("score", "file")
+
+    def reset(self):
+        self.score, self.file = 0.5, open("/dev/null")  # which cannot be pickled
+
+    def get_reward(self):
+        return self.score
+"#;
+
+/// What cannot be pickled is left out of an environment's state, in slots as elsewhere.
+#[test]
+fn environments_without_a_dictionary_have_a_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("slots.py");
+    std::fs::write(&file, SLOTS).unwrap();
+    let factory = format!("environment_factory={}:Slotted", file.display());
+    let reward = format!("reward_funcs=[\"{}:reads\"]", file.display());
+    let keys = ["model_name_or_path=m", "train_file=t", &reward, &factory].map(str::to_owned);
+    let mut process = ToolProcess::start(&Config::load(None, &keys).unwrap()).unwrap().unwrap();
+    process.open(1, "", &Map::new());
+    assert_eq!(replies(&mut process, 1)[0].error, None);
+    process.close(1, "");
+    let mut reply = replies(&mut process, 1).remove(0);
+    assert_eq!((reply.reward(), reply.error.take()), (Some(Ok(0.5)), None));
+    assert!(reply.state.is_some());
+}
