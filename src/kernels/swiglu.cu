@@ -47,6 +47,38 @@ __device__ __forceinline__ void backward(
     }
 }
 
+// The same of y times a weight that each row has: y is weighted, and a row's weight gets its gradient, the sum of y dy without it. A
+// block has a row.
+template <typename T, int N>
+__device__ __forceinline__ void weighted_backward(
+    const T* __restrict__ dy, const float* __restrict__ weights, const T* gate_up, T* d_gate_up, T* __restrict__ y,
+    float* __restrict__ d_weights, long long columns
+) {
+    wait_for_inputs();
+    const long long first = blockIdx.x * (columns / N);
+    const float weight = weights[blockIdx.x];
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < columns / N; i += blockDim.x) {
+        const auto pairs = reinterpret_cast<const Pack<T, 2 * N>*>(gate_up)[first + i];
+        const auto grads = reinterpret_cast<const Pack<T, N>*>(dy)[first + i];
+        Pack<T, 2 * N> out;
+        Pack<T, N> act;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const float gate = widen(pairs.at[2 * k]), up = widen(pairs.at[2 * k + 1]), grad = widen(grads.at[k]);
+            const float share = sigmoid(gate), silu = gate * share, weighted = grad * weight;
+            narrow(weighted * up * (share + silu * (1.0f - share)), out.at[2 * k]);
+            narrow(weighted * silu, out.at[2 * k + 1]);
+            narrow(silu * up * weight, act.at[k]);
+            sum += silu * up * grad;
+        }
+        reinterpret_cast<Pack<T, N>*>(y)[first + i] = act;
+        reinterpret_cast<Pack<T, 2 * N>*>(d_gate_up)[first + i] = out;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) d_weights[blockIdx.x] = sum;
+}
+
 #define SWIGLU(SUFFIX, T, N)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256) swiglu_forward_##SUFFIX(const T* gate_up, T* y, long long n) { \
         forward<T, N>(gate_up, y, n);                                                                               \
@@ -54,6 +86,11 @@ __device__ __forceinline__ void backward(
     extern "C" __global__ void __launch_bounds__(256)                                                               \
         swiglu_backward_##SUFFIX(const T* dy, const T* gate_up, T* d_gate_up, T* y, long long n) {                  \
         backward<T, N>(dy, gate_up, d_gate_up, y, n);                                                               \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) swiglu_weighted_backward_##SUFFIX(                            \
+        const T* dy, const float* weights, const T* gate_up, T* d_gate_up, T* y, float* d_weights, long long columns \
+    ) {                                                                                                             \
+        weighted_backward<T, N>(dy, weights, gate_up, d_gate_up, y, d_weights, columns);                            \
     }
 
 SWIGLU(f32_x1, float, 1)

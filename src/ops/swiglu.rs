@@ -74,6 +74,28 @@ impl GateUp {
         }
     }
 
+    /// The gradients of gate and up from that of the activation times a weight that each row has, where `d_act` is of weights of 1; the
+    /// weighted activation; and the gradient of the weights [T], in the accumulation kind.
+    ///
+    /// # Errors
+    /// The errors of [`GateUp::backward`].
+    pub fn weighted_backward(
+        self,
+        d_act: &Tensor,   // [T, F]
+        weights: &Tensor, // [T, 1], in the accumulation kind
+    ) -> Result<(GateUp, Tensor, Tensor)> {
+        if let GateUp::Interleaved(pairs) = self {
+            let work = || OpCost { bytes: 6.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
+            let run = || kernels::swiglu_weighted_backward(d_act, weights, pairs);
+            let (d_pairs, act, d_weights) = timed("activation, backward", work, run)?;
+            return Ok((GateUp::Interleaved(d_pairs), act, d_weights));
+        }
+        let weighted = |t: &Tensor| -> Result<Tensor> { Ok(t.f_mul(weights)?.f_to_kind(t.kind())?) };
+        let (d_gate_up, act) = self.backward(&weighted(d_act)?)?;
+        let d_weights = act.f_mul(d_act)?.f_sum_dim_intlist(-1, false, weights.kind())?;
+        Ok((d_gate_up, weighted(&act)?, d_weights))
+    }
+
     /// dw += self^T x, of gradients.
     ///
     /// # Errors
@@ -121,6 +143,8 @@ pub(super) fn halves(w: &Tensor) -> [Tensor; 2] {
 
 #[cfg(test)]
 mod tests {
+    use tch::Kind;
+
     use super::*;
     use crate::ops::testing::{assert_close, leaf, rand};
 
@@ -136,6 +160,13 @@ mod tests {
         let (d, act) = gate_up.backward(&dy).unwrap();
         assert_close(&act, &reference);
         assert_close(&d.backward_input(&w).unwrap(), &grads[0]);
+        let weights = rand(&[5, 1]);
+        let (of_weights, weighted, d_weights) =
+            GateUp::project(&x, &w).unwrap().weighted_backward(&dy, &weights).unwrap();
+        assert_close(&weighted, &(&reference * &weights));
+        assert_close(&d_weights, &(&reference * &dy).sum_dim_intlist(-1, false, Kind::Double));
+        let (of_dy, _) = GateUp::project(&x, &w).unwrap().backward(&(&dy * &weights)).unwrap();
+        assert_close(&of_weights.backward_input(&w).unwrap(), &of_dy.backward_input(&w).unwrap());
         let mut dw = rand(&[12, 3]);
         let before = dw.copy();
         d.accumulate_weight(&x, &mut dw).unwrap();

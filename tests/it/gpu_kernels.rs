@@ -204,8 +204,23 @@ fn gpu_swiglu_equals_the_cpus() {
             let expected = Tensor::stack(&[gate, up], 2).view([tokens, 2 * width]);
             let got_y = kernels::swiglu_forward(&gate_up.to_device(GPU)).unwrap();
             let (got, got_act) = kernels::swiglu_backward(&dy.to_device(GPU), gate_up.to_device(GPU)).unwrap();
-            let pairs = [(got_y, y), (got, expected), (got_act, act)];
-            for ((got, expected), what) in pairs.iter().zip(["y", "d_gate_up", "y of the backward"]) {
+            let weights = Tensor::rand([tokens, 1], (Kind::Float, Device::Cpu));
+            let wide = weights.to_kind(Kind::Double);
+            let (weighted, weighted_act, d_weights) =
+                kernels::swiglu_weighted_backward(&dy.to_device(GPU), &weights.to_device(GPU), gate_up.to_device(GPU))
+                    .unwrap();
+            let of_weights = (double(&act) * double(&dy)).sum_dim_intlist(-1, false, Kind::Double);
+            let (expected_weighted, expected_act) = (double(&expected) * &wide, double(&act) * &wide);
+            let pairs = [
+                (got_y, y),
+                (got, expected),
+                (got_act, act),
+                (weighted, expected_weighted),
+                (weighted_act, expected_act),
+                (d_weights, of_weights),
+            ];
+            let names = ["y", "d_gate_up", "y of the backward", "weighted d_gate_up", "weighted y", "d_weights"];
+            for ((got, expected), what) in pairs.iter().zip(names) {
                 let error = relative_error(got, expected);
                 assert!(error < bound, "{what} of {kind:?} [{tokens}, {width}]: {error:e}");
             }

@@ -18,6 +18,10 @@ pub(super) const NAMES: &[&str] = &[
     "swiglu_backward_bf16_x1",
     "swiglu_backward_bf16_x4",
     "swiglu_forward_fp8",
+    "swiglu_weighted_backward_f32_x1",
+    "swiglu_weighted_backward_f32_x2",
+    "swiglu_weighted_backward_bf16_x1",
+    "swiglu_weighted_backward_bf16_x4",
 ];
 
 const THREADS: usize = 256;
@@ -72,6 +76,48 @@ pub fn swiglu_backward(
     Ok((gate_up, y))
 }
 
+/// [`swiglu_backward`] of y times a weight that each row has: the weighted y, and in the third place the gradient of each row's weight.
+///
+/// # Errors
+/// The errors of [`swiglu_forward`].
+pub fn swiglu_weighted_backward(
+    dy: &Tensor,      // [R, F], like gate_up
+    weights: &Tensor, // [R, 1] f32
+    gate_up: Tensor,  // [R, 2 F] f32 or bf16
+) -> Result<(Tensor, Tensor, Tensor)> {
+    const OP: &str = "swiglu_weighted_backward";
+    let (&[rows, columns], gpu) = (&dy.size()[..], ordinal(OP, &gate_up)?) else {
+        return Err(invalid(OP, "rows", dy.size()));
+    };
+    let (kind, n) = (gate_up.kind(), dy.numel());
+    let (y, d_weights) = (dy.f_empty_like()?, Tensor::f_empty([rows], (Kind::Float, dy.device()))?); // [R, F], [R]
+    let pairs = address(OP, &gate_up, kind, 2 * n, gpu)?;
+    let arguments = [
+        address(OP, dy, kind, n, gpu)?,
+        address(OP, weights, Kind::Float, rows as usize, gpu)?,
+        pairs,
+        pairs,
+        address(OP, &y, kind, n, gpu)?,
+        address(OP, &d_weights, Kind::Float, rows as usize, gpu)?,
+        Argument::Count(columns),
+    ];
+    let width = width(kind, columns as usize, &[dy, &gate_up]);
+    let threads = (columns as usize / width).next_multiple_of(32).clamp(32, THREADS) as u32;
+    let name = format!("{OP}_{}_x{width}", kind_name(OP, dy)?);
+    // SAFETY: the kernel's parameters in order; one block a row, of whole warps, aligned to what a thread moves.
+    unsafe { launch_early(SOURCE, &name, gpu, (rows as u32, threads, 0), &arguments)? };
+    Ok((gate_up, y, d_weights))
+}
+
+/// Outputs that a thread of the widest variant makes at once where rows of `len` and the addresses of [half, pairs] allow it, 16 bytes
+/// of pairs; else one.
+fn width(kind: Kind, len: usize, tensors: &[&Tensor; 2]) -> usize {
+    let width = 8 / kind.elt_size_in_bytes();
+    let [half, pairs] = tensors.map(|tensor| tensor.data_ptr() as usize);
+    let is_wide = len.is_multiple_of(width) && half.is_multiple_of(8) && pairs.is_multiple_of(16);
+    if is_wide { width } else { 1 }
+}
+
 /// The widest variant that the length and the addresses of [half, pairs] allow, 16 bytes of pairs a thread.
 fn queue(
     op: &'static str,
@@ -81,10 +127,7 @@ fn queue(
     tensors: &[&Tensor; 2],
     arguments: &[Argument],
 ) -> Result<()> {
-    let width = 8 / kind.elt_size_in_bytes();
-    let [half, pairs] = tensors.map(|tensor| tensor.data_ptr() as usize);
-    let is_wide = n.is_multiple_of(width) && half.is_multiple_of(8) && pairs.is_multiple_of(16);
-    let width = if is_wide { width } else { 1 };
+    let width = width(kind, n, tensors);
     let name = format!("{op}_{}_x{width}", kind_name(op, tensors[0])?);
     let grid = blocks(n / width, THREADS, MOST_BLOCKS);
     let arguments = [arguments, &[Argument::Count(n as i64)]].concat();

@@ -280,7 +280,6 @@ fn contract_backward(
 ) -> Result<(GateUp, Tensor)> {
     let d_rows = dispatch.scatter(d_output)?; // [R, D]
     let weights = dispatch.of_rows(&routing.weights)?; // [R, 1]
-    let weighted = |t: &Tensor| -> Result<Tensor> { Ok(t.f_mul(&weights)?.f_to_kind(t.kind())?) };
     let down = w.linear(Matrix::Down);
     let mut d_act = dispatch.backward_input(&d_rows, down.weight())?; // [R, I], of weights of 1
     let d_low = |lora: &Lora| dispatch.backward_input(&d_rows, &lora.b); // [R, k]
@@ -289,15 +288,14 @@ fn contract_backward(
     if let Some((lora, d_low)) = adapter {
         dispatch.accumulate_input(d_low, &lora.a, &mut d_act)?;
     }
-    let (d_gate_up, act) = gate_up.backward(&weighted(&d_act)?)?;
-    let d_weights = act.f_mul(&d_act)?.f_sum_dim_intlist(-1, false, weights.kind())?;
+    let (d_gate_up, act, d_weights) = gate_up.weighted_backward(&d_act, &weights)?; // of the activation times its weight
     drop(d_act);
     let gradients = grads.linear_mut(Matrix::Down);
     if let Some(piece) = gradients.pieces.first_mut() {
-        dispatch.accumulate_weight(&d_rows, &weighted(&act)?, &mut piece.weight)?;
+        dispatch.accumulate_weight(&d_rows, &act, &mut piece.weight)?;
     }
     if let (Some((lora, d_low)), Some(gradient)) = (adapter, &mut gradients.lora) {
-        lora.accumulate_rows(dispatch, (&d_rows, d_low), &weighted(&act)?, gradient)?;
+        lora.accumulate_rows(dispatch, (&d_rows, d_low), &act, gradient)?;
     }
     Ok((d_gate_up, dispatch.of_choices(&d_weights)?))
 }

@@ -86,13 +86,12 @@ impl SharedRows {
         grads: &mut BlockParams,
     ) -> Result<()> {
         let Self { gate_up, share } = self;
-        let shared = |t: &Tensor| -> Result<Tensor> { Ok(t.f_mul(&share)?.f_to_kind(t.kind())?) };
         let d_act = linear::backward_input(d_output, w.linear(Matrix::SharedDown).weight())?; // [T, F], of a sigmoid of 1
-        let (d_gate_up, act) = gate_up.backward(&shared(&d_act)?)?;
-        let d_share = act.f_mul(&d_act)?.f_sum_dim_intlist(-1, true, share.kind())?; // [T, 1]
+        let (d_gate_up, act, d_share) = gate_up.weighted_backward(&d_act, &share)?; // of the activation times its share
+        let d_share = d_share.f_unsqueeze(1)?; // [T, 1]
         drop(d_act);
         if let Some(piece) = grads.linear_mut(Matrix::SharedDown).pieces.first_mut() {
-            linear::accumulate_weight(d_output, &shared(&act)?, &mut piece.weight)?;
+            linear::accumulate_weight(d_output, &act, &mut piece.weight)?;
         }
         drop(act);
         if let Some(piece) = grads.linear_mut(Matrix::SharedGateUp).pieces.first_mut() {
