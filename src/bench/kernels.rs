@@ -185,7 +185,7 @@ impl DecodeStep<'_> {
         self.time("embed", 2 * rows * hidden * unit, |_| kernels::embed(&ids, &table, 0, &mut x))?;
         let weight = self.tensor(&[hidden])?;
         self.time("add_rms_norm", (4 * rows + 1) * hidden * unit, |_| {
-            kernels::add_rms_norm(&mut x, Some(&delta), &weight, &mut y, spec.rms_norm_eps)
+            kernels::add_rms_norm(&mut x, Some(&delta), &weight, &mut y, spec.norm())
         })?;
         let (gate_up, mut act) = (self.tensor(&[rows, 2 * mlp])?, self.tensor(&[rows, mlp])?);
         self.time("silu_mul", 3 * rows * mlp * unit, |_| kernels::silu_mul(&gate_up, &mut act))
@@ -197,7 +197,7 @@ impl DecodeStep<'_> {
         let (heads, kv_heads, head_dim) = (spec.num_heads, spec.num_kv_heads, spec.head_dim);
         let (positions, slots) = (self.ints(vec![context - 1; rows]), self.ints((0..rows).map(|row| row * BLOCK_SIZE)));
         let product = self.tensor(&[rows, (heads + 2 * kv_heads) * head_dim])?;
-        let views = QkvViews::grouped(&product, kv_heads, heads / kv_heads);
+        let views = QkvViews::grouped(&product, kv_heads, heads / kv_heads, false);
         let rope = spec.rope().table(context, self.device)?;
         let transform = HeadTransform { norms: None, rope: &rope };
         let mut q = self.tensor(&[rows, heads, head_dim])?;

@@ -1,4 +1,4 @@
-// x += delta, rounded to the type of x, then y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467). One block a row,
+// x += delta, rounded to the type of x, then y = x / sqrt(mean(x^2) + eps) * (centre + weight) (arXiv 1910.07467). One block a row,
 // which stays in registers between the two passes. x may be wider (X) than all else (T). With FP8, y is rounded to e4m3, too, and
 // itself written only where it is asked for.
 #include "fp8.cuh"
@@ -12,6 +12,7 @@ __device__ __forceinline__ void add_rms_norm(
     T* __restrict__ y,             // [T, D], with FP8 or null
     long long dim,
     float eps,
+    float centre,  // 1 of weights around 0, else 0
     Fp8Row rounded = {}  // of the first row
 ) {
     constexpr int MOST = N == 1 ? 4 : 2;  // packs of a row that one thread has
@@ -44,7 +45,7 @@ __device__ __forceinline__ void add_rms_norm(
         const auto factors = reinterpret_cast<const Pack<T, N>*>(weight)[i];
         Pack<T, N> out;
 #pragma unroll
-        for (int j = 0; j < N; ++j) narrow(widen(kept[k].at[j]) * scale * widen(factors.at[j]), out.at[j]);
+        for (int j = 0; j < N; ++j) narrow(widen(kept[k].at[j]) * scale * (centre + widen(factors.at[j])), out.at[j]);
         if constexpr (FP8) normed[k] = out;
         if (!FP8 || y) reinterpret_cast<Pack<T, N>*>(y + blockIdx.x * dim)[i] = out;
     }
@@ -53,8 +54,8 @@ __device__ __forceinline__ void add_rms_norm(
 
 #define ADD_RMS_NORM(NAME, X, T, N)                                                                                  \
     extern "C" __global__ void __launch_bounds__(1024) NAME(                                                        \
-        X* x, const T* delta, const T* weight, T* y, long long dim, float eps) {                                    \
-        add_rms_norm<X, T, N>(x, delta, weight, y, dim, eps);                                                       \
+        X* x, const T* delta, const T* weight, T* y, long long dim, float eps, float centre) {                      \
+        add_rms_norm<X, T, N>(x, delta, weight, y, dim, eps, centre);                                               \
     }
 
 ADD_RMS_NORM(add_rms_norm_f32_x1, float, float, 1)
@@ -67,9 +68,9 @@ ADD_RMS_NORM(add_rms_norm_f32_bf16_x8, float, bf16, 8)
 #define ADD_RMS_NORM_FP8(NAME, X)                                                                                     \
     extern "C" __global__ void __launch_bounds__(1024) NAME(                                                         \
         X* x, const bf16* delta, const bf16* weight, bf16* y, unsigned char* values, float* scales, long long dim,    \
-        float eps                                                                                                     \
+        float eps, float centre                                                                                       \
     ) {                                                                                                               \
-        add_rms_norm<X, bf16, 8, true>(x, delta, weight, y, dim, eps, {values, scales});                              \
+        add_rms_norm<X, bf16, 8, true>(x, delta, weight, y, dim, eps, centre, {values, scales});                      \
     }
 
 ADD_RMS_NORM_FP8(add_rms_norm_fp8_bf16_x8, bf16)

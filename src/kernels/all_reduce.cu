@@ -1,6 +1,6 @@
 // The sum over a tensor-parallel group of what its ranks' row-parallel products gave, the residual sum and the RMSNorm behind
 // it, in one launch: x += the ranks' parts, added in rank order in float32, rounded once to the type X of x;
-// y = x / sqrt(mean(x^2) + eps) * weight. N ranks, T rows of D = 8 packs-of-bf16 elements; one thread has one pack of a row.
+// y = x / sqrt(mean(x^2) + eps) * (centre + weight). N ranks, T rows of D = 8 packs-of-bf16 elements; one thread has one pack of a row.
 //
 // Every rank maps every other's memory, which begins with `Control` and is laid out alike on all. Two ways, the same bits:
 //   read     Ranks meet, then each reads all parts and sums all rows.
@@ -64,7 +64,7 @@ __device__ __forceinline__ void add(const Row& part, float (&sum)[8]) {
 // x of a row with its sum, and its norm; a thread behind the row's end takes part with zeros.
 template <typename X>
 __device__ __forceinline__ Row norm(
-    Pack<X, 8>& kept, const float (&sum)[8], const Row& weight, long long dim, float eps
+    Pack<X, 8>& kept, const float (&sum)[8], const Row& weight, long long dim, float eps, float centre
 ) {
     float squares = 0.0f;
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ Row norm(
     const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
     Row y;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) narrow(widen(kept.at[j]) * scale * widen(weight.at[j]), y.at[j]);
+    for (int j = 0; j < 8; ++j) narrow(widen(kept.at[j]) * scale * (centre + widen(weight.at[j])), y.at[j]);
     return y;
 }
 
@@ -90,7 +90,8 @@ __device__ __forceinline__ void sum_rows(
     const bf16* weight,  // [D]
     int rows,
     int packs,
-    float eps
+    float eps,
+    float centre  // 1 of weights around 0, else 0
 ) {
     wait_for_inputs();
     auto* control = reinterpret_cast<Control*>(ranks.at[rank]);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void sum_rows(
 #pragma unroll
             for (int r = 0; r < N; ++r) add(part[r], sum);
         }
-        const Row y = norm(kept, sum, scale, 8ll * packs, eps);
+        const Row y = norm(kept, sum, scale, 8ll * packs, eps, centre);
         if (!is_in) continue;
         kept_rows[at] = kept;
 #pragma unroll
@@ -132,8 +133,8 @@ __device__ __forceinline__ void sum_rows(
 #define ALL_REDUCE(NAME, X, N, SHARE)                                                                                \
     extern "C" __global__ void __launch_bounds__(1024) NAME##_##N(                                                  \
         const __grid_constant__ Ranks ranks, long long rank, long long parts, long long normed, const unsigned* abort, \
-        X* x, const bf16* weight, long long rows, long long packs, float eps) {                                     \
-        sum_rows<X, N, SHARE>(ranks, rank, parts, normed, abort, x, weight, rows, packs, eps);                      \
+        X* x, const bf16* weight, long long rows, long long packs, float eps, float centre) {                       \
+        sum_rows<X, N, SHARE>(ranks, rank, parts, normed, abort, x, weight, rows, packs, eps, centre);              \
     }
 #define ALL_REDUCES(NAME, X, SHARE) \
     ALL_REDUCE(NAME, X, 2, SHARE) ALL_REDUCE(NAME, X, 4, SHARE) ALL_REDUCE(NAME, X, 8, SHARE)

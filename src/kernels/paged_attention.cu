@@ -36,10 +36,14 @@ __device__ __forceinline__ int look(const int* counter) {
     return now;
 }
 
+// Of heads of 256 columns a warp holds one unit, and of one row: shared parts are for narrower ones.
+template <int HD>
+constexpr bool IS_WIDE = HD > 128;
+
 template <int HD, typename E>
 union Pool {
     float outs[WARPS][COLUMNS][HD + 8];
-    typename WarpOf<E, HD, MEMBERS, 1>::type::Stage stages[STAGES];
+    typename WarpOf<E, HD, MEMBERS, 1>::type::Stage stages[IS_WIDE<HD> ? 1 : STAGES];
 };
 
 // A layer, and of it one column: up to 8 query heads of one key/value head.
@@ -113,7 +117,7 @@ struct Column {
         const Pieces own = {item.rows[1], item.rows[2]};
         Partial<HD>* partial = partial_of(own);
         Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
-        typename WarpOf<E, HD, 1, UNITS>::type work;
+        typename WarpOf<E, HD, 1, IS_WIDE<HD> ? 1 : UNITS>::type work;
         work.load_query(0, q + query_of(row), heads);
         work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
         work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
@@ -159,13 +163,16 @@ __device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* he
         column.move_to(index % column.columns);
         Item upcoming = {};
         const auto look_ahead = [&] { if (next < total) upcoming = items[next / column.columns]; };
-        if (item.is_shared) {
-            column.attend_shared(item, pool);
-            __syncthreads();
-            look_ahead();
-        } else {
-            column.attend_own(item, pool, look_ahead);
+        bool is_done = false;
+        if constexpr (!IS_WIDE<HD>) {
+            if (item.is_shared) {
+                column.attend_shared(item, pool);
+                __syncthreads();
+                look_ahead();
+                is_done = true;
+            }
         }
+        if (!is_done) column.attend_own(item, pool, look_ahead);
         index = next, item = upcoming;
         __syncthreads();  // all have read `next`, and shared memory is free
     }
@@ -185,8 +192,10 @@ __device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* he
                                    reinterpret_cast<Partial<HD>*>(partials), shape,                                 \
                                    shape.kv_heads * shape.chunks()},                                                \
                                   header, items);                                                                   \
-    }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME##_fp8(                                            \
+    }
+
+#define PAGED_ATTENTION_FP8(NAME, HD)                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME(                                                  \
         const bf16* q, const unsigned char* k_cache, const unsigned char* v_cache, const int* block_tables, bf16* o, \
         Header* header, const Item* items, const Pieces* pieces, int* arrived, float* partials,                      \
         const float* k_scales, const float* v_scales, long long kv_heads, long long group, long long block_shift,    \
@@ -201,3 +210,6 @@ __device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* he
 
 PAGED_ATTENTION(paged_attention_bf16_64, 64)
 PAGED_ATTENTION(paged_attention_bf16_128, 128)
+PAGED_ATTENTION(paged_attention_bf16_256, 256)
+PAGED_ATTENTION_FP8(paged_attention_bf16_64_fp8, 64)
+PAGED_ATTENTION_FP8(paged_attention_bf16_128_fp8, 128)

@@ -6,10 +6,11 @@
 
 // Strides in elements; heads of q are [Hkv, G].
 struct Layout {
-    long long q_row, q_group, kv_row, kv_group;
+    long long q_row, q_group, q_head, kv_row, kv_group;
 };
 
-// T tokens, H = Hkv G query heads, pairs (i, i + half).
+// T tokens, H = Hkv G query heads of 2 half columns. The first 2 turned of them are turned, in pairs (i, i + turned); the others lie
+// behind, in two halves again.
 template <typename T, int N, bool FP8 = false>
 __device__ __forceinline__ void rope_write_kv(
     const T* __restrict__ q,            // [T, Hkv, G, hd]
@@ -18,13 +19,13 @@ __device__ __forceinline__ void rope_write_kv(
     Layout stride,
     const T* __restrict__ q_norm,       // [hd] or null
     const T* __restrict__ k_norm,       // [hd] or null
-    const float* __restrict__ table,    // [positions, hd]: cosines, then sines
+    const float* __restrict__ table,    // [positions, 2 turned]: cosines, then sines
     const int* __restrict__ positions,  // [T]
     const int* __restrict__ slots,      // [T], -1: not written
     T* __restrict__ q_out,              // [T, H, hd]
     void* __restrict__ k_cache,         // [blocks, Hkv, block_size, hd], of T or e4m3
     void* __restrict__ v_cache,         // like k_cache
-    int tokens, int kv_heads, int group, int half, int block_size, int lanes, float eps,
+    int tokens, int kv_heads, int group, int half, int turned, int block_size, int lanes, float eps, float centre,
     float* __restrict__ k_scales = nullptr,  // [blocks, Hkv, block_size], of e4m3
     float* __restrict__ v_scales = nullptr   // like k_scales
 ) {
@@ -36,9 +37,13 @@ __device__ __forceinline__ void rope_write_kv(
     const int kv_head = team % heads / (group + 2), place = team % (group + 2), dim = 2 * half;
     const bool is_query = place < group, is_value = place == group + 1;
 
-    const long long row = is_query ? token * stride.q_row + kv_head * stride.q_group + place * dim
+    const long long row = is_query ? token * stride.q_row + kv_head * stride.q_group + place * stride.q_head
                                    : token * stride.kv_row + kv_head * stride.kv_group;
     const T* from = (is_query ? q : is_value ? v : k) + row;
+    // Where pack `at` of a half stands: a turned half is followed by its other one, and the rest by its other half.
+    const auto column = [&](int at, int side) {
+        return at < turned ? at + side * turned : at + (side == 0 ? turned : half);
+    };
     const T* norm = is_query ? q_norm : is_value ? nullptr : k_norm;
 
     Pack<T, N> head[MOST][2];
@@ -50,7 +55,7 @@ __device__ __forceinline__ void rope_write_kv(
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
             auto& pack = head[m][side];
-            pack = *reinterpret_cast<const Pack<T, N>*>(from + at + side * half);
+            pack = *reinterpret_cast<const Pack<T, N>*>(from + column(at, side));
 #pragma unroll
             for (int j = 0; j < N; ++j) squares += widen(pack.at[j]) * widen(pack.at[j]);
         }
@@ -65,35 +70,35 @@ __device__ __forceinline__ void rope_write_kv(
             if (at >= half) break;
 #pragma unroll
             for (int side = 0; side < 2; ++side) {
-                const auto factors = *reinterpret_cast<const Pack<T, N>*>(norm + at + side * half);
+                const auto factors = *reinterpret_cast<const Pack<T, N>*>(norm + column(at, side));
 #pragma unroll
                 for (int j = 0; j < N; ++j)
-                    narrow(widen(head[m][side].at[j]) * scale * widen(factors.at[j]), head[m][side].at[j]);
+                    narrow(widen(head[m][side].at[j]) * scale * (centre + widen(factors.at[j])), head[m][side].at[j]);
             }
         }
     }
 
     const long long slot = slots[token];
     const long long entry = (slot / block_size * kv_heads + kv_head) * block_size + slot % block_size;
-    const float* turn = table + static_cast<long long>(positions[token]) * dim;
+    const float* turn = table + static_cast<long long>(positions[token]) * 2 * turned;
     unsigned bits = 0;  // of the largest absolute value, NaN above all
 #pragma unroll
     for (int m = 0; m < MOST; ++m) {
         const int at = (lane + m * lanes) * N;
         if (at >= half) break;
         auto &low = head[m][0], &high = head[m][1];
-        if (!is_value) {
+        if (!is_value && at < turned) {
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                const float cosine = turn[at + j], sine = turn[half + at + j];
+                const float cosine = turn[at + j], sine = turn[turned + at + j];
                 const float x = widen(low.at[j]), y = widen(high.at[j]);
                 narrow(x * cosine - y * sine, low.at[j]);
                 narrow(y * cosine + x * sine, high.at[j]);
             }
         }
         const auto store = [&](T* to) {
-            *reinterpret_cast<Pack<T, N>*>(to + at) = low;
-            *reinterpret_cast<Pack<T, N>*>(to + half + at) = high;
+            *reinterpret_cast<Pack<T, N>*>(to + column(at, 0)) = low;
+            *reinterpret_cast<Pack<T, N>*>(to + column(at, 1)) = high;
         };
         if (is_query) {
             store(q_out + ((static_cast<long long>(token) * kv_heads + kv_head) * group + place) * dim);
@@ -122,7 +127,7 @@ __device__ __forceinline__ void rope_write_kv(
             if (at >= half) break;
 #pragma unroll
             for (int side = 0; side < 2; ++side)
-                scale.write(head[m][side], to + at + side * half);
+                scale.write(head[m][side], to + column(at, side));
         }
     }
 #endif
@@ -130,12 +135,14 @@ __device__ __forceinline__ void rope_write_kv(
 
 #define ROPE_WRITE_KV(NAME, T, N)                                                                                    \
     extern "C" __global__ void __launch_bounds__(256) NAME(                                                         \
-        const T* q, T* k, const T* v, long long q_row, long long q_group, long long kv_row, long long kv_group,     \
-        const T* q_norm, const T* k_norm, const float* table,                                                       \
+        const T* q, T* k, const T* v, long long q_row, long long q_group, long long q_head, long long kv_row,       \
+        long long kv_group, const T* q_norm, const T* k_norm, const float* table,                                   \
         const int* positions, const int* slots, T* q_out, T* k_cache, T* v_cache, long long tokens,                 \
-        long long kv_heads, long long group, long long half, long long block_size, long long lanes, float eps) {    \
-        rope_write_kv<T, N>(q, k, v, {q_row, q_group, kv_row, kv_group}, q_norm, k_norm, table, positions,          \
-                            slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half, block_size, lanes, eps); \
+        long long kv_heads, long long group, long long half, long long turned, long long block_size,                \
+        long long lanes, float eps, float centre) {                                                                 \
+        rope_write_kv<T, N>(q, k, v, {q_row, q_group, q_head, kv_row, kv_group}, q_norm, k_norm, table, positions,  \
+                            slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half, turned, block_size,      \
+                            lanes, eps, centre);                                                                    \
     }
 
 ROPE_WRITE_KV(rope_write_kv_f32_x1, float, 1)
@@ -145,14 +152,14 @@ ROPE_WRITE_KV(rope_write_kv_bf16_x8, bf16, 8)
 
 #define ROPE_WRITE_KV_FP8(NAME, N)                                                                                   \
     extern "C" __global__ void __launch_bounds__(256) NAME(                                                          \
-        const bf16* q, bf16* k, const bf16* v, long long q_row, long long q_group, long long kv_row,                 \
-        long long kv_group, const bf16* q_norm, const bf16* k_norm, const float* table, const int* positions,        \
-        const int* slots, bf16* q_out, unsigned char* k_cache, unsigned char* v_cache, long long tokens,             \
-        long long kv_heads, long long group, long long half, long long block_size, long long lanes, float eps,       \
-        float* k_scales, float* v_scales) {                                                                          \
-        rope_write_kv<bf16, N, true>(q, k, v, {q_row, q_group, kv_row, kv_group}, q_norm, k_norm, table, positions,  \
-                                     slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half, block_size,      \
-                                     lanes, eps, k_scales, v_scales);                                                \
+        const bf16* q, bf16* k, const bf16* v, long long q_row, long long q_group, long long q_head,                 \
+        long long kv_row, long long kv_group, const bf16* q_norm, const bf16* k_norm, const float* table,            \
+        const int* positions, const int* slots, bf16* q_out, unsigned char* k_cache, unsigned char* v_cache,         \
+        long long tokens, long long kv_heads, long long group, long long half, long long turned,                     \
+        long long block_size, long long lanes, float eps, float centre, float* k_scales, float* v_scales) {          \
+        rope_write_kv<bf16, N, true>(q, k, v, {q_row, q_group, q_head, kv_row, kv_group}, q_norm, k_norm, table,     \
+                                     positions, slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half,       \
+                                     turned, block_size, lanes, eps, centre, k_scales, v_scales);                    \
     }
 
 ROPE_WRITE_KV_FP8(rope_write_kv_fp8_x1, 1)

@@ -40,7 +40,7 @@ pub use block::{
     LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, Piece, QkNorm, Routes, SavedBlock, SequenceMixer,
     SharedExpertSpec, attention_scale, block_backward, block_forward,
 };
-pub(crate) use block::{MIXER_NORMS, MLP_NORMS, product_work};
+pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit, product_work};
 pub use export::export_folder;
 pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};

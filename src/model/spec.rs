@@ -10,7 +10,9 @@ use super::block::{
 };
 use super::families::Family;
 use super::params::{shapes, units};
-use crate::cuda::kernels::{DecoderSizes, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, unserved};
+use crate::cuda::kernels::{
+    DecoderSizes, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, delta_step_serves, served_delta_sizes, unserved,
+};
 use crate::error::{Error, Result};
 use crate::ops::delta_net::DeltaHeads;
 use crate::ops::rms_norm::NormOptions;
@@ -189,23 +191,27 @@ impl ModelSpec {
         (0..self.num_layers).filter(|&layer| experts.is_some_and(|experts| experts.are_in(layer))).count()
     }
 
-    /// The description of a layer's block.
-    pub fn block(&self, layer: usize) -> BlockSpec {
-        let hidden = self.hidden_size;
-        let attention = || AttentionSpec {
-            hidden,
+    /// The attention of layers that have one.
+    pub fn attention(&self) -> AttentionSpec {
+        AttentionSpec {
+            hidden: self.hidden_size,
             num_heads: self.num_heads,
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
             qkv_bias: self.qkv_bias,
             qk_norm: self.qk_norm,
             output_gate: self.output_gate,
-        };
+        }
+    }
+
+    /// The description of a layer's block.
+    pub fn block(&self, layer: usize) -> BlockSpec {
+        let hidden = self.hidden_size;
         let mixer = match &self.delta_net {
             Some(delta_net) if !delta_net.full_attention.contains(&layer) => {
                 Mixer::DeltaNet(DeltaNetSpec { hidden, heads: delta_net.heads })
             }
-            _ => Mixer::Attention(attention()),
+            _ => Mixer::Attention(self.attention()),
         };
         let mlp = match &self.experts {
             Some(experts) if experts.are_in(layer) => Mlp::Experts(ExpertsSpec {
@@ -333,8 +339,12 @@ impl ModelSpec {
     /// Whether the kernels of a GPU serve this shape with weights of `kind`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
+    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets with experts.
     pub fn validate_gpu(&self, kind: Kind, folder: &Path) -> Result<()> {
+        if self.delta_net.is_some() && self.num_expert_layers() > 0 {
+            let message = "a model of gated delta nets with experts is not served on a GPU yet; device=cpu trains it and samples from it";
+            return Err(Error::bad_file(folder.join("config.json"), message));
+        }
         let sizes = DecoderSizes { head_dim: self.head_dim, hidden_size: self.hidden_size };
         let Some(Unserved { name, got, served }) = unserved(sizes, kind) else { return Ok(()) };
         let message = format!(
@@ -344,14 +354,18 @@ impl ModelSpec {
         Err(Error::bad_file(folder.join("config.json"), message))
     }
 
-    /// Whether the engine's kernels serve this model's experts on a GPU, each divided among `tp_size` ranks.
+    /// Whether the engine's kernels serve this model's gated delta nets and experts on a GPU, each divided among `tp_size` ranks.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the numbers that are served, or for gated delta nets.
+    /// [`Error::BadFile`] for the model's `config.json`, with the numbers that are served.
     pub fn validate_gpu_engine(&self, kind: Kind, tp_size: usize, folder: &Path) -> Result<()> {
-        if self.delta_net.is_some() {
-            let message = "the engine does not sample from a model with gated delta nets (layer_types with linear_attention) on a GPU yet: \
-                           expected full_attention in all layers; sft trains it there, and device=cpu samples from it";
+        if let Some(DeltaLayers { heads, .. }) = &self.delta_net
+            && !delta_step_serves(*heads)
+        {
+            let message = format!(
+                "gated delta nets of {heads:?} are not served by the engine on a GPU: expected {}; device=cpu samples from any",
+                served_delta_sizes()
+            );
             return Err(Error::bad_file(folder.join("config.json"), message));
         }
         let Some(experts) = self.experts.as_ref().filter(|_| self.num_expert_layers() > 0) else { return Ok(()) };

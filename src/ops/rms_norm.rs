@@ -5,14 +5,7 @@ use crate::error::Result;
 use crate::torch::accumulation_kind;
 use tch::Tensor;
 
-/// A norm's numbers beside its weight.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct NormOptions {
-    /// Added to the mean square.
-    pub eps: f64,
-    /// Rows are scaled by 1 + weight.
-    pub zero_centred: bool,
-}
+pub use crate::cuda::kernels::NormOptions;
 
 impl NormOptions {
     /// Factors of the columns: `weight`, or 1 + weight in the accumulation kind. [D]

@@ -71,7 +71,8 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
         classes.push(of_engine("engine weights in FP8", bytes, input));
     }
     let (spec, config) = (&input.table.spec, input.config);
-    let states = config.max_num_seqs * state_page_bytes(spec, config.tensor_parallel_size, input.kind);
+    let device = if input.room.swap_bytes.is_some() { Device::Cuda(0) } else { Device::Cpu };
+    let states = config.max_num_seqs * state_page_bytes(spec, config.tensor_parallel_size, input.kind, device);
     if states > 0 {
         classes.push(of_engine("states of gated delta nets", states, input));
     }

@@ -76,7 +76,7 @@ pub struct Engine {
     pub(super) gpu: Option<GpuState>,
     pub(super) fp8: Option<Fp8Copy>,
     pub(super) kv_cache: KvCache,
-    /// Pages of states, while the engine is awake or keeps sequences, and the model has gated delta nets.
+    /// Pages of states, where the model has gated delta nets.
     pub(super) states: Option<StatePages>,
     pub(super) keeps_memory: bool, // asleep, too
     pub(super) keeps_sequences: bool,
@@ -128,6 +128,7 @@ impl Engine {
         let kv_cache = KvCache::reserve(&spec, tp.size(), options.block_size, bytes, place)?;
         // Reserved in whole pages, of which every block is used.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
+        let states = StatePages::reserve(&spec, tp.size(), options.max_num_seqs, (options.kind, options.device))?;
         let rope = spec.rope();
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), eos_token_ids.clone()));
@@ -146,7 +147,7 @@ impl Engine {
             gpu,
             fp8,
             kv_cache,
-            states: None,
+            states,
             keeps_memory: false,
             keeps_sequences: false,
             num_blocks: None,
@@ -206,12 +207,13 @@ impl Engine {
         })
     }
 
-    /// Memory that the KV cache, the buffers and weights in FP8 take when the engine wakes; none for the cache while it holds sequences,
+    /// Memory that the KV cache, states, the buffers and weights in FP8 take when the engine wakes; none for the cache while it holds sequences,
     /// whose blocks would lie elsewhere in a larger one.
     pub fn absent_bytes(&self) -> usize {
         let kv_cache = if self.kept.is_empty() { self.kv_cache.absent_bytes() } else { 0 };
         let fp8 = self.fp8.as_ref().map_or(0, Fp8Copy::absent_bytes);
-        kv_cache + fp8 + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
+        let states = self.states.as_ref().map_or(0, StatePages::absent_bytes);
+        kv_cache + fp8 + states + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
     }
 
     /// Physical memory behind the KV cache now; next to nothing while the engine sleeps, unless it keeps sequences.
@@ -261,7 +263,10 @@ impl<'a> RolloutEngine<'a> {
     }
 
     fn open_kv_cache(&mut self) -> Result<()> {
-        let Engine { spec, gpu, kv_cache, kept, tp, options, num_blocks: held, states, .. } = &mut *self.engine;
+        let Engine { gpu, kv_cache, kept, tp, options, num_blocks: held, states, .. } = &mut *self.engine;
+        if let Some(states) = states.as_mut() {
+            states.wake()?;
+        }
         let num_own = match *held {
             Some(num_blocks) if !kept.is_empty() => num_blocks, // blocks of another number lie elsewhere
             _ => kv_cache.map(options.max_model_length, gpu.as_ref().map_or(0, GpuState::absent_bytes))?,
@@ -269,11 +274,8 @@ impl<'a> RolloutEngine<'a> {
         let num_blocks = kept.agree(num_own, tp.as_ref())?;
         let before = held.replace(num_blocks);
         kv_cache.open(num_blocks)?;
-        if kept.is_empty() || states.is_none() {
-            *states = StatePages::new(spec, tp.size(), options.max_num_seqs, (options.kind, options.device))?;
-        }
         if let Some(gpu) = gpu {
-            gpu.wake(&self.weights, kv_cache, tp.as_ref())?;
+            gpu.wake(&self.weights, (kv_cache, states.as_ref()), tp.as_ref())?;
         }
         memory::release_idle(options.device)?; // what the trainer gave up and the engine does not need
         if before.is_none() && tp.rank() == 0 {
@@ -286,15 +288,15 @@ impl<'a> RolloutEngine<'a> {
 
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
-        if self.engine.kept.is_empty() {
-            self.engine.states = None;
-        }
-        let Engine { gpu, fp8, kv_cache, keeps_memory: false, .. } = &mut *self.engine else { return };
+        let Engine { gpu, fp8, kv_cache, states, keeps_memory: false, .. } = &mut *self.engine else { return };
         if let Some(gpu) = gpu {
             gpu.sleep();
         }
         if let Some(fp8) = fp8 {
             fp8.sleep();
+        }
+        if let Some(states) = states {
+            states.sleep();
         }
         kv_cache.sleep();
     }

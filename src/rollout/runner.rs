@@ -68,7 +68,7 @@ impl Runner for HostRunner<'_> {
             self.kv_cache.copy_blocks(&from, &to)?;
         }
         if let (Some(states), false) = (self.states, step.state_copies.is_empty()) {
-            states.copy(&step.state_copies, batch.token_ids.device())?;
+            states.copy(&step.state_copies)?;
         }
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
         let sampler = Sampler { vocab, tp: self.tp };

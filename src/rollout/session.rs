@@ -91,7 +91,7 @@ impl<'r> Session<'r> {
                 &**tp,
                 (options.residual, options.records_experts),
             )),
-            Some(state) => Box::new(GpuRunner::new(state, (spec, weights, kv_cache), &**tp)?),
+            Some(state) => Box::new(GpuRunner::new(state, (spec, weights), (kv_cache, states.as_ref()), &**tp)?),
         };
         Ok(Self {
             scheduler: Scheduler::new(limits, std::mem::take(kept), *stats), // for good, if the session fails

@@ -1,60 +1,146 @@
-//! States of gated delta nets: a page for every sequence that runs, beside the KV blocks of the attention layers.
+//! States of gated delta nets: a page for every sequence that runs, beside the KV blocks of the attention layers, on an arena of their
+//! own.
+#![allow(unsafe_code)]
 
 use std::collections::HashMap;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
+use crate::memory::Arena;
 use crate::model::{DeltaNetSpec, Mixer, ModelSpec};
-use crate::ops::delta_net::DeltaState;
-use crate::torch;
+use crate::ops::delta_net::{DeltaHeads, DeltaState};
+use crate::torch::{self, accumulation_kind};
+
+/// Pages that are copied at once: their layer's states stand in memory once more.
+const COPIES: usize = 32;
+/// Tensors begin at multiples of this, in bytes.
+const ALIGNMENT: usize = 256;
 
 /// Bytes of one sequence's states in all layers, on one rank; 0 of a model without gated delta nets.
-pub fn state_page_bytes(spec: &ModelSpec, tp_size: usize, kind: Kind) -> usize {
-    delta_nets(spec, tp_size).map(|(_, delta_net)| DeltaState::bytes(delta_net.heads, kind)).sum()
+pub fn state_page_bytes(spec: &ModelSpec, tp_size: usize, kind: Kind, device: Device) -> usize {
+    delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, kind, device)).map(bytes).sum()
 }
 
-/// One state a page, by layer.
+/// One state a page, by layer. The rows of the convolution are the last W - 1 on a CPU; the kernels of a GPU have W, that of position p
+/// in slot p % W, so that a step writes one of them and none that another block reads.
 #[derive(Debug)]
 pub(super) struct StatePages {
-    layers: HashMap<usize, DeltaState>,
+    arena: Arena,
+    nets: Vec<(usize, DeltaHeads)>,
+    num_pages: usize,
+    kind: Kind,
+    layers: HashMap<usize, DeltaState>, // while there is memory
 }
 
 impl StatePages {
-    /// Pages of zeros; `None` for a model without gated delta nets.
-    pub(super) fn new(
+    /// Reserves addresses; `None` for a model without gated delta nets.
+    pub(super) fn reserve(
         spec: &ModelSpec,
         tp_size: usize,
         num_pages: usize,
         (kind, device): (Kind, Device),
     ) -> Result<Option<Self>> {
-        let state = |(layer, delta_net): (usize, DeltaNetSpec)| {
-            Ok((layer, DeltaState::zeros(delta_net.heads, num_pages, kind, device)?))
-        };
-        let layers = delta_nets(spec, tp_size).map(state).collect::<Result<HashMap<_, _>>>()?;
-        Ok((!layers.is_empty()).then_some(Self { layers }))
+        let nets: Vec<_> = delta_nets(spec, tp_size).map(|(layer, delta_net)| (layer, delta_net.heads)).collect();
+        if nets.is_empty() {
+            return Ok(None);
+        }
+        let of_layer = |&(_, heads): &(usize, DeltaHeads)| sections(heads, num_pages, kind, device);
+        let all = nets.iter().flat_map(of_layer).map(|section| bytes(section).next_multiple_of(ALIGNMENT)).sum();
+        let arena = Arena::reserve("state_pages", all, device)?;
+        Ok(Some(Self { arena, nets, num_pages, kind, layers: HashMap::new() }))
+    }
+
+    /// Puts memory behind all pages, whose states stay if there was some. A sequence's first step reads none of its page.
+    pub(super) fn wake(&mut self) -> Result<()> {
+        if !self.layers.is_empty() {
+            return Ok(());
+        }
+        self.arena.map(self.arena.reserved_bytes())?;
+        let mut at = 0;
+        for &(layer, heads) in &self.nets {
+            let [conv, rule] = sections(heads, self.num_pages, self.kind, self.arena.device()).map(|section| {
+                let first = at;
+                at += bytes(section.clone()).next_multiple_of(ALIGNMENT);
+                // SAFETY: sections do not overlap; the tensors stay in this room, and `sleep` drops them before the arena is unmapped.
+                unsafe { self.arena.tensor(first, &section.0, section.1) }
+            });
+            self.layers.insert(layer, DeltaState { conv: conv?, rule: rule? });
+        }
+        Ok(())
+    }
+
+    /// Gives the memory back. Never fails: the arena keeps an error for the next wake.
+    pub(super) fn sleep(&mut self) {
+        self.layers.clear();
+        self.arena.unmap();
+    }
+
+    /// Memory that waking has to map.
+    pub(super) fn absent_bytes(&self) -> usize {
+        self.arena.absent_bytes()
+    }
+
+    /// A layer's states, all pages.
+    ///
+    /// # Panics
+    /// If the engine is asleep, or the layer has none.
+    pub(super) fn layer(&self, layer: usize) -> &DeltaState {
+        self.find(layer).expect("states of a layer that has some, of an engine that is awake")
+    }
+
+    /// A layer's states, all pages; none of a layer with attention.
+    pub(super) fn find(&self, layer: usize) -> Option<&DeltaState> {
+        self.layers.get(&layer)
     }
 
     /// Copies of a layer's states in these pages.
     pub(super) fn read(&self, layer: usize, pages: &Tensor /* [N] i64 */) -> Result<DeltaState> {
-        self.layers[&layer].fork(pages)
+        self.layer(layer).fork(pages)
     }
 
     /// Replaces a layer's states in these pages.
     pub(super) fn write(&self, layer: usize, pages: &Tensor /* [N] i64 */, states: &DeltaState) -> Result<()> {
-        let own = &self.layers[&layer];
+        let own = self.layer(layer);
         for (all, new) in [(&own.conv, &states.conv), (&own.rule, &states.rule)] {
             let _ = all.shallow_clone().f_index_copy_(0, pages, &new.f_to_kind(all.kind())?)?;
         }
         Ok(())
     }
 
-    /// Copies whole pages (from, to), all layers.
-    pub(super) fn copy(&self, copies: &[(u32, u32)], device: Device) -> Result<()> {
-        let (from, to): (Vec<_>, Vec<_>) = copies.iter().map(|&(from, to)| (i64::from(from), i64::from(to))).unzip();
-        let (from, to) = (torch::tensor_on(&from, device)?, torch::tensor_on(&to, device)?);
-        self.layers.keys().try_for_each(|&layer| self.write(layer, &to, &self.read(layer, &from)?))
+    /// Copies whole pages (from, to), all layers; none is both.
+    pub(super) fn copy(&self, copies: &[(u32, u32)]) -> Result<()> {
+        for copies in copies.chunks(COPIES) {
+            let pages = |page: &dyn Fn(&(u32, u32)) -> u32| {
+                let pages: Vec<_> = copies.iter().map(|copy| i64::from(page(copy))).collect();
+                torch::tensor_on(&pages, self.arena.device())
+            };
+            let (from, to) = (pages(&|copy| copy.0)?, pages(&|copy| copy.1)?);
+            self.layers.keys().try_for_each(|&layer| self.write(layer, &to, &self.read(layer, &from)?))?;
+        }
+        Ok(())
     }
+}
+
+impl Drop for StatePages {
+    fn drop(&mut self) {
+        self.sleep();
+    }
+}
+
+/// Shapes and types of a layer's states, in the order of [`DeltaState`].
+fn sections(heads: DeltaHeads, num_pages: usize, kind: Kind, device: Device) -> [(Vec<i64>, Kind); 2] {
+    let DeltaHeads { num_value_heads, key_dim, value_dim, conv_width, .. } = heads;
+    let slots = if device.is_cuda() { conv_width } else { conv_width - 1 };
+    let shape = |sizes: &[usize]| sizes.iter().map(|&size| size as i64).collect();
+    [
+        (shape(&[num_pages, slots, heads.channels()]), kind),
+        (shape(&[num_pages, num_value_heads, key_dim, value_dim]), accumulation_kind(kind)),
+    ]
+}
+
+fn bytes((shape, kind): (Vec<i64>, Kind)) -> usize {
+    shape.iter().map(|&size| size as usize).product::<usize>() * kind.elt_size_in_bytes()
 }
 
 fn delta_nets(spec: &ModelSpec, tp_size: usize) -> impl Iterator<Item = (usize, DeltaNetSpec)> + '_ {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
-use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, RowSums};
+use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, NormOptions, RowSums};
 use colo_grpo::internal::cuda::{Context, CudaEvent, Graph, PeerMemory, TorchStream};
 use colo_grpo::internal::dist::{Collective, World};
 use tch::{Device, Kind, Tensor};
@@ -155,7 +155,7 @@ fn replays_at_any_pace(world: &World) {
             for (call, mut x) in (0..CALLS).zip(xs.split(1, 0)) {
                 let mut part = case.sums.part(call % 2).unwrap().narrow(0, 0, case.rows);
                 part.copy_(&source);
-                case.sums.add_rms_norm(way, call % 2, &mut x, &case.weight, EPS).unwrap();
+                case.sums.add_rms_norm(way, call % 2, &mut x, &case.weight, NormOptions::plain(EPS)).unwrap();
             }
             Ok(())
         };
@@ -237,7 +237,7 @@ impl Case {
 
     fn sum(&self, way: AllReduceMethod, turn: usize, x: &mut Tensor) {
         self.sums.part(turn).unwrap().copy_(&self.parts[self.rank]);
-        self.sums.add_rms_norm(way, turn, x, &self.weight, EPS).unwrap();
+        self.sums.add_rms_norm(way, turn, x, &self.weight, NormOptions::plain(EPS)).unwrap();
     }
 
     /// Rows of `x` [.., T, D] that this rank has after a sum.
@@ -260,7 +260,7 @@ impl Case {
         let sum = self.parts[1..].iter().fold(wide(&self.parts[0]), |sum, part| sum + wide(part));
         let mut expected = (wide(&self.x) + sum).to_kind(self.x.kind());
         let mut normed = self.parts[0].empty_like();
-        kernels::add_rms_norm(&mut expected, None, &self.weight, &mut normed, EPS).unwrap();
+        kernels::add_rms_norm(&mut expected, None, &self.weight, &mut normed, NormOptions::plain(EPS)).unwrap();
         (expected, normed)
     }
 

@@ -1,7 +1,7 @@
 //! The decode step's kernels against the CPU's operations in float64. Ignored where there is no GPU.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, HeadTransform, QkvViews, SharedPrefixes,
+    self, AttentionPlan, AttentionShape, HeadTransform, NormOptions, QkvViews, SharedPrefixes,
 };
 use colo_grpo::internal::ops::attention::{PagedLayout, kv_rows, paged_decode, write_kv};
 use colo_grpo::internal::ops::heads::{self, HeadNormWeights};
@@ -36,7 +36,8 @@ fn gpu_rows_norms_and_products_equal_the_cpus() {
             let mut y = poison(&[tokens, dim], kind);
             for delta in [Some(&delta), None] {
                 let sum = delta.map_or_else(|| x.copy(), |delta| &x + gpu(delta));
-                kernels::add_rms_norm(&mut x, delta.map(gpu).as_ref(), &gpu(&weight), &mut y, 1e-6).unwrap();
+                kernels::add_rms_norm(&mut x, delta.map(gpu).as_ref(), &gpu(&weight), &mut y, NormOptions::plain(1e-6))
+                    .unwrap();
                 assert!(x.equal(&sum), "the sum rounds once");
                 let (expected, _) = rms_norm::forward(&double(&sum), &double(&weight), 1e-6).unwrap();
                 let error = relative_error(&y, &expected);
@@ -77,8 +78,8 @@ fn compare_rope(kind: Kind, bound: f64, (kv_heads, group, dim): (i64, i64, i64),
         }
     };
     let views = |products: &[Tensor]| match products {
-        [q, kv] => QkvViews::split(q, kv, group as usize),
-        products => QkvViews::grouped(&products[0], kv_heads as usize, group as usize),
+        [q, kv] => QkvViews::split(q, kv, group as usize, false),
+        products => QkvViews::grouped(&products[0], kv_heads as usize, group as usize, false),
     };
     let (products, norms) = (product(&[TOKENS]), [rand(&[dim], kind), rand(&[dim], kind)]);
     let positions = random_ints(0, 1000, TOKENS);
@@ -107,8 +108,10 @@ fn compare_rope(kind: Kind, bound: f64, (kv_heads, group, dim): (i64, i64, i64),
     let (got, norms) = (views(&products), norms.each_ref().map(gpu));
     let mut q_out = poison(&[TOKENS, kv_heads * group, dim], kind);
     let [got_k, got_v] = [&k_cache, &v_cache].map(|cache| cache.zeros_like().to_kind(kind).to_device(GPU));
-    let transform =
-        HeadTransform { norms: has_norm.then_some((&norms[0], &norms[1], eps)), rope: &rope.table(1000, GPU).unwrap() };
+    let transform = HeadTransform {
+        norms: has_norm.then_some((&norms[0], &norms[1], NormOptions::plain(eps))),
+        rope: &rope.table(1000, GPU).unwrap(),
+    };
     kernels::rope_write_kv(&got, &transform, &ints(&positions), &ints(&slots), &mut q_out, &got_k, &got_v).unwrap();
     let pairs = [(&q_out, &q), (&got.k, &k), (&got.v, &v), (&got_k, &k_cache), (&got_v, &v_cache)];
     for ((got, expected), what) in pairs.into_iter().zip(["q", "k", "v", "k_cache", "v_cache"]) {
@@ -135,7 +138,7 @@ fn gpu_norms_over_all_heads_equal_the_cpus() {
             let on_gpu = gpu(&qkv);
             let of_trainer =
                 heads::norm_all(&on_gpu, HeadNormWeights { q: &q, k: &k, eps, zero_centred: false }, None).unwrap();
-            let views = QkvViews::grouped(&on_gpu.view([TOKENS, -1]), kv_heads as usize, group as usize);
+            let views = QkvViews::grouped(&on_gpu.view([TOKENS, -1]), kv_heads as usize, group as usize, false);
             let mut sums = poison(&[TOKENS, 2], Kind::Float);
             kernels::qk_squares(&views, true, &mut sums).unwrap();
             let widths = [kv_heads * group * dim, kv_heads * dim].map(|width| width as usize);

@@ -1,6 +1,7 @@
 //! The engine's recorded steps on shapes of real models, random weights: against the trainer, against a float32 forward, and
 //! against themselves in another batch.
 
+mod delta_net;
 mod fp8;
 mod kept;
 

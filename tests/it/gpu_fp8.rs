@@ -4,8 +4,8 @@ mod cache;
 
 use colo_grpo::internal::cuda::Tuning;
 use colo_grpo::internal::cuda::kernels::{
-    Fp8Rows, add_rms_norm, add_rms_norm_fp8, fp8_rows, product_fp8, product_serves, product_silu_mul_fp8, silu_mul,
-    silu_mul_fp8, wide_product_fp8, wide_product_serves,
+    Fp8Rows, NormOptions, add_rms_norm, add_rms_norm_fp8, fp8_rows, product_fp8, product_serves, product_silu_mul_fp8,
+    silu_mul, silu_mul_fp8, wide_product_fp8, wide_product_serves,
 };
 use colo_grpo::internal::ops::fp8;
 use tch::{Device, Kind, Tensor};
@@ -68,13 +68,15 @@ fn gpu_other_kernels_round_on_their_way_to_the_same_bits() {
                 let delta = has_delta.then(|| rand([rows, columns], Kind::BFloat16));
                 let (mut plain, mut fused) = (x.copy(), x.copy());
                 let [mut expected, mut y] = [(); 2].map(|()| Tensor::empty([rows, columns], (Kind::BFloat16, GPU)));
-                add_rms_norm(&mut plain, delta.as_ref(), &weight, &mut expected, 1e-6).unwrap();
+                add_rms_norm(&mut plain, delta.as_ref(), &weight, &mut expected, NormOptions::plain(1e-6)).unwrap();
                 let to = on_gpu([rows, columns]);
-                add_rms_norm_fp8(&mut fused, delta.as_ref(), &weight, Some(&mut y), &to, 1e-6).unwrap();
+                add_rms_norm_fp8(&mut fused, delta.as_ref(), &weight, Some(&mut y), &to, NormOptions::plain(1e-6))
+                    .unwrap();
                 assert!(fused.equal(&plain) && y.equal(&expected), "{what}");
                 assert_same(&to, &rounded(&expected), &what);
                 let alone = on_gpu([rows, columns]);
-                add_rms_norm_fp8(&mut x.copy(), delta.as_ref(), &weight, None, &alone, 1e-6).unwrap();
+                add_rms_norm_fp8(&mut x.copy(), delta.as_ref(), &weight, None, &alone, NormOptions::plain(1e-6))
+                    .unwrap();
                 assert_same(&alone, &to, &what);
             }
         }

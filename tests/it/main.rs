@@ -14,6 +14,7 @@ mod experts;
 mod gpu;
 mod gpu_all_reduce;
 mod gpu_decode;
+mod gpu_delta_net;
 mod gpu_engine;
 mod gpu_expert_adapters;
 mod gpu_experts;

@@ -43,6 +43,7 @@ const EDGES: &[&str] = &[
     "train/residence.rs",
     "rollout/fp8.rs",
     "rollout/kv_cache.rs",
+    "rollout/state_pages.rs",
     "rollout/gpu/",
     "serve/weights.rs",
     "bench/sleep_wake.rs",

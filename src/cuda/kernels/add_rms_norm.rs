@@ -19,7 +19,28 @@ pub(super) const NAMES: &[&str] = &[
     "add_rms_norm_fp8_f32_bf16_x8",
 ];
 
-/// x += delta, rounded to the kind of x; y = x / sqrt(mean(x^2) + eps) * weight, in float32 inside. Without `delta` x stays.
+/// A norm's numbers beside its weight.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NormOptions {
+    /// Added to the mean square.
+    pub eps: f64,
+    /// Rows are scaled by 1 + weight.
+    pub zero_centred: bool,
+}
+
+impl NormOptions {
+    /// Rows are scaled by the weight itself.
+    pub fn plain(eps: f64) -> Self {
+        Self { eps, zero_centred: false }
+    }
+
+    /// The kernels' last two arguments: eps, and the factor of a weight of 0.
+    pub(super) fn arguments(self) -> [Argument; 2] {
+        [Argument::Float(self.eps as f32), Argument::Float(f32::from(u8::from(self.zero_centred)))]
+    }
+}
+
+/// x += delta, rounded to the kind of x; y = x / sqrt(mean(x^2) + eps) * weight, or (1 + weight), in float32 inside. Without `delta` x stays.
 /// Allocates nothing.
 ///
 /// # Errors
@@ -29,7 +50,7 @@ pub fn add_rms_norm(
     delta: Option<&Tensor>, // [T, D], like weight
     weight: &Tensor,        // [D], like x; bf16 beside x of f32, too
     y: &mut Tensor,         // [T, D], like weight
-    eps: f64,
+    norm: NormOptions,
 ) -> Result<()> {
     const OP: &str = "add_rms_norm";
     let (gpu, kind, numel, dim) = (ordinal(OP, x)?, weight.kind(), x.numel(), row_len(OP, x)?);
@@ -38,13 +59,15 @@ pub fn add_rms_norm(
     if dim > most_columns(width) {
         return Err(invalid(OP, format!("rows of at most {} elements", most_columns(width)), dim));
     }
+    let [eps, centre] = norm.arguments();
     let arguments = [
         address(OP, x, x.kind(), numel, gpu)?,
         address_or_null(OP, delta, kind, numel, gpu)?,
         address(OP, weight, kind, dim, gpu)?,
         address(OP, y, kind, numel, gpu)?,
         Argument::Count(dim as i64),
-        Argument::Float(eps as f32),
+        eps,
+        centre,
     ];
     let threads = (dim / width).next_multiple_of(32).min(1024) as u32;
     let name = format!("add_rms_norm_{}_x{width}", kinds_name(OP, x, weight)?);

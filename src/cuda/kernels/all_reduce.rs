@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
+use super::add_rms_norm::NormOptions;
 use super::{Argument, address, invalid, kind_name, launch_early};
 use crate::cuda::PeerMemory;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -116,7 +117,7 @@ impl RowSums {
     }
 
     /// x (f32 or bf16) += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are
-    /// x / sqrt(mean(x^2) + eps) * weight. `turn` is not that of the call before. After [`AllReduceMethod::Share`] x has only rows i with
+    /// x / sqrt(mean(x^2) + eps) * weight, or (1 + weight). `turn` is not that of the call before. After [`AllReduceMethod::Share`] x has only rows i with
     /// i % N = rank, and later calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
     ///
     /// # Errors
@@ -127,7 +128,7 @@ impl RowSums {
         turn: usize,
         x: &mut Tensor,
         weight: &Tensor,
-        eps: f64,
+        norm: NormOptions,
     ) -> Result<()> {
         const OP: &str = "RowSums::add_rms_norm";
         let (memory, places) = (&*self.memory, self.places());
@@ -138,6 +139,7 @@ impl RowSums {
         let mut ranks = [std::ptr::null_mut::<c_void>(); MOST_RANKS];
         ranks.iter_mut().zip(memory.addresses()).for_each(|(rank, &address)| *rank = address as *mut c_void);
         let packs = self.dim / PACK;
+        let [eps, centre] = norm.arguments();
         let arguments = [
             Argument::Addresses(ranks),
             Argument::Count(memory.rank() as i64),
@@ -148,7 +150,8 @@ impl RowSums {
             address(OP, weight, Kind::BFloat16, self.dim, gpu)?,
             Argument::Count(rows as i64),
             Argument::Count(packs as i64),
-            Argument::Float(eps as f32),
+            eps,
+            centre,
         ];
         let kind = kind_name(OP, x)?;
         let (name, blocks) = match way {

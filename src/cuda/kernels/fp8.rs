@@ -3,6 +3,7 @@
 
 use tch::{Kind, Tensor};
 
+use super::add_rms_norm::NormOptions;
 use super::{
     Argument, add_rms_norm, address, address_or_null, invalid, is_aligned, kinds_name, launch_early, ordinal, row_len,
     strided, swiglu,
@@ -75,7 +76,7 @@ pub fn add_rms_norm_fp8(
     weight: &Tensor,        // [D] bf16
     y: Option<&mut Tensor>, // [T, D] bf16
     to: &Fp8Rows,           // [T, D]
-    eps: f64,
+    norm: NormOptions,
 ) -> Result<()> {
     const OP: &str = "add_rms_norm_fp8";
     let (gpu, numel, dim) = (ordinal(OP, x)?, x.numel(), row_len(OP, x)?);
@@ -86,6 +87,7 @@ pub fn add_rms_norm_fp8(
         return Err(invalid(OP, "shorter rows, at multiples of 16 bytes", x.size()));
     }
     let [values, scales] = outputs(OP, to, (numel / dim, dim), gpu)?;
+    let [eps, centre] = norm.arguments();
     let arguments = [
         address(OP, x, x.kind(), numel, gpu)?,
         address_or_null(OP, delta, Kind::BFloat16, numel, gpu)?,
@@ -94,7 +96,8 @@ pub fn add_rms_norm_fp8(
         values,
         scales,
         Argument::Count(dim as i64),
-        Argument::Float(eps as f32),
+        eps,
+        centre,
     ];
     let name = format!("{OP}_{}_x{PACK}", kinds_name(OP, x, weight)?);
     let threads = threads(dim, 1).min(1024); // as many as `add_rms_norm` has, so that squares add up to the same bits

@@ -10,11 +10,13 @@ mod all_reduce;
 mod boxes;
 mod delta_mix;
 mod delta_rule;
+mod delta_step;
 mod embed;
 mod expert_sums;
 mod experts;
 mod filter;
 mod fp8;
+mod gate;
 mod gate_up;
 mod grouped_weight;
 mod head;
@@ -41,17 +43,22 @@ mod wide_product;
 pub use adamw::{AdamWScalars, adamw};
 pub use adamw8bit::{MomentCodes, adamw8bit};
 pub use adapt::{adapt, adapt_pays, adapt_serves};
-pub use add_rms_norm::add_rms_norm;
+pub use add_rms_norm::{NormOptions, add_rms_norm};
 pub use all_reduce::{AllReduceMethod, RowSums};
 pub use delta_mix::{
     DeltaLayout, DeltaSizes, delta_mix, delta_mix_backward, delta_norm, delta_norm_backward, delta_serves,
 };
 pub use delta_rule::{DeltaGradients, DeltaPrepared, DeltaScan, delta_backward, delta_prepare, delta_scan};
+pub use delta_step::{
+    DeltaHeads, DeltaOptions, DeltaPages, DeltaRows, DeltaRuns, DeltaWeights, delta_step, delta_step_serves,
+    served_delta_sizes,
+};
 pub use embed::embed;
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
 pub use filter::{Filters, filter};
 pub use fp8::{Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_serves, silu_mul_fp8};
+pub use gate::gate;
 pub(super) use gate_up::gate_up_key;
 pub use gate_up::{gate_up, gate_up_fp8, gate_up_serves};
 pub use grouped_weight::{grouped_weight, grouped_weight_serves};
@@ -99,11 +106,13 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (delta_mix::SOURCE, delta_mix::NAMES),
         (delta_rule::SOURCE, delta_rule::NAMES),
         (delta_rule::GRADIENTS, delta_rule::GRADIENTS_NAMES),
+        (delta_step::SOURCE, delta_step::NAMES),
         (embed::SOURCE, embed::NAMES),
         (expert_sums::SOURCE, expert_sums::NAMES),
         (experts::SOURCE, experts::NAMES),
         (filter::SOURCE, filter::NAMES),
         (fp8::SOURCE, fp8::NAMES),
+        (gate::SOURCE, gate::NAMES),
         (gate_up::SOURCE, gate_up::NAMES),
         (grouped_weight::SOURCE, grouped_weight::NAMES),
         (head::SOURCE, head::NAMES),

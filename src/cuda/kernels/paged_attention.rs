@@ -13,6 +13,7 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::PAGED_ATTENTION;
 pub(super) const NAMES: &[&str] = &[
     "paged_attention_bf16_64",
     "paged_attention_bf16_128",
+    "paged_attention_bf16_256",
     "paged_attention_bf16_64_fp8",
     "paged_attention_bf16_128_fp8",
 ];
@@ -29,6 +30,9 @@ const MOST_COLUMNS: usize = 4 * THREADS;
 const BLOCKS_PER_PROCESSOR: usize = 2;
 /// Threads of `plan_attention`.
 const PLANNERS: u32 = 256;
+/// Widths of heads on tensor cores. Of the last one, parts that rows share are not read at once, and a cache in e4m3 is not served.
+const FAST_DIMS: [usize; 3] = [64, 128, 256];
+const WIDE_DIM: usize = 256;
 /// Query heads that one item serves.
 const ITEM_HEADS: usize = 8;
 /// i32 words of an item.
@@ -114,7 +118,7 @@ impl AttentionPlan {
             return Err(invalid("attention_plan", expected, (shape, split_tokens)));
         }
         let is_fast =
-            kind == Kind::BFloat16 && [64, 128].contains(&shape.head_dim) && shape.block_size.is_power_of_two();
+            kind == Kind::BFloat16 && FAST_DIMS.contains(&shape.head_dim) && shape.block_size.is_power_of_two();
         let context = max_blocks * shape.block_size;
         let buffers =
             is_fast.then(|| TensorCoreBuffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
@@ -145,7 +149,7 @@ impl AttentionPlan {
 
     /// Tokens of shared prefixes, counted for every row that sees them, from which telling a step of `rows` rows of them pays.
     pub fn least_shared_tokens(&self, rows: usize) -> usize {
-        let Some(buffers) = &self.buffers else { return usize::MAX };
+        let Some(buffers) = self.buffers.as_ref().filter(|_| self.shape.head_dim < WIDE_DIM) else { return usize::MAX };
         least_shared_tokens(rows, buffers.columns, buffers.num_blocks)
     }
 
@@ -165,6 +169,7 @@ impl AttentionPlan {
             return Err(invalid(OP, expected, rows));
         }
         let Some(buffers) = &self.buffers else { return Ok(()) };
+        let prefixes = prefixes.filter(|_| self.shape.head_dim < WIDE_DIM);
         let gpu = ordinal(OP, context_lens)?;
         let [header, items, pieces, scratch, _, _] = buffers.addresses(gpu)?;
         let arguments = [
@@ -320,7 +325,8 @@ fn attend(
     );
     let count = |number: usize| Argument::Count(number as i64);
     let scale = Argument::Float(scale as f32);
-    let Some(buffers) = &plan.buffers else {
+    let is_fast = scales.is_none() || head_dim < WIDE_DIM;
+    let Some(buffers) = plan.buffers.as_ref().filter(|_| is_fast) else {
         let sizes = [num_heads, num_kv_heads, head_dim, block_size, max_blocks, sliding_window.unwrap_or(0)].map(count);
         let arguments = [&[q_at, k_at, v_at, tables, lens, o_at][..], &sizes, &[scale], &scales_at].concat();
         let name = format!("paged_attention_any_{}", if scales.is_some() { "fp8" } else { kind_name(OP, q)? });

@@ -3,6 +3,7 @@
 
 use tch::{Kind, Tensor};
 
+use super::add_rms_norm::NormOptions;
 use super::fp8::Fp8Rows;
 use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -26,36 +27,51 @@ pub(super) const MOST_HEAD_DIM: usize = 256;
 /// the two products): any row and head stride, heads contiguous.
 #[derive(Debug)]
 pub struct QkvViews {
-    /// [T, Hkv, G, hd] f32 or bf16; the G heads of a group are neighbours.
+    /// [T, Hkv, G, hd] f32 or bf16; the G heads of a group are equally far apart.
     pub q: Tensor,
     /// [T, Hkv, hd]; strides as those of `v`.
     pub k: Tensor,
     /// [T, Hkv, hd]
     pub v: Tensor,
+    /// Of every query, whose neighbour it is, where attention's output has gates. [T, Hkv, G, hd]
+    pub gate: Option<Tensor>,
 }
 
 impl QkvViews {
-    /// Views of a product [T, (H + 2 Hkv) hd] whose columns are grouped by key/value head.
-    pub fn grouped(product: &Tensor, num_kv_heads: usize, heads_per_group: usize) -> Self {
-        let group = heads_per_group as i64;
-        let heads = product.view([product.size()[0], num_kv_heads as i64, group + 2, -1]);
-        Self { q: heads.narrow(2, 0, group), k: heads.select(2, group), v: heads.select(2, group + 1) }
+    /// Views of a product [T, (H + 2 Hkv) hd] whose columns are grouped by key/value head; [T, (2 H + 2 Hkv) hd] where every query has
+    /// a gate behind it.
+    pub fn grouped(product: &Tensor, num_kv_heads: usize, heads_per_group: usize, is_gated: bool) -> Self {
+        let queries = heads_per_group as i64 * if is_gated { 2 } else { 1 };
+        let heads = product.view([product.size()[0], num_kv_heads as i64, queries + 2, -1]);
+        let (q, gate) = queries_and_gates(&heads.narrow(2, 0, queries), is_gated);
+        Self { q, k: heads.select(2, queries), v: heads.select(2, queries + 1), gate }
     }
 
-    /// Views of a query product [T, H hd] and of the product of one key/value head [T, 2 hd].
-    pub fn split(q: &Tensor, kv: &Tensor, num_heads: usize) -> Self {
+    /// Views of a query product [T, H hd], or [T, 2 H hd] with gates, and of the product of one key/value head [T, 2 hd].
+    pub fn split(q: &Tensor, kv: &Tensor, num_heads: usize, is_gated: bool) -> Self {
         let tokens = q.size()[0];
         let kv = kv.view([tokens, 1, 2, -1]);
-        Self { q: q.view([tokens, 1, num_heads as i64, -1]), k: kv.select(2, 0), v: kv.select(2, 1) }
+        let queries = num_heads as i64 * if is_gated { 2 } else { 1 };
+        let (q, gate) = queries_and_gates(&q.view([tokens, 1, queries, -1]), is_gated);
+        Self { q, k: kv.select(2, 0), v: kv.select(2, 1), gate }
     }
+}
+
+/// Of heads [T, Hkv, G, hd], or [T, Hkv, 2 G, hd] in which gates follow their queries.
+fn queries_and_gates(heads: &Tensor, is_gated: bool) -> (Tensor, Option<Tensor>) {
+    if !is_gated {
+        return (heads.shallow_clone(), None);
+    }
+    let every_second = |first: i64| heads.slice(2, first, None, 2);
+    (every_second(0), Some(every_second(1)))
 }
 
 /// The transform that [`rope_write_kv`] applies to every head.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadTransform<'a> {
-    /// Weights of the query and the key norm, `[hd]` each, and their epsilon.
-    pub norms: Option<(&'a Tensor, &'a Tensor, f64)>,
-    /// Cosines, then sines, of every position: [positions, hd] f32, as [`crate::ops::rope::Rope::table`] makes it.
+    /// Weights of the query and the key norm, `[hd]` each, and how they scale.
+    pub norms: Option<(&'a Tensor, &'a Tensor, NormOptions)>,
+    /// Cosines, then sines, of every position: [positions, columns that are turned] f32, as [`crate::ops::rope::Rope::table`] makes it.
     pub rope: &'a Tensor,
 }
 
@@ -109,13 +125,23 @@ fn run(
     let shape = RopeShape::of(&qkv.q, k_cache)?;
     let RopeShape { tokens, kv_heads, group, dim, block_size } = shape;
     let [(q, q_row, q_group), (k, kv_row, kv_group), (v, v_row, v_group)] = shape.addresses(qkv, kind, gpu)?;
+    let turned = match transform.rope.size()[..] {
+        [_, columns] if columns % 2 == 0 && (2..=dim as i64).contains(&columns) => columns as usize / 2,
+        _ => {
+            return Err(invalid(
+                OP,
+                format!("a table of at most {dim} columns, an even number"),
+                transform.rope.size(),
+            ));
+        }
+    };
     if (kv_row, kv_group) != (v_row, v_group) {
         return Err(invalid(OP, "keys and values of the same strides", (qkv.k.stride(), qkv.v.stride())));
     }
     let norms = transform.norms.map(|(q, k, _)| [q, k]);
     let [q_norm, k_norm] = [0, 1].map(|at| address_or_null(OP, norms.map(|norms| norms[at]), kind, dim, gpu));
     let cache_len = k_cache.numel();
-    let width = shape.width(qkv, transform, &[&*q_out, k_cache, v_cache], kind);
+    let width = shape.width(turned, qkv, transform, &[&*q_out, k_cache, v_cache], kind);
     let lanes = (dim / 2 / width).next_power_of_two().min(32);
     let packs_per_lane = if width == 1 { 4 } else { 1 }; // as in the source
     debug_assert!(2 * 32 * packs_per_lane * width >= MOST_HEAD_DIM);
@@ -123,17 +149,19 @@ fn run(
         return Err(invalid(OP, format!("heads of at most {} columns", 2 * 32 * packs_per_lane * width), dim));
     }
     let cache_kind = if scales.is_some() { Kind::Float8e4m3fn } else { kind };
+    let [eps, centre] = transform.norms.map_or(NormOptions::plain(0.0), |norms| norms.2).arguments();
     let mut arguments = vec![
         q,
         k,
         v,
         Argument::Count(q_row),
         Argument::Count(q_group),
+        Argument::Count(qkv.q.stride()[2]),
         Argument::Count(kv_row),
         Argument::Count(kv_group),
         q_norm?,
         k_norm?,
-        address(OP, transform.rope, Kind::Float, transform.rope.numel() / dim * dim, gpu)?,
+        address(OP, transform.rope, Kind::Float, transform.rope.numel(), gpu)?,
         address(OP, positions, Kind::Int, tokens, gpu)?,
         address(OP, slot_mapping, Kind::Int, tokens, gpu)?,
         address(OP, q_out, kind, tokens * kv_heads * group * dim, gpu)?,
@@ -143,9 +171,11 @@ fn run(
         Argument::Count(kv_heads as i64),
         Argument::Count(group as i64),
         Argument::Count((dim / 2) as i64),
+        Argument::Count(turned as i64),
         Argument::Count(block_size as i64),
         Argument::Count(lanes as i64),
-        Argument::Float(transform.norms.map_or(0.0, |norms| norms.2) as f32),
+        eps,
+        centre,
     ];
     for scales in scales.into_iter().flatten() {
         arguments.push(address(OP, scales, Kind::Float, cache_len / dim, gpu)?);
@@ -191,8 +221,7 @@ impl RopeShape {
         let one = |tensor: &Tensor, shape: &[i64]| {
             let at = strided("rope_write_kv", tensor, kind, shape, gpu)?;
             let stride = tensor.stride();
-            let is_dense = stride[shape.len() - 1] == 1 && (shape.len() == 3 || stride[2] == dim);
-            if !is_dense {
+            if stride[shape.len() - 1] != 1 {
                 return Err(invalid("rope_write_kv", "contiguous heads", stride));
             }
             Ok((at, stride[0], stride[1]))
@@ -202,7 +231,7 @@ impl RopeShape {
     }
 
     /// The widest pack that half a head, all strides and all addresses allow.
-    fn width(&self, qkv: &QkvViews, transform: &HeadTransform, others: &[&Tensor], kind: Kind) -> usize {
+    fn width(&self, turned: usize, qkv: &QkvViews, transform: &HeadTransform, others: &[&Tensor], kind: Kind) -> usize {
         let widest = 16 / kind.elt_size_in_bytes();
         let norms = transform.norms.iter().flat_map(|norms| [norms.0, norms.1]);
         let all = [&qkv.q, &qkv.k, &qkv.v].into_iter().chain(norms).chain(others.iter().copied());
@@ -211,7 +240,8 @@ impl RopeShape {
             let outer = &strides[..strides.len() - 1];
             (tensor.data_ptr() as usize).is_multiple_of(16) && outer.iter().all(|stride| *stride % widest as i64 == 0)
         };
-        let is_wide = (self.dim / 2).is_multiple_of(widest) && all.into_iter().all(fits);
+        let is_wide =
+            (self.dim / 2).is_multiple_of(widest) && turned.is_multiple_of(widest) && all.into_iter().all(fits);
         if is_wide { widest } else { 1 }
     }
 }

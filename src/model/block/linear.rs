@@ -166,6 +166,9 @@ impl LinearSpec {
     /// Whole groups of rows for each rank; or, with more ranks than groups, some heads of the first projection, and those of the others
     /// that its group has.
     fn own_rows(&self, whole: &Tensor, tp_rank: usize, tp_size: usize) -> Vec<Tensor> {
+        if tp_size == 1 {
+            return vec![whole.shallow_clone()];
+        }
         if let TpSplit::RowSections { keys } = self.split {
             return sections(keys, whole).map(|section| part(&section, 0, tp_rank, tp_size)).into();
         }

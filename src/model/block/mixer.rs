@@ -36,17 +36,6 @@ impl MixerOutput {
 }
 
 impl Mixer {
-    /// The attention of a layer.
-    ///
-    /// # Panics
-    /// If it is a gated delta net, which [`crate::model::ModelSpec::validate_gpu`] refuses.
-    pub fn attention(self) -> AttentionSpec {
-        match self {
-            Self::Attention(attention) => attention,
-            Self::DeltaNet(_) => panic!("gated delta nets were refused"),
-        }
-    }
-
     /// The share of a rank.
     pub(super) fn tp_slice(self, tp_size: usize) -> Self {
         match self {
@@ -56,7 +45,7 @@ impl Mixer {
     }
 
     /// The matrices of the sublayer.
-    pub(super) fn linears(self) -> Vec<LinearSpec> {
+    pub fn linears(self) -> Vec<LinearSpec> {
         match self {
             Self::Attention(attention) => attention.linears().into(),
             Self::DeltaNet(delta_net) => delta_net.linears().into(),

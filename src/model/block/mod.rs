@@ -34,7 +34,7 @@ pub use attention::{AttentionSpec, PackedMixer, QkNorm, SequenceMixer, attention
 pub use delta_net::DeltaNetSpec;
 pub use dense::DenseSpec;
 pub use experts::{ExpertsSpec, Routes};
-pub use linear::{Linear, LinearSpec, Matrix, Piece, Projection, product_work};
+pub use linear::{Linear, LinearSpec, Matrix, Piece, Projection, TpSplit, product_work};
 pub use matrices::BlockMatrix;
 pub use mixer::Mixer;
 pub use mlp::Mlp;

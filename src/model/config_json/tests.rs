@@ -192,8 +192,11 @@ fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
         assert!(error.contains(message), "{error}");
     }
     spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap();
-    let error = spec.validate_gpu_engine(Kind::BFloat16, 1, Path::new("m")).unwrap_err().to_string();
-    assert!(error.contains("the engine does not sample from a model with gated delta nets"), "{error}");
+    spec.validate_gpu_engine(Kind::BFloat16, 2, Path::new("m")).unwrap();
+    let mut wide = spec.clone();
+    wide.delta_net.as_mut().unwrap().heads.key_dim = 256;
+    let error = wide.validate_gpu_engine(Kind::BFloat16, 2, Path::new("m")).unwrap_err().to_string();
+    assert!(error.contains("key_dim: 256") && error.contains("linear_key_head_dim at most 128"), "{error}");
     let error = spec.validate_tp(4).unwrap_err().to_string();
     assert!(error.contains("2 key heads and 4 value heads of gated delta nets"), "{error}");
     let adapted = |targets: &[TargetModule]| LoraSpec { r: 4, alpha: 4.0, dropout: 0.0, targets: targets.to_vec() };
@@ -237,7 +240,7 @@ fn gated_delta_nets_with_experts_are_read_as_transformers_does_or_refused_by_nam
         assert!(error.contains(message), "{error}");
     }
     let error = spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap_err().to_string();
-    assert!(error.contains("a model with a shared expert") && error.contains("not served on a GPU yet"), "{error}");
+    assert!(error.contains("gated delta nets with experts is not served on a GPU yet"), "{error}");
 }
 
 #[test]

@@ -23,49 +23,9 @@ use crate::error::Result;
 use crate::torch::accumulation_kind;
 use rule::Tokens;
 
+pub use crate::cuda::kernels::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights};
 pub use packed::PackedSequences;
 pub use sequences::Sequences;
-
-/// Heads and their widths.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DeltaHeads {
-    /// Heads of queries and keys; they divide the value heads.
-    pub num_key_heads: usize,
-    /// Heads of values, each with a state.
-    pub num_value_heads: usize,
-    /// Width of a query and of a key.
-    pub key_dim: usize,
-    /// Width of a value.
-    pub value_dim: usize,
-    /// Tokens that the convolution reads.
-    pub conv_width: usize,
-}
-
-/// Projections of the tokens.
-#[derive(Debug)]
-pub struct DeltaRows {
-    /// Queries of all heads, then keys, then values, before the convolution.
-    pub qkv: Tensor, // [T, C]
-    /// The gate of the norm.
-    pub z: Tensor, // [T, H dv]
-    /// How much of a token is written, before its sigmoid.
-    pub b: Tensor, // [T, H]
-    /// How much of the state decays, before its softplus.
-    pub a: Tensor, // [T, H]
-}
-
-/// Weights; or where their gradients are added.
-#[derive(Debug)]
-pub struct DeltaWeights {
-    /// Weights of the convolution.
-    pub conv: Tensor, // [C, W]
-    /// Logarithm of the fastest decay.
-    pub a_log: Tensor, // [H]
-    /// Added to `a`.
-    pub dt_bias: Tensor, // [H]
-    /// Weights of the gated norm.
-    pub norm: Tensor, // [dv]
-}
 
 /// The states of sequences, after some of their tokens; or the gradients of these.
 #[derive(Debug)]
@@ -74,15 +34,6 @@ pub struct DeltaState {
     pub conv: Tensor, // [N, W - 1, C]
     /// The rule's state.
     pub rule: Tensor, // [N, H, dk, dv]
-}
-
-/// A delta net's numbers beside its tensors.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DeltaOptions {
-    /// Heads of the rank.
-    pub heads: DeltaHeads,
-    /// Added to the mean square in the gated norm.
-    pub eps: f64,
 }
 
 impl DeltaHeads {

@@ -6,13 +6,14 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::delta_net::DeltaColumns;
 use super::experts::{ExpertBuffers, ExpertShape};
 use crate::config::RolloutQuantization;
 use crate::cuda::kernels::{CANDIDATE_WORDS, Fp8Rows, RowSums};
 use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{Mlp, ModelSpec, SharedExpertSpec};
+use crate::model::{Mixer, Mlp, ModelSpec, SharedExpertSpec};
 use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
@@ -39,6 +40,8 @@ pub(super) struct StepShape {
     hidden: usize,
     qkv: usize,
     heads: usize,
+    /// Width of the first sublayer's output before its last product.
+    attended: usize,
     /// Width of the widest MLP that all tokens go to, 0 where there is none.
     mlp: usize,
     pub(super) experts: Option<ExpertShape>,
@@ -67,9 +70,9 @@ pub(super) struct DecodeBuffers {
     pub(super) x: Tensor,          // [R, D], of the residual stream's kind
     pub(super) normed: Tensor,     // [R, D]
     pub(super) delta: Tensor,      // [R, D]
-    pub(super) qkv: Tensor,        // [R, (H + 2 Hkv) hd]
+    pub(super) qkv: Tensor,        // flat, of each row the projections that the first sublayer reads
     pub(super) q: Tensor,          // [R, H hd]
-    pub(super) attended: Tensor,   // [R, H hd]
+    pub(super) attended: Tensor,   // flat, of each row what its last product reads
     pub(super) gate_up: Tensor,    // [R, 2 F]
     pub(super) act: Tensor,        // [R, F]
     pub(super) rounded: Tensor,    // [R K] e4m3, of the product at hand; none but for products in FP8
@@ -92,10 +95,14 @@ pub(super) struct DecodeBuffers {
 
 impl StepShape {
     pub(super) fn new(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Self {
-        let block = spec.block(0).tp_slice(tp_size);
-        let attention = block.mixer.attention();
+        let attention = spec.attention().tp_slice(tp_size);
         let [queries, keys] = attention.widths();
-        let sums = !block.norms.post && RowSums::serve(options.kind, spec.hidden_size, tp_size);
+        let gates = if attention.output_gate { queries } else { 0 };
+        let delta_nets = (0..spec.num_layers).find_map(|layer| match spec.block(layer).tp_slice(tp_size).mixer {
+            Mixer::DeltaNet(delta_net) => Some(DeltaColumns::new(delta_net.heads)),
+            Mixer::Attention(_) => None,
+        });
+        let sums = !spec.norms.post && RowSums::serve(options.kind, spec.hidden_size, tp_size);
         let dense = (0..spec.num_layers).filter_map(|layer| match spec.block(layer).tp_slice(tp_size).mlp {
             Mlp::Dense(dense) => Some(dense.intermediate),
             Mlp::Experts(experts) => experts.shared.map(|SharedExpertSpec(shared)| shared.intermediate),
@@ -109,8 +116,9 @@ impl StepShape {
             seqs: options.max_num_seqs,
             blocks: options.max_model_length.div_ceil(options.block_size),
             hidden: spec.hidden_size,
-            qkv: queries + 2 * keys,
+            qkv: (queries + gates + 2 * keys).max(delta_nets.map_or(0, |columns| columns.all())),
             heads: queries,
+            attended: queries.max(delta_nets.map_or(0, |columns| columns.values)),
             mlp,
             experts: ExpertShape::new(spec, rows, tp_size, options.kind),
             rounded: match options.quantization {
@@ -163,9 +171,9 @@ impl StepShape {
             (vec![self.rows as i64, self.hidden as i64], self.residual),
             matrix(self.rows, self.hidden),
             matrix(self.rows, self.hidden),
-            matrix(self.rows, self.qkv),
+            (vec![(self.rows * self.qkv) as i64], self.kind),
             matrix(self.rows, self.heads),
-            matrix(self.rows, self.heads),
+            (vec![(self.rows * self.attended) as i64], self.kind),
             matrix(self.rows, 2 * self.mlp),
             matrix(self.rows, self.mlp),
             (vec![(self.rows * self.rounded) as i64], Kind::Float8e4m3fn),
@@ -230,6 +238,16 @@ impl StepShape {
 }
 
 impl DecodeBuffers {
+    /// Room for a sublayer's projections. [T, columns]
+    pub(super) fn projected(&self, [rows, columns]: [i64; 2]) -> Tensor {
+        self.qkv.narrow(0, 0, rows * columns).view([rows, columns])
+    }
+
+    /// Room for what a sublayer's last product reads. [T, columns]
+    pub(super) fn attended(&self, [rows, columns]: [i64; 2]) -> Tensor {
+        self.attended.narrow(0, 0, rows * columns).view([rows, columns])
+    }
+
     /// Room for the rows [T, K] that a product in FP8 reads: each takes the place of the one before.
     pub(super) fn rounded(&self, [rows, columns]: [i64; 2]) -> Fp8Rows {
         let values = self.rounded.narrow(0, 0, rows * columns).view([rows, columns]);

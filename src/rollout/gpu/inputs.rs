@@ -71,6 +71,12 @@ impl Packing<'_> {
         Ok(Some(inputs.narrow(0, range.start as i64, range.len() as i64)))
     }
 
+    /// The page of states of each run, with room for `len`; -1: none.
+    fn state_pages(&self, words: &mut Words, len: usize) -> Result<Range<usize>> {
+        let page = |run: &TokenRun| self.sequences[run.sequence].state_page.map_or(-1, |page| page as i32);
+        words.put(len, self.step.runs.iter().map(page), -1)
+    }
+
     /// KV blocks of the runs' sequences, [`rows`, `blocks`].
     fn block_tables(&self, words: &mut Words, (rows, blocks): (usize, usize), inputs: &Tensor) -> Result<Tensor> {
         let row = |run: &TokenRun| {
@@ -127,6 +133,7 @@ pub(super) struct DecodeInputs {
     pub(super) num_shared: Tensor,       // [S]
     pub(super) block_tables: Tensor,     // [S, blocks]
     pub(super) adapters: Option<Tensor>, // [S]
+    pub(super) state_pages: Tensor,      // [S], -1: padding, or a model without states
 }
 
 impl DecodeInputs {
@@ -156,6 +163,7 @@ impl DecodeInputs {
         let num_shared = words.put(bucket, prefixes.iter().map(|prefix| prefix.1), 0)?;
         let block_tables = packing.block_tables(words, (bucket, blocks), inputs)?;
         let adapters = packing.adapters(words, bucket, inputs)?;
+        let state_pages = packing.state_pages(words, bucket)?;
         let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
         Ok(Self {
             from: view(from),
@@ -167,6 +175,7 @@ impl DecodeInputs {
             num_shared: view(num_shared),
             block_tables,
             adapters,
+            state_pages: view(state_pages),
         })
     }
 }
@@ -211,6 +220,7 @@ pub(super) struct PrefillInputs {
     pub(super) sampling: Sampling,       // of L
     pub(super) copies: [Tensor; 2],      // blocks to copy from, and to
     pub(super) adapters: Option<Tensor>, // [T]
+    pub(super) state_pages: Tensor,      // [B], -1: a model without states
 }
 
 impl PrefillInputs {
@@ -240,6 +250,7 @@ impl PrefillInputs {
         let from = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.0 as i32), 0)?;
         let to = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.1 as i32), 0)?;
         let adapters = packing.adapters(words, tokens, inputs)?;
+        let state_pages = packing.state_pages(words, step.runs.len())?;
         let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
         Ok(Self {
             token_ids: view(token_ids),
@@ -253,6 +264,7 @@ impl PrefillInputs {
             sampling,
             copies: [view(from), view(to)],
             adapters,
+            state_pages: view(state_pages),
         })
     }
 }

@@ -19,6 +19,7 @@ impl DecoderNetwork<'_> {
         for w in &self.weights.blocks {
             let is_adapted = w.linears().any(|(_, linear)| linear.lora.is_some());
             all &= !is_adapted
+                && self.spec.delta_net.is_none()
                 && match &w.linear(Matrix::Qkv).pieces[..] {
                     [Piece { bias, .. }] => {
                         let matrices = [Matrix::Qkv, Matrix::O, Matrix::GateUp, Matrix::Down];
@@ -79,12 +80,13 @@ impl DecoderNetwork<'_> {
 
     /// Queries, keys and values with their biases, as views of the buffer that the products fill.
     pub(super) fn project(&self, w: &Linear, normed: &Tensor) -> Result<QkvViews> {
-        let out = self.buffers.qkv.narrow(0, 0, normed.size()[0]); // [T, (H + 2 Hkv) hd]
-        let (heads, kv_heads) = self.spec.tp_heads(self.tp.size());
+        let columns = w.pieces.iter().map(|piece| piece.weight.size()[0]).sum();
+        let out = self.buffers.projected([normed.size()[0], columns]); // [T, (H + 2 Hkv) hd], (2 H + 2 Hkv) hd with gates
+        let ((heads, kv_heads), is_gated) = (self.spec.tp_heads(self.tp.size()), self.spec.output_gate);
         let views = match &w.pieces[..] {
             [whole] => {
                 self.multiply(DecoderOp::Qkv, normed, whole, &out)?;
-                QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group())
+                QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group(), is_gated)
             }
             pieces => {
                 let columns: Vec<i64> = pieces.iter().map(|piece| piece.weight.size()[0]).collect();
@@ -92,7 +94,7 @@ impl DecoderNetwork<'_> {
                 for (piece, part) in pieces.iter().zip(&parts) {
                     self.multiply(DecoderOp::Qkv, normed, piece, part)?;
                 }
-                QkvViews::split(&parts[0], &parts[1], heads)
+                QkvViews::split(&parts[0], &parts[1], heads, is_gated)
             }
         };
         self.adapt(normed, w.lora.as_ref(), &out)?;
@@ -120,8 +122,10 @@ impl DecoderNetwork<'_> {
 
     /// out = x w^T, with the adapter's part.
     pub(super) fn linear(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
-        let [piece] = &w.pieces[..] else { panic!("a matrix in {} pieces", w.pieces.len()) };
-        self.multiply(op, x, piece, out)?;
+        let columns: Vec<i64> = w.pieces.iter().map(|piece| piece.weight.size()[0]).collect();
+        for (piece, part) in w.pieces.iter().zip(&out.split_with_sizes(columns.as_slice(), 1)) {
+            self.multiply(op, x, piece, part)?;
+        }
         self.adapt(x, w.lora.as_ref(), out)
     }
 

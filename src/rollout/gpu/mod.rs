@@ -10,6 +10,7 @@
 //! | `inputs` | what a step is told, packed into one upload |
 //! | `masks` | the tokens that structures allow, on their way to the device |
 //! | `network`, `sampling` | kernels and products, from token ids to hidden states and on to sampled tokens |
+//! | `delta_net` | the layers with gated delta nets, from their projections to their states |
 //! | `experts` | the layers that have experts, from the router to the weighted sum |
 //! | `linears` | products of a block |
 //! | `prefill` | attention of prompts |
@@ -17,6 +18,7 @@
 //! | `profile` | the time of a decode step and of each of its operations |
 
 mod buffers;
+mod delta_net;
 mod experts;
 mod graphs;
 mod inputs;

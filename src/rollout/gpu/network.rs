@@ -6,14 +6,15 @@ use tch::{Kind, Tensor};
 use super::buffers::DecodeBuffers;
 use super::masks::TokenMasks;
 use super::sampling::Processing;
-use crate::cuda::kernels::{self, HeadTransform, QkvViews, RowSums};
+use crate::cuda::kernels::{self, HeadTransform, NormOptions, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{
-    BlockParams, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mlp, ModelSpec, ParamName, QkNorm, QuantizedBlock,
+    BlockParams, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, Mlp, ModelSpec, ParamName, QkNorm, QuantizedBlock,
 };
 use crate::rollout::kv_cache::{KvCache, LayerCache};
+use crate::rollout::state_pages::StatePages;
 use crate::rollout::weights::EngineWeights;
 
 /// The decoder network of an engine that is awake, which all its steps share.
@@ -22,10 +23,11 @@ pub(super) struct DecoderNetwork<'a> {
     pub(super) spec: &'a ModelSpec,
     pub(super) weights: &'a EngineWeights<'a>,
     pub(super) kv_cache: &'a KvCache,
+    pub(super) states: Option<&'a StatePages>,
     pub(super) tp: &'a dyn Collective,
     pub(super) products: &'a Products,
     pub(super) buffers: &'a DecodeBuffers,
-    pub(super) rope: &'a Tensor,        // [positions, hd] f32, cosines, then sines
+    pub(super) rope: &'a Tensor, // [positions, turned columns] f32, cosines, then sines
     pub(super) low: Option<&'a Tensor>, // where adapters' inner products go, flat
     /// Sums row-parallel products over the group; NCCL does where it is `None`.
     pub(super) sums: Option<&'a RowSums>,
@@ -64,6 +66,8 @@ pub(super) enum DecoderOp {
     RopeWriteKv,
     AttentionPlan,
     Attention,
+    /// Gated delta nets between their projections.
+    DeltaNet,
     O,
     /// The experts of every token, and tokens by expert.
     Router,
@@ -88,6 +92,10 @@ pub(super) struct Tokens<'a> {
     pub(super) slots: &'a Tensor,     // [T] i32, -1: padding
     /// Experts of an earlier computation, in all layers that have some, -1 where there was none.
     pub(super) recorded: Option<&'a Tensor>, // flat, i16, token by token
+    /// Of the sequences, whose tokens lie one behind the other.
+    pub(super) state_pages: &'a Tensor, // [B] i32
+    /// Where their tokens begin; none where each has one.
+    pub(super) bounds: Option<&'a Tensor>, // [B + 1] i32
 }
 
 /// One layer's attention: its number, queries [T, H, hd], and the product that holds keys and values, which are in the cache,
@@ -126,9 +134,12 @@ impl DecoderNetwork<'_> {
         let rounds = self.weights.are_fp8();
         self.enter(&mut x, self.weights.blocks[0].norm(MIXER_NORMS.pre), &mut normed, rounds)?;
         for (layer, w) in self.weights.blocks.iter().enumerate() {
-            let attended = self.attention(layer, w, &normed, tokens, attend)?;
+            let (attended, last) = match self.spec.block(layer).mixer {
+                Mixer::Attention(_) => (self.attention(layer, w, &normed, tokens, attend)?, Matrix::O),
+                Mixer::DeltaNet(delta_net) => (self.delta_net(layer, delta_net, w, &normed, tokens)?, Matrix::DeltaOut),
+            };
             self.round(&attended, rounds)?;
-            self.linear(DecoderOp::O, &attended, w.linear(Matrix::O), &parts[0])?;
+            self.linear(DecoderOp::O, &attended, w.linear(last), &parts[0])?;
             let norms = (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre));
             self.leave(0, &mut parts, &mut x, norms, (&mut normed, rounds))?;
             match self.spec.block(layer).mlp {
@@ -173,7 +184,7 @@ impl DecoderNetwork<'_> {
         let qkv = self.project(w.linear(Matrix::Qkv), normed)?;
         let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, self.spec.head_dim as i64]);
         let norms = w.norm(ParamName::QNorm).zip(w.norm(ParamName::KNorm));
-        let mut norms = norms.map(|(q, k)| (q, k, self.spec.rms_norm_eps));
+        let mut norms = norms.map(|(q, k)| (q, k, self.spec.norm()));
         if self.spec.qk_norm == Some(QkNorm::All) {
             self.norm_all_heads(&qkv, norms.take())?;
         }
@@ -183,13 +194,17 @@ impl DecoderNetwork<'_> {
             LayerCache::Plain([k, v]) => kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, k, v),
             LayerCache::Fp8([k, v]) => kernels::rope_write_kv_fp8(&qkv, &transform, positions, slots, &mut q, k, v),
         })?;
-        attend(layer, &q, &qkv)
+        let mut attended = attend(layer, &q, &qkv)?;
+        if let Some(gate) = &qkv.gate {
+            self.op(DecoderOp::Attention, || kernels::gate(&mut attended, gate))?;
+        }
+        Ok(attended)
     }
 
     /// One norm over all query heads and one over all key heads, in place, whichever rank has them.
-    fn norm_all_heads(&self, qkv: &QkvViews, norms: Option<(&Tensor, &Tensor, f64)>) -> Result<()> {
-        let Some((q, k, eps)) = norms else { return Ok(()) };
-        let attention = self.spec.block(0).mixer.attention();
+    fn norm_all_heads(&self, qkv: &QkvViews, norms: Option<(&Tensor, &Tensor, NormOptions)>) -> Result<()> {
+        let Some((q, k, NormOptions { eps, .. })) = norms else { return Ok(()) };
+        let attention = self.spec.attention();
         let rows = qkv.q.size()[0];
         // The MLP's activation has no use for its memory now: 8 bytes a row.
         let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);
@@ -220,12 +235,12 @@ impl DecoderNetwork<'_> {
         normed: &mut Tensor,    // [T, D]
         rounds: bool,
     ) -> Result<()> {
-        let eps = self.spec.rms_norm_eps;
+        let norm = self.spec.norm();
         if !rounds {
-            return kernels::add_rms_norm(x, delta, weight, normed, eps);
+            return kernels::add_rms_norm(x, delta, weight, normed, norm);
         }
         let rounded = self.rounded(normed);
-        kernels::add_rms_norm_fp8(x, delta, weight, self.plain(normed), &rounded, eps)
+        kernels::add_rms_norm_fp8(x, delta, weight, self.plain(normed), &rounded, norm)
     }
 
     /// x += post(the sum over the group of what a row-parallel product gave); normed = pre(x), for the next sublayer.
@@ -246,7 +261,7 @@ impl DecoderNetwork<'_> {
         }
         self.op(DecoderOp::Norm, || {
             if let Some(weight) = post {
-                kernels::add_rms_norm(part, None, weight, normed, self.spec.rms_norm_eps)?;
+                kernels::add_rms_norm(part, None, weight, normed, self.spec.norm())?;
             }
             let _ = x.f_add_(if post.is_some() { &*normed } else { &*part })?;
             Ok(())
@@ -267,7 +282,7 @@ impl DecoderNetwork<'_> {
         let part = &mut parts[turn];
         if let Some(sums) = self.sums {
             let way = sums.way(part.size()[0] as usize);
-            self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, self.spec.rms_norm_eps))?;
+            self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, self.spec.norm()))?;
             return self.round(normed, rounds);
         }
         if self.tp.size() > 1 {
@@ -295,7 +310,11 @@ pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64, choices: i64) 
 }
 
 /// The addresses and strides of weights and cache that a CUDA graph has baked in; if they change, capture again.
-pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Option<&Tensor>) -> Result<Vec<usize>> {
+pub(super) fn fingerprint(
+    weights: &EngineWeights,
+    (kv_cache, states): (&KvCache, Option<&StatePages>),
+    low: Option<&Tensor>,
+) -> Result<Vec<usize>> {
     let mut addresses = Vec::new();
     let mut note = |tensor: &Tensor| {
         addresses.push(tensor.data_ptr() as usize);
@@ -305,7 +324,10 @@ pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Opti
     let quantized = weights.quantized.iter().flat_map(|quantized| quantized.blocks);
     quantized.flat_map(QuantizedBlock::tensors).for_each(&mut note);
     for (layer, w) in weights.blocks.iter().enumerate() {
-        kv_cache.layer(layer).tensors().into_iter().for_each(&mut note);
+        match states.and_then(|states| states.find(layer)) {
+            Some(states) => [&states.conv, &states.rule].into_iter().for_each(&mut note),
+            None => kv_cache.layer(layer).tensors().into_iter().for_each(&mut note),
+        }
         w.try_map(&mut |tensor| {
             note(tensor);
             Ok(tensor.shallow_clone())

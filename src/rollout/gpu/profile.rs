@@ -13,11 +13,12 @@ use super::runner::GpuRunner;
 use crate::cuda::{EnergyMeter, Graph, Sustained};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
-use crate::model::{LinearSpec, Mlp, product_work};
+use crate::model::{Mlp, TpSplit, product_work};
 use crate::rollout::engine::{Engine, RolloutEngine};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
+use crate::rollout::state_pages::state_page_bytes;
 use crate::types::SamplingParams;
 
 /// Replays of one operation; the median counts.
@@ -51,13 +52,14 @@ pub struct OpTime {
     pub flop: f64,
 }
 
-const OPS: [DecoderOp; 17] = [
+const OPS: [DecoderOp; 18] = [
     DecoderOp::Embed,
     DecoderOp::Norm,
     DecoderOp::Qkv,
     DecoderOp::RopeWriteKv,
     DecoderOp::AttentionPlan,
     DecoderOp::Attention,
+    DecoderOp::DeltaNet,
     DecoderOp::O,
     DecoderOp::Router,
     DecoderOp::GateUp,
@@ -86,14 +88,21 @@ pub fn profile_step(
 ) -> Result<StepProfile> {
     rollout.engine.drop_kept(); // blocks are written at random
     let RolloutEngine { engine, weights, stats, .. } = rollout;
-    let Engine { spec, gpu: Some(gpu), kv_cache, tp, .. } = &mut **engine else {
+    let Engine { spec, gpu: Some(gpu), kv_cache, states, options, tp, .. } = &mut **engine else {
         return Err(Error::InvalidArgument {
             op: "profile_step",
             expected: "an engine on a GPU".into(),
             got: "one on a CPU".into(),
         });
     };
-    let mut runner = GpuRunner::new(gpu, (spec, weights, kv_cache), tp.as_ref())?;
+    if shape.0 > options.max_num_seqs {
+        return Err(Error::InvalidArgument {
+            op: "profile_step",
+            expected: format!("at most max_num_seqs = {} sequences", options.max_num_seqs),
+            got: shape.0.to_string(),
+        });
+    }
+    let mut runner = GpuRunner::new(gpu, (spec, weights), (kv_cache, states.as_ref()), tp.as_ref())?;
     runner.profile(shape, context, stats.num_blocks, sustains)
 }
 
@@ -139,6 +148,7 @@ impl GpuRunner<'_> {
                 DecoderOp::Router | DecoderOp::Combine => has_experts,
                 DecoderOp::SiluMul => has_dense,
                 DecoderOp::Round => self.weights.are_fp8(),
+                DecoderOp::DeltaNet => self.states.is_some(),
                 _ => true,
             };
             if !is_done {
@@ -167,6 +177,7 @@ impl GpuRunner<'_> {
             // Rows that differ: equal ones take less power, and the chip clocks higher.
             let last = 1 + index * (self.spec.vocab_size - 1) / batch;
             sequence.token_ids.resize(context, last as u32);
+            sequence.state_page = self.states.map(|_| index as u32);
             sequence.block_table = match index % group {
                 0 => free.by_ref().take(num_shared).collect(),
                 member => sequences[index - member].block_table.clone(),
@@ -217,8 +228,8 @@ impl GpuRunner<'_> {
 
     /// (bytes, floating-point operations) of one operation in all layers, for S rows and all their context tokens.
     fn work(&self, op: DecoderOp, rows: f64, context_tokens: f64) -> (f64, f64) {
-        let (spec, block) = (self.spec, self.spec.block(0).tp_slice(self.tp.size()));
-        let attention = block.mixer.attention();
+        let (spec, tp_size) = (self.spec, self.tp.size());
+        let attention = spec.attention().tp_slice(tp_size);
         let [qkv, o] = attention.linears();
         let (hidden, layers) = (spec.hidden_size as f64, spec.num_layers as f64);
         let vocab = (spec.vocab_size / self.tp.size()) as f64;
@@ -229,10 +240,18 @@ impl GpuRunner<'_> {
         let of_layers = |(bytes, flop): (f64, f64)| (layers * bytes, layers * flop);
         // A product in FP8 reads half the bytes and may take half the time.
         let (product_size, rate) = if self.weights.are_fp8() { (1.0, 2.0) } else { (size, 1.0) };
-        let product = |linear: LinearSpec| {
-            let (bytes, flop) = of_layers(linear.work(rows, product_size));
+        // Of the first sublayers: of what they read, or of what they add to the residual stream.
+        let mixer_products = |reads: bool| {
+            let linears = (0..spec.num_layers).flat_map(|layer| spec.block(layer).tp_slice(tp_size).mixer.linears());
+            let linears = linears.filter(|linear| (linear.split != TpSplit::Columns) == reads);
+            let (bytes, flop) = linears.fold((0.0, 0.0), |sum, linear| {
+                let (bytes, flop) = linear.work(rows, product_size);
+                (sum.0 + bytes, sum.1 + flop)
+            });
             (bytes, flop / rate)
         };
+        let with_attention = spec.attention_layers().count() as f64;
+        let of_attentions = |(bytes, flop): (f64, f64)| (with_attention * bytes, with_attention * flop);
         let of_mlps = |work: &dyn Fn(Mlp) -> (f64, f64)| {
             let layers = (0..spec.num_layers).map(|layer| work(spec.block(layer).tp_slice(self.tp.size()).mlp));
             layers.fold((0.0, 0.0), |sum, (bytes, flop)| (sum.0 + bytes, sum.1 + flop))
@@ -241,18 +260,24 @@ impl GpuRunner<'_> {
             let (bytes, flop) = of_mlps(&|mlp| mlp_work(mlp, index, rows, product_size));
             (bytes, flop / rate)
         };
-        let cached_bytes = self.kv_cache.token_bytes() / layers;
+        let cached_bytes = self.kv_cache.token_bytes();
         match op {
             DecoderOp::Embed => ((size + residual) * rows * hidden, 0.0),
             DecoderOp::Norm if sums => ((size + residual) * rows * hidden, 0.0), // the others are in the sums
             DecoderOp::Norm => ((size + residual) * rows * hidden * 2.0 * (2.0 * layers + 1.0), 0.0),
-            DecoderOp::Qkv => product(qkv),
-            DecoderOp::RopeWriteKv => of_layers((2.0 * size * rows * qkv.rows() as f64, 0.0)),
+            DecoderOp::Qkv => mixer_products(true),
+            DecoderOp::RopeWriteKv => of_attentions((2.0 * size * rows * qkv.rows() as f64, 0.0)),
             DecoderOp::AttentionPlan => (0.0, 0.0),
             DecoderOp::Attention => {
-                of_layers((cached_bytes * context_tokens, attention.flop_per_pair() as f64 * context_tokens))
+                let (_, flop) = of_attentions((0.0, attention.flop_per_pair() as f64 * context_tokens));
+                (cached_bytes * context_tokens, flop)
             }
-            DecoderOp::O => product(o),
+            DecoderOp::DeltaNet => {
+                let pages = state_page_bytes(spec, tp_size, self.weights.embedding.kind(), self.tp.device());
+                let flop = (0..spec.num_layers).map(|layer| spec.block(layer).tp_slice(tp_size).mixer.flop_per_token());
+                (2.0 * rows * pages as f64, rows * flop.sum::<usize>() as f64)
+            }
+            DecoderOp::O => mixer_products(false),
             DecoderOp::Router => of_mlps(&|mlp| match mlp {
                 Mlp::Dense(_) => (0.0, 0.0),
                 Mlp::Experts(experts) => {

@@ -21,6 +21,7 @@ use crate::rollout::runner::Runner;
 use crate::rollout::sampler::{Draw, Sampled, Sampler, non_finite};
 use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::EngineSequence;
+use crate::rollout::state_pages::StatePages;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
 use crate::types::TokenLogprob;
@@ -31,6 +32,7 @@ pub(in crate::rollout) struct GpuRunner<'a> {
     pub(super) spec: &'a ModelSpec,
     pub(super) weights: &'a EngineWeights<'a>,
     pub(super) kv_cache: &'a KvCache,
+    pub(super) states: Option<&'a StatePages>,
     pub(super) tp: &'a dyn Collective,
     /// Row of the last launched step that samples for each sequence.
     pending: Vec<u32>,
@@ -55,7 +57,8 @@ impl<'a> GpuRunner<'a> {
     /// libtorch's operations of this thread go to the engine's stream as long as this lives.
     pub(in crate::rollout) fn new(
         state: &'a mut GpuState,
-        (spec, weights, kv_cache): (&'a ModelSpec, &'a EngineWeights<'a>, &'a KvCache),
+        (spec, weights): (&'a ModelSpec, &'a EngineWeights<'a>),
+        (kv_cache, states): (&'a KvCache, Option<&'a StatePages>),
         tp: &'a dyn Collective,
     ) -> Result<Self> {
         let current = state.stream.make_current()?;
@@ -64,6 +67,7 @@ impl<'a> GpuRunner<'a> {
             spec,
             weights,
             kv_cache,
+            states,
             tp,
             pending: Vec::new(),
             under_way: VecDeque::new(),
@@ -90,6 +94,7 @@ impl<'a> GpuRunner<'a> {
             spec: self.spec,
             weights: self.weights,
             kv_cache: self.kv_cache,
+            states: self.states,
             tp: self.tp,
             products: &state.products,
             buffers: state.buffers.as_ref().expect("the engine is awake"),
@@ -179,6 +184,8 @@ impl<'a> GpuRunner<'a> {
             positions: &inputs.positions,
             slots: &inputs.slots,
             recorded: recorded.as_ref(),
+            state_pages: &inputs.state_pages,
+            bounds: Some(&inputs.bounds),
         };
         let hidden = network.hidden(&tokens, &mut |layer, q, qkv| attention.attend(layer, q, qkv))?;
         if !packing.step.copies.is_empty() {
@@ -190,6 +197,9 @@ impl<'a> GpuRunner<'a> {
                 &to.f_to_kind(Kind::Int64)?,
                 &history.f_index_select(0, from)?,
             )?;
+        }
+        if let Some(states) = self.states {
+            states.copy(&packing.step.state_copies)?;
         }
         if packing.draws.is_empty() {
             return Ok(());
@@ -278,14 +288,21 @@ fn decode_hidden(
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
     network.op(DecoderOp::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
     // A decode step's tokens are computed for the first time.
-    let tokens = Tokens { ids: &ids, positions: &inputs.positions, slots: &inputs.slots, recorded: None };
-    let attended = buffers.attended.narrow(0, 0, rows); // [S, H hd]
+    let tokens = Tokens {
+        ids: &ids,
+        positions: &inputs.positions,
+        slots: &inputs.slots,
+        recorded: None,
+        state_pages: &inputs.state_pages,
+        bounds: None,
+    };
     network.hidden(&tokens, &mut |layer, q, _| {
         let cache = network.kv_cache.layer(layer);
+        let attended = buffers.attended([rows, q.size()[1] * q.size()[2]]); // [S, H hd]
         let mut o = attended.view_as(q);
         network
             .op(DecoderOp::Attention, || cache.attend(plan, q, &inputs.block_tables, &inputs.context_lens, &mut o))?;
-        Ok(attended.shallow_clone())
+        Ok(attended)
     })
 }
 

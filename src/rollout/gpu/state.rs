@@ -21,6 +21,7 @@ use crate::ops::rope::Rope;
 use crate::rollout::engine::EngineOptions;
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::sampler::Draw;
+use crate::rollout::state_pages::StatePages;
 use crate::rollout::weights::EngineWeights;
 
 /// Tokens of a context that are summed at once in strict mode.
@@ -41,7 +42,7 @@ pub(in crate::rollout) struct GpuState {
     pub(super) shape: StepShape,
     arena: Arena,
     pub(super) plan: AttentionPlan,
-    pub(super) rope: Tensor,        // [max_model_length, hd] f32
+    pub(super) rope: Tensor,        // [max_model_length, turned columns] f32
     pub(super) low: Option<Tensor>, // for adapters, made at the first wake that has some
     pub(super) sums: Option<RowSums>,
     pub(super) masks: Option<TokenMasks>, // made for the first structure
@@ -103,7 +104,7 @@ impl GpuState {
     pub(in crate::rollout) fn wake(
         &mut self,
         weights: &EngineWeights,
-        kv_cache: &KvCache,
+        (kv_cache, states): (&KvCache, Option<&StatePages>),
         tp: &dyn Collective,
     ) -> Result<()> {
         let buffers = self.shape.map(&mut self.arena)?;
@@ -116,7 +117,7 @@ impl GpuState {
         let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
         let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes) + peers;
         Ledger::set("engine_tables", MemoryKind::Device, tables + self.plan.bytes() + Products::BYTES);
-        let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref())?;
+        let mut seen = network::fingerprint(weights, (kv_cache, states), self.low.as_ref())?;
         seen.push(tp.epoch()? as usize);
         seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));
         self.graphs.keep_if(seen);
@@ -211,7 +212,7 @@ impl Drop for GpuState {
 pub fn engine_table_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
     let (shape, attention) = (StepShape::new(spec, options, tp_size), attention_shape(spec, options, tp_size));
     let partials = AttentionPlan::partial_bytes(&attention, shape.seqs, shape.blocks, split_tokens(options));
-    partials + options.max_model_length * spec.head_dim * size_of::<f32>() + Products::BYTES
+    partials + options.max_model_length * spec.rotary_dim() * size_of::<f32>() + Products::BYTES
 }
 
 fn attention_shape(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> AttentionShape {

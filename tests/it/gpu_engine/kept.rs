@@ -13,7 +13,11 @@ const NUM_WAKES: usize = 3;
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kept_sequences_go_on_where_they_were() {
-    let (model, prompts) = (Model::new(SMALL), prompts(9, 170));
+    kept_sequences_go_on_where_they_were(&Model::new(SMALL));
+}
+
+pub fn kept_sequences_go_on_where_they_were(model: &Model) {
+    let prompts = prompts(9, 170);
     for (strict, repetition_penalty) in [(true, 1.0), (true, 1.2), (false, 1.2)] {
         let params = SamplingParams {
             num_generations: 3,

@@ -1,7 +1,7 @@
 //! A cache in FP8: what is written, and attention over it.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, Fp8Rows, HeadTransform, QkvViews, SharedPrefixes,
+    self, AttentionPlan, AttentionShape, Fp8Rows, HeadTransform, NormOptions, QkvViews, SharedPrefixes,
 };
 use colo_grpo::internal::ops::attention::{PagedLayout, paged_decode};
 use colo_grpo::internal::ops::fp8;
@@ -30,14 +30,14 @@ fn gpu_entries_of_the_cache_are_rounded_one_by_one() {
         let (positions, slots) = (ints(&random_ints(0, 1000, TOKENS)), ints(&[3, 16, 17, -1, 79, 40, 41, 0, 64]));
         let rope = Rope::new(dim as usize, 10_000.0, None).table(1000, GPU).unwrap();
         let norm = gpu(&rand(&[dim], Kind::BFloat16));
-        for norms in [None, Some((&norm, &norm, 1e-6))] {
+        for norms in [None, Some((&norm, &norm, NormOptions::plain(1e-6)))] {
             let transform = HeadTransform { norms, rope: &rope };
             let shape = [blocks, kv_heads, block_size, dim];
             let plain = [(); 2].map(|()| Tensor::zeros(shape, (Kind::BFloat16, GPU)));
             let caches = plain.each_ref().map(|cache| entries(rounded(&cache.view([-1, dim])), &shape));
             let run = |write: &dyn Fn(&QkvViews, &mut Tensor)| {
                 let product = gpu(&product);
-                let views = QkvViews::grouped(&product, kv_heads as usize, group as usize);
+                let views = QkvViews::grouped(&product, kv_heads as usize, group as usize, false);
                 let mut q = poison(&[TOKENS, kv_heads * group, dim], Kind::BFloat16);
                 write(&views, &mut q);
                 (q, product)

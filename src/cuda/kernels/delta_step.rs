@@ -1,0 +1,258 @@
+//! A gated delta net in an engine's step, between its projections.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, invalid, is_aligned, kind_name, launch_early, ordinal, strided};
+use crate::cuda::Context;
+use crate::cuda::nvrtc::{self, KernelSource};
+use crate::error::Result;
+
+pub(super) const SOURCE: &KernelSource = &nvrtc::DELTA_STEP;
+pub(super) const NAMES: &[&str] = &[
+    "delta_step_f32_any",
+    "delta_step_bf16_any",
+    "delta_step_bf16_128",
+    "delta_runs_f32_any",
+    "delta_runs_bf16_any",
+    "delta_runs_bf16_128",
+    "delta_tails_f32",
+    "delta_tails_bf16",
+];
+
+/// Widest key and value, and most tokens of a convolution.
+pub(super) const MOST_DELTA_DIM: usize = 128;
+pub(super) const MOST_CONV_WIDTH: usize = 4;
+/// Columns of a value that a warp has, and that a lane moves at once; how many of these a lane has of a state.
+const COLUMNS: usize = 16;
+const PACK: usize = 4;
+const QUADS: usize = MOST_DELTA_DIM / 8;
+/// Threads of a block, at most.
+const THREADS: usize = 256;
+/// Blocks that one multiprocessor holds at once, by their registers.
+const BLOCKS_PER_PROCESSOR: usize = 2;
+
+/// Heads and their widths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaHeads {
+    /// Heads of queries and keys; they divide the value heads.
+    pub num_key_heads: usize,
+    /// Heads of values, each with a state.
+    pub num_value_heads: usize,
+    /// Width of a query and of a key.
+    pub key_dim: usize,
+    /// Width of a value.
+    pub value_dim: usize,
+    /// Tokens that the convolution reads.
+    pub conv_width: usize,
+}
+
+/// Projections of the tokens, of a kernel rows of any stride: C = 2 Hk dk + H dv channels.
+#[derive(Debug)]
+pub struct DeltaRows {
+    /// Queries of all heads, then keys, then values, before the convolution.
+    pub qkv: Tensor, // [T, C]
+    /// The gate of the norm.
+    pub z: Tensor, // [T, H dv]
+    /// How much of a token is written, before its sigmoid.
+    pub b: Tensor, // [T, H]
+    /// How much of the state decays, before its softplus.
+    pub a: Tensor, // [T, H]
+}
+
+/// Weights; or where their gradients are added.
+#[derive(Debug)]
+pub struct DeltaWeights {
+    /// Weights of the convolution.
+    pub conv: Tensor, // [C, W]
+    /// Logarithm of the fastest decay.
+    pub a_log: Tensor, // [H]
+    /// Added to `a`.
+    pub dt_bias: Tensor, // [H]
+    /// Weights of the gated norm.
+    pub norm: Tensor, // [dv]
+}
+
+/// A delta net's numbers beside its tensors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DeltaOptions {
+    /// Heads of the rank.
+    pub heads: DeltaHeads,
+    /// Added to the mean square in the gated norm.
+    pub eps: f64,
+}
+
+/// Pages of states. What a page holds before its sequence's first token is not read.
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaPages<'a> {
+    /// Rows before the convolution: that of position p in slot p % W.
+    pub rows: &'a Tensor, // [pages, W, C], of the projections' kind
+    /// States of the rule.
+    pub states: &'a Tensor, // [pages, H, dk, dv] f32
+}
+
+/// Whose tokens a step has, one sequence behind the other.
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaRuns<'a> {
+    /// Pages of the sequences, -1: none, whose outputs are 0.
+    pub pages: &'a Tensor, // [B] i32
+    /// Where each one's tokens begin, and the last one's end; none where each has one token.
+    pub bounds: Option<&'a Tensor>, // [B + 1] i32
+    /// Positions of the tokens; at 0 a sequence begins.
+    pub positions: &'a Tensor, // [T] i32
+}
+
+/// Whether the kernel serves such heads.
+pub fn delta_step_serves(heads: DeltaHeads) -> bool {
+    let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, conv_width } = heads;
+    num_key_heads > 0
+        && num_value_heads.is_multiple_of(num_key_heads)
+        && (1..=MOST_DELTA_DIM).contains(&key_dim)
+        && (1..=MOST_DELTA_DIM).contains(&value_dim)
+        && value_dim.is_multiple_of(PACK)
+        && (1..=MOST_CONV_WIDTH).contains(&conv_width)
+}
+
+/// The sizes that [`delta_step_serves`], in words.
+pub fn served_delta_sizes() -> String {
+    format!(
+        "linear_key_head_dim at most {MOST_DELTA_DIM}, linear_value_head_dim a multiple of {PACK} up to {MOST_DELTA_DIM}, \
+         linear_conv_kernel_dim at most {MOST_CONV_WIDTH}"
+    )
+}
+
+/// out = gated_norm(delta_rule(convolution(qkv), a, b), z), and states move on. A token's bits do not depend on how its sequence
+/// is cut into steps, nor on the sequences beside it. Allocates nothing.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit or heads that are not served; [`crate::Error::Cuda`].
+pub fn delta_step(
+    tokens: &DeltaRows,
+    weights: &DeltaWeights,
+    options: DeltaOptions,
+    pages: DeltaPages,
+    runs: DeltaRuns,
+    out: &mut Tensor, // [T, H dv]
+) -> Result<()> {
+    const OP: &str = "delta_step";
+    let DeltaOptions { heads, eps } = options;
+    if !delta_step_serves(heads) {
+        return Err(invalid(OP, served_delta_sizes(), heads));
+    }
+    let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, conv_width } = heads;
+    let (gpu, kind) = (ordinal(OP, &tokens.qkv)?, tokens.qkv.kind());
+    let (channels, values) = (heads.channels(), num_value_heads * value_dim);
+    let (num_tokens, num_runs) = (runs.positions.numel(), runs.pages.numel());
+    if runs.bounds.is_none() && num_tokens != num_runs {
+        return Err(invalid(OP, format!("a token for each of {num_runs} sequences"), num_tokens));
+    }
+    let rows = |tensor: &Tensor, columns: usize| {
+        let at = strided(OP, tensor, kind, &[num_tokens as i64, columns as i64], gpu)?;
+        match tensor.stride()[..] {
+            [row, 1] => Ok((at, Argument::Count(row))),
+            _ => Err(invalid(OP, "contiguous rows", tensor.stride())),
+        }
+    };
+    let [(qkv, qkv_row), (z, z_row), (b, b_row), (a, a_row)] = [
+        rows(&tokens.qkv, channels)?,
+        rows(&tokens.z, values)?,
+        rows(&tokens.b, num_value_heads)?,
+        rows(&tokens.a, num_value_heads)?,
+    ];
+    let num_pages = pages.states.size().first().copied().unwrap_or(0) as usize;
+    let tails = address(OP, pages.rows, kind, num_pages * conv_width * channels, gpu)?;
+    let states = address(OP, pages.states, Kind::Float, num_pages * num_value_heads * key_dim * value_dim, gpu)?;
+    if !is_aligned(pages.states) {
+        return Err(invalid(OP, "states on multiples of 16 bytes", pages.states.data_ptr()));
+    }
+    let own_pages = address(OP, runs.pages, Kind::Int, num_runs, gpu)?;
+    let positions = address(OP, runs.positions, Kind::Int, num_tokens, gpu)?;
+    let count = |number: usize| Argument::Count(number as i64);
+    let mut arguments = vec![
+        qkv,
+        z,
+        b,
+        a,
+        qkv_row,
+        z_row,
+        b_row,
+        a_row,
+        address(OP, &weights.conv, kind, channels * conv_width, gpu)?,
+        address(OP, &weights.a_log, kind, num_value_heads, gpu)?,
+        address(OP, &weights.dt_bias, kind, num_value_heads, gpu)?,
+        address(OP, &weights.norm, kind, value_dim, gpu)?,
+        tails,
+        states,
+        own_pages,
+        positions,
+        address(OP, out, kind, num_tokens * values, gpu)?,
+        count(num_key_heads),
+        count(num_value_heads),
+        count(key_dim),
+        count(value_dim),
+        count(conv_width),
+        Argument::Float(eps as f32),
+    ];
+    let kind = kind_name(OP, &tokens.qkv)?;
+    let is_known = kind == "bf16" && [key_dim, value_dim] == [MOST_DELTA_DIM; 2] && conv_width == MOST_CONV_WIDTH;
+    let packed = [&tokens.qkv, &tokens.z].iter().all(|rows| rows.stride()[0] % 8 == 0)
+        && [&tokens.qkv, &tokens.z, &weights.conv, pages.rows].into_iter().all(is_aligned);
+    if is_known && !packed {
+        return Err(invalid(OP, "rows on multiples of 16 bytes", (tokens.qkv.stride(), tokens.z.stride())));
+    }
+    let dims = if is_known { "128" } else { "any" };
+    let (parts, threads) = (num_runs * num_value_heads, 32 * value_dim.div_ceil(COLUMNS));
+    let Some(bounds) = runs.bounds else {
+        arguments.push(count(num_runs));
+        let blocks = parts.min(BLOCKS_PER_PROCESSOR * Context::retain(gpu)?.num_processors()?);
+        let shape = (blocks as u32, threads as u32, (threads * QUADS * size_of::<[f32; PACK]>()) as u32);
+        // SAFETY: the kernel's parameters in order; pages and positions are the caller's. They and the states are older than the
+        // work before this, while which they are read.
+        return unsafe { launch_early(SOURCE, &format!("delta_step_{kind}_{dims}"), gpu, shape, &arguments) };
+    };
+    let bounds = address(OP, bounds, Kind::Int, num_runs + 1, gpu)?;
+    arguments.push(bounds);
+    let shape = (parts as u32, threads as u32, 0);
+    // SAFETY: the kernel's parameters in order; pages, bounds and positions are the caller's.
+    unsafe { launch_early(SOURCE, &format!("delta_runs_{kind}_{dims}"), gpu, shape, &arguments)? };
+    let arguments = [qkv, qkv_row, tails, own_pages, bounds, positions, count(channels), count(conv_width)];
+    let shape = ((num_runs * channels.div_ceil(THREADS)) as u32, THREADS as u32, 0);
+    // SAFETY: as above.
+    unsafe { launch_early(SOURCE, &format!("delta_tails_{kind}"), gpu, shape, &arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        let constants =
+            [("MOST_DIM", MOST_DELTA_DIM), ("MOST_WIDTH", MOST_CONV_WIDTH), ("COLUMNS", COLUMNS), ("THREADS", THREADS)];
+        assert_declared(SOURCE, &constants);
+        assert!(SOURCE.text.contains("constexpr int QUADS = MOST_DIM / 8;"));
+    }
+
+    #[test]
+    fn heads_of_known_models_are_served() {
+        let heads = |num_key_heads, num_value_heads, key_dim, value_dim, conv_width| DeltaHeads {
+            num_key_heads,
+            num_value_heads,
+            key_dim,
+            value_dim,
+            conv_width,
+        };
+        for (heads, is_served) in [
+            (heads(16, 32, 128, 128, 4), true),
+            (heads(16, 16, 128, 128, 4), true),
+            (heads(2, 4, 6, 4, 3), true),
+            (heads(2, 3, 64, 64, 4), false),
+            (heads(2, 4, 256, 64, 4), false),
+            (heads(2, 4, 64, 6, 4), false),
+            (heads(2, 4, 64, 64, 5), false),
+        ] {
+            assert_eq!(delta_step_serves(heads), is_served, "{heads:?}");
+        }
+    }
+}

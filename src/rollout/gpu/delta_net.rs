@@ -1,0 +1,102 @@
+//! A gated delta net in a step on a GPU: its projections side by side in one buffer, and the kernel that moves the states of the step's
+//! sequences on.
+//!
+//! T tokens, C = 2 Hk dk + H dv channels, H value heads of width dv.
+
+use tch::Tensor;
+
+use super::network::{DecoderNetwork, DecoderOp, Tokens};
+use crate::cuda::kernels::{self, DeltaPages, DeltaRuns};
+use crate::error::Result;
+use crate::model::{BlockParams, DeltaNetSpec, Linear, Matrix, ParamName};
+use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights};
+
+/// Projections begin at multiples of this, in elements: products then take them fastest.
+const ALIGNED: usize = 8;
+
+/// Columns of the projections of a token.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DeltaColumns {
+    channels: usize,
+    pub(super) values: usize,
+    heads: usize,
+}
+
+impl DeltaColumns {
+    pub(super) fn new(heads: DeltaHeads) -> Self {
+        let DeltaHeads { num_value_heads, value_dim, .. } = heads;
+        Self { channels: heads.channels(), values: num_value_heads * value_dim, heads: num_value_heads }
+    }
+
+    /// Of queries, keys and values, of the gate, of write strengths and of decays.
+    fn parts(self) -> [usize; 4] {
+        [self.channels, self.values, self.heads, self.heads]
+    }
+
+    /// Of all of them.
+    pub(super) fn all(self) -> usize {
+        self.parts().iter().map(|columns| columns.next_multiple_of(ALIGNED)).sum()
+    }
+}
+
+const PROJECTIONS: [Matrix; 4] = [Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::DeltaB, Matrix::DeltaA];
+
+/// The weights of all projections as one matrix, where they lie one behind the other and have no adapters.
+fn whole(w: &BlockParams, columns: DeltaColumns) -> Option<Tensor> {
+    let linears = PROJECTIONS.map(|matrix| w.linear(matrix));
+    let is_plain = |linear: &&Linear| linear.lora.is_none() && linear.pieces.len() == 1;
+    if !linears.iter().all(is_plain) || columns.all() != columns.parts().iter().sum::<usize>() {
+        return None;
+    }
+    let weights = linears.map(Linear::weight);
+    let end = |weight: &Tensor| weight.data_ptr() as usize + weight.numel() * weight.kind().elt_size_in_bytes();
+    let is_whole = weights.windows(2).all(|pair| end(pair[0]) == pair[1].data_ptr() as usize);
+    let shape = [columns.all() as i64, weights[0].size()[1]];
+    if is_whole { weights[0].f_as_strided(shape, [shape[1], 1], None::<i64>).ok() } else { None }
+}
+
+impl DecoderNetwork<'_> {
+    /// What the last projection reads. [T, H dv]
+    pub(super) fn delta_net(
+        &self,
+        layer: usize,
+        spec: DeltaNetSpec,
+        w: &BlockParams,
+        normed: &Tensor, // [T, D]
+        tokens: &Tokens,
+    ) -> Result<Tensor> {
+        let heads = spec.tp_slice(self.tp.size()).heads;
+        let columns = DeltaColumns::new(heads);
+        let rows = normed.size()[0];
+        let projected = self.buffers.projected([rows, columns.all() as i64]);
+        let mut at = 0;
+        let [qkv, z, b, a] = columns.parts().map(|own| {
+            let part = projected.narrow(1, at, own as i64);
+            at += own.next_multiple_of(ALIGNED) as i64;
+            part
+        });
+        match whole(w, columns) {
+            Some(whole) => self.product(DecoderOp::Qkv, normed, &whole, None, &projected)?,
+            None => {
+                for (matrix, part) in PROJECTIONS.into_iter().zip([&qkv, &z, &b, &a]) {
+                    self.linear(DecoderOp::Qkv, normed, w.linear(matrix), part)?;
+                }
+            }
+        }
+        let weight = |name| w.norm(name).expect("a parameter of the block").shallow_clone();
+        let weights = DeltaWeights {
+            conv: weight(ParamName::DeltaConv),
+            a_log: weight(ParamName::DeltaALog),
+            dt_bias: weight(ParamName::DeltaDtBias),
+            norm: weight(ParamName::DeltaNorm),
+        };
+        let states = self.states.expect("a model with states has pages").layer(layer);
+        let pages = DeltaPages { rows: &states.conv, states: &states.rule };
+        let runs = DeltaRuns { pages: tokens.state_pages, bounds: tokens.bounds, positions: tokens.positions };
+        let options = DeltaOptions { heads, eps: self.spec.rms_norm_eps };
+        let mut out = self.buffers.attended([rows, columns.values as i64]);
+        let rows = DeltaRows { qkv, z, b, a };
+        self.op(DecoderOp::DeltaNet, || kernels::delta_step(&rows, &weights, options, pages, runs, &mut out))?;
+        Ok(out)
+    }
+}

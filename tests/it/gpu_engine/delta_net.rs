@@ -1,0 +1,142 @@
+//! Models with gated delta nets: steps against themselves in another batch, and against the CPU's engine.
+
+use std::sync::Arc;
+
+use colo_grpo::internal::config::KvCacheDtype;
+use colo_grpo::internal::data::Tokenizer;
+use colo_grpo::internal::dist::World;
+use colo_grpo::internal::model::{DeltaLayers, LoraSpec, ModelSpec, UnitLayout};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::internal::serve::Served;
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
+use tch::{Device, Kind};
+
+use super::kept::kept_sequences_go_on_where_they_were;
+use super::{Model, completions, generate, prompts, steps_do_not_see_their_batch};
+
+/// The heads of Qwen3.5-9B in four narrow layers.
+fn narrow() -> ModelSpec {
+    let published = ModelSpec::preset("qwen3.5-9b").unwrap();
+    let heads = published.delta_net.as_ref().unwrap().heads;
+    ModelSpec {
+        vocab_size: 100_352,
+        hidden_size: 1024,
+        intermediate_size: 3072,
+        num_layers: 4,
+        delta_net: Some(DeltaLayers { heads, full_attention: vec![3] }),
+        ..published
+    }
+}
+
+/// Chunked prompts, few slots, other neighbours, another order, preemption: the same bits.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_strict_steps_with_states_do_not_see_their_batch() {
+    steps_do_not_see_their_batch(&Model::of(narrow()), &|options| options, &[(256, 170, 80, 50)]);
+}
+
+/// Keys and values in FP8, of heads that no kernel on tensor cores has.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_strict_steps_with_states_and_a_cache_in_fp8_do_not_see_their_batch() {
+    let in_fp8 = |options| EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options };
+    steps_do_not_see_their_batch(&Model::of(narrow()), &in_fp8, &[(256, 170, 40, 50)]);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_strict_steps_with_states_and_adapters_do_not_see_their_batch() {
+    let adapters = Model::adapted("qwen2.5-0.5b").lora;
+    let model = Model { lora: adapters, ..Model::of(narrow()) };
+    steps_do_not_see_their_batch(&model, &|options| options, &[(256, 170, 40, 50)]);
+}
+
+/// With their pages.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kept_sequences_with_states_go_on_where_they_were() {
+    kept_sequences_go_on_where_they_were(&Model::of(narrow()));
+}
+
+/// Greedy completions of one prompt: the first goes on from the prompt's page, the others from forks of it.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_forks_of_states_equal_the_first() {
+    let model = Model::of(narrow());
+    let options = EngineOptions { strict: true, ..model.options(256) };
+    let params =
+        SamplingParams { num_generations: 4, temperature: 0.0, max_completion_length: 24, ..SamplingParams::default() };
+    let groups = model.generate(&options, &prompts(5, 170), &params);
+    for group in &groups {
+        let bits = |at: usize| {
+            let completion = &group.completions[at];
+            let bits: Vec<u32> = completion.rollout_logprobs.iter().map(|logprob| logprob.to_bits()).collect();
+            (completion.token_ids.clone(), bits)
+        };
+        assert!((1..4).all(|at| bits(at) == bits(0)), "group {}", group.prompt.id);
+    }
+}
+
+/// In float32: the same greedy tokens, with log-probabilities that differ by rounding alone. Prompts come in pieces, several of a group.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_greedy_tokens_with_states_equal_the_cpus() {
+    for adapted in [false, true] {
+        let spec = ModelSpec { eos_token_ids: Vec::new(), ..ModelSpec::preset("tiny-hybrid").unwrap() };
+        let of_cpu = Model { world: Arc::new(World::single()), ..Model::of(spec.clone()) };
+        let mut of_gpu = Model::of(spec);
+        of_gpu.lora = adapted.then(|| Model::adapted("qwen2.5-0.5b").lora.unwrap());
+        let lora = of_gpu.lora.clone();
+        let mut asked = prompts(6, 90);
+        let ids = asked.iter_mut().flat_map(|prompt| &mut prompt.token_ids);
+        ids.for_each(|id| *id %= 64);
+        let params = SamplingParams {
+            num_generations: 2,
+            temperature: 0.0,
+            max_completion_length: 60,
+            ..SamplingParams::default()
+        };
+        let [expected, got] =
+            [&of_cpu, &of_gpu].map(|model| in_float32(model, &of_cpu, lora.as_ref(), &asked, &params));
+        for ((ids, logprobs), (other_ids, other_logprobs)) in completions(&expected).zip(completions(&got)) {
+            assert_eq!(ids, other_ids, "adapters: {adapted}");
+            let apart = logprobs.zip(other_logprobs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(apart < 1e-4, "{apart} apart, adapters: {adapted}");
+        }
+    }
+}
+
+/// By an engine on the model's device, of weights that `source` makes.
+fn in_float32(
+    model: &Model,
+    source: &Model,
+    lora: Option<&LoraSpec>,
+    prompts: &[Prompt],
+    params: &SamplingParams,
+) -> Vec<RolloutGroup> {
+    let device = model.world.device();
+    let options = EngineOptions {
+        kv_cache_bytes: 200 * kv_block_bytes(&model.spec, 1, 16, Kind::Float),
+        kind: Kind::Float,
+        residual: Kind::Float,
+        max_num_seqs: 7,
+        max_num_batched_tokens: 100,
+        device,
+        ..model.options(160)
+    };
+    let tokenizer = Arc::new(Tokenizer::of_ids(model.spec.vocab_size).unwrap());
+    let mesh = model.world.mesh(1, 1).unwrap();
+    let engine = Engine::new(model.spec.clone(), tokenizer, options, model.world.mesh(1, 1).unwrap().tp).unwrap();
+    let unit = |layout: &UnitLayout| Ok((source.unit(layout)?.to_kind(Kind::Float) * 8.0).to_device(device));
+    let served = Served::new(model.world.clone(), &mesh, model.table(), engine, &unit).unwrap();
+    let adapter = |layout: &UnitLayout| {
+        let adapter = source.adapter_unit(layout)?.to_kind(Kind::Float);
+        assert_eq!(adapter.device(), Device::Cpu);
+        Ok(adapter.to_device(device))
+    };
+    let mut served = match lora {
+        Some(lora) => served.with_adapters(lora.clone(), &adapter).unwrap(),
+        None => served,
+    };
+    generate(&mut served, prompts, params)
+}
