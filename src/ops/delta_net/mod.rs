@@ -19,7 +19,7 @@ mod tests;
 use tch::{Device, Kind, Tensor};
 
 use crate::cuda::kernels;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::torch::accumulation_kind;
 use rule::Tokens;
 
@@ -95,7 +95,7 @@ impl DeltaState {
                 let rows = t.f_reshape([t.size()[0], -1])?;
                 kernels::add_rows(&rows, sequences, &mut sums.view([num_sequences, -1]))?;
             }
-            Ok::<_, crate::Error>(sums)
+            Ok::<_, Error>(sums)
         };
         Ok(Self { conv: sum(&self.conv)?, rule: sum(&self.rule)? })
     }
