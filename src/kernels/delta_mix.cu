@@ -17,10 +17,6 @@ __device__ __forceinline__ Four widen_four(const bf16* from) { return widen(*rei
 __device__ __forceinline__ void store_four(bf16* to, const Four& x) {
     *reinterpret_cast<uint2*>(to) = make_uint2(pack(x.at[0], x.at[1]), pack(x.at[2], x.at[3]));
 }
-__device__ __forceinline__ float warp_sum(float value) {
-    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-    return value;
-}
 __device__ __forceinline__ float dot(const Four& a, const Four& b) {
     return a.at[0] * b.at[0] + a.at[1] * b.at[1] + a.at[2] * b.at[2] + a.at[3] * b.at[3];
 }

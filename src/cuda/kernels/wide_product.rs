@@ -110,7 +110,7 @@ fn parts_of(features: usize, k: usize) -> Option<usize> {
     let fits = (1..=CLUSTERS.len()).filter(|&parts| tiles <= CLUSTERS[parts - 1] && parts <= steps);
     let parts = fits.max()?;
     let fill = (features * steps) as f64 / (PROCESSORS * FEATURES * steps.div_ceil(parts)) as f64;
-    (features % 8 == 0 && fill >= LEAST_FILL).then_some(parts)
+    (features.is_multiple_of(8) && fill >= LEAST_FILL).then_some(parts)
 }
 
 #[cfg(test)]

@@ -118,8 +118,8 @@ fn last_rows(rows: &DeltaRows, tails: Option<&Tensor>, sequences: &Sequences) ->
     if tokens == 0 {
         return Ok(earlier.f_view(shape)?);
     }
-    let own = rows.qkv.f_index_select(0, &sequences.tails.f_clamp_max((tokens - 1) as f64)?)?;
-    let earlier = earlier.f_index_select(0, &sequences.tails.f_sub_scalar(tokens)?.f_clamp_min_(0.0)?)?;
+    let own = rows.qkv.f_index_select(0, &sequences.tails.f_clamp_max(tokens - 1)?)?;
+    let earlier = earlier.f_index_select(0, &sequences.tails.f_sub_scalar(tokens)?.f_clamp_min_(0)?)?;
     let is_own = sequences.tails.f_lt(tokens)?.unsqueeze(1);
     Ok(own.f_where_self(&is_own, &earlier)?.f_view(shape)?)
 }
@@ -132,9 +132,9 @@ fn add_last_rows(d_x: &mut Tensor, d_tails: &mut Tensor, d_last: &Tensor, sequen
     if tokens > 0 {
         // Rows of a sequence are its own, so that the sum of a row has one order; those of tails add zeros to the last row.
         let own = d_last.f_mul(&is_own)?;
-        let rows = sequences.tails.f_clamp_max((tokens - 1) as f64)?;
+        let rows = sequences.tails.f_clamp_max(tokens - 1)?;
         kernels::add_rows(&own, &rows, d_x)?;
     }
-    let rows = sequences.tails.f_sub_scalar(tokens)?.f_clamp_min_(0.0)?;
+    let rows = sequences.tails.f_sub_scalar(tokens)?.f_clamp_min_(0)?;
     kernels::add_rows(&d_last.f_mul(&is_own.f_logical_not()?)?, &rows, &mut d_tails.view([-1, channels]))
 }
