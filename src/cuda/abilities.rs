@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+use tch::Device;
+
 use super::devices::capabilities;
 use super::library::environment;
 use crate::error::Result;
@@ -36,6 +38,14 @@ pub(super) fn gpu_has_clusters(ordinal: usize) -> bool {
 /// Whether blocks of a visible GPU have 227 KiB of shared memory; no where the driver does not tell.
 pub(super) fn gpu_has_wide_shared_memory(ordinal: usize) -> bool {
     gpu_capability(ordinal).is_some_and(has_wide_shared_memory)
+}
+
+/// The widest head that cuDNN's attention serves on a device, forward and backward.
+pub fn cudnn_most_head_dim(device: Device) -> usize {
+    match device {
+        Device::Cuda(ordinal) if gpu_capability(ordinal) == Some(HOPPER) => 256,
+        _ => 128,
+    }
 }
 
 fn gpu_capability(ordinal: usize) -> Option<(i32, i32)> {

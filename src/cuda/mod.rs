@@ -36,6 +36,7 @@ mod stream;
 mod sustained;
 mod torch_stream;
 
+pub use abilities::cudnn_most_head_dim;
 pub use chips::{Chip, Rates, chip, chip_flop_per_s};
 pub use context::Context;
 pub(crate) use context::{OUT_OF_MEMORY, check};

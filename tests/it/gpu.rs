@@ -50,6 +50,9 @@ fn gpu_attention_equals_the_cpus() {
         (shared(&[200, 200], &[&[150, 150, 150], &[150, 150, 150]]), 6, 2, None, 128),
         (separate(&[40, 1800, 5, 300, 2000, 1900]), 7, 4, None, 128),
         (shared(&[40, 200], &[&[1800, 30], &[7, 1900]]), 7, 4, None, 64),
+        (separate(&[300, 300, 300]), 4, 4, None, 256),
+        (separate(&[40, 3100, 5, 300, 3500]), 4, 4, None, 256),
+        (shared(&[200, 200], &[&[150, 150, 150], &[150, 150, 150]]), 4, 2, None, 256),
     ];
     for (bounds, group, heads, window, head_dim) in &cases {
         let rand = |heads: i64| Tensor::randn([bounds.num_tokens(), heads, *head_dim], (Kind::BFloat16, Device::Cpu));

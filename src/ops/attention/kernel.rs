@@ -8,6 +8,9 @@
 //! | 4 x 4,096 | 316, 268 | 584, 478 |
 //! | 1 x 16,384 | 347, 307 | 644, 531 |
 //!
+//! Of heads of 256 (16 query and 4 key/value heads, 4 x 4,096, causal) flash attention takes 1.85 and 6.38 ms, cuDNN 0.89 and 3.72 ms; it
+//! serves them on Hopper alone.
+//!
 //! cuDNN plans a shape when it first meets it, 80 ms for forward and backward together where it is the first, more than most
 //! micro-batches gain: a shape is taken from the second micro-batch on that has it. Of runs of different lengths the long ones are
 //! taken one by one, rounded up to a length that comes again ([`Mixed`]); short ones would leave the GPU waiting for calls.
@@ -28,6 +31,7 @@ use tch::{Kind, Tensor};
 
 use super::mixed::Mixed;
 use super::runs::{Dense, Runs};
+use crate::cuda::cudnn_most_head_dim;
 use crate::torch::{self, FLASH_HEAD_STEP, FLASH_MOST_HEAD_DIM};
 
 /// Fewest rows of a dense run.
@@ -57,7 +61,7 @@ impl AttentionKernel {
         if !(q.device().is_cuda() && q.kind() == Kind::BFloat16 && has_flash) {
             return Self::Padded;
         }
-        if head_dim > 128 || torch::is_deterministic() {
+        if head_dim as usize > cudnn_most_head_dim(q.device()) || torch::is_deterministic() {
             return Self::Flash;
         }
         if let Some(dense) = runs.dense() {
