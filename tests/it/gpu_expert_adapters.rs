@@ -53,7 +53,7 @@ fn gpu_experts_with_adapters_equal_the_cpus() {
             let (shared, gate) = (rand(&[tokens, hidden], kind), rand(&[1, hidden], kind) * 0.2);
             let owners = Tensor::arange(inner, (Kind::Int, Device::Cpu)).remainder(2);
             let adapters = Tensor::arange(tokens, (Kind::Int, Device::Cpu)).remainder(3) - 1;
-            let choice = [&owners, &adapters].map(|numbers| gpu(numbers));
+            let choice = [&owners, &adapters].map(gpu);
             let tiles = match kind {
                 Kind::BFloat16 => ExpertTile::ALL.to_vec(),
                 kind => vec![ExpertTile::of(1, 1, 1, (kind, 0)).unwrap()],
