@@ -37,6 +37,7 @@ zero3               2  zero.stage=3 gpu
 hybrid-shards       4  zero.stage=3 zero.shard_group_size=2
 tp2                 2  tensor_parallel_size=2 gpu
 tp2-engines2        4  tensor_parallel_size=2 zero.stage=3
+pp2                 2  pipeline_parallel_size=2 zero.stage=3
 bfloat16            2  dtype=bfloat16 zero.stage=3
 bfloat16-residual   2  dtype=bfloat16 residual_dtype=float32 zero.reduce_dtype=bfloat16 zero.grad_accum_dtype=bfloat16
 accumulated         2  gradient_accumulation_steps=2 max_tokens_per_micro_batch=256 gpu

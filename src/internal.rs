@@ -14,8 +14,8 @@ pub mod colocate {
 }
 pub mod config {
     pub use crate::config::{
-        AdjustLr, Config, GradientCheckpointing, KvCacheDtype, LossType, LrSchedulerType, Quantization, RewardConfig,
-        RolloutQuantization, SandboxLayer, TargetModule,
+        AdjustLr, Config, EngineShape, GradientCheckpointing, KvCacheDtype, LossType, LrSchedulerType, Quantization,
+        RewardConfig, RolloutQuantization, SandboxLayer, TargetModule,
     };
 }
 pub mod cuda {
@@ -51,8 +51,8 @@ pub mod model {
     pub use crate::model::{
         BlockContext, BlockParams, DeltaLayers, EmbeddingParams, ExpertLayers, Family, HeadParams, LoraSpec, Matrix,
         ModelSource, ModelSpec, NormPlaces, PackedMixer, Param, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock,
-        Routes, Scoring, SequenceMixer, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward,
-        head_backward, head_forward, init_folder, init_unit, init_unit_on, write_adapters,
+        Routes, Scoring, SequenceMixer, Stage, Stages, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale,
+        block_forward, head_backward, head_forward, init_folder, init_unit, init_unit_on, write_adapters,
     };
 }
 pub mod ops {
@@ -66,8 +66,8 @@ pub mod reward {
 }
 pub mod rollout {
     pub use crate::rollout::{
-        Engine, EngineOptions, EngineStats, EngineWeights, Event, Request, RequestId, RolloutEngine, SampledGroup,
-        Session, kv_block_bytes,
+        Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights, Event, Request, RequestId, RolloutEngine,
+        SampledGroup, Session, check_stages, kv_block_bytes,
     };
 }
 pub mod serve {

@@ -82,7 +82,9 @@ pub mod signatures {
     pub use crate::dist::{Backend, Collective, Mesh, ReduceOp, WorkerEnv, WorldOptions};
     pub use crate::metrics::{MetricValues, Reduce, StepMetrics};
     pub use crate::plan::{ClassBytes, PlanInput, Role, Room};
-    pub use crate::rollout::{Engine, EngineStats, Event, Request, RequestId, Rollout, Session, SessionLoad};
+    pub use crate::rollout::{
+        Engine, EngineStats, Event, Request, RequestId, Rollout, Session, SessionLoad, StageTimes,
+    };
     pub use crate::serve::EngineSlices;
     pub use crate::train::{Policy, Reference, Sequence};
     pub use crate::trainer::{RunSummary, StepReport, TrainerBuilder, TrainingBatch};

@@ -146,7 +146,7 @@ impl GenerateBench {
         let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone())?;
         let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
         let table = Arc::new(ParamTable::new(spec, 1));
-        let mut served = Served::new(world.clone(), mesh, table, engine, &source)?;
+        let mut served = Served::new(world.clone(), table, engine, &source)?;
         if let Some(r) = self.lora_r {
             // Values everywhere, where B of fresh adapters is 0.
             let source = |layout: &UnitLayout| {

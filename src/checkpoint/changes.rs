@@ -27,6 +27,8 @@ const SAFE_KEYS: &[&str] = &[
     "max_tokens_per_micro_batch",
     "share_prompts",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "pipeline_partition",
     "enable_expert_parallel",
     "gpu_memory_utilization",
     "kv_cache_bytes",

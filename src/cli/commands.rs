@@ -23,7 +23,7 @@ use crate::plan::{NetworkPlan, Room};
 use crate::reward::{self, RewardPool};
 use crate::sft::Sft;
 use crate::tools::{self, ToolProcess};
-use crate::trainer::{Preflight, Trainer};
+use crate::trainer::{PlannedRun, Preflight, Trainer};
 
 /// Runs one command to its exit code.
 pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
@@ -177,7 +177,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
 }
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let PlanArgs { run, gpu_memory_gib, host_memory_gib, network_gb_s, model } = args;
+    let PlanArgs { run, gpu_memory_gib, host_memory_gib, network_gb_s, model, compare } = args;
     let mut overrides = run.overrides.clone();
     if model.is_given() {
         // A shape alone is enough: what a run needs beside it takes no memory.
@@ -202,16 +202,16 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         }
     };
     let planned = match model.is_given() {
-        true => Preflight::of_shape(&config, Arc::new(model.spec()?), placement, world_size, room),
-        false if fetch::has_rows(&config) => Preflight::new(&config, placement, world_size, room),
+        true => PlannedRun::of_shape(&config, &model.spec()?, placement),
+        false if fetch::has_rows(&config) => PlannedRun::with_rows(&config, placement),
         false => {
             terminal::say(
                 "notice: the rows are not here, so prompts count as long as max_prompt_length or the context allows",
             );
-            Preflight::without_rows(&config, placement, world_size, room)
+            PlannedRun::without_rows(&config, placement)
         }
     };
-    let preflight = planned.map_err(|error| match error {
+    let told = |error| match error {
         Error::Environment { message } if !placement.on_cuda => {
             Error::Environment { message: format!("planned for this machine's CPU; {FOR_GPUS}. On the CPU {message}") }
         }
@@ -220,7 +220,12 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
             message: format!("{message}; --model_preset NAME or --config_json FILE plans a shape without its files"),
         },
         other => other,
-    })?;
+    };
+    let planned = planned.map_err(told)?;
+    if *compare {
+        terminal::print(format_args!("{}\n\n", planned.compare(placement, world_size, room)?))?;
+    }
+    let preflight = planned.preflight(placement, world_size, room).map_err(told)?;
     if !placement.on_cuda {
         terminal::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
     }

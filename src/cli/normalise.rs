@@ -85,11 +85,12 @@ fn has_option(command: &Command, name: &str) -> bool {
     })
 }
 
-/// The configuration key that an option names: `--zero_stage` is `zero.stage`, `--tp` the tensor-parallel size.
+/// The configuration key that an option names: `--zero_stage` is `zero.stage`, `--tp` the tensor-parallel size, `--pp` the number of stages.
 fn key_of(option: String) -> String {
     let dotted = option.replacen('_', ".", 1);
     match option.as_str() {
         "tp" => "tensor_parallel_size".to_owned(),
+        "pp" => "pipeline_parallel_size".to_owned(),
         _ if Config::keys().contains(&dotted) => dotted,
         _ => option,
     }

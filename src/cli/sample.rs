@@ -8,7 +8,7 @@ use tch::Kind;
 use super::args::{EvalArgs, GenerateArgs, SamplingArgs, SourceArgs};
 use super::evaluation::{Evaluation, sampling};
 use super::process::print_first;
-use crate::config::Config;
+use crate::config::{Config, EngineShape};
 use crate::cuda::residual_kind;
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::dist::{World, all_gather_json, first_text};
@@ -162,7 +162,8 @@ fn turns(
     options: DatasetOptions,
     model: (&Arc<Tokenizer>, &[u32], usize),
 ) -> Result<RunTurns> {
-    let config = Config { tensor_parallel_size: args.sampling.tensor_parallel_size, ..config };
+    let EngineShape { tensor_parallel_size, pipeline_parallel_size } = args.sampling.engine_shape();
+    let config = Config { tensor_parallel_size, pipeline_parallel_size, ..config };
     RunTurns::new(&config, (world, world.size()), process, options, model)
 }
 
@@ -179,7 +180,8 @@ pub(super) fn serve(
         base_model: args.base_model.as_deref(),
         adapters,
         template_variables: variables,
-        tensor_parallel_size: sampling.tensor_parallel_size,
+        engine: sampling.engine_shape(),
+        pipeline_partition: sampling.pipeline.sizes(),
         enable_expert_parallel: sampling.enable_expert_parallel,
         max_model_length: sampling.max_model_length,
         kind: kinds.0,

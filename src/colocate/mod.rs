@@ -10,10 +10,11 @@
 use std::sync::Arc;
 
 use crate::cuda;
-use crate::dist::{Mesh, World};
+use crate::dist::{Collective, Mesh, World};
 use crate::error::Result;
+use crate::model::Unit;
 use crate::phase::{self, Phase};
-use crate::rollout::{Engine, EngineWeights, RolloutEngine, SPARE_BYTES};
+use crate::rollout::{Engine, EngineRanks, EngineWeights, RolloutEngine, SPARE_BYTES, StageTimes};
 use crate::serve::EngineSlices;
 use crate::torch;
 use crate::train::{Policy, Reference, Sequence};
@@ -96,7 +97,9 @@ impl Colocated {
                 phase::scope(Phase::Offload, || colocated.make_room(needed_bytes))?;
                 phase::scope(Phase::Offload, || colocated.learner.policy_mut().offload_optimizer())?;
                 let Self { learner, engine, slices } = colocated;
-                let weights = phase::scope(Phase::Gather, || current_weights(slices, learner.policy()))?;
+                let weights = phase::scope(Phase::Gather, || {
+                    current_weights(slices, learner.policy(), engine.ranks(), &*learner.mesh().shard)
+                })?;
                 phase::scope(Phase::Offload, || learner.policy().finish_offload())?;
                 let version = learner.policy().version();
                 engine.awake(weights, version, |rollout| work(rollout).inspect_err(|error| world.post_failure(error)))
@@ -179,6 +182,11 @@ impl Colocated {
         &self.engine
     }
 
+    /// How long this rank's stage of the engine computed and waited since the last call.
+    pub(crate) fn take_stage_times(&mut self) -> StageTimes {
+        self.engine.take_stage_times()
+    }
+
     /// The process's place among its peers.
     pub fn mesh(&self) -> &Mesh {
         self.learner.mesh()
@@ -198,8 +206,32 @@ impl Colocated {
     }
 }
 
-/// This rank's part of the policy's current weights; collective at ZeRO stage 3.
-fn current_weights<'a>(slices: &'a mut EngineSlices, policy: &'a Policy) -> Result<EngineWeights<'a>> {
-    let (unit, adapters) = (&mut |unit| policy.unit_weights(unit), &|layer| policy.block_adapters(layer));
-    slices.of_units(policy.table(), policy.version(), unit, adapters, policy.quantized_blocks())
+/// This rank's part of the policy's current weights; collective at ZeRO stage 3. Of an engine in stages a rank gathers the units of its
+/// own alone: in every round each rank of the shard group gets the next unit that its stage has.
+fn current_weights<'a>(
+    slices: &'a mut EngineSlices,
+    policy: &'a Policy,
+    ranks: &EngineRanks,
+    shard: &dyn Collective,
+) -> Result<EngineWeights<'a>> {
+    let adapters = &|layer| policy.block_adapters(layer);
+    let (table, version, quantized) = (policy.table(), policy.version(), policy.quantized_blocks());
+    if ranks.stages.count() == 1 {
+        return slices.of_units(table, version, &mut |unit| policy.unit_weights(unit), adapters, quantized);
+    }
+    // Engines are consecutive from rank 0 on, stage by stage.
+    let stage_of = |rank: &usize| ranks.stages.stage(rank % ranks.all.size() / ranks.tp.size());
+    let units: Vec<Vec<Unit>> = shard.ranks().iter().map(|rank| stage_of(rank).units(&table.spec)).collect();
+    let wanted = |round: usize| -> Vec<Option<Unit>> { units.iter().map(|units| units.get(round).copied()).collect() };
+    let num_rounds = units.iter().map(Vec::len).max().unwrap_or(0);
+    let mut rounds = 0..num_rounds;
+    let mut next = |unit: Unit| {
+        let found = rounds.next().map(&wanted).map(|wanted| policy.wanted_weights(&wanted)).transpose()?.flatten();
+        Ok(found.unwrap_or_else(|| panic!("the {unit} is one that the rank wants")))
+    };
+    let weights = slices.of_units(table, version, &mut next, adapters, quantized)?;
+    for round in rounds {
+        policy.wanted_weights(&wanted(round))?; // of stages that have more
+    }
+    Ok(weights)
 }

@@ -1,6 +1,6 @@
 //! The arithmetic of batches, once the number of ranks is known.
 
-use super::{Config, Roles};
+use super::{Config, EngineShape, Roles};
 use crate::error::{Error, Result};
 
 /// Largest number of completions, tokens or steps that a key may ask for.
@@ -16,19 +16,26 @@ pub struct WorldSize {
 }
 
 impl WorldSize {
-    /// Refuses engines of `tensor_parallel_size` ranks, from rank `first` on, that would reach over nodes.
+    /// Refuses engines, from rank `first` on, that would reach over nodes.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] with the sizes that fit on a node.
-    pub fn check_engines(self, first: usize, tensor_parallel_size: usize) -> Result<()> {
+    pub fn check_engines(self, first: usize, engine: EngineShape) -> Result<()> {
         let local = self.local_ranks;
         let fits = |size: usize| local.is_multiple_of(size) && (first % local).is_multiple_of(size);
-        if self.ranks == local || fits(tensor_parallel_size) {
+        if self.ranks == local || fits(engine.num_ranks()) {
             return Ok(());
         }
-        let valid: Vec<usize> = divisors(local).into_iter().filter(|&size| fits(size)).collect();
-        let expected = format!("ranks of one node, which has {local}: {}", listed(&valid));
-        Err(Error::invalid_value("tensor_parallel_size", tensor_parallel_size, expected))
+        let EngineShape { tensor_parallel_size: tp, pipeline_parallel_size: stages } = engine;
+        let refuse = |key, got: usize, others: usize, what: &str| {
+            let valid: Vec<usize> = divisors(local).into_iter().filter(|&size| fits(size * others)).collect();
+            let expected = format!("{what} of one node, which has {local}: {}", listed(&valid));
+            Err(Error::invalid_value(key, got, expected))
+        };
+        match fits(tp) {
+            false => refuse("tensor_parallel_size", tp, 1, "ranks"),
+            true => refuse("pipeline_parallel_size", stages, tp, &format!("stages of {tp} ranks")),
+        }
     }
 }
 
@@ -66,7 +73,7 @@ impl Config {
         };
         let product = |a: usize, b: usize| a.checked_mul(b).ok_or_else(|| out_of_range(None));
         let roles @ Roles { num_trainers, num_generators } = self.roles(world_size)?;
-        check_divides("tensor_parallel_size", self.tensor_parallel_size, num_generators, "generate")?;
+        self.engine_shape().check_divides(num_generators, "generate")?;
         check_divides("zero.shard_group_size", self.zero.shard_group_size.unwrap_or(1), num_trainers, "train")?;
         let slice = product(self.per_device_train_batch_size, world_size)?; // completions per slice over all ranks
         // A surplus of groups is counted on each rank, which then needs whole groups of its own.
@@ -156,7 +163,7 @@ fn invalid_generation_batch(batch: usize, slice: usize, groups: usize, on_each_r
     Error::invalid_value("generation_batch_size", batch, expected)
 }
 
-fn check_divides(key: &str, size: usize, num_ranks: usize, what_they_do: &str) -> Result<()> {
+pub(super) fn check_divides(key: &str, size: usize, num_ranks: usize, what_they_do: &str) -> Result<()> {
     if num_ranks.is_multiple_of(size) {
         return Ok(());
     }
@@ -174,11 +181,11 @@ fn nearest_multiples(number: usize, unit: usize) -> String {
     if below == 0 { unit.to_string() } else { format!("{below} or {}", below + unit) }
 }
 
-fn divisors(number: usize) -> Vec<usize> {
+pub(super) fn divisors(number: usize) -> Vec<usize> {
     (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
 }
 
-fn listed(numbers: &[usize]) -> String {
+pub(super) fn listed(numbers: &[usize]) -> String {
     numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 

@@ -13,6 +13,7 @@ mod load;
 mod lora;
 mod objective;
 mod optimizer;
+mod pipeline;
 mod range;
 mod raw;
 mod report;
@@ -40,6 +41,7 @@ pub(crate) use load::{ForeignEntry, foreign_entries};
 pub use lora::{LoraConfig, TargetModules};
 pub use objective::ObjectiveConfig;
 pub use optimizer::{LrSchedulerKwargs, MuonConfig, OptimizerConfig};
+pub use pipeline::{EngineShape, PipelinePartition};
 use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
 pub(crate) use raw::check_openings;
 pub(crate) use raw::pattern as key_pattern;
@@ -154,8 +156,15 @@ keys! {
         pub repetition_penalty: f32 = 1.0 => above(0.0),
         /// Strings that end a completion.
         pub stop: Vec<String> = Vec::new(),
-        /// Ranks that share one engine.
+        /// Ranks that share one engine, or each stage of its layers.
         pub tensor_parallel_size: usize = 1 => COUNT,
+        /// Stages of layers of one engine, each on `tensor_parallel_size` ranks that hold its layers alone: for numbers of ranks that
+        /// `tensor_parallel_size` cannot divide a model by, and for models that it would divide too small. Each stage computes
+        /// another part of the sequences, and all are as fast as the slowest. With `zero.stage` 3, as elsewhere every rank holds all weights
+        /// and replicas of an engine generate more. On CPUs so far.
+        pub pipeline_parallel_size: usize = 1 => COUNT,
+        /// Layers of each stage, such as `"10,10,8"`; `none` cuts where the slowest stage is fastest, the head's time counted.
+        pub pipeline_partition: Option<PipelinePartition> = None,
         /// The ranks of one engine each have some experts whole, of a model with experts; else a part of every expert.
         pub enable_expert_parallel: bool = false,
         /// Share that the KV cache may take of the memory that is left during rollout, with `carried_kv = keep` of what is left

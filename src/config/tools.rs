@@ -139,6 +139,13 @@ impl Config {
         check("agent", agent, is_python(agent), expected)?;
         let tools = self.tools.tools.join(", ");
         check("tools", tools, !self.tools.has_turns(), "none, and no environment_factory, with agent")?;
+        let num_stages = self.pipeline_parallel_size;
+        check(
+            "pipeline_parallel_size",
+            num_stages,
+            num_stages == 1,
+            "1 with agent, whose requests come when it sends them",
+        )?;
         let expected = "false with agent: what is computed together depends on when its requests come";
         check("full_determinism", "true", !self.full_determinism, expected)
     }

@@ -46,6 +46,7 @@ impl Config {
             self.lora.check(self.quantization),
             self.optimizer.check(&self.lora),
             self.check_split(),
+            self.check_pipeline(),
             self.check_curriculum(),
             self.check_distillation(),
             self.check_tools(),

@@ -71,6 +71,16 @@ pub trait Collective: Send + Sync + Debug {
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()>;
     /// Slice j of `input` goes to group rank j, which finds it as slice `rank` of its `output`. The two must not overlap.
     fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
+    /// `output` becomes the `input` of the group's rank before this one, on rank 0 that of the last. The two must not overlap. Without
+    /// a way of its own for neighbours, a carrier gathers all inputs.
+    fn shift(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
+        let mut all = Tensor::f_empty([(self.size() * input.numel()) as i64], (input.kind(), self.device()))?;
+        self.all_gather(input, &mut all)?;
+        let before = (self.rank() + self.size() - 1) % self.size();
+        let len = input.numel() as i64;
+        output.f_view([len])?.f_copy_(&all.f_narrow(0, before as i64 * len, len)?)?;
+        Ok(())
+    }
     /// Waits until every rank of the group has arrived. Work queued on a GPU may still be running.
     fn barrier(&self) -> Result<()>;
 }

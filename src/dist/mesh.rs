@@ -1,19 +1,25 @@
-//! How ranks are divided: tensor-parallel, data-parallel and shard groups.
+//! How ranks are divided: engines and their tensor-parallel groups and stages, data-parallel and shard groups.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::collective::Collective;
 use super::lane::Lane;
+use super::single::SingleRank;
 use super::world::World;
+use crate::config::EngineShape;
 use crate::error::{Error, Result};
 
 /// This rank's groups.
 #[derive(Debug, Clone)]
 pub struct Mesh {
-    /// Ranks that share one engine: consecutive.
+    /// Ranks that share one engine: consecutive, one stage of layers after the other.
+    pub engine: Arc<dyn Collective>,
+    /// Ranks of the engine that share this one's layers: consecutive.
     pub tp: Arc<dyn Collective>,
-    /// Ranks with this one's place in their tp groups.
+    /// Ranks of the engine with this one's place in their tp groups: one of every stage, in order.
+    pub pipe: Arc<dyn Collective>,
+    /// Ranks with this one's place in their engines.
     pub dp: Arc<dyn Collective>,
     /// Ranks that share one copy of the sharded state: consecutive.
     pub shard: Arc<dyn Collective>,
@@ -26,14 +32,15 @@ pub struct Mesh {
 }
 
 impl World {
-    /// Divides the world into tp groups of `tensor_parallel_size` and shard groups of `shard_group_size` ranks. Collective
-    /// over the world.
+    /// Divides the world into engines, of which a number is the size of their one tp group, and shard groups of `shard_group_size`
+    /// ranks. Collective over the world.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] if a size does not divide the world's, or an engine would reach over nodes, with the sizes that do.
-    pub fn mesh(&self, tensor_parallel_size: usize, shard_group_size: usize) -> Result<Mesh> {
-        self.world_size().check_engines(0, tensor_parallel_size)?;
-        self.mesh_of(0..self.size(), self.group(), tensor_parallel_size, shard_group_size)
+    pub fn mesh(&self, engine: impl Into<EngineShape>, shard_group_size: usize) -> Result<Mesh> {
+        let engine = engine.into();
+        self.world_size().check_engines(0, engine)?;
+        self.mesh_of(0..self.size(), self.group(), engine, shard_group_size)
     }
 
     /// The mesh of a split world: the last `num_generators` ranks have the tp groups and the others the shard groups. All ranks
@@ -49,34 +56,51 @@ impl World {
         shard_group_size: usize,
     ) -> Result<Mesh> {
         let (rank, num_trainers) = (self.rank(), self.size() - num_generators);
-        self.world_size().check_engines(num_trainers, tensor_parallel_size)?;
+        self.world_size().check_engines(num_trainers, tensor_parallel_size.into())?;
         let (ranks, tp_size, shard_size) = match rank < num_trainers {
             true => (0..num_trainers, 1, shard_group_size),
             false => (num_trainers..self.size(), tensor_parallel_size, 1),
         };
         let role = self.subgroup("role", &ranks.clone().collect::<Vec<_>>())?;
-        self.mesh_of(ranks, role, tp_size, shard_size)
+        self.mesh_of(ranks, role, tp_size.into(), shard_size)
     }
 
     fn mesh_of(
         &self,
         ranks: Range<usize>,
         all: Arc<dyn Collective>,
-        tensor_parallel_size: usize,
+        engine: EngineShape,
         shard_group_size: usize,
     ) -> Result<Mesh> {
-        let num_ranks = ranks.len();
-        for (key, size) in [("tensor_parallel_size", tensor_parallel_size), ("zero.shard_group_size", shard_group_size)]
-        {
-            if size == 0 || !num_ranks.is_multiple_of(size) {
-                let valid: Vec<_> = (1..=num_ranks).filter(|&size| num_ranks.is_multiple_of(size)).collect();
-                return Err(Error::invalid_value(key, size, format!("a divisor of {num_ranks} ranks: {valid:?}")));
+        let (num_ranks, tp_size) = (ranks.len(), engine.tensor_parallel_size);
+        for (key, size, others) in [
+            ("tensor_parallel_size", tp_size, 1),
+            ("pipeline_parallel_size", engine.pipeline_parallel_size, tp_size),
+            ("zero.shard_group_size", shard_group_size, 1),
+        ] {
+            let divides = |size: usize| num_ranks.is_multiple_of(size * others);
+            if size == 0 || !divides(size) {
+                let valid: Vec<_> = (1..=num_ranks / others).filter(|&size| divides(size)).collect();
+                let shared = if others > 1 { format!(" in tensor-parallel groups of {others}") } else { String::new() };
+                let expected = format!("a divisor of {num_ranks} ranks{shared}: {valid:?}");
+                return Err(Error::invalid_value(key, size, expected));
             }
         }
         let rank = self.rank();
+        let own_engine = consecutive(&ranks, rank, engine.num_ranks());
+        let tp = self.subgroup("tp", &consecutive(&ranks, rank, tp_size))?;
+        let (of_engine, pipe): (Arc<dyn Collective>, Arc<dyn Collective>) = match engine.pipeline_parallel_size {
+            1 => (tp.clone(), Arc::new(SingleRank::new("pipe", rank, self.device()))),
+            _ => {
+                let within = own_engine[0]..own_engine[0] + own_engine.len();
+                (self.subgroup("engine", &own_engine)?, self.subgroup("pipe", &strided(&within, rank, tp_size))?)
+            }
+        };
         Ok(Mesh {
-            tp: self.subgroup("tp", &consecutive(&ranks, rank, tensor_parallel_size))?,
-            dp: self.subgroup("dp", &strided(&ranks, rank, tensor_parallel_size))?,
+            engine: of_engine,
+            tp,
+            pipe,
+            dp: self.subgroup("dp", &strided(&ranks, rank, engine.num_ranks()))?,
             shard: self.subgroup("shard", &consecutive(&ranks, rank, shard_group_size))?,
             replicate: self.subgroup("replicate", &strided(&ranks, rank, shard_group_size))?,
             world: all,
@@ -112,6 +136,22 @@ mod tests {
     }
 
     #[test]
+    fn stages_of_an_engine_lie_one_after_the_other() {
+        let shape = EngineShape { tensor_parallel_size: 2, pipeline_parallel_size: 2 };
+        let meshes = testing::worlds(8, |world| {
+            let mesh = world.mesh(shape, 8).unwrap();
+            [&mesh.engine, &mesh.tp, &mesh.pipe, &mesh.dp].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(meshes[1], [vec![0, 1, 2, 3], vec![0, 1], vec![1, 3], vec![1, 5]]);
+        assert_eq!(meshes[6], [vec![4, 5, 6, 7], vec![6, 7], vec![4, 6], vec![2, 6]]);
+        testing::worlds(6, |world| {
+            let error = world.mesh(shape, 6).unwrap_err().to_string();
+            let expected = "a divisor of 6 ranks in tensor-parallel groups of 2: [1, 3]";
+            assert_eq!(error, format!("pipeline_parallel_size = 2: expected {expected}"));
+        });
+    }
+
+    #[test]
     fn ranks_that_train_and_ranks_that_generate_are_divided_apart() {
         let meshes = testing::worlds(5, |world| {
             let mesh = world.split_mesh(2, 2, 3).unwrap();
@@ -128,6 +168,9 @@ mod tests {
             let error = world.mesh(4, 4).unwrap_err().to_string();
             assert_eq!(error, "tensor_parallel_size = 4: expected ranks of one node, which has 2: 1, 2");
             assert!(world.split_mesh(3, 3, 1).unwrap_err().to_string().contains("which has 2: 1"));
+            let staged = EngineShape { pipeline_parallel_size: 2, ..2.into() };
+            let error = world.mesh(staged, 4).unwrap_err().to_string();
+            assert_eq!(error, "pipeline_parallel_size = 2: expected stages of 2 ranks of one node, which has 2: 1");
             let mesh = world.mesh(2, 4).unwrap();
             [&mesh.tp, &mesh.shard].map(|group| group.ranks().to_vec())
         });

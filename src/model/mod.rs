@@ -6,6 +6,7 @@
 //! | `spec` | the shape of a network |
 //! | `families` | what belongs to a family, not to a model |
 //! | `config_json`, `json` | that shape from and to a model folder; its JSON files |
+//! | `stages` | which layers each stage of a pipeline has |
 //! | `preset` | published shapes |
 //! | `params` | the flat layout of its weights |
 //! | `views` | tensors over that layout: embedding and head |
@@ -31,6 +32,7 @@ mod preset;
 mod quantized;
 mod source;
 mod spec;
+mod stages;
 #[cfg(test)]
 mod tests;
 mod views;
@@ -54,4 +56,5 @@ pub use preset::PRESETS;
 pub use quantized::QuantizedBlock;
 pub use source::ModelSource;
 pub use spec::{DeltaLayers, ExpertLayers, ModelSpec};
+pub use stages::{Stage, Stages};
 pub use views::{EmbeddingParams, HeadParams};

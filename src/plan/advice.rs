@@ -191,7 +191,7 @@ impl Advice<'_> {
 
     fn shorter(&self, plan: &MemoryPlan, changes: &[KeySetting]) -> Option<usize> {
         let config = self.changed(changes)?;
-        let (spec, tp) = (&self.input.table.spec, config.tensor_parallel_size);
+        let (spec, tp) = (self.input.engine_layers, config.tensor_parallel_size);
         plan.longest_that_fits(
             &config,
             kv_block_bytes(spec, tp, config.kv_block_size, cache_kind(config.kv_cache_dtype, self.input.kind)),

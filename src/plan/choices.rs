@@ -129,6 +129,7 @@ mod tests {
             kind: Kind::BFloat16,
             role: Role::Both,
             batch: config.validate_world(2)?,
+            engine_layers: &table.spec,
             engine_weight_bytes: 0,
             starts_from_adapters: false,
             room: Room { available_bytes, swap_bytes: on_gpu.then_some(1 << 40) },

@@ -67,12 +67,13 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
         classes.push(in_rollout("engine weights (gathered slices)", input.engine_weight_bytes));
     }
     if input.config.rollout_quantization == RolloutQuantization::Fp8 {
-        let bytes = fp8_weight_bytes(&input.table.spec, input.config.tensor_parallel_size);
+        let bytes = fp8_weight_bytes(input.engine_layers, input.config.tensor_parallel_size);
         classes.push(of_engine("engine weights in FP8", bytes, input));
     }
-    let (spec, config) = (&input.table.spec, input.config);
+    let config = input.config;
     let device = if input.room.swap_bytes.is_some() { Device::Cuda(0) } else { Device::Cpu };
-    let states = config.max_num_seqs * state_page_bytes(spec, config.tensor_parallel_size, input.kind, device);
+    let page_bytes = state_page_bytes(input.engine_layers, config.tensor_parallel_size, input.kind, device);
+    let states = config.max_num_seqs * page_bytes;
     if states > 0 {
         classes.push(of_engine("states of gated delta nets", states, input));
     }

@@ -16,9 +16,9 @@ impl MemoryPlan {
     /// share of what the
     /// rest leaves; or what the configuration says.
     pub(super) fn size_kv_cache(&mut self, input: &PlanInput<'_>) -> Result<(), MemoryShortage> {
-        let PlanInput { config, table, kind, .. } = *input;
+        let PlanInput { config, kind, .. } = *input;
         let block_bytes = kv_block_bytes(
-            &table.spec,
+            input.engine_layers,
             config.tensor_parallel_size,
             config.kv_block_size,
             cache_kind(config.kv_cache_dtype, kind),

@@ -21,9 +21,9 @@ pub use role::Role;
 
 use crate::config::{BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay};
 use crate::cuda::{self, Placement, residual_kind};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::ParamTable;
+use crate::model::{ModelSpec, ParamTable};
 use crate::rollout::EngineOptions;
 use crate::train::{MicroBatchShape, Moment, TrainedModel, UpdateCourse, fullest_of_reference};
 
@@ -113,6 +113,8 @@ pub struct PlanInput<'a> {
     pub role: Role,
     /// How a generation batch is spread.
     pub batch: BatchPlan,
+    /// The layers that a rank of an engine has: of several stages those that take most memory for keys and values.
+    pub engine_layers: &'a ModelSpec,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
     pub engine_weight_bytes: usize,
     /// Whether the run starts from adapters rather than from a model alone.
@@ -134,6 +136,22 @@ impl MemoryPlan {
     /// [`Environment`](crate::Error::Environment) for a run that cannot fit, with the smallest change that would help.
     pub fn new(input: &PlanInput<'_>, engine_weights: &dyn Fn(&Config) -> Result<usize>) -> Result<Self> {
         choices::choose(input).map_err(|refusal| refusal.explain(input, engine_weights))
+    }
+
+    /// [`MemoryPlan::new`] that looks for no change that would help.
+    ///
+    /// # Errors
+    /// [`Environment`](crate::Error::Environment) with the bytes that a run needs which cannot fit.
+    pub fn without_advice(input: &PlanInput<'_>) -> Result<Self> {
+        choices::choose(input).map_err(|refusal| match refusal {
+            MemoryShortage::Value(error) => error,
+            MemoryShortage::Memory(plan) => {
+                let (needed, available) = (human(plan.peak_bytes()), human(plan.room.available_bytes));
+                let host = human(plan.swapped_bytes());
+                let message = format!("needs {needed} of {available} on the device and {host} of the host");
+                Error::Environment { message }
+            }
+        })
     }
 
     /// With nothing left open; the largest micro-batch is not looked for.
@@ -212,7 +230,7 @@ impl PlanInput<'_> {
     fn num_seqs(&self) -> usize {
         let config = self.config;
         let groups = self.batch.num_begun.div_ceil(self.batch.roles.num_generators);
-        let of_engine = groups.saturating_mul(config.num_generations).saturating_mul(config.tensor_parallel_size);
+        let of_engine = groups.saturating_mul(config.num_generations).saturating_mul(config.engine_shape().num_ranks());
         of_engine.min(config.max_num_seqs)
     }
 

@@ -28,6 +28,7 @@ fn plan_from(role: Role, overrides: &[&str], available_bytes: usize, starts_from
         kind: Kind::BFloat16,
         role,
         batch: config.validate_world(1).unwrap(),
+        engine_layers: &table.spec,
         engine_weight_bytes: 0,
         starts_from_adapters,
         room: Room { available_bytes, swap_bytes: Some(1 << 40) },

@@ -52,11 +52,12 @@ impl RolloutEngine<'_> {
         mut pauses: impl FnMut() -> Result<bool>,
         mut done: impl FnMut(usize, &RolloutGroup),
     ) -> Result<Vec<Vec<SampledGroup>>> {
-        let (limits, vocab_size, tp) = (self.limits(), self.engine.spec.vocab_size, Arc::clone(&self.engine.tp));
+        let (limits, vocab_size) = (self.limits(), self.engine.spec.vocab_size);
+        let ranks = Arc::clone(&self.engine.ranks.all);
         let mut requests = Vec::new(); // with the batch of each
         for (batch, groups) in batches.iter_mut().enumerate() {
             turns.iter_mut().for_each(|turns| turns.restore(groups));
-            let (of_batch, _) = exchange(groups, groups.len(), params, (vocab_size, &limits), tp.as_ref())?;
+            let (of_batch, _) = exchange(groups, groups.len(), params, (vocab_size, &limits), ranks.as_ref())?;
             requests.extend(of_batch.into_iter().map(|request| (batch, request)));
         }
         let is_first = |(batch, _): &&(usize, _)| *batch == 0;
@@ -65,7 +66,7 @@ impl RolloutEngine<'_> {
         let mut own: Vec<Vec<usize>> = batches.iter().map(|groups| vec![0; groups.len()]).collect();
         let mut batch_of_group = Vec::with_capacity(requests.len()); // by the group's number
         for (batch, ((rank, position), request)) in requests {
-            let is_own = rank == tp.rank();
+            let is_own = rank == ranks.rank();
             let number = session.submit(request, is_own.then(|| &batches[batch][position].prompt))?;
             batch_of_group.push(batch);
             if is_own {

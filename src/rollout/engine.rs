@@ -1,5 +1,5 @@
-//! The generation engine: persistent, asleep between rollouts. Every rank of a tensor-parallel group runs the same scheduler
-//! on the same requests, so nobody drives.
+//! The generation engine: persistent, asleep between rollouts. Every rank of an engine runs the same scheduler on the same requests,
+//! so nobody drives.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,16 +9,17 @@ use tch::{Device, Kind};
 use super::fp8::{Fp8Copy, check_fp8_cache};
 use super::gpu::GpuState;
 use super::kept::KeptSequences;
-use super::kv_cache::{KvCache, cache_kind};
+use super::kv_cache::{KvCache, cache_kind, kv_block_bytes};
+use super::stages::EngineRanks;
 use super::state_pages::StatePages;
-use super::stats::EngineStats;
+use super::stats::{EngineStats, StageTimes};
 use super::weights::EngineWeights;
 use crate::config::{KvCacheDtype, RolloutQuantization};
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::ModelSpec;
+use crate::model::{ModelSpec, Stages};
 use crate::ops::rope::Rope;
 use crate::phase::{self, Phase};
 use crate::types::LengthSpread;
@@ -63,14 +64,49 @@ impl EngineOptions {
     }
 }
 
-/// One rank of a tensor-parallel engine. Asleep it holds addresses, and no memory unless it keeps it.
+/// Refuses an engine of `num_stages` where it would run on GPUs.
+///
+/// # Errors
+/// [`Error::InvalidValue`] on `pipeline_parallel_size`.
+pub fn check_stages(num_stages: usize, on_gpu: bool) -> Result<()> {
+    if num_stages == 1 || !on_gpu {
+        return Ok(());
+    }
+    let expected = "1: stages of layers run on CPUs so far; on GPUs tensor_parallel_size divides the model";
+    Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected))
+}
+
+/// The layers of the stage whose ranks take most memory for a KV block.
+pub fn fullest_stage(spec: &ModelSpec, stages: &Stages) -> ModelSpec {
+    let of_stages = stages.iter().map(|stage| spec.of_layers(&stage.layers));
+    of_stages.max_by_key(|own| own.cached_elements(1)).unwrap_or_else(|| spec.clone())
+}
+
+/// Bytes of a rank's KV cache, of several stages so many that all have as many blocks as the one with the largest.
+fn own_cache_bytes(spec: &ModelSpec, ranks: &EngineRanks, options: &EngineOptions) -> Result<usize> {
+    if ranks.stages.count() == 1 {
+        return Ok(options.kv_cache_bytes);
+    }
+    let (tp_size, block_size, kind) = (ranks.tp.size(), options.block_size, options.cache_kind());
+    let [own, most] = [spec.of_layers(&ranks.stage().layers), fullest_stage(spec, &ranks.stages)]
+        .map(|spec| kv_block_bytes(&spec, tp_size, block_size, kind));
+    if options.kv_cache_bytes < most {
+        let expected = format!("at least {most}, one block of {block_size} tokens on the stage with most layers");
+        return Err(Error::invalid_value("kv_cache_bytes", options.kv_cache_bytes, expected));
+    }
+    Ok(options.kv_cache_bytes / most * own)
+}
+
+/// One rank of an engine. Asleep it holds addresses, and no memory unless it keeps it.
 #[derive(Debug)]
 pub struct Engine {
     pub(super) spec: Arc<ModelSpec>,
+    /// The model with the layers of this rank's stage alone.
+    pub(super) own: Arc<ModelSpec>,
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) grammars: Arc<GrammarCompiler>,
     pub(super) options: EngineOptions,
-    pub(super) tp: Arc<dyn Collective>,
+    pub(super) ranks: EngineRanks,
     pub(super) rope: Rope,
     pub(super) eos_token_ids: Vec<u32>,
     pub(super) gpu: Option<GpuState>,
@@ -84,20 +120,38 @@ pub struct Engine {
     pub(super) num_blocks: Option<usize>,
     /// In them, sequences to go on with.
     pub(super) kept: KeptSequences,
+    /// Of the steps since they were taken last.
+    stage_times: StageTimes,
 }
 
 impl Engine {
-    /// Reserves addresses, and on a GPU allocates what stays. Not collective.
+    /// An engine whose tensor-parallel group has all layers, as [`Engine::in_stages`] makes it.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a size that leaves no room for a block, a sequence or a token, or a tensor-parallel
-    /// degree that the model cannot be split by.
+    /// The errors of [`Engine::in_stages`].
     pub fn new(
         spec: Arc<ModelSpec>,
         tokenizer: Arc<Tokenizer>,
         options: EngineOptions,
         tp: Arc<dyn Collective>,
     ) -> Result<Self> {
+        let ranks = EngineRanks::of_one_stage(&spec, tp);
+        Self::in_stages(spec, tokenizer, options, ranks)
+    }
+
+    /// Reserves addresses, and on a GPU allocates what stays. Not collective.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a size that leaves no room for a block, a sequence or a token, a tensor-parallel
+    /// degree that the model cannot be split by, and several stages on GPUs.
+    pub fn in_stages(
+        spec: Arc<ModelSpec>,
+        tokenizer: Arc<Tokenizer>,
+        options: EngineOptions,
+        ranks: EngineRanks,
+    ) -> Result<Self> {
+        let tp = &ranks.tp;
+        check_stages(ranks.stages.count(), options.device.is_cuda())?;
         spec.validate_tp(tp.size())?;
         if options.device.is_cuda() {
             spec.validate_gpu(options.kind, Path::new(""))?;
@@ -123,12 +177,17 @@ impl Engine {
         if options.kv_cache_dtype == KvCacheDtype::Fp8 {
             check_fp8_cache(options.kind, options.device)?;
         }
-        let fp8 = Fp8Copy::reserve(&spec, &options, tp.size())?;
-        let (bytes, place) = (options.kv_cache_bytes, (options.cache_kind(), options.device));
-        let kv_cache = KvCache::reserve(&spec, tp.size(), options.block_size, bytes, place)?;
+        let own = match ranks.stages.count() {
+            1 => spec.clone(),
+            _ => Arc::new(spec.of_layers(&ranks.stage().layers)),
+        };
+        let fp8 = Fp8Copy::reserve(&own, &options, tp.size())?;
+        let place = (options.cache_kind(), options.device);
+        let bytes = own_cache_bytes(&spec, &ranks, &options)?;
+        let kv_cache = KvCache::reserve(&own, tp.size(), options.block_size, bytes, place)?;
         // Reserved in whole pages, of which every block is used.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
-        let states = StatePages::reserve(&spec, tp.size(), options.max_num_seqs, (options.kind, options.device))?;
+        let states = StatePages::reserve(&own, tp.size(), options.max_num_seqs, (options.kind, options.device))?;
         let rope = spec.rope();
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), eos_token_ids.clone()));
@@ -138,10 +197,11 @@ impl Engine {
         };
         Ok(Self {
             spec,
+            own,
             tokenizer,
             grammars,
             options,
-            tp,
+            ranks,
             rope,
             eos_token_ids,
             gpu,
@@ -152,7 +212,18 @@ impl Engine {
             keeps_sequences: false,
             num_blocks: None,
             kept: KeptSequences::default(),
+            stage_times: StageTimes::default(),
         })
+    }
+
+    /// The ranks that it is shared by, and their layers.
+    pub fn ranks(&self) -> &EngineRanks {
+        &self.ranks
+    }
+
+    /// How long this rank computed and waited for other stages since the last call; nothing without several stages.
+    pub(crate) fn take_stage_times(&mut self) -> StageTimes {
+        std::mem::take(&mut self.stage_times)
     }
 
     /// Keeps the engine's memory mapped while it sleeps.
@@ -172,13 +243,14 @@ impl Engine {
     }
 
     /// Maps the KV cache and takes this rank's weights for as long as the result lives; dropping that puts the engine to
-    /// sleep. Collective over the tensor-parallel group, which agrees on the smallest number of blocks.
+    /// sleep. Collective over the engine's ranks, which agree on the smallest number of blocks.
     ///
     /// # Errors
     /// [`Error::StaleWeights`] unless the weights have `policy_version`; [`Error::OutOfMemory`] if not even a
     /// cache for the longest sequence can be mapped; an error that the last sleep kept.
     pub fn wake<'a>(&'a mut self, weights: EngineWeights<'a>, policy_version: u64) -> Result<RolloutEngine<'a>> {
-        weights.check(&self.spec, (self.tp.rank(), self.tp.size()), policy_version)?;
+        let EngineRanks { tp, .. } = &self.ranks;
+        weights.check((&self.spec, &self.ranks.stage()), (tp.rank(), tp.size()), policy_version)?;
         // From here on an error drops `rollout`, which sleeps.
         let mut rollout = RolloutEngine { engine: self, weights, stats: EngineStats::default(), progress: None };
         if let Some(fp8) = &mut rollout.engine.fp8 {
@@ -188,8 +260,8 @@ impl Engine {
         Ok(rollout)
     }
 
-    /// Wakes with weights of `version`, runs `work` and sleeps again, each booked to its phase. Collective over the tensor-parallel
-    /// group. Sleeping waits for the device, which a collective may hold that peers have not come to: `work` posts its failure first.
+    /// Wakes with weights of `version`, runs `work` and sleeps again, each booked to its phase. Collective over the engine's
+    /// ranks. Sleeping waits for the device, which a collective may hold that peers have not come to: `work` posts its failure first.
     ///
     /// # Errors
     /// The errors of [`Engine::wake`] and of `work`.
@@ -263,7 +335,8 @@ impl<'a> RolloutEngine<'a> {
     }
 
     fn open_kv_cache(&mut self) -> Result<()> {
-        let Engine { gpu, kv_cache, kept, tp, options, num_blocks: held, states, .. } = &mut *self.engine;
+        let Engine { gpu, kv_cache, kept, ranks, options, num_blocks: held, states, .. } = &mut *self.engine;
+        let (all, tp) = (&*ranks.all, &*ranks.tp);
         if let Some(states) = states.as_mut() {
             states.wake()?;
         }
@@ -271,14 +344,14 @@ impl<'a> RolloutEngine<'a> {
             Some(num_blocks) if !kept.is_empty() => num_blocks, // blocks of another number lie elsewhere
             _ => kv_cache.map(options.max_model_length, gpu.as_ref().map_or(0, GpuState::absent_bytes))?,
         };
-        let num_blocks = kept.agree(num_own, tp.as_ref())?;
+        let num_blocks = kept.agree(num_own, all)?;
         let before = held.replace(num_blocks);
         kv_cache.open(num_blocks)?;
         if let Some(gpu) = gpu {
-            gpu.wake(&self.weights, (kv_cache, states.as_ref()), tp.as_ref())?;
+            gpu.wake(&self.weights, (kv_cache, states.as_ref()), tp)?;
         }
         memory::release_idle(options.device)?; // what the trainer gave up and the engine does not need
-        if before.is_none() && tp.rank() == 0 {
+        if before.is_none() && all.rank() == 0 {
             tracing::info!("the KV cache has {num_blocks} blocks of {} tokens", options.block_size);
         }
         self.stats.num_blocks = num_blocks;
@@ -288,6 +361,7 @@ impl<'a> RolloutEngine<'a> {
 
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
+        self.engine.stage_times += self.stats.stage;
         let Engine { gpu, fp8, kv_cache, states, keeps_memory: false, .. } = &mut *self.engine else { return };
         if let Some(gpu) = gpu {
             gpu.sleep();

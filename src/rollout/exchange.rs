@@ -72,6 +72,7 @@ mod tests {
         max_model_length: 64,
         spread_lengths: None,
         has_states: false,
+        num_stages: 1,
     };
 
     fn fresh(id: u64, token_ids: &[u32]) -> RolloutGroup {

@@ -79,12 +79,13 @@ impl RolloutEngine<'_> {
             group.first_step = params.step;
         }
         turns.iter_mut().for_each(|turns| turns.restore(&mut groups));
-        let (limits, vocab_size, tp) = (self.limits(), self.engine.spec.vocab_size, Arc::clone(&self.engine.tp));
-        let (requests, mut num_left) = exchange(&groups, num_groups, params, (vocab_size, &limits), tp.as_ref())?;
+        let (limits, vocab_size) = (self.limits(), self.engine.spec.vocab_size);
+        let ranks = Arc::clone(&self.engine.ranks.all);
+        let (requests, mut num_left) = exchange(&groups, num_groups, params, (vocab_size, &limits), ranks.as_ref())?;
         let mut session = GroupSession::open(self, turns)?;
         let mut own = vec![0; groups.len()]; // numbers in the session
         for ((rank, position), request) in requests {
-            let is_own = rank == tp.rank();
+            let is_own = rank == ranks.rank();
             let number = session.submit(request, is_own.then(|| &groups[position].prompt))?;
             if is_own {
                 own[position] = number;

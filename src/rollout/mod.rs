@@ -1,5 +1,5 @@
-//! The generation engine: continuous batching over a paged KV cache, SPMD over a tensor-parallel group. Knows nothing of
-//! training.
+//! The generation engine: continuous batching over a paged KV cache, SPMD over the ranks of an engine, which share layers, or have some
+//! each. Knows nothing of training.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -16,6 +16,7 @@
 //! | `kept` | unfinished sequences whose keys and values stay in the cache |
 //! | `batch`, `runner`, `mixer`, `kv_cache` | a step's tensors; the network over them; its attention and gated delta nets; its memory |
 //! | `state_pages` | states of gated delta nets, a page a sequence |
+//! | `stages`, `pipeline` | which ranks have which layers; the runner of an engine with several stages |
 //! | `gpu` | the runner of a GPU: recorded decode steps, the sampler on the device |
 //! | `sampler`, `filters` | logits to tokens |
 //! | `stop` | when a completion ends |
@@ -33,6 +34,7 @@ mod groups;
 mod kept;
 mod kv_cache;
 mod mixer;
+mod pipeline;
 mod request;
 mod routes;
 mod runner;
@@ -40,6 +42,7 @@ mod sampler;
 mod scheduler;
 mod sequence;
 mod session;
+mod stages;
 mod state_pages;
 mod stats;
 mod stop;
@@ -47,7 +50,7 @@ mod turns;
 mod weights;
 
 pub use ahead::SampledGroup;
-pub use engine::{Engine, EngineOptions, RolloutEngine};
+pub use engine::{Engine, EngineOptions, RolloutEngine, check_stages, fullest_stage};
 pub use fp8::{check_fp8, fp8_weight_bytes};
 pub use generate::Rollout;
 pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, profile_step};
@@ -57,7 +60,8 @@ pub use groups::{GroupSession, GroupTurns};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
 pub use session::{Session, SessionLoad};
+pub use stages::EngineRanks;
 pub use state_pages::state_page_bytes;
-pub use stats::EngineStats;
+pub use stats::{EngineStats, StageTimes};
 pub use turns::TurnTools;
 pub use weights::{EngineWeights, QuantizedBlocks};

@@ -2,6 +2,7 @@
 //! and values would be others.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
@@ -17,7 +18,7 @@ use crate::torch;
 pub(super) struct StepRoutes {
     /// Experts of an earlier computation, -1 where there was none.
     recorded: Option<Tensor>, // [T, layers, K] int64
-    /// The place of each layer among those that have experts.
+    /// The place of each of the stage's layers among those of the model that have experts.
     places: Vec<i64>,
     /// Choices of each layer that was computed.
     chosen: RefCell<Vec<Tensor>>, // [T, K] each
@@ -45,21 +46,24 @@ pub(super) fn recorded_experts(spec: &ModelSpec, step: &Step, sequences: &[Engin
 }
 
 impl StepRoutes {
-    /// `None` for a model without experts.
+    /// Of a stage's `layers`; `None` if they have no experts.
     pub(super) fn new(
-        spec: &ModelSpec,
+        (spec, layers): (&ModelSpec, &Range<usize>),
         step: &Step,
         sequences: &[EngineSequence],
         device: Device,
     ) -> Result<Option<Self>> {
         let Some(experts) = &spec.experts else { return Ok(None) };
+        if !layers.clone().any(|layer| experts.are_in(layer)) {
+            return Ok(None);
+        }
         let k = experts.num_experts_per_tok;
         let recorded = recorded_experts(spec, step, sequences).map(|recorded| {
             let shape = [-1, spec.num_expert_layers() as i64, k as i64];
             Ok::<_, Error>(torch::tensor_on(&recorded, device)?.f_to_kind(Kind::Int64)?.f_view(shape)?)
         });
         let recorded = recorded.transpose()?;
-        let places = spec.places_among_expert_layers();
+        let places = spec.places_among_expert_layers()[layers.clone()].to_vec();
         Ok(Some(Self { recorded, places, chosen: RefCell::default() }))
     }
 

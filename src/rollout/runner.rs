@@ -11,11 +11,13 @@ use super::routes::StepRoutes;
 use super::sampler::{Draw, Sampled, Sampler};
 use super::scheduler::Step;
 use super::sequence::EngineSequence;
+use super::stages::EngineRanks;
 use super::state_pages::StatePages;
+use super::stats::StageTimes;
 use super::weights::EngineWeights;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
-use crate::model::{BlockContext, ModelSpec, Routes, block_forward};
+use crate::model::{BlockContext, ModelSpec, Routes, Stage, block_forward};
 use crate::ops::rope::Rope;
 use crate::ops::{embedding, linear, try_map};
 use crate::torch;
@@ -33,12 +35,19 @@ pub(super) trait Runner {
 
     /// The experts of all tokens of the step that was collected last, token by token; none unless they are recorded.
     fn take_experts(&mut self) -> Vec<u16>;
+
+    /// How long this rank computed and waited since the last call, where layers are in stages.
+    fn take_times(&mut self) -> StageTimes {
+        StageTimes::default()
+    }
 }
 
-/// libtorch's operations step by step, logits to the host, and the sampler there.
+/// libtorch's operations step by step, logits to the host, and the sampler there: of one stage's layers, or of all.
 #[derive(Debug)]
 pub(super) struct HostRunner<'a> {
     spec: &'a ModelSpec,
+    own: &'a ModelSpec, // with the stage's layers alone
+    stage: Stage,
     rope: &'a Rope,
     weights: &'a EngineWeights<'a>,
     kv_cache: &'a KvCache,
@@ -50,29 +59,37 @@ pub(super) struct HostRunner<'a> {
     experts: Vec<u16>, // of the newest step: none is launched before it is collected
 }
 
+/// What a step asks of a stage, apart from its sequences, which go on meanwhile.
+#[derive(Debug)]
+pub(super) struct StepWork {
+    batch: StepBatch,
+    routes: Option<StepRoutes>,
+    copies: Vec<(u32, u32)>,       // of blocks, from and to
+    state_copies: Vec<(u32, u32)>, // of pages, from and to
+}
+
+impl StepWork {
+    /// Tokens of the step.
+    pub(super) fn num_tokens(&self) -> usize {
+        self.batch.token_ids.size()[0] as usize
+    }
+
+    /// The experts of the stage's layers, token by token, once they are computed; none unless they are recorded.
+    pub(super) fn take_experts(&mut self) -> Result<Vec<u16>> {
+        self.routes.take().map_or_else(|| Ok(Vec::new()), StepRoutes::into_experts)
+    }
+}
+
 impl Runner for HostRunner<'_> {
     fn lag(&self) -> usize {
         0
     }
 
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
-        let device = self.weights.embedding.device();
-        let has_adapters = self.weights.num_adapters > 0;
-        let batch = StepBatch::new(step, sequences, self.kv_cache.block_size(), has_adapters, device)?;
-        let routes = if self.records_experts { StepRoutes::new(self.spec, step, sequences, device)? } else { None };
-        let logits = self.logits(&batch, routes.as_ref().map(|routes| routes as &dyn Routes))?;
-        self.experts = routes.map_or_else(|| Ok(Vec::new()), StepRoutes::into_experts)?;
-        if !step.copies.is_empty() {
-            let (from, to): (Vec<_>, Vec<_>) = step.copies.iter().map(|&(from, to)| (from as i32, to as i32)).unzip();
-            let [from, to] = try_map([from, to], |blocks| torch::tensor_on(&blocks, batch.token_ids.device()))?;
-            self.kv_cache.copy_blocks(&from, &to)?;
-        }
-        if let (Some(states), false) = (self.states, step.state_copies.is_empty()) {
-            states.copy(&step.state_copies)?;
-        }
-        let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
-        let sampler = Sampler { vocab, tp: self.tp };
-        self.sampled.push_back(sampler.sample(&logits, draws)?);
+        let mut work = self.prepare(step, sequences)?;
+        let x = self.compute(&work, None)?;
+        self.sampled.push_back(self.sample(&work, &x, draws)?);
+        self.experts = work.take_experts()?;
         Ok(())
     }
 
@@ -87,31 +104,80 @@ impl Runner for HostRunner<'_> {
 
 impl<'a> HostRunner<'a> {
     pub(super) fn new(
-        spec: &'a ModelSpec,
+        (spec, own, ranks): (&'a ModelSpec, &'a ModelSpec, &'a EngineRanks),
         rope: &'a Rope,
         weights: &'a EngineWeights<'a>,
         (kv_cache, states): (&'a KvCache, Option<&'a StatePages>),
-        tp: &'a dyn Collective,
         (residual, records_experts): (Kind, bool),
     ) -> Self {
-        let (sampled, experts) = (VecDeque::new(), Vec::new());
-        Self { spec, rope, weights, kv_cache, states, tp, residual, records_experts, sampled, experts }
+        let (stage, tp, sampled, experts) = (ranks.stage(), &*ranks.tp, VecDeque::new(), Vec::new());
+        Self { spec, own, stage, rope, weights, kv_cache, states, tp, residual, records_experts, sampled, experts }
+    }
+
+    /// The tensors of a step, as its sequences are now.
+    pub(super) fn prepare(&self, step: &Step, sequences: &[EngineSequence]) -> Result<StepWork> {
+        let device = self.weights.embedding.device();
+        let has_adapters = self.weights.num_adapters > 0;
+        let batch = StepBatch::new(step, sequences, self.kv_cache.block_size(), has_adapters, device)?;
+        let routes = match self.records_experts {
+            true => StepRoutes::new((self.spec, &self.stage.layers), step, sequences, device)?,
+            false => None,
+        };
+        Ok(StepWork { batch, routes, copies: step.copies.clone(), state_copies: step.state_copies.clone() })
+    }
+
+    /// What the stage's layers make of their input [T, D], on the first stage of the step's tokens; and copies of the blocks and
+    /// pages that new sequences begin with.
+    pub(super) fn compute(&self, work: &StepWork, input: Option<Tensor>) -> Result<Tensor> {
+        let device = work.batch.token_ids.device();
+        let x = no_grad(|| {
+            let x = match input {
+                Some(x) => x,
+                None => self.embed(&work.batch.token_ids)?.f_to_kind(self.residual)?, // [T, D]
+            };
+            self.layers(&work.batch, work.routes.as_ref().map(|routes| routes as &dyn Routes), x)
+        })?;
+        if !work.copies.is_empty() {
+            let (from, to): (Vec<_>, Vec<_>) = work.copies.iter().map(|&(from, to)| (from as i32, to as i32)).unzip();
+            let [from, to] = try_map([from, to], |blocks| torch::tensor_on(&blocks, device))?;
+            self.kv_cache.copy_blocks(&from, &to)?;
+        }
+        if let (Some(states), false) = (self.states, work.state_copies.is_empty()) {
+            states.copy(&work.state_copies)?;
+        }
+        Ok(x)
+    }
+
+    /// The tokens that are drawn of the last layer's rows. Collective over the tensor-parallel group.
+    pub(super) fn sample(&self, work: &StepWork, x: &Tensor /* [T, D] */, draws: &[Draw]) -> Result<Vec<Sampled>> {
+        let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
+        let sampler = Sampler { vocab, tp: self.tp };
+        sampler.sample(&self.logits(&work.batch, x)?, draws)
+    }
+
+    /// Room for the residual stream of so many tokens [T, D].
+    pub(super) fn stream(&self, num_tokens: usize) -> Result<Tensor> {
+        let shape = [num_tokens as i64, self.spec.hidden_size as i64];
+        Ok(Tensor::f_zeros(shape, (self.residual, self.weights.embedding.device()))?)
+    }
+
+    fn layers(&self, batch: &StepBatch, routes: Option<&dyn Routes>, mut x: Tensor) -> Result<Tensor> {
+        let (_, num_kv_heads) = self.own.tp_heads(self.tp.size());
+        let mixer = PagedMixer::new((self.kv_cache, self.states), batch, self.own, num_kv_heads)?;
+        let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind())?;
+        let context = BlockContext { spec: self.own, rope: &rope, tp: Some(self.tp), routes };
+        for (layer, block) in self.weights.blocks.iter().enumerate() {
+            self.weights.prepare(layer)?;
+            let own = batch.adapters.as_ref().map(|adapters| block.for_rows(adapters)).transpose()?;
+            let block = own.as_ref().unwrap_or(block);
+            x = block_forward(&context, layer, block, &x, &mixer, None)?.0;
+        }
+        Ok(x)
     }
 
     /// Logits of the batch's `last_rows` over this rank's vocabulary [L, V of this rank], on the host.
-    fn logits(&self, batch: &StepBatch, routes: Option<&dyn Routes>) -> Result<Vec<f32>> {
+    fn logits(&self, batch: &StepBatch, x: &Tensor /* [T, D] */) -> Result<Vec<f32>> {
         no_grad(|| {
-            let (_, num_kv_heads) = self.spec.tp_heads(self.tp.size());
-            let mixer = PagedMixer::new((self.kv_cache, self.states), batch, self.spec, num_kv_heads)?;
-            let mut x = self.embed(&batch.token_ids)?.f_to_kind(self.residual)?; // [T, D]
-            let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind())?;
-            let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp), routes };
-            for (layer, block) in self.weights.blocks.iter().enumerate() {
-                self.weights.prepare(layer)?;
-                let own = batch.adapters.as_ref().map(|adapters| block.for_rows(adapters)).transpose()?;
-                let block = own.as_ref().unwrap_or(block);
-                x = block_forward(&context, layer, block, &x, &mixer, None)?.0;
-            }
             let rows = x.f_index_select(0, &batch.last_rows)?; // [L, D]
             let (rows, _) = self.spec.norm().forward(&rows, &self.weights.final_norm)?;
             let logits = linear::forward(&rows, &self.weights.lm_head, None)?.f_to_kind(Kind::Float)?;

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use super::engine::{Engine, ProgressCallback, RolloutEngine};
 use super::gpu::GpuRunner;
 use super::kept::KeptSequences;
+use super::pipeline::PipelineRunner;
 use super::request::{Event, Request, RequestId};
 use super::runner::{HostRunner, Runner};
 use super::scheduler::{Scheduler, Step, StepLimits};
@@ -34,7 +35,7 @@ pub struct SessionLoad {
     pub num_preemptions: usize,
 }
 
-/// Requests under way on an engine that is awake. Every rank of the tensor-parallel group makes the same calls in the same order.
+/// Requests under way on an engine that is awake. Every rank of the engine makes the same calls in the same order.
 ///
 /// ```no_run
 /// # use colo_grpo::{Result, RolloutEngine, Trajectory, signatures::{Event, Request}};
@@ -80,18 +81,36 @@ impl<'r> Session<'r> {
         let limits = rollout.limits();
         let RolloutEngine { engine, weights, stats, progress } = rollout;
         let keeps_sequences = engine.keeps_sequences;
-        let Engine { spec, tokenizer, grammars, options, tp, rope, eos_token_ids, gpu, kv_cache, kept, states, .. } =
-            &mut **engine;
+        let Engine {
+            spec,
+            own,
+            tokenizer,
+            grammars,
+            options,
+            ranks,
+            rope,
+            eos_token_ids,
+            gpu,
+            kv_cache,
+            kept,
+            states,
+            ..
+        } = &mut **engine;
         let runner: Box<dyn Runner + 'r> = match gpu {
-            None => Box::new(HostRunner::new(
-                spec,
-                rope,
-                weights,
-                (kv_cache, states.as_ref()),
-                &**tp,
-                (options.residual, options.records_experts),
-            )),
-            Some(state) => Box::new(GpuRunner::new(state, (spec, weights), (kv_cache, states.as_ref()), &**tp)?),
+            None => {
+                let runner = HostRunner::new(
+                    (&**spec, &**own, &*ranks),
+                    rope,
+                    weights,
+                    (kv_cache, states.as_ref()),
+                    (options.residual, options.records_experts),
+                );
+                match ranks.stages.count() {
+                    1 => Box::new(runner),
+                    _ => Box::new(PipelineRunner::new(runner, &*ranks.pipe)),
+                }
+            }
+            Some(state) => Box::new(GpuRunner::new(state, (spec, weights), (kv_cache, states.as_ref()), &*ranks.tp)?),
         };
         Ok(Self {
             scheduler: Scheduler::new(limits, std::mem::take(kept), *stats), // for good, if the session fails
@@ -189,7 +208,7 @@ impl<'r> Session<'r> {
                 return Ok(self.scheduler.take_events());
             }
         }
-        if self.scheduler.follows_structure() {
+        if self.scheduler.runs_ahead_of_structure() {
             while !self.under_way.is_empty() {
                 self.collect()?;
             }
@@ -271,6 +290,7 @@ impl<'r> Session<'r> {
         let sampled = self.runner.collect()?;
         self.scheduler.record_experts(&step, &self.runner.take_experts());
         self.scheduler.postprocess(&step, &sampled, &rules)?;
+        self.scheduler.stats.stage += self.runner.take_times();
         *self.stats = self.scheduler.stats;
         if let Some(progress) = &mut self.progress {
             progress(self.stats);
@@ -304,6 +324,7 @@ impl RolloutEngine<'_> {
             max_model_length: options.max_model_length,
             spread_lengths: options.spread_lengths,
             has_states: self.engine.spec.delta_net.is_some(),
+            num_stages: self.engine.ranks.stages.count(),
         }
     }
 }

@@ -1,5 +1,7 @@
 //! An engine's counts.
 
+use std::time::Duration;
+
 /// Counts since the engine woke, over the whole tensor-parallel group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EngineStats {
@@ -28,4 +30,22 @@ pub struct EngineStats {
     pub num_preemptions: usize,
     /// Completions finished.
     pub num_finished: usize,
+    /// This rank's time in steps, of an engine in stages.
+    pub stage: StageTimes,
+}
+
+/// How long one rank of an engine in stages computed, and how long it met the other stages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StageTimes {
+    /// In its own layers, embedding, head and sampler among them.
+    pub computing: Duration,
+    /// In exchanges with other stages, which begin when the slowest one comes.
+    pub waiting: Duration,
+}
+
+impl std::ops::AddAssign for StageTimes {
+    fn add_assign(&mut self, other: Self) {
+        self.computing += other.computing;
+        self.waiting += other.waiting;
+    }
 }

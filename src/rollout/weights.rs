@@ -5,19 +5,20 @@ use std::marker::PhantomData;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::model::{BlockParams, ModelSpec, ParamTable, QuantizedBlock, Unit};
+use crate::model::{BlockParams, ModelSpec, ParamTable, QuantizedBlock, Stage, Unit};
 
 /// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
 #[derive(Debug)]
 pub struct EngineWeights<'a> {
-    /// The whole embedding table, looked up unsplit; or this rank's vocabulary rows, whose lookups are summed over the group.
-    pub embedding: Tensor, // [V or V of this rank, D]
-    /// This rank's slices.
+    /// The whole embedding table, looked up unsplit; or this rank's vocabulary rows, whose lookups are summed over the group. Without
+    /// rows on stages other than the first.
+    pub embedding: Tensor, // [V or V of this rank or 0, D]
+    /// This rank's slices of its stage's layers.
     pub blocks: Vec<BlockParams>,
-    /// Norm before the head.
-    pub final_norm: Tensor, // [D]
-    /// This rank's vocabulary rows of the head, as [`ModelSpec::vocab_range`] splits them.
-    pub lm_head: Tensor, // [V of this rank, D]
+    /// Norm before the head, on the last stage.
+    pub final_norm: Tensor, // [D or 0]
+    /// This rank's vocabulary rows of the head, as [`ModelSpec::vocab_range`] splits them. Without rows on stages other than the last.
+    pub lm_head: Tensor, // [V of this rank or 0, D]
     /// Where blocks are quantised, they hold nothing before `prepare`.
     pub quantized: Option<QuantizedBlocks<'a>>,
     /// Adapters that requests choose among, which are stacked beside the blocks' matrices. 0 where all requests have the same adapters, or
@@ -54,10 +55,10 @@ impl EngineWeights<'_> {
         self.blocks.iter().any(|block| block.linears().any(|(_, linear)| linear.is_fp8()))
     }
 
-    /// Refuses weights of another model, rank or version.
+    /// Refuses weights of another model, rank, stage or version.
     pub(super) fn check(
         &self,
-        spec: &ModelSpec,
+        (spec, stage): (&ModelSpec, &Stage),
         (tp_rank, tp_size): (usize, usize),
         policy_version: u64,
     ) -> Result<()> {
@@ -66,8 +67,13 @@ impl EngineWeights<'_> {
         }
         let (vocab, hidden) = (spec.vocab_size as i64, spec.hidden_size as i64);
         let rows = spec.vocab_range(tp_rank, tp_size).len() as i64;
-        let embedding_rows = if self.embedding.size()[0] == rows { rows } else { vocab };
-        let expected = (spec.num_layers, vec![embedding_rows, hidden], vec![rows, hidden]);
+        let embedding_rows = match stage.is_first() {
+            true if self.embedding.size()[0] == rows => rows,
+            true => vocab,
+            false => 0,
+        };
+        let head_rows = if stage.is_last() { rows } else { 0 };
+        let expected = (stage.layers.len(), vec![embedding_rows, hidden], vec![head_rows, hidden]);
         let got = (self.blocks.len(), self.embedding.size(), self.lm_head.size());
         if got != expected {
             return Err(Error::InvalidArgument {

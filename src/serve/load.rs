@@ -7,15 +7,15 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::Served;
-use crate::config::{KvCacheDtype, RolloutQuantization};
+use crate::config::{EngineShape, KvCacheDtype, RolloutQuantization};
 use crate::cuda;
 use crate::data::Tokenizer;
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::{AdapterFiles, ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles, model_within};
+use crate::model::{AdapterFiles, ModelSource, ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles, model_within};
 use crate::phase;
-use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
+use crate::rollout::{Engine, EngineOptions, EngineRanks, check_stages, fullest_stage, kv_block_bytes};
 
 /// Tokens per KV block.
 const KV_BLOCK_SIZE: usize = 16;
@@ -34,7 +34,9 @@ pub struct ServeOptions<'a> {
     /// Variables that the chat template is given.
     pub template_variables: &'a Map<String, Value>,
     /// Ranks that share one engine.
-    pub tensor_parallel_size: usize,
+    pub engine: EngineShape,
+    /// Layers of each of its stages; empty to cut by planned time.
+    pub pipeline_partition: &'a [usize],
     /// Each of them has some experts whole, of a model with experts.
     pub enable_expert_parallel: bool,
     /// Longest prompt and completion together in tokens; `None` is the model's context.
@@ -74,15 +76,18 @@ impl ModelService {
     /// # Errors
     /// What is wrong with the folders or the machine.
     pub fn load(options: &ServeOptions<'_>, world: &Arc<World>) -> Result<Self> {
-        let ServeOptions { tensor_parallel_size: tp_size, kind, residual, .. } = *options;
+        let ServeOptions { engine: shape, kind, residual, .. } = *options;
+        let EngineShape { tensor_parallel_size: tp_size, pipeline_parallel_size: num_stages } = shape;
         let source = ModelSource::new(options.model, options.base_model)?;
         let folder = &source.base;
         let spec = ModelSpec::from_folder(folder)?.with_expert_parallel(options.enable_expert_parallel)?;
         let spec = Arc::new(spec);
         spec.validate_tp(tp_size)?;
+        check_stages(num_stages, world.device().is_cuda())?;
+        let stages = Stages::new(&spec, num_stages, options.pipeline_partition)?;
         let tokenizer = Arc::new(Tokenizer::from_folder(folder)?.with_template_variables(options.template_variables)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-        let mesh = world.mesh(tp_size, world.size())?;
+        let mesh = world.mesh(shape, world.size())?;
         let device = world.device();
         let max_model_length = options.max_model_length.unwrap_or(usize::MAX).min(spec.max_position_embeddings);
         let longest_blocks = max_model_length.div_ceil(KV_BLOCK_SIZE);
@@ -90,7 +95,7 @@ impl ModelService {
             true => cuda::available_bytes()?.saturating_sub(spec.num_params() * kind.elt_size_in_bytes()),
             false => memory::available_host_bytes()? / world.local_size(),
         };
-        let block_bytes = kv_block_bytes(&spec, tp_size, KV_BLOCK_SIZE, kind);
+        let block_bytes = kv_block_bytes(&fullest_stage(&spec, &stages), tp_size, KV_BLOCK_SIZE, kind);
         let engine_options = EngineOptions {
             kv_cache_bytes: (MAX_NUM_SEQS * longest_blocks * block_bytes).min(available / 4),
             block_size: KV_BLOCK_SIZE,
@@ -106,14 +111,15 @@ impl ModelService {
             spread_lengths: None,
             records_experts: false,
         };
-        let engine = Engine::new(spec.clone(), tokenizer.clone(), engine_options, mesh.tp.clone())?;
+        let ranks = EngineRanks::new(&mesh, stages);
+        let engine = Engine::in_stages(spec.clone(), tokenizer.clone(), engine_options, ranks)?;
         let files = WeightFiles::open(folder, spec.clone())?;
         let table = Arc::new(ParamTable::new(spec.clone(), 1));
         let read = |layout: &UnitLayout| {
             phase::beat();
             files.read_unit(layout, kind)
         };
-        let mut served = Served::new(world.clone(), &mesh, table, engine, &read)?;
+        let mut served = Served::new(world.clone(), table, engine, &read)?;
         if let Some(folder) = &source.adapters {
             let files = AdapterFiles::open(folder, spec.clone())?;
             served = served.with_adapters(files.lora().clone(), &|layout| files.read_unit(layout, kind))?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::dist::{Mesh, World};
+use crate::dist::World;
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, EngineWeights, RolloutEngine};
@@ -23,7 +23,7 @@ pub struct Served {
     world: Arc<World>,
     slices: EngineSlices,
     table: Arc<ParamTable>,
-    units: Vec<Tensor>, // [len] each
+    units: Vec<Tensor>, // [len] each, [0] of other stages
     adapters: Vec<ServedAdapters>,
     /// Requests choose among them. Otherwise there is at most one set, which all requests have.
     are_chosen: bool,
@@ -39,21 +39,24 @@ struct ServedAdapters {
 }
 
 impl Served {
-    /// Loads every unit from `source` to the world's device.
+    /// Loads every unit that this rank's stage has from `source` to the world's device.
     ///
     /// # Errors
     /// The errors of `source`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn new(
         world: Arc<World>,
-        mesh: &Mesh,
         table: Arc<ParamTable>,
         engine: Engine,
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
         let device = world.device();
-        let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
+        let own = engine.ranks().stage().units(&table.spec);
+        let load = |layout: &UnitLayout| match own.contains(&layout.unit) {
+            true => Ok(source(layout)?.f_to_device(device)?),
+            false => Ok(Tensor::f_zeros([0], (Kind::Float, device))?), // of another stage
+        };
         let units = table.units.iter().map(load).collect::<Result<_>>()?;
-        let slices = EngineSlices::in_place(mesh.tp.rank(), mesh.tp.size());
+        let slices = EngineSlices::in_place(engine.ranks());
         Ok(Self { world, slices, table, units, adapters: Vec::new(), are_chosen: false, engine })
     }
 
@@ -63,7 +66,6 @@ impl Served {
     /// The errors of [`Served::new`].
     pub fn unfilled(
         world: Arc<World>,
-        mesh: &Mesh,
         table: Arc<ParamTable>,
         lora: Option<LoraSpec>,
         engine: Engine,
@@ -73,7 +75,7 @@ impl Served {
         let zeros = |layout: &UnitLayout| Ok(Tensor::f_zeros([layout.len as i64], (kind, device))?);
         let adapters = lora.map(|lora| ServedAdapters::new(&table, lora, device, &zeros));
         let adapters = adapters.into_iter().collect::<Result<_>>()?;
-        Ok(Self { adapters, ..Self::new(world, mesh, table, engine, &zeros)? })
+        Ok(Self { adapters, ..Self::new(world, table, engine, &zeros)? })
     }
 
     /// Adds adapters that all requests have, whose units come from `source` in the type of the model's own.

@@ -1,5 +1,6 @@
 //! How whole units become an engine's weights: read in place where every rank keeps them whole (ZeRO 0 to 2), gathered
-//! unit by unit, of which only this rank's tensor-parallel slices stay (ZeRO 3), or dequantised block by block.
+//! unit by unit, of which only this rank's tensor-parallel slices stay (ZeRO 3), or dequantised block by block. Of an engine in stages,
+//! units of the rank's own stage alone.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -8,8 +9,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{BlockLora, BlockParams, EmbeddingParams, HeadParams, ParamTable, QuantizedBlock, Unit};
-use crate::rollout::{EngineWeights, QuantizedBlocks};
+use crate::model::{BlockLora, BlockParams, EmbeddingParams, HeadParams, ParamTable, QuantizedBlock, Stage, Unit};
+use crate::rollout::{EngineRanks, EngineWeights, QuantizedBlocks};
 
 /// Elements that a slice's start is aligned to.
 const ALIGNMENT: usize = 64;
@@ -20,11 +21,24 @@ const NUM_DEQUANTIZED: usize = 2;
 /// This rank's part of the weights while the engine is awake.
 #[derive(Debug)]
 pub struct EngineSlices {
-    tp_rank: usize,
-    tp_size: usize,
+    part: EnginePart,
     storage: Storage,
     /// B of every block's adapters, expanded, between wakes too.
     adapters: Vec<BlockLora>,
+}
+
+/// The part of a model that a rank of an engine has.
+#[derive(Debug, Clone)]
+struct EnginePart {
+    tp_rank: usize,
+    tp_size: usize,
+    stage: Stage,
+}
+
+impl From<&EngineRanks> for EnginePart {
+    fn from(ranks: &EngineRanks) -> Self {
+        Self { tp_rank: ranks.tp.rank(), tp_size: ranks.tp.size(), stage: ranks.stage() }
+    }
 }
 
 /// Where the engine finds blocks.
@@ -40,27 +54,28 @@ enum Storage {
 
 impl EngineSlices {
     /// The engine reads the policy's own weights: no copy, no synchronisation.
-    pub fn in_place(tp_rank: usize, tp_size: usize) -> Self {
-        Self { tp_rank, tp_size, storage: Storage::InPlace, adapters: Vec::new() }
+    pub fn in_place(ranks: &EngineRanks) -> Self {
+        Self { part: ranks.into(), storage: Storage::InPlace, adapters: Vec::new() }
     }
 
     /// Slices are gathered at every wake; addresses for them are reserved now.
     ///
     /// # Errors
     /// The errors of [`Arena::reserve`].
-    pub fn gathered(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind, device: Device) -> Result<Self> {
-        let bytes = Self::gathered_bytes(table, tp_rank, tp_size, kind)?;
+    pub fn gathered(table: &ParamTable, ranks: &EngineRanks, kind: Kind, device: Device) -> Result<Self> {
+        let part = EnginePart::from(ranks);
+        let bytes = Self::gathered_bytes(table, (part.tp_rank, part.tp_size), &part.stage, kind)?;
         let storage = Storage::Gathered(Arena::reserve("engine_weights", bytes, device)?, kind);
-        Ok(Self { tp_rank, tp_size, storage, adapters: Vec::new() })
+        Ok(Self { part, storage, adapters: Vec::new() })
     }
 
     /// Blocks are quantised: room for two of them is reserved.
     ///
     /// # Errors
     /// The errors of [`Arena::reserve`].
-    pub fn dequantized(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind, device: Device) -> Result<Self> {
+    pub fn dequantized(table: &ParamTable, ranks: &EngineRanks, kind: Kind, device: Device) -> Result<Self> {
         let arena = Arena::reserve("engine_weights", Self::dequantized_bytes(table, kind), device)?;
-        Ok(Self { tp_rank, tp_size, storage: Storage::Dequantized(arena, kind), adapters: Vec::new() })
+        Ok(Self { part: ranks.into(), storage: Storage::Dequantized(arena, kind), adapters: Vec::new() })
     }
 
     /// Bytes of the two blocks.
@@ -68,8 +83,14 @@ impl EngineSlices {
         NUM_DEQUANTIZED * longest_block(table) * kind.elt_size_in_bytes()
     }
 
-    /// Bytes of the gathered slices of one rank.
-    pub fn gathered_bytes(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind) -> Result<usize> {
+    /// Bytes of the gathered slices of one rank of a stage.
+    pub fn gathered_bytes(
+        table: &ParamTable,
+        (tp_rank, tp_size): (usize, usize),
+        stage: &Stage,
+        kind: Kind,
+    ) -> Result<usize> {
+        let part = EnginePart { tp_rank, tp_size, stage: stage.clone() };
         let mut elements = 0;
         // A unit of stride 0 has every shape and no memory.
         let unit = |unit| Ok(Tensor::zeros([1], (kind, Device::Cpu)).expand([table.unit(unit).len as i64], false));
@@ -77,7 +98,7 @@ impl EngineSlices {
             elements += tensor.numel().next_multiple_of(ALIGNMENT);
             Ok(tensor.shallow_clone())
         };
-        slices(table, (tp_rank, tp_size), true, 0, &mut { unit }, &mut no_adapters, &mut count)?;
+        slices(table, &part, true, 0, &mut { unit }, &mut no_adapters, &mut count)?;
         Ok(elements * kind.elt_size_in_bytes())
     }
 
@@ -101,11 +122,13 @@ impl EngineSlices {
         adapters: &dyn Fn(usize) -> Result<BlockLora>,
         quantized: &'a [QuantizedBlock],
     ) -> Result<EngineWeights<'a>> {
-        let tp = (self.tp_rank, self.tp_size);
+        let part = &self.part;
         let kept = &mut self.adapters;
         kept.resize_with(table.spec.num_layers, BlockLora::default);
         let adapters = &mut |layer: usize| -> Result<BlockLora> {
-            adapters(layer)?.tp_slice(&table.spec.block(layer).linears(), tp.0, tp.1)?.kept_in(&mut kept[layer])
+            adapters(layer)?
+                .tp_slice(&table.spec.block(layer).linears(), part.tp_rank, part.tp_size)?
+                .kept_in(&mut kept[layer])
         };
         let (arena, kind) = match &mut self.storage {
             Storage::Gathered(arena, kind) => (arena, kind),
@@ -116,12 +139,12 @@ impl EngineSlices {
                     Unit::Embedding | Unit::Head => unit(of),
                 };
                 let keep = &mut |tensor: &Tensor| Ok(tensor.shallow_clone());
-                let weights = slices(table, tp, false, version, &mut in_turn, adapters, keep)?;
+                let weights = slices(table, part, false, version, &mut in_turn, adapters, keep)?;
                 let quantized = Some(QuantizedBlocks { table: table.clone(), blocks: quantized, buffers });
                 return Ok(EngineWeights { quantized, ..weights });
             }
             Storage::InPlace => {
-                return slices(table, tp, false, version, unit, adapters, &mut |tensor| Ok(tensor.shallow_clone()));
+                return slices(table, part, false, version, unit, adapters, &mut |tensor| Ok(tensor.shallow_clone()));
             }
         };
         arena.map(arena.reserved_bytes())?;
@@ -129,7 +152,7 @@ impl EngineSlices {
         // SAFETY: views of it live in the returned weights, which borrow `self`: `release`, which unmaps, needs `&mut self`.
         let flat = unsafe { arena.tensor(0, &[len], *kind) }?;
         let mut at = 0;
-        slices(table, tp, true, version, unit, adapters, &mut |slice| {
+        slices(table, part, true, version, unit, adapters, &mut |slice| {
             let mut kept = flat.narrow(0, at, slice.numel() as i64).view(slice.size().as_slice());
             kept.f_copy_(slice)?;
             at += slice.numel().next_multiple_of(ALIGNMENT) as i64;
@@ -158,35 +181,47 @@ fn block_buffers(arena: &mut Arena, len: usize, kind: Kind) -> Result<[Tensor; N
     Ok([both.get(0), both.get(1)])
 }
 
-/// The engine's weights from whole units. `keep` says what stays of each slice once its unit is gone; with
-/// `split_embedding` the table is reduced to this rank's vocabulary rows.
+/// The engine's weights from whole units, asked for in the order of [`Stage::units`]. `keep` says what stays of each slice once its
+/// unit is gone; with `split_embedding` the table is reduced to this rank's vocabulary rows.
 fn slices<'a>(
     table: &ParamTable,
-    (tp_rank, tp_size): (usize, usize),
+    EnginePart { tp_rank, tp_size, stage }: &EnginePart,
     split_embedding: bool,
     version: u64,
     unit: &mut dyn FnMut(Unit) -> Result<Tensor>,
     adapters: &mut dyn FnMut(usize) -> Result<BlockLora>,
     keep: &mut dyn FnMut(&Tensor) -> Result<Tensor>,
 ) -> Result<EngineWeights<'a>> {
-    let spec = &table.spec;
+    let (spec, tp_rank, tp_size) = (&table.spec, *tp_rank, *tp_size);
     let rows = spec.vocab_range(tp_rank, tp_size);
     let own_rows = |table: &Tensor| table.narrow(0, rows.start as i64, rows.len() as i64);
-    let whole = EmbeddingParams::view(table.unit(Unit::Embedding), &unit(Unit::Embedding)?).table;
-    let embedding = if split_embedding { keep(&own_rows(&whole))? } else { whole };
-    let mut blocks = Vec::with_capacity(spec.num_layers);
-    for layer in 0..spec.num_layers {
-        let whole = BlockParams::view(spec, table.unit(Unit::Block(layer)), &unit(Unit::Block(layer))?);
+    let mut words = None; // the table of embeddings, or this rank's rows
+    if stage.has_table(spec) {
+        let whole = EmbeddingParams::view(table.unit(Unit::Embedding), &unit(Unit::Embedding)?).table;
+        words = Some(if split_embedding { keep(&own_rows(&whole))? } else { whole });
+    }
+    let mut blocks = Vec::with_capacity(stage.layers.len());
+    let mut options = (Kind::Float, Device::Cpu);
+    for layer in stage.layers.clone() {
+        let flat = unit(Unit::Block(layer))?;
+        options = (flat.kind(), flat.device());
+        let whole = BlockParams::view(spec, table.unit(Unit::Block(layer)), &flat);
         let block = whole.tp_slice(tp_rank, tp_size)?.try_map(keep)?;
         blocks.push(block.with_adapters(adapters(layer)?));
     }
-    let head = HeadParams::view(table.unit(Unit::Head), &unit(Unit::Head)?);
-    let lm_head = match &head.lm_head {
-        Some(table) => keep(&own_rows(table))?,
-        None if split_embedding => embedding.shallow_clone(),
-        None => own_rows(&embedding),
-    };
-    let final_norm = keep(&head.final_norm)?;
+    let no_rows = Tensor::f_zeros([0, spec.hidden_size as i64], options)?;
+    let (mut lm_head, mut final_norm) = (no_rows.shallow_clone(), Tensor::f_zeros([0], options)?);
+    if stage.is_last() {
+        let head = HeadParams::view(table.unit(Unit::Head), &unit(Unit::Head)?);
+        lm_head = match (&head.lm_head, &words) {
+            (Some(table), _) => keep(&own_rows(table))?,
+            (None, Some(words)) if split_embedding => words.shallow_clone(),
+            (None, Some(words)) => own_rows(words),
+            (None, None) => unreachable!("a tied head has the embedding's table"),
+        };
+        final_norm = keep(&head.final_norm)?;
+    }
+    let embedding = words.filter(|_| stage.is_first()).unwrap_or(no_rows);
     Ok(EngineWeights {
         embedding,
         blocks,
@@ -209,19 +244,24 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::model::ModelSpec;
+    use crate::model::{ModelSpec, Stages};
 
     #[test]
     fn the_ranks_slices_make_up_the_matrices_once() {
         let spec = Arc::new(ModelSpec::preset("micro").unwrap());
         let table = ParamTable::new(spec.clone(), 1);
-        let bytes = |tp_size| -> Vec<usize> {
-            (0..tp_size).map(|rank| EngineSlices::gathered_bytes(&table, rank, tp_size, Kind::Float).unwrap()).collect()
-        };
+        let of_stage = |tp, stage: &Stage| EngineSlices::gathered_bytes(&table, tp, stage, Kind::Float).unwrap();
+        let one = Stages::one(&spec).stage(0);
+        let bytes = |tp_size| -> Vec<usize> { (0..tp_size).map(|rank| of_stage((rank, tp_size), &one)).collect() };
         let whole = 4 * spec.num_params();
         assert!((whole..whole + 64 * 4 * 24).contains(&bytes(1)[0]), "{} for {whole}", bytes(1)[0]);
         let halves = bytes(2);
         assert_eq!(halves[0], halves[1]);
         assert!(halves[0] < whole * 6 / 10, "{halves:?} for {whole}");
+        let stages = Stages::new(&spec, 2, &[]).unwrap();
+        let staged: Vec<usize> = stages.iter().map(|stage| of_stage((0, 1), &stage)).collect();
+        let table_bytes = 4 * spec.vocab_size * spec.hidden_size; // tied: on both
+        assert_eq!(staged.iter().sum::<usize>(), bytes(1)[0] + table_bytes);
+        assert!(staged.iter().all(|bytes| *bytes < whole), "{staged:?} for {whole}");
     }
 }

@@ -322,6 +322,15 @@ impl Policy {
         self.network.weights.gather(unit)
     }
 
+    /// Whole units of which each rank of the shard group gets the one that it wants, of `wanted` one or none for each of them, and no
+    /// other's; this rank's, as [`Policy::unit_weights`] (collective).
+    ///
+    /// # Errors
+    /// The errors of [`Policy::forward_logprobs`].
+    pub(crate) fn wanted_weights(&self, wanted: &[Option<Unit>]) -> Result<Option<Tensor>> {
+        self.network.weights.gather_wanted(wanted)
+    }
+
     /// The weights of a unit that trains: one of [`Policy::trained_table`].
     ///
     /// # Errors

@@ -214,6 +214,26 @@ impl Weights {
         Ok(whole)
     }
 
+    /// Whole units of which each rank of the shard group gets the one that it wants, and no other's: `wanted` has one for each rank, or
+    /// none. This rank's, as [`Weights::gather`] gives it (collective).
+    pub(crate) fn gather_wanted(&self, wanted: &[Option<Unit>]) -> Result<Option<Tensor>> {
+        let (shard, own) = (&self.sharding.shard, wanted[self.sharding.shard.rank()]);
+        if self.sharding.keeps_weights {
+            return own.map(|unit| self.gather(unit)).transpose();
+        }
+        let slice_len = |unit: Unit| self.kept(self.table.unit(unit).len).len() as i64;
+        let Some(longest) = wanted.iter().flatten().map(|&unit| slice_len(unit)).max() else { return Ok(None) };
+        let rows = || Tensor::f_zeros([shard.size() as i64, longest], (self.kind, self.device)); // [S, len / S]
+        let (sent, mut received) = (rows()?, rows()?);
+        for (rank, unit) in wanted.iter().enumerate() {
+            let Some(unit) = *unit else { continue };
+            sent.f_get(rank as i64)?.f_narrow(0, 0, slice_len(unit))?.f_copy_(&self.slice(self.table.index(unit))?)?;
+        }
+        shard.all_to_all(&sent, &mut received)?;
+        let whole = |unit| Ok(received.f_narrow(1, 0, slice_len(unit))?.f_contiguous()?.f_view([-1])?);
+        own.map(whole).transpose()
+    }
+
     /// This rank's part of a unit, on the device: itself, or a copy where weights live on the host.
     fn slice(&self, index: usize) -> Result<Tensor> {
         let Some(pool) = &self.pool else { return Ok(self.units[index].shallow_clone()) };
@@ -311,6 +331,33 @@ impl Drop for Weights {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dist::testing;
+    use crate::model::{ModelSpec, init_unit};
+
+    #[test]
+    fn every_rank_gets_the_unit_that_it_wants_alone() {
+        let spec = Arc::new(ModelSpec::preset("micro").unwrap());
+        let source = |layout: &UnitLayout| init_unit(layout, 3, Kind::Float);
+        for stage in [2, 3] {
+            testing::worlds(3, |world| {
+                let mesh = world.mesh(1, 3).unwrap();
+                let table = Arc::new(ParamTable::new(spec.clone(), 3));
+                let sharding = Sharding::new(&table, &mesh, stage).unwrap();
+                let place = (Kind::Float, Device::Cpu);
+                let weights = Weights::load("a test", table.clone(), sharding, place, &source, |_, _| Ok(())).unwrap();
+                for wanted in [
+                    [Some(Unit::Embedding), Some(Unit::Block(1)), None],
+                    [None, Some(Unit::Head), Some(Unit::Block(0))],
+                    [Some(Unit::Head); 3],
+                    [None; 3],
+                ] {
+                    let got = weights.gather_wanted(&wanted).unwrap();
+                    let expected = wanted[world.rank()].map(|unit| source(table.unit(unit)).unwrap());
+                    assert_eq!(got, expected, "{wanted:?}");
+                }
+            });
+        }
+    }
 
     /// Numbers that TRL 1.16's `SyncRefModelCallback` makes (`scripts/golden_trl.py`).
     #[test]

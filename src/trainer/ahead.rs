@@ -48,7 +48,7 @@ impl QueuedBatch {
 
 /// The ranks that share this rank's engine, where they must agree on pauses; collective over the world then.
 pub(super) fn engine_group(config: &Config, world: &World, num_generators: usize) -> Result<Option<HostGroup>> {
-    let size = config.tensor_parallel_size;
+    let size = config.engine_shape().num_ranks();
     if size == 1 || !config.updates_in_flight(world.device().is_cuda()) {
         return Ok(None);
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::model::PolicyAndEngine;
-use super::setup::{Preflight, gathers};
+use super::preflight::{Preflight, gathers};
 use super::teacher::Teacher;
 use crate::colocate::Colocated;
 use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
@@ -18,7 +18,7 @@ use crate::metrics::pinning_progress;
 use crate::model::{LoraSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::engine_options;
-use crate::rollout::{Engine, EngineOptions};
+use crate::rollout::{Engine, EngineOptions, EngineRanks};
 use crate::serve::{EngineSlices, Served};
 use crate::split::{Split, SplitRank};
 use crate::train::{
@@ -44,21 +44,21 @@ pub(super) fn model(
     sources: &WeightSources<'_>,
     spread_lengths: Option<LengthSpread>,
 ) -> Result<PolicyAndEngine> {
-    let (table, kind, tp_size) = (&preflight.table, preflight.kind, config.tensor_parallel_size);
+    let (table, kind) = (&preflight.table, preflight.kind);
     if config.mode == Mode::Colocated {
-        let mesh = world.mesh(tp_size, table.shards)?;
+        let mesh = world.mesh(config.engine_shape(), table.shards)?;
         let learner = learner(config, world, &mesh, preflight, sources)?;
         let engine = engine(config, world, &mesh, preflight, spread_lengths)?;
-        let slices = slices(config, world, &mesh, preflight)?;
+        let slices = slices(config, world, &engine, preflight)?;
         return Ok(PolicyAndEngine::Colocated(Box::new(Colocated::new(learner, engine, slices))));
     }
     let Roles { num_trainers, num_generators } = preflight.batch.roles;
-    let mesh = world.split_mesh(num_generators, tp_size, table.shards)?;
+    let mesh = world.split_mesh(num_generators, config.tensor_parallel_size, table.shards)?;
     let role = if world.rank() < num_trainers {
         SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
     } else {
         let (engine, lora) = (engine(config, world, &mesh, preflight, spread_lengths)?, LoraSpec::new(&config.lora));
-        let served = Served::unfilled(world.clone(), &mesh, table.clone(), lora, engine, kind)?;
+        let served = Served::unfilled(world.clone(), table.clone(), lora, engine, kind)?;
         SplitRank::Generates(Box::new(served))
     };
     Ok(PolicyAndEngine::Split(Split::new(world.clone(), num_trainers, role)))
@@ -130,7 +130,8 @@ fn engine(
     let sizes = (plan.max_model_length, plan.kv_cache_bytes);
     let options = engine_options(config, sizes, (preflight.kind, world.device()));
     let options = EngineOptions { spread_lengths, ..options };
-    let engine = Engine::new(preflight.spec.clone(), preflight.tokenizer.clone(), options, mesh.tp.clone())?;
+    let ranks = EngineRanks::new(mesh, preflight.stages.clone());
+    let engine = Engine::in_stages(preflight.spec.clone(), preflight.tokenizer.clone(), options, ranks)?;
     Ok(match config.mode {
         Mode::Split if config.updates_in_flight(world.device().is_cuda()) => engine.keeping_sequences(),
         Mode::Split => engine.keeping_memory(),
@@ -139,12 +140,12 @@ fn engine(
     })
 }
 
-fn slices(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<EngineSlices> {
+fn slices(config: &Config, world: &World, engine: &Engine, preflight: &Preflight) -> Result<EngineSlices> {
     let Preflight { table, kind, .. } = preflight;
-    let (tp_rank, tp_size, device) = (mesh.tp.rank(), mesh.tp.size(), world.device());
+    let (ranks, device) = (engine.ranks(), world.device());
     match (gathers(config, table), config.quantization) {
-        (true, _) => EngineSlices::gathered(table, tp_rank, tp_size, *kind, device),
-        (false, Quantization::Nf4) => EngineSlices::dequantized(table, tp_rank, tp_size, *kind, device),
-        (false, Quantization::None) => Ok(EngineSlices::in_place(tp_rank, tp_size)),
+        (true, _) => EngineSlices::gathered(table, ranks, *kind, device),
+        (false, Quantization::Nf4) => EngineSlices::dequantized(table, ranks, *kind, device),
+        (false, Quantization::None) => Ok(EngineSlices::in_place(ranks)),
     }
 }

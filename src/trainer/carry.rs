@@ -117,7 +117,7 @@ impl Carry {
         metrics.set("partial_rollout/staleness_max", self.oldest as f64, Reduce::Max);
         let EngineStats { num_kept_tokens, num_recomputed_tokens, .. } = self.engine;
         for (name, count) in [("kept_tokens", num_kept_tokens), ("recomputed_tokens", num_recomputed_tokens)] {
-            let of_rank = count as f64 / config.tensor_parallel_size as f64;
+            let of_rank = count as f64 / config.engine_shape().num_ranks() as f64;
             metrics.set(format!("partial_rollout/{name}"), of_rank, Reduce::Sum);
         }
         let [taken, sampled] = [self.num_taken, self.num_sampled].map(|count| count as f64);

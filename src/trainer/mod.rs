@@ -8,10 +8,12 @@ mod build;
 mod builder;
 mod carry;
 mod curriculum;
+mod engines;
 mod episodes;
 mod model;
 mod output;
 mod penalty;
+mod preflight;
 mod records;
 mod replace;
 mod rows;
@@ -49,11 +51,12 @@ use ahead::QueuedBatch;
 use builder::Functions;
 pub use builder::{StepReport, TrainerBuilder};
 use curriculum::RowsById;
+pub use engines::PlannedRun;
 use model::PolicyAndEngine;
 use output::RunOutput;
+pub use preflight::Preflight;
 use sampling::DataPosition;
 use scores::Unscored;
-pub use setup::Preflight;
 use signal::Signal;
 pub use step::TrainingBatch;
 pub(crate) use turns::RunTurns;
@@ -153,7 +156,8 @@ impl Trainer {
     ) -> Result<Self> {
         let placement = Placement::in_world(config.device, config.dtype, world.device())?;
         let room = setup::common_room(placement, &world)?;
-        let preflight = Preflight::of_shape(&config, spec, placement, world.world_size(), room)?;
+        let preflight =
+            PlannedRun::of_shape(&config, &spec, placement)?.preflight(placement, world.world_size(), room)?;
         let (seed, kind, device) = (config.seed, preflight.kind, world.device());
         let parts = setup::TrainerParts {
             preflight,

@@ -3,7 +3,7 @@
 use crate::checkpoint::Models;
 use crate::colocate::Colocated;
 use crate::error::Result;
-use crate::rollout::RolloutEngine;
+use crate::rollout::{RolloutEngine, StageTimes};
 use crate::split::Split;
 use crate::train::{Policy, Sequence};
 use crate::update::{Divergence, UpdateOptions, UpdateOutcome, UpdateProgress};
@@ -55,6 +55,15 @@ impl PolicyAndEngine {
             Self::Colocated(colocated) => colocated.divergences(sequences, options, progress),
             Self::Split(split) => split.divergences(sequences, options, progress),
         }
+    }
+
+    /// How long this rank's stage of the engine computed and waited since the last call, if layers are in stages.
+    pub(super) fn take_stage_times(&mut self) -> Option<StageTimes> {
+        match self {
+            Self::Colocated(colocated) => Some(colocated.take_stage_times()),
+            Self::Split(_) => None,
+        }
+        .filter(|times| *times != StageTimes::default())
     }
 
     /// The policy, on a rank that trains.

@@ -28,7 +28,7 @@ const TRACE_FOLDER: &str = "trace";
 pub(super) struct RunOutput {
     group: Arc<dyn Collective>,
     output_dir: PathBuf,
-    tensor_parallel_size: usize,
+    ranks_per_engine: usize,
     traces: bool,
     log: RunLog,
     completions: Option<CompletionsWriter>,
@@ -73,7 +73,7 @@ impl RunOutput {
             reporter,
             group,
             output_dir,
-            tensor_parallel_size: config.tensor_parallel_size,
+            ranks_per_engine: config.engine_shape().num_ranks(),
             traces: config.trace,
             said_no_signal: false,
         })
@@ -101,7 +101,7 @@ impl RunOutput {
 
     /// Shows how many tokens this rank's engine has sampled in the phase, told after each of its steps.
     pub(super) fn sampling_progress(&self) -> impl FnMut(&EngineStats) + use<> {
-        let (display, num_ranks) = (self.log.display().clone(), self.tensor_parallel_size);
+        let (display, num_ranks) = (self.log.display().clone(), self.ranks_per_engine);
         move |stats| display.sampled(stats.num_generated_tokens / num_ranks)
     }
 

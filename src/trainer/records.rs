@@ -9,6 +9,7 @@ use crate::memory;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::phase::{self, Phase};
 use crate::reward::FailureKind;
+use crate::rollout::StageTimes;
 use crate::train::{Sequence, Transitions};
 use crate::types::{RolloutGroup, Trajectory};
 use crate::update::UpdateOutcome;
@@ -155,6 +156,14 @@ fn reward_metrics(metrics: &mut StepMetrics, names: &[String], advantages: &Adva
     };
     metrics.set("frac_reward_zero_std", frac_zero, Reduce::Last);
     metrics.set("rewards/num_failed", advantages.num_failed, Reduce::Last);
+}
+
+/// The share of the engine's steps in which this rank's stage waited for the others, on ranks of an engine in stages.
+pub(super) fn stage_metrics(metrics: &mut StepMetrics, times: Option<StageTimes>) {
+    let Some(StageTimes { computing, waiting }) = times else { return };
+    let (waited, total) = (waiting.as_secs_f64(), (computing + waiting).as_secs_f64());
+    metrics.set_mean("pipeline/idle_share", waited, total);
+    metrics.set("pipeline/idle_share_max", waited / total, Reduce::Max);
 }
 
 fn completion_metrics(metrics: &mut StepMetrics, groups: &[RolloutGroup]) {

@@ -38,7 +38,7 @@ pub(super) struct GroupQuota {
     /// Whether exchanges wait for rewards.
     pub waits: bool,
     /// Ranks that share an engine.
-    pub tensor_parallel_size: usize,
+    pub ranks_per_engine: usize,
 }
 
 /// The trainer's parts that sampling with replacement uses.
@@ -164,10 +164,10 @@ impl OpenBatch {
 
     /// Submits the candidates of this rank's engine that are not begun yet.
     fn begin(&mut self, session: &mut GroupSession<'_, '_>, params: &SamplingParams, dataset: &Dataset) -> Result<()> {
-        let (params, tp_size) = (Arc::new(params.clone()), self.wanted.tensor_parallel_size);
+        let (params, num_ranks) = (Arc::new(params.clone()), self.wanted.ranks_per_engine);
         for index in std::mem::replace(&mut self.num_begun, self.of_all.len())..self.of_all.len() {
             let owner = self.of_all[index].0;
-            if owner / tp_size != self.place / tp_size {
+            if owner / num_ranks != self.place / num_ranks {
                 continue;
             }
             let prompt = dataset.prompt(self.candidates.rows[index]);
@@ -250,7 +250,7 @@ impl OpenBatch {
             && self.of_all.len() < self.wanted.max_groups
         {
             self.candidates.draw()?;
-            let owner = least_loaded(&loads, self.wanted.tensor_parallel_size);
+            let owner = least_loaded(&loads, self.wanted.ranks_per_engine);
             loads[owner] += 1;
             self.of_all.push((owner, None));
             self.is_idle = false;
@@ -269,10 +269,10 @@ impl OpenBatch {
 }
 
 /// The rank that a new request goes to: of the engine with the fewest requests under way the rank that has the fewest.
-fn least_loaded(loads: &[usize], tensor_parallel_size: usize) -> usize {
+fn least_loaded(loads: &[usize], ranks_per_engine: usize) -> usize {
     let of_engine = |rank: usize| -> usize {
-        let first = rank / tensor_parallel_size * tensor_parallel_size;
-        loads[first..first + tensor_parallel_size].iter().sum()
+        let first = rank / ranks_per_engine * ranks_per_engine;
+        loads[first..first + ranks_per_engine].iter().sum()
     };
     (0..loads.len()).min_by_key(|&rank| (of_engine(rank), loads[rank])).expect("a rank with an engine")
 }

@@ -1,11 +1,9 @@
 //! Loads a trainer: everything is read and checked before anything is trained.
 
 use std::collections::VecDeque;
-use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::ahead;
 use super::build::{self, read_unit};
@@ -13,199 +11,29 @@ use super::builder::Functions;
 use super::curriculum::RowsById;
 use super::model::PolicyAndEngine;
 use super::output::RunOutput;
+use super::preflight::{Preflight, open_model, source};
 use super::rows::TrainingRows;
 use super::sampling;
 use super::scores::Unscored;
 use super::signal::{self, Signal};
-use super::teacher::Teacher;
 use super::turns;
 use super::{Trainer, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
-use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization, Roles, RolloutQuantization, WorldSize};
+use crate::config::Config;
 use crate::cuda::{Placement, chip_flop_per_s};
-use crate::data::{Curriculum, Dataset, Hub, PromptSampler, Tokenizer};
+use crate::data::{Curriculum, Dataset, PromptSampler};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::memory;
-use crate::model::{
-    BlockMatrix, LoraSpec, ModelSource, ModelSpec, ParamTable, QuantizedBlock, UnitLayout, WeightFiles,
-};
+use crate::model::{ModelSource, ModelSpec, UnitLayout, WeightFiles};
 use crate::phase;
-use crate::plan::{MemoryPlan, PlanInput, Role, Room};
+use crate::plan::Room;
 use crate::reward::RewardPool;
-use crate::rollout::check_fp8;
-use crate::serve::EngineSlices;
 use crate::tools::ToolProcess;
 use crate::torch;
 use crate::train::Schedule;
 use crate::types::LengthSpread;
-
-/// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
-#[derive(Debug)]
-pub struct Preflight {
-    /// How a generation batch is spread.
-    pub batch: BatchPlan,
-    /// The model.
-    pub spec: Arc<ModelSpec>,
-    /// Tokenizer of the model.
-    pub tokenizer: Arc<Tokenizer>,
-    /// The layout of its weights.
-    pub table: Arc<ParamTable>,
-    /// A model that scores the samples.
-    pub teacher: Option<Teacher>,
-    /// Type of weights and activations.
-    pub kind: Kind,
-    /// The memory plan of each rank; in split mode of each rank that trains.
-    pub plan: MemoryPlan,
-    /// The memory plan of each rank that generates, in split mode.
-    pub engine_plan: Option<MemoryPlan>,
-}
-
-impl Preflight {
-    /// Checks a run of as many ranks as `world_size` says that computes at `placement` in the memory of `room`.
-    ///
-    /// # Errors
-    /// What is wrong with the configuration, the model's folder or the machine.
-    pub fn new(config: &Config, placement: Placement, world_size: WorldSize, room: Room) -> Result<Self> {
-        config.validate_world(world_size.ranks)?;
-        let model @ (spec, tokenizer, _) = &open_model(config, placement)?;
-        config.validate_context(spec.max_position_embeddings)?;
-        // The longest prompt is that of the rows where the configuration gives no limit.
-        let rows = match config.max_prompt_length {
-            None => {
-                let tools = ToolProcess::start(config)?;
-                Some(TrainingRows::read(config, tokenizer, spec, (Vec::new(), tools.as_ref()))?)
-            }
-            Some(_) => None,
-        };
-        let planned = rows.map_or_else(|| config.clone(), |rows| rows.planned(config));
-        Self::of_model(&planned, model.clone(), placement, world_size, room)
-    }
-
-    /// Checks a run whose rows are not there yet: without `max_prompt_length` prompts may be as long as the context.
-    ///
-    /// # Errors
-    /// The errors of [`Preflight::new`].
-    pub fn without_rows(config: &Config, placement: Placement, world_size: WorldSize, room: Room) -> Result<Self> {
-        Self::of_model(config, open_model(config, placement)?, placement, world_size, room)
-    }
-
-    /// Checks a run of a model's shape alone, whose tokens are numbers.
-    ///
-    /// # Errors
-    /// The errors of [`Preflight::new`].
-    pub fn of_shape(
-        config: &Config,
-        spec: Arc<ModelSpec>,
-        placement: Placement,
-        world_size: WorldSize,
-        room: Room,
-    ) -> Result<Self> {
-        let spec = Arc::new((*spec).clone().with_expert_parallel(config.enable_expert_parallel)?);
-        let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
-        validate_gpu(&spec, placement, Some(config.tensor_parallel_size), Path::new(""))?;
-        Self::of_model(config, (spec, tokenizer, false), placement, world_size, room)
-    }
-
-    /// Checks a run of a model that is already read.
-    pub(super) fn of_model(
-        config: &Config,
-        (spec, tokenizer, starts_from_adapters): (Arc<ModelSpec>, Arc<Tokenizer>, bool),
-        placement: Placement,
-        world_size: WorldSize,
-        room: Room,
-    ) -> Result<Self> {
-        let kind = placement.kind;
-        let batch = config.validate_world(world_size.ranks)?;
-        let BatchPlan { roles: Roles { num_trainers, num_generators }, .. } = batch;
-        world_size.check_engines(world_size.ranks - num_generators, config.tensor_parallel_size)?;
-        config.validate_context(spec.max_position_embeddings)?;
-        spec.validate_tp(config.tensor_parallel_size)?;
-        if config.quantization == Quantization::Nf4 {
-            QuantizedBlock::check(&spec)?;
-        }
-        if config.rollout_quantization == RolloutQuantization::Fp8 {
-            check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
-        }
-        spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
-        if let Some(lora) = LoraSpec::new(&config.lora) {
-            lora.check(&spec)?;
-            if placement.on_cuda {
-                lora.check_gpu(&spec, placement.kind)?;
-            }
-        }
-        if config.optimizer.optim == OptimizerName::Muon {
-            BlockMatrix::check(&spec)?;
-        }
-        let shards = config.zero.shard_group(num_trainers, world_size.local_ranks);
-        let table = Arc::new(ParamTable::new(spec.clone(), shards));
-        let teacher = Teacher::open(config, &tokenizer, shards)?;
-        if let Some(teacher) = &teacher {
-            validate_gpu(&teacher.table.spec, placement, None, &teacher.folder)?;
-        }
-        let engine_weights = |config: &Config| engine_weight_bytes(config, &table, kind);
-        let engine_weight_bytes = engine_weights(config)?;
-        let plan_of = |role| {
-            let teacher = teacher.as_ref().map(|teacher| &*teacher.table);
-            let input = PlanInput {
-                config,
-                table: &table,
-                teacher,
-                kind,
-                role,
-                batch,
-                engine_weight_bytes,
-                starts_from_adapters,
-                room,
-            };
-            MemoryPlan::new(&input, &engine_weights)
-        };
-        let (plan, engine_plan) = match config.mode {
-            Mode::Colocated => (plan_of(Role::Both)?, None),
-            Mode::Split => (plan_of(Role::Trains)?, Some(plan_of(Role::Generates)?)),
-        };
-        teacher.as_ref().map_or(Ok(()), |teacher| teacher.check_context(plan.max_model_length))?;
-        Ok(Self { batch, spec, tokenizer, table, teacher, kind, plan, engine_plan })
-    }
-
-    /// The memory plan of a rank.
-    pub fn plan_of(&self, rank: usize) -> &MemoryPlan {
-        let of_engine = self.engine_plan.as_ref().filter(|_| rank >= self.batch.roles.num_trainers);
-        of_engine.unwrap_or(&self.plan)
-    }
-}
-
-impl fmt::Display for Preflight {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.plan)?;
-        self.engine_plan.as_ref().map_or(Ok(()), |plan| write!(f, "\n{plan}"))
-    }
-}
-
-/// Refuses a shape that no kernel serves on GPUs: of a model that trains, and where its engine has `tp_size` ranks also generates.
-fn validate_gpu(spec: &ModelSpec, placement: Placement, tp_size: Option<usize>, folder: &Path) -> Result<()> {
-    if !placement.on_cuda {
-        return Ok(());
-    }
-    spec.validate_gpu(placement.kind, folder)?;
-    tp_size.map_or(Ok(()), |tp_size| spec.validate_gpu_engine(placement.kind, tp_size, folder))
-}
-
-/// The shape and the tokenizer of the model that the configuration names, and whether it comes with adapters.
-fn open_model(config: &Config, placement: Placement) -> Result<(Arc<ModelSpec>, Arc<Tokenizer>, bool)> {
-    let ModelSource { base: folder, adapters } = source(config)?;
-    let spec = Arc::new(ModelSpec::from_folder(&folder)?.with_expert_parallel(config.enable_expert_parallel)?);
-    let tokenizer = Tokenizer::from_folder(&folder)?.with_template_variables(&config.data.chat_template_kwargs.0)?;
-    tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-    validate_gpu(&spec, placement, Some(config.tensor_parallel_size), &folder)?;
-    Ok((spec, Arc::new(tokenizer), adapters.is_some()))
-}
-
-/// The model's folders, of a repository those in the cache.
-fn source(config: &Config) -> Result<ModelSource> {
-    ModelSource::find(&config.model_name_or_path, config.model_revision.as_deref(), None, &Hub::cached())
-}
 
 /// The memory that every rank has at least, so that all make the same plan; collective over the world.
 pub(super) fn common_room(placement: Placement, world: &World) -> Result<Room> {
@@ -214,21 +42,6 @@ pub(super) fn common_room(placement: Placement, world: &World) -> Result<Room> {
     all_reduce_f64(&*world.group(), &mut least, ReduceOp::Min)?;
     let [available_bytes, common_swap_bytes] = least.map(|bytes| bytes as usize);
     Ok(Room { available_bytes, swap_bytes: swap_bytes.map(|_| common_swap_bytes) })
-}
-
-/// Whether the engine needs gathered slices: weights are sharded, which quantised ones and those of an engine's own never are.
-pub(super) fn gathers(config: &Config, table: &ParamTable) -> bool {
-    let in_place = config.zero.stage < 3 || table.shards == 1 || config.mode == Mode::Split;
-    !in_place && config.quantization == Quantization::None
-}
-
-/// Bytes that the engine's own weights take on each rank.
-fn engine_weight_bytes(config: &Config, table: &ParamTable, kind: Kind) -> Result<usize> {
-    match (gathers(config, table), config.quantization) {
-        (true, _) => EngineSlices::gathered_bytes(table, 0, config.tensor_parallel_size, kind),
-        (false, Quantization::Nf4) => Ok(EngineSlices::dequantized_bytes(table, kind)),
-        (false, Quantization::None) => Ok(0),
-    }
 }
 
 /// The parts of a trainer beside its configuration.

@@ -101,7 +101,7 @@ impl Trainer {
             max_groups: self.max_groups(),
             range: config.dynamic_sampling_range,
             waits: config.strict || config.full_determinism || !self.world.device().is_cuda(),
-            tensor_parallel_size: config.tensor_parallel_size,
+            ranks_per_engine: config.engine_shape().num_ranks(),
         };
         Ok(Some((Candidates::first(self.sampler.clone(), num_groups)?, wanted)))
     }

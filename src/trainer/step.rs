@@ -126,6 +126,7 @@ impl Trainer {
         self.add_curriculum_metrics(&mut metrics, solve_rate);
         self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut metrics));
         carry.add_metrics(&mut metrics, &self.config);
+        records::stage_metrics(&mut metrics, self.model.take_stage_times());
         let transitions = self.take_transitions()?;
         let role = if self.model.policy().is_some() { "trainers" } else { "generators" };
         let role = Some(role).filter(|_| self.config.mode == Mode::Split);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::ahead::engine_ranks;
 use super::episodes;
-use super::setup::Preflight;
+use super::preflight::Preflight;
 use crate::config::Config;
 use crate::data::{DatasetOptions, Tokenizer};
 use crate::dist::{HostGroup, World};
@@ -59,7 +59,7 @@ impl RunTurns {
         options: DatasetOptions,
         (tokenizer, eos_token_ids, max_model_length): (&Arc<Tokenizer>, &[u32], usize),
     ) -> Result<Self> {
-        let ranks = engine_ranks(config.tensor_parallel_size, world, num_generators);
+        let ranks = engine_ranks(config.engine_shape().num_ranks(), world, num_generators);
         let engine_ranks = world.host_group("turns", &ranks)?;
         let model = (tokenizer, eos_token_ids, max_model_length);
         if config.tools.agent.is_some() {

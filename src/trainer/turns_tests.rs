@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use tch::Kind;
 
+use super::preflight::Preflight;
 use super::records;
-use super::setup::{self, Preflight, TrainerParts};
+use super::setup::{self, TrainerParts};
 use super::{Trainer, rows};
 use crate::config::Config;
 use crate::cuda::Placement;

@@ -33,7 +33,9 @@ fn greedy_completions_are_the_same_on_any_ranks_in_the_order_of_the_prompts() {
     assert_eq!(alone.len(), 3);
     assert_eq!(alone[1]["prompt"], "<user>what is forty plus two ?<assistant>");
     assert!(alone[1]["completion"].as_str().unwrap().starts_with("the answer is "), "{alone:?}");
-    for (layout, num_engines) in [("--nproc 2", 2), ("--nproc 2 --tp 2", 1)] {
+    for (layout, num_engines) in
+        [("--nproc 2", 2), ("--nproc 2 --tp 2", 1), ("--nproc 3 --pp 3 --pipeline_partition 2,1,1", 1)]
+    {
         let spread = generate(&format!("--chat {layout}"), num_engines);
         for (alone, spread) in alone.iter().zip(&spread) {
             assert_eq!(alone["prompt"], spread["prompt"], "{layout}");
@@ -171,6 +173,50 @@ fn engines_of_more_ranks_are_advised_where_one_cannot_hold_the_weights() {
     let command = "plan --nproc 8 --gpu_memory_gib 60 --model_preset qwen2.5-32b zero.stage=3 lora.r=16";
     run(command).assert_error("32B, tp 1", 4, &["set tensor_parallel_size = 2 (ranks of an engine share its weights"]);
     assert!(stdout_of(&format!("{command} tensor_parallel_size=2")).contains("of 60.0 GiB available"));
+}
+
+/// Of tensor parallelism and stages of layers, and what cannot be.
+#[test]
+fn a_plan_compares_the_kv_blocks_of_engines() {
+    let shape = "--model_preset qwen2.5-7b --config configs/tiny-cpu.toml dtype=bfloat16 tensor_parallel_size=1";
+    let said = stdout_of(&format!("plan --compare --nproc 3 --gpu_memory_gib 139 {shape}"));
+    let rows: Vec<Vec<&str>> = said.lines().take(3).map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(rows[0][..5], ["tp", "pp", "engines", "zero.stage", "layers"], "{said}");
+    assert_eq!(rows[1][..5], ["*", "1", "1", "3", "2"], "{said}");
+    assert_eq!((rows[2][0], rows[2][1], rows[2][3], rows[2][4]), ("1", "3", "3", "10,10,8"), "{said}");
+    assert!(said.contains("pp above 1 runs on CPUs so far") && said.contains("of 139.0 GiB available"), "{said}");
+    let eight = stdout_of(&format!("plan --compare --nproc 8 --gpu_memory_gib 79 {shape}"));
+    let sizes = eight.lines().skip(1).take_while(|line| !line.starts_with("of one engine"));
+    let sizes: Vec<(&str, &str)> = sizes
+        .map(|line| line.trim_start_matches('*').split_whitespace())
+        .map(|mut cells| (cells.next().unwrap(), cells.next().unwrap()))
+        .collect();
+    let expected =
+        [("1", "1"), ("1", "2"), ("1", "4"), ("1", "8"), ("2", "1"), ("2", "2"), ("2", "4"), ("4", "1"), ("4", "2")];
+    assert_eq!(sizes, expected, "28 heads are not divided by 8: {eight}");
+    let gpu = format!("plan --nproc 2 --gpu_memory_gib 79 {shape} zero.stage=3 pipeline_parallel_size=2");
+    run(&gpu).assert_error(
+        "on GPUs",
+        2,
+        &["pipeline_parallel_size = 2: expected 1: stages of layers run on CPUs so far"],
+    );
+    let cpu = "plan --config configs/tiny-cpu.toml tensor_parallel_size=1 zero.stage=3 pipeline_parallel_size=2";
+    let staged = stdout_of(&format!("{cpu} --nproc 2"));
+    assert!(
+        staged.contains("stage 0: layers 0 to 1, engine weights ")
+            && staged.contains("\nstage 1: layers 2 to 3 and head"),
+        "{staged}"
+    );
+    for (more, expected) in [
+        ("--nproc 3", "pipeline_parallel_size = 2: expected a divisor of the 3 ranks that generate: 1, 3"),
+        (
+            "--nproc 2 pipeline_partition=3,2",
+            "pipeline_partition = 3,2: expected a sum of 4, the model's number of layers",
+        ),
+        ("--nproc 5 pipeline_parallel_size=5", "pipeline_parallel_size = 5: expected 1 to 4"),
+    ] {
+        run(&format!("{cpu} {more}")).assert_error(more, 2, &[expected]);
+    }
 }
 
 #[test]

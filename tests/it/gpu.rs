@@ -255,7 +255,7 @@ fn generate(
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
     let table = Arc::new(ParamTable::new(spec, 1));
     let source = |layout: &UnitLayout| files.read_unit(layout, kind);
-    let mut served = Served::new(world.clone(), mesh, table, engine, &source).unwrap();
+    let mut served = Served::new(world.clone(), table, engine, &source).unwrap();
     let rows = Path::new("configs/arithmetic/train.jsonl");
     let dataset = Dataset::from_file(rows, &tokenizer, &DatasetOptions::default()).unwrap();
     let prompts: Vec<Prompt> = (0..24).map(|row| dataset.prompt(row).clone()).collect();

@@ -318,8 +318,7 @@ impl Model {
     }
 
     fn served_by(&self, engine: Engine) -> Served {
-        let mesh = self.world.mesh(1, 1).unwrap();
-        let served = Served::new(self.world.clone(), &mesh, self.table(), engine, &|layout| self.unit(layout)).unwrap();
+        let served = Served::new(self.world.clone(), self.table(), engine, &|layout| self.unit(layout)).unwrap();
         match &self.lora {
             Some(lora) => served.with_adapters(lora.clone(), &|layout| self.adapter_unit(layout)).unwrap(),
             None => served,

@@ -353,7 +353,7 @@ fn samples_what_transformers_does(world: &Arc<World>, (tp_size, is_parallel): (u
         let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone()).unwrap();
         let source = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
         let table = Arc::new(ParamTable::new(spec.clone(), 1));
-        let mut served = Served::new(world.clone(), &mesh, table, engine, &source).unwrap();
+        let mut served = Served::new(world.clone(), table, engine, &source).unwrap();
         let own = if world.rank() == 0 { &prompts[..] } else { &[] };
         let run = served.with_engine(|rollout| {
             let groups = rollout.generate(own, &params, |_| ())?;

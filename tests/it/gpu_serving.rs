@@ -41,7 +41,7 @@ fn sampled(world: World, requests: &[SamplingParams]) -> Vec<Sampled> {
     let mesh = world.mesh(world.size(), world.size()).unwrap();
     let options = EngineOptions { device: world.device(), ..long() };
     let engine = Engine::new(spec.clone(), Arc::new(bytes()), options, mesh.tp.clone()).unwrap();
-    let mut served = Served::new(world, &mesh, Arc::new(ParamTable::new(spec, 1)), engine, &unit).unwrap();
+    let mut served = Served::new(world, Arc::new(ParamTable::new(spec, 1)), engine, &unit).unwrap();
     served.with_engine(|rollout| in_one_batch(rollout, requests)).unwrap()
 }
 

@@ -6,6 +6,7 @@ mod kept;
 mod partial;
 mod session;
 mod setup;
+mod stages;
 mod structure;
 
 use std::cell::{Cell, RefCell};

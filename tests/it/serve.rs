@@ -228,20 +228,24 @@ fn answers_are_those_of_generate_and_streams_those_of_whole_answers() {
 
 #[test]
 fn two_ranks_that_share_an_engine_answer_as_one() {
-    let (alone, two) = (Server::start(""), Server::start("--nproc 2"));
+    let (alone, two, stages) = (Server::start(""), Server::start("--nproc 2"), Server::start("--nproc 2 --pp 2"));
     std::thread::scope(|scope| {
         for body in bodies() {
-            let (alone, two) = (&alone, &two);
+            let (alone, shared) = (&alone, [&two, &stages]);
             scope.spawn(move || {
                 let expected = parts(&alone.choices("/v1/completions", &body));
-                assert_eq!(parts(&two.choices("/v1/completions", &body)), expected, "{body}");
-                assert_eq!(together(&two.events("/v1/completions", &body), expected.len()), expected, "{body}");
+                for server in shared {
+                    assert_eq!(parts(&server.choices("/v1/completions", &body)), expected, "{body}");
+                    assert_eq!(together(&server.events("/v1/completions", &body), expected.len()), expected, "{body}");
+                }
             });
         }
     });
-    two.wait_until_idle();
+    for server in [two, stages] {
+        server.wait_until_idle();
+        server.stop();
+    }
     alone.stop();
-    two.stop();
 }
 
 /// Every third of 200 clients goes away after the first bytes of its answer, or before them.

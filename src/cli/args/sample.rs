@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use super::{count, number, word};
-use crate::config::{HeartbeatConfig, PromptFormat, ResidualDtype, RewardConfig};
+use crate::config::{EngineShape, HeartbeatConfig, PipelinePartition, PromptFormat, ResidualDtype, RewardConfig};
 use crate::metrics::check_samples_file;
 use crate::phase::Fault;
 
@@ -59,6 +59,8 @@ pub struct SamplingArgs {
     /// Ranks that share one engine
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
     /// Each of them has some experts whole, of a model with experts, in place of a part of every expert
     #[arg(long)]
     pub enable_expert_parallel: bool,
@@ -67,6 +69,34 @@ pub struct SamplingArgs {
     pub max_model_length: Option<usize>,
     #[command(flatten)]
     pub supervision: SupervisionArgs,
+}
+
+impl SamplingArgs {
+    /// The ranks of one engine.
+    pub fn engine_shape(&self) -> EngineShape {
+        let (tensor_parallel_size, pipeline_parallel_size) =
+            (self.tensor_parallel_size, self.pipeline.pipeline_parallel_size);
+        EngineShape { tensor_parallel_size, pipeline_parallel_size }
+    }
+}
+
+/// Stages of an engine's layers.
+#[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PipelineArgs {
+    /// Stages of layers of one engine, each on ranks of its own; on CPUs
+    #[arg(long, visible_alias = "pp", default_value_t = 1, value_parser = count)]
+    pub pipeline_parallel_size: usize,
+    /// Layers of each stage, as 10,10,8 [default: where the slowest stage is fastest]
+    #[arg(long)]
+    pub pipeline_partition: Option<PipelinePartition>,
+}
+
+impl PipelineArgs {
+    /// Layers of each stage, if they are given.
+    pub fn sizes(&self) -> &[usize] {
+        self.pipeline_partition.as_ref().map_or(&[], |partition| &partition.0)
+    }
 }
 
 /// How long a silent rank is waited for, and faults for tests.

@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
+use super::{PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
 use crate::data::ToolCallParser;
 use crate::error::{Error, Result};
 use crate::launch;
@@ -86,6 +86,8 @@ pub struct ServeArgs {
     /// pythonic, mistral
     #[arg(long, default_value = "auto")]
     pub tool_call_parser: ToolCallFormat,
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
     /// Each process has some experts whole, of a model with experts, in place of a part of every expert
     #[arg(long)]
     pub enable_expert_parallel: bool,

@@ -234,6 +234,25 @@ impl Collective for ShmGroup {
         })
     }
 
+    fn shift(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
+        let (input, output) = checks::pair("shift", input, output, 1, Device::Cpu)?;
+        let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes);
+        let before = (self.rank() + self.size() - 1) % self.size();
+        let called = Signature { op: CollectiveOp::Shift, kind, detail: 0, bytes };
+        self.chunked(called, 1, |TransferChunk { start, len, .. }| {
+            self.exchange(
+                called,
+                // SAFETY: see above the impl.
+                |own| unsafe { copy(input.add(start), own, len) },
+                |halves| {
+                    // SAFETY: see above the impl.
+                    unsafe { copy(halves[before], output.add(start), len) };
+                    Ok(())
+                },
+            )
+        })
+    }
+
     fn barrier(&self) -> Result<()> {
         let called = Signature { op: CollectiveOp::Barrier, kind: Kind::Uint8, detail: 0, bytes: 0 };
         self.chunked(called, 1, |_| self.exchange(called, |_| (), |_| Ok(())))
@@ -290,6 +309,10 @@ mod tests {
                     let parts: Vec<_> =
                         (0..3).map(|peer| values(peer, 3 * len, kind).narrow(0, rank * len, len)).collect();
                     assert_eq!(exchanged, Tensor::cat(&parts, 0), "all_to_all {len} {kind:?}");
+
+                    let mut shifted = own.zeros_like();
+                    group.shift(&own, &mut shifted).unwrap();
+                    assert_eq!(shifted, values((world.rank() + 2) % 3, 3 * len, kind), "shift {len} {kind:?}");
 
                     let mut shared = own.copy();
                     group.broadcast(&mut shared, 2).unwrap();

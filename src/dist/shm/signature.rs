@@ -14,16 +14,18 @@ pub(in crate::dist) enum CollectiveOp {
     ReduceScatter,
     Broadcast,
     AllToAll,
+    Shift,
     Barrier,
 }
 
 impl CollectiveOp {
-    const ALL: [CollectiveOp; 6] = [
+    const ALL: [CollectiveOp; 7] = [
         CollectiveOp::AllReduce,
         CollectiveOp::AllGather,
         CollectiveOp::ReduceScatter,
         CollectiveOp::Broadcast,
         CollectiveOp::AllToAll,
+        CollectiveOp::Shift,
         CollectiveOp::Barrier,
     ];
 
@@ -34,6 +36,7 @@ impl CollectiveOp {
             CollectiveOp::ReduceScatter => "reduce_scatter",
             CollectiveOp::Broadcast => "broadcast",
             CollectiveOp::AllToAll => "all_to_all",
+            CollectiveOp::Shift => "shift",
             CollectiveOp::Barrier => "barrier",
         }
     }

@@ -88,7 +88,7 @@ pub fn profile_step(
 ) -> Result<StepProfile> {
     rollout.engine.drop_kept(); // blocks are written at random
     let RolloutEngine { engine, weights, stats, .. } = rollout;
-    let Engine { spec, gpu: Some(gpu), kv_cache, states, options, tp, .. } = &mut **engine else {
+    let Engine { spec, gpu: Some(gpu), kv_cache, states, options, ranks, .. } = &mut **engine else {
         return Err(Error::InvalidArgument {
             op: "profile_step",
             expected: "an engine on a GPU".into(),
@@ -102,7 +102,7 @@ pub fn profile_step(
             got: shape.0.to_string(),
         });
     }
-    let mut runner = GpuRunner::new(gpu, (spec, weights), (kv_cache, states.as_ref()), tp.as_ref())?;
+    let mut runner = GpuRunner::new(gpu, (spec, weights), (kv_cache, states.as_ref()), ranks.tp.as_ref())?;
     runner.profile(shape, context, stats.num_blocks, sustains)
 }
 

@@ -58,6 +58,31 @@ impl Draw<'_> {
     }
 }
 
+/// A [`Draw`] for a step that is computed after its sequences have changed.
+#[derive(Debug)]
+pub(super) struct OwnedDraw {
+    row: usize,
+    params: SamplingParams,
+    step: u64,
+    prompt_id: u64,
+    sample: usize,
+    token_ids: Vec<u32>,
+    allowed: Option<TokenMask>,
+}
+
+impl OwnedDraw {
+    pub(super) fn new(draw: &Draw<'_>) -> Self {
+        let Draw { row, params, step, prompt_id, sample, token_ids, allowed } = *draw;
+        let (params, token_ids, allowed) = (params.clone(), token_ids.to_vec(), allowed.cloned());
+        Self { row, params, step, prompt_id, sample, token_ids, allowed }
+    }
+
+    pub(super) fn as_draw(&self) -> Draw<'_> {
+        let Self { row, ref params, step, prompt_id, sample, ref token_ids, ref allowed } = *self;
+        Draw { row, params, step, prompt_id, sample, token_ids, allowed: allowed.as_ref() }
+    }
+}
+
 /// A drawn token.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Sampled {

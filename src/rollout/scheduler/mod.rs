@@ -53,6 +53,9 @@ pub(super) struct StepLimits {
     pub(super) spread_lengths: Option<LengthSpread>,
     /// Sequences have states, one page each: prompts are not shared by blocks alone.
     pub(super) has_states: bool,
+    /// Stages of layers, each of which can compute a step of its own: with several, a step has a share of the sequences, none that
+    /// another step under way has.
+    pub(super) num_stages: usize,
 }
 
 /// The tokens that one step computes.
@@ -179,9 +182,10 @@ impl Scheduler {
         !self.waiting.is_empty() || !self.running.is_empty()
     }
 
-    /// Whether a sequence that runs is held to a structure: its next token cannot be drawn before the last one is known.
-    pub(super) fn follows_structure(&self) -> bool {
-        self.running.iter().any(|&index| self.sequences[index].allowed().is_some())
+    /// Whether a sequence that runs is held to a structure, and would be scheduled before its last token is known, which its next one
+    /// cannot be drawn without.
+    pub(super) fn runs_ahead_of_structure(&self) -> bool {
+        self.limits.num_stages == 1 && self.running.iter().any(|&index| self.sequences[index].allowed().is_some())
     }
 
     /// The sequences of a request.
@@ -325,7 +329,11 @@ impl Scheduler {
     fn schedule_prefill(&mut self) -> Step {
         let mut step = Step { is_decode: false, runs: Vec::new(), copies: Vec::new(), state_copies: Vec::new() };
         let mut budget = self.limits.max_num_batched_tokens;
+        let share = self.prefill_share();
         while let Some(members) = self.prefilling.front().filter(|_| budget > 0).cloned() {
+            if self.limits.max_num_batched_tokens - budget >= share {
+                break; // the rest is for the step of the next stage
+            }
             let sequence = &mut self.sequences[members.start];
             let (start, num_tokens) = (sequence.num_computed, sequence.len());
             let tokens = start..num_tokens.min(start + budget);
@@ -358,16 +366,36 @@ impl Scheduler {
         }
     }
 
-    /// The last token of every running sequence that is not at its length limit. Those admitted last make room.
+    /// Tokens after which a step takes no further prompt: of several stages an equal part of them all, unless that is few.
+    fn prefill_share(&self) -> usize {
+        let left = |members: &Range<usize>| {
+            let sequence = &self.sequences[members.start];
+            sequence.len() - sequence.num_computed
+        };
+        match self.limits.num_stages {
+            1 => usize::MAX,
+            num_stages => {
+                let few = self.limits.max_num_batched_tokens / (4 * num_stages);
+                self.prefilling.iter().map(left).sum::<usize>().div_ceil(num_stages).max(few)
+            }
+        }
+    }
+
+    /// The last token of every running sequence that is not at its length limit; of several stages, an equal part of them that no
+    /// step under way has. Those admitted last make room.
     fn schedule_decode(&mut self) -> Step {
-        let mut next = 0;
-        while next < self.running.len() {
-            let sequence = &mut self.sequences[self.running[next]];
+        let most = self.running.len().div_ceil(self.limits.num_stages);
+        let (mut next, mut taken) = (0, Vec::new());
+        while next < self.running.len() && taken.len() < most {
+            let index = self.running[next];
+            let sequence = &mut self.sequences[index];
             let num_tokens = sequence.num_tokens();
-            if sequence.is_full() {
+            let is_under_way = self.limits.num_stages > 1 && sequence.num_pending > 0;
+            if sequence.is_full() || is_under_way {
                 next += 1;
             } else if self.blocks.grow(&mut sequence.block_table, num_tokens) {
                 sequence.num_computed = num_tokens;
+                taken.push(index);
                 next += 1;
             } else if !self.drop_kept() {
                 self.preempt_last();
@@ -377,8 +405,7 @@ impl Scheduler {
             let num_tokens = self.sequences[index].num_tokens();
             TokenRun { sequence: index, tokens: num_tokens - 1..num_tokens, samples: index..index + 1 }
         };
-        let growing = self.running.iter().filter(|&&index| !self.sequences[index].is_full());
-        let runs = growing.map(last_token).collect();
+        let runs = taken.iter().map(last_token).collect();
         Step { is_decode: true, runs, copies: Vec::new(), state_copies: Vec::new() }
     }
 

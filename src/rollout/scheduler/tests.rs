@@ -11,6 +11,7 @@ const ROOMY: StepLimits = StepLimits {
     max_model_length: 64,
     spread_lengths: None,
     has_states: false,
+    num_stages: 1,
 };
 const END: u32 = 0;
 
@@ -197,6 +198,12 @@ fn no_limit_changes_what_is_sampled() {
             assert_eq!(simulate(*limits, &prompts, 3, lag).0, expected, "{limits:?}, lag {lag}");
         }
         assert!(simulate(tight[7], &prompts, 3, lag).1.num_preemptions > 0);
+    }
+    for num_stages in 2..5 {
+        for limits in [ROOMY].iter().chain(&tight) {
+            let limits = StepLimits { num_stages, ..*limits };
+            assert_eq!(simulate(limits, &prompts, 3, num_stages - 1).0, expected, "{limits:?}");
+        }
     }
 }
 
@@ -439,4 +446,15 @@ fn a_turn_prefills_its_context_alone_where_blocks_were_not_needed_by_others() {
         let states = StepLimits { has_states: true, ..ROOMY };
         assert_eq!(several_turns(states, lag, true).1.num_turn_tokens, 0, "states are computed again");
     }
+}
+
+/// With as many steps under way as stages, each stage has one of about equally many sequences, and no sequence is in two of them.
+#[test]
+fn stages_have_equal_shares_of_the_sequences() {
+    let prompts = vec![vec![1, 2, 3]; 4];
+    let mut scheduler = scheduler(StepLimits { num_stages: 3, max_num_batched_tokens: 24, ..ROOMY }, &prompts, 3);
+    let prefill: Vec<usize> = std::iter::from_fn(|| scheduler.schedule().filter(|step| !step.is_decode))
+        .map(|step| step.runs.iter().map(|run| run.tokens.len()).sum())
+        .collect();
+    assert_eq!(prefill, [6, 3, 3], "an equal part, and whole prompts");
 }

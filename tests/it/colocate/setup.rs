@@ -70,7 +70,7 @@ impl Setup {
         let policy = Policy::with_home(table.clone(), mesh, options, home, &weights).unwrap();
         let reference = self.with_reference.then(|| Reference::new(table.clone(), mesh, network, &weights).unwrap());
         let tp = mesh.tp.clone();
-        let (tp_rank, tp_size) = (tp.rank(), tp.size());
+        let tp_size = tp.size();
         let options = EngineOptions {
             kv_cache_bytes: kv_cache_bytes(tp_size),
             block_size: if device.is_cuda() { 2 * BLOCK_SIZE } else { BLOCK_SIZE }, // kernels take 16 tokens' multiples
@@ -89,8 +89,8 @@ impl Setup {
         let engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
         let engine = if self.keeps { engine.keeping_sequences() } else { engine };
         let slices = match self.stage == 3 && mesh.shard.size() > 1 {
-            true => EngineSlices::gathered(&table, tp_rank, tp_size, kind, device).unwrap(),
-            false => EngineSlices::in_place(tp_rank, tp_size),
+            true => EngineSlices::gathered(&table, engine.ranks(), kind, device).unwrap(),
+            false => EngineSlices::in_place(engine.ranks()),
         };
         Colocated::new(Learner::new(world.clone(), mesh.clone(), policy, reference), engine, slices)
     }

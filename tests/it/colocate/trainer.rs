@@ -15,12 +15,28 @@ const COMPLETIONS: usize = 32;
 
 #[test]
 fn two_processes_train_like_one() {
-    ranks::run(2, "colocate::trainer::two_processes_train_like_one", |world: World| trains_like_one(world, 2, 1));
+    ranks::run(2, "colocate::trainer::two_processes_train_like_one", |world: World| trains_like_one(world, 2, 1, &[]));
 }
 
 #[test]
 fn four_processes_train_like_one() {
-    ranks::run(4, "colocate::trainer::four_processes_train_like_one", |world: World| trains_like_one(world, 3, 2));
+    ranks::run(4, "colocate::trainer::four_processes_train_like_one", |world: World| trains_like_one(world, 3, 2, &[]));
+}
+
+/// A rank of the engine has two of the four layers, and gathers those alone.
+#[test]
+fn two_processes_train_like_one_in_stages() {
+    ranks::run(2, "colocate::trainer::two_processes_train_like_one_in_stages", |world: World| {
+        trains_like_one(world, 3, 1, &["pipeline_parallel_size=2".to_owned()]);
+    });
+}
+
+#[test]
+fn four_processes_train_like_one_in_uneven_stages() {
+    ranks::run(4, "colocate::trainer::four_processes_train_like_one_in_uneven_stages", |world: World| {
+        let keys = ["pipeline_parallel_size=2", "pipeline_partition=3,1", "max_num_seqs=12"].map(str::to_owned);
+        trains_like_one(world, 3, 2, &keys);
+    });
 }
 
 /// Policy, reference and both ranks of the engine keep the residual stream in what the key says: sampler and trainer are nearer
@@ -48,11 +64,11 @@ fn two_processes_keep_one_kind_of_residual_stream() {
 }
 
 /// Rewards and losses of each step, against those of a run on one process that samples as much.
-fn trains_like_one(world: World, stage: u8, tp_size: usize) {
+fn trains_like_one(world: World, stage: u8, tp_size: usize, keys: &[String]) {
     tch::set_num_threads(1);
     let (rank, folder) = (world.rank(), tempfile::tempdir().unwrap());
     // Only the first rank writes, so that its folder is the run's.
-    let own = run(Arc::new(world), &folder.path().join("several"), (stage, tp_size), &[]);
+    let own = run(Arc::new(world), &folder.path().join("several"), (stage, tp_size), keys);
     if rank > 0 {
         return;
     }
@@ -64,6 +80,13 @@ fn trains_like_one(world: World, stage: u8, tp_size: usize) {
     let trained: Vec<&MetricLine> = own.iter().filter(|line| line.values.contains_key("loss")).collect();
     assert_eq!(trained.iter().map(|line| line.step).collect::<Vec<_>>(), [1, 2, 3]);
     trained.iter().for_each(|line| check_metrics(line));
+    for line in &trained {
+        let idle = ["", "_max"].map(|name| line.values.get(&format!("pipeline/idle_share{name}")).copied());
+        match keys {
+            [] => assert_eq!(idle, [None; 2]),
+            _ => assert!(idle[0] > Some(0.0) && idle[0] <= idle[1] && idle[1] < Some(1.0), "{idle:?}"),
+        }
+    }
     let text = std::fs::read_to_string(folder.path().join("several/metrics.jsonl")).unwrap();
     let step = text.lines().find(|line| line.contains("\"loss\"")).unwrap();
     let written: serde_json::Map<String, serde_json::Value> = serde_json::from_str(step).unwrap();

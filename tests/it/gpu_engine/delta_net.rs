@@ -125,10 +125,9 @@ fn in_float32(
         ..model.options(160)
     };
     let tokenizer = Arc::new(Tokenizer::of_ids(model.spec.vocab_size).unwrap());
-    let mesh = model.world.mesh(1, 1).unwrap();
     let engine = Engine::new(model.spec.clone(), tokenizer, options, model.world.mesh(1, 1).unwrap().tp).unwrap();
     let unit = |layout: &UnitLayout| Ok((source.unit(layout)?.to_kind(Kind::Float) * 8.0).to_device(device));
-    let served = Served::new(model.world.clone(), &mesh, model.table(), engine, &unit).unwrap();
+    let served = Served::new(model.world.clone(), model.table(), engine, &unit).unwrap();
     let adapter = |layout: &UnitLayout| {
         let adapter = source.adapter_unit(layout)?.to_kind(Kind::Float);
         assert_eq!(adapter.device(), Device::Cpu);

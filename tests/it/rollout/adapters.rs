@@ -37,10 +37,9 @@ fn adapter_unit(number: usize, layout: &UnitLayout) -> colo_grpo::Result<Tensor>
 fn served(world: &Arc<World>, spec: &Arc<ModelSpec>, options: EngineOptions) -> Served {
     let (world, spec) = (world.clone(), spec.clone());
     let options = EngineOptions { device: world.device(), ..options };
-    let mesh = world.mesh(1, 1).unwrap();
     let tokenizer = Arc::new(words(spec.vocab_size));
     let engine = Engine::new(spec.clone(), tokenizer, options, alone()).unwrap();
-    Served::new(world, &mesh, Arc::new(ParamTable::new(spec, 1)), engine, &base_unit).unwrap()
+    Served::new(world, Arc::new(ParamTable::new(spec, 1)), engine, &base_unit).unwrap()
 }
 
 fn completions(served: &mut Served, requests: Vec<Request>) -> (Vec<Vec<Trajectory>>, usize) {

@@ -16,7 +16,7 @@ use colo_grpo::internal::model::{
 };
 use colo_grpo::internal::ops::embedding;
 use colo_grpo::internal::ops::router::Routing;
-use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineStats, EngineWeights};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights};
 use colo_grpo::internal::types::{Prompt, RolloutGroup, RoutedExperts, SamplingParams};
 use tch::{Device, Kind, Tensor};
 
@@ -94,6 +94,23 @@ impl Model {
             version: 1,
             policy: PhantomData,
         }
+    }
+
+    /// The part of one rank of an engine in stages.
+    pub fn weights_of(&self, ranks: &EngineRanks) -> EngineWeights<'_> {
+        let (stage, whole) = (ranks.stage(), self.weights(ranks.tp.as_ref()));
+        let rows = |table: Tensor, is_here: bool| if is_here { table } else { table.narrow(0, 0, 0) };
+        EngineWeights {
+            embedding: rows(whole.embedding, stage.is_first()),
+            blocks: whole.blocks.into_iter().skip(stage.layers.start).take(stage.layers.len()).collect(),
+            final_norm: rows(whole.final_norm, stage.is_last()),
+            lm_head: rows(whole.lm_head, stage.is_last()),
+            ..whole
+        }
+    }
+
+    pub fn engine_in_stages(&self, options: EngineOptions, ranks: EngineRanks) -> Engine {
+        Engine::in_stages(self.spec.clone(), self.tokenizer.clone(), options, ranks).unwrap()
     }
 
     pub fn engine(&self, options: EngineOptions, tp: Arc<dyn Collective>) -> Engine {

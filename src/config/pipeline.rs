@@ -1,0 +1,169 @@
+//! Engines of several ranks: tensor-parallel groups, and stages of layers (`pipeline_parallel_size`, `pipeline_partition`).
+
+use serde_json::Value;
+
+use super::batch::{check_divides, divisors, listed};
+use super::field::FromValue;
+use super::range::{COUNT, Range};
+use super::validate::check;
+use super::{Config, Mode, Quantization};
+use crate::error::{Error, Result};
+
+/// Layers of each stage of an engine; as text, numbers with commas between them.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct PipelinePartition(pub Vec<usize>);
+
+impl std::str::FromStr for PipelinePartition {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let sizes = text.split(',').map(|size| size.trim().parse().ok().filter(|size| *size > 0));
+        let sizes: Option<Vec<usize>> = sizes.collect();
+        sizes.map(Self).ok_or_else(|| "expected the layers of each stage, at least 1, as 10,10,8".to_owned())
+    }
+}
+
+impl FromValue for PipelinePartition {
+    fn expected(_: &Range) -> String {
+        "the layers of each stage, at least 1, as \"10,10,8\"".to_owned()
+    }
+
+    fn from_value(value: &Value, _: &Range) -> Option<Self> {
+        match value {
+            Value::String(text) => text.parse().ok(),
+            other => Vec::from_value(other, &COUNT).map(Self),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        listed(&self.0).replace(' ', "").into()
+    }
+}
+
+/// Ranks of one engine: a tensor-parallel group for each stage of layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EngineShape {
+    /// Ranks that share the layers of one stage.
+    pub tensor_parallel_size: usize,
+    /// Stages of layers.
+    pub pipeline_parallel_size: usize,
+}
+
+impl From<usize> for EngineShape {
+    /// A tensor-parallel group of so many ranks, which has all layers.
+    fn from(tensor_parallel_size: usize) -> Self {
+        Self { tensor_parallel_size, pipeline_parallel_size: 1 }
+    }
+}
+
+impl EngineShape {
+    /// Ranks of the engine. Two counts of a configuration multiply within 64 bits.
+    pub fn num_ranks(self) -> usize {
+        self.tensor_parallel_size.saturating_mul(self.pipeline_parallel_size)
+    }
+
+    /// Refuses engines that do not divide `num_ranks` ranks, which `what` they do.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on the size that makes it so, with those that divide.
+    pub fn check_divides(self, num_ranks: usize, what: &str) -> Result<()> {
+        check_divides("tensor_parallel_size", self.tensor_parallel_size, num_ranks, what)?;
+        if num_ranks.is_multiple_of(self.num_ranks()) {
+            return Ok(());
+        }
+        let valid = listed(&divisors(num_ranks / self.tensor_parallel_size));
+        if self.tensor_parallel_size == 1 {
+            return check_divides("pipeline_parallel_size", self.pipeline_parallel_size, num_ranks, what);
+        }
+        let Self { tensor_parallel_size, pipeline_parallel_size } = self;
+        let expected = format!(
+            "a divisor of the {num_ranks} ranks that {what}, over tensor_parallel_size = {tensor_parallel_size}: {valid}"
+        );
+        Err(Error::invalid_value("pipeline_parallel_size", pipeline_parallel_size, expected))
+    }
+}
+
+impl Config {
+    /// The ranks of one engine.
+    pub fn engine_shape(&self) -> EngineShape {
+        let Self { tensor_parallel_size, pipeline_parallel_size, .. } = *self;
+        EngineShape { tensor_parallel_size, pipeline_parallel_size }
+    }
+
+    /// Layers of each stage, where the configuration says so; else none.
+    pub fn stage_sizes(&self) -> &[usize] {
+        self.pipeline_partition.as_ref().map_or(&[], |partition| &partition.0)
+    }
+
+    pub(super) fn check_pipeline(&self) -> Result<()> {
+        let (key, num_stages) = ("pipeline_parallel_size", self.pipeline_parallel_size);
+        if let Some(partition) = &self.pipeline_partition {
+            let expected = format!("the layers of {num_stages} stages (pipeline_parallel_size)");
+            let got = partition.to_value().as_str().unwrap_or_default().to_owned();
+            check("pipeline_partition", got, partition.0.len() == num_stages, expected)?;
+        }
+        if num_stages == 1 {
+            return Ok(());
+        }
+        let replicas = "1: where every rank holds all weights, engines of their own generate more than stages of one; or zero.stage = 3";
+        check(key, num_stages, self.zero.stage == 3, replicas)?;
+        let sent = "1 with mode = split, whose engines get all weights; tensor_parallel_size divides them";
+        check(key, num_stages, self.mode == Mode::Colocated, sent)?;
+        let whole = "1 with quantization = nf4, whose blocks every rank holds whole";
+        check(key, num_stages, self.quantization == Quantization::None, whole)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::super::tests::{config, message};
+
+    #[test]
+    fn stages_are_of_colocated_runs_with_sharded_weights() {
+        let keys = ["pipeline_parallel_size=3", "zero.stage=3", "pipeline_partition=10,10,8"];
+        let staged = config(&keys);
+        assert_eq!((staged.stage_sizes(), staged.engine_shape().num_ranks()), (&[10, 10, 8][..], 3));
+        assert_eq!(Config::from_toml(&staged.to_toml()).unwrap(), staged);
+        assert_eq!(config(&[keys[0], keys[1], "pipeline_partition=[10, 10, 8]"]), staged);
+        assert!(config(&[]).stage_sizes().is_empty());
+        for (keys, part) in [
+            (&["pipeline_parallel_size=0"][..], "pipeline_parallel_size = 0: expected a whole number"),
+            (
+                &["pipeline_parallel_size=2"],
+                "pipeline_parallel_size = 2: expected 1: where every rank holds all weights",
+            ),
+            (
+                &["pipeline_parallel_size=2", "zero.stage=3", "quantization=nf4", "lora.r=8"],
+                "expected 1 with quantization = nf4",
+            ),
+            (
+                &["pipeline_parallel_size=2", "zero.stage=3", "mode=split", "split.rollout_gpus=2"],
+                "pipeline_parallel_size = 2: expected 1 with mode = split",
+            ),
+            (
+                &["pipeline_parallel_size=2", "zero.stage=3", "agent=a.py:play"],
+                "pipeline_parallel_size = 2: expected 1 with agent",
+            ),
+            (&["pipeline_partition=10,10"], "pipeline_partition = 10,10: expected the layers of 1 stages"),
+            (&["pipeline_partition=10,,8"], "expected \"none\" or the layers of each stage, at least 1"),
+            (&["pipeline_partition=10,0"], "at least 1, as \"10,10,8\""),
+        ] {
+            let got = message(keys);
+            assert!(got.contains(part), "{got}");
+        }
+    }
+
+    #[test]
+    fn engines_divide_the_ranks() {
+        let refused = |keys: &[&str], ranks| config(keys).validate_world(ranks).unwrap_err().to_string();
+        let staged = ["pipeline_parallel_size=2", "zero.stage=3", "tensor_parallel_size=2"];
+        assert!(config(&staged).validate_world(4).is_ok());
+        assert_eq!(
+            refused(&staged, 6),
+            "pipeline_parallel_size = 2: expected a divisor of the 6 ranks that generate, over tensor_parallel_size = 2: 1, 3"
+        );
+        assert!(refused(&staged, 3).starts_with("tensor_parallel_size = 2: expected a divisor of the 3 ranks"));
+        assert!(refused(&staged[..2], 1).starts_with("pipeline_parallel_size = 2: expected 1, as one rank generates"));
+    }
+}

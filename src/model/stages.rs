@@ -1,0 +1,254 @@
+//! A model in stages: consecutive layers, each stage on ranks of its own. The first has the embedding, the last the head.
+
+use std::ops::Range;
+
+use super::params::{Unit, shapes};
+use super::spec::{DeltaLayers, ExpertLayers, ModelSpec};
+use crate::error::{Error, Result};
+
+/// Which layers each stage of a pipeline has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stages {
+    bounds: Vec<usize>, // stage s has layers bounds[s]..bounds[s + 1]
+}
+
+/// One stage of a pipeline.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stage {
+    /// Its place, from 0.
+    pub index: usize,
+    /// Stages in all.
+    pub num_stages: usize,
+    /// Layers of the model that it computes.
+    pub layers: Range<usize>,
+}
+
+impl Stages {
+    /// All layers in one stage.
+    pub fn one(spec: &ModelSpec) -> Self {
+        Self { bounds: vec![0, spec.num_layers] }
+    }
+
+    /// Cuts a model into `num_stages` of as many layers as `partition` says. An empty partition cuts by planned time: the slowest
+    /// stage is as fast as can be, where a layer and the head take the time in which their weights are read.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `pipeline_parallel_size` for more stages than layers, and on `pipeline_partition` for other numbers
+    /// than one a stage, for a sum that is not the model's number of layers, and for a stage without any layer that has attention.
+    pub fn new(spec: &ModelSpec, num_stages: usize, partition: &[usize]) -> Result<Self> {
+        let num_layers = spec.num_layers;
+        if !(1..=num_layers).contains(&num_stages) {
+            let expected = format!("1 to {num_layers}: every stage has at least one of the model's layers");
+            return Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected));
+        }
+        let sizes = match partition {
+            [] => match sizes_by_time(spec, num_stages) {
+                Some(sizes) => sizes,
+                None => {
+                    let expected = "fewer stages: each has at least one of the model's layers with attention";
+                    return Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected));
+                }
+            },
+            sizes => sizes.to_vec(),
+        };
+        let written = sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
+        let refuse = |expected: String| Err(Error::invalid_value("pipeline_partition", &written, expected));
+        if sizes.len() != num_stages || sizes.contains(&0) {
+            return refuse(format!("layers of {num_stages} stages (pipeline_parallel_size), at least 1 each"));
+        }
+        let sum = sizes.iter().try_fold(0, |sum: usize, size| sum.checked_add(*size));
+        if sum != Some(num_layers) {
+            return refuse(format!("a sum of {num_layers}, the model's number of layers"));
+        }
+        let bounds = std::iter::once(0).chain(sizes.iter().scan(0, |end, size| {
+            *end += size;
+            Some(*end)
+        }));
+        let stages = Self { bounds: bounds.collect() };
+        let has_attention =
+            |index: &usize| spec.attention_layers().any(|layer| stages.stage(*index).layers.contains(&layer));
+        match (0..num_stages).find(|index| !has_attention(index)) {
+            Some(index) => {
+                refuse(format!("a layer with attention in every stage: stage {index} has gated delta nets alone"))
+            }
+            None => Ok(stages),
+        }
+    }
+
+    /// Number of stages.
+    pub fn count(&self) -> usize {
+        self.bounds.len() - 1
+    }
+
+    /// One of the stages.
+    ///
+    /// # Panics
+    /// If there are not as many.
+    pub fn stage(&self, index: usize) -> Stage {
+        Stage { index, num_stages: self.count(), layers: self.bounds[index]..self.bounds[index + 1] }
+    }
+
+    /// All stages, in order.
+    pub fn iter(&self) -> impl Iterator<Item = Stage> + '_ {
+        (0..self.count()).map(|index| self.stage(index))
+    }
+}
+
+impl Stage {
+    /// Whether tokens enter the model here.
+    pub fn is_first(&self) -> bool {
+        self.index == 0
+    }
+
+    /// Whether tokens are sampled here.
+    pub fn is_last(&self) -> bool {
+        self.index + 1 == self.num_stages
+    }
+
+    /// Whether the stage computes with the embedding's table: the first looks tokens up, the last may have it as its head.
+    pub fn has_table(&self, spec: &ModelSpec) -> bool {
+        self.is_first() || (self.is_last() && spec.tie_word_embeddings)
+    }
+
+    /// Units of the model that the stage computes with, in order.
+    pub fn units(&self, spec: &ModelSpec) -> Vec<Unit> {
+        let embedding = self.has_table(spec).then_some(Unit::Embedding);
+        let head = self.is_last().then_some(Unit::Head);
+        embedding.into_iter().chain(self.layers.clone().map(Unit::Block)).chain(head).collect()
+    }
+}
+
+impl ModelSpec {
+    /// The model with these layers alone, counted from 0.
+    pub fn of_layers(&self, layers: &Range<usize>) -> Self {
+        let own = |layer: usize| layer - layers.start;
+        let experts = self.experts.as_ref().map(|experts| ExpertLayers {
+            decoder_sparse_step: 1,
+            mlp_only_layers: layers.clone().filter(|&layer| !experts.are_in(layer)).map(own).collect(),
+            ..experts.clone()
+        });
+        let delta_net = self.delta_net.as_ref().map(|delta_net| DeltaLayers {
+            full_attention: delta_net
+                .full_attention
+                .iter()
+                .copied()
+                .filter(|layer| layers.contains(layer))
+                .map(own)
+                .collect(),
+            ..delta_net.clone()
+        });
+        Self { num_layers: layers.len(), experts, delta_net, ..self.clone() }
+    }
+}
+
+/// Layers of each stage such that the slowest one has the least to read; of such cuts one whose stages differ least. None if a stage
+/// would have no layer with attention.
+fn sizes_by_time(spec: &ModelSpec, num_stages: usize) -> Option<Vec<usize>> {
+    let numel = |unit| shapes(spec, unit).iter().map(|(_, shape)| shape.iter().product::<i64>() as f64).sum::<f64>();
+    let head = spec.vocab_size as f64 * spec.hidden_size as f64; // its table may be the embedding's
+    let mut read = vec![0.0]; // by the layers before each
+    for layer in 0..spec.num_layers {
+        read.push(read[layer] + numel(Unit::Block(layer)));
+    }
+    let attention: Vec<usize> = spec.attention_layers().collect();
+    let time = |from: usize, to: usize| {
+        let has_attention = attention.iter().any(|layer| (from..to).contains(layer));
+        has_attention.then(|| read[to] - read[from] + if to == spec.num_layers { head } else { 0.0 })
+    };
+    let (slowest, _) = best_cut(spec.num_layers, num_stages, time, f64::max)?;
+    let within = |from, to| time(from, to).filter(|time| *time <= slowest).map(|time| time * time);
+    best_cut(spec.num_layers, num_stages, within, |a, b| a + b).map(|(_, sizes)| sizes)
+}
+
+/// The least cost of a cut of `len` layers into `count` parts, and the parts' sizes: `join` adds the cost of a part to that of those
+/// before it. None if no cut has parts that `cost` allows.
+fn best_cut(
+    len: usize,
+    count: usize,
+    cost: impl Fn(usize, usize) -> Option<f64>,
+    join: impl Fn(f64, f64) -> f64,
+) -> Option<(f64, Vec<usize>)> {
+    let mut best: Vec<Option<(f64, Vec<usize>)>> = vec![None; len + 1]; // of the layers before each
+    best[0] = Some((0.0, Vec::new()));
+    for _ in 0..count {
+        let extend = |to: usize| {
+            let cuts = (0..to).filter_map(|from| {
+                let (before, sizes) = best[from].as_ref()?;
+                Some((join(*before, cost(from, to)?), sizes, to - from))
+            });
+            // Of equal cuts the one whose last part is smallest.
+            let least = cuts.min_by(|a, b| a.0.total_cmp(&b.0).then(a.2.cmp(&b.2)));
+            least.map(|(cost, sizes, size)| (cost, [sizes.as_slice(), &[size]].concat()))
+        };
+        best = (0..=len).map(extend).collect();
+    }
+    best.pop().flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(stages: &Stages) -> Vec<usize> {
+        stages.iter().map(|stage| stage.layers.len()).collect()
+    }
+
+    #[test]
+    fn the_head_counts_as_layers_of_the_last_stage() {
+        let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
+        let cut = |num_stages| sizes(&Stages::new(&spec, num_stages, &[]).unwrap());
+        assert_eq!(cut(1), [28]);
+        assert_eq!(cut(2), [15, 13]);
+        assert_eq!(cut(3), [10, 10, 8]);
+        assert_eq!(cut(28), [1; 28]);
+        let four = cut(4);
+        assert_eq!((four.iter().sum::<usize>(), four[3] < four[0]), (28, true), "{four:?}");
+        assert_eq!(Stages::one(&spec), Stages::new(&spec, 1, &[28]).unwrap());
+    }
+
+    #[test]
+    fn stages_have_units_of_their_own_and_share_only_a_tied_table() {
+        let spec = ModelSpec { num_layers: 5, tie_word_embeddings: true, ..ModelSpec::preset("micro").unwrap() };
+        let stages = Stages::new(&spec, 3, &[1, 3, 1]).unwrap();
+        let units: Vec<_> = stages.iter().map(|stage| stage.units(&spec)).collect();
+        assert_eq!(units[0], [Unit::Embedding, Unit::Block(0)]);
+        assert_eq!(units[1], [1, 2, 3].map(Unit::Block));
+        assert_eq!(units[2], [Unit::Embedding, Unit::Block(4), Unit::Head]);
+        let untied = ModelSpec { tie_word_embeddings: false, ..spec };
+        assert_eq!(stages.stage(2).units(&untied), [Unit::Block(4), Unit::Head]);
+    }
+
+    #[test]
+    fn a_stage_of_a_mixed_model_has_the_blocks_of_its_layers() {
+        for name in ["qwen3.5-9b", "qwen3-30b-a3b"] {
+            let spec = ModelSpec::preset(name).unwrap();
+            for stage in Stages::new(&spec, 3, &[]).unwrap().iter() {
+                let own = spec.of_layers(&stage.layers);
+                assert_eq!(own.num_layers, stage.layers.len());
+                for (place, layer) in stage.layers.clone().enumerate() {
+                    assert_eq!(own.block(place), spec.block(layer), "{name}, layer {layer}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuts_that_cannot_be_are_refused_with_what_can() {
+        let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
+        let refused = |spec: &ModelSpec, num_stages, partition: &[usize]| {
+            Stages::new(spec, num_stages, partition).unwrap_err().to_string()
+        };
+        let too_many = refused(&spec, 29, &[]);
+        assert!(too_many.starts_with("pipeline_parallel_size = 29: expected 1 to 28"), "{too_many}");
+        let sum = refused(&spec, 3, &[10, 10, 9]);
+        assert_eq!(sum, "pipeline_partition = 10,10,9: expected a sum of 28, the model's number of layers");
+        assert!(refused(&spec, 2, &[10, 10, 8]).contains("layers of 2 stages"));
+        assert!(refused(&spec, 2, &[28, 0]).contains("at least 1 each"));
+        assert!(refused(&spec, 2, &[usize::MAX, 29]).contains("a sum of 28"));
+        let hybrid = ModelSpec::preset("qwen3.5-9b").unwrap();
+        let rest = hybrid.num_layers - 1;
+        assert!(refused(&hybrid, 2, &[1, rest]).contains("stage 0 has gated delta nets alone"));
+        let few = refused(&hybrid, rest, &[]);
+        assert!(few.starts_with(&format!("pipeline_parallel_size = {rest}: expected fewer stages")), "{few}");
+    }
+}

@@ -1,0 +1,178 @@
+//! The runner of an engine whose layers are in stages.
+//!
+//! Every rank launches and collects the same steps, and goes from tick to tick with the others: in tick t stage s computes the step that
+//! was launched s ticks before. Then all meet: what a stage's layers gave goes to the next one, and the tokens of the step that is through
+//! go from the last stage to all. With as many steps under way as there are stages, and no sequence in two of them, a stage waits for the
+//! slowest alone. Nothing is buffered, and a rank that fails ends the meeting on all others, as it ends every collective.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use tch::Tensor;
+
+use super::runner::{HostRunner, Runner, StepWork};
+use super::sampler::{Draw, OwnedDraw, Sampled};
+use super::scheduler::Step;
+use super::sequence::EngineSequence;
+use super::stats::StageTimes;
+use crate::dist::{Collective, all_gather_json};
+use crate::error::Result;
+use crate::types::TokenLogprob;
+
+/// One rank of one stage.
+#[derive(Debug)]
+pub(super) struct PipelineRunner<'a> {
+    own: HostRunner<'a>,
+    pipe: &'a dyn Collective,
+    stages: VecDeque<Option<PipelineStep>>, // by stage: the step that it has computed in the last tick
+    received: Option<Tensor>,               // [T, D], from the stage before, for the next tick
+    own_experts: VecDeque<Vec<u16>>,        // of this stage's layers, by step on its way behind it
+    through: VecDeque<StepResult>,          // to be collected
+    experts: Vec<u16>,                      // of the step that was collected last
+    times: StageTimes,
+}
+
+/// A step on its way through the stages.
+#[derive(Debug)]
+struct PipelineStep {
+    work: StepWork,
+    draws: Vec<OwnedDraw>, // on the last stage
+}
+
+#[derive(Debug)]
+struct StepResult {
+    sampled: Vec<Sampled>,
+    experts: Vec<u16>, // of all layers, token by token
+}
+
+/// A sampled token on its way: its id, the bits of its log-probability, and the same of the most probable ids.
+type SentToken = (u32, u32, Vec<(u32, u32)>);
+
+impl Runner for PipelineRunner<'_> {
+    fn lag(&self) -> usize {
+        self.pipe.size() - 1
+    }
+
+    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
+        let work = self.own.prepare(step, sequences)?;
+        let draws = if self.is_last() { draws.iter().map(OwnedDraw::new).collect() } else { Vec::new() };
+        self.tick(Some(PipelineStep { work, draws }))
+    }
+
+    fn collect(&mut self) -> Result<Vec<Sampled>> {
+        loop {
+            if let Some(StepResult { sampled, experts }) = self.through.pop_front() {
+                self.experts = experts;
+                return Ok(sampled);
+            }
+            self.tick(None)?;
+        }
+    }
+
+    fn take_experts(&mut self) -> Vec<u16> {
+        std::mem::take(&mut self.experts)
+    }
+
+    fn take_times(&mut self) -> StageTimes {
+        std::mem::take(&mut self.times)
+    }
+}
+
+impl<'a> PipelineRunner<'a> {
+    pub(super) fn new(own: HostRunner<'a>, pipe: &'a dyn Collective) -> Self {
+        Self {
+            own,
+            pipe,
+            stages: (0..pipe.size()).map(|_| None).collect(),
+            received: None,
+            own_experts: VecDeque::new(),
+            through: VecDeque::new(),
+            experts: Vec::new(),
+            times: StageTimes::default(),
+        }
+    }
+
+    fn is_last(&self) -> bool {
+        self.pipe.rank() + 1 == self.pipe.size()
+    }
+
+    /// Takes every step one stage further, and lets one enter. Collective over the pipeline.
+    fn tick(&mut self, entering: Option<PipelineStep>) -> Result<()> {
+        let start = Instant::now();
+        self.stages.pop_back(); // is through
+        self.stages.push_front(entering);
+        let (is_last, received) = (self.is_last(), self.received.take());
+        let (mut x, mut sampled) = (None, Vec::new());
+        if let Some(PipelineStep { work, draws }) = &mut self.stages[self.pipe.rank()] {
+            let rows = self.own.compute(work, received)?; // [T, D]
+            self.own_experts.push_back(work.take_experts()?);
+            if is_last {
+                let draws: Vec<Draw> = draws.iter().map(OwnedDraw::as_draw).collect();
+                sampled = self.own.sample(work, &rows, &draws)?;
+            }
+            x = Some(rows);
+        }
+        let computed = Instant::now();
+        self.pass_on(x.filter(|_| !is_last))?;
+        self.bring_back(&sampled)?;
+        self.times.computing += computed - start;
+        self.times.waiting += computed.elapsed();
+        Ok(())
+    }
+
+    /// Gives every stage what the one before made of its step.
+    fn pass_on(&mut self, x: Option<Tensor>) -> Result<()> {
+        let last = self.pipe.size() - 1;
+        let most = (0..last).map(|stage| self.num_tokens(stage)).max().unwrap_or(0);
+        if most == 0 {
+            return Ok(());
+        }
+        let [sent, mut received] = [self.own.stream(most)?, self.own.stream(most)?]; // [most, D]
+        if let Some(x) = x {
+            sent.f_narrow(0, 0, x.size()[0])?.f_copy_(&x)?;
+        }
+        self.pipe.shift(&sent, &mut received)?;
+        if let Some(before) = self.pipe.rank().checked_sub(1) {
+            let num_tokens = self.num_tokens(before);
+            let x = received.f_narrow(0, 0, num_tokens as i64)?;
+            self.received = (num_tokens > 0).then_some(x);
+        }
+        Ok(())
+    }
+
+    /// Tokens of a stage's step; 0 without one.
+    fn num_tokens(&self, stage: usize) -> usize {
+        self.stages[stage].as_ref().map_or(0, |step| step.work.num_tokens())
+    }
+
+    /// Gives all stages what the last one sampled, if it had a step, and the experts that the step's tokens had on every stage.
+    fn bring_back(&mut self, sampled: &[Sampled]) -> Result<()> {
+        let num_tokens = self.num_tokens(self.pipe.size() - 1);
+        if num_tokens == 0 {
+            return Ok(());
+        }
+        let experts = self.own_experts.pop_front().expect("every stage has computed a step that is through");
+        let own: (Vec<SentToken>, Vec<u16>) = (sampled.iter().map(sent).collect(), experts);
+        let all: Vec<(Vec<SentToken>, Vec<u16>)> = all_gather_json(self.pipe, "bring tokens back", &own)?;
+        let mut experts = Vec::new();
+        for token in 0..num_tokens {
+            for (_, of_stage) in &all {
+                let per_token = of_stage.len() / num_tokens;
+                experts.extend_from_slice(&of_stage[token * per_token..(token + 1) * per_token]);
+            }
+        }
+        let sampled = all.into_iter().flat_map(|(tokens, _)| tokens).map(received).collect();
+        self.through.push_back(StepResult { sampled, experts });
+        Ok(())
+    }
+}
+
+fn sent(sampled: &Sampled) -> SentToken {
+    let Sampled { token_id, logprob, top } = sampled;
+    (*token_id, logprob.to_bits(), top.iter().map(|other| (other.token_id, other.logprob.to_bits())).collect())
+}
+
+fn received((token_id, logprob, top): SentToken) -> Sampled {
+    let of = |(token_id, logprob)| TokenLogprob { token_id, logprob: f32::from_bits(logprob) };
+    Sampled { token_id, logprob: f32::from_bits(logprob), top: top.into_iter().map(of).collect() }
+}

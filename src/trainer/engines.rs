@@ -1,0 +1,228 @@
+//! Engines of several ranks before a run: the memory of each stage, and what other sizes would have.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use tch::Kind;
+
+use super::preflight::{MakePlan, OpenModel, Preflight, open_model, validate_gpu};
+use super::rows::TrainingRows;
+use crate::config::{Config, EngineShape, Mode, Quantization, WorldSize};
+use crate::cuda::Placement;
+use crate::data::Tokenizer;
+use crate::error::Result;
+use crate::model::{ModelSpec, ParamTable, Stage, Stages};
+use crate::plan::{MemoryPlan, Room, human};
+use crate::rollout::{cache_kind, kv_block_bytes};
+use crate::serve::EngineSlices;
+use crate::tools::ToolProcess;
+
+/// The memory of one rank of a stage.
+#[derive(Debug)]
+pub(super) struct StagePlan {
+    stage: Stage,
+    weight_bytes: usize,
+    kv_cache_bytes: usize,
+}
+
+impl StagePlan {
+    /// With slices of its weights alone, and `num_kv_blocks` of keys and values of its layers.
+    pub(super) fn new(
+        stage: Stage,
+        config: &Config,
+        table: &ParamTable,
+        (kind, num_kv_blocks): (Kind, usize),
+    ) -> Result<Self> {
+        let tp_size = config.tensor_parallel_size;
+        let (own, cached) = (table.spec.of_layers(&stage.layers), cache_kind(config.kv_cache_dtype, kind));
+        let kv_cache_bytes = num_kv_blocks * kv_block_bytes(&own, tp_size, config.kv_block_size, cached);
+        let weight_bytes = EngineSlices::gathered_bytes(table, (0, tp_size), &stage, kind)?;
+        Ok(Self { stage, weight_bytes, kv_cache_bytes })
+    }
+}
+
+impl fmt::Display for StagePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stage, weight_bytes, kv_cache_bytes } = self;
+        let last = stage.layers.end - 1;
+        let (weights, cache) = (human(*weight_bytes), human(*kv_cache_bytes));
+        let head = if stage.is_last() { " and head" } else { "" };
+        write!(
+            f,
+            "stage {}: layers {} to {last}{head}, engine weights {weights}, KV cache {cache}",
+            stage.index, stage.layers.start
+        )
+    }
+}
+
+/// A run with its model, before it is planned.
+#[derive(Debug)]
+pub struct PlannedRun {
+    config: Config,
+    model: OpenModel,
+}
+
+impl PlannedRun {
+    /// Reads the model and the rows: the longest prompt is that of the rows where the configuration gives no limit.
+    ///
+    /// # Errors
+    /// What is wrong with the model's folder or the rows.
+    pub fn with_rows(config: &Config, placement: Placement) -> Result<Self> {
+        let run = Self::without_rows(config, placement)?;
+        let (spec, tokenizer, _) = &run.model;
+        config.validate_context(spec.max_position_embeddings)?;
+        if config.max_prompt_length.is_some() {
+            return Ok(run);
+        }
+        let tools = ToolProcess::start(config)?;
+        let rows = TrainingRows::read(config, tokenizer, spec, (Vec::new(), tools.as_ref()))?;
+        Ok(Self { config: rows.planned(config), ..run })
+    }
+
+    /// Reads the model of a run whose rows are not there yet: without `max_prompt_length` prompts may be as long as the context.
+    ///
+    /// # Errors
+    /// What is wrong with the model's folder.
+    pub fn without_rows(config: &Config, placement: Placement) -> Result<Self> {
+        Ok(Self { config: config.clone(), model: open_model(config, placement)? })
+    }
+
+    /// A run of a model's shape alone, whose tokens are numbers.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a shape that cannot run so.
+    pub fn of_shape(config: &Config, spec: &ModelSpec, placement: Placement) -> Result<Self> {
+        let spec = Arc::new(spec.clone().with_expert_parallel(config.enable_expert_parallel)?);
+        let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
+        validate_gpu(&spec, placement, Some(config.tensor_parallel_size), Path::new(""))?;
+        Ok(Self { config: config.clone(), model: (spec, tokenizer, false) })
+    }
+
+    /// Checks and plans it for as many ranks as `world_size` says, at `placement` in the memory of `room`.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration or the machine.
+    pub fn preflight(&self, placement: Placement, world_size: WorldSize, room: Room) -> Result<Preflight> {
+        Preflight::of_model(&self.config, self.model.clone(), placement, world_size, room)
+    }
+
+    /// Plans it with every tensor-parallel size and number of stages that divide the ranks and the model.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a batch that the ranks do not divide.
+    pub fn compare(&self, placement: Placement, world_size: WorldSize, room: Room) -> Result<EngineTable> {
+        let num_generators = self.config.roles(world_size.ranks)?.num_generators;
+        let divisors = |number: usize| (1..=number).filter(move |size| number.is_multiple_of(*size));
+        let shapes = divisors(num_generators).flat_map(|tensor_parallel_size| {
+            divisors(num_generators / tensor_parallel_size)
+                .map(move |pipeline_parallel_size| EngineShape { tensor_parallel_size, pipeline_parallel_size })
+        });
+        let mut choices = Vec::new();
+        for shape in shapes.filter(|shape| self.can_be(*shape, placement)) {
+            let plan = self.with_engine(shape, placement, world_size, room);
+            choices.push(EngineChoice { shape, num_engines: num_generators / shape.num_ranks(), plan });
+        }
+        Ok(EngineTable { choices, own: self.config.engine_shape(), on_gpus: placement.on_cuda })
+    }
+
+    /// Whether the model and the configuration allow such engines; memory aside.
+    fn can_be(&self, shape: EngineShape, placement: Placement) -> bool {
+        let EngineShape { tensor_parallel_size: tp_size, pipeline_parallel_size: num_stages } = shape;
+        let Self { config, model: (spec, ..) } = self;
+        let is_alone = shape.num_ranks() == 1 || (config.tools.agent.is_none() && !config.strict);
+        let has_stages = config.mode == Mode::Colocated && config.quantization == Quantization::None;
+        let fits_gpu = || validate_gpu(spec, placement, Some(tp_size), Path::new("")).is_ok();
+        is_alone
+            && spec.validate_tp(tp_size).is_ok()
+            && (num_stages == 1 || (has_stages && Stages::new(spec, num_stages, &[]).is_ok()))
+            && fits_gpu()
+    }
+
+    /// Its plan with such engines. Stages have sharded weights.
+    fn with_engine(
+        &self,
+        shape: EngineShape,
+        placement: Placement,
+        world_size: WorldSize,
+        room: Room,
+    ) -> Result<PlannedEngine> {
+        let EngineShape { tensor_parallel_size, pipeline_parallel_size } = shape;
+        let mut config = Config { tensor_parallel_size, pipeline_parallel_size, ..self.config.clone() };
+        if pipeline_parallel_size > 1 {
+            config.zero.stage = 3;
+        }
+        config.pipeline_partition.take_if(|partition| partition.0.len() != pipeline_parallel_size);
+        let plan: &MakePlan<'_> = &|input, _| MemoryPlan::without_advice(input);
+        let planned = Preflight::planned(&config, self.model.clone(), placement, world_size, room, plan)?;
+        let layers = planned.stages.iter().map(|stage| stage.layers.len().to_string()).collect::<Vec<_>>().join(",");
+        Ok(PlannedEngine { zero_stage: config.zero.stage, layers, plan: planned.engine_plan.unwrap_or(planned.plan) })
+    }
+}
+
+/// Engines of one size.
+#[derive(Debug)]
+struct EngineChoice {
+    shape: EngineShape,
+    num_engines: usize,
+    plan: Result<PlannedEngine>,
+}
+
+#[derive(Debug)]
+struct PlannedEngine {
+    zero_stage: u8,
+    layers: String,
+    plan: MemoryPlan,
+}
+
+/// What engines of each size would have, side by side; printed as a table.
+#[derive(Debug)]
+pub struct EngineTable {
+    choices: Vec<EngineChoice>,
+    own: EngineShape,
+    on_gpus: bool,
+}
+
+impl fmt::Display for EngineTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let header =
+            ["tp", "pp", "engines", "zero.stage", "layers", "# KV blocks", "tokens", "at full length", "asked for"];
+        writeln!(f, "{}", row(header.map(str::to_owned), ' '))?;
+        for EngineChoice { shape, num_engines, plan } in &self.choices {
+            let mark = if *shape == self.own { '*' } else { ' ' };
+            let [tp, pp] = [shape.tensor_parallel_size, shape.pipeline_parallel_size].map(|size| size.to_string());
+            match plan {
+                Ok(PlannedEngine { zero_stage, layers, plan }) => {
+                    let tokens = plan.num_kv_blocks * plan.kv_block_size;
+                    let at_once = tokens as f64 / plan.max_model_length.max(1) as f64;
+                    let cells = [
+                        tp,
+                        pp,
+                        num_engines.to_string(),
+                        zero_stage.to_string(),
+                        layers.clone(),
+                        plan.num_kv_blocks.to_string(),
+                        tokens.to_string(),
+                        format!("{at_once:.1}"),
+                        plan.num_seqs.to_string(),
+                    ];
+                    writeln!(f, "{}", row(cells, mark))?;
+                }
+                Err(error) => writeln!(f, "{mark}{tp:>3} {pp:>3} {num_engines:>8}  {error}")?,
+            }
+        }
+        let of = "of one engine: KV blocks, the tokens that they hold, the sequences of max_model_length that these are, and those that a batch has; * is as configured";
+        write!(f, "{of}")?;
+        let has_stages = self.choices.iter().any(|choice| choice.shape.pipeline_parallel_size > 1);
+        if has_stages && self.on_gpus {
+            write!(f, "; pp above 1 runs on CPUs so far")?;
+        }
+        Ok(())
+    }
+}
+
+fn row([tp, pp, engines, zero, layers, blocks, tokens, sequences, wanted]: [String; 9], mark: char) -> String {
+    format!(
+        "{mark}{tp:>3} {pp:>3} {engines:>8} {zero:>11} {layers:>20} {blocks:>12} {tokens:>10} {sequences:>15} {wanted:>10}"
+    )
+}

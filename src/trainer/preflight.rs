@@ -1,0 +1,207 @@
+//! What is checked and planned of a run before any process starts.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use tch::Kind;
+
+use super::engines::{PlannedRun, StagePlan};
+use super::teacher::Teacher;
+use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization, Roles, RolloutQuantization, WorldSize};
+use crate::cuda::Placement;
+use crate::data::{Hub, Tokenizer};
+use crate::error::Result;
+use crate::model::{BlockMatrix, LoraSpec, ModelSource, ModelSpec, ParamTable, QuantizedBlock, Stages};
+use crate::plan::{MemoryPlan, PlanInput, Role, Room};
+use crate::rollout::{check_fp8, check_stages, fullest_stage};
+use crate::serve::EngineSlices;
+
+/// A model's shape and tokenizer, and whether it comes with adapters.
+pub(super) type OpenModel = (Arc<ModelSpec>, Arc<Tokenizer>, bool);
+
+/// Makes a plan; the second argument gives the bytes of gathered weights of other configurations.
+pub(super) type MakePlan<'a> = dyn Fn(&PlanInput<'_>, &dyn Fn(&Config) -> Result<usize>) -> Result<MemoryPlan> + 'a;
+
+/// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
+#[derive(Debug)]
+pub struct Preflight {
+    /// How a generation batch is spread.
+    pub batch: BatchPlan,
+    /// The model.
+    pub spec: Arc<ModelSpec>,
+    /// Tokenizer of the model.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The layout of its weights.
+    pub table: Arc<ParamTable>,
+    /// Which layers each stage of an engine has.
+    pub stages: Stages,
+    /// Memory of each of them, where there are several.
+    pub(super) stage_plans: Vec<StagePlan>,
+    /// A model that scores the samples.
+    pub teacher: Option<Teacher>,
+    /// Type of weights and activations.
+    pub kind: Kind,
+    /// The memory plan of each rank; in split mode of each rank that trains.
+    pub plan: MemoryPlan,
+    /// The memory plan of each rank that generates, in split mode.
+    pub engine_plan: Option<MemoryPlan>,
+}
+
+impl Preflight {
+    /// Checks a run of as many ranks as `world_size` says that computes at `placement` in the memory of `room`.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration, the model's folder or the machine.
+    pub fn new(config: &Config, placement: Placement, world_size: WorldSize, room: Room) -> Result<Self> {
+        config.validate_world(world_size.ranks)?;
+        PlannedRun::with_rows(config, placement)?.preflight(placement, world_size, room)
+    }
+
+    /// Checks a run of a model that is already read.
+    pub(super) fn of_model(
+        config: &Config,
+        (spec, tokenizer, starts_from_adapters): OpenModel,
+        placement: Placement,
+        world_size: WorldSize,
+        room: Room,
+    ) -> Result<Self> {
+        check_stages(config.pipeline_parallel_size, placement.on_cuda)?;
+        let model = (spec, tokenizer, starts_from_adapters);
+        Self::planned(config, model, placement, world_size, room, &MemoryPlan::new)
+    }
+
+    /// [`Preflight::of_model`] by a function that makes plans, of an engine that may have stages on GPUs.
+    pub(super) fn planned(
+        config: &Config,
+        (spec, tokenizer, starts_from_adapters): OpenModel,
+        placement: Placement,
+        world_size: WorldSize,
+        room: Room,
+        plan: &MakePlan<'_>,
+    ) -> Result<Self> {
+        let kind = placement.kind;
+        let batch = config.validate_world(world_size.ranks)?;
+        let BatchPlan { roles: Roles { num_trainers, num_generators }, .. } = batch;
+        world_size.check_engines(world_size.ranks - num_generators, config.engine_shape())?;
+        config.validate_context(spec.max_position_embeddings)?;
+        spec.validate_tp(config.tensor_parallel_size)?;
+        let stages = Stages::new(&spec, config.pipeline_parallel_size, config.stage_sizes())?;
+        let engine_layers = fullest_stage(&spec, &stages);
+        if config.quantization == Quantization::Nf4 {
+            QuantizedBlock::check(&spec)?;
+        }
+        if config.rollout_quantization == RolloutQuantization::Fp8 {
+            check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
+        }
+        spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
+        if let Some(lora) = LoraSpec::new(&config.lora) {
+            lora.check(&spec)?;
+            if placement.on_cuda {
+                lora.check_gpu(&spec, placement.kind)?;
+            }
+        }
+        if config.optimizer.optim == OptimizerName::Muon {
+            BlockMatrix::check(&spec)?;
+        }
+        let shards = config.zero.shard_group(num_trainers, world_size.local_ranks);
+        let table = Arc::new(ParamTable::new(spec.clone(), shards));
+        let teacher = Teacher::open(config, &tokenizer, shards)?;
+        if let Some(teacher) = &teacher {
+            validate_gpu(&teacher.table.spec, placement, None, &teacher.folder)?;
+        }
+        let engine_weights = |config: &Config| engine_weight_bytes(config, &table, &stages, kind);
+        let engine_weight_bytes = engine_weights(config)?;
+        let plan_of = |role| {
+            let teacher = teacher.as_ref().map(|teacher| &*teacher.table);
+            let input = PlanInput {
+                config,
+                table: &table,
+                teacher,
+                kind,
+                role,
+                batch,
+                engine_layers: &engine_layers,
+                engine_weight_bytes,
+                starts_from_adapters,
+                room,
+            };
+            plan(&input, &engine_weights)
+        };
+        let (plan, engine_plan) = match config.mode {
+            Mode::Colocated => (plan_of(Role::Both)?, None),
+            Mode::Split => (plan_of(Role::Trains)?, Some(plan_of(Role::Generates)?)),
+        };
+        teacher.as_ref().map_or(Ok(()), |teacher| teacher.check_context(plan.max_model_length))?;
+        let stage_plans: Vec<StagePlan> = match stages.count() {
+            1 => Vec::new(),
+            _ => stages
+                .iter()
+                .map(|stage| StagePlan::new(stage, config, &table, (kind, plan.num_kv_blocks)))
+                .collect::<Result<_>>()?,
+        };
+        Ok(Self { batch, spec, tokenizer, table, stages, stage_plans, teacher, kind, plan, engine_plan })
+    }
+
+    /// The memory plan of a rank.
+    pub fn plan_of(&self, rank: usize) -> &MemoryPlan {
+        let of_engine = self.engine_plan.as_ref().filter(|_| rank >= self.batch.roles.num_trainers);
+        of_engine.unwrap_or(&self.plan)
+    }
+}
+
+impl fmt::Display for Preflight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.plan)?;
+        self.stage_plans.iter().try_for_each(|stage| write!(f, "\n{stage}"))?;
+        self.engine_plan.as_ref().map_or(Ok(()), |plan| write!(f, "\n{plan}"))
+    }
+}
+
+/// Refuses a shape that no kernel serves on GPUs: of a model that trains, and where its engine has `tp_size` ranks also generates.
+pub(super) fn validate_gpu(
+    spec: &ModelSpec,
+    placement: Placement,
+    tp_size: Option<usize>,
+    folder: &Path,
+) -> Result<()> {
+    if !placement.on_cuda {
+        return Ok(());
+    }
+    spec.validate_gpu(placement.kind, folder)?;
+    tp_size.map_or(Ok(()), |tp_size| spec.validate_gpu_engine(placement.kind, tp_size, folder))
+}
+
+/// The shape and the tokenizer of the model that the configuration names, and whether it comes with adapters.
+pub(super) fn open_model(config: &Config, placement: Placement) -> Result<OpenModel> {
+    let ModelSource { base: folder, adapters } = source(config)?;
+    let spec = Arc::new(ModelSpec::from_folder(&folder)?.with_expert_parallel(config.enable_expert_parallel)?);
+    let tokenizer = Tokenizer::from_folder(&folder)?.with_template_variables(&config.data.chat_template_kwargs.0)?;
+    tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+    validate_gpu(&spec, placement, Some(config.tensor_parallel_size), &folder)?;
+    Ok((spec, Arc::new(tokenizer), adapters.is_some()))
+}
+
+/// The model's folders, of a repository those in the cache.
+pub(super) fn source(config: &Config) -> Result<ModelSource> {
+    ModelSource::find(&config.model_name_or_path, config.model_revision.as_deref(), None, &Hub::cached())
+}
+
+/// Whether the engine needs gathered slices: weights are sharded, which quantised ones and those of an engine's own never are.
+pub(super) fn gathers(config: &Config, table: &ParamTable) -> bool {
+    let in_place = config.zero.stage < 3 || table.shards == 1 || config.mode == Mode::Split;
+    !in_place && config.quantization == Quantization::None
+}
+
+/// Bytes that the engine's own weights take on each rank, of several stages the most.
+fn engine_weight_bytes(config: &Config, table: &ParamTable, stages: &Stages, kind: Kind) -> Result<usize> {
+    match (gathers(config, table), config.quantization) {
+        (true, _) => {
+            let tp = (0, config.tensor_parallel_size);
+            let mut of_stages = stages.iter().map(|stage| EngineSlices::gathered_bytes(table, tp, &stage, kind));
+            of_stages.try_fold(0, |most, bytes| bytes.map(|bytes| bytes.max(most)))
+        }
+        (false, Quantization::Nf4) => Ok(EngineSlices::dequantized_bytes(table, kind)),
+        (false, Quantization::None) => Ok(0),
+    }
+}

@@ -1,0 +1,304 @@
+//! Engines whose layers are in stages, against engines of one rank.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use colo_grpo::Error;
+use colo_grpo::internal::config::{EngineShape, KvCacheDtype, RolloutQuantization};
+use colo_grpo::internal::dist::World;
+use colo_grpo::internal::model::{DeltaLayers, ModelSpec, Stage, Stages};
+use colo_grpo::internal::rollout::{EngineOptions, EngineRanks, EngineStats, Event, Request, Session, kv_block_bytes};
+use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, Structure};
+use tch::Kind;
+
+use super::setup::{Model, greedy, options, prompts, sampled, token_ids};
+use crate::ranks;
+
+/// Models with so many layers that each of up to four stages has some.
+fn models() -> Vec<Model> {
+    let micro = ModelSpec { num_layers: 5, ..ModelSpec::preset("micro").unwrap() };
+    let untied = ModelSpec { tie_word_embeddings: false, ..micro.clone() };
+    let golden = |name: &str, num_layers| ModelSpec { num_layers, ..(*Model::golden(name).spec).clone() };
+    let hybrid = golden("qwen3_5", 6);
+    let delta_net = hybrid.delta_net.clone().map(|delta| DeltaLayers { full_attention: vec![0, 2, 4, 5], ..delta });
+    let specs = [micro, untied, golden("qwen2_moe_mixed", 5), ModelSpec { delta_net, ..hybrid }];
+    specs.into_iter().map(|spec| Model::random(spec, 1)).collect()
+}
+
+fn ranks_of(world: &World, model: &Model, shape: EngineShape, partition: &[usize]) -> EngineRanks {
+    let mesh = world.mesh(shape, world.size()).unwrap();
+    EngineRanks::new(&mesh, Stages::new(&model.spec, shape.pipeline_parallel_size, partition).unwrap())
+}
+
+fn generate(
+    model: &Model,
+    ranks: &EngineRanks,
+    options: EngineOptions,
+    prompts: &[Prompt],
+    params: &SamplingParams,
+) -> (Vec<RolloutGroup>, EngineStats) {
+    let mut engine = model.engine_in_stages(options, ranks.clone());
+    let mut rollout = engine.wake(model.weights_of(ranks), 1).unwrap();
+    let groups = rollout.generate(prompts, params, |_| ()).unwrap();
+    (groups, *rollout.stats())
+}
+
+/// Each rank brings a part of the prompts and gets what one rank alone would have sampled for them, whichever layers it has.
+fn equals_one_rank(world: &World, shape: EngineShape, uneven: &[usize]) {
+    let [of_five, of_six] = [5, 6].map(|num_layers: usize| -> Vec<usize> {
+        let first = num_layers - uneven[1..].iter().sum::<usize>();
+        std::iter::once(first).chain(uneven[1..].iter().copied()).collect()
+    });
+    let ranks = ranks_of(world, &models()[0], shape, &[]); // of a world's groups there is a limit
+    let filtered = SamplingParams { temperature: 0.7, top_k: 7, top_p: 0.9, ..sampled() };
+    let chunked = EngineOptions { max_num_batched_tokens: 16, max_num_seqs: 6, ..options() };
+    for (index, model) in models().iter().enumerate() {
+        let cut: &[usize] = if model.spec.num_layers == 5 { &of_five } else { &of_six };
+        let ranks = |cut: &[usize]| EngineRanks {
+            stages: Stages::new(&model.spec, shape.pipeline_parallel_size, cut).unwrap(),
+            ..ranks.clone()
+        };
+        let check = |cut: &[usize], options: &[&EngineOptions], params: &SamplingParams| {
+            check(model, &ranks(cut), options, params);
+        };
+        let few_blocks = EngineOptions { kv_cache_bytes: 24 * check_cache(model, &ranks(cut)), ..options() };
+        check(cut, &[&few_blocks], &greedy());
+        if index == 0 {
+            check(cut, &[&few_blocks, &chunked], &sampled());
+            check(&[], &[&options()], &filtered);
+        } else {
+            check(cut, &[&options()], &sampled());
+        }
+    }
+}
+
+/// The bytes of a block on the stage that needs most. A stage's cache holds as many, of its own layers alone.
+fn check_cache(model: &Model, ranks: &EngineRanks) -> usize {
+    let block_bytes =
+        |stage: &Stage| kv_block_bytes(&model.spec.of_layers(&stage.layers), ranks.tp.size(), 8, Kind::Float);
+    let most = ranks.stages.iter().map(|stage| block_bytes(&stage)).max().unwrap();
+    let options = EngineOptions { kv_cache_bytes: 6400 * most, ..options() };
+    let (reserved, own) = (model.engine_in_stages(options, ranks.clone()).absent_bytes(), block_bytes(&ranks.stage()));
+    assert!((6400 * own..6400 * own + (2 << 20)).contains(&reserved), "{reserved} bytes for 6400 blocks of {own}");
+    most
+}
+
+fn check(model: &Model, ranks: &EngineRanks, options: &[&EngineOptions], params: &SamplingParams) {
+    let tolerance = if model.spec.delta_net.is_some() { 1e-3 } else { 1e-4 };
+    let (all, (rank, size)) = (prompts(7), (ranks.all.rank(), ranks.all.size()));
+    let own = rank * all.len() / size..(rank + 1) * all.len() / size;
+    let (expected, _) = model.generate(super::options(), &all, params);
+    for &options in options {
+        let (groups, stats) = generate(model, ranks, options.clone(), &all[own.clone()], params);
+        assert_eq!(token_ids(&groups), token_ids(&expected[own.clone()]), "{:?} {params:?} {options:?}", ranks.stages);
+        assert!(stats.stage.computing > Duration::ZERO && stats.stage.waiting > Duration::ZERO);
+        for (group, expected) in groups.iter().zip(&expected[own.clone()]) {
+            for (got, expected) in group.completions.iter().zip(&expected.completions) {
+                assert_eq!(got.routed_experts, expected.routed_experts);
+                let pairs = got.rollout_logprobs.iter().zip(&expected.rollout_logprobs);
+                pairs.for_each(|(a, b)| assert!((a - b).abs() < tolerance, "{a} {b}"));
+            }
+        }
+    }
+}
+
+fn staged(tensor_parallel_size: usize, pipeline_parallel_size: usize) -> EngineShape {
+    EngineShape { tensor_parallel_size, pipeline_parallel_size }
+}
+
+#[test]
+fn two_stages_equal_one_rank() {
+    ranks::run(2, "rollout::stages::two_stages_equal_one_rank", |world| {
+        equals_one_rank(&world, staged(1, 2), &[4, 1]);
+    });
+}
+
+#[test]
+fn three_stages_equal_one_rank() {
+    ranks::run(3, "rollout::stages::three_stages_equal_one_rank", |world| {
+        equals_one_rank(&world, staged(1, 3), &[2, 2, 1]);
+    });
+}
+
+#[test]
+fn four_stages_equal_one_rank() {
+    ranks::run(4, "rollout::stages::four_stages_equal_one_rank", |world| {
+        equals_one_rank(&world, staged(1, 4), &[1, 2, 1, 1]);
+    });
+}
+
+#[test]
+fn two_stages_of_two_ranks_equal_one_rank() {
+    ranks::run(4, "rollout::stages::two_stages_of_two_ranks_equal_one_rank", |world| {
+        equals_one_rank(&world, staged(2, 2), &[2, 3]);
+    });
+}
+
+/// Keys and values in FP8, products in FP8, texts that follow a structure, and groups that a rollout leaves unfinished, whose blocks are kept on every stage.
+#[test]
+fn stages_round_and_hold_and_keep_as_one_rank_does() {
+    ranks::run(2, "rollout::stages::stages_round_and_hold_and_keep_as_one_rank_does", |world| {
+        let (model, params, num_groups) = (&models()[0], sampled(), [4, 0][world.rank()]);
+        let ranks = ranks_of(&world, model, staged(1, 2), &[]);
+        let prompts = &prompts(num_groups as u64);
+        let rounded =
+            EngineOptions { quantization: RolloutQuantization::Fp8, kv_cache_dtype: KvCacheDtype::Fp8, ..options() };
+        let (expected, _) = model.generate(rounded.clone(), prompts, &params);
+        assert_eq!(token_ids(&generate(model, &ranks, rounded, prompts, &params).0), token_ids(&expected));
+
+        let spec = ModelSpec { vocab_size: 300, num_layers: 4, ..ModelSpec::preset("micro").unwrap() };
+        let held = Model { tokenizer: Arc::new(super::bytes()), ..Model::random(spec, 2) };
+        let structure = Some(Structure::Regex("a[bc]{3,12}".to_owned()));
+        let in_order = SamplingParams { structure, ..sampled() };
+        let of_held = EngineRanks { stages: Stages::new(&held.spec, 2, &[]).unwrap(), ..ranks.clone() };
+        let (expected, _) = held.generate(options(), prompts, &in_order);
+        let (groups, _) = generate(&held, &of_held, options(), prompts, &in_order);
+        assert_eq!(token_ids(&groups), token_ids(&expected));
+        let texts = groups.iter().flat_map(|group| &group.completions).map(|completion| &completion.text);
+        assert!(
+            texts.clone().all(|text| text.starts_with("ab") || text.starts_with("ac")),
+            "{:?}",
+            texts.collect::<Vec<_>>()
+        );
+
+        let (expected, _) = model.generate(options(), prompts, &params);
+        let spread_lengths = Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true });
+        let options = EngineOptions { spread_lengths, ..options() };
+        let mut engine = model.engine_in_stages(options, ranks.clone()).keeping_sequences();
+        let mut groups: Vec<RolloutGroup> = prompts.iter().cloned().map(RolloutGroup::new).collect();
+        let (mut complete, mut num_kept) = (Vec::new(), 0);
+        for _ in 0..num_groups.max(4) {
+            let mut rollout = engine.wake(model.weights_of(&ranks), 1).unwrap();
+            let part = rollout.generate_first(groups, usize::from(world.rank() == 0), &params, |_| ()).unwrap();
+            num_kept += part.stats.num_kept_tokens;
+            complete.extend(part.complete.into_iter().map(|(_, group)| group));
+            groups = part.unfinished.into_iter().map(|(_, group)| group).collect();
+        }
+        complete.sort_by_key(|group| group.prompt.id);
+        assert!(num_kept > 0 && complete.len() == num_groups);
+        for (got, expected) in complete.iter().zip(&expected) {
+            for (got, expected) in got.completions.iter().zip(&expected.completions) {
+                assert_eq!(got.token_ids, expected.token_ids[..got.token_ids.len()], "up to its own length");
+            }
+        }
+    });
+}
+
+/// Requests that come between steps, one of which is removed, with the most probable ids of every token.
+#[test]
+fn a_session_in_stages_reports_what_one_rank_s_does() {
+    ranks::run(2, "rollout::stages::a_session_in_stages_reports_what_one_rank_s_does", |world| {
+        let model = &models()[0];
+        let ranks = ranks_of(&world, model, staged(1, 2), &[2, 3]);
+        let mut alone = model.engine(options(), super::alone());
+        let mut alone = alone.wake(model.weights(&*super::alone()), 1).unwrap();
+        let expected = tokens(alone.session().unwrap());
+        let mut engine = model.engine_in_stages(options(), ranks.clone());
+        let mut rollout = engine.wake(model.weights_of(&ranks), 1).unwrap();
+        assert_eq!(tokens(rollout.session().unwrap()), expected);
+    });
+}
+
+type Tokens = BTreeMap<(String, usize), Vec<(u32, Vec<u32>)>>;
+
+/// The tokens of each request's completions, with the ids that were most probable.
+fn tokens(mut session: Session<'_>) -> Tokens {
+    let params = Arc::new(SamplingParams { num_generations: 3, top_logprobs: 2, ..sampled() });
+    let request = |prompt: &Prompt| Request {
+        prompt_id: prompt.id,
+        token_ids: prompt.token_ids.clone(),
+        first_step: 0,
+        first_sample: 0,
+        params: params.clone(),
+        begun: Vec::new(),
+        adapter: None,
+    };
+    let mut waiting = prompts(5).into_iter();
+    let removed = session.submit(request(&waiting.next().unwrap())).unwrap();
+    let mut heard = Tokens::new();
+    for step in 0.. {
+        if let Some(prompt) = waiting.next() {
+            session.submit(request(&prompt)).unwrap();
+        } else if step == 7 {
+            session.remove(removed).unwrap();
+        } else if !session.has_work() {
+            break;
+        }
+        for event in session.step().unwrap() {
+            if let Event::Token { request, sample, token_id, top_logprobs, .. } = event
+                && request != removed
+            {
+                let top = top_logprobs.iter().map(|top| top.token_id).collect();
+                heard.entry((format!("{request:?}"), sample)).or_default().push((token_id, top));
+            }
+        }
+    }
+    session.close().unwrap();
+    assert!(heard.len() == 12 && heard.values().flatten().all(|(_, top)| top.len() == 2));
+    heard
+}
+
+#[test]
+fn a_stage_that_fails_ends_the_others_with_its_error_and_all_go_on_after_it() {
+    let test = "rollout::stages::a_stage_that_fails_ends_the_others_with_its_error_and_all_go_on_after_it";
+    ranks::run(3, test, |world| {
+        let model = &models()[0];
+        let ranks = ranks_of(&world, model, staged(1, 3), &[]);
+        let mut engine = model.engine_in_stages(options(), ranks.clone());
+        for failing in [2, 0, 1] {
+            let mut rollout = engine.wake(model.weights_of(&ranks), 1).unwrap();
+            let mut steps = 0;
+            let mut session = rollout.session().unwrap();
+            for prompt in prompts(4) {
+                let params = Arc::new(sampled());
+                let (prompt_id, token_ids) = (prompt.id, prompt.token_ids);
+                let (first_step, first_sample, begun, adapter) = (0, 0, Vec::new(), None);
+                session
+                    .submit(Request { prompt_id, token_ids, first_step, first_sample, params, begun, adapter })
+                    .unwrap();
+            }
+            let result = loop {
+                steps += 1;
+                if world.rank() == failing && steps == 6 {
+                    break Err(Error::NonFinite { message: format!("stage {failing}") });
+                }
+                match session.step() {
+                    Ok(_) if session.has_work() => {}
+                    ended => break ended.map(|_| ()),
+                }
+            };
+            drop(session);
+            drop(rollout);
+            match world.agree(result).unwrap_err() {
+                Error::NonFinite { .. } => assert_eq!(world.rank(), failing),
+                Error::PeerFailed { rank, message, .. } => {
+                    assert_eq!((rank, message), (failing, format!("stage {failing}")))
+                }
+                other => panic!("{other}"),
+            }
+        }
+        let all = prompts(3);
+        let (expected, _) = model.generate(options(), &all, &greedy());
+        let own = world.rank()..world.rank() + 1;
+        let (groups, _) = generate(model, &ranks, options(), &all[own.clone()], &greedy());
+        assert_eq!(token_ids(&groups), token_ids(&expected[own]));
+    });
+}
+
+#[test]
+fn stages_are_refused_on_gpus_and_take_weights_of_their_own_alone() {
+    let error = colo_grpo::internal::rollout::check_stages(2, true).unwrap_err().to_string();
+    assert!(
+        error.starts_with("pipeline_parallel_size = 2: expected 1: stages of layers run on CPUs so far"),
+        "{error}"
+    );
+    ranks::run(2, "rollout::stages::stages_are_refused_on_gpus_and_take_weights_of_their_own_alone", |world| {
+        let model = &models()[0];
+        let ranks = ranks_of(&world, model, staged(1, 2), &[]);
+        let mut engine = model.engine_in_stages(options(), ranks.clone());
+        let whole = model.weights(&*super::alone());
+        let error = engine.wake(whole, 1).unwrap_err().to_string();
+        assert!(error.contains("(blocks, embedding, lm_head)"), "{error}");
+    });
+}
