@@ -94,7 +94,7 @@ pub(crate) fn worlds_on_nodes<T: Send>(
             Arc::new(Member::new(segments[rank / local_size].clone(), rank, rank / local_size * local_size, timeout));
         let (hub, body) = (&hub, &body);
         (member.clone(), move || {
-            let control = control(hub, member, (rank, sizes.0, sizes.1), timeout);
+            let control = control(hub, member, (rank, sizes.0, sizes.1));
             body(World::of_threads((rank, sizes.0, sizes.1), control.clone(), Carrier::Nodes(control)))
         })
     })

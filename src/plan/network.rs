@@ -47,8 +47,8 @@ impl NetworkPlan {
         let mut flows = Vec::new();
         let mut add = |what, when, bytes| flows.push(Flow { what, when, bytes });
         if shards <= world.local_ranks {
-            let copies = (world.local_ranks / shards) as f64;
-            add("gradients", "an update, beside backward", 2.0 * ring(groups) * copies * gradients);
+            // Of several copies on a node each slice has a ring, in rank order, which leaves the node once.
+            add("gradients", "an update, beside backward", 2.0 * ring(groups) * gradients);
         } else {
             let (sums, when) = match stage {
                 0 => (2.0, "an update, beside backward"),
@@ -104,7 +104,7 @@ mod tests {
         assert_eq!(two.flows[0].bytes, 4.0 * params);
         assert_eq!(plan(&[], 4, 8).1.flows[0].bytes, 6.0 * plan(&[], 4, 8).0);
         let (params, halves) = plan(&["zero.reduce_dtype=bfloat16"], 2, 4);
-        assert_eq!(halves.flows[0].bytes, 2.0 * 0.75 * 2.0 * 2.0 * params, "four copies, two on each node");
+        assert_eq!(halves.flows[0].bytes, 2.0 * 0.75 * 2.0 * params, "four copies, two on each node");
         let (params, whole) = plan(&["zero.stage=3", "zero.shard_group_size=16"], 2, 16);
         let bytes: Vec<f64> = whole.flows.iter().map(|flow| flow.bytes / params * 16.0 / 15.0).collect();
         assert_eq!(bytes, [4.0, 4.0, 2.0]);

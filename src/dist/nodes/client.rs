@@ -58,6 +58,8 @@ struct InboxState {
     welcome: Option<Result<NodeLayout, Refusal>>,
     /// Results of gathers, by generation, division and number.
     gathered: HashMap<(u64, u32, u64), Vec<u8>>,
+    /// Failed verdicts so far: what belongs to an earlier generation is not kept.
+    generation: u64,
     /// Messages of other ranks to this one, by generation, division and sender: word and payload.
     relayed: HashMap<(u64, u32, u32), VecDeque<Relayed>>,
     verdicts: HashMap<u64, Option<RankFailure>>,
@@ -206,7 +208,10 @@ impl Client {
         self.send(frame);
         let all = self.wait(deadline, |state| state.gathered.remove(&(generation, division, turn)), ended);
         match all {
-            Ok(all) => Ok(unpack(&all).unwrap_or_default()),
+            Ok(all) => unpack(&all).filter(|all| all.len() == group.ranks.len()).ok_or_else(|| {
+                let message = format!("its answer in group '{}' has not one part for each rank", group.name);
+                Stopped::Failed(RankFailure { rank: 0, code: ExitCode::RankDied, message })
+            }),
             Err(Stopped::Late(_)) => Err(Stopped::Late(self.ask_late(division, first, turn))),
             Err(stopped) => Err(stopped),
         }
@@ -246,6 +251,7 @@ impl Client {
             let generation = self.generation.fetch_add(1, Ordering::AcqRel) + 1;
             self.turns.lock().unwrap_or_else(PoisonError::into_inner).clear();
             let mut state = self.inbox.lock();
+            state.generation = generation;
             state.gathered.retain(|key, _| key.0 >= generation);
             state.relayed.retain(|key, _| key.0 >= generation);
         }
@@ -328,6 +334,7 @@ impl Inbox {
                     state.verdicts.insert(frame.epoch, verdict);
                 }
             }
+            FrameKind::Gathered | FrameKind::Relay if frame.epoch < state.generation => return, // of before a failure
             FrameKind::Gathered => {
                 state.gathered.insert((frame.epoch, frame.division, frame.word), frame.payload);
             }

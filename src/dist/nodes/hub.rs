@@ -1,6 +1,7 @@
 //! The hub: what rank 0 serves to all ranks of the world, itself among them. It admits them, passes on what they send one another,
 //! gathers, collects the nodes' verdicts, and tells all when one is gone.
 
+use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -125,11 +126,9 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
 }
 
 /// The greeting of somebody who proves that they have the token.
-fn admit(mut stream: TcpStream, shared: &Shared) -> Option<(Greeting, TcpStream)> {
+fn admit(stream: TcpStream, shared: &Shared) -> Option<(Greeting, TcpStream)> {
     stream.set_nonblocking(false).ok()?;
-    stream.set_read_timeout(Some(PROOF)).ok()?;
-    stream.set_write_timeout(Some(PROOF)).ok()?;
-    let greeting = match shared.token.admit(&mut stream) {
+    let greeting = match shared.token.admit(&mut ProofStream::new(&stream, PROOF)) {
         Ok(greeting) => greeting,
         Err(unproven) => {
             let from =
@@ -147,8 +146,46 @@ fn admit(mut stream: TcpStream, shared: &Shared) -> Option<(Greeting, TcpStream)
     Some((serde_json::from_slice(&greeting).ok()?, stream))
 }
 
+/// A connection of somebody unknown, for as long as a proof may take in all.
+pub(super) struct ProofStream<'a> {
+    stream: &'a TcpStream,
+    until: Instant,
+}
+
+impl<'a> ProofStream<'a> {
+    pub(super) fn new(stream: &'a TcpStream, limit: Duration) -> Self {
+        Self { stream, until: Instant::now() + limit }
+    }
+
+    fn left(&self) -> io::Result<Option<Duration>> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
+    }
+}
+
+impl Read for ProofStream<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(self.left()?)?;
+        self.stream.read(buffer)
+    }
+}
+
+impl Write for ProofStream<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(self.left()?)?;
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
+}
+
 /// Passes on what a rank sends until its connection ends.
 fn serve(greeting: &Greeting, stream: &TcpStream, shared: &Shared) {
+    if shared.switch().is_complete() {
+        return; // too late: all are there
+    }
     let rank = greeting.rank;
     let (Ok(connection), Ok(reading)) = (Connection::new(stream), stream.try_clone()) else { return };
     let Some(place) = shared.switch().join(greeting, connection) else {

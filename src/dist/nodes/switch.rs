@@ -79,8 +79,12 @@ impl Switch {
         self.layout.is_some()
     }
 
-    /// Admits a rank, to a place that [`Switch::end`] names; none if it is refused, and all others with it.
+    /// Admits a rank, to a place that [`Switch::end`] names; none if it is refused, and all others with it, or if all are there: one
+    /// that proves itself so late has been given up for another process under its number.
     pub(super) fn join(&mut self, greeting: &Greeting, connection: Connection) -> Option<u64> {
+        if self.layout.is_some() {
+            return None;
+        }
         if self.refusal.is_none() {
             self.refusal = self.own.check(greeting).err();
         }
@@ -200,7 +204,11 @@ impl Switch {
         let Ok(ranks) = serde_json::from_slice::<Vec<usize>>(&ranks) else { return };
         let key = (frame.division, frame.rank, frame.word);
         let num_parts = ranks.len();
-        let pending = self.gathers.entry(key).or_insert_with(|| PendingGather { ranks, parts: vec![None; num_parts] });
+        let asked = || PendingGather { ranks: ranks.clone(), parts: vec![None; num_parts] };
+        let pending = self.gathers.entry(key).or_insert_with(asked);
+        if pending.ranks != ranks {
+            return self.lose(rank, "it gathers from other ranks than its peers do");
+        }
         if let Some(at) = pending.ranks.iter().position(|&member| member == rank) {
             pending.parts[at] = Some(bytes);
         }

@@ -58,16 +58,14 @@ pub(super) fn greeting((rank, world_size, local_size): (usize, usize, usize)) ->
     }
 }
 
+/// Longest that ranks of a test take to meet, whatever their own waits may take.
+const MEETING: Duration = Duration::from_secs(60);
+
 /// One rank's control plane.
-pub(in crate::dist) fn control(
-    hub: &TestHub,
-    member: Arc<Member>,
-    place: (usize, usize, usize),
-    timeout: Duration,
-) -> Arc<NodesControl> {
+pub(in crate::dist) fn control(hub: &TestHub, member: Arc<Member>, place: (usize, usize, usize)) -> Arc<NodesControl> {
     let greeting = greeting(place);
     let served = hub.start(&greeting);
-    let client = hub.join(&greeting, timeout);
-    let layout = client.await_welcome(Deadline::after(timeout)).unwrap();
+    let client = hub.join(&greeting, MEETING);
+    let layout = client.await_welcome(Deadline::after(MEETING)).unwrap();
     Arc::new(NodesControl::new(place.0, member, client, layout, served))
 }

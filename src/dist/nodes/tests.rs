@@ -1,7 +1,7 @@
 //! Worlds of two and three nodes, held to worlds of one.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,10 +9,12 @@ use tch::{Device, Kind, Tensor};
 
 use super::auth::Token;
 use super::client::{Client, FIRST_EPOCH};
-use super::hub::Hub;
-use super::layout::Refusal;
+use super::connection::Connection;
+use super::hub::{Hub, ProofStream};
+use super::layout::{Greeting, Refusal};
+use super::switch::Switch;
 use super::testing::{TOKEN, TestHub, greeting};
-use crate::dist::control::{Deadline, RankGroup};
+use crate::dist::control::{Deadline, RankGroup, Stopped};
 use crate::dist::shm::{Member, Segment};
 use crate::dist::{Collective, ReduceOp, World, all_gather_bytes, testing};
 use crate::error::{Error, ExitCode, Result};
@@ -126,7 +128,7 @@ fn the_first_failure_reaches_the_ranks_of_all_nodes_and_they_go_on_after_agreein
 #[test]
 fn ranks_that_stay_away_are_named_with_their_node() {
     let all_waited = std::sync::Barrier::new(4);
-    let errors = testing::worlds_on_nodes((2, 2), Duration::from_millis(400), |world| {
+    let errors = testing::worlds_on_nodes((2, 2), Duration::from_secs(2), |world| {
         let pair = world.subgroup("pair", &[world.rank() % 2, world.rank() % 2 + 2]).unwrap();
         let mut tensor = Tensor::from_slice(&[1.0]);
         let error = match world.rank() {
@@ -224,7 +226,7 @@ fn a_failure_that_comes_before_this_rank_attaches_its_memory_is_not_forgotten() 
 #[test]
 fn a_node_that_falls_silent_is_named() {
     let mut hub = TestHub::new();
-    hub.longest_silence = Duration::from_millis(700);
+    hub.longest_silence = Duration::from_secs(3);
     let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
     let served = hub.start(&first);
     let mut silent = TcpStream::connect(("127.0.0.1", hub.port)).unwrap();
@@ -239,8 +241,56 @@ fn a_node_that_falls_silent_is_named() {
     }
     let lost = own.lost().unwrap();
     assert_eq!((lost.rank, lost.code), (1, ExitCode::RankDied));
-    assert!(lost.message.starts_with("on node 1 (host1): nothing heard of it for 1 s"), "{}", lost.message);
+    assert!(lost.message.starts_with("on node 1 (host1): nothing heard of it for 3 s"), "{}", lost.message);
     drop((own, served, silent));
+}
+
+/// A rank whose greeting took too long may come again while its first connection is admitted after all.
+#[test]
+fn a_rank_that_comes_once_all_are_there_is_not_admitted() {
+    let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
+    let mut switch = Switch::new(first.clone());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut join = |greeting: &Greeting| {
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let place = switch.join(greeting, Connection::new(&listener.accept().unwrap().0).unwrap());
+        (place, switch.is_complete(), client)
+    };
+    let joined = [join(&second), join(&second), join(&first), join(&second)];
+    let outcomes = joined.iter().map(|(place, is_complete, _)| (*place, *is_complete)).collect::<Vec<_>>();
+    assert_eq!(outcomes, [(Some(1), false), (Some(2), false), (Some(3), true), (None, true)]);
+}
+
+/// Rank 1 counts itself twice: neither gets more or fewer parts than it asked for.
+#[test]
+fn ranks_that_gather_from_different_ranks_are_ended() {
+    let (served, own, other) = two_that_met();
+    let gather = |client: &Client, ranks: &[usize], rank| {
+        client.gather(&RankGroup::new(0, "world", ranks, rank), &[], Deadline::after(PATIENCE), || None)
+    };
+    let ended = std::thread::scope(|scope| {
+        let ended = scope.spawn(|| gather(&other, &[0, 1, 1], 1));
+        [gather(&own, &[0, 1], 0), ended.join().unwrap()]
+    });
+    for ended in ended {
+        let Err(Stopped::Failed(failure)) = ended else { panic!("{ended:?}") };
+        assert!(failure.message.contains("it gathers from other ranks than its peers do"), "{}", failure.message);
+    }
+    drop((own, other, served));
+}
+
+/// However often somebody unknown sends a byte, all of the proof has one limit.
+#[test]
+fn a_proof_has_a_limit_as_a_whole() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let stream = listener.accept().unwrap().0;
+    stranger.write_all(&[7; 9]).unwrap();
+    let mut byte = [0];
+    ProofStream::new(&stream, PATIENCE).read_exact(&mut byte).unwrap();
+    assert_eq!(byte, [7]);
+    let late = ProofStream::new(&stream, Duration::ZERO).read(&mut byte).unwrap_err();
+    assert_eq!(late.kind(), std::io::ErrorKind::TimedOut, "though bytes are there");
 }
 
 /// Fault 41, between nodes: who has no token learns nothing but random numbers, and all goes on as if nobody had come.
