@@ -161,7 +161,7 @@ pub fn experts_down(
 }
 
 /// low = x A^T of each sorted row with the A of its expert, rounded. Where adapters of several names are stacked, `choice` has whose each
-/// row of A is [r] i32, and whose each token's are [T] i32: products with another's are zero. Allocates nothing.
+/// row of A is `[r]` i32, and whose each token's are `[T]` i32: products with another's are zero. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`experts_gate_up`].
