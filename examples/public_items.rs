@@ -60,7 +60,7 @@ fn configuration(file: &str) -> Result<Config> {
 
     let batch: BatchPlan = config.validate_world(1)?;
     let Roles { num_trainers, num_generators } = batch.roles;
-    WorldSize { ranks: 8, local_ranks: 8 }.check_engines(0, 2)?;
+    WorldSize { ranks: 8, local_ranks: 8 }.check_engines(0, 2.into())?;
     println!("{num_trainers} ranks train, {num_generators} generate; at most {MAX_ASYNC_STEPS} steps ahead");
     let named: Option<Sources> = Config::sources(Some(file.as_ref()), &[]);
     println!("{:?}", named.map(|named| named.model));
