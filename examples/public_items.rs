@@ -60,7 +60,10 @@ fn configuration(file: &str) -> Result<Config> {
 
     let batch: BatchPlan = config.validate_world(1)?;
     let Roles { num_trainers, num_generators } = batch.roles;
-    WorldSize { ranks: 8, local_ranks: 8 }.check_engines(0, 2.into())?;
+    let uneven: &Option<PipelinePartition> = &config.pipeline_partition;
+    println!("stages of layers {uneven:?}");
+    let engine = EngineShape { tensor_parallel_size: 2, pipeline_parallel_size: 1 };
+    WorldSize { ranks: 8, local_ranks: 8 }.check_engines(0, engine)?;
     println!("{num_trainers} ranks train, {num_generators} generate; at most {MAX_ASYNC_STEPS} steps ahead");
     let named: Option<Sources> = Config::sources(Some(file.as_ref()), &[]);
     println!("{:?}", named.map(|named| named.model));
@@ -216,7 +219,9 @@ fn sampled(engine: &mut RolloutEngine<'_>, prompt: &Prompt) -> Result<Vec<Trajec
     let unfinished = vec![RolloutGroup::new(prompt.clone())];
     let Rollout { complete, stats, .. } = engine.generate_first(unfinished, 1, &SamplingParams::default(), |_| ())?;
     let stats: EngineStats = stats;
+    let StageTimes { computing, waiting } = stats.stage;
     println!("{} groups, {} tokens", complete.len(), stats.num_generated_tokens);
+    println!("this stage of layers computed for {computing:?} and waited for {waiting:?}");
     println!("lengths of a benchmark: {}", LengthSpread { shortest: 1, longest: 64, long_tailed: true }.length(7));
     Ok(completions)
 }

@@ -219,5 +219,5 @@ fn what_cannot_be_followed_is_an_error_with_the_reason() {
     let mut engine = words.engine(long(), super::setup::alone());
     let mut rollout = engine.wake(words.weights(&*super::setup::alone()), 1).unwrap();
     let refused = rollout.generate(&prompts(1), &params(Structure::Regex("a".into()), 8), |_| ()).unwrap_err();
-    assert!(refused.to_string().contains("tokens are no bytes"), "{refused}");
+    assert!(refused.to_string().contains("does not say which bytes its tokens are"), "{refused}");
 }
