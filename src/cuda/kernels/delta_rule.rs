@@ -42,7 +42,7 @@ pub struct DeltaPrepared {
 /// Chunks by themselves: decays and the inverse of their systems.
 ///
 /// # Errors
-/// The errors of [`super::delta_mix`].
+/// The errors of [`super::delta_mix()`].
 pub fn delta_prepare(
     mixed: &Tensor,                 // [T, C] bf16
     [a, b]: [&Tensor; 2],           // [T, H] bf16
@@ -97,7 +97,7 @@ pub struct DeltaScan {
 /// The rule over the chunks of all sequences.
 ///
 /// # Errors
-/// The errors of [`super::delta_mix`].
+/// The errors of [`super::delta_mix()`].
 pub fn delta_scan(
     mixed: &Tensor, // [T, C] bf16
     prepared: &DeltaPrepared,
@@ -165,7 +165,7 @@ pub struct DeltaGradients {
 /// The rule's backward, from the gradients of its outputs and of the last states. `scan` was computed for a backward.
 ///
 /// # Errors
-/// The errors of [`super::delta_mix`]; [`crate::Error::InvalidArgument`] where something was not computed for a backward.
+/// The errors of [`super::delta_mix()`]; [`crate::Error::InvalidArgument`] where something was not computed for a backward.
 pub fn delta_backward(
     d_o: &Tensor,            // [T, H, DIM] bf16
     d_last: Option<&Tensor>, // [N, H, DIM, DIM] f32
