@@ -76,6 +76,8 @@ __device__ __forceinline__ void add_columns(
 
 ADD_ROWS(f32_f32_x1, float, float, 1)
 ADD_ROWS(f32_f32_x4, float, float, 4)
+ADD_ROWS(f32_bf16_x1, float, bf16, 1)
+ADD_ROWS(f32_bf16_x4, float, bf16, 4)
 ADD_ROWS(bf16_f32_x1, bf16, float, 1)
 ADD_ROWS(bf16_f32_x4, bf16, float, 4)
 ADD_ROWS(bf16_bf16_x1, bf16, bf16, 1)

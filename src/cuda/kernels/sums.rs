@@ -11,6 +11,8 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::SUMS;
 pub(super) const NAMES: &[&str] = &[
     "add_rows_f32_f32_x1",
     "add_rows_f32_f32_x4",
+    "add_rows_f32_bf16_x1",
+    "add_rows_f32_bf16_x4",
     "add_rows_bf16_f32_x1",
     "add_rows_bf16_f32_x4",
     "add_rows_bf16_bf16_x1",
@@ -26,7 +28,7 @@ pub(super) const NAMES: &[&str] = &[
 pub fn add_rows(
     from: &Tensor,   // [R, D] f32 or bf16
     index: &Tensor,  // [R] i64
-    to: &mut Tensor, // [.., D] f32, or like `from`
+    to: &mut Tensor, // [.., D] f32 or bf16
 ) -> Result<()> {
     const OP: &str = "add_rows";
     let [rows, dim] = from.size()[..] else { return Err(invalid(OP, "rows [R, D]", from.size())) };
