@@ -11,7 +11,7 @@ use super::abilities::has_clusters;
 use super::context::{Context, check};
 use super::library::environment;
 use super::nvrtc::{KernelSource, cubin};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Dynamic shared memory that a kernel has without asking for it.
 const SHARED_UNASKED_BYTES: u32 = 48 << 10;
@@ -52,7 +52,8 @@ impl Kernel {
     /// The function `name` (`extern "C"`) of `source` on GPU `ordinal`, compiled and loaded on first use.
     ///
     /// # Errors
-    /// The errors of the compiler; [`crate::Error::Cuda`] when the driver cannot load it.
+    /// The errors of the compiler; [`Error::InvalidArgument`] with the name where the source has no such kernel;
+    /// [`Error::Cuda`] when the driver cannot load it.
     pub(super) fn get(source: &'static KernelSource, name: &str, ordinal: usize) -> Result<Self> {
         static LOADED: Mutex<Option<HashMap<(usize, String), Kernel>>> = Mutex::new(None);
         let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -64,11 +65,15 @@ impl Kernel {
         let context = Context::retain(ordinal)?;
         let capability = context.compute_capability()?;
         let image = cubin(source, capability)?;
-        let name = CString::new(name).map_err(|_| environment("a kernel's name with a NUL byte"))?;
+        let c_name = CString::new(name).map_err(|_| environment("a kernel's name with a NUL byte"))?;
         // SAFETY: the image is a complete cubin; the driver copies it.
         let module = check("cuModuleLoadData", unsafe { result::module::load_data(image.as_ptr().cast()) })?;
         // SAFETY: the module was loaded just now.
-        let function = check("cuModuleGetFunction", unsafe { result::module::get_function(module, name) })?;
+        let function = unsafe { result::module::get_function(module, c_name) };
+        if function.as_ref().is_err_and(|error| error.0 == sys::CUresult::CUDA_ERROR_NOT_FOUND) {
+            return Err(no_kernel(source, name));
+        }
+        let function = check("cuModuleGetFunction", function)?;
         let kernel = Self { context, function, overlaps: has_clusters(capability) };
         loaded.insert(key, kernel.clone());
         Ok(kernel)
@@ -84,7 +89,7 @@ impl Kernel {
     /// what the kernel does there, until `stream` has passed it.
     ///
     /// # Errors
-    /// [`crate::Error::Cuda`].
+    /// [`Error::Cuda`].
     pub(super) unsafe fn launch(
         &self,
         (grid, block, shared_bytes): (u32, u32, u32),
@@ -139,4 +144,10 @@ impl Kernel {
                 .result()
         })
     }
+}
+
+/// Names are put together from the kinds and sizes of an operation's tensors: those of this one have no kernel.
+fn no_kernel(source: &KernelSource, name: &str) -> Error {
+    let expected = "kinds and sizes of tensors that one of its kernels is for".to_owned();
+    Error::InvalidArgument { op: source.file, expected, got: name.to_owned() }
 }

@@ -241,14 +241,31 @@ fn files(folder: &Path, prefix: &str) -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use super::super::kernels::KERNELS;
     use super::*;
 
     /// Compute capabilities that are served. Machine code comes from the user's cache where an earlier run has compiled the same
     /// source with the same compiler, so that only what has changed takes time.
     const SERVED: [(i32, i32); 5] = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)];
 
+    /// The kernels of machine code, which has a section `.text.` and its name for each.
+    fn kernels_of(image: &[u8]) -> BTreeSet<String> {
+        const SECTION: &[u8] = b".text.";
+        let starts = (0..image.len()).filter(|&at| image[at..].starts_with(SECTION)).map(|at| at + SECTION.len());
+        let name = |start: usize| image[start..].iter().take_while(|&&byte| byte != 0).copied().collect();
+        starts.map(|start| String::from_utf8(name(start)).unwrap()).collect()
+    }
+
+    /// The kernels that wrappers know of a source, and load at start on every chip.
+    fn listed(source: &KernelSource) -> BTreeSet<String> {
+        let own = KERNELS.iter().find(|(own, _)| own.file == source.file);
+        own.unwrap_or_else(|| panic!("{} has no kernels", source.file)).1.iter().map(|&name| name.to_owned()).collect()
+    }
+
     #[test]
-    fn every_kernel_compiles_for_every_chip() {
+    fn every_kernel_compiles_for_every_chip_and_is_listed() {
         tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels");
         let mut known: Vec<_> = SOURCES.iter().map(|source| source.file.to_owned()).collect();
@@ -261,6 +278,7 @@ mod tests {
         let compile_all = |capability| {
             for source in SOURCES {
                 let image = cubin(source, capability).unwrap_or_else(|error| panic!("{capability:?}: {error}"));
+                assert_eq!(kernels_of(&image), listed(source), "{} for {capability:?}", source.file);
                 assert!(machine_code_of(image).is_some(), "{} for {capability:?}", source.file);
             }
         };

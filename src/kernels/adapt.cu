@@ -203,17 +203,23 @@ __device__ __forceinline__ void adapt_up(
     }
 }
 
-// Clusters begin with sm_90: before it these kernels are not there, and the host takes cuBLASLt's products.
+// Clusters begin with sm_90: before it these kernels do nothing, and the host takes cuBLASLt's products.
 #if __CUDA_ARCH__ >= 900
+#define CLUSTER __cluster_dims__(SPLITS, 1, 1)
+#define IN_CLUSTERS(...) __VA_ARGS__
+#else
+#define CLUSTER
+#define IN_CLUSTERS(...)
+#endif
 #define ADAPT_DOWN(M)                                                                                                \
-    extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS) adapt_down_##M(            \
+    extern "C" __global__ void CLUSTER __launch_bounds__(THREADS) adapt_down_##M(                                   \
         const bf16* x, const bf16* a, bf16* low, long long rows, long long columns, long long inner, long long stride) { \
-        adapt_down<M, 32>(x, a, low, rows, columns, inner, stride);                                                 \
+        IN_CLUSTERS(adapt_down<M, 32>(x, a, low, rows, columns, inner, stride);)                                    \
     }
 #define ADAPT_UP(M)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS) adapt_up_##M(                                             \
         const bf16* low, const bf16* b, bf16* out, long long rows, long long columns, long long inner) {            \
-        adapt_up<M, 64>(low, b, out, rows, columns, inner);                                                         \
+        IN_CLUSTERS(adapt_up<M, 64>(low, b, out, rows, columns, inner);)                                            \
     }
 
 ADAPT_DOWN(16)
@@ -221,4 +227,3 @@ ADAPT_DOWN(32)
 ADAPT_DOWN(64)
 ADAPT_UP(32)
 ADAPT_UP(64)
-#endif

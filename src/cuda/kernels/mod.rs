@@ -92,51 +92,54 @@ use super::nvrtc::KernelSource;
 use crate::error::{Error, Result};
 use crate::torch;
 
+/// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 38] = [
+    (adamw::SOURCE, adamw::NAMES),
+    (adamw8bit::SOURCE, adamw8bit::NAMES),
+    (adapt::SOURCE, adapt::NAMES),
+    (add_rms_norm::SOURCE, add_rms_norm::NAMES),
+    (all_reduce::SOURCE, all_reduce::NAMES),
+    (delta_mix::SOURCE, delta_mix::NAMES),
+    (delta_rule::SOURCE, delta_rule::NAMES),
+    (delta_rule::GRADIENTS, delta_rule::GRADIENTS_NAMES),
+    (delta_step::SOURCE, delta_step::NAMES),
+    (embed::SOURCE, embed::NAMES),
+    (expert_sums::SOURCE, expert_sums::NAMES),
+    (experts::SOURCE, experts::NAMES),
+    (filter::SOURCE, filter::NAMES),
+    (fp8::SOURCE, fp8::NAMES),
+    (gate::SOURCE, gate::NAMES),
+    (gate_up::SOURCE, gate_up::NAMES),
+    (grouped_weight::SOURCE, grouped_weight::NAMES),
+    (head::SOURCE, head::NAMES),
+    (heads::SOURCE, heads::NAMES),
+    (mask::SOURCE, mask::NAMES),
+    (merge_attention::SOURCE, merge_attention::NAMES),
+    (nf4::SOURCE, nf4::NAMES),
+    (norm::SOURCE, norm::NAMES),
+    (normal::SOURCE, normal::NAMES),
+    (next_tokens::SOURCE, next_tokens::NAMES),
+    (paged_attention::SOURCE, paged_attention::NAMES),
+    (paged_attention::ANY, paged_attention::ANY_NAMES),
+    (paged_attention::PLAN, paged_attention::PLAN_NAMES),
+    (product::SOURCE, product::NAMES),
+    (qk_norm::SOURCE, qk_norm::NAMES),
+    (rms_norm::SOURCE, rms_norm::NAMES),
+    (rope_write_kv::SOURCE, rope_write_kv::NAMES),
+    (route::SOURCE, route::NAMES),
+    (sample::SOURCE, sample::NAMES),
+    (seen::SOURCE, seen::NAMES),
+    (sums::SOURCE, sums::NAMES),
+    (swiglu::SOURCE, swiglu::NAMES),
+    (wide_product::SOURCE, wide_product::NAMES),
+];
+
 /// Compiles and loads the kernels of every kind for GPU `ordinal`, so that none is waited for, or found missing, in a step.
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC; [`Error::Cuda`].
 pub fn prepare(ordinal: usize) -> Result<()> {
-    for (source, names) in [
-        (adamw::SOURCE, adamw::NAMES),
-        (adamw8bit::SOURCE, adamw8bit::NAMES),
-        (adapt::SOURCE, adapt::NAMES),
-        (add_rms_norm::SOURCE, add_rms_norm::NAMES),
-        (all_reduce::SOURCE, all_reduce::NAMES),
-        (delta_mix::SOURCE, delta_mix::NAMES),
-        (delta_rule::SOURCE, delta_rule::NAMES),
-        (delta_rule::GRADIENTS, delta_rule::GRADIENTS_NAMES),
-        (delta_step::SOURCE, delta_step::NAMES),
-        (embed::SOURCE, embed::NAMES),
-        (expert_sums::SOURCE, expert_sums::NAMES),
-        (experts::SOURCE, experts::NAMES),
-        (filter::SOURCE, filter::NAMES),
-        (fp8::SOURCE, fp8::NAMES),
-        (gate::SOURCE, gate::NAMES),
-        (gate_up::SOURCE, gate_up::NAMES),
-        (grouped_weight::SOURCE, grouped_weight::NAMES),
-        (head::SOURCE, head::NAMES),
-        (heads::SOURCE, heads::NAMES),
-        (mask::SOURCE, mask::NAMES),
-        (merge_attention::SOURCE, merge_attention::NAMES),
-        (nf4::SOURCE, nf4::NAMES),
-        (norm::SOURCE, norm::NAMES),
-        (normal::SOURCE, normal::NAMES),
-        (next_tokens::SOURCE, next_tokens::NAMES),
-        (paged_attention::SOURCE, paged_attention::NAMES),
-        (paged_attention::ANY, paged_attention::ANY_NAMES),
-        (paged_attention::PLAN, paged_attention::PLAN_NAMES),
-        (product::SOURCE, product::NAMES),
-        (qk_norm::SOURCE, qk_norm::NAMES),
-        (rms_norm::SOURCE, rms_norm::NAMES),
-        (rope_write_kv::SOURCE, rope_write_kv::NAMES),
-        (route::SOURCE, route::NAMES),
-        (sample::SOURCE, sample::NAMES),
-        (seen::SOURCE, seen::NAMES),
-        (sums::SOURCE, sums::NAMES),
-        (swiglu::SOURCE, swiglu::NAMES),
-        (wide_product::SOURCE, wide_product::NAMES),
-    ] {
+    for (source, names) in KERNELS {
         for name in names {
             Kernel::get(source, name, ordinal)?;
         }
