@@ -17,7 +17,7 @@ struct Part {
     __device__ __forceinline__ void write(bf16* to) const {
         Pack<bf16, N> packed;
 #pragma unroll
-        for (int k = 0; k < N; ++k) narrow(sum > 0.0f ? out[k] / sum : 0.0f, packed.at[k]);
+        for (int k = 0; k < N; ++k) narrow(sum == 0.0f ? 0.0f : out[k] / sum, packed.at[k]);  // a sum that is NaN stays one
         *reinterpret_cast<Pack<bf16, N>*>(to) = packed;
     }
 };

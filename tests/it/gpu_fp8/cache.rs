@@ -95,7 +95,7 @@ fn gpu_paged_attention_over_fp8_takes_values_of_no_size() {
     }
 }
 
-/// A query that is not a number gives a row without numbers, and leaves the rows beside it what they are.
+/// A query that is not a number gives a row without numbers, and leaves the rows beside it what they are; over bfloat16, too.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_paged_attention_over_fp8_keeps_what_is_not_a_number() {
@@ -109,18 +109,25 @@ fn gpu_paged_attention_over_fp8_keeps_what_is_not_a_number() {
         let (tables, lens) = (ints(&(0..2 * ROWS).collect::<Vec<_>>()).view([ROWS, 2]), ints(&[20, 32, 1, 17, 31]));
         let plan = AttentionPlan::new(shape, (Kind::BFloat16, GPU), ROWS as usize, 2, None).unwrap();
         plan.update(&lens, None).unwrap();
-        let attend = |q: &Tensor| {
-            let mut o = poison(&[ROWS, heads, dim], Kind::BFloat16);
-            kernels::paged_attention_fp8(&plan, q, &cache, &cache, &tables, &lens, &mut o).unwrap();
-            o
-        };
-        let q = gpu(&rand(&[ROWS, heads, dim], Kind::BFloat16));
-        let expected = attend(&q);
-        let _ = q.get(3).select(1, 5).fill_(f64::NAN);
-        let got = attend(&q);
-        assert_eq!(got.get(3).isfinite().any().int64_value(&[]), 0, "{group} x {dim}");
-        for row in [0, 1, 2, 4] {
-            assert!(got.get(row).equal(&expected.get(row)), "{group} x {dim}, row {row}");
+        let plain = gpu(&rand(&[2 * ROWS, 2, block, dim], Kind::BFloat16));
+        for is_fp8 in [true, false] {
+            let attend = |q: &Tensor| {
+                let mut o = poison(&[ROWS, heads, dim], Kind::BFloat16);
+                if is_fp8 {
+                    kernels::paged_attention_fp8(&plan, q, &cache, &cache, &tables, &lens, &mut o).unwrap();
+                } else {
+                    kernels::paged_attention(&plan, q, &plain, &plain, &tables, &lens, &mut o).unwrap();
+                }
+                o
+            };
+            let q = gpu(&rand(&[ROWS, heads, dim], Kind::BFloat16));
+            let expected = attend(&q);
+            let _ = q.get(3).select(1, 5).fill_(f64::NAN);
+            let (got, what) = (attend(&q), format!("{group} x {dim}, FP8 {is_fp8}"));
+            assert_eq!(got.get(3).isfinite().any().int64_value(&[]), 0, "{what}");
+            for row in [0, 1, 2, 4] {
+                assert!(got.get(row).equal(&expected.get(row)), "{what}, row {row}");
+            }
         }
     }
 }
