@@ -12,7 +12,8 @@ use tch::{Device, Kind, Tensor};
 use super::limits::GpuLimits;
 use super::median;
 use crate::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, Draws, HeadTransform, QkvViews, SharedPrefixes,
+    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, DeltaOptions, DeltaPages, DeltaRows, DeltaRuns, DeltaWeights,
+    Draws, HeadTransform, QkvViews, SharedPrefixes,
 };
 use crate::cuda::{Context, EnergyMeter, Graph, Sustained, TorchStream};
 use crate::error::{Error, Result};
@@ -63,6 +64,7 @@ pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>>
     step.rope_write_kv(&cache)?;
     step.paged_attention(&cache)?;
     drop(cache);
+    step.delta_step()?;
     step.sampling()?;
     let meter = EnergyMeter::new(ordinal)?;
     step.products(&meter)?;
@@ -244,6 +246,47 @@ impl DecodeStep<'_> {
             self.time(name, read_once * token_bytes, |layer| attend(&shared, layer))?;
         }
         Ok(())
+    }
+
+    /// Of models with gated delta nets, whose states a step reads and writes.
+    fn delta_step(&mut self) -> Result<()> {
+        let KernelsBench { spec, rows, context, .. } = self.bench;
+        let (Some(heads), rows) = (spec.delta_net.as_ref().map(|delta_net| delta_net.heads), *rows) else {
+            return Ok(());
+        };
+        let (value_heads, channels) = (heads.num_value_heads, heads.channels());
+        let values = value_heads * heads.value_dim;
+        let of_tokens = DeltaRows {
+            qkv: self.tensor(&[rows, channels])?,
+            z: self.tensor(&[rows, values])?,
+            b: self.tensor(&[rows, value_heads])?,
+            a: self.tensor(&[rows, value_heads])?,
+        };
+        let weights = DeltaWeights {
+            conv: self.tensor(&[channels, heads.conv_width])?,
+            a_log: self.tensor(&[value_heads])?,
+            dt_bias: self.tensor(&[value_heads])?,
+            norm: self.tensor(&[heads.value_dim])?,
+        };
+        let of_state = [LAYERS, rows, value_heads, heads.key_dim, heads.value_dim];
+        let states = Tensor::f_zeros(of_state.map(|size| size as i64), (Kind::Float, self.device))?;
+        let last_rows = self.tensor(&[LAYERS, rows, heads.conv_width, channels])?;
+        let (pages, positions) = (self.ints(0..rows), self.ints(vec![context - 1; rows]));
+        let runs = DeltaRuns { pages: &pages, bounds: None, positions: &positions };
+        let options = DeltaOptions { heads, eps: spec.rms_norm_eps };
+        let mut out = self.tensor(&[rows, values])?;
+        let bytes = 2 * states.numel() / LAYERS * states.kind().elt_size_in_bytes();
+        self.time("delta_step", bytes, |layer| {
+            let own = [&last_rows, &states].map(|pages| pages.get(layer as i64));
+            kernels::delta_step(
+                &of_tokens,
+                &weights,
+                options,
+                DeltaPages { rows: &own[0], states: &own[1] },
+                runs,
+                &mut out,
+            )
+        })
     }
 
     /// Keys or values of every layer. [LAYERS, blocks, Hkv, BLOCK_SIZE, hd]

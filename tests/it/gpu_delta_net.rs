@@ -12,9 +12,7 @@ use colo_grpo::internal::ops::rms_norm;
 use colo_grpo::internal::ops::rope::{self, Rope};
 use tch::{Device, Kind, Tensor};
 
-use crate::on_gpu::{
-    GPU, double, gpu, ints, is_small, poison, rand, random_ints, random_permutation, relative_error, seconds,
-};
+use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, random_permutation, relative_error};
 
 const EPS: f64 = 1e-6;
 /// Steps of one token have two more rows, of no sequence.
@@ -82,33 +80,6 @@ fn gpu_gated_delta_nets_do_not_see_how_runs_are_cut() {
             assert!(got.equal(&whole) && got_state.equal(&state), "{kind:?} {heads:?}, {} pieces", cuts.len() - 1);
         }
     }
-}
-
-/// Of the 9B model's shape, where reading and writing all states is what a step lasts.
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_gated_delta_nets_move_states_as_fast_as_memory_does() {
-    const RUNS: i64 = 256;
-    kernels::prepare(0).unwrap();
-    if is_small() {
-        return;
-    }
-    let net = Net::new([16, 32, 128, 128, 4], Kind::BFloat16);
-    let (pages, weights) = (net.pages(RUNS), net.on_gpu());
-    let rows = net.rows(RUNS);
-    let [qkv, z, b, a] = [&rows.qkv, &rows.z, &rows.b, &rows.a].map(gpu);
-    let rows = DeltaRows { qkv, z, b, a };
-    let _ = pages.rule.shallow_clone().zero_();
-    let _ = pages.conv.shallow_clone().zero_();
-    let (own, positions) = (ints(&random_permutation(RUNS)), ints(&vec![9; RUNS as usize]));
-    let mut out = poison(&[RUNS, net.values()], Kind::BFloat16);
-    let runs = DeltaRuns { pages: &own, bounds: None, positions: &positions };
-    let to = DeltaPages { rows: &pages.conv, states: &pages.rule };
-    let step_s = seconds(&mut || kernels::delta_step(&rows, &weights, net.options, to, runs, &mut out).unwrap());
-    let mut states = pages.rule.shallow_clone();
-    let pass_s = seconds(&mut || states = states.g_mul_scalar_(1.0));
-    println!("{RUNS} states of 32 x 128 x 128: {:.0} us, in place {:.0} us", step_s * 1e6, pass_s * 1e6);
-    assert!(step_s < 1.35 * pass_s, "{step_s} s, where reading and writing takes {pass_s} s");
 }
 
 /// A gated delta net's sizes and weights.

@@ -1,16 +1,15 @@
 //! Gated delta nets in training on a GPU: the operation against the CPU's in float64, which unit tests hold to autograd through the
-//! recurrence, and steps of small hybrid models against the CPU's. Ignored where there is no GPU; times are printed as JSON lines.
+//! recurrence, and steps of small hybrid models against the CPU's. Ignored where there is no GPU.
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::cuda::kernels;
 use colo_grpo::internal::model::{DeltaLayers, LoraSpec, ModelSpec};
 use colo_grpo::internal::ops::attention::{Bounds, SharedBounds};
 use colo_grpo::internal::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
-use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu_lora::{Training, assert_trains_as_on_the_cpu};
-use crate::on_gpu::{GPU, is_small, rand, relative_error, seconds};
+use crate::on_gpu::{GPU, rand, relative_error};
 
 /// Heads that the kernels serve, and others, which libtorch's operations serve.
 const WIDE: DeltaHeads =
@@ -128,30 +127,4 @@ fn gpu_hybrids_train_as_on_the_cpu() {
             assert_trains_as_on_the_cpu(&training, kinds, bound, &what);
         }
     }
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_delta_nets_are_timed_at_the_9b_shape() {
-    kernels::prepare(0).unwrap();
-    let heads = DeltaHeads { num_key_heads: 16, num_value_heads: 32, ..WIDE };
-    let lens = if is_small() { vec![0, 200] } else { vec![0, 4096, 8192, 12288, 16384] };
-    let tokens = *lens.last().unwrap();
-    let inputs = Inputs::random(tokens, heads, Kind::BFloat16);
-    let on = |t: &Tensor| t.to_device(GPU);
-    let DeltaRows { qkv, z, b, a } = &inputs.rows;
-    let rows = DeltaRows { qkv: on(qkv), z: on(z), b: on(b), a: on(a) };
-    let DeltaWeights { conv, a_log, dt_bias, norm } = &inputs.weights;
-    let weights = DeltaWeights { conv: on(conv), a_log: on(a_log), dt_bias: on(dt_bias), norm: on(norm) };
-    let zeros = |t: &Tensor| Tensor::zeros(t.size(), (Kind::Float, GPU));
-    let mut grads = DeltaWeights { conv: zeros(conv), a_log: zeros(a_log), dt_bias: zeros(dt_bias), norm: zeros(norm) };
-    let (d_output, options) = (on(&inputs.d_output), DeltaOptions { heads, eps: 1e-6 });
-    let packed = PackedSequences::new(&Bounds::Separate(lens), heads.conv_width, GPU);
-    let forward = seconds(&mut || drop(packed.forward(&rows, &weights, options).unwrap()));
-    let backward = seconds(&mut || drop(packed.backward(&d_output, &rows, &weights, options, &mut grads).unwrap()));
-    println!(
-        "{}",
-        json!({"test": "delta_net", "tokens": tokens, "forward_ms": forward * 1e3, "backward_ms": backward * 1e3})
-    );
-    assert!(is_small() || (forward < 2e-3 && backward < 8e-3), "{forward} s, {backward} s");
 }
