@@ -77,7 +77,8 @@ fn gpu_forks_of_states_equal_the_first() {
     }
 }
 
-/// In float32: the same greedy tokens, with log-probabilities that differ by rounding alone. Prompts come in pieces, several of a group.
+/// In float32: the CPU's greedy tokens of float64, with log-probabilities about as far from these as the CPU's own in float32. Prompts come
+/// in pieces, several of a group.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_greedy_tokens_with_states_equal_the_cpus() {
@@ -96,18 +97,25 @@ fn gpu_greedy_tokens_with_states_equal_the_cpus() {
             max_completion_length: 60,
             ..SamplingParams::default()
         };
-        let [expected, got] =
-            [&of_cpu, &of_gpu].map(|model| in_float32(model, &of_cpu, lora.as_ref(), &asked, &params));
-        for ((ids, logprobs), (other_ids, other_logprobs)) in completions(&expected).zip(completions(&got)) {
-            assert_eq!(ids, other_ids, "adapters: {adapted}");
-            let apart = logprobs.zip(other_logprobs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(apart < 1e-4, "{apart} apart, adapters: {adapted}");
-        }
+        let run = |model, kind| sampled_in(kind, model, &of_cpu, lora.as_ref(), &asked, &params);
+        let expected = run(&of_cpu, Kind::Double);
+        let largest_error = |groups: &[RolloutGroup]| {
+            let mut largest = 0.0f32;
+            for ((ids, logprobs), (other_ids, other_logprobs)) in completions(&expected).zip(completions(groups)) {
+                assert_eq!(ids, other_ids, "adapters: {adapted}");
+                largest = logprobs.zip(other_logprobs).map(|(a, b)| (a - b).abs()).fold(largest, f32::max);
+            }
+            largest
+        };
+        let [on_cpu, on_gpu] = [&of_cpu, &of_gpu].map(|model| largest_error(&run(model, Kind::Float)));
+        // The largest of 720 errors is one of few outliers: 4e-5 on a CPU, and 8e-5 with adapters.
+        assert!(on_gpu < 4.0 * on_cpu, "{on_gpu} on the GPU, {on_cpu} on the CPU, adapters: {adapted}");
     }
 }
 
-/// By an engine on the model's device, of weights that `source` makes.
-fn in_float32(
+/// By an engine in `kind` on the model's device, of weights that `source` makes.
+fn sampled_in(
+    kind: Kind,
     model: &Model,
     source: &Model,
     lora: Option<&LoraSpec>,
@@ -116,9 +124,9 @@ fn in_float32(
 ) -> Vec<RolloutGroup> {
     let device = model.world.device();
     let options = EngineOptions {
-        kv_cache_bytes: 200 * kv_block_bytes(&model.spec, 1, 16, Kind::Float),
-        kind: Kind::Float,
-        residual: Kind::Float,
+        kv_cache_bytes: 200 * kv_block_bytes(&model.spec, 1, 16, kind),
+        kind,
+        residual: kind,
         max_num_seqs: 7,
         max_num_batched_tokens: 100,
         device,
@@ -126,10 +134,10 @@ fn in_float32(
     };
     let tokenizer = Arc::new(Tokenizer::of_ids(model.spec.vocab_size).unwrap());
     let engine = Engine::new(model.spec.clone(), tokenizer, options, model.world.mesh(1, 1).unwrap().tp).unwrap();
-    let unit = |layout: &UnitLayout| Ok((source.unit(layout)?.to_kind(Kind::Float) * 8.0).to_device(device));
+    let unit = |layout: &UnitLayout| Ok((source.unit(layout)?.to_kind(kind) * 8.0).to_device(device));
     let served = Served::new(model.world.clone(), model.table(), engine, &unit).unwrap();
     let adapter = |layout: &UnitLayout| {
-        let adapter = source.adapter_unit(layout)?.to_kind(Kind::Float);
+        let adapter = source.adapter_unit(layout)?.to_kind(kind);
         assert_eq!(adapter.device(), Device::Cpu);
         Ok(adapter.to_device(device))
     };
