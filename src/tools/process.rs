@@ -188,7 +188,7 @@ impl ToolProcess {
         let program = Program { command, is_ours: false, origin, max_reply_bytes: MAX_REPLY_BYTES };
         let mut worker = ToolWorker::start(program, name, timeout).map_err(|failure| refuse(&failure.cause))?;
         worker.tell(&json!({"id": 0}));
-        let loaded = worker.first_reply().map_err(|failure| refuse(&failure.cause))?;
+        let loaded = worker.first_reply(&refuse)?;
         let mut loaded: Loaded = serde_json::from_slice(&loaded).map_err(|error| refuse(&error.to_string()))?;
         if let Some(cause) = &loaded.error {
             return Err(refuse(cause));
@@ -397,7 +397,7 @@ fn start_interpreters(config: &Config) -> Result<ToolWorker> {
     let worker = ToolWorker::start(program, "the process of the tool 'python'", timeout);
     let mut worker = worker.map_err(|failure| refuse(&failure.cause))?;
     worker.tell(&json!({"id": 0}));
-    let ready = worker.first_reply().map_err(|failure| refuse(&failure.cause))?;
+    let ready = worker.first_reply(&refuse)?;
     let ready: ToolReply = serde_json::from_slice(&ready).map_err(|error| refuse(&error.to_string()))?;
     ready.error.map_or(Ok(worker), |cause| Err(refuse(&cause)))
 }

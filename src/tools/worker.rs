@@ -93,14 +93,19 @@ impl ToolWorker {
     }
 
     /// The answer to the first request, which loads tools.
-    pub fn first_reply(&mut self) -> Result<Vec<u8>, RewardFailure> {
+    ///
+    /// # Errors
+    /// What `refuse` makes of a cause; [`Error::StoppedEarly`] if a stop was asked for.
+    pub fn first_reply(&mut self, refuse: &dyn Fn(&str) -> Error) -> Result<Vec<u8>> {
         let end = Instant::now() + START;
         loop {
             phase::beat();
-            match self.worker.receive(end.min(Instant::now() + BEAT))? {
-                Some(reply) => return Ok(reply),
-                None if Instant::now() >= end => return Err(self.worker.overdue()),
-                None => {}
+            match self.worker.receive(end.min(Instant::now() + BEAT)) {
+                Ok(Some(reply)) => return Ok(reply),
+                Ok(None) if phase::stop_requested() => return Err(Error::StoppedEarly),
+                Ok(None) if Instant::now() >= end => return Err(refuse(&self.worker.overdue().cause)),
+                Ok(None) => {}
+                Err(failure) => return Err(refuse(&failure.cause)),
             }
         }
     }

@@ -2,10 +2,11 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use colo_grpo::internal::metrics::read_completions;
 
-use crate::program::{metrics, run};
+use crate::program::{command, end, metrics, run, wait_until};
 
 const CALCULATOR: &str = "--config configs/calculator.toml eval_steps=none eval_file=none max_steps=1 log_completions=true \
     save_steps=none max_train_samples=64";
@@ -92,6 +93,41 @@ fn eval_plays_turns_as_the_run_does() {
     }
     assert_eq!(lines[0], lines[1]);
     assert!(lines[0].contains("\"role\":\"tool\"") && lines[0].lines().count() == 48, "{}", lines[0]);
+}
+
+/// Once the launcher has looked at them, ranks load tools for long: a stop is heeded meanwhile.
+#[test]
+fn ranks_that_load_tools_heed_a_signal() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = r#"
+import pathlib, time
+first, again = (pathlib.Path(__file__).with_name(name) for name in ("first", "again"))
+if first.exists():
+    again.touch()
+    time.sleep(1000)
+first.touch()
+
+def add(a: int, b: int) -> int:
+    """
+    Adds.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a + b
+"#;
+    let (file, again) = (folder.path().join("slow.py"), folder.path().join("again"));
+    fs::write(&file, text).unwrap();
+    let output = folder.path().join("run");
+    let keys = format!("--nproc 2 tools=[\"{}:add\"] output_dir={}", file.display(), output.display());
+    let mut run = command(&format!("{CALCULATOR} {keys}")).spawn().unwrap();
+    wait_until(|| again.exists() || run.try_wait().unwrap().is_some());
+    let stopped = Command::new("kill").args(["-TERM", &run.id().to_string()]).status().unwrap();
+    assert!(stopped.success());
+    let ended = end(run);
+    assert_eq!(ended.code, Some(75), "{}", ended.stderr);
+    assert!(ended.stderr.contains("preempted before there was anything to save"), "{}", ended.stderr);
 }
 
 /// A hang costs its own turn alone, and rewards see the messages.
