@@ -7,10 +7,13 @@ use serde_json::{Map, Value};
 
 use super::PromptFormat;
 use super::field::{Field, FromValue, KeyDoc, join, keys};
-use super::range::{COUNT, Range, above};
+use super::range::{COUNT, Range, from_to};
 use super::raw::RawConfig;
 use super::validate::check;
 use crate::error::{Error, Result};
+
+/// Weights of entries: a row is held in memory as often as an epoch has it.
+const MOST_COPIES: Range = from_to(0.0, 1000.0).without_low();
 
 keys! {
     /// Rows and prompts; keys of the top.
@@ -20,7 +23,7 @@ keys! {
         /// `dataset_train_split` is read, and files of the Hub (`hf://datasets/USER/NAME/PATTERN`). Either this or `dataset_name`.
         pub train_file: Files = Files::default(),
         /// How often the rows of each entry of `train_file` are seen in an epoch: 2 is twice, 0.5 every other one. Empty is 1 each.
-        pub train_file_weights: Vec<f64> = Vec::new() => above(0.0),
+        pub train_file_weights: Vec<f64> = Vec::new() => MOST_COPIES,
         /// Held-out rows, named as in `train_file`; of a folder the split `dataset_test_split` is read.
         pub eval_file: Files = Files::default(),
         /// A data set of the Hugging Face Hub by name (`openai/gsm8k`, with a revision `openai/gsm8k@REVISION`), or a folder with
@@ -165,7 +168,8 @@ mod tests {
             (&["train_file=none"][..], "train_file = none: expected files with training rows, or dataset_name"),
             (&["dataset_name=openai/gsm8k"], "train_file = \"train.jsonl\": expected none, as dataset_name"),
             (&["train_file_weights=[1, 2]"], "one weight for each of the 1 entries"),
-            (&["train_file_weights=[0]"], "a number above 0"),
+            (&["train_file_weights=[0]"], "a number in (0, 1000]"),
+            (&["train_file_weights=[1e9]"], "a number in (0, 1000]"),
             (&["dataset_config=main"], "dataset_config = main: expected none, or dataset_name set"),
         ] {
             assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));

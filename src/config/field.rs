@@ -4,10 +4,13 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::range::{self, Range};
+use super::range::{self, LARGEST, Range};
 use super::raw::RawConfig;
 use crate::error::Error;
 use crate::migration;
+
+/// Advice on numbers beyond [`LARGEST`].
+const TOO_LARGE: &str = "no number is above 1e30 or below -1e30";
 
 /// A value that one key can hold.
 pub(crate) trait FromValue: Sized {
@@ -52,6 +55,14 @@ pub(crate) trait Field: Sized {
     }
 }
 
+/// Whether a number, or one of a list, is beyond [`LARGEST`].
+fn is_too_large(value: &Value) -> bool {
+    match value {
+        Value::Array(entries) => entries.iter().any(is_too_large),
+        value => value.as_f64().is_some_and(|number| number.abs() > LARGEST),
+    }
+}
+
 impl<T: FromValue> Field for T {
     fn describe(key: &str, default: Option<Self>, range: &Range, text: &str, out: &mut Vec<KeyDoc>) {
         let default = default.map(|default| default.to_value());
@@ -65,7 +76,9 @@ impl<T: FromValue> Field for T {
         if read.is_none() {
             let got = value.map_or_else(|| "nothing".to_owned(), Value::to_string);
             let why = if value.is_none() { " (this key is required)" } else { "" };
-            let hint = value.and_then(|value| migration::value_advice(key, value)).map(|hint| format!("; {hint}"));
+            let advice =
+                |value| migration::value_advice(key, value).or_else(|| is_too_large(value).then_some(TOO_LARGE));
+            let hint = value.and_then(advice).map(|hint| format!("; {hint}"));
             let expected = T::expected(range) + why + &hint.unwrap_or_default();
             wrong.push(raw.locate(Error::invalid_value(key, got, expected)));
         }
@@ -195,7 +208,7 @@ impl FromValue for f64 {
     }
 
     fn from_value(value: &Value, range: &Range) -> Option<Self> {
-        value.as_f64().filter(|number| number.is_finite() && range.contains(*number))
+        value.as_f64().filter(|number| number.abs() <= LARGEST && range.contains(*number))
     }
 
     fn to_value(&self) -> Value {

@@ -173,7 +173,7 @@ keys! {
         /// Size of the KV cache per rank in bytes; `none` is decided by the plan.
         pub kv_cache_bytes: Option<usize> = None => at_least(1.0),
         /// Tokens per KV block.
-        pub kv_block_size: usize = 16 => COUNT,
+        pub kv_block_size: usize = 16 => from_to(1.0, 1024.0),
         /// Most sequences decoded at once per engine.
         pub max_num_seqs: usize = 256 => COUNT,
         /// Most prompt tokens prefilled in one engine step.

@@ -13,6 +13,8 @@ pub(crate) struct Range {
     why: &'static str,
 }
 
+/// The largest number that a key takes, of either sign: arithmetic in float32 ends at 3.4e38.
+pub(crate) const LARGEST: f64 = 1e30;
 /// Every number.
 pub(crate) const ANY: Range = above(f64::NEG_INFINITY);
 /// Things of which there must be one. The upper bound keeps products of two counts within 64 bits.
@@ -45,6 +47,11 @@ impl Range {
     /// Adds the reason for the bounds, which errors give.
     pub const fn because(self, why: &'static str) -> Self {
         Self { why, ..self }
+    }
+
+    /// Leaves the lower bound out.
+    pub const fn without_low(self) -> Self {
+        Self { low_is_in: false, ..self }
     }
 
     /// Leaves negative numbers out.
