@@ -19,6 +19,9 @@ const MAX_LINE_BYTES: u64 = 64 << 20;
 const FIRST_BYTES: u64 = 64;
 /// Longest file of one JSON list that is read.
 const MAX_LIST_BYTES: u64 = 2 << 30;
+/// Begins text in UTF-8 that was written on Windows, and says nothing.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+const NOT_UTF8: &str = "not UTF-8: expected text in UTF-8 (iconv -f ENCODING -t UTF-8 writes it), or a Parquet file";
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 /// Where the tests of a program stand: ours, and open-r1's.
@@ -72,6 +75,7 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
             Err((line, message)) => Err(Error::BadLine { path: path.clone(), line, message }),
         })));
     }
+    let start = start.strip_prefix(BYTE_ORDER_MARK).map_or(start.clone(), <[u8]>::to_vec);
     let is_list = start.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
     let mut reader = BufReader::new(Cursor::new(start).chain(file));
     if is_list {
@@ -86,10 +90,15 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
                 Ok(Value::Object(columns)) => Ok(Row::new(path.clone(), index + 1, columns)),
                 Ok(_) => Err(bad("expected an object {\"prompt\": ..} on each line".into())),
                 Err(error) => {
-                    let problem = error.to_string().replace(" at line 1 column", " at column");
+                    let problem = error.to_string();
+                    let problem = match problem.split_once(" at line 1 column") {
+                        Some((problem, column)) => format!("{problem} at column{column}"),
+                        None => problem.split(" at line ").next().unwrap_or_default().into(), // the end of the line
+                    };
                     Err(bad(format!("not JSON: {problem}; expected an object on each line, or a Parquet file")))
                 }
             }),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => Some(Err(bad(NOT_UTF8.into()))),
             Err(error) => Some(Err(bad(error.to_string()))),
         }
     })))
@@ -200,7 +209,11 @@ impl Row {
     }
 
     fn missing(&self, names: &[&str]) -> Error {
-        let seen: Vec<_> = self.columns.keys().map(String::as_str).collect();
+        let seen = self
+            .columns
+            .iter()
+            .map(|(name, value)| if value.is_null() { format!("{name} (null)") } else { name.clone() });
+        let seen: Vec<_> = seen.collect();
         self.bad(format!("no column '{}'; columns seen: {}", names.join("' or '"), seen.join(", ")))
     }
 

@@ -195,6 +195,23 @@ fn a_tenth_of_the_rows_may_be_lost_in_silence() {
 }
 
 #[test]
+fn a_byte_order_mark_is_no_text_and_other_encodings_are_named() {
+    let rows = |bytes: &[u8]| {
+        let folder = Folder::new();
+        let path = folder.path().join("rows.jsonl");
+        std::fs::write(&path, bytes).unwrap();
+        Dataset::from_file(&path, &folder.tokenizer(), &DatasetOptions::default())
+    };
+    for text in
+        ["\u{feff}{\"prompt\": \"one\"}\r\n", "\u{feff}[{\"prompt\": \"one\"}]", "\u{feff}\n{\"prompt\": \"one\"}"]
+    {
+        assert_eq!(rows(text.as_bytes()).unwrap().prompt(0).text, "one", "{text:?}");
+    }
+    let error = rows(b"{\"prompt\": \"one\"}\n{\"prompt\": \"\xe9\"}\n").unwrap_err().to_string();
+    assert!(error.contains(":2: not UTF-8: expected text in UTF-8 (iconv"), "{error}");
+}
+
+#[test]
 fn bad_rows_are_named_with_line_and_columns() {
     assert!(message(&[]).contains("no usable prompts (0 read,"));
     let missing = message(&["", r#"{"text": "one", "answer": 1}"#]);
@@ -202,6 +219,10 @@ fn bad_rows_are_named_with_line_and_columns() {
         missing.ends_with(":2: no column 'prompt' or 'problem' or 'question'; columns seen: text, answer"),
         "{missing}"
     );
+    let nothing = message(&[r#"{"prompt": null, "answer": 1}"#]);
+    assert!(nothing.ends_with("columns seen: prompt (null), answer"), "{nothing}");
+    let cut = message(&["{\"prompt\": [", r#"{"prompt": "one"}"#]);
+    assert!(cut.contains(":1: not JSON: EOF while parsing a list; expected an object"), "{cut}");
     assert!(message(&[r#"{"prompt": "one""#]).contains(":1: not JSON"));
     assert!(message(&[r#"["one"]"#]).contains("expected an object"));
     assert!(message(&[r#"{"prompt": 3}"#]).contains("neither text nor a list"));
