@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::field::keys;
+use super::field::{FromValue, keys};
 use super::range::{COUNT, above, from_to};
 use super::validate::check;
 use super::{Config, DistillationMode, DynamicSampling};
@@ -41,6 +41,14 @@ keys! {
     }
 }
 
+/// A value as it is written in a file.
+fn shown<T: FromValue>(value: &T) -> String {
+    match value.to_value() {
+        serde_json::Value::String(text) => text,
+        value => value.to_string(),
+    }
+}
+
 impl Config {
     /// Whether a teacher scores the samples.
     pub fn has_teacher(&self) -> bool {
@@ -53,9 +61,9 @@ impl Config {
         let has_teacher = self.has_teacher();
         let unread = "to be left out, or teacher_model_name_or_path, beside which alone it is read";
         for (key, value, is_default) in [
-            ("teacher_model_revision", format!("{teacher_model_revision:?}"), teacher_model_revision.is_none()),
+            ("teacher_model_revision", shown(teacher_model_revision), teacher_model_revision.is_none()),
             ("distillation_weight", distillation_weight.to_string(), *distillation_weight == WEIGHT),
-            ("distillation_is_clip", format!("{distillation_is_clip:?}"), *distillation_is_clip == Some(CLIP_MAX)),
+            ("distillation_is_clip", shown(distillation_is_clip), *distillation_is_clip == Some(CLIP_MAX)),
         ] {
             check(key, value, has_teacher || is_default, unread)?;
         }
@@ -97,7 +105,11 @@ mod tests {
         assert!(given.has_teacher() && given.distillation.distillation_is_clip.is_none());
         for (keys, part) in [
             (&["distillation_weight=0.5"][..], "or teacher_model_name_or_path, beside which alone"),
-            (&["teacher_model_revision=main"], "or teacher_model_name_or_path, beside which alone"),
+            (
+                &["teacher_model_revision=main"],
+                "teacher_model_revision = main: expected to be left out, or teacher_model_name",
+            ),
+            (&["distillation_is_clip=3.5"], "distillation_is_clip = 3.5: expected to be left out"),
             (&["teacher_model_name_or_path=t", "distillation_weight=2"], "from 0 to 1"),
             (&["distillation_mode=topk_logits"], "beside which alone it is read"),
             (&["teacher_model_name_or_path=t", "distillation_mode=topk_logits"], "the number of tokens"),

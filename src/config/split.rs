@@ -42,7 +42,12 @@ impl Config {
         if self.mode == Mode::Colocated {
             let left_out = "to be left out, or mode = split";
             check("split.rollout_gpus", rollout_gpus.unwrap_or(0), rollout_gpus.is_none(), left_out)?;
-            check("split.in_flight_updates", format!("{in_flight_updates:?}"), in_flight_updates.is_none(), left_out)?;
+            check(
+                "split.in_flight_updates",
+                in_flight_updates.unwrap_or(false),
+                in_flight_updates.is_none(),
+                left_out,
+            )?;
             return check("split.async_steps", async_steps, async_steps == 0, left_out);
         }
         let may_be_on = async_steps > 1 && !self.is_reproducible() && self.dynamic_sampling != DynamicSampling::Replace;

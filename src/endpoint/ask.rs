@@ -131,7 +131,7 @@ impl Fields {
         match self.0.remove(name) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => {
-                serde_json::from_value(value).map(Some).map_err(|error| Refusal::of(name, error.to_string()))
+                serde_json::from_value(value).map(Some).map_err(|error| Refusal::of_type(name, &error.to_string()))
             }
         }
     }

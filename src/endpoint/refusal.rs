@@ -26,6 +26,11 @@ impl Refusal {
         Self { status: 400, param: Some(param.to_owned()), message: format!("{param}: {}", message.into()) }
     }
 
+    /// A field whose value is of another type; `error` is serde's.
+    pub(super) fn of_type(param: &str, error: &str) -> Self {
+        Self::of(param, in_plain_words(error))
+    }
+
     pub(super) fn json(&self) -> Value {
         let (kind, code) = match self.status {
             404 if self.param.as_deref() == Some("model") => ("invalid_request_error", Some("model_not_found")),
@@ -49,5 +54,35 @@ impl IntoResponse for Refusal {
             headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         }
         response
+    }
+}
+
+/// An error of a value's type without names of Rust's types.
+fn in_plain_words(error: &str) -> String {
+    let Some((start, expected)) = error.rsplit_once("expected ") else { return error.to_owned() };
+    let expected = match expected {
+        "usize" | "u64" | "u32" => "a whole number of at least 0",
+        "i64" => "a whole number",
+        "f32" | "f64" => "a number",
+        "a sequence" => "a list",
+        "a map" => "an object",
+        other => other,
+    };
+    format!("{start}expected {expected}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn types_have_no_names_of_rusts() {
+        let message = |error: &str| Refusal::of_type("n", error).message;
+        let of = |error: Result<usize, serde_json::Error>| message(&error.unwrap_err().to_string());
+        let expected = "n: invalid value: integer `-1`, expected a whole number of at least 0";
+        assert_eq!(of(serde_json::from_value(json!(-1))), expected);
+        let text = serde_json::from_value::<f32>(json!("hot")).unwrap_err().to_string();
+        assert!(message(&text).ends_with("\"hot\", expected a number"), "{text}");
+        assert_eq!(message("of a kind of its own"), "n: of a kind of its own");
     }
 }

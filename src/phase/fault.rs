@@ -81,7 +81,7 @@ impl std::str::FromStr for Fault {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let shape = || format!("'{text}' is not rank:step:phase:kind");
+        let shape = || "rank:step:phase:kind".to_owned();
         let parts: Vec<&str> = text.split(':').collect();
         let [rank, step, phase, kind] = parts[..] else { return Err(shape()) };
         let (step, repeats) = step.strip_suffix('+').map_or((step, false), |step| (step, true));

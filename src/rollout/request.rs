@@ -146,7 +146,7 @@ impl SamplingParams {
                 "min_p",
                 self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0)),
                 "min_p in [0, 1]",
-                format!("{:?}", self.min_p),
+                self.min_p.map_or_else(|| "none".into(), |p| p.to_string()),
             ),
             (
                 "repetition_penalty",

@@ -38,6 +38,11 @@ impl Teacher {
                 "a model with the tokenizer of the policy, whose ids it is to score; {difference}"
             ));
         }
+        let (top, vocab) = (distillation.num_top().unwrap_or(0), spec.vocab_size);
+        if top > vocab {
+            let expected = format!("at most {vocab}, the tokens of the teacher's distributions");
+            return Err(Error::invalid_value("distillation_topk", top, expected));
+        }
         Ok(Some(Self { folder: source.base, table: Arc::new(ParamTable::new(spec, shards)) }))
     }
 
@@ -67,6 +72,13 @@ mod tests {
         let config = Config::load(None, &overrides).unwrap();
         let own = Tokenizer::from_folder("configs/arithmetic/model").unwrap();
         let found = Teacher::open(&config, &own, 2).unwrap().unwrap();
+        let with_top = |top: usize| {
+            let keys = ["distillation_mode=topk_logits".to_owned(), format!("distillation_topk={top}")];
+            Teacher::open(&Config::load(None, &[&overrides[..], &keys].concat()).unwrap(), &own, 2)
+        };
+        assert!(with_top(64).is_ok());
+        let error = with_top(65).unwrap_err().to_string();
+        assert!(error.contains("distillation_topk = 65: expected at most 64, the tokens of"), "{error}");
         let context = found.table.spec.max_position_embeddings;
         assert!(found.check_context(context).is_ok());
         let error = found.check_context(context + 1).unwrap_err().to_string();
