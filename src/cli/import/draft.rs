@@ -84,8 +84,10 @@ pub(super) struct Draft {
     dropped: Vec<String>,
     /// Without an equivalent: the result is another one.
     lost: Vec<String>,
-    /// Processes to start.
+    /// Processes to start, on each node.
     pub nproc: Option<u64>,
+    /// Nodes, where there are several.
+    pub nnodes: Option<u64>,
 }
 
 impl Draft {
@@ -182,6 +184,8 @@ impl Draft {
     /// The file, which begins with what became of the other one.
     pub fn text(&self, file: &Path, program: &str) -> String {
         let nproc = self.nproc.map(|count| format!(" --nproc {count}")).unwrap_or_default();
+        let nnodes = self.nnodes.map(|count| format!(" --nnodes {count} --node_rank RANK --master_addr NODE_0"));
+        let nproc = nproc + &nnodes.unwrap_or_default();
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         let mut text = format!("# From {name} of {program}; start it with: colo-grpo{nproc} --config THIS_FILE\n");
         for note in self.notes() {

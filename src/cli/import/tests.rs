@@ -118,6 +118,24 @@ fn what_changes_the_result_is_in_the_last_list() {
 }
 
 #[test]
+fn a_batch_of_several_nodes_is_shared_by_the_gpus_of_all() {
+    let batch =
+        [("data.train_batch_size", json!(64)), ("actor.ppo_mini_batch_size", json!(64)), ("rollout.n", json!(8))];
+    let on = |nodes: u64| {
+        let place = [("trainer.n_gpus_per_node", json!(8)), ("trainer.nnodes", json!(nodes))];
+        let theirs: Vec<_> = batch.iter().chain(&place).map(|(key, value)| entry(key, value)).collect();
+        assert_accounted(&theirs).text("run.yaml".as_ref(), "verl")
+    };
+    let (one, two) = (on(1), on(2));
+    assert!(
+        one.contains("colo-grpo --nproc 8 --config") && one.contains("\nper_device_train_batch_size = 64\n"),
+        "{one}"
+    );
+    assert!(two.contains("--nproc 8 --nnodes 2 --node_rank RANK --master_addr NODE_0 --config"), "{two}");
+    assert!(two.contains("\nper_device_train_batch_size = 32\n") && !two.contains("WITHOUT"), "{two}");
+}
+
+#[test]
 fn a_key_that_is_given_twice_is_one_key() {
     let both = [("torch_dtype", json!("bfloat16")), ("dtype", json!("float32"))];
     let notes = lists(&both);

@@ -26,12 +26,14 @@ fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) {
         draft.drop("trainer.n_gpus_per_node", "--nproc says how many GPUs there are");
     }
     let gpus = whole(gpus).unwrap_or(8);
-    match theirs.take_number("trainer.nnodes") {
-        Some(nodes) if nodes > 1.0 => draft.lose("trainer.nnodes", &nodes.into(), "a run has one node"),
-        Some(_) => draft.drop("trainer.nnodes", "a run has one node"),
-        None => (),
+    let nodes = theirs.take_number("trainer.nnodes");
+    if nodes.is_some() {
+        draft.drop("trainer.nnodes", "--nnodes says how many nodes there are");
     }
+    let nodes = whole(nodes).unwrap_or(1);
     draft.nproc = Some(gpus).filter(|gpus| *gpus > 1);
+    draft.nnodes = Some(nodes).filter(|nodes| *nodes > 1);
+    let gpus = gpus.saturating_mul(nodes);
     let (updates, completions) = (num_prompts / per_update, per_update * num_generations);
     let note = format!(
         "data.train_batch_size {num_prompts}, actor.ppo_mini_batch_size {per_update}, rollout.n {num_generations}, {gpus} GPUs"
