@@ -66,6 +66,17 @@ impl FileRecord {
     }
 }
 
+/// Why the manifest of `folder` cannot be read.
+fn unread(folder: &Path, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound if folder.is_dir() => {
+            "missing: this is no checkpoint of colo-grpo, or no whole one, whose manifest is written last".to_owned()
+        }
+        io::ErrorKind::NotFound => "no such folder: expected a checkpoint's folder, or latest".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
 /// The digits of a hash.
 pub fn hexadecimal(hash: &[u8]) -> String {
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
@@ -98,7 +109,7 @@ impl Manifest {
             message: format!("{file}: {message}"),
         };
         let text =
-            untrusted::read(&folder.join(FILE), MAX_INDEX_BYTES).map_err(|error| bad(FILE, error.to_string()))?;
+            untrusted::read(&folder.join(FILE), MAX_INDEX_BYTES).map_err(|error| bad(FILE, unread(folder, &error)))?;
         let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(FILE, error.to_string()))?;
         if manifest.format != FORMAT {
             return Err(bad(FILE, format!("format {}, this version reads {FORMAT}", manifest.format)));
@@ -219,6 +230,9 @@ mod tests {
         std::fs::write(path(STATE), "{}").unwrap();
         assert!(message().contains("trainer_state.json: manifest.json does not record it"), "{}", message());
         std::fs::remove_file(path(FILE)).unwrap();
+        assert!(message().contains("manifest.json: missing: this is no checkpoint of colo-grpo"), "{}", message());
+        let nowhere = Manifest::verify(&path("nowhere"), &mut || ()).unwrap_err().to_string();
+        assert!(nowhere.contains("no such folder: expected a checkpoint's folder"), "{nowhere}");
         Manifest::write(folder.path(), Vec::new()).unwrap();
         Manifest::verify(folder.path(), &mut || ()).unwrap();
         std::fs::write(path("model.safetensors"), "").unwrap();
