@@ -198,7 +198,10 @@ impl fmt::Display for EvalOutcome {
             return write!(f, "no held-out sample could be scored");
         }
         let Estimate { mean, standard_error } = Estimate::of(&self.problems);
-        write!(f, "held-out reward {mean:.3} +- {standard_error:.3}")?;
+        write!(f, "held-out reward {mean:.3}")?;
+        if standard_error.is_finite() {
+            write!(f, " +- {standard_error:.3}")?;
+        }
         self.pass.iter().try_for_each(|(k, stats)| write!(f, ", pass@{k} {:.3}", stats.mean()))
     }
 }
@@ -271,6 +274,12 @@ mod tests {
         assert_eq!(outcome.problems.count, 3.0);
         let estimate = Estimate::of(&outcome.problems);
         assert!((estimate.mean - 0.5).abs() < 1e-12 && (estimate.standard_error - 0.5 / 3f64.sqrt()).abs() < 1e-12);
+        assert!(outcome.to_string().starts_with("held-out reward 0.500 +- 0.289, pass@1"), "{outcome}");
+        let one = EvalOutcome::of(&groups[..1], &[0], &SingleRank::default()).unwrap();
+        assert!(
+            one.to_string().starts_with("held-out reward 0.500, pass@1"),
+            "one problem has no standard error: {one}"
+        );
         assert_eq!(outcome.metrics(&["answer".to_owned()])["eval_rewards/answer/mean"], 0.6);
         assert_eq!(outcome.pass.iter().map(|(k, stats)| (*k, stats.count)).collect::<Vec<_>>(), [(1, 3.0), (2, 2.0)]);
     }

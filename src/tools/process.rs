@@ -96,7 +96,7 @@ impl ToolReply {
             (Some(failure), _) => Some(Err(failure)),
             (None, Value::Null) => None,
             (None, Value::Number(number)) => Some(Ok(number.as_f64().unwrap_or(f64::NAN) as f32)),
-            (None, other) => Some(Err(format!("get_reward returned {other}"))),
+            (None, other) => Some(Err(format!("expected a number or None as the reward, got {other}"))),
         }
     }
 }

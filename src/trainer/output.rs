@@ -135,7 +135,9 @@ impl RunOutput {
         values.insert("epoch".to_owned(), epoch);
         let has_teacher = values.contains_key("distillation/kl");
         let is = |name: &str, value: f64| values.get(name) == Some(&value);
-        let has_no_signal = !has_teacher && (is("frac_reward_zero_std", 1.0) || is("grad_norm", 0.0));
+        // Samples without a score have a warning of their own.
+        let is_scored = values.get("reward").is_some_and(|reward| reward.is_finite());
+        let has_no_signal = is_scored && !has_teacher && (is("frac_reward_zero_std", 1.0) || is("grad_norm", 0.0));
         self.log.step(step, values.clone());
         if has_no_signal && !std::mem::replace(&mut self.said_no_signal, true) {
             let text = "in no group do rewards differ: no advantage, no gradient";
