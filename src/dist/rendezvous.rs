@@ -51,10 +51,6 @@ impl SharedSegment {
 
 /// Meets all ranks of `env`'s world, which are on this host, and maps their shared memory.
 pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
-    if options.slot_bytes < env.world_size * 256 {
-        let expected = format!("at least {} bytes for {} ranks", env.world_size * 256, env.world_size);
-        return Err(Error::InvalidArgument { op: "World::join", expected, got: options.slot_bytes.to_string() });
-    }
     let (segment, _offered) = match inherited(SEGMENT_FD_VARIABLE)? {
         Some(fd) => {
             let file = File::from(fd);

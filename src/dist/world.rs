@@ -149,6 +149,11 @@ impl World {
         if env.world_size == 1 {
             return Ok(Self::alone(env.clone(), device, lane));
         }
+        let least = env.local_world_size * 256;
+        if options.slot_bytes < least {
+            let expected = format!("slot_bytes of at least {least} for {} ranks on a host", env.local_world_size);
+            return Err(Error::InvalidArgument { op: "World::join", expected, got: options.slot_bytes.to_string() });
+        }
         let (control, host): (Arc<dyn ControlPlane>, _) = match env.local_world_size == env.world_size {
             true => {
                 let member = Arc::new(rendezvous::meet(env, &options)?);

@@ -2,15 +2,17 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::auth::{TOKEN_VARIABLE, Token, Unproven};
-use super::connection::{self, Connection, End};
+use super::connection::{self, Connection};
 use super::frame::{Frame, FrameKind, pack, unpack};
-use super::layout::{Greeting, NodeLayout, Refusal};
+use super::inbox::{Inbox, InboxState};
+use super::layout::{Greeting, NodeLayout};
 use crate::dist::control::{Deadline, RankFailure, RankGroup, Stopped};
+use crate::dist::rendezvous;
 use crate::dist::shm::Member;
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::{self, terminal};
@@ -41,37 +43,6 @@ pub(super) struct Client {
     generation: AtomicU64,
 }
 
-#[derive(Debug, Default)]
-struct Inbox {
-    state: Mutex<InboxState>,
-    news: Condvar,
-    /// This rank's place in the memory of its node, which learns of failures elsewhere.
-    member: OnceLock<Arc<Member>>,
-    is_over: Arc<AtomicBool>,
-}
-
-/// The word and the payload of a relay.
-type Relayed = (u64, Vec<u8>);
-
-#[derive(Debug, Default)]
-struct InboxState {
-    welcome: Option<Result<NodeLayout, Refusal>>,
-    /// Results of gathers, by generation, division and number.
-    gathered: HashMap<(u64, u32, u64), Vec<u8>>,
-    /// Failed verdicts so far: what belongs to an earlier generation is not kept.
-    generation: u64,
-    /// Messages of other ranks to this one, by generation, division and sender: word and payload.
-    relayed: HashMap<(u64, u32, u32), VecDeque<Relayed>>,
-    verdicts: HashMap<u64, Option<RankFailure>>,
-    late: Option<Vec<usize>>,
-    /// Failures elsewhere, with their epochs, that came before this rank had its place in the memory of its node.
-    early_failures: Vec<(u64, RankFailure)>,
-    /// A rank is gone for good, or the hub.
-    lost: Option<RankFailure>,
-    /// The hub has said farewell.
-    has_hub_left: bool,
-}
-
 impl Client {
     /// Meets the hub at `host:port`; tries again until `deadline`, as it may not be there yet.
     ///
@@ -88,7 +59,10 @@ impl Client {
         let mut said = Instant::now();
         let stream = loop {
             phase::beat(); // it waits by its own deadline, whose error says for whom
-            let why = match reach(host, port, token, &bytes) {
+            // A name may take long to be resolved, and a connection to be refused.
+            let (name, key, own) = (host.to_owned(), token.clone(), bytes.clone());
+            let reached = rendezvous::heeding_stop(move || Ok(reach(&name, port, &key, &own)))?;
+            let why = match reached {
                 Ok(stream) => break stream,
                 Err(Unproven::Denied) => {
                     let message = format!(
@@ -141,15 +115,8 @@ impl Client {
             phase::beat();
             phase::stop_requested().then_some(Stopped::OnRequest)
         };
-        let welcome = self.wait(deadline, |state| state.welcome.take(), ended);
-        match welcome {
-            Ok(welcome) => Ok(welcome?),
-            Err(Stopped::Late(_)) => {
-                let late = Stopped::Late(self.ask_late(0, 0, 0));
-                Err(late.error("join", "world", self.rank, deadline))
-            }
-            Err(stopped) => Err(stopped.error("join", "world", self.rank, deadline)),
-        }
+        let welcome = self.wait_or_ask(deadline, |state| state.welcome.take(), ended, (0, 0, 0));
+        Ok(welcome.map_err(|stopped| stopped.error("join", "world", self.rank, deadline))??)
     }
 
     /// Lets failures elsewhere end waits in the memory of this node.
@@ -206,15 +173,12 @@ impl Client {
         let (first, payload) = (group.ranks[0] as u32, pack([&ranks[..], bytes]));
         let frame = Frame { division, rank: first, word: turn, ..Frame::new(FrameKind::Gather, generation, payload) };
         self.send(frame);
-        let all = self.wait(deadline, |state| state.gathered.remove(&(generation, division, turn)), ended);
-        match all {
-            Ok(all) => unpack(&all).filter(|all| all.len() == group.ranks.len()).ok_or_else(|| {
-                let message = format!("its answer in group '{}' has not one part for each rank", group.name);
-                Stopped::Failed(RankFailure { rank: 0, code: ExitCode::RankDied, message })
-            }),
-            Err(Stopped::Late(_)) => Err(Stopped::Late(self.ask_late(division, first, turn))),
-            Err(stopped) => Err(stopped),
-        }
+        let find = |state: &mut InboxState| state.gathered.remove(&(generation, division, turn));
+        let all = self.wait_or_ask(deadline, find, ended, (division, first, turn))?;
+        unpack(&all).filter(|all| all.len() == group.ranks.len()).ok_or_else(|| {
+            let message = format!("its answer in group '{}' has not one part for each rank", group.name);
+            Stopped::Failed(RankFailure { rank: 0, code: ExitCode::RankDied, message })
+        })
     }
 
     /// Sends bytes to a rank, which finds them under the same division.
@@ -224,7 +188,7 @@ impl Client {
         self.send(Frame { division: division as u32, rank: to as u32, word, ..frame });
     }
 
-    /// Waits for the next message of rank `from`: its word and its payload.
+    /// Waits for the next message of rank `from`, its word and its payload; no longer than `from` is there.
     pub(super) fn receive(
         &self,
         division: usize,
@@ -233,7 +197,11 @@ impl Client {
         ended: impl FnMut() -> Option<Stopped>,
     ) -> Result<(u64, Vec<u8>), Stopped> {
         let key = (self.generation.load(Ordering::Acquire), division as u32, from as u32);
-        self.wait(deadline, |state| state.relayed.get_mut(&key)?.pop_front(), ended)
+        let next = |state: &mut InboxState| match state.relayed.get_mut(&key).and_then(VecDeque::pop_front) {
+            None => state.left.get(&from).map(|failure| Err(Stopped::Failed(failure.clone()))),
+            Some(relayed) => Some(Ok(relayed)),
+        };
+        self.wait(deadline, next, ended)?
     }
 
     /// The verdict of all nodes on an epoch. After a failure everything under way is forgotten.
@@ -243,10 +211,7 @@ impl Client {
         deadline: Deadline,
         ended: impl FnMut() -> Option<Stopped>,
     ) -> Result<Option<RankFailure>, Stopped> {
-        let verdict = match self.wait(deadline, |state| state.verdicts.remove(&epoch), ended) {
-            Err(Stopped::Late(_)) => return Err(Stopped::Late(self.ask_late(0, 0, 0))),
-            verdict => verdict?,
-        };
+        let verdict = self.wait_or_ask(deadline, |state| state.verdicts.remove(&epoch), ended, (0, 0, 0))?;
         if verdict.is_some() {
             let generation = self.generation.fetch_add(1, Ordering::AcqRel) + 1;
             self.turns.lock().unwrap_or_else(PoisonError::into_inner).clear();
@@ -287,8 +252,26 @@ impl Client {
         }
     }
 
+    /// [`Client::wait`] for an answer of the hub: who is late with it is asked for by division, first rank and number, and what was
+    /// late may come meanwhile.
+    fn wait_or_ask<T>(
+        &self,
+        deadline: Deadline,
+        mut find: impl FnMut(&mut InboxState) -> Option<T>,
+        ended: impl FnMut() -> Option<Stopped>,
+        (division, rank, word): (u32, u32, u64),
+    ) -> Result<T, Stopped> {
+        match self.wait(deadline, &mut find, ended) {
+            Err(Stopped::Late(_)) => {
+                let late = self.ask_late(division, rank, word);
+                find(&mut self.inbox.lock()).ok_or(Stopped::Late(late))
+            }
+            ended => ended,
+        }
+    }
+
     /// The ranks that the hub still waits for; rank 0 where it does not answer.
-    fn ask_late(&self, division: u32, rank: u32, word: u64) -> Vec<usize> {
+    pub(super) fn ask_late(&self, division: u32, rank: u32, word: u64) -> Vec<usize> {
         self.inbox.lock().late = None;
         self.send(Frame { division, rank, word, ..Frame::empty(FrameKind::Query) });
         self.wait(Deadline::after(ANSWER), |state| state.late.take(), || None).unwrap_or_else(|_| vec![0])
@@ -299,74 +282,6 @@ impl Drop for Client {
     fn drop(&mut self) {
         self.connection.get_mut().unwrap_or_else(PoisonError::into_inner).leave(FAREWELL);
         self.inbox.is_over.store(true, Ordering::Relaxed);
-    }
-}
-
-impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, InboxState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take(&self, frame: Frame) {
-        let mut state = self.lock();
-        match frame.kind {
-            FrameKind::Welcome => state.welcome = frame.read_json().ok().map(Ok),
-            FrameKind::Refused => state.welcome = frame.read_json().ok().map(Err),
-            FrameKind::Failure => {
-                let Ok(failure) = frame.read_json() else { return };
-                let Some(member) = self.member.get() else {
-                    state.early_failures.push((frame.epoch, failure));
-                    return;
-                };
-                drop(state);
-                member.post_of_other_node(frame.epoch, &failure);
-                return;
-            }
-            FrameKind::Lost => {
-                drop(state);
-                if let Ok(failure) = frame.read_json() {
-                    self.lose(failure);
-                }
-                return;
-            }
-            FrameKind::Verdict => {
-                if let Ok(verdict) = frame.read_json() {
-                    state.verdicts.insert(frame.epoch, verdict);
-                }
-            }
-            FrameKind::Gathered | FrameKind::Relay if frame.epoch < state.generation => return, // of before a failure
-            FrameKind::Gathered => {
-                state.gathered.insert((frame.epoch, frame.division, frame.word), frame.payload);
-            }
-            FrameKind::Relay => {
-                let queue = state.relayed.entry((frame.epoch, frame.division, frame.rank)).or_default();
-                queue.push_back((frame.word, frame.payload));
-            }
-            FrameKind::Late => state.late = frame.read_json().ok(),
-            _ => {}
-        }
-        drop(state);
-        self.news.notify_all();
-    }
-
-    /// A rank is gone for good: whoever waits for anything on this node is told.
-    fn lose(&self, failure: RankFailure) {
-        let failure = self.lock().lost.get_or_insert(failure).clone(); // first: who attaches now finds it
-        if let Some(member) = self.member.get() {
-            member.lose(failure);
-        }
-        self.news.notify_all();
-    }
-
-    fn end(&self, end: &End, place: &str) {
-        match end {
-            End::Left => self.lock().has_hub_left = true,
-            how => {
-                let message = format!("it serves the nodes' meeting at {place}: {how}");
-                self.lose(RankFailure { rank: 0, code: ExitCode::RankDied, message });
-            }
-        }
-        self.news.notify_all();
     }
 }
 

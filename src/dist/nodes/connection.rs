@@ -34,6 +34,8 @@ pub(super) enum End {
     Left,
     /// The other side's process ended, or the connection broke.
     Closed(String),
+    /// Bytes came that are no message.
+    Garbled(String),
     /// Nothing came for the longest time allowed.
     Silent(Duration),
 }
@@ -43,6 +45,12 @@ impl std::fmt::Display for End {
         match self {
             End::Left => f.write_str("its program ended"),
             End::Closed(why) => write!(f, "its connection closed ({why}): its process ended or was killed"),
+            End::Garbled(what) => {
+                write!(
+                    f,
+                    "{what} came over its connection: something between the nodes, or another program, changes what is sent"
+                )
+            }
             End::Silent(silence) => write!(
                 f,
                 "nothing heard of it for {:.0} s (node_timeout_s): its host is down, its network is cut, or its process is stopped",
@@ -139,6 +147,7 @@ pub(super) fn read(
             Err(error) if error.kind() == ErrorKind::TimedOut => return End::Silent(longest_silence),
             Err(_) if is_over.load(Ordering::Relaxed) => return End::Left,
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => return End::Closed("end of stream".to_owned()),
+            Err(error) if error.kind() == ErrorKind::InvalidData => return End::Garbled(error.to_string()),
             Err(error) => return End::Closed(error.to_string()),
         }
     }

@@ -18,6 +18,8 @@ pub(super) enum FrameKind {
     Failure,
     /// To all: a rank is gone for good.
     Lost,
+    /// To all: a rank has ended in good order. What it sent before is sent on before this.
+    Left,
     /// A node's verdict on an epoch.
     Agree,
     /// To all: the verdict of all nodes.
@@ -34,13 +36,14 @@ pub(super) enum FrameKind {
     Late,
 }
 
-const KINDS: [FrameKind; 13] = [
+const KINDS: [FrameKind; 14] = [
     FrameKind::Beat,
     FrameKind::Bye,
     FrameKind::Refused,
     FrameKind::Welcome,
     FrameKind::Failure,
     FrameKind::Lost,
+    FrameKind::Left,
     FrameKind::Agree,
     FrameKind::Verdict,
     FrameKind::Gather,
@@ -66,8 +69,10 @@ pub(super) struct Frame {
 }
 
 const HEADER_BYTES: usize = 1 + 8 + 4 + 4 + 8 + 8;
-/// Longest payload that is taken for one.
-const MAX_PAYLOAD_BYTES: u64 = 1 << 32;
+/// Longest payload that is taken for one: 1 TiB, more than any host has to send.
+const MAX_PAYLOAD_BYTES: u64 = 1 << 40;
+/// Memory that is taken for a payload before it comes.
+const AHEAD_BYTES: u64 = 16 << 20;
 
 impl Frame {
     pub(super) fn new(kind: FrameKind, epoch: u64, payload: Vec<u8>) -> Self {
@@ -114,8 +119,10 @@ impl Frame {
         if len > MAX_PAYLOAD_BYTES {
             return Err(refuse("a message of impossible length"));
         }
-        let mut payload = vec![0; len as usize];
-        reader.read_exact(&mut payload)?;
+        let mut payload = Vec::with_capacity(len.min(AHEAD_BYTES) as usize);
+        if (reader.take(len).read_to_end(&mut payload)? as u64) < len {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
         Ok(Self { kind, epoch: eight(1), division: four(9), rank: four(13), word: eight(17), payload })
     }
 }
@@ -154,6 +161,10 @@ mod tests {
             assert!(Frame::read(&mut &bytes[..40]).is_err(), "half a frame");
         }
         assert_eq!(Frame::read(&mut &[77; 99][..]).unwrap_err().kind(), ErrorKind::InvalidData);
+        let header = |len: u64| [&Frame::empty(FrameKind::Relay).header()[..25], &len.to_le_bytes()].concat();
+        let claims = |len| Frame::read(&mut &header(len)[..]).unwrap_err().kind();
+        assert_eq!(claims(MAX_PAYLOAD_BYTES), ErrorKind::UnexpectedEof, "and takes no memory for what does not come");
+        assert_eq!(claims(MAX_PAYLOAD_BYTES + 1), ErrorKind::InvalidData);
     }
 
     #[test]

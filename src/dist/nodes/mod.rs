@@ -11,7 +11,7 @@
 //! | `auth` | how they prove that they belong together |
 //! | `layout` | which rank is where; what nodes compare when they meet |
 //! | `hub`, `switch` | rank 0's threads; what they decide |
-//! | `client` | a rank's end |
+//! | `client`, `inbox` | a rank's end; what has come for it |
 //! | `connection`, `frame` | signs of life and silence; what is on the wire |
 //! | `control` | the control plane on top |
 //! | `group` | collectives on CPU tensors on top |
@@ -24,6 +24,7 @@ mod control;
 mod frame;
 mod group;
 mod hub;
+mod inbox;
 mod interface;
 mod join;
 mod layout;

@@ -3,10 +3,13 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::connection::{Connection, End};
-use super::frame::{Frame, FrameKind, pack};
+use super::frame::{Frame, FrameKind, pack, unpack};
 use super::layout::{Greeting, NodeLayout, Refusal};
 use crate::dist::control::RankFailure;
 use crate::error::ExitCode;
+
+/// Why a rank that left in good order is missed.
+const ENDED: &str = "its program has ended";
 
 /// State of the hub.
 #[derive(Debug)]
@@ -129,16 +132,18 @@ impl Switch {
         (0..self.members.len()).filter(|&rank| self.members[rank].is_none()).collect()
     }
 
-    /// Acts on what `rank` sent.
+    /// Acts on what `rank` sent. One that sends what cannot be read is lost: others would wait for it.
     pub(super) fn take(&mut self, rank: usize, frame: Frame) {
+        if let Err(error) = self.act(rank, frame) {
+            self.lose(rank, &format!("what it sent cannot be read: {error}"));
+        }
+    }
+
+    fn act(&mut self, rank: usize, frame: Frame) -> std::io::Result<()> {
         match frame.kind {
-            FrameKind::Failure => {
-                if let Ok(failure) = frame.read_json::<RankFailure>() {
-                    self.fail(frame.epoch, failure);
-                }
-            }
-            FrameKind::Agree => self.agree(rank, &frame),
-            FrameKind::Gather => self.gather(rank, frame),
+            FrameKind::Failure => self.fail(frame.epoch, frame.read_json()?),
+            FrameKind::Agree => self.agree(rank, frame.epoch, frame.read_json()?),
+            FrameKind::Gather => self.gather(rank, frame)?,
             FrameKind::Relay => {
                 let (to, rank) = (frame.rank as usize, rank as u32);
                 if let Some(Some(member)) = self.members.get(to).filter(|_| !self.is_gone(to)) {
@@ -148,8 +153,9 @@ impl Switch {
                 }
             }
             FrameKind::Query => self.answer(rank, &frame),
-            _ => {}
+            other => return Err(std::io::Error::other(format!("{other:?} is no message of a rank"))),
         }
+        Ok(())
     }
 
     /// A failure of `epoch`: the first one stands, and all hear of it, and of its node, once the epochs before it are over.
@@ -171,15 +177,15 @@ impl Switch {
     }
 
     /// A node's leader has come to the end of an epoch with all its ranks.
-    fn agree(&mut self, rank: usize, frame: &Frame) {
+    fn agree(&mut self, rank: usize, epoch: u64, failure: Option<RankFailure>) {
         let Some(layout) = &self.layout else { return };
         let node = layout.node_of(rank);
-        if frame.epoch != self.epoch {
+        if epoch != self.epoch {
             return;
         }
         self.agreed[node] = true;
-        if let Ok(Some(failure)) = frame.read_json::<Option<RankFailure>>() {
-            self.fail(frame.epoch, failure);
+        if let Some(failure) = failure {
+            self.fail(epoch, failure);
         }
         if !self.agreed.iter().all(|agreed| *agreed) {
             return self.check_gone();
@@ -195,31 +201,35 @@ impl Switch {
         self.tell_failure();
     }
 
-    fn gather(&mut self, rank: usize, frame: Frame) {
+    fn gather(&mut self, rank: usize, frame: Frame) -> std::io::Result<()> {
         if frame.epoch != self.generation {
-            return; // of before a failure
+            return Ok(()); // of before a failure
         }
-        let Some(parts) = super::frame::unpack(&frame.payload) else { return };
-        let Ok([ranks, bytes]) = <[Vec<u8>; 2]>::try_from(parts) else { return };
-        let Ok(ranks) = serde_json::from_slice::<Vec<usize>>(&ranks) else { return };
+        let parts = unpack(&frame.payload).and_then(|parts| <[Vec<u8>; 2]>::try_from(parts).ok());
+        let [ranks, bytes] = parts.ok_or_else(|| std::io::Error::other("a gather without its two parts"))?;
+        let ranks = serde_json::from_slice::<Vec<usize>>(&ranks)?;
         let key = (frame.division, frame.rank, frame.word);
         let num_parts = ranks.len();
         let asked = || PendingGather { ranks: ranks.clone(), parts: vec![None; num_parts] };
         let pending = self.gathers.entry(key).or_insert_with(asked);
         if pending.ranks != ranks {
-            return self.lose(rank, "it gathers from other ranks than its peers do");
+            self.lose(rank, "it gathers from other ranks than its peers do");
+            return Ok(());
         }
         if let Some(at) = pending.ranks.iter().position(|&member| member == rank) {
             pending.parts[at] = Some(bytes);
         }
         if !pending.missing().is_empty() {
-            return self.check_gone();
+            self.check_gone();
+            return Ok(());
         }
         let done = self.gathers.remove(&key).expect("it was there");
         let all = pack(done.parts.iter().map(|part| part.as_deref().unwrap_or_default()));
+        let gathered = Frame { kind: FrameKind::Gathered, payload: all, ..frame };
         for member in done.ranks.iter().filter_map(|&rank| self.members.get(rank)?.as_ref()) {
-            member.send(Frame { kind: FrameKind::Gathered, payload: all.clone(), ..frame.clone() });
+            member.send(gathered.clone());
         }
+        Ok(())
     }
 
     /// Tells `rank` which ranks it still waits for.
@@ -252,7 +262,10 @@ impl Switch {
         }
         member.has_left = true;
         match end {
-            End::Left => self.check_gone(),
+            End::Left => {
+                self.tell_all(&Frame::json(FrameKind::Left, 0, &self.ended(rank, ENDED)));
+                self.check_gone();
+            }
             how => self.lose(rank, &how.to_string()),
         }
     }
@@ -275,7 +288,7 @@ impl Switch {
         let gathered = self.gathers.values().flat_map(PendingGather::missing).find(|&rank| self.is_gone(rank));
         let missed = gathered.or_else(|| (0..self.members.len()).find(|&rank| self.is_gone(rank) && waits_for(rank)));
         if let Some(rank) = missed {
-            self.lose(rank, "its program has ended");
+            self.lose(rank, ENDED);
         }
     }
 
@@ -284,11 +297,14 @@ impl Switch {
         if self.lost.is_some() {
             return;
         }
-        let message = format!("on {}: {how}", self.place(rank));
-        let failure = RankFailure { rank, code: ExitCode::RankDied, message };
+        let failure = self.ended(rank, how);
         let failure = self.failures.entry(self.epoch).or_insert(failure).clone();
         self.tell_all(&Frame::json(FrameKind::Lost, self.epoch, &failure));
         self.lost = Some(failure);
+    }
+
+    fn ended(&self, rank: usize, how: &str) -> RankFailure {
+        RankFailure { rank, code: ExitCode::RankDied, message: format!("on {}: {how}", self.place(rank)) }
     }
 
     fn tell_all(&self, frame: &Frame) {
