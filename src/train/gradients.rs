@@ -14,9 +14,6 @@ use crate::model::{ParamTable, Unit};
 use crate::ops::norm;
 use crate::torch;
 
-/// Reductions that may be under way at once: each holds a whole unit.
-const MAX_REDUCTIONS: usize = 1;
-
 /// Kinds that gradients pass through.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct GradientKinds {
@@ -70,19 +67,17 @@ impl Gradients {
     }
 
     /// Ends one backward of a unit. Where gradients are scattered, and in the last backward, this is collective: the shard
-    /// group's sum of this rank's part is made beside what follows.
+    /// group's sum of this rank's part, and then that of all copies, are made beside the backward of the next unit. No more are under
+    /// way, as a whole unit is held for each.
     pub(crate) fn end(&mut self, unit: Unit, whole: Tensor) -> Result<()> {
-        let index = self.table.index(unit);
+        let (index, num_before) = (self.table.index(unit), self.reductions.len());
         if !self.sharding.keeps_gradients {
             self.scatter(index, whole)?;
         }
         if self.finishing {
             self.finish(index)?;
         }
-        while self.reductions.len() > MAX_REDUCTIONS {
-            self.reductions.pop_front().map_or(Ok(()), Work::hold_libtorch)?;
-        }
-        Ok(())
+        self.reductions.drain(..num_before).try_for_each(Work::hold_libtorch)
     }
 
     /// The kept sum of a unit, or zeros where it is scattered at the end.
