@@ -99,10 +99,10 @@ impl Command {
 #[command(rename_all = "snake_case")]
 pub struct LaunchArgs {
     /// Processes, one per GPU; not under torchrun or srun, which start them
-    #[arg(long, aliases = ["nproc_per_node", "num_processes"], default_value_t = 1, value_parser = count)]
+    #[arg(long, aliases = ["nproc_per_node", "num_processes"], default_value_t = 1, value_parser = processes)]
     pub nproc: usize,
     /// Nodes, each with --nproc processes and a launcher of its own; COLO_GRPO_TOKEN has a secret that they share
-    #[arg(long, default_value_t = 1, value_parser = count)]
+    #[arg(long, default_value_t = 1, value_parser = processes)]
     pub nnodes: usize,
     /// Which of the nodes this one is, from 0
     #[arg(long, value_name = "NODE", default_value_t = 0)]
@@ -279,6 +279,11 @@ fn word<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
 /// A number of which there must be one.
 fn count(text: &str) -> Result<usize, String> {
     number(|count: &usize| *count >= 1, "a whole number of at least 1")(text)
+}
+
+/// A number of processes or of nodes, which multiply without overflow.
+fn processes(text: &str) -> Result<usize, String> {
+    number(|count: &usize| (1..=16_384).contains(count), "a whole number from 1 to 16384")(text)
 }
 
 fn number<T: std::str::FromStr>(

@@ -231,7 +231,8 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     }
     terminal::print(format_args!("{preflight}\n"))?;
     let kind_bytes = preflight.kind.elt_size_in_bytes();
-    if let Some(network) = NetworkPlan::new(&config, &preflight.table, world_size, kind_bytes, *network_gb_s) {
+    let place = (world_size, preflight.batch.roles);
+    if let Some(network) = NetworkPlan::new(&config, &preflight.table, place, kind_bytes, *network_gb_s) {
         terminal::print(format_args!("{network}\n"))?;
     }
     Ok(ExitCode::Done)

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::config::{Config, Dtype, WorldSize};
+use crate::config::{Config, Dtype, Mode, Quantization, Roles, WorldSize};
 use crate::model::{LoraSpec, ParamTable};
 
 /// Bytes that each node sends to others, with the time that they take alone.
@@ -22,13 +22,15 @@ struct Flow {
 }
 
 impl NetworkPlan {
-    /// The traffic of a run that trains the model of `table` or adapters of it, whose elements have `weight_bytes`, over a network that takes so many 10^9 bytes a second out of each node; none on one node.
+    /// The traffic of a run that trains the model of `table` or adapters of it, whose elements have `weight_bytes`, on ranks of such
+    /// `roles`, over a network that takes so many 10^9 bytes a second out of each node; none on one node.
     ///
-    /// A ring of n parts sends (n - 1) / n of a tensor from each part to gather or scatter it, and twice that to reduce it everywhere.
+    /// A ring of n parts sends (n - 1) / n of a tensor from each part to gather or scatter it, and twice that to reduce it everywhere. A
+    /// chain, by which trainers reach engines of their own, sends it once.
     pub fn new(
         config: &Config,
         table: &ParamTable,
-        world: WorldSize,
+        (world, roles): (WorldSize, Roles),
         weight_bytes: usize,
         gigabytes_per_second: f64,
     ) -> Option<Self> {
@@ -38,31 +40,42 @@ impl NetworkPlan {
         }
         let adapters = LoraSpec::new(&config.lora);
         let adapters = adapters.map(|lora| ParamTable::adapters(table.spec.clone(), &lora, table.shards));
-        let table = adapters.as_ref().unwrap_or(table);
+        let trained = adapters.as_ref().unwrap_or(table);
         let sum_bytes = if config.zero.reduce_dtype == Dtype::Bfloat16 { 2 } else { 4 };
-        let (gradients, weights) = ((table.total * sum_bytes) as f64, (table.total * weight_bytes) as f64);
+        let gradients = (trained.total * sum_bytes) as f64;
+        let [weights, new_weights] = [table, trained].map(|table| (table.total * weight_bytes) as f64);
         let ring = |parts: usize| (parts - 1) as f64 / parts as f64;
         let (shards, stage) = (table.shards, config.zero.stage);
-        let groups = (world.ranks / shards).max(1);
+        // Adapters are whole on every rank, and so are weights in NF4.
+        let trained_stage = if adapters.is_some() { stage.min(2) } else { stage };
+        let is_sharded = shards > world.local_ranks && stage == 3 && config.quantization == Quantization::None;
         let mut flows = Vec::new();
         let mut add = |what, when, bytes| flows.push(Flow { what, when, bytes });
-        if shards <= world.local_ranks {
-            // Of several copies on a node each slice has a ring, in rank order, which leaves the node once.
-            add("gradients", "an update, beside backward", 2.0 * ring(groups) * gradients);
-        } else {
-            let (sums, when) = match stage {
+        if shards > world.local_ranks {
+            let (sums, when) = match trained_stage {
                 0 => (2.0, "an update, beside backward"),
                 1 => (1.0, "an update, beside backward"),
                 _ => (1.0, "a micro-batch, beside backward"),
             };
             add("gradients", when, sums * ring(shards) * gradients);
-            match stage {
-                0 => {}
-                1 | 2 => add("new weights", "an update, beside AdamW", ring(shards) * weights),
-                _ => {
-                    add("weights", "a micro-batch, beside forward and backward", 2.0 * ring(shards) * weights);
-                    add("weights", "a rollout, to the engines", ring(shards) * weights);
-                }
+            if let 1 | 2 = trained_stage {
+                add("new weights", "an update, beside AdamW", ring(shards) * new_weights);
+            }
+        } else if roles.num_trainers > world.local_ranks {
+            // Of several copies on a node each slice has a ring, in rank order, which leaves the node once.
+            add("gradients", "an update, beside backward", 2.0 * ring(roles.num_trainers / shards) * gradients);
+        }
+        let gathered = if is_sharded { ring(shards) * weights } else { 0.0 };
+        if is_sharded {
+            add("weights", "a micro-batch, beside forward and backward", 2.0 * gathered);
+        }
+        match (config.mode, &adapters) {
+            (Mode::Colocated, _) if is_sharded => add("weights", "a rollout, to the engines", gathered),
+            (Mode::Colocated, _) => {}
+            (Mode::Split, None) => add("weights", "a rollout, to the engines", gathered + weights),
+            (Mode::Split, Some(_)) => {
+                add("adapters", "a rollout, to the engines", new_weights);
+                add("frozen weights", "at the start, to the engines", gathered + weights);
             }
         }
         Some(Self { nodes, gigabytes_per_second, flows })
@@ -94,7 +107,8 @@ mod tests {
         let config = Config::load(None, &overrides).unwrap();
         let table = ParamTable::new(Arc::new(ModelSpec::preset("tiny").unwrap()), shards);
         let world = WorldSize { ranks: 8 * nodes, local_ranks: 8 };
-        (table.total as f64, NetworkPlan::new(&config, &table, world, 2, 50.0).unwrap())
+        let roles = config.roles(world.ranks).unwrap();
+        (table.total as f64, NetworkPlan::new(&config, &table, (world, roles), 2, 50.0).unwrap())
     }
 
     #[test]
@@ -109,5 +123,37 @@ mod tests {
         let bytes: Vec<f64> = whole.flows.iter().map(|flow| flow.bytes / params * 16.0 / 15.0).collect();
         assert_eq!(bytes, [4.0, 4.0, 2.0]);
         assert!(two.to_string().contains("network: 2 nodes, 50 GB/s"), "{two}");
+    }
+
+    /// What there is to send from each node, and its bytes by parameter of the model.
+    fn flows(keys: &[&str], nodes: usize, shards: usize) -> Vec<(&'static str, f64)> {
+        let (params, plan) = plan(keys, nodes, shards);
+        plan.flows.iter().map(|flow| (flow.what, flow.bytes / params)).collect()
+    }
+
+    #[test]
+    fn trainers_and_engines_on_different_nodes_send_weights_alone() {
+        let split = |gpus| ["mode=split", gpus];
+        assert_eq!(flows(&split("split.rollout_gpus=8"), 2, 8), [("weights", 2.0)]);
+        let three = flows(&split("split.rollout_gpus=8"), 3, 8);
+        assert_eq!(three, [("gradients", 4.0), ("weights", 2.0)], "two of the nodes train");
+        let sharded = flows(&["mode=split", "split.rollout_gpus=8", "zero.stage=3"], 3, 16);
+        assert_eq!(sharded, [("gradients", 3.75), ("weights", 3.75), ("weights", 1.875 + 2.0)]);
+    }
+
+    /// They train and travel alone, but a frozen base that is sharded over nodes is gathered as any.
+    #[test]
+    fn adapters_leave_the_base_where_it_is() {
+        let hybrid = flows(&["lora.r=8", "zero.stage=3"], 2, 8);
+        assert!(matches!(hybrid[..], [("gradients", bytes)] if bytes < 0.5), "{hybrid:?}");
+        let sharded = flows(&["lora.r=8", "zero.stage=3"], 2, 16);
+        let [("gradients", _), ("new weights", new), ("weights", twice), ("weights", once)] = sharded[..] else {
+            panic!("{sharded:?}")
+        };
+        assert!(new < 0.5 && (twice, once) == (3.75, 1.875), "{sharded:?}");
+        let stored = flows(&["lora.r=8", "zero.stage=3", "quantization=nf4"], 2, 16);
+        assert_eq!(stored.len(), 2, "{stored:?}");
+        let split = flows(&["lora.r=8", "mode=split", "split.rollout_gpus=8"], 2, 8);
+        assert!(matches!(split[..], [("adapters", new), ("frozen weights", 2.0)] if new < 0.5), "{split:?}");
     }
 }
