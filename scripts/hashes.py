@@ -72,6 +72,7 @@ split               2  SPLIT
 split-async         3  SPLIT split.async_steps=1 zero.stage=3
 split-two-ahead     3  SPLIT split.async_steps=2 save_steps=none
 split-async-two     2  SPLIT split.async_steps=1 gpu
+split-pp2           3  mode=split split.rollout_gpus=2 residency.optimizer=resident pipeline_parallel_size=2
 carried             2  CARRIED
 carried-kept        2  CARRIED carried_kv=keep gpu
 strict              1  strict=true max_num_seqs=8 gpu-alone

@@ -29,12 +29,18 @@ impl WorldSize {
         let EngineShape { tensor_parallel_size: tp, pipeline_parallel_size: stages } = engine;
         let refuse = |key, got: usize, others: usize, what: &str| {
             let valid: Vec<usize> = divisors(local).into_iter().filter(|&size| fits(size * others)).collect();
-            let expected = format!("{what} of one node, which has {local}: {}", listed(&valid));
-            Err(Error::invalid_value(key, got, expected))
+            Err(Error::invalid_value(key, got, format!("{what}: {}", listed(&valid))))
         };
-        match fits(tp) {
-            false => refuse("tensor_parallel_size", tp, 1, "ranks"),
-            true => refuse("pipeline_parallel_size", stages, tp, &format!("stages of {tp} ranks")),
+        match (fits(tp), tp) {
+            (false, _) => refuse("tensor_parallel_size", tp, 1, &format!("ranks of one node, which has {local}")),
+            (true, 1) => {
+                let what = format!("stages within one node, which has {local} ranks");
+                refuse("pipeline_parallel_size", stages, 1, &what)
+            }
+            (true, _) => {
+                let what = format!("stages of {tp} ranks of one node, which has {local}");
+                refuse("pipeline_parallel_size", stages, tp, &what)
+            }
         }
     }
 }

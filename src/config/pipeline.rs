@@ -105,10 +105,8 @@ impl Config {
         if num_stages == 1 {
             return Ok(());
         }
-        let replicas = "1: where every rank holds all weights, engines of their own generate more than stages of one; or zero.stage = 3";
-        check(key, num_stages, self.zero.stage == 3, replicas)?;
-        let sent = "1 with mode = split, whose engines get all weights; tensor_parallel_size divides them";
-        check(key, num_stages, self.mode == Mode::Colocated, sent)?;
+        let replicas = "1: where every rank holds all weights, replicas of an engine generate more than stages of one; or zero.stage = 3, or mode = split";
+        check(key, num_stages, self.zero.stage == 3 || self.mode == Mode::Split, replicas)?;
         let whole = "1 with quantization = nf4, whose blocks every rank holds whole";
         check(key, num_stages, self.quantization == Quantization::None, whole)
     }
@@ -120,13 +118,15 @@ mod tests {
     use super::super::tests::{config, message};
 
     #[test]
-    fn stages_are_of_colocated_runs_with_sharded_weights() {
+    fn stages_are_of_ranks_that_do_not_hold_all_weights() {
         let keys = ["pipeline_parallel_size=3", "zero.stage=3", "pipeline_partition=10,10,8"];
         let staged = config(&keys);
         assert_eq!((staged.stage_sizes(), staged.engine_shape().num_ranks()), (&[10, 10, 8][..], 3));
         assert_eq!(Config::from_toml(&staged.to_toml()).unwrap(), staged);
         assert_eq!(config(&[keys[0], keys[1], "pipeline_partition=[10, 10, 8]"]), staged);
         assert!(config(&[]).stage_sizes().is_empty());
+        let split = config(&["pipeline_parallel_size=2", "mode=split", "split.rollout_gpus=2"]);
+        assert_eq!(split.engine_shape().num_ranks(), 2, "at any zero.stage: trainers have no engine");
         for (keys, part) in [
             (&["pipeline_parallel_size=0"][..], "pipeline_parallel_size = 0: expected a whole number"),
             (
@@ -136,10 +136,6 @@ mod tests {
             (
                 &["pipeline_parallel_size=2", "zero.stage=3", "quantization=nf4", "lora.r=8"],
                 "expected 1 with quantization = nf4",
-            ),
-            (
-                &["pipeline_parallel_size=2", "zero.stage=3", "mode=split", "split.rollout_gpus=2"],
-                "pipeline_parallel_size = 2: expected 1 with mode = split",
             ),
             (
                 &["pipeline_parallel_size=2", "zero.stage=3", "agent=a.py:play"],
@@ -164,6 +160,9 @@ mod tests {
             "pipeline_parallel_size = 2: expected a divisor of the 6 ranks that generate, over tensor_parallel_size = 2: 1, 3"
         );
         assert!(refused(&staged, 3).starts_with("tensor_parallel_size = 2: expected a divisor of the 3 ranks"));
+        let split = ["pipeline_parallel_size=2", "mode=split", "split.rollout_gpus=3"];
+        let uneven = refused(&split, 5);
+        assert_eq!(uneven, "pipeline_parallel_size = 2: expected a divisor of the 3 ranks that generate: 1, 3");
         assert!(refused(&staged[..2], 1).starts_with("pipeline_parallel_size = 2: expected 1, as one rank generates"));
     }
 }

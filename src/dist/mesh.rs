@@ -40,11 +40,11 @@ impl World {
     pub fn mesh(&self, engine: impl Into<EngineShape>, shard_group_size: usize) -> Result<Mesh> {
         let engine = engine.into();
         self.world_size().check_engines(0, engine)?;
-        self.mesh_of(0..self.size(), self.group(), engine, shard_group_size)
+        let has_stages = engine.pipeline_parallel_size > 1;
+        self.mesh_of(0..self.size(), self.group(), (engine, has_stages), shard_group_size)
     }
 
-    /// The mesh of a split world: the last `num_generators` ranks have the tp groups and the others the shard groups. All ranks
-    /// of the mesh
+    /// The mesh of a split world: the last `num_generators` ranks have the engines and the others the shard groups. All ranks of the mesh
     /// are those that do what this one does.
     ///
     /// # Errors
@@ -52,24 +52,27 @@ impl World {
     pub fn split_mesh(
         &self,
         num_generators: usize,
-        tensor_parallel_size: usize,
+        engine: impl Into<EngineShape>,
         shard_group_size: usize,
     ) -> Result<Mesh> {
-        let (rank, num_trainers) = (self.rank(), self.size() - num_generators);
-        self.world_size().check_engines(num_trainers, tensor_parallel_size.into())?;
-        let (ranks, tp_size, shard_size) = match rank < num_trainers {
-            true => (0..num_trainers, 1, shard_group_size),
-            false => (num_trainers..self.size(), tensor_parallel_size, 1),
+        let (rank, num_trainers, engine) = (self.rank(), self.size() - num_generators, engine.into());
+        self.world_size().check_engines(num_trainers, engine)?;
+        let has_stages = engine.pipeline_parallel_size > 1;
+        let (ranks, engine, shard_size) = match rank < num_trainers {
+            true => (0..num_trainers, 1.into(), shard_group_size),
+            false => (num_trainers..self.size(), engine, 1),
         };
         let role = self.subgroup("role", &ranks.clone().collect::<Vec<_>>())?;
-        self.mesh_of(ranks, role, tp_size.into(), shard_size)
+        self.mesh_of(ranks, role, (engine, has_stages), shard_size)
     }
 
+    /// The groups of `ranks`, this one among them. All ranks of the world make as many, whatever they do: `has_stages` tells whether any
+    /// engine has several.
     fn mesh_of(
         &self,
         ranks: Range<usize>,
         all: Arc<dyn Collective>,
-        engine: EngineShape,
+        (engine, has_stages): (EngineShape, bool),
         shard_group_size: usize,
     ) -> Result<Mesh> {
         let (num_ranks, tp_size) = (ranks.len(), engine.tensor_parallel_size);
@@ -78,7 +81,7 @@ impl World {
             ("pipeline_parallel_size", engine.pipeline_parallel_size, tp_size),
             ("zero.shard_group_size", shard_group_size, 1),
         ] {
-            let divides = |size: usize| num_ranks.is_multiple_of(size * others);
+            let divides = |size: usize| num_ranks.is_multiple_of(size.saturating_mul(others));
             if size == 0 || !divides(size) {
                 let valid: Vec<_> = (1..=num_ranks / others).filter(|&size| divides(size)).collect();
                 let shared = if others > 1 { format!(" in tensor-parallel groups of {others}") } else { String::new() };
@@ -89,9 +92,9 @@ impl World {
         let rank = self.rank();
         let own_engine = consecutive(&ranks, rank, engine.num_ranks());
         let tp = self.subgroup("tp", &consecutive(&ranks, rank, tp_size))?;
-        let (of_engine, pipe): (Arc<dyn Collective>, Arc<dyn Collective>) = match engine.pipeline_parallel_size {
-            1 => (tp.clone(), Arc::new(SingleRank::new("pipe", rank, self.device()))),
-            _ => {
+        let (of_engine, pipe): (Arc<dyn Collective>, Arc<dyn Collective>) = match has_stages {
+            false => (tp.clone(), Arc::new(SingleRank::new("pipe", rank, self.device()))),
+            true => {
                 let within = own_engine[0]..own_engine[0] + own_engine.len();
                 (self.subgroup("engine", &own_engine)?, self.subgroup("pipe", &strided(&within, rank, tp_size))?)
             }
@@ -159,6 +162,12 @@ mod tests {
         });
         assert_eq!(meshes[1], [vec![0, 1, 2], vec![1], vec![0, 1, 2], vec![0, 1, 2], vec![1]]);
         assert_eq!(meshes[4], [vec![3, 4], vec![3, 4], vec![4], vec![4], vec![3, 4]]);
+        let staged = testing::worlds(5, |world| {
+            let mesh = world.split_mesh(4, EngineShape { pipeline_parallel_size: 2, ..1.into() }, 1).unwrap();
+            [&mesh.engine, &mesh.tp, &mesh.pipe].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(staged[0], [vec![0], vec![0], vec![0]]);
+        assert_eq!(staged[4], [vec![3, 4], vec![4], vec![3, 4]]);
     }
 
     #[test]
@@ -171,6 +180,9 @@ mod tests {
             let staged = EngineShape { pipeline_parallel_size: 2, ..2.into() };
             let error = world.mesh(staged, 4).unwrap_err().to_string();
             assert_eq!(error, "pipeline_parallel_size = 2: expected stages of 2 ranks of one node, which has 2: 1");
+            let staged = EngineShape { pipeline_parallel_size: 4, ..1.into() };
+            let error = world.mesh(staged, 4).unwrap_err().to_string();
+            assert_eq!(error, "pipeline_parallel_size = 4: expected stages within one node, which has 2 ranks: 1, 2");
             let mesh = world.mesh(2, 4).unwrap();
             [&mesh.tp, &mesh.shard].map(|group| group.ranks().to_vec())
         });

@@ -68,6 +68,11 @@ impl ParamTable {
         &self.units[self.index(unit)]
     }
 
+    /// Elements of some units, padding included.
+    pub(crate) fn elements_of(&self, units: &[Unit]) -> usize {
+        units.iter().map(|&unit| self.unit(unit).len).sum()
+    }
+
     /// The place of a unit in [`ParamTable::units`].
     ///
     /// # Panics

@@ -131,6 +131,7 @@ mod tests {
             batch: config.validate_world(2)?,
             engine_layers: &table.spec,
             engine_weight_bytes: 0,
+            generator_params: table.total,
             starts_from_adapters: false,
             room: Room { available_bytes, swap_bytes: on_gpu.then_some(1 << 40) },
         };

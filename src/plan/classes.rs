@@ -40,7 +40,7 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
     if input.starts_from_adapters && input.config.keeps_initial_adapters() {
         classes.push(resident("reference adapters", input.model().adapter_bytes()));
     }
-    let whole = input.table.total * input.kind.elt_size_in_bytes();
+    let whole = input.generator_params * input.kind.elt_size_in_bytes();
     let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES)); // on a GPU
     input.role.held(classes, engine(input), products, whole + bytes.engine_adapters)
 }

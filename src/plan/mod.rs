@@ -117,6 +117,8 @@ pub struct PlanInput<'a> {
     pub engine_layers: &'a ModelSpec,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
     pub engine_weight_bytes: usize,
+    /// Parameters that a rank which only generates holds whole: all, or of several stages those of the largest.
+    pub generator_params: usize,
     /// Whether the run starts from adapters rather than from a model alone.
     pub starts_from_adapters: bool,
     /// The memory of this rank.

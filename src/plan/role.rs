@@ -11,7 +11,7 @@ pub enum Role {
     Both,
     /// It trains.
     Trains,
-    /// It generates, with whole weights of its own.
+    /// It generates, with whole weights of its own, or those of its stage.
     Generates,
 }
 

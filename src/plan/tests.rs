@@ -30,6 +30,7 @@ fn plan_from(role: Role, overrides: &[&str], available_bytes: usize, starts_from
         batch: config.validate_world(1).unwrap(),
         engine_layers: &table.spec,
         engine_weight_bytes: 0,
+        generator_params: table.total,
         starts_from_adapters,
         room: Room { available_bytes, swap_bytes: Some(1 << 40) },
     };

@@ -221,6 +221,11 @@ impl Engine {
         &self.ranks
     }
 
+    /// Type of weights and activations.
+    pub fn kind(&self) -> Kind {
+        self.options.kind
+    }
+
     /// How long this rank computed and waited for other stages since the last call; nothing without several stages.
     pub(crate) fn take_stage_times(&mut self) -> StageTimes {
         std::mem::take(&mut self.stage_times)

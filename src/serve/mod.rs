@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 use crate::dist::World;
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
-use crate::rollout::{Engine, EngineWeights, RolloutEngine};
+use crate::rollout::{Engine, EngineWeights, RolloutEngine, StageTimes};
 
 pub use load::{ModelService, NamedAdapter, ServeOptions};
 pub use weights::EngineSlices;
@@ -49,11 +49,10 @@ impl Served {
         engine: Engine,
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
-        let device = world.device();
-        let own = engine.ranks().stage().units(&table.spec);
+        let (device, own) = (world.device(), engine.ranks().stage().units(&table.spec));
         let load = |layout: &UnitLayout| match own.contains(&layout.unit) {
             true => Ok(source(layout)?.f_to_device(device)?),
-            false => Ok(Tensor::f_zeros([0], (Kind::Float, device))?), // of another stage
+            false => Ok(Tensor::f_zeros([0], (engine.kind(), device))?), // of another stage
         };
         let units = table.units.iter().map(load).collect::<Result<_>>()?;
         let slices = EngineSlices::in_place(engine.ranks());
@@ -126,9 +125,12 @@ impl Served {
         engine.awake(weights, 0, |rollout| work(rollout).inspect_err(|error| world.post_failure(error)))
     }
 
-    /// The model's own units, to be written between uses.
-    pub(crate) fn base_units(&self) -> impl Iterator<Item = Tensor> + '_ {
-        self.units.iter().map(Tensor::shallow_clone)
+    /// The model's own units, to be written between uses. One of another stage has room for as long as it is written.
+    pub(crate) fn base_units(&self) -> impl Iterator<Item = Result<Tensor>> + '_ {
+        self.units.iter().zip(&self.table.units).map(|(unit, layout)| match unit.numel() {
+            0 => Ok(Tensor::f_zeros([layout.len as i64], (unit.kind(), unit.device()))?),
+            _ => Ok(unit.shallow_clone()),
+        })
     }
 
     /// The units of the adapters.
@@ -139,6 +141,11 @@ impl Served {
     /// Whether there are any.
     pub(crate) fn has_adapters(&self) -> bool {
         !self.adapters.is_empty()
+    }
+
+    /// How long this rank's stage of the engine computed and waited since the last call.
+    pub(crate) fn take_stage_times(&mut self) -> StageTimes {
+        self.engine.take_stage_times()
     }
 
     /// The sleeping engine, for its sizes.

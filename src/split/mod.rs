@@ -1,7 +1,7 @@
 //! The two halves of a step on ranks of their own, to be compared with ranks that do both in turn: the first ones train, the last
 //! ones only generate. Learner, engine and rewards are those of a colocated run; only the weights travel. Before a rollout every
 //! unit, one flat bucket, is broadcast from one of the trainers, in turn, into the engines' own copy, which they read in place at
-//! any tensor-parallel degree; of adapters the frozen base goes once.
+//! any tensor-parallel degree; a rank of an engine in stages keeps the units of its stage alone. Of adapters the frozen base goes once.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use tch::Tensor;
 use crate::dist::World;
 use crate::error::Result;
 use crate::phase::{self, Phase};
-use crate::rollout::RolloutEngine;
+use crate::rollout::{RolloutEngine, StageTimes};
 use crate::serve::Served;
 use crate::train::{Policy, Reference, Sequence, gather_sequences};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress, await_divergences};
@@ -107,6 +107,14 @@ impl Split {
         world.scope("divergences", self, score, |_| Ok(()), Self::recover)
     }
 
+    /// How long this rank's stage of an engine computed and waited since the last call; nothing on a trainer.
+    pub(crate) fn take_stage_times(&mut self) -> StageTimes {
+        match &mut self.role {
+            SplitRank::Trains(_) => StageTimes::default(),
+            SplitRank::Generates(served) => served.take_stage_times(),
+        }
+    }
+
     /// The policy, of a trainer.
     pub fn policy(&self) -> Option<&Policy> {
         match &self.role {
@@ -148,7 +156,8 @@ impl Split {
             }
             SplitRank::Generates(served) => {
                 served.adapter_units().enumerate().try_for_each(&send)?;
-                served.base_units().filter(|_| !base_is_there).enumerate().try_for_each(&send)
+                let base = served.base_units().filter(|_| !base_is_there);
+                base.enumerate().try_for_each(|(index, unit)| send((index, unit?)))
             }
         })?;
         self.base_is_there = match &self.role {

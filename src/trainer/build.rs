@@ -53,7 +53,7 @@ pub(super) fn model(
         return Ok(PolicyAndEngine::Colocated(Box::new(Colocated::new(learner, engine, slices))));
     }
     let Roles { num_trainers, num_generators } = preflight.batch.roles;
-    let mesh = world.split_mesh(num_generators, config.tensor_parallel_size, table.shards)?;
+    let mesh = world.split_mesh(num_generators, config.engine_shape(), table.shards)?;
     let role = if world.rank() < num_trainers {
         SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
     } else {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tch::Kind;
 
-use super::preflight::{MakePlan, OpenModel, Preflight, open_model, validate_gpu};
+use super::preflight::{MakePlan, OpenModel, Preflight, gathers, open_model, validate_gpu};
 use super::rows::TrainingRows;
 use crate::config::{Config, EngineShape, Mode, Quantization, WorldSize};
 use crate::cuda::Placement;
@@ -22,22 +22,29 @@ use crate::tools::ToolProcess;
 #[derive(Debug)]
 pub(super) struct StagePlan {
     stage: Stage,
-    weight_bytes: usize,
+    /// Of its own; none where it reads the policy's in place.
+    weight_bytes: Option<usize>,
     kv_cache_bytes: usize,
 }
 
 impl StagePlan {
-    /// With slices of its weights alone, and `num_kv_blocks` of keys and values of its layers.
+    /// With weights and, in as many blocks as `plan` has, keys and values of its layers alone.
     pub(super) fn new(
         stage: Stage,
         config: &Config,
         table: &ParamTable,
-        (kind, num_kv_blocks): (Kind, usize),
+        (kind, plan): (Kind, &MemoryPlan),
     ) -> Result<Self> {
         let tp_size = config.tensor_parallel_size;
         let (own, cached) = (table.spec.of_layers(&stage.layers), cache_kind(config.kv_cache_dtype, kind));
-        let kv_cache_bytes = num_kv_blocks * kv_block_bytes(&own, tp_size, config.kv_block_size, cached);
-        let weight_bytes = EngineSlices::gathered_bytes(table, (0, tp_size), &stage, kind)?;
+        let kv_cache_bytes = plan.num_kv_blocks * kv_block_bytes(&own, tp_size, config.kv_block_size, cached);
+        let weight_bytes = match config.mode {
+            Mode::Split => Some(table.elements_of(&stage.units(&table.spec)) * kind.elt_size_in_bytes()),
+            Mode::Colocated if gathers(config, table) => {
+                Some(EngineSlices::gathered_bytes(table, (0, tp_size), &stage, kind)?)
+            }
+            Mode::Colocated => None,
+        };
         Ok(Self { stage, weight_bytes, kv_cache_bytes })
     }
 }
@@ -45,14 +52,12 @@ impl StagePlan {
 impl fmt::Display for StagePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { stage, weight_bytes, kv_cache_bytes } = self;
-        let last = stage.layers.end - 1;
-        let (weights, cache) = (human(*weight_bytes), human(*kv_cache_bytes));
+        let (first, last) = (stage.layers.start, stage.layers.end - 1);
+        let layers = if first == last { format!("layer {first}") } else { format!("layers {first} to {last}") };
+        let weights = weight_bytes.map_or_else(|| "in place".to_owned(), human);
         let head = if stage.is_last() { " and head" } else { "" };
-        write!(
-            f,
-            "stage {}: layers {} to {last}{head}, engine weights {weights}, KV cache {cache}",
-            stage.index, stage.layers.start
-        )
+        let cache = human(*kv_cache_bytes);
+        write!(f, "stage {}: {layers}{head}, engine weights {weights}, KV cache {cache}", stage.index)
     }
 }
 
@@ -107,19 +112,22 @@ impl PlannedRun {
         Preflight::of_model(&self.config, self.model.clone(), placement, world_size, room)
     }
 
-    /// Plans it with every tensor-parallel size and number of stages that divide the ranks and the model.
+    /// Plans it with every tensor-parallel size and number of stages that divide the model and the ranks of a node.
     ///
     /// # Errors
     /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a batch that the ranks do not divide.
     pub fn compare(&self, placement: Placement, world_size: WorldSize, room: Room) -> Result<EngineTable> {
-        let num_generators = self.config.roles(world_size.ranks)?.num_generators;
+        let of_one = Config { tensor_parallel_size: 1, pipeline_parallel_size: 1, ..self.config.clone() };
+        let num_generators = of_one.validate_world(world_size.ranks)?.roles.num_generators;
         let divisors = |number: usize| (1..=number).filter(move |size| number.is_multiple_of(*size));
         let shapes = divisors(num_generators).flat_map(|tensor_parallel_size| {
             divisors(num_generators / tensor_parallel_size)
                 .map(move |pipeline_parallel_size| EngineShape { tensor_parallel_size, pipeline_parallel_size })
         });
         let mut choices = Vec::new();
-        for shape in shapes.filter(|shape| self.can_be(*shape, placement)) {
+        let is_on_a_node =
+            |shape: &EngineShape| world_size.check_engines(world_size.ranks - num_generators, *shape).is_ok();
+        for shape in shapes.filter(|shape| is_on_a_node(shape) && self.can_be(*shape, placement)) {
             let plan = self.with_engine(shape, placement, world_size, room);
             choices.push(EngineChoice { shape, num_engines: num_generators / shape.num_ranks(), plan });
         }
@@ -131,7 +139,7 @@ impl PlannedRun {
         let EngineShape { tensor_parallel_size: tp_size, pipeline_parallel_size: num_stages } = shape;
         let Self { config, model: (spec, ..) } = self;
         let is_alone = shape.num_ranks() == 1 || (config.tools.agent.is_none() && !config.strict);
-        let has_stages = config.mode == Mode::Colocated && config.quantization == Quantization::None;
+        let has_stages = config.quantization == Quantization::None;
         let fits_gpu = || validate_gpu(spec, placement, Some(tp_size), Path::new("")).is_ok();
         is_alone
             && spec.validate_tp(tp_size).is_ok()
@@ -139,7 +147,7 @@ impl PlannedRun {
             && fits_gpu()
     }
 
-    /// Its plan with such engines. Stages have sharded weights.
+    /// Its plan with such engines. Stages have sharded weights, or weights of their own.
     fn with_engine(
         &self,
         shape: EngineShape,
@@ -149,7 +157,7 @@ impl PlannedRun {
     ) -> Result<PlannedEngine> {
         let EngineShape { tensor_parallel_size, pipeline_parallel_size } = shape;
         let mut config = Config { tensor_parallel_size, pipeline_parallel_size, ..self.config.clone() };
-        if pipeline_parallel_size > 1 {
+        if pipeline_parallel_size > 1 && config.mode == Mode::Colocated {
             config.zero.stage = 3;
         }
         config.pipeline_partition.take_if(|partition| partition.0.len() != pipeline_parallel_size);

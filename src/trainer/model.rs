@@ -59,11 +59,11 @@ impl PolicyAndEngine {
 
     /// How long this rank's stage of the engine computed and waited since the last call, if layers are in stages.
     pub(super) fn take_stage_times(&mut self) -> Option<StageTimes> {
-        match self {
-            Self::Colocated(colocated) => Some(colocated.take_stage_times()),
-            Self::Split(_) => None,
-        }
-        .filter(|times| *times != StageTimes::default())
+        let times = match self {
+            Self::Colocated(colocated) => colocated.take_stage_times(),
+            Self::Split(split) => split.take_stage_times(),
+        };
+        (times != StageTimes::default()).then_some(times)
     }
 
     /// The policy, on a rank that trains.

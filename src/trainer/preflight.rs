@@ -112,6 +112,7 @@ impl Preflight {
         }
         let engine_weights = |config: &Config| engine_weight_bytes(config, &table, &stages, kind);
         let engine_weight_bytes = engine_weights(config)?;
+        let generator_params = stages.iter().map(|stage| table.elements_of(&stage.units(&spec))).max().unwrap_or(0);
         let plan_of = |role| {
             let teacher = teacher.as_ref().map(|teacher| &*teacher.table);
             let input = PlanInput {
@@ -123,6 +124,7 @@ impl Preflight {
                 batch,
                 engine_layers: &engine_layers,
                 engine_weight_bytes,
+                generator_params,
                 starts_from_adapters,
                 room,
             };
@@ -137,7 +139,7 @@ impl Preflight {
             1 => Vec::new(),
             _ => stages
                 .iter()
-                .map(|stage| StagePlan::new(stage, config, &table, (kind, plan.num_kv_blocks)))
+                .map(|stage| StagePlan::new(stage, config, &table, (kind, engine_plan.as_ref().unwrap_or(&plan))))
                 .collect::<Result<_>>()?,
         };
         Ok(Self { batch, spec, tokenizer, table, stages, stage_plans, teacher, kind, plan, engine_plan })
@@ -153,8 +155,8 @@ impl Preflight {
 impl fmt::Display for Preflight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.plan)?;
-        self.stage_plans.iter().try_for_each(|stage| write!(f, "\n{stage}"))?;
-        self.engine_plan.as_ref().map_or(Ok(()), |plan| write!(f, "\n{plan}"))
+        self.engine_plan.as_ref().map_or(Ok(()), |plan| write!(f, "\n{plan}"))?;
+        self.stage_plans.iter().try_for_each(|stage| write!(f, "\n{stage}"))
     }
 }
 

@@ -15,7 +15,7 @@ use colo_grpo::internal::dist::World;
 use colo_grpo::internal::metrics::{CompletionRow, MetricLine, read_completions, read_metrics};
 
 /// Metrics of the clock, and of how much a layout moves.
-const TIMES: [&str; 4] = ["step_time", "timing_s/", "perf/", "transition/"];
+const TIMES: [&str; 5] = ["step_time", "timing_s/", "perf/", "transition/", "pipeline/"];
 /// Two ranks train 32 completions a step; the learning rate falls, so that a wrong step would show.
 const COMMON: [&str; 8] = [
     "eval_file=none",

@@ -194,6 +194,14 @@ fn a_plan_compares_the_kv_blocks_of_engines() {
     let expected =
         [("1", "1"), ("1", "2"), ("1", "4"), ("1", "8"), ("2", "1"), ("2", "2"), ("2", "4"), ("4", "1"), ("4", "2")];
     assert_eq!(sizes, expected, "28 heads are not divided by 8: {eight}");
+    let nodes = stdout_of(&format!("plan --compare --nnodes 2 --nproc 7 --gpu_memory_gib 139 {shape}"));
+    let within: Vec<&str> = nodes.lines().skip(1).take_while(|line| !line.starts_with("of one engine")).collect();
+    assert!(within.len() == 2 && within[1].contains("5,5,4,4,4,4,2"), "none over nodes: {nodes}");
+    let uneven = run(&format!("plan --compare --nproc 5 --gpu_memory_gib 79 {shape} per_device_train_batch_size=3"));
+    uneven.assert_error("no row has a batch", 2, &["generation_batch_size = 15: expected"]);
+    assert!(uneven.stdout.is_empty(), "{}", uneven.stdout);
+    let many = run(&format!("plan --nnodes 9999999999 --nproc 9999999999 {shape}"));
+    many.assert_error("more than there can be", 2, &["'--nnodes <NNODES>': expected a whole number from 1 to 16384"]);
     let gpu = format!("plan --nproc 2 --gpu_memory_gib 79 {shape} zero.stage=3 pipeline_parallel_size=2");
     run(&gpu).assert_error(
         "on GPUs",
@@ -207,6 +215,12 @@ fn a_plan_compares_the_kv_blocks_of_engines() {
             && staged.contains("\nstage 1: layers 2 to 3 and head"),
         "{staged}"
     );
+    let copies = stdout_of(&format!("{cpu} --nproc 2 zero.shard_group_size=1"));
+    assert!(copies.contains("\nstage 0: layers 0 to 1, engine weights in place, KV cache "), "{copies}");
+    let split = "mode=split split.rollout_gpus=3 residency.optimizer=auto pipeline_parallel_size=3 zero.stage=2";
+    let split = stdout_of(&format!("{cpu} --nproc 4 {split}"));
+    let (_, engines) = split.split_once("memory per rank that generates").unwrap();
+    assert!(engines.contains("\nstage 2: layer 3 and head, engine weights "), "{split}");
     for (more, expected) in [
         ("--nproc 3", "pipeline_parallel_size = 2: expected a divisor of the 3 ranks that generate: 1, 3"),
         (

@@ -194,7 +194,7 @@ fn folders_of_the_nodes_own_must_be_apart_and_hold_all_of_the_state() {
     }
 }
 
-/// ZeRO-3 over nodes on request and within them, and engines on another node than trainers.
+/// ZeRO-3 over nodes on request and within them, engines on another node than trainers, and engines in stages.
 #[test]
 fn state_and_halves_may_lie_over_nodes() {
     let folder = tempfile::tempdir().unwrap();
@@ -202,6 +202,8 @@ fn state_and_halves_may_lie_over_nodes() {
         "zero.stage=3 zero.shard_group_size=4",
         "zero.stage=3 zero.shard_group_size=2",
         "mode=split split.rollout_gpus=2 zero.shard_group_size=2 residency.optimizer=resident",
+        "zero.stage=3 zero.shard_group_size=4 tensor_parallel_size=1 pipeline_parallel_size=2",
+        "mode=split split.rollout_gpus=2 zero.shard_group_size=2 residency.optimizer=resident tensor_parallel_size=1 pipeline_parallel_size=2",
     ] {
         let weights = |name: &str, keys: &str, runs: &dyn Fn(&str) -> Vec<Ended>| {
             let output_dir = folder.path().join(name);

@@ -72,6 +72,33 @@ fn engines_of_their_own_have_the_trainers_residual_stream() {
     assert!(0.0 < wide && wide < 0.8 * narrow, "{wide}, not below {narrow}");
 }
 
+/// A rank keeps its stage's layers of the weights that come, and samples the tokens of an engine of one rank, ahead of the trainer and
+/// with adapters too. 24 completions a step.
+#[test]
+fn engines_of_their_own_in_stages_sample_what_engines_of_one_rank_do() {
+    let runs = Runs::new();
+    let common = ["max_steps=3", "save_steps=none", "tensor_parallel_size=1", "residency.optimizer=auto", "mode=split"];
+    let run = |name: &str, num_ranks: usize, more: &[&str]| {
+        let share = format!("per_device_train_batch_size={}", 24 / num_ranks);
+        let engines = format!("split.rollout_gpus={}", num_ranks - 1);
+        runs.train_to_the_end(name, num_ranks, &[&common[..], &[&share, &engines], more].concat());
+    };
+    let stages = ["pipeline_parallel_size=3", "pipeline_partition=2,1,1"];
+    let ahead = ["lora.r=4", "learning_rate=1e-3", "split.async_steps=2"];
+    run("one", 2, &[]);
+    run("stages", 4, &stages);
+    run("ahead", 2, &ahead);
+    run("stages-ahead", 3, &[&ahead[..], &["pipeline_parallel_size=2"]].concat());
+    for (staged, one) in [("stages", "one"), ("stages-ahead", "ahead")] {
+        (1..=3).for_each(|step| runs.assert_close(staged, one, step));
+        let idle = runs.metrics(staged)[&(1, false)].values["pipeline/idle_share"];
+        assert!(idle > 0.0 && idle < 1.0, "{idle}");
+    }
+    run("in-flight", 3, &[&ahead[..], &["pipeline_parallel_size=2", "split.in_flight_updates=true"]].concat());
+    let oldest = |step| runs.metrics("in-flight")[&(step, false)].values["staleness/max"];
+    assert!([1, 2, 3].into_iter().zip([0.0, 1.0, 2.0]).all(|(step, most)| oldest(step) <= most));
+}
+
 /// The batch of a step was sampled with the weights from before the step before it, but for the first ones after the start, a
 /// checkpoint and an evaluation, which are sampled with the newest.
 #[test]

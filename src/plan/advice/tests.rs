@@ -44,6 +44,7 @@ fn plan(model: &str, machine: Machine, keys: &[String]) -> Result<MemoryPlan> {
         batch: config.validate_world(machine.nproc)?,
         engine_layers: &table.spec,
         engine_weight_bytes: engine_weights(&config, &table),
+        generator_params: table.total,
         starts_from_adapters: false,
         room: Room { available_bytes: machine.gpu_gib << 30, swap_bytes: Some(machine.host_gib << 30) },
     };
