@@ -124,10 +124,12 @@ case_equal() {
   hold equal [ "$(sha equal)" = "$(sha one)" ] &&
     row equal "3 steps of 2 x 2 processes, and of 4 on one node" "weights equal bit for bit" "$two s and $(since "$began") s; $(step_ms equal) and $(step_ms one) ms a step"
 }
-case_modes() { # ZeRO-3 over nodes and within them, engines and trainers apart
+case_modes() { # ZeRO-3 over nodes and within them, engines and trainers apart, engines in stages
   local mode name keys
   for mode in "zero3 zero.stage=3 zero.shard_group_size=4" "hybrid3 zero.stage=3 zero.shard_group_size=2" \
-    "split mode=split split.rollout_gpus=2 zero.shard_group_size=2 residency.optimizer=resident"; do
+    "stages3 zero.stage=3 zero.shard_group_size=4 tensor_parallel_size=1 pipeline_parallel_size=2" \
+    "split mode=split split.rollout_gpus=2 zero.shard_group_size=2 residency.optimizer=resident" \
+    "split-stages mode=split split.rollout_gpus=2 zero.shard_group_size=2 residency.optimizer=resident tensor_parallel_size=1 pipeline_parallel_size=2"; do
     name=${mode%% *} keys=${mode#* }
     # shellcheck disable=SC2086
     both "$name" $keys max_steps=2
@@ -176,6 +178,18 @@ case_tasks() { # one task a rank, with the variables that srun sets, and with th
     hold $how [ "$(sha $how)" = "$(sha equal)" ] &&
       row tasks "3 steps of 2 x 2 tasks without a launcher, variables of $how" "weights those of our launchers" "$(since "$began") s"
   done
+  began=$(now) tasks=()
+  mkdir -p "$out/pods"
+  for rank in 0 1; do # RANK and WORLD_SIZE count pods, as a PyTorchJob's do: the line of docs/nodes.md
+    # shellcheck disable=SC2016,SC2086
+    ip netns exec "${net[$rank]}" env RANK=$rank WORLD_SIZE=2 MASTER_ADDR="${address[0]}" MASTER_PORT=$port sh -c 'program=$1; shift
+      exec env -u RANK -u WORLD_SIZE "$program" --nnodes $WORLD_SIZE --node_rank $RANK --master_addr $MASTER_ADDR --master_port $MASTER_PORT --nproc 2 "$@"' \
+      sh "$program" $small output_dir="$out/pods/run" max_steps=3 > "$out/pods/$rank.log" 2>&1 &
+    tasks+=($!)
+  done
+  for rank in 0 1; do wait "${tasks[$rank]}" || hold pods false "pod $rank"; done
+  hold pods [ "$(sha pods)" = "$(sha equal)" ] &&
+    row tasks "3 steps of two pods with a launcher each, variables of a PyTorchJob" "weights those of our launchers" "$(since "$began") s"
 }
 case_torchrun() {
   if ! command -v torchrun > /dev/null; then

@@ -111,7 +111,8 @@ fn require(get: &impl Fn(&str) -> Option<String>, names: &[&str]) -> Result<()> 
         return Ok(());
     }
     let message = format!(
-        "{} set but {} missing: a worker needs all of them; unset them all to launch workers from here",
+        "{} set but {} missing: a worker needs all of them; unset them all to launch workers from here (where RANK counts nodes: env -u RANK \
+         -u WORLD_SIZE colo-grpo --nnodes $WORLD_SIZE --node_rank $RANK ..)",
         set.join(", "),
         missing.join(", ")
     );
@@ -175,6 +176,7 @@ mod tests {
         let error = read("RANK=3 WORLD_SIZE=4").unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Environment);
         assert!(error.to_string().contains("LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing"), "{error}");
+        assert!(error.to_string().contains("--node_rank $RANK"), "{error}");
         assert!(read("MASTER_ADDR=a MASTER_PORT=1").unwrap().is_none());
         assert!(read("RANK=4 LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1").is_err());
         assert!(read("RANK=x LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1").is_err());
