@@ -134,8 +134,17 @@ impl EngineSlices {
             Storage::Gathered(arena, kind) => (arena, kind),
             Storage::Dequantized(arena, kind) => {
                 let buffers = block_buffers(arena, longest_block(table), *kind)?;
+                // A rank's channels of a convolution are no view but a copy, taken here; they are not quantised, and nobody trains them.
+                let copies = part.tp_size > 1 && table.spec.delta_net.is_some();
                 let mut in_turn = |of: Unit| match of {
-                    Unit::Block(layer) => Ok(buffers[layer % NUM_DEQUANTIZED].narrow(0, 0, table.unit(of).len as i64)),
+                    Unit::Block(layer) => {
+                        let layout = table.unit(of);
+                        let block = buffers[layer % NUM_DEQUANTIZED].narrow(0, 0, layout.len as i64);
+                        if copies {
+                            quantized[layer].dequantize(layout, &block)?;
+                        }
+                        Ok(block)
+                    }
                     Unit::Embedding | Unit::Head => unit(of),
                 };
                 let keep = &mut |tensor: &Tensor| Ok(tensor.shallow_clone());

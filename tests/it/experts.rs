@@ -17,15 +17,17 @@ const REWARD: [&str; 4] = [
 
 /// Writes a random model of two layers, four experts in each, with the demo's tokenizer.
 fn random_model(folder: &Path) -> PathBuf {
+    let sizes = json!({"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 16});
+    random_model_of(folder, "configs/arithmetic/config-moe.json", &sizes)
+}
+
+/// Writes a random model of the shape in a file, but for these keys.
+fn random_model_of(folder: &Path, shape: &str, keys: &Value) -> PathBuf {
     let (config, model) = (folder.join("config.json"), folder.join("model"));
-    let shape = std::fs::read_to_string("configs/arithmetic/config-moe.json").unwrap();
-    let mut shape: Value = serde_json::from_str(&shape).unwrap();
-    for (key, value) in
-        [("num_hidden_layers", 2), ("hidden_size", 64), ("moe_intermediate_size", 64), ("num_experts", 4)]
-    {
-        shape[key] = json!(value);
+    let mut shape: Value = serde_json::from_str(&std::fs::read_to_string(shape).unwrap()).unwrap();
+    for (key, value) in keys.as_object().unwrap() {
+        shape[key] = value.clone();
     }
-    shape["head_dim"] = json!(16);
     std::fs::write(&config, shape.to_string()).unwrap();
     let (config, output) = (config.display(), model.display());
     stdout_of(&format!("init --config_json {config} --tokenizer {MODEL} --output {output}"));
@@ -79,6 +81,36 @@ fn runs_sample_train_save_and_serve_adapters_of_experts() {
     refused.assert_error("half of what PEFT reads", 2, &["lora.target_modules = gate_proj", "down_proj together"]);
     let refused = run(&format!("plan {keys} lora.dropout=0.1"));
     refused.assert_error("dropout", 2, &["lora.dropout = 0.1", "PEFT has no dropout beside experts"]);
+}
+
+/// Gated delta nets and experts, one of which every token goes to, in whole runs: two ranks share an engine, all weights train in shards or
+/// adapters beside a base in 4 bits, and the trainer takes the routes that were sampled.
+#[test]
+fn hybrids_with_experts_sample_and_train() {
+    let runs = Runs::new();
+    let keys = json!({
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    });
+    let model = random_model_of(&runs.path(""), "configs/arithmetic/config-hybrid.json", &keys);
+    let key = format!("model_name_or_path={}", model.display());
+    let common = [&REWARD[..], &[&key, "max_steps=2", "save_steps=none", "learning_rate=2e-3"]].concat();
+    for (name, keys) in [
+        ("whole", &["zero.stage=3", "gradient_checkpointing=full"][..]),
+        ("nf4", &["zero.stage=2", "gradient_checkpointing=selective", "lora.r=8", "lora.alpha=16", "quantization=nf4"]),
+    ] {
+        runs.train_to_the_end(name, 2, &[&common[..], keys].concat());
+        let metrics = runs.metrics(name);
+        for step in 1..=2 {
+            let values = &metrics[&(step, false)].values;
+            assert!(values["sampling/sampling_logp_difference/max"] < 1e-3, "{name}: {values:?}");
+            assert!(values["grad_norm"] > 0.0 && values["router_replay/differing_share"] < 1e-2, "{name}: {values:?}");
+        }
+    }
+    let (alone, shared) = (generate(&model, ""), generate(&model, "--nproc 2 --tp 2"));
+    for (alone, shared) in alone.iter().zip(&shared) {
+        assert!(alone.0 == shared.0 && (alone.1 - shared.1).abs() < 1e-3, "{alone:?} {shared:?}");
+    }
 }
 
 /// The resumed run makes what the uninterrupted one did, adapters' shards included.
