@@ -134,7 +134,7 @@ pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &Plan
         human(fullest.gradients),
         human(bytes.gradients),
         human(fullest.gathered),
-        (spec.num_layers * activations.saved) as f64 / tokens as f64,
+        activations.saved[spec.num_layers] as f64 / tokens as f64,
         at_once as f64 / tokens as f64,
     )
 }

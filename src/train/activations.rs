@@ -28,10 +28,10 @@ pub struct MicroBatchShape {
 }
 
 /// Bytes of activations on one rank, by what holds them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ActivationBytes {
-    /// Bytes that each block keeps for its backward.
-    pub saved: usize,
+    /// Bytes that the first blocks keep for their backward: none of them, one, .. all.
+    pub saved: Vec<usize>,
     /// Held through the whole pass: the last block's output, the rotations.
     pub pass: usize,
     /// The gradient of the residual stream between two units.
@@ -57,13 +57,17 @@ impl ActivationBytes {
         let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
         let all_rows = narrow * hidden * (scored_tokens + tokens);
-        // Where blocks differ, each counts as the one that takes the most.
+        let mut saved = vec![0];
+        for layer in 0..spec.num_layers {
+            saved.push(saved[layer] + spec.block(layer).saved_bytes(bytes, keep) * tokens);
+        }
+        // Where blocks differ, the fullest moment is that of the one that takes the most.
         let most = |of: &dyn Fn(BlockSpec) -> usize| {
             (0..spec.num_layers).map(|layer| of(spec.block(layer))).max().unwrap_or(0)
         };
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
         Self {
-            saved: most(&|block| block.saved_bytes(bytes, keep)) * tokens,
+            saved,
             // The last block's output, the rotations, the sampler's experts.
             pass: (residual * hidden + 2 * wide * spec.head_dim + EXPERT_BYTES * spec.routed_experts_per_token())
                 * tokens,
@@ -104,9 +108,9 @@ mod tests {
             bytes(GradientCheckpointing::Selective),
             bytes(GradientCheckpointing::None),
         );
-        assert_eq!(full.saved, 1000 * 2 * 3584);
-        assert_eq!(selective.saved, 1000 * (2 * (3584 + 4608 + 3584 + 3584) + 4 * 28));
-        assert_eq!(none.saved - selective.saved, 1000 * 2 * 2 * 18944);
+        assert_eq!((full.saved[0], full.saved[1], full.saved[28]), (0, 1000 * 2 * 3584, 28 * 1000 * 2 * 3584));
+        assert_eq!(selective.saved[1], 1000 * (2 * (3584 + 4608 + 3584 + 3584) + 4 * 28));
+        assert_eq!(none.saved[1] - selective.saved[1], 1000 * 2 * 2 * 18944);
         assert_eq!(selective.pass, 1000 * (2 * 3584 + 8 * 128));
         // Its MLP's backward: two rows of D, four of F.
         assert_eq!(selective.block_backward, 1000 * 2 * (2 * 3584 + 4 * 18944));
@@ -116,8 +120,8 @@ mod tests {
         let wide = TrainedModel { residual: Kind::Float, ..model };
         let bytes = |keep| ActivationBytes::new(&wide, keep, SHAPE);
         let (wide_full, wide_none) = (bytes(GradientCheckpointing::Full), bytes(GradientCheckpointing::None));
-        assert_eq!(wide_full.saved - full.saved, 1000 * 2 * 3584);
-        assert_eq!(wide_none.saved - none.saved, 1000 * 2 * 2 * 3584);
+        assert_eq!(wide_full.saved[1] - full.saved[1], 1000 * 2 * 3584);
+        assert_eq!(wide_none.saved[1] - none.saved[1], 1000 * 2 * 2 * 3584);
         assert_eq!(wide_none.pass - none.pass, 1000 * 2 * 3584);
         assert_eq!(wide_none.block_forward - none.block_forward, 1000 * 2 * 2 * 3584);
         assert_eq!(wide_full.block_backward - full.block_backward, 1000 * 2 * 3584);
@@ -126,6 +130,35 @@ mod tests {
         let with_top =
             ActivationBytes::new(&wide, GradientCheckpointing::None, MicroBatchShape { num_top: 64, ..SHAPE });
         assert_eq!(with_top.head - wide_none.head, 10 * 64 * 72);
+    }
+
+    /// Qwen3.5-9B by hand, with an MLP so narrow that no moment of its is the fullest: D = 4096; 32 value heads of 128 with as many keys and 2 x 128 x 16 shared ones, C = 8192. A chunk's
+    /// state is 8,192 elements a token, its pairs are 2,048.
+    #[test]
+    fn a_gated_delta_net_is_planned_as_its_kernels_hold_it() {
+        let spec = ModelSpec { intermediate_size: 1024, ..ModelSpec::preset("qwen3.5-9b").unwrap() };
+        let table = ParamTable::new(Arc::new(spec), 1);
+        let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
+        let bytes = |keep| ActivationBytes::new(&model, keep, SHAPE);
+        let selective = bytes(GradientCheckpointing::Selective);
+        let kept = 2 * (8192 + 2 * 4096 + 2 * 32);
+        let of_attention = 2 * (2 * (4096 + 2 * 1024) + 3 * 4096) + 4 * 16; // every fourth layer, with an output gate
+        assert_eq!(selective.saved[1], 1000 * (2 * 2 * 4096 + kept));
+        assert_eq!(selective.saved[32], 1000 * (32 * 2 * 2 * 4096 + 24 * kept + 8 * of_attention));
+        let decays = 5 * 4 * 32;
+        let states = 3 * 4 * 32 * 128 * 128 / 256; // of sequences of 256 tokens
+        let padded = |of_chunks: usize| (of_chunks + decays) * 9 / 8;
+        let forward = 2 * (4096 + 8192) + padded(2 * (2 * 4096 + 2048)) + states;
+        assert_eq!(selective.block_forward, 1000 * (2 * 4096 + 2 * 4096 + kept + forward));
+        let chunks = padded(2 * (4 * 4096 + 2 * 2048 + 2 * 8192));
+        let backward = 2 * (2 * 4096 + 8192 + 5 * 4096) + 2 * 4 * 32 + chunks + states;
+        assert_eq!(selective.block_backward, 1000 * backward);
+        let full = bytes(GradientCheckpointing::Full);
+        assert_eq!((full.saved[32], full.block_backward), (32 * 1000 * 2 * 4096, 1000 * (backward + 2 * 4096 + kept)));
+        // Without kernels, in float32, it takes three times as many elements.
+        let single = TrainedModel { kind: Kind::Float, residual: Kind::Float, ..model };
+        let composed = ActivationBytes::new(&single, GradientCheckpointing::Selective, SHAPE);
+        assert!(composed.block_backward > 3 * selective.block_backward, "{composed:?}");
     }
 
     /// Head memory of 16,384 scored tokens and 152,064 logits each: under 1 GB.

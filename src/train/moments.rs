@@ -198,21 +198,21 @@ impl<'a> Walk<'a> {
 
     /// The units of a backward pass, from the head.
     fn visits(&self, activations: &ActivationBytes) -> Vec<Visit> {
-        let ActivationBytes { saved, pass, stream, head, block_backward, .. } = *activations;
+        let ActivationBytes { ref saved, pass, stream, head, block_backward, .. } = *activations;
         let spec = &self.model.table.spec;
         let num_layers = spec.num_layers;
         let last = num_layers.checked_sub(1).map_or(0, |last| self.block(last));
         let mut visits = vec![Visit {
             unit: Unit::Head,
             gathered: self.in_use(Unit::Head) + last,
-            activations: num_layers * saved + pass + head,
-            activations_at_end: num_layers * saved + pass + stream,
+            activations: saved[num_layers] + pass + head,
+            activations_at_end: saved[num_layers] + pass + stream,
         }];
         visits.extend((0..num_layers).rev().map(|layer| Visit {
             unit: Unit::Block(layer),
             gathered: self.block(layer) + self.upcoming(&upcoming(spec, Unit::Block(layer), true)),
-            activations: (layer + 1) * saved + pass + block_backward,
-            activations_at_end: layer * saved + pass + stream,
+            activations: saved[layer + 1] + pass + block_backward,
+            activations_at_end: saved[layer] + pass + stream,
         }));
         visits.push(Visit {
             unit: Unit::Embedding,

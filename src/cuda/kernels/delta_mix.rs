@@ -71,11 +71,15 @@ impl DeltaLayout {
     }
 }
 
+/// Whether the kernels are made for heads of these widths and this convolution.
+pub fn delta_fits([key_dim, value_dim, conv_width]: [usize; 3]) -> bool {
+    [key_dim as i64, value_dim as i64, conv_width as i64] == [DIM, DIM, WIDTH]
+}
+
 /// Whether the kernels compute a delta net whose rows are like `rows`, with heads of these widths.
-pub fn delta_serves(rows: &Tensor, [key_dim, value_dim, conv_width]: [usize; 3]) -> bool {
-    let fits = [key_dim as i64, value_dim as i64, conv_width as i64] == [DIM, DIM, WIDTH];
+pub fn delta_serves(rows: &Tensor, widths: [usize; 3]) -> bool {
     let Device::Cuda(ordinal) = rows.device() else { return false };
-    fits && rows.kind() == Kind::BFloat16 && gpu_has_wide_shared_memory(ordinal)
+    delta_fits(widths) && rows.kind() == Kind::BFloat16 && gpu_has_wide_shared_memory(ordinal)
 }
 
 /// The convolution with SiLU; queries and keys of unit length. [T, C]

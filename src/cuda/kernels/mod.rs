@@ -46,7 +46,7 @@ pub use adapt::{adapt, adapt_pays, adapt_serves};
 pub use add_rms_norm::{NormOptions, add_rms_norm};
 pub use all_reduce::{AllReduceMethod, RowSums};
 pub use delta_mix::{
-    DeltaLayout, DeltaSizes, delta_mix, delta_mix_backward, delta_norm, delta_norm_backward, delta_serves,
+    DeltaLayout, DeltaSizes, delta_fits, delta_mix, delta_mix_backward, delta_norm, delta_norm_backward, delta_serves,
 };
 pub use delta_rule::{DeltaGradients, DeltaPrepared, DeltaScan, delta_backward, delta_prepare, delta_scan};
 pub use delta_step::{

@@ -7,10 +7,16 @@ use tch::Tensor;
 use super::linear::{LinearSpec, Matrix, Projection, TpSplit, part, sections};
 use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, SequenceMixer};
 use crate::config::TargetModule::{InProjA, InProjB, InProjQkv, InProjZ, OutProj};
+use crate::cuda::kernels::delta_fits;
 use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::model::params::{ParamName, Shapes};
 use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
+
+/// Tokens that sequences are taken to have on average, where their last chunks and states are counted: completions of fewer need more.
+const MEAN_TOKENS: usize = 256;
+/// Numbers that a chunk's kernels keep of a token and value head: decays and write strengths.
+const KERNEL_DECAYS: usize = 5;
 
 /// The shape of a gated delta net.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,19 +112,48 @@ impl DeltaNetSpec {
         bytes.narrow * (self.heads.channels() + 2 * num_value_heads * value_dim + 2 * num_value_heads)
     }
 
-    /// Bytes a token of the fullest moment of forward beside what is kept, all of it in the accumulation kind: what the convolution
-    /// gives, its heads, and of whole chunks keys and values in six and four forms, three tables of pairs, and a state.
+    /// Bytes a token of the fullest moment of forward beside what is kept. By kernels: the sublayer's input, what the convolution gives,
+    /// chunks by themselves, and states of sequences. Composed of libtorch's operations, all of it in the accumulation kind: what the
+    /// convolution gives, its heads, and of whole chunks keys and values in six and four forms, three tables of pairs, and a state.
     pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
-        let [keys, values, pairs, states] = self.elements();
-        bytes.wide * (2 * self.heads.channels() + 6 * keys + 4 * values + 3 * pairs + states)
+        let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
+        if self.has_kernels(bytes) {
+            let of_chunks = bytes.narrow * (keys + values + pairs);
+            return bytes.narrow * (self.hidden + channels) + self.by_kernels(bytes, of_chunks);
+        }
+        bytes.wide * (2 * channels + 6 * keys + 4 * values + 3 * pairs + states)
     }
 
-    /// Bytes a token of the fullest moment of backward, in which the forward is computed again: its tensors and their gradients, and
-    /// beside them the gradients of the projections.
+    /// Bytes a token of the fullest moment of backward, in which the forward is computed again. By kernels that is when the gradients of
+    /// queries, keys and values are made: beside them there are those of the output, of the rule's result and of the gate, and of chunks
+    /// the system's results, what was written, its gradient, and two states. Composed, they are the forward's tensors and their gradients,
+    /// and beside them the gradients of the projections.
     pub(super) fn backward_bytes(self, bytes: ElementBytes) -> usize {
-        let [keys, values, pairs, states] = self.elements();
+        let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
+        let streams = 2 * bytes.narrow * self.hidden;
+        if self.has_kernels(bytes) {
+            let of_chunks = bytes.narrow * (keys + 3 * values + 2 * pairs + 2 * states);
+            let gradients =
+                bytes.narrow * (channels + 2 * keys + 3 * values) + 2 * bytes.wide * self.heads.num_value_heads;
+            return streams + gradients + self.by_kernels(bytes, of_chunks);
+        }
         let rule = 14 * keys + 12 * values + 6 * pairs + 2 * states;
-        2 * bytes.narrow * self.hidden + bytes.wide * (3 * self.heads.channels() + rule)
+        streams + bytes.wide * (3 * channels + rule)
+    }
+
+    /// Bytes a token of chunks as kernels have them, with the padding of last chunks and decays beside them, and of the states that
+    /// prompts end with, completions begin with and either has as a result.
+    fn by_kernels(self, bytes: ElementBytes, of_chunks: usize) -> usize {
+        let [.., states] = self.elements();
+        let decays = KERNEL_DECAYS * bytes.wide * self.heads.num_value_heads;
+        let padded = (of_chunks + decays) * (MEAN_TOKENS + DeltaHeads::CHUNK / 2) / MEAN_TOKENS;
+        padded + 3 * bytes.wide * states * DeltaHeads::CHUNK / MEAN_TOKENS
+    }
+
+    /// Whether a GPU has kernels for heads and weights of this kind; a chip without them needs what composed operations do.
+    fn has_kernels(self, bytes: ElementBytes) -> bool {
+        let DeltaHeads { key_dim, value_dim, conv_width, .. } = self.heads;
+        bytes.narrow < bytes.wide && delta_fits([key_dim, value_dim, conv_width])
     }
 
     /// Elements a token of the keys and values of all value heads, of pairs within a chunk, and of a chunk's state.
