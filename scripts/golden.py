@@ -25,7 +25,7 @@ import subprocess
 import torch
 from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, MistralConfig, Olmo2Config,
                           PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config, Qwen3_5MoeTextConfig,
-                          Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig)
+                          Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 VOCAB = 96
@@ -99,6 +99,9 @@ FAMILIES = {
     "qwen3_5_vision": (Qwen3_5Config(
         text_config=dict(HYBRID, intermediate_size=48, tie_word_embeddings=True, rope_parameters=dict(PARTIAL_ROPE, mrope_interleaved=True, mrope_section=[1, 1, 0])),
         vision_config=VISION, tie_word_embeddings=True), torch.bfloat16, "40KB"),
+    "qwen3_next": (Qwen3NextConfig(intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=5,
+                                   num_experts_per_tok=2, mlp_only_layers=[1], rope_parameters=PARTIAL_ROPE, tie_word_embeddings=False, **HYBRID),
+                   torch.bfloat16, "40KB"),
     "llama3": (LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=1,
                            head_dim=16, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False, **COMMON),
                torch.float32, "50KB"),

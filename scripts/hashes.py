@@ -89,6 +89,7 @@ shape-qwen2_yarn    1  SHAPE
 shape-qwen2_untied  1  SHAPE beta=0.04
 shape-qwen3_moe     2  SHAPE router_aux_loss_coef=0.01 zero.stage=3 gpu
 shape-qwen3_moe_mixed 2 SHAPE tensor_parallel_size=2 enable_expert_parallel=true gpu
+shape-qwen3_5       2  SHAPE tensor_parallel_size=2 zero.stage=3
 """
 
 

@@ -11,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 14] = [
+const GOLDEN: [(&str, Family); 15] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -26,6 +26,7 @@ const GOLDEN: [(&str, Family); 14] = [
     ("qwen3_5", Family::Qwen3_5),
     ("qwen3_5_vision", Family::Qwen3_5),
     ("qwen3_5_moe", Family::Qwen3_5Moe),
+    ("qwen3_next", Family::Qwen3Next),
 ];
 
 fn golden(name: &str) -> PathBuf {

@@ -41,6 +41,7 @@ fn greedy_equals_transformers() {
         "qwen3_5",
         "qwen3_5_vision",
         "qwen3_5_moe",
+        "qwen3_next",
     ] {
         let model = Model::golden(name);
         let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
@@ -151,6 +152,7 @@ fn equals_one_rank(world: &World) {
         Model::golden("qwen2_tied"),
         Model::golden("olmo2"),
         Model::golden("qwen3_5"),
+        Model::golden("qwen3_5_moe"),
         Model::golden("qwen3_moe_mixed"),
         Model::expert_parallel("qwen3_moe_mixed"),
         Model::golden("qwen2_moe"),

@@ -37,6 +37,7 @@ pub(super) fn read(config: &JsonObject, num_layers: usize, traits: &Traits) -> R
                 return Err(config.wrong("norm_topk_prob", "true, as transformers computes this family"));
             }
             true => true,
+            false if traits.has_delta_nets && !config.has("norm_topk_prob") => true, // as in transformers
             false => config.flag("norm_topk_prob")?,
         },
         router_aux_loss_coef,

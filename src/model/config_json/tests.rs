@@ -244,6 +244,23 @@ fn gated_delta_nets_with_experts_are_read_as_transformers_does_or_refused_by_nam
 }
 
 #[test]
+fn qwen3_next_divides_by_choices_where_nothing_is_said_and_has_no_adapters_of_joined_projections() {
+    let spec = ModelSpec { family: Family::Qwen3Next, ..ModelSpec::preset("qwen3.5-35b-a3b").unwrap() };
+    let good = spec.to_config_json();
+    assert_eq!(load(&with(&good, "norm_topk_prob", json!("remove"))).unwrap(), spec);
+    let raw = load(&with(&good, "norm_topk_prob", json!(false))).unwrap();
+    assert!(!raw.experts.unwrap().norm_topk_prob);
+    let some = load(&with(&good, "mlp_only_layers", json!([0]))).unwrap();
+    assert!(matches!((some.block(0).mlp, some.block(1).mlp), (Mlp::Dense(_), Mlp::Experts(_))));
+    let adapted = |targets: &[TargetModule]| LoraSpec { r: 8, alpha: 8.0, dropout: 0.0, targets: targets.to_vec() };
+    adapted(&[TargetModule::QProj, TargetModule::OutProj]).check(&spec).unwrap();
+    for targets in [TargetModule::ALL, &[TargetModule::InProjZ]] {
+        let error = adapted(targets).check(&spec).unwrap_err().to_string();
+        assert!(error.contains("PEFT adapts in_proj_qkvz and in_proj_ba of such a model"), "{error}");
+    }
+}
+
+#[test]
 fn experts_are_read_as_transformers_does_or_refused_by_name() {
     let spec = ModelSpec::preset("tiny-moe").unwrap();
     let good = spec.to_config_json();

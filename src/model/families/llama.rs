@@ -15,5 +15,6 @@ pub(super) const TRAITS: Traits = Traits {
     has_shared_expert: false,
     divides_by_choices: false,
     has_delta_nets: false,
+    interleaves_delta_nets: false,
     whole: None,
 };

@@ -9,6 +9,7 @@ mod qwen3;
 mod qwen3_5;
 mod qwen3_5_moe;
 mod qwen3_moe;
+mod qwen3_next;
 
 use super::block::{NormPlaces, QkNorm};
 
@@ -27,6 +28,8 @@ pub enum Family {
     Qwen3_5,
     /// Qwen3.5 and 3.6 with experts, text.
     Qwen3_5Moe,
+    /// Qwen3-Next.
+    Qwen3Next,
     /// Llama 3.x.
     Llama,
     /// Mistral.
@@ -59,6 +62,8 @@ pub(super) struct Traits {
     pub divides_by_choices: bool,
     /// `config.json` describes gated delta nets; attention has an output gate and turns heads in part, and norms scale by 1 + weight.
     pub has_delta_nets: bool,
+    /// A checkpoint has the projections of a gated delta net in two tensors, by key heads.
+    pub interleaves_delta_nets: bool,
     /// Files whose `text_config` describes a model of this family, beside a vision tower.
     pub whole: Option<Names>,
 }
@@ -86,13 +91,14 @@ pub(super) enum Window {
 }
 
 impl Family {
-    pub(super) const ALL: [Family; 9] = [
+    pub(super) const ALL: [Family; 10] = [
         Family::Qwen2,
         Family::Qwen2Moe,
         Family::Qwen3,
         Family::Qwen3Moe,
         Family::Qwen3_5,
         Family::Qwen3_5Moe,
+        Family::Qwen3Next,
         Family::Llama,
         Family::Mistral,
         Family::Olmo2,
@@ -106,6 +112,7 @@ impl Family {
             Family::Qwen3Moe => qwen3_moe::TRAITS,
             Family::Qwen3_5 => qwen3_5::TRAITS,
             Family::Qwen3_5Moe => qwen3_5_moe::TRAITS,
+            Family::Qwen3Next => qwen3_next::TRAITS,
             Family::Llama => llama::TRAITS,
             Family::Mistral => mistral::TRAITS,
             Family::Olmo2 => olmo2::TRAITS,

@@ -4,6 +4,7 @@
 //! `write` move one unit at a time.
 
 mod header;
+mod interleaved;
 pub(super) mod names;
 mod read;
 mod write;

@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use super::interleaved::{Piece, pieces};
 use crate::config::TargetModule;
 use crate::model::block::{LinearSpec, Matrix, Projection};
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
@@ -22,6 +23,8 @@ pub(in crate::model) struct HfTensor {
     rows: Option<(LinearSpec, usize)>,
     /// The index of the expert, of an expert's matrix.
     expert: Option<usize>,
+    /// Rows of a matrix whose tensor in the file has those of other matrices between them.
+    piece: Option<Piece>,
 }
 
 impl HfTensor {
@@ -43,14 +46,24 @@ impl HfTensor {
         Some((format!("{place}.experts.{name}"), shape, first as usize))
     }
 
+    /// Name and shape of the tensor that a checkpoint is written with, and the first of its elements that are this tensor's.
+    pub fn place(&self) -> (&str, Vec<i64>, usize) {
+        let Some(piece) = &self.piece else { return (&self.name, self.shape.clone(), 0) };
+        let columns = self.shape[1];
+        (&self.name, vec![piece.num_rows as i64, columns], piece.first * columns as usize)
+    }
+
     /// The tensor as a view of its unit's flat tensor. Its elements are in the order of `shape`, its sizes may be split
     /// further: a tensor of `shape` fits after `view_as`.
     pub fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
         let whole = layout.view(self.param, flat).expect("tensors() lists parameters of the layout");
         let whole = self.expert.map_or_else(|| whole.shallow_clone(), |expert| whole.get(expert as i64));
-        match &self.rows {
-            Some((linear, projection)) => linear.rows_of(*projection, &whole),
-            None => whole,
+        match (&self.piece, &self.rows) {
+            (Some(Piece { rows, .. }), _) => {
+                whole.narrow(0, rows.start as i64, rows.len() as i64).unsqueeze(0).unsqueeze(0)
+            }
+            (None, Some((linear, projection))) => linear.rows_of(*projection, &whole),
+            (None, None) => whole,
         }
     }
 }
@@ -77,10 +90,17 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
                 (ParamName::DeltaConv, &[channels, width]) => vec![channels, 1, width],
                 _ => shape,
             };
-            tensors.push(HfTensor { name: path(name(param)), shape, param, rows: None, expert: None });
+            tensors.push(HfTensor { name: path(name(param)), shape, param, rows: None, expert: None, piece: None });
             continue;
         };
-        for expert in linear.each_expert() {
+        let delta_net = spec.delta_net.as_ref().filter(|_| spec.family.traits().interleaves_delta_nets);
+        let pieces = delta_net.map_or_else(Vec::new, |delta_net| pieces(linear.matrix, delta_net.heads));
+        for piece in &pieces {
+            let (name, shape) = (path(piece.tensor), vec![piece.rows.len() as i64, linear.columns as i64]);
+            let rows = Some((linear.clone(), 0));
+            tensors.push(HfTensor { name, shape, param, rows, expert: None, piece: Some(piece.clone()) });
+        }
+        for expert in linear.each_expert().into_iter().filter(|_| pieces.is_empty()) {
             for (projection, &(matrix, heads)) in linear.projections.iter().enumerate() {
                 let matrix = match matrix {
                     Projection::Module(module) => module_path(module, expert),
@@ -90,7 +110,14 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
                 let rows = (linear.groups * heads * linear.inner) as i64;
                 let columns = (suffix == "weight").then_some(linear.columns as i64);
                 let shape = std::iter::once(rows).chain(columns).collect();
-                tensors.push(HfTensor { name, shape, param, rows: Some((linear.clone(), projection)), expert });
+                tensors.push(HfTensor {
+                    name,
+                    shape,
+                    param,
+                    rows: Some((linear.clone(), projection)),
+                    expert,
+                    piece: None,
+                });
             }
         }
     }
@@ -153,7 +180,7 @@ pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
 }
 
 /// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and layers that
-/// predict further tokens, which only Qwen3.5 has.
+/// predict further tokens, which only families with gated delta nets have.
 pub(super) fn is_kept(spec: &ModelSpec, name: &str) -> bool {
     (spec.is_text_part && name.starts_with("model.visual.")) || (spec.delta_net.is_some() && name.starts_with("mtp."))
 }

@@ -96,7 +96,7 @@ impl WeightFiles {
         let tensors = units(&self.spec).flat_map(|unit| tensors(&self.spec, unit));
         let places = tensors.map(|tensor| self.place_of(&tensor)).map(|(name, shape, _)| (name, shape));
         let mut expected: Vec<(String, Vec<i64>)> = places.collect();
-        expected.dedup(); // a tensor of all experts comes once for each
+        expected.dedup(); // a tensor of all experts comes once for each, one of several matrices once for each piece
         let missing = expected.iter().filter(|(name, _)| !self.places.contains_key(name));
         let missing: Vec<_> = missing.map(|(name, shape)| format!("{name} {shape:?}")).collect();
         let known: HashSet<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
@@ -121,11 +121,14 @@ impl WeightFiles {
         expected.iter().try_for_each(|(name, shape)| self.shard_of(name).check(name, shape))
     }
 
-    /// The tensor of the files that has a tensor of the model, with its shape, and the first element in it: itself, or that of all
-    /// experts.
+    /// The tensor of the files that has a tensor of the model, with its shape, and the first element in it: that of all experts where
+    /// there is one.
     fn place_of(&self, tensor: &HfTensor) -> (String, Vec<i64>, usize) {
         let fused = tensor.fused().filter(|(name, ..)| self.places.contains_key(name));
-        fused.unwrap_or_else(|| (tensor.name.clone(), tensor.shape.clone(), 0))
+        fused.unwrap_or_else(|| {
+            let (name, shape, first) = tensor.place();
+            (name.to_owned(), shape, first)
+        })
     }
 
     /// The shard that has a tensor of the model.

@@ -75,14 +75,16 @@ impl WeightWriter {
         bytes: usize,
     ) -> Result<Self> {
         let dtype = dtype_of(kind)?;
-        let own = units(&spec).flat_map(|unit| tensors(&spec, unit)).map(|tensor| Planned::new(tensor, dtype, kind));
+        let own = units(&spec).flat_map(|unit| tensors(&spec, unit)).map(|tensor| Planned::new(&tensor, dtype, kind));
+        let mut own: Vec<Planned> = own.collect();
+        own.dedup_by(|next, last| next.name == last.name); // a tensor of several matrices comes once for each piece
         let kept = base.into_iter().flat_map(WeightFiles::kept).map(|(name, info, bytes)| Planned {
             name: name.to_owned(),
             dtype: info.dtype,
             shape: info.shape.clone(),
             bytes: bytes.len(),
         });
-        let plan = split(own.chain(kept), bytes);
+        let plan = split(own.into_iter().chain(kept), bytes);
         let remaining = units(&spec).collect();
         let (folder, shards, places) = (folder.to_owned(), Vec::new(), BTreeMap::new());
         let mut writer = Self { folder, spec, kind, shards, places, remaining };
@@ -94,7 +96,7 @@ impl WeightWriter {
             writer.add_shard(name, tensors)?;
         }
         for (name, _, bytes) in base.into_iter().flat_map(WeightFiles::kept) {
-            writer.write(name, bytes)?;
+            writer.write((name, 0), bytes)?;
         }
         Ok(writer)
     }
@@ -107,17 +109,19 @@ impl WeightWriter {
         for tensor in tensors(&self.spec, layout.unit) {
             let view = tensor.view(layout, flat).f_to_kind(self.kind)?;
             let values = view.f_to_device(Device::Cpu)?.f_contiguous()?;
+            let (name, _, first) = tensor.place();
             // SAFETY: weights change between steps alone, and no step runs while they are written.
-            self.write(&tensor.name, unsafe { torch::bytes(&values) }?)?;
+            self.write((name, first * self.kind.elt_size_in_bytes()), unsafe { torch::bytes(&values) }?)?;
         }
         self.remaining.remove(&layout.unit);
         Ok(())
     }
 
-    fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
+    /// Writes bytes of a tensor, from its byte `first` on.
+    fn write(&self, (name, first): (&str, usize), bytes: &[u8]) -> Result<()> {
         let (shard, offset) = self.places[name];
         let shard = &self.shards[shard];
-        shard.file.write_all_at(bytes, offset).map_err(Error::io(&shard.temporary))
+        shard.file.write_all_at(bytes, offset + first as u64).map_err(Error::io(&shard.temporary))
     }
 
     /// Makes the files durable and gives them their names; with several, writes the index too.
@@ -191,10 +195,11 @@ impl Drop for WeightWriter {
 }
 
 impl Planned {
-    fn new(tensor: HfTensor, dtype: Dtype, kind: Kind) -> Self {
-        let bytes = product(&tensor.shape) * kind.elt_size_in_bytes();
-        let shape = tensor.shape.iter().map(|&size| size as usize).collect();
-        Self { name: tensor.name, dtype, shape, bytes }
+    fn new(tensor: &HfTensor, dtype: Dtype, kind: Kind) -> Self {
+        let (name, shape, _) = tensor.place();
+        let bytes = product(&shape) * kind.elt_size_in_bytes();
+        let shape = shape.iter().map(|&size| size as usize).collect();
+        Self { name: name.to_owned(), dtype, shape, bytes }
     }
 }
 

@@ -32,7 +32,7 @@ use tch::Kind;
 use super::block::Projection;
 use super::files::names::{MLP, room};
 use super::spec::ModelSpec;
-use crate::config::TargetModule::{DownProj, GateProj, UpProj};
+use crate::config::TargetModule::{DownProj, GateProj, InProjA, InProjB, InProjQkv, InProjZ, UpProj};
 use crate::config::{LoraConfig, TargetModule};
 use crate::error::{Error, Result};
 
@@ -67,14 +67,21 @@ impl LoraSpec {
     /// Whether a model's matrices can be adapted so.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `lora.target_modules` for projections that the model does not have, and on `lora.target_modules` and
-    /// `lora.dropout` for experts' adapters that PEFT would not read.
+    /// [`Error::InvalidValue`] on `lora.target_modules` for projections that the model does not have or has in one tensor with others, and on
+    /// `lora.target_modules` and `lora.dropout` for experts' adapters that PEFT would not read.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let refuse = |expected: &str| Err(Error::invalid_value("lora.target_modules", names(&self.targets), expected));
         let own = modules(spec);
         let strange = self.targets.iter().find(|module| !own.contains(module));
         if let Some(module) = strange.filter(|_| self.targets != TargetModule::ALL) {
             return refuse(&format!("some of {}: this model has no {}", names(&own), module.name()));
+        }
+        let is_interleaved = |module: &TargetModule| matches!(module, InProjQkv | InProjZ | InProjB | InProjA);
+        if spec.family.traits().interleaves_delta_nets && self.targets.iter().any(is_interleaved) {
+            return refuse(
+                "projections of attention, of the MLP, and out_proj: PEFT adapts in_proj_qkvz and in_proj_ba of such a model, which are \
+                 not served",
+            );
         }
         if !self.adapts_experts(spec) {
             return Ok(());

@@ -2,9 +2,9 @@
 
 use tch::{Kind, Tensor};
 
-use super::families;
 use super::reference::rms_norm;
-use crate::model::{DeltaLayers, Family, ModelSpec, ParamName};
+use super::{families, with_experts};
+use crate::model::{DeltaLayers, ExpertLayers, Family, ModelSpec, ParamName};
 use crate::ops::delta_net::DeltaHeads;
 
 /// Qwen3.5's shape: (name, spec).
@@ -22,6 +22,13 @@ pub(in crate::model) fn hybrid() -> (&'static str, ModelSpec) {
         ..qwen3
     };
     ("qwen3.5", spec)
+}
+
+/// Qwen3.5's shape with experts in all layers, one of which every token goes to: (name, spec).
+pub(super) fn hybrid_with_experts() -> (&'static str, ModelSpec) {
+    let ((_, spec), [(_, with_experts), _]) = (hybrid(), with_experts());
+    let experts = ExpertLayers { shared_expert_intermediate_size: Some(16), ..with_experts.experts.unwrap() };
+    ("qwen3.5 with experts", ModelSpec { family: Family::Qwen3_5Moe, experts: Some(experts), ..spec })
 }
 
 /// A gated delta net over one sequence, token by token.

@@ -19,7 +19,7 @@ use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, P
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::testing::{assert_close, leaf, rand};
 use crate::ops::{embedding, linear};
-use delta_net::hybrid;
+use delta_net::{hybrid, hybrid_with_experts};
 
 const TEMPERATURE: f64 = 0.8;
 
@@ -84,6 +84,11 @@ pub(super) fn with_shared_expert() -> (&'static str, ModelSpec) {
         ..moe.experts.unwrap()
     };
     ("shared expert", ModelSpec { family: Family::Qwen2Moe, num_heads: 8, experts: Some(experts), ..qwen2 })
+}
+
+/// Shapes with a shared expert, with gated delta nets, and with both: (name, spec).
+fn others() -> [(&'static str, ModelSpec); 3] {
+    [with_shared_expert(), hybrid(), hybrid_with_experts()]
 }
 
 fn random_flats(table: &ParamTable) -> Vec<Tensor> {
@@ -188,6 +193,7 @@ fn logits_equal_transformers() {
         "qwen3_5",
         "qwen3_5_vision",
         "qwen3_5_moe",
+        "qwen3_next",
     ] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
         let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
@@ -205,6 +211,9 @@ fn logits_equal_transformers() {
         let logits = logits(&folder, &prompts);
         for (index, logits) in logits.iter().enumerate() {
             close(&logits.get(-1), "last_logits", Some(index));
+            let alone = self::logits(&folder, &prompts[index..=index]).remove(0);
+            let apart = (&alone - logits).abs().max().double_value(&[]) / alone.abs().max().double_value(&[]);
+            assert!(apart < 1e-5, "{name}: packed with others it differs by {apart}");
         }
         close(&logits[numbers["all_logits_of"].as_u64().unwrap() as usize], "all_logits", None);
     }
@@ -236,7 +245,7 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
 
 #[test]
 fn every_family_matches_autograd() {
-    for (name, spec) in families().into_iter().chain(with_experts()).chain([with_shared_expert(), hybrid()]) {
+    for (name, spec) in families().into_iter().chain(with_experts()).chain(others()) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(leaf).collect();
         let sequences = random_sequences(&table.spec, &[5, 21, 2, 9]);
@@ -261,7 +270,7 @@ fn every_family_matches_autograd() {
 
 #[test]
 fn recomputation_changes_no_bit() {
-    for (name, spec) in families().into_iter().chain(with_experts()).chain([with_shared_expert(), hybrid()]) {
+    for (name, spec) in families().into_iter().chain(with_experts()).chain(others()) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(|flat| flat.to_kind(Kind::Float)).collect();
         let batch = Batch::new(&random_sequences(&table.spec, &[150, 21, 2, 30]));
@@ -340,6 +349,7 @@ fn slices_add_up_to_the_block() {
         (shared(true), vec![2, 4]),
         (hybrid_of(vec![1]), vec![2, 4]),
         (hybrid_of(vec![0]), vec![2, 4]),
+        (hybrid_with_experts().1, vec![2]),
         (eight, vec![2, 4]),
         (qwen3, vec![2, 4]),
         (norms_behind, vec![2, 4]),
