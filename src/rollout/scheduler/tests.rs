@@ -15,11 +15,12 @@ const ROOMY: StepLimits = StepLimits {
 };
 const END: u32 = 0;
 
-/// Keys and values by block and offset.
+/// Keys and values by block and offset; states by page and [`STATE`].
 type Cache = HashMap<(u32, usize), Vec<u32>>;
+const STATE: usize = usize::MAX;
 
-/// Stands for the whole network: the keys and values of a token are the tokens up to it, and the next token is a
-/// function of them and of the sample.
+/// Stands for the whole network: the keys and values of a token are the tokens up to it, a state is the tokens that it has seen, and the
+/// next token is a function of them and of the sample.
 struct Model<'a> {
     cache: &'a mut Cache,
     tokens: Vec<Vec<u32>>, // of each sequence, those included that the scheduler does not know yet
@@ -33,6 +34,13 @@ impl Model<'_> {
         };
         for run in &step.runs {
             let tokens = &self.tokens[run.sequence];
+            let page = scheduler.sequences[run.sequence].state_page;
+            assert_eq!(page.is_some(), scheduler.limits.has_states);
+            if let Some(page) = page {
+                let before = self.cache.insert((page, STATE), tokens[..run.tokens.end].to_vec());
+                let is_own = run.tokens.start == 0 || before.as_deref() == Some(&tokens[..run.tokens.start]);
+                assert!(is_own, "sequence {} goes on with a foreign state", run.sequence);
+            }
             for position in run.tokens.clone() {
                 self.cache.insert(slot(run.sequence, position), tokens[..=position].to_vec());
             }
@@ -46,6 +54,10 @@ impl Model<'_> {
                 let held = self.cache.get(&(from, offset)).cloned();
                 held.map(|held| self.cache.insert((to, offset), held));
             }
+        }
+        for &(from, to) in &step.state_copies {
+            let state = self.cache[&(from, STATE)].clone();
+            self.cache.insert((to, STATE), state);
         }
         let samples = step.runs.iter().flat_map(|run| run.samples.clone());
         let mut sample = |index: usize| {
@@ -73,6 +85,7 @@ fn simulate(
     let mut scheduler = scheduler(limits, prompts, num_generations);
     let mut complete = run(&mut scheduler, num_generations, &mut Cache::new(), lag, usize::MAX);
     assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
+    assert_eq!(scheduler.states.num_free(), if limits.has_states { limits.max_num_seqs } else { usize::MAX });
     complete.sort_unstable();
     assert_eq!(complete, (0..prompts.len()).collect::<Vec<_>>());
     (scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect(), scheduler.stats)
@@ -195,7 +208,10 @@ fn no_limit_changes_what_is_sampled() {
     ];
     for lag in 0..3 {
         for limits in [ROOMY].iter().chain(&tight) {
-            assert_eq!(simulate(*limits, &prompts, 3, lag).0, expected, "{limits:?}, lag {lag}");
+            for has_states in [false, true] {
+                let limits = StepLimits { has_states, ..*limits };
+                assert_eq!(simulate(limits, &prompts, 3, lag).0, expected, "{limits:?}, lag {lag}");
+            }
         }
         assert!(simulate(tight[7], &prompts, 3, lag).1.num_preemptions > 0);
     }
@@ -212,7 +228,9 @@ fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
-    for (limits, lag) in [(ROOMY, 0), (ROOMY, 1), (tight, 0), (tight, 2)] {
+    let both = |limits| [limits, StepLimits { has_states: true, ..limits }];
+    let cases = [(ROOMY, 0), (ROOMY, 1), (tight, 0), (tight, 2)];
+    for (limits, lag) in cases.into_iter().flat_map(|(limits, lag)| both(limits).map(|limits| (limits, lag))) {
         let mut held = vec![Vec::new(); prompts.len()];
         let mut num_complete = Vec::new();
         while num_complete.last() != Some(&prompts.len()) {
@@ -235,7 +253,9 @@ fn what_is_kept_goes_on_without_being_computed_again() {
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
     let few_slots = StepLimits { max_num_seqs: 7, max_num_batched_tokens: 5, ..ROOMY };
-    for (limits, lag) in [(ROOMY, 0), (ROOMY, 1), (few_slots, 0), (few_slots, 2), (tight, 0), (tight, 2)] {
+    let both = |limits| [limits, StepLimits { has_states: true, ..limits }];
+    let cases = [(ROOMY, 0), (ROOMY, 1), (few_slots, 0), (few_slots, 2), (tight, 0), (tight, 2)];
+    for (limits, lag) in cases.into_iter().flat_map(|(limits, lag)| both(limits).map(|limits| (limits, lag))) {
         let (mut held, mut kept) = (vec![Vec::new(); prompts.len()], KeptSequences::default());
         let (mut cache, mut stats, mut num_complete) = (Cache::new(), EngineStats::default(), 0);
         while num_complete < prompts.len() {
@@ -256,6 +276,9 @@ fn what_is_kept_goes_on_without_being_computed_again() {
         assert!(num_kept_tokens > 0, "{stats:?}");
         if limits.num_blocks == tight.num_blocks {
             assert!(num_recomputed_tokens > 0, "{stats:?}");
+        } else if limits.has_states && limits.max_num_seqs == few_slots.max_num_seqs {
+            // The other prompts take pages of kept states, and a prompt whose states nobody has is computed again.
+            assert!(num_prefilled_tokens > num_prompt_tokens, "{stats:?}");
         } else {
             assert_eq!((num_prefilled_tokens, num_recomputed_tokens), (num_prompt_tokens, 0), "{stats:?}");
         }

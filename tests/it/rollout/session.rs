@@ -68,7 +68,12 @@ fn hear(heard: &mut BTreeMap<RequestId, Heard>, event: Event) {
 /// One more request at each step, each with parameters of its own: the events say what a batch of that request alone samples.
 #[test]
 fn requests_that_come_while_others_run_get_what_they_would_alone() {
-    let model = Model::micro();
+    for model in [Model::micro(), Model::golden("qwen3_5")] {
+        come_while_others_run(&model);
+    }
+}
+
+fn come_while_others_run(model: &Model) {
     let all = [
         sampled(),
         SamplingParams { temperature: 0.0, num_generations: 1, ..sampled() },
@@ -162,7 +167,13 @@ fn a_request_that_cannot_be_served_leaves_the_session_as_it_was() {
 /// Whatever is removed, and when: the others get what they would alone, all blocks are free at the end, and numbers go on.
 #[test]
 fn a_request_that_is_removed_frees_its_blocks_and_leaves_the_others_as_they_were() {
-    let (model, params) = (Model::micro(), sampled());
+    for model in [Model::micro(), Model::golden("qwen3_5")] {
+        are_removed(&model);
+    }
+}
+
+fn are_removed(model: &Model) {
+    let params = sampled();
     let prompts = prompts(6);
     let (expected, _) = model.generate(options(), &prompts, &params);
     let block_bytes = colo_grpo::internal::rollout::kv_block_bytes(&model.spec, 1, 8, tch::Kind::Float);

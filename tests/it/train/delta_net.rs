@@ -20,6 +20,11 @@ fn gated_delta_nets_follow_plain_adamw() {
             follows_plain_adamw(&mesh, run, 1e-10);
         }
     }
+    // With experts in two layers, one of them behind a gated delta net.
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Full] {
+        let both = Run { delta_nets: true, experts: true, recompute, share_prompts: true, ..Run::new(0, Kind::Double) };
+        follows_plain_adamw(&mesh, Run { aux_loss_coef: 0.5, budget: 1000, ..both }, 1e-10);
+    }
     let turns = Run { delta_nets: true, has_turns: true, share_prompts: true, ..Run::new(0, Kind::Double) };
     follows_plain_adamw(&mesh, turns, 1e-10);
 }

@@ -27,8 +27,13 @@ fn experts_follow_plain_adamw() {
 #[test]
 fn recorded_experts_are_taken() {
     let mesh = World::single().mesh(1, 1).unwrap();
-    for (share_prompts, recompute) in [(false, GradientCheckpointing::Full), (true, GradientCheckpointing::None)] {
-        let run = Run { experts: true, share_prompts, recompute, budget: 1000, ..Run::new(0, Kind::Double) };
+    for (delta_nets, share_prompts, recompute) in [
+        (false, false, GradientCheckpointing::Full),
+        (false, true, GradientCheckpointing::None),
+        (true, true, GradientCheckpointing::Full),
+    ] {
+        let run =
+            Run { experts: true, delta_nets, share_prompts, recompute, budget: 1000, ..Run::new(0, Kind::Double) };
         let mut sampler = run.autograd();
         sampler.router_noise = 0.1;
         let own = run.own_sequences(&mesh).into_iter().filter(|sequence| !sequence.masked);
