@@ -4,7 +4,8 @@
     scripts/demo_curve.py replacing target/release/colo-grpo runs/replacing [key=value ..]   # six runs, one after the other
     scripts/demo_curve.py replacing runs/replacing                                           # draws what is there again
 
-Comparisons: replacing (groups without a signal replaced, and not), fp8 (weights and cache of the engine in FP8, and not). Writes curve.svg
+Comparisons: replacing (groups without a signal replaced, and not), fp8 (weights and cache of the engine in FP8, and not),
+fp8-training (the trainer's products in FP8, and not; the engine's too in both). Writes curve.svg
 and summary.md to the folder and prints the summary. Runs that are complete are not made again. `max_steps` and other keys of the demo may
 follow. NPROC (2) is the number of processes of a run; with 1 add tensor_parallel_size=1 per_device_train_batch_size=256.
 """
@@ -15,6 +16,7 @@ COLORS = ("#efb118", "#4269d0")
 # Folders of the variants, with their keys.
 COMPARISONS = {
     "replacing": {"none": ["dynamic_sampling=none"], "replace": ["dynamic_sampling=replace"]},
+    "fp8-training": {"float32": ["mixed_precision=none", "rollout_quantization=fp8"], "fp8": ["mixed_precision=fp8", "rollout_quantization=fp8"]},
     "fp8": {"float32": ["rollout_quantization=none", "kv_cache_dtype=auto"], "fp8": ["rollout_quantization=fp8", "kv_cache_dtype=fp8"]},
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 360, 48, 16, 40, 44

@@ -14,8 +14,8 @@ pub mod colocate {
 }
 pub mod config {
     pub use crate::config::{
-        AdjustLr, Config, EngineShape, GradientCheckpointing, KvCacheDtype, LossType, LrSchedulerType, Quantization,
-        RewardConfig, RolloutQuantization, SandboxLayer, TargetModule,
+        AdjustLr, Config, EngineShape, GradientCheckpointing, KvCacheDtype, LossType, LrSchedulerType, MixedPrecision,
+        Quantization, RewardConfig, RolloutQuantization, SandboxLayer, TargetModule,
     };
 }
 pub mod cuda {
@@ -83,7 +83,8 @@ pub mod train {
     pub use crate::train::{
         AdamOptions, AdapterOptions, GradientOptions, MicroBatch, MuonOptions, NetworkOptions, Optim, OptimizerHome,
         PackOptions, ParamShard, ParamState, Policy, PolicyOptions, PolicyStart, Reference, Schedule, Scores, Sequence,
-        StateForm, StatePart, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count, reference_bytes,
+        StateForm, StatePart, StepOutcome, TokenGradients, TrainedModel, check_mixed_precision, pack,
+        pad_to_agreed_count, reference_bytes,
     };
 }
 pub mod trainer {

@@ -346,6 +346,7 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     ),
     (&["actor.strategy", "ref.strategy", "critic.strategy"], "the trainer is built in; zero.stage is how it shards"),
     (&["actor.use_torch_compile", "ref.use_torch_compile"], "the kernels are built in"),
+    (&["actor.megatron.override_transformer_config.fp8"], "mixed_precision = fp8"),
     (&["actor.*", "ref.*"], NONE),
     (&["rollout.gpu_memory_utilization"], "gpu_memory_utilization"),
     (

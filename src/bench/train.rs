@@ -163,7 +163,7 @@ impl<'a> TimedRun<'a> {
         let (kind, device) = (bench.kind, world.device());
         let options = PolicyOptions {
             stage: bench.zero_stage,
-            network: NetworkOptions { kind, residual: bench.residual, device },
+            network: NetworkOptions { kind, residual: bench.residual, device, fp8: false },
             gradient_checkpointing: bench.gradient_checkpointing,
             optim: bench.optim(),
             adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },

@@ -144,6 +144,15 @@ choices! {
     }
 }
 choices! {
+    /// The precision in which training multiplies by the weights of blocks.
+    MixedPrecision {
+        /// That of weights and activations.
+        None = "none",
+        /// FP8 (e4m3) in forward and for the gradients of activations; weights' gradients are made of factors that are not rounded.
+        Fp8 = "fp8",
+    }
+}
+choices! {
     /// How token losses become one number.
     LossType {
         /// Mean per sequence, then mean over sequences (arXiv 2402.03300).

@@ -60,6 +60,7 @@ fn hints_answer_or_say_that_nothing_does() {
 fn a_value_of_another_program_has_its_answer() {
     let said = message(&["loss_type=gspo"]);
     assert!(said.contains("one of grpo, ") && said.contains("importance_sampling_level = \"sequence\""), "{said}");
+    assert!(message(&["mixed_precision=bf16"]).contains("dtype = \"bfloat16\""));
     assert!(message(&["kl_estimator=low_var_kl", "beta=0.1"]).contains("kl_estimator = \"k3\""));
     assert!(!message(&["loss_type=nope"]).contains("sequence"));
 }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use super::field::{keys, names};
 use super::range::{COUNT, SECONDS, above, from_to};
 use super::{
-    DataConfig, Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization,
-    ResidualDtype, ZeroConfig,
+    DataConfig, Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, MixedPrecision, OptimizerConfig,
+    Quantization, ResidualDtype, ZeroConfig,
 };
 
 keys! {
@@ -34,6 +34,9 @@ keys! {
         pub dtype: Dtype = Dtype::Auto,
         /// Type of the residual stream; `auto` is `dtype`, in which its gradient stays. `generate` and `eval` are to be given it again.
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
+        /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
+        /// rounds both factors to e4m3 as they are multiplied. On CPUs so far, where its rounding is simulated.
+        pub mixed_precision: MixedPrecision = MixedPrecision::None,
         /// Longest row in tokens, prompt and completion; longer ones are counted and left out.
         pub max_length: usize = 1024 => COUNT,
         /// Shuffle rows each epoch, by a counter-based key.

@@ -48,7 +48,7 @@ fn the_key_list_is_frozen() {
     let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
         system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
-        residual_dtype max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps split.in_flight_updates num_generations \
+        residual_dtype mixed_precision max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps split.in_flight_updates num_generations \
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size pipeline_parallel_size pipeline_partition enable_expert_parallel gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
@@ -82,7 +82,7 @@ fn the_key_list_is_frozen() {
     let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
         system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
-        residual_dtype max_length shuffle_dataset \
+        residual_dtype mixed_precision max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate router_aux_loss_coef \
         optim muon.momentum muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay \
         max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
@@ -259,6 +259,9 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["rollout_quantization=fp8", "lora.r=8", "quantization=nf4"], "none: quantization = nf4"),
         (&["rollout_quantization=fp8", "importance_sampling_correction=false"], "true, as rollout_quantization = fp8"),
         (&["kv_cache_dtype=fp8", "importance_sampling_correction=false"], "true, as kv_cache_dtype = fp8"),
+        (&["mixed_precision=fp16"], "one of none, fp8"),
+        (&["mixed_precision=fp8", "lora.r=8", "quantization=nf4"], "none: quantization = nf4"),
+        (&["mixed_precision=fp8", "importance_sampling_correction=false"], "true, as mixed_precision = fp8"),
         (&["reward_weights=[1, 2]"], "one weight for each of the 1 reward_funcs"),
         (&["reward_funcs=[\"a\", \"a\"]"], "a only once"),
         (&["reward.answer_pattern=[0-9]+"], "with a group"),

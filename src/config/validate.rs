@@ -7,8 +7,8 @@ use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
 use super::{
-    AutoOr, CarriedKv, Config, DataConfig, DynamicSampling, KvCacheDtype, MultiObjectiveAggregation, Quantization,
-    ReferenceModel, ReferenceResidency, RolloutQuantization, SftConfig, ZeroConfig,
+    AutoOr, CarriedKv, Config, DataConfig, DynamicSampling, KvCacheDtype, MixedPrecision, MultiObjectiveAggregation,
+    Quantization, ReferenceModel, ReferenceResidency, RolloutQuantization, SftConfig, ZeroConfig,
 };
 use crate::error::{Error, Result};
 use crate::phase::Fault;
@@ -45,6 +45,7 @@ impl Config {
             self.zero.check(),
             self.lora.check(self.quantization),
             self.optimizer.check(&self.lora),
+            self.mixed_precision.check(self.quantization),
             self.check_split(),
             self.check_pipeline(),
             self.check_curriculum(),
@@ -112,6 +113,9 @@ impl Config {
         if self.rollout_quantization == RolloutQuantization::Fp8 {
             self.check_fp8()?;
         }
+        if self.mixed_precision == MixedPrecision::Fp8 {
+            self.check_is_corrected("mixed_precision = fp8")?;
+        }
         if self.kv_cache_dtype == KvCacheDtype::Fp8 {
             self.check_is_corrected("kv_cache_dtype = fp8")?;
         }
@@ -162,7 +166,8 @@ impl SftConfig {
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
         validated(raw, |config: &Self| {
             let optimizer = config.optimizer.check(&config.lora);
-            vec![config.data.check(), config.zero.check(), config.lora.check(config.quantization), optimizer]
+            let precision = config.mixed_precision.check(config.quantization);
+            vec![config.data.check(), config.zero.check(), config.lora.check(config.quantization), optimizer, precision]
         })
     }
 }
@@ -188,6 +193,13 @@ fn validated<T: Field>(raw: &RawConfig, checks: impl Fn(&T) -> Vec<Result<()>>) 
         (0, Some(config)) => Ok(config),
         (1, _) => Err(wrong.remove(0)),
         _ => Err(Error::InvalidConfig(wrong)),
+    }
+}
+
+impl MixedPrecision {
+    fn check(self, stored: Quantization) -> Result<()> {
+        let fits = self == MixedPrecision::None || stored == Quantization::None;
+        check("mixed_precision", self.name(), fits, "none: quantization = nf4 has rounded the weights already")
     }
 }
 

@@ -34,6 +34,9 @@ const VALUE_ADVICE: &[(&str, &str, &str)] = &[
         "polynomial",
         "transformers' polynomial falls to lr_end = 1e-7, by default in a straight line; linear is the nearest, and falls to 0",
     ),
+    ("mixed_precision", "no", "accelerate's no is dtype = \"float32\""),
+    ("mixed_precision", "bf16", "accelerate's bf16 is dtype = \"bfloat16\", the default on a GPU"),
+    ("mixed_precision", "fp16", "nothing computes in fp16 here; dtype = \"bfloat16\" takes its place"),
     ("quantization", "bitsandbytes", "bitsandbytes' 4-bit weights are quantization = \"nf4\""),
 ];
 

@@ -2,7 +2,7 @@
 //!
 //! A row is divided by its largest absolute value / 448 and rounded to nearest, ties to even. A product of two rows is summed in float32
 //! and multiplied by both rows' scales. On a GPU kernels round, and the engine's own products multiply; the products here are those of a CPU,
-//! which multiply the rounded values in float32.
+//! which multiply the rounded values in float32. Training rounds both factors of a product as they come, rows along what is summed over.
 
 use tch::{Device, Kind, Tensor};
 
@@ -44,6 +44,16 @@ pub fn round_rows(
     Ok(to.scales.shallow_clone().f_copy_(&peak.f_view([-1])?.f_div(&scalar(MOST))?)?)
 }
 
+/// The rows of a matrix, rounded.
+///
+/// # Errors
+/// The errors of [`round_rows`].
+pub fn rounded(x: &Tensor /* [R, K] */) -> Result<Fp8Rows> {
+    let to = empty([x.size()[0], x.size()[1]], x.device())?;
+    round_rows(x, &to)?;
+    Ok(to)
+}
+
 /// y = x w^T + bias, of the kind of x, whose rows are rounded first. On a CPU.
 ///
 /// # Errors
@@ -53,8 +63,7 @@ pub fn forward(
     w: &Fp8Rows,           // [N, K]
     bias: Option<&Tensor>, // [N]
 ) -> Result<Tensor> {
-    let rounded = empty([x.size()[0], x.size()[1]], x.device())?;
-    round_rows(x, &rounded)?;
+    let rounded = rounded(x)?;
     let [x_values, w_values] = [&rounded.values, &w.values].map(|values| values.f_to_kind(Kind::Float));
     let sums = x_values?.f_mm(&w_values?.tr())?;
     let mut y = sums.f_mul(&rounded.scales.f_unsqueeze(1)?)?.f_mul(&w.scales)?;
@@ -62,6 +71,17 @@ pub fn forward(
         y = y.f_add(bias)?;
     }
     Ok(y.f_to_kind(x.kind())?) // [T, N]
+}
+
+/// dx = dy w, of the kind of dy, whose rows are rounded first, and so are the columns of w. On a CPU.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn backward_input(
+    dy: &Tensor, // [T, N]
+    w: &Tensor,  // [N, K]
+) -> Result<Tensor> {
+    forward(dy, &rounded(&w.tr())?, None) // [T, K]
 }
 
 #[cfg(test)]
@@ -129,6 +149,37 @@ mod tests {
         let y = f32_vec(&forward(&x, &w, None).unwrap()).unwrap();
         assert!(y[..4].iter().all(|y| !y.is_finite()), "{y:?}");
         assert_eq!(y[4..], [0.0, 0.0]);
+    }
+
+    /// The gradient of the input is autograd's of the product that multiplies by rounded columns, for a rounded gradient: rounding itself
+    /// counts as the identity. Sides are odd, and a row and a column are zeros.
+    #[test]
+    fn the_gradient_of_the_input_is_autograd_s_through_the_rounding() {
+        let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+        for [tokens, rows, columns] in [[1, 1, 1], [7, 33, 5], [3, 130, 17]] {
+            let (dy, w, x) = (rand([tokens, rows]), rand([rows, columns]), rand([tokens, columns]));
+            let _ = (dy.get(tokens - 1).fill_(0.0), w.select(1, columns - 1).fill_(0.0));
+            let whole = |x: &Tensor| {
+                let Fp8Rows { values, scales } = rounded(x).unwrap();
+                values.to_kind(Kind::Double) * scales.to_kind(Kind::Double).unsqueeze(1)
+            };
+            let x = x.to_kind(Kind::Double).set_requires_grad(true);
+            let y = x.mm(&whole(&w.tr()));
+            let expected = Tensor::run_backward(&[(y * whole(&dy)).sum(None)], &[&x], false, false).remove(0);
+            let dx = backward_input(&dy, &w).unwrap();
+            let most = f64::try_from(expected.abs().max()).unwrap();
+            let off = f64::try_from((dx.to_kind(Kind::Double) - &expected).abs().max()).unwrap();
+            assert!(off <= 1e-5 * most, "{off} of {most}");
+            assert!(f32_vec(&dx.get(tokens - 1)).unwrap().iter().all(|&dx| dx == 0.0));
+            assert!(f32_vec(&dx.select(1, columns - 1)).unwrap().iter().all(|&dx| dx == 0.0));
+            for poison in [f64::NAN, f64::INFINITY] {
+                let _ = dy.get(0).get(0).fill_(poison);
+                let dx = f32_vec(&backward_input(&dy, &w).unwrap()).unwrap();
+                let (row, others) = dx.split_at(columns as usize);
+                assert!(row.iter().all(|dx| !dx.is_finite()), "{row:?}");
+                assert!(others.iter().all(|dx| dx.is_finite()), "{others:?}");
+            }
+        }
     }
 
     #[test]

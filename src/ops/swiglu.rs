@@ -39,6 +39,30 @@ impl GateUp {
         Ok(GateUp::Split { gate, up })
     }
 
+    /// Gate and up that one product gave side by side.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn of_pairs(pairs: Tensor /* [T, 2 F] */) -> Result<Self> {
+        if kernels::serve(&pairs) {
+            return Ok(GateUp::Interleaved(pairs));
+        }
+        let pairs = pairs.view([pairs.size()[0], -1, 2]);
+        let [gate, up] = try_map([0, 1], |which| Ok(pairs.select(2, which).f_contiguous()?))?;
+        Ok(GateUp::Split { gate, up })
+    }
+
+    /// Gate and up, or their gradients, side by side. [T, 2 F]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn pairs(&self) -> Result<Tensor> {
+        match self {
+            GateUp::Interleaved(pairs) => Ok(pairs.shallow_clone()),
+            GateUp::Split { gate, up } => Ok(Tensor::f_stack(&[gate, up], 2)?.view([gate.size()[0], -1])),
+        }
+    }
+
     /// silu(gate) * up. [T, F]
     ///
     /// # Errors
@@ -156,6 +180,8 @@ mod tests {
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x, &w], false, false);
         let (x, w) = (x.detach(), w.detach());
         let gate_up = GateUp::project(&x, &w).unwrap();
+        assert_close(&gate_up.pairs().unwrap(), &x.linear(&w, None::<&Tensor>));
+        assert_close(&GateUp::of_pairs(gate_up.pairs().unwrap()).unwrap().activate().unwrap(), &reference);
         assert_close(&gate_up.activate().unwrap(), &reference);
         let (d, act) = gate_up.backward(&dy).unwrap();
         assert_close(&act, &reference);

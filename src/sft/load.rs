@@ -7,7 +7,7 @@ use tch::Kind;
 
 use super::Sft;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, Models, ResumeOptions, Saver, TrainerState};
-use crate::config::SftConfig;
+use crate::config::{MixedPrecision, SftConfig};
 use crate::cuda::{Placement, chip_flop_per_s, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
 use crate::dist::{Mesh, World};
@@ -17,7 +17,7 @@ use crate::metrics::{LogOptions, RunLog, Services};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
 use crate::phase;
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
-use crate::train::{PolicyOptions, PolicyStart, Schedule};
+use crate::train::{PolicyOptions, PolicyStart, Schedule, check_mixed_precision};
 
 /// Collective over the world.
 pub(super) fn load(
@@ -30,6 +30,7 @@ pub(super) fn load(
     let source = ModelSource::find(&config.model_name_or_path, revision, None, &Hub::cached())?;
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
     spec.router_aux_loss_coef(config.router_aux_loss_coef)?;
+    check_mixed_precision(config.mixed_precision, &spec, world.device().is_cuda())?;
     let (sources, rows, eval_rows) = read_rows(&config, &source, &spec)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {
@@ -150,9 +151,10 @@ fn policy(
 ) -> Result<Policy> {
     let device = world.device();
     let kind = Placement::in_world(config.device, config.dtype, device)?.kind;
+    let residual = residual_kind(config.residual_dtype, kind);
     let options = PolicyOptions {
         stage: config.zero.stage,
-        network: NetworkOptions { kind, residual: residual_kind(config.residual_dtype, kind), device },
+        network: NetworkOptions { kind, residual, device, fp8: config.mixed_precision == MixedPrecision::Fp8 },
         gradient_checkpointing: config.gradient_checkpointing,
         optim: Optim::new(config.optimizer.optim, &config.optimizer.muon),
         adam: AdamOptions::new(&config.optimizer),

@@ -60,7 +60,7 @@ pub use bytes::{TrainBytes, TrainedModel, reference_bytes};
 pub use load::{AdapterOptions, PolicyStart};
 pub use micro_batch::MicroBatch;
 pub use moments::{Moment, UpdateCourse, fullest_of_reference};
-pub use network::{NetworkOptions, Scores, TokenGradients};
+pub use network::{NetworkOptions, Scores, TokenGradients, check_mixed_precision};
 pub use optim::{MuonOptions, Optim};
 pub use optimizer::AdamOptions;
 pub use pack::{PackOptions, Sequence, TeacherTop, pack, pad_to_agreed_count};

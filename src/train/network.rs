@@ -10,8 +10,8 @@ use super::gradients::Gradients;
 use super::micro_batch::MicroBatch;
 use super::routes::PassRoutes;
 use super::weights::Weights;
-use crate::config::GradientCheckpointing;
-use crate::error::Result;
+use crate::config::{GradientCheckpointing, MixedPrecision};
+use crate::error::{Error, Result};
 use crate::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedMixer, Routes, SavedBlock, ScoredTokens,
     Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward, head_logits,
@@ -29,6 +29,21 @@ pub struct NetworkOptions {
     pub residual: Kind,
     /// Where they live.
     pub device: Device,
+    /// Whether blocks multiply in FP8, as [`BlockParams::training_in_fp8`] describes.
+    pub fp8: bool,
+}
+
+/// Whether blocks of a model train in such a precision, on a GPU or not.
+///
+/// # Errors
+/// [`Error::InvalidValue`] on `mixed_precision` for models with experts, and on a GPU.
+pub fn check_mixed_precision(precision: MixedPrecision, spec: &ModelSpec, on_gpu: bool) -> Result<()> {
+    let refuse = |reason| Err(Error::invalid_value("mixed_precision", precision.name(), format!("none: {reason}")));
+    match precision {
+        MixedPrecision::Fp8 if spec.num_expert_layers() > 0 => refuse("experts do not train in FP8 yet"),
+        MixedPrecision::Fp8 if on_gpu => refuse("mixed_precision = \"fp8\" is simulated on CPUs so far"),
+        MixedPrecision::Fp8 | MixedPrecision::None => Ok(()),
+    }
 }
 
 /// Log-probabilities and entropies of a micro-batch's completion tokens, in the accumulation type.
@@ -270,6 +285,7 @@ impl Network {
     fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
         let flat = self.weights.unit(Unit::Block(layer), upcoming)?;
         let block = BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), &flat);
+        let block = if self.options.fp8 { block.training_in_fp8() } else { block };
         Ok(match &mut self.adapters {
             Some(adapters) => block.with_adapters(adapters.block(layer, adapter_use)?),
             None => block,

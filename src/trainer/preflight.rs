@@ -16,6 +16,7 @@ use crate::model::{BlockMatrix, LoraSpec, ModelSource, ModelSpec, ParamTable, Qu
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::rollout::{check_fp8, check_stages, fullest_stage};
 use crate::serve::EngineSlices;
+use crate::train::check_mixed_precision;
 
 /// A model's shape and tokenizer, and whether it comes with adapters.
 pub(super) type OpenModel = (Arc<ModelSpec>, Arc<Tokenizer>, bool);
@@ -94,6 +95,7 @@ impl Preflight {
         if config.rollout_quantization == RolloutQuantization::Fp8 {
             check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
         }
+        check_mixed_precision(config.mixed_precision, &spec, placement.on_cuda)?;
         spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
         if let Some(lora) = LoraSpec::new(&config.lora) {
             lora.check(&spec)?;

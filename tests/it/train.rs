@@ -3,6 +3,7 @@
 mod autograd;
 mod delta_net;
 mod experts;
+mod fp8;
 mod optimizers;
 mod real_shapes;
 mod run;

@@ -107,7 +107,7 @@ impl DenseSpec {
         let d_down = grads.linear_mut(Matrix::Down);
         let d_gate_up = match d_down.pieces.first_mut() {
             Some(piece) => {
-                let (d_gate_up, act) = gate_up.backward(&linear::backward_input(&d_output, down.weight())?)?;
+                let (d_gate_up, act) = gate_up.backward(&down.backward_input(&d_output)?)?;
                 linear::accumulate_weight(&d_output, &act, &mut piece.weight)?;
                 d_gate_up
             }
@@ -125,7 +125,7 @@ impl DenseSpec {
 /// Gate and up of x, with the adapter's part.
 fn project(w: &BlockParams, x: &Tensor /* [T, D] */) -> Result<GateUp> {
     let w = w.linear(Matrix::GateUp);
-    Ok(match (GateUp::project(x, w.weight())?, &w.lora) {
+    Ok(match (w.gate_up(x)?, &w.lora) {
         (gate_up, None) => gate_up,
         (GateUp::Interleaved(pairs), Some(lora)) => GateUp::Interleaved(lora.add(x, pairs)?),
         (GateUp::Split { gate, up }, Some(lora)) => {
@@ -138,7 +138,7 @@ fn project(w: &BlockParams, x: &Tensor /* [T, D] */) -> Result<GateUp> {
 /// dx of [`project`]; the gradient of the weight, or of A and B, is added to `grads`.
 fn project_backward(w: &BlockParams, d: &GateUp, x: &Tensor /* [T, D] */, grads: &mut Linear) -> Result<Tensor> {
     let w = w.linear(Matrix::GateUp);
-    let mut dx = d.backward_input(w.weight())?;
+    let mut dx = w.gate_up_backward(d)?;
     if let Some(piece) = grads.pieces.first_mut() {
         d.accumulate_weight(x, &mut piece.weight)?;
     }

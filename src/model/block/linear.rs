@@ -9,6 +9,7 @@ use crate::model::lora::{BlockLora, Lora};
 use crate::model::params::{ParamName, Shapes, UnitLayout, required};
 use crate::ops::fp8::{self, Fp8Rows};
 use crate::ops::linear;
+use crate::ops::swiglu::GateUp;
 
 /// The matrices of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,6 +79,11 @@ impl Matrix {
             Matrix::DeltaA => Some([ParamName::DeltaALoraA, ParamName::DeltaALoraB]),
             Matrix::DeltaOut => Some([ParamName::DeltaOutLoraA, ParamName::DeltaOutLoraB]),
         }
+    }
+
+    /// Whether training in FP8 rounds its products: not those of a gated delta net's write strengths and decays, which are a row a head.
+    pub(super) fn is_rounded(self) -> bool {
+        !matches!(self, Matrix::DeltaB | Matrix::DeltaA)
     }
 }
 
@@ -197,6 +203,8 @@ pub struct Linear {
     pub pieces: Vec<Piece>,
     /// Beside the matrix.
     pub lora: Option<Lora>,
+    /// Whether training multiplies in FP8: the product and its input's gradient, whose factors are rounded as they are multiplied.
+    pub trains_in_fp8: bool,
 }
 
 /// Neighbouring rows of a matrix.
@@ -217,6 +225,7 @@ impl Linear {
         Self {
             pieces: vec![Piece { weight: required(layout, spec.matrix.weight(), flat), bias, fp8: None }],
             lora: None,
+            trains_in_fp8: false,
         }
     }
 
@@ -231,7 +240,7 @@ impl Linear {
 
     /// Whether its products are in FP8.
     pub fn is_fp8(&self) -> bool {
-        self.pieces.iter().any(|piece| piece.fp8.is_some())
+        self.trains_in_fp8 || self.pieces.iter().any(|piece| piece.fp8.is_some())
     }
 
     /// Type of the weights.
@@ -256,7 +265,7 @@ impl Linear {
             }
         };
         let lora = self.lora.as_ref().map(|lora| lora.tp_slice(spec, tp_rank, tp_size)).transpose()?;
-        Ok(Self { pieces, lora })
+        Ok(Self { pieces, lora, trains_in_fp8: false })
     }
 
     /// With every tensor but the adapter's replaced by `f` of it, and nothing in FP8.
@@ -265,20 +274,30 @@ impl Linear {
             Ok(Piece { weight: f(weight)?, bias: bias.as_ref().map(&mut *f).transpose()?, fp8: None })
         };
         let pieces = self.pieces.iter().map(piece).collect::<Result<_>>()?;
-        Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone) })
+        Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone), trains_in_fp8: false })
     }
 
     /// x w^T + bias, with the adapter's part. [T, N]
     pub(super) fn forward(&self, x: &Tensor /* [T, K] */) -> Result<Tensor> {
+        self.adapt(x, self.product(x)?)
+    }
+
+    /// x w^T + bias. [T, N]
+    fn product(&self, x: &Tensor /* [T, K] */) -> Result<Tensor> {
         let product = |Piece { weight, bias, fp8 }: &Piece| match fp8 {
             Some(rounded) => fp8::forward(x, rounded, bias.as_ref()),
+            None if self.trains_in_fp8 => fp8::forward(x, &fp8::rounded(weight)?, bias.as_ref()),
             None => linear::forward(x, weight, bias.as_ref()),
         };
-        let y = match &self.pieces[..] {
-            [piece] => product(piece)?,
-            pieces => Tensor::f_cat(&pieces.iter().map(product).collect::<Result<Vec<_>>>()?, 1)?,
-        };
-        self.adapt(x, y)
+        match &self.pieces[..] {
+            [piece] => product(piece),
+            pieces => Ok(Tensor::f_cat(&pieces.iter().map(product).collect::<Result<Vec<_>>>()?, 1)?),
+        }
+    }
+
+    /// x w^T of a matrix that has gate and up, without the adapter's part.
+    pub(super) fn gate_up(&self, x: &Tensor /* [T, D] */) -> Result<GateUp> {
+        if self.is_fp8() { GateUp::of_pairs(self.product(x)?) } else { GateUp::project(x, self.weight()) }
     }
 
     /// residual + x w^T, where each rank of the tensor-parallel group has some columns of w, and of x. Without a residual the product
@@ -319,7 +338,7 @@ impl Linear {
         x: &Tensor,  // [T, K]
         grads: &mut Linear,
     ) -> Result<Tensor> {
-        let mut dx = linear::backward_input(dy, self.weight())?;
+        let mut dx = self.backward_input(dy)?;
         if let Some(piece) = grads.pieces.first_mut() {
             linear::accumulate_weight(dy, x, &mut piece.weight)?;
         }
@@ -327,6 +346,20 @@ impl Linear {
             lora.backward(dy, x, &mut dx, gradient)?;
         }
         Ok(dx) // [T, K]
+    }
+
+    /// dx = dy w.
+    pub(super) fn backward_input(&self, dy: &Tensor /* [T, N] */) -> Result<Tensor> {
+        if self.trains_in_fp8 {
+            fp8::backward_input(dy, self.weight())
+        } else {
+            linear::backward_input(dy, self.weight())
+        }
+    }
+
+    /// dx of [`Linear::gate_up`].
+    pub(super) fn gate_up_backward(&self, d: &GateUp) -> Result<Tensor> {
+        if self.trains_in_fp8 { self.backward_input(&d.pairs()?) } else { d.backward_input(self.weight()) }
     }
 }
 

@@ -60,6 +60,13 @@ impl BlockParams {
         self
     }
 
+    /// The block as it trains in FP8: products of its matrices and the gradients of their inputs, of factors that are rounded as they come.
+    /// Weights, their gradients and adapters stay as they are.
+    pub fn training_in_fp8(mut self) -> Self {
+        self.linears.iter_mut().for_each(|(matrix, linear)| linear.trains_in_fp8 = matrix.is_rounded());
+        self
+    }
+
     /// The block for a batch whose rows choose among stacked adapters: row t uses the one with the number `adapters[t]`, and none where
     /// that is negative. Weights, and what is rounded of them, are shared with `self`.
     ///

@@ -124,7 +124,11 @@ fn rewards_that_score_nothing_end_the_run() {
     ended.assert_error("boom", 14, &[&verdict, "no held-out sample could be scored"]);
     let told = format!("16 of 16 samples have no reward and are masked; nothing is learned: {cause}");
     assert_eq!(ended.stderr.matches(&told).count(), 3, "{}", ended.stderr);
-    assert!(!ended.stderr.contains("in no group do rewards differ"), "that is known of rewards alone\n{}", ended.stderr);
+    assert!(
+        !ended.stderr.contains("in no group do rewards differ"),
+        "that is known of rewards alone\n{}",
+        ended.stderr
+    );
     assert_eq!(ended.stderr.matches("a reward failed").count(), 2, "once a rank\n{}", ended.stderr);
     assert_eq!(metrics(&folder.path().join("run")).len(), 4, "an evaluation and three steps");
 }

@@ -49,6 +49,8 @@ pub struct Run {
     /// Ranks that share the sequences; the others have none.
     pub num_sharers: usize,
     pub optim: Optim,
+    /// Whether blocks multiply in FP8.
+    pub fp8: bool,
 }
 
 impl Run {
@@ -71,6 +73,7 @@ impl Run {
             announced: false,
             num_sharers: usize::MAX,
             optim: Optim::AdamW,
+            fp8: false,
         }
     }
 
@@ -99,7 +102,12 @@ impl Run {
     pub fn options(&self, mesh: &Mesh) -> PolicyOptions {
         PolicyOptions {
             stage: self.stage,
-            network: NetworkOptions { kind: self.kind, residual: self.residual, device: mesh.world.device() },
+            network: NetworkOptions {
+                kind: self.kind,
+                residual: self.residual,
+                device: mesh.world.device(),
+                fp8: self.fp8,
+            },
             gradient_checkpointing: self.recompute,
             optim: self.optim,
             adam: ADAM,
