@@ -232,7 +232,7 @@ fn configurations() {
         ("18 batch", small("per_device_train_batch_size=6"), 2, &["num_generations = 4", "nearest valid", "4 or 8"]),
         ("19 port", small(&format!("--nproc 2 --master_port {port}")), 4, &["--master_port", "give another"]),
         ("19 address", small("--nproc 2 --master_addr 192.0.2.1"), 4, &["--master_addr 192.0.2.1", "of this machine"]),
-        ("no ranks", small("--nproc 0"), 2, &["--nproc", "at least 1"]),
+        ("no ranks", small("--nproc 0"), 2, &["--nproc", "from 1 to 16384"]),
         ("reward", small("reward_weights=[] reward_funcs=[\"nosuch\"]"), 2, &["nosuch", "numeric_answer"]),
         ("too large", format!("bench collectives --max_mib {}", 1u64 << 44), 2, &["--max_mib", "1 to 1048576"]),
         ("no repetition", "bench train --steps 0".into(), 2, &["--steps", "at least 1"]),
