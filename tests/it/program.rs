@@ -64,6 +64,11 @@ pub fn await_line(child: &mut Child, fragment: &str) -> String {
     panic!("it ended without '{fragment}'\n{}", String::from_utf8_lossy(&read));
 }
 
+/// Sends a signal, such as `-TERM`, to a process by its number.
+pub fn signal(pid: impl ToString, signal: &str) {
+    assert!(Command::new("kill").args([signal, &pid.to_string()]).status().unwrap().success());
+}
+
 /// Waits for a started program.
 pub fn end(child: Child) -> Ended {
     let output = child.wait_with_output().unwrap();

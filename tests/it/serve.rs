@@ -8,7 +8,7 @@ use std::process::{Child, Stdio};
 
 use serde_json::{Value, json};
 
-use crate::program::{Ended, MODEL, await_line, command, end, json_lines, run, stdout_of, wait_until};
+use crate::program::{self, Ended, MODEL, await_line, command, end, json_lines, run, stdout_of, wait_until};
 
 const QUESTION: &str = "what is two plus three ?";
 
@@ -79,8 +79,7 @@ impl Server {
     }
 
     fn signal(&self, signal: &str) {
-        let pid = self.child.as_ref().unwrap().id().to_string();
-        assert!(std::process::Command::new("kill").args([signal, &pid]).status().unwrap().success());
+        program::signal(self.child.as_ref().unwrap().id(), signal);
     }
 
     fn end(mut self) -> Ended {

@@ -2,11 +2,10 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 
 use colo_grpo::internal::metrics::read_completions;
 
-use crate::program::{command, end, metrics, run, wait_until};
+use crate::program::{command, end, metrics, run, signal, wait_until};
 
 const CALCULATOR: &str = "--config configs/calculator.toml eval_steps=none eval_file=none max_steps=1 log_completions=true \
     save_steps=none max_train_samples=64";
@@ -123,8 +122,7 @@ def add(a: int, b: int) -> int:
     let keys = format!("--nproc 2 tools=[\"{}:add\"] output_dir={}", file.display(), output.display());
     let mut run = command(&format!("{CALCULATOR} {keys}")).spawn().unwrap();
     wait_until(|| again.exists() || run.try_wait().unwrap().is_some());
-    let stopped = Command::new("kill").args(["-TERM", &run.id().to_string()]).status().unwrap();
-    assert!(stopped.success());
+    signal(run.id(), "-TERM");
     let ended = end(run);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
     assert!(ended.stderr.contains("preempted before there was anything to save"), "{}", ended.stderr);

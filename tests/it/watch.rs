@@ -8,7 +8,7 @@ use std::process::Child;
 
 use serde_json::Value;
 
-use crate::program::{SMALL_RUN, await_line, command, end, run, stdout_of, wait_until};
+use crate::program::{SMALL_RUN, await_line, command, end, run, signal, stdout_of, wait_until};
 
 /// A watcher, killed if a test fails.
 struct Watcher {
@@ -54,8 +54,7 @@ impl Watcher {
 
     fn stop(mut self) {
         let child = self.child.take().unwrap();
-        let pid = child.id().to_string();
-        assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+        signal(child.id(), "-INT");
         let ended = end(child);
         assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""));
     }

@@ -5,7 +5,9 @@ use std::path::Path;
 use std::process::Child;
 use std::time::Duration;
 
-use crate::program::{Ended, MODEL, SMALL_RUN, await_line, command, end, metrics, processes_of, run, wait_until};
+use crate::program::{
+    Ended, MODEL, SMALL_RUN, await_line, command, end, metrics, processes_of, run, signal, wait_until,
+};
 
 /// A run of two ranks that would go on for long, once it has done a step.
 fn start(output_dir: &Path) -> Child {
@@ -17,10 +19,6 @@ fn start_with(line: &str, output_dir: &Path) -> Child {
     let mut run = command(&line).spawn().unwrap();
     wait_until(|| !metrics(output_dir).is_empty() || run.try_wait().unwrap().is_some());
     run
-}
-
-fn signal(pid: &str, signal: &str) {
-    assert!(std::process::Command::new("kill").args([signal, pid]).status().unwrap().success());
 }
 
 /// Processor time that a process has used, in hundredths of a second.
@@ -55,7 +53,7 @@ fn a_killed_worker_ends_the_run_and_is_named() {
 fn a_stopped_run_saves_says_so_and_is_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let stopped = start(folder.path());
-    signal(&stopped.id().to_string(), "-TERM");
+    signal(stopped.id(), "-TERM");
     let ended = end(stopped);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
     assert_eq!(ended.stderr.matches("; saved ").count(), 1, "{}", ended.stderr);
@@ -93,7 +91,7 @@ fn a_run_of_one_process_answers_a_signal_before_its_step_ends() {
     );
     let mut run = command(&line).spawn().unwrap();
     await_line(&mut run, "injected fault"); // no step ends from here on
-    signal(&run.id().to_string(), "-INT");
+    signal(run.id(), "-INT");
     await_line(&mut run, "stop: the step under way is finished, a checkpoint is saved, and the run ends with 75");
     run.kill().unwrap();
     end(run);
@@ -106,7 +104,7 @@ fn a_run_that_is_stopped_in_its_last_step_ends_as_usual() {
     let line = format!("{SMALL_RUN} save_steps=none output_dir={}", folder.path().display());
     let mut run = command(&line).spawn().unwrap();
     wait_until(|| folder.path().join("run_config.json").exists() || run.try_wait().unwrap().is_some());
-    signal(&run.id().to_string(), "-TERM");
+    signal(run.id(), "-TERM");
     let ended = end(run);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     assert!(folder.path().join("final/model.safetensors").exists());
@@ -120,11 +118,11 @@ fn a_second_signal_and_a_dead_launcher_end_everything_at_once() {
     let (first, second) = (folder.path().join("first"), folder.path().join("second"));
     let mut run = start_with(&format!("{SMALL_RUN} {hung}"), &first);
     await_line(&mut run, "injected fault"); // a signal before that is obeyed
-    signal(&run.id().to_string(), "-USR1");
+    signal(run.id(), "-USR1");
     await_line(&mut run, "(SIGUSR1): passed on to all ranks");
     std::thread::sleep(Duration::from_millis(1100)); // so that the next one is another request; longer does no harm
     assert!(!processes_of(&first).is_empty(), "a rank that hangs cannot save");
-    signal(&run.id().to_string(), "-TERM");
+    signal(run.id(), "-TERM");
     let ended = end(run);
     assert_eq!(ended.code, Some(130), "{}", ended.stderr);
     assert!(
@@ -152,7 +150,7 @@ fn a_stopped_supervised_run_saves_and_is_resumed() {
         rows.display()
     );
     let stopped = start_with(&line, folder.path());
-    signal(&stopped.id().to_string(), "-TERM");
+    signal(stopped.id(), "-TERM");
     let ended = end(stopped);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
     let step = metrics(folder.path()).last().unwrap()["step"].as_u64().unwrap();
@@ -191,7 +189,7 @@ fn a_stopped_benchmark_ends_at_once() {
     let is_at_work = |pid: &String| processor_ticks(pid) > 100;
     let at_work = || processes_of(folder.path()).iter().filter(|pid| is_at_work(pid)).count();
     wait_until(|| at_work() >= 2 || bench.try_wait().unwrap().is_some());
-    signal(&bench.id().to_string(), "-TERM");
+    signal(bench.id(), "-TERM");
     let ended = end(bench);
     assert_eq!((ended.code, processes_of(folder.path())), (Some(75), Vec::new()), "{}", ended.stderr);
 }

@@ -10,7 +10,7 @@ use colo_grpo::internal::types::{FinishReason, Prompt, SamplingParams, Trajector
 
 use super::setup::{Model, alone, options, prompts, sampled};
 
-fn request(prompt: &Prompt, params: &SamplingParams) -> Request {
+pub fn request(prompt: &Prompt, params: &SamplingParams) -> Request {
     Request {
         prompt_id: prompt.id,
         token_ids: prompt.token_ids.clone(),

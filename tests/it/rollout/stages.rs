@@ -8,10 +8,11 @@ use colo_grpo::Error;
 use colo_grpo::internal::config::{EngineShape, KvCacheDtype, RolloutQuantization};
 use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::{DeltaLayers, ModelSpec, Stage, Stages};
-use colo_grpo::internal::rollout::{EngineOptions, EngineRanks, EngineStats, Event, Request, Session, kv_block_bytes};
+use colo_grpo::internal::rollout::{EngineOptions, EngineRanks, EngineStats, Event, Session, kv_block_bytes};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, Structure};
 use tch::Kind;
 
+use super::session::request;
 use super::setup::{Model, greedy, options, prompts, sampled, token_ids};
 use crate::ranks;
 
@@ -204,16 +205,8 @@ type Tokens = BTreeMap<(String, usize), Vec<(u32, Vec<u32>)>>;
 
 /// The tokens of each request's completions, with the ids that were most probable.
 fn tokens(mut session: Session<'_>) -> Tokens {
-    let params = Arc::new(SamplingParams { num_generations: 3, top_logprobs: 2, ..sampled() });
-    let request = |prompt: &Prompt| Request {
-        prompt_id: prompt.id,
-        token_ids: prompt.token_ids.clone(),
-        first_step: 0,
-        first_sample: 0,
-        params: params.clone(),
-        begun: Vec::new(),
-        adapter: None,
-    };
+    let params = SamplingParams { num_generations: 3, top_logprobs: 2, ..sampled() };
+    let request = |prompt: &Prompt| request(prompt, &params);
     let mut waiting = prompts(5).into_iter();
     let removed = session.submit(request(&waiting.next().unwrap())).unwrap();
     let mut heard = Tokens::new();
@@ -251,12 +244,7 @@ fn a_stage_that_fails_ends_the_others_with_its_error_and_all_go_on_after_it() {
             let mut steps = 0;
             let mut session = rollout.session().unwrap();
             for prompt in prompts(4) {
-                let params = Arc::new(sampled());
-                let (prompt_id, token_ids) = (prompt.id, prompt.token_ids);
-                let (first_step, first_sample, begun, adapter) = (0, 0, Vec::new(), None);
-                session
-                    .submit(Request { prompt_id, token_ids, first_step, first_sample, params, begun, adapter })
-                    .unwrap();
+                session.submit(request(&prompt, &sampled())).unwrap();
             }
             let result = loop {
                 steps += 1;

@@ -4,12 +4,12 @@ use std::fs::File;
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::time::Duration;
 
 use colo_grpo::internal::torch::Store;
 
-use crate::program::{SMALL_RUN, command, end, wait_until};
+use crate::program::{SMALL_RUN, command, end, signal, wait_until};
 
 /// A rank of two, as torchrun starts it.
 fn rank(rank: usize, port: u16, more: &str) -> Command {
@@ -27,17 +27,13 @@ fn listen() -> (TcpListener, u16) {
     (listener, port)
 }
 
-fn stop(child: &Child) {
-    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
-}
-
 /// 4: there is nothing to save yet, and nothing to wait for.
 #[test]
 fn a_rank_that_waits_for_others_heeds_a_signal() {
     let (listener, port) = listen();
     let waiting = rank(1, port, "").spawn().unwrap();
     let _unanswered = listener.accept().unwrap();
-    stop(&waiting);
+    signal(waiting.id(), "-TERM");
     let ended = end(waiting);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
     assert!(ended.stderr.contains("preempted before there was anything to save"), "{}", ended.stderr);
@@ -46,7 +42,7 @@ fn a_rank_that_waits_for_others_heeds_a_signal() {
     let mut first = rank(0, port, "").spawn().unwrap();
     let serves = || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok();
     wait_until(|| serves() || first.try_wait().unwrap().is_some());
-    stop(&first);
+    signal(first.id(), "-TERM");
     let ended = end(first);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
 }

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use colo_grpo::internal::phase::Scratch;
 
-use crate::program::{MODEL, SMALL_RUN, command, end, metrics, processes_of, wait_until};
+use crate::program::{MODEL, SMALL_RUN, command, end, metrics, processes_of, signal, wait_until};
 
 const LEFT_VARIABLE: &str = "COLO_GRPO_TEST_LEAVES";
 
@@ -42,8 +42,8 @@ fn a_run_whose_messages_cannot_be_written_goes_on() {
 #[test]
 fn a_run_that_is_stopped_when_its_reader_is_gone_saves() {
     let folder = tempfile::tempdir().unwrap();
-    for signal in ["-INT", "-HUP"] {
-        let output_dir = folder.path().join(signal);
+    for name in ["-INT", "-HUP"] {
+        let output_dir = folder.path().join(name);
         let line = format!("{SMALL_RUN} max_steps=100000 save_steps=none output_dir={}", output_dir.display());
         let program = command(&line);
         let mut started = Command::new("env"); // under `nohup` the tests ignore HUP, and so would the run
@@ -52,10 +52,10 @@ fn a_run_that_is_stopped_when_its_reader_is_gone_saves() {
         let mut started = started.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         drop((started.stderr.take(), started.stdout.take()));
         wait_until(|| !metrics(&output_dir).is_empty() || started.try_wait().unwrap().is_some());
-        assert!(Command::new("kill").args([signal, &started.id().to_string()]).status().unwrap().success());
-        assert_eq!(started.wait().unwrap().code(), Some(75), "{signal}");
+        signal(started.id(), name);
+        assert_eq!(started.wait().unwrap().code(), Some(75), "{name}");
         let step = &metrics(&output_dir).pop().unwrap()["step"];
-        assert!(output_dir.join(format!("checkpoint-{step}/trainer_state.json")).exists(), "{signal}");
+        assert!(output_dir.join(format!("checkpoint-{step}/trainer_state.json")).exists(), "{name}");
     }
 }
 
