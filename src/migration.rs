@@ -4,7 +4,7 @@ mod values;
 
 use serde_json::Value;
 
-pub(crate) use values::{value, value_advice};
+pub(crate) use values::{value, value_advice, word};
 
 /// The counterpart here of `key`, if it is another program's.
 pub(crate) fn advice(key: &str) -> Option<&'static str> {
@@ -37,7 +37,7 @@ pub(crate) fn is_harmless(key: &str) -> bool {
 /// [`is_harmless`] at this value: a few keys say what is built in at some values alone.
 pub(crate) fn is_harmless_at(key: &str, value: &Value) -> bool {
     let key = bare(key);
-    let word = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let word = word(value);
     let limited = HARMLESS_AT.iter().find(|(name, _)| is_meant(name, key));
     is_harmless(key) && limited.is_none_or(|(_, values)| values.iter().any(|known| is_meant(known, &word)))
 }

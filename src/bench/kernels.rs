@@ -248,7 +248,7 @@ impl DecodeStep<'_> {
         Ok(())
     }
 
-    /// Of models with gated delta nets, whose states a step reads and writes.
+    /// Times the step of gated delta nets, which reads and writes their states; nothing for models without them.
     fn delta_step(&mut self) -> Result<()> {
         let KernelsBench { spec, rows, context, .. } = self.bench;
         let (Some(heads), rows) = (spec.delta_net.as_ref().map(|delta_net| delta_net.heads), *rows) else {

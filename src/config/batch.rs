@@ -187,7 +187,7 @@ fn nearest_multiples(number: usize, unit: usize) -> String {
     if below == 0 { unit.to_string() } else { format!("{below} or {}", below + unit) }
 }
 
-pub(super) fn divisors(number: usize) -> Vec<usize> {
+pub(crate) fn divisors(number: usize) -> Vec<usize> {
     (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
 }
 

@@ -7,6 +7,7 @@ use super::range::{COUNT, above, from_to};
 use super::validate::check;
 use super::{Config, DistillationMode, DynamicSampling};
 use crate::error::Result;
+use crate::migration::word;
 
 const WEIGHT: f64 = 1.0;
 const CLIP_MAX: f64 = 2.0;
@@ -41,14 +42,6 @@ keys! {
     }
 }
 
-/// A value as it is written in a file.
-fn shown<T: FromValue>(value: &T) -> String {
-    match value.to_value() {
-        serde_json::Value::String(text) => text,
-        value => value.to_string(),
-    }
-}
-
 impl Config {
     /// Whether a teacher scores the samples.
     pub fn has_teacher(&self) -> bool {
@@ -61,9 +54,9 @@ impl Config {
         let has_teacher = self.has_teacher();
         let unread = "to be left out, or teacher_model_name_or_path, beside which alone it is read";
         for (key, value, is_default) in [
-            ("teacher_model_revision", shown(teacher_model_revision), teacher_model_revision.is_none()),
+            ("teacher_model_revision", word(&teacher_model_revision.to_value()), teacher_model_revision.is_none()),
             ("distillation_weight", distillation_weight.to_string(), *distillation_weight == WEIGHT),
-            ("distillation_is_clip", shown(distillation_is_clip), *distillation_is_clip == Some(CLIP_MAX)),
+            ("distillation_is_clip", word(&distillation_is_clip.to_value()), *distillation_is_clip == Some(CLIP_MAX)),
         ] {
             check(key, value, has_teacher || is_default, unread)?;
         }

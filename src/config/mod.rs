@@ -28,6 +28,7 @@ mod yaml;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
+pub(crate) use batch::divisors;
 pub use batch::{BatchPlan, WorldSize};
 pub use best::BestConfig;
 pub use choices::*;

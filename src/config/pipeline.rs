@@ -1,5 +1,7 @@
 //! Engines of several ranks: tensor-parallel groups, and stages of layers (`pipeline_parallel_size`, `pipeline_partition`).
 
+use std::fmt;
+
 use serde_json::Value;
 
 use super::batch::{check_divides, divisors, listed};
@@ -23,6 +25,12 @@ impl std::str::FromStr for PipelinePartition {
     }
 }
 
+impl fmt::Display for PipelinePartition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&listed(&self.0).replace(' ', ""))
+    }
+}
+
 impl FromValue for PipelinePartition {
     fn expected(_: &Range) -> String {
         "the layers of each stage, at least 1, as \"10,10,8\"".to_owned()
@@ -36,7 +44,7 @@ impl FromValue for PipelinePartition {
     }
 
     fn to_value(&self) -> Value {
-        listed(&self.0).replace(' ', "").into()
+        self.to_string().into()
     }
 }
 
@@ -71,11 +79,11 @@ impl EngineShape {
         if num_ranks.is_multiple_of(self.num_ranks()) {
             return Ok(());
         }
-        let valid = listed(&divisors(num_ranks / self.tensor_parallel_size));
         if self.tensor_parallel_size == 1 {
             return check_divides("pipeline_parallel_size", self.pipeline_parallel_size, num_ranks, what);
         }
         let Self { tensor_parallel_size, pipeline_parallel_size } = self;
+        let valid = listed(&divisors(num_ranks / tensor_parallel_size));
         let expected = format!(
             "a divisor of the {num_ranks} ranks that {what}, over tensor_parallel_size = {tensor_parallel_size}: {valid}"
         );
@@ -99,8 +107,7 @@ impl Config {
         let (key, num_stages) = ("pipeline_parallel_size", self.pipeline_parallel_size);
         if let Some(partition) = &self.pipeline_partition {
             let expected = format!("the layers of {num_stages} stages (pipeline_parallel_size)");
-            let got = partition.to_value().as_str().unwrap_or_default().to_owned();
-            check("pipeline_partition", got, partition.0.len() == num_stages, expected)?;
+            check("pipeline_partition", partition, partition.0.len() == num_stages, expected)?;
         }
         if num_stages == 1 {
             return Ok(());

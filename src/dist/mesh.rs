@@ -7,7 +7,7 @@ use super::collective::Collective;
 use super::lane::Lane;
 use super::single::SingleRank;
 use super::world::World;
-use crate::config::EngineShape;
+use crate::config::{EngineShape, divisors};
 use crate::error::{Error, Result};
 
 /// This rank's groups.
@@ -81,9 +81,8 @@ impl World {
             ("pipeline_parallel_size", engine.pipeline_parallel_size, tp_size),
             ("zero.shard_group_size", shard_group_size, 1),
         ] {
-            let divides = |size: usize| num_ranks.is_multiple_of(size.saturating_mul(others));
-            if size == 0 || !divides(size) {
-                let valid: Vec<_> = (1..=num_ranks / others).filter(|&size| divides(size)).collect();
+            if size == 0 || !num_ranks.is_multiple_of(size.saturating_mul(others)) {
+                let valid = divisors(num_ranks / others);
                 let shared = if others > 1 { format!(" in tensor-parallel groups of {others}") } else { String::new() };
                 let expected = format!("a divisor of {num_ranks} ranks{shared}: {valid:?}");
                 return Err(Error::invalid_value(key, size, expected));

@@ -2,6 +2,11 @@
 
 use serde_json::Value;
 
+/// A JSON value as it is written in a command: text without quotes.
+pub(crate) fn word(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
 /// Our form of `value`, where TRL's differs and its meaning is clear.
 pub(crate) fn value(key: &str, value: &Value) -> Option<Value> {
     let json = |text: &str| serde_json::from_str::<Value>(text).expect("the table holds JSON");

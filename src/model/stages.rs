@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::params::{Unit, shapes};
 use super::spec::{DeltaLayers, ExpertLayers, ModelSpec};
+use crate::config::PipelinePartition;
 use crate::error::{Error, Result};
 
 /// Which layers each stage of a pipeline has.
@@ -15,7 +16,7 @@ pub struct Stages {
 /// One stage of a pipeline.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage {
-    /// Its place, from 0.
+    /// Place of the stage in the pipeline, from 0.
     pub index: usize,
     /// Stages in all.
     pub num_stages: usize,
@@ -51,8 +52,9 @@ impl Stages {
             },
             sizes => sizes.to_vec(),
         };
-        let written = sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-        let refuse = |expected: String| Err(Error::invalid_value("pipeline_partition", &written, expected));
+        let refuse = |expected: String| {
+            Err(Error::invalid_value("pipeline_partition", PipelinePartition(sizes.clone()), expected))
+        };
         if sizes.len() != num_stages || sizes.contains(&0) {
             return refuse(format!("layers of {num_stages} stages (pipeline_parallel_size), at least 1 each"));
         }

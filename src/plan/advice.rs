@@ -6,6 +6,7 @@ use super::choices::choose;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, Config, GradientCheckpointing, Quantization};
 use crate::error::{Error, Result};
+use crate::migration::word;
 use crate::model::QuantizedBlock;
 use crate::rollout::{cache_kind, kv_block_bytes};
 
@@ -276,7 +277,6 @@ enum SearchResult {
 
 /// `set a = 1 and b = 2 (what that means)`.
 fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
-    let word = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let each: Vec<String> = changes.iter().map(|(key, to)| format!("{key} = {}", word(to))).collect();
     let meanings = changes.iter().filter_map(|(key, to)| match *key {
         "lora.r" => Some("adapters alone train".to_owned()),

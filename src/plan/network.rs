@@ -125,7 +125,7 @@ mod tests {
         assert!(two.to_string().contains("network: 2 nodes, 50 GB/s"), "{two}");
     }
 
-    /// What there is to send from each node, and its bytes by parameter of the model.
+    /// The flows out of each node: their names, and their bytes by parameter of the model.
     fn flows(keys: &[&str], nodes: usize, shards: usize) -> Vec<(&'static str, f64)> {
         let (params, plan) = plan(keys, nodes, shards);
         plan.flows.iter().map(|flow| (flow.what, flow.bytes / params)).collect()

@@ -120,7 +120,7 @@ pub struct Engine {
     pub(super) num_blocks: Option<usize>,
     /// In them, sequences to go on with.
     pub(super) kept: KeptSequences,
-    /// Of the steps since they were taken last.
+    /// Times of this rank's stage in the steps since they were taken last.
     stage_times: StageTimes,
 }
 

@@ -46,7 +46,7 @@ pub(super) fn recorded_experts(spec: &ModelSpec, step: &Step, sequences: &[Engin
 }
 
 impl StepRoutes {
-    /// Of a stage's `layers`; `None` if they have no experts.
+    /// The routes of a step in the `layers` of a stage; `None` if they have no experts.
     pub(super) fn new(
         (spec, layers): (&ModelSpec, &Range<usize>),
         step: &Step,

@@ -59,7 +59,7 @@ pub(super) struct HostRunner<'a> {
     experts: Vec<u16>, // of the newest step: none is launched before it is collected
 }
 
-/// What a step asks of a stage, apart from its sequences, which go on meanwhile.
+/// The work of a step on one stage, apart from its sequences, which go on meanwhile.
 #[derive(Debug)]
 pub(super) struct StepWork {
     batch: StepBatch,
@@ -126,8 +126,8 @@ impl<'a> HostRunner<'a> {
         Ok(StepWork { batch, routes, copies: step.copies.clone(), state_copies: step.state_copies.clone() })
     }
 
-    /// What the stage's layers make of their input [T, D], on the first stage of the step's tokens; and copies of the blocks and
-    /// pages that new sequences begin with.
+    /// The output of the stage's layers for `input` [T, D], on the first stage for the step's tokens. Copies the blocks and pages that
+    /// new sequences begin with.
     pub(super) fn compute(&self, work: &StepWork, input: Option<Tensor>) -> Result<Tensor> {
         let device = work.batch.token_ids.device();
         let x = no_grad(|| {

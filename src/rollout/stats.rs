@@ -37,9 +37,9 @@ pub struct EngineStats {
 /// How long one rank of an engine in stages computed, and how long it met the other stages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StageTimes {
-    /// In its own layers, embedding, head and sampler among them.
+    /// Time in the rank's own layers, embedding, head and sampler among them.
     pub computing: Duration,
-    /// In exchanges with other stages, which begin when the slowest one comes.
+    /// Time in exchanges with other stages, which begin when the slowest one comes.
     pub waiting: Duration,
 }
 

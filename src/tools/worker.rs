@@ -95,7 +95,7 @@ impl ToolWorker {
     /// The answer to the first request, which loads tools.
     ///
     /// # Errors
-    /// What `refuse` makes of a cause; [`Error::StoppedEarly`] if a stop was asked for.
+    /// The error that `refuse` makes of a cause; [`Error::StoppedEarly`] if a stop was asked for.
     pub fn first_reply(&mut self, refuse: &dyn Fn(&str) -> Error) -> Result<Vec<u8>> {
         let end = Instant::now() + START;
         loop {

@@ -8,7 +8,7 @@ use tch::Kind;
 
 use super::preflight::{MakePlan, OpenModel, Preflight, gathers, open_model, validate_gpu};
 use super::rows::TrainingRows;
-use crate::config::{Config, EngineShape, Mode, Quantization, WorldSize};
+use crate::config::{Config, EngineShape, Mode, Quantization, WorldSize, divisors};
 use crate::cuda::Placement;
 use crate::data::Tokenizer;
 use crate::error::Result;
@@ -22,13 +22,13 @@ use crate::tools::ToolProcess;
 #[derive(Debug)]
 pub(super) struct StagePlan {
     stage: Stage,
-    /// Of its own; none where it reads the policy's in place.
+    /// Bytes of weights of the rank's own; none where it reads the policy's in place.
     weight_bytes: Option<usize>,
     kv_cache_bytes: usize,
 }
 
 impl StagePlan {
-    /// With weights and, in as many blocks as `plan` has, keys and values of its layers alone.
+    /// The memory of a rank of `stage`: weights and, in as many blocks as `plan` has, keys and values of the stage's layers alone.
     pub(super) fn new(
         stage: Stage,
         config: &Config,
@@ -119,9 +119,9 @@ impl PlannedRun {
     pub fn compare(&self, placement: Placement, world_size: WorldSize, room: Room) -> Result<EngineTable> {
         let of_one = Config { tensor_parallel_size: 1, pipeline_parallel_size: 1, ..self.config.clone() };
         let num_generators = of_one.validate_world(world_size.ranks)?.roles.num_generators;
-        let divisors = |number: usize| (1..=number).filter(move |size| number.is_multiple_of(*size));
-        let shapes = divisors(num_generators).flat_map(|tensor_parallel_size| {
+        let shapes = divisors(num_generators).into_iter().flat_map(|tensor_parallel_size| {
             divisors(num_generators / tensor_parallel_size)
+                .into_iter()
                 .map(move |pipeline_parallel_size| EngineShape { tensor_parallel_size, pipeline_parallel_size })
         });
         let mut choices = Vec::new();

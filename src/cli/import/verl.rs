@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::draft::{Draft, ForeignKeys};
+use crate::migration::word;
 
 /// Takes the keys that the dictionary alone cannot translate, and sets what verl does by default.
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
@@ -177,7 +178,7 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if let Some(table) = custom {
         let mut text = |name: &str| {
             let value = theirs.take(&format!("{table}.{name}"))?;
-            Some(value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+            Some(word(&value))
         };
         let (path, name) = (text("path").unwrap_or_default(), text("name"));
         let name = name.as_deref().unwrap_or("compute_score");

@@ -1,4 +1,4 @@
-//! What the hub has sent to a rank, and nobody has taken yet.
+//! The messages of the hub to a rank that nobody has taken yet.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::AtomicBool;

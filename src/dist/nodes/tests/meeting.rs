@@ -1,4 +1,4 @@
-//! What ranks and the hub make of one another: of those that end, fall silent, come too late, or are none of this run.
+//! Ranks and the hub where one of them ends, falls silent, comes too late, or is none of the run.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -202,7 +202,7 @@ fn a_gather_that_completes_while_it_is_asked_who_is_late_is_complete() {
     drop((own, other, served));
 }
 
-/// What it sent before is there; more will not come, and nobody waits for it until a time limit.
+/// Messages that a rank sent before its end are there; more will not come, and nobody waits for them until a time limit.
 #[test]
 fn who_waits_for_a_rank_that_has_ended_hears_of_its_end() {
     let (served, own, other) = two_that_met();
