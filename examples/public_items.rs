@@ -289,7 +289,13 @@ fn words() -> Vec<&'static [&'static str]> {
     let of_ratios = [ImportanceSamplingLevel::NAMES, ImportanceSamplingMode::NAMES];
     let of_updates = [LrSchedulerType::NAMES, OptimizerName::NAMES, AdjustLr::NAMES, GradientCheckpointing::NAMES];
     let of_memory = [OptimizerResidency::NAMES, ReferenceResidency::NAMES, TargetModule::NAMES];
-    let of_kinds = [MixedPrecision::NAMES, Quantization::NAMES, RolloutQuantization::NAMES, KvCacheDtype::NAMES];
+    let of_kinds = [
+        MixedPrecision::NAMES,
+        Quantization::NAMES,
+        RolloutQuantization::NAMES,
+        KvCacheDtype::NAMES,
+        StateDtype::NAMES,
+    ];
     let others = [ReportService::NAMES, ToolCallParser::NAMES];
     let chosen: AutoOr<usize> = AutoOr::Auto;
     println!("{chosen:?}");

@@ -15,7 +15,7 @@ pub mod colocate {
 pub mod config {
     pub use crate::config::{
         AdjustLr, Config, EngineShape, GradientCheckpointing, KvCacheDtype, LossType, LrSchedulerType, MixedPrecision,
-        Quantization, RewardConfig, RolloutQuantization, SandboxLayer, TargetModule,
+        Quantization, RewardConfig, RolloutQuantization, SandboxLayer, StateDtype, TargetModule,
     };
 }
 pub mod cuda {

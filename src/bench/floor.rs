@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use tch::{Device, Kind};
 
-use crate::config::Roles;
+use crate::config::{Roles, StateDtype};
 use crate::cuda::Rates;
 use crate::model::ModelSpec;
 use crate::phase::Phase;
@@ -25,6 +25,8 @@ pub(super) struct StepWork<'a> {
     pub completion_len: f64,
     pub roles: Roles,
     pub tensor_parallel_size: usize,
+    /// How states of gated delta nets are stored.
+    pub state_dtype: StateDtype,
     /// Passes over the batch.
     pub num_iterations: usize,
     /// Tokens run forward and backward on all ranks, in all passes.
@@ -65,8 +67,8 @@ impl StepWork<'_> {
         let token_bytes = ELEMENT_BYTES * spec.cached_elements(tp) as f64;
         let cache_s = token_bytes * cached_tokens / rates.memory_bytes_per_s;
         // Of gated delta nets every sequence's state is read and written.
-        let state_s =
-            2.0 * rows * state_page_bytes(spec, tp, Kind::BFloat16, Device::Cpu) as f64 / rates.memory_bytes_per_s;
+        let state_s = 2.0 * rows * state_page_bytes(spec, tp, (Kind::BFloat16, self.state_dtype), Device::Cpu) as f64
+            / rates.memory_bytes_per_s;
         let step_s = weights_s.max(product_s(blocks + head, rows)) + cache_s + state_s;
         let rule_s = spec.training_flop_per_token() as f64 / 3.0 * prompt_tokens / rates.product_flop_per_s / tp as f64;
         product_s(blocks, prompt_tokens) + rule_s + steps * step_s
@@ -114,6 +116,7 @@ mod tests {
             completion_len: 1024.0,
             roles: Roles { num_trainers: num_gpus, num_generators: num_gpus },
             tensor_parallel_size: num_gpus,
+            state_dtype: StateDtype::Float32,
             num_iterations: 1,
             trained_tokens: 32.0 * (512.0 + 8.0 * 1024.0),
             adapter_params: None,
@@ -151,10 +154,13 @@ mod tests {
         let attention_alone = ModelSpec { delta_net: None, ..hybrid.clone() };
         let floors = |spec| of_32_prompts(spec, 1).floors(false);
         let state_bytes = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2);
-        assert_eq!(state_page_bytes(&hybrid, 1, Kind::BFloat16, Device::Cpu), state_bytes);
+        assert_eq!(state_page_bytes(&hybrid, 1, (Kind::BFloat16, StateDtype::Float32), Device::Cpu), state_bytes);
         let step_s = floors(&hybrid)[&Phase::Generate] / 1023.0;
         let moved_s = 2.0 * 256.0 * state_bytes as f64 / of_h200().rates.memory_bytes_per_s;
         assert!(moved_s > 5e-3 && step_s > moved_s + 3e-3 && step_s < moved_s + 8e-3, "{step_s} for {moved_s}");
+        let rounded = StepWork { state_dtype: StateDtype::Bfloat16, ..of_32_prompts(&hybrid, 1) }.floors(false);
+        let saved_s = step_s - rounded[&Phase::Generate] / 1023.0;
+        assert!((saved_s / moved_s - 0.5).abs() < 0.03, "{saved_s} of {moved_s}");
         // 3 x 7 operations for each of 24 x 32 x 128 x 128 elements.
         assert_eq!(hybrid.training_flop_per_token(), 21 * 24 * 32 * 128 * 128);
         assert_eq!(attention_alone.training_flop_per_token(), 0);

@@ -12,7 +12,7 @@ use tch::{Kind, Tensor};
 
 use super::limits::GpuLimits;
 use super::{SEED, adapters, device_name, dtype_name, median, token};
-use crate::config::{KvCacheDtype, RolloutQuantization};
+use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::cuda::Sustained;
 use crate::data::Tokenizer;
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
@@ -42,6 +42,8 @@ pub struct GenerateBench {
     pub quantization: RolloutQuantization,
     /// How keys and values are stored.
     pub kv_cache_dtype: KvCacheDtype,
+    /// How states of gated delta nets are stored.
+    pub state_dtype: StateDtype,
     /// Prompts per rank.
     pub prompts: usize,
     /// Completions per prompt.
@@ -86,6 +88,7 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "residual_dtype": dtype_name(bench.residual),
         "rollout_quantization": bench.quantization.name(),
         "kv_cache_dtype": bench.kv_cache_dtype.name(),
+        "mamba_ssm_cache_dtype": bench.state_dtype.name(),
         "world_size": world.size(),
         "tensor_parallel_size": bench.tensor_parallel_size,
         "threads_per_rank": tch::get_num_threads(),
@@ -199,6 +202,7 @@ impl GenerateBench {
             residual: self.residual,
             quantization: self.quantization,
             kv_cache_dtype: self.kv_cache_dtype,
+            state_dtype: self.state_dtype,
             device: world.device(),
             strict: self.strict,
             spread_lengths: self.completion_spread,

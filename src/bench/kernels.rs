@@ -269,24 +269,21 @@ impl DecodeStep<'_> {
             norm: self.tensor(&[heads.value_dim])?,
         };
         let of_state = [LAYERS, rows, value_heads, heads.key_dim, heads.value_dim];
-        let states = Tensor::f_zeros(of_state.map(|size| size as i64), (Kind::Float, self.device))?;
         let last_rows = self.tensor(&[LAYERS, rows, heads.conv_width, channels])?;
         let (pages, positions) = (self.ints(0..rows), self.ints(vec![context - 1; rows]));
         let runs = DeltaRuns { pages: &pages, bounds: None, positions: &positions };
         let options = DeltaOptions { heads, eps: spec.rms_norm_eps };
         let mut out = self.tensor(&[rows, values])?;
-        let bytes = 2 * states.numel() / LAYERS * states.kind().elt_size_in_bytes();
-        self.time("delta_step", bytes, |layer| {
-            let own = [&last_rows, &states].map(|pages| pages.get(layer as i64));
-            kernels::delta_step(
-                &of_tokens,
-                &weights,
-                options,
-                DeltaPages { rows: &own[0], states: &own[1] },
-                runs,
-                &mut out,
-            )
-        })
+        for (name, kind) in [("delta_step", Kind::Float), ("delta_step_states_bf16", Kind::BFloat16)] {
+            let states = Tensor::f_zeros(of_state.map(|size| size as i64), (kind, self.device))?;
+            let bytes = 2 * states.numel() / LAYERS * kind.elt_size_in_bytes();
+            self.time(name, bytes, |layer| {
+                let own = [&last_rows, &states].map(|pages| pages.get(layer as i64));
+                let pages = DeltaPages { rows: &own[0], states: &own[1] };
+                kernels::delta_step(&of_tokens, &weights, options, pages, runs, &mut out)
+            })?;
+        }
+        Ok(())
     }
 
     /// Keys or values of every layer. [LAYERS, blocks, Hkv, BLOCK_SIZE, hd]

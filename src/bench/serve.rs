@@ -11,7 +11,7 @@ use tch::Kind;
 
 use super::generate::GenerateBench;
 use super::{SEED, device_name, dtype_name, median, token};
-use crate::config::{KvCacheDtype, RolloutQuantization};
+use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::data::Tokenizer;
 use crate::dist::World;
 use crate::endpoint::{self, ClientLimits, ServerOptions, drive, engine_queue};
@@ -80,6 +80,7 @@ impl ServeBench {
             residual: self.residual,
             quantization: RolloutQuantization::None,
             kv_cache_dtype: KvCacheDtype::Auto,
+            state_dtype: StateDtype::Float32,
             prompts: streams,
             group: 1,
             prompt_len: self.prompt_len,

@@ -105,6 +105,7 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         lora_r: args.lora_r,
         quantization: args.rollout_quantization,
         kv_cache_dtype: args.kv_cache_dtype,
+        state_dtype: args.state_dtype,
         strict: args.strict,
         profile: args.profile,
         tensor_parallel_size: args.tensor_parallel_size,

@@ -347,6 +347,15 @@ choices! {
     }
 }
 choices! {
+    /// How the engine stores the states of gated delta nets between steps.
+    StateDtype {
+        /// In float32, in which they are computed.
+        Float32 = "float32",
+        /// Rounded to bfloat16 after every step.
+        Bfloat16 = "bfloat16",
+    }
+}
+choices! {
     /// The optimizer.
     OptimizerName {
         /// AdamW (arXiv 1711.05101).

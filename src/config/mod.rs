@@ -196,6 +196,10 @@ keys! {
         /// the tokens of bfloat16 for heads of 128, and half the bytes that attention reads. `importance_sampling_correction` makes up for
         /// its rounding. On a GPU with `dtype` bfloat16 and compute capability 8.9 or later.
         pub kv_cache_dtype: KvCacheDtype = KvCacheDtype::Auto,
+        /// Type in which the engine stores the states of gated delta nets between steps; they are computed in float32. `bfloat16` rounds
+        /// them to nearest after every step, which halves their memory and the bytes that a decode step moves for them.
+        /// `importance_sampling_correction` makes up for its rounding.
+        pub mamba_ssm_cache_dtype: StateDtype = StateDtype::Float32,
         /// Share of groups that a step begins beyond those that it takes, the first complete ones. What is sampled of the
         /// others is dropped, which favours short completions, unless `partial_rollout` is on.
         pub oversample: f64 = 0.0 => from_to(0.0, 16.0),

@@ -52,7 +52,7 @@ fn the_key_list_is_frozen() {
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size pipeline_parallel_size pipeline_partition enable_expert_parallel gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
-        max_num_batched_tokens strict rollout_quantization kv_cache_dtype oversample partial_rollout carried_kv dynamic_sampling \
+        max_num_batched_tokens strict rollout_quantization kv_cache_dtype mamba_ssm_cache_dtype oversample partial_rollout carried_kv dynamic_sampling \
         dynamic_sampling_max_gen_batches dynamic_sampling_range curriculum.solve_rate curriculum.every tools environment_factory tool_call_parser \
         max_tool_calling_iterations max_tool_response_length tool_timeout_s tool_workers agent agent_timeout_s agent_max_requests agent_workers beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
@@ -259,6 +259,12 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["rollout_quantization=fp8", "lora.r=8", "quantization=nf4"], "none: quantization = nf4"),
         (&["rollout_quantization=fp8", "importance_sampling_correction=false"], "true, as rollout_quantization = fp8"),
         (&["kv_cache_dtype=fp8", "importance_sampling_correction=false"], "true, as kv_cache_dtype = fp8"),
+        (
+            &["mamba_ssm_cache_dtype=bfloat16", "importance_sampling_correction=false"],
+            "true, as mamba_ssm_cache_dtype = bfloat16",
+        ),
+        (&["mamba_ssm_cache_dtype=bfloat16", "strict=true"], "float32: with strict = true"),
+        (&["mamba_ssm_cache_dtype=float16"], "one of float32, bfloat16"),
         (&["mixed_precision=fp16"], "one of none, fp8"),
         (&["mixed_precision=fp8", "lora.r=8", "quantization=nf4"], "none: quantization = nf4"),
         (&["mixed_precision=fp8", "importance_sampling_correction=false"], "true, as mixed_precision = fp8"),

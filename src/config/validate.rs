@@ -8,7 +8,7 @@ use super::raw::RawConfig;
 use super::reward;
 use super::{
     AutoOr, CarriedKv, Config, DataConfig, DynamicSampling, KvCacheDtype, MixedPrecision, MultiObjectiveAggregation,
-    Quantization, ReferenceModel, ReferenceResidency, RolloutQuantization, SftConfig, ZeroConfig,
+    Quantization, ReferenceModel, ReferenceResidency, RolloutQuantization, SftConfig, StateDtype, ZeroConfig,
 };
 use crate::error::{Error, Result};
 use crate::phase::Fault;
@@ -118,6 +118,11 @@ impl Config {
         }
         if self.kv_cache_dtype == KvCacheDtype::Fp8 {
             self.check_is_corrected("kv_cache_dtype = fp8")?;
+        }
+        if self.mamba_ssm_cache_dtype == StateDtype::Bfloat16 {
+            let whole = "float32: with strict = true a completion's bits do not depend on how it is cut into steps, after each of which states are rounded";
+            check("mamba_ssm_cache_dtype", "bfloat16", !self.strict, whole)?;
+            self.check_is_corrected("mamba_ssm_cache_dtype = bfloat16")?;
         }
         let alone = "false: sums over the ranks of an engine change with the batch, or tensor_parallel_size = 1";
         check("strict", self.strict, !self.strict || self.tensor_parallel_size == 1, alone)?;

@@ -39,7 +39,7 @@ struct Shape {
 };
 
 // A layer's part of a step.
-template <typename T, int DIM>
+template <typename T, typename S, int DIM>
 struct Layer {
     const T* __restrict__ qkv;          // [T, C], rows qkv_row apart
     const T* __restrict__ z;            // [T, H dv], rows z_row apart
@@ -51,7 +51,7 @@ struct Layer {
     const T* __restrict__ dt_bias;      // [H]
     const T* __restrict__ norm;         // [dv]
     T* tails;                           // [pages, width, C]: the row of position p in slot p % width
-    float* states;                      // [pages, H, dk, dv]
+    S* states;                          // [pages, H, dk, dv]
     const int* __restrict__ pages;      // [B], -1: none, whose outputs are 0
     const int* __restrict__ positions;  // [T]
     T* __restrict__ out;                // [T, H dv]
@@ -92,23 +92,54 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 __device__ __forceinline__ int row_of(int r) { return r / 4 * 32 + threadIdx.x % 32 / 4 * 4 + r % 4; }
 __device__ __forceinline__ int first_column() { return threadIdx.x / 32 * COLUMNS + threadIdx.x % 4 * 4; }
 
-template <typename T, int DIM>
-__device__ __forceinline__ float* state_of(const Layer<T, DIM>& layer, const Part& part) {
+template <typename T, typename S, int DIM>
+__device__ __forceinline__ S* state_of(const Layer<T, S, DIM>& layer, const Part& part) {
     const Shape<DIM>& shape = layer.shape;
     return layer.states + (static_cast<long long>(part.page) * shape.value_heads + part.head) * shape.key_dim() * shape.value_dim() +
            first_column();
 }
 
+// Four columns of a row of a state, as they lie in memory. A state that is stored in bf16 is rounded to nearest when it is written.
+template <typename S>
+struct alignas(4 * sizeof(S)) Quad {
+    S at[4];
+};
+
+template <typename S>
+__device__ __forceinline__ float4 widen(const Quad<S>& quad) {
+    return make_float4(widen(quad.at[0]), widen(quad.at[1]), widen(quad.at[2]), widen(quad.at[3]));
+}
+
+__device__ __forceinline__ void copy_quad(unsigned to, const float* from) { copy_16(to, from, 16); }
+__device__ __forceinline__ void copy_quad(unsigned to, const bf16* from) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ float4 load_quad(const float* from) { return __ldcs(reinterpret_cast<const float4*>(from)); }
+__device__ __forceinline__ float4 load_quad(const bf16* from) {
+    const uint2 bits = __ldcs(reinterpret_cast<const uint2*>(from));
+    return make_float4(__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u), __uint_as_float(bits.y << 16),
+                       __uint_as_float(bits.y & 0xffff0000u));
+}
+
+__device__ __forceinline__ void store_quad(float* to, const float4& row) { __stcs(reinterpret_cast<float4*>(to), row); }
+__device__ __forceinline__ void store_quad(bf16* to, const float4& row) {
+    bf16 at[4];
+    narrow(row.x, at[0]), narrow(row.y, at[1]), narrow(row.z, at[2]), narrow(row.w, at[3]);
+    const uint2 bits = make_uint2(at[0].bits | static_cast<unsigned>(at[1].bits) << 16, at[2].bits | static_cast<unsigned>(at[3].bits) << 16);
+    __stcs(reinterpret_cast<uint2*>(to), bits);
+}
+
 // Weights of the norm, and keys and queries behind the last of their columns.
-template <int TOKENS, typename T, int DIM>
-__device__ __forceinline__ void prepare(Shared<TOKENS>& at, const Layer<T, DIM>& layer) {
+template <int TOKENS, typename T, typename S, int DIM>
+__device__ __forceinline__ void prepare(Shared<TOKENS>& at, const Layer<T, S, DIM>& layer) {
     for (int i = threadIdx.x; i < layer.shape.value_dim(); i += blockDim.x) at.norm[i] = widen(layer.norm[i]);
     if (layer.shape.key_dim() == MOST_DIM) return;
     for (int i = threadIdx.x; i < TOKENS * MOST_DIM; i += blockDim.x) at.q[0][i] = 0.0f, at.k[0][i] = 0.0f;
 }
 
-template <typename T, int DIM>
-__device__ __forceinline__ void write_zeros(const Layer<T, DIM>& layer, const Part& part) {
+template <typename T, typename S, int DIM>
+__device__ __forceinline__ void write_zeros(const Layer<T, S, DIM>& layer, const Part& part) {
     const long long row = static_cast<long long>(layer.shape.value_heads) * layer.shape.value_dim();
     for (int t = 0; t < part.count; ++t)
         for (int i = threadIdx.x; i < layer.shape.value_dim(); i += blockDim.x)
@@ -121,8 +152,8 @@ __device__ __forceinline__ bf16 of_lane(bf16 value, int lane) {
     return {static_cast<unsigned short>(__shfl_sync(~0u, static_cast<int>(value.bits), lane))};
 }
 
-template <typename T, int DIM>
-__device__ __forceinline__ Scalars<T> scalars_of(const Layer<T, DIM>& layer, const Part& part, int token) {
+template <typename T, typename S, int DIM>
+__device__ __forceinline__ Scalars<T> scalars_of(const Layer<T, S, DIM>& layer, const Part& part, int token) {
     const long long row = part.first + token;
     return {layer.a[row * layer.a_row + part.head], layer.b[row * layer.b_row + part.head], layer.a_log[part.head],
             layer.dt_bias[part.head]};
@@ -130,8 +161,8 @@ __device__ __forceinline__ Scalars<T> scalars_of(const Layer<T, DIM>& layer, con
 
 // Outputs of a part's tokens; the state, which `take` puts into registers, moves on there and in its page. Of a run of one token the convolution's row, too: of
 // others `delta_tails` writes them, as other heads may still read the old ones.
-template <int TOKENS, typename T, int DIM, typename Take>
-__device__ __forceinline__ void compute(const Layer<T, DIM>& layer, Shared<TOKENS>& at, const Staged<T, DIM>& staged,
+template <int TOKENS, typename T, typename S, int DIM, typename Take>
+__device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TOKENS>& at, const Staged<T, DIM>& staged,
                                         const Scalars<T>& scalars, const Part& part, const Take& take) {
     constexpr bool IS_STAGED = TOKENS == 1 && DIM > 0;
     float4 state[QUADS];
@@ -258,10 +289,10 @@ __device__ __forceinline__ void compute(const Layer<T, DIM>& layer, Shared<TOKEN
                                 fmaf(decay, of_q.z, along * delta.z), fmaf(decay, of_q.w, along * delta.w));
         }
         if (from + TOKENS >= part.count && column < dv) {
-            float* own = state_of(layer, part);
+            S* own = state_of(layer, part);
 #pragma unroll
             for (int r = 0; r < QUADS; ++r)
-                if (row_of(r) < dk) __stcs(reinterpret_cast<float4*>(own + row_of(r) * dv), state[r]);
+                if (row_of(r) < dk) store_quad(own + row_of(r) * dv, state[r]);
         }
         __syncthreads();
         for (int t = warp; t < tokens; t += warps) {
@@ -278,8 +309,8 @@ __device__ __forceinline__ void compute(const Layer<T, DIM>& layer, Shared<TOKEN
 }
 
 // Runs of any number of tokens, a block for each head of each.
-template <typename T, int DIM>
-__device__ __forceinline__ void delta_runs(const Layer<T, DIM>& layer, const int* __restrict__ bounds /* [B + 1] */) {
+template <typename T, typename S, int DIM>
+__device__ __forceinline__ void delta_runs(const Layer<T, S, DIM>& layer, const int* __restrict__ bounds /* [B + 1] */) {
     __shared__ Shared<CHUNK> at;
     wait_for_inputs();
     const int run = blockIdx.x / layer.shape.value_heads, first = bounds[run], count = bounds[run + 1] - first;
@@ -288,22 +319,23 @@ __device__ __forceinline__ void delta_runs(const Layer<T, DIM>& layer, const int
     if (part.page < 0) return write_zeros(layer, part);
     prepare(at, layer);
     compute<CHUNK>(layer, at, Staged<T, DIM>{}, Scalars<T>{}, part, [&](float4(&state)[QUADS]) {
-        const float* own = state_of(layer, part);
+        const S* own = state_of(layer, part);
 #pragma unroll
         for (int r = 0; r < QUADS; ++r) {
             state[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (part.start > 0 && row_of(r) < layer.shape.key_dim() && first_column() < layer.shape.value_dim())
-                state[r] = __ldcs(reinterpret_cast<const float4*>(own + row_of(r) * layer.shape.value_dim()));
+                state[r] = load_quad(own + row_of(r) * layer.shape.value_dim());
         }
     });
 }
 
 // Runs of one token each. Pages, positions and states are older than the work before this: the first state is under way while that ends.
-template <typename T, int DIM>
-__device__ __forceinline__ void delta_step(const Layer<T, DIM>& given, int runs) {
-    extern __shared__ float4 ahead[];  // [QUADS, threads]: each thread's own part of the next state
+template <typename T, typename S, int DIM>
+__device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int runs) {
+    extern __shared__ float4 dynamic[];
+    Quad<S>* ahead = reinterpret_cast<Quad<S>*>(dynamic);  // [QUADS, threads]: each thread's own part of the next state
     __shared__ Shared<1> at;
-    __shared__ Layer<T, DIM> layer;  // addresses are looked up, as the state leaves no registers for them
+    __shared__ Layer<T, S, DIM> layer;  // addresses are looked up, as the state leaves no registers for them
     if (threadIdx.x == 0) layer = given;
     __syncthreads();
     __shared__ Staged<T, DIM> stages[2];  // of items in turn
@@ -314,12 +346,12 @@ __device__ __forceinline__ void delta_step(const Layer<T, DIM>& given, int runs)
     const auto part_of = [&](int item, int2 place) { return Part{item % heads, place.x, item / heads, 1, place.y}; };
     const auto fetch = [&](const Part& part) {
         if (part.page >= 0 && part.start > 0 && first_column() < dv) {
-            const float* own = state_of(layer, part);
+            const S* own = state_of(layer, part);
 #pragma unroll
             for (int r = 0; r < QUADS; ++r)
                 if (row_of(r) < dk)
-                    copy_16(static_cast<unsigned>(__cvta_generic_to_shared(&ahead[r * layer.shape.threads() + threadIdx.x])),
-                            own + row_of(r) * dv, 16);
+                    copy_quad(static_cast<unsigned>(__cvta_generic_to_shared(&ahead[r * layer.shape.threads() + threadIdx.x])),
+                              own + row_of(r) * dv);
         }
         commit_copies();
     };
@@ -401,7 +433,7 @@ __device__ __forceinline__ void delta_step(const Layer<T, DIM>& given, int runs)
                 for (int r = 0; r < QUADS; ++r) {
                     state[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                     if (part.start > 0 && row_of(r) < dk && first_column() < dv)
-                        state[r] = ahead[r * layer.shape.threads() + threadIdx.x];
+                        state[r] = widen(ahead[r * layer.shape.threads() + threadIdx.x]);
                 }
                 fetch(part_of(item + step, next));
             });
@@ -431,24 +463,24 @@ __device__ __forceinline__ void delta_tails(
             qkv[token * qkv_row + channel];
 }
 
-#define LAYER(T)                                                                                                        \
+#define LAYER(T, S)                                                                                                     \
     const T *qkv, const T *z, const T *b, const T *a, long long qkv_row, long long z_row, long long b_row,              \
-        long long a_row, const T *conv, const T *a_log, const T *dt_bias, const T *norm, T *tails, float *states,       \
+        long long a_row, const T *conv, const T *a_log, const T *dt_bias, const T *norm, T *tails, S *states,           \
         const int *pages, const int *positions, T *out, long long key_heads, long long value_heads, long long key_dim,  \
         long long value_dim, long long width, float eps
-#define LAYER_OF(T, DIM)                                                                                                \
-    Layer<T, DIM> {                                                                                                     \
+#define LAYER_OF(T, S, DIM)                                                                                             \
+    Layer<T, S, DIM> {                                                                                                  \
         qkv, z, b, a, qkv_row, z_row, b_row, a_row, conv, a_log, dt_bias, norm, tails, states, pages, positions, out,   \
             {static_cast<int>(key_heads), static_cast<int>(value_heads), static_cast<int>(key_dim),                     \
              static_cast<int>(value_dim), static_cast<int>(width)},                                                     \
             eps                                                                                                         \
     }
-#define DELTA_STEP(NAME, T, DIM)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_runs_##NAME(LAYER(T), const int* bounds) {           \
-        delta_runs<T, DIM>(LAYER_OF(T, DIM), bounds);                                                                   \
+#define DELTA_STEP(NAME, T, S, DIM)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_runs_##NAME(LAYER(T, S), const int* bounds) {        \
+        delta_runs<T, S, DIM>(LAYER_OF(T, S, DIM), bounds);                                                             \
     }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_step_##NAME(LAYER(T), long long runs) {              \
-        delta_step<T, DIM>(LAYER_OF(T, DIM), static_cast<int>(runs));                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_step_##NAME(LAYER(T, S), long long runs) {           \
+        delta_step<T, S, DIM>(LAYER_OF(T, S, DIM), static_cast<int>(runs));                                             \
     }
 #define DELTA_TAILS(KIND, T)                                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS) delta_tails_##KIND(                                           \
@@ -458,8 +490,12 @@ __device__ __forceinline__ void delta_tails(
                        static_cast<int>(width));                                                                        \
     }
 
-DELTA_STEP(f32_any, float, 0)
-DELTA_STEP(bf16_any, bf16, 0)
-DELTA_STEP(bf16_128, bf16, 128)
+// Kinds of the projections and of the states.
+DELTA_STEP(f32_f32_any, float, float, 0)
+DELTA_STEP(f32_bf16_any, float, bf16, 0)
+DELTA_STEP(bf16_f32_any, bf16, float, 0)
+DELTA_STEP(bf16_bf16_any, bf16, bf16, 0)
+DELTA_STEP(bf16_f32_128, bf16, float, 128)
+DELTA_STEP(bf16_bf16_128, bf16, bf16, 128)
 DELTA_TAILS(f32, float)
 DELTA_TAILS(bf16, bf16)

@@ -72,7 +72,12 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     }
     let config = input.config;
     let device = if input.room.swap_bytes.is_some() { Device::Cuda(0) } else { Device::Cpu };
-    let page_bytes = state_page_bytes(input.engine_layers, config.tensor_parallel_size, input.kind, device);
+    let page_bytes = state_page_bytes(
+        input.engine_layers,
+        config.tensor_parallel_size,
+        (input.kind, config.mamba_ssm_cache_dtype),
+        device,
+    );
     let states = config.max_num_seqs * page_bytes;
     if states > 0 {
         classes.push(of_engine("states of gated delta nets", states, input));

@@ -289,6 +289,7 @@ pub(crate) fn engine_options(
         residual: residual_kind(config.residual_dtype, kind),
         quantization: config.rollout_quantization,
         kv_cache_dtype: config.kv_cache_dtype,
+        state_dtype: config.mamba_ssm_cache_dtype,
         device,
         strict: config.strict,
         spread_lengths: None,

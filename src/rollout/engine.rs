@@ -14,7 +14,7 @@ use super::stages::EngineRanks;
 use super::state_pages::StatePages;
 use super::stats::{EngineStats, StageTimes};
 use super::weights::EngineWeights;
-use crate::config::{KvCacheDtype, RolloutQuantization};
+use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
@@ -45,6 +45,8 @@ pub struct EngineOptions {
     pub quantization: RolloutQuantization,
     /// How keys and values are stored.
     pub kv_cache_dtype: KvCacheDtype,
+    /// How states of gated delta nets are stored.
+    pub state_dtype: StateDtype,
     /// Where weights and cache are.
     pub device: Device,
     /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
@@ -177,6 +179,10 @@ impl Engine {
         if options.kv_cache_dtype == KvCacheDtype::Fp8 {
             check_fp8_cache(options.kind, options.device)?;
         }
+        if options.strict && options.state_dtype == StateDtype::Bfloat16 {
+            let expected = "float32: with strict = true a completion's bits do not depend on how it is cut into steps, after each of which states are rounded";
+            return Err(Error::invalid_value("mamba_ssm_cache_dtype", options.state_dtype.name(), expected));
+        }
         let own = match ranks.stages.count() {
             1 => spec.clone(),
             _ => Arc::new(spec.of_layers(&ranks.stage().layers)),
@@ -187,7 +193,7 @@ impl Engine {
         let kv_cache = KvCache::reserve(&own, tp.size(), options.block_size, bytes, place)?;
         // Reserved in whole pages, of which every block is used.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
-        let states = StatePages::reserve(&own, tp.size(), options.max_num_seqs, (options.kind, options.device))?;
+        let states = StatePages::reserve(&own, tp.size(), options.max_num_seqs, &options)?;
         let rope = spec.rope();
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), eos_token_ids.clone()));

@@ -12,7 +12,7 @@ use crate::ops::attention::{
     PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
 };
 use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, Sequences};
-use crate::torch;
+use crate::torch::{self, accumulation_kind};
 
 /// The context of one step, for all layers.
 #[derive(Debug)]
@@ -123,6 +123,7 @@ impl SequenceMixer for PagedMixer<'_> {
     ) -> Result<Tensor> {
         let States { pages, own, fresh, sequences } = self.states.as_ref().expect("a model with states has pages");
         let mut states = pages.read(layer, own)?;
+        states.rule = states.rule.f_to_kind(accumulation_kind(rows.qkv.kind()))?;
         for state in [&mut states.conv, &mut states.rule] {
             let shape: Vec<i64> = std::iter::once(-1).chain(vec![1; state.dim() - 1]).collect();
             *state = state.f_masked_fill(&fresh.view(shape.as_slice()), 0.0)?;

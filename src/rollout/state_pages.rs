@@ -6,6 +6,8 @@ use std::collections::HashMap;
 
 use tch::{Device, Kind, Tensor};
 
+use super::engine::EngineOptions;
+use crate::config::StateDtype;
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{DeltaNetSpec, Mixer, ModelSpec};
@@ -18,8 +20,22 @@ const COPIES: usize = 32;
 const ALIGNMENT: usize = 256;
 
 /// Bytes of one sequence's states in all layers, on one rank; 0 of a model without gated delta nets.
-pub fn state_page_bytes(spec: &ModelSpec, tp_size: usize, kind: Kind, device: Device) -> usize {
-    delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, kind, device)).map(bytes).sum()
+pub fn state_page_bytes(
+    spec: &ModelSpec,
+    tp_size: usize,
+    (kind, state_dtype): (Kind, StateDtype),
+    device: Device,
+) -> usize {
+    let kinds = [kind, state_kind(state_dtype, kind)];
+    delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, kinds, device)).map(bytes).sum()
+}
+
+/// The type of the rule's states beside weights of `kind`.
+fn state_kind(dtype: StateDtype, kind: Kind) -> Kind {
+    match dtype {
+        StateDtype::Float32 => accumulation_kind(kind),
+        StateDtype::Bfloat16 => Kind::BFloat16,
+    }
 }
 
 /// One state a page, by layer. The rows of the convolution are the last W - 1 on a CPU; the kernels of a GPU have W, that of position p
@@ -29,7 +45,7 @@ pub(super) struct StatePages {
     arena: Arena,
     nets: Vec<(usize, DeltaHeads)>,
     num_pages: usize,
-    kind: Kind,
+    kinds: [Kind; 2],                   // of the convolution's rows, of the rule's states
     layers: HashMap<usize, DeltaState>, // while there is memory
 }
 
@@ -39,16 +55,18 @@ impl StatePages {
         spec: &ModelSpec,
         tp_size: usize,
         num_pages: usize,
-        (kind, device): (Kind, Device),
+        options: &EngineOptions,
     ) -> Result<Option<Self>> {
+        let EngineOptions { kind, device, state_dtype, .. } = *options;
+        let kinds = [kind, state_kind(state_dtype, kind)];
         let nets: Vec<_> = delta_nets(spec, tp_size).map(|(layer, delta_net)| (layer, delta_net.heads)).collect();
         if nets.is_empty() {
             return Ok(None);
         }
-        let of_layer = |&(_, heads): &(usize, DeltaHeads)| sections(heads, num_pages, kind, device);
+        let of_layer = |&(_, heads): &(usize, DeltaHeads)| sections(heads, num_pages, kinds, device);
         let all = nets.iter().flat_map(of_layer).map(|section| bytes(section).next_multiple_of(ALIGNMENT)).sum();
         let arena = Arena::reserve("state_pages", all, device)?;
-        Ok(Some(Self { arena, nets, num_pages, kind, layers: HashMap::new() }))
+        Ok(Some(Self { arena, nets, num_pages, kinds, layers: HashMap::new() }))
     }
 
     /// Puts memory behind all pages, whose states stay if there was some. A sequence's first step reads none of its page.
@@ -59,7 +77,7 @@ impl StatePages {
         self.arena.map(self.arena.reserved_bytes())?;
         let mut at = 0;
         for &(layer, heads) in &self.nets {
-            let [conv, rule] = sections(heads, self.num_pages, self.kind, self.arena.device()).map(|section| {
+            let [conv, rule] = sections(heads, self.num_pages, self.kinds, self.arena.device()).map(|section| {
                 let first = at;
                 at += bytes(section.clone()).next_multiple_of(ALIGNMENT);
                 // SAFETY: sections do not overlap; the tensors stay in this room, and `sleep` drops them before the arena is unmapped.
@@ -74,6 +92,11 @@ impl StatePages {
     pub(super) fn sleep(&mut self) {
         self.layers.clear();
         self.arena.unmap();
+    }
+
+    /// How the rule's states are stored.
+    pub(super) fn dtype(&self) -> StateDtype {
+        if self.kinds[1] == Kind::BFloat16 { StateDtype::Bfloat16 } else { StateDtype::Float32 }
     }
 
     /// Memory that waking has to map.
@@ -94,7 +117,7 @@ impl StatePages {
         self.layers.get(&layer)
     }
 
-    /// Copies of a layer's states in these pages.
+    /// Copies of a layer's states in these pages, as they are stored.
     pub(super) fn read(&self, layer: usize, pages: &Tensor /* [N] i64 */) -> Result<DeltaState> {
         self.layer(layer).fork(pages)
     }
@@ -129,13 +152,13 @@ impl Drop for StatePages {
 }
 
 /// Shapes and types of a layer's states, in the order of [`DeltaState`].
-fn sections(heads: DeltaHeads, num_pages: usize, kind: Kind, device: Device) -> [(Vec<i64>, Kind); 2] {
+fn sections(heads: DeltaHeads, num_pages: usize, [rows, states]: [Kind; 2], device: Device) -> [(Vec<i64>, Kind); 2] {
     let DeltaHeads { num_value_heads, key_dim, value_dim, conv_width, .. } = heads;
     let slots = if device.is_cuda() { conv_width } else { conv_width - 1 };
     let shape = |sizes: &[usize]| sizes.iter().map(|&size| size as i64).collect();
     [
-        (shape(&[num_pages, slots, heads.channels()]), kind),
-        (shape(&[num_pages, num_value_heads, key_dim, value_dim]), accumulation_kind(kind)),
+        (shape(&[num_pages, slots, heads.channels()]), rows),
+        (shape(&[num_pages, num_value_heads, key_dim, value_dim]), states),
     ]
 }
 

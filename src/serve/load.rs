@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::Served;
-use crate::config::{EngineShape, KvCacheDtype, RolloutQuantization};
+use crate::config::{EngineShape, KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::cuda;
 use crate::data::Tokenizer;
 use crate::dist::World;
@@ -106,6 +106,7 @@ impl ModelService {
             residual,
             quantization: RolloutQuantization::None,
             kv_cache_dtype: KvCacheDtype::Auto,
+            state_dtype: StateDtype::Float32,
             device,
             strict: false,
             spread_lengths: None,

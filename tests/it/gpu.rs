@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use colo_grpo::internal::config::{GradientCheckpointing, KvCacheDtype, RolloutQuantization};
+use colo_grpo::internal::config::{GradientCheckpointing, KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::internal::dist::{Backend, Mesh, World};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
@@ -247,6 +247,7 @@ fn generate(
         device,
         quantization: RolloutQuantization::None,
         kv_cache_dtype: KvCacheDtype::Auto,
+        state_dtype: StateDtype::Float32,
         strict: false,
         spread_lengths: None,
         records_experts: false,

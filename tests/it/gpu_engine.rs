@@ -8,7 +8,7 @@ mod kept;
 use std::sync::Arc;
 
 use colo_grpo::internal::config::{
-    GradientCheckpointing, KvCacheDtype, Quantization, RolloutQuantization, TargetModule,
+    GradientCheckpointing, KvCacheDtype, Quantization, RolloutQuantization, StateDtype, TargetModule,
 };
 use colo_grpo::internal::data::Tokenizer;
 use colo_grpo::internal::dist::{Backend, World};
@@ -301,6 +301,7 @@ impl Model {
             device: self.world.device(),
             quantization: RolloutQuantization::None,
             kv_cache_dtype: KvCacheDtype::Auto,
+            state_dtype: StateDtype::Float32,
             strict: false,
             spread_lengths: None,
             records_experts: true,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization};
+use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertTile, RouteOptions, RouteSizes, RoutedTokens, experts_combine, experts_down, experts_gate_up, route,
 };
@@ -343,6 +343,7 @@ fn samples_what_transformers_does(world: &Arc<World>, (tp_size, is_parallel): (u
         device,
         quantization: RolloutQuantization::None,
         kv_cache_dtype: KvCacheDtype::Auto,
+        state_dtype: StateDtype::Float32,
         strict: false,
         spread_lengths: None,
         records_experts: true,

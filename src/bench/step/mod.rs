@@ -124,6 +124,7 @@ impl StepBench {
             completion_len: medians["completions/mean_length"],
             roles: config.roles(world.size())?,
             tensor_parallel_size: config.tensor_parallel_size,
+            state_dtype: config.mamba_ssm_cache_dtype,
             num_iterations: config.num_iterations,
             trained_tokens: medians["tokens/trained"],
             adapter_params: policy.lora().map(|_| policy.trained_table().num_params()),

@@ -6,7 +6,9 @@ use clap::{Args, Subcommand};
 
 use super::{LaunchArgs, ModelArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
 use crate::bench::BenchRouting;
-use crate::config::{Dtype, GradientCheckpointing, KvCacheDtype, OptimizerName, Quantization, RolloutQuantization};
+use crate::config::{
+    Dtype, GradientCheckpointing, KvCacheDtype, OptimizerName, Quantization, RolloutQuantization, StateDtype,
+};
 use crate::types::LengthSpread;
 
 /// `bench`.
@@ -152,6 +154,9 @@ pub struct BenchGenerateArgs {
     /// Type of keys and values in the cache: auto (that of dtype) or fp8
     #[arg(long, default_value = "auto", value_parser = word::<KvCacheDtype>)]
     pub kv_cache_dtype: KvCacheDtype,
+    /// Type in which states of gated delta nets are stored between steps: float32 or bfloat16
+    #[arg(long = "mamba_ssm_cache_dtype", default_value = "float32", value_parser = word::<StateDtype>)]
+    pub state_dtype: StateDtype,
     /// Time of every operation of a decode step at every batch size; at the largest also its energy, under lasting load
     #[arg(long)]
     pub profile: bool,

@@ -10,12 +10,18 @@ use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::DELTA_STEP;
 pub(super) const NAMES: &[&str] = &[
-    "delta_step_f32_any",
-    "delta_step_bf16_any",
-    "delta_step_bf16_128",
-    "delta_runs_f32_any",
-    "delta_runs_bf16_any",
-    "delta_runs_bf16_128",
+    "delta_step_f32_f32_any",
+    "delta_step_f32_bf16_any",
+    "delta_step_bf16_f32_any",
+    "delta_step_bf16_bf16_any",
+    "delta_step_bf16_f32_128",
+    "delta_step_bf16_bf16_128",
+    "delta_runs_f32_f32_any",
+    "delta_runs_f32_bf16_any",
+    "delta_runs_bf16_f32_any",
+    "delta_runs_bf16_bf16_any",
+    "delta_runs_bf16_f32_128",
+    "delta_runs_bf16_bf16_128",
     "delta_tails_f32",
     "delta_tails_bf16",
 ];
@@ -87,8 +93,8 @@ pub struct DeltaOptions {
 pub struct DeltaPages<'a> {
     /// Rows before the convolution: that of position p in slot p % W.
     pub rows: &'a Tensor, // [pages, W, C], of the projections' kind
-    /// States of the rule.
-    pub states: &'a Tensor, // [pages, H, dk, dv] f32
+    /// States of the rule, which is computed in float32.
+    pub states: &'a Tensor, // [pages, H, dk, dv] f32 or bf16
 }
 
 /// Whose tokens a step has, one sequence behind the other.
@@ -161,7 +167,9 @@ pub fn delta_step(
     ];
     let num_pages = pages.states.size().first().copied().unwrap_or(0) as usize;
     let tails = address(OP, pages.rows, kind, num_pages * conv_width * channels, gpu)?;
-    let states = address(OP, pages.states, Kind::Float, num_pages * num_value_heads * key_dim * value_dim, gpu)?;
+    let states_kind = kind_name(OP, pages.states)?;
+    let states =
+        address(OP, pages.states, pages.states.kind(), num_pages * num_value_heads * key_dim * value_dim, gpu)?;
     if !is_aligned(pages.states) {
         return Err(invalid(OP, "states on multiples of 16 bytes", pages.states.data_ptr()));
     }
@@ -200,21 +208,22 @@ pub fn delta_step(
     if is_known && !packed {
         return Err(invalid(OP, "rows on multiples of 16 bytes", (tokens.qkv.stride(), tokens.z.stride())));
     }
-    let dims = if is_known { "128" } else { "any" };
+    let kinds = format!("{kind}_{states_kind}_{}", if is_known { "128" } else { "any" });
     let (parts, threads) = (num_runs * num_value_heads, 32 * value_dim.div_ceil(COLUMNS));
     let Some(bounds) = runs.bounds else {
         arguments.push(count(num_runs));
         let blocks = parts.min(BLOCKS_PER_PROCESSOR * Context::retain(gpu)?.num_processors()?);
-        let shape = (blocks as u32, threads as u32, (threads * QUADS * size_of::<[f32; PACK]>()) as u32);
+        let shape =
+            (blocks as u32, threads as u32, (threads * QUADS * PACK * pages.states.kind().elt_size_in_bytes()) as u32);
         // SAFETY: the kernel's parameters in order; pages and positions are the caller's. They and the states are older than the
         // work before this, while which they are read.
-        return unsafe { launch_early(SOURCE, &format!("delta_step_{kind}_{dims}"), gpu, shape, &arguments) };
+        return unsafe { launch_early(SOURCE, &format!("delta_step_{kinds}"), gpu, shape, &arguments) };
     };
     let bounds = address(OP, bounds, Kind::Int, num_runs + 1, gpu)?;
     arguments.push(bounds);
     let shape = (parts as u32, threads as u32, 0);
     // SAFETY: the kernel's parameters in order; pages, bounds and positions are the caller's.
-    unsafe { launch_early(SOURCE, &format!("delta_runs_{kind}_{dims}"), gpu, shape, &arguments)? };
+    unsafe { launch_early(SOURCE, &format!("delta_runs_{kinds}"), gpu, shape, &arguments)? };
     let arguments = [qkv, qkv_row, tails, own_pages, bounds, positions, count(channels), count(conv_width)];
     let shape = ((num_runs * channels.div_ceil(THREADS)) as u32, THREADS as u32, 0);
     // SAFETY: as above.

@@ -10,6 +10,7 @@ use super::graphs::replay_times;
 use super::inputs::Packing;
 use super::network::{DecoderOp, adapters};
 use super::runner::GpuRunner;
+use crate::config::StateDtype;
 use crate::cuda::{EnergyMeter, Graph, Sustained};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
@@ -18,7 +19,7 @@ use crate::rollout::engine::{Engine, RolloutEngine};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
-use crate::rollout::state_pages::state_page_bytes;
+use crate::rollout::state_pages::{StatePages, state_page_bytes};
 use crate::types::SamplingParams;
 
 /// Replays of one operation; the median counts.
@@ -273,7 +274,8 @@ impl GpuRunner<'_> {
                 (cached_bytes * context_tokens, flop)
             }
             DecoderOp::DeltaNet => {
-                let pages = state_page_bytes(spec, tp_size, self.weights.embedding.kind(), self.tp.device());
+                let kinds = (self.weights.embedding.kind(), self.states.map_or(StateDtype::Float32, StatePages::dtype));
+                let pages = state_page_bytes(spec, tp_size, kinds, self.tp.device());
                 let flop = (0..spec.num_layers).map(|layer| spec.block(layer).tp_slice(tp_size).mixer.flop_per_token());
                 (2.0 * rows * pages as f64, rows * flop.sum::<usize>() as f64)
             }

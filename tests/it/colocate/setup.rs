@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::internal::colocate::Colocated;
-use colo_grpo::internal::config::{GradientCheckpointing, KvCacheDtype, LrSchedulerType, RolloutQuantization};
+use colo_grpo::internal::config::{
+    GradientCheckpointing, KvCacheDtype, LrSchedulerType, RolloutQuantization, StateDtype,
+};
 use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::grpo::{EntropyControl, LossConfig};
 use colo_grpo::internal::memory::HostPool;
@@ -82,6 +84,7 @@ impl Setup {
             device,
             quantization: RolloutQuantization::None,
             kv_cache_dtype: KvCacheDtype::Auto,
+            state_dtype: StateDtype::Float32,
             strict: false,
             spread_lengths: self.draws_lengths.then_some(LengthSpread { shortest: 2, longest: 16, long_tailed: true }),
             records_experts: false,

@@ -1,7 +1,7 @@
 //! Products in FP8, as a CPU simulates them: how far the sampler then is from the trainer, on plain weights and on weights with channels
 //! that are far larger than the others, as trained models have them.
 
-use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization};
+use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::dist::{Collective, World};
 use colo_grpo::internal::model::{Matrix, ModelSpec, ParamName};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
@@ -11,6 +11,9 @@ use tch::{Kind, Tensor};
 
 use super::setup::{Model, alone, options, prompts, sampled};
 use crate::ranks;
+
+/// Tokens of a completion over which rounded states may drift.
+const LONG: usize = 1000;
 
 fn fp8() -> EngineOptions {
     EngineOptions { quantization: RolloutQuantization::Fp8, ..options() }
@@ -146,6 +149,38 @@ fn a_cache_in_fp8_serves_the_attention_of_hybrids() {
         assert!(mean(&rounded) > 10.0 * mean(&plain), "nothing is rounded");
         assert!(mean(&rounded) < 0.006 && tail(&rounded) < 0.045, "{} {}", mean(&rounded), tail(&rounded));
     }
+}
+
+/// States that are rounded after every step leave the sampler near the trainer, and what is rounded is not magnified by the tokens that
+/// follow: the later half of the completions is about as far from it as the earlier one.
+#[test]
+fn states_in_bfloat16_are_near_the_trainer_over_many_tokens() {
+    let model = Model::golden("qwen3_5");
+    let params = SamplingParams { num_generations: 2, max_completion_length: LONG, ..sampled() };
+    let halves = |state_dtype: StateDtype| {
+        let options = EngineOptions { state_dtype, max_model_length: LONG + 64, kv_cache_bytes: 32 << 20, ..options() };
+        let (groups, _) = model.generate_on(alone(), options, &prompts(2), &params);
+        let mut halves = [Vec::new(), Vec::new()];
+        for group in &groups {
+            for completion in &group.completions {
+                let all = [group.prompt.token_ids.as_slice(), &completion.token_ids].concat();
+                let trained = model.logprobs(&all, group.prompt.token_ids.len(), f64::from(params.temperature));
+                for (place, (a, b)) in completion.rollout_logprobs.iter().zip(&trained).enumerate() {
+                    halves[usize::from(place >= LONG / 2)].push((a - b).abs());
+                }
+            }
+        }
+        halves.map(|distances| {
+            assert!(distances.len() > LONG / 2, "{} tokens", distances.len());
+            mean(&distances)
+        })
+    };
+    let (plain, rounded) = (halves(StateDtype::Float32), halves(StateDtype::Bfloat16));
+    println!(
+        "mean distance from the trainer, earlier and later half: {plain:?} with float32 states, {rounded:?} with bfloat16"
+    );
+    assert!(rounded[0] > 10.0 * plain[0], "nothing is rounded: {plain:?} {rounded:?}");
+    assert!(rounded[1] < 1.5 * rounded[0], "{rounded:?}");
 }
 
 #[test]

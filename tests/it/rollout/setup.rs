@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use colo_grpo::Error;
-use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization};
+use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::data::Tokenizer;
 use colo_grpo::internal::dist::{Collective, SingleRank};
 use colo_grpo::internal::model::{
@@ -255,6 +255,7 @@ pub fn options() -> EngineOptions {
         device: Device::Cpu,
         quantization: RolloutQuantization::None,
         kv_cache_dtype: KvCacheDtype::Auto,
+        state_dtype: StateDtype::Float32,
         strict: false,
         spread_lengths: None,
         records_experts: true,
