@@ -341,10 +341,6 @@ impl ModelSpec {
     /// # Errors
     /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets with experts.
     pub fn validate_gpu(&self, kind: Kind, folder: &Path) -> Result<()> {
-        if self.delta_net.is_some() && self.num_expert_layers() > 0 {
-            let message = "a model of gated delta nets with experts is not served on a GPU yet; device=cpu trains it and samples from it";
-            return Err(Error::bad_file(folder.join("config.json"), message));
-        }
         let sizes = DecoderSizes { head_dim: self.head_dim, hidden_size: self.hidden_size };
         let Some(Unserved { name, got, served }) = unserved(sizes, kind) else { return Ok(()) };
         let message = format!(

@@ -297,7 +297,7 @@ fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
 #[ignore = "needs a GPU"]
 fn gpu_experts_sample_what_the_cpu_does() {
     let world = Arc::new(World::single_on(Backend::Nccl).unwrap());
-    for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe"] {
+    for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen3_5_moe", "qwen3_next"] {
         samples_what_transformers_does(&world, (1, false), name);
     }
 }
@@ -307,7 +307,7 @@ fn gpu_experts_sample_what_the_cpu_does() {
 fn gpu_two_ranks_of_experts_sample_what_the_cpu_does() {
     ranks::run_on_gpus(2, "gpu_experts::gpu_two_ranks_of_experts_sample_what_the_cpu_does", |world| {
         let world = Arc::new(world);
-        for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe"] {
+        for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen3_5_moe", "qwen3_next"] {
             samples_what_transformers_does(&world, (2, false), name);
         }
         samples_what_transformers_does(&world, (2, true), "qwen3_moe_mixed");

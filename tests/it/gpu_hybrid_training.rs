@@ -1,6 +1,8 @@
 //! Gated delta nets in training on a GPU: the operation against the CPU's in float64, which unit tests hold to autograd through the
 //! recurrence, and steps of small hybrid models against the CPU's. Ignored where there is no GPU.
 
+use std::path::Path;
+
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::cuda::kernels;
 use colo_grpo::internal::model::{DeltaLayers, LoraSpec, ModelSpec};
@@ -108,6 +110,12 @@ fn wide_hybrid() -> ModelSpec {
     ModelSpec { delta_net, head_dim: 256, num_heads: 2, num_kv_heads: 1, ..spec }
 }
 
+/// With experts, one of which every token goes to.
+fn wide_hybrid_with_experts() -> ModelSpec {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_5_moe");
+    ModelSpec { experts: ModelSpec::from_folder(folder).unwrap().experts, ..wide_hybrid() }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_hybrids_train_as_on_the_cpu() {
@@ -120,8 +128,11 @@ fn gpu_hybrids_train_as_on_the_cpu() {
         (wide_hybrid(), None, Quantization::None, Full, false),
         (wide_hybrid(), all, Quantization::Nf4, Selective, true),
         (narrow(), None, Quantization::None, Selective, true),
+        (wide_hybrid_with_experts(), None, Quantization::None, Selective, true),
+        (wide_hybrid_with_experts(), None, Quantization::None, Full, false),
     ] {
-        let what = format!("head_dim {}, {quantization:?}, {gradient_checkpointing:?}", spec.head_dim);
+        let (dim, experts) = (spec.head_dim, spec.num_expert_layers());
+        let what = format!("head_dim {dim}, {experts} layers of experts, {quantization:?}, {gradient_checkpointing:?}");
         let training = Training { spec, lora, quantization, gradient_checkpointing, share_prompts };
         for (kinds, bound) in [((Kind::Float, Kind::Float), 2e-3), ((Kind::BFloat16, Kind::Float), 5e-2)] {
             assert_trains_as_on_the_cpu(&training, kinds, bound, &what);

@@ -239,8 +239,8 @@ fn gated_delta_nets_with_experts_are_read_as_transformers_does_or_refused_by_nam
         let error = load(&with(&good, key, value)).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
     }
-    let error = spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap_err().to_string();
-    assert!(error.contains("gated delta nets with experts is not served on a GPU yet"), "{error}");
+    spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap();
+    spec.validate_gpu_engine(Kind::BFloat16, 2, Path::new("m")).unwrap();
 }
 
 #[test]
