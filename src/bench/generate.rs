@@ -12,13 +12,16 @@ use tch::{Kind, Tensor};
 
 use super::limits::GpuLimits;
 use super::{SEED, adapters, device_name, dtype_name, median, token};
-use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
+use crate::config::{EngineShape, KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::cuda::Sustained;
 use crate::data::Tokenizer;
-use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
-use crate::error::Result;
-use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
-use crate::rollout::{Engine, EngineOptions, StepProfile, cache_kind, kv_block_bytes, profile_step};
+use crate::dist::{Mesh, ReduceOp, World, all_gather_f64, all_reduce_f64};
+use crate::error::{Error, Result};
+use crate::model::{ModelSpec, ParamTable, Stages, UnitLayout, init_unit_on};
+use crate::rollout::{
+    Engine, EngineOptions, EngineRanks, StageTimes, StepProfile, cache_kind, fullest_stage, kv_block_bytes,
+    profile_step,
+};
 use crate::serve::Served;
 use crate::types::{LengthSpread, Prompt, SamplingParams};
 
@@ -56,8 +59,10 @@ pub struct GenerateBench {
     pub completion_spread: Option<LengthSpread>,
     /// Most sequences decoded at once; all of them where it is 0.
     pub max_num_seqs: usize,
-    /// Ranks that share one engine.
-    pub tensor_parallel_size: usize,
+    /// Ranks of one engine.
+    pub engine: EngineShape,
+    /// Layers of each of its stages; empty: cut by planned time.
+    pub pipeline_partition: Vec<usize>,
     /// Rank of adapters on every linear projection, if there are any.
     pub lora_r: Option<usize>,
     /// One algorithm of products and attention for every batch size.
@@ -73,8 +78,12 @@ pub struct GenerateBench {
 /// # Errors
 /// Out of memory, or a model that cannot be split so.
 pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value> {
+    let num_stages = bench.engine.pipeline_parallel_size;
+    if bench.profile && num_stages > 1 {
+        return Err(Error::invalid_value("--profile", true, "false with --pipeline_parallel_size above 1"));
+    }
     // What strict mode costs is told by an engine without it, gone before the other comes.
-    let mesh = world.mesh(bench.tensor_parallel_size, world.size())?;
+    let mesh = world.mesh(bench.engine, world.size())?;
     let limits = GpuLimits::of(world.device())?;
     let free = if bench.strict { Some(bench.measure(&world, &mesh, false)?.0) } else { None };
     let (run, mut served) = bench.measure(&world, &mesh, bench.strict)?;
@@ -90,7 +99,8 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "kv_cache_dtype": bench.kv_cache_dtype.name(),
         "mamba_ssm_cache_dtype": bench.state_dtype.name(),
         "world_size": world.size(),
-        "tensor_parallel_size": bench.tensor_parallel_size,
+        "tensor_parallel_size": bench.engine.tensor_parallel_size,
+        "pipeline_parallel_size": bench.engine.pipeline_parallel_size,
         "threads_per_rank": tch::get_num_threads(),
         "lora_r": bench.lora_r,
         "strict": bench.strict,
@@ -107,6 +117,9 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "prefill_tokens_per_second": (num_prompts * bench.prompt_len) as f64 / run.prefill_seconds,
         "step_ms": run.steps.medians(),
     });
+    if let Some(shares) = run.idle_shares {
+        result["idle_share"] = json!(shares);
+    }
     if let Some(free) = free {
         result["strict_cost"] = json!({
             "seconds": run.seconds / free.seconds - 1.0,
@@ -114,8 +127,10 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
             "tokens_per_second_without": free.tokens / free.seconds,
         });
     }
-    if let Some(limits) = limits {
+    if let Some(limits) = &limits {
         result["gpu"] = limits.to_json();
+    }
+    if let Some(limits) = limits.filter(|_| num_stages == 1) {
         result["decode"] = bench.decode_steps(&mut served, &limits)?;
     }
     Ok(result)
@@ -130,12 +145,14 @@ struct EngineTimes {
     /// Tokens of all ranks.
     tokens: f64,
     steps: Steps,
+    /// By rank, of an engine in stages.
+    idle_shares: Option<Vec<f64>>,
 }
 
 impl GenerateBench {
     /// Tokens per second of a fresh engine, and the engine.
     pub(super) fn rate(&self, world: &Arc<World>) -> Result<(f64, Served)> {
-        let mesh = world.mesh(self.tensor_parallel_size, world.size())?;
+        let mesh = world.mesh(self.engine, world.size())?;
         let (run, served) = self.measure(world, &mesh, self.strict)?;
         Ok((run.tokens / run.seconds, served))
     }
@@ -145,8 +162,9 @@ impl GenerateBench {
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*self.spec).clone() });
         let (kind, device) = (self.kind, world.device());
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
-        let options = EngineOptions { strict, ..self.options(world) };
-        let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone())?;
+        let options = EngineOptions { strict, ..self.options(world)? };
+        let stages = self.stages()?;
+        let engine = Engine::in_stages(spec.clone(), tokenizer, options, EngineRanks::new(mesh, stages))?;
         let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
         let table = Arc::new(ParamTable::new(spec, 1));
         let mut served = Served::new(world.clone(), table, engine, &source)?;
@@ -159,20 +177,32 @@ impl GenerateBench {
             served = served.with_adapters(adapters(r), &source)?;
         }
         let (mut seconds, mut prefill_seconds, mut tokens) = (Vec::new(), Vec::new(), 0.0);
-        let mut steps = Steps::default();
+        let (mut steps, mut times) = (Steps::default(), StageTimes::default());
         for repeat in 0..=self.repeats {
             let (prefill, _, _) = self.run(world, &mut served, repeat, 1)?;
             if repeat == 0 {
                 self.run(world, &mut served, repeat, self.longest().min(WARM_UP_TOKENS))?;
                 continue;
             }
+            served.take_stage_times();
             let (whole, generated, of_steps) = self.run(world, &mut served, repeat, self.longest())?;
+            times += served.take_stage_times();
             tokens = generated;
             seconds.push(whole);
             prefill_seconds.push(prefill);
             steps.add(&of_steps);
         }
-        Ok((EngineTimes { seconds: median(seconds), prefill_seconds: median(prefill_seconds), tokens, steps }, served))
+        let own = [times.waiting, times.computing + times.waiting].map(|time| time.as_secs_f64());
+        let all = all_gather_f64(&*world.group(), &own)?;
+        let idle_shares = all.iter().map(|times| (1e3 * times[0] / times[1]).round() / 1e3).collect();
+        let times = EngineTimes {
+            seconds: median(seconds),
+            prefill_seconds: median(prefill_seconds),
+            tokens,
+            steps,
+            idle_shares: (self.engine.pipeline_parallel_size > 1).then_some(idle_shares),
+        };
+        Ok((times, served))
     }
 
     fn longest(&self) -> usize {
@@ -180,19 +210,24 @@ impl GenerateBench {
     }
 
     fn num_sequences(&self) -> usize {
-        self.prompts * self.group * self.tensor_parallel_size
+        self.prompts * self.group * self.engine.num_ranks()
     }
 
     fn max_num_seqs(&self) -> usize {
         if self.max_num_seqs == 0 { self.num_sequences() } else { self.max_num_seqs }
     }
 
-    fn options(&self, world: &World) -> EngineOptions {
+    fn stages(&self) -> Result<Stages> {
+        Stages::new(&self.spec, self.engine.pipeline_parallel_size, &self.pipeline_partition)
+    }
+
+    fn options(&self, world: &World) -> Result<EngineOptions> {
         let max_model_length = self.prompt_len + self.longest();
         let blocks = self.max_num_seqs() * max_model_length.div_ceil(BLOCK_SIZE);
         let cache_kind = cache_kind(self.kv_cache_dtype, self.kind);
-        let block_bytes = kv_block_bytes(&self.spec, self.tensor_parallel_size, BLOCK_SIZE, cache_kind);
-        EngineOptions {
+        let fullest = fullest_stage(&self.spec, &self.stages()?);
+        let block_bytes = kv_block_bytes(&fullest, self.engine.tensor_parallel_size, BLOCK_SIZE, cache_kind);
+        Ok(EngineOptions {
             kv_cache_bytes: blocks * block_bytes,
             block_size: BLOCK_SIZE,
             max_num_seqs: self.max_num_seqs(),
@@ -207,7 +242,7 @@ impl GenerateBench {
             strict: self.strict,
             spread_lengths: self.completion_spread,
             records_experts: false,
-        }
+        })
     }
 
     /// One generation: seconds of the slowest rank, tokens of all, and this rank's steps.

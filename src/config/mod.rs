@@ -167,7 +167,7 @@ keys! {
         /// Stages of layers of one engine, each on `tensor_parallel_size` ranks that hold its layers alone: for numbers of ranks that
         /// `tensor_parallel_size` cannot divide a model by, and for models that it would divide too small. Each stage computes
         /// another part of the sequences, and all are as fast as the slowest. With `zero.stage` 3 or `mode` split, as elsewhere every rank
-        /// holds all weights and replicas of an engine generate more. On CPUs so far.
+        /// holds all weights and replicas of an engine generate more. On GPUs without `strict`, and not of a model with experts or gated delta nets so far.
         pub pipeline_parallel_size: usize = 1 => COUNT,
         /// Layers of each stage, such as `"10,10,8"`; `none` cuts where the slowest stage is fastest, the head's time counted.
         pub pipeline_partition: Option<PipelinePartition> = None,

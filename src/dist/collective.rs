@@ -81,8 +81,20 @@ pub trait Collective: Send + Sync + Debug {
         output.f_view([len])?.f_copy_(&all.f_narrow(0, before as i64 * len, len)?)?;
         Ok(())
     }
+    /// Sends `tensor` to the group's rank `to`, which calls [`Collective::receive`]. Between GPUs alone, in the order of both streams.
+    fn send(&self, _tensor: &Tensor, _to: usize) -> Result<()> {
+        Err(between_gpus_alone("send", self.device()))
+    }
+    /// `tensor` becomes what the group's rank `from` sends, as large.
+    fn receive(&self, _tensor: &mut Tensor, _from: usize) -> Result<()> {
+        Err(between_gpus_alone("receive", self.device()))
+    }
     /// Waits until every rank of the group has arrived. Work queued on a GPU may still be running.
     fn barrier(&self) -> Result<()>;
+}
+
+fn between_gpus_alone(op: &'static str, device: Device) -> Error {
+    Error::InvalidArgument { op, expected: "ranks with a GPU each".into(), got: format!("{device:?}") }
 }
 
 /// Every rank's bytes, in rank order; lengths may differ. Collective.

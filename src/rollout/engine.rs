@@ -66,15 +66,24 @@ impl EngineOptions {
     }
 }
 
-/// Refuses an engine of `num_stages` where it would run on GPUs.
+/// Refuses an engine of `num_stages` of a model that cannot be divided so where it would run on GPUs, and `strict` steps of several.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] on `pipeline_parallel_size`.
-pub fn check_stages(num_stages: usize, on_gpu: bool) -> Result<()> {
+/// [`Error::InvalidValue`] on `pipeline_parallel_size` or `strict`.
+pub fn check_stages(spec: &ModelSpec, num_stages: usize, strict: bool, on_gpu: bool) -> Result<()> {
     if num_stages == 1 || !on_gpu {
         return Ok(());
     }
-    let expected = "1: stages of layers run on CPUs so far; on GPUs tensor_parallel_size divides the model";
+    if strict {
+        return Err(Error::invalid_value("strict", true, "false where pipeline_parallel_size is above 1"));
+    }
+    let held = match (&spec.experts, &spec.delta_net) {
+        (Some(_), _) => "experts",
+        (_, Some(_)) => "gated delta nets",
+        _ => return Ok(()),
+    };
+    let expected =
+        format!("1: a model with {held} runs in stages on CPUs alone so far; on GPUs tensor_parallel_size divides it");
     Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected))
 }
 
@@ -145,7 +154,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a size that leaves no room for a block, a sequence or a token, a tensor-parallel
-    /// degree that the model cannot be split by, and several stages on GPUs.
+    /// degree that the model cannot be split by, and several stages on GPUs where [`check_stages`] refuses them.
     pub fn in_stages(
         spec: Arc<ModelSpec>,
         tokenizer: Arc<Tokenizer>,
@@ -153,7 +162,7 @@ impl Engine {
         ranks: EngineRanks,
     ) -> Result<Self> {
         let tp = &ranks.tp;
-        check_stages(ranks.stages.count(), options.device.is_cuda())?;
+        check_stages(&spec, ranks.stages.count(), options.strict, options.device.is_cuda())?;
         spec.validate_tp(tp.size())?;
         if options.device.is_cuda() {
             spec.validate_gpu(options.kind, Path::new(""))?;
@@ -198,7 +207,9 @@ impl Engine {
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), eos_token_ids.clone()));
         let gpu = match options.device {
-            Device::Cuda(ordinal) => Some(GpuState::new(&spec, &options, &rope, tp.as_ref(), ordinal)?),
+            Device::Cuda(ordinal) => {
+                Some(GpuState::new(&own, &options, &rope, (tp.as_ref(), ranks.stages.count()), ordinal)?)
+            }
             _ => None,
         };
         Ok(Self {

@@ -73,6 +73,7 @@ mod tests {
         spread_lengths: None,
         has_states: false,
         num_stages: 1,
+        runs_ahead: false,
     };
 
     fn fresh(id: u64, token_ids: &[u32]) -> RolloutGroup {

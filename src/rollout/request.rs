@@ -107,6 +107,10 @@ impl Request {
         if self.params.structure.is_some() && !self.begun.is_empty() {
             return refuse("a structured completion from its beginning".to_owned(), "one that is begun".to_owned());
         }
+        if limits.runs_ahead && limits.num_stages > 1 && self.params.top_logprobs > 0 {
+            let expected = "top_logprobs of 0 with an engine in stages on GPUs";
+            return refuse(expected.to_owned(), self.params.top_logprobs.to_string());
+        }
         limits.check(self.token_ids.len(), self.params.max_completion_length)
     }
 }

@@ -48,6 +48,8 @@ pub(super) struct EngineSequence {
     pub(super) num_known: usize,
     /// Tokens that steps under way sample: part of the sequence, not known yet.
     pub(super) num_pending: usize,
+    /// Number of the newest step that samples for it.
+    pub(super) last_step: usize,
     /// Tokens whose keys and values are in the cache, or will be by a step under way.
     pub(super) num_computed: usize,
     pub(super) finish_reason: Option<FinishReason>,
@@ -75,6 +77,7 @@ impl EngineSequence {
             turn_end: 0,
             num_known: 0,
             num_pending: 0,
+            last_step: 0,
             num_computed: 0,
             finish_reason: None,
             detokenizer: Detokenizer::default(),

@@ -110,7 +110,7 @@ impl<'r> Session<'r> {
                     _ => Box::new(PipelineRunner::new(runner, &*ranks.pipe)),
                 }
             }
-            Some(state) => Box::new(GpuRunner::new(state, (spec, weights), (kv_cache, states.as_ref()), &*ranks.tp)?),
+            Some(state) => Box::new(GpuRunner::new(state, (own, weights), (kv_cache, states.as_ref()), ranks)?),
         };
         Ok(Self {
             scheduler: Scheduler::new(limits, std::mem::take(kept), *stats), // for good, if the session fails
@@ -325,6 +325,7 @@ impl RolloutEngine<'_> {
             spread_lengths: options.spread_lengths,
             has_states: self.engine.spec.delta_net.is_some(),
             num_stages: self.engine.ranks.stages.count(),
+            runs_ahead: options.device.is_cuda(),
         }
     }
 }

@@ -83,7 +83,7 @@ impl ModelService {
         let spec = ModelSpec::from_folder(folder)?.with_expert_parallel(options.enable_expert_parallel)?;
         let spec = Arc::new(spec);
         spec.validate_tp(tp_size)?;
-        check_stages(num_stages, world.device().is_cuda())?;
+        check_stages(&spec, num_stages, false, world.device().is_cuda())?;
         let stages = Stages::new(&spec, num_stages, options.pipeline_partition)?;
         let tokenizer = Arc::new(Tokenizer::from_folder(folder)?.with_template_variables(options.template_variables)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;

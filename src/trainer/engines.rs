@@ -14,7 +14,7 @@ use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, Stage, Stages};
 use crate::plan::{MemoryPlan, Room, human};
-use crate::rollout::{cache_kind, kv_block_bytes};
+use crate::rollout::{cache_kind, check_stages, kv_block_bytes};
 use crate::serve::EngineSlices;
 use crate::tools::ToolProcess;
 
@@ -131,7 +131,7 @@ impl PlannedRun {
             let plan = self.with_engine(shape, placement, world_size, room);
             choices.push(EngineChoice { shape, num_engines: num_generators / shape.num_ranks(), plan });
         }
-        Ok(EngineTable { choices, own: self.config.engine_shape(), on_gpus: placement.on_cuda })
+        Ok(EngineTable { choices, own: self.config.engine_shape() })
     }
 
     /// Whether the model and the configuration allow such engines; memory aside.
@@ -139,7 +139,8 @@ impl PlannedRun {
         let EngineShape { tensor_parallel_size: tp_size, pipeline_parallel_size: num_stages } = shape;
         let Self { config, model: (spec, ..) } = self;
         let is_alone = shape.num_ranks() == 1 || (config.tools.agent.is_none() && !config.strict);
-        let has_stages = config.quantization == Quantization::None;
+        let has_stages = config.quantization == Quantization::None
+            && check_stages(spec, num_stages, config.strict, placement.on_cuda).is_ok();
         let fits_gpu = || validate_gpu(spec, placement, Some(tp_size), Path::new("")).is_ok();
         is_alone
             && spec.validate_tp(tp_size).is_ok()
@@ -188,7 +189,6 @@ struct PlannedEngine {
 pub struct EngineTable {
     choices: Vec<EngineChoice>,
     own: EngineShape,
-    on_gpus: bool,
 }
 
 impl fmt::Display for EngineTable {
@@ -220,12 +220,7 @@ impl fmt::Display for EngineTable {
             }
         }
         let of = "of one engine: KV blocks, the tokens that they hold, the sequences of max_model_length that these are, and those that a batch has; * is as configured";
-        write!(f, "{of}")?;
-        let has_stages = self.choices.iter().any(|choice| choice.shape.pipeline_parallel_size > 1);
-        if has_stages && self.on_gpus {
-            write!(f, "; pp above 1 runs on CPUs so far")?;
-        }
-        Ok(())
+        write!(f, "{of}")
     }
 }
 

@@ -67,12 +67,11 @@ impl Preflight {
         world_size: WorldSize,
         room: Room,
     ) -> Result<Self> {
-        check_stages(config.pipeline_parallel_size, placement.on_cuda)?;
         let model = (spec, tokenizer, starts_from_adapters);
         Self::planned(config, model, placement, world_size, room, &MemoryPlan::new)
     }
 
-    /// [`Preflight::of_model`] by a function that makes plans, of an engine that may have stages on GPUs.
+    /// [`Preflight::of_model`] by a function that makes plans.
     pub(super) fn planned(
         config: &Config,
         (spec, tokenizer, starts_from_adapters): OpenModel,
@@ -88,6 +87,7 @@ impl Preflight {
         config.validate_context(spec.max_position_embeddings)?;
         spec.validate_tp(config.tensor_parallel_size)?;
         let stages = Stages::new(&spec, config.pipeline_parallel_size, config.stage_sizes())?;
+        check_stages(&spec, config.pipeline_parallel_size, config.strict, placement.on_cuda)?;
         let engine_layers = fullest_stage(&spec, &stages);
         if config.quantization == Quantization::Nf4 {
             QuantizedBlock::check(&spec)?;

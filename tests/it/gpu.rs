@@ -4,14 +4,16 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use colo_grpo::internal::config::{GradientCheckpointing, KvCacheDtype, RolloutQuantization, StateDtype};
+use colo_grpo::internal::config::{
+    EngineShape, GradientCheckpointing, KvCacheDtype, RolloutQuantization, StateDtype,
+};
 use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::internal::dist::{Backend, Mesh, World};
-use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use colo_grpo::internal::model::{ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::attention::{
     Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward,
 };
-use colo_grpo::internal::rollout::{Engine, EngineOptions};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
@@ -125,9 +127,27 @@ fn gpu_eight_ranks_sample_what_the_cpu_does() {
     ranks::run_on_gpus(8, "gpu::gpu_eight_ranks_sample_what_the_cpu_does", |world| samples_what_the_cpu_does(world, 4));
 }
 
-fn samples_what_the_cpu_does(world: World, tp_size: usize) {
+/// Layers in two stages, one on each GPU.
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_in_stages_sample_what_the_cpu_does() {
+    ranks::run_on_gpus(2, "gpu::gpu_two_ranks_in_stages_sample_what_the_cpu_does", |world| {
+        samples_what_the_cpu_does(world, EngineShape { tensor_parallel_size: 1, pipeline_parallel_size: 2 });
+    });
+}
+
+/// Two stages of two ranks.
+#[test]
+#[ignore = "needs four GPUs"]
+fn gpu_four_ranks_in_stages_sample_what_the_cpu_does() {
+    ranks::run_on_gpus(4, "gpu::gpu_four_ranks_in_stages_sample_what_the_cpu_does", |world| {
+        samples_what_the_cpu_does(world, EngineShape { tensor_parallel_size: 2, pipeline_parallel_size: 2 });
+    });
+}
+
+fn samples_what_the_cpu_does(world: World, shape: impl Into<EngineShape>) {
     let expected = tokens(&Arc::new(World::single()), 1);
-    let (first, got) = (world.rank() == 0, tokens(&Arc::new(world), tp_size));
+    let (first, got) = (world.rank() == 0, tokens(&Arc::new(world), shape));
     assert_eq!(got, if first { expected } else { vec![Vec::new(); sampling().len()] });
 }
 
@@ -177,8 +197,16 @@ fn gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus() {
     });
 }
 
-fn ranks_sample_near_the_cpus(world: World, tp_size: usize) {
-    let mesh = world.mesh(tp_size, world.size()).unwrap();
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_in_stages_bfloat16_logprobs_are_near_the_cpus() {
+    ranks::run_on_gpus(2, "gpu::gpu_two_ranks_in_stages_bfloat16_logprobs_are_near_the_cpus", |world| {
+        ranks_sample_near_the_cpus(world, EngineShape { tensor_parallel_size: 1, pipeline_parallel_size: 2 });
+    });
+}
+
+fn ranks_sample_near_the_cpus(world: World, shape: impl Into<EngineShape>) {
+    let mesh = world.mesh(shape, world.size()).unwrap();
     let world = Arc::new(world);
     STREAMS.iter().for_each(|&residual| drop(sampled_near_the_cpus(&world, &mesh, residual)));
 }
@@ -214,11 +242,11 @@ fn cu_seqlens(first: i64, lens: &[i64]) -> Vec<i64> {
 }
 
 /// Completions by each of the parameters.
-fn tokens(world: &Arc<World>, tp: usize) -> Vec<Vec<Vec<u32>>> {
+fn tokens(world: &Arc<World>, shape: impl Into<EngineShape>) -> Vec<Vec<Vec<u32>>> {
     let of_groups = |groups: Vec<RolloutGroup>| {
         groups.into_iter().flat_map(|group| group.completions).map(|completion| completion.token_ids).collect()
     };
-    let mesh = world.mesh(tp, world.size()).unwrap();
+    let mesh = world.mesh(shape, world.size()).unwrap();
     generate(world, &mesh, (Kind::Float, Kind::Float), &sampling()).into_iter().map(of_groups).collect()
 }
 
@@ -252,7 +280,8 @@ fn generate(
         spread_lengths: None,
         records_experts: false,
     };
-    let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone()).unwrap();
+    let stages = Stages::new(&spec, mesh.pipe.size(), &[]).unwrap();
+    let engine = Engine::in_stages(spec.clone(), tokenizer.clone(), options, EngineRanks::new(mesh, stages)).unwrap();
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
     let table = Arc::new(ParamTable::new(spec, 1));
     let source = |layout: &UnitLayout| files.read_unit(layout, kind);

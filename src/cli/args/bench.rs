@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{LaunchArgs, ModelArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
+use super::{LaunchArgs, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
 use crate::bench::BenchRouting;
 use crate::config::{
     Dtype, GradientCheckpointing, KvCacheDtype, OptimizerName, Quantization, RolloutQuantization, StateDtype,
@@ -163,6 +163,8 @@ pub struct BenchGenerateArgs {
     /// Ranks that share one engine
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
     /// Each of them has some experts whole, of a model with experts
     #[arg(long)]
     pub enable_expert_parallel: bool,

@@ -84,7 +84,7 @@ impl SamplingArgs {
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct PipelineArgs {
-    /// Stages of layers of one engine, each on ranks of its own; on CPUs
+    /// Stages of layers of one engine, each on ranks of its own
     #[arg(long, visible_alias = "pp", default_value_t = 1, value_parser = count)]
     pub pipeline_parallel_size: usize,
     /// Layers of each stage, as 10,10,8 [default: where the slowest stage is fastest]

@@ -227,6 +227,24 @@ impl Collective for NcclGroup {
         })
     }
 
+    fn send(&self, tensor: &Tensor, to: usize) -> Result<()> {
+        checks::root("send", to, self.size())?;
+        let memory = checks::memory("send", tensor, self.device())?;
+        self.queue("send", memory.bytes, |comm, stream| unsafe {
+            // SAFETY: see above the impl.
+            sys::ncclSend(memory.address.cast(), memory.bytes, BYTE, to as i32, comm, stream)
+        })
+    }
+
+    fn receive(&self, tensor: &mut Tensor, from: usize) -> Result<()> {
+        checks::root("receive", from, self.size())?;
+        let memory = checks::memory("receive", tensor, self.device())?;
+        self.queue("receive", memory.bytes, |comm, stream| unsafe {
+            // SAFETY: see above the impl.
+            sys::ncclRecv(memory.address.cast(), memory.bytes, BYTE, from as i32, comm, stream)
+        })
+    }
+
     fn barrier(&self) -> Result<()> {
         self.control.barrier(&self.group)
     }

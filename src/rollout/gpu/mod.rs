@@ -14,6 +14,7 @@
 //! | `experts` | the layers that have experts, from the router to the weighted sum |
 //! | `linears` | products of a block |
 //! | `prefill` | attention of prompts |
+//! | `stages` | what goes from stage to stage, of an engine that has several |
 //! | `graphs` | decode steps, recorded by batch size |
 //! | `profile` | the time of a decode step and of each of its operations |
 
@@ -29,6 +30,7 @@ mod prefill;
 mod profile;
 mod runner;
 mod sampling;
+mod stages;
 mod state;
 
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};

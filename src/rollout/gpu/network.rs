@@ -6,12 +6,12 @@ use tch::{Kind, Tensor};
 use super::buffers::DecodeBuffers;
 use super::masks::TokenMasks;
 use super::sampling::Processing;
-use crate::cuda::kernels::{self, HeadTransform, NormOptions, QkvViews, RowSums};
+use crate::cuda::kernels::{self, AllReduceMethod, HeadTransform, NormOptions, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{
-    BlockParams, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, Mlp, ModelSpec, ParamName, QkNorm, QuantizedBlock,
+    BlockParams, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, Mlp, ModelSpec, ParamName, QkNorm, QuantizedBlock, Stage,
 };
 use crate::rollout::kv_cache::{KvCache, LayerCache};
 use crate::rollout::state_pages::StatePages;
@@ -20,7 +20,8 @@ use crate::rollout::weights::EngineWeights;
 /// The decoder network of an engine that is awake, which all its steps share.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DecoderNetwork<'a> {
-    pub(super) spec: &'a ModelSpec,
+    pub(super) spec: &'a ModelSpec, // of the stage's layers
+    pub(super) stage: &'a Stage,
     pub(super) weights: &'a EngineWeights<'a>,
     pub(super) kv_cache: &'a KvCache,
     pub(super) states: Option<&'a StatePages>,
@@ -108,7 +109,8 @@ impl DecoderNetwork<'_> {
         if self.only.is_none_or(|only| only == op) { work() } else { Ok(()) }
     }
 
-    /// Final hidden states, normed. [T, D]
+    /// Final hidden states, normed. On the first stage of tokens, on others of what is in the buffers' `x`; on all but the last `x` is what the
+    /// next one goes on with. [T, D]
     ///
     /// `kernels::product`, `gate_up` and `adapt` read weights while the operation before them runs. None of those writes weights: the
     /// policy's are complete before the step begins, as the engine's stream waits for its caller's; and between `prepare`, which
@@ -124,7 +126,9 @@ impl DecoderNetwork<'_> {
             Some(sums) => (first(&sums.normed()?), [first(&sums.part(0)?), first(&sums.part(1)?)]),
             None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
         };
-        self.op(DecoderOp::Embed, || self.embed(tokens.ids, &mut x))?;
+        if self.stage.is_first() {
+            self.op(DecoderOp::Embed, || self.embed(tokens.ids, &mut x))?;
+        }
         if self.processing.penalises {
             self.op(DecoderOp::Sample, || {
                 kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1))
@@ -154,7 +158,8 @@ impl DecoderNetwork<'_> {
                     self.weights.prepare(layer + 1)?;
                     next.norm(MIXER_NORMS.pre)
                 }
-                None => Some(&self.weights.final_norm),
+                None if self.stage.is_last() => Some(&self.weights.final_norm),
+                None => self.weights.blocks[0].norm(MIXER_NORMS.pre), // only the sum is of use, which comes with a norm
             };
             let rounds_next = rounds && layer + 1 < self.weights.blocks.len(); // the head is not in FP8
             self.leave(1, &mut parts, &mut x, (w.norm(MLP_NORMS.post), next), (&mut normed, rounds_next))?;
@@ -281,7 +286,10 @@ impl DecoderNetwork<'_> {
     ) -> Result<()> {
         let part = &mut parts[turn];
         if let Some(sums) = self.sums {
-            let way = sums.way(part.size()[0] as usize);
+            let way = match self.stage.is_last() {
+                true => sums.way(part.size()[0] as usize),
+                false => AllReduceMethod::Read, // every rank hands all rows on
+            };
             self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, self.spec.norm()))?;
             return self.round(normed, rounds);
         }

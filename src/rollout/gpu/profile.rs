@@ -76,10 +76,10 @@ const OPS: [DecoderOp; 18] = [
 
 /// Times one decode step of `batch` sequences of `context` tokens, and each of its operations. `shape` is (batch, group, shared):
 /// each `group` of sequences shares all full blocks of its first `shared` tokens. Where it `sustains` them, each is repeated for half a
-/// second, with its energy. What it writes into the cache is no sequence's. On a GPU only; collective over the tensor-parallel group.
+/// second, with its energy. What it writes into the cache is no sequence's. On a GPU only, of an engine of one stage; collective over the tensor-parallel group.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] on a CPU, or if the cache does not hold the batch; [`Error::Environment`] where the GPU does not
+/// [`Error::InvalidArgument`] on a CPU, of several stages, or if the cache does not hold the batch; [`Error::Environment`] where the GPU does not
 /// tell its energy.
 pub fn profile_step(
     rollout: &mut RolloutEngine<'_>,
@@ -89,6 +89,13 @@ pub fn profile_step(
 ) -> Result<StepProfile> {
     rollout.engine.drop_kept(); // blocks are written at random
     let RolloutEngine { engine, weights, stats, .. } = rollout;
+    if engine.ranks().stages.count() > 1 {
+        return Err(Error::InvalidArgument {
+            op: "profile_step",
+            expected: "an engine of one stage".into(),
+            got: format!("{} stages", engine.ranks().stages.count()),
+        });
+    }
     let Engine { spec, gpu: Some(gpu), kv_cache, states, options, ranks, .. } = &mut **engine else {
         return Err(Error::InvalidArgument {
             op: "profile_step",
@@ -103,7 +110,7 @@ pub fn profile_step(
             got: shape.0.to_string(),
         });
     }
-    let mut runner = GpuRunner::new(gpu, (spec, weights), (kv_cache, states.as_ref()), ranks.tp.as_ref())?;
+    let mut runner = GpuRunner::new(gpu, (spec, weights), (kv_cache, states.as_ref()), ranks)?;
     runner.profile(shape, context, stats.num_blocks, sustains)
 }
 

@@ -1,4 +1,4 @@
-//! Steps of a session on a GPU: uploaded, launched, and read one step behind.
+//! Steps of a session on a GPU: uploaded, launched, and read one step behind; of an engine in stages as many steps behind as there are stages.
 
 use std::collections::VecDeque;
 
@@ -9,19 +9,22 @@ use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
 use super::network::{DecoderNetwork, DecoderOp, OwnProducts, Tokens};
 use super::prefill::PrefillAttention;
 use super::sampling::{DrawOutputs, Processing};
+use super::stages::{StageLine, StageTokens};
 use super::state::GpuState;
 use crate::cuda::kernels::{self, AttentionPlan, SharedPrefixes};
 use crate::cuda::{CurrentStream, TorchStream, Tuning};
 use crate::dist::Collective;
 use crate::error::Result;
-use crate::model::ModelSpec;
+use crate::model::{ModelSpec, Stage};
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::routes::recorded_experts;
 use crate::rollout::runner::Runner;
 use crate::rollout::sampler::{Draw, Sampled, Sampler, non_finite};
 use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::EngineSequence;
+use crate::rollout::stages::EngineRanks;
 use crate::rollout::state_pages::StatePages;
+use crate::rollout::stats::StageTimes;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
 use crate::types::TokenLogprob;
@@ -34,7 +37,10 @@ pub(in crate::rollout) struct GpuRunner<'a> {
     pub(super) kv_cache: &'a KvCache,
     pub(super) states: Option<&'a StatePages>,
     pub(super) tp: &'a dyn Collective,
-    /// Row of the last launched step that samples for each sequence.
+    ranks: &'a EngineRanks,
+    stage: Stage,
+    line: Option<StageLine<'a>>,
+    /// Place among the tokens on the device of what the last launched step samples for each sequence.
     pending: Vec<u32>,
     under_way: VecDeque<StepDraws>,
     num_launched: usize,
@@ -51,6 +57,8 @@ struct StepDraws {
     top: Vec<(usize, Vec<TokenLogprob>)>,
     /// Tokens that the step computed.
     num_tokens: usize,
+    /// Number of its tick, of an engine in stages.
+    tick: usize,
 }
 
 impl<'a> GpuRunner<'a> {
@@ -59,7 +67,7 @@ impl<'a> GpuRunner<'a> {
         state: &'a mut GpuState,
         (spec, weights): (&'a ModelSpec, &'a EngineWeights<'a>),
         (kv_cache, states): (&'a KvCache, Option<&'a StatePages>),
-        tp: &'a dyn Collective,
+        ranks: &'a EngineRanks,
     ) -> Result<Self> {
         let current = state.stream.make_current()?;
         Ok(Self {
@@ -68,7 +76,10 @@ impl<'a> GpuRunner<'a> {
             weights,
             kv_cache,
             states,
-            tp,
+            tp: &*ranks.tp,
+            ranks,
+            stage: ranks.stage(),
+            line: StageLine::new(&*ranks.pipe),
             pending: Vec::new(),
             under_way: VecDeque::new(),
             num_launched: 0,
@@ -92,6 +103,7 @@ impl<'a> GpuRunner<'a> {
         let state = &*self.state;
         DecoderNetwork {
             spec: self.spec,
+            stage: &self.stage,
             weights: self.weights,
             kv_cache: self.kv_cache,
             states: self.states,
@@ -127,17 +139,21 @@ impl<'a> GpuRunner<'a> {
     ) -> Result<T> {
         let widths = (self.bucket(packing), self.state.shape.blocks);
         let (pending, least_shared) = (&self.pending, self.state.plan.least_shared_tokens(widths.0));
-        let inputs = self.state.upload(self.num_launched, self.tp, |words, inputs| {
+        let inputs = self.state.upload(self.num_launched, &*self.ranks.all, |words, inputs| {
             DecodeInputs::pack(packing, words, widths, pending, least_shared, inputs)
         })?;
         let state = &*self.state;
         let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
         let network = self.network(Tuning::Timed, Processing::of(packing), only);
         let network = DecoderNetwork { sums, adapters: inputs.adapters.as_ref(), ..network };
-        let hidden = |network: &DecoderNetwork| decode_hidden(network, &inputs, &state.plan, state.strict);
+        let last = state.tokens.as_ref().map_or_else(|| network.buffers.sampled().0, StageTokens::ids);
+        let hidden = |network: &DecoderNetwork| decode_hidden(network, (&inputs, &last), &state.plan, state.strict);
         run(&state.stream, &mut || {
             let own_products = state.own_products(&network, widths.0, &hidden)?;
             let hidden = hidden(&DecoderNetwork { own_products, ..network })?;
+            if !network.stage.is_last() {
+                return Ok(());
+            }
             let drawn = DrawOutputs {
                 lens: &inputs.context_lens,
                 block_tables: &inputs.block_tables,
@@ -165,10 +181,18 @@ impl<'a> GpuRunner<'a> {
         Ok(rows.into_iter().zip(sampler.top_logprobs(&logits, &asking)?).collect())
     }
 
+    /// What goes from stage to stage before a step of so many rows, or without one.
+    fn tick(&mut self, rows: Option<usize>) -> Result<()> {
+        let GpuState { buffers, tokens, stream, .. } = &mut *self.state;
+        let (Some(line), Some(tokens)) = (&mut self.line, tokens) else { return Ok(()) };
+        let buffers = buffers.as_ref().expect("the engine is awake");
+        line.tick(stream, (buffers, tokens), rows, !self.under_way.is_empty())
+    }
+
     fn prefill(&mut self, packing: &Packing) -> Result<()> {
         let blocks = self.state.shape.blocks;
         let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, blocks, inputs);
-        let inputs = self.state.upload(self.num_launched, self.tp, pack)?;
+        let inputs = self.state.upload(self.num_launched, &*self.ranks.all, pack)?;
         let network = self.network(Tuning::First, Processing::of(packing), None);
         let network = DecoderNetwork { adapters: inputs.adapters.as_ref(), ..network };
         let strict = self.state.strict.then_some(&self.state.plan);
@@ -201,7 +225,7 @@ impl<'a> GpuRunner<'a> {
         if let Some(states) = self.states {
             states.copy(&packing.step.state_copies)?;
         }
-        if packing.draws.is_empty() {
+        if packing.draws.is_empty() || !self.stage.is_last() {
             return Ok(());
         }
         let block_tables = inputs.block_tables.f_index_select(0, &inputs.drawn_runs)?;
@@ -212,7 +236,7 @@ impl<'a> GpuRunner<'a> {
 
 impl Runner for GpuRunner<'_> {
     fn lag(&self) -> usize {
-        1
+        self.line.as_ref().map_or(1, StageLine::lag)
     }
 
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
@@ -220,23 +244,30 @@ impl Runner for GpuRunner<'_> {
         let has_adapters = self.weights.num_adapters > 0;
         let packing = Packing { step, draws, sequences, block_size, has_adapters };
         self.pending.resize(sequences.len(), 0);
-        self.tp.epoch()?; // a graph knows nothing of a communicator's end
-        self.state.upload_masks(draws, self.spec.vocab_size, self.tp)?;
+        self.ranks.all.epoch()?; // a graph knows nothing of a communicator's end
+        self.state.upload_masks(draws, self.spec.vocab_size, &*self.ranks.all)?;
+        let num_tokens = step.runs.iter().map(|run| run.tokens.len()).sum();
+        self.tick(Some(if step.is_decode { self.bucket(&packing) } else { num_tokens }))?;
         no_grad(|| if step.is_decode { self.decode(&packing) } else { self.prefill(&packing) })?;
         let buffers = self.state.buffers.as_ref().expect("the engine is awake");
-        self.state.downloads[self.num_launched % 2].download(&buffers.sampled)?;
+        let (tick, first) = match (&mut self.line, &self.state.tokens) {
+            (Some(line), Some(tokens)) => line.computed(&self.state.stream, tokens)?,
+            _ => {
+                self.state.downloads[self.num_launched % 2].download(&buffers.sampled)?;
+                (0, 0)
+            }
+        };
         let samples = step.runs.iter().flat_map(|run| run.samples.clone().map(|index| (index, run.tokens.end)));
-        let num_tokens = step.runs.iter().map(|run| run.tokens.len()).sum();
         if let (Some(downloads), Some(experts)) = (&mut self.state.record_downloads, &buffers.experts) {
             downloads[self.num_launched % 2].download(&experts.recorded(num_tokens))?;
         }
         let mut drawn = Vec::with_capacity(draws.len());
         for (row, ((index, len), draw)) in samples.zip(draws).enumerate() {
-            self.pending[index] = row as u32;
+            self.pending[index] = (first + row) as u32;
             drawn.push((draw.prompt_id, len));
         }
         let top = self.top_logprobs(draws)?;
-        self.under_way.push_back(StepDraws { drawn, top, num_tokens });
+        self.under_way.push_back(StepDraws { drawn, top, num_tokens, tick });
         self.num_launched += 1;
         Ok(())
     }
@@ -245,16 +276,27 @@ impl Runner for GpuRunner<'_> {
         std::mem::take(&mut self.experts)
     }
 
+    fn take_times(&mut self) -> StageTimes {
+        self.line.as_mut().map_or_else(StageTimes::default, StageLine::take_times)
+    }
+
     fn collect(&mut self) -> Result<Vec<Sampled>> {
-        let StepDraws { drawn, top, num_tokens } = self.under_way.pop_front().expect("a step was launched");
+        let StepDraws { drawn, top, num_tokens, tick } = self.under_way.pop_front().expect("a step was launched");
+        while self.line.as_ref().is_some_and(|line| !line.is_through(tick)) {
+            self.ranks.all.epoch()?;
+            self.tick(None)?;
+        }
         let parity = (self.num_launched - self.under_way.len() - 1) % 2;
-        let tp = self.tp;
+        let all = &*self.ranks.all;
         if let Some(downloads) = &mut self.state.record_downloads {
-            let words = downloads[parity].words(&mut || wait(tp))?;
+            let words = downloads[parity].words(&mut || wait(all))?;
             let experts = words.iter().flat_map(|word| [*word as u16, (*word >> 16) as u16]);
             self.experts = experts.take(num_tokens * self.spec.routed_experts_per_token()).collect();
         }
-        let words = self.state.downloads[parity].words(&mut || wait(tp))?;
+        let words = match (&mut self.line, &mut self.state.tokens) {
+            (Some(line), Some(tokens)) => line.collect(tokens, tick, all)?,
+            _ => &*self.state.downloads[parity].words(&mut || wait(all))?,
+        };
         let (ids, logprobs) = words.split_at(words.len() / 2);
         let results = drawn.iter().zip(ids.iter().zip(logprobs));
         let sampled = results.map(|(&(prompt_id, position), (&id, &bits))| match u32::try_from(id) {
@@ -277,14 +319,14 @@ impl Runner for GpuRunner<'_> {
 /// drawn.
 fn decode_hidden(
     network: &DecoderNetwork,
-    inputs: &DecodeInputs,
+    (inputs, last): (&DecodeInputs, &Tensor /* tokens that inputs may name */),
     plan: &AttentionPlan,
     strict: bool,
 ) -> Result<Tensor> {
     let buffers = network.buffers;
     let rows = inputs.from.size()[0];
     let mut ids = buffers.token_ids.narrow(0, 0, rows);
-    kernels::next_tokens(&inputs.from, &buffers.sampled().0, &mut ids)?;
+    kernels::next_tokens(&inputs.from, last, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
     network.op(DecoderOp::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
     // A decode step's tokens are computed for the first time.
@@ -307,7 +349,7 @@ fn decode_hidden(
 }
 
 /// Between two looks at whether a copy is done. Gives up when a peer has failed: what is recorded would wait for it.
-pub(super) fn wait(tp: &dyn Collective) -> Result<()> {
+pub(super) fn wait(all: &dyn Collective) -> Result<()> {
     std::thread::yield_now();
-    tp.epoch().map(|_| ())
+    all.epoch().map(|_| ())
 }

@@ -11,6 +11,7 @@ use super::inputs::Words;
 use super::masks::TokenMasks;
 use super::network::{self, DecoderNetwork, OwnProducts};
 use super::runner::wait;
+use super::stages::StageTokens;
 use crate::cuda::kernels::{AttentionPlan, AttentionShape, RowSums};
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
 use crate::dist::Collective;
@@ -53,6 +54,8 @@ pub(in crate::rollout) struct GpuState {
     /// For the experts of a step's tokens, where they are recorded.
     pub(super) record_downloads: Option<[PinnedWords; 2]>,
     pub(super) strict: bool,
+    /// Of an engine in stages.
+    pub(super) tokens: Option<StageTokens>,
 }
 
 impl GpuState {
@@ -64,7 +67,7 @@ impl GpuState {
         spec: &ModelSpec,
         options: &EngineOptions,
         rope: &Rope,
-        tp: &dyn Collective,
+        (tp, num_stages): (&dyn Collective, usize),
         ordinal: usize,
     ) -> Result<Self> {
         if !options.block_size.is_multiple_of(16) {
@@ -95,6 +98,7 @@ impl GpuState {
                 .filter(|_| options.records_experts)
                 .map(|experts| pinned(experts.record_words()))
                 .transpose()?,
+            tokens: (num_stages > 1).then(|| StageTokens::new(&context, num_stages, shape.seqs)).transpose()?,
             shape,
             strict: options.strict,
         })
@@ -124,16 +128,17 @@ impl GpuState {
         Ok(())
     }
 
-    /// Packs what step number `step` is told, once an earlier step's words have left the host, and queues their copy.
+    /// Packs what step number `step` is told, once an earlier step's words have left the host, and queues their copy. `all`: the ranks of the
+    /// engine.
     pub(super) fn upload<T>(
         &mut self,
         step: usize,
-        tp: &dyn Collective,
+        all: &dyn Collective,
         pack: impl FnOnce(&mut Words, &Tensor) -> Result<T>,
     ) -> Result<T> {
         let inputs = &self.buffers.as_ref().expect("the engine is awake").inputs;
         let upload = &mut self.uploads[step % 2];
-        let mut words = Words::new(upload.words(&mut || wait(tp))?);
+        let mut words = Words::new(upload.words(&mut || wait(all))?);
         let packed = pack(&mut words, inputs)?;
         let len = words.len();
         upload.upload(&inputs.narrow(0, 0, len as i64))?;
@@ -141,7 +146,7 @@ impl GpuState {
     }
 
     /// Uploads the masks of a step's draws, where some have one.
-    pub(super) fn upload_masks(&mut self, draws: &[Draw], vocab_size: usize, tp: &dyn Collective) -> Result<()> {
+    pub(super) fn upload_masks(&mut self, draws: &[Draw], vocab_size: usize, all: &dyn Collective) -> Result<()> {
         if draws.iter().all(|draw| draw.allowed.is_none()) {
             return Ok(());
         }
@@ -151,7 +156,7 @@ impl GpuState {
             self.masks = Some(masks);
         }
         let masks = self.masks.as_mut().expect("made above");
-        masks.upload(draws, &mut || wait(tp))
+        masks.upload(draws, &mut || wait(all))
     }
 
     /// The own products with which `hidden` of so many rows is faster, where there may be any: timed over the batch at hand, once for

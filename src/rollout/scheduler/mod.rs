@@ -54,8 +54,10 @@ pub(super) struct StepLimits {
     /// Sequences have states, one page each: prompts are not shared by blocks alone.
     pub(super) has_states: bool,
     /// Stages of layers, each of which can compute a step of its own: with several, a step has a share of the sequences, none that
-    /// another step under way has.
+    /// another step has which may be on its way through them.
     pub(super) num_stages: usize,
+    /// A step can take tokens that the host does not know yet: of P stages those of the P-th step before it, else of the last.
+    pub(super) runs_ahead: bool,
 }
 
 /// The tokens that one step computes.
@@ -185,7 +187,8 @@ impl Scheduler {
     /// Whether a sequence that runs is held to a structure, and would be scheduled before its last token is known, which its next one
     /// cannot be drawn without.
     pub(super) fn runs_ahead_of_structure(&self) -> bool {
-        self.limits.num_stages == 1 && self.running.iter().any(|&index| self.sequences[index].allowed().is_some())
+        (self.limits.num_stages == 1 || self.limits.runs_ahead)
+            && self.running.iter().any(|&index| self.sequences[index].allowed().is_some())
     }
 
     /// The sequences of a request.
@@ -215,6 +218,7 @@ impl Scheduler {
         let step = if self.prefilling.is_empty() { self.schedule_decode() } else { self.schedule_prefill() };
         for index in step.runs.iter().flat_map(|run| run.samples.clone()) {
             self.sequences[index].num_pending += 1;
+            self.sequences[index].last_step = self.stats.num_steps;
         }
         self.stats.peak_blocks = self.stats.peak_blocks.max(self.blocks.num_used());
         self.stats.num_steps += usize::from(!step.runs.is_empty());
@@ -390,7 +394,9 @@ impl Scheduler {
             let index = self.running[next];
             let sequence = &mut self.sequences[index];
             let num_tokens = sequence.num_tokens();
-            let is_under_way = self.limits.num_stages > 1 && sequence.num_pending > 0;
+            let is_near = self.stats.num_steps - sequence.last_step < self.limits.num_stages;
+            let is_on_its_way = sequence.num_pending > 0 && (is_near || !self.limits.runs_ahead);
+            let is_under_way = self.limits.num_stages > 1 && is_on_its_way;
             if sequence.is_full() || is_under_way {
                 next += 1;
             } else if self.blocks.grow(&mut sequence.block_table, num_tokens) {

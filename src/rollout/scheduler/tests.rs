@@ -12,6 +12,7 @@ const ROOMY: StepLimits = StepLimits {
     spread_lengths: None,
     has_states: false,
     num_stages: 1,
+    runs_ahead: false,
 };
 const END: u32 = 0;
 
@@ -219,6 +220,8 @@ fn no_limit_changes_what_is_sampled() {
         for limits in [ROOMY].iter().chain(&tight) {
             let limits = StepLimits { num_stages, ..*limits };
             assert_eq!(simulate(limits, &prompts, 3, num_stages - 1).0, expected, "{limits:?}");
+            let limits = StepLimits { runs_ahead: true, ..limits };
+            assert_eq!(simulate(limits, &prompts, 3, num_stages).0, expected, "{limits:?}");
         }
     }
 }

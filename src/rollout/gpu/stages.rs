@@ -1,0 +1,161 @@
+//! The line of an engine's stages: what goes from one to the next, and sampled tokens back to all, in the order of each GPU's stream.
+//!
+//! Steps are counted in ticks, alike on all ranks, which launch the same steps; a tick without a step ends what is under way. In tick n
+//! a stage hands on what it computed in tick n - 1, receives what the stage before it computed in this one, and computes. So stage s is s
+//! ticks behind the first on the devices, while hosts go ahead: nothing here waits for a device. Of P stages, the tokens of
+//! tick m are given to all between the ticks m + P - 1 and m + P of the first stage, on whose device they are when tick m + P begins.
+//! All ranks meet in one order, first the next stage's rows, then tokens, so that none waits in a circle.
+
+use std::collections::VecDeque;
+
+use tch::{Device, Kind, Tensor};
+
+use super::buffers::DecodeBuffers;
+use super::runner::wait;
+use crate::cuda::{Context, CudaEvent, PinnedWords, TorchStream};
+use crate::dist::Collective;
+use crate::error::Result;
+use crate::rollout::stats::StageTimes;
+
+/// The tokens of the last 2 P ticks, on the device and on their way to the host. They stay where they are, so that steps can be recorded.
+#[derive(Debug)]
+pub(super) struct StageTokens {
+    seqs: usize,
+    ring: Tensor, // [2 P, 2 S] i32, each as `DecodeBuffers::sampled`
+    downloads: Vec<PinnedWords>,
+}
+
+impl StageTokens {
+    /// Room for steps that sample for up to `seqs` sequences.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
+    pub(super) fn new(context: &std::sync::Arc<Context>, num_stages: usize, seqs: usize) -> Result<Self> {
+        let (ticks, device) = (2 * num_stages, Device::Cuda(context.ordinal()));
+        let downloads = (0..ticks).map(|_| PinnedWords::new(context, 2 * seqs)).collect::<Result<_>>()?;
+        let ring = Tensor::f_zeros([ticks as i64, 2 * seqs as i64], (Kind::Int, device))?;
+        Ok(Self { seqs, ring, downloads })
+    }
+
+    /// All of them, one behind the other, with the bits of their log-probabilities between.
+    pub(super) fn ids(&self) -> Tensor {
+        self.ring.view(-1)
+    }
+
+    fn of_tick(&self, tick: usize) -> Tensor {
+        self.ring.get((tick % self.downloads.len()) as i64)
+    }
+}
+
+/// One rank's place in the line, for one session.
+#[derive(Debug)]
+pub(super) struct StageLine<'a> {
+    pipe: &'a dyn Collective,
+    num_ticks: usize,
+    /// Rows of the last P ticks' steps, the newest first; none in a tick without a step.
+    rows: VecDeque<Option<usize>>,
+    /// When the step at hand began on the device, and whether others were under way.
+    began: Option<(CudaEvent, bool)>,
+    spans: VecDeque<StepSpan>,
+    last_end: Option<CudaEvent>,
+    times: StageTimes,
+}
+
+/// When a step was computed on this rank's device.
+#[derive(Debug)]
+struct StepSpan {
+    began: CudaEvent,
+    ended: CudaEvent,
+    /// Others were under way when it was launched: the time before it counts.
+    follows: bool,
+}
+
+impl<'a> StageLine<'a> {
+    /// None where one stage has all layers.
+    pub(super) fn new(pipe: &'a dyn Collective) -> Option<Self> {
+        (pipe.size() > 1).then(|| Self {
+            pipe,
+            num_ticks: 0,
+            rows: VecDeque::new(),
+            began: None,
+            spans: VecDeque::new(),
+            last_end: None,
+            times: StageTimes::default(),
+        })
+    }
+
+    /// Steps that may be under way when the next is launched: each stage computes one, and the first has another ready.
+    pub(super) fn lag(&self) -> usize {
+        self.pipe.size()
+    }
+
+    /// Queues what comes before a step of so many rows, or ends what is under way without one. The step's `x` is then in its buffer on
+    /// all stages but the first.
+    pub(super) fn tick(
+        &mut self,
+        stream: &TorchStream,
+        (buffers, tokens): (&DecodeBuffers, &mut StageTokens),
+        rows: Option<usize>,
+        follows: bool,
+    ) -> Result<()> {
+        let (stage, num_stages) = (self.pipe.rank(), self.pipe.size());
+        let last = num_stages - 1;
+        let first = |rows: usize| buffers.x.narrow(0, 0, rows as i64);
+        if let Some(&Some(rows)) = self.rows.front().filter(|_| stage < last) {
+            self.pipe.send(&first(rows), stage + 1)?;
+        }
+        if let Some(rows) = rows.filter(|_| stage > 0) {
+            self.pipe.receive(&mut first(rows), stage - 1)?;
+        }
+        if let Some(Some(_)) = self.rows.get(last - stage) {
+            let tick = self.num_ticks + stage - num_stages;
+            let mut sampled = tokens.of_tick(tick);
+            if stage == last {
+                sampled.f_copy_(&buffers.sampled)?;
+            }
+            self.pipe.broadcast(&mut sampled, last)?;
+            let slot = tick % tokens.downloads.len();
+            tokens.downloads[slot].download(&sampled)?;
+        }
+        self.rows.push_front(rows);
+        self.rows.truncate(num_stages);
+        self.num_ticks += 1;
+        self.began = rows.map(|_| Ok::<_, crate::Error>((stream.record_timed()?, follows))).transpose()?;
+        Ok(())
+    }
+
+    /// The step of the last tick is queued. Its number, and where its first sample will be among the tokens of all.
+    pub(super) fn computed(&mut self, stream: &TorchStream, tokens: &StageTokens) -> Result<(usize, usize)> {
+        let (began, follows) = self.began.take().expect("a step in this tick");
+        self.spans.push_back(StepSpan { began, ended: stream.record_timed()?, follows });
+        let tick = self.num_ticks - 1;
+        Ok((tick, tick % tokens.downloads.len() * 2 * tokens.seqs))
+    }
+
+    /// Whether the tokens of a tick are on their way to the host, after the same tick on all ranks.
+    pub(super) fn is_through(&self, tick: usize) -> bool {
+        self.num_ticks > tick + self.pipe.size()
+    }
+
+    /// The words of a tick's tokens, and the time of its step. Oldest first.
+    pub(super) fn collect<'t>(
+        &mut self,
+        tokens: &'t mut StageTokens,
+        tick: usize,
+        all: &dyn Collective,
+    ) -> Result<&'t [i32]> {
+        let slot = tick % tokens.downloads.len();
+        let words = tokens.downloads[slot].words(&mut || wait(all))?;
+        let StepSpan { began, ended, follows } = self.spans.pop_front().expect("a step was launched");
+        self.times.computing += began.time_until(&ended)?;
+        if let Some(before) = self.last_end.replace(ended).filter(|_| follows) {
+            self.times.waiting += before.time_until(&began)?;
+        }
+        Ok(words)
+    }
+
+    /// How long this rank's device computed, and waited between steps, since the last call.
+    pub(super) fn take_times(&mut self) -> StageTimes {
+        std::mem::take(&mut self.times)
+    }
+}
