@@ -7,6 +7,7 @@
 //! All ranks meet in one order, first the next stage's rows, then tokens, so that none waits in a circle.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
@@ -29,8 +30,8 @@ impl StageTokens {
     /// Room for steps that sample for up to `seqs` sequences.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
-    pub(super) fn new(context: &std::sync::Arc<Context>, num_stages: usize, seqs: usize) -> Result<Self> {
+    /// [`OutOfMemory`](crate::error::Error::OutOfMemory); [`Cuda`](crate::error::Error::Cuda).
+    pub(super) fn new(context: &Arc<Context>, num_stages: usize, seqs: usize) -> Result<Self> {
         let (ticks, device) = (2 * num_stages, Device::Cuda(context.ordinal()));
         let downloads = (0..ticks).map(|_| PinnedWords::new(context, 2 * seqs)).collect::<Result<_>>()?;
         let ring = Tensor::f_zeros([ticks as i64, 2 * seqs as i64], (Kind::Int, device))?;
@@ -120,7 +121,8 @@ impl<'a> StageLine<'a> {
         self.rows.push_front(rows);
         self.rows.truncate(num_stages);
         self.num_ticks += 1;
-        self.began = rows.map(|_| Ok::<_, crate::Error>((stream.record_timed()?, follows))).transpose()?;
+        let began = rows.map(|_| stream.record_timed()).transpose()?;
+        self.began = began.map(|began| (began, follows));
         Ok(())
     }
 
