@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use clap::CommandFactory;
 
-use super::args::{Cli, Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunArgs};
+use super::args::{Cli, Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunArgs, SamplingArgs, SourceArgs};
 use super::evaluation::Evaluation;
-use super::process::{Supervision, distributed, heartbeat, placed, prepared};
+use super::process::{Supervision, distributed, heartbeat, prepared};
 use super::reference::{reference_page, reference_toml};
 use super::{bench, card, endpoint, fetch, import, sample, verify, watch};
 use crate::checkpoint::write_new;
@@ -21,6 +21,7 @@ use crate::model::{export_folder, init_folder};
 use crate::phase::{self, terminal};
 use crate::plan::{NetworkPlan, Room};
 use crate::reward::{self, RewardPool};
+use crate::serve::EngineDivision;
 use crate::sft::Sft;
 use crate::tools::{self, ToolProcess};
 use crate::trainer::{PlannedRun, Preflight, Trainer};
@@ -32,13 +33,16 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Sft(args) => sft(&args),
         Command::Plan(args) => plan(&args),
         Command::Generate(args) => {
-            fetch::model(&args.own.source.model, args.own.source.base_model.as_deref())?;
-            placed(&args, (&args.own.sampling).into(), sample::generate)
+            let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+            check_sampling(&args.own.source, &args.own.sampling, &args.launch, on_cuda)?;
+            distributed(&args.launch, (&args.own.sampling).into(), on_cuda, |world| {
+                sample::generate(&args.own, world, kind)
+            })
         }
         Command::Eval(args) => {
             args.own.check()?;
-            fetch::model(&args.own.source.model, args.own.source.base_model.as_deref())?;
             let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+            check_sampling(&args.own.source, &args.own.sampling, &args.launch, on_cuda)?;
             let start = || Evaluation::new(&args.own);
             prepared(&args.launch, (&args.own.sampling).into(), on_cuda, start, |world, evaluation| {
                 sample::evaluate(&args.own, evaluation, world, kind)
@@ -47,8 +51,8 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Verify(args) => verify::verify(&args),
         Command::Import(args) => import::import(&args),
         Command::Serve(args) => {
-            fetch::model(&args.own.source.model, args.own.source.base_model.as_deref())?;
             let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+            check_model(&args.own.source, args.own.division(num_ranks(&args.launch)?)?, on_cuda)?;
             let watch = Supervision { on_stop: OnStop::Answer, ..heartbeat(args.own.supervision.heartbeat_timeout_s) };
             prepared(
                 &args.launch,
@@ -59,8 +63,8 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             )
         }
         Command::Chat(args) => {
-            fetch::model(&args.source.model, args.source.base_model.as_deref())?;
             let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+            check_sampling(&args.source, &args.sampling, &LaunchArgs::alone(), on_cuda)?;
             let watch = (&args.sampling).into();
             distributed(&LaunchArgs::alone(), watch, on_cuda, |world| endpoint::chat(&args, world, kind))
         }
@@ -85,6 +89,23 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::SandboxWorker { settings } => reward::code::serve(&settings).map(|()| ExitCode::Done),
         Command::Bench(command) => bench::dispatch(command),
     }
+}
+
+/// Refuses, before any process starts, what cannot be sampled from.
+fn check_sampling(source: &SourceArgs, sampling: &SamplingArgs, launch: &LaunchArgs, on_cuda: bool) -> Result<()> {
+    sampling.engine_shape().check_divides(num_ranks(launch)?, "generate")?;
+    check_model(source, sampling.division(), on_cuda)
+}
+
+/// Downloads a model that is named, and refuses a division that its shape does not allow.
+fn check_model(source: &SourceArgs, division: EngineDivision<'_>, on_cuda: bool) -> Result<()> {
+    let source = fetch::model(&source.model, source.base_model.as_deref())?;
+    division.of_model(&source.base, on_cuda).map(drop)
+}
+
+/// Ranks in all, whoever launches them.
+fn num_ranks(launch: &LaunchArgs) -> Result<usize> {
+    Ok(WorkerEnv::from_env()?.map_or(launch.num_ranks(), |env| env.world_size))
 }
 
 fn train(args: &RunArgs) -> Result<ExitCode> {

@@ -11,7 +11,6 @@ use tch::Kind;
 use super::args::{ChatArgs, ServeArgs, ToolCallFormat};
 use super::evaluation::sampling;
 use super::sample;
-use crate::config::EngineShape;
 use crate::cuda::residual_kind;
 use crate::data::{Message, ToolCallParser};
 use crate::dist::{WorkerEnv, World};
@@ -37,17 +36,12 @@ pub(super) fn bind(args: &ServeArgs) -> Result<Option<TcpListener>> {
 pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: Option<TcpListener>) -> Result<()> {
     let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
     let adapters = args.adapters.checked(&name)?;
-    let pipeline_parallel_size = args.pipeline.pipeline_parallel_size;
-    EngineShape { pipeline_parallel_size, ..1.into() }.check_divides(world.size(), "generate")?;
-    let engine = EngineShape { tensor_parallel_size: world.size() / pipeline_parallel_size, pipeline_parallel_size };
     let options = ServeOptions {
         model: &args.source.model,
         base_model: args.source.base_model.as_deref(),
         adapters,
         template_variables: &Map::new(),
-        engine,
-        pipeline_partition: args.pipeline.sizes(),
-        enable_expert_parallel: args.enable_expert_parallel,
+        division: args.division(world.size())?,
         max_model_length: args.max_model_length,
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),

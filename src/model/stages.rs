@@ -34,22 +34,17 @@ impl Stages {
     /// stage is as fast as can be, where a layer and the head take the time in which their weights are read.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `pipeline_parallel_size` for more stages than layers, and on `pipeline_partition` for other numbers
-    /// than one a stage, for a sum that is not the model's number of layers, and for a stage without any layer that has attention.
+    /// [`Error::InvalidValue`] on `pipeline_parallel_size` for more stages than layers with attention, and on `pipeline_partition` for
+    /// other numbers than one a stage, for a sum that is not the model's number of layers, and for a stage without any layer that has
+    /// attention.
     pub fn new(spec: &ModelSpec, num_stages: usize, partition: &[usize]) -> Result<Self> {
-        let num_layers = spec.num_layers;
-        if !(1..=num_layers).contains(&num_stages) {
-            let expected = format!("1 to {num_layers}: every stage has at least one of the model's layers");
+        let (num_layers, most) = (spec.num_layers, spec.attention_layers().count());
+        if !(1..=most).contains(&num_stages) {
+            let expected = format!("1 to {most}: every stage has at least one of the model's layers with attention");
             return Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected));
         }
         let sizes = match partition {
-            [] => match sizes_by_time(spec, num_stages) {
-                Some(sizes) => sizes,
-                None => {
-                    let expected = "fewer stages: each has at least one of the model's layers with attention";
-                    return Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected));
-                }
-            },
+            [] => sizes_by_time(spec, num_stages),
             sizes => sizes.to_vec(),
         };
         let refuse = |expected: String| {
@@ -143,9 +138,11 @@ impl ModelSpec {
     }
 }
 
-/// Layers of each stage such that the slowest one has the least to read; of such cuts one whose stages differ least. None if a stage
-/// would have no layer with attention.
-fn sizes_by_time(spec: &ModelSpec, num_stages: usize) -> Option<Vec<usize>> {
+/// Layers of each stage such that the slowest one has the least to read; of such cuts one whose stages differ least.
+///
+/// # Panics
+/// For more stages than layers with attention, of which every stage has at least one.
+fn sizes_by_time(spec: &ModelSpec, num_stages: usize) -> Vec<usize> {
     let numel = |unit| shapes(spec, unit).iter().map(|(_, shape)| shape.iter().product::<i64>() as f64).sum::<f64>();
     let head = spec.vocab_size as f64 * spec.hidden_size as f64; // its table may be the embedding's
     let mut read = vec![0.0]; // by the layers before each
@@ -157,9 +154,12 @@ fn sizes_by_time(spec: &ModelSpec, num_stages: usize) -> Option<Vec<usize>> {
         let has_attention = attention.iter().any(|layer| (from..to).contains(layer));
         has_attention.then(|| read[to] - read[from] + if to == spec.num_layers { head } else { 0.0 })
     };
-    let (slowest, _) = best_cut(spec.num_layers, num_stages, time, f64::max)?;
-    let within = |from, to| time(from, to).filter(|time| *time <= slowest).map(|time| time * time);
-    best_cut(spec.num_layers, num_stages, within, |a, b| a + b).map(|(_, sizes)| sizes)
+    let cut = || {
+        let (slowest, _) = best_cut(spec.num_layers, num_stages, time, f64::max)?;
+        let within = |from, to| time(from, to).filter(|time| *time <= slowest).map(|time| time * time);
+        best_cut(spec.num_layers, num_stages, within, |a, b| a + b)
+    };
+    cut().expect("every stage can have a layer with attention").1
 }
 
 /// The least cost of a cut of `len` layers into `count` parts, and the parts' sizes: `join` adds the cost of a part to that of those
@@ -250,7 +250,11 @@ mod tests {
         let hybrid = ModelSpec::preset("qwen3.5-9b").unwrap();
         let rest = hybrid.num_layers - 1;
         assert!(refused(&hybrid, 2, &[1, rest]).contains("stage 0 has gated delta nets alone"));
-        let few = refused(&hybrid, rest, &[]);
-        assert!(few.starts_with(&format!("pipeline_parallel_size = {rest}: expected fewer stages")), "{few}");
+        assert_eq!(Stages::new(&hybrid, 8, &[]).unwrap().count(), 8);
+        let few = refused(&hybrid, 9, &[]);
+        assert_eq!(
+            few,
+            "pipeline_parallel_size = 9: expected 1 to 8: every stage has at least one of the model's layers with attention"
+        );
     }
 }

@@ -33,18 +33,40 @@ pub struct ServeOptions<'a> {
     pub adapters: &'a [NamedAdapter],
     /// Variables that the chat template is given.
     pub template_variables: &'a Map<String, Value>,
-    /// Ranks that share one engine.
-    pub engine: EngineShape,
-    /// Layers of each of its stages; empty to cut by planned time.
-    pub pipeline_partition: &'a [usize],
-    /// Each of them has some experts whole, of a model with experts.
-    pub enable_expert_parallel: bool,
+    /// How the ranks of an engine share the model.
+    pub division: EngineDivision<'a>,
     /// Longest prompt and completion together in tokens; `None` is the model's context.
     pub max_model_length: Option<usize>,
     /// Type of weights, activations and cache.
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
+}
+
+/// How the ranks of an engine share a model.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineDivision<'a> {
+    /// Ranks that share one engine.
+    pub shape: EngineShape,
+    /// Layers of each of its stages; empty to cut by planned time.
+    pub pipeline_partition: &'a [usize],
+    /// Each of them has some experts whole, of a model with experts.
+    pub enable_expert_parallel: bool,
+}
+
+impl EngineDivision<'_> {
+    /// The model in `folder` and its stages, by its `config.json` alone.
+    ///
+    /// # Errors
+    /// What is wrong with the file; [`Error::InvalidValue`] for a division that the model does not allow.
+    pub fn of_model(&self, folder: &Path, on_gpu: bool) -> Result<(Arc<ModelSpec>, Stages)> {
+        let EngineShape { tensor_parallel_size, pipeline_parallel_size } = self.shape;
+        let spec = ModelSpec::from_folder(folder)?.with_expert_parallel(self.enable_expert_parallel)?;
+        spec.validate_tp(tensor_parallel_size)?;
+        check_stages(&spec, pipeline_parallel_size, false, on_gpu)?;
+        let stages = Stages::new(&spec, pipeline_parallel_size, self.pipeline_partition)?;
+        Ok((Arc::new(spec), stages))
+    }
 }
 
 /// Adapters that are served under a name beside their base.
@@ -76,15 +98,10 @@ impl ModelService {
     /// # Errors
     /// What is wrong with the folders or the machine.
     pub fn load(options: &ServeOptions<'_>, world: &Arc<World>) -> Result<Self> {
-        let ServeOptions { engine: shape, kind, residual, .. } = *options;
-        let EngineShape { tensor_parallel_size: tp_size, pipeline_parallel_size: num_stages } = shape;
+        let ServeOptions { division: division @ EngineDivision { shape, .. }, kind, residual, .. } = *options;
         let source = ModelSource::new(options.model, options.base_model)?;
         let folder = &source.base;
-        let spec = ModelSpec::from_folder(folder)?.with_expert_parallel(options.enable_expert_parallel)?;
-        let spec = Arc::new(spec);
-        spec.validate_tp(tp_size)?;
-        check_stages(&spec, num_stages, false, world.device().is_cuda())?;
-        let stages = Stages::new(&spec, num_stages, options.pipeline_partition)?;
+        let (spec, stages) = division.of_model(folder, world.device().is_cuda())?;
         let tokenizer = Arc::new(Tokenizer::from_folder(folder)?.with_template_variables(options.template_variables)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
         let mesh = world.mesh(shape, world.size())?;
@@ -95,7 +112,8 @@ impl ModelService {
             true => cuda::available_bytes()?.saturating_sub(spec.num_params() * kind.elt_size_in_bytes()),
             false => memory::available_host_bytes()? / world.local_size(),
         };
-        let block_bytes = kv_block_bytes(&fullest_stage(&spec, &stages), tp_size, KV_BLOCK_SIZE, kind);
+        let block_bytes =
+            kv_block_bytes(&fullest_stage(&spec, &stages), shape.tensor_parallel_size, KV_BLOCK_SIZE, kind);
         let engine_options = EngineOptions {
             kv_cache_bytes: (MAX_NUM_SEQS * longest_blocks * block_bytes).min(available / 4),
             block_size: KV_BLOCK_SIZE,

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, EngineWeights, RolloutEngine, StageTimes};
 
-pub use load::{ModelService, NamedAdapter, ServeOptions};
+pub use load::{EngineDivision, ModelService, NamedAdapter, ServeOptions};
 pub use weights::EngineSlices;
 use weights::no_adapters;
 

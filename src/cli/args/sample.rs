@@ -8,6 +8,7 @@ use super::{count, number, word};
 use crate::config::{EngineShape, HeartbeatConfig, PipelinePartition, PromptFormat, ResidualDtype, RewardConfig};
 use crate::metrics::check_samples_file;
 use crate::phase::Fault;
+use crate::serve::EngineDivision;
 
 /// In what kind a network keeps its residual stream.
 #[derive(Debug, Clone, Copy, Args)]
@@ -77,6 +78,15 @@ impl SamplingArgs {
         let (tensor_parallel_size, pipeline_parallel_size) =
             (self.tensor_parallel_size, self.pipeline.pipeline_parallel_size);
         EngineShape { tensor_parallel_size, pipeline_parallel_size }
+    }
+
+    /// How the ranks of one engine share the model.
+    pub fn division(&self) -> EngineDivision<'_> {
+        EngineDivision {
+            shape: self.engine_shape(),
+            pipeline_partition: self.pipeline.sizes(),
+            enable_expert_parallel: self.enable_expert_parallel,
+        }
     }
 }
 

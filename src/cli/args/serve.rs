@@ -3,10 +3,11 @@
 use clap::Args;
 
 use super::{PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
+use crate::config::EngineShape;
 use crate::data::ToolCallParser;
 use crate::error::{Error, Result};
 use crate::launch;
-use crate::serve::NamedAdapter;
+use crate::serve::{EngineDivision, NamedAdapter};
 
 /// How tool calls are found in answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,6 +116,22 @@ pub struct ServeArgs {
     pub grace_s: f64,
     #[command(flatten)]
     pub supervision: SupervisionArgs,
+}
+
+impl ServeArgs {
+    /// How `num_ranks` ranks share the engine.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for stages that do not divide them.
+    pub fn division(&self, num_ranks: usize) -> Result<EngineDivision<'_>> {
+        let pipeline_parallel_size = self.pipeline.pipeline_parallel_size;
+        EngineShape { pipeline_parallel_size, ..1.into() }.check_divides(num_ranks, "generate")?;
+        Ok(EngineDivision {
+            shape: EngineShape { tensor_parallel_size: num_ranks / pipeline_parallel_size, pipeline_parallel_size },
+            pipeline_partition: self.pipeline.sizes(),
+            enable_expert_parallel: self.enable_expert_parallel,
+        })
+    }
 }
 
 /// `chat`.

@@ -17,7 +17,7 @@ use crate::error::{Error, ExitCode, Result};
 use crate::memory::explain_out_of_memory;
 use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase::{self, Phase, terminal};
-use crate::serve::{ModelService, ServeOptions};
+use crate::serve::{EngineDivision, ModelService, ServeOptions};
 use crate::torch;
 use crate::train::{NetworkOptions, Reference};
 use crate::types::{Prompt, SamplingParams, Trajectory};
@@ -144,9 +144,7 @@ fn generate(
         base_model: None,
         adapters: &[],
         template_variables: &Map::new(),
-        engine: 1.into(),
-        pipeline_partition: &[],
-        enable_expert_parallel: false,
+        division: EngineDivision { shape: 1.into(), pipeline_partition: &[], enable_expert_parallel: false },
         max_model_length: Some(MAX_LENGTH),
         kind,
         residual: kind,

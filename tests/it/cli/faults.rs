@@ -243,7 +243,21 @@ fn configurations() {
             "heads of an engine",
             format!("generate --model {MODEL} --prompt what --tp 3 --nproc 3"),
             2,
-            &["--tensor_parallel_size = 3", "1, 2, 4"],
+            &["error: --tensor_parallel_size = 3", "1, 2, 4"],
+        ),
+        (
+            "stages of a hybrid, before any process starts",
+            "serve --model tests/golden/qwen3_5 --nproc 2 --pp 2 --port 0".into(),
+            2,
+            &[
+                "error: --pipeline_parallel_size = 2: expected 1 to 1: every stage has at least one of the model's layers with attention",
+            ],
+        ),
+        (
+            "ranks of an engine",
+            format!("generate --model {MODEL} --prompt what --tp 2 --nproc 3"),
+            2,
+            &["error: --tensor_parallel_size = 2: expected a divisor of the 3 ranks that generate: 1, 3"],
         ),
         ("no group", format!("{eval} --answer_pattern [0-9]"), 2, &["--answer_pattern = [0-9]", "with a group"]),
         (
