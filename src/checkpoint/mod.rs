@@ -45,7 +45,7 @@ pub use changes::{changes, sft_changes};
 pub use claim::{Claim, claim};
 pub use folder::{FINAL, list, write_new};
 pub use manifest::written;
-pub use resume::{ResumeOptions, resume, unsafe_changes};
+pub use resume::{ResumeOptions, resume};
 pub use saver::Saver;
 pub use shared::check_shared;
 pub use state::{CarriedGroup, SavedConfig, TrainerState};

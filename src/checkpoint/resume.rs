@@ -106,17 +106,48 @@ pub(super) fn while_others_wait<T: Send + Default>(
     })
 }
 
-/// Changes as they are told: keys that change the result, and `(name, old, new)` that several keys come to on the old and the
-/// new number of ranks.
-pub fn unsafe_changes(
-    keys: &[KeyChange],
-    numbers: &[(&str, usize, usize)],
-    [old_size, size]: [usize; 2],
-) -> Vec<String> {
-    let keys = keys.iter().filter(|change| change.changes_result).map(|change| redact(&change.to_string()));
-    let numbers = numbers.iter().filter(|(_, old, new)| old != new);
-    keys.chain(numbers.map(|(name, old, new)| format!("{name}: was {old} on {old_size} ranks, is {new} on {size}")))
-        .collect()
+impl Checkpoint {
+    /// Changes since it was made as they are told: keys that change the result, and `(name, old, new)` that several keys come to on the
+    /// old number of ranks and on `world_size`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for another `lora.r`, which no resume can be forced over: the optimizer's state is of other parameters.
+    pub fn unsafe_changes(
+        &self,
+        keys: &[KeyChange],
+        numbers: &[(&str, usize, usize)],
+        world_size: usize,
+    ) -> Result<Vec<String>> {
+        if let Some(rank) = keys.iter().find(|change| change.key == "lora.r") {
+            return Err(self.of_other_parameters(rank));
+        }
+        let old_size = self.state.world_size;
+        let keys = keys.iter().filter(|change| change.changes_result).map(|change| redact(&change.to_string()));
+        let numbers = numbers.iter().filter(|(_, old, new)| old != new);
+        let told = |(name, old, new): &(&str, usize, usize)| {
+            format!("{name}: was {old} on {old_size} ranks, is {new} on {world_size}")
+        };
+        Ok(keys.chain(numbers.map(told)).collect())
+    }
+
+    /// The error of a run that trains full weights in place of adapters, adapters in place of full weights, or adapters of another rank.
+    fn of_other_parameters(&self, rank: &KeyChange) -> Error {
+        let KeyChange { key, old, new, .. } = rank;
+        let folder = self.folder.display();
+        let [saved, own] = [old, new].map(|rank| match rank.parse::<usize>() {
+            Ok(rank) => format!("adapters of rank {rank}"),
+            Err(_) => "all weights".to_owned(),
+        });
+        let merged = match old.parse::<usize>() {
+            Ok(_) => format!("FOLDER, which colo-grpo export --merge --model {folder} --output FOLDER makes"),
+            Err(_) => folder.to_string(),
+        };
+        let expected = format!(
+            "{old}, that of {folder}, whose optimizer's state is of {saved} and not of {own}: no resume can be forced over that; to \
+             train {own} from there, start a run with another output_dir, without resume_from_checkpoint, and model_name_or_path = {merged}"
+        );
+        Error::invalid_value(key, new, expected)
+    }
 }
 
 /// Refuses a fresh run beside another run's checkpoints: a later `latest` could not tell the two apart.

@@ -14,6 +14,8 @@ use crate::train::{ParamState, StateForm, StatePart};
 
 /// Where the files are within a checkpoint.
 pub const FOLDER: &str = "optimizer";
+/// Advice where a run trains other parameters than the one that wrote a checkpoint.
+const RESUME_ALIKE: &str = "resume with the model and the lora.target_modules that wrote it";
 
 /// The name of one part of some consecutive elements of a parameter.
 pub fn tensor_name(unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> String {
@@ -143,7 +145,9 @@ impl ShardFiles {
         let expected: BTreeMap<String, usize> =
             params.map(|(unit, param)| (param_key(unit, param.name), param.numel())).collect();
         if let Some(unknown) = self.pieces.keys().find(|key| !expected.contains_key(*key)) {
-            return Err(self.bad(format!("{FOLDER}: {unknown} is not a parameter of this model")));
+            return Err(
+                self.bad(format!("{FOLDER}: {unknown} is not a parameter that this run trains: {RESUME_ALIKE}"))
+            );
         }
         for (key, numel) in expected {
             let pieces = self.pieces.entry(key.clone()).or_default();
@@ -180,8 +184,10 @@ impl ShardFiles {
         for piece in &self.pieces[key] {
             let _ = write!(message, " {:?} in {},", piece.elements, self.files[piece.file].path.display());
         }
-        message.push_str(if self.pieces[key].is_empty() { " none" } else { " no more" });
-        self.bad(message)
+        match self.pieces[key].is_empty() {
+            true => self.bad(format!("{message} none: {RESUME_ALIKE}")),
+            false => self.bad(message + " no more"),
+        }
     }
 
     fn bad(&self, message: String) -> Error {

@@ -26,7 +26,7 @@ keys! {
         pub output_dir: PathBuf = PathBuf::from("output"),
         /// A checkpoint folder, or `latest` of `output_dir`.
         pub resume_from_checkpoint: Option<String> = None,
-        /// Resume although keys that change the result differ from the checkpoint's.
+        /// Resume although keys that change the result differ from the checkpoint's; `lora.r` may not.
         pub force_resume: bool = false,
         /// `auto` is CUDA where a GPU is visible.
         pub device: Device = Device::Auto,

@@ -110,7 +110,7 @@ fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint
     let saved = SftConfig::from_entries(saved.entries(config.entries()));
     let saved = saved.map_err(|error| checkpoint.of_another_program(&error))?;
     let rows = ("rows per update", rows_per_update(&saved, *saved_size), rows_per_update(config, world_size));
-    Ok(checkpoint::unsafe_changes(&checkpoint::sft_changes(config, &saved), &[rows], [*saved_size, world_size]))
+    checkpoint.unsafe_changes(&checkpoint::sft_changes(config, &saved), &[rows], world_size)
 }
 
 fn read_rows(

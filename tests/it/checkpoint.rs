@@ -264,6 +264,13 @@ fn a_lora_run_ends_like_a_straight_one() {
     runs.train_to_the_end("resumed", 2, &[&common[..], &[&resume]].concat());
     runs.assert_same("resumed", "straight", &[5, 6]);
     assert!(!runs.path("straight/checkpoint-4/model.safetensors").exists());
+    let full = runs.train("full", 2, &["zero.stage=3", "force_resume=true", &resume]);
+    assert_eq!(full.code, Some(2), "{}", full.output);
+    for fragment in
+        ["lora.r = \"none\": expected 4, that of ", "of adapters of rank 4 and not of all weights", "export --merge"]
+    {
+        assert!(full.output.contains(fragment), "{}", full.output);
+    }
 }
 
 #[test]
@@ -317,6 +324,14 @@ fn a_changed_configuration_is_shown_and_refused_unless_forced() {
     );
     let forced = runs.train_to_the_end("changed", 1, &[&changed[..], &["force_resume=true"]].concat());
     assert!(forced.output.contains("checkpoint-2: learning_rate was 0.0001, is 0.0005\n"), "{}", forced.output);
+    let adapters = runs.train("adapters", 1, &[&changed[..], &["lora.r=4", "force_resume=true"]].concat());
+    assert_eq!(adapters.code, Some(2), "{}", adapters.output);
+    for fragment in [
+        "lora.r = 4: expected \"none\", that of ",
+        "of all weights and not of adapters of rank 4: no resume can be forced",
+    ] {
+        assert!(adapters.output.contains(fragment), "{}", adapters.output);
+    }
     let folder = tempfile::tempdir().unwrap();
     let rows = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/configs/arithmetic/train.jsonl")).unwrap();
     let fewer: Vec<&str> = rows.lines().take(255).collect();

@@ -297,7 +297,7 @@ fn optimizer_files_that_lie_are_refused_by_name() {
         (&|all| _ = all.remove(&part("master")), "expected all parts of an optimizer's state beside it"),
         (
             &|all| all.retain(|name, _| !name.starts_with(norm)),
-            "expected elements 0..32 of head/FinalNorm once each, found none",
+            "expected elements 0..32 of head/FinalNorm once each, found none: resume with the model and the lora.target_modules",
         ),
         (
             &|all| {
@@ -315,7 +315,7 @@ fn optimizer_files_that_lie_are_refused_by_name() {
                     all.insert(format!("head/LmHead/0-32/{what}"), tensor);
                 }
             },
-            "head/LmHead is not a parameter of this model",
+            "head/LmHead is not a parameter that this run trains: resume with the model",
         ),
         (
             &|all| _ = all.insert("head/FinalNorm/x".into(), (Dtype::F32, vec![1], vec![0; 4])),

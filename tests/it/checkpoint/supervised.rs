@@ -52,6 +52,12 @@ fn a_supervised_run_ends_like_a_straight_one() {
     let more = format!("{resume} learning_rate=1e-4 per_device_train_batch_size=1");
     let changed = ["learning_rate was 0.001, is 0.0001", "rows per update: was 4 on 2 ranks, is 2 on 2"];
     run(&line("changed", &more)).assert_error("changed", 2, &changed);
+    let other_rank = line("changed", &format!("{resume} force_resume=true")).replace("lora.r=4", "lora.r=8");
+    run(&other_rank).assert_error(
+        "another rank",
+        2,
+        &["lora.r = 8: expected 4, that of ", "to train adapters of rank 8"],
+    );
     run(&line("straight", "")).assert_error("beside another run's checkpoints", 2, &["output_dir", "checkpoint-6"]);
     let other = format!(
         "--config configs/tiny-cpu.toml tensor_parallel_size=1 {resume} output_dir={}",
