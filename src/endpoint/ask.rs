@@ -4,6 +4,7 @@
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
+use super::calls::check_tools;
 use super::output::{logprobs, structure};
 use super::refusal::Refusal;
 use crate::data::Conversation;
@@ -244,15 +245,13 @@ fn conversation(fields: &mut Fields) -> Result<PromptSource, Refusal> {
     if num_values > MAX_VALUES {
         return Err(Refusal::of("messages", format!("expected at most {MAX_VALUES} JSON values, not {num_values}")));
     }
+    check_tools(&tools)?;
     let tools = match fields.take::<Value>("tool_choice")? {
         None => tools,
         Some(choice) if choice == "auto" => tools,
         Some(choice) if choice == "none" => Value::Null,
         Some(_) => return Err(Refusal::of("tool_choice", "expected auto or none: calls are not enforced")),
     };
-    if !tools.is_null() && !tools.is_array() {
-        return Err(Refusal::of("tools", "expected a list of functions"));
-    }
     Ok(PromptSource::Conversation(Conversation {
         messages: messages.into_iter().map(message).collect::<Result<_, _>>()?,
         tools: Some(tools).filter(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty())).unwrap_or_default(),

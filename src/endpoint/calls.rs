@@ -1,13 +1,41 @@
-//! Tool calls in an answer: content is sent as it comes, calls when the answer has ended.
+//! The tools of a request, and calls of them in an answer: content is sent as it comes, calls when the answer has ended.
 
 use std::hash::{BuildHasher, RandomState};
 
 use serde_json::{Value, json};
 
+use super::refusal::Refusal;
 use crate::data::{ToolCall, ToolCallParser};
 
 /// Length of a call's number; Mistral's templates ask for exactly this.
 const ID_LEN: usize = 9;
+
+/// Refuses what is no list of functions in OpenAI's form, naming the field; null is none.
+pub(super) fn check_tools(tools: &Value) -> Result<(), Refusal> {
+    if !tools.is_null() && !tools.is_array() {
+        return Err(Refusal::of("tools", "expected a list of functions"));
+    }
+    for (index, tool) in tools.as_array().into_iter().flatten().enumerate() {
+        let function = &tool["function"];
+        let is_text = |value: &Value| value.is_null() || value.is_string();
+        let fields = [
+            ("", tool.is_object(), "an object with a function"),
+            (".type", tool["type"].is_null() || tool["type"] == "function", "\"function\""),
+            (".function", function.is_object(), "an object with a name"),
+            (".function.name", function["name"].as_str().is_some_and(|name| !name.is_empty()), "a text"),
+            (".function.description", is_text(&function["description"]), "a text"),
+            (
+                ".function.parameters",
+                function["parameters"].is_null() || function["parameters"].is_object(),
+                "an object",
+            ),
+        ];
+        if let Some((field, _, expected)) = fields.into_iter().find(|(_, is_right, _)| !is_right) {
+            return Err(Refusal::of(&format!("tools[{index}]{field}"), format!("expected {expected}")));
+        }
+    }
+    Ok(())
+}
 
 /// A message that may have calls, as it grows.
 #[derive(Debug)]
@@ -71,6 +99,38 @@ mod tests {
 
     fn owned(texts: &[&str]) -> Vec<String> {
         texts.iter().map(|&text| text.to_owned()).collect()
+    }
+
+    #[test]
+    fn tools_that_are_no_functions_are_refused_by_their_field() {
+        let function = json!({"name": "f", "description": "d", "parameters": {"type": "object"}});
+        for right in
+            [json!(null), json!([]), json!([{"type": "function", "function": function}, {"function": {"name": "f"}}])]
+        {
+            assert_eq!(check_tools(&right), Ok(()), "{right}");
+        }
+        let with = |field: &str, value: Value| {
+            let mut function = function.clone();
+            function[field] = value;
+            json!([{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": function}])
+        };
+        for (wrong, field) in [
+            (json!({}), "tools"),
+            (json!("f"), "tools"),
+            (json!([3]), "tools[0]"),
+            (json!([{"type": "web_search"}]), "tools[0].type"),
+            (json!([{"type": 3, "function": function}]), "tools[0].type"),
+            (json!([{"type": "function"}]), "tools[0].function"),
+            (json!([{"type": "function", "function": "f"}]), "tools[0].function"),
+            (json!([{"type": "function", "name": "f"}]), "tools[0].function"),
+            (with("name", json!(null)), "tools[1].function.name"),
+            (with("name", json!("")), "tools[1].function.name"),
+            (with("description", json!(3)), "tools[1].function.description"),
+            (with("parameters", json!([])), "tools[1].function.parameters"),
+        ] {
+            let refusal = check_tools(&wrong).unwrap_err();
+            assert_eq!((refusal.status, refusal.param.as_deref()), (400, Some(field)), "{wrong}");
+        }
     }
 
     #[test]

@@ -314,6 +314,12 @@ fn what_cannot_be_served_is_an_error_in_openais_form() {
         (chat, r#"{"messages": []}"#, 400, "messages"),
         (chat, r#"{"messages": [{"role": 3}]}"#, 400, "messages"),
         (chat, r#"{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}"#, 400, "top_logprobs"),
+        (
+            chat,
+            r#"{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}"#,
+            400,
+            "tools[0].function",
+        ),
         (completions, r#"{"prompt": "what", "logprobs": 21}"#, 400, "logprobs"),
         (
             chat,
