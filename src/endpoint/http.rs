@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::rejection::BytesRejection;
+use axum::extract::rejection::{BytesRejection, PathRejection};
 use axum::extract::{DefaultBodyLimit, FromRequest, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
@@ -95,12 +95,22 @@ async fn models(State(service): State<Arc<HttpState>>, headers: HeaderMap) -> Re
     json_response(&json!({"object": "list", "data": models}))
 }
 
-async fn one_model(State(service): State<Arc<HttpState>>, Path(name): Path<String>, headers: HeaderMap) -> Response {
-    let found = service.authorize(&headers).and_then(|()| service.model.check_name(&name));
-    match found {
-        Ok(()) => json_response(&described(&service.model, &name)),
-        Err(refusal) => refusal.into_response(),
-    }
+async fn one_model(State(service): State<Arc<HttpState>>, name: PathText, headers: HeaderMap) -> Response {
+    let find = || {
+        service.authorize(&headers)?;
+        let name = text(name)?;
+        service.model.check_name(&name)?;
+        Ok::<_, Refusal>(json_response(&described(&service.model, &name)))
+    };
+    find().unwrap_or_else(IntoResponse::into_response)
+}
+
+/// The variable part of a path, if it is text.
+type PathText = Result<Path<String>, PathRejection>;
+
+fn text(part: PathText) -> Result<String, Refusal> {
+    let refuse = |rejection: PathRejection| Refusal::new(400, format!("the path: {}", rejection.body_text()));
+    part.map(|Path(text)| text).map_err(refuse)
 }
 
 /// What `/v1/models` says of a name.
@@ -111,8 +121,8 @@ fn described(model: &ServedModel, name: &str) -> serde_json::Value {
 }
 
 /// A request of an episode.
-async fn turn(State(service): State<Arc<HttpState>>, Path(episode): Path<String>, request: Request) -> Response {
-    let episode = service.episodes.as_ref().and_then(|episodes| episodes.find(&episode));
+async fn turn(State(service): State<Arc<HttpState>>, episode: PathText, request: Request) -> Response {
+    let episode = text(episode).ok().and_then(|episode| service.episodes.as_ref()?.find(&episode));
     match episode {
         Some(episode) => service.answer(request, true, Some(episode)).await,
         None => Refusal::new(404, "no episode has this base_url, or it has ended").into_response(),

@@ -332,6 +332,9 @@ fn what_cannot_be_served_is_an_error_in_openais_form() {
     ] {
         assert_eq!(call(path, key, body), (status, param.to_owned()), "{body}");
     }
+    let (status, text) = server.call("GET", "/v1/models/%ff", key, b"");
+    let error: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+    assert_eq!((status, &error["error"]["type"]), (400, &json!("invalid_request_error")), "{text}");
     let deep = format!(r#"{{"prompt": {}"#, "[".repeat(3900));
     assert_eq!(call(completions, key, &deep).0, 400);
     // A body that is announced is not waited for.
