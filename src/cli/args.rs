@@ -224,7 +224,7 @@ pub struct PlanArgs {
 #[derive(Debug, Args)]
 pub struct ImportArgs {
     /// An open-r1 recipe or a file for `trl grpo --config` (YAML), a configuration of verl (YAML), or the shell script that starts verl,
-    /// `trl grpo` or open-r1's grpo.py (.sh)
+    /// `trl grpo`, `python -m trl.scripts.grpo` or open-r1's grpo.py (.sh)
     pub file: PathBuf,
     /// The TOML file to write, which must be new [default: standard output]
     #[arg(long)]

@@ -57,7 +57,7 @@ fn read(file: &Path) -> Result<(Vec<ForeignEntry>, Option<u64>)> {
     let script = script::read(&text, std::env::var("HOME").ok());
     if script == Script::default() {
         let message = "expected a script that starts verl with key=value (python3 -m verl.trainer.main_ppo data.train_files=..), or TRL or \
-                       open-r1 with flags (trl grpo --model_name_or_path ..; accelerate launch grpo.py --config recipe.yaml)";
+                       open-r1 with flags (trl grpo --model_name_or_path ..; python3 -m trl.scripts.grpo ..; accelerate launch grpo.py --config recipe.yaml)";
         return Err(Error::ConfigSyntax { origin: file.display().to_string(), message: message.into() });
     }
     let recipe = script.config.map(|name| recipe(file, &name)).transpose()?;

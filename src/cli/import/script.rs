@@ -43,11 +43,17 @@ fn is_name(name: &str) -> bool {
     !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.')
 }
 
-/// The place of the first word after `trl grpo`, or after a Python file whose name has grpo in it.
+/// The place of the first word after `trl grpo`, or after a Python file or a module of Python whose name has grpo in it.
 fn start_of_trainer(command: &[String]) -> Option<usize> {
     let is_file =
         |word: &String| word.rsplit('/').next().is_some_and(|name| name.contains("grpo") && name.ends_with(".py"));
-    let is_program = |pair: &[String]| pair[0].rsplit('/').next() == Some("trl") && pair[1] == "grpo";
+    let is_module = |flag: &str, module: &str| {
+        let name = module.rsplit_once('.').map(|(_, name)| name);
+        ["-m", "--module"].contains(&flag) && name.is_some_and(|name| name.contains("grpo"))
+    };
+    let is_program = |pair: &[String]| {
+        (pair[0].rsplit('/').next() == Some("trl") && pair[1] == "grpo") || is_module(&pair[0], &pair[1])
+    };
     let program = command.windows(2).position(is_program).map(|at| at + 2);
     program.or_else(|| command.iter().position(is_file).map(|at| at + 1))
 }
@@ -158,6 +164,13 @@ mod tests {
         let open_r1 = read(text.split("trl grpo").next().unwrap(), None);
         assert_eq!(open_r1.overrides, [r#"vllm_mode="colocate""#]);
         assert_eq!((open_r1.config.as_deref(), open_r1.nproc), (Some("recipes/demo.yaml"), Some(7)));
+        for (line, nproc) in [
+            ("python -m trl.scripts.grpo --seed 3", None),
+            ("accelerate launch --num_processes 2 -m trl.scripts.grpo --seed 3; git commit -m grpo --seed 4", Some(2)),
+            ("torchrun --nproc_per_node=8 --module open_r1.grpo --seed 3", Some(8)),
+        ] {
+            assert_eq!(read(line, None), Script { overrides: vec!["seed=3".into()], config: None, nproc }, "{line}");
+        }
     }
 
     #[test]
