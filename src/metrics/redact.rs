@@ -85,9 +85,10 @@ pub fn redact_json(value: &mut Value) {
     }
 }
 
-/// An assignment without its value, unless the name is no secret's: groups `before` (the name among it), `name`, `value`.
+/// An assignment without its value, unless the name is no secret's: groups `before` (the name among it), `name`, `value`. What has no value
+/// is a file's name.
 fn hidden(found: &Captures) -> String {
-    let value = &found["value"];
+    let Some(value) = found.name("value").map(|value| value.as_str()) else { return found[0].to_owned() };
     if is_harmless(&found["name"]) || value.starts_with(REDACTED) {
         return found[0].to_owned();
     }
@@ -111,7 +112,8 @@ static HARMLESS_NAME: LazyLock<Regex> = LazyLock::new(|| pattern(&format!("(?i){
 static ASSIGNMENT: LazyLock<Regex> = LazyLock::new(|| {
     let name = format!(r"[\w.-]+(?:{VAGUE_ENDS})|[\w.-]*(?:{NAME_ENDS})");
     let name = name.replace(&format!("*(?:{VAGUE_ENDS}|"), "*(?:");
-    pattern(&format!(r#"(?i)(?P<before>\b(?P<name>{name})(?:\\?["'])?\s*[=:]\s*){VALUE}"#))
+    let file = format!(r"/[\w.-]*(?:{NAME_ENDS}):"); // the colon behind a path begins what is said of it, no value
+    pattern(&format!(r#"(?i){file}|(?P<before>\b(?P<name>{name})(?:\\?["'])?\s*[=:]\s*){VALUE}"#))
 });
 static OPTION: LazyLock<Regex> = LazyLock::new(|| {
     let name = format!(r"(?P<name>--?[\w.-]*?(?:{NAME_ENDS}))");
@@ -165,6 +167,11 @@ mod tests {
             (r#"["--password", "a b"]"#, r#"["--password", "[redacted]"]"#),
             ("['--token', 'abc']", "['--token', '[redacted]']"),
             ("--hub_token=abc", "--hub_token=[redacted]"),
+            (
+                "run/db_password=abc run/token: api_key: abc",
+                "run/db_password=[redacted] run/token: api_key: [redacted]",
+            ),
+            (r#"{"run/pwd": "abc"}"#, r#"{"run/pwd": "[redacted]"}"#),
         ] {
             assert_eq!(redact(text), expected);
         }
@@ -199,6 +206,7 @@ mod tests {
             "https://huggingface.co/Qwen/Qwen2.5-7B?page=2&sort=name#token",
             "git@github.com:owner/name.git, a@b.c",
             "password reset, secretary: x, the secret of it",
+            "/etc/passwd: expected a file of rows, .jsonl or .json; keys/api.token:3: bad line; ./hub_token: missing",
             "{{ messages[0]['content'] }} {% if add_generation_prompt %}",
             "the bearer of news",
             hash,
