@@ -286,6 +286,11 @@ fn processes(text: &str) -> Result<usize, String> {
     number(|count: &usize| (1..=16_384).contains(count), "a whole number from 1 to 16384")(text)
 }
 
+/// The first word of random keys.
+fn seed(text: &str) -> Result<u64, String> {
+    number(|_: &u64| true, "a whole number from 0 to 18446744073709551615 (2^64 - 1)")(text)
+}
+
 fn number<T: std::str::FromStr>(
     holds: fn(&T) -> bool,
     expected: &'static str,

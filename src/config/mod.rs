@@ -43,7 +43,7 @@ pub use lora::{LoraConfig, TargetModules};
 pub use objective::ObjectiveConfig;
 pub use optimizer::{LrSchedulerKwargs, MuonConfig, OptimizerConfig};
 pub use pipeline::{EngineShape, PipelinePartition};
-use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
+use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, SEED, above, at_least, from_to};
 pub(crate) use raw::check_openings;
 pub(crate) use raw::pattern as key_pattern;
 pub use report::{ReportConfig, ReportTo};
@@ -326,7 +326,7 @@ keys! {
 
         section "Process";
         /// First word of every random key.
-        pub seed: u64 = 42,
+        pub seed: u64 = 42 => SEED,
         /// Sums of libtorch's operations and of attention in one order in every run, and products by algorithms that no clock
         /// chose; on a GPU attention's backward then takes twice as long.
         pub full_determinism: bool = false,

@@ -25,6 +25,9 @@ pub(crate) const BELOW_ONE: Range = Range { high_is_in: false, ..from_to(0.0, 1.
 pub(crate) const ABOVE_ZERO: Range = Range { low_is_in: false, ..from_to(0.0, 1.0) };
 /// Penalties: 0 or less.
 pub(crate) const NOT_POSITIVE: Range = from_to(-1e6, 0.0);
+/// First words of random keys.
+pub(crate) const SEED: Range =
+    at_least(0.0).because("at most 9223372036854775807 (2^63 - 1), where TOML's integers end");
 /// Times to wait in seconds, below a year.
 pub(crate) const SECONDS: Range = Range { low_is_in: false, high_is_in: false, ..from_to(0.0, 365.0 * 86_400.0) };
 

@@ -256,7 +256,7 @@ fn to_json(value: &DeValue<'_>) -> std::result::Result<Value, String> {
     Ok(match value {
         DeValue::String(text) => text.as_ref().into(),
         DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
-            .map_err(|_| format!("{} does not fit 64 bits", number.as_str()))?
+            .map_err(|_| format!("{} is beyond TOML's integers, which have 64 bits with a sign", number.as_str()))?
             .into(),
         DeValue::Float(number) => {
             let parsed = number.as_str().parse().ok().and_then(Number::from_f64);

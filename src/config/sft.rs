@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::field::{keys, names};
-use super::range::{COUNT, SECONDS, above, from_to};
+use super::range::{COUNT, SECONDS, SEED, above, from_to};
 use super::{
     DataConfig, Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, MixedPrecision, OptimizerConfig,
     Quantization, ResidualDtype, ZeroConfig,
@@ -74,7 +74,7 @@ keys! {
         /// Newest checkpoints kept; `none` keeps all.
         pub save_total_limit: Option<usize> = None => COUNT,
         /// First word of every random key.
-        pub seed: u64 = 42,
+        pub seed: u64 = 42 => SEED,
         /// Longest wait for peers in a collective, in seconds.
         pub collective_timeout_s: f64 = 600.0 => SECONDS,
         /// Longest silence of another node before it counts as gone, in seconds. A process that ends is noticed at once.

@@ -279,7 +279,7 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["eval_steps=5"], "as eval_steps is set"),
         (&["fault=1:2"], "rank:step:phase:kind"),
         (&["adam_beta2=1"], "in [0, 1)"),
-        (&["seed=9223372036854775808"], "a whole number"),
+        (&["seed=9223372036854775808"], "a whole number of at least 0: at most 9223372036854775807 (2^63 - 1)"),
         (&["max_num_seqs=9223372036854775807"], "1 to 2147483648"),
         (&["heartbeat.wake_s=0"], "in (0, 31536000)"),
     ] {

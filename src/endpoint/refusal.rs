@@ -62,7 +62,7 @@ fn in_plain_words(error: &str) -> String {
     let Some((start, expected)) = error.rsplit_once("expected ") else { return error.to_owned() };
     let expected = match expected {
         "usize" | "u64" | "u32" => "a whole number of at least 0",
-        "i64" => "a whole number",
+        "i64" => "a whole number from -2^63 to 2^63 - 1",
         "f32" | "f64" => "a number",
         "a sequence" => "a list",
         "a map" => "an object",
@@ -81,6 +81,8 @@ mod tests {
         let of = |error: Result<usize, serde_json::Error>| message(&error.unwrap_err().to_string());
         let expected = "n: invalid value: integer `-1`, expected a whole number of at least 0";
         assert_eq!(of(serde_json::from_value(json!(-1))), expected);
+        let beyond = serde_json::from_value::<i64>(json!(1_u64 << 63)).unwrap_err().to_string();
+        assert!(message(&beyond).ends_with("expected a whole number from -2^63 to 2^63 - 1"), "{beyond}");
         let text = serde_json::from_value::<f32>(json!("hot")).unwrap_err().to_string();
         assert!(message(&text).ends_with("\"hot\", expected a number"), "{text}");
         assert_eq!(message("of a kind of its own"), "n: of a kind of its own");

@@ -97,7 +97,7 @@ pub struct InitArgs {
     #[arg(long)]
     pub output: PathBuf,
     /// Key of the random weights
-    #[arg(long, default_value_t = 42)]
+    #[arg(long, default_value_t = 42, value_parser = super::seed)]
     pub seed: u64,
 }
 

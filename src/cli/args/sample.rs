@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{count, number, word};
+use super::{count, number, seed, word};
 use crate::config::{EngineShape, HeartbeatConfig, PipelinePartition, PromptFormat, ResidualDtype, RewardConfig};
 use crate::metrics::check_samples_file;
 use crate::phase::Fault;
@@ -55,7 +55,7 @@ pub struct SamplingArgs {
     #[arg(long, default_value_t = 512, value_parser = count)]
     pub max_completion_length: usize,
     /// First word of every random key
-    #[arg(long, default_value_t = 42)]
+    #[arg(long, default_value_t = 42, value_parser = seed)]
     pub seed: u64,
     /// Ranks that share one engine
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
