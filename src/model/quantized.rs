@@ -18,7 +18,7 @@ pub struct QuantizedBlock {
 #[derive(Debug)]
 enum Stored {
     Matrix(Nf4),
-    /// Norms, biases and routers.
+    /// Norms, biases, routers, and of delta nets the convolution and the gates' parameters.
     Plain(Tensor),
 }
 
@@ -75,11 +75,24 @@ impl QuantizedBlock {
     /// # Errors
     /// The errors of the kernel.
     pub fn dequantize(&self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
+        self.copy_plain(layout, flat)?;
         for (tensor, stored) in &self.parts {
-            let mut view = tensor.view(layout, flat);
-            match stored {
-                Stored::Matrix(matrix) => matrix.dequantize(&mut groups_of_rows(&view))?,
-                Stored::Plain(values) => view.f_copy_(&values.view_as(&view))?,
+            if let Stored::Matrix(matrix) = stored {
+                matrix.dequantize(&mut groups_of_rows(&tensor.view(layout, flat)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what is not quantised alone to the block's flat tensor [layout.len].
+    ///
+    /// # Errors
+    /// The errors of the device.
+    pub fn copy_plain(&self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
+        for (tensor, stored) in &self.parts {
+            if let Stored::Plain(values) = stored {
+                let mut view = tensor.view(layout, flat);
+                view.f_copy_(&values.view_as(&view))?;
             }
         }
         Ok(())
@@ -154,8 +167,12 @@ mod tests {
             let quantized = QuantizedBlock::quantize(&spec, &layout, &flat, &levels).unwrap();
             let back = Tensor::zeros([layout.len as i64], (Kind::BFloat16, Device::Cpu));
             quantized.dequantize(&layout, &back).unwrap();
+            let plain = back.zeros_like();
+            quantized.copy_plain(&layout, &plain).unwrap();
             for tensor in tensors(&spec, layout.unit) {
                 let (own, source) = (tensor.view(&layout, &back), tensor.view(&layout, &flat));
+                let expected = if tensor.is_projection() { source.zeros_like() } else { source.shallow_clone() };
+                assert!(tensor.view(&layout, &plain).equal(&expected), "{} by itself", tensor.name);
                 if tensor.is_projection() {
                     let [rows, columns] = tensor.shape[..] else { unreachable!() };
                     let matrix = Nf4::quantize(&source.reshape([rows, columns]), &levels).unwrap();

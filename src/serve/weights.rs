@@ -141,7 +141,7 @@ impl EngineSlices {
                         let layout = table.unit(of);
                         let block = buffers[layer % NUM_DEQUANTIZED].narrow(0, 0, layout.len as i64);
                         if copies {
-                            quantized[layer].dequantize(layout, &block)?;
+                            quantized[layer].copy_plain(layout, &block)?;
                         }
                         Ok(block)
                     }
