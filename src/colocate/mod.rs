@@ -14,7 +14,7 @@ use crate::dist::{Collective, Mesh, World};
 use crate::error::Result;
 use crate::model::Unit;
 use crate::phase::{self, Phase};
-use crate::rollout::{Engine, EngineRanks, EngineWeights, RolloutEngine, SPARE_BYTES, StageTimes};
+use crate::rollout::{Engine, EngineRanks, EngineWeights, RolloutEngine, SPARE_BYTES};
 use crate::serve::EngineSlices;
 use crate::torch;
 use crate::train::{Policy, Reference, Sequence};
@@ -177,14 +177,9 @@ impl Colocated {
         self.learner.policy_mut()
     }
 
-    /// The sleeping engine, for its sizes.
+    /// The sleeping engine, for its sizes and times.
     pub fn engine(&self) -> &Engine {
         &self.engine
-    }
-
-    /// How long this rank's stage of the engine computed and waited since the last call.
-    pub(crate) fn take_stage_times(&mut self) -> StageTimes {
-        self.engine.take_stage_times()
     }
 
     /// The process's place among its peers.

@@ -1,6 +1,7 @@
 //! The generation engine: persistent, asleep between rollouts. Every rank of an engine runs the same scheduler on the same requests,
 //! so nobody drives.
 
+use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -132,7 +133,7 @@ pub struct Engine {
     /// In them, sequences to go on with.
     pub(super) kept: KeptSequences,
     /// Times of this rank's stage in the steps since they were taken last.
-    stage_times: StageTimes,
+    stage_times: Cell<StageTimes>,
 }
 
 impl Engine {
@@ -229,7 +230,7 @@ impl Engine {
             keeps_sequences: false,
             num_blocks: None,
             kept: KeptSequences::default(),
-            stage_times: StageTimes::default(),
+            stage_times: Cell::default(),
         })
     }
 
@@ -244,8 +245,8 @@ impl Engine {
     }
 
     /// How long this rank computed and waited for other stages since the last call; nothing without several stages.
-    pub(crate) fn take_stage_times(&mut self) -> StageTimes {
-        std::mem::take(&mut self.stage_times)
+    pub(crate) fn take_stage_times(&self) -> StageTimes {
+        self.stage_times.take()
     }
 
     /// Keeps the engine's memory mapped while it sleeps.
@@ -383,7 +384,7 @@ impl<'a> RolloutEngine<'a> {
 
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
-        self.engine.stage_times += self.stats.stage;
+        *self.engine.stage_times.get_mut() += self.stats.stage;
         let Engine { gpu, fp8, kv_cache, states, keeps_memory: false, .. } = &mut *self.engine else { return };
         if let Some(gpu) = gpu {
             gpu.sleep();

@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 use crate::dist::World;
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
-use crate::rollout::{Engine, EngineWeights, RolloutEngine, StageTimes};
+use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 
 pub use load::{EngineDivision, ModelService, NamedAdapter, ServeOptions};
 pub use weights::EngineSlices;
@@ -143,12 +143,7 @@ impl Served {
         !self.adapters.is_empty()
     }
 
-    /// How long this rank's stage of the engine computed and waited since the last call.
-    pub(crate) fn take_stage_times(&mut self) -> StageTimes {
-        self.engine.take_stage_times()
-    }
-
-    /// The sleeping engine, for its sizes.
+    /// The sleeping engine, for its sizes and times.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }

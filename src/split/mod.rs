@@ -10,7 +10,7 @@ use tch::Tensor;
 use crate::dist::World;
 use crate::error::Result;
 use crate::phase::{self, Phase};
-use crate::rollout::{RolloutEngine, StageTimes};
+use crate::rollout::{Engine, RolloutEngine};
 use crate::serve::Served;
 use crate::train::{Policy, Reference, Sequence, gather_sequences};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress, await_divergences};
@@ -107,11 +107,11 @@ impl Split {
         world.scope("divergences", self, score, |_| Ok(()), Self::recover)
     }
 
-    /// How long this rank's stage of an engine computed and waited since the last call; nothing on a trainer.
-    pub(crate) fn take_stage_times(&mut self) -> StageTimes {
-        match &mut self.role {
-            SplitRank::Trains(_) => StageTimes::default(),
-            SplitRank::Generates(served) => served.take_stage_times(),
+    /// The sleeping engine of a rank that generates.
+    pub(crate) fn engine(&self) -> Option<&Engine> {
+        match &self.role {
+            SplitRank::Trains(_) => None,
+            SplitRank::Generates(served) => Some(served.engine()),
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::checkpoint::Models;
 use crate::colocate::Colocated;
 use crate::error::Result;
-use crate::rollout::{RolloutEngine, StageTimes};
+use crate::rollout::{Engine, RolloutEngine, StageTimes};
 use crate::split::Split;
 use crate::train::{Policy, Sequence};
 use crate::update::{Divergence, UpdateOptions, UpdateOutcome, UpdateProgress};
@@ -58,12 +58,12 @@ impl PolicyAndEngine {
     }
 
     /// How long this rank's stage of the engine computed and waited since the last call, if layers are in stages.
-    pub(super) fn take_stage_times(&mut self) -> Option<StageTimes> {
-        let times = match self {
-            Self::Colocated(colocated) => colocated.take_stage_times(),
-            Self::Split(split) => split.take_stage_times(),
+    pub(super) fn take_stage_times(&self) -> Option<StageTimes> {
+        let engine = match self {
+            Self::Colocated(colocated) => Some(colocated.engine()),
+            Self::Split(split) => split.engine(),
         };
-        (times != StageTimes::default()).then_some(times)
+        engine.map(Engine::take_stage_times).filter(|times| *times != StageTimes::default())
     }
 
     /// The policy, on a rank that trains.
