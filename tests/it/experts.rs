@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use crate::checkpoint::Runs;
-use crate::program::{MODEL, json_lines, run, stdout_of};
+use crate::program::{json_lines, random_model_of, run, stdout_of};
 
 /// Some of the random model's completions have a reward.
 const REWARD: [&str; 4] = [
@@ -19,19 +19,6 @@ const REWARD: [&str; 4] = [
 fn random_model(folder: &Path) -> PathBuf {
     let sizes = json!({"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 16});
     random_model_of(folder, "configs/arithmetic/config-moe.json", &sizes)
-}
-
-/// Writes a random model of the shape in a file, but for these keys.
-fn random_model_of(folder: &Path, shape: &str, keys: &Value) -> PathBuf {
-    let (config, model) = (folder.join("config.json"), folder.join("model"));
-    let mut shape: Value = serde_json::from_str(&std::fs::read_to_string(shape).unwrap()).unwrap();
-    for (key, value) in keys.as_object().unwrap() {
-        shape[key] = value.clone();
-    }
-    std::fs::write(&config, shape.to_string()).unwrap();
-    let (config, output) = (config.display(), model.display());
-    stdout_of(&format!("init --config_json {config} --tokenizer {MODEL} --output {output}"));
-    model
 }
 
 /// Greedy completions of a folder with their log-probabilities.

@@ -108,6 +108,19 @@ pub fn copy_of_model(to: &Path) -> PathBuf {
     to.to_owned()
 }
 
+/// Writes a random model of the shape in a file, but for these keys.
+pub fn random_model_of(folder: &Path, shape: &str, keys: &serde_json::Value) -> PathBuf {
+    let (config, model) = (folder.join("config.json"), folder.join("model"));
+    let mut shape: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(shape).unwrap()).unwrap();
+    for (key, value) in keys.as_object().unwrap() {
+        shape[key] = value.clone();
+    }
+    std::fs::write(&config, shape.to_string()).unwrap();
+    let (config, output) = (config.display(), model.display());
+    stdout_of(&format!("init --config_json {config} --tokenizer {MODEL} --output {output}"));
+    model
+}
+
 /// Processes with `text` on their command line.
 pub fn processes_of(text: &Path) -> Vec<String> {
     let has = |pid: &String| {

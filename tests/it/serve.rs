@@ -1,6 +1,7 @@
 //! `colo-grpo serve` and `chat`, as clients see them.
 
 mod adapters;
+mod hybrid;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -20,7 +21,11 @@ struct Server {
 
 impl Server {
     fn start(more: &str) -> Self {
-        let mut child = command(&format!("serve --model {MODEL} --port 0 {more}")).spawn().unwrap();
+        Self::of(MODEL, more)
+    }
+
+    fn of(model: &str, more: &str) -> Self {
+        let mut child = command(&format!("serve --model {model} --port 0 {more}")).spawn().unwrap();
         let line = await_line(&mut child, "listening on http://");
         let address = line.split_once("http://").unwrap().1.trim_end_matches("/v1").to_owned();
         Self { child: Some(child), address }
@@ -125,8 +130,8 @@ fn asked(more: Value) -> Value {
     body
 }
 
-fn generated(more: &str) -> Vec<Value> {
-    let mut command = command(&format!("generate --model {MODEL} --max_completion_length 20 {more}"));
+fn generated(model: &str, more: &str) -> Vec<Value> {
+    let mut command = command(&format!("generate --device cpu --model {model} --max_completion_length 20 {more}"));
     let ended = end(command.args(["--prompt", QUESTION]).spawn().unwrap());
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     json_lines(&ended.stdout)
@@ -171,7 +176,7 @@ fn bodies() -> Vec<Value> {
 fn answers_are_those_of_generate_and_streams_those_of_whole_answers() {
     let server = Server::start("");
     for (body, options) in [(&bodies()[0], "--temperature 0"), (&bodies()[1], "--seed 7 -n 3")] {
-        let (choices, lines) = (server.choices("/v1/completions", body), generated(options));
+        let (choices, lines) = (server.choices("/v1/completions", body), generated(MODEL, options));
         assert_eq!(choices.len(), lines.len());
         for (choice, line) in choices.iter().zip(&lines) {
             assert_eq!(choice["text"], line["completion"], "{options}");
@@ -197,7 +202,7 @@ fn answers_are_those_of_generate_and_streams_those_of_whole_answers() {
     let chat = json!({"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "logprobs": true,
         "return_token_ids": true, "max_tokens": 20});
     let whole = server.choices("/v1/chat/completions", &chat);
-    assert_eq!(whole[0]["message"]["content"], generated("--temperature 0 --chat")[0]["completion"]);
+    assert_eq!(whole[0]["message"]["content"], generated(MODEL, "--temperature 0 --chat")[0]["completion"]);
     assert_eq!(
         whole[0]["logprobs"]["content"].as_array().unwrap().len(),
         whole[0]["token_ids"].as_array().unwrap().len()
@@ -391,7 +396,7 @@ fn a_conversation_in_the_terminal_goes_on_until_it_is_reset() {
     let ended = end(chat);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     let answers: Vec<&str> = ended.stdout.lines().collect();
-    let alone = generated("--temperature 0 --chat")[0]["completion"].clone();
+    let alone = generated(MODEL, "--temperature 0 --chat")[0]["completion"].clone();
     assert_eq!(answers.len(), 3, "{answers:?}");
     assert_eq!((json!(answers[0]), json!(answers[1])), (alone.clone(), alone));
     assert!(ended.stderr.contains("/reset begins a new conversation"), "{}", ended.stderr);

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-use super::{QUESTION, Server, asked};
-use crate::program::{MODEL, command, end, json_lines, run};
+use super::{QUESTION, Server, asked, generated};
+use crate::program::{MODEL, command, end, run};
 
 /// Adapters of the demo's model that change what it says.
 fn write(folder: &Path, r: usize, factor: f64) {
@@ -23,13 +23,6 @@ fn write(folder: &Path, r: usize, factor: f64) {
     let unit = |len: usize| (Tensor::arange(len as i64, (Kind::Float, Device::Cpu)) * factor).sin() * 0.1;
     let mut units = table.units.iter().map(|layout| Ok(unit(layout.len)));
     write_adapters(folder, &table, &lora, &base, Kind::Float, &mut units).unwrap();
-}
-
-fn generated(model: &str, more: &str) -> Vec<Value> {
-    let mut command = command(&format!("generate --device cpu --model {model} --max_completion_length 20 {more}"));
-    let ended = end(command.args(["--prompt", QUESTION]).spawn().unwrap());
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    json_lines(&ended.stdout)
 }
 
 /// Two folders of adapters, and the option that names them `one` and `two`.
