@@ -2,6 +2,7 @@
 //! one B [out, r] a projection, or a projection of an expert.
 #![allow(unsafe_code)]
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
@@ -123,20 +124,19 @@ impl AdapterFiles {
     }
 
     fn check(&self) -> Result<()> {
-        let mut expected = 0;
+        let mut expected = BTreeSet::new();
         for layer in 0..self.spec.num_layers {
             tensors(&self.spec, &self.lora, Unit::Block(layer), &mut |tensor| {
-                expected += 1;
+                expected.insert(tensor.name.clone());
                 self.file.check(&tensor.name, &tensor.shape)
             })?;
         }
-        let found = self.file.names().len();
-        if found != expected {
-            let message =
-                format!("{found} tensors, expected {expected}: other projections or layers than {CONFIG} says");
-            return Err(Error::bad_file(&self.file.path, message));
-        }
-        Ok(())
+        let Some(other) = self.file.names().into_iter().find(|name| !expected.contains(name)) else { return Ok(()) };
+        let message = format!(
+            "{other} is not served: expected A and B of projections that lora.target_modules can name, in the model's {} layers",
+            self.spec.num_layers
+        );
+        Err(Error::bad_file(&self.file.path, message))
     }
 }
 

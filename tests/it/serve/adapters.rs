@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::TargetModule;
 use colo_grpo::internal::model::{LoraSpec, ModelSpec, ParamTable, write_adapters};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
@@ -121,4 +122,21 @@ fn adapters_that_cannot_be_served_are_told_at_the_start() {
     ] {
         run(&format!("serve --port 0 {arguments}")).assert_error(&arguments, code, &[expected]);
     }
+}
+
+/// What PEFT adapts and this program does not is named.
+#[test]
+fn an_adapter_of_a_projection_that_is_not_served_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), 2, 1.0);
+    let path = folder.path().join("adapter_model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let own = SafeTensors::deserialize(&bytes).unwrap();
+    let other = "base_model.model.model.layers.0.linear_attn.in_proj_qkvz.lora_A.weight";
+    let view = TensorView::new(Dtype::F32, vec![2], &[0; 8]).unwrap();
+    safetensors::serialize_to_file(own.iter().chain([(other, view)]), None, &path).unwrap();
+    let (folder, expected) =
+        (folder.path().display(), format!("{other} is not served: expected A and B of projections"));
+    run(&format!("generate --model {folder} --prompt what")).assert_error("generate", 3, &[&expected]);
+    run(&format!("serve --port 0 --model {MODEL} --adapter one={folder}")).assert_error("serve", 3, &[&expected]);
 }
