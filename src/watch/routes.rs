@@ -53,7 +53,9 @@ async fn check_host(State(host): State<Arc<String>>, request: Request, next: Nex
     let asked = name_of_host(request.headers());
     let is_known = match host.parse::<IpAddr>() {
         Ok(address) if address.is_unspecified() => true, // whoever listens everywhere has let others in
-        _ => asked.is_none_or(|asked| [host.as_str(), "localhost", "127.0.0.1", "[::1]"].contains(&asked)),
+        _ => asked.is_none_or(|asked| {
+            [&*host, "localhost", "127.0.0.1", "[::1]"].iter().any(|known| known.eq_ignore_ascii_case(asked))
+        }),
     };
     match is_known {
         true => next.run(request).await,

@@ -134,8 +134,7 @@ impl SampleFilter {
 /// A page of completions as HTML, and how many pages there are.
 pub(super) fn page(title: &str, rows: &[CompletionRow], filter: &SampleFilter, page: usize) -> (String, usize) {
     let groups = filter.groups(rows);
-    let shown = groups.iter().skip(page * PROMPTS_PER_PAGE).take(PROMPTS_PER_PAGE);
-    let html: String = shown.map(|group| article(group)).collect();
+    let html: String = on_page(&groups, page).iter().map(|group| article(group)).collect();
     let head = format!("<p class=\"summary\">{}</p>", summary(title, rows, &groups));
     (format!("{head}<div class=\"groups\">{html}</div>"), groups.len().div_ceil(PROMPTS_PER_PAGE))
 }
@@ -159,12 +158,17 @@ pub(super) fn compared(
         pairs = (0..left.len().max(right.len())).map(|index| [left.get(index), right.get(index)]).collect();
     }
     let side = |group: Option<&Vec<&CompletionRow>>| group.map_or_else(String::new, |group| article(group));
-    let shown = pairs.iter().skip(page * PROMPTS_PER_PAGE).take(PROMPTS_PER_PAGE);
-    let html: String = shown.map(|pair| format!("<div>{}</div><div>{}</div>", side(pair[0]), side(pair[1]))).collect();
+    let both = |pair: &[_; 2]| format!("<div>{}</div><div>{}</div>", side(pair[0]), side(pair[1]));
+    let html: String = on_page(&pairs, page).iter().map(both).collect();
     let [first, second] = [(titles[0], rows[0], &left), (titles[1], rows[1], &right)]
         .map(|(title, rows, groups)| format!("<p class=\"summary\">{}</p>", summary(title, rows, groups)));
     let html = format!("<div class=\"pairs\">{first}{second}{html}</div>");
     (format!("<p>{note}</p>{html}"), pairs.len().div_ceil(PROMPTS_PER_PAGE))
+}
+
+/// What a page shows; nothing behind the last one.
+fn on_page<T>(prompts: &[T], page: usize) -> &[T] {
+    prompts.chunks(PROMPTS_PER_PAGE).nth(page).unwrap_or_default()
 }
 
 fn article(group: &[&CompletionRow]) -> String {
@@ -229,6 +233,10 @@ mod tests {
         let (html, _) = page("<i>", &rows(), &SampleFilter::default(), 0);
         assert!(html.contains("3 of 3 completions, of 2 prompts; mean reward 0.5") && html.contains("&lt;i&gt;"));
         assert!(html.find("Good") < html.find("bad"), "the best first");
+        for behind in [1, usize::MAX] {
+            let (html, pages) = page("run, step 3", &rows(), &SampleFilter::default(), behind);
+            assert!(pages == 1 && html.ends_with("<div class=\"groups\"></div>"), "page {behind}: {html}");
+        }
     }
 
     #[test]
@@ -237,6 +245,8 @@ mod tests {
         let both = |rows: [&[CompletionRow]; 2]| compared(["a", "b"], rows, &SampleFilter::default(), 0).0;
         let html = both([&rows(), &other]);
         assert!(html.contains("1 prompt in both") && html.contains("later") && !html.contains("new"), "{html}");
+        let (behind, _) = compared(["a", "b"], [&rows(), &other], &SampleFilter::default(), usize::MAX);
+        assert!(behind.contains("1 prompt in both") && !behind.contains("later"), "{behind}");
         let html = both([&rows()[2..], &other]);
         assert!(html.contains("No prompt is in both") && html.contains("later") && html.contains("new"), "{html}");
     }

@@ -150,7 +150,7 @@ fn what_is_asked_wrongly_is_refused_and_strangers_pages_are() {
         assert!(got == status && message.contains(fragment), "{path}: {got} {message}");
     }
     for (method, host, status) in
-        [("POST", "localhost", "405"), ("GET", "evil.example", "403"), ("GET", "localhost:1", "200")]
+        [("POST", "localhost", "405"), ("GET", "evil.example", "403"), ("GET", "LocalHost:1", "200")]
     {
         let (head, _) = watcher.call(method, "/live", host);
         assert!(head.starts_with(&format!("HTTP/1.0 {status}")), "{method} {host}: {head}");
