@@ -184,9 +184,9 @@ impl GenerateBench {
                 self.run(world, &mut served, repeat, self.longest().min(WARM_UP_TOKENS))?;
                 continue;
             }
-            served.take_stage_times();
+            served.engine().take_stage_times();
             let (whole, generated, of_steps) = self.run(world, &mut served, repeat, self.longest())?;
-            times += served.take_stage_times();
+            times += served.engine().take_stage_times();
             tokens = generated;
             seconds.push(whole);
             prefill_seconds.push(prefill);

@@ -4,9 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use colo_grpo::internal::config::{
-    EngineShape, GradientCheckpointing, KvCacheDtype, RolloutQuantization, StateDtype,
-};
+use colo_grpo::internal::config::{EngineShape, GradientCheckpointing, KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::internal::dist::{Backend, Mesh, World};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles};
