@@ -149,6 +149,13 @@ struct EngineTimes {
     idle_shares: Option<Vec<f64>>,
 }
 
+/// Share of its time that each rank's stage waited for others, to a thousandth. Collective.
+fn idle_shares(world: &World, own: StageTimes) -> Result<Vec<f64>> {
+    let own = [own.waiting, own.computing + own.waiting].map(|time| time.as_secs_f64());
+    let all = all_gather_f64(&*world.group(), &own)?;
+    Ok(all.iter().map(|times| (1e3 * times[0] / times[1]).round() / 1e3).collect())
+}
+
 impl GenerateBench {
     /// Tokens per second of a fresh engine, and the engine.
     pub(super) fn rate(&self, world: &Arc<World>) -> Result<(f64, Served)> {
@@ -162,8 +169,8 @@ impl GenerateBench {
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*self.spec).clone() });
         let (kind, device) = (self.kind, world.device());
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
-        let options = EngineOptions { strict, ..self.options(world)? };
-        let stages = self.stages()?;
+        let stages = Stages::new(&self.spec, self.engine.pipeline_parallel_size, &self.pipeline_partition)?;
+        let options = EngineOptions { strict, ..self.options(world, &stages) };
         let engine = Engine::in_stages(spec.clone(), tokenizer, options, EngineRanks::new(mesh, stages))?;
         let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
         let table = Arc::new(ParamTable::new(spec, 1));
@@ -192,15 +199,14 @@ impl GenerateBench {
             prefill_seconds.push(prefill);
             steps.add(&of_steps);
         }
-        let own = [times.waiting, times.computing + times.waiting].map(|time| time.as_secs_f64());
-        let all = all_gather_f64(&*world.group(), &own)?;
-        let idle_shares = all.iter().map(|times| (1e3 * times[0] / times[1]).round() / 1e3).collect();
+        let has_stages = self.engine.pipeline_parallel_size > 1;
+        let idle_shares = has_stages.then(|| idle_shares(world, times)).transpose()?;
         let times = EngineTimes {
             seconds: median(seconds),
             prefill_seconds: median(prefill_seconds),
             tokens,
             steps,
-            idle_shares: (self.engine.pipeline_parallel_size > 1).then_some(idle_shares),
+            idle_shares,
         };
         Ok((times, served))
     }
@@ -217,17 +223,13 @@ impl GenerateBench {
         if self.max_num_seqs == 0 { self.num_sequences() } else { self.max_num_seqs }
     }
 
-    fn stages(&self) -> Result<Stages> {
-        Stages::new(&self.spec, self.engine.pipeline_parallel_size, &self.pipeline_partition)
-    }
-
-    fn options(&self, world: &World) -> Result<EngineOptions> {
+    fn options(&self, world: &World, stages: &Stages) -> EngineOptions {
         let max_model_length = self.prompt_len + self.longest();
         let blocks = self.max_num_seqs() * max_model_length.div_ceil(BLOCK_SIZE);
         let cache_kind = cache_kind(self.kv_cache_dtype, self.kind);
-        let fullest = fullest_stage(&self.spec, &self.stages()?);
+        let fullest = fullest_stage(&self.spec, stages);
         let block_bytes = kv_block_bytes(&fullest, self.engine.tensor_parallel_size, BLOCK_SIZE, cache_kind);
-        Ok(EngineOptions {
+        EngineOptions {
             kv_cache_bytes: blocks * block_bytes,
             block_size: BLOCK_SIZE,
             max_num_seqs: self.max_num_seqs(),
@@ -242,7 +244,7 @@ impl GenerateBench {
             strict: self.strict,
             spread_lengths: self.completion_spread,
             records_experts: false,
-        })
+        }
     }
 
     /// One generation: seconds of the slowest rank, tokens of all, and this rank's steps.

@@ -15,7 +15,7 @@ use crate::bench::{
     CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, StepBench, TrainBench,
     bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_step, bench_train, compare,
 };
-use crate::config::{EngineShape, OptimizerName, Quantization};
+use crate::config::{OptimizerName, Quantization};
 use crate::cuda::{Placement, residual_kind};
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
@@ -108,10 +108,7 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         state_dtype: args.state_dtype,
         strict: args.strict,
         profile: args.profile,
-        engine: EngineShape {
-            tensor_parallel_size: args.tensor_parallel_size,
-            pipeline_parallel_size: args.pipeline.pipeline_parallel_size,
-        },
+        engine: args.pipeline.engine_shape(args.tensor_parallel_size),
         pipeline_partition: args.pipeline.sizes().to_vec(),
         repeats: args.repeats,
     };

@@ -13,6 +13,17 @@ use super::{
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
+impl StateDtype {
+    /// Refuses states of gated delta nets that are rounded between the steps of a `strict` engine.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `mamba_ssm_cache_dtype`.
+    pub(crate) fn check_strict(self, strict: bool) -> Result<()> {
+        let whole = "float32: with strict = true a completion's bits do not depend on how it is cut into steps, after each of which states are rounded";
+        check("mamba_ssm_cache_dtype", self.name(), !strict || self == Self::Float32, whole)
+    }
+}
+
 impl Config {
     /// The only way from what was written to a run.
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
@@ -119,9 +130,8 @@ impl Config {
         if self.kv_cache_dtype == KvCacheDtype::Fp8 {
             self.check_is_corrected("kv_cache_dtype = fp8")?;
         }
+        self.mamba_ssm_cache_dtype.check_strict(self.strict)?;
         if self.mamba_ssm_cache_dtype == StateDtype::Bfloat16 {
-            let whole = "float32: with strict = true a completion's bits do not depend on how it is cut into steps, after each of which states are rounded";
-            check("mamba_ssm_cache_dtype", "bfloat16", !self.strict, whole)?;
             self.check_is_corrected("mamba_ssm_cache_dtype = bfloat16")?;
         }
         let alone = "false: sums over the ranks of an engine change with the batch, or tensor_parallel_size = 1";

@@ -339,7 +339,7 @@ impl ModelSpec {
     /// Whether the kernels of a GPU serve this shape with weights of `kind`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served, or for gated delta nets with experts.
+    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
     pub fn validate_gpu(&self, kind: Kind, folder: &Path) -> Result<()> {
         let sizes = DecoderSizes { head_dim: self.head_dim, hidden_size: self.hidden_size };
         let Some(Unserved { name, got, served }) = unserved(sizes, kind) else { return Ok(()) };

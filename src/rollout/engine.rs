@@ -189,10 +189,7 @@ impl Engine {
         if options.kv_cache_dtype == KvCacheDtype::Fp8 {
             check_fp8_cache(options.kind, options.device)?;
         }
-        if options.strict && options.state_dtype == StateDtype::Bfloat16 {
-            let expected = "float32: with strict = true a completion's bits do not depend on how it is cut into steps, after each of which states are rounded";
-            return Err(Error::invalid_value("mamba_ssm_cache_dtype", options.state_dtype.name(), expected));
-        }
+        options.state_dtype.check_strict(options.strict)?;
         let own = match ranks.stages.count() {
             1 => spec.clone(),
             _ => Arc::new(spec.of_layers(&ranks.stage().layers)),

@@ -58,7 +58,8 @@ impl EngineDivision<'_> {
     /// The model in `folder` and its stages, by its `config.json` alone.
     ///
     /// # Errors
-    /// What is wrong with the file; [`Error::InvalidValue`] for a division that the model does not allow.
+    /// [`Error::Io`] and [`Error::BadFile`] for a `config.json` that cannot be read or is not served; [`Error::InvalidValue`] for a division
+    /// that the model does not allow.
     pub fn of_model(&self, folder: &Path, on_gpu: bool) -> Result<(Arc<ModelSpec>, Stages)> {
         let EngineShape { tensor_parallel_size, pipeline_parallel_size } = self.shape;
         let spec = ModelSpec::from_folder(folder)?.with_expert_parallel(self.enable_expert_parallel)?;

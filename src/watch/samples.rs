@@ -166,7 +166,7 @@ pub(super) fn compared(
     (format!("<p>{note}</p>{html}"), pairs.len().div_ceil(PROMPTS_PER_PAGE))
 }
 
-/// What a page shows; nothing behind the last one.
+/// The prompts that page number `page` shows; none where it is behind the last one.
 fn on_page<T>(prompts: &[T], page: usize) -> &[T] {
     prompts.chunks(PROMPTS_PER_PAGE).nth(page).unwrap_or_default()
 }

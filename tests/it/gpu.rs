@@ -125,12 +125,15 @@ fn gpu_eight_ranks_sample_what_the_cpu_does() {
     ranks::run_on_gpus(8, "gpu::gpu_eight_ranks_sample_what_the_cpu_does", |world| samples_what_the_cpu_does(world, 4));
 }
 
+/// An engine whose layers are in two stages of one rank each.
+const IN_TWO_STAGES: EngineShape = EngineShape { tensor_parallel_size: 1, pipeline_parallel_size: 2 };
+
 /// Layers in two stages, one on each GPU.
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_in_stages_sample_what_the_cpu_does() {
     ranks::run_on_gpus(2, "gpu::gpu_two_ranks_in_stages_sample_what_the_cpu_does", |world| {
-        samples_what_the_cpu_does(world, EngineShape { tensor_parallel_size: 1, pipeline_parallel_size: 2 });
+        samples_what_the_cpu_does(world, IN_TWO_STAGES);
     });
 }
 
@@ -139,7 +142,7 @@ fn gpu_two_ranks_in_stages_sample_what_the_cpu_does() {
 #[ignore = "needs four GPUs"]
 fn gpu_four_ranks_in_stages_sample_what_the_cpu_does() {
     ranks::run_on_gpus(4, "gpu::gpu_four_ranks_in_stages_sample_what_the_cpu_does", |world| {
-        samples_what_the_cpu_does(world, EngineShape { tensor_parallel_size: 2, pipeline_parallel_size: 2 });
+        samples_what_the_cpu_does(world, EngineShape { tensor_parallel_size: 2, ..IN_TWO_STAGES });
     });
 }
 
@@ -199,7 +202,7 @@ fn gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus() {
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_in_stages_bfloat16_logprobs_are_near_the_cpus() {
     ranks::run_on_gpus(2, "gpu::gpu_two_ranks_in_stages_bfloat16_logprobs_are_near_the_cpus", |world| {
-        ranks_sample_near_the_cpus(world, EngineShape { tensor_parallel_size: 1, pipeline_parallel_size: 2 });
+        ranks_sample_near_the_cpus(world, IN_TWO_STAGES);
     });
 }
 

@@ -75,9 +75,7 @@ pub struct SamplingArgs {
 impl SamplingArgs {
     /// The ranks of one engine.
     pub fn engine_shape(&self) -> EngineShape {
-        let (tensor_parallel_size, pipeline_parallel_size) =
-            (self.tensor_parallel_size, self.pipeline.pipeline_parallel_size);
-        EngineShape { tensor_parallel_size, pipeline_parallel_size }
+        self.pipeline.engine_shape(self.tensor_parallel_size)
     }
 
     /// How the ranks of one engine share the model.
@@ -103,6 +101,11 @@ pub struct PipelineArgs {
 }
 
 impl PipelineArgs {
+    /// Ranks of an engine with so many for each stage.
+    pub fn engine_shape(&self, tensor_parallel_size: usize) -> EngineShape {
+        EngineShape { tensor_parallel_size, pipeline_parallel_size: self.pipeline_parallel_size }
+    }
+
     /// Layers of each stage, if they are given.
     pub fn sizes(&self) -> &[usize] {
         self.pipeline_partition.as_ref().map_or(&[], |partition| &partition.0)

@@ -3,7 +3,6 @@
 use clap::Args;
 
 use super::{PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
-use crate::config::EngineShape;
 use crate::data::ToolCallParser;
 use crate::error::{Error, Result};
 use crate::launch;
@@ -124,10 +123,9 @@ impl ServeArgs {
     /// # Errors
     /// [`Error::InvalidValue`] for stages that do not divide them.
     pub fn division(&self, num_ranks: usize) -> Result<EngineDivision<'_>> {
-        let pipeline_parallel_size = self.pipeline.pipeline_parallel_size;
-        EngineShape { pipeline_parallel_size, ..1.into() }.check_divides(num_ranks, "generate")?;
+        self.pipeline.engine_shape(1).check_divides(num_ranks, "generate")?;
         Ok(EngineDivision {
-            shape: EngineShape { tensor_parallel_size: num_ranks / pipeline_parallel_size, pipeline_parallel_size },
+            shape: self.pipeline.engine_shape(num_ranks / self.pipeline.pipeline_parallel_size),
             pipeline_partition: self.pipeline.sizes(),
             enable_expert_parallel: self.enable_expert_parallel,
         })

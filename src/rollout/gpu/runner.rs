@@ -181,7 +181,8 @@ impl<'a> GpuRunner<'a> {
         Ok(rows.into_iter().zip(sampler.top_logprobs(&logits, &asking)?).collect())
     }
 
-    /// What goes from stage to stage before a step of so many rows, or without one.
+    /// Queues the exchange between an engine's stages that comes before a step of `rows` rows, or before none; nothing where there is one
+    /// stage.
     fn tick(&mut self, rows: Option<usize>) -> Result<()> {
         let GpuState { buffers, tokens, stream, .. } = &mut *self.state;
         let (Some(line), Some(tokens)) = (&mut self.line, tokens) else { return Ok(()) };

@@ -54,7 +54,7 @@ pub(in crate::rollout) struct GpuState {
     /// For the experts of a step's tokens, where they are recorded.
     pub(super) record_downloads: Option<[PinnedWords; 2]>,
     pub(super) strict: bool,
-    /// Of an engine in stages.
+    /// Tokens of the steps under way, where an engine's layers are in stages.
     pub(super) tokens: Option<StageTokens>,
 }
 
