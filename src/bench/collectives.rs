@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::{device_name, median, seconds, synchronize};
-use crate::cuda::kernels::{NormOptions, RowSums};
+use crate::cuda::kernels::{NormOptions, NormedRows, RowSums};
 use crate::cuda::{Context, Graph, TorchStream};
 use crate::dist::{Collective, ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
@@ -129,8 +129,8 @@ fn own_all_reduce(bytes: usize, world: &World, ordinal: usize) -> Result<Option<
     let sums = RowSums::new(memory, most, HIDDEN)?;
     let zeros = |rows: usize| Tensor::f_zeros([rows as i64, HIDDEN as i64], (Kind::BFloat16, world.device()));
     let (mut x, weight, way) = (zeros(rows)?, zeros(1)?, sums.way(rows));
-    let time =
-        in_graph(world, ordinal, |call| sums.add_rms_norm(way, call % 2, &mut x, &weight, NormOptions::plain(1e-6)))?;
+    let (norm, leaves) = (NormOptions::plain(1e-6), NormedRows::Plain);
+    let time = in_graph(world, ordinal, |call| sums.add_rms_norm(way, call % 2, &mut x, &weight, norm, leaves))?;
     let mut row = TimedCollective::AllReduce.row(rows * 2 * HIDDEN, world.size(), time, true);
     row["op"] = json!("all_reduce_add_rms_norm");
     row["way"] = json!(format!("{way:?}").to_lowercase());

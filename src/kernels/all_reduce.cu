@@ -2,6 +2,8 @@
 // it, in one launch: x += the ranks' parts, added in rank order in float32, rounded once to the type X of x;
 // y = x / sqrt(mean(x^2) + eps) * (centre + weight). N ranks, T rows of D = 8 packs-of-bf16 elements; one thread has one pack of a row.
 //
+// Where the next product is in FP8, y is rounded to e4m3 with a scale for each row, and written itself only if it is asked for, too.
+//
 // Every rank maps every other's memory, which begins with `Control` and is laid out alike on all. Two ways, the same bits:
 //   read     Ranks meet, then each reads all parts and sums all rows.
 //   share    Ranks meet, then each sums and norms every N-th row, whose x it alone keeps from then on, and writes y to all,
@@ -12,7 +14,7 @@
 // Calls are counted on the device, so that a recorded launch can be replayed. Two calls in a row must have their parts in
 // different places: a rank that has finished the later one knows that all have read the earlier one's, not that all have read
 // the later one's. A rank that waits for peers looks at `abort`, too; then it goes on with whatever is there.
-#include "scalar.cuh"
+#include "fp8.cuh"
 
 constexpr int MOST_RANKS = 8;
 constexpr int MOST_BLOCKS = 512;
@@ -20,6 +22,12 @@ constexpr int SPINS = 1024;  // looks at a flag between two at `abort`, which li
 
 struct Ranks {
     char* at[MOST_RANKS];  // the memory of every rank, as this one sees it
+};
+
+// Offsets in every rank's memory of what is made of y, -1 of what is not.
+struct Outputs {
+    long long normed;          // [T, D] bf16
+    long long values, scales;  // [T, D] e4m3, [T] f32
 };
 
 struct Control {
@@ -79,12 +87,38 @@ __device__ __forceinline__ Row norm(
     return y;
 }
 
+// A thread's pack of a row of y in the memory of one rank, or of all. `row` and `at` count rows, and packs from the first row's first on.
+template <int N, bool ALL>
+__device__ __forceinline__ void write(
+    const Ranks& ranks, int rank, const Outputs& to, const Row& y, bool is_in, long long row, long long at
+) {
+#if __CUDA_ARCH__ >= 890
+    if (to.values >= 0) {
+        unsigned bits = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) bits = max(bits, is_in ? y.at[j].bits & 0x7fffu : 0u);
+        const RowScale scale(block_max_bits(bits));
+#pragma unroll
+        for (int r = 0; r < N; ++r) {
+            if (!ALL && r != rank) continue;
+            if (is_in) scale.write(y, reinterpret_cast<unsigned char*>(ranks.at[r] + to.values) + 8 * at);
+            if (threadIdx.x == 0) reinterpret_cast<float*>(ranks.at[r] + to.scales)[row] = scale.scale;
+        }
+    }
+#endif
+    if (!is_in || to.normed < 0) return;
+#pragma unroll
+    for (int r = 0; r < N; ++r) {
+        if (ALL || r == rank) reinterpret_cast<Row*>(ranks.at[r] + to.normed)[at] = y;
+    }
+}
+
 template <typename X, int N, bool SHARE>
 __device__ __forceinline__ void sum_rows(
     const Ranks& ranks,
     int rank,
-    long long parts,   // where a rank's part is in its memory, [T, D]
-    long long normed,  // where y is, [T, D]
+    long long parts,  // where a rank's part is in its memory, [T, D]
+    const Outputs& to,
     const unsigned* abort,
     X* x,                // [T, D]; what is not this rank's to keep is neither read nor written
     const bf16* weight,  // [D]
@@ -119,22 +153,20 @@ __device__ __forceinline__ void sum_rows(
             for (int r = 0; r < N; ++r) add(part[r], sum);
         }
         const Row y = norm(kept, sum, scale, 8ll * packs, eps, centre);
-        if (!is_in) continue;
-        kept_rows[at] = kept;
-#pragma unroll
-        for (int r = 0; r < N; ++r) {
-            if (SHARE || r == rank) reinterpret_cast<Row*>(ranks.at[r] + normed)[at] = y;
-        }
+        if (is_in) kept_rows[at] = kept;
+        write<N, SHARE>(ranks, rank, to, y, is_in, row, at);
     }
     if (SHARE) meet<N, true>(ranks, rank, call, abort);
     if (threadIdx.x == 0) control->calls[blockIdx.x] = call;
 }
 
-#define ALL_REDUCE(NAME, X, N, SHARE)                                                                                \
-    extern "C" __global__ void __launch_bounds__(1024) NAME##_##N(                                                  \
-        const __grid_constant__ Ranks ranks, long long rank, long long parts, long long normed, const unsigned* abort, \
-        X* x, const bf16* weight, long long rows, long long packs, float eps, float centre) {                       \
-        sum_rows<X, N, SHARE>(ranks, rank, parts, normed, abort, x, weight, rows, packs, eps, centre);              \
+#define ALL_REDUCE(NAME, X, N, SHARE)                                                                              \
+    extern "C" __global__ void __launch_bounds__(1024) NAME##_##N(                                                \
+        const __grid_constant__ Ranks ranks, long long rank, long long parts, long long normed, long long values, \
+        long long scales, const unsigned* abort, X* x, const bf16* weight, long long rows, long long packs, float eps, \
+        float centre) {                                                                                           \
+        const Outputs to = {normed, values, scales};                                                              \
+        sum_rows<X, N, SHARE>(ranks, rank, parts, to, abort, x, weight, rows, packs, eps, centre);                \
     }
 #define ALL_REDUCES(NAME, X, SHARE) \
     ALL_REDUCE(NAME, X, 2, SHARE) ALL_REDUCE(NAME, X, 4, SHARE) ALL_REDUCE(NAME, X, 8, SHARE)

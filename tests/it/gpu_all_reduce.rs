@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
-use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, NormOptions, RowSums};
+use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, Fp8Rows, NormOptions, NormedRows, RowSums};
 use colo_grpo::internal::cuda::{Context, CudaEvent, Graph, PeerMemory, TorchStream};
 use colo_grpo::internal::dist::{Collective, World};
 use tch::{Device, Kind, Tensor};
@@ -136,6 +136,7 @@ fn sums_in_rank_order(world: &World) {
             for (turn, kind) in [(0, Kind::BFloat16), (1, Kind::BFloat16), (0, Kind::Float), (1, Kind::Float)] {
                 Case::new(group.as_ref(), (rows, dim), kind).compare(way, turn);
             }
+            Case::new(group.as_ref(), (rows, dim), Kind::BFloat16).compare_rounded(way);
         }
     }
 }
@@ -155,7 +156,7 @@ fn replays_at_any_pace(world: &World) {
             for (call, mut x) in (0..CALLS).zip(xs.split(1, 0)) {
                 let mut part = case.sums.part(call % 2).unwrap().narrow(0, 0, case.rows);
                 part.copy_(&source);
-                case.sums.add_rms_norm(way, call % 2, &mut x, &case.weight, NormOptions::plain(EPS)).unwrap();
+                case.leave(way, call % 2, &mut x, NormedRows::Plain);
             }
             Ok(())
         };
@@ -237,7 +238,17 @@ impl Case {
 
     fn sum(&self, way: AllReduceMethod, turn: usize, x: &mut Tensor) {
         self.sums.part(turn).unwrap().copy_(&self.parts[self.rank]);
-        self.sums.add_rms_norm(way, turn, x, &self.weight, NormOptions::plain(EPS)).unwrap();
+        self.leave(way, turn, x, self.leaves());
+    }
+
+    fn leave(&self, way: AllReduceMethod, turn: usize, x: &mut Tensor, leaves: NormedRows) {
+        self.sums.add_rms_norm(way, turn, x, &self.weight, NormOptions::plain(EPS), leaves).unwrap();
+    }
+
+    /// Both where the chip has e4m3, so that one sum shows all that there is.
+    fn leaves(&self) -> NormedRows {
+        let has_fp8 = self.context.compute_capability().unwrap() >= (8, 9);
+        if has_fp8 { NormedRows::Both } else { NormedRows::Plain }
     }
 
     /// Rows of `x` [.., T, D] that this rank has after a sum.
@@ -252,6 +263,34 @@ impl Case {
         let mut x = self.x.copy();
         self.sum(way, turn, &mut x);
         self.check((way, turn), &x, &self.expected());
+    }
+
+    /// Rounded norms alone leave the place of the plain ones as it is.
+    fn compare_rounded(&self, way: AllReduceMethod) {
+        if self.leaves() == NormedRows::Plain {
+            return;
+        }
+        let _ = self.sums.normed().unwrap().fill_(7.0);
+        let poisoned = self.sums.rounded().unwrap();
+        let _ = (poisoned.values.view_dtype(Kind::Uint8).fill_(0xff), poisoned.scales.shallow_clone().fill_(-1.0));
+        self.sums.part(0).unwrap().copy_(&self.parts[self.rank]);
+        let mut x = self.x.copy();
+        self.leave(way, 0, &mut x, NormedRows::Rounded);
+        self.check_rounded(&format!("{way:?}, alone"), &self.expected().1);
+        assert!(self.sums.normed().unwrap().equal(&self.parts[0].full_like(7.0)), "{way:?} wrote the plain norms, too");
+    }
+
+    fn check_rounded(&self, what: &str, normed: &Tensor) {
+        let (got, shape) = (self.sums.rounded().unwrap(), normed.size());
+        let device = normed.device();
+        let expected = Fp8Rows {
+            values: Tensor::zeros(&shape, (Kind::Float8e4m3fn, device)),
+            scales: Tensor::zeros([shape[0]], (Kind::Float, device)),
+        };
+        kernels::fp8_rows(normed, &expected).unwrap();
+        let bytes = |rows: &Fp8Rows| rows.values.view_dtype(Kind::Uint8);
+        assert!(bytes(&got).equal(&bytes(&expected)), "rounded norms of {what}");
+        assert!(got.scales.equal(&expected.scales), "scales of {what}");
     }
 
     /// x and the norms, by sums one after the other and the norm kernel.
@@ -269,5 +308,8 @@ impl Case {
         let what = format!("{way:?} {turn} {:?} of {:?} on rank {}", x.size(), x.kind(), self.rank);
         assert!(self.own_rows(way, x).equal(&self.own_rows(way, expected)), "x of {what}");
         assert!(self.sums.normed().unwrap().equal(normed), "norms of {what}");
+        if self.leaves() == NormedRows::Both {
+            self.check_rounded(&what, normed);
+        }
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
+use super::fp8::{Fp8Rows, fp8_serves};
 use super::{Argument, address, invalid, kind_name, launch_early};
 use crate::cuda::PeerMemory;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -48,8 +49,19 @@ pub enum AllReduceMethod {
     Share,
 }
 
+/// What a sum leaves of the norms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormedRows {
+    /// Themselves, in bf16.
+    Plain,
+    /// Rounded to e4m3, a scale for each row, as [`fp8_rows`](super::fp8_rows()) does.
+    Rounded,
+    /// Both.
+    Both,
+}
+
 /// Where the sums over a group of up to T rows `[D]` stand in the memory that its ranks map: two places for this rank's parts,
-/// which calls use in turn, and one for the norms.
+/// which calls use in turn, and two for the norms: as they are, and rounded.
 #[derive(Debug, Clone)]
 pub struct RowSums {
     memory: Arc<PeerMemory>,
@@ -66,8 +78,8 @@ impl RowSums {
 
     /// Bytes of every rank's memory for `rows` [D = `dim`].
     pub fn bytes(rows: usize, dim: usize) -> usize {
-        let Places { normed, matrix, .. } = Places::new(rows, dim);
-        normed + matrix
+        let Places { scales, .. } = Places::new(rows, dim);
+        scales + rows * size_of::<f32>()
     }
 
     /// Over memory of [`RowSums::bytes`] at least, which no other rows use.
@@ -116,12 +128,29 @@ impl RowSums {
         self.matrix(self.places().normed)
     }
 
+    /// Whether these are the first rows of [`RowSums::normed`].
+    pub fn are_normed(&self, x: &Tensor) -> bool {
+        x.data_ptr() as usize == self.memory.address() + self.places().normed
+    }
+
+    /// Where the rounded norms are after a call. [T, D]
+    ///
+    /// # Errors
+    /// The errors of [`RowSums::part`].
+    pub fn rounded(&self) -> Result<Fp8Rows> {
+        let places = self.places();
+        let values = self.memory.matrix(places.values, (self.rows, self.dim), Kind::Float8e4m3fn)?;
+        let scales = self.memory.matrix(places.scales, (self.rows, 1), Kind::Float)?.f_view([-1])?;
+        Ok(Fp8Rows { values, scales })
+    }
+
     /// x (f32 or bf16) += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are
     /// x / sqrt(mean(x^2) + eps) * weight, or (1 + weight). `turn` is not that of the call before. After [`AllReduceMethod::Share`] x has only rows i with
     /// i % N = rank, and later calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for tensors that do not fit or too many rows; [`crate::Error::Cuda`].
+    /// [`crate::Error::InvalidArgument`] for tensors that do not fit, too many rows, or rows that are not rounded at this length;
+    /// [`crate::Error::Cuda`].
     pub fn add_rms_norm(
         &self,
         way: AllReduceMethod,
@@ -129,6 +158,7 @@ impl RowSums {
         x: &mut Tensor,
         weight: &Tensor,
         norm: NormOptions,
+        leaves: NormedRows,
     ) -> Result<()> {
         const OP: &str = "RowSums::add_rms_norm";
         let (memory, places) = (&*self.memory, self.places());
@@ -136,6 +166,10 @@ impl RowSums {
         if rows > self.rows {
             return Err(invalid(OP, format!("at most {} rows", self.rows), rows));
         }
+        if leaves != NormedRows::Plain && !fp8_serves([2 * PACK, self.dim]) {
+            return Err(invalid(OP, "rows of a multiple of 16, to be rounded", self.dim));
+        }
+        let place = |is_wanted, place: usize| Argument::Count(if is_wanted { place as i64 } else { -1 });
         let mut ranks = [std::ptr::null_mut::<c_void>(); MOST_RANKS];
         ranks.iter_mut().zip(memory.addresses()).for_each(|(rank, &address)| *rank = address as *mut c_void);
         let packs = self.dim / PACK;
@@ -144,7 +178,9 @@ impl RowSums {
             Argument::Addresses(ranks),
             Argument::Count(memory.rank() as i64),
             Argument::Count(places.parts[turn] as i64),
-            Argument::Count(places.normed as i64),
+            place(leaves != NormedRows::Rounded, places.normed),
+            place(leaves != NormedRows::Plain, places.values),
+            place(leaves != NormedRows::Plain, places.scales),
             Argument::Address(memory.abort_address()),
             address(OP, x, x.kind(), rows * self.dim, gpu)?,
             address(OP, weight, Kind::BFloat16, self.dim, gpu)?,
@@ -172,17 +208,20 @@ impl RowSums {
     }
 }
 
-/// Offsets in every rank's memory, and bytes of a matrix [T, D].
+/// Offsets in every rank's memory.
 struct Places {
     parts: [usize; 2],
     normed: usize,
-    matrix: usize,
+    values: usize,
+    scales: usize,
 }
 
 impl Places {
     fn new(rows: usize, dim: usize) -> Self {
         let (first, matrix) = (CONTROL_BYTES.next_multiple_of(ALIGNMENT), (rows * dim * 2).next_multiple_of(ALIGNMENT));
-        Self { parts: [first, first + matrix], normed: first + 2 * matrix, matrix }
+        let values = first + 3 * matrix;
+        let scales = values + (rows * dim).next_multiple_of(ALIGNMENT);
+        Self { parts: [first, first + matrix], normed: first + 2 * matrix, values, scales }
     }
 }
 

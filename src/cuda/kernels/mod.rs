@@ -44,7 +44,7 @@ pub use adamw::{AdamWScalars, adamw};
 pub use adamw8bit::{MomentCodes, adamw8bit};
 pub use adapt::{adapt, adapt_pays, adapt_serves};
 pub use add_rms_norm::{NormOptions, add_rms_norm};
-pub use all_reduce::{AllReduceMethod, RowSums};
+pub use all_reduce::{AllReduceMethod, NormedRows, RowSums};
 pub use delta_mix::{
     DeltaLayout, DeltaSizes, delta_fits, delta_mix, delta_mix_backward, delta_norm, delta_norm_backward, delta_serves,
 };

@@ -56,7 +56,7 @@ impl DecoderNetwork<'_> {
         match (self.own_products, fp8) {
             (OwnProducts::None | OwnProducts::Wide, _) => {
                 self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
-                let rounded = fp8.map(|_| self.rounded(act));
+                let rounded = fp8.map(|_| self.rounded(act)).transpose()?;
                 return self.op(DecoderOp::SiluMul, || match &rounded {
                     Some(rounded) => kernels::silu_mul_fp8(gate_up, self.plain(act), rounded),
                     None => kernels::silu_mul(gate_up, act),
@@ -66,13 +66,13 @@ impl DecoderNetwork<'_> {
                 self.op(DecoderOp::GateUp, || kernels::product_silu_mul(normed, w.weight(), act))?
             }
             (OwnProducts::All, Some(fp8)) => {
-                self.op(DecoderOp::GateUp, || kernels::product_silu_mul_fp8(&self.rounded(normed), fp8, act))?
+                self.op(DecoderOp::GateUp, || kernels::product_silu_mul_fp8(&self.rounded(normed)?, fp8, act))?
             }
             (OwnProducts::GateUp | OwnProducts::WideAndGateUp, None) => {
                 self.op(DecoderOp::GateUp, || kernels::gate_up(normed, w.weight(), act))?
             }
             (OwnProducts::GateUp | OwnProducts::WideAndGateUp, Some(fp8)) => {
-                self.op(DecoderOp::GateUp, || kernels::gate_up_fp8(&self.rounded(normed), fp8, act))?
+                self.op(DecoderOp::GateUp, || kernels::gate_up_fp8(&self.rounded(normed)?, fp8, act))?
             }
         }
         self.round(act, fp8.is_some())
@@ -106,13 +106,17 @@ impl DecoderNetwork<'_> {
         if !rounds {
             return Ok(());
         }
-        self.op(DecoderOp::Round, || kernels::fp8_rows(x, &self.rounded(x)))
+        self.op(DecoderOp::Round, || kernels::fp8_rows(x, &self.rounded(x)?))
     }
 
-    /// Where the rows [T, K] of the next product in FP8 are.
-    pub(super) fn rounded(&self, x: &Tensor) -> Fp8Rows {
+    /// Where the rows [T, K] of the next product in FP8 are: norms that the group sums leave stand in its memory.
+    pub(super) fn rounded(&self, x: &Tensor) -> Result<Fp8Rows> {
         let size = x.size();
-        self.buffers.rounded([size[0], size[1]])
+        if let Some(sums) = self.sums.filter(|sums| sums.are_normed(x)) {
+            let Fp8Rows { values, scales } = sums.rounded()?;
+            return Ok(Fp8Rows { values: values.narrow(0, 0, size[0]), scales: scales.narrow(0, 0, size[0]) });
+        }
+        Ok(self.buffers.rounded([size[0], size[1]]))
     }
 
     /// What is rounded is written as it is, too, where adapters read it.
@@ -138,7 +142,7 @@ impl DecoderNetwork<'_> {
         out: &Tensor, // [T, N]
     ) -> Result<()> {
         let Some(w) = fp8 else { return self.product(op, x, weight, bias.as_ref(), out) };
-        let x = self.rounded(x);
+        let x = self.rounded(x)?;
         self.op(op, || match self.own_products {
             OwnProducts::All => kernels::product_fp8(&x, w, bias.as_ref(), out),
             OwnProducts::Wide | OwnProducts::WideAndGateUp

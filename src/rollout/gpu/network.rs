@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use super::buffers::DecodeBuffers;
 use super::masks::TokenMasks;
 use super::sampling::Processing;
-use crate::cuda::kernels::{self, AllReduceMethod, HeadTransform, NormOptions, QkvViews, RowSums};
+use crate::cuda::kernels::{self, AllReduceMethod, HeadTransform, NormOptions, NormedRows, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
@@ -244,7 +244,7 @@ impl DecoderNetwork<'_> {
         if !rounds {
             return kernels::add_rms_norm(x, delta, weight, normed, norm);
         }
-        let rounded = self.rounded(normed);
+        let rounded = self.rounded(normed)?;
         kernels::add_rms_norm_fp8(x, delta, weight, self.plain(normed), &rounded, norm)
     }
 
@@ -290,8 +290,12 @@ impl DecoderNetwork<'_> {
                 true => sums.way(part.size()[0] as usize),
                 false => AllReduceMethod::Read, // every rank hands all rows on
             };
-            self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, self.spec.norm()))?;
-            return self.round(normed, rounds);
+            let leaves = match (rounds, self.low.is_some()) {
+                (false, _) => NormedRows::Plain,
+                (true, false) => NormedRows::Rounded,
+                (true, true) => NormedRows::Both, // adapters read the norms as they are
+            };
+            return self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, self.spec.norm(), leaves));
         }
         if self.tp.size() > 1 {
             self.op(DecoderOp::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
