@@ -247,7 +247,9 @@ impl<'a> TimedRun<'a> {
     /// Predicted peak of libtorch's tensors, in bytes. Whole gradients keep their memory from step to step, unless they are dropped.
     fn predicted_bytes(&self) -> usize {
         let shapes: Vec<_> = self.micro_batches.iter().map(MicroBatch::shape).collect();
-        self.bytes_at_most(&shapes)
+        let recorded = self.micro_batches.iter().filter_map(|micro_batch| micro_batch.routed_experts.as_ref());
+        let recorded = recorded.map(|experts| experts.numel() * experts.kind().elt_size_in_bytes()).sum::<usize>();
+        self.bytes_at_most(&shapes) + recorded
     }
 
     /// Predicted peak for micro-batches that all fill their budget and whose tokens are all scored, as a run's plan takes them.

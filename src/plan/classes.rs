@@ -29,7 +29,7 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         },
         optimizer(choices.optimizer, fullest, &bytes, input.config.optimizer.optim),
         in_training("gradients", fullest.gradients),
-        in_training("activations", fullest.activations),
+        in_training("activations", fullest.activations + input.recorded_bytes()),
     ];
     for (class, table) in input.frozen() {
         let weights = reference_bytes(table, input.kind);

@@ -242,6 +242,12 @@ impl PlanInput<'_> {
         generation_batch_size / roles.num_trainers / updates_per_generation * self.max_model_length()
     }
 
+    /// Bytes of the experts that the sampler recorded, of all of an update.
+    fn recorded_bytes(&self) -> usize {
+        let replays = self.config.objective.router_replay == RouterReplay::R3 && self.role != Role::Generates;
+        if replays { self.model().recorded_bytes(self.update_tokens()) } else { 0 }
+    }
+
     fn micro_batch_tokens(&self) -> usize {
         self.config.max_tokens_per_micro_batch.min(self.update_tokens())
     }

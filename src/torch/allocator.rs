@@ -44,6 +44,40 @@ pub fn release_memory(device: Device) -> Result<()> {
 const ALLOCATOR_VARIABLES: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
 /// Size of the block that [`keep_block`] took last, unless it was released. A process uses one GPU.
 static BLOCK_BYTES: AtomicUsize = AtomicUsize::new(0);
+/// The maxima until [`keep_block`] took the last block, since [`reset_peak_memory`].
+static EARLIER: Maxima = Maxima::new();
+
+/// Maxima of libtorch's bytes that outlive its own count of them.
+#[derive(Debug)]
+struct Maxima {
+    allocated: AtomicUsize,
+    reserved: AtomicUsize,
+}
+
+impl Maxima {
+    const fn new() -> Self {
+        Self { allocated: AtomicUsize::new(0), reserved: AtomicUsize::new(0) }
+    }
+
+    fn keep(&self, memory: DeviceMemory) {
+        self.allocated.fetch_max(memory.peak_allocated, Ordering::Relaxed);
+        self.reserved.fetch_max(memory.peak_reserved, Ordering::Relaxed);
+    }
+
+    fn reset(&self) {
+        [&self.allocated, &self.reserved].into_iter().for_each(|most| most.store(0, Ordering::Relaxed));
+    }
+
+    /// What libtorch has counted since, with the maxima before it.
+    fn with(&self, since: DeviceMemory) -> DeviceMemory {
+        let most = |count: usize, earlier: &AtomicUsize| count.max(earlier.load(Ordering::Relaxed));
+        DeviceMemory {
+            peak_allocated: most(since.peak_allocated, &self.allocated),
+            peak_reserved: most(since.peak_reserved, &self.reserved),
+            ..since
+        }
+    }
+}
 
 /// Whether [`keep_block`] would take a new block: the one it took last is smaller than `bytes`, or was released. Always false on a
 /// CPU, and where the user configured libtorch's allocator.
@@ -68,12 +102,16 @@ pub fn keep_block(device: Device, bytes: usize) -> Result<()> {
         return Ok(());
     }
     release_memory(device)?;
+    if let Some(memory) = device_memory(device)? {
+        EARLIER.keep(memory);
+    }
     // The tensor dies at once; its memory stays in the cache.
     if let Err(error) = Tensor::f_empty([bytes as i64], (Kind::Uint8, device)) {
         tracing::debug!("no block of {bytes} bytes for training's tensors: {error}");
     }
     BLOCK_BYTES.store(bytes, Ordering::Relaxed);
-    Ok(())
+    // It was nobody's tensor: the maximum of tensors goes on without it.
+    forget_peaks(device)
 }
 
 /// Bytes that libtorch's allocator holds of a GPU.
@@ -96,7 +134,7 @@ pub struct DeviceMemory {
 pub fn device_memory(device: Device) -> Result<Option<DeviceMemory>> {
     let Device::Cuda(ordinal) = device else { return Ok(None) };
     let [allocated, peak_allocated, reserved, peak_reserved] = ffi::memory_stats(ordinal)?;
-    Ok(Some(DeviceMemory { allocated, peak_allocated, reserved, peak_reserved }))
+    Ok(Some(EARLIER.with(DeviceMemory { allocated, peak_allocated, reserved, peak_reserved })))
 }
 
 /// Begins the maxima of [`device_memory`] anew; nothing to do on a CPU.
@@ -104,6 +142,12 @@ pub fn device_memory(device: Device) -> Result<Option<DeviceMemory>> {
 /// # Errors
 /// The errors of [`device_memory`].
 pub fn reset_peak_memory(device: Device) -> Result<()> {
+    EARLIER.reset();
+    forget_peaks(device)
+}
+
+/// Begins libtorch's own maxima anew.
+fn forget_peaks(device: Device) -> Result<()> {
     match device {
         Device::Cuda(ordinal) => ffi::reset_peak_memory(ordinal),
         _ => Ok(()),
@@ -129,6 +173,21 @@ mod tests {
         assert!(!lacks_block(Device::Cpu, usize::MAX));
         keep_block(Device::Cpu, usize::MAX).unwrap();
         assert_eq!(BLOCK_BYTES.load(Ordering::Relaxed), 0);
+    }
+
+    /// Before a block 5 of 7 bytes were tensors' and 9 reserved; the block is 20 of them and no tensor; behind it 6 are tensors'.
+    #[test]
+    fn a_block_is_no_tensor_and_earlier_maxima_stay() {
+        let memory =
+            |peak_allocated, peak_reserved| DeviceMemory { allocated: 3, peak_allocated, reserved: 4, peak_reserved };
+        let maxima = Maxima::new();
+        maxima.keep(memory(5, 9));
+        assert_eq!(maxima.with(memory(3, 23)), memory(5, 23));
+        assert_eq!(maxima.with(memory(6, 23)), memory(6, 23));
+        maxima.keep(maxima.with(memory(6, 23)));
+        assert_eq!(maxima.with(memory(3, 4)), memory(6, 23));
+        maxima.reset();
+        assert_eq!(maxima.with(memory(3, 4)), memory(3, 4));
     }
 
     #[test]

@@ -11,9 +11,6 @@ pub const WORKSPACE_BYTES: usize = 32 << 20;
 /// One of a teacher's tokens at a scored token: its id, and sixteen numbers that its loss holds at its fullest moment.
 const TOP_BYTES: usize = 8 + 16 * 4;
 
-/// A recorded choice of an expert.
-const EXPERT_BYTES: usize = 2;
-
 /// A micro-batch, as far as memory goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MicroBatchShape {
@@ -68,9 +65,8 @@ impl ActivationBytes {
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
         Self {
             saved,
-            // The last block's output, the rotations, the sampler's experts.
-            pass: (residual * hidden + 2 * wide * spec.head_dim + EXPERT_BYTES * spec.routed_experts_per_token())
-                * tokens,
+            // The last block's output, the rotations.
+            pass: (residual * hidden + 2 * wide * spec.head_dim) * tokens,
             stream: narrow * hidden * tokens,
             block_forward: most(&|block| block.forward_bytes(bytes)) * tokens + narrow * expanded,
             block_backward: backward * tokens + (narrow + wide) * expanded,

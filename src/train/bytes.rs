@@ -16,6 +16,9 @@ use crate::cuda::residual_kind;
 use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
 use crate::torch::accumulation_kind;
 
+/// A recorded choice of an expert.
+const EXPERT_BYTES: usize = 2;
+
 /// A model in training, as far as bytes depend on it beside the shape of micro-batches.
 #[derive(Debug, Clone)]
 pub struct TrainedModel<'a> {
@@ -81,6 +84,11 @@ impl<'a> TrainedModel<'a> {
             optimizer_buckets,
             engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec).0),
         }
+    }
+
+    /// Bytes of the experts that a sampler recorded for so many tokens: all of an update's are there from its begin to its end.
+    pub fn recorded_bytes(&self, tokens: usize) -> usize {
+        EXPERT_BYTES * self.table.spec.routed_experts_per_token() * tokens
     }
 
     /// Bytes of the buckets alone that optimizer state on the host is copied through.

@@ -41,6 +41,9 @@ struct Gathered {
 
 impl Weights {
     /// Loads unit by unit, on `owner`'s account in the ledger; `each` sees every whole unit as it comes, with its index.
+    ///
+    /// What is kept has its memory before anything else is there: cut from a larger tensor that has died, a float32 copy of the unit, it
+    /// would keep the rest of that tensor's memory from the driver for good.
     pub(crate) fn load(
         owner: &'static str,
         table: Arc<ParamTable>,
@@ -50,13 +53,16 @@ impl Weights {
         mut each: impl FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Self> {
         let mut weights = Self::empty(owner, table, sharding, (kind, device));
-        for (index, layout) in weights.table.clone().units.iter().enumerate() {
+        let table = weights.table.clone();
+        for layout in &table.units {
+            let kept = weights.kept(layout.len);
+            weights.units.push(Tensor::f_zeros([kept.len() as i64], (kind, device))?);
+        }
+        for (index, layout) in table.units.iter().enumerate() {
             let flat = whole(layout, source)?;
             each(index, &flat)?;
             let kept = weights.kept(layout.len);
-            let mut unit = Tensor::f_zeros([kept.len() as i64], (kind, device))?;
-            unit.f_copy_(&narrow(&flat, &kept))?;
-            weights.units.push(unit);
+            weights.units[index].f_copy_(&narrow(&flat, &kept))?;
         }
         let num_elements: usize = weights.units.iter().map(Tensor::numel).sum();
         Ledger::set(owner, MemoryKind::Device, num_elements * kind.elt_size_in_bytes());

@@ -211,7 +211,10 @@ fn gpu_tensors_of_all_sizes_are_cut_from_one_block() {
     let without = reserved() - before;
     let block = (LARGEST as usize) * 2 * (28 * 4096 + 16_384) / 100 * 103;
     assert!(torch::lacks_block(GPU, block));
+    let most = || torch::device_memory(GPU).unwrap().unwrap().peak_allocated;
+    let most_before = most();
     torch::keep_block(GPU, block).unwrap();
+    assert_eq!(most(), most_before, "the block was counted as a tensor");
     sizes.into_iter().for_each(pile_up);
     let with = reserved() - before;
     println!("{}", json!({"test": "block", "bytes": block, "reserved_without": without, "reserved_with": with}));
