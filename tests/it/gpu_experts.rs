@@ -9,7 +9,7 @@ use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype}
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertTile, RouteOptions, RouteSizes, RoutedTokens, experts_combine, experts_down, experts_gate_up, route,
 };
-use colo_grpo::internal::dist::{Backend, World};
+use colo_grpo::internal::dist::{Backend, Mesh, World};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::router::{self, RouterOptions, Routing};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
@@ -297,8 +297,9 @@ fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
 #[ignore = "needs a GPU"]
 fn gpu_experts_sample_what_the_cpu_does() {
     let world = Arc::new(World::single_on(Backend::Nccl).unwrap());
+    let mesh = world.mesh(1, 1).unwrap();
     for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen3_5_moe", "qwen3_next"] {
-        samples_what_transformers_does(&world, (1, false), name);
+        samples_what_transformers_does((&world, &mesh), false, name);
     }
 }
 
@@ -307,15 +308,17 @@ fn gpu_experts_sample_what_the_cpu_does() {
 fn gpu_two_ranks_of_experts_sample_what_the_cpu_does() {
     ranks::run_on_gpus(2, "gpu_experts::gpu_two_ranks_of_experts_sample_what_the_cpu_does", |world| {
         let world = Arc::new(world);
+        let mesh = world.mesh(2, 2).unwrap(); // all engines share it: a world has room for few
         for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen3_5_moe", "qwen3_next"] {
-            samples_what_transformers_does(&world, (2, false), name);
+            samples_what_transformers_does((&world, &mesh), false, name);
         }
-        samples_what_transformers_does(&world, (2, true), "qwen3_moe_mixed");
+        samples_what_transformers_does((&world, &mesh), true, "qwen3_moe_mixed");
     });
 }
 
 /// Greedy tokens in float32 are transformers', in chunks and after preemption, too, and recorded experts those of the CPU's engine.
-fn samples_what_transformers_does(world: &Arc<World>, (tp_size, is_parallel): (usize, bool), name: &str) {
+fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parallel: bool, name: &str) {
+    let tp_size = mesh.tp.size();
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
     let numbers: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(folder.join("golden.json")).unwrap()).unwrap();
@@ -348,8 +351,7 @@ fn samples_what_transformers_does(world: &Arc<World>, (tp_size, is_parallel): (u
         spread_lengths: None,
         records_experts: true,
     };
-    let generate = |world: &Arc<World>, tp_size: usize, options: EngineOptions| {
-        let mesh = world.mesh(tp_size, world.size()).unwrap();
+    let generate = |world: &Arc<World>, mesh: &Mesh, options: EngineOptions| {
         let tokenizer = Arc::new(words(spec.vocab_size));
         let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone()).unwrap();
         let source = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
@@ -362,7 +364,8 @@ fn samples_what_transformers_does(world: &Arc<World>, (tp_size, is_parallel): (u
         });
         run.unwrap()
     };
-    let (on_cpu, _) = generate(&Arc::new(World::single()), 1, options(Device::Cpu));
+    let host = Arc::new(World::single());
+    let (on_cpu, _) = generate(&host, &host.mesh(1, 1).unwrap(), options(Device::Cpu));
     let plain = options(world.device());
     let few_bytes = kv_block_bytes(&spec, tp_size, 16, Kind::Float); // rounded up to a page, which still holds hundreds
     let cases = [
@@ -371,7 +374,7 @@ fn samples_what_transformers_does(world: &Arc<World>, (tp_size, is_parallel): (u
         (EngineOptions { kv_cache_bytes: few_bytes, ..plain }, true),
     ];
     for (options, preempts) in cases {
-        let (groups, preemptions) = generate(world, tp_size, options);
+        let (groups, preemptions) = generate(world, mesh, options);
         println!("{}", json!({"test": "experts", "model": name, "tp": tp_size, "preemptions": preemptions}));
         assert!(!preempts || preemptions > 0 || world.rank() > 0, "{name}: nothing was computed again");
         let completions = |groups: &[RolloutGroup]| -> Vec<_> {
