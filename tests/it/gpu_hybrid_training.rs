@@ -10,7 +10,7 @@ use colo_grpo::internal::ops::attention::{Bounds, SharedBounds};
 use colo_grpo::internal::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
 use tch::{Device, Kind, Tensor};
 
-use crate::gpu_lora::{Training, assert_trains_as_on_the_cpu};
+use crate::gpu_lora::{SCALE, Training, assert_trains_as_on_the_cpu};
 use crate::on_gpu::{GPU, rand, relative_error};
 
 /// Heads that the kernels serve, and others, which libtorch's operations serve.
@@ -133,7 +133,7 @@ fn gpu_hybrids_train_as_on_the_cpu() {
     ] {
         let (dim, experts) = (spec.head_dim, spec.num_expert_layers());
         let what = format!("head_dim {dim}, {experts} layers of experts, {quantization:?}, {gradient_checkpointing:?}");
-        let training = Training { spec, lora, quantization, gradient_checkpointing, share_prompts };
+        let training = Training { spec, lora, quantization, gradient_checkpointing, share_prompts, scale: SCALE };
         for (kinds, bound) in [((Kind::Float, Kind::Float), 2e-3), ((Kind::BFloat16, Kind::Float), 5e-2)] {
             assert_trains_as_on_the_cpu(&training, kinds, bound, &what);
         }

@@ -228,19 +228,31 @@ fn gpu_swiglu_equals_the_cpus() {
     }
 }
 
-/// Tokens sorted by expert and grouped products against one product a group in float64; expert 2 has no rows.
+/// Tokens sorted by expert and grouped products against one product a group in float64; expert 2 has no rows, all tokens are one
+/// expert's, or nearly all of 512 have none.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_grouped_products_equal_the_cpus() {
     kernels::prepare(0).unwrap();
     for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)] {
-        for [tokens, hidden, width, num_experts, k] in [[1, 64, 32, 8, 2], [77, 64, 48, 8, 3], [1000, 256, 96, 128, 8]]
-        {
+        for ([tokens, hidden, width, num_experts, k], all_on) in [
+            ([1, 64, 32, 8, 2], None),
+            ([77, 64, 48, 8, 3], None),
+            ([1000, 256, 96, 128, 8], None),
+            ([300, 64, 32, 16, 1], Some(0)),
+            ([300, 64, 32, 16, 1], Some(15)),
+            ([40, 64, 32, 512, 1], Some(511)),
+            ([9, 64, 32, 512, 8], None),
+            ([700, 128, 64, 512, 10], None),
+        ] {
             let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
             let (x, dy) = (rand(&[tokens, hidden]), rand(&[tokens, hidden]));
             let (gate_up, down) = (rand(&[num_experts, 2 * width, hidden]), rand(&[num_experts, hidden, width]));
             let scores = Tensor::rand([tokens, num_experts], (Kind::Double, Device::Cpu));
             let _ = scores.narrow(1, 2, 1).fill_(-1.0);
+            if let Some(expert) = all_on {
+                let _ = scores.narrow(1, expert, 1).fill_(2.0);
+            }
             let (weights, experts) = scores.topk(k, 1, true, true);
             let run = |device: Device, kind: Kind| {
                 let on = |t: &Tensor| t.to_device(device).to_kind(kind);

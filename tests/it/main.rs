@@ -17,6 +17,7 @@ mod gpu_decode;
 mod gpu_delta_net;
 mod gpu_engine;
 mod gpu_expert_adapters;
+mod gpu_expert_training;
 mod gpu_experts;
 mod gpu_fp8;
 mod gpu_hybrid_training;
