@@ -109,26 +109,34 @@ __device__ __forceinline__ void copy_plain(unsigned to, const void* from, int by
     for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x) copy_16(to + i * 16, static_cast<const char*>(from) + i * 16, 16);
 }
 
-// [16 dv, 64 tokens] of a warp as rows of tokens, from `to` at the warp's first value.
-__device__ __forceinline__ void write_tokens(bf16* to, long long stride, int count, const Lane& lane, const unsigned (&values)[4][4]) {
+// [16 dv, 64 tokens] of a warp as rows of tokens in a tile.
+__device__ __forceinline__ void stage_tokens(unsigned tile, int value, const Lane& lane, const unsigned (&values)[4][4]) {
 #pragma unroll
-    for (int t = 0; t < 8; ++t) {
-        const unsigned first = transposed(values[t / 2][t % 2 * 2]), second = transposed(values[t / 2][t % 2 * 2 + 1]);
-        const int row = 8 * t + lane.group;
-        if (row >= count) continue;
-        *reinterpret_cast<unsigned*>(to + row * stride + lane.pair) = first;
-        *reinterpret_cast<unsigned*>(to + row * stride + 8 + lane.pair) = second;
+    for (int t = 0; t < 8; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            write_shared(wide_at(tile, 8 * t + lane.group, value / 8 + half) + lane.pair * 2, transposed(values[t / 2][t % 2 * 2 + half]));
+}
+
+// The first `count` rows of a tile, parts first_part to first_part + PARTS of each, to rows `stride` elements apart.
+template <int PARTS>
+__device__ __forceinline__ void write_tokens(bf16* to, long long stride, int count, unsigned tile, int first_part) {
+    for (int i = threadIdx.x; i < count * PARTS; i += blockDim.x) {
+        const int row = i / PARTS, part = first_part + i % PARTS;
+        *reinterpret_cast<uint4*>(to + row * stride + part * 8) = read_shared_16(wide_at(tile, row, part));
     }
 }
 
-// [16 dv, 128 dk] of a warp to a state [dv, dk].
-__device__ __forceinline__ void write_state(bf16* to, int value, const Lane& lane, const unsigned (&values)[8][4]) {
-    unsigned* own = reinterpret_cast<unsigned*>(to + (value + lane.group) * DIM + lane.pair);
+// A state [dv, dk] lies in squares [16, 16], each as the lanes of a warp have it as a second factor whose rows are values: four words a
+// lane.
+__device__ __forceinline__ int square_at(int values, int keys) { return (values * (DIM / 16) + keys) * 32 + threadIdx.x % 32; }
+
+// [16 dv, 128 dk] of a warp to a state.
+__device__ __forceinline__ void write_state(bf16* to, int value, const unsigned (&values)[8][4]) {
 #pragma unroll
     for (int t = 0; t < 8; ++t) {
-        own[8 * t] = values[t][0];
-        own[8 * t + 8 * DIM / 2] = values[t][1];
-        own[8 * t + 4] = values[t][2];
-        own[8 * t + 8 * DIM / 2 + 4] = values[t][3];
+        const unsigned (&own)[4] = values[t];
+        reinterpret_cast<uint4*>(to)[square_at(value / 16, t)] =
+            make_uint4(transposed(own[0]), transposed(own[1]), transposed(own[2]), transposed(own[3]));
     }
 }

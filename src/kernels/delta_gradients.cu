@@ -12,7 +12,7 @@ struct Reverse {
     const Chunk* chunks;
     const Sequence* sequences;
     const float* d_last;   // [N, H, dk, dv] or null
-    bf16 *ends, *solved;   // E [B, H, dv, dk], R [B, H, CHUNK, DIM]
+    bf16 *ends, *solved;   // E [B, H] states, R [B, H, CHUNK, DIM]
     float* d_initial;      // [N, H, dk, dv] or null
     int heads, key_heads, channels;
 };
@@ -20,6 +20,7 @@ struct Reverse {
 // A chunk's tiles: halves of W, Q and K; P and T; the gradient of outputs; then gates.
 constexpr int Q_AT = WIDE_BYTES, K_AT = 2 * WIDE_BYTES, P_AT = 3 * WIDE_BYTES, T_AT = P_AT + PAIRS_BYTES, OUT_AT = T_AT + PAIRS_BYTES;
 constexpr int GATES_AT = OUT_AT + WIDE_BYTES, REVERSE_BYTES = GATES_AT + SWIZZLED, HALF = WIDE_BYTES / 2;
+constexpr int SOLVED_AT = 2 * REVERSE_BYTES;  // results behind both stages, on their way to memory
 
 __device__ __forceinline__ void copy_stage(
     const Reverse& of, unsigned stage, const Chunk& chunk, int index, int head, int first_part, int parts
@@ -81,7 +82,7 @@ __device__ __forceinline__ void reverse(const Reverse& of) {
 #pragma unroll
         for (int t = 0; t < 8; ++t) add_by_columns<HALF>(fresh, start[t], stage + K_AT, t);
         commit_products();
-        write_state(of.ends + item * DIM * DIM, value, lane, start);
+        write_state(of.ends + item * DIM * DIM, value, start);
         unsigned out[4][4], read[4][4];  // the gradient of outputs [16 dv, 64 tokens], as it is and for the state that they read
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
@@ -128,10 +129,11 @@ __device__ __forceinline__ void reverse(const Reverse& of) {
         unsigned rounded[4][4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) as_factor(rounded[t], through + 8 * t);
-        write_tokens(of.solved + item * CHUNK * DIM + value, DIM, CHUNK, lane, rounded);
+        stage_tokens(tiles + SOLVED_AT, value, lane, rounded);
         finish_products<0>(state);
-        chunk = next;
         __syncthreads();
+        write_tokens<2 * WARPS>(of.solved + item * CHUNK * DIM, DIM, CHUNK, tiles + SOLVED_AT, first_part);
+        chunk = next;
     }
     wait_copies<0>();
     if (!of.d_initial) return;
@@ -196,6 +198,12 @@ struct Parts {
     float whole[16];
 };
 
+// A square of a state in shared memory.
+__device__ __forceinline__ void load_square(unsigned (&to)[4], unsigned state, int values, int keys) {
+    const uint4 own = read_shared_16(state + square_at(values, keys) * 16);
+    to[0] = own.x, to[1] = own.y, to[2] = own.z, to[3] = own.w;
+}
+
 struct Gradients {
     const bf16 *mixed, *d_o, *states, *news, *ends, *solved;
     const bf16 *a, *a_log, *dt_bias;  // [T, H], [H] twice
@@ -238,11 +246,9 @@ __device__ __forceinline__ void copy_step(const Gradients& of, const Tiles& tile
         copy_rows(tiles.r, of.solved + item * CHUNK * DIM, DIM, CHUNK);
         copy_plain(own, of.gates + item, sizeof(Gates));
         commit_copies();
-        copy_rows(tiles.state, of.states + item * DIM * DIM, DIM, CHUNK);
-        copy_rows(tiles.state + WIDE_BYTES, of.states + item * DIM * DIM + CHUNK * DIM, DIM, CHUNK);
+        copy_plain(tiles.state, of.states + item * DIM * DIM, STATE_BYTES);
         commit_copies();
-        copy_rows(tiles.end, of.ends + item * DIM * DIM, DIM, CHUNK);
-        copy_rows(tiles.end + WIDE_BYTES, of.ends + item * DIM * DIM + CHUNK * DIM, DIM, CHUNK);
+        copy_plain(tiles.end, of.ends + item * DIM * DIM, STATE_BYTES);
     } else {
         commit_copies();
         commit_copies();
@@ -418,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 unsigned b[4];
-                load_transposed(b, wide_at(state, 16 * t + lane.row_x, column / 8 + 2 * n + lane.part_x));
+                load_square(b, state, t, column / 16 + n);
                 multiply_two(by_query[2 * n], by_query[2 * n + 1], a, b);
                 multiply_two(by_read[2 * n], by_read[2 * n + 1], c, b);
             }
@@ -432,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 unsigned b[4];
-                load_transposed(b, wide_at(end, 16 * t + lane.row_x, column / 8 + 2 * n + lane.part_x));
+                load_square(b, end, t, column / 16 + n);
                 multiply_two(by_end[2 * n], by_end[2 * n + 1], a, b);
             }
         }

@@ -214,13 +214,14 @@ struct Scan {
     const float* initial;  // [N, H, dk, dv] or null
     bf16* o;               // [T, H, DIM]
     float* last;           // [N, H, dk, dv] or null
-    bf16 *states, *news;   // before every chunk [B, H, dv, dk], and what it writes [B, H, CHUNK, DIM]; null for a forward alone
+    bf16 *states, *news;   // before every chunk [B, H] states, and what it writes [B, H, CHUNK, DIM]; null for a forward alone
     int heads, key_heads, channels;
 };
 
 // A chunk's tiles: halves of W and Q, W's rows before Q's; halves of K; P; U; then gates.
 constexpr int K_AT = 2 * WIDE_BYTES, P_AT = K_AT + WIDE_BYTES, U_AT = P_AT + PAIRS_BYTES, GATES_AT = U_AT + WIDE_BYTES;
 constexpr int SCAN_BYTES = GATES_AT + SWIZZLED;  // gates have 512 bytes of the last
+constexpr int OUT_AT = 2 * SCAN_BYTES, NEWS_AT = OUT_AT + WIDE_BYTES;  // results behind both stages, on their way to memory
 
 __device__ __forceinline__ void copy_stage(const Scan& of, unsigned stage, const Chunk& chunk, int index, int head, int first_part, int parts) {
     const int key_head = head / (of.heads / of.key_heads);
@@ -287,7 +288,7 @@ __device__ __forceinline__ void scan(const Scan& of) {
 #pragma unroll
         for (int t = 0; t < 8; ++t) add_by_columns<WIDE_BYTES>(both, start[t], stage, t);
         commit_products();
-        if (of.states) write_state(of.states + item * DIM * DIM, value, lane, start);
+        if (of.states) write_state(of.states + item * DIM * DIM, value, start);
         const float decay = read_float(now + (CHUNK - 1) * 4);
         finish_products<0>(both);
         float out[32];
@@ -312,15 +313,18 @@ __device__ __forceinline__ void scan(const Scan& of) {
 #pragma unroll
         for (int t = 0; t < 4; ++t) add_by_rows<WIDE_BYTES / 2>(state, kept[t], stage + K_AT, t);
         commit_products();
-        if (of.news) write_tokens(of.news + item * CHUNK * DIM + value, DIM, CHUNK, lane, fresh);
+        if (of.news) stage_tokens(tiles + NEWS_AT, value, lane, fresh);
         finish_products<1>(out);
         unsigned rounded[4][4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) as_factor(rounded[t], out + 8 * t);
-        write_tokens(of.o + (static_cast<long long>(chunk.first) * of.heads + head) * DIM + value, of.heads * DIM, chunk.count, lane, rounded);
+        stage_tokens(tiles + OUT_AT, value, lane, rounded);
         finish_products<0>(state);
-        chunk = next;
         __syncthreads();
+        bf16* o = of.o + (static_cast<long long>(chunk.first) * of.heads + head) * DIM;
+        write_tokens<2 * WARPS>(o, of.heads * DIM, chunk.count, tiles + OUT_AT, first_part);
+        if (of.news) write_tokens<2 * WARPS>(of.news + item * CHUNK * DIM, DIM, CHUNK, tiles + NEWS_AT, first_part);
+        chunk = next;
     }
     wait_copies<0>();
     if (!of.last) return;

@@ -92,7 +92,7 @@ pub struct DeltaScan {
     pub o: Tensor, // [T, H, DIM] bf16
     /// States behind the last tokens.
     pub last: Tensor, // [N, H, DIM, DIM] f32
-    /// States before chunks, transposed, and what chunks wrote; for a backward.
+    /// States before chunks, in squares as `delta.cuh` has them, and what chunks wrote; for a backward.
     pub kept: Option<[Tensor; 2]>, // [B, H, DIM, DIM], [B, H, CHUNK, DIM] bf16
 }
 
@@ -130,7 +130,7 @@ pub fn delta_scan(
     arguments.push(address_or_null(OP, states, bf16, sizes.elements(layout, DIM * DIM), gpu)?);
     arguments.push(address_or_null(OP, news, bf16, rows, gpu)?);
     arguments.extend(sizes.arguments());
-    let shared_bytes = 2 * (4 * ROWS_BYTES + PAIRS_BYTES + SWIZZLED) + SWIZZLED;
+    let shared_bytes = 2 * (4 * ROWS_BYTES + PAIRS_BYTES + SWIZZLED) + 2 * ROWS_BYTES + SWIZZLED;
     let (warps, grid) = scan_grid(layout, sizes);
     // SAFETY: the kernel's parameters in order; warps for all columns of every head's state of every sequence.
     unsafe {
@@ -228,7 +228,7 @@ fn delta_reverse(
         address(OP, &reverse.initial, Kind::Float, reverse.initial.numel(), gpu)?,
     ];
     arguments.extend(sizes.arguments());
-    let shared_bytes = 2 * (4 * ROWS_BYTES + 2 * PAIRS_BYTES + SWIZZLED) + SWIZZLED;
+    let shared_bytes = 2 * (4 * ROWS_BYTES + 2 * PAIRS_BYTES + SWIZZLED) + ROWS_BYTES + SWIZZLED;
     let (warps, grid) = scan_grid(layout, sizes);
     // SAFETY: the kernel's parameters in order; warps for all columns of every head's state of every sequence.
     unsafe {

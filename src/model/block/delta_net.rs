@@ -211,14 +211,11 @@ impl DeltaNetSpec {
         let DeltaRows { qkv, z, b, a } = timed("gated delta net, backward", OpCost::default, run)?;
         drop(rows);
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;
-        let mut d_normed: Option<Tensor> = None;
+        let mut d_normed = None;
         let gradients = [(Matrix::DeltaQkv, qkv), (Matrix::DeltaZ, z), (Matrix::DeltaB, b), (Matrix::DeltaA, a)];
         for (matrix, d) in gradients {
-            let d = w.linear(matrix).backward(&d.f_to_kind(kind)?, &normed, grads.linear_mut(matrix))?;
-            d_normed = Some(match d_normed {
-                Some(mut sum) => sum.f_add_(&d)?,
-                None => d,
-            });
+            let into = grads.linear_mut(matrix);
+            d_normed = Some(w.linear(matrix).backward_onto(d_normed, &d.f_to_kind(kind)?, &normed, into)?);
         }
         let d_normed = d_normed.expect("four projections");
         ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)
