@@ -391,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         const int at = 2 * half + e;
-                        const float decay = i >= j + e ? expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
+                        const float decay = i >= j + e ? __expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
                         first_values[e] = d_scores[n][at] * decay * SCALE;
                         second[e] = i > j + e ? -d_system[n][at] * decay : 0.0f;
                         third[e] = second[e] * own.beta[i];

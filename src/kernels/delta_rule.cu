@@ -46,23 +46,37 @@ __device__ __forceinline__ void gates_of_chunk(const Prepare& of, const Chunk& c
     __syncthreads();
 }
 
-// x[0..N) at `to` = -(left right)[..], or + : squares of SIZE, all threads of the block; COUNT of them.
-template <int SIZE>
+enum class Lower { None, Left, Right };
+
+// to = sign left right: squares of SIZE, one of which may have zeros above its diagonal; `threads` of them.
+template <int SIZE, Lower LOWER>
 __device__ __forceinline__ void square_product(float* to, const float* left, const float* right, int thread, int threads, float sign) {
     for (int i = thread; i < SIZE * SIZE / 8; i += threads) {
-        const int row = i / (SIZE / 4) * 2, column = i % (SIZE / 4) * 4;
+        constexpr bool BY_COLUMNS = LOWER == Lower::Right;  // a warp has few columns, else few rows
+        const int row = BY_COLUMNS ? i % 32 / 2 * 2 : i / (SIZE / 4) * 2;
+        const int column = BY_COLUMNS ? i / 32 * 8 + i % 2 * 4 : i % (SIZE / 4) * 4;
+        const int first = BY_COLUMNS ? column / 8 * 8 : 0, end = LOWER == Lower::Left ? row / 8 * 8 + 8 : SIZE;
         float sums[2][4] = {};
-#pragma unroll 4
-        for (int k = 0; k < SIZE; ++k) {
-            const float4 b = *reinterpret_cast<const float4*>(right + k * STRIDE + column);
-            const float a0 = left[row * STRIDE + k], a1 = left[(row + 1) * STRIDE + k];
-            sums[0][0] += a0 * b.x; sums[0][1] += a0 * b.y; sums[0][2] += a0 * b.z; sums[0][3] += a0 * b.w;
-            sums[1][0] += a1 * b.x; sums[1][1] += a1 * b.y; sums[1][2] += a1 * b.z; sums[1][3] += a1 * b.w;
+        for (int k = first; k < end; k += 4) {
+            float4 a[2], b[4];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) a[r] = *reinterpret_cast<const float4*>(left + (row + r) * STRIDE + k);
+#pragma unroll
+            for (int next = 0; next < 4; ++next) b[next] = *reinterpret_cast<const float4*>(right + (k + next) * STRIDE + column);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float factors[4] = {a[r].x, a[r].y, a[r].z, a[r].w};
+#pragma unroll
+                for (int next = 0; next < 4; ++next) {
+                    sums[r][0] += factors[next] * b[next].x, sums[r][1] += factors[next] * b[next].y;
+                    sums[r][2] += factors[next] * b[next].z, sums[r][3] += factors[next] * b[next].w;
+                }
+            }
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) to[(row + r) * STRIDE + column + c] = sign * sums[r][c];
+            *reinterpret_cast<float4*>(to + (row + r) * STRIDE + column) =
+                make_float4(sign * sums[r][0], sign * sums[r][1], sign * sums[r][2], sign * sums[r][3]);
     }
 }
 
@@ -90,17 +104,17 @@ __device__ __forceinline__ void invert(float* a) {
         const int square = warp / 2;
         float* own = a + square * 32 * (STRIDE + 1);
         float* between = own + 16;
-        square_product<16>(between, own + 16 * STRIDE, own, threadIdx.x % 64, 64, 1.0f);
+        square_product<16, Lower::None>(between, own + 16 * STRIDE, own, threadIdx.x % 64, 64, 1.0f);
         __syncthreads();
-        square_product<16>(own + 16 * STRIDE, own + 16 * (STRIDE + 1), between, threadIdx.x % 64, 64, -1.0f);
+        square_product<16, Lower::None>(own + 16 * STRIDE, own + 16 * (STRIDE + 1), between, threadIdx.x % 64, 64, -1.0f);
         __syncthreads();
         for (int i = threadIdx.x % 64; i < 16 * 16; i += 64) between[i / 16 * STRIDE + i % 16] = 0.0f;
     }
     __syncthreads();
     float* between = a + 32;
-    square_product<32>(between, a + 32 * STRIDE, a, threadIdx.x, 128, 1.0f);
+    square_product<32, Lower::Right>(between, a + 32 * STRIDE, a, threadIdx.x, 128, 1.0f);
     __syncthreads();
-    square_product<32>(a + 32 * STRIDE, a + 32 * (STRIDE + 1), between, threadIdx.x, 128, -1.0f);
+    square_product<32, Lower::Left>(a + 32 * STRIDE, a + 32 * (STRIDE + 1), between, threadIdx.x, 128, -1.0f);
     __syncthreads();
 }
 
@@ -159,18 +173,20 @@ extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
     __syncthreads();
     const Lane lane;
     const int warp = threadIdx.x / 32, row = 16 * warp + lane.group;
-    for (int part = 0; part < 4; ++part) {  // 16 columns of both tables
+    for (int part = warp + 1; part < 4; ++part) {  // pairs of a token with later ones
+        unsigned* above = reinterpret_cast<unsigned*>(p + (item * CHUNK + row) * CHUNK + 16 * part + lane.pair);
+        above[0] = above[4] = above[4 * CHUNK] = above[4 * CHUNK + 4] = 0;
+    }
+    for (int part = 0; part <= warp; ++part) {  // 16 columns of both tables
         float scores[2][4] = {}, dots[2][4] = {};
-        if (part <= warp) {
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                unsigned q_rows[4], k_rows[4], columns[4];
-                load_matrices(q_rows, wide_at(q_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
-                load_matrices(k_rows, wide_at(k_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
-                load_matrices(columns, wide_at(k_tile, 16 * part + lane.row_y, 2 * k + lane.part_y));
-                multiply_two(scores[0], scores[1], q_rows, columns);
-                multiply_two(dots[0], dots[1], k_rows, columns);
-            }
+        for (int k = 0; k < 8; ++k) {
+            unsigned q_rows[4], k_rows[4], columns[4];
+            load_matrices(q_rows, wide_at(q_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
+            load_matrices(k_rows, wide_at(k_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
+            load_matrices(columns, wide_at(k_tile, 16 * part + lane.row_y, 2 * k + lane.part_y));
+            multiply_two(scores[0], scores[1], q_rows, columns);
+            multiply_two(dots[0], dots[1], k_rows, columns);
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -180,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
                 float values[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const float decay = i >= j + e ? expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
+                    const float decay = i >= j + e ? __expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
                     values[e] = scores[n][2 * half + e] * decay * SCALE;
                     system[i * STRIDE + j + e] = i > j + e ? dots[n][2 * half + e] * decay * own.beta[i] : 0.0f;
                 }
