@@ -144,17 +144,24 @@ __device__ __forceinline__ float4 sums_of(const float (&d)[128], int eight) {
     return make_float4(d[4 * eight], d[4 * eight + 1], d[4 * eight + 2], d[4 * eight + 3]);
 }
 
-// Sums of a gate (x and y) and its up (z and w), of two neighbours of eight rows; a warp has eight gates.
+// A warp's eight gates and their ups, and the scales of those that a thread has, of e4m3.
+struct Features {
+    int first;
+    float2 scales;
+    __device__ __forceinline__ Features(const Output& out, int first) : first(first) {
+        const int gate = min(first, out.features - 16) + static_cast<int>(threadIdx.x) % 32 / 4 * 2;
+        if (out.w_scales) scales = *reinterpret_cast<const float2*>(out.w_scales + gate);
+    }
+};
+
+// Sums of a gate (x and y) and its up (z and w), of two neighbours of eight rows.
 template <typename Kind>
-__device__ __forceinline__ void emit(float4 v, const Output& out, int row, int feature) {
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void emit(float4 v, const Output& out, const float* row_scales, int row, const Features& of) {
+    const int lane = threadIdx.x % 32, feature = of.first;
     if constexpr (Kind::IS_SCALED) {
-        const int first = min(row + lane % 4 * 2, out.rows - 1), second = min(first + 1, out.rows - 1);
-        const int gate = min(feature, out.features - 16) + lane / 4 * 2;
-        const float2 of_pair = *reinterpret_cast<const float2*>(out.w_scales + gate);
-        const float of_first = out.x_scales[first], of_second = out.x_scales[second];
-        v.x = v.x * of_first * of_pair.x, v.y = v.y * of_second * of_pair.x;
-        v.z = v.z * of_first * of_pair.y, v.w = v.w * of_second * of_pair.y;
+        const float2 of_rows = *reinterpret_cast<const float2*>(row_scales + row % ROWS + lane % 4 * 2);
+        v.x = v.x * of_rows.x * of.scales.x, v.y = v.y * of_rows.y * of.scales.x;
+        v.z = v.z * of_rows.x * of.scales.y, v.w = v.w * of_rows.y * of.scales.y;
     }
     const unsigned y = transpose(pack(silu_mul(v.x, v.z), silu_mul(v.y, v.w)));
     row += lane / 4;
@@ -166,6 +173,7 @@ template <typename Kind, bool TALL>
 __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap& w_map, const Output& out, int all) {
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
+    __shared__ alignas(8) float row_scales[ROWS];  // of e4m3
     const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
     const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
     const Steps<TALL> steps(all);
@@ -186,16 +194,21 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
     wait_for_inputs();
     if (threadIdx.x == 0)
         for (; copier.filled < early; copier.advance()) copier.copy_x(copier.filled);
-    __syncwarp();
+    if (Kind::IS_SCALED && threadIdx.x < ROWS) {
+        const int row = steps.row() + static_cast<int>(threadIdx.x);
+        row_scales[threadIdx.x] = row < out.rows ? out.x_scales[row] : 0.0f;
+    }
+    __syncthreads();
 
     float d[128];
     int taken = 0;
     const int own = static_cast<int>(threadIdx.x) / 32 * 16;  // the warp's first feature of a tile
     for (int round = 0; round < Steps<TALL>::WHOLE; ++round) {
         multiply_steps(d, copier, steps.all, taken);
+        const Features features(out, steps.tile(round) * FEATURES + own);
 #pragma unroll
         for (int eight = 0; eight < 32; ++eight)
-            emit<Kind>(sums_of(d, eight), out, steps.row() + 8 * eight, steps.tile(round) * FEATURES + own);
+            emit<Kind>(sums_of(d, eight), out, row_scales, steps.row() + 8 * eight, features);
     }
     if (!TALL) {  // each block ends with half of the rows: it gives its sums of the others, in place of the stages
         multiply_steps(d, copier, steps.end - steps.begin, taken);
@@ -208,12 +221,13 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
             store_shared(place(eight), first ? high : low);
         }
         sync_cluster();
+        const Features features(out, steps.tile(1) * FEATURES + own);
 #pragma unroll
         for (int eight = 0; eight < 16; ++eight) {
             const float4 low = sums_of(d, eight), high = sums_of(d, 16 + eight), kept = first ? low : high;
             const float4 given = load_shared(place(eight), steps.rank ^ 1);
             const float4 v = make_float4(kept.x + given.x, kept.y + given.y, kept.z + given.z, kept.w + given.w);
-            emit<Kind>(v, out, (first ? 0 : ROWS / 2) + 8 * eight, steps.tile(1) * FEATURES + own);
+            emit<Kind>(v, out, row_scales, (first ? 0 : ROWS / 2) + 8 * eight, features);
         }
     }
     sync_cluster();  // the other reads sums here, and arrives at barriers
