@@ -49,6 +49,7 @@ sources! {
     HEADS = "heads.cu",
     MASK = "mask.cu",
     MERGE_ATTENTION = "merge_attention.cu",
+    NARROW_PRODUCT = "narrow_product.cu",
     NEXT_TOKENS = "next_tokens.cu",
     NF4 = "nf4.cu",
     NORM = "norm.cu",

@@ -16,8 +16,16 @@ __device__ __forceinline__ void add_rms_norm(
     Fp8Row rounded = {}  // of the first row
 ) {
     constexpr int MOST = N == 1 ? 4 : 2;  // packs of a row that one thread has
-    wait_for_inputs();
     const int packs = static_cast<int>(dim / N);
+    const auto factors_of = [&](int i) { return reinterpret_cast<const Pack<T, N>*>(weight)[i]; };
+    Pack<T, N> early[FP8 ? MOST : 1];  // of FP8: no kernel of a step writes factors, so they come while the work before ends
+    if constexpr (FP8) {
+        let_next_begin();
+#pragma unroll
+        for (int k = 0; k < MOST; ++k)
+            if (threadIdx.x + k * blockDim.x < packs) early[k] = factors_of(threadIdx.x + k * blockDim.x);
+    }
+    wait_for_inputs();
     auto* row = reinterpret_cast<Pack<X, N>*>(x + blockIdx.x * dim);
     const auto* added = reinterpret_cast<const Pack<T, N>*>(delta + blockIdx.x * dim);
     Pack<X, N> kept[MOST];
@@ -42,7 +50,7 @@ __device__ __forceinline__ void add_rms_norm(
     for (int k = 0; k < MOST; ++k) {
         const int i = threadIdx.x + k * blockDim.x;
         if (i >= packs) break;
-        const auto factors = reinterpret_cast<const Pack<T, N>*>(weight)[i];
+        const auto factors = FP8 ? early[FP8 ? k : 0] : factors_of(i);
         Pack<T, N> out;
 #pragma unroll
         for (int j = 0; j < N; ++j) narrow(widen(kept[k].at[j]) * scale * (centre + widen(factors.at[j])), out.at[j]);

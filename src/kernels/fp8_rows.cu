@@ -8,8 +8,10 @@ extern "C" __global__ void __launch_bounds__(1024) fp8_rows(
     unsigned char* __restrict__ values,  // [R, K]
     float* __restrict__ scales,          // [R]
     long long columns,
-    long long stride
+    long long stride,
+    long long early  // 1: lets the next kernel begin
 ) {
+    if (early) let_next_begin();
     wait_for_inputs();
     const int packs = static_cast<int>(columns / 8);
     const auto* from = reinterpret_cast<const Pack<bf16, 8>*>(x + blockIdx.x * stride);

@@ -154,6 +154,7 @@ template <int HD, typename E>
 __device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* header, const Item* __restrict__ items) {
     __shared__ alignas(16) Pool<HD, E> pool;
     __shared__ int next;
+    if constexpr (sizeof(E) == 1) let_next_begin();
     wait_for_inputs();
     int index = blockIdx.x;
     Item item = items[index / column.columns];  // there is one for every block, if not of this step

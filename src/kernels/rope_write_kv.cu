@@ -30,10 +30,25 @@ __device__ __forceinline__ void rope_write_kv(
     float* __restrict__ v_scales = nullptr   // like k_scales
 ) {
     constexpr int MOST = N == 1 ? 4 : 1;  // packs of a half that one lane has
-    wait_for_inputs();
+    if constexpr (FP8) let_next_begin();
     const int team = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, lane = threadIdx.x % lanes;
     const int heads = kv_heads * (group + 2), token = team / heads;
-    if (token >= tokens) return;  // whole teams
+    // What no kernel of a step writes comes while the work before ends.
+    const bool is_token = token < tokens;
+    const long long slot = is_token ? slots[token] : -1;
+    const float* turn = table + (is_token ? static_cast<long long>(positions[token]) : 0) * 2 * turned;
+    float cosines[FP8 ? MOST : 1][N], sines[FP8 ? MOST : 1][N];  // of FP8, whose steps are shorter
+    if constexpr (FP8) {
+#pragma unroll
+        for (int m = 0; m < MOST; ++m) {
+            const int at = (lane + m * lanes) * N;
+#pragma unroll
+            for (int j = 0; j < N; ++j)
+                if (is_token && at < min(half, turned)) cosines[m][j] = turn[at + j], sines[m][j] = turn[turned + at + j];
+        }
+    }
+    wait_for_inputs();
+    if (!is_token) return;  // whole teams
     const int kv_head = team % heads / (group + 2), place = team % (group + 2), dim = 2 * half;
     const bool is_query = place < group, is_value = place == group + 1;
 
@@ -78,9 +93,7 @@ __device__ __forceinline__ void rope_write_kv(
         }
     }
 
-    const long long slot = slots[token];
     const long long entry = (slot / block_size * kv_heads + kv_head) * block_size + slot % block_size;
-    const float* turn = table + static_cast<long long>(positions[token]) * 2 * turned;
     unsigned bits = 0;  // of the largest absolute value, NaN above all
 #pragma unroll
     for (int m = 0; m < MOST; ++m) {
@@ -90,7 +103,8 @@ __device__ __forceinline__ void rope_write_kv(
         if (!is_value && at < turned) {
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                const float cosine = turn[at + j], sine = turn[turned + at + j];
+                const float cosine = FP8 ? cosines[FP8 ? m : 0][j] : turn[at + j];
+                const float sine = FP8 ? sines[FP8 ? m : 0][j] : turn[turned + at + j];
                 const float x = widen(low.at[j]), y = widen(high.at[j]);
                 narrow(x * cosine - y * sine, low.at[j]);
                 narrow(y * cosine + x * sine, high.at[j]);

@@ -34,6 +34,15 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
+// The next kernel may be brought to the processors before this one's inputs are there, which hides the launches of several small kernels in
+// a row. Then what the next one reads before its own wait must have been written before a kernel that has waited first, not only before this
+// one: of a step's kernels only those of FP8 do this, whose weights no kernel of a step writes. Does nothing where `wait_for_inputs` does not.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <typename T, int N>
 __device__ __forceinline__ Pack<T, N> load(const T* from) {
     return *reinterpret_cast<const Pack<T, N>*>(from);

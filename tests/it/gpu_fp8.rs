@@ -4,8 +4,8 @@ mod cache;
 
 use colo_grpo::internal::cuda::Tuning;
 use colo_grpo::internal::cuda::kernels::{
-    Fp8Rows, NormOptions, add_rms_norm, add_rms_norm_fp8, fp8_rows, product_fp8, product_serves, product_silu_mul_fp8,
-    silu_mul, silu_mul_fp8, wide_product_fp8, wide_product_serves,
+    Fp8Rows, NormOptions, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves, product_fp8,
+    product_serves, product_silu_mul_fp8, silu_mul, silu_mul_fp8, wide_product_fp8, wide_product_serves,
 };
 use colo_grpo::internal::ops::fp8;
 use tch::{Device, Kind, Tensor};
@@ -146,7 +146,7 @@ fn gpu_products_in_fp8_are_those_of_the_rounded_rows() {
     }
 }
 
-/// The kernel for few rows, with and without SwiGLU; a row's bits do not depend on the rows beside it.
+/// The kernels for few rows and for up to eight, with and without SwiGLU; a row's bits do not depend on the rows beside it.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
@@ -157,7 +157,6 @@ fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
         }
         let (x, w) = factors(64, n, k);
         let bias = Tensor::randn([n], (Kind::BFloat16, GPU));
-        assert!(product_serves(64, &[&w.values], Some(&bias)).unwrap(), "[{n}, {k}]");
         let sums = exact(&x, &w).to_kind(Kind::Float).to_device(GPU); // [64, N]
         let mut y = Tensor::empty([64, n / 2], (Kind::BFloat16, GPU));
         silu_mul(&sums.to_kind(Kind::BFloat16), &mut y).unwrap();
@@ -167,14 +166,58 @@ fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
             product_fp8(&first(&x, rows), &w, None, &out).unwrap();
             out
         };
-        let whole = run(64);
-        for rows in [64, 1, 2, 7, 8, 33, 63] {
-            let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
-            assert_written(&expected[0].narrow(0, 0, rows), &what, |out| {
-                product_fp8(&x, &w, Some(&bias), out).unwrap()
-            });
-            assert_written(&expected[1].narrow(0, 0, rows), &what, |out| product_silu_mul_fp8(&x, &w, out).unwrap());
-            assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
+        for (most, numbers) in [(64, vec![64, 9, 33, 63]), (8, vec![8, 1, 2, 3, 5, 7])] {
+            assert!(product_serves(most as usize, &[&w.values], Some(&bias)).unwrap(), "[{n}, {k}]");
+            let whole = run(most);
+            for rows in numbers {
+                let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
+                assert_written(&expected[0].narrow(0, 0, rows), &what, |out| {
+                    product_fp8(&x, &w, Some(&bias), out).unwrap()
+                });
+                assert_written(&expected[1].narrow(0, 0, rows), &what, |out| {
+                    product_silu_mul_fp8(&x, &w, out).unwrap();
+                });
+                assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
+            }
+        }
+        // A row that is not a number leaves the others what they were.
+        let before = run(8);
+        let _ = x.scales.narrow(0, 5, 1).fill_(f64::NAN);
+        let after = run(8);
+        assert_eq!(after.get(5).isfinite().any().int64_value(&[]), 0);
+        for (from, len) in [(0, 5), (6, 2)] {
+            assert!(after.narrow(0, from, len).equal(&before.narrow(0, from, len)), "[{n}, {k}]");
+        }
+    }
+}
+
+/// Gate and up with SwiGLU of 256 and 512 rows, and of a few less.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
+    let (_products, _current) = products();
+    for (n, k) in [(37_888, 3584), (75_776, 144)] {
+        if is_small() && k > 144 {
+            continue;
+        }
+        let (x, w) = factors(512, n, k);
+        let sums = exact(&x, &w).to_kind(Kind::BFloat16).to_device(GPU); // [512, 2 F]
+        let mut y = Tensor::empty([512, n / 2], (Kind::BFloat16, GPU));
+        silu_mul(&sums, &mut y).unwrap();
+        let y = y.to_kind(Kind::Float);
+        let run = |rows: i64| {
+            let out = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
+            gate_up_fp8(&first(&x, rows), &w, &out).unwrap();
+            out
+        };
+        for (most, fewer) in [(256, 241), (512, 497)] {
+            for rows in [most, fewer] {
+                assert!(gate_up_serves(rows as usize, &w.values).unwrap(), "{rows} rows of [{n}, {k}]");
+                assert_written(&y.narrow(0, 0, rows), &format!("{rows} rows of [{n}, {k}]"), |out| {
+                    gate_up_fp8(&first(&x, rows), &w, out).unwrap();
+                });
+            }
+            assert!(run(fewer).equal(&run(most).narrow(0, 0, fewer)), "[{n}, {k}]");
         }
     }
 }

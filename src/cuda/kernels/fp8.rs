@@ -51,6 +51,21 @@ pub fn fp8_rows(
     x: &Tensor,   // [R, K] bf16, each row contiguous
     to: &Fp8Rows, // [R, K]
 ) -> Result<()> {
+    round(x, to, false)
+}
+
+/// [`fp8_rows`] in a step, none of whose kernels writes weights: the next one may begin, and read these, before this one's inputs are there.
+///
+/// # Errors
+/// The errors of [`fp8_rows`].
+pub fn fp8_rows_of_step(
+    x: &Tensor,   // [R, K] bf16, each row contiguous
+    to: &Fp8Rows, // [R, K]
+) -> Result<()> {
+    round(x, to, true)
+}
+
+fn round(x: &Tensor, to: &Fp8Rows, early: bool) -> Result<()> {
     const OP: &str = "fp8_rows";
     let (gpu, size, strides) = (ordinal(OP, x)?, x.size(), x.stride());
     let (&[rows, columns], &[stride, 1]) = (&size[..], &strides[..]) else {
@@ -61,12 +76,14 @@ pub fn fp8_rows(
         return Err(invalid(OP, "rows that begin at multiples of 16 bytes", strides));
     }
     let from = strided(OP, x, Kind::BFloat16, &[rows, columns], gpu)?;
-    let arguments = [from, values, scales, Argument::Count(columns), Argument::Count(stride)];
+    let arguments =
+        [from, values, scales, Argument::Count(columns), Argument::Count(stride), Argument::Count(i64::from(early))];
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
     unsafe { launch_early(SOURCE, OP, gpu, (rows as u32, threads(columns as usize, MOST), 0), &arguments) }
 }
 
 /// [`add_rms_norm`](super::add_rms_norm()), whose result is rounded to bfloat16 and then as by [`fp8_rows`]; y is written where it is given.
+/// As after [`fp8_rows_of_step`], the next kernel may begin early. The weight is read while the operation before runs, which must not write it.
 ///
 /// # Errors
 /// The errors of [`fp8_rows`].

@@ -23,6 +23,7 @@ mod head;
 mod heads;
 mod mask;
 mod merge_attention;
+mod narrow_product;
 mod next_tokens;
 mod nf4;
 mod norm;
@@ -57,7 +58,7 @@ pub use embed::embed;
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
 pub use filter::{Filters, filter};
-pub use fp8::{Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_serves, silu_mul_fp8};
+pub use fp8::{Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_rows_of_step, fp8_serves, silu_mul_fp8};
 pub use gate::gate;
 pub(super) use gate_up::gate_up_key;
 pub use gate_up::{gate_up, gate_up_fp8, gate_up_serves};
@@ -93,7 +94,7 @@ use crate::error::{Error, Result};
 use crate::torch;
 
 /// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 38] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 39] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -115,6 +116,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 38] = [
     (heads::SOURCE, heads::NAMES),
     (mask::SOURCE, mask::NAMES),
     (merge_attention::SOURCE, merge_attention::NAMES),
+    (narrow_product::SOURCE, narrow_product::NAMES),
     (nf4::SOURCE, nf4::NAMES),
     (norm::SOURCE, norm::NAMES),
     (normal::SOURCE, normal::NAMES),

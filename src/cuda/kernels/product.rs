@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, rows_boxes, step};
 use super::fp8::Fp8Rows;
-use super::{Argument, address, address_or_null, invalid, ordinal, queue, strided};
+use super::{Argument, address, address_or_null, invalid, narrow_product, ordinal, queue, strided};
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -51,16 +51,16 @@ struct Cut {
 }
 
 impl Cut {
-    /// The cut that fills the chip best with all blocks at once, if one fills it.
-    fn of(num_features: usize, k: usize, kind: Kind) -> Option<Self> {
+    /// The cut that fills the chip best with all blocks at once, if one fills it. Tiles of `narrow_product.cu` are others.
+    fn of((num_features, k): (usize, usize), kind: Kind, is_narrow: bool) -> Option<Self> {
+        let tiles: &[usize] = if is_narrow { &narrow_product::FEATURES } else { &FEATURES };
         let steps = k.div_ceil(step(kind));
         let least = if kind == Kind::Float8e4m3fn { LEAST_FILL_FP8 } else { LEAST_FILL };
         let fill = |cut: &Self| {
             let longest = (cut.features * steps.div_ceil(cut.parts)) as f64;
             (num_features * steps) as f64 / (PROCESSORS as f64 * longest)
         };
-        let cuts =
-            FEATURES.into_iter().flat_map(|features| (1..=CLUSTERS.len()).map(move |parts| Self { features, parts }));
+        let cuts = tiles.iter().flat_map(|&features| (1..=CLUSTERS.len()).map(move |parts| Self { features, parts }));
         let fits = cuts.filter(|cut| num_features.div_ceil(cut.features) <= CLUSTERS[cut.parts - 1]);
         // Of equal ones the last: larger tiles read x less often.
         let best = fits.max_by(|a, b| fill(a).total_cmp(&fill(b)));
@@ -76,7 +76,7 @@ impl Cut {
 /// [`crate::Error::Cuda`].
 pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -> Result<bool> {
     let Some(first) = weights.first().filter(|_| (1..=MOST_ROWS).contains(&rows)) else { return Ok(false) };
-    let fit = weights.iter().all(|w| lies_well(w) && cut_of(w).is_some()) && bias.is_none_or(lies_well);
+    let fit = weights.iter().all(|w| lies_well(w) && cut_of(rows, w).is_some()) && bias.is_none_or(lies_well);
     if !first.device().is_cuda() || !fit {
         return Ok(false);
     }
@@ -87,8 +87,9 @@ pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -
 /// The key of what the speed of [`product`] depends on, on a GPU of compute capability (major, minor): the kernels and how
 /// weights are cut.
 pub(in crate::cuda) fn product_key(capability: (i32, i32)) -> Result<String> {
-    let cuts = (FEATURES, CLUSTERS, LEAST_FILL, LEAST_FILL_FP8);
-    Ok(format!("{cuts:?} {}", nvrtc::key(SOURCE, capability)?))
+    let cuts = (FEATURES, narrow_product::FEATURES, CLUSTERS, LEAST_FILL, LEAST_FILL_FP8);
+    let [few, narrow] = [SOURCE, narrow_product::SOURCE].map(|source| nvrtc::key(source, capability));
+    Ok(format!("{cuts:?} {} {}", few?, narrow?))
 }
 
 /// out = x w^T + bias for at most 64 rows, sums in float32, rounded once. The kernel reads w while the operation before it still
@@ -106,7 +107,7 @@ pub fn product(
 }
 
 /// out = x w^T + bias for at most 64 rows in e4m3, each product of rows scaled as it was summed, rounded once. What may write w is as for
-/// [`product`].
+/// [`product`]. Of up to eight rows the next operation may begin before this one's inputs are there: what it reads early must be older.
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -116,7 +117,7 @@ pub fn product_fp8(
     bias: Option<&Tensor>, // [N] bf16
     out: &Tensor,          // [R, N] bf16
 ) -> Result<()> {
-    run("product_fp8", (&x.values, &w.values), Some([&x.scales, &w.scales]), bias, (out, 1))
+    run_fp8("product_fp8", (x, w), bias, (out, 1))
 }
 
 /// y = silu(gate) * up of the product x w^T in e4m3 with columns g0 u0 g1 u1 .., otherwise as [`product_silu_mul`].
@@ -128,7 +129,7 @@ pub fn product_silu_mul_fp8(
     w: &Fp8Rows, // [2 F, K]
     y: &Tensor,  // [R, F] bf16
 ) -> Result<()> {
-    run("product_silu_mul_fp8", (&x.values, &w.values), Some([&x.scales, &w.scales]), None, (y, 2))
+    run_fp8("product_silu_mul_fp8", (x, w), None, (y, 2))
 }
 
 /// y = silu(gate) * up of the product x w^T with columns g0 u0 g1 u1 .., for at most 64 rows. Gate and up are rounded as where
@@ -144,6 +145,20 @@ pub fn product_silu_mul(
     run("product_silu_mul", (x, w), None, None, (y, 2))
 }
 
+fn run_fp8(
+    op: &'static str,
+    (x, w): (&Fp8Rows, &Fp8Rows),
+    bias: Option<&Tensor>,
+    (out, columns_of_one): (&Tensor, i64),
+) -> Result<()> {
+    let rows = x.values.size().first().map_or(0, |&rows| rows as usize);
+    if rows > narrow_product::MOST_ROWS {
+        return run(op, (&x.values, &w.values), Some([&x.scales, &w.scales]), bias, (out, columns_of_one));
+    }
+    let cut = cut_for(op, (&x.values, &w.values), bias, out)?;
+    narrow_product::run(op, (x, w), bias, (out, columns_of_one), (cut.features, cut.parts))
+}
+
 fn run(
     op: &'static str,
     (x, w): (&Tensor, &Tensor),
@@ -154,9 +169,7 @@ fn run(
     let (&[rows, k], &[features, _]) = (&x.size()[..], &w.size()[..]) else {
         return Err(invalid(op, "matrices", (x.size(), w.size())));
     };
-    let lie_well = [x, w, out].into_iter().chain(bias).all(lies_well);
-    let cut = cut_of(w).filter(|_| rows as usize <= MOST_ROWS && lie_well);
-    let Some(cut) = cut else { return Err(invalid(op, "what product_serves", (x.size(), w.size(), out.size()))) };
+    let cut = cut_for(op, (x, w), bias, out)?;
     let gpu = ordinal(op, x)?;
     let kind = if scales.is_some() { Kind::Float8e4m3fn } else { Kind::BFloat16 };
     strided(op, x, kind, &[rows, k], gpu)?;
@@ -182,9 +195,19 @@ fn run(
     unsafe { queue(SOURCE, &format!("{op}_{}", cut.features), gpu, shape, (cut.parts as u32, true), &arguments) }
 }
 
-fn cut_of(w: &Tensor) -> Option<Cut> {
+/// The cut of a weight [N, K] for so many rows.
+fn cut_of(rows: usize, w: &Tensor) -> Option<Cut> {
     let &[features, k] = &w.size()[..] else { return None };
-    Cut::of(features as usize, k as usize, w.kind()).filter(|_| features % 8 == 0)
+    let is_narrow = w.kind() == Kind::Float8e4m3fn && rows <= narrow_product::MOST_ROWS;
+    Cut::of((features as usize, k as usize), w.kind(), is_narrow).filter(|_| features % 8 == 0)
+}
+
+/// The cut of operands that are served, in shape.
+fn cut_for(op: &'static str, (x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, out: &Tensor) -> Result<Cut> {
+    let lie_well = [x, w, out].into_iter().chain(bias).all(lies_well);
+    let rows = x.size().first().map_or(0, |&rows| rows as usize);
+    let cut = cut_of(rows, w).filter(|_| rows <= MOST_ROWS && x.dim() == 2 && lie_well);
+    cut.ok_or_else(|| invalid(op, "what product_serves", (x.size(), w.size(), out.size())))
 }
 
 #[cfg(test)]
@@ -203,8 +226,8 @@ mod tests {
 
     #[test]
     fn cuts_fill_the_chip_or_there_is_none() {
-        let cut_of = |features, k, kind| Cut::of(features, k, kind).map(|cut| (cut.features, cut.parts));
-        let cut = |features, k| cut_of(features, k, Kind::BFloat16);
+        let of = |shape, kind, is_narrow| Cut::of(shape, kind, is_narrow).map(|cut| (cut.features, cut.parts));
+        let cut = |features, k| of((features, k), Kind::BFloat16, false);
         assert_eq!(cut(4608, 3584), Some((80, 2))); // Qwen2.5-7B's
         assert_eq!(cut(3584, 3584), Some((128, 4)));
         assert_eq!(cut(37_888, 3584), Some((288, 1)));
@@ -213,7 +236,8 @@ mod tests {
         assert_eq!(cut(152_064, 3584), None);
         let of_fp8 =
             [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (6144, 4096), (4096, 14_336), (2048, 1536)];
-        let cuts = of_fp8.map(|(features, k)| cut_of(features, k, Kind::Float8e4m3fn));
-        assert!(cuts.iter().all(Option::is_some));
+        assert!(of_fp8.iter().all(|&shape| of(shape, Kind::Float8e4m3fn, false).is_some()));
+        let narrow = of_fp8.map(|shape| of(shape, Kind::Float8e4m3fn, true).unwrap());
+        assert_eq!(narrow[..4], [(128, 3), (128, 4), (320, 1), (128, 4)]); // as they were timed
     }
 }

@@ -106,7 +106,7 @@ impl DecoderNetwork<'_> {
         if !rounds {
             return Ok(());
         }
-        self.op(DecoderOp::Round, || kernels::fp8_rows(x, &self.rounded(x)?))
+        self.op(DecoderOp::Round, || kernels::fp8_rows_of_step(x, &self.rounded(x)?))
     }
 
     /// Where the rows [T, K] of the next product in FP8 are: norms that the group sums leave stand in its memory.

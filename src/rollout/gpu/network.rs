@@ -115,7 +115,8 @@ impl DecoderNetwork<'_> {
     /// `kernels::product`, `gate_up` and `adapt` read weights while the operation before them runs. None of those writes weights: the
     /// policy's are complete before the step begins, as the engine's stream waits for its caller's; and between `prepare`, which
     /// writes a block's, and their first reader stands a norm, which has waited for it. An operation that is timed alone lacks the
-    /// norm, but nobody reads what comes out.
+    /// norm, but nobody reads what comes out. Kernels of FP8 let the next one begin before they have waited themselves: weights in FP8 are
+    /// not written in a step, and blocks that `prepare` writes have norms that wait first.
     pub(super) fn hidden(&self, tokens: &Tokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
         let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);

@@ -1,0 +1,80 @@
+//! Products in FP8 of up to eight rows, by a kernel for Hopper that has nearly all of its shared memory for weights under way.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::boxes::{rows_boxes, step};
+use super::fp8::Fp8Rows;
+use super::{Argument, address, address_or_null, ordinal, queue, strided};
+use crate::cuda::nvrtc::{self, KernelSource};
+use crate::error::Result;
+
+pub(super) const SOURCE: &KernelSource = &nvrtc::NARROW_PRODUCT;
+pub(super) const NAMES: &[&str] = &[
+    "narrow_product_fp8_64",
+    "narrow_product_fp8_128",
+    "narrow_product_fp8_192",
+    "narrow_product_fp8_256",
+    "narrow_product_fp8_320",
+    "narrow_product_silu_mul_fp8_64",
+    "narrow_product_silu_mul_fp8_128",
+    "narrow_product_silu_mul_fp8_192",
+    "narrow_product_silu_mul_fp8_256",
+    "narrow_product_silu_mul_fp8_320",
+];
+
+/// More rows are `product.cu`'s.
+pub(super) const MOST_ROWS: usize = 8;
+const THREADS: u32 = 160;
+/// Bytes of the kernel's stages, and what it takes to begin them at a multiple of 1024.
+const SHARED_BYTES: u32 = 209 << 10;
+/// Rows of w in a box.
+const UNIT: usize = 64;
+/// Features of a tile that kernels are made for.
+pub(super) const FEATURES: [usize; 5] = [64, 128, 192, 256, 320];
+
+/// Queues out = x w^T + bias, or of `columns_of_one` 2 silu(gate) * up, of what [`super::product_serves`] has found to be served by tiles of
+/// `features` and K in `parts`.
+pub(super) fn run(
+    op: &'static str,
+    (x, w): (&Fp8Rows, &Fp8Rows), // [R, K], [N, K]
+    bias: Option<&Tensor>,        // [N] bf16
+    (out, columns_of_one): (&Tensor, i64),
+    (features, parts): (usize, usize),
+) -> Result<()> {
+    let (gpu, [rows, k], n) = (ordinal(op, &x.values)?, [0, 1].map(|dim| x.values.size()[dim]), w.values.size()[0]);
+    strided(op, &x.values, Kind::Float8e4m3fn, &[rows, k], gpu)?;
+    strided(op, &w.values, Kind::Float8e4m3fn, &[n, k], gpu)?;
+    let arguments = [
+        rows_boxes(&x.values, MOST_ROWS)?,
+        rows_boxes(&w.values, UNIT)?,
+        strided(op, out, Kind::BFloat16, &[rows, n / columns_of_one], gpu)?,
+        address_or_null(op, bias, Kind::BFloat16, n as usize, gpu)?,
+        Argument::Count(out.stride()[0]),
+        Argument::Count(rows),
+        Argument::Count(n),
+        Argument::Count((k as usize).div_ceil(step(Kind::Float8e4m3fn)) as i64),
+        address(op, &x.scales, Kind::Float, rows as usize, gpu)?,
+        address(op, &w.scales, Kind::Float, n as usize, gpu)?,
+    ];
+    let grid = (n as usize).div_ceil(features) * parts;
+    let shape = (grid as u32, THREADS, SHARED_BYTES);
+    // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of out are written.
+    // Of what it reads, w, its scales and the bias alone are read before the work before has ended, which does not write them: the caller's
+    // promise.
+    unsafe { queue(SOURCE, &format!("narrow_{op}_{features}"), gpu, shape, (parts as u32, true), &arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("ROWS", MOST_ROWS), ("UNIT", UNIT)]);
+        for features in FEATURES {
+            assert!(SOURCE.text.contains(&format!("NARROW_PRODUCTS({features})")));
+        }
+    }
+}

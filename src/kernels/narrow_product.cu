@@ -1,0 +1,226 @@
+// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., of up to eight rows in e4m3 with a scale for each row, on Hopper's
+// tensor cores: TMA and wgmma, sums in float32.
+//
+// Weights are the left factor, so that an instruction multiplies 64 features by eight rows and nearly all of shared memory is for weights
+// under way. A cluster has a tile of features. Its blocks have a part of K each and read one another's sums from shared memory, in the order
+// of K. In a block one warp copies and a warpgroup multiplies. Blocks take a processor each, so those of the next product begin where these
+// end, with the small kernels between them waiting already: all let the next kernel be brought to the processors before they wait. So
+// weights, their scales and the bias must be written by no kernel since one that has waited first.
+#include "cluster.cuh"
+#include "hopper.cuh"
+#include "mma.cuh"
+#include "scalar.cuh"
+
+constexpr int ROWS = 8;   // of x
+constexpr int UNIT = 64;  // features of an instruction and of a box
+constexpr int STAGES_BYTES = 208 * 1024;
+
+struct Output {
+    bf16* at;
+    const bf16* bias;  // [N] or null
+    long long leading;
+    int rows, features;
+    const float *x_scales, *w_scales;  // [R], [N]
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// 64 features by eight rows, 32 bytes of K.
+__device__ __forceinline__ void multiply(float (&d)[4], unsigned long long a, unsigned long long b, int add) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {" R4(0, 1, 2, 3) "}, %4, %5, add, 1, 1;\n}"
+        : D4(0)
+        : "l"(a), "l"(b), "r"(add));
+}
+
+template <int FEATURES_>
+struct Shape {
+    static constexpr int FEATURES = FEATURES_, UNITS = FEATURES / UNIT;
+    static constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
+    static constexpr int STAGES = STAGES_BYTES / STAGE_BYTES;
+    static constexpr int PITCH = FEATURES + 4;  // of sums in shared memory: no two of a warp's writes share a bank
+    static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
+};
+
+// Eight neighbours of a row.
+struct Plain {  // out [R, N]
+    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
+        float bias[8] = {};
+        if (out.bias) {
+            const auto added = load<bf16, 8>(out.bias + feature);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) bias[i] = widen(added.at[i]);
+        }
+        *reinterpret_cast<uint4*>(out.at + row * out.leading + feature) =
+            make_uint4(pack(v[0] + bias[0], v[1] + bias[1]), pack(v[2] + bias[2], v[3] + bias[3]),
+                       pack(v[4] + bias[4], v[5] + bias[5]), pack(v[6] + bias[6], v[7] + bias[7]));
+    }
+};
+
+struct SwiGlu {  // out [R, N / 2]
+    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
+        *reinterpret_cast<uint2*>(out.at + row * out.leading + feature / 2) =
+            make_uint2(pack(silu_mul(v[0], v[1]), silu_mul(v[2], v[3])), pack(silu_mul(v[4], v[5]), silu_mul(v[6], v[7])));
+    }
+};
+
+// What a block has: a tile, from its first feature on, and steps begin .. end over K.
+struct Part {
+    int rank, parts, tile, begin, end;
+    __device__ __forceinline__ Part(int features, int steps)
+        : rank(static_cast<int>(cluster_rank())), parts(static_cast<int>(cluster_size())),
+          tile(static_cast<int>(blockIdx.x) / parts * features), begin(rank * steps / parts), end((rank + 1) * steps / parts) {}
+};
+
+// Copies a part's steps; one thread.
+template <typename S>
+__device__ __forceinline__ void produce(
+    const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, const Part& part
+) {
+    unsigned long long once, often;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    const auto copy_w = [&](int step, int stage) {
+        const unsigned to = stages + stage * S::STAGE_BYTES + S::X_BYTES, barrier = full + 8 * stage;
+        expect(barrier, S::STAGE_BYTES);
+#pragma unroll
+        for (int unit = 0; unit < S::UNITS; ++unit)
+            copy(to + unit * UNIT * ROW_BYTES, &w_map, step * E4m3::STEP, part.tile + unit * UNIT, barrier, once);
+    };
+    const auto copy_x = [&](int step, int stage) {
+        copy(stages + stage * S::STAGE_BYTES, &x_map, step * E4m3::STEP, 0, full + 8 * stage, often);
+    };
+    const int early = min(part.end - part.begin, S::STAGES);
+    for (int stage = 0; stage < early; ++stage) copy_w(part.begin + stage, stage);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int stage = 0; stage < early; ++stage) copy_x(part.begin + stage, stage);
+    int stage = 0, parity = 0;
+    for (int step = part.begin + early; step < part.end; ++step) {
+        wait(empty + 8 * stage, parity);
+        copy_w(step, stage);
+        copy_x(step, stage);
+        if (++stage == S::STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+}
+
+// The warpgroup's sums over the part's steps.
+template <typename S>
+__device__ __forceinline__ void consume(
+    float (&d)[S::UNITS][4], unsigned stages, unsigned full, unsigned empty, int steps
+) {
+    int stage = 0, parity = 0, before = 0;
+    for (int step = 0; step < steps; ++step) {
+        wait(full + 8 * stage, parity);
+        const unsigned x = stages + stage * S::STAGE_BYTES, w = x + S::X_BYTES;
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int unit = 0; unit < S::UNITS; ++unit) {
+            const unsigned long long a = descriptor(w + unit * UNIT * ROW_BYTES), b = descriptor(x);
+#pragma unroll
+            for (int k = 0; k < ROW_BYTES / 32; ++k) multiply(d[unit], a + 2 * k, b + 2 * k, step > 0 || k > 0);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wait_products<1>();
+        if (step > 0 && threadIdx.x == 0) arrive(empty + 8 * before);
+        before = stage;
+        if (++stage == S::STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+    wait_products<0>();
+}
+
+template <typename Form, typename S>
+__device__ __forceinline__ void narrow_product(const TensorMap& x_map, const TensorMap& w_map, const Output& out, int steps) {
+    extern __shared__ unsigned char memory[];
+    __shared__ alignas(8) unsigned long long barriers[2 * S::STAGES];
+    let_next_begin();
+    const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
+    const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES;
+    const Part part(S::FEATURES, steps);
+    if (threadIdx.x == GROUP) {
+        for (int stage = 0; stage < S::STAGES; ++stage) {
+            init(full + 8 * stage, 1);
+            init(empty + 8 * stage, 1);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (threadIdx.x >= GROUP) {
+        if (threadIdx.x == GROUP) produce<S>(x_map, w_map, stages, full, empty, part);
+        __syncwarp();
+        sync_cluster();
+    } else {
+        wait_for_inputs();
+        float d[S::UNITS][4];
+        consume<S>(d, stages, full, empty, part.end - part.begin);
+        asm volatile("bar.sync 1, %0;" ::"n"(GROUP) : "memory");  // nobody reads the stages any more: sums take their place
+        const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+        for (int unit = 0; unit < S::UNITS; ++unit)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = lane % 4 * 2 + i % 2, column = unit * UNIT + warp * 16 + lane / 4 + i / 2 * 8;
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(stages + (row * S::PITCH + column) * 4), "f"(d[unit][i]) : "memory");
+            }
+        sync_cluster();
+        constexpr int EIGHTS = S::FEATURES / 8;  // of a row
+        const int eights = out.rows * EIGHTS, end = (part.rank + 1) * eights / part.parts;
+        for (int eight = part.rank * eights / part.parts + threadIdx.x; eight < end; eight += GROUP) {
+            const int row = eight / EIGHTS, column = eight % EIGHTS * 8, feature = part.tile + column;
+            if (feature >= out.features) continue;
+            const unsigned at = stages + (row * S::PITCH + column) * 4;
+            float v[8] = {};
+#pragma unroll 4
+            for (int other = 0; other < part.parts; ++other) {
+                const float4 low = load_shared(at, other), high = load_shared(at + 16, other);
+                v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
+                v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
+            }
+            const float of_row = out.x_scales[row];
+            const auto of_features = load<float, 8>(out.w_scales + feature);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = v[i] * of_row * of_features.at[i];
+            Form::emit(v, out, row, feature);
+        }
+    }
+    sync_cluster();  // others read the sums here
+}
+
+#else  // another chip: not asked for there
+
+template <int>
+struct Shape {};
+struct Plain {};
+struct SwiGlu {};
+template <typename Form, typename S>
+__device__ __forceinline__ void narrow_product(const TensorMap&, const TensorMap&, const Output&, int) {}
+
+#endif
+
+#define NARROW_PRODUCT(NAME, FORM, FEATURES)                                                                       \
+    extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) NAME##_##FEATURES(                             \
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* out, const bf16* bias,     \
+        long long leading, long long rows, long long features, long long steps, const float* x_scales,             \
+        const float* w_scales                                                                                      \
+    ) {                                                                                                            \
+        const Output output = {                                                                                    \
+            out, bias, leading, static_cast<int>(rows), static_cast<int>(features), x_scales, w_scales             \
+        };                                                                                                         \
+        narrow_product<FORM, Shape<FEATURES>>(x, w, output, static_cast<int>(steps));                              \
+    }
+
+#define NARROW_PRODUCTS(FEATURES)                          \
+    NARROW_PRODUCT(narrow_product_fp8, Plain, FEATURES)    \
+    NARROW_PRODUCT(narrow_product_silu_mul_fp8, SwiGlu, FEATURES)
+
+NARROW_PRODUCTS(64)
+NARROW_PRODUCTS(128)
+NARROW_PRODUCTS(192)
+NARROW_PRODUCTS(256)
+NARROW_PRODUCTS(320)
