@@ -20,7 +20,7 @@ pub mod config {
 }
 pub mod cuda {
     pub use crate::cuda::{
-        Context, CudaEvent, CurrentStream, Graph, PeerMemory, Products, TorchStream, Tuning, kernels,
+        Context, CudaEvent, CurrentStream, Graph, PeerMemory, Products, TorchStream, Tuning, kernels, profile,
     };
 }
 pub mod data {

@@ -11,7 +11,7 @@ use super::limits::GpuLimits;
 use super::memory::predicted_tensor_bytes;
 use super::routing::{BenchRouting, busiest_expert_share};
 use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
-use crate::config::{GradientCheckpointing, MuonConfig, OptimizerName, Quantization};
+use crate::config::{GradientCheckpointing, MixedPrecision, MuonConfig, OptimizerName, Quantization};
 use crate::cuda::{OpCost, OpFamily, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
@@ -20,7 +20,8 @@ use crate::ops::random::RandomKey;
 use crate::torch;
 use crate::train::{
     AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, Optim, OptimizerHome, PackOptions,
-    Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
+    Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, check_mixed_precision,
+    pack,
 };
 use crate::types::LengthSpread;
 
@@ -66,6 +67,8 @@ pub struct TrainBench {
     pub lora_r: Option<usize>,
     /// How the adapters' base is stored.
     pub quantization: Quantization,
+    /// The precision of products of blocks.
+    pub mixed_precision: MixedPrecision,
     /// How tokens choose among experts.
     pub routing: BenchRouting,
     /// Recomputation.
@@ -161,9 +164,11 @@ impl<'a> TimedRun<'a> {
         let mesh = world.mesh(1, bench.shard_group_size.unwrap_or(world.size()))?;
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
         let (kind, device) = (bench.kind, world.device());
+        check_mixed_precision(bench.mixed_precision, &bench.spec, kind, device.is_cuda())?;
+        let fp8 = bench.mixed_precision == MixedPrecision::Fp8;
         let options = PolicyOptions {
             stage: bench.zero_stage,
-            network: NetworkOptions { kind, residual: bench.residual, device, fp8: false },
+            network: NetworkOptions { kind, residual: bench.residual, device, fp8 },
             gradient_checkpointing: bench.gradient_checkpointing,
             optim: bench.optim(),
             adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
@@ -266,6 +271,7 @@ impl<'a> TimedRun<'a> {
             lora: bench.lora_r.map(adapters),
             quantization: bench.quantization,
             residual: bench.residual,
+            fp8: bench.mixed_precision == MixedPrecision::Fp8,
             optim: bench.optim(),
             ..TrainedModel::whole(table, bench.zero_stage, bench.kind, bench.gradients)
         };
@@ -299,6 +305,7 @@ impl<'a> TimedRun<'a> {
             "shard_group_size": self.table.shards,
             "lora_r": bench.lora_r,
             "quantization": bench.quantization.name(),
+            "mixed_precision": bench.mixed_precision.name(),
             "optim": bench.optim.name(),
             "num_trained_params": self.policy.trained_table().num_params(),
             "routing": bench.routing.name(),

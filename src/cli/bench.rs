@@ -15,7 +15,7 @@ use crate::bench::{
     CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, StepBench, TrainBench,
     bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_step, bench_train, compare,
 };
-use crate::config::{OptimizerName, Quantization};
+use crate::config::{MixedPrecision, OptimizerName, Quantization};
 use crate::cuda::{Placement, residual_kind};
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
@@ -55,6 +55,10 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         let expected = "none, or --lora_r: a quantised base is frozen";
         return Err(Error::invalid_value("--quantization", args.quantization.name(), expected));
     }
+    if args.quantization == Quantization::Nf4 && args.mixed_precision == MixedPrecision::Fp8 {
+        let expected = "none: --quantization nf4 has rounded the weights already";
+        return Err(Error::invalid_value("--mixed_precision", args.mixed_precision.name(), expected));
+    }
     if args.optim == OptimizerName::Muon && args.lora_r.is_some() {
         let expected = "adamw or adamw_8bit: with --lora_r no matrix of the model is trained";
         return Err(Error::invalid_value("--optim", args.optim.name(), expected));
@@ -81,6 +85,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         optim: args.optim,
         lora_r: args.lora_r,
         quantization: args.quantization,
+        mixed_precision: args.mixed_precision,
         routing: args.routing,
         gradient_checkpointing: args.gradient_checkpointing,
         score: args.score,

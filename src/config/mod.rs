@@ -109,7 +109,8 @@ keys! {
         /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
         /// rounds both factors to e4m3 as they are multiplied; weights' gradients are made of what is not rounded, and master weights and
         /// sums stay in float32. Policy and reference alike; `importance_sampling_correction` makes up for what the sampler then differs
-        /// by, which `rollout_quantization` makes small. On CPUs so far, where its rounding is simulated.
+        /// by, which `rollout_quantization` makes small. On GPUs it needs an H100 or H200 and `dtype = bfloat16`; on a CPU its rounding is
+        /// simulated.
         pub mixed_precision: MixedPrecision = MixedPrecision::None,
         /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows. In either
         /// case a prompt is left out that with `max_completion_length` tokens more is longer than the context.

@@ -41,6 +41,7 @@ sources! {
     EXPERTS = "experts.cu",
     EXPERT_SUMS = "expert_sums.cu",
     FILTER = "filter.cu",
+    FP8_COLUMNS = "fp8_columns.cu",
     FP8_ROWS = "fp8_rows.cu",
     GATE = "gate.cu",
     GATE_UP = "gate_up.cu",

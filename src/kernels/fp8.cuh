@@ -53,15 +53,30 @@ struct RowScale {
     }
 };
 
+// The larger of `bits` and those of the absolute values of a pack.
+__device__ __forceinline__ unsigned most_bits(const Pack<bf16, 8>& from, unsigned bits) {
+    const uint4 words = *reinterpret_cast<const uint4*>(&from);
+    const unsigned low = __vmaxu2(words.x & 0x7fff7fffu, words.y & 0x7fff7fffu);
+    const unsigned high = __vmaxu2(words.z & 0x7fff7fffu, words.w & 0x7fff7fffu);
+    const unsigned both = __vmaxu2(low, high);
+    return max(bits, max(both & 0xffffu, both >> 16));
+}
+
+// Writes a row that is in shared memory; `bits` are those of the largest value that the thread has put there.
+__device__ __forceinline__ void write_fp8(const Pack<bf16, 8>* row, int packs, unsigned bits, const Fp8Row& to) {
+    const RowScale scale(block_max_bits(bits));  // all of the row is there by then
+    if (threadIdx.x == 0) *to.scale = scale.scale;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < packs; i += blockDim.x) scale.write(row[i], to.values + 8 * i);
+}
+
 // Writes the row of which each thread has the packs at threadIdx.x + k * blockDim.x.
 template <int MOST>
 __device__ __forceinline__ void write_fp8(const Pack<bf16, 8> (&row)[MOST], int packs, const Fp8Row& to) {
     unsigned bits = 0;
 #pragma unroll
     for (int k = 0; k < MOST; ++k)
-        if (threadIdx.x + k * blockDim.x < packs)
-#pragma unroll
-            for (int j = 0; j < 8; ++j) bits = max(bits, row[k].at[j].bits & 0x7fffu);
+        if (threadIdx.x + k * blockDim.x < packs) bits = most_bits(row[k], bits);
     const RowScale scale(block_max_bits(bits));
     if (threadIdx.x == 0) *to.scale = scale.scale;
 #pragma unroll
@@ -75,5 +90,7 @@ __device__ __forceinline__ void write_fp8(const Pack<bf16, 8> (&row)[MOST], int 
 
 template <int MOST>
 __device__ __forceinline__ void write_fp8(const Pack<bf16, 8> (&)[MOST], int, const Fp8Row&) {}
+__device__ __forceinline__ unsigned most_bits(const Pack<bf16, 8>&, unsigned bits) { return bits; }
+__device__ __forceinline__ void write_fp8(const Pack<bf16, 8>*, int, unsigned, const Fp8Row&) {}
 
 #endif

@@ -1,9 +1,11 @@
 // A matrix in bf16 to e4m3 with a scale for each row, in one pass: a block has a row in its registers.
 #include "fp8.cuh"
 
-constexpr int MOST = 4;  // packs of a row that one thread has
+constexpr int MOST = 4;       // packs of a row that one thread has
+constexpr int MOST_LONG = 8;  // of rows that are too long for that
 
-extern "C" __global__ void __launch_bounds__(1024) fp8_rows(
+template <int MOST>
+__device__ __forceinline__ void round_row(
     const bf16* __restrict__ x,          // [R, K], rows `stride` elements apart
     unsigned char* __restrict__ values,  // [R, K]
     float* __restrict__ scales,          // [R]
@@ -22,4 +24,15 @@ extern "C" __global__ void __launch_bounds__(1024) fp8_rows(
         if (i < packs) row[k] = from[i];
     }
     write_fp8(row, packs, {values + blockIdx.x * columns, scales + blockIdx.x});
+}
+
+extern "C" __global__ void __launch_bounds__(1024) fp8_rows(
+    const bf16* x, unsigned char* values, float* scales, long long columns, long long stride, long long early
+) {
+    round_row<MOST>(x, values, scales, columns, stride, early);
+}
+extern "C" __global__ void __launch_bounds__(1024) fp8_rows_long(
+    const bf16* x, unsigned char* values, float* scales, long long columns, long long stride, long long early
+) {
+    round_row<MOST_LONG>(x, values, scales, columns, stride, early);
 }

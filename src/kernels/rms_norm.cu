@@ -1,6 +1,7 @@
 // y = x * rstd * (centre + weight) with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward.
 // One block a row, or a run of rows in the backward. Wide: N neighbours a thread, kept in registers. Narrow: any D, a row's
 // second reading comes out of the cache. x may be wider (X) than all else (T).
+#include "fp8.cuh"
 #include "scalar.cuh"
 
 template <typename X, typename T, int N>
@@ -41,6 +42,59 @@ __device__ __forceinline__ void forward_narrow(const X* x, const T* weight, T* y
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
     for (int i = threadIdx.x; i < dim; i += blockDim.x)
         narrow(widen(x[start + i]) * scale * (centre + widen(weight[i])), y[start + i]);
+}
+
+constexpr int MOST = 4;  // packs of a row that one thread of the forward in FP8 has: with fewer warps a row waits less at barriers
+
+// y rounded to bf16 and then to e4m3; itself it is written where it is asked for. Sums are in the order of the wide forward, in which every pack
+// has a thread: over the pack, over 32 packs, and over those in their order.
+template <typename X>
+__device__ __forceinline__ void forward_fp8(
+    const X* __restrict__ x,          // [R, D]
+    const bf16* __restrict__ weight,  // [D]
+    bf16* __restrict__ y,             // [R, D] or null
+    int dim,
+    float eps,
+    float centre,
+    const Fp8Row& rounded  // of the first row
+) {
+    __shared__ float of_warps[32 * MOST];
+    wait_for_inputs();
+    const long long first = blockIdx.x * static_cast<long long>(dim);
+    const int packs = dim / 8;
+    Pack<X, 8> row[MOST];
+#pragma unroll
+    for (int k = 0; k < MOST; ++k) {
+        const int i = threadIdx.x + k * blockDim.x;
+        if (i < packs) row[k] = load<X, 8>(x + first + 8 * i);
+    }
+#pragma unroll
+    for (int k = 0; k < MOST; ++k) {
+        const int i = threadIdx.x + k * blockDim.x;
+        float squares = 0.0f;
+        if (i < packs) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) squares += widen(row[k].at[j]) * widen(row[k].at[j]);
+        }
+        squares = warp_sum(squares);
+        if (threadIdx.x % 32 == 0) of_warps[i / 32] = squares;
+    }
+    __syncthreads();
+    float sum = 0.0f;
+    for (int warp = 0; warp < (packs + 31) / 32; ++warp) sum += of_warps[warp];
+    const float scale = rsqrtf(sum / static_cast<float>(dim) + eps);
+    Pack<bf16, 8> normed[MOST];
+#pragma unroll
+    for (int k = 0; k < MOST; ++k) {
+        const int i = threadIdx.x + k * blockDim.x;
+        if (i >= packs) break;
+        const auto weights = load<bf16, 8>(weight + 8 * i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            narrow(widen(row[k].at[j]) * scale * (centre + widen(weights.at[j])), normed[k].at[j]);
+        if (y) store(y + first + 8 * i, normed[k]);
+    }
+    write_fp8(normed, packs, {rounded.values + first, rounded.scale + blockIdx.x});
 }
 
 // dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x), w with its centre; each block sums dy * x * rstd of its rows into its own
@@ -143,3 +197,14 @@ __device__ __forceinline__ void backward_narrow(
 RMS_NORMS(f32, float, float, 4)
 RMS_NORMS(bf16, bf16, bf16, 8)
 RMS_NORMS(f32_bf16, float, bf16, 8)
+
+#define RMS_NORM_FP8(NAME, X)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(512) NAME(                                                         \
+        const X* x, const bf16* weight, bf16* y, unsigned char* values, float* scales, long long dim, float eps,     \
+        float centre                                                                                                \
+    ) {                                                                                                             \
+        forward_fp8<X>(x, weight, y, static_cast<int>(dim), eps, centre, {values, scales});                         \
+    }
+
+RMS_NORM_FP8(rms_norm_forward_fp8_bf16, bf16)
+RMS_NORM_FP8(rms_norm_forward_fp8_f32_bf16, float)

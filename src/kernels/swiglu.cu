@@ -22,6 +22,21 @@ __device__ __forceinline__ void forward(const T* __restrict__ gate_up, T* __rest
     }
 }
 
+// The gradients of N pairs, and their activations.
+template <typename T, int N>
+__device__ __forceinline__ void gradients_of(
+    const Pack<T, 2 * N>& pairs, const Pack<T, N>& grads, Pack<T, 2 * N>& out, Pack<T, N>& act
+) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        const float gate = widen(pairs.at[2 * k]), up = widen(pairs.at[2 * k + 1]), grad = widen(grads.at[k]);
+        const float share = sigmoid(gate), silu = gate * share;
+        narrow(grad * up * (share + silu * (1.0f - share)), out.at[2 * k]);
+        narrow(grad * silu, out.at[2 * k + 1]);
+        narrow(silu * up, act.at[k]);
+    }
+}
+
 // d_gate_up may be gate_up itself: every thread reads its pairs before it writes them.
 template <typename T, int N>
 __device__ __forceinline__ void backward(
@@ -34,14 +49,7 @@ __device__ __forceinline__ void backward(
         const auto grads = reinterpret_cast<const Pack<T, N>*>(dy)[i];
         Pack<T, 2 * N> out;
         Pack<T, N> act;
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float gate = widen(pairs.at[2 * k]), up = widen(pairs.at[2 * k + 1]), grad = widen(grads.at[k]);
-            const float share = sigmoid(gate), silu = gate * share;
-            narrow(grad * up * (share + silu * (1.0f - share)), out.at[2 * k]);
-            narrow(grad * silu, out.at[2 * k + 1]);
-            narrow(silu * up, act.at[k]);
-        }
+        gradients_of(pairs, grads, out, act);
         reinterpret_cast<Pack<T, N>*>(y)[i] = act;
         reinterpret_cast<Pack<T, 2 * N>*>(d_gate_up)[i] = out;
     }
@@ -98,33 +106,74 @@ SWIGLU(f32_x2, float, 2)
 SWIGLU(bf16_x1, bf16, 1)
 SWIGLU(bf16_x4, bf16, 4)
 
-constexpr int MOST = 4;  // packs of a row that one thread has
+// Kernels whose results are rounded to bf16 and then to e4m3: a block has a row, which waits in shared memory until its largest value is known.
 
-// Rows of F outputs, each with a block, rounded to bf16 and then to e4m3. y may be null.
-extern "C" __global__ void __launch_bounds__(1024) swiglu_forward_fp8(
+// Rows of F outputs. y may be null.
+extern "C" __global__ void __launch_bounds__(640) swiglu_forward_fp8(
     const bf16* __restrict__ gate_up,  // [T, 2 F]
     bf16* __restrict__ y,              // [T, F] or null
     unsigned char* __restrict__ values, float* __restrict__ scales, long long columns
 ) {
+    extern __shared__ uint4 shared[];
+    auto* row = reinterpret_cast<Pack<bf16, 8>*>(shared);
     wait_for_inputs();
     const int packs = static_cast<int>(columns / 8);
-    const auto* pairs = reinterpret_cast<const Pack<bf16, 8>*>(gate_up + 2 * blockIdx.x * columns);
-    auto* plain = reinterpret_cast<Pack<bf16, 8>*>(y + blockIdx.x * columns);
-    Pack<bf16, 8> row[MOST];
-#pragma unroll
-    for (int k = 0; k < MOST; ++k) {
-        const int i = threadIdx.x + k * blockDim.x;
-        if (i >= packs) break;
+    const long long first = blockIdx.x * columns;
+    const auto* pairs = reinterpret_cast<const Pack<bf16, 8>*>(gate_up + 2 * first);
+    unsigned bits = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < packs; i += blockDim.x) {
+        Pack<bf16, 8> out;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const auto four = pairs[2 * i + half];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float gate = widen(four.at[2 * j]);
-                narrow(gate * sigmoid(gate) * widen(four.at[2 * j + 1]), row[k].at[4 * half + j]);
+                narrow(gate * sigmoid(gate) * widen(four.at[2 * j + 1]), out.at[4 * half + j]);
             }
         }
-        if (y) plain[i] = row[k];
+        row[i] = out;
+        if (y) store(y + first + 8 * i, out);
+        bits = most_bits(out, bits);
     }
-    write_fp8(row, packs, {values + blockIdx.x * columns, scales + blockIdx.x});
+    write_fp8(row, packs, bits, {values + first, scales + blockIdx.x});
+}
+
+// The backward. d_gate_up may be gate_up itself.
+extern "C" __global__ void __launch_bounds__(512) swiglu_backward_fp8(
+    const bf16* __restrict__ dy,  // [T, F]
+    const bf16* gate_up,          // [T, 2 F]
+    bf16* d_gate_up,              // [T, 2 F]
+    bf16* __restrict__ y,         // [T, F]
+    unsigned char* __restrict__ values, float* __restrict__ scales, long long columns
+) {
+    extern __shared__ uint4 shared[];
+    auto* row = reinterpret_cast<Pack<bf16, 8>*>(shared);
+    wait_for_inputs();
+    const int packs = static_cast<int>(columns / 8);
+    const long long first = blockIdx.x * columns;
+    const auto* pairs = reinterpret_cast<const Pack<bf16, 8>*>(gate_up + 2 * first);
+    auto* out = reinterpret_cast<Pack<bf16, 8>*>(d_gate_up + 2 * first);
+    unsigned bits = 0;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < packs; i += blockDim.x) {
+        const auto grads = load<bf16, 8>(dy + first + 8 * i);
+        const Pack<bf16, 8> own[2] = {pairs[2 * i], pairs[2 * i + 1]};
+        Pack<bf16, 8> act;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Pack<bf16, 4> grad, part;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) grad.at[j] = grads.at[4 * half + j];
+            Pack<bf16, 8> d;
+            gradients_of(own[half], grad, d, part);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) act.at[4 * half + j] = part.at[j];
+            out[2 * i + half] = row[2 * i + half] = d;
+            bits = most_bits(d, bits);
+        }
+        store(y + first + 8 * i, act);
+    }
+    write_fp8(row, 2 * packs, bits, {values + 2 * first, scales + blockIdx.x});
 }

@@ -1,18 +1,73 @@
 //! Products in FP8: matrices in e4m3 (4 bits of exponent, 3 of mantissa, largest value 448) with a float32 scale for each row.
 //!
 //! A row is divided by its largest absolute value / 448 and rounded to nearest, ties to even. A product of two rows is summed in float32
-//! and multiplied by both rows' scales. On a GPU kernels round, and the engine's own products multiply; the products here are those of a CPU,
+//! and multiplied by both rows' scales. On a GPU kernels round and cuBLASLt multiplies, on Hopper; the operations of a CPU are their reference,
 //! which multiply the rounded values in float32. Training rounds both factors of a product as they come, rows along what is summed over.
+//! Engines have products of their own.
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cuda::kernels;
 pub use crate::cuda::kernels::Fp8Rows;
+use crate::cuda::{OpCost, Products, Tuning, kernels, timed};
 use crate::error::Result;
 use crate::torch::scalar;
 
 /// The largest value of e4m3.
 pub const MOST: f32 = 448.0;
+/// The time that an operation takes in FP8 of what it takes in bfloat16, on tensor cores.
+const SHARE_OF_BF16: f64 = 0.5;
+
+/// Rows that a product reads.
+#[derive(Debug)]
+pub enum Rows {
+    /// As they are.
+    Plain(Tensor), // [T, K]
+    /// Rounded by what made them.
+    Rounded {
+        /// What products in FP8 read.
+        rows: Fp8Rows, // [T, K]
+        /// What others read beside them, where there are others.
+        plain: Option<Tensor>, // [T, K]
+    },
+}
+
+impl Rows {
+    /// The rows as they are.
+    ///
+    /// # Panics
+    /// If they were made for products in FP8 alone.
+    pub fn plain(&self) -> &Tensor {
+        match self {
+            Rows::Plain(rows) | Rows::Rounded { plain: Some(rows), .. } => rows,
+            Rows::Rounded { plain: None, .. } => panic!("rows that were made for products in FP8 alone"),
+        }
+    }
+
+    /// How many there are.
+    pub fn num_rows(&self) -> i64 {
+        match self {
+            Rows::Plain(rows) => rows.size()[0],
+            Rows::Rounded { rows, .. } => rows.values.size()[0],
+        }
+    }
+
+    /// The rows, rounded now where what made them has not done so.
+    ///
+    /// # Errors
+    /// The errors of [`round_rows`].
+    pub fn rounded(&self) -> Result<Fp8Rows> {
+        match self {
+            Rows::Plain(rows) => rounded(rows),
+            Rows::Rounded { rows, .. } => Ok(rows.shallow_clone()),
+        }
+    }
+}
+
+impl From<Tensor> for Rows {
+    fn from(rows: Tensor) -> Self {
+        Rows::Plain(rows)
+    }
+}
 
 /// Room for a matrix.
 ///
@@ -33,7 +88,7 @@ pub fn round_rows(
     to: &Fp8Rows, // [R, K]
 ) -> Result<()> {
     if x.device().is_cuda() {
-        return kernels::fp8_rows(x, to);
+        return timed("rounding to FP8", || rounding_work(x, 1.0), || kernels::fp8_rows(x, to));
     }
     let x = x.f_to_kind(Kind::Float)?;
     let peak = x.f_abs()?.f_amax([1], true)?; // [R, 1]
@@ -54,34 +109,97 @@ pub fn rounded(x: &Tensor /* [R, K] */) -> Result<Fp8Rows> {
     Ok(to)
 }
 
-/// y = x w^T + bias, of the kind of x, whose rows are rounded first. On a CPU.
+/// The columns of a matrix, rounded: rows of its transpose.
 ///
 /// # Errors
-/// [`crate::Error::OutOfMemory`].
+/// The errors of [`round_rows`].
+pub fn rounded_columns(w: &Tensor /* [N, K] */) -> Result<Fp8Rows> {
+    if !w.device().is_cuda() {
+        return rounded(&w.tr());
+    }
+    let to = empty([w.size()[1], w.size()[0]], w.device())?; // [K, N]
+    timed("rounding to FP8", || rounding_work(w, 2.0), || kernels::fp8_columns(w, &to))?;
+    Ok(to)
+}
+
+/// The cost of rounding a matrix of bfloat16 that is read so many times.
+fn rounding_work(x: &Tensor, times_read: f64) -> OpCost {
+    let OpCost { bytes, .. } = OpCost::pass(&[x]);
+    OpCost { bytes: (times_read + 0.5) * bytes, flop: 0.0 }
+}
+
+/// y = x w^T + bias of rounded rows, of a kind: on a GPU bfloat16.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`]; on a GPU the errors of [`Products::run_fp8`].
 pub fn forward(
-    x: &Tensor,            // [T, K]
+    x: &Fp8Rows,           // [T, K]
     w: &Fp8Rows,           // [N, K]
     bias: Option<&Tensor>, // [N]
+    kind: Kind,
 ) -> Result<Tensor> {
-    let rounded = rounded(x)?;
-    let [x_values, w_values] = [&rounded.values, &w.values].map(|values| values.f_to_kind(Kind::Float));
-    let sums = x_values?.f_mm(&w_values?.tr())?;
-    let mut y = sums.f_mul(&rounded.scales.f_unsqueeze(1)?)?.f_mul(&w.scales)?;
+    timed("product in FP8", || work(x, w), || product(x, w, bias, kind)) // [T, N]
+}
+
+/// y = residual + x w^T of rounded rows, of the residual's kind. On a GPU what was summed in float32 is added; on a CPU the product as `kind`
+/// rounds it.
+///
+/// # Errors
+/// The errors of [`forward`].
+pub fn forward_onto(
+    residual: &Tensor, // [T, N]
+    x: &Fp8Rows,       // [T, K]
+    w: &Fp8Rows,       // [N, K]
+    kind: Kind,
+) -> Result<Tensor> {
+    let Device::Cuda(gpu) = residual.device() else { return Ok(residual.f_add(&forward(x, w, None, kind)?)?) };
+    let run = || {
+        let y = residual.f_empty_like()?; // [T, N]
+        Products::of_current_stream(gpu)?.run_fp8_onto(residual, x, w, &y)?;
+        Ok(y)
+    };
+    timed("product in FP8", || work(x, w), run)
+}
+
+/// dx = dy w, of a kind: of the rows of dy and of the columns of w, which are rounded now.
+///
+/// # Errors
+/// The errors of [`round_rows`] and of [`forward`].
+pub fn backward_input(
+    dy: &Fp8Rows, // [T, N]
+    w: &Tensor,   // [N, K]
+    kind: Kind,
+) -> Result<Tensor> {
+    let w = rounded_columns(w)?;
+    timed("product in FP8, gradient of its input", || work(dy, &w), || product(dy, &w, None, kind)) // [T, K]
+}
+
+/// The cost of a product.
+fn work(a: &Fp8Rows /* [M, K] */, b: &Fp8Rows /* [N, K] */) -> OpCost {
+    let OpCost { flop, bytes } = OpCost::product(a.values.size()[0], b.values.size()[0], a.values.size()[1]);
+    OpCost { flop: SHARE_OF_BF16 * flop, bytes }
+}
+
+/// a b^T + bias.
+fn product(
+    a: &Fp8Rows,           // [M, K]
+    b: &Fp8Rows,           // [N, K]
+    bias: Option<&Tensor>, // [N]
+    kind: Kind,
+) -> Result<Tensor> {
+    if let Device::Cuda(gpu) = a.values.device() {
+        let sides = [a.values.size()[0], b.values.size()[0]];
+        let out = Tensor::f_empty(sides, (Kind::BFloat16, a.values.device()))?; // [M, N]
+        Products::of_current_stream(gpu)?.run_fp8(a, b, bias, &out, Tuning::First)?;
+        return Ok(out);
+    }
+    let [a_values, b_values] = [&a.values, &b.values].map(|values| values.f_to_kind(Kind::Float));
+    let sums = a_values?.f_mm(&b_values?.tr())?;
+    let mut y = sums.f_mul(&a.scales.f_unsqueeze(1)?)?.f_mul(&b.scales)?;
     if let Some(bias) = bias {
         y = y.f_add(bias)?;
     }
-    Ok(y.f_to_kind(x.kind())?) // [T, N]
-}
-
-/// dx = dy w, of the kind of dy, whose rows are rounded first, and so are the columns of w. On a CPU.
-///
-/// # Errors
-/// [`crate::Error::OutOfMemory`].
-pub fn backward_input(
-    dy: &Tensor, // [T, N]
-    w: &Tensor,  // [N, K]
-) -> Result<Tensor> {
-    forward(dy, &rounded(&w.tr())?, None) // [T, K]
+    Ok(y.f_to_kind(kind)?)
 }
 
 #[cfg(test)]
@@ -146,7 +264,7 @@ mod tests {
         let x = Tensor::from_slice(&[1.0, f32::NAN, 1.0, f32::INFINITY, 0.0, 0.0]).view([3, 2]);
         let w = empty([2, 2], Device::Cpu).unwrap();
         round_rows(&Tensor::from_slice(&[1f32, 2.0, -3.0, 4.0]).view([2, 2]), &w).unwrap();
-        let y = f32_vec(&forward(&x, &w, None).unwrap()).unwrap();
+        let y = f32_vec(&forward(&rounded(&x).unwrap(), &w, None, Kind::Float).unwrap()).unwrap();
         assert!(y[..4].iter().all(|y| !y.is_finite()), "{y:?}");
         assert_eq!(y[4..], [0.0, 0.0]);
     }
@@ -166,7 +284,7 @@ mod tests {
             let x = x.to_kind(Kind::Double).set_requires_grad(true);
             let y = x.mm(&whole(&w.tr()));
             let expected = Tensor::run_backward(&[(y * whole(&dy)).sum(None)], &[&x], false, false).remove(0);
-            let dx = backward_input(&dy, &w).unwrap();
+            let dx = backward_input(&rounded(&dy).unwrap(), &w, Kind::Float).unwrap();
             let most = f64::try_from(expected.abs().max()).unwrap();
             let off = f64::try_from((dx.to_kind(Kind::Double) - &expected).abs().max()).unwrap();
             assert!(off <= 1e-5 * most, "{off} of {most}");
@@ -174,7 +292,7 @@ mod tests {
             assert!(f32_vec(&dx.select(1, columns - 1)).unwrap().iter().all(|&dx| dx == 0.0));
             for poison in [f64::NAN, f64::INFINITY] {
                 let _ = dy.get(0).get(0).fill_(poison);
-                let dx = f32_vec(&backward_input(&dy, &w).unwrap()).unwrap();
+                let dx = f32_vec(&backward_input(&rounded(&dy).unwrap(), &w, Kind::Float).unwrap()).unwrap();
                 let (row, others) = dx.split_at(columns as usize);
                 assert!(row.iter().all(|dx| !dx.is_finite()), "{row:?}");
                 assert!(others.iter().all(|dx| dx.is_finite()), "{others:?}");
@@ -186,13 +304,11 @@ mod tests {
     fn products_are_those_of_the_rounded_rows() {
         let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(Kind::BFloat16);
         let (x, matrix, bias) = (rand([5, 48]), rand([32, 48]), rand([1, 32]).view([32]));
-        let [w, rounded] = [[32, 48], [5, 48]].map(|shape| empty(shape, Device::Cpu).unwrap());
-        round_rows(&matrix, &w).unwrap();
-        round_rows(&x, &rounded).unwrap();
+        let [w, rounded] = [&matrix, &x].map(|rows| rounded(rows).unwrap());
         let double =
             |rows: &Fp8Rows| rows.values.to_kind(Kind::Double) * rows.scales.to_kind(Kind::Double).unsqueeze(1);
         let exact = double(&rounded).mm(&double(&w).tr()) + bias.to_kind(Kind::Double);
-        let y = forward(&x, &w, Some(&bias)).unwrap();
+        let y = forward(&rounded, &w, Some(&bias), x.kind()).unwrap();
         assert_eq!(y.kind(), Kind::BFloat16);
         let off = |y: &Tensor, exact: &Tensor| f64::try_from((y - exact).norm() / exact.norm()).unwrap();
         assert!(off(&y.to_kind(Kind::Double), &exact) < 3e-3);

@@ -7,6 +7,7 @@ use super::{ClassBytes, PlanInput, engine_options, human};
 use crate::config::{
     GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency, RolloutQuantization,
 };
+use crate::cuda::Products;
 use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, fp8_weight_bytes, state_page_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
@@ -41,7 +42,8 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         classes.push(resident("reference adapters", input.model().adapter_bytes()));
     }
     let whole = input.generator_params * input.kind.elt_size_in_bytes();
-    let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES)); // on a GPU
+    let of_fp8 = if input.model().fp8 { Products::BYTES } else { 0 };
+    let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES + of_fp8)); // on a GPU
     input.role.held(classes, engine(input), products, whole + bytes.engine_adapters)
 }
 

@@ -271,8 +271,10 @@ impl PlanInput<'_> {
             streams: choices.optimizer == OptimizerResidency::Stream,
         });
         let on_host = choices.reference == ReferenceResidency::Host;
-        let of_frozen = |table| fullest_of_reference(table, (self.kind, model.residual), on_host, several[0]);
-        let frozen = self.frozen().map(|(_, table)| of_frozen(table));
+        let frozen = self.frozen().map(|(class, table)| {
+            let fp8 = model.fp8 && class == classes::REFERENCE; // a teacher's products are not rounded
+            fullest_of_reference(table, (self.kind, model.residual, fp8), on_host, several[0])
+        });
         frozen
             .chain([model.fullest_of_scores(several[0])])
             .fold(update, |a, b| if b.total() > a.total() { b } else { a })

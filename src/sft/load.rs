@@ -30,7 +30,8 @@ pub(super) fn load(
     let source = ModelSource::find(&config.model_name_or_path, revision, None, &Hub::cached())?;
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
     spec.router_aux_loss_coef(config.router_aux_loss_coef)?;
-    check_mixed_precision(config.mixed_precision, &spec, world.device().is_cuda())?;
+    let Placement { kind, on_cuda } = Placement::in_world(config.device, config.dtype, world.device())?;
+    check_mixed_precision(config.mixed_precision, &spec, kind, on_cuda)?;
     let (sources, rows, eval_rows) = read_rows(&config, &source, &spec)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {

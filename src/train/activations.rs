@@ -2,6 +2,7 @@
 //! bfloat16 on a GPU, whose kernels work in place where this says so; a CPU's operations hold a little more.
 
 use super::bytes::TrainedModel;
+use super::precision::rounded_matrix_bytes;
 use crate::config::GradientCheckpointing;
 use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
 
@@ -48,7 +49,11 @@ impl ActivationBytes {
     pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
         let (spec, MicroBatchShape { tokens, scored_tokens, shares_prompts, num_top }) = (&model.table.spec, shape);
         let bytes = ElementBytes::new(model.kind, model.residual);
-        let ElementBytes { narrow, wide, residual } = bytes;
+        let (bytes, matrix) = match model.fp8 {
+            true => (bytes.in_fp8(model.lora.is_some()), rounded_matrix_bytes(spec)),
+            false => (bytes, 0),
+        };
+        let ElementBytes { narrow, wide, residual, .. } = bytes;
         let hidden = spec.hidden_size;
         let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec).1);
         let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
@@ -68,8 +73,9 @@ impl ActivationBytes {
             // The last block's output, the rotations.
             pass: (residual * hidden + 2 * wide * spec.head_dim) * tokens,
             stream: narrow * hidden * tokens,
-            block_forward: most(&|block| block.forward_bytes(bytes)) * tokens + narrow * expanded,
-            block_backward: backward * tokens + (narrow + wide) * expanded,
+            // A matrix that is rounded is counted in full, though it is not there at the fullest moment of many tokens.
+            block_forward: most(&|block| block.forward_bytes(bytes)) * tokens + narrow * expanded + matrix,
+            block_backward: backward * tokens + (narrow + wide) * expanded + matrix,
             // Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become
             // their gradient in place, then the gradient of all rows.
             head: ((residual + 2 * narrow) * hidden + 8 * wide + TOP_BYTES * num_top) * scored_tokens
@@ -87,7 +93,8 @@ mod tests {
     use tch::Kind;
 
     use super::*;
-    use crate::model::{ModelSpec, ParamTable};
+    use crate::config::TargetModule;
+    use crate::model::{LoraSpec, ModelSpec, ParamTable};
     use crate::train::GradientOptions;
 
     const SHAPE: MicroBatchShape =
@@ -126,6 +133,28 @@ mod tests {
         let with_top =
             ActivationBytes::new(&wide, GradientCheckpointing::None, MicroBatchShape { num_top: 64, ..SHAPE });
         assert_eq!(with_top.head - wide_none.head, 10 * 64 * 72);
+    }
+
+    /// Of 7B in FP8 a forward has the activation in one byte; a backward has rounded gradients of gate and up beside them. Either has room for
+    /// the largest matrix: gate and up, its scales and largest values.
+    #[test]
+    fn rows_in_fp8_are_planned_as_kernels_round_them() {
+        let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
+        let plain = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
+        let matrix = 37_888 * 3584 + 8 * 37_888;
+        let of = |model: &TrainedModel<'_>, keep| ActivationBytes::new(model, keep, SHAPE);
+        let targets = TargetModule::ALL.to_vec();
+        let lora = LoraSpec { r: 64, alpha: 32.0, dropout: 0.0, targets };
+        for (lora, forward) in [(None, -1000 * 18_944), (Some(lora), 1000 * 18_944)] {
+            let plain = TrainedModel { lora, ..plain.clone() };
+            let rounded = TrainedModel { fp8: true, ..plain.clone() };
+            for keep in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+                let [plain, rounded] = [&plain, &rounded].map(|model| of(model, keep));
+                assert_eq!(rounded.saved, plain.saved);
+                assert_eq!(rounded.block_forward as i64 - plain.block_forward as i64, forward + matrix as i64);
+                assert_eq!(rounded.block_backward - plain.block_backward, 1000 * 2 * 18_944 + matrix, "{keep:?}");
+            }
+        }
     }
 
     /// Qwen3.5-9B by hand, with an MLP so narrow that no moment of its is the fullest: D = 4096; 32 value heads of 128 with as many keys and 2 x 128 x 16 shared ones, C = 8192. A chunk's

@@ -11,7 +11,7 @@ use super::optim::Optim;
 use super::orthogonal::orthogonal_bytes;
 use super::policy::GradientOptions;
 use super::state_layout::StateLayout;
-use crate::config::{Config, Quantization};
+use crate::config::{Config, MixedPrecision, Quantization};
 use crate::cuda::residual_kind;
 use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
 use crate::torch::accumulation_kind;
@@ -34,6 +34,8 @@ pub struct TrainedModel<'a> {
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
+    /// Whether blocks multiply in FP8.
+    pub fp8: bool,
     /// How gradients are added up.
     pub gradients: GradientOptions,
     /// The optimizer.
@@ -56,10 +58,10 @@ pub struct TrainBytes {
 }
 
 impl<'a> TrainedModel<'a> {
-    /// All weights of `table` train by AdamW, at a ZeRO stage; the residual stream is of their kind.
+    /// All weights of `table` train by AdamW, at a ZeRO stage, and multiply in their kind, which is the residual stream's.
     pub fn whole(table: &'a ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
         let (lora, quantization, optim) = (None, Quantization::None, Optim::AdamW);
-        Self { table, lora, quantization, stage, kind, residual: kind, gradients, optim }
+        Self { table, lora, quantization, stage, kind, residual: kind, fp8: false, gradients, optim }
     }
 
     /// The model that a configuration trains.
@@ -68,7 +70,8 @@ impl<'a> TrainedModel<'a> {
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
         let residual = residual_kind(config.residual_dtype, kind);
         let optim = Optim::new(config.optimizer.optim, &config.optimizer.muon);
-        Self { lora, quantization, residual, optim, ..Self::whole(table, config.zero.stage, kind, gradients) }
+        let fp8 = config.mixed_precision == MixedPrecision::Fp8;
+        Self { lora, quantization, residual, fp8, optim, ..Self::whole(table, config.zero.stage, kind, gradients) }
     }
 
     /// Bytes between uses.

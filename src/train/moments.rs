@@ -101,14 +101,14 @@ impl TrainedModel<'_> {
     }
 }
 
-/// The fullest moment of a [`super::Reference`]'s scoring: one on the host comes to the device unit by unit.
+/// The fullest moment of a [`super::Reference`]'s scoring, in FP8 or not: one on the host comes to the device unit by unit.
 pub fn fullest_of_reference(
     table: &ParamTable,
-    (kind, residual): (Kind, Kind),
+    (kind, residual, fp8): (Kind, Kind, bool),
     on_host: bool,
     shape: MicroBatchShape,
 ) -> Moment {
-    let model = TrainedModel { residual, ..TrainedModel::whole(table, 3, kind, GradientOptions::default()) };
+    let model = TrainedModel { residual, fp8, ..TrainedModel::whole(table, 3, kind, GradientOptions::default()) };
     let activations = ActivationBytes::new(&model, GradientCheckpointing::Full, shape);
     fullest(Walk::new(&model, on_host || table.shards > 1).forward(&activations))
 }

@@ -8,10 +8,11 @@ use tch::{Device, Kind, Tensor};
 use super::adapters::{AdapterUse, Adapters};
 use super::gradients::Gradients;
 use super::micro_batch::MicroBatch;
+use super::precision;
 use super::routes::PassRoutes;
 use super::weights::Weights;
-use crate::config::{GradientCheckpointing, MixedPrecision};
-use crate::error::{Error, Result};
+use crate::config::GradientCheckpointing;
+use crate::error::Result;
 use crate::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedMixer, Routes, SavedBlock, ScoredTokens,
     Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward, head_logits,
@@ -31,19 +32,6 @@ pub struct NetworkOptions {
     pub device: Device,
     /// Whether blocks multiply in FP8, as [`BlockParams::training_in_fp8`] describes.
     pub fp8: bool,
-}
-
-/// Whether blocks of a model train in such a precision, on a GPU or not.
-///
-/// # Errors
-/// [`Error::InvalidValue`] on `mixed_precision` for models with experts, and on a GPU.
-pub fn check_mixed_precision(precision: MixedPrecision, spec: &ModelSpec, on_gpu: bool) -> Result<()> {
-    let refuse = |reason| Err(Error::invalid_value("mixed_precision", precision.name(), format!("none: {reason}")));
-    match precision {
-        MixedPrecision::Fp8 if spec.num_expert_layers() > 0 => refuse("experts do not train in FP8 yet"),
-        MixedPrecision::Fp8 if on_gpu => refuse("mixed_precision = \"fp8\" is simulated on CPUs so far"),
-        MixedPrecision::Fp8 | MixedPrecision::None => Ok(()),
-    }
 }
 
 /// Log-probabilities and entropies of a micro-batch's completion tokens, in the accumulation type.
@@ -87,10 +75,14 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    pub(crate) fn new(weights: Weights, adapters: Option<Adapters>, options: NetworkOptions) -> Self {
-        let spec = &weights.table().spec;
-        let rope = spec.rope();
-        Self { weights, adapters, rope, options, num_top: 0 }
+    /// # Errors
+    /// [`Error::InvalidValue`] for FP8 on a chip without such products.
+    pub(crate) fn new(weights: Weights, adapters: Option<Adapters>, options: NetworkOptions) -> Result<Self> {
+        if options.fp8 {
+            precision::check_chip(options.device)?;
+        }
+        let rope = weights.table().spec.rope();
+        Ok(Self { weights, adapters, rope, options, num_top: 0 })
     }
 
     pub(crate) fn kind(&self) -> Kind {

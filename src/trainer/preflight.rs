@@ -95,7 +95,7 @@ impl Preflight {
         if config.rollout_quantization == RolloutQuantization::Fp8 {
             check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
         }
-        check_mixed_precision(config.mixed_precision, &spec, placement.on_cuda)?;
+        check_mixed_precision(config.mixed_precision, &spec, kind, placement.on_cuda)?;
         spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
         if let Some(lora) = LoraSpec::new(&config.lora) {
             lora.check(&spec)?;

@@ -20,6 +20,7 @@ mod gpu_expert_adapters;
 mod gpu_expert_training;
 mod gpu_experts;
 mod gpu_fp8;
+mod gpu_fp8_training;
 mod gpu_hybrid_training;
 mod gpu_kernels;
 mod gpu_lora;

@@ -7,7 +7,8 @@ use clap::{Args, Subcommand};
 use super::{LaunchArgs, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
 use crate::bench::BenchRouting;
 use crate::config::{
-    Dtype, GradientCheckpointing, KvCacheDtype, OptimizerName, Quantization, RolloutQuantization, StateDtype,
+    Dtype, GradientCheckpointing, KvCacheDtype, MixedPrecision, OptimizerName, Quantization, RolloutQuantization,
+    StateDtype,
 };
 use crate::types::LengthSpread;
 
@@ -103,6 +104,9 @@ pub struct BenchTrainArgs {
     /// How the adapters' base is stored: none or nf4
     #[arg(long, default_value = "none", value_parser = word::<Quantization>)]
     pub quantization: Quantization,
+    /// Precision of products of blocks, forward and for the gradients of their inputs: none (that of dtype) or fp8
+    #[arg(long, default_value = "none", value_parser = word::<MixedPrecision>)]
+    pub mixed_precision: MixedPrecision,
     /// How tokens choose among experts: own (by the random router), uniform, or zipf (the n-th most popular 1 / n as often as the first)
     #[arg(long, default_value = "own", value_parser = word::<BenchRouting>)]
     pub routing: BenchRouting,

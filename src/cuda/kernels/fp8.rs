@@ -5,20 +5,29 @@ use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
 use super::{
-    Argument, add_rms_norm, address, address_or_null, invalid, is_aligned, kinds_name, launch_early, ordinal, row_len,
-    strided, swiglu,
+    Argument, add_rms_norm, address, address_or_null, invalid, is_aligned, kinds_name, launch_early, ordinal, rms_norm,
+    row_len, strided, swiglu,
 };
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::FP8_ROWS;
-pub(super) const NAMES: &[&str] = &["fp8_rows"];
+pub(super) const NAMES: &[&str] = &["fp8_rows", "fp8_rows_long"];
 
 /// Elements that a thread moves at once, and packs of a row that one thread has.
 const PACK: usize = 8;
 const MOST: usize = 4;
-/// Longest rows of [`fp8_rows`] and [`silu_mul_fp8`], and of [`add_rms_norm_fp8`].
+const MOST_LONG: usize = 8;
+/// Longest rows of an engine's products and [`silu_mul_fp8`].
 const MOST_COLUMNS: usize = 1024 * MOST * PACK;
+/// Longest rows of [`fp8_rows`] and of training.
+const MOST_LONG_COLUMNS: usize = 1024 * MOST_LONG * PACK;
+/// Most threads for a row of SwiGLU: of few rows, of many, of which several are on a multiprocessor, and of its backward.
+const FEW_ROWS_THREADS: usize = 640;
+const MANY_ROWS_THREADS: usize = 320;
+const BACKWARD_THREADS: usize = 512;
+/// Rows that are few.
+const FEW_ROWS: usize = 1024;
 /// Multiples that rows' lengths must be for products: 16 bytes.
 const COLUMNS: usize = 16;
 
@@ -41,6 +50,11 @@ impl Fp8Rows {
 /// Whether products of e4m3 serve a matrix [N, K] on a GPU.
 pub fn fp8_serves([rows, columns]: [usize; 2]) -> bool {
     rows.is_multiple_of(COLUMNS) && columns.is_multiple_of(COLUMNS) && columns <= MOST_COLUMNS
+}
+
+/// Whether training in FP8 serves a matrix [N, K] on a GPU: its rows and its columns are rounded, and those of its gradient's factors.
+pub fn fp8_trains(matrix: [usize; 2]) -> bool {
+    matrix.iter().all(|side| side.is_multiple_of(COLUMNS) && *side <= MOST_LONG_COLUMNS)
 }
 
 /// Rounds each row of x to e4m3, to nearest, by its largest absolute value. Not before sm_89.
@@ -71,15 +85,17 @@ fn round(x: &Tensor, to: &Fp8Rows, early: bool) -> Result<()> {
     let (&[rows, columns], &[stride, 1]) = (&size[..], &strides[..]) else {
         return Err(invalid(OP, "a matrix of contiguous rows", (size, strides)));
     };
-    let [values, scales] = outputs(OP, to, (rows as usize, columns as usize), gpu)?;
+    let [values, scales] = outputs(OP, to, (rows as usize, columns as usize), MOST_LONG_COLUMNS, gpu)?;
     if stride % PACK as i64 != 0 || !is_aligned(x) {
         return Err(invalid(OP, "rows that begin at multiples of 16 bytes", strides));
     }
     let from = strided(OP, x, Kind::BFloat16, &[rows, columns], gpu)?;
     let arguments =
         [from, values, scales, Argument::Count(columns), Argument::Count(stride), Argument::Count(i64::from(early))];
+    let columns = columns as usize;
+    let (name, most) = if columns <= MOST_COLUMNS { (OP, MOST) } else { ("fp8_rows_long", MOST_LONG) };
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
-    unsafe { launch_early(SOURCE, OP, gpu, (rows as u32, threads(columns as usize, MOST), 0), &arguments) }
+    unsafe { launch_early(SOURCE, name, gpu, (rows as u32, threads(columns, most), 0), &arguments) }
 }
 
 /// [`add_rms_norm`](super::add_rms_norm()), whose result is rounded to bfloat16 and then as by [`fp8_rows`]; y is written where it is given.
@@ -103,7 +119,7 @@ pub fn add_rms_norm_fp8(
     {
         return Err(invalid(OP, "shorter rows, at multiples of 16 bytes", x.size()));
     }
-    let [values, scales] = outputs(OP, to, (numel / dim, dim), gpu)?;
+    let [values, scales] = outputs(OP, to, (numel / dim, dim), MOST_COLUMNS, gpu)?;
     let [eps, centre] = norm.arguments();
     let arguments = [
         address(OP, x, x.kind(), numel, gpu)?,
@@ -122,6 +138,40 @@ pub fn add_rms_norm_fp8(
     unsafe { launch_early(add_rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
 }
 
+/// [`rms_norm_forward`](super::rms_norm_forward()), whose result is rounded to bfloat16 and then as by [`fp8_rows`]; y is written where it is
+/// given. For many rows: [`add_rms_norm_fp8`] is for few.
+///
+/// # Errors
+/// The errors of [`fp8_rows`].
+pub fn rms_norm_fp8(
+    x: &Tensor,             // [T, D] f32 or bf16
+    weight: &Tensor,        // [D] bf16
+    y: Option<&mut Tensor>, // [T, D] bf16
+    to: &Fp8Rows,           // [T, D]
+    norm: NormOptions,
+) -> Result<()> {
+    const OP: &str = "rms_norm_forward_fp8";
+    let (gpu, numel, dim, y) = (ordinal(OP, x)?, x.numel(), row_len(OP, x)?, y.as_deref());
+    if !fp8_norm_serves(x, weight) || !y.is_none_or(is_aligned) {
+        return Err(invalid(OP, "shorter rows of a multiple of 16, at multiples of 16 bytes", x.size()));
+    }
+    let [values, scales] = outputs(OP, to, (numel / dim, dim), MOST_COLUMNS, gpu)?;
+    let [eps, centre] = norm.arguments();
+    let arguments = [
+        address(OP, x, x.kind(), numel, gpu)?,
+        address(OP, weight, Kind::BFloat16, dim, gpu)?,
+        address_or_null(OP, y, Kind::BFloat16, numel, gpu)?,
+        values,
+        scales,
+        Argument::Count(dim as i64),
+        eps,
+        centre,
+    ];
+    let name = format!("{OP}_{}", kinds_name(OP, x, weight)?);
+    // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
+    unsafe { launch_early(rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads(dim, MOST), 0), &arguments) }
+}
+
 /// [`silu_mul`](super::silu_mul()), whose result is rounded to bfloat16 and then as by [`fp8_rows`]; y is written where it is given.
 ///
 /// # Errors
@@ -137,7 +187,7 @@ pub fn silu_mul_fp8(
     if ![Some(gate_up), y].into_iter().flatten().all(is_aligned) {
         return Err(invalid(OP, "rows that begin at multiples of 16 bytes", gate_up.size()));
     }
-    let [values, scales] = outputs(OP, to, (rows, columns), gpu)?;
+    let [values, scales] = outputs(OP, to, (rows, columns), MOST_COLUMNS, gpu)?;
     let arguments = [
         address(OP, gate_up, Kind::BFloat16, 2 * rows * columns, gpu)?,
         address_or_null(OP, y, Kind::BFloat16, rows * columns, gpu)?,
@@ -145,15 +195,66 @@ pub fn silu_mul_fp8(
         scales,
         Argument::Count(columns as i64),
     ];
-    let shape = (rows as u32, threads(columns, MOST), 0);
-    // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
+    let most = if rows <= FEW_ROWS { FEW_ROWS_THREADS } else { MANY_ROWS_THREADS };
+    let shape = (rows as u32, even_threads(columns, most), row_bytes(columns));
+    // SAFETY: the kernel's parameters in order; one block a row, which fits its shared memory.
     unsafe { launch_early(swiglu::SOURCE, "swiglu_forward_fp8", gpu, shape, &arguments) }
 }
 
+/// [`swiglu_backward`](super::swiglu_backward()), whose gradients are rounded to bfloat16, and then as by [`fp8_rows`], too: d_gate_up in the
+/// memory of `gate_up`, and the forward's y. A row waits in shared memory until its largest value is known.
+///
+/// # Errors
+/// The errors of [`fp8_rows`].
+pub fn swiglu_backward_fp8(
+    dy: &Tensor,     // [T, F] bf16
+    gate_up: Tensor, // [T, 2 F] bf16: g0 u0 g1 u1 ..
+    to: &Fp8Rows,    // [T, 2 F]
+) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "swiglu_backward_fp8";
+    let (gpu, columns) = (ordinal(OP, &gate_up)?, row_len(OP, dy)?);
+    let (rows, y) = (dy.numel() / columns, dy.f_empty_like()?); // [T, F]
+    if !fp8_swiglu_serves(&gate_up) || ![dy, &gate_up, &y].into_iter().all(is_aligned) {
+        return Err(invalid(OP, format!("rows of a multiple of {COLUMNS}, at multiples of 16 bytes"), gate_up.size()));
+    }
+    let [values, scales] = outputs(OP, to, (rows, 2 * columns), MOST_LONG_COLUMNS, gpu)?;
+    let pairs = address(OP, &gate_up, Kind::BFloat16, 2 * rows * columns, gpu)?;
+    let half = |tensor: &Tensor| address(OP, tensor, Kind::BFloat16, rows * columns, gpu);
+    let arguments = [half(dy)?, pairs, pairs, half(&y)?, values, scales, Argument::Count(columns as i64)];
+    let shape = (rows as u32, even_threads(columns, BACKWARD_THREADS), row_bytes(2 * columns));
+    // SAFETY: the kernel's parameters in order; one block a row, which fits its shared memory.
+    unsafe { launch_early(swiglu::SOURCE, OP, gpu, shape, &arguments)? };
+    Ok((gate_up, y))
+}
+
+/// Whether [`silu_mul_fp8`] and [`swiglu_backward_fp8`] serve such pairs [.., 2 F].
+pub fn fp8_swiglu_serves(gate_up: &Tensor) -> bool {
+    let pairs = gate_up.size().last().map_or(0, |&pairs| pairs as usize);
+    rounds(gate_up) && fp8_trains([pairs, pairs / 2]) && pairs / 2 <= MOST_COLUMNS
+}
+
+/// Whether [`add_rms_norm_fp8`] serves rows [.., D] beside such a weight.
+pub fn fp8_norm_serves(x: &Tensor, weight: &Tensor) -> bool {
+    let dim = weight.numel();
+    let fits = fp8_serves([COLUMNS, dim]) && dim <= add_rms_norm::most_columns(PACK);
+    super::serve(x) && rounds(weight) && fits && is_aligned(x) && is_aligned(weight)
+}
+
+/// Whether a tensor is of the kind and the device whose rows are rounded by kernels.
+fn rounds(tensor: &Tensor) -> bool {
+    tensor.device().is_cuda() && tensor.kind() == Kind::BFloat16
+}
+
 /// The addresses of values and scales of so many rows of a length that is served.
-fn outputs(op: &'static str, to: &Fp8Rows, (rows, columns): (usize, usize), gpu: usize) -> Result<[Argument; 2]> {
-    if !fp8_serves([COLUMNS, columns]) || !is_aligned(&to.values) {
-        return Err(invalid(op, format!("rows of a multiple of {COLUMNS}, at most {MOST_COLUMNS}"), columns));
+fn outputs(
+    op: &'static str,
+    to: &Fp8Rows,
+    (rows, columns): (usize, usize),
+    most: usize,
+    gpu: usize,
+) -> Result<[Argument; 2]> {
+    if !columns.is_multiple_of(COLUMNS) || columns > most || !is_aligned(&to.values) {
+        return Err(invalid(op, format!("rows of a multiple of {COLUMNS}, at most {most}"), columns));
     }
     Ok([
         address(op, &to.values, Kind::Float8e4m3fn, rows * columns, gpu)?,
@@ -166,6 +267,17 @@ fn threads(columns: usize, most: usize) -> u32 {
     (columns / PACK).div_ceil(most).next_multiple_of(32) as u32
 }
 
+/// Whole warps, at most `most` threads, that have nearly as many packs of a row each.
+fn even_threads(columns: usize, most: usize) -> u32 {
+    let packs = columns / PACK;
+    packs.div_ceil(packs.div_ceil(most).max(1)).next_multiple_of(32) as u32
+}
+
+/// Shared memory of a row of bfloat16.
+fn row_bytes(columns: usize) -> u32 {
+    (columns * Kind::BFloat16.elt_size_in_bytes()) as u32
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::assert_declared;
@@ -173,8 +285,8 @@ mod tests {
 
     #[test]
     fn the_source_has_the_same_constants() {
-        assert_declared(SOURCE, &[("MOST", MOST)]);
-        assert_declared(swiglu::SOURCE, &[("MOST", MOST)]);
+        assert_declared(SOURCE, &[("MOST", MOST), ("MOST_LONG", MOST_LONG)]);
+        assert_declared(rms_norm::SOURCE, &[("MOST", MOST)]);
     }
 
     #[test]
@@ -185,9 +297,16 @@ mod tests {
         for matrix in [[8, 64], [64, 72], [64, 32_784]] {
             assert!(!fp8_serves(matrix), "{matrix:?}");
         }
+        for matrix in [[37_888, 3584], [16, 65_536], [59_136, 8192]] {
+            assert!(fp8_trains(matrix) && fp8_trains([matrix[1], matrix[0]]), "{matrix:?}");
+        }
+        assert!(!fp8_trains([65_552, 16]) && !fp8_trains([16, 24]));
         assert_eq!(
             [threads(3584, MOST), threads(18_944, MOST), threads(32_768, MOST), threads(16, 2)],
             [128, 608, 1024, 32]
         );
+        let even = [FEW_ROWS_THREADS, MANY_ROWS_THREADS, BACKWARD_THREADS].map(|most| even_threads(18_944, most));
+        assert_eq!(even, [608, 320, 480]);
+        assert_eq!([even_threads(16, 320), even_threads(32_768, 512)], [32, 512]);
     }
 }

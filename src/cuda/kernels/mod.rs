@@ -16,6 +16,7 @@ mod expert_sums;
 mod experts;
 mod filter;
 mod fp8;
+mod fp8_columns;
 mod gate;
 mod gate_up;
 mod grouped_weight;
@@ -58,7 +59,11 @@ pub use embed::embed;
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
 pub use filter::{Filters, filter};
-pub use fp8::{Fp8Rows, add_rms_norm_fp8, fp8_rows, fp8_rows_of_step, fp8_serves, silu_mul_fp8};
+pub use fp8::{
+    Fp8Rows, add_rms_norm_fp8, fp8_norm_serves, fp8_rows, fp8_rows_of_step, fp8_serves, fp8_swiglu_serves, fp8_trains,
+    rms_norm_fp8, silu_mul_fp8, swiglu_backward_fp8,
+};
+pub use fp8_columns::fp8_columns;
 pub use gate::gate;
 pub(super) use gate_up::gate_up_key;
 pub use gate_up::{gate_up, gate_up_fp8, gate_up_serves};
@@ -94,7 +99,7 @@ use crate::error::{Error, Result};
 use crate::torch;
 
 /// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 39] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 40] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -109,6 +114,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 39] = [
     (experts::SOURCE, experts::NAMES),
     (filter::SOURCE, filter::NAMES),
     (fp8::SOURCE, fp8::NAMES),
+    (fp8_columns::SOURCE, fp8_columns::NAMES),
     (gate::SOURCE, gate::NAMES),
     (gate_up::SOURCE, gate_up::NAMES),
     (grouped_weight::SOURCE, grouped_weight::NAMES),

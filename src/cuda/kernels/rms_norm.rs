@@ -22,6 +22,8 @@ pub(super) const NAMES: &[&str] = &[
     "rms_norm_forward_f32_bf16_x8",
     "rms_norm_backward_f32_bf16_x1",
     "rms_norm_backward_f32_bf16_x8",
+    "rms_norm_forward_fp8_bf16",
+    "rms_norm_forward_fp8_f32_bf16",
 ];
 
 /// Longest row: the narrow backward keeps a row of sums in a block's 48 KiB of shared memory.

@@ -18,6 +18,7 @@ pub(super) const NAMES: &[&str] = &[
     "swiglu_backward_bf16_x1",
     "swiglu_backward_bf16_x4",
     "swiglu_forward_fp8",
+    "swiglu_backward_fp8",
     "swiglu_weighted_backward_f32_x1",
     "swiglu_weighted_backward_f32_x2",
     "swiglu_weighted_backward_bf16_x1",

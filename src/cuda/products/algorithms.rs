@@ -95,7 +95,7 @@ impl Products {
         let scratch = Tensor::f_empty([out.size()[0], problem.row_len()], (out.kind(), out.device()));
         let flushed = Tensor::f_empty([FLUSH_BYTES], (Kind::Uint8, out.device()));
         let (Ok(scratch), Ok(flushed)) = (scratch, flushed) else { return Ok(candidates[0]) }; // no memory to time in
-        let pointers = [b.data_ptr(), a.data_ptr(), scratch.data_ptr()];
+        let pointers = [b, a, &scratch, &scratch].map(Tensor::data_ptr);
         let variants = self.variants(descriptors, &candidates)?;
         let algorithm = self.fastest(descriptors, &[candidates, variants].concat(), pointers, &flushed)?;
         let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -132,7 +132,7 @@ impl Products {
         &self,
         descriptors: &Descriptors,
         candidates: &[sys::cublasLtMatmulAlgo_t],
-        pointers: [*mut c_void; 3], // b, a, out
+        pointers: [*mut c_void; 4], // b, a, out twice
         flushed: &Tensor,
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
         let mut best = (candidates[0], f64::INFINITY);

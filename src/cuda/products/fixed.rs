@@ -5,8 +5,6 @@
 //! number, if it then gives the same bits as theirs in a trial.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
-
 use cudarc::cublaslt::sys;
 use tch::Tensor;
 
@@ -85,7 +83,7 @@ impl Products {
         };
         kernels::fill_normal(&mut a, [0, 0], 1.0)?;
         for (algorithm, out) in algorithms.into_iter().zip([&first, &second]) {
-            let pointers: [*mut c_void; 3] = [b.data_ptr(), a.data_ptr(), out.data_ptr()];
+            let pointers = [b, &a, out, out].map(Tensor::data_ptr);
             // SAFETY: the factors and the output span what the descriptors state, and live in stream order.
             unsafe { self.queue(descriptors, algorithm, pointers, problem.beta())? };
         }

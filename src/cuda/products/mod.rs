@@ -11,6 +11,7 @@ mod fixed;
 mod order;
 mod own;
 mod problem;
+mod shared;
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -70,7 +71,11 @@ impl Products {
     /// # Errors
     /// [`Error::Environment`] without a GPU or cuBLASLt; [`Error::Cuda`].
     pub fn new(stream: &TorchStream) -> Result<Self> {
-        let context = stream.context().clone();
+        Self::on(stream.context().clone(), stream.raw())
+    }
+
+    /// Products that are queued on a stream of the context, which outlives them.
+    fn on(context: Arc<Context>, stream: *mut c_void) -> Result<Self> {
         context.make_current()?;
         // SAFETY: opens the library that libtorch has loaded, or the one the loader finds.
         if !unsafe { sys::is_culib_present() } {
@@ -79,7 +84,7 @@ impl Products {
         // SAFETY: freed by drop alone.
         let workspace = check("cuMemAlloc", unsafe { result::malloc_sync(WORKSPACE_BYTES) })?;
         let handle = std::ptr::null_mut();
-        let (stream, chosen, own_are_faster) = (stream.raw(), Mutex::default(), Mutex::default());
+        let (chosen, own_are_faster) = Default::default();
         let mut products = Self { context, stream, handle, workspace, chosen, own_are_faster };
         // SAFETY: the handle is written on success and destroyed with `products`.
         status("cublasLtCreate", unsafe { sys::cublasLtCreate(&raw mut products.handle) })?;
@@ -115,7 +120,7 @@ impl Products {
         let descriptors = Descriptors::new(&problem, bias, None)?;
         let algorithm = self.algorithm(&problem, &descriptors, tuning, (a, b, bias, out))?;
         // SAFETY: `problem` holds the tensors to the sizes that the descriptors state; they live in stream order.
-        unsafe { self.queue(&descriptors, &algorithm, [b.data_ptr(), a.data_ptr(), out.data_ptr()], beta) }
+        unsafe { self.queue(&descriptors, &algorithm, [b, a, out, out].map(Tensor::data_ptr), beta) }
     }
 
     /// out = a b^T + bias of e4m3, each element scaled by the factors of its row of a and of b as it was summed, rounded once. On
@@ -131,7 +136,31 @@ impl Products {
         out: &Tensor,          // [M, N] bf16, rows of stride 1
         tuning: Tuning,
     ) -> Result<()> {
-        let problem = Problem::of_fp8(a, b, bias, out, self.context.ordinal())?;
+        self.multiply_fp8((a, b), (bias, None), out, tuning)
+    }
+
+    /// out = residual + a b^T of e4m3, as [`Products::run_fp8`] scales and rounds it. By [`Tuning::First`].
+    ///
+    /// # Errors
+    /// The errors of [`Products::run_fp8`].
+    pub fn run_fp8_onto(
+        &self,
+        residual: &Tensor, // [M, N], like out
+        a: &Fp8Rows,       // [M, K]
+        b: &Fp8Rows,       // [N, K]
+        out: &Tensor,      // [M, N] bf16 or f32, rows of stride 1
+    ) -> Result<()> {
+        self.multiply_fp8((a, b), (None, Some(residual)), out, Tuning::First)
+    }
+
+    fn multiply_fp8(
+        &self,
+        (a, b): (&Fp8Rows, &Fp8Rows),
+        (bias, residual): (Option<&Tensor>, Option<&Tensor>),
+        out: &Tensor,
+        tuning: Tuning,
+    ) -> Result<()> {
+        let problem = Problem::of_fp8(a, b, (bias, residual), out, self.context.ordinal())?;
         if problem.is_empty() {
             return Ok(());
         }
@@ -142,8 +171,9 @@ impl Products {
         let descriptors = Descriptors::new(&problem, bias, Some([&a.scales, &b.scales]))?;
         let (a, b) = (&a.values, b.values.tr());
         let algorithm = self.algorithm(&problem, &descriptors, tuning, (a, &b, bias, out))?;
+        let pointers = [&b, a, residual.unwrap_or(out), out].map(Tensor::data_ptr);
         // SAFETY: `problem` holds the tensors to the sizes that the descriptors state; they live in stream order.
-        unsafe { self.queue(&descriptors, &algorithm, [b.data_ptr(), a.data_ptr(), out.data_ptr()], 0.0) }
+        unsafe { self.queue(&descriptors, &algorithm, pointers, problem.beta()) }
     }
 
     /// The workspace is that of one stream.
@@ -155,12 +185,12 @@ impl Products {
     }
 
     /// # Safety
-    /// The pointers (b, a, out) span what the descriptors state until the stream has passed this.
+    /// The pointers (b, a, what `beta` adds, out) span what the descriptors state until the stream has passed this.
     unsafe fn queue(
         &self,
         descriptors: &Descriptors,
         algorithm: &sys::cublasLtMatmulAlgo_t,
-        [b, a, out]: [*mut c_void; 3],
+        [b, a, added, out]: [*mut c_void; 4],
         beta: f32,
     ) -> Result<()> {
         let one = 1f32;
@@ -178,7 +208,7 @@ impl Products {
                 a,
                 a_layout,
                 beta,
-                out,
+                added,
                 out_layout,
                 out,
                 out_layout,

@@ -71,15 +71,25 @@ impl Problem {
         })
     }
 
-    /// out = a b^T + bias of rows with scales.
+    /// out = residual + a b^T + bias of rows with scales.
     pub(super) fn of_fp8(
         a: &Fp8Rows,
         b: &Fp8Rows,
-        bias: Option<&Tensor>,
+        (bias, residual): (Option<&Tensor>, Option<&Tensor>),
         out: &Tensor,
         ordinal: usize,
     ) -> Result<Self> {
-        let problem = Self::of(&a.values, &b.values.tr(), bias, out, 0.0, ordinal)?;
+        let beta = f32::from(u8::from(residual.is_some()));
+        let problem = Self::of(&a.values, &b.values.tr(), bias, out, beta, ordinal)?;
+        let alike = |tensor: &Tensor| {
+            tensor.size() == out.size()
+                && tensor.stride() == out.stride()
+                && (tensor.kind(), tensor.device()) == (out.kind(), out.device())
+        };
+        if let Some(residual) = residual.filter(|residual| !alike(residual)) {
+            let shape = |tensor: &Tensor| format!("{:?} {:?} {:?}", tensor.kind(), tensor.size(), tensor.stride());
+            return Err(invalid("a residual like the result", format!("{} beside {}", shape(residual), shape(out))));
+        }
         let fits = |rows: &Fp8Rows| {
             let scales = &rows.scales;
             rows.values.kind() == Kind::Float8e4m3fn
@@ -88,7 +98,9 @@ impl Problem {
                 && scales.is_contiguous()
                 && scales.device() == rows.values.device()
         };
-        if out.kind() != Kind::BFloat16 || !fits(a) || !fits(b) {
+        // What is added to a residual may be as wide as that.
+        let out_fits = out.kind() == Kind::BFloat16 || residual.is_some();
+        if !out_fits || !fits(a) || !fits(b) {
             let got = format!("{:?} and {:?} scales, {:?}", a.scales.size(), b.scales.size(), out.kind());
             return Err(invalid("e4m3 with [M] and [N] float32 scales -> bf16", got));
         }

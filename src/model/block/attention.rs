@@ -15,6 +15,7 @@ use crate::model::params::{ParamName, Shapes};
 use crate::model::spec::ModelSpec;
 use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backward, packed_forward};
 use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
+use crate::ops::fp8::Rows;
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::linear;
 
@@ -243,10 +244,10 @@ impl AttentionSpec {
         x: &Tensor, // [T, D]
         mixer: &dyn SequenceMixer,
     ) -> Result<(Tensor, AttentionOutput)> {
-        let (heads, gate) = self.project(ctx, w, &ctx.enter(w, NORMS, x)?.0)?;
+        let (heads, gate) = self.project(ctx, w, &ctx.enter_rows(w, NORMS, x, &[Matrix::Qkv])?)?;
         let (o, lse) = mixer.attention(layer, &heads.q, &heads.k, &heads.v)?;
         let gated = gate::forward(&o, gate.as_ref())?;
-        let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &gated.f_flatten(1, 2)?, x)?;
+        let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &gated.f_flatten(1, 2)?.into(), x)?;
         Ok((h, AttentionOutput { heads, gate, o, lse, output }))
     }
 
@@ -287,12 +288,12 @@ impl AttentionSpec {
         self,
         ctx: &BlockContext<'_>,
         w: &BlockParams,
-        normed: &Tensor, // [T, D]
+        normed: &Rows, // [T, D]
     ) -> Result<(Heads, Option<Tensor>)> {
         let qkv = w.linear(Matrix::Qkv);
         let slots = (self.num_heads / self.num_kv_heads * self.rows_per_query()) as i64 + 2;
         let groups = if qkv.pieces.len() == 1 { [-1, slots] } else { [1, -1] };
-        let shape = [normed.size()[0], groups[0], groups[1], self.head_dim as i64];
+        let shape = [normed.num_rows(), groups[0], groups[1], self.head_dim as i64];
         let qkv = qkv.forward(normed)?.view(shape);
         let (qkv, gate) = if self.output_gate { gate::split(&qkv)? } else { (qkv, None) };
         let norms = norm_weights(ctx, w)?;

@@ -112,14 +112,16 @@ impl DeltaNetSpec {
         bytes.narrow * (self.heads.channels() + 2 * num_value_heads * value_dim + 2 * num_value_heads)
     }
 
-    /// Bytes a token of the fullest moment of forward beside what is kept. By kernels: the sublayer's input, what the convolution gives,
+    /// Bytes a token of the fullest moment of forward beside what is kept. By kernels: the sublayer's input, rounded, too, where products are
+    /// in FP8, what the convolution gives,
     /// chunks by themselves, and states of sequences. Composed of libtorch's operations, all of it in the accumulation kind: what the
     /// convolution gives, its heads, and of whole chunks keys and values in six and four forms, three tables of pairs, and a state.
     pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
         let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
         if self.has_kernels(bytes) {
             let of_chunks = bytes.narrow * (keys + values + pairs);
-            return bytes.narrow * (self.hidden + channels) + self.by_kernels(bytes, of_chunks);
+            let rounded = bytes.rounded * self.hidden;
+            return bytes.narrow * (self.hidden + channels) + rounded + self.by_kernels(bytes, of_chunks);
         }
         bytes.wide * (2 * channels + 6 * keys + 4 * values + 3 * pairs + states)
     }
@@ -171,7 +173,8 @@ impl DeltaNetSpec {
         x: &Tensor, // [T, D]
         mixer: &dyn SequenceMixer,
     ) -> Result<(Tensor, DeltaOutput)> {
-        let normed = ctx.enter(w, NORMS, x)?.0;
+        let [reads @ .., _] = self.linears().map(|linear| linear.matrix);
+        let normed = ctx.enter_rows(w, NORMS, x, &reads)?;
         let project = |matrix| w.linear(matrix).forward(&normed);
         let rows = DeltaRows {
             qkv: project(Matrix::DeltaQkv)?,
@@ -181,7 +184,7 @@ impl DeltaNetSpec {
         };
         let weights = weights(|name| w.norm(name).expect("a parameter of the block").shallow_clone());
         let o = mixer.delta_net(layer, &rows, &weights, self.options(ctx))?;
-        let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::DeltaOut), &o, x)?;
+        let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::DeltaOut), &o.shallow_clone().into(), x)?;
         Ok((h, DeltaOutput { rows, o, output }))
     }
 

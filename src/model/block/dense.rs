@@ -9,6 +9,7 @@ use super::linear::{Linear, LinearSpec, Matrix, TpSplit};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::error::Result;
+use crate::ops::fp8::{Fp8Rows, Rows};
 use crate::ops::linear;
 use crate::ops::swiglu::GateUp;
 
@@ -59,17 +60,18 @@ impl DenseSpec {
 
     /// Bytes a token of the fullest moment of forward: gate and up, and the activation.
     pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
-        3 * bytes.narrow * self.intermediate
+        (2 * bytes.narrow + bytes.read) * self.intermediate
     }
 
     /// Bytes a token of the fullest moment of backward: the gradient that comes in and the normalised rows; gate and up, which become
-    /// their gradients in place, unless they were kept; the activation and its gradient. An adapter with dropout drops a copy of
+    /// their gradients in place, unless they were kept, and those once more where they are rounded; the activation and its gradient. An adapter with dropout drops a copy of
     /// the activation, and its own part of the gradient comes in two tensors more.
     pub(super) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool, drops: bool) -> usize {
         let row = bytes.narrow * self.intermediate;
         let gate_up = if keeps_gate_up { 0 } else { 2 * row };
         let dropped = if drops { 3 * row } else { 0 };
-        2 * bytes.narrow * self.hidden + gate_up + 2 * row + dropped
+        let rounded = 2 * bytes.rounded * self.intermediate;
+        2 * bytes.narrow * self.hidden + gate_up + rounded + 2 * row + dropped
     }
 }
 
@@ -81,8 +83,9 @@ impl DenseSpec {
         w: &BlockParams,
         h: &Tensor,
     ) -> Result<(Tensor, Expanded<GateUp>)> {
-        let gate_up = project(w, &ctx.enter(w, NORMS, h)?.0)?;
-        let (y, output) = ctx.leave(w, NORMS, w.linear(Matrix::Down), &gate_up.activate()?, h)?;
+        let gate_up = project(w, &ctx.enter_rows(w, NORMS, h, &[Matrix::GateUp])?)?;
+        let down = w.linear(Matrix::Down);
+        let (y, output) = ctx.leave(w, NORMS, down, &activate(down, &gate_up)?, h)?;
         Ok((y, Expanded { wide: Some(gate_up), output }))
     }
 
@@ -96,49 +99,70 @@ impl DenseSpec {
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
         let (normed, rstd) = ctx.enter(w, NORMS, h)?;
+        let normed = Rows::from(normed);
         let gate_up = kept.wide.map_or_else(|| project(w, &normed), Ok)?;
         let down = w.linear(Matrix::Down);
         let output = match kept.output {
-            None if w.norm(NORMS.post).is_some() => Some(down.forward(&gate_up.activate()?)?),
+            None if w.norm(NORMS.post).is_some() => Some(down.forward(&activate(down, &gate_up)?)?),
             kept => kept,
         };
         let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
         let d_down = grads.linear_mut(Matrix::Down);
-        let d_gate_up = match d_down.pieces.first_mut() {
+        let (d_gate_up, rounded) = match d_down.pieces.first_mut() {
             Some(piece) => {
-                let (d_gate_up, act) = gate_up.backward(&down.backward_input(&d_output)?)?;
+                let (d_gate_up, act, rounded) = activate_backward(w, gate_up, &down.backward_input(&d_output)?)?;
                 linear::accumulate_weight(&d_output, &act, &mut piece.weight)?;
-                d_gate_up
+                (d_gate_up, rounded)
             }
             // An adapter adds to the activation's gradient, and needs the activation for that.
             None => {
                 let d_act = down.backward(&d_output, &gate_up.activate()?, d_down)?;
-                gate_up.backward(&d_act)?.0
+                let (d_gate_up, _, rounded) = activate_backward(w, gate_up, &d_act)?;
+                (d_gate_up, rounded)
             }
         };
-        let d_normed = project_backward(w, &d_gate_up, &normed, grads.linear_mut(Matrix::GateUp))?;
+        let d = (&d_gate_up, rounded.as_ref());
+        let d_normed = project_backward(w, d, normed.plain(), grads.linear_mut(Matrix::GateUp))?;
         ctx.enter_backward(w, NORMS, &d_normed, (h, dy), rstd.as_ref(), grads)
     }
 }
 
 /// Gate and up of x, with the adapter's part.
-fn project(w: &BlockParams, x: &Tensor /* [T, D] */) -> Result<GateUp> {
+fn project(w: &BlockParams, x: &Rows /* [T, D] */) -> Result<GateUp> {
     let w = w.linear(Matrix::GateUp);
     Ok(match (w.gate_up(x)?, &w.lora) {
         (gate_up, None) => gate_up,
-        (GateUp::Interleaved(pairs), Some(lora)) => GateUp::Interleaved(lora.add(x, pairs)?),
+        (GateUp::Interleaved(pairs), Some(lora)) => GateUp::Interleaved(lora.add(x.plain(), pairs)?),
         (GateUp::Split { gate, up }, Some(lora)) => {
             let [lora_gate, lora_up] = lora.every_second_row();
-            GateUp::Split { gate: lora_gate.add(x, gate)?, up: lora_up.add(x, up)? }
+            GateUp::Split { gate: lora_gate.add(x.plain(), gate)?, up: lora_up.add(x.plain(), up)? }
         }
     })
 }
 
-/// dx of [`project`]; the gradient of the weight, or of A and B, is added to `grads`.
-fn project_backward(w: &BlockParams, d: &GateUp, x: &Tensor /* [T, D] */, grads: &mut Linear) -> Result<Tensor> {
+/// The activation, for the product of `down`.
+fn activate(down: &Linear, gate_up: &GateUp) -> Result<Rows /* [T, F] */> {
+    if down.trains_in_fp8 { gate_up.activate_fp8(down.reads_plain()) } else { Ok(gate_up.activate()?.into()) }
+}
+
+/// The gradients of gate and up, the activation once more, and the gradients' rows for a product in FP8, if a kernel rounds them on its way.
+fn activate_backward(w: &BlockParams, gate_up: GateUp, d_act: &Tensor) -> Result<(GateUp, Tensor, Option<Fp8Rows>)> {
+    if w.linear(Matrix::GateUp).trains_in_fp8 {
+        return gate_up.backward_fp8(d_act);
+    }
+    gate_up.backward(d_act).map(|(d, act)| (d, act, None))
+}
+
+/// dx of [`project`]; the gradient of the weight, or of A and B, is added to `grads`. d may have been rounded on its way.
+fn project_backward(
+    w: &BlockParams,
+    (d, rounded): (&GateUp, Option<&Fp8Rows>),
+    x: &Tensor, // [T, D]
+    grads: &mut Linear,
+) -> Result<Tensor> {
     let w = w.linear(Matrix::GateUp);
-    let mut dx = w.gate_up_backward(d)?;
+    let mut dx = w.gate_up_backward(d, rounded)?;
     if let Some(piece) = grads.pieces.first_mut() {
         d.accumulate_weight(x, &mut piece.weight)?;
     }

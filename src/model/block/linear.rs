@@ -2,90 +2,14 @@
 
 use tch::{Kind, Tensor};
 
-use crate::config::TargetModule;
+pub use super::matrix::{Matrix, Projection};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::lora::{BlockLora, Lora};
 use crate::model::params::{ParamName, Shapes, UnitLayout, required};
-use crate::ops::fp8::{self, Fp8Rows};
+use crate::ops::fp8::{self, Fp8Rows, Rows};
 use crate::ops::linear;
 use crate::ops::swiglu::GateUp;
-
-/// The matrices of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Matrix {
-    /// Query, key and value.
-    Qkv,
-    /// Attention output.
-    O,
-    /// Gate and up.
-    GateUp,
-    /// Down.
-    Down,
-    /// Gate and up of a shared expert.
-    SharedGateUp,
-    /// Down of a shared expert.
-    SharedDown,
-    /// Queries, keys and values of a gated delta net.
-    DeltaQkv,
-    /// Gate of a gated delta net's norm.
-    DeltaZ,
-    /// Write strengths of a gated delta net.
-    DeltaB,
-    /// Decays of a gated delta net.
-    DeltaA,
-    /// Output of a gated delta net.
-    DeltaOut,
-}
-
-/// A matrix of a checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Projection {
-    /// One that can have an adapter.
-    Module(TargetModule),
-    /// A shared expert's, by its name there.
-    SharedExpert(&'static str),
-}
-
-impl Matrix {
-    /// The parameter of the weight.
-    pub(in crate::model) fn weight(self) -> ParamName {
-        match self {
-            Matrix::Qkv => ParamName::Qkv,
-            Matrix::O => ParamName::O,
-            Matrix::GateUp => ParamName::GateUp,
-            Matrix::Down => ParamName::Down,
-            Matrix::SharedGateUp => ParamName::SharedGateUp,
-            Matrix::SharedDown => ParamName::SharedDown,
-            Matrix::DeltaQkv => ParamName::DeltaQkv,
-            Matrix::DeltaZ => ParamName::DeltaZ,
-            Matrix::DeltaB => ParamName::DeltaB,
-            Matrix::DeltaA => ParamName::DeltaA,
-            Matrix::DeltaOut => ParamName::DeltaOut,
-        }
-    }
-
-    /// Parameters of the adapter beside it, A and B, where it can have one.
-    pub(in crate::model) fn adapter(self) -> Option<[ParamName; 2]> {
-        match self {
-            Matrix::Qkv => Some([ParamName::QkvA, ParamName::QkvB]),
-            Matrix::O => Some([ParamName::OA, ParamName::OB]),
-            Matrix::GateUp => Some([ParamName::GateUpA, ParamName::GateUpB]),
-            Matrix::Down => Some([ParamName::DownA, ParamName::DownB]),
-            Matrix::SharedGateUp | Matrix::SharedDown => None,
-            Matrix::DeltaQkv => Some([ParamName::DeltaQkvLoraA, ParamName::DeltaQkvLoraB]),
-            Matrix::DeltaZ => Some([ParamName::DeltaZLoraA, ParamName::DeltaZLoraB]),
-            Matrix::DeltaB => Some([ParamName::DeltaBLoraA, ParamName::DeltaBLoraB]),
-            Matrix::DeltaA => Some([ParamName::DeltaALoraA, ParamName::DeltaALoraB]),
-            Matrix::DeltaOut => Some([ParamName::DeltaOutLoraA, ParamName::DeltaOutLoraB]),
-        }
-    }
-
-    /// Whether training in FP8 rounds its products: not those of a gated delta net's write strengths and decays, which are a row a head.
-    pub(super) fn is_rounded(self) -> bool {
-        !matches!(self, Matrix::DeltaB | Matrix::DeltaA)
-    }
-}
 
 /// The shape of a matrix. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
 #[derive(Debug, Clone, PartialEq)]
@@ -277,17 +201,23 @@ impl Linear {
         Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone), trains_in_fp8: false })
     }
 
+    /// Whether its rows are read as they are, not in FP8 alone.
+    pub(super) fn reads_plain(&self) -> bool {
+        !self.trains_in_fp8 || self.lora.is_some()
+    }
+
     /// x w^T + bias, with the adapter's part. [T, N]
-    pub(super) fn forward(&self, x: &Tensor /* [T, K] */) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Rows /* [T, K] */) -> Result<Tensor> {
         self.adapt(x, self.product(x)?)
     }
 
     /// x w^T + bias. [T, N]
-    fn product(&self, x: &Tensor /* [T, K] */) -> Result<Tensor> {
-        let product = |Piece { weight, bias, fp8 }: &Piece| match fp8 {
-            Some(rounded) => fp8::forward(x, rounded, bias.as_ref()),
-            None if self.trains_in_fp8 => fp8::forward(x, &fp8::rounded(weight)?, bias.as_ref()),
-            None => linear::forward(x, weight, bias.as_ref()),
+    fn product(&self, x: &Rows /* [T, K] */) -> Result<Tensor> {
+        let rounded = if self.is_fp8() { Some(x.rounded()?) } else { None };
+        let product = |Piece { weight, bias, fp8 }: &Piece| match (&rounded, fp8) {
+            (Some(x), Some(w)) => fp8::forward(x, w, bias.as_ref(), weight.kind()),
+            (Some(x), None) => fp8::forward(x, &fp8::rounded(weight)?, bias.as_ref(), weight.kind()),
+            (None, _) => linear::forward(x.plain(), weight, bias.as_ref()),
         };
         match &self.pieces[..] {
             [piece] => product(piece),
@@ -296,21 +226,25 @@ impl Linear {
     }
 
     /// x w^T of a matrix that has gate and up, without the adapter's part.
-    pub(super) fn gate_up(&self, x: &Tensor /* [T, D] */) -> Result<GateUp> {
-        if self.is_fp8() { GateUp::of_pairs(self.product(x)?) } else { GateUp::project(x, self.weight()) }
+    pub(super) fn gate_up(&self, x: &Rows /* [T, D] */) -> Result<GateUp> {
+        if self.is_fp8() { GateUp::of_pairs(self.product(x)?) } else { GateUp::project(x.plain(), self.weight()) }
     }
 
     /// residual + x w^T, where each rank of the tensor-parallel group has some columns of w, and of x. Without a residual the product
     /// alone. [T, N]
     pub(super) fn forward_summed(
         &self,
-        x: &Tensor,                // [T, K]
+        x: &Rows,                  // [T, K]
         residual: Option<&Tensor>, // [T, N]
         tp: Option<&dyn Collective>,
     ) -> Result<Tensor> {
         match (tp.filter(|tp| tp.size() > 1), residual) {
+            (None, Some(residual)) if self.trains_in_fp8 && self.lora.is_none() => {
+                let w = self.weight();
+                fp8::forward_onto(residual, &x.rounded()?, &fp8::rounded(w)?, w.kind())
+            }
             (None, Some(residual)) if self.is_fp8() => Ok(residual.f_add(&self.forward(x)?)?),
-            (None, Some(residual)) => self.adapt(x, linear::forward_onto(residual, x, self.weight())?),
+            (None, Some(residual)) => self.adapt(x, linear::forward_onto(residual, x.plain(), self.weight())?),
             (None, None) => self.forward(x),
             (Some(tp), residual) => {
                 let mut partial = self.forward(x)?;
@@ -324,10 +258,10 @@ impl Linear {
     }
 
     /// y + (x A^T) B^T, in y's memory, where there is an adapter.
-    fn adapt(&self, x: &Tensor, y: Tensor) -> Result<Tensor> {
+    fn adapt(&self, x: &Rows, y: Tensor) -> Result<Tensor> {
         match &self.lora {
             None => Ok(y),
-            Some(lora) => lora.add(x, y),
+            Some(lora) => lora.add(x.plain(), y),
         }
     }
 
@@ -369,15 +303,19 @@ impl Linear {
     /// dx = dy w.
     pub(super) fn backward_input(&self, dy: &Tensor /* [T, N] */) -> Result<Tensor> {
         if self.trains_in_fp8 {
-            fp8::backward_input(dy, self.weight())
+            fp8::backward_input(&fp8::rounded(dy)?, self.weight(), dy.kind())
         } else {
             linear::backward_input(dy, self.weight())
         }
     }
 
-    /// dx of [`Linear::gate_up`].
-    pub(super) fn gate_up_backward(&self, d: &GateUp) -> Result<Tensor> {
-        if self.trains_in_fp8 { self.backward_input(&d.pairs()?) } else { d.backward_input(self.weight()) }
+    /// dx of [`Linear::gate_up`], whose gradients may have been rounded on their way.
+    pub(super) fn gate_up_backward(&self, d: &GateUp, rounded: Option<&Fp8Rows>) -> Result<Tensor> {
+        match rounded {
+            Some(rounded) => fp8::backward_input(rounded, self.weight(), self.kind()),
+            None if self.trains_in_fp8 => self.backward_input(&d.pairs()?),
+            None => d.backward_input(self.weight()),
+        }
     }
 }
 

@@ -13,6 +13,7 @@ mod experts;
 mod gate;
 mod linear;
 mod matrices;
+mod matrix;
 mod mixer;
 mod mlp;
 mod params;
@@ -25,6 +26,7 @@ use super::spec::ModelSpec;
 use crate::config::GradientCheckpointing;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
+use crate::ops::fp8::Rows;
 use crate::ops::rope::RopeRows;
 use crate::torch::accumulation_kind;
 use mixer::MixerOutput;
@@ -80,13 +82,23 @@ pub struct ElementBytes {
     pub wide: usize,
     /// The residual stream.
     pub residual: usize,
+    /// Rows that a product of forward reads: as they are, rounded to FP8, or both.
+    pub read: usize,
+    /// Gradients beside those that are kept as they are: rounded ones of products in FP8.
+    pub rounded: usize,
 }
 
 impl ElementBytes {
     /// For weights of `kind`.
     pub fn new(kind: Kind, residual: Kind) -> Self {
         let [narrow, wide, residual] = [kind, accumulation_kind(kind), residual].map(|kind| kind.elt_size_in_bytes());
-        Self { narrow, wide, residual }
+        Self { narrow, wide, residual, read: narrow, rounded: 0 }
+    }
+
+    /// Where products are in FP8; adapters beside them read rows as they are, too.
+    pub fn in_fp8(self, adapts: bool) -> Self {
+        let rounded = Kind::Float8e4m3fn.elt_size_in_bytes();
+        Self { read: rounded + if adapts { self.narrow } else { 0 }, rounded, ..self }
     }
 }
 
@@ -189,6 +201,17 @@ impl BlockContext<'_> {
         Ok((normed, Some(rstd)))
     }
 
+    /// The input of a sublayer for the products of some matrices: in FP8 rounded by the norm, if a kernel does that. [T, D]
+    fn enter_rows(&self, w: &BlockParams, norms: NormNames, x: &Tensor, matrices: &[Matrix]) -> Result<Rows> {
+        let mut linears = matrices.iter().map(|&matrix| w.linear(matrix));
+        match w.norm(norms.pre) {
+            Some(weight) if linears.clone().any(|linear| linear.trains_in_fp8) => {
+                self.spec.norm().forward_fp8(x, weight, linears.any(Linear::reads_plain))
+            }
+            _ => Ok(self.enter(w, norms, x)?.0.into()),
+        }
+    }
+
     /// dx, from the gradient of what the sublayer reads and that of the residual stream behind it.
     fn enter_backward(
         &self,
@@ -209,7 +232,7 @@ impl BlockContext<'_> {
         w: &BlockParams,
         norms: NormNames,
         linear: &Linear,
-        x: &Tensor,        // [T, K]
+        x: &Rows,          // [T, K]
         residual: &Tensor, // [T, D]
     ) -> Result<(Tensor, Option<Tensor>)> {
         let Some(weight) = w.norm(norms.post) else {

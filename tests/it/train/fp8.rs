@@ -138,13 +138,27 @@ fn adapters_train_beside_a_base_in_fp8() {
 }
 
 #[test]
-fn experts_and_gpus_are_refused_by_name() {
+fn what_is_not_served_is_refused_by_name() {
     let [dense, hybrid, experts] = ["tiny", "tiny-hybrid", "tiny-moe"].map(|name| ModelSpec::preset(name).unwrap());
-    let check = |spec: &ModelSpec, on_gpu| check_mixed_precision(MixedPrecision::Fp8, spec, on_gpu);
-    let refused = |spec, on_gpu| check(spec, on_gpu).unwrap_err().to_string();
-    assert_eq!(refused(&experts, false), "mixed_precision = fp8: expected none: experts do not train in FP8 yet");
-    let on_gpu = "mixed_precision = fp8: expected none: mixed_precision = \"fp8\" is simulated on CPUs so far";
-    assert_eq!(refused(&dense, true), on_gpu);
-    assert!(check(&dense, false).is_ok() && check(&hybrid, false).is_ok());
-    assert!(check_mixed_precision(MixedPrecision::None, &experts, true).is_ok());
+    let check = |spec: &ModelSpec, kind, on_gpu| check_mixed_precision(MixedPrecision::Fp8, spec, kind, on_gpu);
+    let refused = |spec: &ModelSpec, kind, on_gpu| check(spec, kind, on_gpu).unwrap_err().to_string();
+    let key = "mixed_precision = fp8: expected none: ";
+    for on_gpu in [false, true] {
+        let message = refused(&experts, Kind::BFloat16, on_gpu);
+        assert_eq!(message, format!("{key}experts do not train in FP8 yet"));
+    }
+    let of_kind = "on a GPU FP8 is rounded from dtype = bfloat16, not from Float";
+    assert_eq!(refused(&dense, Kind::Float, true), format!("{key}{of_kind}"));
+    let of_sides = "on a GPU sides of matrices have to be multiples of 16 and at most 65536; ";
+    let odd = ModelSpec { intermediate_size: 392, ..dense.clone() };
+    assert_eq!(refused(&odd, Kind::BFloat16, true), format!("{key}{of_sides}Down is [128, 392]"));
+    let wide = ModelSpec { intermediate_size: 32_784, ..dense.clone() };
+    assert_eq!(refused(&wide, Kind::BFloat16, true), format!("{key}{of_sides}GateUp is [65568, 128]"));
+    for spec in [&dense, &hybrid, &odd, &wide] {
+        assert!(check(spec, Kind::Float, false).is_ok());
+    }
+    for spec in [&dense, &hybrid, &ModelSpec::preset("qwen2.5-32b").unwrap()] {
+        assert!(check(spec, Kind::BFloat16, true).is_ok());
+    }
+    assert!(check_mixed_precision(MixedPrecision::None, &experts, Kind::Float, true).is_ok());
 }

@@ -1,0 +1,77 @@
+//! The transpose of a matrix in e4m3, with a scale for each of its rows: the columns of the matrix.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::fp8::{Fp8Rows, fp8_trains};
+use super::{Argument, address, invalid, is_aligned, launch, launch_early, ordinal};
+use crate::cuda::nvrtc::{self, KernelSource};
+use crate::error::Result;
+
+pub(super) const SOURCE: &KernelSource = &nvrtc::FP8_COLUMNS;
+pub(super) const NAMES: &[&str] = &["fp8_column_peaks", "fp8_columns"];
+
+/// Threads of a block, each of which has one column when the largest values of its warps are compared.
+const THREADS: usize = 256;
+/// The part of a matrix that a block turns.
+const TILE_ROWS: usize = 128;
+const TILE_COLUMNS: usize = 64;
+/// Blocks that look for the largest values.
+const PEAK_BLOCKS: usize = 1056;
+
+/// Rounds each column of x to e4m3, to nearest, by its largest absolute value: the rows of `to`. Not before sm_89.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit, [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
+pub fn fp8_columns(
+    x: &Tensor,   // [N, K] bf16
+    to: &Fp8Rows, // [K, N]
+) -> Result<()> {
+    const OP: &str = "fp8_columns";
+    let (gpu, size) = (ordinal(OP, x)?, x.size());
+    let &[rows, columns] = &size[..] else { return Err(invalid(OP, "a matrix", size)) };
+    let shape = [rows as usize, columns as usize];
+    if !fp8_trains(shape) || !is_aligned(x) || !is_aligned(&to.values) || to.values.size() != [columns, rows] {
+        return Err(invalid(OP, "sides of a multiple of 16, and their transpose", (size, to.values.size())));
+    }
+    let (numel, lens) = (x.numel(), shape.map(|len| Argument::Count(len as i64)));
+    let from = address(OP, x, Kind::BFloat16, numel, gpu)?;
+    let peaks = Tensor::f_zeros([columns], (Kind::Int, x.device()))?; // [K]
+    let peaks = address(OP, &peaks, Kind::Int, shape[1], gpu)?;
+    let values = address(OP, &to.values, Kind::Float8e4m3fn, numel, gpu)?;
+    let scales = address(OP, &to.scales, Kind::Float, shape[1], gpu)?;
+    let (groups, strips) = strips(shape);
+    let arguments = [from, peaks, lens[0], lens[1], Argument::Count(strips as i64)];
+    let (grid, threads) = ((groups * strips) as u32, THREADS as u32);
+    // SAFETY: the kernel's parameters in order; `strips` blocks for every group of columns. Peaks are zeros by then, in stream order.
+    unsafe { launch(SOURCE, "fp8_column_peaks", gpu, (grid, threads, 0), &arguments)? };
+    let tiles = shape[0].div_ceil(TILE_ROWS) * shape[1].div_ceil(TILE_COLUMNS);
+    let arguments = [from, peaks, values, scales, lens[0], lens[1]];
+    // SAFETY: the kernel's parameters in order; a block for every tile. The memory of the peaks is freed in stream order.
+    unsafe { launch_early(SOURCE, OP, gpu, (tiles as u32, threads, 0), &arguments) }
+}
+
+/// Groups of columns, and the blocks that share the rows of a group: no more than there are rows for.
+fn strips([rows, columns]: [usize; 2]) -> (usize, usize) {
+    let groups = columns.div_ceil(THREADS);
+    (groups, (PEAK_BLOCKS / groups).clamp(1, rows.div_ceil(THREADS / 32)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("THREADS", THREADS), ("TILE_ROWS", TILE_ROWS), ("TILE_COLUMNS", TILE_COLUMNS)]);
+    }
+
+    #[test]
+    fn every_column_has_its_strips() {
+        assert_eq!(strips([37_888, 3584]), (14, 75));
+        assert_eq!(strips([3584, 18_944]), (74, 14));
+        assert_eq!(strips([16, 16]), (1, 2), "a block has eight rows at once");
+        assert_eq!(strips([64, 65_536]), (256, 4));
+    }
+}
