@@ -10,6 +10,7 @@ use colo_grpo::internal::cuda::kernels::{
     self, ExpertTile, RouteOptions, experts_combine, experts_down, experts_gate_up, route,
 };
 use colo_grpo::internal::dist::{Backend, World};
+use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{
     LoraSpec, ModelSpec, ParamTable, QuantizedBlock, Unit, UnitLayout, init_unit, init_unit_on,
 };
@@ -17,7 +18,7 @@ use colo_grpo::internal::ops::nf4::Levels;
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy,
-    PolicyOptions, Sequence, StatePart, TokenGradients, pack,
+    PolicyOptions, Sequence, StatePart, TokenGradients, TrainedModel, pack,
 };
 use colo_grpo::internal::types::RoutedExperts;
 use serde_json::json;
@@ -247,12 +248,19 @@ fn gpu_a_row_of_experts_that_is_no_number_stays_alone() {
     }
 }
 
-/// Weights are not cut from memory that a float32 copy of them had: what is left of that would stay with libtorch for good.
+/// Weights are not cut from memory that a float32 copy of them had on its way to the host: what is left of that would stay with libtorch for
+/// good.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_loaded_policy_holds_the_memory_of_its_weights_alone() {
-    let spec = Arc::new(ModelSpec { num_layers: 2, ..ModelSpec::preset("qwen3-30b-a3b").unwrap() });
-    let table = Arc::new(ParamTable::new(spec, 1));
+    let mut spec = ModelSpec { num_layers: 2, vocab_size: 1024, ..ModelSpec::preset("qwen3-30b-a3b").unwrap() };
+    spec.experts.as_mut().unwrap().num_experts = 32;
+    let table = Arc::new(ParamTable::new(Arc::new(spec), 1));
+    let model = TrainedModel {
+        optim: Optim::AdamW8bit,
+        ..TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default())
+    };
+    let pool = HostPool::new("loaded_test", model.bytes().optimizer, GPU, &mut |_, _| ()).unwrap();
     let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
     let options = PolicyOptions {
         stage: 0,
@@ -267,7 +275,7 @@ fn gpu_a_loaded_policy_holds_the_memory_of_its_weights_alone() {
     let memory = || torch::device_memory(GPU).unwrap().unwrap();
     let before = memory();
     let source = |layout: &UnitLayout| init_unit_on(layout, 1, Kind::BFloat16, GPU);
-    let policy = Policy::with_home(table.clone(), &mesh, options, OptimizerHome::Resident, &source).unwrap();
+    let policy = Policy::with_home(table.clone(), &mesh, options, OptimizerHome::Stream(pool), &source).unwrap();
     torch::release_memory(GPU).unwrap();
     let (held, tensors) = (memory().reserved - before.reserved, memory().allocated - before.allocated);
     println!("{}", json!({"test": "loaded", "held": held, "tensors": tensors}));
