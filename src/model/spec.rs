@@ -138,6 +138,18 @@ impl ModelSpec {
         self.num_params() - (0..self.num_layers).map(idle).sum::<usize>()
     }
 
+    /// Number of weights that so many tokens together are computed with, where routers choose evenly.
+    pub fn num_params_hit(&self, tokens: f64) -> f64 {
+        let idle = |layer| match self.block(layer).mlp {
+            Mlp::Dense(_) => 0.0,
+            Mlp::Experts(experts) => {
+                let missed = 1.0 - experts.router.num_experts_per_tok as f64 / experts.num_experts as f64;
+                experts.num_idle_params() as f64 * missed.powf(tokens - 1.0)
+            }
+        };
+        self.num_params() as f64 - (0..self.num_layers).map(idle).sum::<f64>()
+    }
+
     /// Weight of the loss that keeps experts equally busy: as configured, or the model's own.
     ///
     /// # Errors
