@@ -231,7 +231,9 @@ struct Step {
     }
 };
 
-__device__ __forceinline__ void copy_step(const Gradients& of, const Tiles& tiles, const Step& step, int shared, int turn, unsigned own) {
+// Copies of a step in the order of their use, a group each: queries, keys, gradients and gates; what was written; both states. The first
+// may begin while the step before still reads the others.
+__device__ __forceinline__ void copy_first(const Gradients& of, const Tiles& tiles, const Step& step, int shared, int turn, unsigned own) {
     if (step.pair < of.pairs) {
         const int index = step.pair / of.key_heads, key_head = step.pair % of.key_heads, head = key_head * shared + step.part;
         const Chunk chunk = of.chunks[index];
@@ -242,17 +244,21 @@ __device__ __forceinline__ void copy_step(const Gradients& of, const Tiles& tile
             copy_rows(tiles.keys + (turn * 2 + 1) * WIDE_BYTES, rows + (of.key_heads + key_head) * DIM, of.channels, chunk.count);
         }
         copy_rows(tiles.out, of.d_o + (first * of.heads + head) * DIM, static_cast<long long>(of.heads) * DIM, chunk.count);
-        copy_rows(tiles.news, of.news + item * CHUNK * DIM, DIM, CHUNK);
         copy_rows(tiles.r, of.solved + item * CHUNK * DIM, DIM, CHUNK);
         copy_plain(own, of.gates + item, sizeof(Gates));
-        commit_copies();
-        copy_plain(tiles.state, of.states + item * DIM * DIM, STATE_BYTES);
-        commit_copies();
-        copy_plain(tiles.end, of.ends + item * DIM * DIM, STATE_BYTES);
-    } else {
-        commit_copies();
-        commit_copies();
     }
+    commit_copies();
+}
+
+__device__ __forceinline__ void copy_rest(const Gradients& of, const Tiles& tiles, const Step& step, int shared) {
+    const bool is_there = step.pair < of.pairs;
+    const int head = step.pair % of.key_heads * shared + step.part;
+    const long long item = static_cast<long long>(step.pair / of.key_heads) * of.heads + head;
+    if (is_there) copy_rows(tiles.news, of.news + item * CHUNK * DIM, DIM, CHUNK);
+    commit_copies();
+    if (is_there) copy_plain(tiles.state, of.states + item * DIM * DIM, STATE_BYTES);
+    commit_copies();
+    if (is_there) copy_plain(tiles.end, of.ends + item * DIM * DIM, STATE_BYTES);
     commit_copies();
 }
 
@@ -323,7 +329,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
     float sum_query[4][4], sum_key[4][4];
     Step step = {static_cast<int>(blockIdx.x), 0};
     int turn = 0, buffer = 0;
-    copy_step(of, tiles, step, shared, turn, shared_address(&owns[0]));
+    copy_first(of, tiles, step, shared, turn, shared_address(&owns[0]));
+    copy_rest(of, tiles, step, shared);
     for (; step.pair < of.pairs; buffer ^= 1) {
         const Gates& own = owns[buffer];
         const int index = step.pair / of.key_heads, key_head = step.pair % of.key_heads, head = key_head * shared + step.part;
@@ -431,6 +438,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
         }
         wait_copies<0>();
         __syncthreads();
+        Step after = step;
+        after.advance(shared);
+        const int next_turn = after.part == 0 ? turn ^ 1 : turn;
+        copy_first(of, tiles, after, shared, next_turn, shared_address(&owns[buffer ^ 1]));
 #pragma unroll
         for (int t = 0; t < 8; ++t) {
             unsigned a[4];
@@ -465,11 +476,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
             for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
             if (threadIdx.x % 32 == 0) parts.whole[warp] = dot;
         }
-        Step after = step;
-        after.advance(shared);
-        const int next_turn = after.part == 0 ? turn ^ 1 : turn;
         __syncthreads();  // all have read the tiles
-        copy_step(of, tiles, after, shared, next_turn, shared_address(&owns[buffer ^ 1]));
+        copy_rest(of, tiles, after, shared);
         // by_query becomes d_q, by_read the gradient of beta k, by_end d_k.
         for (int t = 0; t <= warp % 4; ++t) {
             unsigned a[4], c[4];
