@@ -44,6 +44,18 @@ impl Inputs {
         Self { rows, weights, d_output: rand(&[tokens, value_heads * value_dim], kind) }
     }
 
+    /// Some of the tokens.
+    fn narrow(&self, start: i64, len: i64) -> Self {
+        let own = |t: &Tensor| t.narrow(0, start, len);
+        let (DeltaRows { qkv, z, b, a }, DeltaWeights { conv, a_log, dt_bias, norm }) = (&self.rows, &self.weights);
+        let all = |t: &Tensor| t.shallow_clone();
+        Self {
+            rows: DeltaRows { qkv: own(qkv), z: own(z), b: own(b), a: own(a) },
+            weights: DeltaWeights { conv: all(conv), a_log: all(a_log), dt_bias: all(dt_bias), norm: all(norm) },
+            d_output: own(&self.d_output),
+        }
+    }
+
     /// Outputs and all gradients.
     fn run(&self, bounds: &Bounds, heads: DeltaHeads, kind: Kind, device: Device) -> Vec<(&'static str, Tensor)> {
         let on = |t: &Tensor| t.to_device(device).to_kind(kind);
@@ -98,6 +110,30 @@ fn gpu_delta_nets_equal_the_cpus() {
                 assert!(error < bound, "{what}: {error:e}");
                 assert!(again.equal(got), "{what}: not the same twice");
             }
+        }
+    }
+}
+
+/// Many sequences, whose heads' states are split among blocks in another way than those of one.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_packed_delta_nets_equal_each_by_itself_bit_for_bit() {
+    kernels::prepare(0).unwrap();
+    tch::manual_seed(12);
+    let lens = [70, 1, 131, 64, 3].into_iter().cycle().take(30);
+    let mut bounds = vec![0];
+    bounds.extend(lens.scan(0, |end, len| {
+        *end += len;
+        Some(*end)
+    }));
+    let tokens = bounds[bounds.len() - 1];
+    let inputs = Inputs::random(tokens, WIDE, Kind::BFloat16);
+    let packed = inputs.run(&Bounds::Separate(bounds.clone()), WIDE, Kind::BFloat16, GPU);
+    for ends in bounds.windows(2).take(6) {
+        let (start, len) = (ends[0], ends[1] - ends[0]);
+        let alone = inputs.narrow(start, len).run(&Bounds::Separate(vec![0, len]), WIDE, Kind::BFloat16, GPU);
+        for ((name, all), (_, one)) in packed.iter().zip(&alone).filter(|((_, all), _)| all.size()[0] == tokens) {
+            assert!(all.narrow(0, start, len).equal(one), "{name} of {len} tokens from {start} on");
         }
     }
 }

@@ -24,11 +24,26 @@ pub(super) fn forward(
     sequences: &Sequences,
     options: DeltaOptions,
 ) -> Result<(Tensor, DeltaState)> {
+    let (o, rule) = outputs(rows, weights, initial, sequences, options)?;
+    let conv = last_rows(rows, initial.map(|state| &state.conv), sequences)?;
+    Ok((o, DeltaState { conv, rule }))
+}
+
+/// Outputs, and the rule's last states.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub(super) fn outputs(
+    rows: &DeltaRows,
+    weights: &DeltaWeights,
+    initial: Option<&DeltaState>,
+    sequences: &Sequences,
+    options: DeltaOptions,
+) -> Result<(Tensor, Tensor)> {
     let (layout, sizes) = (&sequences.layout, sizes(options));
     let (_, scan) = scan(rows, weights, initial, layout, sizes, None)?;
     let o = kernels::delta_norm(&scan.o, &rows.z, &weights.norm, options.eps)?.flatten(1, 2);
-    let conv = last_rows(rows, initial.map(|state| &state.conv), sequences)?;
-    Ok((o, DeltaState { conv, rule: scan.last }))
+    Ok((o, scan.last))
 }
 
 /// Gradients, as [`super::backward`] has them, of rows in bfloat16.

@@ -123,6 +123,20 @@ pub fn forward(
     Ok((finish(&o, rows, weights, options)?, DeltaState { conv, rule }))
 }
 
+/// Outputs of [`forward`] alone.
+fn outputs(
+    rows: &DeltaRows,
+    weights: &DeltaWeights,
+    initial: Option<&DeltaState>,
+    sequences: &Sequences,
+    options: DeltaOptions,
+) -> Result<Tensor> {
+    if gpu::serves(rows, options) {
+        return Ok(gpu::outputs(rows, weights, initial, sequences, options)?.0);
+    }
+    Ok(forward(rows, weights, initial, sequences, options)?.0)
+}
+
 /// One token of every sequence: T = N. `state` moves on. [N, H dv]
 ///
 /// # Errors

@@ -3,7 +3,7 @@
 
 use tch::{Device, Tensor};
 
-use super::{DeltaOptions, DeltaRows, DeltaWeights, Sequences, backward, forward};
+use super::{DeltaOptions, DeltaRows, DeltaWeights, Sequences, backward, forward, outputs};
 use crate::error::Result;
 use crate::ops::attention::{Bounds, SharedBounds};
 
@@ -60,13 +60,13 @@ impl PackedSequences {
     /// [`crate::Error::OutOfMemory`].
     pub fn forward(&self, rows: &DeltaRows, weights: &DeltaWeights, options: DeltaOptions) -> Result<Tensor> {
         let shared = match &self.parts {
-            Parts::Separate(sequences) => return Ok(forward(rows, weights, None, sequences, options)?.0),
+            Parts::Separate(sequences) => return outputs(rows, weights, None, sequences, options),
             Parts::Shared(shared) => shared,
         };
         let (prompts, completions) = shared.split(rows);
         let (o_prompts, ends) = forward(&prompts, weights, None, &shared.prompts, options)?;
         let starts = ends.fork(&shared.prompt_of)?;
-        let (o, _) = forward(&completions, weights, Some(&starts), &shared.completions, options)?;
+        let o = outputs(&completions, weights, Some(&starts), &shared.completions, options)?;
         Ok(Tensor::f_cat(&[o_prompts, o], 0)?)
     }
 
