@@ -12,7 +12,7 @@ use crate::error::Result;
 const LEAST: (i32, i32) = (8, 0);
 /// Clusters of blocks, and launches that overlap with the work before them, begin here.
 const CLUSTERS: (i32, i32) = (9, 0);
-/// The only chips with the instructions that `product.cu` and `gate_up.cu` are written with.
+/// The only chips with the instructions that `product.cu`, `gate_up.cu` and others are written with.
 const HOPPER: (i32, i32) = (9, 0);
 
 /// Whether chips of this capability have clusters, and launches that overlap.
