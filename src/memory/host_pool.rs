@@ -56,7 +56,7 @@ impl Mark {
 }
 
 impl HostPool {
-    /// Allocates `bytes` for tensors on `device` and touches them, so that a host without them fails now. Pinning takes up to
+    /// Allocates `bytes` for tensors on `device` and touches them, so that a host without them fails now. Pinning takes about
     /// a second a GiB: `progress(done, total)` is told the bytes from time to time.
     ///
     /// # Errors

@@ -1,13 +1,10 @@
 //! The host pool's memory: ordinary pages for tensors on the CPU, pinned memory and two streams for those on a GPU.
 #![allow(unsafe_code)]
 
-use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread;
 
-use cudarc::driver::sys;
-use memmap2::{Advice, MmapMut};
+use cudarc::driver::{result, sys};
 
 use super::arena::AddressRange;
 use super::cpu::CpuRange;
@@ -17,12 +14,8 @@ use super::numa;
 use crate::cuda::{Context, OUT_OF_MEMORY, Stream, check};
 use crate::error::{Error, Result};
 
-/// Pinned memory comes in pieces of this size, so that a bar can show how far it is.
+/// Pinned memory comes in pieces of this size: each takes about a second, so that a bar can show them.
 const CHUNK_BYTES: usize = 1 << 30;
-/// Most threads that touch a chunk's pages at once: the kernel clears each page as it is touched, which takes longer than pinning it.
-const MOST_THREADS: usize = 8;
-/// Bytes of the smallest page.
-const PAGE_BYTES: usize = 4096;
 
 /// Host memory that is either one range or several chunks of [`CHUNK_BYTES`].
 #[derive(Debug)]
@@ -55,7 +48,7 @@ impl Pages {
             Pages::Ordinary(range) => vec![(range.as_ptr().wrapping_add(start), end - start)],
             Pages::Pinned(pinned) => cut(start..end)
                 .map(|piece| {
-                    let chunk = pinned.chunks[piece.start / CHUNK_BYTES].address();
+                    let chunk = pinned.chunks[piece.start / CHUNK_BYTES].0;
                     (chunk.wrapping_add(piece.start % CHUNK_BYTES), piece.len())
                 })
                 .collect(),
@@ -66,63 +59,20 @@ impl Pages {
 /// Pinned memory that every GPU may copy from and to, and the streams of one GPU for both directions.
 #[derive(Debug)]
 pub(super) struct PinnedPages {
-    chunks: Vec<PinnedChunk>,
+    chunks: Vec<PinnedAllocation>,
     bytes: usize,
     pub(super) copy_out: Stream,
     pub(super) copy_in: Stream,
 }
 
-/// A mapping whose pages are pinned.
+/// One allocation of pinned memory.
 #[derive(Debug)]
-struct PinnedChunk(MmapMut);
+struct PinnedAllocation(*mut u8);
 
-impl PinnedChunk {
-    /// Pins memory that is there.
-    fn pin(mut memory: MmapMut) -> Result<Self> {
-        let (address, bytes) = (memory.as_mut_ptr(), memory.len());
-        // SAFETY: the mapping spans `bytes` and stays until `drop` has unpinned it.
-        let pinned = unsafe { sys::cuMemHostRegister_v2(address.cast(), bytes, sys::CU_MEMHOSTREGISTER_PORTABLE) };
-        check("cuMemHostRegister", pinned.result())?;
-        Ok(Self(memory))
-    }
-
-    fn address(&self) -> *mut u8 {
-        self.0.as_ptr().cast_mut()
-    }
-}
-
-impl Drop for PinnedChunk {
-    fn drop(&mut self) {
-        // SAFETY: pinned by `new`; `PinnedPages` has waited for its copies.
-        let _ = unsafe { sys::cuMemHostUnregister(self.address().cast()) };
-    }
-}
-
-/// `bytes` of zeros near memory node `node`, all of them there, in huge pages where the kernel has them.
-fn touched(bytes: usize, node: Option<usize>) -> io::Result<MmapMut> {
-    let mut memory = MmapMut::map_anon(bytes)?;
-    // A child process does not get these pages, so that none is copied away from what the GPU writes to.
-    memory.advise(Advice::DontFork)?;
-    let _ = memory.advise(Advice::HugePage); // fails in kernels without them
-    touch(&mut memory, node);
-    Ok(memory)
-}
-
-/// Writes to every page, from several threads whose new pages come from `node` as long as it has some.
-fn touch(memory: &mut [u8], node: Option<usize>) {
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS);
-    let share = memory.len().div_ceil(threads).next_multiple_of(2 << 20);
-    thread::scope(|scope| {
-        for part in memory.chunks_mut(share) {
-            scope.spawn(move || numa::on_node(node, || part.iter_mut().step_by(PAGE_BYTES).for_each(write_zero)));
-        }
-    });
-}
-
-/// A write that is made although the byte is zero already.
-fn write_zero(byte: &mut u8) {
-    *std::hint::black_box(byte) = 0;
-}
+// SAFETY: memory owned by this value alone; its address is valid in every thread.
+unsafe impl Send for PinnedAllocation {}
+// SAFETY: shared references only read the address.
+unsafe impl Sync for PinnedAllocation {}
 
 impl PinnedPages {
     /// Pins `bytes` for copies to and from GPU `ordinal`; `progress(done, total)` in bytes after every chunk. What the
@@ -148,11 +98,14 @@ impl PinnedPages {
             if piece.len() > available {
                 return Err(out_of_memory(&format!("the host has {available} bytes left")));
             }
-            let memory = touched(piece.len(), node).map_err(|error| out_of_memory(&error.to_string()))?;
-            pages.chunks.push(PinnedChunk::pin(memory).map_err(|error| match error {
+            // SAFETY: a new allocation of the size asked for, freed by the chunk's drop.
+            let allocate = || unsafe { result::malloc_host(piece.len(), sys::CU_MEMHOSTALLOC_PORTABLE) };
+            let address = numa::on_node(node, allocate);
+            let address = check("cuMemHostAlloc", address).map_err(|error| match error {
                 Error::Cuda { code: OUT_OF_MEMORY, .. } => out_of_memory("the driver has no more"),
                 other => other,
-            })?);
+            })?;
+            pages.chunks.push(PinnedAllocation(address.cast()));
             progress(piece.end, bytes);
         }
         Ok(pages)
@@ -163,8 +116,9 @@ impl Drop for PinnedPages {
     fn drop(&mut self) {
         // Copies under way end before their memory goes; where that cannot be known, the memory stays.
         let is_idle = self.copy_out.synchronize().is_ok() && self.copy_in.synchronize().is_ok();
-        if !is_idle {
-            std::mem::forget(std::mem::take(&mut self.chunks));
+        for chunk in self.chunks.drain(..).filter(|_| is_idle) {
+            // SAFETY: allocated by `new`; no copy runs any more.
+            let _ = unsafe { result::free_host(chunk.0.cast()) };
         }
     }
 }
@@ -182,19 +136,6 @@ fn cut(Range { start, end }: Range<usize>) -> impl Iterator<Item = Range<usize>>
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_page_is_touched_and_stays_zero() {
-        for bytes in [1, PAGE_BYTES, (5 << 20) + 3 * PAGE_BYTES] {
-            let mut memory = touched(bytes, None).unwrap();
-            let mut is_there = vec![0u8; bytes.div_ceil(PAGE_BYTES)];
-            // SAFETY: the mapping spans `bytes`, and there is a byte for each of its pages.
-            let asked = unsafe { libc::mincore(memory.as_mut_ptr().cast(), bytes, is_there.as_mut_ptr()) };
-            assert_eq!(asked, 0);
-            assert!(is_there.iter().all(|page| page & 1 == 1), "{bytes}");
-            assert!(memory.iter().all(|&byte| byte == 0));
-        }
-    }
 
     #[test]
     fn ranges_are_cut_at_the_borders_of_chunks() {
