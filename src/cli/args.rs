@@ -134,19 +134,27 @@ impl LaunchArgs {
         WorldSize { ranks: self.num_ranks(), local_ranks: self.nproc }
     }
 
+    /// Refuses a node that is none of `nnodes`: without it each node would train alone.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `--node_rank`.
+    pub fn check_node(&self) -> Result<()> {
+        let Self { nnodes, node_rank, .. } = *self;
+        let expected = match nnodes {
+            _ if node_rank < nnodes => return Ok(()),
+            1 => "0, or the number of nodes in --nnodes, which is 1".to_owned(),
+            _ => format!("0 to {}: --nnodes is {nnodes}", nnodes - 1),
+        };
+        Err(Error::invalid_value("--node_rank", node_rank, expected))
+    }
+
     /// The workers to launch, which run this program with `args`.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a node that is none of them, or nodes without a place to meet.
     pub fn options(&self, args: Vec<OsString>) -> Result<LaunchOptions> {
         let Self { nproc, nnodes, node_rank, .. } = *self;
-        if node_rank >= nnodes {
-            return Err(Error::invalid_value(
-                "--node_rank",
-                node_rank,
-                format!("0 to {}: --nnodes is {nnodes}", nnodes - 1),
-            ));
-        }
+        self.check_node()?;
         if nnodes > 1 && self.master_port == Some(0) {
             let expected = format!("a port that is free on node 0, the same on all {nnodes} nodes");
             return Err(Error::invalid_value("--master_port", 0, expected));

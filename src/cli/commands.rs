@@ -199,6 +199,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let PlanArgs { run, gpu_memory_gib, host_memory_gib, network_gb_s, model, compare } = args;
+    run.launch.check_node()?;
     let mut overrides = run.overrides.clone();
     if model.is_given() {
         // A shape alone is enough: what a run needs beside it takes no memory.

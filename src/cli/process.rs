@@ -98,6 +98,9 @@ pub(super) fn prepared<T>(
 ) -> Result<ExitCode> {
     let Supervision { timeout, node_timeout, compared, limits, max_restarts, output_dir, on_stop } = watch;
     let env = WorkerEnv::from_env()?;
+    if env.is_none() {
+        args.check_node()?;
+    }
     if env.is_none() && (args.num_ranks() > 1 || max_restarts > 0) {
         let options = args.options(std::env::args_os().skip(1).collect())?;
         return Ok(launch::run(&LaunchOptions {

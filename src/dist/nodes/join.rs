@@ -107,10 +107,11 @@ fn introduce(env: &WorkerEnv, layout: &NodeLayout, host: &str) {
         None => "an unknown interface".to_owned(),
     };
     let (node, nodes, last) = (layout.node_of(env.rank), layout.num_nodes(), env.rank + layout.local_size - 1);
-    terminal::say(format_args!(
-        "node {node} of {nodes} ({host}): ranks {} to {last}, {way} towards {}",
-        env.rank, env.master_addr
-    ));
+    let ranks = match env.rank {
+        one if one == last => format!("rank {one}"),
+        first => format!("ranks {first} to {last}"),
+    };
+    terminal::say(format_args!("node {node} of {nodes} ({host}): {ranks}, {way} towards {}", env.master_addr));
 }
 
 /// The memory of this node's ranks: what their launcher gave them, or what the first of them makes and tells the others, who hear

@@ -232,6 +232,13 @@ fn configurations() {
         ("18 batch", small("per_device_train_batch_size=6"), 2, &["num_generations = 4", "nearest valid", "4 or 8"]),
         ("19 port", small(&format!("--nproc 2 --master_port {port}")), 4, &["--master_port", "give another"]),
         ("19 address", small("--nproc 2 --master_addr 192.0.2.1"), 4, &["--master_addr 192.0.2.1", "of this machine"]),
+        ("a node by itself", small("--node_rank 1"), 2, &["--node_rank = 1", "the number of nodes in --nnodes"]),
+        (
+            "a node too many",
+            format!("plan {SMALL_RUN} --nnodes 2 --node_rank 2"),
+            2,
+            &["--node_rank = 2: expected 0 to 1"],
+        ),
         ("no ranks", small("--nproc 0"), 2, &["--nproc", "from 1 to 16384"]),
         ("reward", small("reward_weights=[] reward_funcs=[\"nosuch\"]"), 2, &["nosuch", "numeric_answer"]),
         ("too large", format!("bench collectives --max_mib {}", 1u64 << 44), 2, &["--max_mib", "1 to 1048576"]),
