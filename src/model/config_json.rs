@@ -5,6 +5,7 @@
 
 mod delta_net;
 mod experts;
+mod layer_types;
 mod rope;
 #[cfg(test)]
 mod tests;
@@ -146,6 +147,10 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
     let hidden_size = config.size("hidden_size", 1 << 20)?;
     let num_heads = config.size("num_attention_heads", 1 << 12)?;
     let num_layers = config.size("num_hidden_layers", 1 << 12)?;
+    let types = match has_delta_nets {
+        true => None, // of which `delta_net` reads others
+        false => layer_types::read(config, [layer_types::FULL, layer_types::SLIDING], num_layers)?,
+    };
     let vocab_size = config.size("vocab_size", 1 << 24)?;
     let max_position_embeddings = config.size("max_position_embeddings", 1 << 31)?;
     let (rope_theta, rope_scaling) = rope::read(config)?;
@@ -185,7 +190,7 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
         output_gate: has_delta_nets,
         norms,
         zero_centred_norms: has_delta_nets,
-        sliding_window: sliding_window(config, window, num_layers)?,
+        sliding_window: sliding_window(config, window, types, num_layers)?,
         max_position_embeddings: max_position_embeddings.max(extended),
         bos_token_id: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
         eos_token_ids: token_ids(config, "eos_token_id", vocab_size)?,
@@ -256,8 +261,13 @@ fn head_dim(config: &JsonObject, usual: Option<usize>, hidden_size: usize, num_h
     }
 }
 
-/// The window of all layers.
-fn sliding_window(config: &JsonObject, counts: Window, num_layers: usize) -> Result<Option<usize>> {
+/// The window of all layers, whose `types` the file has or leaves out.
+fn sliding_window(
+    config: &JsonObject,
+    counts: Window,
+    types: Option<Vec<&str>>,
+    num_layers: usize,
+) -> Result<Option<usize>> {
     let key = "sliding_window";
     let window = match counts {
         Window::Never => return Ok(None),
@@ -273,8 +283,8 @@ fn sliding_window(config: &JsonObject, counts: Window, num_layers: usize) -> Res
     if counts != Window::Switched {
         return Ok(Some(window));
     }
-    let num_sliding = match config.get("layer_types").and_then(Value::as_array) {
-        Some(types) => types.iter().filter(|&layer| layer == "sliding_attention").count(),
+    let num_sliding = match types {
+        Some(types) => types.into_iter().filter(|kind| *kind == layer_types::SLIDING).count(),
         None => num_layers.saturating_sub(config.count("max_window_layers")?),
     };
     match num_sliding {

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::layer_types;
 use crate::error::Result;
 use crate::model::json::JsonObject;
 use crate::model::spec::DeltaLayers;
@@ -37,32 +38,20 @@ pub(super) fn read(config: &JsonObject, num_layers: usize) -> Result<DeltaLayers
         some if some > 0 && some < num_layers => Ok(DeltaLayers { heads, full_attention }),
         all => {
             let expected = format!("at least one layer of each type; here {all} of {num_layers} have full_attention");
-            Err(config.wrong("layer_types", expected))
+            Err(config.wrong(layer_types::KEY, expected))
         }
     }
 }
 
 /// Layers with attention.
 fn full_attention(config: &JsonObject, num_layers: usize) -> Result<Vec<usize>> {
-    const KEY: &str = "layer_types";
-    let Some(types) = config.get(KEY) else {
-        let key = "full_attention_interval";
-        let interval = if config.has(key) { config.size(key, 1 << 12)? } else { USUAL_INTERVAL };
-        return Ok((0..num_layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect());
-    };
-    let expected =
-        format!("a list of \"linear_attention\" and \"full_attention\", one for each of {num_layers} layers");
-    let types = types.as_array().filter(|types| types.len() == num_layers);
-    let types = types.ok_or_else(|| config.wrong(KEY, expected.as_str()))?;
-    let mut full = Vec::new();
-    for (layer, kind) in types.iter().enumerate() {
-        match kind.as_str() {
-            Some("full_attention") => full.push(layer),
-            Some("linear_attention") => {}
-            _ => return Err(config.wrong(KEY, format!("{expected}; layer {layer} is {kind}"))),
-        }
+    if let Some(types) = layer_types::read(config, [layer_types::LINEAR, layer_types::FULL], num_layers)? {
+        let full = types.iter().enumerate().filter(|(_, kind)| **kind == layer_types::FULL);
+        return Ok(full.map(|(layer, _)| layer).collect());
     }
-    Ok(full)
+    let key = "full_attention_interval";
+    let interval = if config.has(key) { config.size(key, 1 << 12)? } else { USUAL_INTERVAL };
+    Ok((0..num_layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect())
 }
 
 /// Share of a head that is turned, such that an even number of its columns is.

@@ -60,6 +60,12 @@ fn model_folders() {
             &["chat template", "chat_template.jinja"],
         ),
         (
+            "layers that nothing computes",
+            &|model| edit(model, "config.json", |config| config["layer_types"] = json!(vec!["linear_attention"; 4])),
+            3,
+            &["config.json: layer_types", "layer 0 is \"linear_attention\""],
+        ),
+        (
             "no configuration",
             &|model| fs::remove_file(model.join("config.json")).unwrap(),
             3,
