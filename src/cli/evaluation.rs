@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::args::{EvalArgs, SamplingArgs};
 use super::fetch;
-use crate::config::{Config, RewardConfig};
+use crate::config::{self, Config, RewardConfig};
 use crate::data::{DatasetOptions, RowSources, ToolSchemas};
 use crate::error::{Error, Result};
 use crate::eval;
@@ -70,6 +70,7 @@ impl Evaluation {
     /// The evaluation that the run makes itself, but for its `overrides`.
     fn of_run(file: &Path, overrides: &[String], n: Option<usize>) -> Result<Self> {
         let config = Config::load(Some(file), overrides)?;
+        check_overrides(overrides)?;
         let process = ToolProcess::start(&config)?;
         let classes = process.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
         let config = config.with_environment_rewards(&classes)?;
@@ -133,4 +134,64 @@ pub(super) fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
         seed: args.seed,
         ..SamplingParams::default()
     }
+}
+
+/// Keys, and beginnings of keys, that an evaluation reads of a run's configuration. It needs the last two to be there.
+const READ: &[&str] = &[
+    "eval_file",
+    "dataset_*",
+    "max_eval_samples",
+    "prompt_format",
+    "system_prompt",
+    "chat_template_kwargs.*",
+    "max_prompt_length",
+    "max_completion_length",
+    "max_model_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "seed",
+    "eval_num_generations",
+    "eval_solved_by",
+    "reward*",
+    "tool*",
+    "environment_factory*",
+    "max_tool_*",
+    "agent*",
+    "train_file*",
+    "model_name_or_path",
+];
+
+/// Keys of a run that `eval` has as options, which say how it is computed.
+const OPTIONS: &[&str] = &[
+    "device",
+    "dtype",
+    "residual_dtype",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "pipeline_partition",
+    "enable_expert_parallel",
+];
+
+/// Refuses keys that an evaluation does not read: it would be that of another value in silence.
+fn check_overrides(overrides: &[String]) -> Result<()> {
+    let is_meant = |name: &str, key: &str| name.strip_suffix('*').map_or(name == key, |start| key.starts_with(start));
+    let unread = |(key, value, _): config::ForeignEntry| {
+        if READ.iter().any(|name| is_meant(name, &key)) {
+            return None;
+        }
+        let expected = match key.as_str() {
+            option if OPTIONS.contains(&option) => format!("to be left out: eval has it as --{key}"),
+            "num_generations" => "to be left out: an evaluation takes eval_num_generations, or -n".to_owned(),
+            _ => {
+                "to be left out: an evaluation reads the keys of rows, prompts, sampling, rewards and tools".to_owned()
+            }
+        };
+        Some(Error::invalid_value(&key, value, expected))
+    };
+    let errors: Vec<Error> = config::foreign_entries(None, overrides)?.into_iter().filter_map(unread).collect();
+    Error::of_all(errors).map_or(Ok(()), Err)
 }

@@ -82,6 +82,16 @@ fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
     assert!(both.code == Some(2) && both.stderr.contains("cannot be used with"), "{}", both.stderr);
     let key = run(&format!("{eval} --config configs/tiny-cpu.toml --max_completion_length 16"));
     assert!(key.code == Some(2) && key.stderr.contains("max_completion_length=16"), "{}", key.stderr);
+    let unread = "tensor_parallel_size=1 kv_cache_dtype=fp8 num_generations=4 temperature=0.5 reward.timeout_s=3";
+    let unread = run(&format!("{eval} --config configs/tiny-cpu.toml {unread}"));
+    for (part, times) in [
+        ("tensor_parallel_size = 1: expected to be left out: eval has it as --tensor_parallel_size", 1),
+        ("kv_cache_dtype = \"fp8\": expected to be left out", 1),
+        ("num_generations = 4: expected to be left out: an evaluation takes eval_num_generations, or -n", 1),
+        ("expected", 3),
+    ] {
+        assert!(unread.code == Some(2) && unread.stderr.matches(part).count() == times, "{part}: {}", unread.stderr);
+    }
     run(&format!("{eval} --config configs/tiny-cpu.toml temperature=-1")).assert_error(
         "key",
         2,
