@@ -12,7 +12,7 @@ use super::gpu::GpuState;
 use super::kept::KeptSequences;
 use super::kv_cache::{KvCache, cache_kind, kv_block_bytes};
 use super::stages::EngineRanks;
-use super::state_pages::StatePages;
+use super::state_pages::{StatePages, check_state_dtype};
 use super::stats::{EngineStats, StageTimes};
 use super::weights::EngineWeights;
 use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
@@ -190,6 +190,7 @@ impl Engine {
             check_fp8_cache(options.kind, options.device)?;
         }
         options.state_dtype.check_strict(options.strict)?;
+        check_state_dtype(&spec, options.state_dtype)?;
         let own = match ranks.stages.count() {
             1 => spec.clone(),
             _ => Arc::new(spec.of_layers(&ranks.stage().layers)),

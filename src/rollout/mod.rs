@@ -61,7 +61,7 @@ pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
 pub use session::{Session, SessionLoad};
 pub use stages::EngineRanks;
-pub use state_pages::state_page_bytes;
+pub use state_pages::{check_state_dtype, state_page_bytes};
 pub use stats::{EngineStats, StageTimes};
 pub use turns::TurnTools;
 pub use weights::{EngineWeights, QuantizedBlocks};

@@ -14,7 +14,7 @@ use crate::data::{Hub, Tokenizer};
 use crate::error::Result;
 use crate::model::{BlockMatrix, LoraSpec, ModelSource, ModelSpec, ParamTable, QuantizedBlock, Stages};
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
-use crate::rollout::{check_fp8, check_stages, fullest_stage};
+use crate::rollout::{check_fp8, check_stages, check_state_dtype, fullest_stage};
 use crate::serve::EngineSlices;
 use crate::train::check_mixed_precision;
 
@@ -95,6 +95,7 @@ impl Preflight {
         if config.rollout_quantization == RolloutQuantization::Fp8 {
             check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
         }
+        check_state_dtype(&spec, config.mamba_ssm_cache_dtype)?;
         check_mixed_precision(config.mixed_precision, &spec, kind, placement.on_cuda)?;
         spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
         if let Some(lora) = LoraSpec::new(&config.lora) {

@@ -245,6 +245,18 @@ fn configurations() {
             2,
             &["--node_rank = 2: expected 0 to 1"],
         ),
+        (
+            "a type of no states",
+            small("mamba_ssm_cache_dtype=bfloat16"),
+            2,
+            &["float32, or a model with gated delta nets"],
+        ),
+        (
+            "no states to time",
+            "bench generate --device cpu --preset micro --mamba_ssm_cache_dtype bfloat16".into(),
+            2,
+            &["--mamba_ssm_cache_dtype = bfloat16: expected float32"],
+        ),
         ("no ranks", small("--nproc 0"), 2, &["--nproc", "from 1 to 16384"]),
         ("reward", small("reward_weights=[] reward_funcs=[\"nosuch\"]"), 2, &["nosuch", "numeric_answer"]),
         ("too large", format!("bench collectives --max_mib {}", 1u64 << 44), 2, &["--max_mib", "1 to 1048576"]),
