@@ -106,8 +106,12 @@ impl Config {
     pub(super) fn check_pipeline(&self) -> Result<()> {
         let (key, num_stages) = ("pipeline_parallel_size", self.pipeline_parallel_size);
         if let Some(partition) = &self.pipeline_partition {
-            let expected = format!("the layers of {num_stages} stages (pipeline_parallel_size)");
-            check("pipeline_partition", partition, partition.0.len() == num_stages, expected)?;
+            let given = partition.0.len();
+            let expected = match num_stages {
+                1 => format!("none, or pipeline_parallel_size = {given}: without it there is one stage"),
+                _ => format!("the layers of {num_stages} stages (pipeline_parallel_size)"),
+            };
+            check("pipeline_partition", partition, given == num_stages, expected)?;
         }
         if num_stages == 1 {
             return Ok(());
@@ -148,7 +152,7 @@ mod tests {
                 &["pipeline_parallel_size=2", "zero.stage=3", "agent=a.py:play"],
                 "pipeline_parallel_size = 2: expected 1 with agent",
             ),
-            (&["pipeline_partition=10,10"], "pipeline_partition = 10,10: expected the layers of 1 stages"),
+            (&["pipeline_partition=10,10"], "pipeline_partition = 10,10: expected none, or pipeline_parallel_size = 2"),
             (&["pipeline_partition=10,,8"], "expected \"none\" or the layers of each stage, at least 1"),
             (&["pipeline_partition=10,0"], "at least 1, as \"10,10,8\""),
         ] {

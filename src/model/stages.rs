@@ -40,7 +40,8 @@ impl Stages {
     pub fn new(spec: &ModelSpec, num_stages: usize, partition: &[usize]) -> Result<Self> {
         let (num_layers, most) = (spec.num_layers, spec.attention_layers().count());
         if !(1..=most).contains(&num_stages) {
-            let expected = format!("1 to {most}: every stage has at least one of the model's layers with attention");
+            let numbers = if most > 1 { format!("1 to {most}") } else { "1".to_owned() };
+            let expected = format!("{numbers}: every stage has at least one of the model's layers with attention");
             return Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected));
         }
         let sizes = match partition {
@@ -51,7 +52,10 @@ impl Stages {
             Err(Error::invalid_value("pipeline_partition", PipelinePartition(sizes.clone()), expected))
         };
         if sizes.len() != num_stages || sizes.contains(&0) {
-            return refuse(format!("layers of {num_stages} stages (pipeline_parallel_size), at least 1 each"));
+            return refuse(match num_stages {
+                1 => format!("none, or pipeline_parallel_size = {}: without it there is one stage", sizes.len()),
+                _ => format!("layers of {num_stages} stages (pipeline_parallel_size), at least 1 each"),
+            });
         }
         let sum = sizes.iter().try_fold(0, |sum: usize, size| sum.checked_add(*size));
         if sum != Some(num_layers) {

@@ -257,6 +257,7 @@ fn configurations() {
             2,
             &["--mamba_ssm_cache_dtype = bfloat16: expected float32"],
         ),
+        ("cuts of one stage", small("pipeline_partition=2,2"), 2, &["expected none, or pipeline_parallel_size = 2"]),
         ("no ranks", small("--nproc 0"), 2, &["--nproc", "from 1 to 16384"]),
         ("reward", small("reward_weights=[] reward_funcs=[\"nosuch\"]"), 2, &["nosuch", "numeric_answer"]),
         ("too large", format!("bench collectives --max_mib {}", 1u64 << 44), 2, &["--max_mib", "1 to 1048576"]),
@@ -275,7 +276,7 @@ fn configurations() {
             "serve --model tests/golden/qwen3_5 --nproc 2 --pp 2 --port 0".into(),
             2,
             &[
-                "error: --pipeline_parallel_size = 2: expected 1 to 1: every stage has at least one of the model's layers with attention",
+                "error: --pipeline_parallel_size = 2: expected 1: every stage has at least one of the model's layers with attention",
             ],
         ),
         (
