@@ -48,7 +48,9 @@ struct PlacementRun {
 /// # Errors
 /// [`Error::BadFile`] for a line that is none of `bench step`'s; [`Error::Io`].
 pub fn compare(results: &Path, output: &Path, curves: &[(String, std::path::PathBuf)]) -> Result<String> {
-    let text = untrusted::read_text(results, MAX_LOG_BYTES).map_err(Error::io(results))?;
+    let text = untrusted::read_text(results, MAX_LOG_BYTES).map_err(|error| {
+        Error::bad_file(results, format!("{error}; a file with what `bench step` printed is needed"))
+    })?;
     let runs = text.lines().filter(|line| !line.trim().is_empty()).map(|line| PlacementRun::read(line, results));
     let runs: Vec<PlacementRun> = runs.collect::<Result<_>>()?;
     if runs.is_empty() {
@@ -79,7 +81,9 @@ fn reward_line(label: &str, path: &Path) -> Result<ChartLine> {
 impl PlacementRun {
     fn read(line: &str, path: &Path) -> Result<Self> {
         let bad = |what: &str| Error::bad_file(path, format!("a line without {what}: {line:.80}"));
-        let value: Value = serde_json::from_str(line).map_err(|error| bad(&error.to_string()))?;
+        let value: Value = serde_json::from_str(line).map_err(|_| {
+            Error::bad_file(path, format!("expected lines of JSON, as `bench step` prints them: {line:.80}"))
+        })?;
         let number = |key: &str| value[key].as_f64().ok_or_else(|| bad(key));
         let count = |key: &str| number(key).map(|number| number as usize);
         let (is_split, async_steps) = (value["mode"] == "split", value["async_steps"].as_u64().unwrap_or(0));

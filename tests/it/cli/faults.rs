@@ -258,6 +258,12 @@ fn configurations() {
             &["--mamba_ssm_cache_dtype = bfloat16: expected float32"],
         ),
         ("cuts of one stage", small("pipeline_partition=2,2"), 2, &["expected none, or pipeline_parallel_size = 2"]),
+        (
+            "nothing to compare",
+            "bench compare nowhere.jsonl --output nowhere".into(),
+            3,
+            &["nowhere.jsonl: No such file"],
+        ),
         ("no ranks", small("--nproc 0"), 2, &["--nproc", "from 1 to 16384"]),
         ("reward", small("reward_weights=[] reward_funcs=[\"nosuch\"]"), 2, &["nosuch", "numeric_answer"]),
         ("too large", format!("bench collectives --max_mib {}", 1u64 << 44), 2, &["--max_mib", "1 to 1048576"]),
