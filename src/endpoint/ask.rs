@@ -219,8 +219,9 @@ fn texts(fields: &mut Fields) -> Result<Vec<PromptSource>, Refusal> {
     let ids = |value: &Value| serde_json::from_value::<Vec<u32>>(value.clone()).map(PromptSource::Ids);
     match &prompt {
         Value::String(text) => Ok(vec![PromptSource::Text(text.clone())]),
-        Value::Array(items) if items.is_empty() || items.len() > MAX_CHOICES && !items[0].is_number() => {
-            Err(expected())
+        Value::Array(items) if items.is_empty() => Err(expected()),
+        Value::Array(items) if items.len() > MAX_CHOICES && !items[0].is_number() => {
+            Err(Refusal::of("prompt", format!("expected at most {MAX_CHOICES} prompts, not {}", items.len())))
         }
         Value::Array(items) if items[0].is_number() => Ok(vec![ids(&prompt).map_err(|_| expected())?]),
         Value::Array(items) => {

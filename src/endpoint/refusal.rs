@@ -1,5 +1,7 @@
 //! Errors in OpenAI's form.
 
+use std::borrow::Cow;
+
 use axum::body::Body;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -40,7 +42,8 @@ impl Refusal {
             500.. => ("server_error", None),
             _ => ("invalid_request_error", None),
         };
-        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": code}})
+        let (message, param) = (cut(&self.message), self.param.as_deref().map(cut));
+        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
     }
 }
 
@@ -55,6 +58,21 @@ impl IntoResponse for Refusal {
         }
         response
     }
+}
+
+/// Most bytes of a message: what a client sent is repeated in it, and may be of any length.
+const MAX_MESSAGE_BYTES: usize = 2000;
+
+/// A long text without its middle.
+fn cut(text: &str) -> Cow<'_, str> {
+    if text.len() <= MAX_MESSAGE_BYTES {
+        return text.into();
+    }
+    let half = MAX_MESSAGE_BYTES / 2;
+    let whole = |at: &usize| text.is_char_boundary(*at);
+    let start = (0..=half).rev().find(whole).unwrap_or(0);
+    let end = (text.len() - half..text.len()).find(whole).unwrap_or(text.len());
+    format!("{} .. {}", &text[..start], &text[end..]).into()
 }
 
 /// An error of a value's type without names of Rust's types.
@@ -86,5 +104,15 @@ mod tests {
         let text = serde_json::from_value::<f32>(json!("hot")).unwrap_err().to_string();
         assert!(message(&text).ends_with("\"hot\", expected a number"), "{text}");
         assert_eq!(message("of a kind of its own"), "n: of a kind of its own");
+    }
+
+    #[test]
+    fn long_messages_lose_their_middle() {
+        let field = |name: &str| Refusal::of(name, "this server knows no such field").json()["error"].clone();
+        assert_eq!(field("x")["message"], "x: this server knows no such field");
+        let error = field(&"ä".repeat(1 << 20));
+        let (message, param) = (error["message"].as_str().unwrap(), error["param"].as_str().unwrap());
+        assert!(message.starts_with("ää") && message.ends_with("ä: this server knows no such field"));
+        assert!(message.len() <= MAX_MESSAGE_BYTES + 4 && param.len() <= MAX_MESSAGE_BYTES + 4);
     }
 }
