@@ -118,10 +118,11 @@ fn talk(dialogue: &mut Dialogue) -> Result<()> {
         if is_shown {
             terminal::print("> ")?;
         }
-        let mut line = String::new();
-        if input.read_line(&mut line).map_err(Error::io("standard input"))? == 0 {
+        let mut line = Vec::new();
+        if input.read_until(b'\n', &mut line).map_err(Error::io("standard input"))? == 0 {
             return Ok(());
         }
+        let line = String::from_utf8_lossy(&line);
         match line.trim() {
             "" => {}
             "/exit" | "/quit" => return Ok(()),
@@ -129,6 +130,7 @@ fn talk(dialogue: &mut Dialogue) -> Result<()> {
             "/adapter" => dialogue.choose(None).unwrap_or_default(),
             command if command.starts_with("/adapter ") => {
                 if let Err(names) = dialogue.choose(Some(command["/adapter ".len()..].trim())) {
+                    let names = if names.is_empty() { "none" } else { &names };
                     terminal::say(format_args!("no adapter of that name; --adapter has given: {names}"));
                 }
             }

@@ -1,15 +1,16 @@
 //! `colo-grpo serve` and `chat`, as clients see them.
 
 mod adapters;
+mod chat;
 mod hybrid;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, Stdio};
+use std::process::Child;
 
 use serde_json::{Value, json};
 
-use crate::program::{self, Ended, MODEL, await_line, command, end, json_lines, run, stdout_of, wait_until};
+use crate::program::{self, Ended, MODEL, await_line, command, end, json_lines, run, wait_until};
 
 const QUESTION: &str = "what is two plus three ?";
 
@@ -385,21 +386,4 @@ fn a_port_in_use_and_a_bad_folder_are_told_before_anything_is_loaded() {
     assert!(!in_use.stderr.contains("KV blocks"), "{}", in_use.stderr);
     run(&format!("serve --nproc 2 --model {MODEL} --port {port}")).assert_error("port", 4, &["in use"]);
     run("serve --model configs --port 0").assert_error("folder", 3, &["config.json"]);
-}
-
-#[test]
-fn a_conversation_in_the_terminal_goes_on_until_it_is_reset() {
-    let mut chat = command(&format!("chat --model {MODEL} --temperature 0 --max_completion_length 20"));
-    let mut chat = chat.stdin(Stdio::piped()).spawn().unwrap();
-    let lines = format!("{QUESTION}\n\n/reset\n{QUESTION}\nwhat is nine plus nine ?\n/unknown\n/exit\n");
-    chat.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
-    let ended = end(chat);
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    let answers: Vec<&str> = ended.stdout.lines().collect();
-    let alone = generated(MODEL, "--temperature 0 --chat")[0]["completion"].clone();
-    assert_eq!(answers.len(), 3, "{answers:?}");
-    assert_eq!((json!(answers[0]), json!(answers[1])), (alone.clone(), alone));
-    assert!(ended.stderr.contains("/reset begins a new conversation"), "{}", ended.stderr);
-    let said = stdout_of(&format!("chat --model {MODEL}"));
-    assert_eq!(said, "", "no input is the end of the conversation");
 }

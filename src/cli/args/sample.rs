@@ -52,7 +52,7 @@ pub struct SamplingArgs {
     #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub stop: Vec<String>,
     /// Longest completion in tokens
-    #[arg(long, default_value_t = 512, value_parser = count)]
+    #[arg(long, aliases = ["max_tokens", "max_new_tokens"], default_value_t = 512, value_parser = count)]
     pub max_completion_length: usize,
     /// First word of every random key
     #[arg(long, default_value_t = 42, value_parser = seed)]
