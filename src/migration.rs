@@ -1,9 +1,11 @@
 //! Keys and values that users of TRL, transformers and verl bring along, and what takes their place here.
 
+mod harmless;
 mod values;
 
-use serde_json::Value;
-
+pub(crate) use harmless::is_harmless_at;
+#[cfg(test)]
+pub(crate) use harmless::{HARMLESS, is_harmless};
 pub(crate) use values::{value, value_advice, word};
 
 /// The counterpart here of `key`, if it is another program's.
@@ -27,19 +29,6 @@ pub(crate) fn renamed(key: &str) -> Option<String> {
         return Some(format!("reward.{key}"));
     }
     RENAMED.iter().find(|(theirs, _)| *theirs == key).map(|(_, ours)| (*ours).to_owned())
-}
-
-/// Whether a run computes the same without `key`, which is another program's: it says how, where or how fast, or names what is built in.
-pub(crate) fn is_harmless(key: &str) -> bool {
-    HARMLESS.iter().any(|name| is_meant(name, bare(key)))
-}
-
-/// [`is_harmless`] at this value: a few keys say what is built in at some values alone.
-pub(crate) fn is_harmless_at(key: &str, value: &Value) -> bool {
-    let key = bare(key);
-    let word = word(value);
-    let limited = HARMLESS_AT.iter().find(|(name, _)| is_meant(name, key));
-    is_harmless(key) && limited.is_none_or(|(_, values)| values.iter().any(|known| is_meant(known, &word)))
 }
 
 /// A key without Hydra's sign for one that its file lacks, and without verl's longest table.
@@ -95,6 +84,14 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("actor.ppo_max_token_len_per_gpu", "max_tokens_per_micro_batch"),
     ("rollout.n", "num_generations"),
     ("rollout.tensor_model_parallel_size", "tensor_parallel_size"),
+    ("rollout.pipeline_model_parallel_size", "pipeline_parallel_size"),
+    ("rollout.quantization", "rollout_quantization"),
+    ("rollout.kv_cache_dtype", "kv_cache_dtype"),
+    ("rollout.engine_kwargs.vllm.quantization", "rollout_quantization"),
+    ("rollout.engine_kwargs.vllm.kv_cache_dtype", "kv_cache_dtype"),
+    ("rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype", "mamba_ssm_cache_dtype"),
+    ("rollout.engine_kwargs.vllm.enable_expert_parallel", "enable_expert_parallel"),
+    ("actor.router_replay.mode", "router_replay"),
     ("rollout.temperature", "temperature"),
     ("rollout.top_p", "top_p"),
     ("rollout.top_k", "top_k"),
@@ -109,98 +106,6 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("trainer.default_local_dir", "output_dir"),
     ("trainer.experiment_name", "run_name"),
     ("trainer.max_actor_ckpt_to_keep", "save_total_limit"),
-];
-
-/// Names as in [`KEYS`]: what is left out without a change of the result.
-pub(crate) const HARMLESS: &[&str] = &[
-    "use_vllm",
-    "vllm_*",
-    "bf16",
-    "fp16",
-    "tf32",
-    "torch_dtype",
-    "logging_strategy",
-    "logging_dir",
-    "logging_first_step",
-    "log_level",
-    "wandb_*",
-    "num_completions_to_print",
-    "log_unique_prompts",
-    "deepspeed",
-    "fsdp",
-    "fsdp_config",
-    "ds3_gather_for_generation",
-    "dataset_streaming",
-    "dataset_num_proc",
-    "dataset_kwargs",
-    "hf_token",
-    "hub_token",
-    "use_auth_token",
-    "token",
-    "attn_implementation",
-    "use_liger_kernel",
-    "use_liger_loss",
-    "torch_compile",
-    "gradient_checkpointing_kwargs",
-    "per_device_eval_batch_size",
-    "dataloader_num_workers",
-    "remove_unused_columns",
-    "disable_dropout",
-    "overwrite_output_dir",
-    "trust_remote_code",
-    "push_to_hub",
-    "hub_*",
-    "data.filter_overlong_prompts*",
-    "data.reward_fn_key",
-    "data.return_raw_chat",
-    "model.use_remove_padding",
-    "model.enable_gradient_checkpointing",
-    "actor.fsdp_config.*",
-    "ref.fsdp_config.*",
-    "actor.ppo_micro_batch_size*",
-    "actor.use_dynamic_bsz",
-    "ref.log_prob_*",
-    "rollout.log_prob_*",
-    "actor.strategy",
-    "ref.strategy",
-    "critic.*",
-    "actor.use_torch_compile",
-    "ref.use_torch_compile",
-    "rollout.gpu_memory_utilization",
-    "rollout.prompt_length",
-    "rollout.response_length",
-    "rollout.dtype",
-    "rollout.name",
-    "rollout.mode",
-    "rollout.engine_kwargs.*",
-    "rollout.load_format",
-    "rollout.enforce_eager",
-    "rollout.free_cache_engine",
-    "rollout.enable_chunked_prefill",
-    "rollout.layered_summon",
-    "rollout.val_kwargs.do_sample",
-    "reward_model.reward_manager",
-    "reward_model.launch_reward_fn_async",
-    "algorithm.kl_ctrl.*",
-    "trainer.project_name",
-    "trainer.resume_mode",
-    "trainer.val_before_train",
-    "trainer.critic_warmup",
-    "trainer.balance_batch",
-    "trainer.device",
-    "trainer.log_val_generations",
-];
-
-/// Names of [`HARMLESS`], and the values (`start*`: all that begin so) that they are harmless at.
-const HARMLESS_AT: &[(&str, &[&str])] = &[
-    ("bf16", &["true"]),
-    ("fp16", &["false"]),
-    ("torch_dtype", &["auto", "bfloat16"]),
-    ("vllm_structured_outputs_regex", &[]),
-    ("vllm_guided_decoding_regex", &[]),
-    ("rollout.dtype", &["auto", "bfloat16"]),
-    ("rollout.val_kwargs.do_sample", &["true"]),
-    ("reward_model.reward_manager", &["naive", "batch", "prime"]),
 ];
 
 /// The answer for keys without a counterpart here.
@@ -347,6 +252,11 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["actor.strategy", "ref.strategy", "critic.strategy"], "the trainer is built in; zero.stage is how it shards"),
     (&["actor.use_torch_compile", "ref.use_torch_compile"], "the kernels are built in"),
     (&["actor.megatron.override_transformer_config.fp8"], "mixed_precision = fp8"),
+    (
+        &["actor.megatron.*", "ref.megatron.*"],
+        "zero.stage, residency.optimizer and residency.reference: trainers are sharded by ZeRO alone",
+    ),
+    (&["actor.router_replay.*"], "router_replay = R3 or disabled"),
     (&["actor.*", "ref.*"], NONE),
     (&["rollout.gpu_memory_utilization"], "gpu_memory_utilization"),
     (
@@ -361,6 +271,12 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         &["rollout.name", "rollout.mode", "rollout.engine_kwargs.*", "rollout.load_format", "rollout.enforce_eager"],
         "the engine is built in",
     ),
+    (
+        &["rollout.expert_parallel_size"],
+        "enable_expert_parallel = true, by which each of an engine's tensor_parallel_size ranks has whole experts",
+    ),
+    (&["rollout.enable_rollout_routing_replay"], "router_replay = R3"),
+    (&["rollout.data_parallel_size"], "--nproc: ranks beyond those of one engine are further engines"),
     (&["rollout.free_cache_engine"], "the engine always sleeps while training"),
     (&["rollout.*"], NONE),
     (&["algorithm.filter_groups.enable"], "dynamic_sampling = replace, or none"),

@@ -42,6 +42,11 @@ const VALUE_ADVICE: &[(&str, &str, &str)] = &[
     ("mixed_precision", "no", "accelerate's no is dtype = \"float32\""),
     ("mixed_precision", "bf16", "accelerate's bf16 is dtype = \"bfloat16\", the default on a GPU"),
     ("mixed_precision", "fp16", "nothing computes in fp16 here; dtype = \"bfloat16\" takes its place"),
+    (
+        "router_replay",
+        "R2",
+        "verl's R2 replays the trainer's own experts in updates; router_replay = \"R3\" replays the sampler's",
+    ),
     ("quantization", "bitsandbytes", "bitsandbytes' 4-bit weights are quantization = \"nf4\""),
 ];
 
@@ -58,6 +63,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("scale_rewards", "true", r#""group""#),
     ("scale_rewards", "false", r#""none""#),
     ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
+    ("kv_cache_dtype", r#""fp8_e4m3""#, r#""fp8""#),
     ("optim", r#""adamw_torch""#, r#""adamw""#),
     ("optim", r#""adamw_torch_fused""#, r#""adamw""#),
     ("optim", r#""adamw_hf""#, r#""adamw""#),

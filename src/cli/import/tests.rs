@@ -24,6 +24,8 @@ const TAKEN_BY_RULES: &[&str] = &[
     "actor.loss_agg_mode",
     "algorithm.kl_penalty",
     "rollout.pipeline_model_parallel_size",
+    "rollout.expert_parallel_size",
+    "rollout.enable_rollout_routing_replay",
 ];
 
 /// A key as it is read from a file: a value whose meaning is clear is ours already.
@@ -133,6 +135,48 @@ fn a_batch_of_several_nodes_is_shared_by_the_gpus_of_all() {
     );
     assert!(two.contains("--nproc 8 --nnodes 2 --node_rank RANK --master_addr NODE_0 --config"), "{two}");
     assert!(two.contains("\nper_device_train_batch_size = 32\n") && !two.contains("WITHOUT"), "{two}");
+}
+
+#[test]
+fn engines_of_verl_keep_their_precision_and_their_experts() {
+    let place = [
+        ("model.path", json!("m")),
+        ("data.train_files", json!("rows.parquet")),
+        ("trainer.n_gpus_per_node", json!(8)),
+        ("data.train_batch_size", json!(64)),
+        ("rollout.n", json!(8)),
+    ];
+    let imported = |keys: &[(&str, Value)]| {
+        let theirs: Vec<_> = place.iter().chain(keys).map(|(key, value)| entry(key, value)).collect();
+        assert_accounted(&theirs).text("run.yaml".as_ref(), "verl")
+    };
+    let text = imported(&[
+        ("rollout.quantization", json!("fp8")),
+        ("+rollout.engine_kwargs.vllm.kv_cache_dtype", json!("fp8_e4m3")),
+        ("rollout.tensor_model_parallel_size", json!(4)),
+        ("rollout.expert_parallel_size", json!(4)),
+        ("actor.router_replay.mode", json!("R3")),
+        ("rollout.enable_rollout_routing_replay", json!(true)),
+        ("actor.megatron.tensor_model_parallel_size", json!(2)),
+    ]);
+    for line in [
+        "rollout_quantization = \"fp8\"",
+        "kv_cache_dtype = \"fp8\"",
+        "enable_expert_parallel = true",
+        "router_replay = \"R3\"",
+    ] {
+        assert!(text.contains(&format!("\n{line}\n")) && !text.contains("WITHOUT"), "{line}: {text}");
+    }
+    let text = imported(&[
+        ("rollout.expert_parallel_size", json!(8)),
+        ("rollout.pipeline_model_parallel_size", json!(2)),
+        ("actor.router_replay.mode", json!("R2")),
+    ]);
+    let lost = text.split("WITHOUT").nth(1).unwrap();
+    for part in ["expert_parallel_size = 8", "replicas of an engine generate more", "R2 replays the trainer's own"] {
+        assert!(lost.contains(part), "{part}: {text}");
+    }
+    assert!(imported(&[]).contains("\nrouter_replay = \"disabled\"\n"));
 }
 
 #[test]

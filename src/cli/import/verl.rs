@@ -253,6 +253,7 @@ fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
             draft.drop(name, "1 is off");
         }
     }
+    experts(theirs, draft);
     match theirs.take("data.truncation") {
         Some(how) if how != "error" => {
             draft.lose("data.truncation", &how, "prompts longer than max_prompt_length are left out, never cut")
@@ -262,6 +263,25 @@ fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
     if !draft.has("max_completion_length") && !theirs.has("data.max_response_length") {
         draft.set("max_completion_length", 512, "verl's default");
+    }
+}
+
+/// Experts of an engine, and those that the trainer takes.
+fn experts(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let (name, ours) = ("rollout.expert_parallel_size", "enable_expert_parallel");
+    let of_engine = theirs.number("rollout.tensor_model_parallel_size");
+    if theirs.take_if(name, |size| *size == 1).is_some() {
+        draft.drop(name, "1 is off");
+    } else if theirs.take_if(name, |size| size.is_number() && size.as_f64() == of_engine).is_some() {
+        draft.set(ours, true, format!("{name} is rollout.tensor_model_parallel_size"));
+    }
+    let replay = "actor.router_replay.mode";
+    if !theirs.has(replay) {
+        draft.set("router_replay", "disabled", "verl's default, of models with experts");
+    }
+    let name = "rollout.enable_rollout_routing_replay";
+    if theirs.take_if(name, Value::is_boolean).is_some() {
+        draft.drop(name, &format!("router_replay says so, which is {replay}"));
     }
 }
 
