@@ -22,6 +22,7 @@ mod sft;
 mod snapshot;
 mod split;
 mod tools;
+mod unquoted;
 mod validate;
 mod yaml;
 

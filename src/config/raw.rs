@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
-use super::yaml;
+use super::{unquoted, yaml};
 use crate::error::{Error, MAX_LISTED, Result, UnknownKey};
 use crate::migration;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES, ThreadLimits};
@@ -193,10 +193,10 @@ impl RawConfig {
             return Err(Error::ConfigSyntax { origin, message });
         };
         let (key, value) = (key.trim(), value.trim());
-        // A bare word, a path or a sentence is no TOML value: it is text.
+        // A bare word, a path or a sentence is no TOML value: it is text, or a list of names.
         let value = match DeValue::parse(value) {
             Ok(parsed) => to_json(parsed.get_ref()).unwrap_or_else(|_| value.into()),
-            Err(_) => value.into(),
+            Err(_) => unquoted::names(key, value).unwrap_or_else(|| value.into()),
         };
         let mut flat = Vec::new();
         flatten(key, value, &mut flat);

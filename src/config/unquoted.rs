@@ -1,0 +1,42 @@
+//! Lists of names on the command line without their quotation marks, which a shell takes away: `report_to=["wandb"]` comes as
+//! `report_to=[wandb]`.
+
+use serde_json::{Value, json};
+
+/// Keys that are lists of names. Texts of other keys, such as strings that end a completion, may begin and end with brackets themselves.
+const KEYS: &[&str] = &["reward_funcs", "eval_solved_by", "report_to", "lora.target_modules", "tools"];
+
+/// The list, if `key` is one of names and `text` is nothing else.
+pub(super) fn names(key: &str, text: &str) -> Option<Value> {
+    let inner = text.strip_prefix('[')?.strip_suffix(']')?;
+    let names: Vec<&str> = inner.split(',').map(str::trim).collect();
+    let is_name = |name: &&str| !name.is_empty() && !name.contains(['[', ']', '"', '\'']);
+    (KEYS.contains(&key) && names.iter().all(is_name)).then(|| json!(names))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{config, message};
+
+    #[test]
+    fn a_list_of_names_needs_no_quotation_marks() {
+        let loaded = config(&[
+            "reward_funcs=[format, code]",
+            "report_to=[wandb]",
+            "lora.r=4",
+            "lora.target_modules=[q_proj,v_proj]",
+        ]);
+        let quoted = config(&[
+            "reward_funcs=[\"format\", \"code\"]",
+            "report_to=[\"wandb\"]",
+            "lora.r=4",
+            "lora.target_modules=[\"q_proj\", \"v_proj\"]",
+        ]);
+        assert_eq!(loaded, quoted);
+        assert_eq!(config(&["stop=[END]"]).stop, ["[END]"], "a text of its own");
+        assert_eq!(config(&["reward.format_pattern=[a-z]"]).reward.format_pattern.as_str(), "[a-z]");
+        for torn in ["report_to=[wandb", "report_to=[wandb,]", "report_to=[[wandb]]", "report_to=[\"wandb]"] {
+            assert!(message(&[torn]).contains("report_to = "), "{torn}");
+        }
+    }
+}
