@@ -88,7 +88,9 @@ impl PlacementRun {
         let count = |key: &str| number(key).map(|number| number as usize);
         let (is_split, async_steps) = (value["mode"] == "split", value["async_steps"].as_u64().unwrap_or(0));
         let (num_generators, tensor_parallel_size) = (count("num_generators")?, count("tensor_parallel_size")?);
-        let (num_trainers, tp) = (count("num_trainers")?, format!("tp {tensor_parallel_size}"));
+        let stages = value["pipeline_parallel_size"].as_u64().filter(|stages| *stages > 1);
+        let pp = stages.map(|stages| format!(", pp {stages}")).unwrap_or_default();
+        let (num_trainers, tp) = (count("num_trainers")?, format!("tp {tensor_parallel_size}{pp}"));
         let oversample = value["oversample"].as_f64().unwrap_or(0.0);
         let kept = if value["carried_kv"] == CarriedKv::Keep.name() { ", KV cache kept" } else { "" };
         let kind = match async_steps {
@@ -247,6 +249,9 @@ mod tests {
         assert_eq!(written["measured"][1]["idle_generators_s"], 6.0);
         let picture = std::fs::read_to_string(output.join("compare.svg")).unwrap();
         assert!(picture.starts_with("<svg") && picture.contains("async split 2 + 2, tp 1: train"), "{picture}");
+        let mut staged: Value = serde_json::from_str(&lines[1]).unwrap();
+        staged["pipeline_parallel_size"] = json!(2);
+        assert_eq!(PlacementRun::read(&staged.to_string(), &results).unwrap().name, "split 2 + 2, tp 1, pp 2");
         let alone = super::table(&[PlacementRun::read(&lines[1], &results).unwrap()]);
         assert!(alone.trim_end().ends_with(" -"), "nothing to compare with:\n{alone}");
         std::fs::write(&results, "{\"mode\": \"split\"}\n").unwrap();

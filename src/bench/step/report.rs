@@ -69,6 +69,7 @@ impl StepReport<'_> {
             "num_generators": roles.num_generators,
             "async_steps": config.split.async_steps,
             "tensor_parallel_size": config.tensor_parallel_size,
+            "pipeline_parallel_size": config.pipeline_parallel_size,
             "oversample": config.oversample,
             "carried_kv": config.carried_kv,
             "zero_stage": config.zero.stage,
