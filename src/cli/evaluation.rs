@@ -78,7 +78,8 @@ impl Evaluation {
         let schemas = tools.as_ref().map_or_else(ToolSchemas::default, |(_, process)| process.schemas().clone());
         let rewards = RewardPool::new(&config)?;
         let solved_by = config.deciding_rewards(rewards.judges());
-        let expected = "a configuration with eval_file, or with dataset_name and dataset_test_split";
+        let expected =
+            "a configuration with eval_file, or with dataset_name and dataset_test_split; eval_file=FILE may follow";
         let none = || Error::invalid_value("--config", file.display(), expected);
         Ok(Self {
             solved_by,

@@ -125,7 +125,8 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     }
     let average = Estimate::of(&outcome.problems);
     if average.mean == 0.0 && world.rank() == 0 {
-        terminal::say("warning: no sample was right; does --answer_pattern fit what the model writes?");
+        let pattern = if args.config.is_some() { "reward.answer_pattern" } else { "--answer_pattern" };
+        terminal::say(format_args!("warning: no sample was right; does {pattern} fit what the model writes?"));
     }
     let pass: serde_json::Map<_, _> =
         outcome.pass.iter().map(|(k, stats)| (format!("pass@{k}"), json!(Estimate::of(stats)))).collect();
