@@ -276,7 +276,8 @@ pub enum ParamName {
 impl ParamName {
     /// Whether it is a matrix of a block, not an adapter's.
     pub fn is_block_matrix(self) -> bool {
-        matches!(self, Self::Qkv | Self::O | Self::GateUp | Self::Down)
+        use ParamName::{DeltaA, DeltaB, DeltaOut, DeltaQkv, DeltaZ, Down, GateUp, O, Qkv};
+        matches!(self, Qkv | O | GateUp | Down | DeltaQkv | DeltaZ | DeltaB | DeltaA | DeltaOut)
     }
 }
 

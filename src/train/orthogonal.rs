@@ -16,24 +16,34 @@ use crate::ops::muon;
 /// Kind of what ranks exchange, in which the iteration computes.
 const KIND: Kind = Kind::BFloat16;
 
-/// The matrices of a block, as a checkpoint has them, and who orthogonalises which.
+/// The matrices of blocks, as a checkpoint has them, and who orthogonalises which.
 #[derive(Debug)]
 pub(super) struct Orthogonalizer {
     options: MuonOptions,
     table: Arc<ParamTable>,
     sharding: Sharding,
+    units: Vec<UnitMatrices>,
+}
+
+/// The matrices of a unit; none where it is no block.
+#[derive(Debug, Default)]
+struct UnitMatrices {
     matrices: Vec<BlockMatrix>,
     owners: Vec<usize>,               // rank of the shard group
-    ratios: Vec<(Range<usize>, f64)>, // of a block's elements
+    ratios: Vec<(Range<usize>, f64)>, // of the unit's elements
 }
 
 impl Orthogonalizer {
     pub(super) fn new(options: MuonOptions, table: Arc<ParamTable>, sharding: Sharding) -> Self {
-        let matrices = BlockMatrix::all(&table.spec);
-        let owners = owners(&matrices, sharding.shard.size());
-        let block = table.units.iter().find(|layout| matches!(layout.unit, Unit::Block(_)));
-        let ratios = block.map_or_else(Vec::new, |block| ratios(options, &matrices, block));
-        Self { options, table, sharding, matrices, owners, ratios }
+        let of_unit = |layout: &UnitLayout| {
+            let Unit::Block(layer) = layout.unit else { return UnitMatrices::default() };
+            let matrices = BlockMatrix::of_layer(&table.spec, layer);
+            let owners = owners(&matrices, sharding.shard.size());
+            let ratios = ratios(options, &matrices, layout);
+            UnitMatrices { matrices, owners, ratios }
+        };
+        let units = table.units.iter().map(of_unit).collect();
+        Self { options, table, sharding, units }
     }
 
     /// Takes gradients into the momentum of some elements; `direction` is what their matrix will be orthogonalised of.
@@ -56,7 +66,8 @@ impl Orthogonalizer {
             whole
         };
         let mut updates = Tensor::f_zeros([layout.len as i64], options)?;
-        for (matrix, _) in self.matrices.iter().zip(&self.owners).filter(|(_, owner)| **owner == shard.rank()) {
+        let UnitMatrices { matrices, owners, .. } = &self.units[index];
+        for (matrix, _) in matrices.iter().zip(owners).filter(|(_, owner)| **owner == shard.rank()) {
             let shape = [1, matrix.rows() as i64, matrix.columns() as i64];
             let own = matrix.view(layout, &whole).f_reshape(shape)?;
             let mut place = matrix.view(layout, &updates);
@@ -85,7 +96,7 @@ impl Orthogonalizer {
         (lr, weight_decay): (f64, f64),
     ) -> Result<()> {
         let first = self.sharding.owned(self.table.units[index].len).start + elements.start;
-        for (range, ratio) in &self.ratios {
+        for (range, ratio) in &self.units[index].ratios {
             let inside = intersection(range, &(first..first + elements.len()));
             if !inside.is_empty() {
                 let part = inside.start - first..inside.end - first;
@@ -99,13 +110,19 @@ impl Orthogonalizer {
 
 /// Most bytes of a block's step beside its state: directions, whole ones and updates, and the iteration's own.
 pub(super) fn orthogonal_bytes(table: &ParamTable, is_sharded: bool) -> usize {
-    let blocks = table.units.iter().filter(|layout| matches!(layout.unit, Unit::Block(_)));
-    let len = blocks.map(|layout| layout.len).max().unwrap_or(0);
+    let blocks = || {
+        table.units.iter().filter_map(|layout| match layout.unit {
+            Unit::Block(layer) => Some((layer, layout.len)),
+            _ => None,
+        })
+    };
+    let len = blocks().map(|(_, len)| len).max().unwrap_or(0);
     let iteration = |matrix: &BlockMatrix| {
         let [least, most] = [matrix.rows().min(matrix.columns()), matrix.rows().max(matrix.columns())];
         4 * least * most + 2 * least * least // the copies to iterate on and its product; both polynomials
     };
-    let iteration = BlockMatrix::all(&table.spec).iter().map(iteration).max().unwrap_or(0);
+    let of_layer = |(layer, _)| BlockMatrix::of_layer(&table.spec, layer).iter().map(iteration).max();
+    let iteration = blocks().filter_map(of_layer).max().unwrap_or(0);
     let exchanged = if is_sharded { 2 * len + len / table.shards } else { 2 * len };
     KIND.elt_size_in_bytes() * (exchanged + iteration)
 }

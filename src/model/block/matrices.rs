@@ -21,22 +21,25 @@ impl BlockMatrix {
     /// Whether an optimizer of whole matrices serves the model.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `optim` for a model with experts or gated delta nets.
+    /// [`Error::InvalidValue`] on `optim` for a model with experts, or whose files have several of our matrices in one tensor.
     pub fn check(spec: &ModelSpec) -> Result<()> {
-        let expected = match (&spec.experts, &spec.delta_net) {
-            (None, None) => return Ok(()),
+        let is_fused = spec.delta_net.is_some() && spec.family.traits().interleaves_delta_nets;
+        let expected = match (&spec.experts, is_fused) {
+            (None, false) => return Ok(()),
             (Some(_), _) => "adamw or adamw_8bit: matrices of experts are not orthogonalised yet",
-            (None, Some(_)) => "adamw or adamw_8bit: matrices of gated delta nets are not orthogonalised yet",
+            (None, true) => {
+                "adamw or adamw_8bit: in_proj_qkvz and in_proj_ba of such a model are not orthogonalised yet"
+            }
         };
         Err(Error::invalid_value("optim", OptimizerName::Muon.name(), expected))
     }
 
-    /// The matrices of every block, which are alike in all layers.
-    pub fn all(spec: &ModelSpec) -> Vec<Self> {
+    /// The matrices of a layer's block.
+    pub fn of_layer(spec: &ModelSpec, layer: usize) -> Vec<Self> {
         let of_linear = |linear: LinearSpec| {
             (0..linear.projections.len()).map(move |projection| Self { linear: linear.clone(), projection })
         };
-        spec.block(0).linears().into_iter().flat_map(of_linear).collect()
+        spec.block(layer).linears().into_iter().flat_map(of_linear).collect()
     }
 
     /// Outputs of its product.

@@ -210,7 +210,11 @@ fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
     let error = adapted(&[TargetModule::QProj, TargetModule::InProjZ]).check(&dense).unwrap_err().to_string();
     assert!(error.starts_with("lora.target_modules = q_proj, in_proj_z: expected some of q_proj, k_proj"), "{error}");
     assert!(error.ends_with("down_proj: this model has no in_proj_z"), "{error}");
-    assert!(BlockMatrix::check(&spec).unwrap_err().to_string().contains("gated delta nets are not orthogonalised yet"));
+    BlockMatrix::check(&spec).unwrap();
+    let fused = ModelSpec { family: Family::Qwen3Next, ..spec };
+    assert!(
+        BlockMatrix::check(&fused).unwrap_err().to_string().contains("in_proj_qkvz and in_proj_ba of such a model")
+    );
 }
 
 #[test]

@@ -29,6 +29,9 @@ fn one_rank_steps_every_matrix_by_itself() {
     for optim in [Optim::AdamW8bit, Optim::Muon(MUON), Optim::Muon(ORIGINAL)] {
         follows(&mesh, run(0, Kind::Double, optim));
     }
+    for optim in [Optim::Muon(MUON), Optim::Muon(ORIGINAL)] {
+        follows(&mesh, Run { delta_nets: true, ..run(0, Kind::Double, optim) });
+    }
 }
 
 #[test]
@@ -36,17 +39,19 @@ fn stages_and_homes_step_bit_for_bit_alike() {
     ranks::run(2, "train::optimizers::stages_and_homes_step_bit_for_bit_alike", |world: World| {
         let (mesh, alone) = (world.mesh(1, 2).unwrap(), World::single().mesh(1, 1).unwrap());
         for optim in [Optim::AdamW8bit, Optim::Muon(ORIGINAL)] {
-            stages_step_alike(&mesh, optim);
+            for delta_nets in [false, true] {
+                stages_step_alike(&mesh, Run { delta_nets, ..run(0, Kind::BFloat16, optim) });
+                follows(&mesh, Run { delta_nets, ..run(3, Kind::Double, optim) });
+            }
             state_moves(&mesh, &alone, optim);
-            follows(&mesh, run(3, Kind::Double, optim));
         }
     });
 }
 
 /// Resident at stage 0 against streamed and swapped states at the others, in one micro-batch.
-fn stages_step_alike(mesh: &Mesh, optim: Optim) {
-    let run = |stage| Run { budget: 1000, ..run(stage, Kind::BFloat16, optim) };
-    let first = run(0);
+fn stages_step_alike(mesh: &Mesh, of_stage_0: Run) {
+    let first = Run { budget: 1000, ..of_stage_0 };
+    let (run, optim) = (|stage| Run { stage, ..first }, first.optim);
     let mut expected = first.policy(mesh);
     let mut others = [1, 2, 3].map(|stage| {
         let run = run(stage);
@@ -144,7 +149,8 @@ impl Reference {
                 let cut = |flat: &Tensor| flat.narrow(0, param.offset as i64, param.numel() as i64);
                 let [m, v] = self.moments[index].each_ref().map(cut);
                 let g = cut(&gradients[index]) * clip;
-                let is_block = matches!(layout.unit, Unit::Block(_)) && param.decay;
+                let is_block =
+                    matches!(layout.unit, Unit::Block(_)) && param.decay && param.name != ParamName::DeltaConv;
                 match optim {
                     Optim::Muon(options) if is_block => {
                         step_muon(&plain.table.spec, param, [&cut(&unit), &m, &g], options);
@@ -194,7 +200,10 @@ fn step_muon(
     let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
     let columns = param.shape[1];
     let (shape, parts) = match param.name {
-        ParamName::Qkv => ([kv_heads, group + 2, head_dim * columns], vec![(0, group), (group, 1), (group + 1, 1)]),
+        ParamName::Qkv => {
+            let queries = if spec.output_gate { 2 * group } else { group };
+            ([kv_heads, queries + 2, head_dim * columns], vec![(0, queries), (queries, 1), (queries + 1, 1)])
+        }
         ParamName::GateUp => ([param.shape[0] / 2, 2, columns], vec![(0, 1), (1, 1)]),
         _ => ([1, 1, param.numel() as i64], vec![(0, 1)]),
     };
