@@ -316,6 +316,9 @@ fn gpu_two_ranks_of_experts_sample_what_the_cpu_does() {
     });
 }
 
+/// What a GPU's memory is mapped in at least.
+const PAGE_BYTES: usize = 2 << 20;
+
 /// Greedy tokens in float32 are transformers', in chunks and after preemption, too, and recorded experts those of the CPU's engine.
 fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parallel: bool, name: &str) {
     let tp_size = mesh.tp.size();
@@ -367,11 +370,12 @@ fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parall
     let host = Arc::new(World::single());
     let (on_cpu, _) = generate(&host, &host.mesh(1, 1).unwrap(), options(Device::Cpu));
     let plain = options(world.device());
-    let few_bytes = kv_block_bytes(&spec, tp_size, 16, Kind::Float); // rounded up to a page, which still holds hundreds
+    let few_bytes = kv_block_bytes(&spec, tp_size, 16, Kind::Float); // rounded up to a page, which still holds hundreds of blocks
+    let holds_all = PAGE_BYTES / few_bytes >= plain.max_num_seqs * plain.max_model_length / plain.block_size;
     let cases = [
         (plain.clone(), false),
         (EngineOptions { max_num_batched_tokens: 7, ..plain.clone() }, false),
-        (EngineOptions { kv_cache_bytes: few_bytes, ..plain }, true),
+        (EngineOptions { kv_cache_bytes: few_bytes, ..plain }, !holds_all),
     ];
     for (options, preempts) in cases {
         let (groups, preemptions) = generate(world, mesh, options);

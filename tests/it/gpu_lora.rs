@@ -251,10 +251,10 @@ fn gpu_experts_train_as_on_the_cpu() {
     let bfloat16_of_nf4 = ((Kind::BFloat16, Kind::Float), 2e-2);
     let (plain, nf4) = (Quantization::None, Quantization::Nf4);
     for (spec, lora, quantization, scale, bounds) in [
-        (&routed, None, plain, SCALE, &[float, bfloat16][..]),
-        (&routed, adapters(0.0), plain, SCALE, &[float, bfloat16]),
+        (&routed, adapters(0.0), nf4, SCALE_OF_NF4, &[bfloat16_of_nf4][..]),
         (&routed, adapters(0.0), nf4, SCALE, &[float]),
-        (&routed, adapters(0.0), nf4, SCALE_OF_NF4, &[bfloat16_of_nf4]),
+        (&routed, None, plain, SCALE, &[float, bfloat16]),
+        (&routed, adapters(0.0), plain, SCALE, &[float, bfloat16]),
         (&shared, None, plain, SCALE, &[float]),
         (&shared, adapters(0.0), plain, SCALE, &[float]),
     ] {
