@@ -68,14 +68,19 @@ impl ActivationBytes {
             (0..spec.num_layers).map(|layer| of(spec.block(layer))).max().unwrap_or(0)
         };
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
+        // Where products are in FP8: of few tokens that is the fullest moment, for the matrix that is rounded then.
+        let input_gradient = match model.fp8 {
+            true => most(&|block| block.input_gradient_bytes(bytes, keep)) * tokens + matrix,
+            false => 0,
+        };
         Self {
             saved,
             // The last block's output, the rotations.
             pass: (residual * hidden + 2 * wide * spec.head_dim) * tokens,
             stream: narrow * hidden * tokens,
-            // A matrix that is rounded is counted in full, though it is not there at the fullest moment of many tokens.
+            // The largest matrix is not rounded at the fullest moment of a forward of many tokens: another one is.
             block_forward: most(&|block| block.forward_bytes(bytes)) * tokens + narrow * expanded + matrix,
-            block_backward: backward * tokens + (narrow + wide) * expanded + matrix,
+            block_backward: (backward * tokens).max(input_gradient) + (narrow + wide) * expanded,
             // Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become
             // their gradient in place, then the gradient of all rows.
             head: ((residual + 2 * narrow) * hidden + 8 * wide + TOP_BYTES * num_top) * scored_tokens
@@ -135,24 +140,34 @@ mod tests {
         assert_eq!(with_top.head - wide_none.head, 10 * 64 * 72);
     }
 
-    /// Of 7B in FP8 a forward has the activation in one byte; a backward has rounded gradients of gate and up beside them. Either has room for
-    /// the largest matrix: gate and up, its scales and largest values.
+    /// Of 7B in FP8 a forward has the activation in one byte, and room for the largest matrix: gate and up, its scales and largest values. A
+    /// backward of many tokens has rounded gradients of gate and up beside the activation and its gradient; one of few has that matrix.
     #[test]
     fn rows_in_fp8_are_planned_as_kernels_round_them() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
         let plain = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
         let matrix = 37_888 * 3584 + 8 * 37_888;
-        let of = |model: &TrainedModel<'_>, keep| ActivationBytes::new(model, keep, SHAPE);
-        let targets = TargetModule::ALL.to_vec();
-        let lora = LoraSpec { r: 64, alpha: 32.0, dropout: 0.0, targets };
-        for (lora, forward) in [(None, -1000 * 18_944), (Some(lora), 1000 * 18_944)] {
+        let many = MicroBatchShape { tokens: 16_384, ..SHAPE };
+        let lora = LoraSpec { r: 64, alpha: 32.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() };
+        for (lora, forward) in [(None, -18_944), (Some(lora), 18_944)] {
             let plain = TrainedModel { lora, ..plain.clone() };
             let rounded = TrainedModel { fp8: true, ..plain.clone() };
+            let expanded = plain.lora.as_ref().map_or(0, |lora| 6 * lora.num_expanded(&table.spec).1);
             for keep in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
-                let [plain, rounded] = [&plain, &rounded].map(|model| of(model, keep));
+                let of = |shape| [&plain, &rounded].map(|model| ActivationBytes::new(model, keep, shape));
+                let [plain, rounded] = of(many);
                 assert_eq!(rounded.saved, plain.saved);
-                assert_eq!(rounded.block_forward as i64 - plain.block_forward as i64, forward + matrix as i64);
-                assert_eq!(rounded.block_backward - plain.block_backward, 1000 * 2 * 18_944 + matrix, "{keep:?}");
+                let beside = rounded.block_forward as i64 - plain.block_forward as i64;
+                assert_eq!(beside, 16_384 * forward + matrix as i64);
+                assert_eq!(rounded.block_backward - plain.block_backward, 16_384 * 2 * 18_944, "{keep:?}");
+                let [_, rounded] = of(SHAPE);
+                let recomputed = match keep {
+                    GradientCheckpointing::None => 0,
+                    GradientCheckpointing::Selective => 2 * 2 * 18_944,
+                    GradientCheckpointing::Full => 2 * 2 * 18_944 + 2 * (4608 + 3584 + 3584) + 4 * 28,
+                };
+                let token = 3 * 2 * 3584 + 2 * 18_944 + recomputed;
+                assert_eq!(rounded.block_backward, 1000 * token + matrix + expanded, "{keep:?}");
             }
         }
     }

@@ -73,6 +73,13 @@ impl DenseSpec {
         let rounded = 2 * bytes.rounded * self.intermediate;
         2 * bytes.narrow * self.hidden + gate_up + rounded + 2 * row + dropped
     }
+
+    /// Bytes a token where backward makes the gradient of the normalised rows in FP8: beside it those rows and the gradient that came in; gate
+    /// and up, unless they were kept, as their gradients, and those rounded.
+    pub(super) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
+        let gate_up = if keeps_gate_up { 0 } else { 2 * bytes.narrow * self.intermediate };
+        3 * bytes.narrow * self.hidden + gate_up + 2 * bytes.rounded * self.intermediate
+    }
 }
 
 impl DenseSpec {

@@ -84,6 +84,14 @@ impl Mlp {
         }
     }
 
+    /// Bytes a token where backward makes the gradient of its normalised rows in FP8, in which experts do not train.
+    pub(super) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
+        match self {
+            Mlp::Dense(dense) => dense.input_gradient_bytes(bytes, keeps_gate_up),
+            Mlp::Experts(_) => 0,
+        }
+    }
+
     /// The block's output [T, D], and what a backward may keep.
     pub(super) fn forward(
         self,

@@ -160,6 +160,13 @@ impl BlockSpec {
         recomputed + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone))
     }
 
+    /// Bytes a token where a backward in FP8 has the largest matrix rounded, beside what all blocks saved.
+    pub fn input_gradient_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
+        let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
+        let of_mlp = self.mlp.input_gradient_bytes(bytes, keep == GradientCheckpointing::None);
+        recomputed + of_mlp + self.output_bytes(bytes)
+    }
+
     /// Bytes of the block up to the residual stream after attention.
     fn half_bytes(self, bytes: ElementBytes) -> usize {
         bytes.residual * self.hidden + self.mixer.kept_bytes(bytes) + self.output_bytes(bytes)

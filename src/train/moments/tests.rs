@@ -20,6 +20,7 @@ struct Measured {
     tokens: &'static [(usize, usize)],   // of each micro-batch: all, and the scored ones
     shares_prompts: bool,
     residual: Kind,
+    fp8: bool,
     layers: Option<usize>, // None: all
     gb: f64,
 }
@@ -34,6 +35,7 @@ impl Measured {
             lora: self.adapters.map(|_| LoraSpec { r: 64, alpha: 32.0, dropout: 0.0, targets }),
             quantization: self.adapters.unwrap_or(Quantization::None),
             residual: self.residual,
+            fp8: self.fp8,
             ..TrainedModel::whole(&table, self.stage, KIND, GradientOptions::default())
         };
         let shape = |&(tokens, scored_tokens): &(usize, usize)| MicroBatchShape {
@@ -65,6 +67,7 @@ fn peaks_are_those_that_were_measured_on_gpus() {
         tokens,
         shares_prompts: false,
         residual: KIND,
+        fp8: false,
         layers: None,
         gb,
     };
@@ -94,6 +97,8 @@ fn peaks_are_those_that_were_measured_on_gpus() {
         of_float32(row("qwen2.5-1.5b", 1, 2, Some(Nothing), ONE, 35.51)),
         of_float32(row("qwen2.5-1.5b", 1, 2, Some(Full), ONE, 13.75)),
         of_float32(adapted("qwen2.5-1.5b", Quantization::None, Selective, 13.95)),
+        Measured { layers: Some(8), ..row("qwen2.5-7b", 1, 2, Some(Nothing), ONE, 33.35) },
+        Measured { layers: Some(8), fp8: true, ..row("qwen2.5-7b", 1, 2, Some(Nothing), ONE, 33.97) },
         Measured { layers: Some(4), ..row("qwen3-30b-a3b", 1, 2, Some(Nothing), &[(16_384, 16_384)], 24.91) },
     ];
     for row in rows {
