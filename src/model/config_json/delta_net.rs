@@ -45,7 +45,7 @@ pub(super) fn read(config: &JsonObject, num_layers: usize) -> Result<DeltaLayers
 
 /// Layers with attention.
 fn full_attention(config: &JsonObject, num_layers: usize) -> Result<Vec<usize>> {
-    if let Some(types) = layer_types::read(config, [layer_types::LINEAR, layer_types::FULL], num_layers)? {
+    if let Some(types) = layer_types::read_all(config, [layer_types::LINEAR, layer_types::FULL], num_layers)? {
         let full = types.iter().enumerate().filter(|(_, kind)| **kind == layer_types::FULL);
         return Ok(full.map(|(layer, _)| layer).collect());
     }

@@ -14,19 +14,36 @@ pub(super) const SLIDING: &str = "sliding_attention";
 /// A layer with a gated delta net.
 pub(super) const LINEAR: &str = "linear_attention";
 
-/// The type of each layer, one of `kinds`; none where the file does not say.
+/// The types that the file lists, each one of `kinds`; none where it has no list.
 ///
 /// # Errors
-/// [`Error::BadFile`](crate::Error::BadFile) for another list, with the first type that the decoder does not compute.
+/// [`Error::BadFile`](crate::Error::BadFile) for what is no list, and for the first type that the decoder does not compute.
 pub(super) fn read<'c>(config: &'c JsonObject, kinds: [&str; 2], num_layers: usize) -> Result<Option<Vec<&'c str>>> {
     let Some(types) = config.get(KEY) else { return Ok(None) };
-    let [one, other] = kinds;
-    let expected = format!("a list of \"{one}\" and \"{other}\", one for each of {num_layers} layers");
-    let types = types.as_array().filter(|types| types.len() == num_layers);
-    let types = types.ok_or_else(|| config.wrong(KEY, expected.as_str()))?;
+    let expected = expected(kinds, num_layers);
+    let types = types.as_array().ok_or_else(|| config.wrong(KEY, expected.as_str()))?;
     let known = |(layer, kind): (usize, &'c Value)| match kind.as_str() {
         Some(name) if kinds.contains(&name) => Ok(name),
         _ => Err(config.wrong(KEY, format!("{expected}; layer {layer} is {kind}"))),
     };
     types.iter().enumerate().map(known).collect::<Result<_>>().map(Some)
+}
+
+/// [`read`], of a list for as many layers as the model has.
+///
+/// # Errors
+/// Those of [`read`]; [`Error::BadFile`](crate::Error::BadFile) for a list of another length.
+pub(super) fn read_all<'c>(
+    config: &'c JsonObject,
+    kinds: [&str; 2],
+    num_layers: usize,
+) -> Result<Option<Vec<&'c str>>> {
+    match read(config, kinds, num_layers)? {
+        Some(types) if types.len() != num_layers => Err(config.wrong(KEY, expected(kinds, num_layers))),
+        types => Ok(types),
+    }
+}
+
+fn expected([one, other]: [&str; 2], num_layers: usize) -> String {
+    format!("a list of \"{one}\" and \"{other}\", one for each of {num_layers} layers")
 }
