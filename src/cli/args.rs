@@ -219,7 +219,8 @@ pub struct PlanArgs {
     #[arg(value_parser = number(|gib: &f64| *gib > 0.0 && *gib < 1e6, "above 0 and below 1000000"))]
     pub host_memory_gib: Option<f64>,
     /// With --nnodes: what the network takes out of each node, in 10^9 bytes a second (400 Gbit/s: 50)
-    #[arg(long, default_value_t = 50.0, value_parser = number(|rate: &f64| *rate > 0.0 && *rate < 1e6, "above 0 and below 1000000"))]
+    #[arg(long, default_value_t = 50.0, requires = "nnodes")]
+    #[arg(value_parser = number(|rate: &f64| *rate > 0.0 && *rate < 1e6, "above 0 and below 1000000"))]
     pub network_gb_s: f64,
     /// Print the KV blocks of every tensor_parallel_size and pipeline_parallel_size side by side, first
     #[arg(long)]

@@ -238,6 +238,12 @@ fn configurations() {
         ("18 batch", small("per_device_train_batch_size=6"), 2, &["num_generations = 4", "nearest valid", "4 or 8"]),
         ("19 port", small(&format!("--nproc 2 --master_port {port}")), 4, &["--master_port", "give another"]),
         ("19 address", small("--nproc 2 --master_addr 192.0.2.1"), 4, &["--master_addr 192.0.2.1", "of this machine"]),
+        (
+            "a network of one node",
+            format!("plan {SMALL_RUN} --network_gb_s 50"),
+            2,
+            &["required arguments were not provided", "--nnodes"],
+        ),
         ("a node by itself", small("--node_rank 1"), 2, &["--node_rank = 1", "the number of nodes in --nnodes"]),
         (
             "a node too many",
