@@ -158,7 +158,7 @@ def hash_of_files(paths):
 
 def metrics_of(path):
     """Lines of metrics.jsonl without what a clock or the machine decides."""
-    times = ("time", "step_time", "timing_s/", "perf/", "transition/")
+    times = ("time", "step_time", "timing_s/", "perf/", "transition/", "pipeline/idle_share")
     lines = path.read_text().splitlines() if path.exists() else []
     return [{name: value for name, value in json.loads(line).items() if not name.startswith(times)} for line in lines]
 
