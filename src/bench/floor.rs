@@ -147,7 +147,7 @@ mod tests {
         assert!(adapters.floors(false)[&Phase::ForwardBackward] < floors[&Phase::ForwardBackward] * 0.7);
     }
 
-    /// Of Qwen3-30B-A3B one token meets 3.35e9 weights, and 256 tokens all but a few: 61 GB but for the embedding's 0.6.
+    /// A token of Qwen3-30B-A3B meets 3.35e9 weights, and 256 tokens all but a few: 61 GB but for the embedding's 0.6.
     #[test]
     fn weights_of_experts_are_read_where_they_are_hit() {
         let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap();

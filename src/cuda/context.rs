@@ -112,6 +112,18 @@ impl Context {
         Ok(has_fp8_products(self.compute_capability()?))
     }
 
+    /// The reason why this program does not multiply in FP8 on the GPU, if it does not.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn fp8_refusal(&self) -> Result<Option<String>> {
+        if self.has_fp8_products()? {
+            return Ok(None);
+        }
+        let ((major, minor), name) = (self.compute_capability()?, self.name()?);
+        Ok(Some(format!("it needs a GPU of compute capability 9.0 (H100, H200), and {name} has {major}.{minor}")))
+    }
+
     /// Multiprocessors of the GPU.
     ///
     /// # Errors

@@ -94,10 +94,7 @@ __device__ __forceinline__ void write(
 ) {
 #if __CUDA_ARCH__ >= 890
     if (to.values >= 0) {
-        unsigned bits = 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) bits = max(bits, is_in ? y.at[j].bits & 0x7fffu : 0u);
-        const RowScale scale(block_max_bits(bits));
+        const RowScale scale(block_max_bits(is_in ? most_bits(y, 0) : 0));
 #pragma unroll
         for (int r = 0; r < N; ++r) {
             if (!ALL && r != rank) continue;

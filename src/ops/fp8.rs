@@ -20,13 +20,13 @@ const SHARE_OF_BF16: f64 = 0.5;
 /// Rows that a product reads.
 #[derive(Debug)]
 pub enum Rows {
-    /// As they are.
+    /// Rows that nothing has rounded.
     Plain(Tensor), // [T, K]
     /// Rounded by what made them.
     Rounded {
-        /// What products in FP8 read.
+        /// The rows that products in FP8 read.
         rows: Fp8Rows, // [T, K]
-        /// What others read beside them, where there are others.
+        /// The same rows as they are, where other products read them.
         plain: Option<Tensor>, // [T, K]
     },
 }

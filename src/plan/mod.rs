@@ -244,8 +244,8 @@ impl PlanInput<'_> {
 
     /// Bytes of the experts that the sampler recorded, of all of an update.
     fn recorded_bytes(&self) -> usize {
-        let replays = self.config.objective.router_replay == RouterReplay::R3 && self.role != Role::Generates;
-        if replays { self.model().recorded_bytes(self.update_tokens()) } else { 0 }
+        let trains = self.role != Role::Generates;
+        if trains { self.model().recorded_bytes(self.config.objective.router_replay, self.update_tokens()) } else { 0 }
     }
 
     fn micro_batch_tokens(&self) -> usize {

@@ -78,12 +78,7 @@ pub(super) fn check_fp8_cache(kind: Kind, device: Device) -> Result<()> {
 /// Whether the chip multiplies in FP8.
 fn check_chip(device: Device) -> Result<()> {
     let Device::Cuda(ordinal) = device else { return Ok(()) };
-    let context = Context::retain(ordinal)?;
-    if context.has_fp8_products()? {
-        return Ok(());
-    }
-    let ((major, minor), name) = (context.compute_capability()?, context.name()?);
-    refuse(&format!("it needs a GPU of compute capability 9.0 (H100, H200), and {name} has {major}.{minor}"))
+    Context::retain(ordinal)?.fp8_refusal()?.map_or(Ok(()), |reason| refuse(&reason))
 }
 
 fn refuse<T>(reason: &str) -> Result<T> {

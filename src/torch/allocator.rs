@@ -68,7 +68,7 @@ impl Maxima {
         [&self.allocated, &self.reserved].into_iter().for_each(|most| most.store(0, Ordering::Relaxed));
     }
 
-    /// What libtorch has counted since, with the maxima before it.
+    /// The count of libtorch since, with the maxima before it.
     fn with(&self, since: DeviceMemory) -> DeviceMemory {
         let most = |count: usize, earlier: &AtomicUsize| count.max(earlier.load(Ordering::Relaxed));
         DeviceMemory {

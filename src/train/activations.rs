@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(with_top.head - wide_none.head, 10 * 64 * 72);
     }
 
-    /// Of 7B in FP8 a forward has the activation in one byte, and room for the largest matrix: gate and up, its scales and largest values. A
+    /// A forward of 7B in FP8 has the activation in one byte, and room for the largest matrix: gate and up, its scales and largest values. A
     /// backward of many tokens has rounded gradients of gate and up beside the activation and its gradient; one of few has that matrix.
     #[test]
     fn rows_in_fp8_are_planned_as_kernels_round_them() {

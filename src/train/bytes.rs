@@ -11,7 +11,7 @@ use super::optim::Optim;
 use super::orthogonal::orthogonal_bytes;
 use super::policy::GradientOptions;
 use super::state_layout::StateLayout;
-use crate::config::{Config, MixedPrecision, Quantization};
+use crate::config::{Config, MixedPrecision, Quantization, RouterReplay};
 use crate::cuda::residual_kind;
 use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
 use crate::torch::accumulation_kind;
@@ -89,9 +89,13 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
-    /// Bytes of the experts that a sampler recorded for so many tokens: all of an update's are there from its begin to its end.
-    pub fn recorded_bytes(&self, tokens: usize) -> usize {
-        EXPERT_BYTES * self.table.spec.routed_experts_per_token() * tokens
+    /// Bytes of the experts that a sampler recorded for so many tokens, if they are replayed: all of an update's are there from its begin to
+    /// its end.
+    pub fn recorded_bytes(&self, replay: RouterReplay, tokens: usize) -> usize {
+        match replay {
+            RouterReplay::R3 => EXPERT_BYTES * self.table.spec.routed_experts_per_token() * tokens,
+            RouterReplay::Disabled => 0,
+        }
     }
 
     /// Bytes of the buckets alone that optimizer state on the host is copied through.

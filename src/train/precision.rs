@@ -40,12 +40,7 @@ fn refuse_fp8<T>(reason: &str) -> Result<T> {
 /// Whether the chip multiplies in FP8; a CPU simulates it.
 pub(super) fn check_chip(device: Device) -> Result<()> {
     let Device::Cuda(ordinal) = device else { return Ok(()) };
-    let context = Context::retain(ordinal)?;
-    if context.has_fp8_products()? {
-        return Ok(());
-    }
-    let ((major, minor), name) = (context.compute_capability()?, context.name()?);
-    refuse_fp8(&format!("it needs a GPU of compute capability 9.0 (H100, H200), and {name} has {major}.{minor}"))
+    Context::retain(ordinal)?.fp8_refusal()?.map_or(Ok(()), |reason| refuse_fp8(&reason))
 }
 
 /// The matrices of a model that are rounded, those of blocks that are alike once.

@@ -42,7 +42,7 @@ struct Gathered {
 impl Weights {
     /// Loads unit by unit, on `owner`'s account in the ledger; `each` sees every whole unit as it comes, with its index.
     ///
-    /// What is kept has its memory before anything else is there: cut from a larger tensor that has died, a float32 copy of the unit, it
+    /// The units that are kept have their memory before anything else is there: cut from a larger tensor that has died, a float32 copy of the unit, they
     /// would keep the rest of that tensor's memory from the driver for good.
     pub(crate) fn load(
         owner: &'static str,

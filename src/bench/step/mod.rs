@@ -14,7 +14,7 @@ use super::floor::StepWork;
 use super::limits::GpuLimits;
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{SEED, STREAM, median, synchronize, token};
-use crate::config::{Config, OptimizerResidency, ReferenceResidency, RouterReplay};
+use crate::config::{Config, OptimizerResidency, ReferenceResidency};
 use crate::dist::World;
 use crate::error::Result;
 use crate::metrics::MetricValues;
@@ -101,10 +101,8 @@ impl StepBench {
         let course = UpdateCourse { keep: gradient_checkpointing, micro_batches: &shapes, is_warm: false, streams };
         let has_reference = config.has_reference() && reference == ReferenceResidency::Resident;
         let reference = if has_reference { reference_bytes(table, kind) } else { 0 };
-        let recorded = match config.objective.router_replay {
-            RouterReplay::R3 => model.recorded_bytes(shapes.iter().map(|shape| shape.tokens).sum()),
-            RouterReplay::Disabled => 0,
-        };
+        let tokens = shapes.iter().map(|shape| shape.tokens).sum();
+        let recorded = model.recorded_bytes(config.objective.router_replay, tokens);
         let at_once = model.fullest(&course).total() + recorded;
         Ok(Some(predicted_tensor_bytes(&model, at_once) + model.bytes().engine_adapters + reference))
     }

@@ -49,7 +49,7 @@ pub enum AllReduceMethod {
     Share,
 }
 
-/// What a sum leaves of the norms.
+/// The form in which a sum writes the norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormedRows {
     /// Themselves, in bf16.

@@ -99,7 +99,7 @@ fn round(x: &Tensor, to: &Fp8Rows, early: bool) -> Result<()> {
 }
 
 /// [`add_rms_norm`](super::add_rms_norm()), whose result is rounded to bfloat16 and then as by [`fp8_rows`]; y is written where it is given.
-/// As after [`fp8_rows_of_step`], the next kernel may begin early. The weight is read while the operation before runs, which must not write it.
+/// The next kernel may begin early, as with [`fp8_rows_of_step`]. The weight is read while the operation before runs, which must not write it.
 ///
 /// # Errors
 /// The errors of [`fp8_rows`].

@@ -32,7 +32,7 @@ pub(super) fn read<'c>(config: &'c JsonObject, kinds: [&str; 2], num_layers: usi
 /// [`read`], of a list for as many layers as the model has.
 ///
 /// # Errors
-/// Those of [`read`]; [`Error::BadFile`](crate::Error::BadFile) for a list of another length.
+/// The errors of [`read`]; [`Error::BadFile`](crate::Error::BadFile) for a list of another length.
 pub(super) fn read_all<'c>(
     config: &'c JsonObject,
     kinds: [&str; 2],

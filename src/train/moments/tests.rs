@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::config::TargetModule;
+use crate::config::{RouterReplay, TargetModule};
 use crate::model::{LoraSpec, ModelSpec};
 use crate::train::WORKSPACE_BYTES;
 use GradientCheckpointing::{Full, None as Nothing, Selective};
@@ -145,7 +145,7 @@ fn a_block_beside_the_weights_is_what_was_measured_with_it() {
     let course = UpdateCourse { keep: Nothing, micro_batches: &[shape; 32], is_warm: false, streams: true };
     let held = |beside: usize| (model.bytes().weights + beside + WORKSPACE_BYTES) as f64 / 1e9;
     let (tensors, block) = (model.fullest(&course).total(), model.block_bytes(&course, 16_384));
-    let recorded = model.recorded_bytes(32 * 8_704);
+    let recorded = model.recorded_bytes(RouterReplay::R3, 32 * 8_704);
     let (planned, measured) = (held(tensors), held(block + recorded));
     assert!((planned - 107.6).abs() < 0.05 && (measured - 110.9).abs() < 0.1, "{planned}, {measured}");
 }
