@@ -3,9 +3,10 @@
 
     scripts/emulate_delta.py
 
-Translates src/kernels/delta_{mix,rule,gradients}.cu to C++ and runs scripts/emulate/delta.cpp with them: outputs, last states and all gradients, with
-copies to shared memory that arrive as early and as late as they may, and a count of accesses to tiles in shared memory that no barrier orders.
-Ends with 1 where something is too far off. It says nothing about speed, and shared variables that are no tiles are not looked at for races.
+Translates src/kernels/delta_{mix,rule,gradients}.cu to C++, once with the products of Hopper's warpgroups and once with those of a warp, and runs
+scripts/emulate/delta.cpp with each: outputs, last states and all gradients, with copies to shared memory that arrive as early and as late as they may,
+and a count of accesses to tiles in shared memory that no barrier orders. Ends with 1 where something is too far off. It says nothing about
+speed, and shared variables that are no tiles are not looked at for races.
 """
 import pathlib, re, subprocess, sys, tempfile
 
@@ -15,6 +16,16 @@ KERNELS = ROOT / "src/kernels"
 REPLACED = set("""copy_16 copy_16_once read_once commit_copies wait_copies load_matrices prefetch shared_address cluster_rank cluster_size sync_cluster
 peer_address load_shared store_shared pack transpose silu_mul load_transposed transposed read_shared write_shared read_shared_16 wait_for_inputs widen
 narrow warp_max warp_sum block_max block_sum load store low high""".split())
+PRODUCTS = """
+using ::add_product;
+inline unsigned long long descriptor(unsigned at) { return (at & 0x3ffffull) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+inline void begin_products() {}
+inline void publish_copies() {}
+template <int PENDING, int COUNT> inline void finish_products(float (&)[COUNT]) { ::wait_products(PENDING); }
+template <int BY_ROWS, int COUNT> inline void multiply_from(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b) {
+    add_product(d, COUNT, a, b, BY_ROWS);
+}
+"""
 
 
 def inlined(name, seen):
@@ -50,24 +61,34 @@ def is_replaced(declared, line):
         return True
     if declared[2] == "multiply":
         return "(&sum)[4]" in line
-    return declared[2] in REPLACED and not ("widen" in line and "value)" not in line)
+    return declared[2] in REPLACED and "Raw" not in line
 
 
-def translated(name):
+def translated(name, by_warpgroups):
     text = "\n".join(without_replaced(inlined(name, set())))
     text = text.replace('extern "C" ', "").replace("extern __shared__ __align__(16) unsigned char memory[];", "unsigned char* memory = shared_memory;")
-    return "using ::widen; using ::multiply;\nusing ::low; using ::high;\n" + text
+    begin = text.find("#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n\n// Before products")
+    if by_warpgroups and begin >= 0:
+        middle, end = text.index("#else", begin), text.index("#endif", begin)
+        own = text[begin:middle]
+        text = text[:begin] + PRODUCTS + own[own.index("// sums [16, 2 COUNT] += a b^T"):] + text[end + len("#endif"):]
+    elsewhere = "using ::widen; using ::load; using ::store; using ::narrow; using ::multiply;\n"
+    return elsewhere + "inline float low(unsigned both) { return ::element(both, 0); }\ninline float high(unsigned both) { return ::element(both, 1); }\n" + text
 
 
 def main():
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("delta_mix", "delta_rule", "delta_gradients"):
-            (pathlib.Path(folder) / f"{name}.inc").write_text(translated(f"{name}.cu"))
-        program = f"{folder}/delta"
-        # Below 4 GiB, so that an address in shared memory fits 32 bits.
-        command = ["g++", "-O2", "-std=c++17", "-w", "-no-pie", "-static", "-I", folder, "-o", program, str(ROOT / "scripts/emulate/delta.cpp")]
-        subprocess.run(command, check=True)
-        sys.exit(subprocess.run([program]).returncode)
+    fails = False
+    for by_warpgroups in (True, False):
+        print("products by", "warpgroups" if by_warpgroups else "warps", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("delta_mix", "delta_rule", "delta_gradients"):
+                (pathlib.Path(folder) / f"{name}.inc").write_text(translated(f"{name}.cu", by_warpgroups))
+            program = f"{folder}/delta"
+            # Below 4 GiB, so that an address in shared memory fits 32 bits.
+            subprocess.run(["g++", "-O2", "-std=c++17", "-w", "-no-pie", "-static", "-I", folder, "-o", program, str(ROOT / "scripts/emulate/delta.cpp")],
+                           check=True)
+            fails |= subprocess.run([program]).returncode != 0
+    sys.exit(1 if fails else 0)
 
 
 main()

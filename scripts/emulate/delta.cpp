@@ -112,9 +112,10 @@ void hold_to(const char* what, const Values& got, const Values& expected) {
 }
 
 // The sums over rows of partial sums.
-Values columns(const Floats& partial, size_t count) {
+Values columns(const Floats& partial, size_t count, size_t first = 0, size_t rows = 0) {
     Values sums(count);
-    for (size_t i = 0; i < partial.size(); ++i) sums[i % count] += partial[i];
+    for (size_t row = 0; row < (rows ? rows : partial.size() / count); ++row)
+        for (size_t i = 0; i < count; ++i) sums[i] += partial[first + row * count + i];
     return sums;
 }
 
@@ -130,7 +131,7 @@ void check(const Shape& shape, int warps) {
         tokens += length;
     }
     std::stable_sort(sequences.begin(), sequences.end(), [](const auto& a, const auto& b) { return a.chunks > b.chunks; });
-    const size_t rows = size_t(tokens) * heads, items = chunks.size() * heads;
+    const size_t rows = size_t(tokens) * heads, items = chunks.size() * heads, teams = chunks.size() * channels / DIM;
     const Halves x = halves(size_t(tokens) * channels), z = halves(rows * DIM), a = halves(rows), b = halves(rows);
     const Halves conv = halves(channels * TAPS, 0.5), a_log = halves(heads), dt_bias = halves(heads), norm = halves(DIM, 0.1, 1.0);
     const Halves tails = halves(size_t(count) * 3 * channels), d_y = halves(rows * DIM), states = halves(size_t(count) * heads * STATE, 0.3);
@@ -141,23 +142,23 @@ void check(const Shape& shape, int warps) {
     const bf16 none = {0x7fff};
     const Halves of_tokens(size_t(tokens) * channels, none), of_rows(rows * DIM, none), of_items(items * 64 * DIM, none);
     Halves rule_in = of_tokens, u = of_items, w = of_items, news = of_items, solved = of_items, p(items * 64 * 64, none), t = p, before(items * STATE, none);
-    Halves behind = before, o = of_rows, y = of_rows, d_o = of_rows, d_z = of_rows, d_q = of_rows, d_k = of_rows, d_v = of_rows, d_x = of_tokens;
+    Halves behind = before, o = of_rows, y = of_rows, d_o = of_rows, d_z = of_rows, d_in = of_tokens, d_x = of_tokens, d_a(rows, none), d_b = d_a;
     std::vector<rule::Gates> gates(items);
     constexpr int NORM_BLOCKS = 3;
-    Floats last(initial.size(), NAN), d_initial = last, d_g(rows, NAN), d_beta = d_g, d_tails(tails.size()), d_conv(chunks.size() * channels * TAPS, NAN);
+    Floats last(initial.size(), NAN), d_initial = last, of_heads(2 * items, NAN), d_tails(tails.size()), d_conv(chunks.size() * channels * TAPS, NAN);
     Floats d_norm(NORM_BLOCKS * DIM, NAN);
 
-    const int mix_blocks = int(chunks.size()) * channels / DIM, passes = count * heads * 8 / warps, row_count = int(rows);
+    const int mix_blocks = int(teams * 32 + 127) / 128, passes = count * heads * 8 / warps, row_count = int(rows);
     const auto as = [](auto* to, auto& from) { return reinterpret_cast<decltype(to)>(from.data()); };
-    launch(mix_blocks, 256, [&] {
-        mix::delta_mix(x.data(), conv.data(), tails.data(), as((mix::Chunk*)0, chunks), rule_in.data(), channels, 2 * KEY_HEADS);
+    launch(mix_blocks, 128, [&] {
+        mix::delta_mix(x.data(), conv.data(), tails.data(), as((mix::Chunk*)0, chunks), rule_in.data(), channels, 2 * KEY_HEADS, teams);
     });
     launch(int(items), 128, [&] {
         rule::delta_prepare(rule_in.data(), a.data(), b.data(), a_log.data(), dt_bias.data(), chunks.data(), u.data(), w.data(), p.data(), t.data(),
                             gates.data(), heads, KEY_HEADS, channels);
     });
     launch(passes, 32 * warps, [&] {
-        (warps == 8 ? rule::delta_scan_8 : warps == 4 ? rule::delta_scan_4 : rule::delta_scan_2)(
+        (warps == 8 ? rule::delta_scan_8 : rule::delta_scan_4)(
             rule_in.data(), u.data(), w.data(), p.data(), gates.data(), chunks.data(), sequences.data(), initial.data(), o.data(), last.data(),
             before.data(), news.data(), heads, KEY_HEADS, channels);
     });
@@ -166,18 +167,20 @@ void check(const Shape& shape, int warps) {
         mix::delta_norm_backward(d_y.data(), o.data(), z.data(), norm.data(), d_o.data(), d_z.data(), d_norm.data(), row_count, 1e-6f);
     });
     launch(passes, 32 * warps, [&] {
-        (warps == 8 ? gradients::delta_reverse_8 : warps == 4 ? gradients::delta_reverse_4 : gradients::delta_reverse_2)(
+        (warps == 8 ? gradients::delta_reverse_8 : gradients::delta_reverse_4)(
             rule_in.data(), w.data(), p.data(), t.data(), d_o.data(), as((gradients::Gates*)0, gates), as((gradients::Chunk*)0, chunks),
             as((gradients::Sequence*)0, sequences), d_last.data(), behind.data(), solved.data(), d_initial.data(), heads, KEY_HEADS, channels);
     });
-    launch(int(items), 512, [&] {
+    const int pairs = int(chunks.size()) * KEY_HEADS;
+    launch(min(2, pairs), 512, [&] {
         gradients::delta_gradients(
-            rule_in.data(), d_o.data(), before.data(), news.data(), behind.data(), solved.data(), as((gradients::Gates*)0, gates),
-            as((gradients::Chunk*)0, chunks), d_q.data(), d_k.data(), d_v.data(), d_g.data(), d_beta.data(), heads, KEY_HEADS, channels);
+            rule_in.data(), d_o.data(), before.data(), news.data(), behind.data(), solved.data(), a.data(), a_log.data(), dt_bias.data(),
+            as((gradients::Gates*)0, gates), as((gradients::Chunk*)0, chunks), d_in.data(), d_a.data(), d_b.data(), of_heads.data(), heads, KEY_HEADS,
+            channels, pairs);
     });
-    launch(mix_blocks, 256, [&] {
-        mix::delta_mix_backward(x.data(), conv.data(), tails.data(), as((mix::Chunk*)0, chunks), shape.lengths.data(), d_q.data(), d_k.data(),
-                                d_v.data(), d_x.data(), d_tails.data(), d_conv.data(), channels, 2 * KEY_HEADS, heads / KEY_HEADS);
+    launch(mix_blocks, 128, [&] {
+        mix::delta_mix_backward(x.data(), conv.data(), tails.data(), as((mix::Chunk*)0, chunks), shape.lengths.data(), d_in.data(), d_x.data(),
+                                d_tails.data(), d_conv.data(), channels, 2 * KEY_HEADS, teams);
     });
 
     const Inputs in = {wide(x), wide(z), wide(a), wide(b), wide(conv), wide(a_log), wide(dt_bias), wide(norm), wide(tails), wide(initial)};
@@ -186,18 +189,11 @@ void check(const Shape& shape, int warps) {
     loss(in, shape, seeds, &expected_y, &expected_last);
     hold_to("outputs", wide(y), expected_y);
     hold_to("last states", wide(last), expected_last);
-    Values d_a(rows), d_b(rows), d_log(heads), d_bias(heads);  // as src/ops/delta_net/gates.rs makes them of those of decays and strengths
-    for (size_t i = 0; i < rows; ++i) {
-        const size_t head = i % heads;
-        const double x = in.a[i] + in.dt_bias[head], rate = -std::exp(in.a_log[head]), strength = 1 / (1 + std::exp(-in.b[i]));
-        d_a[i] = d_g[i] * rate / (1 + std::exp(-x)), d_b[i] = d_beta[i] * strength * (1 - strength);
-        d_log[head] += d_g[i] * rate * std::log1p(std::exp(x)), d_bias[head] += d_a[i];
-    }
     struct Gradient { const char* name; Values values; Values Inputs::*input; };
     for (const Gradient& gradient : std::vector<Gradient>{
-             {"queries, keys, values", wide(d_x), &Inputs::x}, {"z", wide(d_z), &Inputs::z}, {"a", d_a, &Inputs::a}, {"b", d_b, &Inputs::b},
-             {"convolution", columns(d_conv, channels * TAPS), &Inputs::conv}, {"A_log", d_log, &Inputs::a_log},
-             {"dt_bias", d_bias, &Inputs::dt_bias}, {"norm", columns(d_norm, DIM), &Inputs::norm},
+             {"queries, keys, values", wide(d_x), &Inputs::x}, {"z", wide(d_z), &Inputs::z}, {"a", wide(d_a), &Inputs::a}, {"b", wide(d_b), &Inputs::b},
+             {"convolution", columns(d_conv, channels * TAPS), &Inputs::conv}, {"A_log", columns(of_heads, heads, 0, chunks.size()), &Inputs::a_log},
+             {"dt_bias", columns(of_heads, heads, items, chunks.size()), &Inputs::dt_bias}, {"norm", columns(d_norm, DIM), &Inputs::norm},
              {"tails", wide(d_tails), &Inputs::tails}, {"initial states", wide(d_initial), &Inputs::initial}}) {
         double worst = 0, squares = 0;
         for (double value : gradient.values) squares += value * value;
@@ -220,7 +216,7 @@ void check(const Shape& shape, int warps) {
 
 int main() {
     for (const bool early : {false, true})
-        for (const int warps : {8, 4, 2}) {
+        for (const int warps : {8, 4}) {
             copies_are_early = early;
             const Shape shape = {early ? 3 : 2, {70, 1, 64, 3}};
             printf("%d value heads, %d warps, copies arrive %s\n", shape.heads, warps, early ? "at once" : "when they are waited for");

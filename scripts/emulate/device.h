@@ -1,5 +1,5 @@
 // A GPU's blocks on a CPU, for kernels that are translated to C++ (scripts/emulate_delta.py): threads are fibers that are scheduled at random,
-// operations of a warp are carried out when all its lanes have come, copies when they are waited for. Reads and
+// operations of a warp are carried out when all its lanes have come, copies and products of warpgroups when they are waited for. Reads and
 // writes of tiles in shared memory that no barrier orders are counted as races.
 #pragma once
 #include <algorithm>
@@ -27,9 +27,10 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct bf16 { unsigned short bits; };
+template <typename T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack { T at[N]; };
 
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
 inline float __expf(float x) { return std::exp(x); }
@@ -42,11 +43,10 @@ inline void narrow(float value, bf16& to) {
     to.bits = std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline unsigned pack(float low, float high) { bf16 a, b; narrow(low, a), narrow(high, b); return a.bits | unsigned(b.bits) << 16; }
-inline float low(unsigned both) { return __uint_as_float(both << 16); }
-inline float high(unsigned both) { return __uint_as_float(both & 0xffff0000u); }
 inline float element(unsigned both, int which) { return __uint_as_float(which ? both & 0xffff0000u : both << 16); }
 
 struct Copy { unsigned to; const void* from; int bytes; };
+struct Product { float* sums; int count; unsigned a[4]; unsigned long long b; bool by_rows; };
 struct Thread {
     ucontext_t context;
     bool is_done = false;
@@ -54,6 +54,8 @@ struct Thread {
     unsigned long long barriers = 0, operations[33] = {};
     std::vector<Copy> copies;
     std::deque<std::vector<Copy>> copy_groups;
+    std::vector<Product> products;
+    std::deque<std::vector<Product>> product_groups;
 };
 struct Operation { unsigned long long arrived[2]; unsigned words[2][32][8]; };  // by turns
 struct Word { int writer = -1, reader = -1, copier = -1; unsigned long long written = 0, read = 0; };  // between which barriers
@@ -174,6 +176,45 @@ inline unsigned transposed(unsigned matrix) {
     const auto all = gather(0xffffffffu, &matrix, 1);
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     return pack(element(all[column * 4 + row / 2][0], row & 1), element(all[(column + 1) * 4 + row / 2][0], row & 1));
+}
+
+// Products of warpgroups, whose second factor lies in rows of 128 bytes that are swizzled.
+inline void add_product(float* sums, int count, const unsigned* a, unsigned long long b, bool by_rows) {
+    current->products.push_back({sums, count, {a[0], a[1], a[2], a[3]}, b, by_rows});
+}
+inline void commit_products() { current->product_groups.push_back(std::move(current->products)), current->products.clear(); }
+inline void carry_out(const Product& product) {
+    const auto all = gather(0xffffffffu, product.a, 4);
+    const auto bytes = [&](int shift) { return unsigned(product.b >> shift & 0x3fff) << 4; };
+    const unsigned start = shared_address(shared_memory) + bytes(0), leading = bytes(16), stride = bytes(32);
+    for (int i = 0; i < product.count; ++i) {
+        const int row = threadIdx.x % 32 / 4 + (i >> 1 & 1) * 8, column = i / 4 * 8 + threadIdx.x % 4 * 2 + (i & 1);
+        float sum = 0.0f;
+        for (int k = 0; k < 16; ++k) {
+            unsigned at = product.by_rows ? start + column / 64 * leading + column % 64 * 2 + k / 8 * stride + k % 8 * 128
+                                          : start + column / 8 * stride + column % 8 * 128 + k * 2;
+            at ^= (at >> 7 & 7) << 4;
+            access(at & ~3u, 4, false);
+            sum += factor(all, row, k) * widen(at_address<bf16>(at));
+        }
+        product.sums[i] += sum;
+    }
+    __syncwarp();
+}
+inline void wait_products(unsigned pending) {
+    for (auto& groups = current->product_groups; groups.size() > pending; groups.pop_front())
+        for (const Product& product : groups.front()) carry_out(product);
+}
+
+template <typename T, int N>
+inline Pack<T, N> load(const T* from) {
+    if (uintptr_t(from) % alignof(Pack<T, N>)) abort();
+    return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+template <typename T, int N>
+inline void store(T* to, const Pack<T, N>& values) {
+    if (uintptr_t(to) % alignof(Pack<T, N>)) abort();
+    *reinterpret_cast<Pack<T, N>*>(to) = values;
 }
 
 static std::function<void()> kernel;
