@@ -71,7 +71,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 15] = [
+const HEADERS: [(&CStr, &str); 16] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
@@ -80,6 +80,7 @@ const HEADERS: [(&CStr, &str); 15] = [
     (c"attention_warp.cuh", include_str!("../kernels/attention_warp.cuh")),
     (c"cluster.cuh", include_str!("../kernels/cluster.cuh")),
     (c"delta.cuh", include_str!("../kernels/delta.cuh")),
+    (c"delta_products.cuh", include_str!("../kernels/delta_products.cuh")),
     (c"fp8.cuh", include_str!("../kernels/fp8.cuh")),
     (c"hopper.cuh", include_str!("../kernels/hopper.cuh")),
     (c"mma.cuh", include_str!("../kernels/mma.cuh")),

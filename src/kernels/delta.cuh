@@ -8,6 +8,7 @@
 
 constexpr int CHUNK = 64, DIM = 128;
 constexpr int WIDE_BYTES = CHUNK * DIM * 2, PAIRS_BYTES = CHUNK * CHUNK * 2, STATE_BYTES = DIM * DIM * 2;
+constexpr int SWIZZLED = 1024;  // tiles of rows that are swizzled begin at multiples of it
 constexpr float SCALE = 0.08838834764831845f;  // 1 / sqrt(DIM)
 
 // A chunk's decays and write strengths of one head.
@@ -76,6 +77,8 @@ __device__ __forceinline__ unsigned read_shared(unsigned at) {
 __device__ __forceinline__ void write_shared(unsigned at, unsigned value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
+__device__ __forceinline__ float read_float(unsigned at) { return __uint_as_float(read_shared(at)); }
+__device__ __forceinline__ float2 read_pair(unsigned at) { return {read_float(at), read_float(at + 4)}; }
 __device__ __forceinline__ uint4 read_shared_16(unsigned at) {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
@@ -86,14 +89,6 @@ __device__ __forceinline__ uint4 read_shared_16(unsigned at) {
 __device__ __forceinline__ void multiply_two(float (&left)[4], float (&right)[4], const unsigned (&a)[4], const unsigned (&b)[4]) {
     multiply(left, a[0], a[1], a[2], a[3], b[0], b[1]);
     multiply(right, a[0], a[1], a[2], a[3], b[2], b[3]);
-}
-
-// Two tiles of sums as a factor [16, 16] of a further product.
-__device__ __forceinline__ void as_factor(unsigned (&to)[4], const float (&left)[4], const float (&right)[4]) {
-    to[0] = pack(left[0], left[1]);
-    to[1] = pack(left[2], left[3]);
-    to[2] = pack(right[0], right[1]);
-    to[3] = pack(right[2], right[3]);
 }
 
 // Rows of a chunk [CHUNK, DIM], `stride` elements apart; zeros behind `count`. Parts first_part to first_part + parts of each.
@@ -114,14 +109,34 @@ __device__ __forceinline__ void copy_plain(unsigned to, const void* from, int by
     for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x) copy_16(to + i * 16, static_cast<const char*>(from) + i * 16, 16);
 }
 
-// Sums [16 dv, 8 tiles of 8 tokens] of a warp as rows of tokens, from `to` at the warp's first value.
-__device__ __forceinline__ void write_tokens(bf16* to, long long stride, int count, const Lane& lane, const float (&sums)[8][4]) {
+// [16 dv, 64 tokens] of a warp as rows of tokens in a tile.
+__device__ __forceinline__ void stage_tokens(unsigned tile, int value, const Lane& lane, const unsigned (&values)[4][4]) {
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            write_shared(wide_at(tile, 8 * t + lane.group, value / 8 + half) + lane.pair * 2, transposed(values[t / 2][t % 2 * 2 + half]));
+}
+
+// The first `count` rows of a tile, parts first_part to first_part + PARTS of each, to rows `stride` elements apart.
+template <int PARTS>
+__device__ __forceinline__ void write_tokens(bf16* to, long long stride, int count, unsigned tile, int first_part) {
+    for (int i = threadIdx.x; i < count * PARTS; i += blockDim.x) {
+        const int row = i / PARTS, part = first_part + i % PARTS;
+        *reinterpret_cast<uint4*>(to + row * stride + part * 8) = read_shared_16(wide_at(tile, row, part));
+    }
+}
+
+// A state [dv, dk] lies in squares [16, 16], each as the lanes of a warp have it as a second factor whose rows are values: four words a
+// lane.
+__device__ __forceinline__ int square_at(int values, int keys) { return (values * (DIM / 16) + keys) * 32 + threadIdx.x % 32; }
+
+// [16 dv, 128 dk] of a warp to a state.
+__device__ __forceinline__ void write_state(bf16* to, int value, const unsigned (&values)[8][4]) {
 #pragma unroll
     for (int t = 0; t < 8; ++t) {
-        const unsigned first = transposed(pack(sums[t][0], sums[t][1])), second = transposed(pack(sums[t][2], sums[t][3]));
-        const int row = 8 * t + lane.group;
-        if (row >= count) continue;
-        *reinterpret_cast<unsigned*>(to + row * stride + lane.pair) = first;
-        *reinterpret_cast<unsigned*>(to + row * stride + 8 + lane.pair) = second;
+        const unsigned (&own)[4] = values[t];
+        reinterpret_cast<uint4*>(to)[square_at(value / 16, t)] =
+            make_uint4(transposed(own[0]), transposed(own[1]), transposed(own[2]), transposed(own[3]));
     }
 }

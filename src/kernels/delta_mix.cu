@@ -1,243 +1,297 @@
-// Around the gated delta rule, 128 channels of a chunk of tokens at a time; four of a row a lane, eight rows a warp.
+// Around the gated delta rule, heads of 128 channels. The lanes of a team have CHANNELS neighbours each.
 //
-// delta_mix: causal convolution over four tokens with SiLU; queries and keys then have unit length.
+// delta_mix: causal convolution over four tokens with SiLU; queries and keys then have unit length. A team goes through the tokens of a
+// chunk with the last rows in registers, BATCH rows on their way at once.
 // delta_mix_backward: its gradients, of the weight as one sum a chunk.
 // delta_norm: rms_norm(x) weight silu(z) of every head, and its backward.
 #include "delta.cuh"
 
-constexpr int WIDTH = 4, ROWS = 8, MIX_WARPS = CHUNK / ROWS;
+constexpr int WIDTH = 4;
+constexpr int CHANNELS = 4;
+constexpr int MIX_THREADS = 128;
+constexpr int NORM_THREADS = 256;
+constexpr int TEAM = DIM / CHANNELS, BATCH = 8, NORM_ROWS = 2;
 constexpr float LENGTH_EPS = 1e-6f;
 
-struct Four {
-    float at[4];
+struct Wide {
+    float at[CHANNELS];
 };
+using Raw = Pack<unsigned, CHANNELS / 2>;
 
-__device__ __forceinline__ Four widen(uint2 both) { return {low(both.x), high(both.x), low(both.y), high(both.y)}; }
-__device__ __forceinline__ Four widen_four(const bf16* from) { return widen(*reinterpret_cast<const uint2*>(from)); }
-__device__ __forceinline__ void store_four(bf16* to, const Four& x) {
-    *reinterpret_cast<uint2*>(to) = make_uint2(pack(x.at[0], x.at[1]), pack(x.at[2], x.at[3]));
+__device__ __forceinline__ Wide widen(const Raw& raw) {
+    Wide wide;
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c += 2) wide.at[c] = low(raw.at[c / 2]), wide.at[c + 1] = high(raw.at[c / 2]);
+    return wide;
 }
-__device__ __forceinline__ float dot(const Four& a, const Four& b) {
-    return a.at[0] * b.at[0] + a.at[1] * b.at[1] + a.at[2] * b.at[2] + a.at[3] * b.at[3];
+__device__ __forceinline__ Raw load_raw(const bf16* from, bool is_there = true) {
+    return is_there ? load<unsigned, CHANNELS / 2>(reinterpret_cast<const unsigned*>(from)) : Raw{};
 }
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ __forceinline__ void store_wide(bf16* to, const Wide& x) {
+    Raw raw;
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c += 2) raw.at[c / 2] = pack(x.at[c], x.at[c + 1]);
+    store(reinterpret_cast<unsigned*>(to), raw);
+}
+__device__ __forceinline__ float dot(const Wide& a, const Wide& b) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) sum += a.at[c] * b.at[c];
+    return sum;
+}
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// Over a team.
+__device__ __forceinline__ float team_sum(float value) {
+    const unsigned mask = TEAM == 32 ? 0xffffffffu : ((1u << TEAM % 32) - 1) << (threadIdx.x % 32 / TEAM * TEAM);
+#pragma unroll
+    for (int step = TEAM / 2; step > 0; step /= 2) value += __shfl_xor_sync(mask, value, step);
+    return value;
+}
 
 struct Mix {
     const bf16 *x, *weight, *tails;  // [T, C], [C, 4], [N, 3, C] or null
     const Chunk* chunks;
-    int channels, unit_groups;  // groups of channels that are queries or keys
+    int channels, unit_groups, items;  // groups of channels that are queries or keys; groups of all chunks
 };
 
-// Rows first - 3 to first + COUNT - 3 of the chunk, all on their way at once: before the sequence its tails, behind `end` zeros.
-template <int COUNT>
-__device__ __forceinline__ void load_rows(uint2 (&to)[COUNT], const Mix& of, const Chunk& chunk, int first, int end, int channel) {
+// A team's chunk and channels.
+struct Item {
+    Chunk chunk;
+    int index, group, channel;
+    long long first;  // of the chunk's channels
+    __device__ __forceinline__ Item(const Mix& of, int item) {
+        const int groups = of.channels / DIM;
+        index = item / groups, group = item % groups, channel = group * DIM + threadIdx.x % TEAM * CHANNELS;
+        chunk = of.chunks[index];
+        first = static_cast<long long>(chunk.first) * of.channels + channel;
+    }
+};
+
+// The row `back` before the chunk: before the sequence its tails.
+__device__ __forceinline__ Raw earlier(const Mix& of, const Item& item, int back) {
+    const int position = item.chunk.position - back;
+    if (position >= 0) return load_raw(of.x + item.first - static_cast<long long>(back) * of.channels);
+    if (!of.tails) return Raw{};
+    return load_raw(of.tails + (static_cast<long long>(item.chunk.sequence) * (WIDTH - 1) + WIDTH - 1 + position) * of.channels + item.channel);
+}
+
+// Tap by tap: the last one is the token's own.
+__device__ __forceinline__ void load_taps(Wide (&taps)[WIDTH], const bf16* weight, int channel) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const int row = first + i - (WIDTH - 1), position = chunk.position + row;
-        const bf16* from = of.x + (static_cast<long long>(chunk.first) + row) * of.channels + channel;
-        if (position < 0)
-            from = of.tails + (static_cast<long long>(chunk.sequence) * (WIDTH - 1) + WIDTH - 1 + position) * of.channels + channel;
-        to[i] = row < end && (position >= 0 || of.tails) ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
+    for (int c = 0; c < CHANNELS; ++c) {
+        const auto own = load<bf16, WIDTH>(weight + (channel + c) * WIDTH);
+#pragma unroll
+        for (int tap = 0; tap < WIDTH; ++tap) taps[tap].at[c] = widen(own.at[tap]);
     }
 }
 
-// Of four channels, tap by tap: the last one is the token's own.
-__device__ __forceinline__ void load_taps(Four (&taps)[WIDTH], const bf16* weight, int channel) {
+// The last rows, row i at i % WIDTH; `newest` of them.
+__device__ __forceinline__ void widen_rows(Wide (&wide)[WIDTH], const Raw (&rows)[WIDTH], int newest) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-        const Four own = widen_four(weight + (channel + c) * WIDTH);
-#pragma unroll
-        for (int tap = 0; tap < WIDTH; ++tap) taps[tap].at[c] = own.at[tap];
-    }
+    for (int tap = 0; tap < WIDTH; ++tap) wide[tap] = widen(rows[(newest + 1 + tap) % WIDTH]);
 }
 
-// rows[0] is the oldest.
-__device__ __forceinline__ Four convolve(const uint2* rows, const Four (&taps)[WIDTH]) {
-    Four sum = {};
+__device__ __forceinline__ float convolve(const Wide (&rows)[WIDTH], const Wide (&taps)[WIDTH], int channel) {
+    float sum = 0.0f;
 #pragma unroll
-    for (int tap = WIDTH - 1; tap >= 0; --tap) {
-        const Four row = widen(rows[tap]);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum.at[c] += row.at[c] * taps[tap].at[c];
-    }
+    for (int tap = WIDTH - 1; tap >= 0; --tap) sum += rows[tap].at[channel] * taps[tap].at[channel];
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(256) delta_mix(
-    const bf16* x, const bf16* weight, const bf16* tails, const Chunk* chunks, bf16* y, long long channels, long long unit_groups
+extern "C" __global__ void __launch_bounds__(MIX_THREADS, 6) delta_mix(
+    const bf16* x, const bf16* weight, const bf16* tails, const Chunk* chunks, bf16* y, long long channels, long long unit_groups,
+    long long items
 ) {
-    const Mix of = {x, weight, tails, chunks, static_cast<int>(channels), static_cast<int>(unit_groups)};
-    const int groups = of.channels / DIM, group = blockIdx.x % groups, channel = group * DIM + threadIdx.x % 32 * 4;
-    const Chunk chunk = chunks[blockIdx.x / groups];
-    const int first = threadIdx.x / 32 * ROWS;
-    if (first >= chunk.count) return;
-    Four taps[WIDTH];
-    uint2 window[ROWS + WIDTH - 1];
-    load_rows(window, of, chunk, first, chunk.count, channel);
-    load_taps(taps, weight, channel);
+    const Mix of = {x, weight, tails, chunks, static_cast<int>(channels), static_cast<int>(unit_groups), static_cast<int>(items)};
+    const int index = (blockIdx.x * MIX_THREADS + threadIdx.x) / TEAM;
+    if (index >= of.items) return;
+    const Item item(of, index);
+    const int end = item.chunk.count;
+    Wide taps[WIDTH];
+    Raw rows[WIDTH];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int row = first + r;
-        if (row >= chunk.count) break;
-        Four out = convolve(window + r, taps);
+    for (int back = 1; back < WIDTH; ++back) rows[WIDTH - back] = earlier(of, item, back);
+    load_taps(taps, weight, item.channel);
+    for (int base = 0; base < end; base += BATCH) {
+        Raw batch[BATCH];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) out.at[c] *= sigmoid(out.at[c]);
-        if (group < of.unit_groups) {
-            const float factor = rsqrtf(warp_sum(dot(out, out)) + LENGTH_EPS);
+        for (int i = 0; i < BATCH; ++i) batch[i] = load_raw(x + item.first + (base + i) * channels, base + i < end);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) out.at[c] *= factor;
+        for (int i = 0; i < BATCH; ++i) {
+            rows[i % WIDTH] = batch[i];
+            Wide window[WIDTH], out;
+            widen_rows(window, rows, i);
+#pragma unroll
+            for (int c = 0; c < CHANNELS; ++c) {
+                out.at[c] = convolve(window, taps, c);
+                out.at[c] *= sigmoid(out.at[c]);
+            }
+            if (item.group < of.unit_groups) {
+                const float factor = rsqrtf(team_sum(dot(out, out)) + LENGTH_EPS);
+#pragma unroll
+                for (int c = 0; c < CHANNELS; ++c) out.at[c] *= factor;
+            }
+            if (base + i < end) store_wide(y + item.first + (base + i) * channels, out);
         }
-        store_four(y + (static_cast<long long>(chunk.first) + row) * of.channels + channel, out);
     }
 }
 
-// d_q and d_k [T, H, DIM]: `shared` value heads have one head of queries and keys; d_v [T, H, DIM]. lengths: of the sequences.
-extern "C" __global__ void __launch_bounds__(256, 2) delta_mix_backward(
-    const bf16* x, const bf16* weight, const bf16* tails, const Chunk* chunks, const int* lengths, const bf16* d_q, const bf16* d_k,
-    const bf16* d_v, bf16* d_x, float* d_tails, float* d_weight, long long channels, long long unit_groups, long long shared
+// The gradient before SiLU from that behind it, with queries and keys of unit length.
+__device__ __forceinline__ void slope_of(Wide& d, const Wide& before, bool is_unit) {
+    Wide gate, y;
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) {
+        gate.at[c] = sigmoid(before.at[c]);
+        y.at[c] = before.at[c] * gate.at[c];
+    }
+    if (is_unit) {
+        const float factor = rsqrtf(team_sum(dot(y, y)) + LENGTH_EPS);
+        const float along = team_sum(dot(y, d)) * factor * factor;
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) d.at[c] = (d.at[c] - along * y.at[c]) * factor;
+    }
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) d.at[c] *= gate.at[c] * (1.0f + before.at[c] * (1.0f - gate.at[c]));
+}
+
+// d_y like y. lengths: of the sequences. Later rows read the own ones, so that the three behind the chunk are computed, too.
+extern "C" __global__ void __launch_bounds__(MIX_THREADS, 4) delta_mix_backward(
+    const bf16* x, const bf16* weight, const bf16* tails, const Chunk* chunks, const int* lengths, const bf16* d_y, bf16* d_x,
+    float* d_tails, float* d_weight, long long channels, long long unit_groups, long long items
 ) {
-    __shared__ float sums[MIX_WARPS][WIDTH][DIM];
-    const Mix of = {x, weight, tails, chunks, static_cast<int>(channels), static_cast<int>(unit_groups)};
-    const int groups = of.channels / DIM, group = blockIdx.x % groups, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int channel = group * DIM + lane * 4, key_heads = of.unit_groups / 2, heads = groups - of.unit_groups;
-    const Chunk chunk = chunks[blockIdx.x / groups];
-    const int first = warp * ROWS, left = lengths[chunk.sequence] - chunk.position;  // rows of the sequence from the chunk on
-    const bool is_unit = group < of.unit_groups;
-    const bf16* from = group < key_heads ? d_q : is_unit ? d_k : d_v;
-    const int head = is_unit ? group % key_heads * static_cast<int>(shared) : group - of.unit_groups;
-    Four of_taps[WIDTH] = {};
-    const int begin = warp == 0 && chunk.position == 0 ? -(WIDTH - 1) : 0;  // tails of the sequence have gradients, too
-    if (first < chunk.count) {
-        constexpr int ALL = ROWS + WIDTH - 1;  // later rows read the own ones
-        uint2 window[ALL + WIDTH - 1];
-        Four slopes[ALL] = {}, taps[WIDTH];
-        load_rows(window, of, chunk, first, left, channel);
-        const bf16* d_first = from + ((static_cast<long long>(chunk.first) + first) * heads + head) * DIM + lane * 4;
-        for (int s = 0; s < (is_unit ? static_cast<int>(shared) : 1); ++s) {
-            uint2 parts[ALL];
+    const Mix of = {x, weight, tails, chunks, static_cast<int>(channels), static_cast<int>(unit_groups), static_cast<int>(items)};
+    const int index = (blockIdx.x * MIX_THREADS + threadIdx.x) / TEAM;
+    if (index >= of.items) return;
+    const Item item(of, index);
+    const int end = item.chunk.count, stop = end + WIDTH - 1;
+    const int last = min(stop, lengths[item.chunk.sequence] - item.chunk.position);  // rows behind the sequence have no gradient
+    const bool is_unit = item.group < of.unit_groups, has_tails = item.chunk.position == 0 && d_tails;
+    float* tail = d_tails + static_cast<long long>(item.chunk.sequence) * (WIDTH - 1) * channels + item.channel;
+    Wide taps[WIDTH], of_taps[WIDTH] = {}, slopes[WIDTH] = {};  // the slope of row i at i % WIDTH
+    Raw rows[WIDTH];
 #pragma unroll
-            for (int r = 0; r < ALL; ++r)
-                parts[r] = first + r < left
-                    ? *reinterpret_cast<const uint2*>(d_first + (static_cast<long long>(r) * heads + s) * DIM) : make_uint2(0, 0);
+    for (int back = 1; back < WIDTH; ++back) rows[WIDTH - back] = earlier(of, item, back);
+    load_taps(taps, weight, item.channel);
+    for (int base = 0; base < stop; base += BATCH) {
+        Raw batch[BATCH], d_batch[BATCH];
 #pragma unroll
-            for (int r = 0; r < ALL; ++r) {
-                const Four part = widen(parts[r]);
-#pragma unroll
-                for (int c = 0; c < 4; ++c) slopes[r].at[c] += part.at[c];
-            }
-        }
-        load_taps(taps, weight, channel);
-        const int end = min(first + ROWS, chunk.count);  // behind the last own row
-#pragma unroll
-        for (int r = 0; r < ALL; ++r) {  // rows behind the sequence have no gradient
-            const Four pre = convolve(window + r, taps);
-            Four& d = slopes[r];
-            Four gate, y;
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                gate.at[c] = sigmoid(pre.at[c]);
-                y.at[c] = pre.at[c] * gate.at[c];
-            }
-            if (is_unit) {
-                const float factor = rsqrtf(warp_sum(dot(y, y)) + LENGTH_EPS);
-                const float along = warp_sum(dot(y, d)) * factor * factor;
-#pragma unroll
-                for (int c = 0; c < 4; ++c) d.at[c] = (d.at[c] - along * y.at[c]) * factor;
-            }
-#pragma unroll
-            for (int c = 0; c < 4; ++c) d.at[c] *= gate.at[c] * (1.0f + pre.at[c] * (1.0f - gate.at[c]));
-            if (r >= ROWS) continue;
-#pragma unroll
-            for (int tap = 0; tap < WIDTH; ++tap) {
-                const Four row = widen(window[r + tap]);
-#pragma unroll
-                for (int c = 0; c < 4; ++c) of_taps[tap].at[c] += d.at[c] * row.at[c];
-            }
+        for (int i = 0; i < BATCH; ++i) {
+            batch[i] = load_raw(x + item.first + (base + i) * channels, base + i < last);
+            d_batch[i] = load_raw(d_y + item.first + (base + i) * channels, base + i < last);
         }
 #pragma unroll
-        for (int r = -(WIDTH - 1); r < ROWS; ++r) {
-            const int done = first + r;
-            if (r < begin || done >= end) continue;
-            Four d = {};
+        for (int i = 0; i < BATCH; ++i) {
+            const int row = base + i, done = row - (WIDTH - 1);
+            rows[i % WIDTH] = batch[i];
+            Wide window[WIDTH], before, d = widen(d_batch[i]), to = {};
+            widen_rows(window, rows, i);
 #pragma unroll
-            for (int later = 0; later < WIDTH; ++later) {
-                if (r + later < 0) continue;
+            for (int c = 0; c < CHANNELS; ++c) before.at[c] = convolve(window, taps, c);
+            slope_of(d, before, is_unit);
+            slopes[i % WIDTH] = d;
+            if (row < end) {
 #pragma unroll
-                for (int c = 0; c < 4; ++c) d.at[c] += slopes[r + later].at[c] * taps[WIDTH - 1 - later].at[c];
+                for (int tap = 0; tap < WIDTH; ++tap)
+#pragma unroll
+                    for (int c = 0; c < CHANNELS; ++c) of_taps[tap].at[c] += d.at[c] * window[tap].at[c];
             }
-            if (r >= 0) {
-                store_four(d_x + (static_cast<long long>(chunk.first) + done) * of.channels + channel, d);
-            } else if (d_tails) {
-                float* to = d_tails + (static_cast<long long>(chunk.sequence) * (WIDTH - 1) + WIDTH - 1 + done) * of.channels + channel;
-                *reinterpret_cast<float4*>(to) = make_float4(d.at[0], d.at[1], d.at[2], d.at[3]);
+#pragma unroll
+            for (int later = 0; later < WIDTH; ++later)
+#pragma unroll
+                for (int c = 0; c < CHANNELS; ++c) to.at[c] += slopes[(i + 1 + later) % WIDTH].at[c] * taps[WIDTH - 1 - later].at[c];
+            if (done >= 0 && done < end) {
+                store_wide(d_x + item.first + done * channels, to);
+            } else if (done < 0 && has_tails) {  // tails of the sequence have gradients, too
+                Pack<float, CHANNELS> wide;
+#pragma unroll
+                for (int c = 0; c < CHANNELS; ++c) wide.at[c] = to.at[c];
+                store(tail + row * channels, wide);
             }
         }
     }
+    float* sums = d_weight + (static_cast<long long>(item.index) * channels + item.channel) * WIDTH;
 #pragma unroll
-    for (int tap = 0; tap < WIDTH; ++tap)
+    for (int c = 0; c < CHANNELS; ++c) {
+        Pack<float, WIDTH> own;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sums[warp][tap][lane * 4 + c] = of_taps[tap].at[c];
-    __syncthreads();
-    for (int i = threadIdx.x; i < WIDTH * DIM; i += blockDim.x) {
-        float sum = 0.0f;
-        for (int w = 0; w < MIX_WARPS; ++w) sum += sums[w][i % WIDTH][i / WIDTH];
-        d_weight[static_cast<long long>(blockIdx.x / groups) * of.channels * WIDTH + group * DIM * WIDTH + i] = sum;
+        for (int tap = 0; tap < WIDTH; ++tap) own.at[tap] = of_taps[tap].at[c];
+        store(sums + c * WIDTH, own);
     }
 }
 
-// A row of a head a warp; rows [R, DIM].
-extern "C" __global__ void __launch_bounds__(256) delta_norm(
+// Rows of heads [R, DIM], a team each, NORM_ROWS on their way at once.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS) delta_norm(
     const bf16* x, const bf16* z, const bf16* weight, bf16* y, long long rows, float eps
 ) {
-    const int lane = threadIdx.x % 32;
-    const Four w = widen_four(weight + lane * 4);
-    const long long step = static_cast<long long>(gridDim.x) * 8;
-    for (long long row = blockIdx.x * 8ll + threadIdx.x / 32; row < rows; row += step) {
-        const long long at = row * DIM + lane * 4;
-        const Four own = widen_four(x + at), gate = widen_four(z + at);
-        const float factor = rsqrtf(warp_sum(dot(own, own)) / DIM + eps);
-        Four out;
+    const int channel = threadIdx.x % TEAM * CHANNELS;
+    const Wide w = widen(load_raw(weight + channel));
+    const long long step = static_cast<long long>(gridDim.x) * (NORM_THREADS / TEAM);
+    const long long first = (static_cast<long long>(blockIdx.x) * NORM_THREADS + threadIdx.x) / TEAM;
+    for (long long row = first; row < rows; row += NORM_ROWS * step) {
+        Raw own_rows[NORM_ROWS], gates[NORM_ROWS];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) out.at[c] = own.at[c] * factor * w.at[c] * gate.at[c] * sigmoid(gate.at[c]);
-        store_four(y + at, out);
+        for (int r = 0; r < NORM_ROWS; ++r) {
+            const long long at = (row + r * step) * DIM + channel;
+            own_rows[r] = load_raw(x + at, row + r * step < rows), gates[r] = load_raw(z + at, row + r * step < rows);
+        }
+#pragma unroll
+        for (int r = 0; r < NORM_ROWS; ++r) {
+            const Wide own = widen(own_rows[r]), gate = widen(gates[r]);
+            const float factor = rsqrtf(team_sum(dot(own, own)) / DIM + eps);
+            Wide out;
+#pragma unroll
+            for (int c = 0; c < CHANNELS; ++c) out.at[c] = own.at[c] * factor * w.at[c] * gate.at[c] * sigmoid(gate.at[c]);
+            if (row + r * step < rows) store_wide(y + (row + r * step) * DIM + channel, out);
+        }
     }
 }
 
 // d_weight: a block's sum [blocks, DIM].
-extern "C" __global__ void __launch_bounds__(256) delta_norm_backward(
+extern "C" __global__ void __launch_bounds__(NORM_THREADS) delta_norm_backward(
     const bf16* d_y, const bf16* x, const bf16* z, const bf16* weight, bf16* d_x, bf16* d_z, float* d_weight, long long rows, float eps
 ) {
-    __shared__ float sums[8][DIM];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Four w = widen_four(weight + lane * 4);
-    Four of_w = {};
-    const long long step = static_cast<long long>(gridDim.x) * 8;
-    for (long long row = blockIdx.x * 8ll + warp; row < rows; row += step) {
-        const long long at = row * DIM + lane * 4;
-        const Four own = widen_four(x + at), gate = widen_four(z + at), d = widen_four(d_y + at);
-        const float factor = rsqrtf(warp_sum(dot(own, own)) / DIM + eps);
-        Four normed, d_normed, d_gate;
+    constexpr int TEAMS = NORM_THREADS / TEAM;
+    __shared__ float sums[TEAMS][DIM];
+    const int channel = threadIdx.x % TEAM * CHANNELS, team = threadIdx.x / TEAM;
+    const Wide w = widen(load_raw(weight + channel));
+    Wide of_w = {};
+    const long long step = static_cast<long long>(gridDim.x) * TEAMS;
+    for (long long row = static_cast<long long>(blockIdx.x) * TEAMS + team; row < rows; row += NORM_ROWS * step) {
+        Raw own_rows[NORM_ROWS], gates[NORM_ROWS], d_rows[NORM_ROWS];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const float open = sigmoid(gate.at[c]), silu = gate.at[c] * open;
-            normed.at[c] = own.at[c] * factor;
-            d_gate.at[c] = d.at[c] * normed.at[c] * w.at[c] * open * (1.0f + gate.at[c] * (1.0f - open));
-            of_w.at[c] += d.at[c] * silu * normed.at[c];
-            d_normed.at[c] = d.at[c] * silu * w.at[c];
+        for (int r = 0; r < NORM_ROWS; ++r) {
+            const long long at = (row + r * step) * DIM + channel;
+            const bool is_there = row + r * step < rows;
+            own_rows[r] = load_raw(x + at, is_there), gates[r] = load_raw(z + at, is_there), d_rows[r] = load_raw(d_y + at, is_there);
         }
-        const float along = warp_sum(dot(d_normed, normed)) / DIM;
-        Four out;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) out.at[c] = (d_normed.at[c] - along * normed.at[c]) * factor;
-        store_four(d_x + at, out);
-        store_four(d_z + at, d_gate);
+        for (int r = 0; r < NORM_ROWS; ++r) {
+            const Wide own = widen(own_rows[r]), gate = widen(gates[r]), d = widen(d_rows[r]);
+            const float factor = rsqrtf(team_sum(dot(own, own)) / DIM + eps);
+            Wide normed, d_normed, d_gate, out;
+#pragma unroll
+            for (int c = 0; c < CHANNELS; ++c) {
+                const float open = sigmoid(gate.at[c]), silu = gate.at[c] * open;
+                normed.at[c] = own.at[c] * factor;
+                d_gate.at[c] = d.at[c] * normed.at[c] * w.at[c] * open * (1.0f + gate.at[c] * (1.0f - open));
+                of_w.at[c] += d.at[c] * silu * normed.at[c];
+                d_normed.at[c] = d.at[c] * silu * w.at[c];
+            }
+            const float along = team_sum(dot(d_normed, normed)) / DIM;
+#pragma unroll
+            for (int c = 0; c < CHANNELS; ++c) out.at[c] = (d_normed.at[c] - along * normed.at[c]) * factor;
+            if (row + r * step >= rows) continue;
+            store_wide(d_x + (row + r * step) * DIM + channel, out);
+            store_wide(d_z + (row + r * step) * DIM + channel, d_gate);
+        }
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) sums[warp][lane * 4 + c] = of_w.at[c];
+    for (int c = 0; c < CHANNELS; ++c) sums[team][channel + c] = of_w.at[c];
     __syncthreads();
     if (threadIdx.x < DIM) {
         float sum = 0.0f;
-        for (int i = 0; i < 8; ++i) sum += sums[i][threadIdx.x];
+        for (int i = 0; i < TEAMS; ++i) sum += sums[i][threadIdx.x];
         d_weight[static_cast<long long>(blockIdx.x) * DIM + threadIdx.x] = sum;
     }
 }

@@ -2,8 +2,8 @@
 //
 // delta_prepare: a chunk of a head by itself: decays, T = (I + A)^-1, U = T (beta v), W = T (beta exp(G) k), P = q k^T D / sqrt(dk).
 // delta_scan: the pass over the chunks of a sequence. A warp has 16 columns of the state, transposed, in registers, where sums of one
-// product are a factor of the next; it meets the others only where they wait for tiles.
-#include "delta.cuh"
+// product are a factor of the next.
+#include "delta_products.cuh"
 
 constexpr int STRIDE = CHUNK + 4;  // of A and T in shared memory
 
@@ -46,23 +46,37 @@ __device__ __forceinline__ void gates_of_chunk(const Prepare& of, const Chunk& c
     __syncthreads();
 }
 
-// x[0..N) at `to` = -(left right)[..], or + : squares of SIZE, all threads of the block; COUNT of them.
-template <int SIZE>
+enum class Lower { None, Left, Right };
+
+// to = sign left right: squares of SIZE, one of which may have zeros above its diagonal; `threads` of them.
+template <int SIZE, Lower LOWER>
 __device__ __forceinline__ void square_product(float* to, const float* left, const float* right, int thread, int threads, float sign) {
     for (int i = thread; i < SIZE * SIZE / 8; i += threads) {
-        const int row = i / (SIZE / 4) * 2, column = i % (SIZE / 4) * 4;
+        constexpr bool BY_COLUMNS = LOWER == Lower::Right;  // a warp has few columns, else few rows
+        const int row = BY_COLUMNS ? i % 32 / 2 * 2 : i / (SIZE / 4) * 2;
+        const int column = BY_COLUMNS ? i / 32 * 8 + i % 2 * 4 : i % (SIZE / 4) * 4;
+        const int first = BY_COLUMNS ? column / 8 * 8 : 0, end = LOWER == Lower::Left ? row / 8 * 8 + 8 : SIZE;
         float sums[2][4] = {};
-#pragma unroll 4
-        for (int k = 0; k < SIZE; ++k) {
-            const float4 b = *reinterpret_cast<const float4*>(right + k * STRIDE + column);
-            const float a0 = left[row * STRIDE + k], a1 = left[(row + 1) * STRIDE + k];
-            sums[0][0] += a0 * b.x; sums[0][1] += a0 * b.y; sums[0][2] += a0 * b.z; sums[0][3] += a0 * b.w;
-            sums[1][0] += a1 * b.x; sums[1][1] += a1 * b.y; sums[1][2] += a1 * b.z; sums[1][3] += a1 * b.w;
+        for (int k = first; k < end; k += 4) {
+            float4 a[2], b[4];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) a[r] = *reinterpret_cast<const float4*>(left + (row + r) * STRIDE + k);
+#pragma unroll
+            for (int next = 0; next < 4; ++next) b[next] = *reinterpret_cast<const float4*>(right + (k + next) * STRIDE + column);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float factors[4] = {a[r].x, a[r].y, a[r].z, a[r].w};
+#pragma unroll
+                for (int next = 0; next < 4; ++next) {
+                    sums[r][0] += factors[next] * b[next].x, sums[r][1] += factors[next] * b[next].y;
+                    sums[r][2] += factors[next] * b[next].z, sums[r][3] += factors[next] * b[next].w;
+                }
+            }
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) to[(row + r) * STRIDE + column + c] = sign * sums[r][c];
+            *reinterpret_cast<float4*>(to + (row + r) * STRIDE + column) =
+                make_float4(sign * sums[r][0], sign * sums[r][1], sign * sums[r][2], sign * sums[r][3]);
     }
 }
 
@@ -90,17 +104,17 @@ __device__ __forceinline__ void invert(float* a) {
         const int square = warp / 2;
         float* own = a + square * 32 * (STRIDE + 1);
         float* between = own + 16;
-        square_product<16>(between, own + 16 * STRIDE, own, threadIdx.x % 64, 64, 1.0f);
+        square_product<16, Lower::None>(between, own + 16 * STRIDE, own, threadIdx.x % 64, 64, 1.0f);
         __syncthreads();
-        square_product<16>(own + 16 * STRIDE, own + 16 * (STRIDE + 1), between, threadIdx.x % 64, 64, -1.0f);
+        square_product<16, Lower::None>(own + 16 * STRIDE, own + 16 * (STRIDE + 1), between, threadIdx.x % 64, 64, -1.0f);
         __syncthreads();
         for (int i = threadIdx.x % 64; i < 16 * 16; i += 64) between[i / 16 * STRIDE + i % 16] = 0.0f;
     }
     __syncthreads();
     float* between = a + 32;
-    square_product<32>(between, a + 32 * STRIDE, a, threadIdx.x, 128, 1.0f);
+    square_product<32, Lower::Right>(between, a + 32 * STRIDE, a, threadIdx.x, 128, 1.0f);
     __syncthreads();
-    square_product<32>(a + 32 * STRIDE, a + 32 * (STRIDE + 1), between, threadIdx.x, 128, -1.0f);
+    square_product<32, Lower::Left>(a + 32 * STRIDE, a + 32 * (STRIDE + 1), between, threadIdx.x, 128, -1.0f);
     __syncthreads();
 }
 
@@ -159,18 +173,20 @@ extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
     __syncthreads();
     const Lane lane;
     const int warp = threadIdx.x / 32, row = 16 * warp + lane.group;
-    for (int part = 0; part < 4; ++part) {  // 16 columns of both tables
+    for (int part = warp + 1; part < 4; ++part) {  // pairs of a token with later ones
+        unsigned* above = reinterpret_cast<unsigned*>(p + (item * CHUNK + row) * CHUNK + 16 * part + lane.pair);
+        above[0] = above[4] = above[4 * CHUNK] = above[4 * CHUNK + 4] = 0;
+    }
+    for (int part = 0; part <= warp; ++part) {  // 16 columns of both tables
         float scores[2][4] = {}, dots[2][4] = {};
-        if (part <= warp) {
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                unsigned q_rows[4], k_rows[4], columns[4];
-                load_matrices(q_rows, wide_at(q_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
-                load_matrices(k_rows, wide_at(k_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
-                load_matrices(columns, wide_at(k_tile, 16 * part + lane.row_y, 2 * k + lane.part_y));
-                multiply_two(scores[0], scores[1], q_rows, columns);
-                multiply_two(dots[0], dots[1], k_rows, columns);
-            }
+        for (int k = 0; k < 8; ++k) {
+            unsigned q_rows[4], k_rows[4], columns[4];
+            load_matrices(q_rows, wide_at(q_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
+            load_matrices(k_rows, wide_at(k_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
+            load_matrices(columns, wide_at(k_tile, 16 * part + lane.row_y, 2 * k + lane.part_y));
+            multiply_two(scores[0], scores[1], q_rows, columns);
+            multiply_two(dots[0], dots[1], k_rows, columns);
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -180,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
                 float values[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const float decay = i >= j + e ? expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
+                    const float decay = i >= j + e ? __expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
                     values[e] = scores[n][2 * half + e] * decay * SCALE;
                     system[i * STRIDE + j + e] = i > j + e ? dots[n][2 * half + e] * decay * own.beta[i] : 0.0f;
                 }
@@ -214,42 +230,42 @@ struct Scan {
     const float* initial;  // [N, H, dk, dv] or null
     bf16* o;               // [T, H, DIM]
     float* last;           // [N, H, dk, dv] or null
-    bf16 *states, *news;   // before every chunk [B, H, dv, dk], and what it writes [B, H, CHUNK, DIM]; null for a forward alone
+    bf16 *states, *news;   // before every chunk [B, H] states, and what it writes [B, H, CHUNK, DIM]; null for a forward alone
     int heads, key_heads, channels;
 };
 
-constexpr int SCAN_BYTES = 4 * WIDE_BYTES + PAIRS_BYTES + 2 * CHUNK * 4;
+// A chunk's tiles: halves of W and Q, W's rows before Q's; halves of K; P; U; then gates.
+constexpr int K_AT = 2 * WIDE_BYTES, P_AT = K_AT + WIDE_BYTES, U_AT = P_AT + PAIRS_BYTES, GATES_AT = U_AT + WIDE_BYTES;
+constexpr int SCAN_BYTES = GATES_AT + SWIZZLED;  // gates have 512 bytes of the last
+constexpr int OUT_AT = 2 * SCAN_BYTES, NEWS_AT = OUT_AT + WIDE_BYTES;  // results behind both stages, on their way to memory
 
 __device__ __forceinline__ void copy_stage(const Scan& of, unsigned stage, const Chunk& chunk, int index, int head, int first_part, int parts) {
     const int key_head = head / (of.heads / of.key_heads);
     const long long item = static_cast<long long>(index) * of.heads + head;
     const bf16* rows = of.mixed + static_cast<long long>(chunk.first) * of.channels;
-    copy_rows(stage, of.w + item * CHUNK * DIM, DIM, CHUNK);
-    copy_rows(stage + WIDE_BYTES, of.u + item * CHUNK * DIM, DIM, CHUNK, first_part, parts);
-    copy_rows(stage + 2 * WIDE_BYTES, rows + key_head * DIM, of.channels, chunk.count);
-    copy_rows(stage + 3 * WIDE_BYTES, rows + (of.key_heads + key_head) * DIM, of.channels, chunk.count);
-    copy_pairs(stage + 4 * WIDE_BYTES, of.p + item * CHUNK * CHUNK);
-    copy_plain(stage + 4 * WIDE_BYTES + PAIRS_BYTES, of.gates[item].now, 2 * CHUNK * 4);
+    copy_halves<WIDE_BYTES>(stage, of.w + item * CHUNK * DIM, DIM, CHUNK);
+    copy_halves<WIDE_BYTES>(stage + WIDE_BYTES / 2, rows + key_head * DIM, of.channels, chunk.count);
+    copy_halves<WIDE_BYTES / 2>(stage + K_AT, rows + (of.key_heads + key_head) * DIM, of.channels, chunk.count);
+    copy_pairs(stage + P_AT, of.p + item * CHUNK * CHUNK);
+    copy_rows(stage + U_AT, of.u + item * CHUNK * DIM, DIM, CHUNK, first_part, parts);
+    copy_plain(stage + GATES_AT, of.gates[item].now, 2 * CHUNK * 4);
 }
 
 template <int WARPS>
 __device__ __forceinline__ void scan(const Scan& of) {
     extern __shared__ __align__(16) unsigned char memory[];
-    const unsigned tiles = (shared_address(memory) + 127) / 128 * 128;
+    const unsigned tiles = (shared_address(memory) + SWIZZLED - 1) / SWIZZLED * SWIZZLED;
     constexpr int SLICES = 8 / WARPS;
     const int slice = blockIdx.x % SLICES, head = blockIdx.x / SLICES % of.heads;
     const Sequence sequence = of.sequences[blockIdx.x / SLICES / of.heads];
     const int parts = 2 * WARPS, first_part = slice * parts;
     const int value = (slice * WARPS + threadIdx.x / 32) * 16;  // the warp's first
     const Lane lane;
-    float state[16][4];  // [16 dv, 128 dk]
+    float state[64];  // [16 dv, 128 dk]
     const long long whole = (static_cast<long long>(sequence.sequence) * of.heads + head) * DIM * DIM;
 #pragma unroll
-    for (int t = 0; t < 16; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-            state[t][e] = of.initial
-                ? of.initial[whole + (8 * t + lane.pair + (e & 1)) * DIM + value + lane.group + (e >> 1) * 8] : 0.0f;
+    for (int i = 0; i < 64; ++i)
+        state[i] = of.initial ? of.initial[whole + (i / 4 * 8 + lane.pair + (i & 1)) * DIM + value + lane.group + (i & 2) * 4] : 0.0f;
     Chunk chunk = {};
     if (sequence.chunks > 0) {
         chunk = of.chunks[sequence.first_chunk];
@@ -267,100 +283,70 @@ __device__ __forceinline__ void scan(const Scan& of) {
         }
         commit_copies();
         wait_copies<1>();
+        publish_copies();
         __syncthreads();
-        const unsigned w = stage, u = stage + WIDE_BYTES, q = u + WIDE_BYTES, k = q + WIDE_BYTES, p = k + WIDE_BYTES;
-        const unsigned now = p + PAIRS_BYTES, end = now + CHUNK * 4;
+        const unsigned now = stage + GATES_AT, end = now + CHUNK * 4;
+        float both[64];  // W S - U, and Q S: [16 dv, 64 tokens] each
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            unsigned own[4];
+            load_transposed(own, wide_at(stage + U_AT, 16 * t + lane.row_y, value / 8 + lane.part_y));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                both[8 * t + 2 * i] = -low(own[i]), both[8 * t + 2 * i + 1] = -high(own[i]);
+                both[32 + 8 * t + 2 * i] = both[32 + 8 * t + 2 * i + 1] = 0.0f;
+            }
+        }
         unsigned start[8][4];
 #pragma unroll
-        for (int t = 0; t < 8; ++t) as_factor(start[t], state[2 * t], state[2 * t + 1]);
-        if (of.states) {
-            unsigned* to = reinterpret_cast<unsigned*>(of.states + (item * DIM + value + lane.group) * DIM + lane.pair);
+        for (int t = 0; t < 8; ++t) as_factor(start[t], state + 8 * t);
+        begin_products();
 #pragma unroll
-            for (int t = 0; t < 8; ++t) {
-                to[8 * t] = start[t][0];
-                to[8 * t + 8 * DIM / 2] = start[t][1];
-                to[8 * t + 4] = start[t][2];
-                to[8 * t + 8 * DIM / 2 + 4] = start[t][3];
-            }
-        }
-        float fresh[8][4], out[8][4];  // [16 dv, 64 tokens]
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            unsigned both[4];
-            load_transposed(both, wide_at(u, 16 * t + lane.row_y, value / 8 + lane.part_y));
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    fresh[2 * t + n][2 * half] = -low(both[2 * n + half]);
-                    fresh[2 * t + n][2 * half + 1] = -high(both[2 * n + half]);
-                    out[2 * t + n][2 * half] = out[2 * t + n][2 * half + 1] = 0.0f;
-                }
-        }
-#pragma unroll
-        for (int t = 0; t < 8; ++t)
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                unsigned b[4];
-                load_matrices(b, wide_at(w, 16 * n + lane.row_y, 2 * t + lane.part_y));
-                multiply_two(fresh[2 * n], fresh[2 * n + 1], start[t], b);
-                load_matrices(b, wide_at(q, 16 * n + lane.row_y, 2 * t + lane.part_y));
-                multiply_two(out[2 * n], out[2 * n + 1], start[t], b);
-            }
+        for (int t = 0; t < 8; ++t) add_by_columns<WIDE_BYTES>(both, start[t], stage, t);
+        commit_products();
+        if (of.states) write_state(of.states + item * DIM * DIM, value, start);
+        const float decay = read_float(now + (CHUNK - 1) * 4);
+        finish_products<0>(both);
+        float out[32];
+        unsigned fresh[4][4], kept[4][4];  // what the chunk writes, and what is left of it behind the chunk
 #pragma unroll
         for (int t = 0; t < 8; ++t) {
-            const float left = __uint_as_float(read_shared(now + (8 * t + lane.pair) * 4)) * SCALE;
-            const float right = __uint_as_float(read_shared(now + (8 * t + lane.pair + 1) * 4)) * SCALE;
-            out[t][0] *= left; out[t][1] *= right; out[t][2] *= left; out[t][3] *= right;
+            const float2 by = read_pair(now + (8 * t + lane.pair) * 4), rest = read_pair(end + (8 * t + lane.pair) * 4);
+            const float* lost = both + 4 * t;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) fresh[t][e] = -fresh[t][e];
-        }
-        if (of.news) write_tokens(of.news + item * CHUNK * DIM + value, DIM, CHUNK, lane, fresh);
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            unsigned a[4];
-            as_factor(a, fresh[2 * t], fresh[2 * t + 1]);
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                if (n < t) continue;  // earlier tokens
-                unsigned b[4];
-                load_matrices(b, pairs_at(p, 16 * n + lane.row_y, 2 * t + lane.part_y));
-                multiply_two(out[2 * n], out[2 * n + 1], a, b);
+            for (int i = 0; i < 2; ++i) {
+                out[4 * t + 2 * i] = lost[32 + 2 * i] * (by.x * SCALE), out[4 * t + 2 * i + 1] = lost[32 + 2 * i + 1] * (by.y * SCALE);
+                fresh[t / 2][t % 2 * 2 + i] = pack(-lost[2 * i], -lost[2 * i + 1]);
+                kept[t / 2][t % 2 * 2 + i] = pack(-lost[2 * i] * rest.x, -lost[2 * i + 1] * rest.y);
             }
         }
-        write_tokens(of.o + (static_cast<long long>(chunk.first) * of.heads + head) * DIM + value, of.heads * DIM, chunk.count, lane, out);
-        const float decay = __uint_as_float(read_shared(now + (CHUNK - 1) * 4));
 #pragma unroll
-        for (int t = 0; t < 16; ++t)
+        for (int i = 0; i < 64; ++i) state[i] *= decay;
+        begin_products();
 #pragma unroll
-            for (int e = 0; e < 4; ++e) state[t][e] *= decay;
+        for (int t = 0; t < 4; ++t) add_by_columns<0>(out, fresh[t], stage + P_AT, t);
+        commit_products();
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
+        for (int t = 0; t < 4; ++t) add_by_rows<WIDE_BYTES / 2>(state, kept[t], stage + K_AT, t);
+        commit_products();
+        if (of.news) stage_tokens(tiles + NEWS_AT, value, lane, fresh);
+        finish_products<1>(out);
+        unsigned rounded[4][4];
 #pragma unroll
-            for (int n = 2 * t; n < 2 * t + 2; ++n) {
-                const float left = __uint_as_float(read_shared(end + (8 * n + lane.pair) * 4));
-                const float right = __uint_as_float(read_shared(end + (8 * n + lane.pair + 1) * 4));
-                fresh[n][0] *= left; fresh[n][1] *= right; fresh[n][2] *= left; fresh[n][3] *= right;
-            }
-            unsigned a[4];
-            as_factor(a, fresh[2 * t], fresh[2 * t + 1]);
-#pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                unsigned b[4];
-                load_transposed(b, wide_at(k, 16 * t + lane.row_x, 2 * n + lane.part_x));
-                multiply_two(state[2 * n], state[2 * n + 1], a, b);
-            }
-        }
-        chunk = next;
+        for (int t = 0; t < 4; ++t) as_factor(rounded[t], out + 8 * t);
+        stage_tokens(tiles + OUT_AT, value, lane, rounded);
+        finish_products<0>(state);
         __syncthreads();
+        bf16* o = of.o + (static_cast<long long>(chunk.first) * of.heads + head) * DIM;
+        write_tokens<2 * WARPS>(o, of.heads * DIM, chunk.count, tiles + OUT_AT, first_part);
+        if (of.news) write_tokens<2 * WARPS>(of.news + item * CHUNK * DIM, DIM, CHUNK, tiles + NEWS_AT, first_part);
+        chunk = next;
     }
     wait_copies<0>();
     if (!of.last) return;
 #pragma unroll
-    for (int t = 0; t < 16; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-            of.last[whole + (8 * t + lane.pair + (e & 1)) * DIM + value + lane.group + (e >> 1) * 8] = state[t][e];
+    for (int i = 0; i < 64; ++i)
+        of.last[whole + (i / 4 * 8 + lane.pair + (i & 1)) * DIM + value + lane.group + (i & 2) * 4] = state[i];
 }
 
 #define SCAN(WARPS)                                                                                                          \
@@ -374,6 +360,5 @@ __device__ __forceinline__ void scan(const Scan& of) {
         scan<WARPS>(of);                                                                                                    \
     }
 
-SCAN(2)
 SCAN(4)
 SCAN(8)

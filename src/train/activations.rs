@@ -191,7 +191,7 @@ mod tests {
         let forward = 2 * (4096 + 8192) + padded(2 * (2 * 4096 + 2048)) + states;
         assert_eq!(selective.block_forward, 1000 * (2 * 4096 + 2 * 4096 + kept + forward));
         let chunks = padded(2 * (4 * 4096 + 2 * 2048 + 2 * 8192));
-        let backward = 2 * (2 * 4096 + 8192 + 5 * 4096) + 2 * 4 * 32 + chunks + states;
+        let backward = 2 * (2 * 4096 + 2 * 8192 + 2 * 4096) + 2 * 2 * 32 + chunks + states;
         assert_eq!(selective.block_backward, 1000 * backward);
         let full = bytes(GradientCheckpointing::Full);
         assert_eq!((full.saved[32], full.block_backward), (32 * 1000 * 2 * 4096, 1000 * (backward + 2 * 4096 + kept)));

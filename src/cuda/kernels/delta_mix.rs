@@ -5,7 +5,6 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::delta_rule::DeltaGradients;
 use super::sums::add_columns;
 use super::{Argument, address, address_or_null, blocks, launch, ordinal};
 use crate::cuda::abilities::gpu_has_wide_shared_memory;
@@ -17,6 +16,10 @@ pub(super) const NAMES: &[&str] = &["delta_mix", "delta_mix_backward", "delta_no
 
 pub(super) const DIM: i64 = 128;
 const WIDTH: i64 = 4;
+/// Threads of a block of the convolution, and of the gated norm; a team of them has a head.
+const MIX_THREADS: u32 = 128;
+const NORM_THREADS: u32 = 256;
+const TEAM: u32 = DIM as u32 / 4;
 /// Blocks of the gated norm's backward, each with a sum of its own.
 const NORM_BLOCKS: usize = 132 * 8;
 
@@ -97,12 +100,19 @@ pub fn delta_mix(
     let (gpu, y) = (ordinal(OP, x)?, x.f_empty_like()?);
     let [x, weight, tails, chunks] = mix_arguments(OP, (x, weight, tails), layout, sizes)?;
     let y_argument = address(OP, &y, Kind::BFloat16, y.numel(), gpu)?;
-    let counts = [sizes.channels(), 2 * sizes.key_heads].map(Argument::Count);
-    let arguments = [x, weight, tails, chunks, y_argument, counts[0], counts[1]];
-    let grid = (layout.num_chunks() * sizes.channels() / DIM) as u32;
-    // SAFETY: the kernel's parameters in order; a block for 128 channels of every chunk.
-    unsafe { launch(SOURCE, OP, gpu, (grid, 256, 0), &arguments)? };
+    let (counts, grid) = mix_items(layout, sizes);
+    let mut arguments = vec![x, weight, tails, chunks, y_argument];
+    arguments.extend(counts);
+    // SAFETY: the kernel's parameters in order; a team for 128 channels of every chunk.
+    unsafe { launch(SOURCE, OP, gpu, (grid, MIX_THREADS, 0), &arguments)? };
     Ok(y)
+}
+
+/// Channels, heads of queries and keys, and the heads of all chunks, each of which a team has; and blocks.
+fn mix_items(layout: &DeltaLayout, sizes: DeltaSizes) -> ([Argument; 3], u32) {
+    let items = layout.num_chunks() * sizes.channels() / DIM;
+    let counts = [sizes.channels(), 2 * sizes.key_heads, items].map(Argument::Count);
+    (counts, (items as u32 * TEAM).div_ceil(MIX_THREADS))
 }
 
 fn mix_arguments(
@@ -126,7 +136,7 @@ fn mix_arguments(
 /// # Errors
 /// The errors of [`delta_mix`].
 pub fn delta_mix_backward(
-    d: &DeltaGradients,
+    d_y: &Tensor,                                            // [T, C] bf16
     (x, weight, tails): (&Tensor, &Tensor, Option<&Tensor>), // as in delta_mix
     layout: &DeltaLayout,
     sizes: DeltaSizes,
@@ -140,16 +150,14 @@ pub fn delta_mix_backward(
     let sums = Tensor::f_empty([layout.num_chunks(), channels * WIDTH], single)?;
     let mut arguments = mix_arguments(OP, (x, weight, tails), layout, sizes)?.to_vec();
     arguments.push(layout.address(OP, &layout.lengths, gpu)?);
-    for t in [&d.q, &d.k, &d.v] {
-        arguments.push(address(OP, t, Kind::BFloat16, (layout.num_tokens * sizes.heads * DIM) as usize, gpu)?);
-    }
+    arguments.push(address(OP, d_y, Kind::BFloat16, d_x.numel(), gpu)?);
     arguments.push(address(OP, &d_x, Kind::BFloat16, d_x.numel(), gpu)?);
     arguments.push(address(OP, &d_tails, Kind::Float, d_tails.numel(), gpu)?);
     arguments.push(address(OP, &sums, Kind::Float, sums.numel(), gpu)?);
-    arguments.extend([channels, 2 * sizes.key_heads, sizes.heads / sizes.key_heads].map(Argument::Count));
-    let grid = (layout.num_chunks() * channels / DIM) as u32;
-    // SAFETY: the kernel's parameters in order; a block for 128 channels of every chunk.
-    unsafe { launch(SOURCE, OP, gpu, (grid, 256, 0), &arguments)? };
+    let (counts, grid) = mix_items(layout, sizes);
+    arguments.extend(counts);
+    // SAFETY: the kernel's parameters in order; a team for 128 channels of every chunk.
+    unsafe { launch(SOURCE, OP, gpu, (grid, MIX_THREADS, 0), &arguments)? };
     if layout.num_chunks() > 0 {
         add_columns(&sums, &mut d_weight.view([channels * WIDTH]))?;
     }
@@ -171,9 +179,9 @@ pub fn delta_norm(
     let mut arguments = norm_arguments(OP, [x, z], weight)?;
     arguments.push(address(OP, &y, Kind::BFloat16, y.numel(), gpu)?);
     arguments.extend([Argument::Count(x.numel() as i64 / DIM), Argument::Float(eps as f32)]);
-    let grid = blocks(x.numel() / DIM as usize, 8, 2 * NORM_BLOCKS);
-    // SAFETY: the kernel's parameters in order; warps stride over all rows.
-    unsafe { launch(SOURCE, OP, gpu, (grid, 256, 0), &arguments)? };
+    let grid = norm_blocks(x, 2 * NORM_BLOCKS);
+    // SAFETY: the kernel's parameters in order; teams stride over all rows.
+    unsafe { launch(SOURCE, OP, gpu, (grid, NORM_THREADS, 0), &arguments)? };
     Ok(y)
 }
 
@@ -190,7 +198,7 @@ pub fn delta_norm_backward(
 ) -> Result<[Tensor; 2]> {
     const OP: &str = "delta_norm_backward";
     let (gpu, dx, dz) = (ordinal(OP, x)?, x.f_empty_like()?, z.f_empty_like()?);
-    let grid = blocks(x.numel() / DIM as usize, 8, NORM_BLOCKS);
+    let grid = norm_blocks(x, NORM_BLOCKS);
     let sums = Tensor::f_empty([i64::from(grid), DIM], (Kind::Float, x.device()))?;
     let mut arguments = vec![address(OP, dy, Kind::BFloat16, x.numel(), gpu)?];
     arguments.extend(norm_arguments(OP, [x, z], weight)?);
@@ -199,9 +207,13 @@ pub fn delta_norm_backward(
     arguments.push(address(OP, &sums, Kind::Float, sums.numel(), gpu)?);
     arguments.extend([Argument::Count(x.numel() as i64 / DIM), Argument::Float(eps as f32)]);
     // SAFETY: the kernel's parameters in order; a row of sums for every block.
-    unsafe { launch(SOURCE, OP, gpu, (grid, 256, 0), &arguments)? };
+    unsafe { launch(SOURCE, OP, gpu, (grid, NORM_THREADS, 0), &arguments)? };
     add_columns(&sums, d_weight)?;
     Ok([dx, dz])
+}
+
+fn norm_blocks(x: &Tensor, most: usize) -> u32 {
+    blocks(x.numel() / DIM as usize, (NORM_THREADS / TEAM) as usize, most)
 }
 
 fn norm_arguments(op: &'static str, [x, z]: [&Tensor; 2], weight: &Tensor) -> Result<Vec<Argument>> {
@@ -211,4 +223,18 @@ fn norm_arguments(op: &'static str, [x, z]: [&Tensor; 2], weight: &Tensor) -> Re
         address(op, z, bf16, x.numel(), gpu)?,
         address(op, weight, bf16, DIM as usize, gpu)?,
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn grids_are_those_of_the_source() {
+        let sizes =
+            [("WIDTH", WIDTH as usize), ("MIX_THREADS", MIX_THREADS as usize), ("NORM_THREADS", NORM_THREADS as usize)];
+        assert_declared(SOURCE, &sizes);
+        assert_declared(SOURCE, &[("CHANNELS", DIM as usize / TEAM as usize)]);
+    }
 }

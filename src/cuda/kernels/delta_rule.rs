@@ -6,28 +6,30 @@
 use tch::{Kind, Tensor};
 
 use super::delta_mix::{DIM, DeltaLayout, DeltaSizes};
-use super::{address, address_or_null, invalid, launch, ordinal};
+use super::{Argument, address, address_or_null, blocks, invalid, launch, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::DELTA_RULE;
-pub(super) const NAMES: &[&str] = &["delta_prepare", "delta_scan_2", "delta_scan_4", "delta_scan_8"];
+pub(super) const NAMES: &[&str] = &["delta_prepare", "delta_scan_4", "delta_scan_8"];
 pub(super) const GRADIENTS: &KernelSource = &nvrtc::DELTA_GRADIENTS;
-pub(super) const GRADIENTS_NAMES: &[&str] =
-    &["delta_reverse_2", "delta_reverse_4", "delta_reverse_8", "delta_gradients"];
+pub(super) const GRADIENTS_NAMES: &[&str] = &["delta_reverse_4", "delta_reverse_8", "delta_gradients"];
 
 const CHUNK: i64 = 64;
 /// Bytes of a chunk's rows, of its pairs of tokens, and of a state, each of one head in bfloat16.
 const ROWS_BYTES: u32 = (CHUNK * DIM * 2) as u32;
 const PAIRS_BYTES: u32 = (CHUNK * CHUNK * 2) as u32;
 const STATE_BYTES: u32 = (DIM * DIM * 2) as u32;
-/// Tiles in shared memory begin at multiples of it.
+/// Tiles in shared memory begin at multiples of it; those of passes over chunks, which Hopper's products read, at multiples of `SWIZZLED`.
 const ALIGNMENT: u32 = 128;
+const SWIZZLED: u32 = 1024;
 /// Words of float32 of a chunk's gates.
 const GATES: i64 = 5 * CHUNK;
 /// Blocks of a scan that fill a GPU: where sequences and heads are fewer, a block has fewer columns of the state. The bits do not
 /// depend on it.
 const MANY_BLOCKS: i64 = 100;
+/// Blocks of `delta_gradients`, one a multiprocessor of Hopper's chips.
+const GRADIENTS_BLOCKS: usize = 132;
 
 /// Tensors of chunks that need no state.
 #[derive(Debug)]
@@ -90,7 +92,7 @@ pub struct DeltaScan {
     pub o: Tensor, // [T, H, DIM] bf16
     /// States behind the last tokens.
     pub last: Tensor, // [N, H, DIM, DIM] f32
-    /// States before chunks, transposed, and what chunks wrote; for a backward.
+    /// States before chunks, in squares as `delta.cuh` has them, and what chunks wrote; for a backward.
     pub kept: Option<[Tensor; 2]>, // [B, H, DIM, DIM], [B, H, CHUNK, DIM] bf16
 }
 
@@ -128,7 +130,7 @@ pub fn delta_scan(
     arguments.push(address_or_null(OP, states, bf16, sizes.elements(layout, DIM * DIM), gpu)?);
     arguments.push(address_or_null(OP, news, bf16, rows, gpu)?);
     arguments.extend(sizes.arguments());
-    let shared_bytes = 2 * (4 * ROWS_BYTES + PAIRS_BYTES + 2 * 4 * CHUNK as u32) + ALIGNMENT;
+    let shared_bytes = 2 * (4 * ROWS_BYTES + PAIRS_BYTES + SWIZZLED) + 2 * ROWS_BYTES + SWIZZLED;
     let (warps, grid) = scan_grid(layout, sizes);
     // SAFETY: the kernel's parameters in order; warps for all columns of every head's state of every sequence.
     unsafe {
@@ -141,89 +143,147 @@ pub fn delta_scan(
 /// Warps of a block, each with 16 columns of a state, and blocks.
 fn scan_grid(layout: &DeltaLayout, sizes: DeltaSizes) -> (u32, u32) {
     let all = layout.num_sequences() * sizes.heads;
-    let warps = [8, 4].into_iter().find(|warps| all * 8 / warps >= MANY_BLOCKS).unwrap_or(2);
+    let warps = if all >= MANY_BLOCKS { 8 } else { 4 };
     (warps as u32, (all * 8 / warps) as u32)
 }
 
-/// Gradients of a chunk's tokens.
+/// Gradients of what the rule reads.
 #[derive(Debug)]
 pub struct DeltaGradients {
-    /// Of queries of unit length, of every value head.
-    pub q: Tensor, // [T, H, DIM] bf16
-    /// Of keys of unit length, of every value head.
-    pub k: Tensor, // [T, H, DIM] bf16
-    /// Of values.
-    pub v: Tensor, // [T, H, DIM] bf16
-    /// Of the logarithms of decays.
-    pub g: Tensor, // [T, H] f32
-    /// Of write strengths.
-    pub beta: Tensor, // [T, H] f32
+    /// Of queries and keys of unit length and of values.
+    pub mixed: Tensor, // [T, C] bf16
+    /// Of `a`, from which decays are made.
+    pub a: Tensor, // [T, H] bf16
+    /// Of `b`, whose sigmoid is the write strength.
+    pub b: Tensor, // [T, H] bf16
+    /// Of A_log and dt_bias, a sum for each chunk.
+    pub of_heads: Tensor, // [2, B, H] f32
     /// Of the states before the first tokens.
     pub initial: Tensor, // [N, H, DIM, DIM] f32
 }
 
-/// The rule's backward, from the gradients of its outputs and of the last states. `scan` was computed for a backward.
+/// What [`delta_backward`] reads of the forward.
+#[derive(Debug)]
+pub struct DeltaSaved<'a> {
+    /// Queries, keys and values.
+    pub mixed: &'a Tensor, // [T, C] bf16
+    /// Of [`delta_prepare`] for a backward.
+    pub prepared: &'a DeltaPrepared,
+    /// Of [`delta_scan`] for a backward.
+    pub kept: &'a [Tensor; 2],
+    /// Rows from which decays are made.
+    pub a: &'a Tensor, // [T, H] bf16
+    /// A_log and dt_bias.
+    pub of_heads: [&'a Tensor; 2], // [H] bf16
+}
+
+/// The rule's backward, from the gradients of its outputs and of the last states. All sums have a fixed order.
 ///
 /// # Errors
 /// The errors of [`super::delta_mix()`]; [`crate::Error::InvalidArgument`] where something was not computed for a backward.
 pub fn delta_backward(
     d_o: &Tensor,            // [T, H, DIM] bf16
     d_last: Option<&Tensor>, // [N, H, DIM, DIM] f32
-    (mixed, prepared, kept): (&Tensor, &DeltaPrepared, &[Tensor; 2]),
+    saved: &DeltaSaved<'_>,
     layout: &DeltaLayout,
     sizes: DeltaSizes,
 ) -> Result<DeltaGradients> {
+    let reverse = delta_reverse(d_o, d_last, saved, layout, sizes)?;
+    delta_gradients(d_o, saved, reverse, layout, sizes)
+}
+
+/// Results of the pass over chunks from the end.
+struct Reverse {
+    ends: Tensor,    // [B, H, DIM, DIM] bf16
+    solved: Tensor,  // [B, H, CHUNK, DIM] bf16
+    initial: Tensor, // [N, H, DIM, DIM] f32
+}
+
+fn delta_reverse(
+    d_o: &Tensor,
+    d_last: Option<&Tensor>,
+    saved: &DeltaSaved<'_>,
+    layout: &DeltaLayout,
+    sizes: DeltaSizes,
+) -> Result<Reverse> {
     const OP: &str = "delta_reverse";
-    let (gpu, bf16, device) = (ordinal(OP, mixed)?, Kind::BFloat16, mixed.device());
-    let [states, news] = kept;
-    let (ends, solved) = (states.f_empty_like()?, news.f_empty_like()?);
+    let (gpu, bf16, device) = (ordinal(OP, d_o)?, Kind::BFloat16, d_o.device());
+    let DeltaSaved { mixed, prepared, kept: [states, news], .. } = saved;
     let initial = Tensor::f_empty([layout.num_sequences(), sizes.heads, DIM, DIM], (Kind::Float, device))?;
-    let of_tokens = (layout.num_tokens * sizes.heads * DIM) as usize;
+    let reverse = Reverse { ends: states.f_empty_like()?, solved: news.f_empty_like()?, initial };
     let (rows, pairs) = (sizes.elements(layout, CHUNK * DIM), sizes.elements(layout, CHUNK * CHUNK));
-    let of_states = sizes.elements(layout, DIM * DIM);
     let Some(t) = &prepared.t else { return Err(invalid(OP, "chunks prepared for a backward", "none")) };
-    let mixed_argument = address(OP, mixed, bf16, (layout.num_tokens * sizes.channels()) as usize, gpu)?;
-    let d_o_argument = address(OP, d_o, bf16, of_tokens, gpu)?;
-    let gates = address(OP, &prepared.gates, Kind::Float, sizes.elements(layout, GATES), gpu)?;
-    let chunks = layout.address(OP, &layout.chunks, gpu)?;
     let mut arguments = vec![
-        mixed_argument,
+        address(OP, mixed, bf16, (layout.num_tokens * sizes.channels()) as usize, gpu)?,
         address(OP, &prepared.w, bf16, rows, gpu)?,
         address(OP, &prepared.p, bf16, pairs, gpu)?,
         address(OP, t, bf16, pairs, gpu)?,
-        d_o_argument,
-        gates,
-        chunks,
+        address(OP, d_o, bf16, (layout.num_tokens * sizes.heads * DIM) as usize, gpu)?,
+        address(OP, &prepared.gates, Kind::Float, sizes.elements(layout, GATES), gpu)?,
+        layout.address(OP, &layout.chunks, gpu)?,
         layout.address(OP, &layout.sequences, gpu)?,
-        address_or_null(OP, d_last, Kind::Float, initial.numel(), gpu)?,
-        address(OP, &ends, bf16, of_states, gpu)?,
-        address(OP, &solved, bf16, rows, gpu)?,
-        address(OP, &initial, Kind::Float, initial.numel(), gpu)?,
+        address_or_null(OP, d_last, Kind::Float, reverse.initial.numel(), gpu)?,
+        address(OP, &reverse.ends, bf16, sizes.elements(layout, DIM * DIM), gpu)?,
+        address(OP, &reverse.solved, bf16, rows, gpu)?,
+        address(OP, &reverse.initial, Kind::Float, reverse.initial.numel(), gpu)?,
     ];
     arguments.extend(sizes.arguments());
-    let shared_bytes = 2 * (4 * ROWS_BYTES + 2 * PAIRS_BYTES + 2 * 4 * CHUNK as u32) + ALIGNMENT;
+    let shared_bytes = 2 * (4 * ROWS_BYTES + 2 * PAIRS_BYTES + SWIZZLED) + ROWS_BYTES + SWIZZLED;
     let (warps, grid) = scan_grid(layout, sizes);
     // SAFETY: the kernel's parameters in order; warps for all columns of every head's state of every sequence.
     unsafe {
         let name = format!("{OP}_{warps}");
         launch(GRADIENTS, &name, gpu, (grid, 32 * warps, shared_bytes), &arguments)?;
     }
+    Ok(reverse)
+}
 
-    let wide = || Tensor::f_empty([layout.num_tokens, sizes.heads, DIM], (bf16, device));
-    let narrow = || Tensor::f_empty([layout.num_tokens, sizes.heads], (Kind::Float, device));
-    let d = DeltaGradients { q: wide()?, k: wide()?, v: wide()?, g: narrow()?, beta: narrow()?, initial };
-    let mut arguments = vec![mixed_argument, d_o_argument];
-    for (t, count) in [(states, of_states), (news, rows), (&ends, of_states), (&solved, rows)] {
+fn delta_gradients(
+    d_o: &Tensor,
+    saved: &DeltaSaved<'_>,
+    reverse: Reverse,
+    layout: &DeltaLayout,
+    sizes: DeltaSizes,
+) -> Result<DeltaGradients> {
+    const OP: &str = "delta_gradients";
+    let (gpu, bf16, device) = (ordinal(OP, d_o)?, Kind::BFloat16, d_o.device());
+    let DeltaSaved { mixed, prepared, kept: [states, news], a, of_heads: [a_log, dt_bias] } = saved;
+    let Reverse { ends, solved, initial } = reverse;
+    let of_rows = || Tensor::f_empty([layout.num_tokens, sizes.heads], (bf16, device));
+    let d = DeltaGradients {
+        mixed: mixed.f_empty_like()?,
+        a: of_rows()?,
+        b: of_rows()?,
+        of_heads: Tensor::f_empty([2, layout.num_chunks(), sizes.heads], (Kind::Float, device))?,
+        initial,
+    };
+    let (heads, of_tokens) = (sizes.heads as usize, (layout.num_tokens * sizes.heads) as usize);
+    let (rows, of_states) = (sizes.elements(layout, CHUNK * DIM), sizes.elements(layout, DIM * DIM));
+    let mut arguments = Vec::new();
+    for (t, count) in [
+        (*mixed, d.mixed.numel()),
+        (d_o, of_tokens * DIM as usize),
+        (states, of_states),
+        (news, rows),
+        (&ends, of_states),
+        (&solved, rows),
+        (*a, of_tokens),
+        (*a_log, heads),
+        (*dt_bias, heads),
+    ] {
         arguments.push(address(OP, t, bf16, count, gpu)?);
     }
-    arguments.extend([gates, chunks]);
-    for (t, kind) in [(&d.q, bf16), (&d.k, bf16), (&d.v, bf16), (&d.g, Kind::Float), (&d.beta, Kind::Float)] {
+    arguments.push(address(OP, &prepared.gates, Kind::Float, sizes.elements(layout, GATES), gpu)?);
+    arguments.push(layout.address(OP, &layout.chunks, gpu)?);
+    for (t, kind) in [(&d.mixed, bf16), (&d.a, bf16), (&d.b, bf16), (&d.of_heads, Kind::Float)] {
         arguments.push(address(OP, t, kind, t.numel(), gpu)?);
     }
     arguments.extend(sizes.arguments());
-    let shared_bytes = 5 * ROWS_BYTES + 2 * STATE_BYTES + 3 * PAIRS_BYTES + ALIGNMENT;
-    let grid = (layout.num_chunks() * sizes.heads) as u32;
-    // SAFETY: the kernel's parameters in order; a block for every head of every chunk, and the shared memory that it divides.
-    unsafe { launch(GRADIENTS, "delta_gradients", gpu, (grid, 512, shared_bytes), &arguments)? };
+    let pairs = layout.num_chunks() * sizes.key_heads;
+    arguments.push(Argument::Count(pairs));
+    let shared_bytes = 7 * ROWS_BYTES + 2 * STATE_BYTES + 3 * PAIRS_BYTES + ALIGNMENT;
+    let grid = blocks(pairs as usize, 1, GRADIENTS_BLOCKS);
+    // SAFETY: the kernel's parameters in order; blocks stride over the key heads of all chunks, and have the shared memory that they divide.
+    unsafe { launch(GRADIENTS, OP, gpu, (grid, 512, shared_bytes), &arguments)? };
     Ok(d)
 }

@@ -127,16 +127,15 @@ impl DeltaNetSpec {
     }
 
     /// Bytes a token of the fullest moment of backward, in which the forward is computed again. By kernels that is when the gradients of
-    /// queries, keys and values are made: beside them there are those of the output, of the rule's result and of the gate, and of chunks
-    /// the system's results, what was written, its gradient, and two states. Composed, they are the forward's tensors and their gradients,
+    /// queries, keys and values are made: beside them and what they belong to there are those of the rule's result and of the gate, and of
+    /// chunks the system's results, what was written, its gradient, and two states. Composed, they are the forward's tensors and their gradients,
     /// and beside them the gradients of the projections.
     pub(super) fn backward_bytes(self, bytes: ElementBytes) -> usize {
         let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
         let streams = 2 * bytes.narrow * self.hidden;
         if self.has_kernels(bytes) {
             let of_chunks = bytes.narrow * (keys + 3 * values + 2 * pairs + 2 * states);
-            let gradients =
-                bytes.narrow * (channels + 2 * keys + 3 * values) + 2 * bytes.wide * self.heads.num_value_heads;
+            let gradients = bytes.narrow * (2 * channels + 2 * values) + 2 * bytes.narrow * self.heads.num_value_heads;
             return streams + gradients + self.by_kernels(bytes, of_chunks);
         }
         let rule = 14 * keys + 12 * values + 6 * pairs + 2 * states;
@@ -215,14 +214,11 @@ impl DeltaNetSpec {
         let DeltaRows { qkv, z, b, a } = timed("gated delta net, backward", OpCost::default, run)?;
         drop(rows);
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;
-        let mut d_normed: Option<Tensor> = None;
+        let mut d_normed = None;
         let gradients = [(Matrix::DeltaQkv, qkv), (Matrix::DeltaZ, z), (Matrix::DeltaB, b), (Matrix::DeltaA, a)];
         for (matrix, d) in gradients {
-            let d = w.linear(matrix).backward(&d.f_to_kind(kind)?, &normed, grads.linear_mut(matrix))?;
-            d_normed = Some(match d_normed {
-                Some(mut sum) => sum.f_add_(&d)?,
-                None => d,
-            });
+            let into = grads.linear_mut(matrix);
+            d_normed = Some(w.linear(matrix).backward_onto(d_normed, &d.f_to_kind(kind)?, &normed, into)?);
         }
         let d_normed = d_normed.expect("four projections");
         ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)

@@ -272,7 +272,25 @@ impl Linear {
         x: &Tensor,  // [T, K]
         grads: &mut Linear,
     ) -> Result<Tensor> {
-        let mut dx = self.backward_input(dy)?;
+        self.backward_onto(None, dy, x, grads)
+    }
+
+    /// [`Linear::backward`], whose dx is added to a sum that is there.
+    pub(super) fn backward_onto(
+        &self,
+        sum: Option<Tensor>, // [T, K]
+        dy: &Tensor,         // [T, N]
+        x: &Tensor,          // [T, K]
+        grads: &mut Linear,
+    ) -> Result<Tensor> {
+        let mut dx = match sum {
+            None => self.backward_input(dy)?,
+            Some(mut sum) if self.trains_in_fp8 => sum.f_add_(&self.backward_input(dy)?)?,
+            Some(mut sum) => {
+                linear::accumulate_input(dy, self.weight(), &mut sum)?;
+                sum
+            }
+        };
         if let Some(piece) = grads.pieces.first_mut() {
             linear::accumulate_weight(dy, x, &mut piece.weight)?;
         }

@@ -1,10 +1,10 @@
 //! Gated delta nets by the kernels of a GPU: bfloat16, heads of 128, a convolution over four tokens. All others are composed of
 //! libtorch's operations there as on CPUs.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use super::{DeltaOptions, DeltaRows, DeltaState, DeltaWeights, Sequences, gates};
-use crate::cuda::kernels::{self, DeltaGradients, DeltaLayout, DeltaScan, DeltaSizes};
+use super::{DeltaOptions, DeltaRows, DeltaState, DeltaWeights, Sequences};
+use crate::cuda::kernels::{self, DeltaLayout, DeltaSaved, DeltaScan, DeltaSizes};
 use crate::error::Result;
 
 /// Whether the kernels serve rows and heads.
@@ -68,16 +68,21 @@ pub(super) fn backward(
         kernels::delta_norm_backward(&d_output, [&o, &rows.z], &weights.norm, options.eps, &mut grads.norm)?;
     drop(o);
     let d_rule = d_last.map(|state| &state.rule);
-    let d = kernels::delta_backward(&d_o, d_rule, (&mixed, &prepared, &kept), layout, sizes)?;
+    let of_heads = [&weights.a_log, &weights.dt_bias];
+    let saved = DeltaSaved { mixed: &mixed, prepared: &prepared, kept: &kept, a: &rows.a, of_heads };
+    let d = kernels::delta_backward(&d_o, d_rule, &saved, layout, sizes)?;
     drop((d_o, mixed, prepared, kept));
-    let (da, db) = gates_backward(&d, rows, weights, grads)?;
+    if layout.num_tokens > 0 {
+        kernels::add_columns(&d.of_heads.get(0), &mut grads.a_log)?;
+        kernels::add_columns(&d.of_heads.get(1), &mut grads.dt_bias)?;
+    }
     let tails = initial.map(|state| &state.conv);
     let (mut d_qkv, mut d_tails) =
-        kernels::delta_mix_backward(&d, (&rows.qkv, &weights.conv, tails), layout, sizes, &mut grads.conv)?;
+        kernels::delta_mix_backward(&d.mixed, (&rows.qkv, &weights.conv, tails), layout, sizes, &mut grads.conv)?;
     if let Some(d_last) = d_last {
         add_last_rows(&mut d_qkv, &mut d_tails, &d_last.conv, sequences)?;
     }
-    Ok((DeltaRows { qkv: d_qkv, z: dz, b: db, a: da }, DeltaState { conv: d_tails, rule: d.initial }))
+    Ok((DeltaRows { qkv: d_qkv, z: dz, b: d.b, a: d.a }, DeltaState { conv: d_tails, rule: d.initial }))
 }
 
 fn sizes(options: DeltaOptions) -> DeltaSizes {
@@ -104,22 +109,6 @@ fn scan(
         *kept = Some(prepared);
     }
     Ok((mixed, scan))
-}
-
-/// The gradients of `a` and `b` [T, H]; those of A_log and dt_bias are added in place.
-fn gates_backward(
-    d: &DeltaGradients,
-    rows: &DeltaRows,
-    weights: &DeltaWeights,
-    grads: &mut DeltaWeights,
-) -> Result<(Tensor, Tensor)> {
-    let [a, b, a_log, dt_bias] = [&rows.a, &rows.b, &weights.a_log, &weights.dt_bias].map(|t| t.f_to_kind(Kind::Float));
-    let [da, d_log, d_bias] = gates::decay_backward(&d.g, &a?, &a_log?, &dt_bias?)?;
-    let _ = grads.a_log.f_add_(&d_log)?;
-    let _ = grads.dt_bias.f_add_(&d_bias)?;
-    let beta = gates::sigmoid(&b?)?;
-    let db = beta.f_rsub_scalar(1.0)?.f_mul_(&beta)?.f_mul_(&d.beta)?;
-    Ok((da, db))
 }
 
 /// The last rows of every sequence, tails included. [N, W - 1, C]

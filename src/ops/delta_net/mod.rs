@@ -148,8 +148,8 @@ pub fn step(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, op
     finish(&o, rows, weights, options)
 }
 
-/// Gradients of the rows and of the initial states, all in the accumulation kind, but for those of `qkv` and `z` by a GPU's kernels,
-/// which are like the rows; gradients of the weights are added in place.
+/// Gradients of the rows and of the initial states, all in the accumulation kind, but for those of rows by a GPU's kernels, which are
+/// like the rows; gradients of the weights are added in place.
 /// `d_last` is the gradient of the states that [`forward`] returned. The forward is computed again.
 ///
 /// # Errors
