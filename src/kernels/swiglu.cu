@@ -108,18 +108,30 @@ SWIGLU(bf16_x4, bf16, 4)
 
 // Kernels whose results are rounded to bf16 and then to e4m3: a block has a row, which waits in shared memory until its largest value is known.
 
+// The block's row, once its inputs are there.
+struct RowOfBlock {
+    Pack<bf16, 8>* waiting;  // in shared memory
+    int packs;               // of F
+    long long first;         // element of [T, F]
+    const Pack<bf16, 8>* pairs;
+};
+
+__device__ __forceinline__ RowOfBlock row_of_block(const bf16* gate_up /* [T, 2 F] */, long long columns) {
+    extern __shared__ uint4 shared[];
+    auto* waiting = reinterpret_cast<Pack<bf16, 8>*>(shared);
+    wait_for_inputs();
+    const int packs = static_cast<int>(columns / 8);
+    const long long first = blockIdx.x * columns;
+    return {waiting, packs, first, reinterpret_cast<const Pack<bf16, 8>*>(gate_up + 2 * first)};
+}
+
 // Rows of F outputs. y may be null.
 extern "C" __global__ void __launch_bounds__(640) swiglu_forward_fp8(
     const bf16* __restrict__ gate_up,  // [T, 2 F]
     bf16* __restrict__ y,              // [T, F] or null
     unsigned char* __restrict__ values, float* __restrict__ scales, long long columns
 ) {
-    extern __shared__ uint4 shared[];
-    auto* row = reinterpret_cast<Pack<bf16, 8>*>(shared);
-    wait_for_inputs();
-    const int packs = static_cast<int>(columns / 8);
-    const long long first = blockIdx.x * columns;
-    const auto* pairs = reinterpret_cast<const Pack<bf16, 8>*>(gate_up + 2 * first);
+    const auto [row, packs, first, pairs] = row_of_block(gate_up, columns);
     unsigned bits = 0;
 #pragma unroll 4
     for (int i = threadIdx.x; i < packs; i += blockDim.x) {
@@ -148,12 +160,7 @@ extern "C" __global__ void __launch_bounds__(512) swiglu_backward_fp8(
     bf16* __restrict__ y,         // [T, F]
     unsigned char* __restrict__ values, float* __restrict__ scales, long long columns
 ) {
-    extern __shared__ uint4 shared[];
-    auto* row = reinterpret_cast<Pack<bf16, 8>*>(shared);
-    wait_for_inputs();
-    const int packs = static_cast<int>(columns / 8);
-    const long long first = blockIdx.x * columns;
-    const auto* pairs = reinterpret_cast<const Pack<bf16, 8>*>(gate_up + 2 * first);
+    const auto [row, packs, first, pairs] = row_of_block(gate_up, columns);
     auto* out = reinterpret_cast<Pack<bf16, 8>*>(d_gate_up + 2 * first);
     unsigned bits = 0;
 #pragma unroll 2

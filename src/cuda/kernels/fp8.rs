@@ -119,19 +119,9 @@ pub fn add_rms_norm_fp8(
     {
         return Err(invalid(OP, "shorter rows, at multiples of 16 bytes", x.size()));
     }
-    let [values, scales] = outputs(OP, to, (numel / dim, dim), MOST_COLUMNS, gpu)?;
-    let [eps, centre] = norm.arguments();
-    let arguments = [
-        address(OP, x, x.kind(), numel, gpu)?,
-        address_or_null(OP, delta, Kind::BFloat16, numel, gpu)?,
-        address(OP, weight, Kind::BFloat16, dim, gpu)?,
-        address_or_null(OP, y, Kind::BFloat16, numel, gpu)?,
-        values,
-        scales,
-        Argument::Count(dim as i64),
-        eps,
-        centre,
-    ];
+    let delta = address_or_null(OP, delta, Kind::BFloat16, numel, gpu)?;
+    let [x_address, others @ ..] = norm_arguments(OP, (x, weight, y), to, norm, gpu)?;
+    let arguments = [&[x_address, delta][..], &others].concat();
     let name = format!("{OP}_{}_x{PACK}", kinds_name(OP, x, weight)?);
     let threads = threads(dim, 1).min(1024); // as many as `add_rms_norm` has, so that squares add up to the same bits
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
@@ -155,18 +145,7 @@ pub fn rms_norm_fp8(
     if !fp8_norm_serves(x, weight) || !y.is_none_or(is_aligned) {
         return Err(invalid(OP, "shorter rows of a multiple of 16, at multiples of 16 bytes", x.size()));
     }
-    let [values, scales] = outputs(OP, to, (numel / dim, dim), MOST_COLUMNS, gpu)?;
-    let [eps, centre] = norm.arguments();
-    let arguments = [
-        address(OP, x, x.kind(), numel, gpu)?,
-        address(OP, weight, Kind::BFloat16, dim, gpu)?,
-        address_or_null(OP, y, Kind::BFloat16, numel, gpu)?,
-        values,
-        scales,
-        Argument::Count(dim as i64),
-        eps,
-        centre,
-    ];
+    let arguments = norm_arguments(OP, (x, weight, y), to, norm, gpu)?;
     let name = format!("{OP}_{}", kinds_name(OP, x, weight)?);
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
     unsafe { launch_early(rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads(dim, MOST), 0), &arguments) }
@@ -238,6 +217,29 @@ pub fn fp8_norm_serves(x: &Tensor, weight: &Tensor) -> bool {
     let dim = weight.numel();
     let fits = fp8_serves([COLUMNS, dim]) && dim <= add_rms_norm::most_columns(PACK);
     super::serve(x) && rounds(weight) && fits && is_aligned(x) && is_aligned(weight)
+}
+
+/// What both norms are given, in their order: x, weight, y, values, scales, D, epsilon, centre.
+fn norm_arguments(
+    op: &'static str,
+    (x, weight, y): (&Tensor, &Tensor, Option<&Tensor>), // [T, D], [D], [T, D]
+    to: &Fp8Rows,                                        // [T, D]
+    norm: NormOptions,
+    gpu: usize,
+) -> Result<[Argument; 8]> {
+    let (numel, dim) = (x.numel(), row_len(op, x)?);
+    let [values, scales] = outputs(op, to, (numel / dim, dim), MOST_COLUMNS, gpu)?;
+    let [eps, centre] = norm.arguments();
+    Ok([
+        address(op, x, x.kind(), numel, gpu)?,
+        address(op, weight, Kind::BFloat16, dim, gpu)?,
+        address_or_null(op, y, Kind::BFloat16, numel, gpu)?,
+        values,
+        scales,
+        Argument::Count(dim as i64),
+        eps,
+        centre,
+    ])
 }
 
 /// Whether a tensor is of the kind and the device whose rows are rounded by kernels.
