@@ -1,5 +1,7 @@
-//! Log-probabilities of given tokens, and entropies, of the language-model head; chunked over tokens so that [C, V] never
-//! exists beyond one chunk. Logits are kept in the accumulation kind: a bfloat16 one near 20 is off by up to 0.06.
+//! Log-probabilities of given tokens, and entropies, of the language-model head; chunked over tokens, or in backward over the vocabulary, so
+//! that [C, V] never exists beyond one chunk. Logits are kept in the accumulation kind: a bfloat16 one near 20 is off by up to 0.06.
+
+mod slices;
 
 use crate::cuda::kernels::{self, HeadRows};
 use crate::cuda::{OpCost, timed};
@@ -45,7 +47,7 @@ pub struct HeadOutput {
 #[derive(Debug)]
 pub struct HeadSaved {
     logits: Option<Tensor>, // [C, V], accumulation kind; on a CPU their log-softmax
-    lse: Tensor,            // [C], of the logits over the temperature; on a GPU only
+    lse: Tensor,            // [C], of the logits over the temperature
     entropy: Tensor,        // [C]
     chunk_tokens: i64,
 }
@@ -80,6 +82,7 @@ pub fn forward(
             let normalized = |logits: Tensor| Ok(logits.f_mul_scalar(1.0 / temperature)?.f_sub(&norm)?);
             top_parts.add(top, &chunk, (start, len), &normalized)?;
         } else {
+            rows(&lse).f_copy_(&chunk.f_mul_scalar(1.0 / temperature)?.f_logsumexp([1i64], false)?)?;
             chunk = log_softmax(chunk, temperature)?;
             rows(&logprobs).f_copy_(&chunk.f_gather(1, &rows(targets).unsqueeze(1), false)?.squeeze_dim(1))?;
             let terms = chunk.f_exp()?.f_mul_(&chunk)?;
@@ -158,7 +161,6 @@ pub fn backward(
     mut dweight: Option<&mut Tensor>, // [V, D]
 ) -> Result<Tensor> {
     let (count, kind) = (hidden.size()[0], saved.entropy.kind());
-    let d_hidden = hidden.f_empty_like()?;
     let (dlogprobs, dentropy) = (dlogprobs.f_to_kind(kind)?, dentropy.map(|d| d.f_to_kind(kind)).transpose()?);
     let dtop = top.map(|(_, dtop)| dtop.f_to_kind(kind)).transpose()?; // [C, K]
     // Of all tokens of a row together, for the part that is the same for each.
@@ -166,6 +168,14 @@ pub fn backward(
         Some(dtop) => dlogprobs.f_add(&dtop.f_sum_dim_intlist(1, false, None)?)?,
         None => dlogprobs.shallow_clone(),
     };
+    // A weight's gradient is large, and chunks of tokens each read and write it.
+    if let (None, None, Some(dweight)) = (&saved.logits, top, &mut dweight)
+        && count > saved.chunk_tokens
+    {
+        let gradients = (&dlogprobs, dentropy.as_ref());
+        return slices::backward([hidden, weight, targets], temperature, &saved, gradients, dweight);
+    }
+    let d_hidden = hidden.f_empty_like()?;
     let mut kept = saved.logits;
     for (start, len) in chunks(count, saved.chunk_tokens) {
         let rows = |t: &Tensor| t.narrow(0, start, len);

@@ -100,7 +100,7 @@ pub fn backward_input_into(
     input_gradient(dy, w, || dy.f_mm_out(dx, w).map(drop))
 }
 
-/// dx += dy w, into an existing gradient.
+/// dx += dy w, into an existing gradient, which may be wider.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`], of a library's workspace.
@@ -109,7 +109,7 @@ pub fn accumulate_input(
     w: &Tensor,      // [N, K]
     dx: &mut Tensor, // [T, K]
 ) -> Result<()> {
-    input_gradient(dy, w, || dx.f_addmm_(dy, w).map(drop))
+    input_gradient(dy, w, || add_product(dx, dy, w))
 }
 
 /// dw += dy^T x.

@@ -1,0 +1,101 @@
+//! The head's backward by slices of the vocabulary, of many tokens at once: the gradient of the weight, which is as large as all logits of
+//! thousands of tokens, is read and written once for all of them, where chunks of tokens would read and write it once each.
+
+use tch::{Kind, Tensor};
+
+use super::{HeadSaved, chunks, d_logits};
+use crate::cuda::kernels::{self, HeadRows};
+use crate::cuda::{OpCost, timed};
+use crate::error::Result;
+use crate::ops::linear;
+use crate::torch::scalar;
+
+/// Columns that a product has whole tiles of.
+const TILE: i64 = 128;
+
+/// Tokens and columns that are computed at once, such that float32 logits, and sums of the gradients of the tokens' rows [tokens, D] beside
+/// them, take no more than a chunk of tokens with all of its logits.
+fn shape([count, hidden, vocabulary]: [i64; 3], chunk_tokens: i64) -> (i64, i64) {
+    let elements = chunk_tokens * vocabulary;
+    let most = (elements / (3 * hidden)).max(1); // their sums are a third at most
+    let tokens = (count as u64).div_ceil((count as u64).div_ceil(most as u64)) as i64; // as many in each group, about
+    let width = ((elements - tokens * hidden) / tokens).clamp(1, vocabulary);
+    (tokens, if width > TILE { width / TILE * TILE } else { width })
+}
+
+/// [`super::backward`] of targets alone, with d_weight.
+///
+/// # Errors
+/// The errors of [`super::backward`].
+pub(super) fn backward(
+    [hidden, weight, targets]: [&Tensor; 3], // [C, D], [V, D], [C] i64
+    temperature: f64,
+    saved: &HeadSaved,
+    (dlogprobs, dentropy): (&Tensor, Option<&Tensor>), // [C] each
+    dweight: &mut Tensor,                              // [V, D]
+) -> Result<Tensor> {
+    let d_hidden = hidden.f_empty_like()?;
+    let (size, vocabulary) = (hidden.size(), weight.size()[0]);
+    let (tokens, width) = shape([size[0], size[1], vocabulary], saved.chunk_tokens);
+    for (start, len) in chunks(size[0], tokens) {
+        let rows = |t: &Tensor| t.narrow(0, start, len);
+        let [hidden, targets, lse, entropy, dlogprobs] =
+            [hidden, targets, &saved.lse, &saved.entropy, dlogprobs].map(rows);
+        let dentropy = dentropy.map(rows);
+        let mut sums = Tensor::f_zeros(hidden.size(), (saved.entropy.kind(), hidden.device()))?; // [tokens, D]
+        for (first, columns) in chunks(vocabulary, width) {
+            let weight = weight.narrow(0, first, columns);
+            // A target of another slice is no column of this one.
+            let targets = targets.f_sub_scalar(first)?;
+            let of = HeadRows {
+                targets: &targets,
+                lse: &lse,
+                entropy: &entropy,
+                dlogprobs: &dlogprobs,
+                dentropy: dentropy.as_ref(),
+            };
+            let logits = linear::forward_wide(&hidden, &weight)?;
+            let d_logits = gradient(logits, temperature, &of, weight.kind())?;
+            linear::accumulate_input(&d_logits, &weight, &mut sums)?;
+            linear::accumulate_weight(&d_logits, &hidden, &mut dweight.narrow(0, first, columns))?;
+        }
+        rows(&d_hidden).f_copy_(&sums)?;
+    }
+    Ok(d_hidden)
+}
+
+/// The gradient of some columns' logits.
+fn gradient(logits: Tensor /* [c, W] */, temperature: f64, of: &HeadRows<'_>, kind: Kind) -> Result<Tensor> {
+    if kernels::serve(&logits) {
+        let bytes = 1.5 * OpCost::pass(&[&logits]).bytes;
+        let run = || kernels::head_backward(logits, temperature, of, kind);
+        return timed("head, backward", || OpCost { bytes, flop: 0.0 }, run);
+    }
+    let columns = logits.size()[1];
+    let log_p = logits.f_mul_scalar(1.0 / temperature)?.f_sub(&of.lse.f_unsqueeze(1)?)?;
+    let is_inside = of.targets.f_ge(0)?.f_logical_and(&of.targets.f_lt(columns)?)?;
+    let own = of.dlogprobs.f_div(&scalar(temperature))?.f_mul(&is_inside)?;
+    let at = of.targets.f_clamp(0, columns - 1)?;
+    let d = d_logits(log_p, temperature, of)?.f_scatter_add_(1, &at.f_unsqueeze(1)?, &own.f_unsqueeze(1)?)?;
+    Ok(d.f_to_kind(kind)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_take_no_more_than_a_chunk() {
+        // Qwen2.5-7B and 0.5B, chunks of 768 tokens; the last has so few that no tile fits.
+        assert_eq!(shape([8192, 3584, 152_064], 768), (8192, 10_624));
+        assert_eq!(shape([16_384, 3584, 152_064], 768), (8192, 10_624));
+        assert_eq!(shape([8192, 896, 151_936], 768), (8192, 13_312));
+        assert_eq!(shape([7, 4, 9], 1), (1, 5));
+        for [count, hidden, vocabulary, chunk] in
+            [[8192, 3584, 152_064, 768], [100_000, 8192, 128_256, 1024], [4096, 64, 512, 100], [7, 4, 9, 3]]
+        {
+            let (tokens, width) = shape([count, hidden, vocabulary], chunk);
+            assert!(tokens * (hidden + width) <= chunk * vocabulary && width >= 1, "{count} {tokens} {width}");
+        }
+    }
+}
