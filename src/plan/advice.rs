@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::choices::choose;
 use super::{MemoryPlan, PlanInput, Role, human};
-use crate::config::{AutoOr, Config, GradientCheckpointing, Quantization};
+use crate::config::{AutoOr, Config, EngineShape, GradientCheckpointing, Quantization, divisors};
 use crate::error::{Error, Result};
 use crate::migration::word;
 use crate::model::QuantizedBlock;
@@ -49,7 +49,7 @@ impl MemoryShortage {
         let advice = Advice { input, engine_weights }.find();
         let advice = advice.map(|changes| told(&changes, input));
         let message = if plan.fits_device() {
-            let (swapped, ranks) = (plan.swapped_bytes(), input.batch.world_size);
+            let (swapped, ranks) = (plan.swapped_bytes(), input.world_size.local_ranks);
             let change = advice.map_or_else(String::new, |advice| format!("; {advice}"));
             format!(
                 "residency.optimizer = {} and residency.reference = {} need {} of host memory per rank and {} are available; \
@@ -146,11 +146,11 @@ impl Advice<'_> {
     /// Beside `kept`: sharding from the configured stage up, at each engines from the configured size up while generation lacks
     /// memory, and at each what training can do.
     fn sharded(&self, kept: &[KeySetting], is_shorter: bool) -> Option<Vec<KeySetting>> {
-        let PlanInput { config, table, batch, role, .. } = *self.input;
-        let (stage, own) = (config.zero.stage, config.tensor_parallel_size);
+        let PlanInput { config, table, role, .. } = *self.input;
+        let (stage, own, sizes) = (config.zero.stage, config.tensor_parallel_size, self.engine_sizes());
         let last = if table.shards > 1 && role != Role::Generates { 3 } else { stage };
         for stage in stage..=last {
-            for tp in (own..=batch.roles.num_generators).step_by(own) {
+            for &tp in &sizes {
                 let mut changes = kept.to_vec();
                 changes.extend((stage > config.zero.stage).then(|| ("zero.stage", json!(stage))));
                 changes.extend((tp > own).then(|| ("tensor_parallel_size", json!(tp))));
@@ -162,6 +162,20 @@ impl Advice<'_> {
             }
         }
         None
+    }
+
+    /// Tensor-parallel sizes from the configured one up that divide the model and the ranks of a node.
+    fn engine_sizes(&self) -> Vec<usize> {
+        let PlanInput { config, table, batch, world_size, .. } = *self.input;
+        let own = config.tensor_parallel_size;
+        let first = world_size.ranks - batch.roles.num_generators;
+        let can_be = |&tp: &usize| {
+            let shape = EngineShape { tensor_parallel_size: tp, ..config.engine_shape() };
+            tp.is_multiple_of(own)
+                && table.spec.validate_tp(tp).is_ok()
+                && world_size.check_engines(first, shape).is_ok()
+        };
+        divisors(batch.roles.num_generators).into_iter().filter(can_be).collect()
     }
 
     /// Beside `changes`: the configured cache or one that the plan sizes, for the whole context or a shorter one.

@@ -107,7 +107,7 @@ mod tests {
 
     use super::super::Room;
     use super::*;
-    use crate::config::Config;
+    use crate::config::{Config, WorldSize};
     use crate::error::Result;
     use crate::model::{ModelSpec, ParamTable};
 
@@ -129,6 +129,7 @@ mod tests {
             kind: Kind::BFloat16,
             role: Role::Both,
             batch: config.validate_world(2)?,
+            world_size: WorldSize { ranks: 2, local_ranks: 2 },
             engine_layers: &table.spec,
             engine_weight_bytes: 0,
             generator_params: table.total,

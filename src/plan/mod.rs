@@ -19,7 +19,9 @@ use choices::Choices;
 pub use network::NetworkPlan;
 pub use role::Role;
 
-use crate::config::{BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay};
+use crate::config::{
+    BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay, WorldSize,
+};
 use crate::cuda::{self, Placement, residual_kind};
 use crate::error::{Error, Result};
 use crate::memory;
@@ -113,6 +115,8 @@ pub struct PlanInput<'a> {
     pub role: Role,
     /// How a generation batch is spread.
     pub batch: BatchPlan,
+    /// The ranks, in all and on each node.
+    pub world_size: WorldSize,
     /// The layers that a rank of an engine has: of several stages those that take most memory for keys and values.
     pub engine_layers: &'a ModelSpec,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.

@@ -28,6 +28,7 @@ fn plan_from(role: Role, overrides: &[&str], available_bytes: usize, starts_from
         kind: Kind::BFloat16,
         role,
         batch: config.validate_world(1).unwrap(),
+        world_size: WorldSize { ranks: 1, local_ranks: 1 },
         engine_layers: &table.spec,
         engine_weight_bytes: 0,
         generator_params: table.total,

@@ -125,6 +125,7 @@ impl Preflight {
                 kind,
                 role,
                 batch,
+                world_size,
                 engine_layers: &engine_layers,
                 engine_weight_bytes,
                 generator_params,

@@ -5,11 +5,13 @@ use tch::Kind;
 use super::super::Room;
 use super::super::choices::MAX_KEPT_SHARE;
 use super::*;
+use crate::config::WorldSize;
 use crate::model::{ModelSpec, ParamTable, Unit};
 
-/// A run of `nproc` ranks on GPUs of so many GiB, on a machine with so many GiB a rank.
+/// A run of `nproc` ranks a node on GPUs of so many GiB, on machines with so many GiB a rank.
 #[derive(Debug, Clone, Copy)]
 struct Machine {
+    num_nodes: usize,
     nproc: usize,
     gpu_gib: usize,
     host_gib: usize,
@@ -31,6 +33,10 @@ fn engine_weights(config: &Config, table: &ParamTable) -> usize {
 }
 
 fn plan(model: &str, machine: Machine, keys: &[String]) -> Result<MemoryPlan> {
+    with_input(model, machine, keys, |input| MemoryPlan::new(input, &|config| Ok(engine_weights(config, input.table))))?
+}
+
+fn with_input<T>(model: &str, machine: Machine, keys: &[String], run: impl FnOnce(&PlanInput<'_>) -> T) -> Result<T> {
     let required = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"].map(str::to_owned);
     let config = Config::load(None, &required.iter().chain(keys).cloned().collect::<Vec<_>>())?;
     let table = ParamTable::new(spec(model), machine.nproc);
@@ -41,14 +47,15 @@ fn plan(model: &str, machine: Machine, keys: &[String]) -> Result<MemoryPlan> {
         teacher: None,
         kind: Kind::BFloat16,
         role: Role::Both,
-        batch: config.validate_world(machine.nproc)?,
+        batch: config.validate_world(machine.nproc * machine.num_nodes)?,
+        world_size: WorldSize { ranks: machine.nproc * machine.num_nodes, local_ranks: machine.nproc },
         engine_layers: &table.spec,
         engine_weight_bytes: engine_weights(&config, &table),
         generator_params: table.total,
         starts_from_adapters: false,
         room: Room { available_bytes: machine.gpu_gib << 30, swap_bytes: Some(machine.host_gib << 30) },
     };
-    MemoryPlan::new(&input, &|config| Ok(engine_weights(config, &table)))
+    Ok(run(&input))
 }
 
 /// The settings that a refusal advises, as they would be typed.
@@ -83,7 +90,7 @@ fn what_is_advised_helps(model: &str) -> (usize, usize) {
         [(1, 12, 512), (1, 24, 512), (1, 80, 512), (2, 40, 16), (4, 80, 64), (8, 80, 512), (8, 139, 512)]
     {
         for run in runs {
-            let (machine, given) = (Machine { nproc, gpu_gib, host_gib }, keys(run));
+            let (machine, given) = (Machine { num_nodes: 1, nproc, gpu_gib, host_gib }, keys(run));
             let case = format!("{model} {machine:?} {run}");
             let Err(error) = plan(model, machine, &given) else { continue };
             let message = error.to_string();
@@ -154,7 +161,7 @@ fn last_resort(model: &str, machine: Machine, run: &str) -> bool {
 
 #[test]
 fn two_keys_do_where_both_halves_lack_memory() {
-    let machine = Machine { nproc: 8, gpu_gib: 80, host_gib: 512 };
+    let machine = Machine { num_nodes: 1, nproc: 8, gpu_gib: 80, host_gib: 512 };
     let run = "zero.stage=3 beta=0.04 max_prompt_length=512 max_completion_length=2048 per_device_train_batch_size=16 \
                gradient_accumulation_steps=4";
     let message = refused("72b", machine, &keys(run));
@@ -165,7 +172,7 @@ fn two_keys_do_where_both_halves_lack_memory() {
 
 #[test]
 fn quantised_adapters_are_advised_where_adapters_alone_do_not_fit() {
-    let machine = |gpu_gib| Machine { nproc: 1, gpu_gib, host_gib: 512 };
+    let machine = |gpu_gib| Machine { num_nodes: 1, nproc: 1, gpu_gib, host_gib: 512 };
     let advised = |model, gpu_gib| advised(&refused(model, machine(gpu_gib), &[])).unwrap();
     assert_eq!(advised("72b", 80)[..2], ["lora.r=16", "quantization=nf4"]);
     assert_eq!(advised("qwen2.5-7b", 24)[0], "lora.r=16");
@@ -175,7 +182,7 @@ fn quantised_adapters_are_advised_where_adapters_alone_do_not_fit() {
 /// Adapters of every expert would take as much room as they are meant to save.
 #[test]
 fn adapters_beside_attention_are_advised_for_experts() {
-    let machine = Machine { nproc: 1, gpu_gib: 80, host_gib: 512 };
+    let machine = Machine { num_nodes: 1, nproc: 1, gpu_gib: 80, host_gib: 512 };
     let changes = advised(&refused("qwen3-30b-a3b", machine, &[])).unwrap();
     let attention = "lora.target_modules=[\"q_proj\",\"k_proj\",\"v_proj\",\"o_proj\"]";
     assert_eq!(changes[..2], ["lora.r=16", attention]);
@@ -184,7 +191,7 @@ fn adapters_beside_attention_are_advised_for_experts() {
 /// A cache of one sequence cannot be smaller: engines of more ranks are named, not the cache.
 #[test]
 fn a_cache_that_is_the_least_is_not_to_be_lowered() {
-    let machine = Machine { nproc: 4, gpu_gib: 80, host_gib: 512 };
+    let machine = Machine { num_nodes: 1, nproc: 4, gpu_gib: 80, host_gib: 512 };
     let message = refused("qwen2.5-32b", machine, &keys("zero.stage=3 beta=0.04"));
     assert!(!message.contains("kv_cache_bytes = ") && message.contains("set tensor_parallel_size = "), "{message}");
     let message =
@@ -199,19 +206,23 @@ fn a_cache_that_is_the_least_is_not_to_be_lowered() {
 /// Where the device would do, the machine's memory is what lacks.
 #[test]
 fn memory_of_the_host_is_asked_for_all_ranks() {
-    let small = Machine { nproc: 4, gpu_gib: 80, host_gib: 64 };
+    let small = Machine { num_nodes: 1, nproc: 4, gpu_gib: 80, host_gib: 64 };
     let run = keys("zero.stage=3 tensor_parallel_size=4 beta=0.04 max_prompt_length=512 max_completion_length=2048");
     let message = refused("qwen2.5-32b", small, &run);
     assert!(message.contains("4 ranks need a machine with"), "{message}");
     assert!(!message.contains("set resident"), "{message}");
     plan("qwen2.5-32b", Machine { host_gib: 512, ..small }, &run).unwrap();
+    let message = refused("qwen2.5-32b", Machine { num_nodes: 2, ..small }, &run);
+    assert!(message.contains("; 4 ranks need a machine with"), "{message}");
 }
 
 /// docs/benchmarks.md: the rows of whole steps were measured with the optimizer's state resident by the plan's choice, and a run
 /// of 64 sequences a rank moves nothing for a cache of 256 at the model's whole context.
 #[test]
 fn nothing_moves_for_a_cache_that_no_run_fills() {
-    let of = |gpu_gib, run: &str| plan("qwen2.5-7b", Machine { nproc: 4, gpu_gib, host_gib: 512 }, &keys(run)).unwrap();
+    let of = |gpu_gib, run: &str| {
+        plan("qwen2.5-7b", Machine { num_nodes: 1, nproc: 4, gpu_gib, host_gib: 512 }, &keys(run)).unwrap()
+    };
     let measured = "per_device_train_batch_size=32 max_completion_length=512 max_model_length=1024 beta=0.04";
     let trl = "per_device_train_batch_size=64 max_completion_length=1024 max_model_length=1536 zero.stage=2";
     let mut rows = vec![format!("{trl} tensor_parallel_size=4")];
@@ -229,4 +240,21 @@ fn nothing_moves_for_a_cache_that_no_run_fills() {
     let plan = of(80, asked);
     assert_eq!(plan.reason, "all fits on the device", "{plan}");
     assert_eq!((plan.num_kv_blocks, plan.num_seqs, plan.max_model_length), (64 * 160, 64, 2560));
+}
+
+/// Sizes that model and ranks cannot be divided into are not tried: 4,096 ranks would take minutes.
+#[test]
+fn engines_are_tried_in_sizes_that_divide_the_model_and_a_node() {
+    let sizes = |num_nodes, nproc, run: &str| {
+        let machine = Machine { num_nodes, nproc, gpu_gib: 80, host_gib: 512 };
+        let sizes = |input: &PlanInput<'_>| Advice { input, engine_weights: &|_| Ok(0) }.engine_sizes();
+        with_input("qwen2.5-7b", machine, &keys(run), sizes).unwrap()
+    };
+    assert_eq!(sizes(1, 4096, ""), [1, 2, 4]);
+    assert_eq!(sizes(1, 6, ""), [1, 2]);
+    assert_eq!(sizes(8, 2, ""), [1, 2]);
+    assert_eq!(sizes(2, 8, "tensor_parallel_size=2"), [2, 4]);
+    let message =
+        refused("qwen2.5-32b", Machine { num_nodes: 8, nproc: 2, gpu_gib: 40, host_gib: 512 }, &keys("zero.stage=3"));
+    assert!(!message.contains("tensor_parallel_size = 8"), "{message}");
 }
