@@ -33,6 +33,7 @@ sources! {
     ADAPT = "adapt.cu",
     ADD_RMS_NORM = "add_rms_norm.cu",
     ALL_REDUCE = "all_reduce.cu",
+    DELTA_DECODE = "delta_decode.cu",
     DELTA_GRADIENTS = "delta_gradients.cu",
     DELTA_MIX = "delta_mix.cu",
     DELTA_RULE = "delta_rule.cu",

@@ -9,6 +9,9 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::DELTA_STEP;
+/// Steps of one token a sequence on Hopper, for the heads that published models have.
+pub(super) const DECODE: &KernelSource = &nvrtc::DELTA_DECODE;
+pub(super) const DECODE_NAMES: &[&str] = &["delta_decode_f32", "delta_decode_bf16"];
 pub(super) const NAMES: &[&str] = &[
     "delta_step_f32_f32_any",
     "delta_step_f32_bf16_any",
@@ -37,6 +40,11 @@ const QUADS: usize = MOST_DELTA_DIM / 8;
 const THREADS: usize = 256;
 /// Blocks that one multiprocessor holds at once, by their registers.
 const BLOCKS_PER_PROCESSOR: usize = 2;
+/// Of `delta_decode`: threads, shared memory beside a state, and blocks that one multiprocessor holds at once by states of float32 and of
+/// bfloat16.
+const DECODE_THREADS: usize = 160;
+const DECODE_SMALL_BYTES: usize = 3200;
+const DECODE_BLOCKS: [usize; 2] = [3, 6];
 
 /// Heads and their widths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -212,7 +220,20 @@ pub fn delta_step(
     let (parts, threads) = (num_runs * num_value_heads, 32 * value_dim.div_ceil(COLUMNS));
     let Some(bounds) = runs.bounds else {
         arguments.push(count(num_runs));
-        let blocks = parts.min(BLOCKS_PER_PROCESSOR * Context::retain(gpu)?.num_processors()?);
+        let context = Context::retain(gpu)?;
+        let processors = context.num_processors()?;
+        if is_known && context.compute_capability()? == (9, 0) {
+            let per_processor = DECODE_BLOCKS[usize::from(pages.states.kind() == Kind::BFloat16)];
+            let state_bytes = key_dim * value_dim * pages.states.kind().elt_size_in_bytes();
+            let shape = (
+                parts.min(per_processor * processors) as u32,
+                DECODE_THREADS as u32,
+                (state_bytes + DECODE_SMALL_BYTES) as u32,
+            );
+            // SAFETY: as below.
+            return unsafe { launch_early(DECODE, &format!("delta_decode_{states_kind}"), gpu, shape, &arguments) };
+        }
+        let blocks = parts.min(BLOCKS_PER_PROCESSOR * processors);
         let shape =
             (blocks as u32, threads as u32, (threads * QUADS * PACK * pages.states.kind().elt_size_in_bytes()) as u32);
         // SAFETY: the kernel's parameters in order; pages and positions are the caller's. They and the states are older than the
@@ -241,6 +262,15 @@ mod tests {
             [("MOST_DIM", MOST_DELTA_DIM), ("MOST_WIDTH", MOST_CONV_WIDTH), ("COLUMNS", COLUMNS), ("THREADS", THREADS)];
         assert_declared(SOURCE, &constants);
         assert!(SOURCE.text.contains("constexpr int QUADS = MOST_DIM / 8;"));
+        let constants = [
+            ("DIM", MOST_DELTA_DIM),
+            ("WIDTH", MOST_CONV_WIDTH),
+            ("THREADS", DECODE_THREADS),
+            ("SMALL_BYTES", DECODE_SMALL_BYTES),
+            ("BLOCKS_F32", DECODE_BLOCKS[0]),
+            ("BLOCKS_BF16", DECODE_BLOCKS[1]),
+        ];
+        assert_declared(DECODE, &constants);
     }
 
     #[test]

@@ -99,7 +99,7 @@ use crate::error::{Error, Result};
 use crate::torch;
 
 /// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 40] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 41] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -109,6 +109,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 40] = [
     (delta_rule::SOURCE, delta_rule::NAMES),
     (delta_rule::GRADIENTS, delta_rule::GRADIENTS_NAMES),
     (delta_step::SOURCE, delta_step::NAMES),
+    (delta_step::DECODE, delta_step::DECODE_NAMES),
     (embed::SOURCE, embed::NAMES),
     (expert_sums::SOURCE, expert_sums::NAMES),
     (experts::SOURCE, experts::NAMES),
