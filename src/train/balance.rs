@@ -20,13 +20,16 @@ pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<Vec<
     if group.size() == 1 {
         return Ok(own.to_vec());
     }
-    let words: Vec<u8> = own.iter().flat_map(encode).flat_map(u32::to_le_bytes).collect();
+    let words: Vec<u32> = own.iter().flat_map(encode).collect();
+    let mut bytes = Vec::with_capacity(4 * words.len());
+    words.iter().for_each(|word| bytes.extend_from_slice(&word.to_le_bytes()));
     let mut all = Vec::new();
-    for bytes in all_gather_bytes(group, &words)? {
-        let mut words = bytes.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
-        while let Some(num_tokens) = words.next() {
-            let sequence = decode(num_tokens as usize, &mut words);
-            all.push(sequence.ok_or_else(|| torn(group))?);
+    for bytes in all_gather_bytes(group, &bytes)? {
+        let of_rank: Vec<u32> =
+            bytes.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect();
+        let mut words = &of_rank[..];
+        while !words.is_empty() {
+            all.push(decode(&mut words).ok_or_else(|| torn(group))?);
         }
     }
     all.sort_by_key(|sequence| sequence.place); // a stable sort
@@ -109,7 +112,7 @@ fn sorted(mut members: Vec<usize>) -> Vec<usize> {
 }
 
 /// Words: tokens, prompt length, advantage, flags, place, ids, the loss mask if there is context, each of the log-probabilities
-/// that there are, the ages of tokens if there are any, experts.
+/// that there are, the ages of tokens if there are any, experts two a word.
 fn encode(sequence: &Sequence) -> Vec<u32> {
     let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, .. } = sequence;
     let logprobs = [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs];
@@ -121,34 +124,39 @@ fn encode(sequence: &Sequence) -> Vec<u32> {
     let head = [token_ids.len() as u32, *prompt_len as u32, advantage.to_bits(), flags, *place];
     let bits = logprobs.into_iter().flatten().flatten().map(|logprob| logprob.to_bits());
     let RoutedExperts { per_token, experts } = &sequence.routed_experts;
-    let routed = [*per_token as u32, experts.len() as u32].into_iter().chain(experts.iter().map(|&it| u32::from(it)));
+    let pairs = experts.chunks(2).map(|pair| pair.iter().rev().fold(0, |word, &it| word << 16 | u32::from(it)));
+    let routed = [*per_token as u32, experts.len() as u32].into_iter().chain(pairs);
     let ages = sequence.token_ages.iter().flatten().copied();
     head.into_iter().chain(token_ids.iter().copied()).chain(mask).chain(bits).chain(ages).chain(routed).collect()
 }
 
-/// Reads what [`encode`] wrote after the first word; `None` if it is cut short.
-fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Sequence> {
-    let (prompt_len, advantage, flags) = (words.next()? as usize, f32::from_bits(words.next()?), words.next()?);
-    let place = words.next()?;
-    let mut take = |count: usize| -> Option<Vec<u32>> {
-        let taken: Vec<u32> = words.take(count).collect();
-        (taken.len() == count).then_some(taken)
+/// Takes off what [`encode`] wrote of a sequence; `None` if it is cut short.
+fn decode(words: &mut &[u32]) -> Option<Sequence> {
+    let mut take = |count: usize| {
+        let (taken, rest) = words.split_at_checked(count)?;
+        *words = rest;
+        Some(taken)
     };
-    let token_ids = take(num_tokens)?;
+    let &[num_tokens, prompt_len, advantage, flags, place] = take(5)? else { return None };
+    let (num_tokens, prompt_len, advantage) = (num_tokens as usize, prompt_len as usize, f32::from_bits(advantage));
+    let token_ids = take(num_tokens)?.to_vec();
     let loss_mask: Vec<bool> = match flags >> 5 & 1 {
         0 => vec![true; num_tokens - prompt_len],
-        _ => take(num_tokens - prompt_len)?.into_iter().map(|word| word == 1).collect(),
+        _ => take(num_tokens - prompt_len)?.iter().map(|&word| word == 1).collect(),
     };
     let num_scored = loss_mask.iter().filter(|is_scored| **is_scored).count();
     let mut logprobs = [const { None }; 4];
     for (bit, field) in logprobs.iter_mut().enumerate() {
         if flags >> bit & 1 == 1 {
-            *field = Some(take(num_scored)?.into_iter().map(f32::from_bits).collect());
+            *field = Some(take(num_scored)?.iter().map(|&bits| f32::from_bits(bits)).collect());
         }
     }
-    let token_ages = if flags >> 6 & 1 == 1 { Some(take(num_scored)?) } else { None };
-    let [per_token, num_experts] = take(2)?[..] else { return None };
-    let experts = take(num_experts as usize)?.into_iter().map(|expert| expert as u16).collect();
+    let token_ages = if flags >> 6 & 1 == 1 { Some(take(num_scored)?.to_vec()) } else { None };
+    let &[per_token, num_experts] = take(2)? else { return None };
+    let pairs = take((num_experts as usize).div_ceil(2))?;
+    let mut experts = Vec::with_capacity(2 * pairs.len());
+    pairs.iter().for_each(|&pair| experts.extend_from_slice(&[pair as u16, (pair >> 16) as u16]));
+    experts.truncate(num_experts as usize);
     let routed_experts = RoutedExperts { per_token: per_token as usize, experts };
     let [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs] = logprobs;
     let masked = flags >> 4 & 1 == 1;
@@ -199,12 +207,14 @@ mod tests {
         };
         let turns =
             Sequence { loss_mask: vec![true, false, true], rollout_logprobs: Some(vec![-1.0, -2.0]), ..sequence(5, 2) };
-        for sent in [sequence(7, 3), full, turns, Sequence { rollout_logprobs: None, ..sequence(2, 1) }] {
-            let mut words = encode(&sent).into_iter();
-            let num_tokens = words.next().unwrap() as usize;
-            assert_eq!(decode(num_tokens, &mut words).as_ref(), Some(&sent));
-            assert_eq!(words.next(), None);
+        let odd =
+            Sequence { routed_experts: RoutedExperts { per_token: 3, experts: vec![1, 2, 65_535] }, ..sequence(1, 1) };
+        for sent in [sequence(7, 3), full, turns, odd, Sequence { rollout_logprobs: None, ..sequence(2, 1) }] {
+            let words = encode(&sent);
+            let mut left = &words[..];
+            assert_eq!((decode(&mut left).as_ref(), left.len()), (Some(&sent), 0));
+            let cut = |len: usize| decode(&mut &words[..len]);
+            assert!((0..words.len()).all(|len| cut(len).is_none()));
         }
-        assert_eq!(decode(9, &mut encode(&sequence(4, 2)).into_iter().skip(1)), None);
     }
 }
