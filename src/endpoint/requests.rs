@@ -94,6 +94,7 @@ impl Requests {
             RequestChange::Submit(ticket, wanted) => {
                 let listener = self.next_listener(owner, ticket);
                 let num_tokens = wanted.token_ids.len();
+                let has_unknown_ids = wanted.token_ids.iter().any(|&id| !session.knows(id));
                 match session.submit(wanted.request()) {
                     Ok(request) => {
                         self.count(|counters| Counters::add(&counters.prompt_tokens, num_tokens));
@@ -102,7 +103,11 @@ impl Requests {
                     }
                     Err(Error::InvalidArgument { expected, got, .. }) => {
                         if let Some(listener) = listener {
-                            let refusal = Refusal::new(400, format!("expected {expected}, got {got}"));
+                            let message = format!("expected {expected}, got {got}");
+                            let refusal = match has_unknown_ids {
+                                true => Refusal::of("prompt", message),
+                                false => Refusal::new(400, message),
+                            };
                             let _ = listener.updates.send(RequestUpdate::Refused(refusal));
                         }
                     }

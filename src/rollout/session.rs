@@ -138,6 +138,11 @@ impl<'r> Session<'r> {
         self.submit_checked(request)
     }
 
+    /// Whether this is one of the model's token ids.
+    pub(crate) fn knows(&self, token_id: u32) -> bool {
+        (token_id as usize) < self.vocab_size
+    }
+
     /// [`Session::submit`] of a request that has passed [`Request::check`].
     pub(super) fn submit_checked(&mut self, request: Request) -> Result<RequestId> {
         let grammar =

@@ -314,7 +314,7 @@ fn what_cannot_be_served_is_an_error_in_openais_form() {
         (completions, r#"{"prompt": "what", "temprature": 1}"#, 400, "temprature"),
         (completions, r#"{"prompt": "what", "temperature": -1}"#, 400, "temperature"),
         (completions, r#"{"prompt": "what", "max_tokens": 64}"#, 400, "max_tokens"),
-        (completions, r#"{"prompt": [1, 4000000000]}"#, 400, ""),
+        (completions, r#"{"prompt": [1, 4000000000]}"#, 400, "prompt"),
         (completions, r#"{"prompt": "what", "model": "gpt"}"#, 404, "model"),
         (completions, r#"{"prompt": "what", "n": 9}"#, 429, ""),
         (chat, r#"{"messages": []}"#, 400, "messages"),
