@@ -244,10 +244,12 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         other => other,
     };
     let planned = planned.map_err(told)?;
-    if *compare {
+    let preflight = planned.preflight(placement, world_size, room);
+    // What lacks memory is refused below the table, which shows what would have it; any other fault, above it.
+    if *compare && matches!(preflight, Ok(_) | Err(Error::Environment { .. })) {
         terminal::print(format_args!("{}\n\n", planned.compare(placement, world_size, room)?))?;
     }
-    let preflight = planned.preflight(placement, world_size, room).map_err(told)?;
+    let preflight = preflight.map_err(told)?;
     if !placement.on_cuda {
         terminal::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
     }

@@ -200,6 +200,12 @@ fn a_plan_compares_the_kv_blocks_of_engines() {
     let uneven = run(&format!("plan --compare --nproc 5 --gpu_memory_gib 79 {shape} per_device_train_batch_size=3"));
     uneven.assert_error("no row has a batch", 2, &["generation_batch_size = 15: expected"]);
     assert!(uneven.stdout.is_empty(), "{}", uneven.stdout);
+    let wrong = run(&format!("plan --compare --nproc 4 --gpu_memory_gib 79 {shape} tensor_parallel_size=3"));
+    wrong.assert_error("no such engines", 2, &["tensor_parallel_size = 3: expected a divisor of the 4 ranks"]);
+    assert!(wrong.stdout.is_empty(), "{}", wrong.stdout);
+    let short = run(&format!("plan --compare --nproc 4 --gpu_memory_gib 9 {shape} zero.stage=0"));
+    short.assert_error("the table says which engines fit", 4, &["9.0 GiB are available"]);
+    assert!(short.stdout.contains("# KV blocks"), "{}", short.stdout);
     let many = run(&format!("plan --nnodes 9999999999 --nproc 9999999999 {shape}"));
     many.assert_error("more than there can be", 2, &["'--nnodes <NNODES>': expected a whole number from 1 to 16384"]);
     let gpu = format!("plan --nproc 2 --gpu_memory_gib 139 {shape} zero.stage=3 pipeline_parallel_size=2");
