@@ -100,13 +100,13 @@ struct Advice<'a> {
 
 impl Advice<'_> {
     /// The first changes with which the run fits: adapters and quantisation are the last resort, before them come a shorter
-    /// context, residencies other than those configured, sharding, larger engines, and what training computes again or at once.
+    /// context, fewer sequences at once, residencies other than those configured, sharding, larger engines, and what training computes again or at once.
     fn find(&self) -> Option<Vec<KeySetting>> {
         let residencies = self.residencies();
         self.trained().iter().find_map(|trained| {
             residencies.iter().find_map(|residency| {
                 let kept = [&trained[..], residency].concat();
-                [false, true].iter().find_map(|&is_shorter| self.sharded(&kept, is_shorter))
+                Concession::ALL.iter().find_map(|&concession| self.sharded(&kept, concession))
             })
         })
     }
@@ -145,7 +145,7 @@ impl Advice<'_> {
 
     /// Beside `kept`: sharding from the configured stage up, at each engines from the configured size up while generation lacks
     /// memory, and at each what training can do.
-    fn sharded(&self, kept: &[KeySetting], is_shorter: bool) -> Option<Vec<KeySetting>> {
+    fn sharded(&self, kept: &[KeySetting], concession: Concession) -> Option<Vec<KeySetting>> {
         let PlanInput { config, table, role, .. } = *self.input;
         let (stage, own, sizes) = (config.zero.stage, config.tensor_parallel_size, self.engine_sizes());
         let last = if table.shards > 1 && role != Role::Generates { 3 } else { stage };
@@ -154,7 +154,7 @@ impl Advice<'_> {
                 let mut changes = kept.to_vec();
                 changes.extend((stage > config.zero.stage).then(|| ("zero.stage", json!(stage))));
                 changes.extend((tp > own).then(|| ("tensor_parallel_size", json!(tp))));
-                match self.cached(changes, is_shorter) {
+                match self.cached(changes, concession) {
                     SearchResult::Fits(changes) => return Some(changes),
                     SearchResult::TrainingLacks => break,
                     SearchResult::Lacks => {}
@@ -178,20 +178,24 @@ impl Advice<'_> {
         divisors(batch.roles.num_generators).into_iter().filter(can_be).collect()
     }
 
-    /// Beside `changes`: the configured cache or one that the plan sizes, for the whole context or a shorter one.
-    fn cached(&self, changes: Vec<KeySetting>, is_shorter: bool) -> SearchResult {
+    /// Beside `changes`: the configured cache or one that the plan sizes, for as many sequences as are configured or as a batch has;
+    /// then with what generation concedes.
+    fn cached(&self, changes: Vec<KeySetting>, concession: Concession) -> SearchResult {
         let config = self.input.config;
         let sized = config.kv_cache_bytes.map(|_| [&changes[..], &[("kv_cache_bytes", json!("none"))]].concat());
         let mut found = SearchResult::Lacks;
-        for mut changes in [changes].into_iter().chain(sized) {
-            let mut tried = self.tried(&changes);
-            if is_shorter
-                && let TrialResult::Lacks(plan) = &tried
-                && let Some(length) = self.shorter(plan, &changes)
-            {
-                changes.push(("max_model_length", json!(length)));
-                tried = self.tried(&changes);
-            }
+        let caches = [changes].into_iter().chain(sized);
+        let beside = caches.flat_map(|changes| {
+            let of_batch = self.sequences_of_batch(&changes);
+            [changes].into_iter().chain(of_batch)
+        });
+        for changes in beside {
+            let tried = self.tried(&changes);
+            let conceded = match &tried {
+                TrialResult::Lacks(plan) if !plan.generation_fits() => self.conceded(plan, &changes, concession),
+                _ => None,
+            };
+            let (changes, tried) = conceded.unwrap_or((changes, tried));
             match tried {
                 TrialResult::Fits => return SearchResult::Fits(changes),
                 TrialResult::Lacks(plan) if plan.generation_fits() => match self.trainable(&changes) {
@@ -202,6 +206,53 @@ impl Advice<'_> {
             }
         }
         found
+    }
+
+    /// `changes` and no more sequences at once than a batch has, where more are configured.
+    fn sequences_of_batch(&self, changes: &[KeySetting]) -> Option<Vec<KeySetting>> {
+        let config = self.changed(changes)?;
+        let batch = config.validate_world(self.input.world_size.ranks).ok()?;
+        let num_seqs = PlanInput { config: &config, batch, ..*self.input }.num_seqs();
+        (num_seqs < config.max_num_seqs).then(|| [changes, &[("max_num_seqs", json!(num_seqs))]].concat())
+    }
+
+    /// `changes`, beside which generation lacks memory, with the least of a concession that mends it, and what trying them gives.
+    fn conceded(
+        &self,
+        plan: &MemoryPlan,
+        changes: &[KeySetting],
+        concession: Concession,
+    ) -> Option<(Vec<KeySetting>, TrialResult)> {
+        let with = |change: KeySetting| {
+            let others = changes.iter().filter(|(key, _)| *key != change.0);
+            others.cloned().chain([change.clone()]).collect::<Vec<_>>()
+        };
+        let shorter = |length: usize| with(("max_model_length", json!(length)));
+        let fewer = |changes: &[KeySetting]| {
+            let of = |num_seqs: usize| {
+                let changes = [changes, &[("max_num_seqs", json!(num_seqs))]].concat();
+                let tried = self.tried(&changes);
+                tried.has_room_to_generate().then_some((changes, tried))
+            };
+            let one = of(1)?;
+            let powers = (1..usize::BITS).map(|power| 1 << power).take_while(|&num_seqs| num_seqs < plan.num_seqs);
+            powers.collect::<Vec<_>>().into_iter().rev().find_map(of).or(Some(one))
+        };
+        let others: Vec<KeySetting> = changes.iter().filter(|(key, _)| *key != "max_num_seqs").cloned().collect();
+        match concession {
+            Concession::Nothing => None,
+            Concession::Sequences => fewer(&others),
+            Concession::Context => {
+                let changes = shorter(self.shorter(plan, changes)?);
+                let tried = self.tried(&changes);
+                Some((changes, tried))
+            }
+            Concession::Both => {
+                let least = self.input.config.max_completion_length + LEAST_PROMPT_LENGTH;
+                (least < plan.max_model_length)
+                    .then(|| fewer(&[&others[..], &[("max_model_length", json!(least))]].concat()))?
+            }
+        }
     }
 
     fn shorter(&self, plan: &MemoryPlan, changes: &[KeySetting]) -> Option<usize> {
@@ -273,12 +324,35 @@ impl Advice<'_> {
     }
 }
 
+/// What generation can do with less memory, from what costs least: fewer sequences take longer, and a shorter context loses prompts.
+#[derive(Clone, Copy)]
+enum Concession {
+    Nothing,
+    Sequences,
+    Context,
+    Both,
+}
+
+impl Concession {
+    const ALL: [Self; 4] = [Self::Nothing, Self::Sequences, Self::Context, Self::Both];
+}
+
 /// The result of trying changes.
 enum TrialResult {
     Fits,
     Lacks(Box<MemoryPlan>),
     /// The configuration does not allow them.
     Refused,
+}
+
+impl TrialResult {
+    fn has_room_to_generate(&self) -> bool {
+        match self {
+            Self::Fits => true,
+            Self::Lacks(plan) => plan.generation_fits(),
+            Self::Refused => false,
+        }
+    }
 }
 
 /// The result of trying all that goes with some changes.
@@ -295,6 +369,7 @@ fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
     let meanings = changes.iter().filter_map(|(key, to)| match *key {
         "lora.r" => Some("adapters alone train".to_owned()),
         "tensor_parallel_size" => Some("ranks of an engine share its weights and its cache".to_owned()),
+        "max_num_seqs" => Some(format!("at most so many sequences at once, not {}", input.config.max_num_seqs)),
         "carried_kv" => Some("the KV cache leaves while training".to_owned()),
         "max_model_length" => {
             let prompt = to.as_u64()? as usize - input.config.max_completion_length;

@@ -258,3 +258,25 @@ fn engines_are_tried_in_sizes_that_divide_the_model_and_a_node() {
         refused("qwen2.5-32b", Machine { num_nodes: 8, nproc: 2, gpu_gib: 40, host_gib: 512 }, &keys("zero.stage=3"));
     assert!(!message.contains("tensor_parallel_size = 8"), "{message}");
 }
+
+/// Each sequence at once takes states of gated delta nets: no more than a batch has, then the most that fit, of powers of two.
+#[test]
+fn fewer_sequences_are_advised_where_their_states_lack_memory() {
+    let machine = Machine { num_nodes: 1, nproc: 1, gpu_gib: 79, host_gib: 512 };
+    let model = "qwen3.5-9b";
+    let message = refused(model, machine, &keys("max_num_seqs=100000"));
+    assert_eq!(advised(&message).unwrap(), ["max_num_seqs=8"], "{message}");
+    plan(model, machine, &keys("max_num_seqs=8")).unwrap();
+    let batch = "per_device_train_batch_size=4096 max_model_length=4096 max_num_seqs";
+    let message = refused(model, machine, &keys(&format!("{batch}=4096")));
+    let changes = advised(&message).unwrap();
+    let [change] = &changes[..] else { panic!("{message}") };
+    let num_seqs: usize = change.strip_prefix("max_num_seqs=").expect(&message).parse().unwrap();
+    plan(model, machine, &keys(&format!("{batch}={num_seqs}"))).unwrap();
+    refused(model, machine, &keys(&format!("{batch}={}", 2 * num_seqs)));
+    let short = "per_device_train_batch_size=64 lora.r=16 quantization=nf4";
+    let small = Machine { gpu_gib: 12, ..machine };
+    if let Some(changes) = advised(&refused(model, small, &keys(short))) {
+        plan(model, small, &[keys(short), changes].concat()).unwrap();
+    }
+}
