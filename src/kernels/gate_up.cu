@@ -28,17 +28,7 @@ struct Output {
 
 MULTIPLY(256, 128, 128, 129, 130)
 
-// Of a matrix by sixteens of rows, their eight gates before their eight ups.
-__device__ __forceinline__ void copy_pairs(
-    unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
-) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
-        "l"(map), "r"(k), "r"(0), "r"(sixteen), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
+// Of a matrix by sixteens of rows, their eight gates before their eight ups, to both blocks.
 __device__ __forceinline__ void copy_pairs_to_both(
     unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
 ) {

@@ -68,6 +68,17 @@ __device__ __forceinline__ void copy_to(
         : "memory");
 }
 
+// Of a matrix by sixteens of rows, their eight gates before their eight ups.
+__device__ __forceinline__ void copy_pairs(
+    unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(map), "r"(k), "r"(0), "r"(sixteen), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // Of rows of 128 swizzled bytes, eight rows 1024 bytes apart.
 __device__ __forceinline__ unsigned long long descriptor(unsigned at) {
     return (static_cast<unsigned long long>(at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
