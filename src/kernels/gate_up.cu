@@ -62,8 +62,7 @@ struct Copier {
     int filled = 0, round = 0, step = 0;
 
     __device__ __forceinline__ void copy_w(int stage) const {
-        unsigned long long once;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+        const unsigned long long once = copied_once();
         const unsigned to = stages + stage * STAGE_BYTES + X_BYTES, barrier = full + 8 * stage;
         const int sixteen = steps.tile(round) * (FEATURES / 16);
         expect(barrier, STAGE_BYTES);
@@ -76,8 +75,7 @@ struct Copier {
     }
 
     __device__ __forceinline__ void copy_x(int stage) const {
-        unsigned long long often;
-        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+        const unsigned long long often = copied_often();
         const unsigned to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
         if (!TALL && round < Steps<TALL>::WHOLE) {
             const int half = steps.rank;

@@ -80,9 +80,7 @@ template <typename S>
 __device__ __forceinline__ void produce(
     const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, int tile, int begin, int end
 ) {
-    unsigned long long once, often;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    const unsigned long long once = copied_once(), often = copied_often();
     const auto copy_w = [&](int step, int stage) {
         const unsigned to = stages + stage * S::STAGE_BYTES + S::X_BYTES, barrier = full + 8 * stage;
         expect(barrier, S::STAGE_BYTES);
@@ -92,20 +90,7 @@ __device__ __forceinline__ void produce(
     const auto copy_x = [&](int step, int stage) {
         copy(stages + stage * S::STAGE_BYTES, &x_map, step * S::Kind::STEP, 0, full + 8 * stage, often);
     };
-    const int early = min(end - begin, S::STAGES);
-    for (int stage = 0; stage < early; ++stage) copy_w(begin + stage, stage);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int stage = 0; stage < early; ++stage) copy_x(begin + stage, stage);
-    int stage = 0, parity = 0;
-    for (int step = begin + early; step < end; ++step) {
-        wait(empty + 8 * stage, parity);
-        copy_w(step, stage);
-        copy_x(step, stage);
-        if (++stage == S::STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
+    fill(begin, end, S::STAGES, empty, copy_w, copy_x);
 }
 
 // A warpgroup's sums over the part's steps.

@@ -48,9 +48,7 @@ template <typename S>
 __device__ __forceinline__ void produce(
     const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, const Part& part, int count
 ) {
-    unsigned long long once, often;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    const unsigned long long once = copied_once(), often = copied_often();
     const auto copy_w = [&](int step, int stage) {
         expect(full + 8 * stage, S::STAGE_BYTES);
         const unsigned to = stages + stage * S::STAGE_BYTES + S::X_BYTES;
@@ -60,20 +58,7 @@ __device__ __forceinline__ void produce(
     const auto copy_x = [&](int step, int stage) {
         copy(stages + stage * S::STAGE_BYTES, &x_map, step * E4m3::STEP, part.row, full + 8 * stage, often);
     };
-    const int early = min(part.end - part.begin, count);
-    for (int stage = 0; stage < early; ++stage) copy_w(part.begin + stage, stage);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int stage = 0; stage < early; ++stage) copy_x(part.begin + stage, stage);
-    int stage = 0, parity = 0;
-    for (int step = part.begin + early; step < part.end; ++step) {
-        wait(empty + 8 * stage, parity);
-        copy_w(step, stage);
-        copy_x(step, stage);
-        if (++stage == count) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
+    fill(part.begin, part.end, count, empty, copy_w, copy_x);
 }
 
 // A warpgroup's sums over the part's steps, of 64 features and the tile's rows.
