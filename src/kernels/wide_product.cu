@@ -5,20 +5,9 @@
 // have a part of K each and read one another's sums from shared memory, in the order of K; where K is whole, sums go out from registers. In a
 // block one warp copies and G warpgroups multiply, each 64 features. Weights are on their way before the work before this ends: the kernel
 // before must not write them, nor their scales or the bias.
-#include "cluster.cuh"
-#include "hopper.cuh"
-#include "mma.cuh"
-#include "scalar.cuh"
+#include "product.cuh"
 
 constexpr int MOST_STAGES = 32;
-
-struct Output {
-    bf16* at;
-    const bf16* bias;  // [N] or null; never of SwiGLU
-    long long leading;
-    int rows, features;
-    const float *x_scales, *w_scales;  // [R], [N]
-};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
