@@ -29,8 +29,8 @@ const ATTEMPT: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(2);
 /// The epoch of failures that a world begins with.
 pub(super) const FIRST_EPOCH: u64 = 1;
-/// How long a rank that ends waits for its farewell to be sent.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// How long a rank that ends waits until all it sent, its farewell last, is on its way.
+const FAREWELL: Duration = Duration::from_secs(10);
 
 /// The connection, and what came over it.
 #[derive(Debug)]

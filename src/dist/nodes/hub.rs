@@ -24,10 +24,12 @@ const PROOF: Duration = Duration::from_secs(5);
 const MAX_UNKNOWN: usize = 256;
 /// How often a hub says whom it still waits for.
 const SAY: Duration = Duration::from_secs(20);
+/// How long a hub that ends goes on serving ranks that have not left yet.
+const LAST_WORDS: Duration = Duration::from_secs(10);
 /// How long a hub that ends waits for others to hear it.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// The running hub. Dropped, it says farewell to all.
+/// The running hub. Dropped, it serves until all others have left, for ten seconds at most, and says farewell.
 #[derive(Debug)]
 pub(super) struct Hub {
     shared: Arc<Shared>,
@@ -71,15 +73,15 @@ impl Drop for Hub {
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::Relaxed);
         let _ = self.acceptor.take().map(JoinHandle::join);
+        // What this rank sent last may still be unread, and others may be exchanging what they need to end.
+        self.shared.await_readers(Instant::now() + LAST_WORDS, Switch::serves);
         let mut connections = self.shared.switch().close();
         let deadline = Instant::now() + FAREWELL;
         for connection in &mut connections {
             connection.leave(deadline.saturating_duration_since(Instant::now()));
         }
         // What others have sent is read first: a socket that is closed with unread bytes takes the farewell with it.
-        while self.shared.readers.load(Ordering::Relaxed) > 0 && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        self.shared.await_readers(deadline, |_| true);
         self.shared.is_deaf.store(true, Ordering::Relaxed);
     }
 }
@@ -87,6 +89,13 @@ impl Drop for Hub {
 impl Shared {
     fn switch(&self) -> MutexGuard<'_, Switch> {
         self.switch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until every connection has ended, no longer than until `deadline` and while `goes_on`.
+    fn await_readers(&self, deadline: Instant, goes_on: fn(&Switch) -> bool) {
+        while self.readers.load(Ordering::Relaxed) > 0 && Instant::now() < deadline && goes_on(&self.switch()) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 

@@ -82,6 +82,11 @@ impl Switch {
         self.layout.is_some()
     }
 
+    /// Whether ranks can still exchange anything: all have met, and none is lost.
+    pub(super) fn serves(&self) -> bool {
+        self.layout.is_some() && self.lost.is_none()
+    }
+
     /// Admits a rank, to a place that [`Switch::end`] names; none if it is refused, and all others with it, or if all are there: one
     /// that proves itself so late has been given up for another process under its number.
     pub(super) fn join(&mut self, greeting: &Greeting, connection: Connection) -> Option<u64> {

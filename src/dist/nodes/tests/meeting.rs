@@ -19,15 +19,22 @@ use crate::dist::shm::{Member, Segment};
 use crate::dist::{WorkerEnv, World, WorldOptions};
 use crate::error::{Error, ExitCode};
 
-/// The hub of two nodes of one rank each, and the ranks' ends, all of whom have met.
-fn two_that_met() -> (Option<Hub>, Client, Client) {
+/// The hub of nodes of one rank each, and the ranks' ends, all of whom have met.
+fn all_that_met(num_nodes: usize) -> (Option<Hub>, Vec<Client>) {
     let hub = TestHub::new();
-    let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
-    let served = hub.start(&first);
-    let (own, other) = (hub.join(&first, PATIENCE), hub.join(&second, PATIENCE));
-    for client in [&own, &other] {
+    let greetings: Vec<_> = (0..num_nodes).map(|rank| greeting((rank, num_nodes, 1))).collect();
+    let served = hub.start(&greetings[0]);
+    let clients: Vec<_> = greetings.iter().map(|greeting| hub.join(greeting, PATIENCE)).collect();
+    for client in &clients {
         client.await_welcome(Deadline::after(PATIENCE)).unwrap();
     }
+    (served, clients)
+}
+
+/// [`all_that_met`] on two nodes.
+fn two_that_met() -> (Option<Hub>, Client, Client) {
+    let (served, clients) = all_that_met(2);
+    let [own, other] = clients.try_into().unwrap();
     (served, own, other)
 }
 
@@ -213,6 +220,26 @@ fn who_waits_for_a_rank_that_has_ended_hears_of_its_end() {
     let Err(Stopped::Failed(failure)) = receive() else { panic!("nothing comes any more") };
     assert_eq!((failure.rank, &failure.message[..]), (1, "on node 1 (host1): its program has ended"));
     drop((own, served));
+}
+
+/// Other ranks may still have to exchange what they need to end.
+#[test]
+fn others_exchange_through_the_hub_while_rank_0_ends() {
+    let (served, clients) = all_that_met(3);
+    let [own, first, second]: [Client; 3] = clients.try_into().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || drop((own, served)));
+        let Err(Stopped::Failed(gone)) = first.receive(3, 0, Deadline::after(PATIENCE), || None) else { panic!() };
+        assert_eq!((gone.rank, &gone.message[..]), (0, "on node 0 (host0): its program has ended"));
+        for round in 0..500 {
+            for (from, to, rank) in [(&first, &second, 1), (&second, &first, 2)] {
+                from.relay(3, 3 - rank, round, vec![rank as u8]);
+                let received = to.receive(3, rank, Deadline::after(PATIENCE), || None).unwrap();
+                assert_eq!(received, (round, vec![rank as u8]));
+            }
+        }
+        drop((first, second));
+    });
 }
 
 #[test]
