@@ -88,7 +88,8 @@ fn every_operation_has_the_bits_of_one_node() {
 #[test]
 fn the_first_failure_reaches_the_ranks_of_all_nodes_and_they_go_on_after_agreeing() {
     testing::worlds_on_nodes((2, 2), PATIENCE, |world| {
-        let pair = world.subgroup("pair", &[world.rank() % 2, world.rank() % 2 + 2]).unwrap();
+        let pair = world.subgroup("pair", &[world.rank() % 2, world.rank() % 2 + 2]);
+        let pair = world.agree(pair).unwrap(); // all have it before one fails
         let sum = |group: &dyn Collective| -> Result<f64> {
             let mut tensor = Tensor::from_slice(&[group.ranks()[group.rank()] as f64]);
             group.all_reduce(&mut tensor, ReduceOp::Sum)?;
