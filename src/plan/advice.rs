@@ -1,8 +1,9 @@
 //! Advice where a run does not fit: every change is tried before it is advised.
 
+use std::rc::Rc;
+
 use serde_json::{Value, json};
 
-use super::choices::choose;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, Config, EngineShape, GradientCheckpointing, Quantization, divisors};
 use crate::error::{Error, Result};
@@ -10,8 +11,12 @@ use crate::migration::word;
 use crate::model::QuantizedBlock;
 use crate::rollout::{cache_kind, kv_block_bytes};
 
+mod trials;
+
 #[cfg(test)]
 mod tests;
+
+use trials::{TrialResult, Trials};
 
 /// Tokens of a prompt for which a context that is advised leaves room.
 pub(super) const LEAST_PROMPT_LENGTH: usize = 512;
@@ -46,7 +51,7 @@ impl MemoryShortage {
             Self::Memory(plan) => plan,
         };
         let (per_rank, available) = (human(plan.peak_bytes()), human(plan.room.available_bytes));
-        let advice = Advice { input, engine_weights }.find();
+        let advice = Advice { input, trials: Trials::new(input, engine_weights) }.find();
         let advice = advice.map(|changes| told(&changes, input));
         let message = if plan.fits_device() {
             let (swapped, ranks) = (plan.swapped_bytes(), input.world_size.local_ranks);
@@ -95,7 +100,7 @@ impl MemoryPlan {
 /// The search for changes, from those that cost least.
 struct Advice<'a> {
     input: &'a PlanInput<'a>,
-    engine_weights: &'a dyn Fn(&Config) -> Result<usize>,
+    trials: Trials<'a>,
 }
 
 impl Advice<'_> {
@@ -190,13 +195,13 @@ impl Advice<'_> {
             [changes].into_iter().chain(of_batch)
         });
         for changes in beside {
-            let tried = self.tried(&changes);
-            let conceded = match &tried {
+            let tried = self.trials.of(&changes);
+            let conceded = match &*tried {
                 TrialResult::Lacks(plan) if !plan.generation_fits() => self.conceded(plan, &changes, concession),
                 _ => None,
             };
             let (changes, tried) = conceded.unwrap_or((changes, tried));
-            match tried {
+            match &*tried {
                 TrialResult::Fits => return SearchResult::Fits(changes),
                 TrialResult::Lacks(plan) if plan.generation_fits() => match self.trainable(&changes) {
                     Some(changes) => return SearchResult::Fits(changes),
@@ -210,7 +215,7 @@ impl Advice<'_> {
 
     /// `changes` and no more sequences at once than a batch has, where more are configured.
     fn sequences_of_batch(&self, changes: &[KeySetting]) -> Option<Vec<KeySetting>> {
-        let config = self.changed(changes)?;
+        let config = self.trials.config(changes)?;
         let batch = config.validate_world(self.input.world_size.ranks).ok()?;
         let num_seqs = PlanInput { config: &config, batch, ..*self.input }.num_seqs();
         (num_seqs < config.max_num_seqs).then(|| [changes, &[("max_num_seqs", json!(num_seqs))]].concat())
@@ -222,7 +227,7 @@ impl Advice<'_> {
         plan: &MemoryPlan,
         changes: &[KeySetting],
         concession: Concession,
-    ) -> Option<(Vec<KeySetting>, TrialResult)> {
+    ) -> Option<(Vec<KeySetting>, Rc<TrialResult>)> {
         let with = |change: KeySetting| {
             let others = changes.iter().filter(|(key, _)| *key != change.0);
             others.cloned().chain([change.clone()]).collect::<Vec<_>>()
@@ -231,7 +236,7 @@ impl Advice<'_> {
         let fewer = |changes: &[KeySetting]| {
             let of = |num_seqs: usize| {
                 let changes = [changes, &[("max_num_seqs", json!(num_seqs))]].concat();
-                let tried = self.tried(&changes);
+                let tried = self.trials.of(&changes);
                 tried.has_room_to_generate().then_some((changes, tried))
             };
             let one = of(1)?;
@@ -244,7 +249,7 @@ impl Advice<'_> {
             Concession::Sequences => fewer(&others),
             Concession::Context => {
                 let changes = shorter(self.shorter(plan, changes)?);
-                let tried = self.tried(&changes);
+                let tried = self.trials.of(&changes);
                 Some((changes, tried))
             }
             Concession::Both => {
@@ -256,7 +261,7 @@ impl Advice<'_> {
     }
 
     fn shorter(&self, plan: &MemoryPlan, changes: &[KeySetting]) -> Option<usize> {
-        let config = self.changed(changes)?;
+        let config = self.trials.config(changes)?;
         let (spec, tp) = (self.input.engine_layers, config.tensor_parallel_size);
         plan.longest_that_fits(
             &config,
@@ -276,14 +281,14 @@ impl Advice<'_> {
         };
         let recomputed = |keep: &GradientCheckpointing| ("gradient_checkpointing", json!(keep.name()));
         let leaving = config.keeps_kv_cache().then(|| [changes, &[("carried_kv", json!("recompute"))]].concat());
-        if leaving.as_ref().is_some_and(|changes| matches!(self.tried(changes), TrialResult::Fits)) {
+        if leaving.as_ref().is_some_and(|changes| self.trials.of(changes).fits()) {
             return leaving;
         }
         [changes.to_vec()].into_iter().chain(leaving).find_map(|kept| {
             let mut last = kept.clone();
             for recomputed in more.iter().map(recomputed) {
                 last = [&kept[..], &[recomputed]].concat();
-                if matches!(self.tried(&last), TrialResult::Fits) {
+                if self.trials.of(&last).fits() {
                     return Some(last);
                 }
             }
@@ -293,34 +298,13 @@ impl Advice<'_> {
 
     /// Beside `changes`, the largest micro-batch that leaves the share of libtorch's cache, if a sequence fits in it.
     fn smaller_micro_batch(&self, mut changes: Vec<KeySetting>) -> Option<Vec<KeySetting>> {
-        let (config, TrialResult::Lacks(plan)) = (self.changed(&changes)?, self.tried(&changes)) else { return None };
+        let (config, tried) = (self.trials.config(&changes)?, self.trials.of(&changes));
+        let TrialResult::Lacks(plan) = &*tried else { return None };
         let tokens = plan.largest_micro_batch(&PlanInput { config: &config, ..*self.input });
         let longest = config.max_completion_length + config.max_prompt_length.unwrap_or(1);
         changes.push(("max_tokens_per_micro_batch", json!(tokens)));
         let is_enough = (longest..config.max_tokens_per_micro_batch).contains(&tokens);
-        (is_enough && matches!(self.tried(&changes), TrialResult::Fits)).then_some(changes)
-    }
-
-    /// Plans the run with `changes`.
-    fn tried(&self, changes: &[KeySetting]) -> TrialResult {
-        let Some(config) = self.changed(changes) else { return TrialResult::Refused };
-        let Ok(engine_weight_bytes) = (self.engine_weights)(&config) else { return TrialResult::Refused };
-        let Ok(batch) = config.validate_world(self.input.batch.world_size) else { return TrialResult::Refused };
-        match choose(&PlanInput { config: &config, batch, engine_weight_bytes, ..*self.input }) {
-            Ok(_) => TrialResult::Fits,
-            Err(MemoryShortage::Memory(plan)) => TrialResult::Lacks(plan),
-            Err(MemoryShortage::Value(_)) => TrialResult::Refused,
-        }
-    }
-
-    /// The run with `changes`, if its keys agree and the model can be cut so.
-    fn changed(&self, changes: &[KeySetting]) -> Option<Config> {
-        let changed = |(key, value): (String, Value)| {
-            let change = changes.iter().find(|(changed, _)| *changed == key);
-            (key, change.map_or(value, |(_, value)| value.clone()))
-        };
-        let config = Config::from_entries(self.input.config.entries().into_iter().map(changed)).ok()?;
-        self.input.table.spec.validate_tp(config.tensor_parallel_size).is_ok().then_some(config)
+        (is_enough && self.trials.of(&changes).fits()).then_some(changes)
     }
 }
 
@@ -337,24 +321,6 @@ impl Concession {
     const ALL: [Self; 4] = [Self::Nothing, Self::Sequences, Self::Context, Self::Both];
 }
 
-/// The result of trying changes.
-enum TrialResult {
-    Fits,
-    Lacks(Box<MemoryPlan>),
-    /// The configuration does not allow them.
-    Refused,
-}
-
-impl TrialResult {
-    fn has_room_to_generate(&self) -> bool {
-        match self {
-            Self::Fits => true,
-            Self::Lacks(plan) => plan.generation_fits(),
-            Self::Refused => false,
-        }
-    }
-}
-
 /// The result of trying all that goes with some changes.
 enum SearchResult {
     Fits(Vec<KeySetting>),
@@ -365,7 +331,6 @@ enum SearchResult {
 
 /// `set a = 1 and b = 2 (what that means)`.
 fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
-    let each: Vec<String> = changes.iter().map(|(key, to)| format!("{key} = {}", word(to))).collect();
     let meanings = changes.iter().filter_map(|(key, to)| match *key {
         "lora.r" => Some("adapters alone train".to_owned()),
         "tensor_parallel_size" => Some("ranks of an engine share its weights and its cache".to_owned()),
@@ -379,5 +344,11 @@ fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
     });
     let meanings: Vec<String> = meanings.collect();
     let meant = if meanings.is_empty() { String::new() } else { format!(" ({})", meanings.join("; ")) };
-    format!("set {}{meant}", each.join(" and "))
+    format!("set {}{meant}", settings(changes))
+}
+
+/// `a = 1 and b = 2`.
+fn settings(changes: &[KeySetting]) -> String {
+    let each: Vec<String> = changes.iter().map(|(key, to)| format!("{key} = {}", word(to))).collect();
+    each.join(" and ")
 }

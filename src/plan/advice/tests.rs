@@ -247,7 +247,7 @@ fn nothing_moves_for_a_cache_that_no_run_fills() {
 fn engines_are_tried_in_sizes_that_divide_the_model_and_a_node() {
     let sizes = |num_nodes, nproc, run: &str| {
         let machine = Machine { num_nodes, nproc, gpu_gib: 80, host_gib: 512 };
-        let sizes = |input: &PlanInput<'_>| Advice { input, engine_weights: &|_| Ok(0) }.engine_sizes();
+        let sizes = |input: &PlanInput<'_>| Advice { input, trials: Trials::new(input, &|_| Ok(0)) }.engine_sizes();
         with_input("qwen2.5-7b", machine, &keys(run), sizes).unwrap()
     };
     assert_eq!(sizes(1, 4096, ""), [1, 2, 4]);
