@@ -177,7 +177,7 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
     let placement = Placement::new(config.device, config.dtype)?;
     let watch = Supervision::new(config.collective_timeout_s, &config.heartbeat);
     distributed(&args.launch, watch, placement.on_cuda, |world| {
-        let result = bench_step(&bench, world.clone())?;
+        let (result, _trainer) = bench_step(&bench, world.clone())?;
         print_first(&world, result)
     })
 }

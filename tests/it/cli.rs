@@ -265,6 +265,14 @@ fn each_benchmark_prints_one_json_line() {
         let lines = json_lines(&stdout_of(line));
         assert_eq!(lines.len(), 1, "{line}");
         assert!(lines[0]["tokens_per_second"].as_f64().is_some_and(|rate| rate > 0.0), "{line}");
+        if let Some(phases) = lines[0]["phases_by_step_s"].as_array() {
+            let within = |(phases, seconds): (&serde_json::Value, &serde_json::Value)| {
+                let generate = phases["generate"].as_f64().unwrap();
+                generate > 0.0 && generate < seconds.as_f64().unwrap()
+            };
+            let seconds = lines[0]["step_times"].as_array().unwrap();
+            assert!(phases.len() == seconds.len() && phases.iter().zip(seconds).all(within), "{line}: {}", lines[0]);
+        }
     }
     let folder = tempfile::tempdir().unwrap();
     let traced = "bench step --preset micro --steps 1 --prompts 2 --group 2 --nproc 2 device=cpu trace=true";

@@ -147,11 +147,12 @@ impl StepBench {
     }
 }
 
-/// Runs it; collective over the world. The first rank also writes a table to stderr.
+/// Runs it; collective over the world. The first rank also writes a table to stderr. The trainer comes back too, as giving its
+/// pinned memory back takes a while: a caller tells the result first.
 ///
 /// # Errors
 /// What the plan refuses; out of memory.
-pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
+pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Trainer)> {
     let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
     let config = bench.config(world.size())?;
     let limits = GpuLimits::of(world.device())?;
@@ -183,10 +184,11 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     let mut result = report.result(config.roles(world.size())?);
     result["load_s"] = json!(load_s);
     result["step_times"] = json!(steps.iter().map(|values| values["step_time"]).collect::<Vec<_>>());
+    result["phases_by_step_s"] = json!(steps.iter().map(report::phases).collect::<Vec<_>>());
     result["peak_by_rank"] = json!(peaks);
     result["plan"] = plan_of(trainer.plan());
     result["predicted_tensor_bytes"] = json!(bench.predicted_bytes(&config, &trainer, world.size())?);
-    Ok(result)
+    Ok((result, trainer))
 }
 
 fn plan_of(plan: &MemoryPlan) -> Value {

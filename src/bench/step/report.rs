@@ -9,6 +9,7 @@ use super::StepBench;
 use crate::bench::limits::GpuLimits;
 use crate::config::{Config, Mode, Roles};
 use crate::dist::World;
+use crate::metrics::MetricValues;
 use crate::phase::Phase;
 use crate::plan::MemoryPlan;
 
@@ -48,8 +49,6 @@ impl StepReport<'_> {
             / train_s
             / roles.num_trainers as f64
             / 1e12;
-        let phases: BTreeMap<&str, f64> =
-            Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?))).collect();
         let other: BTreeMap<&String, f64> = (medians.iter())
             .filter(|(name, _)| {
                 ["transition/", "perf/", "timing_s/exposed", "timing_s/idle_", "partial_rollout/"]
@@ -83,7 +82,7 @@ impl StepReport<'_> {
             "completion_spread": bench.completion_spread,
             "overrides": bench.overrides,
             "step_s": step_s,
-            "phases_s": phases,
+            "phases_s": phases(medians),
             "floors_s": floors.iter().map(|(phase, seconds)| (phase.name(), *seconds)).collect::<BTreeMap<_, _>>(),
             "unphased_s": self.unphased(),
             "transition_s": transition_s,
@@ -123,7 +122,7 @@ impl StepReport<'_> {
     }
 
     fn seconds(&self, phase: Phase) -> Option<f64> {
-        self.medians.get(&format!("timing_s/{}", phase.name())).copied()
+        seconds(self.medians, phase)
     }
 
     fn sum(&self, phases: &[Phase]) -> f64 {
@@ -135,4 +134,13 @@ impl StepReport<'_> {
     fn unphased(&self) -> Option<f64> {
         (self.config.mode == Mode::Colocated).then(|| self.medians["step_time"] - self.sum(Phase::ALL))
     }
+}
+
+/// Seconds of each phase that a step had.
+pub(super) fn phases(values: &MetricValues) -> BTreeMap<&'static str, f64> {
+    Phase::ALL.iter().filter_map(|phase| Some((phase.name(), seconds(values, *phase)?))).collect()
+}
+
+fn seconds(values: &MetricValues, phase: Phase) -> Option<f64> {
+    values.get(&format!("timing_s/{}", phase.name())).copied()
 }
