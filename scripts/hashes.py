@@ -45,6 +45,7 @@ iterations2         2  num_iterations=2 steps_per_generation=2 max_steps=4 epsil
 unshared-prompts    2  share_prompts=false
 recompute-selective 1  gradient_checkpointing=selective
 recompute-full      2  gradient_checkpointing=full zero.stage=3
+fp8                 2  zero.stage=2 mixed_precision=fp8 rollout_quantization=fp8
 resident            2  residency.optimizer=resident
 stream              2  residency.optimizer=stream gpu
 reference-resident  2  beta=0.04 residency.reference=resident

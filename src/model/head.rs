@@ -4,9 +4,10 @@ use tch::{Kind, Tensor};
 
 use super::views::HeadParams;
 use crate::error::Result;
+use crate::ops::embedding;
 use crate::ops::head::{self, HeadSaved, TopScores, TopTokens};
+use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
-use crate::ops::{embedding, linear};
 use crate::torch::accumulation_kind;
 
 /// Rows that are scored at once: on a GPU half a gigabyte of float32 logits in whole tiles of its products, on a CPU what
@@ -89,9 +90,20 @@ pub fn head_logits(
     Ok(linear::forward(&normed, table, None)?.f_to_kind(Kind::Float)?)
 }
 
+/// Where the gradients of the head go.
+#[derive(Debug)]
+pub struct HeadSums<'a> {
+    /// That of the final norm is added here. `[D]`
+    pub final_norm: &'a mut Tensor,
+    /// That of the table, the head's own or the embedding's. `[V, D]`
+    pub table: &'a mut Tensor,
+    /// What the table's is added to.
+    pub onto: Onto,
+}
+
 /// dx `[num_tokens, D]`, of the weights' kind, from the gradients of log-probabilities and, where given, of entropies and of the
 /// log-probabilities of the tokens that `scoring.top` gives by their ids. The gradients
-/// of the norm `[D]` and of the table [V, D] are added in place, unless both are frozen.
+/// of the norm and of the table go to `sums`, unless both are frozen.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -105,13 +117,13 @@ pub fn head_backward(
     dlogprobs: &Tensor,        // [C]
     dentropy: Option<&Tensor>, // [C]
     dtop: Option<&Tensor>,     // [C, K]
-    gradients: Option<(&mut Tensor, &mut Tensor)>,
+    sums: Option<HeadSums<'_>>,
 ) -> Result<Tensor> {
     let SavedHead { hidden, normed, rstd, head } = saved;
     let (targets, temperature) = (scoring.targets, scoring.temperature);
     let mut unread = Tensor::f_zeros(w.final_norm.size(), (accumulation_kind(hidden.kind()), hidden.device()))?;
-    let (d_final_norm, d_table) = match gradients {
-        Some((d_final_norm, d_table)) => (d_final_norm, Some(d_table)),
+    let (d_final_norm, d_table) = match sums {
+        Some(HeadSums { final_norm, table, onto }) => (final_norm, Some((table, onto))),
         None => (&mut unread, None),
     };
     let top = match scoring.top {

@@ -47,7 +47,7 @@ pub use export::export_folder;
 pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
-pub use head::{ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};
+pub use head::{HeadSums, ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub(crate) use json::{is_model_folder, model_within};
 pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};

@@ -19,6 +19,7 @@ use tch::Tensor;
 
 use super::lora::LoraSpec;
 use super::spec::{ModelSpec, product};
+use crate::error::Result;
 
 /// Parameters start on multiples of this many elements, and so do shards: a block of 8-bit moments never crosses either.
 pub const ALIGNMENT: usize = 256;
@@ -147,6 +148,21 @@ impl UnitLayout {
         let ends = self.params.iter().map(|param| param.offset + param.numel());
         let starts = self.params.iter().skip(1).map(|param| param.offset).chain([self.len]);
         ends.zip(starts).map(|(end, start)| end..start).filter(|padding| !padding.is_empty())
+    }
+
+    /// Sets all elements of the unit's flat tensor `[len]` to zero, but for the parameters that `is_kept` names.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`].
+    pub fn zero_others(&self, flat: &Tensor, is_kept: &dyn Fn(ParamName) -> bool) -> Result<()> {
+        let mut start = 0;
+        let kept = self.params.iter().filter(|param| is_kept(param.name));
+        let kept = kept.map(|param| param.offset..param.offset + param.numel());
+        for Range { start: end, end: next } in kept.chain(std::iter::once(self.len..self.len)) {
+            let _ = flat.narrow(0, start as i64, (end - start) as i64).f_zero_()?;
+            start = next;
+        }
+        Ok(())
     }
 
     /// The parameter as a view of the unit's flat tensor `[len]`, if the unit has it.

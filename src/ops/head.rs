@@ -6,7 +6,8 @@ mod slices;
 use crate::cuda::kernels::{self, HeadRows};
 use crate::cuda::{OpCost, timed};
 use crate::error::Result;
-use crate::ops::{linear, try_map};
+use crate::ops::linear::{self, Onto};
+use crate::ops::try_map;
 use crate::torch::{accumulation_kind, scalar};
 use tch::{Device, Kind, Tensor};
 
@@ -142,7 +143,7 @@ impl TopParts {
     }
 }
 
-/// d_hidden, and d_weight added in place unless the weight is frozen, from the gradients of the log-probabilities and, where
+/// d_hidden, and d_weight written or added in place unless the weight is frozen, from the gradients of the log-probabilities and, where
 /// given, the entropies and the `top` tokens, which are ids with the gradients of their log-probabilities:
 /// d_logits = (sum over tokens of dlogprob * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
 ///
@@ -155,10 +156,10 @@ pub fn backward(
     targets: &Tensor, // [C] i64
     temperature: f64,
     saved: HeadSaved,
-    dlogprobs: &Tensor,               // [C]
-    dentropy: Option<&Tensor>,        // [C]
-    top: Option<(&Tensor, &Tensor)>,  // [C, K] i64, [C, K]
-    mut dweight: Option<&mut Tensor>, // [V, D]
+    dlogprobs: &Tensor,                       // [C]
+    dentropy: Option<&Tensor>,                // [C]
+    top: Option<(&Tensor, &Tensor)>,          // [C, K] i64, [C, K]
+    mut dweight: Option<(&mut Tensor, Onto)>, // [V, D]
 ) -> Result<Tensor> {
     let (count, kind) = (hidden.size()[0], saved.entropy.kind());
     let (dlogprobs, dentropy) = (dlogprobs.f_to_kind(kind)?, dentropy.map(|d| d.f_to_kind(kind)).transpose()?);
@@ -169,11 +170,14 @@ pub fn backward(
         None => dlogprobs.shallow_clone(),
     };
     // A weight's gradient is large, and chunks of tokens each read and write it.
-    if let (None, None, Some(dweight)) = (&saved.logits, top, &mut dweight)
+    if let (None, None, Some((dweight, onto))) = (&saved.logits, top, &mut dweight)
         && count > saved.chunk_tokens
     {
         let gradients = (&dlogprobs, dentropy.as_ref());
-        return slices::backward([hidden, weight, targets], temperature, &saved, gradients, dweight);
+        return slices::backward([hidden, weight, targets], temperature, &saved, gradients, (dweight, *onto));
+    }
+    if let (0, Some((dweight, Onto::Nothing))) = (count, &mut dweight) {
+        let _ = dweight.f_zero_()?;
     }
     let d_hidden = hidden.f_empty_like()?;
     let mut kept = saved.logits;
@@ -215,8 +219,9 @@ pub fn backward(
         }
         let d_logits = d_logits.f_to_kind(weight.kind())?;
         linear::backward_input_into(&d_logits, weight, &rows(&d_hidden))?;
-        if let Some(dweight) = &mut dweight {
-            linear::accumulate_weight(&d_logits, &rows(hidden), dweight)?;
+        if let Some((dweight, onto)) = &mut dweight {
+            linear::weight_gradient(&d_logits, &rows(hidden), dweight, *onto)?;
+            *onto = Onto::Sum;
         }
     }
     Ok(d_hidden)
@@ -296,7 +301,7 @@ mod tests {
                     &d_logprobs,
                     dentropy,
                     None,
-                    Some(&mut dweight),
+                    Some((&mut dweight, Onto::Sum)),
                 )
                 .unwrap();
                 assert_close(&d, &grads[0]);
@@ -339,7 +344,7 @@ mod tests {
                 &d_logprobs,
                 Some(&d_entropy),
                 top,
-                Some(&mut dweight),
+                Some((&mut dweight, Onto::Sum)),
             )
             .unwrap();
             assert_close(&d, &grads[0]);
@@ -355,8 +360,18 @@ mod tests {
         let mut dweight = rand(&[9, 4]);
         let before = dweight.copy();
         let top = out.top.as_ref().map(|top| (&top.ids, &top.logprobs));
-        let d =
-            backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, top, Some(&mut dweight)).unwrap();
+        let d = backward(
+            &hidden,
+            &weight,
+            &targets,
+            1.0,
+            out.saved,
+            &out.logprobs,
+            None,
+            top,
+            Some((&mut dweight, Onto::Sum)),
+        )
+        .unwrap();
         assert_eq!(d.size(), [0, 4]);
         assert!(dweight.equal(&before));
     }
@@ -376,7 +391,7 @@ mod tests {
             &out.logprobs,
             None,
             None,
-            Some(&mut dweight),
+            Some((&mut dweight, Onto::Sum)),
         )
         .unwrap();
         assert_eq!(d.kind(), Kind::BFloat16);

@@ -10,6 +10,15 @@ use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::torch::accumulation_kind;
 
+/// What the product that is a weight's gradient is added to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Onto {
+    /// Nothing: it is written to memory whose values are not read.
+    Nothing,
+    /// The sum that is there.
+    Sum,
+}
+
 /// y = x w^T + bias.
 ///
 /// # Errors
@@ -121,7 +130,23 @@ pub fn accumulate_weight(
     x: &Tensor,      // [T, K]
     dw: &mut Tensor, // [N, K]
 ) -> Result<()> {
-    let run = || add_product(dw, &dy.tr(), x);
+    weight_gradient(dy, x, dw, Onto::Sum)
+}
+
+/// dw = dy^T x, or dw += dy^T x. On a CPU the first is to the bit what the second makes of zeros.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn weight_gradient(
+    dy: &Tensor,     // [T, N]
+    x: &Tensor,      // [T, K]
+    dw: &mut Tensor, // [N, K]
+    onto: Onto,
+) -> Result<()> {
+    let run = || match onto {
+        Onto::Nothing => write_product(dw, &dy.tr(), x),
+        Onto::Sum => add_product(dw, &dy.tr(), x),
+    };
     Ok(timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), run)?)
 }
 
@@ -152,6 +177,21 @@ fn add_product(
         sum.f_add_(&a.f_mm(b)?)?
     };
     Ok(())
+}
+
+/// out = a b, made as [`add_product`] makes it; what is in `out` is not read.
+fn write_product(
+    out: &mut Tensor, // [M, N]
+    a: &Tensor,       // [M, K]
+    b: &Tensor,       // [K, N]
+) -> Result<(), TchError> {
+    if out.kind() == a.kind() {
+        return a.f_mm_out(out, b).map(drop);
+    }
+    if sums_wide(a, out.kind()) {
+        return a.f_mm_dtype_out(out, b, out.kind()).map(drop);
+    }
+    out.f_copy_(&a.f_mm(b)?)
 }
 
 fn product<T>(work: impl FnOnce() -> OpCost, run: impl FnOnce() -> Result<T, TchError>) -> Result<T> {
@@ -213,6 +253,27 @@ mod tests {
         accumulate_weight(&dy, &x, &mut dw).unwrap();
         let exact = dy.to_kind(tch::Kind::Float).tr().mm(&x.to_kind(tch::Kind::Float));
         assert!(f64::try_from((&dw - &exact).abs().max() / exact.abs().max()).unwrap() < 0.01);
+    }
+
+    /// Of all kinds that sums have, of few tokens and of more than a block of a processor's product has, in rows of their own and in
+    /// every second one.
+    #[test]
+    fn a_written_gradient_is_what_is_added_to_zeros() {
+        let kinds = [Kind::Double, Kind::Float, Kind::BFloat16].map(|kind| (kind, kind));
+        for (kind, wide) in kinds.into_iter().chain([(Kind::BFloat16, Kind::Float), (Kind::Float, Kind::BFloat16)]) {
+            for [tokens, rows, columns] in [[0, 4, 3], [1, 5, 7], [3, 130, 17], [2500, 66, 130]] {
+                let [dy, x] = [[tokens, rows], [tokens, columns]].map(|size| rand(&size).to_kind(kind));
+                for step in [1, 2] {
+                    let gradient = |fill: f64, onto| {
+                        let flat = Tensor::full([rows, step, columns], fill, (wide, tch::Device::Cpu));
+                        weight_gradient(&dy, &x, &mut flat.select(1, step - 1), onto).unwrap();
+                        flat.select(1, step - 1)
+                    };
+                    let [added, written] = [gradient(0.0, Onto::Sum), gradient(f64::NAN, Onto::Nothing)];
+                    assert!(added.equal(&written), "{kind:?} to {wide:?}, {tokens} x {rows} x {columns}, step {step}");
+                }
+            }
+        }
     }
 
     /// Beside a residual 1000 times as large, bfloat16 would keep nothing of the product.

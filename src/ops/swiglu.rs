@@ -6,6 +6,7 @@
 use tch::Tensor;
 
 use super::fp8::{self, Fp8Rows, Rows};
+use super::linear::Onto;
 use super::{linear, try_map};
 use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
@@ -157,21 +158,22 @@ impl GateUp {
         Ok((d_gate_up, weighted(&act)?, d_weights))
     }
 
-    /// dw += self^T x, of gradients.
+    /// dw = self^T x, or dw += self^T x, of gradients.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
-    pub fn accumulate_weight(
+    pub fn weight_gradient(
         &self,
         x: &Tensor,      // [T, D]
         dw: &mut Tensor, // [2 F, D]
+        onto: Onto,
     ) -> Result<()> {
         match self {
-            GateUp::Interleaved(d) => linear::accumulate_weight(d, x, dw),
+            GateUp::Interleaved(d) => linear::weight_gradient(d, x, dw, onto),
             GateUp::Split { gate, up } => {
                 let [mut d_gate, mut d_up] = halves(dw);
-                linear::accumulate_weight(gate, x, &mut d_gate)?;
-                linear::accumulate_weight(up, x, &mut d_up)
+                linear::weight_gradient(gate, x, &mut d_gate, onto)?;
+                linear::weight_gradient(up, x, &mut d_up, onto)
             }
         }
     }
@@ -232,7 +234,7 @@ mod tests {
         assert_close(&of_weights.backward_input(&w).unwrap(), &of_dy.backward_input(&w).unwrap());
         let mut dw = rand(&[12, 3]);
         let before = dw.copy();
-        d.accumulate_weight(&x, &mut dw).unwrap();
+        d.weight_gradient(&x, &mut dw, Onto::Sum).unwrap();
         assert_close(&dw, &(before + &grads[1]));
     }
 }

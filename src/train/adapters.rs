@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use super::gradients::UnitSum;
 use super::weights::Weights;
 use crate::error::Result;
 use crate::model::{BlockLora, BlockParams, LoraSpec, ModelSpec, Unit, UnitLayout};
@@ -73,8 +74,9 @@ impl Adapters {
     }
 
     /// The gradients that a block's backward adds to, before [`Adapters::end_gradients`].
-    pub(crate) fn gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockParams> {
-        let gradients = BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), flat)?;
+    pub(crate) fn gradients(&self, layer: usize, sum: &UnitSum) -> Result<BlockParams> {
+        sum.zero_others(self.layout(layer), &|_| false)?;
+        let gradients = BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), &sum.flat)?;
         Ok(BlockParams::default().with_adapters(gradients))
     }
 

@@ -2,6 +2,7 @@
 //! backward ends, beside the next unit's.
 
 use std::collections::VecDeque;
+use std::mem;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
@@ -10,7 +11,8 @@ use super::sharding::{Sharding, narrow};
 use crate::dist::{ReduceOp, Work};
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind};
-use crate::model::{ParamTable, Unit};
+use crate::model::{ParamName, ParamTable, Unit, UnitLayout};
+use crate::ops::linear::Onto;
 use crate::ops::norm;
 use crate::torch;
 
@@ -23,6 +25,25 @@ pub(crate) struct GradientKinds {
     pub reduced: Kind,
 }
 
+/// Memory that a backward of a unit adds its gradients to.
+#[derive(Debug)]
+pub(crate) struct UnitSum {
+    pub flat: Tensor, // [len]
+    /// Nothing was added yet: values are of anything, and count only where they are set.
+    pub is_new: bool,
+}
+
+impl UnitSum {
+    /// Sets new memory to zero, but for the parameters that `is_written` names. What products are to be added to in those.
+    pub(crate) fn zero_others(&self, layout: &UnitLayout, is_written: &dyn Fn(ParamName) -> bool) -> Result<Onto> {
+        if !self.is_new {
+            return Ok(Onto::Sum);
+        }
+        layout.zero_others(&self.flat, is_written)?;
+        Ok(Onto::Nothing)
+    }
+}
+
 /// Sums of gradients since the last step.
 #[derive(Debug)]
 pub(crate) struct Gradients {
@@ -31,6 +52,7 @@ pub(crate) struct Gradients {
     kinds: GradientKinds,
     device: Device,
     units: Vec<Option<Tensor>>, // [len], or [len / S] where gradients are scattered; None is zero
+    stale: Vec<bool>,           // the unit's memory has sums of before the last step, and counts as zero
     reductions: VecDeque<Work>, // under way, the oldest first
     finishing: bool,            // the backward under way is the last before the step
     finished: Vec<bool>,        // what this rank owns of the unit is summed over all ranks
@@ -40,8 +62,8 @@ impl Gradients {
     /// No memory is taken before the first backward.
     pub(crate) fn new(table: Arc<ParamTable>, sharding: Sharding, kinds: GradientKinds, device: Device) -> Self {
         let units = table.units.iter().map(|_| None).collect();
-        let finished = vec![false; table.units.len()];
-        Self { table, sharding, kinds, device, units, reductions: VecDeque::new(), finishing: false, finished }
+        let [stale, finished] = [(); 2].map(|()| vec![false; table.units.len()]);
+        Self { table, sharding, kinds, device, units, stale, reductions: VecDeque::new(), finishing: false, finished }
     }
 
     /// The backward that follows is the last before the step: what is left to reduce goes as each unit ends.
@@ -49,11 +71,11 @@ impl Gradients {
         self.finishing = true;
     }
 
-    /// A whole unit [len] to accumulate one backward in; give it back to [`Gradients::end`].
+    /// A whole unit to accumulate one backward in; give its memory back to [`Gradients::end`].
     ///
     /// # Errors
     /// `InvalidArgument` after the unit's last backward before the step.
-    pub(crate) fn begin(&mut self, unit: Unit) -> Result<Tensor> {
+    pub(crate) fn begin(&mut self, unit: Unit) -> Result<UnitSum> {
         let index = self.table.index(unit);
         if self.finished[index] {
             let expected = "the step, or gradients dropped: the last backward was announced".into();
@@ -80,18 +102,20 @@ impl Gradients {
         self.reductions.drain(..num_before).try_for_each(Work::hold_libtorch)
     }
 
-    /// The kept sum of a unit, or zeros where it is scattered at the end.
-    fn whole(&mut self, index: usize) -> Result<Tensor> {
-        if let Some(sum) = self.units[index].as_ref().filter(|_| self.sharding.keeps_gradients) {
-            return Ok(sum.shallow_clone());
-        }
+    /// The kept sum of a unit, or memory for one that is new. There a build that checks itself shows what nobody sets: it is not a number.
+    fn whole(&mut self, index: usize) -> Result<UnitSum> {
+        let kept = self.units[index].as_ref().filter(|_| self.sharding.keeps_gradients).map(Tensor::shallow_clone);
+        let is_new = mem::take(&mut self.stale[index]) || kept.is_none();
         let len = self.table.units[index].len as i64;
-        let zeros = Tensor::f_zeros([len], (self.kinds.accumulated, self.device))?;
+        let flat = kept.map_or_else(|| Tensor::f_empty([len], (self.kinds.accumulated, self.device)), Ok)?;
+        if is_new && cfg!(debug_assertions) {
+            let _ = flat.shallow_clone().f_fill_(f64::NAN)?;
+        }
         if self.sharding.keeps_gradients {
-            self.units[index] = Some(zeros.shallow_clone());
+            self.units[index] = Some(flat.shallow_clone());
             self.account();
         }
-        Ok(zeros)
+        Ok(UnitSum { flat, is_new })
     }
 
     /// Adds the shard group's sum of this rank's slice of `whole` to what was there.
@@ -122,6 +146,9 @@ impl Gradients {
             let kept_len = if self.sharding.keeps_gradients { len } else { self.sharding.slice(len).len() };
             self.units[index] = Some(Tensor::f_zeros([kept_len as i64], (self.kinds.accumulated, self.device))?);
             self.account();
+        }
+        if mem::take(&mut self.stale[index]) {
+            let _ = self.units[index].as_mut().expect("stale memory is there").f_zero_()?;
         }
         self.finished[index] = true;
         let (sharding, kind) = (&self.sharding, self.kinds.reduced);
@@ -194,22 +221,19 @@ impl Gradients {
     }
 
     /// Forgets all sums and keeps the memory where gradients are whole; slices start anew from the next backward's.
-    pub(crate) fn zero(&mut self) -> Result<()> {
+    pub(crate) fn zero(&mut self) {
         if !self.sharding.keeps_gradients {
-            self.free();
-            return Ok(());
+            return self.free();
         }
         self.restart();
-        for unit in self.units.iter_mut().flatten() {
-            let _ = unit.f_zero_()?;
-        }
-        Ok(())
+        self.stale.iter_mut().zip(&self.units).for_each(|(stale, unit)| *stale = unit.is_some());
     }
 
     /// Forgets all sums and frees the memory.
     pub(crate) fn free(&mut self) {
         self.restart();
         self.units.iter_mut().for_each(|unit| *unit = None);
+        self.stale.fill(false);
         self.account();
     }
 
@@ -228,5 +252,41 @@ impl Gradients {
 impl Drop for Gradients {
     fn drop(&mut self) {
         self.free();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dist::World;
+    use crate::model::ModelSpec;
+
+    /// Sums of before a step are zero behind it, whether a backward of their unit came since or not.
+    #[test]
+    fn a_step_forgets_what_was_added() {
+        let table = Arc::new(ParamTable::new(Arc::new(ModelSpec::preset("micro").unwrap()), 1));
+        let mesh = World::single().mesh(1, 1).unwrap();
+        let sharding = Sharding::new(&table, &mesh, 0).unwrap();
+        let kinds = GradientKinds { accumulated: Kind::Float, reduced: Kind::Float };
+        let mut gradients = Gradients::new(table.clone(), sharding, kinds, Device::Cpu);
+        let mut most = |units: &[Unit]| {
+            for &unit in units {
+                let sum = gradients.begin(unit).unwrap();
+                assert!(sum.is_new);
+                assert_eq!(sum.zero_others(table.unit(unit), &|_| false).unwrap(), Onto::Nothing);
+                let _ = sum.flat.shallow_clone().fill_(3.0);
+                gradients.end(unit, sum.flat).unwrap();
+                let sum = gradients.begin(unit).unwrap();
+                assert_eq!(sum.zero_others(table.unit(unit), &|_| false).unwrap(), Onto::Sum);
+                gradients.end(unit, sum.flat).unwrap();
+            }
+            let sums = gradients.reduce().unwrap();
+            gradients.zero();
+            sums.iter().map(|sum| sum.abs().max().double_value(&[])).collect::<Vec<_>>()
+        };
+        let all: Vec<Unit> = table.units.iter().map(|layout| layout.unit).collect();
+        assert!(most(&all[1..]).iter().zip([0.0].into_iter().chain(std::iter::repeat(3.0))).all(|(a, b)| *a == b));
+        assert!(most(&[]).iter().all(|most| *most == 0.0));
+        assert_eq!(most(&all[..1])[..2], [3.0, 0.0]);
     }
 }

@@ -6,7 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::adapters::{AdapterUse, Adapters};
-use super::gradients::Gradients;
+use super::gradients::{Gradients, UnitSum};
 use super::micro_batch::MicroBatch;
 use super::precision;
 use super::routes::PassRoutes;
@@ -14,11 +14,13 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedMixer, Routes, SavedBlock, ScoredTokens,
-    Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward, head_logits,
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, HeadSums, ModelSpec, PackedMixer, ParamName, Routes,
+    SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward,
+    head_logits,
 };
 use crate::ops::embedding;
 use crate::ops::head::{TopScores, TopTokens};
+use crate::ops::linear::Onto;
 use crate::ops::rope::{Rope, RopeRows};
 
 /// How a network computes.
@@ -156,8 +158,12 @@ impl Network {
         let dhidden = self.head_backward(&pass, &hidden, Some((gradients, open.as_ref())), loss)?;
         let dx = self.blocks_backward(&pass, dhidden, saved, gradients)?;
         let flat = match open {
-            Some(flat) => flat,
-            None => gradients.begin(Unit::Embedding)?,
+            Some(sum) => sum.flat,
+            None => {
+                let sum = gradients.begin(Unit::Embedding)?;
+                sum.zero_others(self.layout(Unit::Embedding), &|_| false)?;
+                sum.flat
+            }
         };
         let mut table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
         embedding::accumulate(&dx, &micro_batch.token_ids, &mut table)?;
@@ -199,8 +205,7 @@ impl Network {
         for (layer, saved) in saved.into_iter().enumerate().rev() {
             let upcoming = upcoming(self.spec(), Unit::Block(layer), true);
             let block = self.block(layer, &upcoming, pass.adapter_use)?;
-            let flat = gradients.begin(Unit::Block(layer))?;
-            let mut block_gradients = self.block_gradients(layer, &flat)?;
+            let (flat, mut block_gradients) = self.begin_block(layer, gradients)?;
             let context = BlockContext {
                 spec: self.spec(),
                 rope: &pass.rope,
@@ -222,18 +227,21 @@ impl Network {
         &mut self,
         pass: &Pass<'_>,
         hidden: &Tensor,
-        gradients: Option<(&mut Gradients, Option<&Tensor>)>,
+        gradients: Option<(&mut Gradients, Option<&UnitSum>)>,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<Tensor> {
         let head = self.head(&upcoming(self.spec(), Unit::Head, true))?;
-        let open = match gradients {
-            Some((gradients, embedding)) => Some((gradients.begin(Unit::Head)?, gradients, embedding)),
+        let mut open = match gradients {
+            Some((gradients, embedding)) => {
+                let own = gradients.begin(Unit::Head)?;
+                let sums = self.begin_head(&own, embedding, pass.micro_batch.is_empty())?;
+                Some((own.flat, sums, gradients))
+            }
             None => None,
         };
         let dhidden = if pass.micro_batch.is_empty() {
             self.no_gradient(hidden)?
         } else {
-            let mut d_head = open.as_ref().map(|(flat, _, embedding)| Head::view(self, flat, *embedding));
             let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true)?;
             let aux_loss = pass.routes.as_ref().map_or(Ok(None), PassRoutes::aux_loss)?;
             let differing_experts = pass.routes.as_ref().and_then(PassRoutes::differing);
@@ -251,10 +259,14 @@ impl Network {
                 &token_gradients.dlogprobs,
                 token_gradients.dentropy.as_ref(),
                 token_gradients.dtop.as_ref(),
-                d_head.as_mut().map(|d_head| (&mut d_head.params.final_norm, &mut d_head.table)),
+                open.as_mut().map(|(_, (head, onto), _)| HeadSums {
+                    final_norm: &mut head.params.final_norm,
+                    table: &mut head.table,
+                    onto: *onto,
+                }),
             )?
         };
-        if let Some((flat, gradients, _)) = open {
+        if let Some((flat, _, gradients)) = open {
             gradients.end(Unit::Head, flat)?;
         }
         Ok(dhidden)
@@ -284,12 +296,27 @@ impl Network {
         })
     }
 
-    /// The gradients that a block's backward adds to.
-    fn block_gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockParams> {
-        match &self.adapters {
-            Some(adapters) => adapters.gradients(layer, flat),
-            None => Ok(BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), flat)),
+    /// The memory of a block's gradients, and where its backward puts each of them.
+    fn begin_block(&self, layer: usize, gradients: &mut Gradients) -> Result<(Tensor, BlockParams)> {
+        let open = gradients.begin(Unit::Block(layer))?;
+        let own = match &self.adapters {
+            Some(adapters) => adapters.gradients(layer, &open)?,
+            None if open.is_new => {
+                BlockParams::begin_gradients(self.spec(), self.layout(Unit::Block(layer)), &open.flat)?
+            }
+            None => BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), &open.flat),
+        };
+        Ok((open.flat, own))
+    }
+
+    /// Where the head's gradients go; they are none where nothing is scored.
+    fn begin_head(&self, own: &UnitSum, embedding: Option<&UnitSum>, is_empty: bool) -> Result<(Head, Onto)> {
+        let is_written = |name| !is_empty && matches!(name, ParamName::LmHead | ParamName::Embedding);
+        let mut onto = own.zero_others(self.layout(Unit::Head), &is_written)?;
+        if let Some(embedding) = embedding {
+            onto = embedding.zero_others(self.layout(Unit::Embedding), &is_written)?;
         }
+        Ok((Head::view(self, &own.flat, embedding.map(|sum| &sum.flat)), onto))
     }
 
     /// Rows of the embedding, where the residual stream begins. [T, D]

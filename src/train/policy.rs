@@ -290,7 +290,7 @@ impl Policy {
             let clip = if max_grad_norm > 0.0 { (max_grad_norm / (grad_norm + 1e-6)).min(1.0) } else { 1.0 };
             self.step_owned(&reduced, lr, clip)?;
         }
-        self.gradients.zero()?;
+        self.gradients.zero();
         self.num_micro_batches = 0;
         self.has_stepped = true;
         Ok(StepOutcome { grad_norm, skipped })

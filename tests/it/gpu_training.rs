@@ -3,8 +3,9 @@
 
 use colo_grpo::internal::cuda::{Tuning, kernels};
 use colo_grpo::internal::ops::heads::{self, HeadGradients, HeadNormWeights};
+use colo_grpo::internal::ops::linear::{self, Onto};
 use colo_grpo::internal::ops::rope::Rope;
-use colo_grpo::internal::ops::{embedding, head, linear};
+use colo_grpo::internal::ops::{embedding, head};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
@@ -122,7 +123,7 @@ fn head_equals_the_cpus(kind: Kind, bound: f64) {
                     &on(&dlogprobs),
                     dentropy.as_ref(),
                     with_top.then_some((&top_ids, &dtop)),
-                    Some(&mut dweight),
+                    Some((&mut dweight, Onto::Sum)),
                 )
                 .unwrap();
                 let top = out.top.map_or_else(|| out.logprobs.shallow_clone(), |top| top.logprobs);
@@ -179,6 +180,10 @@ fn gpu_weight_gradients_are_summed_in_float32() {
     }
     let exact = dy.to_kind(Kind::Double).tr().mm(&x.to_kind(Kind::Double)) * 2.0 + 1.0;
     assert!(relative_error(&dw, &exact) < 1e-6);
+    assert_eq!(flat.narrow_copy(0, 0, 64).sum(Kind::Float).double_value(&[]), 64.0);
+    let _ = dw.fill_(f64::NAN);
+    linear::weight_gradient(&dy.to_device(GPU), &x.to_device(GPU), &mut dw, Onto::Nothing).unwrap();
+    assert!(relative_error(&dw, &((&exact - 1.0) / 2.0)) < 1e-6);
     assert_eq!(flat.narrow_copy(0, 0, 64).sum(Kind::Float).double_value(&[]), 64.0);
     let wide = linear::forward_wide(&x.to_device(GPU), &x.to_device(GPU)).unwrap();
     assert!(relative_error(&wide, &x.to_kind(Kind::Double).mm(&x.to_kind(Kind::Double).tr())) < 1e-6);

@@ -116,18 +116,15 @@ impl DenseSpec {
         let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
         let d_down = grads.linear_mut(Matrix::Down);
-        let (d_gate_up, rounded) = match d_down.pieces.first_mut() {
-            Some(piece) => {
-                let (d_gate_up, act, rounded) = activate_backward(w, gate_up, &down.backward_input(&d_output)?)?;
-                linear::accumulate_weight(&d_output, &act, &mut piece.weight)?;
-                (d_gate_up, rounded)
-            }
+        let (d_gate_up, rounded) = if d_down.pieces.is_empty() {
             // An adapter adds to the activation's gradient, and needs the activation for that.
-            None => {
-                let d_act = down.backward(&d_output, &gate_up.activate()?, d_down)?;
-                let (d_gate_up, _, rounded) = activate_backward(w, gate_up, &d_act)?;
-                (d_gate_up, rounded)
-            }
+            let d_act = down.backward(&d_output, &gate_up.activate()?, d_down)?;
+            let (d_gate_up, _, rounded) = activate_backward(w, gate_up, &d_act)?;
+            (d_gate_up, rounded)
+        } else {
+            let (d_gate_up, act, rounded) = activate_backward(w, gate_up, &down.backward_input(&d_output)?)?;
+            d_down.weight_gradient(|dw, onto| linear::weight_gradient(&d_output, &act, dw, onto))?;
+            (d_gate_up, rounded)
         };
         let d = (&d_gate_up, rounded.as_ref());
         let d_normed = project_backward(w, d, normed.plain(), grads.linear_mut(Matrix::GateUp))?;
@@ -170,9 +167,7 @@ fn project_backward(
 ) -> Result<Tensor> {
     let w = w.linear(Matrix::GateUp);
     let mut dx = w.gate_up_backward(d, rounded)?;
-    if let Some(piece) = grads.pieces.first_mut() {
-        d.accumulate_weight(x, &mut piece.weight)?;
-    }
+    grads.weight_gradient(|dw, onto| d.weight_gradient(x, dw, onto))?;
     match (&w.lora, &mut grads.lora, d) {
         (Some(lora), Some(gradient), GateUp::Interleaved(d)) => lora.backward(d, x, &mut dx, gradient)?,
         (Some(lora), Some(gradient), GateUp::Split { gate, up }) => {

@@ -1,5 +1,7 @@
 //! A product of a block: what its matrix is made of on disk, how ranks share it, and its weight with bias and adapter.
 
+use std::mem;
+
 use tch::{Kind, Tensor};
 
 pub use super::matrix::{Matrix, Projection};
@@ -8,7 +10,7 @@ use crate::error::Result;
 use crate::model::lora::{BlockLora, Lora};
 use crate::model::params::{ParamName, Shapes, UnitLayout, required};
 use crate::ops::fp8::{self, Fp8Rows, Rows};
-use crate::ops::linear;
+use crate::ops::linear::{self, Onto};
 use crate::ops::swiglu::GateUp;
 
 /// The shape of a matrix. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
@@ -129,6 +131,8 @@ pub struct Linear {
     pub lora: Option<Lora>,
     /// Whether training multiplies in FP8: the product and its input's gradient, whose factors are rounded as they are multiplied.
     pub trains_in_fp8: bool,
+    /// Of gradients: whether the weight's is written by the next product, not added to what is there.
+    pub begins: bool,
 }
 
 /// Neighbouring rows of a matrix.
@@ -148,8 +152,7 @@ impl Linear {
         let bias = spec.bias.and_then(|bias| layout.view(bias, flat));
         Self {
             pieces: vec![Piece { weight: required(layout, spec.matrix.weight(), flat), bias, fp8: None }],
-            lora: None,
-            trains_in_fp8: false,
+            ..Self::default()
         }
     }
 
@@ -189,7 +192,7 @@ impl Linear {
             }
         };
         let lora = self.lora.as_ref().map(|lora| lora.tp_slice(spec, tp_rank, tp_size)).transpose()?;
-        Ok(Self { pieces, lora, trains_in_fp8: false })
+        Ok(Self { pieces, lora, ..Self::default() })
     }
 
     /// With every tensor but the adapter's replaced by `f` of it, and nothing in FP8.
@@ -198,7 +201,12 @@ impl Linear {
             Ok(Piece { weight: f(weight)?, bias: bias.as_ref().map(&mut *f).transpose()?, fp8: None })
         };
         let pieces = self.pieces.iter().map(piece).collect::<Result<_>>()?;
-        Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone), trains_in_fp8: false })
+        Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone), ..Self::default() })
+    }
+
+    /// Whether the weight is one matrix, not those of experts.
+    pub(super) fn is_one_matrix(&self) -> bool {
+        self.weight().dim() == 2
     }
 
     /// Whether its rows are read as they are, not in FP8 alone.
@@ -291,13 +299,18 @@ impl Linear {
                 sum
             }
         };
-        if let Some(piece) = grads.pieces.first_mut() {
-            linear::accumulate_weight(dy, x, &mut piece.weight)?;
-        }
+        grads.weight_gradient(|dw, onto| linear::weight_gradient(dy, x, dw, onto))?;
         if let (Some(lora), Some(gradient)) = (&self.lora, &mut grads.lora) {
             lora.backward(dy, x, &mut dx, gradient)?;
         }
         Ok(dx) // [T, K]
+    }
+
+    /// Of gradients: the weight's, which `product` writes or adds to, unless the weight is frozen.
+    pub(super) fn weight_gradient(&mut self, product: impl FnOnce(&mut Tensor, Onto) -> Result<()>) -> Result<()> {
+        let Some(piece) = self.pieces.first_mut() else { return Ok(()) };
+        let onto = if mem::take(&mut self.begins) { Onto::Nothing } else { Onto::Sum };
+        product(&mut piece.weight, onto)
     }
 
     /// dx = dy w.

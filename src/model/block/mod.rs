@@ -342,7 +342,9 @@ pub fn block_backward(
     let mixer = ctx.spec.block(layer).mixer;
     let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed), Ok)?;
     let dh = mlp.backward(ctx, layer, w, (&h, dy), grads)?;
-    mixer.backward(ctx, w, (&x, &dh), mixed, packed, grads)
+    let dx = mixer.backward(ctx, w, (&x, &dh), mixed, packed, grads)?;
+    assert!(!grads.is_unwritten(), "a matrix of layer {layer} without a gradient");
+    Ok(dx)
 }
 
 fn invalid(expected: &str, got: &str) -> Error {

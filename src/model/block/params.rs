@@ -54,6 +54,28 @@ impl BlockParams {
         }
     }
 
+    /// Gradients that begin with one backward, in memory of any values: it writes those of matrices, and those of experts and of all other
+    /// parameters are set to zero, as it adds to them.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`].
+    ///
+    /// # Panics
+    /// If `layout` is not a block's of this model.
+    pub fn begin_gradients(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Result<Self> {
+        let mut gradients = Self::view(spec, layout, flat);
+        gradients.linears.iter_mut().for_each(|(_, linear)| linear.begins = linear.is_one_matrix());
+        layout.zero_others(flat, &|name| {
+            gradients.linears().any(|(matrix, linear)| linear.begins && matrix.weight() == name)
+        })?;
+        Ok(gradients)
+    }
+
+    /// Whether a backward has still to write to memory of any values.
+    pub(super) fn is_unwritten(&self) -> bool {
+        self.linears().any(|(_, linear)| linear.begins)
+    }
+
     /// With these adapters beside its matrices. Of nothing: gradients of a block whose weights are frozen.
     pub fn with_adapters(mut self, lora: BlockLora) -> Self {
         lora.into_pairs().into_iter().for_each(|(matrix, lora)| self.linear_mut(matrix).lora = Some(lora));

@@ -1,6 +1,7 @@
 //! The whole network against an independent one under autograd, in float64; recomputation; tensor-parallel slices.
 
 pub(super) mod delta_net;
+mod gradients;
 pub(super) mod reference;
 
 use std::path::Path;
@@ -16,9 +17,11 @@ use crate::dist::testing::threads;
 use crate::error::Result;
 use crate::ops::attention::{Bounds, PackedLayout, packed_forward};
 use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
+use crate::ops::embedding;
+use crate::ops::linear::{self, Onto};
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::testing::{assert_close, leaf, rand};
-use crate::ops::{embedding, linear};
+use crate::torch::accumulation_kind;
 use delta_net::{hybrid, hybrid_with_experts};
 
 const TEMPERATURE: f64 = 0.8;
@@ -134,15 +137,37 @@ fn run(
     (a, b): (&Tensor, &Tensor),
     keep: GradientCheckpointing,
 ) -> (Tensor, Tensor, Vec<Tensor>) {
+    let grads = flats.iter().map(Tensor::zeros_like).collect();
+    run_onto(table, flats, batch, (a, b), keep, (grads, Onto::Sum))
+}
+
+/// [`run`] with gradients that are added to sums, or begin in memory of any values.
+fn run_onto(
+    table: &ParamTable,
+    flats: &[Tensor],
+    batch: &Batch,
+    (a, b): (&Tensor, &Tensor),
+    keep: GradientCheckpointing,
+    (grads, onto): (Vec<Tensor>, Onto),
+) -> (Tensor, Tensor, Vec<Tensor>) {
     let spec = &*table.spec;
-    let grads: Vec<Tensor> = flats.iter().map(Tensor::zeros_like).collect();
-    let views = |flats: &[Tensor]| {
+    let views = |flats: &[Tensor], onto| {
         let (layouts, last) = (&table.units, flats.len() - 1);
-        let blocks: Vec<_> = (1..last).map(|i| BlockParams::view(spec, &layouts[i], &flats[i])).collect();
+        let view = match onto {
+            Onto::Nothing => BlockParams::begin_gradients,
+            Onto::Sum => |spec: &_, layout: &_, flat: &_| Ok(BlockParams::view(spec, layout, flat)),
+        };
+        let blocks: Vec<_> = (1..last).map(|i| view(spec, &layouts[i], &flats[i]).unwrap()).collect();
         (EmbeddingParams::view(&layouts[0], &flats[0]), blocks, HeadParams::view(&layouts[last], &flats[last]))
     };
-    let ((embed, blocks, head), (mut d_embed, d_blocks, mut d_head)) = (views(flats), views(&grads));
-    let rope = spec.rope().rows(&batch.positions, Kind::Double);
+    if onto == Onto::Nothing {
+        table.unit(Unit::Embedding).zero_others(&grads[0], &|_| spec.tie_word_embeddings).unwrap();
+        let is_head = |name| name == ParamName::LmHead;
+        table.unit(Unit::Head).zero_others(&grads[grads.len() - 1], &is_head).unwrap();
+    }
+    let (embed, blocks, head) = views(flats, Onto::Sum);
+    let (mut d_embed, d_blocks, mut d_head) = views(&grads, onto);
+    let rope = spec.rope().rows(&batch.positions, flats[0].kind());
     let rope = rope.unwrap();
     let ctx = BlockContext { spec, rope: &rope, tp: None, routes: None };
     let packed = PackedMixer::new(spec, &batch.cu_seqlens, Device::Cpu);
@@ -166,7 +191,7 @@ fn run(
     let d_table = d_head.lm_head.as_mut().unwrap_or(&mut d_embed.table);
     let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
     let output = head.lm_head.as_ref().unwrap_or(&embed.table);
-    let into = Some((d_norm, d_table));
+    let into = Some(HeadSums { final_norm: d_norm, table: d_table, onto });
     let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), None, into).unwrap();
     for ((w, kept), mut d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut d_w).unwrap();

@@ -7,7 +7,7 @@ use super::{HeadSaved, chunks, d_logits};
 use crate::cuda::kernels::{self, HeadRows};
 use crate::cuda::{OpCost, timed};
 use crate::error::Result;
-use crate::ops::linear;
+use crate::ops::linear::{self, Onto};
 use crate::torch::scalar;
 
 /// Columns that a product has whole tiles of.
@@ -32,7 +32,7 @@ pub(super) fn backward(
     temperature: f64,
     saved: &HeadSaved,
     (dlogprobs, dentropy): (&Tensor, Option<&Tensor>), // [C] each
-    dweight: &mut Tensor,                              // [V, D]
+    (dweight, mut onto): (&mut Tensor, Onto),          // [V, D]
 ) -> Result<Tensor> {
     let d_hidden = hidden.f_empty_like()?;
     let (size, vocabulary) = (hidden.size(), weight.size()[0]);
@@ -57,8 +57,9 @@ pub(super) fn backward(
             let logits = linear::forward_wide(&hidden, &weight)?;
             let d_logits = gradient(logits, temperature, &of, weight.kind())?;
             linear::accumulate_input(&d_logits, &weight, &mut sums)?;
-            linear::accumulate_weight(&d_logits, &hidden, &mut dweight.narrow(0, first, columns))?;
+            linear::weight_gradient(&d_logits, &hidden, &mut dweight.narrow(0, first, columns), onto)?;
         }
+        onto = Onto::Sum;
         rows(&d_hidden).f_copy_(&sums)?;
     }
     Ok(d_hidden)
@@ -82,7 +83,32 @@ fn gradient(logits: Tensor /* [c, W] */, temperature: f64, of: &HeadRows<'_>, ki
 
 #[cfg(test)]
 mod tests {
+    use super::super::{TopTokens, forward};
     use super::*;
+    use crate::ops::testing::rand;
+
+    /// In one chunk, in slices, in chunks with other tokens of a row, and where nothing is scored.
+    #[test]
+    fn a_written_gradient_is_what_is_added_to_zeros() {
+        for (count, chunk, with_top) in [(70, 100, false), (70, 9, false), (70, 9, true), (0, 9, false)] {
+            for kind in [Kind::Float, Kind::BFloat16] {
+                let [hidden, weight] = [[count, 24], [90, 24]].map(|size| rand(&size).to_kind(kind));
+                let [targets, ids] =
+                    [&[count][..], &[count, 1]].map(|size| Tensor::randint(90, size, (Kind::Int64, tch::Device::Cpu)));
+                let [d, d_top] = [&[count][..], &[count, 1]].map(rand);
+                let gradient = |fill: f64, onto| {
+                    let score = forward(&hidden, &weight, &targets, 0.7, TopTokens::Nothing, chunk, true).unwrap();
+                    let mut dw = Tensor::full([90, 24], fill, (Kind::Float, tch::Device::Cpu));
+                    let (top, into) = (with_top.then_some((&ids, &d_top)), Some((&mut dw, onto)));
+                    drop(super::super::backward(&hidden, &weight, &targets, 0.7, score.saved, &d, Some(&d), top, into));
+                    dw
+                };
+                let [added, written] = [gradient(0.0, Onto::Sum), gradient(f64::NAN, Onto::Nothing)];
+                assert!(added.equal(&written), "{count} {chunk} {with_top} {kind:?}");
+                assert_eq!(added.abs().max().double_value(&[]) > 0.0, count > 0);
+            }
+        }
+    }
 
     #[test]
     fn slices_take_no_more_than_a_chunk() {

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{
-    HeadParams, ModelSpec, ParamName, ParamTable, Scoring, UnitLayout, head_backward, head_forward, init_unit,
-    init_unit_on,
+    HeadParams, HeadSums, ModelSpec, ParamName, ParamTable, Scoring, UnitLayout, head_backward, head_forward,
+    init_unit, init_unit_on,
 };
 use colo_grpo::internal::ops::head;
+use colo_grpo::internal::ops::linear::Onto;
 use colo_grpo::internal::ops::random::RandomKey;
 use colo_grpo::internal::ops::rms_norm::NormOptions;
 use colo_grpo::internal::torch;
@@ -181,7 +182,7 @@ fn gpu_a_head_takes_less_than_a_gigabyte() {
     let dlogprobs = Tensor::ones([tokens], (Kind::Float, device));
     let mut run = || {
         let scored = head_forward(&head, &table, &x, &scoring, true).unwrap();
-        let into = Some((&mut d_norm, &mut d_table));
+        let into = Some(HeadSums { final_norm: &mut d_norm, table: &mut d_table, onto: Onto::Sum });
         head_backward(&head, &table, &scoring, tokens, scored.saved, &dlogprobs, None, None, into).unwrap()
     };
     drop(run());
@@ -227,7 +228,7 @@ fn gpu_a_head_s_gradients_by_slices_are_those_of_float32() {
                 &dlogprobs,
                 dentropy,
                 None,
-                Some(&mut d_weight),
+                Some((&mut d_weight, Onto::Sum)),
             )
             .unwrap();
             let errors = [off(&d_hidden, &exact[0]), off(&(d_weight - &before), &exact[1])];
