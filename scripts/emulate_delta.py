@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Carries out the training kernels of gated delta nets on a CPU and holds them to the recurrence in float64. Needs g++, no GPU.
+"""Carries out the kernels of gated delta nets on a CPU and holds them to the recurrence in float64. Needs g++, no GPU.
 
-    scripts/emulate_delta.py
+    scripts/emulate_delta.py [decode] [training]
 
 Translates src/kernels/delta_{mix,rule,gradients}.cu to C++, once with the products of Hopper's warpgroups and once with those of a warp, and runs
 scripts/emulate/delta.cpp with each: outputs, last states and all gradients, with copies to shared memory that arrive as early and as late as they may,
-and a count of accesses to tiles in shared memory that no barrier orders. Ends with 1 where something is too far off. It says nothing about
-speed, and shared variables that are no tiles are not looked at for races.
+and a count of accesses to tiles in shared memory that no barrier orders. Of decode steps it runs scripts/emulate/decode.cpp: delta_decode.cu has the
+bits of delta_step.cu, and nothing reads or writes a state while a bulk copy moves it. Ends with 1 where something is too far off. It says nothing
+about speed, and shared variables that are no tiles are not looked at for races.
 """
 import pathlib, re, subprocess, sys, tempfile
 
@@ -15,7 +16,7 @@ KERNELS = ROOT / "src/kernels"
 # Functions of the headers that scripts/emulate/device.h has in their place.
 REPLACED = set("""copy_16 copy_16_once read_once commit_copies wait_copies load_matrices prefetch shared_address cluster_rank cluster_size sync_cluster
 peer_address load_shared store_shared pack transpose silu_mul load_transposed transposed read_shared write_shared read_shared_16 wait_for_inputs widen
-narrow warp_max warp_sum block_max block_sum load store low high""".split())
+narrow warp_max warp_sum block_max block_sum load store low high join copy_in copy_out""".split())
 PRODUCTS = """
 using ::add_product;
 inline unsigned long long descriptor(unsigned at) { return (at & 0x3ffffull) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62; }
@@ -61,7 +62,7 @@ def is_replaced(declared, line):
         return True
     if declared[2] == "multiply":
         return "(&sum)[4]" in line
-    return declared[2] in REPLACED and "Raw" not in line
+    return declared[2] in REPLACED and "Raw" not in line and "Quad" not in line
 
 
 def translated(name, by_warpgroups):
@@ -76,19 +77,43 @@ def translated(name, by_warpgroups):
     return elsewhere + "inline float low(unsigned both) { return ::element(both, 0); }\ninline float high(unsigned both) { return ::element(both, 1); }\n" + text
 
 
+def translated_decode(name):
+    """Kernels of decode steps: device.h has all of their headers, and what they do by instructions of their own."""
+    text = "\n".join(without_replaced(inlined(name, {"async.cuh", "scalar.cuh", "hopper.cuh"})))
+    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w[\w ]*?) dynamic\[\];", r"\1* dynamic = reinterpret_cast<\1*>(shared_memory);", text)
+    text = re.sub(r"(load_quad\(const (\w+)\* from\) \{)", r"\1 ::touch(from, 4 * sizeof(\2), false);", text)
+    text = re.sub(r"(store_quad\((\w+)\* to, const float4& row\) \{)", r"\1 ::touch(to, 4 * sizeof(\2), true);", text)
+    for instruction, instead in (("cp.async.ca.shared", "copy_8(to, from)"), ("fence.proxy.async", "publish()"),
+                                 ("barrier.cta.arrive", "arrive_named(COMPUTED, THREADS)"), ("", "")):
+        text = re.sub(rf'asm volatile\("{instruction}[^;]*;"[^;]*;', instead + ";", text)
+    return "using ::widen; using ::narrow;\n" + text.replace('extern "C" ', "")
+
+
+def fails(program, texts, *flags):
+    """Whether a program of scripts/emulate ends with an error, with these translations of kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in texts.items():
+            (pathlib.Path(folder) / f"{name}.inc").write_text(text)
+        binary = f"{folder}/{program}"
+        # Below 4 GiB, so that an address in shared memory fits 32 bits.
+        command = ["g++", "-O2", "-std=c++17", "-w", "-no-pie", "-static", "-I", folder, "-o", binary]
+        subprocess.run([*command, *flags, str(ROOT / f"scripts/emulate/{program}.cpp")], check=True)
+        return subprocess.run([binary]).returncode != 0
+
+
 def main():
-    fails = False
-    for by_warpgroups in (True, False):
+    parts, failures = ["decode", "training"], []
+    wanted = sys.argv[1:] or parts
+    if not set(wanted) <= set(parts):
+        sys.exit(f"{' '.join(wanted)}: expected {' or '.join(parts)}, or nothing for both")
+    if "decode" in wanted:
+        texts = {name: translated_decode(f"{name}.cu") for name in ("delta_step", "delta_decode")}
+        failures.append(fails("decode", texts, "-D__CUDA_ARCH_FEAT_SM90_ALL"))
+    for by_warpgroups in (True, False) if "training" in wanted else ():
         print("products by", "warpgroups" if by_warpgroups else "warps", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            for name in ("delta_mix", "delta_rule", "delta_gradients"):
-                (pathlib.Path(folder) / f"{name}.inc").write_text(translated(f"{name}.cu", by_warpgroups))
-            program = f"{folder}/delta"
-            # Below 4 GiB, so that an address in shared memory fits 32 bits.
-            subprocess.run(["g++", "-O2", "-std=c++17", "-w", "-no-pie", "-static", "-I", folder, "-o", program, str(ROOT / "scripts/emulate/delta.cpp")],
-                           check=True)
-            fails |= subprocess.run([program]).returncode != 0
-    sys.exit(1 if fails else 0)
+        texts = {name: translated(f"{name}.cu", by_warpgroups) for name in ("delta_mix", "delta_rule", "delta_gradients")}
+        failures.append(fails("delta", texts))
+    sys.exit(1 if any(failures) else 0)
 
 
 main()
