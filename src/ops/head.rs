@@ -83,9 +83,11 @@ pub fn forward(
             let normalized = |logits: Tensor| Ok(logits.f_mul_scalar(1.0 / temperature)?.f_sub(&norm)?);
             top_parts.add(top, &chunk, (start, len), &normalized)?;
         } else {
-            rows(&lse).f_copy_(&chunk.f_mul_scalar(1.0 / temperature)?.f_logsumexp([1i64], false)?)?;
+            let at_targets = |values: &Tensor| values.f_gather(1, &rows(targets).unsqueeze(1), false)?.f_squeeze_dim(1);
+            let scaled = at_targets(&chunk)?.f_mul_scalar(1.0 / temperature)?;
             chunk = log_softmax(chunk, temperature)?;
-            rows(&logprobs).f_copy_(&chunk.f_gather(1, &rows(targets).unsqueeze(1), false)?.squeeze_dim(1))?;
+            rows(&logprobs).f_copy_(&at_targets(&chunk)?)?;
+            rows(&lse).f_copy_(&scaled.f_sub(&rows(&logprobs))?)?;
             let terms = chunk.f_exp()?.f_mul_(&chunk)?;
             rows(&entropy).f_copy_(&terms.f_sum_dim_intlist(1, false, None)?.f_neg()?)?;
             top_parts.add(top, &chunk, (start, len), &Ok)?;
@@ -285,7 +287,8 @@ mod tests {
             let scalar =
                 (&logprobs * &d_logprobs).sum(None) + dentropy.map_or(Tensor::from(0.0), |d| (&entropy * d).sum(None));
             let grads = Tensor::run_backward(&[scalar], &[&hidden, &weight], true, false);
-            for (chunk, keep) in [(100, true), (7, false), (3, true), (1, false)] {
+            // By slices 4 has three tokens and eight columns at once, 3 two and all, 1 one and five.
+            for (chunk, keep) in [(100, true), (7, false), (4, true), (3, true), (1, false)] {
                 let (hidden, weight) = (hidden.detach(), weight.detach());
                 let out = forward(&hidden, &weight, &targets, TEMPERATURE, TopTokens::Nothing, chunk, keep).unwrap();
                 assert_close(&out.logprobs, &logprobs);
