@@ -142,7 +142,7 @@ impl Peer {
         let python = &self.python;
         let message = match last.contains("ModuleNotFoundError") {
             true => format!(
-                "verify compares with transformers, and {python} says {last}; to install it: {python} -m pip install torch \
+                "verify compares with transformers, and {python} says {last}; to install it: {python} -m pip install torch==2.11.0 \
                  transformers (--python names another interpreter)"
             ),
             false => format!("transformers in {python}: {why}: {last}"),

@@ -137,7 +137,7 @@ fn without_transformers_the_line_that_installs_it_is_said() {
     verify(missing, "", &[]).assert_error(
         "no torch",
         4,
-        &["No module named 'torch'", "python3 -m pip install torch transformers", "--python"],
+        &["No module named 'torch'", "python3 -m pip install torch==2.11.0 transformers", "--python"],
     );
     let fewer = "rows = [row[1:] for row in rows]";
     verify(TORCH, fewer, &[]).assert_error("another vocabulary", 4, &["bytes of logits", "a vocabulary of 96"]);
