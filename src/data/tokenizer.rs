@@ -39,10 +39,15 @@ impl Tokenizer {
         let folder = folder.as_ref();
         let path = folder.join("tokenizer.json");
         let bytes = untrusted::read(&path, MAX_TOKENIZER_BYTES).map_err(|error| match error.kind() {
-            ErrorKind::NotFound => Error::bad_file(
-                &path,
-                "missing; a Hugging Face model folder has it, and colo-grpo init copies one from --tokenizer FOLDER",
-            ),
+            ErrorKind::NotFound => {
+                let folder = folder.display();
+                let line = format!("from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')");
+                let message = format!(
+                    "missing; where the folder has a tokenizer of another form (tokenizer.model, vocab.json), this writes it: \
+                     python3 -c \"{line}\"; colo-grpo init copies one from --tokenizer FOLDER"
+                );
+                Error::bad_file(&path, message)
+            }
             _ => Error::bad_file(&path, error.to_string()),
         })?;
         let unreadable = |error: tokenizers::Error| Error::bad_file(&path, error.to_string());

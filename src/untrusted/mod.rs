@@ -8,7 +8,7 @@ mod meter;
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 pub(crate) use confined::{Confined, ThreadLimits, once};
@@ -31,15 +31,24 @@ pub(crate) const MAX_WORDS_BYTES: u64 = 64 << 10;
 /// Largest log of a run, or state of a trainer, which holds one; in bytes.
 pub(crate) const MAX_LOG_BYTES: u64 = 1 << 30;
 
+/// Begins the text that a clone without Git LFS has in place of a large file.
+const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/v1\n";
+
 /// Opens a regular file for reading. Never blocks: a pipe without a writer is refused, not waited for.
 ///
 /// # Errors
-/// The system's, and one that names what else than a file is there.
+/// The system's, and one that names what else than a file is there, or that a pointer stands in its place.
 pub(crate) fn open(path: &Path) -> io::Result<File> {
     refuse_unless_regular(&std::fs::metadata(path)?)?; // a device is not even opened
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     refuse_unless_regular(&file.metadata()?)?;
-    Ok(file)
+    let mut start = [0; LFS_POINTER.len()];
+    match file.read_at(&mut start, 0) {
+        Ok(num_bytes) if start[..num_bytes] == *LFS_POINTER => Err(io::Error::other(
+            "a pointer of Git LFS, not the file: fetch it with `git lfs pull` in that clone, or with `hf download NAME`",
+        )),
+        _ => Ok(file), // what cannot be read is said by who reads it
+    }
 }
 
 /// Reads a regular file of at most `max_bytes`.
@@ -94,12 +103,18 @@ mod tests {
         std::fs::create_dir(path("folder")).unwrap();
         std::fs::write(path("long"), "12345").unwrap();
         std::fs::write(path("text"), "1234").unwrap();
+        let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n";
+        std::fs::write(path("pointer"), pointer).unwrap();
         std::os::unix::fs::symlink(path("text"), path("link")).unwrap();
         for (name, expected) in [
             ("pipe", "expected a regular file, found a pipe"),
             ("device", "expected a regular file, found a device"),
             ("folder", "expected a regular file, found a folder"),
             ("long", "5 bytes: expected at most 4"),
+            (
+                "pointer",
+                "a pointer of Git LFS, not the file: fetch it with `git lfs pull` in that clone, or with `hf download NAME`",
+            ),
             ("a\0b", "file name contained an unexpected NUL byte"),
         ] {
             assert_eq!(message(name), expected, "{name:?}");
