@@ -17,6 +17,9 @@ const KEYWORDS: [(&str, &[&str]); 3] = [
     ("validation", &["validation", "valid", "dev", "val"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
+/// What a folder has that `datasets` saved for itself.
+const SAVED_TO_DISK: &str = "Arrow files of save_to_disk, which are not read; datasets' load_from_disk(FOLDER) loads them, and a \
+                             split's to_parquet(\"train.parquet\") writes a file that is read";
 /// A star does not cross folders, two do.
 const WITHIN: MatchOptions =
     MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: false };
@@ -52,6 +55,7 @@ pub(super) fn split_files(
     let found = splits.remove(split).filter(|found| !found.is_empty());
     let mut found = found.ok_or_else(|| {
         let has = match splits.is_empty() {
+            true if files.iter().any(|file| file.ends_with(".arrow")) => SAVED_TO_DISK.to_owned(),
             true => "no files of rows (Parquet, JSONL, JSON, CSV)".to_owned(),
             false => format!("the splits {}", splits.keys().cloned().collect::<Vec<_>>().join(", ")),
         };
@@ -134,7 +138,8 @@ fn splits_by_name(files: &[String], config: Option<&str>) -> Splits {
 fn extension(file: &str) -> Option<&str> {
     let name = file.rsplit('/').next().filter(|name| !name.starts_with('.'))?;
     let (stem, extension) = name.rsplit_once('.')?;
-    let is_about = ["dataset_infos", "dataset_dict", "state", "config"].contains(&stem); // of a data set, not rows
+    // What says something of a data set, and holds no rows.
+    let is_about = ["dataset_info", "dataset_infos", "dataset_dict", "state", "config"].contains(&stem);
     EXTENSIONS.contains(&extension).then_some(extension).filter(|_| !is_about)
 }
 
@@ -238,5 +243,12 @@ mod tests {
         assert_eq!(of(&["a.jsonl", "a.parquet"], None, "train").unwrap(), ["a.parquet"]);
         let none = of(&["note.txt", "gsm8k.py"], None, "train").unwrap_err();
         assert!(none.ends_with("it has no files of rows (Parquet, JSONL, JSON, CSV)"), "{none}");
+        let saved =
+            ["dataset_dict.json", "train/dataset_info.json", "train/state.json", "train/data-00000-of-00001.arrow"];
+        let saved = of(&saved, None, "train").unwrap_err();
+        assert!(
+            saved.contains("Arrow files of save_to_disk, which are not read; datasets' load_from_disk(FOLDER)"),
+            "{saved}"
+        );
     }
 }
