@@ -14,6 +14,7 @@ mod methods;
 mod percent;
 mod python;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -55,6 +56,18 @@ impl Message {
     /// A user's turn.
     pub fn user(content: impl Into<String>) -> Self {
         Self { role: "user".to_owned(), content: content.into() }
+    }
+}
+
+/// The text of a message's content: a text, or a list of OpenAI's parts of text alone.
+pub(crate) fn content_text(content: &Json) -> Option<Cow<'_, str>> {
+    match content {
+        Json::String(text) => Some(text.into()),
+        Json::Array(parts) => {
+            let text = |part: &Json| part["text"].as_str().filter(|_| part["type"] == "text").map(str::to_owned);
+            parts.iter().map(text).collect::<Option<String>>().map(Cow::Owned)
+        }
+        _ => None,
     }
 }
 

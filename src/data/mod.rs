@@ -17,6 +17,7 @@ mod tokenizer;
 mod tool_calls;
 mod turns;
 
+pub(crate) use chat::content_text;
 pub use chat::{ChatTemplate, Conversation, Message};
 pub use dataset::{Dataset, DatasetOptions};
 pub use grammar::{Grammar, GrammarCompiler, GrammarState, TokenMask};

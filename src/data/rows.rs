@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::schemas::ToolSchemas;
-use super::{Conversation, Message, Tokenizer, csv, parquet};
+use super::{Conversation, Message, Tokenizer, content_text, csv, parquet};
 use crate::config::PromptFormat;
 use crate::error::{Error, Result};
 use crate::untrusted;
@@ -167,7 +167,7 @@ impl Row {
         match found {
             Some((_, Value::String(text))) if !text.is_empty() => Ok(RawPrompt::Text(text.clone())),
             Some((name, turns)) => self.conversation(name, turns, "neither text nor").map(RawPrompt::Conversation),
-            None => Err(self.missing(names)),
+            None => Err(self.missing(names, column.is_none().then_some("dataset_prompt_column"))),
         }
     }
 
@@ -184,18 +184,18 @@ impl Row {
                 Ok(RawExample::Conversation(messages, first))
             }
             (None, Some(turns)) => Ok(RawExample::Conversation(self.conversation("messages", turns, "not")?, 0)),
-            (None, None) => Err(self.missing(&["completion", "messages"])),
+            (None, None) => Err(self.missing(&["completion", "messages"], None)),
         }
     }
 
     /// Refuses the row unless it has `name`, and not as null. An answer and tests have been found under their other names already.
     pub fn require(&self, name: &str) -> Result<()> {
-        let names = match name {
-            _ if name == ANSWER_COLUMNS[0] => &ANSWER_COLUMNS[..],
-            _ if name == TESTS_COLUMNS[0] => &TESTS_COLUMNS[..],
-            _ => &[name],
+        let (names, key) = match name {
+            _ if name == ANSWER_COLUMNS[0] => (&ANSWER_COLUMNS[..], Some("reward.answer_column")),
+            _ if name == TESTS_COLUMNS[0] => (&TESTS_COLUMNS[..], Some("reward.code.tests_column")),
+            _ => (&[name][..], None),
         };
-        self.given(name).map(|_| ()).ok_or_else(|| self.missing(names))
+        self.given(name).map(|_| ()).ok_or_else(|| self.missing(names, key))
     }
 
     /// An error at this line.
@@ -208,13 +208,15 @@ impl Row {
         self.columns.get(name).filter(|value| !value.is_null())
     }
 
-    fn missing(&self, names: &[&str]) -> Error {
+    /// None of the columns is there; `key` names another one.
+    fn missing(&self, names: &[&str], key: Option<&str>) -> Error {
         let seen = self
             .columns
             .iter()
             .map(|(name, value)| if value.is_null() { format!("{name} (null)") } else { name.clone() });
         let seen: Vec<_> = seen.collect();
-        self.bad(format!("no column '{}'; columns seen: {}", names.join("' or '"), seen.join(", ")))
+        let hint = key.map_or_else(String::new, |key| format!("; the key {key} names another column"));
+        self.bad(format!("no column '{}'; columns seen: {}{hint}", names.join("' or '"), seen.join(", ")))
     }
 
     fn conversation(&self, column: &str, turns: &Value, it_is: &str) -> Result<Vec<Message>> {
@@ -228,7 +230,7 @@ impl Row {
         let known = turn.as_object().is_some_and(|turn| {
             turn.iter().all(|(key, value)| matches!(key.as_str(), "role" | "content") || value.is_null())
         });
-        match (known, turn["role"].as_str(), turn["content"].as_str()) {
+        match (known, turn["role"].as_str(), content_text(&turn["content"])) {
             (true, Some(role), Some(content)) => Ok(Message { role: role.into(), content: content.into() }),
             _ => {
                 Err(self.bad(format!("column '{column}': expected {{\"role\": text, \"content\": text}}, got {turn}")))

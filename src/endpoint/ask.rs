@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::calls::check_tools;
 use super::output::{logprobs, structure};
 use super::refusal::Refusal;
-use crate::data::Conversation;
+use crate::data::{Conversation, content_text};
 use crate::types::SamplingParams;
 
 /// Fields that say nothing about the completion.
@@ -268,13 +268,8 @@ pub(super) fn message(mut message: Value) -> Result<Value, Refusal> {
     if !fields.get("role").is_some_and(Value::is_string) {
         return Err(expected());
     }
-    if let Some(Value::Array(parts)) = fields.get("content") {
-        let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(str::to_owned);
-        let text: String = parts.iter().map(text).collect::<Option<_>>().ok_or_else(expected)?;
-        fields.insert("content".to_owned(), text.into());
-    }
-    if !fields.get("content").is_none_or(|content| content.is_string() || content.is_null()) {
-        return Err(expected());
+    if let Some(content) = fields.get_mut("content").filter(|content| !content.is_null()) {
+        *content = content_text(content).ok_or_else(expected)?.into_owned().into();
     }
     fields.entry("content").or_insert(Value::String(String::new()));
     let calls = fields.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten();

@@ -216,11 +216,17 @@ fn bad_rows_are_named_with_line_and_columns() {
     assert!(message(&[]).contains("no usable prompts (0 read,"));
     let missing = message(&["", r#"{"text": "one", "answer": 1}"#]);
     assert!(
-        missing.ends_with(":2: no column 'prompt' or 'problem' or 'question'; columns seen: text, answer"),
+        missing.ends_with(
+            ":2: no column 'prompt' or 'problem' or 'question'; columns seen: text, answer; the key dataset_prompt_column names \
+             another column"
+        ),
         "{missing}"
     );
     let nothing = message(&[r#"{"prompt": null, "answer": 1}"#]);
-    assert!(nothing.ends_with("columns seen: prompt (null), answer"), "{nothing}");
+    assert!(
+        nothing.ends_with("columns seen: prompt (null), answer; the key dataset_prompt_column names another column"),
+        "{nothing}"
+    );
     let cut = message(&["{\"prompt\": [", r#"{"prompt": "one"}"#]);
     assert!(cut.contains(":1: not JSON: EOF while parsing a list; expected an object"), "{cut}");
     assert!(message(&[r#"{"prompt": "one""#]).contains(":1: not JSON"));
@@ -241,6 +247,19 @@ fn bad_rows_are_named_with_line_and_columns() {
     let options = DatasetOptions { required_columns: vec!["answer".into()], ..Default::default() };
     let error = read(&[r#"{"prompt": "one", "answer": null}"#], &options).unwrap_err().to_string();
     assert!(error.contains("no column 'answer'"), "{error}");
+    assert!(error.ends_with("; the key reward.answer_column names another column"), "{error}");
+}
+
+/// OpenAI's form, with the nulls that Parquet puts for what other rows have.
+#[test]
+fn content_in_parts_of_text_is_one_text() {
+    let row = |parts: &str| format!(r#"{{"prompt": [{{"role": "user", "content": [{parts}]}}]}}"#);
+    let parts = r#"{"type": "text", "text": "what is ", "image_url": null}, {"type": "text", "text": "one"}"#;
+    let data = read(&[&row(parts)], &DatasetOptions::default()).unwrap();
+    assert_eq!(data.prompt(0).text, "what is one answer");
+    for other in [r#"{"type": "image_url", "image_url": "x"}"#, r#"{"type": "text"}"#, r#""one""#] {
+        assert!(message(&[&row(other)]).contains("\"content\": text"), "{other}");
+    }
 }
 
 #[test]
