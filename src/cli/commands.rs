@@ -6,7 +6,7 @@ use std::sync::Arc;
 use clap::CommandFactory;
 
 use super::args::{Cli, Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunArgs, SamplingArgs, SourceArgs};
-use super::evaluation::Evaluation;
+use super::evaluation::{EvalRows, Evaluation};
 use super::process::{Supervision, distributed, heartbeat, prepared};
 use super::reference::{reference_page, reference_toml};
 use super::{bench, card, endpoint, fetch, import, sample, verify, watch};
@@ -43,7 +43,8 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             args.own.check()?;
             let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
             check_sampling(&args.own.source, &args.own.sampling, &args.launch, on_cuda)?;
-            let start = || Evaluation::new(&args.own);
+            let rows = EvalRows::find(&args.own)?;
+            let start = || Evaluation::new(&args.own, rows);
             prepared(&args.launch, (&args.own.sampling).into(), on_cuda, start, |world, evaluation| {
                 sample::evaluate(&args.own, evaluation, world, kind)
             })

@@ -1,7 +1,5 @@
 //! Settings of `eval`, from its options or from a run's configuration.
 
-use std::path::Path;
-
 use serde_json::{Map, Value};
 
 use super::args::{EvalArgs, SamplingArgs};
@@ -30,21 +28,46 @@ pub(super) struct Evaluation {
     settings: RewardConfig,
 }
 
-impl Evaluation {
-    /// Reads the configuration, if there is one, and starts the rewards.
+/// What is evaluated on, and the run's configuration, if one is given.
+pub(super) struct EvalRows {
+    rows: RowSources,
+    config: Option<Config>,
+}
+
+impl EvalRows {
+    /// Reads the configuration, if there is one, and finds the rows. A launcher downloads what its processes then read.
     ///
     /// # Errors
-    /// The errors of [`Config::load`], of [`RowSources::held_out`] and of [`RewardPool::start`].
-    pub fn new(args: &EvalArgs) -> Result<Self> {
-        let evaluation = match &args.config {
-            Some(file) => Self::of_run(file, &args.overrides, args.n)?,
-            None => Self::of_options(args)?,
+    /// The errors of [`Config::load`] and of [`RowSources::held_out`].
+    pub fn find(args: &EvalArgs) -> Result<Self> {
+        let Some(file) = &args.config else {
+            let rows = fetch::rows("--data", args.data.as_deref().unwrap_or_default())?;
+            return Ok(Self { rows, config: None });
+        };
+        let config = Config::load(Some(file), &args.overrides)?;
+        check_overrides(&args.overrides)?;
+        let expected =
+            "a configuration with eval_file, or with dataset_name and dataset_test_split; eval_file=FILE may follow";
+        let none = || Error::invalid_value("--config", file.display(), expected);
+        Ok(Self { rows: fetch::held_out(&config.data)?.ok_or_else(none)?, config: Some(config) })
+    }
+}
+
+impl Evaluation {
+    /// Starts the rewards.
+    ///
+    /// # Errors
+    /// The errors of [`RewardPool::start`], and those of a run's tools.
+    pub fn new(args: &EvalArgs, found: EvalRows) -> Result<Self> {
+        let evaluation = match found.config {
+            Some(config) => Self::of_run(config, found.rows, args.n)?,
+            None => Self::of_options(args, found.rows)?,
         };
         evaluation.rewards.start()?;
         Ok(evaluation)
     }
 
-    fn of_options(args: &EvalArgs) -> Result<Self> {
+    fn of_options(args: &EvalArgs, rows: RowSources) -> Result<Self> {
         let settings = args.reward_config()?;
         let rewards = RewardPool::single("--reward", &args.reward, &settings)?;
         let dataset = DatasetOptions {
@@ -57,7 +80,7 @@ impl Evaluation {
         Ok(Self {
             rewards,
             solved_by: vec![0], // the only one
-            rows: RowSources::file(args.data.clone().unwrap_or_default()),
+            rows,
             dataset,
             params: SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n.unwrap_or(1)) },
             max_model_length: args.sampling.max_model_length,
@@ -67,10 +90,8 @@ impl Evaluation {
         })
     }
 
-    /// The evaluation that the run makes itself, but for its `overrides`.
-    fn of_run(file: &Path, overrides: &[String], n: Option<usize>) -> Result<Self> {
-        let config = Config::load(Some(file), overrides)?;
-        check_overrides(overrides)?;
+    /// The evaluation that the run makes itself.
+    fn of_run(config: Config, rows: RowSources, n: Option<usize>) -> Result<Self> {
         let process = ToolProcess::start(&config)?;
         let classes = process.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
         let config = config.with_environment_rewards(&classes)?;
@@ -78,12 +99,9 @@ impl Evaluation {
         let schemas = tools.as_ref().map_or_else(ToolSchemas::default, |(_, process)| process.schemas().clone());
         let rewards = RewardPool::new(&config)?;
         let solved_by = config.deciding_rewards(rewards.judges());
-        let expected =
-            "a configuration with eval_file, or with dataset_name and dataset_test_split; eval_file=FILE may follow";
-        let none = || Error::invalid_value("--config", file.display(), expected);
         Ok(Self {
             solved_by,
-            rows: fetch::held_out(&config.data)?.ok_or_else(none)?,
+            rows,
             dataset: DatasetOptions {
                 max_prompt_length: config.max_prompt_length,
                 max_completion_length: config.max_completion_length,

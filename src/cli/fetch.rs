@@ -37,7 +37,12 @@ pub(super) fn model(name: &Path, base: Option<&Path>) -> Result<ModelSource> {
 
 /// The held-out rows of a run, which are downloaded if they are not here.
 pub(super) fn held_out(data: &DataConfig) -> Result<Option<RowSources>> {
-    RowSources::held_out(data, Some(1), &if is_worker() { Hub::cached() } else { hub() })
+    RowSources::held_out(data, Some(1), &hub_of_process())
+}
+
+/// The rows that `entry` of `key` names, which are downloaded if they are not here.
+pub(super) fn rows(key: &str, entry: &str) -> Result<RowSources> {
+    RowSources::named(key, entry, "test", &hub_of_process())
 }
 
 /// Whether all rows are on this machine.
@@ -45,6 +50,11 @@ pub(super) fn has_rows(config: &Config) -> bool {
     let hub = Hub::cached();
     let held_out = RowSources::held_out(&config.data, config.eval_steps, &hub);
     RowSources::train(&config.data, &hub).is_ok() && held_out.is_ok()
+}
+
+/// The Hub, or in a process that a launcher started the cache that this one has filled.
+fn hub_of_process() -> Hub {
+    if is_worker() { Hub::cached() } else { hub() }
 }
 
 fn hub() -> Hub {

@@ -36,6 +36,15 @@ impl RowSources {
         Self { name: path.display().to_string(), files: vec![(path, 1.0)], max_rows: None }
     }
 
+    /// The rows that `entry` names, which is given for `key`: a file, a pattern, a folder, of which `split` is read, or files of the Hub.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] and [`Error::Hub`] for what is not there, with the key.
+    pub fn named(key: &str, entry: &str, split: &str, hub: &Hub) -> Result<Self> {
+        let files = located(key, entry, split, hub)?.into_iter().map(|path| (path, 1.0)).collect();
+        Ok(Self { name: entry.to_owned(), files, max_rows: None })
+    }
+
     /// The training rows.
     ///
     /// # Errors
@@ -101,8 +110,9 @@ fn located(key: &str, entry: &str, split: &str, hub: &Hub) -> Result<Vec<PathBuf
         Err(error) => {
             let is_name = entry.contains('/') && path.extension().is_none_or(|kind| kind.len() > 7);
             let command = Repo::dataset(entry, None).filter(|_| is_name).map(|repo| repo.download_command());
-            let hint = command.map(|command| {
-                format!("; a data set of the Hub is named by dataset_name = {entry} and fetched with: {command}")
+            let hint = command.map(|command| match key {
+                "--data" => format!("; files of a data set of the Hub are named {HUB_SCHEME}{entry}/PATTERN"),
+                _ => format!("; a data set of the Hub is named by dataset_name = {entry} and fetched with: {command}"),
             });
             Err(missing(format!("{error}{}", hint.unwrap_or_default())))
         }

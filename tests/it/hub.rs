@@ -231,6 +231,41 @@ fn a_run_of_a_model_and_a_data_set_by_name() {
     wrong.assert_error("a configuration that is not there", 2, &["unknown key 'seedd'", "there is no 'mian': main"]);
 }
 
+/// `eval` finds its rows as a run does, and its launcher downloads them.
+#[test]
+fn an_evaluation_of_rows_by_name() {
+    let (server, home) = (demo(), tempfile::tempdir().unwrap());
+    let eval = |ranks: usize, rows: &str, home: &Path| {
+        let line = format!("eval --nproc {ranks} --model {NAME} --device cpu {rows}");
+        let mut command = command(&line);
+        command.env("HF_HOME", home).env("HF_ENDPOINT", server.endpoint()).env_remove("HF_HUB_CACHE");
+        end(command.env("HF_HUB_OFFLINE", "0").spawn().unwrap())
+    };
+    let hub = "--data hf://datasets/tests/sums/main/te*.jsonl --max_completion_length 2";
+    let config =
+        "--config configs/tiny-cpu.toml train_file=none eval_file=none dataset_name=tests/sums max_eval_samples=4";
+    for (ranks, rows, problems) in [(2, hub, 200), (2, config, 4), (1, config, 4)] {
+        let home = tempfile::tempdir().unwrap();
+        let ended = eval(ranks, rows, home.path());
+        assert_eq!(ended.code, Some(0), "{rows}: {}", ended.stderr);
+        assert!(ended.stdout.contains(&format!("\"problems\":{problems},")), "{rows}: {}", ended.stdout);
+    }
+    let folder = home.path().join("rows");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("train.jsonl"), "{\"prompt\": \"what is one plus one ?\", \"answer\": 2}\n".repeat(3))
+        .unwrap();
+    fs::write(folder.join("test.jsonl"), "{\"prompt\": \"what is one plus one ?\", \"answer\": 2}\n").unwrap();
+    for (entry, problems) in [("", 1), ("/t*.jsonl", 4)] {
+        let ended = eval(1, &format!("--data {}{entry} --max_completion_length 2", folder.display()), home.path());
+        assert!(ended.stdout.contains(&format!("\"problems\":{problems},")), "{entry}: {}", ended.stderr);
+    }
+    eval(1, "--data openai/gsm8k", home.path()).assert_error(
+        "a name of the Hub",
+        3,
+        &["openai/gsm8k: --data: No such file", "named hf://datasets/openai/gsm8k/PATTERN"],
+    );
+}
+
 #[test]
 fn all_that_is_missing_is_told_with_all_that_is_wrong() {
     let out = tempfile::tempdir().unwrap();

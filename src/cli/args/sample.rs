@@ -1,6 +1,6 @@
 //! Arguments of commands that sample from a model: what from, and how.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 
@@ -165,9 +165,10 @@ pub struct EvalArgs {
     /// Keys of rows, prompts, sampling and rewards that differ from the run's: key=value, section.key=value
     #[arg(requires = "config")]
     pub overrides: Vec<String>,
-    /// Problems: a file of rows (JSONL, JSON, Parquet, CSV)
+    /// Problems, named as in the key eval_file: a file of rows (JSONL, JSON, Parquet, CSV), a pattern, a folder, whose split `test`
+    /// is read, or files of the Hub (hf://datasets/USER/NAME/PATTERN)
     #[arg(long, required_unless_present = "config")]
-    pub data: Option<PathBuf>,
+    pub data: Option<String>,
     /// Writes every sample with its rewards and the reference answer to this file, .jsonl or .parquet
     #[arg(long)]
     pub output: Option<PathBuf>,
@@ -204,8 +205,8 @@ impl EvalArgs {
     }
 
     /// Where the rows come from.
-    pub fn rows(&self) -> std::path::Display<'_> {
-        self.config.as_deref().or(self.data.as_deref()).unwrap_or(Path::new("")).display()
+    pub fn rows(&self) -> String {
+        self.config.as_ref().map(|file| file.display().to_string()).or(self.data.clone()).unwrap_or_default()
     }
 
     /// Settings of the reward.
