@@ -15,7 +15,7 @@ use crate::dist::{World, all_gather_json, first_text};
 use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
-use crate::metrics::{StepMetrics, gather_completions, write_completions};
+use crate::metrics::{StepMetrics, gather_completions, problems_progress, write_completions};
 use crate::phase::{self, Fault, Phase, terminal};
 use crate::serve::{ModelService, NamedAdapter, ServeOptions};
 use crate::tools::ToolProcess;
@@ -104,10 +104,17 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let Evaluation { mut rewards, solved_by, params, tools, .. } = evaluation;
     let model = (&tokenizer, eos_token_ids.as_slice(), max_model_length);
     let mut turns = tools.map(|tools| turns(tools, args, &world, options, model)).transpose()?;
+    let (mut progress, mut num_done) = (problems_progress(world.rank() == 0), 0);
+    progress(num_done, prompts.len());
+    let submit = |group: &RolloutGroup| {
+        rewards.submit(group);
+        num_done += 1;
+        progress(num_done, prompts.len());
+    };
     let mut groups = served.with_engine(|rollout| {
         phase::scope(Phase::Generate, || match &mut turns {
-            Some(turns) => turns.generate(rollout, &prompts, &params, |done| rewards.submit(done)),
-            None => rollout.generate(&prompts, &params, |done| rewards.submit(done)),
+            Some(turns) => turns.generate(rollout, &prompts, &params, submit),
+            None => rollout.generate(&prompts, &params, submit),
         })
     })?;
     phase::scope(Phase::Reward, || rewards.wait(&mut groups))?;

@@ -83,6 +83,12 @@ pub fn parts_progress(name: &'static str) -> impl FnMut(usize, usize) {
     move |done, total| wait.tell(done as u64, total as u64)
 }
 
+/// Shows how many problems of an evaluation are sampled, told `(done, total)`; nothing where not `is_first_rank`.
+pub fn problems_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
+    let wait = Wait::new("eval", "problems", 1, is_first_rank, true);
+    move |done, total| wait.tell(done as u64, total as u64)
+}
+
 /// Something that is waited for: a bar on a terminal, elsewhere a line every few seconds.
 struct Wait {
     name: &'static str,
@@ -103,7 +109,8 @@ impl Wait {
         let mut last = self.last.lock().unwrap_or_else(|poison| poison.into_inner());
         let interval = if terminal::is_shown() { FRAME_INTERVAL } else { WAIT_INTERVAL };
         let is_over = done >= total;
-        if !self.is_wanted || !(is_over || last.unwrap_or(self.start).elapsed() >= interval) {
+        let is_new = done == 0 && terminal::is_shown();
+        if !self.is_wanted || !(is_over || is_new || last.unwrap_or(self.start).elapsed() >= interval) {
             return;
         }
         *last = Some(Instant::now());

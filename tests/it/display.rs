@@ -60,10 +60,9 @@ fn shown(output: &str) -> (Vec<String>, Vec<String>) {
     (lines, ever)
 }
 
-#[test]
-fn a_terminal_has_one_status_and_loses_no_line_of_any_rank() {
-    let folder = tempfile::tempdir().unwrap();
-    let own = command(&format!("--nproc 2 {SMALL_RUN} max_steps=3 output_dir={}", folder.path().display()));
+/// What the program writes to a terminal; it has to end with `code`.
+fn on_terminal(line: &str, code: i32) -> String {
+    let own = command(line);
     let mut terminal = Command::new("python3");
     terminal.args(["-c", TERMINAL]).arg(own.get_program()).args(own.get_args());
     if let Some(root) = own.get_current_dir() {
@@ -76,10 +75,37 @@ fn a_terminal_has_one_status_and_loses_no_line_of_any_rank() {
         };
     }
     let output = terminal.output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert_eq!(output.status.code(), Some(0), "{text}");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{text}");
+    text
+}
+
+fn has(lines: &[String], parts: &[&str]) -> bool {
+    lines.iter().any(|line| parts.iter().all(|part| line.contains(part)))
+}
+
+#[test]
+fn an_evaluation_says_how_far_it_is_and_leaves_its_result() {
+    let rows = "--data configs/arithmetic/eval.jsonl --max_completion_length 2 --device cpu";
+    let eval = format!("--model configs/arithmetic/model {rows}");
+    let text = on_terminal(&format!("eval --nproc 2 {eval}"), 0);
     let (last, ever) = shown(&text);
-    let has = |lines: &[String], parts: &[&str]| lines.iter().any(|line| parts.iter().all(|part| line.contains(part)));
+    assert!(has(&ever, &["eval ╌", "0/100 problems"]), "the first rank's half of the problems\n{text}");
+    assert!(!has(&last, &["━"]) && !has(&last, &["╌"]), "the status is gone in the end: {last:#?}");
+    assert!(has(&last, &["\"problems\":200"]), "{text}");
+    for ranks in [1, 2] {
+        let failed = on_terminal(&format!("eval --nproc {ranks} {eval} --fault 0:0:generate:error"), 10);
+        let (last, ever) = shown(&failed);
+        assert!(has(&ever, &["eval ╌"]) && has(&last, &["generate: injected fault"]), "{failed}");
+        assert!(!has(&last, &["╌"]), "the status is gone: {last:#?}");
+    }
+}
+
+#[test]
+fn a_terminal_has_one_status_and_loses_no_line_of_any_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = on_terminal(&format!("--nproc 2 {SMALL_RUN} max_steps=3 output_dir={}", folder.path().display()), 0);
+    let (last, ever) = shown(&text);
     assert!(has(&last, &["[rank 1]", "the KV cache has"]), "a line of rank 1 stays\n{text}");
     assert!(has(&last, &["model: "]) && has(&last, &["report: "]), "results stay\n{text}");
     assert!(!has(&last, &["━"]) && !has(&last, &["╌"]), "the status is gone in the end: {last:#?}");
