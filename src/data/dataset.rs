@@ -193,6 +193,12 @@ pub struct Dataset {
     counts: DatasetCounts,
 }
 
+/// The beginning of a text, in quotation marks.
+pub(super) fn quoted(text: &str) -> String {
+    let shown: String = text.chars().take(SHOWN_CHARS).collect();
+    format!("{shown:?}{}", if shown.len() < text.len() { " .." } else { "" })
+}
+
 impl Dataset {
     /// Prompts that are made, not read; at least one.
     pub fn new(prompts: Vec<Prompt>) -> Self {
@@ -282,10 +288,7 @@ impl Dataset {
 
     /// Describes the treatment of prompts, with the first of them as the model reads it.
     pub fn description(&self) -> String {
-        let text = &self.prompts[0].text;
-        let shown: String = text.chars().take(SHOWN_CHARS).collect();
-        let rest = if shown.len() < text.len() { " .." } else { "" };
-        format!("prompts: {}; the first one: {shown:?}{rest}", self.counts.format())
+        format!("prompts: {}; the first one: {}", self.counts.format(), quoted(&self.prompts[0].text))
     }
 
     /// Tokens of the longest usable prompt.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::DatasetOptions;
 use super::Tokenizer;
-use super::dataset::{copies, is_much};
+use super::dataset::{copies, is_much, quoted};
 use super::rows::{ChatFormat, RawExample, RawPrompt, Row, read_rows};
 use super::sources::RowSources;
 use crate::error::{Error, Result};
@@ -98,6 +98,17 @@ impl SftDataset {
         let told =
             || format!("warning: {lost} of {all} completions are left out: longer than {} tokens", self.max_length);
         is_much(lost, all).then(told)
+    }
+
+    /// The first example, as the model reads it.
+    ///
+    /// # Errors
+    /// [`Error::TokenizerMismatch`].
+    pub fn description(&self, tokenizer: &Tokenizer) -> Result<String> {
+        let SftExample { token_ids, prompt_len } = &self.examples[0];
+        let (prompt, completion) = token_ids.split_at(*prompt_len);
+        let text = |ids: &[u32]| tokenizer.decode_all(ids).map(|text| quoted(&text));
+        Ok(format!("examples: the first one learns {} behind {}", text(completion)?, text(prompt)?))
     }
 
     /// Rows and completions at each stage.
@@ -214,6 +225,8 @@ mod tests {
         ];
         let data = read(&Folder::new(), &rows, 6).unwrap();
         assert_eq!(data.counts(), "4 rows read, 4 completions, 1 longer than 6 tokens, 3 kept");
+        let told = data.description(&Folder::new().tokenizer()).unwrap();
+        assert_eq!(told, "examples: the first one learns \"one two three </s>\" behind \"<s> one\"");
         let warning = data.warning().unwrap();
         assert_eq!(warning, "warning: 1 of 4 completions are left out: longer than 6 tokens");
         assert_eq!(data.examples, [example(&[0, 1], &[1, 2, 3, 9]), example(&[0, 7], &[9]), example(&[0, 7], &[1, 9])]);

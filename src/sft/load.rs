@@ -32,7 +32,7 @@ pub(super) fn load(
     spec.router_aux_loss_coef(config.router_aux_loss_coef)?;
     let Placement { kind, on_cuda } = Placement::in_world(config.device, config.dtype, world.device())?;
     check_mixed_precision(config.mixed_precision, &spec, kind, on_cuda)?;
-    let (sources, rows, eval_rows) = read_rows(&config, &source, &spec)?;
+    let (sources, rows, eval_rows, description) = read_rows(&config, &source, &spec)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {
         return Err(too_few_rows(&config, &sources, rows.examples.len(), rows_per_update));
@@ -69,6 +69,7 @@ pub(super) fn load(
     let place = (world.rank(), world.size());
     let reporter = RankReporter::start(&config.output_dir, place, options.max_steps, world.device())?;
     log.display().say(&format!("{sources}: {}", rows.counts()));
+    log.display().say(&description);
     rows.warning().iter().for_each(|warning| log.display().say(warning));
     let loss = log.first_and_last("loss").map_or(f64::NAN, |(_, newest)| newest);
     let kind = Placement::in_world(config.device, config.dtype, world.device())?.kind;
@@ -114,11 +115,12 @@ fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint
     checkpoint.unsafe_changes(&checkpoint::sft_changes(config, &saved), &[rows], world_size)
 }
 
+/// The rows and where they come from, held-out ones, and the first one as the model reads it.
 fn read_rows(
     config: &SftConfig,
     source: &ModelSource,
     spec: &ModelSpec,
-) -> Result<(RowSources, SftDataset, Option<SftDataset>)> {
+) -> Result<(RowSources, SftDataset, Option<SftDataset>, String)> {
     let (data, hub) = (&config.data, Hub::cached());
     let tokenizer = Tokenizer::from_folder(&source.base)?.with_template_variables(&data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
@@ -127,7 +129,8 @@ fn read_rows(
     let read = |sources: &RowSources| SftDataset::read(sources, &tokenizer, &spec.eos_token_ids, max_length, &options);
     let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, None, &hub)?);
     let (rows, eval_rows) = (read(&train)?, held_out.as_ref().map(read).transpose()?);
-    Ok((train, rows, eval_rows))
+    let description = rows.description(&tokenizer)?;
+    Ok((train, rows, eval_rows, description))
 }
 
 /// Rows of one update over all ranks.
