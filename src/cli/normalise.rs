@@ -20,7 +20,7 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
     program.build();
     let mut command = &program;
     let is_meta = ["-h", "--help", "-V", "--version"].contains(&first.as_str());
-    if !is_meta && (first.starts_with('-') || first.contains('=')) {
+    if !is_meta && (first.starts_with('-') || first.contains(['=', '.'])) {
         out.push("train".into());
         command = program.find_subcommand("train").unwrap_or(command);
     }
@@ -122,6 +122,7 @@ mod tests {
         );
         assert_eq!(normalised("colo-grpo --log_completions beta=1"), "colo-grpo train log_completions=true beta=1");
         assert_eq!(normalised("colo-grpo"), "colo-grpo --help");
+        assert_eq!(normalised("colo-grpo run.toml beta=1"), "colo-grpo train run.toml beta=1"); // which says --config
         assert_eq!(
             normalised("colo-grpo bench step --preset tiny --nproc 2 --tp 2 --zero-stage 3 --residency-optimizer swap"),
             "colo-grpo bench step --preset tiny --nproc 2 tensor_parallel_size=2 zero.stage=3 residency.optimizer=swap"

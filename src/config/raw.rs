@@ -189,7 +189,9 @@ impl RawConfig {
     fn read_override(&mut self, text: &str) -> Result<()> {
         let origin = "command line".to_owned();
         let Some((key, value)) = text.split_once('=') else {
-            let message = format!("'{text}' is not key=value");
+            let is_file = [".toml", ".yaml", ".yml"].iter().any(|kind| text.ends_with(kind));
+            let hint = if is_file { "; a configuration is given as --config FILE" } else { "" };
+            let message = format!("'{text}' is not key=value{hint}");
             return Err(Error::ConfigSyntax { origin, message });
         };
         let (key, value) = (key.trim(), value.trim());
@@ -380,5 +382,7 @@ mod tests {
         assert_eq!(raw.get("g.h"), Some(&"2026-01-01".into()));
         let error = RawConfig::read(None, &["beta".into()]).unwrap_err();
         assert_eq!(error.to_string(), "command line: 'beta' is not key=value");
+        let error = RawConfig::read(None, &["run.toml".into()]).unwrap_err();
+        assert!(error.to_string().ends_with("'run.toml' is not key=value; a configuration is given as --config FILE"));
     }
 }
