@@ -227,6 +227,12 @@ fn output(theirs: &mut ForeignKeys, draft: &mut Draft) {
             draft.set(ours, "none", if is_set { format!("{name} is off") } else { "verl's default".to_owned() });
         }
     }
+    let samples = ["rollout.val_kwargs.do_sample", "rollout.val_kwargs.temperature"];
+    let files = Some("data.val_files").filter(|_| !samples.iter().any(|name| theirs.has(name)));
+    if let Some(files) = files.and_then(|name| theirs.take_if(name, |files| !files.is_null())) {
+        let note = "it was data.val_files; evaluations sample as training does, where verl's are greedy by default";
+        draft.set("eval_file", files, note);
+    }
 }
 
 fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
