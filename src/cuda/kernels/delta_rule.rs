@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::delta_mix::{DIM, DeltaLayout, DeltaSizes};
 use super::{Argument, address, address_or_null, blocks, invalid, launch, ordinal};
+use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::{Error, Result};
 
@@ -28,8 +29,9 @@ const GATES: i64 = 5 * CHUNK;
 /// Blocks of a scan that fill a GPU: where sequences and heads are fewer, a block has fewer columns of the state. The bits do not
 /// depend on it.
 const MANY_BLOCKS: i64 = 100;
-/// Blocks of `delta_gradients`, one a multiprocessor of Hopper's chips.
-const GRADIENTS_BLOCKS: usize = 132;
+/// Threads of a block.
+const PREPARE_THREADS: u32 = 128;
+const GRADIENTS_THREADS: u32 = 512;
 
 /// Tensors of chunks that need no state.
 #[derive(Debug)]
@@ -81,7 +83,7 @@ pub fn delta_prepare(
     let shared_bytes = 2 * ROWS_BYTES + CHUNK as u32 * (CHUNK as u32 + 4) * 4 + ALIGNMENT;
     let grid = (layout.num_chunks() * sizes.heads) as u32;
     // SAFETY: the kernel's parameters in order; a block for every head of every chunk, and the shared memory that it divides.
-    unsafe { launch(SOURCE, OP, gpu, (grid, 128, shared_bytes), &arguments)? };
+    unsafe { launch(SOURCE, OP, gpu, (grid, PREPARE_THREADS, shared_bytes), &arguments)? };
     Ok(prepared)
 }
 
@@ -282,8 +284,26 @@ fn delta_gradients(
     let pairs = layout.num_chunks() * sizes.key_heads;
     arguments.push(Argument::Count(pairs));
     let shared_bytes = 7 * ROWS_BYTES + 2 * STATE_BYTES + 3 * PAIRS_BYTES + ALIGNMENT;
-    let grid = blocks(pairs as usize, 1, GRADIENTS_BLOCKS);
+    // A multiprocessor has room for one block; the bits do not depend on their number.
+    let grid = blocks(pairs as usize, 1, Context::retain(gpu)?.num_processors()?);
     // SAFETY: the kernel's parameters in order; blocks stride over the key heads of all chunks, and have the shared memory that they divide.
-    unsafe { launch(GRADIENTS, OP, gpu, (grid, 512, shared_bytes), &arguments)? };
+    unsafe { launch(GRADIENTS, OP, gpu, (grid, GRADIENTS_THREADS, shared_bytes), &arguments)? };
     Ok(d)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_sources_have_the_same_sizes() {
+        let declared = |source, text: &str| assert!(nvrtc::texts(source).any(|own| own.contains(text)), "{text}");
+        for source in [SOURCE, GRADIENTS] {
+            declared(source, &format!("constexpr int CHUNK = {CHUNK}, DIM = {DIM};"));
+            assert_declared(source, &[("SWIZZLED", SWIZZLED as usize)]);
+        }
+        declared(SOURCE, &format!("__launch_bounds__({PREPARE_THREADS}, 4) delta_prepare("));
+        declared(GRADIENTS, &format!("__launch_bounds__({GRADIENTS_THREADS}, 1) delta_gradients("));
+    }
 }
