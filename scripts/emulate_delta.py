@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Carries out the kernels of gated delta nets on a CPU and holds them to the recurrence in float64. Needs g++, no GPU.
+"""Carries out the kernels of gated delta nets on a CPU and holds them to the recurrence in float64. Needs g++ (or what CXX names), no GPU.
 
     scripts/emulate_delta.py [decode] [training]
 
@@ -9,7 +9,7 @@ and a count of accesses to tiles in shared memory that no barrier orders. Of dec
 bits of delta_step.cu, and nothing reads or writes a state while a bulk copy moves it. Ends with 1 where something is too far off. It says nothing
 about speed, and shared variables that are no tiles are not looked at for races.
 """
-import pathlib, re, subprocess, sys, tempfile
+import os, pathlib, re, subprocess, sys, tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "src/kernels"
@@ -96,7 +96,7 @@ def fails(program, texts, *flags):
             (pathlib.Path(folder) / f"{name}.inc").write_text(text)
         binary = f"{folder}/{program}"
         # Below 4 GiB, so that an address in shared memory fits 32 bits.
-        command = ["g++", "-O2", "-std=c++17", "-w", "-no-pie", "-static", "-I", folder, "-o", binary]
+        command = [os.environ.get("CXX", "g++"), "-O2", "-std=c++17", "-w", "-no-pie", "-static", "-I", folder, "-o", binary]
         subprocess.run([*command, *flags, str(ROOT / f"scripts/emulate/{program}.cpp")], check=True)
         return subprocess.run([binary]).returncode != 0
 

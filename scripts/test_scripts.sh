@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, the demo's task and model
-# come out of the scripts that are said to make them, packages run from any folder, the official openai client is answered, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
+# come out of the scripts that are said to make them, the kernel of gated delta nets in decoding is right on a CPU, packages run from any folder, the official openai client is answered, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
 # run to their end. PROGRAM names the program, target/release/colo-grpo unless it is set.
 #   scripts/test_scripts.sh
 set -euo pipefail
@@ -48,6 +48,8 @@ said=$("$python" scripts/hashes.py "$program" "$program" "${runs[@]}" 2>"$work/l
 [ -z "$said" ] || fail "hashes.py says that a program differs from itself: $said"
 ! said=$("$python" scripts/hashes.py "$program" "$work/faster" "${runs[@]}" 2>"$work/log") || fail "hashes.py sees no difference"
 [[ $said =~ ^one-rank\ .*weights.*learning_rate && $said != *generate* ]] || fail "hashes.py: $said"
+
+said=$("$python" scripts/emulate_delta.py decode) || fail "emulate_delta.py: $said"
 
 # A run is killed once, goes on, and is compared; how soon all that was, and how many runs ended before they were killed, depends on
 # the machine and is not asked here.

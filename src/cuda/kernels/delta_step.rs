@@ -136,7 +136,8 @@ pub fn served_delta_sizes() -> String {
 }
 
 /// out = gated_norm(delta_rule(convolution(qkv), a, b), z), and states move on. A token's bits do not depend on how its sequence
-/// is cut into steps, nor on the sequences beside it. Allocates nothing.
+/// is cut into steps, nor on the sequences beside it. Allocates nothing. Where each sequence has one token, pages, positions and states
+/// are read while the kernel before may still run, which must not write them: no two steps of one layer follow each other directly.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or heads that are not served; [`crate::Error::Cuda`].
@@ -230,14 +231,14 @@ pub fn delta_step(
                 DECODE_THREADS as u32,
                 (state_bytes + DECODE_SMALL_BYTES) as u32,
             );
-            // SAFETY: as below.
+            // SAFETY: as below; the shared memory that the kernel divides.
             return unsafe { launch_early(DECODE, &format!("delta_decode_{states_kind}"), gpu, shape, &arguments) };
         }
         let blocks = parts.min(BLOCKS_PER_PROCESSOR * processors);
         let shape =
             (blocks as u32, threads as u32, (threads * QUADS * PACK * pages.states.kind().elt_size_in_bytes()) as u32);
-        // SAFETY: the kernel's parameters in order; pages and positions are the caller's. They and the states are older than the
-        // work before this, while which they are read.
+        // SAFETY: the kernel's parameters in order; pages and positions are the caller's. The kernel before writes none of them and no
+        // states, which are read while it may still run.
         return unsafe { launch_early(SOURCE, &format!("delta_step_{kinds}"), gpu, shape, &arguments) };
     };
     let bounds = address(OP, bounds, Kind::Int, num_runs + 1, gpu)?;
