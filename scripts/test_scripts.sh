@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, the demo's task and model
-# come out of the scripts that are said to make them, the kernel of gated delta nets in decoding is right on a CPU, packages run from any folder, the official openai client is answered, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
+# come out of the scripts that are said to make them, the kernel of gated delta nets in decoding is right where a CPU carries it out, packages
+# run from any folder, the official openai client is answered, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
 # run to their end. PROGRAM names the program, target/release/colo-grpo unless it is set.
 #   scripts/test_scripts.sh
 set -euo pipefail
