@@ -104,8 +104,8 @@ struct Advice<'a> {
 }
 
 impl Advice<'_> {
-    /// The first changes with which the run fits: adapters and quantisation are the last resort, before them come a shorter
-    /// context, fewer sequences at once, residencies other than those configured, sharding, larger engines, and what training computes again or at once.
+    /// The first changes with which the run fits, from those that cost least: what training computes again or at once, larger
+    /// engines, sharding, fewer sequences at once, a shorter context, other residencies than configured; adapters and quantisation are last.
     fn find(&self) -> Option<Vec<KeySetting>> {
         let residencies = self.residencies();
         self.trained().iter().find_map(|trained| {
