@@ -224,7 +224,7 @@ pub struct TokenLogprob {
 pub struct SamplingParams {
     /// Completions per prompt.
     pub num_generations: usize,
-    /// Softmax temperature; 0 is greedy.
+    /// Softmax temperature, at least [`SamplingParams::MIN_TEMPERATURE`]; or 0, greedy.
     pub temperature: f32,
     /// Nucleus mass in (0, 1]; 1 is off.
     pub top_p: f32,
@@ -247,6 +247,15 @@ pub struct SamplingParams {
     pub seed: u64,
     /// Generation step: the second word of every random key of groups that it begins, and the weight version of its tokens.
     pub step: u64,
+}
+
+impl SamplingParams {
+    /// Least temperature above 0: by a smaller one, logits would be divided out of float32's range, and no token could be drawn.
+    pub const MIN_TEMPERATURE: f32 = 1e-6;
+    /// Least repetition penalty, for the same reason.
+    pub const MIN_PENALTY: f32 = 1e-6;
+    /// Largest repetition penalty, for the same reason.
+    pub const MAX_PENALTY: f32 = 1e6;
 }
 
 impl Default for SamplingParams {

@@ -290,6 +290,11 @@ fn count(text: &str) -> Result<usize, String> {
     number(|count: &usize| *count >= 1, "a whole number of at least 1")(text)
 }
 
+/// Completions of one prompt, for all of which there is memory.
+fn completions(text: &str) -> Result<usize, String> {
+    number(|count: &usize| (1..=65_536).contains(count), "a whole number from 1 to 65536")(text)
+}
+
 /// A number of processes or of nodes, which multiply without overflow.
 fn processes(text: &str) -> Result<usize, String> {
     number(|count: &usize| (1..=16_384).contains(count), "a whole number from 1 to 16384")(text)

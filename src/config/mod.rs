@@ -152,7 +152,7 @@ keys! {
         pub max_completion_length: usize = 512 => COUNT,
         /// Longest sequence the engine holds; `none` is the model's context.
         pub max_model_length: Option<usize> = None => COUNT,
-        /// Softmax temperature of the sampler and of the trainer's log-probabilities.
+        /// Softmax temperature of the sampler and of the trainer's log-probabilities, at least 0.000001.
         pub temperature: f32 = 1.0 => above(0.0).because("greedy samples of a group are all equal"),
         /// Nucleus mass; 1 is off.
         pub top_p: f32 = 1.0 => ABOVE_ZERO,
@@ -160,7 +160,7 @@ keys! {
         pub top_k: usize = 0,
         /// Least relative probability.
         pub min_p: Option<f32> = None => from_to(0.0, 1.0),
-        /// 1 is off.
+        /// 1 is off; at least 0.000001 and at most 1000000.
         pub repetition_penalty: f32 = 1.0 => above(0.0),
         /// Strings that end a completion.
         pub stop: Vec<String> = Vec::new(),

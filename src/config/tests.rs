@@ -239,6 +239,8 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["top_p=0"], "in (0, 1]"),
         (&["temperature=0"], "above 0"),
         (&["temperature=1e-60"], "above 0"), // 0 in its type
+        (&["temperature=1e-37"], "temperature = 1e-37: expected at least 0.000001"),
+        (&["repetition_penalty=1e30"], "repetition_penalty = 1e30: expected a number from 0.000001 to 1000000"),
         (&["epsilon_high=1e300"], "a number of at least 0; no number is above 1e30"),
         (&["reward_weights=[-1e31]"], "each a number; no number is above 1e30 or below -1e30"),
         (&["kv_block_size=1025"], "a whole number from 1 to 1024"),

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::phase::Fault;
+use crate::types::SamplingParams;
 
 impl StateDtype {
     /// Refuses states of gated delta nets that are rounded between the steps of a `strict` engine.
@@ -98,6 +99,12 @@ impl Config {
     }
 
     fn check_sampling(&self) -> Result<()> {
+        let (coldest, penalties) =
+            (SamplingParams::MIN_TEMPERATURE, SamplingParams::MIN_PENALTY..=SamplingParams::MAX_PENALTY);
+        let warm = "at least 0.000001: smaller ones divide logits out of float32's range";
+        check("temperature", format!("{:e}", self.temperature), self.temperature >= coldest, warm)?;
+        let (penalty, mild) = (self.repetition_penalty, "a number from 0.000001 to 1000000");
+        check("repetition_penalty", format!("{penalty:e}"), penalties.contains(&penalty), mild)?;
         if self.partial_rollout {
             let surplus = "to be left out: without oversample above 0 every group is complete when a step ends";
             check("partial_rollout", true, self.oversample > 0.0, surplus)?;

@@ -141,8 +141,8 @@ impl SamplingParams {
             ),
             (
                 "temperature",
-                is_within(self.temperature, 0.0..=f32::MAX),
-                "a temperature of 0 (greedy) or more",
+                self.temperature == 0.0 || is_within(self.temperature, Self::MIN_TEMPERATURE..=f32::MAX),
+                "a temperature of 0 (greedy) or of at least 0.000001",
                 self.temperature.to_string(),
             ),
             ("top_p", is_within(self.top_p, f32::MIN_POSITIVE..=1.0), "top_p in (0, 1]", self.top_p.to_string()),
@@ -154,8 +154,8 @@ impl SamplingParams {
             ),
             (
                 "repetition_penalty",
-                is_within(self.repetition_penalty, f32::MIN_POSITIVE..=f32::MAX),
-                "a repetition_penalty above 0",
+                is_within(self.repetition_penalty, Self::MIN_PENALTY..=Self::MAX_PENALTY),
+                "a repetition_penalty from 0.000001 to 1000000",
                 self.repetition_penalty.to_string(),
             ),
             (
@@ -195,9 +195,11 @@ mod tests {
             (SamplingParams { num_generations: 0, ..base.clone() }, "num_generations"),
             (SamplingParams { temperature: -1.0, ..base.clone() }, "temperature"),
             (SamplingParams { temperature: f32::NAN, ..base.clone() }, "temperature"),
+            (SamplingParams { temperature: 1e-37, ..base.clone() }, "temperature"),
             (SamplingParams { top_p: 0.0, ..base.clone() }, "top_p"),
             (SamplingParams { min_p: Some(1.5), ..base.clone() }, "min_p"),
             (SamplingParams { repetition_penalty: 0.0, ..base.clone() }, "repetition_penalty"),
+            (SamplingParams { repetition_penalty: 1e30, ..base.clone() }, "repetition_penalty"),
             (SamplingParams { stop: vec![String::new()], ..base.clone() }, "stop"),
         ];
         for (params, key) in wrong {

@@ -313,6 +313,8 @@ fn what_cannot_be_served_is_an_error_in_openais_form() {
         (completions, "{}", 400, "prompt"),
         (completions, r#"{"prompt": "what", "temprature": 1}"#, 400, "temprature"),
         (completions, r#"{"prompt": "what", "temperature": -1}"#, 400, "temperature"),
+        (completions, r#"{"prompt": "what", "temperature": 1e-40}"#, 400, "temperature"),
+        (completions, r#"{"prompt": "what", "repetition_penalty": 1e30}"#, 400, "repetition_penalty"),
         (completions, r#"{"prompt": "what", "max_tokens": 64}"#, 400, "max_tokens"),
         (completions, r#"{"prompt": [1, 4000000000]}"#, 400, "prompt"),
         (completions, r#"{"prompt": "what", "model": "gpt"}"#, 404, "model"),

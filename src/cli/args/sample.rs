@@ -4,11 +4,12 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{count, number, seed, word};
+use super::{completions, count, number, seed, word};
 use crate::config::{EngineShape, HeartbeatConfig, PipelinePartition, PromptFormat, ResidualDtype, RewardConfig};
 use crate::metrics::check_samples_file;
 use crate::phase::Fault;
 use crate::serve::EngineDivision;
+use crate::types::SamplingParams;
 
 /// In what kind a network keeps its residual stream.
 #[derive(Debug, Clone, Copy, Args)]
@@ -37,7 +38,7 @@ pub struct SourceArgs {
 pub struct SamplingArgs {
     /// Softmax temperature; 0 is greedy
     #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
-    #[arg(value_parser = number(|t: &f32| t.is_finite() && *t >= 0.0, "a number of at least 0"))]
+    #[arg(value_parser = number(is_temperature, "0, or a number of at least 0.000001"))]
     pub temperature: f32,
     /// Nucleus mass; 1 is off
     #[arg(long, default_value_t = 1.0, value_parser = number(|p: &f32| *p > 0.0 && *p <= 1.0, "in (0, 1]"))]
@@ -70,6 +71,10 @@ pub struct SamplingArgs {
     pub max_model_length: Option<usize>,
     #[command(flatten)]
     pub supervision: SupervisionArgs,
+}
+
+fn is_temperature(number: &f32) -> bool {
+    *number == 0.0 || (number.is_finite() && *number >= SamplingParams::MIN_TEMPERATURE)
 }
 
 impl SamplingArgs {
@@ -143,7 +148,7 @@ pub struct GenerateArgs {
     #[arg(long, requires = "chat")]
     pub system_prompt: Option<String>,
     /// Completions per prompt
-    #[arg(short, long, default_value_t = 1, value_parser = count)]
+    #[arg(short, long, default_value_t = 1, value_parser = completions)]
     pub n: usize,
     #[command(flatten)]
     pub sampling: SamplingArgs,
@@ -173,7 +178,7 @@ pub struct EvalArgs {
     #[arg(long)]
     pub output: Option<PathBuf>,
     /// Samples per problem [default: 1, or the run's eval_num_generations]
-    #[arg(short, long, value_parser = count)]
+    #[arg(short, long, value_parser = completions)]
     pub n: Option<usize>,
     /// System message put before every prompt that has none, as the key of that name
     #[arg(long)]
