@@ -152,9 +152,20 @@ fn hostile_headers_are_refused_before_anything_is_allocated() {
         (file(&tensor([0, u64::MAX], json!([2])), 8), "bad header"),
         (file(&tensor([0, 8], json!([1u64 << 62, 1u64 << 62])), 8), "bad header"),
         (file(&tensor([0, 8], json!([u64::MAX, 2])), 8), "bad header"),
-        (file(&json!({"a": info(0, 8), "b": info(4, 12)}).to_string(), 12), "bad header"),
-        (file(&json!({"a": info(0, 8), "b": info(0, 8)}).to_string(), 8), "bad header"),
-        (file(&json!({"a": info(0, 8), "b": info(16, 24)}).to_string(), 24), "bad header"),
+        (file(&tensor([0, 4], json!([2])), 4), "model.norm.weight has the bytes 0 to 4, but F32 [2] takes 8 bytes"),
+        (file(&tensor([0, 8], json!([u64::MAX, 2])), 8), "takes more than can be counted as bytes"),
+        (
+            file(&json!({"a": info(0, 8), "b": info(4, 12)}).to_string(), 12),
+            "bad header: b begins at byte 4, before the end of a at 8",
+        ),
+        (
+            file(&json!({"a": info(0, 8), "b": info(0, 8)}).to_string(), 8),
+            "bad header: b begins at byte 0, before the end",
+        ),
+        (
+            file(&json!({"a": info(0, 8), "b": info(16, 24)}).to_string(), 24),
+            "bad header: the bytes 8 to 16, between a and b, are no tensor's",
+        ),
         (file(&tensor([0, 1 << 40], json!([1u64 << 38])), 8), "expected 1099511627"),
         (file(&tensor([0, 8], json!([2])), 9), "but the header describes"),
         (file(&tensor([0, 8], json!([2])), 8), "missing model.embed_tokens.weight [96, 32]"),
@@ -165,6 +176,18 @@ fn hostile_headers_are_refused_before_anything_is_allocated() {
         std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
         refused(folder.path(), message);
     }
+}
+
+#[test]
+fn an_expert_that_the_header_lacks_is_named() {
+    let folder = copy_of("qwen3_moe");
+    let path = folder.path().join("model.safetensors");
+    let whole = std::fs::read(&path).unwrap();
+    let header_bytes = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&whole[8..8 + header_bytes]).unwrap();
+    header.as_object_mut().unwrap().remove("model.layers.1.mlp.experts.3.up_proj.weight").unwrap();
+    std::fs::write(&path, [&file(&header.to_string(), 0), &whole[8 + header_bytes..]].concat()).unwrap();
+    refused(folder.path(), "are no tensor's; missing model.layers.1.mlp.experts.3.up_proj.weight [16, 32]");
 }
 
 #[test]

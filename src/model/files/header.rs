@@ -3,11 +3,13 @@
 //! A file is 8 bytes of header length (little endian), the header (JSON: name to dtype, shape, data_offsets), the data.
 #![allow(unsafe_code)]
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
+use serde::de::IgnoredAny;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -34,27 +36,10 @@ impl MappedFile {
     /// [`Error::BadFile`] with expected and actual sizes.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let bad = |message: String| Error::bad_file(path, message);
-        let file = untrusted::open(path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => bad("missing".to_owned()),
-            _ => bad(error.to_string()),
-        })?;
-        let actual = file.metadata().map_err(|error| bad(error.to_string()))?.len();
-        if actual < LENGTH_BYTES as u64 {
-            return Err(bad(format!("truncated: {actual} bytes, expected at least {LENGTH_BYTES}")));
-        }
-        // SAFETY: the map is read-only and private to this struct. Somebody who shortens the file meanwhile ends the
-        // process (SIGBUS), as with every reader that maps weights.
-        let map = unsafe { Mmap::map(&file) }.map_err(|error| bad(error.to_string()))?;
-        let (length, rest) = map.split_at(LENGTH_BYTES);
-        let header_bytes = u64::from_le_bytes(length.try_into().expect("8 bytes"));
-        if header_bytes > MAX_HEADER_BYTES {
-            return Err(bad(format!("header of {header_bytes} bytes: expected at most {MAX_HEADER_BYTES}")));
-        }
-        let data_start = LENGTH_BYTES + header_bytes as usize;
-        let Some(text) = rest.get(..header_bytes as usize) else {
-            return Err(bad(format!("truncated: {actual} bytes, expected {data_start} for the header alone")));
-        };
-        let header: Metadata = serde_json::from_slice(text).map_err(|error| bad(format!("bad header: {error}")))?;
+        let (map, data_start) = map(path)?;
+        let (text, actual) = (&map[LENGTH_BYTES..data_start], map.len() as u64);
+        let header: Metadata = serde_json::from_slice(text)
+            .map_err(|error| bad(format!("bad header: {}", fault(text).unwrap_or_else(|| error.to_string()))))?;
         match data_start.checked_add(header.data_len()) {
             Some(expected) if expected as u64 == actual => Ok(Self { path: path.to_owned(), map, header, data_start }),
             Some(expected) if expected as u64 > actual => {
@@ -110,6 +95,76 @@ impl MappedFile {
         target.f_copy_(&Tensor::f_from_data_size(bytes, &target.size(), kind)?)?;
         Ok(())
     }
+}
+
+/// The names in the header of a file, whatever it says of them.
+///
+/// # Errors
+/// [`Error::BadFile`] for a header that is no JSON object.
+pub(super) fn names(path: &Path) -> Result<Vec<String>> {
+    let (map, data_start) = map(path)?;
+    let header: HashMap<String, IgnoredAny> = serde_json::from_slice(&map[LENGTH_BYTES..data_start])
+        .map_err(|error| Error::bad_file(path, format!("bad header: {error}")))?;
+    Ok(header.into_keys().collect())
+}
+
+/// A file, mapped, and where the data behind its header begins.
+fn map(path: &Path) -> Result<(Mmap, usize)> {
+    let bad = |message: String| Error::bad_file(path, message);
+    let file = untrusted::open(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => bad("missing".to_owned()),
+        _ => bad(error.to_string()),
+    })?;
+    let actual = file.metadata().map_err(|error| bad(error.to_string()))?.len();
+    if actual < LENGTH_BYTES as u64 {
+        return Err(bad(format!("truncated: {actual} bytes, expected at least {LENGTH_BYTES}")));
+    }
+    // SAFETY: the map is read-only, and only this module reads it. Somebody who shortens the file meanwhile ends the
+    // process (SIGBUS), as with every reader that maps weights.
+    let map = unsafe { Mmap::map(&file) }.map_err(|error| bad(error.to_string()))?;
+    let header_bytes = u64::from_le_bytes(map[..LENGTH_BYTES].try_into().expect("8 bytes"));
+    if header_bytes > MAX_HEADER_BYTES {
+        return Err(bad(format!("header of {header_bytes} bytes: expected at most {MAX_HEADER_BYTES}")));
+    }
+    let data_start = LENGTH_BYTES + header_bytes as usize;
+    if data_start > map.len() {
+        return Err(bad(format!("truncated: {actual} bytes, expected {data_start} for the header alone")));
+    }
+    Ok((map, data_start))
+}
+
+/// What [`Metadata`] is made from.
+#[derive(serde::Deserialize)]
+struct Entries {
+    #[serde(rename = "__metadata__")]
+    _metadata: Option<IgnoredAny>,
+    #[serde(flatten)]
+    tensors: HashMap<String, TensorInfo>,
+}
+
+/// The first tensor, in file order, that a header cannot have, where its entries can be read.
+fn fault(header: &[u8]) -> Option<String> {
+    let entries: Entries = serde_json::from_slice(header).ok()?;
+    let mut tensors: Vec<_> = entries.tensors.iter().map(|(name, info)| (info.data_offsets, name, info)).collect();
+    tensors.sort_unstable_by_key(|&(offsets, name, _)| (offsets, name));
+    let (mut end, mut last) = (0, "the data's beginning");
+    for ((first, next), name, TensorInfo { dtype, shape, .. }) in tensors {
+        let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &size| bits.checked_mul(size));
+        let bytes = bits.map_or_else(|| "more than can be counted as".to_owned(), |bits| bits.div_ceil(8).to_string());
+        if next < first || bits != (next - first).checked_mul(8) {
+            return Some(format!(
+                "{name} has the bytes {first} to {next}, but {dtype:?} {shape:?} takes {bytes} bytes"
+            ));
+        }
+        if first > end {
+            return Some(format!("the bytes {end} to {first}, between {last} and {name}, are no tensor's"));
+        }
+        if first < end {
+            return Some(format!("{name} begins at byte {first}, before the end of {last} at {end}"));
+        }
+        (end, last) = (next, name);
+    }
+    None
 }
 
 /// The kind of a weight's type; `None` where we do not read it.

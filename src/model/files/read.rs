@@ -7,7 +7,7 @@ use std::sync::Arc;
 use safetensors::tensor::TensorInfo;
 use tch::{Device, Kind, Tensor};
 
-use super::header::MappedFile;
+use super::header::{self, MappedFile};
 use super::names::{HfTensor, is_ignored, is_kept, tensors};
 use super::{INDEX, SINGLE};
 use crate::error::{Error, Result};
@@ -37,8 +37,9 @@ impl WeightFiles {
     pub fn open(folder: impl AsRef<Path>, spec: Arc<ModelSpec>) -> Result<Self> {
         let folder = folder.as_ref();
         let mut files = Self { spec, shards: Vec::new(), places: BTreeMap::new() };
-        for path in locate(folder)? {
-            files.add(MappedFile::open(&path)?)?;
+        let paths = locate(folder)?;
+        for path in &paths {
+            files.add(MappedFile::open(path).map_err(|error| files.with_missing(error, &paths))?)?;
         }
         if folder.join(SINGLE).exists() {
             files.check(&folder.join(SINGLE))?;
@@ -91,14 +92,41 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Every tensor of the model is there, with its shape and a type that we read, and nothing else is.
-    fn check(&self, origin: &Path) -> Result<()> {
+    /// Names and shapes of the tensors that have the model's weights.
+    fn expected(&self) -> Vec<(String, Vec<i64>)> {
         let tensors = units(&self.spec).flat_map(|unit| tensors(&self.spec, unit));
         let places = tensors.map(|tensor| self.place_of(&tensor)).map(|(name, shape, _)| (name, shape));
-        let mut expected: Vec<(String, Vec<i64>)> = places.collect();
+        let mut expected: Vec<_> = places.collect();
         expected.dedup(); // a tensor of all experts comes once for each, one of several matrices once for each piece
+        expected
+    }
+
+    /// Those of the expected tensors that are not there.
+    fn missing(&self, expected: &[(String, Vec<i64>)]) -> Vec<String> {
         let missing = expected.iter().filter(|(name, _)| !self.places.contains_key(name));
-        let missing: Vec<_> = missing.map(|(name, shape)| format!("{name} {shape:?}")).collect();
+        missing.map(|(name, shape)| format!("{name} {shape:?}")).collect()
+    }
+
+    /// Adds to an error about a file the tensors of the model that no header of `paths` names: a header with a gap lacks one.
+    fn with_missing(&self, error: Error, paths: &[PathBuf]) -> Error {
+        if !matches!(&error, Error::BadFile { path, .. } if header::names(path).is_ok()) {
+            return error;
+        }
+        let names = paths.iter().filter_map(|path| header::names(path).ok()).flatten();
+        let named = Self { spec: self.spec.clone(), shards: Vec::new(), places: names.map(|name| (name, 0)).collect() };
+        let missing = named.missing(&named.expected());
+        match error {
+            Error::BadFile { path, message } if !missing.is_empty() => {
+                Error::BadFile { path, message: format!("{message}; missing {}", list(&missing)) }
+            }
+            error => error,
+        }
+    }
+
+    /// Every tensor of the model is there, with its shape and a type that we read, and nothing else is.
+    fn check(&self, origin: &Path) -> Result<()> {
+        let expected = self.expected();
+        let missing = self.missing(&expected);
         let known: HashSet<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
         let unexpected = self.places.iter().filter(|(name, _)| !known.contains(name.as_str()));
         let unexpected = unexpected.filter(|(name, _)| !is_ignored(&self.spec, name));
