@@ -56,8 +56,17 @@ impl Entry {
         let inner: Vec<&str> = known.iter().filter_map(|name| name.strip_prefix(&start)).collect();
         let table = (!inner.is_empty()).then(|| format!("it is a table of {}", inner.join(", ")));
         let other = || migration::advice(key).map(|advice| format!("here: {advice}"));
-        let close = || nearest(&pattern, known).map(|name| format!("did you mean '{name}'?"));
-        let advice = table.or_else(other).or_else(close);
+        let (outer, name) = pattern.rsplit_once('.').unwrap_or(("", &pattern));
+        let start = format!("{outer}.");
+        let beside: Vec<String> =
+            known.iter().filter_map(|name| name.strip_prefix(&start)).map(str::to_owned).collect();
+        let close = || {
+            let in_table = nearest(name, &beside).map(|name| format!("{start}{name}"));
+            let close = in_table.or_else(|| nearest(&pattern, known).map(str::to_owned));
+            close.map(|name| format!("did you mean '{name}'?"))
+        };
+        let all = || (!beside.is_empty()).then(|| format!("{outer} has {}", beside.join(", ")));
+        let advice = table.or_else(other).or_else(close).or_else(all);
         UnknownKey { origin: origin.clone(), key: key.clone(), advice }
     }
 }

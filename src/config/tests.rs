@@ -133,6 +133,10 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
         }
     }
     assert_eq!(message(&["zero.stages=1"]), "command line: unknown key 'zero.stages'; did you mean 'zero.stage'?");
+    let low = "command line: unknown key 'curriculum.low'; curriculum has solve_rate, every";
+    assert_eq!(message(&["curriculum.low=0.1"]), low);
+    let func = "command line: unknown key 'rewards.a.func'; did you mean 'rewards.*.function'?";
+    assert_eq!(message(&["rewards.a.func=b"]), func);
     let optim_args = "command line: unknown key 'optim_args'; here: adam_beta1, adam_beta2, adam_epsilon and muon";
     assert_eq!(message(&["optim_args=a"]), optim_args);
     assert_eq!(
