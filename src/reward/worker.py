@@ -155,7 +155,7 @@ def describe(error):
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(frames) if frame.filename[0] != "<"), "")
+    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(frames) if frame.filename[:1] not in ("", "<")), "")
     return f"{type(error).__name__}: {error}"[:1000] + place
 
 
@@ -173,7 +173,7 @@ class Pipes:
             yield json.loads(self.requests.read(struct.unpack(">I", head)[0]))
 
     def reply(self, request, **what):
-        text = json.dumps({"id": request["id"], **what}).encode()
+        text = json.dumps({"id": request["id"], **what}, ensure_ascii=False).encode(errors="replace")  # half of a character is no JSON
         self.replies.write(struct.pack(">I", len(text)) + text)
         self.replies.flush()
 

@@ -115,6 +115,10 @@ def faulty(prompts, completions, **columns):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "raise":
         raise ValueError("asked for")
+    if what == "half":
+        raise ValueError("half a character: \ud800")
+    if what == "nameless":
+        exec(compile("1 / 0", "", "exec"))
     if what == "short":
         return []
     if what == "long":
@@ -137,7 +141,7 @@ fn a_function_that_fails_masks_its_sample_and_is_replaced() {
     ]);
     pool.start().unwrap();
     let mark = format!("1000.{}", std::process::id());
-    let bad = ["hang", "exit", "kill", "raise", "short", "long", "text", "nan", "inf"];
+    let bad = ["hang", "exit", "kill", "raise", "half", "nameless", "short", "long", "text", "nan", "inf"];
     let completions: Vec<&str> = bad.iter().flat_map(|bad| [*bad, "good"]).collect();
     let scores = scores(&mut pool, group(json!({"prompt": "p", "mark": mark}), &completions));
     for (text, (reward, _)) in completions.iter().zip(&scores) {
@@ -145,7 +149,7 @@ fn a_function_that_fails_masks_its_sample_and_is_replaced() {
     }
     let name = || "faulty".to_owned();
     let expected = [
-        (name(), FailureKind::Error, 4),
+        (name(), FailureKind::Error, 6),
         (name(), FailureKind::Timeout, 1),
         (name(), FailureKind::NonFinite, 2),
         (name(), FailureKind::Died, 2),
