@@ -54,11 +54,12 @@ fn read(file: &Path) -> Result<(Vec<ForeignEntry>, Option<u64>)> {
     }
     let text =
         untrusted::read_text(file, MAX_RUN_CONFIG_BYTES).map_err(|error| Error::bad_file(file, error.to_string()))?;
-    let script = script::read(&text, std::env::var("HOME").ok());
+    let refuse = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
+    let script = script::read(&text, std::env::var("HOME").ok()).map_err(refuse)?;
     if script == Script::default() {
         let message = "expected a script that starts verl with key=value (python3 -m verl.trainer.main_ppo data.train_files=..), or TRL or \
                        open-r1 with flags (trl grpo --model_name_or_path ..; python3 -m trl.scripts.grpo ..; accelerate launch grpo.py --config recipe.yaml)";
-        return Err(Error::ConfigSyntax { origin: file.display().to_string(), message: message.into() });
+        return Err(refuse(message.into()));
     }
     let recipe = script.config.map(|name| recipe(file, &name)).transpose()?;
     Ok((config::foreign_entries(recipe.as_deref(), &script.overrides)?, script.nproc))

@@ -5,6 +5,8 @@ use std::collections::HashMap;
 
 use serde_json::Value;
 
+/// Most bytes that variables may be replaced by in one script: each may double the one before.
+const MAX_FILLED_BYTES: usize = 4 << 20;
 /// Flags that say where and how the launcher starts the trainer, with the number of processes among them.
 const PROCESSES: &[&str] = &["num_processes", "nproc_per_node", "nproc-per-node"];
 
@@ -20,11 +22,22 @@ pub(super) struct Script {
 }
 
 /// Reads a script; `home` is the value of HOME. The last command that starts a trainer counts. A script that starts none sets nothing.
-pub(super) fn read(text: &str, home: Option<String>) -> Script {
+///
+/// # Errors
+/// A message where its variables make it too long.
+pub(super) fn read(text: &str, home: Option<String>) -> Result<Script, String> {
     let mut variables: HashMap<_, _> = home.map(|home| ("HOME".to_owned(), home)).into_iter().collect();
-    let mut script = Script::default();
-    for command in commands(text) {
-        let command: Vec<_> = command.iter().map(|word| filled_in(word, &variables)).collect();
+    let (mut script, mut num_filled_bytes) = (Script::default(), 0);
+    for words in commands(text) {
+        let mut command = Vec::with_capacity(words.len());
+        for word in words {
+            let filled = filled_in(&word, &variables);
+            num_filled_bytes += filled.len().saturating_sub(word.len());
+            if num_filled_bytes > MAX_FILLED_BYTES {
+                return Err(format!("its variables make it longer by more than {MAX_FILLED_BYTES} bytes"));
+            }
+            command.push(filled);
+        }
         for (name, value) in command.iter().filter_map(|word| word.split_once('=')).filter(|(name, _)| is_name(name)) {
             match name.contains('.') {
                 true => script.overrides.push(format!("{}={}", name.trim_start_matches('+'), parsed(value))),
@@ -35,7 +48,7 @@ pub(super) fn read(text: &str, home: Option<String>) -> Script {
             script = flags(&command[..trainer], &command[trainer..]);
         }
     }
-    script
+    Ok(script)
 }
 
 fn is_name(name: &str) -> bool {
@@ -129,17 +142,35 @@ fn commands(text: &str) -> Vec<Vec<String>> {
 
 /// `$NAME` and `${NAME}` of known variables replaced; others stay as they are.
 fn filled_in(text: &str, variables: &HashMap<String, String>) -> String {
-    let mut names: Vec<_> = variables.keys().collect();
-    names.sort_by_key(|name| std::cmp::Reverse(name.len())); // $AB before $A
-    names.into_iter().fold(text.to_owned(), |text, name| {
-        let value = &variables[name];
-        text.replace(&format!("${{{name}}}"), value).replace(&format!("${name}"), value)
-    })
+    let mut filled = String::with_capacity(text.len());
+    let mut parts = text.split('$');
+    filled.extend(parts.next());
+    for part in parts {
+        let in_braces = part.strip_prefix('{').and_then(|part| part.split_once('}'));
+        let name_end = part.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(part.len());
+        let (name, rest) = in_braces.unwrap_or_else(|| part.split_at(name_end));
+        match variables.get(name) {
+            Some(value) => filled.extend([value, rest]),
+            None => filled.extend(["$", part]),
+        }
+    }
+    filled
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn read(text: &str, home: Option<String>) -> Script {
+        super::read(text, home).unwrap()
+    }
+
+    #[test]
+    fn variables_that_double_one_another_are_refused() {
+        let text = format!("A=aa\n{}trl grpo --run_name $A\n", "A=$A${A}\n".repeat(60));
+        let error = super::read(&text, None).unwrap_err();
+        assert!(error.contains("its variables make it longer by more than"), "{error}");
+    }
 
     #[test]
     fn flags_are_read_as_trl_reads_them() {
