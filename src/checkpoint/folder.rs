@@ -140,8 +140,8 @@ pub fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "writing here needs {needed_bytes} bytes, {free_bytes} are free; make room, lower save_total_limit or choose \
-         another output_dir"
+        "writing here needs {needed_bytes} bytes, {free_bytes} are free; make room, choose another folder, or lower \
+         save_total_limit of a run"
     );
     Err(Error::Io { path: folder.to_owned(), source: io::Error::new(ErrorKind::StorageFull, message) })
 }

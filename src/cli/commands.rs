@@ -10,7 +10,7 @@ use super::evaluation::{EvalRows, Evaluation};
 use super::process::{Supervision, distributed, heartbeat, prepared};
 use super::reference::{reference_page, reference_toml};
 use super::{bench, card, endpoint, fetch, import, sample, verify, watch};
-use crate::checkpoint::write_new;
+use crate::checkpoint::{check_space, write_new};
 use crate::config::{Config, SftConfig};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
@@ -305,7 +305,11 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
         return Err(Error::bad_file(path, message));
     }
     let (tokenizer, mut progress) = (args.tokenizer.as_deref(), parts_progress("init"));
-    write_new("--output", &args.output, |folder| init_folder(&spec, folder, args.seed, tokenizer, &mut progress))?;
+    let bytes = (spec.num_params() as u64).saturating_mul(spec.dtype.elt_size_in_bytes() as u64);
+    write_new("--output", &args.output, |folder| {
+        check_space(folder, bytes)?;
+        init_folder(&spec, folder, args.seed, tokenizer, &mut progress)
+    })?;
     terminal::print_saved(format_args!("{}: {} parameters", args.output.display(), spec.num_params()));
     Ok(ExitCode::Done)
 }

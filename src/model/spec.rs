@@ -123,10 +123,10 @@ impl ExpertLayers {
 }
 
 impl ModelSpec {
-    /// Number of weights; a tied head counts once.
+    /// Number of weights; a tied head counts once. The largest number there is where there are more.
     pub fn num_params(&self) -> usize {
-        let numel = |unit| -> usize { shapes(self, unit).iter().map(|(_, shape)| product(shape)).sum() };
-        units(self).map(numel).sum()
+        let numels = units(self).flat_map(|unit| shapes(self, unit)).map(|(_, shape)| product(&shape));
+        numels.fold(0, usize::saturating_add)
     }
 
     /// Number of weights that one token is computed with: of experts, those of one choice.
@@ -418,5 +418,5 @@ impl ModelSpec {
 
 /// Elements of a shape.
 pub(super) fn product(shape: &[i64]) -> usize {
-    shape.iter().map(|&size| size as usize).product()
+    shape.iter().fold(1, |product: usize, &size| product.saturating_mul(size as usize))
 }

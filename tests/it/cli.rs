@@ -133,6 +133,27 @@ fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
 }
 
 #[test]
+fn sizes_that_nothing_holds_are_refused_before_work_begins() {
+    let folder = tempfile::tempdir().unwrap();
+    let (shape, output) = (folder.path().join("config.json"), folder.path().join("model"));
+    let mut config: Value = serde_json::from_slice(&fs::read("configs/arithmetic/config-moe.json").unwrap()).unwrap();
+    for (key, size) in [("hidden_size", 1 << 20), ("num_hidden_layers", 4096), ("num_experts", 4096)] {
+        config[key] = size.into();
+    }
+    config["moe_intermediate_size"] = (1 << 24).into();
+    fs::write(&shape, config.to_string()).unwrap();
+    let made = run(&format!("init --config_json {} --output {}", shape.display(), output.display()));
+    made.assert_error("larger than the disk", 12, &["writing here needs 18446744073709551615 bytes"]);
+    assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing is left");
+    for command in ["generate --prompt what", "eval --data configs/arithmetic/eval.jsonl"] {
+        let many = run(&format!("{command} --model {MODEL} -n 99999999999"));
+        many.assert_error(command, 2, &["'--n <N>': expected a whole number from 1 to 65536"]);
+    }
+    let cold = run(&format!("generate --model {MODEL} --prompt what --temperature 1e-40"));
+    cold.assert_error("divides by nothing", 2, &["'--temperature <TEMPERATURE>': expected 0, or a number of at least"]);
+}
+
+#[test]
 fn the_plan_is_a_table_and_refuses_what_cannot_fit() {
     let plan = stdout_of("plan --nproc 2 --config configs/tiny-cpu.toml");
     for class in ["memory per rank", "policy weights", "Adam", "gradients", "activations", "KV cache", "peak", "blocks"]
