@@ -17,7 +17,8 @@ fn main() {
 fn train() -> Result<()> {
     let mut arguments: Vec<String> = std::env::args().skip(1).collect();
     let file = if arguments.is_empty() { "configs/tiny-cpu.toml".to_owned() } else { arguments.remove(0) };
-    arguments.extend(["reward_funcs=[\"numeric_answer\", \"brevity\"]", "tensor_parallel_size=1"].map(str::to_owned));
+    let rewards = ["reward_funcs=[\"numeric_answer\", \"brevity\"]", "reward_weights=[0.9, 0.1]"];
+    arguments.extend([rewards[0], rewards[1], "tensor_parallel_size=1"].map(str::to_owned));
     let config = Config::load(Some(file.as_ref()), &arguments)?;
     let world = Arc::new(World::for_run(&config)?);
     let is_first = world.rank() == 0;
