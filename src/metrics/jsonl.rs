@@ -24,7 +24,7 @@ pub struct MetricLine {
 /// # Errors
 /// [`Error::Io`] if the file cannot be read.
 pub fn read_metrics(path: &Path) -> Result<Vec<MetricLine>> {
-    let text = untrusted::read_text(path, MAX_LOG_BYTES).map_err(Error::io(path))?;
+    let text = read_torn(path)?;
     Ok(text.lines().filter_map(MetricLine::parse).collect())
 }
 
@@ -88,8 +88,14 @@ impl JsonLines {
     }
 }
 
+/// The file's text. A line that a crash tore may have any bytes, and costs no other.
+fn read_torn(path: &Path) -> Result<String> {
+    let bytes = untrusted::read(path, MAX_LOG_BYTES).map_err(Error::io(path))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
 fn truncate_after(path: &Path, step: u64) -> Result<()> {
-    let text = untrusted::read_text(path, MAX_LOG_BYTES).map_err(Error::io(path))?;
+    let text = read_torn(path)?;
     let kept = text.lines().filter(|line| MetricLine::parse(line).is_some_and(|line| line.step <= step));
     let kept: String = kept.flat_map(|line| [line, "\n"]).collect();
     let temporary = path.with_extension("jsonl.tmp");
@@ -125,6 +131,19 @@ mod tests {
         let steps: Vec<_> = read_metrics(&path).unwrap().iter().map(|line| (line.step, line.values["loss"])).collect();
         assert_eq!(steps, [(1, 1.0), (2, 1.0), (3, 2.0)]);
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
+    }
+
+    #[test]
+    fn a_torn_line_of_any_bytes_costs_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut lines = JsonLines::open(&path, None).unwrap();
+        lines.append(&line(1, &[])).unwrap();
+        lines.file.append(b"\xff\xfe\0\n").unwrap();
+        lines.append(&line(2, &[])).unwrap();
+        JsonLines::open(&path, Some(2)).unwrap();
+        let steps: Vec<_> = read_metrics(&path).unwrap().iter().map(|line| line.step).collect();
+        assert_eq!(steps, [1, 2]);
     }
 
     #[test]
