@@ -73,16 +73,19 @@ fn tell_requests(on_stop: OnStop) {
 extern "C" fn request_stop(signal: i32) {
     match count(signal, &FIRST, monotonic_ns()) {
         Some(StopRequest::First(_)) => put(&REQUESTED, 1),
-        Some(StopRequest::Again) => {
-            // SAFETY: both calls are async-signal-safe; the signal arrives again, now with its default action.
-            unsafe {
-                libc::signal(signal, libc::SIG_DFL);
-                libc::raise(signal);
-            }
-        }
+        Some(StopRequest::Again) => end_by(signal),
         None => {}
     }
     phase::request_stop();
+}
+
+/// Ends this process by the signal's default action. Async-signal-safe.
+fn end_by(signal: i32) {
+    // SAFETY: both calls are async-signal-safe; the signal arrives again, now with its default action.
+    unsafe {
+        libc::signal(signal, libc::SIG_DFL);
+        libc::raise(signal);
+    }
 }
 
 /// Makes a file that reaches the limit of `ulimit -f` an error of the write that does, as a full disk is, and not the end of
@@ -114,7 +117,8 @@ pub(super) fn process_end(pid: u32) -> Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Receives this process's forwarded signals until dropped.
+/// Receives this process's forwarded signals until dropped. After a request the process is about to end: what belongs to that request has
+/// still no effect, and a later signal has its default action.
 #[derive(Debug)]
 pub(super) struct Inbox {
     pipe: UnixStream,
@@ -131,6 +135,7 @@ static OPEN: Mutex<()> = Mutex::new(());
 extern "C" fn write_to_pipe(signal: i32) {
     let byte = match count(signal, &FIRST, monotonic_ns()) {
         Some(StopRequest::First(signal)) => signal as u8,
+        Some(StopRequest::Again) if PIPE.load(Ordering::Relaxed) < 0 => return end_by(signal),
         Some(StopRequest::Again) => AGAIN,
         None => return,
     };
@@ -178,7 +183,8 @@ impl Inbox {
 
 impl Drop for Inbox {
     fn drop(&mut self) {
-        for (signal, action) in &self.before {
+        let is_requested = FIRST.load(Ordering::Relaxed) != 0;
+        for (signal, action) in self.before.iter().filter(|_| !is_requested) {
             // SAFETY: the action is the one that was in force before.
             unsafe { libc::sigaction(*signal, action, std::ptr::null_mut()) };
         }
@@ -211,6 +217,19 @@ fn set_handler(signal: i32, handler: libc::sighandler_t) -> libc::sigaction {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// `timeout` and schedulers send several signals, of which one may come when the launch is over.
+    #[test]
+    fn a_signal_of_the_same_request_is_no_end_behind_the_inbox() {
+        let mut inbox = Inbox::open().unwrap();
+        // SAFETY: the handler is this module's.
+        unsafe { libc::raise(libc::SIGTERM) };
+        assert_eq!(inbox.wait(std::iter::empty(), Duration::ZERO), [StopRequest::First(libc::SIGTERM)]);
+        FIRST.store(monotonic_ns(), Ordering::Relaxed); // however long that took
+        drop(inbox);
+        // SAFETY: as above.
+        unsafe { libc::raise(libc::SIGUSR1) };
+    }
 
     #[test]
     fn signals_within_a_second_are_one_request() {
