@@ -22,6 +22,8 @@ keys! {
         /// assistant's, from a `completion` on, is learned behind all that precedes it. Held-out rows give a loss after training.
         #[serde(flatten)]
         pub data: DataConfig,
+        /// Column with the completion (`answer` in GSM8K); `none` is `completion`.
+        pub dataset_completion_column: Option<String> = None,
         /// Where metrics, checkpoints and the final model go.
         pub output_dir: PathBuf = PathBuf::from("output"),
         /// A checkpoint folder, or `latest` of `output_dir`.

@@ -81,7 +81,7 @@ fn the_key_list_is_frozen() {
     assert_frozen(Config::keys(), expected);
     let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
-        system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
+        system_prompt chat_template_kwargs.* dataset_completion_column output_dir resume_from_checkpoint force_resume device dtype \
         residual_dtype mixed_precision max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate router_aux_loss_coef \
         optim muon.momentum muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay \

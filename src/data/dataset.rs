@@ -31,6 +31,8 @@ pub struct DatasetOptions {
     pub system_prompt: Option<String>,
     /// Column with the prompt; `None` is the first of the usual ones.
     pub prompt_column: Option<String>,
+    /// Column with the completion of an example that is learned; `None` is `completion`.
+    pub completion_column: Option<String>,
     /// Columns without which a row is an error: those that the rewards read.
     pub required_columns: Vec<String>,
     /// Schemas of the functions that the model may call, which the chat template shows it.

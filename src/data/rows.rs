@@ -171,20 +171,24 @@ impl Row {
         }
     }
 
-    /// The row as an example: a prompt and its `completion`, both as text or as messages, or else a conversation in `messages`.
-    pub fn example(&self, column: Option<&str>) -> Result<RawExample> {
-        match (self.given("completion"), self.given("messages")) {
-            (Some(Value::String(text)), _) => Ok(RawExample::Completion(self.prompt(column)?, text.clone())),
+    /// The row as an example: a prompt and its completion, in the columns that are named or in the usual ones, both as text or as
+    /// messages, or else, where no completion's is named, a conversation in `messages`.
+    pub fn example(&self, prompt: Option<&str>, completion: Option<&str>) -> Result<RawExample> {
+        const KEY: Option<&str> = Some("dataset_completion_column");
+        let column = completion.unwrap_or("completion");
+        match (self.given(column), self.given("messages")) {
+            (Some(Value::String(text)), _) => Ok(RawExample::Completion(self.prompt(prompt)?, text.clone())),
             (Some(turns), _) => {
-                let RawPrompt::Conversation(mut messages) = self.prompt(column)? else {
-                    return Err(self.bad("column 'completion' is not text, as the prompt is".into()));
+                let RawPrompt::Conversation(mut messages) = self.prompt(prompt)? else {
+                    return Err(self.bad(format!("column '{column}' is not text, as the prompt is")));
                 };
                 let first = messages.len();
-                messages.extend(self.conversation("completion", turns, "neither text nor")?);
+                messages.extend(self.conversation(column, turns, "neither text nor")?);
                 Ok(RawExample::Conversation(messages, first))
             }
+            (None, _) if completion.is_some() => Err(self.missing(&[column], None)),
             (None, Some(turns)) => Ok(RawExample::Conversation(self.conversation("messages", turns, "not")?, 0)),
-            (None, None) => Err(self.missing(&["completion", "messages"], None)),
+            (None, None) => Err(self.missing(&["completion", "messages"], KEY)),
         }
     }
 

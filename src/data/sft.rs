@@ -78,7 +78,7 @@ impl SftDataset {
                 let row = row?;
                 let copies = copies(*weight, data.num_rows as u64, options.seed);
                 data.num_rows += 1;
-                for example in examples(&row, options.prompt_column.as_deref(), tokenizer, &ends, &format, max_bytes)? {
+                for example in examples(&row, options, tokenizer, &ends, &format, max_bytes)? {
                     match example.filter(|example| example.token_ids.len() <= max_length) {
                         Some(example) => data.examples.extend((0..copies).map(|_| example.clone())),
                         None => data.too_long += 1,
@@ -148,7 +148,7 @@ impl EndTokens {
 /// for each of its own.
 fn examples(
     row: &Row,
-    column: Option<&str>,
+    options: &DatasetOptions,
     tokenizer: &Tokenizer,
     ends: &EndTokens,
     format: &ChatFormat<'_>,
@@ -159,7 +159,7 @@ fn examples(
         let prompt_len = prompt.len();
         SftExample { token_ids: [prompt, completion].concat(), prompt_len }
     };
-    let (messages, first) = match row.example(column)? {
+    let (messages, first) = match row.example(options.prompt_column.as_deref(), options.completion_column.as_deref())? {
         RawExample::Conversation(mut messages, first) => {
             if first == 0 && messages[0].role == "assistant" {
                 return Err(row.bad("the first message is the assistant's: there is nothing to answer".into()));
@@ -277,11 +277,32 @@ mod tests {
         assert!(refused(&whole).contains("does not put the answer in message 1 behind"), "{}", refused(&whole));
     }
 
+    /// GSM8K's rows; a column that is named must be there, whatever else is.
+    #[test]
+    fn completions_come_from_the_column_that_is_named() {
+        let folder = Folder::new();
+        let options = DatasetOptions { completion_column: Some("answer".into()), ..Default::default() };
+        let read = |row: &str| {
+            folder.write("sft.jsonl", row);
+            SftDataset::read(&RowSources::file(folder.path().join("sft.jsonl")), &folder.tokenizer(), &[], 99, &options)
+        };
+        let row = r#"{"question": "one", "answer": "two", "completion": "three"}"#;
+        assert_eq!(read(row).unwrap().examples, [example(&[0, 1], &[2, 9])]);
+        let lacks = read(r#"{"prompt": "one", "messages": [{"role": "user", "content": "one"}]}"#).unwrap_err();
+        assert!(lacks.to_string().contains("no column 'answer'; columns seen: "), "{lacks}");
+    }
+
     #[test]
     fn a_row_without_completion_is_named_and_a_missing_eos_told() {
         let folder = Folder::new();
         let error = read(&folder, &["", r#"{"prompt": "one", "answer": 1}"#], 6).unwrap_err().to_string();
-        assert!(error.ends_with("sft.jsonl:2: no column 'completion' or 'messages'; columns seen: prompt, answer"));
+        assert!(
+            error.ends_with(
+                "sft.jsonl:2: no column 'completion' or 'messages'; columns seen: prompt, answer; the key \
+                 dataset_completion_column names another column"
+            ),
+            "{error}"
+        );
         folder.write("tokenizer_config.json", "{}");
         let error = read(&folder, &[r#"{"prompt": "one", "completion": "two"}"#], 6).unwrap_err().to_string();
         assert!(error.contains("no eos_token"), "{error}");

@@ -125,7 +125,8 @@ fn read_rows(
     let tokenizer = Tokenizer::from_folder(&source.base)?.with_template_variables(&data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     let max_length = config.max_length.min(spec.max_position_embeddings);
-    let options = DatasetOptions::of(data, config.seed, Vec::new());
+    let completion_column = config.dataset_completion_column.clone();
+    let options = DatasetOptions { completion_column, ..DatasetOptions::of(data, config.seed, Vec::new()) };
     let read = |sources: &RowSources| SftDataset::read(sources, &tokenizer, &spec.eos_token_ids, max_length, &options);
     let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, None, &hub)?);
     let (rows, eval_rows) = (read(&train)?, held_out.as_ref().map(read).transpose()?);
