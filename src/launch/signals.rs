@@ -8,11 +8,11 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::way_on::OnStop;
-use crate::error::{Error, Result};
+use crate::error::{Error, ExitCode, Result};
 use crate::phase::{self, terminal};
 
 /// Signals that ask a run to save and end, and that a launcher passes on.
@@ -44,9 +44,11 @@ fn count(signal: i32, first: &AtomicU64, now_ns: u64) -> Option<StopRequest> {
 }
 
 /// Makes TERM, INT, USR1 and HUP ask this worker for an orderly end ([`phase::request_stop`]); one that comes more
-/// than a second after the first ends it at once. A HUP that was ignored from the start (`nohup`) stays so.
+/// than a second after the first ends it at once: with 130, or by the signal where a launcher of ours sees that. A HUP that was
+/// ignored from the start (`nohup`) stays so.
 /// With `tells`, a first one is answered on the terminal at once.
 pub fn stop_on_signals(on_stop: OnStop, tells: bool) {
+    IS_ALONE.store(!phase::is_watched(), Ordering::Relaxed);
     if tells {
         tell_requests(on_stop);
     }
@@ -73,6 +75,10 @@ fn tell_requests(on_stop: OnStop) {
 extern "C" fn request_stop(signal: i32) {
     match count(signal, &FIRST, monotonic_ns()) {
         Some(StopRequest::First(_)) => put(&REQUESTED, 1),
+        Some(StopRequest::Again) if IS_ALONE.load(Ordering::Relaxed) => {
+            // SAFETY: async-signal-safe; nothing that could block is done before.
+            unsafe { libc::_exit(ExitCode::Interrupted as i32) }
+        }
         Some(StopRequest::Again) => end_by(signal),
         None => {}
     }
@@ -129,6 +135,8 @@ pub(super) struct Inbox {
 static PIPE: AtomicI32 = AtomicI32::new(-1);
 /// The one that a worker's handler finds.
 static REQUESTED: AtomicI32 = AtomicI32::new(-1);
+/// Whether a worker has no launcher of ours.
+static IS_ALONE: AtomicBool = AtomicBool::new(false);
 /// One inbox at a time.
 static OPEN: Mutex<()> = Mutex::new(());
 

@@ -93,8 +93,10 @@ fn a_run_of_one_process_answers_a_signal_before_its_step_ends() {
     await_line(&mut run, "injected fault"); // no step ends from here on
     signal(run.id(), "-INT");
     await_line(&mut run, "stop: the step under way is finished, a checkpoint is saved, and the run ends with 75");
-    run.kill().unwrap();
-    end(run);
+    std::thread::sleep(Duration::from_millis(1100)); // so that the next one is another request; longer does no harm
+    signal(run.id(), "-TERM");
+    let ended = end(run);
+    assert_eq!(ended.code, Some(130), "{}", ended.stderr);
 }
 
 /// 4: nothing but the model is left to write after the last step, so a request to stop changes nothing.
