@@ -126,8 +126,7 @@ pub fn template(data: &[u8]) -> bool {
     let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")].map(|(name, text)| (name.to_owned(), text.to_owned()));
     let template = ChatTemplate::new(&String::from_utf8_lossy(data), tokens.into());
     let Some(template) = read_or(ExitCode::Files, template) else { return false };
-    let messages =
-        ["system", "user"].map(|role| Message { role: role.to_owned(), content: "what is 'one' ?".to_owned() });
+    let messages = ["system", "user"].map(|role| Message::new(role, "what is 'one' ?"));
     read_or(ExitCode::Files, template.render(&messages, true)).is_some()
 }
 

@@ -83,7 +83,7 @@ pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()>
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let ModelService { mut served, tokenizer, .. } =
         sample::serve((&args.source, adapters), &args.sampling, &Map::new(), &world, kinds)?;
-    let system = args.system_prompt.iter().map(|text| Message { role: "system".into(), content: text.clone() });
+    let system = args.system_prompt.iter().map(|text| Message::new("system", text));
     let system: Vec<Message> = system.collect();
     tokenizer.apply_chat_template(&[&system[..], &[Message::user("")]].concat(), true)?; // a model without one says so now
     served.with_engine(|rollout| {

@@ -59,7 +59,7 @@ fn prompt(
     }
     let text = match args.chat {
         true => {
-            let system = args.system_prompt.iter().map(|text| Message { role: "system".into(), content: text.clone() });
+            let system = args.system_prompt.iter().map(|text| Message::new("system", text));
             tokenizer.apply_chat_template(&system.chain([Message::user(text)]).collect::<Vec<_>>(), true)?
         }
         false => text.to_owned(),

@@ -50,12 +50,35 @@ pub struct Message {
     pub role: String,
     /// The text.
     pub content: String,
+    /// What else the template reads: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
+    #[serde(flatten)]
+    pub more: Map<String, Json>,
 }
 
 impl Message {
+    /// A turn of text alone.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), more: Map::new() }
+    }
+
     /// A user's turn.
     pub fn user(content: impl Into<String>) -> Self {
-        Self { role: "user".to_owned(), content: content.into() }
+        Self::new("user", content)
+    }
+
+    /// Bytes of its texts.
+    pub(super) fn num_bytes(&self) -> usize {
+        self.content.len() + self.more.values().map(text_bytes).sum::<usize>()
+    }
+}
+
+/// Makes the arguments of a message's tool calls objects, as templates read them, where they are JSON as text.
+pub(crate) fn parse_arguments(message: &mut Map<String, Json>) {
+    let calls = message.get_mut("tool_calls").and_then(Json::as_array_mut).into_iter().flatten();
+    for arguments in calls.filter_map(|call| call.get_mut("function")?.get_mut("arguments")) {
+        if let Some(parsed) = arguments.as_str().and_then(|text| serde_json::from_str(text).ok()) {
+            *arguments = parsed;
+        }
     }
 }
 
@@ -112,9 +135,9 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// Messages of text alone.
+    /// Messages without tools.
     pub fn of(messages: &[Message], add_generation_prompt: bool) -> Self {
-        let json = |message: &Message| serde_json::json!({"role": message.role, "content": message.content});
+        let json = |message: &Message| serde_json::to_value(message).expect("text and JSON values");
         Self { messages: messages.iter().map(json).collect(), add_generation_prompt, ..Self::default() }
     }
 }

@@ -17,8 +17,8 @@ mod tokenizer;
 mod tool_calls;
 mod turns;
 
-pub(crate) use chat::content_text;
 pub use chat::{ChatTemplate, Conversation, Message};
+pub(crate) use chat::{content_text, parse_arguments};
 pub use dataset::{Dataset, DatasetOptions};
 pub use grammar::{Grammar, GrammarCompiler, GrammarState, TokenMask};
 pub use hub::{Hub, HubOptions, Repo};

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::schemas::ToolSchemas;
-use super::{Conversation, Message, Tokenizer, content_text, csv, parquet};
+use super::{Conversation, Message, Tokenizer, content_text, csv, parquet, parse_arguments};
 use crate::config::PromptFormat;
 use crate::error::{Error, Result};
 use crate::untrusted;
@@ -23,6 +23,8 @@ const MAX_LIST_BYTES: u64 = 2 << 30;
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 const NOT_UTF8: &str = "not UTF-8: expected text in UTF-8 (iconv -f ENCODING -t UTF-8 writes it), or a Parquet file";
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
+/// What messages may have beside a role and a content.
+const MORE_OF_MESSAGES: [&str; 4] = ["tool_calls", "tool_call_id", "name", "reasoning_content"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 /// Where the tests of a program stand: ours, and open-r1's.
 const TESTS_COLUMNS: [&str; 2] = ["tests", "verification_info"];
@@ -202,6 +204,18 @@ impl Row {
         self.given(name).map(|_| ()).ok_or_else(|| self.missing(names, key))
     }
 
+    /// The functions that an example may call: its column `tools`, a list of JSON schemas, or such a list as text; null without one.
+    pub fn tools(&self) -> Result<Value> {
+        let Some(given) = self.given("tools") else { return Ok(Value::Null) };
+        let parsed = given.as_str().and_then(|text| serde_json::from_str(text).ok());
+        let tools = parsed.unwrap_or_else(|| given.clone());
+        match tools.as_array().map(Vec::as_slice) {
+            Some([]) => Ok(Value::Null),
+            Some(schemas) if schemas.iter().all(Value::is_object) => Ok(tools),
+            _ => Err(self.bad(format!("column 'tools': expected a list of JSON schemas of functions, got {given}"))),
+        }
+    }
+
     /// An error at this line.
     pub fn bad(&self, message: String) -> Error {
         Error::BadLine { path: self.path.clone(), line: self.line, message }
@@ -231,13 +245,23 @@ impl Row {
     }
 
     fn message(&self, column: &str, turn: &Value) -> Result<Message> {
-        let known = turn.as_object().is_some_and(|turn| {
-            turn.iter().all(|(key, value)| matches!(key.as_str(), "role" | "content") || value.is_null())
+        let mut more: Map<String, Value> = turn.as_object().cloned().unwrap_or_default();
+        more.retain(|key, value| !matches!(key.as_str(), "role" | "content") && !value.is_null());
+        let is_known = more.iter().all(|(key, value)| match key.as_str() {
+            "tool_calls" => value.as_array().is_some_and(|calls| calls.iter().all(Value::is_object)),
+            other => MORE_OF_MESSAGES.contains(&other) && value.is_string(),
         });
-        match (known, turn["role"].as_str(), content_text(&turn["content"])) {
-            (true, Some(role), Some(content)) => Ok(Message { role: role.into(), content: content.into() }),
+        let only_calls = turn["content"].is_null() && more.contains_key("tool_calls");
+        let content = content_text(&turn["content"]).or_else(|| only_calls.then(|| "".into()));
+        match (turn["role"].as_str(), content) {
+            (Some(role), Some(content)) if is_known => {
+                parse_arguments(&mut more);
+                Ok(Message { more, ..Message::new(role, content) })
+            }
             _ => {
-                Err(self.bad(format!("column '{column}': expected {{\"role\": text, \"content\": text}}, got {turn}")))
+                let more = MORE_OF_MESSAGES.join(", ");
+                let expected = format!("{{\"role\": text, \"content\": text}}, with nothing else but {more}");
+                Err(self.bad(format!("column '{column}': expected {expected}; got {turn}")))
             }
         }
     }
@@ -269,7 +293,7 @@ impl<'a> ChatFormat<'a> {
     pub fn add_system_prompt(&self, messages: &mut Vec<Message>) {
         let has_one = messages.first().is_some_and(|first| first.role == "system");
         if let Some(content) = self.system_prompt.filter(|_| !has_one) {
-            messages.insert(0, Message { role: "system".into(), content: content.into() });
+            messages.insert(0, Message::new("system", content));
         }
     }
 }
@@ -279,7 +303,7 @@ impl RawPrompt {
     pub fn num_bytes(&self) -> usize {
         match self {
             RawPrompt::Text(text) => text.len(),
-            RawPrompt::Conversation(messages) => messages.iter().map(|message| message.content.len()).sum(),
+            RawPrompt::Conversation(messages) => messages.iter().map(Message::num_bytes).sum(),
         }
     }
 

@@ -1,12 +1,12 @@
 //! Rows to learn from by imitation.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::DatasetOptions;
-use super::Tokenizer;
 use super::dataset::{copies, is_much, quoted};
 use super::rows::{ChatFormat, RawExample, RawPrompt, Row, read_rows};
 use super::sources::RowSources;
+use super::{Conversation, DatasetOptions, Message, Tokenizer, ToolSchemas};
 use crate::error::{Error, Result};
 
 /// A prompt with the completion to imitate; the loss covers `token_ids[prompt_len..]`.
@@ -154,6 +154,8 @@ fn examples(
     format: &ChatFormat<'_>,
     max_bytes: usize,
 ) -> Result<Vec<Option<SftExample>>> {
+    let tools = row.tools()?;
+    let format = &ChatFormat { tools: ToolSchemas::new(tools.clone(), BTreeMap::new()), ..format.clone() };
     let encode = |text: &str| tokenizer.encode(text, false).map_err(|error| row.bad(error.to_string()));
     let example = |prompt: Vec<u32>, completion: Vec<u32>| {
         let prompt_len = prompt.len();
@@ -177,11 +179,12 @@ fn examples(
     };
     let answers = (first..messages.len()).filter(|&index| messages[index].role == "assistant");
     let examples = answers.map(|index| {
-        if messages[..=index].iter().map(|message| message.content.len()).sum::<usize>() > max_bytes {
+        if messages[..=index].iter().map(Message::num_bytes).sum::<usize>() > max_bytes {
             return Ok(None);
         }
         let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, format)?;
-        let whole = tokenizer.apply_chat_template(&messages[..=index], false)?;
+        let whole = Conversation { tools: tools.clone(), ..Conversation::of(&messages[..=index], false) };
+        let whole = tokenizer.converse(whole)?;
         let answer = whole.strip_prefix(&text).ok_or_else(|| {
             row.bad(format!(
                 "the chat template does not put the answer in message {index} behind the prompt for it; give prompt and \
@@ -275,6 +278,47 @@ mod tests {
             "{% if messages[1] %}is {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}",
         );
         assert!(refused(&whole).contains("does not put the answer in message 1 behind"), "{}", refused(&whole));
+    }
+
+    /// A call is learned as the template writes it, its arguments as an object, behind the functions that the row's column `tools` names.
+    #[test]
+    fn conversations_may_have_calls_of_tools() {
+        let folder = Folder::new();
+        folder.write(
+            "chat_template.jinja",
+            "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}{% if m.role == 'user' %}what {{ m.content }} \
+             {% elif m.role == 'tool' %}is {{ m.content }} {% else %}answer {% for c in m.tool_calls %}{{ c.function.arguments.a }} \
+             {% endfor %}{{ m.content }} </s> {% endif %}{% endfor %}{% if add_generation_prompt %}answer {% endif %}",
+        );
+        let call = r#"{"type": "function", "function": {"name": "f", "arguments": "{\"a\": \"three\"}"}}"#;
+        let messages = format!(
+            r#"[{{"role": "user", "content": "one", "name": null}}, {{"role": "assistant", "content": null, "tool_calls": [{call}]}},
+                {{"role": "tool", "content": "two", "tool_call_id": "1"}}, {{"role": "assistant", "content": "two"}}]"#
+        );
+        let messages = messages.replace('\n', " ");
+        let called = |start: &[u32]| example(&[start, &[7, 1, 8]].concat(), &[3, 9]);
+        let answered = |start: &[u32]| example(&[start, &[7, 1, 8, 3, 9, 6, 2, 8]].concat(), &[2, 9]);
+        for (tools, start) in [
+            (r#", "tools": [{"name": "plus"}]"#, &[4][..]),
+            (r#", "tools": "[{\"name\": \"plus\"}]""#, &[4]),
+            (r#", "tools": []"#, &[]),
+            ("", &[]),
+        ] {
+            let row = format!("{{\"messages\": {messages}{tools}}}");
+            assert_eq!(read(&folder, &[&row], 99).unwrap().examples, [called(start), answered(start)], "{tools}");
+        }
+        let refused = |row: &str| read(&folder, &[row], 99).unwrap_err().to_string();
+        let wrong = refused(&format!(r#"{{"messages": {messages}, "tools": "f"}}"#));
+        assert!(wrong.contains("column 'tools': expected a list of JSON schemas of functions, got \"f\""), "{wrong}");
+        for message in
+            [r#"{"role": "user", "content": "one", "weight": 1}"#, r#"{"role": "assistant", "content": null}"#]
+        {
+            let wrong = refused(&format!(r#"{{"messages": [{{"role": "user", "content": "one"}}, {message}]}}"#));
+            assert!(
+                wrong.contains("with nothing else but tool_calls, tool_call_id, name, reasoning_content"),
+                "{wrong}"
+            );
+        }
     }
 
     /// GSM8K's rows; a column that is named must be there, whatever else is.

@@ -343,7 +343,7 @@ mod tests {
     #[test]
     fn the_template_is_taken_from_the_file_the_text_or_the_list() {
         let folder = Folder::new();
-        let messages = [Message { role: "user".into(), content: "one".into() }];
+        let messages = [Message::user("one")];
         let error = folder.tokenizer().apply_chat_template(&messages, true).unwrap_err().to_string();
         assert!(error.contains("give prompts as text"), "{error}");
         for (config, expected) in [

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::calls::check_tools;
 use super::output::{logprobs, structure};
 use super::refusal::Refusal;
-use crate::data::{Conversation, content_text};
+use crate::data::{Conversation, content_text, parse_arguments};
 use crate::types::SamplingParams;
 
 /// Fields that say nothing about the completion.
@@ -272,13 +272,7 @@ pub(super) fn message(mut message: Value) -> Result<Value, Refusal> {
         *content = content_text(content).ok_or_else(expected)?.into_owned().into();
     }
     fields.entry("content").or_insert(Value::String(String::new()));
-    let calls = fields.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten();
-    for arguments in calls.filter_map(|call| call.get_mut("function")?.get_mut("arguments")) {
-        let parsed = arguments.as_str().and_then(|text| serde_json::from_str(text).ok());
-        if let Some(parsed) = parsed {
-            *arguments = parsed;
-        }
-    }
+    parse_arguments(fields);
     Ok(message)
 }
 

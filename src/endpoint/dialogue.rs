@@ -88,7 +88,7 @@ impl Dialogue {
     pub fn say(&mut self, message: &str, mut on_text: impl FnMut(&str)) -> Result<(), Refusal> {
         self.messages.push(Message::user(message));
         let answer = self.answer(&mut on_text).inspect_err(|_| drop(self.messages.pop()))?;
-        self.messages.push(Message { role: "assistant".to_owned(), content: answer });
+        self.messages.push(Message::new("assistant", answer));
         self.num_answers += 1;
         Ok(())
     }

@@ -1,7 +1,7 @@
 use super::*;
 
 fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
-    turns.iter().map(|(role, content)| Message { role: role.to_string(), content: content.to_string() }).collect()
+    turns.iter().map(|(role, content)| Message::new(*role, *content)).collect()
 }
 
 fn render(template: &str, turns: &[(&str, &str)]) -> Result<String> {
