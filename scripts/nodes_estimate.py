@@ -7,7 +7,7 @@
                                   compares the estimate with a measurement: what `bench step` printed on one node and on two nodes that share the
                                   same number of GPUs, and what the network takes out of each node, in 10^9 bytes a second
 
-Each GPU does what it did in the measured step: for 7B that of docs/benchmarks.md ("TRL's batch"), 8 groups of 8 completions, 512 in, 1,024 out, so
+Each GPU does what it did in the measured step: for 7B that of docs/benchmarks/whole-steps.md ("7B, TRL's batch"), 8 groups of 8 completions, 512 in, 1,024 out, so
 twice the nodes are twice the batch. Gradients leave unit by unit as the last micro-batch's backward ends them, one after the other, with one unit's
 under way while the next is computed (src/train/gradients.rs). A head that is the embedding, too, leaves when backward is at its end. Latency is not
 in it, nor what rollouts of more GPUs wait for their longest completion.

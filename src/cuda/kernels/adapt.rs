@@ -27,7 +27,7 @@ const MOST_ROWS: i64 = 256;
 const MOST_COLUMNS: i64 = 8192;
 const MOST_OUTPUTS: usize = 4 << 20;
 
-/// Whether [`adapt`] is faster than a library's two products, as measured on H200 (docs/benchmarks.md).
+/// Whether [`adapt`] is faster than a library's two products, as measured on H200 (docs/benchmarks/adapters.md).
 pub fn adapt_pays(x: &Tensor, out: &Tensor) -> bool {
     x.size()[0] <= MOST_ROWS && x.size()[1] <= MOST_COLUMNS && out.numel() <= MOST_OUTPUTS
 }

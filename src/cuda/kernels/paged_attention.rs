@@ -196,7 +196,7 @@ impl AttentionPlan {
 /// Keys that are read once for eight rows keep fewer blocks busy, and their results are merged: told, 64 rows of 1,024 tokens in
 /// four
 /// columns that share half of them take 37 us instead of 29, 96 take 45 instead of 51, 32 of 2,560 tokens 44 instead of 38
-/// (docs/benchmarks.md). Otherwise the L2 cache has what is read again.
+/// (docs/benchmarks/decode-kernels.md). Otherwise the L2 cache has what is read again.
 fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize {
     let has_enough_rows = 4 * rows * columns >= 3 * num_blocks;
     if has_enough_rows { 640 * num_blocks / columns } else { usize::MAX }

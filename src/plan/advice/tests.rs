@@ -216,8 +216,8 @@ fn memory_of_the_host_is_asked_for_all_ranks() {
     assert!(message.contains("; 4 ranks need a machine with"), "{message}");
 }
 
-/// docs/benchmarks.md: the rows of whole steps were measured with the optimizer's state resident by the plan's choice, and a run
-/// of 64 sequences a rank moves nothing for a cache of 256 at the model's whole context.
+/// docs/benchmarks/whole-steps.md: its rows were measured with the optimizer's state resident by the plan's choice, and a run of
+/// 64 sequences a rank moves nothing for a cache of 256 at the model's whole context.
 #[test]
 fn nothing_moves_for_a_cache_that_no_run_fills() {
     let of = |gpu_gib, run: &str| {
