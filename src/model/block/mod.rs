@@ -130,9 +130,8 @@ impl BlockSpec {
         match keep {
             GradientCheckpointing::Full => x,
             GradientCheckpointing::Selective => x + self.half_bytes(bytes) + self.output_bytes(bytes),
-            GradientCheckpointing::None | GradientCheckpointing::KeepChunks => {
-                let chunks = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
-                x + self.half_bytes(bytes) + self.output_bytes(bytes) + self.mlp.kept_bytes(bytes) + chunks
+            GradientCheckpointing::None => {
+                x + self.half_bytes(bytes) + self.output_bytes(bytes) + self.mlp.kept_bytes(bytes)
             }
         }
     }
@@ -153,19 +152,18 @@ impl BlockSpec {
         shares_prompts: bool,
         drops: bool,
     ) -> usize {
-        let keeps_gate_up = keep.keeps_gate_up();
+        let keeps_gate_up = keep == GradientCheckpointing::None;
         let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
-        // Gate and up are gone when attention's backward begins; chunks that were kept are not made then.
+        // Gate and up are gone when attention's backward begins.
         let gone = if keeps_gate_up { self.mlp.kept_bytes(bytes) } else { 0 };
-        let there = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
         let of_mlp = self.mlp.backward_bytes(bytes, keeps_gate_up, drops) + self.output_bytes(bytes);
-        recomputed + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone + there))
+        recomputed + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone))
     }
 
     /// Bytes a token where a backward in FP8 has the largest matrix rounded, beside what all blocks saved.
     pub fn input_gradient_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
         let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
-        let of_mlp = self.mlp.input_gradient_bytes(bytes, keep.keeps_gate_up());
+        let of_mlp = self.mlp.input_gradient_bytes(bytes, keep == GradientCheckpointing::None);
         recomputed + of_mlp + self.output_bytes(bytes)
     }
 
@@ -289,7 +287,7 @@ impl BlockContext<'_> {
 
 /// Results of the forward that [`block_backward`] needs. `full` keeps the block's input alone; `selective` all but the MLP's
 /// first
-/// product, the largest of a block by memory; `none` that too, and `keep_chunks` what a gated delta net computes of chunks.
+/// product, the largest of a block by memory; `none` that too.
 #[derive(Debug)]
 pub struct SavedBlock {
     layer: usize,
@@ -313,7 +311,7 @@ pub fn block_forward(
     keep: Option<GradientCheckpointing>,
 ) -> Result<(Tensor, Option<SavedBlock>)> {
     let block = ctx.spec.block(layer);
-    let (h, mixed) = block.mixer.forward(ctx, layer, w, x, mixer, keep.is_some_and(|keep| keep.keeps_chunks()))?;
+    let (h, mixed) = block.mixer.forward(ctx, layer, w, x, mixer)?;
     let (y, expanded) = block.mlp.forward(ctx, layer, w, &h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
     let is_full = keep == GradientCheckpointing::Full;
@@ -342,7 +340,7 @@ pub fn block_backward(
     }
     let SavedBlock { layer, x, mixed, mlp } = saved;
     let mixer = ctx.spec.block(layer).mixer;
-    let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed, false), Ok)?;
+    let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed), Ok)?;
     let dh = mlp.backward(ctx, layer, w, (&h, dy), grads)?;
     let dx = mixer.backward(ctx, w, (&x, &dh), mixed, packed, grads)?;
     assert!(!grads.is_unwritten(), "a matrix of layer {layer} without a gradient");
