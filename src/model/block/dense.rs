@@ -10,6 +10,7 @@ use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORM
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::error::Result;
 use crate::ops::fp8::{Fp8Rows, Rows};
+use crate::ops::linear;
 use crate::ops::swiglu::GateUp;
 
 /// The shape of a dense MLP.
@@ -122,7 +123,7 @@ impl DenseSpec {
             (d_gate_up, rounded)
         } else {
             let (d_gate_up, act, rounded) = activate_backward(w, gate_up, &down.backward_input(&d_output)?)?;
-            down.weight_gradient(&d_output, &act, d_down)?;
+            d_down.weight_gradient(|dw, onto| linear::weight_gradient(&d_output, &act, dw, onto))?;
             (d_gate_up, rounded)
         };
         let d = (&d_gate_up, rounded.as_ref());
@@ -166,7 +167,7 @@ fn project_backward(
 ) -> Result<Tensor> {
     let w = w.linear(Matrix::GateUp);
     let mut dx = w.gate_up_backward(d, rounded)?;
-    w.gate_up_weight_gradient(d, x, grads)?;
+    grads.weight_gradient(|dw, onto| d.weight_gradient(x, dw, onto))?;
     match (&w.lora, &mut grads.lora, d) {
         (Some(lora), Some(gradient), GateUp::Interleaved(d)) => lora.backward(d, x, &mut dx, gradient)?,
         (Some(lora), Some(gradient), GateUp::Split { gate, up }) => {
