@@ -32,7 +32,15 @@ pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
 
 /// Downloads a model that is named.
 pub(super) fn model(name: &Path, base: Option<&Path>) -> Result<ModelSource> {
-    if is_worker() { ModelSource::new(name, base) } else { ModelSource::find(name, None, base, &hub()) }
+    let source = ModelSource::find(name, None, base, &hub_of_process())?;
+    match base.filter(|_| source.adapters.is_none()) {
+        Some(base) => Err(Error::invalid_value(
+            "--base_model",
+            base.display(),
+            format!("nothing: {} is a whole model, without adapters that need a base", name.display()),
+        )),
+        None => Ok(source),
+    }
 }
 
 /// The held-out rows of a run, which are downloaded if they are not here.

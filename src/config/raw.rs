@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
-use super::{unquoted, yaml};
+use super::{Config, SftConfig, unquoted, yaml};
 use crate::error::{Error, MAX_LISTED, Result, UnknownKey};
 use crate::migration;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES, ThreadLimits};
@@ -56,6 +56,14 @@ impl Entry {
         let inner: Vec<&str> = known.iter().filter_map(|name| name.strip_prefix(&start)).collect();
         let table = (!inner.is_empty()).then(|| format!("it is a table of {}", inner.join(", ")));
         let other = || migration::advice(key).map(|advice| format!("here: {advice}"));
+        let of_other_runs = || {
+            let has = |keys: &[String]| keys.contains(&self::pattern(key, keys));
+            match (has(Config::keys()), has(&SftConfig::keys())) {
+                (true, false) => Some("GRPO runs have it, supervised ones (sft) do not".to_owned()),
+                (false, true) => Some("supervised runs (sft) have it, GRPO runs do not".to_owned()),
+                _ => None,
+            }
+        };
         let (outer, name) = pattern.rsplit_once('.').unwrap_or(("", &pattern));
         let start = format!("{outer}.");
         let beside: Vec<String> =
@@ -66,7 +74,7 @@ impl Entry {
             close.map(|name| format!("did you mean '{name}'?"))
         };
         let all = || (!beside.is_empty()).then(|| format!("{outer} has {}", beside.join(", ")));
-        let advice = table.or_else(other).or_else(close).or_else(all);
+        let advice = table.or_else(other).or_else(of_other_runs).or_else(close).or_else(all);
         UnknownKey { origin: origin.clone(), key: key.clone(), advice }
     }
 }

@@ -307,7 +307,12 @@ fn a_completion_leaves_room_for_a_prompt() {
 fn sft_shares_the_machinery() {
     let load = |more: &str| SftConfig::load(None, &["model_name_or_path=m", "train_file=t", more].map(String::from));
     assert_eq!(load("zero.stage=1").unwrap().zero.stage, 1);
-    assert!(load("num_generations=8").unwrap_err().to_string().contains("unknown key"));
+    let error = load("num_generations=8").unwrap_err().to_string();
+    assert_eq!(error, "command line: unknown key 'num_generations'; GRPO runs have it, supervised ones (sft) do not");
+    let error = message(&["max_length=8"]);
+    assert!(error.contains("unknown key 'max_length'; "), "{error}");
+    let error = message(&["dataset_completion_column=a"]);
+    assert!(error.ends_with("'dataset_completion_column'; supervised runs (sft) have it, GRPO runs do not"), "{error}");
     assert!(load("learning_rate=0").unwrap_err().to_string().contains("above 0 (command line)"));
 }
 

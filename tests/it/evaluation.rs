@@ -92,6 +92,16 @@ fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
     ] {
         assert!(unread.code == Some(2) && unread.stderr.matches(part).count() == times, "{part}: {}", unread.stderr);
     }
+    run(&format!("{eval} {rows} learning_rate=3")).assert_error(
+        "a key without a run",
+        2,
+        &["learning_rate=3", "--config"],
+    );
+    run(&format!("{eval} {rows} --base_model configs")).assert_error(
+        "a base of no adapters",
+        2,
+        &["--base_model = configs", "is a whole model"],
+    );
     run(&format!("{eval} --config configs/tiny-cpu.toml temperature=-1")).assert_error(
         "key",
         2,

@@ -203,8 +203,14 @@ impl EvalArgs {
     /// Refuses what can be known to be wrong before any process starts.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that marks no answer, or samples that could not be written.
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that marks no answer, samples that could not be written, or keys
+    /// of a run that is not named.
     pub fn check(&self) -> crate::error::Result<()> {
+        if let Some(first) = self.overrides.first().filter(|_| self.config.is_none()) {
+            let expected =
+                "key=value only beside --config, whose keys they are; without it, options say how is sampled";
+            return Err(crate::error::Error::invalid_value("eval", first, expected));
+        }
         self.output.as_deref().map_or(Ok(()), check_samples_file)?;
         self.reward_config().map(drop)
     }
