@@ -99,6 +99,7 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("rollout.max_num_batched_tokens", "max_num_batched_tokens"),
     ("rollout.max_model_len", "max_model_length"),
     ("rollout.val_kwargs.n", "eval_num_generations"),
+    ("rollout.val_kwargs.temperature", "eval_temperature"),
     ("trainer.total_epochs", "num_train_epochs"),
     ("trainer.total_training_steps", "max_steps"),
     ("trainer.save_freq", "save_steps"),
@@ -261,7 +262,7 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["rollout.gpu_memory_utilization"], "gpu_memory_utilization"),
     (
         &["rollout.val_kwargs.*"],
-        "evaluations sample as training does (temperature, top_p, top_k), eval_num_generations completions a prompt",
+        "evaluations sample as training does (top_p, top_k), at eval_temperature, eval_num_generations completions a prompt",
     ),
     (&["rollout.do_sample"], "completions are always sampled, at a temperature above 0"),
     (&["rollout.prompt_length"], "max_prompt_length"),

@@ -61,6 +61,7 @@ const SAFE_KEYS: &[&str] = &[
     "save_total_limit",
     "eval_steps",
     "eval_num_generations",
+    "eval_temperature",
     "eval_solved_by",
     "report_to",
     "run_name",

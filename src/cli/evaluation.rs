@@ -110,7 +110,7 @@ impl Evaluation {
             },
             params: SamplingParams {
                 num_generations: n.unwrap_or(config.eval_num_generations),
-                temperature: config.temperature,
+                temperature: config.eval_temperature(),
                 top_p: config.top_p,
                 top_k: config.top_k,
                 min_p: config.min_p,
@@ -174,6 +174,7 @@ const READ: &[&str] = &[
     "stop",
     "seed",
     "eval_num_generations",
+    "eval_temperature",
     "eval_solved_by",
     "reward*",
     "tool*",

@@ -68,6 +68,11 @@ pub struct BatchPlan {
 }
 
 impl Config {
+    /// Softmax temperature of evaluations; 0 is greedy.
+    pub fn eval_temperature(&self) -> f32 {
+        self.eval_temperature.unwrap_or(self.temperature)
+    }
+
     /// Checks the configuration against the number of ranks.
     ///
     /// # Errors

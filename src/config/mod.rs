@@ -316,6 +316,8 @@ keys! {
         pub best: BestConfig,
         /// Samples per held-out problem.
         pub eval_num_generations: usize = 1 => COUNT,
+        /// Softmax temperature of evaluations; 0 is greedy, `none` is `temperature`.
+        pub eval_temperature: Option<f32> = None => at_least(0.0),
         /// Rewards, by name, that all give 1 to a held-out sample that counts as solved in pass@k. Empty: those
         /// of the built-in rewards that say whether an answer is right (`numeric_answer`, `exact_answer`, `math`, `accuracy`, TRL's
         /// `accuracy_reward` and `reasoning_accuracy_reward`, `code`, `binary_code`) that are among the rewards, or all rewards

@@ -76,7 +76,7 @@ fn the_key_list_is_frozen() {
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \
         logging_steps save_steps save_async save_on_each_node save_total_limit eval_steps report_to run_name load_best_model_at_end metric_for_best_model \
-        greater_is_better early_stopping_patience early_stopping_threshold eval_num_generations eval_solved_by log_completions trace seed \
+        greater_is_better early_stopping_patience early_stopping_threshold eval_num_generations eval_temperature eval_solved_by log_completions trace seed \
         full_determinism collective_timeout_s node_timeout_s max_restarts heartbeat fault";
     assert_frozen(Config::keys(), expected);
     let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
@@ -244,6 +244,9 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["temperature=0"], "above 0"),
         (&["temperature=1e-60"], "above 0"), // 0 in its type
         (&["temperature=1e-37"], "temperature = 1e-37: expected at least 0.000001"),
+        (&["eval_temperature=-1"], "at least 0"),
+        (&["eval_temperature=1e-37"], "eval_temperature = 1e-37: expected 0, which is greedy, or at least 0.000001"),
+        (&["eval_temperature=0", "eval_num_generations=2"], "1, as greedy samples of a problem"),
         (&["repetition_penalty=1e30"], "repetition_penalty = 1e30: expected a number from 0.000001 to 1000000"),
         (&["epsilon_high=1e300"], "a number of at least 0; no number is above 1e30"),
         (&["reward_weights=[-1e31]"], "each a number; no number is above 1e30 or below -1e30"),

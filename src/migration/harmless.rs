@@ -99,7 +99,6 @@ pub(crate) const HARMLESS: &[&str] = &[
     "rollout.free_cache_engine",
     "rollout.enable_chunked_prefill",
     "rollout.layered_summon",
-    "rollout.val_kwargs.do_sample",
     "reward_model.reward_manager",
     "reward_model.launch_reward_fn_async",
     "algorithm.kl_ctrl.*",
@@ -120,6 +119,5 @@ const HARMLESS_AT: &[(&str, &[&str])] = &[
     ("vllm_structured_outputs_regex", &[]),
     ("vllm_guided_decoding_regex", &[]),
     ("rollout.dtype", &["auto", "bfloat16"]),
-    ("rollout.val_kwargs.do_sample", &["true"]),
     ("reward_model.reward_manager", &["naive", "batch", "prime"]),
 ];

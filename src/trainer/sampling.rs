@@ -205,7 +205,8 @@ impl Trainer {
         let Some(eval_set) = &self.eval_set else { return Ok(None) };
         self.rewards.set_progress(self.progress.global_step, self.schedule.total_steps as u64);
         let num_generations = self.config.eval_num_generations;
-        let params = SamplingParams { num_generations, ..self.sampling_params_of(eval::SAMPLING_STEP) };
+        let temperature = self.config.eval_temperature();
+        let params = SamplingParams { num_generations, temperature, ..self.sampling_params_of(eval::SAMPLING_STEP) };
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
         let (model, rewards, output, world) = (&mut self.model, &mut self.rewards, &self.output, &self.world);

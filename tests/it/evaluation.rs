@@ -66,6 +66,36 @@ fn a_run_stops_early_leaves_its_best_weights_and_is_evaluated_again_from_its_con
     }
 }
 
+/// Of a run, and made again from its configuration.
+#[test]
+fn greedy_evaluations_do_not_depend_on_the_seed() {
+    let folder = tempfile::tempdir().unwrap();
+    let completions = |keys: &str| {
+        let samples = folder.path().join("samples.parquet");
+        let line = format!(
+            "eval --config configs/tiny-cpu.toml --model configs/arithmetic/model --device cpu --output {} max_eval_samples=8 \
+             eval_num_generations=1 max_completion_length=8 {keys}",
+            samples.display()
+        );
+        let measured: Value = serde_json::from_str(&stdout_of(&line)).unwrap();
+        let texts: Vec<_> = read_completions(&samples).unwrap().into_iter().map(|row| row.completion).collect();
+        fs::remove_file(samples).unwrap();
+        (texts, measured["avg@1"]["mean"].as_f64().unwrap())
+    };
+    let (greedy, mean) = completions("eval_temperature=0 seed=1");
+    assert_eq!(completions("eval_temperature=0 seed=2").0, greedy);
+    assert_ne!(completions("seed=1").0, completions("seed=2").0);
+    assert_eq!(completions("eval_temperature=1.0 seed=1").0, completions("seed=1").0);
+    let out = folder.path().join("out");
+    stdout_of(&format!(
+        "{SMALL_RUN} eval_file=configs/arithmetic/eval.jsonl max_eval_samples=8 eval_steps=1 eval_num_generations=1 eval_temperature=0 \
+         max_completion_length=8 output_dir={}",
+        out.display()
+    ));
+    let first = metrics(&out).into_iter().find(|line| line["step"] == 0 && line["eval_reward"].is_number()).unwrap();
+    assert_eq!(first["eval_reward"].as_f64().unwrap(), mean);
+}
+
 #[test]
 fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
     let out = tempfile::tempdir().unwrap();

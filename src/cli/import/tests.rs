@@ -7,6 +7,7 @@ use crate::migration::{self, HARMLESS, KEYS, RENAMED};
 
 /// Keys that rules of the translations take, beside those of the dictionary.
 const TAKEN_BY_RULES: &[&str] = &[
+    "rollout.val_kwargs.do_sample",
     "dtype",
     "save_steps",
     "eval_steps",
@@ -53,6 +54,28 @@ fn assert_accounted(theirs: &[ForeignEntry]) -> Draft {
 fn lists(theirs: &[(&str, Value)]) -> Vec<String> {
     let theirs: Vec<_> = theirs.iter().map(|(key, value)| entry(key, value)).collect();
     assert_accounted(&theirs).notes()
+}
+
+#[test]
+fn evaluations_of_verl_are_greedy_unless_they_sample() {
+    let said = |more: &[(&str, Value)]| {
+        let files = ("data.val_files", json!("v.parquet"));
+        let more =
+            more.iter().map(|(key, value)| (format!("actor_rollout_ref.rollout.val_kwargs.{key}"), value.clone()));
+        let more: Vec<_> = more.collect();
+        lists(&more.iter().map(|(key, value)| (&key[..], value.clone())).chain([files]).collect::<Vec<_>>()).join("\n")
+    };
+    let default = said(&[]);
+    assert!(default.contains("eval_temperature = 0: verl's default"), "{default}");
+    let greedy = said(&[("do_sample", json!(false)), ("temperature", json!(0.6)), ("n", json!(4))]);
+    for part in ["eval_temperature = 0: rollout.val_kwargs.do_sample is false", "rollout.val_kwargs.n = 4: greedy"] {
+        assert!(greedy.contains(part), "{part}: {greedy}");
+    }
+    let sampled = said(&[("do_sample", json!(true)), ("temperature", json!(0.6)), ("n", json!(4))]);
+    assert!(
+        sampled.contains("eval_temperature = 0.6: it was") && sampled.contains("eval_num_generations = 4"),
+        "{sampled}"
+    );
 }
 
 #[test]

@@ -227,11 +227,32 @@ fn output(theirs: &mut ForeignKeys, draft: &mut Draft) {
             draft.set(ours, "none", if is_set { format!("{name} is off") } else { "verl's default".to_owned() });
         }
     }
-    let samples = ["rollout.val_kwargs.do_sample", "rollout.val_kwargs.temperature"];
-    let files = Some("data.val_files").filter(|_| !samples.iter().any(|name| theirs.has(name)));
-    if let Some(files) = files.and_then(|name| theirs.take_if(name, |files| !files.is_null())) {
-        let note = "it was data.val_files; evaluations sample as training does, where verl's are greedy by default";
-        draft.set("eval_file", files, note);
+    evaluations(theirs, draft);
+}
+
+/// verl's evaluations are greedy, with one completion a prompt, unless they are told to sample.
+fn evaluations(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    const SAMPLES: &str = "rollout.val_kwargs.do_sample";
+    const TEMPERATURE: &str = "rollout.val_kwargs.temperature";
+    const NUM: &str = "rollout.val_kwargs.n";
+    if !theirs.has("data.val_files") {
+        return;
+    }
+    let (samples, temperature) = (theirs.take_if(SAMPLES, Value::is_boolean), theirs.take(TEMPERATURE));
+    if samples == Some(true.into()) {
+        let note = format!("it was {TEMPERATURE}, or 0 without it, as {SAMPLES} is true");
+        return draft.set("eval_temperature", temperature.unwrap_or_else(|| 0.into()), note);
+    }
+    draft.set(
+        "eval_temperature",
+        0,
+        if samples.is_some() { format!("{SAMPLES} is false") } else { "verl's default".into() },
+    );
+    if temperature.is_some() {
+        draft.drop(TEMPERATURE, "evaluations that do not sample have none");
+    }
+    if let Some(num) = theirs.take_if(NUM, |num| num.as_u64().is_some_and(|num| num > 1)) {
+        draft.lose(NUM, &num, "greedy completions of a prompt are all equal, and verl makes one");
     }
 }
 

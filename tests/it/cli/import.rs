@@ -151,7 +151,7 @@ fn a_script_of_verl_becomes_a_run() {
     let home = std::env::var("HOME").unwrap();
     assert!(text.contains(&format!("train_file = \"{home}/data/gsm8k/train.parquet\"")), "{text}");
     let held_out = format!("eval_file = \"{home}/data/gsm8k/test.parquet\"");
-    assert!(keys(&text).contains(&&*held_out) && said.contains("where verl's are greedy by default"), "{said}");
+    assert!(keys(&text).contains(&&*held_out) && keys(&text).contains(&"eval_temperature = 0"), "{text}\n{said}");
     let lost = said.split("WITHOUT AN EQUIVALENT").nth(1).unwrap();
     assert_eq!(lost.lines().skip(1).count(), 1, "{said}");
     assert!(lost.contains("trainer.rollout_data_dir"), "{said}");
