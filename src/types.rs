@@ -256,6 +256,12 @@ impl SamplingParams {
     pub const MIN_PENALTY: f32 = 1e-6;
     /// Largest repetition penalty, for the same reason.
     pub const MAX_PENALTY: f32 = 1e6;
+
+    /// Whether a request may be sampled at this temperature: 0, which is greedy, or a finite one of at least
+    /// [`SamplingParams::MIN_TEMPERATURE`].
+    pub fn is_temperature(temperature: f32) -> bool {
+        temperature == 0.0 || (temperature.is_finite() && temperature >= Self::MIN_TEMPERATURE)
+    }
 }
 
 impl Default for SamplingParams {

@@ -28,7 +28,7 @@ pub(super) struct Evaluation {
     settings: RewardConfig,
 }
 
-/// What is evaluated on, and the run's configuration, if one is given.
+/// The rows of an evaluation, and the configuration of the run that it repeats, if one is given.
 pub(super) struct EvalRows {
     rows: RowSources,
     config: Option<Config>,

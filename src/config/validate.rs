@@ -104,17 +104,12 @@ impl Config {
         let warm = "at least 0.000001: smaller ones divide logits out of float32's range";
         check("temperature", format!("{:e}", self.temperature), self.temperature >= coldest, warm)?;
         let of_evaluations = self.eval_temperature();
-        let is_greedy = of_evaluations == 0.0;
-        let greedy_or_warm = format!("0, which is greedy, or {warm}");
-        check(
-            "eval_temperature",
-            format!("{of_evaluations:e}"),
-            is_greedy || of_evaluations >= coldest,
-            greedy_or_warm,
-        )?;
+        let (is_valid, expected) =
+            (SamplingParams::is_temperature(of_evaluations), format!("0, which is greedy, or {warm}"));
+        check("eval_temperature", format!("{of_evaluations:e}"), is_valid, expected)?;
         let (num, one) =
             (self.eval_num_generations, "1, as greedy samples of a problem (eval_temperature = 0) are all equal");
-        check("eval_num_generations", num, !is_greedy || num == 1, one)?;
+        check("eval_num_generations", num, of_evaluations > 0.0 || num == 1, one)?;
         let (penalty, mild) = (self.repetition_penalty, "a number from 0.000001 to 1000000");
         check("repetition_penalty", format!("{penalty:e}"), penalties.contains(&penalty), mild)?;
         if self.partial_rollout {

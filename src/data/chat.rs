@@ -50,7 +50,7 @@ pub struct Message {
     pub role: String,
     /// The text.
     pub content: String,
-    /// What else the template reads: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
+    /// Further fields, which the chat template reads: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
     #[serde(flatten)]
     pub more: Map<String, Json>,
 }

@@ -23,7 +23,7 @@ const MAX_LIST_BYTES: u64 = 2 << 30;
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 const NOT_UTF8: &str = "not UTF-8: expected text in UTF-8 (iconv -f ENCODING -t UTF-8 writes it), or a Parquet file";
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
-/// What messages may have beside a role and a content.
+/// Fields of a message that chat templates read beside its role and content.
 const MORE_OF_MESSAGES: [&str; 4] = ["tool_calls", "tool_call_id", "name", "reasoning_content"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 /// Where the tests of a program stand: ours, and open-r1's.
@@ -296,6 +296,15 @@ impl<'a> ChatFormat<'a> {
             messages.insert(0, Message::new("system", content));
         }
     }
+
+    /// A row's messages with the tools that the model may call there.
+    ///
+    /// # Errors
+    /// [`Error::BadLine`] for a row without the name of its environment.
+    pub fn conversation(&self, row: &Row, messages: &[Message], add_generation_prompt: bool) -> Result<Conversation> {
+        let tools = self.tools.of_row(&row.columns).map_err(|message| row.bad(message))?.clone();
+        Ok(Conversation { tools, ..Conversation::of(messages, add_generation_prompt) })
+    }
 }
 
 impl RawPrompt {
@@ -342,8 +351,7 @@ impl RawPrompt {
                     return Err(row.bad("the last message is the assistant's: nothing is left to answer".into()));
                 }
                 format.add_system_prompt(&mut messages);
-                let tools = format.tools.of_row(&row.columns).map_err(|message| row.bad(message))?.clone();
-                let text = tokenizer.converse(Conversation { tools, ..Conversation::of(&messages, true) })?;
+                let text = tokenizer.converse(format.conversation(row, &messages, true)?)?;
                 let ids = tokenizer.encode(&text, false);
                 (text, ids)
             }

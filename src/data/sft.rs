@@ -6,7 +6,7 @@ use std::path::Path;
 use super::dataset::{copies, is_much, quoted};
 use super::rows::{ChatFormat, RawExample, RawPrompt, Row, read_rows};
 use super::sources::RowSources;
-use super::{Conversation, DatasetOptions, Message, Tokenizer, ToolSchemas};
+use super::{DatasetOptions, Message, Tokenizer, ToolSchemas};
 use crate::error::{Error, Result};
 
 /// A prompt with the completion to imitate; the loss covers `token_ids[prompt_len..]`.
@@ -154,8 +154,7 @@ fn examples(
     format: &ChatFormat<'_>,
     max_bytes: usize,
 ) -> Result<Vec<Option<SftExample>>> {
-    let tools = row.tools()?;
-    let format = &ChatFormat { tools: ToolSchemas::new(tools.clone(), BTreeMap::new()), ..format.clone() };
+    let format = &ChatFormat { tools: ToolSchemas::new(row.tools()?, BTreeMap::new()), ..format.clone() };
     let encode = |text: &str| tokenizer.encode(text, false).map_err(|error| row.bad(error.to_string()));
     let example = |prompt: Vec<u32>, completion: Vec<u32>| {
         let prompt_len = prompt.len();
@@ -183,8 +182,7 @@ fn examples(
             return Ok(None);
         }
         let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, format)?;
-        let whole = Conversation { tools: tools.clone(), ..Conversation::of(&messages[..=index], false) };
-        let whole = tokenizer.converse(whole)?;
+        let whole = tokenizer.converse(format.conversation(row, &messages[..=index], false)?)?;
         let answer = whole.strip_prefix(&text).ok_or_else(|| {
             row.bad(format!(
                 "the chat template does not put the answer in message {index} behind the prompt for it; give prompt and \

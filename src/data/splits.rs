@@ -17,7 +17,7 @@ const KEYWORDS: [(&str, &[&str]); 3] = [
     ("validation", &["validation", "valid", "dev", "val"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
-/// What a folder has that `datasets` saved for itself.
+/// Says in an error that a folder was written by `save_to_disk` of `datasets`, and how to make a file that is read.
 const SAVED_TO_DISK: &str = "Arrow files of save_to_disk, which are not read; datasets' load_from_disk(FOLDER) loads them, and a \
                              split's to_parquet(\"train.parquet\") writes a file that is read";
 /// A star does not cross folders, two do.

@@ -90,14 +90,14 @@ pub fn head_logits(
     Ok(linear::forward(&normed, table, None)?.f_to_kind(Kind::Float)?)
 }
 
-/// Where the gradients of the head go.
+/// The memory that [`head_backward`] puts its gradients into.
 #[derive(Debug)]
 pub struct HeadSums<'a> {
-    /// That of the final norm is added here. `[D]`
+    /// The sum that the gradient of the final norm is added to. `[D]`
     pub final_norm: &'a mut Tensor,
-    /// That of the table, the head's own or the embedding's. `[V, D]`
+    /// The gradient of the table: the head's own, or the embedding's where they are tied. `[V, D]`
     pub table: &'a mut Tensor,
-    /// What the table's is added to.
+    /// Whether the gradient of the table is overwritten or added to.
     pub onto: Onto,
 }
 

@@ -10,7 +10,7 @@ use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::torch::accumulation_kind;
 
-/// What the product that is a weight's gradient is added to.
+/// Whether the product that gives a weight's gradient overwrites its memory or is added to a sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Onto {
     /// Nothing: it is written to memory whose values are not read.
@@ -255,8 +255,8 @@ mod tests {
         assert!(f64::try_from((&dw - &exact).abs().max() / exact.abs().max()).unwrap() < 0.01);
     }
 
-    /// Of all kinds that sums have, of few tokens and of more than a block of a processor's product has, in rows of their own and in
-    /// every second one.
+    /// Holds for every kind of sum, for few tokens and for more than a CPU's product takes at once, for contiguous rows and for every
+    /// second row.
     #[test]
     fn a_written_gradient_is_what_is_added_to_zeros() {
         let kinds = [Kind::Double, Kind::Float, Kind::BFloat16].map(|kind| (kind, kind));

@@ -141,7 +141,7 @@ impl SamplingParams {
             ),
             (
                 "temperature",
-                self.temperature == 0.0 || is_within(self.temperature, Self::MIN_TEMPERATURE..=f32::MAX),
+                Self::is_temperature(self.temperature),
                 "a temperature of 0 (greedy) or of at least 0.000001",
                 self.temperature.to_string(),
             ),

@@ -34,7 +34,7 @@ pub(crate) struct UnitSum {
 }
 
 impl UnitSum {
-    /// Sets new memory to zero, but for the parameters that `is_written` names. What products are to be added to in those.
+    /// Sets new memory to zero, but for the parameters that `is_written` names, and returns whether their products overwrite or add.
     pub(crate) fn zero_others(&self, layout: &UnitLayout, is_written: &dyn Fn(ParamName) -> bool) -> Result<Onto> {
         if !self.is_new {
             return Ok(Onto::Sum);

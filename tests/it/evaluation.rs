@@ -66,7 +66,7 @@ fn a_run_stops_early_leaves_its_best_weights_and_is_evaluated_again_from_its_con
     }
 }
 
-/// Of a run, and made again from its configuration.
+/// Both the evaluation of a run, and the one that `eval` repeats from its configuration.
 #[test]
 fn greedy_evaluations_do_not_depend_on_the_seed() {
     let folder = tempfile::tempdir().unwrap();

@@ -38,7 +38,7 @@ pub struct SourceArgs {
 pub struct SamplingArgs {
     /// Softmax temperature; 0 is greedy
     #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
-    #[arg(value_parser = number(is_temperature, "0, or a number of at least 0.000001"))]
+    #[arg(value_parser = number(|t: &f32| SamplingParams::is_temperature(*t), "0, or a number of at least 0.000001"))]
     pub temperature: f32,
     /// Nucleus mass; 1 is off
     #[arg(long, default_value_t = 1.0, value_parser = number(|p: &f32| *p > 0.0 && *p <= 1.0, "in (0, 1]"))]
@@ -71,10 +71,6 @@ pub struct SamplingArgs {
     pub max_model_length: Option<usize>,
     #[command(flatten)]
     pub supervision: SupervisionArgs,
-}
-
-fn is_temperature(number: &f32) -> bool {
-    *number == 0.0 || (number.is_finite() && *number >= SamplingParams::MIN_TEMPERATURE)
 }
 
 impl SamplingArgs {

@@ -84,7 +84,7 @@ impl Switch {
 
     /// Whether ranks can still exchange anything: all have met, and none is lost.
     pub(super) fn serves(&self) -> bool {
-        self.layout.is_some() && self.lost.is_none()
+        self.is_complete() && self.lost.is_none()
     }
 
     /// Admits a rank, to a place that [`Switch::end`] names; none if it is refused, and all others with it, or if all are there: one

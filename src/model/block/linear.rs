@@ -131,7 +131,7 @@ pub struct Linear {
     pub lora: Option<Lora>,
     /// Whether training multiplies in FP8: the product and its input's gradient, whose factors are rounded as they are multiplied.
     pub trains_in_fp8: bool,
-    /// Of gradients: whether the weight's is written by the next product, not added to what is there.
+    /// In a `Linear` that holds gradients: the next product overwrites the weight's gradient. False: it is added.
     pub begins: bool,
 }
 
@@ -306,7 +306,8 @@ impl Linear {
         Ok(dx) // [T, K]
     }
 
-    /// Of gradients: the weight's, which `product` writes or adds to, unless the weight is frozen.
+    /// Runs `product` on the gradient of the weight, to be overwritten or added to; does nothing where the weight is frozen. `self`
+    /// holds gradients.
     pub(super) fn weight_gradient(&mut self, product: impl FnOnce(&mut Tensor, Onto) -> Result<()>) -> Result<()> {
         let Some(piece) = self.pieces.first_mut() else { return Ok(()) };
         let onto = if mem::take(&mut self.begins) { Onto::Nothing } else { Onto::Sum };

@@ -133,7 +133,7 @@ fn map(path: &Path) -> Result<(Mmap, usize)> {
     Ok((map, data_start))
 }
 
-/// What [`Metadata`] is made from.
+/// The entries of a header before [`Metadata`] checks that they fit together.
 #[derive(serde::Deserialize)]
 struct Entries {
     #[serde(rename = "__metadata__")]

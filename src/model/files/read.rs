@@ -101,7 +101,7 @@ impl WeightFiles {
         expected
     }
 
-    /// Those of the expected tensors that are not there.
+    /// The `expected` tensors that no file has, each as name and shape.
     fn missing(&self, expected: &[(String, Vec<i64>)]) -> Vec<String> {
         let missing = expected.iter().filter(|(name, _)| !self.places.contains_key(name));
         missing.map(|(name, shape)| format!("{name} {shape:?}")).collect()

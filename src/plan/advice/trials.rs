@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::plan::choices::choose;
 use crate::plan::{MemoryPlan, PlanInput};
 
-/// What was tried so far: concessions begin with the same changes.
+/// Makes the plan of each set of changes once, since concessions begin with the same changes.
 pub(super) struct Trials<'a> {
     input: &'a PlanInput<'a>,
     engine_weights: &'a dyn Fn(&Config) -> Result<usize>,
