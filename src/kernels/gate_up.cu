@@ -28,17 +28,7 @@ struct Output {
 
 MULTIPLY(256, 128, 128, 129, 130)
 
-// Of a matrix by sixteens of rows, their eight gates before their eight ups.
-__device__ __forceinline__ void copy_pairs(
-    unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
-) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
-        "l"(map), "r"(k), "r"(0), "r"(sixteen), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
+// Of a matrix by sixteens of rows, their eight gates before their eight ups, to both blocks.
 __device__ __forceinline__ void copy_pairs_to_both(
     unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
 ) {
@@ -72,8 +62,7 @@ struct Copier {
     int filled = 0, round = 0, step = 0;
 
     __device__ __forceinline__ void copy_w(int stage) const {
-        unsigned long long once;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+        const unsigned long long once = copied_once();
         const unsigned to = stages + stage * STAGE_BYTES + X_BYTES, barrier = full + 8 * stage;
         const int sixteen = steps.tile(round) * (FEATURES / 16);
         expect(barrier, STAGE_BYTES);
@@ -86,8 +75,7 @@ struct Copier {
     }
 
     __device__ __forceinline__ void copy_x(int stage) const {
-        unsigned long long often;
-        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+        const unsigned long long often = copied_often();
         const unsigned to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
         if (!TALL && round < Steps<TALL>::WHOLE) {
             const int half = steps.rank;

@@ -68,6 +68,49 @@ __device__ __forceinline__ void copy_to(
         : "memory");
 }
 
+// Of a matrix by sixteens of rows, their eight gates before their eight ups.
+__device__ __forceinline__ void copy_pairs(
+    unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(map), "r"(k), "r"(0), "r"(sixteen), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// How long the L2 cache is to keep what is copied.
+__device__ __forceinline__ unsigned long long copied_once() {
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ unsigned long long copied_often() {
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Fills `count` stages with steps begin .. end of a product, each time when `empty` says that nobody reads the stage any more: with weights
+// by `copy_w`, the first of them while the work before still runs, and with x by `copy_x`. One thread.
+template <typename W, typename X>
+__device__ __forceinline__ void fill(int begin, int end, int count, unsigned empty, const W& copy_w, const X& copy_x) {
+    const int early = min(end - begin, count);
+    for (int stage = 0; stage < early; ++stage) copy_w(begin + stage, stage);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int stage = 0; stage < early; ++stage) copy_x(begin + stage, stage);
+    int stage = 0, parity = 0;
+    for (int step = begin + early; step < end; ++step) {
+        wait(empty + 8 * stage, parity);
+        copy_w(step, stage);
+        copy_x(step, stage);
+        if (++stage == count) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+}
+
 // Of rows of 128 swizzled bytes, eight rows 1024 bytes apart.
 __device__ __forceinline__ unsigned long long descriptor(unsigned at) {
     return (static_cast<unsigned long long>(at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;

@@ -6,22 +6,11 @@
 // of K. In a block one warp copies and a warpgroup multiplies. Blocks take a processor each, so those of the next product begin where these
 // end, with the small kernels between them waiting already: all let the next kernel be brought to the processors before they wait. So
 // weights, their scales and the bias must be written by no kernel since one that has waited first.
-#include "cluster.cuh"
-#include "hopper.cuh"
-#include "mma.cuh"
-#include "scalar.cuh"
+#include "product.cuh"
 
 constexpr int ROWS = 8;   // of x
 constexpr int UNIT = 64;  // features of an instruction and of a box
 constexpr int STAGES_BYTES = 208 * 1024;
-
-struct Output {
-    bf16* at;
-    const bf16* bias;  // [N] or null
-    long long leading;
-    int rows, features;
-    const float *x_scales, *w_scales;  // [R], [N]
-};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -43,28 +32,6 @@ struct Shape {
     static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
 };
 
-// Eight neighbours of a row.
-struct Plain {  // out [R, N]
-    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
-        float bias[8] = {};
-        if (out.bias) {
-            const auto added = load<bf16, 8>(out.bias + feature);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) bias[i] = widen(added.at[i]);
-        }
-        *reinterpret_cast<uint4*>(out.at + row * out.leading + feature) =
-            make_uint4(pack(v[0] + bias[0], v[1] + bias[1]), pack(v[2] + bias[2], v[3] + bias[3]),
-                       pack(v[4] + bias[4], v[5] + bias[5]), pack(v[6] + bias[6], v[7] + bias[7]));
-    }
-};
-
-struct SwiGlu {  // out [R, N / 2]
-    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
-        *reinterpret_cast<uint2*>(out.at + row * out.leading + feature / 2) =
-            make_uint2(pack(silu_mul(v[0], v[1]), silu_mul(v[2], v[3])), pack(silu_mul(v[4], v[5]), silu_mul(v[6], v[7])));
-    }
-};
-
 // What a block has: a tile, from its first feature on, and steps begin .. end over K.
 struct Part {
     int rank, parts, tile, begin, end;
@@ -78,9 +45,7 @@ template <typename S>
 __device__ __forceinline__ void produce(
     const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, const Part& part
 ) {
-    unsigned long long once, often;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    const unsigned long long once = copied_once(), often = copied_often();
     const auto copy_w = [&](int step, int stage) {
         const unsigned to = stages + stage * S::STAGE_BYTES + S::X_BYTES, barrier = full + 8 * stage;
         expect(barrier, S::STAGE_BYTES);
@@ -91,20 +56,7 @@ __device__ __forceinline__ void produce(
     const auto copy_x = [&](int step, int stage) {
         copy(stages + stage * S::STAGE_BYTES, &x_map, step * E4m3::STEP, 0, full + 8 * stage, often);
     };
-    const int early = min(part.end - part.begin, S::STAGES);
-    for (int stage = 0; stage < early; ++stage) copy_w(part.begin + stage, stage);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int stage = 0; stage < early; ++stage) copy_x(part.begin + stage, stage);
-    int stage = 0, parity = 0;
-    for (int step = part.begin + early; step < part.end; ++step) {
-        wait(empty + 8 * stage, parity);
-        copy_w(step, stage);
-        copy_x(step, stage);
-        if (++stage == S::STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
+    fill(part.begin, part.end, S::STAGES, empty, copy_w, copy_x);
 }
 
 // The warpgroup's sums over the part's steps.
@@ -169,25 +121,7 @@ __device__ __forceinline__ void narrow_product(const TensorMap& x_map, const Ten
                 asm volatile("st.shared.f32 [%0], %1;" ::"r"(stages + (row * S::PITCH + column) * 4), "f"(d[unit][i]) : "memory");
             }
         sync_cluster();
-        constexpr int EIGHTS = S::FEATURES / 8;  // of a row
-        const int eights = out.rows * EIGHTS, end = (part.rank + 1) * eights / part.parts;
-        for (int eight = part.rank * eights / part.parts + threadIdx.x; eight < end; eight += GROUP) {
-            const int row = eight / EIGHTS, column = eight % EIGHTS * 8, feature = part.tile + column;
-            if (feature >= out.features) continue;
-            const unsigned at = stages + (row * S::PITCH + column) * 4;
-            float v[8] = {};
-#pragma unroll 4
-            for (int other = 0; other < part.parts; ++other) {
-                const float4 low = load_shared(at, other), high = load_shared(at + 16, other);
-                v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
-                v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
-            }
-            const float of_row = out.x_scales[row];
-            const auto of_features = load<float, 8>(out.w_scales + feature);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = v[i] * of_row * of_features.at[i];
-            Form::emit(v, out, row, feature);
-        }
+        add_parts<Form, E4m3, S::FEATURES, S::PITCH, GROUP>(out, stages, part.tile, part.rank, part.parts);
     }
     sync_cluster();  // others read the sums here
 }
@@ -196,8 +130,6 @@ __device__ __forceinline__ void narrow_product(const TensorMap& x_map, const Ten
 
 template <int>
 struct Shape {};
-struct Plain {};
-struct SwiGlu {};
 template <typename Form, typename S>
 __device__ __forceinline__ void narrow_product(const TensorMap&, const TensorMap&, const Output&, int) {}
 

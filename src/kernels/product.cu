@@ -4,22 +4,11 @@
 // A cluster has a tile of features and all rows. Its blocks have a part of K each and read one another's sums from shared memory,
 // in the order of K. In a block one warp copies and two warpgroups multiply, each half of the features. Weights are on their way
 // before the work before this ends: the kernel before must not write them. Factors are bf16, or e4m3 with a scale for each row.
-#include "cluster.cuh"
-#include "hopper.cuh"
-#include "mma.cuh"
-#include "scalar.cuh"
+#include "product.cuh"
 
 constexpr int ROWS = 64;            // of x
 constexpr int CONSUMERS = 256;      // threads that multiply
 constexpr int STAGES_BYTES = 225 * 1024;
-
-struct Output {
-    void* at;
-    const bf16* bias;  // [N] or null
-    long long leading;
-    int rows, features;
-    const float *x_scales, *w_scales;  // [R], [N]; of e4m3
-};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -42,47 +31,12 @@ __device__ __forceinline__ void store_shared(unsigned at, float low, float high)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low), "f"(high) : "memory");
 }
 
-// Eight neighbours of a row as they were summed, to their values.
-template <typename Kind>
-__device__ __forceinline__ void rescale(float (&v)[8], const Output& out, int row, int feature) {
-    if constexpr (Kind::IS_SCALED) {
-        const float of_row = out.x_scales[row];
-        const auto of_features = load<float, 8>(out.w_scales + feature);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = v[i] * of_row * of_features.at[i];
-    }
-}
-
-// Eight neighbours of a row.
-struct Plain {  // out [R, N]
-    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
-        float bias[8] = {};
-        if (out.bias) {
-            const auto added = load<bf16, 8>(out.bias + feature);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) bias[i] = widen(added.at[i]);
-        }
-        *reinterpret_cast<uint4*>(static_cast<bf16*>(out.at) + row * out.leading + feature) =
-            make_uint4(pack(v[0] + bias[0], v[1] + bias[1]), pack(v[2] + bias[2], v[3] + bias[3]),
-                       pack(v[4] + bias[4], v[5] + bias[5]), pack(v[6] + bias[6], v[7] + bias[7]));
-    }
-};
-
-struct SwiGlu {  // out [R, N / 2]
-    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
-        *reinterpret_cast<uint2*>(static_cast<bf16*>(out.at) + row * out.leading + feature / 2) =
-            make_uint2(pack(silu_mul(v[0], v[1]), silu_mul(v[2], v[3])), pack(silu_mul(v[4], v[5]), silu_mul(v[6], v[7])));
-    }
-};
-
 // Copies a part's steps; one thread.
 template <typename S>
 __device__ __forceinline__ void produce(
     const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, int tile, int begin, int end
 ) {
-    unsigned long long once, often;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    const unsigned long long once = copied_once(), often = copied_often();
     const auto copy_w = [&](int step, int stage) {
         const unsigned to = stages + stage * S::STAGE_BYTES + S::X_BYTES, barrier = full + 8 * stage;
         expect(barrier, S::STAGE_BYTES);
@@ -92,20 +46,7 @@ __device__ __forceinline__ void produce(
     const auto copy_x = [&](int step, int stage) {
         copy(stages + stage * S::STAGE_BYTES, &x_map, step * S::Kind::STEP, 0, full + 8 * stage, often);
     };
-    const int early = min(end - begin, S::STAGES);
-    for (int stage = 0; stage < early; ++stage) copy_w(begin + stage, stage);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int stage = 0; stage < early; ++stage) copy_x(begin + stage, stage);
-    int stage = 0, parity = 0;
-    for (int step = begin + early; step < end; ++step) {
-        wait(empty + 8 * stage, parity);
-        copy_w(step, stage);
-        copy_x(step, stage);
-        if (++stage == S::STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
+    fill(begin, end, S::STAGES, empty, copy_w, copy_x);
 }
 
 // A warpgroup's sums over the part's steps.
@@ -169,22 +110,7 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
             if (row < out.rows) store_shared(stages + (row * S::PITCH + column) * 4, d[i], d[i + 1]);
         }
         sync_cluster();
-        constexpr int UNITS = S::FEATURES / 8;  // of a row
-        const int units = out.rows * UNITS;
-        for (int unit = rank * units / parts + threadIdx.x; unit < (rank + 1) * units / parts; unit += CONSUMERS) {
-            const int row = unit / UNITS, column = unit % UNITS * 8;
-            if (tile + column >= out.features) continue;
-            const unsigned at = stages + (row * S::PITCH + column) * 4;
-            float v[8] = {};
-#pragma unroll 4
-            for (int part = 0; part < parts; ++part) {
-                const float4 low = load_shared(at, part), high = load_shared(at + 16, part);
-                v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
-                v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
-            }
-            rescale<typename S::Kind>(v, out, row, tile + column);
-            Form::emit(v, out, row, tile + column);
-        }
+        add_parts<Form, typename S::Kind, S::FEATURES, S::PITCH, CONSUMERS>(out, stages, tile, rank, parts);
     }
     sync_cluster();  // others read the sums here
 }
@@ -193,8 +119,6 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
 
 template <typename, int>
 struct Shape {};
-struct Plain {};
-struct SwiGlu {};
 template <typename Form, typename S>
 __device__ __forceinline__ void product(const TensorMap&, const TensorMap&, const Output&, int) {}
 
@@ -202,14 +126,14 @@ __device__ __forceinline__ void product(const TensorMap&, const TensorMap&, cons
 
 #define PRODUCT(NAME, FORM, FEATURES)                                                                             \
     extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_##FEATURES(                            \
-        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, void* out, const bf16* bias,    \
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* out, const bf16* bias,    \
         long long leading, long long rows, long long features, long long steps                                    \
     ) {                                                                                                           \
         const Output output = {out, bias, leading, static_cast<int>(rows), static_cast<int>(features)};           \
         product<FORM, Shape<Bf16, FEATURES>>(x, w, output, static_cast<int>(steps));                              \
     }                                                                                                             \
     extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_fp8_##FEATURES(                        \
-        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, void* out, const bf16* bias,    \
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* out, const bf16* bias,    \
         long long leading, long long rows, long long features, long long steps, const float* x_scales,            \
         const float* w_scales                                                                                     \
     ) {                                                                                                           \

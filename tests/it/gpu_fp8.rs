@@ -6,6 +6,7 @@ use colo_grpo::internal::cuda::Tuning;
 use colo_grpo::internal::cuda::kernels::{
     Fp8Rows, NormOptions, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves, product_fp8,
     product_serves, product_silu_mul_fp8, silu_mul, silu_mul_fp8, wide_product_fp8, wide_product_serves,
+    wide_product_silu_mul_fp8, wide_product_silu_mul_serves,
 };
 use colo_grpo::internal::ops::fp8;
 use tch::{Device, Kind, Tensor};
@@ -222,12 +223,27 @@ fn gpu_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
     }
 }
 
-/// The kernel for more rows, which splits K; a row's bits do not depend on the rows beside it.
+/// The kernel for more rows, in all of its cuts; a row's bits do not depend on the rows beside it.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
     let (_products, _current) = products();
-    for (n, k) in [(3584, 18_944), (4608, 3584), (4096, 12_288), (3584, 3568), (8200, 400), (3336, 8208)] {
+    let shapes = [
+        (3584, 18_944),
+        (4608, 3584),
+        (4096, 12_288),
+        (3584, 3568),
+        (3336, 8208),
+        (1152, 3584), // slices of four ranks
+        (3584, 896),
+        (3584, 4736),
+        (8200, 400),
+        (4600, 400),
+        (1144, 400),
+        (3336, 400),
+        (12_480, 400),
+    ];
+    for (n, k) in shapes {
         if is_small() && k > 400 {
             continue;
         }
@@ -241,7 +257,11 @@ fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
             out
         };
         let numbers = [(128, [65, 100, 128]), (256, [129, 200, 256])];
-        for (most, numbers) in numbers.into_iter().take(if k < 8192 { 1 } else { 2 }) {
+        for (most, numbers) in numbers {
+            if !wide_product_serves(most as usize, &w.values, None).unwrap() {
+                assert!(most == 128 && [1152, 1144].contains(&n), "[{n}, {k}]");
+                continue; // too narrow for tiles of all rows
+            }
             let whole = run(most);
             for rows in numbers {
                 let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
@@ -253,18 +273,50 @@ fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
                 assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
             }
         }
-        for rows in [64, if k < 8192 { 129 } else { 257 }] {
+        for rows in [64, 257] {
             assert!(!wide_product_serves(rows, &w.values, None).unwrap());
         }
         let out = Tensor::empty([64, n], (Kind::BFloat16, GPU));
         assert!(wide_product_fp8(&first(&x, 64), &w, None, &out).is_err());
         // A row that is not a number leaves the others what they were.
-        let expected = run(128);
+        let rows = if wide_product_serves(128, &w.values, None).unwrap() { 128 } else { 256 };
+        let expected = run(rows);
         let _ = x.scales.narrow(0, 70, 1).fill_(f64::NAN);
-        let got = run(128);
+        let got = run(rows);
         assert_eq!(got.get(70).isfinite().any().int64_value(&[]), 0);
-        for (from, len) in [(0, 70), (71, 57)] {
+        for (from, len) in [(0, 70), (71, rows - 71)] {
             assert!(got.narrow(0, from, len).equal(&expected.narrow(0, from, len)), "[{n}, {k}]");
         }
+    }
+}
+
+/// Gate and up with SwiGLU of a slice that is too narrow for `gate_up.cu`.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_narrow_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
+    let (_products, _current) = products();
+    for (n, k) in [(9472, 3584), (9488, 400), (5200, 400)] {
+        if is_small() && k > 400 {
+            continue;
+        }
+        let (x, w) = factors(256, n, k);
+        let sums = exact(&x, &w).to_kind(Kind::BFloat16).to_device(GPU); // [256, N]
+        let mut y = Tensor::empty([256, n / 2], (Kind::BFloat16, GPU));
+        silu_mul(&sums, &mut y).unwrap();
+        let expected = y.to_kind(Kind::Float);
+        let whole = Tensor::empty([256, n / 2], (Kind::BFloat16, GPU));
+        wide_product_silu_mul_fp8(&x, &w, &whole).unwrap();
+        for rows in [129, 200, 256] {
+            let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}] with SwiGLU"));
+            assert!(wide_product_silu_mul_serves(rows as usize, &w.values).unwrap(), "{what}");
+            assert_written(&expected.narrow(0, 0, rows), &what, |out| {
+                wide_product_silu_mul_fp8(&x, &w, out).unwrap();
+            });
+            let out = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
+            wide_product_silu_mul_fp8(&x, &w, &out).unwrap();
+            assert!(out.equal(&whole.narrow(0, 0, rows)), "{what}");
+        }
+        assert!(!wide_product_silu_mul_serves(128, &w.values).unwrap());
+        assert!(wide_product_silu_mul_fp8(&first(&x, 128), &w, &y).is_err());
     }
 }

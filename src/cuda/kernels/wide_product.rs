@@ -1,9 +1,10 @@
-//! Products in FP8 of more rows than `product` serves, by a kernel for Hopper that splits K, which cuBLASLt does not do in FP8.
+//! Products in FP8 of more rows than `product` serves, by a kernel for Hopper that cuts matrices into small tiles and splits K, which
+//! cuBLASLt does not do in FP8.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
 
-use super::boxes::{lies_well, rows_boxes, step};
+use super::boxes::{lies_well, pairs_boxes, rows_boxes, step};
 use super::fp8::Fp8Rows;
 use super::{Argument, address, address_or_null, invalid, ordinal, queue, strided};
 use crate::cuda::context::Context;
@@ -11,39 +12,118 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::WIDE_PRODUCT;
-pub(super) const NAMES: &[&str] = &["wide_product_fp8_128", "wide_product_fp8_256"];
+pub(super) const NAMES: &[&str] = &[
+    "wide_product_fp8_1_64",
+    "wide_product_fp8_2_64",
+    "wide_product_fp8_2_128",
+    "wide_product_fp8_3_128",
+    "wide_product_fp8_2_256",
+    "wide_product_silu_mul_fp8_2_128",
+    "wide_product_silu_mul_fp8_3_128",
+];
 
 const OP: &str = "wide_product_fp8";
-const THREADS: u32 = 288;
-/// Bytes of the kernel's stages, and what it takes to begin them at a multiple of 1024.
-const SHARED_BYTES: u32 = 225 << 10;
-/// Features of a tile, and rows that kernels are made for.
-const FEATURES: usize = 128;
-const ROWS: [usize; 2] = [128, 256];
+const OP_SILU_MUL: &str = "wide_product_silu_mul_fp8";
+/// Bytes of the kernel's stages, where K is long or rows are few, and otherwise; and what it takes to begin them at a multiple of 1024.
+const STAGES_BYTES: usize = 224 << 10;
+const STAGES_BYTES_OF_TILES: usize = 208 << 10;
+const ALIGNMENT: usize = 1 << 10;
+const STEP_BYTES: usize = 128; // of a row in a stage
+const MOST_STAGES: usize = 32;
 /// Fewer rows are `product`'s.
 const FEWEST_ROWS: usize = 65;
+const MOST_ROWS: usize = 256;
 /// The chip that the cuts are for: its multiprocessors, and how many clusters of 1, 2 .. of them run at once.
 const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
 /// The least share of the chip that a cut must use.
 const LEAST_FILL: f64 = 0.5;
-/// Of more rows than this only a long K pays: of a short one, adding the parts' sums up takes what multiplying in parts saves.
-const MOST_ROWS_OF_SHORT: usize = 128;
+/// Of more rows than this a short K is cut into other tiles: adding the parts' sums of all rows up takes what multiplying in parts saves.
+const MOST_ROWS_OF_WHOLE: usize = 128;
 const LONG: usize = 8192;
+/// Cuts of a short K: groups of 64 features, rows, parts. Those with SwiGLU.
+const TILES: [(usize, usize, usize); 5] = [(1, 64, 1), (2, 64, 1), (3, 128, 1), (2, 128, 1), (2, 128, 2)];
+const TILES_SILU_MUL: [(usize, usize, usize); 2] = [(3, 128, 1), (2, 128, 1)];
+/// What adding two parts up costs: the bytes that are copied to shared memory in the time.
+const BYTES_OF_PARTS: usize = 10 << 20;
+
+/// How a weight is dealt to blocks, by its shape and whether rows are few.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cut {
+    groups: usize, // of 64 features in a tile
+    rows: usize,   // of a tile
+    parts: usize,  // of K
+    stages_bytes: usize,
+}
+
+impl Cut {
+    fn of(rows: usize, [features, k]: [usize; 2], has_silu: bool) -> Option<Self> {
+        let unit = if has_silu { 16 } else { 8 };
+        let is_served = (FEWEST_ROWS..=MOST_ROWS).contains(&rows) && features.is_multiple_of(unit);
+        if !is_served || (has_silu && rows <= MOST_ROWS_OF_WHOLE) {
+            return None;
+        }
+        let steps = k.div_ceil(step(Kind::Float8e4m3fn));
+        if rows <= MOST_ROWS_OF_WHOLE || k >= LONG {
+            let rows = if rows <= MOST_ROWS_OF_WHOLE { MOST_ROWS_OF_WHOLE } else { MOST_ROWS };
+            let parts = parts_of(features, steps).filter(|_| !has_silu)?;
+            return Some(Self { groups: 2, rows, parts, stages_bytes: STAGES_BYTES });
+        }
+        let tiles: &[_] = if has_silu { &TILES_SILU_MUL } else { &TILES };
+        let cuts = tiles.iter().map(|&(groups, rows, parts)| Self {
+            groups,
+            rows,
+            parts,
+            stages_bytes: STAGES_BYTES_OF_TILES,
+        });
+        let clusters = |cut: &Self| features.div_ceil(cut.features()) * MOST_ROWS.div_ceil(cut.rows);
+        let fits = cuts.filter(|cut| clusters(cut) <= CLUSTERS[cut.parts - 1] && cut.parts <= steps);
+        let fill = |cut: &Self| (clusters(cut) * cut.parts) as f64 / PROCESSORS as f64;
+        let bytes = |cut: &Self| {
+            clusters(cut) * cut.parts * steps.div_ceil(cut.parts) * cut.stage_bytes() + (cut.parts - 1) * BYTES_OF_PARTS
+        };
+        fits.filter(|cut| fill(cut) >= LEAST_FILL).min_by_key(bytes)
+    }
+
+    fn features(self) -> usize {
+        64 * self.groups
+    }
+
+    fn stage_bytes(self) -> usize {
+        (self.features() + self.rows) * STEP_BYTES
+    }
+
+    /// As many as there are steps of a part, or room.
+    fn stages(self, steps: usize) -> usize {
+        MOST_STAGES.min(self.stages_bytes / self.stage_bytes()).min(steps.div_ceil(self.parts))
+    }
+
+    /// Shared memory of a block: its stages, whose place its sums take where there are several parts.
+    fn shared_bytes(self, steps: usize) -> usize {
+        let sums = if self.parts > 1 { self.features() * self.rows * size_of::<f32>() } else { 0 };
+        (self.stages(steps) * self.stage_bytes()).max(sums) + ALIGNMENT
+    }
+}
 
 /// Whether [`wide_product_fp8`] serves so many rows and this weight [N, K], with this bias, on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
 pub fn wide_product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Result<bool> {
-    let &[features, k] = &w.size()[..] else { return Ok(false) };
-    let fits = w.kind() == Kind::Float8e4m3fn
-        && w.device().is_cuda()
-        && lies_well(w)
-        && bias.is_none_or(lies_well)
-        && name_of(rows, k as usize).is_some()
-        && parts_of(features as usize, k as usize).is_some();
-    if !fits {
+    Ok(bias.is_none_or(lies_well) && serves(rows, w, false)?)
+}
+
+/// Whether [`wide_product_silu_mul_fp8`] serves so many rows and this weight [2 F, K] on its GPU.
+///
+/// # Errors
+/// [`crate::Error::Cuda`].
+pub fn wide_product_silu_mul_serves(rows: usize, w: &Tensor) -> Result<bool> {
+    serves(rows, w, true)
+}
+
+fn serves(rows: usize, w: &Tensor, has_silu: bool) -> Result<bool> {
+    let is_fp8 = w.kind() == Kind::Float8e4m3fn && w.device().is_cuda() && lies_well(w);
+    if !is_fp8 || cut_of(rows, w, has_silu).is_none() {
         return Ok(false);
     }
     let context = Context::retain(ordinal(OP, w)?)?;
@@ -53,7 +133,8 @@ pub fn wide_product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Re
 /// The key of what the speed of [`wide_product_fp8`] depends on, on a GPU of compute capability (major, minor): the kernels and how
 /// weights are cut.
 pub(in crate::cuda) fn wide_product_key(capability: (i32, i32)) -> Result<String> {
-    Ok(format!("{:?} {}", (ROWS, CLUSTERS, LEAST_FILL, MOST_ROWS_OF_SHORT, LONG), nvrtc::key(SOURCE, capability)?))
+    let cuts = (CLUSTERS, LEAST_FILL, MOST_ROWS_OF_WHOLE, LONG, TILES, TILES_SILU_MUL, BYTES_OF_PARTS);
+    Ok(format!("{cuts:?} {:?} {}", (STAGES_BYTES, STAGES_BYTES_OF_TILES), nvrtc::key(SOURCE, capability)?))
 }
 
 /// out = x w^T + bias of 65 to 256 rows in e4m3, each product of rows scaled as it was summed, rounded once. The kernel reads w and the
@@ -67,50 +148,80 @@ pub fn wide_product_fp8(
     bias: Option<&Tensor>, // [N] bf16
     out: &Tensor,          // [R, N] bf16
 ) -> Result<()> {
+    run(OP, (x, w), bias, out, false)
+}
+
+/// y = silu(gate) * up of the product x w^T in e4m3 with columns g0 u0 g1 u1 .., of 129 to 256 rows. Gate and up are rounded as where they are
+/// written; otherwise as [`wide_product_fp8`].
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`wide_product_silu_mul_serves`] refuses; [`crate::Error::Cuda`].
+pub fn wide_product_silu_mul_fp8(
+    x: &Fp8Rows, // [R, K]
+    w: &Fp8Rows, // [2 F, K]
+    y: &Tensor,  // [R, F] bf16
+) -> Result<()> {
+    run(OP_SILU_MUL, (x, w), None, y, true)
+}
+
+fn run(
+    op: &'static str,
+    (x, w): (&Fp8Rows, &Fp8Rows),
+    bias: Option<&Tensor>,
+    out: &Tensor,
+    has_silu: bool,
+) -> Result<()> {
     let (&[rows, k], &[features, _]) = (&x.values.size()[..], &w.values.size()[..]) else {
-        return Err(invalid(OP, "matrices", (x.values.size(), w.values.size())));
+        return Err(invalid(op, "matrices", (x.values.size(), w.values.size())));
     };
-    let gpu = ordinal(OP, &x.values)?;
-    let cut = name_of(rows as usize, k as usize).zip(parts_of(features as usize, k as usize));
-    let served = wide_product_serves(rows as usize, &w.values, bias)? && [&x.values, out].into_iter().all(lies_well);
-    let Some(((name, box_rows), parts)) = cut.filter(|_| served) else {
-        return Err(invalid(OP, "what wide_product_serves", (x.values.size(), w.values.size(), out.size())));
+    let gpu = ordinal(op, &x.values)?;
+    let is_served =
+        serves(rows as usize, &w.values, has_silu)? && [&x.values, out].into_iter().chain(bias).all(lies_well);
+    let Some(cut) = cut_of(rows as usize, &w.values, has_silu).filter(|_| is_served) else {
+        return Err(invalid(op, "what wide_product_serves", (x.values.size(), w.values.size(), out.size())));
     };
-    strided(OP, &x.values, Kind::Float8e4m3fn, &[rows, k], gpu)?;
-    strided(OP, &w.values, Kind::Float8e4m3fn, &[features, k], gpu)?;
+    strided(op, &x.values, Kind::Float8e4m3fn, &[rows, k], gpu)?;
+    strided(op, &w.values, Kind::Float8e4m3fn, &[features, k], gpu)?;
+    let columns = if has_silu { features / 2 } else { features };
+    let boxes_of_w = if has_silu { pairs_boxes } else { rows_boxes };
+    let steps = (k as usize).div_ceil(step(Kind::Float8e4m3fn));
+    let row_tiles = (rows as usize).div_ceil(cut.rows);
     let arguments = [
-        rows_boxes(&x.values, box_rows)?,
-        rows_boxes(&w.values, FEATURES)?,
-        strided(OP, out, Kind::BFloat16, &[rows, features], gpu)?,
-        address_or_null(OP, bias, Kind::BFloat16, features as usize, gpu)?,
+        rows_boxes(&x.values, cut.rows)?,
+        boxes_of_w(&w.values, cut.features())?,
+        strided(op, out, Kind::BFloat16, &[rows, columns], gpu)?,
+        address_or_null(op, bias, Kind::BFloat16, features as usize, gpu)?,
         Argument::Count(out.stride()[0]),
         Argument::Count(rows),
         Argument::Count(features),
-        Argument::Count((k as usize).div_ceil(step(Kind::Float8e4m3fn)) as i64),
-        address(OP, &x.scales, Kind::Float, rows as usize, gpu)?,
-        address(OP, &w.scales, Kind::Float, features as usize, gpu)?,
+        Argument::Count(steps as i64),
+        address(op, &x.scales, Kind::Float, rows as usize, gpu)?,
+        address(op, &w.scales, Kind::Float, features as usize, gpu)?,
+        Argument::Count(cut.stages(steps) as i64),
+        Argument::Count(row_tiles as i64),
     ];
-    let blocks = (features as usize).div_ceil(FEATURES) * parts;
-    let shape = (blocks as u32, THREADS, SHARED_BYTES);
+    let blocks = (features as usize).div_ceil(cut.features()) * row_tiles * cut.parts;
+    let shape = (blocks as u32, (128 * cut.groups + 32) as u32, cut.shared_bytes(steps) as u32);
+    let name = format!("{op}_{}_{}", cut.groups, cut.rows);
     // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of out are written.
     // Of what it reads, w, its scales and the bias alone are read before the work before has ended, which does not write them: the
     // caller's promise.
-    unsafe { queue(SOURCE, name, gpu, shape, (parts as u32, true), &arguments) }
+    unsafe { queue(SOURCE, &name, gpu, shape, (cut.parts as u32, true), &arguments) }
 }
 
-/// The kernel for so many rows of K elements, and its rows.
-fn name_of(rows: usize, k: usize) -> Option<(&'static str, usize)> {
-    let mut kernels = NAMES.iter().copied().zip(ROWS).filter(|&(_, most)| most <= MOST_ROWS_OF_SHORT || k >= LONG);
-    kernels.find(|&(_, most)| (FEWEST_ROWS..=most).contains(&rows))
+fn cut_of(rows: usize, w: &Tensor, has_silu: bool) -> Option<Cut> {
+    let &[features, k] = &w.size()[..] else { return None };
+    Cut::of(rows, [features as usize, k as usize], has_silu)
 }
 
-/// Parts of K that fill the chip best with all blocks at once, if any fill it.
-fn parts_of(features: usize, k: usize) -> Option<usize> {
-    let (tiles, steps) = (features.div_ceil(FEATURES), k.div_ceil(step(Kind::Float8e4m3fn)));
+/// Parts of K that fill the chip best with all blocks of all rows and 128 features at once, if any fill it.
+fn parts_of(features: usize, steps: usize) -> Option<usize> {
+    const FEATURES: usize = 128;
+    let tiles = features.div_ceil(FEATURES);
     let fits = (1..=CLUSTERS.len()).filter(|&parts| tiles <= CLUSTERS[parts - 1] && parts <= steps);
     let parts = fits.max()?;
     let fill = (features * steps) as f64 / (PROCESSORS * FEATURES * steps.div_ceil(parts)) as f64;
-    (features.is_multiple_of(8) && fill >= LEAST_FILL).then_some(parts)
+    (fill >= LEAST_FILL).then_some(parts)
 }
 
 #[cfg(test)]
@@ -119,29 +230,67 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_source_has_the_same_constants() {
-        assert_declared(SOURCE, &[("FEATURES", FEATURES), ("CONSUMERS", THREADS as usize - 32)]);
-        for rows in ROWS {
-            assert!(SOURCE.text.contains(&format!("WIDE_PRODUCT({rows})")));
+    fn the_source_has_the_kernels_of_all_cuts() {
+        assert_declared(SOURCE, &[("MOST_STAGES", MOST_STAGES)]);
+        let whole = [(2, MOST_ROWS_OF_WHOLE, 1), (2, MOST_ROWS, 1)];
+        let plain = TILES.iter().chain(&whole).map(|tile| (OP, false, tile));
+        for (op, has_silu, (groups, rows, _)) in
+            plain.chain(TILES_SILU_MUL.iter().map(|tile| (OP_SILU_MUL, true, tile)))
+        {
+            assert!(SOURCE.text.contains(&format!("WIDE_PRODUCT({op}, {has_silu}, {groups}, {rows})")));
+            assert!(NAMES.contains(&format!("{op}_{groups}_{rows}").as_str()));
         }
     }
 
-    #[test]
-    fn rows_have_the_smallest_kernel_that_holds_them() {
-        let of = |k| [64, 65, 128, 129, 256, 257].map(|rows| name_of(rows, k).map(|(_, most)| most));
-        assert_eq!(of(18_944), [None, Some(128), Some(128), Some(256), Some(256), None]);
-        assert_eq!(of(3584), [None, Some(128), Some(128), None, None, None]);
+    fn cut(rows: usize, features: usize, k: usize, has_silu: bool) -> Option<(usize, usize, usize)> {
+        Cut::of(rows, [features, k], has_silu).map(|cut| (cut.groups, cut.rows, cut.parts))
     }
 
     #[test]
-    fn parts_fill_the_chip_or_there_are_none() {
-        assert_eq!(parts_of(3584, 18_944), Some(4)); // Qwen2.5-7B's: down, output, query with key and value
-        assert_eq!(parts_of(3584, 3584), Some(4));
-        assert_eq!(parts_of(4608, 3584), Some(3));
-        assert_eq!(parts_of(4096, 14_336), Some(3)); // Llama-3.1-8B's
-        assert_eq!(parts_of(37_888, 3584), None, "more tiles than blocks run at once");
-        assert_eq!(parts_of(896, 4864), None, "a fifth of the chip");
-        assert_eq!(parts_of(4096, 64), None, "one step, that a quarter of the chip takes");
-        assert_eq!(parts_of(3588, 18_944), None, "rows of out that are no multiple of 16 bytes");
+    fn rows_have_tiles_that_hold_them() {
+        let of = |k| [64, 65, 128, 129, 256, 257].map(|rows| cut(rows, 3584, k, false).map(|(_, most, _)| most));
+        assert_eq!(of(18_944), [None, Some(128), Some(128), Some(256), Some(256), None]);
+        assert_eq!(of(3584), [None, Some(128), Some(128), Some(128), Some(128), None]);
+    }
+
+    #[test]
+    fn cuts_fill_the_chip_or_there_is_none() {
+        let few = |features, k| cut(128, features, k, false).map(|(_, _, parts)| parts);
+        assert_eq!(few(3584, 18_944), Some(4)); // Qwen2.5-7B's: down, output, query with key and value
+        assert_eq!(few(3584, 3584), Some(4));
+        assert_eq!(few(4608, 3584), Some(3));
+        assert_eq!(few(4096, 14_336), Some(3)); // Llama-3.1-8B's
+        assert_eq!(few(37_888, 3584), None, "more tiles than blocks run at once");
+        assert_eq!(few(896, 4864), None, "a fifth of the chip");
+        assert_eq!(few(4096, 64), None, "one step, that a quarter of the chip takes");
+        assert_eq!(few(3588, 18_944), None, "rows of out that are no multiple of 16 bytes");
+    }
+
+    /// As they were timed: of Qwen2.5-7B whole, and of a quarter of it.
+    #[test]
+    fn short_sums_of_many_rows_are_cut_as_was_fastest() {
+        for rows in [129, 200, 256] {
+            let of = |features, k| cut(rows, features, k, false);
+            assert_eq!(of(4608, 3584), Some((2, 128, 1)));
+            assert_eq!(of(3584, 3584), Some((2, 128, 2)));
+            assert_eq!(of(1152, 3584), Some((1, 64, 1)));
+            assert_eq!(of(3584, 896), Some((2, 64, 1)));
+            assert_eq!(of(3584, 4736), Some((2, 128, 2)));
+            assert_eq!(of(640, 896), None, "half of the chip lies idle");
+            assert_eq!(cut(rows, 9472, 3584, true), Some((3, 128, 1)));
+            assert_eq!(cut(rows, 37_888, 3584, true), None, "gate_up.cu's");
+        }
+        assert_eq!(cut(128, 9472, 3584, true), None);
+    }
+
+    #[test]
+    fn stages_and_sums_fit_into_a_multiprocessor() {
+        for (features, k) in [(4608, 3584), (3584, 3584), (1152, 3584), (3584, 896), (3584, 4736), (3584, 18_944)] {
+            for rows in [128, 256] {
+                let (Some(cut), steps) = (Cut::of(rows, [features, k], false), k.div_ceil(128)) else { continue };
+                assert!(cut.stages(steps) >= 2.min(steps.div_ceil(cut.parts)), "{cut:?}");
+                assert!(cut.shared_bytes(steps) <= STAGES_BYTES + ALIGNMENT, "{cut:?}");
+            }
+        }
     }
 }

@@ -12,11 +12,18 @@ const WORDS: [(bool, &str); 2] = [(true, "own\n"), (false, "cuBLASLt\n")];
 
 impl Products {
     /// Whether a step of `rows` is faster with the products of [`kernels`], as an earlier start has found it or as `compare` finds it
-    /// now, against algorithms that are [`Tuning::Timed`](super::Tuning::Timed). `step` names all shapes of the step.
+    /// now, against algorithms that are [`Tuning::Timed`](super::Tuning::Timed). `step` names all shapes of the step. Where several ranks make
+    /// the step together, all ask at once, and `agree` gives each of them what the first one knows.
     ///
     /// # Errors
-    /// The errors of `compare`; [`Error::Environment`](crate::Error::Environment) where the user has no cache folder.
-    pub fn own_are_faster(&self, rows: usize, step: &str, compare: impl FnOnce() -> Result<bool>) -> Result<bool> {
+    /// The errors of `agree` and `compare`; [`Error::Environment`](crate::Error::Environment) where the user has no cache folder.
+    pub fn own_are_faster(
+        &self,
+        rows: usize,
+        step: &str,
+        agree: impl Fn(Option<bool>) -> Result<Option<bool>>,
+        compare: impl FnOnce() -> Result<bool>,
+    ) -> Result<bool> {
         let of_step = (rows, step.to_owned());
         if let Some(&known) = lock(&self.own_are_faster).get(&of_step) {
             return Ok(known);
@@ -25,7 +32,7 @@ impl Products {
         let [few, gate_up, wide] = [kernels::product_key, kernels::gate_up_key, kernels::wide_product_key];
         let own = format!("{} {} {}", few(capability)?, gate_up(capability)?, wide(capability)?);
         let key = format!("{} {rows} {step} {own}", self.key()?);
-        let found = kept_or(&cache::path("products", &format!("{rows}-rows"), &key)?, compare)?;
+        let found = kept_or(&cache::path("products", &format!("{rows}-rows"), &key)?, agree, compare)?;
         lock(&self.own_are_faster).insert(of_step, found);
         Ok(found)
     }
@@ -34,14 +41,18 @@ impl Products {
 /// The finding in the file, or else that of `compare`, which is then written to it. Where several engines compare at once, the
 /// first one's
 /// finding is every one's: they are to decode alike, now and when they are resumed.
-fn kept_or(path: &Path, compare: impl FnOnce() -> Result<bool>) -> Result<bool> {
-    if let Some(kept) = kept(path)? {
+fn kept_or(
+    path: &Path,
+    agree: impl Fn(Option<bool>) -> Result<Option<bool>>,
+    compare: impl FnOnce() -> Result<bool>,
+) -> Result<bool> {
+    if let Some(kept) = agree(kept(path)?)? {
         return Ok(kept);
     }
     let found = compare()?;
     let (_, word) = WORDS[usize::from(!found)];
     cache::keep(path, word.as_bytes(), "which products are faster is timed");
-    Ok(kept(path)?.unwrap_or(found))
+    Ok(agree(Some(kept(path)?.unwrap_or(found)))?.unwrap_or(found))
 }
 
 fn kept(path: &Path) -> Result<Option<bool>> {
@@ -61,12 +72,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         for found in [true, false] {
             let path = folder.path().join(found.to_string());
-            let failed = kept_or(&path, || Err(Error::Injected { phase: "test" }));
+            let failed = kept_or(&path, Ok, || Err(Error::Injected { phase: "test" }));
             assert!(failed.is_err() && !path.exists());
-            assert_eq!(kept_or(&path, || Ok(found)).unwrap(), found);
-            assert_eq!(kept_or(&path, || panic!("timed again")).unwrap(), found);
+            assert_eq!(kept_or(&path, Ok, || Ok(found)).unwrap(), found);
+            assert_eq!(kept_or(&path, Ok, || panic!("timed again")).unwrap(), found);
             std::fs::write(&path, "of an earlier form").unwrap();
-            assert_eq!(kept_or(&path, || Ok(!found)).unwrap(), !found);
+            assert_eq!(kept_or(&path, Ok, || Ok(!found)).unwrap(), !found);
         }
     }
 
@@ -79,12 +90,35 @@ mod tests {
                 both_compare.wait();
                 Ok(own)
             };
-            kept_or(&path, compare).unwrap()
+            kept_or(&path, Ok, compare).unwrap()
         };
         let found = std::thread::scope(|scope| {
             [true, false].map(|own| scope.spawn(move || find(own))).map(|it| it.join().unwrap())
         });
         assert_eq!(found[0], found[1]);
-        assert_eq!(kept_or(&path, || panic!("timed again")).unwrap(), found[0], "resumed");
+        assert_eq!(kept_or(&path, Ok, || panic!("timed again")).unwrap(), found[0], "resumed");
+    }
+    #[test]
+    fn ranks_of_an_engine_go_by_the_first_ones_file_and_compare_together_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let (first, other) = (folder.path().join("first"), folder.path().join("other"));
+        // The other rank has no file of its own, or one that says otherwise: neither compares, nor goes by it.
+        for of_other in [None, Some(false)] {
+            if let Some(found) = of_other {
+                assert_eq!(kept_or(&other, Ok, || Ok(found)).unwrap(), found);
+            }
+            assert!(kept_or(&first, Ok, || Ok(true)).unwrap());
+            assert!(kept_or(&other, |_| kept(&first), || panic!("timed alone")).unwrap());
+        }
+        // The first has none: the other, which has one, compares with it and ends as it does.
+        let unknown = folder.path().join("unknown");
+        let said = std::cell::RefCell::new(vec![Some(true), None]);
+        let agree = |_| Ok(said.borrow_mut().pop().unwrap());
+        let compared = std::cell::Cell::new(false);
+        let found = kept_or(&unknown, agree, || {
+            compared.set(true);
+            Ok(false)
+        });
+        assert!(found.unwrap() && compared.get(), "the first rank's finding is every one's");
     }
 }

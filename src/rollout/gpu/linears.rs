@@ -9,10 +9,10 @@ use crate::error::Result;
 use crate::model::{Linear, Lora, Matrix, Piece};
 
 impl DecoderNetwork<'_> {
-    /// The products for which there are own kernels in all blocks. They have been found to pay with one rank an engine only; and ranks
-    /// of one engine could not each decide by their own clock, as what is timed holds their sums.
+    /// The products for which there are own kernels in all blocks. In bfloat16 they have been found to pay with one rank an engine only.
     pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
-        if self.tuning != Tuning::Timed || self.tp.size() > 1 || self.spec.num_expert_layers() > 0 {
+        let is_tried = self.tp.size() == 1 || self.weights.are_fp8();
+        if self.tuning != Tuning::Timed || !is_tried || self.spec.num_expert_layers() > 0 {
             return Ok(Vec::new());
         }
         let (mut all, mut gate_up, mut wide) = (true, true, true);
@@ -29,7 +29,10 @@ impl DecoderNetwork<'_> {
                     _ => false,
                 };
             let linear = w.linear(Matrix::GateUp);
-            gate_up &= linear.lora.is_none() && kernels::gate_up_serves(rows, multiplied(linear))?;
+            let w_gate_up = multiplied(linear);
+            gate_up &= linear.lora.is_none()
+                && (kernels::gate_up_serves(rows, w_gate_up)?
+                    || kernels::wide_product_silu_mul_serves(rows, w_gate_up)?);
             wide &= kernels::wide_product_serves(rows, multiplied(w.linear(Matrix::Down)), None)?;
         }
         Ok(match (all, gate_up, wide) {
@@ -72,7 +75,10 @@ impl DecoderNetwork<'_> {
                 self.op(DecoderOp::GateUp, || kernels::gate_up(normed, w.weight(), act))?
             }
             (OwnProducts::GateUp | OwnProducts::WideAndGateUp, Some(fp8)) => {
-                self.op(DecoderOp::GateUp, || kernels::gate_up_fp8(&self.rounded(normed)?, fp8, act))?
+                self.op(DecoderOp::GateUp, || match kernels::gate_up_serves(normed.size()[0] as usize, &fp8.values)? {
+                    true => kernels::gate_up_fp8(&self.rounded(normed)?, fp8, act),
+                    false => kernels::wide_product_silu_mul_fp8(&self.rounded(normed)?, fp8, act),
+                })?
             }
         }
         self.round(act, fp8.is_some())

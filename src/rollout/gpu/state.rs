@@ -14,7 +14,7 @@ use super::runner::wait;
 use super::stages::StageTokens;
 use crate::cuda::kernels::{AttentionPlan, AttentionShape, RowSums};
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
-use crate::dist::Collective;
+use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Ledger, MemoryKind};
 use crate::model::{ModelSpec, attention_scale};
@@ -160,7 +160,8 @@ impl GpuState {
     }
 
     /// The own products with which `hidden` of so many rows is faster, where there may be any: timed over the batch at hand, once for
-    /// a model's shapes. They pay for a step as a whole: weights are asked for while the operation before is at work.
+    /// a model's shapes. They pay for a step as a whole: weights are asked for while the operation before is at work. Collective over the
+    /// tensor-parallel group for shapes that are new.
     pub(super) fn own_products(
         &self,
         network: &DecoderNetwork,
@@ -173,8 +174,12 @@ impl GpuState {
         for candidate in network.may_own_products(rows)? {
             let trials = if candidate == OwnProducts::All { TRIALS } else { LASTING_TRIALS };
             let of = (candidate, best, residual, stored);
-            let step = format!("{of:?} {} {:?}", network.kv_cache.block_size(), network.spec);
-            let is_faster = self.products.own_are_faster(rows, &step, || {
+            let mut step = format!("{of:?} {} {:?}", network.kv_cache.block_size(), network.spec);
+            if network.tp.size() > 1 {
+                step += &format!(" on {} ranks", network.tp.size());
+            }
+            let agree = |known| of_first_rank(network.tp, known);
+            let is_faster = self.products.own_are_faster(rows, &step, agree, || {
                 let median = |own_products| -> Result<Duration> {
                     let step = || hidden(&DecoderNetwork { own_products, only: None, ..*network }).map(drop);
                     step()?;
@@ -182,7 +187,9 @@ impl GpuState {
                     // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
                     Ok(unsafe { replay_times(&mut graph, &self.stream, trials)? }[trials / 2])
                 };
-                let (before, now) = (median(best)?, median(candidate)?);
+                let mut times = [median(best)?.as_secs_f64(), median(candidate)?.as_secs_f64()];
+                all_reduce_f64(network.tp, &mut times, ReduceOp::Max)?; // ranks end as the slowest one does
+                let [before, now] = times.map(Duration::from_secs_f64);
                 tracing::debug!("{rows} rows: {now:?} with {candidate:?}, {before:?} with {best:?}");
                 Ok(now < before)
             })?;
@@ -211,6 +218,17 @@ impl Drop for GpuState {
             Ledger::set(owner, MemoryKind::Device, 0);
         }
     }
+}
+
+/// What the first rank of the group knows. Collective.
+fn of_first_rank(tp: &dyn Collective, known: Option<bool>) -> Result<Option<bool>> {
+    if tp.size() == 1 {
+        return Ok(known);
+    }
+    let code = known.map_or(-1.0, |known| f64::from(u8::from(known)));
+    let mut said = [if tp.rank() == 0 { code } else { 0.0 }];
+    all_reduce_f64(tp, &mut said, ReduceOp::Sum)?;
+    Ok((said[0] >= 0.0).then_some(said[0] > 0.0))
 }
 
 /// Bytes of a GPU that one rank's engine holds asleep, too: what its attention needs, rotations and the products' workspace.

@@ -1,0 +1,78 @@
+// What products of few rows on Hopper have in common: where results go, and how a cluster's blocks add up the sums of their parts of K.
+#pragma once
+#include "cluster.cuh"
+#include "hopper.cuh"
+#include "mma.cuh"
+#include "scalar.cuh"
+
+struct Output {
+    bf16* at;
+    const bf16* bias;  // [N] or null; never of SwiGLU
+    long long leading;
+    int rows, features;
+    const float *x_scales, *w_scales;  // [R], [N]; of e4m3
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Eight neighbours of a row as they were summed, to their values.
+template <typename Kind>
+__device__ __forceinline__ void rescale(float (&v)[8], const Output& out, int row, int feature) {
+    if constexpr (Kind::IS_SCALED) {
+        const float of_row = out.x_scales[row];
+        const auto of_features = load<float, 8>(out.w_scales + feature);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = v[i] * of_row * of_features.at[i];
+    }
+}
+
+// Eight neighbours of a row.
+struct Plain {  // out [R, N]
+    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
+        float bias[8] = {};
+        if (out.bias) {
+            const auto added = load<bf16, 8>(out.bias + feature);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) bias[i] = widen(added.at[i]);
+        }
+        *reinterpret_cast<uint4*>(out.at + row * out.leading + feature) =
+            make_uint4(pack(v[0] + bias[0], v[1] + bias[1]), pack(v[2] + bias[2], v[3] + bias[3]),
+                       pack(v[4] + bias[4], v[5] + bias[5]), pack(v[6] + bias[6], v[7] + bias[7]));
+    }
+};
+
+struct SwiGlu {  // out [R, N / 2]
+    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
+        *reinterpret_cast<uint2*>(out.at + row * out.leading + feature / 2) =
+            make_uint2(pack(silu_mul(v[0], v[1]), silu_mul(v[2], v[3])), pack(silu_mul(v[4], v[5]), silu_mul(v[6], v[7])));
+    }
+};
+
+// Adds up the parts' sums [R, FEATURES] of a tile, which stand `PITCH` numbers a row at `sums` in every block's shared memory, and emits the
+// block's share.
+template <typename Form, typename Kind, int FEATURES, int PITCH, int THREADS>
+__device__ __forceinline__ void add_parts(const Output& out, unsigned sums, int tile, int rank, int parts) {
+    constexpr int EIGHTS = FEATURES / 8;  // of a row
+    const int eights = out.rows * EIGHTS, end = (rank + 1) * eights / parts;
+    for (int eight = rank * eights / parts + threadIdx.x; eight < end; eight += THREADS) {
+        const int row = eight / EIGHTS, column = eight % EIGHTS * 8, feature = tile + column;
+        if (feature >= out.features) continue;
+        const unsigned at = sums + (row * PITCH + column) * 4;
+        float v[8] = {};
+#pragma unroll 4
+        for (int other = 0; other < parts; ++other) {
+            const float4 low = load_shared(at, other), high = load_shared(at + 16, other);
+            v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
+            v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
+        }
+        rescale<Kind>(v, out, row, feature);
+        Form::emit(v, out, row, feature);
+    }
+}
+
+#else  // another chip: not asked for there
+
+struct Plain {};
+struct SwiGlu {};
+
+#endif
