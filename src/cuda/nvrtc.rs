@@ -72,7 +72,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 17] = [
+const HEADERS: [(&CStr, &str); 18] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
@@ -87,6 +87,7 @@ const HEADERS: [(&CStr, &str); 17] = [
     (c"mma.cuh", include_str!("../kernels/mma.cuh")),
     (c"philox.cuh", include_str!("../kernels/philox.cuh")),
     (c"product.cuh", include_str!("../kernels/product.cuh")),
+    (c"route.cuh", include_str!("../kernels/route.cuh")),
     (c"sample.cuh", include_str!("../kernels/sample.cuh")),
     (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),
     (c"tiles.cuh", include_str!("../kernels/tiles.cuh")),

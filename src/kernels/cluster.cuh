@@ -22,11 +22,22 @@ __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// What stands at `at` in the shared memory of the cluster's block `rank`.
+// `sync_cluster` in two: what blocks have written or read before they arrive is over for those that have waited.
+__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address of what stands at `at` in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ unsigned peer_address(unsigned at, int rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
+}
+
+// A number of the cluster's block `rank`.
+__device__ __forceinline__ float load_one(unsigned at, int rank) {
+    float value;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(peer_address(at, rank)) : "memory");
+    return value;
 }
 
 // Four numbers of the cluster's block `rank`.

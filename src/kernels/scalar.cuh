@@ -43,6 +43,16 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
+// A word that other blocks read while they run, or write; by itself it says nothing of other words.
+__device__ __forceinline__ void store_relaxed(int* to, int value) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ int load_relaxed(const int* from) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
 template <typename T, int N>
 __device__ __forceinline__ Pack<T, N> load(const T* from) {
     return *reinterpret_cast<const Pack<T, N>*>(from);

@@ -42,7 +42,7 @@ impl Case {
     }
 
     pub fn routed(&self, tile_rows: usize) -> RoutedTokens {
-        let sizes = RouteSizes::new(self.tokens as usize, self.hidden as usize, self.experts as usize, self.k as usize);
+        let sizes = RouteSizes::new(self.tokens as usize, self.experts as usize, self.k as usize);
         let flat = |len: usize, kind| Tensor::zeros([len as i64], (kind, GPU));
         RoutedTokens {
             experts: ints(&vec![-7; (self.tokens * self.k) as usize]).view([self.tokens, self.k]),

@@ -16,9 +16,9 @@ pub(super) const NAMES: &[&str] = &["route_bf16_128", "route_bf16_512", "route_f
 
 const OP: &str = "route";
 const THREADS: u32 = 256;
-/// Tokens and columns of a block.
+/// Tokens of a cluster of blocks, which are the parts that the columns are cut into.
 const ROWS: usize = 16;
-const PART: usize = 256;
+const PARTS: usize = 8;
 /// Words of a tile.
 pub(super) const TILE_WORDS: usize = 4;
 /// The fewest rows of a whole tile.
@@ -39,9 +39,9 @@ pub struct RoutedTokens {
     pub order: Tensor, // [T k] i32
     /// The number of tiles, then (expert, first row, rows) of each.
     pub tiles: Tensor, // [1 + most tiles, 4] i32
-    /// Room for logits.
+    /// Room for parts of logits, where blocks cannot read one another's shared memory.
     pub logits: Tensor, // flat, f32
-    /// Zeros between launches.
+    /// Zeros between launches: blocks that have come, and choices as they are made.
     pub counters: Tensor, // flat, i32
     /// The layer's experts.
     pub num_experts: usize,
@@ -63,12 +63,12 @@ pub struct RouteSizes {
 }
 
 impl RouteSizes {
-    /// Sizes for `tokens` tokens with `choices` of `experts` each.
-    pub fn new(tokens: usize, hidden: usize, experts: usize, choices: usize) -> Self {
+    /// The sizes for `tokens` tokens with `choices` of `experts` each.
+    pub fn new(tokens: usize, experts: usize, choices: usize) -> Self {
         let rows = tokens * choices;
         Self {
-            logits: hidden.div_ceil(PART) * tokens * experts,
-            counters: 1 + tokens.div_ceil(ROWS),
+            logits: PARTS * tokens * experts,
+            counters: tokens.div_ceil(ROWS) + rows,
             tiles: 1 + rows.min(experts + rows / LEAST_TILE_ROWS),
         }
     }
@@ -90,7 +90,8 @@ pub struct RouteOptions<'a> {
 }
 
 /// Routes tokens: logits in float32, softmax, the k highest of E probabilities, of equal ones the first; then sorts all choices of `to.own`
-/// by expert. A token's result does not depend on the tokens beside it. Allocates nothing.
+/// by expert. A token's result does not depend on the tokens beside it. The kernel reads w while the operation before it still runs: that one must
+/// not write w, and must itself have waited for any that does. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit, or more experts than [`MOST_EXPERTS`]; [`crate::Error::Cuda`].
@@ -105,7 +106,7 @@ pub fn route(
     };
     let (gpu, kind) = (ordinal(OP, x)?, x.kind());
     let [tokens, hidden, num_experts, per_token] = [rows, dim, experts, choices].map(|size| size as usize);
-    let sizes = RouteSizes::new(tokens, hidden, num_experts, per_token);
+    let sizes = RouteSizes::new(tokens, num_experts, per_token);
     let fits = tokens > 0
         && [x, w].into_iter().all(is_aligned)
         && num_experts <= MOST_EXPERTS
@@ -155,9 +156,10 @@ pub fn route(
         Argument::Count(options.normalised.into()),
     ];
     let most = if num_experts <= 128 { 128 } else { MOST_EXPERTS };
-    let blocks = tokens.div_ceil(ROWS) * hidden.div_ceil(PART);
+    let blocks = tokens.div_ceil(ROWS) * PARTS;
     let name = format!("route_{}_{most}", kind_name(OP, x)?);
-    // SAFETY: the kernel's parameters in order; all it writes has the room that was checked, and counters are zero before and after.
+    // SAFETY: the kernel's parameters in order; all it writes has the room that was checked, and counters are zero before and after. The work
+    // before does not write w, which is read before that has ended: the caller's promise.
     unsafe { launch_early(SOURCE, &name, gpu, (blocks as u32, THREADS, 0), &arguments) }
 }
 
@@ -168,12 +170,12 @@ mod tests {
 
     #[test]
     fn the_source_has_the_same_constants() {
-        assert_declared(SOURCE, &[("THREADS", THREADS as usize), ("ROWS", ROWS), ("PART", PART)]);
+        assert_declared(SOURCE, &[("THREADS", THREADS as usize), ("ROWS", ROWS), ("PARTS", PARTS)]);
     }
 
     #[test]
     fn there_is_room_for_every_tile() {
-        let tiles = |tokens, experts, choices| RouteSizes::new(tokens, 64, experts, choices).tiles;
+        let tiles = |tokens, experts, choices| RouteSizes::new(tokens, experts, choices).tiles;
         assert_eq!(tiles(1, 128, 8), 1 + 8); // one row each
         assert_eq!(tiles(256, 128, 8), 1 + 128 + 64); // each expert's last tile may be almost empty
     }

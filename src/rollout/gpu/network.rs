@@ -112,7 +112,7 @@ impl DecoderNetwork<'_> {
     /// Final hidden states, normed. On the first stage of tokens, on others of what is in the buffers' `x`; on all but the last `x` is what the
     /// next one goes on with. [T, D]
     ///
-    /// `kernels::product`, `gate_up` and `adapt` read weights while the operation before them runs. None of those writes weights: the
+    /// `kernels::product`, `gate_up`, `adapt` and `route` read weights while the operation before them runs. None of those writes weights: the
     /// policy's are complete before the step begins, as the engine's stream waits for its caller's; and between `prepare`, which
     /// writes a block's, and their first reader stands a norm, which has waited for it. An operation that is timed alone lacks the
     /// norm, but nobody reads what comes out. Kernels of FP8 let the next one begin before they have waited themselves: weights in FP8 are

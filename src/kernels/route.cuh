@@ -1,0 +1,209 @@
+// What a router does with a token's logits, and with all choices: what route.cu is told, choosing and sorting.
+#pragma once
+#include "scalar.cuh"
+#include "tiles.cuh"
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int ROWS = 16;      // tokens of a cluster
+constexpr int PARTS = 8;      // of D, a block of the cluster each
+constexpr int COLUMNS = 256;  // of a part that are in shared memory at once
+constexpr int STEPS = COLUMNS / 32;
+constexpr int X_PITCH = 2 * COLUMNS + 64;  // bytes between rows of x: no two lanes read one bank
+constexpr unsigned ALL = 0xffffffffu;
+
+struct Router {
+    const short* recorded;  // of row t from t * stride on, -1: none; or null
+    const int* slots;       // [T], -1: padding, which has no experts; or null
+    float* logits;          // [PARTS, T, E], before sm_90
+    int* experts;           // [T, k], -1: none
+    float* weights;         // [T, k]
+    short* record;          // of row t from t * stride on; or null
+    int* order;             // [T k], choices (t * k + rank) sorted by expert
+    Tile* tiles;            // the number of tiles as the first one's expert, then all of them
+    int* counters;          // [T / 16 + T k], 0 before and after: blocks that have come, before sm_90; mailboxes of choices
+    long long stride;
+    int rows, dim, experts_of_all, choices, first_expert, own_experts, rows_of_tile;
+    bool normalised;
+
+    __device__ __forceinline__ int clusters() const { return (rows + ROWS - 1) / ROWS; }
+    // A choice's expert + 2 when it has been made, else 0.
+    __device__ __forceinline__ int* mailbox(int choice) const { return counters + clusters() + choice; }
+    // Columns of a part: the last parts may have fewer or none.
+    __device__ __forceinline__ int width() const { return (dim + PARTS * 32 - 1) / (PARTS * 32) * 32; }
+};
+
+// Room for what a block has summed, and later for its counts.
+template <int J>
+struct Room {
+    static constexpr int PITCH = J * 32 + 8;  // floats between rows
+    float sums[ROWS * PITCH];
+};
+
+// One token's experts and their weights, by a warp, from its logits: those of the experts l, l + 32, .. in lane l. Then lane l has choice l.
+template <int J>
+__device__ __forceinline__ void choose(const Router& to, float (&p)[J], int row) {
+    const int lane = threadIdx.x % 32;
+    float highest = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < J; ++j) highest = fmaxf(highest, p[j]);
+    highest = warp_max(highest);
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+        p[j] = expf(p[j] - highest);
+        sum += p[j];
+    }
+    sum = warp_sum(sum);
+    unsigned keys[J];  // in the order of probabilities; 0: not to be chosen
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+        p[j] = p[j] / sum;
+        keys[j] = j * 32 + lane < to.experts_of_all ? min(__float_as_uint(p[j]), 0xfffffffeu) + 1 : 0;
+    }
+    int expert = -1;
+    float weight = 0.0f;
+    const short* recorded = to.recorded ? to.recorded + row * to.stride : nullptr;
+    const bool is_padding = to.slots && to.slots[row] < 0;
+    if (!is_padding && recorded && recorded[0] >= 0) {
+        if (lane < to.choices) expert = recorded[lane];
+#pragma unroll 1
+        for (int choice = 0; choice < to.choices; ++choice) {
+            const int chosen = __shfl_sync(ALL, expert, choice);
+            float own = 0.0f;
+#pragma unroll
+            for (int j = 0; j < J; ++j) {
+                if (chosen / 32 == j) own = p[j];
+            }
+            const float given = __shfl_sync(ALL, own, chosen & 31);
+            if (lane == choice && chosen >= 0) weight = given;
+        }
+    } else if (!is_padding) {
+#pragma unroll 1
+        for (int choice = 0; choice < to.choices; ++choice) {
+            unsigned best = 0;
+            int at = INT_MAX;
+#pragma unroll
+            for (int j = 0; j < J; ++j) {
+                if (keys[j] > best) best = keys[j], at = j * 32 + lane;
+            }
+            const unsigned top = __reduce_max_sync(ALL, best);
+            const int chosen = __reduce_min_sync(ALL, best == top ? at : INT_MAX);  // of equal ones the first
+#pragma unroll
+            for (int j = 0; j < J; ++j) {
+                if (chosen == j * 32 + lane) keys[j] = 0;
+            }
+            if (lane == choice) expert = chosen, weight = __uint_as_float(top - 1);
+        }
+    }
+    if (lane < to.choices) store_relaxed(to.mailbox(row * to.choices + lane), expert + 2);
+    const float of_chosen = warp_sum(weight);
+    if (to.normalised && expert >= 0) weight /= of_chosen;
+    if (lane < to.choices) {
+        to.experts[row * to.choices + lane] = expert;
+        to.weights[row * to.choices + lane] = weight;
+        if (to.record) to.record[row * to.stride + lane] = static_cast<short>(expert);
+    }
+}
+
+// Choices by expert, those of one expert in their own order, and tiles of them; by a block, which empties the mailboxes.
+template <int J>
+__device__ __forceinline__ void sort(const Router& to, Room<J>& room) {
+    constexpr int AT_ONCE = 8;                              // of a thread's choices
+    constexpr int OWN = J * 32 > THREADS ? J * 32 / THREADS : 1;  // experts of a thread
+    static_assert(WARPS <= ROWS, "counts have the room of sums");
+    __shared__ int before[2][WARPS];  // of each warp: rows and tiles
+    auto& counts = *reinterpret_cast<int (*)[WARPS][J * 32]>(room.sums);  // of a warp's share of the choices; then where these go
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int all = to.rows * to.choices, share = (all + THREADS - 1) / THREADS * 32;
+    const int begin = min(all, warp * share), end = min(all, begin + share);
+    int own[AT_ONCE];  // this rank's experts of some of the warp's choices, -1: none
+    const auto read = [&](int from) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int choice = from + i * 32 + lane;
+            own[i] = choice < end ? load_relaxed(to.mailbox(choice)) : 1;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            while (own[i] == 0) own[i] = load_relaxed(to.mailbox(from + i * 32 + lane));
+            own[i] = own[i] - 2 - to.first_expert;
+            own[i] = own[i] < to.own_experts ? max(own[i], -1) : -1;
+        }
+    };
+    for (int i = lane; i < J * 32; i += 32) counts[warp][i] = 0;
+    __syncwarp();
+#pragma unroll 1
+    for (int from = begin; from < end; from += AT_ONCE * 32) {
+        read(from);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (own[i] >= 0) atomicAdd(&counts[warp][own[i]], 1);
+        }
+    }
+    __syncthreads();
+    int rows[OWN] = {}, sums[2] = {};  // of rows and tiles: up to this thread's experts
+#pragma unroll
+    for (int e = 0; e < OWN; ++e) {
+        const int expert = threadIdx.x * OWN + e;
+        if (expert < to.own_experts) {
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) rows[e] += counts[i][expert];
+        }
+        sums[0] += rows[e];
+        sums[1] += (rows[e] + to.rows_of_tile - 1) / to.rows_of_tile;
+    }
+    int first[2] = {-sums[0], -sums[1]};
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int more = __shfl_up_sync(ALL, sums[i], step);
+            if (lane >= step) sums[i] += more;
+        }
+    }
+    if (lane == 31) before[0][warp] = sums[0], before[1][warp] = sums[1];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        first[i] += sums[i];
+#pragma unroll
+        for (int other = 0; other < WARPS; ++other) first[i] += other < warp ? before[i][other] : 0;
+    }
+#pragma unroll
+    for (int e = 0; e < OWN; ++e) {
+        const int expert = threadIdx.x * OWN + e;
+        if (expert < to.own_experts) {
+            int at = first[0];
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) {
+                const int count = counts[i][expert];
+                counts[i][expert] = at;
+                at += count;
+            }
+        }
+        for (int done = 0; done < rows[e]; done += to.rows_of_tile)
+            to.tiles[1 + first[1]++] = {expert, first[0] + done, min(rows[e] - done, to.rows_of_tile), 0};
+        first[0] += rows[e];
+    }
+    if (threadIdx.x == THREADS - 1) to.tiles[0] = {first[1], 0, 0, 0};
+    __syncthreads();
+#pragma unroll 1
+    for (int from = begin; from < end; from += AT_ONCE * 32) {
+        if (end - begin > AT_ONCE * 32) read(from);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int expert = own[i], choice = from + i * 32 + lane;
+            const unsigned same = __match_any_sync(ALL, expert);
+            const int rank = __popc(same & ((1u << lane) - 1));
+            const int at = expert >= 0 ? counts[warp][expert] + rank : 0;
+            __syncwarp();
+            if (expert >= 0) {
+                to.order[at] = choice;
+                if (rank == 0) counts[warp][expert] = at + __popc(same);
+            }
+            if (choice < end) *to.mailbox(choice) = 0;
+            __syncwarp();
+        }
+    }
+}
