@@ -59,6 +59,7 @@ generate llama-8b-256-both llama3.1-8b 32 512 1024 "${weights[@]}" "${cache[@]}"
 rounded=(--mixed_precision fp8)
 train train-7b-bf16 qwen2.5-7b 8
 train train-7b-fp8 qwen2.5-7b 8 "${rounded[@]}"
+train train-7b-fp8-all qwen2.5-7b 8 --mixed_precision fp8_all
 train train-7b-full-bf16 qwen2.5-7b 8 --gradient_checkpointing full
 train train-7b-full-fp8 qwen2.5-7b 8 --gradient_checkpointing full "${rounded[@]}"
 train train-7b-lora-bf16 qwen2.5-7b 8 --lora_r 64

@@ -5,7 +5,7 @@
     scripts/demo_curve.py replacing runs/replacing                                           # draws what is there again
 
 Comparisons: replacing (groups without a signal replaced, and not), fp8 (weights and cache of the engine in FP8, and not),
-fp8-training (the trainer's products in FP8, and not; the engine's too in both). Writes curve.svg
+fp8-training (the trainer's products in FP8, and not; the engine's too in both), fp8-all (weights' gradients in FP8, too, and not). Writes curve.svg
 and summary.md to the folder and prints the summary. Runs that are complete are not made again. `max_steps` and other keys of the demo may
 follow. NPROC (2) is the number of processes of a run; with 1 add tensor_parallel_size=1 per_device_train_batch_size=256.
 """
@@ -17,6 +17,7 @@ COLORS = ("#efb118", "#4269d0")
 COMPARISONS = {
     "replacing": {"none": ["dynamic_sampling=none"], "replace": ["dynamic_sampling=replace"]},
     "fp8-training": {"float32": ["mixed_precision=none", "rollout_quantization=fp8"], "fp8": ["mixed_precision=fp8", "rollout_quantization=fp8"]},
+    "fp8-all": {"fp8": ["mixed_precision=fp8", "rollout_quantization=fp8"], "fp8_all": ["mixed_precision=fp8_all", "rollout_quantization=fp8"]},
     "fp8": {"float32": ["rollout_quantization=none", "kv_cache_dtype=auto"], "fp8": ["rollout_quantization=fp8", "kv_cache_dtype=fp8"]},
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 360, 48, 16, 40, 44

@@ -49,11 +49,11 @@ pub mod metrics {
 }
 pub mod model {
     pub use crate::model::{
-        BlockContext, BlockParams, DeltaLayers, EmbeddingParams, ExpertLayers, Family, HeadParams, HeadSums, LoraSpec,
-        Matrix, ModelSource, ModelSpec, NormPlaces, PackedMixer, Param, ParamName, ParamTable, Piece, QkNorm,
-        QuantizedBlock, Routes, Scoring, SequenceMixer, Stage, Stages, Unit, UnitLayout, WeightFiles, WeightWriter,
-        attention_scale, block_forward, head_backward, head_forward, init_folder, init_unit, init_unit_on,
-        write_adapters,
+        BlockContext, BlockParams, DeltaLayers, EmbeddingParams, ExpertLayers, Family, Fp8Products, HeadParams,
+        HeadSums, LoraSpec, Matrix, ModelSource, ModelSpec, NormPlaces, PackedMixer, Param, ParamName, ParamTable,
+        Piece, QkNorm, QuantizedBlock, Routes, Scoring, SequenceMixer, Stage, Stages, Unit, UnitLayout, WeightFiles,
+        WeightWriter, attention_scale, block_forward, head_backward, head_forward, init_folder, init_unit,
+        init_unit_on, write_adapters,
     };
 }
 pub mod ops {

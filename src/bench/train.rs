@@ -21,7 +21,7 @@ use crate::torch;
 use crate::train::{
     AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, Optim, OptimizerHome, PackOptions,
     Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, check_mixed_precision,
-    pack,
+    fp8_products, pack,
 };
 use crate::types::LengthSpread;
 
@@ -165,7 +165,7 @@ impl<'a> TimedRun<'a> {
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
         let (kind, device) = (bench.kind, world.device());
         check_mixed_precision(bench.mixed_precision, &bench.spec, kind, device.is_cuda())?;
-        let fp8 = bench.mixed_precision == MixedPrecision::Fp8;
+        let fp8 = fp8_products(bench.mixed_precision);
         let options = PolicyOptions {
             stage: bench.zero_stage,
             network: NetworkOptions { kind, residual: bench.residual, device, fp8 },
@@ -271,7 +271,7 @@ impl<'a> TimedRun<'a> {
             lora: bench.lora_r.map(adapters),
             quantization: bench.quantization,
             residual: bench.residual,
-            fp8: bench.mixed_precision == MixedPrecision::Fp8,
+            fp8: bench.mixed_precision != MixedPrecision::None,
             optim: bench.optim(),
             ..TrainedModel::whole(table, bench.zero_stage, bench.kind, bench.gradients)
         };

@@ -55,7 +55,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         let expected = "none, or --lora_r: a quantised base is frozen";
         return Err(Error::invalid_value("--quantization", args.quantization.name(), expected));
     }
-    if args.quantization == Quantization::Nf4 && args.mixed_precision == MixedPrecision::Fp8 {
+    if args.quantization == Quantization::Nf4 && args.mixed_precision != MixedPrecision::None {
         let expected = "none: --quantization nf4 has rounded the weights already";
         return Err(Error::invalid_value("--mixed_precision", args.mixed_precision.name(), expected));
     }

@@ -150,6 +150,8 @@ choices! {
         None = "none",
         /// FP8 (e4m3) in forward and for the gradients of activations; weights' gradients are made of factors that are not rounded.
         Fp8 = "fp8",
+        /// All three products of a matrix in FP8: scales of weights' gradients are those of a micro-batch.
+        Fp8All = "fp8_all",
     }
 }
 choices! {

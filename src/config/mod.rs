@@ -109,7 +109,8 @@ keys! {
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
         /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
         /// rounds both factors to e4m3 as they are multiplied; weights' gradients are made of what is not rounded, and master weights and
-        /// sums stay in float32. Policy and reference alike; `importance_sampling_correction` makes up for what the sampler then differs
+        /// sums stay in float32. `fp8_all` rounds for weights' gradients, too, by columns of a micro-batch, so that they depend on how
+        /// tokens are packed and accumulated. Policy and reference alike; `importance_sampling_correction` makes up for what the sampler then differs
         /// by, which `rollout_quantization` makes small. On GPUs it needs an H100 or H200 and `dtype = bfloat16`; on a CPU its rounding is
         /// simulated.
         pub mixed_precision: MixedPrecision = MixedPrecision::None,

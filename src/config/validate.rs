@@ -138,8 +138,8 @@ impl Config {
         if self.rollout_quantization == RolloutQuantization::Fp8 {
             self.check_fp8()?;
         }
-        if self.mixed_precision == MixedPrecision::Fp8 {
-            self.check_is_corrected("mixed_precision = fp8")?;
+        if self.mixed_precision != MixedPrecision::None {
+            self.check_is_corrected(&format!("mixed_precision = {}", self.mixed_precision.name()))?;
         }
         if self.kv_cache_dtype == KvCacheDtype::Fp8 {
             self.check_is_corrected("kv_cache_dtype = fp8")?;

@@ -1,5 +1,5 @@
-// A matrix in bf16 to the transpose in e4m3 with a scale for each of its columns. Two passes: the largest absolute value of every column,
-// then tiles that are turned in shared memory.
+// A matrix in bf16 to the transpose in e4m3 with a scale for each of its columns, which ends in zeros up to a multiple of 16 rows. Two passes:
+// the largest absolute value of every column, then tiles that are turned in shared memory.
 #include "fp8.cuh"
 
 constexpr int THREADS = 256;
@@ -54,9 +54,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
     const bf16* __restrict__ x,          // [N, K]
     const unsigned* __restrict__ peaks,  // [K]
-    unsigned char* __restrict__ values,  // [K, N]
+    unsigned char* __restrict__ values,  // [K, padded]
     float* __restrict__ scales,          // [K]
-    long long rows, long long columns
+    long long rows, long long columns,
+    long long padded  // N up to a multiple of 16
 ) {
     constexpr int WORDS = TILE_ROWS / 4;
     __shared__ uint4 tile[TILE_COLUMNS][WORDS / 4];
@@ -67,10 +68,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
     const int pack = threadIdx.x % 8, word = threadIdx.x / 8;
     const long long row = first_row + 4 * word, column = first_column + 8 * pack;
     Pack<bf16, 8> from[4];
-    const bool is_inside = row < rows && column < columns;
+    const bool is_inside = row < padded && column < columns;
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-        if (is_inside) from[r] = load<bf16, 8>(x + (row + r) * columns + column);
+        from[r] = is_inside && row + r < rows ? load<bf16, 8>(x + (row + r) * columns + column) : Pack<bf16, 8>{};
     if (threadIdx.x < TILE_COLUMNS && first_column + threadIdx.x < columns) {
         const RowScale of_column(peaks[first_column + threadIdx.x]);
         factors[threadIdx.x] = of_column.factor;
@@ -90,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
 #pragma unroll
     for (int part = 0; part < TILE_COLUMNS * WORDS / 4 / THREADS; ++part) {
         const int i = part * THREADS + threadIdx.x, k = i / (WORDS / 4), four = i % (WORDS / 4);
-        if (first_column + k < columns && first_row + 16 * four < rows)
-            *reinterpret_cast<uint4*>(values + (first_column + k) * rows + first_row + 16 * four) =
+        if (first_column + k < columns && first_row + 16 * four < padded)
+            *reinterpret_cast<uint4*>(values + (first_column + k) * padded + first_row + 16 * four) =
                 tile[k][(four + k / 8) % (WORDS / 4)];
     }
 }
@@ -99,6 +100,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
 #else
 
 extern "C" __global__ void fp8_column_peaks(const bf16*, unsigned*, long long, long long, long long) {}
-extern "C" __global__ void fp8_columns(const bf16*, const unsigned*, unsigned char*, float*, long long, long long) {}
+extern "C" __global__ void fp8_columns(const bf16*, const unsigned*, unsigned char*, float*, long long, long long, long long) {}
 
 #endif

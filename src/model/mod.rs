@@ -38,8 +38,8 @@ mod tests;
 mod views;
 
 pub use block::{
-    BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Linear,
-    LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, Piece, QkNorm, Routes, SavedBlock, SequenceMixer,
+    BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Fp8Products,
+    Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, Piece, QkNorm, Routes, SavedBlock, SequenceMixer,
     SharedExpertSpec, attention_scale, block_backward, block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit, product_work};

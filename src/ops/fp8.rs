@@ -5,12 +5,15 @@
 //! which multiply the rounded values in float32. Training rounds both factors of a product as they come, rows along what is summed over.
 //! Engines have products of their own.
 
+mod weight;
+
 use tch::{Device, Kind, Tensor};
 
 pub use crate::cuda::kernels::Fp8Rows;
 use crate::cuda::{OpCost, Products, Tuning, kernels, timed};
 use crate::error::Result;
 use crate::torch::scalar;
+pub use weight::weight_gradient;
 
 /// The largest value of e4m3.
 pub const MOST: f32 = 448.0;
@@ -109,7 +112,7 @@ pub fn rounded(x: &Tensor /* [R, K] */) -> Result<Fp8Rows> {
     Ok(to)
 }
 
-/// The columns of a matrix, rounded: rows of its transpose.
+/// The columns of a matrix, rounded: rows of its transpose, which on a GPU end in zeros up to a multiple of 16.
 ///
 /// # Errors
 /// The errors of [`round_rows`].
@@ -117,7 +120,8 @@ pub fn rounded_columns(w: &Tensor /* [N, K] */) -> Result<Fp8Rows> {
     if !w.device().is_cuda() {
         return rounded(&w.tr());
     }
-    let to = empty([w.size()[1], w.size()[0]], w.device())?; // [K, N]
+    let padded = (w.size()[0] as u64).next_multiple_of(16) as i64;
+    let to = empty([w.size()[1], padded], w.device())?; // [K, N]
     timed("rounding to FP8", || rounding_work(w, 2.0), || kernels::fp8_columns(w, &to))?;
     Ok(to)
 }

@@ -7,7 +7,7 @@ use tch::Kind;
 
 use super::Sft;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, Models, ResumeOptions, Saver, TrainerState};
-use crate::config::{MixedPrecision, SftConfig};
+use crate::config::SftConfig;
 use crate::cuda::{Placement, chip_flop_per_s, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
 use crate::dist::{Mesh, World};
@@ -17,7 +17,7 @@ use crate::metrics::{LogOptions, RunLog, Services};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
 use crate::phase;
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
-use crate::train::{PolicyOptions, PolicyStart, Schedule, check_mixed_precision};
+use crate::train::{PolicyOptions, PolicyStart, Schedule, check_mixed_precision, fp8_products};
 
 /// Collective over the world.
 pub(super) fn load(
@@ -159,7 +159,7 @@ fn policy(
     let residual = residual_kind(config.residual_dtype, kind);
     let options = PolicyOptions {
         stage: config.zero.stage,
-        network: NetworkOptions { kind, residual, device, fp8: config.mixed_precision == MixedPrecision::Fp8 },
+        network: NetworkOptions { kind, residual, device, fp8: fp8_products(config.mixed_precision) },
         gradient_checkpointing: config.gradient_checkpointing,
         optim: Optim::new(config.optimizer.optim, &config.optimizer.muon),
         adam: AdamOptions::new(&config.optimizer),

@@ -70,7 +70,7 @@ impl<'a> TrainedModel<'a> {
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
         let residual = residual_kind(config.residual_dtype, kind);
         let optim = Optim::new(config.optimizer.optim, &config.optimizer.muon);
-        let fp8 = config.mixed_precision == MixedPrecision::Fp8;
+        let fp8 = config.mixed_precision != MixedPrecision::None;
         Self { lora, quantization, residual, fp8, optim, ..Self::whole(table, config.zero.stage, kind, gradients) }
     }
 

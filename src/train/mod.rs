@@ -66,7 +66,7 @@ pub use optim::{MuonOptions, Optim};
 pub use optimizer::AdamOptions;
 pub use pack::{PackOptions, Sequence, TeacherTop, pack, pad_to_agreed_count};
 pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
-pub use precision::check_mixed_precision;
+pub use precision::{check_mixed_precision, fp8_products};
 pub use reference::Reference;
 pub use residence::{OptimizerHome, Transitions};
 pub use schedule::{Schedule, learning_rate};

@@ -14,9 +14,9 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, HeadSums, ModelSpec, PackedMixer, ParamName, Routes,
-    SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward,
-    head_logits,
+    BlockContext, BlockParams, EmbeddingParams, Fp8Products, HeadParams, HeadSums, ModelSpec, PackedMixer, ParamName,
+    Routes, SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward,
+    head_forward, head_logits,
 };
 use crate::ops::embedding;
 use crate::ops::head::{TopScores, TopTokens};
@@ -32,8 +32,8 @@ pub struct NetworkOptions {
     pub residual: Kind,
     /// Where they live.
     pub device: Device,
-    /// Whether blocks multiply in FP8, as [`BlockParams::training_in_fp8`] describes.
-    pub fp8: bool,
+    /// Products of blocks in FP8, as [`BlockParams::training_in_fp8`] describes.
+    pub fp8: Option<Fp8Products>,
 }
 
 /// Log-probabilities and entropies of a micro-batch's completion tokens, in the accumulation type.
@@ -80,8 +80,8 @@ impl Network {
     /// # Errors
     /// [`Error::InvalidValue`] for FP8 on a chip without such products.
     pub(crate) fn new(weights: Weights, adapters: Option<Adapters>, options: NetworkOptions) -> Result<Self> {
-        if options.fp8 {
-            precision::check_chip(options.device)?;
+        if let Some(products) = options.fp8 {
+            precision::check_chip(products, options.device)?;
         }
         let rope = weights.table().spec.rope();
         Ok(Self { weights, adapters, rope, options, num_top: 0 })
@@ -289,7 +289,10 @@ impl Network {
     fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
         let flat = self.weights.unit(Unit::Block(layer), upcoming)?;
         let block = BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), &flat);
-        let block = if self.options.fp8 { block.training_in_fp8() } else { block };
+        let block = match self.options.fp8 {
+            Some(products) => block.training_in_fp8(products),
+            None => block,
+        };
         Ok(match &mut self.adapters {
             Some(adapters) => block.with_adapters(adapters.block(layer, adapter_use)?),
             None => block,

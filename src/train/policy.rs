@@ -231,7 +231,7 @@ impl Policy {
             lora: self.lora().cloned(),
             quantization: if is_quantized { Quantization::Nf4 } else { Quantization::None },
             residual: network.residual,
-            fp8: network.fp8,
+            fp8: network.fp8.is_some(),
             optim,
             ..TrainedModel::whole(self.table(), stage, network.kind, gradients)
         }

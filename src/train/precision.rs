@@ -5,7 +5,7 @@ use tch::{Device, Kind};
 use crate::config::MixedPrecision;
 use crate::cuda::{Context, kernels};
 use crate::error::{Error, Result};
-use crate::model::{LinearSpec, ModelSpec};
+use crate::model::{Fp8Products, LinearSpec, ModelSpec};
 
 /// Whether blocks of a model with weights of `kind` train in such a precision, on a GPU or not. A chip is looked at where a network is made.
 ///
@@ -16,31 +16,45 @@ pub fn check_mixed_precision(precision: MixedPrecision, spec: &ModelSpec, kind: 
     if precision == MixedPrecision::None {
         return Ok(());
     }
+    let refuse = |reason: &str| refuse(precision, reason);
     if spec.num_expert_layers() > 0 {
-        return refuse_fp8("experts do not train in FP8 yet");
+        return refuse("experts do not train in FP8 yet");
     }
     if !on_gpu {
         return Ok(());
     }
     if kind != Kind::BFloat16 {
-        return refuse_fp8(&format!("on a GPU FP8 is rounded from dtype = bfloat16, not from {kind:?}"));
+        return refuse(&format!("on a GPU FP8 is rounded from dtype = bfloat16, not from {kind:?}"));
     }
     let unserved = |linear: &LinearSpec| !kernels::fp8_trains([linear.rows(), linear.columns]);
     let Some(linear) = rounded_linears(spec).find(unserved) else { return Ok(()) };
     let (matrix, rows, columns) = (linear.matrix, linear.rows(), linear.columns);
-    refuse_fp8(&format!(
+    refuse(&format!(
         "on a GPU sides of matrices have to be multiples of 16 and at most 65536; {matrix:?} is [{rows}, {columns}]"
     ))
 }
 
-fn refuse_fp8<T>(reason: &str) -> Result<T> {
-    Err(Error::invalid_value("mixed_precision", MixedPrecision::Fp8.name(), format!("none: {reason}")))
+/// The products of blocks that are in FP8.
+pub fn fp8_products(precision: MixedPrecision) -> Option<Fp8Products> {
+    match precision {
+        MixedPrecision::None => None,
+        MixedPrecision::Fp8 => Some(Fp8Products::OfRows),
+        MixedPrecision::Fp8All => Some(Fp8Products::All),
+    }
+}
+
+fn refuse(precision: MixedPrecision, reason: &str) -> Result<()> {
+    Err(Error::invalid_value("mixed_precision", precision.name(), format!("none: {reason}")))
 }
 
 /// Whether the chip multiplies in FP8; a CPU simulates it.
-pub(super) fn check_chip(device: Device) -> Result<()> {
+pub(super) fn check_chip(products: Fp8Products, device: Device) -> Result<()> {
     let Device::Cuda(ordinal) = device else { return Ok(()) };
-    Context::retain(ordinal)?.fp8_refusal()?.map_or(Ok(()), |reason| refuse_fp8(&reason))
+    let precision = match products {
+        Fp8Products::OfRows => MixedPrecision::Fp8,
+        Fp8Products::All => MixedPrecision::Fp8All,
+    };
+    Context::retain(ordinal)?.fp8_refusal()?.map_or(Ok(()), |reason| refuse(precision, &reason))
 }
 
 /// The matrices of a model that are rounded, those of blocks that are alike once.

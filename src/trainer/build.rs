@@ -9,7 +9,7 @@ use super::model::PolicyAndEngine;
 use super::preflight::{Preflight, gathers};
 use super::teacher::Teacher;
 use crate::colocate::Colocated;
-use crate::config::{Config, MixedPrecision, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
+use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
 use crate::cuda::residual_kind;
 use crate::dist::{Mesh, World};
 use crate::error::Result;
@@ -23,7 +23,7 @@ use crate::serve::{EngineSlices, Served};
 use crate::split::{Split, SplitRank};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
-    TrainedModel, reference_bytes,
+    TrainedModel, fp8_products, reference_bytes,
 };
 use crate::types::LengthSpread;
 use crate::update::Learner;
@@ -74,7 +74,7 @@ fn learner(
 ) -> Result<Learner> {
     let Preflight { table, plan, .. } = preflight;
     let (kind, device) = (preflight.kind, world.device());
-    let fp8 = config.mixed_precision == MixedPrecision::Fp8;
+    let fp8 = fp8_products(config.mixed_precision);
     let network = NetworkOptions { kind, residual: residual_kind(config.residual_dtype, kind), device, fp8 };
     let options = PolicyOptions {
         stage: config.zero.stage,
@@ -108,7 +108,7 @@ fn learner(
     if let Some(Teacher { folder, table }) = &preflight.teacher {
         let files = WeightFiles::open(folder, table.spec.clone())?;
         let (pool, source) = (frozen_pool("teacher_host", table)?, |layout: &UnitLayout| read_unit(&files, layout));
-        let network = NetworkOptions { fp8: false, ..network };
+        let network = NetworkOptions { fp8: None, ..network };
         let loaded = Reference::load("teacher_weights", table.clone(), mesh, network, pool, &source)?;
         teacher = Some(loaded.scoring_top(config.distillation.num_top().unwrap_or(0)));
     }

@@ -307,7 +307,7 @@ fn score(world: &World, (kind, residual): (Kind, Kind), groups: &[RolloutGroup])
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, residual, device: world.device(), fp8: false },
+        network: NetworkOptions { kind, residual, device: world.device(), fp8: None },
         gradient_checkpointing: GradientCheckpointing::None,
         optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },

@@ -349,7 +349,7 @@ impl Model {
         let device = self.world.device();
         let mesh = self.world.mesh(1, 1).unwrap();
         let unit = |layout: &UnitLayout| Ok(self.unit(layout)?.to_kind(kind));
-        let network = NetworkOptions { kind, residual, device, fp8: false };
+        let network = NetworkOptions { kind, residual, device, fp8: None };
         let of_group = |group: &RolloutGroup| {
             let prompt = group.prompt.token_ids.as_slice();
             let sequence = |completion: &Trajectory| Sequence {

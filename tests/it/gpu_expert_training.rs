@@ -90,7 +90,7 @@ impl Case {
         let residual = if kind == Kind::BFloat16 { Kind::Float } else { kind };
         let options = PolicyOptions {
             stage: 0,
-            network: NetworkOptions { kind, residual, device, fp8: false },
+            network: NetworkOptions { kind, residual, device, fp8: None },
             gradient_checkpointing: self.recompute,
             optim: Optim::AdamW,
             adam: ADAM,
@@ -275,7 +275,7 @@ fn gpu_a_loaded_policy_holds_the_memory_of_its_weights_alone() {
     let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind: Kind::BFloat16, residual: Kind::BFloat16, device: GPU, fp8: false },
+        network: NetworkOptions { kind: Kind::BFloat16, residual: Kind::BFloat16, device: GPU, fp8: None },
         gradient_checkpointing: GradientCheckpointing::Full,
         optim: Optim::AdamW8bit,
         adam: ADAM,

@@ -10,7 +10,8 @@ use colo_grpo::internal::cuda::kernels::{
 };
 use colo_grpo::internal::cuda::profile;
 use colo_grpo::internal::dist::{Backend, World};
-use colo_grpo::internal::model::{LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit};
+use colo_grpo::internal::model::{Fp8Products, LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit};
+use colo_grpo::internal::ops::linear::Onto;
 use colo_grpo::internal::ops::{fp8, linear};
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
@@ -53,14 +54,30 @@ fn hard([rows, columns]: [i64; 2]) -> Tensor {
 #[ignore = "needs a GPU"]
 fn gpu_columns_and_long_rows_are_rounded_as_on_a_cpu() {
     let _products = products();
-    for shape in [[16, 16], [48, 80], [272, 208], [1008, 5200], [37_888, 64], [80, 18_944], [4608, 3584]] {
+    for shape in [
+        [16, 16],
+        [48, 80],
+        [11, 48],
+        [37, 16],
+        [127, 64],
+        [1003, 208],
+        [272, 208],
+        [1008, 5200],
+        [37_888, 64],
+        [80, 18_944],
+        [4608, 3584],
+    ] {
         if is_small() && shape[0] * shape[1] > 1 << 20 {
             continue;
         }
         let x = hard(shape);
-        let got = fp8::empty([shape[1], shape[0]], GPU).unwrap();
+        let padded = (shape[0] + 15) / 16 * 16;
+        let got = fp8::empty([shape[1], padded], GPU).unwrap();
         fp8_columns(&gpu(&x), &got).unwrap();
-        assert_same(&got, &fp8::rounded_columns(&x).unwrap(), &format!("columns of {shape:?}"));
+        let on_cpu = fp8::rounded_columns(&x).unwrap();
+        let values =
+            on_cpu.values.to_kind(Kind::Float).constant_pad_nd([0, padded - shape[0]]).to_kind(Kind::Float8e4m3fn);
+        assert_same(&got, &Fp8Rows { values, ..on_cpu }, &format!("columns of {shape:?}"));
     }
     for shape in [[33, 37_888], [16, 65_536], [10, 48]] {
         let x = hard([shape[1], shape[0]]).tr().contiguous(); // rows of all magnitudes
@@ -72,7 +89,7 @@ fn gpu_columns_and_long_rows_are_rounded_as_on_a_cpu() {
         let x = Tensor::zeros(shape, (Kind::BFloat16, GPU));
         fp8_columns(&x, &fp8::empty([shape[1], shape[0]], GPU).unwrap()).is_err()
     };
-    assert!(refused([16, 24]) && refused([24, 16]) && refused([16, 65_552]));
+    assert!(refused([16, 24]) && refused([24, 16]) && refused([16, 65_552]) && !refused([65_552, 16]));
 }
 
 /// The gradients are those of the kernel that does nothing else, and are rounded to what the kernel of rows makes of them.
@@ -189,6 +206,40 @@ fn gpu_products_of_training_are_those_of_the_rounded_factors() {
     }
 }
 
+/// For any number of tokens: written to memory of any values and added to a sum, and near what the CPU's reference makes.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_gradients_of_weights_are_those_of_the_rounded_columns() {
+    let (_products, _current) = products();
+    for (tokens, n, k) in [(1, 16, 32), (37, 768, 128), (333, 1152, 896), (1003, 4864, 3584), (4096, 3584, 18_944)] {
+        if is_small() && n > 1000 {
+            continue;
+        }
+        let rand = |columns: i64| {
+            let sizes = Tensor::randn([1, columns], (Kind::Float, GPU)).exp(); // a scale in the wrong place shows
+            (Tensor::randn([tokens, columns], (Kind::Float, GPU)) * sizes).to_kind(Kind::BFloat16)
+        };
+        let (dy, x) = (rand(n), rand(k));
+        let whole = |t: &Tensor| {
+            let rows = fp8::rounded_columns(t).unwrap();
+            double(&rows.values.narrow(1, 0, tokens).to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1)
+        };
+        let expected = whole(&dy).mm(&whole(&x).tr());
+        let flat = Tensor::full([64 + 2 * n * k], f64::NAN, (Kind::Float, GPU));
+        let [written, added] = [0, 1].map(|at| flat.narrow(0, 64 + at * n * k, n * k).view([n, k]));
+        let before = Tensor::randn([n, k], (Kind::Float, GPU)) * expected.abs().mean(Kind::Float);
+        added.shallow_clone().copy_(&before);
+        fp8::weight_gradient(&dy, &x, &written, Onto::Nothing).unwrap();
+        fp8::weight_gradient(&dy, &x, &added, Onto::Sum).unwrap();
+        for (name, got) in [("written", double(&written)), ("added", double(&added) - double(&before))] {
+            let error = relative_error(&got, &expected);
+            println!("{name}, {tokens} tokens, [{n}, {k}]: {error:.1e}");
+            assert!(error < 1.5e-2, "{name}, {tokens} tokens, [{n}, {k}]: {error:e}");
+        }
+        assert!(flat.narrow(0, 0, 64).isnan().all().int64_value(&[]) == 1, "memory beside the gradient was written");
+    }
+}
+
 /// The least that `check_mixed_precision` lets pass: each side of 16 beside others, and a token, or none.
 #[test]
 #[ignore = "needs a GPU"]
@@ -219,7 +270,7 @@ struct Step {
     device: Device,
     kind: Kind,
     residual: Kind,
-    fp8: bool,
+    fp8: Option<Fp8Products>,
     adapts: bool,
     recompute: GradientCheckpointing,
 }
@@ -235,7 +286,14 @@ struct Outcome {
 impl Step {
     fn on(device: Device) -> Self {
         let recompute = GradientCheckpointing::None;
-        Self { device, kind: Kind::BFloat16, residual: Kind::BFloat16, fp8: true, adapts: false, recompute }
+        Self {
+            device,
+            kind: Kind::BFloat16,
+            residual: Kind::BFloat16,
+            fp8: Some(Fp8Products::OfRows),
+            adapts: false,
+            recompute,
+        }
     }
 
     fn spec() -> ModelSpec {
@@ -323,7 +381,7 @@ const FLOAT: Step = Step {
     device: Device::Cpu,
     kind: Kind::Float,
     residual: Kind::Float,
-    fp8: false,
+    fp8: None,
     adapts: false,
     recompute: GradientCheckpointing::None,
 };
@@ -341,9 +399,9 @@ const MOST_OFF_NORM: f64 = 5e-3;
 #[test]
 fn a_step_in_fp8_goes_where_its_rounding_sends_it() {
     let (exact, simulated) = (FLOAT.run(), Step::on(Device::Cpu).run());
-    let in_float = Step { fp8: true, ..FLOAT }.run();
+    let in_float = Step { fp8: Some(Fp8Products::OfRows), ..FLOAT }.run();
     let went = shares(&in_float, &simulated, &exact);
-    let unrounded = shares(&Step { fp8: false, ..Step::on(Device::Cpu) }.run(), &simulated, &exact);
+    let unrounded = shares(&Step { fp8: None, ..Step::on(Device::Cpu) }.run(), &simulated, &exact);
     let (errors, norm) = (standard_errors(&in_float, &simulated), in_float.grad_norm / simulated.grad_norm - 1.0);
     println!("FP8 in float32 {went:.3?} of the way, bfloat16 without FP8 {unrounded:.3?}; {errors:.1}, {norm:.1e}");
     assert!(went.iter().all(|&share| share > LEAST_ALONG), "{went:?}");
@@ -354,13 +412,13 @@ fn a_step_in_fp8_goes_where_its_rounding_sends_it() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_step_in_fp8_is_what_a_cpu_simulates() {
-    for adapts in [false, true] {
-        let exact = Step { adapts, ..FLOAT }.run();
+    for (adapts, products) in [(false, Fp8Products::OfRows), (true, Fp8Products::OfRows), (false, Fp8Products::All)] {
+        let (exact, fp8) = (Step { adapts, ..FLOAT }.run(), Some(products));
         for residual in [Kind::BFloat16, Kind::Float] {
-            let simulated = Step { adapts, residual, ..Step::on(Device::Cpu) }.run();
-            let on_gpu = Step { adapts, residual, ..Step::on(GPU) };
-            let what = format!("adapters {adapts}, {residual:?}");
-            let unrounded = shares(&Step { fp8: false, ..on_gpu }.run(), &simulated, &exact);
+            let simulated = Step { adapts, residual, fp8, ..Step::on(Device::Cpu) }.run();
+            let on_gpu = Step { adapts, residual, fp8, ..Step::on(GPU) };
+            let what = format!("{products:?}, adapters {adapts}, {residual:?}");
+            let unrounded = shares(&Step { fp8: None, ..on_gpu }.run(), &simulated, &exact);
             println!("{what}: without FP8 {unrounded:.3?} of the way");
             assert!(unrounded.iter().all(|&share| share.abs() < MOST_WITHOUT), "{what}: {unrounded:?}");
             for recompute in
@@ -400,7 +458,8 @@ fn gpu_every_product_of_blocks_trains_in_fp8() {
         (GradientCheckpointing::Full, 7, 2),
     ] {
         let step = Step { recompute, ..Step::on(GPU) };
-        let (rounded, plain) = (calls(step), calls(Step { fp8: false, ..step }));
+        let all = calls(Step { fp8: Some(Fp8Products::All), ..step });
+        let (rounded, plain) = (calls(step), calls(Step { fp8: None, ..step }));
         let what = format!("{recompute:?}");
         assert_eq!(rounded("product in FP8"), forwards * layers, "{what}");
         assert_eq!(plain("product") - rounded("product"), forwards * layers, "{what}");
@@ -417,5 +476,8 @@ fn gpu_every_product_of_blocks_trains_in_fp8() {
         // and SwiGLU do not round on their way.
         let roundings = (forwards + 4) + 1 + 3 + recomputed_roundings;
         assert_eq!(rounded("rounding to FP8"), roundings * layers, "{what}");
+        assert_eq!(all("product in FP8, gradient of its weight"), 4 * layers, "{what}");
+        assert_eq!(of_weights.0 - all("product, gradient of its weight"), 4 * layers, "{what}");
+        assert_eq!(all("rounding to FP8"), (roundings + 2 * 4) * layers, "{what}: both factors of four matrices");
     }
 }

@@ -179,7 +179,7 @@ pub fn losses(device: Device, (kind, residual): (Kind, Kind), training: &Trainin
     let table = Arc::new(ParamTable::new(Arc::new(training.spec.clone()), 1));
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, residual, device, fp8: false },
+        network: NetworkOptions { kind, residual, device, fp8: None },
         gradient_checkpointing: training.gradient_checkpointing,
         optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },

@@ -27,7 +27,7 @@ const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-6, weig
 fn options(stage: u8, (kind, residual): (Kind, Kind)) -> PolicyOptions {
     PolicyOptions {
         stage,
-        network: NetworkOptions { kind, residual, device: Device::Cpu, fp8: false },
+        network: NetworkOptions { kind, residual, device: Device::Cpu, fp8: None },
         gradient_checkpointing: GradientCheckpointing::Selective,
         optim: Optim::AdamW,
         adam: ADAM,

@@ -100,7 +100,7 @@ fn compute(args: &VerifyArgs, source: &ModelSource, on_cuda: bool, kind: Kind) -
     let sequences: Vec<Vec<u32>> = prompts.iter().zip(&completions).map(|(prompt, it)| joined(prompt, it)).collect();
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
     let (table, files) = (Arc::new(ParamTable::new(spec.clone(), 1)), WeightFiles::open(&source.base, spec.clone())?);
-    let options = NetworkOptions { kind, residual: kind, device: world.device(), fp8: false };
+    let options = NetworkOptions { kind, residual: kind, device: world.device(), fp8: None };
     let read = |layout: &UnitLayout| files.read_unit(layout, kind);
     let mut network = phase::scope(Phase::Load, || Reference::new(table, &world.mesh(1, 1)?, options, &read))?;
     let mut logits = |sequence: &Vec<u32>| Ok(network.forward_logits(sequence)?.f_to_device(tch::Device::Cpu)?);

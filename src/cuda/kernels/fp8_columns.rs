@@ -19,34 +19,36 @@ const TILE_COLUMNS: usize = 64;
 /// Blocks that look for the largest values.
 const PEAK_BLOCKS: usize = 1056;
 
-/// Rounds each column of x to e4m3, to nearest, by its largest absolute value: the rows of `to`. Not before sm_89.
+/// Rounds each column of x to e4m3, to nearest, by its largest absolute value: the rows of `to`, which end in zeros up to a multiple of 16.
+/// Not before sm_89.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit, [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
 pub fn fp8_columns(
     x: &Tensor,   // [N, K] bf16
-    to: &Fp8Rows, // [K, N]
+    to: &Fp8Rows, // [K, N up to a multiple of 16]
 ) -> Result<()> {
     const OP: &str = "fp8_columns";
     let (gpu, size) = (ordinal(OP, x)?, x.size());
     let &[rows, columns] = &size[..] else { return Err(invalid(OP, "a matrix", size)) };
-    let shape = [rows as usize, columns as usize];
-    if !fp8_trains(shape) || !is_aligned(x) || !is_aligned(&to.values) || to.values.size() != [columns, rows] {
-        return Err(invalid(OP, "sides of a multiple of 16, and their transpose", (size, to.values.size())));
+    let (shape, padded) = ([rows as usize, columns as usize], (rows as usize).next_multiple_of(16));
+    let fits = rows > 0 && fp8_trains([16, shape[1]]) && to.values.size() == [columns, padded as i64];
+    if !fits || !is_aligned(x) || !is_aligned(&to.values) {
+        return Err(invalid(OP, "rows of a multiple of 16, and their transpose", (size, to.values.size())));
     }
     let (numel, lens) = (x.numel(), shape.map(|len| Argument::Count(len as i64)));
     let from = address(OP, x, Kind::BFloat16, numel, gpu)?;
     let peaks = Tensor::f_zeros([columns], (Kind::Int, x.device()))?; // [K]
     let peaks = address(OP, &peaks, Kind::Int, shape[1], gpu)?;
-    let values = address(OP, &to.values, Kind::Float8e4m3fn, numel, gpu)?;
+    let values = address(OP, &to.values, Kind::Float8e4m3fn, shape[1] * padded, gpu)?;
     let scales = address(OP, &to.scales, Kind::Float, shape[1], gpu)?;
     let (groups, strips) = strips(shape);
     let arguments = [from, peaks, lens[0], lens[1], Argument::Count(strips as i64)];
     let (grid, threads) = ((groups * strips) as u32, THREADS as u32);
     // SAFETY: the kernel's parameters in order; `strips` blocks for every group of columns. Peaks are zeros by then, in stream order.
     unsafe { launch(SOURCE, "fp8_column_peaks", gpu, (grid, threads, 0), &arguments)? };
-    let tiles = shape[0].div_ceil(TILE_ROWS) * shape[1].div_ceil(TILE_COLUMNS);
-    let arguments = [from, peaks, values, scales, lens[0], lens[1]];
+    let tiles = padded.div_ceil(TILE_ROWS) * shape[1].div_ceil(TILE_COLUMNS);
+    let arguments = [from, peaks, values, scales, lens[0], lens[1], Argument::Count(padded as i64)];
     // SAFETY: the kernel's parameters in order; a block for every tile. The memory of the peaks is freed in stream order.
     unsafe { launch_early(SOURCE, OP, gpu, (tiles as u32, threads, 0), &arguments) }
 }

@@ -133,7 +133,7 @@ impl Products {
         a: &Fp8Rows,           // [M, K]
         b: &Fp8Rows,           // [N, K]
         bias: Option<&Tensor>, // [N] bf16
-        out: &Tensor,          // [M, N] bf16, rows of stride 1
+        out: &Tensor,          // [M, N] bf16, or f32 without a bias, rows of stride 1
         tuning: Tuning,
     ) -> Result<()> {
         self.multiply_fp8((a, b), (bias, None), out, tuning)

@@ -98,11 +98,10 @@ impl Problem {
                 && scales.is_contiguous()
                 && scales.device() == rows.values.device()
         };
-        // What is added to a residual may be as wide as that.
-        let out_fits = out.kind() == Kind::BFloat16 || residual.is_some();
+        let out_fits = out.kind() == Kind::BFloat16 || bias.is_none();
         if !out_fits || !fits(a) || !fits(b) {
             let got = format!("{:?} and {:?} scales, {:?}", a.scales.size(), b.scales.size(), out.kind());
-            return Err(invalid("e4m3 with [M] and [N] float32 scales -> bf16", got));
+            return Err(invalid("e4m3 with [M] and [N] float32 scales -> bf16, or f32 without a bias", got));
         }
         Ok(Self { is_scaled: true, ..problem })
     }

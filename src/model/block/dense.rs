@@ -10,7 +10,6 @@ use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORM
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::error::Result;
 use crate::ops::fp8::{Fp8Rows, Rows};
-use crate::ops::linear;
 use crate::ops::swiglu::GateUp;
 
 /// The shape of a dense MLP.
@@ -123,7 +122,7 @@ impl DenseSpec {
             (d_gate_up, rounded)
         } else {
             let (d_gate_up, act, rounded) = activate_backward(w, gate_up, &down.backward_input(&d_output)?)?;
-            d_down.weight_gradient(|dw, onto| linear::weight_gradient(&d_output, &act, dw, onto))?;
+            down.weight_gradient(&d_output, &act, d_down)?;
             (d_gate_up, rounded)
         };
         let d = (&d_gate_up, rounded.as_ref());
@@ -167,7 +166,7 @@ fn project_backward(
 ) -> Result<Tensor> {
     let w = w.linear(Matrix::GateUp);
     let mut dx = w.gate_up_backward(d, rounded)?;
-    grads.weight_gradient(|dw, onto| d.weight_gradient(x, dw, onto))?;
+    w.gate_up_weight_gradient(d, x, grads)?;
     match (&w.lora, &mut grads.lora, d) {
         (Some(lora), Some(gradient), GateUp::Interleaved(d)) => lora.backward(d, x, &mut dx, gradient)?,
         (Some(lora), Some(gradient), GateUp::Split { gate, up }) => {

@@ -131,6 +131,8 @@ pub struct Linear {
     pub lora: Option<Lora>,
     /// Whether training multiplies in FP8: the product and its input's gradient, whose factors are rounded as they are multiplied.
     pub trains_in_fp8: bool,
+    /// Whether training in FP8 makes the gradient of the weight so, too.
+    pub rounds_for_weight: bool,
     /// In a `Linear` that holds gradients: the next product overwrites the weight's gradient. False: it is added.
     pub begins: bool,
 }
@@ -299,19 +301,40 @@ impl Linear {
                 sum
             }
         };
-        grads.weight_gradient(|dw, onto| linear::weight_gradient(dy, x, dw, onto))?;
+        self.weight_gradient(dy, x, grads)?;
         if let (Some(lora), Some(gradient)) = (&self.lora, &mut grads.lora) {
             lora.backward(dy, x, &mut dx, gradient)?;
         }
         Ok(dx) // [T, K]
     }
 
-    /// Runs `product` on the gradient of the weight, to be overwritten or added to; does nothing where the weight is frozen. `self`
-    /// holds gradients.
-    pub(super) fn weight_gradient(&mut self, product: impl FnOnce(&mut Tensor, Onto) -> Result<()>) -> Result<()> {
-        let Some(piece) = self.pieces.first_mut() else { return Ok(()) };
+    /// In a `Linear` that holds gradients: the weight's memory, and whether the next product overwrites or adds to it; `None` where the weight is frozen.
+    fn sum(&mut self) -> Option<(&mut Tensor, Onto)> {
         let onto = if mem::take(&mut self.begins) { Onto::Nothing } else { Onto::Sum };
-        product(&mut piece.weight, onto)
+        self.pieces.first_mut().map(|piece| (&mut piece.weight, onto))
+    }
+
+    /// dy^T x, which goes to `grads` unless the weight is frozen.
+    pub(super) fn weight_gradient(
+        &self,
+        dy: &Tensor, // [T, N]
+        x: &Tensor,  // [T, K]
+        grads: &mut Linear,
+    ) -> Result<()> {
+        match grads.sum() {
+            None => Ok(()),
+            Some((dw, onto)) if self.rounds_for_weight => fp8::weight_gradient(dy, x, dw, onto),
+            Some((dw, onto)) => linear::weight_gradient(dy, x, dw, onto),
+        }
+    }
+
+    /// [`Linear::weight_gradient`] of [`Linear::gate_up`].
+    pub(super) fn gate_up_weight_gradient(&self, d: &GateUp, x: &Tensor, grads: &mut Linear) -> Result<()> {
+        match grads.sum() {
+            None => Ok(()),
+            Some((dw, onto)) if self.rounds_for_weight => fp8::weight_gradient(&d.pairs()?, x, dw, onto),
+            Some((dw, onto)) => d.weight_gradient(x, dw, onto),
+        }
     }
 
     /// dx = dy w.

@@ -40,7 +40,7 @@ pub use linear::{Linear, LinearSpec, Matrix, Piece, Projection, TpSplit, product
 pub use matrices::BlockMatrix;
 pub use mixer::Mixer;
 pub use mlp::Mlp;
-pub use params::{BlockParams, NormNames};
+pub use params::{BlockParams, Fp8Products, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
 pub use shared::SharedExpertSpec;
 

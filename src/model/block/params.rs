@@ -11,6 +11,15 @@ use crate::model::spec::ModelSpec;
 use crate::ops::fp8::Fp8Rows;
 use crate::torch::accumulation_kind;
 
+/// Products of a matrix that training makes in FP8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fp8Products {
+    /// Forward, and the gradient of the input.
+    OfRows,
+    /// Those, and the gradient of the weight.
+    All,
+}
+
 /// The names of the norms around a sublayer.
 #[derive(Debug, Clone, Copy)]
 pub struct NormNames {
@@ -82,10 +91,13 @@ impl BlockParams {
         self
     }
 
-    /// The block as it trains in FP8: products of its matrices and the gradients of their inputs, of factors that are rounded as they come.
-    /// Weights, their gradients and adapters stay as they are.
-    pub fn training_in_fp8(mut self) -> Self {
-        self.linears.iter_mut().for_each(|(matrix, linear)| linear.trains_in_fp8 = matrix.is_rounded());
+    /// The block as it trains in FP8: such products of its matrices are made of factors that are rounded as they come. Weights and adapters
+    /// stay as they are.
+    pub fn training_in_fp8(mut self, products: Fp8Products) -> Self {
+        for (matrix, linear) in &mut self.linears {
+            linear.trains_in_fp8 = matrix.is_rounded();
+            linear.rounds_for_weight = linear.trains_in_fp8 && products == Fp8Products::All;
+        }
         self
     }
 

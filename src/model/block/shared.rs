@@ -90,11 +90,10 @@ impl SharedRows {
         let (d_gate_up, act, d_share) = gate_up.weighted_backward(&d_act, &share)?; // of the activation times its share
         let d_share = d_share.f_unsqueeze(1)?; // [T, 1]
         drop(d_act);
-        let d_down = grads.linear_mut(Matrix::SharedDown);
-        d_down.weight_gradient(|dw, onto| linear::weight_gradient(d_output, &act, dw, onto))?;
+        w.linear(Matrix::SharedDown).weight_gradient(d_output, &act, grads.linear_mut(Matrix::SharedDown))?;
         drop(act);
-        let into = grads.linear_mut(Matrix::SharedGateUp);
-        into.weight_gradient(|dw, onto| d_gate_up.weight_gradient(normed, dw, onto))?;
+        let gate_up = w.linear(Matrix::SharedGateUp);
+        gate_up.gate_up_weight_gradient(&d_gate_up, normed, grads.linear_mut(Matrix::SharedGateUp))?;
         let _ = d_normed.f_add_(&d_gate_up.backward_input(w.linear(Matrix::SharedGateUp).weight())?)?;
         let d_logits = share.f_rsub_scalar(1.0)?.f_mul_(&share)?.f_mul_(&d_share)?;
         let wide = share.kind();

@@ -45,7 +45,7 @@ fn policy_of(kind: Kind, optim: Optim) -> Policy {
     let spec = Arc::new(ModelSpec::preset("micro").unwrap());
     let table = Arc::new(ParamTable::new(spec, 1));
     let adam = AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
-    let network = NetworkOptions { kind, residual: kind, device: Device::Cpu, fp8: false };
+    let network = NetworkOptions { kind, residual: kind, device: Device::Cpu, fp8: None };
     let options = PolicyOptions {
         stage: 0,
         network,

@@ -57,7 +57,7 @@ impl Setup {
         tch::set_num_threads(1);
         let (spec, device, kind) = (Arc::new(ModelSpec::preset("micro").unwrap()), world.device(), self.kind);
         let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
-        let network = NetworkOptions { kind, residual: kind, device, fp8: false };
+        let network = NetworkOptions { kind, residual: kind, device, fp8: None };
         let options = PolicyOptions {
             stage: self.stage,
             network,

@@ -3,7 +3,7 @@
 
 use colo_grpo::internal::config::{GradientCheckpointing, MixedPrecision, Quantization, TargetModule};
 use colo_grpo::internal::dist::{Mesh, World};
-use colo_grpo::internal::model::{BlockParams, LoraSpec, Matrix, ModelSpec, ParamName, Unit, UnitLayout};
+use colo_grpo::internal::model::{BlockParams, Fp8Products, LoraSpec, Matrix, ModelSpec, ParamName, Unit, UnitLayout};
 use colo_grpo::internal::train::{AdapterOptions, OptimizerHome, Policy, check_mixed_precision};
 use tch::{Kind, Tensor};
 
@@ -13,7 +13,12 @@ use super::state::state;
 use crate::ranks;
 
 fn fp8(stage: u8, kind: Kind) -> Run {
-    Run { fp8: true, ..Run::new(stage, kind) }
+    Run { fp8: Some(Fp8Products::OfRows), ..Run::new(stage, kind) }
+}
+
+/// The gradients of weights, too, are made in FP8.
+fn fp8_all(stage: u8, kind: Kind) -> Run {
+    Run { fp8: Some(Fp8Products::All), ..Run::new(stage, kind) }
 }
 
 #[test]
@@ -24,6 +29,8 @@ fn stages_are_bitwise_equal() {
             fp8(0, Kind::Float),
             Run { tied: true, ..fp8(0, Kind::BFloat16) },
             Run { delta_nets: true, ..fp8(0, Kind::Float) },
+            Run { tied: true, ..fp8_all(0, Kind::BFloat16) },
+            Run { delta_nets: true, ..fp8_all(0, Kind::Float) },
         ] {
             stages_equal(&mesh, Run { budget: 1000, ..run });
         }
@@ -37,6 +44,8 @@ fn recomputation_changes_no_bit() {
         fp8(0, Kind::Float),
         Run { tied: true, ..fp8(0, Kind::BFloat16) },
         Run { delta_nets: true, ..fp8(0, Kind::Float) },
+        Run { tied: true, ..fp8_all(0, Kind::BFloat16) },
+        Run { delta_nets: true, ..fp8_all(0, Kind::Float) },
     ] {
         let after = |recompute| {
             let run = Run { recompute, ..run };
@@ -48,10 +57,11 @@ fn recomputation_changes_no_bit() {
         for recompute in [GradientCheckpointing::Selective, GradientCheckpointing::Full] {
             assert!(after(recompute) == expected, "{recompute:?}, {run:?}");
         }
-        let whole = Run { fp8: false, ..run };
-        let mut policy = whole.policy(&mesh);
-        let _ = (whole.step(&mut policy, &mesh), whole.step(&mut policy, &mesh));
-        assert!(weights(&policy) != expected.1, "nothing is rounded");
+        let fewer = if run.fp8 == Some(Fp8Products::All) { Some(Fp8Products::OfRows) } else { None };
+        let fewer = Run { fp8: fewer, ..run };
+        let mut policy = fewer.policy(&mesh);
+        let _ = (fewer.step(&mut policy, &mesh), fewer.step(&mut policy, &mesh));
+        assert!(weights(&policy) != expected.1, "nothing more is rounded");
     }
 }
 
@@ -103,10 +113,11 @@ fn gradients_are_near_with_outliers_too() {
         let exact = gradients(&mesh, Run::new(0, Kind::Double), outliers);
         let plain = distance(&gradients(&mesh, Run::new(0, Kind::BFloat16), outliers), &exact);
         for kind in [Kind::Float, Kind::BFloat16] {
-            let rounded = distance(&gradients(&mesh, fp8(0, kind), outliers), &exact);
-            println!("outliers {outliers}: {kind:?} {rounded:.4}, bfloat16 alone {plain:.4}");
-            assert!(rounded > 0.01, "nothing is rounded");
-            assert!(rounded < 0.25, "outliers {outliers}, {kind:?}: {rounded}");
+            let [rounded, all] =
+                [fp8(0, kind), fp8_all(0, kind)].map(|run| distance(&gradients(&mesh, run, outliers), &exact));
+            println!("outliers {outliers}: {kind:?} {rounded:.4}, all products {all:.4}, bfloat16 alone {plain:.4}");
+            assert!(rounded > 0.01 && rounded != all, "nothing is rounded");
+            assert!(rounded < 0.25 && all < 1.1 * rounded, "outliers {outliers}, {kind:?}: {rounded}, {all}");
         }
     }
 }

@@ -116,7 +116,7 @@ fn fused(
     let table = Arc::new(ParamTable::new(spec.clone(), 1));
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, residual, device, fp8: false },
+        network: NetworkOptions { kind, residual, device, fp8: None },
         gradient_checkpointing,
         optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.0, beta2: 0.9, eps: 1e-8, weight_decay: 0.0 },

@@ -6,7 +6,7 @@ use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::dist::Mesh;
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{
-    DeltaLayers, ExpertLayers, Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout,
+    DeltaLayers, ExpertLayers, Family, Fp8Products, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout,
 };
 use colo_grpo::internal::ops::delta_net::DeltaHeads;
 use colo_grpo::internal::train::{
@@ -50,7 +50,7 @@ pub struct Run {
     pub num_sharers: usize,
     pub optim: Optim,
     /// Whether blocks multiply in FP8.
-    pub fp8: bool,
+    pub fp8: Option<Fp8Products>,
 }
 
 impl Run {
@@ -73,7 +73,7 @@ impl Run {
             announced: false,
             num_sharers: usize::MAX,
             optim: Optim::AdamW,
-            fp8: false,
+            fp8: None,
         }
     }
 
