@@ -283,7 +283,9 @@ choices! {
 choices! {
     /// The activations that backward recomputes.
     GradientCheckpointing {
-        /// Norms and the activation alone, which cost a reading of memory.
+        /// Norms, the activation and the convolution of gated delta nets alone, which cost a reading of memory.
+        KeepChunks = "keep_chunks",
+        /// The chunks of gated delta nets too; `keep_chunks` in a model without them.
         None = "none",
         /// The MLP's first product too, the largest of a block by memory.
         Selective = "selective",
@@ -291,6 +293,19 @@ choices! {
         Full = "full",
     }
 }
+
+impl GradientCheckpointing {
+    /// Whether the MLP's first product is kept.
+    pub fn keeps_gate_up(self) -> bool {
+        matches!(self, Self::KeepChunks | Self::None)
+    }
+
+    /// Whether chunks of gated delta nets are kept.
+    pub fn keeps_chunks(self) -> bool {
+        self == Self::KeepChunks
+    }
+}
+
 choices! {
     /// A projection that can have a low-rank adapter.
     #[derive(PartialOrd, Ord)]

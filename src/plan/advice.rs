@@ -272,9 +272,10 @@ impl Advice<'_> {
     /// Beside `changes`, with which generation fits: caches that leave while training, more recomputation, then smaller
     /// micro-batches.
     fn trainable(&self, changes: &[KeySetting]) -> Option<Vec<KeySetting>> {
-        use GradientCheckpointing::{Full, None as Nothing, Selective};
+        use GradientCheckpointing::{Full, KeepChunks, None as Nothing, Selective};
         let config = self.input.config;
         let more: &[GradientCheckpointing] = match config.gradient_checkpointing {
+            AutoOr::Given(KeepChunks) => &[Nothing, Selective, Full],
             AutoOr::Given(Nothing) => &[Selective, Full],
             AutoOr::Given(Selective) => &[Full],
             AutoOr::Given(Full) | AutoOr::Auto => &[],

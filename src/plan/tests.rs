@@ -19,7 +19,17 @@ fn plan_of(role: Role, overrides: &[&str], available_bytes: usize) -> Result<Mem
 }
 
 fn plan_from(role: Role, overrides: &[&str], available_bytes: usize, starts_from_adapters: bool) -> Result<MemoryPlan> {
-    let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-1.5b").unwrap()), 1);
+    plan_model("qwen2.5-1.5b", role, overrides, available_bytes, starts_from_adapters)
+}
+
+fn plan_model(
+    model: &str,
+    role: Role,
+    overrides: &[&str],
+    available_bytes: usize,
+    starts_from_adapters: bool,
+) -> Result<MemoryPlan> {
+    let table = ParamTable::new(Arc::new(ModelSpec::preset(model).unwrap()), 1);
     let config = config(overrides);
     let input = PlanInput {
         config: &config,
@@ -100,6 +110,32 @@ fn what_fits_is_kept_rather_than_computed_again() {
         assert_eq!(of("auto", room).gradient_checkpointing, expected, "{room}");
     }
     assert_eq!(of("full", 1 << 40).gradient_checkpointing, Full);
+}
+
+/// `auto` keeps chunks of gated delta nets where a tenth of the memory stays free beside them, and a run that fits without them fits. Where
+/// the configuration keeps them and they do not fit, the advice is to compute them again.
+#[test]
+fn chunks_of_gated_delta_nets_are_kept_where_there_is_room() {
+    use GradientCheckpointing::{KeepChunks, None, Selective};
+    let of = |keep: &str, room| {
+        let recompute = format!("gradient_checkpointing={keep}");
+        let keys = ["residency.optimizer=resident", "max_num_seqs=4", &recompute];
+        plan_model("qwen3.5-9b", Role::Both, &keys, room, false)
+    };
+    let room_for = |keep: &str| {
+        let plan = of(keep, 1 << 40).unwrap();
+        ((plan.train_bytes() as f64 / choices::MAX_KEPT_SHARE) as usize + 1, plan.train_bytes())
+    };
+    let [(keeping, most), (none, bytes)] = ["keep_chunks", "none"].map(room_for);
+    for (room, expected) in
+        [(1 << 40, KeepChunks), (keeping, KeepChunks), (keeping - 8, None), (none, None), (none - 8, Selective)]
+    {
+        assert_eq!(of("auto", room).unwrap().gradient_checkpointing, expected, "{room}");
+    }
+    assert_eq!(of("none", 1 << 40).unwrap().gradient_checkpointing, None);
+    let refused = of("keep_chunks", most.midpoint(bytes)).unwrap_err().to_string();
+    assert!(refused.contains("gradient_checkpointing = none"), "{refused}");
+    assert_eq!(plan(&[], 1 << 40).unwrap().gradient_checkpointing, None, "a model without gated delta nets");
 }
 
 #[test]

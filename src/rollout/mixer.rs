@@ -11,7 +11,7 @@ use crate::model::{ModelSpec, SequenceMixer, attention_scale};
 use crate::ops::attention::{
     PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
 };
-use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, Sequences};
+use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, Sequences};
 use crate::torch::{self, accumulation_kind};
 
 /// The context of one step, for all layers.
@@ -120,7 +120,8 @@ impl SequenceMixer for PagedMixer<'_> {
         rows: &DeltaRows,
         weights: &DeltaWeights,
         options: DeltaOptions,
-    ) -> Result<Tensor> {
+        _keeps_chunks: bool,
+    ) -> Result<(Tensor, Option<PackedChunks>)> {
         let States { pages, own, fresh, sequences } = self.states.as_ref().expect("a model with states has pages");
         let mut states = pages.read(layer, own)?;
         states.rule = states.rule.f_to_kind(accumulation_kind(rows.qkv.kind()))?;
@@ -137,6 +138,6 @@ impl SequenceMixer for PagedMixer<'_> {
             }
         };
         pages.write(layer, own, &states)?;
-        Ok(o)
+        Ok((o, None))
     }
 }

@@ -162,7 +162,7 @@ mod tests {
                 assert_eq!(rounded.block_backward - plain.block_backward, 16_384 * 2 * 18_944, "{keep:?}");
                 let [_, rounded] = of(SHAPE);
                 let recomputed = match keep {
-                    GradientCheckpointing::None => 0,
+                    GradientCheckpointing::None | GradientCheckpointing::KeepChunks => 0,
                     GradientCheckpointing::Selective => 2 * 2 * 18_944,
                     GradientCheckpointing::Full => 2 * 2 * 18_944 + 2 * (4608 + 3584 + 3584) + 4 * 28,
                 };
@@ -190,11 +190,20 @@ mod tests {
         let padded = |of_chunks: usize| (of_chunks + decays) * 9 / 8;
         let forward = 2 * (4096 + 8192) + padded(2 * (2 * 4096 + 2048)) + states;
         assert_eq!(selective.block_forward, 1000 * (2 * 4096 + 2 * 4096 + kept + forward));
-        let chunks = padded(2 * (4 * 4096 + 2 * 2048 + 2 * 8192));
+        let chunks = padded(2 * (3 * 4096 + 2 * 2048 + 2 * 8192));
         let backward = 2 * (2 * 4096 + 2 * 8192 + 2 * 4096) + 2 * 2 * 32 + chunks + states;
         assert_eq!(selective.block_backward, 1000 * backward);
         let full = bytes(GradientCheckpointing::Full);
         assert_eq!((full.saved[32], full.block_backward), (32 * 1000 * 2 * 4096, 1000 * (backward + 2 * 4096 + kept)));
+        // Chunks that are kept are not made in backward.
+        let [none, keeping] = [GradientCheckpointing::None, GradientCheckpointing::KeepChunks].map(bytes);
+        let of_chunks = 2 * 4096 + padded(2 * (2 * 4096 + 2 * 2048 + 8192));
+        assert_eq!((keeping.saved[1] - none.saved[1], of_chunks), (1000 * of_chunks, 54_992));
+        assert_eq!(keeping.saved[32] - none.saved[32], 24 * 1000 * of_chunks);
+        let gate_up = 2 * 2 * 1024;
+        assert_eq!(none.block_backward, 1000 * (backward - gate_up));
+        assert_eq!(keeping.block_backward, 1000 * (backward - gate_up - of_chunks));
+        assert_eq!((keeping.block_forward, keeping.head), (none.block_forward, none.head));
         // Without kernels, in float32, it takes three times as many elements.
         let single = TrainedModel { kind: Kind::Float, residual: Kind::Float, ..model };
         let composed = ActivationBytes::new(&single, GradientCheckpointing::Selective, SHAPE);

@@ -58,6 +58,17 @@ impl Inputs {
 
     /// Outputs and all gradients.
     fn run(&self, bounds: &Bounds, heads: DeltaHeads, kind: Kind, device: Device) -> Vec<(&'static str, Tensor)> {
+        self.run_keeping(bounds, heads, (kind, device), false)
+    }
+
+    /// Outputs and all gradients, from chunks that the forward kept or the backward computes again.
+    fn run_keeping(
+        &self,
+        bounds: &Bounds,
+        heads: DeltaHeads,
+        (kind, device): (Kind, Device),
+        keeps_chunks: bool,
+    ) -> Vec<(&'static str, Tensor)> {
         let on = |t: &Tensor| t.to_device(device).to_kind(kind);
         let DeltaRows { qkv, z, b, a } = &self.rows;
         let rows = DeltaRows { qkv: on(qkv), z: on(z), b: on(b), a: on(a) };
@@ -69,8 +80,9 @@ impl Inputs {
             DeltaWeights { conv: zeros(conv), a_log: zeros(a_log), dt_bias: zeros(dt_bias), norm: zeros(norm) };
         let options = DeltaOptions { heads, eps: 1e-6 };
         let packed = PackedSequences::new(bounds, heads.conv_width, device);
-        let o = packed.forward(&rows, &weights, options).unwrap();
-        let d = packed.backward(&on(&self.d_output), &rows, &weights, options, &mut grads).unwrap();
+        let (o, chunks) = packed.forward(&rows, &weights, options, keeps_chunks).unwrap();
+        assert_eq!(chunks.is_some(), keeps_chunks, "sequences fill chunks");
+        let d = packed.backward(&on(&self.d_output), &rows, &weights, options, chunks, &mut grads).unwrap();
         let of_rows = [("output", o), ("d_qkv", d.qkv), ("d_z", d.z), ("d_b", d.b), ("d_a", d.a)];
         let DeltaWeights { conv, a_log, dt_bias, norm } = grads;
         let of_weights = [("d_conv", conv), ("d_a_log", a_log), ("d_dt_bias", dt_bias), ("d_norm", norm)];
@@ -109,6 +121,27 @@ fn gpu_delta_nets_equal_the_cpus() {
                 let error = relative_error(got, expected);
                 assert!(error < bound, "{what}: {error:e}");
                 assert!(again.equal(got), "{what}: not the same twice");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kept_chunks_of_delta_nets_change_no_bit() {
+    kernels::prepare(0).unwrap();
+    tch::manual_seed(13);
+    for (heads, kind) in [(WIDE, Kind::BFloat16), (NARROW, Kind::BFloat16), (NARROW, Kind::Float)] {
+        let shared = SharedBounds {
+            prompts: vec![0, 64, 127, 190],
+            groups: vec![190, 316, 316, 506],
+            completions: vec![190, 254, 316, 506],
+        };
+        for bounds in [Bounds::Separate(vec![0, 126, 126, 190, 506]), Bounds::Shared(shared)] {
+            let inputs = Inputs::random(506, heads, kind);
+            let [again, kept] = [false, true].map(|keeps| inputs.run_keeping(&bounds, heads, (kind, GPU), keeps));
+            for ((name, again), (_, kept)) in again.iter().zip(&kept) {
+                assert!(kept.equal(again), "{name} of {heads:?}, {kind:?}, {bounds:?}");
             }
         }
     }

@@ -6,7 +6,7 @@
 use tch::{Kind, Tensor};
 
 use super::delta_mix::{DIM, DeltaLayout, DeltaSizes};
-use super::{Argument, address, address_or_null, blocks, invalid, launch, ordinal};
+use super::{Argument, address, address_or_null, blocks, launch, ordinal};
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::{Error, Result};
@@ -94,8 +94,19 @@ pub struct DeltaScan {
     pub o: Tensor, // [T, H, DIM] bf16
     /// States behind the last tokens.
     pub last: Tensor, // [N, H, DIM, DIM] f32
-    /// States before chunks, in squares as `delta.cuh` has them, and what chunks wrote; for a backward.
-    pub kept: Option<[Tensor; 2]>, // [B, H, DIM, DIM], [B, H, CHUNK, DIM] bf16
+    /// Where chunks were prepared for a backward.
+    pub kept: Option<DeltaKept>,
+}
+
+/// Tensors of chunks that a backward reads.
+#[derive(Debug)]
+pub struct DeltaKept {
+    w: Tensor,      // [B, H, CHUNK, DIM] bf16
+    p: Tensor,      // [B, H, CHUNK, CHUNK] bf16
+    t: Tensor,      // [B, H, CHUNK, CHUNK] bf16
+    gates: Tensor,  // [B, H, GATES] words
+    states: Tensor, // [B, H, DIM, DIM] bf16: before chunks, in squares as `delta.cuh` has them
+    news: Tensor,   // [B, H, CHUNK, DIM] bf16: what chunks wrote
 }
 
 /// The rule over the chunks of all sequences.
@@ -104,31 +115,30 @@ pub struct DeltaScan {
 /// The errors of [`super::delta_mix()`].
 pub fn delta_scan(
     mixed: &Tensor, // [T, C] bf16
-    prepared: &DeltaPrepared,
+    prepared: DeltaPrepared,
     initial: Option<&Tensor>, // [N, H, DIM, DIM] f32
     layout: &DeltaLayout,
     sizes: DeltaSizes,
-    for_backward: bool,
 ) -> Result<DeltaScan> {
     const OP: &str = "delta_scan";
     let (gpu, bf16, device) = (ordinal(OP, mixed)?, Kind::BFloat16, mixed.device());
-    let DeltaPrepared { u, w, p, gates, .. } = prepared;
+    let DeltaPrepared { u, w, p, t, gates } = prepared;
     let states = || Tensor::f_empty([layout.num_chunks(), sizes.heads, DIM, DIM], (bf16, device));
-    let kept = for_backward.then(|| Ok::<_, Error>([states()?, u.f_empty_like()?])).transpose()?;
+    let written = t.is_some().then(|| Ok::<_, Error>([states()?, u.f_empty_like()?])).transpose()?;
     let o = Tensor::f_empty([layout.num_tokens, sizes.heads, DIM], (bf16, device))?;
     let last = Tensor::f_empty([layout.num_sequences(), sizes.heads, DIM, DIM], (Kind::Float, device))?;
     let rows = sizes.elements(layout, CHUNK * DIM);
     let mut arguments = vec![address(OP, mixed, bf16, (layout.num_tokens * sizes.channels()) as usize, gpu)?];
-    for (t, count) in [(u, rows), (w, rows), (p, sizes.elements(layout, CHUNK * CHUNK))] {
+    for (t, count) in [(&u, rows), (&w, rows), (&p, sizes.elements(layout, CHUNK * CHUNK))] {
         arguments.push(address(OP, t, bf16, count, gpu)?);
     }
-    arguments.push(address(OP, gates, Kind::Float, sizes.elements(layout, GATES), gpu)?);
+    arguments.push(address(OP, &gates, Kind::Float, sizes.elements(layout, GATES), gpu)?);
     arguments.push(layout.address(OP, &layout.chunks, gpu)?);
     arguments.push(layout.address(OP, &layout.sequences, gpu)?);
     arguments.push(address_or_null(OP, initial, Kind::Float, last.numel(), gpu)?);
     arguments.push(address(OP, &o, bf16, o.numel(), gpu)?);
     arguments.push(address(OP, &last, Kind::Float, last.numel(), gpu)?);
-    let [states, news] = kept.as_ref().map_or([None, None], |[states, news]| [Some(states), Some(news)]);
+    let [states, news] = written.as_ref().map_or([None, None], |[states, news]| [Some(states), Some(news)]);
     arguments.push(address_or_null(OP, states, bf16, sizes.elements(layout, DIM * DIM), gpu)?);
     arguments.push(address_or_null(OP, news, bf16, rows, gpu)?);
     arguments.extend(sizes.arguments());
@@ -139,6 +149,7 @@ pub fn delta_scan(
         let name = format!("{OP}_{warps}");
         launch(SOURCE, &name, gpu, (grid, 32 * warps, shared_bytes), &arguments)?;
     }
+    let kept = t.zip(written).map(|(t, [states, news])| DeltaKept { w, p, t, gates, states, news });
     Ok(DeltaScan { o, last, kept })
 }
 
@@ -169,10 +180,8 @@ pub struct DeltaGradients {
 pub struct DeltaSaved<'a> {
     /// Queries, keys and values.
     pub mixed: &'a Tensor, // [T, C] bf16
-    /// Of [`delta_prepare`] for a backward.
-    pub prepared: &'a DeltaPrepared,
     /// Of [`delta_scan`] for a backward.
-    pub kept: &'a [Tensor; 2],
+    pub kept: &'a DeltaKept,
     /// Rows from which decays are made.
     pub a: &'a Tensor, // [T, H] bf16
     /// A_log and dt_bias.
@@ -182,7 +191,7 @@ pub struct DeltaSaved<'a> {
 /// The rule's backward, from the gradients of its outputs and of the last states. All sums have a fixed order.
 ///
 /// # Errors
-/// The errors of [`super::delta_mix()`]; [`crate::Error::InvalidArgument`] where something was not computed for a backward.
+/// The errors of [`super::delta_mix()`].
 pub fn delta_backward(
     d_o: &Tensor,            // [T, H, DIM] bf16
     d_last: Option<&Tensor>, // [N, H, DIM, DIM] f32
@@ -210,18 +219,17 @@ fn delta_reverse(
 ) -> Result<Reverse> {
     const OP: &str = "delta_reverse";
     let (gpu, bf16, device) = (ordinal(OP, d_o)?, Kind::BFloat16, d_o.device());
-    let DeltaSaved { mixed, prepared, kept: [states, news], .. } = saved;
+    let DeltaSaved { mixed, kept: DeltaKept { w, p, t, gates, states, news }, .. } = saved;
     let initial = Tensor::f_empty([layout.num_sequences(), sizes.heads, DIM, DIM], (Kind::Float, device))?;
     let reverse = Reverse { ends: states.f_empty_like()?, solved: news.f_empty_like()?, initial };
     let (rows, pairs) = (sizes.elements(layout, CHUNK * DIM), sizes.elements(layout, CHUNK * CHUNK));
-    let Some(t) = &prepared.t else { return Err(invalid(OP, "chunks prepared for a backward", "none")) };
     let mut arguments = vec![
         address(OP, mixed, bf16, (layout.num_tokens * sizes.channels()) as usize, gpu)?,
-        address(OP, &prepared.w, bf16, rows, gpu)?,
-        address(OP, &prepared.p, bf16, pairs, gpu)?,
+        address(OP, w, bf16, rows, gpu)?,
+        address(OP, p, bf16, pairs, gpu)?,
         address(OP, t, bf16, pairs, gpu)?,
         address(OP, d_o, bf16, (layout.num_tokens * sizes.heads * DIM) as usize, gpu)?,
-        address(OP, &prepared.gates, Kind::Float, sizes.elements(layout, GATES), gpu)?,
+        address(OP, gates, Kind::Float, sizes.elements(layout, GATES), gpu)?,
         layout.address(OP, &layout.chunks, gpu)?,
         layout.address(OP, &layout.sequences, gpu)?,
         address_or_null(OP, d_last, Kind::Float, reverse.initial.numel(), gpu)?,
@@ -249,7 +257,7 @@ fn delta_gradients(
 ) -> Result<DeltaGradients> {
     const OP: &str = "delta_gradients";
     let (gpu, bf16, device) = (ordinal(OP, d_o)?, Kind::BFloat16, d_o.device());
-    let DeltaSaved { mixed, prepared, kept: [states, news], a, of_heads: [a_log, dt_bias] } = saved;
+    let DeltaSaved { mixed, kept: DeltaKept { gates, states, news, .. }, a, of_heads: [a_log, dt_bias] } = saved;
     let Reverse { ends, solved, initial } = reverse;
     let of_rows = || Tensor::f_empty([layout.num_tokens, sizes.heads], (bf16, device));
     let d = DeltaGradients {
@@ -275,7 +283,7 @@ fn delta_gradients(
     ] {
         arguments.push(address(OP, t, bf16, count, gpu)?);
     }
-    arguments.push(address(OP, &prepared.gates, Kind::Float, sizes.elements(layout, GATES), gpu)?);
+    arguments.push(address(OP, gates, Kind::Float, sizes.elements(layout, GATES), gpu)?);
     arguments.push(layout.address(OP, &layout.chunks, gpu)?);
     for (t, kind) in [(&d.mixed, bf16), (&d.a, bf16), (&d.b, bf16), (&d.of_heads, Kind::Float)] {
         arguments.push(address(OP, t, kind, t.numel(), gpu)?);

@@ -50,7 +50,9 @@ pub use all_reduce::{AllReduceMethod, NormedRows, RowSums};
 pub use delta_mix::{
     DeltaLayout, DeltaSizes, delta_fits, delta_mix, delta_mix_backward, delta_norm, delta_norm_backward, delta_serves,
 };
-pub use delta_rule::{DeltaGradients, DeltaPrepared, DeltaSaved, DeltaScan, delta_backward, delta_prepare, delta_scan};
+pub use delta_rule::{
+    DeltaGradients, DeltaKept, DeltaPrepared, DeltaSaved, DeltaScan, delta_backward, delta_prepare, delta_scan,
+};
 pub use delta_step::{
     DeltaHeads, DeltaOptions, DeltaPages, DeltaRows, DeltaRuns, DeltaWeights, delta_step, delta_step_serves,
     served_delta_sizes,

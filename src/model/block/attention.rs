@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::model::params::{ParamName, Shapes};
 use crate::model::spec::ModelSpec;
 use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backward, packed_forward};
-use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
+use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
 use crate::ops::fp8::Rows;
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::linear;
@@ -150,7 +150,8 @@ pub trait SequenceMixer {
         v: &Tensor, // [T, Hkv, hd]
     ) -> Result<(Tensor, Option<Tensor>)>;
 
-    /// Output of a gated delta net before its last projection [T, H dv].
+    /// Output of a gated delta net before its last projection [T, H dv]; and what a backward reads of chunks, where `keeps_chunks` asks
+    /// for it and one may follow.
     ///
     /// # Errors
     /// Any error of the implementation; [`crate::Error::InvalidArgument`] where it keeps no states.
@@ -160,7 +161,8 @@ pub trait SequenceMixer {
         _rows: &DeltaRows,
         _weights: &DeltaWeights,
         _options: DeltaOptions,
-    ) -> Result<Tensor> {
+        _keeps_chunks: bool,
+    ) -> Result<(Tensor, Option<PackedChunks>)> {
         let got = format!("a gated delta net in layer {layer}");
         Err(Error::InvalidArgument { op: "SequenceMixer::delta_net", expected: "attention".to_owned(), got })
     }
@@ -216,8 +218,9 @@ impl SequenceMixer for PackedMixer {
         rows: &DeltaRows,
         weights: &DeltaWeights,
         options: DeltaOptions,
-    ) -> Result<Tensor> {
-        let run = || self.sequences().forward(rows, weights, options);
+        keeps_chunks: bool,
+    ) -> Result<(Tensor, Option<PackedChunks>)> {
+        let run = || self.sequences().forward(rows, weights, options, keeps_chunks);
         timed("gated delta net", OpCost::default, run)
     }
 }

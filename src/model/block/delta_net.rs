@@ -11,12 +11,16 @@ use crate::cuda::kernels::delta_fits;
 use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::model::params::{ParamName, Shapes};
-use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
+use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
 
-/// Tokens that sequences are taken to have on average, where their last chunks and states are counted: completions of fewer need more.
-const MEAN_TOKENS: usize = 256;
+const MEAN_TOKENS: usize = DeltaHeads::MEAN_TOKENS;
 /// Numbers that a chunk's kernels keep of a token and value head: decays and write strengths.
 const KERNEL_DECAYS: usize = 5;
+
+/// Bytes a token with the padding of last chunks.
+fn padded(of_chunks: usize) -> usize {
+    of_chunks * (MEAN_TOKENS + DeltaHeads::CHUNK / 2) / MEAN_TOKENS
+}
 
 /// The shape of a gated delta net.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +35,8 @@ pub struct DeltaNetSpec {
 #[derive(Debug)]
 pub(super) struct DeltaOutput {
     rows: DeltaRows,
+    /// None where backward computes them again.
+    chunks: Option<PackedChunks>,
     o: Tensor, // [T, H dv]
     /// Before the norm behind it, if there is one.
     output: Option<Tensor>, // [T, D]
@@ -126,15 +132,15 @@ impl DeltaNetSpec {
         bytes.wide * (2 * channels + 6 * keys + 4 * values + 3 * pairs + states)
     }
 
-    /// Bytes a token of the fullest moment of backward, in which the forward is computed again. By kernels that is when the gradients of
-    /// queries, keys and values are made: beside them and what they belong to there are those of the rule's result and of the gate, and of
-    /// chunks the system's results, what was written, its gradient, and two states. Composed, they are the forward's tensors and their gradients,
-    /// and beside them the gradients of the projections.
+    /// Bytes a token of the fullest moment of backward, with chunks, whether they were kept or are computed again. By kernels that is when
+    /// the gradients of queries, keys and values are made: beside them and what they belong to there are those of the rule's result and of
+    /// the gate, and of chunks the system's results, what was written, its gradient, and two states. Composed, they are the forward's
+    /// tensors and their gradients, and beside them the gradients of the projections.
     pub(super) fn backward_bytes(self, bytes: ElementBytes) -> usize {
         let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
         let streams = 2 * bytes.narrow * self.hidden;
         if self.has_kernels(bytes) {
-            let of_chunks = bytes.narrow * (keys + 3 * values + 2 * pairs + 2 * states);
+            let of_chunks = bytes.narrow * (keys + 2 * values + 2 * pairs + 2 * states);
             let gradients = bytes.narrow * (2 * channels + 2 * values) + 2 * bytes.narrow * self.heads.num_value_heads;
             return streams + gradients + self.by_kernels(bytes, of_chunks);
         }
@@ -142,13 +148,26 @@ impl DeltaNetSpec {
         streams + bytes.wide * (3 * channels + rule)
     }
 
+    /// Bytes a token of chunks that a forward keeps, and of the rule's outputs. By kernels chunks have keys, values, two tables of pairs, and
+    /// a state. Composed, they have five forms of keys, three of values, three tables of pairs, and a state.
+    pub(super) fn chunk_bytes(self, bytes: ElementBytes) -> usize {
+        let [keys, values, pairs, states] = self.elements();
+        if self.has_kernels(bytes) {
+            let of_chunks = bytes.narrow * (keys + values + 2 * pairs + states) + self.decay_bytes(bytes);
+            return bytes.narrow * values + padded(of_chunks);
+        }
+        bytes.wide * values + padded(bytes.wide * (5 * keys + 3 * values + 3 * pairs + states))
+    }
+
     /// Bytes a token of chunks as kernels have them, with the padding of last chunks and decays beside them, and of the states that
     /// prompts end with, completions begin with and either has as a result.
     fn by_kernels(self, bytes: ElementBytes, of_chunks: usize) -> usize {
         let [.., states] = self.elements();
-        let decays = KERNEL_DECAYS * bytes.wide * self.heads.num_value_heads;
-        let padded = (of_chunks + decays) * (MEAN_TOKENS + DeltaHeads::CHUNK / 2) / MEAN_TOKENS;
-        padded + 3 * bytes.wide * states * DeltaHeads::CHUNK / MEAN_TOKENS
+        padded(of_chunks + self.decay_bytes(bytes)) + 3 * bytes.wide * states * DeltaHeads::CHUNK / MEAN_TOKENS
+    }
+
+    fn decay_bytes(self, bytes: ElementBytes) -> usize {
+        KERNEL_DECAYS * bytes.wide * self.heads.num_value_heads
     }
 
     /// Whether a GPU has kernels for heads and weights of this kind; a chip without them needs what composed operations do.
@@ -172,6 +191,7 @@ impl DeltaNetSpec {
         w: &BlockParams,
         x: &Tensor, // [T, D]
         mixer: &dyn SequenceMixer,
+        keeps_chunks: bool,
     ) -> Result<(Tensor, DeltaOutput)> {
         let [reads @ .., _] = self.linears().map(|linear| linear.matrix);
         let normed = ctx.enter_rows(w, NORMS, x, &reads)?;
@@ -183,9 +203,9 @@ impl DeltaNetSpec {
             a: project(Matrix::DeltaA)?,
         };
         let weights = weights(|name| w.norm(name).expect("a parameter of the block").shallow_clone());
-        let o = mixer.delta_net(layer, &rows, &weights, self.options(ctx))?;
+        let (o, chunks) = mixer.delta_net(layer, &rows, &weights, self.options(ctx), keeps_chunks)?;
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::DeltaOut), &o.shallow_clone().into(), x)?;
-        Ok((h, DeltaOutput { rows, o, output }))
+        Ok((h, DeltaOutput { rows, chunks, o, output }))
     }
 
     /// dx, from the gradient of the residual stream after it.
@@ -198,7 +218,7 @@ impl DeltaNetSpec {
         sequences: &PackedSequences,
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
-        let DeltaOutput { rows, o, output } = saved;
+        let DeltaOutput { rows, chunks, o, output } = saved;
         let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
         let d_o = w.linear(Matrix::DeltaOut).backward(&d_output, &o, grads.linear_mut(Matrix::DeltaOut))?;
         drop((d_output, output, o));
@@ -210,7 +230,7 @@ impl DeltaNetSpec {
         }
         let mut sums = sums.into_iter();
         let mut d_weights = weights(|_| sums.next().expect("as many as names"));
-        let run = || sequences.backward(&d_o, &rows, &values, options, &mut d_weights);
+        let run = || sequences.backward(&d_o, &rows, &values, options, chunks, &mut d_weights);
         let DeltaRows { qkv, z, b, a } = timed("gated delta net, backward", OpCost::default, run)?;
         drop(rows);
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;

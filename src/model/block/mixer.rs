@@ -22,7 +22,7 @@ pub enum Mixer {
 #[derive(Debug)]
 pub(super) enum MixerOutput {
     Attention(AttentionOutput),
-    DeltaNet(DeltaOutput),
+    DeltaNet(Box<DeltaOutput>),
 }
 
 impl MixerOutput {
@@ -103,6 +103,14 @@ impl Mixer {
         }
     }
 
+    /// Bytes a token of what `gradient_checkpointing = "keep_chunks"` keeps beside.
+    pub(super) fn chunk_bytes(self, bytes: ElementBytes) -> usize {
+        match self {
+            Self::Attention(_) => 0,
+            Self::DeltaNet(delta_net) => delta_net.chunk_bytes(bytes),
+        }
+    }
+
     /// Bytes a token of the fullest moment of backward.
     pub(super) fn backward_bytes(self, bytes: ElementBytes, shares_prompts: bool) -> usize {
         match self {
@@ -111,7 +119,7 @@ impl Mixer {
         }
     }
 
-    /// The residual stream after it [T, D], and what a backward needs.
+    /// The residual stream after it [T, D], and what a backward needs; chunks of a gated delta net among it, or not.
     pub(super) fn forward(
         self,
         ctx: &BlockContext<'_>,
@@ -119,6 +127,7 @@ impl Mixer {
         w: &BlockParams,
         x: &Tensor, // [T, D]
         mixer: &dyn SequenceMixer,
+        keeps_chunks: bool,
     ) -> Result<(Tensor, MixerOutput)> {
         Ok(match self {
             Self::Attention(attention) => {
@@ -126,8 +135,8 @@ impl Mixer {
                 (h, MixerOutput::Attention(output))
             }
             Self::DeltaNet(delta_net) => {
-                let (h, output) = delta_net.forward(ctx, layer, w, x, mixer)?;
-                (h, MixerOutput::DeltaNet(output))
+                let (h, output) = delta_net.forward(ctx, layer, w, x, mixer, keeps_chunks)?;
+                (h, MixerOutput::DeltaNet(Box::new(output)))
             }
         })
     }
@@ -150,7 +159,7 @@ impl Mixer {
                 attention.backward(ctx, w, (x, dh), saved, packed, grads)
             }
             (Self::DeltaNet(delta_net), MixerOutput::DeltaNet(saved)) => {
-                delta_net.backward(ctx, w, (x, dh), saved, packed.sequences(), grads)
+                delta_net.backward(ctx, w, (x, dh), *saved, packed.sequences(), grads)
             }
             (Self::Attention(_), MixerOutput::DeltaNet(_)) | (Self::DeltaNet(_), MixerOutput::Attention(_)) => {
                 panic!("what another sublayer saved")

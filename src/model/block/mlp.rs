@@ -141,7 +141,7 @@ impl SavedMlp {
 impl<T> Expanded<T> {
     fn kept(self, keep: GradientCheckpointing) -> Self {
         Self {
-            wide: self.wide.filter(|_| keep == GradientCheckpointing::None),
+            wide: self.wide.filter(|_| keep.keeps_gate_up()),
             output: self.output.filter(|_| keep != GradientCheckpointing::Full),
         }
     }

@@ -130,8 +130,9 @@ impl BlockSpec {
         match keep {
             GradientCheckpointing::Full => x,
             GradientCheckpointing::Selective => x + self.half_bytes(bytes) + self.output_bytes(bytes),
-            GradientCheckpointing::None => {
-                x + self.half_bytes(bytes) + self.output_bytes(bytes) + self.mlp.kept_bytes(bytes)
+            GradientCheckpointing::None | GradientCheckpointing::KeepChunks => {
+                let chunks = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
+                x + self.half_bytes(bytes) + self.output_bytes(bytes) + self.mlp.kept_bytes(bytes) + chunks
             }
         }
     }
@@ -152,18 +153,19 @@ impl BlockSpec {
         shares_prompts: bool,
         drops: bool,
     ) -> usize {
-        let keeps_gate_up = keep == GradientCheckpointing::None;
+        let keeps_gate_up = keep.keeps_gate_up();
         let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
-        // Gate and up are gone when attention's backward begins.
+        // Gate and up are gone when attention's backward begins; chunks that were kept are not made then.
         let gone = if keeps_gate_up { self.mlp.kept_bytes(bytes) } else { 0 };
+        let there = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
         let of_mlp = self.mlp.backward_bytes(bytes, keeps_gate_up, drops) + self.output_bytes(bytes);
-        recomputed + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone))
+        recomputed + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone + there))
     }
 
     /// Bytes a token where a backward in FP8 has the largest matrix rounded, beside what all blocks saved.
     pub fn input_gradient_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
         let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
-        let of_mlp = self.mlp.input_gradient_bytes(bytes, keep == GradientCheckpointing::None);
+        let of_mlp = self.mlp.input_gradient_bytes(bytes, keep.keeps_gate_up());
         recomputed + of_mlp + self.output_bytes(bytes)
     }
 
@@ -287,7 +289,7 @@ impl BlockContext<'_> {
 
 /// Results of the forward that [`block_backward`] needs. `full` keeps the block's input alone; `selective` all but the MLP's
 /// first
-/// product, the largest of a block by memory; `none` that too.
+/// product, the largest of a block by memory; `none` that too, and `keep_chunks` what a gated delta net computes of chunks.
 #[derive(Debug)]
 pub struct SavedBlock {
     layer: usize,
@@ -311,7 +313,7 @@ pub fn block_forward(
     keep: Option<GradientCheckpointing>,
 ) -> Result<(Tensor, Option<SavedBlock>)> {
     let block = ctx.spec.block(layer);
-    let (h, mixed) = block.mixer.forward(ctx, layer, w, x, mixer)?;
+    let (h, mixed) = block.mixer.forward(ctx, layer, w, x, mixer, keep.is_some_and(|keep| keep.keeps_chunks()))?;
     let (y, expanded) = block.mlp.forward(ctx, layer, w, &h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
     let is_full = keep == GradientCheckpointing::Full;
@@ -340,7 +342,7 @@ pub fn block_backward(
     }
     let SavedBlock { layer, x, mixed, mlp } = saved;
     let mixer = ctx.spec.block(layer).mixer;
-    let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed), Ok)?;
+    let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed, false), Ok)?;
     let dh = mlp.backward(ctx, layer, w, (&h, dy), grads)?;
     let dx = mixer.backward(ctx, w, (&x, &dh), mixed, packed, grads)?;
     assert!(!grads.is_unwritten(), "a matrix of layer {layer} without a gradient");

@@ -16,7 +16,7 @@ use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::error::Result;
 use crate::ops::attention::{Bounds, PackedLayout, packed_forward};
-use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
+use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
 use crate::ops::embedding;
 use crate::ops::linear::{self, Onto};
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
@@ -293,19 +293,23 @@ fn every_family_matches_autograd() {
     }
 }
 
+/// Sequences fill chunks of gated delta nets, so that these can be kept, or they do not.
 #[test]
 fn recomputation_changes_no_bit() {
+    use GradientCheckpointing::{Full, KeepChunks, Selective};
     for (name, spec) in families().into_iter().chain(with_experts()).chain(others()) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(|flat| flat.to_kind(Kind::Float)).collect();
-        let batch = Batch::new(&random_sequences(&table.spec, &[150, 21, 2, 30]));
-        let (a, b) = (rand(&batch.rows.size()), rand(&batch.rows.size()));
-        let run = |keep| run(&table, &flats, &batch, (&a, &b), keep);
-        let whole = run(GradientCheckpointing::None);
-        for keep in [GradientCheckpointing::Selective, GradientCheckpointing::Full] {
-            let other = run(keep);
-            assert!(whole.0.equal(&other.0), "{name} {keep:?}");
-            assert!(whole.2.iter().zip(&other.2).all(|(a, b)| a.equal(b)), "{name} {keep:?}");
+        for lens in [&[150, 21, 2, 30][..], &[190, 64, 61]] {
+            let batch = Batch::new(&random_sequences(&table.spec, lens));
+            let (a, b) = (rand(&batch.rows.size()), rand(&batch.rows.size()));
+            let run = |keep| run(&table, &flats, &batch, (&a, &b), keep);
+            let whole = run(GradientCheckpointing::None);
+            for keep in [KeepChunks, Selective, Full] {
+                let other = run(keep);
+                assert!(whole.0.equal(&other.0), "{name} {keep:?}");
+                assert!(whole.2.iter().zip(&other.2).all(|(a, b)| a.equal(b)), "{name} {keep:?}");
+            }
         }
     }
 }
@@ -325,9 +329,11 @@ impl SequenceMixer for SliceAttention {
         rows: &DeltaRows,
         weights: &DeltaWeights,
         options: DeltaOptions,
-    ) -> Result<Tensor> {
+        keeps_chunks: bool,
+    ) -> Result<(Tensor, Option<PackedChunks>)> {
         let bounds = Bounds::Separate(vec![0, 3, 5]);
-        PackedSequences::new(&bounds, options.heads.conv_width, Device::Cpu).forward(rows, weights, options)
+        let packed = PackedSequences::new(&bounds, options.heads.conv_width, Device::Cpu);
+        packed.forward(rows, weights, options, keeps_chunks)
     }
 }
 

@@ -9,7 +9,7 @@ use super::{Sequences, gates};
 use crate::error::{Error, Result};
 use crate::torch::accumulation_kind;
 
-/// y, in the accumulation kind, and the last rows of every sequence for what follows it.
+/// y, in the accumulation kind. [T, C]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -18,14 +18,36 @@ pub(super) fn forward(
     weight: &Tensor,        // [C, W]
     tails: Option<&Tensor>, // [N, W - 1, C], of x's kind
     sequences: &Sequences,
-) -> Result<(Tensor, Tensor)> {
-    let extended = extend(x, tails, sequences)?;
-    let last = extended.f_index_select(0, &sequences.tails)?.view(tail_shape(x, weight, sequences));
-    Ok((gates::silu(&convolve(&extended, weight, sequences)?)?, last))
+) -> Result<Tensor> {
+    gates::silu(&convolve(&extend(x, tails, sequences)?, weight, sequences)?)
 }
 
-/// dx and the gradient of the tails; that of the weight is added in place. `d_last` is the gradient of the last rows that
-/// [`forward`] returned.
+/// The last rows of every sequence, tails included, for what follows it. [N, W - 1, C]
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub(super) fn last_rows(
+    x: &Tensor,             // [T, C]
+    tails: Option<&Tensor>, // [N, W - 1, C], of x's kind
+    sequences: &Sequences,
+) -> Result<Tensor> {
+    let (tokens, channels) = (x.size()[0], x.size()[1]);
+    let shape = [sequences.num_sequences, sequences.earlier.len() as i64 - 1, channels];
+    let earlier = match tails {
+        Some(tails) => tails.f_reshape([-1, channels])?,
+        None => Tensor::f_zeros([sequences.tails.size()[0], channels], (x.kind(), x.device()))?,
+    };
+    if tokens == 0 {
+        return Ok(earlier.f_view(shape)?);
+    }
+    let own = x.f_index_select(0, &sequences.tails.f_clamp_max(tokens - 1)?)?;
+    let earlier = earlier.f_index_select(0, &sequences.tails.f_sub_scalar(tokens)?.f_clamp_min_(0)?)?;
+    let is_own = sequences.tails.f_lt(tokens)?.unsqueeze(1);
+    Ok(own.f_where_self(&is_own, &earlier)?.f_view(shape)?)
+}
+
+/// dx and the gradient of the tails; that of the weight is added in place. `d_last` is the gradient of
+/// [`last_rows`].
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].

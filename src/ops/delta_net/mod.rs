@@ -24,7 +24,7 @@ use crate::torch::accumulation_kind;
 use rule::Tokens;
 
 pub use crate::cuda::kernels::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights};
-pub use packed::PackedSequences;
+pub use packed::{PackedChunks, PackedSequences};
 pub use sequences::Sequences;
 
 /// The states of sequences, after some of their tokens; or the gradients of these.
@@ -39,6 +39,9 @@ pub struct DeltaState {
 impl DeltaHeads {
     /// Tokens of a sequence that are computed at once.
     pub const CHUNK: usize = sequences::CHUNK as usize;
+    /// Tokens that sequences are taken to have on average, where their last chunks and states are counted: completions of fewer need
+    /// more.
+    pub const MEAN_TOKENS: usize = 256;
 
     /// Channels of the convolution.
     pub fn channels(self) -> usize {
@@ -101,6 +104,41 @@ impl DeltaState {
     }
 }
 
+/// What a forward leaves for its backward: outputs before the gated norm [T, H, dv], and tensors of chunks.
+#[derive(Debug)]
+enum DeltaChunks {
+    /// Of libtorch's operations.
+    Composed(Tensor, rule::Kept),
+    /// Of a GPU's kernels.
+    Kernels(Tensor, kernels::DeltaKept),
+}
+
+/// How a backward comes by what the forward computed of chunks.
+enum Forward<'a> {
+    /// It was kept, beside the last rows that sequences began with. [N, W - 1, C]
+    Kept(DeltaChunks, Option<&'a Tensor>),
+    /// It is computed again from the states that sequences began with.
+    Again(Option<&'a DeltaState>),
+}
+
+impl<'a> Forward<'a> {
+    /// The last rows that sequences began with.
+    fn tails(&self) -> Option<&'a Tensor> {
+        match *self {
+            Self::Kept(_, tails) => tails,
+            Self::Again(initial) => initial.map(|state| &state.conv),
+        }
+    }
+}
+
+/// Results of a forward.
+struct Results {
+    output: Tensor, // [T, H dv], of the rows' kind
+    /// The rule's states after the sequences.
+    last: Tensor, // [N, H, dk, dv]
+    chunks: Option<DeltaChunks>,
+}
+
 /// Outputs before the last projection [T, H dv], of the rows' kind, and the states after the sequences.
 ///
 /// # Errors
@@ -112,29 +150,33 @@ pub fn forward(
     sequences: &Sequences,
     options: DeltaOptions,
 ) -> Result<(Tensor, DeltaState)> {
-    if gpu::serves(rows, options) {
-        return gpu::forward(rows, weights, initial, sequences, options);
-    }
-    let tails = initial.map(|state| &state.conv);
-    let (mixed, conv) = conv::forward(&rows.qkv, &weights.conv, tails, sequences)?;
-    let tokens = Heads::new(&mixed, options.heads)?.tokens(rows, weights)?;
-    drop(mixed);
-    let (o, rule) = rule::forward(&tokens, initial.map(|state| &state.rule), &sequences.chunks)?;
-    Ok((finish(&o, rows, weights, options)?, DeltaState { conv, rule }))
+    let Results { output, last, .. } = run(rows, weights, initial, sequences, options, false)?;
+    let conv = conv::last_rows(&rows.qkv, initial.map(|state| &state.conv), sequences)?;
+    Ok((output, DeltaState { conv, rule: last }))
 }
 
-/// Outputs of [`forward`] alone.
-fn outputs(
+/// A forward without the last rows before the convolution; chunks are kept if they are asked for.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+fn run(
     rows: &DeltaRows,
     weights: &DeltaWeights,
     initial: Option<&DeltaState>,
     sequences: &Sequences,
     options: DeltaOptions,
-) -> Result<Tensor> {
+    keeps_chunks: bool,
+) -> Result<Results> {
     if gpu::serves(rows, options) {
-        return Ok(gpu::outputs(rows, weights, initial, sequences, options)?.0);
+        return gpu::run(rows, weights, initial, sequences, options, keeps_chunks);
     }
-    Ok(forward(rows, weights, initial, sequences, options)?.0)
+    let mixed = conv::forward(&rows.qkv, &weights.conv, initial.map(|state| &state.conv), sequences)?;
+    let tokens = Heads::new(&mixed, options.heads)?.tokens(rows, weights)?;
+    drop(mixed);
+    let states = initial.map(|state| &state.rule);
+    let (o, last, kept) = rule::forward(&tokens, states, &sequences.chunks, keeps_chunks)?;
+    let output = finish(&o, rows, weights, options)?;
+    Ok(Results { output, last, chunks: kept.map(|kept| DeltaChunks::Composed(o, kept)) })
 }
 
 /// One token of every sequence: T = N. `state` moves on. [N, H dv]
@@ -150,36 +192,46 @@ pub fn step(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, op
 
 /// Gradients of the rows and of the initial states, all in the accumulation kind, but for those of rows by a GPU's kernels, which are
 /// like the rows; gradients of the weights are added in place.
-/// `d_last` is the gradient of the states that [`forward`] returned. The forward is computed again.
+/// `d_last` is the gradient of the states that [`forward`] returned. The convolution and lengths are computed again.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
-pub fn backward(
+///
+/// # Panics
+/// If the chunks that were kept are those of a GPU's kernels, and these do not serve such rows.
+fn backward(
     (d_output, d_last): (&Tensor, Option<&DeltaState>), // [T, H dv]
     rows: &DeltaRows,
     weights: &DeltaWeights,
-    initial: Option<&DeltaState>,
+    forward: Forward<'_>,
     sequences: &Sequences,
     options: DeltaOptions,
     grads: &mut DeltaWeights,
 ) -> Result<(DeltaRows, DeltaState)> {
     if gpu::serves(rows, options) {
-        return gpu::backward((d_output, d_last), rows, weights, initial, sequences, options, grads);
+        return gpu::backward((d_output, d_last), rows, weights, forward, sequences, options, grads);
     }
-    let tails = initial.map(|state| &state.conv);
-    let states = initial.map(|state| &state.rule);
-    let (mixed, _) = conv::forward(&rows.qkv, &weights.conv, tails, sequences)?;
+    let tails = forward.tails();
+    let mixed = conv::forward(&rows.qkv, &weights.conv, tails, sequences)?;
     let heads = Heads::new(&mixed, options.heads)?;
     drop(mixed);
     let tokens = heads.tokens(rows, weights)?;
-    let (o, _) = rule::forward(&tokens, states, &sequences.chunks)?;
+    let (o, kept) = match forward {
+        Forward::Kept(DeltaChunks::Composed(o, kept), _) => (o, kept),
+        Forward::Kept(DeltaChunks::Kernels(..), _) => panic!("chunks of libtorch's operations"),
+        Forward::Again(initial) => {
+            let states = initial.map(|state| &state.rule);
+            let (o, _, kept) = rule::forward(&tokens, states, &sequences.chunks, true)?;
+            (o, kept.expect("asked for"))
+        }
+    };
 
     let z = rows.z.f_to_kind(o.kind())?.f_view_as(&o)?;
     let d_output = d_output.f_to_kind(o.kind())?.f_view_as(&o)?;
     let (d_o, dz) = gates::gated_norm_backward(&d_output, (&o, &z), &weights.norm, options.eps, &mut grads.norm)?;
     drop((o, z));
     let d_rule = d_last.map(|state| &state.rule);
-    let (d_tokens, d_states) = rule::backward(&d_o, &tokens, (states, d_rule), &sequences.chunks)?;
+    let (d_tokens, d_states) = rule::backward(&d_o, &tokens, kept, d_rule, &sequences.chunks)?;
     drop(d_o);
     let (da, db) = tokens.gates_backward(&d_tokens, rows, weights, grads)?;
     let d_mixed = heads.backward(&d_tokens)?;

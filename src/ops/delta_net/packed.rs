@@ -3,7 +3,10 @@
 
 use tch::{Device, Tensor};
 
-use super::{DeltaOptions, DeltaRows, DeltaWeights, Sequences, backward, forward, outputs};
+use super::{
+    DeltaChunks, DeltaHeads, DeltaOptions, DeltaRows, DeltaState, DeltaWeights, Forward, Results, Sequences, backward,
+    conv, forward, run,
+};
 use crate::error::Result;
 use crate::ops::attention::{Bounds, SharedBounds};
 
@@ -26,6 +29,15 @@ struct Shared {
     completions: Sequences,
     /// The prompt of every completion.
     prompt_of: Tensor, // [N] int64
+}
+
+/// What a forward of [`PackedSequences`] keeps for its backward.
+#[derive(Debug)]
+pub struct PackedChunks {
+    /// Of shared prompts.
+    prompts: Option<DeltaChunks>,
+    /// Of completions, or of whole sequences.
+    rest: DeltaChunks,
 }
 
 impl PackedSequences {
@@ -54,51 +66,97 @@ impl PackedSequences {
         Self { parts }
     }
 
-    /// Outputs [T, H dv], of the rows' kind.
+    /// Whether chunks take no more memory than is planned: they do where many sequences are so short that they fill none.
+    fn fill_chunks(&self) -> bool {
+        let size = |sequences: &Sequences| (sequences.layout.num_tokens, sequences.chunks.count());
+        let (tokens, chunks) = match &self.parts {
+            Parts::Separate(sequences) => size(sequences),
+            Parts::Shared(Shared { prompts, completions, .. }) => {
+                let (first, rest) = (size(prompts), size(completions));
+                (first.0 + rest.0, first.1 + rest.1)
+            }
+        };
+        let [chunk, mean] = [DeltaHeads::CHUNK, DeltaHeads::MEAN_TOKENS].map(|tokens| tokens as i64);
+        chunks * chunk * mean <= tokens * (mean + chunk / 2)
+    }
+
+    /// Outputs [T, H dv], of the rows' kind; and what a backward reads of chunks, if it is to be kept and takes no more memory than is
+    /// planned.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
-    pub fn forward(&self, rows: &DeltaRows, weights: &DeltaWeights, options: DeltaOptions) -> Result<Tensor> {
+    pub fn forward(
+        &self,
+        rows: &DeltaRows,
+        weights: &DeltaWeights,
+        options: DeltaOptions,
+        keeps_chunks: bool,
+    ) -> Result<(Tensor, Option<PackedChunks>)> {
+        let keeps_chunks = keeps_chunks && self.fill_chunks();
         let shared = match &self.parts {
-            Parts::Separate(sequences) => return outputs(rows, weights, None, sequences, options),
+            Parts::Separate(sequences) => {
+                let Results { output, chunks, .. } = run(rows, weights, None, sequences, options, keeps_chunks)?;
+                return Ok((output, chunks.map(|rest| PackedChunks { prompts: None, rest })));
+            }
             Parts::Shared(shared) => shared,
         };
         let (prompts, completions) = shared.split(rows);
-        let (o_prompts, ends) = forward(&prompts, weights, None, &shared.prompts, options)?;
+        let first = run(&prompts, weights, None, &shared.prompts, options, keeps_chunks)?;
+        let ends = DeltaState { conv: conv::last_rows(&prompts.qkv, None, &shared.prompts)?, rule: first.last };
         let starts = ends.fork(&shared.prompt_of)?;
-        let o = outputs(&completions, weights, Some(&starts), &shared.completions, options)?;
-        Ok(Tensor::f_cat(&[o_prompts, o], 0)?)
+        drop(ends);
+        let rest = run(&completions, weights, Some(&starts), &shared.completions, options, keeps_chunks)?;
+        let chunks = first.chunks.zip(rest.chunks).map(|(first, rest)| PackedChunks { prompts: Some(first), rest });
+        Ok((Tensor::f_cat(&[first.output, rest.output], 0)?, chunks))
     }
 
-    /// Gradients of the rows, of the kinds that [`backward`] gives; those of the weights are added in place.
+    /// Gradients of the rows, of the kinds that [`backward`] gives; those of the weights are added in place. `chunks` are those that
+    /// [`Self::forward`] kept, if it did: the bits are the same.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
+    ///
+    /// # Panics
+    /// If `chunks` are of other sequences.
     pub fn backward(
         &self,
         d_output: &Tensor, // [T, H dv]
         rows: &DeltaRows,
         weights: &DeltaWeights,
         options: DeltaOptions,
+        chunks: Option<PackedChunks>,
         grads: &mut DeltaWeights,
     ) -> Result<DeltaRows> {
         let shared = match &self.parts {
             Parts::Separate(sequences) => {
-                return Ok(backward((d_output, None), rows, weights, None, sequences, options, grads)?.0);
+                let forward = chunks.map_or(Forward::Again(None), |chunks| Forward::Kept(chunks.rest, None));
+                return Ok(backward((d_output, None), rows, weights, forward, sequences, options, grads)?.0);
             }
             Parts::Shared(shared) => shared,
         };
         let (prompts, completions) = shared.split(rows);
         let (d_prompts, d_completions) = shared.split_rows(d_output);
-        let (_, ends) = forward(&prompts, weights, None, &shared.prompts, options)?;
-        let starts = ends.fork(&shared.prompt_of)?;
-        let d_completions = (&d_completions, None);
-        let (d_rest, d_starts) =
-            backward(d_completions, &completions, weights, Some(&starts), &shared.completions, options, grads)?;
-        let d_ends = d_starts.sum_of_forks(&shared.prompt_of, ends.rule.size()[0])?;
-        drop((starts, d_starts, ends));
+        let back = |forward, grads: &mut DeltaWeights| {
+            backward((&d_completions, None), &completions, weights, forward, &shared.completions, options, grads)
+        };
+        let ((d_rest, d_starts), of_prompts) = match chunks {
+            Some(PackedChunks { prompts: of_prompts, rest }) => {
+                let ends = conv::last_rows(&prompts.qkv, None, &shared.prompts)?;
+                let tails = ends.f_index_select(0, &shared.prompt_of)?;
+                let of_prompts = of_prompts.expect("chunks of shared prompts");
+                (back(Forward::Kept(rest, Some(&tails)), grads)?, Forward::Kept(of_prompts, None))
+            }
+            None => {
+                let (_, ends) = forward(&prompts, weights, None, &shared.prompts, options)?;
+                let starts = ends.fork(&shared.prompt_of)?;
+                drop(ends);
+                (back(Forward::Again(Some(&starts)), grads)?, Forward::Again(None))
+            }
+        };
+        let d_ends = d_starts.sum_of_forks(&shared.prompt_of, shared.prompts.num_sequences)?;
+        drop(d_starts);
         let d_prompts = (&d_prompts, Some(&d_ends));
-        let (d_first, _) = backward(d_prompts, &prompts, weights, None, &shared.prompts, options, grads)?;
+        let (d_first, _) = backward(d_prompts, &prompts, weights, of_prompts, &shared.prompts, options, grads)?;
         d_first.zip(&d_rest, |first, rest| Ok(Tensor::f_cat(&[first, rest], 0)?))
     }
 }

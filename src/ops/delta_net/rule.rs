@@ -19,7 +19,7 @@
 use tch::{Kind, Tensor};
 
 use super::sequences::{CHUNK, Chunks};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What tokens bring to the rule. Queries are scaled, queries and keys normalised by the caller.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ pub(super) fn step(tokens: &Tokens, state: &mut Tensor /* [N, H, dk, dv] */) -> 
     Ok(q.f_matmul(state)?.squeeze_dim(2))
 }
 
-/// Outputs [T, H, dv] and the states after every sequence [N, H, dk, dv].
+/// Outputs [T, H, dv] and the states after every sequence [N, H, dk, dv]; and what [`backward`] reads, if it is asked for.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -55,11 +55,12 @@ pub(super) fn forward(
     tokens: &Tokens,
     initial: Option<&Tensor>, // [N, H, dk, dv]
     chunks: &Chunks,
-) -> Result<(Tensor, Tensor)> {
+    keeps: bool,
+) -> Result<(Tensor, Tensor, Option<Kept>)> {
     let within = Within::new(tokens, chunks)?;
-    let scan = Scan::new(&within, first_states(tokens, initial, chunks)?, chunks, Keep::Outputs)?;
-    let last = scan.state.f_index_select(0, &chunks.rank)?;
-    Ok((unpad(&scan.outputs, chunks)?, last))
+    let Scan { outputs, state, written } = Scan::new(&within, first_states(tokens, initial, chunks)?, chunks, keeps)?;
+    let (o, last) = (unpad(&outputs, chunks)?, state.f_index_select(0, &chunks.rank)?);
+    Ok((o, last, written.map(|written| Kept { within, written })))
 }
 
 /// Gradients of the tokens and of the initial states [N, H, dk, dv]. `d_last` is the gradient of the states that [`forward`] returned.
@@ -69,11 +70,10 @@ pub(super) fn forward(
 pub(super) fn backward(
     d_o: &Tensor, // [T, H, dv]
     tokens: &Tokens,
-    (initial, d_last): (Option<&Tensor>, Option<&Tensor>), // [N, H, dk, dv] both
+    Kept { within, written: Written { starts, news } }: Kept,
+    d_last: Option<&Tensor>, // [N, H, dk, dv]
     chunks: &Chunks,
 ) -> Result<(Tokens, Tensor)> {
-    let within = Within::new(tokens, chunks)?;
-    let Scan { starts, news, .. } = Scan::new(&within, first_states(tokens, initial, chunks)?, chunks, Keep::States)?;
     let d_o = pad(d_o, chunks)?;
     let d_state = first_states(tokens, d_last, chunks)?;
     let d_ends = starts.f_empty_like()?;
@@ -99,7 +99,15 @@ pub(super) fn backward(
     Ok((d_tokens, d_state.f_index_select(0, &chunks.rank)?))
 }
 
+/// Tensors of chunks that a backward reads.
+#[derive(Debug)]
+pub(super) struct Kept {
+    within: Within,
+    written: Written,
+}
+
 /// Everything of a chunk that needs no state.
+#[derive(Debug)]
 struct Within {
     k: Tensor,      // [B, H, C, dk]
     v: Tensor,      // [B, H, C, dv]
@@ -199,51 +207,44 @@ impl Within {
     }
 }
 
-/// Tensors that a walk over the chunks of a sequence keeps.
-#[derive(PartialEq)]
-enum Keep {
-    /// For a forward.
-    Outputs,
-    /// For a backward: states before each chunk, and what each chunk wrote.
-    States,
-}
-
 struct Scan {
     outputs: Tensor, // [B, H, C, dv]
     /// After the last chunk of every sequence, in the order of `Chunks::order`.
     state: Tensor, // [N, H, dk, dv]
-    starts: Tensor,  // [B, H, dk, dv]
+    written: Option<Written>,
+}
+
+/// What a walk over the chunks of sequences leaves for a backward.
+#[derive(Debug)]
+struct Written {
+    /// States before chunks.
+    starts: Tensor, // [B, H, dk, dv]
     /// Differences that chunks write.
     news: Tensor, // [B, H, C, dv]
 }
 
 impl Scan {
-    fn new(within: &Within, state: Tensor, chunks: &Chunks, keep: Keep) -> Result<Self> {
+    fn new(within: &Within, state: Tensor, chunks: &Chunks, keeps: bool) -> Result<Self> {
         let rows = within.values.size();
-        let options = (state.kind(), state.device());
-        let empty = |wanted: bool, shape: &[i64]| Tensor::f_empty(if wanted { shape } else { &[0] }, options);
+        let empty = |shape: &[i64]| Tensor::f_empty(shape, (state.kind(), state.device()));
         let states = [rows[0], rows[1], within.k.size()[3], rows[3]];
-        let outputs = empty(keep == Keep::Outputs, &rows)?;
-        let (starts, news) = (empty(keep == Keep::States, &states)?, empty(keep == Keep::States, &rows)?);
+        let room = || Ok::<_, Error>(Written { starts: empty(&states)?, news: empty(&rows)? });
+        let (outputs, written) = (empty(&rows)?, keeps.then(room).transpose()?);
         for (first, count) in chunks.steps() {
             let own = |t: &Tensor| t.narrow(0, first, count);
             let mut start = state.narrow(0, 0, count);
             let new = own(&within.values).f_sub(&own(&within.reads).f_matmul(&start)?)?;
-            match keep {
-                Keep::Outputs => {
-                    let output = own(&within.q_now).f_matmul(&start)?.f_add_(&own(&within.scores).f_matmul(&new)?)?;
-                    own(&outputs).f_copy_(&output)?;
-                }
-                Keep::States => {
-                    own(&starts).f_copy_(&start)?;
-                    own(&news).f_copy_(&new)?;
-                }
+            let output = own(&within.q_now).f_matmul(&start)?.f_add_(&own(&within.scores).f_matmul(&new)?)?;
+            own(&outputs).f_copy_(&output)?;
+            if let Some(Written { starts, news }) = &written {
+                own(starts).f_copy_(&start)?;
+                own(news).f_copy_(&new)?;
             }
             let written = own(&within.k_end).transpose(2, 3).f_matmul(&new)?;
             start = start.f_mul_(&own(&within.whole))?;
             let _ = start.f_add_(&written)?;
         }
-        Ok(Self { outputs, state, starts, news })
+        Ok(Self { outputs, state, written })
     }
 }
 

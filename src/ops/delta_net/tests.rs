@@ -126,8 +126,16 @@ fn forward_and_backward_match_autograd_through_the_recurrence() {
         assert!(states.conv.equal(&last.conv));
         let before = random_weights();
         let mut sums = map_weights(&before, Tensor::copy);
-        let (d_rows, d_initial) =
-            backward((&d_o, Some(&d_last)), &rows, &weights, initial.as_ref(), &sequences, OPTIONS, &mut sums).unwrap();
+        let (d_rows, d_initial) = backward(
+            (&d_o, Some(&d_last)),
+            &rows,
+            &weights,
+            Forward::Again(initial.as_ref()),
+            &sequences,
+            OPTIONS,
+            &mut sums,
+        )
+        .unwrap();
         let got = [d_rows.qkv, d_rows.z, d_rows.b, d_rows.a];
         let of_weights = [sums.conv - before.conv, sums.a_log - before.a_log, sums.dt_bias - before.dt_bias];
         let got = got.into_iter().chain(of_weights).chain([sums.norm - before.norm, d_initial.conv, d_initial.rule]);
@@ -151,7 +159,8 @@ fn packed_sequences_equal_each_by_itself_bit_for_bit() {
         let sequences = sequences(lens);
         let (o, last) = forward(rows, &weights, Some(initial), &sequences, OPTIONS).unwrap();
         let (mut grads, d) = (no_gradients(&weights), (d_o, Some(d_last)));
-        let (d_rows, d_initial) = backward(d, rows, &weights, Some(initial), &sequences, OPTIONS, &mut grads).unwrap();
+        let again = Forward::Again(Some(initial));
+        let (d_rows, d_initial) = backward(d, rows, &weights, again, &sequences, OPTIONS, &mut grads).unwrap();
         let tokens = [o, d_rows.qkv, d_rows.z, d_rows.b, d_rows.a];
         (tokens, [last.conv, last.rule, d_initial.conv, d_initial.rule])
     };
@@ -211,8 +220,8 @@ fn forks_of_a_prompts_state_equal_whole_sequences() {
     let run = |bounds: &Bounds, rows: &DeltaRows, d_o: &Tensor| {
         let packed = PackedSequences::new(bounds, HEADS.conv_width, Device::Cpu);
         let mut grads = no_gradients(&weights);
-        let o = packed.forward(rows, &weights, OPTIONS).unwrap();
-        (o, packed.backward(d_o, rows, &weights, OPTIONS, &mut grads).unwrap(), grads)
+        let (o, _) = packed.forward(rows, &weights, OPTIONS, false).unwrap();
+        (o, packed.backward(d_o, rows, &weights, OPTIONS, None, &mut grads).unwrap(), grads)
     };
     let (o, d_rows, grads) = run(&shared, &rows, &d_o);
     let whole = map_rows(&rows, |t| t.index_select(0, &order));
@@ -228,4 +237,34 @@ fn forks_of_a_prompts_state_equal_whole_sequences() {
     {
         assert_close(&got, &whole);
     }
+}
+
+/// Chunks that the forward kept, of packed sequences and of completions that share prompts. Those of a forward of other rows change
+/// gradients: a backward reads them. Sequences too short for chunks keep none.
+#[test]
+fn kept_chunks_change_no_bit() {
+    let shared = SharedBounds {
+        prompts: vec![0, 64, 127, 190],
+        groups: vec![190, 316, 316, 506],
+        completions: vec![190, 254, 316, 506],
+    };
+    let (rows, other, weights) = (random_rows(506), random_rows(506), random_weights());
+    let d_o = rand(&rows.z.size());
+    for bounds in [Bounds::Separate(vec![0, 126, 126, 190, 506]), Bounds::Shared(shared)] {
+        let packed = PackedSequences::new(&bounds, HEADS.conv_width, Device::Cpu);
+        let run = |keeps: Option<&DeltaRows>| {
+            let (o, _) = packed.forward(&rows, &weights, OPTIONS, false).unwrap();
+            let kept = keeps.map(|rows| packed.forward(rows, &weights, OPTIONS, true).unwrap());
+            let (kept_o, chunks) = kept.map_or((o.copy(), None), |(o, chunks)| (o, Some(chunks.unwrap())));
+            let mut grads = no_gradients(&weights);
+            let d = packed.backward(&d_o, &rows, &weights, OPTIONS, chunks, &mut grads).unwrap();
+            [o, kept_o, d.qkv, d.z, d.b, d.a, grads.conv, grads.a_log, grads.dt_bias, grads.norm]
+        };
+        let [again, kept, of_other] = [None, Some(&rows), Some(&other)].map(run);
+        assert!(again[0].equal(&kept[1]));
+        assert!(again.iter().zip(&kept).all(|(again, kept)| again.equal(kept)));
+        assert!(again[2..].iter().zip(&of_other[2..]).all(|(again, other)| !again.equal(other)));
+    }
+    let short = PackedSequences::new(&Bounds::Separate((0..=506).collect()), HEADS.conv_width, Device::Cpu);
+    assert!(short.forward(&rows, &weights, OPTIONS, true).unwrap().1.is_none());
 }
