@@ -13,7 +13,7 @@ use super::library::environment;
 use super::nvrtc::{KernelSource, cubin};
 use crate::error::{Error, Result};
 
-/// Dynamic shared memory that a kernel has without asking for it.
+/// Shared memory that a block may have without asking for it, static and dynamic together.
 const SHARED_UNASKED_BYTES: u32 = 48 << 10;
 
 /// A kernel on one GPU. Its module stays loaded until the process ends.
@@ -21,6 +21,9 @@ const SHARED_UNASKED_BYTES: u32 = 48 << 10;
 pub(super) struct Kernel {
     context: Arc<Context>,
     function: sys::CUfunction,
+    name: Arc<str>,
+    /// Shared memory that the kernel declares, beside what a launch gives it.
+    static_bytes: u32,
     /// Whether its launches may overlap with the work before them.
     overlaps: bool,
 }
@@ -74,7 +77,8 @@ impl Kernel {
             return Err(no_kernel(source, name));
         }
         let function = check("cuModuleGetFunction", function)?;
-        let kernel = Self { context, function, overlaps: has_clusters(capability) };
+        let static_bytes = static_shared_bytes(function)?;
+        let kernel = Self { context, function, name: name.into(), static_bytes, overlaps: has_clusters(capability) };
         loaded.insert(key, kernel.clone());
         Ok(kernel)
     }
@@ -108,11 +112,13 @@ impl Kernel {
                 Argument::TensorMap(value) => (&raw const *value).cast_mut().cast(),
             })
             .collect();
-        if shared_bytes > SHARED_UNASKED_BYTES {
+        let shape = LaunchShape { grid, block, shared_bytes, cluster };
+        let named = |error| shape.name(error, &self.name, self.static_bytes);
+        if must_ask(self.static_bytes, shared_bytes) {
             let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: sets a number of a function that stays loaded.
             let code = unsafe { sys::cuFuncSetAttribute(self.function, most, shared_bytes as i32) };
-            check("cuFuncSetAttribute", code.result())?;
+            check("cuFuncSetAttribute", code.result()).map_err(named)?;
         }
         use sys::{CUlaunchAttributeID as Id, CUlaunchAttributeValue as Value};
         let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
@@ -139,10 +145,45 @@ impl Kernel {
             numAttrs: attributes.len() as u32,
         };
         // SAFETY: the caller's promise; the driver copies configuration and arguments before it returns.
-        check("cuLaunchKernelEx", unsafe {
+        let code = unsafe {
             sys::cuLaunchKernelEx(&raw const config, self.function, addresses.as_mut_ptr(), std::ptr::null_mut())
-                .result()
-        })
+        };
+        check("cuLaunchKernelEx", code.result()).map_err(named)
+    }
+}
+
+/// Whether a launch must ask for its shared memory: a kernel's own counts, too.
+pub(super) fn must_ask(static_bytes: u32, dynamic_bytes: u32) -> bool {
+    static_bytes + dynamic_bytes > SHARED_UNASKED_BYTES
+}
+
+fn static_shared_bytes(function: sys::CUfunction) -> Result<u32> {
+    let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+    let mut bytes = 0;
+    // SAFETY: the number outlives the call; the function stays loaded.
+    let code = unsafe { sys::cuFuncGetAttribute(&raw mut bytes, which, function) };
+    check("cuFuncGetAttribute", code.result())?;
+    Ok(bytes as u32)
+}
+
+/// The shape of a launch, for messages.
+#[derive(Debug, Clone, Copy)]
+struct LaunchShape {
+    grid: u32,
+    block: u32,
+    shared_bytes: u32,
+    cluster: u32,
+}
+
+impl LaunchShape {
+    /// `error` with the kernel's name and the launch's shape: the driver's description alone does not tell launches apart.
+    fn name(self, error: Error, kernel: &str, static_bytes: u32) -> Error {
+        let Error::Cuda { op, code, message } = error else { return error };
+        let Self { grid, block, shared_bytes, cluster } = self;
+        let clusters = if cluster > 1 { format!(" in clusters of {cluster}") } else { String::new() };
+        let shape = format!("{grid} blocks of {block} threads{clusters}");
+        let shared = format!("{shared_bytes} bytes of dynamic and {static_bytes} of static shared memory");
+        Error::Cuda { op, code, message: format!("{message}, in a launch of {kernel}: {shape}, {shared}") }
     }
 }
 
@@ -150,4 +191,28 @@ impl Kernel {
 fn no_kernel(source: &KernelSource, name: &str) -> Error {
     let expected = "kinds and sizes of tensors that one of its kernels is for".to_owned();
     Error::InvalidArgument { op: source.file, expected, got: name.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_s_own_shared_memory_counts() {
+        assert!(!must_ask(0, 48 << 10) && !must_ask(128, (48 << 10) - 128));
+        assert!(must_ask(128, 48 << 10) && must_ask(0, (48 << 10) + 16));
+    }
+
+    #[test]
+    fn a_launch_that_is_refused_is_named_with_its_shape() {
+        let shape = LaunchShape { grid: 16_384, block: 512, shared_bytes: 49_152, cluster: 2 };
+        let refused = Error::Cuda { op: "cuLaunchKernelEx", code: 1, message: "invalid argument".to_owned() };
+        let message = shape.name(refused, "swiglu_backward_fp8", 128).to_string();
+        for part in [
+            "cuLaunchKernelEx: CUDA code 1, invalid argument, in a launch of swiglu_backward_fp8: 16384 blocks of 512 threads in clusters of 2",
+            "49152 bytes of dynamic and 128 of static shared memory",
+        ] {
+            assert!(message.contains(part), "{message}");
+        }
+    }
 }

@@ -22,6 +22,8 @@ mod chips;
 mod context;
 mod devices;
 mod graph;
+#[cfg(test)]
+mod image;
 mod kernel;
 pub mod kernels;
 mod library;

@@ -174,8 +174,7 @@ pub fn silu_mul_fp8(
         scales,
         Argument::Count(columns as i64),
     ];
-    let most = if rows <= FEW_ROWS { FEW_ROWS_THREADS } else { MANY_ROWS_THREADS };
-    let shape = (rows as u32, even_threads(columns, most), row_bytes(columns));
+    let shape = forward_shape([rows, columns]);
     // SAFETY: the kernel's parameters in order; one block a row, which fits its shared memory.
     unsafe { launch_early(swiglu::SOURCE, "swiglu_forward_fp8", gpu, shape, &arguments) }
 }
@@ -200,7 +199,7 @@ pub fn swiglu_backward_fp8(
     let pairs = address(OP, &gate_up, Kind::BFloat16, 2 * rows * columns, gpu)?;
     let half = |tensor: &Tensor| address(OP, tensor, Kind::BFloat16, rows * columns, gpu);
     let arguments = [half(dy)?, pairs, pairs, half(&y)?, values, scales, Argument::Count(columns as i64)];
-    let shape = (rows as u32, even_threads(columns, BACKWARD_THREADS), row_bytes(2 * columns));
+    let shape = backward_shape([rows, columns]);
     // SAFETY: the kernel's parameters in order; one block a row, which fits its shared memory.
     unsafe { launch_early(swiglu::SOURCE, OP, gpu, shape, &arguments)? };
     Ok((gate_up, y))
@@ -275,6 +274,17 @@ fn even_threads(columns: usize, most: usize) -> u32 {
     packs.div_ceil(packs.div_ceil(most).max(1)).next_multiple_of(32) as u32
 }
 
+/// Blocks, threads and bytes of shared memory of [`silu_mul_fp8`].
+fn forward_shape([rows, columns]: [usize; 2]) -> (u32, u32, u32) {
+    let most = if rows <= FEW_ROWS { FEW_ROWS_THREADS } else { MANY_ROWS_THREADS };
+    (rows as u32, even_threads(columns, most), row_bytes(columns))
+}
+
+/// Blocks, threads and bytes of shared memory of [`swiglu_backward_fp8`].
+fn backward_shape([rows, columns]: [usize; 2]) -> (u32, u32, u32) {
+    (rows as u32, even_threads(columns, BACKWARD_THREADS), row_bytes(2 * columns))
+}
+
 /// Shared memory of a row of bfloat16.
 fn row_bytes(columns: usize) -> u32 {
     (columns * Kind::BFloat16.elt_size_in_bytes()) as u32
@@ -284,6 +294,34 @@ fn row_bytes(columns: usize) -> u32 {
 mod tests {
     use super::super::assert_declared;
     use super::*;
+    use crate::cuda::image::{HOPPER_SHARED_BYTES, limits};
+    use crate::cuda::kernel::must_ask;
+
+    /// Of every length that is served. A row of Qwen3-8B's and of Qwen3.5-9B's gradients takes the 48 KiB that need no asking, and the kernel
+    /// has shared memory of its own beside it.
+    #[test]
+    fn every_row_fits_a_block_of_its_kernel() {
+        tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
+        let limits_of = |source| limits(&nvrtc::cubin(source, (9, 0)).unwrap());
+        let (swiglu, rounding) = (limits_of(swiglu::SOURCE), limits_of(SOURCE));
+        let [forward, backward] = ["swiglu_forward_fp8", "swiglu_backward_fp8"].map(|name| swiglu[name]);
+        let [short, long] = NAMES else { panic!("{NAMES:?}") };
+        for columns in (COLUMNS..=MOST_COLUMNS).step_by(COLUMNS) {
+            let of_forward = [1, FEW_ROWS + 1].map(|rows| (forward_shape([rows, columns]), forward));
+            for ((_, block, shared_bytes), kernel) in
+                of_forward.into_iter().chain([(backward_shape([1, columns]), backward)])
+            {
+                assert!((1..=kernel.threads).contains(&(block as usize)), "{columns}: {block} of {kernel:?}");
+                let bytes = shared_bytes as usize + kernel.static_bytes;
+                assert!(bytes <= HOPPER_SHARED_BYTES, "{columns}: {bytes}");
+            }
+            assert!(threads(columns, MOST) as usize <= rounding[*short].threads);
+            assert!(threads(2 * columns, MOST_LONG) as usize <= rounding[*long].threads);
+        }
+        let shared_bytes = backward_shape([16_384, 12_288]).2;
+        assert_eq!(shared_bytes, 48 << 10);
+        assert!(backward.static_bytes > 0 && must_ask(backward.static_bytes as u32, shared_bytes));
+    }
 
     #[test]
     fn the_source_has_the_same_constants() {

@@ -1,0 +1,58 @@
+//! What machine code asks of a chip, read from a cubin: tests hold launches to it where there is no GPU.
+
+use std::collections::BTreeMap;
+
+/// The limits of a kernel.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct KernelLimits {
+    /// Shared memory that it declares, with what the chip keeps of each block.
+    pub static_bytes: usize,
+    /// Most threads of a block.
+    pub threads: usize,
+}
+
+/// Shared memory of one of Hopper's multiprocessors, of which one block may have all but what the chip keeps.
+pub(super) const HOPPER_SHARED_BYTES: usize = 228 << 10;
+
+/// The limits of every kernel of an ELF image, by name.
+pub(super) fn limits(image: &[u8]) -> BTreeMap<String, KernelLimits> {
+    const SIZED_VALUE: u8 = 4;
+    const MAX_THREADS: u8 = 5;
+    let mut all = BTreeMap::<String, KernelLimits>::new();
+    for (name, bytes, body) in sections(image) {
+        if let Some(kernel) = name.strip_prefix(".nv.shared.") {
+            all.entry(kernel.to_owned()).or_default().static_bytes = bytes;
+        }
+        let Some(kernel) = name.strip_prefix(".nv.info.") else { continue };
+        let mut rest = body;
+        while let [format, attribute, low, high, after @ ..] = rest {
+            let len = if *format == SIZED_VALUE { usize::from(u16::from_le_bytes([*low, *high])) } else { 0 };
+            if (*format, *attribute) == (SIZED_VALUE, MAX_THREADS) {
+                all.entry(kernel.to_owned()).or_default().threads = number(after, 0, 4);
+            }
+            rest = &after[len..];
+        }
+    }
+    all
+}
+
+/// Name, size and contents of every section; those that take memory alone have no contents.
+fn sections(image: &[u8]) -> Vec<(&str, usize, &[u8])> {
+    const NO_BITS: usize = 8;
+    let (table, entry_bytes) = (number(image, 0x28, 8), number(image, 0x3a, 2));
+    let header = |index: usize| &image[table + index * entry_bytes..][..entry_bytes];
+    let names = number(header(number(image, 0x3e, 2)), 0x18, 8);
+    let section = |index: usize| {
+        let header = header(index);
+        let name = &image[names + number(header, 0, 4)..];
+        let name = &name[..name.iter().position(|&byte| byte == 0).unwrap()];
+        let (offset, bytes) = (number(header, 0x18, 8), number(header, 0x20, 8));
+        let body = if number(header, 4, 4) == NO_BITS { &[] } else { &image[offset..][..bytes] };
+        (std::str::from_utf8(name).unwrap(), bytes, body)
+    };
+    (0..number(image, 0x3c, 2)).map(section).collect()
+}
+
+fn number(bytes: &[u8], at: usize, len: usize) -> usize {
+    bytes[at..][..len].iter().rev().fold(0, |number, &byte| number << 8 | usize::from(byte))
+}
