@@ -10,9 +10,10 @@ use serde_json::Value;
 use tch::Device;
 
 use crate::cuda::Context;
-use crate::dist::{Collective, all_gather_json};
+use crate::dist::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory::{self, Ledger, MemoryKind};
+use crate::plan::human;
 use crate::torch;
 use crate::train::{TrainedModel, WORKSPACE_BYTES};
 
@@ -40,6 +41,48 @@ pub(super) struct Peak {
 /// arena.
 pub(super) fn predicted_tensor_bytes(model: &TrainedModel<'_>, at_once: usize) -> usize {
     model.bytes().weights + at_once + WORKSPACE_BYTES
+}
+
+/// Memory of a rank that trains.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TrainingNeeds {
+    /// Of libtorch's tensors at the fullest moment.
+    pub tensor_bytes: usize,
+    /// Of master weights and moments, in an arena beside them.
+    pub optimizer_bytes: usize,
+}
+
+impl TrainingNeeds {
+    /// Refuses to begin where a rank has less; collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::Environment`].
+    pub(super) fn check(self, world: &World) -> Result<()> {
+        let available = match world.device() {
+            Device::Cuda(ordinal) => Context::retain(ordinal)?.memory_bytes()?.0,
+            _ => memory::available_host_bytes()? / world.local_size(),
+        };
+        let mut least = [available as f64]; // exact below 2^53 bytes
+        all_reduce_f64(&*world.group(), &mut least, ReduceOp::Min)?;
+        self.check_within(least[0] as usize)
+    }
+
+    pub(super) fn check_within(self, available: usize) -> Result<()> {
+        let Self { tensor_bytes, optimizer_bytes } = self;
+        let needed = tensor_bytes + optimizer_bytes;
+        if needed <= available {
+            return Ok(());
+        }
+        let message = format!(
+            "this benchmark needs {} per rank ({} of tensors, {} of optimizer state) and {} are available: use more ranks, fewer --layers, a smaller \
+             --max_tokens_per_micro_batch or more --gradient_checkpointing",
+            human(needed),
+            human(tensor_bytes),
+            human(optimizer_bytes),
+            human(available),
+        );
+        Err(Error::Environment { message })
+    }
 }
 
 /// Watches this rank's memory from its start on.

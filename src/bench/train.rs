@@ -8,15 +8,17 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::limits::GpuLimits;
-use super::memory::predicted_tensor_bytes;
+use super::memory::{TrainingNeeds, predicted_tensor_bytes};
 use super::routing::{BenchRouting, busiest_expert_share};
 use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
 use crate::config::{GradientCheckpointing, MixedPrecision, MuonConfig, OptimizerName, Quantization};
 use crate::cuda::{OpCost, OpFamily, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
+use crate::memory::explain_out_of_memory;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
 use crate::ops::random::RandomKey;
+use crate::phase::{self, Phase};
 use crate::torch;
 use crate::train::{
     AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, Optim, OptimizerHome, PackOptions,
@@ -105,12 +107,61 @@ impl TrainBench {
         };
         (0..self.sequences).map(sequence).collect()
     }
+
+    fn pack(&self, sequences: &[Sequence], device: Device) -> Result<Vec<MicroBatch>> {
+        let (max_tokens, share_prompts) = (self.max_tokens_per_micro_batch, self.share_prompts);
+        pack(sequences, &PackOptions { max_tokens, share_prompts, device })
+    }
+
+    /// Predicted peak of libtorch's tensors, in bytes. Whole gradients keep their memory from step to step, unless they are dropped.
+    fn predicted_bytes(&self, table: &ParamTable, micro_batches: &[MicroBatch]) -> usize {
+        let shapes: Vec<_> = micro_batches.iter().map(MicroBatch::shape).collect();
+        let recorded = micro_batches.iter().filter_map(|micro_batch| micro_batch.routed_experts.as_ref());
+        let recorded = recorded.map(|experts| experts.numel() * experts.kind().elt_size_in_bytes()).sum::<usize>();
+        self.bytes_at_most(table, &shapes) + recorded
+    }
+
+    /// Predicted peak for micro-batches that all fill their budget and whose tokens are all scored, as a run's plan takes them.
+    fn planned_bytes(&self, table: &ParamTable, num_micro_batches: usize) -> usize {
+        let tokens = self.max_tokens_per_micro_batch;
+        let shares_prompts = self.share_prompts && self.group > 1;
+        let full = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts, num_top: 0 };
+        self.bytes_at_most(table, &vec![full; num_micro_batches.min(2)])
+    }
+
+    fn bytes_at_most(&self, table: &ParamTable, shapes: &[MicroBatchShape]) -> usize {
+        let model = self.trained(table);
+        if self.score {
+            let scores = shapes.iter().map(|shape| model.fullest_of_scores(*shape).total());
+            return predicted_tensor_bytes(&model, scores.max().unwrap_or(0));
+        }
+        let keep = self.gradient_checkpointing;
+        let course = UpdateCourse { keep, micro_batches: shapes, is_warm: !self.redraw, streams: false };
+        predicted_tensor_bytes(&model, model.fullest(&course).total())
+    }
+
+    /// What a rank needs for such micro-batches.
+    fn needs(&self, table: &ParamTable, micro_batches: &[MicroBatch]) -> TrainingNeeds {
+        let optimizer_bytes = self.trained(table).bytes().optimizer;
+        TrainingNeeds { tensor_bytes: self.predicted_bytes(table, micro_batches), optimizer_bytes }
+    }
+
+    fn trained<'a>(&self, table: &'a ParamTable) -> TrainedModel<'a> {
+        TrainedModel {
+            lora: self.lora_r.map(adapters),
+            quantization: self.quantization,
+            residual: self.residual,
+            fp8: self.mixed_precision != MixedPrecision::None,
+            optim: self.optim(),
+            ..TrainedModel::whole(table, self.zero_stage, self.kind, self.gradients)
+        }
+    }
 }
 
 /// Runs it; collective over the world.
 ///
 /// # Errors
-/// Out of memory, or a sharding that does not fit.
+/// Less memory than is predicted to be needed, before anything is allocated; out of memory, or a sharding that does not fit.
 pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let device = world.device();
     let limits = GpuLimits::of(device)?;
@@ -124,7 +175,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let mut result = run.report(world, &steps, limits.as_ref());
     let predicted = steps.iter().map(|step| step.predicted_bytes).max();
     result["predicted_peak_bytes"] = json!(memory.and(predicted));
-    result["planned_peak_bytes"] = json!(memory.map(|_| run.planned_bytes()));
+    result["planned_peak_bytes"] = json!(memory.map(|_| bench.planned_bytes(&run.table, run.micro_batches.len())));
     result["peak_allocated_bytes"] = json!(memory.map(|memory| memory.peak_allocated));
     result["peak_reserved_bytes"] = json!(memory.map(|memory| memory.peak_reserved));
     result["fragmentation_bytes"] = json!(memory.map(|memory| memory.peak_reserved - memory.peak_allocated));
@@ -165,6 +216,7 @@ impl<'a> TimedRun<'a> {
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
         let (kind, device) = (bench.kind, world.device());
         check_mixed_precision(bench.mixed_precision, &bench.spec, kind, device.is_cuda())?;
+        bench.needs(&table, &bench.pack(&bench.all_sequences(0), device)?).check(world)?;
         let fp8 = fp8_products(bench.mixed_precision);
         let options = PolicyOptions {
             stage: bench.zero_stage,
@@ -182,7 +234,9 @@ impl<'a> TimedRun<'a> {
             keeps_initial: false,
         };
         let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
-        let policy = Policy::start(table.clone(), &mesh, options, OptimizerHome::Resident, &source, start)?;
+        let home = OptimizerHome::Resident;
+        let load = || Policy::start(table.clone(), &mesh, options, home, &source, start);
+        let policy = phase::scope(Phase::Load, load)?;
         let mut run = Self {
             bench,
             table,
@@ -199,16 +253,27 @@ impl<'a> TimedRun<'a> {
     /// The next step's sequences, equal on all ranks.
     fn draw(&mut self, device: Device) -> Result<()> {
         let sequences = self.bench.all_sequences(self.num_steps);
-        let (max_tokens, share_prompts) = (self.bench.max_tokens_per_micro_batch, self.bench.share_prompts);
-        self.micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
+        self.micro_batches = self.bench.pack(&sequences, device)?;
         self.sequence_lens = sequences.iter().map(|sequence| sequence.token_ids.len()).collect();
         let routed = sequences.iter().map(|sequence| &sequence.routed_experts);
         self.busiest_expert_share = busiest_expert_share(&self.bench.spec, routed);
         Ok(())
     }
 
-    /// Forward and backward of all micro-batches and the optimizer's step; or their scores alone.
+    /// Forward and backward of all micro-batches and the optimizer's step; or their scores alone. Where memory lacks, the message tells who
+    /// holds it, as the policy still does.
     fn step(&mut self) -> Result<()> {
+        let scores = self.bench.score;
+        let pass = phase::scope(if scores { Phase::Score } else { Phase::ForwardBackward }, || self.pass());
+        let update = |()| match scores {
+            true => Ok(()),
+            false => phase::scope(Phase::Optimizer, || self.policy.optimizer_step(1e-4, 1.0).map(drop)), // skipped or not
+        };
+        pass.and_then(update).map_err(explain_out_of_memory)
+    }
+
+    /// Forward and backward of all micro-batches, or their scores alone.
+    fn pass(&mut self) -> Result<()> {
         if self.bench.redraw {
             self.policy.drop_gradients();
             self.policy.keep_block_for(&self.micro_batches, self.bench.max_tokens_per_micro_batch)?;
@@ -225,9 +290,6 @@ impl<'a> TimedRun<'a> {
                 let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
                 Ok(TokenGradients { dlogprobs, dentropy: None, dtop: None, daux_loss: 0.0 })
             })?;
-        }
-        if !self.bench.score {
-            let _timed = self.policy.optimizer_step(1e-4, 1.0)?; // whether it was skipped or not
         }
         Ok(())
     }
@@ -246,42 +308,8 @@ impl<'a> TimedRun<'a> {
         let [seconds, exposed_s] = seconds;
         let tokens = self.sequence_lens.iter().sum();
         let flop = self.sequence_lens.iter().map(|&len| model_flop(self.bench, len as f64)).sum();
-        Ok(Timed { seconds, exposed_s, tokens, flop, predicted_bytes: self.predicted_bytes() })
-    }
-
-    /// Predicted peak of libtorch's tensors, in bytes. Whole gradients keep their memory from step to step, unless they are dropped.
-    fn predicted_bytes(&self) -> usize {
-        let shapes: Vec<_> = self.micro_batches.iter().map(MicroBatch::shape).collect();
-        let recorded = self.micro_batches.iter().filter_map(|micro_batch| micro_batch.routed_experts.as_ref());
-        let recorded = recorded.map(|experts| experts.numel() * experts.kind().elt_size_in_bytes()).sum::<usize>();
-        self.bytes_at_most(&shapes) + recorded
-    }
-
-    /// Predicted peak for micro-batches that all fill their budget and whose tokens are all scored, as a run's plan takes them.
-    fn planned_bytes(&self) -> usize {
-        let tokens = self.bench.max_tokens_per_micro_batch;
-        let shares_prompts = self.bench.share_prompts && self.bench.group > 1;
-        let full = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts, num_top: 0 };
-        self.bytes_at_most(&vec![full; self.micro_batches.len().min(2)])
-    }
-
-    fn bytes_at_most(&self, shapes: &[MicroBatchShape]) -> usize {
-        let Self { bench, table, .. } = self;
-        let model = TrainedModel {
-            lora: bench.lora_r.map(adapters),
-            quantization: bench.quantization,
-            residual: bench.residual,
-            fp8: bench.mixed_precision != MixedPrecision::None,
-            optim: bench.optim(),
-            ..TrainedModel::whole(table, bench.zero_stage, bench.kind, bench.gradients)
-        };
-        if bench.score {
-            let scores = shapes.iter().map(|shape| model.fullest_of_scores(*shape).total());
-            return predicted_tensor_bytes(&model, scores.max().unwrap_or(0));
-        }
-        let keep = bench.gradient_checkpointing;
-        let course = UpdateCourse { keep, micro_batches: shapes, is_warm: !bench.redraw, streams: false };
-        predicted_tensor_bytes(&model, model.fullest(&course).total())
+        let predicted_bytes = self.bench.predicted_bytes(&self.table, &self.micro_batches);
+        Ok(Timed { seconds, exposed_s, tokens, flop, predicted_bytes })
     }
 
     fn report(&self, world: &World, steps: &[Timed], limits: Option<&GpuLimits>) -> Value {
@@ -353,3 +381,6 @@ fn by_family(families: &[OpFamily], limits: &GpuLimits) -> Value {
     });
     Value::Object(rows.collect())
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,62 @@
+use super::*;
+use crate::dist::Backend;
+use crate::error::ExitCode;
+
+fn bench(preset: &str, num_layers: usize, gradient_checkpointing: GradientCheckpointing) -> TrainBench {
+    let spec = ModelSpec { num_layers, ..ModelSpec::preset(preset).unwrap() };
+    TrainBench {
+        model: preset.to_owned(),
+        spec: Arc::new(spec),
+        kind: Kind::BFloat16,
+        residual: Kind::BFloat16,
+        sequences: 4,
+        prompt_len: 2048,
+        completion_len: 2048,
+        completion_spread: None,
+        redraw: false,
+        group: 1,
+        share_prompts: true,
+        max_tokens_per_micro_batch: 16_384,
+        zero_stage: 2,
+        shard_group_size: None,
+        gradients: GradientOptions::default(),
+        optim: OptimizerName::AdamW,
+        lora_r: None,
+        quantization: Quantization::None,
+        mixed_precision: MixedPrecision::None,
+        routing: BenchRouting::Own,
+        gradient_checkpointing,
+        score: false,
+        profile: false,
+        steps: 1,
+    }
+}
+
+/// Eight layers of Qwen3.5-9B on a GPU of 80 GB: without kept chunks they fit, which was measured; with them they take 4.9 GB more and do not.
+#[test]
+fn optimizer_state_counts_beside_tensors() {
+    let available = 79 << 30; // of an H100 with a context
+    let needs = |keep| {
+        let bench = bench("qwen3.5-9b", 8, keep);
+        let table = ParamTable::new(bench.spec.clone(), 1);
+        bench.needs(&table, &bench.pack(&bench.all_sequences(0), Device::Cpu).unwrap())
+    };
+    let [none, keeping] = [GradientCheckpointing::None, GradientCheckpointing::KeepChunks].map(needs);
+    assert_eq!(none.tensor_bytes, 38_115_533_824);
+    assert!((45_169_583_616..45_200_000_000).contains(&none.optimizer_bytes), "{none:?}"); // 12 bytes a parameter
+    assert_eq!(keeping.optimizer_bytes, none.optimizer_bytes);
+    none.check_within(available).unwrap();
+    let message = keeping.check_within(available).unwrap_err().to_string();
+    for part in ["needs 81.", "of tensors, 42.1 GiB of optimizer state) and 79.0 GiB are available"] {
+        assert!(message.contains(part), "{message}");
+    }
+}
+
+/// More than any machine has: a benchmark that began to allocate would be ended by the kernel.
+#[test]
+fn a_benchmark_that_does_not_fit_is_refused_before_it_starts() {
+    let world = World::single_on(Backend::Shm).unwrap();
+    let error = bench_train(&bench("qwen2.5-32b", 6400, GradientCheckpointing::Full), &world).unwrap_err();
+    assert_eq!(error.exit_code(), ExitCode::Environment);
+    assert!(error.to_string().contains("this benchmark needs "), "{error}");
+}
