@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "src/kernels"
 # Functions of the headers that scripts/emulate/device.h has in their place.
 REPLACED = set("""copy_16 copy_16_once read_once commit_copies wait_copies load_matrices prefetch shared_address cluster_rank cluster_size sync_cluster
-peer_address load_shared store_shared pack transpose silu_mul load_transposed transposed read_shared write_shared read_shared_16 wait_for_inputs widen
+arrive_cluster wait_cluster load_one peer_address load_shared store_shared pack transpose silu_mul load_transposed transposed read_shared write_shared read_shared_16 wait_for_inputs widen
 narrow warp_max warp_sum block_max block_sum load store low high join copy_in copy_out""".split())
 PRODUCTS = """
 using ::add_product;
