@@ -62,16 +62,14 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage
 
 /// `full`, or with less recomputation where that is left open and there is room for what it keeps.
 fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan) -> MemoryPlan {
-    use GradientCheckpointing::{KeepChunks, None as Nothing, Selective};
+    use GradientCheckpointing::{None as Nothing, Selective};
     if input.config.gradient_checkpointing != AutoOr::Auto {
         return full;
     }
-    let has_chunks = input.table.spec.delta_net.is_some();
-    let less = [KeepChunks, Nothing, Selective].into_iter().filter(|&keep| has_chunks || keep != KeepChunks);
-    let plans =
-        less.map(|gradient_checkpointing| MemoryPlan::with(Choices { gradient_checkpointing, ..choices }, input));
+    let plans = [Nothing, Selective]
+        .map(|gradient_checkpointing| MemoryPlan::with(Choices { gradient_checkpointing, ..choices }, input));
     let has_blocks = |plan: &MemoryPlan| plan.num_useful_blocks() == full.num_useful_blocks();
-    let mut fitting = plans.flatten().filter(|plan| has_blocks(plan) && plan.leaves_share());
+    let mut fitting = plans.into_iter().flatten().filter(|plan| has_blocks(plan) && plan.leaves_share());
     fitting.next().unwrap_or(full)
 }
 
