@@ -32,6 +32,11 @@ const MANY_BLOCKS: i64 = 100;
 /// Threads of a block.
 const PREPARE_THREADS: u32 = 128;
 const GRADIENTS_THREADS: u32 = 512;
+/// Shared memory that a launch gives its kernel: tiles of two chunks of a pass, each with gates, and results on their way to memory.
+const PREPARE_BYTES: u32 = 2 * ROWS_BYTES + CHUNK as u32 * (CHUNK as u32 + 4) * 4 + ALIGNMENT;
+const SCAN_BYTES: u32 = 2 * (4 * ROWS_BYTES + PAIRS_BYTES + SWIZZLED) + 2 * ROWS_BYTES + SWIZZLED;
+const REVERSE_BYTES: u32 = 2 * (4 * ROWS_BYTES + 2 * PAIRS_BYTES + SWIZZLED) + ROWS_BYTES + SWIZZLED;
+const GRADIENTS_BYTES: u32 = 7 * ROWS_BYTES + 2 * STATE_BYTES + 3 * PAIRS_BYTES + ALIGNMENT;
 
 /// Tensors of chunks that need no state.
 #[derive(Debug)]
@@ -80,10 +85,9 @@ pub fn delta_prepare(
     arguments.push(address_or_null(OP, prepared.t.as_ref(), bf16, pairs, gpu)?);
     arguments.push(address(OP, &prepared.gates, Kind::Float, prepared.gates.numel(), gpu)?);
     arguments.extend(sizes.arguments());
-    let shared_bytes = 2 * ROWS_BYTES + CHUNK as u32 * (CHUNK as u32 + 4) * 4 + ALIGNMENT;
     let grid = (layout.num_chunks() * sizes.heads) as u32;
     // SAFETY: the kernel's parameters in order; a block for every head of every chunk, and the shared memory that it divides.
-    unsafe { launch(SOURCE, OP, gpu, (grid, PREPARE_THREADS, shared_bytes), &arguments)? };
+    unsafe { launch(SOURCE, OP, gpu, (grid, PREPARE_THREADS, PREPARE_BYTES), &arguments)? };
     Ok(prepared)
 }
 
@@ -142,12 +146,11 @@ pub fn delta_scan(
     arguments.push(address_or_null(OP, states, bf16, sizes.elements(layout, DIM * DIM), gpu)?);
     arguments.push(address_or_null(OP, news, bf16, rows, gpu)?);
     arguments.extend(sizes.arguments());
-    let shared_bytes = 2 * (4 * ROWS_BYTES + PAIRS_BYTES + SWIZZLED) + 2 * ROWS_BYTES + SWIZZLED;
     let (warps, grid) = scan_grid(layout, sizes);
     // SAFETY: the kernel's parameters in order; warps for all columns of every head's state of every sequence.
     unsafe {
         let name = format!("{OP}_{warps}");
-        launch(SOURCE, &name, gpu, (grid, 32 * warps, shared_bytes), &arguments)?;
+        launch(SOURCE, &name, gpu, (grid, 32 * warps, SCAN_BYTES), &arguments)?;
     }
     let kept = t.zip(written).map(|(t, [states, news])| DeltaKept { w, p, t, gates, states, news });
     Ok(DeltaScan { o, last, kept })
@@ -238,12 +241,11 @@ fn delta_reverse(
         address(OP, &reverse.initial, Kind::Float, reverse.initial.numel(), gpu)?,
     ];
     arguments.extend(sizes.arguments());
-    let shared_bytes = 2 * (4 * ROWS_BYTES + 2 * PAIRS_BYTES + SWIZZLED) + ROWS_BYTES + SWIZZLED;
     let (warps, grid) = scan_grid(layout, sizes);
     // SAFETY: the kernel's parameters in order; warps for all columns of every head's state of every sequence.
     unsafe {
         let name = format!("{OP}_{warps}");
-        launch(GRADIENTS, &name, gpu, (grid, 32 * warps, shared_bytes), &arguments)?;
+        launch(GRADIENTS, &name, gpu, (grid, 32 * warps, REVERSE_BYTES), &arguments)?;
     }
     Ok(reverse)
 }
@@ -291,11 +293,10 @@ fn delta_gradients(
     arguments.extend(sizes.arguments());
     let pairs = layout.num_chunks() * sizes.key_heads;
     arguments.push(Argument::Count(pairs));
-    let shared_bytes = 7 * ROWS_BYTES + 2 * STATE_BYTES + 3 * PAIRS_BYTES + ALIGNMENT;
     // A multiprocessor has room for one block; the bits do not depend on their number.
     let grid = blocks(pairs as usize, 1, Context::retain(gpu)?.num_processors()?);
     // SAFETY: the kernel's parameters in order; blocks stride over the key heads of all chunks, and have the shared memory that they divide.
-    unsafe { launch(GRADIENTS, OP, gpu, (grid, GRADIENTS_THREADS, shared_bytes), &arguments)? };
+    unsafe { launch(GRADIENTS, OP, gpu, (grid, GRADIENTS_THREADS, GRADIENTS_BYTES), &arguments)? };
     Ok(d)
 }
 
@@ -303,6 +304,25 @@ fn delta_gradients(
 mod tests {
     use super::super::assert_declared;
     use super::*;
+    use crate::cuda::image::{HOPPER_SHARED_BYTES, limits};
+
+    #[test]
+    fn tiles_fit_a_multiprocessor_beside_what_kernels_declare() {
+        tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
+        let [forward, backward] = [SOURCE, GRADIENTS].map(|source| limits(&nvrtc::cubin(source, (9, 0)).unwrap()));
+        for (of, name, block, shared_bytes) in [
+            (&forward, "delta_prepare", PREPARE_THREADS, PREPARE_BYTES),
+            (&forward, "delta_scan_4", 128, SCAN_BYTES),
+            (&forward, "delta_scan_8", 256, SCAN_BYTES),
+            (&backward, "delta_reverse_4", 128, REVERSE_BYTES),
+            (&backward, "delta_reverse_8", 256, REVERSE_BYTES),
+            (&backward, "delta_gradients", GRADIENTS_THREADS, GRADIENTS_BYTES),
+        ] {
+            let kernel = of[name];
+            assert_eq!(kernel.threads, block as usize, "{name}");
+            assert!(kernel.static_bytes + shared_bytes as usize <= HOPPER_SHARED_BYTES, "{name}: {kernel:?}");
+        }
+    }
 
     #[test]
     fn the_sources_have_the_same_sizes() {
