@@ -325,9 +325,12 @@ mod tests {
             rollout_logprobs: vec![-0.1, f32::MIN_POSITIVE, f32::NEG_INFINITY],
             weight_versions: vec![4, 4, 6],
             finish_reason: Some(FinishReason::Stop),
-            routed_experts: RoutedExperts { per_token: 3, experts: vec![0, 255, 4095, 1, 2, 3] },
+            routed_experts: RoutedExperts { per_token: 3, experts: vec![0, 255, 4095, 1, 2, 3].into() },
             ..Trajectory::default()
         };
+        let text = serde_json::to_string(&one_turn).unwrap();
+        assert!(text.contains(r#""token_ids":"0000000000000007ffffffff""#), "{text}");
+        assert!(text.contains(r#""routed_experts":[3,"000000ff0fff000100020003"]"#), "{text}");
         let mut two_turns = one_turn.clone();
         two_turns.push_context(&[5, 6], 7);
         assert_eq!((two_turns.turns().len(), two_turns.num_sampled(), two_turns.finish_reason), (1, 3, None));
@@ -342,6 +345,9 @@ mod tests {
                 "weight_versions": [[0, 1]]}"#,
             r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]],
                 "routed_experts": [2, "000100020003"]}"#,
+            r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]],
+                "routed_experts": [1, "00010"]}"#,
+            r#"{"token_ids": "+0000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]]}"#,
         ] {
             assert!(serde_json::from_str::<Trajectory>(torn).is_err(), "{torn}");
         }

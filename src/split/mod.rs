@@ -76,7 +76,8 @@ impl Split {
             match &mut split.role {
                 SplitRank::Trains(learner) => Ok((learner.train(sequences, options, progress)?, R::default())),
                 SplitRank::Generates(served) => {
-                    gather_sequences(sequences, &*split.world.group())?;
+                    let group = split.world.group();
+                    gather_sequences(sequences, &*group)?.1.fetch(sequences, &[], &*group)?;
                     let outcome = UpdateOutcome {
                         num_updates: options.num_updates(),
                         entropy_control: options.entropy_control,

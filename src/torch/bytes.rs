@@ -80,6 +80,36 @@ pub fn tensor_on<T: tch::kind::Element>(values: &[T], device: Device) -> Result<
     Ok(Tensor::f_from_slice(values)?.f_to_device(device)?)
 }
 
+/// A tensor `[len]` on `device` of zeros, or what `fill` makes of them: without the copy that [`tensor_on`] makes on the host.
+///
+/// # Errors
+/// The errors of [`tensor_on`].
+pub fn filled_on<T: tch::kind::Element>(len: usize, device: Device, fill: impl FnOnce(&mut [T])) -> Result<Tensor> {
+    let host = Tensor::f_zeros([len as i64], (T::KIND, Device::Cpu))?;
+    if len > 0 {
+        // SAFETY: the tensor is new and contiguous, with so many elements of this type, any bits of which are a value; nobody else has it.
+        fill(unsafe { std::slice::from_raw_parts_mut(host.data_ptr().cast(), len) });
+    }
+    Ok(host.f_to_device(device)?)
+}
+
+/// What `read` makes of the memory of a contiguous tensor on any device; of a GPU's it is one copy.
+///
+/// # Errors
+/// The errors of [`bytes`]; [`Error::Torch`], also for work on the device that failed before.
+pub fn read_bytes<R>(tensor: &Tensor, read: impl FnOnce(&[u8]) -> R) -> Result<R> {
+    let host = match tensor.device() {
+        Device::Cpu => {
+            let mut copy = tensor.f_zeros_like()?;
+            copy.f_copy_(tensor)?;
+            copy
+        }
+        _ => tensor.f_to_device(Device::Cpu)?,
+    };
+    // SAFETY: the copy is nobody else's.
+    Ok(read(unsafe { bytes(&host) }?))
+}
+
 /// The kind in which sums over elements of `kind` are accumulated and normalisations computed.
 pub fn accumulation_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
@@ -98,7 +128,15 @@ mod tests {
         let copy = byte_vec(&tensor).unwrap();
         let _ = tensor.shallow_clone().fill_(5.0);
         assert_eq!((&copy[..4], f32_vec(&tensor).unwrap()), (&1f32.to_le_bytes()[..], vec![5.0, 5.0]));
+        assert_eq!(read_bytes(&tensor, <[u8]>::to_vec).unwrap(), byte_vec(&tensor).unwrap());
         assert!(byte_vec(&Tensor::zeros([0], (Kind::BFloat16, Device::Cpu))).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_tensor_is_filled_where_it_lies() {
+        let filled = filled_on(3, Device::Cpu, |values: &mut [i16]| values[1..].fill(-7)).unwrap();
+        assert_eq!((filled.kind(), Vec::<i16>::try_from(&filled).unwrap()), (Kind::Int16, vec![0, -7, -7]));
+        assert_eq!(filled_on(0, Device::Cpu, |_: &mut [u8]| panic!("nothing to fill")).unwrap().numel(), 0);
     }
 
     #[test]

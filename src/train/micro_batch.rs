@@ -2,6 +2,8 @@
 //!
 //! Shapes: T tokens, C scored tokens, N sequences of a micro-batch.
 
+use std::ops::Range;
+
 use tch::{Device, Kind, Tensor};
 
 use super::activations::MicroBatchShape;
@@ -171,19 +173,23 @@ fn teacher_top(sequences: &[usize], all: &[Sequence], device: Device) -> Result<
 }
 
 /// The experts of each row, -1 where a sequence has none; `None` where no sequence has any.
-fn routed_experts(all: &[Sequence], sources: &[(usize, usize)], device: Device) -> Result<Option<Tensor>> {
-    let per_token = sources.iter().map(|&(sequence, _)| all[sequence].routed_experts.per_token).max().unwrap_or(0);
+fn routed_experts(all: &[Sequence], sources: &[(usize, Range<usize>)], device: Device) -> Result<Option<Tensor>> {
+    let per_token = sources.iter().map(|(sequence, _)| all[*sequence].routed_experts.per_token).max().unwrap_or(0);
     if per_token == 0 {
         return Ok(None);
     }
-    let mut experts = Vec::with_capacity(sources.len() * per_token);
-    for &(sequence, position) in sources {
-        match all[sequence].routed_experts.of(position) {
-            Some(own) => experts.extend(own.iter().map(|&expert| expert as i16)),
-            None => experts.extend(std::iter::repeat_n(-1, per_token)),
+    let num_rows: usize = sources.iter().map(|(_, positions)| positions.len()).sum();
+    let experts = torch::filled_on(num_rows * per_token, device, |mut rows: &mut [i16]| {
+        for (sequence, positions) in sources {
+            let known = all[*sequence].routed_experts.within(positions.clone());
+            let (own, others) = rows.split_at_mut(positions.len() * per_token);
+            let (recorded, unknown) = own.split_at_mut(known.len());
+            recorded.iter_mut().zip(known).for_each(|(expert, &known)| *expert = known as i16);
+            unknown.fill(-1);
+            rows = others;
         }
-    }
-    Ok(Some(torch::tensor_on(&experts, device)?.f_view([-1, per_token as i64])?))
+    })?;
+    Ok(Some(experts.f_view([-1, per_token as i64])?))
 }
 
 /// The contents of each row.
@@ -192,8 +198,8 @@ struct RowContents {
     positions: Vec<i64>, // [T]
     bounds: Bounds,
     scored: Vec<i64>, // [C]
-    /// Sequence and position of each row.
-    sources: Vec<(usize, usize)>, // [T]
+    /// Sequence and positions of rows that follow one another.
+    sources: Vec<(usize, Range<usize>)>,
 }
 
 impl RowContents {
@@ -205,7 +211,7 @@ impl RowContents {
             let (start, len) = (token_ids.len() as i64, sequence.token_ids.len() as i64);
             token_ids.extend(ids(&sequence.token_ids));
             positions.extend(0..len);
-            sources.extend((0..sequence.token_ids.len()).map(|position| (index, position)));
+            sources.push((index, 0..sequence.token_ids.len()));
             let before_completion = start + sequence.prompt_len as i64 - 1;
             scored.extend(sequence.scored().map(|at| before_completion + at as i64));
             cu_seqlens.push(start + len);
@@ -220,7 +226,7 @@ impl RowContents {
             let prompt = all[group[0]].prompt();
             token_ids.extend(ids(prompt));
             positions.extend(0..prompt.len() as i64);
-            sources.extend((0..prompt.len()).map(|position| (group[0], position)));
+            sources.push((group[0], 0..prompt.len()));
             prompts.push(token_ids.len() as i64);
         }
         let (mut bounds, mut completions) = (vec![token_ids.len() as i64], vec![token_ids.len() as i64]);
@@ -230,7 +236,7 @@ impl RowContents {
                 let (first, len) = (all[index].prompt_len as i64, completion.len() as i64);
                 token_ids.extend(ids(completion));
                 positions.extend(first..first + len);
-                sources.extend((first as usize..all[index].token_ids.len()).map(|position| (index, position)));
+                sources.push((index, first as usize..all[index].token_ids.len()));
                 let row_before = |at: usize| if at == 0 { prompt_end - 1 } else { start + at as i64 - 1 };
                 scored.extend(all[index].scored().map(row_before));
                 completions.push(start + len);

@@ -2,6 +2,7 @@
 //!
 //! | file | what it is |
 //! |---|---|
+//! | `gather` | sequences of all ranks, and their experts where they are trained on |
 //! | `balance` | sequences to ranks by cost |
 //! | `pack`, `micro_batch` | sequences into micro-batches, prompts shared |
 //! | `policy` | the trained model: scores, gradients, the step |
@@ -34,6 +35,7 @@ mod adapters;
 mod balance;
 mod bytes;
 mod flow;
+mod gather;
 mod gradients;
 mod load;
 mod load_balance;
@@ -56,8 +58,9 @@ mod state_layout;
 mod weights;
 
 pub use activations::{ActivationBytes, MicroBatchShape, WORKSPACE_BYTES};
-pub use balance::{balanced_share, gather_sequences};
+pub use balance::balanced_share;
 pub use bytes::{TrainBytes, TrainedModel, reference_bytes};
+pub use gather::{ExpertSources, gather_sequences};
 pub use load::{AdapterOptions, PolicyStart};
 pub use micro_batch::MicroBatch;
 pub use moments::{Moment, UpdateCourse, fullest_of_reference};

@@ -29,19 +29,36 @@ fn runs<T: Copy + PartialEq>(values: &[T]) -> Vec<(T, usize)> {
     values.chunk_by(T::eq).map(|run| (run[0], run.len())).collect()
 }
 
+/// So many hexadecimal digits of each number, without anything between: a trajectory has hundreds of thousands of experts.
+fn digits(each: u32, numbers: impl ExactSizeIterator<Item = u32>) -> String {
+    let mut text = String::with_capacity(each as usize * numbers.len());
+    for number in numbers {
+        for place in (0..each).rev() {
+            text.push(char::from(b"0123456789abcdef"[(number >> (4 * place) & 15) as usize]));
+        }
+    }
+    text
+}
+
+/// What [`digits`] has written; `None` if a number is cut short or has another character.
+fn numbers(text: &str, each: usize) -> Option<Vec<u32>> {
+    let digit = |number: u32, byte: &u8| Some(number << 4 | char::from(*byte).to_digit(16)?);
+    let numbers = text.as_bytes().chunks(each);
+    numbers.map(|own| if own.len() == each { own.iter().try_fold(0, digit) } else { None }).collect()
+}
+
 impl From<Trajectory> for PackedTrajectory {
     fn from(trajectory: Trajectory) -> Self {
         let Trajectory {
             token_ids, loss_mask, rollout_logprobs, weight_versions, finish_reason, routed_experts, ..
         } = trajectory;
-        let experts = routed_experts.experts.iter().map(|expert| format!("{expert:04x}")).collect();
-        let digits = |words: &mut dyn Iterator<Item = u32>| words.map(|word| format!("{word:08x}")).collect();
+        let experts = digits(4, routed_experts.experts.iter().map(|&expert| u32::from(expert)));
         let begins_with_context = loss_mask.first() == Some(&false);
         let turns = if loss_mask.contains(&false) { runs(&loss_mask) } else { Vec::new() };
         let turns = begins_with_context.then_some(0).into_iter().chain(turns.into_iter().map(|(_, len)| len));
         Self {
-            token_ids: digits(&mut token_ids.into_iter()),
-            rollout_logprobs: digits(&mut rollout_logprobs.into_iter().map(f32::to_bits)),
+            token_ids: digits(8, token_ids.into_iter()),
+            rollout_logprobs: digits(8, rollout_logprobs.into_iter().map(f32::to_bits)),
             finish_reason,
             turns: turns.collect(),
             weight_versions: runs(&weight_versions),
@@ -56,10 +73,6 @@ impl TryFrom<PackedTrajectory> for Trajectory {
     fn try_from(packed: PackedTrajectory) -> Result<Self, String> {
         let PackedTrajectory { token_ids, rollout_logprobs, finish_reason, turns, weight_versions, routed_experts } =
             packed;
-        let numbers = |digits: &str, len: usize| -> Option<Vec<u32>> {
-            let word = |digits: &[u8]| u32::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
-            digits.as_bytes().chunks(len).map(word).collect()
-        };
         let words = |digits: &str| numbers(digits, 8);
         let (per_token, experts) = routed_experts;
         let experts =
@@ -85,7 +98,7 @@ impl TryFrom<PackedTrajectory> for Trajectory {
             token_ids,
             routed_experts: RoutedExperts {
                 per_token,
-                experts: experts.into_iter().map(|expert| expert as u16).collect(),
+                experts: experts.into_iter().map(|expert| expert as u16).collect::<Vec<_>>().into(),
             },
             finish_reason,
             ..Self::default()

@@ -6,7 +6,7 @@ use crate::config::KlEstimator;
 use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::Result;
 use crate::grpo::kl_of_sequence;
-use crate::train::{Sequence, gather_sequences};
+use crate::train::{ExpertSources, Sequence, gather_sequences};
 
 /// The KL divergence of one sequence from the reference model, estimated on its own tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -28,15 +28,22 @@ impl Divergence {
     }
 }
 
-/// The sequences of all ranks in rank order, each with its index as its place, and which of them are `own`; collective over
-/// `group`.
-pub(super) fn gather_numbered(own: &[Sequence], group: &dyn Collective) -> Result<(Vec<Sequence>, Range<usize>)> {
+/// The sequences of all ranks in rank order, each with its index as its place.
+pub(super) struct Numbered {
+    pub all: Vec<Sequence>,
+    /// Which of them this rank brought.
+    pub own: Range<usize>,
+    pub experts: ExpertSources,
+}
+
+/// The sequences of all ranks; collective over `group`.
+pub(super) fn gather_numbered(own: &[Sequence], group: &dyn Collective) -> Result<Numbered> {
     let rank = group.rank() as u32;
     let of_rank: Vec<Sequence> = own.iter().map(|sequence| Sequence { place: rank, ..sequence.clone() }).collect();
-    let mut all = gather_sequences(&of_rank, group)?;
+    let (mut all, experts) = gather_sequences(&of_rank, group)?;
     let first = all.partition_point(|sequence| sequence.place < rank);
     all.iter_mut().zip(0..).for_each(|(sequence, index)| sequence.place = index);
-    Ok((all, first..first + own.len()))
+    Ok(Numbered { all, own: first..first + own.len(), experts })
 }
 
 /// Divergences of the sequences at `own` from those that ranks have scored of all `num_sequences`; collective over `group`.
@@ -61,8 +68,9 @@ pub(super) fn exchange(
 /// Divergences of this rank's sequences on a rank that does not train, while those that do call
 /// [`Learner::divergences`](super::Learner::divergences); collective over `group`.
 pub fn await_divergences(own: &[Sequence], estimator: KlEstimator, group: &dyn Collective) -> Result<Vec<Divergence>> {
-    let (all, own) = gather_numbered(own, group)?;
-    exchange(&[], estimator, (all.len(), own), group)
+    let numbered = gather_numbered(own, group)?;
+    numbered.experts.fetch(own, &[], group)?;
+    exchange(&[], estimator, (numbered.all.len(), numbered.own), group)
 }
 
 #[cfg(test)]
@@ -77,7 +85,7 @@ mod tests {
         };
         let found = testing::worlds(3, |world| {
             let group = world.group();
-            let (mut all, range) = gather_numbered(&own(world.rank()), &*group).unwrap();
+            let Numbered { mut all, own: range, .. } = gather_numbered(&own(world.rank()), &*group).unwrap();
             for (index, sequence) in all.iter_mut().enumerate() {
                 assert_eq!(sequence.place as usize, index);
                 sequence.old_logprobs = Some(vec![-1.0, -2.0]);

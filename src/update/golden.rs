@@ -29,6 +29,7 @@ impl Table {
         let (spec, mut loss, mut stats) = (ModelSpec::preset("qwen2.5-0.5b").unwrap(), 0.0, LossStats::default());
         for rank in 0..num_ranks {
             let share = balanced_share(&self.sequences, &spec, false, rank, num_ranks);
+            let share: Vec<Sequence> = share.into_iter().map(|index| self.sequences[index].clone()).collect();
             let (mut sums, mut outcome) = (UpdateSums::new(self.entropy_term(config), 0.0), UpdateOutcome::default());
             sums.count_masked(&share, &options).unwrap();
             let packing = PackOptions { max_tokens: 12, share_prompts: false, device: Device::Cpu };

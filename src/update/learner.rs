@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::divergence::{Divergence, exchange, gather_numbered};
+use super::divergence::{Divergence, Numbered, exchange, gather_numbered};
 use super::loss::UpdateSums;
 use super::options::{ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
 use crate::config::LossType;
@@ -141,11 +141,17 @@ impl Learner {
         progress: &dyn UpdateProgress,
     ) -> Result<Vec<Divergence>> {
         let group = self.world.group();
-        let (all, own) = phase::scope(Phase::Pack, || gather_numbered(sequences, &*group))?;
+        let (num_sequences, own, mut share) = phase::scope(Phase::Pack, || {
+            let Numbered { all, own, experts } = gather_numbered(sequences, &*group)?;
+            let indexes = self.share_of(&all, options);
+            let fetched = experts.fetch(sequences, &indexes, &*group)?;
+            let share = indexes.iter().zip(fetched);
+            let share = share.map(|(&index, routed_experts)| Sequence { routed_experts, ..all[index].clone() });
+            Ok((all.len(), own, share.collect::<Vec<_>>()))
+        })?;
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
-        let mut share = self.share_of(&all, options);
         self.score(&mut share, Needs { old: true, reference: true, teacher: false }, options, progress)?;
-        exchange(&share, options.loss.kl_estimator, (all.len(), own), &*group)
+        exchange(&share, options.loss.kl_estimator, (num_sequences, own), &*group)
     }
 
     /// Fills in the log-probabilities that are needed. The reference model of a run that trains adapters is the policy's own base.
@@ -196,17 +202,28 @@ impl Learner {
         sequences: &[Sequence],
         options: &UpdateOptions,
     ) -> Result<(Vec<Vec<Sequence>>, Vec<Denominators>)> {
-        let num_updates = options.updates_per_generation;
+        let (num_updates, group) = (options.updates_per_generation, self.world.group());
+        let (all, experts) = gather_sequences(sequences, &*group)?;
         let mut slices = vec![Vec::new(); num_updates];
-        for (index, sequence) in gather_sequences(sequences, &*self.world.group())?.into_iter().enumerate() {
+        for (index, sequence) in all.into_iter().enumerate() {
             slices[index % num_updates].push(sequence);
         }
-        let shares = slices.iter().map(|slice| self.share_of(slice, options)).collect();
+        let indexes: Vec<Vec<usize>> = slices.iter().map(|slice| self.share_of(slice, options)).collect();
+        let in_all = |(update, of_slice): (usize, &Vec<usize>)| -> Vec<usize> {
+            of_slice.iter().map(|index| num_updates * index + update).collect()
+        };
+        let wanted: Vec<usize> = indexes.iter().enumerate().flat_map(in_all).collect();
+        let mut experts = experts.fetch(sequences, &wanted, &*group)?.into_iter();
+        let with_experts = |(slice, own): (&Vec<Sequence>, Vec<usize>)| -> Vec<Sequence> {
+            let sequences = own.into_iter().map(|index| slice[index].clone());
+            sequences.zip(&mut experts).map(|(it, routed_experts)| Sequence { routed_experts, ..it }).collect()
+        };
+        let shares = slices.iter().zip(indexes).map(with_experts).collect();
         Ok((shares, denominators(&slices, options.loss.loss_type)))
     }
 
-    /// The part of all sequences that this rank computes.
-    fn share_of(&self, all: &[Sequence], options: &UpdateOptions) -> Vec<Sequence> {
+    /// Indexes of the part of all sequences that this rank computes.
+    fn share_of(&self, all: &[Sequence], options: &UpdateOptions) -> Vec<usize> {
         let (trainers, spec) = (&*self.mesh.world, &self.policy.table().spec);
         balanced_share(all, spec, self.shares_prompts(options), trainers.rank(), trainers.size())
     }

@@ -170,7 +170,7 @@ fn rounding_of_experts_gradients_is_told_from_a_fault() {
         let mut faulty = all.clone();
         let count = case.spec.experts.as_ref().unwrap().num_experts as u16;
         let RoutedExperts { per_token, experts: chosen } = &mut faulty[1].routed_experts;
-        let own = &mut chosen[TOKEN * *per_token..][..*per_token];
+        let own = &mut Arc::make_mut(chosen)[TOKEN * *per_token..][..*per_token];
         own[0] = (0..count).find(|expert| !own.contains(expert)).unwrap();
         let off = case.errors(Device::Cpu, &faulty, &all);
         println!("{}, a fault: {off:?}", case.name);

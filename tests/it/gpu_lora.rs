@@ -158,7 +158,8 @@ fn routes(spec: &ModelSpec, n: usize, len: usize) -> RoutedExperts {
     let first = |at: usize, layer: usize| 5 * n + at * at + 3 * at + 7 * layer;
     let of_layer = |at, layer| (0..choices).map(move |choice| ((first(at, layer) + choice) % count) as u16);
     let of_token = |at| (0..spec.num_expert_layers()).flat_map(move |layer| of_layer(at, layer));
-    RoutedExperts { per_token: spec.routed_experts_per_token(), experts: (0..len).flat_map(of_token).collect() }
+    let experts: Vec<u16> = (0..len).flat_map(of_token).collect();
+    RoutedExperts { per_token: spec.routed_experts_per_token(), experts: experts.into() }
 }
 
 /// Four sequences, of which neighbours have one prompt of nine tokens; with experts for all tokens, or without.

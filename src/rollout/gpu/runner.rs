@@ -291,8 +291,12 @@ impl Runner for GpuRunner<'_> {
         let all = &*self.ranks.all;
         if let Some(downloads) = &mut self.state.record_downloads {
             let words = downloads[parity].words(&mut || wait(all))?;
-            let experts = words.iter().flat_map(|word| [*word as u16, (*word >> 16) as u16]);
-            self.experts = experts.take(num_tokens * self.spec.routed_experts_per_token()).collect();
+            let num_experts = num_tokens * self.spec.routed_experts_per_token();
+            self.experts = vec![0; num_experts.next_multiple_of(2)];
+            for (pair, word) in self.experts.chunks_exact_mut(2).zip(words) {
+                pair.copy_from_slice(&[*word as u16, (*word >> 16) as u16]);
+            }
+            self.experts.truncate(num_experts);
         }
         let words = match (&mut self.line, &mut self.state.tokens) {
             (Some(line), Some(tokens)) => line.collect(tokens, tick, all)?,

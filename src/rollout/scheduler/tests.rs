@@ -412,7 +412,7 @@ fn experts_of_shared_blocks_are_those_that_they_were_computed_with() {
     assert_eq!(scheduler.stats.num_prefilled_tokens, 15 + 2, "the others share blocks");
     for sequence in &scheduler.sequences {
         let expected: Vec<u16> = (0..sequence.len() as u16 - 1).collect();
-        assert_eq!(sequence.routed_experts.experts, expected);
+        assert_eq!(*sequence.routed_experts.experts, expected);
     }
 }
 
