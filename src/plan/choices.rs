@@ -57,7 +57,22 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage
     let (place, plan) = plans.swap_remove(at);
     let plan = least_recomputation(candidates[place], input, plan);
     let largest_micro_batch = if input.role == Role::Generates { 0 } else { plan.largest_micro_batch(input) };
-    Ok(MemoryPlan { reason, largest_micro_batch, ..plan })
+    let micro_batch_advice = larger_micro_batches(input, largest_micro_batch);
+    Ok(MemoryPlan { reason, largest_micro_batch, micro_batch_advice, ..plan })
+}
+
+/// What larger micro-batches spare where weights are sharded: each of them gathers all weights.
+fn larger_micro_batches(input: &PlanInput<'_>, largest: usize) -> String {
+    let (budget, update) = (input.config.max_tokens_per_micro_batch, input.update_tokens());
+    let (now, most) = (update.div_ceil(budget), largest.min(update));
+    if input.room.swap_bytes.is_none() || !input.model().shards_weights() || most == 0 || update.div_ceil(most) >= now {
+        return String::new();
+    }
+    format!(
+        "micro-batches: each gathers all weights (zero.stage = 3); an update of {update} tokens a rank, at its \
+         longest, is at least {now} of them, and {} with max_tokens_per_micro_batch = {most}",
+        update.div_ceil(most)
+    )
 }
 
 /// `full`, or with less recomputation where that is left open and there is room for what it keeps.
@@ -110,6 +125,22 @@ mod tests {
     use crate::config::{Config, WorldSize};
     use crate::error::Result;
     use crate::model::{ModelSpec, ParamTable};
+
+    #[test]
+    fn larger_micro_batches_are_advised_where_each_gathers_the_weights() {
+        let advice =
+            |available: usize, on_gpu, keys: &[&str]| plan(available, on_gpu, keys).unwrap().micro_batch_advice;
+        // 16 sequences of 64 tokens a rank.
+        let keys = ["zero.stage=3", "num_generations=8", "generation_batch_size=32", "per_device_train_batch_size=16"];
+        let told = advice(1 << 40, true, &keys);
+        assert!(told.contains("an update of 1024 tokens a rank"), "{told}");
+        assert!(told.ends_with("is at least 16 of them, and 1 with max_tokens_per_micro_batch = 1024"), "{told}");
+        let of_stage_2 = [&["zero.stage=2"], &keys[1..]].concat();
+        assert_eq!(advice(1 << 40, true, &of_stage_2), "", "weights are whole");
+        assert_eq!(advice(1 << 40, false, &keys), "", "on a CPU nothing is gained");
+        let whole = [&keys[..], &["max_tokens_per_micro_batch=1024"]].concat();
+        assert_eq!(advice(1 << 40, true, &whole), "");
+    }
 
     fn plan(available_bytes: usize, on_gpu: bool, keys: &[&str]) -> Result<MemoryPlan> {
         let common = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]", "beta=0.04"];

@@ -61,6 +61,8 @@ pub struct MemoryPlan {
     pub formula: String,
     /// Most tokens of a micro-batch, all of them scored, beside which a tenth of the memory stays free.
     pub largest_micro_batch: usize,
+    /// What larger micro-batches would spare, where they fit and weights are gathered for each; else empty.
+    pub micro_batch_advice: String,
     /// Size of the KV cache on each rank.
     pub kv_cache_bytes: usize,
     /// KV blocks on each rank.
@@ -175,6 +177,7 @@ impl MemoryPlan {
             gradient_checkpointing: choices.gradient_checkpointing,
             formula: classes::formula(choices.gradient_checkpointing, fullest, input),
             largest_micro_batch: 0,
+            micro_batch_advice: String::new(),
             kv_cache_bytes: 0,
             num_kv_blocks: 0,
             kv_block_size: input.config.kv_block_size,
@@ -337,6 +340,9 @@ impl fmt::Display for MemoryPlan {
             tokens => {
                 writeln!(f, "largest micro-batch: {tokens} tokens, beside which a tenth of the memory stays free")?
             }
+        }
+        if !self.micro_batch_advice.is_empty() {
+            writeln!(f, "{}", self.micro_batch_advice)?;
         }
         writeln!(f, "{}", self.formula)?;
         write!(f, "residency: optimizer state {}", self.optimizer.name())?;

@@ -172,7 +172,7 @@ impl<'a> TrainedModel<'a> {
     }
 
     /// Whether units are gathered for use.
-    pub(super) fn shards_weights(&self) -> bool {
+    pub fn shards_weights(&self) -> bool {
         self.stage > 2 && self.table.shards > 1 && self.quantization == Quantization::None
     }
 
