@@ -348,6 +348,14 @@ mod tests {
             r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]],
                 "routed_experts": [1, "00010"]}"#,
             r#"{"token_ids": "+0000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]]}"#,
+            r#"{"token_ids": "é0000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]]}"#,
+            r#"{"token_ids": "é000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]]}"#,
+            r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]],
+                "turns": [18446744073709551615, 2]}"#,
+            r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null,
+                "weight_versions": [[0, 18446744073709551615], [1, 2]]}"#,
+            r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]],
+                "routed_experts": [0, "0001"]}"#,
         ] {
             assert!(serde_json::from_str::<Trajectory>(torn).is_err(), "{torn}");
         }

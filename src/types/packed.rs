@@ -47,6 +47,11 @@ fn numbers(text: &str, each: usize) -> Option<Vec<u32>> {
     numbers.map(|own| if own.len() == each { own.iter().try_fold(0, digit) } else { None }).collect()
 }
 
+/// `None` where they are more than a number holds: such a file would have a sum that wraps around, and runs that no memory holds.
+fn total(mut lens: impl Iterator<Item = usize>) -> Option<usize> {
+    lens.try_fold(0_usize, usize::checked_add)
+}
+
 impl From<Trajectory> for PackedTrajectory {
     fn from(trajectory: Trajectory) -> Self {
         let Trajectory {
@@ -79,12 +84,13 @@ impl TryFrom<PackedTrajectory> for Trajectory {
             numbers(&experts, 4).filter(|experts| experts.len().checked_rem(per_token).unwrap_or(experts.len()) == 0);
         let experts =
             experts.ok_or("a completion's experts are not four hexadecimal digits each, as many for every token")?;
+        let per_token = if experts.is_empty() { 0 } else { per_token };
         let both =
             words(&token_ids).zip(words(&rollout_logprobs)).filter(|(ids, logprobs)| ids.len() == logprobs.len());
         let (token_ids, logprobs) = both.ok_or("a completion's tokens are not one hexadecimal word each")?;
         let turns = if turns.is_empty() { vec![token_ids.len()] } else { turns };
-        let num_versions = weight_versions.iter().map(|(_, len)| len).sum::<usize>();
-        if turns.iter().sum::<usize>() != token_ids.len() || num_versions != token_ids.len() {
+        let is_as_long = |lens: &mut dyn Iterator<Item = usize>| total(lens) == Some(token_ids.len());
+        if !is_as_long(&mut turns.iter().copied()) || !is_as_long(&mut weight_versions.iter().map(|(_, len)| *len)) {
             return Err("a completion's turns or weight versions are not those of its tokens".to_owned());
         }
         let turn = |(index, len): (usize, usize)| std::iter::repeat_n(index % 2 == 0, len);
