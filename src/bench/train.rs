@@ -216,7 +216,7 @@ impl<'a> TimedRun<'a> {
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
         let (kind, device) = (bench.kind, world.device());
         check_mixed_precision(bench.mixed_precision, &bench.spec, kind, device.is_cuda())?;
-        bench.needs(&table, &bench.pack(&bench.all_sequences(0), device)?).check(world)?;
+        bench.needs(&table, &bench.pack(&bench.all_sequences(0), Device::Cpu)?).check(world)?;
         let fp8 = fp8_products(bench.mixed_precision);
         let options = PolicyOptions {
             stage: bench.zero_stage,

@@ -98,6 +98,7 @@ mod tests {
         assert_eq!(found[0], found[1]);
         assert_eq!(kept_or(&path, Ok, || panic!("timed again")).unwrap(), found[0], "resumed");
     }
+
     #[test]
     fn ranks_of_an_engine_go_by_the_first_ones_file_and_compare_together_or_not_at_all() {
         let folder = tempfile::tempdir().unwrap();
