@@ -37,8 +37,8 @@ keys! {
         /// Type of the residual stream; `auto` is `dtype`, in which its gradient stays. `generate` and `eval` are to be given it again.
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
         /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
-        /// rounds both factors to e4m3 as they are multiplied. On GPUs it needs an H100 or H200 and `dtype = bfloat16`; on a CPU its rounding
-        /// is simulated.
+        /// rounds both factors to e4m3 as they are multiplied, `fp8_all` for weights' gradients, too. On GPUs it needs an H100 or H200 and
+        /// `dtype = bfloat16`; on a CPU its rounding is simulated.
         pub mixed_precision: MixedPrecision = MixedPrecision::None,
         /// Longest row in tokens, prompt and completion; longer ones are counted and left out.
         pub max_length: usize = 1024 => COUNT,
