@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::engine::RolloutEngine;
 use super::exchange::exchange;
 use super::groups::{GroupSession, GroupTurns};
+use super::request::ModelIds;
 use crate::error::Result;
 use crate::types::{RolloutGroup, SamplingParams};
 
@@ -52,12 +53,12 @@ impl RolloutEngine<'_> {
         mut pauses: impl FnMut() -> Result<bool>,
         mut done: impl FnMut(usize, &RolloutGroup),
     ) -> Result<Vec<Vec<SampledGroup>>> {
-        let (limits, vocab_size) = (self.limits(), self.engine.spec.vocab_size);
+        let (limits, ids) = (self.limits(), ModelIds::of(&self.engine.spec));
         let ranks = Arc::clone(&self.engine.ranks.all);
         let mut requests = Vec::new(); // with the batch of each
         for (batch, groups) in batches.iter_mut().enumerate() {
             turns.iter_mut().for_each(|turns| turns.restore(groups));
-            let (of_batch, _) = exchange(groups, groups.len(), params, (vocab_size, &limits), ranks.as_ref())?;
+            let (of_batch, _) = exchange(groups, groups.len(), params, (ids, &limits), ranks.as_ref())?;
             requests.extend(of_batch.into_iter().map(|request| (batch, request)));
         }
         let is_first = |(batch, _): &&(usize, _)| *batch == 0;

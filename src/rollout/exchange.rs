@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::request::{Request, refuse};
+use super::request::{ModelIds, Request, refuse};
 use super::scheduler::StepLimits;
 use crate::dist::{Collective, all_gather_json};
 use crate::error::Result;
@@ -19,12 +19,12 @@ type SentRequest = (u64, Vec<u32>, u64, Vec<Trajectory>);
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), on every rank together, when ranks disagree on the parameters or an
-/// engine with `vocab_size` token ids and `limits` cannot serve one of the requests.
+/// engine whose model has `ids`, with `limits`, cannot serve one of the requests.
 pub(super) fn exchange(
     groups: &[RolloutGroup],
     num_groups: usize,
     params: &SamplingParams,
-    (vocab_size, limits): (usize, &StepLimits),
+    (ids, limits): (ModelIds, &StepLimits),
     tp: &dyn Collective,
 ) -> Result<(Vec<(Owner, Request)>, usize)> {
     let shared_params = Arc::new(params.clone());
@@ -50,7 +50,7 @@ pub(super) fn exchange(
     }
     requests.extend(surplus);
     params.check()?; // where there are no requests, too
-    requests.iter().try_for_each(|(_, request)| request.check(vocab_size, 0, limits))?;
+    requests.iter().try_for_each(|(_, request)| request.check(ids, 0, limits))?;
     if num_groups > requests.len() {
         let expected = format!("at most the {} groups that there are to complete", requests.len());
         return refuse(expected, num_groups.to_string());
@@ -62,8 +62,9 @@ pub(super) fn exchange(
 mod tests {
     use super::*;
     use crate::dist::testing;
-    use crate::types::Prompt;
+    use crate::types::{Prompt, RoutedExperts};
 
+    const IDS: ModelIds = ModelIds { vocab_size: 10, num_experts: 4, experts_per_token: 2 };
     const LIMITS: StepLimits = StepLimits {
         num_blocks: 99,
         block_size: 4,
@@ -85,11 +86,11 @@ mod tests {
     fn every_rank_gets_all_prompts_in_rank_order() {
         let lists = testing::threads(3, |tp| {
             let own: Vec<_> = (0..tp.rank() as u64).map(|n| fresh(n, &[n as u32, 9])).collect();
-            let in_order = exchange(&own, own.len(), &SamplingParams::default(), (10, &LIMITS), tp.as_ref()).unwrap();
+            let in_order = exchange(&own, own.len(), &SamplingParams::default(), (IDS, &LIMITS), tp.as_ref()).unwrap();
             assert_eq!(in_order.1, 3);
             let two = [fresh(0, &[1]), fresh(1, &[2])];
             let (requests, num_groups) =
-                exchange(&two, 1, &SamplingParams::default(), (10, &LIMITS), tp.as_ref()).unwrap();
+                exchange(&two, 1, &SamplingParams::default(), (IDS, &LIMITS), tp.as_ref()).unwrap();
             let owners: Vec<_> = requests.iter().map(|(owner, _)| *owner).collect();
             assert_eq!((owners, num_groups), (vec![(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)], 3));
             in_order.0
@@ -104,10 +105,10 @@ mod tests {
         let messages = testing::threads(2, |tp| {
             let seed = tp.rank() as u64;
             let params = SamplingParams { seed, ..SamplingParams::default() };
-            let seeds = exchange(&[], 0, &params, (10, &LIMITS), tp.as_ref()).unwrap_err().to_string();
+            let seeds = exchange(&[], 0, &params, (IDS, &LIMITS), tp.as_ref()).unwrap_err().to_string();
             let own = [fresh(4, &[3 + 7 * tp.rank() as u32])];
             let ids =
-                exchange(&own, 1, &SamplingParams::default(), (10, &LIMITS), tp.as_ref()).unwrap_err().to_string();
+                exchange(&own, 1, &SamplingParams::default(), (IDS, &LIMITS), tp.as_ref()).unwrap_err().to_string();
             (seeds, ids)
         });
         for (seeds, ids) in messages {
@@ -120,7 +121,7 @@ mod tests {
     fn groups_to_go_on_with_are_checked() {
         let tp = crate::dist::SingleRank::default();
         let params = SamplingParams { num_generations: 2, step: 5, ..SamplingParams::default() };
-        let refusal = |group, count| exchange(&[group], count, &params, (10, &LIMITS), &tp).unwrap_err().to_string();
+        let refusal = |group, count| exchange(&[group], count, &params, (IDS, &LIMITS), &tp).unwrap_err().to_string();
         let of_tokens = |token_ids: Vec<u32>| {
             let mut begun = Trajectory::default();
             begun.push_context(&token_ids, 3);
@@ -130,8 +131,19 @@ mod tests {
         assert!(refusal(begun(vec![of_tokens(vec![4])]), 1).contains("num_generations = 2"));
         assert!(refusal(begun(vec![of_tokens(vec![10]), of_tokens(vec![])]), 1).contains("below 10, got 10"));
         assert!(refusal(fresh(1, &[1]), 2).contains("at most the 1 groups"));
-        let groups = [begun(vec![of_tokens(vec![4]); 2]), fresh(2, &[1])];
-        let (requests, _) = exchange(&groups, 1, &params, (10, &LIMITS), &tp).unwrap();
+        let routed = |per_token, experts: &[u16]| {
+            let routed_experts = RoutedExperts { per_token, experts: experts.to_vec().into() };
+            vec![Trajectory { routed_experts, ..of_tokens(vec![4]) }; 2]
+        };
+        let expected = "2 recorded experts a token, numbered below 4, got";
+        for (per_token, experts, got) in
+            [(2, &[0, 4], "2 a token, number 4 among them in prompt 1"), (1, &[0, 3], "1 a token in prompt 1")]
+        {
+            let message = refusal(begun(routed(per_token, experts)), 1);
+            assert!(message.contains(&format!("{expected} {got}")), "{message}");
+        }
+        let groups = [begun(routed(2, &[0, 3])), fresh(2, &[1])];
+        let (requests, _) = exchange(&groups, 1, &params, (IDS, &LIMITS), &tp).unwrap();
         assert_eq!(requests.iter().map(|(_, request)| request.first_step).collect::<Vec<_>>(), [3, 0]);
     }
 }

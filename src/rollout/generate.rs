@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::engine::RolloutEngine;
 use super::exchange::exchange;
 use super::groups::{GroupSession, GroupTurns};
+use super::request::ModelIds;
 use super::stats::EngineStats;
 use crate::error::Result;
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
@@ -79,9 +80,9 @@ impl RolloutEngine<'_> {
             group.first_step = params.step;
         }
         turns.iter_mut().for_each(|turns| turns.restore(&mut groups));
-        let (limits, vocab_size) = (self.limits(), self.engine.spec.vocab_size);
+        let (limits, ids) = (self.limits(), ModelIds::of(&self.engine.spec));
         let ranks = Arc::clone(&self.engine.ranks.all);
-        let (requests, mut num_left) = exchange(&groups, num_groups, params, (vocab_size, &limits), ranks.as_ref())?;
+        let (requests, mut num_left) = exchange(&groups, num_groups, params, (ids, &limits), ranks.as_ref())?;
         let mut session = GroupSession::open(self, turns)?;
         let mut own = vec![0; groups.len()]; // numbers in the session
         for ((rank, position), request) in requests {

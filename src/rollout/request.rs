@@ -4,10 +4,20 @@ use std::sync::Arc;
 
 use super::scheduler::StepLimits;
 use crate::error::{Error, Result};
-use crate::types::{FinishReason, SamplingParams, TokenLogprob, Trajectory};
+use crate::model::ModelSpec;
+use crate::types::{FinishReason, RoutedExperts, SamplingParams, TokenLogprob, Trajectory};
 
 /// Most tokens that are reported beside each sampled one, as with OpenAI.
 const MAX_TOP_LOGPROBS: usize = 20;
+
+/// The numbers of tokens and experts that a model has.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ModelIds {
+    pub vocab_size: usize,
+    pub num_experts: usize,
+    /// Experts of a token in all layers.
+    pub experts_per_token: usize,
+}
 
 /// A prompt to be continued `params.num_generations` times.
 #[derive(Debug, Clone, PartialEq)]
@@ -79,6 +89,16 @@ pub enum Event {
     },
 }
 
+impl ModelIds {
+    pub fn of(spec: &ModelSpec) -> Self {
+        Self {
+            vocab_size: spec.vocab_size,
+            num_experts: spec.experts.as_ref().map_or(0, |experts| experts.num_experts),
+            experts_per_token: spec.routed_experts_per_token(),
+        }
+    }
+}
+
 impl Request {
     /// All tokens that its first completion goes on from.
     pub(crate) fn context(&self) -> Vec<u32> {
@@ -86,18 +106,29 @@ impl Request {
         [&self.token_ids[..], begun].concat()
     }
 
-    /// Whether an engine with `vocab_size` token ids, `num_adapters` to choose among and `limits` can serve the request.
+    /// Whether an engine whose model has `ids`, with `num_adapters` to choose among and `limits`, can serve the request.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] with what it can serve.
-    pub(super) fn check(&self, vocab_size: usize, num_adapters: usize, limits: &StepLimits) -> Result<()> {
+    pub(super) fn check(&self, ids: ModelIds, num_adapters: usize, limits: &StepLimits) -> Result<()> {
         self.params.check()?;
         if let Some(adapter) = self.adapter.filter(|adapter| *adapter >= num_adapters) {
             return refuse(format!("one of {num_adapters} adapters, or none"), format!("number {adapter}"));
         }
+        let vocab_size = ids.vocab_size;
         let begun = self.begun.iter().flat_map(|trajectory| &trajectory.token_ids);
         if let Some(id) = self.token_ids.iter().chain(begun).find(|&&id| id as usize >= vocab_size) {
             return refuse(format!("token ids below {vocab_size}"), format!("{id} in prompt {}", self.prompt_id));
+        }
+        // Kernels index by what is recorded.
+        for RoutedExperts { per_token, experts } in self.begun.iter().map(|trajectory| &trajectory.routed_experts) {
+            let ModelIds { num_experts, experts_per_token, .. } = ids;
+            let unknown = experts.iter().max().filter(|&&expert| usize::from(expert) >= num_experts);
+            if !experts.is_empty() && (*per_token != experts_per_token || unknown.is_some()) {
+                let expected = format!("{experts_per_token} recorded experts a token, numbered below {num_experts}");
+                let number = unknown.map_or_else(String::new, |expert| format!(", number {expert} among them"));
+                return refuse(expected, format!("{per_token} a token{number} in prompt {}", self.prompt_id));
+            }
         }
         let num_generations = self.params.num_generations;
         if !self.begun.is_empty() && self.begun.len() != num_generations {

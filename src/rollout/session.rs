@@ -6,7 +6,7 @@ use super::engine::{Engine, ProgressCallback, RolloutEngine};
 use super::gpu::GpuRunner;
 use super::kept::KeptSequences;
 use super::pipeline::PipelineRunner;
-use super::request::{Event, Request, RequestId};
+use super::request::{Event, ModelIds, Request, RequestId};
 use super::runner::{HostRunner, Runner};
 use super::scheduler::{Scheduler, Step, StepLimits};
 use super::sequence::EngineSequence;
@@ -60,7 +60,7 @@ pub struct Session<'r> {
     scheduler: Scheduler,
     runner: Box<dyn Runner + 'r>,
     under_way: VecDeque<Step>, // launched, the oldest first
-    vocab_size: usize,
+    ids: ModelIds,
     num_adapters: usize,
     tokenizer: &'r Tokenizer,
     grammars: &'r GrammarCompiler,
@@ -116,7 +116,7 @@ impl<'r> Session<'r> {
             scheduler: Scheduler::new(limits, std::mem::take(kept), *stats), // for good, if the session fails
             runner,
             under_way: VecDeque::new(),
-            vocab_size: spec.vocab_size,
+            ids: ModelIds::of(spec),
             num_adapters: weights.num_adapters,
             tokenizer,
             grammars,
@@ -134,13 +134,13 @@ impl<'r> Session<'r> {
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or a prompt that cannot be served.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
-        request.check(self.vocab_size, self.num_adapters, &self.scheduler.limits)?;
+        request.check(self.ids, self.num_adapters, &self.scheduler.limits)?;
         self.submit_checked(request)
     }
 
     /// Whether this is one of the model's token ids.
     pub(crate) fn knows(&self, token_id: u32) -> bool {
-        (token_id as usize) < self.vocab_size
+        (token_id as usize) < self.ids.vocab_size
     }
 
     /// [`Session::submit`] of a request that has passed [`Request::check`].

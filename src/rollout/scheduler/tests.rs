@@ -1,6 +1,7 @@
 use std::collections::HashMap;
 
 use super::*;
+use crate::rollout::request::ModelIds;
 use crate::types::{SamplingParams, Trajectory};
 
 const ROOMY: StepLimits = StepLimits {
@@ -418,7 +419,8 @@ fn experts_of_shared_blocks_are_those_that_they_were_computed_with() {
 
 #[test]
 fn what_can_never_fit_is_refused_with_the_numbers() {
-    let refusal = |limits, len| request(&vec![1; len], 1, Vec::new()).check(9, 0, &limits).unwrap_err().to_string();
+    let ids = ModelIds { vocab_size: 9, num_experts: 0, experts_per_token: 0 };
+    let refusal = |limits, len| request(&vec![1; len], 1, Vec::new()).check(ids, 0, &limits).unwrap_err().to_string();
     let message = refusal(StepLimits { num_blocks: 7, ..ROOMY }, 10);
     assert!(
         message.contains("at most 7 KV blocks") && message.contains("prompt of 10") && message.contains("8 blocks")
