@@ -119,7 +119,7 @@ struct Column {
         Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
         typename WarpOf<E, HD, 1, IS_WIDE<HD> ? 1 : UNITS>::type work;
         work.load_query(0, q + query_of(row), heads);
-        work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
+        work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS, pool.outs[warp]);
         work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
         // Where all other pieces are there by now, this one need not leave the block.
         int* counter = &arrived[row * columns + at];
