@@ -1,59 +1,47 @@
 // y = x * rstd * (centre + weight) with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward.
-// Blocks stride over rows. Wide: N neighbours a thread, kept in registers. Narrow: any D, a row's
+// One block a row, or a run of rows in the backward. Wide: N neighbours a thread, kept in registers. Narrow: any D, a row's
 // second reading comes out of the cache. x may be wider (X) than all else (T).
 #include "fp8.cuh"
 #include "scalar.cuh"
 
-// The next row is on its way while this one's sum is made.
 template <typename X, typename T, int N>
 __device__ __forceinline__ void forward_wide(
     const X* __restrict__ x,       // [R, D]
     const T* __restrict__ weight,  // [D]
     T* __restrict__ y,             // [R, D]
     float* __restrict__ rstd,      // [R]
-    long long rows,
     int dim,
     float eps,
     float centre
 ) {
     const int column = threadIdx.x * N;
-    const bool is_active = column < dim;
-    Pack<T, N> weights = {};
-    Pack<X, N> next = {};
-    if (is_active) weights = load<T, N>(weight + column);
-    const auto fetch = [&](long long r) {
-        if (is_active && r < rows) next = load<X, N>(x + r * dim + column);
-    };
-    fetch(blockIdx.x);
-    for (long long r = blockIdx.x; r < rows; r += gridDim.x) {
-        const Pack<X, N> row = next;
-        fetch(r + gridDim.x);
-        float squares = 0.0f;
+    const long long at = blockIdx.x * static_cast<long long>(dim) + column;
+    Pack<X, N> row;
+    float squares = 0.0f;
+    if (column < dim) {
+        row = load<X, N>(x + at);
 #pragma unroll
         for (int k = 0; k < N; ++k) squares += widen(row.at[k]) * widen(row.at[k]);
-        const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
-        if (threadIdx.x == 0) rstd[r] = scale;
-        if (!is_active) continue;
-        Pack<T, N> out;
-#pragma unroll
-        for (int k = 0; k < N; ++k) narrow(widen(row.at[k]) * scale * (centre + widen(weights.at[k])), out.at[k]);
-        store(y + r * dim + column, out);
     }
+    const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+    if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
+    if (column >= dim) return;
+    const auto weights = load<T, N>(weight + column);
+    Pack<T, N> out;
+#pragma unroll
+    for (int k = 0; k < N; ++k) narrow(widen(row.at[k]) * scale * (centre + widen(weights.at[k])), out.at[k]);
+    store(y + at, out);
 }
 
 template <typename X, typename T>
-__device__ __forceinline__ void forward_narrow(
-    const X* x, const T* weight, T* y, float* rstd, long long rows, int dim, float eps, float centre
-) {
-    for (long long r = blockIdx.x; r < rows; r += gridDim.x) {
-        const long long start = r * dim;
-        float squares = 0.0f;
-        for (int i = threadIdx.x; i < dim; i += blockDim.x) squares += widen(x[start + i]) * widen(x[start + i]);
-        const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
-        if (threadIdx.x == 0) rstd[r] = scale;
-        for (int i = threadIdx.x; i < dim; i += blockDim.x)
-            narrow(widen(x[start + i]) * scale * (centre + widen(weight[i])), y[start + i]);
-    }
+__device__ __forceinline__ void forward_narrow(const X* x, const T* weight, T* y, float* rstd, int dim, float eps, float centre) {
+    const long long start = blockIdx.x * static_cast<long long>(dim);
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < dim; i += blockDim.x) squares += widen(x[start + i]) * widen(x[start + i]);
+    const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+    if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
+    for (int i = threadIdx.x; i < dim; i += blockDim.x)
+        narrow(widen(x[start + i]) * scale * (centre + widen(weight[i])), y[start + i]);
 }
 
 constexpr int MOST = 4;  // packs of a row that one thread of the forward in FP8 has: with fewer warps a row waits less at barriers
@@ -193,8 +181,8 @@ __device__ __forceinline__ void backward_narrow(
 
 #define RMS_NORM(SUFFIX, X, T, FORWARD, BACKWARD)                                                                    \
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_forward_##SUFFIX(                                   \
-        const X* x, const T* weight, T* y, float* rstd, long long rows, long long dim, float eps, float centre) {   \
-        FORWARD(x, weight, y, rstd, rows, static_cast<int>(dim), eps, centre);                                      \
+        const X* x, const T* weight, T* y, float* rstd, long long dim, float eps, float centre) {                   \
+        FORWARD(x, weight, y, rstd, static_cast<int>(dim), eps, centre);                                            \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_backward_##SUFFIX(                                  \
         const T* dy, const X* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial,      \

@@ -28,8 +28,6 @@ pub(super) const NAMES: &[&str] = &[
 
 /// Longest row: the narrow backward keeps a row of sums in a block's 48 KiB of shared memory.
 pub(super) const MOST_COLUMNS: usize = 12_000;
-/// Blocks of the forward: several for each that a GPU runs at once, each with several rows of many.
-const FORWARD_BLOCKS: usize = 132 * 16;
 /// Threads over which partial sums of dweight are spread. The same on every GPU, so that the sums have the same bits.
 const BACKWARD_THREADS: usize = 132 * 1024;
 
@@ -52,13 +50,12 @@ pub fn rms_norm_forward(
         address(OP, weight, kind, dim, gpu)?,
         address(OP, &y, kind, rows * dim, gpu)?,
         address(OP, &rstd, Kind::Float, rows, gpu)?,
-        Argument::Count(rows as i64),
         Argument::Count(dim as i64),
         Argument::Float(eps as f32),
         Argument::Float(centre as f32),
     ];
-    let grid = blocks(rows, 1, FORWARD_BLOCKS);
-    // SAFETY: the kernel's parameters in order; blocks stride over rows, at least one thread for every vector of the wide variant.
+    let grid = blocks(rows, 1, rows);
+    // SAFETY: the kernel's parameters in order; one block a row, at least one thread for every vector of the wide variant.
     unsafe { launch(SOURCE, &format!("{OP}_{suffix}"), gpu, (grid, threads, 0), &arguments)? };
     Ok((y, rstd))
 }
