@@ -20,19 +20,11 @@ __device__ __forceinline__ unsigned pack_f16(float low, float high) {
     return both;
 }
 
-// Two values of e4m3, in the lower or the upper half of a word, as two of f16. The half is named, not shifted down: the instruction can
-// read either.
-__device__ __forceinline__ unsigned widen_low(unsigned word) {
+// Two values of e4m3, in the lower half of a word, as two of f16.
+__device__ __forceinline__ unsigned widen_e4m3(unsigned pair) {
     unsigned both = 0;
 #if __CUDA_ARCH__ >= 890
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(both) : "r"(word));
-#endif
-    return both;
-}
-__device__ __forceinline__ unsigned widen_high(unsigned word) {
-    unsigned both = 0;
-#if __CUDA_ARCH__ >= 890
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(both) : "r"(word));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(static_cast<unsigned short>(pair)));
 #endif
     return both;
 }
@@ -55,7 +47,6 @@ struct alignas(16) Fp8Stage {
 template <int HD, int M, int U>
 struct Fp8Warp {
     using Stage = Fp8Stage<HD>;
-    static constexpr bool PARKS = M == 1 && U > 1;  // the query stands in shared memory: registers for a third block would not do
     static constexpr int WORDS = HD / 32;  // of a value that a lane has: HD / 8 columns
     uint4 query[M][HD / 32];       // f16; head r, columns 64 (j / 2) + 16 c + 8 (j % 2) .. + 8
     uint4 keys[U][HD / 64][2];     // tokens r and r + 8, columns 64 j + 16 c .. + 16
@@ -130,47 +121,6 @@ struct Fp8Warp {
         to[2] = first + 8 < count ? high.x : 1.0f, to[3] = first + 9 < count ? high.y : 1.0f;
     }
 
-    // Of the left factors of the scores, the query's heads and zeros below them, in shared memory: 512 bytes each, 16 a lane.
-    __device__ __forceinline__ unsigned place_of_factor(const void* parked, int factor) const {
-        return shared_address(parked) + (factor * 32 + lane) * 16;
-    }
-
-    __device__ __forceinline__ void park_query(void* parked) const {
-        static_assert(HD / 16 * 512 <= sizeof(float) * COLUMNS * (HD + 8), "as much as the warp's outputs take later");
-#pragma unroll
-        for (int i = 0; i < HD / 16; ++i) {
-            const uint4 of = query[0][i / 2];
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %2};" ::"r"(place_of_factor(parked, i)),
-                         "r"(i % 2 == 0 ? of.x : of.z), "r"(0), "r"(i % 2 == 0 ? of.y : of.w)
-                         : "memory");
-        }
-    }
-
-    // `score` with a parked query, which is read again for every step.
-    __device__ __forceinline__ void score_parked(float (&s)[U][4], float scale, const void* parked) const {
-        float sums[2][U][2][4] = {};  // of even and of odd factors
-#pragma unroll
-        for (int i = 0; i < HD / 16; ++i) {
-            uint4 a;
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w)
-                         : "r"(place_of_factor(parked, i)));
-#pragma unroll
-            for (int u = 0; u < U; ++u)
-#pragma unroll
-                for (int t = 0; t < 2; ++t) {
-                    const uint4 four = keys[u][i / 4][t];
-                    const unsigned word = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-                    multiply_f16(sums[i % 2][u][t], a.x, a.y, a.z, a.w, widen_low(word), widen_high(word));
-                }
-        }
-#pragma unroll
-        for (int u = 0; u < U; ++u)
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                s[u][k] = (sums[0][u][k / 2][k % 2] + sums[1][u][k / 2][k % 2]) * (scale * key_scales[u][k]);
-    }
-
     // Scores of the loaded keys, base 2: of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of every unit.
     __device__ __forceinline__ void score(float (&s)[M][U][4], float scale) const {
 #pragma unroll
@@ -185,8 +135,8 @@ struct Fp8Warp {
                         const uint4 a = query[0][2 * j + s], b = M == 2 ? query[M - 1][2 * j + s] : uint4{0, 0, 0, 0};
                         const unsigned low = s == 0 ? keys[u][j][t].x : keys[u][j][t].z;
                         const unsigned high = s == 0 ? keys[u][j][t].y : keys[u][j][t].w;
-                        multiply_f16(even, a.x, b.x, a.y, b.y, widen_low(low), widen_high(low));
-                        multiply_f16(odd, a.z, b.z, a.w, b.w, widen_low(high), widen_high(high));
+                        multiply_f16(even, a.x, b.x, a.y, b.y, widen_e4m3(low), widen_e4m3(low >> 16));
+                        multiply_f16(odd, a.z, b.z, a.w, b.w, widen_e4m3(high), widen_e4m3(high >> 16));
                     }
 #pragma unroll
                 for (int m = 0; m < M; ++m)
@@ -263,8 +213,8 @@ struct Fp8Warp {
                     const unsigned order = half == 0 ? 0x5140 : 0x7362;  // a column of both tokens, then the next column
                     const unsigned first = __byte_perm(values[u][0][w], values[u][1][w], order);
                     const unsigned second = __byte_perm(values[u][2][w], values[u][3][w], order);
-                    const unsigned a0 = widen_low(first), a1 = widen_high(first);
-                    const unsigned a2 = widen_low(second), a3 = widen_high(second);
+                    const unsigned a0 = widen_e4m3(first), a1 = widen_e4m3(first >> 16);
+                    const unsigned a2 = widen_e4m3(second), a3 = widen_e4m3(second >> 16);
 #pragma unroll
                     for (int m = 0; m < M; ++m)
                         multiply_f16(out[m][2 * w + half], a0, a1, a2, a3, weights[m][u][0], weights[m][u][1]);
@@ -275,8 +225,7 @@ struct Fp8Warp {
 
     // Units first, first + stride .. of tokens begin .. end.
     __device__ __forceinline__ void attend(const Cache<unsigned char>& cache, const int* table, const Geometry& shape,
-                                           int kv_head, int begin, int end, int first, int stride, void* parked) {
-        if constexpr (PARKS) park_query(parked);
+                                           int kv_head, int begin, int end, int first, int stride) {
         const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
         const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
         Places place = {table, shape, kv_head, base, first, stride, end, 0};
@@ -297,8 +246,7 @@ struct Fp8Warp {
             const bool has_next = step + 1 < steps;
             float s[M][U][4];
             unsigned weights[M][U][2];
-            if constexpr (PARKS) score_parked(s[0], shape.scale * LOG2E, parked);
-            else score(s, shape.scale * LOG2E);
+            score(s, shape.scale * LOG2E);
             if (has_next) {
 #pragma unroll
                 for (int u = 0; u < U; ++u) keys_of(u, U * (step + 1) + u);

@@ -218,7 +218,7 @@ struct Warp {
 
     // Units first, first + stride .. of tokens begin .. end.
     __device__ __forceinline__ void attend(const Cache<bf16>& cache, const int* table, const Geometry& shape,
-                                           int kv_head, int begin, int end, int first, int stride, void*) {
+                                           int kv_head, int begin, int end, int first, int stride) {
         const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
         const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
         Places place = {table, shape, kv_head, base, first, stride, end, 0};

@@ -119,7 +119,7 @@ struct Column {
         Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
         typename WarpOf<E, HD, 1, IS_WIDE<HD> ? 1 : UNITS>::type work;
         work.load_query(0, q + query_of(row), heads);
-        work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS, pool.outs[warp]);
+        work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
         work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
         // Where all other pieces are there by now, this one need not leave the block.
         int* counter = &arrived[row * columns + at];
@@ -195,8 +195,8 @@ __device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* he
                                   header, items);                                                                   \
     }
 
-#define PAGED_ATTENTION_FP8(NAME, HD, BLOCKS)                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(                                             \
+#define PAGED_ATTENTION_FP8(NAME, HD)                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME(                                                  \
         const bf16* q, const unsigned char* k_cache, const unsigned char* v_cache, const int* block_tables, bf16* o, \
         Header* header, const Item* items, const Pieces* pieces, int* arrived, float* partials,                      \
         const float* k_scales, const float* v_scales, long long kv_heads, long long group, long long block_shift,    \
@@ -212,8 +212,5 @@ __device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* he
 PAGED_ATTENTION(paged_attention_bf16_64, 64)
 PAGED_ATTENTION(paged_attention_bf16_128, 128)
 PAGED_ATTENTION(paged_attention_bf16_256, 256)
-// Of many items three blocks are on a multiprocessor, with fewer registers each: of e4m3 it is not memory that a block waits for most.
-PAGED_ATTENTION_FP8(paged_attention_bf16_64_fp8, 64, 2)
-PAGED_ATTENTION_FP8(paged_attention_bf16_128_fp8, 128, 2)
-PAGED_ATTENTION_FP8(paged_attention_bf16_64_fp8_many, 64, 3)
-PAGED_ATTENTION_FP8(paged_attention_bf16_128_fp8_many, 128, 3)
+PAGED_ATTENTION_FP8(paged_attention_bf16_64_fp8, 64)
+PAGED_ATTENTION_FP8(paged_attention_bf16_128_fp8, 128)

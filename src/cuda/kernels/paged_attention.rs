@@ -16,8 +16,6 @@ pub(super) const NAMES: &[&str] = &[
     "paged_attention_bf16_256",
     "paged_attention_bf16_64_fp8",
     "paged_attention_bf16_128_fp8",
-    "paged_attention_bf16_64_fp8_many",
-    "paged_attention_bf16_128_fp8_many",
 ];
 pub(super) const PLAN: &KernelSource = &nvrtc::PLAN_ATTENTION;
 pub(super) const PLAN_NAMES: &[&str] = &["plan_attention"];
@@ -28,10 +26,8 @@ pub(super) const ANY_NAMES: &[&str] =
 /// Threads of a block, and most columns of a head over it.
 const THREADS: usize = 128;
 const MOST_COLUMNS: usize = 4 * THREADS;
-/// Blocks that one multiprocessor holds at once, by their registers; and of the kernel for many items over a cache in e4m3. Items are
-/// cut for the former, whichever takes them, so that their sums have the same bits.
+/// Blocks that one multiprocessor holds at once, by their registers.
 const BLOCKS_PER_PROCESSOR: usize = 2;
-const MANY_PER_PROCESSOR: usize = 3;
 /// Threads of `plan_attention`.
 const PLANNERS: u32 = 256;
 /// Widths of heads on tensor cores. Of the last one, parts that rows share are not read at once, and a cache in e4m3 is not served.
@@ -202,12 +198,8 @@ impl AttentionPlan {
 /// columns that share half of them take 37 us instead of 29, 96 take 45 instead of 51, 32 of 2,560 tokens 44 instead of 38
 /// (docs/benchmarks/decode-kernels.md). Otherwise the L2 cache has what is read again.
 fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize {
-    if fills_blocks(rows, columns, num_blocks) { 640 * num_blocks / columns } else { usize::MAX }
-}
-
-/// Whether there are about as many rows and columns as blocks, or more.
-fn fills_blocks(rows: usize, columns: usize, num_blocks: usize) -> bool {
-    4 * rows * columns >= 3 * num_blocks
+    let has_enough_rows = 4 * rows * columns >= 3 * num_blocks;
+    if has_enough_rows { 640 * num_blocks / columns } else { usize::MAX }
 }
 
 impl TensorCoreBuffers {
@@ -219,8 +211,7 @@ impl TensorCoreBuffers {
         context: usize,
     ) -> Result<Self> {
         let Device::Cuda(gpu) = device else { return Err(invalid("attention_plan", "a GPU", device)) };
-        let processors = Context::retain(gpu)?.num_processors()?;
-        let num_blocks = BLOCKS_PER_PROCESSOR * processors;
+        let num_blocks = BLOCKS_PER_PROCESSOR * Context::retain(gpu)?.num_processors()?;
         let partial = partials(shape, max_rows, split_tokens, context);
         let [capacity, columns, _] = partial;
         let zeros = |shape: &[usize]| {
@@ -233,7 +224,7 @@ impl TensorCoreBuffers {
             capacity,
             header: zeros(&[4])?,
             // Every block reads one before it knows how many there are.
-            items: zeros(&[(capacity + max_rows).max(MANY_PER_PROCESSOR * processors), ITEM_WORDS])?,
+            items: zeros(&[(capacity + max_rows).max(num_blocks), ITEM_WORDS])?,
             pieces: zeros(&[max_rows, 2])?,
             scratch: zeros(&[4, max_rows])?,
             arrived: zeros(&[max_rows, columns])?,
@@ -352,12 +343,8 @@ fn attend(
     let arguments =
         [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &scales_at, &sizes, &[scale]]
             .concat();
-    let (suffix, per_processor) = match scales {
-        None => ("", BLOCKS_PER_PROCESSOR),
-        Some(_) if fills_blocks(rows, buffers.columns, buffers.num_blocks) => ("_fp8_many", MANY_PER_PROCESSOR),
-        Some(_) => ("_fp8", BLOCKS_PER_PROCESSOR),
-    };
-    let grid = ((buffers.num_blocks / BLOCKS_PER_PROCESSOR * per_processor) as u32, THREADS as u32, 0);
+    let suffix = if scales.is_some() { "_fp8" } else { "" };
+    let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
     // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.
     unsafe { launch_early(SOURCE, &format!("paged_attention_bf16_{head_dim}{suffix}"), gpu, grid, &arguments) }
 }
