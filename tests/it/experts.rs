@@ -141,6 +141,20 @@ fn carried_groups_and_resumed_runs_keep_the_routes_that_were_sampled() {
     assert!(share("plain").iter().all(|share| *share < 1e-3), "{:?}", share("plain"));
 }
 
+/// Each of the updates of a generation batch has the routes of its own sequences, whoever sampled them: weights hardly move, so that the
+/// trainer alone would choose the same. Engines of their own, so that sequences and routes change ranks.
+#[test]
+fn every_update_of_a_batch_has_the_routes_of_its_sequences() {
+    let runs = Runs::new();
+    let model = format!("model_name_or_path={}", random_model(&runs.path("")).display());
+    let two =
+        ["learning_rate=1e-6", "steps_per_generation=2", "tensor_parallel_size=1", "max_steps=4", "save_steps=none"];
+    runs.train_to_the_end("updates", 2, &[&REWARD[..3], &two, &[&model]].concat());
+    let metrics = runs.metrics("updates");
+    let shares: Vec<f64> = metrics.values().map(|line| line.values["router_replay/differing_share"]).collect();
+    assert!(!shares.is_empty() && shares.iter().all(|share| *share < 1e-3), "{shares:?}");
+}
+
 /// Routes cross from the engines' ranks to the trainers'. Batches that are sampled ahead have those of the weights that sampled them.
 #[test]
 fn engines_of_their_own_record_the_routes() {
