@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::dist::World;
 use crate::error::Result;
+use crate::memory::explain_out_of_memory;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 
@@ -110,7 +111,8 @@ impl Served {
         world.scope("with_engine", self, |served| served.awake(work), |_| Ok(()), |_| ())
     }
 
-    /// [`Served::with_engine`], collective over the tensor-parallel group alone: an error is this rank's, and posted to all.
+    /// [`Served::with_engine`], collective over the tensor-parallel group alone: an error is this rank's, and posted to all. One of memory
+    /// names who holds it, which nobody does once the engine sleeps.
     pub(crate) fn awake<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let Self { world, slices, table, units, adapters, are_chosen, engine } = self;
         let unit = |unit: Unit| Ok(units[table.index(unit)].shallow_clone());
@@ -122,7 +124,8 @@ impl Served {
         };
         let weights = slices.of_units(table, 0, &mut { unit }, &adapters, &[])?;
         let weights = EngineWeights { num_adapters, ..weights };
-        engine.awake(weights, 0, |rollout| work(rollout).inspect_err(|error| world.post_failure(error)))
+        let explained = |rollout: &mut RolloutEngine<'_>| work(rollout).map_err(explain_out_of_memory);
+        engine.awake(weights, 0, |rollout| explained(rollout).inspect_err(|error| world.post_failure(error)))
     }
 
     /// The model's own units, to be written between uses. One of another stage has room for as long as it is written.

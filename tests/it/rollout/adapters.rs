@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use colo_grpo::Error;
 use colo_grpo::internal::config::TargetModule;
 use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::{LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit};
@@ -55,6 +56,16 @@ fn completions(served: &mut Served, requests: Vec<Request>) -> (Vec<Vec<Trajecto
         Ok((complete, preempted))
     });
     complete.unwrap()
+}
+
+#[test]
+fn who_holds_memory_is_told_while_the_engine_is_awake() {
+    let world = Arc::new(World::single());
+    let spec = Arc::new(ModelSpec { vocab_size: 96, ..ModelSpec::preset("micro").unwrap() });
+    let mut served = served(&world, &spec, options());
+    let missing = || Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: 7 };
+    let message = served.with_engine(|_| Err::<(), _>(missing())).unwrap_err().to_string();
+    assert!(message.contains("a test (held: ") && message.contains("kv_cache "), "{message}");
 }
 
 #[test]
