@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::Value;
-use tch::Device;
+use tch::{Device, Kind};
 
-use crate::cuda::Context;
-use crate::dist::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64};
+use crate::cuda::{Context, Placement};
+use crate::dist::{Collective, World, all_gather_json};
 use crate::error::{Error, Result};
 use crate::memory::{self, Ledger, MemoryKind};
-use crate::plan::human;
+use crate::plan::{Room, human};
 use crate::torch;
 use crate::train::{TrainedModel, WORKSPACE_BYTES};
 
@@ -43,12 +43,12 @@ pub(super) fn predicted_tensor_bytes(model: &TrainedModel<'_>, at_once: usize) -
     model.bytes().weights + at_once + WORKSPACE_BYTES
 }
 
-/// Memory of a rank that trains.
+/// Memory that a rank needs to train.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TrainingNeeds {
-    /// Of libtorch's tensors at the fullest moment.
+    /// Bytes of libtorch's tensors at training's fullest moment.
     pub tensor_bytes: usize,
-    /// Of master weights and moments, in an arena beside them.
+    /// Bytes of master weights and moments, which lie in an arena, not in libtorch's tensors.
     pub optimizer_bytes: usize,
 }
 
@@ -56,15 +56,10 @@ impl TrainingNeeds {
     /// Refuses to begin where a rank has less; collective over the world.
     ///
     /// # Errors
-    /// [`Error::Environment`].
-    pub(super) fn check(self, world: &World) -> Result<()> {
-        let available = match world.device() {
-            Device::Cuda(ordinal) => Context::retain(ordinal)?.memory_bytes()?.0,
-            _ => memory::available_host_bytes()? / world.local_size(),
-        };
-        let mut least = [available as f64]; // exact below 2^53 bytes
-        all_reduce_f64(&*world.group(), &mut least, ReduceOp::Min)?;
-        self.check_within(least[0] as usize)
+    /// [`Error::Environment`]; the errors of [`Room::common`].
+    pub(super) fn check(self, kind: Kind, world: &World) -> Result<()> {
+        let placement = Placement { on_cuda: world.device().is_cuda(), kind };
+        self.check_within(Room::common(placement, world)?.available_bytes)
     }
 
     pub(super) fn check_within(self, available: usize) -> Result<()> {

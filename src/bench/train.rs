@@ -140,7 +140,7 @@ impl TrainBench {
         predicted_tensor_bytes(&model, model.fullest(&course).total())
     }
 
-    /// What a rank needs for such micro-batches.
+    /// Memory that a rank needs to train on these micro-batches.
     fn needs(&self, table: &ParamTable, micro_batches: &[MicroBatch]) -> TrainingNeeds {
         let optimizer_bytes = self.trained(table).bytes().optimizer;
         TrainingNeeds { tensor_bytes: self.predicted_bytes(table, micro_batches), optimizer_bytes }
@@ -216,7 +216,7 @@ impl<'a> TimedRun<'a> {
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
         let (kind, device) = (bench.kind, world.device());
         check_mixed_precision(bench.mixed_precision, &bench.spec, kind, device.is_cuda())?;
-        bench.needs(&table, &bench.pack(&bench.all_sequences(0), Device::Cpu)?).check(world)?;
+        bench.needs(&table, &bench.pack(&bench.all_sequences(0), Device::Cpu)?).check(kind, world)?;
         let fp8 = fp8_products(bench.mixed_precision);
         let options = PolicyOptions {
             stage: bench.zero_stage,

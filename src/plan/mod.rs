@@ -23,6 +23,7 @@ use crate::config::{
     BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay, WorldSize,
 };
 use crate::cuda::{self, Placement, residual_kind};
+use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::{ModelSpec, ParamTable};
@@ -99,6 +100,18 @@ impl Room {
             true => Self { available_bytes: cuda::available_bytes()?, swap_bytes: Some(host_bytes) },
             false => Self { available_bytes: host_bytes, swap_bytes: None },
         })
+    }
+
+    /// The memory that every rank has at least, so that all plan alike; collective over the world.
+    ///
+    /// # Errors
+    /// The errors of [`Room::available`] and of [`Collective`](crate::dist::Collective).
+    pub fn common(placement: Placement, world: &World) -> Result<Self> {
+        let Self { available_bytes, swap_bytes } = Self::available(placement, world.local_size())?;
+        let mut least = [available_bytes as f64, swap_bytes.unwrap_or(0) as f64]; // exact below 2^53 bytes
+        all_reduce_f64(&*world.group(), &mut least, ReduceOp::Min)?;
+        let [available_bytes, common_swap_bytes] = least.map(|bytes| bytes as usize);
+        Ok(Self { available_bytes, swap_bytes: swap_bytes.map(|_| common_swap_bytes) })
     }
 }
 

@@ -42,7 +42,7 @@ use crate::error::Result;
 use crate::grpo::EntropyControl;
 use crate::metrics::StepMetrics;
 use crate::model::{ModelSource, ModelSpec, init_unit_on};
-use crate::plan::MemoryPlan;
+use crate::plan::{MemoryPlan, Room};
 use crate::reward::{RewardFunction, RewardPool};
 use crate::train::{Policy, Schedule};
 use crate::types::{LengthSpread, Prompt, RolloutGroup};
@@ -155,7 +155,7 @@ impl Trainer {
         world: Arc<World>,
     ) -> Result<Self> {
         let placement = Placement::in_world(config.device, config.dtype, world.device())?;
-        let room = setup::common_room(placement, &world)?;
+        let room = Room::common(placement, &world)?;
         let preflight =
             PlannedRun::of_shape(&config, &spec, placement)?.preflight(placement, world.world_size(), room)?;
         let (seed, kind, device) = (config.seed, preflight.kind, world.device());

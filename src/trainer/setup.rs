@@ -22,7 +22,7 @@ use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim
 use crate::config::Config;
 use crate::cuda::{Placement, chip_flop_per_s};
 use crate::data::{Curriculum, Dataset, PromptSampler};
-use crate::dist::{ReduceOp, World, all_reduce_f64};
+use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::memory;
@@ -34,15 +34,6 @@ use crate::tools::ToolProcess;
 use crate::torch;
 use crate::train::Schedule;
 use crate::types::LengthSpread;
-
-/// The memory that every rank has at least, so that all make the same plan; collective over the world.
-pub(super) fn common_room(placement: Placement, world: &World) -> Result<Room> {
-    let Room { available_bytes, swap_bytes } = Room::available(placement, world.local_size())?;
-    let mut least = [available_bytes as f64, swap_bytes.unwrap_or(0) as f64]; // exact below 2^53 bytes
-    all_reduce_f64(&*world.group(), &mut least, ReduceOp::Min)?;
-    let [available_bytes, common_swap_bytes] = least.map(|bytes| bytes as usize);
-    Ok(Room { available_bytes, swap_bytes: swap_bytes.map(|_| common_swap_bytes) })
-}
 
 /// The parts of a trainer beside its configuration.
 pub(super) struct TrainerParts<'a> {
@@ -80,7 +71,7 @@ pub(super) fn load(
 ) -> Result<Trainer> {
     torch::set_deterministic(config.full_determinism)?;
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
-    let room = common_room(placement, &world)?;
+    let room = Room::common(placement, &world)?;
     let model @ (spec, tokenizer, _) = &open_model(&config, placement)?;
     config.validate_world(world.size())?;
     config.validate_context(spec.max_position_embeddings)?;

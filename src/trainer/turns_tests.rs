@@ -16,6 +16,7 @@ use crate::data::fixtures::{Dice, bytes_and};
 use crate::data::{Dataset, Tokenizer};
 use crate::dist::World;
 use crate::model::{ModelSource, ModelSpec, init_unit};
+use crate::plan::Room;
 use crate::reward::{RewardFunction, RewardInput, RewardPool};
 use crate::rollout::tap;
 use crate::tools::ToolProcess;
@@ -115,7 +116,7 @@ fn trainer(dice: &mut Dice, file: &std::path::Path, num_trajectories: usize) -> 
     let config = Config::load(None, &keys.map(str::to_owned)).unwrap();
     let world = Arc::new(World::single());
     let placement = Placement::in_world(config.device, config.dtype, world.device()).unwrap();
-    let room = setup::common_room(placement, &world).unwrap();
+    let room = Room::common(placement, &world).unwrap();
     let model = (Arc::new(spec), tokenizer.clone(), false);
     let preflight = Preflight::of_model(&config, model, placement, world.world_size(), room).unwrap();
     let length: RewardFunction = Arc::new(|input: &RewardInput<'_>| Ok((input.completion.len() % 7) as f32));
