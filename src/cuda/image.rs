@@ -1,6 +1,7 @@
-//! What machine code asks of a chip, read from a cubin: tests hold launches to it where there is no GPU.
+//! Kernels of a cubin, with the shared memory that each declares and the threads that it allows: tests read them, so that launches are
+//! checked where there is no GPU.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The limits of a kernel.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -13,6 +14,11 @@ pub(super) struct KernelLimits {
 
 /// Shared memory of one of Hopper's multiprocessors, of which one block may have all but what the chip keeps.
 pub(super) const HOPPER_SHARED_BYTES: usize = 228 << 10;
+
+/// Names of the kernels of an ELF image: each has a section `.text.` and its name.
+pub(super) fn kernels(image: &[u8]) -> BTreeSet<String> {
+    sections(image).filter_map(|(name, ..)| name.strip_prefix(".text.").map(str::to_owned)).collect()
+}
 
 /// The limits of every kernel of an ELF image, by name.
 pub(super) fn limits(image: &[u8]) -> BTreeMap<String, KernelLimits> {
@@ -37,12 +43,12 @@ pub(super) fn limits(image: &[u8]) -> BTreeMap<String, KernelLimits> {
 }
 
 /// Name, size and contents of every section; those that take memory alone have no contents.
-fn sections(image: &[u8]) -> Vec<(&str, usize, &[u8])> {
+fn sections(image: &[u8]) -> impl Iterator<Item = (&str, usize, &[u8])> {
     const NO_BITS: usize = 8;
     let (table, entry_bytes) = (number(image, 0x28, 8), number(image, 0x3a, 2));
-    let header = |index: usize| &image[table + index * entry_bytes..][..entry_bytes];
+    let header = move |index: usize| &image[table + index * entry_bytes..][..entry_bytes];
     let names = number(header(number(image, 0x3e, 2)), 0x18, 8);
-    let section = |index: usize| {
+    let section = move |index: usize| {
         let header = header(index);
         let name = &image[names + number(header, 0, 4)..];
         let name = &name[..name.iter().position(|&byte| byte == 0).unwrap()];
@@ -50,7 +56,7 @@ fn sections(image: &[u8]) -> Vec<(&str, usize, &[u8])> {
         let body = if number(header, 4, 4) == NO_BITS { &[] } else { &image[offset..][..bytes] };
         (std::str::from_utf8(name).unwrap(), bytes, body)
     };
-    (0..number(image, 0x3c, 2)).map(section).collect()
+    (0..number(image, 0x3c, 2)).map(section)
 }
 
 fn number(bytes: &[u8], at: usize, len: usize) -> usize {

@@ -249,20 +249,13 @@ fn files(folder: &Path, prefix: &str) -> Vec<PathBuf> {
 mod tests {
     use std::collections::BTreeSet;
 
+    use super::super::image::kernels;
     use super::super::kernels::KERNELS;
     use super::*;
 
     /// Compute capabilities that are served. Machine code comes from the user's cache where an earlier run has compiled the same
     /// source with the same compiler, so that only what has changed takes time.
     const SERVED: [(i32, i32); 5] = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)];
-
-    /// The kernels of machine code, which has a section `.text.` and its name for each.
-    fn kernels_of(image: &[u8]) -> BTreeSet<String> {
-        const SECTION: &[u8] = b".text.";
-        let starts = (0..image.len()).filter(|&at| image[at..].starts_with(SECTION)).map(|at| at + SECTION.len());
-        let name = |start: usize| image[start..].iter().take_while(|&&byte| byte != 0).copied().collect();
-        starts.map(|start| String::from_utf8(name(start)).unwrap()).collect()
-    }
 
     /// The kernels that wrappers know of a source, and load at start on every chip.
     fn listed(source: &KernelSource) -> BTreeSet<String> {
@@ -284,7 +277,7 @@ mod tests {
         let compile_all = |capability| {
             for source in SOURCES {
                 let image = cubin(source, capability).unwrap_or_else(|error| panic!("{capability:?}: {error}"));
-                assert_eq!(kernels_of(&image), listed(source), "{} for {capability:?}", source.file);
+                assert_eq!(kernels(&image), listed(source), "{} for {capability:?}", source.file);
                 assert!(machine_code_of(image).is_some(), "{} for {capability:?}", source.file);
             }
         };
