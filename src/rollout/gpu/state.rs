@@ -14,7 +14,7 @@ use super::runner::wait;
 use super::stages::StageTokens;
 use crate::cuda::kernels::{AttentionPlan, AttentionShape, RowSums};
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
-use crate::dist::{Collective, ReduceOp, all_reduce_f64};
+use crate::dist::{Collective, ReduceOp, all_gather_json, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Ledger, MemoryKind};
 use crate::model::{ModelSpec, attention_scale};
@@ -225,10 +225,7 @@ fn of_first_rank(tp: &dyn Collective, known: Option<bool>) -> Result<Option<bool
     if tp.size() == 1 {
         return Ok(known);
     }
-    let code = known.map_or(-1.0, |known| f64::from(u8::from(known)));
-    let mut said = [if tp.rank() == 0 { code } else { 0.0 }];
-    all_reduce_f64(tp, &mut said, ReduceOp::Sum)?;
-    Ok((said[0] >= 0.0).then_some(said[0] > 0.0))
+    Ok(all_gather_json(tp, "own_are_faster", &known)?[0])
 }
 
 /// Bytes of a GPU that one rank's engine holds asleep, too: what its attention needs, rotations and the products' workspace.
