@@ -11,7 +11,7 @@ use colo_grpo::internal::cuda::kernels::{
 use colo_grpo::internal::ops::fp8;
 use tch::{Device, Kind, Tensor};
 
-use crate::gpu_products::{products, written};
+use crate::gpu_products::{products, swiglu_of, written};
 use crate::on_gpu::{GPU, double, is_small};
 
 fn on_gpu(shape: [i64; 2]) -> Fp8Rows {
@@ -159,9 +159,8 @@ fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
         let (x, w) = factors(64, n, k);
         let bias = Tensor::randn([n], (Kind::BFloat16, GPU));
         let sums = exact(&x, &w).to_kind(Kind::Float).to_device(GPU); // [64, N]
-        let mut y = Tensor::empty([64, n / 2], (Kind::BFloat16, GPU));
-        silu_mul(&sums.to_kind(Kind::BFloat16), &mut y).unwrap();
-        let expected = [&sums + bias.to_kind(Kind::Float), y.to_kind(Kind::Float)];
+        let y = swiglu_of(&sums.to_kind(Kind::BFloat16));
+        let expected = [&sums + bias.to_kind(Kind::Float), y];
         let run = |rows: i64| {
             let out = Tensor::empty([rows, n], (Kind::BFloat16, GPU));
             product_fp8(&first(&x, rows), &w, None, &out).unwrap();
@@ -203,9 +202,7 @@ fn gpu_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
         }
         let (x, w) = factors(512, n, k);
         let sums = exact(&x, &w).to_kind(Kind::BFloat16).to_device(GPU); // [512, 2 F]
-        let mut y = Tensor::empty([512, n / 2], (Kind::BFloat16, GPU));
-        silu_mul(&sums, &mut y).unwrap();
-        let y = y.to_kind(Kind::Float);
+        let y = swiglu_of(&sums);
         let run = |rows: i64| {
             let out = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
             gate_up_fp8(&first(&x, rows), &w, &out).unwrap();
@@ -301,9 +298,7 @@ fn gpu_narrow_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
         }
         let (x, w) = factors(256, n, k);
         let sums = exact(&x, &w).to_kind(Kind::BFloat16).to_device(GPU); // [256, N]
-        let mut y = Tensor::empty([256, n / 2], (Kind::BFloat16, GPU));
-        silu_mul(&sums, &mut y).unwrap();
-        let expected = y.to_kind(Kind::Float);
+        let expected = swiglu_of(&sums);
         let whole = Tensor::empty([256, n / 2], (Kind::BFloat16, GPU));
         wide_product_silu_mul_fp8(&x, &w, &whole).unwrap();
         for rows in [129, 200, 256] {
@@ -317,6 +312,6 @@ fn gpu_narrow_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
             assert!(out.equal(&whole.narrow(0, 0, rows)), "{what}");
         }
         assert!(!wide_product_silu_mul_serves(128, &w.values).unwrap());
-        assert!(wide_product_silu_mul_fp8(&first(&x, 128), &w, &y).is_err());
+        assert!(wide_product_silu_mul_fp8(&first(&x, 128), &w, &whole).is_err());
     }
 }

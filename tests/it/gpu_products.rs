@@ -17,6 +17,14 @@ pub fn products() -> (Products, CurrentStream) {
     (Products::new(&stream).unwrap(), stream.make_current().unwrap())
 }
 
+/// silu(gate) * up of pairs [T, 2 F] in bfloat16, gate and up in turn, by its own kernel: [T, F] in float32.
+pub fn swiglu_of(pairs: &Tensor) -> Tensor {
+    let size = pairs.size();
+    let mut y = Tensor::empty([size[0], size[1] / 2], (Kind::BFloat16, GPU));
+    silu_mul(pairs, &mut y).unwrap();
+    y.to_kind(Kind::Float)
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_products_equal_the_cpus_in_any_layout() {
@@ -109,9 +117,7 @@ fn gpu_products_of_few_rows_are_those_of_float32() {
         assert!(product_serves(64, &[&w], Some(&bias)).unwrap(), "[{n}, {k}]");
         let sums = x.to_kind(Kind::Float).matmul(&w.to_kind(Kind::Float).tr()); // [64, N]
         let pairs = sums.to_kind(Kind::BFloat16);
-        let mut y = Tensor::empty([64, n / 2], (Kind::BFloat16, GPU));
-        silu_mul(&pairs, &mut y).unwrap();
-        let expected = [sums + bias.to_kind(Kind::Float), y.to_kind(Kind::Float)];
+        let expected = [sums + bias.to_kind(Kind::Float), swiglu_of(&pairs)];
         for rows in [64, 1, 2, 7, 8, 33, 63] {
             for (expected, columns) in expected.iter().zip([n, n / 2]) {
                 let x = x.narrow(0, 0, rows);
@@ -149,9 +155,7 @@ fn gpu_gate_up_is_that_of_float32() {
         let rand = |rows: i64, columns: i64| Tensor::randn([rows, columns], (Kind::BFloat16, GPU));
         let (x, w) = (rand(1024, k + 8).narrow(1, 0, k), rand(n, k + 64).narrow(1, 64, k));
         let sums = x.to_kind(Kind::Float).matmul(&w.to_kind(Kind::Float).tr()); // [1024, N]
-        let mut expected = Tensor::empty([1024, n / 2], (Kind::BFloat16, GPU));
-        silu_mul(&sums.to_kind(Kind::BFloat16), &mut expected).unwrap();
-        let expected = expected.to_kind(Kind::Float);
+        let expected = swiglu_of(&sums.to_kind(Kind::BFloat16));
         let run = |rows: i64| {
             let y = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
             gate_up(&x.narrow(0, 0, rows), &w, &y).unwrap();
