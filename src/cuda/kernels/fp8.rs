@@ -297,8 +297,8 @@ mod tests {
     use crate::cuda::image::{HOPPER_SHARED_BYTES, limits};
     use crate::cuda::kernel::must_ask;
 
-    /// Of every length that is served. A row of Qwen3-8B's and of Qwen3.5-9B's gradients takes the 48 KiB that need no asking, and the kernel
-    /// has shared memory of its own beside it.
+    /// Every length of row that is served is launched with threads and shared memory that its kernel may have. A row of Qwen3-8B's and of
+    /// Qwen3.5-9B's gradients takes 48 KiB, all that a launch has without asking, and the kernel declares more: that launch must ask.
     #[test]
     fn every_row_fits_a_block_of_its_kernel() {
         tch::set_num_threads(1); // links libtorch, beside which NVRTC is found

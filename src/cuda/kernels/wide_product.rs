@@ -38,13 +38,13 @@ const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
 /// The least share of the chip that a cut must use.
 const LEAST_FILL: f64 = 0.5;
-/// Of more rows than this a short K is cut into other tiles: adding the parts' sums of all rows up takes what multiplying in parts saves.
+/// Rows above which a weight with a short K is cut into [`TILES`]: with more, adding the sums of K's parts up takes what multiplying in parts saves.
 const MOST_ROWS_OF_WHOLE: usize = 128;
 const LONG: usize = 8192;
 /// Cuts of a short K: groups of 64 features, rows, parts. Those with SwiGLU.
 const TILES: [(usize, usize, usize); 5] = [(1, 64, 1), (2, 64, 1), (3, 128, 1), (2, 128, 1), (2, 128, 2)];
 const TILES_SILU_MUL: [(usize, usize, usize); 2] = [(3, 128, 1), (2, 128, 1)];
-/// What adding two parts up costs: the bytes that are copied to shared memory in the time.
+/// Bytes that are copied to shared memory in the time that adding the sums of two parts of K up takes.
 const BYTES_OF_PARTS: usize = 10 << 20;
 
 /// How a weight is dealt to blocks, by its shape and whether rows are few.
@@ -93,7 +93,7 @@ impl Cut {
         (self.features() + self.rows) * STEP_BYTES
     }
 
-    /// As many as there are steps of a part, or room.
+    /// Stages of a block's pipeline: one for each step of its part of K, as far as shared memory has room.
     fn stages(self, steps: usize) -> usize {
         MOST_STAGES.min(self.stages_bytes / self.stage_bytes()).min(steps.div_ceil(self.parts))
     }
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(few(3588, 18_944), None, "rows of out that are no multiple of 16 bytes");
     }
 
-    /// As they were timed: of Qwen2.5-7B whole, and of a quarter of it.
+    /// The fastest cuts of Qwen2.5-7B's matrices and of their quarters, as they were timed.
     #[test]
     fn short_sums_of_many_rows_are_cut_as_was_fastest() {
         for rows in [129, 200, 256] {

@@ -104,12 +104,13 @@ impl DeltaState {
     }
 }
 
-/// What a forward leaves for its backward: outputs before the gated norm [T, H, dv], and tensors of chunks.
+/// What the forward of a gated delta net leaves for its backward: the rule's outputs [T, H, dv], from before the gated norm, and tensors of
+/// chunks.
 #[derive(Debug)]
 enum DeltaChunks {
-    /// Of libtorch's operations.
+    /// Made by a forward of libtorch's operations.
     Composed(Tensor, rule::Kept),
-    /// Of a GPU's kernels.
+    /// Made by a forward of the GPU's own kernels.
     Kernels(Tensor, kernels::DeltaKept),
 }
 
