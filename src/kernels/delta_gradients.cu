@@ -191,8 +191,10 @@ __device__ __forceinline__ void write_rows(bf16* to, long long stride, int count
     }
 }
 
-// Partial sums of a chunk's rows, one for each quarter of the columns.
+// Partial sums of a chunk's rows, one for each quarter of the columns, and whose they are; index -1: nobody's.
 struct Parts {
+    Chunk chunk;
+    int index, head;
     float across[4][CHUNK], down[4][CHUNK];      // of the tables of pairs, by rows and by columns
     float by_query[4][CHUNK], by_read[4][CHUNK], by_end[4][CHUNK], by_key[4][CHUNK], by_value[CHUNK];
     float whole[16];
@@ -262,12 +264,11 @@ __device__ __forceinline__ void copy_rest(const Gradients& of, const Tiles& tile
     commit_copies();
 }
 
-// Of the first warp: the gradients of a chunk's gates. Sums of decays reach every later token, so that a token's decay has the sum over
+// Of one warp: the gradients of a chunk's gates. Sums of decays reach every later token, so that a token's decay has the sum over
 // all from it on: lane l has tokens 2 l, 2 l + 1.
-__device__ __forceinline__ void gates_backward(
-    const Gradients& of, const Parts& parts, const Gates& own, const Chunk& chunk, int index, int head
-) {
-    const int lane = threadIdx.x;
+__device__ __forceinline__ void gates_backward(const Gradients& of, const Parts& parts, const Gates& own) {
+    const int lane = threadIdx.x % 32, index = parts.index, head = parts.head;
+    const Chunk chunk = parts.chunk;
     const auto sum = [](const float (*of)[CHUNK], int i) { return of[0][i] + of[1][i] + of[2][i] + of[3][i]; };
     float values[2], to_end = 0.0f;
 #pragma unroll
@@ -308,6 +309,9 @@ __device__ __forceinline__ void gates_backward(
     to[0] = to_log, to[static_cast<long long>(of.pairs / of.key_heads) * of.heads] = to_bias;
 }
 
+// A warp whose part of the tables of pairs is zeros: meanwhile it has the gates of the step before.
+constexpr int GATES_WARP = 15;
+
 // 16 warps: four times 16 rows, and a quarter of the columns. A block has the value heads of a key head one after another, and sums their
 // gradients of queries and keys; tiles of the next are on their way while the last products are made.
 extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
@@ -317,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
 ) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Gates owns[2];
-    __shared__ Parts parts;
+    __shared__ Parts of_steps[2];
     const Gradients of = {mixed, d_o, states, news_of, ends, solved, a, a_log, dt_bias, gates, chunks, d_mixed, d_a, d_b, of_heads,
                           static_cast<int>(heads), static_cast<int>(key_heads), static_cast<int>(channels), static_cast<int>(pairs)};
     const int shared = of.heads / of.key_heads;
@@ -326,13 +330,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
                    by_system = tiles.by_system, by_keys = tiles.by_keys;
     const Lane lane;
     const int warp = threadIdx.x / 32, quarter = warp / 4, row = warp % 4 * 16, column = quarter * 32;
+    // Rows of the tables, of which a warp has 16 columns: those that are no zeros are spread over the four schedulers.
+    const int pairs_row = (warp + (quarter == 2 ? 2 : quarter == 3 ? 1 : 0)) % 4 * 16;
     float sum_query[4][4], sum_key[4][4];
     Step step = {static_cast<int>(blockIdx.x), 0};
     int turn = 0, buffer = 0;
     copy_first(of, tiles, step, shared, turn, shared_address(&owns[0]));
     copy_rest(of, tiles, step, shared);
+    if (threadIdx.x == 0) of_steps[1].index = -1;
     for (; step.pair < of.pairs; buffer ^= 1) {
         const Gates& own = owns[buffer];
+        Parts& parts = of_steps[buffer];
         const int index = step.pair / of.key_heads, key_head = step.pair % of.key_heads, head = key_head * shared + step.part;
         const unsigned q = tiles.keys + turn * 2 * WIDE_BYTES, k = q + WIDE_BYTES;
         const Chunk chunk = chunks[index];
@@ -347,6 +355,59 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
         }
         wait_copies<2>();
         __syncthreads();
+        if (threadIdx.x == 0) parts.chunk = chunk, parts.index = index, parts.head = head;
+        {  // tables of pairs: columns 16 quarter .. of 16 rows
+            float scores[2][4] = {}, dots[2][4] = {}, d_scores[2][4] = {}, d_system[2][4] = {};
+            if (quarter * 16 <= pairs_row) {
+#pragma unroll
+                for (int t = 0; t < 8; ++t) {
+                    unsigned a[4], columns[4];
+                    load_matrices(columns, wide_at(k, 16 * quarter + lane.row_y, 2 * t + lane.part_y));
+                    load_matrices(a, wide_at(q, pairs_row + lane.row_x, 2 * t + lane.part_x));
+                    multiply_two(scores[0], scores[1], a, columns);
+                    load_matrices(a, wide_at(k, pairs_row + lane.row_x, 2 * t + lane.part_x));
+                    multiply_two(dots[0], dots[1], a, columns);
+                    load_matrices(columns, wide_at(news_tile, 16 * quarter + lane.row_y, 2 * t + lane.part_y));
+                    load_matrices(a, wide_at(out, pairs_row + lane.row_x, 2 * t + lane.part_x));
+                    multiply_two(d_scores[0], d_scores[1], a, columns);
+                    load_matrices(a, wide_at(r, pairs_row + lane.row_x, 2 * t + lane.part_x));
+                    multiply_two(d_system[0], d_system[1], a, columns);
+                }
+            } else if (warp == GATES_WARP && of_steps[buffer ^ 1].index >= 0) {
+                gates_backward(of, of_steps[buffer ^ 1], owns[buffer ^ 1]);
+            }
+            float across[2] = {}, down[2][2] = {};
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int i = pairs_row + lane.group + 8 * half, j = 16 * quarter + 8 * n + lane.pair;
+                    float first_values[2], second[2], third[2];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int at = 2 * half + e;
+                        const float decay = i >= j + e ? __expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
+                        first_values[e] = d_scores[n][at] * decay * SCALE;
+                        second[e] = i > j + e ? -d_system[n][at] * decay : 0.0f;
+                        third[e] = second[e] * own.beta[i];
+                        const float through = first_values[e] * scores[n][at] + third[e] * dots[n][at];
+                        across[half] += through;
+                        down[n][e] += through;
+                    }
+                    const int to = 2 * quarter + n;
+                    write_shared(pairs_at(by_scores, i, to) + lane.pair * 2, pack(first_values[0], first_values[1]));
+                    write_shared(pairs_at(by_system, i, to) + lane.pair * 2, pack(second[0], second[1]));
+                    write_shared(pairs_at(by_keys, i, to) + lane.pair * 2, pack(third[0], third[1]));
+                }
+            keep(parts.across, quarter, pairs_row, lane, {quad_sum(across[0]), quad_sum(across[1])});
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    for (int step = 4; step < 32; step *= 2) down[n][e] += __shfl_xor_sync(0xffffffffu, down[n][e], step);
+                    if (lane.group == 0) parts.down[pairs_row / 16][16 * quarter + 8 * n + lane.pair + e] = down[n][e];
+                }
+        }
         {  // d_v, and what beta has of values
 #pragma unroll
             for (int i = 0; i < CHUNK * 16 / 512; ++i) {
@@ -369,56 +430,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
                 for (int step = 8; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
                 if (part == 0) parts.by_value[token] = dot;
             }
-        }
-        {  // tables of pairs: columns 16 quarter .. of the warp's rows
-            float scores[2][4] = {}, dots[2][4] = {}, d_scores[2][4] = {}, d_system[2][4] = {};
-            if (quarter * 16 <= row) {
-#pragma unroll
-                for (int t = 0; t < 8; ++t) {
-                    unsigned a[4], columns[4];
-                    load_matrices(columns, wide_at(k, 16 * quarter + lane.row_y, 2 * t + lane.part_y));
-                    load_matrices(a, wide_at(q, row + lane.row_x, 2 * t + lane.part_x));
-                    multiply_two(scores[0], scores[1], a, columns);
-                    load_matrices(a, wide_at(k, row + lane.row_x, 2 * t + lane.part_x));
-                    multiply_two(dots[0], dots[1], a, columns);
-                    load_matrices(columns, wide_at(news_tile, 16 * quarter + lane.row_y, 2 * t + lane.part_y));
-                    load_matrices(a, wide_at(out, row + lane.row_x, 2 * t + lane.part_x));
-                    multiply_two(d_scores[0], d_scores[1], a, columns);
-                    load_matrices(a, wide_at(r, row + lane.row_x, 2 * t + lane.part_x));
-                    multiply_two(d_system[0], d_system[1], a, columns);
-                }
-            }
-            float across[2] = {}, down[2][2] = {};
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int i = row + lane.group + 8 * half, j = 16 * quarter + 8 * n + lane.pair;
-                    float first_values[2], second[2], third[2];
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int at = 2 * half + e;
-                        const float decay = i >= j + e ? __expf(static_cast<float>(own.sum[i] - own.sum[j + e])) : 0.0f;
-                        first_values[e] = d_scores[n][at] * decay * SCALE;
-                        second[e] = i > j + e ? -d_system[n][at] * decay : 0.0f;
-                        third[e] = second[e] * own.beta[i];
-                        const float through = first_values[e] * scores[n][at] + third[e] * dots[n][at];
-                        across[half] += through;
-                        down[n][e] += through;
-                    }
-                    const unsigned to = (2 * quarter + n) ;
-                    write_shared(pairs_at(by_scores, i, to) + lane.pair * 2, pack(first_values[0], first_values[1]));
-                    write_shared(pairs_at(by_system, i, to) + lane.pair * 2, pack(second[0], second[1]));
-                    write_shared(pairs_at(by_keys, i, to) + lane.pair * 2, pack(third[0], third[1]));
-                }
-            keep(parts.across, quarter, row, lane, {quad_sum(across[0]), quad_sum(across[1])});
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    for (int step = 4; step < 32; step *= 2) down[n][e] += __shfl_xor_sync(0xffffffffu, down[n][e], step);
-                    if (lane.group == 0) parts.down[warp % 4][16 * quarter + 8 * n + lane.pair + e] = down[n][e];
-                }
         }
         wait_copies<1>();
         __syncthreads();
@@ -517,9 +528,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
             write_rows(d_mixed + first + key_head * DIM + column, channels, chunk.count, row, lane, sum_query);
             write_rows(d_mixed + first + (of.key_heads + key_head) * DIM + column, channels, chunk.count, row, lane, sum_key);
         }
-        __syncthreads();
         step = after, turn = next_turn;
-        if (threadIdx.x >= 32) continue;
-        gates_backward(of, parts, own, chunk, index, head);
     }
+    __syncthreads();
+    if (warp == GATES_WARP && of_steps[buffer ^ 1].index >= 0) gates_backward(of, of_steps[buffer ^ 1], owns[buffer ^ 1]);
 }

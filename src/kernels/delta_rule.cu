@@ -118,35 +118,48 @@ __device__ __forceinline__ void invert(float* a) {
     __syncthreads();
 }
 
-// Rows 16 warp .. of T diag(columns) diag(more) x, to [CHUNK, DIM] by way of x's own tile; all threads of the block.
+// T diag(columns) diag(more) x, to [CHUNK, DIM] by way of x's own tile; all threads of the block. A warp has half of the columns of two
+// times 16 rows, early and late ones, whose sums are as long as any other warp's.
 __device__ __forceinline__ void solve(bf16* to, const float* t, const float* columns, const float* more, unsigned x, const Lane& lane) {
-    const int warp = threadIdx.x / 32, row = 16 * warp;
-    float sums[16][4] = {};
+    const int warp = threadIdx.x / 32;
+    float sums[2][8][4] = {};
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        if (k > warp) break;
-        const int left = 16 * k + lane.pair, right = left + 8;
-        float c[4] = {columns[left], columns[left + 1], columns[right], columns[right + 1]};
-        if (more) c[0] *= more[left], c[1] *= more[left + 1], c[2] *= more[right], c[3] *= more[right + 1];
-        const float *upper = t + (row + lane.group) * STRIDE, *lower = upper + 8 * STRIDE;
-        const unsigned a[4] = {pack(upper[left] * c[0], upper[left + 1] * c[1]), pack(lower[left] * c[0], lower[left + 1] * c[1]),
-                               pack(upper[right] * c[2], upper[right + 1] * c[3]), pack(lower[right] * c[2], lower[right + 1] * c[3])};
+    for (int half = 0; half < 2; ++half) {
+        const int last = half == 0 ? warp : 3 - warp, row = 16 * last;
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            unsigned b[4];
-            load_transposed(b, wide_at(x, 16 * k + lane.row_x, 2 * n + lane.part_x));
-            multiply_two(sums[2 * n], sums[2 * n + 1], a, b);
+        for (int k = 0; k < 4; ++k) {
+            if (k > last) break;
+            const int left = 16 * k + lane.pair, right = left + 8;
+            float c[4] = {columns[left], columns[left + 1], columns[right], columns[right + 1]};
+            if (more) c[0] *= more[left], c[1] *= more[left + 1], c[2] *= more[right], c[3] *= more[right + 1];
+            const float *upper = t + (row + lane.group) * STRIDE, *lower = upper + 8 * STRIDE;
+            const unsigned a[4] = {pack(upper[left] * c[0], upper[left + 1] * c[1]), pack(lower[left] * c[0], lower[left + 1] * c[1]),
+                                   pack(upper[right] * c[2], upper[right + 1] * c[3]), pack(lower[right] * c[2], lower[right + 1] * c[3])};
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                unsigned b[4];
+                load_transposed(b, wide_at(x, 16 * k + lane.row_x, 8 * half + 2 * n + lane.part_x));
+                multiply_two(sums[half][2 * n], sums[half][2 * n + 1], a, b);
+            }
         }
     }
     __syncthreads();
 #pragma unroll
-    for (int n = 0; n < 16; ++n) {
-        write_shared(wide_at(x, row + lane.group, n) + lane.pair * 2, pack(sums[n][0], sums[n][1]));
-        write_shared(wide_at(x, row + 8 + lane.group, n) + lane.pair * 2, pack(sums[n][2], sums[n][3]));
+    for (int half = 0; half < 2; ++half) {
+        const int row = 16 * (half == 0 ? warp : 3 - warp) + lane.group;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            write_shared(wide_at(x, row, 8 * half + n) + lane.pair * 2, pack(sums[half][n][0], sums[half][n][1]));
+            write_shared(wide_at(x, row + 8, 8 * half + n) + lane.pair * 2, pack(sums[half][n][2], sums[half][n][3]));
+        }
     }
     __syncwarp();
-    for (int i = threadIdx.x % 32; i < 16 * 16; i += 32)
-        *reinterpret_cast<uint4*>(to + (row + i / 16) * DIM + i % 16 * 8) = read_shared_16(wide_at(x, row + i / 16, i % 16));
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        for (int i = threadIdx.x % 32; i < 16 * 8; i += 32) {
+            const int row = 16 * (half == 0 ? warp : 3 - warp) + i / 8, part = 8 * half + i % 8;
+            *reinterpret_cast<uint4*>(to + row * DIM + part * 8) = read_shared_16(wide_at(x, row, part));
+        }
 }
 
 extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
@@ -172,18 +185,20 @@ extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
     wait_copies<0>();
     __syncthreads();
     const Lane lane;
-    const int warp = threadIdx.x / 32, row = 16 * warp + lane.group;
+    const int warp = threadIdx.x / 32;
     for (int part = warp + 1; part < 4; ++part) {  // pairs of a token with later ones
-        unsigned* above = reinterpret_cast<unsigned*>(p + (item * CHUNK + row) * CHUNK + 16 * part + lane.pair);
+        unsigned* above = reinterpret_cast<unsigned*>(p + (item * CHUNK + 16 * warp + lane.group) * CHUNK + 16 * part + lane.pair);
         above[0] = above[4] = above[4 * CHUNK] = above[4 * CHUNK + 4] = 0;
     }
-    for (int part = 0; part <= warp; ++part) {  // 16 columns of both tables
+    for (int square = warp; square < 10; square += 4) {  // of both tables, 16 rows and columns of those on and below the diagonal
+        const int of_row = square > 5 ? 3 : square > 2 ? 2 : square > 0 ? 1 : 0, part = square - of_row * (of_row + 1) / 2;
+        const int row = 16 * of_row + lane.group;
         float scores[2][4] = {}, dots[2][4] = {};
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             unsigned q_rows[4], k_rows[4], columns[4];
-            load_matrices(q_rows, wide_at(q_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
-            load_matrices(k_rows, wide_at(k_tile, 16 * warp + lane.row_x, 2 * k + lane.part_x));
+            load_matrices(q_rows, wide_at(q_tile, 16 * of_row + lane.row_x, 2 * k + lane.part_x));
+            load_matrices(k_rows, wide_at(k_tile, 16 * of_row + lane.row_x, 2 * k + lane.part_x));
             load_matrices(columns, wide_at(k_tile, 16 * part + lane.row_y, 2 * k + lane.part_y));
             multiply_two(scores[0], scores[1], q_rows, columns);
             multiply_two(dots[0], dots[1], k_rows, columns);
