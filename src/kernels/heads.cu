@@ -47,6 +47,21 @@ __device__ __forceinline__ float head_rstd(const T* x, int half, int lane, int l
     return rsqrtf(team_sum(squares, lanes) / static_cast<float>(2 * half) + eps);
 }
 
+// A norm's weights at both columns of a pair and of the N - 1 behind it; they may begin anywhere.
+template <typename T, int N>
+__device__ __forceinline__ void load_weights(Pack<T, N> (&to)[2], const T* weight, const Pair& pair) {
+    const bool is_aligned = reinterpret_cast<unsigned long long>(weight) % sizeof(Pack<T, N>) == 0;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        if (is_aligned) {
+            to[side] = load<T, N>(weight + pair.at[side]);
+        } else {
+#pragma unroll
+            for (int n = 0; n < N; ++n) to[side].at[n] = weight[pair.at[side] + n];
+        }
+    }
+}
+
 template <typename T, int N>
 __device__ __forceinline__ void forward(
     const T* __restrict__ qkv,       // [T, S, hd]
@@ -76,10 +91,12 @@ __device__ __forceinline__ void forward(
         if (!slot.is_v) {
             Pack<float, N> c, s;
             if (pair.is_turned) c = load<float, N>(cos + token * 2 * turned + i), s = load<float, N>(sin + (token * 2 + 1) * turned + i);
+            Pack<T, N> weights[2];
+            if (q_weight) load_weights(weights, weight, pair);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 float a = widen(first.at[n]) * scale, b = widen(second.at[n]) * scale;
-                if (q_weight) a *= centre + widen(weight[pair.at[0] + n]), b *= centre + widen(weight[pair.at[1] + n]);
+                if (q_weight) a *= centre + widen(weights[0].at[n]), b *= centre + widen(weights[1].at[n]);
                 narrow(pair.is_turned ? a * c.at[n] - b * s.at[n] : a, first.at[n]);
                 narrow(pair.is_turned ? b * c.at[n] + a * s.at[n] : b, second.at[n]);
             }
@@ -109,13 +126,21 @@ __device__ __forceinline__ void backward(
     const int index = blockIdx.x % slot_blocks * teams + threadIdx.x / lanes;
     const bool is_active = index < slots;
     const int own = is_active ? index : 0;
+    const Slot kept_slot = slot_of(0, own, groups, queries);
+    const bool has_norm = q_weight && !kept_slot.is_v;
+    Pack<T, N> weights[ITEMS][2];
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const int i = (item * lanes + lane) * N;
+        if (has_norm && i < half) load_weights(weights[item], kept_slot.member < queries ? q_weight : k_weight, Pair(i, half, turned));
+    }
     float bias[2][ITEMS][N] = {}, norm[2][ITEMS][N] = {};
     for (long long token = stripe; token < tokens; token += stripes) {
         const Slot slot = slot_of(token, own, groups, queries);
         const T* dy = pick(slot, queries, dq, dk, dv) + slot.head * 2 * half;
         const long long row = (token * slots + own) * 2 * half;
-        const T* weight = slot.member < queries ? q_weight : k_weight;
         float d[2][ITEMS][N] = {}, projection = 0.0f, scale = 1.0f;
+        Pack<T, N> from[ITEMS][2];  // the head, where there are norms
         if (q_weight) scale = head_rstd<T, N>(qkv + row, half, lane, lanes, eps);
 #pragma unroll
         for (int item = 0; item < ITEMS; ++item) {
@@ -132,13 +157,16 @@ __device__ __forceinline__ void backward(
                 d[0][item][n] = is_turned ? a * c.at[n] + b * s.at[n] : a;
                 d[1][item][n] = is_turned ? b * c.at[n] - a * s.at[n] : b;
             }
-            if (!q_weight || slot.is_v) continue;
+            if (!has_norm) continue;
+#pragma unroll
+            for (int side = 0; side < 2; ++side) from[item][side] = load<T, N>(qkv + row + pair.at[side]);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
+#pragma unroll
                 for (int side = 0; side < 2; ++side) {
-                    const float x = widen(qkv[row + pair.at[side] + n]);
+                    const float x = widen(from[item][side].at[n]);
                     norm[side][item][n] += d[side][item][n] * x * scale;
-                    d[side][item][n] *= centre + widen(weight[pair.at[side] + n]);
+                    d[side][item][n] *= centre + widen(weights[item][side].at[n]);
                     projection += d[side][item][n] * x;
                 }
             }
@@ -149,11 +177,11 @@ __device__ __forceinline__ void backward(
             for (int item = 0; item < ITEMS; ++item) {
                 const int i = (item * lanes + lane) * N;
                 if (i >= half || slot.is_v) break;
-                const Pair pair(i, half, turned);
 #pragma unroll
                 for (int n = 0; n < N; ++n)
+#pragma unroll
                     for (int side = 0; side < 2; ++side)
-                        d[side][item][n] = d[side][item][n] * scale + widen(qkv[row + pair.at[side] + n]) * coefficient;
+                        d[side][item][n] = d[side][item][n] * scale + widen(from[item][side].at[n]) * coefficient;
             }
         }
         if (!is_active) continue;
