@@ -104,6 +104,22 @@ impl ExpertTile {
         })
     }
 
+    /// The way of the product behind it, with rows of `width` elements in an expert's `down`, over the same tiles of rows.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn for_down(self, tokens: usize, choices: usize, experts: usize, (width, gpu): (usize, usize)) -> Result<Self> {
+        let is_large = LARGE_SHARED.contains(&Context::retain(gpu)?.compute_capability()?);
+        Ok(if is_large { self.narrow(tokens * choices / experts, width) } else { self })
+    }
+
+    /// [`FEW`] copies 128 columns at once, the last of which may be half beyond a narrow slice: of 192 columns a quarter of what it copies.
+    /// [`SOME`] copies 64, and gives the same bits.
+    fn narrow(self, rows: usize, width: usize) -> Self {
+        let is_measured = rows > FEW_ROWS / 2 && width > 128;
+        if self == FEW && is_measured && width.next_multiple_of(64) < width.next_multiple_of(128) { SOME } else { self }
+    }
+
     /// The variant's name, for reports.
     pub fn name(self) -> &'static str {
         self.name
@@ -297,6 +313,18 @@ impl Launch {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn narrow_slices_are_copied_by_steps_that_fit() {
+        assert_eq!(FEW.rows, SOME.rows, "both read what one router has sorted");
+        assert_eq!(FEW.narrow(16, 192), SOME); // Qwen3-30B-A3B's 768 over four ranks, 256 sequences
+        for (rows, width) in [(16, 768), (16, 384), (16, 96), (16, 64), (4, 192)] {
+            assert_eq!(FEW.narrow(rows, width), FEW, "{rows} rows of {width}");
+        }
+        for tile in [SOME, MANY, SMALL, FLOAT] {
+            assert_eq!(tile.narrow(16, 192), tile);
+        }
+    }
 
     /// A tile of other sizes than the source's would give wrong results, and no error.
     #[test]

@@ -139,6 +139,8 @@ impl DecoderNetwork<'_> {
         let (rows, k) = (normed.size()[0], spec.router.num_experts_per_tok);
         let Device::Cuda(gpu) = normed.device() else { unreachable!("an engine on a GPU") };
         let tile = ExpertTile::of(rows as usize, k, spec.num_experts, (normed.kind(), gpu))?;
+        let width = buffers.act.size()[1] as usize;
+        let down_tile = tile.for_down(rows as usize, k, spec.num_experts, (width, gpu))?;
         let own = spec.own_experts(w, self.tp.rank());
         let routed = buffers.routed(rows, spec, own, tile);
         let first = self.spec.places_among_expert_layers()[layer] * k as i64;
@@ -160,7 +162,7 @@ impl DecoderNetwork<'_> {
         let weight = gate_up.weight();
         self.op(DecoderOp::GateUp, || kernels::experts_gate_up(tile, normed, weight, adapter.of(), &routed, &act))?;
         let (adapter, weight) = (self.low(down, tile, LowRows::Sorted(&act), &routed)?, down.weight());
-        self.op(DecoderOp::Down, || kernels::experts_down(tile, &act, weight, adapter.of(), &routed, &rows))?;
+        self.op(DecoderOp::Down, || kernels::experts_down(down_tile, &act, weight, adapter.of(), &routed, &rows))?;
         let shared = spec.shared.map(|_| self.shared_rows(w, normed, &buffers.shared)).transpose()?;
         let of_shared = shared.as_ref().map(|rows| SharedExpertRows {
             rows,
