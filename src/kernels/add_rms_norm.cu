@@ -37,23 +37,27 @@ __device__ __forceinline__ void add_rms_norm(
         kept[k] = row[i];
         if (delta) {
             const auto more = added[i];
+            float sums[N];
 #pragma unroll
-            for (int j = 0; j < N; ++j) narrow(widen(kept[k].at[j]) + widen(more.at[j]), kept[k].at[j]);
+            for (int j = 0; j < N; ++j) sums[j] = widen(kept[k].at[j]) + widen(more.at[j]);
+            narrow(sums, kept[k]);
             row[i] = kept[k];
         }
 #pragma unroll
         for (int j = 0; j < N; ++j) squares += widen(kept[k].at[j]) * widen(kept[k].at[j]);
     }
-    const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+    const float scale = rsqrtf(block_sum_at_once(squares) / static_cast<float>(dim) + eps);
     Pack<T, N> normed[FP8 ? MOST : 1];
 #pragma unroll
     for (int k = 0; k < MOST; ++k) {
         const int i = threadIdx.x + k * blockDim.x;
         if (i >= packs) break;
         const auto factors = FP8 ? early[FP8 ? k : 0] : factors_of(i);
-        Pack<T, N> out;
+        float values[N];
 #pragma unroll
-        for (int j = 0; j < N; ++j) narrow(widen(kept[k].at[j]) * scale * (centre + widen(factors.at[j])), out.at[j]);
+        for (int j = 0; j < N; ++j) values[j] = widen(kept[k].at[j]) * scale * (centre + widen(factors.at[j]));
+        Pack<T, N> out;
+        narrow(values, out);
         if constexpr (FP8) normed[k] = out;
         if (!FP8 || y) reinterpret_cast<Pack<T, N>*>(y + blockIdx.x * dim)[i] = out;
     }

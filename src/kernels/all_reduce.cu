@@ -74,16 +74,17 @@ template <typename X>
 __device__ __forceinline__ Row norm(
     Pack<X, 8>& kept, const float (&sum)[8], const Row& weight, long long dim, float eps, float centre
 ) {
-    float squares = 0.0f;
+    float values[8], squares = 0.0f;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        narrow(widen(kept.at[j]) + sum[j], kept.at[j]);
-        squares += widen(kept.at[j]) * widen(kept.at[j]);
-    }
-    const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+    for (int j = 0; j < 8; ++j) values[j] = widen(kept.at[j]) + sum[j];
+    narrow(values, kept);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) squares += widen(kept.at[j]) * widen(kept.at[j]);
+    const float scale = rsqrtf(block_sum_at_once(squares) / static_cast<float>(dim) + eps);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] = widen(kept.at[j]) * scale * (centre + widen(weight.at[j]));
     Row y;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) narrow(widen(kept.at[j]) * scale * (centre + widen(weight.at[j])), y.at[j]);
+    narrow(values, y);
     return y;
 }
 

@@ -18,9 +18,7 @@ __device__ __forceinline__ unsigned block_max_bits(unsigned value) {
     __syncthreads();  // readers of an earlier maximum are done
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
-    unsigned peak = warps[0];
-    for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) peak = max(peak, warps[warp]);
-    return peak;
+    return __reduce_max_sync(0xffffffffu, threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0);
 }
 
 // Two neighbours, to nearest, ties to even, no larger than 448.

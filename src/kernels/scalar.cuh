@@ -17,6 +17,14 @@ __device__ __forceinline__ void narrow(float value, bf16& to) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(value));  // to nearest, ties to even
 }
 
+// Two by one instruction, as single values that are used at once go through a slower unit of sm_90 (F2F beside F2FP).
+__device__ __forceinline__ void narrow(float first, float second, float& to, float& next) { to = first, next = second; }
+__device__ __forceinline__ void narrow(float first, float second, bf16& to, bf16& next) {
+    unsigned both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    to.bits = static_cast<unsigned short>(both), next.bits = static_cast<unsigned short>(both >> 16);
+}
+
 // N neighbours, moved as one access, or 16 bytes at a time: the host looks for addresses that are multiples of 16, not of more.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
@@ -51,6 +59,17 @@ __device__ __forceinline__ int load_relaxed(const int* from) {
     int value;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
     return value;
+}
+
+// All of a pack.
+template <typename T, int N>
+__device__ __forceinline__ void narrow(const float (&values)[N], Pack<T, N>& to) {
+    if constexpr (N == 1) {
+        narrow(values[0], to.at[0]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) narrow(values[j], values[j + 1], to.at[j], to.at[j + 1]);
+    }
 }
 
 template <typename T, int N>
@@ -94,5 +113,30 @@ __device__ __forceinline__ float block_sum(float value) {
     __syncthreads();
     float sum = 0.0f;
     for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += warps[warp];
+    return sum;
+}
+
+// `block_sum`, the same bits: sums of 16 warps are read at once, zeros where there is no warp, so that threads wait for shared memory
+// once. For kernels with registers to spare.
+__device__ __forceinline__ float block_sum_at_once(float value) {
+    __shared__ alignas(16) float warps[32];
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = blockDim.x / 32;
+    value = warp_sum(value);
+    __syncthreads();  // readers of an earlier sum are done
+    if (lane == 0) warps[warp] = value;
+    if (warp == 0 && lane >= count) warps[lane] = 0.0f;
+    __syncthreads();
+    float sum = 0.0f;
+#pragma unroll
+    for (unsigned first = 0; first < 32; first += 16) {
+        if (first >= count) break;
+        Pack<float, 4> fours[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) fours[i] = *reinterpret_cast<const Pack<float, 4>*>(&warps[first + 4 * i]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sum += fours[i].at[k];
+    }
     return sum;
 }
