@@ -35,26 +35,37 @@ __device__ __forceinline__ void rope_write_kv(
     const int heads = kv_heads * (group + 2), token = team / heads;
     // What no kernel of a step writes comes while the work before ends.
     const bool is_token = token < tokens;
-    const long long slot = is_token ? slots[token] : -1;
+    const int slot = is_token ? slots[token] : -1;
     const float* turn = table + (is_token ? static_cast<long long>(positions[token]) : 0) * 2 * turned;
     float cosines[FP8 ? MOST : 1][N], sines[FP8 ? MOST : 1][N];  // of FP8, whose steps are shorter
     if constexpr (FP8) {
 #pragma unroll
         for (int m = 0; m < MOST; ++m) {
             const int at = (lane + m * lanes) * N;
+            if (!is_token || at >= min(half, turned)) continue;
+            const auto read = [&](const float* from, float (&to)[N]) {  // as the table is on multiples of a pack
+                constexpr int AT_ONCE = N % 4 == 0 ? 4 : 1;
 #pragma unroll
-            for (int j = 0; j < N; ++j)
-                if (is_token && at < min(half, turned)) cosines[m][j] = turn[at + j], sines[m][j] = turn[turned + at + j];
+                for (int j = 0; j < N; j += AT_ONCE) {
+                    const auto some = load<float, AT_ONCE>(from + j);
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; ++i) to[j + i] = some.at[i];
+                }
+            };
+            read(turn + at, cosines[m]);
+            read(turn + turned + at, sines[m]);
         }
     }
-    wait_for_inputs();
-    if (!is_token) return;  // whole teams
+    // So does what follows from places alone: divisions take their time.
     const int kv_head = team % heads / (group + 2), place = team % (group + 2), dim = 2 * half;
     const bool is_query = place < group, is_value = place == group + 1;
-
+    const long long entry = (static_cast<long long>(slot / block_size) * kv_heads + kv_head) * block_size + slot % block_size;
     const long long row = is_query ? token * stride.q_row + kv_head * stride.q_group + place * stride.q_head
                                    : token * stride.kv_row + kv_head * stride.kv_group;
     const T* from = (is_query ? q : is_value ? v : k) + row;
+    wait_for_inputs();
+    if (!is_token) return;  // whole teams
+
     // Where pack `at` of a half stands: a turned half is followed by its other one, and the rest by its other half.
     const auto column = [&](int at, int side) {
         return at < turned ? at + side * turned : at + (side == 0 ? turned : half);
@@ -93,7 +104,6 @@ __device__ __forceinline__ void rope_write_kv(
         }
     }
 
-    const long long entry = (slot / block_size * kv_heads + kv_head) * block_size + slot % block_size;
     unsigned bits = 0;  // of the largest absolute value, NaN above all
 #pragma unroll
     for (int m = 0; m < MOST; ++m) {

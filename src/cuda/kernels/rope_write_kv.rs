@@ -234,7 +234,7 @@ impl RopeShape {
     fn width(&self, turned: usize, qkv: &QkvViews, transform: &HeadTransform, others: &[&Tensor], kind: Kind) -> usize {
         let widest = 16 / kind.elt_size_in_bytes();
         let norms = transform.norms.iter().flat_map(|norms| [norms.0, norms.1]);
-        let all = [&qkv.q, &qkv.k, &qkv.v].into_iter().chain(norms).chain(others.iter().copied());
+        let all = [&qkv.q, &qkv.k, &qkv.v, transform.rope].into_iter().chain(norms).chain(others.iter().copied());
         let fits = |tensor: &Tensor| {
             let strides = tensor.stride();
             let outer = &strides[..strides.len() - 1];
