@@ -26,10 +26,14 @@ struct Best {
     }
 };
 
-// -ln(-ln(1 - u)), rounded to float as on the CPU; u = (word + 1/2) / 2^32 kept away from 1.
+// u = (word + 1/2) / 2^32, kept away from 1.
+__device__ __forceinline__ float unit_of(unsigned word) {
+    return fminf((__uint2float_rn(word) + 0.5f) * 2.3283064365386963e-10f, 1.0f - 5.9604644775390625e-8f);
+}
+
+// -ln(-ln(1 - u)), rounded to float as on the CPU.
 __device__ __noinline__ float gumbel(unsigned word) {
-    const float unit = fminf((__uint2float_rn(word) + 0.5f) * 2.3283064365386963e-10f, 1.0f - 5.9604644775390625e-8f);
-    const float rate = -static_cast<float>(log1p(-static_cast<double>(unit)));
+    const float rate = -static_cast<float>(log1p(-static_cast<double>(unit_of(word))));
     return -static_cast<float>(log(static_cast<double>(rate)));
 }
 
@@ -58,7 +62,47 @@ struct State {
     Best best = {-INFINITY, 0.0f, INT_MAX};
 };
 
+// 2^x. What the ordinary exp2 has below the smallest normal number is 0 here: masses that small change no sum and win nothing.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * 1.4426950408889634f); }
+
+// The block's best perturbed value so far, rounded down.
+__device__ __forceinline__ float standing_of(unsigned bar) {
+    return bar ? __uint_as_float(bar & 0x80000000u ? bar & 0x7fffffffu : ~bar) : -INFINITY;
+}
+
+// Random words of ids first .. first + RUN.
+__device__ __forceinline__ void random_words(const Draw& draw, int first, unsigned (&words)[RUN]) {
+#pragma unroll
+    for (int k = 0; k < RUN; k += 4) {
+        unsigned four[4];
+        philox(draw.key, (first + k) / 4, 0, draw.position, 0, four);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[k + j] = four[j];
+    }
+}
+
+// What the best id of a run has at least, so that the first run, too, takes few logarithms: with noise g = -ln(-ln(1 - u)) and
+// -ln(1 - u) <= u / (1 - u), g is at least ln((1 - u) / u). A little is allowed for rounding.
 template <bool PROCESSED>
+__device__ __forceinline__ float least_of(const float (&logits)[RUN], int first, const Draw& draw, const Process& process) {
+    unsigned words[RUN];
+    random_words(draw, first, words);
+    float most = -INFINITY;
+#pragma unroll
+    for (int k = 0; k < RUN; ++k) {
+        const float value = PROCESSED ? process(logits[k], draw.scale, first + k) : logits[k] * draw.scale;
+        const float unit = unit_of(words[k]);
+        most = fmaxf(most, value + __logf(__fdividef(1.0f - unit, unit)) - fmaf(fabsf(value), 1e-6f, 0.01f));
+    }
+    return most;
+}
+
+template <bool GREEDY, bool PROCESSED>
 __device__ __forceinline__ void take(
     State& state, const float (&logits)[RUN], int first, const Draw& draw, const Process& process, volatile unsigned& bar
 ) {
@@ -66,30 +110,65 @@ __device__ __forceinline__ void take(
 #pragma unroll
     for (int k = 0; k < RUN; ++k) top = fmaxf(top, logits[k] * draw.scale);
     if (top > state.peak) state.sum *= __expf(state.peak - top), state.peak = top;
-    const unsigned least = bar;  // the block's best perturbed value so far, rounded down
-    const float standing = least ? __uint_as_float(least & 0x80000000u ? least & 0x7fffffffu : ~least) : -INFINITY;
+    const float standing = standing_of(bar);
     // Noise lifts a value v over s only if u < exp(v - s): few need the logarithms. A little is allowed for rounding.
     const float lift = 1.01f * __expf(fminf(state.peak - standing, 80.0f));
-    unsigned words[4];
+    unsigned words[RUN];
+    if (!GREEDY) random_words(draw, first, words);
+    bool may_win = false;
 #pragma unroll
     for (int k = 0; k < RUN; ++k) {
-        if (k % 4 == 0 && !draw.is_greedy) philox(draw.key, (first + k) / 4, 0, draw.position, 0, words);
-        const float raw = logits[k] * draw.scale, mass = __expf(raw - state.peak);
+        const float raw = logits[k] * draw.scale, mass = exp_fast(raw - state.peak);
         state.sum += mass;
-        float value = raw, bound = mass * lift;
-        if (PROCESSED) {  // may lie farther below the raw peak than a float's exponent reaches
-            value = process(logits[k], draw.scale, first + k);
-            bound = 1.01f * __expf(fminf(value - standing, 80.0f));
+        const float value = PROCESSED ? process(logits[k], draw.scale, first + k) : raw;
+        if (GREEDY) {
+            may_win |= value >= standing;
+        } else {
+            // Processed, a value may lie farther below the raw peak than a float's exponent reaches.
+            const float rise = PROCESSED ? 1.01f * exp_fast(fminf(value - standing, 80.0f)) : mass * lift;
+            const float unit = __uint_as_float(__funnelshift_r(words[k], 0x7f, 9));  // 1 + at most u
+            may_win |= unit <= 1.0f + rise;
         }
-        const float unit = __uint_as_float(0x3f800000u | words[k % 4] >> 9) - 1.0f;  // at most u
-        const bool may_win = draw.is_greedy ? value >= standing : unit <= bound;
-        if (may_win && value > -INFINITY) {
-            const double perturbed = draw.is_greedy ? value : static_cast<double>(value) + gumbel(words[k % 4]);
-            if (state.best.yields_to(perturbed, first + k)) {
-                state.best = {perturbed, raw, first + k};
-                atomicMax(const_cast<unsigned*>(&bar), ordered(__double2float_rd(perturbed)));
-            }
+    }
+    if (!may_win) return;
+#pragma unroll
+    for (int k = 0; k < RUN; ++k) {
+        const float raw = logits[k] * draw.scale;
+        const float value = PROCESSED ? process(logits[k], draw.scale, first + k) : raw;
+        if (!GREEDY) {
+            const float unit = __uint_as_float(__funnelshift_r(words[k], 0x7f, 9));
+            if (!(unit <= 1.0f + 1.01f * exp_fast(fminf(value - standing, 80.0f)))) continue;
         }
+        if (!(value >= standing || !GREEDY) || !(value > -INFINITY)) continue;
+        const double perturbed = GREEDY ? value : static_cast<double>(value) + gumbel(words[k]);
+        if (state.best.yields_to(perturbed, first + k)) {
+            state.best = {perturbed, raw, first + k};
+            atomicMax(const_cast<unsigned*>(&bar), ordered(__double2float_rd(perturbed)));
+        }
+    }
+}
+
+// A thread's runs of those from .. to, every one of THREADS. The next one's logits are on their way.
+template <bool GREEDY, bool ALIGNED, bool PROCESSED>
+__device__ __forceinline__ void take_all(
+    State& state, const float* __restrict__ row, long long from, long long to, long long first_id, long long width,
+    const Draw& draw, const Process& process, unsigned& bar
+) {
+    float upcoming[RUN];
+    from += threadIdx.x;
+    if (from < to) load<ALIGNED>(row, from * RUN - first_id, width, upcoming);
+    if (!GREEDY) {
+        const float least = from < to ? least_of<PROCESSED>(upcoming, static_cast<int>(from * RUN), draw, process) : -INFINITY;
+        const float most = warp_max(least);
+        if (threadIdx.x % 32 == 0 && most > -INFINITY) atomicMax(&bar, ordered(most));
+        __syncthreads();
+    }
+    for (long long run = from; run < to; run += THREADS) {
+        float values[RUN];
+#pragma unroll
+        for (int k = 0; k < RUN; ++k) values[k] = upcoming[k];
+        if (run + THREADS < to) load<ALIGNED>(row, (run + THREADS) * RUN - first_id, width, upcoming);
+        take<GREEDY, PROCESSED>(state, values, static_cast<int>(run * RUN), draw, process, bar);
     }
 }
 
@@ -151,14 +230,10 @@ __device__ __forceinline__ void sample(
     const long long begin = first_id / RUN, count = (first_id + width + RUN - 1) / RUN - begin;
     const long long from = begin + count * part / parts, to = begin + count * (part + 1) / parts;
     State state;
-    float upcoming[RUN];
-    if (from + threadIdx.x < to) load<ALIGNED>(row, (from + threadIdx.x) * RUN - first_id, width, upcoming);
-    for (long long run = from + threadIdx.x; run < to; run += THREADS) {
-        float values[RUN];
-#pragma unroll
-        for (int k = 0; k < RUN; ++k) values[k] = upcoming[k];
-        if (run + THREADS < to) load<ALIGNED>(row, (run + THREADS) * RUN - first_id, width, upcoming);
-        take<PROCESSED>(state, values, static_cast<int>(run * RUN), draw, process, bar);
+    if (draw.is_greedy) {
+        take_all<true, ALIGNED, PROCESSED>(state, row, from, to, first_id, width, draw, process, bar);
+    } else {
+        take_all<false, ALIGNED, PROCESSED>(state, row, from, to, first_id, width, draw, process, bar);
     }
     reduce(state, out);
 }
