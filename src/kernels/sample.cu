@@ -102,13 +102,16 @@ __device__ __forceinline__ float least_of(const float (&logits)[RUN], int first,
     return most;
 }
 
+// Rounded wherever it is used: a product within a sum may not be, and a peak's distance to itself would not be 0.
+__device__ __forceinline__ float scaled(float logit, const Draw& draw) { return __fmul_rn(logit, draw.scale); }
+
 template <bool GREEDY, bool PROCESSED>
 __device__ __forceinline__ void take(
     State& state, const float (&logits)[RUN], int first, const Draw& draw, const Process& process, volatile unsigned& bar
 ) {
     float top = LEAST;
 #pragma unroll
-    for (int k = 0; k < RUN; ++k) top = fmaxf(top, logits[k] * draw.scale);
+    for (int k = 0; k < RUN; ++k) top = fmaxf(top, scaled(logits[k], draw));
     if (top > state.peak) state.sum *= __expf(state.peak - top), state.peak = top;
     const float standing = standing_of(bar);
     // Noise lifts a value v over s only if u < exp(v - s): few need the logarithms. A little is allowed for rounding.
@@ -118,7 +121,7 @@ __device__ __forceinline__ void take(
     bool may_win = false;
 #pragma unroll
     for (int k = 0; k < RUN; ++k) {
-        const float raw = logits[k] * draw.scale, mass = exp_fast(raw - state.peak);
+        const float raw = scaled(logits[k], draw), mass = exp_fast(raw - state.peak);
         state.sum += mass;
         const float value = PROCESSED ? process(logits[k], draw.scale, first + k) : raw;
         if (GREEDY) {
@@ -133,7 +136,7 @@ __device__ __forceinline__ void take(
     if (!may_win) return;
 #pragma unroll
     for (int k = 0; k < RUN; ++k) {
-        const float raw = logits[k] * draw.scale;
+        const float raw = scaled(logits[k], draw);
         const float value = PROCESSED ? process(logits[k], draw.scale, first + k) : raw;
         if (!GREEDY) {
             const float unit = __uint_as_float(__funnelshift_r(words[k], 0x7f, 9));
