@@ -20,11 +20,19 @@ __device__ __forceinline__ unsigned pack_f16(float low, float high) {
     return both;
 }
 
-// Two values of e4m3, in the lower half of a word, as two of f16.
-__device__ __forceinline__ unsigned widen_e4m3(unsigned pair) {
+// Two values of e4m3, in the lower or the upper half of a word, as two of f16. The half is named, not shifted down: the instruction can
+// read either.
+__device__ __forceinline__ unsigned widen_low(unsigned word) {
     unsigned both = 0;
 #if __CUDA_ARCH__ >= 890
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(static_cast<unsigned short>(pair)));
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(both) : "r"(word));
+#endif
+    return both;
+}
+__device__ __forceinline__ unsigned widen_high(unsigned word) {
+    unsigned both = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(both) : "r"(word));
 #endif
     return both;
 }
@@ -135,8 +143,8 @@ struct Fp8Warp {
                         const uint4 a = query[0][2 * j + s], b = M == 2 ? query[M - 1][2 * j + s] : uint4{0, 0, 0, 0};
                         const unsigned low = s == 0 ? keys[u][j][t].x : keys[u][j][t].z;
                         const unsigned high = s == 0 ? keys[u][j][t].y : keys[u][j][t].w;
-                        multiply_f16(even, a.x, b.x, a.y, b.y, widen_e4m3(low), widen_e4m3(low >> 16));
-                        multiply_f16(odd, a.z, b.z, a.w, b.w, widen_e4m3(high), widen_e4m3(high >> 16));
+                        multiply_f16(even, a.x, b.x, a.y, b.y, widen_low(low), widen_high(low));
+                        multiply_f16(odd, a.z, b.z, a.w, b.w, widen_low(high), widen_high(high));
                     }
 #pragma unroll
                 for (int m = 0; m < M; ++m)
@@ -213,8 +221,8 @@ struct Fp8Warp {
                     const unsigned order = half == 0 ? 0x5140 : 0x7362;  // a column of both tokens, then the next column
                     const unsigned first = __byte_perm(values[u][0][w], values[u][1][w], order);
                     const unsigned second = __byte_perm(values[u][2][w], values[u][3][w], order);
-                    const unsigned a0 = widen_e4m3(first), a1 = widen_e4m3(first >> 16);
-                    const unsigned a2 = widen_e4m3(second), a3 = widen_e4m3(second >> 16);
+                    const unsigned a0 = widen_low(first), a1 = widen_high(first);
+                    const unsigned a2 = widen_low(second), a3 = widen_high(second);
 #pragma unroll
                     for (int m = 0; m < M; ++m)
                         multiply_f16(out[m][2 * w + half], a0, a1, a2, a3, weights[m][u][0], weights[m][u][1]);
