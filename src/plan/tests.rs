@@ -112,21 +112,30 @@ fn what_fits_is_kept_rather_than_computed_again() {
     assert_eq!(of("full", 1 << 40).gradient_checkpointing, Full);
 }
 
-/// `auto` does not keep chunks of gated delta nets. Where the configuration does and they do not fit, the advice is to compute them again.
+/// `auto` keeps chunks of gated delta nets where a tenth of the memory stays free beside them, and a run that fits without them fits. Where
+/// the configuration keeps them and they do not fit, the advice is to compute them again.
 #[test]
-fn chunks_of_gated_delta_nets_are_kept_where_the_configuration_says_so() {
-    use GradientCheckpointing::{KeepChunks, None};
+fn chunks_of_gated_delta_nets_are_kept_where_there_is_room() {
+    use GradientCheckpointing::{KeepChunks, None, Selective};
     let of = |keep: &str, room| {
         let recompute = format!("gradient_checkpointing={keep}");
         let keys = ["residency.optimizer=resident", "max_num_seqs=4", &recompute];
         plan_model("qwen3.5-9b", Role::Both, &keys, room, false)
     };
-    let [keeping, none] = ["keep_chunks", "none"].map(|keep| of(keep, 1 << 40).unwrap());
-    assert_eq!(keeping.gradient_checkpointing, KeepChunks);
-    assert_eq!(of("auto", 1 << 40).unwrap().gradient_checkpointing, None);
-    let between = keeping.train_bytes().midpoint(none.train_bytes());
-    let refused = of("keep_chunks", between).unwrap_err().to_string();
+    let room_for = |keep: &str| {
+        let plan = of(keep, 1 << 40).unwrap();
+        ((plan.train_bytes() as f64 / choices::MAX_KEPT_SHARE) as usize + 1, plan.train_bytes())
+    };
+    let [(keeping, most), (none, bytes)] = ["keep_chunks", "none"].map(room_for);
+    for (room, expected) in
+        [(1 << 40, KeepChunks), (keeping, KeepChunks), (keeping - 8, None), (none, None), (none - 8, Selective)]
+    {
+        assert_eq!(of("auto", room).unwrap().gradient_checkpointing, expected, "{room}");
+    }
+    assert_eq!(of("none", 1 << 40).unwrap().gradient_checkpointing, None);
+    let refused = of("keep_chunks", most.midpoint(bytes)).unwrap_err().to_string();
     assert!(refused.contains("gradient_checkpointing = none"), "{refused}");
+    assert_eq!(plan(&[], 1 << 40).unwrap().gradient_checkpointing, None, "a model without gated delta nets");
 }
 
 #[test]
