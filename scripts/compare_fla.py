@@ -6,8 +6,10 @@
 
 Theirs, packed sequences in bfloat16, each operation by itself: the convolution with SiLU, the gated delta rule with unit lengths and
 gates in its kernels, and the gated norm; Triton tunes and compiles each first, which takes a minute or two. Ours is what `bench train
---profile` prints for gated delta nets, all of that in one. Prints one JSON line with microseconds of a layer: `fla_us`, `forward_us`,
-`backward_us`, and how many times as fast our forward is. fla-core refuses its backward on Hopper below Triton 3.7.1, so that it has none.
+--profile` prints for gated delta nets, all of that in one, twice: with a backward that computes the forward again (`recomputed`), and with
+chunks that the forward keeps for it (`kept`, --gradient_checkpointing keep_chunks). Prints one JSON line with microseconds of a layer:
+`fla_us`, and of each of ours `forward_us`, `backward_us` and their ratio; and how many times as fast the forward that keeps nothing is.
+fla-core refuses its backward on Hopper below Triton 3.7.1, so that it has none.
 """
 import argparse, json, os, statistics, subprocess
 
@@ -27,16 +29,17 @@ def arguments():
     return parser.parse_args()
 
 
-def ours(args):
-    """Microseconds of a layer's forward and backward, the latter with the forward that it computes again."""
+def ours(args, gradient_checkpointing):
+    """Microseconds of a layer's forward and backward, the latter with what it computes again of the forward."""
     tokens = args.sequences * args.sequence_len
     command = [args.binary, "bench", "train", "--device", "cuda", "--preset", args.preset, "--layers", str(BLOCK_LAYERS),
                "--sequences", str(args.sequences), "--sequence-len", str(args.sequence_len),
-               "--max-tokens-per-micro-batch", str(tokens), "--gradient-checkpointing", "selective", "--steps", "1", "--profile"]
+               "--max-tokens-per-micro-batch", str(tokens), "--gradient-checkpointing", gradient_checkpointing, "--steps", "1", "--profile"]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     profile = json.loads(printed.strip().splitlines()[-1])["profile_ms_and_floor"]
     times = [profile[name] for name in ("gated delta net", "gated delta net, backward")]
-    return [1e3 * milliseconds / count for count, milliseconds, _ in times]
+    forward, backward = (1e3 * milliseconds / count for count, milliseconds, _ in times)
+    return {"forward_us": forward, "backward_us": backward, "backward_of_forward": backward / forward}
 
 
 def timed(torch, repeats, work):
@@ -79,13 +82,12 @@ def main():
     args = arguments()
     import torch
     from importlib.metadata import version
-    forward, backward = ours(args)
+    recomputed, kept = ours(args, "selective"), ours(args, "keep_chunks")
     times = theirs(args, torch)
     print(json.dumps({
         "benchmark": "compare_fla", "preset": args.preset, "sequences": args.sequences, "sequence_len": args.sequence_len,
         "gpu": torch.cuda.get_device_name(), "versions": {name: version(name) for name in ("torch", "triton", "fla-core")},
-        "fla_us": times, "forward_us": forward, "backward_us": backward,
-        "speedup": sum(times.values()) / forward, "backward_of_forward": backward / forward,
+        "fla_us": times, "recomputed": recomputed, "kept": kept, "speedup": sum(times.values()) / recomputed["forward_us"],
     }))
 
 
