@@ -290,6 +290,11 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         "advantage_estimator = grpo or rloo; gdpo is multi_objective_aggregation = normalize_then_sum; there is no critic",
     ),
     (&["algorithm.*"], NONE),
+    (
+        &["reward_model.overlong_buffer.*", "reward_model.reward_kwargs.overlong_buffer_cfg.*"],
+        "the reward soft_overlong_punishment, with reward.max_completion_len and reward.soft_punish_cache",
+    ),
+    (&["reward_model.reward_manager"], "reward_funcs"),
     (&["critic.*", "reward_model.*"], "GRPO has no critic; reward_funcs are functions and commands"),
     (&["custom_reward_function.*", "reward.custom_reward_function.*"], "reward_funcs = [\"file.py:function\"]"),
     (&["trainer.n_gpus_per_node"], "--nproc"),

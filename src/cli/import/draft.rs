@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::is_ours;
+use super::{expand, is_ours};
 use crate::config::{Config, ForeignEntry, toml_value};
 use crate::error::{Error, Result};
 use crate::migration::{self, NONE};
@@ -35,6 +35,14 @@ impl ForeignKeys {
         let at = self.position(name).filter(|at| fits(&self.entries[*at].1))?;
         let (_, value, written) = self.entries.remove(at);
         Some(written.unwrap_or(value))
+    }
+
+    /// Takes out the keys whose values a shell, or a configuration's own references, would still fill in.
+    pub fn take_unfilled(&mut self) -> Vec<(String, Value)> {
+        let is_unfilled = |(key, value, _): &mut ForeignEntry| {
+            expand::has_variable(&value.to_string()) && !migration::is_harmless_at(key, value)
+        };
+        self.entries.extract_if(.., is_unfilled).map(|(key, value, _)| (key, value)).collect()
     }
 
     /// [`ForeignKeys::take`] of a number.

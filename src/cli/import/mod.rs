@@ -1,6 +1,7 @@
 //! `import`: another trainer's configuration as one of ours, with a list of what became of every key.
 
 mod draft;
+mod expand;
 mod script;
 #[cfg(test)]
 mod tests;
@@ -38,6 +39,9 @@ pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
 /// Translates every key; also returns whose they are.
 fn translated(entries: Vec<ForeignEntry>) -> (Draft, &'static str) {
     let (mut theirs, mut draft) = (ForeignKeys::new(entries), Draft::default());
+    for (key, value) in theirs.take_unfilled() {
+        draft.lose(&key, &value, "a variable in it that this file does not set");
+    }
     let is_verl = theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]);
     match is_verl {
         true => verl::translate(&mut theirs, &mut draft),
@@ -49,12 +53,19 @@ fn translated(entries: Vec<ForeignEntry>) -> (Draft, &'static str) {
 
 /// Every key of a file: YAML, JSON or TOML, or what a script that starts a trainer sets; and the processes that such a script starts.
 fn read(file: &Path) -> Result<(Vec<ForeignEntry>, Option<u64>)> {
-    if file.extension().is_none_or(|extension| extension != "sh") {
-        return Ok((config::foreign_entries(Some(file), &[])?, None));
+    let refuse = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
+    match file.extension().and_then(|extension| extension.to_str()) {
+        Some("sh") => (),
+        Some("yaml" | "yml" | "json" | "toml") => return Ok((config::foreign_entries(Some(file), &[])?, None)),
+        Some("py") => {
+            let message = "a Python script is not read; write what it gives GRPOConfig into a YAML file, a line for each (learning_rate: 1e-6), \
+                           with model_name_or_path, dataset_name and reward_funcs (rewards.py:function), and import that";
+            return Err(refuse(message.into()));
+        }
+        _ => return Err(refuse("expected a configuration (.yaml, .yml, .json, .toml) or a shell script (.sh)".into())),
     }
     let text =
         untrusted::read_text(file, MAX_RUN_CONFIG_BYTES).map_err(|error| Error::bad_file(file, error.to_string()))?;
-    let refuse = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
     let script = script::read(&text, std::env::var("HOME").ok()).map_err(refuse)?;
     if script == Script::default() {
         let message = "expected a script that starts verl with key=value (python3 -m verl.trainer.main_ppo data.train_files=..), or TRL or \

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 
 use serde_json::Value;
 
-/// Most bytes that variables may be replaced by in one script: each may double the one before.
-const MAX_FILLED_BYTES: usize = 4 << 20;
+use super::expand::{self, MAX_ADDED_BYTES};
+
 /// Flags that say where and how the launcher starts the trainer, with the number of processes among them.
 const PROCESSES: &[&str] = &["num_processes", "nproc_per_node", "nproc-per-node"];
 
@@ -27,14 +27,14 @@ pub(super) struct Script {
 /// A message where its variables make it too long.
 pub(super) fn read(text: &str, home: Option<String>) -> Result<Script, String> {
     let mut variables: HashMap<_, _> = home.map(|home| ("HOME".to_owned(), home)).into_iter().collect();
-    let (mut script, mut num_filled_bytes) = (Script::default(), 0);
+    let (mut script, mut num_added_bytes) = (Script::default(), 0);
     for words in commands(text) {
         let mut command = Vec::with_capacity(words.len());
         for word in words {
-            let filled = filled_in(&word, &variables);
-            num_filled_bytes += filled.len().saturating_sub(word.len());
-            if num_filled_bytes > MAX_FILLED_BYTES {
-                return Err(format!("its variables make it longer by more than {MAX_FILLED_BYTES} bytes"));
+            let filled = expand::expanded(&word, &variables);
+            num_added_bytes += filled.len().saturating_sub(word.len());
+            if num_added_bytes > MAX_ADDED_BYTES {
+                return Err(format!("its variables make it longer by more than {MAX_ADDED_BYTES} bytes"));
             }
             command.push(filled);
         }
@@ -111,10 +111,17 @@ fn parsed(text: &str) -> Value {
 }
 
 /// Words of each command, outside of comments and without their quotes; a backslash before the end of a line joins it with the next.
+/// `${..}` and `$(..)` are of one word, whatever is between the brackets.
 fn commands(text: &str) -> Vec<Vec<String>> {
     let (mut commands, mut words, mut word, mut quote) = (Vec::new(), Vec::new(), String::new(), None);
-    let mut chars = text.chars().peekable();
+    let mut chars = text.chars();
     while let Some(c) = chars.next() {
+        if let Some(group) = expand::group(chars.as_str()).filter(|_| c == '$' && quote != Some('\'')) {
+            word.push(c);
+            word.extend(group.chars().filter(|c| !['"', '\''].contains(c)));
+            chars = chars.as_str()[group.len()..].chars();
+            continue;
+        }
         match (quote, c) {
             (Some(open), c) if c == open => quote = None,
             (Some(_), c) => word.push(c),
@@ -124,7 +131,7 @@ fn commands(text: &str) -> Vec<Vec<String>> {
                 }
             }
             (None, '"' | '\'') => quote = Some(c),
-            (None, '#') if word.is_empty() => while chars.next_if(|c| *c != '\n').is_some() {},
+            (None, '#') if word.is_empty() => chars = chars.as_str().trim_start_matches(|c| c != '\n').chars(),
             (None, c) if c.is_whitespace() || matches!(c, ';' | '&' | '|') => {
                 words.extend(Some(std::mem::take(&mut word)).filter(|it| !it.is_empty()));
                 if c == '\n' || !c.is_whitespace() {
@@ -138,23 +145,6 @@ fn commands(text: &str) -> Vec<Vec<String>> {
     commands.push(words);
     commands.retain(|words| !words.is_empty());
     commands
-}
-
-/// `$NAME` and `${NAME}` of known variables replaced; others stay as they are.
-fn filled_in(text: &str, variables: &HashMap<String, String>) -> String {
-    let mut filled = String::with_capacity(text.len());
-    let mut parts = text.split('$');
-    filled.extend(parts.next());
-    for part in parts {
-        let in_braces = part.strip_prefix('{').and_then(|part| part.split_once('}'));
-        let name_end = part.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(part.len());
-        let (name, rest) = in_braces.unwrap_or_else(|| part.split_at(name_end));
-        match variables.get(name) {
-            Some(value) => filled.extend([value, rest]),
-            None => filled.extend(["$", part]),
-        }
-    }
-    filled
 }
 
 #[cfg(test)]
@@ -220,5 +210,22 @@ mod tests {
         ];
         assert_eq!(read(text, Some("/home/me".into())).overrides, expected);
         assert_eq!(read("echo hello", None), Script::default());
+    }
+
+    #[test]
+    fn a_script_computes_with_its_variables() {
+        let text = "ROOT=${ROOT:-\"${HOME}/verl\"} # where\nMODEL=${MODEL:-\"${ROOT}/models/Qwen2.5-32B\"}\nlength=$((1024 * 2))\n\
+                    batch=$((length * 3))\nLOG=$(date +%s; echo)\npython3 -m verl.trainer.main_ppo data.train_files=\"${ROOT}/a.parquet\" \\\n \
+                    data.max_prompt_length=${length} \\\n data.max_response_length=\"$((length * 4))\" data.gen_batch_size=$batch \\\n \
+                    actor_rollout_ref.model.path=$MODEL trainer.experiment_name=$LOG\n";
+        let expected = [
+            r#"data.train_files="/home/me/verl/a.parquet""#,
+            "data.max_prompt_length=2048",
+            "data.max_response_length=8192",
+            "data.gen_batch_size=6144",
+            r#"actor_rollout_ref.model.path="/home/me/verl/models/Qwen2.5-32B""#,
+            r#"trainer.experiment_name="$(date +%s; echo)""#,
+        ];
+        assert_eq!(read(text, Some("/home/me".into())).overrides, expected);
     }
 }

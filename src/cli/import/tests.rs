@@ -203,6 +203,44 @@ fn engines_of_verl_keep_their_precision_and_their_experts() {
 }
 
 #[test]
+fn groups_without_a_signal_are_replaced_as_dapo_does() {
+    let filtered = |enable: bool| {
+        let most = "algorithm.filter_groups.max_num_gen_batches";
+        lists(&[("algorithm.filter_groups.enable", json!(enable)), (most, json!(10))]).join("\n")
+    };
+    let on = filtered(true);
+    for part in ["dynamic_sampling = \"replace\": ", "dynamic_sampling_max_gen_batches = 10: "] {
+        assert!(on.contains(part) && !on.contains("WITHOUT"), "{part}: {on}");
+    }
+    let overlong = lists(&[("reward_model.overlong_buffer.len", json!(4096)), ("data.seed", json!(1))]).concat();
+    assert!(overlong.contains("overlong_buffer.len = 4096: the reward soft_overlong_punishment"), "{overlong}");
+    let off = filtered(false);
+    assert!(!off.contains("dynamic_sampling") && !off.contains("WITHOUT"), "{off}");
+}
+
+#[test]
+fn what_a_shell_would_still_fill_in_is_no_value() {
+    let notes = lists(&[("data.train_files", json!(["${ROOT}/a.parquet"])), ("data.val_files", json!("v.parquet"))]);
+    let lost = notes.last().unwrap();
+    assert!(
+        lost.contains("WITHOUT") && lost.contains("data.train_files = [\"${ROOT}/a.parquet\"]: a variable"),
+        "{lost}"
+    );
+    assert!(!notes[0].contains("train_file"), "{notes:?}");
+}
+
+#[test]
+fn a_constant_rate_of_transformers_has_no_warm_up() {
+    for (name, is_kept) in [("constant", false), ("constant_with_warmup", true), ("cosine", true)] {
+        let theirs: Vec<_> = [("lr_scheduler_type", json!(name)), ("warmup_ratio", json!(0.1))]
+            .map(|(key, value)| entry(key, &value))
+            .into();
+        let draft = assert_accounted(&theirs);
+        assert_eq!(draft.has("warmup_ratio"), is_kept, "{name}: {:?}", draft.notes());
+    }
+}
+
+#[test]
 fn a_key_that_is_given_twice_is_one_key() {
     let both = [("torch_dtype", json!("bfloat16")), ("dtype", json!("float32"))];
     let notes = lists(&both);

@@ -81,6 +81,13 @@ fn mixture(theirs: &mut ForeignKeys, draft: &mut Draft) {
 }
 
 fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let name = theirs.take("lr_scheduler_type");
+    let without_warm_up = ["warmup_steps", "warmup_ratio"].into_iter().filter(|_| name == Some("constant".into()));
+    for warm_up in without_warm_up {
+        if theirs.take(warm_up).is_some() {
+            draft.drop(warm_up, "transformers' constant has no warm-up; constant_with_warmup has");
+        }
+    }
     let is_share = |steps: &Value| steps.as_f64().is_some_and(|steps| 0.0 < steps && steps < 1.0);
     if let Some(share) = theirs.take_if("warmup_steps", is_share) {
         draft.set("warmup_ratio", share, "it was warmup_steps, below 1 a share of all updates");
@@ -88,7 +95,7 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if theirs.number("warmup_steps").is_some_and(|steps| steps >= 1.0) && theirs.take("warmup_ratio").is_some() {
         draft.drop("warmup_ratio", "warmup_steps counts");
     }
-    let Some(name) = theirs.take("lr_scheduler_type") else { return };
+    let Some(name) = name else { return };
     match name.as_str() {
         Some("cosine_with_min_lr" | "cosine_warmup_with_min_lr") => {
             let peak = theirs.number("learning_rate").unwrap_or(1e-6);

@@ -12,6 +12,7 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     clipping(theirs, draft);
     schedule(theirs, draft);
     rewards(theirs, draft);
+    groups(theirs, draft);
     output(theirs, draft);
     rest(theirs, draft);
 }
@@ -202,6 +203,23 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
         draft.set("reward_funcs", vec![reward], note);
     }
     switch(theirs, draft, "reward_model.enable", "reward_funcs are functions, commands and services over HTTP");
+}
+
+/// DAPO's groups without a signal, in whose place others are sampled.
+fn groups(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let [enable, most] = ["enable", "max_num_gen_batches"].map(|name| format!("algorithm.filter_groups.{name}"));
+    let Some(is_on) = theirs.take_if(&enable, Value::is_boolean) else { return };
+    match is_on == true {
+        true => draft.set("dynamic_sampling", "replace", format!("{enable} is true")),
+        false => draft.drop(&enable, "off"),
+    }
+    match theirs.take_if(&most, |most| is_on == false || most.as_u64().is_some_and(|most| most > 0)) {
+        Some(most_batches) if is_on == true => {
+            draft.set("dynamic_sampling_max_gen_batches", most_batches, format!("it was {most}"));
+        }
+        Some(_) => draft.drop(&most, &format!("{enable} is false")),
+        None => (),
+    }
 }
 
 fn output(theirs: &mut ForeignKeys, draft: &mut Draft) {

@@ -249,6 +249,8 @@ fn what_is_no_configuration_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     for (name, text, parts) in [
         ("a.sh", "echo hello\n", &["expected a script that starts verl"][..]),
+        ("a.py", "GRPOConfig()\n", &["a Python script is not read", "GRPOConfig into a YAML file"]),
+        ("a.txt", "x\n", &["expected a configuration", "a shell script (.sh)"]),
         ("a.yaml", "- 1\n", &["expected keys with values"]),
         ("b.yaml", "learning_rate: 1.0\n", &["model_name_or_path", "(this key is required)"]),
     ] {

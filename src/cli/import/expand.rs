@@ -1,0 +1,205 @@
+//! Expansion of a shell's variables: `$NAME`, `${NAME:-default}` and whole numbers in `$((1024 * 2))`. Nothing is run: a command in
+//! `$(..)` stays as it is, and so does a variable that is not set.
+
+use std::collections::HashMap;
+
+/// Most bytes by which a text may become longer: each variable may double the one before.
+pub(super) const MAX_ADDED_BYTES: usize = 4 << 20;
+/// Longest `${..}` and `$((..))` that is looked through for its end.
+const MAX_GROUP_BYTES: usize = 4096;
+/// Most brackets of one kind that are open at once: so that many without an end are not each looked through to the end of the text.
+const MAX_OPEN: usize = 32;
+/// Deepest nesting of defaults and of parentheses.
+const MAX_DEPTH: usize = 16;
+
+/// The text with every variable that is known in its place. It is left unfinished where it would become too long.
+pub(super) fn expanded(text: &str, variables: &HashMap<String, String>) -> String {
+    at_depth(text, variables, 0)
+}
+
+/// Whether a text still has a variable or a command of a shell in it.
+pub(super) fn has_variable(text: &str) -> bool {
+    let starts = |part: &str| part.starts_with(|c: char| c.is_ascii_alphabetic() || "_{(".contains(c));
+    text.split('$').skip(1).any(starts)
+}
+
+/// The characters behind a `$` up to the bracket that closes the one they begin with.
+pub(super) fn group(text: &str) -> Option<&str> {
+    let (open, close) = match text.as_bytes().first()? {
+        b'{' => ('{', '}'),
+        b'(' => ('(', ')'),
+        _ => return None,
+    };
+    let mut depth = 0_usize;
+    for (at, c) in text.char_indices().take_while(|(at, _)| *at < MAX_GROUP_BYTES) {
+        depth = if c == open { depth + 1 } else { depth - usize::from(c == close) };
+        match depth {
+            0 => return Some(&text[..=at]),
+            1..=MAX_OPEN => (),
+            _ => return None,
+        }
+    }
+    None
+}
+
+fn at_depth(text: &str, variables: &HashMap<String, String>, depth: usize) -> String {
+    let (mut done, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some((before, after)) = rest.split_once('$') {
+        done += before;
+        if done.len() > text.len() + MAX_ADDED_BYTES {
+            break;
+        }
+        match expansion(after, variables, depth) {
+            Some((value, behind)) => (done, rest) = (done + &value, behind),
+            None => (done, rest) = (done + "$", after),
+        }
+    }
+    done + rest
+}
+
+/// What begins behind a `$`: its value, and the text behind it.
+fn expansion<'a>(text: &'a str, variables: &HashMap<String, String>, depth: usize) -> Option<(String, &'a str)> {
+    let Some(group) = group(text).filter(|_| depth < MAX_DEPTH) else {
+        let (name, behind) = text.split_at(name_end(text));
+        return Some((variables.get(name)?.clone(), behind));
+    };
+    let (inner, behind) = (&group[1..group.len() - 1], &text[group.len()..]);
+    let value = match group.starts_with('(') {
+        true if inner.starts_with('(') => {
+            Sum { rest: &at_depth(inner, variables, depth + 1), variables }.whole()?.to_string()
+        }
+        true => return None,
+        false => {
+            let (name, default) = inner.split_at(name_end(inner));
+            let value = variables.get(name).filter(|value| !default.starts_with(':') || !value.is_empty());
+            let default = default.strip_prefix(':').unwrap_or(default);
+            match (value, default.strip_prefix(['-', '='])) {
+                (Some(value), Some(_)) => value.clone(),
+                (Some(value), None) if default.is_empty() => value.clone(),
+                (None, Some(default)) if !name.is_empty() => at_depth(default, variables, depth + 1),
+                _ => return None,
+            }
+        }
+    };
+    Some((value, behind))
+}
+
+fn name_end(text: &str) -> usize {
+    text.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(text.len())
+}
+
+/// Whole numbers with + - * / % and parentheses.
+struct Sum<'a> {
+    rest: &'a str,
+    variables: &'a HashMap<String, String>,
+}
+
+impl Sum<'_> {
+    fn whole(mut self) -> Option<i64> {
+        let sum = self.sum(0)?;
+        self.rest.trim().is_empty().then_some(sum)
+    }
+
+    fn operator(&mut self, among: &str) -> Option<char> {
+        self.rest = self.rest.trim_start();
+        let operator = self.rest.chars().next().filter(|c| among.contains(*c))?;
+        self.rest = &self.rest[1..];
+        Some(operator)
+    }
+
+    fn sum(&mut self, depth: usize) -> Option<i64> {
+        let mut sum = self.product(depth)?;
+        while let Some(operator) = self.operator("+-") {
+            let other = self.product(depth)?;
+            sum = if operator == '+' { sum.checked_add(other)? } else { sum.checked_sub(other)? };
+        }
+        Some(sum)
+    }
+
+    fn product(&mut self, depth: usize) -> Option<i64> {
+        let mut product = self.factor(depth)?;
+        while let Some(operator) = self.operator("*/%") {
+            let other = self.factor(depth)?;
+            product = match operator {
+                '*' => product.checked_mul(other)?,
+                '/' => product.checked_div(other)?,
+                _ => product.checked_rem(other)?,
+            };
+        }
+        Some(product)
+    }
+
+    fn factor(&mut self, depth: usize) -> Option<i64> {
+        if depth > MAX_DEPTH {
+            return None;
+        }
+        match self.operator("(-") {
+            Some('(') => {
+                let sum = self.sum(depth + 1)?;
+                self.operator(")").map(|_| sum)
+            }
+            Some(_) => self.factor(depth + 1)?.checked_neg(),
+            None => {
+                let (word, behind) = self.rest.split_at(name_end(self.rest));
+                self.rest = behind;
+                word.parse().ok().or_else(|| self.variables.get(word)?.trim().parse().ok())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> String {
+        let variables = [("N", "5"), ("EMPTY", ""), ("DIR", "/data")].map(|(name, value)| (name.into(), value.into()));
+        expanded(text, &variables.into())
+    }
+
+    #[test]
+    fn variables_and_their_defaults_are_filled_in() {
+        for (text, expected) in [
+            ("$N-${N}x$Nx", "5-5x$Nx"),
+            ("${M:-7}${M-8}${N:-9}${N:=1}", "7855"),
+            ("${EMPTY:-a}${EMPTY-b}|", "a|"),
+            ("${MODEL:-${ROOT:-${DIR}/verl}/models}/q", "/data/verl/models/q"),
+            ("${M}$(pwd)${N:0:1}${N%x}$1$$@$", "${M}$(pwd)${N:0:1}${N%x}$1$$@$"),
+            ("${", "${"),
+            ("${:-x}", "${:-x}"),
+        ] {
+            assert_eq!(of(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn arithmetic_is_that_of_a_shell() {
+        for (text, expected) in [
+            ("$((1024 * 2))", "2048"),
+            ("a$(( N*3 ))b", "a15b"),
+            ("$(( ($N + ${N}) * 2 - -1 ))", "21"),
+            ("$((7/2)) $((7%4)) $((-7/2))", "3 3 -3"),
+            ("$((1/0))", "$((1/0))"),
+            ("$((9223372036854775807 + 1))", "$((9223372036854775807 + 1))"),
+            ("$((M + 1))", "$((M + 1))"),
+            ("$((2 **))", "$((2 **))"),
+        ] {
+            assert_eq!(of(text), expected, "{text}");
+        }
+        let deep = format!("$(({}1{}))", "(".repeat(1000), ")".repeat(1000));
+        assert_eq!(of(&deep), deep);
+    }
+
+    #[test]
+    fn what_is_left_of_a_shell_is_seen() {
+        for (text, expected) in [("${M}/a", true), ("a/$M", true), ("$(pwd)", true), ("5$", false), ("^a$|^b", false)] {
+            assert_eq!(has_variable(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn brackets_without_an_end_cost_little() {
+        let open = "${".repeat(500_000);
+        assert_eq!(of(&open), open);
+    }
+}
