@@ -6,8 +6,11 @@ use std::path::PathBuf;
 
 mod exit_code;
 mod refusal;
+mod unknown_key;
 
 pub use exit_code::ExitCode;
+pub(crate) use unknown_key::OF_ANOTHER_TRAINER;
+pub use unknown_key::UnknownKey;
 
 /// Most faults of a configuration that one message lists.
 pub(crate) const MAX_LISTED: usize = 20;
@@ -25,7 +28,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     // ---- configuration: exit code 2 ----
     /// Keys that no part of the program reads, in the order written.
-    #[error("{}", lines(.0))]
+    #[error("{}{}", lines(.0), unknown_key::hint(.0))]
     UnknownKeys(Vec<UnknownKey>),
     /// A value that a key cannot take.
     #[error("{key} = {got}: expected {expected}")]
@@ -325,24 +328,6 @@ pub enum Error {
         /// The phase it fired in.
         phase: &'static str,
     },
-}
-
-/// A key that no part of the program reads.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct UnknownKey {
-    /// File and line (`run.toml:12`) or `command line`.
-    pub origin: String,
-    /// The key as written.
-    pub key: String,
-    /// The known key that is close to it, or what takes the place of another program's key.
-    pub advice: Option<String>,
-}
-
-impl fmt::Display for UnknownKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: unknown key '{}'", self.origin, self.key)?;
-        self.advice.as_ref().map_or(Ok(()), |advice| write!(f, "; {advice}"))
-    }
 }
 
 impl Error {

@@ -9,7 +9,7 @@ use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::{Config, SftConfig, unquoted, yaml};
-use crate::error::{Error, MAX_LISTED, Result, UnknownKey};
+use crate::error::{Error, MAX_LISTED, OF_ANOTHER_TRAINER, Result, UnknownKey};
 use crate::migration;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES, ThreadLimits};
 
@@ -55,7 +55,7 @@ impl Entry {
         let start = format!("{pattern}.");
         let inner: Vec<&str> = known.iter().filter_map(|name| name.strip_prefix(&start)).collect();
         let table = (!inner.is_empty()).then(|| format!("it is a table of {}", inner.join(", ")));
-        let other = || migration::advice(key).map(|advice| format!("here: {advice}"));
+        let other = || migration::advice(key).map(|advice| format!("{OF_ANOTHER_TRAINER}{advice}"));
         let of_other_runs = || {
             let has = |keys: &[String]| keys.contains(&self::pattern(key, keys));
             match (has(Config::keys()), has(&SftConfig::keys())) {

@@ -143,6 +143,13 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
         message(&["residency=swap"]),
         "command line: unknown key 'residency'; it is a table of optimizer, reference"
     );
+    let foreign = "bf16: true\nuse_vllm: true\n";
+    let said = load_file(".yaml", foreign).unwrap_err().to_string();
+    let hint = ".yaml --output run.toml";
+    assert!(said.lines().last().unwrap().ends_with(hint) && said.contains("colo-grpo import /"), "{said}");
+    for one in [load_file(".yaml", "bf16: true\n").unwrap_err().to_string(), message(&["bf16=true", "use_vllm=true"])] {
+        assert!(!one.contains("import"), "{one}");
+    }
     assert!(load_file(".toml", "[zro]\n").unwrap_err().to_string().contains("unknown key 'zro'"));
     assert!(load_file(".toml", "[zero]\n").is_ok());
 }
