@@ -18,7 +18,7 @@ pub(super) fn reference_page() -> String {
     format!(
         "# Configuration keys\n\n\
          Made from the program by `colo-grpo config --markdown`. Keys stand in TOML or YAML files and as `key=value` on the \
-         command line;\nnested keys may stand in tables. There a list of names needs no quotation marks, which a shell takes away: \
+         command line;\nnested keys may stand in tables. There a list of names or paths needs no quotation marks, which a shell takes away: \
          `reward_funcs=[format,code]`. The names are those of TRL's `GRPOConfig` where it has them; values \
          that only TRL has and\nwhose meaning is clear are taken too (`max_steps = -1`, `resume_from_checkpoint = true`), with \
          a warning that says what they are\nread as. `colo-grpo config` prints all keys with their defaults as a file to \

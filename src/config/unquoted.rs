@@ -1,10 +1,20 @@
-//! Lists of names on the command line without their quotation marks, which a shell takes away: `report_to=["wandb"]` comes as
+//! Lists of names and paths on the command line without their quotation marks, which a shell takes away: `report_to=["wandb"]` comes as
 //! `report_to=[wandb]`.
 
 use serde_json::{Value, json};
 
-/// Keys that are lists of names. Texts of other keys, such as strings that end a completion, may begin and end with brackets themselves.
-const KEYS: &[&str] = &["reward_funcs", "eval_solved_by", "report_to", "lora.target_modules", "tools"];
+/// Keys that are lists of names or paths. Texts of other keys, such as strings that end a completion, may begin and end with brackets themselves.
+const KEYS: &[&str] = &[
+    "train_file",
+    "eval_file",
+    "reward_funcs",
+    "reward.code.readable",
+    "reward.code.may_lack",
+    "eval_solved_by",
+    "report_to",
+    "lora.target_modules",
+    "tools",
+];
 
 /// The list, if `key` is one of names and `text` is nothing else.
 pub(super) fn names(key: &str, text: &str) -> Option<Value> {
@@ -25,12 +35,14 @@ mod tests {
             "report_to=[wandb]",
             "lora.r=4",
             "lora.target_modules=[q_proj,v_proj]",
+            "train_file=[rows/a.jsonl, more/*.csv]",
         ]);
         let quoted = config(&[
             "reward_funcs=[\"format\", \"code\"]",
             "report_to=[\"wandb\"]",
             "lora.r=4",
             "lora.target_modules=[\"q_proj\", \"v_proj\"]",
+            "train_file=[\"rows/a.jsonl\", \"more/*.csv\"]",
         ]);
         assert_eq!(loaded, quoted);
         assert_eq!(config(&["stop=[END]"]).stop, ["[END]"], "a text of its own");
