@@ -109,6 +109,8 @@ pub struct DatasetCounts {
     pub text_is_chat: bool,
     /// Whether text does without a chat template or a system message that there is.
     pub text_is_bare: bool,
+    /// Whether there are tools that no prompt shows.
+    pub tools_are_hidden: bool,
 }
 
 impl DatasetCounts {
@@ -124,7 +126,11 @@ impl DatasetCounts {
                  system_prompt; prompt_format = chat makes them a user's message where the model has a chat template"
             )
         });
-        warning.into_iter().chain(notice).collect()
+        let hidden = self.tools_are_hidden.then(|| {
+            "notice: the chat template shows the model no tools: it knows from its training alone, or from the prompts' text, which there are"
+                .to_owned()
+        });
+        warning.into_iter().chain(notice).chain(hidden).collect()
     }
 
     /// Counts a prompt that is longer than one of the limits in tokens, and whether it is.
@@ -235,6 +241,7 @@ impl Dataset {
                 context: options.max_model_length.map(|context| (context, options.max_completion_length)),
                 text_is_chat: format.text_is_chat,
                 text_is_bare: !format.text_is_chat && (has_more || options.system_prompt.is_some()),
+                tools_are_hidden: options.tools.are_hidden(tokenizer),
                 ..DatasetCounts::default()
             },
         };

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
+use super::{Conversation, Message, Tokenizer};
+
 /// The column that names a row's environment.
 const COLUMN: &str = "environment";
 
@@ -72,6 +74,15 @@ impl ToolSchemas {
     /// The tools of some row.
     pub fn of_any(&self) -> &Value {
         self.environments.values().next().unwrap_or(&self.tools)
+    }
+
+    /// Whether a prompt has nothing of the tools in it, as the model's chat template leaves them out.
+    pub fn are_hidden(&self, tokenizer: &Tokenizer) -> bool {
+        let conversation = Conversation::of(&[Message::user("")], true);
+        let with_tools = Conversation { tools: self.of_any().clone(), ..conversation.clone() };
+        let has_some = self.of_any().as_array().is_some_and(|tools| !tools.is_empty());
+        has_some
+            && matches!((tokenizer.converse(conversation), tokenizer.converse(with_tools)), (Ok(a), Ok(b)) if a == b)
     }
 
     /// A row's columns as `reset` gets them.

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use serde_json::{Map, Value, json};
 
@@ -35,6 +35,8 @@ struct EpisodesShared {
     /// Contexts between turns, by tools, variables and kind of reply.
     turns: Mutex<HashMap<String, Arc<Turns>>>,
     num_refused: AtomicUsize,
+    /// Says why the first request was refused.
+    first_refusal: Once,
 }
 
 /// An episode: one sample of one prompt.
@@ -114,7 +116,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Episodes {
     /// Episodes none of which makes more than `max_requests` requests.
     pub fn new(max_requests: usize) -> Self {
-        let shared = EpisodesShared { max_requests, turns: Mutex::default(), num_refused: AtomicUsize::new(0) };
+        let shared = EpisodesShared {
+            max_requests,
+            turns: Mutex::default(),
+            num_refused: AtomicUsize::new(0),
+            first_refusal: Once::new(),
+        };
         Self { shared: Arc::new(shared), open: Mutex::default() }
     }
 
@@ -205,8 +212,14 @@ impl Episode {
         model: &ServedModel,
         body: &[u8],
     ) -> Result<(ApiRequest, Request, Recorder), Refusal> {
-        self.try_request(model, body).inspect_err(|_| {
+        self.try_request(model, body).inspect_err(|refusal| {
             self.shared.num_refused.fetch_add(1, Ordering::Relaxed);
+            self.shared.first_refusal.call_once(|| {
+                let why = refusal.cut_message();
+                tracing::warn!(
+                    "a request of the agent was refused: {why}; this is said once, agent/num_refused counts them"
+                );
+            });
         })
     }
 

@@ -33,6 +33,11 @@ impl Refusal {
         Self::of(param, in_plain_words(error))
     }
 
+    /// The message, which may quote the client, in a length to be shown.
+    pub(super) fn cut_message(&self) -> Cow<'_, str> {
+        cut(&self.message)
+    }
+
     pub(super) fn json(&self) -> Value {
         let (kind, code) = match self.status {
             404 if self.param.as_deref() == Some("model") => ("invalid_request_error", Some("model_not_found")),

@@ -179,6 +179,8 @@ fn an_episode_that_fails_costs_its_own_completion_alone() {
     assert!(value("agent/num_timeouts") >= 1.0 && value("agent/max_episode_s") >= 15.0, "{:?}", lines[0]);
     assert_eq!((value("rewards/failing/mean"), value("reward")), (0.25, 0.25));
     assert!(value("agent/num_refused") >= 8.0, "{:?}", lines[0]);
+    let told = ended.stderr.matches("a request of the agent was refused: ").count();
+    assert!(told == 1 && ended.stderr.contains("refused: temperature: "), "{}", ended.stderr);
 }
 
 /// The command evaluates with the run's agent, by one rank and by two that share the model.

@@ -49,6 +49,28 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
 }
 
 #[test]
+fn tools_that_no_prompt_shows_are_told() {
+    let add = serde_json::json!([{"type": "function", "function": {"name": "one"}}]);
+    for (tools, template, is_told) in [
+        (add.clone(), "{% for m in messages %}{{ m.content }}{% endfor %}", true),
+        (
+            add,
+            "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            false,
+        ),
+        (Value::Null, "{% for m in messages %}{{ m.content }}{% endfor %}", false),
+    ] {
+        let folder = Folder::new();
+        folder.write("chat_template.jinja", template);
+        folder.write("rows.jsonl", r#"{"prompt": [{"role": "user", "content": "two"}]}"#);
+        let options = DatasetOptions { tools: ToolSchemas::new(tools, Default::default()), ..Default::default() };
+        let data = Dataset::from_file(folder.path().join("rows.jsonl"), &folder.tokenizer(), &options).unwrap();
+        let notices = data.counts().notices().concat();
+        assert_eq!(notices.contains("shows the model no tools"), is_told, "{template}: {notices}");
+    }
+}
+
+#[test]
 fn text_is_a_user_s_message_where_there_is_a_chat_template() {
     // GSM8K's row, and one of open-r1's mathematics.
     let gsm8k = r#"{"question": "what is one plus one", "answer": "one plus one is two\n#### 2"}"#;
