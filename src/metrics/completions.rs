@@ -222,7 +222,11 @@ pub fn write_completions(path: &Path, reward_names: &[String], rows: &[Completio
 fn check_names(reward_names: &[String]) -> Result<()> {
     match reward_names.iter().find(|name| COLUMNS.contains(&name.as_str())) {
         Some(name) => {
-            Err(Error::invalid_value("reward_funcs", name, format!("names other than {}", COLUMNS.join(", "))))
+            let expected = format!(
+                "a reward of another name: completions have columns {}; rename the function, or let a table name it: rewards.NAME.function",
+                COLUMNS.join(", ")
+            );
+            Err(Error::invalid_value("reward_funcs", name, expected))
         }
         None => Ok(()),
     }
@@ -428,7 +432,7 @@ mod tests {
             let refused = CompletionsWriter::new(Path::new("out"), &[name.to_owned()], tells_dropped);
             refused.map_err(|error| error.to_string())
         };
-        assert!(refusal("advantage", false).unwrap_err().contains("names other than step"));
+        assert!(refusal("advantage", false).unwrap_err().contains("another name: completions have columns step"));
         assert!(refusal("dropped", true).unwrap_err().contains("a column of dynamic_sampling"));
         assert!(refusal("dropped", false).is_ok());
     }
