@@ -69,6 +69,7 @@ fn checkpoint_of_first_rank(options: &ResumeOptions<'_>, world: &World) -> Resul
         Some(folder) => {
             let folder = Path::new(folder);
             refuse_what_is_no_checkpoint(folder)?;
+            refuse_what_is_missing(folder)?;
             Manifest::verify(folder, moved).map(|_| Some(folder.into()))
         }
     };
@@ -185,6 +186,17 @@ pub(super) fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
     Err(Error::invalid_value("resume_from_checkpoint", folder.display(), expected))
 }
 
+/// Refuses a folder that is not there, with those beside it that are.
+fn refuse_what_is_missing(folder: &Path) -> Result<()> {
+    let beside = folder.parent().and_then(|run| list(run).ok()).filter(|_| !folder.exists()).unwrap_or_default();
+    let names: Vec<_> = beside.iter().filter_map(|path| path.file_name()).map(|name| name.to_string_lossy()).collect();
+    let expected = || format!("a folder that is there, or latest; beside it are {}", names.join(", "));
+    if names.is_empty() {
+        return Ok(());
+    }
+    Err(Error::invalid_value("resume_from_checkpoint", folder.display(), expected()))
+}
+
 /// Refuses changes, or names them where a resume is forced.
 fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool, is_first: bool) -> Result<()> {
     if changes.is_empty() {
@@ -210,6 +222,17 @@ mod tests {
 
     use super::*;
     use crate::dist::testing;
+
+    #[test]
+    fn a_missing_folder_is_told_with_those_beside_it() {
+        let run = tempfile::tempdir().unwrap();
+        let folder = |step: u64| run.path().join(format!("checkpoint-{step}"));
+        refuse_what_is_missing(&folder(7)).unwrap();
+        [10, 5].into_iter().for_each(|step| std::fs::create_dir(folder(step)).unwrap());
+        refuse_what_is_missing(&folder(10)).unwrap();
+        let told = refuse_what_is_missing(&folder(7)).unwrap_err().to_string();
+        assert!(told.ends_with("beside it are checkpoint-5, checkpoint-10"), "{told}");
+    }
 
     #[test]
     fn a_rank_that_moves_is_waited_for_beyond_a_collective_s_limit() {

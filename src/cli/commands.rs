@@ -316,6 +316,10 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
 
 fn export(args: &ExportArgs) -> Result<ExitCode> {
     let source = fetch::model(&args.source.model, args.source.base_model.as_deref())?;
+    if args.merge && source.adapters.is_none() {
+        let expected = "LoRA adapters: this is a whole model, which has nothing to merge";
+        return Err(Error::invalid_value("--merge", args.source.model.display(), expected));
+    }
     let mut progress = parts_progress("export");
     let trained = source.adapters.as_ref().unwrap_or(&source.base);
     let has_adapters = source.adapters.is_some() && !args.merge;

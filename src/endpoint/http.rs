@@ -8,7 +8,7 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::rejection::{BytesRejection, PathRejection};
 use axum::extract::{DefaultBodyLimit, FromRequest, Path, Request, State};
-use axum::http::{HeaderMap, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderValue, Method, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
@@ -70,7 +70,9 @@ pub(super) fn router(service: Arc<HttpState>) -> Router {
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .fallback(async move || Refusal::new(404, format!("no such path; there are {paths}")))
-        .method_not_allowed_fallback(async || Refusal::new(405, "this path has another method"))
+        .method_not_allowed_fallback(async |method: Method| {
+            Refusal::new(405, format!("this path does not take {method}; the header Allow names what it takes"))
+        })
         .layer(DefaultBodyLimit::max(max_body_bytes))
         .with_state(service)
 }

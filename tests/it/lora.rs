@@ -376,6 +376,12 @@ fn a_run_samples_trains_saves_and_serves_its_adapters() {
         assert!(adapters.join("adapter_model.safetensors").exists() && !adapters.join("config.json").exists());
         let merged = folder.path().join(format!("{name}-merged"));
         stdout_of(&format!("export --model {} --output {} --merge", adapters.display(), merged.display()));
+        crate::program::run(&format!(
+            "export --model {} --output {}-again --merge",
+            merged.display(),
+            merged.display()
+        ))
+        .assert_error("a whole model", 2, &["--merge = ", "expected LoRA adapters: this is a whole model"]);
         let (own, whole) = (generate(&adapters, "--nproc 2 --tp 2"), generate(&merged, ""));
         let base = generate(Path::new(MODEL), "");
         assert!(own.iter().zip(&base).any(|(own, base)| own["logprob"] != base["logprob"]));
