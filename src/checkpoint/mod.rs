@@ -175,19 +175,24 @@ impl Checkpoint {
         EarlierLog { folder: self.folder.clone(), step: *global_step, history, unlogged }
     }
 
-    /// Refuses a run over another number of training rows.
+    /// Refuses a run over another number of training rows, and positions outside of them.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] with both numbers.
     pub fn check_rows(&self, num_rows: usize) -> Result<()> {
-        let own = self.state.num_rows;
-        if own == num_rows {
-            return Ok(());
-        }
-        let message = format!(
-            "made with {own} training rows, and the configuration names {num_rows} now: expected the same rows"
-        );
-        Err(Error::Checkpoint { path: self.folder.clone(), message })
+        self.state.check_rows(num_rows).map_err(|message| self.bad(message))
+    }
+
+    /// Refuses carried groups that a run with so many completions a prompt and token ids below `vocab_size` cannot go on with.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] with the row.
+    pub fn check_carried(&self, num_generations: usize, vocab_size: usize) -> Result<()> {
+        self.state.check_carried(num_generations, vocab_size).map_err(|message| self.bad(message))
+    }
+
+    fn bad(&self, message: String) -> Error {
+        Error::Checkpoint { path: self.folder.clone(), message }
     }
 
     /// The error of a configuration that cannot be read back: another command's, or another version's.
@@ -205,7 +210,7 @@ impl Checkpoint {
         } else {
             format!("trainer_state.json: this version cannot use the run's configuration: {error}")
         };
-        Error::Checkpoint { path: self.folder.clone(), message }
+        self.bad(message)
     }
 
     /// Puts weights and optimizer state into a policy of the same model, whatever its sharding; collective over the world.

@@ -19,6 +19,8 @@ use crate::types::Trajectory;
 use crate::untrusted::{self, MAX_LOG_BYTES};
 
 pub(super) const FILE: &str = "trainer_state.json";
+/// Above every count of steps and tokens: sums of such numbers do not wrap.
+const MAX_COUNT: u64 = 1 << 53;
 
 /// `trainer_state.json`; names are those of transformers' `TrainerState` where one exists.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -80,6 +82,12 @@ impl CarriedGroup {
     pub fn num_tokens(&self) -> usize {
         self.completions.iter().map(|completion| completion.token_ids.len()).sum()
     }
+
+    /// The step of its newest weights, or the one at which it was first scheduled.
+    fn newest_step(&self) -> u64 {
+        let versions = self.completions.iter().flat_map(|completion| completion.weight_versions.iter().copied());
+        versions.fold(self.first_step, u64::max)
+    }
 }
 
 /// A configuration without its secrets, which can be told apart nevertheless.
@@ -134,7 +142,71 @@ impl TrainerState {
         let bad =
             |message: String| Error::Checkpoint { path: folder.to_owned(), message: format!("{FILE}: {message}") };
         let text = untrusted::read(&Self::file(folder), MAX_LOG_BYTES).map_err(|error| bad(error.to_string()))?;
-        serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))
+        let state: Self = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
+        state.check_counts().map_err(bad)?;
+        Ok(state)
+    }
+
+    /// Refuses counts that no run comes to.
+    fn check_counts(&self) -> Result<(), String> {
+        let counts = [
+            ("global_step", self.global_step),
+            ("num_updates", self.num_updates),
+            ("generation_step", self.generation_step),
+            ("num_input_tokens_seen", self.num_input_tokens_seen),
+            ("sampler.epoch", self.sampler.epoch),
+        ];
+        if let Some((name, count)) = counts.into_iter().find(|(_, count)| *count > MAX_COUNT) {
+            return Err(format!("{name} is {count}: expected at most {MAX_COUNT}"));
+        }
+        match self.carried.iter().find(|group| group.newest_step() > self.generation_step) {
+            Some(group) => {
+                let (row, step) = (group.row, group.newest_step());
+                Err(format!(
+                    "carried row {row} is of step {step}: expected at most generation_step = {}",
+                    self.generation_step
+                ))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses positions outside of `num_rows` training rows.
+    pub(super) fn check_rows(&self, num_rows: usize) -> Result<(), String> {
+        if self.num_rows != num_rows {
+            let own = self.num_rows;
+            return Err(format!(
+                "made with {own} training rows, and the configuration names {num_rows} now: expected the same rows"
+            ));
+        }
+        if self.sampler.position > num_rows {
+            return Err(format!("{FILE}: sampler.position is {}: expected at most {num_rows}", self.sampler.position));
+        }
+        let SamplerState { late, solved, .. } = &self.sampler;
+        let mut rows = late.iter().chain(solved.keys()).chain(self.carried.iter().map(|group| &group.row));
+        match rows.find(|row| **row >= num_rows) {
+            Some(row) => Err(format!("{FILE}: row {row}: expected rows below {num_rows}")),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses carried groups that are neither new nor `num_generations` completions of token ids below `vocab_size`.
+    pub(super) fn check_carried(&self, num_generations: usize, vocab_size: usize) -> Result<(), String> {
+        for CarriedGroup { row, completions, .. } in &self.carried {
+            let expected = match completions.len() {
+                len if len != 0 && len != num_generations => format!("0 or {num_generations} completions, found {len}"),
+                _ => match completions
+                    .iter()
+                    .flat_map(|completion| &completion.token_ids)
+                    .find(|id| **id as usize >= vocab_size)
+                {
+                    Some(id) => format!("token ids below {vocab_size}, found {id}"),
+                    None => continue,
+                },
+            };
+            return Err(format!("{FILE}: carried row {row}: expected {expected}"));
+        }
+        Ok(())
     }
 
     /// The text of the file.
@@ -175,5 +247,60 @@ mod tests {
         assert_eq!(restored(&mine), mine);
         let changes = super::super::changes(&other, &restored(&other));
         assert_eq!(changes.iter().map(|change| change.key.as_str()).collect::<Vec<_>>(), ["system_prompt"]);
+    }
+
+    /// A state over ten rows, as a file has it, with one value changed.
+    fn read_with(pointer: &str, value: Value) -> Result<TrainerState> {
+        let folder = tempfile::tempdir().unwrap();
+        let completion = serde_json::json!({"token_ids": "00000007", "rollout_logprobs": "00000000",
+            "finish_reason": null, "weight_versions": [[4, 1]]});
+        let mut state = serde_json::json!({"global_step": 4, "num_updates": 4, "generation_step": 4, "epoch": 0.0,
+            "max_steps": 9, "num_input_tokens_seen": 40, "world_size": 1, "num_rows": 10,
+            "sampler": {"epoch": 1, "position": 10, "late": [9], "solved": {"9": [1, 2]}},
+            "carried": [{"row": 9, "first_step": 4, "completions": [completion]}],
+            "config": {"values": {}, "digests": {}, "salt": 0}, "log_history": []});
+        *state.pointer_mut(pointer).unwrap() = value;
+        std::fs::write(folder.path().join(FILE), state.to_string()).unwrap();
+        TrainerState::read(folder.path())
+    }
+
+    #[test]
+    fn counts_that_no_run_comes_to_are_refused() {
+        assert!(read_with("/num_updates", Value::from(MAX_COUNT)).is_ok());
+        for name in ["global_step", "num_updates", "generation_step", "num_input_tokens_seen", "sampler/epoch"] {
+            let error = read_with(&format!("/{name}"), Value::from(u64::MAX)).unwrap_err();
+            assert_eq!(error.exit_code(), crate::error::ExitCode::Checkpoint);
+            let named = format!("{} is {}: expected at most", name.replace('/', "."), u64::MAX);
+            assert!(error.to_string().contains(&named), "{error}");
+        }
+        for pointer in ["/carried/0/first_step", "/carried/0/completions/0/weight_versions/0/0"] {
+            let error = read_with(pointer, Value::from(5)).unwrap_err().to_string();
+            assert!(error.contains("carried row 9 is of step 5: expected at most generation_step = 4"), "{error}");
+        }
+    }
+
+    #[test]
+    fn positions_outside_of_the_rows_are_refused() {
+        let check = |pointer: &str, value: Value| read_with(pointer, value).unwrap().check_rows(10);
+        assert_eq!(check("/num_rows", Value::from(10)), Ok(()));
+        assert!(check("/num_rows", Value::from(11)).unwrap_err().starts_with("made with 11 training rows"));
+        let position = check("/sampler/position", Value::from(usize::MAX)).unwrap_err();
+        assert!(position.contains("sampler.position is 18446744073709551615: expected at most 10"), "{position}");
+        for (pointer, value) in [
+            ("/sampler/late/0", serde_json::json!(10)),
+            ("/sampler/solved", serde_json::json!({"10": [1, 2]})),
+            ("/carried/0/row", serde_json::json!(10)),
+        ] {
+            assert!(check(pointer, value).unwrap_err().contains("row 10: expected rows below 10"), "{pointer}");
+        }
+    }
+
+    #[test]
+    fn carried_groups_that_are_not_this_run_s_are_refused() {
+        let state = read_with("/num_rows", Value::from(10)).unwrap();
+        assert_eq!(state.check_carried(1, 8), Ok(()));
+        let refused = |num_generations, vocab_size| state.check_carried(num_generations, vocab_size).unwrap_err();
+        assert!(refused(8, 8).contains("carried row 9: expected 0 or 8 completions, found 1"));
+        assert!(refused(1, 7).contains("carried row 9: expected token ids below 7, found 7"));
     }
 }

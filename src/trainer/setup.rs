@@ -140,7 +140,9 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     }
     let updates = config.updates_in_epochs(&batch, dataset.len());
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates);
-    let restored = |checkpoint: &Checkpoint| restore(checkpoint, &config, &dataset, &mut model, &mut sampler);
+    let vocab_size = preflight.spec.vocab_size;
+    let restored =
+        |checkpoint: &Checkpoint| restore(checkpoint, &config, (&dataset, vocab_size), &mut model, &mut sampler);
     let begun =
         || (TrainingProgress { entropy_control: entropy_control(&config), ..TrainingProgress::default() }, Vec::new());
     let (progress, carried) = checkpoint.as_ref().map_or_else(|| Ok(begun()), restored)?;
@@ -208,7 +210,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
 fn restore(
     checkpoint: &Checkpoint,
     config: &Config,
-    dataset: &Dataset,
+    (dataset, vocab_size): (&Dataset, usize),
     model: &mut PolicyAndEngine,
     sampler: &mut PromptSampler,
 ) -> Result<(TrainingProgress, Vec<CarriedGroup>)> {
@@ -219,7 +221,10 @@ fn restore(
     let carried = match checkpoint.state.carried.as_slice() {
         _ if config.oversample == 0.0 => Vec::new(), // force_resume
         carried if config.tools.has_turns() || config.tools.agent.is_some() => sampling::begun_anew(carried), // nobody has their tools and environments any more
-        carried => carried.to_vec(),
+        carried => {
+            checkpoint.check_carried(config.num_generations, vocab_size)?;
+            carried.to_vec()
+        }
     };
     let entropy_control = checkpoint.state.entropy_control.unwrap_or_else(|| entropy_control(config));
     Ok((TrainingProgress { global_step, generation_step, num_tokens, entropy_control }, carried))
