@@ -45,7 +45,7 @@ pub fn prepare(temporary: &Path, needed_bytes: u64) -> Result<()> {
     for (name, path) in entries(output_dir)? {
         let is_ours = |name: &str| name.starts_with(PREFIX) || name.starts_with(FINAL);
         if name.strip_prefix('.').is_some_and(is_ours) && name.ends_with(TEMPORARY_SUFFIX) {
-            std::fs::remove_dir_all(&path).map_err(Error::io(path))?;
+            remove_whole(&path).map_err(Error::io(path))?;
         }
     }
     check_space(output_dir, needed_bytes)?;
@@ -54,7 +54,7 @@ pub fn prepare(temporary: &Path, needed_bytes: u64) -> Result<()> {
 
 /// Removes a temporary folder after an error.
 pub fn remove(temporary: &Path) {
-    if let Err(error) = std::fs::remove_dir_all(temporary)
+    if let Err(error) = remove_whole(temporary)
         && error.kind() != ErrorKind::NotFound
     {
         tracing::warn!("{}: {error}: the next save removes it", temporary.display());
@@ -64,13 +64,21 @@ pub fn remove(temporary: &Path) {
 /// Makes the temporary folder durable and gives it its name, in place of what has it.
 pub fn publish(temporary: &Path, complete: &Path) -> Result<()> {
     sync_tree(temporary)?;
-    if !complete.exists() {
+    if !complete.is_symlink() && !complete.exists() {
         std::fs::rename(temporary, complete).map_err(Error::io(complete))?;
         return sync(parent(complete));
     }
     exchange(temporary, complete).map_err(Error::io(complete))?;
     sync(parent(complete))?;
-    std::fs::remove_dir_all(temporary).map_err(Error::io(temporary))
+    remove_whole(temporary).map_err(Error::io(temporary))
+}
+
+/// Removes a folder with all that is in it, or whatever else has its name; links are not followed.
+fn remove_whole(path: &Path) -> io::Result<()> {
+    match std::fs::symlink_metadata(path)?.is_dir() {
+        true => std::fs::remove_dir_all(path),
+        false => std::fs::remove_file(path),
+    }
 }
 
 /// Makes a folder that appears as a whole, by the name of `complete`, which the user gave as `option`: new, or in place of an
@@ -85,7 +93,7 @@ pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Res
     }
     let temporary = temporary(complete);
     if temporary.exists() {
-        std::fs::remove_dir_all(&temporary).map_err(Error::io(&temporary))?; // of a process that was killed
+        remove_whole(&temporary).map_err(Error::io(&temporary))?; // of a process that was killed
     }
     std::fs::create_dir_all(&temporary).map_err(Error::io(&temporary))?;
     let written = write(&temporary).and_then(|()| publish(&temporary, complete));
@@ -127,7 +135,7 @@ fn exchange(a: &Path, b: &Path) -> io::Result<()> {
 fn discard(complete: &Path) -> Result<()> {
     let doomed = doomed(complete);
     std::fs::rename(complete, &doomed).map_err(Error::io(complete))?;
-    std::fs::remove_dir_all(&doomed).map_err(Error::io(doomed))
+    remove_whole(&doomed).map_err(Error::io(doomed))
 }
 
 /// # Errors
@@ -204,6 +212,30 @@ mod tests {
         let mut names: Vec<_> = entries(folder.path()).unwrap().into_iter().map(|(name, _)| name).collect();
         names.sort();
         assert_eq!(names, [".checkpoint-11.tmp", "checkpoint-10", "checkpoint-9", "checkpoint-x"]);
+    }
+
+    /// Files and links by the names of folders neither end a save nor outlast it.
+    #[test]
+    fn what_is_no_folder_makes_room() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let link = |name: &str| std::os::unix::fs::symlink("nowhere", at(name)).unwrap();
+        std::fs::write(at(".checkpoint-4.tmp"), "").unwrap();
+        std::fs::write(at("checkpoint-5"), "").unwrap();
+        link(".final.tmp");
+        link("checkpoint-6");
+        for step in [5, 6] {
+            let complete = path(folder.path(), step);
+            prepare(&temporary(&complete), 1).unwrap();
+            publish(&temporary(&complete), &complete).unwrap();
+            assert!(std::fs::symlink_metadata(complete).unwrap().is_dir());
+        }
+        let mut names: Vec<_> = entries(folder.path()).unwrap().into_iter().map(|(name, _)| name).collect();
+        names.sort();
+        assert_eq!(names, ["checkpoint-5", "checkpoint-6"]);
+        std::fs::write(at("checkpoint-1"), "").unwrap();
+        keep_newest(folder.path(), [None, None], Some(2));
+        assert!(!at("checkpoint-1").exists() && !at(".checkpoint-1.old.tmp").exists());
     }
 
     #[test]

@@ -157,12 +157,14 @@ pub fn written(folder: &Path) -> Option<SystemTime> {
     std::fs::metadata(folder.join(FILE)).and_then(|manifest| manifest.modified()).ok()
 }
 
-/// Relative paths of all files, in order.
+/// Relative paths of all files, in order. Links to folders are refused: two that lead back would make a tree without end.
 fn files_below(folder: &Path) -> Result<Vec<String>> {
     fn walk(root: &Path, folder: &Path, found: &mut Vec<String>) -> std::io::Result<()> {
         for entry in std::fs::read_dir(folder)? {
             let path = entry?.path();
-            if path.is_dir() {
+            if path.is_dir() && path.is_symlink() {
+                return Err(io::Error::other(format!("{}: expected no links to folders", path.display())));
+            } else if path.is_dir() {
                 walk(root, &path, found)?;
             } else if let Ok(relative) = path.strip_prefix(root) {
                 found.push(relative.to_string_lossy().into_owned());
@@ -237,6 +239,19 @@ mod tests {
         Manifest::verify(folder.path(), &mut || ()).unwrap();
         std::fs::write(path("model.safetensors"), "").unwrap();
         assert!(message().contains("model.safetensors: manifest.json does not record it"), "{}", message());
+    }
+
+    #[test]
+    fn links_to_folders_are_refused_and_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join(STATE), "{}").unwrap();
+        Manifest::write(folder.path(), Vec::new()).unwrap();
+        for name in ["a", "b"] {
+            std::os::unix::fs::symlink(".", folder.path().join(name)).unwrap();
+        }
+        let error = Manifest::verify(folder.path(), &mut || ()).unwrap_err();
+        assert_eq!(error.exit_code(), crate::error::ExitCode::Checkpoint);
+        assert!(error.to_string().contains("expected no links to folders"), "{error}");
     }
 
     #[test]
