@@ -2,20 +2,24 @@
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
 use super::{ChatTemplate, Conversation, Message};
-use crate::error::{Error, Result};
-use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES};
+use crate::error::{Error, Result, panic_message};
+use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, ThreadLimits};
 
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
 
 /// Bytes of text that are tokenized whatever the limit.
 const MIN_LONG_BYTES: usize = 64 << 10;
+/// Memory that reading a `tokenizer.json` may take at first, and for each of its bytes; and its processor time.
+const READ_BYTES: [usize; 2] = [512 << 20, 16];
+const READ_CPU_S: u64 = 60;
 
 /// Text to ids and back. Never truncates or pads, whatever `tokenizer.json` asks for.
 #[derive(Debug)]
@@ -50,9 +54,11 @@ impl Tokenizer {
             }
             _ => Error::bad_file(&path, error.to_string()),
         })?;
-        let unreadable = |error: tokenizers::Error| Error::bad_file(&path, error.to_string());
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(unreadable)?;
-        inner.with_truncation(None).map_err(unreadable)?.with_padding(None);
+        let unreadable = |message: String| Error::bad_file(&path, message);
+        let memory_bytes = READ_BYTES[0] + READ_BYTES[1] * bytes.len();
+        let limits = ThreadLimits { stack_bytes: 16 << 20, memory_bytes, cpu_s: READ_CPU_S };
+        let read = untrusted::once("tokenizer", limits, || read_and_try(bytes));
+        let inner = read.and_then(|read| read).map_err(unreadable)?;
         let vocab = inner.get_vocab(true);
         let Some(&max_id) = vocab.values().max() else {
             return Err(Error::bad_file(&path, "the vocabulary is empty"));
@@ -110,13 +116,11 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::TokenizerMismatch`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        match self.inner.encode_fast(text, add_special_tokens) {
-            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(error) => {
-                let start: String = text.chars().take(80).collect();
-                Err(Error::TokenizerMismatch { message: format!("the tokenizer cannot encode '{start}': {error}") })
-            }
-        }
+        let encoded = unpanicked(|| self.inner.encode_fast(text, add_special_tokens));
+        encoded.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| {
+            let start: String = text.chars().take(80).collect();
+            Error::TokenizerMismatch { message: format!("the tokenizer cannot encode '{start}': {error}") }
+        })
     }
 
     /// Text of `ids`, special tokens and ids that are no token left out.
@@ -124,8 +128,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::TokenizerMismatch`].
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        let failed = |error: tokenizers::Error| Error::TokenizerMismatch { message: error.to_string() };
-        self.inner.decode(ids, true).map_err(failed)
+        unpanicked(|| self.inner.decode(ids, true)).map_err(|message| Error::TokenizerMismatch { message })
     }
 
     /// Text of `ids`, special tokens included.
@@ -133,8 +136,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::TokenizerMismatch`].
     pub fn decode_all(&self, ids: &[u32]) -> Result<String> {
-        let failed = |error: tokenizers::Error| Error::TokenizerMismatch { message: error.to_string() };
-        self.inner.decode(ids, false).map_err(failed)
+        unpanicked(|| self.inner.decode(ids, false)).map_err(|message| Error::TokenizerMismatch { message })
     }
 
     /// Whether a text is a token that [`Tokenizer::decode`] leaves out.
@@ -253,6 +255,23 @@ impl Tokenizer {
     }
 }
 
+/// The tokenizer of a `tokenizer.json`, which has encoded some text within the limits: what it normalizes to, a stranger decided.
+fn read_and_try(json: Vec<u8>) -> Result<tokenizers::Tokenizer, String> {
+    let mut tokenizer = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
+    tokenizer.with_truncation(None).map_err(|error| error.to_string())?.with_padding(None);
+    let text: String = (' '..='~').collect();
+    let _ = tokenizer.encode_fast(text, false); // one that lacks a token for an unknown word may have one for every prompt
+    Ok(tokenizer)
+}
+
+/// The outcome of the tokenizers library, which panics over some files and texts.
+fn unpanicked<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(outcome) => outcome.map_err(|error| error.to_string()),
+        Err(panic) => Err(format!("panic: {}", panic_message(&*panic))),
+    }
+}
+
 /// `null` where the file does not exist.
 fn read_json(path: &Path) -> Result<Value> {
     match untrusted::read(path, MAX_MODEL_JSON_BYTES) {
@@ -295,72 +314,4 @@ fn template_source(folder: &Path, config: &Value) -> Result<Option<String>> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::fixtures::Folder;
-    use super::*;
-
-    #[test]
-    fn text_survives_a_round_trip_and_special_tokens_are_left_out() {
-        let tokenizer = Folder::new().tokenizer();
-        let ids = tokenizer.encode("one plus two", false).unwrap();
-        assert_eq!(tokenizer.decode(&ids).unwrap(), "one plus two");
-        let eos = tokenizer.eos_token_id().unwrap();
-        assert_eq!(tokenizer.decode(&[&ids[..], &[eos, 9999]].concat()).unwrap(), "one plus two");
-        assert_eq!(tokenizer.encode("one", true).unwrap(), [tokenizer.token_id("<s>").unwrap(), ids[0]]);
-    }
-
-    #[test]
-    fn a_word_without_a_token_is_an_error_not_a_gap() {
-        let error = Folder::new().tokenizer().encode("one hippopotamus", false).unwrap_err();
-        assert!(error.to_string().contains("cannot encode 'one hippopotamus'"), "{error}");
-    }
-
-    #[test]
-    fn the_model_is_compared_number_by_number() {
-        let tokenizer = Folder::new().tokenizer();
-        let rows = tokenizer.vocab_size();
-        tokenizer.check_against(rows + 5, &[]).unwrap();
-        let error = tokenizer.check_against(rows - 1, &[]).unwrap_err().to_string();
-        let expected = format!("ids up to {} ('</s>'), the model has {} embedding rows", rows - 1, rows - 1);
-        assert!(error.contains(&expected), "{error}");
-        let error = tokenizer.check_against(rows + 5, &[rows as u32]).unwrap_err().to_string();
-        assert!(error.contains(&format!("eos_token_id {rows} of the model's configuration is no token")), "{error}");
-    }
-
-    #[test]
-    fn a_missing_eos_is_an_error() {
-        let folder = Folder::new();
-        folder.write("tokenizer_config.json", "{}");
-        let tokenizer = folder.tokenizer();
-        let error = tokenizer.check_against(100, &[]).unwrap_err().to_string();
-        assert!(error.contains("no end-of-sequence token"), "{error}");
-        tokenizer.check_against(100, &[1]).unwrap();
-        folder.write("tokenizer_config.json", r#"{"eos_token": {"content": "<|end|>"}}"#);
-        let error = Tokenizer::from_folder(folder.path()).unwrap_err().to_string();
-        assert!(error.contains("eos_token '<|end|>'"), "{error}");
-    }
-
-    #[test]
-    fn the_template_is_taken_from_the_file_the_text_or_the_list() {
-        let folder = Folder::new();
-        let messages = [Message::user("one")];
-        let error = folder.tokenizer().apply_chat_template(&messages, true).unwrap_err().to_string();
-        assert!(error.contains("give prompts as text"), "{error}");
-        for (config, expected) in [
-            (r#"{"eos_token": "</s>", "chat_template": "{{ eos_token }}1"}"#, "</s>1"),
-            (r#"{"chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": "2"}]}"#, "2"),
-        ] {
-            folder.write("tokenizer_config.json", config);
-            assert_eq!(folder.tokenizer().apply_chat_template(&messages, true).unwrap(), expected);
-        }
-        folder.write("chat_template.jinja", "{{ messages[0].content }}");
-        assert_eq!(folder.tokenizer().apply_chat_template(&messages, true).unwrap(), "one");
-    }
-
-    #[test]
-    fn a_missing_file_is_named() {
-        let folder = tempfile::tempdir().unwrap();
-        let error = Tokenizer::from_folder(folder.path()).unwrap_err();
-        assert!(matches!(&error, Error::BadFile { path, .. } if path.ends_with("tokenizer.json")), "{error}");
-    }
-}
+mod tests;

@@ -1,0 +1,92 @@
+use super::super::fixtures::Folder;
+use super::*;
+
+#[test]
+fn text_survives_a_round_trip_and_special_tokens_are_left_out() {
+    let tokenizer = Folder::new().tokenizer();
+    let ids = tokenizer.encode("one plus two", false).unwrap();
+    assert_eq!(tokenizer.decode(&ids).unwrap(), "one plus two");
+    let eos = tokenizer.eos_token_id().unwrap();
+    assert_eq!(tokenizer.decode(&[&ids[..], &[eos, 9999]].concat()).unwrap(), "one plus two");
+    assert_eq!(tokenizer.encode("one", true).unwrap(), [tokenizer.token_id("<s>").unwrap(), ids[0]]);
+}
+
+#[test]
+fn a_word_without_a_token_is_an_error_not_a_gap() {
+    let error = Folder::new().tokenizer().encode("one hippopotamus", false).unwrap_err();
+    assert!(error.to_string().contains("cannot encode 'one hippopotamus'"), "{error}");
+}
+
+#[test]
+fn the_model_is_compared_number_by_number() {
+    let tokenizer = Folder::new().tokenizer();
+    let rows = tokenizer.vocab_size();
+    tokenizer.check_against(rows + 5, &[]).unwrap();
+    let error = tokenizer.check_against(rows - 1, &[]).unwrap_err().to_string();
+    let expected = format!("ids up to {} ('</s>'), the model has {} embedding rows", rows - 1, rows - 1);
+    assert!(error.contains(&expected), "{error}");
+    let error = tokenizer.check_against(rows + 5, &[rows as u32]).unwrap_err().to_string();
+    assert!(error.contains(&format!("eos_token_id {rows} of the model's configuration is no token")), "{error}");
+}
+
+#[test]
+fn a_missing_eos_is_an_error() {
+    let folder = Folder::new();
+    folder.write("tokenizer_config.json", "{}");
+    let tokenizer = folder.tokenizer();
+    let error = tokenizer.check_against(100, &[]).unwrap_err().to_string();
+    assert!(error.contains("no end-of-sequence token"), "{error}");
+    tokenizer.check_against(100, &[1]).unwrap();
+    folder.write("tokenizer_config.json", r#"{"eos_token": {"content": "<|end|>"}}"#);
+    let error = Tokenizer::from_folder(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("eos_token '<|end|>'"), "{error}");
+}
+
+#[test]
+fn the_template_is_taken_from_the_file_the_text_or_the_list() {
+    let folder = Folder::new();
+    let messages = [Message::user("one")];
+    let error = folder.tokenizer().apply_chat_template(&messages, true).unwrap_err().to_string();
+    assert!(error.contains("give prompts as text"), "{error}");
+    for (config, expected) in [
+        (r#"{"eos_token": "</s>", "chat_template": "{{ eos_token }}1"}"#, "</s>1"),
+        (r#"{"chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": "2"}]}"#, "2"),
+    ] {
+        folder.write("tokenizer_config.json", config);
+        assert_eq!(folder.tokenizer().apply_chat_template(&messages, true).unwrap(), expected);
+    }
+    folder.write("chat_template.jinja", "{{ messages[0].content }}");
+    assert_eq!(folder.tokenizer().apply_chat_template(&messages, true).unwrap(), "one");
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = Tokenizer::from_folder(folder.path()).unwrap_err();
+    assert!(matches!(&error, Error::BadFile { path, .. } if path.ends_with("tokenizer.json")), "{error}");
+}
+
+#[test]
+fn what_the_library_panics_over_and_text_without_end_are_refused() {
+    let folder = Folder::new();
+    let honest = std::fs::read_to_string(folder.path().join("tokenizer.json")).unwrap();
+    let with = |key: &str, value: Value| {
+        let mut json: Value = serde_json::from_str(&honest).unwrap();
+        json[key] = value;
+        folder.write("tokenizer.json", &json.to_string());
+        Tokenizer::from_folder(folder.path())
+    };
+    let tenfold = serde_json::json!({"type": "Replace", "pattern": {"String": "t"}, "content": "t".repeat(10)});
+    for (key, value, told) in [
+        ("normalizer", serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "panic: "),
+        ("model", serde_json::json!({"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}), "panic: "),
+        ("normalizer", serde_json::json!({"type": "Sequence", "normalizers": vec![tenfold; 12]}), "512 MiB of memory"),
+    ] {
+        let error = with(key, value).unwrap_err();
+        assert!(matches!(error, Error::BadFile { .. }) && error.to_string().contains(told), "{error}");
+    }
+    let second_of_one = serde_json::json!({"type": "TemplateProcessing", "special_tokens": {},
+        "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}]});
+    let error = with("post_processor", second_of_one).unwrap().encode("one", true).unwrap_err();
+    assert!(error.to_string().contains("cannot encode 'one': panic: "), "{error}");
+}
