@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ExitCode, Result};
+use crate::phase::awake_now;
 
 /// All ranks of a run, for everything but tensors. Methods that take a [`RankGroup`] are collective over it; all ranks of a group
 /// call them in the same order.
@@ -92,11 +93,11 @@ pub(super) struct Deadline {
 impl Deadline {
     /// `limit` from now.
     pub fn after(limit: Duration) -> Self {
-        Self { at: Instant::now() + limit, limit }
+        Self { at: awake_now() + limit, limit }
     }
 
     pub fn is_over(&self) -> bool {
-        Instant::now() > self.at
+        awake_now() > self.at
     }
 }
 

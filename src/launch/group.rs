@@ -13,7 +13,7 @@ use super::way_on::OnStop;
 use super::worker::{Inherited, LaunchOptions, Rendezvous, worker_command};
 use crate::dist::{RESTART_COUNT_VARIABLE, SharedSegment};
 use crate::error::{Error, ExitCode, Result};
-use crate::phase::{Pulse, SharedPage, Stall, Watch, terminal};
+use crate::phase::{Pulse, SharedPage, Stall, Watch, awake_now, terminal};
 use crate::process::{ended, kill_group};
 
 /// Longest wait for a signal or the end of a process before heartbeats are looked at.
@@ -82,7 +82,7 @@ impl AttemptOutcome {
 impl Workers {
     pub(super) fn start(options: &LaunchOptions, num_restarts: usize, output: &mut PipeReaders) -> Result<Self> {
         let rendezvous = Rendezvous::of(options)?;
-        let mut watch = Watch::new(options.num_workers, options.limits.clone(), Instant::now());
+        let mut watch = Watch::new(options.num_workers, options.limits.clone(), awake_now());
         if options.num_nodes > 1 {
             watch = watch.with_peers_elsewhere();
         }
@@ -162,7 +162,7 @@ impl Workers {
     fn hangs(&mut self) -> bool {
         let pulses: Vec<Option<Pulse>> =
             self.workers.iter().map(|worker| worker.end.is_none().then(|| worker.pulse.read())).collect();
-        let stalls = self.watch.look(&pulses, Instant::now());
+        let stalls = self.watch.look(&pulses, awake_now());
         // A process that is stopped keeps its peers waiting, whatever it was doing.
         let of_stopped = |stall: &&Stall| is_stopped(&self.workers[stall.rank].child);
         let Some(cause) = stalls.iter().find(of_stopped).or(stalls.first()) else { return false };

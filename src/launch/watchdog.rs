@@ -1,6 +1,6 @@
 //! The watcher of a worker that has no launcher of ours: under torchrun, srun or an operator, or alone.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::exit::exit_now;
 use super::report::report_error;
@@ -21,7 +21,7 @@ pub fn watch_self(rank: usize, limits: &HeartbeatLimits, collective_timeout: Dur
     });
     let thread = std::thread::Builder::new().name("watchdog".to_owned());
     let started = thread.spawn(move || {
-        let mut watches = limits.map(|limits| Watch::new(1, limits, Instant::now()));
+        let mut watches = limits.map(|limits| Watch::new(1, limits, phase::awake_now()));
         let mut has_said_stop = false;
         loop {
             std::thread::sleep(LOOK);
@@ -30,7 +30,7 @@ pub fn watch_self(rank: usize, limits: &HeartbeatLimits, collective_timeout: Dur
             }
             let pulse = phase::pulse();
             let is_waiting = usize::from(pulse.is_waiting());
-            let stalls = watches.each_mut().map(|watch| watch.look(&[Some(pulse.clone())], Instant::now()));
+            let stalls = watches.each_mut().map(|watch| watch.look(&[Some(pulse.clone())], phase::awake_now()));
             if let Some(stall) = stalls[is_waiting].first() {
                 let (stood_s, limit_s) = (stall.stood.as_secs_f64(), stall.limit.as_secs_f64());
                 let error = Error::Hang { phase: pulse.phase().name(), stood_s, limit_s, state: pulse.to_string() };

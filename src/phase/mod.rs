@@ -6,6 +6,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `page`, `pulse` | phases, step, heartbeats and last collective, on a page that the launcher reads too; what is read there |
+//! | `awake` | a clock that stands still while the process does |
 //! | `watch` | who stands still for longer than its phase allows |
 //! | `trace` | a time-line of phases, on request |
 //! | `fault` | faults to inject |
@@ -14,6 +15,7 @@
 //! | `scratch` | temporary folders, which the next start removes if their process was killed |
 //! | `failure` | the phase in which an error arose |
 
+mod awake;
 mod failure;
 mod fault;
 mod page;
@@ -29,6 +31,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+pub use awake::awake_now;
 use failure::FirstFailure;
 use fault::inject;
 pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at, on_fill};

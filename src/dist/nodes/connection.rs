@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::frame::{Frame, FrameKind};
 use crate::error::{Error, Result};
+use crate::phase::awake_now;
 
 /// How often a side that has nothing to send shows that it lives.
 const BEAT: Duration = Duration::from_millis(500);
@@ -137,7 +138,7 @@ pub(super) fn read(
     if let Err(error) = stream.set_read_timeout(Some(LOOK)) {
         return End::Closed(error.to_string());
     }
-    let patient = Patient { stream, heard: Instant::now(), longest_silence, is_over: is_over.clone() };
+    let patient = Patient { stream, heard: awake_now(), longest_silence, is_over: is_over.clone() };
     let mut reader = BufReader::with_capacity(SMALL_BYTES, patient);
     loop {
         match Frame::read(&mut reader) {
@@ -166,11 +167,12 @@ impl Read for Patient {
         loop {
             match self.stream.read(buffer) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    // Silence counts only where the kernel has nothing: a process that was stopped itself finds all that came.
+                    // Silence counts only where the kernel has nothing: a process that was stopped itself finds all that came, and its own
+                    // time is left out, as the other side may have been stopped with it.
                     if self.is_over.load(Ordering::Relaxed) {
                         return Err(ErrorKind::ConnectionAborted.into());
                     }
-                    if self.heard.elapsed() > self.longest_silence {
+                    if awake_now() - self.heard > self.longest_silence {
                         return Err(ErrorKind::TimedOut.into());
                     }
                 }
@@ -179,7 +181,7 @@ impl Read for Patient {
                     return Err(std::io::Error::other(error.to_string())); // of the network, not of the read
                 }
                 outcome => {
-                    self.heard = Instant::now();
+                    self.heard = awake_now();
                     return outcome;
                 }
             }
