@@ -184,16 +184,20 @@ fn rows(
 /// Refuses a file of samples that [`write_completions`] cannot write.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] for another extension, or a folder that is not there.
+/// [`Error::InvalidValue`] for another extension, or a folder that is not there; [`Error::Io`] where it may not be written.
 pub fn check_samples_file(path: &Path) -> Result<()> {
     let is_known = path.extension().is_some_and(|kind| kind == "jsonl" || kind == "parquet");
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    match is_known && folder.is_dir() && !path.is_dir() {
-        true => Ok(()),
-        false => {
-            Err(Error::invalid_value("--output", path.display(), "FILE.jsonl or FILE.parquet in a folder that exists"))
-        }
+    if !is_known || !folder.is_dir() || path.is_dir() {
+        let expected = "FILE.jsonl or FILE.parquet in a folder that exists";
+        return Err(Error::invalid_value("--output", path.display(), expected));
     }
+    let is_new = !path.exists();
+    File::options().append(true).create(true).open(path).map_err(Error::io(path))?;
+    if is_new {
+        let _ = std::fs::remove_file(path); // another rank may have been quicker
+    }
+    Ok(())
 }
 
 /// Writes samples as Parquet, or as JSON with one object a line, by the file's extension.

@@ -108,6 +108,9 @@ fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
     let eval = "eval --model configs/arithmetic/model";
     let rows = "--data configs/arithmetic/eval.jsonl";
     run(&format!("{eval} {rows} --output out.txt")).assert_error("extension", 2, &["--output = out.txt", "FILE.jsonl"]);
+    let ended = run(&format!("{eval} {rows} --device cpu --output /proc/out.jsonl"));
+    ended.assert_error("no file is made there", 12, &["/proc/out.jsonl"]);
+    assert!(!ended.stderr.contains("KV cache"), "nothing is loaded before that: {}", ended.stderr);
     let both = run(&format!("{eval} {rows} --config configs/tiny-cpu.toml"));
     assert!(both.code == Some(2) && both.stderr.contains("cannot be used with"), "{}", both.stderr);
     let key = run(&format!("{eval} --config configs/tiny-cpu.toml --max_completion_length 16"));
