@@ -15,7 +15,7 @@ use crate::dist::{World, all_gather_json, first_text};
 use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
-use crate::metrics::{StepMetrics, gather_completions, problems_progress, write_completions};
+use crate::metrics::{StepMetrics, gather_completions, problems_progress, rows_progress, write_completions};
 use crate::phase::{self, Fault, Phase, terminal};
 use crate::serve::{ModelService, NamedAdapter, ServeOptions};
 use crate::tools::ToolProcess;
@@ -93,7 +93,9 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let ModelService { mut served, tokenizer, max_model_length, eos_token_ids } =
         serve((&args.source, &[]), &limits, &evaluation.variables, &world, kinds)?;
     let options = DatasetOptions { max_model_length: Some(max_model_length), ..evaluation.dataset.clone() };
-    let dataset = phase::scope(Phase::Load, || Dataset::read(&evaluation.rows, &tokenizer, &options))?;
+    let mut told = rows_progress("load", world.rank() == 0);
+    let read = || Dataset::read_with(&evaluation.rows, &tokenizer, &options, &mut told);
+    let dataset = phase::scope(Phase::Load, read)?;
     if world.rank() == 0 {
         dataset.counts().notices().iter().for_each(terminal::say);
     }

@@ -232,6 +232,19 @@ impl Dataset {
     /// [`Error::BadLine`] with file, line and columns, [`Error::EmptyDataset`] with the counts, [`Error::BadFile`],
     /// [`Error::ChatTemplate`].
     pub fn read(sources: &RowSources, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
+        Self::read_with(sources, tokenizer, options, &mut |_, _| ())
+    }
+
+    /// [`Dataset::read`], which calls `told` with the rows that are read so far, and whether they are all.
+    ///
+    /// # Errors
+    /// The errors of [`Dataset::read`].
+    pub fn read_with(
+        sources: &RowSources,
+        tokenizer: &Tokenizer,
+        options: &DatasetOptions,
+        told: &mut dyn FnMut(usize, bool),
+    ) -> Result<Self> {
         let format = options.format(tokenizer);
         let has_more = tokenizer.has_chat_template() && options.prompt_format == PromptFormat::Auto;
         let mut data = Self {
@@ -251,8 +264,10 @@ impl Dataset {
                     break;
                 }
                 data.add(row?, *weight, tokenizer, options, &format)?;
+                told(data.counts.read, false);
             }
         }
+        told(data.counts.read, true);
         if sources.files.iter().any(|(_, weight)| *weight != 1.0) {
             data.counts.drawn = Some(data.prompts.len());
         }

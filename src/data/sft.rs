@@ -52,10 +52,12 @@ impl SftDataset {
             model_eos_token_ids,
             max_length,
             &DatasetOptions::default(),
+            &mut |_, _| (),
         )
     }
 
-    /// Reads the rows of all `sources`; of `options` those that say how a prompt is read.
+    /// Reads the rows of all `sources`; of `options` those that say how a prompt is read. `told` is called as in
+    /// [`Dataset::read_with`](super::Dataset::read_with).
     ///
     /// # Errors
     /// The errors of [`SftDataset::from_file`].
@@ -65,6 +67,7 @@ impl SftDataset {
         model_eos_token_ids: &[u32],
         max_length: usize,
         options: &DatasetOptions,
+        told: &mut dyn FnMut(usize, bool),
     ) -> Result<Self> {
         let ends = EndTokens { own: tokenizer.eos_token_id(), all: tokenizer.eos_token_ids(model_eos_token_ids) };
         let format = ChatFormat::new(options.prompt_format, options.system_prompt.as_deref(), tokenizer);
@@ -84,8 +87,10 @@ impl SftDataset {
                         None => data.too_long += 1,
                     }
                 }
+                told(data.num_rows, false);
             }
         }
+        told(data.num_rows, true);
         if data.examples.is_empty() {
             return Err(Error::EmptyDataset { path: sources.name.clone().into(), stages: data.counts() });
         }
@@ -326,7 +331,14 @@ mod tests {
         let options = DatasetOptions { completion_column: Some("answer".into()), ..Default::default() };
         let read = |row: &str| {
             folder.write("sft.jsonl", row);
-            SftDataset::read(&RowSources::file(folder.path().join("sft.jsonl")), &folder.tokenizer(), &[], 99, &options)
+            SftDataset::read(
+                &RowSources::file(folder.path().join("sft.jsonl")),
+                &folder.tokenizer(),
+                &[],
+                99,
+                &options,
+                &mut |_, _| (),
+            )
         };
         let row = r#"{"question": "one", "answer": "two", "completion": "three"}"#;
         assert_eq!(read(row).unwrap().examples, [example(&[0, 1], &[2, 9])]);

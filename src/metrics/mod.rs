@@ -24,7 +24,7 @@ pub use completions::{
 pub use history::LogHistory;
 pub use jsonl::{MetricLine, read_metrics};
 pub use log::{EarlierLog, LogOptions, RunLog};
-pub use progress::{download_progress, parts_progress, pinning_progress, problems_progress};
+pub use progress::{download_progress, parts_progress, pinning_progress, problems_progress, rows_progress};
 pub use redact::{redact, redact_json};
 pub use report::write_report;
 pub use sidecar::Services;

@@ -89,6 +89,12 @@ pub fn problems_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
     move |done, total| wait.tell(done as u64, total as u64)
 }
 
+/// Shows how many rows are read for `what`, told `(done, is_over)`; nothing where not `is_first_rank`.
+pub fn rows_progress(what: &'static str, is_first_rank: bool) -> impl FnMut(usize, bool) {
+    let wait = Wait::new(what, "rows read", 1, is_first_rank, true);
+    move |done, is_over| wait.count(done as u64, is_over)
+}
+
 /// Something that is waited for: a bar on a terminal, elsewhere a line every few seconds.
 struct Wait {
     name: &'static str,
@@ -106,22 +112,40 @@ impl Wait {
     }
 
     fn tell(&self, done: u64, total: u64) {
+        let Self { name, unit, unit_size, .. } = self;
+        let (is_over, is_new) = (done >= total, done == 0 && terminal::is_shown());
+        if self.is_due(is_over || is_new) {
+            let count = format!("{}/{} {unit}", done / unit_size, total / unit_size);
+            let times = times(self.start.elapsed(), done, total);
+            self.show(&count, [format!("{name} {} {count}", terminal::bar(done, total)), times], is_over);
+        }
+    }
+
+    /// [`Wait::tell`] of something whose total is not known.
+    fn count(&self, done: u64, is_over: bool) {
+        if self.is_due(is_over) {
+            let count = format!("{done} {}", self.unit);
+            let time = clock(self.start.elapsed());
+            self.show(&count, [format!("{} {count}", self.name), time], is_over);
+        }
+    }
+
+    /// Whether so much time has passed that something is shown again, or `always`.
+    fn is_due(&self, always: bool) -> bool {
         let mut last = self.last.lock().unwrap_or_else(|poison| poison.into_inner());
         let interval = if terminal::is_shown() { FRAME_INTERVAL } else { WAIT_INTERVAL };
-        let is_over = done >= total;
-        let is_new = done == 0 && terminal::is_shown();
-        if !self.is_wanted || !(is_over || is_new || last.unwrap_or(self.start).elapsed() >= interval) {
-            return;
+        let is_due = self.is_wanted && (always || last.unwrap_or(self.start).elapsed() >= interval);
+        if is_due {
+            *last = Some(Instant::now());
         }
-        *last = Some(Instant::now());
-        let Self { name, unit, unit_size, .. } = self;
-        let count = format!("{}/{} {unit}", done / unit_size, total / unit_size);
+        is_due
+    }
+
+    fn show(&self, count: &str, status: [String; 2], is_over: bool) {
         if terminal::is_shown() {
-            let times = times(self.start.elapsed(), done, total);
-            let line = StatusLine::new([format!("{name} {} {count}", terminal::bar(done, total)), times]);
-            terminal::show(if is_over { Vec::new() } else { vec![line] });
+            terminal::show(if is_over { Vec::new() } else { vec![StatusLine::new(status)] });
         } else if self.has_lines && !is_over {
-            terminal::say(format_args!("{name}: {count}"));
+            terminal::say(format_args!("{}: {count}", self.name));
         }
     }
 }

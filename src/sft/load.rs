@@ -13,7 +13,7 @@ use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, To
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
 use crate::metrics::ranks::RankReporter;
-use crate::metrics::{LogOptions, RunLog, Services};
+use crate::metrics::{LogOptions, RunLog, Services, rows_progress};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
 use crate::phase;
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
@@ -32,7 +32,7 @@ pub(super) fn load(
     spec.router_aux_loss_coef(config.router_aux_loss_coef)?;
     let Placement { kind, on_cuda } = Placement::in_world(config.device, config.dtype, world.device())?;
     check_mixed_precision(config.mixed_precision, &spec, kind, on_cuda)?;
-    let (sources, rows, eval_rows, description) = read_rows(&config, &source, &spec)?;
+    let (sources, rows, eval_rows, description) = read_rows(&config, &source, &spec, world.rank() == 0)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {
         return Err(too_few_rows(&config, &sources, rows.examples.len(), rows_per_update));
@@ -120,6 +120,7 @@ fn read_rows(
     config: &SftConfig,
     source: &ModelSource,
     spec: &ModelSpec,
+    is_first_rank: bool,
 ) -> Result<(RowSources, SftDataset, Option<SftDataset>, String)> {
     let (data, hub) = (&config.data, Hub::cached());
     let tokenizer = Tokenizer::from_folder(&source.base)?.with_template_variables(&data.chat_template_kwargs.0)?;
@@ -127,9 +128,12 @@ fn read_rows(
     let max_length = config.max_length.min(spec.max_position_embeddings);
     let completion_column = config.dataset_completion_column.clone();
     let options = DatasetOptions { completion_column, ..DatasetOptions::of(data, config.seed, Vec::new()) };
-    let read = |sources: &RowSources| SftDataset::read(sources, &tokenizer, &spec.eos_token_ids, max_length, &options);
+    let mut told = rows_progress("load", is_first_rank);
+    let mut read = |sources: &RowSources| {
+        SftDataset::read(sources, &tokenizer, &spec.eos_token_ids, max_length, &options, &mut told)
+    };
     let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, None, &hub)?);
-    let (rows, eval_rows) = (read(&train)?, held_out.as_ref().map(read).transpose()?);
+    let (rows, eval_rows) = (read(&train)?, held_out.as_ref().map(&mut read).transpose()?);
     let description = rows.description(&tokenizer)?;
     Ok((train, rows, eval_rows, description))
 }

@@ -12,6 +12,7 @@ use crate::config::{Config, EngineShape, Mode, Quantization, WorldSize, divisors
 use crate::cuda::Placement;
 use crate::data::Tokenizer;
 use crate::error::Result;
+use crate::metrics::rows_progress;
 use crate::model::{ModelSpec, ParamTable, Stage, Stages};
 use crate::plan::{MemoryPlan, Room, human};
 use crate::rollout::{cache_kind, check_stages, kv_block_bytes};
@@ -81,7 +82,8 @@ impl PlannedRun {
             return Ok(run);
         }
         let tools = ToolProcess::start(config)?;
-        let rows = TrainingRows::read(config, tokenizer, spec, (Vec::new(), tools.as_ref()))?;
+        let rows =
+            TrainingRows::read(config, tokenizer, spec, (Vec::new(), tools.as_ref()), rows_progress("plan", true))?;
         Ok(Self { config: rows.planned(config), ..run })
     }
 

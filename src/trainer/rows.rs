@@ -23,12 +23,14 @@ pub(super) struct TrainingRows {
 }
 
 impl TrainingRows {
-    /// Reads all rows from files of this machine: a repository's must be in the cache.
+    /// Reads all rows from files of this machine: a repository's must be in the cache. `told`
+    /// is called as in [`Dataset::read_with`].
     pub fn read(
         config: &Config,
         tokenizer: &Tokenizer,
         spec: &ModelSpec,
         (required, tools): (Vec<String>, Option<&ToolProcess>),
+        mut told: impl FnMut(usize, bool),
     ) -> Result<Self> {
         let (data, hub) = (&config.data, Hub::cached());
         let options = DatasetOptions {
@@ -38,10 +40,10 @@ impl TrainingRows {
             tools: tools.map_or_else(ToolSchemas::default, |tools| tools.schemas().clone()),
             ..DatasetOptions::of(data, config.seed, required)
         };
-        let read = |sources: &RowSources| Dataset::read(sources, tokenizer, &options);
+        let mut read = |sources: &RowSources| Dataset::read_with(sources, tokenizer, &options, &mut told);
         let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, config.eval_steps, &hub)?);
         let names = (train.name.clone(), held_out.as_ref().map(|sources| sources.name.clone()));
-        let (train, eval) = (read(&train)?, held_out.as_ref().map(read).transpose()?);
+        let (train, eval) = (read(&train)?, held_out.as_ref().map(&mut read).transpose()?);
         Ok(Self { train, eval, options, names: Some(names) })
     }
 

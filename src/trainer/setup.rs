@@ -26,6 +26,7 @@ use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::memory;
+use crate::metrics::rows_progress;
 use crate::model::{ModelSource, ModelSpec, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::Room;
@@ -75,7 +76,8 @@ pub(super) fn load(
     let model @ (spec, tokenizer, _) = &open_model(&config, placement)?;
     config.validate_world(world.size())?;
     config.validate_context(spec.max_position_embeddings)?;
-    let rows = TrainingRows::read(&config, tokenizer, spec, (rewards.required_columns(), tools.as_ref()))?;
+    let needed = (rewards.required_columns(), tools.as_ref());
+    let rows = TrainingRows::read(&config, tokenizer, spec, needed, rows_progress("load", world.rank() == 0))?;
     let preflight = Preflight::of_model(&rows.planned(&config), model.clone(), placement, world.world_size(), room)?;
     rows.check_batch(&config, &preflight.batch)?;
     rows.say_unreadable(&rewards, &world)?;

@@ -49,6 +49,16 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
 }
 
 #[test]
+fn every_row_is_told_as_it_is_read() {
+    let folder = Folder::new();
+    folder.write("rows.jsonl", &[r#"{"prompt": "one"}"#; 3].join("\n"));
+    let (mut all, sources) = (Vec::new(), RowSources::file(folder.path().join("rows.jsonl")));
+    let mut told = |done, is_over| all.push((done, is_over));
+    Dataset::read_with(&sources, &folder.tokenizer(), &DatasetOptions::default(), &mut told).unwrap();
+    assert_eq!(all, [(1, false), (2, false), (3, false), (3, true)]);
+}
+
+#[test]
 fn tools_that_no_prompt_shows_are_told() {
     let add = serde_json::json!([{"type": "function", "function": {"name": "one"}}]);
     for (tools, template, is_told) in [
