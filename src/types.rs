@@ -262,6 +262,11 @@ impl SamplingParams {
     pub fn is_temperature(temperature: f32) -> bool {
         temperature == 0.0 || (temperature.is_finite() && temperature >= Self::MIN_TEMPERATURE)
     }
+
+    /// Whether a request may have this nucleus mass: in (0, 1], and no subnormal number, which some processors take for 0.
+    pub fn is_top_p(top_p: f32) -> bool {
+        (f32::MIN_POSITIVE..=1.0).contains(&top_p)
+    }
 }
 
 impl Default for SamplingParams {

@@ -3,11 +3,13 @@
 use serde_json::Value;
 
 use super::field::{FromValue, keys};
-use super::range::{BELOW_ONE, COUNT, Range, above};
+use super::range::{BELOW_ONE, Range, above, from_to};
 use super::validate::check;
 use super::{Quantization, TargetModule};
 use crate::error::Result;
 
+/// Largest rank of adapters that are trained or read.
+pub const MAX_RANK: usize = 1 << 16;
 /// Every linear projection of a block.
 const ALL_LINEAR: &str = "all-linear";
 
@@ -16,7 +18,7 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct LoraConfig {
         /// Rank; `none` trains all weights.
-        pub r: Option<usize> = None => COUNT,
+        pub r: Option<usize> = None => from_to(1.0, MAX_RANK as f64),
         /// The adapters' sum is scaled by `alpha / r`.
         pub alpha: f64 = 32.0 => above(0.0),
         /// Chance that an element of an adapter's input is dropped in training.
@@ -28,7 +30,7 @@ keys! {
 
 impl LoraConfig {
     pub(super) fn check(&self, quantization: Quantization) -> Result<()> {
-        let targets = format!("{:?}", self.target_modules.to_value());
+        let targets = self.target_modules.to_value().to_string();
         let repeated = self.target_modules.modules().len() != self.target_modules.len();
         check("lora.target_modules", &targets, !repeated, "every projection only once")?;
         check("lora.target_modules", targets, self.target_modules.len() > 0, "at least one projection")?;
@@ -115,7 +117,7 @@ mod tests {
     #[test]
     fn what_cannot_be_meant_is_refused() {
         for (overrides, expected) in [
-            (&["lora.r=0"][..], "lora.r = 0: expected \"none\" or a whole number from 1 to 2147483648 (command line)"),
+            (&["lora.r=0"][..], "lora.r = 0: expected \"none\" or a whole number from 1 to 65536 (command line)"),
             (&["lora.r=8", "lora.alpha=0"], "lora.alpha = 0: expected a number above 0"),
             (&["lora.r=8", "lora.dropout=1"], "lora.dropout = 1: expected a number in [0, 1)"),
             (&["lora.r=8", "lora.target_modules=[\"qkv_proj\"]"], "or a list of q_proj, k_proj"),

@@ -40,7 +40,7 @@ use field::keys;
 pub(crate) use field::{KeyDoc, described};
 pub use heartbeat::HeartbeatConfig;
 pub(crate) use load::{ForeignEntry, foreign_entries};
-pub use lora::{LoraConfig, TargetModules};
+pub use lora::{LoraConfig, MAX_RANK, TargetModules};
 pub use objective::ObjectiveConfig;
 pub use optimizer::{LrSchedulerKwargs, MuonConfig, OptimizerConfig};
 pub use pipeline::{EngineShape, PipelinePartition};

@@ -248,6 +248,12 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["delta=1.1"], "above 1 + epsilon_high = 1.2"),
         (&["delta=2.0", "loss_type=cispo"], "does not read it"),
         (&["top_p=0"], "in (0, 1]"),
+        (&["top_p=1e-38"], "top_p = 1e-38: expected a number in (0, 1], at least float32's smallest normal one"),
+        (&["lora.r=65537"], "a whole number from 1 to 65536"),
+        (
+            &["lora.r=4", "lora.target_modules=[q_proj, q_proj]"],
+            "lora.target_modules = [\"q_proj\",\"q_proj\"]: expected every projection only once",
+        ),
         (&["temperature=0"], "above 0"),
         (&["temperature=1e-60"], "above 0"), // 0 in its type
         (&["temperature=1e-37"], "temperature = 1e-37: expected at least 0.000001"),

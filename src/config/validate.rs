@@ -112,6 +112,8 @@ impl Config {
         check("eval_num_generations", num, of_evaluations > 0.0 || num == 1, one)?;
         let (penalty, mild) = (self.repetition_penalty, "a number from 0.000001 to 1000000");
         check("repetition_penalty", format!("{penalty:e}"), penalties.contains(&penalty), mild)?;
+        let normal = "a number in (0, 1], at least float32's smallest normal one, 1.2e-38";
+        check("top_p", format!("{:e}", self.top_p), SamplingParams::is_top_p(self.top_p), normal)?;
         if self.partial_rollout {
             let surplus = "to be left out: without oversample above 0 every group is complete when a step ends";
             check("partial_rollout", true, self.oversample > 0.0, surplus)?;

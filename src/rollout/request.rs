@@ -176,7 +176,7 @@ impl SamplingParams {
                 "a temperature of 0 (greedy) or of at least 0.000001",
                 self.temperature.to_string(),
             ),
-            ("top_p", is_within(self.top_p, f32::MIN_POSITIVE..=1.0), "top_p in (0, 1]", self.top_p.to_string()),
+            ("top_p", Self::is_top_p(self.top_p), "top_p in (0, 1]", self.top_p.to_string()),
             (
                 "min_p",
                 self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0)),

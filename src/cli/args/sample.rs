@@ -41,7 +41,7 @@ pub struct SamplingArgs {
     #[arg(value_parser = number(|t: &f32| SamplingParams::is_temperature(*t), "0, or a number of at least 0.000001"))]
     pub temperature: f32,
     /// Nucleus mass; 1 is off
-    #[arg(long, default_value_t = 1.0, value_parser = number(|p: &f32| *p > 0.0 && *p <= 1.0, "in (0, 1]"))]
+    #[arg(long, default_value_t = 1.0, value_parser = number(|p: &f32| SamplingParams::is_top_p(*p), "in (0, 1]"))]
     pub top_p: f32,
     /// Highest logits kept; 0 is off
     #[arg(long, default_value_t = 0)]

@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::LoraSpec;
 use super::layout::{AdaptedProjection, Fused};
-use crate::config::TargetModule;
+use crate::config::{MAX_RANK, TargetModule};
 use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
 use crate::model::files::names::{decoder, module_path};
@@ -26,8 +26,6 @@ use crate::torch;
 
 /// Weights of adapters.
 pub(in crate::model) const WEIGHTS: &str = "adapter_model.safetensors";
-/// Highest rank that is read: above any matrix's.
-const MAX_RANK: usize = 1 << 16;
 /// The file that older versions of PEFT wrote.
 const PICKLED: &str = "adapter_model.bin";
 
@@ -94,7 +92,11 @@ impl AdapterFiles {
             return Err(Error::bad_file(pickled, convert_hint(folder)));
         }
         let file = MappedFile::open(&folder.join(WEIGHTS))?;
-        let lora = read_config(&folder.join(CONFIG), targets(&file))?;
+        let targets = targets(&file);
+        if targets.is_empty() && file.names().is_empty() {
+            return Err(Error::bad_file(&file.path, "no tensors: expected A and B of at least one projection"));
+        }
+        let lora = read_config(&folder.join(CONFIG), targets)?;
         lora.check(&spec).map_err(|error| Error::bad_file(folder.join(CONFIG), error.to_string()))?;
         let files = Self { spec, lora, file };
         files.check()?;

@@ -124,6 +124,17 @@ fn adapters_that_cannot_be_served_are_told_at_the_start() {
     }
 }
 
+/// Adapters without any tensor would be served as their base.
+#[test]
+fn adapters_of_nothing_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), 2, 1.0);
+    let none: [(&str, TensorView); 0] = [];
+    safetensors::serialize_to_file(none, None, &folder.path().join("adapter_model.safetensors")).unwrap();
+    let expected = "no tensors: expected A and B of at least one projection";
+    run(&format!("generate --model {} --prompt what", folder.path().display())).assert_error("empty", 3, &[expected]);
+}
+
 /// What PEFT adapts and this program does not is named.
 #[test]
 fn an_adapter_of_a_projection_that_is_not_served_is_named() {
