@@ -3,6 +3,7 @@
 
 use std::future::poll_fn;
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsFd;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -22,6 +23,8 @@ use crate::error::{Error, Result};
 const MAX_CONNECTIONS: usize = 4096;
 /// How long a connection may take for a request's head, and be idle between two requests.
 const HEAD_TIME: Duration = Duration::from_secs(60);
+/// How long a client may read nothing of what is sent to it.
+const STALL_TIME: Duration = Duration::from_secs(300);
 /// How long clients may take to read the end of their answers once the server ends.
 const LAST_READ_TIME: Duration = Duration::from_secs(5);
 /// A pause after the system had no descriptor for a connection.
@@ -103,6 +106,7 @@ async fn serve(listener: tokio::net::TcpListener, router: Router, mut ended: one
         };
         let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
         let _ = stream.set_nodelay(true);
+        let _ = limit_stalls(&stream, STALL_TIME);
         let mut builder = http1::Builder::new();
         builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME);
         let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone()));
@@ -114,4 +118,31 @@ async fn serve(listener: tokio::net::TcpListener, router: Router, mut ended: one
     }
     drop(listener);
     let _ = tokio::time::timeout(LAST_READ_TIME, graceful.shutdown()).await;
+}
+
+/// Ends a connection whose peer takes nothing of what is sent for so long: one that is gone, or that only holds the connection.
+fn limit_stalls(stream: impl AsFd, limit: Duration) -> std::io::Result<()> {
+    Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, limit.as_millis() as u32)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Write};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn a_client_that_reads_nothing_is_let_go() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _silent = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        limit_stalls(&stream, Duration::from_millis(100)).unwrap();
+        let error = loop {
+            if let Err(error) = stream.write_all(&[0; 1 << 16]) {
+                break error;
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+    }
 }
