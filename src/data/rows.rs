@@ -128,6 +128,12 @@ fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item =
     })))
 }
 
+/// Whether a value is what is left of a whole number that no integer of 64 bits holds: a rounded one, which no right answer equals.
+fn has_lost_digits(value: &Value) -> bool {
+    let is_rounded = value.is_f64() && value.as_f64().is_some_and(|number| number.abs() >= i64::MAX as f64);
+    is_rounded && value.to_string().bytes().take_while(|byte| *byte != b'e').filter(u8::is_ascii_digit).count() > 15
+}
+
 /// The next line, if there is one.
 fn read_line(reader: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut line = String::new();
@@ -194,14 +200,21 @@ impl Row {
         }
     }
 
-    /// Refuses the row unless it has `name`, and not as null. An answer and tests have been found under their other names already.
+    /// Refuses the row unless it has `name`, not as null and with all of its digits. An answer and tests have been found under their other names already.
     pub fn require(&self, name: &str) -> Result<()> {
         let (names, key) = match name {
             _ if name == ANSWER_COLUMNS[0] => (&ANSWER_COLUMNS[..], Some("reward.answer_column")),
             _ if name == TESTS_COLUMNS[0] => (&TESTS_COLUMNS[..], Some("reward.code.tests_column")),
             _ => (&[name][..], None),
         };
-        self.given(name).map(|_| ()).ok_or_else(|| self.missing(names, key))
+        let value = self.given(name).ok_or_else(|| self.missing(names, key))?;
+        match has_lost_digits(value) {
+            true => Err(self.bad(format!(
+                "column '{name}' is a whole number of more digits than are read: {value} is left of it; put it in quotes, \
+                 as text"
+            ))),
+            false => Ok(()),
+        }
     }
 
     /// The functions that an example may call: its column `tools`, a list of JSON schemas, or such a list as text; null without one.

@@ -280,6 +280,15 @@ fn bad_rows_are_named_with_line_and_columns() {
     let error = read(&[r#"{"prompt": "one", "answer": null}"#], &options).unwrap_err().to_string();
     assert!(error.contains("no column 'answer'"), "{error}");
     assert!(error.ends_with("; the key reward.answer_column names another column"), "{error}");
+    let with_answer = |answer: &str| read(&[&format!(r#"{{"prompt": "one", "answer": {answer}}}"#)], &options);
+    for rounded in ["123456789012345678901234567890", "-9876543210987654321"] {
+        let error = with_answer(rounded).unwrap_err().to_string();
+        assert!(error.contains(":1: column 'answer' is a whole number of more digits than are read"), "{error}");
+        with_answer(&format!("\"{rounded}\"")).unwrap();
+    }
+    for exact in ["18446744073709551615", "-9223372036854775808", "1e22", "6.022e23", "0.30000000000000004"] {
+        with_answer(exact).unwrap();
+    }
 }
 
 /// OpenAI's form, with the nulls that Parquet puts for what other rows have.
