@@ -17,8 +17,9 @@ const SPECIAL_TOKENS: [&str; 7] =
 
 /// Bytes of text that are tokenized whatever the limit.
 const MIN_LONG_BYTES: usize = 64 << 10;
-/// Memory that reading a `tokenizer.json` may take at first, and for each of its bytes; and its processor time.
-const READ_BYTES: [usize; 2] = [512 << 20, 16];
+/// Memory that reading a `tokenizer.json` may take at first, and for each of its bytes, of which a BPE model needs some 10 and the trie
+/// of a unigram model some 60; and its processor time.
+const READ_BYTES: [usize; 2] = [512 << 20, 64];
 const READ_CPU_S: u64 = 60;
 
 /// Text to ids and back. Never truncates or pads, whatever `tokenizer.json` asks for.

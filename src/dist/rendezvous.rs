@@ -16,7 +16,7 @@ use super::env::WorkerEnv;
 use super::shm::{Member, Segment};
 use super::world::WorldOptions;
 use crate::error::{Error, Result};
-use crate::phase;
+use crate::phase::{self, awake_now};
 use crate::torch::Store;
 
 /// Variable with the descriptor of the store's listening socket, which the launcher binds and rank 0 inherits: no port is
@@ -25,7 +25,7 @@ pub const STORE_FD_VARIABLE: &str = "COLO_GRPO_STORE_FD";
 /// Variable with the descriptor of the memory that the launcher's workers share.
 pub const SEGMENT_FD_VARIABLE: &str = "COLO_GRPO_SEGMENT_FD";
 
-/// How often a rank that waits for the store looks whether it is asked to stop.
+/// How often a rank that waits for the store looks whether it is asked to stop, and at the clock of deadlines.
 const LOOK: Duration = Duration::from_millis(50);
 /// The run's number where memory is inherited and cannot be another run's.
 pub(super) const INHERITED: u64 = 0;
@@ -116,7 +116,9 @@ pub(super) fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> +
         match receiver.recv_timeout(LOOK) {
             Ok(outcome) => return outcome,
             Err(RecvTimeoutError::Timeout) if phase::stop_requested() => return Err(Error::StoppedEarly),
-            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Timeout) => {
+                awake_now(); // a deadline counts this wait, too
+            }
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(Error::Panic { place: "the rendezvous", message: "see above".to_owned() });
             }

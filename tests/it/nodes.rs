@@ -75,6 +75,16 @@ fn a_node_that_dies_ends_the_other_and_is_named() {
 }
 
 #[test]
+fn a_rank_0_that_never_answers_is_given_up() {
+    let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap(); // the kernel connects, and nobody reads
+    let port = silent.local_addr().unwrap().port();
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("{SMALL_RUN} collective_timeout_s=1 output_dir={}", folder.path().join("run").display());
+    let ended = end(node(1, port, &line).spawn().unwrap());
+    ended.assert_error("a silent rank 0", 4, &[&format!("reached no rank 0 at 127.0.0.1:{port} in 1 s")]);
+}
+
+#[test]
 fn nodes_that_differ_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} output_dir={}", folder.path().join("run").display());
