@@ -30,6 +30,9 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
     }
     let takes_keys = takes_keys(command, has_config);
     while let Some(argument) = rest.next() {
+        if takes_keys && argument == "--" {
+            continue; // keys behind it are read as those before it
+        }
         let Some(option) = argument.strip_prefix("--") else {
             out.push(argument);
             continue;
@@ -121,6 +124,7 @@ mod tests {
             "colo-grpo plan log_completions=true max_steps=3 learnign_rate=1 --nproc_per_node=2"
         );
         assert_eq!(normalised("colo-grpo --log_completions beta=1"), "colo-grpo train log_completions=true beta=1");
+        assert_eq!(normalised("colo-grpo --nproc 2 -- beta=1"), "colo-grpo train --nproc 2 beta=1");
         assert_eq!(normalised("colo-grpo"), "colo-grpo --help");
         assert_eq!(normalised("colo-grpo run.toml beta=1"), "colo-grpo train run.toml beta=1"); // which says --config
         assert_eq!(
