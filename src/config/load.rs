@@ -39,12 +39,15 @@ impl Config {
     }
 
     /// [`Config::load`], which adds a sentence to `notices` for every value that is read as another, such as TRL's
-    /// `top_k = -1`.
+    /// `top_k = -1`, and for keys that nothing reads, such as those of tools where there are none.
     ///
     /// # Errors
     /// Returns the errors of [`Config::load`].
     pub fn load_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<String>) -> Result<Self> {
-        Self::validate(&read_noting(file, overrides, notices)?)
+        let raw = read_noting(file, overrides, notices)?;
+        let config = Self::validate(&raw)?;
+        notices.extend(config.unread(&raw));
+        Ok(config)
     }
 
     /// Reads back what [`Config::to_toml`] wrote.

@@ -23,6 +23,7 @@ mod snapshot;
 mod split;
 mod tools;
 mod unquoted;
+mod unread;
 mod validate;
 mod yaml;
 

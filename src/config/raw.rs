@@ -129,6 +129,13 @@ impl RawConfig {
         self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.value)
     }
 
+    /// Where a key, or the first one of a table, was written.
+    pub fn origin(&self, key: &str) -> Option<&str> {
+        let is_in =
+            |entry: &&Entry| entry.key.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+        self.entries.iter().find(is_in).map(|entry| &*entry.origin).filter(|origin| !origin.is_empty())
+    }
+
     /// Sentences about values that were read as others than were written.
     pub fn notices(&self) -> impl Iterator<Item = String> + '_ {
         self.entries.iter().filter_map(|Entry { key, value, written, origin }| {

@@ -204,6 +204,10 @@ impl ProcessRewards {
         self.0.get(name)
     }
 
+    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
+        self.0.keys()
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         self.0.iter().try_for_each(|(name, reward)| reward.check(name))
     }

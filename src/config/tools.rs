@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::field::{Field, KeyDoc, join, keys};
-use super::range::{COUNT, Range, SECONDS};
+use super::range::{ANY, COUNT, Range, SECONDS};
 use super::raw::RawConfig;
 use super::reward::is_python;
 use super::validate::check;
@@ -102,6 +102,12 @@ impl Field for EnvironmentFactories {
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {
         let full = |name: &str| if name.is_empty() { key.to_owned() } else { join(key, name) };
         out.extend(self.0.iter().map(|(name, spec)| (full(name), spec.as_str().into())));
+    }
+}
+
+impl Default for ToolsConfig {
+    fn default() -> Self {
+        Self::read(&RawConfig::default(), "", None, &ANY, &mut Vec::new()).expect("every key has a default")
     }
 }
 

@@ -1,0 +1,70 @@
+//! Keys that are set and that nothing in the run reads, for want of what they belong to. They are told, not refused: a file may be meant
+//! for several runs, one of which has it.
+
+use super::Config;
+use super::field::Field;
+use super::raw::RawConfig;
+use super::tools::ToolsConfig;
+
+const OF_AGENTS: &[&str] = &["agent_timeout_s", "agent_max_requests", "agent_workers"];
+const OF_TURNS: &[&str] =
+    &["tool_call_parser", "max_tool_calling_iterations", "max_tool_response_length", "tool_timeout_s", "tool_workers"];
+
+impl Config {
+    /// A sentence for each such key, with its place in `raw`.
+    pub(super) fn unread(&self, raw: &RawConfig) -> Vec<String> {
+        let [set, default] = [&self.tools, &ToolsConfig::default()].map(|tools| {
+            let mut entries = Vec::new();
+            tools.write("", &mut entries);
+            entries
+        });
+        let has_agent = self.tools.agent.is_some();
+        let changed = set.into_iter().filter(|entry| !default.contains(entry)).filter_map(|(key, _)| {
+            let is_one_of = |keys: &[&str]| keys.contains(&key.as_str());
+            let of_agents = (!has_agent && is_one_of(OF_AGENTS)).then_some("there is no agent");
+            let has_turns = has_agent || self.tools.has_turns();
+            let of_turns = (!has_turns && is_one_of(OF_TURNS))
+                .then_some("there are no tools, no environment_factory and no agent");
+            of_agents.or(of_turns).map(|why| (key, why))
+        });
+        let names = self.rewards.names().filter(|name| !self.reward_funcs.contains(name));
+        let rewards = names.map(|name| (format!("rewards.{name}"), "reward_funcs does not name it"));
+        let sentence = |(key, why): (String, &str)| match raw.origin(&key) {
+            Some(origin) => format!("{origin}: nothing reads {key}: {why}"),
+            None => format!("nothing reads {key}: {why}"),
+        };
+        changed.chain(rewards).map(sentence).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn notices(overrides: &[&str]) -> Vec<String> {
+        let required = ["model_name_or_path=m", "train_file=t", "reward_funcs=[a]", "rewards.a.function=f.py:a"];
+        let all: Vec<String> = required.iter().chain(overrides).map(|text| (*text).to_owned()).collect();
+        let mut notices = Vec::new();
+        Config::load_noting(None, &all, &mut notices).unwrap();
+        notices
+    }
+
+    #[test]
+    fn keys_without_what_they_belong_to_are_told() {
+        let alone = notices(&[
+            "max_tool_calling_iterations=3",
+            "agent_workers=4",
+            "rewards.b.function=f.py:b",
+            "tool_timeout_s=60",
+        ]);
+        let expected = [
+            "command line: nothing reads max_tool_calling_iterations: there are no tools, no environment_factory and no agent",
+            "command line: nothing reads agent_workers: there is no agent",
+            "command line: nothing reads rewards.b: reward_funcs does not name it",
+        ];
+        assert_eq!(alone, expected);
+        let with_tools = notices(&["max_tool_calling_iterations=3", "tools=t.py:add", "agent_workers=4"]);
+        assert_eq!(with_tools, expected[1..2]);
+        assert_eq!(notices(&["agent=a.py:play", "agent_workers=4", "tool_call_parser=hermes"]), [""; 0]);
+    }
+}
