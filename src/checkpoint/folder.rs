@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-use super::manifest::sync_tree;
+use super::TrainerState;
+use super::manifest::{sync_tree, written};
 use crate::error::{Error, Result};
 use crate::model::sync;
 use crate::phase::terminal;
@@ -91,6 +92,7 @@ pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Res
         let expected = "the name of a folder that is not there yet, or is empty";
         return Err(Error::invalid_value(option, complete.display(), expected));
     }
+    refuse_within_checkpoint(option, complete)?;
     let temporary = temporary(complete);
     if temporary.exists() {
         remove_whole(&temporary).map_err(Error::io(&temporary))?; // of a process that was killed
@@ -101,6 +103,23 @@ pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Res
         remove(&temporary);
     }
     written
+}
+
+/// Refuses a folder that is, or lies within, a checkpoint: with files that its manifest does not record it is none any more.
+///
+/// # Errors
+/// [`Error::InvalidValue`] with the checkpoint.
+pub fn refuse_within_checkpoint(option: &str, folder: &Path) -> Result<()> {
+    let whole = std::path::absolute(folder).map_err(Error::io(folder))?;
+    let is_checkpoint = |folder: &&Path| written(folder).is_some() && TrainerState::file(folder).exists();
+    match whole.ancestors().find(is_checkpoint) {
+        Some(checkpoint) => {
+            let expected =
+                format!("a folder outside of {}, a checkpoint that nothing is to be added to", checkpoint.display());
+            Err(Error::invalid_value(option, folder.display(), expected))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Removes all but the newest `limit` checkpoints. Those that are `spared`, the one just written and the best, stay whatever their
@@ -180,6 +199,7 @@ fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::manifest::Manifest;
     use super::*;
     use crate::error::ExitCode;
 
@@ -257,6 +277,22 @@ mod tests {
         assert!(target.join("config.json").exists() && refused.starts_with("--to = "), "{refused}");
         assert_eq!(std::fs::read_dir(target.parent().unwrap()).unwrap().count(), 1);
         assert!(write_new("--to", Path::new("."), |_| Ok(())).is_err());
+    }
+
+    #[test]
+    fn nothing_is_made_within_a_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = path(folder.path(), 4);
+        std::fs::create_dir(&checkpoint).unwrap();
+        std::fs::write(checkpoint.join("trainer_state.json"), "{}").unwrap();
+        Manifest::write(&checkpoint, Vec::new()).unwrap();
+        let error = write_new("--output", &checkpoint.join("deep/model"), |_| Ok(())).unwrap_err();
+        assert_eq!(error.exit_code(), ExitCode::Configuration);
+        assert!(error.to_string().contains("expected a folder outside of "), "{error}");
+        assert!(refuse_within_checkpoint("output_dir", &checkpoint).is_err());
+        std::fs::write(folder.path().join("manifest.json"), "{}").unwrap(); // another program's
+        refuse_within_checkpoint("output_dir", &folder.path().join("run")).unwrap();
+        Manifest::verify(&checkpoint, &mut || ()).unwrap();
     }
 
     #[test]

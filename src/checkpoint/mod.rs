@@ -43,7 +43,7 @@ use std::path::{Path, PathBuf};
 
 pub use changes::{changes, sft_changes};
 pub use claim::{Claim, claim};
-pub use folder::{FINAL, check_space, list, write_new};
+pub use folder::{FINAL, check_space, list, refuse_within_checkpoint, write_new};
 pub use manifest::written;
 pub use resume::{ResumeOptions, resume};
 pub use saver::Saver;

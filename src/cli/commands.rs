@@ -10,7 +10,7 @@ use super::evaluation::{EvalRows, Evaluation};
 use super::process::{Supervision, distributed, heartbeat, prepared};
 use super::reference::{reference_page, reference_toml};
 use super::{bench, card, endpoint, fetch, import, sample, verify, watch};
-use crate::checkpoint::{check_space, write_new};
+use crate::checkpoint::{check_space, refuse_within_checkpoint, write_new};
 use crate::config::{Config, SftConfig};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
@@ -288,6 +288,7 @@ fn checked_together<T>(
 /// Refuses an output folder that cannot be made or written to; one that was not there is gone again, as a run that is still
 /// refused leaves none.
 fn check_output_dir(folder: &Path) -> Result<()> {
+    refuse_within_checkpoint("output_dir", folder)?;
     let missing: Vec<&Path> = folder.ancestors().take_while(|folder| !folder.exists()).collect();
     let tried = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
     for made in missing {
