@@ -24,6 +24,10 @@ pub struct WorkerEnv {
 /// Variable with the number of earlier starts of a run: torchrun's, which this crate's launcher sets, too.
 pub const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
 
+/// Most ranks of a run, and of a host: their slots of shared memory have room for 256 bytes of each.
+const MAX_RANKS: usize = 1 << 16;
+const MAX_LOCAL_RANKS: usize = 1 << 12;
+
 const WORKER_VARIABLES: [&str; 3] = ["RANK", "LOCAL_RANK", "WORLD_SIZE"];
 
 impl WorkerEnv {
@@ -91,6 +95,13 @@ impl WorkerEnv {
     }
 
     fn checked(self) -> Result<Self> {
+        if self.world_size > MAX_RANKS || self.local_world_size > MAX_LOCAL_RANKS {
+            let (ranks, local) = (self.world_size, self.local_world_size);
+            let message = format!(
+                "{ranks} ranks, {local} of them on this host: expected at most {MAX_RANKS}, and {MAX_LOCAL_RANKS} on a host"
+            );
+            return Err(Error::Environment { message });
+        }
         let fits = self.rank < self.world_size
             && self.local_rank < self.local_world_size
             && self.local_world_size <= self.world_size;
@@ -180,6 +191,14 @@ mod tests {
         assert!(read("MASTER_ADDR=a MASTER_PORT=1").unwrap().is_none());
         assert!(read("RANK=4 LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1").is_err());
         assert!(read("RANK=x LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1").is_err());
+        for (ranks, local) in [(65_537, 8), (5000, 4097), (usize::MAX, usize::MAX)] {
+            let sizes = format!("WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={local}");
+            let error = read(&format!("RANK=0 LOCAL_RANK=0 {sizes} MASTER_ADDR=a MASTER_PORT=1")).unwrap_err();
+            assert_eq!(error.exit_code(), crate::error::ExitCode::Environment);
+            let told =
+                format!("{ranks} ranks, {local} of them on this host: expected at most 65536, and 4096 on a host");
+            assert!(error.to_string().contains(&told), "{error}");
+        }
     }
 
     #[test]
