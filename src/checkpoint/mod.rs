@@ -191,6 +191,11 @@ impl Checkpoint {
         self.state.check_carried(num_generations, vocab_size).map_err(|message| self.bad(message))
     }
 
+    /// Whether it carries groups that are begun with another number of completions than `num_generations`.
+    pub fn carries_others(&self, num_generations: usize) -> bool {
+        self.state.carried.iter().any(|group| ![0, num_generations].contains(&group.completions.len()))
+    }
+
     fn bad(&self, message: String) -> Error {
         Error::Checkpoint { path: self.folder.clone(), message }
     }

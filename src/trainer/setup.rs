@@ -163,13 +163,19 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
             config.save_steps.is_some(),
         )?;
     }
-    let num_dropped = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.carried.len()) - carried.len();
+    let saved = checkpoint.as_ref().map_or(&[][..], |checkpoint| &checkpoint.state.carried);
+    let num_dropped = saved.len() - carried.len();
+    let has_less = |(saved, now): &(&CarriedGroup, &CarriedGroup)| now.completions.len() < saved.completions.len();
+    let num_anew = saved.iter().zip(&carried).filter(has_less).count();
     let max_steps = schedule.total_steps as u64;
     let files = (writes_files, &preflight.tokenizer);
     let output = RunOutput::new(&config, &world, max_steps, checkpoint.as_ref(), files)?;
     output.say(&format!("plan\n{preflight}"));
     if num_dropped > 0 {
         output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
+    }
+    if num_anew > 0 {
+        output.say(&format!("{num_anew} unfinished groups of the checkpoint are begun anew: num_generations differs"));
     }
     description.iter().for_each(|line| output.say(line));
     let plan = preflight.plan_of(world.rank()).clone();
@@ -223,6 +229,9 @@ fn restore(
     let carried = match checkpoint.state.carried.as_slice() {
         _ if config.oversample == 0.0 => Vec::new(), // force_resume
         carried if config.tools.has_turns() || config.tools.agent.is_some() => sampling::begun_anew(carried), // nobody has their tools and environments any more
+        carried if config.force_resume && checkpoint.carries_others(config.num_generations) => {
+            sampling::begun_anew(carried)
+        }
         carried => {
             checkpoint.check_carried(config.num_generations, vocab_size)?;
             carried.to_vec()
