@@ -37,10 +37,12 @@ impl ForeignKeys {
         Some(written.unwrap_or(value))
     }
 
-    /// Takes out the keys whose values a shell, or a configuration's own references, would still fill in.
-    pub fn take_unfilled(&mut self) -> Vec<(String, Value)> {
+    /// Takes out the keys whose values a shell, or a configuration's own references (`${..}`), would still fill in.
+    pub fn take_unfilled(&mut self, is_script: bool) -> Vec<(String, Value)> {
         let is_unfilled = |(key, value, _): &mut ForeignEntry| {
-            expand::has_variable(&value.to_string()) && !migration::is_harmless_at(key, value)
+            let text = value.to_string();
+            let has_more = if is_script { expand::has_variable(&text) } else { text.contains("${") };
+            has_more && !migration::is_harmless_at(key, value)
         };
         self.entries.extract_if(.., is_unfilled).map(|(key, value, _)| (key, value)).collect()
     }

@@ -24,7 +24,7 @@ use script::Script;
 /// What does not parse; what is wrong with the configuration that comes out, which is written all the same.
 pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     let (entries, nproc) = read(&args.file)?;
-    let (mut draft, program) = translated(entries);
+    let (mut draft, program) = translated(entries, is_script(&args.file));
     draft.nproc = nproc.or(draft.nproc);
     let outcome = draft.check();
     let text = draft.text(&args.file, program);
@@ -37,9 +37,9 @@ pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
 }
 
 /// Translates every key; also returns whose they are.
-fn translated(entries: Vec<ForeignEntry>) -> (Draft, &'static str) {
+fn translated(entries: Vec<ForeignEntry>, is_script: bool) -> (Draft, &'static str) {
     let (mut theirs, mut draft) = (ForeignKeys::new(entries), Draft::default());
-    for (key, value) in theirs.take_unfilled() {
+    for (key, value) in theirs.take_unfilled(is_script) {
         draft.lose(&key, &value, "a variable in it that this file does not set");
     }
     let is_verl = theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]);
@@ -51,11 +51,16 @@ fn translated(entries: Vec<ForeignEntry>) -> (Draft, &'static str) {
     (draft, if is_verl { "verl" } else { "TRL or open-r1" })
 }
 
+/// Whether a file is a shell script by its name.
+fn is_script(file: &Path) -> bool {
+    file.extension().is_some_and(|extension| extension == "sh")
+}
+
 /// Every key of a file: YAML, JSON or TOML, or what a script that starts a trainer sets; and the processes that such a script starts.
 fn read(file: &Path) -> Result<(Vec<ForeignEntry>, Option<u64>)> {
     let refuse = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
     match file.extension().and_then(|extension| extension.to_str()) {
-        Some("sh") => (),
+        _ if is_script(file) => (),
         Some("yaml" | "yml" | "json" | "toml") => return Ok((config::foreign_entries(Some(file), &[])?, None)),
         Some("py") => {
             let message = "a Python script is not read; write what it gives GRPOConfig into a YAML file, a line for each (learning_rate: 1e-6), \

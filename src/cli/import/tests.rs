@@ -39,7 +39,7 @@ fn entry(key: &str, value: &Value) -> ForeignEntry {
 
 /// Translates and fails unless every key is accounted for by its whole name.
 fn assert_accounted(theirs: &[ForeignEntry]) -> Draft {
-    let (mut draft, _) = translated(theirs.to_vec());
+    let (mut draft, _) = translated(theirs.to_vec(), true);
     let _ = draft.check();
     let notes = draft.notes().join("\n");
     let is_name = |c: char| c.is_ascii_alphanumeric() || "_.".contains(c);
@@ -227,6 +227,10 @@ fn what_a_shell_would_still_fill_in_is_no_value() {
         "{lost}"
     );
     assert!(!notes[0].contains("train_file"), "{notes:?}");
+    let mathematics = entry("system_prompt", &json!("Solve for $x$."));
+    let reference = entry("run_name", &json!("${model_name_or_path}-grpo"));
+    let (draft, _) = translated(vec![mathematics, reference], false);
+    assert!(draft.has("system_prompt") && !draft.has("run_name"), "{:?}", draft.notes());
 }
 
 #[test]
@@ -262,7 +266,7 @@ fn adapters_have_the_defaults_of_trl_and_peft() {
 
 #[test]
 fn errors_of_an_imported_configuration_name_no_other_file() {
-    let (mut draft, _) = translated(vec![entry("learning_rate", &json!(1e-6))]);
+    let (mut draft, _) = translated(vec![entry("learning_rate", &json!(1e-6))], true);
     let said = draft.check().unwrap_err().to_string();
     assert!(said.contains("model_name_or_path") && !said.contains("saved configuration"), "{said}");
 }
