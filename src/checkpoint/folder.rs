@@ -94,7 +94,7 @@ pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Res
     }
     refuse_within_checkpoint(option, complete)?;
     let temporary = temporary(complete);
-    if temporary.exists() {
+    if temporary.exists() || temporary.is_symlink() {
         remove_whole(&temporary).map_err(Error::io(&temporary))?; // of a process that was killed
     }
     std::fs::create_dir_all(&temporary).map_err(Error::io(&temporary))?;
@@ -272,6 +272,9 @@ mod tests {
         assert_eq!(std::fs::read_dir(target.parent().unwrap()).unwrap().count(), 0);
         std::fs::create_dir(&target).unwrap();
         std::fs::create_dir(temporary(&target)).unwrap(); // left by a kill
+        write(false).unwrap();
+        std::fs::remove_dir_all(&target).unwrap();
+        std::os::unix::fs::symlink("nowhere", temporary(&target)).unwrap();
         write(false).unwrap();
         let refused = write(false).unwrap_err().to_string();
         assert!(target.join("config.json").exists() && refused.starts_with("--to = "), "{refused}");
