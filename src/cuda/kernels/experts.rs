@@ -116,7 +116,7 @@ impl ExpertTile {
     /// [`FEW`] copies 128 columns at once, the last of which may be half beyond a narrow slice: of 192 columns a quarter of what it copies.
     /// [`SOME`] copies 64, and gives the same bits.
     fn narrow(self, rows: usize, width: usize) -> Self {
-        let is_measured = rows > FEW_ROWS / 2 && width > 128;
+        let is_measured = rows > 0 && width > 128;
         if self == FEW && is_measured && width.next_multiple_of(64) < width.next_multiple_of(128) { SOME } else { self }
     }
 
@@ -317,8 +317,10 @@ mod tests {
     #[test]
     fn narrow_slices_are_copied_by_steps_that_fit() {
         assert_eq!(FEW.rows, SOME.rows, "both read what one router has sorted");
-        assert_eq!(FEW.narrow(16, 192), SOME); // Qwen3-30B-A3B's 768 over four ranks, 256 sequences
-        for (rows, width) in [(16, 768), (16, 384), (16, 96), (16, 64), (4, 192)] {
+        for rows in [1, 4, 16] {
+            assert_eq!(FEW.narrow(rows, 192), SOME); // Qwen3-30B-A3B's 768 over four ranks, 16 to 256 sequences
+        }
+        for (rows, width) in [(16, 768), (16, 384), (16, 96), (16, 64), (0, 192)] {
             assert_eq!(FEW.narrow(rows, width), FEW, "{rows} rows of {width}");
         }
         for tile in [SOME, MANY, SMALL, FLOAT] {
