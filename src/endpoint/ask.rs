@@ -265,8 +265,9 @@ fn conversation(fields: &mut Fields) -> Result<PromptSource, Refusal> {
 pub(super) fn message(mut message: Value) -> Result<Value, Refusal> {
     let expected = || Refusal::of("messages", "expected objects with a role and a content of text");
     let fields = message.as_object_mut().ok_or_else(expected)?;
-    if !fields.get("role").is_some_and(Value::is_string) {
-        return Err(expected());
+    let role = fields.get("role").and_then(Value::as_str).ok_or_else(expected)?;
+    if ["system", "user"].contains(&role) && fields.get("content").is_none_or(Value::is_null) {
+        return Err(Refusal::of("messages", format!("expected a content in every message of the role {role}")));
     }
     if let Some(content) = fields.get_mut("content").filter(|content| !content.is_null()) {
         *content = content_text(content).ok_or_else(expected)?.into_owned().into();
@@ -373,6 +374,10 @@ mod tests {
         assert!(matches!(&ask.prompts[0], PromptSource::Conversation(Conversation { tools: Value::Null, .. })));
         let image = json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]});
         assert_eq!(read(image, true).unwrap_err().param.as_deref(), Some("messages"));
+        for silent in [json!({"role": "user"}), json!({"role": "system", "content": null})] {
+            let refusal = read(json!({"messages": [silent]}), true).unwrap_err();
+            assert!(refusal.message.contains("expected a content in every message of the role"), "{refusal:?}");
+        }
         let many = json!({"messages": [{"role": "user", "content": "", "more": vec![0; MAX_VALUES]}]});
         assert!(read(many, true).unwrap_err().message.contains("JSON values"));
     }
