@@ -99,6 +99,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     if world.rank() == 0 {
         dataset.counts().notices().iter().for_each(terminal::say);
     }
+    evaluation.rewards.check_columns(&args.rows(), dataset.prompts())?;
     let notice = eval::unreadable_notice(&args.rows(), &dataset, &evaluation.rewards, &world)?;
     notice.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
     let prompts = eval::share_of(&dataset, &world);

@@ -1,5 +1,6 @@
 //! Rewards on threads and in processes of their own, while generation goes on.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -11,9 +12,9 @@ use super::source::{RewardSource, RewardSources};
 use super::state::{PoolShared, PoolState, RunProgress};
 use super::{RewardFunction, builtin};
 use crate::config::{Config, ProcessRewards, RewardConfig, environment_class, reward_name};
-use crate::error::{Error, Result};
+use crate::error::{Error, MAX_LISTED, Result};
 use crate::phase;
-use crate::types::RolloutGroup;
+use crate::types::{Prompt, RolloutGroup};
 
 /// Longest that dropping a pool waits for threads that are still scoring.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -154,6 +155,27 @@ impl RewardPool {
     /// Columns that the built-in ones among them cannot do without.
     pub fn required_columns(&self) -> Vec<String> {
         self.required_columns.clone()
+    }
+
+    /// Refuses data of which no row has a column that a Python function among the rewards cannot do without, once
+    /// [`start`](Self::start) has returned. A function may leave out what some rows lack by a default for it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] with the function, the column and the columns that there are.
+    pub(crate) fn check_columns(&self, name: &str, rows: &[Prompt]) -> Result<()> {
+        let needed = self.shared.lock().needed_columns.clone();
+        let Some((index, column)) =
+            needed.into_iter().find(|(_, column)| rows.iter().all(|row| !row.columns.contains_key(column)))
+        else {
+            return Ok(());
+        };
+        let columns: BTreeSet<&str> = rows.iter().flat_map(|row| row.columns.keys().map(String::as_str)).collect();
+        let columns: Vec<&str> = columns.into_iter().take(MAX_LISTED).collect();
+        let expected = format!(
+            "a function whose arguments are columns or have a default: no row of {name} has '{column}'; columns are {}",
+            columns.join(", ")
+        );
+        Err(Error::invalid_value("reward_funcs", &self.shared.names[index], expected))
     }
 
     /// Says how far the run is with what is submitted from now on: `global_step` of `max_steps` updates.

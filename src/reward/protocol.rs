@@ -74,14 +74,18 @@ pub(super) struct Reply {
 /// The first reply of a worker of ours: how it serves, or why it cannot.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Ready {
+pub(super) struct Ready {
     #[serde(rename = "id")]
     _id: u64,
     #[serde(rename = "rewards", default)]
     _rewards: Vec<f64>,
     error: Option<String>,
+    /// Whether it serves several requests at once.
     #[serde(default)]
-    is_async: bool,
+    pub is_async: bool,
+    /// Columns without which its function cannot be called.
+    #[serde(default)]
+    pub needed_columns: Vec<String>,
 }
 
 /// The request that asks a worker of ours whether it is ready; those about completions have higher ids.
@@ -91,11 +95,16 @@ pub(super) fn first_request() -> Vec<u8> {
     }))
 }
 
-/// Whether the worker that gave this first reply serves several requests at once.
-pub(super) fn is_async(frame: &[u8]) -> Result<bool, RewardFailure> {
-    let ready: Ready = serde_json::from_slice(frame)
-        .map_err(|error| RewardFailure::new(FailureKind::Output, format!("{error} in {}", excerpt(frame))))?;
-    ready.error.map_or(Ok(ready.is_async), |message| Err(RewardFailure::new(FailureKind::Error, message)))
+impl Ready {
+    /// The first reply of a worker, if it can serve.
+    pub fn parse(frame: &[u8]) -> Result<Self, RewardFailure> {
+        let ready: Self = serde_json::from_slice(frame)
+            .map_err(|error| RewardFailure::new(FailureKind::Output, format!("{error} in {}", excerpt(frame))))?;
+        match &ready.error {
+            Some(message) => Err(RewardFailure::new(FailureKind::Error, message)),
+            None => Ok(ready),
+        }
+    }
 }
 
 /// JSON has no word for what is not finite: `"nan"`, `"inf"`.

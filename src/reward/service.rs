@@ -56,7 +56,10 @@ impl RewardService {
 
     fn serve_until_closed(&self, shared: &PoolShared, own: usize) -> Result<(), Error> {
         let worker = RewardWorker::start(&self.program).map_err(|failure| self.program.refusal(&failure.cause))?;
-        shared.lock().num_ready += 1;
+        let mut state = shared.lock();
+        state.num_ready += 1;
+        state.needed_columns.extend(worker.needed_columns.iter().map(|column| (self.index, column.clone())));
+        drop(state);
         shared.changed.notify_all();
         let mut conversation = WorkerConversation::new(self, shared, own, worker);
         while conversation.take_on() {

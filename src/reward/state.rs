@@ -1,6 +1,6 @@
 //! State that a reward pool and its threads share: jobs that wait, groups that are being scored, failures so far.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -54,6 +54,8 @@ pub(super) struct PoolState {
     pub num_servants: usize,
     /// Services whose first process is at work.
     pub num_ready: usize,
+    /// Rewards, by their place, and columns without which their functions cannot be called.
+    pub needed_columns: BTreeSet<(usize, String)>,
     /// Why a service cannot go on.
     pub broken: Option<Error>,
     pub closed: bool,

@@ -124,6 +124,14 @@ class Reward:
         has_coroutines = inspect.iscoroutinefunction
         self.is_async = has_coroutines(self.function) or has_coroutines(getattr(self.function, "__call__", None))
 
+    def needed_columns(self):
+        """Arguments that a call in TRL's way cannot do without and only a column can give."""
+        given = ("prompts", "completions", "completion_ids", "trainer_state", "environments")
+        parameters = inspect.signature(self.function).parameters.values()
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        needed = [parameter.name for parameter in parameters if parameter.kind in by_name and parameter.default is parameter.empty]
+        return [] if self.is_verl else [name for name in needed if name not in given]
+
     def calls(self, request):
         return as_verl(request, self.answer_column) if self.is_verl else [as_trl(request)]
 
@@ -227,7 +235,7 @@ def main(spec, answer_column, timeout_s):
         reward = Reward(spec, answer_column)
     except BaseException as error:  # a module may call exit
         return pipes.reply(first, error=describe(error))
-    pipes.reply(first, rewards=[], is_async=reward.is_async)
+    pipes.reply(first, rewards=[], is_async=reward.is_async, needed_columns=reward.needed_columns())
     if reward.is_async:
         asyncio = from_library("asyncio")
         asyncio.run(serve_together(asyncio, reward, pipes, requests, float(timeout_s)))

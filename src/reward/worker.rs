@@ -10,7 +10,7 @@ use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::failures::{FailureKind, RewardFailure};
-use super::protocol::{first_request, is_async, length, take_frame};
+use super::protocol::{Ready, first_request, length, take_frame};
 use super::reaper::{Reaper, kill_descendants};
 use crate::error::Error;
 use crate::phase::Scratch;
@@ -89,6 +89,8 @@ pub(crate) struct RewardWorker {
     tail: Vec<u8>,
     /// Whether the worker serves several requests at once.
     pub is_async: bool,
+    /// Columns without which its function cannot be called.
+    pub needed_columns: Vec<String>,
     is_reaped: bool,
     max_reply_bytes: usize,
     reaper: Option<Reaper>,
@@ -126,6 +128,7 @@ impl RewardWorker {
             received: Vec::new(),
             tail: Vec::new(),
             is_async: false,
+            needed_columns: Vec::new(),
             is_reaped: false,
             max_reply_bytes: program.max_reply_bytes,
             reaper: Some(reaper),
@@ -135,7 +138,8 @@ impl RewardWorker {
         if program.is_ours {
             worker.send(&first_request());
             let ready = worker.receive(Instant::now() + START)?;
-            worker.is_async = is_async(&ready.ok_or_else(|| worker.overdue())?)?;
+            let ready = Ready::parse(&ready.ok_or_else(|| worker.overdue())?)?;
+            (worker.is_async, worker.needed_columns) = (ready.is_async, ready.needed_columns);
         }
         Ok(worker)
     }

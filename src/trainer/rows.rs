@@ -74,6 +74,14 @@ impl TrainingRows {
         Err(Error::invalid_value("generation_batch_size", batch.generation_batch_size, expected))
     }
 
+    /// Refuses rows of which none has what a reward's function cannot be called without.
+    pub fn check_columns(&self, rewards: &RewardPool) -> Result<()> {
+        let Some((train, held_out)) = &self.names else { return Ok(()) };
+        let held_out = held_out.as_ref().zip(self.eval.as_ref());
+        let mut all = std::iter::once((train, &self.train)).chain(held_out);
+        all.try_for_each(|(name, rows)| rewards.check_columns(name, rows.prompts()))
+    }
+
     /// Says of which rows the reference answers cannot be compared with; collective over the world.
     pub fn say_unreadable(&self, rewards: &RewardPool, world: &World) -> Result<()> {
         let Some((train, held_out)) = &self.names else { return Ok(()) };

@@ -80,6 +80,7 @@ pub(super) fn load(
     let rows = TrainingRows::read(&config, tokenizer, spec, needed, rows_progress("load", world.rank() == 0))?;
     let preflight = Preflight::of_model(&rows.planned(&config), model.clone(), placement, world.world_size(), room)?;
     rows.check_batch(&config, &preflight.batch)?;
+    rows.check_columns(&rewards)?;
     rows.say_unreadable(&rewards, &world)?;
     let source = source(&config)?;
     let files = WeightFiles::open(&source.base, preflight.spec.clone())?;

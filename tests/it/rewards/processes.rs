@@ -369,7 +369,7 @@ fn a_worker_imports_nothing_from_the_current_folder() {
             replies.read_exact(&mut reply).unwrap();
             serde_json::from_slice::<Value>(&reply).unwrap()
         };
-        assert_eq!(reply(&[]), json!({"id": 3, "rewards": [], "is_async": true}), "{spec}");
+        assert_eq!(reply(&[]), json!({"id": 3, "rewards": [], "is_async": true, "needed_columns": []}), "{spec}");
         assert_eq!(reply(&["x"]), json!({"id": 3, "rewards": [0.5]}), "{spec}");
         drop(requests);
         assert!(child.wait().unwrap().success(), "{spec}");

@@ -71,6 +71,28 @@ fn a_service_that_dies_saves_what_was_reached_and_is_resumed() {
     ended.assert_error("unsaved", 14, &["step 1, reward: reward 'counting'", "what was reached is not saved: "]);
 }
 
+#[test]
+fn a_function_that_no_row_can_be_given_to_is_refused_before_anything_is_sampled() {
+    const NEEDING: &str = "def misspelt(completions, answr, level=1, **columns): pass\n\
+                           def honest(completions, prompts, completion_ids, trainer_state, answer, *, level=1):\n    return [1.0] * len(completions)\n";
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, NEEDING).unwrap();
+    let line = |name: &str| {
+        let output = folder.path().join(name);
+        let file = file.display();
+        format!(
+            "{SMALL_RUN} max_steps=1 save_steps=none reward_weights=[] reward_funcs=[{file}:{name}] output_dir={}",
+            output.display()
+        )
+    };
+    let told = ["reward_funcs = misspelt", "has 'answr'; columns are answer"];
+    run(&line("misspelt")).assert_error("an argument that is no column", 2, &told);
+    assert!(!folder.path().join("misspelt/metrics.jsonl").exists());
+    let ended = run(&line("honest"));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+}
+
 /// 30: failures reach the metrics by reward and kind.
 #[test]
 fn failures_reach_the_metrics() {
