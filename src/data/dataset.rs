@@ -127,7 +127,7 @@ impl DatasetCounts {
             )
         });
         let hidden = self.tools_are_hidden.then(|| {
-            "notice: the chat template shows the model no tools: it knows from its training alone, or from the prompts' text, which there are"
+            "notice: the chat template shows the model no tools: name them in the prompts, unless it knows them from its training"
                 .to_owned()
         });
         warning.into_iter().chain(notice).chain(hidden).collect()

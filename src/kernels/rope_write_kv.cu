@@ -56,7 +56,7 @@ __device__ __forceinline__ void rope_write_kv(
             read(turn + turned + at, sines[m]);
         }
     }
-    // So does what follows from places alone: divisions take their time.
+    // What follows from places alone is made before the wait for inputs: divisions take their time.
     const int kv_head = team % heads / (group + 2), place = team % (group + 2), dim = 2 * half;
     const bool is_query = place < group, is_value = place == group + 1;
     const long long entry = (static_cast<long long>(slot / block_size) * kv_heads + kv_head) * block_size + slot % block_size;

@@ -4,7 +4,8 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Whoever waits by this clock looks at it many times as often. A longer time without any look is time that the process was stopped.
+/// Every wait by this clock must look at it more often, whatever it does in between. A longer time without any look counts as time that the
+/// process was stopped.
 const LONGEST_LOOK: Duration = Duration::from_secs(2);
 
 /// Looks at a clock, and the time that it left out.
