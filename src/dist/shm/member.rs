@@ -145,7 +145,11 @@ impl Member {
             for partition in 0..PARTITIONS {
                 self.line(partition, self.rank).arrived.store(0, Ordering::Release);
             }
-            self.meet_world("agree", Until::LongAfterFailure)?;
+            // Ranks that have the verdict may be gone by now: it stands nevertheless, and nothing else will.
+            let met = self.meet_world("agree", Until::LongAfterFailure);
+            if self.lost.get().is_none() {
+                met?;
+            }
         }
         self.epoch.fetch_add(1, Ordering::AcqRel);
         Ok(verdict)
@@ -348,6 +352,28 @@ mod tests {
         let member = Member::new(segment, 0, 0, Duration::from_millis(50));
         member.post(&Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: 1 });
         assert_eq!(member.agree().unwrap_err().exit_code(), ExitCode::OutOfMemory);
+    }
+
+    #[test]
+    fn a_verdict_stands_though_ranks_that_have_it_are_gone() {
+        let segment = Arc::new(Segment::in_process(2, 4096).unwrap());
+        let members = [0, 1].map(|rank| Member::new(segment.clone(), rank, 0, Duration::from_secs(20)));
+        let failure = |rank| RankFailure { rank, code: ExitCode::Files, message: "a test".to_owned() };
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let outcome = members[1].agree_by(|_, _| {
+                    members[1].lose(failure(3));
+                    Ok(Some(failure(2)))
+                });
+                done.send(outcome.map(|verdict| verdict.map(|failure| failure.rank))).unwrap();
+            });
+            let late = members[0].agree_by(|_, _| {
+                assert_eq!(is_done.recv().unwrap().unwrap(), Some(2), "of a rank that waits for this one");
+                Ok(Some(failure(2)))
+            });
+            assert_eq!(late.unwrap().map(|failure| failure.rank), Some(2));
+        });
     }
 
     #[test]
