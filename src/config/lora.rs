@@ -9,7 +9,7 @@ use super::{Quantization, TargetModule};
 use crate::error::Result;
 
 /// Largest rank of adapters that are trained or read.
-pub const MAX_RANK: usize = 1 << 16;
+pub(crate) const MAX_RANK: usize = 1 << 16;
 /// Every linear projection of a block.
 const ALL_LINEAR: &str = "all-linear";
 
