@@ -57,7 +57,8 @@ fn at_depth(text: &str, variables: &HashMap<String, String>, depth: usize) -> St
     done + rest
 }
 
-/// What begins behind a `$`: its value, and the text behind it.
+/// The value of the variable, default or sum that `text`, the characters behind a `$`, begins with, and the text behind that; `None` where a
+/// shell would have to run something, or the variable is not set.
 fn expansion<'a>(text: &'a str, variables: &HashMap<String, String>, depth: usize) -> Option<(String, &'a str)> {
     let Some(group) = group(text).filter(|_| depth < MAX_DEPTH) else {
         let (name, behind) = text.split_at(name_end(text));

@@ -104,8 +104,8 @@ impl DeltaState {
     }
 }
 
-/// What the forward of a gated delta net leaves for its backward: the rule's outputs [T, H, dv], from before the gated norm, and tensors of
-/// chunks.
+/// Tensors that the forward of a gated delta net keeps for its backward: the outputs of the gated delta rule [T, H, dv], from before the gated
+/// norm, and what it computed of each chunk of 64 tokens.
 #[derive(Debug)]
 enum DeltaChunks {
     /// Made by a forward of libtorch's operations.
