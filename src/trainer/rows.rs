@@ -76,16 +76,12 @@ impl TrainingRows {
 
     /// Refuses rows of which none has what a reward's function cannot be called without.
     pub fn check_columns(&self, rewards: &RewardPool) -> Result<()> {
-        let Some((train, held_out)) = &self.names else { return Ok(()) };
-        let held_out = held_out.as_ref().zip(self.eval.as_ref());
-        let mut all = std::iter::once((train, &self.train)).chain(held_out);
-        all.try_for_each(|(name, rows)| rewards.check_columns(name, rows.prompts()))
+        self.named().try_for_each(|(name, rows)| rewards.check_columns(name, rows.prompts()))
     }
 
     /// Says of which rows the reference answers cannot be compared with; collective over the world.
     pub fn say_unreadable(&self, rewards: &RewardPool, world: &World) -> Result<()> {
-        let Some((train, held_out)) = &self.names else { return Ok(()) };
-        for (name, rows) in std::iter::once((train, &self.train)).chain(held_out.as_ref().zip(self.eval.as_ref())) {
+        for (name, rows) in self.named() {
             let notice = eval::unreadable_notice(name, rows, rewards, world)?;
             notice.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
         }
@@ -94,14 +90,22 @@ impl TrainingRows {
 
     /// Lines that say what was read, and how the first prompt looks to the model.
     pub fn description(&self) -> Vec<String> {
-        let Some((train, held_out)) = &self.names else { return Vec::new() };
-        let held_out = held_out.as_ref().zip(self.eval.as_ref());
         let mut lines = Vec::new();
-        for (name, rows) in std::iter::once((train, &self.train)).chain(held_out) {
+        for (name, rows) in self.named() {
             lines.push(format!("{name}: {}", rows.counts()));
             lines.extend(rows.counts().notices());
         }
-        lines.push(redact(&self.train.description()));
+        if self.names.is_some() {
+            lines.push(redact(&self.train.description()));
+        }
         lines
+    }
+
+    /// Training rows and held-out ones with the names of their sources; nothing where rows were made.
+    fn named(&self) -> impl Iterator<Item = (&str, &Dataset)> {
+        let (train, held_out) = self.names.as_ref().map(|(train, held_out)| (train, held_out.as_ref())).unzip();
+        let train = train.map(|name| (&**name, &self.train));
+        let held_out = held_out.flatten().map(|name| &**name).zip(self.eval.as_ref());
+        train.into_iter().chain(held_out)
     }
 }
