@@ -193,7 +193,7 @@ impl Checkpoint {
 
     /// Whether it carries groups that are begun with another number of completions than `num_generations`.
     pub fn carries_others(&self, num_generations: usize) -> bool {
-        self.state.carried.iter().any(|group| ![0, num_generations].contains(&group.completions.len()))
+        !self.state.carried.iter().all(|group| group.suits(num_generations))
     }
 
     fn bad(&self, message: String) -> Error {

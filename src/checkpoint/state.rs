@@ -83,6 +83,11 @@ impl CarriedGroup {
         self.completions.iter().map(|completion| completion.token_ids.len()).sum()
     }
 
+    /// Whether a run with so many completions a prompt can go on with it: it is new, or has that many.
+    pub(super) fn suits(&self, num_generations: usize) -> bool {
+        [0, num_generations].contains(&self.completions.len())
+    }
+
     /// The step of its newest weights, or the one at which it was first scheduled.
     fn newest_step(&self) -> u64 {
         let versions = self.completions.iter().flat_map(|completion| completion.weight_versions.iter().copied());
@@ -192,19 +197,15 @@ impl TrainerState {
 
     /// Refuses carried groups that are neither new nor `num_generations` completions of token ids below `vocab_size`.
     pub(super) fn check_carried(&self, num_generations: usize, vocab_size: usize) -> Result<(), String> {
-        for CarriedGroup { row, completions, .. } in &self.carried {
-            let expected = match completions.len() {
-                len if len != 0 && len != num_generations => format!("0 or {num_generations} completions, found {len}"),
-                _ => match completions
-                    .iter()
-                    .flat_map(|completion| &completion.token_ids)
-                    .find(|id| **id as usize >= vocab_size)
-                {
-                    Some(id) => format!("token ids below {vocab_size}, found {id}"),
-                    None => continue,
-                },
-            };
-            return Err(format!("{FILE}: carried row {row}: expected {expected}"));
+        for group in &self.carried {
+            let bad = |expected: String| Err(format!("{FILE}: carried row {}: expected {expected}", group.row));
+            if !group.suits(num_generations) {
+                return bad(format!("0 or {num_generations} completions, found {}", group.completions.len()));
+            }
+            let mut ids = group.completions.iter().flat_map(|completion| &completion.token_ids);
+            if let Some(id) = ids.find(|id| **id as usize >= vocab_size) {
+                return bad(format!("token ids below {vocab_size}, found {id}"));
+            }
         }
         Ok(())
     }
