@@ -167,7 +167,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let saved = checkpoint.as_ref().map_or(&[][..], |checkpoint| &checkpoint.state.carried);
     let num_dropped = saved.len() - carried.len();
     let has_less = |(saved, now): &(&CarriedGroup, &CarriedGroup)| now.completions.len() < saved.completions.len();
-    let num_anew = saved.iter().zip(&carried).filter(has_less).count();
+    let has_others = checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.carries_others(config.num_generations));
+    let num_anew = saved.iter().zip(&carried).filter(|groups| has_others && has_less(groups)).count();
     let max_steps = schedule.total_steps as u64;
     let files = (writes_files, &preflight.tokenizer);
     let output = RunOutput::new(&config, &world, max_steps, checkpoint.as_ref(), files)?;
