@@ -40,12 +40,6 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
 // What the place of a 16-byte chunk within a row in shared memory is mixed with, so that neither product's loads collide.
 __device__ __forceinline__ int mix(int row) { return (row & 6) ^ (row & 1) << 2; }
 
-__device__ __forceinline__ float exp2_fast(float x) {
-    float out;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-}
-
 // One warp's attention of up to 8 query heads of M rows, U units at once. With r = lane / 4 and c = lane % 4 a lane has scores
 // of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
 template <int HD, int M, int U>

@@ -31,6 +31,9 @@ __device__ __forceinline__ float unit_of(unsigned word) {
     return fminf((__uint2float_rn(word) + 0.5f) * 2.3283064365386963e-10f, 1.0f - 5.9604644775390625e-8f);
 }
 
+// 1 + u rounded down.
+__device__ __forceinline__ float unit_above_one(unsigned word) { return __uint_as_float(__funnelshift_r(word, 0x7f, 9)); }
+
 // -ln(-ln(1 - u)), rounded to float as on the CPU.
 __device__ __noinline__ float gumbel(unsigned word) {
     const float rate = -static_cast<float>(log1p(-static_cast<double>(unit_of(word))));
@@ -62,12 +65,7 @@ struct State {
     Best best = {-INFINITY, 0.0f, INT_MAX};
 };
 
-// 2^x. What the ordinary exp2 has below the smallest normal number is 0 here: masses that small change no sum and win nothing.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float out;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-}
+// Masses below the smallest normal number are 0: they change no sum and win nothing.
 __device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * 1.4426950408889634f); }
 
 // The block's best perturbed value so far, rounded down.
@@ -129,7 +127,7 @@ __device__ __forceinline__ void take(
         } else {
             // Processed, a value may lie farther below the raw peak than a float's exponent reaches.
             const float rise = PROCESSED ? 1.01f * exp_fast(fminf(value - standing, 80.0f)) : mass * lift;
-            const float unit = __uint_as_float(__funnelshift_r(words[k], 0x7f, 9));  // 1 + at most u
+            const float unit = unit_above_one(words[k]);
             may_win |= unit <= 1.0f + rise;
         }
     }
@@ -139,10 +137,10 @@ __device__ __forceinline__ void take(
         const float raw = scaled(logits[k], draw);
         const float value = PROCESSED ? process(logits[k], draw.scale, first + k) : raw;
         if (!GREEDY) {
-            const float unit = __uint_as_float(__funnelshift_r(words[k], 0x7f, 9));
+            const float unit = unit_above_one(words[k]);
             if (!(unit <= 1.0f + 1.01f * exp_fast(fminf(value - standing, 80.0f)))) continue;
         }
-        if (!(value >= standing || !GREEDY) || !(value > -INFINITY)) continue;
+        if (GREEDY && !(value >= standing) || !(value > -INFINITY)) continue;
         const double perturbed = GREEDY ? value : static_cast<double>(value) + gumbel(words[k]);
         if (state.best.yields_to(perturbed, first + k)) {
             state.best = {perturbed, raw, first + k};

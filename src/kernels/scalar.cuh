@@ -25,6 +25,13 @@ __device__ __forceinline__ void narrow(float first, float second, bf16& to, bf16
     to.bits = static_cast<unsigned short>(both), next.bits = static_cast<unsigned short>(both >> 16);
 }
 
+// 2^x; below the smallest normal number it is 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
 // N neighbours, moved as one access, or 16 bytes at a time: the host looks for addresses that are multiples of 16, not of more.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
