@@ -2,6 +2,7 @@
 
 mod faults;
 mod import;
+mod real_model;
 mod recipes;
 mod signals;
 mod strangers;
