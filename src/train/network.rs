@@ -134,6 +134,26 @@ impl Network {
         head_logits(&head.params, &head.table, &hidden, pass.scoring.rows, pass.scoring.norm)
     }
 
+    /// Computes each block on an input of its own, and the head on the last one (collective where weights are sharded): `inputs` has the
+    /// residual stream before every block and behind the last. Returns the blocks' outputs, [T, D] each, and logits as
+    /// [`Network::logits`] does.
+    pub(crate) fn block_outputs(
+        &mut self,
+        micro_batch: &MicroBatch,
+        inputs: &[Tensor],
+    ) -> Result<(Vec<Tensor>, Tensor)> {
+        let pass = Pass::new(self, micro_batch, 1.0, AdapterUse::Off)?;
+        let residual = self.options.residual;
+        let mut outputs = Vec::new();
+        for (layer, input) in inputs[..self.spec().num_layers].iter().enumerate() {
+            outputs.push(self.one_block_forward(&pass, layer, &input.f_to_kind(residual)?, None)?.0);
+        }
+        let head = self.head(&[])?;
+        let last = inputs[outputs.len()].f_to_kind(residual)?;
+        let logits = head_logits(&head.params, &head.table, &last, pass.scoring.rows, pass.scoring.norm)?;
+        Ok((outputs, logits))
+    }
+
     /// Scores, asks `loss` for their gradients and adds the weights' to `gradients` (collective where weights or gradients
     /// are sharded). `loss` is not called for an empty micro-batch, and must not be collective.
     pub(crate) fn forward_backward(
@@ -179,19 +199,29 @@ impl Network {
         let mut x = self.embed(&pass.micro_batch.token_ids)?;
         let mut saved = Vec::new();
         for layer in 0..self.spec().num_layers {
-            let upcoming = upcoming(self.spec(), Unit::Block(layer), false);
-            let block = self.block(layer, &upcoming, pass.adapter_use)?;
-            let context = BlockContext {
-                spec: self.spec(),
-                rope: &pass.rope,
-                tp: None,
-                routes: pass.routes.as_ref().map(|routes| routes as &dyn Routes),
-            };
-            let (y, kept) = block_forward(&context, layer, &block, &x, &pass.mixer, recompute)?;
+            let (y, kept) = self.one_block_forward(pass, layer, &x, recompute)?;
             saved.extend(kept);
             x = y;
         }
         Ok((x, saved))
+    }
+
+    fn one_block_forward(
+        &mut self,
+        pass: &Pass<'_>,
+        layer: usize,
+        x: &Tensor, // [T, D]
+        recompute: Option<GradientCheckpointing>,
+    ) -> Result<(Tensor, Option<SavedBlock>)> {
+        let upcoming = upcoming(self.spec(), Unit::Block(layer), false);
+        let block = self.block(layer, &upcoming, pass.adapter_use)?;
+        let context = BlockContext {
+            spec: self.spec(),
+            rope: &pass.rope,
+            tp: None,
+            routes: pass.routes.as_ref().map(|routes| routes as &dyn Routes),
+        };
+        block_forward(&context, layer, &block, x, &pass.mixer, recompute)
     }
 
     /// The gradient of the embedding's output [T, D] from that of the last block's.

@@ -22,6 +22,15 @@ pub struct Reference {
     network: Network,
 }
 
+/// The outputs of blocks that were each given an input.
+#[derive(Debug)]
+pub struct BlockOutputs {
+    /// The residual stream behind each block. `[T, D]` each
+    pub blocks: Vec<Tensor>,
+    /// Logits of every position but the last. `[T - 1, V]` f32
+    pub logits: Tensor,
+}
+
 impl Reference {
     /// Loads this rank's slices unit by unit; `source` is as in [`super::Policy::new`], and so are the errors.
     pub fn new(
@@ -76,6 +85,19 @@ impl Reference {
         let sequence = [Sequence::of_tokens(token_ids.to_vec(), 1)];
         let micro_batch = MicroBatch::new(&sequence, &[vec![0]], self.network.device())?;
         self.network.logits(&micro_batch)
+    }
+
+    /// Each block's output for an input of its own, and the head's logits for the last: `inputs` has the residual stream before every block
+    /// and behind the last, `[T, D]` each on the device (collective over the shard group). Shows which block differs from another
+    /// implementation's, where [`Reference::forward_logits`] shows their sum.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Reference::forward_logprobs`].
+    pub fn forward_blocks(&mut self, token_ids: &[u32], inputs: &[Tensor]) -> Result<BlockOutputs> {
+        let sequence = [Sequence::of_tokens(token_ids.to_vec(), 1)];
+        let micro_batch = MicroBatch::new(&sequence, &[vec![0]], self.network.device())?;
+        let (blocks, logits) = self.network.block_outputs(&micro_batch, inputs)?;
+        Ok(BlockOutputs { blocks, logits })
     }
 
     /// The layout of the weights.

@@ -22,10 +22,9 @@ pub struct VerifyArgs {
     /// Tokens that the engine adds to each prompt, greedily
     #[arg(long, default_value_t = 16, value_parser = count)]
     pub max_completion_length: usize,
-    /// Largest mean difference that passes, of a position's logits and of the engine's log-probabilities [default: 0.001 in float32,
-    /// 0.2 in bfloat16]
-    #[arg(long, value_parser = number(|most: &f64| *most >= 0.0, "a number of at least 0"))]
-    pub tolerance: Option<f64>,
+    /// Factor on every limit of the table: 2 accepts twice the usual distance from transformers
+    #[arg(long, default_value_t = 1.0, value_parser = number(|factor: &f64| *factor >= 0.0, "a number of at least 0"))]
+    pub tolerance: f64,
     /// Interpreter that has torch and transformers
     #[arg(long, default_value = "python3")]
     pub python: String,

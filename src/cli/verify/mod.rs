@@ -3,10 +3,11 @@
 mod comparison;
 mod peer;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Map;
-use tch::Kind;
+use tch::{Device, Kind, Tensor};
 
 use super::args::VerifyArgs;
 use super::fetch;
@@ -22,7 +23,7 @@ use crate::torch;
 use crate::train::{NetworkOptions, Reference};
 use crate::types::{Prompt, SamplingParams, Trajectory};
 use comparison::Comparison;
-use peer::{Peer, Question};
+use peer::{Peer, PeerOutputs, PeerSequence, Question};
 
 /// Prompts where none is given: prose, digits, code, other scripts.
 const PROMPTS: [&str; 4] = [
@@ -36,20 +37,22 @@ const PROMPTS: [&str; 4] = [
 /// Longest prompt and completion together, in tokens.
 const MAX_LENGTH: usize = 4096;
 
-/// Mean difference of logits, or of log-probabilities, that is rounding.
-fn usual_tolerance(kind: Kind) -> f64 {
-    if kind == Kind::Float { 1e-3 } else { 0.2 }
-}
-
-/// Logits and tokens that this program computed.
-struct OwnOutputs {
+/// Greedy completions that the engine made.
+struct Completed {
     prompts: Vec<Prompt>,
     completions: Vec<Trajectory>,
     /// Prompt and completion.
     sequences: Vec<Vec<u32>>,
-    /// `[T - 1, V]` f32 of each sequence, on the host.
-    logits: Vec<tch::Tensor>,
-    vocab_size: usize,
+}
+
+/// The trainer's outputs for one sequence, f32 on the host.
+struct TrainerOutputs {
+    /// `[T - 1, V]` of the whole model.
+    logits: Tensor,
+    /// The residual stream behind each block, which was given the reference's input. `[T, D]` each
+    blocks: Vec<Tensor>,
+    /// `[T - 1, V]` of the head alone, likewise.
+    head: Tensor,
 }
 
 /// Computes, asks, prints one table.
@@ -64,9 +67,12 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
         let expected = "a whole model; colo-grpo export --merge makes one of adapters";
         return Err(Error::invalid_value("--model", args.model.display(), expected));
     }
-    let own = compute(args, &source, on_cuda, kind).map_err(explain_out_of_memory)?;
     let (dtype, device) =
         (if kind == Kind::Float { "float32" } else { "bfloat16" }, if on_cuda { "cuda" } else { "cpu" });
+    let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+    let world = Arc::new(World::single_on(if on_cuda { Backend::Nccl } else { Backend::Shm })?);
+    let own = generate(args, &source, &world, kind).map_err(explain_out_of_memory)?;
+    torch::release_memory(world.device())?; // the other process needs as much
     let prompts: Vec<String> = own.prompts.iter().map(|prompt| prompt.text.clone()).collect();
     let theirs = peer.ask(&Question {
         model: &source.base,
@@ -74,40 +80,47 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
         device,
         prompts: &prompts,
         sequences: &own.sequences,
-        vocab_size: own.vocab_size,
+        spec: &spec,
     })?;
-    let compared = Comparison::new(&own, &theirs)?;
-    let tolerance = args.tolerance.unwrap_or_else(|| usual_tolerance(kind));
+    let trained = score(&source.base, spec, &world, kind, &own, &theirs).map_err(explain_out_of_memory)?;
+    let compared = Comparison::new(&own, &trained, &theirs)?;
     let (name, versions) = (args.model.display(), &theirs.versions);
     terminal::print(format_args!(
         "{name} against transformers {} (torch {}), {dtype} on {device}: {} prompts, {} positions\n{}",
         versions.transformers,
         versions.torch,
         own.prompts.len(),
-        compared.positions(),
-        compared.table(tolerance),
+        compared.num_positions(),
+        compared.table(args.tolerance),
     ))?;
-    match compared.fault(tolerance) {
+    match compared.fault(args.tolerance) {
         None => Ok(ExitCode::Done),
         Some(message) => Err(Error::Differs { model: args.model.clone(), message }),
     }
 }
 
-/// Greedy completions of the engine, then the trainer's logits of them. Each holds the weights alone.
-fn compute(args: &VerifyArgs, source: &ModelSource, on_cuda: bool, kind: Kind) -> Result<OwnOutputs> {
-    let world = Arc::new(World::single_on(if on_cuda { Backend::Nccl } else { Backend::Shm })?);
-    let (prompts, completions) = generate(args, source, &world, kind)?;
-    let sequences: Vec<Vec<u32>> = prompts.iter().zip(&completions).map(|(prompt, it)| joined(prompt, it)).collect();
-    let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
-    let (table, files) = (Arc::new(ParamTable::new(spec.clone(), 1)), WeightFiles::open(&source.base, spec.clone())?);
+/// The trainer's logits of the sequences, and what its blocks make of the reference's inputs. Holds the weights alone.
+fn score(
+    folder: &Path,
+    spec: Arc<ModelSpec>,
+    world: &World,
+    kind: Kind,
+    own: &Completed,
+    theirs: &PeerOutputs,
+) -> Result<Vec<TrainerOutputs>> {
+    let (table, files) = (Arc::new(ParamTable::new(spec.clone(), 1)), WeightFiles::open(folder, spec)?);
     let options = NetworkOptions { kind, residual: kind, device: world.device(), fp8: None };
     let read = |layout: &UnitLayout| files.read_unit(layout, kind);
     let mut network = phase::scope(Phase::Load, || Reference::new(table, &world.mesh(1, 1)?, options, &read))?;
-    let mut logits = |sequence: &Vec<u32>| Ok(network.forward_logits(sequence)?.f_to_device(tch::Device::Cpu)?);
-    let logits = phase::scope(Phase::Score, || sequences.iter().map(&mut logits).collect::<Result<_>>())?;
-    drop(network);
-    torch::release_memory(world.device())?; // the other process needs as much
-    Ok(OwnOutputs { prompts, completions, sequences, logits, vocab_size: spec.vocab_size })
+    let host = |tensor: &Tensor| Ok(tensor.f_to_device(Device::Cpu)?.f_to_kind(Kind::Float)?);
+    let mut one = |(sequence, theirs): (&Vec<u32>, &PeerSequence)| {
+        let inputs = theirs.inputs.iter().map(|input| Ok(input.f_to_device(world.device())?));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let alone = network.forward_blocks(sequence, &inputs)?;
+        let blocks = alone.blocks.iter().map(host).collect::<Result<_>>()?;
+        Ok(TrainerOutputs { logits: host(&network.forward_logits(sequence)?)?, blocks, head: host(&alone.logits)? })
+    };
+    phase::scope(Phase::Score, || own.sequences.iter().zip(&theirs.sequences).map(&mut one).collect())
 }
 
 fn joined(prompt: &Prompt, completion: &Trajectory) -> Vec<u32> {
@@ -133,12 +146,7 @@ fn prompts(given: &[String], tokenizer: &Tokenizer, longest: usize) -> Result<Ve
 }
 
 /// The engine's greedy completion of each prompt.
-fn generate(
-    args: &VerifyArgs,
-    source: &ModelSource,
-    world: &Arc<World>,
-    kind: Kind,
-) -> Result<(Vec<Prompt>, Vec<Trajectory>)> {
+fn generate(args: &VerifyArgs, source: &ModelSource, world: &Arc<World>, kind: Kind) -> Result<Completed> {
     let options = ServeOptions {
         model: &source.base,
         base_model: None,
@@ -162,5 +170,7 @@ fn generate(
     let mut groups =
         served.with_engine(|rollout| phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |_| ())))?;
     groups.sort_by_key(|group| group.prompt.id);
-    Ok((prompts, groups.into_iter().flat_map(|group| group.completions).collect()))
+    let completions: Vec<Trajectory> = groups.into_iter().flat_map(|group| group.completions).collect();
+    let sequences = prompts.iter().zip(&completions).map(|(prompt, it)| joined(prompt, it)).collect();
+    Ok(Completed { prompts, completions, sequences })
 }

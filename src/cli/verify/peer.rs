@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use tch::Tensor;
 
 use crate::error::{Error, Result};
+use crate::model::ModelSpec;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 
 /// The process's program.
@@ -33,17 +34,44 @@ pub(super) struct Question<'a> {
     pub device: &'a str,
     pub prompts: &'a [String],
     pub sequences: &'a [Vec<u32>],
-    pub vocab_size: usize,
+    pub spec: &'a ModelSpec,
 }
 
-/// Logits that transformers computed.
+/// The outputs of transformers. T tokens, D hidden, V vocabulary, L layers.
 #[derive(Debug)]
 pub(super) struct PeerOutputs {
     pub versions: Versions,
     /// Ids of each prompt; the error is the reason why there are none.
     pub tokens: std::result::Result<Vec<Vec<u32>>, String>,
-    /// `[T, V]` f32 of each sequence.
-    pub logits: Vec<Tensor>,
+    pub sequences: Vec<PeerSequence>,
+}
+
+/// One sequence as transformers computes it in float32 from weights of the type that is verified.
+#[derive(Debug)]
+pub(super) struct PeerSequence {
+    /// The residual stream before each block and behind the last, rounded to that type. L + 1 of `[T, D]` f32
+    pub inputs: Vec<Tensor>,
+    /// The blocks' outputs for these inputs. L of `[T, D]` f32
+    pub outputs: Vec<Tensor>,
+    /// The head's logits for the last input. `[T, V]` f32
+    pub head: Tensor,
+    /// Logits of the whole model. `[T, V]` f32
+    pub logits: Tensor,
+    /// The distance from all of these of transformers itself, where it rounds.
+    pub rounding: Option<Rounding>,
+}
+
+/// How far transformers in its own type is from its float32.
+#[derive(Debug, Deserialize)]
+pub(super) struct Rounding {
+    /// Error of each block's update, as a share of it. `[L][T]`
+    pub blocks: Vec<Vec<f64>>,
+    /// Error of the head's logits, as a share of them. `[T]`
+    pub head: Vec<f64>,
+    /// KL divergence of the whole model's distributions, in nats. `[T]`
+    pub kl: Vec<f64>,
+    /// Difference of the log-probability of each token of the sequence but the first. `[T - 1]`
+    pub logprobs: Vec<f64>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -56,6 +84,7 @@ pub(super) struct Versions {
 struct PeerHeader {
     versions: Versions,
     tokens: Value,
+    rounding: Option<Vec<Rounding>>,
 }
 
 impl Peer {
@@ -93,29 +122,7 @@ impl Peer {
         };
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes)?;
-        let positions: Vec<usize> = question.sequences.iter().map(Vec::len).collect();
-        let expected = 4 * question.vocab_size * positions.iter().sum::<usize>();
-        if bytes.len() != expected {
-            let message = format!(
-                "it wrote {} bytes of logits, not the {expected} of {} positions and a vocabulary of {}",
-                bytes.len(),
-                positions.iter().sum::<usize>(),
-                question.vocab_size
-            );
-            return Ok(Err(message));
-        }
-        let values: Vec<f32> =
-            bytes.chunks_exact(4).map(|word| f32::from_ne_bytes(word.try_into().expect("four bytes"))).collect();
-        let mut rest = &values[..];
-        let logits = positions.iter().map(|&positions| {
-            let (own, others) = rest.split_at(positions * question.vocab_size);
-            rest = others;
-            Tensor::from_slice(own).view([positions as i64, question.vocab_size as i64])
-        });
-        let logits = logits.collect();
-        let reason = header.tokens.as_str().map(str::to_owned);
-        let tokens = serde_json::from_value(header.tokens).map_err(|error| reason.unwrap_or(error.to_string()));
-        Ok(Ok(PeerOutputs { versions: header.versions, tokens, logits }))
+        Ok(header.outputs(&bytes, question))
     }
 
     /// Runs the program to its end.
@@ -156,5 +163,46 @@ impl Peer {
 
     fn log(&self) -> PathBuf {
         self.file("log")
+    }
+}
+
+impl PeerHeader {
+    /// The outputs whose arrays are in `bytes`; the error says how it does not fit the question.
+    fn outputs(self, bytes: &[u8], question: &Question<'_>) -> std::result::Result<PeerOutputs, String> {
+        let Self { versions, tokens, rounding } = self;
+        let ModelSpec { num_layers, hidden_size, vocab_size, .. } = *question.spec;
+        let positions: Vec<usize> = question.sequences.iter().map(Vec::len).collect();
+        let all: usize = positions.iter().sum();
+        if bytes.len() != 4 * all * ((2 * num_layers + 1) * hidden_size + 2 * vocab_size) {
+            return Err(format!(
+                "it wrote {} bytes, not those of {all} positions, {num_layers} layers of width {hidden_size} and a vocabulary of \
+                 {vocab_size}",
+                bytes.len()
+            ));
+        }
+        let values: Vec<f32> =
+            bytes.chunks_exact(4).map(|word| f32::from_ne_bytes(word.try_into().expect("four bytes"))).collect();
+        let mut rest = &values[..];
+        let mut next = |rows: usize, columns: usize| {
+            let (own, others) = rest.split_at(rows * columns);
+            rest = others;
+            Tensor::from_slice(own).view([rows as i64, columns as i64])
+        };
+        let mut roundings = rounding.map_or_else(Vec::new, |it| it.into_iter().map(Some).collect());
+        if !roundings.is_empty() && roundings.len() != positions.len() {
+            return Err(format!("it measured {} sequences, not {}", roundings.len(), positions.len()));
+        }
+        roundings.resize_with(positions.len(), || None);
+        let sequences = positions.iter().zip(roundings).map(|(&positions, rounding)| PeerSequence {
+            inputs: (0..=num_layers).map(|_| next(positions, hidden_size)).collect(),
+            outputs: (0..num_layers).map(|_| next(positions, hidden_size)).collect(),
+            head: next(positions, vocab_size),
+            logits: next(positions, vocab_size),
+            rounding,
+        });
+        let sequences = sequences.collect();
+        let reason = tokens.as_str().map(str::to_owned);
+        let tokens = serde_json::from_value(tokens).map_err(|error| reason.unwrap_or(error.to_string()));
+        Ok(PeerOutputs { versions, tokens, sequences })
     }
 }

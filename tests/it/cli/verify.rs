@@ -1,6 +1,7 @@
-//! `verify` against a package that answers with the logits that transformers once gave for a golden folder.
+//! `verify` against an interpreter that answers what transformers once did for a golden folder.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -9,45 +10,23 @@ use crate::program::{Ended, command, end};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen2_tied");
 
-/// Stands in for torch: what the program's worker asks of it.
-const TORCH: &str = "
-import contextlib
-__version__ = '2.11'
-float32, bfloat16 = 'float32', 'bfloat16'
-inference_mode = contextlib.nullcontext
-def tensor(values, device): return values
-";
-
-/// Stands in for transformers: the recorded logits of one prompt, and a row of nothing for the token behind it. CHANGE is run first.
-const TRANSFORMERS: &str = "
-import array, json, os, types
-__version__ = '5.23.0'
+/// Stands in for an interpreter with transformers: answers with what scripts/golden_verify.py recorded of the real one. CHANGE is run
+/// first; `rows` are the model's logits.
+const PYTHON: &str = "
+import array, json, os, sys
 print('a line on standard output')
-recorded = json.load(open(os.environ['GOLDEN']))
-index = recorded['all_logits_of']
-prompt, rows = recorded['input_ids'][index], recorded['all_logits']
-words = lambda text: [int(word[1:]) for word in text.split()]
-exec(os.environ.get('CHANGE', ''))
-
-class Logits(list):
-    def float(self): return self
-    cpu = numpy = float
-    def tobytes(self): return b''.join(array.array('f', row).tobytes() for row in self)
-
-class Model:
-    def to(self, device): assert device == 'cpu'; return self
-    def eval(self): return self
-    def __call__(self, input_ids):
-        assert input_ids[0][:-1] == prompt, input_ids
-        return types.SimpleNamespace(logits=[Logits(rows + [[0.0] * len(rows[0])])])
-
-class AutoModelForCausalLM:
-    def from_pretrained(folder, dtype):
-        assert os.path.exists(folder + '/model.safetensors') and dtype == os.environ['DTYPE'], dtype
-        return Model()
-
-class PreTrainedTokenizerFast:
-    def from_pretrained(folder): return lambda text: {'input_ids': words(text)}
+exec(os.environ.get('FIND', ''))
+if len(sys.argv) > 3:
+    asked = json.load(open(sys.argv[-2]))
+    assert asked['device'] == 'cpu' and len(asked['sequences'][0]) == 14 and os.path.exists(asked['folder'] + '/model.safetensors'), asked
+    line, values = open(os.environ['RECORDED'] + asked['dtype'] + '.bin', 'rb').read().split(b'\\n', 1)
+    header, values = json.loads(line), array.array('f', values)
+    words = lambda text: [int(word[1:]) for word in text.split()]
+    rest, rows = values[:-14 * 96], [values[at:at + 96] for at in range(len(values) - 14 * 96, len(values), 96)]
+    exec(os.environ.get('CHANGE', ''))
+    header['tokens'] = [words(text) for text in asked['prompts']]
+    with open(sys.argv[-1], 'wb') as file:
+        file.write(json.dumps(header).encode() + b'\\n' + rest.tobytes() + b''.join(array.array('f', row).tobytes() for row in rows))
 ";
 
 /// The golden folder with a tokenizer of words: `w7` is 7.
@@ -68,47 +47,95 @@ fn model(folder: &Path) -> PathBuf {
     model
 }
 
-/// Runs `verify` where Python has these modules.
-fn verify(torch: &str, change: &str, more: &[&str]) -> Ended {
+/// Multiplies rows of a matrix of a model's file, or has two parts of it change places.
+fn damage(model: &Path, name: &str, change: impl Fn(&mut Vec<f32>)) {
+    let path = model.join("model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..start]).unwrap();
+    let at = |index: usize| start + header[name]["data_offsets"][index].as_u64().unwrap() as usize;
+    let part = &mut bytes[at(0)..at(1)];
+    let mut values: Vec<f32> = part.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect();
+    change(&mut values);
+    part.copy_from_slice(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>());
+    fs::write(path, bytes).unwrap();
+}
+
+/// A change of the model's folder before this program reads it.
+type Damage<'a> = &'a dyn Fn(&Path);
+
+/// Runs `verify` with the recorded answer, which CHANGE may change.
+fn verify(change: &str, more: &[&str]) -> Ended {
+    verify_damaged(&|_| (), ("", change), more)
+}
+
+fn verify_damaged(damage: Damage<'_>, (find, change): (&str, &str), more: &[&str]) -> Ended {
     let folder = tempfile::tempdir().unwrap();
     let model = model(folder.path());
-    fs::write(folder.path().join("torch.py"), torch).unwrap();
-    fs::write(folder.path().join("transformers.py"), TRANSFORMERS).unwrap();
+    damage(&model);
+    let python = folder.path().join("python");
+    fs::write(folder.path().join("answer.py"), PYTHON).unwrap();
+    fs::write(&python, format!("#!/bin/sh\nexec python3 {}/answer.py \"$@\"\n", folder.path().display())).unwrap();
+    fs::set_permissions(&python, Permissions::from_mode(0o755)).unwrap();
     let golden = Path::new(GOLDEN).join("golden.json");
     let recorded: Value = serde_json::from_str(&fs::read_to_string(&golden).unwrap()).unwrap();
     let ids = recorded["input_ids"][recorded["all_logits_of"].as_u64().unwrap() as usize].as_array().unwrap();
     let prompt = ids.iter().map(|id| format!("w{id}")).collect::<Vec<_>>().join(" ");
-    let dtype = if more.contains(&"bfloat16") { "bfloat16" } else { "float32" };
     let mut command = command("verify --device cpu --max_completion_length 1");
     command.args(["--prompt", &prompt]);
     if !more.contains(&"--model") {
         command.arg("--model").arg(model);
     }
-    command.args(more).env("PYTHONPATH", folder.path()).env("GOLDEN", golden).env("DTYPE", dtype);
+    if !more.contains(&"--python") {
+        command.arg("--python").arg(&python);
+    }
+    command.args(more).env("RECORDED", Path::new(GOLDEN).join("verify_")).env("FIND", find);
     end(command.env("CHANGE", change).spawn().unwrap())
 }
 
 #[test]
 fn a_model_with_transformers_logits_passes_in_both_types() {
     for more in [&[][..], &["--dtype", "bfloat16"]] {
-        let ended = verify(TORCH, "", more);
+        let ended = verify("", more);
         assert_eq!(ended.code, Some(0), "{}", ended.stderr);
         let rows: Vec<&str> = ended.stdout.lines().map(str::trim).collect();
-        assert!(rows[0].contains("against transformers 5.23.0 (torch 2.11)"), "{rows:?}");
+        assert!(rows[0].contains("against transformers 5.24.0 (torch 2.11.0"), "{rows:?}");
         assert!(rows[0].ends_with("on cpu: 1 prompts, 13 positions"), "{rows:?}");
         let row = |start: &str| {
             *rows.iter().find(|row| row.starts_with(start)).unwrap_or_else(|| panic!("{start}: {rows:?}"))
         };
         assert!(row("prompts with equal tokens").contains("1 of 1"), "{rows:?}");
-        let of = |start: &str| row(start).strip_prefix(start).unwrap().split_whitespace().next().unwrap().to_owned();
-        let mean: f64 = of("trainer: mean at the position that differs most").parse().unwrap();
-        let most: f64 = of("trainer: largest difference of a logit").parse().unwrap();
-        let (least, limit) = if more.is_empty() { (0.0, 1e-4) } else { (1e-4, 0.2) };
-        assert!(least < mean && mean <= most && mean < limit && most < 10.0 * limit, "{rows:?}");
+        for of in ["trainer: error of layer", "trainer: error of the head by itself", "engine: mean difference"] {
+            let figures: Vec<f64> = row(of).split_whitespace().filter_map(|word| word.parse().ok()).collect();
+            let (measured, limit) = (figures[figures.len() - 2], figures[figures.len() - 1]);
+            assert!(measured <= limit && (more.is_empty() || measured > 1e-5), "{rows:?}");
+        }
         if more.is_empty() {
             assert!(row("trainer: equal most probable token").contains("13 of 13"), "{rows:?}");
             assert!(row("engine: greedy tokens").contains("1 of 1"), "{rows:?}");
+        } else {
+            assert!(row("trainer: mean KL divergence").contains("at most"), "{rows:?}");
         }
+    }
+}
+
+/// Faults that change logits less than a healthy model's rounding does: the block that has them is named.
+#[test]
+fn a_wrong_row_a_wrong_matrix_and_swapped_heads_are_found() {
+    let row = |values: &mut Vec<f32>| values[5 * 32..6 * 32].iter_mut().for_each(|value| *value *= 1.05);
+    let matrix = |values: &mut Vec<f32>| values.iter_mut().for_each(|value| *value *= 1.05);
+    let heads = |values: &mut Vec<f32>| values[..2 * 8 * 32].rotate_left(8 * 32);
+    let found = |part: &str, layer: usize, change: &dyn Fn(&mut Vec<f32>), dtype: &str| {
+        let name = format!("model.layers.{layer}.{part}.weight");
+        let ended = verify_damaged(&|model| damage(model, &name, change), ("", ""), &["--dtype", dtype]);
+        ended.assert_error(&name, 13, &[&format!("error of layer {layer}, the worst, by itself")]);
+    };
+    for layer in 0..2 {
+        for part in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"] {
+            found(part, layer, &row, "float32");
+            found(part, layer, &matrix, "bfloat16");
+        }
+        found("self_attn.q_proj", layer, &heads, "bfloat16");
     }
 }
 
@@ -116,38 +143,36 @@ fn a_model_with_transformers_logits_passes_in_both_types() {
 fn what_differs_by_more_than_rounding_is_said_and_ends_with_13() {
     let shifted = "rows[5] = [logit + 0.5 for logit in rows[5]]"; // the softmax is the same, the weights are not
     let engine = "rows[12][0] += 1000; rows[12][1] -= 1000"; // the last position alone decides the engine's token
+    let worst = "trainer: mean at the position that differs most";
     for (change, told) in [
-        (shifted, "the trainer's logits at one position differ by 5.000e-1 on average, --tolerance allows 0.001"),
-        (engine, "the trainer's logits at one position"),
-        ("rows[3][4] = float('nan')", "the trainer's logits at one position differ by NaN"),
-        ("words = lambda text: [1]", "1 of 1 prompts have other tokens"),
+        (shifted, format!("{worst}: 5.00e-1, where rounding makes at most 1.00e-3")),
+        (engine, worst.to_owned()),
+        ("rows[3][4] = float('nan')", format!("{worst}: NaN")),
+        ("words = lambda text: [1]", "1 of 1 prompts have other tokens".to_owned()),
     ] {
-        let ended = verify(TORCH, change, &[]);
-        ended.assert_error(change, 13, &[told, "its numbers are not those of transformers"]);
+        let ended = verify(change, &[]);
+        ended.assert_error(change, 13, &[&told, "its numbers are not those of transformers"]);
         assert!(ended.stdout.contains("trainer: mean difference"), "the table comes first: {}", ended.stdout);
     }
-    assert_eq!(verify(TORCH, shifted, &["--tolerance", "0.51"]).code, Some(0));
-    let engine = verify(TORCH, engine, &["--tolerance", "100"]);
-    engine.assert_error("the engine", 13, &["the engine's log-probabilities differ by"]);
+    assert_eq!(verify(shifted, &["--tolerance", "510"]).code, Some(0));
+    let engine = verify(engine, &["--tolerance", "100000"]);
+    engine.assert_error("the engine", 13, &["engine: mean difference of log-probabilities"]);
 }
 
 #[test]
 fn without_transformers_the_line_that_installs_it_is_said() {
     let missing = "raise ModuleNotFoundError(\"No module named 'torch'\")";
-    verify(missing, "", &[]).assert_error(
-        "no torch",
-        4,
-        &["No module named 'torch'", "python3 -m pip install torch==2.11.0 transformers", "--python"],
-    );
+    let installs = ["No module named 'torch'", "-m pip install torch==2.11.0 transformers", "--python"];
+    verify_damaged(&|_| (), (missing, ""), &[]).assert_error("no torch", 4, &installs);
     let fewer = "rows = [row[1:] for row in rows]";
-    verify(TORCH, fewer, &[]).assert_error("another vocabulary", 4, &["bytes of logits", "a vocabulary of 96"]);
+    verify(fewer, &[]).assert_error("another vocabulary", 4, &["bytes, not those of", "a vocabulary of 96"]);
     let broken = "raise RuntimeError('no such architecture')";
-    verify(TORCH, broken, &[]).assert_error("a failure", 4, &["RuntimeError: no such architecture"]);
-    verify(TORCH, "", &["--python", "/no/such/python"]).assert_error("no python", 4, &["--python = /no/such/python"]);
+    verify(broken, &[]).assert_error("a failure", 4, &["RuntimeError: no such architecture"]);
+    verify("", &["--python", "/no/such/python"]).assert_error("no python", 4, &["--python = /no/such/python"]);
 }
 
 /// Without a network a name is an error that says how it is downloaded, as in every command.
 #[test]
 fn a_model_may_be_named() {
-    verify(TORCH, "", &["--model", "tests/none"]).assert_error("a name", 3, &["hf download tests/none"]);
+    verify("", &["--model", "tests/none"]).assert_error("a name", 3, &["hf download tests/none"]);
 }
