@@ -14,7 +14,6 @@ mod methods;
 mod percent;
 mod python;
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -50,7 +49,7 @@ pub struct Message {
     pub role: String,
     /// The text.
     pub content: String,
-    /// Further fields, which the chat template reads: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
+    /// Further fields that the chat template reads, such as `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
     #[serde(flatten)]
     pub more: Map<String, Json>,
 }
@@ -69,28 +68,6 @@ impl Message {
     /// Bytes of its texts.
     pub(super) fn num_bytes(&self) -> usize {
         self.content.len() + self.more.values().map(text_bytes).sum::<usize>()
-    }
-}
-
-/// Makes the arguments of a message's tool calls objects, as templates read them, where they are JSON as text.
-pub(crate) fn parse_arguments(message: &mut Map<String, Json>) {
-    let calls = message.get_mut("tool_calls").and_then(Json::as_array_mut).into_iter().flatten();
-    for arguments in calls.filter_map(|call| call.get_mut("function")?.get_mut("arguments")) {
-        if let Some(parsed) = arguments.as_str().and_then(|text| serde_json::from_str(text).ok()) {
-            *arguments = parsed;
-        }
-    }
-}
-
-/// The text of a message's content: a text, or a list of OpenAI's parts of text alone.
-pub(crate) fn content_text(content: &Json) -> Option<Cow<'_, str>> {
-    match content {
-        Json::String(text) => Some(text.into()),
-        Json::Array(parts) => {
-            let text = |part: &Json| part["text"].as_str().filter(|_| part["type"] == "text").map(str::to_owned);
-            parts.iter().map(text).collect::<Option<String>>().map(Cow::Owned)
-        }
-        _ => None,
     }
 }
 

@@ -111,6 +111,8 @@ pub struct DatasetCounts {
     pub text_is_bare: bool,
     /// Whether there are tools that no prompt shows.
     pub tools_are_hidden: bool,
+    /// The notice about the first padded field in a prompt.
+    pub padding: Option<String>,
 }
 
 impl DatasetCounts {
@@ -130,7 +132,7 @@ impl DatasetCounts {
             "notice: the chat template shows the model no tools: name them in the prompts, unless it knows them from its training"
                 .to_owned()
         });
-        warning.into_iter().chain(notice).chain(hidden).collect()
+        warning.into_iter().chain(notice).chain(hidden).chain(self.padding.clone()).collect()
     }
 
     /// Counts a prompt that is longer than one of the limits in tokens, and whether it is.
@@ -288,6 +290,7 @@ impl Dataset {
     ) -> Result<()> {
         let id = self.counts.read as u64;
         self.counts.read += 1;
+        self.counts.padding = self.counts.padding.take().or_else(|| row.padding(false));
         let prompt = options.prompt(&row)?;
         options.required_columns.iter().try_for_each(|name| row.require(name))?;
         self.counts.texts += usize::from(prompt.is_text());

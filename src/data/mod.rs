@@ -6,6 +6,8 @@ mod dataset;
 mod date;
 mod grammar;
 pub mod hub;
+mod messages;
+mod numbers;
 mod parquet;
 mod rows;
 mod sampler;
@@ -18,16 +20,18 @@ mod tool_calls;
 mod turns;
 
 pub use chat::{ChatTemplate, Conversation, Message};
-pub(crate) use chat::{content_text, parse_arguments};
 pub use dataset::{Dataset, DatasetOptions};
 pub use grammar::{Grammar, GrammarCompiler, GrammarState, TokenMask};
 pub use hub::{Hub, HubOptions, Repo};
+pub(crate) use messages::read_message;
+pub(crate) use numbers::check_numbers;
 pub(crate) use parquet::check_schema;
 pub use sampler::{Curriculum, PromptSampler, SamplerState};
 pub use schemas::ToolSchemas;
 pub use sft::{SftDataset, SftExample};
 pub use sources::RowSources;
 pub use tokenizer::Tokenizer;
+pub(crate) use tool_calls::{ContentScan, open_thought};
 pub use tool_calls::{ToolCall, ToolCallParser};
 pub use turns::{Reply, Turns};
 

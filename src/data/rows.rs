@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::messages::{null_argument, null_path};
 use super::schemas::ToolSchemas;
-use super::{Conversation, Message, Tokenizer, content_text, csv, parquet, parse_arguments};
+use super::{Conversation, Message, Tokenizer, check_numbers, csv, parquet, read_message};
 use crate::config::PromptFormat;
 use crate::error::{Error, Result};
 use crate::untrusted;
@@ -23,8 +24,6 @@ const MAX_LIST_BYTES: u64 = 2 << 30;
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 const NOT_UTF8: &str = "not UTF-8: expected text in UTF-8 (iconv -f ENCODING -t UTF-8 writes it), or a Parquet file";
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
-/// Fields of a message that chat templates read beside its role and content.
-const MORE_OF_MESSAGES: [&str; 4] = ["tool_calls", "tool_call_id", "name", "reasoning_content"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 /// Where the tests of a program stand: ours, and open-r1's.
 const TESTS_COLUMNS: [&str; 2] = ["tests", "verification_info"];
@@ -88,8 +87,10 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
         let bad = |message| Error::BadLine { path: path.clone(), line: index + 1, message };
         match line {
             Ok(line) if line.trim().is_empty() => None,
-            Ok(line) => Some(match serde_json::from_str(&line) {
-                Ok(Value::Object(columns)) => Ok(Row::new(path.clone(), index + 1, columns)),
+            Ok(line) => Some(match serde_json::from_str::<Value>(&line) {
+                Ok(value @ Value::Object(_)) => check_numbers(&value, &line)
+                    .map_err(|error| bad(format!("column {error}")))
+                    .map(|()| Row::new(path.clone(), index + 1, into_columns(value))),
                 Ok(_) => Err(bad("expected an object {\"prompt\": ..} on each line".into())),
                 Err(error) => {
                     let problem = error.to_string();
@@ -113,14 +114,18 @@ fn open(path: &Path) -> io::Result<File> {
 
 /// The objects of a list, which is read as a whole.
 fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item = Result<Row>>>> {
-    let rows: Vec<Value> = serde_json::from_reader(reader.take(MAX_LIST_BYTES)).map_err(|error| {
-        Error::bad_file(
-            &path,
-            format!("not JSON: {error}; expected a list of objects, of less than {MAX_LIST_BYTES} bytes"),
-        )
-    })?;
+    let bad = |problem: String| {
+        let expected = format!("expected a list of objects, of less than {MAX_LIST_BYTES} bytes");
+        Error::bad_file(&path, format!("{problem}; {expected}"))
+    };
+    let mut text = String::new();
+    reader.take(MAX_LIST_BYTES).read_to_string(&mut text).map_err(|error| bad(error.to_string()))?;
+    let rows: Value = serde_json::from_str(&text).map_err(|error| bad(format!("not JSON: {error}")))?;
+    check_numbers(&rows, &text).map_err(&bad)?;
+    drop(text);
+    let Value::Array(rows) = rows else { return Err(bad("not a list".to_owned())) };
     Ok(Box::new(rows.into_iter().enumerate().map(move |(index, row)| match row {
-        Value::Object(columns) => Ok(Row::new(path.clone(), index + 1, columns)),
+        Value::Object(_) => Ok(Row::new(path.clone(), index + 1, into_columns(row))),
         _ => {
             let message = "expected an object {\"prompt\": ..} in each entry of the list".to_owned();
             Err(Error::BadLine { path: path.clone(), line: index + 1, message })
@@ -128,10 +133,11 @@ fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item =
     })))
 }
 
-/// Whether a value is what is left of a whole number that no integer of 64 bits holds: a rounded one, which no right answer equals.
-fn has_lost_digits(value: &Value) -> bool {
-    let is_rounded = value.is_f64() && value.as_f64().is_some_and(|number| number.abs() >= i64::MAX as f64);
-    is_rounded && value.to_string().bytes().take_while(|byte| *byte != b'e').filter(u8::is_ascii_digit).count() > 15
+fn into_columns(row: Value) -> Map<String, Value> {
+    match row {
+        Value::Object(columns) => columns,
+        _ => Map::new(),
+    }
 }
 
 /// The next line, if there is one.
@@ -200,33 +206,44 @@ impl Row {
         }
     }
 
-    /// Refuses the row unless it has `name`, not as null and with all of its digits. An answer and tests have been found under their other names already.
+    /// Refuses the row unless it has `name`, not as null. An answer and tests have been found under their other names already.
     pub fn require(&self, name: &str) -> Result<()> {
         let (names, key) = match name {
             _ if name == ANSWER_COLUMNS[0] => (&ANSWER_COLUMNS[..], Some("reward.answer_column")),
             _ if name == TESTS_COLUMNS[0] => (&TESTS_COLUMNS[..], Some("reward.code.tests_column")),
             _ => (&[name][..], None),
         };
-        let value = self.given(name).ok_or_else(|| self.missing(names, key))?;
-        match has_lost_digits(value) {
-            true => Err(self.bad(format!(
-                "column '{name}' is a whole number of more digits than are read: {value} is left of it; put it in quotes, \
-                 as text"
-            ))),
-            false => Ok(()),
-        }
+        self.given(name).map(drop).ok_or_else(|| self.missing(names, key))
     }
 
     /// The functions that an example may call: its column `tools`, a list of JSON schemas, or such a list as text; null without one.
     pub fn tools(&self) -> Result<Value> {
         let Some(given) = self.given("tools") else { return Ok(Value::Null) };
-        let parsed = given.as_str().and_then(|text| serde_json::from_str(text).ok());
-        let tools = parsed.unwrap_or_else(|| given.clone());
+        let parsed = given.as_str().and_then(|text| Some((serde_json::from_str::<Value>(text).ok()?, text)));
+        if let Some((tools, text)) = &parsed {
+            check_numbers(tools, text).map_err(|error| self.bad(format!("column 'tools': {error}")))?;
+        }
+        let tools = parsed.map_or_else(|| given.clone(), |(tools, _)| tools);
         match tools.as_array().map(Vec::as_slice) {
             Some([]) => Ok(Value::Null),
             Some(schemas) if schemas.iter().all(Value::is_object) => Ok(tools),
             _ => Err(self.bad(format!("column 'tools': expected a list of JSON schemas of functions, got {given}"))),
         }
+    }
+
+    /// The notice about a field that is null where the model sees it: in the schemas of `tools`, or among arguments of calls. Arrow pads rows
+    /// of different fields so.
+    pub fn padding(&self, has_tools: bool) -> Option<String> {
+        let mut given = self.columns.iter().filter(|(_, value)| !value.is_null());
+        let (name, path) = given.find_map(|(name, value)| {
+            let path = if has_tools && name == "tools" { null_path(value) } else { null_argument(value) };
+            path.map(|path| (name, path))
+        })?;
+        let (file, line) = (self.path.display(), self.line);
+        Some(format!(
+            "notice: {file}:{line}: {name}{path} is null, as Arrow pads rows of different fields: the model is shown it as it is there \
+             (in other rows, too; this is said once). JSON as text in the place of the list or object keeps such fields out"
+        ))
     }
 
     /// An error at this line.
@@ -254,28 +271,18 @@ impl Row {
         let turns = turns.as_array().filter(|turns| !turns.is_empty()).ok_or_else(|| {
             self.bad(format!("column '{column}' is {it_is} a list of {{role, content}}, or is empty"))
         })?;
-        turns.iter().map(|turn| self.message(column, turn)).collect()
+        turns.iter().enumerate().map(|(index, turn)| self.message(column, index, turn)).collect()
     }
 
-    fn message(&self, column: &str, turn: &Value) -> Result<Message> {
-        let mut more: Map<String, Value> = turn.as_object().cloned().unwrap_or_default();
-        more.retain(|key, value| !matches!(key.as_str(), "role" | "content") && !value.is_null());
-        let is_known = more.iter().all(|(key, value)| match key.as_str() {
-            "tool_calls" => value.as_array().is_some_and(|calls| calls.iter().all(Value::is_object)),
-            other => MORE_OF_MESSAGES.contains(&other) && value.is_string(),
-        });
-        let only_calls = turn["content"].is_null() && more.contains_key("tool_calls");
-        let content = content_text(&turn["content"]).or_else(|| only_calls.then(|| "".into()));
-        match (turn["role"].as_str(), content) {
-            (Some(role), Some(content)) if is_known => {
-                parse_arguments(&mut more);
-                Ok(Message { more, ..Message::new(role, content) })
-            }
-            _ => {
-                let more = MORE_OF_MESSAGES.join(", ");
-                let expected = format!("{{\"role\": text, \"content\": text}}, with nothing else but {more}");
-                Err(self.bad(format!("column '{column}': expected {expected}; got {turn}")))
-            }
+    fn message(&self, column: &str, index: usize, turn: &Value) -> Result<Message> {
+        let bad = |error: String| self.bad(format!("column '{column}', message {}: {error}; got {turn}", index + 1));
+        let mut more = read_message(turn).map_err(bad)?;
+        let text = |value| if let Value::String(text) = value { Some(text) } else { None };
+        let role = more.shift_remove("role").and_then(text).unwrap_or_default();
+        match more.shift_remove("content").and_then(text) {
+            Some(content) => Ok(Message { more, ..Message::new(role, content) }),
+            None if more.contains_key("tool_calls") => Ok(Message { more, ..Message::new(role, "") }),
+            None => Err(bad("expected a content of text, or tool_calls".to_owned())),
         }
     }
 }
@@ -313,10 +320,20 @@ impl<'a> ChatFormat<'a> {
     /// A row's messages with the tools that the model may call there.
     ///
     /// # Errors
-    /// [`Error::BadLine`] for a row without the name of its environment.
-    pub fn conversation(&self, row: &Row, messages: &[Message], add_generation_prompt: bool) -> Result<Conversation> {
+    /// [`Error::BadLine`] for a row without the name of its environment, or with a message that the chat template would not show whole.
+    pub fn conversation(
+        &self,
+        row: &Row,
+        tokenizer: &Tokenizer,
+        messages: &[Message],
+        add_generation_prompt: bool,
+    ) -> Result<Conversation> {
         let tools = self.tools.of_row(&row.columns).map_err(|message| row.bad(message))?.clone();
-        Ok(Conversation { tools, ..Conversation::of(messages, add_generation_prompt) })
+        let conversation = Conversation { tools, ..Conversation::of(messages, add_generation_prompt) };
+        if tokenizer.has_chat_template() {
+            tokenizer.check_fields(&conversation.messages).map_err(|message| row.bad(message))?;
+        }
+        Ok(conversation)
     }
 }
 
@@ -364,7 +381,7 @@ impl RawPrompt {
                     return Err(row.bad("the last message is the assistant's: nothing is left to answer".into()));
                 }
                 format.add_system_prompt(&mut messages);
-                let text = tokenizer.converse(format.conversation(row, &messages, true)?)?;
+                let text = tokenizer.converse(format.conversation(row, tokenizer, &messages, true)?)?;
                 let ids = tokenizer.encode(&text, false);
                 (text, ids)
             }

@@ -26,6 +26,8 @@ pub struct SftDataset {
     num_rows: usize,
     too_long: usize,
     max_length: usize,
+    /// The notice about the first padded field that is learned from.
+    padding: Option<String>,
 }
 
 impl SftDataset {
@@ -72,13 +74,14 @@ impl SftDataset {
         let ends = EndTokens { own: tokenizer.eos_token_id(), all: tokenizer.eos_token_ids(model_eos_token_ids) };
         let format = ChatFormat::new(options.prompt_format, options.system_prompt.as_deref(), tokenizer);
         let max_bytes = tokenizer.max_bytes(max_length);
-        let mut data = Self { examples: Vec::new(), num_rows: 0, too_long: 0, max_length };
+        let mut data = Self { examples: Vec::new(), num_rows: 0, too_long: 0, max_length, padding: None };
         for (path, weight) in &sources.files {
             for row in read_rows(path)? {
                 if sources.max_rows.is_some_and(|most| data.num_rows >= most) {
                     break;
                 }
                 let row = row?;
+                data.padding = data.padding.or_else(|| row.padding(true));
                 let copies = copies(*weight, data.num_rows as u64, options.seed);
                 data.num_rows += 1;
                 for example in examples(&row, options, tokenizer, &ends, &format, max_bytes)? {
@@ -97,12 +100,12 @@ impl SftDataset {
         Ok(data)
     }
 
-    /// The warning where more than a tenth of the completions is left out.
-    pub fn warning(&self) -> Option<String> {
+    /// The warning where more than a tenth of the completions is left out, and the notice about fields that Arrow has put into the rows.
+    pub fn notices(&self) -> Vec<String> {
         let (lost, all) = (self.too_long, self.examples.len() + self.too_long);
         let told =
             || format!("warning: {lost} of {all} completions are left out: longer than {} tokens", self.max_length);
-        is_much(lost, all).then(told)
+        is_much(lost, all).then(told).into_iter().chain(self.padding.clone()).collect()
     }
 
     /// The first example, as the model reads it.
@@ -118,7 +121,7 @@ impl SftDataset {
 
     /// Rows and completions at each stage.
     pub fn counts(&self) -> String {
-        let Self { examples, num_rows, too_long, max_length } = self;
+        let Self { examples, num_rows, too_long, max_length, .. } = self;
         let (all, kept) = (examples.len() + too_long, examples.len());
         format!("{num_rows} rows read, {all} completions, {too_long} longer than {max_length} tokens, {kept} kept")
     }
@@ -187,7 +190,7 @@ fn examples(
             return Ok(None);
         }
         let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, format)?;
-        let whole = tokenizer.converse(format.conversation(row, &messages[..=index], false)?)?;
+        let whole = tokenizer.converse(format.conversation(row, tokenizer, &messages[..=index], false)?)?;
         let answer = whole.strip_prefix(&text).ok_or_else(|| {
             row.bad(format!(
                 "the chat template does not put the answer in message {index} behind the prompt for it; give prompt and \
@@ -233,8 +236,7 @@ mod tests {
         assert_eq!(data.counts(), "4 rows read, 4 completions, 1 longer than 6 tokens, 3 kept");
         let told = data.description(&Folder::new().tokenizer()).unwrap();
         assert_eq!(told, "examples: the first one learns \"one two three </s>\" behind \"<s> one\"");
-        let warning = data.warning().unwrap();
-        assert_eq!(warning, "warning: 1 of 4 completions are left out: longer than 6 tokens");
+        assert_eq!(data.notices(), ["warning: 1 of 4 completions are left out: longer than 6 tokens"]);
         assert_eq!(data.examples, [example(&[0, 1], &[1, 2, 3, 9]), example(&[0, 7], &[9]), example(&[0, 7], &[1, 9])]);
         let error = read(&Folder::new(), &rows, 2).unwrap_err().to_string();
         assert!(error.contains("(4 rows read, 4 completions, 4 longer than 2 tokens, 0 kept)"), "{error}");
@@ -310,17 +312,27 @@ mod tests {
             let row = format!("{{\"messages\": {messages}{tools}}}");
             assert_eq!(read(&folder, &[&row], 99).unwrap().examples, [called(start), answered(start)], "{tools}");
         }
+        let padded = r#"[{"name": "plus", "parameters": {"x": {}, "y": null}}]"#;
+        let row = format!("{{\"messages\": {messages}, \"tools\": {padded}}}");
+        let [notice] = &read(&folder, &[&row, &row], 99).unwrap().notices()[..] else { panic!("one notice") };
+        assert!(
+            notice.starts_with("notice: ") && notice.contains(":1: tools[0].parameters.y is null, as Arrow"),
+            "{notice}"
+        );
+        let argued =
+            messages.replace(r#"{\"a\": \"three\"}""#, r#"x""#).replace("\"x\"", r#"{"a": "three", "b": null}"#);
+        let notices = read(&folder, &[&format!("{{\"messages\": {argued}}}")], 99).unwrap().notices();
+        assert!(notices[0].contains(":1: messages[1].tool_calls[0].function.arguments.b is null"), "{notices:?}");
         let refused = |row: &str| read(&folder, &[row], 99).unwrap_err().to_string();
         let wrong = refused(&format!(r#"{{"messages": {messages}, "tools": "f"}}"#));
         assert!(wrong.contains("column 'tools': expected a list of JSON schemas of functions, got \"f\""), "{wrong}");
-        for message in
-            [r#"{"role": "user", "content": "one", "weight": 1}"#, r#"{"role": "assistant", "content": null}"#]
-        {
+        for (message, why) in [
+            (r#"{"role": "assistant", "content": "one", "weight": 1}"#, ":1: the chat template reads no 'weight' of a"),
+            (r#"{"role": "assistant", "content": "one", "thinking": "two"}"#, "reads no 'thinking' of a message"),
+            (r#"{"role": "assistant", "content": null}"#, "column 'messages', message 2: expected a content of text"),
+        ] {
             let wrong = refused(&format!(r#"{{"messages": [{{"role": "user", "content": "one"}}, {message}]}}"#));
-            assert!(
-                wrong.contains("with nothing else but tool_calls, tool_call_id, name, reasoning_content"),
-                "{wrong}"
-            );
+            assert!(wrong.contains(why), "{wrong}");
         }
     }
 

@@ -8,6 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
+use super::messages::unread_field;
 use super::{ChatTemplate, Conversation, Message};
 use crate::error::{Error, Result, panic_message};
 use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, ThreadLimits};
@@ -252,7 +253,19 @@ impl Tokenizer {
                       chat_template.jinja beside it, or give prompts as text"
                 .into(),
         };
-        self.chat_template.as_ref().ok_or_else(missing)?.converse(conversation)
+        let template = self.chat_template.as_ref().ok_or_else(missing)?;
+        self.check_fields(&conversation.messages).map_err(|message| Error::ChatTemplate { message })?;
+        template.converse(conversation)
+    }
+
+    /// Refuses messages with a field that the chat template does not read.
+    pub(super) fn check_fields(&self, messages: &[Value]) -> Result<(), String> {
+        let unread = unread_field(messages, self.template_source().unwrap_or_default());
+        unread.map_or(Ok(()), |field| {
+            Err(format!(
+                "the chat template reads no '{field}' of a message: leave it out, or put what it says into the content"
+            ))
+        })
     }
 }
 

@@ -9,10 +9,11 @@ use super::ask::ApiRequest;
 use super::calls::MessageStream;
 use super::client::{RequestHandle, RequestUpdate};
 use super::episodes::Recorder;
+use super::logprobs::{ScoredToken, of_chat, of_text};
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
 use super::text::TextStream;
-use crate::data::Tokenizer;
+use crate::data::{Tokenizer, open_thought};
 use crate::error::{Error, Result};
 use crate::rollout::Request;
 use crate::types::{FinishReason, TokenLogprob};
@@ -61,31 +62,26 @@ struct New {
     reason: Option<FinishReason>,
 }
 
-#[derive(Debug)]
-struct ScoredToken {
-    token: String,
-    logprob: f32,
-    offset: usize,
-    /// Most probable first.
-    top: Vec<(String, f32)>,
-}
-
 impl Answer {
-    pub fn new(ask: &ApiRequest, requests: &[Request], model: &ServedModel, number: u64) -> Self {
+    pub fn new(ask: &ApiRequest, requests: &[Request], model: &ServedModel, number: u64) -> Result<Self, Refusal> {
         let tokenizer = &model.tokenizer;
         let parser = model.tool_calls.filter(|_| !ask.tools().is_null());
-        // Some models' calls begin with a special token.
-        let is_special = |marker: &&str| tokenizer.is_special(marker);
-        let has_special = parser.is_some_and(|parser| parser.markers().iter().any(is_special));
+        // Calls and thoughts of some models begin with special tokens.
+        let has_special = parser.is_some_and(|parser| parser.marks().any(|mark| tokenizer.is_special(mark)));
         let text = || {
             let text = TextStream::new(tokenizer.clone(), ask.params.stop.clone());
             if has_special { text.with_special_tokens(model.eos_token_ids.clone()) } else { text }
         };
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let num_generations = ask.params.num_generations;
-        let choice = |_| Choice {
+        let prompts: Vec<Vec<u32>> = requests.iter().map(Request::context).collect();
+        let thought = |prompt: &Vec<u32>| parser.map_or(Ok(None), |_| open_thought(tokenizer, prompt));
+        let thoughts = prompts.iter().map(thought).collect::<Result<Vec<_>>>();
+        let thoughts = thoughts.map_err(|error| Refusal::new(500, error.to_string()))?;
+        let choice = |index| Choice {
             text: text(),
-            message: parser.map(|parser| MessageStream::new(parser, ask.tools().clone())),
+            message: parser
+                .map(|parser| MessageStream::new(parser, ask.tools().clone(), thoughts[index / num_generations])),
             offset: 0,
             num_tokens: 0,
             has_role: false,
@@ -93,7 +89,7 @@ impl Answer {
             new: New::default(),
         };
         let num_open = requests.len() * num_generations;
-        Self {
+        Ok(Self {
             id: format!("{}-{created:x}-{number:x}", if ask.is_chat { "chatcmpl" } else { "cmpl" }),
             created,
             model: ask.model.clone().unwrap_or_else(|| model.name.clone()),
@@ -102,12 +98,12 @@ impl Answer {
             return_token_ids: ask.return_token_ids,
             include_usage: ask.include_usage,
             tokenizer: tokenizer.clone(),
-            prompts: requests.iter().map(Request::context).collect(),
+            prompts,
             num_generations,
             choices: (0..num_open).map(choice).collect(),
             num_open,
             recorder: None,
-        }
+        })
     }
 
     /// Has the answer recorded before its end is sent.
@@ -134,20 +130,18 @@ impl Answer {
         let failed = |error: Error| Refusal::new(500, error.to_string());
         match update {
             RequestUpdate::Token { choice, token_id, logprob, top_logprobs } => {
-                let scored = self.logprobs.then(|| self.scored(token_id, logprob, &top_logprobs));
-                let scored = scored.transpose().map_err(failed)?;
                 let choice = &mut self.choices[choice];
+                if self.logprobs {
+                    let token = TokenLogprob { token_id, logprob };
+                    let scored = ScoredToken::new(&token, &top_logprobs, &self.tokenizer, &mut choice.offset);
+                    choice.new.logprobs.push(scored.map_err(failed)?);
+                }
                 choice.num_tokens += 1;
                 let text = choice.text.push(token_id).map_err(failed)?;
                 let text = choice.message.as_mut().map_or(text.clone(), |message| message.push(&text));
                 choice.said += &text;
                 choice.new.text += &text;
                 choice.new.token_ids.push(token_id);
-                if let Some(scored) = scored {
-                    let offset = choice.offset;
-                    choice.offset += scored.token.chars().count();
-                    choice.new.logprobs.push(ScoredToken { offset, ..scored });
-                }
             }
             RequestUpdate::Finished { choice, reason, trajectory } => {
                 let choice = &mut self.choices[choice];
@@ -169,18 +163,6 @@ impl Answer {
             RequestUpdate::Refused(refusal) => return Err(refusal),
         }
         Ok(())
-    }
-
-    fn scored(&self, token_id: u32, logprob: f32, top: &[TokenLogprob]) -> Result<ScoredToken> {
-        let other = |other: &TokenLogprob| Ok((self.token_text(other.token_id)?, other.logprob));
-        let top = top.iter().map(other).collect::<Result<_>>()?;
-        Ok(ScoredToken { token: self.token_text(token_id)?, logprob, offset: 0, top })
-    }
-
-    /// A token alone; a special one by its name.
-    fn token_text(&self, id: u32) -> Result<String> {
-        let text = self.tokenizer.decode(&[id])?;
-        Ok(if text.is_empty() { self.tokenizer.token(id).unwrap_or_default() } else { text })
     }
 
     /// Whether every completion has ended.
@@ -244,7 +226,7 @@ impl Answer {
             _ if !calls.is_empty() => "tool_calls",
             _ => "stop",
         });
-        let logprobs = self.logprobs.then(|| self.logprobs_json(&logprobs));
+        let logprobs = self.logprobs.then(|| if self.is_chat { of_chat(&logprobs) } else { of_text(&logprobs) });
         let mut json = json!({"index": index, "logprobs": logprobs, "finish_reason": reason});
         if self.is_chat {
             let (name, message) =
@@ -260,36 +242,6 @@ impl Answer {
             }
         }
         json
-    }
-
-    fn logprobs_json(&self, logprobs: &[ScoredToken]) -> Value {
-        if !self.is_chat {
-            let of = |value: &dyn Fn(&ScoredToken) -> Value| logprobs.iter().map(value).collect::<Vec<_>>();
-            let top = |token: &ScoredToken| {
-                let sampled = std::iter::once((&token.token, token.logprob)); // is among them, however improbable
-                let all = token.top.iter().map(|(text, logprob)| (text, *logprob)).rev();
-                Value::from(
-                    sampled.chain(all).map(|(text, logprob)| (text.clone(), json!(logprob))).collect::<Map<_, _>>(),
-                )
-            };
-            let has_top = logprobs.iter().any(|token| !token.top.is_empty());
-            return json!({
-                "tokens": of(&|token| json!(token.token)),
-                "token_logprobs": of(&|token| json!(token.logprob)),
-                "text_offset": of(&|token| json!(token.offset)),
-                "top_logprobs": has_top.then(|| of(&top)),
-            });
-        }
-        let alone = |token: &str, logprob: f32| {
-            let bytes = (!token.contains('\u{FFFD}')).then_some(token.as_bytes());
-            json!({"token": token, "logprob": logprob, "bytes": bytes})
-        };
-        let token = |scored: &ScoredToken| {
-            let mut json = alone(&scored.token, scored.logprob);
-            json["top_logprobs"] = scored.top.iter().map(|(token, logprob)| alone(token, *logprob)).collect();
-            json
-        };
-        json!({"content": logprobs.iter().map(token).collect::<Vec<_>>()})
     }
 }
 
@@ -336,8 +288,12 @@ mod tests {
     use crate::data::{GrammarCompiler, ToolCallParser};
     use crate::endpoint::text::tests::bytes;
 
-    /// An answer of one byte a token.
     fn answered(text: &str, reason: FinishReason, tools: &Value, is_chunk: bool) -> Value {
+        behind("go", text, reason, tools, is_chunk)
+    }
+
+    /// An answer of one byte a token.
+    fn behind(prompt: &str, text: &str, reason: FinishReason, tools: &Value, is_chunk: bool) -> Value {
         let tokenizer = bytes();
         let model = ServedModel {
             name: "model".to_owned(),
@@ -353,20 +309,42 @@ mod tests {
         let params = Arc::new(ask.params.clone());
         let request = Request {
             prompt_id: 0,
-            token_ids: vec![1],
+            token_ids: prompt.bytes().map(u32::from).collect(),
             first_step: 0,
             first_sample: 0,
             params,
             begun: Vec::new(),
             adapter: None,
         };
-        let mut answer = Answer::new(&ask, &[request], &model, 0);
+        let mut answer = Answer::new(&ask, &[request], &model, 0).unwrap();
         for byte in text.bytes() {
             let (token_id, top_logprobs) = (byte.into(), Vec::new());
             answer.take(RequestUpdate::Token { choice: 0, token_id, logprob: -1.0, top_logprobs }).unwrap();
         }
         answer.take(RequestUpdate::Finished { choice: 0, reason, trajectory: Box::default() }).unwrap();
         answer.choice(0, is_chunk)
+    }
+
+    /// Whoever has opened the thought.
+    #[test]
+    fn calls_within_thoughts_are_not_taken_out() {
+        let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+        let call = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
+        for (prompt, open) in [("go <think>\n", ""), ("<think></think>", "<think>"), ("go", "<think>\n")] {
+            for is_chunk in [false, true] {
+                let key = if is_chunk { "delta" } else { "message" };
+                let answered = |text: &str| behind(prompt, text, FinishReason::Eos, &tools, is_chunk);
+                let thought = format!("{open}I could {call}");
+                let only = answered(&thought);
+                assert_eq!((&only[key]["content"], &only["finish_reason"]), (&json!(thought), &json!("stop")));
+                let both = answered(&format!("{thought}</think>{call}"));
+                assert_eq!(
+                    (&both[key]["content"], &both["finish_reason"]),
+                    (&json!(thought + "</think>"), &json!("tool_calls"))
+                );
+                assert_eq!(both[key]["tool_calls"].as_array().unwrap().len(), 1);
+            }
+        }
     }
 
     #[test]

@@ -1,13 +1,15 @@
 //! Bodies of requests, checked field by field. What cannot be served is refused by its name, so that no client believes that a
 //! setting was heeded which was not; what changes no token is passed over.
 
+use std::fmt;
+
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::calls::check_tools;
+use super::calls::read_tools;
 use super::output::{logprobs, structure};
 use super::refusal::Refusal;
-use crate::data::{Conversation, content_text, parse_arguments};
+use crate::data::{Conversation, check_numbers, read_message};
 use crate::types::SamplingParams;
 
 /// Fields that say nothing about the completion.
@@ -62,16 +64,20 @@ impl ApiRequest {
 
     /// Reads a body whose fields have these defaults.
     pub fn read_with(body: &[u8], is_chat: bool, defaults: &SamplingParams) -> Result<Self, Refusal> {
-        let map: Map<String, Value> = serde_json::from_slice(body)
-            .map_err(|error| Refusal::new(400, format!("the body is not a JSON object: {error}")))?;
-        let mut fields = Fields(map);
+        let wrong = |error: &dyn fmt::Display| Refusal::new(400, format!("the body is not a JSON object: {error}"));
+        let text = std::str::from_utf8(body).map_err(|error| wrong(&error))?;
+        let body: Value = serde_json::from_str(text).map_err(|error| wrong(&error))?;
+        check_numbers(&body, text).map_err(|error| Refusal::new(400, error))?;
+        let Value::Object(mut body) = body else { return Err(wrong(&"expected {..}")) };
+        body.retain(|_, value| !value.is_null());
+        let mut fields = Fields(body);
         let prompts = if is_chat { vec![conversation(&mut fields)?] } else { texts(&mut fields)? };
         let params = sampling(&mut fields, defaults)?;
         if params.num_generations.saturating_mul(prompts.len()) > MAX_CHOICES {
             return Err(Refusal::of("n", format!("expected at most {MAX_CHOICES} completions in one request")));
         }
         let max_tokens = fields.one_of(["max_completion_tokens", "max_tokens"])?;
-        let options: Map<String, Value> = fields.take("stream_options")?.unwrap_or_default();
+        let include_usage = stream_options(&mut fields)?;
         let seed: Option<i64> = fields.take("seed")?;
         let logprobs = logprobs(&mut fields, is_chat)?;
         let ask = Self {
@@ -87,7 +93,7 @@ impl ApiRequest {
             max_tokens: if is_chat { max_tokens } else { max_tokens.or(Some(DEFAULT_MAX_TOKENS)) },
             has_seed: seed.is_some(),
             streams: fields.take("stream")?.unwrap_or(false),
-            include_usage: options.get("include_usage").and_then(Value::as_bool).unwrap_or(false),
+            include_usage,
             logprobs: logprobs.is_some(),
             return_token_ids: fields.take("return_token_ids")?.unwrap_or(false),
         };
@@ -182,6 +188,20 @@ fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> Result<SamplingPa
     }
 }
 
+/// Whether a stream ends with its usage.
+fn stream_options(fields: &mut Fields) -> Result<bool, Refusal> {
+    let mut options: Map<String, Value> = fields.take("stream_options")?.unwrap_or_default();
+    options.remove("include_obfuscation"); // changes no token
+    options.retain(|name, value| name == "include_usage" || !(value.is_null() || *value == false));
+    let include_usage = options.remove("include_usage").unwrap_or_default();
+    match (include_usage, options.keys().next()) {
+        (_, Some(name)) => Err(Refusal::of("stream_options", format!("'{name}' is not supported"))),
+        (Value::Null, _) => Ok(false),
+        (Value::Bool(include_usage), _) => Ok(include_usage),
+        _ => Err(Refusal::of("stream_options", "expected include_usage: true or false")),
+    }
+}
+
 /// Whether a value means that a field is not used.
 type IsUnused<'a> = &'a dyn Fn(&Value) -> bool;
 
@@ -246,7 +266,7 @@ fn conversation(fields: &mut Fields) -> Result<PromptSource, Refusal> {
     if num_values > MAX_VALUES {
         return Err(Refusal::of("messages", format!("expected at most {MAX_VALUES} JSON values, not {num_values}")));
     }
-    check_tools(&tools)?;
+    let tools = read_tools(tools)?;
     let tools = match fields.take::<Value>("tool_choice")? {
         None => tools,
         Some(choice) if choice == "auto" => tools,
@@ -254,27 +274,22 @@ fn conversation(fields: &mut Fields) -> Result<PromptSource, Refusal> {
         Some(_) => return Err(Refusal::of("tool_choice", "expected auto or none: calls are not enforced")),
     };
     Ok(PromptSource::Conversation(Conversation {
-        messages: messages.into_iter().map(message).collect::<Result<_, _>>()?,
+        messages: messages.iter().map(message).collect::<Result<_, _>>()?,
         tools: Some(tools).filter(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty())).unwrap_or_default(),
         variables,
         add_generation_prompt: fields.take("add_generation_prompt")?.unwrap_or(true),
     }))
 }
 
-/// A message with its content as one text, which is what templates read; arguments of tool calls as objects, where they are JSON.
-pub(super) fn message(mut message: Value) -> Result<Value, Refusal> {
-    let expected = || Refusal::of("messages", "expected objects with a role and a content of text");
-    let fields = message.as_object_mut().ok_or_else(expected)?;
-    let role = fields.get("role").and_then(Value::as_str).ok_or_else(expected)?;
-    if ["system", "user"].contains(&role) && fields.get("content").is_none_or(Value::is_null) {
+/// A message as templates read it, its content a text.
+pub(super) fn message(message: &Value) -> Result<Value, Refusal> {
+    let mut fields = read_message(message).map_err(|error| Refusal::of("messages", error))?;
+    let role = fields["role"].as_str().unwrap_or_default();
+    if ["system", "user"].contains(&role) && !fields.contains_key("content") {
         return Err(Refusal::of("messages", format!("expected a content in every message of the role {role}")));
     }
-    if let Some(content) = fields.get_mut("content").filter(|content| !content.is_null()) {
-        *content = content_text(content).ok_or_else(expected)?.into_owned().into();
-    }
     fields.entry("content").or_insert(Value::String(String::new()));
-    parse_arguments(fields);
-    Ok(message)
+    Ok(fields.into())
 }
 
 fn num_values(value: &Value) -> usize {
@@ -346,6 +361,32 @@ mod tests {
         ] {
             assert_eq!(refused(field, value.clone()), None, "{field} = {value}");
         }
+    }
+
+    #[test]
+    fn null_is_absent_everywhere() {
+        let plain = json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}],
+            "tools": [{"function": {"name": "f"}}]});
+        let mut padded = plain.clone();
+        for name in ["functions", "function_call", "stop", "logit_bias", "stream_options", "unknown", "seed"] {
+            padded[name] = Value::Null;
+        }
+        for name in ["tool_calls", "content", "function_call", "name", "refusal", "audio", "reasoning"] {
+            padded["messages"][1][name] = Value::Null;
+        }
+        (padded["tools"][0]["function"]["strict"], padded["tools"][0]["type"]) = (Value::Null, Value::Null);
+        padded["stream_options"] = json!({"include_usage": null, "more": null});
+        assert_eq!(read(padded, true).unwrap(), read(plain, true).unwrap());
+        let refused = |more: &str| {
+            let body = format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"a\"}}], {more}}}");
+            ApiRequest::read(body.as_bytes(), true).unwrap_err().message
+        };
+        assert!(
+            refused("\"stream_options\": {\"continuous_usage_stats\": true}")
+                .starts_with("stream_options: 'continuous")
+        );
+        let rounded = refused("\"chat_template_kwargs\": {\"x\": [18446744073709551616]}");
+        assert!(rounded.starts_with("chat_template_kwargs.x[0]: the integer 18446744073709551616 has"), "{rounded}");
     }
 
     #[test]

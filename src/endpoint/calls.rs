@@ -5,17 +5,23 @@ use std::hash::{BuildHasher, RandomState};
 use serde_json::{Value, json};
 
 use super::refusal::Refusal;
-use crate::data::{ToolCall, ToolCallParser};
+use crate::data::{ContentScan, ToolCall, ToolCallParser};
 
 /// Length of a call's number; Mistral's templates ask for exactly this.
 const ID_LEN: usize = 9;
 
-/// Refuses what is no list of functions in OpenAI's form, naming the field; null is none.
-pub(super) fn check_tools(tools: &Value) -> Result<(), Refusal> {
+/// The functions of a request, without fields that are null. What is no list of functions in OpenAI's form is refused by its field.
+pub(super) fn read_tools(mut tools: Value) -> Result<Value, Refusal> {
     if !tools.is_null() && !tools.is_array() {
         return Err(Refusal::of("tools", "expected a list of functions"));
     }
-    for (index, tool) in tools.as_array().into_iter().flatten().enumerate() {
+    for (index, tool) in tools.as_array_mut().into_iter().flatten().enumerate() {
+        if let Some(fields) = tool.as_object_mut() {
+            fields.retain(|_, value| !value.is_null());
+        }
+        if let Some(fields) = tool.get_mut("function").and_then(Value::as_object_mut) {
+            fields.retain(|_, value| !value.is_null());
+        }
         let function = &tool["function"];
         let is_text = |value: &Value| value.is_null() || value.is_string();
         let fields = [
@@ -34,7 +40,7 @@ pub(super) fn check_tools(tools: &Value) -> Result<(), Refusal> {
             return Err(Refusal::of(&format!("tools[{index}]{field}"), format!("expected {expected}")));
         }
     }
-    Ok(())
+    Ok(tools)
 }
 
 /// A message that may have calls, as it grows.
@@ -42,26 +48,30 @@ pub(super) fn check_tools(tools: &Value) -> Result<(), Refusal> {
 pub(super) struct MessageStream {
     parser: ToolCallParser,
     tools: Value,
+    /// The mark that ends the thought which the prompt has opened.
+    thought: Option<&'static str>,
     text: String,
+    scan: ContentScan,
     num_sent: usize,
 }
 
 impl MessageStream {
-    /// An answer to a request with `tools`.
-    pub fn new(parser: ToolCallParser, tools: Value) -> Self {
-        Self { parser, tools, text: String::new(), num_sent: 0 }
+    /// An answer to a request with `tools`. It begins in the thought that `thought` ends, if the prompt has opened one.
+    pub fn new(parser: ToolCallParser, tools: Value, thought: Option<&'static str>) -> Self {
+        let scan = ContentScan::new(parser, thought);
+        Self { parser, tools, thought, text: String::new(), scan, num_sent: 0 }
     }
 
     /// Takes in text and returns what is content, whatever follows.
     pub fn push(&mut self, text: &str) -> String {
         self.text += text;
-        let end = self.parser.num_certain(&self.text).max(self.num_sent);
+        let end = self.scan.advance(&self.text).max(self.num_sent);
         self.text[std::mem::replace(&mut self.num_sent, end)..end].to_owned()
     }
 
     /// Returns the content that is left, and the calls, once the message has ended.
     pub fn finish(&mut self) -> (String, Vec<Value>) {
-        let parsed = self.parser.parse(&self.text, &self.tools);
+        let parsed = self.parser.parse(&self.text, &self.tools, self.thought);
         let content = parsed.content.get(self.num_sent..).unwrap_or_default().to_owned();
         (content, parsed.tool_calls.iter().map(call).collect())
     }
@@ -86,7 +96,7 @@ mod tests {
 
     /// Content in the pieces that are sent, and names and arguments of calls.
     fn stream(parser: ToolCallParser, pieces: &[&str]) -> (Vec<String>, Vec<(String, String)>) {
-        let mut stream = MessageStream::new(parser, Value::Null);
+        let mut stream = MessageStream::new(parser, Value::Null, None);
         let mut content: Vec<String> = pieces.iter().map(|piece| stream.push(piece)).collect();
         let (rest, calls) = stream.finish();
         content.push(rest);
@@ -107,8 +117,11 @@ mod tests {
         for right in
             [json!(null), json!([]), json!([{"type": "function", "function": function}, {"function": {"name": "f"}}])]
         {
-            assert_eq!(check_tools(&right), Ok(()), "{right}");
+            assert_eq!(read_tools(right.clone()), Ok(right));
         }
+        let padded =
+            json!([{"type": null, "function": {"name": "f", "description": null, "strict": null}, "more": null}]);
+        assert_eq!(read_tools(padded).unwrap(), json!([{"function": {"name": "f"}}]));
         let with = |field: &str, value: Value| {
             let mut function = function.clone();
             function[field] = value;
@@ -128,7 +141,7 @@ mod tests {
             (with("description", json!(3)), "tools[1].function.description"),
             (with("parameters", json!([])), "tools[1].function.parameters"),
         ] {
-            let refusal = check_tools(&wrong).unwrap_err();
+            let refusal = read_tools(wrong.clone()).unwrap_err();
             assert_eq!((refusal.status, refusal.param.as_deref()), (400, Some(field)), "{wrong}");
         }
     }

@@ -327,7 +327,7 @@ impl Recorder {
     pub fn record(self, trajectory: Trajectory, answer: Value) {
         let Self { episode, setting, mut messages, prompt, num_begun, goes_on } = self;
         let num_given = messages.len();
-        messages.push(message(answer.clone()).unwrap_or(answer));
+        messages.push(message(&answer).unwrap_or(answer));
         let mut state = lock(&episode.state);
         if state.has_ended {
             return;
@@ -352,7 +352,7 @@ fn canonical(message: &Value) -> Value {
     let is_answer = message["role"] == "assistant";
     let call = |call: &Value| json!([call["function"]["name"], call["function"]["arguments"]]);
     let calls: Vec<Value> = message["tool_calls"].as_array().into_iter().flatten().map(call).collect();
-    json!([message["role"], if is_answer { content.trim() } else { content }, calls])
+    json!([message["role"], if is_answer { content.trim() } else { content }, message["reasoning_content"], calls])
 }
 
 /// The first tokens of a trajectory. Routed experts, which begin with those of the prompt, stay as far as they are known.

@@ -175,7 +175,7 @@ impl HttpState {
         let (ask, requests, _grammar, recorder) = prepared.map_err(|error| Refusal::new(500, error.to_string()))??;
         let ticket = self.client.submit(&requests)?;
         let number = self.num_answers.fetch_add(1, Ordering::Relaxed);
-        let answer = Answer::new(&ask, &requests, &self.model, number).recorded_by(recorder);
+        let answer = Answer::new(&ask, &requests, &self.model, number)?.recorded_by(recorder);
         match ask.streams {
             true => {
                 let mut response = with_type(

@@ -17,6 +17,7 @@
 //! | `server` | what the server answers from |
 //! | `http` | routes, keys, bodies |
 //! | `ask` | bodies of requests, checked field by field |
+//! | `logprobs` | log-probabilities of tokens |
 //! | `output` | what answers look like: log-probabilities and structure |
 //! | `prompt` | texts and conversations to token ids |
 //! | `answer`, `events` | completions in OpenAI's form, whole; as a stream |
@@ -37,6 +38,7 @@ mod drive;
 mod episodes;
 mod events;
 mod http;
+mod logprobs;
 mod output;
 mod player;
 mod prompt;

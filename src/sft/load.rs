@@ -70,7 +70,7 @@ pub(super) fn load(
     let reporter = RankReporter::start(&config.output_dir, place, options.max_steps, world.device())?;
     log.display().say(&format!("{sources}: {}", rows.counts()));
     log.display().say(&description);
-    rows.warning().iter().for_each(|warning| log.display().say(warning));
+    rows.notices().iter().for_each(|notice| log.display().say(notice));
     let loss = log.first_and_last("loss").map_or(f64::NAN, |(_, newest)| newest);
     let kind = Placement::in_world(config.device, config.dtype, world.device())?.kind;
     Ok(Sft {

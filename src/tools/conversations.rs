@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::process::ToolProcess;
 use super::stats::ToolStats;
 use crate::config::{AutoOr, Config, ToolCallParser};
-use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, Turns};
+use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, Turns, open_thought};
 use crate::error::{Error, Result};
 use crate::types::{EnvironmentEnd, FinishReason, Prompt, Trajectory};
 
@@ -165,7 +165,7 @@ impl Conversations {
             turns,
             tokenizer: Arc::clone(tokenizer),
             parser,
-            shows_special: parser.markers().iter().any(|marker| tokenizer.is_special(marker)),
+            shows_special: parser.marks().any(|mark| tokenizer.is_special(mark)),
             eos_token_ids: eos_token_ids.to_vec(),
             max_iterations: config.tools.max_tool_calling_iterations.unwrap_or(usize::MAX),
             max_response_length: config.tools.max_tool_response_length.unwrap_or(usize::MAX),
@@ -209,16 +209,19 @@ impl Conversations {
         Ok(())
     }
 
-    /// Takes in a trajectory whose newest turn has ended. [`Conversations::poll`] has what follows.
+    /// Takes in a trajectory behind `prompt` whose newest turn has ended. [`Conversations::poll`] has what follows.
     ///
     /// # Errors
     /// The errors of the tokenizer and of the chat template.
-    pub fn turn_ended(&mut self, key: TrajectoryKey, prompt_len: usize, trajectory: &Trajectory) -> Result<()> {
+    pub fn turn_ended(&mut self, key: TrajectoryKey, prompt: &[u32], trajectory: &Trajectory) -> Result<()> {
         let mut conversation = self.open.remove(&key).unwrap_or_else(|| self.fresh());
-        conversation.prompt_len = prompt_len;
+        conversation.prompt_len = prompt.len();
         let environment = conversation.environment.as_deref().unwrap_or_default();
         let tools = self.process.schemas().of_environment(environment);
-        let parsed = self.parser.parse(&self.newest_turn(trajectory)?, tools);
+        let turn = trajectory.turns().pop().unwrap_or_default();
+        let before = if turn.start == 0 { prompt } else { &trajectory.token_ids[..turn.start] };
+        let thought = open_thought(&self.tokenizer, before)?;
+        let parsed = self.parser.parse(&self.text(&trajectory.token_ids[turn])?, tools, thought);
         let mut message = json!({"role": "assistant", "content": parsed.content});
         let named = |call: &ToolCall| json!({"name": call.name, "arguments": call.arguments});
         let calls: Vec<Value> = parsed.tool_calls.iter().map(named).collect();
@@ -309,10 +312,8 @@ impl Conversations {
         Conversation { number: self.num_trajectories, ..Conversation::default() }
     }
 
-    /// Text of a trajectory's newest turn.
-    fn newest_turn(&self, trajectory: &Trajectory) -> Result<String> {
-        let range = trajectory.turns().pop().unwrap_or_default();
-        let ids = &trajectory.token_ids[range];
+    /// Text of a turn, with special tokens where the parser needs them.
+    fn text(&self, ids: &[u32]) -> Result<String> {
         if !self.shows_special {
             return self.tokenizer.decode(ids);
         }

@@ -151,8 +151,12 @@ impl Played {
     }
 
     fn outcome(&mut self, trajectory: &Trajectory) -> TurnOutcome {
+        self.outcome_behind(&[0; 10], trajectory)
+    }
+
+    fn outcome_behind(&mut self, prompt: &[u32], trajectory: &Trajectory) -> TurnOutcome {
         let key = TrajectoryKey { group: GROUP, sample: 1 };
-        self.conversations.turn_ended(key, 10, trajectory).unwrap();
+        self.conversations.turn_ended(key, prompt, trajectory).unwrap();
         loop {
             if let Some((found, outcome)) = self.conversations.poll(Duration::from_secs(60), |_| true).unwrap().pop() {
                 assert_eq!(found, key);
@@ -196,7 +200,7 @@ fn episode(played: &mut Played, columns: Value, turns: &[&str]) -> (Option<Promp
     let (mut trajectory, mut contexts) = (Trajectory::default(), Vec::new());
     for turn in turns {
         played.say(&mut trajectory, turn);
-        played.conversations.turn_ended(key, 1, &trajectory).unwrap();
+        played.conversations.turn_ended(key, &[0], &trajectory).unwrap();
         match next(played) {
             TurnOutcome::Continues(context) => {
                 trajectory.push_context(&context, 3);
@@ -329,6 +333,26 @@ fn calls_are_answered_in_their_order_and_the_next_turn_begins() {
     assert_eq!(messages, expected);
     let stats = played.conversations.take_stats();
     assert_eq!((stats.num_trajectories, stats.num_turns, stats.num_calls, stats.num_failures), (1, 2, 3, 0));
+}
+
+/// A thought is told from a call in the first turn, whose prompt may have opened it, and in later ones, whose context may have.
+#[test]
+fn calls_within_thoughts_are_not_made() {
+    let mut played = Played::new(&[]);
+    let prompt = played.tokenizer.encode("go<think>\n", false).unwrap();
+    let thought = format!("I could {}", call("add", json!({"a": 5})));
+    let mut only = Trajectory::default();
+    played.say(&mut only, &thought);
+    let TurnOutcome::Ended(end) = played.outcome_behind(&prompt, &only) else { panic!("a thought was done") };
+    assert_eq!(end.messages, [json!({"role": "assistant", "content": thought})]);
+    let mut both = Trajectory::default();
+    played.say(&mut both, &format!("{thought}</think>{}", call("add", json!({"a": 1}))));
+    let TurnOutcome::Continues(context) = played.outcome_behind(&prompt, &both) else { panic!("it ended") };
+    assert!(played.tokenizer.decode_all(&context).unwrap().contains(&answered("3")));
+    both.push_context(&[context, prompt].concat(), 3);
+    played.say(&mut both, &thought);
+    let TurnOutcome::Ended(end) = played.outcome_behind(&[0], &both) else { panic!("a thought was done") };
+    assert_eq!(end.messages.len(), 3);
 }
 
 #[test]

@@ -264,10 +264,10 @@ fn bad_rows_are_named_with_line_and_columns() {
     assert!(message(&[r#"{"prompt": "one""#]).contains(":1: not JSON"));
     assert!(message(&[r#"["one"]"#]).contains("expected an object"));
     assert!(message(&[r#"{"prompt": 3}"#]).contains("neither text nor a list"));
-    assert!(message(&[r#"{"prompt": [{"role": "user"}]}"#]).contains("\"content\": text"));
+    assert!(message(&[r#"{"prompt": [{"role": "user"}]}"#]).contains("expected a content of text"));
     assert!(
         message(&[r#"{"prompt": [{"role": "user", "content": "one", "tool_calls": [1]}]}"#])
-            .contains("\"content\": text")
+            .contains("column 'prompt', message 1: tool_calls[0]: expected an object")
     );
     assert!(
         message(&[r#"{"prompt": [{"role": "assistant", "content": "one"}]}"#]).contains("nothing is left to answer")
@@ -283,12 +283,18 @@ fn bad_rows_are_named_with_line_and_columns() {
     let with_answer = |answer: &str| read(&[&format!(r#"{{"prompt": "one", "answer": {answer}}}"#)], &options);
     for rounded in ["123456789012345678901234567890", "-9876543210987654321"] {
         let error = with_answer(rounded).unwrap_err().to_string();
-        assert!(error.contains(":1: column 'answer' is a whole number of more digits than are read"), "{error}");
+        assert!(error.contains(&format!(":1: column answer: the integer {rounded} has more than 64 bits")), "{error}");
         with_answer(&format!("\"{rounded}\"")).unwrap();
     }
     for exact in ["18446744073709551615", "-9223372036854775808", "1e22", "6.022e23", "0.30000000000000004"] {
         with_answer(exact).unwrap();
     }
+    for exact in ["449.49106478873813", "-0.0", "1.0", "1", "18446744073709551615"] {
+        assert_eq!(with_answer(exact).unwrap().prompt(0).columns["answer"].to_string(), exact);
+    }
+    let list = format!("[{{\"prompt\": \"one\"}}, {{\"prompt\": \"one\", \"id\": {}}}]", u128::MAX);
+    let error = message(&[&list]);
+    assert!(error.contains(&format!("[1].id: the integer {} has more than 64 bits", u128::MAX)), "{error}");
 }
 
 /// OpenAI's form, with the nulls that Parquet puts for what other rows have.
@@ -299,7 +305,7 @@ fn content_in_parts_of_text_is_one_text() {
     let data = read(&[&row(parts)], &DatasetOptions::default()).unwrap();
     assert_eq!(data.prompt(0).text, "what is one answer");
     for other in [r#"{"type": "image_url", "image_url": "x"}"#, r#"{"type": "text"}"#, r#""one""#] {
-        assert!(message(&[&row(other)]).contains("\"content\": text"), "{other}");
+        assert!(message(&[&row(other)]).contains("column 'prompt', message 1: content[0]: expected"), "{other}");
     }
 }
 

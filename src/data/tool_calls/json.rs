@@ -1,70 +1,65 @@
-//! Calls that are JSON.
+//! Calls that are JSON. A call ends where its JSON does: marks within its strings are text.
 
 use serde_json::{Deserializer, Value};
 
-use super::{ParsedMessage, ToolCall, call_of};
+use super::{CallBlock, ToolCall, Unreadable, call_of};
+use crate::data::numbers::check_numbers;
 
-/// Calls between `<tool_call>` and `</tool_call>`, or the end of the text.
-pub(super) fn hermes(text: &str) -> Result<ParsedMessage, String> {
+/// A call between `<tool_call>` and `</tool_call>`, or the end of the text, or the next call.
+pub(super) fn hermes(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     const OPEN: &str = "<tool_call>";
-    let mut parts = text.split(OPEN);
-    let content = parts.next().unwrap_or_default().to_owned();
-    let call = |part: &str| {
-        let inner = part.split("</tool_call>").next().unwrap_or_default().trim();
-        let object = serde_json::from_str(inner).map_err(|error| format!("a <tool_call> is no JSON: {error}"))?;
-        call_of(object, &["arguments"])
-    };
-    Ok(ParsedMessage { content, tool_calls: parts.map(call).collect::<Result<_, _>>()?, error: None })
+    const CLOSE: &str = "</tool_call>";
+    let start = at + OPEN.len();
+    let rest = &text[start..];
+    let inner = rest.trim_start();
+    if !inner.starts_with('{') {
+        let message = "a <tool_call> is no JSON: expected an object".to_owned();
+        let is_closed = rest[..rest.find(OPEN).unwrap_or(rest.len())].contains(CLOSE);
+        return Err(if is_closed { Unreadable::call(message) } else { Unreadable::open(message) });
+    }
+    let unreadable = |error: String| Unreadable::call(format!("a <tool_call> is no JSON: {error}"));
+    let (object, len) = first_value(inner).map_err(unreadable)?;
+    let behind = inner[len..].trim_start();
+    if !behind.is_empty() && !behind.starts_with(CLOSE) && !behind.starts_with(OPEN) {
+        return Err(unreadable(format!("expected {CLOSE} behind its object")));
+    }
+    let call = call_of(object, &["arguments"]).map_err(Unreadable::call)?;
+    let end = text.len() - behind.strip_prefix(CLOSE).unwrap_or(behind).len();
+    Ok(CallBlock { calls: vec![call], end })
 }
 
-/// Objects anywhere in the text. Text beside them is dropped, and so are objects that are no calls once there is one.
-pub(super) fn llama3(text: &str) -> Result<ParsedMessage, String> {
-    let (mut parsed, mut at) = (ParsedMessage::default(), 0);
-    while let Some(start) = text[at..].find('{').map(|found| at + found) {
-        at = match first_value(&text[start..]) {
-            Ok((object, len)) => {
-                match call_of(object, &["arguments", "parameters"]) {
-                    Ok(call) => parsed.tool_calls.push(call),
-                    Err(error) => parsed.error = parsed.error.or(Some(error)),
-                }
-                start + len
-            }
-            Err(error) => {
-                parsed.error = parsed.error.or(Some(format!("an object is no JSON: {error}")));
-                start + 1
-            }
-        };
-    }
-    if !parsed.tool_calls.is_empty() {
-        parsed.error = None; // braces in prose
-    }
-    Ok(parsed)
+/// An object anywhere in the text.
+pub(super) fn llama3(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
+    let (object, len) = first_value(&text[at..])
+        .map_err(|error| Unreadable::prose(format!("an object is no JSON: {error}"), at + 1))?;
+    let call = call_of(object, &["arguments", "parameters"]).map_err(|error| Unreadable::prose(error, at + len))?;
+    Ok(CallBlock { calls: vec![call], end: at + len })
 }
 
 /// A list of calls behind one `[TOOL_CALLS]`, or a name and its arguments behind each.
-pub(super) fn mistral(text: &str) -> Result<ParsedMessage, String> {
-    let mut parts = text.split("[TOOL_CALLS]");
-    let mut parsed = ParsedMessage { content: parts.next().unwrap_or_default().to_owned(), ..ParsedMessage::default() };
-    for part in parts {
-        let part = part.trim();
-        let named = part.find('{').map(|at| part.split_at(at)).filter(|(name, _)| is_name(name));
-        match named {
-            Some((name, arguments)) => parsed.tool_calls.push(ToolCall {
-                name: name.split('[').next().unwrap_or_default().trim().to_owned(),
-                arguments: first_value(arguments).map_err(|error| format!("arguments are no JSON: {error}"))?.0,
-            }),
-            None => {
-                let list = part.find("[{").or_else(|| part.find("[]")).map(|at| &part[at..]);
-                let list = list.ok_or("neither a list of calls nor a name with its arguments behind [TOOL_CALLS]")?;
-                let (list, _) = first_value(list).map_err(|error| format!("a list of calls is no JSON: {error}"))?;
-                let Value::Array(objects) = list else { return Err("expected a list of calls".to_owned()) };
-                for object in objects {
-                    parsed.tool_calls.push(call_of(object, &["arguments"])?);
-                }
-            }
+pub(super) fn mistral(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
+    const OPEN: &str = "[TOOL_CALLS]";
+    let start = at + OPEN.len();
+    let part = &text[start..];
+    let part = &part[..part.find(OPEN).unwrap_or(part.len())];
+    let named = part.find('{').filter(|at| is_name(part[..*at].trim()));
+    let Some(place) = named.or_else(|| part.find("[{")).or_else(|| part.find("[]")) else {
+        return Err(Unreadable::open(
+            "neither a list of calls nor a name with its arguments behind [TOOL_CALLS]".into(),
+        ));
+    };
+    let what = if named.is_some() { "arguments are" } else { "a list of calls is" };
+    let (value, len) =
+        first_value(&text[start + place..]).map_err(|error| Unreadable::call(format!("{what} no JSON: {error}")))?;
+    let calls = match (named, value) {
+        (Some(_), arguments) => {
+            let name = part[..place].trim().split('[').next().unwrap_or_default().trim().to_owned();
+            Ok(vec![ToolCall { name, arguments }])
         }
-    }
-    Ok(parsed)
+        (None, Value::Array(objects)) => objects.into_iter().map(|object| call_of(object, &["arguments"])).collect(),
+        (None, _) => Err("expected a list of calls".to_owned()),
+    };
+    Ok(CallBlock { calls: calls.map_err(Unreadable::call)?, end: start + place + len })
 }
 
 /// A function's name, with `[CALL_ID]..` and `[ARGS]` behind it where the tokenizer has them.
@@ -76,8 +71,10 @@ fn is_name(text: &str) -> bool {
 }
 
 /// The value that a text begins with, and its bytes.
-fn first_value(text: &str) -> Result<(Value, usize), serde_json::Error> {
+fn first_value(text: &str) -> Result<(Value, usize), String> {
     let mut values = Deserializer::from_str(text).into_iter::<Value>();
-    let value = values.next().unwrap_or(Ok(Value::Null))?;
-    Ok((value, values.byte_offset()))
+    let value = values.next().unwrap_or(Ok(Value::Null)).map_err(|error| error.to_string())?;
+    let len = values.byte_offset();
+    check_numbers(&value, &text[..len])?;
+    Ok((value, len))
 }

@@ -1,8 +1,9 @@
 //! Tool calls in what a model wrote, in the formats that models are trained on, under vLLM's names. Pure functions of a text; they
 //! know nothing of requests, tools that run, or tokens.
 //!
-//! | file | formats |
+//! | file | what it is |
 //! |---|---|
+//! | `thoughts` | where a thought begins and ends: calls are looked for outside of thoughts alone |
 //! | `json` | `hermes`, `llama3_json`, `mistral`: calls are JSON |
 //! | `xml` | `qwen3_xml`: a tag for each argument |
 //! | `pythonic` | `pythonic`: a list of Python calls |
@@ -11,11 +12,15 @@ mod json;
 mod pythonic;
 #[cfg(test)]
 mod tests;
+mod thoughts;
 mod xml;
 
 use serde_json::Value;
 
+use super::numbers::check_numbers;
 pub use crate::config::ToolCallParser;
+pub(crate) use thoughts::{ContentScan, open_thought};
+use thoughts::{Mark, Outside, THOUGHTS};
 
 /// A function that the model wants to be called.
 #[derive(Debug, Clone, PartialEq)]
@@ -62,36 +67,135 @@ impl ToolCallParser {
         }
     }
 
+    /// Texts that calls and thoughts begin and end with, which have to be seen even where they are special tokens.
+    pub fn marks(self) -> impl Iterator<Item = &'static str> {
+        let thoughts = THOUGHTS.iter().flat_map(|(open, end)| [*open, *end]);
+        self.markers().iter().copied().chain(thoughts)
+    }
+
     /// Takes a whole message apart. `tools`, a list of JSON schemas as requests have it, gives the types of arguments in formats
-    /// that write all of them as text.
+    /// that write all of them as text. `thought` ends the thought that the prompt has opened for this message ([`open_thought`]).
     ///
-    /// A message with a call that cannot be read is all content, as in vLLM. [`ParsedMessage::error`] says why.
-    pub fn parse(self, text: &str, tools: &Value) -> ParsedMessage {
+    /// Calls within a thought are part of the thought, which is content. A message with a call that cannot be read is all content, as in
+    /// vLLM. [`ParsedMessage::error`] says why.
+    pub fn parse(self, text: &str, tools: &Value, thought: Option<&'static str>) -> ParsedMessage {
         let parsed = match self {
-            Self::Hermes => json::hermes(text),
-            Self::Qwen3Xml => xml::parse(text, tools),
-            Self::Llama3Json => json::llama3(text),
-            Self::Pythonic => Ok(pythonic::parse(text)),
-            Self::Mistral => json::mistral(text),
+            Self::Hermes => blocks(text, thought, self, &|at| json::hermes(text, at)),
+            Self::Qwen3Xml => blocks(text, thought, self, &|at| xml::call(text, at, tools)),
+            Self::Llama3Json => blocks(text, thought, self, &|at| json::llama3(text, at)),
+            Self::Mistral => blocks(text, thought, self, &|at| json::mistral(text, at)),
+            Self::Pythonic => pythonic_list(text, thought),
         };
-        let parsed = parsed.unwrap_or_else(|error| ParsedMessage { error: Some(error), ..ParsedMessage::default() });
         match parsed.tool_calls.is_empty() {
             true => ParsedMessage { content: text.to_owned(), ..parsed },
             false => parsed,
         }
     }
+}
 
-    /// Bytes of a growing message that are content whatever follows.
-    pub fn num_certain(self, text: &str) -> usize {
-        if self == Self::Pythonic {
-            let trimmed = text.trim_start(); // a call is the whole message
-            return if trimmed.is_empty() || trimmed.starts_with('[') { 0 } else { text.len() };
-        }
-        let found = self.markers().iter().filter_map(|marker| text.find(marker)).min();
-        let may_begin = |at: usize| self.markers().iter().any(|marker| marker.starts_with(&text[at..]));
-        let starts = || text.char_indices().rev().map(|(at, _)| at).take_while(|at| text.len() - at < 16);
-        found.unwrap_or_else(|| starts().filter(|at| may_begin(*at)).last().unwrap_or(text.len()))
+/// A part of a text that is calls.
+struct CallBlock {
+    calls: Vec<ToolCall>,
+    /// The byte behind it.
+    end: usize,
+}
+
+/// Why a mark begins no call that can be read.
+struct Unreadable {
+    message: String,
+    kind: UnreadableKind,
+}
+
+enum UnreadableKind {
+    /// It is a call.
+    Call,
+    /// It has no end: it is text where a call follows.
+    Open,
+    /// It is text where the message has a call. The byte behind it.
+    Prose(usize),
+}
+
+impl Unreadable {
+    fn call(message: String) -> Self {
+        Self { message, kind: UnreadableKind::Call }
     }
+
+    fn open(message: String) -> Self {
+        Self { message, kind: UnreadableKind::Open }
+    }
+
+    fn prose(message: String, end: usize) -> Self {
+        Self { message, kind: UnreadableKind::Prose(end) }
+    }
+}
+
+/// The calls that `read` finds at marks outside of thoughts.
+fn blocks(
+    text: &str,
+    thought: Option<&'static str>,
+    parser: ToolCallParser,
+    read: &dyn Fn(usize) -> Result<CallBlock, Unreadable>,
+) -> ParsedMessage {
+    let is_anywhere = parser == ToolCallParser::Llama3Json; // text beside a call is dropped
+    let markers = if is_anywhere { &["{"] } else { parser.markers() };
+    let mut outside = Outside::new(text, thought);
+    let (mut tool_calls, mut begin) = (Vec::new(), 0);
+    let [mut of_call, mut of_open, mut of_prose] = [None, None, None];
+    while let Some(mark) = outside.next(markers) {
+        let Mark::Call(at) = mark else {
+            tool_calls.clear();
+            (of_call, of_open, of_prose) = (None, None, None);
+            continue;
+        };
+        match read(at) {
+            Ok(block) => {
+                if tool_calls.is_empty() {
+                    begin = if is_anywhere { outside.thoughts_end } else { at };
+                }
+                tool_calls.extend(block.calls);
+                outside.at = block.end;
+                of_open = None;
+            }
+            Err(Unreadable { message, kind }) => {
+                let error = match kind {
+                    UnreadableKind::Call => &mut of_call,
+                    UnreadableKind::Open => &mut of_open,
+                    UnreadableKind::Prose(end) => {
+                        outside.at = end;
+                        &mut of_prose
+                    }
+                };
+                error.get_or_insert(message);
+            }
+        }
+    }
+    let error = of_call.or(of_open).or(of_prose.filter(|_| tool_calls.is_empty()));
+    match error {
+        Some(_) => ParsedMessage { error, ..ParsedMessage::default() },
+        None => ParsedMessage { content: text[..begin].to_owned(), tool_calls, error },
+    }
+}
+
+/// A list of calls that is the whole text but for thoughts before it.
+fn pythonic_list(text: &str, thought: Option<&'static str>) -> ParsedMessage {
+    let mut outside = Outside::new(text, thought);
+    let mut first = None;
+    while let Some(mark) = outside.next(&["["]) {
+        let begins = |at: usize| text[outside.thoughts_end..at].trim().is_empty();
+        match mark {
+            Mark::Call(at) if first.is_none() && begins(at) => {
+                let parsed = pythonic::parse(&text[at..]);
+                let is_read = !parsed.tool_calls.is_empty() && parsed.error.is_none();
+                first = Some(ParsedMessage { content: text[..outside.thoughts_end].to_owned(), ..parsed });
+                if is_read {
+                    break;
+                }
+            }
+            Mark::Call(_) => {}
+            Mark::EndOfThought => first = None,
+        }
+    }
+    first.unwrap_or_default()
 }
 
 /// A call from an object with a name and arguments under one of `keys`.
@@ -100,15 +204,16 @@ fn call_of(mut object: Value, keys: &[&str]) -> Result<ToolCall, String> {
     let arguments = keys.iter().find_map(|key| fields.remove(*key));
     let arguments = arguments.ok_or_else(|| format!("no '{}' beside the function's name", keys[0]))?;
     match fields.remove("name") {
-        Some(Value::String(name)) if !name.is_empty() => Ok(ToolCall { name, arguments: decoded(arguments) }),
+        Some(Value::String(name)) if !name.is_empty() => Ok(ToolCall { name, arguments: decoded(arguments)? }),
         _ => Err("no 'name' of a function".to_owned()),
     }
 }
 
 /// Arguments that the model has already written as a text of JSON.
-fn decoded(arguments: Value) -> Value {
-    match arguments.as_str().map(serde_json::from_str) {
-        Some(Ok(object @ Value::Object(_))) => object,
-        _ => arguments,
+fn decoded(arguments: Value) -> Result<Value, String> {
+    let parsed = arguments.as_str().and_then(|text| Some((serde_json::from_str(text).ok()?, text)));
+    match parsed {
+        Some((object @ Value::Object(_), text)) => check_numbers(&object, text).map(|()| object),
+        _ => Ok(arguments),
     }
 }

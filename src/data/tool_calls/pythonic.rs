@@ -3,6 +3,7 @@
 use serde_json::{Map, Number, Value};
 
 use super::{ParsedMessage, ToolCall};
+use crate::data::numbers;
 
 /// Lists and dictionaries within one another.
 const MAX_DEPTH: usize = 64;
@@ -179,7 +180,7 @@ impl<'a> Reader<'a> {
     fn number(&mut self) -> Result<Value, String> {
         let text = self.take_while(|c| c.is_ascii_alphanumeric() || "+-._".contains(c)).replace('_', "");
         let unsigned = text.trim_start_matches('+');
-        let whole = unsigned.parse::<i64>().map(Number::from).ok();
+        let whole = numbers::integer(unsigned)?;
         let number = whole.or_else(|| unsigned.parse().ok().and_then(Number::from_f64));
         number.map(Value::Number).ok_or_else(|| format!("'{text}' is no finite number"))
     }

@@ -10,9 +10,19 @@ fn calls(parsed: &ParsedMessage) -> Vec<(&str, Value)> {
 
 /// A message's content and calls, without an error.
 fn read(parser: ToolCallParser, text: &str) -> (String, Vec<(String, Value)>) {
-    let parsed = parser.parse(text, &Value::Null);
+    let parsed = parser.parse(text, &Value::Null, None);
     assert_eq!(parsed.error, None, "{text}");
     (parsed.content, parsed.tool_calls.into_iter().map(|call| (call.name, call.arguments)).collect())
+}
+
+/// Bytes that are content after each of the pieces.
+fn certain(parser: ToolCallParser, pieces: &[&str]) -> Vec<usize> {
+    let (mut scan, mut text) = (ContentScan::new(parser, None), String::new());
+    let mut advance = |piece: &&str| {
+        text += piece;
+        scan.advance(&text)
+    };
+    pieces.iter().map(&mut advance).collect()
 }
 
 fn one(content: &str, name: &str, arguments: Value) -> (String, Vec<(String, Value)>) {
@@ -23,9 +33,9 @@ fn one(content: &str, name: &str, arguments: Value) -> (String, Vec<(String, Val
 fn a_message_without_a_call_is_content() {
     for &parser in ToolCallParser::ALL {
         for text in ["", "How can I help you today?", "  2 < 3 and (a) or b] \n"] {
-            let parsed = parser.parse(text, &Value::Null);
+            let parsed = parser.parse(text, &Value::Null, None);
             assert_eq!(parsed, ParsedMessage { content: text.to_owned(), ..ParsedMessage::default() }, "{parser:?}");
-            assert_eq!(parser.num_certain(text), text.len(), "{parser:?} {text}");
+            assert_eq!(certain(parser, &[text]), [text.len()], "{parser:?} {text}");
         }
     }
 }
@@ -52,7 +62,7 @@ fn hermes_writes_json_between_tags() {
         "<tool_call>f(1)</tool_call>",
         "<tool_call>",
     ] {
-        let parsed = ToolCallParser::Hermes.parse(wrong, &Value::Null);
+        let parsed = ToolCallParser::Hermes.parse(wrong, &Value::Null, None);
         assert!(parsed.tool_calls.is_empty() && parsed.content == wrong && parsed.error.is_some(), "{parsed:?}");
     }
 }
@@ -67,7 +77,7 @@ fn qwen3_xml_takes_types_from_the_schema() {
         <parameter=share>2.50</parameter>\n<parameter=is_on>True</parameter>\n<parameter=list>[\"a\", 1]</parameter>\n\
         <parameter=map>{\"k\": null}</parameter>\n<parameter=wrong>many</parameter>\n<parameter=none>null</parameter>\n\
         <parameter=unknown>7</parameter>\n</function>\n</tool_call>\nThat is all.";
-    let parsed = ToolCallParser::Qwen3Xml.parse(text, &tools);
+    let parsed = ToolCallParser::Qwen3Xml.parse(text, &tools, None);
     let arguments = json!({"text": "a <b>\n\nc", "count": 42, "share": 2.5, "is_on": true, "list": ["a", 1], "map": {"k": null},
         "wrong": "many", "none": null, "unknown": "7"});
     assert_eq!((parsed.content.as_str(), calls(&parsed)), ("Now.\n", vec![("f", arguments)]));
@@ -79,7 +89,7 @@ fn qwen3_xml_takes_types_from_the_schema() {
     for wrong in
         ["<tool_call><function=f>", "<tool_call><function=></function></tool_call>", "<tool_call>x", "<function=f"]
     {
-        let parsed = ToolCallParser::Qwen3Xml.parse(wrong, &tools);
+        let parsed = ToolCallParser::Qwen3Xml.parse(wrong, &tools, None);
         assert!(parsed.tool_calls.is_empty() && parsed.content == wrong && parsed.error.is_some(), "{parsed:?}");
     }
 }
@@ -98,7 +108,7 @@ fn llama3_json_finds_objects_among_text() {
     }
     assert_eq!(parse(&format!("{call} I used {{search}} with {{\"a\": 1}}.")), one("", "search", search));
     for wrong in [r#"{"name": "f", "parameters": {no}"#, r#"{"parameters": {}}"#, r#"{"name": "f"}"#, "{"] {
-        let parsed = ToolCallParser::Llama3Json.parse(wrong, &Value::Null);
+        let parsed = ToolCallParser::Llama3Json.parse(wrong, &Value::Null, None);
         assert!(parsed.tool_calls.is_empty() && parsed.content == wrong && parsed.error.is_some(), "{parsed:?}");
     }
 }
@@ -119,14 +129,14 @@ lines''')]"#;
     // One call that cannot be read does not cost its neighbours.
     for wrong in ["bad(x=b'z')", "bad(x=1e999)", "bad(x=y)", "bad(1)", "bad(x=f(')'))"] {
         for text in [format!("[{wrong}, good(a=1)]"), format!("[good(a=1), {wrong}]")] {
-            let parsed = ToolCallParser::Pythonic.parse(&text, &Value::Null);
+            let parsed = ToolCallParser::Pythonic.parse(&text, &Value::Null, None);
             assert_eq!(calls(&parsed), [("good", json!({"a": 1}))], "{text}");
             assert!(parsed.error.is_some(), "{text}");
         }
     }
     let deep = format!("[f(a={}{})]", "[".repeat(100_000), "]".repeat(100_000));
     for wrong in ["[f(a='x 'y' 'z), g(b='p 'q' 'r)]", "[foo(x=1])]", "[f(a=1", "[1, 2]", "[f(a=1) g()", &deep] {
-        let parsed = ToolCallParser::Pythonic.parse(wrong, &Value::Null);
+        let parsed = ToolCallParser::Pythonic.parse(wrong, &Value::Null, None);
         assert!(parsed.tool_calls.is_empty() && parsed.content == wrong, "{:.80?}", parsed);
     }
 }
@@ -150,7 +160,7 @@ fn mistral_writes_a_list_or_names() {
     for wrong in
         ["[TOOL_CALLS] not json at all", r#"[TOOL_CALLS]add{"a": 1"#, "[TOOL_CALLS]", r#"[TOOL_CALLS][{"name": "a"}]"#]
     {
-        let parsed = ToolCallParser::Mistral.parse(wrong, &Value::Null);
+        let parsed = ToolCallParser::Mistral.parse(wrong, &Value::Null, None);
         assert!(parsed.tool_calls.is_empty() && parsed.content == wrong && parsed.error.is_some(), "{parsed:?}");
     }
 }
@@ -165,14 +175,140 @@ fn content_is_certain_before_a_call_begins() {
         (ToolCallParser::Mistral, "Hi [ [TOOL_CALLS]f{}", "Hi [ "),
         (ToolCallParser::Pythonic, " [f()]", ""),
     ] {
-        let ends = text.char_indices().map(|(at, _)| at).chain([text.len()]);
-        let certain: Vec<usize> = ends.map(|end| parser.num_certain(&text[..end])).collect();
+        let chars: Vec<&str> = text.split("").collect();
+        let certain = certain(parser, &chars);
         assert!(certain.is_sorted(), "{certain:?}");
         assert_eq!(&text[..*certain.last().unwrap()], content);
-        assert_eq!(parser.parse(text, &Value::Null).tool_calls.len(), 1);
+        assert_eq!(parser.parse(text, &Value::Null, None).tool_calls.len(), 1);
     }
-    assert_eq!(ToolCallParser::Hermes.num_certain("a <tool_"), 2);
-    assert_eq!(ToolCallParser::Hermes.num_certain("a <tool_box"), 11);
+    assert_eq!(certain(ToolCallParser::Hermes, &["a <tool_", "box"]), [2, 11]);
+}
+
+/// A call of `f` in the format of each parser, and a mark of it that has no end.
+const CALLS: [(ToolCallParser, &str, &str); 5] = [
+    (ToolCallParser::Hermes, "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1}}\n</tool_call>", "<tool_call>"),
+    (
+        ToolCallParser::Qwen3Xml,
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        "<function=f>",
+    ),
+    (ToolCallParser::Llama3Json, "{\"name\": \"f\", \"parameters\": {\"a\": 1}}", "{"),
+    (ToolCallParser::Pythonic, "[f(a=1)]", "["),
+    (ToolCallParser::Mistral, "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {\"a\": 1}}]", "[TOOL_CALLS]"),
+];
+
+/// What is thought is not done, whoever opened the thought, and whatever marks stand in it.
+#[test]
+fn calls_within_thoughts_are_thoughts() {
+    for (parser, call, mark) in CALLS {
+        for (open, close) in THOUGHTS {
+            let names = |text: &str, thought| {
+                let parsed = parser.parse(text, &Value::Null, thought);
+                assert_eq!(parsed.error, None, "{text}");
+                let names: Vec<String> = parsed.tool_calls.iter().map(|call| call.name.clone()).collect();
+                assert!(!names.is_empty() || parsed.content == text, "{text}");
+                (parsed.content, names.concat())
+            };
+            let called = |text: &str| names(text, None).1;
+            let thought = format!("{open}\nI could {call} or {mark}.\n{close}\n\n");
+            assert_eq!(called(&thought), "", "{thought}");
+            let (content, name) = names(&format!("{thought}{call}"), None);
+            assert_eq!((content.trim_end(), name.as_str()), (thought.trim_end(), "f"), "{thought}");
+            assert_eq!(called(&format!("{thought}{open}No: {call}{close}{call}")), "f", "two thoughts");
+            // The prompt has opened the thought, and is known or not.
+            let rest = thought.strip_prefix(open).unwrap();
+            assert_eq!(called(&format!("{rest}{call}")), "f", "{rest}");
+            assert_eq!(names(&format!("{rest}{call}"), Some(close)).1, "f", "{rest}");
+            assert_eq!(names(&format!("I could {call}"), Some(close)).1, "", "a thought without an end");
+            assert_eq!(called(&format!("{open}I could {call}")), "", "a thought without an end");
+            assert_eq!(called(&format!("So.\n {open}\nI could {call}")), "", "a thought that begins a line");
+            if parser != ToolCallParser::Pythonic {
+                assert_eq!(called(&format!("The tag {open} opens a thought. {call}")), "f", "a word");
+                assert_eq!(called(&format!("The tag {mark} begins a call. {call}")), "f", "a word");
+                assert_eq!(called(&format!("{call} {open}{call}{close} {call}")), "ff", "a thought between calls");
+            }
+        }
+    }
+}
+
+/// Marks within an argument are its text.
+#[test]
+fn arguments_may_hold_marks() {
+    let value = "a </think> <think> [TOOL_CALLS]g{} [/THINK] <tool_call>{\"name\": \"g\", \"arguments\": {}}</tool_call> \
+        <function=g></function>";
+    let json = json!({"name": "f", "arguments": {"a": value}}).to_string();
+    let expected = json!({"a": value});
+    for (parser, text) in [
+        (ToolCallParser::Hermes, format!("<tool_call>{json}</tool_call>")),
+        (ToolCallParser::Llama3Json, json.clone()),
+        (ToolCallParser::Mistral, format!("[TOOL_CALLS][{json}]")),
+        (ToolCallParser::Pythonic, format!("[f(a={value:?})]")),
+        (ToolCallParser::Qwen3Xml, format!("<function=f><parameter=a>{value}</parameter></function>")),
+    ] {
+        assert_eq!(read(parser, &text), one("", "f", expected.clone()), "{parser:?}");
+    }
+}
+
+/// Whatever the pieces, what is sent stays, and each byte is looked at once.
+#[test]
+fn a_message_is_searched_once_however_long_it_is() {
+    let parts = ["word ", "\n", "<think>", "</think>", "[THINK]", "<tool", "[", "{", "é", "<function", "</th", "ink>"];
+    let mut dice = crate::data::fixtures::Dice(3);
+    for (parser, call, _) in CALLS {
+        for _ in 0..200 {
+            let mut pieces: Vec<&str> =
+                (0..dice.roll(12)).map(|_| parts[dice.roll(parts.len() as u64) as usize]).collect();
+            pieces.push(call);
+            let text = pieces.concat();
+            let content = parser.parse(&text, &Value::Null, None).content;
+            let chars: Vec<&str> = text.split("").collect();
+            for certain in [certain(parser, &pieces), certain(parser, &chars)] {
+                assert!(certain.is_sorted(), "{text:?}: {certain:?}");
+                let sent = &text[..*certain.last().unwrap()];
+                let is_beside = matches!(parser, ToolCallParser::Llama3Json | ToolCallParser::Pythonic);
+                assert!(is_beside || content.starts_with(sent), "{text:?}: {sent:?} {content:?}");
+            }
+        }
+        for plain in ["no call ", "<think> ", "<tool_ca ", "</think>", " \n"] {
+            let num_pieces = 2_000;
+            let (mut scan, mut text) = (ContentScan::new(parser, None), String::new());
+            for _ in 0..num_pieces {
+                text += plain;
+                scan.advance(&text);
+            }
+            let num_searched = scan.num_searched;
+            assert!(
+                num_searched <= 2 * text.len() + 2 * num_pieces,
+                "{parser:?} {plain:?}: {num_searched} of {}",
+                text.len()
+            );
+        }
+    }
+}
+
+/// An integer that would be rounded is refused by name, in every format.
+#[test]
+fn long_integers_are_no_arguments() {
+    let tools = json!([{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]);
+    for (parser, call, _) in CALLS {
+        for (number, is_read) in
+            [("18446744073709551615", true), ("-9223372036854775808", true), ("1234567890123456789012", false)]
+        {
+            let text = call
+                .replace(": 1}", &format!(": {number}}}"))
+                .replace("=1", &format!("={number}"))
+                .replace("\n1\n", number);
+            let parsed = parser.parse(&text, &tools, None);
+            match is_read {
+                true => assert_eq!(parsed.tool_calls[0].arguments["a"].to_string(), number, "{parser:?}"),
+                false => {
+                    assert!(parsed.tool_calls.is_empty(), "{parser:?}");
+                    let error = parsed.error.unwrap();
+                    assert!(error.contains("the integer 1234567890123456789012 has more than 64 bits"), "{error}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -2,42 +2,67 @@
 
 use serde_json::{Map, Number, Value};
 
-use super::{ParsedMessage, ToolCall};
+use super::{CallBlock, ToolCall, Unreadable};
+use crate::data::numbers::{self, check_numbers};
 
+const TOOL_CALL: &str = "<tool_call>";
+const TOOL_CALL_END: &str = "</tool_call>";
 const FUNCTION: &str = "<function=";
+const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
+const PARAMETER_END: &str = "</parameter>";
 
-/// Functions with their closing tags; `<tool_call>` around them is not asked for.
-pub(super) fn parse(text: &str, tools: &Value) -> Result<ParsedMessage, String> {
-    let begin = ["<tool_call>", FUNCTION].iter().filter_map(|tag| text.find(tag)).min().unwrap_or(text.len());
-    let mut parsed = ParsedMessage { content: text[..begin].to_owned(), ..ParsedMessage::default() };
-    let mut functions = text[begin..].split(FUNCTION);
-    if begin < text.len() && !text[begin..].contains(FUNCTION) {
-        return Err("a <tool_call> without <function=NAME>".to_owned());
+/// A function with its closing tag; `<tool_call>` around it is not asked for.
+pub(super) fn call(text: &str, at: usize, tools: &Value) -> Result<CallBlock, Unreadable> {
+    let open = |message: &str| Unreadable::open(message.to_owned());
+    let rest = text[at..].strip_prefix(TOOL_CALL).unwrap_or(&text[at..]).trim_start();
+    let function = rest.strip_prefix(FUNCTION).ok_or_else(|| open("a <tool_call> without <function=NAME>"))?;
+    let (name, mut rest) = function.split_once('>').ok_or_else(|| open("a <function= without its end '>'"))?;
+    let name = name.trim();
+    if name.is_empty() || name.contains(['<', '\n']) {
+        return Err(open("a <function=> without a name"));
     }
-    functions.next();
-    for function in functions {
-        let (name, body) = function.split_once('>').ok_or("a <function= without its end '>'")?;
-        let name = name.trim();
-        if name.is_empty() || name.contains(['<', '\n']) {
-            return Err("a <function=> without a name".to_owned());
+    let mut arguments = Map::new();
+    loop {
+        let (at, tag) = first_of(rest, &[PARAMETER, FUNCTION_END, FUNCTION, TOOL_CALL])
+            .filter(|(_, tag)| [PARAMETER, FUNCTION_END].contains(tag))
+            .ok_or_else(|| Unreadable::open(format!("no {FUNCTION_END} of '{name}'")))?;
+        rest = &rest[at + tag.len()..];
+        if tag == FUNCTION_END {
+            break;
         }
-        let (body, _) = body.split_once("</function>").ok_or_else(|| format!("no </function> of '{name}'"))?;
-        parsed.tool_calls.push(ToolCall { name: name.to_owned(), arguments: arguments(name, body, tools)?.into() });
+        let (key, behind) = rest.split_once('>').ok_or_else(|| open("a <parameter= without its end '>'"))?;
+        let (value, behind) = value(behind);
+        let value = value.strip_prefix('\n').unwrap_or(value);
+        let value = value.strip_suffix('\n').unwrap_or(value);
+        let typed = typed(value, schema_type(name, key.trim(), tools));
+        let typed = typed.map_err(|error| Unreadable::call(format!("the argument '{}': {error}", key.trim())))?;
+        arguments.insert(key.trim().to_owned(), typed);
+        rest = behind;
     }
-    Ok(parsed)
+    let end = rest.trim_start().strip_prefix(TOOL_CALL_END).unwrap_or(rest);
+    let call = ToolCall { name: name.to_owned(), arguments: arguments.into() };
+    Ok(CallBlock { calls: vec![call], end: text.len() - end.len() })
 }
 
-fn arguments(function: &str, body: &str, tools: &Value) -> Result<Map<String, Value>, String> {
-    let mut arguments = Map::new();
-    for parameter in body.split(PARAMETER).skip(1) {
-        let (name, text) = parameter.split_once('>').ok_or("a <parameter= without its end '>'")?;
-        let text = text.rsplit_once("</parameter>").map_or(text.trim_end(), |(text, _)| text);
-        let text = text.strip_prefix('\n').unwrap_or(text);
-        let text = text.strip_suffix('\n').unwrap_or(text);
-        arguments.insert(name.trim().to_owned(), typed(text, schema_type(function, name.trim(), tools)));
+/// The first of the tags in a text.
+fn first_of<'a>(text: &str, tags: &[&'a str]) -> Option<(usize, &'a str)> {
+    let begins = |(at, _): (usize, _)| Some((at, *tags.iter().find(|tag| text[at..].starts_with(**tag))?));
+    text.match_indices('<').find_map(begins)
+}
+
+/// The value that a text begins with, and what follows it. It ends at the closing tag before the next tag; others are part of it.
+fn value(text: &str) -> (&str, &str) {
+    let next = text.find(PARAMETER).unwrap_or(text.len());
+    for (at, _) in text[..next].match_indices(PARAMETER_END) {
+        let behind = &text[at + PARAMETER_END.len()..];
+        if [PARAMETER, FUNCTION_END].iter().any(|tag| behind.trim_start().starts_with(tag)) {
+            return (&text[..at], behind);
+        }
     }
-    Ok(arguments)
+    let end = text[..next].find(FUNCTION_END).unwrap_or(next);
+    let value = &text[..end];
+    (value.rsplit_once(PARAMETER_END).map_or(value.trim_end(), |(value, _)| value), &text[end..])
 }
 
 /// The type that a tool's schema gives a parameter.
@@ -52,22 +77,30 @@ fn schema_type<'a>(function: &str, parameter: &str, tools: &'a Value) -> Option<
 }
 
 /// A value by its type; the text itself where it is no value of that type, as in vLLM.
-fn typed(text: &str, kind: Option<&str>) -> Value {
-    if text.trim().eq_ignore_ascii_case("null") {
-        return Value::Null;
+fn typed(text: &str, kind: Option<&str>) -> Result<Value, String> {
+    let word = text.trim();
+    if word.eq_ignore_ascii_case("null") {
+        return Ok(Value::Null);
     }
-    let number = |text: &str| text.parse::<i64>().map(Number::from).ok();
-    let float = |text: &str| text.parse().ok().and_then(Number::from_f64);
     let value = match kind.unwrap_or("string") {
-        "integer" | "int" => number(text.trim()).map(Value::Number),
-        "number" | "float" => number(text.trim()).or_else(|| float(text.trim())).map(Value::Number),
-        "boolean" | "bool" => match text.trim().to_ascii_lowercase().as_str() {
+        "integer" | "int" => numbers::integer(word)?.map(Value::Number),
+        "number" | "float" => {
+            let float = || word.parse().ok().and_then(Number::from_f64);
+            numbers::integer(word)?.or_else(float).map(Value::Number)
+        }
+        "boolean" | "bool" => match word.to_ascii_lowercase().as_str() {
             "true" => Some(true.into()),
             "false" => Some(false.into()),
             _ => None,
         },
-        "object" | "array" => serde_json::from_str(text).ok(),
+        "object" | "array" => match serde_json::from_str(text) {
+            Ok(value) => {
+                check_numbers(&value, text)?;
+                Some(value)
+            }
+            Err(_) => None,
+        },
         _ => None,
     };
-    value.unwrap_or_else(|| text.into())
+    Ok(value.unwrap_or_else(|| text.into()))
 }

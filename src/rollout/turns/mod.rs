@@ -221,7 +221,7 @@ impl GroupTurns for TurnGroups<'_> {
                 let key = TrajectoryKey { group: group.key(), sample: first + sample };
                 let trajectory = session.trajectory(request, sample);
                 if let Some(prompt) = &group.own {
-                    self.tools.conversations.turn_ended(key, prompt.token_ids.len(), &trajectory)?;
+                    self.tools.conversations.turn_ended(key, &prompt.token_ids, &trajectory)?;
                 }
                 group.trajectories[key.sample] = TurnedTrajectory { trajectory, ..TurnedTrajectory::default() };
                 self.num_asked += 1;

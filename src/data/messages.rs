@@ -1,0 +1,275 @@
+//! Messages as clients and files write them, made what chat templates read. As in transformers 5, a field that is null is absent, and
+//! reasoning reaches the template under the names that templates know. A field that no template would show is refused.
+
+use std::borrow::Cow;
+
+use serde_json::{Map, Value};
+
+use super::numbers::check_numbers;
+
+/// Names under which a message's reasoning comes. The first is the one that chat templates read.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+/// Fields that any message may have. Templates without tools or names leave some of them out.
+const KNOWN: [&str; 5] = ["role", "content", "tool_calls", "tool_call_id", "name"];
+/// Fields that repeat what others say, or say nothing of the text.
+const REPEATED: [&str; 3] = ["parsed", "parsed_arguments", "cache_control"];
+
+/// A message in the form that chat templates read: its content as one text, arguments of its tool calls as objects where they are JSON as
+/// text.
+///
+/// # Errors
+/// The field, and what was expected of it.
+pub(crate) fn read_message(message: &Value) -> Result<Map<String, Value>, String> {
+    let mut fields = without_nulls(message).ok_or("expected an object with a role and a content of text")?;
+    if !fields.get("role").is_some_and(Value::is_string) {
+        return Err("role: expected a text".to_owned());
+    }
+    if let Some(content) = fields.get_mut("content") {
+        *content = content_text(content)?.into_owned().into();
+    }
+    for name in ["name", "tool_call_id"].iter().chain(&REASONING) {
+        if fields.get(*name).is_some_and(|value| !value.is_string()) {
+            return Err(format!("{name}: expected a text"));
+        }
+    }
+    if let Some(calls) = fields.get_mut("tool_calls") {
+        let calls = calls.as_array_mut().ok_or("tool_calls: expected a list")?;
+        for (index, call) in calls.iter_mut().enumerate() {
+            *call = read_call(call).map_err(|error| format!("tool_calls[{index}]{error}"))?;
+        }
+    }
+    if fields.contains_key("function_call") {
+        return Err("function_call: expected tool_calls in its place".to_owned());
+    }
+    fields.retain(|name, _| !REPEATED.contains(&name.as_str()));
+    alias_reasoning(&mut fields);
+    Ok(fields)
+}
+
+/// A call: a function's name and arguments, in OpenAI's form or bare.
+fn read_call(call: &Value) -> Result<Value, String> {
+    let mut call = without_nulls(call).ok_or(": expected an object with a function")?;
+    let path = if call.contains_key("function") { ".function" } else { "" };
+    if let Some(function) = call.get_mut("function") {
+        let fields = without_nulls(function).ok_or(".function: expected an object with a name and arguments")?;
+        *function = fields.into();
+    }
+    let function = match call.get_mut("function") {
+        Some(function) => function.as_object_mut().expect("made above"),
+        None => &mut call,
+    };
+    if !function.get("name").is_some_and(Value::is_string) {
+        return Err(format!("{path}.name: expected a text"));
+    }
+    if let Some(text) = function.get("arguments").and_then(Value::as_str) {
+        let text = if text.trim().is_empty() { "{}" } else { text }.to_owned();
+        if let Ok(parsed) = serde_json::from_str::<Value>(&text) {
+            check_numbers(&parsed, &text).map_err(|error| format!("{path}.arguments: {error}"))?;
+            function.insert("arguments".to_owned(), parsed);
+        }
+    }
+    function.retain(|name, _| !REPEATED.contains(&name.as_str()));
+    Ok(call.into())
+}
+
+/// As transformers has it: templates read either name.
+fn alias_reasoning(fields: &mut Map<String, Value>) {
+    if let Some(reasoning) = REASONING.iter().find_map(|name| fields.get(*name)).cloned() {
+        fields.entry("thinking").or_insert_with(|| reasoning.clone());
+        fields.insert(REASONING[0].to_owned(), reasoning);
+    }
+}
+
+/// The text of a message's content: a text, or a list of OpenAI's parts of text alone.
+fn content_text(content: &Value) -> Result<Cow<'_, str>, String> {
+    let parts = match content {
+        Value::String(text) => return Ok(text.into()),
+        Value::Array(parts) => parts,
+        _ => return Err("content: expected a text or a list of parts".to_owned()),
+    };
+    let text = |(index, part): (usize, &Value)| {
+        let part = without_nulls(part).filter(|part| part.get("type").is_some_and(|kind| kind == "text"));
+        let wrong = |expected: String| format!("content[{index}]: expected {expected}");
+        let part = part.ok_or_else(|| wrong("{\"type\": \"text\", \"text\": ..}".to_owned()))?;
+        let is_known = |(name, value): &(&String, &Value)| {
+            ["type", "text"].contains(&name.as_str()) || REPEATED.contains(&name.as_str()) || says_nothing(value)
+        };
+        if let Some((name, _)) = part.iter().find(|field| !is_known(field)) {
+            return Err(wrong(format!("no field '{name}' beside type and text")));
+        }
+        let text = part.get("text").and_then(Value::as_str);
+        text.map(str::to_owned).ok_or_else(|| wrong("a text in its field text".to_owned()))
+    };
+    parts.iter().enumerate().map(text).collect::<Result<String, _>>().map(Cow::Owned)
+}
+
+/// The fields of an object that are not null.
+fn without_nulls(value: &Value) -> Option<Map<String, Value>> {
+    let fields = value.as_object()?.iter().filter(|(_, value)| !value.is_null());
+    Some(fields.map(|(name, value)| (name.clone(), value.clone())).collect())
+}
+
+/// Whether nothing is lost with a field of this value.
+fn says_nothing(value: &Value) -> bool {
+    match value {
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        Value::String(text) => text.trim().is_empty(),
+        Value::Bool(flag) => !flag,
+        Value::Null => true,
+        Value::Number(_) => false,
+    }
+}
+
+/// A field of a message, or of one of its calls, that a chat template of this source does not read: it would be lost.
+pub(super) fn unread_field(messages: &[Value], source: &str) -> Option<String> {
+    let reads = |name: &str| source.contains(name);
+    let unread_of = |fields: &Value, known: &dyn Fn(&str) -> bool| {
+        let mut fields = fields.as_object().into_iter().flatten();
+        let unread = fields.find(|(name, value)| !known(name) && !reads(name) && !says_nothing(value));
+        unread.map(|(name, _)| name.clone())
+    };
+    let reasons = REASONING.iter().any(|name| reads(name));
+    let is_known = |name: &str| KNOWN.contains(&name) || (reasons && REASONING.contains(&name));
+    messages.iter().find_map(|message| {
+        let of_calls = || {
+            let calls = message["tool_calls"].as_array()?.iter().enumerate();
+            calls.into_iter().find_map(|(place, call)| {
+                let of_call = |name: &str| ["id", "type", "function", "index", "name", "arguments"].contains(&name);
+                let name = unread_of(call, &of_call)
+                    .or_else(|| unread_of(&call["function"], &of_call).map(|name| format!("function.{name}")))?;
+                Some(format!("tool_calls[{place}].{name}"))
+            })
+        };
+        unread_of(message, &is_known).or_else(of_calls)
+    })
+}
+
+/// The path of the first null in a value.
+pub(super) fn null_path(value: &Value) -> Option<String> {
+    let mut items = value.as_array().into_iter().flatten().enumerate();
+    let mut fields = value.as_object().into_iter().flatten();
+    match value {
+        Value::Null => Some(String::new()),
+        Value::Array(_) => items.find_map(|(index, item)| Some(format!("[{index}]{}", null_path(item)?))),
+        _ => fields.find_map(|(name, item)| Some(format!(".{name}{}", null_path(item)?))),
+    }
+}
+
+/// The path of the first null among the arguments of calls in a list of messages.
+pub(super) fn null_argument(messages: &Value) -> Option<String> {
+    messages.as_array()?.iter().enumerate().find_map(|(index, message)| {
+        let mut calls = message.get("tool_calls")?.as_array()?.iter().enumerate();
+        calls.find_map(|(place, call)| {
+            let (function, path) = call.get("function").map_or((call, ""), |function| (function, ".function"));
+            let arguments = null_path(function.get("arguments").filter(|arguments| !arguments.is_null())?)?;
+            Some(format!("[{index}].tool_calls[{place}]{path}.arguments{arguments}"))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(message: Value) -> Result<Value, String> {
+        read_message(&message).map(Value::from)
+    }
+
+    /// What the openai client sends back of its own answers.
+    #[test]
+    fn null_is_absent() {
+        let call = json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": null}}});
+        let answer = json!({"role": "assistant", "content": "a", "tool_calls": [call]});
+        let mut replayed = answer.clone();
+        for name in ["refusal", "audio", "function_call", "name", "reasoning", "reasoning_content", "more"] {
+            replayed[name] = Value::Null;
+        }
+        replayed["parsed"] = json!({"a": 1});
+        replayed["tool_calls"][0]["index"] = Value::Null;
+        replayed["tool_calls"][0]["function"]["parsed_arguments"] = json!({"x": null});
+        replayed["tool_calls"][0]["function"]["description"] = Value::Null;
+        replayed["tool_calls"][0]["function"]["arguments"] = json!("{\"x\": null}");
+        assert_eq!(read(replayed).unwrap(), answer);
+        let silent = json!({"role": "assistant", "content": null, "tool_calls": null});
+        assert_eq!(read(silent).unwrap(), json!({"role": "assistant"}));
+        let part = json!({"type": "text", "text": "a", "image_url": null, "annotations": [], "cache_control": {"type": "ephemeral"}});
+        assert_eq!(read(json!({"role": "user", "content": [part]})).unwrap()["content"], "a");
+        let bare = json!({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "", "id": null}]});
+        assert_eq!(read(bare).unwrap()["tool_calls"], json!([{"name": "f", "arguments": {}}]));
+    }
+
+    /// `_alias_reasoning_fields` of transformers 5.24.
+    #[test]
+    fn reasoning_has_the_names_that_templates_read() {
+        for (given, expected) in [
+            (json!({"reasoning": "r"}), json!({"reasoning": "r", "thinking": "r", "reasoning_content": "r"})),
+            (json!({"thinking": "r"}), json!({"thinking": "r", "reasoning_content": "r"})),
+            (json!({"reasoning_content": "r", "reasoning": null}), json!({"thinking": "r", "reasoning_content": "r"})),
+            (
+                json!({"reasoning_content": "a", "thinking": "b", "reasoning": "c"}),
+                json!({"reasoning_content": "a", "thinking": "b", "reasoning": "c"}),
+            ),
+        ] {
+            let mut message = json!({"role": "assistant", "content": ""});
+            message.as_object_mut().unwrap().extend(given.as_object().unwrap().clone());
+            let mut read = read(message).unwrap();
+            read.as_object_mut().unwrap().retain(|name, _| REASONING.contains(&name.as_str()));
+            assert_eq!(read, expected, "{given}");
+        }
+    }
+
+    #[test]
+    fn what_has_another_form_is_named() {
+        let call = |call: Value| json!({"role": "assistant", "tool_calls": [call]});
+        for (message, field) in [
+            (json!("a"), "expected an object"),
+            (json!({"content": "a"}), "role: "),
+            (json!({"role": "user", "content": 3}), "content: "),
+            (json!({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}), "content[0]: expected {"),
+            (
+                json!({"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}),
+                "content[0]: expected no field 'more'",
+            ),
+            (json!({"role": "user", "content": [{"type": "text"}]}), "content[0]: "),
+            (json!({"role": "user", "content": "a", "name": 3}), "name: "),
+            (json!({"role": "assistant", "reasoning": ["a"]}), "reasoning: "),
+            (json!({"role": "assistant", "function_call": {"name": "f"}}), "function_call: expected tool_calls"),
+            (json!({"role": "assistant", "tool_calls": {}}), "tool_calls: expected a list"),
+            (call(json!(3)), "tool_calls[0]: "),
+            (call(json!({"type": "custom", "custom": {}})), "tool_calls[0].name: "),
+            (call(json!({"function": {"arguments": {}}})), "tool_calls[0].function.name: "),
+            (
+                call(json!({"function": {"name": "f", "arguments": "{\"x\": [123456789012345678901]}"}})),
+                "tool_calls[0].function.arguments: x[0]: the integer 123456789012345678901 has",
+            ),
+        ] {
+            let error = read(message.clone()).unwrap_err();
+            assert!(error.starts_with(field), "{message}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_field_that_the_template_does_not_read_is_found() {
+        let source = "{{ m.content }}{{ m.channel }}{{ m['call_note'] }}";
+        let unread = |message: Value, source: &str| unread_field(&[json!({"role": "user"}), message], source);
+        let call =
+            |more: &str| json!({"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}, more: 1}}]});
+        for (message, field) in [
+            (json!({"role": "tool", "content": "a", "name": "f", "tool_call_id": "1", "channel": "b"}), None),
+            (json!({"weight": 1}), Some("weight")),
+            (json!({"reasoning_content": "a", "thinking": "a"}), Some("reasoning_content")),
+            (json!({"reasoning_content": " \n", "thinking": "", "annotations": [], "more": null}), None),
+            (call("call_note"), None),
+            (call("more"), Some("tool_calls[0].function.more")),
+        ] {
+            assert_eq!(unread(message.clone(), source).as_deref(), field, "{message}");
+        }
+        let thinks = json!({"reasoning_content": "a", "thinking": "a", "reasoning": "a"});
+        for source in ["{{ m.reasoning_content }}", "{{ m.thinking }}", "{{ m.reasoning }}"] {
+            assert_eq!(unread(thinks.clone(), source), None, "{source}");
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Thoughts in what a model wrote. Calls stand outside of them: a call within a thought is one that the model thinks about.
+//!
+//! A thought stands between two marks. The prompt may have opened it already; then the text begins within it, and so does a text whose
+//! first mark ends a thought. A thought that begins a line and has no end goes to the end of the text; an opening mark within a line
+//! that has no end is a word.
+
+use super::ToolCallParser;
+use crate::data::Tokenizer;
+use crate::error::Result;
+
+/// Marks around thoughts: those of most models, and Mistral's.
+pub(super) const THOUGHTS: [(&str, &str); 2] = [("<think>", "</think>"), ("[THINK]", "[/THINK]")];
+/// Characters that marks of thoughts and calls begin with.
+const FIRST_CHARS: [char; 3] = ['<', '[', '{'];
+
+/// Tokens at the end of a prompt that an opening mark and white space behind it may take.
+const MARK_TOKENS: usize = 16;
+
+/// The mark that ends the thought which a prompt has opened for its answer: it ends with an opening mark.
+///
+/// # Errors
+/// The errors of the tokenizer.
+pub(crate) fn open_thought(tokenizer: &Tokenizer, prompt: &[u32]) -> Result<Option<&'static str>> {
+    let end = tokenizer.decode_all(&prompt[prompt.len().saturating_sub(MARK_TOKENS)..])?;
+    let end = end.trim_end();
+    Ok(THOUGHTS.iter().find(|(open, _)| end.ends_with(open)).map(|(_, close)| *close))
+}
+
+/// Whether what follows begins a line.
+fn ends_line(before: &str) -> bool {
+    let before = before.trim_end_matches([' ', '\t']);
+    before.is_empty() || before.ends_with('\n') || THOUGHTS.iter().any(|(_, end)| before.ends_with(end))
+}
+
+/// A mark outside of thoughts.
+pub(super) enum Mark {
+    /// A call may begin at this byte.
+    Call(usize),
+    /// All before was a thought.
+    EndOfThought,
+}
+
+/// The part of a whole text that is outside of thoughts.
+pub(super) struct Outside<'t> {
+    text: &'t str,
+    /// The next byte to look at.
+    pub at: usize,
+    /// Bytes up to the end of the last thought.
+    pub thoughts_end: usize,
+    /// The end marks that do not stand behind `at`.
+    missing: Vec<&'static str>,
+}
+
+impl<'t> Outside<'t> {
+    /// A text that begins in the thought that `thought` ends, if there is one.
+    pub fn new(text: &'t str, thought: Option<&'static str>) -> Self {
+        let begun = thought.map_or(0, |end| text.find(end).map_or(text.len(), |at| at + end.len()));
+        Self { text, at: begun, thoughts_end: begun, missing: Vec::new() }
+    }
+
+    /// The next mark; of calls those of `markers`.
+    pub fn next(&mut self, markers: &[&str]) -> Option<Mark> {
+        loop {
+            let at = self.at + self.text[self.at..].find(FIRST_CHARS)?;
+            let rest = &self.text[at..];
+            if let Some((open, end)) = THOUGHTS.iter().find(|(open, _)| rest.starts_with(open)) {
+                match self.end_of(end, at + open.len()) {
+                    Some(behind) => (self.at, self.thoughts_end) = (behind, behind),
+                    None if ends_line(&self.text[..at]) => {
+                        (self.at, self.thoughts_end) = (self.text.len(), self.text.len());
+                    }
+                    None => self.at = at + open.len(),
+                }
+            } else if let Some((_, end)) = THOUGHTS.iter().find(|(_, end)| rest.starts_with(end)) {
+                self.at = at + end.len();
+                if self.thoughts_end == 0 {
+                    self.thoughts_end = self.at;
+                    return Some(Mark::EndOfThought);
+                }
+            } else if let Some(marker) = markers.iter().find(|marker| rest.starts_with(**marker)) {
+                self.at = at + marker.len();
+                return Some(Mark::Call(at));
+            } else {
+                self.at = at + 1;
+            }
+        }
+    }
+
+    fn end_of(&mut self, end: &'static str, from: usize) -> Option<usize> {
+        if self.missing.contains(&end) {
+            return None;
+        }
+        let found = self.text[from..].find(end).map(|at| from + at + end.len());
+        if found.is_none() {
+            self.missing.push(end);
+        }
+        found
+    }
+}
+
+/// How much of a growing message is content, whatever follows. Each byte is looked at once.
+#[derive(Debug)]
+pub(crate) struct ContentScan {
+    markers: &'static [&'static str],
+    /// Bytes that were searched.
+    at: usize,
+    /// The end mark of the thought that `at` is in, and whether it is one even without an end.
+    thought: Option<(&'static str, bool)>,
+    /// Where a call has to begin that is the whole message, as long as nothing but white space stands there.
+    blank: Option<usize>,
+    /// Whether a call is the whole message but for thoughts.
+    is_alone: bool,
+    has_call: bool,
+    #[cfg(test)]
+    pub num_searched: usize,
+}
+
+impl ContentScan {
+    /// A message that begins in the thought that `thought` ends, if there is one.
+    pub fn new(parser: ToolCallParser, thought: Option<&'static str>) -> Self {
+        let is_alone = parser == ToolCallParser::Pythonic;
+        Self {
+            markers: parser.markers(),
+            at: 0,
+            thought: thought.map(|end| (end, true)),
+            blank: Some(0).filter(|_| is_alone && thought.is_none()),
+            is_alone,
+            has_call: false,
+            #[cfg(test)]
+            num_searched: 0,
+        }
+    }
+
+    /// Takes in a longer `text` and returns the bytes of it that are content.
+    pub fn advance(&mut self, text: &str) -> usize {
+        while !self.has_call {
+            let found = text[self.at..].find(FIRST_CHARS);
+            let at = found.map_or(text.len(), |found| self.at + found);
+            #[cfg(test)]
+            {
+                self.num_searched += at + 1 - self.at;
+            }
+            self.pass(text, at);
+            let rest = &text[at..];
+            if rest.is_empty() {
+                return self.blank.unwrap_or(at);
+            }
+            let may_call = !self.is_alone || self.blank.is_some();
+            let begun = |mark: &str| mark.len() > rest.len() && mark.starts_with(rest);
+            let call = if may_call && self.thought.is_none_or(|(_, is_sure)| !is_sure) { self.markers } else { &[] };
+            if let Some((end, _)) = self.thought.filter(|(end, _)| rest.starts_with(end)) {
+                self.leave_thought(at + end.len());
+            } else if let (None, Some((open, end))) =
+                (self.thought, THOUGHTS.iter().find(|(open, _)| rest.starts_with(open)))
+            {
+                self.thought = Some((end, ends_line(&text[..at])));
+                (self.at, self.blank) = (at + open.len(), None);
+            } else if let (None, Some((_, end))) =
+                (self.thought, THOUGHTS.iter().find(|(_, end)| rest.starts_with(end)))
+            {
+                self.leave_thought(at + end.len());
+            } else if THOUGHTS.iter().any(|(open, end)| begun(open) || begun(end))
+                || call.iter().any(|marker| begun(marker))
+            {
+                let is_call = call.iter().any(|marker| begun(marker) || rest.starts_with(marker));
+                return self.blank.unwrap_or(if is_call { at } else { text.len() });
+            } else if call.iter().any(|marker| rest.starts_with(marker)) {
+                (self.at, self.has_call) = (self.blank.unwrap_or(at), true);
+            } else {
+                self.pass(text, at + 1);
+            }
+        }
+        self.at
+    }
+
+    fn pass(&mut self, text: &str, end: usize) {
+        self.blank = self.blank.filter(|_| text[self.at..end].trim().is_empty());
+        self.at = end;
+    }
+
+    fn leave_thought(&mut self, at: usize) {
+        (self.thought, self.at, self.blank) = (None, at, self.is_alone.then_some(at));
+    }
+}
