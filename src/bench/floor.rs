@@ -169,7 +169,8 @@ mod tests {
     #[test]
     fn states_of_gated_delta_nets_are_read_and_written() {
         let hybrid = ModelSpec::preset("qwen3.5-9b").unwrap();
-        let attention_alone = ModelSpec { delta_net: None, ..hybrid.clone() };
+        let mixer = crate::model::Mixer::Attention(hybrid.attention());
+        let attention_alone = hybrid.clone().map_blocks(|_, block| block.mixer = mixer);
         let floors = |spec| of_32_prompts(spec, 1).floors(false);
         let state_bytes = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2);
         assert_eq!(state_page_bytes(&hybrid, 1, (Kind::BFloat16, StateDtype::Float32), Device::Cpu), state_bytes);

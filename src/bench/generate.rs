@@ -101,7 +101,7 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "world_size": world.size(),
         "tensor_parallel_size": bench.engine.tensor_parallel_size,
         "pipeline_parallel_size": bench.engine.pipeline_parallel_size,
-        "enable_expert_parallel": bench.spec.experts.as_ref().is_some_and(|experts| experts.is_parallel),
+        "enable_expert_parallel": bench.spec.experts().is_some_and(|experts| experts.is_parallel),
         "threads_per_rank": tch::get_num_threads(),
         "lora_r": bench.lora_r,
         "strict": bench.strict,

@@ -17,7 +17,7 @@ use crate::cuda::kernels::{
 };
 use crate::cuda::{Context, EnergyMeter, Graph, Sustained, TorchStream};
 use crate::error::{Error, Result};
-use crate::model::{ModelSpec, attention_scale};
+use crate::model::{AttentionSpec, ModelSpec};
 
 /// Launches of a graph.
 const LAYERS: usize = 8;
@@ -80,6 +80,14 @@ pub(super) struct DecodeStep<'a> {
     pub(super) results: Vec<Value>,
 }
 
+impl KernelsBench {
+    /// Width of an MLP, or of an expert where all layers have experts.
+    fn mlp_width(&self) -> usize {
+        let expert = || self.spec.experts().map(|experts| experts.expert);
+        self.spec.dense().or_else(expert).map_or(0, |mlp| mlp.intermediate)
+    }
+}
+
 impl DecodeStep<'_> {
     /// Times `work` of every layer and notes it beside the time that its bytes take at the memory's speed.
     fn time(&mut self, kernel: &str, bytes: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<()> {
@@ -123,7 +131,7 @@ impl DecodeStep<'_> {
     /// them; by libtorch.
     fn limits(&mut self, meter: &EnergyMeter) -> Result<()> {
         let KernelsBench { spec, kind, .. } = self.bench;
-        let (features, hidden) = (2 * spec.intermediate_size, spec.hidden_size);
+        let (features, hidden) = (2 * self.bench.mlp_width(), spec.hidden_size);
         let bytes = features * hidden * kind.elt_size_in_bytes();
         let weights: Vec<Tensor> =
             (0..LIMIT_BYTES.div_ceil(bytes)).map(|_| self.tensor(&[features, hidden])).collect::<Result<_>>()?;
@@ -178,7 +186,7 @@ impl DecodeStep<'_> {
     /// Kernels that treat every row by itself.
     fn rows_alone(&mut self) -> Result<()> {
         let KernelsBench { spec, rows, .. } = self.bench;
-        let (rows, hidden, mlp) = (*rows, spec.hidden_size, spec.intermediate_size);
+        let (rows, hidden, mlp) = (*rows, spec.hidden_size, self.bench.mlp_width());
         let unit = self.bench.kind.elt_size_in_bytes();
         let table = self.tensor(&[spec.vocab_size, hidden])?;
         let ids = self.ints((0..rows).map(|row| row * 131 % spec.vocab_size));
@@ -196,11 +204,11 @@ impl DecodeStep<'_> {
     fn rope_write_kv(&mut self, [k_cache, v_cache]: &[Tensor; 2]) -> Result<()> {
         let KernelsBench { spec, kind, rows, context, .. } = self.bench;
         let (rows, context, unit) = (*rows, *context, kind.elt_size_in_bytes());
-        let (heads, kv_heads, head_dim) = (spec.num_heads, spec.num_kv_heads, spec.head_dim);
+        let AttentionSpec { num_heads: heads, num_kv_heads: kv_heads, head_dim, rope, .. } = spec.attention();
         let (positions, slots) = (self.ints(vec![context - 1; rows]), self.ints((0..rows).map(|row| row * BLOCK_SIZE)));
         let product = self.tensor(&[rows, (heads + 2 * kv_heads) * head_dim])?;
         let views = QkvViews::grouped(&product, kv_heads, heads / kv_heads, false);
-        let rope = spec.rope().table(context, self.device)?;
+        let rope = spec.ropes().of(rope).table(context, self.device)?;
         let transform = HeadTransform { norms: None, rope: &rope };
         let mut q = self.tensor(&[rows, heads, head_dim])?;
         self.time("rope_write_kv", rows * (2 * heads + 6 * kv_heads) * head_dim * unit, |layer| {
@@ -212,27 +220,21 @@ impl DecodeStep<'_> {
     fn paged_attention(&mut self, [k_cache, v_cache]: &[Tensor; 2]) -> Result<()> {
         let KernelsBench { spec, kind, rows, context, .. } = self.bench;
         let (rows, context, group, shared_blocks) = (*rows, *context, self.bench.group.max(1), self.shared_blocks());
-        let shape = AttentionShape {
-            num_heads: spec.num_heads,
-            num_kv_heads: spec.num_kv_heads,
-            head_dim: spec.head_dim,
-            block_size: BLOCK_SIZE,
-            sliding_window: spec.sliding_window,
-            scale: attention_scale(spec),
-        };
+        let AttentionSpec { num_heads, num_kv_heads, head_dim, window: sliding_window, scale, .. } = spec.attention();
+        let shape = AttentionShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE, sliding_window, scale };
         let plan = AttentionPlan::new(shape, (*kind, self.device), rows, self.max_blocks(), None)?;
         let lens = self.ints(vec![context; rows]);
         let [own, shared] = [0, shared_blocks].map(|shared_blocks| self.block_tables(shared_blocks));
-        let q = self.tensor(&[rows, spec.num_heads, spec.head_dim])?;
+        let q = self.tensor(&[rows, num_heads, head_dim])?;
         let mut o = q.empty_like();
         let mut attend = |tables: &Tensor, layer: usize| {
             let (k, v) = (k_cache.get(layer as i64), v_cache.get(layer as i64));
             kernels::paged_attention(&plan, &q, &k, &v, tables, &lens, &mut o)
         };
-        let token_bytes = 2 * spec.num_kv_heads * spec.head_dim * kind.elt_size_in_bytes();
+        let token_bytes = 2 * num_kv_heads * head_dim * kind.elt_size_in_bytes();
         self.time("plan_attention", 0, |_| plan.update(&lens, None))?;
         self.time("paged_attention", rows * context * token_bytes, |layer| attend(&own, layer))?;
-        if group == 1 || shared_blocks == 0 || spec.sliding_window.is_some() {
+        if group == 1 || shared_blocks == 0 || sliding_window.is_some() {
             return Ok(());
         }
         let (groups, blocks) = (self.ints((0..rows).map(|row| row / group)), self.ints(vec![shared_blocks; rows]));
@@ -251,7 +253,7 @@ impl DecodeStep<'_> {
     /// Times the step of gated delta nets, which reads and writes their states; nothing for models without them.
     fn delta_step(&mut self) -> Result<()> {
         let KernelsBench { spec, rows, context, .. } = self.bench;
-        let (Some(heads), rows) = (spec.delta_net.as_ref().map(|delta_net| delta_net.heads), *rows) else {
+        let (Some(heads), rows) = (spec.delta_net().map(|delta_net| delta_net.heads), *rows) else {
             return Ok(());
         };
         let (value_heads, channels) = (heads.num_value_heads, heads.channels());
@@ -289,7 +291,13 @@ impl DecodeStep<'_> {
     /// Keys or values of every layer. [LAYERS, blocks, Hkv, BLOCK_SIZE, hd]
     fn cache(&self) -> Result<Tensor> {
         let KernelsBench { spec, rows, .. } = self.bench;
-        self.tensor(&[LAYERS, rows * self.max_blocks(), spec.num_kv_heads, BLOCK_SIZE, spec.head_dim])
+        self.tensor(&[
+            LAYERS,
+            rows * self.max_blocks(),
+            spec.attention().num_kv_heads,
+            BLOCK_SIZE,
+            spec.attention().head_dim,
+        ])
     }
 
     /// Blocks of a sequence.

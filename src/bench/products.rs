@@ -32,7 +32,7 @@ impl DecodeStep<'_> {
             return Ok(());
         }
         let products = Products::new(&self.stream)?;
-        for linear in self.bench.spec.block(0).linears().into_iter().filter(|linear| linear.experts.is_none()) {
+        for linear in self.bench.spec.layers[0].linears().into_iter().filter(|linear| linear.experts.is_none()) {
             self.product(meter, &products, &linear)?;
         }
         Ok(())

@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::{SEED, STREAM};
 use crate::error::{Error, Result};
-use crate::model::{ExpertLayers, ModelSpec};
+use crate::model::{ExpertsSpec, ModelSpec};
 use crate::ops::random::RandomKey;
 use crate::types::RoutedExperts;
 
@@ -49,19 +49,19 @@ impl BenchRouting {
     /// The experts of the tokens with these numbers in all layers, without repetition among those of one layer; none with `Own`.
     pub(super) fn of_tokens(self, spec: &ModelSpec, tokens: impl Iterator<Item = usize>) -> RoutedExperts {
         let mut routed = RoutedExperts::default();
-        let (Some(layers), false) = (&spec.experts, self == Self::Own) else { return routed };
-        let mut noise = vec![0.0; layers.num_experts];
+        let (Some(experts), false) = (spec.experts(), self == Self::Own) else { return routed };
+        let mut noise = vec![0.0; experts.num_experts];
         for (position, token) in tokens.enumerate() {
             let places = 0..spec.num_expert_layers();
-            let own: Vec<u16> = places.flat_map(|place| self.draw(layers, (place, token), &mut noise)).collect();
+            let own: Vec<u16> = places.flat_map(|place| self.draw(experts, (place, token), &mut noise)).collect();
             routed.push(position, &own);
         }
         routed
     }
 
     /// A token's experts in one layer: the greatest of logarithms of probabilities with Gumbel noise are a draw without repetition.
-    fn draw(self, layers: &ExpertLayers, (place, token): (usize, usize), noise: &mut [f32]) -> Vec<u16> {
-        let all = layers.num_experts;
+    fn draw(self, experts: ExpertsSpec, (place, token): (usize, usize), noise: &mut [f32]) -> Vec<u16> {
+        let all = experts.num_experts;
         RandomKey::new(SEED, STREAM).fold(EXPERTS).fold(place as u64).fill_gumbel(token as u64, 0, noise);
         let popularity = |expert: usize| match self {
             Self::Zipf => -(1.0 + ((expert + TURN * place) % all) as f32).ln(),
@@ -70,7 +70,7 @@ impl BenchRouting {
         let mut order: Vec<u16> = (0..all as u16).collect();
         let key = |expert: &u16| noise[usize::from(*expert)] + popularity(usize::from(*expert));
         order.sort_by(|a, b| key(b).total_cmp(&key(a)));
-        order.truncate(layers.num_experts_per_tok);
+        order.truncate(experts.router.num_experts_per_tok);
         order
     }
 }
@@ -80,9 +80,9 @@ pub(super) fn busiest_expert_share<'a>(
     spec: &ModelSpec,
     routed: impl Iterator<Item = &'a RoutedExperts>,
 ) -> Option<f64> {
-    let layers = spec.experts.as_ref()?;
-    let (k, places) = (layers.num_experts_per_tok, spec.num_expert_layers());
-    let mut counts = vec![vec![0usize; layers.num_experts]; places];
+    let experts = spec.experts()?;
+    let (k, places) = (experts.router.num_experts_per_tok, spec.num_expert_layers());
+    let mut counts = vec![vec![0usize; experts.num_experts]; places];
     for tokens in routed {
         for (index, &expert) in tokens.experts.iter().enumerate() {
             counts[index / k % places][usize::from(expert)] += 1;

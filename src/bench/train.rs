@@ -323,7 +323,7 @@ impl<'a> TimedRun<'a> {
             "model": bench.model,
             "num_params": bench.spec.num_params(),
             "num_active_params": bench.spec.num_active_params(),
-            "num_layers": bench.spec.num_layers,
+            "num_layers": bench.spec.num_layers(),
             "device": device_name(world.device()),
             "dtype": dtype_name(bench.kind),
             "residual_dtype": dtype_name(bench.residual),

@@ -63,8 +63,11 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         let expected = "adamw or adamw_8bit: with --lora_r no matrix of the model is trained";
         return Err(Error::invalid_value("--optim", args.optim.name(), expected));
     }
-    let mut spec = args.model.spec()?;
-    spec.num_layers = args.layers.unwrap_or(spec.num_layers);
+    let spec = args.model.spec()?;
+    let spec = match args.layers {
+        Some(num_layers) => spec.with_num_layers(num_layers),
+        None => spec,
+    };
     args.routing.check(&spec)?;
     let bench = TrainBench {
         model: args.model.name(),

@@ -10,17 +10,19 @@ mod rope;
 #[cfg(test)]
 mod tests;
 mod text_part;
+mod windows;
 
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
+use super::block::{AttentionSpec, BlockSpec, DenseSpec, Mixer, Mlp};
+use super::distinct::RopeSpec;
 use super::families::{Family, Names, Traits, Window};
 use super::json::{CONFIG, JsonObject};
 use super::spec::ModelSpec;
 use crate::error::{Error, Result};
-use crate::ops::rope::RopeScaling;
 
 /// Standard deviation of fresh weights, as every family's configuration has it.
 pub(super) const INITIALIZER_RANGE: f64 = 0.02;
@@ -53,23 +55,27 @@ impl ModelSpec {
 
     /// `config.json`, readable by transformers 4 and 5.
     pub fn to_config_json(&self) -> Value {
-        let Traits { architecture, model_type, window, .. } = self.family.traits();
+        let Traits { architecture, model_type, window, write, .. } = self.family.traits();
         let dtype = dtype_name(self.dtype);
-        let rope = rope::write(self.rope_theta, self.rope_scaling.as_ref());
+        let attention = self.attention();
+        let rope = self.rotations().into_iter().flatten().next();
+        let rope = rope.map_or(Value::Null, |rope| rope::write(rope.theta, rope.scaling.as_ref()));
+        let of_expert = || self.experts().map(|experts| experts.expert);
+        let mlp = self.dense().or_else(of_expert).expect("a block has an MLP or experts");
         let mut config = json!({
             "architectures": [architecture],
             "model_type": model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            "intermediate_size": mlp.intermediate,
+            "num_hidden_layers": self.num_layers(),
+            "num_attention_heads": attention.num_heads,
+            "num_key_value_heads": attention.num_kv_heads,
+            "head_dim": attention.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": self.rope_scaling.as_ref().map(|_| rope.clone()),
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": if rope["rope_type"] == "default" { Value::Null } else { rope.clone() },
             "rope_parameters": rope,
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
@@ -80,18 +86,18 @@ impl ModelSpec {
             "eos_token_id": self.eos_json(),
             "dtype": dtype,
             "torch_dtype": dtype,
-            "sliding_window": self.sliding_window,
+            "sliding_window": self.windows().into_iter().flatten().next(),
         });
-        if let Some(delta_net) = &self.delta_net {
-            delta_net::write(delta_net, (self.num_layers, self.partial_rotary_factor), &mut config);
+        if let Some(delta_net) = self.delta_net() {
+            delta_net::write(self, delta_net.heads, &mut config);
         }
-        if let Some(experts) = &self.experts {
-            experts::write(experts, &mut config);
+        if let Some(experts) = self.experts() {
+            experts::write(self, experts, &mut config);
         }
         if window == Window::Switched {
-            config["use_sliding_window"] = json!(self.sliding_window.is_some());
-            config["max_window_layers"] = json!(if self.sliding_window.is_some() { 0 } else { self.num_layers });
+            windows::write(self, &mut config);
         }
+        write(self, &mut config);
         config
     }
 
@@ -139,68 +145,87 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
     let (family, is_text_part) = family(&whole)?;
     let config = &if is_text_part { text_part::read(whole)? } else { whole };
     let traits = family.traits();
-    let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, has_experts, has_delta_nets, .. } = traits;
-    refuse_unsupported(config, has_delta_nets)?;
+    refuse_unsupported(config, traits.has_delta_nets)?;
     if traits.has_shared_expert && config.has("qkv_bias") && !config.flag("qkv_bias")? {
         return Err(config.wrong("qkv_bias", "true"));
     }
-    let hidden_size = config.size("hidden_size", 1 << 20)?;
-    let num_heads = config.size("num_attention_heads", 1 << 12)?;
-    let num_layers = config.size("num_hidden_layers", 1 << 12)?;
-    let types = match has_delta_nets {
-        true => None, // of which `delta_net` reads others
-        false => layer_types::read(config, [layer_types::FULL, layer_types::SLIDING], num_layers)?,
-    };
     let vocab_size = config.size("vocab_size", 1 << 24)?;
     let max_position_embeddings = config.size("max_position_embeddings", 1 << 31)?;
-    let (rope_theta, rope_scaling) = rope::read(config)?;
-    // Files that ask for YaRN often leave the context of the pre-training beside it.
-    let extended = match rope_scaling {
-        Some(RopeScaling::Yarn(yarn)) => ((yarn.original_max_position_embeddings * yarn.factor) as usize).min(1 << 31),
-        _ => 0,
-    };
-    let head_dim = head_dim(config, usual_head_dim, hidden_size, num_heads)?;
-    let experts = if has_experts { experts::read(config, num_layers, &traits)? } else { None };
-    let intermediate_size = match &experts {
-        // All layers have experts, and a file need not say what width an MLP would have.
-        Some(experts) if has_delta_nets && !config.has("intermediate_size") => experts.moe_intermediate_size,
-        _ => config.size("intermediate_size", 1 << 24)?,
-    };
+    let layers = layers(config, &traits)?;
     let spec = ModelSpec {
         family,
         vocab_size,
-        hidden_size,
-        intermediate_size,
-        experts,
-        delta_net: if has_delta_nets { Some(delta_net::read(config, num_layers)?) } else { None },
-        num_layers,
-        num_heads,
-        num_kv_heads: config.size("num_key_value_heads", 1 << 12)?,
-        head_dim,
+        hidden_size: config.size("hidden_size", 1 << 20)?,
+        layers,
+        embedding_multiplier: 1.0,
+        logits_scaling: 1.0,
         rms_norm_eps: config.positive("rms_norm_eps")?,
-        rope_theta,
-        rope_scaling,
-        partial_rotary_factor: match has_delta_nets {
-            true => delta_net::partial_rotary_factor(config, head_dim)?,
-            false => 1.0,
-        },
         tie_word_embeddings: config.flag("tie_word_embeddings")?,
-        qkv_bias,
-        qk_norm,
-        output_gate: has_delta_nets,
-        norms,
-        zero_centred_norms: has_delta_nets,
-        sliding_window: sliding_window(config, window, types, num_layers)?,
-        max_position_embeddings: max_position_embeddings.max(extended),
+        zero_centred_norms: traits.has_delta_nets,
+        router_aux_loss_coef: if traits.has_experts { experts::aux_loss_coef(config)? } else { 0.0 },
+        max_position_embeddings: max_position_embeddings.max(rope::extended_context(config)?),
         bos_token_id: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
         eos_token_ids: token_ids(config, "eos_token_id", vocab_size)?,
         dtype: dtype(config)?,
         is_text_part,
     };
-    if !spec.num_heads.is_multiple_of(spec.num_kv_heads) {
+    (traits.read)(config, spec)
+}
+
+/// The layers as the keys say that families share; the family's own `read` may change them.
+fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
+    let hidden = config.size("hidden_size", 1 << 20)?;
+    let num_heads = config.size("num_attention_heads", 1 << 12)?;
+    let num_layers = config.size("num_hidden_layers", 1 << 12)?;
+    let types = match traits.has_delta_nets {
+        true => None, // of which `delta_net` reads others
+        false => layer_types::read(config, [layer_types::FULL, layer_types::SLIDING], num_layers)?,
+    };
+    let (theta, scaling) = rope::read(config)?;
+    let head_dim = head_dim(config, traits.head_dim, hidden, num_heads)?;
+    let experts = if traits.has_experts { Some(experts::read(config, hidden, traits)?) } else { None };
+    let intermediate = match &experts {
+        // All layers have experts, and a file need not say what width an MLP would have.
+        Some(experts) if traits.has_delta_nets && !config.has("intermediate_size") => experts.expert.intermediate,
+        _ => config.size("intermediate_size", 1 << 24)?,
+    };
+    let num_kv_heads = config.size("num_key_value_heads", 1 << 12)?;
+    if !num_heads.is_multiple_of(num_kv_heads) {
         return Err(config.wrong("num_key_value_heads", format!("a divisor of num_attention_heads = {num_heads}")));
     }
-    Ok(spec)
+    let partial_rotary_factor = match traits.has_delta_nets {
+        true => delta_net::partial_rotary_factor(config, head_dim)?,
+        false => 1.0,
+    };
+    let attention = AttentionSpec {
+        hidden,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        qkv_bias: traits.qkv_bias,
+        qk_norm: traits.qk_norm,
+        output_gate: traits.has_delta_nets,
+        rope: Some(RopeSpec { theta, scaling, partial_rotary_factor }),
+        window: None,
+        scale: AttentionSpec::usual_scale(head_dim),
+    };
+    let block = BlockSpec {
+        hidden,
+        mixer: Mixer::Attention(attention),
+        mlp: Mlp::Dense(DenseSpec { hidden, intermediate }),
+        norms: traits.norms,
+        residual_scale: 1.0,
+    };
+    let windows = windows::read(config, traits.window, types, num_layers)?;
+    let layer = |window| BlockSpec { mixer: Mixer::Attention(AttentionSpec { window, ..attention }), ..block };
+    let mut layers: Vec<_> = windows.into_iter().map(layer).collect();
+    if traits.has_delta_nets {
+        delta_net::read(config, hidden, &mut layers)?;
+    }
+    if let Some(experts) = experts {
+        experts::place(config, experts, &mut layers)?;
+    }
+    Ok(layers)
 }
 
 /// The family, and whether the file has its description in `text_config`.
@@ -211,7 +236,7 @@ fn family(config: &JsonObject) -> Result<(Family, bool)> {
         Some(architecture) => names.architecture == architecture,
         None => Some(names.model_type) == model_type,
     };
-    let found = Family::ALL.into_iter().find_map(|family| {
+    let found = Family::ALL.iter().find_map(|&family| {
         let Traits { architecture, model_type, whole, .. } = family.traits();
         let is_text_part = whole.is_some_and(is_named);
         (is_text_part || is_named(Names { architecture, model_type })).then_some((family, is_text_part))
@@ -258,42 +283,6 @@ fn head_dim(config: &JsonObject, usual: Option<usize>, hidden_size: usize, num_h
     match head_dim {
         even if even > 0 && even.is_multiple_of(2) => Ok(even),
         odd => Err(config.wrong("head_dim", format!("an even number (it works out as {odd}): rope turns pairs"))),
-    }
-}
-
-/// The window of all layers, whose `types` the file has or leaves out.
-fn sliding_window(
-    config: &JsonObject,
-    counts: Window,
-    types: Option<Vec<&str>>,
-    num_layers: usize,
-) -> Result<Option<usize>> {
-    let key = "sliding_window";
-    let window = match counts {
-        Window::Never => return Ok(None),
-        Window::Refused if config.flag("use_sliding_window")? => {
-            return Err(config.wrong("use_sliding_window", "false: windows in every second layer are not served"));
-        }
-        Window::Refused => return Ok(None),
-        Window::Always(usual) if !config.has(key) => return Ok(Some(usual)),
-        Window::Switched if !config.flag("use_sliding_window")? => return Ok(None),
-        _ if config.get(key).is_none() => return Ok(None),
-        _ => config.size(key, 1 << 31)?,
-    };
-    if counts != Window::Switched {
-        return Ok(Some(window));
-    }
-    let num_sliding = match types {
-        Some(types) => types.into_iter().filter(|kind| *kind == layer_types::SLIDING).count(),
-        None => num_layers.saturating_sub(config.count("max_window_layers")?),
-    };
-    match num_sliding {
-        0 => Ok(None),
-        all if all == num_layers => Ok(Some(window)),
-        some => {
-            let expected = format!("a window in all layers or in none; here {some} of {num_layers} layers have one");
-            Err(config.wrong("use_sliding_window", expected))
-        }
     }
 }
 

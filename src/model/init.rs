@@ -222,12 +222,8 @@ mod tests {
 
     #[test]
     fn weights_do_not_depend_on_shards_and_differ_everywhere_else() {
-        let spec = ModelSpec {
-            qk_norm: Some(QkNorm::Head),
-            tie_word_embeddings: false,
-            ..ModelSpec::preset("micro").unwrap()
-        };
-        let spec = Arc::new(spec);
+        let spec = ModelSpec { tie_word_embeddings: false, ..ModelSpec::preset("micro").unwrap() };
+        let spec = Arc::new(spec.map_attention(|_, attention| attention.qk_norm = Some(QkNorm::Head)));
         let (one, many) = (ParamTable::new(spec.clone(), 1), ParamTable::new(spec, 7));
         let (ours, theirs, other) = (params(&one, 5), params(&many, 5), params(&one, 6));
         let mut heads = Vec::new();

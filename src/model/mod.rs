@@ -6,6 +6,7 @@
 //! | `spec` | the shape of a network |
 //! | `families` | what belongs to a family, not to a model |
 //! | `config_json`, `json` | that shape from and to a model folder; its JSON files |
+//! | `distinct` | what layers share that are alike in one thing: rotations, windows |
 //! | `stages` | which layers each stage of a pipeline has |
 //! | `preset` | published shapes |
 //! | `params` | the flat layout of its weights |
@@ -20,6 +21,7 @@
 
 mod block;
 mod config_json;
+mod distinct;
 mod export;
 mod families;
 mod files;
@@ -38,11 +40,12 @@ mod tests;
 mod views;
 
 pub use block::{
-    BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Fp8Products,
-    Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, Piece, QkNorm, Routes, SavedBlock, SequenceMixer,
-    SharedExpertSpec, attention_scale, block_backward, block_forward,
+    AttentionSpec, BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes,
+    ExpertsSpec, Fp8Products, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, Piece, QkNorm, Routes,
+    SavedBlock, SequenceMixer, SharedExpertSpec, block_backward, block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit, product_work};
+pub use distinct::{ByRope, ByWindow, Distinct, RopeSpec, Ropes};
 pub use export::export_folder;
 pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
@@ -55,6 +58,6 @@ pub use params::{Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use quantized::QuantizedBlock;
 pub use source::ModelSource;
-pub use spec::{DeltaLayers, ExpertLayers, ModelSpec};
+pub use spec::ModelSpec;
 pub use stages::{Stage, Stages};
 pub use views::{EmbeddingParams, HeadParams};

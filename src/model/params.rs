@@ -46,7 +46,7 @@ impl ParamTable {
 
     /// Lays out the adapters of every block instead: units without embedding and head.
     pub fn adapters(spec: Arc<ModelSpec>, lora: &LoraSpec, shards: usize) -> Self {
-        let units = (0..spec.num_layers).map(|layer| (Unit::Block(layer), lora.shapes(&spec, layer))).collect();
+        let units = (0..spec.num_layers()).map(|layer| (Unit::Block(layer), lora.shapes(&spec, layer))).collect();
         Self::of_units(spec, units, shards)
     }
 
@@ -302,7 +302,7 @@ pub(super) type Shapes = Vec<(ParamName, Vec<i64>)>;
 
 /// Every unit of a model, in order.
 pub(super) fn units(spec: &ModelSpec) -> impl Iterator<Item = Unit> + use<> {
-    let blocks = (0..spec.num_layers).map(Unit::Block);
+    let blocks = (0..spec.num_layers()).map(Unit::Block);
     std::iter::once(Unit::Embedding).chain(blocks).chain([Unit::Head])
 }
 
@@ -311,7 +311,7 @@ pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Shapes {
     let [vocab, hidden] = [spec.vocab_size, spec.hidden_size].map(|size| size as i64);
     match unit {
         Unit::Embedding => vec![(ParamName::Embedding, vec![vocab, hidden])],
-        Unit::Block(layer) => spec.block(layer).shapes(),
+        Unit::Block(layer) => spec.layers[layer].shapes(),
         Unit::Head => {
             let own = (!spec.tie_word_embeddings).then(|| (ParamName::LmHead, vec![vocab, hidden]));
             std::iter::once((ParamName::FinalNorm, vec![hidden])).chain(own).collect()

@@ -2,11 +2,15 @@
 
 use tch::Kind;
 
-use super::block::{NormPlaces, QkNorm};
+use super::block::{
+    AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, NormPlaces, QkNorm, SharedExpertSpec,
+};
+use super::distinct::RopeSpec;
 use super::families::Family;
-use super::spec::{DeltaLayers, ExpertLayers, ModelSpec};
+use super::spec::ModelSpec;
 use crate::ops::delta_net::DeltaHeads;
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
+use crate::ops::router::RouterOptions;
 
 /// Names that [`ModelSpec::preset`] knows.
 pub const PRESETS: [&str; 21] = [
@@ -42,10 +46,8 @@ impl ModelSpec {
             "micro" => qwen2([96, 32, 96, 2, 4, 2, 8], true),
             "tiny" => qwen2([64, 128, 384, 4, 4, 2, 32], true),
             "tiny-moe" => ModelSpec {
-                family: Family::Qwen3Moe,
-                experts: Some(experts([8, 2, 192])),
                 max_position_embeddings: 512,
-                ..qwen3([64, 128, 384, 4, 4, 2, 32], true)
+                ..with_experts(Family::Qwen3Moe, [8, 2, 192], None, qwen3([64, 128, 384, 4, 4, 2, 32], true))
             },
             "tiny-hybrid" => qwen3_5([64, 128, 384, 4, 4, 2, 32], [2, 4, 32], true),
             "qwen2.5-0.5b" => qwen2([151_936, 896, 4_864, 24, 14, 2, 64], true),
@@ -57,18 +59,16 @@ impl ModelSpec {
             "qwen3-0.6b" => qwen3([151_936, 1_024, 3_072, 28, 16, 8, 128], true),
             "qwen3-1.7b" => qwen3([151_936, 2_048, 6_144, 28, 16, 8, 128], true),
             "qwen3-4b" => qwen3([151_936, 2_560, 9_728, 36, 32, 8, 128], true),
-            "qwen3-30b-a3b" => ModelSpec {
-                family: Family::Qwen3Moe,
-                experts: Some(experts([128, 8, 768])),
-                ..qwen3([151_936, 2_048, 6_144, 48, 32, 4, 128], false)
-            },
+            "qwen3-30b-a3b" => {
+                let dense = qwen3([151_936, 2_048, 6_144, 48, 32, 4, 128], false);
+                with_experts(Family::Qwen3Moe, [128, 8, 768], None, dense)
+            }
             "qwen3-8b" => qwen3([151_936, 4_096, 12_288, 36, 32, 8, 128], false),
             "qwen3.5-9b" => qwen3_5([248_320, 4_096, 12_288, 32, 16, 4, 256], [16, 32, 128], false),
-            "qwen3.5-35b-a3b" => ModelSpec {
-                family: Family::Qwen3_5Moe,
-                experts: Some(ExpertLayers { shared_expert_intermediate_size: Some(512), ..experts([256, 8, 512]) }),
-                ..qwen3_5([248_320, 2_048, 512, 40, 16, 2, 256], [16, 32, 128], false)
-            },
+            "qwen3.5-35b-a3b" => {
+                let dense = qwen3_5([248_320, 2_048, 512, 40, 16, 2, 256], [16, 32, 128], false);
+                with_experts(Family::Qwen3_5Moe, [256, 8, 512], Some(512), dense)
+            }
             "llama3.2-1b" => llama3([128_256, 2_048, 8_192, 16, 32, 8, 64], true, 32.0),
             "llama3.1-8b" => llama3([128_256, 4_096, 14_336, 32, 32, 8, 128], false, 8.0),
             "olmo2-1b" => olmo2([100_352, 2_048, 8_192, 16, 16, 16, 128]),
@@ -80,30 +80,38 @@ impl ModelSpec {
 }
 
 fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
-    let [vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim] = sizes;
+    let [vocab_size, hidden, intermediate, num_layers, num_heads, num_kv_heads, head_dim] = sizes;
     let published = vocab_size > 151_645;
-    ModelSpec {
-        family: Family::Qwen2,
-        vocab_size,
-        hidden_size,
-        intermediate_size,
-        experts: None,
-        delta_net: None,
-        num_layers,
+    let attention = AttentionSpec {
+        hidden,
         num_heads,
         num_kv_heads,
         head_dim,
-        rms_norm_eps: 1e-6,
-        rope_theta: if published { 1e6 } else { 1e4 },
-        rope_scaling: None,
-        partial_rotary_factor: 1.0,
-        tie_word_embeddings,
         qkv_bias: true,
         qk_norm: None,
         output_gate: false,
+        rope: Some(RopeSpec { theta: if published { 1e6 } else { 1e4 }, scaling: None, partial_rotary_factor: 1.0 }),
+        window: None,
+        scale: AttentionSpec::usual_scale(head_dim),
+    };
+    let block = BlockSpec {
+        hidden,
+        mixer: Mixer::Attention(attention),
+        mlp: Mlp::Dense(DenseSpec { hidden, intermediate }),
         norms: NormPlaces::PRE,
+        residual_scale: 1.0,
+    };
+    ModelSpec {
+        family: Family::Qwen2,
+        vocab_size,
+        hidden_size: hidden,
+        layers: vec![block; num_layers],
+        embedding_multiplier: 1.0,
+        logits_scaling: 1.0,
+        rms_norm_eps: 1e-6,
+        tie_word_embeddings,
         zero_centred_norms: false,
-        sliding_window: None,
+        router_aux_loss_coef: 0.0,
         max_position_embeddings: if published { 32_768 } else { 512 },
         bos_token_id: published.then_some(151_643),
         eos_token_ids: if published { vec![151_645, 151_643] } else { Vec::new() },
@@ -113,13 +121,11 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
 }
 
 fn qwen3(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
-    ModelSpec {
-        family: Family::Qwen3,
-        qkv_bias: false,
-        qk_norm: Some(QkNorm::Head),
-        max_position_embeddings: 40_960,
-        ..qwen2(sizes, tie_word_embeddings)
-    }
+    let spec = qwen2(sizes, tie_word_embeddings).map_attention(|_, attention| {
+        attention.qkv_bias = false;
+        attention.qk_norm = Some(QkNorm::Head);
+    });
+    ModelSpec { family: Family::Qwen3, max_position_embeddings: 40_960, ..spec }
 }
 
 /// With a gated delta net in three of four layers, whose key heads, value heads and head width are `delta`. Of the published text
@@ -128,69 +134,82 @@ fn qwen3_5(sizes: [usize; 7], delta: [usize; 3], tie_word_embeddings: bool) -> M
     let [num_key_heads, num_value_heads, width] = delta;
     let heads = DeltaHeads { num_key_heads, num_value_heads, key_dim: width, value_dim: width, conv_width: 4 };
     let qwen3 = qwen3(sizes, tie_word_embeddings);
-    let full_attention = (0..qwen3.num_layers).filter(|layer| layer % 4 == 3).collect();
     let published = qwen3.vocab_size > 64;
+    let theta = if published { 1e7 } else { 1e4 };
+    let spec = qwen3.map_attention(|_, attention| {
+        attention.output_gate = true;
+        attention.rope = Some(RopeSpec { theta, scaling: None, partial_rotary_factor: 0.25 });
+    });
+    let spec = spec.map_blocks(|layer, block| {
+        if layer % 4 != 3 {
+            block.mixer = Mixer::DeltaNet(DeltaNetSpec { hidden: block.hidden, heads });
+        }
+    });
     ModelSpec {
         family: Family::Qwen3_5,
-        delta_net: Some(DeltaLayers { heads, full_attention }),
-        rope_theta: if published { 1e7 } else { 1e4 },
-        partial_rotary_factor: 0.25,
-        output_gate: true,
         zero_centred_norms: true,
         max_position_embeddings: if published { 262_144 } else { 512 },
         bos_token_id: None,
         eos_token_ids: Vec::new(),
-        ..qwen3
+        ..spec
     }
 }
 
-/// Experts of all layers: their number, those of a token, the width of one.
-fn experts([num_experts, num_experts_per_tok, moe_intermediate_size]: [usize; 3]) -> ExpertLayers {
-    ExpertLayers {
+/// With experts in all layers: their number, those of a token, the width of one; and the width of one that every token goes to.
+fn with_experts(
+    family: Family,
+    [num_experts, num_experts_per_tok, intermediate]: [usize; 3],
+    shared: Option<usize>,
+    dense: ModelSpec,
+) -> ModelSpec {
+    let hidden = dense.hidden_size;
+    let experts = ExpertsSpec {
+        expert: DenseSpec { hidden, intermediate },
         num_experts,
-        num_experts_per_tok,
-        moe_intermediate_size,
-        shared_expert_intermediate_size: None,
-        norm_topk_prob: true,
-        router_aux_loss_coef: 0.001,
-        decoder_sparse_step: 1,
-        mlp_only_layers: Vec::new(),
+        own: num_experts,
         is_parallel: false,
-    }
+        router: RouterOptions { num_experts_per_tok, norm_topk_prob: true },
+        shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec { hidden, intermediate })),
+    };
+    let spec = dense.map_blocks(|_, block| block.mlp = Mlp::Experts(experts));
+    ModelSpec { family, router_aux_loss_coef: 0.001, ..spec }
 }
 
 fn olmo2(sizes: [usize; 7]) -> ModelSpec {
+    let spec = qwen2(sizes, false).map_attention(|_, attention| {
+        attention.qkv_bias = false;
+        attention.qk_norm = Some(QkNorm::All);
+        attention.rope.iter_mut().for_each(|rope| rope.theta = 5e5);
+    });
     ModelSpec {
         family: Family::Olmo2,
-        rope_theta: 5e5,
-        qkv_bias: false,
-        qk_norm: Some(QkNorm::All),
-        norms: NormPlaces::POST,
         max_position_embeddings: 4_096,
         bos_token_id: None,
         eos_token_ids: vec![100_257],
         dtype: Kind::BFloat16,
-        ..qwen2(sizes, false)
+        ..spec.map_blocks(|_, block| block.norms = NormPlaces::POST)
     }
 }
 
 fn llama3(sizes: [usize; 7], tie_word_embeddings: bool, factor: f64) -> ModelSpec {
-    let rope_scaling = Llama3Scaling {
+    let scaling = Llama3Scaling {
         factor,
         low_freq_factor: 1.0,
         high_freq_factor: 4.0,
         original_max_position_embeddings: 8_192.0,
     };
+    let rope = RopeSpec { theta: 5e5, scaling: Some(RopeScaling::Llama3(scaling)), partial_rotary_factor: 1.0 };
+    let spec = qwen2(sizes, tie_word_embeddings).map_attention(|_, attention| {
+        attention.qkv_bias = false;
+        attention.rope = Some(rope);
+    });
     ModelSpec {
         family: Family::Llama,
         rms_norm_eps: 1e-5,
-        rope_theta: 5e5,
-        rope_scaling: Some(RopeScaling::Llama3(rope_scaling)),
-        qkv_bias: false,
         max_position_embeddings: 131_072,
         bos_token_id: Some(128_000),
         eos_token_ids: vec![128_001, 128_008, 128_009],
         dtype: Kind::BFloat16,
-        ..qwen2(sizes, tie_word_embeddings)
+        ..spec
     }
 }

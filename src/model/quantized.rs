@@ -29,7 +29,7 @@ impl QuantizedBlock {
     /// [`Error::InvalidValue`] on `quantization` where only some layers have experts, and for matrices whose rows are no multiple of 64
     /// weights.
     pub fn check(spec: &ModelSpec) -> Result<()> {
-        if ![0, spec.num_layers].contains(&spec.num_expert_layers()) {
+        if ![0, spec.num_layers()].contains(&spec.num_expert_layers()) {
             let expected =
                 "none: only some layers of this model have experts, and NF4 is for experts in all layers or in none";
             return Err(Error::invalid_value("quantization", "nf4", expected));
@@ -129,7 +129,8 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::model::{Family, ModelSpec, ParamTable, QkNorm, init_unit};
+    use crate::model::tests::with_heads;
+    use crate::model::{DenseSpec, Family, ModelSpec, ParamTable, QkNorm, SharedExpertSpec, init_unit};
 
     #[test]
     fn rows_of_ragged_blocks_are_refused_before_anything_is_loaded() {
@@ -137,14 +138,14 @@ mod tests {
         QuantizedBlock::check(&spec).unwrap();
         let mut experts = ModelSpec::preset("tiny-moe").unwrap();
         QuantizedBlock::check(&experts).unwrap();
-        experts.experts.as_mut().unwrap().mlp_only_layers = vec![1];
+        experts.layers[1].mlp = spec.layers[1].mlp;
         let error = QuantizedBlock::check(&experts).unwrap_err().to_string();
         assert!(error.ends_with("NF4 is for experts in all layers or in none"), "{error}");
         // Of the block with attention alone.
-        let hybrid = ModelSpec { num_heads: 3, num_kv_heads: 1, ..ModelSpec::preset("tiny-hybrid").unwrap() };
+        let hybrid = with_heads(ModelSpec::preset("tiny-hybrid").unwrap(), 3, 1);
         let error = QuantizedBlock::check(&hybrid).unwrap_err().to_string();
         assert!(error.ends_with("those of model.layers.3.self_attn.o_proj.weight have 96"), "{error}");
-        let ragged = ModelSpec { hidden_size: 160, ..spec };
+        let ragged = spec.with_widths(160, 384);
         let error = QuantizedBlock::check(&ragged).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Configuration);
         assert!(
@@ -155,10 +156,12 @@ mod tests {
 
     #[test]
     fn a_block_comes_back_matrix_by_matrix() {
-        let dense = ModelSpec { qk_norm: Some(QkNorm::Head), ..ModelSpec::preset("tiny").unwrap() };
+        let dense = ModelSpec::preset("tiny").unwrap();
+        let dense = dense.map_attention(|_, attention| attention.qk_norm = Some(QkNorm::Head));
         let [moe, hybrid] = ["tiny-moe", "tiny-hybrid"].map(|name| ModelSpec::preset(name).unwrap());
-        let mut shared = ModelSpec { family: Family::Qwen2Moe, ..moe.clone() };
-        shared.experts.as_mut().unwrap().shared_expert_intermediate_size = Some(320);
+        let shared = ModelSpec { family: Family::Qwen2Moe, ..moe.clone() }.map_experts(|experts| {
+            experts.shared = Some(SharedExpertSpec(DenseSpec { hidden: 128, intermediate: 320 }));
+        });
         for (spec, layer) in [(dense, 1), (moe, 1), (shared, 1), (hybrid.clone(), 0), (hybrid, 3)] {
             let spec = Arc::new(spec);
             let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(layer)).clone();

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::params::{Unit, shapes};
-use super::spec::{DeltaLayers, ExpertLayers, ModelSpec};
+use super::spec::ModelSpec;
 use crate::config::PipelinePartition;
 use crate::error::{Error, Result};
 
@@ -27,7 +27,7 @@ pub struct Stage {
 impl Stages {
     /// All layers in one stage.
     pub fn one(spec: &ModelSpec) -> Self {
-        Self { bounds: vec![0, spec.num_layers] }
+        Self { bounds: vec![0, spec.num_layers()] }
     }
 
     /// Cuts a model into `num_stages` of as many layers as `partition` says. An empty partition cuts by planned time: the slowest
@@ -38,7 +38,7 @@ impl Stages {
     /// other numbers than one a stage, for a sum that is not the model's number of layers, and for a stage without any layer that has
     /// attention.
     pub fn new(spec: &ModelSpec, num_stages: usize, partition: &[usize]) -> Result<Self> {
-        let (num_layers, most) = (spec.num_layers, spec.attention_layers().count());
+        let (num_layers, most) = (spec.num_layers(), spec.attention_layers().count());
         if !(1..=most).contains(&num_stages) {
             let numbers = if most > 1 { format!("1 to {most}") } else { "1".to_owned() };
             let expected = format!("{numbers}: every stage has at least one of the model's layers with attention");
@@ -122,23 +122,7 @@ impl Stage {
 impl ModelSpec {
     /// The model with these layers alone, counted from 0.
     pub fn of_layers(&self, layers: &Range<usize>) -> Self {
-        let own = |layer: usize| layer - layers.start;
-        let experts = self.experts.as_ref().map(|experts| ExpertLayers {
-            decoder_sparse_step: 1,
-            mlp_only_layers: layers.clone().filter(|&layer| !experts.are_in(layer)).map(own).collect(),
-            ..experts.clone()
-        });
-        let delta_net = self.delta_net.as_ref().map(|delta_net| DeltaLayers {
-            full_attention: delta_net
-                .full_attention
-                .iter()
-                .copied()
-                .filter(|layer| layers.contains(layer))
-                .map(own)
-                .collect(),
-            ..delta_net.clone()
-        });
-        Self { num_layers: layers.len(), experts, delta_net, ..self.clone() }
+        Self { layers: self.layers[layers.clone()].to_vec(), ..self.clone() }
     }
 }
 
@@ -150,18 +134,18 @@ fn sizes_by_time(spec: &ModelSpec, num_stages: usize) -> Vec<usize> {
     let numel = |unit| shapes(spec, unit).iter().map(|(_, shape)| shape.iter().product::<i64>() as f64).sum::<f64>();
     let head = spec.vocab_size as f64 * spec.hidden_size as f64; // its table may be the embedding's
     let mut read = vec![0.0]; // by the layers before each
-    for layer in 0..spec.num_layers {
+    for layer in 0..spec.num_layers() {
         read.push(read[layer] + numel(Unit::Block(layer)));
     }
     let attention: Vec<usize> = spec.attention_layers().collect();
     let time = |from: usize, to: usize| {
         let has_attention = attention.iter().any(|layer| (from..to).contains(layer));
-        has_attention.then(|| read[to] - read[from] + if to == spec.num_layers { head } else { 0.0 })
+        has_attention.then(|| read[to] - read[from] + if to == spec.num_layers() { head } else { 0.0 })
     };
     let cut = || {
-        let (slowest, _) = best_cut(spec.num_layers, num_stages, time, f64::max)?;
+        let (slowest, _) = best_cut(spec.num_layers(), num_stages, time, f64::max)?;
         let within = |from, to| time(from, to).filter(|time| *time <= slowest).map(|time| time * time);
-        best_cut(spec.num_layers, num_stages, within, |a, b| a + b)
+        best_cut(spec.num_layers(), num_stages, within, |a, b| a + b)
     };
     cut().expect("every stage can have a layer with attention").1
 }
@@ -214,7 +198,7 @@ mod tests {
 
     #[test]
     fn stages_have_units_of_their_own_and_share_only_a_tied_table() {
-        let spec = ModelSpec { num_layers: 5, tie_word_embeddings: true, ..ModelSpec::preset("micro").unwrap() };
+        let spec = ModelSpec::preset("micro").unwrap().with_num_layers(5);
         let stages = Stages::new(&spec, 3, &[1, 3, 1]).unwrap();
         let units: Vec<_> = stages.iter().map(|stage| stage.units(&spec)).collect();
         assert_eq!(units[0], [Unit::Embedding, Unit::Block(0)]);
@@ -230,9 +214,9 @@ mod tests {
             let spec = ModelSpec::preset(name).unwrap();
             for stage in Stages::new(&spec, 3, &[]).unwrap().iter() {
                 let own = spec.of_layers(&stage.layers);
-                assert_eq!(own.num_layers, stage.layers.len());
+                assert_eq!(own.num_layers(), stage.layers.len());
                 for (place, layer) in stage.layers.clone().enumerate() {
-                    assert_eq!(own.block(place), spec.block(layer), "{name}, layer {layer}");
+                    assert_eq!(own.layers[place], spec.layers[layer], "{name}, layer {layer}");
                 }
             }
         }
@@ -252,7 +236,7 @@ mod tests {
         assert!(refused(&spec, 2, &[28, 0]).contains("at least 1 each"));
         assert!(refused(&spec, 2, &[usize::MAX, 29]).contains("a sum of 28"));
         let hybrid = ModelSpec::preset("qwen3.5-9b").unwrap();
-        let rest = hybrid.num_layers - 1;
+        let rest = hybrid.num_layers() - 1;
         assert!(refused(&hybrid, 2, &[1, rest]).contains("stage 0 has gated delta nets alone"));
         assert_eq!(Stages::new(&hybrid, 8, &[]).unwrap().count(), 8);
         let few = refused(&hybrid, 9, &[]);

@@ -48,15 +48,16 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
+    use crate::model::tests::with_heads;
     use crate::model::{BlockParams, Linear, Matrix, ModelSpec, ParamTable, Piece, Unit};
 
     fn spec(num_heads: usize, num_kv_heads: usize) -> Arc<ModelSpec> {
-        Arc::new(ModelSpec { num_heads, num_kv_heads, ..ModelSpec::preset("micro").unwrap() })
+        Arc::new(with_heads(ModelSpec::preset("micro").unwrap(), num_heads, num_kv_heads))
     }
 
     /// Weight and bias rows [query heads, 2 + ..] of a slice: all q, then k and v of each group.
     fn rows(slice: &Linear, spec: &ModelSpec, kv_heads: i64) -> [Tensor; 3] {
-        let hd = spec.head_dim as i64;
+        let hd = spec.attention().head_dim as i64;
         let joined = |Piece { weight, bias, .. }: &Piece| {
             Tensor::cat(&[weight, &bias.as_ref().unwrap().unsqueeze(1)], 1).view([-1, hd, weight.size()[1] + 1])
         };
@@ -87,7 +88,7 @@ mod tests {
             let [q, k, v] = rows(whole.linear(Matrix::Qkv), &spec, kv_heads as i64);
             for tp_size in sizes {
                 spec.validate_tp(tp_size).unwrap();
-                let (_, local) = spec.tp_heads(tp_size);
+                let local = spec.attention().tp_slice(tp_size).num_kv_heads;
                 let slices: Vec<_> = (0..tp_size).map(|rank| whole.tp_slice(rank, tp_size).unwrap()).collect();
                 let parts: Vec<_> =
                     slices.iter().map(|slice| rows(slice.linear(Matrix::Qkv), &spec, local as i64)).collect();

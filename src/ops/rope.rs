@@ -129,6 +129,17 @@ impl Rope {
         Self { inv_freq: Tensor::from_slice(&inv_freq), attention_factor }
     }
 
+    /// An angle of 0 at every position: what is turned stays, bit for bit.
+    pub fn still(head_dim: usize) -> Self {
+        let inv_freq = Tensor::from_slice(&vec![0.0; head_dim / 2]);
+        Self { inv_freq, attention_factor: 1.0 }
+    }
+
+    /// Columns of a head that are turned.
+    pub fn columns(&self) -> usize {
+        2 * self.inv_freq.numel()
+    }
+
     /// Cosines, then sines, of all positions below `len`, computed in f64: [len, hd] f32, what the decode kernels read.
     ///
     /// # Errors

@@ -81,7 +81,7 @@ fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan
     if input.config.gradient_checkpointing != AutoOr::Auto {
         return full;
     }
-    let has_chunks = input.table.spec.delta_net.is_some();
+    let has_chunks = input.table.spec.delta_net().is_some();
     let less = [KeepChunks, Nothing, Selective].into_iter().filter(|&keep| has_chunks || keep != KeepChunks);
     let plans =
         less.map(|gradient_checkpointing| MemoryPlan::with(Choices { gradient_checkpointing, ..choices }, input));

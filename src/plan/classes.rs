@@ -141,7 +141,7 @@ pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &Plan
         human(fullest.gradients),
         human(bytes.gradients),
         human(fullest.gathered),
-        activations.saved[spec.num_layers] as f64 / tokens as f64,
+        activations.saved[spec.num_layers()] as f64 / tokens as f64,
         at_once as f64 / tokens as f64,
     )
 }

@@ -20,8 +20,7 @@ use crate::data::{GrammarCompiler, Tokenizer};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::{ModelSpec, Stages};
-use crate::ops::rope::Rope;
+use crate::model::{ModelSpec, Ropes, Stages};
 use crate::phase::{self, Phase};
 use crate::types::LengthSpread;
 
@@ -78,7 +77,7 @@ pub fn check_stages(spec: &ModelSpec, num_stages: usize, strict: bool, on_gpu: b
     if strict {
         return Err(Error::invalid_value("strict", true, "false where pipeline_parallel_size is above 1"));
     }
-    let held = match (&spec.experts, &spec.delta_net) {
+    let held = match (spec.experts(), spec.delta_net()) {
         (Some(_), _) => "experts",
         (_, Some(_)) => "gated delta nets",
         _ => return Ok(()),
@@ -119,7 +118,7 @@ pub struct Engine {
     pub(super) grammars: Arc<GrammarCompiler>,
     pub(super) options: EngineOptions,
     pub(super) ranks: EngineRanks,
-    pub(super) rope: Rope,
+    pub(super) ropes: Ropes,
     pub(super) eos_token_ids: Vec<u32>,
     pub(super) gpu: Option<GpuState>,
     pub(super) fp8: Option<Fp8Copy>,
@@ -166,8 +165,7 @@ impl Engine {
         check_stages(&spec, ranks.stages.count(), options.strict, options.device.is_cuda())?;
         spec.validate_tp(tp.size())?;
         if options.device.is_cuda() {
-            spec.validate_gpu(options.kind, Path::new(""))?;
-            spec.validate_gpu_engine(options.kind, tp.size(), Path::new(""))?;
+            spec.validate_gpu(options.kind, Some(tp.size()), Path::new(""))?;
         }
         let least = [
             ("kv_block_size", options.block_size, 1),
@@ -202,12 +200,12 @@ impl Engine {
         // Reserved in whole pages, of which every block is used.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
         let states = StatePages::reserve(&own, tp.size(), options.max_num_seqs, &options)?;
-        let rope = spec.rope();
+        let ropes = spec.ropes();
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), eos_token_ids.clone()));
         let gpu = match options.device {
             Device::Cuda(ordinal) => {
-                Some(GpuState::new(&own, &options, &rope, (tp.as_ref(), ranks.stages.count()), ordinal)?)
+                Some(GpuState::new(&own, &options, &ropes, (tp.as_ref(), ranks.stages.count()), ordinal)?)
             }
             _ => None,
         };
@@ -218,7 +216,7 @@ impl Engine {
             grammars,
             options,
             ranks,
-            rope,
+            ropes,
             eos_token_ids,
             gpu,
             fp8,

@@ -28,8 +28,7 @@ pub(super) struct Fp8Copy {
 /// Bytes of one rank's copy in FP8: a byte an element and 4 a row of the blocks' matrices.
 pub fn fp8_weight_bytes(spec: &ModelSpec, tp_size: usize) -> usize {
     let bytes = |linear: LinearSpec| linear.rows() * (linear.columns + size_of::<f32>()) + SECTIONS * ALIGNMENT;
-    let of_block = |layer: usize| spec.block(layer).tp_slice(tp_size).linears().into_iter().map(bytes).sum::<usize>();
-    (0..spec.num_layers).map(of_block).sum()
+    spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears()).map(bytes).sum()
 }
 
 /// Whether an engine with weights of `kind`, on a GPU or not, can multiply in FP8 by a slice of this model's matrices.
@@ -41,14 +40,15 @@ pub fn check_fp8(spec: &ModelSpec, kind: Kind, on_gpu: bool, tp_size: usize) -> 
     if spec.num_expert_layers() > 0 {
         return refuse("experts are not multiplied in FP8 yet");
     }
-    if spec.delta_net.is_some() {
+    if spec.delta_net().is_some() {
         return refuse("gated delta nets are not multiplied in FP8 yet");
     }
     if on_gpu && kind != Kind::BFloat16 {
         return refuse(&format!("on a GPU FP8 is rounded from dtype = bfloat16, not from {kind:?}"));
     }
     let ragged = |linear: &LinearSpec| on_gpu && !kernels::fp8_serves([linear.rows(), linear.columns]);
-    if let Some(linear) = spec.block(0).tp_slice(tp_size).linears().iter().find(|linear| ragged(linear)) {
+    let mut linears = spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears());
+    if let Some(linear) = linears.find(|linear| ragged(linear)) {
         let (matrix, rows, columns) = (linear.matrix, linear.rows(), linear.columns);
         return refuse(&format!(
             "sides of a rank's matrices have to be multiples of 16, and rows at most 32768 long; {matrix:?} is [{rows}, {columns}]"
@@ -151,7 +151,7 @@ mod tests {
     fn the_copy_takes_half_of_bfloat16() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
         let matrices: usize =
-            (0..28).flat_map(|layer| spec.block(layer).linears()).map(|it| it.rows() * it.columns).sum();
+            (0..28).flat_map(|layer| spec.layers[layer].linears()).map(|it| it.rows() * it.columns).sum();
         let bytes = fp8_weight_bytes(&spec, 1);
         assert!((matrices..matrices + matrices / 500).contains(&bytes), "{bytes} for {matrices}");
         let halves = fp8_weight_bytes(&spec, 2);

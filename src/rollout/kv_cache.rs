@@ -7,7 +7,7 @@ use crate::config::KvCacheDtype;
 use crate::cuda::kernels::{self, AttentionPlan};
 use crate::error::{Error, Result};
 use crate::memory::{self, Arena};
-use crate::model::ModelSpec;
+use crate::model::{AttentionSpec, ModelSpec};
 use crate::ops::attention::KvEntries;
 use crate::ops::fp8::Fp8Rows;
 use crate::torch;
@@ -30,7 +30,7 @@ pub fn cache_kind(dtype: KvCacheDtype, kind: Kind) -> Kind {
 /// head of both.
 pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind: Kind) -> usize {
     let elements = spec.cached_elements(tp_size) * block_size;
-    let scales = if kind == Kind::Float8e4m3fn { elements / spec.head_dim * size_of::<f32>() } else { 0 };
+    let scales = if kind == Kind::Float8e4m3fn { elements / spec.attention().head_dim * size_of::<f32>() } else { 0 };
     elements * kind.elt_size_in_bytes() + scales
 }
 
@@ -105,11 +105,11 @@ impl KvCache {
             let expected = format!("at least {block_bytes}, one block of {block_size} tokens");
             return Err(Error::invalid_value("kv_cache_bytes", kv_cache_bytes, expected));
         }
-        let (_, num_kv_heads) = spec.tp_heads(tp_size);
+        let AttentionSpec { num_kv_heads, head_dim, .. } = spec.attention().tp_slice(tp_size);
         let layers: Vec<usize> = spec.attention_layers().collect();
-        let shape = [num_kv_heads, block_size, spec.head_dim, 2 * layers.len()].map(|size| size as i64);
+        let shape = [num_kv_heads, block_size, head_dim, 2 * layers.len()].map(|size| size as i64);
         let place = |layer| layers.iter().position(|&own| own == layer).map(|place| place as i64);
-        let places = (0..spec.num_layers).map(place).collect();
+        let places = (0..spec.num_layers()).map(place).collect();
         let arena = Arena::reserve("kv_cache", num_blocks * block_bytes, device)?;
         Ok(Self { arena, shape, places, kind, block_bytes, awake: None, scales: None })
     }

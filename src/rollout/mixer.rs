@@ -7,7 +7,7 @@ use super::batch::StepBatch;
 use super::kv_cache::KvCache;
 use super::state_pages::StatePages;
 use crate::error::Result;
-use crate::model::{ModelSpec, SequenceMixer, attention_scale};
+use crate::model::{AttentionSpec, ByWindow, ModelSpec, SequenceMixer};
 use crate::ops::attention::{
     PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
 };
@@ -20,8 +20,6 @@ pub(super) struct PagedMixer<'a> {
     kv_cache: &'a KvCache,
     batch: &'a StepBatch,
     kv_rows: Tensor,
-    scale: f64,
-    sliding_window: Option<usize>,
     layout: Layout,
     states: Option<States<'a>>,
 }
@@ -39,10 +37,10 @@ struct States<'a> {
 
 #[derive(Debug)]
 enum Layout {
-    /// One query a sequence, all its keys in the cache.
-    Decode(PagedLayout),
+    /// One query a sequence, all its keys in the cache: by the windows of layers.
+    Decode(ByWindow<PagedLayout>),
     /// Whole prompts: their keys are at hand, as in training.
-    Packed(PackedLayout),
+    Packed(ByWindow<PackedLayout>),
     /// Prompts, part of whose keys is in the cache.
     Prefill,
 }
@@ -55,18 +53,20 @@ impl<'a> PagedMixer<'a> {
         spec: &ModelSpec,
         num_kv_heads: usize,
     ) -> Result<Self> {
-        let window = spec.sliding_window;
         let tables = &batch.block_tables;
         let layout = if batch.is_decode {
             let context_lens = torch::tensor_on(&batch.context_lens, tables.device())?;
-            Layout::Decode(PagedLayout::new(tables, &context_lens, kv_cache.block_size(), num_kv_heads, window)?)
+            let block_size = kv_cache.block_size();
+            let layout = |window| PagedLayout::new(tables, &context_lens, block_size, num_kv_heads, window);
+            Layout::Decode(ByWindow::try_new(spec.windows(), layout)?)
         } else if batch.is_uncached {
-            Layout::Packed(PackedLayout::new(&batch.cu_seqlens, num_kv_heads, window, tables.device()))
+            let layout = |window| PackedLayout::new(&batch.cu_seqlens, num_kv_heads, window, tables.device());
+            Layout::Packed(ByWindow::new(spec.windows(), layout))
         } else {
             Layout::Prefill
         };
         let kv_rows = kv_rows(&batch.slot_mapping, kv_cache.block_size(), num_kv_heads)?;
-        let states = match (pages, &spec.delta_net) {
+        let states = match (pages, spec.delta_net()) {
             (Some(pages), Some(delta_net)) => {
                 let (width, device) = (delta_net.heads.conv_width as i64, tables.device());
                 let fresh = batch.context_lens.iter().zip(batch.cu_seqlens.windows(2));
@@ -80,8 +80,7 @@ impl<'a> PagedMixer<'a> {
             }
             _ => None,
         };
-        let (scale, sliding_window) = (attention_scale(spec), window);
-        Ok(Self { kv_cache, batch, kv_rows, scale, sliding_window, layout, states })
+        Ok(Self { kv_cache, batch, kv_rows, layout, states })
     }
 }
 
@@ -89,17 +88,16 @@ impl SequenceMixer for PagedMixer<'_> {
     fn attention(
         &self,
         layer: usize,
-        q: &Tensor, // [T, H, hd]
-        k: &Tensor, // [T, Hkv, hd]
-        v: &Tensor, // [T, Hkv, hd]
+        attention: AttentionSpec,
+        [q, k, v]: [&Tensor; 3],
     ) -> Result<(Tensor, Option<Tensor>)> {
         let cache = self.kv_cache.layer(layer);
         let [k_cache, v_cache] = cache.entries();
-        let batch = self.batch;
+        let (batch, AttentionSpec { window, scale, .. }) = (self.batch, attention);
         write_kv(k_cache, v_cache, k, v, &self.kv_rows)?;
         let o = match &self.layout {
-            Layout::Decode(layout) => paged_decode(q, k_cache, v_cache, layout, self.scale)?,
-            Layout::Packed(layout) => packed_forward(q, k, v, layout, self.scale)?.0,
+            Layout::Decode(layouts) => paged_decode(q, k_cache, v_cache, layouts.of(window), scale)?,
+            Layout::Packed(layouts) => packed_forward(q, k, v, layouts.of(window), scale)?.0,
             Layout::Prefill => paged_prefill(
                 q,
                 k_cache,
@@ -107,8 +105,8 @@ impl SequenceMixer for PagedMixer<'_> {
                 &batch.block_tables,
                 &batch.cu_seqlens,
                 &batch.context_lens,
-                self.scale,
-                self.sliding_window,
+                scale,
+                window,
             )?,
         };
         Ok((o, None))

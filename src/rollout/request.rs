@@ -93,7 +93,7 @@ impl ModelIds {
     pub fn of(spec: &ModelSpec) -> Self {
         Self {
             vocab_size: spec.vocab_size,
-            num_experts: spec.experts.as_ref().map_or(0, |experts| experts.num_experts),
+            num_experts: spec.experts().map_or(0, |experts| experts.num_experts),
             experts_per_token: spec.routed_experts_per_token(),
         }
     }

@@ -53,11 +53,11 @@ impl StepRoutes {
         sequences: &[EngineSequence],
         device: Device,
     ) -> Result<Option<Self>> {
-        let Some(experts) = &spec.experts else { return Ok(None) };
-        if !layers.clone().any(|layer| experts.are_in(layer)) {
+        let Some(experts) = spec.experts() else { return Ok(None) };
+        if !spec.layers[layers.clone()].iter().any(|block| block.has_experts()) {
             return Ok(None);
         }
-        let k = experts.num_experts_per_tok;
+        let k = experts.router.num_experts_per_tok;
         let recorded = recorded_experts(spec, step, sequences).map(|recorded| {
             let shape = [-1, spec.num_expert_layers() as i64, k as i64];
             Ok::<_, Error>(torch::tensor_on(&recorded, device)?.f_to_kind(Kind::Int64)?.f_view(shape)?)

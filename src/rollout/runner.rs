@@ -17,8 +17,7 @@ use super::stats::StageTimes;
 use super::weights::EngineWeights;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
-use crate::model::{BlockContext, ModelSpec, Routes, Stage, block_forward};
-use crate::ops::rope::Rope;
+use crate::model::{BlockContext, ModelSpec, Ropes, Routes, Stage, block_forward};
 use crate::ops::{embedding, linear, try_map};
 use crate::torch;
 
@@ -48,7 +47,7 @@ pub(super) struct HostRunner<'a> {
     spec: &'a ModelSpec,
     own: &'a ModelSpec, // with the stage's layers alone
     stage: Stage,
-    rope: &'a Rope,
+    ropes: &'a Ropes,
     weights: &'a EngineWeights<'a>,
     kv_cache: &'a KvCache,
     states: Option<&'a StatePages>,
@@ -105,13 +104,13 @@ impl Runner for HostRunner<'_> {
 impl<'a> HostRunner<'a> {
     pub(super) fn new(
         (spec, own, ranks): (&'a ModelSpec, &'a ModelSpec, &'a EngineRanks),
-        rope: &'a Rope,
+        ropes: &'a Ropes,
         weights: &'a EngineWeights<'a>,
         (kv_cache, states): (&'a KvCache, Option<&'a StatePages>),
         (residual, records_experts): (Kind, bool),
     ) -> Self {
         let (stage, tp, sampled, experts) = (ranks.stage(), &*ranks.tp, VecDeque::new(), Vec::new());
-        Self { spec, own, stage, rope, weights, kv_cache, states, tp, residual, records_experts, sampled, experts }
+        Self { spec, own, stage, ropes, weights, kv_cache, states, tp, residual, records_experts, sampled, experts }
     }
 
     /// The tensors of a step, as its sequences are now.
@@ -133,7 +132,7 @@ impl<'a> HostRunner<'a> {
         let x = no_grad(|| {
             let x = match input {
                 Some(x) => x,
-                None => self.embed(&work.batch.token_ids)?.f_to_kind(self.residual)?, // [T, D]
+                None => self.spec.scale_embedding(self.embed(&work.batch.token_ids)?)?.f_to_kind(self.residual)?, // [T, D]
             };
             self.layers(&work.batch, work.routes.as_ref().map(|routes| routes as &dyn Routes), x)
         })?;
@@ -162,10 +161,10 @@ impl<'a> HostRunner<'a> {
     }
 
     fn layers(&self, batch: &StepBatch, routes: Option<&dyn Routes>, mut x: Tensor) -> Result<Tensor> {
-        let (_, num_kv_heads) = self.own.tp_heads(self.tp.size());
+        let num_kv_heads = self.own.attention().tp_slice(self.tp.size()).num_kv_heads;
         let mixer = PagedMixer::new((self.kv_cache, self.states), batch, self.own, num_kv_heads)?;
-        let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind())?;
-        let context = BlockContext { spec: self.own, rope: &rope, tp: Some(self.tp), routes };
+        let ropes = self.ropes.rows(&batch.positions, self.weights.embedding.kind())?;
+        let context = BlockContext::new(self.own, &ropes, Some(self.tp), routes);
         for (layer, block) in self.weights.blocks.iter().enumerate() {
             self.weights.prepare(layer)?;
             let own = batch.adapters.as_ref().map(|adapters| block.for_rows(adapters)).transpose()?;
@@ -181,7 +180,7 @@ impl<'a> HostRunner<'a> {
             let rows = x.f_index_select(0, &batch.last_rows)?; // [L, D]
             let (rows, _) = self.spec.norm().forward(&rows, &self.weights.final_norm)?;
             let logits = linear::forward(&rows, &self.weights.lm_head, None)?.f_to_kind(Kind::Float)?;
-            torch::f32_vec(&logits)
+            torch::f32_vec(&self.spec.scale_logits(logits)?)
         })
     }
 

@@ -88,7 +88,7 @@ impl<'r> Session<'r> {
             grammars,
             options,
             ranks,
-            rope,
+            ropes,
             eos_token_ids,
             gpu,
             kv_cache,
@@ -100,7 +100,7 @@ impl<'r> Session<'r> {
             None => {
                 let runner = HostRunner::new(
                     (&**spec, &**own, &*ranks),
-                    rope,
+                    ropes,
                     weights,
                     (kv_cache, states.as_ref()),
                     (options.residual, options.records_experts),
@@ -328,7 +328,7 @@ impl RolloutEngine<'_> {
             max_num_batched_tokens: options.max_num_batched_tokens,
             max_model_length: options.max_model_length,
             spread_lengths: options.spread_lengths,
-            has_states: self.engine.spec.delta_net.is_some(),
+            has_states: self.engine.spec.delta_net().is_some(),
             num_stages: self.engine.ranks.stages.count(),
             runs_ahead: options.device.is_cuda(),
         }

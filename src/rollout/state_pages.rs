@@ -35,7 +35,7 @@ pub fn state_page_bytes(
 /// # Errors
 /// [`Error::InvalidValue`] on `mamba_ssm_cache_dtype`.
 pub fn check_state_dtype(spec: &ModelSpec, dtype: StateDtype) -> Result<()> {
-    if spec.delta_net.is_some() || dtype == StateDtype::Float32 {
+    if spec.delta_net().is_some() || dtype == StateDtype::Float32 {
         return Ok(());
     }
     let expected =
@@ -180,7 +180,7 @@ fn bytes((shape, kind): (Vec<i64>, Kind)) -> usize {
 }
 
 fn delta_nets(spec: &ModelSpec, tp_size: usize) -> impl Iterator<Item = (usize, DeltaNetSpec)> + '_ {
-    (0..spec.num_layers).filter_map(move |layer| match spec.block(layer).tp_slice(tp_size).mixer {
+    spec.layers.iter().enumerate().filter_map(move |(layer, block)| match block.tp_slice(tp_size).mixer {
         Mixer::DeltaNet(delta_net) => Some((layer, delta_net)),
         Mixer::Attention(_) => None,
     })

@@ -124,10 +124,10 @@ impl EngineSlices {
     ) -> Result<EngineWeights<'a>> {
         let part = &self.part;
         let kept = &mut self.adapters;
-        kept.resize_with(table.spec.num_layers, BlockLora::default);
+        kept.resize_with(table.spec.num_layers(), BlockLora::default);
         let adapters = &mut |layer: usize| -> Result<BlockLora> {
             adapters(layer)?
-                .tp_slice(&table.spec.block(layer).linears(), part.tp_rank, part.tp_size)?
+                .tp_slice(&table.spec.layers[layer].linears(), part.tp_rank, part.tp_size)?
                 .kept_in(&mut kept[layer])
         };
         let (arena, kind) = match &mut self.storage {
@@ -135,7 +135,7 @@ impl EngineSlices {
             Storage::Dequantized(arena, kind) => {
                 let buffers = block_buffers(arena, longest_block(table), *kind)?;
                 // A rank's channels of a convolution are no view but a copy, taken here; they are not quantised, and nobody trains them.
-                let copies = part.tp_size > 1 && table.spec.delta_net.is_some();
+                let copies = part.tp_size > 1 && table.spec.delta_net().is_some();
                 let mut in_turn = |of: Unit| match of {
                     Unit::Block(layer) => {
                         let layout = table.unit(of);
@@ -179,7 +179,7 @@ impl EngineSlices {
 
 /// Elements of the longest block: those of a model may differ.
 fn longest_block(table: &ParamTable) -> usize {
-    (0..table.spec.num_layers).map(|layer| table.unit(Unit::Block(layer)).len).max().unwrap_or(0)
+    (0..table.spec.num_layers()).map(|layer| table.unit(Unit::Block(layer)).len).max().unwrap_or(0)
 }
 
 /// The blocks' buffers in the arena, mapped.

@@ -37,6 +37,12 @@ impl Varlen {
         self.max_len_q.max(2)
     }
 
+    /// The same runs, with this window.
+    pub fn within(&self, window: Option<i64>) -> Self {
+        let [cu_seqlens_q, cu_seqlens_k] = [&self.cu_seqlens_q, &self.cu_seqlens_k].map(Tensor::shallow_clone);
+        Self { cu_seqlens_q, cu_seqlens_k, window, ..*self }
+    }
+
     fn window_left(&self) -> Option<i64> {
         self.window.map(|window| window - 1)
     }

@@ -60,13 +60,11 @@ impl ActivationBytes {
         let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
         let all_rows = narrow * hidden * (scored_tokens + tokens);
         let mut saved = vec![0];
-        for layer in 0..spec.num_layers {
-            saved.push(saved[layer] + spec.block(layer).saved_bytes(bytes, keep) * tokens);
+        for (layer, block) in spec.layers.iter().enumerate() {
+            saved.push(saved[layer] + block.saved_bytes(bytes, keep) * tokens);
         }
         // Where blocks differ, the fullest moment is that of the one that takes the most.
-        let most = |of: &dyn Fn(BlockSpec) -> usize| {
-            (0..spec.num_layers).map(|layer| of(spec.block(layer))).max().unwrap_or(0)
-        };
+        let most = |of: &dyn Fn(BlockSpec) -> usize| spec.layers.iter().map(|block| of(*block)).max().unwrap_or(0);
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
         // Where products are in FP8: of few tokens that is the fullest moment, for the matrix that is rounded then.
         let input_gradient = match model.fp8 {
@@ -76,7 +74,7 @@ impl ActivationBytes {
         Self {
             saved,
             // The last block's output, the rotations.
-            pass: (residual * hidden + 2 * wide * spec.head_dim) * tokens,
+            pass: (residual * hidden + 2 * wide * spec.attention().head_dim * spec.rotations().len()) * tokens,
             stream: narrow * hidden * tokens,
             // The largest matrix is not rounded at the fullest moment of a forward of many tokens: another one is.
             block_forward: most(&|block| block.forward_bytes(bytes)) * tokens + narrow * expanded + matrix,
@@ -176,7 +174,7 @@ mod tests {
     /// state is 8,192 elements a token, its pairs are 2,048.
     #[test]
     fn a_gated_delta_net_is_planned_as_its_kernels_hold_it() {
-        let spec = ModelSpec { intermediate_size: 1024, ..ModelSpec::preset("qwen3.5-9b").unwrap() };
+        let spec = ModelSpec::preset("qwen3.5-9b").unwrap().with_widths(4096, 1024);
         let table = ParamTable::new(Arc::new(spec), 1);
         let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
         let bytes = |keep| ActivationBytes::new(&model, keep, SHAPE);

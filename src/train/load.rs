@@ -70,7 +70,7 @@ impl Policy {
     ) -> Result<Self> {
         let PolicyStart { lora, quantization, seed, adapters: folder, keeps_initial } = start;
         if options.network.device.is_cuda() {
-            table.spec.validate_gpu(options.network.kind, Path::new(""))?;
+            table.spec.validate_gpu(options.network.kind, None, Path::new(""))?;
         }
         if quantization == Quantization::Nf4 {
             QuantizedBlock::check(&table.spec)?;

@@ -113,13 +113,13 @@ mod tests {
                 let micro_batch = &pack(&[Sequence::of_tokens(token_ids, 1)], &options).unwrap()[0];
                 let place = (Kind::Float, Device::Cpu);
                 let routes = PassRoutes::new(&spec, micro_batch, place, false, true).unwrap().unwrap();
-                let rope = spec.rope().rows(&micro_batch.positions, Kind::Float).unwrap();
-                let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: Some(&routes) };
+                let rope = spec.ropes().rows(&micro_batch.positions, Kind::Float).unwrap();
+                let ctx = BlockContext::new(&spec, &rope, None, Some(&routes));
                 let attention = PackedMixer::of(&spec, &micro_batch.bounds, Device::Cpu);
                 let (layout, flat) = unit(Unit::Embedding);
                 let table = EmbeddingParams::view(layout, &flat).table;
                 let mut x = embedding::forward(&micro_batch.token_ids, &table).unwrap();
-                for layer in 0..spec.num_layers {
+                for layer in 0..spec.num_layers() {
                     let (layout, flat) = unit(Unit::Block(layer));
                     let block = BlockParams::view(&spec, layout, &flat);
                     x = block_forward(&ctx, layer, &block, &x, &attention, None).unwrap().0;

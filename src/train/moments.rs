@@ -200,7 +200,7 @@ impl<'a> Walk<'a> {
     fn visits(&self, activations: &ActivationBytes) -> Vec<Visit> {
         let ActivationBytes { ref saved, pass, stream, head, block_backward, .. } = *activations;
         let spec = &self.model.table.spec;
-        let num_layers = spec.num_layers;
+        let num_layers = spec.num_layers();
         let last = num_layers.checked_sub(1).map_or(0, |last| self.block(last));
         let mut visits = vec![Visit {
             unit: Unit::Head,

@@ -14,14 +14,14 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, EmbeddingParams, Fp8Products, HeadParams, HeadSums, ModelSpec, PackedMixer, ParamName,
-    Routes, SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward,
-    head_forward, head_logits,
+    BlockContext, BlockParams, ByRope, EmbeddingParams, Fp8Products, HeadParams, HeadSums, ModelSpec, PackedMixer,
+    ParamName, Ropes, Routes, SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, block_backward, block_forward,
+    head_backward, head_forward, head_logits,
 };
 use crate::ops::embedding;
 use crate::ops::head::{TopScores, TopTokens};
 use crate::ops::linear::Onto;
-use crate::ops::rope::{Rope, RopeRows};
+use crate::ops::rope::RopeRows;
 
 /// How a network computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -70,7 +70,7 @@ pub(crate) struct Network {
     pub weights: Weights,
     /// Trained in place of the weights.
     pub adapters: Option<Adapters>,
-    rope: Rope,
+    ropes: Ropes,
     options: NetworkOptions,
     /// How many of the most probable tokens are scored where no gradients follow.
     pub num_top: usize,
@@ -83,8 +83,8 @@ impl Network {
         if let Some(products) = options.fp8 {
             precision::check_chip(products, options.device)?;
         }
-        let rope = weights.table().spec.rope();
-        Ok(Self { weights, adapters, rope, options, num_top: 0 })
+        let ropes = weights.table().spec.ropes();
+        Ok(Self { weights, adapters, ropes, options, num_top: 0 })
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -131,7 +131,8 @@ impl Network {
         let mut pass = Pass::new(self, micro_batch, 1.0, AdapterUse::Off)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
-        head_logits(&head.params, &head.table, &hidden, pass.scoring.rows, pass.scoring.norm)
+        let rows = pass.scoring.rows;
+        self.spec().scale_logits(head_logits(&head.params, &head.table, &hidden, rows, pass.scoring.norm)?)
     }
 
     /// Computes each block on an input of its own, and the head on the last one (collective where weights are sharded): `inputs` has the
@@ -145,13 +146,13 @@ impl Network {
         let pass = Pass::new(self, micro_batch, 1.0, AdapterUse::Off)?;
         let residual = self.options.residual;
         let mut outputs = Vec::new();
-        for (layer, input) in inputs[..self.spec().num_layers].iter().enumerate() {
+        for (layer, input) in inputs[..self.spec().num_layers()].iter().enumerate() {
             outputs.push(self.one_block_forward(&pass, layer, &input.f_to_kind(residual)?, None)?.0);
         }
         let head = self.head(&[])?;
         let last = inputs[outputs.len()].f_to_kind(residual)?;
         let logits = head_logits(&head.params, &head.table, &last, pass.scoring.rows, pass.scoring.norm)?;
-        Ok((outputs, logits))
+        Ok((outputs, self.spec().scale_logits(logits)?))
     }
 
     /// Scores, asks `loss` for their gradients and adds the weights' to `gradients` (collective where weights or gradients
@@ -186,6 +187,7 @@ impl Network {
             }
         };
         let mut table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
+        let dx = self.spec().scale_embedding(dx)?;
         embedding::accumulate(&dx, &micro_batch.token_ids, &mut table)?;
         gradients.end(Unit::Embedding, flat)
     }
@@ -198,7 +200,7 @@ impl Network {
     ) -> Result<(Tensor, Vec<SavedBlock>)> {
         let mut x = self.embed(&pass.micro_batch.token_ids)?;
         let mut saved = Vec::new();
-        for layer in 0..self.spec().num_layers {
+        for layer in 0..self.spec().num_layers() {
             let (y, kept) = self.one_block_forward(pass, layer, &x, recompute)?;
             saved.extend(kept);
             x = y;
@@ -215,12 +217,7 @@ impl Network {
     ) -> Result<(Tensor, Option<SavedBlock>)> {
         let upcoming = upcoming(self.spec(), Unit::Block(layer), false);
         let block = self.block(layer, &upcoming, pass.adapter_use)?;
-        let context = BlockContext {
-            spec: self.spec(),
-            rope: &pass.rope,
-            tp: None,
-            routes: pass.routes.as_ref().map(|routes| routes as &dyn Routes),
-        };
+        let context = pass.context(self.spec());
         block_forward(&context, layer, &block, x, &pass.mixer, recompute)
     }
 
@@ -236,12 +233,7 @@ impl Network {
             let upcoming = upcoming(self.spec(), Unit::Block(layer), true);
             let block = self.block(layer, &upcoming, pass.adapter_use)?;
             let (flat, mut block_gradients) = self.begin_block(layer, gradients)?;
-            let context = BlockContext {
-                spec: self.spec(),
-                rope: &pass.rope,
-                tp: None,
-                routes: pass.routes.as_ref().map(|routes| routes as &dyn Routes),
-            };
+            let context = pass.context(self.spec());
             dx = block_backward(&context, &block, &dx, saved, &pass.mixer, &mut block_gradients)?;
             if let Some(adapters) = &self.adapters {
                 adapters.end_gradients(layer, &block_gradients, &flat)?;
@@ -357,7 +349,8 @@ impl Network {
         let upcoming = upcoming(self.spec(), Unit::Embedding, false);
         let flat = self.weights.unit(Unit::Embedding, &upcoming)?;
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
-        Ok(embedding::forward(token_ids, &table)?.f_to_kind(self.options.residual)?)
+        let rows = self.spec().scale_embedding(embedding::forward(token_ids, &table)?)?;
+        Ok(rows.f_to_kind(self.options.residual)?)
     }
 
     fn layout(&self, unit: Unit) -> &UnitLayout {
@@ -373,9 +366,9 @@ impl Network {
 pub(super) fn upcoming(spec: &ModelSpec, unit: Unit, is_backward: bool) -> Vec<Unit> {
     match (unit, is_backward) {
         (Unit::Embedding, false) => vec![Unit::Block(0)],
-        (Unit::Block(layer), false) if layer + 1 < spec.num_layers => vec![Unit::Block(layer + 1)],
+        (Unit::Block(layer), false) if layer + 1 < spec.num_layers() => vec![Unit::Block(layer + 1)],
         (Unit::Block(_), false) => head_units(spec),
-        (Unit::Head, true) => spec.num_layers.checked_sub(1).map(Unit::Block).into_iter().collect(),
+        (Unit::Head, true) => spec.num_layers().checked_sub(1).map(Unit::Block).into_iter().collect(),
         (Unit::Block(layer), true) => layer.checked_sub(1).map(Unit::Block).into_iter().collect(),
         (Unit::Head, false) | (Unit::Embedding, true) => Vec::new(),
     }
@@ -389,7 +382,7 @@ pub(super) fn head_units(spec: &ModelSpec) -> Vec<Unit> {
 /// The parts of a micro-batch that all blocks and the head need, forward and backward.
 struct Pass<'a> {
     micro_batch: &'a MicroBatch,
-    rope: RopeRows,
+    ropes: ByRope<RopeRows>,
     mixer: PackedMixer,
     scoring: Scoring<'a>,
     adapter_use: AdapterUse,
@@ -401,14 +394,19 @@ impl<'a> Pass<'a> {
     fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64, adapter_use: AdapterUse) -> Result<Self> {
         let (spec, NetworkOptions { kind, device, .. }) = (network.spec(), network.options);
         let MicroBatch { positions, bounds, scored_rows, targets, .. } = micro_batch;
+        let temperature = temperature * spec.logits_scaling;
         Ok(Self {
             micro_batch,
-            rope: network.rope.rows(positions, kind)?,
+            ropes: network.ropes.rows(positions, kind)?,
             mixer: PackedMixer::of(spec, bounds, device),
             scoring: Scoring { rows: scored_rows, targets, top: TopTokens::Nothing, temperature, norm: spec.norm() },
             adapter_use,
             routes: None,
         })
+    }
+
+    fn context<'p>(&'p self, spec: &'p ModelSpec) -> BlockContext<'p> {
+        BlockContext::new(spec, &self.ropes, None, self.routes.as_ref().map(|routes| routes as &dyn Routes))
     }
 }
 

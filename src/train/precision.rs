@@ -59,7 +59,7 @@ pub(super) fn check_chip(products: Fp8Products, device: Device) -> Result<()> {
 
 /// The matrices of a model that are rounded, those of blocks that are alike once.
 fn rounded_linears(spec: &ModelSpec) -> impl Iterator<Item = LinearSpec> + '_ {
-    let linears = spec.kinds_of_blocks().into_iter().flat_map(|(layer, _)| spec.block(layer).linears());
+    let linears = spec.kinds_of_blocks().into_iter().flat_map(|(layer, _)| spec.layers[layer].linears());
     linears.filter(|linear| linear.matrix.is_rounded())
 }
 

@@ -34,8 +34,8 @@ impl PassRoutes {
         replays: bool,
         trains: bool,
     ) -> Result<Option<Self>> {
-        let Some(experts) = &spec.experts else { return Ok(None) };
-        let k = experts.num_experts_per_tok as i64;
+        let Some(experts) = spec.experts() else { return Ok(None) };
+        let k = experts.router.num_experts_per_tok as i64;
         let recorded = micro_batch.routed_experts.as_ref().filter(|_| replays);
         let recorded = recorded.map(|experts| experts.f_view([experts.size()[0], -1, k])).transpose()?;
         let places = spec.places_among_expert_layers();

@@ -174,8 +174,7 @@ pub(super) fn validate_gpu(
     if !placement.on_cuda {
         return Ok(());
     }
-    spec.validate_gpu(placement.kind, folder)?;
-    tp_size.map_or(Ok(()), |tp_size| spec.validate_gpu_engine(placement.kind, tp_size, folder))
+    spec.validate_gpu(placement.kind, tp_size, folder)
 }
 
 /// The shape and the tokenizer of the model that the configuration names, and whether it comes with adapters.

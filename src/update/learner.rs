@@ -105,7 +105,7 @@ impl Learner {
         }
         let mut outcome = UpdateOutcome {
             entropy_control: options.entropy_control,
-            aux_loss: self.policy.table().spec.experts.is_some().then_some(0.0),
+            aux_loss: self.policy.table().spec.experts().is_some().then_some(0.0),
             ..UpdateOutcome::default()
         };
         let passes = (0..options.num_iterations).flat_map(|_| shares.iter().zip(&denominators));
@@ -351,7 +351,7 @@ impl Learner {
     /// A sliding window may hide a prompt from its completions' ends: such models run every sequence whole.
     fn shares_prompts(&self, options: &UpdateOptions) -> bool {
         let mut tables = std::iter::once(self.policy.table()).chain(self.teacher.as_ref().map(Reference::table));
-        options.share_prompts && tables.all(|table| table.spec.sliding_window.is_none())
+        options.share_prompts && tables.all(|table| table.spec.windows() == [None])
     }
 }
 

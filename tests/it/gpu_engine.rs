@@ -281,7 +281,7 @@ impl Model {
             let scale = match param.name {
                 _ if self.spec.tie_word_embeddings => continue,
                 ParamName::Embedding => 50.0,
-                ParamName::O | ParamName::Down => (0.5 / self.spec.num_layers as f64).sqrt(),
+                ParamName::O | ParamName::Down => (0.5 / self.spec.num_layers() as f64).sqrt(),
                 _ => continue,
             };
             let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(scale);
@@ -371,7 +371,7 @@ impl Model {
         };
         let scores = match &self.lora {
             // A reference would route by itself.
-            None if self.spec.experts.is_some() => {
+            None if self.spec.experts().is_some() => {
                 let mut policy = Policy::new(self.table(), &mesh, options, &unit).unwrap();
                 policy.forward_logprobs(&micro_batches[0], 1.0).unwrap()
             }
@@ -413,13 +413,13 @@ impl Model {
         }
         let on_device = |values: &[i64]| Tensor::from_slice(values).to_device(device);
         let logits = no_grad(|| {
-            let rope = spec.rope();
-            let rope = rope.rows(&on_device(&positions), Kind::Float).unwrap();
-            let context = BlockContext { spec, rope: &rope, tp: None, routes: None };
+            let ropes = spec.ropes();
+            let ropes = ropes.rows(&on_device(&positions), Kind::Float).unwrap();
+            let context = BlockContext::new(spec, &ropes, None, None);
             let attention = PackedMixer::new(spec, &bounds, device);
             let embedding = EmbeddingParams::view(table.unit(Unit::Embedding), &wide(Unit::Embedding));
             let mut x = embedding::forward(&on_device(&ids), &embedding.table).unwrap();
-            for layer in 0..spec.num_layers {
+            for layer in 0..spec.num_layers() {
                 let unit = Unit::Block(layer);
                 let block = BlockParams::view(spec, table.unit(unit), &wide(unit));
                 x = block_forward(&context, layer, &block, &x, &attention, None).unwrap().0;

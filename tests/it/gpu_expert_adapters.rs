@@ -122,7 +122,7 @@ fn gpu_requests_of_one_batch_have_their_own_adapters_of_experts() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_of_adapted_experts_are_the_trainers() {
-    let spec = ModelSpec { num_layers: 2, ..ModelSpec::preset("qwen3-30b-a3b").unwrap() };
+    let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap().with_num_layers(2);
     sampled_as_trained(&Model::of(spec).with_adapters(), "qwen3-30b-a3b, 2 layers, adapted", [1.5, 1.5]);
 }
 

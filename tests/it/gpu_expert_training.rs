@@ -48,7 +48,7 @@ struct Case {
 fn cases() -> Vec<Case> {
     use GradientCheckpointing::{Full, None as Nothing, Selective};
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen2_moe");
-    let one = |spec: ModelSpec| ModelSpec { num_layers: 1, ..spec };
+    let one = |spec: ModelSpec| spec.with_num_layers(1);
     let (routed, shared) = (ModelSpec::preset("tiny-moe").unwrap(), ModelSpec::from_folder(golden).unwrap());
     let case = |name, spec: &ModelSpec, adapters, quantization, recompute| {
         let spec = one(spec.clone());
@@ -168,7 +168,7 @@ fn rounding_of_experts_gradients_is_told_from_a_fault() {
         let errors = case.errors(Device::Cpu, &all, &all);
         println!("{}: {errors:?}", case.name);
         let mut faulty = all.clone();
-        let count = case.spec.experts.as_ref().unwrap().num_experts as u16;
+        let count = case.spec.experts().unwrap().num_experts as u16;
         let RoutedExperts { per_token, experts: chosen } = &mut faulty[1].routed_experts;
         let own = &mut Arc::make_mut(chosen)[TOKEN * *per_token..][..*per_token];
         own[0] = (0..count).find(|expert| !own.contains(expert)).unwrap();
@@ -176,7 +176,7 @@ fn rounding_of_experts_gradients_is_told_from_a_fault() {
         println!("{}, a fault: {off:?}", case.name);
         let [worst, fault] = [&errors, &off].map(|errors| errors.values().copied().fold(0.0, f64::max));
         assert!(worst < BOUND && fault > 2.5 * BOUND, "{}: {worst} with rounding, {fault} with a fault", case.name);
-        let deep = Case { spec: ModelSpec { num_layers: 4, ..case.spec.clone() }, ..case };
+        let deep = Case { spec: case.spec.clone().with_num_layers(4), ..case };
         let carried = deep.mean_error(Device::Cpu);
         println!("{}, four blocks: {carried}", deep.name);
         assert!(carried < 0.3, "{}, four blocks: {carried}", deep.name);
@@ -202,7 +202,7 @@ fn gpu_gradients_of_experts_are_rounded_as_the_cpus() {
         if case.quantization == Quantization::None {
             continue;
         }
-        let deep = Case { spec: ModelSpec { num_layers: 4, ..case.spec.clone() }, ..case };
+        let deep = Case { spec: case.spec.clone().with_num_layers(4), ..case };
         let [host, got] = [Device::Cpu, GPU].map(|device| deep.mean_error(device));
         println!("{}", json!({"test": "rounding", "of": deep.name, "blocks": 4, "cpu": host, "gpu": got}));
         if got.is_nan() || got > 2.0 * host {
@@ -264,8 +264,8 @@ fn gpu_a_row_of_experts_that_is_no_number_stays_alone() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_loaded_policy_holds_the_memory_of_its_weights_alone() {
-    let mut spec = ModelSpec { num_layers: 2, vocab_size: 1024, ..ModelSpec::preset("qwen3-30b-a3b").unwrap() };
-    spec.experts.as_mut().unwrap().num_experts = 32;
+    let spec = ModelSpec { vocab_size: 1024, ..ModelSpec::preset("qwen3-30b-a3b").unwrap() }.with_num_layers(2);
+    let spec = spec.map_experts(|experts| (experts.num_experts, experts.own) = (32, 32));
     let table = Arc::new(ParamTable::new(Arc::new(spec), 1));
     let model = TrainedModel {
         optim: Optim::AdamW8bit,

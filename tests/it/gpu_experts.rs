@@ -398,7 +398,7 @@ fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parall
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_of_experts_are_the_trainers() {
-    let spec = ModelSpec { num_layers: 2, ..ModelSpec::preset("qwen3-30b-a3b").unwrap() };
+    let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap().with_num_layers(2);
     let model = Model::of(spec);
     sampled_as_trained(&model, "qwen3-30b-a3b, 2 layers", [1.5, 1.5]);
 }

@@ -297,7 +297,7 @@ impl Step {
     }
 
     fn spec() -> ModelSpec {
-        ModelSpec { num_layers: 2, tie_word_embeddings: false, ..ModelSpec::preset("tiny").unwrap() }
+        ModelSpec { tie_word_embeddings: false, ..ModelSpec::preset("tiny").unwrap() }.with_num_layers(2)
     }
 
     fn policy(&self) -> Policy {
@@ -444,7 +444,7 @@ fn gpu_a_step_in_fp8_is_what_a_cpu_simulates() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_every_product_of_blocks_trains_in_fp8() {
-    let layers = Step::spec().num_layers;
+    let layers = Step::spec().num_layers();
     let calls = |step: Step| {
         let (mut policy, micro_batch) = (step.policy(), step.micro_batch());
         let mut logprobs = None;

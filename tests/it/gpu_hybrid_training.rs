@@ -5,7 +5,7 @@ use std::path::Path;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::cuda::kernels;
-use colo_grpo::internal::model::{DeltaLayers, LoraSpec, ModelSpec};
+use colo_grpo::internal::model::{AttentionSpec, LoraSpec, Mixer, Mlp, ModelSpec};
 use colo_grpo::internal::ops::attention::{Bounds, SharedBounds};
 use colo_grpo::internal::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedSequences};
 use tch::{Device, Kind, Tensor};
@@ -174,15 +174,23 @@ fn gpu_packed_delta_nets_equal_each_by_itself_bit_for_bit() {
 /// A hybrid with heads that the kernels serve: attention with heads of 256, of which a quarter is turned.
 fn wide_hybrid() -> ModelSpec {
     let spec = ModelSpec::preset("tiny-hybrid").unwrap();
-    let full_attention = spec.delta_net.as_ref().unwrap().full_attention.clone();
-    let delta_net = Some(DeltaLayers { heads: WIDE, full_attention });
-    ModelSpec { delta_net, head_dim: 256, num_heads: 2, num_kv_heads: 1, ..spec }
+    spec.map_blocks(|_, block| match &mut block.mixer {
+        Mixer::DeltaNet(delta_net) => delta_net.heads = WIDE,
+        Mixer::Attention(attention) => {
+            (attention.num_heads, attention.num_kv_heads, attention.head_dim) = (2, 1, 256);
+            attention.scale = AttentionSpec::usual_scale(256);
+        }
+    })
 }
 
 /// With experts, one of which every token goes to.
 fn wide_hybrid_with_experts() -> ModelSpec {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_5_moe");
-    ModelSpec { experts: ModelSpec::from_folder(folder).unwrap().experts, ..wide_hybrid() }
+    let mut experts = ModelSpec::from_folder(folder).unwrap().experts().unwrap();
+    let hybrid = wide_hybrid();
+    experts.expert.hidden = hybrid.hidden_size;
+    experts.shared.as_mut().unwrap().0.hidden = hybrid.hidden_size;
+    hybrid.map_blocks(|_, block| block.mlp = Mlp::Experts(experts))
 }
 
 #[test]
@@ -200,7 +208,7 @@ fn gpu_hybrids_train_as_on_the_cpu() {
         (wide_hybrid_with_experts(), None, Quantization::None, Selective, true),
         (wide_hybrid_with_experts(), None, Quantization::None, Full, false),
     ] {
-        let (dim, experts) = (spec.head_dim, spec.num_expert_layers());
+        let (dim, experts) = (spec.attention().head_dim, spec.num_expert_layers());
         let what = format!("head_dim {dim}, {experts} layers of experts, {quantization:?}, {gradient_checkpointing:?}");
         let training = Training { spec, lora, quantization, gradient_checkpointing, share_prompts, scale: SCALE };
         for (kinds, bound) in [((Kind::Float, Kind::Float), 2e-3), ((Kind::BFloat16, Kind::Float), 5e-2)] {

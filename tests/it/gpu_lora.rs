@@ -119,7 +119,7 @@ fn gpu_nf4_is_the_cpus() {
 fn gpu_nf4_runs_near_the_memory_s_speed() {
     kernels::prepare(0).unwrap();
     for preset in ["qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"] {
-        let spec = ModelSpec { num_layers: 1, ..ModelSpec::preset(preset).unwrap() };
+        let spec = ModelSpec::preset(preset).unwrap().with_num_layers(1);
         let table = ParamTable::new(Arc::new(spec.clone()), 1);
         let layout = table.unit(Unit::Block(0));
         let flat = init_unit_on(layout, 1, Kind::BFloat16, GPU).unwrap();
@@ -153,8 +153,8 @@ const SCALE_OF_NF4: f64 = 1.0;
 
 /// Experts of the tokens of the `n`th sequence in all layers.
 fn routes(spec: &ModelSpec, n: usize, len: usize) -> RoutedExperts {
-    let Some(experts) = &spec.experts else { return RoutedExperts::default() };
-    let (count, choices) = (experts.num_experts, experts.num_experts_per_tok);
+    let Some(experts) = spec.experts() else { return RoutedExperts::default() };
+    let (count, choices) = (experts.num_experts, experts.router.num_experts_per_tok);
     let first = |at: usize, layer: usize| 5 * n + at * at + 3 * at + 7 * layer;
     let of_layer = |at, layer| (0..choices).map(move |choice| ((first(at, layer) + choice) % count) as u16);
     let of_token = |at| (0..spec.num_expert_layers()).flat_map(move |layer| of_layer(at, layer));

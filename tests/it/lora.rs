@@ -9,7 +9,8 @@ use std::sync::Arc;
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::model::{
-    LoraSpec, ModelSource, ModelSpec, ParamTable, Unit, UnitLayout, WeightFiles, init_unit, write_adapters,
+    AttentionSpec, LoraSpec, ModelSource, ModelSpec, ParamTable, Unit, UnitLayout, WeightFiles, init_unit,
+    write_adapters,
 };
 use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions,
@@ -173,15 +174,17 @@ fn random_adapters(layout: &UnitLayout) -> colo_grpo::Result<Tensor> {
 type Shape = (ModelSpec, Vec<TargetModule>);
 
 fn dense() -> Shape {
-    let sizes =
-        ModelSpec { hidden_size: 64, intermediate_size: 128, head_dim: 16, ..ModelSpec::preset("micro").unwrap() };
+    let sizes = ModelSpec::preset("micro").unwrap().with_widths(64, 128).map_attention(|_, attention| {
+        attention.head_dim = 16;
+        attention.scale = AttentionSpec::usual_scale(16);
+    });
     (sizes, TargetModule::ALL.to_vec())
 }
 
 /// The first two layers of three have gated delta nets, and `targets` may leave them without adapters.
 fn hybrid(targets: &[TargetModule]) -> Shape {
-    let mut spec = ModelSpec { vocab_size: 96, num_layers: 3, ..ModelSpec::preset("tiny-hybrid").unwrap() };
-    spec.delta_net.as_mut().unwrap().full_attention = vec![2];
+    let mut spec = ModelSpec { vocab_size: 96, ..ModelSpec::preset("tiny-hybrid").unwrap() };
+    spec.layers.remove(0);
     (spec, targets.to_vec())
 }
 

@@ -73,8 +73,8 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
     for (name, family) in GOLDEN {
         let spec = Arc::new(ModelSpec::from_folder(golden(name)).unwrap());
         assert_eq!((spec.family, &spec.eos_token_ids[..], spec.bos_token_id), (family, &[2, 3][..], Some(1)));
-        assert_eq!(spec.sliding_window, (family == Family::Mistral).then_some(8));
-        assert_eq!(spec.rope_scaling.is_some(), ["llama3", "qwen2_yarn"].contains(&name));
+        assert_eq!(spec.attention().window, (family == Family::Mistral).then_some(8));
+        assert_eq!(spec.attention().rope.unwrap().scaling.is_some(), ["llama3", "qwen2_yarn"].contains(&name));
         let table = ParamTable::new(spec.clone(), 2);
         let files = open(&golden(name)).unwrap();
         let copy = tempfile::tempdir().unwrap();

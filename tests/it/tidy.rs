@@ -239,6 +239,29 @@ fn files_stay_readable_and_finished() {
     assert!(lengths[lengths.len() / 2].0 <= 200, "the median file has {} lines", lengths[lengths.len() / 2].0);
 }
 
+/// Places of a file's own code, tests aside, where a family is asked for by its name. What a family has is in its own file and in the layers
+/// that it reads; presets make models of it.
+fn asked_families(file: &str, text: &str) -> Vec<String> {
+    let is_own = file.starts_with("model/families/") || file == "model/preset.rs" || file.contains("tests");
+    let code = text.split("#[cfg(test)]").next().unwrap();
+    let lines = code.lines().filter(|line| !is_own && !line.trim_start().starts_with("//"));
+    let is_named = |line: &&str| {
+        let variant = |rest: &str| rest.starts_with(char::is_uppercase) && !rest.starts_with("ALL");
+        line.split("Family::").skip(1).any(variant) || line.contains("ForCausalLM\"") || line.contains(".model_type ==")
+    };
+    lines.filter(is_named).map(|line| format!("{file}: {}", line.trim())).collect()
+}
+
+#[test]
+fn families_are_known_by_name_in_their_own_files_alone() {
+    let asked: Vec<_> = sources().iter().flat_map(|(file, text)| asked_families(file, text)).collect();
+    assert!(asked.is_empty(), "ask the layer instead (docs/contributing.md): {asked:#?}");
+    let branch = "let scale = if spec.family == Family::Granite { 0.22 } else { 1.0 };";
+    assert_eq!(asked_families("train/network.rs", branch).len(), 1);
+    assert_eq!(asked_families("rollout/engine.rs", "architecture == \"LlamaForCausalLM\"").len(), 1);
+    assert!(asked_families("model/families/granite.rs", branch).is_empty());
+}
+
 /// What docs/reliability.md says is tested is.
 #[test]
 fn every_fault_has_the_tests_that_are_named() {

@@ -3,7 +3,7 @@ use crate::dist::Backend;
 use crate::error::ExitCode;
 
 fn bench(preset: &str, num_layers: usize, gradient_checkpointing: GradientCheckpointing) -> TrainBench {
-    let spec = ModelSpec { num_layers, ..ModelSpec::preset(preset).unwrap() };
+    let spec = ModelSpec::preset(preset).unwrap().with_num_layers(num_layers);
     TrainBench {
         model: preset.to_owned(),
         spec: Arc::new(spec),

@@ -170,7 +170,8 @@ impl PeerHeader {
     /// The outputs whose arrays are in `bytes`; the error says how it does not fit the question.
     fn outputs(self, bytes: &[u8], question: &Question<'_>) -> std::result::Result<PeerOutputs, String> {
         let Self { versions, tokens, rounding } = self;
-        let ModelSpec { num_layers, hidden_size, vocab_size, .. } = *question.spec;
+        let ModelSpec { hidden_size, vocab_size, .. } = *question.spec;
+        let num_layers = question.spec.num_layers();
         let positions: Vec<usize> = question.sequences.iter().map(Vec::len).collect();
         let all: usize = positions.iter().sum();
         if bytes.len() != 4 * all * ((2 * num_layers + 1) * hidden_size + 2 * vocab_size) {

@@ -8,8 +8,8 @@ use crate::torch::{FLASH_HEAD_STEP, FLASH_MOST_HEAD_DIM};
 /// Sizes of a decoder that kernels are limited in.
 #[derive(Debug, Clone, Copy)]
 pub struct DecoderSizes {
-    /// Width of a head.
-    pub head_dim: usize,
+    /// Width of a head, of layers with attention.
+    pub head_dim: Option<usize>,
     /// Width of the residual stream.
     pub hidden_size: usize,
 }
@@ -29,7 +29,8 @@ pub struct Unserved {
 pub fn unserved(sizes: DecoderSizes, kind: Kind) -> Option<Unserved> {
     let DecoderSizes { head_dim, hidden_size } = sizes;
     let (step, most) = served_heads(kind);
-    if head_dim == 0 || !head_dim.is_multiple_of(step) || head_dim > most {
+    let is_unserved = |head_dim: &usize| *head_dim == 0 || !head_dim.is_multiple_of(step) || *head_dim > most;
+    if let Some(head_dim) = head_dim.filter(is_unserved) {
         let served = format!("multiples of {step} up to {most}");
         return Some(Unserved { name: "head_dim", got: head_dim, served });
     }
@@ -59,7 +60,7 @@ mod tests {
     #[test]
     fn what_a_kernel_would_refuse_is_not_served() {
         let name = |head_dim, hidden_size, kind| {
-            unserved(DecoderSizes { head_dim, hidden_size }, kind).map(|unserved| unserved.name)
+            unserved(DecoderSizes { head_dim: Some(head_dim), hidden_size }, kind).map(|unserved| unserved.name)
         };
         for head_dim in [8, 24, 64, 80, 96, 128, 256] {
             assert_eq!(name(head_dim, 896, Kind::BFloat16), None, "{head_dim}");
@@ -79,7 +80,7 @@ mod tests {
         ] {
             assert_eq!(name(64, hidden_size, kind).is_none(), is_served, "{hidden_size} {kind:?}");
         }
-        let heads = unserved(DecoderSizes { head_dim: 100, hidden_size: 64 }, Kind::BFloat16).unwrap();
+        let heads = unserved(DecoderSizes { head_dim: Some(100), hidden_size: 64 }, Kind::BFloat16).unwrap();
         assert_eq!(heads.served, "multiples of 8 up to 256");
     }
 }

@@ -3,18 +3,17 @@
 //! T tokens, D hidden, H query heads, Hkv key/value heads, G = H / Hkv, hd head width. In a tensor-parallel slice H and Hkv are
 //! this rank's share.
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::linear::Projection::Module;
 use super::linear::{LinearSpec, Matrix, TpSplit, part};
-use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, gate};
+use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, PackedMixer, SequenceMixer, gate};
 use crate::config::TargetModule::{KProj, OProj, QProj, VProj};
 use crate::cuda::{OpCost, kernels, timed};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::model::distinct::RopeSpec;
 use crate::model::params::{ParamName, Shapes};
-use crate::model::spec::ModelSpec;
-use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backward, packed_forward};
-use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
+use crate::ops::attention::{SavedAttention, packed_backward};
 use crate::ops::fp8::Rows;
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::linear;
@@ -29,7 +28,7 @@ pub enum QkNorm {
 }
 
 /// The shape of an attention.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionSpec {
     /// Width of the residual stream.
     pub hidden: usize,
@@ -45,9 +44,41 @@ pub struct AttentionSpec {
     pub qk_norm: Option<QkNorm>,
     /// Every query has a gate beside it, whose sigmoid its output is multiplied by.
     pub output_gate: bool,
+    /// The rotation of queries and keys; `None` turns nothing.
+    pub rope: Option<RopeSpec>,
+    /// A token sees itself and the `window - 1` before it; `None` sees all.
+    pub window: Option<usize>,
+    /// Factor of the scores.
+    pub scale: f64,
 }
 
 impl AttentionSpec {
+    /// The usual factor of the scores, 1 / sqrt(hd).
+    pub fn usual_scale(head_dim: usize) -> f64 {
+        (head_dim as f64).powf(-0.5)
+    }
+
+    /// The window and the factor of scores: what attention over the cache is planned by.
+    pub fn sight(self) -> (Option<usize>, f64) {
+        (self.window, self.scale)
+    }
+
+    /// Query heads that share one key and value head.
+    pub fn heads_per_group(self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+
+    /// Whether so many ranks can have slices without copies.
+    pub(super) fn can_slice(self, tp_size: usize) -> bool {
+        self.num_heads.is_multiple_of(tp_size)
+            && (self.num_kv_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(self.num_kv_heads))
+    }
+
+    /// Whether a rank is the first of those that share its key/value heads.
+    pub fn has_first_of_key(self, tp_rank: usize, tp_size: usize) -> bool {
+        tp_rank.is_multiple_of((tp_size / self.num_kv_heads).max(1))
+    }
+
     /// The share of a rank. Ranks share key/value heads when there are fewer heads than ranks.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         let num_kv_heads = (self.num_kv_heads / tp_size).max(1);
@@ -136,95 +167,6 @@ impl AttentionSpec {
     }
 }
 
-/// How tokens of a sequence see one another: packed sequences in training, paged keys, values and states in generation.
-pub trait SequenceMixer {
-    /// Attention output [T, H, hd] and, where a backward may follow, the log-sum-exp of the scores [T, H].
-    ///
-    /// # Errors
-    /// What the implementation meets, [`crate::Error::OutOfMemory`] among it.
-    fn attention(
-        &self,
-        layer: usize,
-        q: &Tensor, // [T, H, hd]
-        k: &Tensor, // [T, Hkv, hd]
-        v: &Tensor, // [T, Hkv, hd]
-    ) -> Result<(Tensor, Option<Tensor>)>;
-
-    /// Output of a gated delta net before its last projection [T, H dv]; and what a backward reads of chunks, where `keeps_chunks` asks
-    /// for it and one may follow.
-    ///
-    /// # Errors
-    /// Any error of the implementation; [`crate::Error::InvalidArgument`] where it keeps no states.
-    fn delta_net(
-        &self,
-        layer: usize,
-        _rows: &DeltaRows,
-        _weights: &DeltaWeights,
-        _options: DeltaOptions,
-        _keeps_chunks: bool,
-    ) -> Result<(Tensor, Option<PackedChunks>)> {
-        let got = format!("a gated delta net in layer {layer}");
-        Err(Error::InvalidArgument { op: "SequenceMixer::delta_net", expected: "attention".to_owned(), got })
-    }
-}
-
-/// Causal attention and gated delta nets within each sequence of a packed micro-batch.
-#[derive(Debug)]
-pub struct PackedMixer {
-    layout: PackedLayout,
-    scale: f64,
-    /// Where the model has gated delta nets.
-    sequences: Option<PackedSequences>,
-}
-
-impl PackedMixer {
-    /// For sequences `cu_seqlens[n]..cu_seqlens[n + 1]` of a whole model (all key/value heads).
-    pub fn new(spec: &ModelSpec, cu_seqlens: &[i64], device: Device) -> Self {
-        Self::of(spec, &Bounds::Separate(cu_seqlens.to_vec()), device)
-    }
-
-    /// For a micro-batch, whose completions may share prompts.
-    pub fn of(spec: &ModelSpec, bounds: &Bounds, device: Device) -> Self {
-        let layout = PackedLayout::of(bounds, spec.num_kv_heads, spec.sliding_window, device);
-        let width = spec.delta_net.as_ref().map(|delta_net| delta_net.heads.conv_width);
-        let sequences = width.map(|width| PackedSequences::new(bounds, width, device));
-        Self { layout, scale: attention_scale(spec), sequences }
-    }
-
-    /// The sequences of a model with gated delta nets.
-    ///
-    /// # Panics
-    /// If it is for a model without.
-    pub(super) fn sequences(&self) -> &PackedSequences {
-        self.sequences.as_ref().expect("made for a model with gated delta nets")
-    }
-}
-
-/// The factor of attention scores: 1 / sqrt(hd).
-pub fn attention_scale(spec: &ModelSpec) -> f64 {
-    (spec.head_dim as f64).powf(-0.5)
-}
-
-impl SequenceMixer for PackedMixer {
-    fn attention(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        let run = || packed_forward(q, k, v, &self.layout, self.scale);
-        let (o, lse) = timed("attention", OpCost::default, run)?;
-        Ok((o, Some(lse)))
-    }
-
-    fn delta_net(
-        &self,
-        _layer: usize,
-        rows: &DeltaRows,
-        weights: &DeltaWeights,
-        options: DeltaOptions,
-        keeps_chunks: bool,
-    ) -> Result<(Tensor, Option<PackedChunks>)> {
-        let run = || self.sequences().forward(rows, weights, options, keeps_chunks);
-        timed("gated delta net", OpCost::default, run)
-    }
-}
-
 /// Results of an attention that its backward reads.
 #[derive(Debug)]
 pub(super) struct AttentionOutput {
@@ -248,7 +190,7 @@ impl AttentionSpec {
         mixer: &dyn SequenceMixer,
     ) -> Result<(Tensor, AttentionOutput)> {
         let (heads, gate) = self.project(ctx, w, &ctx.enter_rows(w, NORMS, x, &[Matrix::Qkv])?)?;
-        let (o, lse) = mixer.attention(layer, &heads.q, &heads.k, &heads.v)?;
+        let (o, lse) = mixer.attention(layer, self, [&heads.q, &heads.k, &heads.v])?;
         let gated = gate::forward(&o, gate.as_ref())?;
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &gated.f_flatten(1, 2)?.into(), x)?;
         Ok((h, AttentionOutput { heads, gate, o, lse, output }))
@@ -277,7 +219,7 @@ impl AttentionSpec {
         drop((d_output, output, into_o));
         let d_gate = gate.map(|gate| gate::backward(&mut d_o, &o, &gate)).transpose()?;
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
-        let attention = || packed_backward(&d_o, saved, &packed.layout, packed.scale);
+        let attention = || packed_backward(&d_o, saved, packed.layouts.of(self.window), self.scale);
         let (dq, dk, dv) = timed("attention, backward", OpCost::default, attention)?;
         let d_qkv = self.heads_backward(ctx, w, [dq, dk, dv], heads, grads)?;
         let d_qkv = gate::join(d_qkv, d_gate, self.num_kv_heads)?;
@@ -302,13 +244,13 @@ impl AttentionSpec {
         let norms = norm_weights(ctx, w)?;
         let heads = match (self.qk_norm, norms.as_ref().map(|norms| norms.of(ctx))) {
             (Some(QkNorm::All), Some(norms)) => {
-                let sum = |squares: &mut Tensor| ctx.sum_over_heads(squares);
+                let sum = |squares: &mut Tensor| ctx.sum_over_heads(self, squares);
                 let is_split = ctx.tp.is_some_and(|tp| tp.size() > 1);
                 let others = is_split.then(|| OtherHeads { widths: self.widths(), sum: &sum });
                 let normed = heads::norm_all(&qkv, norms, others)?;
-                Heads { qkv: Some(qkv), ..heads::forward(normed, None, ctx.rope)? }
+                Heads { qkv: Some(qkv), ..heads::forward(normed, None, ctx.ropes.of(self.rope))? }
             }
-            (_, norms) => heads::forward(qkv, norms, ctx.rope)?,
+            (_, norms) => heads::forward(qkv, norms, ctx.ropes.of(self.rope))?,
         };
         Ok((heads, gate))
     }
@@ -332,10 +274,10 @@ impl AttentionSpec {
         let [dq, dk, dv] = &d_heads;
         let (Some(QkNorm::All), Some(norms), Some([d_q, d_k])) = (self.qk_norm, norms, &mut d_norms) else {
             let into = HeadGradients { bias: d_bias, norms: d_norms.as_mut().map(|[q, k]| [q, k]) };
-            return heads::backward([dq, dk, dv], &heads, norms, ctx.rope, into);
+            return heads::backward([dq, dk, dv], &heads, norms, ctx.ropes.of(self.rope), into);
         };
         let into = HeadGradients { bias: None, norms: None };
-        let d_qkv = heads::backward([dq, dk, dv], &heads, None, ctx.rope, into)?;
+        let d_qkv = heads::backward([dq, dk, dv], &heads, None, ctx.ropes.of(self.rope), into)?;
         drop(d_heads);
         let raw = heads.qkv.as_ref().expect("kept for its norm");
         heads::norm_all_backward(&d_qkv.view_as(raw), raw, norms, [d_q, d_k])?;

@@ -79,6 +79,27 @@ impl ExpertsSpec {
         Self { expert: self.expert.tp_slice(tp_size), shared, ..self }
     }
 
+    /// Whether so many ranks can have slices without copies.
+    pub(super) fn can_slice(self, tp_size: usize) -> bool {
+        let shared = if self.is_parallel { self.num_experts } else { self.expert.intermediate };
+        shared.is_multiple_of(tp_size)
+            && self.shared.is_none_or(|SharedExpertSpec(expert)| expert.intermediate.is_multiple_of(tp_size))
+    }
+
+    /// The sizes that ranks have shares of, in words.
+    pub(super) fn sizes(self) -> String {
+        let own = match self.is_parallel {
+            true => format!("{} experts", self.num_experts),
+            false => format!("experts of intermediate size {}", self.expert.intermediate),
+        };
+        match self.shared {
+            Some(SharedExpertSpec(expert)) => {
+                format!("{own}, a shared expert of intermediate size {}", expert.intermediate)
+            }
+            None => own,
+        }
+    }
+
     /// The two matrices of an expert, each as many times as there are experts; then those of the shared one.
     pub fn linears(self) -> Vec<LinearSpec> {
         let split = |linear: &LinearSpec| if self.is_parallel { TpSplit::Experts } else { linear.split };

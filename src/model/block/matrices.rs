@@ -23,8 +23,8 @@ impl BlockMatrix {
     /// # Errors
     /// [`Error::InvalidValue`] on `optim` for a model with experts, or whose files have several of our matrices in one tensor.
     pub fn check(spec: &ModelSpec) -> Result<()> {
-        let is_fused = spec.delta_net.is_some() && spec.family.traits().interleaves_delta_nets;
-        let expected = match (&spec.experts, is_fused) {
+        let is_fused = spec.delta_net().is_some() && spec.family.traits().interleaves_delta_nets;
+        let expected = match (spec.experts(), is_fused) {
             (None, false) => return Ok(()),
             (Some(_), _) => "adamw or adamw_8bit: matrices of experts are not orthogonalised yet",
             (None, true) => {
@@ -39,7 +39,7 @@ impl BlockMatrix {
         let of_linear = |linear: LinearSpec| {
             (0..linear.projections.len()).map(move |projection| Self { linear: linear.clone(), projection })
         };
-        spec.block(layer).linears().into_iter().flat_map(of_linear).collect()
+        spec.layers[layer].linears().into_iter().flat_map(of_linear).collect()
     }
 
     /// Outputs of its product.

@@ -2,15 +2,15 @@
 
 use tch::Tensor;
 
-use super::attention::{AttentionOutput, AttentionSpec, PackedMixer, SequenceMixer};
+use super::attention::{AttentionOutput, AttentionSpec};
 use super::delta_net::{DeltaNetSpec, DeltaOutput};
 use super::linear::LinearSpec;
-use super::{BlockContext, BlockParams, ElementBytes};
+use super::{BlockContext, BlockParams, ElementBytes, PackedMixer, SequenceMixer};
 use crate::error::Result;
 use crate::model::params::{ParamName, Shapes};
 
 /// The sublayer in which tokens see one another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mixer {
     /// Full attention, or within a window.
     Attention(AttentionSpec),
@@ -41,6 +41,27 @@ impl Mixer {
         match self {
             Self::Attention(attention) => Self::Attention(attention.tp_slice(tp_size)),
             Self::DeltaNet(delta_net) => Self::DeltaNet(delta_net.tp_slice(tp_size)),
+        }
+    }
+
+    /// Whether so many ranks can have slices without copies.
+    pub(super) fn can_slice(self, tp_size: usize) -> bool {
+        match self {
+            Self::Attention(attention) => attention.can_slice(tp_size),
+            Self::DeltaNet(delta_net) => delta_net.heads.num_key_heads.is_multiple_of(tp_size),
+        }
+    }
+
+    /// The sizes that ranks have shares of, in words.
+    pub(in crate::model) fn sizes(self) -> String {
+        match self {
+            Self::Attention(AttentionSpec { num_heads, num_kv_heads, .. }) => {
+                format!("{num_heads} query heads, {num_kv_heads} key/value heads")
+            }
+            Self::DeltaNet(DeltaNetSpec { heads, .. }) => {
+                let (keys, values) = (heads.num_key_heads, heads.num_value_heads);
+                format!("{keys} key heads and {values} value heads of gated delta nets")
+            }
         }
     }
 

@@ -44,6 +44,22 @@ impl Mlp {
         }
     }
 
+    /// Whether so many ranks can have slices without copies.
+    pub(super) fn can_slice(self, tp_size: usize) -> bool {
+        match self {
+            Mlp::Dense(dense) => dense.intermediate.is_multiple_of(tp_size),
+            Mlp::Experts(experts) => experts.can_slice(tp_size),
+        }
+    }
+
+    /// The sizes that ranks have shares of, in words.
+    pub(in crate::model) fn sizes(self) -> String {
+        match self {
+            Mlp::Dense(dense) => format!("intermediate size {}", dense.intermediate),
+            Mlp::Experts(experts) => experts.sizes(),
+        }
+    }
+
     /// The matrices of the MLP.
     pub(super) fn linears(self) -> Vec<LinearSpec> {
         match self {

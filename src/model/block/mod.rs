@@ -7,6 +7,7 @@
 //! T tokens, D hidden. The residual stream (x, h and y) has a kind of its own, all else that of the weights.
 
 mod attention;
+mod bytes;
 mod delta_net;
 mod dense;
 mod experts;
@@ -16,11 +17,14 @@ mod matrices;
 mod matrix;
 mod mixer;
 mod mlp;
+mod packed;
 mod params;
+mod served;
 mod shared;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
+use super::distinct::ByRope;
 use super::params::Shapes;
 use super::spec::ModelSpec;
 use crate::config::GradientCheckpointing;
@@ -28,11 +32,11 @@ use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ops::fp8::Rows;
 use crate::ops::rope::RopeRows;
-use crate::torch::accumulation_kind;
 use mixer::MixerOutput;
 use mlp::{Expanded, SavedMlp};
 
-pub use attention::{AttentionSpec, PackedMixer, QkNorm, SequenceMixer, attention_scale};
+pub use attention::{AttentionSpec, QkNorm};
+pub use bytes::ElementBytes;
 pub use delta_net::DeltaNetSpec;
 pub use dense::DenseSpec;
 pub use experts::{ExpertsSpec, Routes};
@@ -40,6 +44,7 @@ pub use linear::{Linear, LinearSpec, Matrix, Piece, Projection, TpSplit, product
 pub use matrices::BlockMatrix;
 pub use mixer::Mixer;
 pub use mlp::Mlp;
+pub use packed::{PackedMixer, SequenceMixer};
 pub use params::{BlockParams, Fp8Products, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
 pub use shared::SharedExpertSpec;
@@ -61,7 +66,7 @@ impl NormPlaces {
 }
 
 /// The description of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSpec {
     /// Width of the residual stream.
     pub hidden: usize,
@@ -71,41 +76,24 @@ pub struct BlockSpec {
     pub mlp: Mlp,
     /// Norms of both.
     pub norms: NormPlaces,
-}
-
-/// Bytes of an element of each kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ElementBytes {
-    /// Weights and activations.
-    pub narrow: usize,
-    /// The accumulation kind.
-    pub wide: usize,
-    /// The residual stream.
-    pub residual: usize,
-    /// Rows that a product of forward reads: as they are, rounded to FP8, or both.
-    pub read: usize,
-    /// Gradients beside those that are kept as they are: rounded ones of products in FP8.
-    pub rounded: usize,
-}
-
-impl ElementBytes {
-    /// For weights of `kind`.
-    pub fn new(kind: Kind, residual: Kind) -> Self {
-        let [narrow, wide, residual] = [kind, accumulation_kind(kind), residual].map(|kind| kind.elt_size_in_bytes());
-        Self { narrow, wide, residual, read: narrow, rounded: 0 }
-    }
-
-    /// Where products are in FP8; adapters beside them read rows as they are, too.
-    pub fn in_fp8(self, adapts: bool) -> Self {
-        let rounded = Kind::Float8e4m3fn.elt_size_in_bytes();
-        Self { read: rounded + if adapts { self.narrow } else { 0 }, rounded, ..self }
-    }
+    /// Factor of what each sublayer adds to the residual stream.
+    pub residual_scale: f64,
 }
 
 impl BlockSpec {
     /// The share of a rank.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         Self { mixer: self.mixer.tp_slice(tp_size), mlp: self.mlp.tp_slice(tp_size), ..self }
+    }
+
+    /// Whether so many ranks can have slices without copies.
+    pub fn can_slice(self, tp_size: usize) -> bool {
+        tp_size > 0 && self.mixer.can_slice(tp_size) && self.mlp.can_slice(tp_size)
+    }
+
+    /// Whether the second sublayer has experts.
+    pub fn has_experts(self) -> bool {
+        matches!(self.mlp, Mlp::Experts(_))
     }
 
     /// The matrices of the block, in the order of their parameters.
@@ -123,61 +111,6 @@ impl BlockSpec {
         let mlp = mlp.chain(self.mlp.linears().into_iter().flat_map(|linear| linear.params()));
         mixer.chain(mlp).chain(norm(self.norms.post, post)).collect()
     }
-
-    /// Bytes a token of what [`SavedBlock`] keeps.
-    pub fn saved_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
-        let x = bytes.residual * self.hidden;
-        match keep {
-            GradientCheckpointing::Full => x,
-            GradientCheckpointing::Selective => x + self.half_bytes(bytes) + self.output_bytes(bytes),
-            GradientCheckpointing::None | GradientCheckpointing::KeepChunks => {
-                let chunks = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
-                x + self.half_bytes(bytes) + self.output_bytes(bytes) + self.mlp.kept_bytes(bytes) + chunks
-            }
-        }
-    }
-
-    /// Bytes a token of the fullest moment of a forward that no backward follows: its input, the block up to the residual stream
-    /// after the first sublayer, and the MLP's.
-    pub fn forward_bytes(self, bytes: ElementBytes) -> usize {
-        let x = bytes.residual * self.hidden;
-        let rest = self.mlp.forward_bytes(bytes).max(self.mixer.forward_bytes(bytes));
-        x + self.half_bytes(bytes) + rest + 2 * self.output_bytes(bytes)
-    }
-
-    /// Bytes a token of the fullest moment of a backward, beside what all blocks saved.
-    pub fn backward_bytes(
-        self,
-        bytes: ElementBytes,
-        keep: GradientCheckpointing,
-        shares_prompts: bool,
-        drops: bool,
-    ) -> usize {
-        let keeps_gate_up = keep.keeps_gate_up();
-        let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
-        // Gate and up are gone when attention's backward begins; chunks that were kept are not made then.
-        let gone = if keeps_gate_up { self.mlp.kept_bytes(bytes) } else { 0 };
-        let there = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
-        let of_mlp = self.mlp.backward_bytes(bytes, keeps_gate_up, drops) + self.output_bytes(bytes);
-        recomputed + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone + there))
-    }
-
-    /// Bytes a token where a backward in FP8 has the largest matrix rounded, beside what all blocks saved.
-    pub fn input_gradient_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
-        let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
-        let of_mlp = self.mlp.input_gradient_bytes(bytes, keep.keeps_gate_up());
-        recomputed + of_mlp + self.output_bytes(bytes)
-    }
-
-    /// Bytes of the block up to the residual stream after attention.
-    fn half_bytes(self, bytes: ElementBytes) -> usize {
-        bytes.residual * self.hidden + self.mixer.kept_bytes(bytes) + self.output_bytes(bytes)
-    }
-
-    /// Bytes of a sublayer's output, where a norm follows it.
-    fn output_bytes(self, bytes: ElementBytes) -> usize {
-        if self.norms.post { bytes.narrow * self.hidden } else { 0 }
-    }
 }
 
 /// Inputs that all blocks share in one pass over a batch of tokens.
@@ -186,18 +119,34 @@ pub struct BlockContext<'a> {
     /// The model.
     pub spec: &'a ModelSpec,
     /// Rotations of the tokens' positions.
-    pub rope: &'a RopeRows,
+    pub ropes: &'a ByRope<RopeRows>,
     /// The ranks whose slices together make the block; forward only.
     pub tp: Option<&'a dyn Collective>,
     /// Who sees which experts tokens go to, and what the loss makes of it.
     pub routes: Option<&'a dyn Routes>,
+    /// Of the block at hand.
+    residual_scale: f64,
 }
 
-impl BlockContext<'_> {
+impl<'a> BlockContext<'a> {
+    /// Of whole blocks, or with `tp` of their slices.
+    pub fn new(
+        spec: &'a ModelSpec,
+        ropes: &'a ByRope<RopeRows>,
+        tp: Option<&'a dyn Collective>,
+        routes: Option<&'a dyn Routes>,
+    ) -> Self {
+        Self { spec, ropes, tp, routes, residual_scale: 1.0 }
+    }
+
+    fn of_block(self, block: &BlockSpec) -> Self {
+        Self { residual_scale: block.residual_scale, ..self }
+    }
+
     /// Adds up what ranks have of all heads' queries and keys; a key that ranks share counts once.
-    fn sum_over_heads(&self, squares: &mut Tensor /* [T, 2] */) -> Result<()> {
+    fn sum_over_heads(&self, attention: AttentionSpec, squares: &mut Tensor /* [T, 2] */) -> Result<()> {
         let Some(tp) = self.tp else { return Ok(()) };
-        if !self.spec.has_first_of_key(tp.rank(), tp.size()) {
+        if !attention.has_first_of_key(tp.rank(), tp.size()) {
             let _ = squares.narrow(1, 1, 1).f_zero_()?;
         }
         tp.all_reduce(squares, ReduceOp::Sum)
@@ -244,12 +193,10 @@ impl BlockContext<'_> {
         x: &Rows,          // [T, K]
         residual: &Tensor, // [T, D]
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let Some(weight) = w.norm(norms.post) else {
+        if w.norm(norms.post).is_none() && self.residual_scale == 1.0 {
             return Ok((linear.forward_summed(x, Some(residual), self.tp)?, None));
-        };
-        let output = linear.forward_summed(x, None, self.tp)?;
-        let (normed, _) = self.spec.norm().forward(&output, weight)?;
-        Ok((residual.f_add(&normed)?, Some(output)))
+        }
+        self.add(w, norms, linear.forward_summed(x, None, self.tp)?, residual)
     }
 
     /// residual + the sublayer's output [T, D], of which every rank has a part; and the output before its norm, of the weights' kind.
@@ -263,12 +210,28 @@ impl BlockContext<'_> {
         if let Some(tp) = self.tp.filter(|tp| tp.size() > 1) {
             tp.all_reduce(&mut output, ReduceOp::Sum)?;
         }
-        let Some(weight) = w.norm(norms.post) else {
-            return Ok((residual.f_add(&output)?.f_to_kind(residual.kind())?, None));
+        if w.norm(norms.post).is_some() {
+            output = output.f_to_kind(w.kind())?;
+        }
+        self.add(w, norms, output, residual)
+    }
+
+    /// residual + scale * norm(output) [T, D], where there is a norm; and the output, which its backward reads.
+    fn add(
+        &self,
+        w: &BlockParams,
+        norms: NormNames,
+        output: Tensor,    // [T, D]
+        residual: &Tensor, // [T, D]
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let (mut added, output) = match w.norm(norms.post) {
+            Some(weight) => (self.spec.norm().forward(&output, weight)?.0, Some(output)),
+            None => (output, None),
         };
-        let output = output.f_to_kind(w.kind())?;
-        let (normed, _) = self.spec.norm().forward(&output, weight)?;
-        Ok((residual.f_add(&normed)?, Some(output)))
+        if self.residual_scale != 1.0 {
+            let _ = added.f_mul_scalar_(self.residual_scale)?;
+        }
+        Ok((residual.f_add(&added)?.f_to_kind(residual.kind())?, output))
     }
 
     /// The gradient of the output before its norm.
@@ -280,10 +243,14 @@ impl BlockContext<'_> {
         output: Option<&Tensor>, // [T, D]
         grads: &BlockParams,
     ) -> Result<Tensor> {
-        let (Some(weight), Some(output)) = (w.norm(norms.post), output) else { return Ok(dy.shallow_clone()) };
+        let dy = match self.residual_scale {
+            1.0 => dy.shallow_clone(),
+            scale => dy.f_mul_scalar(scale)?,
+        };
+        let (Some(weight), Some(output)) = (w.norm(norms.post), output) else { return Ok(dy) };
         let norm = self.spec.norm();
         let (_, rstd) = norm.forward(output, weight)?;
-        norm.backward(dy, output, weight, &rstd, None, &mut grads.gradient_of(w, norms.post)?)
+        norm.backward(&dy, output, weight, &rstd, None, &mut grads.gradient_of(w, norms.post)?)
     }
 }
 
@@ -312,7 +279,8 @@ pub fn block_forward(
     mixer: &dyn SequenceMixer,
     keep: Option<GradientCheckpointing>,
 ) -> Result<(Tensor, Option<SavedBlock>)> {
-    let block = ctx.spec.block(layer);
+    let block = ctx.spec.layers[layer];
+    let ctx = &ctx.of_block(&block);
     let (h, mixed) = block.mixer.forward(ctx, layer, w, x, mixer, keep.is_some_and(|keep| keep.keeps_chunks()))?;
     let (y, expanded) = block.mlp.forward(ctx, layer, w, &h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
@@ -341,7 +309,8 @@ pub fn block_backward(
         return Err(invalid("a whole block", "a tensor-parallel slice"));
     }
     let SavedBlock { layer, x, mixed, mlp } = saved;
-    let mixer = ctx.spec.block(layer).mixer;
+    let block = ctx.spec.layers[layer];
+    let (ctx, mixer) = (&ctx.of_block(&block), block.mixer);
     let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed, false), Ok)?;
     let dh = mlp.backward(ctx, layer, w, (&h, dy), grads)?;
     let dx = mixer.backward(ctx, w, (&x, &dh), mixed, packed, grads)?;

@@ -52,7 +52,7 @@ impl BlockParams {
     /// If `layout` is not a block's of this model.
     pub fn view(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
         let Unit::Block(layer) = layout.unit else { panic!("the {} is no block", layout.unit) };
-        let block = spec.block(layer);
+        let block = spec.layers[layer];
         let linears = block.linears();
         let of_linear = |name| linears.iter().any(|linear| linear.matrix.weight() == name || linear.bias == Some(name));
         let others = layout.params.iter().map(|param| param.name).filter(|&name| !of_linear(name));

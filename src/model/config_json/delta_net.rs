@@ -4,8 +4,9 @@ use serde_json::{Value, json};
 
 use super::layer_types;
 use crate::error::Result;
+use crate::model::block::{BlockSpec, DeltaNetSpec, Mixer};
 use crate::model::json::JsonObject;
-use crate::model::spec::DeltaLayers;
+use crate::model::spec::ModelSpec;
 use crate::ops::delta_net::DeltaHeads;
 
 /// Every so many-th layer has attention where neither `layer_types` nor `full_attention_interval` is given, as in transformers.
@@ -13,8 +14,8 @@ const USUAL_INTERVAL: usize = 4;
 /// Share of a head that is turned where `partial_rotary_factor` is absent, as in transformers.
 const USUAL_ROTARY_FACTOR: f64 = 0.25;
 
-/// The gated delta nets that a `config.json` describes.
-pub(super) fn read(config: &JsonObject, num_layers: usize) -> Result<DeltaLayers> {
+/// Puts the gated delta nets that a `config.json` describes into the layers that have one.
+pub(super) fn read(config: &JsonObject, hidden: usize, layers: &mut [BlockSpec]) -> Result<()> {
     if config.has("attn_output_gate") && !config.flag("attn_output_gate")? {
         return Err(config.wrong("attn_output_gate", "true, as transformers computes this family"));
     }
@@ -33,14 +34,17 @@ pub(super) fn read(config: &JsonObject, num_layers: usize) -> Result<DeltaLayers
     if heads.conv_width < 2 {
         return Err(config.wrong("linear_conv_kernel_dim", "at least 2"));
     }
+    let num_layers = layers.len();
     let full_attention = full_attention(config, num_layers)?;
-    match full_attention.len() {
-        some if some > 0 && some < num_layers => Ok(DeltaLayers { heads, full_attention }),
-        all => {
-            let expected = format!("at least one layer of each type; here {all} of {num_layers} have full_attention");
-            Err(config.wrong(layer_types::KEY, expected))
-        }
+    if full_attention.is_empty() || full_attention.len() == num_layers {
+        let all = full_attention.len();
+        let expected = format!("at least one layer of each type; here {all} of {num_layers} have full_attention");
+        return Err(config.wrong(layer_types::KEY, expected));
     }
+    for layer in (0..num_layers).filter(|layer| !full_attention.contains(layer)) {
+        layers[layer].mixer = Mixer::DeltaNet(DeltaNetSpec { hidden, heads });
+    }
+    Ok(())
 }
 
 /// Layers with attention.
@@ -69,13 +73,16 @@ pub(super) fn partial_rotary_factor(config: &JsonObject, head_dim: usize) -> Res
 }
 
 /// Adds the keys to a `config.json`.
-pub(super) fn write(layers: &DeltaLayers, (num_layers, rotary_factor): (usize, f64), config: &mut Value) {
-    let DeltaLayers { heads, full_attention } = layers;
-    let name = |layer| if full_attention.contains(&layer) { "full_attention" } else { "linear_attention" };
-    config["layer_types"] = (0..num_layers).map(name).collect();
+pub(super) fn write(spec: &ModelSpec, heads: DeltaHeads, config: &mut Value) {
+    let name = |block: &BlockSpec| match block.mixer {
+        Mixer::Attention(_) => layer_types::FULL,
+        Mixer::DeltaNet(_) => layer_types::LINEAR,
+    };
+    config["layer_types"] = spec.layers.iter().map(name).collect();
     config["attn_output_gate"] = json!(true);
     config["attention_bias"] = json!(false);
-    config["rope_parameters"]["partial_rotary_factor"] = json!(rotary_factor);
+    config["rope_parameters"]["partial_rotary_factor"] =
+        json!(spec.attention().rope.map(|rope| rope.partial_rotary_factor));
     config["linear_num_key_heads"] = json!(heads.num_key_heads);
     config["linear_num_value_heads"] = json!(heads.num_value_heads);
     config["linear_key_head_dim"] = json!(heads.key_dim);

@@ -3,15 +3,17 @@
 use serde_json::{Value, json};
 
 use crate::error::Result;
+use crate::model::block::{BlockSpec, DenseSpec, ExpertsSpec, Mlp, SharedExpertSpec};
 use crate::model::families::Traits;
 use crate::model::json::JsonObject;
-use crate::model::spec::ExpertLayers;
+use crate::model::spec::ModelSpec;
+use crate::ops::router::RouterOptions;
 
 /// Coefficient where `router_aux_loss_coef` is absent, as in transformers.
 const USUAL_AUX_LOSS_COEF: f64 = 0.001;
 
-/// The experts that a `config.json` describes; `None` where no layer has any.
-pub(super) fn read(config: &JsonObject, num_layers: usize, traits: &Traits) -> Result<Option<ExpertLayers>> {
+/// The experts that a `config.json` describes, of layers that have some.
+pub(super) fn read(config: &JsonObject, hidden: usize, traits: &Traits) -> Result<ExpertsSpec> {
     // transformers reads both names.
     let count = if config.has("num_experts") { "num_experts" } else { "num_local_experts" };
     let num_experts = config.size(count, 1 << 12)?;
@@ -19,50 +21,65 @@ pub(super) fn read(config: &JsonObject, num_layers: usize, traits: &Traits) -> R
     if num_experts_per_tok > num_experts {
         return Err(config.wrong("num_experts_per_tok", format!("at most {count} = {num_experts}")));
     }
-    let router_aux_loss_coef = match config.get("router_aux_loss_coef").map(Value::as_f64) {
-        None => USUAL_AUX_LOSS_COEF,
-        Some(Some(coef)) if coef >= 0.0 => coef,
-        Some(_) => return Err(config.wrong("router_aux_loss_coef", "a number of at least 0")),
+    let intermediate = config.size("moe_intermediate_size", 1 << 24)?;
+    let shared = match traits.has_shared_expert {
+        true => Some(config.size("shared_expert_intermediate_size", 1 << 24)?),
+        false => None,
     };
-    let experts = ExpertLayers {
+    let norm_topk_prob = match traits.divides_by_choices {
+        true if config.has("norm_topk_prob") && !config.flag("norm_topk_prob")? => {
+            return Err(config.wrong("norm_topk_prob", "true, as transformers computes this family"));
+        }
+        true => true,
+        false if traits.has_delta_nets && !config.has("norm_topk_prob") => true, // as in transformers
+        false => config.flag("norm_topk_prob")?,
+    };
+    Ok(ExpertsSpec {
+        expert: DenseSpec { hidden, intermediate },
         num_experts,
-        num_experts_per_tok,
-        moe_intermediate_size: config.size("moe_intermediate_size", 1 << 24)?,
-        shared_expert_intermediate_size: match traits.has_shared_expert {
-            true => Some(config.size("shared_expert_intermediate_size", 1 << 24)?),
-            false => None,
-        },
-        norm_topk_prob: match traits.divides_by_choices {
-            true if config.has("norm_topk_prob") && !config.flag("norm_topk_prob")? => {
-                return Err(config.wrong("norm_topk_prob", "true, as transformers computes this family"));
-            }
-            true => true,
-            false if traits.has_delta_nets && !config.has("norm_topk_prob") => true, // as in transformers
-            false => config.flag("norm_topk_prob")?,
-        },
-        router_aux_loss_coef,
-        decoder_sparse_step: match config.get("decoder_sparse_step") {
-            None => 1,
-            Some(_) => config.size("decoder_sparse_step", 1 << 12)?,
-        },
-        mlp_only_layers: mlp_only_layers(config, num_layers)?,
+        own: num_experts,
         is_parallel: false,
+        router: RouterOptions { num_experts_per_tok, norm_topk_prob },
+        shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec { hidden, intermediate })),
+    })
+}
+
+/// Weight of the loss that balances the experts' load.
+pub(super) fn aux_loss_coef(config: &JsonObject) -> Result<f64> {
+    match config.get("router_aux_loss_coef").map(Value::as_f64) {
+        None => Ok(USUAL_AUX_LOSS_COEF),
+        Some(Some(coef)) if coef >= 0.0 => Ok(coef),
+        Some(_) => Err(config.wrong("router_aux_loss_coef", "a number of at least 0")),
+    }
+}
+
+/// Puts the experts into the layers that have some.
+pub(super) fn place(config: &JsonObject, experts: ExpertsSpec, layers: &mut [BlockSpec]) -> Result<()> {
+    let step = match config.get("decoder_sparse_step") {
+        None => 1,
+        Some(_) => config.size("decoder_sparse_step", 1 << 12)?,
     };
-    Ok((0..num_layers).any(|layer| experts.are_in(layer)).then_some(experts))
+    let dense = mlp_only_layers(config, layers.len())?;
+    let with_experts = |layer: &usize| (layer + 1).is_multiple_of(step) && !dense.contains(layer);
+    for layer in (0..layers.len()).filter(with_experts) {
+        layers[layer].mlp = Mlp::Experts(experts);
+    }
+    Ok(())
 }
 
 /// Adds the keys to a `config.json`.
-pub(super) fn write(experts: &ExpertLayers, config: &mut Value) {
+pub(super) fn write(spec: &ModelSpec, experts: ExpertsSpec, config: &mut Value) {
     config["num_experts"] = json!(experts.num_experts);
-    config["num_experts_per_tok"] = json!(experts.num_experts_per_tok);
-    config["moe_intermediate_size"] = json!(experts.moe_intermediate_size);
-    if let Some(width) = experts.shared_expert_intermediate_size {
-        config["shared_expert_intermediate_size"] = json!(width);
+    config["num_experts_per_tok"] = json!(experts.router.num_experts_per_tok);
+    config["moe_intermediate_size"] = json!(experts.expert.intermediate);
+    if let Some(SharedExpertSpec(shared)) = experts.shared {
+        config["shared_expert_intermediate_size"] = json!(shared.intermediate);
     }
-    config["norm_topk_prob"] = json!(experts.norm_topk_prob);
-    config["router_aux_loss_coef"] = json!(experts.router_aux_loss_coef);
-    config["decoder_sparse_step"] = json!(experts.decoder_sparse_step);
-    config["mlp_only_layers"] = json!(experts.mlp_only_layers);
+    config["norm_topk_prob"] = json!(experts.router.norm_topk_prob);
+    config["router_aux_loss_coef"] = json!(spec.router_aux_loss_coef);
+    config["decoder_sparse_step"] = json!(1);
+    let dense = spec.layers.iter().enumerate().filter(|(_, block)| !block.has_experts());
+    config["mlp_only_layers"] = dense.map(|(layer, _)| layer).collect();
     config["output_router_logits"] = json!(false);
 }
 

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::super::json::JsonObject;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The key of a `config.json`.
 pub(super) const KEY: &str = "layer_types";
@@ -27,6 +27,11 @@ pub(super) fn read<'c>(config: &'c JsonObject, kinds: [&str; 2], num_layers: usi
         _ => Err(config.wrong(KEY, format!("{expected}; layer {layer} is {kind}"))),
     };
     types.iter().enumerate().map(known).collect::<Result<_>>().map(Some)
+}
+
+/// The error for a list of another length.
+pub(super) fn wrong_len(config: &JsonObject, num_layers: usize) -> Error {
+    config.wrong(KEY, expected([FULL, SLIDING], num_layers))
 }
 
 /// [`read`], of a list for as many layers as the model has.

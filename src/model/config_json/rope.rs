@@ -32,6 +32,14 @@ pub(super) fn read(config: &JsonObject) -> Result<(f64, Option<RopeScaling>)> {
     Ok((theta, scaling))
 }
 
+/// Tokens of a context that YaRN extends, 0 without: files that ask for it often leave the context of the pre-training beside it.
+pub(super) fn extended_context(config: &JsonObject) -> Result<usize> {
+    Ok(match read(config)?.1 {
+        Some(RopeScaling::Yarn(yarn)) => ((yarn.original_max_position_embeddings * yarn.factor) as usize).min(1 << 31),
+        _ => 0,
+    })
+}
+
 fn llama3(rope: &JsonObject) -> Result<Llama3Scaling> {
     let scaling = Llama3Scaling {
         factor: rope.positive("factor")?,

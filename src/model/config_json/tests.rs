@@ -1,8 +1,7 @@
 use super::*;
 use crate::config::TargetModule;
-use crate::model::block::{BlockMatrix, Mlp};
+use crate::model::block::{BlockMatrix, SharedExpertSpec};
 use crate::model::lora::LoraSpec;
-use crate::model::spec::ExpertLayers;
 
 fn load(config: &Value) -> Result<ModelSpec> {
     let folder = tempfile::tempdir().unwrap();
@@ -28,9 +27,11 @@ fn every_preset_is_read_back_from_what_it_writes() {
         spec.write_config(folder.path(), None).unwrap();
         assert_eq!(ModelSpec::from_folder(folder.path()).unwrap(), spec, "{name}");
     }
-    let window = ModelSpec { sliding_window: Some(64), ..ModelSpec::preset("tiny").unwrap() };
     for family in [Family::Qwen2, Family::Mistral] {
-        let spec = ModelSpec { family, qkv_bias: family == Family::Qwen2, ..window.clone() };
+        let spec = ModelSpec { family, ..ModelSpec::preset("tiny").unwrap() }.map_attention(|_, attention| {
+            attention.window = Some(64);
+            attention.qkv_bias = family == Family::Qwen2;
+        });
         assert_eq!(load(&spec.to_config_json()).unwrap(), spec);
     }
 }
@@ -58,7 +59,8 @@ fn rope_scalings_equal_transformers() {
     let cases: Vec<Value> = serde_json::from_str(include_str!("../../../tests/golden/rope.json")).unwrap();
     assert!(cases.len() >= 8);
     for case in cases {
-        let mut config = ModelSpec { head_dim: 128, ..ModelSpec::preset("micro").unwrap() }.to_config_json();
+        let mut config =
+            ModelSpec::preset("micro").unwrap().map_attention(|_, own| own.head_dim = 128).to_config_json();
         for key in ["rope_parameters", "rope_scaling", "rope_theta"] {
             config = with(&config, key, json!("remove"));
         }
@@ -67,7 +69,9 @@ fn rope_scalings_equal_transformers() {
         }
         let spec = load(&config).unwrap();
         assert_eq!(spec.max_position_embeddings as u64, case["context"].as_u64().unwrap(), "{case}");
-        let turns = |spec: &ModelSpec| spec.rope().table(2, tch::Device::Cpu).unwrap().get(1).to_kind(Kind::Double);
+        let turns = |spec: &ModelSpec| {
+            spec.ropes().iter().next().unwrap().table(2, tch::Device::Cpu).unwrap().get(1).to_kind(Kind::Double)
+        };
         let written_back = load(&spec.to_config_json()).unwrap();
         assert!(turns(&written_back).allclose(&turns(&spec), 1e-7, 0.0, false), "{case}: {written_back:?}");
         assert_eq!(written_back.max_position_embeddings, spec.max_position_embeddings, "{case}");
@@ -86,17 +90,17 @@ fn rope_scalings_equal_transformers() {
 #[test]
 fn absent_keys_mean_what_they_mean_to_transformers() {
     let qwen2 = ModelSpec::preset("micro").unwrap().to_config_json();
-    assert_eq!(load(&with(&qwen2, "head_dim", Value::Null)).unwrap().head_dim, 8);
+    assert_eq!(load(&with(&qwen2, "head_dim", Value::Null)).unwrap().attention().head_dim, 8);
     assert_eq!(load(&with(&qwen2, "architectures", json!("remove"))).unwrap().family, Family::Qwen2);
     let windowed = with(&qwen2, "sliding_window", json!(16));
-    assert_eq!(load(&windowed).unwrap().sliding_window, None);
+    assert_eq!(load(&windowed).unwrap().windows(), [None]);
     let used = with(&windowed, "use_sliding_window", json!(true));
-    assert_eq!(load(&used).unwrap().sliding_window, None);
+    assert_eq!(load(&used).unwrap().windows(), [None]);
     let all = with(&used, "max_window_layers", json!(0));
-    assert_eq!(load(&all).unwrap().sliding_window, Some(16));
+    assert_eq!(load(&all).unwrap().windows(), [Some(16)]);
     let mistral = with(&with(&qwen2, "architectures", json!(["MistralForCausalLM"])), "model_type", json!("mistral"));
-    assert_eq!(load(&mistral).unwrap().sliding_window, None);
-    assert_eq!(load(&with(&mistral, "sliding_window", json!("remove"))).unwrap().sliding_window, Some(4096));
+    assert_eq!(load(&mistral).unwrap().windows(), [None]);
+    assert_eq!(load(&with(&mistral, "sliding_window", json!("remove"))).unwrap().windows(), [Some(4096)]);
 }
 
 #[test]
@@ -134,7 +138,7 @@ fn what_cannot_be_computed_is_refused_by_name() {
         ("torch_dtype", json!("int8"), "torch_dtype is \"int8\""),
         ("eos_token_id", json!([1, 96]), "eos_token_id is [1,96]: expected token ids below vocab_size = 96"),
         ("tie_word_embeddings", json!("yes"), "tie_word_embeddings is \"yes\": expected true or false"),
-        ("layer_types", json!(["sliding_attention", "full_attention"]), "1 of 2 layers have one"),
+        ("layer_types", json!(["sliding_attention"]), "one for each of 2 layers"),
         ("layer_types", json!(["full_attention", "linear_attention"]), "layer 1 is \"linear_attention\""),
         ("layer_types", json!("full_attention"), "expected a list of"),
     ];
@@ -164,7 +168,7 @@ fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
     assert_eq!(every_second.attention_layers().collect::<Vec<_>>(), [1, 3]);
     // Keys and values of 2 heads of 32 in one layer; states of 4 heads of 32 x 32 in three.
     assert_eq!((spec.cached_elements(1), spec.cached_elements(2)), (128, 64));
-    assert_eq!(spec.rotary_dim(), 8);
+    assert_eq!(spec.ropes().columns(), 8);
     let cases = [
         ("layer_types", json!(["linear_attention"]), "one for each of 4 layers"),
         (
@@ -193,11 +197,14 @@ fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
         let error = load(&with(&good, key, value)).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
     }
-    spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap();
-    spec.validate_gpu_engine(Kind::BFloat16, 2, Path::new("m")).unwrap();
-    let mut wide = spec.clone();
-    wide.delta_net.as_mut().unwrap().heads.key_dim = 256;
-    let error = wide.validate_gpu_engine(Kind::BFloat16, 2, Path::new("m")).unwrap_err().to_string();
+    spec.validate_gpu(Kind::BFloat16, Some(2), Path::new("m")).unwrap();
+    let wide = spec.clone().map_blocks(|_, block| {
+        if let Mixer::DeltaNet(delta_net) = &mut block.mixer {
+            delta_net.heads.key_dim = 256;
+        }
+    });
+    wide.validate_gpu(Kind::BFloat16, None, Path::new("m")).unwrap();
+    let error = wide.validate_gpu(Kind::BFloat16, Some(2), Path::new("m")).unwrap_err().to_string();
     assert!(error.contains("key_dim: 256") && error.contains("linear_key_head_dim at most 128"), "{error}");
     let error = spec.validate_tp(4).unwrap_err().to_string();
     assert!(error.contains("2 key heads and 4 value heads of gated delta nets"), "{error}");
@@ -245,8 +252,7 @@ fn gated_delta_nets_with_experts_are_read_as_transformers_does_or_refused_by_nam
         let error = load(&with(&good, key, value)).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
     }
-    spec.validate_gpu(Kind::BFloat16, Path::new("m")).unwrap();
-    spec.validate_gpu_engine(Kind::BFloat16, 2, Path::new("m")).unwrap();
+    spec.validate_gpu(Kind::BFloat16, Some(2), Path::new("m")).unwrap();
 }
 
 #[test]
@@ -255,9 +261,9 @@ fn qwen3_next_divides_by_choices_where_nothing_is_said_and_has_no_adapters_of_jo
     let good = spec.to_config_json();
     assert_eq!(load(&with(&good, "norm_topk_prob", json!("remove"))).unwrap(), spec);
     let raw = load(&with(&good, "norm_topk_prob", json!(false))).unwrap();
-    assert!(!raw.experts.unwrap().norm_topk_prob);
+    assert!(!raw.experts().unwrap().router.norm_topk_prob);
     let some = load(&with(&good, "mlp_only_layers", json!([0]))).unwrap();
-    assert!(matches!((some.block(0).mlp, some.block(1).mlp), (Mlp::Dense(_), Mlp::Experts(_))));
+    assert!(matches!((some.layers[0].mlp, some.layers[1].mlp), (Mlp::Dense(_), Mlp::Experts(_))));
     let adapted = |targets: &[TargetModule]| LoraSpec { r: 8, alpha: 8.0, dropout: 0.0, targets: targets.to_vec() };
     adapted(&[TargetModule::QProj, TargetModule::OutProj]).check(&spec).unwrap();
     for targets in [TargetModule::ALL, &[TargetModule::InProjZ]] {
@@ -276,12 +282,12 @@ fn experts_are_read_as_transformers_does_or_refused_by_name() {
     assert_eq!(load(&with(&usual, "num_local_experts", json!(8))).unwrap(), spec);
     let some = load(&with(&with(&good, "decoder_sparse_step", json!(2)), "mlp_only_layers", json!([3]))).unwrap();
     assert_eq!(
-        (0..4).map(|layer| matches!(some.block(layer).mlp, Mlp::Experts(_))).collect::<Vec<_>>(),
+        (0..4).map(|layer| matches!(some.layers[layer].mlp, Mlp::Experts(_))).collect::<Vec<_>>(),
         [false, true, false, false]
     );
     assert_eq!(load(&some.to_config_json()).unwrap(), some);
     let none = load(&with(&good, "mlp_only_layers", json!([0, 1, 2, 3]))).unwrap();
-    assert_eq!((none.experts, some.num_expert_layers()), (None, 1));
+    assert_eq!((none.experts(), some.num_expert_layers()), (None, 1));
     let one = 3 * 192 * 128;
     assert_eq!(
         (some.num_params() - some.num_active_params(), spec.num_params() - spec.num_active_params()),
@@ -302,16 +308,16 @@ fn experts_are_read_as_transformers_does_or_refused_by_name() {
         assert!(error.contains(message), "{error}");
     }
     for (tp_size, served) in [(1, true), (2, true), (24, true), (48, false)] {
-        let outcome = spec.validate_gpu_engine(Kind::BFloat16, tp_size, Path::new("m"));
+        let outcome = spec.validate_gpu(Kind::BFloat16, Some(tp_size), Path::new("m"));
         assert_eq!(outcome.is_ok(), served, "{tp_size} ranks: {outcome:?}");
     }
-    let error = spec.validate_gpu_engine(Kind::BFloat16, 48, Path::new("m")).unwrap_err().to_string();
+    let error = spec.validate_gpu(Kind::BFloat16, Some(48), Path::new("m")).unwrap_err().to_string();
     assert!(error.contains("moe_intermediate_size = 192") && error.contains("a multiple of 384"), "{error}");
     assert!(spec.validate_tp(3).unwrap_err().to_string().contains("experts of intermediate size 192"));
     let parallel = spec.clone().with_expert_parallel(true).unwrap();
     parallel.validate_tp(2).unwrap();
-    let three = ExpertLayers { num_experts: 6, ..parallel.experts.clone().unwrap() };
-    let error = ModelSpec { experts: Some(three), ..parallel.clone() }.validate_tp(4).unwrap_err().to_string();
+    let six = parallel.clone().map_experts(|experts| experts.num_experts = 6);
+    let error = six.validate_tp(4).unwrap_err().to_string();
     assert!(error.starts_with("tensor_parallel_size = 4: expected one of 1, 2 ("), "{error}");
     assert!(error.contains("2 key/value heads, 6 experts)"), "{error}");
     assert_eq!((spec.router_aux_loss_coef(None).unwrap(), spec.router_aux_loss_coef(Some(0.5)).unwrap()), (0.001, 0.5));
@@ -324,12 +330,10 @@ fn experts_are_read_as_transformers_does_or_refused_by_name() {
 fn a_shared_expert_is_read_or_refused_by_name() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen2_moe");
     let spec = ModelSpec::from_folder(golden).unwrap();
-    let layers = spec.experts.clone().unwrap();
-    assert_eq!(
-        (spec.family, spec.qkv_bias, layers.shared_expert_intermediate_size),
-        (Family::Qwen2Moe, true, Some(24))
-    );
-    assert!(!layers.norm_topk_prob, "transformers' default");
+    let experts = spec.experts().unwrap();
+    let shared = experts.shared.map(|SharedExpertSpec(shared)| shared.intermediate);
+    assert_eq!((spec.family, spec.attention().qkv_bias, shared), (Family::Qwen2Moe, true, Some(24)));
+    assert!(!experts.router.norm_topk_prob, "transformers' default");
     let good = spec.to_config_json();
     let own_eos = |spec: ModelSpec| ModelSpec { eos_token_ids: Vec::new(), ..spec };
     assert_eq!(own_eos(load(&good).unwrap()), own_eos(spec.clone()));
@@ -346,8 +350,8 @@ fn a_shared_expert_is_read_or_refused_by_name() {
         assert!(error.contains(message), "{error}");
     }
     spec.validate_tp(4).unwrap();
-    let odd = ExpertLayers { shared_expert_intermediate_size: Some(22), ..layers };
-    let error = ModelSpec { experts: Some(odd), ..spec.clone() }.validate_tp(4).unwrap_err().to_string();
+    let odd = spec.map_experts(|experts| experts.shared.as_mut().unwrap().0.intermediate = 22);
+    let error = odd.validate_tp(4).unwrap_err().to_string();
     assert!(error.starts_with("tensor_parallel_size = 4: expected one of 1, 2 ("), "{error}");
     assert!(error.contains("experts of intermediate size 16, a shared expert of intermediate size 22)"), "{error}");
 }

@@ -16,5 +16,7 @@ pub(super) const TRAITS: Traits = Traits {
     divides_by_choices: false,
     has_delta_nets: false,
     interleaves_delta_nets: false,
+    read: |_, spec| Ok(spec),
+    write: |_, _| {},
     whole: None,
 };

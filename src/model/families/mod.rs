@@ -11,31 +11,55 @@ mod qwen3_5_moe;
 mod qwen3_moe;
 mod qwen3_next;
 
-use super::block::{NormPlaces, QkNorm};
+use serde_json::Value;
 
-/// Architectures served by the one decoder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
+use super::block::{NormPlaces, QkNorm};
+use super::json::JsonObject;
+use super::spec::ModelSpec;
+use crate::error::Result;
+
+/// Declares the families: the name of each, and its file.
+macro_rules! families {
+    ($($(#[$doc:meta])* $name:ident: $file:ident,)*) => {
+        /// Architectures served by the one decoder.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum Family {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Family {
+            pub(super) const ALL: &[Family] = &[$(Family::$name,)*];
+
+            pub(super) fn traits(self) -> Traits {
+                match self {
+                    $(Family::$name => $file::TRAITS,)*
+                }
+            }
+        }
+    };
+}
+
+families! {
     /// Qwen2 and Qwen2.5.
-    Qwen2,
+    Qwen2: qwen2,
     /// Qwen2 with experts.
-    Qwen2Moe,
+    Qwen2Moe: qwen2_moe,
     /// Qwen3.
-    Qwen3,
+    Qwen3: qwen3,
     /// Qwen3 with experts.
-    Qwen3Moe,
+    Qwen3Moe: qwen3_moe,
     /// Qwen3.5 and 3.6, text.
-    Qwen3_5,
+    Qwen3_5: qwen3_5,
     /// Qwen3.5 and 3.6 with experts, text.
-    Qwen3_5Moe,
+    Qwen3_5Moe: qwen3_5_moe,
     /// Qwen3-Next.
-    Qwen3Next,
+    Qwen3Next: qwen3_next,
     /// Llama 3.x.
-    Llama,
+    Llama: llama,
     /// Mistral.
-    Mistral,
+    Mistral: mistral,
     /// OLMo 2.
-    Olmo2,
+    Olmo2: olmo2,
 }
 
 /// Traits of a family that `config.json` leaves unsaid.
@@ -64,6 +88,10 @@ pub(super) struct Traits {
     pub has_delta_nets: bool,
     /// A checkpoint has the projections of a gated delta net in two tensors, by key heads.
     pub interleaves_delta_nets: bool,
+    /// Reads the keys that are the family's own: the model as it is by those that families share, changed.
+    pub read: fn(&JsonObject, ModelSpec) -> Result<ModelSpec>,
+    /// Adds those keys to a `config.json`.
+    pub write: fn(&ModelSpec, &mut Value),
     /// Files whose `text_config` describes a model of this family, beside a vision tower.
     pub whole: Option<Names>,
 }
@@ -88,36 +116,6 @@ pub(super) enum Window {
     Switched,
     /// With `use_sliding_window` some layers have one, which is not served.
     Refused,
-}
-
-impl Family {
-    pub(super) const ALL: [Family; 10] = [
-        Family::Qwen2,
-        Family::Qwen2Moe,
-        Family::Qwen3,
-        Family::Qwen3Moe,
-        Family::Qwen3_5,
-        Family::Qwen3_5Moe,
-        Family::Qwen3Next,
-        Family::Llama,
-        Family::Mistral,
-        Family::Olmo2,
-    ];
-
-    pub(super) fn traits(self) -> Traits {
-        match self {
-            Family::Qwen2 => qwen2::TRAITS,
-            Family::Qwen2Moe => qwen2_moe::TRAITS,
-            Family::Qwen3 => qwen3::TRAITS,
-            Family::Qwen3Moe => qwen3_moe::TRAITS,
-            Family::Qwen3_5 => qwen3_5::TRAITS,
-            Family::Qwen3_5Moe => qwen3_5_moe::TRAITS,
-            Family::Qwen3Next => qwen3_next::TRAITS,
-            Family::Llama => llama::TRAITS,
-            Family::Mistral => mistral::TRAITS,
-            Family::Olmo2 => olmo2::TRAITS,
-        }
-    }
 }
 
 #[cfg(test)]

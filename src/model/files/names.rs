@@ -71,7 +71,7 @@ impl HfTensor {
 /// The tensors that a checkpoint has for one unit, in Hugging Face's order.
 pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     let linears = match unit {
-        Unit::Block(layer) => spec.block(layer).linears(),
+        Unit::Block(layer) => spec.layers[layer].linears(),
         Unit::Embedding | Unit::Head => Vec::new(),
     };
     let mut tensors = Vec::new();
@@ -93,7 +93,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
             tensors.push(HfTensor { name: path(name(param)), shape, param, rows: None, expert: None, piece: None });
             continue;
         };
-        let delta_net = spec.delta_net.as_ref().filter(|_| spec.family.traits().interleaves_delta_nets);
+        let delta_net = spec.delta_net().filter(|_| spec.family.traits().interleaves_delta_nets);
         let pieces = delta_net.map_or_else(Vec::new, |delta_net| pieces(linear.matrix, delta_net.heads));
         for piece in &pieces {
             let (name, shape) = (path(piece.tensor), vec![piece.rows.len() as i64, linear.columns as i64]);
@@ -182,5 +182,5 @@ pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
 /// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and layers that
 /// predict further tokens, which only families with gated delta nets have.
 pub(super) fn is_kept(spec: &ModelSpec, name: &str) -> bool {
-    (spec.is_text_part && name.starts_with("model.visual.")) || (spec.delta_net.is_some() && name.starts_with("mtp."))
+    (spec.is_text_part && name.starts_with("model.visual.")) || (spec.delta_net().is_some() && name.starts_with("mtp."))
 }

@@ -26,7 +26,8 @@ fn random_units(table: &ParamTable, kind: Kind) -> Vec<Tensor> {
 }
 
 fn micro(tie_word_embeddings: bool) -> Arc<ModelSpec> {
-    Arc::new(ModelSpec { tie_word_embeddings, qk_norm: Some(QkNorm::Head), ..ModelSpec::preset("micro").unwrap() })
+    let spec = ModelSpec { tie_word_embeddings, ..ModelSpec::preset("micro").unwrap() };
+    Arc::new(spec.map_attention(|_, attention| attention.qk_norm = Some(QkNorm::Head)))
 }
 
 fn names(folder: &Path) -> Vec<String> {
@@ -130,7 +131,7 @@ fn a_model_that_cannot_have_its_names_leaves_the_one_before_it() {
 /// Matrices of all experts in one tensor, gates of an expert before its ups, as files of Qwen3.5 have them.
 #[test]
 fn experts_in_one_tensor_are_read_as_one_by_one() {
-    let spec = Arc::new(ModelSpec { num_layers: 1, ..ModelSpec::preset("tiny-moe").unwrap() });
+    let spec = Arc::new(ModelSpec::preset("tiny-moe").unwrap().with_num_layers(1));
     let (table, folder) = (ParamTable::new(spec.clone(), 1), tempfile::tempdir().unwrap());
     let units = random_units(&table, Kind::BFloat16);
     let mut writer = WeightWriter::create(folder.path(), spec.clone(), Kind::BFloat16, None).unwrap();

@@ -62,7 +62,7 @@ impl WeightWriter {
     /// [`Error::Io`]; [`Error::InvalidArgument`] for another kind; the errors of [`WeightFiles::open`] for a model of which `base` may
     /// have more.
     pub fn create(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
-        let base = base.filter(|_| spec.is_text_part || spec.delta_net.is_some());
+        let base = base.filter(|_| spec.is_text_part || spec.delta_net().is_some());
         let base = base.map(|base| WeightFiles::open(base, spec.clone())).transpose()?;
         Self::with_shard_bytes(folder.as_ref(), spec, kind, base.as_ref(), MAX_SHARD_BYTES)
     }

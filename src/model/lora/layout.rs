@@ -49,7 +49,7 @@ impl LoraSpec {
 
     /// The matrices of a block that have adapted projections.
     pub(super) fn fused(&self, spec: &ModelSpec, layer: usize) -> Vec<Fused> {
-        spec.block(layer).linears().into_iter().filter_map(|linear| Fused::new(linear, self)).collect()
+        spec.layers[layer].linears().into_iter().filter_map(|linear| Fused::new(linear, self)).collect()
     }
 }
 

@@ -86,7 +86,7 @@ impl LoraSpec {
         if !self.adapts_experts(spec) {
             return Ok(());
         }
-        if spec.num_expert_layers() < spec.num_layers {
+        if spec.num_expert_layers() < spec.num_layers() {
             return refuse(
                 "some of q_proj, k_proj, v_proj, o_proj: only some layers of this model have experts, and PEFT reads no adapters of \
                  such a model's MLPs",
@@ -139,7 +139,7 @@ impl LoraSpec {
 
 /// The projections that a model has in any of its layers, in order.
 fn modules(spec: &ModelSpec) -> Vec<TargetModule> {
-    let linears = spec.kinds_of_blocks().into_iter().flat_map(|(layer, _)| spec.block(layer).linears());
+    let linears = spec.kinds_of_blocks().into_iter().flat_map(|(layer, _)| spec.layers[layer].linears());
     let own = linears.flat_map(|linear| linear.projections).filter_map(|(projection, _)| match projection {
         Projection::Module(module) => Some(module),
         Projection::SharedExpert(_) => None,

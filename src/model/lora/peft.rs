@@ -127,7 +127,7 @@ impl AdapterFiles {
 
     fn check(&self) -> Result<()> {
         let mut expected = BTreeSet::new();
-        for layer in 0..self.spec.num_layers {
+        for layer in 0..self.spec.num_layers() {
             tensors(&self.spec, &self.lora, Unit::Block(layer), &mut |tensor| {
                 expected.insert(tensor.name.clone());
                 self.file.check(&tensor.name, &tensor.shape)
@@ -136,7 +136,7 @@ impl AdapterFiles {
         let Some(other) = self.file.names().into_iter().find(|name| !expected.contains(name)) else { return Ok(()) };
         let message = format!(
             "{other} is not served: expected A and B of projections that lora.target_modules can name, in the model's {} layers",
-            self.spec.num_layers
+            self.spec.num_layers()
         );
         Err(Error::bad_file(&self.file.path, message))
     }

@@ -12,14 +12,13 @@ use crate::config::TargetModule::{
 use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::model::params::{ParamName, UnitLayout};
-use crate::model::tests::delta_net::hybrid;
-use crate::model::tests::{SliceAttention, families, reference, with_experts};
+use crate::model::tests::delta_net::{hybrid, with_delta_heads};
+use crate::model::tests::{SliceAttention, families, in_parallel, reference, with_experts, with_heads};
 use crate::model::{
-    BlockContext, BlockParams, ExpertLayers, Mixer, ModelSpec, NormPlaces, PackedMixer, ParamTable, Unit,
-    attention_scale, block_backward, block_forward,
+    BlockContext, BlockParams, Mixer, Mlp, ModelSpec, NormPlaces, PackedMixer, ParamTable, Unit, block_backward,
+    block_forward,
 };
 use crate::ops::attention::PackedLayout;
-use crate::ops::delta_net::DeltaHeads;
 use crate::ops::dropout::Dropout;
 use crate::ops::random::RandomKey;
 use crate::ops::testing::{assert_close, leaf, rand};
@@ -74,9 +73,9 @@ impl Block {
     fn run(&self, x: &Tensor, dy: &Tensor, keep: GradientCheckpointing, dropout: Option<Dropout>) -> [Tensor; 3] {
         let spec = &self.spec;
         let positions = Tensor::arange(LEN, (Kind::Int64, Device::Cpu));
-        let rope = spec.rope().rows(&positions, Kind::Double);
-        let rope = rope.unwrap();
-        let ctx = BlockContext { spec, rope: &rope, tp: None, routes: None };
+        let ropes = spec.ropes().rows(&positions, Kind::Double);
+        let ropes = ropes.unwrap();
+        let ctx = BlockContext::new(spec, &ropes, None, None);
         let packed = PackedMixer::new(spec, &[0, LEN], Device::Cpu);
         let w = self.params(dropout);
         let (y, saved) = block_forward(&ctx, self.layer, &w, x, &packed, Some(keep)).unwrap();
@@ -94,8 +93,11 @@ type Place = (TargetModule, Option<i64>);
 
 /// Rows of the fused matrix that adapters [out, r] x [r, in] add, from leaves per projection, each spelt out.
 fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Place, i64, i64) -> Tensor) -> Option<Tensor> {
-    let [hidden, head_dim, kv] = [spec.hidden_size, spec.head_dim, spec.num_kv_heads].map(|size| size as i64);
-    let width = spec.num_heads as i64 * head_dim;
+    let [hidden, head_dim, kv] = {
+        let attention = spec.attention();
+        [spec.hidden_size, attention.head_dim, attention.num_kv_heads].map(|size| size as i64)
+    };
+    let width = spec.attention().num_heads as i64 * head_dim;
     let of_mlp = |expert: Option<i64>, mlp: i64| match name {
         ParamName::GateUp => {
             let all = [GateProj, UpProj].map(|module| delta((module, expert), mlp, hidden));
@@ -104,17 +106,17 @@ fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Place, i64, i64) -> 
         _ => delta((DownProj, expert), hidden, mlp),
     };
     let [channels, values, heads] = delta_rows(spec);
-    match (name, &spec.experts) {
+    match (name, spec.experts()) {
         (ParamName::Qkv, _) => {
             let heads = |module, rows: i64| delta((module, None), rows, hidden).view([kv, -1, head_dim, hidden]);
-            let queries = if spec.output_gate { 2 * width } else { width };
+            let queries = if spec.attention().output_gate { 2 * width } else { width };
             let all = [heads(QProj, queries), heads(KProj, kv * head_dim), heads(VProj, kv * head_dim)];
             Some(Tensor::cat(&all, 1).view([-1, hidden]))
         }
         (ParamName::O, _) => Some(delta((OProj, None), hidden, width)),
-        (ParamName::GateUp | ParamName::Down, None) => Some(of_mlp(None, spec.intermediate_size as i64)),
+        (ParamName::GateUp | ParamName::Down, None) => Some(of_mlp(None, spec.dense().unwrap().intermediate as i64)),
         (ParamName::GateUp | ParamName::Down, Some(experts)) => {
-            let of_expert = |expert| of_mlp(Some(expert), experts.moe_intermediate_size as i64);
+            let of_expert = |expert| of_mlp(Some(expert), experts.expert.intermediate as i64);
             Some(Tensor::stack(&(0..experts.num_experts as i64).map(of_expert).collect::<Vec<_>>(), 0))
         }
         (ParamName::DeltaQkv, _) => Some(delta((InProjQkv, None), channels, hidden)),
@@ -128,7 +130,7 @@ fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Place, i64, i64) -> 
 
 /// Rows of a gated delta net's projections: queries, keys and values; gates; write strengths or decays.
 fn delta_rows(spec: &ModelSpec) -> [i64; 3] {
-    let heads = spec.delta_net.as_ref().map(|delta_net| delta_net.heads);
+    let heads = spec.delta_net().map(|delta_net| delta_net.heads);
     heads.map_or([0; 3], |heads| {
         [heads.channels(), heads.num_value_heads * heads.value_dim, heads.num_value_heads].map(|rows| rows as i64)
     })
@@ -137,7 +139,11 @@ fn delta_rows(spec: &ModelSpec) -> [i64; 3] {
 /// Leaves [r, in] and [out, r] of every adapted projection, cut out of the flat tensor by hand.
 fn leaves(block: &Block, flat: &Tensor) -> Vec<(Place, Tensor, Tensor)> {
     let (spec, r) = (&block.spec, block.lora.r as i64);
-    let (kv, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
+    let (kv, group, head_dim) = (
+        spec.attention().num_kv_heads as i64,
+        spec.attention().heads_per_group() as i64,
+        spec.attention().head_dim as i64,
+    );
     let param = |name| block.adapter_layout.view(name, flat);
     let mut found = Vec::new();
     let mut cut = |modules: &[(TargetModule, i64)], a, b, groups: i64, inner: i64| {
@@ -155,7 +161,7 @@ fn leaves(block: &Block, flat: &Tensor) -> Vec<(Place, Tensor, Tensor)> {
             }
         }
     };
-    let is_delta_net = matches!(spec.block(block.layer).mixer, Mixer::DeltaNet(_));
+    let is_delta_net = matches!(spec.layers[block.layer].mixer, Mixer::DeltaNet(_));
     if is_delta_net {
         let [channels, values, heads] = delta_rows(spec);
         cut(&[(InProjQkv, 1)], ParamName::DeltaQkvLoraA, ParamName::DeltaQkvLoraB, 1, channels);
@@ -164,11 +170,14 @@ fn leaves(block: &Block, flat: &Tensor) -> Vec<(Place, Tensor, Tensor)> {
         cut(&[(InProjA, 1)], ParamName::DeltaALoraA, ParamName::DeltaALoraB, 1, heads);
         cut(&[(OutProj, 1)], ParamName::DeltaOutLoraA, ParamName::DeltaOutLoraB, 1, spec.hidden_size as i64);
     } else {
-        let queries = if spec.output_gate { 2 * group } else { group };
+        let queries = if spec.attention().output_gate { 2 * group } else { group };
         cut(&[(QProj, queries), (KProj, 1), (VProj, 1)], ParamName::QkvA, ParamName::QkvB, kv, head_dim);
         cut(&[(OProj, 1)], ParamName::OA, ParamName::OB, 1, spec.hidden_size as i64);
     }
-    let width = spec.experts.as_ref().map_or(spec.intermediate_size, |experts| experts.moe_intermediate_size);
+    let width = match spec.layers[block.layer].mlp {
+        Mlp::Dense(dense) => dense.intermediate,
+        Mlp::Experts(experts) => experts.expert.intermediate,
+    };
     cut(&[(GateProj, 1), (UpProj, 1)], ParamName::GateUpA, ParamName::GateUpB, width as i64, 1);
     cut(&[(DownProj, 1)], ParamName::DownA, ParamName::DownB, 1, spec.hidden_size as i64);
     found
@@ -179,8 +188,8 @@ fn every_family_and_choice_matches_autograd_over_merged_weights() {
     let attention = vec![vec![QProj, KProj, VProj, OProj], vec![VProj]];
     let dense = families().map(|(name, spec)| (name, spec, 1, every_choice().to_vec()));
     let [(all, everywhere), (some, in_some_layers)] = with_experts();
-    let unnormalised = ExpertLayers { norm_topk_prob: false, ..everywhere.experts.clone().unwrap() };
-    let behind = ModelSpec { norms: NormPlaces::POST, experts: Some(unnormalised), ..everywhere.clone() };
+    let unnormalised = everywhere.clone().map_experts(|experts| experts.router.norm_topk_prob = false);
+    let behind = unnormalised.map_blocks(|_, block| block.norms = NormPlaces::POST);
     let experts = [
         (all, everywhere, 1, [attention.clone(), beside_experts().to_vec()].concat()),
         ("experts, norms behind", behind, 1, beside_experts().to_vec()),
@@ -206,7 +215,7 @@ fn every_family_and_choice_matches_autograd_over_merged_weights() {
                 let base = block.layout.view(name, &block.flat)?;
                 Some(merged(&spec, name, &delta).map_or_else(|| base.shallow_clone(), |delta| &base + delta))
             };
-            let expected_y = reference::block(&spec, &weight, &x_leaf);
+            let expected_y = reference::block(&spec, layer, &weight, &x_leaf);
             let mut wanted = vec![&x_leaf];
             wanted.extend(projections.iter().flat_map(|(_, a, b)| [a, b]));
             let expected = Tensor::run_backward(&[(&expected_y * &dy).sum(None)], &wanted, false, false);
@@ -250,12 +259,9 @@ fn dropout_is_differentiated() {
 #[test]
 fn slices_add_up_to_the_block() {
     let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
-    let eight = ModelSpec { num_heads: 8, ..qwen2 };
+    let eight = with_heads(qwen2, 8, 2);
     let [(_, experts), _] = with_experts();
-    let parallel = |num_experts| {
-        let layers = ExpertLayers { num_experts, ..experts.experts.clone().unwrap() };
-        ModelSpec { experts: Some(layers), ..experts.clone() }.with_expert_parallel(true).unwrap()
-    };
+    let parallel = |num_experts| in_parallel(experts.clone(), num_experts);
     let all = [
         (eight, 1, every_choice().to_vec(), vec![1, 2, 4]),
         (qwen3, 1, every_choice().to_vec(), vec![2, 4]),
@@ -264,12 +270,8 @@ fn slices_add_up_to_the_block() {
         (parallel(8), 1, beside_experts().to_vec(), vec![4]),
         (experts, 1, beside_experts().to_vec(), vec![2, 4]),
     ];
-    let hybrids = [0, 1].map(|layer| {
-        let (_, mut spec) = hybrid();
-        let layers = spec.delta_net.as_mut().unwrap();
-        layers.heads = DeltaHeads { num_key_heads: 4, num_value_heads: 8, ..layers.heads };
-        (spec, layer, hybrid_choices().to_vec(), vec![2, 4])
-    });
+    let hybrids =
+        [0, 1].map(|layer| (with_delta_heads(hybrid().1, 4, 8), layer, hybrid_choices().to_vec(), vec![2, 4]));
     for (spec, layer, choices, tp_sizes) in all.into_iter().chain(hybrids) {
         for targets in choices {
             let block = Block::new(&spec, layer, targets);
@@ -303,11 +305,11 @@ fn sliced(
     let whole = BlockParams::view(spec, layout, &flat).with_adapters(lora);
     let w = whole.tp_slice(tp.rank(), tp.size()).unwrap();
     let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
-    let rope = spec.rope().rows(&Tensor::from_slice(&[0i64, 1, 2, 0, 1]), Kind::Double);
-    let rope = rope.unwrap();
-    let ctx = BlockContext { spec, rope: &rope, tp: Some(tp), routes: None };
-    let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp.size()).1, None, Device::Cpu);
-    let attention = SliceAttention(layout, attention_scale(spec));
+    let ropes = spec.ropes().rows(&Tensor::from_slice(&[0i64, 1, 2, 0, 1]), Kind::Double);
+    let ropes = ropes.unwrap();
+    let ctx = BlockContext::new(spec, &ropes, Some(tp), None);
+    let layout = PackedLayout::new(&[0, 3, 5], spec.attention().tp_slice(tp.size()).num_kv_heads, None, Device::Cpu);
+    let attention = SliceAttention(layout);
     let Unit::Block(layer) = adapter_layout.unit else { unreachable!() };
     let (y, _) = block_forward(&ctx, layer, &w, &x, &attention, None).unwrap();
     Vec::try_from(y.flatten(0, 1)).unwrap()
@@ -335,8 +337,8 @@ fn rows_choose_among_adapters_beside_experts() {
     let x = rand(&[LEN, spec.hidden_size as i64]);
     let forward = |w: &BlockParams| {
         let positions = Tensor::arange(LEN, (Kind::Int64, Device::Cpu));
-        let rope = spec.rope().rows(&positions, Kind::Double).unwrap();
-        let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: None };
+        let ropes = spec.ropes().rows(&positions, Kind::Double).unwrap();
+        let ctx = BlockContext::new(&spec, &ropes, None, None);
         let packed = PackedMixer::new(&spec, &[0, LEN], Device::Cpu);
         block_forward(&ctx, 1, w, &x, &packed, None).unwrap().0
     };

@@ -3,32 +3,41 @@
 use tch::{Kind, Tensor};
 
 use super::reference::rms_norm;
-use super::{families, with_experts};
-use crate::model::{DeltaLayers, ExpertLayers, Family, ModelSpec, ParamName};
+use super::shapes::{families, with_experts, with_heads, with_shared};
+use crate::model::{DeltaNetSpec, Family, Mixer, Mlp, ModelSpec, ParamName};
 use crate::ops::delta_net::DeltaHeads;
 
 /// Qwen3.5's shape: (name, spec).
 pub(in crate::model) fn hybrid() -> (&'static str, ModelSpec) {
     let [_, (_, qwen3), ..] = families();
     let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 6, value_dim: 4, conv_width: 3 };
-    let spec = ModelSpec {
-        family: Family::Qwen3_5,
-        num_layers: 3,
-        num_kv_heads: 2,
-        delta_net: Some(DeltaLayers { heads, full_attention: vec![1] }),
-        output_gate: true,
-        zero_centred_norms: true,
-        partial_rotary_factor: 0.5,
-        ..qwen3
-    };
-    ("qwen3.5", spec)
+    let spec = with_heads(qwen3, 4, 2).with_num_layers(3).map_attention(|_, attention| {
+        attention.output_gate = true;
+        attention.rope.as_mut().unwrap().partial_rotary_factor = 0.5;
+    });
+    let spec = spec.map_blocks(|layer, block| {
+        if layer != 1 {
+            block.mixer = Mixer::DeltaNet(DeltaNetSpec { hidden: block.hidden, heads });
+        }
+    });
+    ("qwen3.5", ModelSpec { family: Family::Qwen3_5, zero_centred_norms: true, ..spec })
+}
+
+/// With gated delta nets of so many heads of keys, and of values.
+pub(in crate::model) fn with_delta_heads(spec: ModelSpec, num_key_heads: usize, num_value_heads: usize) -> ModelSpec {
+    spec.map_blocks(|_, block| {
+        if let Mixer::DeltaNet(delta_net) = &mut block.mixer {
+            delta_net.heads = DeltaHeads { num_key_heads, num_value_heads, ..delta_net.heads };
+        }
+    })
 }
 
 /// Qwen3.5's shape with experts in all layers, one of which every token goes to: (name, spec).
 pub(super) fn hybrid_with_experts() -> (&'static str, ModelSpec) {
     let ((_, spec), [(_, with_experts), _]) = (hybrid(), with_experts());
-    let experts = ExpertLayers { shared_expert_intermediate_size: Some(16), ..with_experts.experts.unwrap() };
-    ("qwen3.5 with experts", ModelSpec { family: Family::Qwen3_5Moe, experts: Some(experts), ..spec })
+    let experts = Mlp::Experts(with_shared(with_experts.experts().unwrap(), 16));
+    let spec = spec.map_blocks(|_, block| block.mlp = experts);
+    ("qwen3.5 with experts", ModelSpec { family: Family::Qwen3_5Moe, ..spec })
 }
 
 /// A gated delta net over one sequence, token by token.
@@ -38,7 +47,7 @@ pub(super) fn mix(
     x: &Tensor,   // [S, D]
     qkv: &Tensor, // [C, D]
 ) -> Tensor {
-    let heads = spec.delta_net.as_ref().unwrap().heads;
+    let heads = spec.delta_net().unwrap().heads;
     let [keys, values, k_dim, v_dim, width] =
         [heads.num_key_heads, heads.num_value_heads, heads.key_dim, heads.value_dim, heads.conv_width]
             .map(|size| size as i64);

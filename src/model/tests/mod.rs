@@ -3,6 +3,7 @@
 pub(super) mod delta_net;
 mod gradients;
 pub(super) mod reference;
+mod shapes;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,83 +17,17 @@ use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::error::Result;
 use crate::ops::attention::{Bounds, PackedLayout, packed_forward};
-use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
+use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
 use crate::ops::embedding;
 use crate::ops::linear::{self, Onto};
-use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::testing::{assert_close, leaf, rand};
 use crate::torch::accumulation_kind;
-use delta_net::{hybrid, hybrid_with_experts};
+use delta_net::{hybrid, hybrid_with_experts, with_delta_heads};
+use shapes::{others, with_shared_expert};
+
+pub(super) use shapes::{families, in_parallel, with_experts, with_heads};
 
 const TEMPERATURE: f64 = 0.8;
-
-/// One small shape per family: (name, spec).
-pub(super) fn families() -> [(&'static str, ModelSpec); 5] {
-    let micro =
-        ModelSpec { vocab_size: 23, hidden_size: 24, intermediate_size: 20, ..ModelSpec::preset("micro").unwrap() };
-    let plain = ModelSpec { qkv_bias: false, tie_word_embeddings: false, ..micro.clone() };
-    let scaling = Llama3Scaling {
-        factor: 8.0,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position_embeddings: 512.0,
-    };
-    [
-        ("qwen2, group 7, tied", ModelSpec { num_heads: 14, num_kv_heads: 2, ..micro }),
-        (
-            "qwen3, group 1",
-            ModelSpec { family: Family::Qwen3, qk_norm: Some(QkNorm::Head), num_kv_heads: 4, ..plain.clone() },
-        ),
-        (
-            "llama 3, group 2",
-            ModelSpec { family: Family::Llama, rope_scaling: Some(RopeScaling::Llama3(scaling)), ..plain.clone() },
-        ),
-        ("mistral, group 2", ModelSpec { family: Family::Mistral, sliding_window: Some(4), ..plain.clone() }),
-        (
-            "olmo 2, group 2",
-            ModelSpec { family: Family::Olmo2, qk_norm: Some(QkNorm::All), norms: NormPlaces::POST, ..plain },
-        ),
-    ]
-}
-
-/// Qwen3's shape with experts: (name, spec).
-pub(super) fn with_experts() -> [(&'static str, ModelSpec); 2] {
-    let [_, (_, qwen3), ..] = families();
-    let experts = ExpertLayers {
-        num_experts: 5,
-        num_experts_per_tok: 3,
-        moe_intermediate_size: 12,
-        shared_expert_intermediate_size: None,
-        norm_topk_prob: true,
-        router_aux_loss_coef: 0.0,
-        decoder_sparse_step: 1,
-        mlp_only_layers: Vec::new(),
-        is_parallel: false,
-    };
-    let spec = |norms, experts| ModelSpec { family: Family::Qwen3Moe, norms, experts: Some(experts), ..qwen3.clone() };
-    let some = ExpertLayers { norm_topk_prob: false, mlp_only_layers: vec![0], ..experts.clone() };
-    [
-        ("experts in all layers", spec(NormPlaces::PRE, experts)),
-        ("experts in one layer, norms behind", spec(NormPlaces::POST, some)),
-    ]
-}
-
-/// Qwen2's shape with experts of which one is shared: (name, spec).
-pub(super) fn with_shared_expert() -> (&'static str, ModelSpec) {
-    let ([(_, qwen2), ..], [(_, moe), _]) = (families(), with_experts());
-    let experts = ExpertLayers {
-        shared_expert_intermediate_size: Some(16),
-        norm_topk_prob: false,
-        decoder_sparse_step: 2,
-        ..moe.experts.unwrap()
-    };
-    ("shared expert", ModelSpec { family: Family::Qwen2Moe, num_heads: 8, experts: Some(experts), ..qwen2 })
-}
-
-/// Shapes with a shared expert, with gated delta nets, and with both: (name, spec).
-fn others() -> [(&'static str, ModelSpec); 3] {
-    [with_shared_expert(), hybrid(), hybrid_with_experts()]
-}
 
 fn random_flats(table: &ParamTable) -> Vec<Tensor> {
     table.units.iter().map(|layout| rand(&[layout.len as i64]) * 0.4).collect()
@@ -167,12 +102,12 @@ fn run_onto(
     }
     let (embed, blocks, head) = views(flats, Onto::Sum);
     let (mut d_embed, d_blocks, mut d_head) = views(&grads, onto);
-    let rope = spec.rope().rows(&batch.positions, flats[0].kind());
-    let rope = rope.unwrap();
-    let ctx = BlockContext { spec, rope: &rope, tp: None, routes: None };
+    let ropes = spec.ropes().rows(&batch.positions, flats[0].kind());
+    let ropes = ropes.unwrap();
+    let ctx = BlockContext::new(spec, &ropes, None, None);
     let packed = PackedMixer::new(spec, &batch.cu_seqlens, Device::Cpu);
 
-    let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
+    let mut x = spec.scale_embedding(embedding::forward(&batch.ids, &embed.table).unwrap()).unwrap();
     let mut saved = Vec::new();
     for (layer, w) in blocks.iter().enumerate() {
         let (y, kept) = block_forward(&ctx, layer, w, &x, &packed, Some(keep)).unwrap();
@@ -183,7 +118,7 @@ fn run_onto(
         rows: &batch.rows,
         targets: &batch.targets,
         top: crate::ops::head::TopTokens::Nothing,
-        temperature: TEMPERATURE,
+        temperature: TEMPERATURE * spec.logits_scaling,
         norm: spec.norm(),
     };
     let scored = head_forward(&head, head.lm_head.as_ref().unwrap_or(&embed.table), &x, &scoring, true).unwrap();
@@ -196,6 +131,7 @@ fn run_onto(
     for ((w, kept), mut d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut d_w).unwrap();
     }
+    let dx = spec.scale_embedding(dx).unwrap();
     embedding::accumulate(&dx, &batch.ids, &mut d_embed.table).unwrap();
     (scored.logprobs, scored.entropy, grads)
 }
@@ -250,14 +186,14 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let (files, table) = (WeightFiles::open(folder, spec.clone()).unwrap(), ParamTable::new(spec.clone(), 1));
     let unit = |unit| (table.unit(unit), files.read_unit(table.unit(unit), Kind::Float).unwrap());
     let batch = Batch::new(prompts);
-    let rope = spec.rope().rows(&batch.positions, Kind::Float);
-    let rope = rope.unwrap();
-    let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: None };
+    let ropes = spec.ropes().rows(&batch.positions, Kind::Float);
+    let ropes = ropes.unwrap();
+    let ctx = BlockContext::new(&spec, &ropes, None, None);
     let packed = PackedMixer::new(&spec, &batch.cu_seqlens, Device::Cpu);
     let (layout, flat) = unit(Unit::Embedding);
     let embed = EmbeddingParams::view(layout, &flat);
-    let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
-    for layer in 0..spec.num_layers {
+    let mut x = spec.scale_embedding(embedding::forward(&batch.ids, &embed.table).unwrap()).unwrap();
+    for layer in 0..spec.num_layers() {
         let (layout, flat) = unit(Unit::Block(layer));
         x = block_forward(&ctx, layer, &BlockParams::view(&spec, layout, &flat), &x, &packed, None).unwrap().0;
     }
@@ -265,6 +201,7 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let head = HeadParams::view(layout, &flat);
     let (normed, _) = spec.norm().forward(&x, &head.final_norm).unwrap();
     let all = linear::forward(&normed, head.lm_head.as_ref().unwrap_or(&embed.table), None).unwrap();
+    let all = spec.scale_logits(all).unwrap();
     batch.cu_seqlens.windows(2).map(|bounds| all.narrow(0, bounds[0], bounds[1] - bounds[0])).collect()
 }
 
@@ -315,11 +252,16 @@ fn recomputation_changes_no_bit() {
 }
 
 /// Attention over a slice's heads.
-pub(super) struct SliceAttention(pub PackedLayout, pub f64);
+pub(super) struct SliceAttention(pub PackedLayout);
 
 impl SequenceMixer for SliceAttention {
-    fn attention(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        Ok((packed_forward(q, k, v, &self.0, self.1)?.0, None))
+    fn attention(
+        &self,
+        _layer: usize,
+        attention: AttentionSpec,
+        [q, k, v]: [&Tensor; 3],
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        Ok((packed_forward(q, k, v, &self.0, attention.scale)?.0, None))
     }
 
     /// Over sequences of 3 and 2 tokens.
@@ -345,10 +287,10 @@ fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Ve
         let w = whole.tp_slice(tp.rank(), tp_size).unwrap();
         let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
         let positions = Tensor::from_slice(&[0i64, 1, 2, 0, 1]);
-        let rope = spec.rope().rows(&positions, Kind::Double).unwrap();
-        let ctx = BlockContext { spec, rope: &rope, tp: Some(&*tp), routes: None };
-        let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp_size).1, None, Device::Cpu);
-        let attention = SliceAttention(layout, attention_scale(spec));
+        let ropes = spec.ropes().rows(&positions, Kind::Double).unwrap();
+        let ctx = BlockContext::new(spec, &ropes, Some(&*tp), None);
+        let layout = PackedLayout::new(&[0, 3, 5], spec.attention().tp_slice(tp_size).num_kv_heads, None, Device::Cpu);
+        let attention = SliceAttention(layout);
         let (y, _) = block_forward(&ctx, 0, &w, &x, &attention, None).unwrap();
         Vec::try_from(y.flatten(0, 1)).unwrap()
     })
@@ -357,29 +299,26 @@ fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Ve
 #[test]
 fn slices_add_up_to_the_block() {
     let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
-    let eight = ModelSpec { num_heads: 8, ..qwen2 };
+    let eight = with_heads(qwen2, 8, 2);
     let [(_, experts), (_, others)] = with_experts();
-    let parallel = |num_experts| {
-        let layers = ExpertLayers { num_experts, mlp_only_layers: vec![], ..others.experts.clone().unwrap() };
-        ModelSpec { experts: Some(layers), ..others.clone() }.with_expert_parallel(true).unwrap()
+    let everywhere = |spec: &ModelSpec| {
+        let experts = Mlp::Experts(spec.experts().unwrap());
+        spec.clone().map_blocks(|_, block| block.mlp = experts)
     };
+    let parallel = |num_experts| in_parallel(everywhere(&others), num_experts);
     // The first layer has a gated delta net, or attention with an output gate.
-    let hybrid_of = |full_attention| {
-        let (_, spec) = hybrid();
-        let layers = spec.delta_net.as_ref().unwrap();
-        let heads = DeltaHeads { num_key_heads: 4, num_value_heads: 8, ..layers.heads };
-        ModelSpec { delta_net: Some(DeltaLayers { heads, full_attention }), ..spec }
+    let hybrid_from = |layer: usize| {
+        let mut spec = with_delta_heads(hybrid().1, 4, 8);
+        spec.layers.drain(..layer);
+        spec
     };
     let (_, with_shared) = with_shared_expert();
-    let shared = |is_parallel| {
-        let layers = ExpertLayers { num_experts: 8, decoder_sparse_step: 1, ..with_shared.experts.clone().unwrap() };
-        ModelSpec { experts: Some(layers), ..with_shared.clone() }.with_expert_parallel(is_parallel).unwrap()
-    };
+    let shared = |is_parallel| in_parallel(everywhere(&with_shared), 8).with_expert_parallel(is_parallel).unwrap();
     let all = [
         (shared(false), vec![2, 4]),
         (shared(true), vec![2, 4]),
-        (hybrid_of(vec![1]), vec![2, 4]),
-        (hybrid_of(vec![0]), vec![2, 4]),
+        (hybrid_from(0), vec![2, 4]),
+        (hybrid_from(1), vec![2, 4]),
         (hybrid_with_experts().1, vec![2]),
         (eight, vec![2, 4]),
         (qwen3, vec![2, 4]),
@@ -407,7 +346,8 @@ fn slices_add_up_to_the_block() {
 #[test]
 fn equal_experts_are_the_dense_model() {
     let [(_, spec), _] = with_experts();
-    let dense = ModelSpec { intermediate_size: 12, experts: None, ..spec.clone() };
+    let expert = spec.experts().unwrap().expert;
+    let dense = spec.clone().map_blocks(|_, block| block.mlp = Mlp::Dense(expert));
     let [table, dense_table] = [spec, dense].map(|spec| ParamTable::new(Arc::new(spec), 1));
     let flats = random_flats(&table);
     let dense_flats = table.units.iter().zip(&dense_table.units).zip(&flats).map(|((layout, dense), flat)| {

@@ -6,7 +6,7 @@ use std::f64::consts::PI;
 use tch::{Kind, Tensor};
 
 use super::delta_net;
-use crate::model::{ModelSpec, ParamName, ParamTable, QkNorm, Unit};
+use crate::model::{AttentionSpec, BlockSpec, ExpertsSpec, Mixer, ModelSpec, ParamName, ParamTable, QkNorm, Unit};
 use crate::ops::rope::RopeScaling;
 
 /// (log-probabilities, entropies) of all rows but the last of each sequence, against the next token, at `temperature`.
@@ -23,14 +23,14 @@ pub(super) fn scores(
     let (mut logprobs, mut entropies) = (Vec::new(), Vec::new());
     for ids in sequences {
         let ids = Tensor::from_slice(ids);
-        let mut x = embedding.index_select(0, &ids);
-        for layer in 0..spec.num_layers {
-            x = block(spec, &|name| weight(table, flats, Unit::Block(layer), name), &x);
+        let mut x = embedding.index_select(0, &ids) * spec.embedding_multiplier;
+        for layer in 0..spec.num_layers() {
+            x = block(spec, layer, &|name| weight(table, flats, Unit::Block(layer), name), &x);
         }
         let scored = ids.size()[0] - 1;
         let final_norm = scale(spec, get(Unit::Head, ParamName::FinalNorm));
         let x = rms_norm(&x.narrow(0, 0, scored), &final_norm, spec.rms_norm_eps);
-        let p = (x.matmul(&head.tr()) / temperature).softmax(-1, None::<Kind>);
+        let p = (x.matmul(&head.tr()) / spec.logits_scaling / temperature).softmax(-1, None::<Kind>);
         logprobs.push(p.gather(1, &ids.narrow(0, 1, scored).unsqueeze(1), false).squeeze_dim(1).log());
         entropies.push(-(&p * p.log()).sum_dim_intlist(-1, false, None));
     }
@@ -45,19 +45,21 @@ fn weight(table: &ParamTable, flats: &[Tensor], unit: Unit, name: ParamName) -> 
 /// One block over one sequence.
 pub(in crate::model) fn block(
     spec: &ModelSpec,
+    layer: usize,
     get: &dyn Fn(ParamName) -> Option<Tensor>,
     x: &Tensor, // [S, D]
 ) -> Tensor {
+    let BlockSpec { mixer, residual_scale, .. } = spec.layers[layer];
     let (need, eps) = (|name| get(name).unwrap(), spec.rms_norm_eps);
     // A norm that is absent leaves what it is given.
     let norm =
         |name, x: &Tensor| get(name).map_or_else(|| x.shallow_clone(), |weight| rms_norm(x, &scale(spec, weight), eps));
     let normed = norm(ParamName::InputNorm, x);
-    let mixed = match get(ParamName::DeltaQkv) {
-        Some(qkv) => delta_net::mix(spec, get, &normed, &qkv),
-        None => attend(spec, get, &normed),
+    let mixed = match mixer {
+        Mixer::DeltaNet(_) => delta_net::mix(spec, get, &normed, &need(ParamName::DeltaQkv)),
+        Mixer::Attention(attention) => attend(spec, attention, get, &normed),
     };
-    let h = x + norm(ParamName::MixerPostNorm, &mixed);
+    let h = x + norm(ParamName::MixerPostNorm, &mixed) * residual_scale;
     let normed = norm(ParamName::PostNorm, &h);
     let (gate_up, down) = (need(ParamName::GateUp), need(ParamName::Down));
     let mlp = match get(ParamName::Router) {
@@ -71,7 +73,7 @@ pub(in crate::model) fn block(
         }
         None => mlp,
     };
-    h + norm(ParamName::MlpPostNorm, &mlp)
+    h + norm(ParamName::MlpPostNorm, &mlp) * residual_scale
 }
 
 /// Factors of a norm.
@@ -80,12 +82,18 @@ fn scale(spec: &ModelSpec, weight: Tensor) -> Tensor {
 }
 
 /// Attention over one sequence.
-fn attend(spec: &ModelSpec, get: &dyn Fn(ParamName) -> Option<Tensor>, normed: &Tensor /* [S, D] */) -> Tensor {
-    let (heads, kv_heads, hd) = (spec.num_heads as i64, spec.num_kv_heads as i64, spec.head_dim as i64);
+fn attend(
+    spec: &ModelSpec,
+    attention: AttentionSpec,
+    get: &dyn Fn(ParamName) -> Option<Tensor>,
+    normed: &Tensor, // [S, D]
+) -> Tensor {
+    let AttentionSpec { num_heads, num_kv_heads, head_dim, .. } = attention;
+    let (heads, kv_heads, hd) = (num_heads as i64, num_kv_heads as i64, head_dim as i64);
     let (len, group, eps) = (normed.size()[0], heads / kv_heads, spec.rms_norm_eps);
     let need = |name| get(name).unwrap();
     let all = need(ParamName::Qkv);
-    let (grouped, gates) = match spec.output_gate {
+    let (grouped, gates) = match attention.output_gate {
         false => (all.view([kv_heads, group + 2, hd, -1]), None),
         true => {
             let slots = all.view([kv_heads, 2 * group + 2, hd, -1]);
@@ -103,7 +111,7 @@ fn attend(spec: &ModelSpec, get: &dyn Fn(ParamName) -> Option<Tensor>, normed: &
     };
     let (mut q, mut k, v) = (project(0, group), project(group, 1), project(group + 1, 1));
     if let (Some(q_norm), Some(k_norm)) = (get(ParamName::QNorm), get(ParamName::KNorm)) {
-        (q, k) = match spec.qk_norm {
+        (q, k) = match attention.qk_norm {
             Some(QkNorm::Head) => {
                 let norm = |x: &Tensor, weight| rms_norm(x, &scale(spec, weight), eps);
                 (norm(&q, q_norm), norm(&k, k_norm))
@@ -117,12 +125,12 @@ fn attend(spec: &ModelSpec, get: &dyn Fn(ParamName) -> Option<Tensor>, normed: &
             }
         };
     }
-    let (q, k) = (rotate(spec, &q), rotate(spec, &k));
+    let (q, k) = (rotate(attention, &q), rotate(attention, &k));
     let repeat = |t: Tensor| t.unsqueeze(1).expand([kv_heads, group, len, hd], false).reshape([heads, len, hd]);
-    let scores = q.matmul(&repeat(k).transpose(1, 2)) / (hd as f64).sqrt();
+    let scores = q.matmul(&repeat(k).transpose(1, 2)) * attention.scale;
     let hidden: Vec<bool> = (0..len * len)
         .map(|at| (at / len, at % len))
-        .map(|(i, j)| j > i || spec.sliding_window.is_some_and(|window| i - j >= window as i64))
+        .map(|(i, j)| j > i || attention.window.is_some_and(|window| i - j >= window as i64))
         .collect();
     let scores = scores.masked_fill(&Tensor::from_slice(&hidden).view([len, len]), f64::NEG_INFINITY);
     let o = scores.softmax(-1, None::<Kind>).matmul(&repeat(v)).transpose(0, 1).reshape([len, heads * hd]);
@@ -137,14 +145,14 @@ fn dense(x: &Tensor, gate_up: &Tensor /* [2 F, D] */, down: &Tensor /* [D, F] */
 
 /// Every expert computes every token, and those that were not chosen have the weight 0.
 fn experts(spec: &ModelSpec, x: &Tensor, router: &Tensor, gate_up: &Tensor, down: &Tensor) -> Tensor {
-    let shape = spec.experts.as_ref().unwrap();
+    let ExpertsSpec { num_experts, router: options, .. } = spec.experts().unwrap();
     let probs = x.matmul(&router.tr()).softmax(-1, None::<Kind>);
-    let (_, chosen) = probs.detach().topk(shape.num_experts_per_tok as i64, -1, true, true);
+    let (_, chosen) = probs.detach().topk(options.num_experts_per_tok as i64, -1, true, true);
     let weights = &probs * probs.detach().zeros_like().scatter_value_(1, &chosen, 1.0);
-    let sum = if shape.norm_topk_prob { weights.sum_dim_intlist(-1, true, None) } else { Tensor::from(1.0) };
+    let sum = if options.norm_topk_prob { weights.sum_dim_intlist(-1, true, None) } else { Tensor::from(1.0) };
     let weights = weights / sum;
     let of_expert = |expert: i64| dense(x, &gate_up.get(expert), &down.get(expert)) * weights.narrow(1, expert, 1);
-    (0..shape.num_experts as i64).map(of_expert).reduce(|a, b| a + b).unwrap()
+    (0..num_experts as i64).map(of_expert).reduce(|a, b| a + b).unwrap()
 }
 
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
@@ -152,13 +160,14 @@ pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
 }
 
 /// x * cos + rotate_half(x) * sin of the columns that are turned, with Llama 3's scaling in its wavelength form.
-fn rotate(spec: &ModelSpec, x: &Tensor /* [heads, S, hd] */) -> Tensor {
-    let (len, hd) = (x.size()[1], (spec.head_dim as f64 * spec.partial_rotary_factor) as usize);
-    let rest = x.narrow(-1, hd as i64, (spec.head_dim - hd) as i64);
+fn rotate(attention: AttentionSpec, x: &Tensor /* [heads, S, hd] */) -> Tensor {
+    let Some(rope) = attention.rope else { return x.shallow_clone() };
+    let (len, hd) = (x.size()[1], (attention.head_dim as f64 * rope.partial_rotary_factor) as usize);
+    let rest = x.narrow(-1, hd as i64, (attention.head_dim - hd) as i64);
     let x = x.narrow(-1, 0, hd as i64);
-    let inv_freq = (0..hd / 2).map(|i| 1.0 / spec.rope_theta.powf((2 * i) as f64 / hd as f64));
+    let inv_freq = (0..hd / 2).map(|i| 1.0 / rope.theta.powf((2 * i) as f64 / hd as f64));
     let scaled = inv_freq.map(|inv_freq| {
-        let Some(RopeScaling::Llama3(s)) = &spec.rope_scaling else { return inv_freq };
+        let Some(RopeScaling::Llama3(s)) = &rope.scaling else { return inv_freq };
         let (wavelength, context) = (2.0 * PI / inv_freq, s.original_max_position_embeddings);
         if wavelength < context / s.high_freq_factor {
             inv_freq

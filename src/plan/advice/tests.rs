@@ -19,8 +19,8 @@ struct Machine {
 
 fn spec(name: &str) -> Arc<ModelSpec> {
     let of_32b = ModelSpec::preset("qwen2.5-32b").unwrap();
-    let sizes = ModelSpec { hidden_size: 8_192, intermediate_size: 29_568, num_layers: 80, num_heads: 64, ..of_32b };
-    Arc::new(if name == "72b" { sizes } else { ModelSpec::preset(name).unwrap() })
+    let sizes = || of_32b.with_widths(8_192, 29_568).with_num_layers(80).map_attention(|_, own| own.num_heads = 64);
+    Arc::new(if name == "72b" { sizes() } else { ModelSpec::preset(name).unwrap() })
 }
 
 /// Bytes as the trainer counts them, less the alignment of slices.

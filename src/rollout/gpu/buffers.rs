@@ -13,7 +13,7 @@ use crate::cuda::kernels::{CANDIDATE_WORDS, Fp8Rows, RowSums};
 use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{Mixer, Mlp, ModelSpec, SharedExpertSpec};
+use crate::model::{Mlp, ModelSpec, SharedExpertSpec};
 use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
@@ -98,12 +98,10 @@ impl StepShape {
         let attention = spec.attention().tp_slice(tp_size);
         let [queries, keys] = attention.widths();
         let gates = if attention.output_gate { queries } else { 0 };
-        let delta_nets = (0..spec.num_layers).find_map(|layer| match spec.block(layer).tp_slice(tp_size).mixer {
-            Mixer::DeltaNet(delta_net) => Some(DeltaColumns::new(delta_net.heads)),
-            Mixer::Attention(_) => None,
-        });
-        let sums = !spec.norms.post && RowSums::serve(options.kind, spec.hidden_size, tp_size);
-        let dense = (0..spec.num_layers).filter_map(|layer| match spec.block(layer).tp_slice(tp_size).mlp {
+        let delta_nets = spec.delta_net().map(|delta_net| DeltaColumns::new(delta_net.tp_slice(tp_size).heads));
+        let sums = spec.layers.iter().all(|block| !block.norms.post)
+            && RowSums::serve(options.kind, spec.hidden_size, tp_size);
+        let dense = spec.layers.iter().filter_map(|block| match block.tp_slice(tp_size).mlp {
             Mlp::Dense(dense) => Some(dense.intermediate),
             Mlp::Experts(experts) => experts.shared.map(|SharedExpertSpec(shared)| shared.intermediate),
         });

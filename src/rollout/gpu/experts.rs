@@ -44,11 +44,7 @@ pub(super) struct ExpertBuffers {
 impl ExpertShape {
     /// `None` for a model without experts.
     pub(super) fn new(spec: &ModelSpec, rows: usize, tp_size: usize, kind: Kind) -> Option<Self> {
-        let mut mlps = (0..spec.num_layers).map(|layer| spec.block(layer).tp_slice(tp_size).mlp);
-        let experts = mlps.find_map(|mlp| match mlp {
-            Mlp::Experts(experts) => Some(experts),
-            Mlp::Dense(_) => None,
-        })?;
+        let experts = spec.experts()?.tp_slice(tp_size);
         Some(Self { spec: experts, rows, per_token: spec.routed_experts_per_token(), kind })
     }
 

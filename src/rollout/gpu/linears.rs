@@ -6,7 +6,7 @@ use super::network::{DecoderNetwork, DecoderOp, OwnProducts};
 use crate::cuda::Tuning;
 use crate::cuda::kernels::{self, Fp8Rows, QkvViews};
 use crate::error::Result;
-use crate::model::{Linear, Lora, Matrix, Piece};
+use crate::model::{AttentionSpec, Linear, Lora, Matrix, Piece};
 
 impl DecoderNetwork<'_> {
     /// The products for which there are own kernels in all blocks. In bfloat16 they have been found to pay with one rank an engine only.
@@ -19,7 +19,7 @@ impl DecoderNetwork<'_> {
         for w in &self.weights.blocks {
             let is_adapted = w.linears().any(|(_, linear)| linear.lora.is_some());
             all &= !is_adapted
-                && self.spec.delta_net.is_none()
+                && self.spec.delta_net().is_none()
                 && match &w.linear(Matrix::Qkv).pieces[..] {
                     [Piece { bias, .. }] => {
                         let matrices = [Matrix::Qkv, Matrix::O, Matrix::GateUp, Matrix::Down];
@@ -85,14 +85,14 @@ impl DecoderNetwork<'_> {
     }
 
     /// Queries, keys and values with their biases, as views of the buffer that the products fill.
-    pub(super) fn project(&self, w: &Linear, normed: &Tensor) -> Result<QkvViews> {
+    pub(super) fn project(&self, attention: AttentionSpec, w: &Linear, normed: &Tensor) -> Result<QkvViews> {
         let columns = w.pieces.iter().map(|piece| piece.weight.size()[0]).sum();
         let out = self.buffers.projected([normed.size()[0], columns]); // [T, (H + 2 Hkv) hd], (2 H + 2 Hkv) hd with gates
-        let ((heads, kv_heads), is_gated) = (self.spec.tp_heads(self.tp.size()), self.spec.output_gate);
+        let AttentionSpec { num_heads, num_kv_heads, output_gate, .. } = attention.tp_slice(self.tp.size());
         let views = match &w.pieces[..] {
             [whole] => {
                 self.multiply(DecoderOp::Qkv, normed, whole, &out)?;
-                QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group(), is_gated)
+                QkvViews::grouped(&out, num_kv_heads, attention.heads_per_group(), output_gate)
             }
             pieces => {
                 let columns: Vec<i64> = pieces.iter().map(|piece| piece.weight.size()[0]).collect();
@@ -100,7 +100,7 @@ impl DecoderNetwork<'_> {
                 for (piece, part) in pieces.iter().zip(&parts) {
                     self.multiply(DecoderOp::Qkv, normed, piece, part)?;
                 }
-                QkvViews::split(&parts[0], &parts[1], heads, is_gated)
+                QkvViews::split(&parts[0], &parts[1], num_heads, output_gate)
             }
         };
         self.adapt(normed, w.lora.as_ref(), &out)?;

@@ -26,6 +26,7 @@ mod inputs;
 mod linears;
 mod masks;
 mod network;
+mod plans;
 mod prefill;
 mod profile;
 mod runner;

@@ -11,7 +11,8 @@ use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{
-    BlockParams, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, Mlp, ModelSpec, ParamName, QkNorm, QuantizedBlock, Stage,
+    AttentionSpec, BlockParams, ByRope, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, Mlp, ModelSpec, ParamName, QkNorm,
+    QuantizedBlock, Stage,
 };
 use crate::rollout::kv_cache::{KvCache, LayerCache};
 use crate::rollout::state_pages::StatePages;
@@ -28,8 +29,8 @@ pub(super) struct DecoderNetwork<'a> {
     pub(super) tp: &'a dyn Collective,
     pub(super) products: &'a Products,
     pub(super) buffers: &'a DecodeBuffers,
-    pub(super) rope: &'a Tensor, // [positions, turned columns] f32, cosines, then sines
-    pub(super) low: Option<&'a Tensor>, // where adapters' inner products go, flat
+    pub(super) ropes: &'a ByRope<Tensor>, // [positions, turned columns] f32, cosines, then sines
+    pub(super) low: Option<&'a Tensor>,   // where adapters' inner products go, flat
     /// Sums row-parallel products over the group; NCCL does where it is `None`.
     pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
@@ -99,9 +100,9 @@ pub(super) struct Tokens<'a> {
     pub(super) bounds: Option<&'a Tensor>, // [B + 1] i32
 }
 
-/// One layer's attention: its number, queries [T, H, hd], and the product that holds keys and values, which are in the cache,
+/// One layer's attention: its number and shape, queries [T, H, hd], and the product that holds keys and values, which are in the cache,
 /// too. Returns [T, H hd].
-pub(super) type Attend<'a> = dyn FnMut(usize, &Tensor, &QkvViews) -> Result<Tensor> + 'a;
+pub(super) type Attend<'a> = dyn FnMut(usize, AttentionSpec, &Tensor, &QkvViews) -> Result<Tensor> + 'a;
 
 impl DecoderNetwork<'_> {
     /// Does `work`, unless only another operation is asked for.
@@ -128,7 +129,10 @@ impl DecoderNetwork<'_> {
             None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
         };
         if self.stage.is_first() {
-            self.op(DecoderOp::Embed, || self.embed(tokens.ids, &mut x))?;
+            self.op(DecoderOp::Embed, || {
+                self.embed(tokens.ids, &mut x)?;
+                scale(&mut x, self.spec.embedding_multiplier)
+            })?;
         }
         if self.processing.penalises {
             self.op(DecoderOp::Sample, || {
@@ -138,16 +142,18 @@ impl DecoderNetwork<'_> {
         self.weights.prepare(0)?;
         let rounds = self.weights.are_fp8();
         self.enter(&mut x, self.weights.blocks[0].norm(MIXER_NORMS.pre), &mut normed, rounds)?;
-        for (layer, w) in self.weights.blocks.iter().enumerate() {
-            let (attended, last) = match self.spec.block(layer).mixer {
-                Mixer::Attention(_) => (self.attention(layer, w, &normed, tokens, attend)?, Matrix::O),
+        for (layer, (w, block)) in self.weights.blocks.iter().zip(&self.spec.layers).enumerate() {
+            let (attended, last) = match block.mixer {
+                Mixer::Attention(attention) => {
+                    (self.attention((layer, attention), w, &normed, tokens, attend)?, Matrix::O)
+                }
                 Mixer::DeltaNet(delta_net) => (self.delta_net(layer, delta_net, w, &normed, tokens)?, Matrix::DeltaOut),
             };
             self.round(&attended, rounds)?;
             self.linear(DecoderOp::O, &attended, w.linear(last), &parts[0])?;
             let norms = (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre));
-            self.leave(0, &mut parts, &mut x, norms, (&mut normed, rounds))?;
-            match self.spec.block(layer).mlp {
+            self.leave((0, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, rounds))?;
+            match block.mlp {
                 Mlp::Dense(_) => {
                     self.gate_up(w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
                     self.linear(DecoderOp::Down, &act, w.linear(Matrix::Down), &parts[1])?;
@@ -163,7 +169,8 @@ impl DecoderNetwork<'_> {
                 None => self.weights.blocks[0].norm(MIXER_NORMS.pre), // only the sum is of use, which comes with a norm
             };
             let rounds_next = rounds && layer + 1 < self.weights.blocks.len(); // the head is not in FP8
-            self.leave(1, &mut parts, &mut x, (w.norm(MLP_NORMS.post), next), (&mut normed, rounds_next))?;
+            let norms = (w.norm(MLP_NORMS.post), next);
+            self.leave((1, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, rounds_next))?;
         }
         Ok(normed)
     }
@@ -180,27 +187,27 @@ impl DecoderNetwork<'_> {
 
     fn attention(
         &self,
-        layer: usize,
+        (layer, spec): (usize, AttentionSpec),
         w: &BlockParams,
         normed: &Tensor, // [T, D]
         tokens: &Tokens,
         attend: &mut Attend,
     ) -> Result<Tensor> {
         let rows = normed.size()[0];
-        let qkv = self.project(w.linear(Matrix::Qkv), normed)?;
-        let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, self.spec.head_dim as i64]);
+        let qkv = self.project(spec, w.linear(Matrix::Qkv), normed)?;
+        let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, spec.head_dim as i64]);
         let norms = w.norm(ParamName::QNorm).zip(w.norm(ParamName::KNorm));
         let mut norms = norms.map(|(q, k)| (q, k, self.spec.norm()));
-        if self.spec.qk_norm == Some(QkNorm::All) {
-            self.norm_all_heads(&qkv, norms.take())?;
+        if spec.qk_norm == Some(QkNorm::All) {
+            self.norm_all_heads(spec, &qkv, norms.take())?;
         }
-        let transform = HeadTransform { norms, rope: self.rope };
+        let transform = HeadTransform { norms, rope: self.ropes.of(spec.rope) };
         let Tokens { positions, slots, .. } = *tokens;
         self.op(DecoderOp::RopeWriteKv, || match &self.kv_cache.layer(layer) {
             LayerCache::Plain([k, v]) => kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, k, v),
             LayerCache::Fp8([k, v]) => kernels::rope_write_kv_fp8(&qkv, &transform, positions, slots, &mut q, k, v),
         })?;
-        let mut attended = attend(layer, &q, &qkv)?;
+        let mut attended = attend(layer, spec, &q, &qkv)?;
         if let Some(gate) = &qkv.gate {
             self.op(DecoderOp::Attention, || kernels::gate(&mut attended, gate))?;
         }
@@ -208,14 +215,18 @@ impl DecoderNetwork<'_> {
     }
 
     /// One norm over all query heads and one over all key heads, in place, whichever rank has them.
-    fn norm_all_heads(&self, qkv: &QkvViews, norms: Option<(&Tensor, &Tensor, NormOptions)>) -> Result<()> {
+    fn norm_all_heads(
+        &self,
+        attention: AttentionSpec,
+        qkv: &QkvViews,
+        norms: Option<(&Tensor, &Tensor, NormOptions)>,
+    ) -> Result<()> {
         let Some((q, k, NormOptions { eps, .. })) = norms else { return Ok(()) };
-        let attention = self.spec.attention();
         let rows = qkv.q.size()[0];
         // The MLP's activation has no use for its memory now: 8 bytes a row.
         let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);
         let mut sums = scratch.narrow(0, 0, 2 * rows).view([rows, 2]);
-        let counts_k = self.spec.has_first_of_key(self.tp.rank(), self.tp.size());
+        let counts_k = attention.has_first_of_key(self.tp.rank(), self.tp.size());
         self.op(DecoderOp::Norm, || kernels::qk_squares(qkv, counts_k, &mut sums))?;
         if self.tp.size() > 1 {
             self.op(DecoderOp::AllReduce, || self.tp.all_reduce(&mut sums, ReduceOp::Sum))?;
@@ -249,15 +260,18 @@ impl DecoderNetwork<'_> {
         kernels::add_rms_norm_fp8(x, delta, weight, self.plain(normed), &rounded, norm)
     }
 
-    /// x += post(the sum over the group of what a row-parallel product gave); normed = pre(x), for the next sublayer.
+    /// x += factor * post(the sum over the group of what a row-parallel product gave); normed = pre(x), for the next sublayer.
     fn leave(
         &self,
-        turn: usize,
+        (turn, factor): (usize, f64),
         parts: &mut [Tensor; 2],                         // [T, D]
         x: &mut Tensor,                                  // [T, D]
         (post, pre): (Option<&Tensor>, Option<&Tensor>), // [D]
         (normed, rounds): (&mut Tensor, bool),           // [T, D]
     ) -> Result<()> {
+        if post.is_none() {
+            self.op(DecoderOp::Norm, || scale(&mut parts[turn], factor))?;
+        }
         if let (None, Some(weight)) = (post, pre) {
             return self.add_rms_norm(turn, parts, x, weight, (normed, rounds));
         }
@@ -268,6 +282,7 @@ impl DecoderNetwork<'_> {
         self.op(DecoderOp::Norm, || {
             if let Some(weight) = post {
                 kernels::add_rms_norm(part, None, weight, normed, self.spec.norm())?;
+                scale(normed, factor)?;
             }
             let _ = x.f_add_(if post.is_some() { &*normed } else { &*part })?;
             Ok(())
@@ -303,6 +318,14 @@ impl DecoderNetwork<'_> {
         }
         self.op(DecoderOp::Norm, || self.norm(x, Some(part), weight, normed, rounds))
     }
+}
+
+/// x *= factor, for the models that have one: others queue nothing.
+pub(super) fn scale(x: &mut Tensor, factor: f64) -> Result<()> {
+    if factor != 1.0 {
+        let _ = x.f_mul_scalar_(factor)?;
+    }
+    Ok(())
 }
 
 /// Adapters of all blocks.

@@ -4,9 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::inputs::{PrefillInputs, bounds};
-use crate::cuda::kernels::{AttentionPlan, QkvViews};
+use super::plans::AttentionPlans;
+use crate::cuda::kernels::QkvViews;
 use crate::error::{Error, Result};
-use crate::model::{ModelSpec, attention_scale};
+use crate::model::AttentionSpec;
 use crate::ops::attention::{KvEntries, kv_rows, paged_prefill};
 use crate::rollout::batch::block_tables;
 use crate::rollout::kv_cache::KvCache;
@@ -18,7 +19,6 @@ use crate::torch::{self, Varlen, flash_forward};
 #[derive(Debug)]
 pub(super) struct PrefillAttention<'a> {
     kv_cache: &'a KvCache,
-    scale: f64,
     keys: Keys<'a>,
 }
 
@@ -29,9 +29,9 @@ enum Keys<'a> {
     /// Rows of the cache [context tokens of all runs * Hkv].
     Cached(Varlen, Tensor),
     /// For kinds that flash attention does not take: what [`paged_prefill`] needs.
-    Explicit { block_tables: Tensor, bounds: Vec<i64>, context_lens: Vec<i64>, window: Option<usize> },
-    /// Slices of as many rows as the plan holds.
-    Rows(&'a AttentionPlan, Vec<Slice>),
+    Explicit { block_tables: Tensor, bounds: Vec<i64>, context_lens: Vec<i64> },
+    /// Slices of as many rows as the plans hold.
+    Rows(&'a AttentionPlans, Vec<Slice>),
 }
 
 /// Neighbouring rows, each with its own context.
@@ -43,25 +43,23 @@ struct Slice {
 }
 
 impl<'a> PrefillAttention<'a> {
-    /// `strict` has the plan of decode steps, with a fixed split, where prompts are to be computed by it.
+    /// `strict` has the plans of decode steps, with a fixed split, where prompts are to be computed by them.
     pub(super) fn new(
         step: &Step,
         sequences: &[EngineSequence],
         inputs: &PrefillInputs,
         kv_cache: &'a KvCache,
-        spec: &ModelSpec,
-        strict: Option<&'a AttentionPlan>,
+        strict: Option<&'a AttentionPlans>,
     ) -> Result<Self> {
-        let scale = attention_scale(spec);
         let kv_heads = kv_cache.num_kv_heads();
         let context_lens: Vec<i64> = step.runs.iter().map(|run| run.tokens.end as i64).collect();
         let device = inputs.bounds.device();
-        let keys = if let Some(plan) = strict {
-            Keys::Rows(plan, slices(step, inputs, plan.max_rows() as i64)?)
+        let keys = if let Some(plans) = strict {
+            Keys::Rows(plans, slices(step, inputs, plans.max_rows() as i64)?)
         } else if kv_cache.kind() == Kind::Float {
             let bounds = bounds(step.runs.iter().map(|run| run.tokens.len())).into_iter().map(i64::from);
             let block_tables = block_tables(&step.runs, sequences, kv_cache.block_size(), device)?;
-            Keys::Explicit { block_tables, bounds: bounds.collect(), context_lens, window: spec.sliding_window }
+            Keys::Explicit { block_tables, bounds: bounds.collect(), context_lens }
         } else {
             let longest = |lens: &mut dyn Iterator<Item = i64>| lens.max().unwrap_or(0);
             let is_at_hand = step.runs.iter().all(|run| run.tokens.start == 0);
@@ -75,7 +73,7 @@ impl<'a> PrefillAttention<'a> {
                 max_len_q: longest(&mut step.runs.iter().map(|run| run.tokens.len() as i64)),
                 max_len_k: longest(&mut context_lens.iter().copied()),
                 causal: true,
-                window: spec.sliding_window.map(|window| window as i64),
+                window: None,
             };
             if is_at_hand {
                 Keys::AtHand(varlen)
@@ -84,23 +82,32 @@ impl<'a> PrefillAttention<'a> {
                 Keys::Cached(varlen, kv_rows(&slots, kv_cache.block_size(), kv_heads)?)
             }
         };
-        Ok(Self { kv_cache, scale, keys })
+        Ok(Self { kv_cache, keys })
     }
 
     /// [T, H hd]
-    pub(super) fn attend(&self, layer: usize, q: &Tensor /* [T, H, hd] */, qkv: &QkvViews) -> Result<Tensor> {
+    pub(super) fn attend(
+        &self,
+        layer: usize,
+        attention: AttentionSpec,
+        q: &Tensor, // [T, H, hd]
+        qkv: &QkvViews,
+    ) -> Result<Tensor> {
+        let AttentionSpec { window, scale, .. } = attention;
         let cache = self.kv_cache.layer(layer);
+        let within = |varlen: &Varlen| varlen.within(window.map(|window| window as i64));
         let o = match &self.keys {
-            Keys::AtHand(varlen) => flash_forward(q, &qkv.k, &qkv.v, varlen, self.scale)?.0,
+            Keys::AtHand(varlen) => flash_forward(q, &qkv.k, &qkv.v, &within(varlen), scale)?.0,
             Keys::Cached(varlen, rows) => {
                 let gather = |cache: &dyn KvEntries| {
                     let size = cache.size(); // [blocks, Hkv, block_size, hd]
                     Ok::<_, Error>(cache.rows(rows, q.kind())?.view([-1, size[1], size[3]]))
                 };
                 let [k_cache, v_cache] = cache.entries();
-                flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, varlen, self.scale)?.0
+                flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, &within(varlen), scale)?.0
             }
-            Keys::Rows(plan, slices) => {
+            Keys::Rows(plans, slices) => {
+                let plan = plans.of(attention);
                 let o = q.f_empty_like()?;
                 for Slice { first, block_tables, context_lens: lens } in slices {
                     let of_slice = |tensor: &Tensor| tensor.narrow(0, *first, lens.size()[0]);
@@ -110,9 +117,9 @@ impl<'a> PrefillAttention<'a> {
                 }
                 o
             }
-            Keys::Explicit { block_tables, bounds, context_lens, window } => {
+            Keys::Explicit { block_tables, bounds, context_lens } => {
                 let [k_cache, v_cache] = cache.entries();
-                paged_prefill(q, k_cache, v_cache, block_tables, bounds, context_lens, self.scale, *window)?
+                paged_prefill(q, k_cache, v_cache, block_tables, bounds, context_lens, scale, window)?
             }
         };
         Ok(o.f_flatten(1, 2)?)

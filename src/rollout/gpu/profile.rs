@@ -147,7 +147,7 @@ impl GpuRunner<'_> {
         let meter = if sustains { Some(self.energy_meter()?) } else { None };
         let (step_us, sustained) = self.time(&packing, None, meter.as_ref())?;
         let has_experts = self.spec.num_expert_layers() > 0;
-        let has_dense = self.spec.num_expert_layers() < self.spec.num_layers;
+        let has_dense = self.spec.num_expert_layers() < self.spec.num_layers();
         let mut ops = Vec::with_capacity(OPS.len());
         for op in OPS {
             let is_done = match op {
@@ -239,7 +239,7 @@ impl GpuRunner<'_> {
         let (spec, tp_size) = (self.spec, self.tp.size());
         let attention = spec.attention().tp_slice(tp_size);
         let [qkv, o] = attention.linears();
-        let (hidden, layers) = (spec.hidden_size as f64, spec.num_layers as f64);
+        let (hidden, layers) = (spec.hidden_size as f64, spec.num_layers() as f64);
         let vocab = (spec.vocab_size / self.tp.size()) as f64;
         let size = self.weights.embedding.kind().elt_size_in_bytes() as f64;
         let buffers = self.state.buffers.as_ref().expect("the engine is awake");
@@ -250,7 +250,7 @@ impl GpuRunner<'_> {
         let (product_size, rate) = if self.weights.are_fp8() { (1.0, 2.0) } else { (size, 1.0) };
         // Of the first sublayers: of what they read, or of what they add to the residual stream.
         let mixer_products = |reads: bool| {
-            let linears = (0..spec.num_layers).flat_map(|layer| spec.block(layer).tp_slice(tp_size).mixer.linears());
+            let linears = spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).mixer.linears());
             let linears = linears.filter(|linear| (linear.split != TpSplit::Columns) == reads);
             let (bytes, flop) = linears.fold((0.0, 0.0), |sum, linear| {
                 let (bytes, flop) = linear.work(rows, product_size);
@@ -261,7 +261,7 @@ impl GpuRunner<'_> {
         let with_attention = spec.attention_layers().count() as f64;
         let of_attentions = |(bytes, flop): (f64, f64)| (with_attention * bytes, with_attention * flop);
         let of_mlps = |work: &dyn Fn(Mlp) -> (f64, f64)| {
-            let layers = (0..spec.num_layers).map(|layer| work(spec.block(layer).tp_slice(self.tp.size()).mlp));
+            let layers = spec.layers.iter().map(|block| work(block.tp_slice(tp_size).mlp));
             layers.fold((0.0, 0.0), |sum, (bytes, flop)| (sum.0 + bytes, sum.1 + flop))
         };
         let of_mlp_products = |index: usize| {
@@ -283,7 +283,7 @@ impl GpuRunner<'_> {
             DecoderOp::DeltaNet => {
                 let kinds = (self.weights.embedding.kind(), self.states.map_or(StateDtype::Float32, StatePages::dtype));
                 let pages = state_page_bytes(spec, tp_size, kinds, self.tp.device());
-                let flop = (0..spec.num_layers).map(|layer| spec.block(layer).tp_slice(tp_size).mixer.flop_per_token());
+                let flop = spec.layers.iter().map(|block| block.tp_slice(tp_size).mixer.flop_per_token());
                 (2.0 * rows * pages as f64, rows * flop.sum::<usize>() as f64)
             }
             DecoderOp::O => mixer_products(false),

@@ -7,11 +7,12 @@ use tch::{Kind, Tensor, no_grad};
 use super::graphs;
 use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
 use super::network::{DecoderNetwork, DecoderOp, OwnProducts, Tokens};
+use super::plans::AttentionPlans;
 use super::prefill::PrefillAttention;
 use super::sampling::{DrawOutputs, Processing};
 use super::stages::{StageLine, StageTokens};
 use super::state::GpuState;
-use crate::cuda::kernels::{self, AttentionPlan, SharedPrefixes};
+use crate::cuda::kernels::{self, SharedPrefixes};
 use crate::cuda::{CurrentStream, TorchStream, Tuning};
 use crate::dist::Collective;
 use crate::error::Result;
@@ -110,7 +111,7 @@ impl<'a> GpuRunner<'a> {
             tp: self.tp,
             products: &state.products,
             buffers: state.buffers.as_ref().expect("the engine is awake"),
-            rope: &state.rope,
+            ropes: &state.ropes,
             low: state.low.as_ref(),
             sums: None,
             tuning: match tuning {
@@ -138,7 +139,7 @@ impl<'a> GpuRunner<'a> {
         run: impl FnOnce(&TorchStream, &mut dyn FnMut() -> Result<()>) -> Result<T>,
     ) -> Result<T> {
         let widths = (self.bucket(packing), self.state.shape.blocks);
-        let (pending, least_shared) = (&self.pending, self.state.plan.least_shared_tokens(widths.0));
+        let (pending, least_shared) = (&self.pending, self.state.plans.least_shared_tokens(widths.0));
         let inputs = self.state.upload(self.num_launched, &*self.ranks.all, |words, inputs| {
             DecodeInputs::pack(packing, words, widths, pending, least_shared, inputs)
         })?;
@@ -147,7 +148,7 @@ impl<'a> GpuRunner<'a> {
         let network = self.network(Tuning::Timed, Processing::of(packing), only);
         let network = DecoderNetwork { sums, adapters: inputs.adapters.as_ref(), ..network };
         let last = state.tokens.as_ref().map_or_else(|| network.buffers.sampled().0, StageTokens::ids);
-        let hidden = |network: &DecoderNetwork| decode_hidden(network, (&inputs, &last), &state.plan, state.strict);
+        let hidden = |network: &DecoderNetwork| decode_hidden(network, (&inputs, &last), &state.plans, state.strict);
         run(&state.stream, &mut || {
             let own_products = state.own_products(&network, widths.0, &hidden)?;
             let hidden = hidden(&DecoderNetwork { own_products, ..network })?;
@@ -196,9 +197,8 @@ impl<'a> GpuRunner<'a> {
         let inputs = self.state.upload(self.num_launched, &*self.ranks.all, pack)?;
         let network = self.network(Tuning::First, Processing::of(packing), None);
         let network = DecoderNetwork { adapters: inputs.adapters.as_ref(), ..network };
-        let strict = self.state.strict.then_some(&self.state.plan);
-        let attention =
-            PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec, strict)?;
+        let strict = self.state.strict.then_some(&self.state.plans);
+        let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, strict)?;
         let recorded = match self.state.record_downloads {
             Some(_) => recorded_experts(self.spec, packing.step, packing.sequences),
             None => None,
@@ -212,7 +212,7 @@ impl<'a> GpuRunner<'a> {
             state_pages: &inputs.state_pages,
             bounds: Some(&inputs.bounds),
         };
-        let hidden = network.hidden(&tokens, &mut |layer, q, qkv| attention.attend(layer, q, qkv))?;
+        let hidden = network.hidden(&tokens, &mut |layer, spec, q, qkv| attention.attend(layer, spec, q, qkv))?;
         if !packing.step.copies.is_empty() {
             let [from, to] = &inputs.copies;
             self.kv_cache.copy_blocks(from, to)?;
@@ -325,7 +325,7 @@ impl Runner for GpuRunner<'_> {
 fn decode_hidden(
     network: &DecoderNetwork,
     (inputs, last): (&DecodeInputs, &Tensor /* tokens that inputs may name */),
-    plan: &AttentionPlan,
+    plans: &AttentionPlans,
     strict: bool,
 ) -> Result<Tensor> {
     let buffers = network.buffers;
@@ -333,7 +333,7 @@ fn decode_hidden(
     let mut ids = buffers.token_ids.narrow(0, 0, rows);
     kernels::next_tokens(&inputs.from, last, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
-    network.op(DecoderOp::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
+    network.op(DecoderOp::AttentionPlan, || plans.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
     // A decode step's tokens are computed for the first time.
     let tokens = Tokens {
         ids: &ids,
@@ -343,12 +343,13 @@ fn decode_hidden(
         state_pages: &inputs.state_pages,
         bounds: None,
     };
-    network.hidden(&tokens, &mut |layer, q, _| {
+    network.hidden(&tokens, &mut |layer, attention, q, _| {
         let cache = network.kv_cache.layer(layer);
         let attended = buffers.attended([rows, q.size()[1] * q.size()[2]]); // [S, H hd]
         let mut o = attended.view_as(q);
-        network
-            .op(DecoderOp::Attention, || cache.attend(plan, q, &inputs.block_tables, &inputs.context_lens, &mut o))?;
+        network.op(DecoderOp::Attention, || {
+            cache.attend(plans.of(attention), q, &inputs.block_tables, &inputs.context_lens, &mut o)
+        })?;
         Ok(attended)
     })
 }

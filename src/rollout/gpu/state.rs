@@ -10,23 +10,20 @@ use super::graphs::{Graphs, replay_times};
 use super::inputs::Words;
 use super::masks::TokenMasks;
 use super::network::{self, DecoderNetwork, OwnProducts};
+use super::plans::AttentionPlans;
 use super::runner::wait;
 use super::stages::StageTokens;
-use crate::cuda::kernels::{AttentionPlan, AttentionShape, RowSums};
+use crate::cuda::kernels::RowSums;
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
 use crate::dist::{Collective, ReduceOp, all_gather_json, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Ledger, MemoryKind};
-use crate::model::{ModelSpec, attention_scale};
-use crate::ops::rope::Rope;
+use crate::model::{ByRope, ModelSpec, Ropes};
 use crate::rollout::engine::EngineOptions;
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::sampler::Draw;
 use crate::rollout::state_pages::StatePages;
 use crate::rollout::weights::EngineWeights;
-
-/// Tokens of a context that are summed at once in strict mode.
-const STRICT_SPLIT_TOKENS: usize = 256;
 
 /// Replays of a step by which its products are chosen; the median counts.
 const TRIALS: usize = 5;
@@ -42,9 +39,9 @@ pub(in crate::rollout) struct GpuState {
     pub(super) buffers: Option<DecodeBuffers>,
     pub(super) shape: StepShape,
     arena: Arena,
-    pub(super) plan: AttentionPlan,
-    pub(super) rope: Tensor,        // [max_model_length, turned columns] f32
-    pub(super) low: Option<Tensor>, // for adapters, made at the first wake that has some
+    pub(super) plans: AttentionPlans,
+    pub(super) ropes: ByRope<Tensor>, // [max_model_length, turned columns] f32
+    pub(super) low: Option<Tensor>,   // for adapters, made at the first wake that has some
     pub(super) sums: Option<RowSums>,
     pub(super) masks: Option<TokenMasks>, // made for the first structure
     pub(super) products: Products,
@@ -66,7 +63,7 @@ impl GpuState {
     pub(in crate::rollout) fn new(
         spec: &ModelSpec,
         options: &EngineOptions,
-        rope: &Rope,
+        ropes: &Ropes,
         (tp, num_stages): (&dyn Collective, usize),
         ordinal: usize,
     ) -> Result<Self> {
@@ -75,8 +72,6 @@ impl GpuState {
         }
         let (device, context) = (Device::Cuda(ordinal), Context::retain(ordinal)?);
         let shape = StepShape::new(spec, options, tp.size());
-        let attention = attention_shape(spec, options, tp.size());
-        let (split, place) = (split_tokens(options), (options.kind, device));
         let pinned =
             |words| -> Result<_> { Ok([PinnedWords::new(&context, words)?, PinnedWords::new(&context, words)?]) };
         let stream = TorchStream::new(&context)?;
@@ -84,8 +79,8 @@ impl GpuState {
             graphs: Graphs::default(),
             buffers: None,
             arena: shape.reserve(device)?,
-            plan: AttentionPlan::new(attention, place, shape.seqs, shape.blocks, split)?,
-            rope: rope.table(options.max_model_length, device)?,
+            plans: AttentionPlans::new(spec, options, (tp.size(), device), [shape.seqs, shape.blocks])?,
+            ropes: ropes.tables(options.max_model_length, device)?,
             low: None,
             sums: None,
             masks: None,
@@ -119,8 +114,8 @@ impl GpuState {
         self.sums = self.shape.row_sums(tp)?;
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
-        let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes) + peers;
-        Ledger::set("engine_tables", MemoryKind::Device, tables + self.plan.bytes() + Products::BYTES);
+        let tables = self.ropes.iter().map(bytes).sum::<usize>() + self.low.as_ref().map_or(0, bytes) + peers;
+        Ledger::set("engine_tables", MemoryKind::Device, tables + self.plans.bytes() + Products::BYTES);
         let mut seen = network::fingerprint(weights, (kv_cache, states), self.low.as_ref())?;
         seen.push(tp.epoch()? as usize);
         seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));
@@ -151,7 +146,12 @@ impl GpuState {
             return Ok(());
         }
         if self.masks.is_none() {
-            let masks = TokenMasks::new(&self.stream, &self.rope, self.shape.seqs, vocab_size)?;
+            let masks = TokenMasks::new(
+                &self.stream,
+                &self.buffers.as_ref().expect("the engine is awake").inputs,
+                self.shape.seqs,
+                vocab_size,
+            )?;
             Ledger::set("engine_masks", MemoryKind::Device, masks.bytes());
             self.masks = Some(masks);
         }
@@ -230,23 +230,7 @@ fn of_first_rank(tp: &dyn Collective, known: Option<bool>) -> Result<Option<bool
 
 /// Bytes of a GPU that one rank's engine holds asleep, too: what its attention needs, rotations and the products' workspace.
 pub fn engine_table_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
-    let (shape, attention) = (StepShape::new(spec, options, tp_size), attention_shape(spec, options, tp_size));
-    let partials = AttentionPlan::partial_bytes(&attention, shape.seqs, shape.blocks, split_tokens(options));
-    partials + options.max_model_length * spec.rotary_dim() * size_of::<f32>() + Products::BYTES
-}
-
-fn attention_shape(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> AttentionShape {
-    let (num_heads, num_kv_heads) = spec.tp_heads(tp_size);
-    AttentionShape {
-        num_heads,
-        num_kv_heads,
-        head_dim: spec.head_dim,
-        block_size: options.block_size,
-        sliding_window: spec.sliding_window,
-        scale: attention_scale(spec),
-    }
-}
-
-fn split_tokens(options: &EngineOptions) -> Option<usize> {
-    options.strict.then_some(STRICT_SPLIT_TOKENS)
+    let shape = StepShape::new(spec, options, tp_size);
+    let partials = AttentionPlans::partial_bytes(spec, options, tp_size, [shape.seqs, shape.blocks]);
+    partials + options.max_model_length * spec.ropes().columns() * size_of::<f32>() + Products::BYTES
 }

@@ -28,7 +28,8 @@ struct Measured {
 impl Measured {
     fn predicted_gb(&self) -> f64 {
         let spec = ModelSpec::preset(self.model).unwrap();
-        let spec = Arc::new(ModelSpec { num_layers: self.layers.unwrap_or(spec.num_layers), ..spec });
+        let num_layers = self.layers.unwrap_or(spec.num_layers());
+        let spec = Arc::new(spec.with_num_layers(num_layers));
         let table = ParamTable::new(spec, self.ranks);
         let targets = TargetModule::ALL.to_vec();
         let model = TrainedModel {
@@ -138,7 +139,7 @@ fn a_block_holds_the_largest_micro_batch_and_seldom_grows() {
 /// when it was taken.
 #[test]
 fn a_block_beside_the_weights_is_what_was_measured_with_it() {
-    let spec = ModelSpec { num_layers: 24, ..ModelSpec::preset("qwen3-30b-a3b").unwrap() };
+    let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap().with_num_layers(24);
     let table = ParamTable::new(Arc::new(spec), 1);
     let model = TrainedModel::whole(&table, 2, KIND, GradientOptions::default());
     let shape = MicroBatchShape { tokens: 8_704, scored_tokens: 8_192, shares_prompts: true, num_top: 0 };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use colo_grpo::internal::config::KvCacheDtype;
 use colo_grpo::internal::data::Tokenizer;
 use colo_grpo::internal::dist::World;
-use colo_grpo::internal::model::{DeltaLayers, LoraSpec, ModelSpec, UnitLayout};
+use colo_grpo::internal::model::{LoraSpec, ModelSpec, UnitLayout};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
@@ -17,15 +17,7 @@ use super::{Model, completions, generate, prompts, steps_do_not_see_their_batch}
 /// The heads of Qwen3.5-9B in four narrow layers.
 fn narrow() -> ModelSpec {
     let published = ModelSpec::preset("qwen3.5-9b").unwrap();
-    let heads = published.delta_net.as_ref().unwrap().heads;
-    ModelSpec {
-        vocab_size: 100_352,
-        hidden_size: 1024,
-        intermediate_size: 3072,
-        num_layers: 4,
-        delta_net: Some(DeltaLayers { heads, full_attention: vec![3] }),
-        ..published
-    }
+    ModelSpec { vocab_size: 100_352, ..published }.with_widths(1024, 3072).with_num_layers(4)
 }
 
 /// Chunked prompts, few slots, other neighbours, another order, preemption: the same bits.

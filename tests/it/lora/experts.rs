@@ -18,7 +18,7 @@ fn stages_are_bitwise_equal_beside_experts() {
             ((Kind::Float, Kind::Float), Quantization::Nf4),
         ] {
             let after = |stage| {
-                let spec = ModelSpec { vocab_size: 96, num_layers: 2, ..ModelSpec::preset("tiny-moe").unwrap() };
+                let spec = ModelSpec { vocab_size: 96, ..ModelSpec::preset("tiny-moe").unwrap() }.with_num_layers(2);
                 let mut policy =
                     adapted_from((spec, TargetModule::ALL.to_vec()), &mesh, stage, kinds, 0.0, (quantization, false));
                 let micro_batches = packed(&own_sequences(world.rank()), 1000);

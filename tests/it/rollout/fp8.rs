@@ -22,8 +22,7 @@ fn fp8() -> EngineOptions {
 /// Larger than micro, so that a row's scale is one of many elements. As in trained models every block adds little to what it is given:
 /// else each magnifies what the one before has rounded away.
 fn model() -> Model {
-    let spec =
-        ModelSpec { hidden_size: 128, intermediate_size: 320, num_layers: 4, ..ModelSpec::preset("micro").unwrap() };
+    let spec = ModelSpec::preset("micro").unwrap().with_widths(128, 320).with_num_layers(4);
     let model = Model::random(spec, 3);
     for block in &model.blocks {
         for (matrix, factor) in [(Matrix::Qkv, 0.35), (Matrix::GateUp, 0.35), (Matrix::O, 0.1), (Matrix::Down, 0.1)] {

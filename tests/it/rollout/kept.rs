@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::internal::dist::{Collective, World};
-use colo_grpo::internal::model::{ModelSpec, SequenceMixer, attention_scale};
+use colo_grpo::internal::model::{AttentionSpec, ModelSpec, SequenceMixer};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 use tch::{Kind, Tensor};
@@ -248,12 +248,16 @@ fn an_evaluation_in_between_takes_the_pages_of_what_is_kept_of_a_hybrid() {
 /// Attention over the keys and values of all tokens so far, whatever weights computed them.
 #[derive(Default)]
 struct Growing {
-    scale: f64,
     layers: RefCell<HashMap<usize, (Tensor, Tensor)>>, // keys and values, [tokens so far, Hkv, hd] each
 }
 
 impl SequenceMixer for Growing {
-    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    fn attention(
+        &self,
+        layer: usize,
+        attention: AttentionSpec,
+        [q, k, v]: [&Tensor; 3],
+    ) -> Result<(Tensor, Option<Tensor>)> {
         let grown = |old: Option<&Tensor>, new: &Tensor| match old {
             Some(old) => Tensor::cat(&[old, new], 0),
             None => new.shallow_clone(),
@@ -263,7 +267,7 @@ impl SequenceMixer for Growing {
         let (k, v) = (grown(old.map(|old| &old.0), k), grown(old.map(|old| &old.1), v));
         let groups = q.size()[1] / k.size()[1];
         let of_heads = |kv: &Tensor| kv.repeat_interleave_self_int(groups, 1, None).transpose(0, 1); // [H, tokens, hd]
-        let scores = q.transpose(0, 1).matmul(&of_heads(&k).transpose(1, 2)) * self.scale; // [H, T, tokens]
+        let scores = q.transpose(0, 1).matmul(&of_heads(&k).transpose(1, 2)) * attention.scale; // [H, T, tokens]
         let unseen = Tensor::ones_like(&scores).triu(k.size()[0] - q.size()[0] + 1).to_kind(Kind::Bool);
         let weights = scores.masked_fill(&unseen, f64::NEG_INFINITY).softmax(-1, Kind::Float);
         let o = weights.matmul(&of_heads(&v)).transpose(0, 1).contiguous();
@@ -287,7 +291,7 @@ fn logprobs_are_of_the_newest_weights_over_what_older_ones_computed() {
         for (sample, completion) in group.completions.iter().enumerate() {
             let prompt_len = group.prompt.token_ids.len();
             let all = [group.prompt.token_ids.as_slice(), &completion.token_ids].concat();
-            let attention = Growing { scale: attention_scale(&models[0].spec), ..Growing::default() };
+            let attention = Growing::default();
             let (mut expected, mut fed) = (Vec::new(), 0);
             let ends = lens.iter().map(|of_wake| of_wake[sample]).chain([completion.token_ids.len()]);
             for (wake, end) in ends.enumerate() {

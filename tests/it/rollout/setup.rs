@@ -72,7 +72,7 @@ impl Model {
         Self {
             tokenizer: Arc::new(words(spec.vocab_size)),
             embedding: EmbeddingParams::view(table.unit(Unit::Embedding), &unit(&table, Unit::Embedding)),
-            blocks: (0..spec.num_layers).map(block).collect(),
+            blocks: (0..spec.num_layers()).map(block).collect(),
             head: HeadParams::view(table.unit(Unit::Head), &unit(&table, Unit::Head)),
             spec,
         }
@@ -183,10 +183,10 @@ impl Model {
         let (first, num_fed) = (fed.start as i64, fed.len() as i64);
         let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
         let spec = &*self.spec;
-        let rope = spec.rope();
-        let rope = rope.rows(&Tensor::arange_start(first, first + num_fed, (Kind::Int64, Device::Cpu)), Kind::Float);
-        let rope = rope.unwrap();
-        let context = BlockContext { spec, rope: &rope, tp: None, routes };
+        let ropes = spec.ropes();
+        let ropes = ropes.rows(&Tensor::arange_start(first, first + num_fed, (Kind::Int64, Device::Cpu)), Kind::Float);
+        let ropes = ropes.unwrap();
+        let context = BlockContext::new(spec, &ropes, None, routes);
         let mut x = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table).unwrap();
         for (layer, block) in self.blocks.iter().enumerate() {
             x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;

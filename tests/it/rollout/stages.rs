@@ -7,7 +7,7 @@ use std::time::Duration;
 use colo_grpo::Error;
 use colo_grpo::internal::config::{EngineShape, KvCacheDtype, RolloutQuantization};
 use colo_grpo::internal::dist::World;
-use colo_grpo::internal::model::{DeltaLayers, ModelSpec, Stage, Stages};
+use colo_grpo::internal::model::{Mixer, ModelSpec, Stage, Stages};
 use colo_grpo::internal::rollout::{
     EngineOptions, EngineRanks, EngineStats, Event, Session, check_stages, kv_block_bytes,
 };
@@ -20,12 +20,15 @@ use crate::ranks;
 
 /// Models with so many layers that each of up to four stages has some.
 fn models() -> Vec<Model> {
-    let micro = ModelSpec { num_layers: 5, ..ModelSpec::preset("micro").unwrap() };
+    let micro = ModelSpec::preset("micro").unwrap().with_num_layers(5);
     let untied = ModelSpec { tie_word_embeddings: false, ..micro.clone() };
-    let golden = |name: &str, num_layers| ModelSpec { num_layers, ..(*Model::golden(name).spec).clone() };
+    let golden = |name: &str, num_layers| (*Model::golden(name).spec).clone().with_num_layers(num_layers);
     let hybrid = golden("qwen3_5", 6);
-    let delta_net = hybrid.delta_net.clone().map(|delta| DeltaLayers { full_attention: vec![0, 2, 4, 5], ..delta });
-    let specs = [micro, untied, golden("qwen2_moe_mixed", 5), ModelSpec { delta_net, ..hybrid }];
+    let [attention, delta_net] = [Mixer::Attention(hybrid.attention()), Mixer::DeltaNet(hybrid.delta_net().unwrap())];
+    let hybrid = hybrid.map_blocks(|layer, block| {
+        block.mixer = if [0, 2, 4, 5].contains(&layer) { attention } else { delta_net };
+    });
+    let specs = [micro, untied, golden("qwen2_moe_mixed", 5), hybrid];
     specs.into_iter().map(|spec| Model::random(spec, 1)).collect()
 }
 
@@ -57,7 +60,7 @@ fn equals_one_rank(world: &World, shape: EngineShape, uneven: &[usize]) {
     let filtered = SamplingParams { temperature: 0.7, top_k: 7, top_p: 0.9, ..sampled() };
     let chunked = EngineOptions { max_num_batched_tokens: 16, max_num_seqs: 6, ..options() };
     for (index, model) in models().iter().enumerate() {
-        let cut: &[usize] = if model.spec.num_layers == 5 { &of_five } else { &of_six };
+        let cut: &[usize] = if model.spec.num_layers() == 5 { &of_five } else { &of_six };
         let ranks = |cut: &[usize]| EngineRanks {
             stages: Stages::new(&model.spec, shape.pipeline_parallel_size, cut).unwrap(),
             ..ranks.clone()
@@ -88,7 +91,7 @@ fn check_cache(model: &Model, ranks: &EngineRanks) -> usize {
 }
 
 fn check(model: &Model, ranks: &EngineRanks, options: &[&EngineOptions], params: &SamplingParams) {
-    let tolerance = if model.spec.delta_net.is_some() { 1e-3 } else { 1e-4 };
+    let tolerance = if model.spec.delta_net().is_some() { 1e-3 } else { 1e-4 };
     let (all, (rank, size)) = (prompts(7), (ranks.all.rank(), ranks.all.size()));
     let own = rank * all.len() / size..(rank + 1) * all.len() / size;
     let (expected, _) = model.generate(super::options(), &all, params);
@@ -150,7 +153,7 @@ fn stages_round_and_hold_and_keep_as_one_rank_does() {
         let (expected, _) = model.generate(rounded.clone(), prompts, &params);
         assert_eq!(token_ids(&generate(model, &ranks, rounded, prompts, &params).0), token_ids(&expected));
 
-        let spec = ModelSpec { vocab_size: 300, num_layers: 4, ..ModelSpec::preset("micro").unwrap() };
+        let spec = ModelSpec { vocab_size: 300, ..ModelSpec::preset("micro").unwrap() }.with_num_layers(4);
         let held = Model { tokenizer: Arc::new(super::bytes()), ..Model::random(spec, 2) };
         let structure = Some(Structure::Regex("a[bc]{3,12}".to_owned()));
         let in_order = SamplingParams { structure, ..sampled() };

@@ -49,7 +49,7 @@ impl Model {
         let (layout, table) = flat(Unit::Embedding);
         let table = EmbeddingParams::view(layout, table).table;
         let mut x = table.index_select(0, &ids);
-        for layer in 0..spec.num_layers {
+        for layer in 0..spec.num_layers() {
             let (layout, block) = flat(Unit::Block(layer));
             let mut experts = Experts { noise: self.router_noise, routes: &mut routes, token_ids: &sequence.token_ids };
             x = block_forward(spec, &BlockParams::view(spec, layout, block), &x, &mut experts);
@@ -70,7 +70,7 @@ impl Model {
     /// The experts of all tokens but the last, as a sampler tells them.
     pub fn routed_experts(&self, sequence: &Sequence) -> RoutedExperts {
         let (_, _, routes) = self.scores_and_routes(sequence, 1.0);
-        let k = self.table.spec.experts.as_ref().unwrap().num_experts_per_tok as i64;
+        let k = self.table.spec.experts().unwrap().router.num_experts_per_tok as i64;
         let mut routed = RoutedExperts::default();
         for position in 0..sequence.token_ids.len() - 1 {
             let of_layer = |[chosen, _]: &[Tensor; 2]| -> Vec<i64> {
@@ -140,7 +140,10 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor, routes: &mut Exp
 
 fn attend(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let (len, eps) = (x.size()[0], spec.rms_norm_eps);
-    let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
+    let (kv_heads, group, head_dim) = {
+        let own = spec.attention();
+        (own.num_kv_heads as i64, own.heads_per_group() as i64, own.head_dim as i64)
+    };
     let [Piece { weight, bias, .. }] = &w.linear(Matrix::Qkv).pieces[..] else {
         panic!("a whole block is in one piece")
     };
@@ -155,13 +158,13 @@ fn attend(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let v = per_query(qkv.narrow(2, group + 1, 1));
     if let (Some(q_norm), Some(k_norm)) = (w.norm(ParamName::QNorm), w.norm(ParamName::KNorm)) {
         let over_all = |heads: &Tensor, weight| norm(&heads.reshape([len, -1]), weight, eps).view_as(heads);
-        (q, k) = match spec.qk_norm {
+        (q, k) = match spec.attention().qk_norm {
             Some(QkNorm::All) => (over_all(&q, q_norm), over_all(&k, k_norm)),
             _ => (norm(&q, q_norm, eps), norm(&k, k_norm, eps)),
         };
     }
     let (q, k) = (rope(spec, &q), per_query(rope(spec, &k).unsqueeze(2)));
-    let scores = Tensor::einsum("thd,shd->hts", &[&q, &k], None::<i64>) / (spec.head_dim as f64).sqrt();
+    let scores = Tensor::einsum("thd,shd->hts", &[&q, &k], None::<i64>) / (spec.attention().head_dim as f64).sqrt();
     let future = Tensor::ones([len, len], (Kind::Bool, x.device())).triu(1);
     let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, None);
     let attended = Tensor::einsum("hts,shd->thd", &[&p, &v], None::<i64>).reshape([len, -1]);
@@ -175,8 +178,8 @@ fn mlp(x: &Tensor, gate_up: &Tensor, down: &Tensor) -> Tensor {
 
 /// Token by token and choice by choice.
 fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], told: &mut Experts<'_>) -> Tensor {
-    let ([router, gate_up, down], shape) = (weights, spec.experts.as_ref().unwrap());
-    let (k, num_experts) = (shape.num_experts_per_tok as i64, shape.num_experts as i64);
+    let ([router, gate_up, down], shape) = (weights, spec.experts().unwrap());
+    let (k, num_experts) = (shape.router.num_experts_per_tok as i64, shape.num_experts as i64);
     let logits = x.matmul(&router.tr());
     let probs = logits.exp() / logits.exp().sum_dim_intlist(1, true, None);
     let mut chosen = vec![0.0; (x.size()[0] * num_experts) as usize];
@@ -186,7 +189,7 @@ fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], told: &mut Exper
         let noise = (Tensor::arange(num_experts, (Kind::Double, Device::Cpu)) * 2.3 + place).sin() * told.noise;
         let (_, ids) = (own.detach().log() + noise.to_kind(own.kind()).to_device(own.device())).topk(k, -1, true, true);
         let top = own.index_select(0, &ids);
-        let top = if shape.norm_topk_prob { &top / top.sum(None) } else { top };
+        let top = if shape.router.norm_topk_prob { &top / top.sum(None) } else { top };
         let choice = |choice: i64| {
             let expert = ids.int64_value(&[choice]);
             chosen[(token * num_experts + expert) as usize] = 1.0;
@@ -204,8 +207,8 @@ pub fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
 }
 
 fn rope(spec: &ModelSpec, x: &Tensor /* [T, H, hd] */) -> Tensor {
-    let half = spec.head_dim as i64 / 2;
-    let inv_freq: Vec<f64> = (0..half).map(|i| spec.rope_theta.powf(-(i as f64) / half as f64)).collect();
+    let (half, theta) = (spec.attention().head_dim as i64 / 2, spec.attention().rope.unwrap().theta);
+    let inv_freq: Vec<f64> = (0..half).map(|i| theta.powf(-(i as f64) / half as f64)).collect();
     let positions = Tensor::arange(x.size()[0], (Kind::Double, x.device()));
     let angle = positions.view([-1, 1, 1]) * Tensor::from_slice(&inv_freq).to_device(x.device()); // [T, 1, hd / 2]
     let (cos, sin) = (angle.cos().to_kind(x.kind()), angle.sin().to_kind(x.kind()));

@@ -53,7 +53,7 @@ fn stages_with_gated_delta_nets_are_bitwise_equal() {
 
 /// A gated delta net over one sequence, token by token. [T, D]
 pub fn mix(spec: &ModelSpec, w: &BlockParams, x: &Tensor /* [T, D] */) -> Tensor {
-    let heads = spec.delta_net.as_ref().unwrap().heads;
+    let heads = spec.delta_net().unwrap().heads;
     let [keys, values, k_dim, v_dim, width] =
         [heads.num_key_heads, heads.num_value_heads, heads.key_dim, heads.value_dim, heads.conv_width]
             .map(|size| size as i64);

@@ -161,9 +161,9 @@ fn what_is_not_served_is_refused_by_name() {
     let of_kind = "on a GPU FP8 is rounded from dtype = bfloat16, not from Float";
     assert_eq!(refused(&dense, Kind::Float, true), format!("{key}{of_kind}"));
     let of_sides = "on a GPU sides of matrices have to be multiples of 16 and at most 65536; ";
-    let odd = ModelSpec { intermediate_size: 392, ..dense.clone() };
+    let odd = dense.clone().with_widths(dense.hidden_size, 392);
     assert_eq!(refused(&odd, Kind::BFloat16, true), format!("{key}{of_sides}Down is [128, 392]"));
-    let wide = ModelSpec { intermediate_size: 32_784, ..dense.clone() };
+    let wide = dense.clone().with_widths(dense.hidden_size, 32_784);
     assert_eq!(refused(&wide, Kind::BFloat16, true), format!("{key}{of_sides}GateUp is [65568, 128]"));
     for spec in [&dense, &hybrid, &odd, &wide] {
         assert!(check(spec, Kind::Float, false).is_ok());

@@ -197,11 +197,14 @@ fn step_muon(
     [p, m, g]: [&Tensor; 3],
     options: MuonOptions,
 ) {
-    let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
+    let (kv_heads, group, head_dim) = {
+        let own = spec.attention();
+        (own.num_kv_heads as i64, own.heads_per_group() as i64, own.head_dim as i64)
+    };
     let columns = param.shape[1];
     let (shape, parts) = match param.name {
         ParamName::Qkv => {
-            let queries = if spec.output_gate { 2 * group } else { group };
+            let queries = if spec.attention().output_gate { 2 * group } else { group };
             ([kv_heads, queries + 2, head_dim * columns], vec![(0, queries), (queries, 1), (queries + 1, 1)])
         }
         ParamName::GateUp => ([param.shape[0] / 2, 2, columns], vec![(0, 1), (1, 1)]),

@@ -30,7 +30,7 @@ const PROMPT_LEN: usize = 200;
 fn gpu_fused_network_is_as_exact_as_the_unfused_one() {
     let world = World::single_on(Backend::Nccl).unwrap();
     let device = world.device();
-    let spec = Arc::new(ModelSpec { num_layers: 2, ..ModelSpec::preset("qwen2.5-1.5b").unwrap() });
+    let spec = Arc::new(ModelSpec::preset("qwen2.5-1.5b").unwrap().with_num_layers(2));
     let weights = |layout: &UnitLayout| init_unit_on(layout, 3, Kind::BFloat16, device);
     let sequences: Vec<Sequence> = [900, 1400, 777].map(|len| sequence(len, spec.vocab_size)).into();
     let slopes: Vec<Tensor> = (sequences.iter())
@@ -68,7 +68,7 @@ fn gpu_fused_network_is_as_exact_as_the_unfused_one() {
 #[test]
 fn a_float32_residual_stream_is_nearer_to_float32() {
     let world = World::single();
-    let spec = ModelSpec { num_layers: 16, tie_word_embeddings: false, ..ModelSpec::preset("tiny").unwrap() };
+    let spec = ModelSpec { tie_word_embeddings: false, ..ModelSpec::preset("tiny").unwrap() }.with_num_layers(16);
     let weights = |layout: &UnitLayout| {
         let flat = init_unit(layout, 3, Kind::Float)?;
         for param in &layout.params {

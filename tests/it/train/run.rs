@@ -6,9 +6,11 @@ use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::dist::Mesh;
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{
-    DeltaLayers, ExpertLayers, Family, Fp8Products, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout,
+    AttentionSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Family, Fp8Products, Mixer, Mlp, ModelSpec, ParamTable,
+    QkNorm, Unit, UnitLayout,
 };
 use colo_grpo::internal::ops::delta_net::DeltaHeads;
+use colo_grpo::internal::ops::router::RouterOptions;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count,
@@ -79,22 +81,32 @@ impl Run {
 
     /// With 8-bit moments a wider one: all of its matrices but `O` have 4,096 elements.
     fn spec(&self) -> ModelSpec {
-        let experts = ExpertLayers {
-            num_experts: 5,
-            num_experts_per_tok: 2,
-            moe_intermediate_size: 16,
-            shared_expert_intermediate_size: None,
-            norm_topk_prob: !self.tied,
-            router_aux_loss_coef: 0.0,
-            decoder_sparse_step: 1,
-            mlp_only_layers: vec![1],
-            is_parallel: false,
-        };
-        let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 6, value_dim: 4, conv_width: 3 };
-        let delta_net = self.delta_nets.then(|| DeltaLayers { heads, full_attention: vec![1] });
-        let narrow = ModelSpec { experts: self.experts.then_some(experts), delta_net, ..spec(self.tied) };
+        let mut narrow = spec(self.tied);
+        let hidden = narrow.hidden_size;
+        if self.experts {
+            let experts = ExpertsSpec {
+                expert: DenseSpec { hidden, intermediate: 16 },
+                num_experts: 5,
+                own: 5,
+                is_parallel: false,
+                router: RouterOptions { num_experts_per_tok: 2, norm_topk_prob: !self.tied },
+                shared: None,
+            };
+            for layer in [0, 2] {
+                narrow.layers[layer].mlp = Mlp::Experts(experts);
+            }
+        }
+        if self.delta_nets {
+            let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 6, value_dim: 4, conv_width: 3 };
+            for layer in [0, 2] {
+                narrow.layers[layer].mixer = Mixer::DeltaNet(DeltaNetSpec { hidden, heads });
+            }
+        }
         match self.optim {
-            Optim::AdamW8bit => ModelSpec { hidden_size: 48, head_dim: 12, intermediate_size: 90, ..narrow },
+            Optim::AdamW8bit => narrow.with_widths(48, 90).map_attention(|_, attention| {
+                attention.head_dim = 12;
+                attention.scale = AttentionSpec::usual_scale(12);
+            }),
             Optim::AdamW | Optim::Muon(_) => narrow,
         }
     }
@@ -207,33 +219,21 @@ impl Run {
 
 /// Qwen2-like when tied, Qwen3-like when not.
 pub fn spec(tied: bool) -> ModelSpec {
+    let spec = ModelSpec::preset("micro").unwrap().with_widths(24, 40).with_num_layers(3);
+    let spec = spec.map_attention(|_, attention| {
+        attention.head_dim = 6;
+        attention.scale = AttentionSpec::usual_scale(6);
+        attention.qkv_bias = tied;
+        attention.qk_norm = (!tied).then_some(QkNorm::Head);
+    });
     ModelSpec {
         family: if tied { Family::Qwen2 } else { Family::Qwen3 },
         vocab_size: 47,
-        hidden_size: 24,
-        intermediate_size: 40,
-        experts: None,
-        delta_net: None,
-        num_layers: 3,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 6,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        rope_scaling: None,
-        partial_rotary_factor: 1.0,
         tie_word_embeddings: tied,
-        qkv_bias: tied,
-        qk_norm: (!tied).then_some(QkNorm::Head),
-        output_gate: false,
-        norms: NormPlaces::PRE,
-        zero_centred_norms: false,
-        sliding_window: None,
+        router_aux_loss_coef: 0.0,
         max_position_embeddings: 64,
-        is_text_part: false,
-        bos_token_id: None,
         eos_token_ids: vec![0],
-        dtype: Kind::Float,
+        ..spec
     }
 }
 

@@ -1,0 +1,56 @@
+//! The keys that give layers a window.
+
+use serde_json::{Value, json};
+
+use super::layer_types;
+use crate::error::Result;
+use crate::model::block::Mixer;
+use crate::model::families::Window;
+use crate::model::json::JsonObject;
+use crate::model::spec::ModelSpec;
+
+const KEY: &str = "sliding_window";
+
+/// The window of each layer, whose `types` the file has or leaves out.
+pub(super) fn read(
+    config: &JsonObject,
+    counts: Window,
+    types: Option<Vec<&str>>,
+    num_layers: usize,
+) -> Result<Vec<Option<usize>>> {
+    let all = |window| Ok(vec![window; num_layers]);
+    let window = match counts {
+        Window::Never => return all(None),
+        Window::Refused if config.flag("use_sliding_window")? => {
+            return Err(config.wrong("use_sliding_window", "false: windows in every second layer are not served"));
+        }
+        Window::Refused => return all(None),
+        Window::Always(usual) if !config.has(KEY) => return all(Some(usual)),
+        Window::Switched if !config.flag("use_sliding_window")? => return all(None),
+        _ if config.get(KEY).is_none() => return all(None),
+        _ => config.size(KEY, 1 << 31)?,
+    };
+    match (counts, types) {
+        (Window::Switched, Some(types)) if types.len() == num_layers => {
+            Ok(types.into_iter().map(|kind| (kind == layer_types::SLIDING).then_some(window)).collect())
+        }
+        (Window::Switched, Some(_)) => Err(layer_types::wrong_len(config, num_layers)),
+        (Window::Switched, None) => {
+            let first = config.count("max_window_layers")?;
+            Ok((0..num_layers).map(|layer| (layer >= first).then_some(window)).collect())
+        }
+        _ => all(Some(window)),
+    }
+}
+
+/// Adds the keys to a `config.json`.
+pub(super) fn write(spec: &ModelSpec, config: &mut Value) {
+    let has_window = |layer: usize| matches!(spec.layers[layer].mixer, Mixer::Attention(own) if own.window.is_some());
+    let count = (0..spec.num_layers()).filter(|&layer| has_window(layer)).count();
+    config["use_sliding_window"] = json!(count > 0);
+    config["max_window_layers"] = json!(spec.num_layers() - count);
+    if count > 0 && count < spec.num_layers() {
+        let name = |layer| if has_window(layer) { layer_types::SLIDING } else { layer_types::FULL };
+        config[layer_types::KEY] = (0..spec.num_layers()).map(name).collect();
+    }
+}

@@ -1,0 +1,104 @@
+//! What layers with one property share, made once for each distinct value of it: tables by the rotation, layouts by the window.
+
+use tch::{Device, Kind, Tensor};
+
+use super::spec::ModelSpec;
+use crate::error::Result;
+use crate::ops::rope::{Rope, RopeRows, RopeScaling};
+
+/// A value for each distinct key among a model's layers.
+#[derive(Debug)]
+pub struct Distinct<K, T>(Vec<(K, T)>);
+
+/// A value for each window; `None` stands for layers that see all.
+pub type ByWindow<T> = Distinct<Option<usize>, T>;
+
+/// A value for each rotation; `None` stands for layers that turn nothing.
+pub type ByRope<T> = Distinct<Option<RopeSpec>, T>;
+
+/// Frequencies of a model's rotations. A layer that turns nothing has an angle of 0 at every position, which changes no bit of what it is
+/// given, so that kernels need not know of it.
+pub type Ropes = ByRope<Rope>;
+
+impl<K: Copy + PartialEq + std::fmt::Debug, T> Distinct<K, T> {
+    /// One value for each of `keys`.
+    pub fn new(keys: Vec<K>, make: impl Fn(K) -> T) -> Self {
+        Self(keys.into_iter().map(|key| (key, make(key))).collect())
+    }
+
+    /// [`Distinct::new`] of what may fail.
+    ///
+    /// # Errors
+    /// The errors of `make`.
+    pub fn try_new(keys: Vec<K>, make: impl Fn(K) -> Result<T>) -> Result<Self> {
+        Ok(Self(keys.into_iter().map(|key| Ok((key, make(key)?))).collect::<Result<_>>()?))
+    }
+
+    /// The value of the layers with this key.
+    ///
+    /// # Panics
+    /// If no layer has it.
+    pub fn of(&self, key: K) -> &T {
+        let found = self.0.iter().find(|(own, _)| *own == key);
+        &found.unwrap_or_else(|| panic!("no layer of the model has {key:?}")).1
+    }
+
+    /// All values, in the order of their first layers.
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
+        self.0.iter().map(|(_, value)| value)
+    }
+
+    fn map<U>(&self, make: impl Fn(&T) -> Result<U>) -> Result<Distinct<K, U>> {
+        Ok(Distinct(self.0.iter().map(|(key, value)| Ok((*key, make(value)?))).collect::<Result<_>>()?))
+    }
+}
+
+/// The rotation of a layer's queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeSpec {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Scaling of the frequencies.
+    pub scaling: Option<RopeScaling>,
+    /// Share of a head, its first columns, that is turned.
+    pub partial_rotary_factor: f64,
+}
+
+impl RopeSpec {
+    /// Columns of a head that are turned.
+    pub fn columns(&self, head_dim: usize) -> usize {
+        (head_dim as f64 * self.partial_rotary_factor) as usize
+    }
+}
+
+impl Ropes {
+    pub(super) fn of_layers(spec: &ModelSpec) -> Self {
+        let head_dim = spec.attention().head_dim;
+        let rope = |rope: Option<RopeSpec>| match rope {
+            Some(rope) => Rope::new(rope.columns(head_dim), rope.theta, rope.scaling.as_ref()),
+            None => Rope::still(head_dim),
+        };
+        Self::new(spec.rotations(), rope)
+    }
+
+    /// Columns that all tables have together.
+    pub fn columns(&self) -> usize {
+        self.iter().map(Rope::columns).sum()
+    }
+
+    /// [`Rope::table`] of each.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn tables(&self, len: usize, device: Device) -> Result<ByRope<Tensor>> {
+        self.map(|rope| rope.table(len, device))
+    }
+
+    /// [`Rope::rows`] of each.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn rows(&self, positions: &Tensor /* [T] i64 */, kind: Kind) -> Result<ByRope<RopeRows>> {
+        self.map(|rope| rope.rows(positions, kind))
+    }
+}

@@ -1,0 +1,95 @@
+//! Small shapes of every family.
+
+use super::delta_net::{hybrid, hybrid_with_experts};
+use crate::model::{DenseSpec, ExpertsSpec, Family, Mlp, ModelSpec, NormPlaces, QkNorm, SharedExpertSpec};
+use crate::ops::rope::{Llama3Scaling, RopeScaling};
+use crate::ops::router::RouterOptions;
+
+/// One small shape per family: (name, spec).
+pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 5] {
+    let micro = ModelSpec { vocab_size: 23, ..ModelSpec::preset("micro").unwrap() }.with_widths(24, 20);
+    let unbiased = micro.clone().map_attention(|_, attention| attention.qkv_bias = false);
+    let plain = |family| ModelSpec { family, tie_word_embeddings: false, ..unbiased.clone() };
+    let scaling = Llama3Scaling {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 512.0,
+    };
+    [
+        ("qwen2, group 7, tied", with_heads(micro, 14, 2)),
+        (
+            "qwen3, group 1",
+            with_heads(plain(Family::Qwen3), 4, 4).map_attention(|_, attention| attention.qk_norm = Some(QkNorm::Head)),
+        ),
+        (
+            "llama 3, group 2",
+            plain(Family::Llama).map_attention(|_, attention| {
+                attention.rope.as_mut().unwrap().scaling = Some(RopeScaling::Llama3(scaling));
+            }),
+        ),
+        ("mistral, group 2", plain(Family::Mistral).map_attention(|_, attention| attention.window = Some(4))),
+        (
+            "olmo 2, group 2",
+            plain(Family::Olmo2)
+                .map_attention(|_, attention| attention.qk_norm = Some(QkNorm::All))
+                .map_blocks(|_, block| block.norms = NormPlaces::POST),
+        ),
+    ]
+}
+
+/// With so many heads of queries, and of keys and values.
+pub(in crate::model) fn with_heads(spec: ModelSpec, num_heads: usize, num_kv_heads: usize) -> ModelSpec {
+    spec.map_attention(|_, attention| (attention.num_heads, attention.num_kv_heads) = (num_heads, num_kv_heads))
+}
+
+/// With so many experts, shared whole among ranks.
+pub(in crate::model) fn in_parallel(spec: ModelSpec, num_experts: usize) -> ModelSpec {
+    let spec = spec.map_experts(|experts| (experts.num_experts, experts.own) = (num_experts, num_experts));
+    spec.with_expert_parallel(true).unwrap()
+}
+
+/// Qwen3's shape with experts: (name, spec).
+pub(in crate::model) fn with_experts() -> [(&'static str, ModelSpec); 2] {
+    let [_, (_, qwen3), ..] = families();
+    let experts = ExpertsSpec {
+        expert: DenseSpec { hidden: qwen3.hidden_size, intermediate: 12 },
+        num_experts: 5,
+        own: 5,
+        is_parallel: false,
+        router: RouterOptions { num_experts_per_tok: 3, norm_topk_prob: true },
+        shared: None,
+    };
+    let all = qwen3.clone().map_blocks(|_, block| block.mlp = Mlp::Experts(experts));
+    let mut some = all.clone().map_experts(|experts| experts.router.norm_topk_prob = false);
+    some.layers[0].mlp = qwen3.layers[0].mlp;
+    let moe = |spec| ModelSpec { family: Family::Qwen3Moe, router_aux_loss_coef: 0.0, ..spec };
+    [
+        ("experts in all layers", moe(all)),
+        ("experts in one layer, norms behind", moe(some.map_blocks(|_, block| block.norms = NormPlaces::POST))),
+    ]
+}
+
+/// Qwen2's shape with experts of which one is shared: (name, spec).
+pub(super) fn with_shared_expert() -> (&'static str, ModelSpec) {
+    let ([(_, qwen2), ..], [(_, moe), _]) = (families(), with_experts());
+    let mut experts = with_shared(moe.experts().unwrap(), 16);
+    experts.router.norm_topk_prob = false;
+    let spec = with_heads(qwen2, 8, 2).map_blocks(|layer, block| {
+        if layer % 2 == 1 {
+            block.mlp = Mlp::Experts(experts);
+        }
+    });
+    ("shared expert", ModelSpec { family: Family::Qwen2Moe, router_aux_loss_coef: 0.0, ..spec })
+}
+
+/// With an expert of this width that every token goes to.
+pub(super) fn with_shared(experts: ExpertsSpec, intermediate: usize) -> ExpertsSpec {
+    let shared = SharedExpertSpec(DenseSpec { intermediate, ..experts.expert });
+    ExpertsSpec { shared: Some(shared), ..experts }
+}
+
+/// Shapes with a shared expert, with gated delta nets, and with both: (name, spec).
+pub(super) fn others() -> [(&'static str, ModelSpec); 3] {
+    [with_shared_expert(), hybrid(), hybrid_with_experts()]
+}

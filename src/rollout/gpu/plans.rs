@@ -1,0 +1,82 @@
+//! Plans of a step's attention: one for each way in which layers see their context.
+
+use tch::{Device, Tensor};
+
+use crate::cuda::kernels::{AttentionPlan, AttentionShape, SharedPrefixes};
+use crate::error::Result;
+use crate::model::{AttentionSpec, Distinct, ModelSpec};
+use crate::rollout::engine::EngineOptions;
+
+/// Tokens of a context that are summed at once in strict mode.
+const STRICT_SPLIT_TOKENS: usize = 256;
+
+/// The plans of a rank's layers, by the window and the factor of scores.
+#[derive(Debug)]
+pub(super) struct AttentionPlans(Distinct<(Option<usize>, f64), AttentionPlan>);
+
+impl AttentionPlans {
+    /// For up to `max_rows` rows with block tables of `max_blocks`.
+    pub(super) fn new(
+        spec: &ModelSpec,
+        options: &EngineOptions,
+        (tp_size, device): (usize, Device),
+        [max_rows, max_blocks]: [usize; 2],
+    ) -> Result<Self> {
+        let plan = |sight| {
+            let shape = shape(spec, options, tp_size, sight);
+            AttentionPlan::new(shape, (options.kind, device), max_rows, max_blocks, split_tokens(options))
+        };
+        Ok(Self(Distinct::try_new(spec.sights(), plan)?))
+    }
+
+    /// The plan of the layers with this attention.
+    pub(super) fn of(&self, attention: AttentionSpec) -> &AttentionPlan {
+        self.0.of(attention.sight())
+    }
+
+    /// Most rows of a step.
+    pub(super) fn max_rows(&self) -> usize {
+        self.0.iter().map(AttentionPlan::max_rows).min().unwrap_or(0)
+    }
+
+    /// [`AttentionPlan::least_shared_tokens`], which is the same for all.
+    pub(super) fn least_shared_tokens(&self, rows: usize) -> usize {
+        self.0.iter().map(|plan| plan.least_shared_tokens(rows)).max().unwrap_or(usize::MAX)
+    }
+
+    /// [`AttentionPlan::update`] of each.
+    pub(super) fn update(&self, context_lens: &Tensor, prefixes: Option<SharedPrefixes>) -> Result<()> {
+        self.0.iter().try_for_each(|plan| plan.update(context_lens, prefixes))
+    }
+
+    /// Bytes on the device.
+    pub(super) fn bytes(&self) -> usize {
+        self.0.iter().map(AttentionPlan::bytes).sum()
+    }
+
+    /// Bytes of the partial results of all plans, which are nearly all that they take.
+    pub(super) fn partial_bytes(
+        spec: &ModelSpec,
+        options: &EngineOptions,
+        tp_size: usize,
+        [max_rows, max_blocks]: [usize; 2],
+    ) -> usize {
+        let shapes = spec.sights().into_iter().map(|sight| shape(spec, options, tp_size, sight));
+        let split = split_tokens(options);
+        shapes.map(|shape| AttentionPlan::partial_bytes(&shape, max_rows, max_blocks, split)).sum()
+    }
+}
+
+fn shape(
+    spec: &ModelSpec,
+    options: &EngineOptions,
+    tp_size: usize,
+    (sliding_window, scale): (Option<usize>, f64),
+) -> AttentionShape {
+    let AttentionSpec { num_heads, num_kv_heads, head_dim, .. } = spec.attention().tp_slice(tp_size);
+    AttentionShape { num_heads, num_kv_heads, head_dim, block_size: options.block_size, sliding_window, scale }
+}
+
+fn split_tokens(options: &EngineOptions) -> Option<usize> {
+    options.strict.then_some(STRICT_SPLIT_TOKENS)
+}
