@@ -94,7 +94,7 @@ impl ModelSpec {
         if let Some(experts) = self.experts() {
             experts::write(self, experts, &mut config);
         }
-        if window == Window::Switched {
+        if matches!(window, Window::Switched | Window::Listed) {
             windows::write(self, &mut config);
         }
         write(self, &mut config);

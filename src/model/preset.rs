@@ -13,7 +13,7 @@ use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::router::RouterOptions;
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 21] = [
+pub const PRESETS: [&str; 22] = [
     "micro",
     "tiny",
     "tiny-moe",
@@ -35,6 +35,7 @@ pub const PRESETS: [&str; 21] = [
     "llama3.1-8b",
     "olmo2-1b",
     "olmo2-7b",
+    "smollm3-3b",
 ];
 
 impl ModelSpec {
@@ -73,6 +74,7 @@ impl ModelSpec {
             "llama3.1-8b" => llama3([128_256, 4_096, 14_336, 32, 32, 8, 128], false, 8.0),
             "olmo2-1b" => olmo2([100_352, 2_048, 8_192, 16, 16, 16, 128]),
             "olmo2-7b" => olmo2([100_352, 4_096, 11_008, 32, 32, 32, 128]),
+            "smollm3-3b" => smollm3([128_256, 2_048, 11_008, 36, 16, 4, 128]),
             _ => return None,
         };
         Some(spec)
@@ -209,6 +211,22 @@ fn llama3(sizes: [usize; 7], tie_word_embeddings: bool, factor: f64) -> ModelSpe
         max_position_embeddings: 131_072,
         bos_token_id: Some(128_000),
         eos_token_ids: vec![128_001, 128_008, 128_009],
+        dtype: Kind::BFloat16,
+        ..spec
+    }
+}
+
+/// Every fourth layer turns nothing.
+fn smollm3(sizes: [usize; 7]) -> ModelSpec {
+    let spec = qwen2(sizes, true).map_attention(|layer, attention| {
+        attention.qkv_bias = false;
+        attention.rope = attention.rope.filter(|_| layer % 4 != 3).map(|rope| RopeSpec { theta: 5e6, ..rope });
+    });
+    ModelSpec {
+        family: Family::SmolLm3,
+        max_position_embeddings: 65_536,
+        bos_token_id: None,
+        eos_token_ids: vec![128_012],
         dtype: Kind::BFloat16,
         ..spec
     }

@@ -11,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 15] = [
+const GOLDEN: [(&str, Family); 17] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -19,6 +19,8 @@ const GOLDEN: [(&str, Family); 15] = [
     ("llama3", Family::Llama),
     ("mistral", Family::Mistral),
     ("olmo2", Family::Olmo2),
+    ("smollm3", Family::SmolLm3),
+    ("smollm3_window", Family::SmolLm3),
     ("qwen2_moe", Family::Qwen2Moe),
     ("qwen2_moe_mixed", Family::Qwen2Moe),
     ("qwen3_moe", Family::Qwen3Moe),
@@ -54,6 +56,7 @@ fn published_models_have_their_published_sizes() {
         ("llama3.1-8b", 8_030_261_248),
         ("olmo2-1b", 1_484_916_736),
         ("olmo2-7b", 7_298_617_344),
+        ("smollm3-3b", 3_075_098_624),
         ("tiny", 796_800),
         ("micro", 27_936),
     ];
@@ -73,8 +76,9 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
     for (name, family) in GOLDEN {
         let spec = Arc::new(ModelSpec::from_folder(golden(name)).unwrap());
         assert_eq!((spec.family, &spec.eos_token_ids[..], spec.bos_token_id), (family, &[2, 3][..], Some(1)));
-        assert_eq!(spec.attention().window, (family == Family::Mistral).then_some(8));
-        assert_eq!(spec.attention().rope.unwrap().scaling.is_some(), ["llama3", "qwen2_yarn"].contains(&name));
+        assert_eq!(spec.attention().window, ["mistral", "smollm3_window"].contains(&name).then_some(8));
+        let is_scaled = spec.rotations().into_iter().flatten().any(|rope| rope.scaling.is_some());
+        assert_eq!(is_scaled, ["llama3", "qwen2_yarn"].contains(&name));
         let table = ParamTable::new(spec.clone(), 2);
         let files = open(&golden(name)).unwrap();
         let copy = tempfile::tempdir().unwrap();

@@ -34,6 +34,8 @@ fn greedy_equals_transformers() {
         "llama3",
         "mistral",
         "olmo2",
+        "smollm3",
+        "smollm3_window",
         "qwen2_moe",
         "qwen2_moe_mixed",
         "qwen3_moe",
@@ -78,7 +80,7 @@ fn logprobs_agree_with_a_plain_forward() {
         SamplingParams { temperature: 0.8, ..sampled() },
         SamplingParams { temperature: 1.4, top_k: 5, repetition_penalty: 1.2, ..sampled() },
     ];
-    for name in [None, Some("qwen3"), Some("mistral"), Some("olmo2"), Some("qwen3_5")] {
+    for name in [None, Some("qwen3"), Some("mistral"), Some("olmo2"), Some("smollm3_window"), Some("qwen3_5")] {
         let model = name.map_or_else(Model::micro, Model::golden);
         for params in &cases {
             let (groups, _) = model.generate(options(), &prompts(4), params);
@@ -146,18 +148,23 @@ fn equals_one_rank(world: &World) {
     let num_blocks = 40 + world.rank();
     // Two key/value heads: whole groups at tp = 2, shared ones at tp = 4; Qwen3 adds norms and an own head width, OLMo 2 norms over
     // the heads of all ranks.
-    for model in [
+    let mut models = vec![
         Model::micro(),
         Model::golden("qwen3"),
         Model::golden("qwen2_tied"),
         Model::golden("olmo2"),
+        Model::golden("smollm3_window"),
         Model::golden("qwen3_5"),
         Model::golden("qwen3_5_moe"),
         Model::golden("qwen3_moe_mixed"),
         Model::expert_parallel("qwen3_moe_mixed"),
         Model::golden("qwen2_moe"),
         Model::expert_parallel("qwen2_moe_mixed"),
-    ] {
+    ];
+    if world.size() == 2 {
+        models.extend(["smollm3"].map(Model::golden)); // of six query heads
+    }
+    for model in models {
         // A gated norm divides what is left of a state; small ones show how the ranks' sums round.
         let tolerance = if model.spec.delta_net().is_some() { 1e-3 } else { 1e-4 };
         let all = prompts(9);

@@ -355,3 +355,46 @@ fn a_shared_expert_is_read_or_refused_by_name() {
     assert!(error.starts_with("tensor_parallel_size = 4: expected one of 1, 2 ("), "{error}");
     assert!(error.contains("experts of intermediate size 16, a shared expert of intermediate size 22)"), "{error}");
 }
+
+/// As transformers' `SmolLM3Config`: layers without rope in a list or at an interval, which have the window where no list of types says so.
+#[test]
+fn layers_of_smollm3_turn_or_not_as_in_transformers() {
+    let shape = |spec: &ModelSpec| -> Vec<(bool, Option<usize>)> {
+        let of = |block: &BlockSpec| match block.mixer {
+            Mixer::Attention(attention) => (attention.rope.is_some(), attention.window),
+            Mixer::DeltaNet(_) => unreachable!(),
+        };
+        spec.layers.iter().map(of).collect()
+    };
+    let spec = ModelSpec::preset("smollm3-3b").unwrap().with_num_layers(4);
+    let good = spec.to_config_json();
+    assert_eq!(load(&with(&good, "no_rope_layers", json!("remove"))).unwrap(), spec, "every fourth layer");
+    assert_eq!(load(&with(&good, "tie_word_embeddings", json!("remove"))).unwrap(), spec, "tied");
+    assert!(!load(&with(&good, "tie_word_embeddings", json!(false))).unwrap().tie_word_embeddings);
+    let every_second = with(&with(&good, "no_rope_layers", Value::Null), "no_rope_layer_interval", json!(2));
+    assert_eq!(shape(&load(&every_second).unwrap()), [(true, None), (false, None), (true, None), (false, None)]);
+    let windowed = with(&with(&every_second, "use_sliding_window", json!(true)), "sliding_window", json!(16));
+    let expected = [(true, None), (false, Some(16)), (true, None), (false, Some(16))];
+    assert_eq!(shape(&load(&windowed).unwrap()), expected);
+    let types = json!(["sliding_attention", "sliding_attention", "full_attention", "full_attention"]);
+    let listed = load(&with(&windowed, "layer_types", types)).unwrap();
+    assert_eq!(shape(&listed), [(true, Some(16)), (false, Some(16)), (true, None), (false, None)]);
+    assert_eq!(load(&listed.to_config_json()).unwrap(), listed);
+    for value in [json!([1, 0]), json!("none"), json!([1, 0, -1, 1])] {
+        let error = load(&with(&good, "no_rope_layers", value)).unwrap_err().to_string();
+        assert!(error.contains("expected a list of 1 (turns) and 0, one for each of 4 layers"), "{error}");
+    }
+}
+
+/// Layers of one model may see more or less: Qwen2 from `max_window_layers` on, or as its list says.
+#[test]
+fn windows_may_differ_by_layer() {
+    let good = ModelSpec::preset("micro").unwrap().to_config_json();
+    let windowed = with(&with(&good, "use_sliding_window", json!(true)), "sliding_window", json!(8));
+    let last = load(&with(&windowed, "max_window_layers", json!(1))).unwrap();
+    assert_eq!(last.windows(), [None, Some(8)]);
+    assert_eq!(load(&last.to_config_json()).unwrap(), last);
+    let first = load(&with(&windowed, "layer_types", json!(["sliding_attention", "full_attention"]))).unwrap();
+    assert_eq!(first.windows(), [Some(8), None]);
+    assert_eq!(load(&first.to_config_json()).unwrap(), first);
+}

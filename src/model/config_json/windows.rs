@@ -26,15 +26,15 @@ pub(super) fn read(
         }
         Window::Refused => return all(None),
         Window::Always(usual) if !config.has(KEY) => return all(Some(usual)),
-        Window::Switched if !config.flag("use_sliding_window")? => return all(None),
+        Window::Switched | Window::Listed if !config.flag("use_sliding_window")? => return all(None),
         _ if config.get(KEY).is_none() => return all(None),
         _ => config.size(KEY, 1 << 31)?,
     };
     match (counts, types) {
-        (Window::Switched, Some(types)) if types.len() == num_layers => {
+        (Window::Switched | Window::Listed, Some(types)) if types.len() == num_layers => {
             Ok(types.into_iter().map(|kind| (kind == layer_types::SLIDING).then_some(window)).collect())
         }
-        (Window::Switched, Some(_)) => Err(layer_types::wrong_len(config, num_layers)),
+        (Window::Switched | Window::Listed, Some(_)) => Err(layer_types::wrong_len(config, num_layers)),
         (Window::Switched, None) => {
             let first = config.count("max_window_layers")?;
             Ok((0..num_layers).map(|layer| (layer >= first).then_some(window)).collect())
@@ -49,7 +49,7 @@ pub(super) fn write(spec: &ModelSpec, config: &mut Value) {
     let count = (0..spec.num_layers()).filter(|&layer| has_window(layer)).count();
     config["use_sliding_window"] = json!(count > 0);
     config["max_window_layers"] = json!(spec.num_layers() - count);
-    if count > 0 && count < spec.num_layers() {
+    if count > 0 {
         let name = |layer| if has_window(layer) { layer_types::SLIDING } else { layer_types::FULL };
         config[layer_types::KEY] = (0..spec.num_layers()).map(name).collect();
     }

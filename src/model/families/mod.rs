@@ -10,6 +10,7 @@ mod qwen3_5;
 mod qwen3_5_moe;
 mod qwen3_moe;
 mod qwen3_next;
+mod smollm3;
 
 use serde_json::Value;
 
@@ -60,6 +61,8 @@ families! {
     Mistral: mistral,
     /// OLMo 2.
     Olmo2: olmo2,
+    /// SmolLM3.
+    SmolLm3: smollm3,
 }
 
 /// Traits of a family that `config.json` leaves unsaid.
@@ -114,6 +117,8 @@ pub(super) enum Window {
     Always(usize),
     /// Layers from `max_window_layers` on have one, with `use_sliding_window` only.
     Switched,
+    /// With `use_sliding_window` the layers that `layer_types` lists have one, or all where there is no list.
+    Listed,
     /// With `use_sliding_window` some layers have one, which is not served.
     Refused,
 }

@@ -147,6 +147,8 @@ fn logits_equal_transformers() {
         "llama3",
         "mistral",
         "olmo2",
+        "smollm3",
+        "smollm3_window",
         "qwen2_moe",
         "qwen2_moe_mixed",
         "qwen3_moe",

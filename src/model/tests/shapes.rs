@@ -6,7 +6,7 @@ use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::router::RouterOptions;
 
 /// One small shape per family: (name, spec).
-pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 5] {
+pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 6] {
     let micro = ModelSpec { vocab_size: 23, ..ModelSpec::preset("micro").unwrap() }.with_widths(24, 20);
     let unbiased = micro.clone().map_attention(|_, attention| attention.qkv_bias = false);
     let plain = |family| ModelSpec { family, tie_word_embeddings: false, ..unbiased.clone() };
@@ -29,6 +29,14 @@ pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 5] {
             }),
         ),
         ("mistral, group 2", plain(Family::Mistral).map_attention(|_, attention| attention.window = Some(4))),
+        (
+            "smollm 3, group 2",
+            plain(Family::SmolLm3).with_num_layers(3).map_attention(|layer, attention| match layer {
+                1 => attention.rope = None,
+                2 => (attention.rope, attention.window) = (None, Some(4)),
+                _ => {}
+            }),
+        ),
         (
             "olmo 2, group 2",
             plain(Family::Olmo2)
