@@ -9,7 +9,7 @@
 golden.json: `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last position; `all_logits`, [T, V] of
 prompt `all_logits_of`; `greedy`, 24 ids a prompt for the first three; `min_gap`, the least difference between the two
 highest logits on the way; of a model with experts `aux_loss`, one number a prompt; of one with gated delta
-nets, a shared expert or layers without rope `long_greedy`, 200 ids for the first prompt. Numbers are float32, computed in float32.
+nets, a shared expert, layers without rope or factors `long_greedy`, 200 ids for the first prompt. Numbers are float32, computed in float32.
 
 rope.json: for each case, keys of a config.json with heads of 128; `inv_freq` and `attention_factor` as transformers' rotary
 embedding has them; `context`, the longest that it is for.
@@ -23,7 +23,7 @@ import shutil
 import subprocess
 
 import torch
-from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, MistralConfig,
+from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, GraniteConfig, LlamaConfig, MistralConfig,
                           Olmo2Config, PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config,
                           Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, SmolLM3Config)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -33,7 +33,7 @@ PROMPT_LENGTHS = [5, 13, 21, 40]  # the window of mistral is 8
 ALL_LOGITS_OF = 1
 NEW_TOKENS = 24
 LONG_NEW_TOKENS = 200  # of a model with a key of LONG_KEYS
-LONG_KEYS = ["linear_num_key_heads", "shared_expert_intermediate_size", "no_rope_layers"]
+LONG_KEYS = ["linear_num_key_heads", "shared_expert_intermediate_size", "no_rope_layers", "residual_multiplier"]
 LEAST_GAP = 1e-3
 COMMON = dict(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -114,6 +114,9 @@ FAMILIES = {
     "smollm3_window": (SmolLM3Config(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, no_rope_layers=[0, 1, 1, 0],
                                      use_sliding_window=True, sliding_window=8, pad_token_id=0, rope_parameters=ROPE, tie_word_embeddings=False,
                                      **dict(COMMON, num_hidden_layers=4)), torch.float32, "5GB"),
+    "granite": (GraniteConfig(hidden_size=24, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2, rope_parameters=ROPE,
+                              embedding_multiplier=1.5, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=3.0,
+                              tie_word_embeddings=False, **COMMON), torch.float32, "5GB"),
     "olmo2": (Olmo2Config(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, rope_parameters=ROPE,
                           tie_word_embeddings=False, **COMMON), torch.float32, "5GB"),
 }

@@ -87,6 +87,7 @@ shape-mistral       1  SHAPE
 shape-qwen3         1  SHAPE gpu
 shape-olmo2         2  SHAPE tensor_parallel_size=2 gpu
 shape-smollm3_window 2 SHAPE tensor_parallel_size=2 gpu
+shape-granite       2  SHAPE tensor_parallel_size=2 gpu
 shape-qwen2_yarn    1  SHAPE
 shape-qwen2_untied  1  SHAPE beta=0.04
 shape-qwen3_moe     2  SHAPE router_aux_loss_coef=0.01 zero.stage=3 gpu

@@ -13,7 +13,7 @@ use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::router::RouterOptions;
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 22] = [
+pub const PRESETS: [&str; 23] = [
     "micro",
     "tiny",
     "tiny-moe",
@@ -36,6 +36,7 @@ pub const PRESETS: [&str; 22] = [
     "olmo2-1b",
     "olmo2-7b",
     "smollm3-3b",
+    "granite3.1-8b",
 ];
 
 impl ModelSpec {
@@ -75,6 +76,7 @@ impl ModelSpec {
             "olmo2-1b" => olmo2([100_352, 2_048, 8_192, 16, 16, 16, 128]),
             "olmo2-7b" => olmo2([100_352, 4_096, 11_008, 32, 32, 32, 128]),
             "smollm3-3b" => smollm3([128_256, 2_048, 11_008, 36, 16, 4, 128]),
+            "granite3.1-8b" => granite([49_155, 4_096, 12_800, 40, 32, 8, 128]),
             _ => return None,
         };
         Some(spec)
@@ -229,5 +231,24 @@ fn smollm3(sizes: [usize; 7]) -> ModelSpec {
         eos_token_ids: vec![128_012],
         dtype: Kind::BFloat16,
         ..spec
+    }
+}
+
+fn granite(sizes: [usize; 7]) -> ModelSpec {
+    let spec = qwen2(sizes, true).map_attention(|_, attention| {
+        attention.qkv_bias = false;
+        attention.scale = 0.0078125;
+        attention.rope.iter_mut().for_each(|rope| rope.theta = 1e7);
+    });
+    ModelSpec {
+        family: Family::Granite,
+        embedding_multiplier: 12.0,
+        logits_scaling: 16.0,
+        rms_norm_eps: 1e-5,
+        max_position_embeddings: 131_072,
+        bos_token_id: Some(0),
+        eos_token_ids: vec![0],
+        dtype: Kind::BFloat16,
+        ..spec.map_blocks(|_, block| block.residual_scale = 0.22)
     }
 }

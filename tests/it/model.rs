@@ -11,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 17] = [
+const GOLDEN: [(&str, Family); 18] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -21,6 +21,7 @@ const GOLDEN: [(&str, Family); 17] = [
     ("olmo2", Family::Olmo2),
     ("smollm3", Family::SmolLm3),
     ("smollm3_window", Family::SmolLm3),
+    ("granite", Family::Granite),
     ("qwen2_moe", Family::Qwen2Moe),
     ("qwen2_moe_mixed", Family::Qwen2Moe),
     ("qwen3_moe", Family::Qwen3Moe),
@@ -57,6 +58,7 @@ fn published_models_have_their_published_sizes() {
         ("olmo2-1b", 1_484_916_736),
         ("olmo2-7b", 7_298_617_344),
         ("smollm3-3b", 3_075_098_624),
+        ("granite3.1-8b", 8_170_848_256),
         ("tiny", 796_800),
         ("micro", 27_936),
     ];

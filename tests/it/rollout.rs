@@ -36,6 +36,7 @@ fn greedy_equals_transformers() {
         "olmo2",
         "smollm3",
         "smollm3_window",
+        "granite",
         "qwen2_moe",
         "qwen2_moe_mixed",
         "qwen3_moe",
@@ -80,7 +81,9 @@ fn logprobs_agree_with_a_plain_forward() {
         SamplingParams { temperature: 0.8, ..sampled() },
         SamplingParams { temperature: 1.4, top_k: 5, repetition_penalty: 1.2, ..sampled() },
     ];
-    for name in [None, Some("qwen3"), Some("mistral"), Some("olmo2"), Some("smollm3_window"), Some("qwen3_5")] {
+    for name in
+        [None, Some("qwen3"), Some("mistral"), Some("olmo2"), Some("smollm3_window"), Some("granite"), Some("qwen3_5")]
+    {
         let model = name.map_or_else(Model::micro, Model::golden);
         for params in &cases {
             let (groups, _) = model.generate(options(), &prompts(4), params);
@@ -162,7 +165,7 @@ fn equals_one_rank(world: &World) {
         Model::expert_parallel("qwen2_moe_mixed"),
     ];
     if world.size() == 2 {
-        models.extend(["smollm3"].map(Model::golden)); // of six query heads
+        models.extend(["smollm3", "granite"].map(Model::golden)); // of six query heads
     }
     for model in models {
         // A gated norm divides what is left of a state; small ones show how the ranks' sums round.

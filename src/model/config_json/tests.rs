@@ -398,3 +398,17 @@ fn windows_may_differ_by_layer() {
     assert_eq!(first.windows(), [Some(8), None]);
     assert_eq!(load(&first.to_config_json()).unwrap(), first);
 }
+
+/// As transformers' `GraniteConfig`: a factor that is absent is 1, that of scores, too.
+#[test]
+fn factors_of_granite_are_read_as_in_transformers() {
+    let mut config = ModelSpec::preset("granite3.1-8b").unwrap().with_num_layers(2).to_config_json();
+    for key in ["attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling"] {
+        let error = load(&with(&config, key, json!(0))).unwrap_err().to_string();
+        assert!(error.contains(&format!("{key} is 0: expected a number above 0")), "{error}");
+        config = with(&config, key, json!("remove"));
+    }
+    let spec = load(&config).unwrap();
+    assert_eq!((spec.attention().scale, spec.layers[1].residual_scale), (1.0, 1.0));
+    assert_eq!((spec.embedding_multiplier, spec.logits_scaling), (1.0, 1.0));
+}

@@ -1,5 +1,6 @@
 //! Families of decoders, a file each: what their `config.json` calls them, and what it leaves unsaid.
 
+mod granite;
 mod llama;
 mod mistral;
 mod olmo2;
@@ -63,6 +64,8 @@ families! {
     Olmo2: olmo2,
     /// SmolLM3.
     SmolLm3: smollm3,
+    /// Granite 3.
+    Granite: granite,
 }
 
 /// Traits of a family that `config.json` leaves unsaid.

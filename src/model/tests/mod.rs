@@ -149,6 +149,7 @@ fn logits_equal_transformers() {
         "olmo2",
         "smollm3",
         "smollm3_window",
+        "granite",
         "qwen2_moe",
         "qwen2_moe_mixed",
         "qwen3_moe",

@@ -6,7 +6,7 @@ use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::router::RouterOptions;
 
 /// One small shape per family: (name, spec).
-pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 6] {
+pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 7] {
     let micro = ModelSpec { vocab_size: 23, ..ModelSpec::preset("micro").unwrap() }.with_widths(24, 20);
     let unbiased = micro.clone().map_attention(|_, attention| attention.qkv_bias = false);
     let plain = |family| ModelSpec { family, tie_word_embeddings: false, ..unbiased.clone() };
@@ -37,6 +37,7 @@ pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 6] {
                 _ => {}
             }),
         ),
+        ("granite 3, group 2", with_factors(plain(Family::Granite))),
         (
             "olmo 2, group 2",
             plain(Family::Olmo2)
@@ -44,6 +45,12 @@ pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 6] {
                 .map_blocks(|_, block| block.norms = NormPlaces::POST),
         ),
     ]
+}
+
+/// With Granite's factors.
+fn with_factors(spec: ModelSpec) -> ModelSpec {
+    let spec = ModelSpec { embedding_multiplier: 1.5, logits_scaling: 3.0, ..spec };
+    spec.map_attention(|_, attention| attention.scale = 0.4).map_blocks(|_, block| block.residual_scale = 0.7)
 }
 
 /// With so many heads of queries, and of keys and values.
