@@ -49,8 +49,8 @@ pub mod metrics {
 }
 pub mod model {
     pub use crate::model::{
-        AttentionSpec, BlockContext, BlockParams, DeltaNetSpec, DenseSpec, EmbeddingParams, ExpertsSpec, Family,
-        Fp8Products, HeadParams, HeadSums, LoraSpec, Matrix, Mixer, Mlp, ModelSource, ModelSpec, NormPlaces,
+        AttentionSpec, BlockContext, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, EmbeddingParams, ExpertsSpec,
+        Family, Fp8Products, HeadParams, HeadSums, LoraSpec, Matrix, Mixer, Mlp, ModelSource, ModelSpec, NormPlaces,
         PackedMixer, Param, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock, RopeSpec, Routes, Scoring,
         SequenceMixer, SharedExpertSpec, Stage, Stages, Unit, UnitLayout, WeightFiles, WeightWriter, block_forward,
         head_backward, head_forward, init_folder, init_unit, init_unit_on, write_adapters,

@@ -3,6 +3,7 @@
 mod autograd;
 mod delta_net;
 mod experts;
+mod factors;
 mod fp8;
 mod optimizers;
 mod real_shapes;

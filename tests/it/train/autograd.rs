@@ -2,7 +2,8 @@
 //! with dense attention, and AdamW on whole tensors as its paper prints it. Shares only the weights' layout.
 
 use colo_grpo::internal::model::{
-    BlockParams, EmbeddingParams, HeadParams, Matrix, ModelSpec, ParamName, ParamTable, Piece, QkNorm, Unit,
+    AttentionSpec, BlockParams, BlockSpec, EmbeddingParams, HeadParams, Matrix, Mixer, ModelSpec, ParamName,
+    ParamTable, Piece, QkNorm, RopeSpec, Unit,
 };
 use colo_grpo::internal::train::{AdamOptions, Sequence};
 use colo_grpo::internal::types::RoutedExperts;
@@ -48,16 +49,16 @@ impl Model {
         let flat = |unit| (self.table.unit(unit), &self.units[self.table.index(unit)]);
         let (layout, table) = flat(Unit::Embedding);
         let table = EmbeddingParams::view(layout, table).table;
-        let mut x = table.index_select(0, &ids);
+        let mut x = table.index_select(0, &ids) * spec.embedding_multiplier;
         for layer in 0..spec.num_layers() {
             let (layout, block) = flat(Unit::Block(layer));
             let mut experts = Experts { noise: self.router_noise, routes: &mut routes, token_ids: &sequence.token_ids };
-            x = block_forward(spec, &BlockParams::view(spec, layout, block), &x, &mut experts);
+            x = block_forward((spec, layer), &BlockParams::view(spec, layout, block), &x, &mut experts);
         }
         let (layout, head) = flat(Unit::Head);
         let head = HeadParams::view(layout, head);
         let x = norm(&x, &head.final_norm, spec.rms_norm_eps);
-        let logits = x.matmul(&head.lm_head.unwrap_or(table).tr()) / temperature;
+        let logits = x.matmul(&head.lm_head.unwrap_or(table).tr()) / (temperature * spec.logits_scaling);
         let (first, count) = (sequence.prompt_len as i64, sequence.completion_len() as i64);
         let wide = if logits.kind() == Kind::BFloat16 { Kind::Float } else { logits.kind() };
         let log_p = logits.narrow(0, first - 1, count).log_softmax(-1, wide);
@@ -119,31 +120,29 @@ struct Experts<'a> {
     token_ids: &'a [u32],
 }
 
-fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor, routes: &mut Experts<'_>) -> Tensor {
+fn block_forward((spec, layer): (&ModelSpec, usize), w: &BlockParams, x: &Tensor, routes: &mut Experts<'_>) -> Tensor {
+    let BlockSpec { mixer, residual_scale, .. } = spec.layers[layer];
     // A norm that is absent leaves what it is given.
     let normed =
         |name, x: &Tensor| w.norm(name).map_or_else(|| x.shallow_clone(), |weight| norm(x, weight, spec.rms_norm_eps));
     let mixer_input = normed(ParamName::InputNorm, x);
-    let mixed = match w.norm(ParamName::DeltaConv) {
-        Some(_) => delta_net::mix(spec, w, &mixer_input),
-        None => attend(spec, w, &mixer_input),
+    let mixed = match mixer {
+        Mixer::DeltaNet(_) => delta_net::mix(spec, w, &mixer_input),
+        Mixer::Attention(own) => attend(spec, own, w, &mixer_input),
     };
-    let h = x + normed(ParamName::MixerPostNorm, &mixed);
+    let h = x + normed(ParamName::MixerPostNorm, &mixed) * residual_scale;
     let mlp_input = normed(ParamName::PostNorm, &h);
     let (gate_up, down) = (w.linear(Matrix::GateUp).weight(), w.linear(Matrix::Down).weight());
     let mlp = match w.router() {
         Some(router) => experts(spec, &mlp_input, [router, gate_up, down], routes),
         None => mlp(&mlp_input, gate_up, down),
     };
-    &h + normed(ParamName::MlpPostNorm, &mlp)
+    &h + normed(ParamName::MlpPostNorm, &mlp) * residual_scale
 }
 
-fn attend(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
+fn attend(spec: &ModelSpec, own: AttentionSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let (len, eps) = (x.size()[0], spec.rms_norm_eps);
-    let (kv_heads, group, head_dim) = {
-        let own = spec.attention();
-        (own.num_kv_heads as i64, own.heads_per_group() as i64, own.head_dim as i64)
-    };
+    let (kv_heads, group, head_dim) = (own.num_kv_heads as i64, own.heads_per_group() as i64, own.head_dim as i64);
     let [Piece { weight, bias, .. }] = &w.linear(Matrix::Qkv).pieces[..] else {
         panic!("a whole block is in one piece")
     };
@@ -158,13 +157,13 @@ fn attend(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let v = per_query(qkv.narrow(2, group + 1, 1));
     if let (Some(q_norm), Some(k_norm)) = (w.norm(ParamName::QNorm), w.norm(ParamName::KNorm)) {
         let over_all = |heads: &Tensor, weight| norm(&heads.reshape([len, -1]), weight, eps).view_as(heads);
-        (q, k) = match spec.attention().qk_norm {
+        (q, k) = match own.qk_norm {
             Some(QkNorm::All) => (over_all(&q, q_norm), over_all(&k, k_norm)),
             _ => (norm(&q, q_norm, eps), norm(&k, k_norm, eps)),
         };
     }
-    let (q, k) = (rope(spec, &q), per_query(rope(spec, &k).unsqueeze(2)));
-    let scores = Tensor::einsum("thd,shd->hts", &[&q, &k], None::<i64>) / (spec.attention().head_dim as f64).sqrt();
+    let (q, k) = (rope(own, &q), per_query(rope(own, &k).unsqueeze(2)));
+    let scores = Tensor::einsum("thd,shd->hts", &[&q, &k], None::<i64>) * own.scale;
     let future = Tensor::ones([len, len], (Kind::Bool, x.device())).triu(1);
     let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, None);
     let attended = Tensor::einsum("hts,shd->thd", &[&p, &v], None::<i64>).reshape([len, -1]);
@@ -206,8 +205,9 @@ pub fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     x * (x.square().mean_dim(-1, true, None) + eps).rsqrt() * weight
 }
 
-fn rope(spec: &ModelSpec, x: &Tensor /* [T, H, hd] */) -> Tensor {
-    let (half, theta) = (spec.attention().head_dim as i64 / 2, spec.attention().rope.unwrap().theta);
+fn rope(own: AttentionSpec, x: &Tensor /* [T, H, hd] */) -> Tensor {
+    let Some(RopeSpec { theta, .. }) = own.rope else { return x.shallow_clone() };
+    let half = own.head_dim as i64 / 2;
     let inv_freq: Vec<f64> = (0..half).map(|i| theta.powf(-(i as f64) / half as f64)).collect();
     let positions = Tensor::arange(x.size()[0], (Kind::Double, x.device()));
     let angle = positions.view([-1, 1, 1]) * Tensor::from_slice(&inv_freq).to_device(x.device()); // [T, 1, hd / 2]

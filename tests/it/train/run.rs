@@ -38,6 +38,8 @@ pub struct Run {
     pub experts: bool,
     /// Whether two of three layers have gated delta nets.
     pub delta_nets: bool,
+    /// Whether a layer turns nothing, and the embedding, scores, sublayers and logits have factors.
+    pub factors: bool,
     /// Weight of the loss that keeps experts equally busy.
     pub aux_loss_coef: f64,
     pub recompute: GradientCheckpointing,
@@ -66,6 +68,7 @@ impl Run {
             tied: false,
             experts: false,
             delta_nets: false,
+            factors: false,
             aux_loss_coef: 0.0,
             recompute,
             budget: BUDGET,
@@ -101,6 +104,13 @@ impl Run {
             for layer in [0, 2] {
                 narrow.layers[layer].mixer = Mixer::DeltaNet(DeltaNetSpec { hidden, heads });
             }
+        }
+        if self.factors {
+            (narrow.embedding_multiplier, narrow.logits_scaling) = (1.5, 3.0);
+            narrow = narrow.map_blocks(|_, block| block.residual_scale = 0.7).map_attention(|layer, attention| {
+                attention.scale = 0.4;
+                attention.rope = attention.rope.filter(|_| layer != 1);
+            });
         }
         match self.optim {
             Optim::AdamW8bit => narrow.with_widths(48, 90).map_attention(|_, attention| {

@@ -1,0 +1,20 @@
+//! Models with factors of the embedding, of scores, of sublayers and of logits, and a layer that turns nothing.
+
+use colo_grpo::internal::config::GradientCheckpointing;
+use colo_grpo::internal::dist::World;
+use tch::Kind;
+
+use super::follows_plain_adamw;
+use super::run::Run;
+
+/// Tied to the embedding, whose gradient has both factors, and not; beside gated delta nets, too.
+#[test]
+fn layers_with_factors_follow_plain_adamw() {
+    let mesh = World::single().mesh(1, 1).unwrap();
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+        for (tied, share_prompts, delta_nets) in [(false, true, false), (true, false, false), (false, true, true)] {
+            let run = Run { factors: true, tied, share_prompts, delta_nets, recompute, ..Run::new(0, Kind::Double) };
+            follows_plain_adamw(&mesh, run, 1e-10);
+        }
+    }
+}
