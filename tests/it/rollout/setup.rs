@@ -187,7 +187,8 @@ impl Model {
         let ropes = ropes.rows(&Tensor::arange_start(first, first + num_fed, (Kind::Int64, Device::Cpu)), Kind::Float);
         let ropes = ropes.unwrap();
         let context = BlockContext::new(spec, &ropes, None, routes);
-        let mut x = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table).unwrap();
+        let rows = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table).unwrap();
+        let mut x = spec.scale_embedding(rows).unwrap();
         for (layer, block) in self.blocks.iter().enumerate() {
             x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;
         }
@@ -196,7 +197,7 @@ impl Model {
             rows: &rows,
             targets: &targets,
             top: colo_grpo::internal::ops::head::TopTokens::Nothing,
-            temperature,
+            temperature: temperature * spec.logits_scaling,
             norm: spec.norm(),
         };
         let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false).unwrap();
