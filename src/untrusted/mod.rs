@@ -7,6 +7,8 @@
 mod confined;
 mod folder;
 mod meter;
+#[cfg(test)]
+pub(crate) mod testing;
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read};
