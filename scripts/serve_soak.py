@@ -37,7 +37,7 @@ class Server:
     def stream(self, client: int, vanishes: bool) -> "dict[int, list[int]] | None":
         """Token ids of each choice; none of a client that vanishes after the first bytes."""
         connection = http.client.HTTPConnection(self.address, timeout=600)
-        connection.request("POST", "/v1/completions", body(client))
+        connection.request("POST", "/v1/completions", body(client), {"Content-Type": "application/json"})
         if vanishes and client % 2:
             connection.close()
             return None

@@ -16,9 +16,12 @@ use crate::data::Tokenizer;
 use crate::dist::World;
 use crate::endpoint::{self, ClientLimits, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result, panic_message};
-use crate::http::HttpServer;
+use crate::http::{Guard, HttpServer};
 use crate::model::ModelSpec;
 use crate::serve::Served;
+
+/// Where the server listens.
+const HOST: &str = "127.0.0.1";
 
 /// The benchmark of the HTTP server.
 #[derive(Debug, Clone)]
@@ -121,10 +124,11 @@ impl ServeBench {
                 eos_token_ids: rollout.eos_token_ids().to_vec(),
                 max_sequence_length: rollout.max_sequence_length(),
                 api_key: None,
+                guard: Guard::new(HOST, &[], &[]),
                 max_body_bytes: 64 << 20,
                 episodes: None,
             };
-            let server = endpoint::open(HttpServer::bind("127.0.0.1", 0)?, options, client.clone())?;
+            let server = endpoint::open(HttpServer::bind(HOST, 0)?, options, client.clone())?;
             let address = server.address();
             std::thread::scope(|scope| {
                 let clients = scope.spawn(move || {
@@ -181,7 +185,10 @@ impl ServeBench {
 fn read_stream(address: SocketAddr, body: &str) -> std::io::Result<(Instant, String)> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_nodelay(true)?;
-    let head = format!("POST /v1/completions HTTP/1.0\r\nContent-Length: {}\r\n\r\n", body.len());
+    let head = format!(
+        "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+        body.len()
+    );
     stream.write_all(&[head.as_bytes(), body.as_bytes()].concat())?;
     let (mut answer, mut piece, mut first) = (Vec::new(), vec![0; 1 << 16], None);
     loop {

@@ -1,7 +1,7 @@
 //! One run a folder: two that write into the same one would take each other's files.
 
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, Write};
+use std::fs::File;
+use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use super::writers::writes_folder;
 use crate::dist::World;
 use crate::error::{Error, Result};
+use crate::untrusted::Folder;
 
 /// The file that is locked, with the number of the process that did.
 const LOCK: &str = ".lock";
@@ -29,10 +30,12 @@ impl Claim {
     /// Returns the errors of [`claim`]: another run may have the folder's name by now.
     pub fn renew(&mut self) -> Result<bool> {
         let own = self.lock.metadata().map_err(Error::io(&self.path))?;
-        if std::fs::metadata(&self.path).is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino())) {
+        let output_dir = self.path.parent().unwrap_or(Path::new("."));
+        let named = Folder::new(output_dir).open(LOCK).and_then(|file| file.metadata());
+        if named.is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino())) {
             return Ok(false);
         }
-        if let Some(again) = lock(self.path.parent().unwrap_or(Path::new(".")))? {
+        if let Some(again) = lock(output_dir)? {
             *self = again;
         }
         Ok(true)
@@ -49,17 +52,12 @@ pub fn claim(output_dir: &Path, world: &World, on_each_node: bool) -> Result<Opt
 }
 
 fn lock(output_dir: &Path) -> Result<Option<Claim>> {
-    std::fs::create_dir_all(output_dir).map_err(Error::io(output_dir))?;
     let path = output_dir.join(LOCK);
-    let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
-    let mut lock = options.map_err(Error::io(&path))?;
+    let mut lock = Folder::new(output_dir).append(LOCK).map_err(Error::io(&path))?;
     match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {
             let id = std::process::id().to_string();
-            lock.set_len(0)
-                .and_then(|()| lock.rewind())
-                .and_then(|()| lock.write_all(id.as_bytes()))
-                .map_err(Error::io(&path))?;
+            lock.set_len(0).and_then(|()| lock.write_all(id.as_bytes())).map_err(Error::io(&path))?;
             Ok(Some(Claim { path, lock }))
         }
         Err(Errno::WOULDBLOCK) => {

@@ -272,9 +272,8 @@ pub struct WatchArgs {
     /// Output folders of runs, or folders that have such below them
     #[arg(required = true)]
     pub folders: Vec<PathBuf>,
-    /// Address to listen at; 0.0.0.0 lets every machine in
-    #[arg(long, default_value = launch::LOOPBACK)]
-    pub host: String,
+    #[command(flatten)]
+    pub hosts: HostArgs,
     /// Port to listen at; 0 takes a free one
     #[arg(long, default_value_t = 8090)]
     pub port: u16,

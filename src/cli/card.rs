@@ -6,8 +6,9 @@ use std::path::Path;
 use serde_json::json;
 
 use crate::error::{Error, Result};
-use crate::metrics::read_metrics;
+use crate::metrics::read_metrics_in;
 use crate::metrics::report::{number, read_config};
+use crate::untrusted::Folder;
 
 /// Keys of a run's configuration that say how it was trained, where they have a value.
 const METHOD: [&str; 14] = [
@@ -38,10 +39,10 @@ const METRICS: [&str; 5] = ["reward", "eval_reward", "eval_pass@1", "completions
 /// [`Error::Io`], and [`Error::BadFile`] for a run_config.json that is none.
 pub(super) fn write(folder: &Path, model: &Path, has_adapters: bool) -> Result<()> {
     let path = folder.join("README.md");
-    let run = model.parent().filter(|run| run.join("run_config.json").exists());
-    let config = run.map_or_else(|| Ok(Vec::new()), |run| read_config(&run.join("run_config.json")))?;
-    let metrics = run.map_or_else(Vec::new, |run| newest(run, step_of(model)));
-    std::fs::write(&path, card(&config, &metrics, model, has_adapters)).map_err(Error::io(&path))
+    let run = model.parent().map(Folder::new).filter(|run| run.has("run_config.json"));
+    let config = run.as_ref().map_or_else(|| Ok(Vec::new()), read_config)?;
+    let metrics = run.map_or_else(Vec::new, |run| newest(&run, step_of(model)));
+    Folder::new(folder).write("README.md", card(&config, &metrics, model, has_adapters)).map_err(Error::io(&path))
 }
 
 /// The step of a checkpoint's folder.
@@ -50,8 +51,8 @@ fn step_of(model: &Path) -> Option<u64> {
 }
 
 /// The newest value of each metric that is told, up to a step.
-fn newest(run: &Path, last: Option<u64>) -> Vec<(&'static str, u64, f64)> {
-    let lines = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default(); // a run without metrics has a card, too
+fn newest(run: &Folder, last: Option<u64>) -> Vec<(&'static str, u64, f64)> {
+    let lines = read_metrics_in(run).unwrap_or_default(); // a run without metrics has a card, too
     let of = |name: &'static str| {
         let mut lines = lines.iter().rev().filter(|line| last.is_none_or(|last| line.step <= last));
         lines.find_map(|line| Some((name, line.step, *line.values.get(name)?)))

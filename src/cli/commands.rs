@@ -59,8 +59,8 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
                 &args.launch,
                 watch,
                 on_cuda,
-                || endpoint::bind(&args.own),
-                |world, listener| endpoint::serve(&args.own, world, kind, listener),
+                || endpoint::Door::open(&args.own),
+                |world, door| endpoint::serve(&args.own, world, kind, door),
             )
         }
         Command::Chat(args) => {

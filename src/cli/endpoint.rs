@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::Map;
 use tch::Kind;
 
-use super::args::{ChatArgs, ServeArgs, ToolCallFormat};
+use super::args::{ChatArgs, HostArgs, ServeArgs, ToolCallFormat};
 use super::evaluation::sampling;
 use super::sample;
 use crate::cuda::residual_kind;
@@ -16,7 +16,7 @@ use crate::data::{Message, ToolCallParser};
 use crate::dist::{WorkerEnv, World};
 use crate::endpoint::{self, ClientLimits, Dialogue, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result};
-use crate::http::HttpServer;
+use crate::http::{Guard, HttpServer};
 use crate::phase::terminal;
 use crate::serve::{ModelService, NamedAdapter, ServeOptions};
 
@@ -26,14 +26,55 @@ const API_KEY_VARIABLE: &str = "COLO_GRPO_API_KEY";
 const HELP: &str = "/reset begins a new conversation, /adapter NAME lets an adapter answer and /adapter the base model, \
                     /exit or the end of input ends the program";
 
-/// The listening socket of rank 0, before the model is loaded.
-pub(super) fn bind(args: &ServeArgs) -> Result<Option<TcpListener>> {
-    let is_first = WorkerEnv::from_env()?.is_none_or(|env| env.rank == 0);
-    is_first.then(|| HttpServer::bind(&args.host, args.port)).transpose()
+/// The listening socket of rank 0 and the key of its clients, before the model is loaded.
+#[derive(Debug)]
+pub(super) struct Door {
+    listener: TcpListener,
+    api_key: Option<String>,
+    guard: Guard,
+}
+
+impl Door {
+    /// Opens it, on rank 0.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a key that no client could send; the errors of [`HttpServer::bind`].
+    pub fn open(args: &ServeArgs) -> Result<Option<Self>> {
+        if WorkerEnv::from_env()?.is_some_and(|env| env.rank != 0) {
+            return Ok(None);
+        }
+        let HostArgs { host, allowed_hosts } = &args.hosts;
+        let api_key = api_key(args)?;
+        let listener = HttpServer::bind(host, args.port)?;
+        let guard = Guard::new(host, allowed_hosts, &args.allowed_origins);
+        let guard = if api_key.is_some() { guard.open_to_any_host() } else { guard };
+        if api_key.is_none() && !listener.local_addr().is_ok_and(|address| address.ip().is_loopback()) {
+            terminal::say(format_args!(
+                "warning: --host {host}: everybody who reaches this port may use the model; --api_key or {API_KEY_VARIABLE} \
+                 asks for a key"
+            ));
+        }
+        Ok(Some(Self { listener, api_key, guard }))
+    }
+}
+
+/// The key, from the command line or its variable.
+fn api_key(args: &ServeArgs) -> Result<Option<String>> {
+    let of_variable = || std::env::var_os(API_KEY_VARIABLE).map(|key| key.to_string_lossy().into_owned());
+    let given = args.api_key.clone().map(|key| ("--api_key", key));
+    let Some((name, key)) = given.or_else(|| Some((API_KEY_VARIABLE, of_variable()?))) else { return Ok(None) };
+    match !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic()) {
+        true => Ok(Some(key)),
+        false => {
+            let got = if key.is_empty() { "" } else { "a key with white space or other characters" };
+            let expected = "letters, digits and signs of ASCII, at least one; leave it out to serve without a key";
+            Err(Error::invalid_value(name, got, expected))
+        }
+    }
 }
 
 /// `serve`; collective over the world, whose ranks share one engine.
-pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: Option<TcpListener>) -> Result<()> {
+pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Option<Door>) -> Result<()> {
     let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
     let adapters = args.adapters.checked(&name)?;
     let options = ServeOptions {
@@ -52,9 +93,8 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
         ToolCallFormat::None => None,
         ToolCallFormat::Named(parser) => Some(parser),
     };
-    let api_key = args.api_key.clone().or_else(|| std::env::var(API_KEY_VARIABLE).ok().filter(|key| !key.is_empty()));
     served.with_engine(|rollout| {
-        let Some(listener) = listener else { return drive(rollout, &world, None) };
+        let Some(Door { listener, api_key, guard }) = door else { return drive(rollout, &world, None) };
         let grace = Duration::from_secs_f64(args.grace_s);
         let (client, queue) = engine_queue(ClientLimits { max_queue: args.max_queue, grace });
         let options = ServerOptions {
@@ -66,6 +106,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
             eos_token_ids: rollout.eos_token_ids().to_vec(),
             max_sequence_length: rollout.max_sequence_length(),
             api_key,
+            guard,
             max_body_bytes: args.max_body_bytes,
             episodes: None,
         };

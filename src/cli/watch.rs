@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::args::WatchArgs;
 use crate::error::{Error, Result};
-use crate::http::HttpServer;
+use crate::http::{Guard, HttpServer};
 use crate::launch::{self, OnStop};
 use crate::phase::{self, terminal};
 use crate::watch;
@@ -21,8 +21,9 @@ pub(super) fn watch(args: WatchArgs) -> Result<()> {
         }
     }
     launch::stop_on_signals(OnStop::Answer, false);
-    let listener = HttpServer::bind(&args.host, args.port)?;
-    let server = HttpServer::start(listener, watch::router(args.folders, &args.host))?;
+    let listener = HttpServer::bind(&args.hosts.host, args.port)?;
+    let guard = Guard::new(&args.hosts.host, &args.hosts.allowed_hosts, &[]);
+    let server = HttpServer::start(listener, watch::router(args.folders, guard))?;
     terminal::say(format_args!("watching at http://{} (Ctrl-C ends)", server.address()));
     while !phase::stop_requested() {
         std::thread::sleep(LOOK);

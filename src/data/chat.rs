@@ -24,7 +24,7 @@ use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
-use super::date;
+use super::{date, statics};
 use crate::error::{Error, Result};
 use crate::untrusted::{Confined, MAX_TEMPLATE_BYTES, ThreadLimits};
 
@@ -84,6 +84,7 @@ type Thread = Confined<TemplateJob, Result<String>>;
 #[derive(Debug)]
 struct Start {
     now: u64,
+    limits: ThreadLimits,
     source: String,
     variables: Mutex<BTreeMap<String, Json>>,
     /// Times that a conversation broke a limit, and left a thread behind.
@@ -135,13 +136,20 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::ChatTemplate`] with the line that does not compile.
     pub fn new(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
-        Self::at(date::now_s()?, source, special_tokens)
+        Self::within(LIMITS, source, special_tokens)
     }
 
-    fn at(now: u64, source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
+    /// [`ChatTemplate::new`] within other limits.
+    pub(super) fn within(limits: ThreadLimits, source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
+        Self::at((date::now_s()?, limits), source, special_tokens)
+    }
+
+    fn at((now, limits): (u64, ThreadLimits), source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
         check_size(source)?;
+        statics::of_templates(|| environment(now));
         let variables = special_tokens.into_iter().map(|(name, token)| (name, token.into())).collect();
-        let start = Start { now, source: source.to_owned(), variables: Mutex::new(variables), num_breaches: 0.into() };
+        let start =
+            Start { now, limits, source: source.to_owned(), variables: Mutex::new(variables), num_breaches: 0.into() };
         Ok(Self { thread: Mutex::new(start.thread()?), start })
     }
 
@@ -204,7 +212,7 @@ impl Start {
             }
             TemplateJob::Render(conversation) => renderer.render(&conversation),
         };
-        let thread = Confined::start("chat template", LIMITS, work);
+        let thread = Confined::start("chat template", self.limits, work);
         let thread = thread.map_err(|error| Error::Environment {
             message: format!("no thread for the chat template, with a stack of {} bytes: {error}", LIMITS.stack_bytes),
         })?;

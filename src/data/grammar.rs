@@ -136,6 +136,8 @@ impl GrammarCompiler {
             limits.step_lexer_fuel = STEP_FUEL;
             limits.step_max_items = STEP_ITEMS;
             limits.verbose_errors = false;
+            // What the library makes at its first use is made now, before any stranger's schema: see `statics`.
+            let _ = compile(&factory, Structure::Json { schema: "{}".to_owned(), is_compact: false });
             Ok(Arc::new(factory))
         };
         untrusted::once("tokenizer", ThreadLimits { memory_bytes: 4 << 30, cpu_s: 120, ..LIMITS }, read)

@@ -15,6 +15,7 @@ mod schemas;
 mod sft;
 mod sources;
 mod splits;
+mod statics;
 mod tokenizer;
 mod tool_calls;
 mod turns;

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
 use super::messages::unread_field;
-use super::{ChatTemplate, Conversation, Message};
+use super::{ChatTemplate, Conversation, Message, statics};
 use crate::error::{Error, Result, panic_message};
 use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, ThreadLimits};
 
@@ -59,8 +59,7 @@ impl Tokenizer {
         let unreadable = |message: String| Error::bad_file(&path, message);
         let memory_bytes = READ_BYTES[0] + READ_BYTES[1] * bytes.len();
         let limits = ThreadLimits { stack_bytes: 16 << 20, memory_bytes, cpu_s: READ_CPU_S };
-        let read = untrusted::once("tokenizer", limits, || read_and_try(bytes));
-        let inner = read.and_then(|read| read).map_err(unreadable)?;
+        let inner = read_within(bytes, limits).map_err(unreadable)?;
         let vocab = inner.get_vocab(true);
         let Some(&max_id) = vocab.values().max() else {
             return Err(Error::bad_file(&path, "the vocabulary is empty"));
@@ -267,6 +266,12 @@ impl Tokenizer {
             ))
         })
     }
+}
+
+/// [`read_and_try`] within limits.
+pub(super) fn read_within(json: Vec<u8>, limits: ThreadLimits) -> Result<tokenizers::Tokenizer, String> {
+    statics::of_tokenizers();
+    untrusted::once("tokenizer", limits, || read_and_try(json)).and_then(|read| read)
 }
 
 /// The tokenizer of a `tokenizer.json`, which has encoded some text within the limits: what it normalizes to, a stranger decided.

@@ -1,18 +1,21 @@
 //! Routes, keys and bodies.
 
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::{Body, Bytes};
-use axum::extract::rejection::{BytesRejection, PathRejection};
-use axum::extract::{DefaultBodyLimit, FromRequest, Path, Request, State};
+use axum::body::{Body, HttpBody};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
+use subtle::ConstantTimeEq;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::answer::Answer;
 use super::ask::ApiRequest;
@@ -22,9 +25,10 @@ use super::episodes::{Episode, Episodes};
 use super::events::Events;
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
+use crate::http::{Guard, check_json_type};
 
-/// Bodies that are being read at a time, in KiB; more are answered with 503.
-const BODY_ROOM_KIB: u32 = 256 << 10;
+/// Room of all bodies that are being read or prepared at a time, in KiB; beyond it requests are answered with 503.
+const BODY_ROOM_KIB: usize = 256 << 10;
 /// How long a body may take to arrive.
 const BODY_TIME: Duration = Duration::from_secs(30);
 
@@ -38,21 +42,22 @@ pub(super) struct HttpState {
     pub num_answers: AtomicU64,
     /// The episodes that requests belong to, where there are some: no other request is served then.
     pub episodes: Option<Arc<Episodes>>,
-    /// Permits for bodies that are being read and prepared, in KiB.
-    pub body_room: Semaphore,
+    /// Permits for bodies that are being read and prepared, in KiB. A body takes them as it arrives.
+    pub body_room: Arc<Semaphore>,
 }
 
 /// Room for all bodies that are being read at a time.
-pub(super) fn body_room(max_body_bytes: usize) -> Semaphore {
-    Semaphore::new(BODY_ROOM_KIB.max(kib(max_body_bytes)) as usize)
+pub(super) fn body_room(max_body_bytes: usize) -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(BODY_ROOM_KIB.max(max_body_bytes / 1024 + 1)))
 }
 
-fn kib(bytes: usize) -> u32 {
-    u32::try_from(bytes / 1024 + 1).unwrap_or(u32::MAX)
+/// A body, and the permits that it has as long as it is kept.
+struct ReadBody {
+    bytes: Vec<u8>,
+    room: OwnedSemaphorePermit,
 }
 
-pub(super) fn router(service: Arc<HttpState>) -> Router {
-    let max_body_bytes = service.max_body_bytes;
+pub(super) fn router(service: Arc<HttpState>, guard: Guard) -> Router {
     let (router, paths) = match &service.episodes {
         None => {
             let paths = "/v1/models, /v1/completions, /v1/chat/completions, /health and /metrics";
@@ -66,15 +71,15 @@ pub(super) fn router(service: Arc<HttpState>) -> Router {
             (router.route("/episodes/{episode}/v1/chat/completions", post(turn)), paths)
         }
     };
-    router
+    let router = router
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .fallback(async move || Refusal::new(404, format!("no such path; there are {paths}")))
         .method_not_allowed_fallback(async |method: Method| {
             Refusal::new(405, format!("this path does not take {method}; the header Allow names what it takes"))
         })
-        .layer(DefaultBodyLimit::max(max_body_bytes))
-        .with_state(service)
+        .with_state(service);
+    guard.before(router, |status, message| Refusal::new(status.as_u16(), message).into_response())
 }
 
 async fn health(State(service): State<Arc<HttpState>>) -> Response {
@@ -154,18 +159,18 @@ impl HttpState {
         episode: Option<Arc<Episode>>,
     ) -> Result<Response, Refusal> {
         self.authorize(request.headers())?;
-        let length = self.length(request.headers())?;
-        let room = self.body_room.try_acquire_many(kib(length));
-        let _room = room.map_err(|_| Refusal::new(503, "too many requests are being read; try again"))?;
+        check_json_type(request.headers()).map_err(|message| Refusal::new(415, message))?;
         let body = self.body(request).await?;
-        // Rendering and tokenizing take processor time: other connections go on meanwhile.
+        // Rendering and tokenizing take processor time: other connections go on meanwhile. The body's room is free behind it: what waits
+        // for its answer is bounded by the queue.
         let service = self.clone();
         let prepare = move || {
+            let body = body; // as a whole: its room is taken until here
             if let Some(episode) = episode {
-                let (ask, request, recorder) = episode.request(&service.model, &body)?;
+                let (ask, request, recorder) = episode.request(&service.model, &body.bytes)?;
                 return Ok((ask, vec![request], None, Some(recorder)));
             }
-            let ask = ApiRequest::read(&body, is_chat)?;
+            let ask = ApiRequest::read(&body.bytes, is_chat)?;
             service.model.adapter(&ask)?; // an unknown name is told before all else
             let grammar = service.model.grammar(&ask)?;
             let requests = service.model.requests(&ask)?;
@@ -175,47 +180,64 @@ impl HttpState {
         let (ask, requests, _grammar, recorder) = prepared.map_err(|error| Refusal::new(500, error.to_string()))??;
         let ticket = self.client.submit(&requests)?;
         let number = self.num_answers.fetch_add(1, Ordering::Relaxed);
-        let answer = Answer::new(&ask, &requests, &self.model, number)?.recorded_by(recorder);
-        match ask.streams {
-            true => {
-                let mut response = with_type(
-                    Body::from_stream(Events::open(answer, ticket).await?),
-                    "text/event-stream; charset=utf-8",
-                );
-                response.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-                Ok(response)
-            }
-            false => Ok(json_response(&answer.whole(ticket).await?)),
+        let (answer, streams) = {
+            let (ask, requests) = (ask, requests); // of which nothing else is kept while the answer is made
+            (Answer::new(&ask, &requests, &self.model, number)?.recorded_by(recorder), ask.streams)
+        };
+        if !streams {
+            return Ok(json_response(&answer.whole(ticket).await?));
         }
-    }
-
-    /// Bytes of a body, by its head; the most there may be where that does not say.
-    fn length(&self, headers: &HeaderMap) -> Result<usize, Refusal> {
-        let length = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-        let length: usize = length.unwrap_or(self.max_body_bytes);
-        if length > self.max_body_bytes { Err(self.too_large()) } else { Ok(length) }
+        let events = Body::from_stream(Events::open(answer, ticket).await?);
+        let mut response = with_type(events, "text/event-stream; charset=utf-8");
+        response.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        Ok(response)
     }
 
     fn too_large(&self) -> Refusal {
         Refusal::new(413, format!("the body is larger than --max_body_bytes {}", self.max_body_bytes))
     }
 
-    async fn body(&self, request: Request) -> Result<Bytes, Refusal> {
-        match tokio::time::timeout(BODY_TIME, Bytes::from_request(request, &())).await {
-            Err(_) => Err(Refusal::new(408, "the body did not arrive in time")),
-            Ok(Ok(body)) => Ok(body),
-            Ok(Err(rejection)) if BytesRejection::status(&rejection).as_u16() == 413 => Err(self.too_large()),
-            Ok(Err(rejection)) => Err(Refusal::new(400, rejection.body_text())),
+    /// Reads a body, which takes room as it arrives. One whose head says that it is too large is not waited for.
+    async fn body(&self, request: Request) -> Result<ReadBody, Refusal> {
+        let mut body = request.into_body();
+        if body.size_hint().lower() > self.max_body_bytes as u64 {
+            return Err(self.too_large());
         }
+        let read = async {
+            let mut read = ReadBody { bytes: Vec::new(), room: self.room(1)? };
+            while let Some(frame) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
+                let frame = frame.map_err(|error| Refusal::new(400, format!("the body: {error}")))?;
+                let Ok(data) = frame.into_data() else { continue };
+                let len = read.bytes.len() + data.len();
+                if len > self.max_body_bytes {
+                    return Err(self.too_large());
+                }
+                read.room.merge(self.room(len / 1024 - read.bytes.len() / 1024)?);
+                read.bytes.extend_from_slice(&data);
+            }
+            Ok(read)
+        };
+        match tokio::time::timeout(BODY_TIME, read).await {
+            Err(_) => Err(Refusal::new(408, "the body did not arrive in time")),
+            Ok(outcome) => outcome,
+        }
+    }
+
+    /// Permits for more KiB of a body.
+    fn room(&self, kib: usize) -> Result<OwnedSemaphorePermit, Refusal> {
+        let room = Arc::clone(&self.body_room).try_acquire_many_owned(u32::try_from(kib).unwrap_or(u32::MAX));
+        room.map_err(|_| Refusal::new(503, "too many requests are being read; try again"))
     }
 
     /// Whether a request has the key. Every byte is compared, so that an answer's time says nothing of the key.
     fn authorize(&self, headers: &HeaderMap) -> Result<(), Refusal> {
         let Some(key) = &self.api_key else { return Ok(()) };
         let given = headers.get(header::AUTHORIZATION).map_or(&[][..], HeaderValue::as_bytes);
-        let given = given.strip_prefix(b"Bearer ").unwrap_or_default();
-        let differs = given.iter().zip(key.as_bytes()).fold(0, |differs, (a, b)| differs | (a ^ b));
-        match given.len() == key.len() && differs == 0 {
+        let given = match given.split_at_checked(b"Bearer ".len()) {
+            Some((scheme, token)) if scheme.eq_ignore_ascii_case(b"Bearer ") => token.trim_ascii(),
+            _ => &[],
+        };
+        match given.ct_eq(key.as_bytes()).into() {
             true => Ok(()),
             false => Err(Refusal::new(401, "expected the header 'Authorization: Bearer KEY' with the server's key")),
         }
@@ -231,3 +253,6 @@ fn with_type(body: Body, kind: &'static str) -> Response {
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
     response
 }
+
+#[cfg(test)]
+mod tests;

@@ -19,7 +19,7 @@ use super::server::{ServerOptions, open};
 use crate::data::{GrammarCompiler, Tokenizer, ToolCallParser};
 use crate::dist::HostGroup;
 use crate::error::Result;
-use crate::http::HttpServer;
+use crate::http::{Guard, HttpServer};
 use crate::rollout::GroupTurns;
 use crate::tools::{Agent, EpisodeOutcome, GroupKey, ToolProcess};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
@@ -166,6 +166,7 @@ impl EpisodePlayer {
             eos_token_ids: eos_token_ids.clone(),
             max_sequence_length: *max_sequence_length,
             api_key: None,
+            guard: Guard::new(HOST, &[], &[]),
             max_body_bytes: MAX_BODY_BYTES,
             episodes: Some(Arc::clone(&self.episodes)),
         };

@@ -10,7 +10,7 @@ use super::http::{HttpState, body_room, router};
 use super::prompt::ServedModel;
 use crate::data::{GrammarCompiler, Tokenizer, ToolCallParser};
 use crate::error::Result;
-use crate::http::HttpServer;
+use crate::http::{Guard, HttpServer};
 
 /// Options of the server.
 #[derive(Debug, Clone)]
@@ -29,8 +29,10 @@ pub struct ServerOptions {
     pub eos_token_ids: Vec<u32>,
     /// Longest prompt and completion together, in tokens.
     pub max_sequence_length: usize,
-    /// The key that clients must have; `None` lets everybody in.
+    /// The key that clients must have; `None` lets everybody in whom `guard` lets in.
     pub api_key: Option<String>,
+    /// The hosts and origins whose requests are answered.
+    pub guard: Guard,
     /// Largest body of a request.
     pub max_body_bytes: usize,
     /// Episodes that all requests belong to, if there are some.
@@ -42,7 +44,7 @@ pub struct ServerOptions {
 /// # Errors
 /// [`Error::Environment`](crate::Error::Environment) if there is no thread for it.
 pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient) -> Result<HttpServer> {
-    let ServerOptions { api_key, max_body_bytes, episodes, .. } = options;
+    let ServerOptions { api_key, guard, max_body_bytes, episodes, .. } = options;
     let model = ServedModel {
         name: options.model_name,
         adapters: options.adapters,
@@ -61,5 +63,5 @@ pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient)
         episodes,
         body_room: body_room(max_body_bytes),
     };
-    HttpServer::start(listener, router(Arc::new(service)))
+    HttpServer::start(listener, router(Arc::new(service), guard))
 }

@@ -1,7 +1,7 @@
 //! Every step's completions as Parquet, with TRL's file names and columns.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use parquet::basic::{Compression, LogicalType, Repetition, Type as Physical};
@@ -20,7 +20,10 @@ use crate::data::{Tokenizer, check_schema};
 use crate::dist::{Collective, all_gather_json};
 use crate::error::{Error, Result};
 use crate::types::{RolloutGroup, Trajectory};
-use crate::untrusted;
+use crate::untrusted::{self, Folder};
+
+/// The folder of completions in a run's output folder.
+pub(crate) const FOLDER: &str = "completions";
 
 /// Columns that are always there; rewards stand between `reference_answer` and `reward` under their own names.
 const COLUMNS: [&str; 6] = ["step", "prompt", "completion", REFERENCE, "reward", "advantage"];
@@ -71,7 +74,7 @@ pub struct LoggedGroup<'a> {
 /// Writes `completions/completions_00042.parquet` below the output folder.
 #[derive(Debug)]
 pub struct CompletionsWriter {
-    folder: PathBuf,
+    folder: Folder,
     reward_names: Vec<String>,
     tells_dropped: bool,
     tokenizer: Option<Arc<Tokenizer>>,
@@ -93,7 +96,7 @@ impl CompletionsWriter {
                 "another name: it is a column of dynamic_sampling",
             ));
         }
-        let (folder, reward_names) = (output_dir.join("completions"), reward_names.to_vec());
+        let (folder, reward_names) = (Folder::new(output_dir).folder(FOLDER), reward_names.to_vec());
         Ok(Self { folder, reward_names, tells_dropped, tokenizer: None, has_failed: false })
     }
 
@@ -130,9 +133,10 @@ impl CompletionsWriter {
         let mut rows = rows.concat();
         rows.sort_by_key(|(place, _)| *place); // a stable sort
         let rows: Vec<CompletionRow> = rows.into_iter().map(|(_, row)| row).collect();
-        let path = self.folder.join(format!("completions_{step:05}.parquet"));
-        let written = std::fs::create_dir_all(&self.folder).map_err(Error::io(&self.folder));
-        if let Err(error) = written.and_then(|()| write_rows(&path, &self.reward_names, &rows))
+        let name = format!("completions_{step:05}.parquet");
+        let path = self.folder.path().join(&name);
+        let file = self.folder.create(&name).map_err(Error::io(&path));
+        if let Err(error) = file.and_then(|file| write_rows(file, &path, &self.reward_names, &rows))
             && !std::mem::replace(&mut self.has_failed, true)
         {
             tracing::warn!("completions cannot be written: {error}; training goes on, this is said once");
@@ -207,7 +211,8 @@ pub fn check_samples_file(path: &Path) -> Result<()> {
 pub fn write_completions(path: &Path, reward_names: &[String], rows: &[CompletionRow]) -> Result<()> {
     check_names(reward_names)?;
     if path.extension().is_some_and(|kind| kind == "parquet") {
-        return write_rows(path, reward_names, rows);
+        let file = File::create(path).map_err(Error::io(path))?;
+        return write_rows(file, path, reward_names, rows);
     }
     let mut text = String::new();
     for row in rows {
@@ -250,7 +255,11 @@ fn answer_text(answer: &Value) -> Option<String> {
 /// # Errors
 /// [`Error::Io`] if it cannot be opened, [`Error::BadFile`] if it is not such a file.
 pub fn read_completions(path: &Path) -> Result<Vec<CompletionRow>> {
-    let file = untrusted::open(path).map_err(Error::io(path))?;
+    read_rows(untrusted::open(path).map_err(Error::io(path))?, path)
+}
+
+/// [`read_completions`] of an open file; `path` names it in errors.
+pub(crate) fn read_rows(file: File, path: &Path) -> Result<Vec<CompletionRow>> {
     let bad = |error: ParquetError| Error::bad_file(path, error.to_string());
     check_schema(&file).map_err(|message| Error::bad_file(path, message))?;
     let reader = SerializedFileReader::new(file).map_err(bad)?;
@@ -284,8 +293,7 @@ fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> Resu
 }
 
 /// Columns are written in the order of the schema.
-fn write_rows(path: &Path, reward_names: &[String], rows: &[CompletionRow]) -> Result<()> {
-    let file = File::create(path).map_err(Error::io(path))?;
+fn write_rows(file: File, path: &Path, reward_names: &[String], rows: &[CompletionRow]) -> Result<()> {
     write_columns(file, reward_names, rows).map_err(|error| Error::bad_file(path, error.to_string()))
 }
 
@@ -397,15 +405,18 @@ mod tests {
             row("", [None, Some(0.0)], Some(0.0)),
             row("\u{0}", [None, None], None),
         ];
-        write_rows(&path, &["format".to_owned(), "answer".to_owned()], &rows).unwrap();
+        let write = |rows: &[CompletionRow]| {
+            write_completions(&path, &["format".to_owned(), "answer".to_owned()], rows).unwrap();
+        };
+        write(&rows);
         assert_eq!(read_completions(&path).unwrap(), rows);
         let told = rows.map(|row| CompletionRow { dropped: Some(row.reward.is_none()), ..row });
-        write_rows(&path, &["format".to_owned(), "answer".to_owned()], &told).unwrap();
+        write(&told);
         assert_eq!(read_completions(&path).unwrap(), told);
         let mut several = told;
         several[1].messages =
             vec![json!({"role": "assistant", "content": "é", "num_tokens": 2}), json!({"role": "tool"})];
-        write_rows(&path, &["format".to_owned(), "answer".to_owned()], &several).unwrap();
+        write(&several);
         assert_eq!(read_completions(&path).unwrap(), several);
     }
 

@@ -6,7 +6,11 @@ use std::path::Path;
 use super::lasting::LastingFile;
 use super::step::MetricValues;
 use crate::error::{Error, Result};
-use crate::untrusted::{self, MAX_LOG_BYTES};
+use crate::untrusted::{self, Folder, MAX_LOG_BYTES};
+
+/// The file's name in the output folder of a run, and that of an earlier run's.
+pub(super) const FILE: &str = "metrics.jsonl";
+const EARLIER: &str = "metrics.jsonl.old";
 
 /// One line: metrics of a step, or of an evaluation after it (names with `eval_`).
 #[derive(Debug, Clone, PartialEq)]
@@ -24,8 +28,22 @@ pub struct MetricLine {
 /// # Errors
 /// [`Error::Io`] if the file cannot be read.
 pub fn read_metrics(path: &Path) -> Result<Vec<MetricLine>> {
-    let text = read_torn(path)?;
-    Ok(text.lines().filter_map(MetricLine::parse).collect())
+    let bytes = untrusted::read(path, MAX_LOG_BYTES).map_err(Error::io(path))?;
+    Ok(lines(&bytes))
+}
+
+/// [`read_metrics`] of the file in a run's output folder.
+pub(crate) fn read_metrics_in(folder: &Folder) -> Result<Vec<MetricLine>> {
+    Ok(lines(&read_bytes(folder)?))
+}
+
+fn read_bytes(folder: &Folder) -> Result<Vec<u8>> {
+    folder.read(FILE, MAX_LOG_BYTES).map_err(Error::io(folder.path().join(FILE)))
+}
+
+/// The lines that parse. One that a crash tore may have any bytes, and costs no other.
+fn lines(bytes: &[u8]) -> Vec<MetricLine> {
+    String::from_utf8_lossy(bytes).lines().filter_map(MetricLine::parse).collect()
 }
 
 impl MetricLine {
@@ -58,18 +76,18 @@ pub(super) struct JsonLines {
 
 impl JsonLines {
     /// Starts a new file, the old one moved aside; or, on resume, keeps the lines up to that step.
-    pub fn open(path: &Path, resume_step: Option<u64>) -> Result<Self> {
-        if path.exists() {
+    pub fn open(folder: Folder, resume_step: Option<u64>) -> Result<Self> {
+        let path = folder.path().join(FILE);
+        if folder.has(FILE) {
             match resume_step {
-                Some(step) => truncate_after(path, step)?,
+                Some(step) => truncate_after(&folder, step)?,
                 None => {
-                    let aside = path.with_extension("jsonl.old");
-                    tracing::info!("{} is from another run: moved to {}", path.display(), aside.display());
-                    std::fs::rename(path, aside).map_err(Error::io(path))?;
+                    tracing::info!("{} is from another run: moved to {EARLIER}", path.display());
+                    folder.rename(FILE, EARLIER).map_err(Error::io(&path))?;
                 }
             }
         }
-        let file = LastingFile::open(path).map_err(Error::io(path))?;
+        let file = LastingFile::open(folder, FILE).map_err(Error::io(path))?;
         Ok(Self { file, torn: false })
     }
 
@@ -88,19 +106,12 @@ impl JsonLines {
     }
 }
 
-/// The file's text. A line that a crash tore may have any bytes, and costs no other.
-fn read_torn(path: &Path) -> Result<String> {
-    let bytes = untrusted::read(path, MAX_LOG_BYTES).map_err(Error::io(path))?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
-}
-
-fn truncate_after(path: &Path, step: u64) -> Result<()> {
-    let text = read_torn(path)?;
+fn truncate_after(folder: &Folder, step: u64) -> Result<()> {
+    let bytes = read_bytes(folder)?;
+    let text = String::from_utf8_lossy(&bytes);
     let kept = text.lines().filter(|line| MetricLine::parse(line).is_some_and(|line| line.step <= step));
     let kept: String = kept.flat_map(|line| [line, "\n"]).collect();
-    let temporary = path.with_extension("jsonl.tmp");
-    std::fs::write(&temporary, kept).map_err(Error::io(&temporary))?;
-    std::fs::rename(&temporary, path).map_err(Error::io(path))
+    folder.write(FILE, kept).map_err(Error::io(folder.path().join(FILE)))
 }
 
 #[cfg(test)]
@@ -123,10 +134,10 @@ mod tests {
     fn resume_drops_later_and_torn_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut lines = JsonLines::open(&path, None).unwrap();
+        let mut lines = JsonLines::open(Folder::new(folder.path()), None).unwrap();
         (1..=4).for_each(|step| lines.append(&line(step, &[("loss", 1.0)])).unwrap());
         lines.file.append(b"{\"step\":5,\"ti").unwrap();
-        let mut lines = JsonLines::open(&path, Some(2)).unwrap();
+        let mut lines = JsonLines::open(Folder::new(folder.path()), Some(2)).unwrap();
         lines.append(&line(3, &[("loss", 2.0)])).unwrap();
         let steps: Vec<_> = read_metrics(&path).unwrap().iter().map(|line| (line.step, line.values["loss"])).collect();
         assert_eq!(steps, [(1, 1.0), (2, 1.0), (3, 2.0)]);
@@ -137,21 +148,37 @@ mod tests {
     fn a_torn_line_of_any_bytes_costs_no_other() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut lines = JsonLines::open(&path, None).unwrap();
+        let mut lines = JsonLines::open(Folder::new(folder.path()), None).unwrap();
         lines.append(&line(1, &[])).unwrap();
         lines.file.append(b"\xff\xfe\0\n").unwrap();
         lines.append(&line(2, &[])).unwrap();
-        JsonLines::open(&path, Some(2)).unwrap();
+        JsonLines::open(Folder::new(folder.path()), Some(2)).unwrap();
         let steps: Vec<_> = read_metrics(&path).unwrap().iter().map(|line| line.step).collect();
         assert_eq!(steps, [1, 2]);
+    }
+
+    #[test]
+    fn a_link_that_was_planted_is_not_written_through() {
+        let (folder, outside) = (tempfile::tempdir().unwrap(), tempfile::NamedTempFile::new().unwrap());
+        let run = || Folder::new(folder.path());
+        std::os::unix::fs::symlink(outside.path(), folder.path().join(FILE)).unwrap();
+        let refused = JsonLines::open(run(), Some(1)).unwrap_err().to_string();
+        assert!(refused.contains("metrics.jsonl is a link"), "{refused}");
+        let mut lines = JsonLines::open(run(), None).unwrap();
+        lines.append(&line(1, &[])).unwrap();
+        assert_eq!(read_metrics_in(&run()).unwrap().len(), 1);
+        std::fs::remove_file(folder.path().join(FILE)).unwrap();
+        std::os::unix::fs::symlink(outside.path(), folder.path().join(FILE)).unwrap();
+        assert!(lines.append(&line(2, &[])).unwrap_err().to_string().contains("is a link"));
+        assert_eq!(std::fs::read(outside.path()).unwrap(), b"");
     }
 
     #[test]
     fn a_new_run_moves_the_old_file_aside() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        JsonLines::open(&path, None).unwrap().append(&line(1, &[])).unwrap();
-        JsonLines::open(&path, None).unwrap();
+        JsonLines::open(Folder::new(folder.path()), None).unwrap().append(&line(1, &[])).unwrap();
+        JsonLines::open(Folder::new(folder.path()), None).unwrap();
         assert!(read_metrics(&path).unwrap().is_empty());
         assert_eq!(read_metrics(&folder.path().join("metrics.jsonl.old")).unwrap().len(), 1);
     }

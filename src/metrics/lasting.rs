@@ -1,9 +1,10 @@
 //! A file that is appended to for as long as a run lasts, and made again where someone has deleted or moved it meanwhile.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::{Path, PathBuf};
+
+use crate::untrusted::Folder;
 
 /// Bytes that are copied at once.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -11,14 +12,15 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// The file, open. What was written stays readable here after its name is gone.
 #[derive(Debug)]
 pub(super) struct LastingFile {
-    path: PathBuf,
+    folder: Folder,
+    name: String,
     file: File,
 }
 
 impl LastingFile {
     /// Opens a file for appending; it need not be there.
-    pub fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self { path: path.to_owned(), file: open(path)? })
+    pub fn open(folder: Folder, name: &str) -> io::Result<Self> {
+        Ok(Self { name: name.to_owned(), file: folder.append(name)?, folder })
     }
 
     /// Appends `bytes` in one write. Where the file's name is gone, a new file gets its name and all that was written.
@@ -34,15 +36,13 @@ impl LastingFile {
 
     fn has_its_name(&self) -> bool {
         let own = self.file.metadata().map(|file| (file.dev(), file.ino()));
-        let named = fs::metadata(&self.path).map(|file| (file.dev(), file.ino()));
+        let named = self.folder.open(&self.name).and_then(|file| file.metadata());
+        let named = named.map(|file| (file.dev(), file.ino()));
         matches!((own, named), (Ok(own), Ok(named)) if own == named)
     }
 
     fn make_again(&mut self) -> io::Result<()> {
-        if let Some(folder) = self.path.parent() {
-            fs::create_dir_all(folder)?;
-        }
-        let mut again = open(&self.path)?;
+        let mut again = self.folder.append(&self.name)?;
         again.set_len(0)?;
         let (mut part, mut offset) = (vec![0; CHUNK_BYTES], 0);
         loop {
@@ -54,17 +54,15 @@ impl LastingFile {
             offset += num_read as u64;
         }
         self.file = again;
-        tracing::warn!("{} was deleted or moved: it is written again", self.path.display());
+        tracing::warn!("{} was deleted or moved: it is written again", self.folder.path().join(&self.name).display());
         Ok(())
     }
 }
 
-fn open(path: &Path) -> io::Result<File> {
-    OpenOptions::new().create(true).read(true).append(true).open(path)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -72,7 +70,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/lines");
         fs::create_dir(path.parent().unwrap()).unwrap();
-        let mut file = LastingFile::open(&path).unwrap();
+        let mut file = LastingFile::open(Folder::new(path.parent().unwrap()), "lines").unwrap();
         file.append(b"one\n").unwrap();
         fs::remove_dir_all(path.parent().unwrap()).unwrap();
         file.append(b"two\n").unwrap();

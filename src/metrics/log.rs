@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::history::LogHistory;
+use super::jsonl;
 use super::over_steps::over_steps;
 use super::progress::ProgressBar;
 use super::report::write_report;
@@ -14,6 +15,7 @@ use super::sidecar::Services;
 use super::step::MetricValues;
 use super::writer::{MetricsWriter, write_run_config};
 use crate::error::Result;
+use crate::untrusted::Folder;
 
 /// Names of metrics of evaluations begin with this.
 const EVALUATION: &str = "eval_";
@@ -195,7 +197,8 @@ impl RunLog {
             writer.restore();
             writer.finish();
         }
-        let has_lines = std::fs::metadata(self.output_dir.join("metrics.jsonl")).is_ok_and(|file| file.len() > 0);
+        let lines = Folder::new(&self.output_dir).open(jsonl::FILE).and_then(|file| file.metadata());
+        let has_lines = lines.is_ok_and(|file| file.len() > 0);
         if self.writer.is_some() && has_lines { write_report(&self.output_dir).map(Some) } else { Ok(None) }
     }
 }

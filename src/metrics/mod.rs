@@ -21,7 +21,9 @@ pub use completions::{
     CompletionRow, CompletionsWriter, LoggedGroup, check_samples_file, gather_completions, read_completions,
     write_completions,
 };
+pub(crate) use completions::{FOLDER as COMPLETIONS, read_rows};
 pub use history::LogHistory;
+pub(crate) use jsonl::read_metrics_in;
 pub use jsonl::{MetricLine, read_metrics};
 pub use log::{EarlierLog, LogOptions, RunLog};
 pub use progress::{download_progress, parts_progress, pinning_progress, problems_progress, rows_progress};

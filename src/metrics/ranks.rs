@@ -1,8 +1,9 @@
 //! The state of every rank: one small file a rank, `ranks/00000.json` in the output folder, for those who watch a run.
 
-use std::fs;
+use std::collections::HashSet;
+use std::ffi::OsString;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -15,7 +16,7 @@ use crate::cuda::MemoryMeter;
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind, resident_bytes};
 use crate::phase::{self, Pulse, terminal};
-use crate::untrusted;
+use crate::untrusted::Folder;
 
 /// The folder of the ranks' files.
 const FOLDER: &str = "ranks";
@@ -123,11 +124,11 @@ impl RankReporter {
             Device::Cuda(ordinal) => MemoryMeter::new(ordinal)?,
             _ => None,
         };
-        let path = path(output_dir, rank);
-        let mut writer = RankFile { path, rank, world_size, max_steps, meter, seen: None, written: None };
+        let folder = Folder::existing(output_dir).folder(FOLDER);
         if rank == 0 {
-            remove_others(output_dir, world_size);
+            remove_others(&folder, world_size);
         }
+        let mut writer = RankFile { folder, rank, world_size, max_steps, meter, seen: None, written: None };
         let work = move || loop {
             writer.look();
             match ended.recv_timeout(LOOK) {
@@ -168,38 +169,34 @@ impl Drop for RankReporter {
 ///
 /// # Errors
 /// The system's, if the folder cannot be listed; none is no rank.
-pub fn read_ranks(output_dir: &Path) -> io::Result<Vec<RankState>> {
-    let entries = match fs::read_dir(output_dir.join(FOLDER)) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries?,
+pub(crate) fn read_ranks(output_dir: &Folder) -> io::Result<Vec<RankState>> {
+    let folder = output_dir.folder(FOLDER);
+    let read = |name: OsString| {
+        let name = name.to_str().filter(|name| name.ends_with(".json"))?;
+        serde_json::from_slice::<RankState>(&folder.read(name, MAX_BYTES).ok()?).ok()
     };
-    let read = |entry: io::Result<fs::DirEntry>| {
-        let path = entry.ok()?.path();
-        let is_rank = path.extension().is_some_and(|kind| kind == "json");
-        let bytes = untrusted::read(&path, MAX_BYTES).ok().filter(|_| is_rank)?;
-        serde_json::from_slice::<RankState>(&bytes).ok()
-    };
-    let mut ranks: Vec<RankState> = entries.take(MAX_RANKS).filter_map(read).collect();
+    let mut ranks: Vec<RankState> = folder.names(MAX_RANKS)?.into_iter().filter_map(read).collect();
     ranks.sort_by_key(|state| state.rank);
     let world_size = ranks.first().map_or(0, |first| first.world_size);
     ranks.retain(|state| state.rank < world_size);
     Ok(ranks)
 }
 
-fn path(output_dir: &Path, rank: usize) -> PathBuf {
-    output_dir.join(FOLDER).join(format!("{rank:05}.json"))
+fn name(rank: usize) -> String {
+    format!("{rank:05}.json")
 }
 
 /// Takes files away that an earlier run with more ranks left.
-fn remove_others(output_dir: &Path, world_size: usize) {
-    let stays = |rank: &PathBuf| (0..world_size).any(|own| path(output_dir, own) == *rank);
-    let entries = fs::read_dir(output_dir.join(FOLDER)).into_iter().flatten().flatten();
-    entries.map(|entry| entry.path()).filter(|path| !stays(path)).for_each(|path| drop(fs::remove_file(path)));
+fn remove_others(folder: &Folder, world_size: usize) {
+    let own: HashSet<OsString> = (0..world_size).map(|rank| name(rank).into()).collect();
+    let others = folder.names(usize::MAX).into_iter().flatten().filter(|name| !own.contains(name));
+    others.filter_map(|name| name.into_string().ok()).for_each(|name| drop(folder.remove(&name)));
 }
 
 #[derive(Debug)]
 struct RankFile {
-    path: PathBuf,
+    /// Which is not made again where the output folder was deleted.
+    folder: Folder,
     rank: usize,
     world_size: usize,
     max_steps: u64,
@@ -219,7 +216,7 @@ impl RankFile {
             same_time != state || now - *at >= SIGN_OF_LIFE
         };
         if self.written.as_ref().is_none_or(is_new) {
-            let _ = write(&self.path, &state); // nobody needs it to train
+            self.write(&state);
             self.written = Some((state, now));
         }
     }
@@ -267,21 +264,15 @@ impl RankFile {
 
     fn end(&mut self, end: Option<RankEnd>) {
         let state = RankState { end, phases: Vec::new(), waits_in: None, ..self.state(Instant::now()) };
-        let _ = write(&self.path, &state);
+        self.write(&state);
     }
-}
 
-/// Makes no output folder again that was deleted.
-fn write(path: &Path, state: &RankState) -> io::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    if let Err(error) = fs::create_dir(folder)
-        && error.kind() != io::ErrorKind::AlreadyExists
-    {
-        return Err(error);
+    /// Nobody needs the file to train: one that cannot be written is left out.
+    fn write(&self, state: &RankState) {
+        if let Ok(text) = serde_json::to_vec(state) {
+            let _ = self.folder.write(&name(self.rank), text);
+        }
     }
-    let draft = path.with_extension("tmp");
-    fs::write(&draft, serde_json::to_vec(state)?)?;
-    fs::rename(&draft, path)
 }
 
 fn seconds(time: SystemTime) -> f64 {
@@ -295,20 +286,20 @@ mod tests {
     #[test]
     fn a_rank_says_what_it_does_and_how_it_ended() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(read_ranks(folder.path()).unwrap(), []);
-        fs::create_dir(folder.path().join(FOLDER)).unwrap();
-        fs::write(path(folder.path(), 7), "{}").unwrap(); // of a larger run before this one
+        let run = Folder::new(folder.path());
+        assert_eq!(read_ranks(&run).unwrap(), []);
+        run.folder(FOLDER).write(&name(7), "{}").unwrap(); // of a larger run before this one
         let mut reporter = RankReporter::start(folder.path(), (0, 2), 9, Device::Cpu).unwrap();
         reporter.end::<()>(&Err(Error::Preempted { step: 3, saved: folder.path().to_owned() }));
         let again = RankReporter::start(folder.path(), (1, 2), 9, Device::Cpu).unwrap();
         drop(again);
-        fs::write(folder.path().join("ranks/00002.json"), "{\"rank\":").unwrap();
-        let ranks = read_ranks(folder.path()).unwrap();
+        run.folder(FOLDER).write("00002.json", "{\"rank\":").unwrap();
+        let ranks = read_ranks(&run).unwrap();
         assert_eq!((ranks.len(), ranks[0].max_steps, ranks[0].process), (2, 9, std::process::id()));
         let end = ranks[0].end.clone().unwrap();
         assert!(end.code == Some(75) && end.message.contains("step 3"), "{end:?}");
         assert!(ranks[0].resident_bytes > 1 << 20 && ranks[1].end.as_ref().unwrap().code.is_none());
-        assert!(!path(folder.path(), 7).exists());
+        assert!(!run.folder(FOLDER).has(&name(7)));
     }
 
     #[test]

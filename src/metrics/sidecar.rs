@@ -3,15 +3,14 @@
 //! The run never waits for it while it trains and never writes to it, so that neither its death nor a slow network touches a run. It
 //! ends when the run does, however that ends: the run holds the other end of its standard input.
 
-use std::fs::File;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::config::{ReportConfig, ReportService};
-use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
+use crate::untrusted::{Folder, MAX_RUN_CONFIG_BYTES};
 
 /// The process's program.
 const PROGRAM: &str = include_str!("sidecar.py");
@@ -52,20 +51,21 @@ impl Services {
 #[derive(Debug)]
 pub(super) struct Sidecar {
     child: Option<Child>,
-    log: PathBuf,
+    /// The run's output folder, which has the process's log.
+    folder: Folder,
     services: Services,
 }
 
 impl Sidecar {
     /// Starts the process for a run that has done `last_step`. Where it cannot be started, a warning says why.
     pub fn start(output_dir: &Path, services: &Services, last_step: Option<u64>) -> Self {
-        let log = output_dir.join(LOG);
-        let mut sidecar = Self { child: None, log: log.clone(), services: services.clone() };
+        let folder = Folder::new(output_dir);
+        let mut sidecar = Self { child: None, folder: folder.clone(), services: services.clone() };
         if services.modules.is_empty() {
             return sidecar;
         }
         let start = || {
-            let output = File::create(&log)?;
+            let output = folder.create(LOG)?;
             let mut command = Command::new(&services.python);
             command.args(["-c", PROGRAM]).arg(output_dir).arg(&services.run_name);
             command.arg(last_step.map_or("-1".to_owned(), |step| step.to_string())).args(&services.modules);
@@ -105,12 +105,13 @@ impl Sidecar {
 
     fn warn(&self, why: &str) {
         let modules = self.services.modules.join(" ");
-        let text = untrusted::read_text(&self.log, MAX_RUN_CONFIG_BYTES).unwrap_or_default();
+        let text = self.folder.read(LOG, MAX_RUN_CONFIG_BYTES).unwrap_or_default();
+        let (text, log) = (String::from_utf8_lossy(&text), self.folder.path().join(LOG));
         let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
         let hint = match last.contains("ModuleNotFoundError") {
             true => format!("; to install it: {} -m pip install {modules}", self.services.python),
             false => String::new(),
         };
-        tracing::warn!("report_to {modules}: {why}: {last}{hint} ({}); training goes on", self.log.display());
+        tracing::warn!("report_to {modules}: {why}: {last}{hint} ({}); training goes on", log.display());
     }
 }

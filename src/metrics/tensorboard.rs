@@ -1,10 +1,10 @@
 //! TensorBoard event files: TFRecords of `tensorflow.Event` messages, of which four fields are needed.
 
 use std::io;
-use std::path::Path;
 
 use super::lasting::LastingFile;
 use super::step::MetricValues;
+use crate::untrusted::Folder;
 
 /// An event file open for appending.
 #[derive(Debug)]
@@ -14,10 +14,9 @@ pub(super) struct EventFile {
 
 impl EventFile {
     /// Creates a file in `folder` and tells TensorBoard to forget what earlier files hold from `first_step` on.
-    pub fn create(folder: &Path, time: f64, first_step: u64) -> io::Result<Self> {
-        std::fs::create_dir_all(folder)?;
+    pub fn create(folder: Folder, time: f64, first_step: u64) -> io::Result<Self> {
         let name = format!("events.out.tfevents.{:.0}.colo-grpo.{}", time.floor(), std::process::id());
-        let mut events = Self { file: LastingFile::open(&folder.join(name))? };
+        let mut events = Self { file: LastingFile::open(folder, &name)? };
         events.record(&event(time, 0, |message| message.bytes(3, b"brain.Event:2")))?;
         let session_start = ProtoMessage::default().tap(|message| message.varint(1, 1));
         events.record(&event(time, first_step, |message| message.bytes(7, &session_start)))?;
@@ -182,7 +181,7 @@ mod tests {
     #[test]
     fn an_event_file_decodes_to_what_was_written() {
         let folder = tempfile::tempdir().unwrap();
-        let mut events = EventFile::create(folder.path(), 12.5, 0).unwrap();
+        let mut events = EventFile::create(Folder::new(folder.path()), 12.5, 0).unwrap();
         let values = [("reward", 0.5), ("eval_reward", 0.25), ("kl", f64::NAN)];
         events.scalars(13.0, 300, &values.map(|(name, value)| (name.to_owned(), value)).into()).unwrap();
         let path = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();

@@ -10,6 +10,10 @@ use super::sidecar::{Services, Sidecar};
 use super::step::MetricValues;
 use super::tensorboard::EventFile;
 use crate::error::{Error, Result};
+use crate::untrusted::Folder;
+
+/// The configuration's file in the output folder of a run.
+pub(super) const RUN_CONFIG: &str = "run_config.json";
 
 /// Writes metrics.jsonl and TensorBoard events. A destination that fails is named once and tried again at the next line; it
 /// never ends training.
@@ -27,12 +31,13 @@ impl MetricsWriter {
     /// # Errors
     /// [`Error::Io`] if metrics.jsonl cannot be opened.
     pub fn new(output_dir: &Path, resume_step: Option<u64>, services: &Services) -> Result<Self> {
-        std::fs::create_dir_all(output_dir).map_err(Error::io(output_dir))?;
-        let lines = JsonLines::open(&output_dir.join("metrics.jsonl"), resume_step)?;
+        let folder = Folder::new(output_dir);
+        folder.make().map_err(Error::io(output_dir))?;
+        let lines = JsonLines::open(folder.clone(), resume_step)?;
         let first_step = resume_step.map_or(0, |step| step + 1);
         let mut events = Destination { name: "tensorboard", open: None, has_failed: false };
         if services.tensorboard {
-            events.open = events.attempt(|_| EventFile::create(&output_dir.join("tensorboard"), now(), first_step));
+            events.open = events.attempt(|_| EventFile::create(folder.folder("tensorboard"), now(), first_step));
         }
         let sidecar = Sidecar::start(output_dir, services, resume_step);
         Ok(Self { lines: Destination { name: "metrics.jsonl", open: Some(lines), has_failed: false }, events, sidecar })
@@ -62,14 +67,12 @@ impl MetricsWriter {
 /// # Errors
 /// [`Error::Io`] if it cannot be written.
 pub fn write_run_config(output_dir: &Path, config: &impl serde::Serialize) -> Result<()> {
-    let path = output_dir.join("run_config.json");
     let write = || {
         let mut value = serde_json::to_value(config)?;
         redact_json(&mut value);
-        std::fs::create_dir_all(output_dir)?;
-        std::fs::write(&path, serde_json::to_string_pretty(&value)? + "\n")
+        Folder::new(output_dir).write(RUN_CONFIG, serde_json::to_string_pretty(&value)? + "\n")
     };
-    write().map_err(Error::io(&path))
+    write().map_err(Error::io(output_dir.join(RUN_CONFIG)))
 }
 
 /// Something written to that may fail.

@@ -1,8 +1,9 @@
 //! A time-line of phases in Chrome's trace format, for ui.perfetto.dev or chrome://tracing: one file a rank while it runs, so
 //! that a run that is killed leaves its own, and one of all ranks at the end.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -24,16 +25,15 @@ struct Trace {
     file: BufWriter<File>,
 }
 
-/// Writes every phase of this process from now on to `folder/rank_00000.json`, after those that are there if the run `goes_on`;
+/// Writes every phase of this process from now on to `rank_00000.json` in `folder`, which is there, after those that are there if the run `goes_on`;
 /// `label` names it in the picture. Times are those of rank 0's clock, of which this host's is `ahead_us` ahead.
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be made.
 pub fn trace_to(folder: &Path, (rank, label): (usize, &str), ahead_us: i64, goes_on: bool) -> Result<()> {
-    std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     let path = of_rank(folder, rank);
     let earlier = if goes_on && path.exists() { whole_lines(&path)? } else { BEGIN.to_owned() };
-    let file = File::create(&path).map_err(Error::io(&path))?;
+    let file = opened(File::options().write(true).create(true).truncate(true), &path)?;
     let mut trace = Trace { rank, ahead_us, file: BufWriter::new(file) };
     let name = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": label}});
     writeln!(trace.file, "{earlier}{name},").map_err(Error::io(path))?;
@@ -43,7 +43,7 @@ pub fn trace_to(folder: &Path, (rank, label): (usize, &str), ahead_us: i64, goes
 
 /// The whole lines of a trace; a run that was killed may have left part of one.
 fn whole_lines(path: &Path) -> Result<String> {
-    let mut text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let mut text = text_of(path)?;
     text.truncate(text.rfind('\n').map_or(0, |end| end + 1));
     Ok(if text.starts_with(BEGIN) { text } else { BEGIN.to_owned() })
 }
@@ -64,12 +64,24 @@ pub fn merge_traces(folder: &Path, num_ranks: usize) -> Result<()> {
         if !path.exists() {
             continue; // another node's disk
         }
-        let text = std::fs::read_to_string(&path).map_err(Error::io(path))?;
+        let text = text_of(&path)?;
         events.push_str(text.strip_prefix(BEGIN).unwrap_or(&text));
     }
     let path = folder.join("trace.json");
     let events = events.trim_end().trim_end_matches(',');
-    std::fs::write(&path, format!("{BEGIN}{events}\n]\n")).map_err(Error::io(path))
+    let mut file = opened(File::options().write(true).create(true).truncate(true), &path)?;
+    file.write_all(format!("{BEGIN}{events}\n]\n").as_bytes()).map_err(Error::io(path))
+}
+
+/// Opens a file that is no link, which could lead out of the folder.
+fn opened(options: &mut OpenOptions, path: &Path) -> Result<File> {
+    options.custom_flags(libc::O_NOFOLLOW).open(path).map_err(Error::io(path))
+}
+
+fn text_of(path: &Path) -> Result<String> {
+    let (mut file, mut text) = (opened(File::options().read(true), path)?, String::new());
+    file.read_to_string(&mut text).map_err(Error::io(path))?;
+    Ok(text)
 }
 
 /// A phase that ends now.

@@ -18,6 +18,7 @@ use crate::metrics::{CompletionsWriter, LogOptions, LoggedGroup, MetricValues, R
 use crate::phase::{self, Phase};
 use crate::rollout::EngineStats;
 use crate::train::Sequence;
+use crate::untrusted::Folder;
 use crate::update::UpdateProgress;
 
 /// Where the time-line of phases goes.
@@ -55,6 +56,7 @@ impl RunOutput {
         let log = RunLog::open(&output_dir, config, options, is_first, earlier, &services)?;
         if config.trace {
             let folder = output_dir.join(TRACE_FOLDER);
+            Folder::new(&output_dir).folder(TRACE_FOLDER).make().map_err(Error::io(&folder))?;
             let (label, ahead_us) = (label(config, &*group)?, clock_ahead_us(world, now_us)?);
             phase::trace_to(&folder, (group.rank(), &label), ahead_us, checkpoint.is_some())?;
         }
@@ -214,12 +216,11 @@ impl UpdateProgress for RunOutput {
 
     /// Leaves the batch in `non_finite/`, one file a rank.
     fn skipped(&self, update: u64, sequences: &[Sequence]) -> Result<()> {
-        let folder = self.output_dir.join("non_finite");
-        std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
-        let path = folder.join(format!("update_{update:05}_rank_{:05}.json", self.group.rank()));
+        let folder = Folder::new(&self.output_dir).folder("non_finite");
+        let name = format!("update_{update:05}_rank_{:05}.json", self.group.rank());
         let sequences: Vec<_> = sequences.iter().map(describe).collect();
-        std::fs::write(&path, format!("{:#}\n", json!({"update": update, "sequences": sequences})))
-            .map_err(Error::io(path))
+        let text = format!("{:#}\n", json!({"update": update, "sequences": sequences}));
+        folder.write(&name, text).map_err(Error::io(folder.path().join(name)))
     }
 }
 

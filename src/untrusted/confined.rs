@@ -135,7 +135,6 @@ fn on_cpu_ns(task: &Path) -> u64 {
 mod tests {
     use super::*;
 
-    /// Enough memory for the backtrace of a panic.
     const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 64 << 20, cpu_s: 1 };
 
     #[test]

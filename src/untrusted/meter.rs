@@ -2,6 +2,10 @@
 //!
 //! Rust code cannot recover from an allocation that fails: it aborts. A metered thread that asks for more than its budget is
 //! therefore stopped inside the allocator and never runs again; whoever waits for it sees a flag and reports the breach.
+//!
+//! It keeps the locks that it holds where it stops, so it must hold none that others wait for. A thread that panics holds the standard
+//! library's lock of backtraces: it goes on beyond its budget until the panic is caught. Work on such threads shares no lock with other
+//! threads, and values that libraries make at their first use are made before (`data::statics`).
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -60,7 +64,7 @@ fn take(bytes: usize) {
     if let Some((left, is_exceeded)) = LEFT.get() {
         let left = left.saturating_sub_unsigned(bytes);
         LEFT.set(Some((left, is_exceeded)));
-        if left < 0 {
+        if left < 0 && !std::thread::panicking() {
             is_exceeded.store(true, Ordering::Release);
             loop {
                 std::thread::sleep(Duration::from_secs(3600)); // allocates nothing
@@ -77,6 +81,7 @@ fn give_back(bytes: usize) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::{alone, ends_if_it_hangs};
     use super::super::{ThreadLimits, once};
     use super::*;
 
@@ -98,5 +103,29 @@ mod tests {
         for outcome in [once("test", LIMITS, grown), once("test", LIMITS, at_once)] {
             assert_eq!(outcome.unwrap_err(), "it needs more than 1 MiB of memory");
         }
+    }
+
+    #[test]
+    fn a_panic_beyond_the_budget_hangs_no_other_thread() {
+        alone("untrusted::meter::tests::panics_beyond_the_budget");
+    }
+
+    #[test]
+    #[ignore = "in a process of its own"]
+    fn panics_beyond_the_budget() {
+        ends_if_it_hangs();
+        let limits = ThreadLimits { memory_bytes: 4 << 10, ..LIMITS }; // a backtrace takes far more
+        for _ in 0..3 {
+            let outcome = once("test", limits, || -> () { panic!("within the budget") });
+            assert_eq!(outcome.unwrap_err(), "panic: within the budget");
+            std::thread::spawn(|| panic!("elsewhere")).join().unwrap_err();
+        }
+        // Once the panic is caught, the budget holds again.
+        let grown = || {
+            let _ = std::panic::catch_unwind(|| panic!("within the budget"));
+            std::hint::black_box(vec![0_u8; 1 << 20]).len()
+        };
+        assert_eq!(once("test", limits, grown).unwrap_err(), "it needs more than 0 MiB of memory");
+        std::thread::spawn(|| panic!("elsewhere")).join().unwrap_err();
     }
 }

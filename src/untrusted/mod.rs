@@ -1,10 +1,14 @@
 //! Files that strangers wrote: the one place that opens them, and threads on which they can be worked on safely.
 //!
 //! Only regular files are read, so a pipe cannot hang a run and a device cannot fill its memory. Every kind of file has a
-//! largest size. `Confined` runs work whose depth, memory or time the file decides on a thread with limits.
+//! largest size. `Confined` runs work whose depth, memory or time the file decides on a thread with limits. `Folder` reads and writes below
+//! a folder without following links.
 
 mod confined;
+mod folder;
 mod meter;
+#[cfg(test)]
+pub(crate) mod testing;
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read};
@@ -12,6 +16,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 pub(crate) use confined::{Confined, ThreadLimits, once};
+pub(crate) use folder::Folder;
 pub use meter::MeteredAllocator;
 
 /// Largest TOML or YAML configuration of a run, in bytes.
@@ -40,7 +45,11 @@ const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/v1\n";
 /// The system's, and one that names what else than a file is there, or that a pointer stands in its place.
 pub(crate) fn open(path: &Path) -> io::Result<File> {
     refuse_unless_regular(&std::fs::metadata(path)?)?; // a device is not even opened
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    regular(OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?)
+}
+
+/// The file, if it is a regular one and no pointer.
+fn regular(file: File) -> io::Result<File> {
     refuse_unless_regular(&file.metadata()?)?;
     let mut start = [0; LFS_POINTER.len()];
     match file.read_at(&mut start, 0) {
@@ -56,7 +65,10 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
 /// # Errors
 /// The errors of [`open`], and one with both sizes.
 pub(crate) fn read(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
-    let file = open(path)?;
+    read_all(open(path)?, max_bytes)
+}
+
+fn read_all(file: File, max_bytes: u64) -> io::Result<Vec<u8>> {
     let num_bytes = file.metadata()?.len();
     let too_large = |bytes: u64| io::Error::other(format!("{bytes} bytes: expected at most {max_bytes}"));
     if num_bytes > max_bytes {

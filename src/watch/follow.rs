@@ -3,11 +3,13 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
 
 use crate::metrics::MetricLine;
 use crate::metrics::report::History;
-use crate::untrusted;
+use crate::untrusted::Folder;
+
+/// The file of metrics in a run's output folder.
+const FILE: &str = "metrics.jsonl";
 
 /// Most bytes read at a time; the rest comes with the next look.
 const MAX_READ_BYTES: u64 = 8 << 20;
@@ -19,7 +21,7 @@ const SEAM_BYTES: usize = 256;
 /// A growing file of metrics.
 #[derive(Debug)]
 pub(super) struct Follower {
-    path: PathBuf,
+    folder: Folder,
     history: History,
     /// Device and inode of the file that was read.
     file: Option<(u64, u64)>,
@@ -33,9 +35,9 @@ pub(super) struct Follower {
 }
 
 impl Follower {
-    pub fn new(path: PathBuf) -> Self {
+    pub fn new(folder: Folder) -> Self {
         let (seam, message) = (Vec::new(), String::new());
-        Self { path, history: History::default(), file: None, offset: 0, seam, newest: None, message, revision: 0 }
+        Self { folder, history: History::default(), file: None, offset: 0, seam, newest: None, message, revision: 0 }
     }
 
     pub fn history(&self) -> &History {
@@ -70,11 +72,11 @@ impl Follower {
     }
 
     fn read_on(&mut self) -> io::Result<String> {
-        let file = untrusted::open(&self.path)?;
+        let file = self.folder.open(FILE)?;
         let metadata = file.metadata()?;
         let identity = (metadata.dev(), metadata.ino());
         if self.file.is_some_and(|known| known != identity) || !self.continues(&file, metadata.len())? {
-            *self = Self { revision: self.revision + 1, ..Self::new(std::mem::take(&mut self.path)) };
+            *self = Self { revision: self.revision + 1, ..Self::new(self.folder.clone()) };
         }
         self.file = Some(identity);
         if self.history.num_values() >= MAX_VALUES {
@@ -153,7 +155,7 @@ mod tests {
     fn a_file_that_is_written_cut_replaced_and_deleted_is_followed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut follower = Follower::new(path.clone());
+        let mut follower = Follower::new(Folder::new(folder.path()));
         let mut look = move |expected: &[(f64, f64)], message: &str| {
             follower.look();
             assert_eq!((rewards(&follower).as_slice(), follower.message()), (expected, message));
@@ -188,7 +190,7 @@ mod tests {
         let endless = vec![b'x'; MAX_READ_BYTES as usize + 100];
         let text = [&endless, b"\n".as_slice(), line(3, 1.0).as_bytes()].concat();
         fs::write(&path, text).unwrap();
-        let mut follower = Follower::new(path);
+        let mut follower = Follower::new(Folder::new(folder.path()));
         follower.look();
         assert!(rewards(&follower).is_empty());
         follower.look();

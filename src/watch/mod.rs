@@ -6,7 +6,7 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `routes` | paths, and who may ask |
+//! | `routes` | paths and their answers |
 //! | `runs` | the runs of the watched folders and how they are |
 //! | `follow` | metrics.jsonl, read on from where it was read to |
 //! | `samples` | completions of a step: found, filtered, beside those of another |

@@ -1,14 +1,12 @@
-//! Paths, and who may ask.
+//! Paths and their answers.
 
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
-use axum::middleware::{self, Next};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
 use axum::routing::get;
 use serde_json::{Value, json};
@@ -17,6 +15,7 @@ use super::page;
 use super::query::Query;
 use super::runs::{WatchedRun, WatchedRuns};
 use super::samples::{SampleFilter, SampleKind, SampleTables, compared, page as sample_page};
+use crate::http::Guard;
 
 /// State that requests are answered from. One at a time: all come from one person's browser.
 #[derive(Debug)]
@@ -31,12 +30,10 @@ type Around = (Option<u64>, Option<u64>);
 /// A status and what is wrong.
 type Refused = (StatusCode, String);
 
-/// The answers to a browser that watches the runs below `folders`. `host` is the address that is listened at: requests that name
-/// another one, as a page of a stranger could make the browser send them, are refused.
-pub fn router(folders: Vec<PathBuf>, host: &str) -> Router {
+/// The answers to a browser that watches the runs below `folders`, behind `guard`.
+pub fn router(folders: Vec<PathBuf>, guard: Guard) -> Router {
     let watched = Watched { runs: WatchedRuns::new(folders), tables: SampleTables::default() };
-    let host = Arc::new(host.to_owned());
-    Router::new()
+    let router = Router::new()
         .route("/", get(async || answer("text/html; charset=utf-8", page::whole())))
         .route("/live", get(live))
         .route("/charts", get(charts))
@@ -45,29 +42,8 @@ pub fn router(folders: Vec<PathBuf>, host: &str) -> Router {
         .method_not_allowed_fallback(async || {
             refusal((StatusCode::METHOD_NOT_ALLOWED, "only GET is answered: a watcher changes nothing".to_owned()))
         })
-        .layer(middleware::from_fn_with_state(host, check_host))
-        .with_state(Arc::new(Mutex::new(watched)))
-}
-
-async fn check_host(State(host): State<Arc<String>>, request: Request, next: Next) -> Response {
-    let asked = name_of_host(request.headers());
-    let is_known = match host.parse::<IpAddr>() {
-        Ok(address) if address.is_unspecified() => true, // whoever listens everywhere has let others in
-        _ => asked.is_none_or(|asked| {
-            [&*host, "localhost", "127.0.0.1", "[::1]"].iter().any(|known| known.eq_ignore_ascii_case(asked))
-        }),
-    };
-    match is_known {
-        true => next.run(request).await,
-        false => refusal((StatusCode::FORBIDDEN, format!("this is not the address that is listened at: {host}"))),
-    }
-}
-
-/// The request's `Host`, without its port.
-fn name_of_host(headers: &HeaderMap) -> Option<&str> {
-    let host = headers.get(header::HOST)?.to_str().unwrap_or("?");
-    let is_port = |rest: &str| rest.bytes().all(|byte| byte.is_ascii_digit());
-    Some(host.rsplit_once(':').filter(|(_, rest)| is_port(rest)).map_or(host, |(name, _)| name))
+        .with_state(Arc::new(Mutex::new(watched)));
+    guard.before(router, |status, message| refusal((status, message)))
 }
 
 async fn live(State(shared): State<Shared>, request: Request) -> Response {

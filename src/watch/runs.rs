@@ -9,6 +9,7 @@ use super::follow::Follower;
 use super::samples;
 use crate::metrics::ranks::{RankState, read_ranks};
 use crate::metrics::report::{History, read_config};
+use crate::untrusted::Folder;
 
 /// Most runs that are shown.
 const MAX_RUNS: usize = 100;
@@ -36,7 +37,7 @@ pub(super) struct WatchedRuns {
 pub(super) struct WatchedRun {
     /// Path of the run below the watched folder, or that folder's name.
     pub name: String,
-    pub folder: PathBuf,
+    pub folder: Folder,
     metrics: Follower,
     looked: Option<Instant>,
     /// Ranks, and what is wrong with their files.
@@ -106,7 +107,7 @@ impl WatchedRuns {
         }
         *left -= 1;
         if ["metrics.jsonl", "run_config.json", "ranks"].iter().any(|name| folder.join(name).exists()) {
-            if self.runs.iter().all(|run| run.folder != folder) {
+            if self.runs.iter().all(|run| run.folder.path() != folder) {
                 self.runs.push(WatchedRun::new(root, folder));
             }
             return;
@@ -126,12 +127,13 @@ impl WatchedRuns {
 impl WatchedRun {
     fn new(root: &Path, folder: &Path) -> Self {
         let below = folder.strip_prefix(root).ok().filter(|below| !below.as_os_str().is_empty());
+        let opened = Folder::new(root).folder(below.unwrap_or(Path::new("")));
         let own = || folder.canonicalize().ok().and_then(|folder| Some(PathBuf::from(folder.file_name()?)));
         let name = below.map(Path::to_owned).or_else(own).unwrap_or_else(|| folder.to_owned());
         Self {
             name: name.display().to_string(),
-            folder: folder.to_owned(),
-            metrics: Follower::new(folder.join("metrics.jsonl")),
+            metrics: Follower::new(opened.clone()),
+            folder: opened,
             looked: None,
             ranks: Vec::new(),
             rank_message: String::new(),
@@ -186,7 +188,7 @@ impl WatchedRun {
 
     /// Keys and values; a message where the file is not what it should be.
     pub fn config(&self) -> Result<Vec<(String, String)>, String> {
-        read_config(&self.folder.join("run_config.json")).map_err(|error| error.to_string())
+        read_config(&self.folder).map_err(|error| error.to_string())
     }
 
     /// Faults of its files.
@@ -206,7 +208,7 @@ impl WatchedRun {
     }
 
     fn state_at(&self, now: f64) -> String {
-        if !self.folder.exists() {
+        if !self.folder.path().exists() {
             return "deleted".to_owned();
         }
         let ends = || self.ranks.iter().filter_map(|rank| rank.end.as_ref());

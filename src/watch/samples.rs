@@ -1,16 +1,14 @@
 //! Completions of a step: found, filtered, beside those of another.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use crate::metrics::report::{completions_of_prompt, escape, number};
-use crate::metrics::{CompletionRow, read_completions};
-use crate::untrusted::{self, ThreadLimits};
+use crate::metrics::{COMPLETIONS, CompletionRow, read_rows};
+use crate::untrusted::{self, Folder, ThreadLimits};
 
-/// The folder of a run's completions, and what its files are called.
-const FOLDER: &str = "completions";
+/// What the files of completions are called.
 const PREFIX: &str = "completions_";
 const SUFFIX: &str = ".parquet";
 /// Most files listed of one run.
@@ -27,16 +25,16 @@ const MAX_COMPLETIONS: usize = 64;
 const MAX_CHARACTERS: usize = 20_000;
 
 /// Steps of which there are completions, in order.
-pub(super) fn steps(output_dir: &Path) -> Vec<u64> {
-    let entries = fs::read_dir(output_dir.join(FOLDER)).into_iter().flatten().flatten().take(MAX_FILES);
-    let step = |name: String| name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?.parse().ok();
-    let mut steps: Vec<u64> = entries.filter_map(|entry| step(entry.file_name().into_string().ok()?)).collect();
+pub(super) fn steps(output_dir: &Folder) -> Vec<u64> {
+    let names = output_dir.folder(COMPLETIONS).names(MAX_FILES).unwrap_or_default();
+    let step = |name: &str| name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?.parse().ok();
+    let mut steps: Vec<u64> = names.iter().filter_map(|name| step(name.to_str()?)).collect();
     steps.sort_unstable();
     steps
 }
 
-fn path(output_dir: &Path, step: u64) -> PathBuf {
-    output_dir.join(FOLDER).join(format!("{PREFIX}{step:05}{SUFFIX}"))
+fn name(step: u64) -> String {
+    format!("{PREFIX}{step:05}{SUFFIX}")
 }
 
 /// Rows of the files that were read last.
@@ -52,10 +50,12 @@ impl SampleTables {
     ///
     /// # Errors
     /// A message: what is wrong with the file.
-    pub fn read(&mut self, output_dir: &Path, step: u64) -> Result<Rows, String> {
-        let path = path(output_dir, step);
+    pub fn read(&mut self, output_dir: &Folder, step: u64) -> Result<Rows, String> {
+        let (folder, name) = (output_dir.folder(COMPLETIONS), name(step));
+        let path = folder.path().join(&name);
         let tell = |error: std::io::Error| format!("completions of step {step}: {error}");
-        let metadata = fs::metadata(&path).map_err(tell)?;
+        let file = folder.open(&name).map_err(tell)?;
+        let metadata = file.metadata().map_err(tell)?;
         if metadata.len() > MAX_BYTES {
             return Err(format!("completions of step {step}: {} MiB are too many to show", metadata.len() >> 20));
         }
@@ -63,7 +63,7 @@ impl SampleTables {
         if let Some((_, rows)) = self.0.iter().find(|(known, _)| *known == version) {
             return Ok(rows.clone());
         }
-        let rows = untrusted::once("completions", LIMITS, move || read_completions(&path))
+        let rows = untrusted::once("completions", LIMITS, move || read_rows(file, &path))
             .and_then(|rows| rows.map_err(|error| error.to_string()))
             .map_err(|error| format!("completions of step {step}: {error}; the file may still be being written"))?;
         let rows = Arc::new(rows);
@@ -191,6 +191,8 @@ fn count(number: usize, what: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn row(prompt: &str, completion: &str, reward: Option<f32>, advantage: f32) -> CompletionRow {
@@ -254,18 +256,23 @@ mod tests {
     #[test]
     fn files_that_are_torn_or_gone_are_told_and_those_that_were_read_are_kept() {
         let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join(FOLDER)).unwrap();
-        crate::metrics::write_completions(&path(folder.path(), 3), &["<b>".to_owned()], &rows()).unwrap();
-        fs::write(path(folder.path(), 12), "PAR1 torn").unwrap();
-        fs::write(folder.path().join("completions/completions_x.parquet"), "").unwrap();
-        assert_eq!(steps(folder.path()), [3, 12]);
+        let (folder, run) = (folder.path(), Folder::new(folder.path()));
+        let path = |step| folder.join(COMPLETIONS).join(name(step));
+        fs::create_dir(folder.join(COMPLETIONS)).unwrap();
+        crate::metrics::write_completions(&path(3), &["<b>".to_owned()], &rows()).unwrap();
+        fs::write(path(12), "PAR1 torn").unwrap();
+        fs::write(folder.join("completions/completions_x.parquet"), "").unwrap();
+        assert_eq!(steps(&run), [3, 12]);
         let mut tables = SampleTables::default();
-        let first = tables.read(folder.path(), 3).unwrap();
-        assert!(Arc::ptr_eq(&first, &tables.read(folder.path(), 3).unwrap()) && first.len() == 3);
-        assert!(tables.read(folder.path(), 12).unwrap_err().contains("may still be being written"));
-        assert!(tables.read(folder.path(), 4).unwrap_err().contains("completions of step 4: No such file"));
-        fs::remove_file(path(folder.path(), 3)).unwrap();
-        assert!(tables.read(folder.path(), 3).is_err());
-        assert!(steps(&folder.path().join("none")).is_empty());
+        let first = tables.read(&run, 3).unwrap();
+        assert!(Arc::ptr_eq(&first, &tables.read(&run, 3).unwrap()) && first.len() == 3);
+        assert!(tables.read(&run, 12).unwrap_err().contains("may still be being written"));
+        assert!(tables.read(&run, 4).unwrap_err().contains("completions of step 4: No such file"));
+        fs::remove_file(path(3)).unwrap();
+        assert!(tables.read(&run, 3).is_err());
+        assert!(steps(&run.folder("none")).is_empty());
+        let outside = tempfile::NamedTempFile::new().unwrap();
+        std::os::unix::fs::symlink(outside.path(), path(5)).unwrap();
+        assert!(tables.read(&run, 5).unwrap_err().contains("is a link, and could lead out of its folder"));
     }
 }

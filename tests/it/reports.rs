@@ -1,6 +1,7 @@
 //! Metrics at W&B and trackio: what reaches them, and that a run does not depend on them.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use serde_json::Value;
@@ -82,4 +83,52 @@ fn a_service_that_dies_or_is_missing_is_told_once_and_the_run_goes_on() {
             assert_eq!(metrics(&folder.path().join("out")).len(), 3);
         }
     }
+}
+
+/// A run, its report and a watcher follow no link below the output folder; the folder itself may be one.
+#[test]
+fn links_that_were_planted_are_not_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let (outside, secret) = (path("outside"), path("outside/secret"));
+    fs::create_dir_all(&outside).unwrap();
+    fs::write(&secret, "secret").unwrap();
+    let plant = |files: &[&str], folders: &[&str]| {
+        let _ = fs::remove_dir_all(path("real"));
+        fs::create_dir(path("real")).unwrap();
+        files.iter().for_each(|name| symlink(&secret, path("real").join(name)).unwrap());
+        folders.iter().for_each(|name| symlink(&outside, path("real").join(name)).unwrap());
+    };
+    symlink(path("real"), path("run")).unwrap();
+    let train = |more: &str| {
+        let keys = format!("{SMALL_RUN} max_steps=2 log_completions=true report_to=tensorboard {more}");
+        end(command(&format!("{keys} output_dir={}", path("run").display())).spawn().unwrap())
+    };
+    plant(
+        &[
+            "metrics.jsonl",
+            "metrics.jsonl.old",
+            "run_config.json",
+            "report.html",
+            ".report.html.tmp",
+            ".run_config.json.tmp",
+        ],
+        &["completions", "ranks", "tensorboard"],
+    );
+    let ended = train("");
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    for name in ["completions", "tensorboard"] {
+        assert!(
+            ended.stderr.contains(&format!("{name} is a link, and could lead out of its folder")),
+            "{}",
+            ended.stderr
+        );
+    }
+    assert!(metrics(&path("run")).len() == 2 && fs::read_to_string(path("run/report.html")).unwrap().contains("<svg"));
+    plant(&[".lock"], &[]);
+    train("").assert_error("lock", 12, &[".lock is a link"]);
+    plant(&[], &["trace"]);
+    train("trace=true").assert_error("trace", 12, &["trace is a link"]);
+    let names: Vec<_> = fs::read_dir(&outside).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!((names, fs::read_to_string(&secret).unwrap()), (vec!["secret".into()], "secret".to_owned()));
 }

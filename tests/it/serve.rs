@@ -39,7 +39,10 @@ impl Server {
     /// Sends the head of a request of HTTP/1.0, whose answer ends with the connection.
     fn send(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
         let mut stream = self.connect();
-        let head = format!("{method} {path} HTTP/1.0\r\nContent-Length: {}\r\n{headers}\r\n", body.len());
+        let head = format!(
+            "{method} {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {}\r\n{headers}\r\n",
+            body.len()
+        );
         stream.write_all(&[head.as_bytes(), body].concat()).unwrap();
         stream
     }
@@ -347,7 +350,11 @@ fn what_cannot_be_served_is_an_error_in_openais_form() {
     assert_eq!(call(completions, key, &deep).0, 400);
     // A body that is announced is not waited for.
     let mut stream = server.connect();
-    write!(stream, "POST {completions} HTTP/1.0\r\n{key}Content-Length: 4001\r\n\r\n").unwrap();
+    write!(
+        stream,
+        "POST {completions} HTTP/1.0\r\nContent-Type: application/json\r\n{key}Content-Length: 4001\r\n\r\n"
+    )
+    .unwrap();
     assert_eq!(answer_of(stream).0, 413);
     let mut stream = server.connect();
     stream.write_all(b"\x16\x03\x01 not HTTP\r\n\r\n").unwrap();
@@ -388,4 +395,54 @@ fn a_port_in_use_and_a_bad_folder_are_told_before_anything_is_loaded() {
     assert!(!in_use.stderr.contains("KV blocks"), "{}", in_use.stderr);
     run(&format!("serve --nproc 2 --model {MODEL} --port {port}")).assert_error("port", 4, &["in use"]);
     run("serve --model configs --port 0").assert_error("folder", 3, &["config.json"]);
+}
+
+#[test]
+fn strangers_pages_are_refused_and_a_key_that_is_none_is() {
+    let server = Server::start("--allowed-origins https://chat.example");
+    let body = asked(json!({})).to_string();
+    let status = |method: &str, headers: &str| {
+        let mut stream = server.connect();
+        let head = format!("{method} /v1/completions HTTP/1.0\r\nContent-Length: {}\r\n{headers}\r\n", body.len());
+        stream.write_all(&[head.as_bytes(), body.as_bytes()].concat()).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        (text.split(' ').nth(1).unwrap().parse::<u16>().unwrap(), text)
+    };
+    let json = "Content-Type: application/json\r\n";
+    let own = format!("Host: {0}\r\nOrigin: http://{0}\r\n{json}", server.address);
+    for (headers, expected) in [
+        (json.to_owned(), 200),
+        (own, 200),
+        (format!("Host: evil.example\r\n{json}"), 403),
+        (format!("Host: {}\r\nOrigin: https://evil.example\r\n{json}", server.address), 403),
+        (format!("Host: {}\r\nOrigin: null\r\n{json}", server.address), 403),
+        ("Content-Type: text/plain\r\n".to_owned(), 415),
+        ("Content-Type: application/x-www-form-urlencoded\r\n".to_owned(), 415),
+        (String::new(), 415),
+    ] {
+        let (status, text) = status("POST", &headers);
+        assert_eq!(status, expected, "{headers}\n{text}");
+        assert!(status == 200 || text.contains(r#"{"error":{"message":"#), "{text}");
+    }
+    let allowed = "Origin: https://chat.example\r\n";
+    let (preflight, text) = status("OPTIONS", &format!("{allowed}Access-Control-Request-Method: POST\r\n"));
+    assert!(preflight == 204 && text.contains("access-control-allow-headers: authorization, content-type"), "{text}");
+    let (answer, text) = status("POST", &format!("{allowed}{json}"));
+    assert!(answer == 200 && text.contains("access-control-allow-origin: https://chat.example"), "{text}");
+    server.stop();
+
+    for (variable, option, name) in
+        [("", "", "COLO_GRPO_API_KEY"), ("two words", "", "COLO_GRPO_API_KEY"), ("good", "--api_key=", "--api_key")]
+    {
+        let mut command = command(&format!("serve --model {MODEL} --port 0 {option}"));
+        let ended = end(command.env("COLO_GRPO_API_KEY", variable).spawn().unwrap());
+        ended.assert_error(variable, 2, &[name, "without a key"]);
+        assert!(!ended.stderr.contains("two words"), "{}", ended.stderr);
+    }
+    let mut child = command(&format!("serve --model {MODEL} --host 0.0.0.0 --port 0")).spawn().unwrap();
+    await_line(&mut child, "warning: --host 0.0.0.0: everybody who reaches this port may use the model");
+    await_line(&mut child, "listening on http://0.0.0.0:");
+    child.kill().unwrap();
+    child.wait().unwrap();
 }

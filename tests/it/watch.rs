@@ -140,6 +140,11 @@ fn what_is_asked_wrongly_is_refused_and_strangers_pages_are() {
     fs::create_dir(folder.path().join("new")).unwrap();
     fs::write(folder.path().join("new/metrics.jsonl"), "").unwrap();
     wait_until(|| watcher.found("/live")["runs"][0]["name"] == "new");
+    fs::create_dir(folder.path().join("planted")).unwrap();
+    std::os::unix::fs::symlink("/etc/passwd", folder.path().join("planted/metrics.jsonl")).unwrap();
+    wait_until(|| watcher.found("/live")["runs"][1]["name"] == "planted");
+    let planted = watcher.found("/live")["runs"][1]["messages"].to_string();
+    assert!(planted.contains("metrics.jsonl is a link, and could lead out of its folder"), "{planted}");
     for (path, status, fragment) in [
         ("/nowhere", 404, "the page is at /"),
         ("/completions?run=7", 404, "run = 7: there is no such run"),

@@ -5,6 +5,7 @@ use clap::Args;
 use super::{PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
 use crate::data::ToolCallParser;
 use crate::error::{Error, Result};
+use crate::http::parse_origin;
 use crate::launch;
 use crate::serve::{EngineDivision, NamedAdapter};
 
@@ -69,6 +70,18 @@ fn named_adapter(text: &str) -> std::result::Result<NamedAdapter, String> {
     }
 }
 
+/// The address and the names of a server.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct HostArgs {
+    /// Address to listen at; 0.0.0.0 lets every machine in
+    #[arg(long, default_value = launch::LOOPBACK)]
+    pub host: String,
+    /// Names that clients may call the server by, beside its addresses, --host, localhost and the machine's own name; separated by commas
+    #[arg(long, value_delimiter = ',')]
+    pub allowed_hosts: Vec<String>,
+}
+
 /// `serve`. All processes share one engine.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
@@ -91,14 +104,16 @@ pub struct ServeArgs {
     /// Each process has some experts whole, of a model with experts, in place of a part of every expert
     #[arg(long)]
     pub enable_expert_parallel: bool,
-    /// Address to listen at; 0.0.0.0 lets every machine in
-    #[arg(long, default_value = launch::LOOPBACK)]
-    pub host: String,
     /// Port to listen at; 0 takes a free one
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
+    #[command(flatten)]
+    pub hosts: HostArgs,
+    /// Web pages that may ask, as SCHEME://NAME:PORT, or * for all; separated by commas [default: none]
+    #[arg(long, value_delimiter = ',', value_parser = parse_origin)]
+    pub allowed_origins: Vec<String>,
     /// Key that clients must have [default: COLO_GRPO_API_KEY, or none]
-    #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    #[arg(long)]
     pub api_key: Option<String>,
     /// Longest prompt and completion together in tokens [default: the model's context]
     #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]

@@ -177,7 +177,7 @@ fn probes_render_as_python_renders_them() {
     let golden: Golden = serde_json::from_str(include_str!("../../../tests/golden/jinja.json")).unwrap();
     let mut wrong = Vec::new();
     for Probe { template, output } in &golden.probes {
-        let made = ChatTemplate::at(golden.now, template, golden.tokens.clone());
+        let made = ChatTemplate::at((golden.now, LIMITS), template, golden.tokens.clone());
         let found = made.and_then(|made| made.render(&golden.messages, true));
         let is_listed = DIFFERENT.iter().any(|(listed, _)| listed == template);
         if (found.as_ref().ok() == output.as_ref()) == is_listed {

@@ -12,9 +12,14 @@ use std::path::{Path, PathBuf};
 pub use self::page::{completions_of_prompt, config_table, metrics_table, tiles};
 pub use self::panels::History;
 use self::panels::{compared, plots};
-use super::jsonl::read_metrics;
+use super::completions::FOLDER as COMPLETIONS;
+use super::jsonl::{self, read_metrics_in};
+use super::writer::RUN_CONFIG;
 use crate::error::{Error, Result};
-use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
+use crate::untrusted::{Folder, MAX_RUN_CONFIG_BYTES};
+
+/// The report's file in the output folder of a run.
+const REPORT: &str = "report.html";
 
 /// The page's style.
 pub const STYLE: &str = include_str!("report.css");
@@ -39,33 +44,33 @@ pub fn charts(runs: &[(&str, &History)]) -> String {
 /// # Errors
 /// [`Error::BadFile`] if metrics.jsonl is missing or has no line, [`Error::Io`] if a file cannot be read or written.
 pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
-    let metrics = output_dir.join("metrics.jsonl");
-    if !metrics.exists() {
+    let (folder, metrics) = (Folder::new(output_dir), output_dir.join(jsonl::FILE));
+    if !folder.has(jsonl::FILE) {
         return Err(Error::bad_file(metrics, "missing; the output folder of a run has it"));
     }
-    let history = History::new(&read_metrics(&metrics)?);
+    let history = History::new(&read_metrics_in(&folder)?);
     if history.is_empty() {
         return Err(Error::bad_file(metrics, "no metrics yet: the report needs at least one line"));
     }
-    let config = read_config(&output_dir.join("run_config.json"))?;
-    let samples = samples::first_and_last(&output_dir.join("completions"))?;
-    let path = output_dir.join("report.html");
+    let config = read_config(&folder)?;
+    let samples = samples::first_and_last(&folder.folder(COMPLETIONS));
+    let path = output_dir.join(REPORT);
     let page = page::render(output_dir, &history, &config, &samples);
-    let draft = output_dir.join(".report.html.tmp"); // a browser never finds half a page
-    std::fs::write(&draft, page).and_then(|()| std::fs::rename(&draft, &path)).map_err(Error::io(&path))?;
+    folder.write(REPORT, page).map_err(Error::io(&path))?; // a browser never finds half a page
     Ok(path)
 }
 
-/// Dotted keys and values of a run_config.json; none if the run left no configuration.
+/// Dotted keys and values of a run's run_config.json; none if the run left no configuration.
 ///
 /// # Errors
 /// [`Error::Io`] if it cannot be read, [`Error::BadFile`] if it is no JSON.
-pub fn read_config(path: &Path) -> Result<Vec<(String, String)>> {
-    if !path.exists() {
+pub(crate) fn read_config(folder: &Folder) -> Result<Vec<(String, String)>> {
+    let path = folder.path().join(RUN_CONFIG);
+    if !folder.has(RUN_CONFIG) {
         return Ok(Vec::new());
     }
-    let text = untrusted::read_text(path, MAX_RUN_CONFIG_BYTES).map_err(Error::io(path))?;
-    let value = serde_json::from_str(&text).map_err(|error| Error::bad_file(path, error.to_string()))?;
+    let bytes = folder.read(RUN_CONFIG, MAX_RUN_CONFIG_BYTES).map_err(Error::io(&path))?;
+    let value = serde_json::from_slice(&bytes).map_err(|error| Error::bad_file(path, error.to_string()))?;
     let mut rows = Vec::new();
     flatten("", &value, &mut rows);
     Ok(rows)

@@ -2,8 +2,12 @@
 
 use std::path::Path;
 
-use super::super::completions::{CompletionRow, read_completions};
-use crate::error::{Error, Result};
+use super::super::completions::{CompletionRow, read_rows};
+use crate::error::Error;
+use crate::untrusted::Folder;
+
+/// Most files that are looked through for the first and the last.
+const MAX_FILES: usize = 1_000_000;
 
 /// Prompts shown of a step, and completions of each.
 const MAX_PROMPTS: usize = 2;
@@ -16,26 +20,24 @@ pub(super) struct Samples {
     pub groups: Vec<Vec<CompletionRow>>,
 }
 
-/// Samples of the first and the last file in `completions/`; none if there are no files.
-pub(super) fn first_and_last(folder: &Path) -> Result<Vec<Samples>> {
-    if !folder.exists() {
-        return Ok(Vec::new());
-    }
-    let mut paths = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(Error::io(folder))? {
-        let path = entry.map_err(Error::io(folder))?.path();
-        if path.extension().is_some_and(|extension| extension == "parquet") {
-            paths.push(path);
-        }
-    }
-    paths.sort();
-    let (Some(first), Some(last)) = (paths.first(), paths.last()) else { return Ok(Vec::new()) };
-    let chosen = if first == last { vec![last] } else { vec![first, last] };
-    let read = |path: &Path| {
-        let rows = read_completions(path);
-        rows.inspect_err(|error| tracing::warn!("the report shows no completions of {}: {error}", path.display())).ok()
+/// Samples of the first and the last file in `completions/`; none if there are no files. What cannot be read is said and left out.
+pub(super) fn first_and_last(folder: &Folder) -> Vec<Samples> {
+    let tell = |path: &Path, error: &Error| {
+        tracing::warn!("the report shows no completions of {}: {error}", path.display());
     };
-    Ok(chosen.into_iter().filter_map(|path| read(path)).filter_map(choose).collect())
+    let names = folder.names(MAX_FILES).map_err(Error::io(folder.path()));
+    let names = names.inspect_err(|error| tell(&folder.path(), error)).unwrap_or_default();
+    let mut names: Vec<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
+    names.retain(|name| name.ends_with(".parquet"));
+    names.sort();
+    let (Some(first), Some(last)) = (names.first(), names.last()) else { return Vec::new() };
+    let chosen = if first == last { vec![last] } else { vec![first, last] };
+    let read = |name: &String| {
+        let path = folder.path().join(name);
+        let rows = folder.open(name).map_err(Error::io(&path)).and_then(|file| read_rows(file, &path));
+        rows.inspect_err(|error| tell(&path, error)).ok()
+    };
+    chosen.into_iter().filter_map(read).filter_map(choose).collect()
 }
 
 /// Groups whose completions differ in reward say most; the others only if there is none.

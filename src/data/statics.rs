@@ -1,0 +1,92 @@
+//! Values that libraries make at their first use and keep for the process: expressions, tables. A thread that stops at its limit while it
+//! makes one would keep all others from it for ever. So they are made before stranger's files are read, by the reader that needs them.
+
+use std::sync::Once;
+
+use minijinja::Environment;
+use tokenizers::Tokenizer;
+
+/// A tokenizer that uses all such values of the tokenizers library.
+const TOKENIZER: &str = r#"{
+    "version": "1.0",
+    "added_tokens": [{"id": 1, "content": "b", "single_word": true, "lstrip": true, "rstrip": true, "normalized": false, "special": false}],
+    "normalizer": {"type": "ByteLevel"},
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Whitespace"}, {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}]},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+}"#;
+
+/// Makes those of the tokenizers library.
+pub(super) fn of_tokenizers() {
+    static MADE: Once = Once::new();
+    MADE.call_once(|| {
+        let tokenizer = Tokenizer::from_bytes(TOKENIZER).expect("a tokenizer");
+        let ids = tokenizer.encode_fast("a b c", false).expect("a text").get_ids().to_vec();
+        tokenizer.decode(&ids, false).expect("a text");
+    });
+}
+
+/// Makes those of the template library, with an environment as templates have it.
+pub(super) fn of_templates(environment: impl FnOnce() -> Environment<'static>) {
+    static MADE: Once = Once::new();
+    MADE.call_once(|| {
+        let written = environment().render_str("{{ 5 }}{% for i in [1, 'a' ~ 2] %}{{ i|string }}{% endfor %}", ());
+        assert_eq!(written.expect("a template"), "51a2");
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::super::chat::ChatTemplate;
+    use super::super::tokenizer::read_within;
+    use crate::untrusted::ThreadLimits;
+    use crate::untrusted::testing::{alone, ends_if_it_hangs};
+
+    /// Budgets of which each breaks later than the one before.
+    fn budgets() -> impl Iterator<Item = ThreadLimits> {
+        let grown = std::iter::successors(Some(1 << 10), |bytes| Some(bytes + bytes / 8));
+        grown.map(|memory_bytes| ThreadLimits { stack_bytes: 4 << 20, memory_bytes, cpu_s: 60 })
+    }
+
+    #[test]
+    fn a_reader_that_stops_anywhere_keeps_nothing_from_others() {
+        alone("data::statics::tests::tokenizers_that_stop_anywhere");
+        alone("data::statics::tests::templates_that_stop_anywhere");
+    }
+
+    #[test]
+    #[ignore = "in a process of its own"]
+    fn tokenizers_that_stop_anywhere() {
+        ends_if_it_hangs();
+        for (num_breaches, limits) in budgets().enumerate() {
+            let read = |limits| read_within(super::TOKENIZER.as_bytes().to_vec(), limits);
+            let is_within = read(limits).is_ok();
+            read(ThreadLimits { memory_bytes: 1 << 30, ..limits }).unwrap();
+            if is_within {
+                assert!(num_breaches > 10, "{num_breaches}");
+                return;
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "in a process of its own"]
+    fn templates_that_stop_anywhere() {
+        ends_if_it_hangs();
+        let source =
+            "{% for n in [1, 250, 7.5] %}{{ n }}{{ n|tojson }}{{ 'a' ~ n }}{% endfor %}{{ 'abc'.upper()|trim }}";
+        for (num_breaches, limits) in budgets().enumerate() {
+            let rendered = |limits| ChatTemplate::within(limits, source, BTreeMap::new())?.render(&[], true);
+            let is_within = rendered(limits).is_ok();
+            let expected = "11a1250250a2507.57.5a7.5ABC";
+            assert_eq!(rendered(ThreadLimits { memory_bytes: 1 << 30, ..limits }).unwrap(), expected);
+            if is_within {
+                assert!(num_breaches > 10, "{num_breaches}");
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! The server without an engine: the tests are the engine, or let its queue wait.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+
+use super::*;
+use crate::data::GrammarCompiler;
+use crate::data::fixtures::{Dice, bytes};
+use crate::endpoint::client::{ClientLimits, EngineCommand, EngineQueue, RequestUpdate, engine_queue};
+use crate::http::HttpServer;
+use crate::tools::GroupKey;
+use crate::types::{FinishReason, SamplingParams};
+
+const TEMPLATE: &str = "{% for m in messages %}{{ m.content }}{% endfor %}";
+const BODY: &str = r#"{"messages": [{"role": "user", "content": "go"}], "max_tokens": 5}"#;
+/// Requests under way at once, far more than bodies of the largest size have room for.
+const NUM_REQUESTS: usize = 300;
+
+struct Endpoint {
+    server: HttpServer,
+    queue: EngineQueue,
+    body_room: Arc<Semaphore>,
+}
+
+impl Endpoint {
+    fn start(max_body_bytes: usize, api_key: Option<&str>, episodes: Option<Arc<Episodes>>) -> Self {
+        let (client, queue) = engine_queue(ClientLimits { max_queue: 1024, grace: Duration::ZERO });
+        let tokenizer = Arc::new(bytes(&mut Dice(3), TEMPLATE));
+        let eos_token_ids = vec![tokenizer.eos_token_id().unwrap()];
+        let model = ServedModel {
+            name: "model".to_owned(),
+            adapters: Vec::new(),
+            grammars: Arc::new(GrammarCompiler::new(Arc::clone(&tokenizer), eos_token_ids.clone())),
+            tokenizer,
+            max_sequence_length: 999,
+            tool_calls: None,
+            eos_token_ids,
+        };
+        let body_room = body_room(max_body_bytes);
+        let state = HttpState {
+            model,
+            client,
+            api_key: api_key.map(str::to_owned),
+            max_body_bytes,
+            num_answers: AtomicU64::new(0),
+            episodes,
+            body_room: Arc::clone(&body_room),
+        };
+        let listener = HttpServer::bind("127.0.0.1", 0).unwrap();
+        let server = HttpServer::start(listener, router(Arc::new(state), Guard::new("127.0.0.1", &[], &[]))).unwrap();
+        Self { server, queue, body_room }
+    }
+
+    fn address(&self) -> SocketAddr {
+        self.server.address()
+    }
+
+    /// Waits until so many requests are in the queue, and answers all of them with nothing.
+    fn answer(&self, num_requests: usize) {
+        let next =
+            || self.queue.commands.recv_timeout(Duration::from_secs(60)).expect("a request that was not refused");
+        let waiting: Vec<EngineCommand> = (0..num_requests).map(|_| next()).collect();
+        assert_eq!(self.body_room.available_permits(), BODY_ROOM_KIB, "nothing is read any more");
+        for command in waiting {
+            let EngineCommand::Submit { updates, .. } = command else { panic!("{command:?}") };
+            let (reason, trajectory) = (FinishReason::Eos, Box::default());
+            updates.send(RequestUpdate::Finished { choice: 0, reason, trajectory }).unwrap();
+        }
+    }
+}
+
+/// A request whose body comes in chunks, so that its head does not say how long it is.
+fn send_in_chunks(address: SocketAddr, path: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
+    );
+    write!(stream, "{head}\r\n\r\n{:x}\r\n{BODY}\r\n0\r\n\r\n", BODY.len()).unwrap();
+    stream
+}
+
+fn status_of(mut stream: TcpStream) -> String {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text.split(' ').nth(1).unwrap_or_else(|| panic!("no status in '{text}'")).to_owned()
+}
+
+#[test]
+fn requests_that_do_not_say_their_length_are_answered_up_to_the_queue_s_limit() {
+    let endpoint = Endpoint::start(4 << 20, None, None);
+    let send = |_| send_in_chunks(endpoint.address(), "/v1/chat/completions");
+    let streams: Vec<TcpStream> = (0..NUM_REQUESTS).map(send).collect();
+    endpoint.answer(NUM_REQUESTS);
+    assert!(streams.into_iter().all(|stream| status_of(stream) == "200"));
+    endpoint.server.finish();
+}
+
+#[test]
+fn so_are_those_of_episodes() {
+    let episodes = Arc::new(Episodes::new(NUM_REQUESTS));
+    let endpoint = Endpoint::start(32 << 20, None, Some(Arc::clone(&episodes)));
+    let key = GroupKey { prompt_id: 4, first_step: 5 };
+    let name = episodes.open(key, 0, &SamplingParams { max_completion_length: 9, ..SamplingParams::default() });
+    let send = |_| send_in_chunks(endpoint.address(), &format!("/episodes/{name}/v1/chat/completions"));
+    let streams: Vec<TcpStream> = (0..NUM_REQUESTS).map(send).collect();
+    endpoint.answer(NUM_REQUESTS);
+    assert!(streams.into_iter().all(|stream| status_of(stream) == "200"));
+    endpoint.server.finish();
+}
+
+#[test]
+fn bodies_take_room_as_they_arrive_and_give_it_back() {
+    let endpoint = Endpoint::start(1 << 20, None, None);
+    let most = BODY_ROOM_KIB;
+    let post = |more: &str, body: &[u8]| {
+        let mut stream = TcpStream::connect(endpoint.address()).unwrap();
+        let head = "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n";
+        stream.write_all(&[head.as_bytes(), more.as_bytes(), b"\r\n", body].concat()).unwrap();
+        stream
+    };
+    let taken = endpoint.body_room.try_acquire_many(most as u32 - 4).unwrap();
+    let body = format!(r#"{{"prompt": 3, "x": "{}"}}"#, "a".repeat(8 << 10));
+    let length = format!("Content-Length: {}\r\n", body.len());
+    assert_eq!(status_of(post(&length, body.as_bytes())), "503", "8 KiB where 4 are left");
+    drop(taken);
+    assert_eq!(status_of(post(&length, body.as_bytes())), "400");
+    assert_eq!(status_of(post("Content-Length: 1048577\r\n", b"")), "413", "it is not waited for");
+    assert_eq!(endpoint.body_room.available_permits(), most);
+    endpoint.server.finish();
+}
+
+#[test]
+fn a_key_is_asked_for_in_any_letters_of_its_scheme() {
+    let endpoint = Endpoint::start(1 << 20, Some("secret"), None);
+    let status = |authorization: &str| {
+        let mut stream = TcpStream::connect(endpoint.address()).unwrap();
+        write!(stream, "GET /v1/models HTTP/1.0\r\nHost: localhost\r\n{authorization}\r\n").unwrap();
+        status_of(stream)
+    };
+    for scheme in ["Bearer ", "bearer ", "BEARER   "] {
+        assert_eq!(status(&format!("Authorization: {scheme}secret\r\n")), "200", "{scheme}");
+    }
+    for wrong in
+        ["Bearer secre", "Bearer secrets", "Bearer Secret", "Bearer ", "Basic secret", "secret", "bearersecret"]
+    {
+        assert_eq!(status(&format!("Authorization: {wrong}\r\n")), "401", "{wrong}");
+    }
+    assert_eq!(status(""), "401");
+    endpoint.server.finish();
+}

@@ -1,0 +1,328 @@
+//! A server of HTTP on a thread of its own: its address, how many connections there may be, how long they may be idle, who may ask, and
+//! the server's end. Knows nothing of what is asked.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `guard` | who may ask: hosts, origins, content types |
+//! | `connection` | one connection: whether it waits for its client, and whether that still waits |
+
+mod connection;
+mod guard;
+
+use std::future::poll_fn;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsFd;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+
+use self::connection::{Connection, ConnectionBytes};
+pub use self::guard::{Guard, check_json_type, parse_origin};
+use crate::error::{Error, Result};
+
+/// Limits of a server.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// Most connections at once. For another one, the one is closed that has waited longest for its client.
+    max_connections: usize,
+    /// How often it is looked whether a client still waits for its answer.
+    look: Duration,
+}
+
+impl Limits {
+    /// The limits within the descriptors that this process may have, of which half are for other things.
+    fn of_process() -> Self {
+        let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        let half = descriptors.map_or(usize::MAX, |most| usize::try_from(most / 2).unwrap_or(usize::MAX));
+        Self { max_connections: half.clamp(1, 4096), look: Duration::from_secs(2) }
+    }
+}
+
+/// How long a connection may take for a request's head, and be idle between two requests.
+const HEAD_TIME: Duration = Duration::from_secs(60);
+/// How long a client may read nothing of what is sent to it.
+const STALL_TIME: Duration = Duration::from_secs(300);
+/// How long clients may take to read the end of their answers once the server ends.
+const LAST_READ_TIME: Duration = Duration::from_secs(5);
+/// A pause after the system had no descriptor for a connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Threads for work that computes or reads files.
+const MAX_BLOCKING_THREADS: usize = 2;
+
+/// A server on a thread of its own.
+#[derive(Debug)]
+pub struct HttpServer {
+    address: SocketAddr,
+    end: oneshot::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl HttpServer {
+    /// Takes an address, so that a port that is in use is known before anything else is done.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if it is in use or not this machine's.
+    pub fn bind(host: &str, port: u16) -> Result<TcpListener> {
+        let refuse = |error: std::io::Error| Error::Environment {
+            message: format!("--host {host} --port {port}: {error}; give another, or --port 0 for a free one"),
+        };
+        let listener = TcpListener::bind((host, port)).map_err(refuse)?;
+        listener.set_nonblocking(true).map_err(refuse)?;
+        Ok(listener)
+    }
+
+    /// Starts to answer what comes to `listener` by `router`.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if there is no thread for it.
+    pub fn start(listener: TcpListener, router: Router) -> Result<Self> {
+        Self::start_within(listener, router, Limits::of_process())
+    }
+
+    fn start_within(listener: TcpListener, router: Router, limits: Limits) -> Result<Self> {
+        let failed = |error: std::io::Error| Error::Environment { message: format!("the server's thread: {error}") };
+        let address = listener.local_addr().map_err(failed)?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(MAX_BLOCKING_THREADS)
+            .build()
+            .map_err(failed)?;
+        let listener = {
+            let _entered = runtime.enter();
+            tokio::net::TcpListener::from_std(listener).map_err(failed)?
+        };
+        let (end, ended) = oneshot::channel();
+        let serve = move || {
+            runtime.block_on(serve(listener, router, limits, ended));
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name("http".to_owned()).spawn(serve).map_err(failed)?;
+        Ok(Self { address, end, thread })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Closes the door; clients have a few seconds to read the end of their answers.
+    pub fn finish(self) {
+        drop(self.end);
+        let _ = self.thread.join(); // a panic there has been told
+    }
+}
+
+async fn serve(listener: tokio::net::TcpListener, router: Router, limits: Limits, mut ended: oneshot::Receiver<()>) {
+    let mut open = OpenConnections { limits, connections: Vec::new() };
+    let graceful = GracefulShutdown::new();
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).half_close(true);
+    loop {
+        let next = poll_fn(|cx| match Pin::new(&mut ended).poll(cx) {
+            Poll::Ready(_) => Poll::Ready(None),
+            Poll::Pending => listener.poll_accept(cx).map(Some),
+        });
+        let Some(accepted) = next.await else { break };
+        let Ok((stream, _)) = accepted else {
+            open.close_one(); // no descriptor is left, or the client is gone already
+            tokio::time::sleep(ACCEPT_PAUSE).await;
+            continue;
+        };
+        if !open.make_room() {
+            continue;
+        }
+        let _ = stream.set_nodelay(true);
+        let _ = limit_stalls(&stream, STALL_TIME);
+        let connection = Arc::new(Connection::new(stream));
+        let (asked, service) = (Arc::clone(&connection), TowerToHyperService::new(router.clone()));
+        let service = service_fn(move |request: Request<Incoming>| {
+            asked.begin(request.version());
+            let (asked, answer) = (Arc::clone(&asked), service.call(request));
+            async move {
+                let answer = answer.await;
+                asked.end();
+                answer
+            }
+        });
+        let work = builder.serve_connection(TokioIo::new(ConnectionBytes(Arc::clone(&connection))), service);
+        let task = tokio::spawn(Arc::clone(&connection).attend(graceful.watch(work), limits.look));
+        open.connections.push((connection, task.abort_handle()));
+    }
+    drop(listener);
+    let _ = tokio::time::timeout(LAST_READ_TIME, graceful.shutdown()).await;
+}
+
+/// The connections of a server, ended ones among them.
+#[derive(Debug)]
+struct OpenConnections {
+    limits: Limits,
+    connections: Vec<(Arc<Connection>, AbortHandle)>,
+}
+
+impl OpenConnections {
+    /// Whether there may be one more. Those that wait for their clients give way, those with an answer under way do not.
+    fn make_room(&mut self) -> bool {
+        if self.connections.len() >= self.limits.max_connections {
+            self.connections.retain(|(_, task)| !task.is_finished());
+        }
+        self.connections.len() < self.limits.max_connections || self.close_one()
+    }
+
+    /// Closes the connection that has waited longest for its client, if any does.
+    fn close_one(&mut self) -> bool {
+        let waiting = self.connections.iter().enumerate().filter(|(_, (_, task))| !task.is_finished());
+        let waiting = waiting.filter_map(|(place, (connection, _))| Some((connection.waits_since()?, place)));
+        let Some((_, place)) = waiting.min() else { return false };
+        self.connections.swap_remove(place).1.abort();
+        true
+    }
+}
+
+/// Ends a connection whose peer takes nothing of what is sent for so long: one that is gone, or that only holds the connection.
+fn limit_stalls(stream: impl AsFd, limit: Duration) -> std::io::Result<()> {
+    Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, limit.as_millis() as u32)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Read, Write};
+    use std::net::{Shutdown, TcpStream};
+    use std::sync::mpsc;
+
+    use axum::routing::get;
+    use tokio::sync::Semaphore;
+
+    use super::*;
+
+    /// A server whose path /slow answers once the semaphore says so, and tells of its beginning and of its end.
+    struct SlowServer {
+        server: HttpServer,
+        may_answer: Arc<Semaphore>,
+        told: mpsc::Receiver<&'static str>,
+    }
+
+    struct AtEnd(mpsc::Sender<&'static str>);
+
+    impl Drop for AtEnd {
+        fn drop(&mut self) {
+            let _ = self.0.send("ended");
+        }
+    }
+
+    impl SlowServer {
+        fn start(max_connections: usize) -> Self {
+            let (may_answer, (tell, told)) = (Arc::new(Semaphore::new(0)), mpsc::channel());
+            let permit = Arc::clone(&may_answer);
+            let slow = move || async move {
+                let _ = tell.send("begun");
+                let _at_end = AtEnd(tell);
+                permit.acquire().await.unwrap().forget();
+                "late"
+            };
+            let router = Router::new().route("/slow", get(slow)).route("/quick", get(async || "quick"));
+            let listener = HttpServer::bind("127.0.0.1", 0).unwrap();
+            let limits = Limits { max_connections, look: Duration::from_millis(5) };
+            Self { server: HttpServer::start_within(listener, router, limits).unwrap(), may_answer, told }
+        }
+
+        fn send(&self, path: &str, version: &str) -> TcpStream {
+            let mut stream = TcpStream::connect(self.server.address()).unwrap();
+            write!(stream, "GET {path} HTTP/{version}\r\nHost: a\r\nConnection: close\r\n\r\n").unwrap();
+            stream
+        }
+    }
+
+    fn answer_of(mut stream: TcpStream) -> String {
+        let mut text = String::new();
+        let _ = stream.read_to_string(&mut text);
+        text
+    }
+
+    #[test]
+    fn a_client_that_closes_its_own_direction_is_answered_and_one_that_is_gone_ends_its_request() {
+        let slow = SlowServer::start(10);
+        for version in ["1.0", "1.1"] {
+            let stream = slow.send("/slow", version);
+            stream.shutdown(Shutdown::Write).unwrap();
+            assert_eq!(slow.told.recv(), Ok("begun"));
+            if version == "1.1" {
+                let mut interim = [0; 25];
+                (&stream).read_exact(&mut interim).unwrap(); // the connection was looked at, and lives on
+                assert_eq!(interim, *b"HTTP/1.1 100 Continue\r\n\r\n");
+            }
+            slow.may_answer.add_permits(1);
+            let answer = answer_of(stream);
+            assert!(answer.contains(&format!("HTTP/{version} 200 OK")) && answer.ends_with("late"), "{answer}");
+            assert_eq!(slow.told.recv(), Ok("ended"));
+        }
+        let stream = slow.send("/slow", "1.1");
+        assert_eq!(slow.told.recv(), Ok("begun"));
+        drop(stream);
+        assert_eq!(slow.told.recv(), Ok("ended"), "without any answer");
+        slow.server.finish();
+    }
+
+    #[test]
+    fn connections_that_wait_for_their_clients_give_way_the_oldest_first() {
+        let slow = SlowServer::start(3);
+        let busy = slow.send("/slow", "1.1");
+        assert_eq!(slow.told.recv(), Ok("begun"));
+        let mut idle: Vec<TcpStream> = Vec::new();
+        for _ in 0..20 {
+            let mut stream = TcpStream::connect(slow.server.address()).unwrap();
+            write!(stream, "GET /quick HTTP/1.1\r\nHost: a\r\n\r\n").unwrap();
+            let mut answer = [0; 15];
+            stream.read_exact(&mut answer).unwrap(); // each is let in
+            assert_eq!(&answer, b"HTTP/1.1 200 OK");
+            idle.push(stream);
+        }
+        assert!(answer_of(slow.send("/quick", "1.1")).ends_with("quick"));
+        let newest = idle.pop().unwrap();
+        for stream in idle {
+            assert!(answer_of(stream).ends_with("quick"), "what it had was not lost, and it was closed");
+        }
+        let _ = write!(&newest, "GET /quick HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+        assert_eq!(answer_of(newest).matches("quick").count(), 2, "the newest was kept");
+        slow.may_answer.add_permits(1);
+        assert!(answer_of(busy).ends_with("late"), "one with an answer under way is never closed");
+        slow.server.finish();
+    }
+
+    #[test]
+    fn where_all_connections_have_answers_under_way_a_further_one_is_closed() {
+        let slow = SlowServer::start(1);
+        let busy = slow.send("/slow", "1.1");
+        assert_eq!(slow.told.recv(), Ok("begun"));
+        assert_eq!(answer_of(TcpStream::connect(slow.server.address()).unwrap()), "");
+        slow.may_answer.add_permits(1);
+        assert!(answer_of(busy).ends_with("late"));
+        slow.server.finish();
+    }
+
+    #[test]
+    fn a_client_that_reads_nothing_is_let_go() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _silent = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        limit_stalls(&stream, Duration::from_millis(100)).unwrap();
+        let error = loop {
+            if let Err(error) = stream.write_all(&[0; 1 << 16]) {
+                break error;
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+    }
+}
