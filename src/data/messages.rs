@@ -1,5 +1,5 @@
 //! Messages as clients and files write them, made what chat templates read. As in transformers 5, a field that is null is absent, and
-//! reasoning reaches the template under the names that templates know. A field that no template would show is refused.
+//! reasoning reaches the template under the names that templates know. A field that the template does not read is refused.
 
 use std::borrow::Cow;
 
@@ -42,7 +42,6 @@ pub(crate) fn read_message(message: &Value) -> Result<Map<String, Value>, String
         return Err("function_call: expected tool_calls in its place".to_owned());
     }
     fields.retain(|name, _| !REPEATED.contains(&name.as_str()));
-    alias_reasoning(&mut fields);
     Ok(fields)
 }
 
@@ -72,12 +71,23 @@ fn read_call(call: &Value) -> Result<Value, String> {
     Ok(call.into())
 }
 
-/// As transformers has it: templates read either name.
-fn alias_reasoning(fields: &mut Map<String, Value>) {
-    if let Some(reasoning) = REASONING.iter().find_map(|name| fields.get(*name)).cloned() {
-        fields.entry("thinking").or_insert_with(|| reasoning.clone());
-        fields.insert(REASONING[0].to_owned(), reasoning);
+/// Gives reasoning the names that templates read, as transformers does when it renders messages.
+pub(super) fn alias_reasoning(message: &mut Value) {
+    let Some(reasoning) = given_reasoning(message).map(|name| message[name].clone()) else { return };
+    if message["thinking"].is_null() {
+        message["thinking"] = reasoning.clone();
     }
+    message[REASONING[0]] = reasoning;
+}
+
+/// The name under which a message has its reasoning.
+fn given_reasoning(message: &Value) -> Option<&'static str> {
+    REASONING.into_iter().find(|name| message.get(name).is_some_and(|value| !value.is_null()))
+}
+
+/// A message's reasoning, whatever its name; null if it has none.
+pub(crate) fn reasoning(message: &Value) -> &Value {
+    given_reasoning(message).map_or(&Value::Null, |name| &message[name])
 }
 
 /// The text of a message's content: a text, or a list of OpenAI's parts of text alone.
@@ -123,26 +133,39 @@ fn says_nothing(value: &Value) -> bool {
 
 /// A field of a message, or of one of its calls, that a chat template of this source does not read: it would be lost.
 pub(super) fn unread_field(messages: &[Value], source: &str) -> Option<String> {
-    let reads = |name: &str| source.contains(name);
-    let unread_of = |fields: &Value, known: &dyn Fn(&str) -> bool| {
-        let mut fields = fields.as_object().into_iter().flatten();
-        let unread = fields.find(|(name, value)| !known(name) && !reads(name) && !says_nothing(value));
-        unread.map(|(name, _)| name.clone())
-    };
-    let reasons = REASONING.iter().any(|name| reads(name));
-    let is_known = |name: &str| KNOWN.contains(&name) || (reasons && REASONING.contains(&name));
+    let dense: String = source.split_whitespace().collect();
+    if ["message|tojson", "messages|tojson", "message.items()"].iter().any(|all| dense.contains(all)) {
+        return None;
+    }
+    let of_call = ["id", "type", "function", "index", "name", "arguments"];
     messages.iter().find_map(|message| {
-        let of_calls = || {
-            let calls = message["tool_calls"].as_array()?.iter().enumerate();
-            calls.into_iter().find_map(|(place, call)| {
-                let of_call = |name: &str| ["id", "type", "function", "index", "name", "arguments"].contains(&name);
-                let name = unread_of(call, &of_call)
-                    .or_else(|| unread_of(&call["function"], &of_call).map(|name| format!("function.{name}")))?;
+        let reasoning = [REASONING[0], REASONING[1], given_reasoning(message).unwrap_or_default()];
+        let is_shown = reasoning.iter().any(|name| reads(source, name));
+        let is_known = |name: &str| KNOWN.contains(&name) || (is_shown && REASONING.contains(&name));
+        let mut calls = message["tool_calls"].as_array().into_iter().flatten().enumerate();
+        unread_of(message, source, &is_known).or_else(|| {
+            calls.find_map(|(place, call)| {
+                let unread = |fields: &Value| unread_of(fields, source, &|name| of_call.contains(&name));
+                let name = unread(call).or_else(|| Some(format!("function.{}", unread(&call["function"])?)))?;
                 Some(format!("tool_calls[{place}].{name}"))
             })
-        };
-        unread_of(message, &is_known).or_else(of_calls)
+        })
     })
+}
+
+fn unread_of(fields: &Value, source: &str, is_known: &dyn Fn(&str) -> bool) -> Option<String> {
+    let mut fields = fields.as_object()?.iter();
+    let unread = fields.find(|(name, value)| !is_known(name) && !says_nothing(value) && !reads(source, name));
+    unread.map(|(name, _)| name.clone())
+}
+
+/// Whether a template names a field, as an attribute or as a text.
+fn reads(source: &str, name: &str) -> bool {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    !name.is_empty()
+        && source
+            .match_indices(name)
+            .any(|(at, _)| source[..at].ends_with(['.', '\'', '"']) && !source[at + name.len()..].starts_with(is_word))
 }
 
 /// The path of the first null in a value.
@@ -216,6 +239,7 @@ mod tests {
             let mut message = json!({"role": "assistant", "content": ""});
             message.as_object_mut().unwrap().extend(given.as_object().unwrap().clone());
             let mut read = read(message).unwrap();
+            alias_reasoning(&mut read);
             read.as_object_mut().unwrap().retain(|name, _| REASONING.contains(&name.as_str()));
             assert_eq!(read, expected, "{given}");
         }
@@ -260,6 +284,8 @@ mod tests {
         for (message, field) in [
             (json!({"role": "tool", "content": "a", "name": "f", "tool_call_id": "1", "channel": "b"}), None),
             (json!({"weight": 1}), Some("weight")),
+            (json!({"chan": 1}), Some("chan")),
+            (json!({"note": 1}), Some("note")),
             (json!({"reasoning_content": "a", "thinking": "a"}), Some("reasoning_content")),
             (json!({"reasoning_content": " \n", "thinking": "", "annotations": [], "more": null}), None),
             (call("call_note"), None),
@@ -267,9 +293,19 @@ mod tests {
         ] {
             assert_eq!(unread(message.clone(), source).as_deref(), field, "{message}");
         }
-        let thinks = json!({"reasoning_content": "a", "thinking": "a", "reasoning": "a"});
-        for source in ["{{ m.reasoning_content }}", "{{ m.thinking }}", "{{ m.reasoning }}"] {
-            assert_eq!(unread(thinks.clone(), source), None, "{source}");
+        for (source, named) in [
+            ("{{ m.reasoning_content }}", None),
+            ("{{ m['thinking'] }}", None),
+            ("{{ m.get(\"reasoning\") }}", None),
+            ("{{ message | tojson }}", None),
+            ("{% if enable_thinking %}thinking, reasoning: {{ m.content }}{% endif %}", Some("reasoning")),
+        ] {
+            assert_eq!(unread(json!({"reasoning": "a"}), source).as_deref(), named, "{source}");
         }
+        assert_eq!(
+            unread(json!({"thinking": "a"}), "{{ m.reasoning }}").as_deref(),
+            Some("thinking"),
+            "as transformers"
+        );
     }
 }

@@ -24,7 +24,7 @@ pub use chat::{ChatTemplate, Conversation, Message};
 pub use dataset::{Dataset, DatasetOptions};
 pub use grammar::{Grammar, GrammarCompiler, GrammarState, TokenMask};
 pub use hub::{Hub, HubOptions, Repo};
-pub(crate) use messages::read_message;
+pub(crate) use messages::{read_message, reasoning};
 pub(crate) use numbers::check_numbers;
 pub(crate) use parquet::check_schema;
 pub use sampler::{Curriculum, PromptSampler, SamplerState};

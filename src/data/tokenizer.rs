@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
-use super::messages::unread_field;
+use super::messages::{alias_reasoning, unread_field};
 use super::{ChatTemplate, Conversation, Message, statics};
 use crate::error::{Error, Result, panic_message};
 use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, ThreadLimits};
@@ -246,7 +246,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// The errors of [`Tokenizer::apply_chat_template`].
-    pub fn converse(&self, conversation: Conversation) -> Result<String> {
+    pub fn converse(&self, mut conversation: Conversation) -> Result<String> {
         let missing = || Error::ChatTemplate {
             message: "the model's folder has none: put a chat_template into tokenizer_config.json or a \
                       chat_template.jinja beside it, or give prompts as text"
@@ -254,6 +254,7 @@ impl Tokenizer {
         };
         let template = self.chat_template.as_ref().ok_or_else(missing)?;
         self.check_fields(&conversation.messages).map_err(|message| Error::ChatTemplate { message })?;
+        conversation.messages.iter_mut().for_each(alias_reasoning);
         template.converse(conversation)
     }
 

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use super::ask::{ApiRequest, PromptSource, message};
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
-use crate::data::{Conversation, Reply, Turns};
+use crate::data::{Conversation, Reply, Turns, reasoning};
 use crate::error::Error;
 use crate::rollout::Request;
 use crate::tools::GroupKey;
@@ -352,7 +352,7 @@ fn canonical(message: &Value) -> Value {
     let is_answer = message["role"] == "assistant";
     let call = |call: &Value| json!([call["function"]["name"], call["function"]["arguments"]]);
     let calls: Vec<Value> = message["tool_calls"].as_array().into_iter().flatten().map(call).collect();
-    json!([message["role"], if is_answer { content.trim() } else { content }, message["reasoning_content"], calls])
+    json!([message["role"], if is_answer { content.trim() } else { content }, reasoning(message), calls])
 }
 
 /// The first tokens of a trajectory. Routed experts, which begin with those of the prompt, stay as far as they are known.
