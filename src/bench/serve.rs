@@ -19,6 +19,7 @@ use crate::error::{Error, Result, panic_message};
 use crate::http::HttpServer;
 use crate::model::ModelSpec;
 use crate::serve::Served;
+use crate::types::SamplingParams;
 
 /// The benchmark of the HTTP server.
 #[derive(Debug, Clone)]
@@ -122,6 +123,7 @@ impl ServeBench {
                 max_sequence_length: rollout.max_sequence_length(),
                 api_key: None,
                 max_body_bytes: 64 << 20,
+                sampling: SamplingParams::default(),
                 episodes: None,
             };
             let server = endpoint::open(HttpServer::bind("127.0.0.1", 0)?, options, client.clone())?;

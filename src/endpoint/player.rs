@@ -167,6 +167,7 @@ impl EpisodePlayer {
             max_sequence_length: *max_sequence_length,
             api_key: None,
             max_body_bytes: MAX_BODY_BYTES,
+            sampling: SamplingParams::default(),
             episodes: Some(Arc::clone(&self.episodes)),
         };
         self.server = Some(open(HttpServer::bind(HOST, 0)?, options, self.client.clone())?);

@@ -2,7 +2,9 @@
 
 use clap::Args;
 
-use super::{PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
+use super::{
+    GenerationArgs, PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number,
+};
 use crate::data::ToolCallParser;
 use crate::error::{Error, Result};
 use crate::launch;
@@ -76,6 +78,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub residual: ResidualArgs,
     #[command(flatten)]
+    pub generation: GenerationArgs,
+    #[command(flatten)]
     pub source: SourceArgs,
     #[command(flatten)]
     pub adapters: AdapterArgs,
@@ -140,6 +144,8 @@ pub struct ChatArgs {
     pub place: PlaceArgs,
     #[command(flatten)]
     pub residual: ResidualArgs,
+    #[command(flatten)]
+    pub generation: GenerationArgs,
     #[command(flatten)]
     pub source: SourceArgs,
     #[command(flatten)]
