@@ -52,7 +52,9 @@ pub(super) fn read(text: &str, file: &Path, home: Option<String>) -> Result<Scri
     let (mut script, reached) = (Script::default(), shell::commands(text, variables)?);
     for Command { words, is_doubtful } in &reached.commands {
         if let Some(trainer) = start_of_trainer(words) {
+            let before = std::mem::take(&mut script.unread);
             script = flags(&words[..trainer], &words[trainer..]);
+            script.unread.splice(..0, before);
         } else if words.iter().any(|word| override_of(word).is_some_and(|(key, _)| key.contains('.'))) {
             overrides(words, *is_doubtful, &mut script);
         }
@@ -80,7 +82,7 @@ fn overrides(words: &[String], is_doubtful: bool, script: &mut Script) {
     // Of several starts in branches that nothing decides the first counts, otherwise the last.
     let is_doubtful = is_doubtful && (start.is_none() || !script.overrides.is_empty());
     if start.is_some() && !is_doubtful {
-        *script = Script::default();
+        *script = Script { unread: std::mem::take(&mut script.unread), ..Script::default() };
         script.hydra = module.map(|at| Hydra { module: Some(words[at].clone()), ..Hydra::default() });
     }
     let words = settings(&words[start.or(first).unwrap_or(0)..]);

@@ -98,7 +98,7 @@ impl Reader {
                 Some((name, value)) => {
                     let known = self.variables.get(name).filter(|known| is_doubtful && !known.is_empty());
                     let counts = known.unwrap_or(&value.to_owned()).clone();
-                    if is_doubtful && words[0] != "export" {
+                    if is_doubtful && words[0] != "export" && (known.is_none() || counts != value) {
                         self.reached
                             .doubts
                             .push(format!("{name}={value}: in a branch that nothing here decides; {counts} counts"));

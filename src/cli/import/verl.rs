@@ -147,7 +147,10 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
         draft.set("reward_funcs", vec![format!("{path}:{name}")], format!("{table}.path and {table}.name"));
     } else {
         let files = theirs.take("data.train_files");
-        let is_gsm8k = files.as_ref().is_some_and(|files| files.to_string().contains("gsm8k"));
+        let is_gsm8k = files.as_ref().is_some_and(|files| {
+            let of_gsm8k = |file: &Value| file.to_string().contains("gsm8k");
+            files.as_array().map_or_else(|| of_gsm8k(files), |files| files.iter().all(of_gsm8k))
+        });
         if let Some(files) = files {
             draft.set("train_file", files, "it was data.train_files");
         }
@@ -218,7 +221,12 @@ fn groups(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let [enable, most] = ["enable", "max_num_gen_batches"].map(|name| format!("algorithm.filter_groups.{name}"));
     let Some(is_on) = theirs.take_if(&enable, Value::is_boolean) else { return };
     match is_on == true {
-        true => draft.set("dynamic_sampling", "replace", format!("{enable} is true")),
+        true => {
+            draft.set("dynamic_sampling", "replace", format!("{enable} is true"));
+            if theirs.take("data.gen_batch_size").is_some() {
+                draft.drop("data.gen_batch_size", "groups are sampled until the batch is whole");
+            }
+        }
         false => draft.drop(&enable, "off"),
     }
     match theirs.take_if(&most, |most| is_on == false || most.as_u64().is_some_and(|most| most > 0)) {

@@ -1,7 +1,7 @@
 # Keys and values of verl's GRPO example for Qwen2-7B with Megatron: Hydra's file is verl's own.
 train_files="['$HOME/data/gsm8k/train.parquet', '$HOME/data/math/train.parquet']"
 python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml'\
-    algorithm.adv_estimator=grpo data.train_files="$train_files" data.return_raw_chat="True" data.train_batch_size=1024 \
+    algorithm.adv_estimator=grpo data.train_files="$train_files" data.val_files="['$HOME/data/math/test.parquet']" data.return_raw_chat="True" data.train_batch_size=1024 \
     data.max_prompt_length=1024 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation='error' \
     actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.model.use_fused_kernels=True \
     actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256 \

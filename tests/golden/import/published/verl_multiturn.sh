@@ -7,4 +7,4 @@ python3 -m verl.trainer.main_ppo --config-path="$CONFIG_PATH" --config-name='gsm
     actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.rollout.n=16 \
     custom_reward_function.path="$PROJECT_DIR/rewards/gsm8k.py" custom_reward_function.name=score \
     actor_rollout_ref.rollout.multi_turn.tool_config_path="$PROJECT_DIR/config/tool_config/gsm8k_tool_config.yaml" \
-    data.train_files=$HOME/data/gsm8k/train.parquet trainer.total_epochs=15 trainer.save_freq=-1 trainer.test_freq=20 $@
+    data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet trainer.total_epochs=15 trainer.save_freq=-1 trainer.test_freq=20 $@
