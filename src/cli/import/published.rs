@@ -101,10 +101,12 @@ fn no_word_of_a_command_is_left_out_in_silence() {
         ("--config-name ppo_trainer", "--config-name: ppo_trainer is verl's own"),
         ("--multirun", "--multirun: it sets no key"),
         ("\"${MORE[@]}\"", "algorithm.two = 2"),
+        ("$SEVERAL", "algorithm.four = 4"),
         ("${UNKNOWN[@]}", "${UNKNOWN[@]}: it sets no key"),
     ] {
-        let script =
-            format!("MORE=(algorithm.two=2)\npython3 -m verl.trainer.main_ppo {own} {word} $@ 2>&1 | tee log\n");
+        let script = format!(
+            "MORE=(algorithm.two=2)\nSEVERAL=\"\n algorithm.three=3 \\\n algorithm.four=4\"\npython3 -m verl.trainer.main_ppo {own} {word} $@ 2>&1 | tee log\n"
+        );
         std::fs::write(&file, script).unwrap();
         let (notes, _) = imported(&file);
         assert!(notes.contains(part), "{word}: {notes}");

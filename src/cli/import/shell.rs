@@ -250,7 +250,13 @@ impl Reader {
                     self.num_added_bytes += items.iter().map(String::len).sum::<usize>();
                     all.extend(items.iter().cloned());
                 }
-                None => all.push(self.expand(word)?),
+                None => {
+                    let filled = self.expand(word)?;
+                    match is_variable(word) && holds_overrides(&filled) {
+                        true => all.extend(filled.split_whitespace().filter(|part| *part != "\\").map(str::to_owned)),
+                        false => all.push(filled),
+                    }
+                }
             }
             if self.num_added_bytes > MAX_ADDED_BYTES {
                 return Err(format!("its variables make it longer by more than {MAX_ADDED_BYTES} bytes"));
@@ -258,6 +264,19 @@ impl Reader {
         }
         Ok(all)
     }
+}
+
+/// Whether a word is one variable and nothing else.
+fn is_variable(word: &str) -> bool {
+    let name = word.strip_prefix('$').map(|name| name.trim_start_matches('{').trim_end_matches('}'));
+    name.is_some_and(|name| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_'))
+}
+
+/// Whether a variable's text is several settings, which a shell makes a word each.
+fn holds_overrides(text: &str) -> bool {
+    let mut words = text.split_whitespace().filter(|word| *word != "\\");
+    let is_setting = |word: &str| word.split_once('=').is_some_and(|(name, _)| name.contains('.'));
+    words.next().is_some_and(is_setting) && words.next().is_some()
 }
 
 fn either(a: Option<bool>, b: Option<bool>) -> Option<bool> {
