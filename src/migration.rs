@@ -194,6 +194,11 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         &["per_device_eval_batch_size", "dataloader_num_workers", "remove_unused_columns", "disable_dropout"],
         "there is nothing to set",
     ),
+    (
+        &["generation_kwargs.temperature"],
+        "temperature, which is the trainer's, too: it scales the log-probabilities of both",
+    ),
+    (&["generation_kwargs.max_tokens", "generation_kwargs.max_new_tokens"], "max_completion_length"),
     (&["generation_kwargs"], "stop, min_p, top_k and other keys of sampling"),
     (&["chat_template_path", "chat_template"], "the chat template of the model's folder"),
     (
@@ -297,6 +302,10 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["reward_model.reward_manager"], "reward_funcs"),
     (&["critic.*", "reward_model.*"], "GRPO has no critic; reward_funcs are functions and commands"),
     (&["custom_reward_function.*", "reward.custom_reward_function.*"], "reward_funcs = [\"file.py:function\"]"),
+    (
+        &["hybrid_engine", "nccl_timeout", "model_engine", "ray_kwargs.*", "ray_init.*", "global_profiler.*"],
+        "processes and engines are the program's own; trace = true writes a time-line",
+    ),
     (&["trainer.n_gpus_per_node"], "--nproc"),
     (&["trainer.nnodes"], "--nnodes"),
     (&["trainer.resume_mode", "trainer.resume_from_path"], "resume_from_checkpoint"),

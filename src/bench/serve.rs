@@ -19,6 +19,7 @@ use crate::error::{Error, Result, panic_message};
 use crate::http::{Guard, HttpServer};
 use crate::model::ModelSpec;
 use crate::serve::Served;
+use crate::types::SamplingParams;
 
 /// Where the server listens.
 const HOST: &str = "127.0.0.1";
@@ -126,6 +127,7 @@ impl ServeBench {
                 api_key: None,
                 guard: Guard::new(HOST, &[], &[]),
                 max_body_bytes: 64 << 20,
+                sampling: SamplingParams::default(),
                 episodes: None,
             };
             let server = endpoint::open(HttpServer::bind(HOST, 0)?, options, client.clone())?;

@@ -21,6 +21,7 @@ use super::manifest::{FileRecord, Manifest, hexadecimal};
 use super::shards::{FOLDER, tensor_name};
 use super::writers::Writers;
 use super::{CheckpointOptions, TrainerState};
+use crate::config::Quantization;
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
 use crate::model::{LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header, write_adapters};
@@ -89,6 +90,8 @@ pub struct RankPart {
     /// Name and header of this rank's optimizer state, if it saves any.
     shard: Option<(String, Vec<u8>)>,
     lora: Option<LoraSpec>,
+    /// How the base of adapters is stored.
+    base_quantization: Quantization,
     table: Arc<ParamTable>,
     kind: Kind,
     has_reference: bool,
@@ -142,6 +145,7 @@ impl RankPart {
             shard: policy.saves_state(&writers.ranks()).then(|| (name, shard_header(policy))),
             writers,
             lora: policy.lora().cloned(),
+            base_quantization: policy.base_quantization(),
             table: policy.trained_table().clone(),
             kind: policy.kind(),
             has_reference: reference.is_some(),
@@ -166,10 +170,10 @@ impl RankPart {
             units.policy.chain(units.reference).try_for_each(|flat| flat.map(drop))?;
             return self.leave_record(&own);
         }
-        let (folder, base_dir, lora) = (&self.temporary, &self.options.base_dir, self.lora.as_ref());
-        write_model(folder, base_dir, lora, &self.table, self.kind, units.policy)?;
+        let (folder, base) = (&self.temporary, (self.options.base_dir.as_path(), self.base_quantization));
+        write_model(folder, base, self.lora.as_ref(), &self.table, self.kind, units.policy)?;
         if self.has_reference {
-            write_model(&folder.join(REFERENCE), base_dir, None, &self.table, self.kind, units.reference)?;
+            write_model(&folder.join(REFERENCE), base, None, &self.table, self.kind, units.reference)?;
         }
         match &self.common_state {
             Some(text) => TrainerState::write_text(&self.temporary, text)?,
@@ -255,23 +259,31 @@ pub fn model(folder: &Path, base_dir: &Path, is_first: bool, policy: &Policy) ->
         policy.trained_weights(layout.unit)
     });
     match is_first {
-        true => write_model(folder, base_dir, policy.lora(), policy.trained_table(), policy.kind(), &mut weights),
+        true => write_model(
+            folder,
+            (base_dir, policy.base_quantization()),
+            policy.lora(),
+            policy.trained_table(),
+            policy.kind(),
+            &mut weights,
+        ),
         false => weights.try_for_each(|flat| flat.map(drop)),
     }
 }
 
 fn write_model(
     folder: &Path,
-    base_dir: &Path,
+    base: (&Path, Quantization),
     lora: Option<&LoraSpec>,
     table: &ParamTable,
     kind: Kind,
     weights: &mut dyn Iterator<Item = Result<Tensor>>,
 ) -> Result<()> {
+    let (base_dir, _) = base;
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     copy_tokenizer(base_dir, folder)?;
     if let Some(lora) = lora {
-        return write_adapters(folder, table, lora, base_dir, kind, weights);
+        return write_adapters(folder, table, lora, base, kind, weights);
     }
     ModelSpec { dtype: kind, ..ModelSpec::clone(&table.spec) }.write_config(folder, Some(base_dir))?;
     let mut writer = WeightWriter::create(folder, table.spec.clone(), kind, Some(base_dir))?;
@@ -313,7 +325,7 @@ fn shard_header(policy: &Policy) -> Vec<u8> {
             infos.push((tensor_name(unit, name, &elements, part.name()), info));
         }
     }
-    encode_header(infos)
+    encode_header(infos, &[])
 }
 
 /// The type of a state's tensor on disk.

@@ -235,6 +235,10 @@ pub struct ImportArgs {
     /// An open-r1 recipe or a file for `trl grpo --config` (YAML), a configuration of verl (YAML), or the shell script that starts verl,
     /// `trl grpo`, `python -m trl.scripts.grpo` or open-r1's grpo.py (.sh)
     pub file: PathBuf,
+    /// The version of TRL that the file was written for, whose defaults are written out (0.18, 1.16) [default: the one that a
+    /// requirements.txt, setup.py or pyproject.toml beside or above the file pins, 0.18 for keys of open-r1's, else 1.16]
+    #[arg(long)]
+    pub trl_version: Option<String>,
     /// The TOML file to write, which must be new [default: standard output]
     #[arg(long)]
     pub output: Option<PathBuf>,

@@ -86,6 +86,15 @@ fn card(config: &[(String, String)], metrics: &[(&str, u64, f64)], model: &Path,
         return text;
     }
     let _ = writeln!(text, "## Data\n\n{}", table(&DATA, get));
+    if let Some(prompt) = get("system_prompt") {
+        let longest = prompt.split(|c| c != '`').map(str::len).max().unwrap_or(0);
+        let fence = "`".repeat(longest.max(2) + 1);
+        let _ = writeln!(
+            text,
+            "## System prompt\n\nIt was trained behind this message of the system, which the folder does not have:\n\n\
+             {fence}text\n{prompt}\n{fence}\n"
+        );
+    }
     let _ = writeln!(
         text,
         "## Method\n\nGroup Relative Policy Optimization ([paper](https://arxiv.org/abs/2402.03300)).\n"
@@ -136,7 +145,7 @@ mod tests {
         let text = || std::fs::read_to_string(out.join("README.md")).unwrap();
         assert!(text().contains("# gsm8k") && text().contains("how it was trained is not known"), "{}", text());
         let config = r#"{"model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "x/y", "beta": 0.1, "loss_type": "a|`b\n",
-            "lora": {"r": 16}, "train_file": null, "seed": 1}"#;
+            "lora": {"r": 16}, "train_file": null, "seed": 1, "system_prompt": "Put it in\n```\nfences."}"#;
         std::fs::write(run.join("run_config.json"), config).unwrap();
         let lines = (1..=3).map(|step| format!("{{\"step\":{step},\"time\":1,\"reward\":0.{step}}}\n"));
         std::fs::write(run.join("metrics.jsonl"), lines.collect::<String>()).unwrap();
@@ -149,6 +158,7 @@ mod tests {
             "`a\\|'b `",
             "| `reward` | 2 | 0.2 |",
             "LoRA adapters trained",
+            "````text\nPut it in\n```\nfences.\n````\n",
         ] {
             assert!(text().contains(part), "{part} in {}", text());
         }

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use clap::CommandFactory;
+use tch::Kind;
 
 use super::args::{Cli, Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunArgs, SamplingArgs, SourceArgs};
 use super::evaluation::{EvalRows, Evaluation};
@@ -11,13 +12,13 @@ use super::process::{Supervision, distributed, heartbeat, prepared};
 use super::reference::{reference_page, reference_toml};
 use super::{bench, card, endpoint, fetch, import, sample, verify, watch};
 use crate::checkpoint::{check_space, refuse_within_checkpoint, write_new};
-use crate::config::{Config, SftConfig};
+use crate::config::{Config, Quantization, SftConfig};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
 use crate::launch::{OnStop, quoted};
 use crate::metrics::{self, parts_progress};
-use crate::model::{export_folder, init_folder};
+use crate::model::{AdapterFiles, ModelSource, ModelSpec, export_folder, init_folder};
 use crate::phase::{self, terminal};
 use crate::plan::{NetworkPlan, Room};
 use crate::reward::{self, RewardPool};
@@ -182,6 +183,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
     say_once(&notices)?;
     let placement = Placement::new(config.device, config.dtype)?;
     let watch = Supervision {
+        max_restarts: config.max_restarts,
         output_dir: Some(config.output_dir.clone()),
         on_stop: OnStop::Save,
         ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
@@ -315,20 +317,49 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
+/// How the base of adapters that are merged is rounded, and what is said of the weights.
+fn merging(source: &ModelSource, asked: Option<Quantization>) -> Result<(Quantization, Option<String>)> {
+    let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+    let adapters = source.adapters.as_ref().map(|folder| AdapterFiles::open(folder, spec.clone())).transpose()?;
+    let trained = adapters.map_or(Quantization::None, |adapters| adapters.base_quantization());
+    let quantization = asked.unwrap_or(trained);
+    let beside = match (trained, quantization) {
+        (_, Quantization::Nf4) => ", the base's own rounded to NF4 before, as adapters of QLoRA are trained on them",
+        (Quantization::Nf4, _) => ", to the base as its files have it, though they were trained on it in NF4",
+        _ => "",
+    };
+    let rounded = match spec.dtype {
+        Kind::Float => String::new(),
+        kind => {
+            let kind = format!("{kind:?}").to_lowercase();
+            format!(
+                " and the sums rounded to {kind}, the type of the base's files: probabilities differ a little from those with adapters beside"
+            )
+        }
+    };
+    let told = format!("the adapters were added to the weights in float32{beside}{rounded}");
+    Ok((quantization, Some(told)))
+}
+
 fn export(args: &ExportArgs) -> Result<ExitCode> {
     let source = fetch::model(&args.source.model, args.source.base_model.as_deref())?;
     if args.merge && source.adapters.is_none() {
         let expected = "LoRA adapters: this is a whole model, which has nothing to merge";
         return Err(Error::invalid_value("--merge", args.source.model.display(), expected));
     }
+    let (quantization, told) = match args.merge {
+        true => merging(&source, args.source.quantization)?,
+        false => (Quantization::None, None),
+    };
     let mut progress = parts_progress("export");
     let trained = source.adapters.as_ref().unwrap_or(&source.base);
     let has_adapters = source.adapters.is_some() && !args.merge;
     write_new("--output", &args.output, |folder| {
-        export_folder(&source, folder, args.merge, &mut progress)?;
+        export_folder(&source, folder, args.merge, quantization, &mut progress)?;
         card::write(folder, trained, has_adapters)
     })?;
     terminal::print_saved(args.output.display());
+    told.iter().for_each(terminal::say);
     let name = args.output.file_name().unwrap_or_default().to_string_lossy();
     let output = quoted(&args.output.to_string_lossy());
     terminal::say(format_args!("to publish it: hf upload {} {output} .", quoted(&format!("YOUR_NAME/{name}"))));

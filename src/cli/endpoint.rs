@@ -9,7 +9,6 @@ use serde_json::Map;
 use tch::Kind;
 
 use super::args::{ChatArgs, HostArgs, ServeArgs, ToolCallFormat};
-use super::evaluation::sampling;
 use super::sample;
 use crate::cuda::residual_kind;
 use crate::data::{Message, ToolCallParser};
@@ -19,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::http::{Guard, HttpServer};
 use crate::phase::terminal;
 use crate::serve::{ModelService, NamedAdapter, ServeOptions};
+use crate::types::SamplingParams;
 
 /// Where the key may stand instead of the command line, which other users of the machine can read.
 const API_KEY_VARIABLE: &str = "COLO_GRPO_API_KEY";
@@ -81,12 +81,14 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Optio
         model: &args.source.model,
         base_model: args.source.base_model.as_deref(),
         adapters,
+        quantization: args.source.quantization,
         template_variables: &Map::new(),
         division: args.division(world.size())?,
         max_model_length: args.max_model_length,
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),
     };
+    let defaults = sample::own_sampling(&args.generation, &args.source, &world)?;
     let ModelService { mut served, tokenizer, .. } = sample::load(&options, args.supervision.fault.clone(), &world)?;
     let tool_calls = match args.tool_call_parser {
         ToolCallFormat::Auto => tokenizer.template_source().and_then(ToolCallParser::of_template),
@@ -108,6 +110,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Optio
             api_key,
             guard,
             max_body_bytes: args.max_body_bytes,
+            sampling: defaults.over(SamplingParams::default()),
             episodes: None,
         };
         let server = endpoint::open(listener, options, client)?;
@@ -122,6 +125,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Optio
 pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let adapters = args.adapters.checked("")?;
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
+    let defaults = sample::own_sampling(&args.generation, &args.source, &world)?;
     let ModelService { mut served, tokenizer, .. } =
         sample::serve((&args.source, adapters), &args.sampling, &Map::new(), &world, kinds)?;
     let system = args.system_prompt.iter().map(|text| Message::new("system", text));
@@ -129,7 +133,7 @@ pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()>
     tokenizer.apply_chat_template(&[&system[..], &[Message::user("")]].concat(), true)?; // a model without one says so now
     served.with_engine(|rollout| {
         let (client, queue) = engine_queue(ClientLimits { max_queue: 1, grace: Duration::ZERO });
-        let params = sampling(&args.sampling, 1);
+        let params = args.sampling.params(1, &defaults);
         let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout, params, (system, names(adapters)));
         let talk = move || {
             let outcome = talk(&mut dialogue);

@@ -2,13 +2,14 @@
 
 use serde_json::{Map, Value};
 
-use super::args::{EvalArgs, SamplingArgs};
+use super::args::EvalArgs;
 use super::fetch;
 use crate::config::{self, Config, RewardConfig};
 use crate::data::{DatasetOptions, RowSources, ToolSchemas};
 use crate::error::{Error, Result};
 use crate::eval;
 use crate::reward::{self, RewardPool};
+use crate::serve::SamplingDefaults;
 use crate::tools::ToolProcess;
 use crate::types::SamplingParams;
 
@@ -82,7 +83,11 @@ impl Evaluation {
             solved_by: vec![0], // the only one
             rows,
             dataset,
-            params: SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n.unwrap_or(1)) },
+            // As a run evaluates: the model's own values of sampling are not read.
+            params: SamplingParams {
+                step: eval::SAMPLING_STEP,
+                ..args.sampling.params(args.n.unwrap_or(1), &SamplingDefaults::default())
+            },
             max_model_length: args.sampling.max_model_length,
             variables: Map::new(),
             tools: None,
@@ -137,21 +142,6 @@ impl Evaluation {
         let names = self.rewards.names();
         let readers = self.solved_by.iter().map(|&index| reward::answer_reader(&names[index], &self.settings));
         Ok(readers.collect::<Result<Vec<_>>>()?.into_iter().flatten().next())
-    }
-}
-
-/// How a command samples `n` completions a prompt.
-pub(super) fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
-    SamplingParams {
-        num_generations: n,
-        temperature: args.temperature,
-        top_p: args.top_p,
-        top_k: args.top_k,
-        min_p: Some(args.min_p).filter(|least| *least > 0.0),
-        stop: args.stop.clone(),
-        max_completion_length: args.max_completion_length,
-        seed: args.seed,
-        ..SamplingParams::default()
     }
 }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
-use super::args::{EvalArgs, GenerateArgs, SamplingArgs, SourceArgs};
-use super::evaluation::{Evaluation, sampling};
+use super::args::{EvalArgs, GenerateArgs, GenerationArgs, SamplingArgs, SourceArgs};
+use super::evaluation::Evaluation;
 use super::process::print_first;
 use crate::config::{Config, EngineShape};
 use crate::cuda::residual_kind;
@@ -16,8 +16,9 @@ use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
 use crate::metrics::{StepMetrics, gather_completions, problems_progress, rows_progress, write_completions};
+use crate::model::ModelSource;
 use crate::phase::{self, Fault, Phase, terminal};
-use crate::serve::{ModelService, NamedAdapter, ServeOptions};
+use crate::serve::{ModelService, NamedAdapter, SamplingDefaults, ServeOptions};
 use crate::tools::ToolProcess;
 use crate::trainer::RunTurns;
 use crate::types::{Prompt, RolloutGroup, Trajectory};
@@ -25,12 +26,13 @@ use crate::types::{Prompt, RolloutGroup, Trajectory};
 /// `generate`; collective over the world.
 pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
+    let defaults = own_sampling(&args.generation, &args.source, &world)?;
     let ModelService { mut served, tokenizer, max_model_length, .. } =
         serve((&args.source, &[]), &args.sampling, &Map::new(), &world, kinds)?;
     let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().skip(world.rank()).step_by(world.size()))
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
         .collect::<Result<_>>()?;
-    let params = sampling(&args.sampling, args.n);
+    let params = args.sampling.params(args.n, &defaults);
     let groups =
         served.with_engine(|rollout| phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |_| ())))?;
     let own: Vec<(u64, String)> = groups.iter().map(|group| (group.prompt.id, lines(group))).collect();
@@ -178,6 +180,17 @@ fn turns(
     RunTurns::new(&config, (world, world.size()), process, options, model)
 }
 
+/// The model's own values of sampling, where they are wanted; says which they are.
+pub(super) fn own_sampling(
+    generation: &GenerationArgs,
+    source: &SourceArgs,
+    world: &World,
+) -> Result<SamplingDefaults> {
+    let (defaults, told) = generation.defaults(&ModelSource::new(&source.model, source.base_model.as_deref())?)?;
+    told.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
+    Ok(defaults)
+}
+
 /// Loads the model that `generate`, `eval` and `chat` sample from.
 pub(super) fn serve(
     (args, adapters): (&SourceArgs, &[NamedAdapter]),
@@ -190,6 +203,7 @@ pub(super) fn serve(
         model: &args.model,
         base_model: args.base_model.as_deref(),
         adapters,
+        quantization: args.quantization,
         template_variables: variables,
         division: sampling.division(),
         max_model_length: sampling.max_model_length,

@@ -153,6 +153,40 @@ mod tests {
     use super::super::Config;
     use super::super::tests::{config, message};
 
+    /// A recipe names its data set; the command line names other rows.
+    #[test]
+    fn rows_of_the_command_line_take_the_place_of_a_file_s() {
+        let load = |text: &str, overrides: &[&str]| {
+            let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+            std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
+            let own = ["model_name_or_path=model", "reward_funcs=[\"format\"]"];
+            let overrides: Vec<String> = own.iter().chain(overrides).map(|text| text.to_string()).collect();
+            let mut notices = Vec::new();
+            let config = Config::load_noting(Some(file.path()), &overrides, &mut notices).unwrap();
+            (config, notices.join("\n"))
+        };
+        let recipe =
+            "dataset_name = \"openai/gsm8k\"\ndataset_config = \"main\"\neval_steps = 20\nmax_eval_samples = 9\n";
+        let (config, said) = load(recipe, &["train_file=rows.jsonl"]);
+        assert_eq!(config.data.train_file.0, ["rows.jsonl"]);
+        assert_eq!((&config.data.dataset_name, &config.data.dataset_config, config.eval_steps), (&None, &None, None));
+        for part in [
+            ":1: dataset_name = \"openai/gsm8k\" is left out: rows of the command line",
+            ":3: eval_steps = 20 is left out",
+        ] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        let (config, said) = load(recipe, &["train_file=rows.jsonl", "eval_file=held_out.jsonl"]);
+        assert!(config.eval_steps == Some(20) && !said.contains("eval_steps"), "{said}");
+        let of_file = "train_file = [\"a.jsonl\", \"b.jsonl\"]\ntrain_file_weights = [1, 2]\n";
+        let (config, said) = load(of_file, &["dataset_name=openai/gsm8k", "dataset_config=main"]);
+        assert!(
+            config.data.train_file.0.is_empty() && said.contains("train_file_weights = [1,2] is left out"),
+            "{said}"
+        );
+        assert_eq!(load(recipe, &["train_file=none"]).1, "");
+    }
+
     #[test]
     fn files_are_one_or_several_and_a_data_set_takes_their_place() {
         assert_eq!(config(&["train_file=[\"a.jsonl\", \"b/*.csv\"]"]).data.train_file.0, ["a.jsonl", "b/*.csv"]);

@@ -26,7 +26,12 @@ const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes:
 #[derive(Debug, Default)]
 pub(crate) struct RawConfig {
     entries: Vec<Entry>,
+    /// Keys of the file that those of the command line replace.
+    replaced: Vec<Entry>,
 }
+
+/// The place of an override.
+const COMMAND_LINE: &str = "command line";
 
 #[derive(Debug)]
 struct Entry {
@@ -89,7 +94,7 @@ impl RawConfig {
         let (owned, texts) = (file.map(Path::to_owned), overrides.to_vec());
         let read = untrusted::once("configuration", LIMITS, move || Self::read_all(owned.as_deref(), &texts));
         read.unwrap_or_else(|message| {
-            let origin = file.map_or("command line".to_owned(), |file| file.display().to_string());
+            let origin = file.map_or(COMMAND_LINE.to_owned(), |file| file.display().to_string());
             Err(Error::ConfigSyntax { origin, message })
         })
     }
@@ -102,7 +107,29 @@ impl RawConfig {
         for text in overrides {
             raw.read_override(text)?;
         }
+        raw.replace_source();
         Ok(raw)
+    }
+
+    /// Lets training rows of the command line take the place of the file's, whatever kind each is. Without held-out rows the file's
+    /// `eval_steps` goes, too.
+    fn replace_source(&mut self) {
+        let sets = |key: &str, origin: Option<&str>| {
+            let is_set = |entry: &&Entry| !entry.value.is_null() && entry.value != "none";
+            let entry = self.entries.iter().find(|entry| entry.key == key).filter(is_set);
+            entry.is_some_and(|entry| origin.is_none_or(|origin| entry.origin == origin))
+        };
+        let [by_file, by_name] = ["train_file", "dataset_name"].map(|key| sets(key, Some(COMMAND_LINE)));
+        let without: &[&str] = match (by_file, by_name) {
+            (true, false) if sets("dataset_name", None) => {
+                let all = &["dataset_name", "dataset_config", "eval_steps"];
+                if sets("eval_file", None) { &all[..2] } else { all }
+            }
+            (false, true) if sets("train_file", None) => &["train_file", "train_file_weights"],
+            _ => return,
+        };
+        let is_replaced = |entry: &mut Entry| without.contains(&entry.key.as_str()) && entry.origin != COMMAND_LINE;
+        self.replaced = self.entries.extract_if(.., is_replaced).collect();
     }
 
     /// Reads TOML text that did not come from a file the user wrote.
@@ -138,10 +165,18 @@ impl RawConfig {
 
     /// Sentences about values that were read as others than were written.
     pub fn notices(&self) -> impl Iterator<Item = String> + '_ {
-        self.entries.iter().filter_map(|Entry { key, value, written, origin }| {
+        let read = self.entries.iter().filter_map(|Entry { key, value, written, origin }| {
             let written = written.as_ref()?;
             Some(format!("{origin}: {key} = {written} is read as {key} = {value}"))
-        })
+        });
+        let replaced = self.replaced.iter().map(|Entry { key, value, origin, .. }| {
+            let why = match key.as_str() {
+                "eval_steps" => "the rows of the command line have no held-out ones; eval_file=FILE names some",
+                _ => "rows of the command line take its place",
+            };
+            format!("{origin}: {key} = {value} is left out: {why}")
+        });
+        read.chain(replaced)
     }
 
     /// Names of the tables in `table`, where those are the user's to choose.
@@ -211,7 +246,7 @@ impl RawConfig {
     }
 
     fn read_override(&mut self, text: &str) -> Result<()> {
-        let origin = "command line".to_owned();
+        let origin = COMMAND_LINE.to_owned();
         let Some((key, value)) = text.split_once('=') else {
             let is_file = [".toml", ".yaml", ".yml"].iter().any(|kind| text.ends_with(kind));
             let hint = if is_file { "; a configuration is given as --config FILE" } else { "" };

@@ -82,6 +82,8 @@ keys! {
         pub collective_timeout_s: f64 = 600.0 => SECONDS,
         /// Longest silence of another node before it counts as gone, in seconds. A process that ends is noticed at once.
         pub node_timeout_s: f64 = 30.0 => SECONDS,
+        /// Times that the launcher starts the run again from its newest checkpoint when a rank dies or hangs.
+        pub max_restarts: usize = 0,
         /// Seconds without a heartbeat after which a rank counts as hung: `timeout_s`, and `PHASE_s` for a phase that has a limit
         /// of its own.
         pub heartbeat: HeartbeatConfig,

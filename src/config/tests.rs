@@ -88,7 +88,7 @@ fn the_key_list_is_frozen() {
         max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
         lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_on_each_node save_total_limit seed \
-        collective_timeout_s node_timeout_s heartbeat";
+        collective_timeout_s node_timeout_s max_restarts heartbeat";
     assert_frozen(&SftConfig::keys(), expected);
 }
 

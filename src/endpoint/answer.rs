@@ -303,6 +303,7 @@ mod tests {
             max_sequence_length: 999,
             tool_calls: Some(ToolCallParser::Hermes),
             eos_token_ids: vec![0],
+            sampling: crate::types::SamplingParams::default(),
         };
         let body = json!({"messages": [{"role": "user", "content": "a"}], "tools": tools});
         let ask = ApiRequest::read(body.to_string().as_bytes(), true).unwrap();

@@ -58,6 +58,7 @@ pub(super) struct ApiRequest {
 
 impl ApiRequest {
     /// Reads a body.
+    #[cfg(test)]
     pub fn read(body: &[u8], is_chat: bool) -> Result<Self, Refusal> {
         Self::read_with(body, is_chat, &SamplingParams::default())
     }

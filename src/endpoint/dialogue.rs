@@ -57,6 +57,7 @@ impl Dialogue {
             grammars: engine.grammars(),
             tool_calls: None,
             eos_token_ids: eos_token_ids.to_vec(),
+            sampling: SamplingParams::default(),
         };
         let adapter = (!model.adapters.is_empty()).then_some(0);
         Self { client, model, params, messages: system.clone(), system, turns, tokens: None, num_answers: 0, adapter }

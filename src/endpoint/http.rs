@@ -170,7 +170,7 @@ impl HttpState {
                 let (ask, request, recorder) = episode.request(&service.model, &body.bytes)?;
                 return Ok((ask, vec![request], None, Some(recorder)));
             }
-            let ask = ApiRequest::read(&body.bytes, is_chat)?;
+            let ask = ApiRequest::read_with(&body.bytes, is_chat, &service.model.sampling)?;
             service.model.adapter(&ask)?; // an unknown name is told before all else
             let grammar = service.model.grammar(&ask)?;
             let requests = service.model.requests(&ask)?;

@@ -168,6 +168,7 @@ impl EpisodePlayer {
             api_key: None,
             guard: Guard::new(HOST, &[], &[]),
             max_body_bytes: MAX_BODY_BYTES,
+            sampling: SamplingParams::default(),
             episodes: Some(Arc::clone(&self.episodes)),
         };
         self.server = Some(open(HttpServer::bind(HOST, 0)?, options, self.client.clone())?);

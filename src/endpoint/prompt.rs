@@ -26,6 +26,8 @@ pub(super) struct ServedModel {
     pub tool_calls: Option<ToolCallParser>,
     /// Ids that end a completion.
     pub eos_token_ids: Vec<u32>,
+    /// How a request is sampled that does not say.
+    pub sampling: SamplingParams,
 }
 
 impl ServedModel {

@@ -11,6 +11,7 @@ use super::prompt::ServedModel;
 use crate::data::{GrammarCompiler, Tokenizer, ToolCallParser};
 use crate::error::Result;
 use crate::http::{Guard, HttpServer};
+use crate::types::SamplingParams;
 
 /// Options of the server.
 #[derive(Debug, Clone)]
@@ -35,6 +36,8 @@ pub struct ServerOptions {
     pub guard: Guard,
     /// Largest body of a request.
     pub max_body_bytes: usize,
+    /// How a request is sampled that does not say; episodes have values of their own.
+    pub sampling: SamplingParams,
     /// Episodes that all requests belong to, if there are some.
     pub episodes: Option<Arc<Episodes>>,
 }
@@ -53,6 +56,7 @@ pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient)
         grammars: options.grammars,
         tool_calls: options.tool_calls,
         eos_token_ids: options.eos_token_ids,
+        sampling: options.sampling,
     };
     let service = HttpState {
         model,

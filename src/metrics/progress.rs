@@ -44,6 +44,8 @@ struct BarState {
     step: u64,
     max_steps: u64,
     summary: Vec<String>,
+    /// The line of the newest step, which stays when the status goes.
+    last: Option<String>,
     part: Option<RunningPhase>,
     shown: Option<Instant>,
 }
@@ -155,7 +157,8 @@ impl ProgressBar {
     /// standard error.
     pub fn new(max_steps: u64, done: u64, is_first_rank: bool) -> Self {
         let (start, summary) = (Instant::now(), Vec::new());
-        let state = BarState { start, first_step: done, step: done, max_steps, summary, part: None, shown: None };
+        let state =
+            BarState { start, first_step: done, step: done, max_steps, summary, last: None, part: None, shown: None };
         let lines = (is_first_rank && !terminal::is_shown())
             .then(|| Rc::new(Lines { last: Cell::new(None), left_out: RefCell::new(None) }));
         Self { is_first_rank, state: Rc::new(RefCell::new(state)), lines }
@@ -195,10 +198,11 @@ impl ProgressBar {
         let (text, total) = (state.summary.join("  "), state.max_steps);
         let times =
             times(state.start.elapsed(), step.saturating_sub(state.first_step), total.saturating_sub(state.first_step));
+        let line = format!("step {step}/{total} | {text} | {times}");
+        state.last = Some(line.clone());
         drop(state);
         self.show(true);
         let Some(lines) = &self.lines else { return };
-        let line = format!("step {step}/{total} | {text} | {times}");
         if step == total || lines.last.get().is_none_or(|last| last.elapsed() >= LINE_INTERVAL) {
             lines.last.set(Some(Instant::now()));
             lines.left_out.take();
@@ -217,13 +221,15 @@ impl ProgressBar {
         }
     }
 
-    /// Takes the status away, and prints the line of the last step where a run ends before its time.
+    /// Takes the status away and leaves the line of the last step, which is printed where lines are, too, if a run ends before its
+    /// time.
     pub fn finish(&self) {
         if let Some(line) = self.lines.as_ref().and_then(|lines| lines.left_out.take()) {
             self.say(&line);
         }
-        if self.is_first_rank {
+        if self.is_first_rank && terminal::is_shown() {
             terminal::show(Vec::new());
+            self.state.borrow_mut().last.take().iter().for_each(terminal::say);
         }
     }
 

@@ -10,12 +10,14 @@ use super::files::{WeightFiles, WeightWriter};
 use super::init::copy_tokenizer;
 use super::lora::{AdapterFiles, BlockLora, write_adapters};
 use super::params::{ParamTable, Unit};
+use super::quantized::BaseRounding;
 use super::source::ModelSource;
 use super::spec::ModelSpec;
+use crate::config::Quantization;
 use crate::error::{Error, Result};
 
 /// Writes the adapters of `source` as PEFT does; or, with `merge` or where there are none, a model folder of the base's type
-/// whose weights are W + (alpha / r) B A, added in float32. `progress` is told `(done, total)` in units.
+/// whose weights are W + (alpha / r) B A, added in float32, W rounded to NF4 where `quantization` asks for it. `progress` is told `(done, total)` in units.
 ///
 /// # Errors
 /// What is wrong with the folders; [`Error::Io`].
@@ -23,6 +25,7 @@ pub fn export_folder(
     source: &ModelSource,
     output: &Path,
     merge: bool,
+    quantization: Quantization,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<()> {
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
@@ -37,16 +40,17 @@ pub fn export_folder(
                 progress(index, num_units);
                 files.read_unit(layout, Kind::Float)
             });
-            write_adapters(output, &table, files.lora(), &source.base, Kind::Float, units)?;
+            let base = (source.base.as_path(), files.base_quantization());
+            write_adapters(output, &table, files.lora(), base, Kind::Float, units)?;
             progress(num_units, num_units);
             Ok(())
         }
-        _ => write_model(&spec, &source.base, adapters.as_ref(), output, progress),
+        _ => write_model((&spec, quantization), &source.base, adapters.as_ref(), output, progress),
     }
 }
 
 fn write_model(
-    spec: &Arc<ModelSpec>,
+    (spec, quantization): (&Arc<ModelSpec>, Quantization),
     base: &Path,
     adapters: Option<&AdapterFiles>,
     output: &Path,
@@ -56,9 +60,11 @@ fn write_model(
     spec.write_config(output, Some(base))?;
     let mut writer = WeightWriter::create(output, spec.clone(), spec.dtype, Some(base))?;
     let adapter_table = adapters.map(|files| ParamTable::adapters(spec.clone(), files.lora(), 1));
+    let rounding = BaseRounding::new(spec, quantization)?;
     for (index, layout) in table.units.iter().enumerate() {
         progress(index, table.units.len());
         let flat = files.read_unit(layout, Kind::Float)?;
+        rounding.apply(spec, layout, &flat)?;
         if let (Some(files), Some(table), Unit::Block(_)) = (adapters, &adapter_table, layout.unit) {
             let own = table.unit(layout.unit);
             let lora = BlockLora::expand(spec, files.lora(), own, &files.read_unit(own, Kind::Float)?, None)?;

@@ -56,7 +56,7 @@ pub(crate) use json::{is_model_folder, model_within};
 pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};
 pub use params::{Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
-pub use quantized::QuantizedBlock;
+pub use quantized::{BaseRounding, QuantizedBlock};
 pub use source::ModelSource;
 pub use spec::ModelSpec;
 pub use stages::{Stage, Stages};

@@ -1,11 +1,12 @@
 //! Blocks whose matrices are stored as NF4. Each matrix of a checkpoint is quantised by itself, as bitsandbytes does, whatever
 //! our layout fuses; it comes back row by row to its place.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::files::names::{HfTensor, tensors};
 use super::params::{Unit, UnitLayout};
 use super::spec::{ModelSpec, product};
+use crate::config::Quantization;
 use crate::error::{Error, Result};
 use crate::ops::nf4::{self, Levels, Nf4};
 
@@ -20,6 +21,39 @@ enum Stored {
     Matrix(Nf4),
     /// Norms, biases, routers, and of delta nets the convolution and the gates' parameters.
     Plain(Tensor),
+}
+
+/// Rounds a base to what its adapters were trained beside.
+#[derive(Debug)]
+pub struct BaseRounding(Option<Levels>);
+
+impl BaseRounding {
+    /// Of bases that are stored so.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a model whose blocks cannot be stored so.
+    pub fn new(spec: &ModelSpec, quantization: Quantization) -> Result<Self> {
+        Ok(Self(match quantization {
+            Quantization::None => None,
+            Quantization::Nf4 => {
+                QuantizedBlock::check(spec)?;
+                Some(Levels::new(Device::Cpu)?)
+            }
+        }))
+    }
+
+    /// Rounds a unit's flat tensor [layout.len] on the CPU; embedding and head stay as they are.
+    ///
+    /// # Errors
+    /// The errors of [`QuantizedBlock::quantize`].
+    pub fn apply(&self, spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
+        match (&self.0, layout.unit) {
+            (Some(levels), Unit::Block(_)) => {
+                QuantizedBlock::quantize(spec, layout, flat, levels)?.dequantize(layout, flat)
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 impl QuantizedBlock {

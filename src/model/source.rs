@@ -37,12 +37,34 @@ impl ModelSource {
     /// The errors of [`ModelSource::new`].
     pub fn find(name: &Path, revision: Option<&str>, base: Option<&Path>, hub: &Hub) -> Result<Self> {
         let folder = locate(name, revision, hub)?;
+        refuse_gguf(&folder)?;
         if !folder.join(ADAPTER_CONFIG).exists() {
             return Ok(Self { base: folder, adapters: None });
         }
         let base = base.map_or_else(|| base_of(&folder, hub), |base| locate(base, None, hub))?;
         Ok(Self { base, adapters: Some(folder) })
     }
+}
+
+/// Refuses llama.cpp's files where a model's folder is expected.
+fn refuse_gguf(folder: &Path) -> Result<()> {
+    let is_of = |path: &Path, kind: &str| path.extension().is_some_and(|extension| extension == kind);
+    let files: Vec<PathBuf> = match std::fs::read_dir(folder) {
+        Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
+        Err(_) => vec![folder.to_owned()], // a file, or nothing: its reader says so
+    };
+    let Some(file) = files.iter().find(|file| is_of(file, "gguf")) else { return Ok(()) };
+    if files.iter().any(|file| is_of(file, "safetensors")) {
+        return Ok(());
+    }
+    let (place, name) = (file.parent().unwrap_or(folder).display(), file.file_name().unwrap_or_default().display());
+    let message = format!(
+        "a model in GGUF, llama.cpp's format, which is not read: expected a Hugging Face folder (config.json, tokenizer.json, \
+         *.safetensors). Take the repository that it was made from, or convert it, which cannot bring back what its quantization \
+         rounded: python3 -c \"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; \
+         [c.from_pretrained('{place}', gguf_file='{name}').save_pretrained('converted') for c in (M, T)]\""
+    );
+    Err(Error::bad_file(file, message))
 }
 
 /// The folder of a model that is named by its path or by its repository.
@@ -68,7 +90,7 @@ fn model_files(repo: &Repo, snapshot: &Snapshot<'_>) -> Result<Vec<String>> {
     }
     let weights = [SINGLE, ADAPTER_WEIGHTS].into_iter().find(|name| has(name));
     let Some(weights) = weights else {
-        let pickled = names.iter().find(|name| name.ends_with(".bin") || name.ends_with(".pt"));
+        let pickled = names.iter().find(|name| [".bin", ".pt", ".gguf"].iter().any(|end| name.ends_with(end)));
         let instead =
             pickled.map_or_else(|| "nothing that could be converted".to_owned(), |name| format!("only {name}"));
         let message = format!(
@@ -97,4 +119,31 @@ fn base_of(folder: &Path, hub: &Hub) -> Result<PathBuf> {
         return Err(config.wrong("base_model_name_or_path", expected));
     }
     locate(Path::new(named), text("revision"), hub)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ExitCode;
+
+    #[test]
+    fn a_model_in_gguf_is_told_to_be_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model-q4_k_m.gguf");
+        std::fs::write(&file, "GGUF").unwrap();
+        for name in [folder.path(), &file] {
+            let error = ModelSource::new(name, None).unwrap_err();
+            assert_eq!(error.exit_code(), ExitCode::Files);
+            for part in [
+                "model-q4_k_m.gguf",
+                "GGUF, llama.cpp's format",
+                "Hugging Face folder",
+                "gguf_file='model-q4_k_m.gguf'",
+            ] {
+                assert!(error.to_string().contains(part), "{part}: {error}");
+            }
+        }
+        std::fs::write(folder.path().join("model.safetensors"), "").unwrap();
+        assert!(ModelSource::new(folder.path(), None).is_ok(), "a model beside it is read");
+    }
 }

@@ -40,6 +40,7 @@ mod worker;
 use std::sync::Arc;
 
 pub use answer::{exact_answer, format, numeric_answer};
+pub(crate) use builtin::names;
 pub use failures::FailureKind;
 pub(crate) use failures::RewardFailure;
 pub use pool::RewardPool;

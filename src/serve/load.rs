@@ -7,14 +7,16 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::Served;
-use crate::config::{EngineShape, KvCacheDtype, RolloutQuantization, StateDtype};
+use crate::config::{EngineShape, KvCacheDtype, Quantization, RolloutQuantization, StateDtype};
 use crate::cuda;
 use crate::data::Tokenizer;
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::{AdapterFiles, ModelSource, ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles, model_within};
-use crate::phase;
+use crate::model::{
+    AdapterFiles, BaseRounding, ModelSource, ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles, model_within,
+};
+use crate::phase::{self, terminal};
 use crate::rollout::{Engine, EngineOptions, EngineRanks, check_stages, fullest_stage, kv_block_bytes};
 
 /// Tokens per KV block.
@@ -31,6 +33,8 @@ pub struct ServeOptions<'a> {
     pub base_model: Option<&'a Path>,
     /// Adapters that requests choose by their place in this list: names and folders.
     pub adapters: &'a [NamedAdapter],
+    /// How the base is rounded; `None` is as it was while its adapters were trained.
+    pub quantization: Option<Quantization>,
     /// Variables that the chat template is given.
     pub template_variables: &'a Map<String, Value>,
     /// How the ranks of an engine share the model.
@@ -135,22 +139,51 @@ impl ModelService {
         let engine = Engine::in_stages(spec.clone(), tokenizer.clone(), engine_options, ranks)?;
         let files = WeightFiles::open(folder, spec.clone())?;
         let table = Arc::new(ParamTable::new(spec.clone(), 1));
+        let adapters = source.adapters.as_ref().map(|folder| AdapterFiles::open(folder, spec.clone())).transpose()?;
+        let named = (options.adapters.iter())
+            .map(|adapter| AdapterFiles::open(&adapter.folder_beside(&source)?, spec.clone()))
+            .collect::<Result<Vec<_>>>()?;
+        let quantization = base_quantization(options.quantization, adapters.as_ref(), &named, world.rank() == 0);
+        let rounding = BaseRounding::new(&spec, quantization)?;
         let read = |layout: &UnitLayout| {
             phase::beat();
-            files.read_unit(layout, kind)
+            let flat = files.read_unit(layout, kind)?;
+            rounding.apply(&spec, layout, &flat)?;
+            Ok(flat)
         };
         let mut served = Served::new(world.clone(), table, engine, &read)?;
-        if let Some(folder) = &source.adapters {
-            let files = AdapterFiles::open(folder, spec.clone())?;
+        if let Some(files) = &adapters {
             served = served.with_adapters(files.lora().clone(), &|layout| files.read_unit(layout, kind))?;
         }
-        for adapter in options.adapters {
-            let files = AdapterFiles::open(&adapter.folder_beside(&source)?, spec.clone())?;
-            served = served.with_choice(files.lora().clone(), &|layout| read_finite(&files, layout, kind))?;
+        for files in &named {
+            served = served.with_choice(files.lora().clone(), &|layout| read_finite(files, layout, kind))?;
         }
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         Ok(Self { served, tokenizer, max_model_length, eos_token_ids })
     }
+}
+
+/// How the base is rounded: as asked for, else as its adapters were trained; says which where they were trained beside NF4. Adapters that
+/// requests choose leave the base, which answers, too, as its files have it.
+fn base_quantization(
+    asked: Option<Quantization>,
+    adapters: Option<&AdapterFiles>,
+    named: &[AdapterFiles],
+    speaks: bool,
+) -> Quantization {
+    let is_nf4 = |files: &AdapterFiles| files.base_quantization() == Quantization::Nf4;
+    let quantization = asked.unwrap_or(adapters.map_or(Quantization::None, AdapterFiles::base_quantization));
+    let trained = adapters.into_iter().chain(named).find(|files| is_nf4(files));
+    if let Some(files) = trained.filter(|_| speaks) {
+        let how = match quantization {
+            Quantization::Nf4 => "it is rounded to NF4 here, too; --quantization none takes it as its files have it",
+            Quantization::None => {
+                "here it is as its files have it, so that probabilities differ from training's; --quantization nf4 rounds it"
+            }
+        };
+        terminal::say(format_args!("{} was trained on its base in NF4: {how}", files.path().display()));
+    }
+    quantization
 }
 
 impl NamedAdapter {

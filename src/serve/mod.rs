@@ -1,6 +1,7 @@
 //! A model that only generates: the engine with weights of its own, for `generate`, `eval`, benchmarks and ranks that do
 //! nothing else. Knows nothing of training.
 
+mod generation;
 mod load;
 mod weights;
 
@@ -14,6 +15,7 @@ use crate::memory::explain_out_of_memory;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 
+pub use generation::SamplingDefaults;
 pub use load::{EngineDivision, ModelService, NamedAdapter, ServeOptions};
 pub use weights::EngineSlices;
 use weights::no_adapters;

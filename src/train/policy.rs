@@ -173,6 +173,11 @@ impl Policy {
         adapters.map_or_else(|| Ok(BlockLora::default()), |adapters| adapters.engine_block(layer))
     }
 
+    /// How the base of adapters is stored.
+    pub fn base_quantization(&self) -> Quantization {
+        if self.quantized_blocks().is_empty() { Quantization::None } else { Quantization::Nf4 }
+    }
+
     /// The base's blocks as they are stored, if they are quantised.
     pub fn quantized_blocks(&self) -> &[QuantizedBlock] {
         self.network.weights.quantized()
@@ -226,10 +231,9 @@ impl Policy {
     /// The model as its bytes depend on it.
     fn trained_model(&self) -> TrainedModel<'_> {
         let PolicyOptions { stage, network, gradients, optim, .. } = self.options;
-        let is_quantized = !self.quantized_blocks().is_empty();
         TrainedModel {
             lora: self.lora().cloned(),
-            quantization: if is_quantized { Quantization::Nf4 } else { Quantization::None },
+            quantization: self.base_quantization(),
             residual: network.residual,
             fp8: network.fp8.is_some(),
             optim,

@@ -109,6 +109,7 @@ fn a_terminal_has_one_status_and_loses_no_line_of_any_rank() {
     assert!(has(&last, &["[rank 1]", "the KV cache has"]), "a line of rank 1 stays\n{text}");
     assert!(has(&last, &["model: "]) && has(&last, &["report: "]), "results stay\n{text}");
     assert!(!has(&last, &["━"]) && !has(&last, &["╌"]), "the status is gone in the end: {last:#?}");
+    assert!(has(&last, &["step 3/3 | reward ", "s/step ", " | 0:0"]), "the last step stays: {last:#?}");
     let statuses: Vec<&String> = ever.iter().filter(|line| line.contains('╌') || line.contains('━')).collect();
     for parts in [&["step 0/3 ╌"][..], &["step 1/3 ━", " < "], &["generate ━", "2/2 groups", "tokens/s a GPU"]] {
         assert!(statuses.iter().any(|line| parts.iter().all(|part| line.contains(part))), "{parts:?}: {statuses:#?}");

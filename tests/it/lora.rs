@@ -127,7 +127,15 @@ fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
         let saved = tempfile::tempdir().unwrap();
         let write = |folder: &Path, units: &BTreeMap<Unit, Tensor>| {
             let units = &mut units.values().map(|flat| Ok(flat.shallow_clone()));
-            write_adapters(folder, policy.trained_table(), &lora, &source.base, Kind::Float, units).unwrap();
+            write_adapters(
+                folder,
+                policy.trained_table(),
+                &lora,
+                (&source.base, Quantization::None),
+                Kind::Float,
+                units,
+            )
+            .unwrap();
             tensors(folder)
         };
         assert_eq!(
@@ -423,6 +431,52 @@ fn a_supervised_run_trains_adapters_that_another_run_goes_on_with() {
     let second = losses(&adapters, "second");
     assert!(second[0] < first[3], "{second:?} after {first:?}");
     run(&words(&adapters, "third")).assert_error("adapters without lora.r", 2, &["model_name_or_path", "or lora.r"]);
+}
+
+/// What adapters of QLoRA were trained on is in their file, and they are sampled and merged on it.
+#[test]
+fn adapters_that_were_trained_on_nf4_are_served_on_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("run");
+    stdout_of(&format!("{SMALL_RUN} {LORA} quantization=nf4 max_steps=2 output_dir={}", output.display()));
+    let adapters = output.join("final");
+    let sampled = |model: &Path, more: &str| {
+        let line = format!(
+            "generate --model {} --prompt what --temperature 0 --max_completion_length 4 {more}",
+            model.display()
+        );
+        let ended = crate::program::run(&line);
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        (json_lines(&ended.stdout)[0]["logprob"].as_f64().unwrap(), ended.stderr)
+    };
+    let ((as_trained, said), (dense, of_dense)) = (sampled(&adapters, ""), sampled(&adapters, "--quantization none"));
+    assert!(said.contains("was trained on its base in NF4: it is rounded to NF4 here, too"), "{said}");
+    assert!(of_dense.contains("here it is as its files have it, so that probabilities differ"), "{of_dense}");
+    assert!((as_trained - dense).abs() > 1e-4, "{as_trained} {dense}");
+
+    let exported = |name: &str, more: &str| {
+        let to = folder.path().join(name);
+        let ended =
+            crate::program::run(&format!("export --model {} --output {} {more}", adapters.display(), to.display()));
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        (to, ended.stderr)
+    };
+    let (merged, said) = exported("merged", "--merge");
+    assert!(said.contains("added to the weights in float32, the base's own rounded to NF4 before"), "{said}");
+    let (of_merged, quiet) = sampled(&merged, "");
+    assert!((of_merged - as_trained).abs() < 1e-3 && !quiet.contains("NF4"), "{of_merged} {as_trained}: {quiet}");
+    let (copied, _) = exported("copied", "");
+    assert!(sampled(&copied, "").1.contains("in NF4: it is rounded"), "a copy keeps what is known");
+    let (onto_dense, said) = exported("onto_dense", "--merge --quantization none");
+    assert!(said.contains("to the base as its files have it, though they were trained on it in NF4"), "{said}");
+    assert!((sampled(&onto_dense, "").0 - dense).abs() < 1e-3);
+
+    // A base in bfloat16: what is merged is rounded, which is said.
+    let half = crate::program::copy_of_model(&folder.path().join("half"));
+    let config = std::fs::read_to_string(half.join("config.json")).unwrap();
+    std::fs::write(half.join("config.json"), config.replace("\"float32\"", "\"bfloat16\"")).unwrap();
+    let (_, said) = exported("halved", &format!("--merge --base_model {}", half.display()));
+    assert!(said.contains("and the sums rounded to bfloat16, the type of the base's files"), "{said}");
 }
 
 /// TRL's default: the KL term of a run that goes on with adapters compares with these, before and after a resume.

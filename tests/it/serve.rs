@@ -2,6 +2,7 @@
 
 mod adapters;
 mod chat;
+mod generation;
 mod hybrid;
 
 use std::io::{Read, Write};

@@ -5,10 +5,13 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::{completions, count, number, seed, word};
-use crate::config::{EngineShape, HeartbeatConfig, PipelinePartition, PromptFormat, ResidualDtype, RewardConfig};
+use crate::config::{
+    EngineShape, HeartbeatConfig, PipelinePartition, PromptFormat, Quantization, ResidualDtype, RewardConfig,
+};
 use crate::metrics::check_samples_file;
+use crate::model::ModelSource;
 use crate::phase::Fault;
-use crate::serve::EngineDivision;
+use crate::serve::{EngineDivision, SamplingDefaults};
 use crate::types::SamplingParams;
 
 /// In what kind a network keeps its residual stream.
@@ -18,6 +21,55 @@ pub struct ResidualArgs {
     /// Type of the residual stream: auto (that of dtype) or float32; the files of a model do not say which it was trained with
     #[arg(long, default_value = "auto", value_parser = word::<ResidualDtype>)]
     pub residual_dtype: ResidualDtype,
+}
+
+/// Whose values of sampling count where none are given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GenerationConfig {
+    /// Those of the model's `generation_config.json`.
+    Auto,
+    /// Those of this program: temperature 1, all tokens.
+    None,
+}
+
+impl std::str::FromStr for GenerationConfig {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "none" | "vllm" => Ok(Self::None),
+            _ => Err("expected auto or none".to_owned()),
+        }
+    }
+}
+
+/// Sampling values of the model's own.
+#[derive(Debug, Clone, Copy, Args)]
+#[command(rename_all = "snake_case")]
+pub struct GenerationArgs {
+    /// Sampling values where none are given: auto (those of the model's generation_config.json) or none (temperature 1, all tokens)
+    #[arg(long, default_value = "auto")]
+    pub generation_config: GenerationConfig,
+}
+
+impl GenerationArgs {
+    /// The values of the model's folder, where they are wanted, and what is said of them.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`](crate::Error::BadFile) for values that no request may have.
+    pub fn defaults(&self, model: &ModelSource) -> crate::error::Result<(SamplingDefaults, Option<String>)> {
+        let of_model = SamplingDefaults::of_folder(&model.base)?;
+        let Some(listed) = of_model.listed() else { return Ok(Default::default()) };
+        Ok(match self.generation_config {
+            GenerationConfig::Auto => {
+                let told = "where nothing else is asked for, as the model's generation_config.json says (--generation_config none: \
+                            temperature 1, all tokens)";
+                (of_model, Some(format!("sampling with {listed} {told}")))
+            }
+            GenerationConfig::None => (SamplingDefaults::default(), None),
+        })
+    }
 }
 
 /// The model to sample from.
@@ -30,25 +82,36 @@ pub struct SourceArgs {
     /// The adapters' model folder, where they do not name it
     #[arg(long)]
     pub base_model: Option<PathBuf>,
+    /// The base's weights: none (as its files have them) or nf4 (rounded to NF4, as a run with quantization = nf4 trains on them)
+    /// [default: as the adapters were trained]
+    #[arg(long, value_parser = word::<Quantization>)]
+    pub quantization: Option<Quantization>,
 }
 
 /// How tokens are drawn.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SamplingArgs {
-    /// Softmax temperature; 0 is greedy
-    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
+    /// Softmax temperature; 0 is greedy [default: 1]
+    #[arg(long, allow_negative_numbers = true)]
     #[arg(value_parser = number(|t: &f32| SamplingParams::is_temperature(*t), "0, or a number of at least 0.000001"))]
-    pub temperature: f32,
-    /// Nucleus mass; 1 is off
-    #[arg(long, default_value_t = 1.0, value_parser = number(|p: &f32| SamplingParams::is_top_p(*p), "in (0, 1]"))]
-    pub top_p: f32,
-    /// Highest logits kept; 0 is off
-    #[arg(long, default_value_t = 0)]
-    pub top_k: usize,
-    /// Least probability relative to the most probable token; 0 is off
-    #[arg(long, default_value_t = 0.0, value_parser = number(|p: &f32| (0.0..=1.0).contains(p), "in [0, 1]"))]
-    pub min_p: f32,
+    pub temperature: Option<f32>,
+    /// Nucleus mass; 1 is off [default: 1]
+    #[arg(long, value_parser = number(|p: &f32| SamplingParams::is_top_p(*p), "in (0, 1]"))]
+    pub top_p: Option<f32>,
+    /// Highest logits kept; 0 is off [default: 0]
+    #[arg(long)]
+    pub top_k: Option<usize>,
+    /// Least probability relative to the most probable token; 0 is off [default: 0]
+    #[arg(long, value_parser = number(|p: &f32| (0.0..=1.0).contains(p), "in [0, 1]"))]
+    pub min_p: Option<f32>,
+    /// Divides positive and multiplies negative logits of tokens already seen; 1 is off [default: 1]
+    #[arg(long)]
+    #[arg(value_parser = number(
+        |penalty: &f32| (SamplingParams::MIN_PENALTY..=SamplingParams::MAX_PENALTY).contains(penalty),
+        "from 0.000001 to 1000000"
+    ))]
+    pub repetition_penalty: Option<f32>,
     /// String that ends a completion; may be repeated
     #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub stop: Vec<String>,
@@ -74,6 +137,25 @@ pub struct SamplingArgs {
 }
 
 impl SamplingArgs {
+    /// How a command samples `n` completions a prompt: as its options say, else as `model` does.
+    pub fn params(&self, n: usize, model: &SamplingDefaults) -> SamplingParams {
+        let given = SamplingDefaults {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+        };
+        let own = SamplingParams {
+            num_generations: n,
+            stop: self.stop.clone(),
+            max_completion_length: self.max_completion_length,
+            seed: self.seed,
+            ..SamplingParams::default()
+        };
+        given.over(model.over(own))
+    }
+
     /// The ranks of one engine.
     pub fn engine_shape(&self) -> EngineShape {
         self.pipeline.engine_shape(self.tensor_parallel_size)
@@ -133,6 +215,8 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub residual: ResidualArgs,
     #[command(flatten)]
+    pub generation: GenerationArgs,
+    #[command(flatten)]
     pub source: SourceArgs,
     /// The prompt; may be repeated
     #[arg(long, required = true)]
@@ -161,7 +245,7 @@ pub struct EvalArgs {
     /// Configuration of a run (its run_config.json, or the TOML or YAML that it was started with): the run's held-out rows,
     /// prompts, sampling and rewards are taken
     #[arg(long, conflicts_with_all = ["data", "system_prompt", "prompt_format", "reward", "answer_pattern", "temperature", "top_p"])]
-    #[arg(conflicts_with_all = ["top_k", "min_p", "stop", "max_completion_length", "seed", "max_model_length"])]
+    #[arg(conflicts_with_all = ["top_k", "min_p", "repetition_penalty", "stop", "max_completion_length", "seed", "max_model_length"])]
     pub config: Option<PathBuf>,
     /// Keys of rows, prompts, sampling and rewards that differ from the run's: key=value, section.key=value
     #[arg(requires = "config")]

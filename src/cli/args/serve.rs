@@ -2,7 +2,9 @@
 
 use clap::Args;
 
-use super::{PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
+use super::{
+    GenerationArgs, PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number,
+};
 use crate::data::ToolCallParser;
 use crate::error::{Error, Result};
 use crate::http::parse_origin;
@@ -89,6 +91,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub residual: ResidualArgs,
     #[command(flatten)]
+    pub generation: GenerationArgs,
+    #[command(flatten)]
     pub source: SourceArgs,
     #[command(flatten)]
     pub adapters: AdapterArgs,
@@ -155,6 +159,8 @@ pub struct ChatArgs {
     pub place: PlaceArgs,
     #[command(flatten)]
     pub residual: ResidualArgs,
+    #[command(flatten)]
+    pub generation: GenerationArgs,
     #[command(flatten)]
     pub source: SourceArgs,
     #[command(flatten)]

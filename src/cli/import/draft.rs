@@ -37,6 +37,11 @@ impl ForeignKeys {
         Some(written.unwrap_or(value))
     }
 
+    /// Adds the keys of a table that was given as text.
+    pub fn extend(&mut self, table: &str, keys: serde_json::Map<String, Value>) {
+        self.entries.extend(keys.into_iter().map(|(key, value)| (format!("{table}.{key}"), value, None)));
+    }
+
     /// Takes out the keys whose values a shell, or a configuration's own references (`${..}`), would still fill in.
     pub fn take_unfilled(&mut self, is_script: bool) -> Vec<(String, Value)> {
         let is_unfilled = |(key, value, _): &mut ForeignEntry| {
@@ -60,6 +65,38 @@ impl ForeignKeys {
     /// Whether a key is set to something.
     pub fn has(&self, name: &str) -> bool {
         self.position(name).is_some()
+    }
+
+    /// Whether a key is set to true.
+    pub fn is_true(&self, name: &str) -> bool {
+        self.position(name).is_some_and(|at| self.entries[at].1 == true)
+    }
+
+    /// Whether a key is set to this text.
+    pub fn is_word(&self, name: &str, word: &str) -> bool {
+        self.position(name).is_some_and(|at| self.entries[at].1 == word)
+    }
+
+    /// Whether a key is set to false.
+    pub fn is_false(&self, name: &str) -> bool {
+        self.position(name).is_some_and(|at| self.entries[at].1 == false)
+    }
+
+    /// Whether a key here is set, by its own name or by another program's.
+    pub fn sets(&self, ours: &str) -> bool {
+        let is_meant = |key: &str| migration::bare(key) == ours || migration::renamed(key).as_deref() == Some(ours);
+        self.entries.iter().any(|(key, value, _)| is_meant(key) && !is_nothing(value))
+    }
+
+    /// Whether the name of the model that a key gives says that it has experts, as `Qwen3-30B-A3B` does.
+    pub fn has_experts(&self, name: &str) -> bool {
+        let model =
+            self.position(name).map(|at| migration::word(&self.entries[at].1).to_lowercase()).unwrap_or_default();
+        let is_active = |part: &str| {
+            let number = part.strip_prefix('a').and_then(|rest| rest.strip_suffix('b'));
+            number.is_some_and(|number| number.parse::<f64>().is_ok())
+        };
+        model.contains("moe") || model.split(['-', '/', '_']).any(is_active)
     }
 
     fn position(&self, name: &str) -> Option<usize> {
@@ -135,6 +172,28 @@ impl Draft {
     /// Leaves out what changes the result.
     pub fn lose(&mut self, key: &str, value: &Value, why: &str) {
         self.lost.push(format!("{key} = {}: {why}", toml_value(value)));
+    }
+
+    /// Adds a reward of this weight to those that are set, each of weight 1; whether it could be added.
+    pub fn adds_reward(&mut self, name: &str, weight: f64) -> bool {
+        let Some(at) = self.position("reward_funcs") else { return false };
+        let Value::Array(names) = &mut self.keys[at].value else { return false };
+        let weights: Vec<_> = names.iter().map(|_| 1.0).chain([weight]).collect();
+        names.push(name.into());
+        self.set("reward_weights", weights, format!("{name} beside the reward"));
+        true
+    }
+
+    /// Lists a word of a script that no key was read from.
+    pub fn lose_word(&mut self, word: String) {
+        self.lost.push(word);
+    }
+
+    /// Writes out their default of a key of ours that nothing has set.
+    pub fn fill(&mut self, key: &str, value: impl Into<Value>, whose: &str) {
+        if !self.has(key) {
+            self.set(key, value, whose);
+        }
     }
 
     pub fn has(&self, key: &str) -> bool {

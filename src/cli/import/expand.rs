@@ -1,5 +1,6 @@
-//! Expansion of a shell's variables: `$NAME`, `${NAME:-default}` and whole numbers in `$((1024 * 2))`. Nothing is run: a command in
-//! `$(..)` stays as it is, and so does a variable that is not set.
+//! Expansion of a shell's variables: `$NAME`, `${NAME:-default}`, `${NAME:+other}`, whole numbers in `$((1024 * 2))`, and paths in
+//! `$(pwd)`, `$(dirname ..)` and `$(basename ..)`. Nothing is run: another command in `$(..)` stays as it is, and so does a variable that
+//! is not set. `$(pwd)` is `.`: a script's current folder is that of the run that takes its place.
 
 use std::collections::HashMap;
 
@@ -69,11 +70,16 @@ fn expansion<'a>(text: &'a str, variables: &HashMap<String, String>, depth: usiz
         true if inner.starts_with('(') => {
             Sum { rest: &at_depth(inner, variables, depth + 1), variables }.whole()?.to_string()
         }
-        true => return None,
+        true => path_of(&at_depth(inner, variables, depth + 1))?,
         false => {
             let (name, default) = inner.split_at(name_end(inner));
+            let default = default.strip_prefix("[0]").unwrap_or(default);
             let value = variables.get(name).filter(|value| !default.starts_with(':') || !value.is_empty());
             let default = default.strip_prefix(':').unwrap_or(default);
+            if let Some(other) = default.strip_prefix('+') {
+                let other = value.map(|_| at_depth(other, variables, depth + 1));
+                return Some((other.unwrap_or_default(), behind));
+            }
             match (value, default.strip_prefix(['-', '='])) {
                 (Some(value), Some(_)) => value.clone(),
                 (Some(value), None) if default.is_empty() => value.clone(),
@@ -83,6 +89,20 @@ fn expansion<'a>(text: &'a str, variables: &HashMap<String, String>, depth: usiz
         }
     };
     Some((value, behind))
+}
+
+/// What a command prints that only names a path.
+fn path_of(command: &str) -> Option<String> {
+    let words: Vec<&str> =
+        command.split_whitespace().filter(|word| !word.starts_with('-') && !word.contains('>')).collect();
+    let path = match words.as_slice() {
+        ["pwd"] => ".",
+        ["cd", path, "&&", "pwd"] | ["realpath" | "readlink", path] => path,
+        ["dirname", path] => path.rsplit_once('/').map_or(".", |(folder, _)| folder),
+        ["basename", path] => path.trim_end_matches('/').rsplit('/').next()?,
+        _ => return None,
+    };
+    Some(path.to_owned())
 }
 
 fn name_end(text: &str) -> usize {
@@ -165,7 +185,12 @@ mod tests {
             ("${M:-7}${M-8}${N:-9}${N:=1}", "7855"),
             ("${EMPTY:-a}${EMPTY-b}|", "a|"),
             ("${MODEL:-${ROOT:-${DIR}/verl}/models}/q", "/data/verl/models/q"),
-            ("${M}$(pwd)${N:0:1}${N%x}$1$$@$", "${M}$(pwd)${N:0:1}${N%x}$1$$@$"),
+            ("${M}$(date)${N:0:1}${N%x}$1$$@$", "${M}$(date)${N:0:1}${N%x}$1$$@$"),
+            (
+                "$(pwd)/rows|$(dirname ${DIR}/run.sh)|$(basename $DIR/m/)|$(cd $(dirname a/b.sh) && pwd)",
+                "./rows|/data|m|a",
+            ),
+            ("${N:+n$N}${M:+m}${EMPTY:+e}|", "n5|"),
             ("${", "${"),
             ("${:-x}", "${:-x}"),
         ] {

@@ -2,32 +2,40 @@
 
 mod draft;
 mod expand;
+mod hydra;
+#[cfg(test)]
+mod published;
 mod script;
+mod shell;
 #[cfg(test)]
 mod tests;
 mod trl;
+mod trl_version;
 mod verl;
 
 use std::path::{Path, PathBuf};
 
 use super::args::ImportArgs;
-use crate::config::{self, Config, ForeignEntry};
+use crate::config::{self, Config};
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::terminal;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 use draft::{Draft, ForeignKeys};
+use hydra::HydraFiles;
 use script::Script;
+use trl_version::TrlVersion;
 
 /// Reads, translates, checks and writes.
 ///
 /// # Errors
 /// What does not parse; what is wrong with the configuration that comes out, which is written all the same.
 pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
-    let (entries, nproc) = read(&args.file)?;
-    let (mut draft, program) = translated(entries, is_script(&args.file));
-    draft.nproc = nproc.or(draft.nproc);
+    let read = read(&args.file)?;
+    let version = args.trl_version.as_deref().map(TrlVersion::named).transpose()?;
+    let version = version.or_else(|| TrlVersion::required_beside(&args.file));
+    let (mut draft, program) = translated(read, version);
     let outcome = draft.check();
-    let text = draft.text(&args.file, program);
+    let text = draft.text(&args.file, &program);
     match &args.output {
         Some(path) => write(path, &text)?,
         None => terminal::print(&text)?,
@@ -36,19 +44,41 @@ pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     outcome.map(|()| ExitCode::Done)
 }
 
-/// Translates every key; also returns whose they are.
-fn translated(entries: Vec<ForeignEntry>, is_script: bool) -> (Draft, &'static str) {
-    let (mut theirs, mut draft) = (ForeignKeys::new(entries), Draft::default());
-    for (key, value) in theirs.take_unfilled(is_script) {
+/// What was read of another program's configuration.
+#[derive(Debug, Default)]
+struct Foreign {
+    files: HydraFiles,
+    is_script: bool,
+    /// Processes that a script starts.
+    nproc: Option<u64>,
+    /// Words of a script that no key was read from, and why.
+    unread: Vec<String>,
+}
+
+/// Translates every key; also returns whose they are. The version is TRL's, where it is known.
+fn translated(read: Foreign, version: Option<TrlVersion>) -> (Draft, String) {
+    let (mut theirs, mut draft) = (ForeignKeys::new(read.files.entries), Draft::default());
+    read.files.dropped.iter().for_each(|(key, why)| draft.drop(key, why));
+    read.files.lost.iter().for_each(|(key, value, why)| draft.lose(key, value, why));
+    read.unread.into_iter().for_each(|word| draft.lose_word(word));
+    for (key, value) in theirs.take_unfilled(read.is_script) {
         draft.lose(&key, &value, "a variable in it that this file does not set");
     }
-    let is_verl = theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]);
-    match is_verl {
-        true => verl::translate(&mut theirs, &mut draft),
-        false => trl::translate(&mut theirs, &mut draft),
-    }
+    let program = match theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]) {
+        true => {
+            verl::translate(&mut theirs, &mut draft);
+            format!("verl ({})", verl::DEFAULTS)
+        }
+        false => {
+            let version = version.unwrap_or_else(|| TrlVersion::by_keys(&theirs));
+            trl::translate(&mut theirs, &mut draft);
+            version.write_defaults(&theirs, &mut draft);
+            format!("TRL or open-r1 ({version})")
+        }
+    };
     draft.translate_rest(theirs);
-    (draft, if is_verl { "verl" } else { "TRL or open-r1" })
+    draft.nproc = read.nproc.or(draft.nproc);
+    (draft, program)
 }
 
 /// Whether a file is a shell script by its name.
@@ -56,12 +86,14 @@ fn is_script(file: &Path) -> bool {
     file.extension().is_some_and(|extension| extension == "sh")
 }
 
-/// Every key of a file: YAML, JSON or TOML, or what a script that starts a trainer sets; and the processes that such a script starts.
-fn read(file: &Path) -> Result<(Vec<ForeignEntry>, Option<u64>)> {
+/// Every key of a file: YAML, JSON or TOML, or what a script that starts a trainer sets.
+fn read(file: &Path) -> Result<Foreign> {
     let refuse = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
+    let of_entries = |entries| Foreign { files: HydraFiles::default().overridden(entries), ..Foreign::default() };
     match file.extension().and_then(|extension| extension.to_str()) {
         _ if is_script(file) => (),
-        Some("yaml" | "yml" | "json" | "toml") => return Ok((config::foreign_entries(Some(file), &[])?, None)),
+        Some("yaml" | "yml") => return Ok(Foreign { files: hydra::read_file(file)?, ..Foreign::default() }),
+        Some("json" | "toml") => return Ok(of_entries(config::foreign_entries(Some(file), &[])?)),
         Some("py") => {
             let message = "a Python script is not read; write what it gives GRPOConfig into a YAML file, a line for each (learning_rate: 1e-6), \
                            with model_name_or_path, dataset_name and reward_funcs (rewards.py:function), and import that";
@@ -71,14 +103,22 @@ fn read(file: &Path) -> Result<(Vec<ForeignEntry>, Option<u64>)> {
     }
     let text =
         untrusted::read_text(file, MAX_RUN_CONFIG_BYTES).map_err(|error| Error::bad_file(file, error.to_string()))?;
-    let script = script::read(&text, std::env::var("HOME").ok()).map_err(refuse)?;
+    let script = script::read(&text, file, std::env::var("HOME").ok()).map_err(refuse)?;
     if script == Script::default() {
         let message = "expected a script that starts verl with key=value (python3 -m verl.trainer.main_ppo data.train_files=..), or TRL or \
                        open-r1 with flags (trl grpo --model_name_or_path ..; python3 -m trl.scripts.grpo ..; accelerate launch grpo.py --config recipe.yaml)";
         return Err(refuse(message.into()));
     }
-    let recipe = script.config.map(|name| recipe(file, &name)).transpose()?;
-    Ok((config::foreign_entries(recipe.as_deref(), &script.overrides)?, script.nproc))
+    let files = match (&script.config, &script.hydra) {
+        (Some(name), _) => {
+            let recipe = recipe(file, name)?;
+            HydraFiles::default().overridden(config::foreign_entries(Some(&recipe), &[])?)
+        }
+        (None, Some(hydra)) => hydra::read(hydra, file)?,
+        (None, None) => HydraFiles::default(),
+    };
+    let files = files.overridden(config::foreign_entries(None, &script.overrides)?);
+    Ok(Foreign { files, is_script: true, nproc: script.nproc, unread: script.unread })
 }
 
 /// The file that a script names, seen from the current folder, from the script's, or from one above it, as open-r1's scripts are started

@@ -1,59 +1,120 @@
-//! Shell scripts that start verl, TRL or open-r1. Nothing is run: words are split as a shell does, and variables that the script itself
-//! sets to plain text are filled in.
+//! Shell scripts that start verl, TRL or open-r1: the keys that they set. Nothing is run.
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use serde_json::Value;
 
-use super::expand::{self, MAX_ADDED_BYTES};
+use super::shell::{self, Command};
 
 /// Flags that say where and how the launcher starts the trainer, with the number of processes among them.
 const PROCESSES: &[&str] = &["num_processes", "nproc_per_node", "nproc-per-node"];
+/// Hydra's flags for the folder and the name of the file that it reads.
+const HYDRA_PATH: &[&str] = &["--config-path", "-cp"];
+const HYDRA_NAME: &[&str] = &["--config-name", "-cn"];
+/// Said of a word that no rule reads.
+const UNREAD: &str = "it sets no key that is known";
 
-/// The keys that a script sets, and the file that it reads first.
+/// The keys that a script sets, and the files that it reads first.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Script {
     /// `key=value`, the value as JSON: Hydra's overrides, or flags of the trainer.
     pub overrides: Vec<String>,
     /// The trainer's `--config`.
     pub config: Option<String>,
+    /// verl's module, and Hydra's `--config-path` and `--config-name`.
+    pub hydra: Option<Hydra>,
     /// The launcher's number of processes.
     pub nproc: Option<u64>,
+    /// Words that set something, and why they are not in `overrides`.
+    pub unread: Vec<String>,
 }
 
-/// Reads a script; `home` is the value of HOME. The last command that starts a trainer counts. A script that starts none sets nothing.
+/// The file that Hydra reads.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Hydra {
+    /// `verl.trainer.main_ppo`.
+    pub module: Option<String>,
+    pub path: Option<String>,
+    pub name: Option<String>,
+}
+
+/// Reads a script; `file` is where it lies, `home` the value of HOME. The last command that starts a trainer counts. A script that starts
+/// none sets nothing.
 ///
 /// # Errors
 /// A message where its variables make it too long.
-pub(super) fn read(text: &str, home: Option<String>) -> Result<Script, String> {
-    let mut variables: HashMap<_, _> = home.map(|home| ("HOME".to_owned(), home)).into_iter().collect();
-    let (mut script, mut num_added_bytes) = (Script::default(), 0);
-    for words in commands(text) {
-        let mut command = Vec::with_capacity(words.len());
-        for word in words {
-            let filled = expand::expanded(&word, &variables);
-            num_added_bytes += filled.len().saturating_sub(word.len());
-            if num_added_bytes > MAX_ADDED_BYTES {
-                return Err(format!("its variables make it longer by more than {MAX_ADDED_BYTES} bytes"));
-            }
-            command.push(filled);
+pub(super) fn read(text: &str, file: &Path, home: Option<String>) -> Result<Script, String> {
+    let own = file.display().to_string();
+    let known = [("HOME", home), ("PWD", Some(".".to_owned())), ("0", Some(own.clone())), ("BASH_SOURCE", Some(own))];
+    let variables: HashMap<_, _> =
+        known.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
+    let (mut script, reached) = (Script::default(), shell::commands(text, variables)?);
+    for Command { words, is_doubtful } in &reached.commands {
+        if let Some(trainer) = start_of_trainer(words) {
+            let before = std::mem::take(&mut script.unread);
+            script = flags(&words[..trainer], &words[trainer..]);
+            script.unread.splice(..0, before);
+        } else if words.iter().any(|word| override_of(word).is_some_and(|(key, _)| key.contains('.'))) {
+            overrides(words, *is_doubtful, &mut script);
         }
-        for (name, value) in command.iter().filter_map(|word| word.split_once('=')).filter(|(name, _)| is_name(name)) {
-            match name.contains('.') {
-                true => script.overrides.push(format!("{}={}", name.trim_start_matches('+'), parsed(value))),
-                false => _ = variables.insert(name.to_owned(), value.to_owned()),
-            }
-        }
-        if let Some(trainer) = start_of_trainer(&command) {
-            script = flags(&command[..trainer], &command[trainer..]);
-        }
+    }
+    if script != Script::default() {
+        script.unread.extend(reached.doubts);
     }
     Ok(script)
 }
 
-fn is_name(name: &str) -> bool {
+/// `key=value` of Hydra, which may begin with `+` or `++`.
+fn override_of(word: &str) -> Option<(&str, &str)> {
+    let (name, value) = word.split_once('=')?;
     let name = name.trim_start_matches('+');
-    !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.')
+    let is_name = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.');
+    is_name.then_some((name, value))
+}
+
+/// Every word behind the module or the file that a command starts, or from its first override on.
+fn overrides(words: &[String], is_doubtful: bool, script: &mut Script) {
+    let is_module = |pair: &[String]| ["-m", "--module"].contains(&pair[0].as_str());
+    let module = words.windows(2).position(is_module).map(|at| at + 1);
+    let start = module.or_else(|| words.iter().position(|word| word.ends_with(".py"))).map(|at| at + 1);
+    let first = words.iter().position(|word| override_of(word).is_some_and(|(key, _)| key.contains('.')));
+    // Of several starts in branches that nothing decides the first counts, otherwise the last.
+    let is_doubtful = is_doubtful && (start.is_none() || !script.overrides.is_empty());
+    if start.is_some() && !is_doubtful {
+        *script = Script { unread: std::mem::take(&mut script.unread), ..Script::default() };
+        script.hydra = module.map(|at| Hydra { module: Some(words[at].clone()), ..Hydra::default() });
+    }
+    let words = settings(&words[start.or(first).unwrap_or(0)..]);
+    let mut rest = words.iter();
+    while let Some(word) = rest.next() {
+        let (flag, inline) =
+            word.split_once('=').map_or((&**word, None), |(flag, value)| (flag, Some(value.to_owned())));
+        match override_of(word) {
+            Some((key, value)) if is_doubtful => {
+                script.unread.push(format!("{key}={value}: in a branch of the script that nothing here decides"));
+            }
+            Some((key, value)) => script.overrides.push(format!("{key}={}", parsed(value))),
+            None if HYDRA_PATH.contains(&flag) => {
+                script.hydra.get_or_insert_default().path = inline.or_else(|| rest.next().cloned());
+            }
+            None if HYDRA_NAME.contains(&flag) => {
+                script.hydra.get_or_insert_default().name = inline.or_else(|| rest.next().cloned());
+            }
+            None => script.unread.push(format!("{word}: {UNREAD}")),
+        }
+    }
+}
+
+/// The words of a command but for the shell's own: arguments that are passed on, and redirections.
+fn settings(words: &[String]) -> Vec<String> {
+    let mut is_target = false;
+    let is_setting = |word: &&String| {
+        let is_redirected = std::mem::replace(&mut is_target, word.ends_with('>'));
+        let redirects = word.trim_start_matches(|c: char| c.is_ascii_digit()).starts_with('>');
+        !(is_redirected || redirects || word.is_empty() || ["$@", "$*"].contains(&word.as_str()))
+    };
+    words.iter().filter(is_setting).cloned().collect()
 }
 
 /// The place of the first word after `trl grpo`, or after a Python file or a module of Python whose name has grpo in it.
@@ -74,8 +135,10 @@ fn start_of_trainer(command: &[String]) -> Option<usize> {
 /// Keys of the trainer's flags: `--key value`, `--key=value`, `--switch`, and lists as several words. `trl grpo` takes accelerate's flags too.
 fn flags(launcher: &[String], trainer: &[String]) -> Script {
     let mut script = Script::default();
-    for (words, is_trainer) in [(launcher, false), (trainer, true)] {
+    for (words, is_trainer) in [(launcher.to_vec(), false), (settings(trainer), true)] {
         let starts: Vec<_> = (0..words.len()).filter(|at| words[*at].starts_with("--")).collect();
+        let before = &words[..starts.first().copied().unwrap_or(words.len())];
+        script.unread.extend(before.iter().filter(|_| is_trainer).map(|word| format!("{word}: {UNREAD}")));
         for (index, start) in starts.iter().enumerate() {
             let end = starts.get(index + 1).copied().unwrap_or(words.len());
             let (name, inline) = match words[*start][2..].split_once('=') {
@@ -88,7 +151,12 @@ fn flags(launcher: &[String], trainer: &[String]) -> Script {
                 ("config", [file]) if is_trainer => script.config = Some((*file).to_owned()),
                 _ if !is_trainer => (),
                 (name, []) => script.overrides.push(format!("{name}=true")),
-                (name, [value]) => script.overrides.push(format!("{name}={}", parsed(value))),
+                (name, [value]) => match parsed(value) {
+                    Value::Object(table) => {
+                        script.overrides.extend(table.iter().map(|(key, value)| format!("{name}.{key}={value}")));
+                    }
+                    value => script.overrides.push(format!("{name}={value}")),
+                },
                 (name, values) => {
                     let values: Value = values.iter().map(|value| parsed(value)).collect();
                     script.overrides.push(format!("{name}={values}"));
@@ -110,55 +178,18 @@ fn parsed(text: &str) -> Value {
     }
 }
 
-/// Words of each command, outside of comments and without their quotes; a backslash before the end of a line joins it with the next.
-/// `${..}` and `$(..)` are of one word, whatever is between the brackets.
-fn commands(text: &str) -> Vec<Vec<String>> {
-    let (mut commands, mut words, mut word, mut quote) = (Vec::new(), Vec::new(), String::new(), None);
-    let mut chars = text.chars();
-    while let Some(c) = chars.next() {
-        if let Some(group) = expand::group(chars.as_str()).filter(|_| c == '$' && quote != Some('\'')) {
-            word.push(c);
-            word.extend(group.chars().filter(|c| !['"', '\''].contains(c)));
-            chars = chars.as_str()[group.len()..].chars();
-            continue;
-        }
-        match (quote, c) {
-            (Some(open), c) if c == open => quote = None,
-            (Some(_), c) => word.push(c),
-            (None, '\\') => {
-                if let Some(next) = chars.next().filter(|next| *next != '\n') {
-                    word.push(next);
-                }
-            }
-            (None, '"' | '\'') => quote = Some(c),
-            (None, '#') if word.is_empty() => chars = chars.as_str().trim_start_matches(|c| c != '\n').chars(),
-            (None, c) if c.is_whitespace() || matches!(c, ';' | '&' | '|') => {
-                words.extend(Some(std::mem::take(&mut word)).filter(|it| !it.is_empty()));
-                if c == '\n' || !c.is_whitespace() {
-                    commands.push(std::mem::take(&mut words));
-                }
-            }
-            (None, c) => word.push(c),
-        }
-    }
-    words.extend(Some(word).filter(|it| !it.is_empty()));
-    commands.push(words);
-    commands.retain(|words| !words.is_empty());
-    commands
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn read(text: &str, home: Option<String>) -> Script {
-        super::read(text, home).unwrap()
+        super::read(text, Path::new("examples/run.sh"), home).unwrap()
     }
 
     #[test]
     fn variables_that_double_one_another_are_refused() {
         let text = format!("A=aa\n{}trl grpo --run_name $A\n", "A=$A${A}\n".repeat(60));
-        let error = super::read(&text, None).unwrap_err();
+        let error = super::read(&text, Path::new("run.sh"), None).unwrap_err();
         assert!(error.contains("its variables make it longer by more than"), "{error}");
     }
 
@@ -178,8 +209,8 @@ mod tests {
             ]
             .map(str::to_owned)
             .into(),
-            config: None,
             nproc: Some(4),
+            ..Script::default()
         };
         assert_eq!(read(text, None), expected);
         let open_r1 = read(text.split("trl grpo").next().unwrap(), None);
@@ -190,7 +221,11 @@ mod tests {
             ("accelerate launch --num_processes 2 -m trl.scripts.grpo --seed 3; git commit -m grpo --seed 4", Some(2)),
             ("torchrun --nproc_per_node=8 --module open_r1.grpo --seed 3", Some(8)),
         ] {
-            assert_eq!(read(line, None), Script { overrides: vec!["seed=3".into()], config: None, nproc }, "{line}");
+            assert_eq!(
+                read(line, None),
+                Script { overrides: vec!["seed=3".into()], nproc, ..Script::default() },
+                "{line}"
+            );
         }
     }
 

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::config::ForeignEntry;
 use crate::migration::{self, HARMLESS, KEYS, RENAMED};
 
 /// Keys that rules of the translations take, beside those of the dictionary.
@@ -35,6 +36,12 @@ fn entry(key: &str, value: &Value) -> ForeignEntry {
         Some(ours) => (key.to_owned(), ours, Some(value.clone())),
         None => (key.to_owned(), value.clone(), None),
     }
+}
+
+/// Translates keys, as those of a script where `is_script` is set.
+fn translated(entries: Vec<ForeignEntry>, is_script: bool) -> (Draft, String) {
+    let files = HydraFiles { entries, ..HydraFiles::default() };
+    super::translated(Foreign { files, is_script, ..Foreign::default() }, None)
 }
 
 /// Translates and fails unless every key is accounted for by its whole name.
@@ -144,8 +151,12 @@ fn what_changes_the_result_is_in_the_last_list() {
 
 #[test]
 fn a_batch_of_several_nodes_is_shared_by_the_gpus_of_all() {
-    let batch =
-        [("data.train_batch_size", json!(64)), ("actor.ppo_mini_batch_size", json!(64)), ("rollout.n", json!(8))];
+    let batch = [
+        ("algorithm.adv_estimator", json!("grpo")),
+        ("data.train_batch_size", json!(64)),
+        ("actor.ppo_mini_batch_size", json!(64)),
+        ("rollout.n", json!(8)),
+    ];
     let on = |nodes: u64| {
         let place = [("trainer.n_gpus_per_node", json!(8)), ("trainer.nnodes", json!(nodes))];
         let theirs: Vec<_> = batch.iter().chain(&place).map(|(key, value)| entry(key, value)).collect();
@@ -168,6 +179,8 @@ fn engines_of_verl_keep_their_precision_and_their_experts() {
         ("trainer.n_gpus_per_node", json!(8)),
         ("data.train_batch_size", json!(64)),
         ("rollout.n", json!(8)),
+        ("algorithm.adv_estimator", json!("grpo")),
+        ("algorithm.rollout_correction.rollout_is", json!("token")),
     ];
     let imported = |keys: &[(&str, Value)]| {
         let theirs: Vec<_> = place.iter().chain(keys).map(|(key, value)| entry(key, value)).collect();
@@ -206,7 +219,8 @@ fn engines_of_verl_keep_their_precision_and_their_experts() {
 fn groups_without_a_signal_are_replaced_as_dapo_does() {
     let filtered = |enable: bool| {
         let most = "algorithm.filter_groups.max_num_gen_batches";
-        lists(&[("algorithm.filter_groups.enable", json!(enable)), (most, json!(10))]).join("\n")
+        let own = [("algorithm.adv_estimator", json!("grpo")), ("rollout.n", json!(8))];
+        lists(&[&own[..], &[("algorithm.filter_groups.enable", json!(enable)), (most, json!(10))]].concat()).join("\n")
     };
     let on = filtered(true);
     for part in ["dynamic_sampling = \"replace\": ", "dynamic_sampling_max_gen_batches = 10: "] {

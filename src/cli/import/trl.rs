@@ -3,17 +3,68 @@
 use serde_json::Value;
 
 use super::draft::{Draft, ForeignKeys};
-use crate::config::OptimizerName;
+use crate::config::{OptimizerName, is_python};
+use crate::reward;
 
 /// Takes the keys that the dictionary alone cannot translate.
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     mixture(theirs, draft);
+    rewards(theirs, draft);
+    sampling(theirs, draft);
     schedule(theirs, draft);
     strategies(theirs, draft);
     adapters(theirs, draft);
     optimizer(theirs, draft);
     neutral(theirs, draft);
     number_type(theirs, draft);
+}
+
+/// Names of rewards; those that are none here are left out with their weights.
+fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let names = match theirs.take("reward_funcs") {
+        Some(Value::Array(names)) => names,
+        Some(name) => vec![name],
+        None => return,
+    };
+    let is_known =
+        |name: &Value| name.as_str().is_some_and(|name| is_python(name) || reward::names().any(|known| known == name));
+    for name in names.iter().filter(|name| !is_known(name)) {
+        let why = "no reward of this name is here: expected a built-in one (docs/rewards.md) or file.py:function; it and its weight are left out";
+        draft.lose("reward_funcs", name, why);
+    }
+    let weights =
+        theirs.take_if("reward_weights", |weights| weights.as_array().is_some_and(|all| all.len() == names.len()));
+    if let Some(Value::Array(weights)) = weights {
+        let kept = weights.into_iter().zip(&names).filter(|(_, name)| is_known(name));
+        draft.keep("reward_weights", kept.map(|(weight, _)| weight).collect());
+    }
+    draft.keep("reward_funcs", names.into_iter().filter(is_known).collect());
+}
+
+/// `generation_kwargs`, which count over the keys of sampling.
+fn sampling(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    if let Some(Value::String(text)) = theirs.take_if("generation_kwargs", Value::is_string) {
+        match serde_json::from_str(&text) {
+            Ok(Value::Object(arguments)) => theirs.extend("generation_kwargs", arguments),
+            _ => draft.lose("generation_kwargs", &text.into(), "expected a table of sampling's keys"),
+        }
+    }
+    for (theirs_name, ours) in [
+        ("top_p", "top_p"),
+        ("top_k", "top_k"),
+        ("min_p", "min_p"),
+        ("repetition_penalty", "repetition_penalty"),
+        ("stop", "stop"),
+        ("stop_strings", "stop"),
+    ] {
+        let name = format!("generation_kwargs.{theirs_name}");
+        let Some(value) = theirs.take(&name) else { continue };
+        if theirs.take(ours).is_some() {
+            draft.drop(ours, &format!("{name} counts"));
+        }
+        let value = crate::migration::value(ours, &value).unwrap_or(value);
+        draft.set(ours, value, format!("it was {name}"));
+    }
 }
 
 /// TRL's `dtype`, and `torch_dtype`, which it was called before.

@@ -1,15 +1,20 @@
-//! Configurations of verl: batches are counted in prompts there, and defaults are other ones.
+//! Configurations of verl: batches are counted in prompts there, steps in generation batches, and defaults are other ones.
+
+mod objective;
 
 use serde_json::Value;
 
 use super::draft::{Draft, ForeignKeys};
 use crate::migration::word;
 
+/// The version whose defaults are written out. Those that are have been the same since 0.4.
+pub(super) const DEFAULTS: &str = "defaults of verl 0.9.1";
+
 /// Takes the keys that the dictionary alone cannot translate, and sets what verl does by default.
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    batch(theirs, draft);
-    objective(theirs, draft);
-    clipping(theirs, draft);
+    let num_updates = batch(theirs, draft);
+    objective::translate(theirs, draft, num_updates > 1);
+    steps(theirs, draft, num_updates);
     schedule(theirs, draft);
     rewards(theirs, draft);
     groups(theirs, draft);
@@ -17,12 +22,15 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     rest(theirs, draft);
 }
 
-/// Prompts of a generation batch and of an update, as completions on each GPU.
-fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) {
+/// Prompts of a generation batch and of an update, as completions on each GPU; returns the updates of a generation batch.
+fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) -> u64 {
     let whole = |number: Option<f64>| number.filter(|number| *number >= 1.0).map(|number| number as u64);
     let num_prompts = whole(theirs.take_number("data.train_batch_size")).unwrap_or(1024);
     let per_update = whole(theirs.take_number("actor.ppo_mini_batch_size")).unwrap_or(256).min(num_prompts);
     let num_generations = whole(theirs.number("rollout.n")).unwrap_or(1);
+    if !theirs.has("rollout.n") {
+        draft.lose("rollout.n", &1.into(), "verl's default, as it is not set: num_generations is at least 2 here");
+    }
     let gpus = theirs.take_number("trainer.n_gpus_per_node");
     if gpus.is_some() {
         draft.drop("trainer.n_gpus_per_node", "--nproc says how many GPUs there are");
@@ -55,96 +63,31 @@ fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if updates > 1 {
         draft.set("steps_per_generation", updates, "updates of a generation batch");
     }
+    updates * whole(theirs.number("actor.ppo_epochs")).unwrap_or(1)
 }
 
-fn objective(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    divergence(theirs, draft);
-    if theirs.number("actor.entropy_coeff") == Some(0.0) {
-        theirs.take("actor.entropy_coeff");
-        draft.drop("actor.entropy_coeff", "nothing at 0");
-    }
-    let mode = theirs.take("actor.loss_agg_mode").unwrap_or_else(|| "token-mean".into());
-    match mode.as_str() {
-        Some("token-mean") => {
-            draft.set("loss_type", "dapo", "verl's actor.loss_agg_mode token-mean, over the whole generation batch")
+/// Steps are generation batches in verl, and updates here.
+fn steps(theirs: &mut ForeignKeys, draft: &mut Draft, num_updates: u64) {
+    for (name, ours) in [
+        ("trainer.save_freq", "save_steps"),
+        ("trainer.test_freq", "eval_steps"),
+        ("trainer.total_training_steps", "max_steps"),
+        ("actor.optim.lr_warmup_steps", "warmup_steps"),
+    ] {
+        let is_counted = |steps: &Value| num_updates > 1 && steps.as_u64().is_some_and(|steps| steps > 0);
+        if let Some(steps) = theirs.take_if(name, is_counted).and_then(|steps| steps.as_u64()) {
+            let note = format!("{name} = {steps}, of {num_updates} updates each");
+            draft.set(ours, steps.saturating_mul(num_updates), note);
         }
-        Some("seq-mean-token-mean") => draft.set("loss_type", "grpo", "it was actor.loss_agg_mode seq-mean-token-mean"),
-        Some("seq-mean-token-sum-norm") => {
-            draft.set("loss_type", "dr_grpo", "it was actor.loss_agg_mode seq-mean-token-sum-norm")
-        }
-        _ => draft.lose("actor.loss_agg_mode", &mode, "loss_type = grpo, dr_grpo, bnpo or dapo"),
-    }
-    match theirs.take("algorithm.norm_adv_by_std_in_grpo") {
-        Some(Value::Bool(false)) => draft.set("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo is false"),
-        Some(_) => draft.drop("algorithm.norm_adv_by_std_in_grpo", "scale_rewards = group does so"),
-        None => (),
-    }
-    match theirs.take("algorithm.adv_estimator") {
-        Some(name) if name == "rloo" => {
-            draft.set("advantage_estimator", "rloo", "it was algorithm.adv_estimator");
-            draft.set("scale_rewards", "none", "verl's rloo divides by no deviation");
-        }
-        Some(name) if name != "grpo" => {
-            draft.lose("algorithm.adv_estimator", &name, "advantage_estimator = grpo or rloo")
-        }
-        Some(_) => draft.drop("algorithm.adv_estimator", "advantages are GRPO's"),
-        None => (),
-    }
-}
-
-/// The KL divergence in the loss, or in the reward.
-fn divergence(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    let [in_loss, in_reward] =
-        ["actor.use_kl_loss", "algorithm.use_kl_in_reward"].map(|name| match theirs.take(name) {
-            Some(Value::Bool(true)) => true,
-            Some(_) => {
-                draft.drop(name, "off");
-                false
-            }
-            None => false,
-        });
-    let of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type", "low_var_kl");
-    let of_reward = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl");
-    for ((coef, kind, _), is_read) in [(of_loss, in_loss), (of_reward, in_reward && !in_loss)] {
-        let unread = [coef, kind].into_iter().filter(|name| !is_read && theirs.take(name).is_some());
-        unread.for_each(|name| draft.drop(name, "it weighs nothing"));
-    }
-    let (coef, kind, default) = match (in_loss, in_reward) {
-        (true, false) => of_loss,
-        (true, true) => {
-            let why = "beta weighs the divergence in the loss, and none in the reward beside it";
-            draft.lose("algorithm.use_kl_in_reward", &true.into(), why);
-            of_loss
-        }
-        (false, true) => {
-            draft.set("use_kl_in_reward", true, "it was algorithm.use_kl_in_reward");
-            of_reward
-        }
-        (false, false) => return,
-    };
-    let whose = if in_loss { "actor.use_kl_loss" } else { "algorithm.use_kl_in_reward" };
-    draft.set("beta", theirs.take_number(coef).unwrap_or(0.001), format!("{coef}, as {whose} is true"));
-    let named = theirs.take(kind).unwrap_or_else(|| default.into());
-    match named.as_str() {
-        Some("kl" | "k1") => draft.set("kl_estimator", "k1", format!("{kind} = {named}")),
-        Some("mse" | "k2") => draft.set("kl_estimator", "k2", format!("{kind} = {named}")),
-        Some("low_var_kl" | "k3") => draft.drop(kind, "kl_estimator = k3 is verl's low_var_kl"),
-        _ => draft.lose(kind, &named, "kl_estimator = k1, k2 or k3"),
-    }
-}
-
-/// `clip_ratio` is the bound on a side that has none of its own.
-fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    let [low, high] = ["actor.clip_ratio_low", "actor.clip_ratio_high"].map(|name| theirs.has(name));
-    let Some(both) = theirs.take_if("actor.clip_ratio", |_| low) else { return };
-    match high {
-        true => draft.drop("actor.clip_ratio", "actor.clip_ratio_low and actor.clip_ratio_high count"),
-        false => draft.set("epsilon_high", both, "actor.clip_ratio, as actor.clip_ratio_high is not set"),
     }
 }
 
 fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    for name in ["actor.optim.total_training_steps", "trainer.total_training_steps"] {
+    // verl sets this one to its own number of steps, whatever a file says.
+    if theirs.take("actor.optim.total_training_steps").is_some() {
+        draft.drop("actor.optim.total_training_steps", "the schedule ends with the run");
+    }
+    for name in ["trainer.total_training_steps"] {
         if theirs.number(name).is_some_and(|steps| steps < 1.0) {
             theirs.take(name);
             draft.drop(name, "epochs count");
@@ -163,7 +106,25 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
         draft.set("lr_scheduler_type", "constant", "verl's default");
     }
     if !theirs.has("actor.optim.weight_decay") {
-        draft.set("weight_decay", 0.01, "verl's default");
+        draft.set("weight_decay", 0.01, "verl's default, there of norms and biases, too");
+    }
+    if let Some(least) = theirs.take_number("actor.optim.min_lr_ratio") {
+        let falls = names.iter().find(|name| theirs.is_word(name, "cosine")).filter(|_| least > 0.0);
+        match falls {
+            Some(name) => {
+                theirs.take(name);
+                draft.set(
+                    "lr_scheduler_type",
+                    "cosine_with_min_lr",
+                    format!("{name} = cosine with actor.optim.min_lr_ratio"),
+                );
+                draft.set("lr_scheduler_kwargs.min_lr_rate", least, "it was actor.optim.min_lr_ratio");
+            }
+            None => draft.drop("actor.optim.min_lr_ratio", "nothing falls to it"),
+        }
+    }
+    if !theirs.has("trainer.total_epochs") && !theirs.has("trainer.total_training_steps") && !draft.has("max_steps") {
+        draft.set("num_train_epochs", 30, "verl's default");
     }
     if let Some(Value::Array(betas)) = theirs.take_if("actor.optim.betas", Value::is_array) {
         for (beta, key) in betas.into_iter().zip(["adam_beta1", "adam_beta2"]) {
@@ -186,7 +147,10 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
         draft.set("reward_funcs", vec![format!("{path}:{name}")], format!("{table}.path and {table}.name"));
     } else {
         let files = theirs.take("data.train_files");
-        let is_gsm8k = files.as_ref().is_some_and(|files| files.to_string().contains("gsm8k"));
+        let is_gsm8k = files.as_ref().is_some_and(|files| {
+            let of_gsm8k = |file: &Value| file.to_string().contains("gsm8k");
+            files.as_array().map_or_else(|| of_gsm8k(files), |files| files.iter().all(of_gsm8k))
+        });
         if let Some(files) = files {
             draft.set("train_file", files, "it was data.train_files");
         }
@@ -202,7 +166,54 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
         };
         draft.set("reward_funcs", vec![reward], note);
     }
-    switch(theirs, draft, "reward_model.enable", "reward_funcs are functions, commands and services over HTTP");
+    for name in ["reward_model.enable", "reward.reward_model.enable"] {
+        switch(theirs, draft, name, "reward_funcs are functions, commands and services over HTTP");
+    }
+    overlong(theirs, draft);
+}
+
+/// DAPO's penalty of long completions, which is a reward of its own here.
+fn overlong(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let tables = [
+        "reward_model.overlong_buffer",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+    ];
+    let Some(table) = tables.into_iter().find(|table| theirs.has(&format!("{table}.enable"))) else { return };
+    let [enable, length, factor, log] =
+        ["enable", "len", "penalty_factor", "log"].map(|name| format!("{table}.{name}"));
+    let longest =
+        [format!("{}.max_resp_len", table.rsplit_once('.').unwrap_or_default().0), "data.max_response_length".into()];
+    let is_on = theirs.is_true(&enable);
+    let most = longest.iter().find_map(|name| theirs.number(name)).filter(|_| is_on);
+    match (most, theirs.number(&length).filter(|length| *length > 0.0)) {
+        (Some(most), Some(cache))
+            if draft.adds_reward("soft_overlong_punishment", theirs.number(&factor).unwrap_or(1.0)) =>
+        {
+            theirs.take(&enable);
+            draft.drop(&enable, "the reward soft_overlong_punishment takes its place, with its factor as weight");
+            draft.set("reward.max_completion_len", most as u64, "the longest completion of verl's overlong buffer");
+            draft.set("reward.soft_punish_cache", cache as u64, format!("it was {length}"));
+            for name in [&length, &factor] {
+                if theirs.take(name).is_some() {
+                    draft.drop(name, "soft_overlong_punishment");
+                }
+            }
+        }
+        _ if !is_on => {
+            for name in [&enable, &length, &factor] {
+                if theirs.take(name).is_some() {
+                    draft.drop(name, "the penalty is off");
+                }
+            }
+        }
+        _ => (),
+    }
+    for name in [&log, &longest[0]] {
+        if theirs.take(name).is_some() {
+            draft.drop(name, "it is logged as rewards/soft_overlong_punishment, and measured from max_completion_len");
+        }
+    }
 }
 
 /// DAPO's groups without a signal, in whose place others are sampled.
@@ -210,7 +221,12 @@ fn groups(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let [enable, most] = ["enable", "max_num_gen_batches"].map(|name| format!("algorithm.filter_groups.{name}"));
     let Some(is_on) = theirs.take_if(&enable, Value::is_boolean) else { return };
     match is_on == true {
-        true => draft.set("dynamic_sampling", "replace", format!("{enable} is true")),
+        true => {
+            draft.set("dynamic_sampling", "replace", format!("{enable} is true"));
+            if theirs.take("data.gen_batch_size").is_some() {
+                draft.drop("data.gen_batch_size", "groups are sampled until the batch is whole");
+            }
+        }
         false => draft.drop(&enable, "off"),
     }
     match theirs.take_if(&most, |most| is_on == false || most.as_u64().is_some_and(|most| most > 0)) {
@@ -240,7 +256,7 @@ fn output(theirs: &mut ForeignKeys, draft: &mut Draft) {
         );
     }
     for (name, ours) in [("trainer.save_freq", "save_steps"), ("trainer.test_freq", "eval_steps")] {
-        if theirs.number(name).is_none_or(|steps| steps < 1.0) {
+        if !draft.has(ours) && theirs.number(name).is_none_or(|steps| steps < 1.0) {
             let is_set = theirs.take_number(name).is_some();
             draft.set(ours, "none", if is_set { format!("{name} is off") } else { "verl's default".to_owned() });
         }
@@ -276,6 +292,9 @@ fn evaluations(theirs: &mut ForeignKeys, draft: &mut Draft) {
 
 fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let rank = theirs.number("model.lora_rank").filter(|rank| *rank > 0.0);
+    if rank.is_some() && !theirs.has("model.lora_alpha") {
+        draft.set("lora.alpha", 16, "verl's default");
+    }
     let keys = [
         ("model.lora_rank", "lora.r"),
         ("model.lora_alpha", "lora.alpha"),
@@ -306,8 +325,17 @@ fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
         Some(_) => draft.drop("data.truncation", "prompts longer than max_prompt_length are left out, never cut"),
         None => (),
     }
-    if !draft.has("max_completion_length") && !theirs.has("data.max_response_length") {
-        draft.set("max_completion_length", 512, "verl's default");
+    for (name, ours) in
+        [("data.max_response_length", "max_completion_length"), ("data.max_prompt_length", "max_prompt_length")]
+    {
+        if !theirs.has(name) {
+            draft.fill(ours, 512, "verl's default");
+        }
+    }
+    for name in ["data.train_max_samples", "data.val_max_samples"] {
+        if theirs.take_if(name, |num| num.as_f64().is_some_and(|num| num < 0.0)).is_some() {
+            draft.drop(name, "all rows");
+        }
     }
 }
 
@@ -323,6 +351,9 @@ fn experts(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let replay = "actor.router_replay.mode";
     if !theirs.has(replay) {
         draft.set("router_replay", "disabled", "verl's default, of models with experts");
+    }
+    if theirs.has_experts("model.path") {
+        draft.fill("router_aux_loss_coef", 0, "verl's loss has no such term");
     }
     let name = "rollout.enable_rollout_routing_replay";
     if theirs.take_if(name, Value::is_boolean).is_some() {

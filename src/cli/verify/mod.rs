@@ -151,6 +151,7 @@ fn generate(args: &VerifyArgs, source: &ModelSource, world: &Arc<World>, kind: K
         model: &source.base,
         base_model: None,
         adapters: &[],
+        quantization: None,
         template_variables: &Map::new(),
         division: EngineDivision { shape: 1.into(), pipeline_partition: &[], enable_expert_parallel: false },
         max_model_length: Some(MAX_LENGTH),

@@ -25,6 +25,7 @@ impl Played {
             max_sequence_length: 999,
             tool_calls: None,
             eos_token_ids,
+            sampling: SamplingParams::default(),
         };
         let episodes = Episodes::new(9);
         let name = episodes.open(GroupKey { prompt_id: 4, first_step: 5 }, 1, params);

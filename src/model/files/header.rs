@@ -56,6 +56,11 @@ impl MappedFile {
         self.header.offset_keys()
     }
 
+    /// An entry of the header's own, which is no tensor.
+    pub(in crate::model) fn note(&self, name: &str) -> Option<&str> {
+        self.header.metadata().as_ref()?.get(name).map(String::as_str)
+    }
+
     pub(crate) fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.header.info(name)
     }

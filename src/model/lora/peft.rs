@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::LoraSpec;
 use super::layout::{AdaptedProjection, Fused};
-use crate::config::{MAX_RANK, TargetModule};
+use crate::config::{MAX_RANK, Quantization, TargetModule};
 use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
 use crate::model::files::names::{decoder, module_path};
@@ -108,6 +108,14 @@ impl AdapterFiles {
         &self.file.path
     }
 
+    /// How the base was stored while the adapters were trained, as far as they say.
+    pub fn base_quantization(&self) -> Quantization {
+        match self.file.note(BASE_QUANTIZATION) {
+            Some(name) if name == Quantization::Nf4.name() => Quantization::Nf4,
+            _ => Quantization::None,
+        }
+    }
+
     /// The adapters' settings.
     pub fn lora(&self) -> &LoraSpec {
         &self.lora
@@ -151,7 +159,11 @@ fn convert_hint(folder: &Path) -> String {
     )
 }
 
-/// Writes an adapter folder's two files; `units` gives those of `table` in turn.
+/// The entry of the weights' header that says how the base was stored in training, where it was not as its files have it.
+const BASE_QUANTIZATION: &str = "base_quantization";
+
+/// Writes an adapter folder's two files; `units` gives those of `table` in turn. `base` is the base's folder, and how it was stored while
+/// the adapters were trained.
 ///
 /// # Errors
 /// [`Error::Io`], what `units` returns.
@@ -159,7 +171,7 @@ pub fn write_adapters(
     folder: &Path,
     table: &ParamTable,
     lora: &LoraSpec,
-    base: &Path,
+    (base, stored): (&Path, Quantization),
     kind: Kind,
     units: &mut dyn Iterator<Item = Result<Tensor>>,
 ) -> Result<()> {
@@ -174,9 +186,13 @@ pub fn write_adapters(
             Ok(())
         })?;
     }
+    let notes: &[(&str, &str)] = match stored {
+        Quantization::None => &[],
+        Quantization::Nf4 => &[(BASE_QUANTIZATION, Quantization::Nf4.name())],
+    };
     let path = folder.join(WEIGHTS);
     let mut file = File::create(&path).map_err(Error::io(&path))?;
-    file.write_all(&encode_header(infos)).map_err(Error::io(&path))?;
+    file.write_all(&encode_header(infos, notes)).map_err(Error::io(&path))?;
     for (layout, flat) in table.units.iter().zip(units) {
         let flat = flat?;
         tensors(&table.spec, lora, layout.unit, &mut |tensor| {

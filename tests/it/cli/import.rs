@@ -58,6 +58,11 @@ fn an_open_r1_recipe_becomes_a_run() {
         "gradient_checkpointing = \"full\"",
         "num_generations = 16",
         "warmup_ratio = 0.1",
+        // TRL 0.18's, which open-r1 pins
+        "beta = 0.04",
+        "loss_type = \"bnpo\"",
+        "importance_sampling_correction = false",
+        "use_bias_correction_kl = false",
     ] {
         assert!(keys(&text).contains(&line), "no {line} in\n{text}");
     }
@@ -144,7 +149,11 @@ fn a_script_of_verl_becomes_a_run() {
         "report_to = [\"wandb\"]",
         "tensor_parallel_size = 2",
         "num_train_epochs = 15",
-        "eval_steps = 5",
+        "eval_steps = 20", // 5 generation batches of 4 updates
+        "save_steps = 80",
+        "delta = 3",
+        "importance_sampling_correction = false",
+        "use_bias_correction_kl = false",
     ] {
         assert!(keys(&text).contains(&line), "no {line} in\n{text}\n{said}");
     }
@@ -196,7 +205,7 @@ fn verl_s_rows_and_function_and_trl_s_function_train_unchanged() {
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     let lines = metrics(&folder.path().join("out"));
     let steps: Vec<&Value> = lines.iter().filter(|line| line["loss"].is_number()).collect();
-    assert_eq!(steps.len(), 2);
+    assert_eq!(steps.len(), 4, "verl's steps are generation batches, of two updates each");
     for step in steps {
         assert_eq!(step["rewards/num_failed"], 0.0, "{step}");
         assert!(step["rewards/compute_score/mean"].as_f64().unwrap() >= 0.0, "{step}");

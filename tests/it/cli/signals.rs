@@ -166,6 +166,32 @@ fn a_stopped_supervised_run_saves_and_is_resumed() {
 }
 
 #[test]
+fn a_supervised_run_is_started_again_from_its_newest_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = folder.path().join("rows.jsonl");
+    fs::write(&rows, "{\"prompt\": \"what is one plus one ?\", \"completion\": \"the answer is 2\"}\n".repeat(4))
+        .unwrap();
+    let line = format!(
+        "sft --config configs/arithmetic/warmup.toml model_name_or_path={MODEL} train_file={} max_restarts=1 \
+         per_device_train_batch_size=2 logging_steps=1 lr_scheduler_type=constant save_steps=1 save_total_limit=2",
+        rows.display()
+    );
+    let mut run = start_with(&line, folder.path());
+    let has_saved = || {
+        fs::read_dir(folder.path()).unwrap().flatten().any(|entry| {
+            entry.file_name().to_string_lossy().starts_with("checkpoint-")
+                && entry.path().join("trainer_state.json").exists()
+        })
+    };
+    wait_until(|| has_saved() || run.try_wait().unwrap().is_some());
+    signal(processes_of(folder.path()).iter().find(|pid| is_rank(pid, 1)).unwrap(), "-9");
+    await_line(&mut run, "restart 1 of 1 from the newest checkpoint");
+    await_line(&mut run, "resumed from");
+    signal(run.id(), "-TERM");
+    assert_eq!(end(run).code, Some(75));
+}
+
+#[test]
 fn injected_faults_end_the_run_with_their_code_and_place() {
     let folder = tempfile::tempdir().unwrap();
     let cases: &[(&str, i32, &[&str])] = &[

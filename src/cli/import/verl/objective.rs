@@ -1,0 +1,249 @@
+//! verl's objective: clipping, divergence, the correction for the sampler, and how losses are summed.
+
+use serde_json::Value;
+
+use super::{Draft, ForeignKeys};
+
+/// Takes the keys of the objective, and sets what verl does by default. A generation batch may have several updates.
+pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft, has_several_updates: bool) {
+    divergence(theirs, draft);
+    if theirs.number("actor.entropy_coeff") == Some(0.0) {
+        theirs.take("actor.entropy_coeff");
+        draft.drop("actor.entropy_coeff", "nothing at 0");
+    }
+    let form = policy_loss(theirs, draft);
+    clipping(theirs, draft, form);
+    aggregation(theirs, draft, form, has_several_updates);
+    advantages(theirs, draft);
+    correction(theirs, draft);
+}
+
+/// verl's forms of the policy term that are ours.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    Clipped,
+    Gspo,
+    Sapo,
+    Cispo,
+}
+
+fn policy_loss(theirs: &mut ForeignKeys, draft: &mut Draft) -> Form {
+    let name = "actor.policy_loss.loss_mode";
+    let Some(mode) = theirs.take(name) else { return Form::Clipped };
+    let form = match mode.as_str() {
+        Some("vanilla") => {
+            draft.drop(name, "the clipped term");
+            return Form::Clipped;
+        }
+        Some("gspo") => Form::Gspo,
+        Some("sapo") => Form::Sapo,
+        Some("cispo") => Form::Cispo,
+        _ => {
+            draft.lose(name, &mode, "vanilla, gspo, sapo and cispo have an equivalent; the term is the clipped one");
+            return Form::Clipped;
+        }
+    };
+    match form {
+        Form::Gspo => draft.set("importance_sampling_level", "sequence", format!("{name} = gspo")),
+        Form::Sapo => {
+            for (tau, ours) in [("actor.tau_pos", "sapo_temperature_pos"), ("actor.tau_neg", "sapo_temperature_neg")] {
+                if let Some(value) = theirs.take(tau) {
+                    draft.set(ours, value, format!("it was {tau}"));
+                }
+            }
+        }
+        Form::Cispo | Form::Clipped => (),
+    }
+    form
+}
+
+/// Clipping: verl reads the two sides, which are 0.2 each where a file does not set them, whatever `clip_ratio` is; and it bounds the
+/// ratio of negative advantages at 3.
+fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft, form: Form) {
+    const BOTH: &str = "actor.clip_ratio";
+    const LOW: &str = "actor.clip_ratio_low";
+    const HIGH: &str = "actor.clip_ratio_high";
+    const MOST: &str = "actor.clip_ratio_c";
+    if theirs.take(BOTH).is_some() {
+        let why = format!("verl reads {LOW} and {HIGH}, which are 0.2 where they are not set");
+        draft.drop(BOTH, &why);
+    }
+    match form {
+        Form::Cispo => {
+            let high = theirs.take_number(HIGH).unwrap_or(0.2);
+            draft.set("epsilon_high", 1.0 + high, format!("1 + {HIGH}: cispo bounds the ratio itself"));
+            let low = theirs.take(LOW).unwrap_or_else(|| 0.2.into());
+            draft.lose(LOW, &low, "cispo has no lower bound of the ratio here");
+        }
+        Form::Sapo => {
+            for name in [LOW, HIGH] {
+                if theirs.take(name).is_some() {
+                    draft.drop(name, "sapo does not clip");
+                }
+            }
+        }
+        Form::Clipped | Form::Gspo if theirs.has(LOW) && !theirs.has(HIGH) => {
+            draft.set("epsilon_high", 0.2, format!("verl's default of {HIGH}"));
+        }
+        Form::Clipped | Form::Gspo => (),
+    }
+    match form {
+        Form::Clipped if !theirs.has(MOST) => {
+            draft.set("delta", 3, format!("verl's default of {MOST}: the ratio of negative advantages is bounded"));
+        }
+        Form::Clipped => (),
+        _ if theirs.take(MOST).is_some() => draft.drop(MOST, "this form of the policy term does not read it"),
+        _ => (),
+    }
+}
+
+/// How token losses become one.
+fn aggregation(theirs: &mut ForeignKeys, draft: &mut Draft, form: Form, has_several_updates: bool) {
+    const NAME: &str = "actor.loss_agg_mode";
+    let mode = theirs.take(NAME).unwrap_or_else(|| "token-mean".into());
+    let written = mode.as_str().unwrap_or_default();
+    match (form, written) {
+        (Form::Sapo, _) => {
+            draft.set("loss_type", "sapo", format!("its tokens are averaged by sequence, whatever {NAME} is"))
+        }
+        (Form::Cispo, "token-mean") => draft.set("loss_type", "cispo", format!("{NAME} = token-mean")),
+        (_, "token-mean") => {
+            let of_update =
+                "; verl divides by the tokens of each update, here by those of the generation batch over its updates";
+            let note = format!("verl's {NAME} token-mean{}", if has_several_updates { of_update } else { "" });
+            draft.set("loss_type", "dapo", note);
+        }
+        (Form::Clipped | Form::Gspo, "seq-mean-token-mean") => {
+            draft.set("loss_type", "grpo", format!("it was {NAME} seq-mean-token-mean"));
+        }
+        (Form::Clipped | Form::Gspo, "seq-mean-token-sum-norm") => {
+            draft.set("loss_type", "dr_grpo", format!("it was {NAME} seq-mean-token-sum-norm"));
+        }
+        _ => draft.lose(NAME, &mode, "loss_type = grpo, dr_grpo or dapo"),
+    }
+    if let Some(factor) = theirs.take("actor.loss_scale_factor") {
+        match written {
+            "seq-mean-token-sum-norm" => {
+                draft.lose("actor.loss_scale_factor", &factor, "dr_grpo divides by max_completion_length");
+            }
+            _ => draft.drop("actor.loss_scale_factor", "only seq-mean-token-sum-norm reads it"),
+        }
+    }
+}
+
+fn advantages(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    match theirs.take("algorithm.norm_adv_by_std_in_grpo") {
+        Some(Value::Bool(false)) => draft.set("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo is false"),
+        Some(_) => draft.drop("algorithm.norm_adv_by_std_in_grpo", "scale_rewards = group does so"),
+        None => (),
+    }
+    let name = "algorithm.adv_estimator";
+    match theirs.take(name) {
+        Some(estimator) if estimator == "rloo" => {
+            draft.set("advantage_estimator", "rloo", format!("it was {name}"));
+            draft.set("scale_rewards", "none", "verl's rloo divides by no deviation");
+        }
+        Some(estimator) if estimator != "grpo" => draft.lose(name, &estimator, "advantage_estimator = grpo or rloo"),
+        Some(_) => draft.drop(name, "advantages are GRPO's"),
+        None => draft.lose(
+            name,
+            &"gae".into(),
+            "verl's default, as it is not set, trains a critic; here advantages are GRPO's",
+        ),
+    }
+}
+
+/// The KL divergence in the loss, or in the reward.
+fn divergence(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let [in_loss, in_reward] =
+        ["actor.use_kl_loss", "algorithm.use_kl_in_reward"].map(|name| match theirs.take(name) {
+            Some(Value::Bool(true)) => true,
+            Some(_) => {
+                draft.drop(name, "off");
+                false
+            }
+            None => false,
+        });
+    let of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type", "low_var_kl");
+    let of_reward = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl");
+    for ((coef, kind, _), is_read) in [(of_loss, in_loss), (of_reward, in_reward && !in_loss)] {
+        let unread = [coef, kind].into_iter().filter(|name| !is_read && theirs.take(name).is_some());
+        unread.for_each(|name| draft.drop(name, "it weighs nothing"));
+    }
+    let (coef, kind, default) = match (in_loss, in_reward) {
+        (true, false) => of_loss,
+        (true, true) => {
+            let why = "beta weighs the divergence in the loss, and none in the reward beside it";
+            draft.lose("algorithm.use_kl_in_reward", &true.into(), why);
+            of_loss
+        }
+        (false, true) => {
+            draft.set("use_kl_in_reward", true, "it was algorithm.use_kl_in_reward");
+            of_reward
+        }
+        (false, false) => return,
+    };
+    let whose = if in_loss { "actor.use_kl_loss" } else { "algorithm.use_kl_in_reward" };
+    let weight = theirs.take_number(coef).unwrap_or(0.001);
+    draft.set("beta", weight, format!("{coef}, as {whose} is true"));
+    let named = theirs.take(kind).unwrap_or_else(|| default.into());
+    if weight == 0.0 {
+        return draft.drop(kind, "a weight of 0 takes none");
+    }
+    if in_loss {
+        draft.set("use_bias_correction_kl", false, "verl's divergence in the loss has no factor of the ratio");
+    }
+    match named.as_str() {
+        Some("kl" | "k1") => draft.set("kl_estimator", "k1", format!("{kind} = {named}")),
+        Some("mse" | "k2" | "mse+" | "k2+") => draft.set("kl_estimator", "k2", format!("{kind} = {named}")),
+        Some("low_var_kl" | "k3") => draft.drop(kind, "kl_estimator = k3 is verl's low_var_kl"),
+        _ => draft.lose(kind, &named, "kl_estimator = k1, k2 or k3"),
+    }
+}
+
+/// The correction for the sampler, which verl leaves off by default. verl 0.9 has it under `algorithm.rollout_correction`, 0.6 under
+/// `algorithm.rollout_is*`, 0.5 as `actor.tis_imp_ratio_cap`.
+fn correction(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    const TABLE: &str = "algorithm.rollout_correction";
+    let [kind, threshold, bypass, loss, averaged] =
+        ["rollout_is", "rollout_is_threshold", "bypass_mode", "loss_type", "rollout_is_batch_normalize"]
+            .map(|name| format!("{TABLE}.{name}"));
+    for name in [&bypass, &averaged] {
+        if theirs.take_if(name, |value| *value == false).is_some() {
+            draft.drop(name, "off");
+        }
+    }
+    if !theirs.has(&bypass) && theirs.take(&loss).is_some() {
+        draft.drop(&loss, "read with bypass_mode alone");
+    }
+    let cap = theirs.take_if("actor.tis_imp_ratio_cap", Value::is_number);
+    let bound = theirs.take(&threshold);
+    let level = theirs.take(&kind);
+    let (mode, bound, named) = match (level.as_ref().and_then(Value::as_str), cap.and_then(|cap| cap.as_f64())) {
+        (Some(level @ ("token" | "sequence")), _) => {
+            (format!("{level}_truncate"), bound.unwrap_or_else(|| 2.0.into()), kind)
+        }
+        (Some(_), _) => {
+            return draft.lose(
+                &kind,
+                &level.unwrap_or_default(),
+                "importance_sampling_mode = token_truncate or sequence_truncate",
+            );
+        }
+        (None, Some(cap)) if cap > 0.0 => ("token_truncate".into(), cap.into(), "actor.tis_imp_ratio_cap".to_owned()),
+        (None, cap) => {
+            for name in [(bound.is_some(), threshold.as_str()), (cap.is_some(), "actor.tis_imp_ratio_cap")] {
+                if name.0 {
+                    draft.drop(name.1, "no correction reads it");
+                }
+            }
+            let note = format!("verl's default of {kind}: it does not correct for the sampler");
+            return draft.set("importance_sampling_correction", false, note);
+        }
+    };
+    draft.set("importance_sampling_mode", mode, format!("it was {named}"));
+    match bound.as_f64().or_else(|| bound.as_str().and_then(|text| text.parse().ok())) {
+        Some(most) => draft.set("importance_sampling_clip_max", most, format!("{threshold}, 2 where it is not set")),
+        None => draft.lose(&threshold, &bound, "importance_sampling_clip_max is one number"),
+    }
+}
