@@ -1,5 +1,6 @@
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +9,8 @@ use serde_json::{Map, Value, json};
 use super::{Conversations, EpisodeEnd, GroupKey, ToolProcess, TrajectoryKey, TurnOutcome};
 use crate::config::Config;
 use crate::data::fixtures::{Dice, bytes};
-use crate::data::{DatasetOptions, Tokenizer};
+use crate::data::{DatasetOptions, ENCODED_BYTES, Tokenizer};
+use crate::error::ExitCode;
 use crate::types::{FinishReason, Prompt, Trajectory};
 
 const GROUP: GroupKey = GroupKey { prompt_id: 4, first_step: 0 };
@@ -42,6 +44,15 @@ async def later(text: str) -> str:
 def hang() -> str:
     """Never answers."""
     time.sleep(1000)
+
+def flood(words: int) -> str:
+    """
+    Says much.
+
+    Args:
+        words: How much.
+    """
+    return "word " * words
 
 def crash() -> str:
     """Ends its process."""
@@ -133,7 +144,7 @@ impl Played {
         let file = tools_file(&folder);
         let factory = format!("environment_factory={}:Counter", file.display());
         let more = more.iter().map(|&key| if key == "environment" { &factory } else { key });
-        let config = config(&file, &["add", "later", "hang", "crash", "fail"], &more.collect::<Vec<_>>());
+        let config = config(&file, &["add", "later", "hang", "crash", "fail", "flood"], &more.collect::<Vec<_>>());
         let tokenizer = Arc::new(bytes(&mut Dice(3), TEMPLATE));
         let eos = tokenizer.eos_token_id().unwrap();
         let process = ToolProcess::start(&config).unwrap().unwrap();
@@ -226,7 +237,11 @@ fn an_environment_lives_through_its_trajectory_and_is_reset_for_the_next() {
         .iter()
         .map(|it| &it["function"]["name"])
         .collect();
-    assert_eq!(names, ["add", "later", "hang", "crash", "fail", "freeze", "move"], "no reset, get_reward, property");
+    assert_eq!(
+        names,
+        ["add", "later", "hang", "crash", "fail", "flood", "freeze", "move"],
+        "no reset, get_reward, property"
+    );
     assert_eq!(played.conversations.process.rewarding_classes(), ["Counter"]);
     let turn = call("move", json!({"by": 3})) + &call("add", json!({"a": 1}));
     for (start, tells) in [(4, true), (7, false)] {
@@ -412,4 +427,78 @@ fn limits_end_a_trajectory_as_trl_does() {
     trajectory.finish_reason = Some(FinishReason::Length);
     assert!(matches!(played.outcome(&trajectory), TurnOutcome::Ended(_)));
     assert_eq!(played.conversations.take_stats().num_calls, 0);
+}
+
+/// What cannot fit is not tokenized to know that: the work is bounded by what could fit, however much a tool says.
+#[test]
+fn an_answer_far_too_long_is_not_tokenized_to_its_end() {
+    for words in [20_000, 200_000] {
+        let mut played = Played::new(&["max_completion_length=2000"]);
+        let mut trajectory = Trajectory::default();
+        played.say(&mut trajectory, &call("flood", json!({"words": words})));
+        let before = ENCODED_BYTES.get();
+        let outcome = played.outcome(&trajectory);
+        assert!(matches!(outcome, TurnOutcome::Ended(_)), "{outcome:?}");
+        let num_bytes = ENCODED_BYTES.get() - before;
+        assert!(num_bytes < 40_000, "{num_bytes} bytes of {} were tokenized", 5 * words);
+        assert_eq!(played.conversations.take_stats().num_overlong, 1);
+    }
+}
+
+/// The process of all tools is killed while it answers: another one takes its place, and what was under way is masked. One that ends again
+/// and again ends the run.
+#[test]
+fn a_process_that_is_killed_is_replaced_and_its_trajectories_are_masked() {
+    let mut played = Played::new(&["environment"]);
+    let kill = |played: &Played| {
+        let pid = played.conversations.process.functions.pid().to_string();
+        assert!(Command::new("kill").args(["-KILL", &pid]).status().unwrap().success());
+    };
+    let columns = json!({"prompt": [{"role": "user", "content": "go"}], "start": 4});
+    let columns = Arc::new(columns.as_object().unwrap().clone());
+    let prompt = Prompt { id: 0, text: "go".into(), token_ids: vec![1], columns };
+    let next = |played: &mut Played| loop {
+        if let Some((key, outcome)) = played.conversations.poll(Duration::from_secs(60), |_| true).unwrap().pop() {
+            return (key, outcome);
+        }
+    };
+    played.conversations.open(GROUP, &prompt, 2).unwrap();
+    assert!(matches!(next(&mut played).1, TurnOutcome::Opened(None)));
+    let [asked, idle] = [0, 1].map(|sample| TrajectoryKey { group: GROUP, sample });
+    let mut trajectory = Trajectory::default();
+    played.say(&mut trajectory, &call("freeze", json!({})));
+    played.conversations.turn_ended(asked, 1, &trajectory).unwrap();
+    kill(&played);
+    let masked = |(key, outcome): (TrajectoryKey, TurnOutcome), expected: TrajectoryKey| {
+        let TurnOutcome::Ended(EpisodeEnd { failure: Some(failure), environment: None, .. }) = outcome else {
+            panic!("{outcome:?}")
+        };
+        assert!(
+            key == expected && failure.contains("the process of the tools has ended: its worker ended, signal: 9"),
+            "{failure}"
+        );
+    };
+    masked(next(&mut played), asked);
+    // The other one had an environment in the process, though it asked for nothing then.
+    let mut trajectory = Trajectory::default();
+    played.say(&mut trajectory, &call("move", json!({"by": 1})));
+    played.conversations.turn_ended(idle, 1, &trajectory).unwrap();
+    masked(next(&mut played), idle);
+    assert_eq!(played.conversations.take_stats().num_failed, 2);
+    // The next ones are served as before.
+    let columns = json!({"prompt": [{"role": "user", "content": "go"}], "start": 4});
+    let (_, contexts, end) = episode(&mut played, columns, &[&call("move", json!({"by": 3})), "done"]);
+    assert!(contexts[0].contains("at 7") && end.environment.is_some(), "{contexts:?}");
+
+    kill(&played);
+    played.conversations.turn_ended(asked, 1, &trajectory).unwrap();
+    masked(next(&mut played), asked);
+    kill(&played);
+    played.conversations.turn_ended(idle, 1, &trajectory).unwrap();
+    masked(next(&mut played), idle);
+    kill(&played);
+    played.conversations.turn_ended(asked, 1, &trajectory).unwrap();
+    let error = played.conversations.poll(Duration::from_secs(60), |_| true).unwrap_err();
+    assert_eq!(error.exit_code(), ExitCode::RewardService);
+    assert!(error.to_string().starts_with("the process of the tools has ended 3 times in a row"), "{error}");
 }
