@@ -96,7 +96,7 @@ fn follow(path: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<()> {
     let mut real = PathBuf::from("/");
     let parts =
         |path: &Path| path.components().rev().map(|part| part.as_os_str().to_owned()).collect::<Vec<OsString>>();
-    let (mut left, mut links) = (parts(&std::path::absolute(path)?), BTreeSet::new());
+    let (mut left, mut links) = (parts(&std::path::absolute(path)?), Vec::new());
     while let Some(part) = left.pop() {
         match Path::new(&part).components().next() {
             Some(Component::RootDir) => real = PathBuf::from("/"),
@@ -107,7 +107,7 @@ fn follow(path: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<()> {
                     Ok(_) if links.len() >= MAX_LINKS => return Err(io::Error::from_raw_os_error(libc::ELOOP)),
                     Ok(target) => {
                         left.extend(parts(&target));
-                        links.insert(next);
+                        links.push(next);
                     }
                     Err(_) => real = next,
                 }

@@ -467,7 +467,7 @@ fn a_process_that_is_killed_is_replaced_and_its_trajectories_are_masked() {
     let [asked, idle] = [0, 1].map(|sample| TrajectoryKey { group: GROUP, sample });
     let mut trajectory = Trajectory::default();
     played.say(&mut trajectory, &call("freeze", json!({})));
-    played.conversations.turn_ended(asked, 1, &trajectory).unwrap();
+    played.conversations.turn_ended(asked, &[1], &trajectory).unwrap();
     kill(&played);
     let masked = |(key, outcome): (TrajectoryKey, TurnOutcome), expected: TrajectoryKey| {
         let TurnOutcome::Ended(EpisodeEnd { failure: Some(failure), environment: None, .. }) = outcome else {
@@ -482,7 +482,7 @@ fn a_process_that_is_killed_is_replaced_and_its_trajectories_are_masked() {
     // The other one had an environment in the process, though it asked for nothing then.
     let mut trajectory = Trajectory::default();
     played.say(&mut trajectory, &call("move", json!({"by": 1})));
-    played.conversations.turn_ended(idle, 1, &trajectory).unwrap();
+    played.conversations.turn_ended(idle, &[1], &trajectory).unwrap();
     masked(next(&mut played), idle);
     assert_eq!(played.conversations.take_stats().num_failed, 2);
     // The next ones are served as before.
@@ -491,13 +491,13 @@ fn a_process_that_is_killed_is_replaced_and_its_trajectories_are_masked() {
     assert!(contexts[0].contains("at 7") && end.environment.is_some(), "{contexts:?}");
 
     kill(&played);
-    played.conversations.turn_ended(asked, 1, &trajectory).unwrap();
+    played.conversations.turn_ended(asked, &[1], &trajectory).unwrap();
     masked(next(&mut played), asked);
     kill(&played);
-    played.conversations.turn_ended(idle, 1, &trajectory).unwrap();
+    played.conversations.turn_ended(idle, &[1], &trajectory).unwrap();
     masked(next(&mut played), idle);
     kill(&played);
-    played.conversations.turn_ended(asked, 1, &trajectory).unwrap();
+    played.conversations.turn_ended(asked, &[1], &trajectory).unwrap();
     let error = played.conversations.poll(Duration::from_secs(60), |_| true).unwrap_err();
     assert_eq!(error.exit_code(), ExitCode::RewardService);
     assert!(error.to_string().starts_with("the process of the tools has ended 3 times in a row"), "{error}");
