@@ -207,7 +207,7 @@ fn shared_memory_that_cannot_be_had_is_said_before_the_launch() {
         &[
             "shared memory of ",
             " bytes for collectives of 2 ranks: File too large",
-            "1048576 bytes, as ulimit -f says; raise it",
+            "524288 bytes, as ulimit -f says; raise it",
         ],
     );
 }
