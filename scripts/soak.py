@@ -446,8 +446,9 @@ def matrix(options, folder, size, deadline):
 
 
 def sandbox(options, folder, size, deadline):
-    listed = subprocess.run([options.tests, "--list", "rewards::sandbox::"], capture_output=True, text=True, check=True).stdout
-    return tests(options, folder, re.findall(r"^(rewards::sandbox::.*): test$", listed, re.MULTILINE), deadline, False)
+    rooms = ["rewards::sandbox::", "rewards::readable::", "python_tool::"]
+    listed = subprocess.run([options.tests, "--list", *rooms], capture_output=True, text=True, check=True).stdout
+    return tests(options, folder, re.findall(r"^(.*::.*): test$", listed, re.MULTILINE), deadline, False)
 
 
 def newest_tests():

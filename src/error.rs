@@ -230,7 +230,7 @@ pub enum Error {
 
     // ---- storage: exit code 12 ----
     /// Reading or writing failed.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {}", path.display(), explained(source))]
     Io {
         /// The file.
         path: PathBuf,
@@ -269,6 +269,17 @@ pub enum Error {
         /// Failures since the last score.
         num_failures: usize,
         /// What the last one did.
+        message: String,
+    },
+
+    /// A process of tools, environments or an agent that was replaced again and again with no answer in between.
+    #[error("{name} has ended {num_failures} times in a row with no answer in between, the last time: {message}")]
+    ToolService {
+        /// What the process serves.
+        name: &'static str,
+        /// Ends since the last answer.
+        num_failures: usize,
+        /// What the last one said.
         message: String,
     },
 
@@ -378,6 +389,19 @@ fn amount(bytes: usize) -> String {
 }
 
 /// The first [`MAX_LISTED`] of a list, one a line, and how many more there are.
+/// An error of the operating system, with the limit to raise where a file may not be so large.
+pub fn explained(error: &std::io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::EFBIG) => {
+            let most = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+            let most =
+                most.map_or_else(|| "the file system's".to_owned(), |most| format!("{most} bytes, as ulimit -f says"));
+            format!("{error}: the limit of a file's size, also of memory that processes share, is {most}; raise it")
+        }
+        _ => error.to_string(),
+    }
+}
+
 fn lines(list: &[impl fmt::Display]) -> String {
     let mut lines: Vec<_> = list.iter().take(MAX_LISTED).map(ToString::to_string).collect();
     if list.len() > MAX_LISTED {

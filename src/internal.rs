@@ -71,6 +71,9 @@ pub mod rollout {
         SampledGroup, Session, check_stages, kv_block_bytes,
     };
 }
+pub mod sandbox {
+    pub use crate::sandbox::Readable;
+}
 pub mod serve {
     pub use crate::serve::{EngineSlices, Served};
 }

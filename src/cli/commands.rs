@@ -10,7 +10,7 @@ use super::args::{Cli, Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunA
 use super::evaluation::{EvalRows, Evaluation};
 use super::process::{Supervision, distributed, heartbeat, prepared};
 use super::reference::{reference_page, reference_toml};
-use super::{bench, card, endpoint, fetch, import, sample, verify, watch};
+use super::{bench, card, endpoint, fetch, import, private, sample, verify, watch};
 use crate::checkpoint::{check_space, refuse_within_checkpoint, write_new};
 use crate::config::{Config, Quantization, SftConfig};
 use crate::cuda::Placement;
@@ -45,6 +45,9 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
             check_sampling(&args.own.source, &args.own.sampling, &args.launch, on_cuda)?;
             let rows = EvalRows::find(&args.own)?;
+            if private::checks_here()? {
+                private::check_evaluation(&args.own, rows.config())?;
+            }
             let start = || Evaluation::new(&args.own, rows);
             prepared(&args.launch, (&args.own.sampling).into(), on_cuda, start, |world, evaluation| {
                 sample::evaluate(&args.own, evaluation, world, kind)
@@ -120,6 +123,9 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
         let rewards = RewardPool::new(config).map(drop);
         vec![config.validate_world(args.launch.num_ranks()).map(drop), rewards, check_output_dir(&config.output_dir)]
     })?;
+    if private::checks_here()? {
+        private::check_run(&config, args.config.as_deref())?;
+    }
     let placement = Placement::new(config.device, config.dtype)?;
     if is_first {
         let room = Room::available(placement, args.launch.nproc)?;

@@ -52,6 +52,11 @@ impl EvalRows {
         let none = || Error::invalid_value("--config", file.display(), expected);
         Ok(Self { rows: fetch::held_out(&config.data)?.ok_or_else(none)?, config: Some(config) })
     }
+
+    /// The configuration of the run that is repeated.
+    pub fn config(&self) -> Option<&Config> {
+        self.config.as_ref()
+    }
 }
 
 impl Evaluation {

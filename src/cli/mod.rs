@@ -10,6 +10,7 @@ mod evaluation;
 mod fetch;
 mod import;
 mod normalise;
+mod private;
 mod process;
 mod reference;
 mod sample;

@@ -31,6 +31,8 @@ pub use sampler::{Curriculum, PromptSampler, SamplerState};
 pub use schemas::ToolSchemas;
 pub use sft::{SftDataset, SftExample};
 pub use sources::RowSources;
+#[cfg(test)]
+pub(crate) use tokenizer::ENCODED_BYTES;
 pub use tokenizer::Tokenizer;
 pub(crate) use tool_calls::{ContentScan, open_thought};
 pub use tool_calls::{ToolCall, ToolCallParser};

@@ -18,10 +18,20 @@ const SPECIAL_TOKENS: [&str; 7] =
 
 /// Bytes of text that are tokenized whatever the limit.
 const MIN_LONG_BYTES: usize = 64 << 10;
+/// Bytes of a token in most texts.
+const TYPICAL_TOKEN_BYTES: usize = 4;
+/// Tokens that the end of a text may have more by itself than with what follows it.
+const SPARE_TOKENS: usize = 64;
 /// Memory that reading a `tokenizer.json` may take at first, and for each of its bytes, of which a BPE model needs some 10 and the trie
 /// of a unigram model some 60; and its processor time.
 const READ_BYTES: [usize; 2] = [512 << 20, 64];
 const READ_CPU_S: u64 = 60;
+
+#[cfg(test)]
+thread_local! {
+    /// Bytes that this thread has handed to tokenizers.
+    pub(crate) static ENCODED_BYTES: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
 
 /// Text to ids and back. Never truncates or pads, whatever `tokenizer.json` asks for.
 #[derive(Debug)]
@@ -111,12 +121,35 @@ impl Tokenizer {
         num_tokens.saturating_mul(self.max_token_bytes).max(MIN_LONG_BYTES)
     }
 
+    /// Whether `text` has more than `limit` tokens, as far as a part of it shows that: of a text that is far too long little more is
+    /// tokenized than would fit.
+    ///
+    /// # Errors
+    /// [`Error::TokenizerMismatch`].
+    pub fn exceeds(&self, text: &str, limit: usize) -> Result<bool> {
+        if text.len() > self.max_bytes(limit) {
+            return Ok(true);
+        }
+        let enough = limit.saturating_add(SPARE_TOKENS);
+        let mut num_bytes = enough.saturating_mul(TYPICAL_TOKEN_BYTES);
+        while num_bytes < text.len() {
+            let end = (0..=num_bytes).rev().find(|end| text.is_char_boundary(*end)).unwrap_or_default();
+            if self.encode(&text[..end], false)?.len() > enough {
+                return Ok(true);
+            }
+            num_bytes *= 2;
+        }
+        Ok(false)
+    }
+
     /// Ids of `text`; with `add_special_tokens` also those that the tokenizer puts around a text by itself (BOS).
     /// Rendered conversations already carry theirs.
     ///
     /// # Errors
     /// [`Error::TokenizerMismatch`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        #[cfg(test)]
+        ENCODED_BYTES.set(ENCODED_BYTES.get() + text.len());
         let encoded = unpanicked(|| self.inner.encode_fast(text, add_special_tokens));
         encoded.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| {
             let start: String = text.chars().take(80).collect();

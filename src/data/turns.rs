@@ -83,13 +83,14 @@ impl Turns {
         Ok(turns)
     }
 
-    /// Appends `replies`, messages as the template reads them, and what begins the next turn. The trajectory ends with a turn that the
-    /// model has ended, or that a stop string has.
+    /// Appends `replies`, messages as the template reads them, and what begins the next turn, and returns whether the trajectory has
+    /// `limit` tokens then or fewer; one that would have more is left as it was. It ends with a turn that the model has ended, or that a
+    /// stop string has.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] if the template refuses the messages; [`Error::InvalidArgument`] for a trajectory without a turn to
     /// follow.
-    pub fn append(&self, trajectory: &mut Trajectory, replies: &[Value], step: u64) -> Result<()> {
+    pub fn append(&self, trajectory: &mut Trajectory, replies: &[Value], step: u64, limit: usize) -> Result<bool> {
         let Some((&last, true)) = trajectory.token_ids.last().zip(trajectory.loss_mask.last().copied()) else {
             return Err(Error::InvalidArgument {
                 op: "Turns::append",
@@ -97,23 +98,30 @@ impl Turns {
                 got: format!("{} tokens, the last of them context", trajectory.token_ids.len()),
             });
         };
-        let context = self.between(replies)?;
         // The first token ends the turn: the model sampled it, unless a stop string cut the turn off before.
         let num_sampled = usize::from(self.eos_token_ids.contains(&last));
+        let room = limit.saturating_sub(trajectory.token_ids.len()).saturating_add(num_sampled);
+        let Some(context) = self.between(replies, room)?.filter(|context| context.len() <= room) else {
+            return Ok(false);
+        };
         trajectory.push_context(&context[num_sampled..], step);
-        Ok(())
+        Ok(true)
     }
 
-    /// Tokens from the one that ends an assistant's turn to the beginning of its next turn, with `replies` between them.
+    /// Tokens from the one that ends an assistant's turn to the beginning of its next turn, with `replies` between them. `None` for
+    /// far more than `limit`, which are not all made.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] if the template refuses the messages, or does not end turns by an end-of-sequence token.
-    pub fn between(&self, replies: &[Value]) -> Result<Vec<u32>> {
+    fn between(&self, replies: &[Value], limit: usize) -> Result<Option<Vec<u32>>> {
         let (text, eos) = self.text_between(replies)?;
+        if self.tokenizer.exceeds(&text, limit)? {
+            return Ok(None);
+        }
         // With the token before it, as a tokenizer may treat the beginning of a text in its own way.
         let ids = self.tokenizer.encode(&text, false)?;
         match ids.first() {
-            Some(first) if *first == eos => Ok(ids),
+            Some(first) if *first == eos => Ok(Some(ids)),
             _ => {
                 let message = format!("'{}' does not begin with the token {eos}", head(&text));
                 Err(Error::ChatTemplate { message })
@@ -284,13 +292,13 @@ mod tests {
         };
         for (ids, end) in [(&[65, 66, eos][..], &[][..]), (&[65, 66], &[eos])] {
             let mut trajectory = sampled(ids);
-            turns.append(&mut trajectory, &answers, 4).unwrap();
+            assert!(turns.append(&mut trajectory, &answers, 4, usize::MAX).unwrap());
             let context = [end, &expected].concat();
             assert_eq!(trajectory.token_ids, [ids, &context].concat(), "a turn that was cut off is ended in context");
             assert_eq!(trajectory.loss_mask, [vec![true; ids.len()], vec![false; context.len()]].concat());
             assert_eq!(trajectory.weight_versions[ids.len()..], vec![4; context.len()]);
             assert_eq!(trajectory.finish_reason, None);
-            assert!(turns.append(&mut trajectory, &answers, 5).is_err(), "no turn was sampled since");
+            assert!(turns.append(&mut trajectory, &answers, 5, usize::MAX).is_err(), "no turn was sampled since");
         }
     }
 
@@ -312,7 +320,7 @@ mod tests {
             for turn in 0..1 + dice.roll(32) {
                 if turn > 0 {
                     let answer = json!({"role": "tool", "name": "f", "content": format!("answer {}", dice.roll(1000))});
-                    turns.append(&mut trajectory, std::slice::from_ref(&answer), turn).unwrap();
+                    assert!(turns.append(&mut trajectory, std::slice::from_ref(&answer), turn, usize::MAX).unwrap());
                     messages.push(answer);
                 }
                 let ids: Vec<u32> = (0..1 + dice.roll(12)).map(|_| dice.ascii_token(&tokenizer)).collect();

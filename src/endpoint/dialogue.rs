@@ -143,7 +143,7 @@ impl Dialogue {
         let mut tokens = tokens.clone();
         let message = json!({"role": message.role, "content": message.content});
         let refused = |error: Error| Refusal::of("messages", error.to_string());
-        turns.append(&mut tokens.trajectory, &[message], self.num_answers).map_err(refused)?;
+        turns.append(&mut tokens.trajectory, &[message], self.num_answers, usize::MAX).map_err(refused)?;
         Ok(Some(tokens))
     }
 }

@@ -256,7 +256,13 @@ impl Episode {
                 let turns = self.shared.turns(model, &setting, Reply::of(replies))?;
                 let mut begun = head(&branch.trajectory, num_tokens);
                 let version = begun.weight_versions.last().copied().unwrap_or_default();
-                turns.append(&mut begun, replies, version).map_err(|error| refused(&error))?;
+                let most = params.max_completion_length.max(model.max_sequence_length);
+                if !turns.append(&mut begun, replies, version, most).map_err(|error| refused(&error))? {
+                    let message = format!(
+                        "its newest messages alone leave no room for an answer: a conversation has at most {most} tokens"
+                    );
+                    return Err(Refusal::of("messages", message));
+                }
                 match end + 1 == branch.ends.len() {
                     true => (branch.prompt.clone(), begun, Some((place, branch.ends.len()))),
                     false => ([&branch.prompt[..], &begun.token_ids].concat(), Trajectory::default(), None),

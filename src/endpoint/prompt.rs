@@ -101,7 +101,9 @@ impl ServedModel {
             }
         };
         let param = if is_rendered { "messages" } else { "prompt" };
-        self.check_bytes(text.len(), param)?;
+        if self.tokenizer.exceeds(text, self.max_sequence_length).map_err(|error| of_client(&error, param))? {
+            return Err(self.too_long(text.len(), param));
+        }
         self.tokenizer.encode(text, !is_rendered).map_err(|error| of_client(&error, param))
     }
 
@@ -110,7 +112,11 @@ impl ServedModel {
         if num_bytes <= self.tokenizer.max_bytes(self.max_sequence_length) {
             return Ok(());
         }
-        Err(Refusal::of(param, format!("{num_bytes} bytes are more than {} tokens", self.max_sequence_length)))
+        Err(self.too_long(num_bytes, param))
+    }
+
+    fn too_long(&self, num_bytes: usize, param: &str) -> Refusal {
+        Refusal::of(param, format!("{num_bytes} bytes are more than {} tokens", self.max_sequence_length))
     }
 
     fn max_tokens(&self, prompt_len: usize, asked: Option<usize>) -> Result<usize, Refusal> {

@@ -83,7 +83,7 @@ impl Error {
             Error::Cuda { code: 3 | 34 | 35 | 100 | 101 | 209 | 222 | 802 | 803, .. } => ExitCode::Environment,
             Error::Io { .. } => ExitCode::Storage,
             Error::NonFinite { .. } | Error::Differs { .. } => ExitCode::Numerics,
-            Error::RewardService { .. } | Error::NoScore { .. } => ExitCode::RewardService,
+            Error::RewardService { .. } | Error::ToolService { .. } | Error::NoScore { .. } => ExitCode::RewardService,
             Error::Preempted { .. } | Error::StoppedEarly => ExitCode::Preempted,
             Error::CollectiveTimeout { .. } | Error::Hang { .. } | Error::Silent { .. } => ExitCode::Hang,
             Error::Collective { .. }

@@ -1,17 +1,25 @@
-//! Reference answers that nothing can be compared with, counted when a data set is loaded.
+//! Reference answers that nothing can be compared with, counted when a data set is loaded, and tests that say nothing of a program.
 
 use crate::data::Dataset;
 use crate::dist::{ReduceOp, World, all_reduce_f64, first_text, share};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::reward::RewardPool;
 
 /// The notice for a data set some of whose reference answers a reward cannot compare with; each rank asks about its share.
 /// Collective over the world.
 ///
 /// # Errors
-/// [`Error::Environment`](crate::Error::Environment) where math-verify is missing.
+/// [`Error::Environment`] where math-verify is missing; [`Error::BadFile`] for a row whose tests a program passes that does nothing.
 pub fn unreadable_notice(name: &str, dataset: &Dataset, rewards: &RewardPool, world: &World) -> Result<Option<String>> {
     let own = &dataset.prompts()[share(dataset.len(), (world.rank(), world.size()))];
+    let empty = rewards.row_of_empty_tests(own).map(|place| (own[place].id + 1).to_string());
+    if let Some(row) = first_text(&*world.group(), empty)? {
+        let message = format!(
+            "row {row}: every test expects an empty output, so that a program passes which does nothing: expected one test or more \
+             with an output; leave the row out"
+        );
+        return Err(Error::bad_file(name, message));
+    }
     let Some(unreadable) = rewards.unreadable_answers(own.iter().map(|prompt| &*prompt.columns))? else {
         return Ok(None);
     };

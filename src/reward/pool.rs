@@ -10,7 +10,8 @@ use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
 use super::service::RewardService;
 use super::source::{RewardSource, RewardSources};
 use super::state::{PoolShared, PoolState, RunProgress};
-use super::{RewardFunction, builtin};
+use super::worker::Origin;
+use super::{RewardFunction, builtin, code};
 use crate::config::{Config, ProcessRewards, RewardConfig, environment_class, reward_name};
 use crate::error::{Error, MAX_LISTED, Result};
 use crate::phase;
@@ -29,6 +30,8 @@ pub struct RewardPool {
     weights: Vec<f64>,
     judges: Vec<usize>,
     required_columns: Vec<String>,
+    /// The column of tests that programs of the model's are run against, if a reward does so.
+    tests_column: Option<String>,
     num_threads: usize,
     /// Kinds of failure met so far, by reward: they stay among the metrics.
     seen: Vec<Vec<FailureKind>>,
@@ -97,6 +100,8 @@ impl RewardPool {
             failures: vec![RewardFailures::default(); entries.len()],
             ..PoolState::default()
         };
+        let runs_programs = |service: &RewardService| matches!(service.program.origin, Origin::Sandbox);
+        let tests_column = services.iter().any(runs_programs).then(|| sources.settings.code.tests_column.clone());
         let shared = PoolShared {
             names: entries.iter().map(|entry| reward_name(entry).to_owned()).collect(),
             functions,
@@ -112,6 +117,7 @@ impl RewardPool {
             weights,
             judges,
             required_columns,
+            tests_column,
             num_threads,
             seen: vec![Vec::new(); entries.len()],
             shared: Arc::new(shared),
@@ -135,6 +141,17 @@ impl RewardPool {
             state = self.shared.wait(state, LOOK);
         }
         Self::check(&mut state)
+    }
+
+    /// Whether a reward runs programs that the model wrote.
+    pub(crate) fn runs_programs(&self) -> bool {
+        self.tests_column.is_some()
+    }
+
+    /// The first of `rows` whose tests a program passes that does nothing, by its place.
+    pub(crate) fn row_of_empty_tests(&self, rows: &[Prompt]) -> Option<usize> {
+        let column = self.tests_column.as_ref()?;
+        rows.iter().position(|row| code::ask_for_nothing(&row.columns, column))
     }
 
     /// Names of the rewards, in the order of [`Trajectory::rewards`](crate::types::Trajectory::rewards).

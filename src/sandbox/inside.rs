@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 
 use super::layers::{self, DEVICES};
@@ -29,6 +29,8 @@ const WORK_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 20;
 const MAX_OPEN_FILES: u64 = 64;
 const MAX_THREADS: u64 = 64;
+/// Signals that wait and timers, which the kernel counts together.
+const MAX_SIGNALS: u64 = 64;
 
 /// Namespaces in the order in which they are entered: the first gives the privilege to enter the others.
 const NAMESPACES: [(SandboxLayer, i32); 4] = [
@@ -85,12 +87,12 @@ fn enter(
     file.and_then(|mut file| file.write_all(program.as_bytes())).map_err(failed("the program's file"))?;
     std::env::set_current_dir(&work).map_err(failed("the program's folder"))?;
     give_up_identity(has(SandboxLayer::UserNamespace)).map_err(failed("identity"))?;
-    limit(sandbox, cpu_seconds).map_err(failed("limits"))?;
+    limit(sandbox, cpu_seconds).map_err(|error| format!("limits: {error}"))?;
     // SAFETY: plain system call with whole numbers.
     unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     if has(SandboxLayer::Landlock) {
         // Without a file system of its own nothing would bound what a program writes.
-        layers::restrict_files(&sandbox.readable, &work, has(SandboxLayer::MountNamespace))?;
+        layers::restrict_files(sandbox.readable.without_links(), &work, has(SandboxLayer::MountNamespace))?;
     }
     connect(pipes).map_err(failed("pipes"))?;
     if has(SandboxLayer::Seccomp) {
@@ -180,7 +182,7 @@ fn change_root(sandbox: &Sandbox, root: &Path) -> io::Result<PathBuf> {
     mount(None, Path::new("/"), None, libc::MS_REC | libc::MS_PRIVATE, None)?;
     let options = format!("size={WORK_BYTES},nr_inodes={WORK_FILES},mode=755");
     mount(Some("tmpfs"), root, Some("tmpfs"), libc::MS_NOSUID | libc::MS_NODEV, Some(&options))?;
-    for path in &sandbox.readable {
+    for path in sandbox.readable.paths() {
         show(path, root)?;
     }
     fs::create_dir(root.join("dev"))?;
@@ -213,7 +215,8 @@ fn show(path: &Path, root: &Path) -> io::Result<()> {
         return Ok(()); // below one that is shown already
     }
     if let Some(parent) = target.parent() {
-        fs::create_dir_all(parent)?;
+        // To be passed through and not listed.
+        fs::DirBuilder::new().recursive(true).mode(0o711).create(parent)?;
     }
     if path.is_symlink() {
         return symlink(fs::read_link(path)?, &target);
@@ -294,19 +297,37 @@ fn give_up_identity(has_user_namespace: bool) -> io::Result<()> {
     Ok(())
 }
 
-fn limit(sandbox: &Sandbox, cpu_seconds: u64) -> io::Result<()> {
-    for (resource, most) in [
-        (libc::RLIMIT_AS, sandbox.settings.memory_bytes as u64),
-        (libc::RLIMIT_CPU, cpu_seconds),
-        (libc::RLIMIT_FSIZE, MAX_FILE_BYTES),
-        (libc::RLIMIT_NOFILE, MAX_OPEN_FILES),
-        (libc::RLIMIT_NPROC, MAX_THREADS),
-        (libc::RLIMIT_CORE, 0),
+/// Limits this process: to less where this machine's own limit is lower, unless `reward.code` promises more.
+fn limit(sandbox: &Sandbox, cpu_seconds: u64) -> Result<(), String> {
+    let memory = ("ulimit -v", "reward.code.memory_bytes");
+    let time = ("ulimit -t", "the processor time of reward.code.timeout_s");
+    for (resource, most, promised) in [
+        (libc::RLIMIT_AS, sandbox.settings.memory_bytes as u64, Some(memory)),
+        (libc::RLIMIT_CPU, cpu_seconds, Some(time)),
+        (libc::RLIMIT_FSIZE, MAX_FILE_BYTES, None),
+        (libc::RLIMIT_NOFILE, MAX_OPEN_FILES, None),
+        (libc::RLIMIT_NPROC, MAX_THREADS, None),
+        (libc::RLIMIT_SIGPENDING, MAX_SIGNALS, None),
+        (libc::RLIMIT_MSGQUEUE, 0, None),
+        (libc::RLIMIT_MEMLOCK, 0, None),
+        (libc::RLIMIT_CORE, 0, None),
     ] {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the limit outlives the call, which fills it in.
+        unsafe { libc::getrlimit(resource, &raw mut limit) };
+        let most = match promised {
+            Some((name, key)) if limit.rlim_max < most => {
+                return Err(format!(
+                    "{name} allows {} where {key} needs {most}: raise the one or lower the other",
+                    limit.rlim_max
+                ));
+            }
+            _ => most.min(limit.rlim_max),
+        };
         let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
         // SAFETY: the limit outlives the call.
         if unsafe { libc::setrlimit(resource, &raw const limit) } != 0 {
-            return Err(io::Error::last_os_error());
+            return Err(io::Error::last_os_error().to_string());
         }
     }
     Ok(())

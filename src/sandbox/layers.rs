@@ -20,39 +20,63 @@ use crate::config::SandboxLayer;
 /// Devices that a program may write to.
 pub(super) const DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"];
 
-/// Who gets a descriptor's signals: commands of fcntl and of ioctl.
-const F_SETOWN: u32 = 8;
-const F_SETSIG: u32 = 10;
-const F_SETOWN_EX: u32 = 15;
-/// Leases and word of changes in a folder.
-const F_SETLEASE: u32 = 1024;
-const F_NOTIFY: u32 = 1026;
+/// Commands of fcntl that a program may give: descriptors, flags, locks, the size of a pipe. Others send signals to somebody
+/// (F_SETOWN), watch files (F_NOTIFY, F_SETLEASE) or enlarge what the kernel keeps (F_SETPIPE_SZ).
+const FCNTL_COMMANDS: [i32; 10] = [
+    libc::F_DUPFD,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_GETLK,
+    libc::F_SETLK,
+    libc::F_SETLKW,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETPIPE_SZ,
+];
+/// Commands of fcntl that succeed and do nothing: no process is there to be locked out, and the kernel keeps locks without a limit.
+const GRANTED_FCNTL_COMMANDS: [i32; 2] = [libc::F_SETLK, libc::F_SETLKW];
+/// Commands of ioctl that a program may give: those of every descriptor, and the question whether it is a terminal.
+const IOCTL_COMMANDS: [u64; 7] = [
+    libc::FIOCLEX,
+    libc::FIONCLEX,
+    libc::FIONBIO,
+    libc::FIONREAD,
+    libc::TCGETS,
+    libc::TIOCGWINSZ,
+    0x802c_542a, // TCGETS2
+];
+/// Options of prctl that a program may give: names of threads, and questions.
+const PRCTL_OPTIONS: [i32; 12] = [
+    libc::PR_SET_NAME,
+    libc::PR_GET_NAME,
+    libc::PR_GET_DUMPABLE,
+    libc::PR_GET_PDEATHSIG,
+    libc::PR_GET_SECCOMP,
+    libc::PR_CAPBSET_READ,
+    libc::PR_GET_SECUREBITS,
+    libc::PR_GET_TIMERSLACK,
+    libc::PR_SET_TIMERSLACK,
+    libc::PR_SET_NO_NEW_PRIVS,
+    libc::PR_GET_NO_NEW_PRIVS,
+    libc::PR_GET_THP_DISABLE,
+];
 /// The bits of a socket's type that say its kind, and every kind but SOCK_STREAM.
 const SOCKET_KINDS: u32 = 0xf;
 const OTHER_THAN_STREAM: [u32; 15] = [0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
-const FIOSETOWN: u32 = 0x8901;
-const SIOCSPGRP: u32 = 0x8902;
 
-/// System calls of x86's other calling conventions begin here.
-const FIRST_X32_CALL: u32 = 0x4000_0000;
-
-/// System calls that the C library's headers do not name yet; their numbers are those of every architecture.
-const SYS_QUOTACTL_FD: i64 = 443;
-const SYS_STATMOUNT: i64 = 457;
-const SYS_LISTMOUNT: i64 = 458;
-const SYS_SETXATTRAT: i64 = 463;
-const SYS_GETXATTRAT: i64 = 464;
-const SYS_LISTXATTRAT: i64 = 465;
-const SYS_REMOVEXATTRAT: i64 = 466;
-const SYS_FILE_SETATTR: i64 = 469;
+/// The first system call that no interpreter needs: `mount_setattr`, of Linux 5.12. From here on numbers are those of every
+/// architecture. Among them are Landlock's own, whose rules are kernel memory without a limit, `memfd_secret`, and whatever
+/// kernels to come add. On x86 the x32 convention offers all calls again under numbers that are higher still.
+const FIRST_NEW_CALL: u32 = 442;
 
 /// Version of Landlock that first governs truncation (Linux 6.2).
 pub(super) const FIRST_WITH_TRUNCATE: libc::c_long = 3;
 
-/// System calls refused with EPERM: network, tracing, mounting, namespaces, kernel keys and programs, other processes, ways
-/// out of the process group that is killed, what Landlock does not govern of files (modes, owners, times, attributes, locks,
-/// word of what happens to them), memory and queues that outlive the process or are others'. Pairs of connected sockets within the
-/// process stay allowed: event loops are woken by them.
+/// System calls refused with EPERM: network, tracing, mounting, namespaces, kernel keys, programs and filters, other processes,
+/// ways out of the process group that is killed, what Landlock does not govern of files (modes, owners, times, attributes, locks,
+/// word of what happens to them), memory and queues that outlive the process, are others' or count towards no limit. Pairs of
+/// connected sockets within the process stay allowed: event loops are woken by them.
 const REFUSED: &[i64] = &[
     libc::SYS_socket,
     libc::SYS_connect,
@@ -81,7 +105,6 @@ const REFUSED: &[i64] = &[
     libc::SYS_fsconfig,
     libc::SYS_fsmount,
     libc::SYS_fspick,
-    libc::SYS_mount_setattr,
     libc::SYS_open_by_handle_at,
     libc::SYS_name_to_handle_at,
     libc::SYS_unshare,
@@ -103,25 +126,19 @@ const REFUSED: &[i64] = &[
     libc::SYS_move_pages,
     libc::SYS_fchmod,
     libc::SYS_fchmodat,
-    libc::SYS_fchmodat2,
     libc::SYS_fchown,
     libc::SYS_fchownat,
     libc::SYS_utimensat,
     libc::SYS_setxattr,
     libc::SYS_lsetxattr,
     libc::SYS_fsetxattr,
-    SYS_SETXATTRAT,
     libc::SYS_removexattr,
     libc::SYS_lremovexattr,
     libc::SYS_fremovexattr,
-    SYS_REMOVEXATTRAT,
-    SYS_FILE_SETATTR,
     libc::SYS_getxattr,
     libc::SYS_lgetxattr,
     libc::SYS_listxattr,
     libc::SYS_llistxattr,
-    SYS_GETXATTRAT,
-    SYS_LISTXATTRAT,
     libc::SYS_flock,
     libc::SYS_sync,
     libc::SYS_syncfs,
@@ -139,13 +156,15 @@ const REFUSED: &[i64] = &[
     libc::SYS_mq_open,
     libc::SYS_mq_unlink,
     libc::SYS_memfd_create,
-    libc::SYS_memfd_secret,
     libc::SYS_add_key,
     libc::SYS_request_key,
     libc::SYS_keyctl,
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
     libc::SYS_userfaultfd,
+    libc::SYS_seccomp,
+    libc::SYS_vmsplice,
+    libc::SYS_tee,
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
@@ -153,13 +172,11 @@ const REFUSED: &[i64] = &[
     libc::SYS_finit_module,
     libc::SYS_delete_module,
     libc::SYS_kexec_load,
+    libc::SYS_kexec_file_load,
     libc::SYS_reboot,
     libc::SYS_swapon,
     libc::SYS_swapoff,
     libc::SYS_quotactl,
-    SYS_QUOTACTL_FD,
-    SYS_STATMOUNT,
-    SYS_LISTMOUNT,
     libc::SYS_syslog,
     libc::SYS_lookup_dcookie,
     libc::SYS_io_setup,
@@ -226,10 +243,14 @@ pub(super) fn landlock_version() -> io::Result<libc::c_long> {
 ///
 /// # Errors
 /// What the kernel refused, or that it enforces nothing.
-pub(super) fn restrict_files(readable: &[PathBuf], work: &Path, may_write: bool) -> Result<(), String> {
+pub(super) fn restrict_files<'a>(
+    readable: impl Iterator<Item = &'a PathBuf>,
+    work: &Path,
+    may_write: bool,
+) -> Result<(), String> {
     let abi = ABI::V6;
     let in_work = if may_write { AccessFs::from_all(abi) } else { AccessFs::from_read(abi) };
-    let rules = || {
+    let rules = move || {
         Ruleset::default()
             .handle_access(AccessFs::from_all(abi))?
             .handle_access(AccessNet::from_all(abi))?
@@ -244,7 +265,8 @@ pub(super) fn restrict_files(readable: &[PathBuf], work: &Path, may_write: bool)
     if ruleset == RulesetStatus::NotEnforced { Err("landlock enforces nothing".to_owned()) } else { Ok(()) }
 }
 
-/// Makes the system calls of [`REFUSED`] fail in this process, and so new processes and signals to others.
+/// Makes the system calls of [`REFUSED`] and all from [`FIRST_NEW_CALL`] on fail in this process, and so new processes and signals
+/// to others.
 ///
 /// # Errors
 /// What the kernel refused.
@@ -256,19 +278,22 @@ pub(super) fn restrict_calls() -> Result<(), String> {
     refused.insert(libc::SYS_clone, argument(0, SeccompCmpOp::MaskedEq(threads), &[0])?);
     refused.insert(libc::SYS_tgkill, argument(0, SeccompCmpOp::Ne, &[std::process::id()])?);
     refused.insert(libc::SYS_prlimit64, argument(0, SeccompCmpOp::Ne, &[0])?);
-    // The program dies with its worker, and has no file's signals sent to others.
-    refused.insert(libc::SYS_prctl, argument(0, SeccompCmpOp::Eq, &[libc::PR_SET_PDEATHSIG as u32])?);
-    let commands = [F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY];
-    refused.insert(libc::SYS_fcntl, argument(1, SeccompCmpOp::Eq, &commands)?);
+    refused.insert(libc::SYS_prctl, vec![other_than(0, &PRCTL_OPTIONS.map(|option| option as u32))?]);
+    refused.insert(libc::SYS_fcntl, vec![other_than(1, &FCNTL_COMMANDS.map(|command| command as u32))?]);
+    refused.insert(libc::SYS_ioctl, vec![other_than(1, &IOCTL_COMMANDS.map(|command| command as u32))?]);
     // A datagram could be sent from one of a pair to any socket that has a path.
     let kinds = argument(1, SeccompCmpOp::MaskedEq(u64::from(SOCKET_KINDS)), &OTHER_THAN_STREAM)?;
     let others = argument(0, SeccompCmpOp::Ne, &[libc::AF_UNIX as u32])?;
     refused.insert(libc::SYS_socketpair, [kinds, others].concat());
-    refused.insert(libc::SYS_ioctl, argument(1, SeccompCmpOp::Eq, &[FIOSETOWN, SIOCSPGRP])?);
-    let mut filters = vec![compiled(refused, libc::EPERM)?, compiled(every(&[libc::SYS_clone3]), libc::ENOSYS)?];
-    if cfg!(target_arch = "x86_64") {
-        filters.push(no_x32());
-    }
+    let granted = argument(1, SeccompCmpOp::Eq, &GRANTED_FCNTL_COMMANDS.map(|command| command as u32))?;
+    let granted = [(libc::SYS_fcntl, granted)].into();
+    // The last one refuses further filters.
+    let filters = [
+        compiled(every(&[libc::SYS_clone3]), libc::ENOSYS)?,
+        compiled(granted, 0)?,
+        no_new_calls(),
+        compiled(refused, libc::EPERM)?,
+    ];
     filters.iter().try_for_each(|filter| apply_filter(filter).map_err(failed))
 }
 
@@ -286,6 +311,13 @@ fn argument(index: u8, operator: SeccompCmpOp, values: &[u32]) -> Result<Vec<Sec
     values.iter().map(rule).collect::<Result<_, _>>().map_err(failed)
 }
 
+/// A call whose argument at `index` is none of `values`.
+fn other_than(index: u8, values: &[u32]) -> Result<SeccompRule, String> {
+    let differs =
+        |value: &u32| SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, u64::from(*value));
+    values.iter().map(differs).collect::<Result<_, _>>().and_then(SeccompRule::new).map_err(failed)
+}
+
 fn compiled(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfProgram, String> {
     let target = TargetArch::try_from(std::env::consts::ARCH).map_err(failed)?;
     let refuse = SeccompAction::Errno(errno as u32);
@@ -293,13 +325,13 @@ fn compiled(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfPro
     BpfProgram::try_from(filter).map_err(failed)
 }
 
-/// Refuses the numbers under which x86's x32 convention offers the same calls again.
-fn no_x32() -> BpfProgram {
+/// Refuses all numbers from [`FIRST_NEW_CALL`] on, as a kernel does that does not know them.
+fn no_new_calls() -> BpfProgram {
     let statement = |code: u32, jt, jf, k| sock_filter { code: code as u16, jt, jf, k };
     vec![
         statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0), // seccomp_data.nr
-        statement(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, 0, 1, FIRST_X32_CALL),
-        statement(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        statement(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, 0, 1, FIRST_NEW_CALL),
+        statement(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32),
         statement(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }

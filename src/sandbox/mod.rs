@@ -4,21 +4,20 @@
 //! | file | what it is |
 //! |---|---|
 //! | `session` | a program that stays |
+//! | `readable` | the list of paths that a program can read |
 //! | `inside` | what the forked process does before it becomes the program: namespaces, mounts, limits |
 //! | `layers` | Landlock's rules and the filter of system calls |
 #![allow(unsafe_code)]
 
 mod inside;
 mod layers;
+mod readable;
 mod session;
 
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
@@ -28,6 +27,7 @@ use inside::{ASKS_FOR_IDS, INNER_ID, NOBODY, become_program};
 use crate::config::CodeConfig;
 use crate::process::{do_not_block, ended, moved, wait_for};
 
+pub use readable::Readable;
 pub use session::SandboxSession;
 
 /// The program's file, in the folder that it is started in.
@@ -39,10 +39,6 @@ const MAX_OUTPUT_BYTES: usize = 1 << 20;
 const SETUP: Duration = Duration::from_secs(10);
 /// Time between two looks whether a program has ended that has closed its output.
 const LOOK: Duration = Duration::from_millis(1);
-
-/// Paths that every program may read, where they exist.
-const SYSTEM: [&str; 8] =
-    ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"];
 
 /// A program that was started, with its pipes.
 #[derive(Debug)]
@@ -61,7 +57,7 @@ pub struct Sandbox {
     /// The interpreter's own path, its arguments and the program's file.
     command: Vec<CString>,
     /// Paths that the program may read.
-    readable: Vec<PathBuf>,
+    readable: Readable,
 }
 
 /// The result of a program.
@@ -89,15 +85,11 @@ impl Sandbox {
     /// # Errors
     /// The layers that are missing, by name; what else keeps a program from being run.
     pub fn new(settings: &CodeConfig) -> Result<Self, String> {
-        let (interpreter, own_paths) = interpreter(&settings.command.0[0])?;
-        let interpreter = interpreter.to_string_lossy().into_owned();
+        let readable = Readable::new(settings)?;
+        let interpreter = readable.interpreter.to_string_lossy().into_owned();
         let args = settings.command.0[1..].iter().map(String::as_str);
         let words = [interpreter.as_str()].into_iter().chain(args).chain([PROGRAM_FILE]);
         let command = words.map(CString::new).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
-        let system = SYSTEM.map(PathBuf::from).into_iter();
-        let readable = system.chain(own_paths).chain(settings.readable.clone()).filter(|path| path.exists());
-        let mut readable: Vec<PathBuf> = readable.collect();
-        readable.sort(); // a folder before what is below it
         let settings = settings.clone();
         let sandbox = Self { settings, command, readable };
         let tried = sandbox.run("", b"", Instant::now() + SETUP)?;
@@ -255,26 +247,4 @@ impl Drop for Process {
             libc::waitpid(self.pid, std::ptr::null_mut(), 0);
         }
     }
-}
-
-/// The interpreter's own path and what it reads beside the system's files. A Python is asked: what is found by its name may be
-/// a link, a script or a virtual environment.
-fn interpreter(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
-    if Path::new(name).file_name().is_some_and(|file| file.to_string_lossy().starts_with("python")) {
-        let question = "import sys; print(sys.executable, sys.prefix, sys.base_prefix, sep='\\n')";
-        let output = Command::new(name).args(["-I", "-c", question]).output();
-        let output = output.map_err(|error| format!("reward.code.command: {name}: {error}"))?;
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let mut lines = text.lines().map(PathBuf::from);
-        let executable = lines.next().ok_or_else(|| format!("reward.code.command: {name} does not say where it is"))?;
-        return Ok((executable, lines.collect()));
-    }
-    let folders = std::env::var_os("PATH").unwrap_or_default();
-    let candidates = std::env::split_paths(&folders).map(|folder| folder.join(name));
-    let is_program =
-        |path: &PathBuf| path.metadata().is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
-    let found = candidates.chain([PathBuf::from(name)]).find(is_program).and_then(|path| path.canonicalize().ok());
-    let found = found.ok_or_else(|| format!("reward.code.command: no program {name}"))?;
-    let own = found.clone();
-    Ok((found, vec![own]))
 }

@@ -48,7 +48,7 @@ impl Agent {
     /// The episodes that have ended since the last call.
     ///
     /// # Errors
-    /// [`Error::Environment`](crate::Error::Environment) if the agent's process has ended.
+    /// [`Error::ToolService`](crate::Error::ToolService) if the agent's process has ended again and again.
     pub fn ended(&mut self) -> Result<Vec<EpisodeOutcome>> {
         let replies = self.process.replies(Duration::ZERO)?;
         let outcome = |mut reply: super::process::ToolReply| {

@@ -257,7 +257,7 @@ impl Conversations {
     /// The wanted trajectories whose next turn can be sampled, or which have ended. If there are none, waits up to `wait` for a tool.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the tools' process has ended; [`Error::ChatTemplate`] if the template refuses an answer.
+    /// [`Error::ToolService`] if the tools' process has ended again and again; [`Error::ChatTemplate`] if the template refuses an answer.
     pub fn poll(
         &mut self,
         wait: Duration,

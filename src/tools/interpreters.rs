@@ -3,8 +3,12 @@
 //!
 //! The interpreter itself raises an exception in a call that takes too long, so that its variables stay. One that does not heed it, or
 //! that ends, is replaced by a fresh one at the next call.
+//!
+//! The code of a model has the interpreter's process for itself, and could do whatever the interpreter does. So nothing that comes from
+//! there is taken for more than text and the end of a call: its length and its time are bounded here, where results are put together.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
@@ -27,8 +31,8 @@ const PROGRAM: &str = include_str!("python.py");
 const GRACE: Duration = Duration::from_secs(1);
 /// Longest wait where nothing is to be done.
 const IDLE: Duration = Duration::from_secs(3600);
-/// Longest reply of an interpreter in bytes: JSON takes up to 12 bytes for a character.
-const MAX_REPLY_BYTES: usize = 16 << 20;
+/// Most bytes of a character.
+const CHAR_BYTES: usize = 4;
 
 /// Settings of the worker.
 #[derive(Debug, Serialize, Deserialize)]
@@ -52,15 +56,6 @@ enum Wanted {
     Ready { id: u64 },
 }
 
-/// An interpreter's answer to a call.
-#[derive(Debug, Deserialize)]
-struct Answer {
-    #[serde(flatten)]
-    result: CallResult,
-    /// Whether the call took too long.
-    is_late: bool,
-}
-
 /// A turn whose calls run.
 #[derive(Debug)]
 struct Turn {
@@ -69,9 +64,14 @@ struct Turn {
     /// Arguments of the calls that are to come.
     arguments: VecDeque<Value>,
     results: Vec<CallResult>,
+    /// Characters of the results.
+    num_chars: usize,
     began: Instant,
-    /// When the interpreter is ended.
+    /// When the call that runs began, and when its interpreter is ended.
+    call_began: Instant,
     deadline: Instant,
+    /// What ends the output of the call that runs, before the word whether it failed.
+    mark: [u8; 16],
     is_late: bool,
 }
 
@@ -93,6 +93,11 @@ pub(super) fn schema() -> Value {
 /// The code of a call; none for other arguments than the schema's.
 fn code(arguments: &Value) -> Option<&str> {
     arguments.as_object().filter(|given| given.len() == 1)?.get("code")?.as_str()
+}
+
+/// A number that nobody can guess.
+fn random() -> u64 {
+    RandomState::new().hash_one(0)
 }
 
 /// Serves requests on standard input and output until that ends; `settings` are the worker's as JSON. What keeps the sandbox from being
@@ -194,9 +199,7 @@ impl Interpreters {
                 self.waiting.retain(|turn| turn.trajectory != trajectory);
             }
             Wanted::Turn { id, trajectory, arguments } => {
-                let now = Instant::now();
-                let (began, deadline, results, is_late) = (now, now, Vec::new(), false);
-                self.waiting.push_back(Turn { id, trajectory, arguments, results, began, deadline, is_late });
+                self.waiting.push_back(Turn::new(id, trajectory, arguments));
             }
         }
     }
@@ -226,8 +229,10 @@ impl Interpreters {
                 continue;
             }
             let session = self.sessions.get_mut(&turn.trajectory).expect("opened");
-            session.ask(&[&(code.len() as u32).to_be_bytes(), code.as_bytes()].concat());
-            turn.deadline = end.min(Instant::now() + Duration::from_secs_f64(self.settings.code.timeout_s) + GRACE);
+            turn.mark = (u128::from(random()) << 64 | u128::from(random())).to_be_bytes();
+            session.ask(&[&(code.len() as u32).to_be_bytes(), &turn.mark[..], code.as_bytes()].concat());
+            turn.call_began = Instant::now();
+            turn.deadline = end.min(turn.call_began + self.call_timeout() + GRACE);
             return true;
         }
         let seconds = turn.began.elapsed().as_secs_f64();
@@ -241,17 +246,12 @@ impl Interpreters {
     fn goes_on(&mut self, turn: &mut Turn) -> bool {
         let session = self.sessions.get_mut(&turn.trajectory).expect("a call runs in it");
         let is_alive = session.transfer();
-        if let Some(reply) = take_frame(&mut session.received) {
+        if let Some((text, failed)) = turn.ended_output(&mut session.received) {
             session.pause();
-            match serde_json::from_slice::<Answer>(&reply) {
-                Ok(Answer { result, is_late }) if session.received.is_empty() => {
-                    turn.is_late |= is_late;
-                    turn.results.push(result);
-                }
-                _ => self.lose(turn, "it answered what is no answer"),
-            }
-        } else if session.received.len() > MAX_REPLY_BYTES {
-            self.lose(turn, "its answer is too long");
+            turn.is_late |= failed && turn.call_began.elapsed() >= self.call_timeout();
+            turn.add(&text, failed, self.settings.max_chars);
+        } else if session.received.len() > CHAR_BYTES * self.settings.max_chars + turn.mark.len() {
+            self.lose(turn, &format!("it wrote more than {} characters", self.settings.max_chars));
         } else if !is_alive {
             self.lose(turn, "its process ended");
         } else if Instant::now() >= turn.deadline {
@@ -263,6 +263,11 @@ impl Interpreters {
         self.begin_call(turn)
     }
 
+    /// Longest time of a call that heeds it.
+    fn call_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.settings.code.timeout_s)
+    }
+
     /// Ends the interpreter of a turn; the next call has a fresh one.
     fn lose(&mut self, turn: &mut Turn, reason: &str) {
         self.sessions.remove(&turn.trajectory);
@@ -271,6 +276,43 @@ impl Interpreters {
 }
 
 impl Turn {
+    fn new(id: u64, trajectory: u64, arguments: VecDeque<Value>) -> Self {
+        let now = Instant::now();
+        Self {
+            id,
+            trajectory,
+            arguments,
+            results: Vec::new(),
+            num_chars: 0,
+            began: now,
+            call_began: now,
+            deadline: now,
+            mark: [0; 16],
+            is_late: false,
+        }
+    }
+
+    /// The whole output of a call that has ended, taken off `received`, and whether the call failed.
+    fn ended_output(&self, received: &mut Vec<u8>) -> Option<(String, bool)> {
+        let (said, failed) = received
+            .strip_suffix(b"0")
+            .map(|said| (said, false))
+            .or_else(|| received.strip_suffix(b"1").map(|said| (said, true)))?;
+        let text = String::from_utf8_lossy(said.strip_suffix(&self.mark)?).into_owned();
+        received.clear();
+        Some((text, failed))
+    }
+
+    /// Adds the result of a call, unless the turn's get too long.
+    fn add(&mut self, text: &str, failed: bool, max_chars: usize) {
+        let num_chars = text.chars().count();
+        if self.num_chars + num_chars > max_chars {
+            return self.fail(&format!("the results of this turn have more than {max_chars} characters"));
+        }
+        self.num_chars += num_chars;
+        self.results.push(CallResult { content: text.to_owned(), failed });
+    }
+
     fn fail(&mut self, error: &str) {
         self.results.push(CallResult::error(error));
     }

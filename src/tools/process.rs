@@ -23,6 +23,8 @@ const SERVER: &str = include_str!("server.py");
 const MAX_RESULT_CHARS: usize = 1 << 20;
 /// Longest reply in bytes: of the results of all calls of a turn.
 const MAX_REPLY_BYTES: usize = 64 << 20;
+/// The kind of a failed request whose process is gone.
+const LOST: &str = "lost";
 /// Bytes that the server adds to a reply of its processes.
 const SPARE_BYTES: usize = 1 << 10;
 
@@ -45,7 +47,7 @@ struct LoadedEnvironment {
 }
 
 /// The reply to a request: a fresh environment's, the results of calls, or the end of an environment.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
 pub(super) struct ToolReply {
     /// The request's number.
     pub id: u64,
@@ -63,7 +65,7 @@ pub(super) struct ToolReply {
     pub state: Option<String>,
     /// Why the request failed.
     pub error: Option<String>,
-    /// `timeout` where that was the time.
+    /// `timeout` where that was the time, [`LOST`] where the process of all tools was.
     kind: Option<String>,
     /// Seconds from the beginning of the first call.
     #[serde(default)]
@@ -85,6 +87,16 @@ impl CallResult {
 }
 
 impl ToolReply {
+    /// The reply to a request whose process is gone, or what it kept for the request's trajectory.
+    pub fn lost(id: u64, reason: String) -> Self {
+        Self { id, error: Some(reason), kind: Some(LOST.to_owned()), ..Self::default() }
+    }
+
+    /// Whether it says that the process is gone: no fault of the model's, so that the trajectory is masked.
+    pub fn is_lost(&self) -> bool {
+        self.kind.as_deref() == Some(LOST)
+    }
+
     /// Whether the time was over.
     pub fn is_late(&self) -> bool {
         self.kind.as_deref() == Some("timeout")
@@ -186,10 +198,8 @@ impl ToolProcess {
         let command = [&config.reward.python, "-c", SERVER, &settings.to_string()].map(str::to_owned).to_vec();
         let origin = Origin::Key(key.to_owned(), named.clone());
         let program = Program { command, is_ours: false, origin, max_reply_bytes: MAX_REPLY_BYTES };
-        let mut worker = ToolWorker::start(program, name, timeout).map_err(|failure| refuse(&failure.cause))?;
-        worker.tell(&json!({"id": 0}));
-        let loaded = worker.first_reply(&refuse)?;
-        let mut loaded: Loaded = serde_json::from_slice(&loaded).map_err(|error| refuse(&error.to_string()))?;
+        let worker = ToolWorker::start(program, name, timeout, &refuse)?;
+        let mut loaded: Loaded = serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
         if let Some(cause) = &loaded.error {
             return Err(refuse(cause));
         }
@@ -352,6 +362,12 @@ impl ToolProcess {
 impl SharedTurn {
     /// Results of all calls in their order. Where the functions' process has failed, so has each call of it, or the whole trajectory.
     fn merged(self, python: ToolReply, others: ToolReply) -> ToolReply {
+        if python.is_lost() {
+            return python;
+        }
+        if others.is_lost() {
+            return others;
+        }
         let failed = |error: &String| {
             let num_others = self.is_python.iter().filter(|is_python| !**is_python).count();
             vec![CallResult::error(error); num_others]
@@ -394,11 +410,8 @@ fn start_interpreters(config: &Config) -> Result<ToolWorker> {
     let command = [PROGRAM, interpreters::COMMAND, &settings].map(str::to_owned).to_vec();
     let program = Program { command, is_ours: false, origin: Origin::Sandbox, max_reply_bytes: MAX_REPLY_BYTES };
     let timeout = ("tool_timeout_s", config.tools.tool_timeout_s);
-    let worker = ToolWorker::start(program, "the process of the tool 'python'", timeout);
-    let mut worker = worker.map_err(|failure| refuse(&failure.cause))?;
-    worker.tell(&json!({"id": 0}));
-    let ready = worker.first_reply(&refuse)?;
-    let ready: ToolReply = serde_json::from_slice(&ready).map_err(|error| refuse(&error.to_string()))?;
+    let worker = ToolWorker::start(program, "the process of the tool 'python'", timeout, &refuse)?;
+    let ready: ToolReply = serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
     ready.error.map_or(Ok(worker), |cause| Err(refuse(&cause)))
 }
 
@@ -425,5 +438,12 @@ mod tests {
         let expected = "{'error': 'gone'} p1 {'error': 'gone'} p2".to_owned();
         assert_eq!(merged(late, reply(&[], Some("gone"), Some("died")), false), (expected, true, false));
         assert!(merged(lost, reply(&[], Some("gone"), Some("died")), true).2, "the environment is lost");
+        for (python, others) in [
+            (ToolReply::lost(1, "x".into()), reply(&["f1"], None, None)),
+            (reply(&["p1"], None, None), ToolReply::lost(1, "x".into())),
+        ] {
+            let turn = SharedTurn { is_python: vec![true, false], has_environment: false, first: None };
+            assert!(turn.merged(python, others).is_lost(), "whichever of both processes is gone");
+        }
     }
 }

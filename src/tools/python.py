@@ -1,8 +1,10 @@
 """The interpreter of colo-grpo's tool `python`, inside of the sandbox: runs one call after the other, each with the variables and imports
-of those before. Requests are code, replies are JSON, both behind their length, 4 bytes, big-endian.
+of those before. A request is code behind its length, 4 bytes, big-endian, and a mark that is made for it. What comes back is text, then
+the mark, then 1 if the call ended otherwise than by its end or 0.
 
 What a call prints is its result, with the value of a last expression and the traceback of an exception, as in a notebook. Nothing here
-keeps a program from anything: the sandbox does, and whoever started it ends it when a call takes too long.
+keeps a program from anything: the code that a model wrote has this process for itself, and all that it could forge is text and its own
+end. The sandbox keeps it, and whoever started it bounds the text and ends it when a call takes too long.
 """
 
 import os
@@ -13,13 +15,14 @@ for library in ("OMP", "OPENBLAS", "MKL"):
 
 import ast
 import io
-import json
 import linecache
 import signal
 import struct
 import sys
 import traceback
 import types
+
+MARK_BYTES = 16
 
 
 class Output(io.TextIOBase):
@@ -47,7 +50,7 @@ class Output(io.TextIOBase):
 class Interpreter:
     def __init__(self, timeout_s, max_chars):
         self.timeout_s, self.max_chars = timeout_s, max_chars
-        self.num_calls, self.is_timed, self.is_late = 0, False, False
+        self.num_calls, self.is_timed = 0, False
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module  # where classes that a call defines are looked up
         self.variables = vars(module)
@@ -55,7 +58,6 @@ class Interpreter:
 
     def alarm(self, *_):
         if self.is_timed:
-            self.is_late = True
             raise TimeoutError(f"the call took longer than {self.timeout_s:g} s")
 
     def execute(self, code, output):
@@ -74,7 +76,7 @@ class Interpreter:
     def call(self, code):
         """The content of the answer, and whether the code ended otherwise than by its end."""
         sys.stdout = sys.stderr = output = Output(self.max_chars)
-        error, self.is_late = None, False
+        error = None
         try:
             try:
                 self.is_timed = True
@@ -92,7 +94,7 @@ class Interpreter:
         content = ("".join(output.parts) + ("" if error is None else described(error))).removesuffix("\n")
         if len(content) > self.max_chars:
             content = str({"error": f"the result has {len(content)} characters, more than {self.max_chars}"})
-        return content.encode(errors="replace").decode(), error is not None
+        return content, error is not None
 
 
 def described(error):
@@ -110,11 +112,10 @@ def serve(timeout_s, max_chars):
         os.dup2(nothing, standard)
     interpreter = Interpreter(timeout_s, max_chars)
     while len(head := source.read(4)) == 4:
-        code = source.read(struct.unpack(">I", head)[0]).decode()
+        mark, code = source.read(MARK_BYTES), source.read(struct.unpack(">I", head)[0]).decode()
         try:
             content, failed = interpreter.call(code)
         except BaseException as error:  # no memory is left to describe the first one
             content, failed = type(error).__name__, True
-        reply = json.dumps({"content": content, "failed": failed, "is_late": interpreter.is_late}).encode()
-        sink.write(struct.pack(">I", len(reply)) + reply)
+        sink.write(content.encode(errors="replace") + mark + (b"1" if failed else b"0"))
         sink.flush()

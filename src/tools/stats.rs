@@ -23,7 +23,7 @@ pub struct ToolStats {
     pub num_overlong: usize,
     /// Answers that had a part cut out.
     pub num_cut: usize,
-    /// Trajectories whose environment was lost: they are masked.
+    /// Trajectories whose environment or interpreter was lost, or the process of all tools during a call: they are masked.
     pub num_failed: usize,
     /// Turns whose tools ran.
     pub num_answers: usize,

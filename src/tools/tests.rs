@@ -1,3 +1,5 @@
+mod lost;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,7 +10,7 @@ use serde_json::{Map, Value, json};
 use super::{Conversations, EpisodeEnd, GroupKey, ToolProcess, TrajectoryKey, TurnOutcome};
 use crate::config::Config;
 use crate::data::fixtures::{Dice, bytes};
-use crate::data::{DatasetOptions, Tokenizer};
+use crate::data::{DatasetOptions, ENCODED_BYTES, Tokenizer};
 use crate::types::{FinishReason, Prompt, Trajectory};
 
 const GROUP: GroupKey = GroupKey { prompt_id: 4, first_step: 0 };
@@ -42,6 +44,15 @@ async def later(text: str) -> str:
 def hang() -> str:
     """Never answers."""
     time.sleep(1000)
+
+def flood(words: int) -> str:
+    """
+    Says much.
+
+    Args:
+        words: How much.
+    """
+    return "word " * words
 
 def crash() -> str:
     """Ends its process."""
@@ -133,7 +144,7 @@ impl Played {
         let file = tools_file(&folder);
         let factory = format!("environment_factory={}:Counter", file.display());
         let more = more.iter().map(|&key| if key == "environment" { &factory } else { key });
-        let config = config(&file, &["add", "later", "hang", "crash", "fail"], &more.collect::<Vec<_>>());
+        let config = config(&file, &["add", "later", "hang", "crash", "fail", "flood"], &more.collect::<Vec<_>>());
         let tokenizer = Arc::new(bytes(&mut Dice(3), TEMPLATE));
         let eos = tokenizer.eos_token_id().unwrap();
         let process = ToolProcess::start(&config).unwrap().unwrap();
@@ -226,7 +237,11 @@ fn an_environment_lives_through_its_trajectory_and_is_reset_for_the_next() {
         .iter()
         .map(|it| &it["function"]["name"])
         .collect();
-    assert_eq!(names, ["add", "later", "hang", "crash", "fail", "freeze", "move"], "no reset, get_reward, property");
+    assert_eq!(
+        names,
+        ["add", "later", "hang", "crash", "fail", "flood", "freeze", "move"],
+        "no reset, get_reward, property"
+    );
     assert_eq!(played.conversations.process.rewarding_classes(), ["Counter"]);
     let turn = call("move", json!({"by": 3})) + &call("add", json!({"a": 1}));
     for (start, tells) in [(4, true), (7, false)] {
@@ -412,4 +427,20 @@ fn limits_end_a_trajectory_as_trl_does() {
     trajectory.finish_reason = Some(FinishReason::Length);
     assert!(matches!(played.outcome(&trajectory), TurnOutcome::Ended(_)));
     assert_eq!(played.conversations.take_stats().num_calls, 0);
+}
+
+/// What cannot fit is not tokenized to know that: the work is bounded by what could fit, however much a tool says.
+#[test]
+fn an_answer_far_too_long_is_not_tokenized_to_its_end() {
+    for words in [20_000, 200_000] {
+        let mut played = Played::new(&["max_completion_length=2000"]);
+        let mut trajectory = Trajectory::default();
+        played.say(&mut trajectory, &call("flood", json!({"words": words})));
+        let before = ENCODED_BYTES.get();
+        let outcome = played.outcome(&trajectory);
+        assert!(matches!(outcome, TurnOutcome::Ended(_)), "{outcome:?}");
+        let num_bytes = ENCODED_BYTES.get() - before;
+        assert!(num_bytes < 40_000, "{num_bytes} bytes of {} were tokenized", 5 * words);
+        assert_eq!(played.conversations.take_stats().num_overlong, 1);
+    }
 }

@@ -1,11 +1,11 @@
-//! A process that answers for tools, and how long it may be silent.
+//! A process that answers for tools, how long it may be silent, and another in its place when it ends.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::process::ToolReply;
 use crate::error::{Error, Result};
@@ -18,11 +18,17 @@ const START: Duration = Duration::from_secs(120);
 const BEAT: Duration = Duration::from_millis(200);
 /// How long a process may be silent beyond the time that any request takes.
 const GRACE: Duration = Duration::from_secs(60);
+/// Ends of the process, one after the other with no answer in between, that end the run.
+const MAX_ENDS: usize = 3;
 
 /// A process that answers requests in any order, each within a time. It ends by itself what takes longer; whether it does is watched here.
+/// One that ends is replaced: requests that it had, and later ones of trajectories that it kept something for, are answered as lost.
 #[derive(Debug)]
 pub(super) struct ToolWorker {
+    program: Program,
     worker: RewardWorker,
+    /// Its answer to the first request, which another one must repeat.
+    loaded: Vec<u8>,
     /// What it serves, for errors, and the key that bounds the time of a request.
     name: &'static str,
     key: &'static str,
@@ -30,6 +36,14 @@ pub(super) struct ToolWorker {
     pub grace: Duration,
     /// Requests that are not answered, each with the trajectory that it is of, if it has one.
     asked: HashMap<u64, Option<u64>>,
+    /// Trajectories that the process may keep something for.
+    kept: HashSet<u64>,
+    /// Those whose process has ended, with the reason.
+    lost: HashMap<u64, String>,
+    /// Requests that are answered as lost, with the reason.
+    unserved: Vec<(u64, String)>,
+    /// Ends of the process since its last answer.
+    num_ends: usize,
     /// How long the process has answered none of them while it was looked for replies, and when it last was.
     silence: Duration,
     polled: Instant,
@@ -37,33 +51,40 @@ pub(super) struct ToolWorker {
 }
 
 impl ToolWorker {
-    /// Starts a process that serves `name`, whose requests take as long as the key says, in seconds.
+    /// Starts a process that serves `name`, whose requests take as long as the key says, in seconds, and loads its tools.
+    ///
+    /// # Errors
+    /// The error that `refuse` makes of a cause; [`Error::StoppedEarly`] if a stop was asked for.
     pub fn start(
         program: Program,
         name: &'static str,
         (key, timeout_s): (&'static str, f64),
-    ) -> Result<Self, RewardFailure> {
-        let (parent, end) = channel::<()>();
-        let (started, worker) = channel();
-        let work = move || {
-            let _ = started.send(RewardWorker::start(&program));
-            let _ = end.recv();
-        };
-        let thread = std::thread::Builder::new().name("tools".into()).spawn(work);
-        let failed = |what: String| RewardFailure::new(FailureKind::Died, what);
-        thread.map_err(|error| failed(format!("no thread for it: {error}")))?;
-        let worker = worker.recv().map_err(|_| failed("its thread ended".to_owned()))??;
+        refuse: &dyn Fn(&str) -> Error,
+    ) -> Result<Self> {
+        let (mut worker, parent) = started(&program).map_err(|failure| refuse(&failure.cause))?;
+        let loaded = first_reply(&mut worker, refuse)?;
         Ok(Self {
+            program,
             worker,
+            loaded,
             name,
             key,
             timeout: Duration::from_secs_f64(timeout_s),
             grace: GRACE,
             asked: HashMap::new(),
+            kept: HashSet::new(),
+            lost: HashMap::new(),
+            unserved: Vec::new(),
+            num_ends: 0,
             silence: Duration::ZERO,
             polled: Instant::now(),
             _parent: parent,
         })
+    }
+
+    /// What it has said of its tools.
+    pub fn loaded(&self) -> &[u8] {
+        &self.loaded
     }
 
     /// The process's number.
@@ -78,6 +99,11 @@ impl ToolWorker {
 
     /// Sends a request with its number `id`, for a trajectory if it is one of that.
     pub fn ask(&mut self, id: u64, trajectory: Option<u64>, request: &Value) {
+        if let Some(reason) = trajectory.and_then(|trajectory| self.lost.get(&trajectory)) {
+            self.unserved.push((id, reason.clone()));
+            return;
+        }
+        self.kept.extend(trajectory);
         self.asked.insert(id, trajectory);
         self.worker.send(&frame(request));
     }
@@ -85,47 +111,77 @@ impl ToolWorker {
     /// Expects no answer to a request any more.
     pub fn give_up(&mut self, id: u64) {
         self.asked.remove(&id);
+        self.unserved.retain(|(unserved, _)| *unserved != id);
     }
 
     /// Expects no answer to requests of a trajectory any more.
     pub fn forget(&mut self, trajectory: u64) {
         self.asked.retain(|_, of| *of != Some(trajectory));
+        self.kept.remove(&trajectory);
+        self.lost.remove(&trajectory);
     }
 
-    /// The answer to the first request, which loads tools.
+    /// The replies that have come, those for what is lost among them.
     ///
     /// # Errors
-    /// The error that `refuse` makes of a cause; [`Error::StoppedEarly`] if a stop was asked for.
-    pub fn first_reply(&mut self, refuse: &dyn Fn(&str) -> Error) -> Result<Vec<u8>> {
-        let end = Instant::now() + START;
-        loop {
-            phase::beat();
-            match self.worker.receive(end.min(Instant::now() + BEAT)) {
-                Ok(Some(reply)) => return Ok(reply),
-                Ok(None) if phase::stop_requested() => return Err(Error::StoppedEarly),
-                Ok(None) if Instant::now() >= end => return Err(refuse(&self.worker.overdue().cause)),
-                Ok(None) => {}
-                Err(failure) => return Err(refuse(&failure.cause)),
-            }
-        }
-    }
-
-    /// The replies that have come.
-    ///
-    /// # Errors
-    /// [`Error::Environment`] if the process has ended or writes what is no reply; [`Error::Silent`] if it answers nothing for longer
-    /// than any request takes.
+    /// [`Error::ToolService`] if the process, and others in its place, have ended again and again; [`Error::Silent`] if it answers
+    /// nothing for longer than any request takes.
     pub fn received(&mut self) -> Result<Vec<ToolReply>> {
-        let gone = |cause: &str| Error::Environment { message: format!("{} cannot go on: {cause}", self.name) };
         let mut replies: Vec<ToolReply> = Vec::new();
         let mut next = self.worker.poll();
-        while let Some(reply) = next.map_err(|failure| gone(&failure.cause))? {
-            replies.push(serde_json::from_slice(&reply).map_err(|error| gone(&error.to_string()))?);
+        let end = loop {
+            match next {
+                Ok(Some(reply)) => match serde_json::from_slice(&reply) {
+                    Ok(reply) => replies.push(reply),
+                    Err(error) => break Some(error.to_string()),
+                },
+                Ok(None) => break None,
+                Err(failure) => break Some(failure.cause),
+            }
             next = self.worker.reply_at_hand();
+        };
+        if !replies.is_empty() {
+            self.num_ends = 0;
         }
         replies.iter().for_each(|reply| self.give_up(reply.id));
+        if let Some(cause) = end {
+            self.replace(cause)?;
+        }
+        replies.extend(self.unserved.drain(..).map(|(id, reason)| ToolReply::lost(id, reason)));
         self.watch(!replies.is_empty())?;
         Ok(replies)
+    }
+
+    /// Starts another process in place of one that is gone with this cause.
+    fn replace(&mut self, mut cause: String) -> Result<()> {
+        let reason = format!("{} has ended: {cause}", self.name);
+        self.unserved.extend(self.asked.drain().map(|(id, _)| (id, reason.clone())));
+        self.lost.extend(self.kept.drain().map(|trajectory| (trajectory, reason.clone())));
+        loop {
+            self.num_ends += 1;
+            let failed = |message: &str| Error::ToolService {
+                name: self.name,
+                num_failures: self.num_ends,
+                message: message.to_owned(),
+            };
+            if self.num_ends >= MAX_ENDS {
+                return Err(failed(&cause));
+            }
+            tracing::warn!("{} is replaced, what it was asked for is masked: {cause}", self.name);
+            let again = started(&self.program).map_err(|failure| failed(&failure.cause));
+            let again = again.and_then(|(mut worker, parent)| Ok((first_reply(&mut worker, &failed)?, worker, parent)));
+            match again {
+                Ok((loaded, worker, parent)) if loaded == self.loaded => {
+                    (self.worker, self._parent) = (worker, parent);
+                    return Ok(());
+                }
+                Ok(_) => {
+                    return Err(failed("its files have changed: tools are no longer those that the run began with"));
+                }
+                Err(Error::ToolService { message, .. }) => cause = message,
+                Err(error) => return Err(error), // a stop
+            }
+        }
     }
 
     /// Counts the time in which replies are looked for. That between two looks counts up to a heartbeat: nobody reads them while the trainer
@@ -155,6 +211,38 @@ impl ToolWorker {
     pub fn wait_any(workers: &[&Self], limit: Duration) {
         let workers: Vec<&RewardWorker> = workers.iter().map(|worker| &worker.worker).collect();
         RewardWorker::wait_any(&workers, limit.min(BEAT));
+    }
+}
+
+/// A process of a thread that lives as long as the sender, since the process would die with it.
+fn started(program: &Program) -> Result<(RewardWorker, Sender<()>), RewardFailure> {
+    let (parent, end) = channel::<()>();
+    let (started, worker) = channel();
+    let program = program.clone();
+    let work = move || {
+        let _ = started.send(RewardWorker::start(&program));
+        let _ = end.recv();
+    };
+    let thread = std::thread::Builder::new().name("tools".into()).spawn(work);
+    let failed = |what: String| RewardFailure::new(FailureKind::Died, what);
+    thread.map_err(|error| failed(format!("no thread for it: {error}")))?;
+    let worker = worker.recv().map_err(|_| failed("its thread ended".to_owned()))??;
+    Ok((worker, parent))
+}
+
+/// The answer to the first request, which loads tools.
+fn first_reply(worker: &mut RewardWorker, refuse: &dyn Fn(&str) -> Error) -> Result<Vec<u8>> {
+    worker.send(&frame(&json!({"id": 0})));
+    let end = Instant::now() + START;
+    loop {
+        phase::beat();
+        match worker.receive(end.min(Instant::now() + BEAT)) {
+            Ok(Some(reply)) => return Ok(reply),
+            Ok(None) if phase::stop_requested() => return Err(Error::StoppedEarly),
+            Ok(None) if Instant::now() >= end => return Err(refuse(&worker.overdue().cause)),
+            Ok(None) => {}
+            Err(failure) => return Err(refuse(&failure.cause)),
+        }
     }
 }
 

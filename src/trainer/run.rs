@@ -16,7 +16,7 @@ use crate::train::Policy;
 
 impl Trainer {
     /// Runs a loop of the caller's own over this trainer, so that its failure reaches all ranks: none is left waiting in a collective.
-    /// Where rewards failed for good, what was reached is saved. Collective over the world.
+    /// Where rewards or tools failed for good, what was reached is saved. Collective over the world.
     ///
     /// # Errors
     /// The first failure of any rank, panics included.
@@ -150,7 +150,7 @@ impl Trainer {
         self.saver.save(&self.world, self.model.saved_models(self.config.objective.sync_ref_model), state)
     }
 
-    /// Saves what was reached, if `error` is that rewards failed for good or tell nothing; gives `error` back. Collective over the
+    /// Saves what was reached, if `error` is that rewards or tools failed for good or tell nothing; gives `error` back. Collective over the
     /// world.
     fn save_without_rewards<R>(&mut self, error: Error) -> Result<R> {
         if error.exit_code() == ExitCode::RewardService || matches!(error, Error::NoSignal { .. }) {

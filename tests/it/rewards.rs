@@ -3,5 +3,6 @@
 mod endpoint;
 mod math;
 mod processes;
+mod readable;
 mod runs;
 pub mod sandbox;

@@ -170,6 +170,60 @@ def called(completions, **columns):
     assert!((value("reward") - value("tools/call_frequency")).abs() < 0.05, "{:?}", lines[0]);
 }
 
+/// The process that all tools are forked from is killed, by one of them here: what ran then is masked, and the run goes on with another
+/// process. Where that happens again and again, what was reached is saved.
+#[test]
+fn a_killed_process_of_tools_costs_its_trajectories_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    let text = r#"
+import os, pathlib, signal, time
+once, always = (pathlib.Path(__file__).with_name(name) for name in ("once", "always"))
+
+def add(a: int, b: int) -> int:
+    """
+    Adds.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    try:
+        once.rename(once.with_name("done"))
+        is_first = True
+    except FileNotFoundError:
+        is_first = False
+    if is_first or always.exists():
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+    return a + b
+
+def called(completions, trainer_state, **columns):
+    if trainer_state.global_step > 0 and once.with_name("may").exists():
+        always.touch()
+    return [float(len(messages) > 1) for messages in completions]
+"#;
+    fs::write(&file, text).unwrap();
+    fs::write(folder.path().join("once"), "").unwrap();
+    let (mine, output) = (file.display(), folder.path().join("run"));
+    let keys = format!("tools=[\"{mine}:add\"] reward_funcs=[\"{mine}:called\"] reward_weights=[]");
+    let ended = run(&format!("{CALCULATOR} {keys} output_dir={}", output.display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("the process of the tools is replaced"), "{}", ended.stderr);
+    let lines = metrics(&output);
+    let value = |metric: &str| lines[0][metric].as_f64().unwrap();
+    assert!(value("tools/num_failed") >= 1.0 && value("tools/call_frequency") > 0.0, "{:?}", lines[0]);
+    assert_eq!(value("rewards/num_failed"), value("tools/num_failed"), "{:?}", lines[0]);
+
+    fs::write(folder.path().join("may"), "").unwrap();
+    let output = folder.path().join("saved");
+    let ended = run(&format!("{CALCULATOR} {keys} --nproc 2 max_steps=6 output_dir={}", output.display()));
+    let times = "the process of the tools has ended 3 times in a row with no answer in between";
+    assert!(ended.code == Some(14) && ended.stderr.contains(times), "{}", ended.stderr);
+    let mut names = fs::read_dir(&output).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(names.any(|name| name.starts_with("checkpoint-")), "{}", ended.stderr);
+}
+
 /// Environments by the row's column, in a process each; ranks that share an engine begin a group when its environments are open.
 #[test]
 fn environments_give_rewards_and_reach_those_of_others() {

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::MemfdFlags;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, explained};
 
 /// Most ways in which a world can be divided into groups, the world group included.
 pub(in crate::dist) const PARTITIONS: usize = 10;
@@ -75,7 +75,10 @@ impl Segment {
     pub(in crate::dist) fn create(num_ranks: usize, slot_bytes: usize, run: u64) -> Result<(Self, File)> {
         let bytes = total_bytes(num_ranks, slot_bytes);
         let failed = |error: std::io::Error| Error::Environment {
-            message: format!("shared memory of {bytes} bytes for collectives of {num_ranks} ranks: {error}"),
+            message: format!(
+                "shared memory of {bytes} bytes for collectives of {num_ranks} ranks: {}",
+                explained(&error)
+            ),
         };
         let file = rustix::fs::memfd_create(c"colo-grpo-world", MemfdFlags::CLOEXEC);
         let file = File::from(file.map_err(|error| failed(error.into()))?);

@@ -10,6 +10,7 @@ mod tests;
 use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
+use serde_json::{Map, Value};
 use tests::Test;
 
 use super::protocol::{CodeRequest, Reply, read_frame, write_frame};
@@ -68,19 +69,28 @@ fn serve_with(
     Ok(())
 }
 
-/// The share of tests that the completion's program passes; 0 without a program.
+/// Whether a row's tests ask for nothing: a program that does nothing would pass them all.
+pub(super) fn ask_for_nothing(columns: &Map<String, Value>, tests_column: &str) -> bool {
+    tests::read(columns, tests_column).is_ok_and(|tests| tests.iter().all(Test::accepts_silence))
+}
+
+/// The share of tests that the completion's program passes; 0 without a program, and for one that passes none but those that a
+/// program passes which does nothing.
 fn score(sandbox: &Sandbox, completion: &str, tests: &[Test], settings: &CodeConfig) -> Result<f64, String> {
     let Some(program) = program(completion) else { return Ok(0.0) };
     let deadline = Instant::now() + Duration::from_secs_f64(settings.timeout_s);
-    let mut num_passed = 0;
+    let (mut num_passed, mut does_something) = (0, false);
     for test in tests {
         if Instant::now() >= deadline {
             break;
         }
         let run = sandbox.run(&program, test.input.as_bytes(), deadline)?;
-        num_passed += usize::from(run.succeeded && test.accepts(&run.output));
+        if run.succeeded && test.accepts(&run.output) {
+            num_passed += 1;
+            does_something |= !test.accepts_silence();
+        }
     }
-    Ok(num_passed as f64 / tests.len() as f64)
+    Ok(if does_something { num_passed as f64 / tests.len() as f64 } else { 0.0 })
 }
 
 /// The last complete block between fences of three back-ticks.

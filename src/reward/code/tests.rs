@@ -16,6 +16,11 @@ impl Test {
         let lines = |text: &str| text.trim_end().lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>();
         lines(&output) == lines(&self.expected)
     }
+
+    /// Whether a program passes it that writes nothing.
+    pub fn accepts_silence(&self) -> bool {
+        self.accepts(b"")
+    }
 }
 
 /// The tests in `columns[column]`: a list of `{input, output}`; `{inputs, outputs}`, as APPS and verl have it; either under

@@ -9,6 +9,9 @@ use crate::error::{Error, Result};
 use crate::tools::process::{CallResult, ToolReply};
 use crate::types::{EnvironmentEnd, Prompt, Trajectory};
 
+/// Characters of an answer that a warning shows.
+const SHOWN_CHARS: usize = 1000;
+
 impl Conversations {
     /// Takes in what a process has replied.
     pub(super) fn take(&mut self, reply: ToolReply) -> Result<()> {
@@ -98,9 +101,10 @@ impl Conversations {
         self.stats.num_answers += 1;
         self.stats.seconds += reply.seconds;
         self.stats.max_seconds = self.stats.max_seconds.max(reply.seconds);
+        let is_lost = reply.is_lost();
         let results = match reply.error {
             None => reply.results,
-            Some(error) if conversation.environment.is_some() => {
+            Some(error) if conversation.environment.is_some() || is_lost => {
                 self.stats.num_calls += names.len();
                 self.stats.num_failures += names.len();
                 conversation.failure = Some(error);
@@ -120,10 +124,9 @@ impl Conversations {
         let failed = || names.iter().zip(&results).filter(|(_, result)| result.failed);
         self.stats.num_failures += failed().count();
         if let Some((name, result)) = failed().next().filter(|_| !std::mem::replace(&mut self.has_warned, true)) {
-            tracing::warn!(
-                "a call of the tool {name} failed; the model was told {}; this is said once",
-                result.content
-            );
+            let told: String = result.content.chars().take(SHOWN_CHARS).collect();
+            let cut = if told.len() < result.content.len() { " .." } else { "" };
+            tracing::warn!("a call of the tool {name} failed; the model was told {told}{cut}; this is said once");
         }
         let answers: Vec<(&str, String)> =
             names.iter().map(String::as_str).zip(results.into_iter().map(|result| result.content)).collect();
@@ -150,13 +153,11 @@ impl Conversations {
             message["tool_call_id"] = format!("call{index:05}").into(); // as long as Mistral's templates ask for
             message
         });
-        let ended = trajectory.clone();
-        self.turns.append(&mut trajectory, &numbered.collect::<Vec<_>>(), step)?;
-        let num_tokens = trajectory.token_ids.len();
         let TurnLimits { max_completion_length, max_model_length } = self.limits;
-        if num_tokens > max_completion_length || conversation.prompt_len + num_tokens >= max_model_length {
+        let limit = max_completion_length.min(max_model_length.saturating_sub(conversation.prompt_len + 1));
+        if !self.turns.append(&mut trajectory, &numbered.collect::<Vec<_>>(), step, limit)? {
             self.stats.num_overlong += 1;
-            self.end(key, conversation, &ended);
+            self.end(key, conversation, &trajectory);
             return Ok(());
         }
         conversation.messages.extend(messages);
@@ -201,7 +202,7 @@ impl Conversations {
         if let Some(failure) = &end.failure {
             self.stats.num_failed += 1;
             if !std::mem::replace(&mut self.has_failed, true) {
-                tracing::warn!("an environment is lost, its completion is masked: {failure}; this is said once");
+                tracing::warn!("a trajectory is lost, its completion is masked: {failure}; this is said once");
             }
             self.loss.get_or_insert_with(|| failure.clone());
         }

@@ -242,3 +242,19 @@ fn a_reward_that_cannot_be_started_is_refused_with_its_key() {
         assert!(!Path::new(&folder.path().join("refused")).exists(), "{rewards}");
     }
 }
+
+/// A program that does nothing would be right.
+#[test]
+fn rows_whose_tests_expect_nothing_are_refused_by_their_number() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = folder.path().join("rows.jsonl");
+    let tests = |outputs: [&str; 2]| serde_json::json!({"inputs": ["1", "2"], "outputs": outputs}).to_string();
+    let row = |outputs| serde_json::json!({"prompt": "1 + 1 = ", "tests": tests(outputs)}).to_string() + "\n";
+    fs::write(&rows, row(["", "2"]) + &row(["1", ""]) + &row([" \n", ""])).unwrap();
+    let keys = format!(
+        "{SMALL_RUN} reward_funcs=[\"code\"] reward_weights=[] train_file={} output_dir={}/run",
+        rows.display(),
+        folder.path().display()
+    );
+    run(&keys).assert_error(&keys, 3, &["rows.jsonl: row 3: every test expects an empty output"]);
+}

@@ -23,11 +23,11 @@ pub const NAMESPACES: [SandboxLayer; 4] = [
 ];
 
 /// Time limits for programs that end and for those that do not, in seconds.
-const PATIENT_S: f64 = 20.0;
+pub const PATIENT_S: f64 = 20.0;
 const HASTY_S: f64 = 0.5;
 
 /// A worker with its pipes.
-struct Sandbox(Child);
+pub struct Sandbox(Child);
 
 impl Sandbox {
     fn new(may_lack: &[SandboxLayer], timeout_s: f64, around: impl FnOnce(&mut Command)) -> Self {
@@ -40,15 +40,24 @@ impl Sandbox {
         timeout_s: f64,
         around: impl FnOnce(&mut Command),
     ) -> Self {
+        // Without a root of its own the program is nobody, who reads no interpreter in a home folder.
+        let is_bare = !may_lack.is_empty() && Path::new("/usr/bin/python3").exists();
+        let python = Path::new(if is_bare { "/usr/bin/python3" } else { "python3" });
+        Self::of(python, readable, (may_lack, timeout_s), around)
+    }
+
+    fn of(
+        python: &Path,
+        readable: &[PathBuf],
+        (may_lack, timeout_s): (&[SandboxLayer], f64),
+        around: impl FnOnce(&mut Command),
+    ) -> Self {
         let mut settings = RewardConfig::default().code;
         settings.readable = readable.to_vec();
         settings.timeout_s = timeout_s;
         settings.memory_bytes = 256 << 20;
         settings.may_lack = may_lack.to_vec();
-        // Without a root of its own the program is nobody, who reads no interpreter in a home folder.
-        if !may_lack.is_empty() && Path::new("/usr/bin/python3").exists() {
-            settings.command.0[0] = "/usr/bin/python3".to_owned();
-        }
+        settings.command.0[0] = python.display().to_string();
         let mut worker = command("sandbox-worker");
         worker.arg(serde_json::to_string(&settings).unwrap()).stdin(Stdio::piped());
         around(&mut worker);
@@ -57,7 +66,12 @@ impl Sandbox {
 
     /// Where this machine allows every layer; else its refusal is checked, and said.
     fn complete(timeout_s: f64) -> Option<Self> {
-        let mut sandbox = Self::new(&[], timeout_s, |_| ());
+        Self::complete_with(Path::new("python3"), timeout_s)
+    }
+
+    /// The same with an interpreter of its own.
+    pub fn complete_with(python: &Path, timeout_s: f64) -> Option<Self> {
+        let mut sandbox = Self::of(python, &[], (&[], timeout_s), |_| ());
         let Err(refusal) = sandbox.ask(&[], json!({})) else { return Some(sandbox) };
         println!("not every layer is allowed here, so that its refusal is tested alone: {refusal}");
         assert!(refusal.starts_with("the sandbox lacks ") && refusal.contains("reward.code.may_lack"), "{refusal}");
@@ -107,7 +121,7 @@ impl Sandbox {
     }
 
     /// The share of tests, pairs of input and output, that the program passes.
-    fn score(&mut self, program: &str, tests: &[(&str, &str)]) -> f64 {
+    pub fn score(&mut self, program: &str, tests: &[(&str, &str)]) -> f64 {
         let tests: Vec<Value> = tests.iter().map(|(input, output)| json!({"input": input, "output": output})).collect();
         let completion = format!("Here it is:\n```python\n{program}\n```\n");
         self.ask(&[completion], json!({"tests": tests})).unwrap()[0]
@@ -217,7 +231,7 @@ const ATTEMPTS: &[(&str, &[&str])] = &[
             "call('inotify_add_watch', 0, b'/etc', 2)",
             "call('fanotify_init', 0, 0)",
             "fcntl.fcntl(os.open('/usr', 0), 1026, 1)",
-            "fcntl.flock(open('/proc/self/stat' if os.path.exists('/proc/self/stat') else '/usr/bin/env'), 2)",
+            "fcntl.flock(open(os.__file__), 2)",
         ],
     ),
     ("signals", &["os.kill(os.getppid(), 9)", "os.kill(-1, 9)", "os.killpg(0, 9)", "os.setsid()"]),
@@ -247,6 +261,24 @@ const ATTEMPTS: &[(&str, &[&str])] = &[
             "os.memfd_create('x')",
         ],
     ),
+    (
+        "memory of the kernel that counts towards no limit",
+        &[
+            "system_call(444, None, 0, 1)",
+            "system_call(444, (ctypes.c_uint64 * 3)(1, 1, 0), 24, 0)",
+            "system_call(446, -1, 0)",
+            "system_call(447, 0)",
+            "system_call(470, 0)",
+            "call('prctl', 78, 1, 1 << 16, 0, 0)",
+            "call('prctl', 22, 1, 0, 0, 0)",
+            "system_call(317 if os.uname().machine == 'x86_64' else 277, 0, 0, 0)",
+            "fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)",
+            "fcntl.fcntl(open('main.py'), 37, bytes(32))",
+            "timers()",
+            "fcntl.ioctl(0, 0x8901, 0)",
+            "fcntl.ioctl(os.open('/usr/lib', 0), 0x80086601, bytes(8))",
+        ],
+    ),
     ("descriptors", &["assert not any(map(is_open, range(3, 64))); raise OSError"]),
     ("environment", &["assert set(os.environ) <= {'LC_CTYPE'}; raise OSError"]),
 ];
@@ -257,6 +289,12 @@ import ctypes, fcntl, os, resource, socket, subprocess, threading, time
 
 def call(name, *given):
     if getattr(ctypes.CDLL(None), name)(*given) == -1: raise OSError
+
+def system_call(number, *given):
+    if ctypes.CDLL(None).syscall(number, *given) == -1: raise OSError
+
+def timers():
+    for _ in range(1000): call('timer_create', 1, None, ctypes.byref(ctypes.c_void_p()))
 
 def is_open(fd):
     try: os.fstat(fd)
@@ -303,6 +341,12 @@ fn tries_to_escape(mut sandbox: Sandbox, may_write: bool) {
     assert!(datagram.recv(&mut [0]).is_err(), "a datagram came through");
     let event_loop = "import asyncio\nasyncio.run(asyncio.sleep(0))\nprint('woken')";
     assert_eq!(sandbox.score(event_loop, &[("", "woken")]), 1.0, "an event loop's own pair of sockets");
+    // The kernel would refuse a lock to write on a file that is open to read.
+    let locks = "import fcntl\nfcntl.lockf(open('main.py'), fcntl.LOCK_EX)\nprint('locked')";
+    assert_eq!(sandbox.score(locks, &[("", "locked")]), 1.0, "a lock of which the kernel keeps nothing");
+    let kept = "import sqlite3\nkept = sqlite3.connect('kept')\nkept.execute('create table t (x)')\nkept.execute('insert into t values (7)')\n\
+                kept.commit()\nprint(sqlite3.connect('kept').execute('select x from t').fetchone()[0])";
+    assert!(!may_write || sandbox.score(kept, &[("", "7")]) == 1.0, "a data base that asks for locks");
 
     let forged = r#"
 import os, struct
@@ -312,7 +356,7 @@ for fd in range(64):
     except OSError: pass
 "#;
     assert_eq!(sandbox.score(forged, &[("", "what nobody knows")]), 0.0, "its own reward");
-    assert_eq!(sandbox.score("open('left', 'w')", &[("", "")]), f64::from(may_write));
+    assert_eq!(sandbox.score("open('left', 'w'); print(1)", &[("", "1")]), f64::from(may_write));
     assert_eq!(
         sandbox.score("import os\nprint(os.listdir('.'))", &[("", "['main.py']")]),
         1.0,
@@ -326,12 +370,12 @@ fn leaves_things_behind(mut sandbox: Sandbox, may_write: bool) {
     let outside = folder.path().join("outside");
     std::fs::write(&outside, "as it was").unwrap();
     let link = format!(
-        "import os\nos.remove('main.py')\nos.symlink({outside:?}, 'main.py')\ntry: os.chmod('.', 0o500)\nexcept OSError: pass"
+        "import os\nos.remove('main.py')\nos.symlink({outside:?}, 'main.py')\ntry: os.chmod('.', 0o500)\nexcept OSError: pass\nprint(1)"
     );
-    let locked = "import os\nos.mkdir('a', 0o700)\nopen('a/b', 'w')\nos.mkdir('c', 0o300)\nopen('c/d', 'w')";
-    let nested = "import os\nfor _ in range(5000): os.mkdir('d'); os.chdir('d')";
+    let locked = "import os\nos.mkdir('a', 0o700)\nopen('a/b', 'w')\nos.mkdir('c', 0o300)\nopen('c/d', 'w')\nprint(1)";
+    let nested = "import os\nfor _ in range(5000): os.mkdir('d'); os.chdir('d')\nprint(1)";
     for (program, score) in [(&*link, f64::from(may_write)), (locked, f64::from(may_write)), (nested, 0.0)] {
-        assert_eq!(sandbox.score(program, &[("", "")]), score, "{program}");
+        assert_eq!(sandbox.score(program, &[("", "1")]), score, "{program}");
         assert_eq!(sandbox.score("import os\nprint(os.listdir('.'))", &[("", "['main.py']")]), 1.0, "{program}");
     }
     assert_eq!(std::fs::read_to_string(&outside).unwrap(), "as it was");
@@ -402,4 +446,31 @@ fn layers_that_are_missing_are_named_and_refused() {
         assert!(refusal.contains(&format!("{} (Operation not permitted", layer.name())), "{refusal}");
     }
     assert!(!refusal.contains("user_namespace"), "{refusal}");
+}
+
+/// Limits of this machine that are lower than the sandbox's own are kept; those below what a key promises are named.
+#[test]
+fn a_machine_with_lower_limits_is_served_or_named() {
+    let limited = |resource: libc::__rlimit_resource_t, most: u64| {
+        move |command: &mut Command| {
+            let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+            // SAFETY: the limit outlives the call.
+            let set = move || match unsafe { libc::setrlimit(resource, &raw const limit) } {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            };
+            // SAFETY: one system call on a number that was made before the fork.
+            unsafe { command.pre_exec(set) };
+        }
+    };
+    if Sandbox::complete(PATIENT_S).is_none() {
+        return;
+    }
+    let mut small_files = Sandbox::new(&[], PATIENT_S, limited(libc::RLIMIT_FSIZE, 1 << 20));
+    let big = "open('big', 'wb').write(bytes(900 << 10))\nprint(1)";
+    assert_eq!(small_files.score(big, &[("", "1")]), 1.0);
+    assert_eq!(small_files.score(&big.replace("900", "2000"), &[("", "1")]), 0.0);
+    let mut little_time = Sandbox::new(&[], PATIENT_S, limited(libc::RLIMIT_CPU, 10));
+    let refusal = little_time.ask(&[], json!({})).unwrap_err();
+    assert!(refusal.contains("ulimit -t allows 10") && refusal.contains("reward.code.timeout_s"), "{refusal}");
 }

@@ -95,7 +95,7 @@ fn a_save_that_cannot_be_written_leaves_the_old_ones() {
     for how in ["save_async=true", "save_async=false"] {
         let more = format!("{line} max_steps=3 resume_from_checkpoint=latest {how}");
         let ended = run_after("ulimit -f 4096", &more);
-        ended.assert_error(how, 12, &["checkpoint-2.tmp", "File too large"]);
+        ended.assert_error(how, 12, &["checkpoint-2.tmp", "File too large", "as ulimit -f says; raise it"]);
         let mut names: Vec<String> = fs::read_dir(folder.path().join("run"))
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -201,7 +201,15 @@ fn ranks_need_no_room_in_dev_shm() {
 fn shared_memory_that_cannot_be_had_is_said_before_the_launch() {
     let folder = tempfile::tempdir().unwrap();
     let ended = run_after("ulimit -f 1024", &format!("--nproc 2 {SMALL_RUN} {}", out(folder.path())));
-    ended.assert_error("limit", 4, &["shared memory of ", " bytes for collectives of 2 ranks: File too large"]);
+    ended.assert_error(
+        "limit",
+        4,
+        &[
+            "shared memory of ",
+            " bytes for collectives of 2 ranks: File too large",
+            "524288 bytes, as ulimit -f says; raise it",
+        ],
+    );
 }
 
 /// 33: metrics.jsonl is the truth; a destination beside it may fail.

@@ -1,0 +1,195 @@
+//! The paths that a program in the sandbox can read: a list, made once, of which nothing is left out.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
+use std::process::Command;
+
+use crate::config::CodeConfig;
+
+/// Libraries of the system, and what they read, for every program.
+const LIBRARIES: [&str; 8] =
+    ["/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"];
+/// What other interpreters than Python read beside them: nobody can ask these for their paths.
+const OTHERS: [&str; 8] =
+    ["/usr/bin", "/usr/sbin", "/bin", "/sbin", "/usr/libexec", "/usr/local/lib", "/usr/share", "/etc/alternatives"];
+/// Most links that a path may lead through, as for the kernel.
+const MAX_LINKS: usize = 40;
+
+/// Asks a Python for its executable and, line by line, for the paths that are its own: the standard library, the packages of its
+/// environment, that environment's settings and the libraries of its installation. Folders that somebody's `.pth` file adds to
+/// `sys.path` are not among them.
+const QUESTION: &str = r#"
+import glob, os, site, sys, sysconfig
+lib = os.path.join(sys.base_prefix, "lib")
+installed = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+own = [sysconfig.get_path(name, vars=installed) for name in ("stdlib", "platstdlib")]
+own += [path for path in site.getsitepackages() if path in sys.path]
+own += [path for path in sys.path if os.path.basename(path) == "python%d%d.zip" % sys.version_info[:2]]
+if sys.prefix != sys.base_prefix:
+    own += [os.path.join(folder, "pyvenv.cfg") for folder in (sys.prefix, os.path.dirname(sys.executable))]
+own += [lib] if os.path.isdir(os.path.join(sys.base_prefix, "conda-meta")) else glob.glob(os.path.join(glob.escape(lib), "*.so*"))
+print(sys.executable, *own, sep="\n")
+"#;
+
+/// What a program can read.
+#[derive(Debug)]
+pub struct Readable {
+    /// The interpreter's path.
+    pub(super) interpreter: PathBuf,
+    /// Files and folders without a link on the way, and the links that lead to them; a folder before what is below it. A link shows
+    /// nothing but where it leads.
+    paths: Vec<PathBuf>,
+}
+
+impl Readable {
+    /// Finds the interpreter and lists its paths, the system's and those of `reward.code.readable`.
+    ///
+    /// # Errors
+    /// An interpreter that is not there, or does not say where it is; what is to be readable and is not there.
+    pub fn new(settings: &CodeConfig) -> Result<Self, String> {
+        let name = &settings.command.0[0];
+        let is_python = Path::new(name).file_name().is_some_and(|file| file.to_string_lossy().starts_with("python"));
+        let (interpreter, own) = if is_python { ask_python(name)? } else { find_program(name)? };
+        let system = LIBRARIES.iter().chain(OTHERS.iter().filter(|_| !is_python)).map(PathBuf::from);
+        let mut paths = BTreeSet::new();
+        for path in system.chain([interpreter.clone()]).chain(own) {
+            let _ = follow(&path, &mut paths); // of a list of what there may be
+        }
+        for path in &settings.readable {
+            let failed = |error| format!("reward.code.readable: {}: {error}", path.display());
+            follow(path, &mut paths).map_err(failed)?;
+        }
+        Ok(Self { interpreter, paths: paths.into_iter().collect() })
+    }
+
+    /// All paths, links among them.
+    pub fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// Files and folders alone.
+    pub(super) fn without_links(&self) -> impl Iterator<Item = &PathBuf> {
+        self.paths.iter().filter(|path| !path.is_symlink())
+    }
+
+    /// The path of the list by which a program could read `path`, or would once it is there. Files are compared by what they are,
+    /// so that no other name for them, by links or mounts, hides one.
+    pub fn shows(&self, path: &Path) -> Option<&Path> {
+        let path = std::path::absolute(path).ok()?;
+        let there = path.ancestors().find_map(|path| path.canonicalize().ok())?;
+        let above: Vec<_> = there.ancestors().filter_map(identity).collect();
+        self.without_links().find(|shown| identity(shown).is_some_and(|it| above.contains(&it))).map(PathBuf::as_path)
+    }
+}
+
+/// Device and number of a file.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    path.metadata().ok().map(|file| (file.dev(), file.ino()))
+}
+
+/// Adds a path to `found` as it is without links, and each link that leads there.
+fn follow(path: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<()> {
+    let mut real = PathBuf::from("/");
+    let parts =
+        |path: &Path| path.components().rev().map(|part| part.as_os_str().to_owned()).collect::<Vec<OsString>>();
+    let (mut left, mut links) = (parts(&std::path::absolute(path)?), Vec::new());
+    while let Some(part) = left.pop() {
+        match Path::new(&part).components().next() {
+            Some(Component::RootDir) => real = PathBuf::from("/"),
+            Some(Component::ParentDir) => drop(real.pop()),
+            Some(Component::Normal(name)) => {
+                let next = real.join(name);
+                match fs::read_link(&next) {
+                    Ok(_) if links.len() >= MAX_LINKS => return Err(io::Error::from_raw_os_error(libc::ELOOP)),
+                    Ok(target) => {
+                        left.extend(parts(&target));
+                        links.push(next);
+                    }
+                    Err(_) => real = next,
+                }
+            }
+            _ => {}
+        }
+    }
+    real.metadata()?;
+    found.extend(links);
+    found.insert(real);
+    Ok(())
+}
+
+/// A Python's path and what else is its own. What is found by its name may be a link, a script or a virtual environment.
+fn ask_python(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
+    let output = Command::new(name).args(["-I", "-c", QUESTION]).output();
+    let output = output.map_err(|error| format!("reward.code.command: {name}: {error}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let mut lines = text.lines().map(PathBuf::from).filter(|path| path.is_absolute());
+    let executable = lines.next().ok_or_else(|| {
+        let said = String::from_utf8_lossy(&output.stderr);
+        format!("reward.code.command: {name} does not say where it is: {}", said.trim())
+    })?;
+    Ok((executable, lines.collect()))
+}
+
+/// The path of a program that the variable PATH leads to.
+fn find_program(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    let candidates = std::env::split_paths(&folders).map(|folder| folder.join(name));
+    let is_program =
+        |path: &PathBuf| path.metadata().is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
+    let found = candidates.chain([PathBuf::from(name)]).find(is_program).and_then(|path| path.canonicalize().ok());
+    let found = found.ok_or_else(|| format!("reward.code.command: no program {name}"))?;
+    Ok((found, Vec::new()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn links_are_listed_beside_where_they_lead_and_show_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        fs::create_dir_all(root.join("installed/3.11.9/bin")).unwrap();
+        fs::write(root.join("installed/3.11.9/bin/python3"), "").unwrap();
+        fs::write(root.join("answers"), "").unwrap();
+        symlink("3.11.9", root.join("installed/3.11")).unwrap();
+        symlink("../installed/3.11/bin/python3", root.join("python")).unwrap();
+        fs::create_dir(root.join("here")).unwrap();
+        symlink(root.join("python"), root.join("here/python")).unwrap();
+        let mut found = BTreeSet::new();
+        follow(&root.join("here/../here/python"), &mut found).unwrap_err(); // ../installed leads out of the folder
+        fs::remove_file(root.join("python")).unwrap();
+        symlink("installed/3.11/bin/python3", root.join("python")).unwrap();
+        follow(&root.join("here/../here/python"), &mut found).unwrap();
+        let expected = ["here/python", "installed/3.11", "installed/3.11.9/bin/python3", "python"];
+        assert_eq!(found.iter().collect::<Vec<_>>(), expected.map(|path| root.join(path)).iter().collect::<Vec<_>>());
+        let readable = Readable { interpreter: PathBuf::new(), paths: found.into_iter().collect() };
+        let python = root.join("installed/3.11.9/bin/python3");
+        assert_eq!(readable.shows(&root.join("here/python")), Some(&*python));
+        for hidden in ["answers", "installed/3.11/lib", "installed", "here", ""] {
+            assert_eq!(readable.shows(&root.join(hidden)), None, "{hidden}");
+        }
+        symlink("loop", root.join("loop")).unwrap();
+        assert!(follow(&root.join("loop"), &mut BTreeSet::new()).is_err());
+    }
+
+    #[test]
+    fn what_is_below_a_readable_folder_is_shown_under_any_name_and_before_it_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        fs::create_dir_all(root.join("packages/data")).unwrap();
+        fs::write(root.join("packages/data/tests.jsonl"), "").unwrap();
+        symlink("packages/data/tests.jsonl", root.join("train.jsonl")).unwrap();
+        let readable = Readable { interpreter: PathBuf::new(), paths: vec![root.join("packages")] };
+        for path in ["packages", "packages/data/tests.jsonl", "train.jsonl", "packages/run/checkpoint-1"] {
+            assert_eq!(readable.shows(&root.join(path)), Some(&*root.join("packages")), "{path}");
+        }
+        assert_eq!(readable.shows(&root.join("run")), None);
+    }
+}
