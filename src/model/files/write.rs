@@ -162,7 +162,7 @@ impl WeightWriter {
         });
         let infos: Vec<_> = infos.collect();
         let starts: Vec<_> = infos.iter().map(|(_, info)| info.data_offsets.0).collect();
-        let header = encode_header(infos);
+        let header = encode_header(infos, TORCH_FORMAT);
         for (tensor, start) in tensors.iter().zip(starts) {
             self.places.insert(tensor.name.clone(), (self.shards.len(), (header.len() + start) as u64));
         }
@@ -219,11 +219,14 @@ fn split(tensors: impl Iterator<Item = Planned>, max_bytes: usize) -> Vec<Vec<Pl
     plan
 }
 
-/// Length and JSON header of tensors that follow one another, padded with spaces to a multiple of 8 bytes, so that the data
-/// starts aligned.
-pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>) -> Vec<u8> {
-    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let metadata = Metadata::new(Some(format), infos).expect("offsets are consecutive");
+/// The metadata by which libraries know a file of PyTorch's tensors.
+pub(crate) const TORCH_FORMAT: (&str, &str) = ("format", "pt");
+
+/// Length and JSON header of tensors that follow one another, with one entry of metadata, padded with spaces to a multiple of 8 bytes, so
+/// that the data starts aligned.
+pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>, (key, value): (&str, impl Into<String>)) -> Vec<u8> {
+    let entry = HashMap::from([(key.to_owned(), value.into())]);
+    let metadata = Metadata::new(Some(entry), infos).expect("offsets are consecutive");
     let mut json = serde_json::to_vec(&metadata).expect("plain strings and numbers");
     json.resize(json.len().next_multiple_of(8), b' ');
     [&(json.len() as u64).to_le_bytes()[..], &json].concat()
