@@ -196,7 +196,7 @@ class Campaign:
         life = self.folder / "life"
         before = shared_memory()
         started = Started(self.program, self.line, life)
-        event = disturb(started, random.Random(f"soak {self.seed} {len(self.events)}"))
+        event = disturb(started, random.Random(f"soak {self.seed} {self.folder.name} {len(self.events)}"))
         code, has_left = started.end(max(120, 4 * self.seconds))
         if event:
             at = event.pop("at")
