@@ -5,11 +5,12 @@
     scripts/soak.py PROGRAM OUT kills disk             # some parts
     scripts/soak.py PROGRAM OUT kills --size 10        # smaller; --minutes 30 bounds each part
 
-kills    a run of four processes is sent signals at random moments, resumed, and compared with an undisturbed run bit for bit (200)
+kills    runs of four processes in ten modes are sent signals at random moments, resumed, and compared with an undisturbed run bit for bit
+         (200 in all, or those of --modes)
 stops    ranks are stopped instead and must be found within their limit (20)
 disk     a small disk fills up at random moments, is emptied, and the run resumed (20)
-memory   resident memory of each rank over the steps of a tiny run, with its slope and the slope's standard error; held to what a
-         step's metrics take, which are kept (10,000)
+memory   resident memory of each rank over the steps of a tiny run that saves every 100, with its slope and the slope's standard error;
+         held to what a step's metrics take, which are kept (10,000)
 eight    a run of eight processes, two engines of tp 4, at each ZeRO stage, disturbed and compared as in kills (3 a stage); stages must
          leave the same weights, too
 matrix   every phase x every way to fail x two ranks; runs and saves killed again and again (tests that are not run otherwise)
@@ -32,11 +33,25 @@ KEPT_KB_A_STEP = 0.8
 RUN = (f"--nproc {NUM_RANKS} --config configs/tiny-cpu.toml tensor_parallel_size=2 per_device_train_batch_size=8 num_generations=4 "
        "max_steps=12 save_steps=1 save_total_limit=2 eval_steps=none eval_file=none log_completions=true learning_rate=2e-4 "
        "temperature=1.5")
+# Of the ways to run, those that are the same to the last bit each time. Engines sample ahead between two checkpoints only.
+SPLIT = "tensor_parallel_size=1 residency.optimizer=auto mode=split"
+MODES = {
+    "colocated": "",
+    "replicas": "tensor_parallel_size=1 zero.stage=0 residency.optimizer=resident",
+    "zero3": "zero.stage=3 beta=0.04",
+    "stages": "tensor_parallel_size=1 pipeline_parallel_size=2 zero.stage=3",
+    "partial": "oversample=0.5 partial_rollout=true",
+    "replace": "dynamic_sampling=replace",
+    "lora": "lora.r=4 learning_rate=1e-3",
+    "split": f"{SPLIT} split.rollout_gpus=2",
+    "ahead": f"{SPLIT} split.rollout_gpus=2 split.async_steps=1 save_steps=5",
+    "two-ahead": f"{SPLIT} split.rollout_gpus=1 split.async_steps=2 save_steps=6 per_device_train_batch_size=16 num_generations=4",
+}
 EIGHT = (f"{RUN.replace(f'--nproc {NUM_RANKS}', '--nproc 8').replace('tensor_parallel_size=2', 'tensor_parallel_size=4')} "
          "max_steps=6 residency.optimizer=swap")
 LIMITS = " ".join(f"heartbeat.{name}_s={STOP_LIMIT_S}" for name in ("timeout", "load", "checkpoint", "write"))
 TINY = ("--nproc 2 --config configs/tiny-cpu.toml tensor_parallel_size=2 per_device_train_batch_size=4 num_generations=4 "
-        "max_completion_length=4 reward.format_pattern=.*[0-4].* eval_steps=none eval_file=none save_steps=500 save_total_limit=1")
+        "max_completion_length=4 reward.format_pattern=.*[0-4].* eval_steps=none eval_file=none save_steps=100 save_total_limit=1")
 MATRIX = ["survive::matrix::the_whole_matrix", "survive::kills::a_run_killed_until_its_end_ends_like_an_undisturbed_one",
           "checkpoint::files::two_hundred_kills_leave_only_complete_checkpoints", "colocate::a_thousand_scopes_leave_memory_flat"]
 
@@ -181,7 +196,7 @@ class Campaign:
         life = self.folder / "life"
         before = shared_memory()
         started = Started(self.program, self.line, life)
-        event = disturb(started, random.Random(f"soak {self.seed} {len(self.events)}"))
+        event = disturb(started, random.Random(f"soak {self.seed} {self.folder.name} {len(self.events)}"))
         code, has_left = started.end(max(120, 4 * self.seconds))
         if event:
             at = event.pop("at")
@@ -271,9 +286,19 @@ def codes_after_kills(event):
 
 
 def kills(options, folder, size, deadline):
-    campaign = Campaign(options, folder, RUN, size, deadline)
-    campaign.run(signals(KILLS, campaign.seconds), codes_after_kills)
-    return campaign.times(NOTICED_LIMIT_S, GONE_LIMIT_S)
+    """Every mode in a folder of its own."""
+    rows, good = [], True
+    for place, mode in enumerate(options.modes):
+        own, rest = divmod(size, len(options.modes))
+        own += place < rest
+        if not own:
+            continue
+        campaign = Campaign(options, folder / mode, f"{RUN} {MODES[mode]}", own, deadline)
+        campaign.run(signals(KILLS, campaign.seconds), codes_after_kills)
+        of_mode, is_good = campaign.times(NOTICED_LIMIT_S, GONE_LIMIT_S)
+        rows += [(f"{mode}: {what}", value) for what, value in of_mode]
+        good = good and is_good
+    return rows, good
 
 
 def eight(options, folder, size, deadline):
@@ -464,12 +489,15 @@ def main():
     parser.add_argument("parts", nargs="*", metavar="part", help=" ".join(SIZES))
     parser.add_argument("--size", type=int, help="kills, stops, times that the disk fills up, or steps; each part's own without")
     parser.add_argument("--minutes", type=float, default=90, help="longest time of a part")
+    parser.add_argument("--modes", type=lambda names: names.split(","), default=list(MODES), help=f"of {','.join(MODES)}")
     parser.add_argument("--seed", default="0", help="other moments; campaigns of several machines add up as one")
     parser.add_argument("--tests", default=newest_tests(), help="the tests' program")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.parts) - set(SIZES):
         parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
+    if unknown := set(options.modes) - set(MODES):
+        parser.error(f"no mode is called {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
     options.program, out = str(pathlib.Path(options.program).resolve(strict=True)), options.out.resolve()
     parts = options.parts or list(SIZES)
     if not options.tests and {"matrix", "sandbox"} & set(parts):

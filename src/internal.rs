@@ -39,7 +39,7 @@ pub mod grpo {
     pub use crate::grpo::{EntropyControl, LossConfig, LossStats};
 }
 pub mod launch {
-    pub use crate::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, run, worker_command};
+    pub use crate::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, hold_signals, run, worker_command};
 }
 pub mod memory {
     pub use crate::memory::{Arena, HostPool, Ledger, MemoryKind, release_idle, settle};

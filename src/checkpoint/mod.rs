@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `config.json`, `*.safetensors`, `tokenizer*` | the policy as a Hugging Face model; of a LoRA run, adapters as PEFT's |
 //! | `reference/` | the reference model in the same form, where it follows the policy (`sync_ref_model`) |
-//! | `optimizer/rank_00000_of_00004.safetensors` | one rank's master weights and Adam moments, by parameter and range |
+//! | `optimizer/rank_00000_of_00004.safetensors` | one rank's master weights and Adam moments, by parameter and range, and the run and step that they are of |
 //! | `trainer_state.json` | step, data position, history, configuration |
 //! | `manifest.json` | sizes and SHA-256 of all of them; written last |
 //!
@@ -48,7 +48,7 @@ pub use manifest::written;
 pub use resume::{ResumeOptions, resume};
 pub use saver::Saver;
 pub use shared::check_shared;
-pub use state::{CarriedGroup, SavedConfig, TrainerState};
+pub use state::{CarriedGroup, SavedBatch, SavedConfig, TrainerState};
 pub use write::Models;
 pub use writers::{check_each_node, writes_folder};
 
@@ -224,7 +224,9 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] if the state is not that of this model, naming the file; what
     /// [`Policy::import_state`] returns. The policy is undefined then.
     pub fn restore(&self, policy: &mut Policy) -> Result<()> {
-        let files = ShardFiles::open(&self.folder, policy.trained_table(), &|param| policy.state_form(param))?;
+        let mark = Some(self.state.mark()).filter(|_| !self.state.run_id.is_empty());
+        let form = |param: &_| policy.state_form(param);
+        let files = ShardFiles::open(&self.folder, mark.as_deref(), policy.trained_table(), &form)?;
         policy.import_state(self.state.num_updates, &mut |unit, name, elements| files.read(unit, name, elements))
     }
 }

@@ -13,8 +13,8 @@ use super::writers::is_apart;
 use super::{Checkpoint, FINAL, TrainerState, find_latest, list};
 use crate::dist::{World, any_rank, first_text};
 use crate::error::{Error, Result};
-use crate::metrics::redact;
 use crate::model::is_model_folder;
+use crate::phase::redact;
 use crate::phase::{self, terminal};
 
 /// How often ranks that read meet those that wait for them.

@@ -1,5 +1,6 @@
 //! Saving beside training: tensors are copied to the host, a thread writes them while training goes on.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,8 +13,8 @@ use tch::{Device, Tensor};
 use super::folder;
 use super::write::{self, Models, OldCheckpoints, RankPart, Units};
 use super::writers::{Writers, common_state, is_apart};
-use super::{CheckpointOptions, TrainerState};
-use crate::dist::World;
+use super::{Checkpoint, CheckpointOptions, TrainerState};
+use crate::dist::{World, first_text};
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
 use crate::train::{ParamState, Policy, Reference};
@@ -25,15 +26,17 @@ const LOOK: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub struct Saver {
     options: CheckpointOptions,
+    run_id: String, // empty before the first save of a new run
     is_under_way: bool,
     in_flight: Option<InFlight>, // this rank's part of what is under way, if it has one
     old: Option<OldCheckpoints>, // removed once all nodes have what is under way, where each has a folder of its own
 }
 
 impl Saver {
-    /// A saver that has not written anything yet.
-    pub fn new(options: CheckpointOptions) -> Self {
-        Self { options, is_under_way: false, in_flight: None, old: None }
+    /// A saver that has not written anything yet, of a new run or of one that goes on from a checkpoint.
+    pub fn new(options: CheckpointOptions, resumed: Option<&Checkpoint>) -> Self {
+        let run_id = resumed.map(|checkpoint| checkpoint.state.run_id.clone()).unwrap_or_default();
+        Self { options, run_id, is_under_way: false, in_flight: None, old: None }
     }
 
     /// Where it saves.
@@ -49,8 +52,13 @@ impl Saver {
     /// # Errors
     /// The first failure of any rank, on every rank: [`Error::Io`] where the disk is too small, with the bytes needed and
     /// free; the error of the save before. Nothing partial is left behind and earlier checkpoints stay.
-    pub fn save(&mut self, world: &World, models: Option<Models<'_>>, state: TrainerState) -> Result<PathBuf> {
+    pub fn save(&mut self, world: &World, models: Option<Models<'_>>, mut state: TrainerState) -> Result<PathBuf> {
         self.finish(world)?;
+        if self.run_id.is_empty() {
+            let own = format!("{:016x}", RandomState::new().build_hasher().finish());
+            self.run_id = first_text(&*world.group(), Some(own))?.unwrap_or_default();
+        }
+        state.run_id.clone_from(&self.run_id);
         let complete = folder::path(&self.options.output_dir, state.global_step);
         let temporary = folder::temporary(&complete);
         let num_trainers = models.map_or(0, |models| models.policy.num_ranks());

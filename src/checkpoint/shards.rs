@@ -14,6 +14,8 @@ use crate::train::{ParamState, StateForm, StatePart};
 
 /// Where the files are within a checkpoint.
 pub const FOLDER: &str = "optimizer";
+/// The metadata that says which run and step a file is of.
+pub const MARK: &str = "checkpoint";
 /// Advice where a run trains other parameters than the one that wrote a checkpoint.
 const RESUME_ALIKE: &str = "resume with the model and the lora.target_modules that wrote it";
 
@@ -51,19 +53,24 @@ impl ShardPiece {
 }
 
 impl ShardFiles {
-    /// Maps all files and checks that together they hold every element of the model's parameters once and nothing else, in the `form`
-    /// that this run's optimizer has.
+    /// Maps all files and checks that each is of the checkpoint that `mark` names (of none in particular before there were marks), and that
+    /// together they hold every element of the model's parameters once and nothing else, in the `form` that this run's optimizer has.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the file or the parameter.
-    pub fn open(folder: &Path, table: &ParamTable, form: &dyn Fn(&Param) -> StateForm) -> Result<Self> {
+    pub fn open(
+        folder: &Path,
+        mark: Option<&str>,
+        table: &ParamTable,
+        form: &dyn Fn(&Param) -> StateForm,
+    ) -> Result<Self> {
         let mut files = Self { folder: folder.to_owned(), files: Vec::new(), pieces: BTreeMap::new() };
         let read = || -> std::io::Result<Vec<PathBuf>> {
             std::fs::read_dir(folder.join(FOLDER))?.map(|entry| Ok(entry?.path())).collect()
         };
         let mut paths = read().map_err(|error| files.bad(format!("{FOLDER}: {error}")))?;
         paths.sort();
-        paths.iter().try_for_each(|path| files.add(path))?;
+        paths.iter().try_for_each(|path| files.add(path, mark))?;
         files.check(table)?;
         files.check_forms(table, form)?;
         Ok(files)
@@ -104,8 +111,16 @@ impl ShardFiles {
         Ok(Tensor::f_from_data_size(&bytes[start * width..(start + len) * width], &[len as i64], kind)?)
     }
 
-    fn add(&mut self, path: &Path) -> Result<()> {
+    fn add(&mut self, path: &Path, mark: Option<&str>) -> Result<()> {
         let file = MappedFile::open(path).map_err(|error| self.bad(error.to_string()))?;
+        let own = file.metadata(MARK);
+        if own != mark {
+            let [own, expected] = [own, mark].map(|mark| mark.unwrap_or("no run in particular"));
+            let file = path.display();
+            return Err(self.bad(format!(
+                "{file} is of {own}: expected one of {expected}, as trainer_state.json says; take all files from one checkpoint"
+            )));
+        }
         let index = self.files.len();
         for name in file.names() {
             let refuse = |fault: &str| Err(self.bad(format!("{}: tensor {name}: {fault}", path.display())));

@@ -14,7 +14,8 @@ use super::manifest::hexadecimal;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
 use crate::grpo::EntropyControl;
-use crate::metrics::{LogHistory, redact_json};
+use crate::metrics::LogHistory;
+use crate::phase::redact_json;
 use crate::types::Trajectory;
 use crate::untrusted::{self, MAX_LOG_BYTES};
 
@@ -25,6 +26,9 @@ const MAX_COUNT: u64 = 1 << 53;
 /// `trainer_state.json`; names are those of transformers' `TrainerState` where one exists.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
+    /// The run that made it, kept when the run is resumed; empty in checkpoints from before shards named theirs.
+    #[serde(default)]
+    pub run_id: String,
     /// Optimizer updates made or skipped.
     pub global_step: u64,
     /// Updates that changed the weights: the exponent of Adam's bias corrections.
@@ -46,6 +50,9 @@ pub struct TrainerState {
     /// Groups that the next step goes on with, those of all ranks.
     #[serde(default)]
     pub carried: Vec<CarriedGroup>,
+    /// Batches that were sampled before the steps that train on them, the next one first.
+    #[serde(default)]
+    pub ahead: Vec<SavedBatch>,
     /// Weight of the entropy bonus, which an adaptive one moves.
     #[serde(default)]
     pub entropy_control: Option<EntropyControl>,
@@ -72,6 +79,17 @@ pub struct CarriedGroup {
     pub completions: Vec<Trajectory>,
 }
 
+/// A batch that was sampled before the step that trains on it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SavedBatch {
+    /// Updates that are made before it is trained on.
+    pub global_step: u64,
+    /// Position in the training rows before it was drawn.
+    pub before: SamplerState,
+    /// The groups of all ranks in the order of the data, complete or under way.
+    pub groups: Vec<CarriedGroup>,
+}
+
 impl CarriedGroup {
     /// A row that is still to be begun.
     pub fn new(row: usize) -> Self {
@@ -86,6 +104,11 @@ impl CarriedGroup {
     /// Whether a run with so many completions a prompt can go on with it: it is new, or has that many.
     pub(super) fn suits(&self, num_generations: usize) -> bool {
         [0, num_generations].contains(&self.completions.len())
+    }
+
+    /// Whether all of its completions have ended.
+    pub fn is_complete(&self) -> bool {
+        !self.completions.is_empty() && self.completions.iter().all(|completion| completion.finish_reason.is_some())
     }
 
     /// The step of its newest weights, or the one at which it was first scheduled.
@@ -164,16 +187,26 @@ impl TrainerState {
         if let Some((name, count)) = counts.into_iter().find(|(_, count)| *count > MAX_COUNT) {
             return Err(format!("{name} is {count}: expected at most {MAX_COUNT}"));
         }
-        match self.carried.iter().find(|group| group.newest_step() > self.generation_step) {
-            Some(group) => {
+        let newest = self.generation_step + self.ahead.len() as u64; // a batch is drawn with the step that trains on it
+        let ahead = self.ahead.iter().flat_map(|batch| &batch.groups).map(|group| (group, newest));
+        let mut groups = self.carried.iter().map(|group| (group, self.generation_step)).chain(ahead);
+        match groups.find(|(group, newest)| group.newest_step() > *newest) {
+            Some((group, newest)) => {
                 let (row, step) = (group.row, group.newest_step());
-                Err(format!(
-                    "carried row {row} is of step {step}: expected at most generation_step = {}",
-                    self.generation_step
-                ))
+                Err(format!("carried row {row} is of step {step}: expected at most generation_step = {newest}"))
             }
             None => Ok(()),
         }
+    }
+
+    /// Every group of which something may be sampled: those carried, and those of batches ahead.
+    pub(super) fn groups(&self) -> impl Iterator<Item = &CarriedGroup> {
+        self.carried.iter().chain(self.ahead.iter().flat_map(|batch| &batch.groups))
+    }
+
+    /// What its shards say that they are of.
+    pub(super) fn mark(&self) -> String {
+        format!("run {} step {}", self.run_id, self.global_step)
     }
 
     /// Refuses positions outside of `num_rows` training rows.
@@ -184,11 +217,12 @@ impl TrainerState {
                 "made with {own} training rows, and the configuration names {num_rows} now: expected the same rows"
             ));
         }
-        if self.sampler.position > num_rows {
-            return Err(format!("{FILE}: sampler.position is {}: expected at most {num_rows}", self.sampler.position));
+        let positions = || std::iter::once(&self.sampler).chain(self.ahead.iter().map(|batch| &batch.before));
+        if let Some(SamplerState { position, .. }) = positions().find(|sampler| sampler.position > num_rows) {
+            return Err(format!("{FILE}: sampler.position is {position}: expected at most {num_rows}"));
         }
-        let SamplerState { late, solved, .. } = &self.sampler;
-        let mut rows = late.iter().chain(solved.keys()).chain(self.carried.iter().map(|group| &group.row));
+        let drawn = positions().flat_map(|SamplerState { late, solved, .. }| late.iter().chain(solved.keys()));
+        let mut rows = drawn.chain(self.groups().map(|group| &group.row));
         match rows.find(|row| **row >= num_rows) {
             Some(row) => Err(format!("{FILE}: row {row}: expected rows below {num_rows}")),
             None => Ok(()),
@@ -197,7 +231,7 @@ impl TrainerState {
 
     /// Refuses carried groups that are neither new nor `num_generations` completions of token ids below `vocab_size`.
     pub(super) fn check_carried(&self, num_generations: usize, vocab_size: usize) -> Result<(), String> {
-        for group in &self.carried {
+        for group in self.groups() {
             let bad = |expected: String| Err(format!("{FILE}: carried row {}: expected {expected}", group.row));
             if !group.suits(num_generations) {
                 return bad(format!("0 or {num_generations} completions, found {}", group.completions.len()));

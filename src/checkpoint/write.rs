@@ -18,7 +18,7 @@ use tch::{Kind, Tensor};
 
 use super::folder;
 use super::manifest::{FileRecord, Manifest, hexadecimal};
-use super::shards::{FOLDER, tensor_name};
+use super::shards::{FOLDER, MARK, tensor_name};
 use super::writers::Writers;
 use super::{CheckpointOptions, TrainerState};
 use crate::config::Quantization;
@@ -53,7 +53,7 @@ pub struct Models<'a> {
 pub fn num_bytes(models: Models<'_>, state: &TrainerState) -> u64 {
     let length = |line| serde_json::to_string(line).map_or(0, |text| text.len() as u64 * 2);
     let history = state.log_history.lines().map(length).sum::<u64>();
-    let carried = state.carried.iter().map(|group| CARRIED_TOKEN_BYTES * group.num_tokens() as u64).sum::<u64>();
+    let carried = state.groups().map(|group| CARRIED_TOKEN_BYTES * group.num_tokens() as u64).sum::<u64>();
     first_bytes(models) + history + carried
 }
 
@@ -142,7 +142,7 @@ impl RankPart {
             options: options.clone(),
             rank,
             step: phase::step(),
-            shard: policy.saves_state(&writers.ranks()).then(|| (name, shard_header(policy))),
+            shard: policy.saves_state(&writers.ranks()).then(|| (name, shard_header(policy, state.mark()))),
             writers,
             lora: policy.lora().cloned(),
             base_quantization: policy.base_quantization(),
@@ -313,7 +313,7 @@ fn write_shard(
     file.finish()
 }
 
-fn shard_header(policy: &Policy) -> Vec<u8> {
+fn shard_header(policy: &Policy, mark: String) -> Vec<u8> {
     let wide = accumulation_kind(policy.kind());
     let mut end = 0;
     let mut infos = Vec::new();
@@ -325,7 +325,7 @@ fn shard_header(policy: &Policy) -> Vec<u8> {
             infos.push((tensor_name(unit, name, &elements, part.name()), info));
         }
     }
-    encode_header(infos, &[])
+    encode_header(infos, &[(MARK, &mark)])
 }
 
 /// The type of a state's tensor on disk.

@@ -17,7 +17,7 @@ pub use serve::*;
 
 use crate::config::{Device, Dtype, WorldSize};
 use crate::error::{Error, Result};
-use crate::launch::{self, LaunchOptions};
+use crate::launch::{self, LaunchOptions, OnStop};
 use crate::reward;
 use crate::tools;
 
@@ -90,6 +90,15 @@ impl Command {
             Self::Serve(args) => args.launch.num_ranks() == 1,
             Self::Chat(_) | Self::Bench(_) | Self::Verify(_) => true,
             _ => false,
+        }
+    }
+
+    /// The effect of TERM, INT, USR1 or HUP.
+    pub fn on_stop(&self) -> OnStop {
+        match self {
+            Self::Train(_) | Self::Sft(_) => OnStop::Save,
+            Self::Serve(_) | Self::Watch(_) => OnStop::Answer,
+            _ => OnStop::End,
         }
     }
 }

@@ -24,11 +24,11 @@ use clap::Parser;
 
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::launch;
-use crate::metrics::redact;
 use crate::phase::{sweep, terminal};
 
 /// Runs the program with `args` (the program's name first) and returns its exit code.
 pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
+    launch::hold_signals();
     launch::name_process();
     if let Err(error) = launch::begin_process() {
         return launch::report_failure(&error);
@@ -45,7 +45,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
                 return printed.map_or_else(|error| launch::report_failure(&error), |()| ExitCode::Done);
             }
             let usage = args::with_tips(usage);
-            terminal::say(redact(usage.render().to_string().trim_end())); // it repeats what was typed
+            terminal::say(usage.render());
             return ExitCode::Configuration;
         }
     };
@@ -54,6 +54,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     if command.computes() {
         launch::load_again_with_settings(); // before anything is done that would be done again
     }
+    launch::receive_signals(command.on_stop());
     match catch_unwind(AssertUnwindSafe(|| commands::dispatch(command))) {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => launch::report_failure(&normalise::name_options(&argv, error)),

@@ -31,7 +31,7 @@ mod worker;
 
 pub use exit::exit_now;
 pub use program::{begin_process, main, report_failure};
-pub use signals::stop_on_signals;
+pub use signals::{hold_signals, receive_signals, stop_on_signals};
 pub use supervise::run;
 pub use threads::{load_again_with_settings, name_process};
 pub use watchdog::watch_self;

@@ -6,7 +6,6 @@ use super::way_on::OnStop;
 use super::{exit, report, signals, threads};
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result, panic_message};
-use crate::metrics::redact;
 use crate::phase::{self, sweep, terminal};
 use crate::torch;
 
@@ -33,7 +32,9 @@ const LOG_FILTER: &str = "warn,colo_grpo::rollout=info,colo_grpo::cuda=info";
 /// }
 /// ```
 pub fn main(work: impl FnOnce() -> Result<()>) -> ! {
+    signals::hold_signals();
     threads::load_again_with_settings();
+    signals::receive_signals(OnStop::Save);
     let outcome = begin_process().and_then(|()| {
         sweep();
         let is_first = WorkerEnv::from_env()?.is_none_or(|env| env.rank == 0);
@@ -71,7 +72,7 @@ fn init_tracing() {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(terminal::Log { redact: |line| redact(line) })
+        .with_writer(terminal::Log)
         .with_ansi(false)
         .with_target(false)
         .without_time()

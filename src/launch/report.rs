@@ -11,8 +11,7 @@ use rustix::fs::MemfdFlags;
 
 use super::way_on;
 use crate::error::{Error, ExitCode, Result};
-use crate::metrics::redact;
-use crate::phase::{self, Phase, Pulse, terminal};
+use crate::phase::{self, Phase, Pulse, redact, terminal};
 
 /// Variable with the file that a failing worker writes its error to: under a launcher, its `ReportFile`.
 pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";

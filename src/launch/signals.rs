@@ -2,6 +2,9 @@
 //!
 //! Launcher and worker count in the same way ([`count`]): signals within a second of the first are one request to save and
 //! end; a later one ends everything at once.
+//!
+//! The program blocks these signals from its first instruction on ([`hold_signals`]), before libtorch initialises itself. They stay
+//! pending while the program is loaded again, and arrive once it is known what they mean ([`receive_signals`]).
 #![allow(unsafe_code)]
 
 use std::io::Read;
@@ -40,6 +43,47 @@ fn count(signal: i32, first: &AtomicU64, now_ns: u64) -> Option<StopRequest> {
         Ok(_) => Some(StopRequest::First(signal)),
         Err(first_ns) if now_ns.saturating_sub(first_ns) <= SAME_REQUEST.as_nanos() as u64 => None,
         Err(_) => Some(StopRequest::Again),
+    }
+}
+
+/// Blocks TERM, INT, USR1 and HUP; those that come stay pending, over an exec, too. Async-signal-safe.
+pub extern "C" fn hold_signals() {
+    mask_requests(libc::SIG_BLOCK);
+}
+
+/// Unblocks what [`hold_signals`] holds. Until a run has handlers of its own, such a signal ends this process at once, as nothing is begun
+/// yet: with 75 where a run is to be saved, with 0 where requests are to be answered, else by its default action.
+pub fn receive_signals(on_stop: OnStop) {
+    extern "C" fn leave_preempted(_: i32) {
+        // SAFETY: async-signal-safe; ends the process.
+        unsafe { libc::_exit(ExitCode::Preempted as i32) }
+    }
+    extern "C" fn leave(_: i32) {
+        // SAFETY: as above.
+        unsafe { libc::_exit(ExitCode::Done as i32) }
+    }
+    let handler: Option<extern "C" fn(i32)> = match on_stop {
+        OnStop::Save => Some(leave_preempted),
+        OnStop::Answer => Some(leave),
+        OnStop::End => None,
+    };
+    if let Some(handler) = handler {
+        for signal in REQUESTS {
+            set_handler(signal, handler_address(handler));
+        }
+    }
+    mask_requests(libc::SIG_UNBLOCK);
+}
+
+fn mask_requests(how: i32) {
+    // SAFETY: async-signal-safe calls on a set that outlives them.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        for signal in REQUESTS {
+            libc::sigaddset(&raw mut set, signal);
+        }
+        libc::pthread_sigmask(how, &raw const set, std::ptr::null_mut());
     }
 }
 

@@ -12,7 +12,6 @@ use super::worker::LaunchOptions;
 use crate::checkpoint;
 use crate::cuda;
 use crate::error::{ExitCode, Result};
-use crate::metrics::redact;
 use crate::phase::terminal;
 
 /// How long a dead group's GPU memory may take to be free again.
@@ -25,7 +24,7 @@ const GPU_PATIENCE: Duration = Duration::from_secs(15);
 /// TERM, INT, USR1 and HUP are passed on; another one, more than a second later, kills.
 pub fn run(options: &LaunchOptions) -> ExitCode {
     launch(options).unwrap_or_else(|error| {
-        terminal::say(format_args!("error: {}", redact(&error.to_string())));
+        terminal::say(format_args!("error: {error}"));
         error.exit_code()
     })
 }

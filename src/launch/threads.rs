@@ -1,7 +1,9 @@
 //! How the threads of workers share the processors.
 #![allow(unsafe_code)]
 
-use std::os::unix::process::CommandExt;
+use std::ffi::{CString, OsStr};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::process::Command;
 
 use crate::dist::{NCCL_INTERFACE_VARIABLE, NCCL_SETTINGS, WorkerEnv, nccl_interface};
@@ -38,10 +40,25 @@ pub fn load_again_with_settings() {
     if missing.is_empty() {
         return;
     }
-    let mut args = std::env::args_os();
-    let name = args.next().unwrap_or_default();
-    let error = Command::new(PROGRAM).arg0(name).args(args).envs(missing).exec();
-    tracing::debug!("the program could not be loaded again: {error}");
+    if let Err(error) = load_again(&missing) {
+        tracing::debug!("the program could not be loaded again: {error}");
+    }
+}
+
+/// Loads the program again with further variables. Unlike std's `exec` it leaves blocked signals blocked, so that one that is pending
+/// reaches the program's handlers.
+fn load_again(variables: &[(&str, String)]) -> io::Result<()> {
+    let assigned = |name: &OsStr, value: &OsStr| CString::new([name.as_bytes(), b"=", value.as_bytes()].concat());
+    let args = std::env::args_os().map(|arg| CString::new(arg.as_bytes())).collect::<Result<Vec<_>, _>>()?;
+    let own = std::env::vars_os().map(|(name, value)| assigned(&name, &value));
+    let further = variables.iter().map(|(name, value)| assigned(name.as_ref(), value.as_ref()));
+    let env = own.chain(further).collect::<Result<Vec<_>, _>>()?;
+    let program = CString::new(PROGRAM)?;
+    let pointers =
+        |texts: &[CString]| -> Vec<_> { texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect() };
+    // SAFETY: both lists end with a null pointer, and their texts outlive the call, which returns only where it failed.
+    unsafe { libc::execve(program.as_ptr(), pointers(&args).as_ptr(), pointers(&env).as_ptr()) };
+    Err(io::Error::last_os_error())
 }
 
 /// Gives this process the program's name, which a list of processes would else show as `exe`: it may have been started by

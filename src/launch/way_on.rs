@@ -4,7 +4,6 @@ use std::ffi::OsStr;
 use std::path::Path;
 
 use crate::checkpoint;
-use crate::metrics::redact;
 use crate::phase::terminal;
 
 /// The key that a continued run is given.
@@ -44,10 +43,10 @@ pub(super) fn tell_way_on(output_dir: Option<&Path>, hint: &str, said: &[String]
     }
 }
 
-/// This process's command line, told to resume from the newest checkpoint. Secrets are redacted.
+/// This process's command line, told to resume from the newest checkpoint
 pub(super) fn resume_command() -> String {
     let words: Vec<_> = std::env::args_os().collect();
-    redact(&continued(words.iter().map(|word| word.as_os_str())))
+    continued(words.iter().map(|word| word.as_os_str()))
 }
 
 fn continued<'a>(words: impl Iterator<Item = &'a OsStr>) -> String {

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
-use super::redact::redact;
 use crate::cuda::MemoryMeter;
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind, resident_bytes};
+use crate::phase::redact;
 use crate::phase::{self, Pulse, terminal};
 use crate::untrusted::Folder;
 
@@ -254,7 +254,7 @@ impl RankFile {
             held,
             warnings: terminal::recent_warnings()
                 .into_iter()
-                .map(|(at, text)| RankWarning { time: seconds(at), text: redact(&text) })
+                .map(|(at, text)| RankWarning { time: seconds(at), text })
                 .collect(),
             end: None,
         };

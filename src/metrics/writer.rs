@@ -5,11 +5,11 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::jsonl::{JsonLines, MetricLine};
-use super::redact::redact_json;
 use super::sidecar::{Services, Sidecar};
 use super::step::MetricValues;
 use super::tensorboard::EventFile;
 use crate::error::{Error, Result};
+use crate::phase::redact_json;
 use crate::untrusted::Folder;
 
 /// The configuration's file in the output folder of a run.

@@ -37,6 +37,8 @@ pub enum FaultKind {
     Stop,
     /// SIGSEGV to itself.
     Segv,
+    /// SIGTERM to itself.
+    Term,
     /// `exit(1)` without a word.
     Exit,
     /// Stands still for ever.
@@ -57,10 +59,11 @@ pub enum FaultKind {
     Nan,
 }
 
-const KINDS: [(&str, FaultKind); 10] = [
+const KINDS: [(&str, FaultKind); 11] = [
     ("kill", FaultKind::Kill),
     ("stop", FaultKind::Stop),
     ("segv", FaultKind::Segv),
+    ("term", FaultKind::Term),
     ("exit", FaultKind::Exit),
     ("hang", FaultKind::Hang),
     ("oom", FaultKind::OutOfMemory),
@@ -126,6 +129,7 @@ pub fn inject_at(phase: Phase, step: u64) -> Result<()> {
     match kind {
         FaultKind::Kill => raise(libc::SIGKILL),
         FaultKind::Stop => raise(libc::SIGSTOP),
+        FaultKind::Term => raise(libc::SIGTERM),
         FaultKind::Segv => {
             // SAFETY: gives the signal its default action, which ends the process; a handler would.
             unsafe { libc::signal(libc::SIGSEGV, libc::SIG_DFL) };

@@ -11,6 +11,7 @@
 //! | `trace` | a time-line of phases, on request |
 //! | `fault` | faults to inject |
 //! | `terminal` | standard output and standard error: the only code that writes to either |
+//! | `redact` | removes secrets from text and from JSON values |
 //! | `status` | the lines at the bottom of a terminal |
 //! | `scratch` | temporary folders, which the next start removes if their process was killed |
 //! | `failure` | the phase in which an error arose |
@@ -20,6 +21,7 @@ mod failure;
 mod fault;
 mod page;
 mod pulse;
+mod redact;
 mod scratch;
 mod status;
 pub mod terminal;
@@ -38,6 +40,7 @@ pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at, on_fill};
 use page::page;
 pub use page::{CollectiveScope, PULSE_FD_VARIABLE, SharedPage, is_watched, publish};
 pub use pulse::Pulse;
+pub use redact::{redact, redact_json};
 pub use scratch::{Scratch, sweep};
 pub use trace::{flush_trace, merge_traces, trace_to};
 pub use watch::{HeartbeatLimits, Stall, Watch};

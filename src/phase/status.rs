@@ -85,7 +85,8 @@ impl Status {
 
 /// The warning in a line, without the words before it.
 pub(super) fn warning_of(text: &str) -> &str {
-    ["warning: ", "WARN "].iter().find_map(|word| Some(text.split_once(word)?.1)).unwrap_or(text).trim()
+    let behind = |word: &&str| text.find(*word).map(|at| at + word.len());
+    text[["warning: ", "WARN "].iter().filter_map(behind).min().unwrap_or(0)..].trim()
 }
 
 /// The lines as one line of text, for a launcher.
@@ -122,6 +123,13 @@ fn cut(text: &str, columns: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_warning_begins_behind_the_first_word_that_says_so() {
+        assert_eq!(warning_of(" WARN a reward failed: warning: forged\n"), "a reward failed: warning: forged");
+        assert_eq!(warning_of("step 3: warning: WARN is in it"), "WARN is in it");
+        assert_eq!(warning_of("plain\n"), "plain");
+    }
 
     fn line(items: &[&str]) -> StatusLine {
         StatusLine::new(items.iter().map(|item| (*item).to_owned()))

@@ -2,7 +2,9 @@
 //!
 //! Messages never fail: where the reader is gone or the disk is full they are lost, and the run goes on. Results that exist
 //! nowhere else return an error instead. All text may come from a model, a template or a reward, so control characters are
-//! written as `\u001b`; only this file's own status and colours control the terminal.
+//! written as `\u001b`; only this file's own status and colours control the terminal. Messages are redacted, and none can pass for
+//! two: warnings and log lines are one line each, with `\n` for a newline, and the further lines of any other message are indented.
+//! Results are written whole, as they were asked for.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -13,6 +15,7 @@ use std::time::SystemTime;
 
 use tracing_subscriber::fmt::MakeWriter;
 
+use super::redact::redact;
 use super::status::{self, Status};
 pub use super::status::{StatusLine, bar};
 use crate::error::{Error, Result};
@@ -49,9 +52,9 @@ enum StderrTarget {
 
 /// Writes a line to standard error, above the status if there is one.
 pub fn say(text: impl Display) {
-    let text = text.to_string();
+    let text = redact(&text.to_string());
     let is_warning = text.split(' ').take(MAX_PLACE_WORDS).any(|word| word == "warning:" || word == "WARN");
-    let line = format!("{}\n", neutral(&text));
+    let line = message(&text, is_warning);
     if is_warning {
         keep_warning(&line);
     }
@@ -163,7 +166,13 @@ fn columns() -> usize {
     columns.unwrap_or(DEFAULT_COLUMNS) - 1
 }
 
-/// The text with its control characters made visible, and those that change the direction of writing. JSON means the same
+/// A message as it is written, with the newline at its end: on one line, or with further lines indented.
+fn message(text: &str, is_one_line: bool) -> String {
+    let text = neutral(text.trim_end_matches(['\n', '\r']));
+    format!("{}\n", text.replace('\n', if is_one_line { "\\n" } else { "\n  " }))
+}
+
+/// The text with its control characters made visible, and those that end a line or change the direction of writing. JSON means the same
 /// afterwards.
 fn neutral(text: &str) -> Cow<'_, str> {
     if !text.contains(is_control) {
@@ -180,49 +189,41 @@ fn neutral(text: &str) -> Cow<'_, str> {
 }
 
 fn is_control(c: char) -> bool {
-    let changes_direction = matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    (c.is_control() && c != '\n' && c != '\t') || changes_direction
+    let is_separator = matches!(c, '\u{2028}' | '\u{2029}');
+    let changes_direction =
+        matches!(c, '\u{061c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    (c.is_control() && c != '\n' && c != '\t') || is_separator || changes_direction
 }
 
 /// Standard error as the target of log lines. Colours are given here, since lines come with escape codes removed.
 #[derive(Debug, Clone, Copy)]
-pub struct Log {
-    /// Removes secrets from a line.
-    pub redact: fn(&str) -> String,
-}
+pub struct Log;
 
 /// A log line of a level.
 #[derive(Debug)]
-pub struct LogLine {
-    level: Option<tracing::Level>,
-    redact: fn(&str) -> String,
-}
+pub struct LogLine(Option<tracing::Level>);
 
 impl MakeWriter<'_> for Log {
     type Writer = LogLine;
 
     fn make_writer(&self) -> LogLine {
-        LogLine { level: None, redact: self.redact }
+        LogLine(None)
     }
 
     fn make_writer_for(&self, meta: &tracing::Metadata<'_>) -> LogLine {
-        LogLine { level: Some(*meta.level()), redact: self.redact }
+        LogLine(Some(*meta.level()))
     }
 }
 
 impl Write for LogLine {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let text = String::from_utf8_lossy(line);
-        let text = (self.redact)(&text);
-        let text = neutral(&text);
-        let is_warning = self.level.is_some_and(|level| level <= tracing::Level::WARN);
+        let text = message(&redact(&String::from_utf8_lossy(line)), true);
+        let is_warning = self.0.is_some_and(|level| level <= tracing::Level::WARN);
         if is_warning {
             keep_warning(&text);
         }
-        let (text, warning) = match self.level.filter(|_| *STDERR_TARGET == StderrTarget::Terminal) {
-            Some(level) => {
-                (text.replacen(level.as_str(), &coloured(level), 1).into(), Some(text).filter(|_| is_warning))
-            }
+        let (text, warning) = match self.0.filter(|_| *STDERR_TARGET == StderrTarget::Terminal) {
+            Some(level) => (text.replacen(level.as_str(), &coloured(level), 1), Some(text).filter(|_| is_warning)),
             None => (text, None),
         };
         write_line(&text, warning.as_deref());
@@ -258,6 +259,13 @@ mod tests {
         let json = serde_json::json!({"completion": "\u{7f}\u{9b}\u{202e}\x1b"}).to_string();
         let read: serde_json::Value = serde_json::from_str(&neutral(&json)).unwrap();
         assert_eq!(read["completion"], "\u{7f}\u{9b}\u{202e}\x1b");
+    }
+
+    #[test]
+    fn no_message_passes_for_two() {
+        let forged = "step 3: warning: x\r\nstep 4: y\u{2028}step 5: z\u{85}\n";
+        assert_eq!(message(forged, true), "step 3: warning: x\\nstep 4: y\\u2028step 5: z\\u0085\n");
+        assert_eq!(message("error: x\nerror: y", false), "error: x\n  error: y\n");
     }
 
     #[test]

@@ -49,13 +49,14 @@ pub(super) fn load(
         sampler.restore(checkpoint.state.sampler.clone())?;
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     }
-    let saver = Saver::new(CheckpointOptions {
+    let options = CheckpointOptions {
         output_dir: config.output_dir.clone(),
         base_dir: source.base,
         save_total_limit: config.save_total_limit,
         save_async: config.save_async,
         on_each_node: config.save_on_each_node,
-    });
+    };
+    let saver = Saver::new(options, checkpoint.as_ref());
     checkpoint::check_room(
         saver.options(),
         &world,

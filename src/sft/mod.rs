@@ -225,6 +225,7 @@ impl Sft {
     /// Begins a checkpoint; it is complete when the next one begins or the saver has finished.
     fn save(&mut self) -> Result<PathBuf> {
         let state = TrainerState {
+            run_id: String::new(), // the saver's
             global_step: self.global_step,
             num_updates: self.policy.num_updates(),
             generation_step: self.global_step,
@@ -235,6 +236,7 @@ impl Sft {
             num_rows: self.examples.len(),
             sampler: self.sampler.state().clone(),
             carried: Vec::new(),
+            ahead: Vec::new(),
             entropy_control: None,
             best_global_step: None,
             config: SavedConfig::of(self.config.entries()),

@@ -15,6 +15,7 @@ pub(super) struct RawStore {
 
 unsafe extern "C" {
     fn colo_last_error() -> *const c_char;
+    fn colo_allocate_from_heap();
     pub(super) fn colo_store_host(
         host: *const c_char,
         port: u16,
@@ -76,6 +77,12 @@ unsafe extern "C" {
     fn colo_is_deterministic() -> c_int;
     fn colo_cuda_memory_stats(device: c_int, stats: *mut i64) -> c_int;
     fn colo_cuda_reset_peak_memory(device: c_int) -> c_int;
+}
+
+/// Makes CPU tensors come from `malloc` from now on; those that are there keep their memory.
+pub(super) fn allocate_from_heap() {
+    // SAFETY: no pointers; each tensor is freed as it was allocated.
+    unsafe { colo_allocate_from_heap() }
 }
 
 /// The raw `CUstream` that libtorch's operations on CUDA device `ordinal` go to.

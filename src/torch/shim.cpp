@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Logging.h>
@@ -86,12 +87,40 @@ c10::Device cuda_device(int device) {
 at::Tensor tensor(const void* pointer) {
   return *static_cast<const at::Tensor*>(pointer);
 }
+
+// Aligned memory from malloc. libtorch's own CPU allocator calls posix_memalign, which before glibc 2.38 asks for more than it
+// leaves: a freed tensor's place is too small for the next one of its size once a small allocation lies beside it, and the heap
+// grows at every step.
+class HeapAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    constexpr size_t alignment = 64; // as libtorch's own
+    const c10::Device cpu(c10::DeviceType::CPU);
+    if (bytes == 0) {
+      return {nullptr, nullptr, &std::free, cpu};
+    }
+    size_t room = bytes + alignment - 1;
+    void* block = room > bytes ? std::malloc(room) : nullptr;
+    TORCH_CHECK(block != nullptr, "HeapAllocator: can't allocate memory: you tried to allocate ", bytes, " bytes.");
+    void* aligned = block;
+    std::align(alignment, bytes, aligned, room);
+    return {aligned, block, &std::free, cpu};
+  }
+  void copy_data(void* dest, const void* src, std::size_t bytes) const override {
+    default_copy_data(dest, src, bytes);
+  }
+};
 } // namespace
 
 extern "C" {
 
 const char* colo_last_error() {
   return last_error.c_str();
+}
+
+void colo_allocate_from_heap() {
+  static HeapAllocator allocator;
+  c10::SetCPUAllocator(&allocator);
 }
 
 int colo_store_host(const char* host, uint16_t port, int listen_fd, int64_t timeout_ms, ColoStore** store) {

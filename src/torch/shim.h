@@ -7,6 +7,9 @@
 extern "C" {
 const char* colo_last_error();
 
+// Makes CPU tensors come from malloc from now on.
+void colo_allocate_from_heap();
+
 // TCPStore. `listen_fd` is a bound and listening socket that the store takes over.
 struct ColoStore;
 int colo_store_host(const char* host, uint16_t port, int listen_fd, int64_t timeout_ms, ColoStore** store);

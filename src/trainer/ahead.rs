@@ -6,13 +6,17 @@
 //! go on: a batch with a few very long completions then holds nobody up while there are others in the queue.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use super::replace::{self, Candidates, GroupQuota, PlacedGroups, ReplacementContext};
 use super::sampling::{DataPosition, SampledBatch, context};
 use super::{Trainer, passes, submit};
+use crate::checkpoint::{CarriedGroup, SavedBatch};
 use crate::config::{Config, DynamicSampling};
-use crate::dist::{HostGroup, World};
+use crate::data::{Dataset, Tokenizer};
+use crate::dist::{HostGroup, World, all_gather_json};
 use crate::error::Result;
+use crate::reward::RewardPool;
 use crate::rollout::{RolloutEngine, SampledGroup};
 use crate::train::Sequence;
 use crate::types::{RolloutGroup, SamplingParams};
@@ -26,8 +30,9 @@ type NoWork = fn(&mut RolloutEngine<'_>) -> Result<()>;
 pub(super) struct QueuedBatch {
     /// Updates that are made before it is trained on.
     global_step: u64,
-    /// This rank's groups.
+    /// This rank's groups, and the row of each.
     groups: Vec<SampledGroup>,
+    rows: Vec<usize>,
     before: DataPosition,
     /// The batch of a run that replaces groups, complete from the first.
     replaced: Option<SampledBatch>,
@@ -38,6 +43,15 @@ impl QueuedBatch {
     pub fn into_sampled(self) -> SampledBatch {
         let complete = |groups: Vec<SampledGroup>| groups.into_iter().map(|sampled| sampled.group).collect();
         self.replaced.unwrap_or_else(|| SampledBatch::of_groups(complete(self.groups), self.before))
+    }
+
+    /// This rank's groups as a checkpoint has them.
+    fn to_carried(&self) -> Vec<CarriedGroup> {
+        let saved = |(row, sampled): (&usize, &SampledGroup)| {
+            let RolloutGroup { first_step, completions, .. } = &sampled.group;
+            CarriedGroup { row: *row, first_step: *first_step, completions: completions.clone() }
+        };
+        self.rows.iter().zip(&self.groups).map(saved).collect()
     }
 
     /// Where the rows were before the batch was drawn.
@@ -65,9 +79,72 @@ pub(super) fn engine_ranks(size: usize, world: &World, num_generators: usize) ->
     ranks.collect()
 }
 
+/// Whether a run goes on with batches of a checkpoint, which it otherwise draws and samples again.
+pub(super) fn goes_on(saved: &[SavedBatch], config: &Config, num_prompts: usize) -> bool {
+    let suits =
+        |group: &CarriedGroup| group.completions.is_empty() || group.completions.len() == config.num_generations;
+    let is_whole = |batch: &SavedBatch| batch.groups.len() == num_prompts && batch.groups.iter().all(suits);
+    let is_first_complete = saved.first().is_none_or(|next| next.groups.iter().all(CarriedGroup::is_complete));
+    saves_ahead(config) && saved.len() <= config.split.async_steps && is_first_complete && saved.iter().all(is_whole)
+}
+
+/// Whether batches ahead are saved. Tools and environments end with their process, and groups that others may replace are known by
+/// their rewards.
+fn saves_ahead(config: &Config) -> bool {
+    let has_turns = config.tools.has_turns() || config.tools.agent.is_some();
+    !has_turns && config.dynamic_sampling != DynamicSampling::Replace
+}
+
+/// A batch of a checkpoint, of whose groups this rank has `own`. Complete ones are scored again.
+pub(super) fn restored(
+    saved: &SavedBatch,
+    own: Range<usize>,
+    (dataset, tokenizer, max_steps): (&Dataset, &Tokenizer, u64),
+    rewards: &mut RewardPool,
+) -> Result<QueuedBatch> {
+    let SavedBatch { global_step, before, groups } = saved;
+    rewards.set_progress(*global_step, max_steps);
+    let mut restore = |saved: &CarriedGroup| -> Result<SampledGroup> {
+        let (prompt, first_step) = (dataset.prompt(saved.row).clone(), saved.first_step);
+        let mut group = RolloutGroup { prompt, first_step, completions: saved.completions.clone() };
+        let is_complete = saved.is_complete();
+        if is_complete {
+            for completion in &mut group.completions {
+                completion.text = tokenizer.decode(&completion.token_ids)?;
+            }
+            rewards.submit(&group);
+        }
+        Ok(SampledGroup { group, is_complete })
+    };
+    let own = &groups[own];
+    Ok(QueuedBatch {
+        global_step: *global_step,
+        groups: own.iter().map(&mut restore).collect::<Result<_>>()?,
+        rows: own.iter().map(|group| group.row).collect(),
+        before: DataPosition { sampler: before.clone(), carried: Vec::new() },
+        replaced: None,
+    })
+}
+
 impl Trainer {
+    /// The queue as a checkpoint has it, empty where its batches are to be sampled again; collective over the world.
+    pub(super) fn saved_ahead(&self) -> Result<Vec<SavedBatch>> {
+        if self.ahead.is_empty() || !saves_ahead(&self.config) {
+            return Ok(Vec::new());
+        }
+        let own: Vec<Vec<CarriedGroup>> = self.ahead.iter().map(QueuedBatch::to_carried).collect();
+        let mut of_ranks: Vec<Vec<Vec<CarriedGroup>>> =
+            all_gather_json(&*self.world.group(), "gather batches ahead", &own)?;
+        let saved = self.ahead.iter().enumerate().map(|(place, batch)| SavedBatch {
+            global_step: batch.global_step,
+            before: batch.before.sampler.clone(),
+            groups: of_ranks.iter_mut().flat_map(|batches| std::mem::take(&mut batches[place])).collect(),
+        });
+        Ok(saved.collect())
+    }
+
     /// Trains on a batch. Engines that have nothing else to do sample later ones meanwhile, but none beyond a checkpoint or an
-    /// evaluation: a batch under way is in no checkpoint, and its failed rewards are not the evaluation's.
+    /// evaluation: a run that is resumed from there waits for none, and failed rewards of a batch under way are not the evaluation's.
     pub(super) fn update_policy(&mut self, sequences: &[Sequence]) -> Result<UpdateOutcome> {
         let options = self.update_options();
         let num_ahead = self.num_ahead(&options);
@@ -110,9 +187,10 @@ impl Trainer {
             let num_batches = self.ahead.len() + 1;
             let global_step = self.global_step_after(options, num_batches);
             let batch = self.next_batch(self.progress.generation_step + num_batches as u64, global_step)?;
+            let rows = batch.begun.iter().map(|begun| begun.row).collect();
             let open = |group| SampledGroup { group, is_complete: false };
             let groups = batch.groups.into_iter().map(open).collect();
-            self.ahead.push_back(QueuedBatch { global_step, groups, before: batch.before, replaced: None });
+            self.ahead.push_back(QueuedBatch { global_step, groups, rows, before: batch.before, replaced: None });
         }
         let task = AheadTask {
             params: self.sampling_params(),
@@ -151,7 +229,8 @@ impl Trainer {
         for [_, global_step] in steps {
             let before = self.data_position();
             let replaced = Some(self.take_drawn(before.clone(), drawn.next())?);
-            self.ahead.push_back(QueuedBatch { global_step, groups: Vec::new(), before, replaced });
+            let (groups, rows) = (Vec::new(), Vec::new());
+            self.ahead.push_back(QueuedBatch { global_step, groups, rows, before, replaced });
         }
         Ok(outcome)
     }

@@ -5,7 +5,6 @@ use crate::data::{Dataset, DatasetOptions, Hub, RowSources, Tokenizer, ToolSchem
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::eval;
-use crate::metrics::redact;
 use crate::model::ModelSpec;
 use crate::phase::terminal;
 use crate::reward::RewardPool;
@@ -96,7 +95,7 @@ impl TrainingRows {
             lines.extend(rows.counts().notices());
         }
         if self.names.is_some() {
-            lines.push(redact(&self.train.description()));
+            lines.push(self.train.description());
         }
         lines
     }

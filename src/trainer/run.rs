@@ -125,11 +125,14 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank.
     pub fn save(&mut self) -> Result<PathBuf> {
+        let ahead = self.saved_ahead()?; // of a run that was asked to stop
         let drawn = self.drawn.take().map(|(before, _)| before);
-        if let Some(before) = self.ahead.pop_front().map(QueuedBatch::into_position).or(drawn) {
-            self.put_back(before)?; // a run that was asked to stop: these batches are sampled again
+        let unsaved = if ahead.is_empty() { self.ahead.pop_front().map(QueuedBatch::into_position) } else { None };
+        if let Some(before) = unsaved.or(drawn) {
+            self.put_back(before)?; // these batches are sampled again
         }
         let state = TrainerState {
+            run_id: String::new(), // the saver's
             global_step: self.progress.global_step,
             num_updates: self.model.policy().map_or(0, Policy::num_updates),
             generation_step: self.progress.generation_step,
@@ -140,6 +143,7 @@ impl Trainer {
             num_rows: self.dataset.len(),
             sampler: self.sampler.state().clone(),
             carried: if self.turns.is_some() { begun_anew(&self.carried) } else { self.carried.clone() },
+            ahead,
             entropy_control: Some(self.progress.entropy_control),
             best_global_step: self.best().filter(|_| self.config.best.load_best_model_at_end).map(|best| best.step),
             config: SavedConfig::of(self.config.entries()),

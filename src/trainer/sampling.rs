@@ -88,8 +88,8 @@ pub(super) use context;
 /// Where the rows were before a batch was drawn.
 #[derive(Debug, Clone)]
 pub(super) struct DataPosition {
-    sampler: SamplerState,
-    carried: Vec<CarriedGroup>,
+    pub sampler: SamplerState,
+    pub carried: Vec<CarriedGroup>,
 }
 
 /// Groups of which nothing is sampled yet, of the same rows.

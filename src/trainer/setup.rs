@@ -22,7 +22,7 @@ use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim
 use crate::config::Config;
 use crate::cuda::{Placement, chip_flop_per_s};
 use crate::data::{Curriculum, Dataset, PromptSampler};
-use crate::dist::World;
+use crate::dist::{World, share};
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::memory;
@@ -115,7 +115,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let TrainerParts {
         preflight,
         weights,
-        rewards,
+        mut rewards,
         tools,
         rows,
         source,
@@ -149,13 +149,14 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let begun =
         || (TrainingProgress { entropy_control: entropy_control(&config), ..TrainingProgress::default() }, Vec::new());
     let (progress, carried) = checkpoint.as_ref().map_or_else(|| Ok(begun()), restored)?;
-    let saver = Saver::new(CheckpointOptions {
+    let options = CheckpointOptions {
         output_dir: config.output_dir.clone(),
         base_dir: source.base,
         save_total_limit: config.save_total_limit,
         save_async: config.save_async,
         on_each_node: config.save_on_each_node,
-    });
+    };
+    let saver = Saver::new(options, checkpoint.as_ref());
     if writes_files {
         checkpoint::check_room(
             saver.options(),
@@ -180,6 +181,24 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         output.say(&format!("{num_anew} unfinished groups of the checkpoint are begun anew: num_generations differs"));
     }
     description.iter().for_each(|line| output.say(line));
+    let saved_ahead = checkpoint.as_ref().map_or(&[][..], |checkpoint| &checkpoint.state.ahead);
+    let goes_on = ahead::goes_on(saved_ahead, &config, batch.num_prompts);
+    if let (Some(next), false) = (saved_ahead.first(), goes_on) {
+        sampler.restore(next.before.clone())?;
+        output.say(&format!(
+            "{} batches that the checkpoint's run sampled ahead are sampled again: this run has other keys",
+            saved_ahead.len()
+        ));
+    }
+    if let Some(checkpoint) = checkpoint.as_ref().filter(|_| goes_on && !saved_ahead.is_empty()) {
+        checkpoint.check_carried(config.num_generations, vocab_size)?;
+    }
+    let engine = (world.rank() + batch.roles.num_generators).checked_sub(world.size());
+    let own = |len| engine.map_or(0..0, |place| share(len, (place, batch.roles.num_generators)));
+    let parts = (&dataset, &*preflight.tokenizer, max_steps);
+    let saved_ahead = saved_ahead.iter().filter(|_| goes_on);
+    let ahead = saved_ahead.map(|saved| ahead::restored(saved, own(saved.groups.len()), parts, &mut rewards));
+    let ahead = ahead.collect::<Result<VecDeque<_>>>()?;
     let plan = preflight.plan_of(world.rank()).clone();
     let rows_by_id = RowsById::new(&config, &dataset);
     let chip_flop_per_s = chip_flop_per_s(world.device(), preflight.kind)?;
@@ -204,7 +223,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         saved_step: progress.global_step,
         previous_step: progress.global_step,
         progress,
-        ahead: VecDeque::new(),
+        ahead,
         drawn: None,
         unscored: Unscored::default(),
         signal: Signal::default(),

@@ -4,6 +4,7 @@ mod curriculum;
 mod files;
 mod partial;
 mod reference;
+mod shards;
 mod supervised;
 
 use std::collections::{BTreeMap, BTreeSet};

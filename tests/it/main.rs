@@ -9,6 +9,7 @@ mod colocate;
 mod demo;
 mod display;
 mod distillation;
+mod early_signals;
 mod evaluation;
 mod experts;
 mod gpu;

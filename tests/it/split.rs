@@ -169,3 +169,25 @@ fn a_failure_of_one_half_ends_the_other() {
     assert_eq!(refused.code, Some(2), "{}", refused.output);
     assert!(refused.output.contains("1 to 1: of 2 ranks at least one trains"), "{}", refused.output);
 }
+
+/// A run that is stopped between two checkpoints, with batches in the queue, continues by the bits of one that was not.
+#[test]
+fn a_run_that_is_stopped_with_batches_ahead_continues_as_a_straight_one() {
+    let runs = Runs::new();
+    for (name, steps, at) in [("one", "split.async_steps=1", 2), ("two", "split.async_steps=2", 3)] {
+        let keys =
+            [&THREE_RANKS[..], &ONE_GENERATES, &[steps, "save_steps=6", "max_steps=6", "learning_rate=1e-3"]].concat();
+        runs.train_to_the_end(name, 3, &keys);
+        let stopped = format!("{name}-stopped");
+        let fault = format!("fault=0:{}:forward_backward:term", at - 1);
+        let ended = runs.train(&stopped, 3, &[&keys[..], &[&fault]].concat());
+        assert_eq!(ended.code, Some(75), "{}", ended.output);
+        let resume = runs.resume(&stopped, at);
+        let state =
+            std::fs::read_to_string(format!("{}/trainer_state.json", resume.split_once('=').unwrap().1)).unwrap();
+        let state: serde_json::Value = serde_json::from_str(&state).unwrap();
+        assert_eq!(state["ahead"].as_array().unwrap().len(), name.len() - 2, "{name}: {}", state["ahead"]);
+        runs.train_to_the_end(&format!("{name}-resumed"), 3, &[&keys[..], &[&resume]].concat());
+        runs.assert_same(&format!("{name}-resumed"), name, &((at + 1)..=6).collect::<Vec<_>>());
+    }
+}

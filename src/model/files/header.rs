@@ -51,6 +51,11 @@ impl MappedFile {
         }
     }
 
+    /// An entry of its metadata.
+    pub(crate) fn metadata(&self, key: &str) -> Option<&str> {
+        self.header.metadata().as_ref()?.get(key).map(String::as_str)
+    }
+
     /// Names of its tensors, in file order.
     pub(crate) fn names(&self) -> Vec<String> {
         self.header.offset_keys()

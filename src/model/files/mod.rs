@@ -16,7 +16,7 @@ pub(crate) use header::MappedFile;
 pub use read::WeightFiles;
 pub use write::WeightWriter;
 pub(super) use write::dtype_of;
-pub(crate) use write::{encode_header, sync};
+pub(crate) use write::{TORCH_FORMAT, encode_header, sync};
 
 /// Weights in one file.
 pub(super) const SINGLE: &str = "model.safetensors";

@@ -162,7 +162,7 @@ impl WeightWriter {
         });
         let infos: Vec<_> = infos.collect();
         let starts: Vec<_> = infos.iter().map(|(_, info)| info.data_offsets.0).collect();
-        let header = encode_header(infos, &[]);
+        let header = encode_header(infos, &[TORCH_FORMAT]);
         for (tensor, start) in tensors.iter().zip(starts) {
             self.places.insert(tensor.name.clone(), (self.shards.len(), (header.len() + start) as u64));
         }
@@ -219,13 +219,19 @@ fn split(tensors: impl Iterator<Item = Planned>, max_bytes: usize) -> Vec<Vec<Pl
     plan
 }
 
+/// The metadata by which libraries know a file of PyTorch's tensors.
+pub(crate) const TORCH_FORMAT: (&str, &str) = ("format", "pt");
+
 /// Length and JSON header of tensors that follow one another, padded with spaces to a multiple of 8 bytes, so that the data
-/// starts aligned; `notes` are entries that are no tensors.
-pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>, notes: &[(&str, &str)]) -> Vec<u8> {
-    let notes = [&[("format", "pt")], notes].concat();
-    let notes: HashMap<_, _> = notes.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
-    let metadata = Metadata::new(Some(notes), infos).expect("offsets are consecutive");
-    let mut json = serde_json::to_vec(&metadata).expect("plain strings and numbers");
+/// starts aligned; `entries` are its metadata.
+pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>, entries: &[(&str, &str)]) -> Vec<u8> {
+    let entries: HashMap<_, _> = entries.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+    let metadata = Metadata::new(Some(entries), infos).expect("offsets are consecutive");
+    let mut json = serde_json::to_value(&metadata).expect("plain strings and numbers");
+    if let Some(entries) = json["__metadata__"].as_object_mut() {
+        entries.sort_keys(); // equal files have equal bytes
+    }
+    let mut json = json.to_string().into_bytes();
     json.resize(json.len().next_multiple_of(8), b' ');
     [&(json.len() as u64).to_le_bytes()[..], &json].concat()
 }

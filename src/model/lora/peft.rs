@@ -18,7 +18,7 @@ use crate::config::{MAX_RANK, Quantization, TargetModule};
 use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
 use crate::model::files::names::{decoder, module_path};
-use crate::model::files::{MappedFile, dtype_of, encode_header, sync};
+use crate::model::files::{MappedFile, TORCH_FORMAT, dtype_of, encode_header, sync};
 use crate::model::json::{ADAPTER_CONFIG as CONFIG, JsonObject};
 use crate::model::params::{ParamTable, Unit, UnitLayout};
 use crate::model::spec::{ModelSpec, product};
@@ -186,13 +186,13 @@ pub fn write_adapters(
             Ok(())
         })?;
     }
-    let notes: &[(&str, &str)] = match stored {
-        Quantization::None => &[],
-        Quantization::Nf4 => &[(BASE_QUANTIZATION, Quantization::Nf4.name())],
+    let entries: &[_] = match stored {
+        Quantization::None => &[TORCH_FORMAT],
+        Quantization::Nf4 => &[TORCH_FORMAT, (BASE_QUANTIZATION, Quantization::Nf4.name())],
     };
     let path = folder.join(WEIGHTS);
     let mut file = File::create(&path).map_err(Error::io(&path))?;
-    file.write_all(&encode_header(infos, notes)).map_err(Error::io(&path))?;
+    file.write_all(&encode_header(infos, entries)).map_err(Error::io(&path))?;
     for (layout, flat) in table.units.iter().zip(units) {
         let flat = flat?;
         tensors(&table.spec, lora, layout.unit, &mut |tensor| {

@@ -28,7 +28,7 @@ use super::{cut_short, flip_a_byte};
 use crate::program::wait_until;
 
 const KILLED_VARIABLE: &str = "COLO_GRPO_TEST_SAVES";
-const SHARD: &str = "optimizer/rank_00000_of_00001.safetensors";
+pub(super) const SHARD: &str = "optimizer/rank_00000_of_00001.safetensors";
 const PARTS: [&str; 3] = ["master", "m", "v"];
 const NUM_UPDATES: u64 = 5;
 
@@ -37,7 +37,7 @@ fn find_latest(output_dir: &Path) -> Result<Option<PathBuf>> {
 }
 
 /// A policy of one rank whose moments are not zero.
-fn policy(kind: Kind) -> Policy {
+pub(super) fn policy(kind: Kind) -> Policy {
     policy_of(kind, Optim::AdamW)
 }
 
@@ -76,8 +76,9 @@ fn policy_of(kind: Kind, optim: Optim) -> Policy {
     policy
 }
 
-fn state(global_step: u64) -> TrainerState {
+pub(super) fn state(global_step: u64) -> TrainerState {
     TrainerState {
+        run_id: String::new(),
         global_step,
         num_updates: NUM_UPDATES,
         generation_step: global_step,
@@ -88,6 +89,7 @@ fn state(global_step: u64) -> TrainerState {
         num_rows: 10,
         sampler: SamplerState::default(),
         carried: Vec::new(),
+        ahead: Vec::new(),
         entropy_control: Some(EntropyControl { coef: 0.1 + 0.2, entropy: Some(1.0 / 3.0) }),
         best_global_step: None,
         config: SavedConfig::default(),
@@ -96,7 +98,7 @@ fn state(global_step: u64) -> TrainerState {
     }
 }
 
-fn options(folder: &Path) -> CheckpointOptions {
+pub(super) fn options(folder: &Path) -> CheckpointOptions {
     let base_dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/arithmetic/tokenizer");
     CheckpointOptions {
         output_dir: folder.to_owned(),
@@ -107,13 +109,13 @@ fn options(folder: &Path) -> CheckpointOptions {
     }
 }
 
-fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf {
+pub(super) fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf {
     save(options, policy, step).unwrap()
 }
 
 /// A checkpoint that is complete on return.
 fn save(options: &CheckpointOptions, policy: &Policy, step: u64) -> Result<PathBuf> {
-    let (world, mut saver) = (World::single(), Saver::new(options.clone()));
+    let (world, mut saver) = (World::single(), Saver::new(options.clone(), None));
     let folder = saver.save(&world, Some(Models { policy, reference: None }), state(step))?;
     saver.finish(&world).map(|()| folder)
 }
@@ -144,7 +146,7 @@ fn a_bfloat16_policy_returns_with_its_state_and_is_a_model_of_its_type() {
         })
         .unwrap();
     let opened = Checkpoint::open(&checkpoint, true).unwrap();
-    assert_eq!(opened.state, state(3));
+    assert_eq!(TrainerState { run_id: String::new(), ..opened.state.clone() }, state(3));
     opened.restore(&mut restored).unwrap();
     assert!(saved_bits(&restored) == saved_bits(&saved) && restored.num_updates() == NUM_UPDATES);
 
@@ -228,11 +230,11 @@ fn read(path: &Path) -> Tensors {
         .collect()
 }
 
-fn write(path: &Path, tensors: &Tensors) {
+fn write(path: &Path, tensors: &Tensors, metadata: &std::collections::HashMap<String, String>) {
     let views = tensors
         .iter()
         .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
-    safetensors::serialize_to_file(views, None, path).unwrap();
+    safetensors::serialize_to_file(views, Some(metadata.clone()), path).unwrap();
 }
 
 #[test]
@@ -266,6 +268,7 @@ fn optimizer_files_that_lie_are_refused_by_name() {
     let path = checkpoint.join(SHARD);
     let good = fs::read(&path).unwrap();
     let tensors = read(&path);
+    let metadata = SafeTensors::read_metadata(&good).unwrap().1.metadata().clone().unwrap();
     let norm = "head/FinalNorm/0-32";
     let mut refuse = |expected: &str| {
         let error = Checkpoint::open(&checkpoint, false).unwrap().restore(&mut policy).expect_err(expected);
@@ -325,7 +328,7 @@ fn optimizer_files_that_lie_are_refused_by_name() {
     for (change, expected) in cases {
         let mut changed = tensors.clone();
         change(&mut changed);
-        write(&path, &changed);
+        write(&path, &changed, &metadata);
         refuse(expected);
     }
     fs::write(checkpoint.join("trainer_state.json"), "[".repeat(100_000)).unwrap();
