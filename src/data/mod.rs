@@ -30,6 +30,7 @@ pub use sampler::{Curriculum, PromptSampler, SamplerState};
 pub use schemas::ToolSchemas;
 pub use sft::{SftDataset, SftExample};
 pub use sources::RowSources;
+pub(crate) use tokenizer::TEMPLATES_FOLDER;
 pub use tokenizer::Tokenizer;
 pub(crate) use tool_calls::{ContentScan, open_thought};
 pub use tool_calls::{ToolCall, ToolCallParser};

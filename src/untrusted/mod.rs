@@ -1,9 +1,11 @@
 //! Files that strangers wrote: the one place that opens them, and threads on which they can be worked on safely.
 //!
 //! Only regular files are read, so a pipe cannot hang a run and a device cannot fill its memory. Every kind of file has a
-//! largest size. `Confined` runs work whose depth, memory or time the file decides on a thread with limits.
+//! largest size. `Confined` runs work whose depth, memory or time the file decides on a thread with limits. A `KeyTable` says what the keys of
+//! a file mean here.
 
 mod confined;
+mod keys;
 mod meter;
 
 use std::fs::{File, Metadata, OpenOptions};
@@ -12,6 +14,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
 pub(crate) use confined::{Confined, ThreadLimits, once};
+pub(crate) use keys::KeyTable;
 pub use meter::MeteredAllocator;
 
 /// Largest TOML or YAML configuration of a run, in bytes.

@@ -86,6 +86,8 @@ pub(super) enum Window {
     Always(usize),
     /// Layers from `max_window_layers` on have one, with `use_sliding_window` only.
     Switched,
+    /// All layers, with `use_sliding_window` only.
+    SwitchedForAll,
     /// With `use_sliding_window` some layers have one, which is not served.
     Refused,
 }
