@@ -194,7 +194,166 @@ range(3)
 1e20 ~ ''
 """.strip().splitlines()
 
+# Every filter, test and method of a string, list or dictionary that a template can use, over values of every kind.
+FILTERS = """
+abs capitalize center center(9) count default default('d') default('d',true) dictsort e escape first float float(2.5) forceescape
+indent indent(2) indent(2,true) indent(2,true,true) indent(width='> ') int int(-1) int(base=16) items list join join('-') last length list lower max
+min random replace('a','x') replace('a','x',1) replace('a','x',count=2) replace(1,2) reverse|list round round(1) round(2) round(1,'ceil')
+round(0,'floor') round(method='ceil') safe slice(2)|list batch(2)|list sort sort(true) sort(reverse=true) string striptags sum title tojson trim trim('a') truncate
+truncate(5) truncate(5,true) truncate(5,true,'') truncate(8,false,'..',0) unique|list upper urlencode urlize wordcount wordwrap(5) xmlattr filesizeformat pprint
+format(1) attr('a') map('upper')|list select|list reject|list select('string')|list map('int')|list groupby(0)|list split bool lines zip chain
+""".split()
+TESTS = """
+boolean callable defined divisibleby(2) escaped even false float integer iterable lower mapping none number odd sequence string true undefined upper
+sameas(none) eq(1) ne(1) lt(2) gt(2) in([1,'a',2.5]) startingwith('a') safe filter test
+""".split()
+VALUES = """
+'a'||''||'aAb a_b-c äé ß'||' one two  three\\n\\nfour '||'1'||'12.7'||' 0x1F '||'<a&"b>'||1||0||-3||2.5||-2.5||3.5||0.125||true||none||missing||[]||[1, 2, 3]
+['b','A','a']||[3.5, 1]||{'b': 1, 'a': 'x y'}||(1, 'a')||range(3)||'a/b c?d=é'||'line1\\r\\nline2\\x0bline3'
+""".strip().replace("\n", "||").split("||")
+METHODS = """
+upper() lower() title() capitalize() casefold() swapcase() strip() strip('a ') lstrip() rstrip('b') split() split('a') split(' ',1) split(none,1)
+rsplit() rsplit('a',1) splitlines() splitlines(true) startswith('a') endswith(('x','b')) find('b') rfind('b') index('a') rindex('a') count('a')
+count('a',1) replace('a','x') replace('a','x',1) replace('','-') join(['x','y']) partition('a') rpartition('a') removeprefix('a') removesuffix('b') zfill(6)
+ljust(8,'.') rjust(8) center(9,'*') isdigit() isalpha() isalnum() isspace() islower() isupper() istitle() isnumeric() isdecimal() isascii() isidentifier()
+isprintable() encode() expandtabs() translate({}) format(1,2) format_map({}) keys() values() items() get('a') get('z',1) copy() index(1) append(1) pop()
+update({}) bit_length() is_integer() __class__ __len__() format('x')
+""".split()
+MORE = """
+2.5|round
+'a' is sequence
+'aaa'|replace('a','b',2)
+['a'] ~ ''
+[1.5, none] ~ {'a': true} ~ (1, 2)
+1 + 2 ~ 3
+2 * 3 ~ 4
+-1 ~ -2
+'a' ~ 1 if true else 'b' ~ 2
+'x' ~ [1] == 'x[1]'
+('a' ~ 'b')|upper ~ 'c'
+[1 ~ 2, 3 ~ [4]]
+{'k': 'a' ~ [1]}
+'a' ~ messages[0].role ~ messages|length
+'a' ~ 6 / 4 ~ 7 % 4 ~ 7 // 2
+'a' ~ -1 * 2
+1e20 ~ 1e-7
+(1,)
+((1, 2), [3])
+(1, 2)[0]
+(1, 2)|length
+(1, 2) == (1, 2)
+1 in (1, 2)
+1 if 2 in (1, 2) else 3
+('a' if true else 'b')
+(1 + 2) * 3
+not (1, 2)
+dict([('a', 1)])
+range(1, 7, 2)
+range(5, 0, -2)|list
+range(0)
+range(3)[1]
+range(4)[-1]
+range(2) is sequence
+{'a': 1}.keys()
+{'a': 1}.values()
+{'a': [1]}.items()|list
+{}.items()
+{'a': 1}.items()|length
+'a' in {'a': 1}.keys()
+{'a': 1}.items()|first
+{'b': 1, 'a': 2}|dictsort(reverse=true)
+{'b': 1, 'a': 2}|dictsort(by='value')
+{'b': 1, 'a': 2}|items|list
+[{'a': 2}, {'a': 1}]|sort(attribute='a')
+[{'a': 'x'}, {'a': 'y'}]|join(', ', attribute='a')
+[{'a': 2}, {'a': 1}]|max(attribute='a')
+[{'a': 2}, {'a': 1}]|sum(attribute='a')
+[{'a': {'b': 1}}]|map(attribute='a.b')|list
+{'a b': 'c/d', 'e': 1}|urlencode
+[('a', 'b c')]|urlencode
+'a b/c'|urlencode
+'0x1f'|int(0, 16)
+'1_000'|int
+'42.9'|int
+none|int(5)
+'x'|float(1.5)
+true|int
+7 % -3
+7 // -2
+7 % 3
+7.5 % 2
+1 / 0
+1 % 0
+1 // 0
+messages|length % 2
+messages|length / 2
+10 / (2 + 3)
+10 // messages|length
+2 ** 3 ** 2
+'%s' % (1, )
+'%s %s' % ('a', ['b'])
+'a\\\nb'
+'a\\x41\\u0042\\103\\d\\/\\a|'
+"it\\'s \\"q\\""
+'\\\\n'
+'\\N{DASH}'
+'\\ud83d\\ude00'
+'\\U0001F600'
+'\\é'
+'<a>'|safe
+'<a>'|safe ~ '<b>'
+('<a>'|safe) + '<b>'
+'<a>'|e
+'<a>'|e + '<b>'
+'{} and {}'.format('a', 1)
+'{a} {0!r} {1:>4}'.format('x', 2, a='y')
+'a,b'.split(',')|map('upper')|join('+')
+[1, 2, 3][::-1]
+[1, 2, 3][-2:]
+'abc'[-1]
+cycler('a', 'b').next()
+joiner(', ')() ~ 'x'
+lipsum()
+debug()
+messages|map('lower')
+x is not defined
+missing ~ 'a'
+missing|length
+missing|list
+missing.a
+missing or 'd'
+none ~ true ~ false
+True and None
+1.0 ~ 1.50
+100000000000000000000000 ~ ''
+1 == 1.0
+'a' < 'b'
+[1] + [2]
+'a' * 3
+3 * 'a'
+[1] * 2
+{'a': 1} == {'a': 1.0}
+""".replace("\\\n", "\0").strip().split("\n")
+TABLE = [f"({value})|{name}" for value in VALUES for name in FILTERS]
+TABLE += [f"({value}) is {name}" for value in VALUES for name in TESTS]
+TABLE += [f"({value}).{name}" for value in VALUES for name in METHODS]
+TABLE += [expression.replace("\0", "\\\n") for expression in MORE]
+
 BLOCKS = [
+    "a\r\nb\rc\n",
+    "{% for a, b in [(1, 2), (3, 4)] %}{{ a }}{{ b }}{{ (a, b) }}{% endfor %}",
+    "{% for (a, b) in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}",
+    "{% for x in (1, 2) %}{{ x }}{% endfor %}",
+    "{% set x = (1, 2) %}{{ x }}{{ x[1] }}",
+    "{% set x = 'a' ~ [1] ~ 'b' %}{{ x }}",
+    "{% macro f(a, b=(1, 2)) %}{{ a ~ b }}{% endmacro %}{{ f([1]) }}{{ f(1, (3,)) }}",
+    "{% if 'a' ~ 1 == 'a1' and not ('b' ~ 2) is none %}yes{% endif %}",
+    "{% set ns = namespace(x=1) %}{% set ns.x = ns.x ~ [2] %}{{ ns.x }}",
+    "{% call(x) f() %}{{ x }}{% endcall %}",
+    "{{ 'a' if messages[0].role in ('system', 'developer') else 'b' }}",
+    "{%- set a = 10 %}{{ a // 3 }}{{ a % 4 }}{{ a / 4 }}{{ (a - 1) % 4 }}{{ -a % 4 }}",
+    "{% set content = '<a>'|safe %}{{ content + '<b>' }}",
+    "{{ '<a>' | safe -}} x",
     "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend",
     "{%- for m in messages -%} {{- loop.index }}/{{ loop.length }}{{ loop.first }}{{ loop.last }} {%- endfor -%}",
     "{% for m in messages %}{% if loop.index0 == 2 %}{% break %}{% endif %}{{ m.role }},{% endfor %}",
@@ -267,9 +426,11 @@ def environment():
 
 def render(template):
     try:
-        return environment().from_string(template).render(
+        text = environment().from_string(template).render(
             messages=MESSAGES, tools=None, documents=None, add_generation_prompt=True, **TOKENS
         )
+        text.encode()  # half of a pair is no text
+        return text
     except Exception:
         return None
 
@@ -277,10 +438,15 @@ def render(template):
 def main():
     templates = ["{{ " + expression + " }}" for expression in EXPRESSIONS] + BLOCKS
     probes = [{"template": template, "output": render(template)} for template in templates]
-    golden = {"now": NOW, "messages": MESSAGES, "tokens": TOKENS, "probes": probes}
+    # What Python refuses need not be refused here, and an address or a random choice is another each time.
+    table = [(expression, render("{{ " + expression + " }}")) for expression in TABLE]
+    table = [pair for pair in table if pair[1] is not None and " at 0x" not in pair[1] and not any(word in pair[0] for word in ("|random", "lipsum"))]
+    golden = {"now": NOW, "messages": MESSAGES, "tokens": TOKENS, "probes": probes, "table": table}
     path = pathlib.Path(__file__).parent.parent / "tests" / "golden" / "jinja.json"
-    path.write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n")
-    print(f"{path}: {len(probes)} probes")
+    lines = (",\n".join(json.dumps(row, ensure_ascii=False) for row in golden[key]) for key in ("probes", "table"))
+    head = json.dumps({key: golden[key] for key in ("now", "messages", "tokens")}, ensure_ascii=False)[:-1]
+    path.write_text("{},\n\"probes\": [\n{}\n],\n\"table\": [\n{}\n]}}\n".format(head, *lines))
+    print(f"{path}: {len(probes)} probes, a table of {len(table)}")
 
 
 if __name__ == "__main__":

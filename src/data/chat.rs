@@ -7,19 +7,26 @@
 //! | file | what it is |
 //! |---|---|
 //! | `python` | how Python writes a value, as text and as JSON |
+//! | `filters` | filters and tests of Python's Jinja |
 //! | `methods` | methods of Python's strings |
-//! | `percent` | Python's `'..' % ..` |
+//! | `values` | Python's tuples, ranges and views |
+//! | `source` | what minijinja reads otherwise than Python's Jinja: `'..' % ..`, tuples, texts with escapes, divisors |
+//! | `parts` | templates that want a message's content as a list of parts |
 
+mod filters;
 mod methods;
-mod percent;
+mod parts;
 mod python;
+mod source;
+mod values;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use minijinja::value::Kwargs;
+use minijinja::value::{Kwargs, Rest};
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
@@ -127,6 +134,8 @@ struct Renderer {
     source: String,
     /// Special tokens and what else it may name.
     variables: BTreeMap<String, Json>,
+    /// Roles whose texts come as a list of parts.
+    roles_in_parts: Vec<&'static str>,
 }
 
 impl ChatTemplate {
@@ -203,7 +212,8 @@ impl Start {
     /// A thread with the compiled template.
     fn thread(&self) -> Result<Thread> {
         let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut renderer = Renderer { environment: environment(self.now), source: self.source.clone(), variables };
+        let (source, roles_in_parts) = (self.source.clone(), Vec::new());
+        let mut renderer = Renderer { environment: environment(self.now), source, variables, roles_in_parts };
         let work = move |job| match job {
             TemplateJob::Compile => renderer.compile().map(|()| String::new()),
             TemplateJob::Extend(variables) => {
@@ -223,13 +233,21 @@ impl Start {
 
 impl Renderer {
     fn compile(&mut self) -> Result<()> {
-        let source = percent::with_calls(&without_generation_tags(&self.source));
-        self.environment.add_template_owned(NAME, source).map_err(failed)
+        let source = source::for_minijinja(&self.source);
+        self.environment.add_template_owned(NAME, source).map_err(failed)?;
+        if self.source.contains("text") {
+            self.roles_in_parts = parts::roles_in_parts(|conversation| self.render(conversation).ok());
+        }
+        Ok(())
     }
 
     fn render(&self, conversation: &Conversation) -> Result<String> {
         let Conversation { messages, tools, variables, add_generation_prompt } = conversation;
         let num_bytes: usize = messages.iter().map(text_bytes).sum();
+        let messages = &mut Cow::Borrowed(messages.as_slice());
+        if !self.roles_in_parts.is_empty() {
+            parts::wrap(messages.to_mut(), &self.roles_in_parts);
+        }
         let mut named = self.variables.clone();
         named.extend(variables.clone());
         let variables = context! {
@@ -265,13 +283,13 @@ fn environment(now: u64) -> Environment<'static> {
     environment.set_formatter(|output, _, value| python::write(output, value));
     environment.set_unknown_method_callback(methods::call);
     environment.add_filter("tojson", tojson);
-    // Python's None is not iterable.
-    environment.add_test("iterable", |value: &Value| !value.is_none() && minijinja::tests::is_iterable(value));
-    environment.add_filter("string", |value: &Value| python::text(value));
-    environment.add_filter("join", |value: &Value, separator: Option<&str>| {
-        methods::join(separator.unwrap_or_default(), value)
-    });
-    environment.add_filter(percent::FILTER, percent::format);
+    filters::add(&mut environment);
+    environment.add_filter(source::FORMAT, source::format);
+    environment.add_function(source::TUPLE, |items: Rest<Value>| values::tuple(items.0));
+    environment.add_function(source::DIVISOR, values::divisor);
+    environment.add_function("range", values::range);
+    environment.add_function("cycler", |items: Rest<Value>| minijinja_contrib::globals::cycler(items.0));
+    environment.add_function("joiner", minijinja_contrib::globals::joiner);
     environment
         .add_function("raise_exception", |message: String| -> Result<Value, JinjaError> { Err(invalid(message)) });
     environment.add_function("strftime_now", move |format: String| date::strftime(&format, now).map_err(invalid));
@@ -315,25 +333,6 @@ fn check_size(source: &str) -> Result<()> {
     }
 }
 
-/// `{% generation %}` marks the assistant's tokens for loss masks in transformers; here it is a block that always runs.
-fn without_generation_tags(source: &str) -> String {
-    let mut text = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(start);
-        text.push_str(before);
-        let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
-        let (tag, after) = tag.split_at(end);
-        match tag.trim_start_matches("{%").trim_end_matches("%}").trim_matches(['-', '+', ' ', '\t', '\n']) {
-            "generation" => text.push_str(&tag.replace("generation", "if true")),
-            "endgeneration" => text.push_str(&tag.replace("endgeneration", "endif")),
-            _ => text.push_str(tag),
-        }
-        rest = after;
-    }
-    text + rest
-}
-
 struct Capped {
     text: Vec<u8>,
     max_bytes: usize,
@@ -358,5 +357,7 @@ fn failed(error: JinjaError) -> Error {
     Error::ChatTemplate { message: format!("{error}{cause}") }
 }
 
+#[cfg(test)]
+mod published;
 #[cfg(test)]
 mod tests;

@@ -33,6 +33,7 @@ pub use sft::{SftDataset, SftExample};
 pub use sources::RowSources;
 #[cfg(test)]
 pub(crate) use tokenizer::ENCODED_BYTES;
+pub(crate) use tokenizer::TEMPLATES_FOLDER;
 pub use tokenizer::Tokenizer;
 pub(crate) use tool_calls::{ContentScan, open_thought};
 pub use tool_calls::{ToolCall, ToolCallParser};

@@ -62,7 +62,7 @@ mod tests {
     fn tokenizers_that_stop_anywhere() {
         ends_if_it_hangs();
         for (num_breaches, limits) in budgets().enumerate() {
-            let read = |limits| read_within(super::TOKENIZER.as_bytes().to_vec(), limits);
+            let read = |limits| read_within(super::TOKENIZER.as_bytes().to_vec(), Default::default(), limits);
             let is_within = read(limits).is_ok();
             read(ThreadLimits { memory_bytes: 1 << 30, ..limits }).unwrap();
             if is_within {

@@ -1,6 +1,13 @@
-//! The model's tokenizer and chat template, from its folder.
+//! The model's tokenizer and chat templates, from its folder.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `merged` | tokens that files beside `tokenizer.json` add or describe otherwise |
+//! | `templates` | chat templates, one or several with names |
 
-use std::collections::BTreeMap;
+mod merged;
+mod templates;
+
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -8,13 +15,14 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
+use self::merged::{NamedTokens, TokenFiles};
+use self::templates::ChatTemplates;
 use super::messages::{alias_reasoning, unread_field};
-use super::{ChatTemplate, Conversation, Message, statics};
+use super::{Conversation, Message, statics};
 use crate::error::{Error, Result, panic_message};
-use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, ThreadLimits};
+use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TOKENIZER_BYTES, ThreadLimits};
 
-const SPECIAL_TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
+pub(crate) use templates::FOLDER as TEMPLATES_FOLDER;
 
 /// Bytes of text that are tokenized whatever the limit.
 const MIN_LONG_BYTES: usize = 64 << 10;
@@ -41,16 +49,16 @@ pub struct Tokenizer {
     max_id: u32,
     /// Bytes of the longest token as the vocabulary writes it, which is never shorter than what it stands for.
     max_token_bytes: usize,
-    chat_template: Option<ChatTemplate>,
+    chat_templates: Option<ChatTemplates>,
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json`, `special_tokens_map.json` and
-    /// `chat_template.jinja` (which wins over the configuration's template).
+    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`, and chat
+    /// templates in files of their own, merged as transformers' AutoTokenizer does.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for a missing or malformed file, [`Error::TokenizerMismatch`] for an EOS token without an id,
-    /// [`Error::ChatTemplate`] for a template that does not compile.
+    /// [`Error::BadFile`] for a missing or malformed file, and for keys that are not served, [`Error::TokenizerMismatch`] for an EOS token
+    /// without an id, [`Error::ChatTemplate`] for a template that does not compile.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("tokenizer.json");
@@ -69,27 +77,22 @@ impl Tokenizer {
         let unreadable = |message: String| Error::bad_file(&path, message);
         let memory_bytes = READ_BYTES[0] + READ_BYTES[1] * bytes.len();
         let limits = ThreadLimits { stack_bytes: 16 << 20, memory_bytes, cpu_s: READ_CPU_S };
-        let inner = read_within(bytes, limits).map_err(unreadable)?;
+        let files = TokenFiles::read(folder)?;
+        let (eos_token, template) = (files.eos_token(), files.get("chat_template").clone());
+        let (inner, named, known_eos) = read_within(bytes, files, limits).map_err(unreadable)?;
         let vocab = inner.get_vocab(true);
         let Some(&max_id) = vocab.values().max() else {
             return Err(Error::bad_file(&path, "the vocabulary is empty"));
         };
         let max_token_bytes = vocab.keys().map(String::len).max().unwrap_or_default();
-
-        let config = read_json(&folder.join("tokenizer_config.json"))?;
-        let map = read_json(&folder.join("special_tokens_map.json"))?;
-        let special_tokens = special_tokens(&config, &map);
-        let eos_token_id = match special_tokens.get("eos_token") {
-            Some(eos) => Some(inner.token_to_id(eos).ok_or_else(|| Error::TokenizerMismatch {
+        let eos_token_id = match eos_token {
+            Some(eos) => Some(known_eos.ok_or_else(|| Error::TokenizerMismatch {
                 message: format!("eos_token '{eos}' of tokenizer_config.json has no id in {}", path.display()),
             })?),
             None => None,
         };
-        let chat_template = match template_source(folder, &config)? {
-            Some(source) => Some(ChatTemplate::new(&source, special_tokens)?),
-            None => None,
-        };
-        Ok(Self { inner, eos_token_id, max_id, max_token_bytes, chat_template })
+        let chat_templates = ChatTemplates::read(folder, &template, &named)?;
+        Ok(Self { inner, eos_token_id, max_id, max_token_bytes, chat_templates })
     }
 
     /// Gives the chat template further variables (`chat_template_kwargs`).
@@ -97,7 +100,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::ChatTemplate`] if they take more memory than a template may have.
     pub fn with_template_variables(self, variables: &Map<String, Value>) -> Result<Self> {
-        self.chat_template.iter().try_for_each(|template| template.add_variables(variables))?;
+        self.chat_templates.iter().try_for_each(|templates| templates.add_variables(variables))?;
         Ok(self)
     }
 
@@ -112,7 +115,7 @@ impl Tokenizer {
         let vocab = (0..=max_id).map(|id| (id.to_string(), id)).collect();
         let model = WordLevel::builder().vocab(vocab).unk_token("0".into()).build();
         let inner = tokenizers::Tokenizer::new(model.map_err(|error| invalid(error.to_string()))?);
-        Ok(Self { inner, eos_token_id: None, max_id, max_token_bytes: 10, chat_template: None })
+        Ok(Self { inner, eos_token_id: None, max_id, max_token_bytes: 10, chat_templates: None })
     }
 
     /// Bytes of text that `num_tokens` tokens can hold at most. A longer text need not be tokenized to know that it does not
@@ -179,9 +182,9 @@ impl Tokenizer {
         self.token_id(token).and_then(|id| added.get(&id)).is_some_and(|token| token.special)
     }
 
-    /// The chat template's source.
+    /// The chat template's source; of several, that of conversations with tools.
     pub fn template_source(&self) -> Option<&str> {
-        self.chat_template.as_ref().map(ChatTemplate::source)
+        self.chat_templates.as_ref().and_then(ChatTemplates::source)
     }
 
     /// The tokenizer as `tokenizer.json` has it.
@@ -264,7 +267,7 @@ impl Tokenizer {
 
     /// Whether the model's folder has a chat template.
     pub fn has_chat_template(&self) -> bool {
-        self.chat_template.is_some()
+        self.chat_templates.is_some()
     }
 
     /// The conversation as text; encode it without special tokens.
@@ -285,10 +288,10 @@ impl Tokenizer {
                       chat_template.jinja beside it, or give prompts as text"
                 .into(),
         };
-        let template = self.chat_template.as_ref().ok_or_else(missing)?;
+        let templates = self.chat_templates.as_ref().ok_or_else(missing)?;
         self.check_fields(&conversation.messages).map_err(|message| Error::ChatTemplate { message })?;
         conversation.messages.iter_mut().for_each(alias_reasoning);
-        template.converse(conversation)
+        templates.converse(conversation)
     }
 
     /// Refuses messages with a field that the chat template does not read.
@@ -302,19 +305,24 @@ impl Tokenizer {
     }
 }
 
+/// A tokenizer, its special tokens, and the end-of-sequence token's id.
+type ReadTokenizer = (tokenizers::Tokenizer, NamedTokens, Option<u32>);
+
 /// [`read_and_try`] within limits.
-pub(super) fn read_within(json: Vec<u8>, limits: ThreadLimits) -> Result<tokenizers::Tokenizer, String> {
+pub(super) fn read_within(json: Vec<u8>, files: TokenFiles, limits: ThreadLimits) -> Result<ReadTokenizer, String> {
     statics::of_tokenizers();
-    untrusted::once("tokenizer", limits, || read_and_try(json)).and_then(|read| read)
+    untrusted::once("tokenizer", limits, move || read_and_try(json, &files)).and_then(|read| read)
 }
 
-/// The tokenizer of a `tokenizer.json`, which has encoded some text within the limits: what it normalizes to, a stranger decided.
-fn read_and_try(json: Vec<u8>) -> Result<tokenizers::Tokenizer, String> {
+/// The tokenizer of a `tokenizer.json` and the files beside it, which has encoded some text within the limits: what it normalizes to, a
+/// stranger decided. With it come its special tokens, and the end-of-sequence token's id in these files.
+fn read_and_try(json: Vec<u8>, files: &TokenFiles) -> Result<ReadTokenizer, String> {
     let mut tokenizer = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
     tokenizer.with_truncation(None).map_err(|error| error.to_string())?.with_padding(None);
+    let (named, eos_token_id) = files.merge_into(&mut tokenizer)?;
     let text: String = (' '..='~').collect();
     let _ = tokenizer.encode_fast(text, false); // one that lacks a token for an unknown word may have one for every prompt
-    Ok(tokenizer)
+    Ok((tokenizer, named, eos_token_id))
 }
 
 /// The outcome of the tokenizers library, which panics over some files and texts.
@@ -331,38 +339,6 @@ fn read_json(path: &Path) -> Result<Value> {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| Error::bad_file(path, error.to_string())),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Value::Null),
         Err(error) => Err(Error::bad_file(path, error.to_string())),
-    }
-}
-
-/// Text of each special token; a file gives it as a string or as `{"content": ..}`.
-fn special_tokens(config: &Value, map: &Value) -> BTreeMap<String, String> {
-    let text = |value: &Value| value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned);
-    let find = |name: &str| text(&config[name]).or_else(|| text(&map[name]));
-    SPECIAL_TOKENS.iter().filter_map(|name| Some((name.to_string(), find(name)?))).collect()
-}
-
-fn template_source(folder: &Path, config: &Value) -> Result<Option<String>> {
-    let path = folder.join("chat_template.jinja");
-    match untrusted::read_text(&path, MAX_TEMPLATE_BYTES) {
-        Ok(source) => return Ok(Some(source)),
-        Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(Error::bad_file(path, error.to_string())),
-    }
-    match &config["chat_template"] {
-        Value::Null => Ok(None),
-        Value::String(source) => Ok(Some(source.clone())),
-        Value::Array(named) => {
-            let default = named.iter().find(|entry| entry["name"] == "default");
-            match default.and_then(|entry| entry["template"].as_str()) {
-                Some(source) => Ok(Some(source.to_owned())),
-                None => Err(Error::ChatTemplate {
-                    message: "tokenizer_config.json has named templates, but none is named 'default'".into(),
-                }),
-            }
-        }
-        other => Err(Error::ChatTemplate {
-            message: format!("chat_template of tokenizer_config.json is neither text nor a list: {other}"),
-        }),
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod delta_net;
 mod experts;
+pub(crate) mod keys;
 mod layer_types;
 mod rope;
 #[cfg(test)]
@@ -20,6 +21,7 @@ use tch::Kind;
 use super::block::{AttentionSpec, BlockSpec, DenseSpec, Mixer, Mlp};
 use super::distinct::RopeSpec;
 use super::families::{Family, Names, Traits, Window};
+use super::files;
 use super::json::{CONFIG, JsonObject};
 use super::spec::ModelSpec;
 use crate::error::{Error, Result};
@@ -28,16 +30,19 @@ use crate::error::{Error, Result};
 pub(super) const INITIALIZER_RANGE: f64 = 0.02;
 
 impl ModelSpec {
-    /// Reads a model folder's `config.json`, and the end-of-sequence ids of `generation_config.json` where it has them.
+    /// Reads a model folder's `config.json`, and the end-of-sequence ids of `generation_config.json` where it has them. As in transformers,
+    /// a head that the weights have and that differs from the table is the model's own, whatever `tie_word_embeddings` says.
     ///
     /// # Errors
     /// [`Error::BadFile`] with the key, what was found and what is expected: architectures, activations, rope types,
     /// biases and mixtures of windows that the decoder does not compute, and sizes that do not fit one another.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
         let mut spec = parse(JsonObject::read(&folder.as_ref().join(CONFIG))?)?;
+        spec.tie_word_embeddings &= !files::has_own_head(folder.as_ref(), &spec);
         let generation = folder.as_ref().join("generation_config.json");
         if generation.exists() {
             let generation = JsonObject::read(&generation)?;
+            generation.check(&keys::GENERATION_KEYS)?;
             if generation.get("eos_token_id").is_some() {
                 spec.eos_token_ids = token_ids(&generation, "eos_token_id", spec.vocab_size)?;
             }
@@ -45,7 +50,7 @@ impl ModelSpec {
         Ok(spec)
     }
 
-    /// Reads one `config.json`, as [`ModelSpec::from_folder`] does.
+    /// Reads one `config.json`, without the weights beside it.
     ///
     /// # Errors
     /// The errors of [`ModelSpec::from_folder`].
@@ -144,6 +149,7 @@ fn dtype_name(kind: Kind) -> &'static str {
 fn parse(whole: JsonObject) -> Result<ModelSpec> {
     let (family, is_text_part) = family(&whole)?;
     let config = &if is_text_part { text_part::read(whole)? } else { whole };
+    config.check(&keys::CONFIG_KEYS)?;
     let traits = family.traits();
     refuse_unsupported(config, traits.has_delta_nets)?;
     if traits.has_shared_expert && config.has("qkv_bias") && !config.flag("qkv_bias")? {
@@ -236,38 +242,39 @@ fn family(config: &JsonObject) -> Result<(Family, bool)> {
         Some(architecture) => names.architecture == architecture,
         None => Some(names.model_type) == model_type,
     };
+    let contradicts = |names: Names| {
+        let other = model_type.filter(|&model_type| model_type != names.model_type);
+        other.map(|_| config.wrong("model_type", format!("\"{}\", that of {}", names.model_type, names.architecture)))
+    };
     let found = Family::ALL.iter().find_map(|&family| {
         let Traits { architecture, model_type, whole, .. } = family.traits();
-        let is_text_part = whole.is_some_and(is_named);
-        (is_text_part || is_named(Names { architecture, model_type })).then_some((family, is_text_part))
+        let of_text = Names { architecture, model_type };
+        let names = [whole, Some(of_text)].into_iter().flatten().find(|&names| is_named(names))?;
+        let is_text_part = names.architecture != architecture;
+        Some(contradicts(names).map_or(Ok((family, is_text_part)), Err))
     });
-    found.ok_or_else(|| {
+    found.unwrap_or_else(|| {
         let key = if architecture.is_some() { "architectures" } else { "model_type" };
         let names = Family::ALL.iter().flat_map(|family| {
             let Traits { architecture, whole, .. } = family.traits();
             std::iter::once(architecture).chain(whole.map(|names| names.architecture))
         });
-        config.wrong(key, format!("one of {}", names.collect::<Vec<_>>().join(", ")))
+        Err(config.wrong(key, format!("one of {}", names.collect::<Vec<_>>().join(", "))))
     })
 }
 
 fn refuse_unsupported(config: &JsonObject, turns_in_part: bool) -> Result<()> {
+    const FACTOR: &str = "partial_rotary_factor";
     if config.get("hidden_act").is_some_and(|act| act != "silu") {
         return Err(config.wrong("hidden_act", "\"silu\""));
     }
-    for key in ["attention_bias", "mlp_bias"] {
-        if config.flag(key)? {
-            return Err(config.wrong(key, "false (Qwen2's own biases need no key)"));
-        }
+    let rope = [config.object("rope_scaling")?, config.object("rope_parameters")?];
+    for place in rope.iter().flatten() {
+        place.check(&keys::ROPE_KEYS)?;
     }
-    let factor = config.get("partial_rotary_factor").filter(|_| !turns_in_part);
-    if factor.is_some_and(|factor| factor.as_f64() != Some(1.0)) {
-        return Err(config.wrong("partial_rotary_factor", "1"));
-    }
-    match config.get("quantization_config") {
-        Some(_) => Err(config.wrong("quantization_config", "none: unquantised weights")),
-        None => Ok(()),
-    }
+    let mut places = rope.iter().flatten().chain([config]).filter(|_| !turns_in_part);
+    let in_part = |place: &&JsonObject| place.get(FACTOR).is_some_and(|factor| factor.as_f64() != Some(1.0));
+    places.find(in_part).map_or(Ok(()), |place| Err(place.wrong(FACTOR, "1")))
 }
 
 /// Absent, it is the family's usual one, or `hidden_size / num_attention_heads`, as in transformers.

@@ -1,7 +1,7 @@
 //! Fresh weights. Numbers are counter-based, keyed by (seed, unit, parameter, element): the same for any number of
 //! shards and ranks.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
@@ -11,6 +11,7 @@ use super::files::WeightWriter;
 use super::params::{Param, ParamName, ParamTable, Unit, UnitLayout};
 use super::spec::ModelSpec;
 use crate::cuda::kernels;
+use crate::data::TEMPLATES_FOLDER;
 use crate::error::{Error, Result};
 use crate::ops::random::RandomKey;
 use crate::untrusted::{self, MAX_TOKENIZER_BYTES};
@@ -157,8 +158,13 @@ pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
     if !from.join(required).exists() {
         return Err(Error::bad_file(from.join(required), "missing: the tokenizer's folder must have it"));
     }
-    for name in TOKENIZER_FILES {
-        let source = from.join(name);
+    let templates = from.join(TEMPLATES_FOLDER).read_dir().into_iter().flatten().flatten();
+    let templates: Vec<_> = templates.map(|entry| Path::new(TEMPLATES_FOLDER).join(entry.file_name())).collect();
+    if !templates.is_empty() {
+        std::fs::create_dir_all(to.join(TEMPLATES_FOLDER)).map_err(Error::io(to.join(TEMPLATES_FOLDER)))?;
+    }
+    for name in TOKENIZER_FILES.iter().map(PathBuf::from).chain(templates) {
+        let (name, source) = (&name, from.join(&name));
         if source.exists() {
             let bytes = untrusted::read(&source, MAX_TOKENIZER_BYTES);
             let bytes = bytes.map_err(|error| Error::bad_file(source, error.to_string()))?;

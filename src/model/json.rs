@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
-use crate::untrusted::{self, MAX_MODEL_JSON_BYTES};
+use crate::untrusted::{self, KeyTable, MAX_MODEL_JSON_BYTES};
 
 /// The shape of a model, in its folder.
 pub(super) const CONFIG: &str = "config.json";
@@ -42,6 +42,14 @@ impl JsonObject {
             Ok(_) => Err(Error::bad_file(path, "expected a JSON object")),
             Err(error) => Err(Error::bad_file(path, format!("not JSON: {error}"))),
         }
+    }
+
+    /// Refuses keys whose values are not served.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] with the key.
+    pub(super) fn check(&self, table: &KeyTable) -> Result<()> {
+        table.check(&self.path, &self.within, &self.map)
     }
 
     /// Gives it the value that a key has in `other`, if it has one there.

@@ -9,7 +9,7 @@ use super::files::{INDEX, SINGLE};
 use super::json::{ADAPTER_CONFIG, JsonObject};
 use super::lora::ADAPTER_WEIGHTS;
 use crate::data::hub::{Snapshot, is_plainly_local};
-use crate::data::{Hub, Repo};
+use crate::data::{Hub, Repo, TEMPLATES_FOLDER};
 use crate::error::{Error, Result};
 
 /// The folders that a model is loaded from: a model folder, or an adapter folder and its base.
@@ -80,7 +80,10 @@ fn locate(name: &Path, revision: Option<&str>, hub: &Hub) -> Result<PathBuf> {
 fn model_files(repo: &Repo, snapshot: &Snapshot<'_>) -> Result<Vec<String>> {
     let names = snapshot.names();
     let has = |name: &str| names.iter().any(|known| known == name);
-    let is_small = |name: &&String| !name.contains('/') && (name.ends_with(".json") || name.ends_with(".jinja"));
+    let is_small = |name: &&String| {
+        let own = name.strip_prefix(TEMPLATES_FOLDER).and_then(|name| name.strip_prefix('/')).unwrap_or(name);
+        !own.contains('/') && (name.ends_with(".json") || name.ends_with(".jinja"))
+    };
     let mut wanted: Vec<String> = names.iter().filter(is_small).cloned().collect();
     if let Some(index) = snapshot.text(INDEX)? {
         let index: Value = serde_json::from_str(&index).unwrap_or_default();

@@ -2,10 +2,11 @@
 //!
 //! Only regular files are read, so a pipe cannot hang a run and a device cannot fill its memory. Every kind of file has a
 //! largest size. `Confined` runs work whose depth, memory or time the file decides on a thread with limits. `Folder` reads and writes below
-//! a folder without following links.
+//! a folder without following links. A `KeyTable` says what the keys of a file mean here.
 
 mod confined;
 mod folder;
+mod keys;
 mod meter;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -17,6 +18,7 @@ use std::path::Path;
 
 pub(crate) use confined::{Confined, ThreadLimits, once};
 pub(crate) use folder::Folder;
+pub(crate) use keys::KeyTable;
 pub use meter::MeteredAllocator;
 
 /// Largest TOML or YAML configuration of a run, in bytes.

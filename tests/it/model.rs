@@ -256,14 +256,40 @@ fn tensors_that_do_not_fit_the_model_are_named() {
     swap("tie_word_embeddings", json!(false), "missing lm_head.weight [96, 32]");
 }
 
+/// As in transformers, which keeps both where `tie_word_embeddings` contradicts the files, and ties them where they are equal.
 #[test]
-fn the_head_of_a_tied_model_is_ignored() {
-    let folder = copy_of("mistral");
-    let path = folder.path().join("config.json");
-    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    config["tie_word_embeddings"] = json!(true);
-    std::fs::write(&path, config.to_string()).unwrap();
-    open(folder.path()).unwrap();
+fn a_head_that_is_not_the_table_is_the_model_s_own() {
+    for name in ["mistral", "llama3", "qwen2_untied"] {
+        let folder = copy_of(name);
+        let path = folder.path().join("config.json");
+        let mut config = read(&path);
+        config["tie_word_embeddings"] = json!(true);
+        std::fs::write(&path, config.to_string()).unwrap();
+        let spec = ModelSpec::from_folder(folder.path()).unwrap();
+        assert!(!spec.tie_word_embeddings && spec == ModelSpec::from_folder(golden(name)).unwrap(), "{name}");
+        open(folder.path()).unwrap();
+        spec.write_config(folder.path(), Some(folder.path())).unwrap();
+        assert_eq!(read(&folder.path().join("config.json"))["tie_word_embeddings"], false, "{name}");
+    }
+    let folder = copy_of("qwen2_tied");
+    let path = folder.path().join("model.safetensors");
+    let with_head = |scale: u8| {
+        let whole = std::fs::read(golden("qwen2_tied").join("model.safetensors")).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&whole).unwrap();
+        let table = file.tensor("model.embed_tokens.weight").unwrap();
+        let data: Vec<u8> = table.data().iter().map(|byte| byte.wrapping_mul(scale)).collect();
+        let head = safetensors::tensor::TensorView::new(table.dtype(), table.shape().to_vec(), &data).unwrap();
+        let all = file.tensors().into_iter().chain([("lm_head.weight".to_owned(), head)]);
+        std::fs::write(&path, safetensors::serialize(all, None).unwrap()).unwrap();
+        open(folder.path()).unwrap();
+        ModelSpec::from_folder(folder.path()).unwrap().tie_word_embeddings
+    };
+    assert!(with_head(1), "an equal head is the table");
+    assert!(!with_head(3), "another head is the model's own");
+}
+
+fn read(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
 #[test]

@@ -4,15 +4,18 @@ use minijinja::value::from_args;
 use minijinja::{Error, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::{invalid, python};
+use super::{invalid, python, values};
 
 /// Longest padding, in characters.
 const MAX_WIDTH: usize = 1 << 20;
 
 /// A method that minijinja does not know.
 pub(super) fn call(state: &State<'_, '_>, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
-    let own = value.as_str().map(|text| of_string(text, method, args));
-    own.transpose()?.flatten().map_or_else(|| unknown_method_callback(state, value, method, args), Ok)
+    let own = match value.as_str() {
+        Some(text) => of_string(text, method, args)?,
+        None => values::view(value, method).filter(|_| args.is_empty()),
+    };
+    own.map_or_else(|| unknown_method_callback(state, value, method, args), Ok)
 }
 
 /// `separator.join(values)`.
@@ -27,8 +30,8 @@ pub(super) fn join(separator: &str, values: &Value) -> Result<String, Error> {
     Ok(text)
 }
 
-/// `None`: not among these methods.
-fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+/// A method of strings; `None` if it is not among those of this file.
+pub(super) fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     let value = match method {
         "partition" | "rpartition" => partition(text, from_args::<(&str,)>(args)?.0, method == "rpartition")?,
         "rsplit" => {
@@ -63,8 +66,12 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, 
         // All of no characters is false in Python.
         "isdigit" | "isnumeric" | "isalpha" | "isalnum" | "isspace" if text.is_empty() => Value::from(false),
         // Only letters that have a case count.
-        "islower" => Value::from(has_case(text) && !text.chars().any(char::is_uppercase)),
-        "isupper" => Value::from(has_case(text) && !text.chars().any(char::is_lowercase)),
+        "islower" => Value::from(is_lower(text)),
+        "isupper" => Value::from(is_upper(text)),
+        "splitlines" => {
+            let (keep_ends,): (Option<bool>,) = from_args(args)?;
+            split_lines(text, keep_ends.unwrap_or(false)).into_iter().map(Value::from).collect()
+        }
         _ => return Ok(None),
     };
     Ok(Some(value))
@@ -78,7 +85,7 @@ fn partition(text: &str, separator: &str, from_the_right: bool) -> Result<Value,
         None if from_the_right => ["", "", text],
         None => [text, "", ""],
     };
-    Ok(parts.map(Value::from).to_vec().into())
+    Ok(values::tuple(parts.map(Value::from)))
 }
 
 fn rsplit(text: &str, separator: Option<&str>, limit: Option<usize>) -> Result<Vec<String>, Error> {
@@ -121,8 +128,13 @@ fn find(text: &str, method: &str, what: &str) -> Result<Value, Error> {
 }
 
 fn missing(text: &str, width: usize) -> Result<usize, Error> {
+    Ok(self::width(width)?.saturating_sub(text.chars().count()))
+}
+
+/// A width that is not too large.
+pub(super) fn width(width: usize) -> Result<usize, Error> {
     match width {
-        0..=MAX_WIDTH => Ok(width.saturating_sub(text.chars().count())),
+        0..=MAX_WIDTH => Ok(width),
         _ => Err(invalid(format!("a width of more than {MAX_WIDTH} characters is too large"))),
     }
 }
@@ -136,6 +148,29 @@ fn swapped(character: char) -> Vec<char> {
         true => character.to_lowercase().collect(),
         false => character.to_uppercase().collect(),
     }
+}
+
+/// `str.islower`: it has letters with a case, and all are small.
+pub(super) fn is_lower(text: &str) -> bool {
+    has_case(text) && !text.chars().any(char::is_uppercase)
+}
+
+/// `str.isupper`.
+pub(super) fn is_upper(text: &str) -> bool {
+    has_case(text) && !text.chars().any(char::is_lowercase)
+}
+
+/// `str.splitlines`, which knows more ends of lines than `\n`.
+pub(super) fn split_lines(text: &str, keep_ends: bool) -> Vec<&str> {
+    const ENDS: [char; 9] = ['\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}'];
+    let (mut lines, mut rest) = (Vec::new(), text);
+    while let Some((at, end)) = rest.char_indices().find(|(_, letter)| ENDS.contains(letter) || *letter == '\u{2029}') {
+        let behind = at + if rest[at..].starts_with("\r\n") { 2 } else { end.len_utf8() };
+        lines.push(&rest[..if keep_ends { behind } else { at }]);
+        rest = &rest[behind..];
+    }
+    lines.extend(Some(rest).filter(|rest| !rest.is_empty()));
+    lines
 }
 
 fn has_case(text: &str) -> bool {

@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 use minijinja::value::{DynObject, ValueKind};
 use minijinja::{Error, Value};
 
-use super::invalid;
+use super::{invalid, values};
 
 /// Deepest list or dictionary that is written.
 const MAX_DEPTH: usize = 200;
@@ -34,6 +34,9 @@ fn repr(output: &mut impl Write, value: &Value, depth: usize) -> Result<(), Erro
     }
     if let Some(text) = value.as_str() {
         return quoted(output, text).map_err(full);
+    }
+    if let Some((open, items, close)) = values::parts(value) {
+        return list(output, [&open, close], items.into_iter(), |output, item| repr(output, &item, depth + 1));
     }
     match (value.kind(), value.as_object()) {
         (ValueKind::Number, _) => output.write_str(&number(value)).map_err(full),

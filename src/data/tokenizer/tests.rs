@@ -42,6 +42,88 @@ fn a_missing_eos_is_an_error() {
     assert!(error.contains("eos_token '<|end|>'"), "{error}");
 }
 
+/// scripts/golden_tokenizers.py: the ids and texts that AutoTokenizer of transformers makes of folders whose files disagree.
+#[test]
+fn files_are_merged_as_by_auto_tokenizer() {
+    let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizers.json")).unwrap();
+    let cases = golden["cases"].as_array().unwrap();
+    for case in cases {
+        let folder = Folder::new();
+        folder.write("tokenizer.json", &golden["tokenizer.json"].to_string());
+        folder.write("chat_template.jinja", golden["template"].as_str().unwrap());
+        for (name, file) in case["files"].as_object().unwrap() {
+            folder.write(name, &file.to_string());
+        }
+        let (name, tokenizer) = (&case["name"], folder.tokenizer());
+        for (at, text) in golden["texts"].as_array().unwrap().iter().enumerate() {
+            let ids = tokenizer.encode(text.as_str().unwrap(), true).unwrap();
+            assert_eq!(serde_json::json!(ids), case["ids"][at], "{name}: {text}");
+            assert_eq!(tokenizer.decode(&ids).unwrap(), case["texts"][at], "{name}: {text}");
+        }
+        assert_eq!(serde_json::json!(tokenizer.eos_token_id()), case["eos"], "{name}");
+        let chat = tokenizer.apply_chat_template(&[Message::user("x")], false).unwrap();
+        assert_eq!(chat, case["chat"], "{name}");
+    }
+    assert!(cases.len() > 20);
+    assert_eq!(merged::TOKENIZER_KEYS.undocumented(), Vec::<&str>::new());
+}
+
+#[test]
+fn files_that_contradict_one_another_are_refused_by_name() {
+    let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizers.json")).unwrap();
+    let refused = |config: Value, edit: &dyn Fn(&mut Value), message: &str| {
+        let (folder, mut json) = (Folder::new(), golden["tokenizer.json"].clone());
+        edit(&mut json);
+        folder.write("tokenizer.json", &json.to_string());
+        folder.write("tokenizer_config.json", &config.to_string());
+        let error = Tokenizer::from_folder(folder.path()).unwrap_err();
+        assert!(matches!(error, Error::BadFile { .. }) && error.to_string().contains(message), "{error}");
+    };
+    let same = |_: &mut Value| {};
+    let decoder = |id: &str, token: Value| serde_json::json!({"added_tokens_decoder": {id: token}});
+    refused(
+        decoder("9", serde_json::json!({"content": "<s>"})),
+        &same,
+        "added_tokens_decoder has '<s>' as id 9, tokenizer.json as 263",
+    );
+    refused(decoder("7", serde_json::json!("<s>")), &same, "expected an id and its token, an object");
+    refused(serde_json::json!({"fix_mistral_regex": true}), &same, "fix_mistral_regex is true: expected false");
+    refused(serde_json::json!({"fast_tokenizer_files": ["tokenizer.4.0.json"]}), &same, "fast_tokenizer_files is");
+    refused(
+        serde_json::json!({}),
+        &|json| json["model"]["dropout"] = 0.1.into(),
+        "model.dropout of tokenizer.json is above 0",
+    );
+    let words = |json: &mut Value| {
+        json["model"] = serde_json::json!({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})
+    };
+    refused(serde_json::json!({"clean_up_tokenization_spaces": true}), &words, "clean_up_tokenization_spaces is true");
+}
+
+#[test]
+fn of_several_templates_that_for_tools_shows_tools() {
+    let folder = Folder::new();
+    let chat = |folder: &Folder, tools: Value| {
+        let messages = vec![serde_json::json!({"role": "user", "content": "x"})];
+        folder.tokenizer().converse(Conversation { messages, tools, ..Conversation::default() })
+    };
+    let tools = || serde_json::json!([{"name": "f"}]);
+    let named = serde_json::json!({"chat_template": [
+        {"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]});
+    folder.write("tokenizer_config.json", &named.to_string());
+    assert_eq!(chat(&folder, Value::Null).unwrap(), "plain");
+    assert_eq!(chat(&folder, tools()).unwrap(), "f");
+    assert_eq!(folder.tokenizer().template_source(), Some("{{ tools[0].name }}"));
+    // Files come before the configuration, which then counts for nothing.
+    std::fs::create_dir(folder.path().join(TEMPLATES_FOLDER)).unwrap();
+    folder.write("additional_chat_templates/tool_use.jinja", "file: {{ tools[0].name }}");
+    assert_eq!(chat(&folder, tools()).unwrap(), "file: f");
+    let error = chat(&folder, Value::Null).unwrap_err().to_string();
+    assert!(error.contains("none is named 'default', which conversations take: the names are tool_use"), "{error}");
+    folder.write("chat_template.jinja", "file");
+    assert_eq!(chat(&folder, Value::Null).unwrap(), "file");
+}
+
 #[test]
 fn the_template_is_taken_from_the_file_the_text_or_the_list() {
     let folder = Folder::new();

@@ -19,6 +19,48 @@ fn with(config: &Value, key: &str, value: Value) -> Value {
     config
 }
 
+/// scripts/golden_keys.py: what the configuration classes of our families have in transformers, and its `GenerationConfig`.
+#[test]
+fn keys_that_transformers_knows_are_known_here() {
+    let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/keys.json")).unwrap();
+    for table in [&keys::CONFIG_KEYS, &keys::GENERATION_KEYS] {
+        let theirs: Vec<String> = serde_json::from_value(golden[table.name].clone()).unwrap();
+        let unknown: Vec<_> = theirs.iter().filter(|key| !table.knows(key)).collect();
+        assert!(theirs.len() > 50 && unknown.is_empty(), "{}: {unknown:?}", table.name);
+        assert_eq!(table.undocumented(), Vec::<&str>::new(), "{}", table.name);
+    }
+}
+
+#[test]
+fn processors_of_logits_that_are_not_computed_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, value: Value| std::fs::write(folder.path().join(name), value.to_string()).unwrap();
+    write("config.json", ModelSpec::preset("micro").unwrap().to_config_json());
+    let usual =
+        json!({"do_sample": true, "temperature": 0.7, "num_beams": 1, "suppress_tokens": [], "stop_strings": null});
+    write("generation_config.json", usual);
+    ModelSpec::from_folder(folder.path()).unwrap();
+    for (key, value) in [("suppress_tokens", json!([7])), ("no_repeat_ngram_size", json!(3)), ("num_beams", json!(4))] {
+        write("generation_config.json", json!({key: value}));
+        let error = ModelSpec::from_folder(folder.path()).unwrap_err().to_string();
+        assert!(error.contains(&format!("generation_config.json: {key} is {value}: expected ")), "{error}");
+    }
+}
+
+/// transformers' class has no `max_window_layers` here, and of gated delta nets no window.
+#[test]
+fn a_window_is_for_the_layers_that_transformers_gives_it_to() {
+    for (preset, window) in [("tiny-moe", Some(16)), ("tiny-hybrid", None)] {
+        let mut config = ModelSpec::preset(preset).unwrap().to_config_json();
+        for (key, value) in
+            [("sliding_window", json!(16)), ("use_sliding_window", json!(true)), ("max_window_layers", json!(9))]
+        {
+            config = with(&config, key, value);
+        }
+        assert_eq!(load(&config).unwrap().sliding_window, window, "{preset}");
+    }
+}
+
 #[test]
 fn every_preset_is_read_back_from_what_it_writes() {
     for name in crate::model::PRESETS {
@@ -110,8 +152,17 @@ fn what_cannot_be_computed_is_refused_by_name() {
     let cases = [
         ("architectures", json!(["GPT2LMHeadModel"]), "architectures is [\"GPT2LMHeadModel\"]: expected one of Qwen2"),
         ("hidden_act", json!("gelu"), "hidden_act is \"gelu\": expected \"silu\""),
-        ("attention_bias", json!(true), "attention_bias is true"),
+        ("model_type", json!("llama"), "model_type is \"llama\": expected \"qwen2\", that of Qwen2ForCausalLM"),
+        ("attention_bias", json!(true), "attention_bias is true: expected false; biases of all four"),
         ("mlp_bias", json!(true), "mlp_bias is true"),
+        ("attention_dropout", json!(0.1), "attention_dropout is 0.1: expected 0"),
+        ("is_causal", json!(false), "is_causal is false: expected true"),
+        ("rope_parameters", json!({"partial_rotary_factor": 0.5}), "rope_parameters.partial_rotary_factor is 0.5"),
+        (
+            "rope_parameters",
+            json!({"full_attention": {"rope_theta": 1e6}}),
+            "rope_parameters.full_attention is {\"rope_theta\":1000000.0}: expected no such key",
+        ),
         ("quantization_config", json!({"bits": 4}), "quantization_config"),
         ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
         (

@@ -42,5 +42,8 @@ pub(super) fn whole_config(spec: &ModelSpec, base: Option<&Path>) -> Result<Valu
     };
     rewrite(&mut config);
     rewrite(&mut config[KEY]);
+    if !spec.tie_word_embeddings {
+        config["tie_word_embeddings"] = json!(false); // whatever `base` says: its files decide
+    }
     Ok(config)
 }

@@ -122,6 +122,8 @@ pub(super) enum Window {
     Switched,
     /// With `use_sliding_window` the layers that `layer_types` lists have one, or all where there is no list.
     Listed,
+    /// All layers, with `use_sliding_window` only.
+    SwitchedForAll,
     /// With `use_sliding_window` some layers have one, which is not served.
     Refused,
 }

@@ -1,6 +1,11 @@
 //! Qwen3 with experts: Qwen3's attention, and in its layers a router with experts in place of the MLP.
 
-use super::{Traits, qwen3};
+use super::{Traits, Window, qwen3};
 
-pub(super) const TRAITS: Traits =
-    Traits { architecture: "Qwen3MoeForCausalLM", model_type: "qwen3_moe", has_experts: true, ..qwen3::TRAITS };
+pub(super) const TRAITS: Traits = Traits {
+    architecture: "Qwen3MoeForCausalLM",
+    model_type: "qwen3_moe",
+    window: Window::SwitchedForAll,
+    has_experts: true,
+    ..qwen3::TRAITS
+};

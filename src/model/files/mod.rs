@@ -14,6 +14,7 @@ mod tests;
 
 pub(crate) use header::MappedFile;
 pub use read::WeightFiles;
+pub(super) use read::has_own_head;
 pub use write::WeightWriter;
 pub(super) use write::dtype_of;
 pub(crate) use write::{TORCH_FORMAT, encode_header, sync};

@@ -8,6 +8,8 @@ use crate::model::block::{LinearSpec, Matrix, Projection};
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
 use crate::model::spec::ModelSpec;
 
+/// The head.
+pub(super) const HEAD: &str = "lm_head.weight";
 /// The module of a block that treats every token by itself.
 pub(in crate::model) const MLP: &str = "mlp";
 
@@ -160,7 +162,7 @@ fn name(param: ParamName) -> &'static str {
         ParamName::PostNorm | ParamName::MixerPostNorm => "post_attention_layernorm.weight",
         ParamName::MlpPostNorm => "post_feedforward_layernorm.weight",
         ParamName::FinalNorm => "norm.weight",
-        ParamName::LmHead => "lm_head.weight",
+        ParamName::LmHead => HEAD,
         ParamName::Router => "mlp.gate.weight",
         ParamName::SharedGate => "mlp.shared_expert_gate.weight",
         ParamName::DeltaConv => "linear_attn.conv1d.weight",
@@ -171,10 +173,10 @@ fn name(param: ParamName) -> &'static str {
     }
 }
 
-/// Whether a tensor that we do not read may stand in a checkpoint, as in transformers: the head of a tied model, the rotary
+/// Whether a tensor that we do not read may stand in a checkpoint, as in transformers: the head of a tied model, which equals the table, the rotary
 /// frequencies that old checkpoints carry, and what is kept as it is.
 pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
-    (spec.tie_word_embeddings && name == "lm_head.weight")
+    (spec.tie_word_embeddings && name == HEAD)
         || name.ends_with(".self_attn.rotary_emb.inv_freq")
         || is_kept(spec, name)
 }

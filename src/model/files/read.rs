@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use tch::{Device, Kind, Tensor};
 
 use super::header::{self, MappedFile};
-use super::names::{HfTensor, is_ignored, is_kept, tensors};
+use super::names::{HEAD, HfTensor, decoder, is_ignored, is_kept, tensors};
 use super::{INDEX, SINGLE};
 use crate::error::{Error, Result};
 use crate::model::json::JsonObject;
@@ -163,6 +164,21 @@ impl WeightFiles {
     fn shard_of(&self, name: &str) -> &MappedFile {
         &self.shards[self.places[name]]
     }
+}
+
+/// Whether the files of a tied model have a head that is not the table, bit for bit. Files that cannot be read have none:
+/// [`WeightFiles::open`] says what is wrong with them.
+pub(in crate::model) fn has_own_head(folder: &Path, spec: &ModelSpec) -> bool {
+    let table = format!("{}.embed_tokens.weight", decoder(spec));
+    let paths = if spec.tie_word_embeddings { locate(folder).unwrap_or_default() } else { Vec::new() };
+    let file_of = |tensor: &str| {
+        let has = |path: &&PathBuf| header::names(path).is_ok_and(|names| names.iter().any(|name| name == tensor));
+        MappedFile::open(paths.iter().find(has)?).ok()
+    };
+    let Some((head_file, table_file)) = file_of(HEAD).zip(file_of(&table)) else { return false };
+    let same =
+        |get: fn(&TensorInfo) -> (Dtype, &[usize])| head_file.info(HEAD).map(get) == table_file.info(&table).map(get);
+    !same(|info| (info.dtype, &info.shape)) || head_file.bytes(HEAD) != table_file.bytes(&table)
 }
 
 /// The files that hold the weights. As in transformers, a single file comes before an index.

@@ -23,6 +23,44 @@ use crate::model::json::{ADAPTER_CONFIG as CONFIG, JsonObject};
 use crate::model::params::{ParamTable, Unit, UnitLayout};
 use crate::model::spec::{ModelSpec, product};
 use crate::torch;
+use crate::untrusted::KeyTable;
+
+/// The key that says how adapters were initialized.
+const INIT: &str = "init_lora_weights";
+/// Initializations that take a part out of the base weights, or replace them: a name, or its beginning.
+const CHANGES_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
+/// Initializations of adapters alone, by name.
+const KEEPS_BASE: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
+
+/// `adapter_config.json`: every field of PEFT's `LoraConfig`. Which modules are adapted the tensors say, of which all layers have the same.
+pub(crate) const ADAPTER_KEYS: KeyTable = KeyTable {
+    name: "adapter_config.json",
+    served: "base_model_name_or_path init_lora_weights lora_alpha lora_dropout peft_type r revision use_rslora",
+    harmless: "auto_mapping corda_config ensure_weight_tying eva_config exclude_modules inference_mode loftq_config lora_ga_config \
+        megatron_core peft_version qalora_group_size runtime_config target_modules task_type unsloth_fixed velora_config",
+    refused: &[
+        ("alora_invocation_tokens", &[], "adapters are on for all tokens"),
+        ("alpha_pattern", &["{}"], "all modules have one lora_alpha"),
+        ("arrow_config", &[], "adapters are not routed"),
+        ("bias", &["\"none\""], "biases are not adapted"),
+        ("fan_in_fan_out", &["false"], "weights are [out, in]"),
+        ("kasa_config", &[], "only B A is added, without a diagonal between them"),
+        ("layer_replication", &["[]"], "layers are those of the base"),
+        ("layers_pattern", &["[]", "\"\""], "all layers are adapted"),
+        ("layers_to_transform", &["[]"], "all layers are adapted"),
+        ("lora_bias", &["false"], "B has no bias"),
+        ("megatron_config", &["{}"], "modules are those of transformers"),
+        ("modules_to_save", &["[]"], "only adapters are read"),
+        ("monteclora_config", &[], "adapters are not drawn"),
+        ("rank_pattern", &["{}"], "all modules have one rank"),
+        ("target_parameters", &["[]"], "experts are adapted projection by projection"),
+        ("trainable_token_indices", &["[]", "{}"], "the table is not adapted"),
+        ("use_bdlora", &[], "A and B are whole"),
+        ("use_dora", &["false"], "only B A is added, without a magnitude"),
+        ("use_qalora", &["false"], "inputs are not pooled"),
+    ],
+    ignores_unknown: false,
+};
 
 /// Weights of adapters.
 pub(in crate::model) const WEIGHTS: &str = "adapter_model.safetensors";
@@ -242,34 +280,92 @@ fn targets(file: &MappedFile) -> Vec<TargetModule> {
 
 fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
     let config = JsonObject::read(path)?;
-    let is_off = |value: &Value| match value {
-        Value::Null | Value::Bool(false) => true,
-        Value::Object(map) => map.is_empty(),
-        Value::Array(items) => items.is_empty(),
-        other => other == "none",
-    };
-    let unserved = [
-        "alpha_pattern",
-        "bias",
-        "fan_in_fan_out",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_bias",
-        "modules_to_save",
-        "rank_pattern",
-        "target_parameters",
-        "use_dora",
-        "use_rslora",
-    ];
-    if let Some(key) = unserved.into_iter().find(|key| config.get(key).is_some_and(|value| !is_off(value))) {
-        return Err(config.wrong(key, "it to be off: only plain LoRA is served, of experts projection by projection"));
-    }
+    config.check(&ADAPTER_KEYS)?;
     if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
         return Err(config.wrong("peft_type", "\"LORA\""));
+    }
+    let init = config.get(INIT).and_then(Value::as_str).map(str::to_lowercase).unwrap_or_default();
+    if let Some(name) = CHANGES_BASE.into_iter().find(|name| init.starts_with(name)) {
+        let expected = format!(
+            "an initialization that leaves the base weights as they are: {name} takes a part out of them, and these files are for what is \
+             left; PEFT makes plain LoRA of them with save_pretrained(.., path_initial_model_for_weight_conversion=..)"
+        );
+        return Err(config.wrong(INIT, expected));
+    }
+    if !init.is_empty() && !KEEPS_BASE.contains(&init.as_str()) {
+        return Err(config.wrong(INIT, format!("true, false or one of {}", KEEPS_BASE.join(", "))));
     }
     let r = config.size("r", MAX_RANK)?;
     let alpha = config.get("lora_alpha").and_then(Value::as_f64);
     let alpha = alpha.ok_or_else(|| config.wrong("lora_alpha", "a number"))?;
+    // Its scale is alpha / sqrt(r).
+    let alpha = if config.flag("use_rslora")? { alpha * (r as f64).sqrt() } else { alpha };
     let dropout = config.get("lora_dropout").and_then(Value::as_f64).unwrap_or(0.0);
     Ok(LoraSpec { r, alpha, dropout, targets })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(more: Value) -> Result<LoraSpec> {
+        let folder = tempfile::tempdir().unwrap();
+        let mut config = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        std::fs::write(folder.path().join(CONFIG), config.to_string()).unwrap();
+        read_config(&folder.path().join(CONFIG), vec![TargetModule::QProj])
+    }
+
+    /// scripts/golden_keys.py: the fields of PEFT's `LoraConfig`.
+    #[test]
+    fn fields_that_peft_knows_are_known_here() {
+        let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/keys.json")).unwrap();
+        let theirs: Vec<String> = serde_json::from_value(golden[ADAPTER_KEYS.name].clone()).unwrap();
+        let unknown: Vec<_> = theirs.iter().filter(|key| !ADAPTER_KEYS.knows(key)).collect();
+        assert!(theirs.len() > 40 && unknown.is_empty(), "{unknown:?}");
+        assert_eq!(ADAPTER_KEYS.undocumented(), Vec::<&str>::new());
+    }
+
+    #[test]
+    fn adapters_whose_formula_is_another_are_refused_by_name() {
+        for (config, message) in [
+            (json!({"init_lora_weights": "pissa"}), "pissa takes a part out of them"),
+            (json!({"init_lora_weights": "pissa_niter_16"}), "path_initial_model_for_weight_conversion"),
+            (json!({"init_lora_weights": "OLoRA"}), "olora takes"),
+            (json!({"init_lora_weights": "corda"}), "corda takes"),
+            (json!({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}), "loftq takes"),
+            (json!({"init_lora_weights": "lora_ga"}), "lora_ga takes"),
+            (json!({"init_lora_weights": "newer"}), "true, false or one of gaussian, eva, orthogonal, mica"),
+            (json!({"use_dora": true}), "use_dora is true: expected false; only B A is added"),
+            (json!({"use_qalora": true}), "use_qalora"),
+            (json!({"rank_pattern": {"q_proj": 8}}), "rank_pattern"),
+            (json!({"alpha_pattern": {"q_proj": 8}}), "alpha_pattern"),
+            (json!({"bias": "lora_only"}), "bias is \"lora_only\": expected \"none\""),
+            (json!({"lora_bias": true}), "lora_bias"),
+            (json!({"modules_to_save": ["lm_head"]}), "modules_to_save"),
+            (json!({"layers_to_transform": 0}), "layers_to_transform"),
+            (json!({"layer_replication": [[0, 2], [1, 2]]}), "layer_replication"),
+            (json!({"trainable_token_indices": [3]}), "trainable_token_indices"),
+            (json!({"alora_invocation_tokens": [3]}), "alora_invocation_tokens"),
+            (json!({"kasa_config": {"beta": 1e-4}}), "kasa_config"),
+            (json!({"use_bdlora": {"nblocks": 2}}), "use_bdlora"),
+            (json!({"arrow_config": {"top_k": 3}}), "arrow_config"),
+            (json!({"use_newer": true}), "use_newer is true: expected no such key"),
+            (json!({"peft_type": "ADALORA"}), "peft_type is \"ADALORA\""),
+        ] {
+            let error = read(config).unwrap_err();
+            assert!(matches!(error, Error::BadFile { .. }) && error.to_string().contains(message), "{error}");
+        }
+    }
+
+    /// PEFT's default file; initializations that keep the base; rank-stabilized adapters, whose scale is alpha / sqrt(r).
+    #[test]
+    fn plain_adapters_are_read_whatever_they_began_as() {
+        for init in [json!(true), json!(false), json!("gaussian"), json!("eva"), json!("orthogonal"), json!("mica")] {
+            let spec = read(json!({"init_lora_weights": init, "eva_config": {"rho": 2.0}, "use_newer": null})).unwrap();
+            assert_eq!(spec.scale(), 1.5);
+        }
+        let stabilized = read(json!({"use_rslora": true})).unwrap();
+        assert_eq!((stabilized.scale(), stabilized.r), (6.0 / 2.0, 4));
+    }
 }

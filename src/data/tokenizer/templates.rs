@@ -1,0 +1,119 @@
+//! The chat templates of a model's folder, one or several with names.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::super::{ChatTemplate, Conversation};
+use crate::error::{Error, Result};
+use crate::untrusted::{self, MAX_TEMPLATE_BYTES};
+
+/// The template of one of its own.
+const DEFAULT: &str = "default";
+/// The template of conversations with tools, where there is one.
+const WITH_TOOLS: &str = "tool_use";
+/// Files of templates with names, within a model's folder.
+pub(crate) const FOLDER: &str = "additional_chat_templates";
+
+/// Compiled templates.
+#[derive(Debug)]
+pub(super) struct ChatTemplates {
+    default: Option<ChatTemplate>,
+    with_tools: Option<ChatTemplate>,
+    /// All names, those that are not taken by themselves among them.
+    names: Vec<String>,
+}
+
+impl ChatTemplates {
+    /// Reads and compiles them: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else `chat_template` of
+    /// `tokenizer_config.json`. `variables` are special tokens.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`]; [`Error::ChatTemplate`] for one that does not compile.
+    pub fn read(folder: &Path, config: &Value, variables: &BTreeMap<String, String>) -> Result<Option<Self>> {
+        let mut sources = files(folder)?;
+        if sources.is_empty() {
+            sources = of_config(config)?;
+        }
+        let compile =
+            |name: &str| sources.get(name).map(|source| ChatTemplate::new(source, variables.clone())).transpose();
+        let templates = Self {
+            default: compile(DEFAULT)?,
+            with_tools: compile(WITH_TOOLS)?,
+            names: sources.keys().cloned().collect(),
+        };
+        Ok(Some(templates).filter(|templates| !templates.names.is_empty()))
+    }
+
+    /// Gives all of them further variables.
+    ///
+    /// # Errors
+    /// The errors of [`ChatTemplate::add_variables`].
+    pub fn add_variables(&self, variables: &Map<String, Value>) -> Result<()> {
+        [&self.default, &self.with_tools]
+            .into_iter()
+            .flatten()
+            .try_for_each(|template| template.add_variables(variables))
+    }
+
+    /// Renders a conversation by the template that transformers takes: with tools that of this name, where there is one.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] where none is for it, or it fails.
+    pub fn converse(&self, conversation: Conversation) -> Result<String> {
+        let with_tools = self.with_tools.as_ref().filter(|_| !conversation.tools.is_null());
+        let template = with_tools.or(self.default.as_ref()).ok_or_else(|| Error::ChatTemplate {
+            message: format!(
+                "none is named '{DEFAULT}', which conversations take: the names are {}",
+                self.names.join(", ")
+            ),
+        })?;
+        template.converse(conversation)
+    }
+
+    /// The source of the template that shows tools.
+    pub fn source(&self) -> Option<&str> {
+        self.with_tools.as_ref().or(self.default.as_ref()).map(ChatTemplate::source)
+    }
+}
+
+fn files(folder: &Path) -> Result<BTreeMap<String, String>> {
+    let mut paths = vec![(DEFAULT.to_owned(), folder.join("chat_template.jinja"))];
+    for entry in folder.join(FOLDER).read_dir().into_iter().flatten() {
+        let path = entry.map_err(Error::io(folder.join(FOLDER)))?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".jinja"));
+        paths.extend(name.map(str::to_owned).map(|name| (name, path.clone())));
+    }
+    let mut sources = BTreeMap::new();
+    for (name, path) in paths {
+        match untrusted::read_text(&path, MAX_TEMPLATE_BYTES) {
+            Ok(source) => _ = sources.insert(name, source),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(Error::bad_file(path, error.to_string())),
+        }
+    }
+    Ok(sources)
+}
+
+fn of_config(template: &Value) -> Result<BTreeMap<String, String>> {
+    let wrong = |value: &Value| Error::ChatTemplate {
+        message: format!(
+            "chat_template of tokenizer_config.json is neither text nor a list of name and template: {value}"
+        ),
+    };
+    match template {
+        Value::Null => Ok(BTreeMap::new()),
+        Value::String(source) => Ok(BTreeMap::from([(DEFAULT.to_owned(), source.clone())])),
+        Value::Array(named) => {
+            let pair = |entry: &Value| {
+                let (name, source) =
+                    entry["name"].as_str().zip(entry["template"].as_str()).ok_or_else(|| wrong(entry))?;
+                Ok((name.to_owned(), source.to_owned()))
+            };
+            named.iter().map(pair).collect()
+        }
+        other => Err(wrong(other)),
+    }
+}
