@@ -102,6 +102,12 @@ pub(super) fn is_judge(name: &str) -> bool {
     find(name).is_some_and(|row| row.is_judge)
 }
 
+/// Whether a built-in reward of this name never gives 1, such as one of the length alone.
+pub(super) fn is_capped(name: &str) -> bool {
+    let words = ["repetition_penalty", "soft_overlong_punishment", "cosine"];
+    find(name).is_some() && (name == "length" || words.iter().any(|word| name.contains(word)))
+}
+
 /// Whether a built-in reward of this name compares answers.
 pub(super) fn compares_answers(name: &str) -> bool {
     is_judge(name) && needs(name) == Needs::Answer
