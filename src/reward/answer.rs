@@ -24,7 +24,7 @@ pub fn numeric_answer<'a>(
     columns: &Map<String, Value>,
     column: &str,
 ) -> Result<f32> {
-    let pattern = pattern.into();
+    let pattern: Option<&Regex> = pattern.into();
     let reference = reference(columns, column)?;
     let number = Rational::parse(&reference).or_else(|| Rational::parse(last_answer(&reference, pattern)?));
     let number = number.ok_or_else(|| Error::InvalidArgument {
@@ -46,7 +46,7 @@ pub fn exact_answer<'a>(
     columns: &Map<String, Value>,
     column: &str,
 ) -> Result<f32> {
-    let pattern = pattern.into();
+    let pattern: Option<&Regex> = pattern.into();
     let reference = reference(columns, column)?;
     let expected = normalized(last_answer(&reference, pattern).unwrap_or(&reference));
     let answer = last_answer(completion, pattern).map(normalized);
