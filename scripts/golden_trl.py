@@ -334,12 +334,11 @@ def new_variants(loss_type):
         "everything_of_entropy": dict(beta=0.1, importance_sampling_correction=True, off_policy_mask_threshold=0.05,
                                       top_entropy_quantile=0.45, entropy_coef=-0.02),
     }
-    if loss_type == "grpo":
-        variants |= {
-            "teacher": dict(distillation_weight=1.0, distillation_is_clip=2.0),
-            "teacher_clipped": dict(distillation_weight=0.25, distillation_is_clip=1.1, beta=0.1),
-            "teacher_without_ratio": dict(distillation_weight=0.5, distillation_is_clip=None),
-        }
+    variants |= {
+        "teacher": dict(distillation_weight=1.0, distillation_is_clip=2.0),
+        "teacher_clipped": dict(distillation_weight=0.25, distillation_is_clip=1.1, beta=0.1),
+        "teacher_without_ratio": dict(distillation_weight=0.5, distillation_is_clip=None),
+    }
     if loss_type == "sapo":
         variants["temperatures"] = dict(sapo_temperature_neg=2.5, sapo_temperature_pos=0.5)
     if loss_type == "vespo":

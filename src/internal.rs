@@ -14,8 +14,9 @@ pub mod colocate {
 }
 pub mod config {
     pub use crate::config::{
-        AdjustLr, Config, EngineShape, GradientCheckpointing, KvCacheDtype, LossType, LrSchedulerType, MixedPrecision,
-        Quantization, RewardConfig, RolloutQuantization, SandboxLayer, StateDtype, TargetModule,
+        AdjustLr, Config, EngineShape, GradientCheckpointing, ImportanceSamplingLevel, KvCacheDtype, LossType,
+        LrSchedulerType, MixedPrecision, Quantization, RewardConfig, RolloutQuantization, SandboxLayer, StateDtype,
+        TargetModule,
     };
 }
 pub mod cuda {

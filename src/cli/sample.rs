@@ -104,6 +104,11 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     evaluation.rewards.check_columns(&args.rows(), dataset.prompts())?;
     let notice = eval::unreadable_notice(&args.rows(), &dataset, &evaluation.rewards, &world)?;
     notice.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
+    let were_chosen = args.config.is_none(); // by --reward
+    let doubt = evaluation.rewards.doubt_of_solving(&evaluation.solved_by, were_chosen);
+    if let Some(doubt) = doubt.filter(|_| world.rank() == 0) {
+        terminal::say(format_args!("warning: {doubt}"));
+    }
     let prompts = eval::share_of(&dataset, &world);
     let answer_of = evaluation.answer_reader()?;
     let Evaluation { mut rewards, solved_by, params, tools, .. } = evaluation;

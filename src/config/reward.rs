@@ -16,9 +16,6 @@ use crate::error::{Error, Result};
 
 /// open-r1's: reasoning, then an answer, each in its tags on lines of their own; lines may follow.
 const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>(?:\n.*)?";
-/// `<answer>..</answer>`, `\boxed{..}` (one level of braces inside) or GSM8K's `#### ..`.
-const DEFAULT_ANSWER_PATTERN: &str =
-    r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
 /// `Score: 7` or `score is **7/10**`.
 const DEFAULT_SCORE_PATTERN: &str = r"(?i)score\D{0,20}?([0-9]+(?:\.[0-9]+)?)";
 /// An interpreter alone takes some tens of MiB of addresses.
@@ -31,8 +28,8 @@ keys! {
         /// `format`: a regular expression that the whole completion must match.
         pub format_pattern: String = DEFAULT_FORMAT_PATTERN.into(),
         /// `numeric_answer`, `exact_answer`: a regular expression; the first group that took part in the last match is the
-        /// answer.
-        pub answer_pattern: String = DEFAULT_ANSWER_PATTERN.into(),
+        /// answer. `none` takes the last of `<answer>..</answer>`, `\boxed{..}`, `\fbox{..}`, with braces matched, and `#### ..`.
+        pub answer_pattern: Option<String> = None,
         /// The column with the reference answer.
         pub answer_column: String = "answer".into(),
         /// Threads on each rank that score completions with functions of this process.
@@ -157,9 +154,11 @@ impl RewardConfig {
     /// Refuses patterns that do not compile or mark no answer, and a missing interpreter.
     pub(crate) fn check(&self) -> Result<()> {
         compiles("reward.format_pattern", &self.format_pattern)?;
-        let answer = compiles("reward.answer_pattern", &self.answer_pattern)?;
-        let group = "a regular expression with a group (..) around the answer";
-        check("reward.answer_pattern", &self.answer_pattern, answer.captures_len() > 1, group)?;
+        if let Some(pattern) = &self.answer_pattern {
+            let has_group = compiles("reward.answer_pattern", pattern)?.captures_len() > 1;
+            let group = "a regular expression with a group (..) around the answer";
+            check("reward.answer_pattern", pattern, has_group, group)?;
+        }
         check("reward.code.command", "[]", !self.code.command.0.is_empty(), "an interpreter and its arguments")
     }
 }

@@ -99,6 +99,7 @@ mod tests {
             top: None,
             rollout_logprobs: None,
             advantages: &advantages,
+            bnpo_divisors: None,
             sequence_of_token: &sequence_of_token,
             entropy: Some(&logprobs),
             entropy_term: None,

@@ -30,6 +30,7 @@ use crate::error::{Error, Result};
 ///
 /// With a teacher, all of that is multiplied by `1 - weight`, and `weight * w * stop_gradient((logprob - teacher) r) logprob` is added,
 /// r up to a bound ([`Distillation`]); or `weight * w * stop_gradient(r)` times the divergence over the teacher's most probable tokens.
+/// Whatever the loss type, the divergence is a mean over each sequence's tokens and then over sequences, as in TRL's `SDPOTrainer`.
 ///
 /// Tokens whose entropy is below the least that [`EntropyTerm`] has are left out of pg. With an entropy bonus the loss is lessened by
 /// `coef` times the mean entropy of those that are kept.
@@ -83,23 +84,30 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         recorder.mean("kl", &kl.value.sum(kind), &segments.ones.sum(kind));
         terms = terms.plus(&kl.map(|term| term * config.beta));
     }
-    let mut dtop = None; // weight and gradient of each token's divergence
+    let weights = token_weights(&segments, config, denominators, input.bnpo_divisors); // [C]
+    let mut from_teacher = None;
     if let (Some(Distillation { weight, clip_max, top }), Some(teacher)) = (config.distillation, input.teacher_logprobs)
     {
-        let factor = correction.as_ref().map_or_else(|| &segments.ones * weight, |it| &it.per_token * weight);
+        let mut factor = sequence_means(&segments, denominators) * weight;
+        if let Some(correction) = &correction {
+            factor *= &correction.per_token;
+        }
         terms = terms.map(|term| term * (1.0 - weight));
         let divergence = match (top, input.top) {
             (Some(top), Some(logprobs)) => {
                 let TopTerms { divergence, d_logprobs } = top_divergence(&logprobs.to_kind(kind), top);
-                let factor =
-                    bounded_ratio(&log_ratio, clip_max).map_or_else(|| factor.shallow_clone(), |it| &factor * it);
-                terms.value += &factor * &divergence;
-                dtop = Some((factor, d_logprobs));
+                if let Some(ratio) = bounded_ratio(&log_ratio, clip_max) {
+                    factor *= ratio;
+                }
+                let loss = (&factor * &divergence).sum(kind);
+                let dtop = factor.unsqueeze(1) * d_logprobs;
+                from_teacher = Some(TeacherLoss { loss, dlogprobs: None, dtop: Some(dtop) });
                 divergence
             }
             _ => {
                 let (own, difference) = sampled_divergence(logprobs, &teacher.to_kind(kind), &log_ratio, clip_max);
-                terms = terms.plus(&own.map(|term| term * &factor));
+                let loss = (&factor * own.value).sum(kind);
+                from_teacher = Some(TeacherLoss { loss, dlogprobs: Some(factor * own.d_logprob), dtop: None });
                 difference
             }
         };
@@ -109,16 +117,22 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         recorder.mean("entropy", &entropy.sum(Kind::Double), &segments.ones.sum(kind));
     }
 
-    let weights = token_weights(&segments, config, denominators);
     let direct = &weights * terms.d_logprob;
     let mut output = LossOutput {
         loss: (&weights * terms.value).sum(kind),
         dlogprobs: direct + ratio.backward(&(&weights * terms.d_log_ratio)),
         dentropy: None,
-        dtop: dtop.map(|(factor, d_logprobs)| (&weights * factor).unsqueeze(1) * d_logprobs),
+        dtop: None,
         mean_entropy: None,
         stats: recorder.finish()?,
     };
+    if let Some(TeacherLoss { loss, dlogprobs, dtop }) = from_teacher {
+        output.loss += loss;
+        output.dtop = dtop;
+        if let Some(dlogprobs) = dlogprobs {
+            output.dlogprobs += dlogprobs;
+        }
+    }
     if let (Some(entropy), Some(term)) = (input.entropy, input.entropy_term.filter(|_| config.has_entropy_bonus())) {
         output.add_bonus(entropy, kept.as_ref(), &term);
     }
@@ -133,13 +147,16 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
 /// | grpo (arXiv 2402.03300), sapo (arXiv 2511.20347) | `1 / (length_s * num_sequences)` |
 /// | luspo (arXiv 2602.05261) | `1 / num_sequences` |
 /// | dr_grpo (arXiv 2503.20783) | `1 / (num_sequences * max_completion_length)` |
-/// | bnpo, dapo (arXiv 2503.14476), cispo (arXiv 2506.13585), vespo (arXiv 2602.10693) | `1 / num_tokens` |
+/// | dapo (arXiv 2503.14476), cispo (arXiv 2506.13585), vespo (arXiv 2602.10693) | `1 / num_tokens` |
+/// | bnpo | `1 / bnpo_divisors[s]` of [`LossInput`], or `1 / num_tokens` where these are left out |
+///
+/// A teacher's divergence has the weights of grpo under every loss type.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Denominators {
     /// Sequences of the update, masked ones included.
     pub num_sequences: f64,
-    /// bnpo: packed tokens of the update. dapo and cispo: packed tokens of the generation batch over the number of
-    /// updates made from one pass over it. The two are the same where a generation batch makes one update.
+    /// dapo, cispo and vespo: packed tokens of the generation batch over the number of updates made from one pass over it.
+    /// Otherwise packed tokens of the update, which are as many where a generation batch makes one update.
     pub num_tokens: f64,
     /// Tokens of the update, which the entropy bonus is the mean over.
     pub num_update_tokens: f64,
@@ -167,6 +184,9 @@ pub struct LossInput<'a> {
     pub rollout_logprobs: Option<&'a Tensor>, // [C]
     /// One per sequence.
     pub advantages: &'a Tensor, // [N]
+    /// bnpo: the tokens of each sequence's batch, times the number of batches of the update. A batch is as many sequences, in their
+    /// order, as TRL's ranks run at once. `None` takes the whole update as one batch.
+    pub bnpo_divisors: Option<&'a Tensor>, // [N]
     /// Each token's sequence, 0 to N.
     pub sequence_of_token: &'a Tensor, // [C] i64
     /// Entropy of each token's distribution in nats, to be reported.
@@ -191,6 +211,9 @@ impl LossInput<'_> {
         if shape.len() != 1 || self.advantages.dim() != 1 || self.advantages.numel() == 0 {
             let got = format!("logprobs {shape:?}, advantages {:?}", self.advantages.size());
             return invalid("logprobs [C], advantages [N] with N > 0".into(), got);
+        }
+        if let Some(divisors) = self.bnpo_divisors.filter(|divisors| divisors.size() != self.advantages.size()) {
+            return invalid(format!("bnpo_divisors {:?}", self.advantages.size()), format!("{:?}", divisors.size()));
         }
         let tokens = [
             ("old_logprobs", self.old_logprobs),
@@ -261,15 +284,35 @@ pub struct LossOutput {
     pub stats: DeviceStats,
 }
 
-/// Weight of each token in the loss. `[C]`
-fn token_weights(segments: &Segments, config: &LossConfig, denominators: &Denominators) -> Tensor {
+/// A micro-batch's divergence from a teacher, weighed and summed.
+struct TeacherLoss {
+    loss: Tensor,
+    dlogprobs: Option<Tensor>, // [C]
+    dtop: Option<Tensor>,      // [C, K]
+}
+
+/// Weight of each token in the policy and KL terms. `[C]`
+fn token_weights(
+    segments: &Segments,
+    config: &LossConfig,
+    denominators: &Denominators,
+    bnpo_divisors: Option<&Tensor>,
+) -> Tensor {
     let Denominators { num_sequences, num_tokens, .. } = *denominators;
-    match config.loss_type {
-        LossType::Grpo | LossType::Sapo => &segments.ones / (segments.expand(&segments.divisors()) * num_sequences),
-        LossType::Luspo => &segments.ones / num_sequences,
-        LossType::DrGrpo => &segments.ones / (num_sequences * config.max_completion_length as f64),
-        LossType::Bnpo | LossType::Dapo | LossType::Cispo | LossType::Vespo => &segments.ones / num_tokens.max(1.0),
+    match (config.loss_type, bnpo_divisors) {
+        (LossType::Grpo | LossType::Sapo, _) => sequence_means(segments, denominators),
+        (LossType::Luspo, _) => &segments.ones / num_sequences,
+        (LossType::DrGrpo, _) => &segments.ones / (num_sequences * config.max_completion_length as f64),
+        (LossType::Bnpo, Some(divisors)) => &segments.ones / segments.expand(&divisors.to_kind(segments.ones.kind())),
+        (LossType::Bnpo | LossType::Dapo | LossType::Cispo | LossType::Vespo, _) => {
+            &segments.ones / num_tokens.max(1.0)
+        }
     }
+}
+
+/// Weight of each token in a mean over sequences of means over their tokens. `[C]`
+fn sequence_means(segments: &Segments, denominators: &Denominators) -> Tensor {
+    &segments.ones / (segments.expand(&segments.divisors()) * denominators.num_sequences)
 }
 
 fn record_sampling(recorder: &mut Recorder, correction: &SamplerCorrection) {

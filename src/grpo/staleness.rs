@@ -84,6 +84,7 @@ mod tests {
             top: None,
             rollout_logprobs: Some(&rollout),
             advantages: &advantages,
+            bnpo_divisors: None,
             sequence_of_token: &sequences,
             entropy: None,
             entropy_term: None,

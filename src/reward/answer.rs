@@ -3,6 +3,7 @@
 use regex::Regex;
 use serde_json::{Map, Value};
 
+use super::marked::last_marked;
 use super::number::Rational;
 use crate::error::{Error, Result};
 
@@ -11,12 +12,19 @@ pub fn format(completion: &str, pattern: &Regex) -> f32 {
     f32::from(u8::from(pattern.is_match(completion)))
 }
 
-/// 1 if the last match's answer is the same number as `columns[column]`, else 0; numbers are compared as exact
-/// fractions.
+/// 1 if the last marked answer is the same number as `columns[column]`, else 0; numbers are compared as exact fractions. Without a
+/// pattern an answer stands in `<answer>..</answer>`, `\boxed{..}` or `\fbox{..}`, braces matched, or behind `####`; with one, in the
+/// first group that took part in its last match. A last mark that cannot be read is a wrong answer.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if the column is missing or holds no number.
-pub fn numeric_answer(completion: &str, pattern: &Regex, columns: &Map<String, Value>, column: &str) -> Result<f32> {
+pub fn numeric_answer<'a>(
+    completion: &str,
+    pattern: impl Into<Option<&'a Regex>>,
+    columns: &Map<String, Value>,
+    column: &str,
+) -> Result<f32> {
+    let pattern: Option<&Regex> = pattern.into();
     let reference = reference(columns, column)?;
     let number = Rational::parse(&reference).or_else(|| Rational::parse(last_answer(&reference, pattern)?));
     let number = number.ok_or_else(|| Error::InvalidArgument {
@@ -28,11 +36,17 @@ pub fn numeric_answer(completion: &str, pattern: &Regex, columns: &Map<String, V
     Ok(f32::from(u8::from(answer == Some(number))))
 }
 
-/// 1 if the last match's answer is the text of `columns[column]` but for case and white space, else 0.
+/// 1 if the last marked answer ([`numeric_answer`]) is the text of `columns[column]` but for case and white space, else 0.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if the column is missing or is neither text nor a number.
-pub fn exact_answer(completion: &str, pattern: &Regex, columns: &Map<String, Value>, column: &str) -> Result<f32> {
+pub fn exact_answer<'a>(
+    completion: &str,
+    pattern: impl Into<Option<&'a Regex>>,
+    columns: &Map<String, Value>,
+    column: &str,
+) -> Result<f32> {
+    let pattern: Option<&Regex> = pattern.into();
     let reference = reference(columns, column)?;
     let expected = normalized(last_answer(&reference, pattern).unwrap_or(&reference));
     let answer = last_answer(completion, pattern).map(normalized);
@@ -42,7 +56,7 @@ pub fn exact_answer(completion: &str, pattern: &Regex, columns: &Map<String, Val
 /// The answer that a vote over completions counts: the number in lowest terms (but for `exact_answer`), or else the text as
 /// [`exact_answer`]
 /// compares it (but for `numeric_answer`); `None` where no answer is marked.
-pub(super) fn vote(completion: &str, pattern: &Regex, reward: &str) -> Option<String> {
+pub(super) fn vote(completion: &str, pattern: Option<&Regex>, reward: &str) -> Option<String> {
     let answer = last_answer(completion, pattern)?;
     let number = || Rational::parse(answer).map(|number| number.to_string());
     match reward {
@@ -52,8 +66,9 @@ pub(super) fn vote(completion: &str, pattern: &Regex, reward: &str) -> Option<St
     }
 }
 
-/// The first group that took part in the last match.
-fn last_answer<'a>(text: &'a str, pattern: &Regex) -> Option<&'a str> {
+/// The last answer that is marked.
+fn last_answer<'a>(text: &'a str, pattern: Option<&Regex>) -> Option<&'a str> {
+    let Some(pattern) = pattern else { return last_marked(text) };
     let last = pattern.captures_iter(text).last()?;
     last.iter().skip(1).flatten().next().map(|group| group.as_str())
 }
@@ -78,22 +93,14 @@ pub(super) fn reference(columns: &Map<String, Value>, column: &str) -> Result<St
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Config;
 
     fn row(answer: impl Into<Value>) -> Map<String, Value> {
         Map::from_iter([("answer".to_owned(), answer.into())])
     }
 
-    fn default_pattern() -> Regex {
-        let required = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"];
-        Regex::new(&Config::load(None, &required.map(String::from)).unwrap().reward.answer_pattern).unwrap()
-    }
-
     #[test]
     fn the_last_answer_counts_whichever_way_it_is_marked() {
-        let pattern = default_pattern();
-        let score =
-            |completion: &str, answer: Value| numeric_answer(completion, &pattern, &row(answer), "answer").unwrap();
+        let score = |completion: &str, answer: Value| numeric_answer(completion, None, &row(answer), "answer").unwrap();
         assert_eq!(score("<answer>1</answer> no, <answer>\n 1,200 </answer>", 1200.into()), 1.0);
         assert_eq!(score("so \\boxed{\\frac{1}{2}}", "0.5".into()), 1.0);
         assert_eq!(score("<answer>\\boxed{7}</answer>", "7.0".into()), 1.0);
@@ -101,16 +108,36 @@ mod tests {
         assert_eq!(score("#### 17", 18.into()), 0.0);
         assert_eq!(score("18", 18.into()), 0.0);
         assert_eq!(score("<answer>2; import os</answer>", 2.into()), 0.0);
+        assert_eq!(score("\\boxed{3} then \\boxed{\\frac{\\frac{1}{2}}{3}}", 3.into()), 0.0);
+        assert_eq!(score("\\boxed{3} then \\boxed{\\frac{\\frac{1}{2}}{3}}", "1/6".into()), 1.0);
+        assert_eq!(score("\\boxed{3} then \\boxed{\\frac{1}{2}", 3.into()), 0.0);
+        assert_eq!(score("\\boxed{3} then \\boxed{x}", 3.into()), 0.0);
+    }
+
+    /// Each case: a reference, a completion, the verdicts of TRL's `accuracy_reward` and of verl's readers, by scripts/golden_answers.py.
+    #[test]
+    fn what_trl_or_verl_accept_is_accepted() {
+        let golden: Value = serde_json::from_str(include_str!("../../tests/golden/answers.json")).unwrap();
+        let cases = golden["cases"].as_array().unwrap();
+        let (mut accepted, mut rejected) = (0, 0);
+        for case in cases {
+            let (gold, completion) = (case[0].as_str().unwrap(), case[1].as_str().unwrap());
+            let theirs = [&case[2], &case[3]].map(|verdict| verdict == 1.0);
+            let ours = numeric_answer(completion, None, &row(gold), "answer").unwrap() == 1.0;
+            assert!(ours || !theirs.contains(&true), "{completion} is {gold} for TRL, verl: {theirs:?}");
+            assert_eq!(ours, case[4] == true, "{completion} and {gold}");
+            *(if ours { &mut accepted } else { &mut rejected }) += 1;
+        }
+        assert!(accepted > 350 && rejected > 100, "{accepted} of {}", cases.len());
     }
 
     #[test]
     fn a_reference_that_is_no_number_is_an_error_not_a_zero() {
-        let pattern = default_pattern();
-        let error = numeric_answer("#### 1", &pattern, &row("seven"), "answer").unwrap_err().to_string();
+        let error = numeric_answer("#### 1", None, &row("seven"), "answer").unwrap_err().to_string();
         assert!(error.contains("a number in column 'answer', got seven"), "{error}");
-        let error = numeric_answer("#### 1", &pattern, &row(1), "solution").unwrap_err().to_string();
+        let error = numeric_answer("#### 1", None, &row(1), "solution").unwrap_err().to_string();
         assert!(error.contains("no such column"), "{error}");
-        assert!(exact_answer("#### 1", &pattern, &row(Value::Null), "answer").is_err());
+        assert!(exact_answer("#### 1", None, &row(Value::Null), "answer").is_err());
     }
 
     #[test]

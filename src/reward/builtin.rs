@@ -22,7 +22,7 @@ enum Needs {
 }
 
 /// Compares a completion's answer, which a pattern finds, with a column of the row.
-type Comparison = fn(&str, &Regex, &Map<String, Value>, &str) -> Result<f32>;
+type Comparison = fn(&str, Option<&Regex>, &Map<String, Value>, &str) -> Result<f32>;
 
 /// The code that scores a built-in reward.
 enum Scorer {
@@ -51,8 +51,18 @@ const BUILTIN: &[Builtin] = {
     use Scorer::{Function, Process};
     &[
         row("format", Nothing, false, Function(format_reward)),
-        row("numeric_answer", Answer, true, Function(|settings| comparison(answer::numeric_answer, settings))),
-        row("exact_answer", Answer, true, Function(|settings| comparison(answer::exact_answer, settings))),
+        row(
+            "numeric_answer",
+            Answer,
+            true,
+            Function(|settings| comparison(|a, b, c, d| answer::numeric_answer(a, b, c, d), settings)),
+        ),
+        row(
+            "exact_answer",
+            Answer,
+            true,
+            Function(|settings| comparison(|a, b, c, d| answer::exact_answer(a, b, c, d), settings)),
+        ),
         row("math", Answer, true, Process),
         row("accuracy", Answer, true, Process),
         row("accuracy_reward", Answer, true, Process),
@@ -90,6 +100,12 @@ pub(super) fn required_column<'a>(name: &str, settings: &'a RewardConfig) -> Opt
 /// Whether a built-in reward of this name says that a completion is right.
 pub(super) fn is_judge(name: &str) -> bool {
     find(name).is_some_and(|row| row.is_judge)
+}
+
+/// Whether a built-in reward of this name never gives 1, such as one of the length alone.
+pub(super) fn is_capped(name: &str) -> bool {
+    let words = ["repetition_penalty", "soft_overlong_punishment", "cosine"];
+    find(name).is_some() && (name == "length" || words.iter().any(|word| name.contains(word)))
 }
 
 /// Whether a built-in reward of this name compares answers.
@@ -134,9 +150,9 @@ fn format_reward(settings: &RewardConfig) -> Result<RewardFunction> {
 
 /// A comparison of the completion's answer with the row's.
 fn comparison(compare: Comparison, settings: &RewardConfig) -> Result<RewardFunction> {
-    let pattern = compiled("reward.answer_pattern", &settings.answer_pattern)?;
+    let pattern = answer_pattern(settings)?;
     let column = settings.answer_column.clone();
-    Ok(Arc::new(move |input| compare(input.completion, &pattern, input.columns, &column)))
+    Ok(Arc::new(move |input| compare(input.completion, pattern.as_ref(), input.columns, &column)))
 }
 
 fn reasoning_steps(_: &RewardConfig) -> Result<RewardFunction> {
@@ -188,6 +204,11 @@ fn advice(name: &str) -> String {
         _ => return String::new(),
     };
     format!("; here: {ours}")
+}
+
+/// The expression that marks answers, where the configuration has one of its own.
+pub(super) fn answer_pattern(settings: &RewardConfig) -> Result<Option<Regex>> {
+    settings.answer_pattern.as_ref().map(|pattern| compiled("reward.answer_pattern", pattern)).transpose()
 }
 
 /// A regular expression of the configuration.

@@ -5,7 +5,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `builtin` | names of the built-in rewards |
-//! | `answer`, `number`, `style` | those of them that are functions |
+//! | `answer`, `marked`, `number`, `style` | those of them that are functions |
 //! | `pool`, `state`, `failures` | what is to be scored, by whom, and what went wrong |
 //! | `function` | threads that call functions of this process |
 //! | `service`, `conversation`, `worker`, `worker.py`, `protocol` | rewards in processes of their own |
@@ -25,6 +25,7 @@ mod failures;
 mod form;
 mod function;
 mod grading;
+mod marked;
 mod number;
 mod pool;
 mod protocol;
@@ -79,9 +80,10 @@ pub type RewardFunction = Arc<dyn Fn(&RewardInput<'_>) -> Result<f32> + Send + S
 /// # Errors
 /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that does not compile.
 pub fn answer_reader(name: &str, config: &RewardConfig) -> Result<Option<impl Fn(&str) -> Option<String> + use<>>> {
-    let pattern = builtin::compiled("reward.answer_pattern", &config.answer_pattern)?;
+    let pattern = builtin::answer_pattern(config)?;
     let reward = name.to_owned();
-    Ok(builtin::compares_answers(name).then_some(move |completion: &str| answer::vote(completion, &pattern, &reward)))
+    Ok(builtin::compares_answers(name)
+        .then_some(move |completion: &str| answer::vote(completion, pattern.as_ref(), &reward)))
 }
 
 /// Holds what a reward's process answered, a frame without its length, to the protocol: one score for each completion, or an

@@ -12,20 +12,13 @@ pub(super) struct Rational {
 }
 
 impl Rational {
-    /// Reads an integer, a decimal (`1,234.50`, `.5`, `1e3`), a fraction (`3/4`, `\frac{3}{4}`) with an optional sign.
-    /// Dollar, euro and pound signs, a percent sign (50% is 50), `\boxed{..}`, mathematics delimiters and a full stop at
-    /// the end are looked through. Commas must stand before groups of three digits. `None` if it is anything else or
-    /// does not fit 128 bits.
+    /// Reads an integer, a decimal (`1,234.50`, `.5`, `1e3`), a fraction (`3/4`, `\frac34`, `\frac{-1}{\frac{2}{3}}`) or a mixed number
+    /// (`1\frac{1}{2}`, `1 1/2`) with an optional sign, which may be a dash. What stands around it is looked through: signs of currencies, a
+    /// percent sign (50% is 50), degrees, units, a variable (`x = 5`), `\boxed{..}`, braces, parentheses, mathematics delimiters and a
+    /// full stop at the end. Commas must stand before groups of three digits. `None` if it is anything else or does not fit 128
+    /// bits.
     pub fn parse(text: &str) -> Option<Self> {
-        let text = text.replace('\u{2212}', "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "");
-        let (negative, text) = unwrapped(&text);
-        let (numerator, denominator) = match fraction_parts(text) {
-            Some((numerator, denominator)) => (decimal(numerator)?, decimal(denominator)?),
-            None => (decimal(text)?, Self { numerator: 1, denominator: 1 }),
-        };
-        let sign = if negative { -1 } else { 1 };
-        let value = numerator.divided_by(denominator)?;
-        Some(Self { numerator: sign * value.numerator, ..value })
+        value(&plain_signs(text), MAX_DEPTH)
     }
 
     /// Reads a number that is written in one of the ways that leave no doubt, and alone: `-1,234.5`, `50\%` (0.5), `3/4`,
@@ -66,39 +59,179 @@ impl std::fmt::Display for Rational {
     }
 }
 
-/// The sign, and what is left inside of wrappings, currency signs and closing punctuation.
-fn unwrapped(text: &str) -> (bool, &str) {
-    let (mut text, mut negative) = (text, false);
-    loop {
-        let start = text;
-        text = text.trim().trim_end_matches(['.', ',', ';']).trim_matches('$');
-        for (open, close) in [("\\boxed{", "}"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**")] {
-            text = text.strip_prefix(open).and_then(|inner| inner.strip_suffix(close)).unwrap_or(text);
-        }
-        text = text.strip_suffix("\\%").or_else(|| text.strip_suffix('%')).unwrap_or(text);
-        text = text.strip_prefix("\\$").unwrap_or(text).trim_start_matches(['€', '£']);
-        if text == start {
-            break;
-        }
+/// Fractions within fractions that are read.
+const MAX_DEPTH: usize = 8;
+/// Spellings that come to the same.
+const SPELLINGS: [(&str, &str); 16] = [
+    ("{,}", ","),
+    ("\\,", ""),
+    ("\\!", ""),
+    ("\\;", " "),
+    ("\\:", " "),
+    ("\\ ", " "),
+    ("~", " "),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("\\dfrac", "\\frac"),
+    ("\\tfrac", "\\frac"),
+    ("\\cfrac", "\\frac"),
+    ("^{\\circ}", "°"),
+    ("^\\circ", "°"),
+    ("\\degree", "°"),
+    ("\\displaystyle", ""),
+];
+/// Commands whose argument is text.
+const TEXTS: [&str; 8] = ["\\text", "\\textbf", "\\textrm", "\\textit", "\\mathrm", "\\mathbf", "\\mbox", "\\mathit"];
+/// Words behind a number that say of what it is one, without the s of a plural: those of verl's `math_dapo` and of math-verify that mean
+/// nothing else behind a number.
+const UNITS: &str = " degree deg mph kmph kmh cm mm km kg gm lb mile foot feet ft inch inche yard meter metre liter litre gallon pound \
+    ounce gram acre hectare hour hr minute min second sec day week month year cent dollar euro rupee way integer unit digit point \
+    square student edge meal multiple ticket apple coin toy percent pct sq cubic ";
+
+/// One sign for every dash, and one spelling for what has several.
+fn plain_signs(text: &str) -> String {
+    let is_dash = |c: char| matches!(c, '\u{2010}'..='\u{2015}' | '\u{2212}' | '\u{fe63}' | '\u{ff0d}');
+    let text: String = text.chars().map(|c| if is_dash(c) { '-' } else { c }).collect();
+    SPELLINGS.iter().fold(text, |text, (from, to)| if text.contains(from) { text.replace(from, to) } else { text })
+}
+
+/// The number that a text is, read through its wrappings.
+fn value(text: &str, depth: usize) -> Option<Rational> {
+    let depth = depth.checked_sub(1)?;
+    let text = unwrapped(text);
+    if let Some(rest) = text.strip_prefix(['-', '+']) {
+        let rest = rest.trim_start();
+        let number = if rest.starts_with(['-', '+']) { None } else { value(rest, depth) }?;
+        let sign = if text.starts_with('-') { -1 } else { 1 };
+        return Some(Rational { numerator: sign * number.numerator, ..number });
     }
-    match text.strip_prefix(['-', '+']) {
-        Some(rest) => {
-            negative = text.starts_with('-');
-            (negative, rest.trim_start_matches(['$', '€', '£', ' ']))
-        }
-        None => (negative, text),
+    if let Some((numerator, denominator, "")) = fraction(text) {
+        return value(numerator, depth)?.divided_by(value(denominator, depth)?);
+    }
+    if let Some(mixed) = mixed(text, depth) {
+        return Some(mixed);
+    }
+    match text.split_once('/') {
+        Some((numerator, denominator)) => quotient(numerator, denominator),
+        None => decimal(text),
     }
 }
 
-/// Numerator and denominator of `a/b`, `\frac{a}{b}`, `\dfrac{a}{b}` and `\tfrac{a}{b}`.
-fn fraction_parts(text: &str) -> Option<(&str, &str)> {
-    for name in ["\\frac{", "\\dfrac{", "\\tfrac{"] {
-        if let Some(parts) = text.strip_prefix(name) {
-            return parts.strip_suffix('}')?.split_once("}{");
+/// `a/b` of decimals.
+fn quotient(numerator: &str, denominator: &str) -> Option<Rational> {
+    let bare = |text: &str| -> Option<Rational> { decimal(inside(text.trim(), "{", "}").unwrap_or(text.trim())) };
+    bare(numerator)?.divided_by(bare(denominator)?)
+}
+
+/// A whole number with a fraction below 1 behind it.
+fn mixed(text: &str, depth: usize) -> Option<Rational> {
+    let end = text.find(|c: char| !c.is_ascii_digit())?;
+    let (whole, rest) = text.split_at(end);
+    let part = match fraction(rest.trim_start()) {
+        Some((numerator, denominator, "")) => value(numerator, depth)?.divided_by(value(denominator, depth)?)?,
+        Some(_) => return None,
+        None => {
+            let (numerator, denominator) = rest.strip_prefix(' ')?.trim().split_once('/')?;
+            quotient(numerator, denominator)?
+        }
+    };
+    let is_part = part.numerator > 0 && part.numerator < part.denominator;
+    let whole = whole.parse::<i128>().ok().filter(|_| is_part)?;
+    Rational::new(whole.checked_mul(part.denominator)?.checked_add(part.numerator)?, part.denominator)
+}
+
+/// Numerator, denominator and what follows of `\frac{a}{b}`, `\frac ab` and their mixtures.
+fn fraction(text: &str) -> Option<(&str, &str, &str)> {
+    let (numerator, rest) = argument(text.strip_prefix("\\frac")?)?;
+    let (denominator, rest) = argument(rest)?;
+    Some((numerator, denominator, rest.trim()))
+}
+
+/// A command's next argument, in braces or of one character, and what follows.
+fn argument(text: &str) -> Option<(&str, &str)> {
+    let text = text.trim_start();
+    let Some(inner) = text.strip_prefix('{') else {
+        return text.starts_with(|c: char| c.is_ascii_digit()).then(|| text.split_at(1));
+    };
+    let mut depth = 1;
+    let end = inner.bytes().position(|byte| {
+        depth += i32::from(byte == b'{') - i32::from(byte == b'}');
+        depth == 0
+    })?;
+    Some((&inner[..end], &inner[end + 1..]))
+}
+
+/// What stands between an opening and its closing mark, if these are the text's ends and belong together.
+fn inside<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
+    let inner = text.strip_prefix(open)?.strip_suffix(close)?;
+    let (mut depth, mut least) = (0, 0);
+    for c in inner.chars() {
+        depth += i32::from(c == '{' || c == '(') - i32::from(c == '}' || c == ')');
+        least = least.min(depth);
+    }
+    (least == 0).then_some(inner)
+}
+
+/// What is left inside of wrappings, signs of currencies, units and closing punctuation.
+fn unwrapped(text: &str) -> &str {
+    let mut text = text;
+    loop {
+        let start = text;
+        text = text.trim().trim_end_matches(['.', ',', ';']);
+        text = text.strip_suffix("\\$").unwrap_or(text).trim_matches('$');
+        for (open, close) in [("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("(", ")"), ("{", "}")] {
+            text = inside(text, open, close).unwrap_or(text);
+        }
+        for command in ["\\boxed", "\\fbox"].into_iter().chain(TEXTS) {
+            let braced = text.strip_prefix(command).map(str::trim_start);
+            text = braced.and_then(|braced| inside(braced, "{", "}")).unwrap_or(text);
+        }
+        text = text
+            .strip_suffix("\\%")
+            .or_else(|| text.strip_suffix('%'))
+            .or_else(|| text.strip_suffix('°'))
+            .unwrap_or(text);
+        text = text.strip_prefix("\\text{ }").unwrap_or(text);
+        text = text.strip_prefix("\\$").unwrap_or(text).trim_start_matches(['$', '€', '£']);
+        text = without_unit(without_name(text));
+        if text == start {
+            return text;
         }
     }
-    let (numerator, denominator) = text.split_once('/')?;
-    Some((numerator.trim(), denominator.trim()))
+}
+
+/// What follows `x =`, with a name of at most three letters or of a command's.
+fn without_name(text: &str) -> &str {
+    let Some((name, number)) = text.split_once('=') else { return text };
+    let name = name.trim();
+    let is_word = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_alphabetic());
+    let head = name.split(['_', '(']).next().unwrap_or_default();
+    let is_name = match head.strip_prefix('\\') {
+        Some(command) => command.split(' ').all(is_word), // `\angle A`
+        None => is_word(head) && head.len() <= 3,
+    };
+    if is_name { number.trim_start() } else { text }
+}
+
+/// What stands before a unit: a word of the list, or any text without digits in a command of texts, with an exponent.
+fn without_unit(text: &str) -> &str {
+    let without_exponent = |text: &'_ str| -> usize {
+        let ends = ["^2", "^3", "^{2}", "^{3}", "²", "³"];
+        ends.iter().find_map(|end| text.strip_suffix(end)).map_or(text.len(), str::len)
+    };
+    let body = &text[..without_exponent(text)];
+    if let Some(inner) = body.strip_suffix('}') {
+        let Some((before, unit)) = inner.rsplit_once('{') else { return text };
+        let command = TEXTS.iter().find_map(|command| before.strip_suffix(command));
+        let is_unit = !unit.contains(|c: char| c.is_ascii_digit() || "{}\\".contains(c));
+        return command.filter(|before| is_unit && !before.trim().is_empty()).unwrap_or(text);
+    }
+    let number = body.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let word = &body[number.len()..];
+    let singular = word.strip_suffix('s').unwrap_or(word);
+    let is_unit = |word: &str| !word.is_empty() && UNITS.contains(&format!(" {} ", word.to_ascii_lowercase()));
+    let follows = number.trim_end();
+    if (is_unit(singular) || is_unit(word)) && !follows.is_empty() { follows } else { text }
 }
 
 /// An unsigned decimal with optional thousands separators and exponent.
@@ -182,7 +315,7 @@ mod tests {
             "abc",
             "1,23",
             "1,2345",
-            "12 apples",
+            "12 bananas",
             "1/0",
             "1/2/3",
             "--3",

@@ -29,6 +29,8 @@ const LOOK: Duration = Duration::from_millis(200);
 pub struct RewardPool {
     weights: Vec<f64>,
     judges: Vec<usize>,
+    /// Built-in ones that never give 1.
+    capped: Vec<usize>,
     required_columns: Vec<String>,
     /// The column of tests that programs of the model's are run against, if a reward does so.
     tests_column: Option<String>,
@@ -68,7 +70,7 @@ impl RewardPool {
 
     fn build(sources: &RewardSources<'_>, entries: &[String], weights: &[f64]) -> Result<Self> {
         let (mut functions, mut services, mut endpoints) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut judges, mut required_columns) = (Vec::new(), Vec::new());
+        let (mut judges, mut capped, mut required_columns) = (Vec::new(), Vec::new(), Vec::new());
         let mut environments = Vec::new();
         for (index, entry) in entries.iter().enumerate() {
             if let Some(class) = environment_class(entry) {
@@ -84,6 +86,7 @@ impl RewardPool {
                 sources.functions.iter().all(|(name, _)| name != entry) && sources.processes.get(entry).is_none();
             if is_builtin {
                 judges.extend(builtin::is_judge(entry).then_some(index));
+                capped.extend(builtin::is_capped(entry).then_some(index));
                 required_columns.extend(builtin::required_column(entry, sources.settings).map(str::to_owned));
             }
         }
@@ -116,6 +119,7 @@ impl RewardPool {
         Ok(Self {
             weights,
             judges,
+            capped,
             required_columns,
             tests_column,
             num_threads,
@@ -167,6 +171,24 @@ impl RewardPool {
     /// Which of the rewards are built in and say whether an answer is right, not only how it is given.
     pub(crate) fn judges(&self) -> &[usize] {
         &self.judges
+    }
+
+    /// A warning where no sample may ever count as solved by the rewards at `deciding`: one of them never gives 1, or, where nobody
+    /// chose them, all rewards decide though none is known to be a verdict.
+    pub fn doubt_of_solving(&self, deciding: &[usize], were_chosen: bool) -> Option<String> {
+        let name = |index: &usize| self.names()[*index].as_str();
+        let advice = "name the rewards that say whether a sample is right in eval_solved_by";
+        if let Some(index) = deciding.iter().find(|index| self.capped.contains(index)) {
+            let name = name(index);
+            return Some(format!(
+                "pass@k and maj@n will be 0: a sample is solved where {name} gives 1, which it never does; {advice}"
+            ));
+        }
+        let is_guess = !were_chosen && deciding.len() > 1 && !deciding.iter().any(|it| self.judges.contains(it));
+        let names = deciding.iter().map(name).collect::<Vec<_>>().join(", ");
+        is_guess.then(|| {
+            format!("pass@k and maj@n count a sample as solved where each of {names} gives 1; if one cannot, {advice}")
+        })
     }
 
     /// Columns that the built-in ones among them cannot do without.

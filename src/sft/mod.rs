@@ -126,17 +126,18 @@ impl Sft {
         let own = &rows[self.world.rank() * per_rank..][..per_rank];
         let batch = self.batch(own.iter().map(|&row| &self.examples[row]))?;
         let begin = Instant::now();
-        let nll = phase::scope(Phase::ForwardBackward, || self.forward_backward(&batch))?;
+        let [nll, balance] = phase::scope(Phase::ForwardBackward, || self.forward_backward(&batch))?;
         let max_grad_norm = self.config.optimizer.max_grad_norm;
         let outcome = phase::scope(Phase::Optimizer, || self.policy.optimizer_step(lr, max_grad_norm))?;
         if outcome.skipped {
             let message = "the gradient is not finite; lower learning_rate, or look for damaged weights".to_owned();
             return Err(Error::NonFinite { message });
         }
-        let mut sums = [nll.double_value(&[]), self.training_flop(&batch), begin.elapsed().as_secs_f64()];
+        let [nll, balance] = [nll, balance].map(|sum| sum.double_value(&[]));
+        let mut sums = [nll, balance, self.training_flop(&batch), begin.elapsed().as_secs_f64()];
         all_reduce_f64(&*self.mesh.world, &mut sums, ReduceOp::Sum)?;
-        let [nll, flop, seconds] = sums;
-        self.loss = nll / batch.num_completion_tokens;
+        let [nll, balance, flop, seconds] = sums;
+        self.loss = nll / batch.num_completion_tokens + balance;
         self.global_step += 1;
         self.num_tokens += batch.num_tokens as u64;
         let utilisation = self.chip_flop_per_s.map(|flop_per_s| ("perf/mfu", flop / (seconds * flop_per_s)));
@@ -165,11 +166,13 @@ impl Sft {
     }
 
     /// Adds the gradients of the mean over all ranks' completion tokens; returns this rank's sum of their negative
-    /// log-likelihoods, a float64 scalar that is still being computed.
-    fn forward_backward(&mut self, batch: &SftBatch) -> Result<Tensor> {
+    /// log-likelihoods, and its contribution to the weighted loss that keeps experts equally busy, which is a part of the loss as in
+    /// TRL: float64 scalars that are still being computed.
+    fn forward_backward(&mut self, batch: &SftBatch) -> Result<[Tensor; 2]> {
         self.policy.keep_block_for(&batch.micro_batches, self.config.max_tokens_per_micro_batch)?;
         let coef = self.policy.table().spec.router_aux_loss_coef(self.config.router_aux_loss_coef)?;
         let mut nll = Tensor::f_zeros([], (Kind::Double, self.device))?;
+        let mut balance = nll.f_zeros_like()?;
         for (index, micro_batch) in batch.micro_batches.iter().enumerate() {
             phase::beat();
             if index + 1 == batch.micro_batches.len() {
@@ -178,15 +181,14 @@ impl Sft {
             self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
                 let _ = nll.f_sub_(&scores.logprobs.f_sum(Kind::Double)?)?;
                 let dlogprobs = scores.logprobs.f_empty_like()?.f_fill_(-1.0 / batch.num_completion_tokens)?;
-                Ok(TokenGradients {
-                    dlogprobs,
-                    dentropy: None,
-                    dtop: None,
-                    daux_loss: coef * micro_batch.num_sequence_tokens() / batch.num_tokens,
-                })
+                let daux_loss = coef * micro_batch.num_sequence_tokens() / batch.num_tokens;
+                if let Some(aux_loss) = &scores.aux_loss {
+                    let _ = balance.f_add_(&aux_loss.to_kind(Kind::Double).f_mul_scalar(daux_loss)?)?;
+                }
+                Ok(TokenGradients { dlogprobs, dentropy: None, dtop: None, daux_loss })
             })?;
         }
-        Ok(nll)
+        Ok([nll, balance])
     }
 
     /// Mean negative log-likelihood of a held-out completion token, in nats.

@@ -32,6 +32,8 @@ pub struct MicroBatch {
     pub sequence_of_token: Tensor, // [C] i64
     /// Advantages.
     pub advantages: Tensor, // [N] f32
+    /// Divisors of the loss `bnpo`, if every sequence has one.
+    pub bnpo_divisors: Option<Tensor>, // [N] f64
     /// The sampler's log-probabilities, if every sequence has them.
     pub rollout_logprobs: Option<Tensor>, // [C] f32
     /// Log-probabilities before the first update, if every sequence has them.
@@ -131,6 +133,7 @@ impl MicroBatch {
             .flat_map(|(n, sequence)| std::iter::repeat_n(n as i64, sequence.num_scored()))
             .collect();
         let advantages: Vec<f32> = completions().map(|sequence| sequence.advantage).collect();
+        let divisors: Option<Vec<f64>> = completions().map(|sequence| sequence.bnpo_divisor).collect();
         let logprobs = |field: fn(&Sequence) -> Option<&Vec<f32>>| {
             let values: Option<Vec<&[f32]>> =
                 completions().map(|sequence| field(sequence).map(Vec::as_slice)).collect();
@@ -147,6 +150,7 @@ impl MicroBatch {
             targets: tensor(&targets)?,
             sequence_of_token: tensor(&sequence_of_token)?,
             advantages: torch::tensor_on(&advantages, device)?,
+            bnpo_divisors: divisors.map(|divisors| torch::tensor_on(&divisors, device)).transpose()?,
             rollout_logprobs: logprobs(|sequence| sequence.rollout_logprobs.as_ref())?,
             old_logprobs: logprobs(|sequence| sequence.old_logprobs.as_ref())?,
             ref_logprobs: logprobs(|sequence| sequence.ref_logprobs.as_ref())?,

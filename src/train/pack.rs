@@ -34,6 +34,8 @@ pub struct Sequence {
     /// A teacher's most probable tokens at each scored token. They are found after sequences are shared out, so they are not sent to
     /// other ranks.
     pub teacher_top: Option<TeacherTop>,
+    /// What the loss `bnpo` divides its tokens by; set where the order of all sequences is known, so not sent to other ranks.
+    pub bnpo_divisor: Option<f64>,
     /// Generation steps between the sampling of each scored token and the step that trains on it, where these are counted.
     pub token_ages: Option<Vec<u32>>,
     /// The sampler's experts of some or all of its tokens, of a model that has some.
@@ -67,6 +69,7 @@ impl Sequence {
             ref_logprobs: None,
             teacher_logprobs: None,
             teacher_top: None,
+            bnpo_divisor: None,
             token_ages: None,
             routed_experts: RoutedExperts::default(),
             place: 0,

@@ -78,6 +78,16 @@ impl TrainingRows {
         self.named().try_for_each(|(name, rows)| rewards.check_columns(name, rows.prompts()))
     }
 
+    /// Says that no held-out row may ever count as solved, where rows are held out.
+    pub fn say_unsolvable(&self, config: &Config, rewards: &RewardPool, world: &World) {
+        let decides = self.eval.is_some() || config.curriculum.solve_rate.is_some();
+        let deciding = config.deciding_rewards(rewards.judges());
+        let doubt = rewards.doubt_of_solving(&deciding, !config.eval_solved_by.is_empty());
+        if let Some(doubt) = doubt.filter(|_| decides && world.rank() == 0) {
+            terminal::say(format_args!("warning: {doubt}"));
+        }
+    }
+
     /// Says of which rows the reference answers cannot be compared with; collective over the world.
     pub fn say_unreadable(&self, rewards: &RewardPool, world: &World) -> Result<()> {
         for (name, rows) in self.named() {

@@ -82,6 +82,7 @@ pub(super) fn load(
     rows.check_batch(&config, &preflight.batch)?;
     rows.check_columns(&rewards)?;
     rows.say_unreadable(&rewards, &world)?;
+    rows.say_unsolvable(&config, &rewards, &world);
     let source = source(&config)?;
     let files = WeightFiles::open(&source.base, preflight.spec.clone())?;
     let weights = |layout: &UnitLayout| read_unit(&files, layout);

@@ -213,6 +213,7 @@ impl Trainer {
             reference_sync: ReferenceSync::new(&self.config),
             updates_per_generation: self.batch.updates_per_generation,
             max_tokens_per_micro_batch: self.config.max_tokens_per_micro_batch,
+            bnpo_batch_size: self.config.per_device_train_batch_size,
             share_prompts: self.config.share_prompts,
             schedule: self.schedule,
             global_step: self.progress.global_step,

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use tch::{Device, Tensor};
 
-use super::learner::denominators;
+use super::denominators::denominators;
 use super::loss::UpdateSums;
 use super::options::{UpdateOptions, UpdateOutcome};
 use crate::config::LrSchedulerType;
@@ -76,6 +76,7 @@ fn options(config: &LossConfig) -> UpdateOptions {
         reference_sync: None,
         updates_per_generation: 1,
         max_tokens_per_micro_batch: 12,
+        bnpo_batch_size: 8,
         share_prompts: false,
         schedule: Schedule {
             kind: LrSchedulerType::Constant,

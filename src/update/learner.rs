@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::denominators::{denominators, set_bnpo_divisors};
 use super::divergence::{Divergence, Numbered, exchange, gather_numbered};
 use super::loss::UpdateSums;
 use super::options::{ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
@@ -208,6 +209,9 @@ impl Learner {
         for (index, sequence) in all.into_iter().enumerate() {
             slices[index % num_updates].push(sequence);
         }
+        if options.loss.loss_type == LossType::Bnpo {
+            slices.iter_mut().for_each(|slice| set_bnpo_divisors(slice, options.bnpo_batch_size));
+        }
         let indexes: Vec<Vec<usize>> = slices.iter().map(|slice| self.share_of(slice, options)).collect();
         let in_all = |(update, of_slice): (usize, &Vec<usize>)| -> Vec<usize> {
             of_slice.iter().map(|index| num_updates * index + update).collect()
@@ -353,29 +357,6 @@ impl Learner {
         let mut tables = std::iter::once(self.policy.table()).chain(self.teacher.as_ref().map(Reference::table));
         options.share_prompts && tables.all(|table| table.spec.windows() == [None])
     }
-}
-
-/// The denominators of each update's token losses, from the sequences of all ranks.
-pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec<Denominators> {
-    let tokens = |slice: &Vec<Sequence>| -> usize {
-        slice.iter().filter(|sequence| !sequence.masked).map(Sequence::num_scored).sum()
-    };
-    let whole = |slice: &Vec<Sequence>| -> usize {
-        slice.iter().filter(|sequence| !sequence.masked).map(|sequence| sequence.token_ids.len()).sum()
-    };
-    let total_tokens: usize = slices.iter().map(tokens).sum();
-    let of_slice = |slice: &Vec<Sequence>| Denominators {
-        num_sequences: slice.len() as f64,
-        num_tokens: match loss_type {
-            LossType::Dapo | LossType::Cispo | LossType::Vespo => total_tokens as f64 / slices.len() as f64,
-            LossType::Grpo | LossType::DrGrpo | LossType::Bnpo | LossType::Sapo | LossType::Luspo => {
-                tokens(slice) as f64
-            }
-        },
-        num_update_tokens: tokens(slice) as f64,
-        num_sequence_tokens: whole(slice) as f64,
-    };
-    slices.iter().map(of_slice).collect()
 }
 
 /// Gives each sequence of a micro-batch its own log-probabilities.

@@ -50,6 +50,7 @@ impl UpdateSums {
             teacher_logprobs: micro_batch.teacher_logprobs.as_ref(),
             rollout_logprobs: micro_batch.rollout_logprobs.as_ref(),
             advantages: &micro_batch.advantages,
+            bnpo_divisors: micro_batch.bnpo_divisors.as_ref(),
             sequence_of_token: &micro_batch.sequence_of_token,
             top: scores
                 .top
@@ -90,6 +91,7 @@ impl UpdateSums {
             teacher_logprobs: Some(&no_logprobs),
             rollout_logprobs: have_logprobs.then_some(&no_logprobs),
             advantages: &Tensor::from_slice(&advantages).f_to_device(options.device)?,
+            bnpo_divisors: None,
             sequence_of_token: &no_indexes,
             top: Some(TopLogprobs { logprobs: &no_top, teacher_logprobs: &no_top }),
             entropy: Some(&no_logprobs),

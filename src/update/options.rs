@@ -31,6 +31,8 @@ pub struct UpdateOptions {
     pub reference_sync: Option<ReferenceSync>,
     /// Token budget of a micro-batch.
     pub max_tokens_per_micro_batch: usize,
+    /// Sequences of a batch whose tokens the loss `bnpo` is a mean over.
+    pub bnpo_batch_size: usize,
     /// Run the prompt of a group once for all its completions, where no sliding window is shorter than a sequence.
     pub share_prompts: bool,
     /// Learning rate by update.

@@ -9,6 +9,7 @@ mod optimizers;
 mod real_shapes;
 mod run;
 mod state;
+mod updates;
 
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::dist::{Backend, Mesh, ReduceOp, World, all_reduce_f64};

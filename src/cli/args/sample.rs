@@ -269,7 +269,7 @@ pub struct EvalArgs {
     /// Reward of a sample; in pass@k and maj@n a sample is solved where it is 1
     #[arg(long, default_value = "numeric_answer")]
     pub reward: String,
-    /// Regular expression of the answer [default: <answer>..</answer>, \boxed{..} or after ####]
+    /// Regular expression of the answer [default: <answer>..</answer>, \boxed{..}, \fbox{..} or after ####]
     #[arg(long)]
     pub answer_pattern: Option<String>,
     /// Interpreter of rewards that run in Python [default: python3]
@@ -306,9 +306,7 @@ impl EvalArgs {
     /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that marks no answer.
     pub fn reward_config(&self) -> crate::error::Result<RewardConfig> {
         let mut config = RewardConfig::default();
-        if let Some(pattern) = &self.answer_pattern {
-            config.answer_pattern.clone_from(pattern);
-        }
+        config.answer_pattern.clone_from(&self.answer_pattern);
         if let Some(python) = &self.python {
             config.python.clone_from(python);
         }

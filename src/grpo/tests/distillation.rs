@@ -40,6 +40,7 @@ impl Scored {
             top: Some(TopLogprobs { logprobs: &top, teacher_logprobs: teacher[1] }),
             rollout_logprobs: None,
             advantages: &Tensor::zeros([3], (Kind::Double, Device::Cpu)),
+            bnpo_divisors: None,
             sequence_of_token: &self.sequences,
             entropy: None,
             entropy_term: None,

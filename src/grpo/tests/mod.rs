@@ -34,6 +34,7 @@ impl Batch {
             top: None,
             rollout_logprobs: Some(&self.rollout_logprobs),
             advantages: &self.advantages,
+            bnpo_divisors: None,
             sequence_of_token: &self.sequence_of_token,
             entropy: Some(&self.entropy),
             entropy_term: None,

@@ -158,6 +158,34 @@ fn what_goes_by_a_built_in_name_is_no_judge() {
     assert_eq!(judges(&config, &[]), [3]);
 }
 
+#[test]
+fn a_warning_says_where_no_sample_may_count_as_solved() {
+    let doubt = |entries: &[&str], chosen: &[&str]| {
+        let config =
+            Config { eval_solved_by: chosen.iter().map(ToString::to_string).collect(), ..config(entries, 1, 1.0) };
+        let functions = [("brevity", function(|_| Ok(0.5))), ("tone", function(|_| Ok(0.5)))];
+        let pool = RewardPool::with_functions(&config, &functions).unwrap();
+        pool.doubt_of_solving(&config.deciding_rewards(pool.judges()), !chosen.is_empty())
+    };
+    for (entries, chosen, part) in [
+        (&["format", "soft_overlong_punishment"][..], &[][..], "soft_overlong_punishment gives 1, which it never does"),
+        (&["get_repetition_penalty_reward"], &[], "eval_solved_by"),
+        (&["numeric_answer", "length"], &["numeric_answer", "length"], "where length gives 1"),
+        (&["tone", "brevity"], &[], "each of tone, brevity gives 1; if one cannot"),
+    ] {
+        let said = doubt(entries, chosen).unwrap_or_default();
+        assert!(said.contains(part), "{entries:?}: {said}");
+    }
+    for (entries, chosen) in [
+        (&["numeric_answer", "length"][..], &[][..]),
+        (&["numeric_answer", "brevity"], &[]),
+        (&["tone", "brevity"], &["tone", "brevity"]),
+        (&["format"], &[]),
+    ] {
+        assert_eq!(doubt(entries, chosen), None, "{entries:?}");
+    }
+}
+
 /// Scored groups are available while others are not.
 #[test]
 fn groups_that_are_scored_come_before_those_that_are_not() {

@@ -126,6 +126,7 @@ pub fn update_options() -> UpdateOptions {
         updates_per_generation: 1,
         reference_sync: None,
         max_tokens_per_micro_batch: 200,
+        bnpo_batch_size: 8,
         share_prompts: true,
         schedule: Schedule {
             kind: LrSchedulerType::Constant,
