@@ -77,7 +77,7 @@ fn check(golden: &Value, case: &Value, world: &Arc<World>, max_tokens_per_micro_
 
     let is_masking = config["mask_truncated_completions"] == true;
     let all: Vec<Sequence> = case["sequences"].as_array().unwrap().iter().map(sequence).collect();
-    assert_eq!(all.iter().any(|sequence| sequence.masked), is_masking && all.len() > 4, "{what}");
+    assert_eq!(all.iter().any(|sequence| sequence.masked), is_masking, "{what}");
     let per_rank = all.len().div_ceil(size);
     let own = &all[(rank * per_rank).min(all.len())..((rank + 1) * per_rank).min(all.len())];
     let level = config["importance_sampling_level"].as_str().unwrap_or("token");
