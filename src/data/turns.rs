@@ -114,6 +114,10 @@ impl Turns {
     /// # Errors
     /// [`Error::ChatTemplate`] if the template refuses the messages, or does not end turns by an end-of-sequence token.
     fn between(&self, replies: &[Value], limit: usize) -> Result<Option<Vec<u32>>> {
+        let num_bytes: usize = replies.iter().map(|reply| reply["content"].as_str().map_or(0, str::len)).sum();
+        if num_bytes > self.tokenizer.max_bytes(limit) {
+            return Ok(None); // nor rendered
+        }
         let (text, eos) = self.text_between(replies)?;
         if self.tokenizer.exceeds(&text, limit)? {
             return Ok(None);
@@ -300,6 +304,30 @@ mod tests {
             assert_eq!(trajectory.finish_reason, None);
             assert!(turns.append(&mut trajectory, &answers, 5, usize::MAX).is_err(), "no turn was sampled since");
         }
+    }
+
+    /// A template has limits of its own, which many long answers would reach together.
+    #[test]
+    fn replies_that_cannot_fit_are_not_rendered() {
+        let refuses = CHATML.replace(
+            "{% for m in messages %}",
+            "{% for m in messages %}{% if m.content | length > 70000 %}\
+            {{ raise_exception('too long for the template') }}{% endif %}",
+        );
+        let tokenizer = Arc::new(bytes(&mut Dice(4), &refuses));
+        let turns = turns(&tokenizer, Reply::Tool).unwrap();
+        let reply = |num_bytes: usize| [json!({"role": "tool", "content": "x".repeat(num_bytes)})];
+        let mut trajectory = Trajectory::default();
+        trajectory.push_sampled(tokenizer.eos_token_id().unwrap(), -1.0, 0);
+        let before = trajectory.clone();
+        assert!(!turns.append(&mut trajectory, &reply(1 << 20), 0, 100).unwrap());
+        assert!(
+            turns.append(&mut trajectory, &reply(1 << 20), 0, usize::MAX).is_err(),
+            "where it could fit it is rendered"
+        );
+        assert!(!turns.append(&mut trajectory, &reply(3000), 0, 100).unwrap());
+        assert_eq!(trajectory, before);
+        assert!(turns.append(&mut trajectory, &reply(30), 0, 1000).unwrap());
     }
 
     /// Random tokens as turns: no tokenizer would give most of them back. All that was sampled is in the trajectory, in its place, and
