@@ -6,6 +6,9 @@ use std::process::{Command, Stdio};
 
 use colo_grpo::internal::launch::hold_signals;
 
+/// Arguments, variables, and the exit code; none of a program that ends by the signal.
+type Case<'a> = (Vec<&'a str>, &'a [(&'a str, &'a str)], Option<i32>);
+
 const TRAIN: [&str; 4] = ["--config", "configs/tiny-cpu.toml", "max_steps=1", "eval_steps=none"];
 
 /// The signal is pending as the program is loaded, so that it arrives at the first moment at which it can. Where the program computes,
@@ -24,7 +27,7 @@ fn a_signal_at_the_first_instruction_ends_as_the_command_promises() {
         ("MASTER_PORT", "1"),
     ];
     let train = |more: &[&'static str]| [&TRAIN[..], more].concat();
-    let cases: [(Vec<&str>, &[(&str, &str)], Option<i32>); 7] = [
+    let cases: [Case<'_>; 7] = [
         (train(&["--nproc", "1"]), &[], Some(75)),
         (train(&["--nproc", "2"]), &[], Some(75)),
         (train(&[]), &worker, Some(75)),
