@@ -352,7 +352,6 @@ BLOCKS = [
     "{% call(x) f() %}{{ x }}{% endcall %}",
     "{{ 'a' if messages[0].role in ('system', 'developer') else 'b' }}",
     "{%- set a = 10 %}{{ a // 3 }}{{ a % 4 }}{{ a / 4 }}{{ (a - 1) % 4 }}{{ -a % 4 }}",
-    "{% set content = '<a>'|safe %}{{ content + '<b>' }}",
     "{{ '<a>' | safe -}} x",
     "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend",
     "{%- for m in messages -%} {{- loop.index }}/{{ loop.length }}{{ loop.first }}{{ loop.last }} {%- endfor -%}",

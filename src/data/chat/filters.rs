@@ -22,20 +22,28 @@ pub(super) fn add(environment: &mut Environment<'static>) {
         .for_each(|name| environment.remove_filter(name));
     ["endingwith", "int", "safe", "startingwith"].into_iter().for_each(|name| environment.remove_test(name));
     environment.remove_global("debug");
+    environment.add_filter("capitalize", |value: &Value| Ok::<_, Error>(methods::capitalized(&python::text(value)?)));
     environment.add_filter("center", center);
     environment.add_filter("dictsort", dictsort);
+    ["e", "escape", "forceescape"].into_iter().for_each(|name| environment.add_filter(name, escape));
     environment.add_filter("float", float);
     environment.add_filter("indent", indent);
     environment.add_filter("int", int);
     environment.add_filter("items", items);
     environment.add_filter("join", join);
+    environment.add_filter("lower", |value: &Value| Ok::<_, Error>(python::text(value)?.to_lowercase()));
     environment.add_filter("max", |value: &Value, args: Rest<Value>| extreme(value, &args, true));
     environment.add_filter("min", |value: &Value, args: Rest<Value>| extreme(value, &args, false));
     environment.add_filter("replace", replace);
+    environment.add_filter("reverse", reverse);
     environment.add_filter("round", round);
-    environment.add_filter("string", |value: &Value| python::text(value));
+    ["safe", "string"].into_iter().for_each(|name| environment.add_filter(name, |value: &Value| python::text(value)));
     environment.add_filter("title", title);
+    environment.add_filter("trim", |value: &Value, args: Rest<Value>| {
+        of_strings(value, "strip", &arguments(&args, ["chars"])?)
+    });
     environment.add_filter("truncate", truncate);
+    environment.add_filter("upper", |value: &Value| Ok::<_, Error>(python::text(value)?.to_uppercase()));
     environment.add_filter("urlencode", urlencode);
     environment.add_filter("wordcount", |value: &Value| Ok::<_, Error>(WORD.find_iter(&python::text(value)?).count()));
     // Python's None is not iterable; what is undefined is empty.
@@ -74,9 +82,19 @@ fn flag(value: Option<Value>) -> bool {
 
 fn center(value: &Value, args: Rest<Value>) -> Outcome {
     let [width] = arguments(&args, ["width"])?;
-    let width = Value::from(count(width, 80)?);
-    let centred = methods::of_string(&python::text(value)?, "center", &[width])?;
-    Ok(centred.expect("a method of strings"))
+    of_strings(value, "center", &[Some(Value::from(count(width, 80)?))])
+}
+
+/// What a method of strings makes of a value's text.
+fn of_strings(value: &Value, method: &str, args: &[Option<Value>]) -> Outcome {
+    let args: Vec<Value> = args.iter().flatten().cloned().collect();
+    Ok(methods::of_string(&python::text(value)?, method, &args)?.expect("one of its methods"))
+}
+
+/// As markupsafe escapes.
+fn escape(value: &Value) -> Result<String, Error> {
+    let signs = [('&', "&amp;"), ('<', "&lt;"), ('>', "&gt;"), ('\'', "&#39;"), ('"', "&#34;")];
+    Ok(signs.into_iter().fold(python::text(value)?, |text, (sign, escaped)| text.replace(sign, escaped)))
 }
 
 /// Pairs of a dictionary in the order of their keys or values; texts without regard to their case.
@@ -235,6 +253,16 @@ fn replace(value: &Value, args: Rest<Value>) -> Outcome {
     .into())
 }
 
+/// A text, a list, or a dictionary's keys from the end.
+fn reverse(value: &Value) -> Outcome {
+    if let Some(text) = value.as_str() {
+        return Ok(text.chars().rev().collect::<String>().into());
+    }
+    let mut items: Vec<Value> = value.try_iter()?.collect();
+    items.reverse();
+    Ok(items.into())
+}
+
 /// Python's `round`, of halves to the even digit, and `math.ceil` and `math.floor` of digits.
 fn round(value: &Value, args: Rest<Value>) -> Outcome {
     let [precision, method] = arguments(&args, ["precision", "method"])?;
@@ -276,6 +304,10 @@ fn truncate(value: &Value, args: Rest<Value>) -> Outcome {
     let leeway = leeway.filter(|leeway| !leeway.is_none());
     let (length, leeway) = (count(length, 255)?, count(leeway, 5)?);
     let end = end.map_or(Ok("...".to_owned()), |end| python::text(&end))?;
+    if value.as_str().is_none() {
+        let fits = value.len().is_some_and(|len| len <= length.saturating_add(leeway));
+        return if fits { Ok(value.clone()) } else { Err(invalid("truncate: expected a text")) };
+    }
     let (text, num_end) = (python::text(value)?, end.chars().count());
     let kept =
         length.checked_sub(num_end).ok_or_else(|| invalid(format!("expected length >= {num_end}, got {length}")))?;

@@ -46,7 +46,19 @@ pub(super) fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Opti
             what => text.matches(what).count(),
         }),
         "swapcase" => Value::from(text.chars().flat_map(swapped).collect::<String>()),
-        "casefold" => Value::from(text.to_lowercase()),
+        "casefold" if text.is_ascii() => Value::from(text.to_lowercase()),
+        "casefold" => return Err(invalid("casefold of letters beyond ASCII is not served")),
+        "capitalize" => Value::from(capitalized(text)),
+        "title" => Value::from(titled(text)),
+        "strip" => {
+            let chars: (Option<&str>,) = from_args(args)?;
+            let is_cut = |letter: char| chars.0.map_or(letter.is_whitespace(), |chars| chars.contains(letter));
+            Value::from(text.trim_matches(is_cut))
+        }
+        "split" if args.first().is_none_or(Value::is_none) => {
+            let (_, limit): (Option<&str>, Option<i64>) = from_args(args)?;
+            Value::from(words(text, limit.and_then(|limit| usize::try_from(limit).ok())))
+        }
         "zfill" => {
             let (width,): (usize,) = from_args(args)?;
             let (sign, digits) = text.split_at(usize::from(text.starts_with(['+', '-'])));
@@ -113,6 +125,18 @@ fn words_from_the_right(text: &str, limit: usize) -> Vec<String> {
     parts
 }
 
+/// Words between white space; behind the `limit`-th is all that is left.
+fn words(text: &str, limit: Option<usize>) -> Vec<String> {
+    let (mut parts, mut rest) = (Vec::new(), text.trim_start());
+    while !rest.is_empty() {
+        let end = rest.find(char::is_whitespace).filter(|_| limit.is_none_or(|limit| parts.len() < limit));
+        let (word, behind) = rest.split_at(end.unwrap_or(rest.len()));
+        parts.push(word.to_owned());
+        rest = behind.trim_start();
+    }
+    parts
+}
+
 fn without<'a>(text: &'a str, rest: Option<&'a str>) -> Value {
     Value::from(rest.unwrap_or(text))
 }
@@ -148,6 +172,30 @@ fn swapped(character: char) -> Vec<char> {
         true => character.to_lowercase().collect(),
         false => character.to_uppercase().collect(),
     }
+}
+
+/// `str.capitalize`.
+pub(super) fn capitalized(text: &str) -> String {
+    let mut letters = text.chars();
+    let first = letters.next().map(initial).unwrap_or_default();
+    first + &letters.as_str().to_lowercase()
+}
+
+/// A letter as the first of a word: of those that become two only the first is large.
+fn initial(letter: char) -> String {
+    let mut large = letter.to_uppercase();
+    large.next().into_iter().chain(large.flat_map(char::to_lowercase)).collect()
+}
+
+/// `str.title`: a letter behind one that has no case begins a word.
+fn titled(text: &str) -> String {
+    let (mut titled, mut is_within) = (String::new(), false);
+    for letter in text.chars() {
+        let own = if is_within { letter.to_lowercase().collect() } else { initial(letter) };
+        titled.push_str(&own);
+        is_within = letter.is_uppercase() || letter.is_lowercase();
+    }
+    titled
 }
 
 /// `str.islower`: it has letters with a case, and all are small.

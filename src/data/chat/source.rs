@@ -2,8 +2,8 @@
 //!
 //! `'..' % ..`, which minijinja reads as a remainder, calls a filter where a string literal is on the left; a format in a variable stays a
 //! remainder, and is refused as one. Tuples call a function, and so do divisors, which are refused where Python computes otherwise. Texts
-//! with escapes become what Python reads them as. `safe` and `escape` make a text that escapes what it is added to: they are served at the end
-//! of an expression alone. What `~` joins becomes text as Python writes it.
+//! with escapes become what Python reads them as. `safe` and `escape` make a text that escapes what it is added to: beside a `+` they are
+//! refused. What `~` joins becomes text as Python writes it.
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, FormatStyle, Value, format_filter};
@@ -206,10 +206,9 @@ fn in_code(code: &str, depth: usize) -> String {
                 let name = skip_blanks(code, at + 1);
                 let end = name
                     + code[name..].bytes().take_while(|byte| byte.is_ascii_alphanumeric() || *byte == b'_').count();
-                let is_last = code[end..].trim_matches(['-', '+', ' ', '\t', '\n']).is_empty();
                 text.push_str(&code[at..end]);
-                if ["safe", "e", "escape", "forceescape"].contains(&&code[name..end]) && !is_last {
-                    text.push_str("_within_an_expression"); // which is no filter
+                if ["safe", "e", "escape", "forceescape"].contains(&&code[name..end]) && has_sum(code) {
+                    text.push_str("_beside_a_plus"); // which is no filter
                 }
                 at = end;
             }
@@ -369,6 +368,19 @@ fn group_end(code: &str, start: usize) -> usize {
         at += char_len(code, at);
     }
     code.len()
+}
+
+/// Whether texts or numbers are added in a tag.
+fn has_sum(code: &str) -> bool {
+    let mut at = 0;
+    while at < code.len() {
+        at = match code.as_bytes()[at] {
+            b'+' => return true,
+            b'\'' | b'"' => string_end(code, at),
+            _ => at + char_len(code, at),
+        };
+    }
+    false
 }
 
 /// Whether a group has a comma of its own.
