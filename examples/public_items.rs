@@ -148,6 +148,7 @@ fn loss() -> Result<()> {
         top: Some(TopLogprobs { logprobs: &own_top, teacher_logprobs: &teacher_top }),
         rollout_logprobs: None,
         advantages: &floats(&[1.0, -1.0]),
+        bnpo_divisors: None,
         sequence_of_token: &Tensor::from_slice(&[0_i64, 0, 1]),
         entropy: Some(&entropy),
         entropy_term: Some(EntropyTerm::of_highest(vec![1.0, 2.0, 0.5], 1.0, 0.01)),

@@ -32,7 +32,7 @@ fn templates_of_trl_render_as_by_transformers() {
     let golden: Golden = serde_json::from_str(&text).unwrap();
     let (mut num_equal, mut wrong) = (0, Vec::new());
     for (name, Published { source, texts }) in &golden.templates {
-        let template = match ChatTemplate::at(golden.now, source, golden.tokens.clone()) {
+        let template = match ChatTemplate::at((golden.now, super::LIMITS), source, golden.tokens.clone()) {
             Ok(template) => template,
             Err(error) => {
                 wrong.push(format!("{name}: {error}"));

@@ -52,7 +52,7 @@ pub(super) const TOKENIZER_KEYS: KeyTable = KeyTable {
 
 /// What the files beside `tokenizer.json` say of tokens.
 #[derive(Debug, Default)]
-pub(super) struct TokenFiles {
+pub(in crate::data) struct TokenFiles {
     config: Map<String, Value>,
     map: Map<String, Value>,
     added: Map<String, Value>,

@@ -35,6 +35,7 @@ impl Endpoint {
             max_sequence_length: 999,
             tool_calls: None,
             eos_token_ids,
+            sampling: SamplingParams::default(),
         };
         let body_room = body_room(max_body_bytes);
         let state = HttpState {

@@ -57,7 +57,7 @@ fn a_window_is_for_the_layers_that_transformers_gives_it_to() {
         {
             config = with(&config, key, value);
         }
-        assert_eq!(load(&config).unwrap().sliding_window, window, "{preset}");
+        assert_eq!(load(&config).unwrap().windows(), [window], "{preset}");
     }
 }
 

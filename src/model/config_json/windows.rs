@@ -26,7 +26,9 @@ pub(super) fn read(
         }
         Window::Refused => return all(None),
         Window::Always(usual) if !config.has(KEY) => return all(Some(usual)),
-        Window::Switched | Window::Listed | Window::SwitchedForAll if !config.flag("use_sliding_window")? => return all(None),
+        Window::Switched | Window::Listed | Window::SwitchedForAll if !config.flag("use_sliding_window")? => {
+            return all(None);
+        }
         _ if config.get(KEY).is_none() => return all(None),
         _ => config.size(KEY, 1 << 31)?,
     };
