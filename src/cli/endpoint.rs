@@ -66,9 +66,10 @@ fn api_key(args: &ServeArgs) -> Result<Option<String>> {
     match !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic()) {
         true => Ok(Some(key)),
         false => {
-            let got = if key.is_empty() { "" } else { "a key with white space or other characters" };
+            // Not as `NAME = value`, which is redacted as a key would be.
+            let got = if key.is_empty() { "an empty" } else { "a key with white space or other characters in" };
             let expected = "letters, digits and signs of ASCII, at least one; leave it out to serve without a key";
-            Err(Error::invalid_value(name, got, expected))
+            Err(Error::invalid_value("serve", format!("{got} {name}"), expected))
         }
     }
 }

@@ -246,12 +246,12 @@ impl Interpreters {
     fn goes_on(&mut self, turn: &mut Turn) -> bool {
         let session = self.sessions.get_mut(&turn.trajectory).expect("a call runs in it");
         let is_alive = session.transfer();
-        if let Some((text, failed)) = turn.ended_output(&mut session.received) {
+        if session.received.len() > CHAR_BYTES * self.settings.max_chars + turn.mark.len() + 1 {
+            self.lose(turn, &format!("it wrote more than {} characters", self.settings.max_chars));
+        } else if let Some((text, failed)) = turn.ended_output(&mut session.received) {
             session.pause();
             turn.is_late |= failed && turn.call_began.elapsed() >= self.call_timeout();
             turn.add(&text, failed, self.settings.max_chars);
-        } else if session.received.len() > CHAR_BYTES * self.settings.max_chars + turn.mark.len() {
-            self.lose(turn, &format!("it wrote more than {} characters", self.settings.max_chars));
         } else if !is_alive {
             self.lose(turn, "its process ended");
         } else if Instant::now() >= turn.deadline {

@@ -97,17 +97,30 @@ class HeapAllocator final : public c10::Allocator {
     constexpr size_t alignment = 64; // as libtorch's own
     const c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) {
-      return {nullptr, nullptr, &std::free, cpu};
+      return {nullptr, nullptr, &release, cpu};
     }
-    size_t room = bytes + alignment - 1;
-    void* block = room > bytes ? std::malloc(room) : nullptr;
+    const size_t extra = alignment + sizeof(void*);
+    void* block = bytes + extra > bytes ? std::malloc(bytes + extra) : nullptr;
     TORCH_CHECK(block != nullptr, "HeapAllocator: can't allocate memory: you tried to allocate ", bytes, " bytes.");
-    void* aligned = block;
+    void* aligned = static_cast<char*>(block) + sizeof(void*);
+    size_t room = bytes + alignment;
     std::align(alignment, bytes, aligned, room);
-    return {aligned, block, &std::free, cpu};
+    static_cast<void**>(aligned)[-1] = block;
+    return {aligned, aligned, &release, cpu}; // the context is the data, as raw_allocate asks
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release;
   }
   void copy_data(void* dest, const void* src, std::size_t bytes) const override {
     default_copy_data(dest, src, bytes);
+  }
+
+ private:
+  // The block of malloc stands before the memory that was aligned in it.
+  static void release(void* aligned) {
+    if (aligned != nullptr) {
+      std::free(static_cast<void**>(aligned)[-1]);
+    }
   }
 };
 } // namespace

@@ -174,7 +174,8 @@ fn a_failure_of_one_half_ends_the_other() {
 #[test]
 fn a_run_that_is_stopped_with_batches_ahead_continues_as_a_straight_one() {
     let runs = Runs::new();
-    for (name, steps, at) in [("one", "split.async_steps=1", 2), ("two", "split.async_steps=2", 3)] {
+    for (name, num_ahead, at) in [("one", 1, 2), ("two", 2, 3)] {
+        let steps = &format!("split.async_steps={num_ahead}");
         let keys =
             [&THREE_RANKS[..], &ONE_GENERATES, &[steps, "save_steps=6", "max_steps=6", "learning_rate=1e-3"]].concat();
         runs.train_to_the_end(name, 3, &keys);
@@ -186,7 +187,7 @@ fn a_run_that_is_stopped_with_batches_ahead_continues_as_a_straight_one() {
         let state =
             std::fs::read_to_string(format!("{}/trainer_state.json", resume.split_once('=').unwrap().1)).unwrap();
         let state: serde_json::Value = serde_json::from_str(&state).unwrap();
-        assert_eq!(state["ahead"].as_array().unwrap().len(), name.len() - 2, "{name}: {}", state["ahead"]);
+        assert_eq!(state["ahead"].as_array().unwrap().len(), num_ahead, "{name}");
         runs.train_to_the_end(&format!("{name}-resumed"), 3, &[&keys[..], &[&resume]].concat());
         runs.assert_same(&format!("{name}-resumed"), name, &((at + 1)..=6).collect::<Vec<_>>());
     }

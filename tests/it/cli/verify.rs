@@ -29,21 +29,21 @@ if len(sys.argv) > 3:
         file.write(json.dumps(header).encode() + b'\\n' + rest.tobytes() + b''.join(array.array('f', row).tobytes() for row in rows))
 ";
 
-/// The golden folder with a tokenizer of words: `w7` is 7.
+/// The golden folder with a tokenizer of words: `w07` is 7.
 fn model(folder: &Path) -> PathBuf {
     let model = folder.join("model");
     fs::create_dir(&model).unwrap();
     for file in ["config.json", "generation_config.json", "model.safetensors"] {
         fs::copy(Path::new(GOLDEN).join(file), model.join(file)).unwrap();
     }
-    let vocab: serde_json::Map<_, _> = (0..96).map(|id| (format!("w{id}"), id.into())).collect();
+    let vocab: serde_json::Map<_, _> = (0..96).map(|id| (format!("w{id:02}"), id.into())).collect();
     let tokenizer = json!({
         "version": "1.0",
         "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w00"},
     });
     fs::write(model.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-    fs::write(model.join("tokenizer_config.json"), r#"{"eos_token": "w2"}"#).unwrap();
+    fs::write(model.join("tokenizer_config.json"), r#"{"eos_token": "w02"}"#).unwrap();
     model
 }
 
@@ -80,7 +80,7 @@ fn verify_damaged(damage: Damage<'_>, (find, change): (&str, &str), more: &[&str
     let golden = Path::new(GOLDEN).join("golden.json");
     let recorded: Value = serde_json::from_str(&fs::read_to_string(&golden).unwrap()).unwrap();
     let ids = recorded["input_ids"][recorded["all_logits_of"].as_u64().unwrap() as usize].as_array().unwrap();
-    let prompt = ids.iter().map(|id| format!("w{id}")).collect::<Vec<_>>().join(" ");
+    let prompt = ids.iter().map(|id| format!("w{:02}", id.as_u64().unwrap())).collect::<Vec<_>>().join(" ");
     let mut command = command("verify --device cpu --max_completion_length 1");
     command.args(["--prompt", &prompt]);
     if !more.contains(&"--model") {
