@@ -1,10 +1,28 @@
-//! Child processes of any room: how one has ended, the end of its group, pipes that never block.
+//! Child processes of any room: how one has ended, the end of its group, pipes that never block; threads that nobody waits for.
 #![allow(unsafe_code)]
 
 use std::io;
 use std::os::fd::RawFd;
 use std::process::Child;
+use std::sync::mpsc::channel;
+use std::thread;
 use std::time::Duration;
+
+/// Starts a thread that nobody waits for. It begins once it is detached: glibc's `pthread_detach` reads the thread's stack after it has
+/// let it go, and a thread that ends at that moment has unmapped it (glibc bug 19951).
+///
+/// # Errors
+/// The system's, where it has no thread or no address space for its stack; `work` is dropped then.
+pub fn detach(thread: thread::Builder, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let (detached, waits) = channel::<()>();
+    let begin = move || {
+        let _ = waits.recv();
+        work();
+    };
+    drop(thread.spawn(begin)?);
+    drop(detached);
+    Ok(())
+}
 
 /// How a child has ended, `si_code` and `si_status`; it is not reaped. `None` while it lives.
 pub fn ended(pid: u32) -> Option<(i32, i32)> {

@@ -17,6 +17,7 @@ use super::shm::{Member, Segment};
 use super::world::WorldOptions;
 use crate::error::{Error, Result};
 use crate::phase::{self, awake_now};
+use crate::process::detach;
 use crate::torch::Store;
 
 /// Variable with the descriptor of the store's listening socket, which the launcher binds and rank 0 inherits: no port is
@@ -110,7 +111,7 @@ pub(super) fn open_segment((process, fd): SegmentAddress) -> Result<File> {
 pub(super) fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let (sender, receiver) = channel();
     let thread = std::thread::Builder::new().name("rendezvous".to_owned());
-    let started = thread.spawn(move || drop(sender.send(work())));
+    let started = detach(thread, move || drop(sender.send(work())));
     started.map_err(|error| Error::Environment { message: format!("a thread for the rendezvous: {error}") })?;
     loop {
         match receiver.recv_timeout(LOOK) {

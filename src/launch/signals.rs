@@ -17,6 +17,7 @@ use std::time::Duration;
 use super::way_on::OnStop;
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::{self, terminal};
+use crate::process::detach;
 
 /// Signals that ask a run to save and end, and that a launcher passes on.
 const REQUESTS: [i32; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGUSR1, libc::SIGHUP];
@@ -111,7 +112,7 @@ fn tell_requests(on_stop: OnStop) {
             terminal::say(format_args!("stop: {what}; another signal after a second ends it at once{lost}"));
         }
     };
-    if std::thread::Builder::new().name("signals".to_owned()).spawn(tell).is_ok() {
+    if detach(std::thread::Builder::new().name("signals".to_owned()), tell).is_ok() {
         REQUESTED.store(writer.into_raw_fd(), Ordering::Release); // the handler's for good
     }
 }

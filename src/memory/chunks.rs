@@ -15,6 +15,7 @@ use tch::Device;
 use super::host::available_host_bytes;
 use crate::cuda::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
+use crate::process::detach;
 
 /// Size of a whole chunk: smaller ones take longer to map, up to 64 GiB larger ones bring nothing.
 pub(super) const CHUNK_BYTES: usize = 1 << 30;
@@ -126,7 +127,7 @@ impl ChunkPool {
         drop(state);
         let pool = self.clone();
         let thread = std::thread::Builder::new().name("gpu-release".to_owned());
-        if thread.spawn(move || pool.release()).is_err() {
+        if detach(thread, move || pool.release()).is_err() {
             self.release(); // no more threads: then now
         }
     }

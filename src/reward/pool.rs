@@ -15,6 +15,7 @@ use super::{RewardFunction, builtin, code};
 use crate::config::{Config, ProcessRewards, RewardConfig, environment_class, reward_name};
 use crate::error::{Error, MAX_LISTED, Result};
 use crate::phase;
+use crate::process::detach;
 use crate::types::{Prompt, RolloutGroup};
 
 /// Longest that dropping a pool waits for threads that are still scoring.
@@ -406,7 +407,7 @@ impl Drop for RewardPool {
 
 fn spawn(work: impl FnOnce() + Send + 'static) -> Result<()> {
     let failed = |error| Error::Environment { message: format!("no thread for rewards can be started: {error}") };
-    std::thread::Builder::new().name("reward".into()).spawn(work).map(|_| ()).map_err(failed)
+    detach(std::thread::Builder::new().name("reward".into()), work).map_err(failed)
 }
 
 impl fmt::Debug for RewardPool {

@@ -22,6 +22,7 @@ use super::control::{ControlPlane, RankGroup};
 use super::lane::Lane;
 use crate::cuda;
 use crate::error::{Error, Result};
+use crate::process::detach;
 use crate::torch;
 
 /// How often the failure flag is looked at.
@@ -133,7 +134,7 @@ fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
     groups.iter().zip(&held).filter(|(_, (_, due))| *due).for_each(|(group, _)| group.abort_peers());
     for communicator in held.iter_mut().filter(|(_, due)| *due).filter_map(|(communicator, _)| communicator.take()) {
         // Without a thread it is aborted here: a closure that cannot be run is dropped.
-        let _ = std::thread::Builder::new().name("nccl-abort".to_owned()).spawn(move || drop(communicator));
+        let _ = detach(std::thread::Builder::new().name("nccl-abort".to_owned()), move || drop(communicator));
     }
 }
 

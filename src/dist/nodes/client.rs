@@ -16,6 +16,7 @@ use crate::dist::rendezvous;
 use crate::dist::shm::Member;
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::{self, terminal};
+use crate::process::detach;
 
 /// How often a wait looks at what else may end it.
 const LOOK: Duration = Duration::from_millis(20);
@@ -99,7 +100,7 @@ impl Client {
         let (heard, rank) = (inbox.clone(), greeting.rank);
         let place = format!("{host}:{port}");
         let thread = std::thread::Builder::new().name("node-reader".to_owned()).stack_size(256 << 10);
-        let reader = thread.spawn(move || {
+        let reader = detach(thread, move || {
             let end = connection::read(stream, longest_silence, &heard.is_over, |frame| heard.take(frame));
             heard.end(&end, &place);
         });

@@ -15,6 +15,7 @@ use super::layout::Greeting;
 use super::switch::Switch;
 use crate::error::{Error, Result};
 use crate::phase::terminal;
+use crate::process::detach;
 
 /// How often the listener is asked for somebody new.
 const LOOK: Duration = Duration::from_millis(10);
@@ -119,7 +120,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
         }
         let (shared, counted) = (shared.clone(), unknown.clone());
         let thread = std::thread::Builder::new().name("node-reader".to_owned()).stack_size(256 << 10);
-        let serving = thread.spawn(move || {
+        let serving = detach(thread, move || {
             let admitted = admit(stream, &shared);
             counted.fetch_sub(1, Ordering::Relaxed);
             if let Some((greeting, stream)) = admitted {
