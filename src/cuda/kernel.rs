@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::{CString, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -31,6 +32,19 @@ pub(super) struct Kernel {
 // SAFETY: a function of a module that is never unloaded; the driver's functions may be called from any thread.
 unsafe impl Send for Kernel {}
 
+/// What this process has loaded, by GPU and by name or file.
+#[derive(Default)]
+struct Loaded {
+    kernels: HashMap<(usize, String), Kernel>,
+    modules: HashMap<(usize, &'static str), Module>,
+}
+
+/// The machine code of one source on one GPU; it is never unloaded.
+struct Module(sys::CUmodule);
+
+// SAFETY: the driver's functions may be called with a module from any thread.
+unsafe impl Send for Module {}
+
 /// One argument of a launch, of the exact type that the kernel declares.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Argument {
@@ -58,20 +72,26 @@ impl Kernel {
     /// The errors of the compiler; [`Error::InvalidArgument`] with the name where the source has no such kernel;
     /// [`Error::Cuda`] when the driver cannot load it.
     pub(super) fn get(source: &'static KernelSource, name: &str, ordinal: usize) -> Result<Self> {
-        static LOADED: Mutex<Option<HashMap<(usize, String), Kernel>>> = Mutex::new(None);
+        static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
         let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         let loaded = loaded.get_or_insert_default();
         let key = (ordinal, name.to_owned());
-        if let Some(kernel) = loaded.get(&key) {
+        if let Some(kernel) = loaded.kernels.get(&key) {
             return Ok(kernel.clone());
         }
         let context = Context::retain(ordinal)?;
         let capability = context.compute_capability()?;
-        let image = cubin(source, capability)?;
         let c_name = CString::new(name).map_err(|_| environment("a kernel's name with a NUL byte"))?;
-        // SAFETY: the image is a complete cubin; the driver copies it.
-        let module = check("cuModuleLoadData", unsafe { result::module::load_data(image.as_ptr().cast()) })?;
-        // SAFETY: the module was loaded just now.
+        let module = match loaded.modules.entry((ordinal, source.file)) {
+            Entry::Occupied(module) => module.get().0,
+            Entry::Vacant(place) => {
+                let image = cubin(source, capability)?;
+                // SAFETY: the image is a complete cubin; the driver copies it.
+                let module = check("cuModuleLoadData", unsafe { result::module::load_data(image.as_ptr().cast()) })?;
+                place.insert(Module(module)).0
+            }
+        };
+        // SAFETY: modules are never unloaded.
         let function = unsafe { result::module::get_function(module, c_name) };
         if function.as_ref().is_err_and(|error| error.0 == sys::CUresult::CUDA_ERROR_NOT_FOUND) {
             return Err(no_kernel(source, name));
@@ -79,7 +99,7 @@ impl Kernel {
         let function = check("cuModuleGetFunction", function)?;
         let static_bytes = static_shared_bytes(function)?;
         let kernel = Self { context, function, name: name.into(), static_bytes, overlaps: has_clusters(capability) };
-        loaded.insert(key, kernel.clone());
+        loaded.kernels.insert(key, kernel.clone());
         Ok(kernel)
     }
 

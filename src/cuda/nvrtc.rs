@@ -4,6 +4,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Once, OnceLock};
 
 use cudarc::nvrtc::{result, sys};
@@ -107,15 +108,61 @@ const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 /// # Errors
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
 pub(super) fn cubin(source: &KernelSource, capability: (i32, i32)) -> Result<Vec<u8>> {
-    let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?)?;
-    if let Some(image) = cache::read(&path, machine_code_of)? {
+    if let Some(image) = cached(source, capability)? {
         return Ok(image);
     }
     static SAID: Once = Once::new();
     SAID.call_once(|| tracing::info!("compiling CUDA kernels, once for this GPU and compiler"));
     let image = compile(source, capability)?;
-    cache::keep(&path, &image, &format!("{} is compiled", source.file));
+    cache::keep(&cubin_path(source, capability)?, &image, &format!("{} is compiled", source.file));
     Ok(image)
+}
+
+/// Compiles the sources that the cache lacks, on all processors: one after another they take most of a minute. Ranks of one machine begin at
+/// different sources, `rank` by `rank`, and find in the cache what another one has compiled meanwhile.
+///
+/// # Errors
+/// Returns the first error of [`cubin`].
+pub(super) fn compile_all(
+    sources: impl Iterator<Item = &'static KernelSource>,
+    capability: (i32, i32),
+    rank: usize,
+) -> Result<()> {
+    let mut missing = Vec::new();
+    for source in sources {
+        if cached(source, capability)?.is_none() {
+            missing.push(source);
+        }
+    }
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(missing.len());
+    let first = (rank * threads) % missing.len();
+    missing.rotate_left(first);
+    let next = AtomicUsize::new(0);
+    let compile_some = || {
+        while let Some(source) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+            cubin(source, capability)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(compile_some)).collect();
+        let outcomes = workers.into_iter().map(|worker| match worker.join() {
+            Ok(outcome) => outcome,
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        outcomes.collect()
+    })
+}
+
+fn cached(source: &KernelSource, capability: (i32, i32)) -> Result<Option<Vec<u8>>> {
+    cache::read(&cubin_path(source, capability)?, machine_code_of)
+}
+
+fn cubin_path(source: &KernelSource, capability: (i32, i32)) -> Result<PathBuf> {
+    cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?)
 }
 
 /// A file's bytes, if they begin as machine code does.
@@ -274,18 +321,16 @@ mod tests {
         known.sort();
         found.sort();
         assert_eq!(known, found, "every file of src/kernels must be compiled here");
-        let compile_all = |capability| {
+        let check_all = |capability| {
+            compile_all(SOURCES.iter().copied(), capability, 1)
+                .unwrap_or_else(|error| panic!("{capability:?}: {error}"));
             for source in SOURCES {
                 let image = cubin(source, capability).unwrap_or_else(|error| panic!("{capability:?}: {error}"));
                 assert_eq!(kernels(&image), listed(source), "{} for {capability:?}", source.file);
                 assert!(machine_code_of(image).is_some(), "{} for {capability:?}", source.file);
             }
         };
-        std::thread::scope(|scope| {
-            for capability in SERVED {
-                scope.spawn(move || compile_all(capability));
-            }
-        });
+        SERVED.into_iter().for_each(check_all);
         assert_eq!(machine_code_of(Vec::new()), None, "a file that was torn");
     }
 

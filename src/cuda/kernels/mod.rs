@@ -97,8 +97,9 @@ pub use wide_product::{
 
 use tch::{Device, Kind, Tensor};
 
+use super::context::Context;
 use super::kernel::{Argument, Kernel};
-use super::nvrtc::KernelSource;
+use super::nvrtc::{KernelSource, compile_all};
 use crate::error::{Error, Result};
 use crate::torch;
 
@@ -152,6 +153,8 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 41] = [
 /// # Errors
 /// [`Error::Environment`] without NVRTC; [`Error::Cuda`].
 pub fn prepare(ordinal: usize) -> Result<()> {
+    let capability = Context::retain(ordinal)?.compute_capability()?;
+    compile_all(KERNELS.iter().map(|(source, _)| *source), capability, ordinal)?;
     for (source, names) in KERNELS {
         for name in names {
             Kernel::get(source, name, ordinal)?;
