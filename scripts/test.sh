@@ -37,7 +37,7 @@ said=$(mktemp)
 PROGRAM="${CARGO_TARGET_DIR:-target}/debug/colo-grpo" scripts/test_scripts.sh >"$said" 2>&1 &
 scripts=$!
 trap 'kill "$scripts" 2>/dev/null || true; rm -f "$said"' EXIT
-within 2400 cargo test --quiet --test it -- --test-threads=4
+within 2900 cargo test --quiet --test it -- --test-threads=4
 wait "$scripts" || { cat "$said" >&2; exit 1; }
 cat "$said"
 

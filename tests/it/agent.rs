@@ -116,7 +116,7 @@ fn episodes_are_played_however_groups_are_sampled() {
     fs::write(&file, HARNESS).unwrap();
     let common = format!(
         "--nproc 2 {CALCULATOR} max_steps=3 agent={0}:play reward_funcs=[\"{0}:sampled\"] reward_weights=[0.0] learning_rate=1e-9 \
-         per_device_train_batch_size=16 max_num_seqs=10 max_train_samples=none",
+         per_device_train_batch_size=16 max_num_seqs=10 max_train_samples=256",
         file.display()
     );
     for (name, keys) in [

@@ -167,7 +167,7 @@ fn equals_one_rank(world: &World) {
     if world.size() == 2 {
         models.extend(["smollm3", "granite"].map(Model::golden)); // of six query heads
     }
-    for model in models {
+    for (index, model) in models.iter().enumerate() {
         // A gated norm divides what is left of a state; small ones show how the ranks' sums round.
         let tolerance = if model.spec.delta_net().is_some() { 1e-3 } else { 1e-4 };
         let all = prompts(9);
@@ -177,12 +177,14 @@ fn equals_one_rank(world: &World) {
         let kv_cache_bytes = num_blocks * block_bytes;
         let options = EngineOptions { kv_cache_bytes, max_num_batched_tokens: 16, ..options() };
         let cases = [
+            SamplingParams { top_p: 0.8, min_p: Some(0.02), repetition_penalty: 1.3, ..sampled() },
             greedy(),
             sampled(),
             SamplingParams { temperature: 0.7, top_k: 7, top_p: 0.9, ..sampled() },
-            SamplingParams { top_p: 0.8, min_p: Some(0.02), repetition_penalty: 1.3, ..sampled() },
         ];
-        for params in cases {
+        // Filters do not know the model: the first has all of them, the others the one that reads most.
+        let num_cases = if index == 0 { cases.len() } else { 1 };
+        for params in cases.into_iter().take(num_cases) {
             let (expected, _) = model.generate(self::options(), &all, &params);
             let (groups, stats) = model.generate_on(world.group(), options.clone(), &all[own.clone()], &params);
             assert_eq!(stats.num_blocks, 40, "the poorest rank decides");

@@ -366,7 +366,7 @@ fn unfinished_trajectories_go_on_with_their_tools() {
     let file = file.display();
     let common = format!(
         "{CALCULATOR} max_steps=4 tools=[] environment_factory={file}:Calculator reward_funcs=[\"{file}:agrees\"] learning_rate=1e-9 \
-         per_device_train_batch_size=16 max_num_seqs=10 max_train_samples=none"
+         per_device_train_batch_size=16 max_num_seqs=10 max_train_samples=256"
     );
     for (name, keys) in [
         ("carried", "oversample=1.0 partial_rollout=true"),
