@@ -68,8 +68,8 @@ pub mod reward {
 }
 pub mod rollout {
     pub use crate::rollout::{
-        Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights, Event, Request, RequestId, RolloutEngine,
-        SampledGroup, Session, check_stages, kv_block_bytes,
+        Batches, Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights, Event, Request, RequestId,
+        RolloutEngine, SampledGroup, Session, SingleTurns, check_stages, kv_block_bytes,
     };
 }
 pub mod sandbox {

@@ -20,7 +20,7 @@ use crate::model::ModelSource;
 use crate::phase::{self, Fault, Phase, terminal};
 use crate::serve::{ModelService, NamedAdapter, SamplingDefaults, ServeOptions};
 use crate::tools::ToolProcess;
-use crate::trainer::RunTurns;
+use crate::trainer::{self, RunTurns};
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
 /// `generate`; collective over the world.
@@ -122,10 +122,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
         progress(num_done, prompts.len());
     };
     let mut groups = served.with_engine(|rollout| {
-        phase::scope(Phase::Generate, || match &mut turns {
-            Some(turns) => turns.generate(rollout, &prompts, &params, submit),
-            None => rollout.generate(&prompts, &params, submit),
-        })
+        phase::scope(Phase::Generate, || trainer::generate(turns.as_mut(), rollout, &prompts, &params, submit))
     })?;
     phase::scope(Phase::Reward, || rewards.wait(&mut groups))?;
     if let Some(path) = &args.output {

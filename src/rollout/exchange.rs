@@ -20,15 +20,15 @@ type SentRequest = (u64, Vec<u32>, u64, Vec<Trajectory>);
 /// # Errors
 /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), on every rank together, when ranks disagree on the parameters or an
 /// engine whose model has `ids`, with `limits`, cannot serve one of the requests.
-pub(super) fn exchange(
-    groups: &[RolloutGroup],
+pub(super) fn exchange<'g>(
+    groups: impl IntoIterator<Item = &'g RolloutGroup>,
     num_groups: usize,
     params: &SamplingParams,
     (ids, limits): (ModelIds, &StepLimits),
     tp: &dyn Collective,
 ) -> Result<(Vec<(Owner, Request)>, usize)> {
     let shared_params = Arc::new(params.clone());
-    let sent = groups.iter().map(|RolloutGroup { prompt, first_step, completions }| {
+    let sent = groups.into_iter().map(|RolloutGroup { prompt, first_step, completions }| {
         (prompt.id, &prompt.token_ids, first_step, completions) // a [`SentRequest`]
     });
     let own = (format!("{params:?}"), num_groups, sent.collect::<Vec<_>>());

@@ -5,10 +5,9 @@
 //! |---|---|
 //! | `engine` | [`Engine`], asleep between rollouts; [`RolloutEngine`], awake |
 //! | `session` | an engine that is stepped: `submit` and `step` |
-//! | `generate`, `exchange` | closed batches on a session; the requests of all ranks of the group |
-//! | `ahead` | several batches at once, with a pause where the caller wants one |
-//! | `groups` | a session of whole groups, of one turn or of several |
-//! | `turns` | trajectories of several turns, between which tools run |
+//! | `run` | the loop of every session: what a policy begins and when it ends |
+//! | `batches`, `exchange` | the policy of batches, closed or several at once; the requests of all ranks of the group |
+//! | `turns` | how requests follow one another: single turns, and trajectories of several, between which tools run |
 //! | `request` | requests and events |
 //! | `weights`, `fp8` | what the engine reads of the policy; its copy in FP8 |
 //! | `scheduler` | which tokens the next step computes |
@@ -21,22 +20,21 @@
 //! | `sampler`, `filters` | logits to tokens |
 //! | `stop` | when a completion ends |
 
-mod ahead;
 mod batch;
+mod batches;
 mod block_manager;
 mod engine;
 mod exchange;
 mod filters;
 mod fp8;
-mod generate;
 mod gpu;
-mod groups;
 mod kept;
 mod kv_cache;
 mod mixer;
 mod pipeline;
 mod request;
 mod routes;
+mod run;
 mod runner;
 mod sampler;
 mod scheduler;
@@ -49,19 +47,18 @@ mod stop;
 mod turns;
 mod weights;
 
-pub use ahead::SampledGroup;
+pub use batches::{Batches, GroupPlace, Rollout, SampledGroup};
 pub use engine::{Engine, EngineOptions, RolloutEngine, check_stages, fullest_stage};
 pub use fp8::{check_fp8, fp8_weight_bytes};
-pub use generate::Rollout;
 pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, profile_step};
-#[cfg(test)]
-pub(crate) use groups::tap;
-pub use groups::{GroupSession, GroupTurns};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
+#[cfg(test)]
+pub(crate) use run::tap;
+pub use run::{Flow, SamplingPolicy};
 pub use session::{Session, SessionLoad};
 pub use stages::EngineRanks;
 pub use state_pages::{check_state_dtype, state_page_bytes};
 pub use stats::{EngineStats, StageTimes};
-pub use turns::TurnTools;
+pub use turns::{GroupTurns, SingleTurns, TurnTools, Turns};
 pub use weights::{EngineWeights, QuantizedBlocks};

@@ -135,19 +135,14 @@ impl<'r> Session<'r> {
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or a prompt that cannot be served.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
         request.check(self.ids, self.num_adapters, &self.scheduler.limits)?;
-        self.submit_checked(request)
+        let grammar =
+            request.params.structure.as_ref().map(|structure| self.grammars.compile(structure)).transpose()?;
+        Ok(self.scheduler.submit(request, grammar.as_ref()))
     }
 
     /// Whether this is one of the model's token ids.
     pub(crate) fn knows(&self, token_id: u32) -> bool {
         (token_id as usize) < self.ids.vocab_size
-    }
-
-    /// [`Session::submit`] of a request that has passed [`Request::check`].
-    pub(super) fn submit_checked(&mut self, request: Request) -> Result<RequestId> {
-        let grammar =
-            request.params.structure.as_ref().map(|structure| self.grammars.compile(structure)).transpose()?;
-        Ok(self.scheduler.submit(request, grammar.as_ref()))
     }
 
     /// Ends a request, complete or not: its blocks are free, nothing more is reported of it, and nothing is kept. A session that goes on

@@ -8,8 +8,9 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::replace::{self, Candidates, GroupQuota, PlacedGroups, ReplacementContext};
-use super::sampling::{DataPosition, SampledBatch, context};
+use super::replace::{Candidates, GroupQuota, OpenBatch, PlacedGroups};
+use super::sampling::{DataPosition, SampledBatch, SamplingContext, context};
+use super::turns::{RunTurns, turns_of};
 use super::{Trainer, passes, submit};
 use crate::checkpoint::{CarriedGroup, SavedBatch};
 use crate::config::{Config, DynamicSampling};
@@ -17,7 +18,7 @@ use crate::data::{Dataset, Tokenizer};
 use crate::dist::{HostGroup, World, all_gather_json};
 use crate::error::Result;
 use crate::reward::RewardPool;
-use crate::rollout::{RolloutEngine, SampledGroup};
+use crate::rollout::{Batches, GroupPlace, GroupTurns, RolloutEngine, SampledGroup};
 use crate::train::Sequence;
 use crate::types::{RolloutGroup, SamplingParams};
 use crate::update::{UpdateOptions, UpdateOutcome};
@@ -199,9 +200,10 @@ impl Trainer {
             engine_group: self.engine_group.as_ref(),
             max_steps: self.schedule.total_steps as u64,
         };
-        let (model, queue, mut context) = (&mut self.model, &mut self.ahead, context!(self));
+        let (model, queue, turns, mut context) =
+            (&mut self.model, &mut self.ahead, self.turns.as_mut(), context!(self));
         let output = context.output;
-        let next = |engine: &mut RolloutEngine<'_>| task.run(engine, queue, &mut context);
+        let next = |engine: &mut RolloutEngine<'_>| task.run(engine, queue, turns_of(turns), &mut context);
         Ok(model.update(sequences, options, output, Some(next))?.0)
     }
 
@@ -217,12 +219,12 @@ impl Trainer {
             .map(|batch| [self.progress.generation_step + batch as u64, self.global_step_after(options, batch)])
             .collect();
         let (open, params, max_steps) = (self.open_batch()?, self.sampling_params(), self.schedule.total_steps as u64);
-        let (model, mut context) = (&mut self.model, context!(self));
+        let (model, turns, mut context) = (&mut self.model, self.turns.as_mut(), context!(self));
         let output = context.output;
         let next = |engine: &mut RolloutEngine<'_>| {
             engine.on_progress(output.sampling_progress());
             let open = open.expect("rows to begin with where groups are replaced");
-            replace_ahead(engine, open, (&params, max_steps), &steps, &mut context)
+            replace_ahead(engine, open, (&params, max_steps), &steps, (turns, &mut context))
         };
         let (outcome, drawn) = model.update(sequences, options, output, Some(next))?;
         let mut drawn = drawn.into_iter();
@@ -250,7 +252,8 @@ impl AheadTask<'_> {
         &self,
         engine: &mut RolloutEngine<'_>,
         queue: &mut VecDeque<QueuedBatch>,
-        context: &mut ReplacementContext<'_>,
+        turns: Box<dyn GroupTurns + '_>,
+        context: &mut SamplingContext<'_>,
     ) -> Result<()> {
         engine.on_progress(context.output.sampling_progress());
         let open = |batch: &QueuedBatch| -> Vec<RolloutGroup> {
@@ -258,14 +261,14 @@ impl AheadTask<'_> {
         };
         let batches = queue.iter().map(open).collect();
         let global_steps: Vec<u64> = queue.iter().map(|batch| batch.global_step).collect();
-        let (rewards, output) = (&mut *context.rewards, context.output);
-        let turns = context.turns.as_mut().map(|turns| turns.turns());
-        let done = |batch: usize, group: &RolloutGroup| {
-            rewards.set_progress(global_steps[batch], self.max_steps);
-            submit(group, rewards, output);
+        let mut done = |place: GroupPlace, group: &RolloutGroup| {
+            context.rewards.set_progress(global_steps[place.batch], self.max_steps);
+            submit(group, context.rewards, context.output);
         };
-        let sampled = engine.generate_turn_batches(batches, &self.params, turns, || self.pauses(), done)?;
-        for (batch, sampled) in queue.iter_mut().zip(sampled) {
+        let mut pauses = || self.pauses();
+        let mut batches = Batches::ahead(batches, &self.params, &mut pauses, &mut done);
+        engine.run(turns, &mut batches)?;
+        for (batch, sampled) in queue.iter_mut().zip(batches.into_sampled()) {
             let open = batch.groups.iter_mut().filter(|group| !group.is_complete);
             open.zip(sampled).for_each(|(group, sampled)| *group = sampled);
         }
@@ -291,12 +294,14 @@ fn replace_ahead(
     (mut candidates, quota): (Candidates, GroupQuota),
     (params, max_steps): (&SamplingParams, u64),
     steps: &[[u64; 2]],
-    context: &mut ReplacementContext<'_>,
+    (mut turns, context): (Option<&mut RunTurns>, &mut SamplingContext<'_>),
 ) -> Result<Vec<PlacedGroups>> {
     let mut batches = Vec::with_capacity(steps.len());
     for &[step, global_step] in steps {
         context.rewards.set_progress(global_step, max_steps);
-        let drawn = replace::sample(engine, (candidates.clone(), quota), (step, params), context)?;
+        let mut batch = OpenBatch::new((candidates.clone(), quota), (step, params), context);
+        engine.run(turns_of(turns.as_deref_mut()), &mut batch)?;
+        let drawn = batch.finish();
         let sampler = candidates.into_sampler(drawn.tally.num_sampled as usize)?;
         candidates = Candidates::first(sampler, quota.num_groups)?;
         batches.push(drawn);

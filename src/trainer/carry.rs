@@ -51,8 +51,8 @@ impl Trainer {
 
     /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
     /// are begun that a step does not take.
-    pub(super) fn take(&mut self, batch: GenerationBatch, worked: SamplingResult) -> Result<SampledBatch> {
-        let (GenerationBatch { begun, params, before, .. }, SamplingResult { rollout, drawn }) = (batch, worked);
+    pub(super) fn take(&mut self, batch: GenerationBatch, sampled: SamplingResult) -> Result<SampledBatch> {
+        let (GenerationBatch { begun, params, before, .. }, SamplingResult { rollout, drawn }) = (batch, sampled);
         if self.engines.is_some() {
             return self.take_drawn(before, drawn);
         }

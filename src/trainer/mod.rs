@@ -59,7 +59,7 @@ use sampling::DataPosition;
 use scores::Unscored;
 use signal::Signal;
 pub use step::TrainingBatch;
-pub(crate) use turns::RunTurns;
+pub(crate) use turns::{RunTurns, generate};
 
 /// A GRPO run on this rank.
 #[derive(Debug)]

@@ -12,15 +12,13 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::output::RunOutput;
+use super::sampling::SamplingContext;
 use super::signal::{GroupVerdict, Tally};
-use super::turns::RunTurns;
-use crate::data::{Dataset, PromptSampler};
-use crate::dist::{HostGroup, share};
+use crate::data::PromptSampler;
+use crate::dist::share;
 use crate::error::Result;
 use crate::phase::{self, Phase};
-use crate::reward::RewardPool;
-use crate::rollout::{GroupSession, Request, RolloutEngine};
+use crate::rollout::{Flow, GroupTurns, Request, SamplingPolicy, Session};
 use crate::types::{RolloutGroup, SamplingParams};
 
 /// Engine steps between two exchanges.
@@ -39,17 +37,6 @@ pub(super) struct GroupQuota {
     pub waits: bool,
     /// Ranks that share an engine.
     pub ranks_per_engine: usize,
-}
-
-/// The trainer's parts that sampling with replacement uses.
-pub(super) struct ReplacementContext<'a> {
-    pub rewards: &'a mut RewardPool,
-    pub output: &'a RunOutput,
-    pub dataset: &'a Dataset,
-    /// All ranks with engines; none where nothing is replaced.
-    pub engines: Option<&'a HostGroup>,
-    /// Tools or an agent; none where completions are of one turn.
-    pub turns: Option<&'a mut RunTurns>,
 }
 
 /// This rank's groups of a step with replacement, each with its place in the order of the data.
@@ -102,39 +89,16 @@ struct VerdictReport {
 /// A candidate's owner among the ranks with engines, and what its rewards say.
 type CandidateGroup = (usize, Option<GroupVerdict>);
 
-/// Samples a batch on this rank's engine, with `first_step` in its random keys; collective over all engines.
-pub(super) fn sample(
-    engine: &mut RolloutEngine<'_>,
-    (candidates, wanted): (Candidates, GroupQuota),
-    (first_step, params): (u64, &SamplingParams),
-    context: &mut ReplacementContext<'_>,
-) -> Result<PlacedGroups> {
-    let engines = context.engines.expect("a group of the engines where groups are replaced");
-    let mut batch = OpenBatch::new(candidates, wanted, first_step, (engines.rank(), engines.size()));
-    let mut turns = context.turns.take();
-    let mut session = GroupSession::open(engine, turns.as_mut().map(|turns| turns.turns()))?;
-    loop {
-        batch.begin(&mut session, params, context.dataset)?;
-        batch.decode(&mut session, context)?;
-        let report = batch.report(context)?;
-        let reports = engines.all_gather_json("exchange verdicts", report)?;
-        if batch.take(&reports, context.output)? {
-            break;
-        }
-    }
-    session.close()?;
-    context.turns = turns;
-    Ok(batch.finish())
-}
-
-/// A batch in the making: what all engines know of it, and this rank's part.
-struct OpenBatch {
+/// The policy of a batch in the making: what all engines know of it, and this rank's part. Collective over all engines.
+pub(super) struct OpenBatch<'c, 'a> {
+    context: &'c mut SamplingContext<'a>,
+    params: Arc<SamplingParams>,
     candidates: Candidates,
     wanted: GroupQuota,
-    first_step: u64,
-    place: usize, // this rank among those with engines
+    first_step: u64, // in the random keys
     of_all: Vec<CandidateGroup>,
     num_begun: usize,                    // candidates that were submitted where they belong
+    num_steps: usize,                    // since the last exchange
     is_idle: bool,                       // no engine decodes: only rewards are awaited
     under_way: Vec<(usize, usize)>,      // numbers in the session and among the candidates
     fresh: Vec<(usize, RolloutGroup)>,   // complete since the last exchange
@@ -142,18 +106,25 @@ struct OpenBatch {
     scored: Vec<(usize, RolloutGroup)>,
 }
 
-impl OpenBatch {
+impl<'c, 'a> OpenBatch<'c, 'a> {
     /// The first candidates, dealt out in consecutive shares.
-    fn new(candidates: Candidates, wanted: GroupQuota, first_step: u64, (place, num_places): (usize, usize)) -> Self {
+    pub fn new(
+        (candidates, wanted): (Candidates, GroupQuota),
+        (first_step, params): (u64, &SamplingParams),
+        context: &'c mut SamplingContext<'a>,
+    ) -> Self {
+        let num_places = context.engines().size();
         let shares = (0..num_places).map(|owner| share(candidates.rows.len(), (owner, num_places)));
         let of_all = shares.enumerate().flat_map(|(owner, rows)| rows.map(move |_| (owner, None))).collect();
         Self {
+            context,
+            params: Arc::new(params.clone()),
             candidates,
             wanted,
             first_step,
-            place,
             of_all,
             num_begun: 0,
+            num_steps: 0,
             is_idle: false,
             under_way: Vec::new(),
             fresh: Vec::new(),
@@ -163,25 +134,25 @@ impl OpenBatch {
     }
 
     /// Submits the candidates of this rank's engine that are not begun yet.
-    fn begin(&mut self, session: &mut GroupSession<'_, '_>, params: &SamplingParams, dataset: &Dataset) -> Result<()> {
-        let (params, num_ranks) = (Arc::new(params.clone()), self.wanted.ranks_per_engine);
+    fn begin(&mut self, turns: &mut (impl GroupTurns + ?Sized), session: &mut Session<'_>) -> Result<()> {
+        let (place, num_ranks) = (self.context.engines().rank(), self.wanted.ranks_per_engine);
         for index in std::mem::replace(&mut self.num_begun, self.of_all.len())..self.of_all.len() {
             let owner = self.of_all[index].0;
-            if owner / num_ranks != self.place / num_ranks {
+            if owner / num_ranks != place / num_ranks {
                 continue;
             }
-            let prompt = dataset.prompt(self.candidates.rows[index]);
+            let prompt = self.context.dataset.prompt(self.candidates.rows[index]);
             let request = Request {
                 prompt_id: prompt.id,
                 token_ids: prompt.token_ids.clone(),
                 first_step: self.first_step,
-                params: params.clone(),
+                params: self.params.clone(),
                 begun: Vec::new(),
                 adapter: None,
                 first_sample: 0,
             };
-            let is_own = owner == self.place;
-            let number = session.submit(request, is_own.then_some(prompt))?;
+            let is_own = owner == place;
+            let number = turns.submit(session, request, is_own.then_some(prompt))?;
             if is_own {
                 self.under_way.push((number, index));
             }
@@ -189,29 +160,8 @@ impl OpenBatch {
         Ok(())
     }
 
-    /// Runs the engine up to the next exchange and has groups scored as they become complete.
-    fn decode(&mut self, session: &mut GroupSession<'_, '_>, context: &ReplacementContext<'_>) -> Result<()> {
-        for _ in 0..STEPS {
-            if !session.has_work() {
-                break;
-            }
-            for number in session.step()? {
-                let Some(at) = self.under_way.iter().position(|(own, _)| *own == number) else { continue };
-                let (_, index) = self.under_way.remove(at);
-                let group = session.take_complete(number)?;
-                context.rewards.submit(&group);
-                self.fresh.push((index, group));
-            }
-            if session.is_idle() {
-                break; // others may have something to decode meanwhile
-            }
-        }
-        phase::beat();
-        Ok(())
-    }
-
     /// The rewards that have come since the last exchange.
-    fn report(&mut self, context: &mut ReplacementContext<'_>) -> Result<VerdictReport> {
+    fn report(&mut self) -> Result<VerdictReport> {
         let mut asked = std::mem::take(&mut self.waiting);
         let fresh = std::mem::take(&mut self.fresh);
         match self.wanted.waits {
@@ -219,10 +169,10 @@ impl OpenBatch {
             false => asked.extend(fresh),
         }
         let (places, mut groups): (Vec<usize>, Vec<RolloutGroup>) = asked.into_iter().unzip();
-        let (waits, is_idle) = (self.wanted.waits, self.is_idle);
+        let (waits, is_idle, rewards) = (self.wanted.waits, self.is_idle, &mut *self.context.rewards);
         let is_scored = phase::scope(Phase::Reward, || match waits {
-            true => context.rewards.wait(&mut groups).map(|()| vec![true; groups.len()]),
-            false => context.rewards.poll(&mut groups, is_idle),
+            true => rewards.wait(&mut groups).map(|()| vec![true; groups.len()]),
+            false => rewards.poll(&mut groups, is_idle),
         })?;
         let mut scored = Vec::new();
         for ((index, group), is_scored) in places.into_iter().zip(groups).zip(is_scored) {
@@ -238,10 +188,10 @@ impl OpenBatch {
 
     /// Books all engines' verdicts and draws the rows that take the place of those without a signal. Returns whether the batch is
     /// complete.
-    fn take(&mut self, reports: &[VerdictReport], output: &RunOutput) -> Result<bool> {
+    fn take(&mut self, reports: &[VerdictReport]) -> Result<bool> {
         for (index, verdict) in reports.iter().flat_map(|report| &report.scored) {
             self.of_all[*index].1 = Some(*verdict);
-            (0..usize::from(verdict.has_signal)).for_each(|_| output.advance());
+            (0..usize::from(verdict.has_signal)).for_each(|_| self.context.output.advance());
         }
         let mut loads: Vec<usize> = reports.iter().map(|report| report.num_open).collect();
         self.is_idle = loads.iter().all(|num_open| *num_open == 0);
@@ -259,12 +209,40 @@ impl OpenBatch {
     }
 
     /// This rank's groups in the order of the data.
-    fn finish(mut self) -> PlacedGroups {
+    pub fn finish(mut self) -> PlacedGroups {
         self.scored.sort_by_key(|(index, _)| *index);
         let verdict = |index: usize| self.of_all[index].1.expect("a verdict on every candidate");
         let tally = (0..self.of_all.len()).map(verdict).collect();
         let (kept, dropped) = self.scored.into_iter().partition(|(index, _)| verdict(*index).has_signal);
         PlacedGroups { kept, dropped, tally }
+    }
+}
+
+impl<T: GroupTurns + ?Sized> SamplingPolicy<T> for OpenBatch<'_, '_> {
+    /// Exchanges verdicts every [`STEPS`] steps, and where there is nothing to decode: others may have something meanwhile.
+    fn next(&mut self, turns: &mut T, session: &mut Session<'_>) -> Result<Flow> {
+        if self.num_steps == STEPS || (self.num_steps > 0 && !session.has_work()) {
+            phase::beat();
+            let report = self.report()?;
+            let reports = self.context.engines().all_gather_json("exchange verdicts", report)?;
+            if self.take(&reports)? {
+                return Ok(Flow::End);
+            }
+            self.num_steps = 0;
+        }
+        self.begin(turns, session)?;
+        self.num_steps += 1;
+        Ok(Flow::Step)
+    }
+
+    /// Has this rank's groups scored.
+    fn complete(&mut self, number: usize, turns: &mut T, session: &Session<'_>) -> Result<()> {
+        let Some(at) = self.under_way.iter().position(|(own, _)| *own == number) else { return Ok(()) };
+        let (_, index) = self.under_way.remove(at);
+        let group = turns.take_complete(number, session)?;
+        self.context.rewards.submit(&group);
+        self.fresh.push((index, group));
+        Ok(())
     }
 }
 

@@ -3,17 +3,20 @@
 use std::ops::Range;
 
 use super::carry::Carry;
-use super::replace::{Candidates, GroupQuota, PlacedGroups, ReplacementContext};
+use super::output::RunOutput;
+use super::replace::{Candidates, GroupQuota, OpenBatch, PlacedGroups};
 use super::signal::Tally;
-use super::{Trainer, records, replace, submit};
+use super::turns::turns_of;
+use super::{Trainer, records, submit, turns};
 use crate::checkpoint::CarriedGroup;
-use crate::data::SamplerState;
-use crate::dist::share;
+use crate::data::{Dataset, SamplerState};
+use crate::dist::{HostGroup, share};
 use crate::error::Result;
 use crate::eval;
 use crate::metrics::StepMetrics;
 use crate::phase::{self, Phase};
-use crate::rollout::{Rollout, RolloutEngine};
+use crate::reward::RewardPool;
+use crate::rollout::{Batches, Rollout};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// A generation batch to be sampled.
@@ -31,15 +34,6 @@ pub(super) struct GenerationBatch {
     open: Option<(Candidates, GroupQuota)>,
 }
 
-/// The engine's work for a batch.
-#[derive(Debug)]
-pub(super) struct SamplingTask {
-    groups: Vec<RolloutGroup>,
-    num_groups: usize,
-    params: SamplingParams,
-    open: Option<(Candidates, GroupQuota)>,
-}
-
 /// The groups that this rank's engine sampled for a batch.
 #[derive(Debug, Default)]
 pub(super) struct SamplingResult {
@@ -47,39 +41,30 @@ pub(super) struct SamplingResult {
     pub drawn: Option<PlacedGroups>,
 }
 
-impl GenerationBatch {
-    /// Takes the engine's part out of the batch.
-    pub fn work(&mut self) -> SamplingTask {
-        let (groups, open) = (std::mem::take(&mut self.groups), self.open.take());
-        SamplingTask { groups, num_groups: self.num_groups, params: self.params.clone(), open }
+/// The trainer's parts that sampling uses, beside the engine and the turns.
+pub(super) struct SamplingContext<'a> {
+    pub rewards: &'a mut RewardPool,
+    pub output: &'a RunOutput,
+    pub dataset: &'a Dataset,
+    /// All ranks with engines; none where nothing is replaced.
+    pub engines: Option<&'a HostGroup>,
+}
+
+impl SamplingContext<'_> {
+    /// The ranks with engines, of a run that replaces groups.
+    pub fn engines(&self) -> &HostGroup {
+        self.engines.expect("a group of the engines where groups are replaced")
     }
 }
 
-impl SamplingTask {
-    /// Samples on this rank's engine and has groups scored as they become complete.
-    pub fn run(self, engine: &mut RolloutEngine<'_>, context: &mut ReplacementContext<'_>) -> Result<SamplingResult> {
-        engine.on_progress(context.output.sampling_progress());
-        if let Some(open) = self.open {
-            let drawn = replace::sample(engine, open, (self.params.step, &self.params), context)?;
-            return Ok(SamplingResult { drawn: Some(drawn), ..SamplingResult::default() });
-        }
-        let (rewards, output) = (&*context.rewards, context.output);
-        let done = |group: &RolloutGroup| submit(group, rewards, output);
-        let turns = context.turns.as_mut().map(|turns| turns.turns());
-        let rollout = engine.generate_turns(self.groups, self.num_groups, &self.params, turns, done)?;
-        Ok(SamplingResult { rollout, drawn: None })
-    }
-}
-
-/// A [`ReplacementContext`] of the trainer's parts; the others can be borrowed beside it.
+/// A [`SamplingContext`] of the trainer's parts; the others can be borrowed beside it.
 macro_rules! context {
     ($trainer:ident) => {
-        crate::trainer::replace::ReplacementContext {
+        crate::trainer::sampling::SamplingContext {
             rewards: &mut $trainer.rewards,
             output: &$trainer.output,
             dataset: &$trainer.dataset,
             engines: $trainer.engines.as_ref(),
-            turns: $trainer.turns.as_mut(),
         }
     };
 }
@@ -148,9 +133,22 @@ impl Trainer {
         let mut batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
         let num_shown = batch.open.as_ref().map_or(batch.num_groups, |(_, wanted)| wanted.num_groups);
         self.output.begin_phase("generate", num_shown);
-        let (work, model, mut context) = (batch.work(), &mut self.model, context!(self));
-        let worked = model.with_rollout(|engine| work.run(engine, &mut context))?;
-        self.take(batch, worked)
+        let (groups, open, num_groups) = (std::mem::take(&mut batch.groups), batch.open.take(), batch.num_groups);
+        let (model, turns, mut context) = (&mut self.model, self.turns.as_mut(), context!(self));
+        let sampled = model.with_rollout(|engine| {
+            engine.on_progress(context.output.sampling_progress());
+            let (turns, params) = (turns_of(turns), &batch.params);
+            if let Some(open) = open {
+                let mut batch = OpenBatch::new(open, (params.step, params), &mut context);
+                engine.run(turns, &mut batch)?;
+                return Ok(SamplingResult { drawn: Some(batch.finish()), ..SamplingResult::default() });
+            }
+            let mut done = |_, group: &RolloutGroup| submit(group, context.rewards, context.output);
+            let mut batch = Batches::first(groups, num_groups, params, &mut done);
+            engine.run(turns, &mut batch)?;
+            Ok(SamplingResult { rollout: batch.into_rollout(*engine.stats()), drawn: None })
+        })?;
+        self.take(batch, sampled)
     }
 
     /// Awaits the rewards of a batch and leaves out what is to be left out. Collective over the world.
@@ -210,16 +208,13 @@ impl Trainer {
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
         let (model, rewards, output, world) = (&mut self.model, &mut self.rewards, &self.output, &self.world);
-        let turns = &mut self.turns;
+        let turns = self.turns.as_mut();
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
             let mut groups = model.with_rollout(|engine| {
                 engine.on_progress(output.sampling_progress());
                 let done = |group: &RolloutGroup| submit(group, rewards, output);
-                match turns {
-                    Some(turns) => turns.generate(engine, &prompts, &params, done),
-                    None => engine.generate(&prompts, &params, done),
-                }
+                turns::generate(turns, engine, &prompts, &params, done)
             })?;
             world.agree(rewards.wait(&mut groups))?;
             Ok(groups)

@@ -11,7 +11,7 @@ use crate::dist::{HostGroup, World};
 use crate::endpoint::EpisodePlayer;
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::rollout::{GroupTurns, RolloutEngine, TurnTools};
+use crate::rollout::{GroupTurns, RolloutEngine, SingleTurns, TurnTools};
 use crate::tools::{Conversations, GroupKey, ToolProcess, ToolStats};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
@@ -46,6 +46,33 @@ pub(super) fn open(
     RunTurns::new(config, (world, preflight.batch.roles.num_generators), process, options, model).map(Some)
 }
 
+/// The turns of groups that are trained on: single ones without tools or an agent.
+pub(super) fn turns_of(turns: Option<&mut RunTurns>) -> Box<dyn GroupTurns + '_> {
+    match turns {
+        Some(RunTurns::Tools(tools)) => tools.turns(),
+        Some(RunTurns::Agent(player)) => player.turns(true),
+        None => Box::<SingleTurns>::default(),
+    }
+}
+
+/// Samples groups of `prompts` that are not trained on. Of an episode the first conversation counts.
+///
+/// # Errors
+/// The errors of [`RolloutEngine::generate`] and of tools.
+pub(crate) fn generate(
+    turns: Option<&mut RunTurns>,
+    engine: &mut RolloutEngine<'_>,
+    prompts: &[Prompt],
+    params: &SamplingParams,
+    done: impl FnMut(&RolloutGroup),
+) -> Result<Vec<RolloutGroup>> {
+    let turns = match turns {
+        Some(RunTurns::Agent(player)) => player.turns(false),
+        turns => turns_of(turns),
+    };
+    engine.generate_with(turns, prompts, params, done)
+}
+
 impl RunTurns {
     /// What `process` has loaded, tools or an agent, for a world whose last `num_generators` ranks have engines. The model is its
     /// tokenizer, the ids that end its turns and its longest sequence; `options` say how rows became prompts. Collective over the world.
@@ -71,14 +98,6 @@ impl RunTurns {
         Ok(Self::Tools(Box::new(RunTools { conversations, engine_ranks, waits: config.full_determinism })))
     }
 
-    /// The turns as a rollout takes them.
-    pub fn turns(&mut self) -> Box<dyn GroupTurns + '_> {
-        match self {
-            Self::Tools(tools) => tools.turns(),
-            Self::Agent(player) => player.turns(true),
-        }
-    }
-
     /// Forgets all trajectories, those of groups that are carried among them, and ends their environments and episodes.
     pub fn reset(&mut self) {
         match self {
@@ -94,24 +113,6 @@ impl RunTurns {
             Self::Tools(tools) => tools.conversations.forget(key),
             Self::Agent(player) => player.forget(key),
         }
-    }
-
-    /// Samples groups of `prompts` that are not trained on. Of an episode the first conversation counts.
-    pub fn generate(
-        &mut self,
-        engine: &mut RolloutEngine<'_>,
-        prompts: &[Prompt],
-        params: &SamplingParams,
-        done: impl FnMut(&RolloutGroup),
-    ) -> Result<Vec<RolloutGroup>> {
-        let turns = match self {
-            Self::Tools(tools) => tools.turns(),
-            Self::Agent(player) => player.turns(false),
-        };
-        let groups: Vec<RolloutGroup> = prompts.iter().cloned().map(RolloutGroup::new).collect();
-        let num_groups = groups.len();
-        let rollout = engine.generate_turns(groups, num_groups, params, Some(turns), done)?;
-        Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
     }
 
     /// Why an environment or an episode was lost since the last call: the first of them.

@@ -264,6 +264,56 @@ fn families_are_known_by_name_in_their_own_files_alone() {
     assert!(asked_families("model/families/granite.rs", branch).is_empty());
 }
 
+/// The body of a function in an `impl` of a type.
+fn body<'t>(text: &'t str, of_type: &str, function: &str) -> Option<&'t str> {
+    let is_type = regex::Regex::new(&format!(r"^impl(<.*>)? (.* for )?{of_type}\b")).unwrap();
+    let is_function = regex::Regex::new(&format!(r"\bfn {function}[(<]")).unwrap();
+    let blocks = text.split("\n}\n").filter_map(|block| Some(&block[block.rfind("\nimpl")? + 1..]));
+    let mut functions = blocks.filter(|block| is_type.is_match(block)).flat_map(|block| block.split("\n    }\n"));
+    functions.find(|code| is_function.is_match(code))
+}
+
+/// Lines of a printed path whose function is not in its file, or is not called by the one that it stands under.
+fn wrong_calls(path: &str, sources: &[(String, String)]) -> Vec<String> {
+    let line = regex::Regex::new(r"^( *)(\w+)::(\w+) +(\S+)$").unwrap();
+    let mut above: Vec<&str> = Vec::new(); // bodies
+    let mut wrong = Vec::new();
+    for printed in path.lines() {
+        let parts = line.captures(printed).unwrap_or_else(|| panic!("no call: {printed}"));
+        above.truncate(parts[1].len() / 2);
+        let is_called = |body: &&str| body.contains(&format!(".{}(", &parts[3]));
+        let is_under = if parts[1].is_empty() { true } else { above.last().is_some_and(is_called) };
+        let text = sources.iter().find(|(file, _)| *file == parts[4]).map(|(_, text)| text.as_str());
+        let found = text.and_then(|text| body(text, &parts[2], &parts[3]));
+        if !is_under || found.is_none() || above.len() != parts[1].len() / 2 {
+            wrong.push(printed.to_owned());
+        }
+        above.push(found.unwrap_or_default());
+    }
+    wrong
+}
+
+/// docs/architecture.md prints the calls from a step to the scheduler as they are.
+#[test]
+fn the_path_to_the_scheduler_is_as_printed() {
+    let map = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/architecture.md")).unwrap();
+    let (_, path) = map.split_once("```text\nTrainer::train_step").unwrap();
+    let path = format!("Trainer::train_step{}", path.split("\n```").next().unwrap());
+    let sources = sources();
+    assert_eq!(wrong_calls(&path, &sources), [""; 0]);
+    for end in ["Scheduler::submit ", "Scheduler::schedule "] {
+        assert!(path.contains(end), "{path}");
+    }
+    for (from, to) in [
+        ("Trainer::sample ", "Trainer::samples "),              // no such function
+        ("Trainer::sample ", "Trainer::evaluate "),             // one that is not called there
+        ("rollout/session.rs", "rollout/scheduler.rs"),         // not the file
+        ("      RolloutEngine::run", "    RolloutEngine::run"), // called by another one
+    ] {
+        assert!(!wrong_calls(&path.replace(from, to), &sources).is_empty(), "{from} for {to}");
+    }
+}
+
 /// What docs/reliability.md says is tested is.
 #[test]
 fn every_fault_has_the_tests_that_are_named() {

@@ -12,7 +12,7 @@ use crate::endpoint::episodes::behind;
 use crate::endpoint::requests::Requests;
 use crate::error::{Error, Result};
 use crate::phase;
-use crate::rollout::{Event, GroupTurns, Request, Session};
+use crate::rollout::{Event, GroupTurns, Request, Session, Turns};
 use crate::tools::GroupKey;
 use crate::types::{Prompt, RolloutGroup};
 
@@ -141,43 +141,12 @@ impl<'p> PlayedSession<'p> {
     }
 }
 
-impl GroupTurns for PlayedSession<'_> {
-    /// Leaves their completions out, which the player has.
-    fn restore(&mut self, groups: &mut [RolloutGroup]) {
-        groups.iter_mut().for_each(|group| group.completions.clear());
-    }
-
+impl Turns for PlayedSession<'_> {
     fn begin(&mut self, session: &mut Session<'_>) -> Result<()> {
         self.player.serve()?;
         let stats = session.keep_turns();
         self.tokens_before = [stats.num_turn_tokens, stats.num_lost_turn_tokens];
         Ok(())
-    }
-
-    fn submit(&mut self, _: &mut Session<'_>, request: Request, own: Option<&Prompt>) -> Result<()> {
-        let number = self.groups.len();
-        let key = GroupKey { prompt_id: request.prompt_id, first_step: request.first_step };
-        self.version = request.params.step;
-        if let Some(prompt) = own {
-            if self.places.insert(key, number).is_some() {
-                return Err(Error::InvalidArgument {
-                    op: "play episodes",
-                    expected: "each prompt once in a session".to_owned(),
-                    got: format!("prompt {} twice", key.prompt_id),
-                });
-            }
-            if !self.player.groups.contains_key(&key) {
-                self.player.begin(key, prompt, &request.params, self.keeps_branches);
-            }
-            self.own_open.insert(number);
-        }
-        self.groups.push(own.map(|_| key));
-        self.num_open += 1;
-        Ok(())
-    }
-
-    fn is_waiting(&self) -> bool {
-        self.num_open > 0
     }
 
     fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
@@ -207,37 +176,18 @@ impl GroupTurns for PlayedSession<'_> {
         Ok(complete)
     }
 
-    /// Completions of a group that is not complete are what its conversations have gained so far, which are not its episodes' in number.
-    fn group(&self, number: usize, session: &Session<'_>) -> Option<RolloutGroup> {
-        let key = self.groups[number]?;
-        let played = self.player.groups.get(&key)?;
-        if played.is_complete() {
-            return Some(played.group.clone());
-        }
-        let recorded = played.playing().flat_map(|(_, name)| self.player.episodes.recorded(name));
-        let of_group = self.requests.under_way().filter(|(_, _, wanted)| wanted.group() == key);
-        let under_way = of_group.map(|(id, _, wanted)| behind(&session.trajectory(id, 0), wanted.num_begun()));
-        let completions = played.ended().cloned().chain(recorded).chain(under_way);
-        let completions = completions.filter(|trajectory| !trajectory.token_ids.is_empty()).collect();
-        Some(RolloutGroup { completions, ..played.group.clone() })
-    }
-
-    fn take_complete(&mut self, number: usize) -> Option<RolloutGroup> {
-        let key = self.groups[number].take()?;
-        self.places.remove(&key);
-        self.player.groups.remove(&key).map(|played| played.group)
-    }
-
     /// Episodes of groups that were not taken are played on, but for those of groups of which nothing is sampled.
-    fn suspend(self: Box<Self>, session: &Session<'_>) {
-        let is_new = |place: &usize| self.group(*place, session).is_none_or(|group| group.completions.is_empty());
-        let fresh: Vec<usize> = self.places.values().copied().filter(is_new).collect();
-        let Self { player, requests, groups, tokens_before: [kept, lost], start, idle, .. } = *self;
+    fn suspend(self: Box<Self>, session: &Session<'_>) -> Result<()> {
+        let mut fresh = Vec::new();
+        for (key, number) in &self.places {
+            fresh.extend(self.group(*number, session)?.completions.is_empty().then_some(*key));
+        }
+        let Self { player, requests, tokens_before: [kept, lost], start, idle, .. } = *self;
         let is_played = |command: &EngineCommand| command.group().is_some_and(|key| player.groups.contains_key(&key));
         let mut held: Vec<EngineCommand> = requests.suspend(session).into_iter().filter(is_played).collect();
         held.append(&mut player.held);
         player.held = held;
-        fresh.into_iter().filter_map(|place| groups[place]).for_each(|key| player.forget(key));
+        fresh.into_iter().for_each(|key| player.forget(key));
         player.stats.idle += idle;
         player.stats.total += start.elapsed();
         if player.options.engine_ranks.rank() == 0 {
@@ -245,5 +195,56 @@ impl GroupTurns for PlayedSession<'_> {
             player.stats.num_kept_tokens += stats.num_turn_tokens - kept;
             player.stats.num_recomputed_tokens += stats.num_lost_turn_tokens - lost;
         }
+        Ok(())
+    }
+}
+
+impl GroupTurns for PlayedSession<'_> {
+    /// Leaves its completions out, which the player has.
+    fn restore(&mut self, group: &mut RolloutGroup) {
+        group.completions.clear();
+    }
+
+    fn submit(&mut self, _: &mut Session<'_>, request: Request, own: Option<&Prompt>) -> Result<usize> {
+        let number = self.groups.len();
+        let key = GroupKey { prompt_id: request.prompt_id, first_step: request.first_step };
+        self.version = request.params.step;
+        if let Some(prompt) = own {
+            if self.places.insert(key, number).is_some() {
+                return Err(Error::InvalidArgument {
+                    op: "play episodes",
+                    expected: "each prompt once in a session".to_owned(),
+                    got: format!("prompt {} twice", key.prompt_id),
+                });
+            }
+            if !self.player.groups.contains_key(&key) {
+                self.player.begin(key, prompt, &request.params, self.keeps_branches);
+            }
+            self.own_open.insert(number);
+        }
+        self.groups.push(own.map(|_| key));
+        self.num_open += 1;
+        Ok(number)
+    }
+
+    /// Completions of a group that is not complete are what its conversations have gained so far, which are not its episodes' in number.
+    fn group(&self, number: usize, session: &Session<'_>) -> Result<RolloutGroup> {
+        let key = self.groups[number].expect("an own group");
+        let played = &self.player.groups[&key];
+        if played.is_complete() {
+            return Ok(played.group.clone());
+        }
+        let recorded = played.playing().flat_map(|(_, name)| self.player.episodes.recorded(name));
+        let of_group = self.requests.under_way().filter(|(_, _, wanted)| wanted.group() == key);
+        let under_way = of_group.map(|(id, _, wanted)| behind(&session.trajectory(id, 0), wanted.num_begun()));
+        let completions = played.ended().cloned().chain(recorded).chain(under_way);
+        let completions = completions.filter(|trajectory| !trajectory.token_ids.is_empty()).collect();
+        Ok(RolloutGroup { completions, ..played.group.clone() })
+    }
+
+    fn take_complete(&mut self, number: usize, _: &Session<'_>) -> Result<RolloutGroup> {
+        let key = self.groups[number].take().expect("an own group");
+        self.places.remove(&key);
+        Ok(self.player.groups.remove(&key).expect("a group that is played").group)
     }
 }

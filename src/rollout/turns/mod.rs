@@ -1,304 +1,116 @@
-//! Trajectories of several turns in a session. While tools run for some, the others are decoded; what a tool answers enters between two
-//! steps.
+//! Turns: how requests of a session follow one another. A group of single turns is one request; tools answer turns, and an agent asks for
+//! them.
 
 mod news;
+mod tools;
 
-use std::collections::HashMap;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+pub use tools::TurnTools;
 
-use self::news::{News, Own, TurnNews};
-use super::groups::GroupTurns;
 use super::request::{Event, Request, RequestId, refuse};
 use super::session::Session;
-use crate::data::Tokenizer;
-use crate::dist::HostGroup;
 use crate::error::Result;
-use crate::tools::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey};
-use crate::types::{FinishReason, Prompt, RolloutGroup, SamplingParams, Trajectory};
+use crate::types::{Prompt, RolloutGroup};
 
-/// The tools of this rank, and the ranks that share its engine.
-#[derive(Debug)]
-pub struct TurnTools<'a> {
-    /// This rank's conversations.
-    pub conversations: &'a mut Conversations,
-    /// The ranks of the engine.
-    pub engine_ranks: &'a HostGroup,
-    /// Takes answers only when no trajectory can be decoded and all tools have answered, so that what is computed together does not
-    /// depend on how long tools take.
-    pub waits: bool,
-}
-
-impl<'t> TurnTools<'t> {
-    /// The tools as a session takes them.
-    pub fn turns(self) -> Box<dyn GroupTurns + 't> {
-        Box::new(TurnGroups::new(self))
-    }
-}
-
-/// A group of any rank of the engine.
-#[derive(Debug)]
-struct OpenGroup {
-    /// The prompt of a group of this rank, with what its environment has added.
-    own: Option<Prompt>,
-    /// The request that goes on with a trajectory of the group, but for `begun`.
-    request: Request,
-    trajectories: Vec<TurnedTrajectory>,
-    num_open: usize,
-}
-
-/// A trajectory as it stands.
-#[derive(Debug, Clone, Default)]
-struct TurnedTrajectory {
-    /// The request that samples it, and its sample there; then the engine has its newest tokens.
-    request: Option<(RequestId, usize)>,
-    trajectory: Trajectory,
-    /// Whether its last turn is over, and its tools and its environment are done.
-    has_ended: bool,
-}
-
-impl OpenGroup {
-    fn key(&self) -> GroupKey {
-        GroupKey { prompt_id: self.request.prompt_id, first_step: self.request.first_step }
-    }
-}
-
-/// Groups in a session whose trajectories have several turns.
-#[derive(Debug)]
-struct TurnGroups<'t> {
-    tools: TurnTools<'t>,
-    tokenizer: Arc<Tokenizer>,
-    groups: Vec<OpenGroup>,
-    places: HashMap<GroupKey, usize>, // of own groups
-    /// The trajectory that the first completion of each request is.
-    keys: HashMap<RequestId, (usize, usize)>, // group, sample
-    num_asked: usize,                 // turns that ended and groups that may not begin yet, whose outcome is not known
-    /// Tokens of earlier turns that the engine had kept, and computed again, before this session.
-    tokens_before: [usize; 2],
-    start: Instant,
-    idle: Duration,
-}
-
-impl<'t> TurnGroups<'t> {
-    fn new(tools: TurnTools<'t>) -> Self {
-        let tokenizer = Arc::clone(tools.conversations.tokenizer());
-        let (groups, places, keys) = (Vec::new(), HashMap::new(), HashMap::new());
-        Self {
-            tools,
-            tokenizer,
-            groups,
-            places,
-            keys,
-            num_asked: 0,
-            tokens_before: [0; 2],
-            start: Instant::now(),
-            idle: Duration::ZERO,
-        }
-    }
-
-    /// Submits all trajectories of a group that can be sampled on.
-    fn submit_all(&mut self, session: &mut Session<'_>, place: usize) -> Result<()> {
-        let group = &mut self.groups[place];
-        let begun: Vec<Trajectory> = group.trajectories.iter().map(|it| it.trajectory.clone()).collect();
-        let is_new = begun.iter().all(|trajectory| trajectory.token_ids.is_empty());
-        let begun = if is_new { Vec::new() } else { begun };
-        let request = session.submit(Request { begun, ..group.request.clone() })?;
-        for (sample, it) in group.trajectories.iter_mut().enumerate() {
-            it.request = it.trajectory.finish_reason.is_none().then_some((request, sample));
-        }
-        self.keys.insert(request, (place, 0));
+/// Whoever submits requests to a session and takes in its events. Every rank of the engine makes the same calls in the same order.
+pub trait Turns: std::fmt::Debug {
+    /// Prepares for `session`, before the first request.
+    ///
+    /// # Errors
+    /// Returns why no request can be submitted.
+    fn begin(&mut self, _session: &mut Session<'_>) -> Result<()> {
         Ok(())
     }
 
-    /// Begins a group, goes on with a trajectory, or ends it. Returns whether that was the group's last.
-    fn take(&mut self, news: TurnNews, session: &mut Session<'_>, own: Option<Own>) -> Result<bool> {
-        let TurnNews { group: place, sample, what } = news;
-        self.num_asked -= 1;
-        let group = &mut self.groups[place];
-        if let News::Begins(token_ids) = what {
-            if let Some(token_ids) = token_ids {
-                group.request.token_ids = token_ids;
-            }
-            if let Some(Own::Prompt(prompt)) = own {
-                group.own = Some(prompt);
-            }
-            self.submit_all(session, place)?;
-            return Ok(false);
-        }
-        let key = TrajectoryKey { group: group.key(), sample };
-        let params = &group.request.params;
-        let trajectory = &mut group.trajectories[sample].trajectory;
-        if let News::Continues(context) = what {
-            let turn_end = trajectory.token_ids.len();
-            trajectory.push_context(&context, params.step);
-            if trajectory.token_ids.len() < params.max_completion_length {
-                let params = Arc::new(SamplingParams { num_generations: 1, ..(**params).clone() });
-                let begun = vec![std::mem::take(trajectory)];
-                let request = Request { first_sample: sample, params, begun, ..group.request.clone() };
-                let request = session.submit(request)?;
-                group.trajectories[sample].request = Some((request, 0));
-                self.keys.insert(request, (place, sample));
-                return Ok(false);
-            }
-            trajectory.finish_reason = Some(FinishReason::Length); // no token is left for another turn
-            session.forget_turn(&group.request.token_ids, &trajectory.token_ids[..turn_end]);
-            self.num_asked += 1;
-            if group.own.is_some() {
-                self.tools.conversations.cut_off(key, trajectory);
-            }
-            return Ok(false);
-        }
-        session.forget_turn(&group.request.token_ids, &trajectory.token_ids);
-        group.num_open -= 1;
-        if group.own.is_some() {
-            trajectory.text = self.tokenizer.decode(&trajectory.token_ids)?;
-            if let Some(Own::End(EpisodeEnd { messages, environment, failure })) = own {
-                (trajectory.messages, trajectory.environment, trajectory.failure) = (messages, environment, failure);
-            }
-        }
-        group.trajectories[sample].has_ended = true;
-        Ok(group.num_open == 0)
+    /// Takes in an event of the engine.
+    ///
+    /// # Errors
+    /// The errors of the session and of whoever takes turns with the model.
+    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()>;
+
+    /// Takes in what turns led to on any rank, submits what follows, and returns the groups that are complete with it. Called after every
+    /// step; waits a while where there is nothing to decode.
+    ///
+    /// # Errors
+    /// The errors of the session, of the exchange between ranks and of whoever takes turns with the model.
+    fn advance(&mut self, session: &mut Session<'_>) -> Result<Vec<usize>>;
+
+    /// Leaves groups that were not taken to a later session.
+    ///
+    /// # Errors
+    /// The errors of the tokenizer.
+    fn suspend(self: Box<Self>, _session: &Session<'_>) -> Result<()> {
+        Ok(())
     }
 }
 
-impl GroupTurns for TurnGroups<'_> {
-    /// Gives begun groups the prompts that their environments have added to.
-    fn restore(&mut self, groups: &mut [RolloutGroup]) {
-        for group in groups.iter_mut().filter(|group| !group.completions.is_empty()) {
-            let key = GroupKey { prompt_id: group.prompt.id, first_step: group.first_step };
-            group.prompt = self.tools.conversations.take_prompt(key).unwrap_or_else(|| group.prompt.clone());
-        }
-    }
+/// Turns that make up groups, which are numbered from 0 in the order of submission.
+pub trait GroupTurns: Turns {
+    /// Makes a group ready to be submitted again that an earlier session may have begun.
+    fn restore(&mut self, _group: &mut RolloutGroup) {}
 
-    fn begin(&mut self, session: &mut Session<'_>) -> Result<()> {
-        let stats = session.keep_turns();
-        self.tokens_before = [stats.num_turn_tokens, stats.num_lost_turn_tokens];
-        Ok(())
-    }
+    /// Begins a group, or goes on with one of an earlier session, and returns its number. `own` is its prompt, on the rank that brought
+    /// it.
+    ///
+    /// # Errors
+    /// The errors of [`Session::submit`] and of whoever takes turns with the model.
+    fn submit(&mut self, session: &mut Session<'_>, request: Request, own: Option<&Prompt>) -> Result<usize>;
 
-    fn submit(&mut self, session: &mut Session<'_>, mut request: Request, own: Option<&Prompt>) -> Result<()> {
-        let (place, num_generations) = (self.groups.len(), request.params.num_generations);
-        let begun = std::mem::take(&mut request.begun);
-        let is_new = begun.is_empty();
-        let trajectories = match is_new {
-            true => vec![TurnedTrajectory::default(); num_generations],
-            false => {
-                begun.into_iter().map(|trajectory| TurnedTrajectory { trajectory, ..Default::default() }).collect()
-            }
-        };
-        let group = OpenGroup { own: own.cloned(), request, trajectories, num_open: num_generations };
-        let key = group.key();
-        if own.is_some() && self.places.insert(key, place).is_some() {
-            let expected = "each prompt once in a session of several turns".to_owned();
-            return refuse(expected, format!("prompt {} twice", key.prompt_id));
-        }
-        self.groups.push(group);
-        if is_new && self.tools.conversations.has_environments() {
-            self.num_asked += 1;
-            return own.map_or(Ok(()), |prompt| self.tools.conversations.open(key, prompt, num_generations));
-        }
-        let group = &self.groups[place];
-        for (sample, it) in group.trajectories.iter().enumerate() {
-            if it.trajectory.finish_reason.is_some() {
-                self.num_asked += 1; // its tools run, or its end is not told to the other ranks yet
-                if group.own.is_some() {
-                    self.tools.conversations.resume(TrajectoryKey { group: key, sample })?;
-                }
-            }
-        }
-        self.submit_all(session, place)
-    }
+    /// A group of this rank as it stands, with what its environment added to the prompt. No completions if nothing is sampled yet.
+    ///
+    /// # Errors
+    /// The errors of the tokenizer.
+    ///
+    /// # Panics
+    /// If the group is not this rank's.
+    fn group(&self, number: usize, session: &Session<'_>) -> Result<RolloutGroup>;
 
-    fn is_waiting(&self) -> bool {
-        self.num_asked > 0
-    }
+    /// A group of this rank that is complete, for good.
+    ///
+    /// # Errors
+    /// The errors of the tokenizer.
+    ///
+    /// # Panics
+    /// If the group is not this rank's, or was taken before.
+    fn take_complete(&mut self, number: usize, session: &Session<'_>) -> Result<RolloutGroup>;
+}
 
-    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
-        let Some(&(place, first)) = self.keys.get(&event.request()) else { return Ok(()) };
+/// Groups whose completions have one turn: each is one request.
+#[derive(Debug, Default)]
+pub struct SingleTurns {
+    /// The first step of each group, and of an own one its prompt.
+    groups: Vec<(u64, Option<Prompt>)>,
+    complete: Vec<usize>,
+}
+
+impl Turns for SingleTurns {
+    fn hear(&mut self, event: Event, _: &mut Session<'_>) -> Result<()> {
         match event {
-            Event::Finished { request, sample, .. } => {
-                let group = &mut self.groups[place];
-                let key = TrajectoryKey { group: group.key(), sample: first + sample };
-                let trajectory = session.trajectory(request, sample);
-                if let Some(prompt) = &group.own {
-                    self.tools.conversations.turn_ended(key, &prompt.token_ids, &trajectory)?;
-                }
-                group.trajectories[key.sample] = TurnedTrajectory { trajectory, ..TurnedTrajectory::default() };
-                self.num_asked += 1;
-            }
-            Event::Complete { request } => {
-                self.keys.remove(&request);
-                session.remove(request)?;
-            }
+            Event::Complete { request } => self.complete.push(request.0),
             Event::Failed { message, .. } => return refuse("a structure to follow".to_owned(), message),
-            Event::Token { .. } | Event::Preempted { .. } => {}
+            Event::Token { .. } | Event::Finished { .. } | Event::Preempted { .. } => {}
         }
         Ok(())
     }
 
-    fn advance(&mut self, session: &mut Session<'_>) -> Result<Vec<usize>> {
-        if self.num_asked == 0 || (self.tools.waits && session.has_work()) {
-            return Ok(Vec::new());
-        }
-        let (before, is_idle) = (Instant::now(), !session.has_work());
-        let news = self.tools.news(&self.places, is_idle)?;
-        if is_idle {
-            self.idle += before.elapsed();
-        }
-        let mut complete = Vec::new();
-        for (news, own) in news {
-            let place = news.group;
-            if self.take(news, session, own)? {
-                complete.push(place);
-            }
-        }
-        Ok(complete)
+    fn advance(&mut self, _: &mut Session<'_>) -> Result<Vec<usize>> {
+        Ok(std::mem::take(&mut self.complete))
+    }
+}
+
+impl GroupTurns for SingleTurns {
+    fn submit(&mut self, session: &mut Session<'_>, request: Request, own: Option<&Prompt>) -> Result<usize> {
+        self.groups.push((request.first_step, own.cloned()));
+        let RequestId(number) = session.submit(request)?;
+        Ok(number)
     }
 
-    fn group(&self, place: usize, session: &Session<'_>) -> Option<RolloutGroup> {
-        let group = &self.groups[place];
-        let trajectory = |it: &TurnedTrajectory| match it.request {
-            Some((request, sample)) => session.trajectory(request, sample),
-            None => it.trajectory.clone(),
-        };
-        let completions: Vec<Trajectory> = group.trajectories.iter().map(trajectory).collect();
-        let is_new = completions.iter().all(|trajectory| trajectory.token_ids.is_empty());
-        let completions = if is_new { Vec::new() } else { completions };
-        let prompt = group.own.clone()?;
-        Some(RolloutGroup { prompt, first_step: group.request.first_step, completions })
+    fn group(&self, number: usize, session: &Session<'_>) -> Result<RolloutGroup> {
+        let (first_step, prompt) = self.groups[number].clone();
+        let completions = session.completions(RequestId(number))?;
+        Ok(RolloutGroup { prompt: prompt.expect("an own group"), first_step, completions })
     }
 
-    fn take_complete(&mut self, place: usize) -> Option<RolloutGroup> {
-        let group = &mut self.groups[place];
-        let completions = group.trajectories.iter_mut().map(|it| std::mem::take(&mut it.trajectory)).collect();
-        Some(RolloutGroup { prompt: group.own.take()?, first_step: group.request.first_step, completions })
-    }
-
-    fn suspend(mut self: Box<Self>, session: &Session<'_>) {
-        let own = |(place, group): (usize, &OpenGroup)| group.own.is_some().then_some(place);
-        let own: Vec<usize> = self.groups.iter().enumerate().filter_map(own).collect();
-        for place in own {
-            let is_new = self.group(place, session).is_none_or(|group| group.completions.is_empty());
-            let group = &mut self.groups[place];
-            let key = group.key();
-            if is_new {
-                self.tools.conversations.forget(key);
-                continue;
-            }
-            if let Some(prompt) = group.own.take() {
-                self.tools.conversations.keep_prompt(key, prompt);
-            }
-            for (sample, it) in group.trajectories.iter_mut().enumerate().filter(|(_, it)| it.has_ended) {
-                let Trajectory { messages, environment, failure, .. } = std::mem::take(&mut it.trajectory);
-                let end = EpisodeEnd { messages, environment, failure };
-                self.tools.conversations.keep_end(TrajectoryKey { group: key, sample }, end);
-            }
-        }
-        if self.tools.engine_ranks.rank() == 0 {
-            let stats = session.stats();
-            let [kept, lost] = self.tokens_before;
-            self.tools.conversations.book_tokens(stats.num_turn_tokens - kept, stats.num_lost_turn_tokens - lost);
-        }
-        self.tools.conversations.book_time(self.idle, self.start.elapsed());
+    fn take_complete(&mut self, number: usize, session: &Session<'_>) -> Result<RolloutGroup> {
+        self.group(number, session)
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::TurnTools;
+use super::tools::TurnTools;
 use crate::error::Result;
 use crate::phase;
 use crate::tools::{EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use colo_grpo::internal::dist::{Collective, World};
-use colo_grpo::internal::rollout::{EngineOptions, SampledGroup};
+use colo_grpo::internal::rollout::{Batches, EngineOptions, SampledGroup, SingleTurns};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
 use super::setup::{self, Model, alone, prompts, sampled, token_ids};
@@ -100,7 +100,10 @@ fn several_batches_are_paused_and_go_on() {
             .iter()
             .map(|groups| groups.iter().filter(|group| !group.is_complete).map(|group| group.group.clone()).collect());
         let (batches, mut num_done) = (open.collect(), 0);
-        let after = rollout.generate_batches(batches, &params, || Ok(true), |_, _| num_done += 1).unwrap();
+        let (mut pauses, mut done) = (|| Ok(true), |_, _: &RolloutGroup| num_done += 1);
+        let mut policy = Batches::ahead(batches, &params, &mut pauses, &mut done);
+        rollout.run(Box::<SingleTurns>::default(), &mut policy).unwrap();
+        let after = policy.into_sampled();
         assert_eq!(after.iter().flatten().filter(|group| group.is_complete).count(), num_done);
         for (groups, after) in queue.iter_mut().zip(after) {
             groups.iter_mut().filter(|group| !group.is_complete).zip(after).for_each(|(group, it)| *group = it);
