@@ -8,6 +8,10 @@ fn main() {
     println!("cargo:rerun-if-env-changed=LIBTORCH");
     println!("cargo:rerun-if-changed=src/torch/shim.cpp");
     println!("cargo:rerun-if-changed=src/torch/shim.h");
+    println!("cargo:rerun-if-env-changed=DOCS_RS");
+    if std::env::var_os("DOCS_RS").is_some() {
+        return; // docs.rs has no libtorch, and links nothing
+    }
     let libtorch = PathBuf::from(std::env::var_os("LIBTORCH").unwrap_or_else(|| ".libtorch".into()));
     let library = libtorch.join("lib/libtorch_cpu.so");
     // The real folder, not the link: libtorch_cpu.so finds libcudart beside it through $ORIGIN.

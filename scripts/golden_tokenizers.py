@@ -2,18 +2,22 @@
 """Golden tokens for `src/data/tokenizer`, made by transformers' AutoTokenizer.
 
     pip install transformers==5.24.0
-    python scripts/golden_tokenizers.py      # writes tests/golden/tokenizers.json
+    python scripts/golden_tokenizers.py      # writes tests/golden/tokenizers.json and tests/golden/tokenizer_classes.json
 
 A small byte-level tokenizer stands in a folder with other files beside it, case by case: tokens that only one file knows, flags that two
 files say differently, special tokens with names of their own. The test `data::tokenizer::tests::files_are_merged_as_by_auto_tokenizer`
 reads the same folders.
+
+The second file has the tokens of src/data/tokenizer/hard_texts.json by classes that transformers 5 builds anew, beside those that
+tokenizer.json says.
 """
 
 import json
 import pathlib
 import tempfile
 
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 TEXTS = [
@@ -123,6 +127,103 @@ def cases():
     }
 
 
+def trained(pre_tokenizer, decoder, model, trainer, texts):
+    """The file of a tokenizer that has learned to join digits and letters of the texts."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
+    tokenizer.train_from_iterator(texts, trainer)
+    return json.loads(tokenizer.to_str())
+
+
+def class_cases(texts):
+    """Two tokenizers; name, edits of one of them, tokenizer_config.json and config.json of each folder."""
+    special = ["<unk>", "<s>", "</s>"]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    base = trained(level, decoders.ByteLevel(), models.BPE(), trainer, texts * 4)
+    fallback = special + [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=fallback, show_progress=False)
+    model = models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    pieces = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    spaces = trained(pre_tokenizers.Metaspace(prepend_scheme="always", split=True), pieces, model, trainer, texts * 4)
+
+    def edits(pre_tokenizer=level, normalizer=None, **flags):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizer
+        if normalizer is not None:
+            tokenizer.normalizer = normalizer
+        pieces = json.loads(tokenizer.to_str())
+        return {"base": 0, "pieces": {key: pieces[key] for key in ("pre_tokenizer", "normalizer")}, "flags": flags}
+
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+    words = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?LETTER+|\\p{N}NUMBERS| ?[^\\sMARKS\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+
+    def split(letter, marks, numbers=""):
+        pattern = words.replace("LETTER", letter).replace("MARKS", marks).replace("NUMBERS", numbers)
+        bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), bytes_alone])
+
+    qwen2, qwen3_5 = split("\\p{L}", "\\p{L}"), split("[\\p{L}\\p{M}]", "\\p{L}\\p{M}")
+    llama3 = split("\\p{L}", "\\p{L}", "{1,3}")
+    replaced = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    prepended = {**edits(normalizer=replaced), "base": 1}
+    prepended["pieces"]["pre_tokenizer"] = None
+    gpt2, llama, qwen = "GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer"
+    composed = normalizers.NFC()
+    cases = [
+        ("SmolLM2's", edits(digits), {"tokenizer_class": gpt2}, "llama"),
+        ("GPT-2's", edits(), {"tokenizer_class": gpt2 + "Fast"}, "llama"),
+        ("a prefix", edits(), {"tokenizer_class": gpt2, "add_prefix_space": True}, "llama"),
+        ("NFC", edits(normalizer=composed), {"tokenizer_class": gpt2}, "llama"),
+        ("ignored merges", edits(ignore_merges=True), {"tokenizer_class": gpt2}, "llama"),
+        ("no class", edits(digits), {}, "llama"),
+        ("the file's class", edits(digits), {"tokenizer_class": "PreTrainedTokenizerFast"}, "llama"),
+        ("an unknown class", edits(digits), {"tokenizer_class": "SomeTokenizer"}, "llama"),
+        ("SmolLM3", edits(llama3), {"tokenizer_class": "PreTrainedTokenizerFast"}, "smollm3"),
+        *((f"GPT-2's class of {it}", edits(digits), {"tokenizer_class": gpt2}, it) for it in ("mistral", "olmo2", "granite")),
+        *((f"its own class of {it}", edits(qwen2, composed), {"tokenizer_class": qwen}, it)
+          for it in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next")),
+        *((f"GPT-2's class of {it}", edits(digits), {"tokenizer_class": gpt2}, it) for it in ("qwen2", "qwen3", "qwen3_5")),
+        ("no class of Qwen3", edits(llama3), {}, "qwen3"),
+        ("no class of Qwen2", edits(qwen2, composed), {}, "qwen2"),
+        ("no NFC of Qwen3", edits(qwen2), {"tokenizer_class": qwen + "Fast"}, "qwen3"),
+        ("Qwen2's class of Qwen3.5", edits(qwen3_5, composed), {"tokenizer_class": qwen}, "qwen3_5"),
+        ("Qwen2's class of Qwen3.5's text", edits(qwen3_5, composed), {"tokenizer_class": qwen}, "qwen3_5_text"),
+        ("its own class of Qwen3.5's text", edits(qwen3_5, composed), {"tokenizer_class": "Qwen3_5Tokenizer"}, "qwen3_5_text"),
+        ("Llama 3's", edits(llama3), {"tokenizer_class": llama + "Fast"}, "llama"),
+        ("Llama 2's", prepended, {"tokenizer_class": llama + "Fast"}, "llama"),
+        ("Llama 2's, as it was", prepended, {"tokenizer_class": llama, "legacy": True}, "llama"),
+        ("Llama 2's, no prefix", prepended, {"tokenizer_class": llama, "add_prefix_space": False}, "llama"),
+        ("Llama 2's of Mistral", prepended, {"tokenizer_class": llama}, "mistral"),
+        ("Llama 2's, split", {"base": 1, "pieces": {}, "flags": {}}, {"tokenizer_class": llama, "legacy": False}, "llama"),
+    ]
+    cases = [(*case[:3], {"model_type": case[3]}) for case in cases]
+    cases.append(("a class of config.json", edits(digits), {}, {"model_type": "llama", "tokenizer_class": gpt2}))
+    return [base, spaces], cases
+
+
+def write_classes(golden):
+    texts = json.loads((golden.parent.parent / "src/data/tokenizer/hard_texts.json").read_text())
+    bases, cases = class_cases(texts)
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+    made = []
+    for name, change, config, model in cases:
+        base, config = bases[change["base"]], {**config, **named}
+        file = {**base, **change["pieces"], "model": {**base["model"], **change["flags"]}}
+        with tempfile.TemporaryDirectory() as folder:
+            for path, value in {"tokenizer.json": file, "tokenizer_config.json": config, "config.json": model}.items():
+                pathlib.Path(folder, path).write_text(json.dumps(value))
+            auto, plain = AutoTokenizer.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+        ids, own = ([it.encode(text, add_special_tokens=False) for text in texts] for it in (auto, plain))
+        others = [index for index, (a, b) in enumerate(zip(ids, own)) if a != b]
+        made.append({"name": name, **change, "config": config, "model": model, "ids": ids, "others": others})
+    path = golden / "tokenizer_classes.json"
+    golden = {"bases": bases, "cases": made}
+    path.write_text(json.dumps(golden, ensure_ascii=False, separators=(",", ":")) + "\n")
+    print(f"{path}: {len(made)} folders, {len(texts)} texts each, {sum(bool(case['others']) for case in made)} with other tokens")
+
+
 def main():
     logging.set_verbosity_error()
     base, made = tokenizer_json(), []
@@ -149,6 +250,7 @@ def main():
     golden = {"tokenizer.json": base, "template": TEMPLATE, "texts": TEXTS, "cases": made}
     path.write_text(json.dumps(golden, ensure_ascii=False, separators=(",", ":")) + "\n")
     print(f"{path}: {len(made)} folders, {len(TEXTS)} texts each")
+    write_classes(path.parent)
 
 
 if __name__ == "__main__":

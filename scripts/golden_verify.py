@@ -15,5 +15,5 @@ for dtype in ("float32", "bfloat16"):
     with tempfile.TemporaryDirectory() as place:
         asked = pathlib.Path(place) / "question.json"
         sequence = golden["input_ids"][index] + golden["greedy"][index][:1]
-        asked.write_text(json.dumps({"folder": str(folder), "dtype": dtype, "device": "cpu", "prompts": [], "sequences": [sequence]}))
+        asked.write_text(json.dumps({"folder": str(folder), "dtype": dtype, "device": "cpu", "texts": [], "sequences": [sequence]}))
         subprocess.run([sys.executable, "-c", program.read_text(), asked, folder / f"verify_{dtype}.bin"], check=True)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, the demo's task and model
-# come out of the scripts that are said to make them, the kernel of gated delta nets in decoding is right where a CPU carries it out, packages
+# come out of the scripts that are said to make them, checks of the schedule say what they lack, the kernel of gated delta nets in decoding is right where a CPU carries it out, packages
 # run from any folder, the official openai client is answered, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
 # run to their end. PROGRAM names the program, target/release/colo-grpo unless it is set.
 #   scripts/test_scripts.sh
@@ -25,6 +25,12 @@ tree = ast.parse(path.read_text(), str(path))
 assert path.name in (ast.get_docstring(tree) or ""), "does not say how it is used"
 PY
 done
+
+# A check of the schedule whose tool is missing fails with the tool's name; one that nobody knows is refused.
+! said=$(PATH=/usr/bin:/bin scripts/scheduled.sh deny miri 2>&1) || fail "scheduled.sh passes over what it lacks"
+[[ $said =~ "lacks cargo-deny" && $said =~ "lacks a nightly compiler" && $said =~ "not passed: deny miri" ]] || fail "scheduled.sh: $said"
+code=0; said=$(scripts/scheduled.sh denny 2>&1) || code=$?
+[[ $code = 2 && $said =~ "no check 'denny': deny docs fuzz miri" ]] || fail "scheduled.sh: $said"
 
 linked=$(readlink .libtorch)
 said=$(scripts/setup.sh)

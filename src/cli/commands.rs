@@ -17,14 +17,16 @@ use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
 use crate::launch::{OnStop, quoted};
+use crate::memory;
 use crate::metrics::{self, parts_progress};
 use crate::model::{AdapterFiles, ModelSource, ModelSpec, export_folder, init_folder};
 use crate::phase::{self, terminal};
-use crate::plan::{NetworkPlan, Room};
+use crate::plan::{NetworkPlan, Room, human};
 use crate::reward::{self, RewardPool};
 use crate::serve::EngineDivision;
 use crate::sft::Sft;
 use crate::tools::{self, ToolProcess};
+use crate::torch;
 use crate::trainer::{PlannedRun, Preflight, Trainer};
 
 /// Runs one command to its exit code.
@@ -263,6 +265,13 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         terminal::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
     }
     terminal::print(format_args!("{preflight}\n"))?;
+    if !placement.on_cuda {
+        terminal::say(format_args!(
+            "beside these tensors each process holds the program, its libraries and the tokenizer, {} here, and up to {} of freed memory",
+            human(memory::resident_bytes()?),
+            human(torch::KEPT_BYTES),
+        ));
+    }
     let kind_bytes = preflight.kind.elt_size_in_bytes();
     let place = (world_size, preflight.batch.roles);
     if let Some(network) = NetworkPlan::new(&config, &preflight.table, place, kind_bytes, *network_gb_s) {

@@ -3,11 +3,14 @@
 //! | file | what it is |
 //! |---|---|
 //! | `merged` | tokens that files beside `tokenizer.json` add or describe otherwise |
+//! | `rebuilt` | where transformers 5 makes other tokens than `tokenizer.json` says |
 //! | `templates` | chat templates, one or several with names |
 
 mod merged;
+mod rebuilt;
 mod templates;
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -16,6 +19,7 @@ use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
 use self::merged::{NamedTokens, TokenFiles};
+use self::rebuilt::AutoClass;
 use self::templates::ChatTemplates;
 use super::messages::{alias_reasoning, unread_field};
 use super::{Conversation, Message, statics};
@@ -30,6 +34,8 @@ const MIN_LONG_BYTES: usize = 64 << 10;
 const TYPICAL_TOKEN_BYTES: usize = 4;
 /// Tokens that the end of a text may have more by itself than with what follows it.
 const SPARE_TOKENS: usize = 64;
+/// Special tokens that are tried as text.
+const MAX_HARD_TOKENS: usize = 16;
 /// Memory that reading a `tokenizer.json` may take at first, and for each of its bytes, of which a BPE model needs some 10 and the trie
 /// of a unigram model some 60; and its processor time.
 const READ_BYTES: [usize; 2] = [512 << 20, 64];
@@ -50,6 +56,7 @@ pub struct Tokenizer {
     /// Bytes of the longest token as the vocabulary writes it, which is never shorter than what it stands for.
     max_token_bytes: usize,
     chat_templates: Option<ChatTemplates>,
+    notice: Option<String>,
 }
 
 impl Tokenizer {
@@ -79,7 +86,8 @@ impl Tokenizer {
         let limits = ThreadLimits { stack_bytes: 16 << 20, memory_bytes, cpu_s: READ_CPU_S };
         let files = TokenFiles::read(folder)?;
         let (eos_token, template) = (files.eos_token(), files.get("chat_template").clone());
-        let (inner, named, known_eos) = read_within(bytes, files, limits).map_err(unreadable)?;
+        let ReadTokenizer { inner, named, eos_token_id: known_eos, notice } =
+            read_within(bytes, files, limits).map_err(unreadable)?;
         let vocab = inner.get_vocab(true);
         let Some(&max_id) = vocab.values().max() else {
             return Err(Error::bad_file(&path, "the vocabulary is empty"));
@@ -92,7 +100,20 @@ impl Tokenizer {
             None => None,
         };
         let chat_templates = ChatTemplates::read(folder, &template, &named)?;
-        Ok(Self { inner, eos_token_id, max_id, max_token_bytes, chat_templates })
+        Ok(Self { inner, eos_token_id, max_id, max_token_bytes, chat_templates, notice })
+    }
+
+    /// A line for the user where AutoTokenizer of transformers 5 makes other tokens of some text.
+    pub fn notice(&self) -> Option<&str> {
+        self.notice.as_deref()
+    }
+
+    /// Texts in which tokenizers differ, those that have special tokens of this one as text among them.
+    pub fn hard_texts(&self) -> Vec<String> {
+        let mut texts = rebuilt::hard_texts();
+        let added: BTreeMap<_, _> = self.inner.get_added_tokens_decoder().into_iter().collect();
+        texts.extend(added.values().take(MAX_HARD_TOKENS).map(|token| format!("a {0}b {0} c{0}", token.content)));
+        texts
     }
 
     /// Gives the chat template further variables (`chat_template_kwargs`).
@@ -115,7 +136,7 @@ impl Tokenizer {
         let vocab = (0..=max_id).map(|id| (id.to_string(), id)).collect();
         let model = WordLevel::builder().vocab(vocab).unk_token("0".into()).build();
         let inner = tokenizers::Tokenizer::new(model.map_err(|error| invalid(error.to_string()))?);
-        Ok(Self { inner, eos_token_id: None, max_id, max_token_bytes: 10, chat_templates: None })
+        Ok(Self { inner, eos_token_id: None, max_id, max_token_bytes: 10, chat_templates: None, notice: None })
     }
 
     /// Bytes of text that `num_tokens` tokens can hold at most. A longer text need not be tokenized to know that it does not
@@ -305,8 +326,15 @@ impl Tokenizer {
     }
 }
 
-/// A tokenizer, its special tokens, and the end-of-sequence token's id.
-type ReadTokenizer = (tokenizers::Tokenizer, NamedTokens, Option<u32>);
+/// A tokenizer and what was found out about it.
+pub(super) struct ReadTokenizer {
+    inner: tokenizers::Tokenizer,
+    named: NamedTokens,
+    /// In these files.
+    eos_token_id: Option<u32>,
+    /// See [`Tokenizer::notice`].
+    notice: Option<String>,
+}
 
 /// [`read_and_try`] within limits.
 pub(super) fn read_within(json: Vec<u8>, files: TokenFiles, limits: ThreadLimits) -> Result<ReadTokenizer, String> {
@@ -315,14 +343,15 @@ pub(super) fn read_within(json: Vec<u8>, files: TokenFiles, limits: ThreadLimits
 }
 
 /// The tokenizer of a `tokenizer.json` and the files beside it, which has encoded some text within the limits: what it normalizes to, a
-/// stranger decided. With it come its special tokens, and the end-of-sequence token's id in these files.
+/// stranger decided.
 fn read_and_try(json: Vec<u8>, files: &TokenFiles) -> Result<ReadTokenizer, String> {
-    let mut tokenizer = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
-    tokenizer.with_truncation(None).map_err(|error| error.to_string())?.with_padding(None);
-    let (named, eos_token_id) = files.merge_into(&mut tokenizer)?;
+    let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
+    inner.with_truncation(None).map_err(|error| error.to_string())?.with_padding(None);
+    let (named, eos_token_id) = files.merge_into(&mut inner)?;
     let text: String = (' '..='~').collect();
-    let _ = tokenizer.encode_fast(text, false); // one that lacks a token for an unknown word may have one for every prompt
-    Ok((tokenizer, named, eos_token_id))
+    let _ = inner.encode_fast(text, false); // one that lacks a token for an unknown word may have one for every prompt
+    let notice = AutoClass::of(files).notice(&inner);
+    Ok(ReadTokenizer { inner, named, eos_token_id, notice })
 }
 
 /// The outcome of the tokenizers library, which panics over some files and texts.

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use super::ask::{ApiRequest, PromptSource};
 use super::refusal::Refusal;
+#[cfg(test)]
+use crate::data::fixtures::{Dice, bytes};
 use crate::data::{Grammar, GrammarCompiler, Tokenizer, ToolCallParser};
 use crate::error::Error;
 use crate::rollout::Request;
@@ -31,6 +33,23 @@ pub(super) struct ServedModel {
 }
 
 impl ServedModel {
+    /// A model whose tokens are bytes.
+    #[cfg(test)]
+    pub fn of_bytes(name: &str, template: &str) -> Self {
+        let tokenizer = Arc::new(bytes(&mut Dice(3), template));
+        let eos_token_ids = vec![tokenizer.eos_token_id().unwrap()];
+        Self {
+            name: name.to_owned(),
+            adapters: Vec::new(),
+            grammars: Arc::new(GrammarCompiler::new(Arc::clone(&tokenizer), eos_token_ids.clone())),
+            tokenizer,
+            max_sequence_length: 999,
+            tool_calls: None,
+            eos_token_ids,
+            sampling: SamplingParams::default(),
+        }
+    }
+
     /// Compiles the structure that a request asks for, so that the engine need not. It stays compiled while the result lives.
     pub fn grammar(&self, ask: &ApiRequest) -> Result<Option<Arc<Grammar>>, Refusal> {
         let compiled = ask.params.structure.as_ref().map(|structure| self.grammars.compile(structure)).transpose();

@@ -207,6 +207,9 @@ mod tests {
 
     use super::*;
 
+    /// How long a test waits for what never comes where it fails.
+    const LONGEST: Duration = Duration::from_secs(60);
+
     /// A server whose path /slow answers once the semaphore says so, and tells of its beginning and of its end.
     struct SlowServer {
         server: HttpServer,
@@ -257,7 +260,7 @@ mod tests {
         for version in ["1.0", "1.1"] {
             let stream = slow.send("/slow", version);
             stream.shutdown(Shutdown::Write).unwrap();
-            assert_eq!(slow.told.recv(), Ok("begun"));
+            assert_eq!(slow.told.recv_timeout(LONGEST), Ok("begun"));
             if version == "1.1" {
                 let mut interim = [0; 25];
                 (&stream).read_exact(&mut interim).unwrap(); // the connection was looked at, and lives on
@@ -266,12 +269,12 @@ mod tests {
             slow.may_answer.add_permits(1);
             let answer = answer_of(stream);
             assert!(answer.contains(&format!("HTTP/{version} 200 OK")) && answer.ends_with("late"), "{answer}");
-            assert_eq!(slow.told.recv(), Ok("ended"));
+            assert_eq!(slow.told.recv_timeout(LONGEST), Ok("ended"));
         }
         let stream = slow.send("/slow", "1.1");
-        assert_eq!(slow.told.recv(), Ok("begun"));
+        assert_eq!(slow.told.recv_timeout(LONGEST), Ok("begun"));
         drop(stream);
-        assert_eq!(slow.told.recv(), Ok("ended"), "without any answer");
+        assert_eq!(slow.told.recv_timeout(LONGEST), Ok("ended"), "without any answer");
         slow.server.finish();
     }
 
@@ -279,7 +282,7 @@ mod tests {
     fn connections_that_wait_for_their_clients_give_way_the_oldest_first() {
         let slow = SlowServer::start(3);
         let busy = slow.send("/slow", "1.1");
-        assert_eq!(slow.told.recv(), Ok("begun"));
+        assert_eq!(slow.told.recv_timeout(LONGEST), Ok("begun"));
         let mut idle: Vec<TcpStream> = Vec::new();
         for _ in 0..20 {
             let mut stream = TcpStream::connect(slow.server.address()).unwrap();
@@ -305,7 +308,7 @@ mod tests {
     fn where_all_connections_have_answers_under_way_a_further_one_is_closed() {
         let slow = SlowServer::start(1);
         let busy = slow.send("/slow", "1.1");
-        assert_eq!(slow.told.recv(), Ok("begun"));
+        assert_eq!(slow.told.recv_timeout(LONGEST), Ok("begun"));
         assert_eq!(answer_of(TcpStream::connect(slow.server.address()).unwrap()), "");
         slow.may_answer.add_permits(1);
         assert!(answer_of(busy).ends_with("late"));

@@ -18,7 +18,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
-use super::block::{AttentionSpec, BlockSpec, DenseSpec, Mixer, Mlp};
+use super::block::{AttentionSpec, BlockSpec};
 use super::distinct::RopeSpec;
 use super::families::{Family, Names, Traits, Window};
 use super::files;
@@ -215,15 +215,8 @@ fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
         window: None,
         scale: AttentionSpec::usual_scale(head_dim),
     };
-    let block = BlockSpec {
-        hidden,
-        mixer: Mixer::Attention(attention),
-        mlp: Mlp::Dense(DenseSpec { hidden, intermediate }),
-        norms: traits.norms,
-        residual_scale: 1.0,
-    };
     let windows = windows::read(config, traits.window, types, num_layers)?;
-    let layer = |window| BlockSpec { mixer: Mixer::Attention(AttentionSpec { window, ..attention }), ..block };
+    let layer = |window| BlockSpec::dense(AttentionSpec { window, ..attention }, intermediate, traits.norms);
     let mut layers: Vec<_> = windows.into_iter().map(layer).collect();
     if traits.has_delta_nets {
         delta_net::read(config, hidden, &mut layers)?;

@@ -98,18 +98,11 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         window: None,
         scale: AttentionSpec::usual_scale(head_dim),
     };
-    let block = BlockSpec {
-        hidden,
-        mixer: Mixer::Attention(attention),
-        mlp: Mlp::Dense(DenseSpec { hidden, intermediate }),
-        norms: NormPlaces::PRE,
-        residual_scale: 1.0,
-    };
     ModelSpec {
         family: Family::Qwen2,
         vocab_size,
         hidden_size: hidden,
-        layers: vec![block; num_layers],
+        layers: vec![BlockSpec::dense(attention, intermediate, NormPlaces::PRE); num_layers],
         embedding_multiplier: 1.0,
         logits_scaling: 1.0,
         rms_norm_eps: 1e-6,

@@ -116,14 +116,13 @@ impl RewardPool {
             state: Mutex::new(state),
             changed: Condvar::new(),
         };
-        let num_threads = sources.settings.num_threads;
         Ok(Self {
             weights,
             judges,
             capped,
             required_columns,
             tests_column,
-            num_threads,
+            num_threads: sources.settings.num_threads,
             seen: vec![Vec::new(); entries.len()],
             shared: Arc::new(shared),
         })
@@ -141,11 +140,11 @@ impl RewardPool {
         let mut state = self.shared.lock();
         self.start_services(&mut state)?;
         while state.num_ready < num_workers {
-            Self::check(&mut state)?;
+            state.check()?;
             phase::beat();
             state = self.shared.wait(state, LOOK);
         }
-        Self::check(&mut state)
+        state.check()
     }
 
     /// Whether a reward runs programs that the model wrote.
@@ -256,12 +255,9 @@ impl RewardPool {
         let waits = waits && !tickets.is_empty();
         let is_scored = |state: &PoolState, ticket: &u64| state.pending[ticket].num_open == 0;
         let mut state = self.await_until(|state| !waits || tickets.iter().any(|ticket| is_scored(state, ticket)))?;
-        let mut scored = Vec::with_capacity(groups.len());
-        for (group, ticket) in groups.iter_mut().zip(&tickets) {
-            scored.push(is_scored(&state, ticket));
-            if scored.last() == Some(&true) {
-                self.fill(&mut state, group, *ticket);
-            }
+        let scored: Vec<bool> = tickets.iter().map(|ticket| is_scored(&state, ticket)).collect();
+        for ((group, ticket), _) in groups.iter_mut().zip(&tickets).zip(&scored).filter(|(_, is_scored)| **is_scored) {
+            self.fill(&mut state, group, *ticket);
         }
         Ok(scored)
     }
@@ -277,7 +273,7 @@ impl RewardPool {
             if holds(&state) {
                 return Ok(state);
             }
-            Self::check(&mut state)?;
+            state.check()?;
             state = self.shared.wait(state, LOOK);
         }
     }
@@ -336,22 +332,6 @@ impl RewardPool {
         tickets
     }
 
-    /// The failure that ends the pool; it is closed then, and refuses later requests.
-    fn check(state: &mut MutexGuard<'_, PoolState>) -> Result<()> {
-        match state.broken.take() {
-            Some(error) => {
-                state.closed = true;
-                Err(error)
-            }
-            None if state.closed => Err(Error::InvalidArgument {
-                op: "RewardPool::wait",
-                expected: "a pool whose rewards have not failed for good".to_owned(),
-                got: "one that is closed".to_owned(),
-            }),
-            None => Ok(()),
-        }
-    }
-
     /// Sees to it that `num_threads` threads run the functions of this process, if there are any.
     fn keep_threads(&self, state: &mut MutexGuard<'_, PoolState>) -> Result<()> {
         let num_threads = if self.shared.functions.is_empty() { 0 } else { self.num_threads };
@@ -372,19 +352,19 @@ impl RewardPool {
         if std::mem::replace(&mut state.has_services, true) {
             return Ok(());
         }
-        for (own, service) in self.shared.services.iter().enumerate() {
-            for _ in 0..service.num_workers {
+        let mut start = |own: usize, count: usize, serve: fn(&Arc<PoolShared>, usize)| -> Result<()> {
+            for _ in 0..count {
                 let shared = Arc::clone(&self.shared);
-                spawn(move || RewardService::serve(&shared, own))?;
+                spawn(move || serve(&shared, own))?;
                 state.num_servants += 1;
             }
+            Ok(())
+        };
+        for (own, service) in self.shared.services.iter().enumerate() {
+            start(own, service.num_workers, RewardService::serve)?;
         }
         for (own, endpoint) in self.shared.endpoints.iter().enumerate() {
-            for _ in 0..endpoint.concurrency {
-                let shared = Arc::clone(&self.shared);
-                spawn(move || Endpoint::serve(&shared, own))?;
-                state.num_servants += 1;
-            }
+            start(own, endpoint.concurrency, |shared, own| Endpoint::serve(shared, own))?;
         }
         Ok(())
     }
@@ -412,10 +392,7 @@ fn spawn(work: impl FnOnce() + Send + 'static) -> Result<()> {
 
 impl fmt::Debug for RewardPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RewardPool")
-            .field("names", &self.shared.names)
-            .field("weights", &self.weights)
-            .finish_non_exhaustive()
+        f.debug_struct("RewardPool").field("names", &self.shared.names).finish_non_exhaustive()
     }
 }
 

@@ -213,6 +213,22 @@ fn of_environment(completion: &Trajectory, class: &str) -> Option<Result<Score, 
 }
 
 impl PoolState {
+    /// The failure that ends the pool; it is closed then, and refuses later requests.
+    pub fn check(&mut self) -> Result<(), Error> {
+        match self.broken.take() {
+            Some(error) => {
+                self.closed = true;
+                Err(error)
+            }
+            None if self.closed => Err(Error::InvalidArgument {
+                op: "RewardPool::wait",
+                expected: "a pool whose rewards have not failed for good".to_owned(),
+                got: "one that is closed".to_owned(),
+            }),
+            None => Ok(()),
+        }
+    }
+
     /// Books a job as being run by functions of this process.
     pub fn begin(&mut self, job: ScoringJob, deadline: Instant) -> u64 {
         let number = self.number();

@@ -109,6 +109,7 @@ impl ModelService {
         let (spec, stages) = division.of_model(folder, world.device().is_cuda())?;
         let tokenizer = Arc::new(Tokenizer::from_folder(folder)?.with_template_variables(options.template_variables)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+        tokenizer.notice().filter(|_| world.rank() == 0).iter().for_each(terminal::say);
         let mesh = world.mesh(shape, world.size())?;
         let device = world.device();
         let max_model_length = options.max_model_length.unwrap_or(usize::MAX).min(spec.max_position_embeddings);

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::dist::World;
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
-use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
+use crate::model::{BlockLora, LoraSpec, ModelSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 
 pub use generation::SamplingDefaults;
@@ -60,6 +60,11 @@ impl Served {
         let units = table.units.iter().map(load).collect::<Result<_>>()?;
         let slices = EngineSlices::in_place(engine.ranks());
         Ok(Self { world, slices, table, units, adapters: Vec::new(), are_chosen: false, engine })
+    }
+
+    /// The model's shape.
+    pub(crate) fn spec(&self) -> &Arc<ModelSpec> {
+        &self.table.spec
     }
 
     /// Allocates zeroed weights in `kind`, to be filled through `base_units` and `adapter_units`.

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::metrics::ranks::RankReporter;
 use crate::metrics::{LogOptions, RunLog, Services, rows_progress};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
-use crate::phase;
+use crate::phase::{self, terminal};
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
 use crate::train::{PolicyOptions, PolicyStart, Schedule, check_mixed_precision, fp8_products};
 
@@ -126,6 +126,7 @@ fn read_rows(
     let (data, hub) = (&config.data, Hub::cached());
     let tokenizer = Tokenizer::from_folder(&source.base)?.with_template_variables(&data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+    tokenizer.notice().filter(|_| is_first_rank).iter().for_each(terminal::say);
     let max_length = config.max_length.min(spec.max_position_embeddings);
     let completion_column = config.dataset_completion_column.clone();
     let options = DatasetOptions { completion_column, ..DatasetOptions::of(data, config.seed, Vec::new()) };

@@ -248,3 +248,6 @@ impl Sft {
         self.saver.save(&self.world, Some(Models { policy: &self.policy, reference: None }), state)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -15,7 +15,7 @@ const MAPPED_BYTES: i32 = 1 << 30;
 /// The bytes by which the heap grows.
 const GROWTH_BYTES: i32 = 64 << 20;
 /// Free memory that is not worth returning: a small model would spend a tenth of every step on getting it back.
-const KEPT_BYTES: usize = 512 << 20;
+pub const KEPT_BYTES: usize = 512 << 20;
 
 /// Keeps the memory of freed tensors for the next ones, until [`release_memory`]. By default the heap maps every large
 /// tensor anew and returns it when it dies, so that the kernel clears the same pages again in every operation (a fifth of

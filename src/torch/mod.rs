@@ -10,7 +10,9 @@ mod number;
 mod saved_attention;
 mod store;
 
-pub use allocator::{device_memory, keep_block, keep_memory, lacks_block, release_memory, reset_peak_memory};
+pub use allocator::{
+    KEPT_BYTES, device_memory, keep_block, keep_memory, lacks_block, release_memory, reset_peak_memory,
+};
 pub use bytes::{accumulation_kind, byte_vec, bytes, f32_vec, f64_vec, filled_on, i64_vec, read_bytes, tensor_on};
 pub use cudnn::{cudnn_backward, cudnn_forward};
 pub use ffi::{current_cuda_stream, is_deterministic, set_cuda_device, set_deterministic};

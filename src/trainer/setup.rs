@@ -126,7 +126,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         spread_lengths,
     } = parts;
     let batch = preflight.batch;
-    let description = rows.description();
+    let mut description = rows.description();
+    description.extend(preflight.tokenizer.notice().map(str::to_owned));
     let TrainingRows { train: dataset, eval: eval_set, options, .. } = rows;
     let mixed = mixed_reference(&config, &preflight.spec, checkpoint.as_ref())?;
     let of_reference =

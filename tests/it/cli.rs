@@ -156,7 +156,9 @@ fn sizes_that_nothing_holds_are_refused_before_work_begins() {
 
 #[test]
 fn the_plan_is_a_table_and_refuses_what_cannot_fit() {
-    let plan = stdout_of("plan --nproc 2 --config configs/tiny-cpu.toml");
+    let planned = run("plan --nproc 2 --config configs/tiny-cpu.toml");
+    assert!(planned.stderr.contains("beside these tensors each process holds"), "{}", planned.stderr);
+    let plan = planned.stdout;
     for class in ["memory per rank", "policy weights", "Adam", "gradients", "activations", "KV cache", "peak", "blocks"]
     {
         assert!(plan.contains(class), "{class}\n{plan}");

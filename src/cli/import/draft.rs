@@ -223,7 +223,7 @@ impl Draft {
     /// Reads the configuration; a key whose value is refused is left out, as without an equivalent.
     ///
     /// # Errors
-    /// What is still missing or wrong.
+    /// Findings that are still open: keys that are missing or wrong.
     pub fn check(&mut self) -> Result<()> {
         loop {
             let entries = self.keys.iter().map(|known| (known.key.clone(), known.value.clone()));

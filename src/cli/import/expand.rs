@@ -91,7 +91,7 @@ fn expansion<'a>(text: &'a str, variables: &HashMap<String, String>, depth: usiz
     Some((value, behind))
 }
 
-/// What a command prints that only names a path.
+/// The path that a command prints, if it prints nothing else.
 fn path_of(command: &str) -> Option<String> {
     let words: Vec<&str> =
         command.split_whitespace().filter(|word| !word.starts_with('-') && !word.contains('>')).collect();

@@ -17,9 +17,9 @@ const MAX_DEPTH: usize = 8;
 #[derive(Debug, Default)]
 pub(super) struct HydraFiles {
     pub entries: Vec<ForeignEntry>,
-    /// What changes nothing.
+    /// Options of Hydra that change nothing.
     pub dropped: Vec<(String, String)>,
-    /// What is missing here.
+    /// Entries that could not be read, with their place and the reason.
     pub lost: Vec<(String, Value, String)>,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct HydraFiles {
 /// those above it.
 ///
 /// # Errors
-/// What does not parse.
+/// An error of the file that does not parse.
 pub(super) fn read(hydra: &Hydra, script: &Path) -> Result<HydraFiles> {
     let mut files = HydraFiles::default();
     let Some(name) = &hydra.name else {
@@ -73,7 +73,7 @@ pub(super) fn read(hydra: &Hydra, script: &Path) -> Result<HydraFiles> {
 /// A file with those that its `defaults` name.
 ///
 /// # Errors
-/// What does not parse.
+/// An error of the file that does not parse.
 pub(super) fn read_file(file: &Path) -> Result<HydraFiles> {
     let mut files = HydraFiles::default();
     files.add(file, 0)?;

@@ -28,7 +28,7 @@ use trl_version::TrlVersion;
 /// Reads, translates, checks and writes.
 ///
 /// # Errors
-/// What does not parse; what is wrong with the configuration that comes out, which is written all the same.
+/// [`Error::BadFile`] for a script that does not parse; the errors of the configuration that comes out, which is written all the same.
 pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     let read = read(&args.file)?;
     let version = args.trl_version.as_deref().map(TrlVersion::named).transpose()?;
@@ -44,7 +44,7 @@ pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     outcome.map(|()| ExitCode::Done)
 }
 
-/// What was read of another program's configuration.
+/// A configuration of another program, as it was read.
 #[derive(Debug, Default)]
 struct Foreign {
     files: HydraFiles,

@@ -41,7 +41,7 @@ struct Reader {
     reached: Reached,
 }
 
-/// What a run of a script reaches.
+/// The commands and open questions that a run of a script reaches.
 #[derive(Debug, Default)]
 pub(super) struct Reached {
     pub commands: Vec<Command>,

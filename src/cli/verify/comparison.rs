@@ -9,12 +9,13 @@ use std::fmt::Write;
 use tch::{Kind, Tensor};
 
 use super::peer::{PeerOutputs, PeerSequence};
+use super::texts::TextComparison;
 use super::{Completed, TrainerOutputs};
 use crate::error::Result;
 use crate::torch;
 
 /// Figures over all positions of all prompts. KL divergences are from the reference, in nats.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Comparison {
     positions: Vec<Position>,
     tokens: Vec<GreedyToken>,
@@ -22,8 +23,7 @@ pub(super) struct Comparison {
     head: BlockError,
     /// Transformers' own KL divergences, and differences of the log-probabilities of the engine's tokens, where it rounds.
     rounding: Option<(Vec<f64>, Vec<f64>)>,
-    /// Prompts whose tokens are equal, of how many; the error is the reason why they were not compared.
-    equal_prompts: Option<std::result::Result<(usize, usize), String>>,
+    texts: TextComparison,
 }
 
 /// One position of the trainer.
@@ -49,7 +49,7 @@ struct GreedyToken {
 #[derive(Debug, Default)]
 struct BlockError {
     ours: Vec<f64>,
-    /// Those of transformers where it rounds.
+    /// The errors of transformers where it rounds.
     theirs: Option<Vec<f64>>,
 }
 
@@ -80,7 +80,14 @@ impl BlockError {
 
 impl Comparison {
     pub fn new(own: &Completed, trained: &[TrainerOutputs], theirs: &PeerOutputs) -> Result<Self> {
-        let mut compared = Self::default();
+        let mut compared = Self {
+            positions: Vec::new(),
+            tokens: Vec::new(),
+            blocks: Vec::new(),
+            head: BlockError::default(),
+            rounding: None,
+            texts: TextComparison::new(&own.texts, &theirs.tokens),
+        };
         for (index, (ours, theirs)) in trained.iter().zip(&theirs.sequences).enumerate() {
             let rows = ours.logits.size()[0]; // nothing follows the last token
             let start = own.prompts[index].token_ids.len() - 1; // the row that the first token of the completion is drawn from
@@ -101,11 +108,6 @@ impl Comparison {
                 compared.tokens.push(GreedyToken { difference: (f64::from(ours) - theirs).abs(), is_equal });
             }
         }
-        let count = |tokens: &Vec<Vec<u32>>| {
-            let equal = own.prompts.iter().zip(tokens).filter(|(ours, theirs)| ours.token_ids == **theirs).count();
-            (equal, own.prompts.len())
-        };
-        compared.equal_prompts = Some(theirs.tokens.as_ref().map(count).map_err(Clone::clone));
         Ok(compared)
     }
 
@@ -141,10 +143,8 @@ impl Comparison {
             let _ = writeln!(table, "{}", format!("  {what:<56}{measured:>12}   {allowed}").trim_end());
         };
         line("", "measured".into(), "allowed".into());
-        match &self.equal_prompts {
-            Some(Ok((equal, all))) => line("prompts with equal tokens", format!("{equal} of {all}"), "all".into()),
-            Some(Err(why)) => line("prompts with equal tokens", "not read".into(), format!("({why:.60})")),
-            None => (),
+        for [what, measured, allowed] in self.texts.rows() {
+            line(&what, measured, allowed);
         }
         line("trainer: largest difference of a logit", figure(largest(self.of(|it| it.largest))), String::new());
         line("trainer: mean difference of all logits", figure(mean(self.of(|it| it.mean))), String::new());
@@ -157,26 +157,19 @@ impl Comparison {
         for Judged { what, measured, limit } in self.judged(tolerance) {
             line(&what, figure(measured), format!("at most {}", figure(limit)));
         }
-        if self.rounding.is_some() {
-            line(
-                "(the reference is float32; limits follow from transformers' own distance from it)",
-                "".into(),
-                "".into(),
-            );
+        let rounds = "the reference is float32; limits follow from transformers' own distance from it".to_owned();
+        for note in self.rounding.as_ref().map(|_| rounds).into_iter().chain(self.texts.note()) {
+            line(&format!("({note})"), String::new(), String::new());
         }
         table
     }
 
     /// The first figure that is more than rounding, if any is.
     pub fn fault(&self, tolerance: f64) -> Option<String> {
-        if let Some(Ok((equal, all))) = self.equal_prompts
-            && equal < all
-        {
-            return Some(format!("{} of {all} prompts have other tokens", all - equal));
-        }
-        self.judged(tolerance).into_iter().find(Judged::is_fault).map(|Judged { what, measured, limit }| {
+        let of_figure = |Judged { what, measured, limit }: Judged| {
             format!("{what}: {}, where rounding makes at most {}", figure(measured), figure(limit))
-        })
+        };
+        self.texts.fault().or_else(|| self.judged(tolerance).into_iter().find(Judged::is_fault).map(of_figure))
     }
 
     /// The figures that are judged: of the blocks the one that is farthest beyond its limit.

@@ -2,6 +2,7 @@
 
 mod comparison;
 mod peer;
+mod texts;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -37,8 +38,17 @@ const PROMPTS: [&str; 4] = [
 /// Longest prompt and completion together, in tokens.
 const MAX_LENGTH: usize = 4096;
 
+/// A text and its tokens.
+struct Tokenized {
+    text: String,
+    token_ids: Vec<u32>,
+}
+
 /// Greedy completions that the engine made.
 struct Completed {
+    spec: Arc<ModelSpec>,
+    /// The prompts, and texts in which tokenizers differ.
+    texts: Vec<Tokenized>,
     prompts: Vec<Prompt>,
     completions: Vec<Trajectory>,
     /// Prompt and completion.
@@ -69,20 +79,19 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     }
     let (dtype, device) =
         (if kind == Kind::Float { "float32" } else { "bfloat16" }, if on_cuda { "cuda" } else { "cpu" });
-    let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
     let world = Arc::new(World::single_on(if on_cuda { Backend::Nccl } else { Backend::Shm })?);
     let own = generate(args, &source, &world, kind).map_err(explain_out_of_memory)?;
     torch::release_memory(world.device())?; // the other process needs as much
-    let prompts: Vec<String> = own.prompts.iter().map(|prompt| prompt.text.clone()).collect();
+    let texts: Vec<String> = own.texts.iter().map(|it| it.text.clone()).collect();
     let theirs = peer.ask(&Question {
         model: &source.base,
         dtype,
         device,
-        prompts: &prompts,
+        texts: &texts,
         sequences: &own.sequences,
-        spec: &spec,
+        spec: &own.spec,
     })?;
-    let trained = score(&source.base, spec, &world, kind, &own, &theirs).map_err(explain_out_of_memory)?;
+    let trained = score(&source.base, &world, kind, &own, &theirs).map_err(explain_out_of_memory)?;
     let compared = Comparison::new(&own, &trained, &theirs)?;
     let (name, versions) = (args.model.display(), &theirs.versions);
     terminal::print(format_args!(
@@ -102,12 +111,12 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
 /// The trainer's logits of the sequences, and what its blocks make of the reference's inputs. Holds the weights alone.
 fn score(
     folder: &Path,
-    spec: Arc<ModelSpec>,
     world: &World,
     kind: Kind,
     own: &Completed,
     theirs: &PeerOutputs,
 ) -> Result<Vec<TrainerOutputs>> {
+    let spec = Arc::clone(&own.spec);
     let (table, files) = (Arc::new(ParamTable::new(spec.clone(), 1)), WeightFiles::open(folder, spec)?);
     let options = NetworkOptions { kind, residual: kind, device: world.device(), fp8: None };
     let read = |layout: &UnitLayout| files.read_unit(layout, kind);
@@ -173,5 +182,9 @@ fn generate(args: &VerifyArgs, source: &ModelSource, world: &Arc<World>, kind: K
     groups.sort_by_key(|group| group.prompt.id);
     let completions: Vec<Trajectory> = groups.into_iter().flat_map(|group| group.completions).collect();
     let sequences = prompts.iter().zip(&completions).map(|(prompt, it)| joined(prompt, it)).collect();
-    Ok(Completed { prompts, completions, sequences })
+    let given = prompts.iter().map(|prompt| prompt.text.clone());
+    // A text for which the tokenizer has no tokens cannot be compared.
+    let tokenized = |text: String| Some(Tokenized { token_ids: tokenizer.encode(&text, true).ok()?, text });
+    let texts = given.chain(tokenizer.hard_texts()).filter_map(tokenized).collect();
+    Ok(Completed { spec: Arc::clone(served.spec()), texts, prompts, completions, sequences })
 }

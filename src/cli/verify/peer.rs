@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
@@ -24,7 +24,7 @@ pub(super) struct Peer {
     folder: tempfile::TempDir,
 }
 
-/// A question to transformers: prompts and completions to score.
+/// A question to transformers: texts to tokenize, and prompts with completions to score.
 #[derive(Debug)]
 pub(super) struct Question<'a> {
     pub model: &'a Path,
@@ -32,7 +32,7 @@ pub(super) struct Question<'a> {
     pub dtype: &'a str,
     /// `cpu` or `cuda`.
     pub device: &'a str,
-    pub prompts: &'a [String],
+    pub texts: &'a [String],
     pub sequences: &'a [Vec<u32>],
     pub spec: &'a ModelSpec,
 }
@@ -41,9 +41,27 @@ pub(super) struct Question<'a> {
 #[derive(Debug)]
 pub(super) struct PeerOutputs {
     pub versions: Versions,
-    /// Ids of each prompt; the error is the reason why there are none.
-    pub tokens: std::result::Result<Vec<Vec<u32>>, String>,
+    pub tokens: PeerTokens,
     pub sequences: Vec<PeerSequence>,
+}
+
+/// Ids of each text.
+#[derive(Debug, Deserialize)]
+pub(super) struct PeerTokens {
+    /// By `tokenizer.json` as it is written.
+    pub file: TokensOrReason,
+    /// By AutoTokenizer.
+    pub auto: TokensOrReason,
+    /// AutoTokenizer's class.
+    pub class: String,
+}
+
+/// Ids of each text, or the reason why there are none.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum TokensOrReason {
+    Tokens(Vec<Vec<u32>>),
+    Reason(String),
 }
 
 /// One sequence as transformers computes it in float32 from weights of the type that is verified.
@@ -83,7 +101,7 @@ pub(super) struct Versions {
 #[derive(Deserialize)]
 struct PeerHeader {
     versions: Versions,
-    tokens: Value,
+    tokens: PeerTokens,
     rounding: Option<Vec<Rounding>>,
 }
 
@@ -104,9 +122,8 @@ impl Peer {
     /// # Errors
     /// [`Error::Environment`] with the last lines of a process that failed, or whose answer has another size.
     pub fn ask(&self, question: &Question<'_>) -> Result<PeerOutputs> {
-        let Question { model, dtype, device, prompts, sequences, .. } = question;
-        let text =
-            json!({"folder": model, "dtype": dtype, "device": device, "prompts": prompts, "sequences": sequences});
+        let Question { model, dtype, device, texts, sequences, .. } = question;
+        let text = json!({"folder": model, "dtype": dtype, "device": device, "texts": texts, "sequences": sequences});
         let (asked, answered) = (self.file("question.json"), self.file("answer"));
         fs::write(&asked, text.to_string()).map_err(Error::io(&asked))?;
         self.run(&[&asked, &answered])?;
@@ -202,8 +219,6 @@ impl PeerHeader {
             rounding,
         });
         let sequences = sequences.collect();
-        let reason = tokens.as_str().map(str::to_owned);
-        let tokens = serde_json::from_value(tokens).map_err(|error| reason.unwrap_or(error.to_string()));
         Ok(PeerOutputs { versions, tokens, sequences })
     }
 }

@@ -1,4 +1,4 @@
-"""Logits, blocks and prompts' tokens as the package transformers has them, for `colo-grpo verify`.
+"""Logits, blocks and texts' tokens as the package transformers has them, for `colo-grpo verify`.
 
 Arguments: a file with the question as JSON, and the file to write. Without arguments it says whether the packages are there.
 
@@ -32,14 +32,19 @@ def load(folder, dtype, device):
     return model.to(device).eval()
 
 
-def tokens(folder, prompts):
-    """The tokens of each prompt, or the reason why there are none. AutoTokenizer of transformers 5 chooses a class by the model's type,
-    which may rebuild the tokenizer in another way than its own tokenizer.json says."""
-    try:
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        return [list(tokenizer(text)["input_ids"]) for text in prompts]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+def tokens(folder, texts):
+    """The tokens of each text by tokenizer.json as it is written, and by AutoTokenizer with the name of its class: transformers 5 builds some
+    classes anew, in another way than the file says. The reason why there are none in place of tokens."""
+
+    def read(reader):
+        try:
+            tokenizer = reader.from_pretrained(folder)
+            return type(tokenizer).__name__, [list(tokenizer(text)["input_ids"]) for text in texts]
+        except Exception as error:
+            return reader.__name__, f"{type(error).__name__}: {error}"
+
+    name, auto = read(transformers.AutoTokenizer)
+    return {"file": read(transformers.PreTrainedTokenizerFast)[1], "auto": auto, "class": name}
 
 
 def parts(model):
@@ -136,7 +141,7 @@ def main(question, answer):
     layers, norm = parts(model)
     header = {
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
-        "tokens": tokens(folder, asked["prompts"]),
+        "tokens": tokens(folder, asked["texts"]),
         "rounding": None if dtype == torch.float32 else [],
     }
     arrays = []

@@ -50,12 +50,13 @@ pub(super) const TOKENIZER_KEYS: KeyTable = KeyTable {
     ignores_unknown: true,
 };
 
-/// What the files beside `tokenizer.json` say of tokens.
+/// Tokens as the files beside `tokenizer.json` describe them.
 #[derive(Debug, Default)]
 pub(in crate::data) struct TokenFiles {
     config: Map<String, Value>,
     map: Map<String, Value>,
     added: Map<String, Value>,
+    model: Value,
 }
 
 /// Special tokens by name, as chat templates see them.
@@ -74,7 +75,13 @@ impl TokenFiles {
         };
         let config = read(CONFIG)?;
         TOKENIZER_KEYS.check(&folder.join(CONFIG), "", &config)?;
-        Ok(Self { config, map: read("special_tokens_map.json")?, added: read("added_tokens.json")? })
+        let model = read_json(&folder.join("config.json"))?;
+        Ok(Self { config, map: read("special_tokens_map.json")?, added: read("added_tokens.json")?, model })
+    }
+
+    /// The model's `config.json`, `null` where there is none.
+    pub fn model(&self) -> &Value {
+        &self.model
     }
 
     /// The value of a key of `tokenizer_config.json`.
@@ -91,7 +98,7 @@ impl TokenFiles {
     /// these files: one that has none there no model has learned.
     ///
     /// # Errors
-    /// What is wrong with a file, as its message.
+    /// A message that says what is wrong with a file.
     pub fn merge_into(&self, tokenizer: &mut Tokenizer) -> Result<(NamedTokens, Option<u32>), String> {
         self.check_model(tokenizer)?;
         let described = self.described(tokenizer)?;

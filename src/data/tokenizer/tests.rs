@@ -68,6 +68,35 @@ fn files_are_merged_as_by_auto_tokenizer() {
     assert_eq!(merged::TOKENIZER_KEYS.undocumented(), Vec::<&str>::new());
 }
 
+/// scripts/golden_tokenizers.py: the ids of AutoTokenizer of transformers 5 by the classes of tokenizers that it builds anew.
+#[test]
+fn where_auto_tokenizer_has_other_tokens_it_is_said() {
+    let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizer_classes.json")).unwrap();
+    let (cases, mut notices) = (golden["cases"].as_array().unwrap(), Vec::new());
+    for case in cases {
+        let folder = Folder::new();
+        let mut file = golden["bases"][case["base"].as_u64().unwrap() as usize].clone();
+        case["pieces"].as_object().unwrap().iter().for_each(|(key, piece)| file[key] = piece.clone());
+        case["flags"].as_object().unwrap().iter().for_each(|(key, flag)| file["model"][key] = flag.clone());
+        folder.write("tokenizer.json", &file.to_string());
+        folder.write("tokenizer_config.json", &case["config"].to_string());
+        folder.write("config.json", &case["model"].to_string());
+        let (name, tokenizer) = (&case["name"], folder.tokenizer());
+        let rebuilt = AutoClass::of(&TokenFiles::read(folder.path()).unwrap()).rebuilt(&tokenizer.inner);
+        let (auto, mut others) = (rebuilt.as_ref().unwrap_or(&tokenizer.inner), Vec::new());
+        for (at, text) in rebuilt::hard_texts().iter().enumerate() {
+            let ids = auto.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
+            assert_eq!(serde_json::json!(ids), case["ids"][at], "{name}: {text:?}");
+            others.extend((tokenizer.encode(text, false).unwrap() != ids).then_some(at));
+        }
+        assert_eq!(serde_json::json!(others), case["others"], "{name}");
+        assert_eq!(tokenizer.notice().is_some(), !others.is_empty(), "{name}");
+        notices.extend(tokenizer.notice().map(str::to_owned));
+    }
+    assert!(cases.len() > 30 && notices.len() > 10);
+    assert!(notices[0].contains("its class GPT2Tokenizer") && notices[0].contains("\"In 2024"), "{}", notices[0]);
+}
+
 #[test]
 fn files_that_contradict_one_another_are_refused_by_name() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizers.json")).unwrap();

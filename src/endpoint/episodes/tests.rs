@@ -1,6 +1,4 @@
 use super::*;
-use crate::data::GrammarCompiler;
-use crate::data::fixtures::{Dice, bytes};
 use crate::types::FinishReason;
 
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
@@ -15,18 +13,7 @@ struct Played {
 
 impl Played {
     fn new(params: &SamplingParams) -> Self {
-        let tokenizer = Arc::new(bytes(&mut Dice(3), TEMPLATE));
-        let eos_token_ids = vec![tokenizer.eos_token_id().unwrap()];
-        let model = ServedModel {
-            name: "policy".to_owned(),
-            adapters: Vec::new(),
-            grammars: Arc::new(GrammarCompiler::new(Arc::clone(&tokenizer), eos_token_ids.clone())),
-            tokenizer,
-            max_sequence_length: 999,
-            tool_calls: None,
-            eos_token_ids,
-            sampling: SamplingParams::default(),
-        };
+        let model = ServedModel::of_bytes("policy", TEMPLATE);
         let episodes = Episodes::new(9);
         let name = episodes.open(GroupKey { prompt_id: 4, first_step: 5 }, 1, params);
         Self { model, episodes, name }

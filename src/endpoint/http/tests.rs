@@ -4,8 +4,6 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
 use super::*;
-use crate::data::GrammarCompiler;
-use crate::data::fixtures::{Dice, bytes};
 use crate::endpoint::client::{ClientLimits, EngineCommand, EngineQueue, RequestUpdate, engine_queue};
 use crate::http::HttpServer;
 use crate::tools::GroupKey;
@@ -25,18 +23,7 @@ struct Endpoint {
 impl Endpoint {
     fn start(max_body_bytes: usize, api_key: Option<&str>, episodes: Option<Arc<Episodes>>) -> Self {
         let (client, queue) = engine_queue(ClientLimits { max_queue: 1024, grace: Duration::ZERO });
-        let tokenizer = Arc::new(bytes(&mut Dice(3), TEMPLATE));
-        let eos_token_ids = vec![tokenizer.eos_token_id().unwrap()];
-        let model = ServedModel {
-            name: "model".to_owned(),
-            adapters: Vec::new(),
-            grammars: Arc::new(GrammarCompiler::new(Arc::clone(&tokenizer), eos_token_ids.clone())),
-            tokenizer,
-            max_sequence_length: 999,
-            tool_calls: None,
-            eos_token_ids,
-            sampling: SamplingParams::default(),
-        };
+        let model = ServedModel::of_bytes("model", TEMPLATE);
         let body_room = body_room(max_body_bytes);
         let state = HttpState {
             model,

@@ -81,6 +81,13 @@ pub struct BlockSpec {
 }
 
 impl BlockSpec {
+    /// A block of attention and a dense MLP of this width.
+    pub fn dense(attention: AttentionSpec, intermediate: usize, norms: NormPlaces) -> Self {
+        let hidden = attention.hidden;
+        let mlp = Mlp::Dense(DenseSpec { hidden, intermediate });
+        Self { hidden, mixer: Mixer::Attention(attention), mlp, norms, residual_scale: 1.0 }
+    }
+
     /// The share of a rank.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         Self { mixer: self.mixer.tp_slice(tp_size), mlp: self.mlp.tp_slice(tp_size), ..self }

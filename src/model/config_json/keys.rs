@@ -1,4 +1,4 @@
-//! What the keys of `config.json` and `generation_config.json` mean here. docs/files.md shows the tables.
+//! The meaning of the keys of `config.json` and `generation_config.json`. docs/files.md shows the tables.
 
 use crate::untrusted::KeyTable;
 

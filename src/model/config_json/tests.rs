@@ -1,6 +1,7 @@
 use super::*;
 use crate::config::TargetModule;
 use crate::model::block::{BlockMatrix, SharedExpertSpec};
+use crate::model::block::{Mixer, Mlp};
 use crate::model::lora::LoraSpec;
 
 fn load(config: &Value) -> Result<ModelSpec> {

@@ -13,12 +13,11 @@ use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::model::params::{ParamName, UnitLayout};
 use crate::model::tests::delta_net::{hybrid, with_delta_heads};
-use crate::model::tests::{SliceAttention, families, in_parallel, reference, with_experts, with_heads};
+use crate::model::tests::{families, in_parallel, reference, slice_mixer, with_experts, with_heads};
 use crate::model::{
     BlockContext, BlockParams, Mixer, Mlp, ModelSpec, NormPlaces, PackedMixer, ParamTable, Unit, block_backward,
     block_forward,
 };
-use crate::ops::attention::PackedLayout;
 use crate::ops::dropout::Dropout;
 use crate::ops::random::RandomKey;
 use crate::ops::testing::{assert_close, leaf, rand};
@@ -308,10 +307,8 @@ fn sliced(
     let ropes = spec.ropes().rows(&Tensor::from_slice(&[0i64, 1, 2, 0, 1]), Kind::Double);
     let ropes = ropes.unwrap();
     let ctx = BlockContext::new(spec, &ropes, Some(tp), None);
-    let layout = PackedLayout::new(&[0, 3, 5], spec.attention().tp_slice(tp.size()).num_kv_heads, None, Device::Cpu);
-    let attention = SliceAttention(layout);
     let Unit::Block(layer) = adapter_layout.unit else { unreachable!() };
-    let (y, _) = block_forward(&ctx, layer, &w, &x, &attention, None).unwrap();
+    let (y, _) = block_forward(&ctx, layer, &w, &x, &slice_mixer(spec, tp.size()), None).unwrap();
     Vec::try_from(y.flatten(0, 1)).unwrap()
 }
 

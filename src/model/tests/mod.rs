@@ -15,9 +15,6 @@ use super::*;
 use crate::config::GradientCheckpointing;
 use crate::dist::Collective;
 use crate::dist::testing::threads;
-use crate::error::Result;
-use crate::ops::attention::{Bounds, PackedLayout, packed_forward};
-use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
 use crate::ops::embedding;
 use crate::ops::linear::{self, Onto};
 use crate::ops::testing::{assert_close, leaf, rand};
@@ -254,32 +251,10 @@ fn recomputation_changes_no_bit() {
     }
 }
 
-/// Attention over a slice's heads.
-pub(super) struct SliceAttention(pub PackedLayout);
-
-impl SequenceMixer for SliceAttention {
-    fn attention(
-        &self,
-        _layer: usize,
-        attention: AttentionSpec,
-        [q, k, v]: [&Tensor; 3],
-    ) -> Result<(Tensor, Option<Tensor>)> {
-        Ok((packed_forward(q, k, v, &self.0, attention.scale)?.0, None))
-    }
-
-    /// Over sequences of 3 and 2 tokens.
-    fn delta_net(
-        &self,
-        _layer: usize,
-        rows: &DeltaRows,
-        weights: &DeltaWeights,
-        options: DeltaOptions,
-        keeps_chunks: bool,
-    ) -> Result<(Tensor, Option<PackedChunks>)> {
-        let bounds = Bounds::Separate(vec![0, 3, 5]);
-        let packed = PackedSequences::new(&bounds, options.heads.conv_width, Device::Cpu);
-        packed.forward(rows, weights, options, keeps_chunks)
-    }
+/// Sequences of 3 and 2 tokens, for the slices of so many ranks.
+pub(super) fn slice_mixer(spec: &ModelSpec, tp_size: usize) -> PackedMixer {
+    let slice = spec.clone().map_attention(|_, attention| *attention = attention.tp_slice(tp_size));
+    PackedMixer::new(&slice, &[0, 3, 5], Device::Cpu)
 }
 
 /// One block on `tp_size` ranks, each with its slice; every rank returns the output.
@@ -292,9 +267,7 @@ fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Ve
         let positions = Tensor::from_slice(&[0i64, 1, 2, 0, 1]);
         let ropes = spec.ropes().rows(&positions, Kind::Double).unwrap();
         let ctx = BlockContext::new(spec, &ropes, Some(&*tp), None);
-        let layout = PackedLayout::new(&[0, 3, 5], spec.attention().tp_slice(tp_size).num_kv_heads, None, Device::Cpu);
-        let attention = SliceAttention(layout);
-        let (y, _) = block_forward(&ctx, 0, &w, &x, &attention, None).unwrap();
+        let (y, _) = block_forward(&ctx, 0, &w, &x, &slice_mixer(spec, tp_size), None).unwrap();
         Vec::try_from(y.flatten(0, 1)).unwrap()
     })
 }

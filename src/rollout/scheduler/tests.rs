@@ -1,3 +1,5 @@
+mod random;
+
 use std::collections::HashMap;
 
 use super::*;
@@ -29,7 +31,7 @@ struct Model<'a> {
 }
 
 impl Model<'_> {
-    fn run(&mut self, step: &Step, scheduler: &Scheduler, num_generations: usize) -> Vec<Sampled> {
+    fn run(&mut self, step: &Step, scheduler: &Scheduler) -> Vec<Sampled> {
         let block_size = scheduler.limits.block_size;
         let slot = |sequence: usize, position: usize| {
             (scheduler.sequences[sequence].block_table[position / block_size], position % block_size)
@@ -62,12 +64,12 @@ impl Model<'_> {
             self.cache.insert((to, STATE), state);
         }
         let samples = step.runs.iter().flat_map(|run| run.samples.clone());
-        let mut sample = |index: usize| {
-            let sampled = next_token(&self.tokens[index], index % num_generations);
+        let sample = |(index, draw): (usize, Draw<'_>)| {
+            let sampled = next_token(&self.tokens[index], draw.sample);
             self.tokens[index].push(sampled.token_id);
             sampled
         };
-        samples.map(&mut sample).collect()
+        samples.zip(scheduler.draws(step)).map(sample).collect()
     }
 }
 
@@ -85,7 +87,7 @@ fn simulate(
     lag: usize,
 ) -> (Vec<Vec<u32>>, EngineStats) {
     let mut scheduler = scheduler(limits, prompts, num_generations);
-    let mut complete = run(&mut scheduler, num_generations, &mut Cache::new(), lag, usize::MAX);
+    let mut complete = run(&mut scheduler, &mut Cache::new(), lag, usize::MAX);
     assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
     assert_eq!(scheduler.states.num_free(), if limits.has_states { limits.max_num_seqs } else { usize::MAX });
     complete.sort_unstable();
@@ -137,13 +139,7 @@ fn complete(events: Vec<Event>) -> Vec<usize> {
 }
 
 /// Goes on until `num_groups` are complete or no work is left, and through the steps then under way; the complete groups.
-fn run(
-    scheduler: &mut Scheduler,
-    num_generations: usize,
-    cache: &mut Cache,
-    lag: usize,
-    num_groups: usize,
-) -> Vec<usize> {
+fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usize) -> Vec<usize> {
     let limits = scheduler.limits;
     let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
     let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
@@ -158,7 +154,7 @@ fn run(
             let most = if step.is_decode { limits.max_num_seqs } else { limits.max_num_batched_tokens };
             assert!((1..=most).contains(&num_tokens) && scheduler.running.len() <= limits.max_num_seqs);
             scheduler.check_integrity().unwrap();
-            let sampled = model.run(&step, scheduler, num_generations);
+            let sampled = model.run(&step, scheduler);
             under_way.push_back((step, sampled));
         }
         if is_idle || under_way.len() > lag {
@@ -241,7 +237,7 @@ fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
             let (kept, stats) = Default::default();
             let (mut scheduler, count) = resumed(limits, &prompts, 3, held, kept, stats);
             num_complete.push(count);
-            run(&mut scheduler, 3, &mut Cache::new(), lag, 2);
+            run(&mut scheduler, &mut Cache::new(), lag, 2);
             held = sampled(&scheduler, prompts.len());
         }
         assert!(num_complete.len() > 2 && num_complete.is_sorted(), "{num_complete:?}");
@@ -265,11 +261,11 @@ fn what_is_kept_goes_on_without_being_computed_again() {
         while num_complete < prompts.len() {
             let mut scheduler;
             (scheduler, num_complete) = resumed(limits, &prompts, 3, held, kept, stats);
-            run(&mut scheduler, 3, &mut cache, lag, 2);
+            run(&mut scheduler, &mut cache, lag, 2);
             held = sampled(&scheduler, prompts.len());
             (stats, kept) = (scheduler.stats, scheduler.into_kept());
             let (mut other, _) = resumed(limits, &[vec![7; 9]], 4, vec![Vec::new()], kept, EngineStats::default());
-            run(&mut other, 4, &mut cache, lag, usize::MAX);
+            run(&mut other, &mut cache, lag, usize::MAX);
             kept = other.into_kept();
         }
         assert_eq!(kept.tables().count(), 0);
@@ -297,7 +293,7 @@ fn what_nobody_goes_on_with_is_given_up() {
     for num_tries in 1..3 {
         let begun = vec![Vec::new(); prompts.len()];
         let (mut scheduler, _) = resumed(ROOMY, &prompts, 3, begun, kept, EngineStats::default());
-        run(&mut scheduler, 3, &mut cache, 0, 2);
+        run(&mut scheduler, &mut cache, 0, 2);
         held = sampled(&scheduler, prompts.len());
         let num_running = scheduler.running.len();
         kept = scheduler.into_kept();
@@ -309,7 +305,7 @@ fn what_nobody_goes_on_with_is_given_up() {
     scheduler.drop_unclaimed();
     assert_eq!((scheduler.running.len(), scheduler.kept.tables().count()), (2, 0));
     scheduler.check_integrity().unwrap();
-    run(&mut scheduler, 3, &mut cache, 0, usize::MAX);
+    run(&mut scheduler, &mut cache, 0, usize::MAX);
     assert_eq!(scheduler.blocks.num_free(), few_slots.num_blocks);
     let completions: Vec<_> = scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect();
     assert_eq!(completions, simulate(ROOMY, &prompts, 3, 0).0);
@@ -320,7 +316,7 @@ fn what_nobody_goes_on_with_is_given_up() {
 fn a_kept_group_is_counted_as_it_would_be_computed() {
     let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 3);
     let mut cache = Cache::new();
-    assert_eq!(run(&mut scheduler, 3, &mut cache, 0, 1), [0]);
+    assert_eq!(run(&mut scheduler, &mut cache, 0, 1), [0]);
     let lens: Vec<usize> = scheduler.sequences.iter().map(EngineSequence::len).collect();
     let half = |sequence: &EngineSequence| begun(&sequence.completion()[..sequence.completion().len() / 2]);
     let halves: Vec<_> = scheduler.sequences.iter().map(half).collect();
@@ -363,7 +359,7 @@ fn requests_may_come_between_any_two_steps() {
             if scheduler.has_work() {
                 let step = scheduler.schedule().expect("nothing is under way");
                 let mut model = Model { cache: &mut cache, tokens: std::mem::take(&mut tokens) };
-                let sampled = model.run(&step, &scheduler, 3);
+                let sampled = model.run(&step, &scheduler);
                 tokens = model.tokens;
                 scheduler.postprocess(&step, &sampled, &rules).unwrap();
                 scheduler.check_integrity().unwrap();
@@ -381,7 +377,7 @@ fn a_begun_group_computes_its_prompt_once_too() {
     let (kept, stats) = Default::default();
     let begun: Vec<Vec<Trajectory>> = vec![(1..9).map(completion).collect()];
     let (mut scheduler, _) = resumed(ROOMY, &[(1..13).collect()], 8, begun, kept, stats);
-    run(&mut scheduler, 8, &mut Cache::new(), 1, 1);
+    run(&mut scheduler, &mut Cache::new(), 1, 1);
     assert_eq!((scheduler.stats.num_prefilled_tokens, scheduler.stats.num_shared_tokens), (12 + 8 * 5, 7 * 12));
 }
 
@@ -438,7 +434,7 @@ fn several_turns(limits: StepLimits, lag: usize, keeps: bool) -> (Vec<Vec<u32>>,
     }
     let mut requests: Vec<usize> = (0..prompts.len()).collect();
     for turn in 0..4 {
-        run(&mut scheduler, 1, &mut cache, lag, usize::MAX);
+        run(&mut scheduler, &mut cache, lag, usize::MAX);
         for (prompt, newest) in prompts.iter().zip(&mut requests) {
             let mut trajectory = scheduler.sequences[scheduler.members(*newest).start].trajectory();
             if turn < 3 && trajectory.finish_reason == Some(FinishReason::Eos) && trajectory.token_ids.len() < 16 {

@@ -13,7 +13,7 @@ const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen2_ti
 /// Stands in for an interpreter with transformers: answers with what scripts/golden_verify.py recorded of the real one. CHANGE is run
 /// first; `rows` are the model's logits.
 const PYTHON: &str = "
-import array, json, os, sys
+import array, json, os, re, sys
 print('a line on standard output')
 exec(os.environ.get('FIND', ''))
 if len(sys.argv) > 3:
@@ -21,10 +21,13 @@ if len(sys.argv) > 3:
     assert asked['device'] == 'cpu' and len(asked['sequences'][0]) == 14 and os.path.exists(asked['folder'] + '/model.safetensors'), asked
     line, values = open(os.environ['RECORDED'] + asked['dtype'] + '.bin', 'rb').read().split(b'\\n', 1)
     header, values = json.loads(line), array.array('f', values)
-    words = lambda text: [int(word[1:]) for word in text.split()]
+    number = lambda word: int(word[1:]) if re.fullmatch(r'w\\d\\d', word) else 0
+    words = lambda text: [number(word) for word in text.replace('w02', ' w02 ').split()]
+    auto, name = None, 'TokenizersBackend'
     rest, rows = values[:-14 * 96], [values[at:at + 96] for at in range(len(values) - 14 * 96, len(values), 96)]
     exec(os.environ.get('CHANGE', ''))
-    header['tokens'] = [words(text) for text in asked['prompts']]
+    header['tokens'] = {'file': [words(text) for text in asked['texts']], 'class': name}
+    header['tokens']['auto'] = [(auto or words)(text) for text in asked['texts']]
     with open(sys.argv[-1], 'wb') as file:
         file.write(json.dumps(header).encode() + b'\\n' + rest.tobytes() + b''.join(array.array('f', row).tobytes() for row in rows))
 ";
@@ -104,7 +107,11 @@ fn a_model_with_transformers_logits_passes_in_both_types() {
         let row = |start: &str| {
             *rows.iter().find(|row| row.starts_with(start)).unwrap_or_else(|| panic!("{start}: {rows:?}"))
         };
-        assert!(row("prompts with equal tokens").contains("1 of 1"), "{rows:?}");
+        for reader in ["tokenizer.json", "AutoTokenizer"] {
+            let figure = row(&format!("texts with the tokens of {reader}"));
+            let counts: Vec<&str> = figure.split_whitespace().filter(|word| word.parse::<u32>().is_ok()).collect();
+            assert!(counts.len() == 2 && counts[0] == counts[1] && counts[0].parse::<u32>().unwrap() > 20, "{rows:?}");
+        }
         for of in ["trainer: error of layer", "trainer: error of the head by itself", "engine: mean difference"] {
             let figures: Vec<f64> = row(of).split_whitespace().filter_map(|word| word.parse().ok()).collect();
             let (measured, limit) = (figures[figures.len() - 2], figures[figures.len() - 1]);
@@ -147,13 +154,20 @@ fn what_differs_by_more_than_rounding_is_said_and_ends_with_13() {
         (shifted, format!("{worst}: 5.00e-1, where rounding makes at most 1.00e-3")),
         (engine, worst.to_owned()),
         ("rows[3][4] = float('nan')", format!("{worst}: NaN")),
-        ("words = lambda text: [1]", "1 of 1 prompts have other tokens".to_owned()),
+        ("words = lambda text: [1]", "texts have other tokens than tokenizer.json gives them, \"w".to_owned()),
     ] {
         let ended = verify(change, &[]);
         ended.assert_error(change, 13, &[&told, "its numbers are not those of transformers"]);
         assert!(ended.stdout.contains("trainer: mean difference"), "the table comes first: {}", ended.stdout);
     }
     assert_eq!(verify(shifted, &["--tolerance", "510"]).code, Some(0));
+    // Where AutoTokenizer alone has other tokens, its class is named and the model is none the worse.
+    let digits = "name = 'GPT2Tokenizer'; auto = lambda text: [5] if '2024' in text else words(text)";
+    let ended = verify(digits, &[]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    for part in ["AutoTokenizer has other tokens, for \"In 2024", "its class GPT2Tokenizer", "tokenizer_class"] {
+        assert!(ended.stdout.contains(part), "{part}: {}", ended.stdout);
+    }
     let engine = verify(engine, &["--tolerance", "100000"]);
     engine.assert_error("the engine", 13, &["engine: mean difference of log-probabilities"]);
 }

@@ -1,0 +1,61 @@
+//! Whether texts have the same tokens here, by `tokenizer.json` as transformers reads it, and by AutoTokenizer.
+
+use super::Tokenized;
+use super::peer::{PeerTokens, TokensOrReason};
+
+/// Texts with other tokens, or the reason why that is not known.
+type OtherTexts = Result<Vec<String>, String>;
+
+/// The comparison of all texts.
+#[derive(Debug)]
+pub(super) struct TextComparison {
+    num_texts: usize,
+    by_file: OtherTexts,
+    by_auto: OtherTexts,
+    class: String,
+}
+
+impl TextComparison {
+    pub fn new(own: &[Tokenized], theirs: &PeerTokens) -> Self {
+        let others = |theirs: &TokensOrReason| match theirs {
+            TokensOrReason::Reason(reason) => Err(reason.clone()),
+            TokensOrReason::Tokens(ids) if ids.len() != own.len() => Err(format!("it read {} texts", ids.len())),
+            TokensOrReason::Tokens(ids) => {
+                let both = own.iter().zip(ids).filter(|(own, ids)| own.token_ids != **ids);
+                Ok(both.map(|(own, _)| own.text.clone()).collect())
+            }
+        };
+        let PeerTokens { file, auto, class } = theirs;
+        Self { num_texts: own.len(), by_file: others(file), by_auto: others(auto), class: class.clone() }
+    }
+
+    /// Rows of the table: what is compared, the figure, and what is allowed.
+    pub fn rows(&self) -> Vec<[String; 3]> {
+        let row = |reader: &str, others: &OtherTexts, allowed: &str| {
+            let (figure, allowed) = match others {
+                Ok(others) => (format!("{} of {}", self.num_texts - others.len(), self.num_texts), allowed.to_owned()),
+                Err(reason) => ("not read".to_owned(), format!("({reason:.60})")),
+            };
+            [format!("texts with the tokens of {reader}"), figure, allowed]
+        };
+        vec![row("tokenizer.json", &self.by_file, "all"), row("AutoTokenizer", &self.by_auto, "")]
+    }
+
+    /// Why AutoTokenizer makes other tokens, if it does.
+    pub fn note(&self) -> Option<String> {
+        let text = self.by_auto.as_ref().ok()?.first()?;
+        Some(format!(
+            "AutoTokenizer has other tokens, for {text:?} first: its class {}, by tokenizer_class of tokenizer_config.json or the model's \
+             type, builds normalizer and pre-tokenizer anew. tokenizer.json counts here: docs/files.md",
+            self.class
+        ))
+    }
+
+    /// The fault where tokens are not those of the file.
+    pub fn fault(&self) -> Option<String> {
+        let others = self.by_file.as_ref().ok()?;
+        let text = others.first()?;
+        let (count, all) = (others.len(), self.num_texts);
+        Some(format!("{count} of {all} texts have other tokens than tokenizer.json gives them, {text:?} first"))
+    }
+}
