@@ -46,7 +46,12 @@ impl ParamTable {
 
     /// Lays out the adapters of every block instead: units without embedding and head.
     pub fn adapters(spec: Arc<ModelSpec>, lora: &LoraSpec, shards: usize) -> Self {
-        let units = (0..spec.num_layers()).map(|layer| (Unit::Block(layer), lora.shapes(&spec, layer))).collect();
+        let mut units: Vec<(Unit, Shapes)> = Vec::with_capacity(spec.num_layers());
+        for layer in 0..spec.num_layers() {
+            let equal = units.last().filter(|_| spec.layers[layer] == spec.layers[layer - 1]);
+            let shapes = equal.map_or_else(|| lora.shapes(&spec, layer), |(_, shapes)| shapes.clone());
+            units.push((Unit::Block(layer), shapes));
+        }
         Self::of_units(spec, units, shards)
     }
 

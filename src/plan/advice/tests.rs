@@ -74,9 +74,13 @@ fn refused(model: &str, machine: Machine, keys: &[String]) -> String {
     plan(model, machine, keys).unwrap_err().to_string()
 }
 
+/// Processes, GiB of a GPU and GiB of host memory a process.
+const SMALL: [(usize, usize, usize); 2] = [(1, 12, 512), (1, 24, 512)];
+const LARGE: [(usize, usize, usize); 5] = [(1, 80, 512), (2, 40, 16), (4, 80, 64), (8, 80, 512), (8, 139, 512)];
+
 /// Whatever is advised, taken, gives a plan that fits, names no key in vain and leaves libtorch's cache its share where it says
 /// how large micro-batches may be; where nothing is advised, nothing known helps. How many runs were advised, and how many had no advice.
-fn what_is_advised_helps(model: &str) -> (usize, usize) {
+fn what_is_advised_helps(model: &str, machines: &[(usize, usize, usize)]) -> (usize, usize) {
     let runs = [
         "",
         "beta=0.04 max_prompt_length=512 max_completion_length=2048",
@@ -86,9 +90,7 @@ fn what_is_advised_helps(model: &str) -> (usize, usize) {
         "partial_rollout=true oversample=1 carried_kv=keep zero.stage=3",
     ];
     let (mut num_advised, mut num_hopeless) = (0, 0);
-    for (nproc, gpu_gib, host_gib) in
-        [(1, 12, 512), (1, 24, 512), (1, 80, 512), (2, 40, 16), (4, 80, 64), (8, 80, 512), (8, 139, 512)]
-    {
+    for &(nproc, gpu_gib, host_gib) in machines {
         for run in runs {
             let (machine, given) = (Machine { num_nodes: 1, nproc, gpu_gib, host_gib }, keys(run));
             let case = format!("{model} {machine:?} {run}");
@@ -118,25 +120,25 @@ fn what_is_advised_helps(model: &str) -> (usize, usize) {
 
 #[test]
 fn what_is_advised_for_small_models_helps() {
-    let (advised, _) = what_is_advised_helps("qwen2.5-1.5b");
+    let (advised, _) = what_is_advised_helps("qwen2.5-1.5b", &[&SMALL[..], &LARGE].concat());
     assert!(advised > 3, "{advised}");
 }
 
 #[test]
 fn what_is_advised_for_models_of_7b_helps() {
-    let (advised, _) = what_is_advised_helps("qwen2.5-7b");
+    let (advised, _) = what_is_advised_helps("qwen2.5-7b", &[&SMALL[..], &LARGE].concat());
     assert!(advised > 8, "{advised}");
 }
 
 #[test]
 fn what_is_advised_for_models_of_32b_helps() {
-    let (advised, hopeless) = what_is_advised_helps("qwen2.5-32b");
+    let (advised, hopeless) = what_is_advised_helps("qwen2.5-32b", &LARGE);
     assert!(advised > 8 && hopeless > 0, "{advised} and {hopeless}");
 }
 
 #[test]
 fn what_is_advised_for_models_of_72b_helps() {
-    let (advised, hopeless) = what_is_advised_helps("72b");
+    let (advised, hopeless) = what_is_advised_helps("72b", &LARGE[2..]);
     assert!(advised > 8 && hopeless > 0, "{advised} and {hopeless}");
 }
 
