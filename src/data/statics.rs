@@ -27,12 +27,12 @@ pub(super) fn of_tokenizers() {
     });
 }
 
-/// Makes those of the template library, with an environment as templates have it.
+/// Makes those of the template library and of filters, with an environment as templates have it.
 pub(super) fn of_templates(environment: impl FnOnce() -> Environment<'static>) {
     static MADE: Once = Once::new();
     MADE.call_once(|| {
-        let written = environment().render_str("{{ 5 }}{% for i in [1, 'a' ~ 2] %}{{ i|string }}{% endfor %}", ());
-        assert_eq!(written.expect("a template"), "51a2");
+        let source = "{{ 5 }}{% for i in [1, 'a' ~ 2] %}{{ i|string }}{% endfor %}{{ 'a b'|wordcount }}";
+        assert_eq!(environment().render_str(source, ()).expect("a template"), "51a22");
     });
 }
 
@@ -71,11 +71,11 @@ mod tests {
     #[ignore = "in a process of its own"]
     fn templates_that_stop_anywhere() {
         ends_if_it_hangs();
-        let source =
-            "{% for n in [1, 250, 7.5] %}{{ n }}{{ n|tojson }}{{ 'a' ~ n }}{% endfor %}{{ 'abc'.upper()|trim }}";
+        let source = "{% for n in [1, 250, 7.5] %}{{ n }}{{ n|tojson }}{{ 'a' ~ n }}{% endfor %}{{ 'abc'.upper()|trim }}\
+            {{ 'a b c'|wordcount }}";
         let rendered = |limits| ChatTemplate::within(limits, source, BTreeMap::new())?.render(&[], true);
         let outcomes: Vec<_> = budgets(256, 400).map(rendered).collect();
         let whole = outcomes[outcomes.len() - 1].as_ref().unwrap();
-        assert!(outcomes[0].is_err() && whole == "11a1250250a2507.57.5a7.5ABC", "{whole}");
+        assert!(outcomes[0].is_err() && whole == "11a1250250a2507.57.5a7.5ABC3", "{whole}");
     }
 }
