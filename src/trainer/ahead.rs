@@ -17,8 +17,8 @@ use crate::config::{Config, DynamicSampling};
 use crate::data::{Dataset, Tokenizer};
 use crate::dist::{HostGroup, World, all_gather_json};
 use crate::error::Result;
-use crate::reward::RewardPool;
-use crate::rollout::{Batches, GroupPlace, GroupTurns, RolloutEngine, SampledGroup};
+use crate::reward::{RewardPool, RewardTicket};
+use crate::rollout::{Batches, GroupTurns, RolloutEngine, SampledGroup};
 use crate::train::Sequence;
 use crate::types::{RolloutGroup, SamplingParams};
 use crate::update::{UpdateOptions, UpdateOutcome};
@@ -31,28 +31,34 @@ type NoWork = fn(&mut RolloutEngine<'_>) -> Result<()>;
 pub(super) struct QueuedBatch {
     /// Updates that are made before it is trained on.
     global_step: u64,
-    /// This rank's groups, and the row of each.
-    groups: Vec<SampledGroup>,
-    rows: Vec<usize>,
+    /// This rank's groups.
+    groups: Vec<QueuedGroup>,
     before: DataPosition,
     /// The batch of a run that replaces groups, complete from the first.
     replaced: Option<SampledBatch>,
 }
 
+/// A group, with the ticket of its rewards once it is complete.
+#[derive(Debug)]
+struct QueuedGroup {
+    row: usize,
+    sampled: SampledGroup<RewardTicket>,
+}
+
 impl QueuedBatch {
     /// The batch, once all of its groups are complete.
     pub fn into_sampled(self) -> SampledBatch {
-        let complete = |groups: Vec<SampledGroup>| groups.into_iter().map(|sampled| sampled.group).collect();
-        self.replaced.unwrap_or_else(|| SampledBatch::of_groups(complete(self.groups), self.before))
+        let (groups, tickets) = SampledGroup::complete(self.groups.into_iter().map(|group| group.sampled));
+        self.replaced.unwrap_or_else(|| SampledBatch::of_groups(groups, tickets, self.before))
     }
 
     /// This rank's groups as a checkpoint has them.
     fn to_carried(&self) -> Vec<CarriedGroup> {
-        let saved = |(row, sampled): (&usize, &SampledGroup)| {
+        let saved = |QueuedGroup { row, sampled }: &QueuedGroup| {
             let RolloutGroup { first_step, completions, .. } = &sampled.group;
             CarriedGroup { row: *row, first_step: *first_step, completions: completions.clone() }
         };
-        self.rows.iter().zip(&self.groups).map(saved).collect()
+        self.groups.iter().map(saved).collect()
     }
 
     /// Where the rows were before the batch was drawn.
@@ -105,23 +111,20 @@ pub(super) fn restored(
 ) -> Result<QueuedBatch> {
     let SavedBatch { global_step, before, groups } = saved;
     rewards.set_progress(*global_step, max_steps);
-    let mut restore = |saved: &CarriedGroup| -> Result<SampledGroup> {
+    let mut restore = |saved: &CarriedGroup| -> Result<QueuedGroup> {
         let (prompt, first_step) = (dataset.prompt(saved.row).clone(), saved.first_step);
         let mut group = RolloutGroup { prompt, first_step, completions: saved.completions.clone() };
-        let is_complete = saved.is_complete();
-        if is_complete {
+        if saved.is_complete() {
             for completion in &mut group.completions {
                 completion.text = tokenizer.decode(&completion.token_ids)?;
             }
-            rewards.submit(&group);
         }
-        Ok(SampledGroup { group, is_complete })
+        let done = saved.is_complete().then(|| rewards.submit(&group));
+        Ok(QueuedGroup { row: saved.row, sampled: SampledGroup { group, done } })
     };
-    let own = &groups[own];
     Ok(QueuedBatch {
         global_step: *global_step,
-        groups: own.iter().map(&mut restore).collect::<Result<_>>()?,
-        rows: own.iter().map(|group| group.row).collect(),
+        groups: groups[own].iter().map(&mut restore).collect::<Result<_>>()?,
         before: DataPosition { sampler: before.clone(), carried: Vec::new() },
         replaced: None,
     })
@@ -188,10 +191,12 @@ impl Trainer {
             let num_batches = self.ahead.len() + 1;
             let global_step = self.global_step_after(options, num_batches);
             let batch = self.next_batch(self.progress.generation_step + num_batches as u64, global_step)?;
-            let rows = batch.begun.iter().map(|begun| begun.row).collect();
-            let open = |group| SampledGroup { group, is_complete: false };
-            let groups = batch.groups.into_iter().map(open).collect();
-            self.ahead.push_back(QueuedBatch { global_step, groups, rows, before: batch.before, replaced: None });
+            let open = |(begun, group): (&CarriedGroup, RolloutGroup)| QueuedGroup {
+                row: begun.row,
+                sampled: SampledGroup::open(group),
+            };
+            let groups = batch.begun.iter().zip(batch.groups).map(open).collect();
+            self.ahead.push_back(QueuedBatch { global_step, groups, before: batch.before, replaced: None });
         }
         let task = AheadTask {
             params: self.sampling_params(),
@@ -231,8 +236,7 @@ impl Trainer {
         for [_, global_step] in steps {
             let before = self.data_position();
             let replaced = Some(self.take_drawn(before.clone(), drawn.next())?);
-            let (groups, rows) = (Vec::new(), Vec::new());
-            self.ahead.push_back(QueuedBatch { global_step, groups, rows, before, replaced });
+            self.ahead.push_back(QueuedBatch { global_step, groups: Vec::new(), before, replaced });
         }
         Ok(outcome)
     }
@@ -257,20 +261,21 @@ impl AheadTask<'_> {
     ) -> Result<()> {
         engine.on_progress(context.output.sampling_progress());
         let open = |batch: &QueuedBatch| -> Vec<RolloutGroup> {
-            batch.groups.iter().filter(|group| !group.is_complete).map(|group| group.group.clone()).collect()
+            let groups = batch.groups.iter().map(|group| &group.sampled);
+            groups.filter(|sampled| sampled.done.is_none()).map(|sampled| sampled.group.clone()).collect()
         };
         let batches = queue.iter().map(open).collect();
         let global_steps: Vec<u64> = queue.iter().map(|batch| batch.global_step).collect();
-        let mut done = |place: GroupPlace, group: &RolloutGroup| {
-            context.rewards.set_progress(global_steps[place.batch], self.max_steps);
-            submit(group, context.rewards, context.output);
+        let mut done = |batch: usize, group: &RolloutGroup| {
+            context.rewards.set_progress(global_steps[batch], self.max_steps);
+            submit(group, context.rewards, context.output)
         };
         let mut pauses = || self.pauses();
         let mut batches = Batches::ahead(batches, &self.params, &mut pauses, &mut done);
         engine.run(turns, &mut batches)?;
         for (batch, sampled) in queue.iter_mut().zip(batches.into_sampled()) {
-            let open = batch.groups.iter_mut().filter(|group| !group.is_complete);
-            open.zip(sampled).for_each(|(group, sampled)| *group = sampled);
+            let open = batch.groups.iter_mut().filter(|group| group.sampled.done.is_none());
+            open.zip(sampled).for_each(|(group, sampled)| group.sampled = sampled);
         }
         Ok(())
     }

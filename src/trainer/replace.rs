@@ -18,6 +18,7 @@ use crate::data::PromptSampler;
 use crate::dist::share;
 use crate::error::Result;
 use crate::phase::{self, Phase};
+use crate::reward::RewardTicket;
 use crate::rollout::{Flow, GroupTurns, Request, SamplingPolicy, Session};
 use crate::types::{RolloutGroup, SamplingParams};
 
@@ -86,6 +87,9 @@ struct VerdictReport {
     scored: Vec<(usize, GroupVerdict)>,
 }
 
+/// A candidate by its index, and the ticket of its group's rewards.
+type Submitted = (usize, RewardTicket);
+
 /// A candidate's owner among the ranks with engines, and what its rewards say.
 type CandidateGroup = (usize, Option<GroupVerdict>);
 
@@ -97,12 +101,12 @@ pub(super) struct OpenBatch<'c, 'a> {
     wanted: GroupQuota,
     first_step: u64, // in the random keys
     of_all: Vec<CandidateGroup>,
-    num_begun: usize,                    // candidates that were submitted where they belong
-    num_steps: usize,                    // since the last exchange
-    is_idle: bool,                       // no engine decodes: only rewards are awaited
-    under_way: Vec<(usize, usize)>,      // numbers in the session and among the candidates
-    fresh: Vec<(usize, RolloutGroup)>,   // complete since the last exchange
-    waiting: Vec<(usize, RolloutGroup)>, // complete before it
+    num_begun: usize,                        // candidates that were submitted where they belong
+    num_steps: usize,                        // since the last exchange
+    is_idle: bool,                           // no engine decodes: only rewards are awaited
+    under_way: Vec<(usize, usize)>,          // numbers in the session and among the candidates
+    fresh: Vec<(Submitted, RolloutGroup)>,   // complete since the last exchange
+    waiting: Vec<(Submitted, RolloutGroup)>, // complete before it
     scored: Vec<(usize, RolloutGroup)>,
 }
 
@@ -168,19 +172,20 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
             true => self.waiting = fresh,
             false => asked.extend(fresh),
         }
-        let (places, mut groups): (Vec<usize>, Vec<RolloutGroup>) = asked.into_iter().unzip();
+        let (submitted, mut groups): (Vec<Submitted>, Vec<RolloutGroup>) = asked.into_iter().unzip();
+        let tickets: Vec<RewardTicket> = submitted.iter().map(|(_, ticket)| *ticket).collect();
         let (waits, is_idle, rewards) = (self.wanted.waits, self.is_idle, &mut *self.context.rewards);
         let is_scored = phase::scope(Phase::Reward, || match waits {
-            true => rewards.wait(&mut groups).map(|()| vec![true; groups.len()]),
-            false => rewards.poll(&mut groups, is_idle),
+            true => rewards.wait(&mut groups, &tickets).map(|()| vec![true; groups.len()]),
+            false => rewards.poll(&mut groups, &tickets, is_idle),
         })?;
         let mut scored = Vec::new();
-        for ((index, group), is_scored) in places.into_iter().zip(groups).zip(is_scored) {
+        for (((index, ticket), group), is_scored) in submitted.into_iter().zip(groups).zip(is_scored) {
             if is_scored {
                 scored.push((index, GroupVerdict::of(&group, self.wanted.range)));
                 self.scored.push((index, group));
             } else {
-                self.waiting.push((index, group));
+                self.waiting.push(((index, ticket), group));
             }
         }
         Ok(VerdictReport { num_open: self.under_way.len(), scored })
@@ -240,8 +245,8 @@ impl<T: GroupTurns + ?Sized> SamplingPolicy<T> for OpenBatch<'_, '_> {
         let Some(at) = self.under_way.iter().position(|(own, _)| *own == number) else { return Ok(()) };
         let (_, index) = self.under_way.remove(at);
         let group = turns.take_complete(number, session)?;
-        self.context.rewards.submit(&group);
-        self.fresh.push((index, group));
+        let ticket = self.context.rewards.submit(&group);
+        self.fresh.push(((index, ticket), group));
         Ok(())
     }
 }

@@ -15,8 +15,8 @@ use crate::error::Result;
 use crate::eval;
 use crate::metrics::StepMetrics;
 use crate::phase::{self, Phase};
-use crate::reward::RewardPool;
-use crate::rollout::{Batches, Rollout};
+use crate::reward::{RewardPool, RewardTicket};
+use crate::rollout::{Batches, EngineStats, SampledGroup};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// A generation batch to be sampled.
@@ -37,7 +37,9 @@ pub(super) struct GenerationBatch {
 /// The groups that this rank's engine sampled for a batch.
 #[derive(Debug, Default)]
 pub(super) struct SamplingResult {
-    pub rollout: Rollout,
+    pub sampled: Vec<SampledGroup<RewardTicket>>,
+    /// The engine's counts since it woke.
+    pub stats: EngineStats,
     pub drawn: Option<PlacedGroups>,
 }
 
@@ -93,17 +95,17 @@ pub(super) struct SampledBatch {
     pub dropped: Vec<(u32, RolloutGroup)>,
     /// Groups of all ranks, where some may be left out.
     pub tally: Option<Tally>,
-    /// Whether the rewards are there, or still to be awaited.
-    pub is_scored: bool,
+    /// Tickets of the rewards that are still to be awaited, one a group; none where they are there.
+    pub tickets: Option<Vec<RewardTicket>>,
     pub before: DataPosition,
     pub carry: Carry,
 }
 
 impl SampledBatch {
     /// A batch that takes all of its groups.
-    pub fn of_groups(groups: Vec<RolloutGroup>, before: DataPosition) -> Self {
+    pub fn of_groups(groups: Vec<RolloutGroup>, tickets: Vec<RewardTicket>, before: DataPosition) -> Self {
         let (places, dropped, carry) = (Vec::new(), Vec::new(), Carry::default());
-        Self { groups, places, dropped, tally: None, is_scored: false, before, carry }
+        Self { groups, places, dropped, tally: None, tickets: Some(tickets), before, carry }
     }
 }
 
@@ -146,7 +148,8 @@ impl Trainer {
             let mut done = |_, group: &RolloutGroup| submit(group, context.rewards, context.output);
             let mut batch = Batches::first(groups, num_groups, params, &mut done);
             engine.run(turns, &mut batch)?;
-            Ok(SamplingResult { rollout: batch.into_rollout(*engine.stats()), drawn: None })
+            let sampled = batch.into_sampled().into_iter().flatten().collect();
+            Ok(SamplingResult { sampled, stats: *engine.stats(), drawn: None })
         })?;
         self.take(batch, sampled)
     }
@@ -156,8 +159,8 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank; these rows are then drawn again.
     pub(super) fn await_rewards(&mut self, mut sampled: SampledBatch) -> Result<SampledBatch> {
-        if !sampled.is_scored {
-            let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut sampled.groups));
+        if let Some(tickets) = sampled.tickets.take() {
+            let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut sampled.groups, &tickets));
             if let Err(error) = self.world.agree(awaited) {
                 self.put_back(sampled.before)?; // these rows were not trained on
                 return Err(error);
@@ -174,6 +177,7 @@ impl Trainer {
     /// Draws a batch's rows, and those of all later batches, again the next time. Solve rates that were booked since stay.
     pub(super) fn put_back(&mut self, before: DataPosition) -> Result<()> {
         self.ahead.clear();
+        self.rewards.give_up();
         self.carried = before.carried;
         if let Some(turns) = &mut self.turns {
             turns.reset(); // tools have gone on since: what was under way is played anew
@@ -211,12 +215,13 @@ impl Trainer {
         let turns = self.turns.as_mut();
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
-            let mut groups = model.with_rollout(|engine| {
+            let sampled = model.with_rollout(|engine| {
                 engine.on_progress(output.sampling_progress());
                 let done = |group: &RolloutGroup| submit(group, rewards, output);
                 turns::generate(turns, engine, &prompts, &params, done)
             })?;
-            world.agree(rewards.wait(&mut groups))?;
+            let (mut groups, tickets) = SampledGroup::complete(sampled);
+            world.agree(rewards.wait(&mut groups, &tickets))?;
             Ok(groups)
         })?;
         let deciding = self.config.deciding_rewards(self.rewards.judges());

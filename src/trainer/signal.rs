@@ -130,7 +130,7 @@ impl Trainer {
             tally: Some(tally),
             before,
             carry: Default::default(),
-            is_scored: true,
+            tickets: None,
         })
     }
 

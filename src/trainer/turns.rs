@@ -11,7 +11,7 @@ use crate::dist::{HostGroup, World};
 use crate::endpoint::EpisodePlayer;
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::rollout::{GroupTurns, RolloutEngine, SingleTurns, TurnTools};
+use crate::rollout::{GroupTurns, RolloutEngine, SampledGroup, SingleTurns, TurnTools};
 use crate::tools::{Conversations, GroupKey, ToolProcess, ToolStats};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
@@ -59,13 +59,13 @@ pub(super) fn turns_of(turns: Option<&mut RunTurns>) -> Box<dyn GroupTurns + '_>
 ///
 /// # Errors
 /// The errors of [`RolloutEngine::generate`] and of tools.
-pub(crate) fn generate(
+pub(crate) fn generate<D>(
     turns: Option<&mut RunTurns>,
     engine: &mut RolloutEngine<'_>,
     prompts: &[Prompt],
     params: &SamplingParams,
-    done: impl FnMut(&RolloutGroup),
-) -> Result<Vec<RolloutGroup>> {
+    done: impl FnMut(&RolloutGroup) -> D,
+) -> Result<Vec<SampledGroup<D>>> {
     let turns = match turns {
         Some(RunTurns::Agent(player)) => player.turns(false),
         turns => turns_of(turns),
