@@ -245,8 +245,7 @@ impl RewardPool {
         self.wait(groups, &tickets)
     }
 
-    /// Waits for the scores of `groups`, in any order of submission, and fills in `rewards` and `reward` of each completion. Each group has
-    /// the ticket of its submission.
+    /// Waits for the scores of `groups`, each with the ticket of its submission, and fills in `rewards` and `reward` of each completion.
     ///
     /// # Errors
     /// [`Error::Environment`] if no thread can be started; [`Error::RewardService`] if the workers of a reward fail again and
@@ -256,9 +255,7 @@ impl RewardPool {
     /// If the scores of a ticket were taken before.
     pub fn wait(&mut self, groups: &mut [RolloutGroup], tickets: &[RewardTicket]) -> Result<()> {
         let mut state = self.await_until(|state| tickets.iter().all(|ticket| state.is_scored(ticket.0)))?;
-        for (group, ticket) in groups.iter_mut().zip(tickets) {
-            self.fill(&mut state, group, *ticket);
-        }
+        groups.iter_mut().zip(tickets).for_each(|(group, ticket)| self.fill(&mut state, group, *ticket));
         Ok(())
     }
 

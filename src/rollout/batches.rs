@@ -32,7 +32,7 @@ pub struct Rollout {
 pub struct SampledGroup<D = ()> {
     /// The group, with what is sampled of it.
     pub group: RolloutGroup,
-    /// The result of the call that its caller wants for each complete group; none while a completion has not ended.
+    /// The value that `done` of [`Batches`] returned for it; none while a completion has not ended.
     pub done: Option<D>,
 }
 
@@ -42,13 +42,13 @@ impl<D> SampledGroup<D> {
         Self { group, done: None }
     }
 
-    /// The complete ones among groups, and the results of their calls.
+    /// The complete ones of `groups`, and what `done` returned for each.
     pub fn complete(groups: impl IntoIterator<Item = Self>) -> (Vec<RolloutGroup>, Vec<D>) {
         groups.into_iter().filter_map(|sampled| Some((sampled.group, sampled.done?))).unzip()
     }
 }
 
-/// A call for each group of this rank that is complete, with its batch.
+/// A function that is called with each complete group of this rank and the number of its batch.
 type Done<'p, D> = &'p mut dyn FnMut(usize, &RolloutGroup) -> D;
 
 /// The policy of batches whose groups are known before the first step.

@@ -60,5 +60,5 @@ pub use session::{Session, SessionLoad};
 pub use stages::EngineRanks;
 pub use state_pages::{check_state_dtype, state_page_bytes};
 pub use stats::{EngineStats, StageTimes};
-pub use turns::{GroupTurns, SingleTurns, TurnTools, Turns};
+pub use turns::{CostMeter, GroupTurns, SingleTurns, TurnTools, Turns};
 pub use weights::{EngineWeights, QuantizedBlocks};

@@ -3,12 +3,13 @@
 //! not depend on who began it; but where keys and values are kept, to the engine that has them, and with tools to the rank that has them.
 
 use super::Trainer;
-use super::sampling::{GenerationBatch, SampledBatch, SamplingResult};
+use super::sampling::{DataPosition, SampledBatch};
 use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
 use crate::dist::{all_gather_json, share};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
+use crate::reward::RewardTicket;
 use crate::rollout::{EngineStats, SampledGroup};
 use crate::types::{RolloutGroup, Trajectory};
 
@@ -51,18 +52,20 @@ impl Trainer {
 
     /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
     /// are begun that a step does not take.
-    pub(super) fn take(&mut self, batch: GenerationBatch, sampled: SamplingResult) -> Result<SampledBatch> {
-        let (GenerationBatch { begun, params, before, .. }, SamplingResult { sampled, stats, drawn }) =
-            (batch, sampled);
-        if self.engines.is_some() {
-            return self.take_drawn(before, drawn);
-        }
-        let (mut carry, mut kept) = (Carry { engine: stats, ..Carry::default() }, Vec::new());
+    pub(super) fn take(
+        &mut self,
+        begun: Vec<CarriedGroup>,
+        before: DataPosition,
+        sampled: impl Iterator<Item = SampledGroup<RewardTicket>>,
+        engine: EngineStats,
+    ) -> Result<SampledBatch> {
+        let step = self.progress.generation_step;
+        let (mut carry, mut kept) = (Carry { engine, ..Carry::default() }, Vec::new());
         let (mut groups, mut tickets) = (Vec::new(), Vec::new());
         for (begun, SampledGroup { group, done }) in begun.into_iter().zip(sampled) {
             let num_continued = num_sampled(&begun.completions);
             if let Some(ticket) = done {
-                carry.take(num_continued, &group, params.step);
+                carry.take(num_continued, &group, step);
                 groups.push(group);
                 tickets.push(ticket);
                 continue;

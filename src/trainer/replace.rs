@@ -12,14 +12,15 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::sampling::SamplingContext;
+use super::output::RunOutput;
 use super::signal::{GroupVerdict, Tally};
-use crate::data::PromptSampler;
-use crate::dist::share;
+use super::turns::{RunTurns, turns_of};
+use crate::data::{Dataset, PromptSampler};
+use crate::dist::{HostGroup, share};
 use crate::error::Result;
 use crate::phase::{self, Phase};
-use crate::reward::RewardTicket;
-use crate::rollout::{Flow, GroupTurns, Request, SamplingPolicy, Session};
+use crate::reward::{RewardPool, RewardTicket};
+use crate::rollout::{Flow, GroupTurns, Request, RolloutEngine, SamplingPolicy, Session};
 use crate::types::{RolloutGroup, SamplingParams};
 
 /// Engine steps between two exchanges.
@@ -93,9 +94,50 @@ type Submitted = (usize, RewardTicket);
 /// A candidate's owner among the ranks with engines, and what its rewards say.
 type CandidateGroup = (usize, Option<GroupVerdict>);
 
+/// The parts of a run that sampling with replacement uses, beside the engine and the turns.
+pub(super) struct Replacement<'a> {
+    pub rewards: &'a mut RewardPool,
+    pub output: &'a RunOutput,
+    pub dataset: &'a Dataset,
+    /// All ranks with engines, or all without.
+    pub engines: Option<&'a HostGroup>,
+    /// Updates of the run.
+    pub max_steps: u64,
+}
+
+impl Replacement<'_> {
+    /// Samples one batch after the other, of each pair of `steps` with the first as its step of random keys, trained on after as many
+    /// updates as the second says.
+    pub fn sample(
+        &mut self,
+        engine: &mut RolloutEngine<'_>,
+        mut turns: Option<&mut RunTurns>,
+        (mut candidates, quota): (Candidates, GroupQuota),
+        params: &SamplingParams,
+        steps: &[[u64; 2]],
+    ) -> Result<Vec<PlacedGroups>> {
+        engine.on_progress(self.output.sampling_progress());
+        let mut batches = Vec::with_capacity(steps.len());
+        for &[step, global_step] in steps {
+            self.rewards.set_progress(global_step, self.max_steps);
+            let mut batch = OpenBatch::new((candidates.clone(), quota), (step, params), self);
+            engine.run(turns_of(turns.as_deref_mut()), &mut batch)?;
+            let drawn = batch.finish();
+            let sampler = candidates.into_sampler(drawn.tally.num_sampled as usize)?;
+            candidates = Candidates::first(sampler, quota.num_groups)?;
+            batches.push(drawn);
+        }
+        Ok(batches)
+    }
+
+    fn engines(&self) -> &HostGroup {
+        self.engines.expect("a group of the engines where groups are replaced")
+    }
+}
+
 /// The policy of a batch in the making: what all engines know of it, and this rank's part. Collective over all engines.
-pub(super) struct OpenBatch<'c, 'a> {
-    context: &'c mut SamplingContext<'a>,
+struct OpenBatch<'c, 'a> {
+    context: &'c mut Replacement<'a>,
     params: Arc<SamplingParams>,
     candidates: Candidates,
     wanted: GroupQuota,
@@ -115,7 +157,7 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
     pub fn new(
         (candidates, wanted): (Candidates, GroupQuota),
         (first_step, params): (u64, &SamplingParams),
-        context: &'c mut SamplingContext<'a>,
+        context: &'c mut Replacement<'a>,
     ) -> Self {
         let num_places = context.engines().size();
         let shares = (0..num_places).map(|owner| share(candidates.rows.len(), (owner, num_places)));
