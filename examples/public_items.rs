@@ -10,8 +10,8 @@ use colo_grpo::grpo::{
     assign_advantages, has_signal, kl_of_sequence, policy_loss, rewards_are_equal,
 };
 use colo_grpo::reward::{
-    FailureKind, RewardFunction, RewardInput, RewardPool, answer_reader, check_reply, exact_answer, format,
-    numeric_answer,
+    FailureKind, RewardFunction, RewardInput, RewardPool, RewardTicket, answer_reader, check_reply, exact_answer,
+    format, numeric_answer,
 };
 use colo_grpo::signatures::*;
 use colo_grpo::{
@@ -175,8 +175,9 @@ fn rewards(config: &Config) -> Result<()> {
     own.reward_funcs = vec!["brevity".to_owned()];
     let mut pool = RewardPool::with_functions(&own, &[("brevity", brevity)])?;
     let mut groups = [group()];
-    pool.submit(&groups[0]);
-    pool.wait(&mut groups)?;
+    let ticket: RewardTicket = pool.submit(&groups[0]);
+    pool.wait(&mut groups, &[ticket])?;
+    pool.score(&mut groups)?; // both at once
     let failures: Vec<(String, FailureKind, usize)> = pool.take_failures();
     println!("{:?} gave {:?}; failures {failures:?}", pool.names(), groups[0].completions[0].rewards);
 

@@ -76,6 +76,8 @@ split-async-two     2  SPLIT split.async_steps=1 gpu
 split-pp2           3  mode=split split.rollout_gpus=2 residency.optimizer=resident pipeline_parallel_size=2
 carried             2  CARRIED
 carried-kept        2  CARRIED carried_kv=keep gpu
+replaced            2  dynamic_sampling=replace
+replaced-ahead      3  SPLIT dynamic_sampling=replace split.async_steps=1
 strict              1  strict=true max_num_seqs=8 gpu-alone
 filtered            1  top_k=20 top_p=0.9 min_p=0.05 repetition_penalty=1.2 stop=["5"] temperature=1.3 gpu
 preempted           1  kv_cache_bytes=262144 max_num_batched_tokens=64

@@ -220,7 +220,7 @@ pub struct TokenLogprob {
 }
 
 /// How tokens are drawn. Defaults are those of TRL's `GRPOConfig`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SamplingParams {
     /// Completions per prompt.
     pub num_generations: usize,

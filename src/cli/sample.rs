@@ -18,6 +18,7 @@ use crate::memory;
 use crate::metrics::{StepMetrics, gather_completions, problems_progress, rows_progress, write_completions};
 use crate::model::ModelSource;
 use crate::phase::{self, Fault, Phase, terminal};
+use crate::rollout::SampledGroup;
 use crate::serve::{ModelService, NamedAdapter, SamplingDefaults, ServeOptions};
 use crate::tools::ToolProcess;
 use crate::trainer::{self, RunTurns};
@@ -117,14 +118,16 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let (mut progress, mut num_done) = (problems_progress(world.rank() == 0), 0);
     progress(num_done, prompts.len());
     let submit = |group: &RolloutGroup| {
-        rewards.submit(group);
+        let ticket = rewards.submit(group);
         num_done += 1;
         progress(num_done, prompts.len());
+        ticket
     };
-    let mut groups = served.with_engine(|rollout| {
+    let sampled = served.with_engine(|rollout| {
         phase::scope(Phase::Generate, || trainer::generate(turns.as_mut(), rollout, &prompts, &params, submit))
     })?;
-    phase::scope(Phase::Reward, || rewards.wait(&mut groups))?;
+    let (mut groups, tickets) = SampledGroup::complete(sampled);
+    phase::scope(Phase::Reward, || rewards.wait(&mut groups, &tickets))?;
     if let Some(path) = &args.output {
         let rows =
             gather_completions(0, rewards.names(), &groups, turns.is_some().then_some(&*tokenizer), &*world.group())?;

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::announce::WireRequest;
 use super::counters::Counters;
 use super::refusal::Refusal;
 use crate::rollout::Request;
@@ -53,16 +52,20 @@ pub enum RequestUpdate {
 /// A message to the engine's loop.
 #[derive(Debug)]
 pub(super) enum EngineCommand {
-    Submit {
-        ticket: u64,
-        first_choice: usize,
-        wanted: Box<WireRequest>,
-        updates: UnboundedSender<RequestUpdate>,
-        at: Instant,
-    },
-    Cancel {
-        ticket: u64,
-    },
+    Submit { ticket: u64, wanted: Box<Request>, listener: Listener },
+    Cancel { ticket: u64 },
+}
+
+/// Who waits for a request.
+#[derive(Debug)]
+pub(super) struct Listener {
+    pub first_choice: usize,
+    pub updates: UnboundedSender<RequestUpdate>,
+    /// When it was submitted.
+    pub at: Instant,
+    pub has_begun: bool,
+    /// The request, where it is kept for a later session.
+    pub wanted: Option<Box<Request>>,
 }
 
 impl EngineCommand {
@@ -151,8 +154,9 @@ impl EngineClient {
         let ticket = RequestHandle { id, num_choices, updates, client: self.clone() };
         let mut first_choice = 0;
         for request in requests {
-            let (wanted, updates, at) = (Box::new(WireRequest::of(request)), sender.clone(), Instant::now());
-            let submit = EngineCommand::Submit { ticket: id, first_choice, wanted, updates, at };
+            let (updates, at) = (sender.clone(), Instant::now());
+            let listener = Listener { first_choice, updates, at, has_begun: false, wanted: None };
+            let submit = EngineCommand::Submit { ticket: id, wanted: Box::new(request.clone()), listener };
             self.commands.send(submit).map_err(|_| stopping())?;
             first_choice += request.params.num_generations;
         }

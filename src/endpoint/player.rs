@@ -21,7 +21,7 @@ use crate::dist::HostGroup;
 use crate::error::Result;
 use crate::http::{Guard, HttpServer};
 use crate::rollout::GroupTurns;
-use crate::tools::{Agent, EpisodeOutcome, GroupKey, ToolProcess};
+use crate::tools::{Agent, EpisodeOutcome, GroupKey, SessionCosts, ToolProcess};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// The only machine that may ask: this one.
@@ -88,14 +88,8 @@ pub struct EpisodeStats {
     pub seconds: f64,
     /// Seconds of the longest one.
     pub max_seconds: f64,
-    /// Time in which nothing was decoded, as every episode was busy elsewhere.
-    pub idle: Duration,
-    /// Time of all sessions.
-    pub total: Duration,
-    /// Tokens of earlier turns that the engine still had, on the first of the ranks that share it.
-    pub num_kept_tokens: usize,
-    /// Tokens of earlier turns that were computed again, on the first of the ranks that share an engine.
-    pub num_recomputed_tokens: usize,
+    /// Costs of their turns.
+    pub sessions: SessionCosts,
 }
 
 impl EpisodePlayer {

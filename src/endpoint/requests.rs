@@ -3,16 +3,13 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
-use tokio::sync::mpsc::UnboundedSender;
-
-use super::announce::{RequestChange, WireRequest};
-use super::client::{ClientShared, EngineCommand, RequestUpdate};
+use super::announce::RequestChange;
+use super::client::{ClientShared, EngineCommand, Listener, RequestUpdate};
 use super::counters::Counters;
 use super::refusal::Refusal;
 use crate::error::{Error, Result};
-use crate::rollout::{Event, RequestId, Session};
+use crate::rollout::{Event, Request, RequestId, Session};
 
 /// Requests under way in a session.
 #[derive(Debug)]
@@ -38,16 +35,6 @@ struct OpenRequest {
     listener: Option<Listener>,
 }
 
-/// Who waits for a request.
-#[derive(Debug)]
-struct Listener {
-    first_choice: usize,
-    updates: UnboundedSender<RequestUpdate>,
-    at: Instant,
-    has_begun: bool,
-    wanted: Option<Box<WireRequest>>,
-}
-
 impl Requests {
     /// No requests, on rank `rank` of the engine.
     pub fn new(rank: usize, shared: Option<Arc<ClientShared>>, are_kept: bool) -> Self {
@@ -63,9 +50,8 @@ impl Requests {
     /// The change that a client's command asks for. All ranks must [`apply`](Requests::apply) it then.
     pub fn take(&mut self, command: EngineCommand) -> RequestChange {
         match command {
-            EngineCommand::Submit { ticket, first_choice, wanted, updates, at } => {
-                let kept = self.are_kept.then(|| wanted.clone());
-                let listener = Listener { first_choice, updates, at, has_begun: false, wanted: kept };
+            EngineCommand::Submit { ticket, wanted, mut listener } => {
+                listener.wanted = self.are_kept.then(|| wanted.clone());
                 self.coming.entry(ticket).or_default().push(listener);
                 RequestChange::Submit(ticket, wanted)
             }
@@ -95,7 +81,7 @@ impl Requests {
                 let listener = self.next_listener(owner, ticket);
                 let num_tokens = wanted.token_ids.len();
                 let has_unknown_ids = wanted.token_ids.iter().any(|&id| !session.knows(id));
-                match session.submit(wanted.request()) {
+                match session.submit(*wanted) {
                     Ok(request) => {
                         self.count(|counters| Counters::add(&counters.prompt_tokens, num_tokens));
                         self.open.insert(request, OpenRequest { owner, ticket, listener });
@@ -154,7 +140,7 @@ impl Requests {
     }
 
     /// This rank's requests under way, each with its ticket and in the form in which it came.
-    pub fn under_way(&self) -> impl Iterator<Item = (RequestId, u64, &WireRequest)> {
+    pub fn under_way(&self) -> impl Iterator<Item = (RequestId, u64, &Request)> {
         self.open.iter().filter_map(|(id, open)| Some((*id, open.ticket, open.listener.as_ref()?.wanted.as_deref()?)))
     }
 
@@ -163,10 +149,13 @@ impl Requests {
         let mut open: Vec<(RequestId, OpenRequest)> = self.open.into_iter().collect();
         open.sort_by_key(|(_, open)| open.ticket);
         let command = |(request, OpenRequest { ticket, listener, .. })| {
-            let Listener { first_choice, updates, at, wanted, .. } = listener?;
-            let mut wanted = wanted?;
-            wanted.go_on(session.trajectory(request, 0));
-            Some(EngineCommand::Submit { ticket, first_choice, wanted, updates, at })
+            let mut listener = Listener { has_begun: false, ..listener? };
+            let mut wanted = listener.wanted.take()?;
+            let completion = session.trajectory(request, 0);
+            if !completion.token_ids.is_empty() {
+                wanted.begun = vec![completion];
+            }
+            Some(EngineCommand::Submit { ticket, wanted, listener })
         };
         open.into_iter().filter_map(command).collect()
     }

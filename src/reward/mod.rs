@@ -44,7 +44,7 @@ pub use answer::{exact_answer, format, numeric_answer};
 pub(crate) use builtin::names;
 pub use failures::FailureKind;
 pub(crate) use failures::RewardFailure;
-pub use pool::RewardPool;
+pub use pool::{RewardPool, RewardTicket};
 pub(crate) use protocol::{frame, take_frame};
 use serde_json::{Map, Value};
 pub(crate) use worker::{Origin, Program, RewardWorker};

@@ -9,7 +9,7 @@ use super::endpoint::Endpoint;
 use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
 use super::service::RewardService;
 use super::source::{RewardSource, RewardSources};
-use super::state::{PoolShared, PoolState, RunProgress};
+use super::state::{PendingGroup, PoolShared, PoolState, RunProgress};
 use super::worker::Origin;
 use super::{RewardFunction, builtin, code};
 use crate::config::{Config, ProcessRewards, RewardConfig, environment_class, reward_name};
@@ -40,6 +40,10 @@ pub struct RewardPool {
     seen: Vec<Vec<FailureKind>>,
     shared: Arc<PoolShared>,
 }
+
+/// A group's submission to a [`RewardPool`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RewardTicket(u64);
 
 impl RewardPool {
     /// The rewards that `config` names. Threads and processes start with [`start`](Self::start) or the first submission.
@@ -222,26 +226,36 @@ impl RewardPool {
         self.shared.lock().progress = RunProgress { global_step, max_steps };
     }
 
-    /// Starts to score a finished group and returns at once; should no thread start, [`wait`](Self::wait) says so.
-    pub fn submit(&self, group: &RolloutGroup) {
+    /// Starts to score a finished group and returns at once the ticket that its scores are asked for by. Should no thread start,
+    /// [`wait`](Self::wait) says so.
+    pub fn submit(&self, group: &RolloutGroup) -> RewardTicket {
         let mut state = self.shared.lock();
-        self.shared.submit(&mut state, Arc::new(group.clone()));
+        let ticket = self.shared.submit(&mut state, Arc::new(group.clone()));
         let _ = self.start_services(&mut state).and_then(|()| self.keep_threads(&mut state));
         self.shared.changed.notify_all();
+        RewardTicket(ticket)
     }
 
-    /// Waits for the scores of `groups`, in any order of submission, and fills in `rewards` and `reward` of each
-    /// completion. Groups that were not submitted are scored now.
+    /// Submits groups and waits for their scores.
+    ///
+    /// # Errors
+    /// The errors of [`RewardPool::wait`].
+    pub fn score(&mut self, groups: &mut [RolloutGroup]) -> Result<()> {
+        let tickets: Vec<RewardTicket> = groups.iter().map(|group| self.submit(group)).collect();
+        self.wait(groups, &tickets)
+    }
+
+    /// Waits for the scores of `groups`, each with the ticket of its submission, and fills in `rewards` and `reward` of each completion.
     ///
     /// # Errors
     /// [`Error::Environment`] if no thread can be started; [`Error::RewardService`] if the workers of a reward fail again and
     /// again; those of [`start`](Self::start) if it was not called.
-    pub fn wait(&mut self, groups: &mut [RolloutGroup]) -> Result<()> {
-        let tickets = self.claim(groups);
-        let mut state = self.await_until(|state| tickets.iter().all(|ticket| state.pending[ticket].num_open == 0))?;
-        for (group, ticket) in groups.iter_mut().zip(&tickets) {
-            self.fill(&mut state, group, *ticket);
-        }
+    ///
+    /// # Panics
+    /// If the scores of a ticket were taken before.
+    pub fn wait(&mut self, groups: &mut [RolloutGroup], tickets: &[RewardTicket]) -> Result<()> {
+        let mut state = self.await_until(|state| tickets.iter().all(|ticket| state.is_scored(ticket.0)))?;
+        groups.iter_mut().zip(tickets).for_each(|(group, ticket)| self.fill(&mut state, group, *ticket));
         Ok(())
     }
 
@@ -250,16 +264,24 @@ impl RewardPool {
     ///
     /// # Errors
     /// The errors of [`RewardPool::wait`].
-    pub(crate) fn poll(&mut self, groups: &mut [RolloutGroup], waits: bool) -> Result<Vec<bool>> {
-        let tickets = self.claim(groups);
+    pub(crate) fn poll(
+        &mut self,
+        groups: &mut [RolloutGroup],
+        tickets: &[RewardTicket],
+        waits: bool,
+    ) -> Result<Vec<bool>> {
         let waits = waits && !tickets.is_empty();
-        let is_scored = |state: &PoolState, ticket: &u64| state.pending[ticket].num_open == 0;
-        let mut state = self.await_until(|state| !waits || tickets.iter().any(|ticket| is_scored(state, ticket)))?;
-        let scored: Vec<bool> = tickets.iter().map(|ticket| is_scored(&state, ticket)).collect();
-        for ((group, ticket), _) in groups.iter_mut().zip(&tickets).zip(&scored).filter(|(_, is_scored)| **is_scored) {
+        let mut state = self.await_until(|state| !waits || tickets.iter().any(|ticket| state.is_scored(ticket.0)))?;
+        let scored: Vec<bool> = tickets.iter().map(|ticket| state.is_scored(ticket.0)).collect();
+        for ((group, ticket), _) in groups.iter_mut().zip(tickets).zip(&scored).filter(|(_, is_scored)| **is_scored) {
             self.fill(&mut state, group, *ticket);
         }
         Ok(scored)
+    }
+
+    /// Gives up all groups that were submitted and not taken.
+    pub(crate) fn give_up(&self) {
+        self.shared.lock().pending.clear();
     }
 
     /// Waits until `holds`, while deadlines are kept and threads that were given up are replaced.
@@ -279,8 +301,9 @@ impl RewardPool {
     }
 
     /// Moves the scores of a ticket into its group.
-    fn fill(&self, state: &mut PoolState, group: &mut RolloutGroup, ticket: u64) {
-        let scores = state.pending.remove(&ticket).map(|pending| pending.scores).unwrap_or_default();
+    fn fill(&self, state: &mut PoolState, group: &mut RolloutGroup, ticket: RewardTicket) {
+        let PendingGroup { scores, .. } =
+            state.pending.remove(&ticket.0).expect("a ticket whose scores were not taken");
         for (completion, scores) in group.completions.iter_mut().zip(scores) {
             let is_lost = completion.failure.is_some();
             let scores = if is_lost { vec![Score::Failed; scores.len()] } else { scores };
@@ -307,29 +330,6 @@ impl RewardPool {
     /// The first failure since the last call, in words.
     pub fn take_cause(&mut self) -> Option<String> {
         self.shared.lock().first_cause.take()
-    }
-
-    /// A ticket for each group: of an equal group that was submitted, or of one submitted here.
-    fn claim(&self, groups: &[RolloutGroup]) -> Vec<u64> {
-        let mut state = self.shared.lock();
-        let mut tickets = Vec::with_capacity(groups.len());
-        for group in groups {
-            let same = |submitted: &RolloutGroup| {
-                submitted.prompt.id == group.prompt.id
-                    && submitted.completions.len() == group.completions.len()
-                    && submitted
-                        .completions
-                        .iter()
-                        .zip(&group.completions)
-                        .all(|(a, b)| a.token_ids == b.token_ids && a.environment == b.environment)
-            };
-            let known =
-                state.pending.iter().filter(|(ticket, pending)| !tickets.contains(*ticket) && same(&pending.group));
-            let ticket = known.map(|(ticket, _)| *ticket).min();
-            tickets.push(ticket.unwrap_or_else(|| self.shared.submit(&mut state, Arc::new(group.clone()))));
-        }
-        self.shared.changed.notify_all();
-        tickets
     }
 
     /// Sees to it that `num_threads` threads run the functions of this process, if there are any.

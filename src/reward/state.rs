@@ -44,7 +44,7 @@ pub(super) struct PoolState {
     pub endpoint_queues: Vec<VecDeque<ScoringJob>>,
     /// Jobs that functions of this process are at, by their number.
     pub running: HashMap<u64, Running>,
-    /// Groups not yet claimed, by ticket.
+    /// Groups whose scores were not taken yet, by ticket.
     pub pending: HashMap<u64, PendingGroup>,
     /// Threads of functions that have not been given up.
     pub num_workers: usize,
@@ -167,7 +167,7 @@ impl PoolShared {
         state.closed || state.broken.is_some()
     }
 
-    /// Queues every completion of `group` with every reward; the ticket claims its scores.
+    /// Queues every completion of `group` with every reward; its scores are known by the ticket.
     pub fn submit(&self, state: &mut PoolState, group: Arc<RolloutGroup>) -> u64 {
         let (ticket, progress) = (state.number(), state.progress);
         let num_completions = group.completions.len();
@@ -227,6 +227,11 @@ impl PoolState {
             }),
             None => Ok(()),
         }
+    }
+
+    /// Whether every reward has answered.
+    pub fn is_scored(&self, ticket: u64) -> bool {
+        self.pending[&ticket].num_open == 0
     }
 
     /// Books a job as being run by functions of this process.

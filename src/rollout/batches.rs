@@ -29,31 +29,37 @@ pub struct Rollout {
 
 /// A group of a batch after a session.
 #[derive(Debug, Clone, PartialEq)]
-pub struct SampledGroup {
+pub struct SampledGroup<D = ()> {
     /// The group, with what is sampled of it.
     pub group: RolloutGroup,
-    /// Whether all of its completions ended.
-    pub is_complete: bool,
+    /// The value that `done` of [`Batches`] returned for it; none while a completion has not ended.
+    pub done: Option<D>,
 }
 
-/// A group's batch, and its place there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GroupPlace {
-    /// The batch.
-    pub batch: usize,
-    /// The group's place among this rank's of the batch.
-    pub position: usize,
+impl<D> SampledGroup<D> {
+    /// A group that is not complete.
+    pub fn open(group: RolloutGroup) -> Self {
+        Self { group, done: None }
+    }
+
+    /// The complete ones of `groups`, and what `done` returned for each.
+    pub fn complete(groups: impl IntoIterator<Item = Self>) -> (Vec<RolloutGroup>, Vec<D>) {
+        groups.into_iter().filter_map(|sampled| Some((sampled.group, sampled.done?))).unzip()
+    }
 }
+
+/// A function that is called with each complete group of this rank and the number of its batch.
+type Done<'p, D> = &'p mut dyn FnMut(usize, &RolloutGroup) -> D;
 
 /// The policy of batches whose groups are known before the first step.
-pub struct Batches<'p> {
+pub struct Batches<'p, D = ()> {
     params: &'p SamplingParams,
-    groups: Vec<Vec<SampledGroup>>, // this rank's
+    groups: Vec<Vec<SampledGroup<D>>>, // this rank's
     /// This rank's part of the groups of the first batch that must be complete before the session ends.
     num_groups: usize,
     /// Asked every [`STEPS`] steps from then on whether the session ends; without it, it ends at once.
     pauses: Option<&'p mut dyn FnMut() -> Result<bool>>,
-    done: &'p mut dyn FnMut(GroupPlace, &RolloutGroup),
+    done: Done<'p, D>,
     /// All ranks' groups until they are submitted.
     requests: Vec<(OwnedPlace, Request)>,
     /// Their places by number.
@@ -67,14 +73,14 @@ pub struct Batches<'p> {
 /// A group's batch, and its place there if it is this rank's.
 type OwnedPlace = (usize, Option<usize>);
 
-impl<'p> Batches<'p> {
+impl<'p, D> Batches<'p, D> {
     /// One batch, whose session ends once `num_groups` of the groups are complete, the ranks' numbers added up. `done` is called with
     /// each of this rank's as soon as its last completion ends.
     pub fn first(
         mut groups: Vec<RolloutGroup>,
         num_groups: usize,
         params: &'p SamplingParams,
-        done: &'p mut dyn FnMut(GroupPlace, &RolloutGroup),
+        done: Done<'p, D>,
     ) -> Self {
         for group in groups.iter_mut().filter(|group| group.completions.is_empty()) {
             group.first_step = params.step;
@@ -90,42 +96,27 @@ impl<'p> Batches<'p> {
         batches: Vec<Vec<RolloutGroup>>,
         params: &'p SamplingParams,
         pauses: &'p mut dyn FnMut() -> Result<bool>,
-        done: &'p mut dyn FnMut(GroupPlace, &RolloutGroup),
+        done: Done<'p, D>,
     ) -> Self {
         let num_groups = batches.first().map_or(0, Vec::len);
         Self { pauses: Some(pauses), ..Self::new(batches, num_groups, params, done) }
     }
 
-    fn new(
-        batches: Vec<Vec<RolloutGroup>>,
-        num_groups: usize,
-        params: &'p SamplingParams,
-        done: &'p mut dyn FnMut(GroupPlace, &RolloutGroup),
-    ) -> Self {
-        let open = |group| SampledGroup { group, is_complete: false };
-        let groups = batches.into_iter().map(|groups| groups.into_iter().map(open).collect()).collect();
+    fn new(batches: Vec<Vec<RolloutGroup>>, num_groups: usize, params: &'p SamplingParams, done: Done<'p, D>) -> Self {
+        let open = |groups: Vec<RolloutGroup>| groups.into_iter().map(SampledGroup::open).collect();
+        let groups = batches.into_iter().map(open).collect();
         let (requests, places) = (Vec::new(), Vec::new());
         let (num_awaited, num_left, num_steps) = (0, 0, 0);
         Self { params, groups, num_groups, pauses: None, done, requests, places, num_awaited, num_left, num_steps }
     }
 
     /// The groups of each batch as they stand, in the order in which they were passed.
-    pub fn into_sampled(self) -> Vec<Vec<SampledGroup>> {
+    pub fn into_sampled(self) -> Vec<Vec<SampledGroup<D>>> {
         self.groups
-    }
-
-    /// The groups of one batch, apart.
-    pub fn into_rollout(self, stats: EngineStats) -> Rollout {
-        let mut rollout = Rollout { stats, ..Rollout::default() };
-        for (index, SampledGroup { group, is_complete }) in self.groups.into_iter().flatten().enumerate() {
-            let groups = if is_complete { &mut rollout.complete } else { &mut rollout.unfinished };
-            groups.push((index, group));
-        }
-        rollout
     }
 }
 
-impl<T: GroupTurns + ?Sized> SamplingPolicy<T> for Batches<'_> {
+impl<T: GroupTurns + ?Sized, D> SamplingPolicy<T> for Batches<'_, D> {
     fn prepare(&mut self, engine: &RolloutEngine<'_>, turns: &mut T) -> Result<()> {
         let (model, ranks) = ((ModelIds::of(&engine.engine.spec), &engine.limits()), &*engine.engine.ranks.all);
         for (batch, groups) in self.groups.iter_mut().enumerate() {
@@ -168,15 +159,15 @@ impl<T: GroupTurns + ?Sized> SamplingPolicy<T> for Batches<'_> {
         self.num_left -= 1;
         let Some(position) = own else { return Ok(()) };
         let group = turns.take_complete(number, session)?;
-        (self.done)(GroupPlace { batch, position }, &group);
-        self.groups[batch][position] = SampledGroup { group, is_complete: true };
+        let done = Some((self.done)(batch, &group));
+        self.groups[batch][position] = SampledGroup { group, done };
         Ok(())
     }
 
     fn end(&mut self, turns: &T, session: &Session<'_>) -> Result<()> {
         for (number, (batch, own)) in self.places.iter().enumerate() {
             let sampled = own.map(|position| &mut self.groups[*batch][position]);
-            if let Some(sampled) = sampled.filter(|sampled| !sampled.is_complete) {
+            if let Some(sampled) = sampled.filter(|sampled| sampled.done.is_none()) {
                 sampled.group = turns.group(number, session)?;
             }
         }
@@ -203,25 +194,26 @@ impl RolloutEngine<'_> {
         params: &SamplingParams,
         done: impl FnMut(&RolloutGroup),
     ) -> Result<Vec<RolloutGroup>> {
-        self.generate_with(Box::<SingleTurns>::default(), prompts, params, done)
+        let sampled = self.generate_with(Box::<SingleTurns>::default(), prompts, params, done)?;
+        Ok(SampledGroup::complete(sampled).0)
     }
 
     /// [`RolloutEngine::generate`] of completions that may have several turns.
     ///
     /// # Errors
     /// The errors of [`RolloutEngine::generate`] and of `turns`.
-    pub fn generate_with<T: GroupTurns + ?Sized>(
+    pub fn generate_with<T: GroupTurns + ?Sized, D>(
         &mut self,
         turns: Box<T>,
         prompts: &[Prompt],
         params: &SamplingParams,
-        mut done: impl FnMut(&RolloutGroup),
-    ) -> Result<Vec<RolloutGroup>> {
+        mut done: impl FnMut(&RolloutGroup) -> D,
+    ) -> Result<Vec<SampledGroup<D>>> {
         let mut done = |_, group: &RolloutGroup| done(group);
         let groups = prompts.iter().cloned().map(RolloutGroup::new).collect();
         let mut batch = Batches::first(groups, prompts.len(), params, &mut done);
         self.run(turns, &mut batch)?;
-        Ok(batch.into_sampled().into_iter().flatten().map(|sampled| sampled.group).collect())
+        Ok(batch.into_sampled().into_iter().flatten().collect())
     }
 
     /// Goes on with groups, begun or not, until the first `num_groups` of them are complete, the ranks' numbers added up. Lengths
@@ -242,11 +234,16 @@ impl RolloutEngine<'_> {
         let mut done = |_, group: &RolloutGroup| done(group);
         let mut batch = Batches::first(groups, num_groups, params, &mut done);
         self.run(Box::<SingleTurns>::default(), &mut batch)?;
-        Ok(batch.into_rollout(*self.stats()))
+        let mut rollout = Rollout { stats: *self.stats(), ..Rollout::default() };
+        for (index, SampledGroup { group, done }) in batch.into_sampled().into_iter().flatten().enumerate() {
+            let groups = if done.is_some() { &mut rollout.complete } else { &mut rollout.unfinished };
+            groups.push((index, group));
+        }
+        Ok(rollout)
     }
 }
 
-impl fmt::Debug for Batches<'_> {
+impl<D: fmt::Debug> fmt::Debug for Batches<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Batches").field("groups", &self.groups).finish_non_exhaustive()
     }

@@ -47,7 +47,7 @@ mod stop;
 mod turns;
 mod weights;
 
-pub use batches::{Batches, GroupPlace, Rollout, SampledGroup};
+pub use batches::{Batches, Rollout, SampledGroup};
 pub use engine::{Engine, EngineOptions, RolloutEngine, check_stages, fullest_stage};
 pub use fp8::{check_fp8, fp8_weight_bytes};
 pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, profile_step};
@@ -60,5 +60,5 @@ pub use session::{Session, SessionLoad};
 pub use stages::EngineRanks;
 pub use state_pages::{check_state_dtype, state_page_bytes};
 pub use stats::{EngineStats, StageTimes};
-pub use turns::{GroupTurns, SingleTurns, TurnTools, Turns};
+pub use turns::{CostMeter, GroupTurns, SingleTurns, TurnTools, Turns};
 pub use weights::{EngineWeights, QuantizedBlocks};

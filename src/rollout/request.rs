@@ -1,10 +1,14 @@
 //! Requests to an engine, and the events that it reports.
 
+use std::fmt;
 use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
 
 use super::scheduler::StepLimits;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
+use crate::tools::GroupKey;
 use crate::types::{FinishReason, RoutedExperts, SamplingParams, TokenLogprob, Trajectory};
 
 /// Most tokens that are reported beside each sampled one, as with OpenAI.
@@ -20,7 +24,7 @@ pub(super) struct ModelIds {
 }
 
 /// A prompt to be continued `params.num_generations` times.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Request {
     /// Third word of the random keys, after seed and step. Requests with equal keys and tokens get equal completions.
     pub prompt_id: u64,
@@ -31,6 +35,7 @@ pub struct Request {
     /// Number of its first completion: last word of the random keys. Above 0 where one completion of a group goes on alone.
     pub first_sample: usize,
     /// How tokens are drawn and when a completion ends. Requests of one session may differ in theirs.
+    #[serde(with = "unshared")]
     pub params: Arc<SamplingParams>,
     /// Tokens that an earlier session sampled of each completion; empty if none.
     pub begun: Vec<Trajectory>,
@@ -99,7 +104,29 @@ impl ModelIds {
     }
 }
 
+/// Parameters on their way to another rank.
+mod unshared {
+    use std::sync::Arc;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::types::SamplingParams;
+
+    pub fn serialize<S: Serializer>(params: &Arc<SamplingParams>, serializer: S) -> Result<S::Ok, S::Error> {
+        params.as_ref().serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<SamplingParams>, D::Error> {
+        SamplingParams::deserialize(deserializer).map(Arc::new)
+    }
+}
+
 impl Request {
+    /// The group that it belongs to.
+    pub(crate) fn group(&self) -> GroupKey {
+        GroupKey { prompt_id: self.prompt_id, first_step: self.first_step }
+    }
+
     /// All tokens that its first completion goes on from.
     pub(crate) fn context(&self) -> Vec<u32> {
         let begun = self.begun.first().map_or(&[][..], |trajectory| &trajectory.token_ids);
@@ -157,53 +184,33 @@ impl SamplingParams {
 
     /// The first value that is out of its range: its name, the range, and the value.
     pub(crate) fn fault(&self) -> Option<(&'static str, &'static str, String)> {
-        let checks = [
-            (
-                "num_generations",
-                self.num_generations >= 1,
-                "num_generations of at least 1",
-                self.num_generations.to_string(),
-            ),
+        let min_p = self.min_p.map_or_else(|| "none".to_owned(), |p| p.to_string());
+        let has_min_p = self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0));
+        let is_penalty = is_within(self.repetition_penalty, Self::MIN_PENALTY..=Self::MAX_PENALTY);
+        let is_temperature = Self::is_temperature(self.temperature);
+        let (stop, has_text) = (format!("{:?}", self.stop), self.stop.iter().all(|stop| !stop.is_empty()));
+        let checks: [(_, _, _, &dyn fmt::Display); 8] = [
+            ("num_generations", self.num_generations >= 1, "num_generations of at least 1", &self.num_generations),
             (
                 "max_completion_length",
                 self.max_completion_length >= 1,
                 "max_completion_length of at least 1",
-                self.max_completion_length.to_string(),
+                &self.max_completion_length,
             ),
-            (
-                "temperature",
-                Self::is_temperature(self.temperature),
-                "a temperature of 0 (greedy) or of at least 0.000001",
-                self.temperature.to_string(),
-            ),
-            ("top_p", Self::is_top_p(self.top_p), "top_p in (0, 1]", self.top_p.to_string()),
-            (
-                "min_p",
-                self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0)),
-                "min_p in [0, 1]",
-                self.min_p.map_or_else(|| "none".into(), |p| p.to_string()),
-            ),
+            ("temperature", is_temperature, "a temperature of 0 (greedy) or of at least 0.000001", &self.temperature),
+            ("top_p", Self::is_top_p(self.top_p), "top_p in (0, 1]", &self.top_p),
+            ("min_p", has_min_p, "min_p in [0, 1]", &min_p),
             (
                 "repetition_penalty",
-                is_within(self.repetition_penalty, Self::MIN_PENALTY..=Self::MAX_PENALTY),
+                is_penalty,
                 "a repetition_penalty from 0.000001 to 1000000",
-                self.repetition_penalty.to_string(),
+                &self.repetition_penalty,
             ),
-            (
-                "top_logprobs",
-                self.top_logprobs <= MAX_TOP_LOGPROBS,
-                "top_logprobs of at most 20",
-                self.top_logprobs.to_string(),
-            ),
-            (
-                "stop",
-                self.stop.iter().all(|stop| !stop.is_empty()),
-                "stop strings with text",
-                format!("{:?}", self.stop),
-            ),
+            ("top_logprobs", self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs of at most 20", &self.top_logprobs),
+            ("stop", has_text, "stop strings with text", &stop),
         ];
         let fault = checks.into_iter().find(|(_, holds, ..)| !holds);
-        fault.map(|(name, _, expected, got)| (name, expected, got))
+        fault.map(|(name, _, expected, got)| (name, expected, got.to_string()))
     }
 }
 

@@ -1,5 +1,5 @@
-//! The loop of every session: a policy says what begins before each step and when the session ends, turns take in what the engine
-//! reports. Batches, replaced groups and served clients are policies; tools, agents and clients take turns.
+//! The loop of every session. A policy decides which groups begin before a step and when the session ends; turns submit requests and take
+//! in the engine's events. Batches, replaced groups and served clients are policies; tools, agents and clients take turns.
 
 use super::engine::RolloutEngine;
 use super::request::Event;
@@ -18,7 +18,7 @@ pub enum Flow {
 
 /// A session's beginnings and its end. Every rank of the engine must decide the same.
 pub trait SamplingPolicy<T: ?Sized> {
-    /// Prepares the requests, before the session opens: what is refused here costs the engine nothing that it keeps.
+    /// Gathers and checks requests before the session opens. A refusal here leaves the sequences that the engine keeps in place.
     ///
     /// # Errors
     /// Returns why they cannot be served.
@@ -41,7 +41,7 @@ pub trait SamplingPolicy<T: ?Sized> {
         Ok(())
     }
 
-    /// Takes what is there of the groups that are not complete, once no step is under way.
+    /// Takes the groups that are not complete as they stand, once no step is under way.
     ///
     /// # Errors
     /// The errors of the tokenizer.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::process::ToolProcess;
-use super::stats::ToolStats;
+use super::stats::{SessionCosts, ToolStats};
 use crate::config::{AutoOr, Config, ToolCallParser};
 use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, Turns, open_thought};
 use crate::error::{Error, Result};
@@ -279,21 +279,14 @@ impl Conversations {
         self.asked.values().any(|asked| is_wanted(&asked.key()))
     }
 
-    /// Books the time of a rollout, in which nothing was decoded for `idle`.
-    pub fn book_time(&mut self, idle: Duration, total: Duration) {
-        self.stats.idle += idle;
-        self.stats.total += total;
+    /// Counts what a session cost.
+    pub fn book(&mut self, costs: SessionCosts) {
+        self.stats.sessions += costs;
     }
 
     /// The model's tokenizer.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
-    }
-
-    /// Books tokens of earlier turns that an engine still had, and those that it computed again.
-    pub fn book_tokens(&mut self, num_kept: usize, num_recomputed: usize) {
-        self.stats.num_kept_tokens += num_kept;
-        self.stats.num_recomputed_tokens += num_recomputed;
     }
 
     /// Why an environment was lost since the last call: the first of them.

@@ -24,4 +24,4 @@ pub use agent::{Agent, EpisodeOutcome};
 pub use conversations::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
 pub use interpreters::{COMMAND as PYTHON_COMMAND, serve as serve_python};
 pub use process::ToolProcess;
-pub use stats::ToolStats;
+pub use stats::SessionCosts;

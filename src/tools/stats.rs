@@ -1,5 +1,6 @@
 //! Counts of trajectories with tools.
 
+use std::ops::AddAssign;
 use std::time::Duration;
 
 /// Counts over trajectories that have ended, on one rank.
@@ -31,12 +32,29 @@ pub struct ToolStats {
     pub seconds: f64,
     /// Seconds of the slowest.
     pub max_seconds: f64,
-    /// Tokens of earlier turns that the engine still had keys and values of when the next turn began.
+    /// Counts of the sessions.
+    pub sessions: SessionCosts,
+}
+
+/// Costs of turns in the engine's sessions.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct SessionCosts {
+    /// Tokens of earlier turns that the engine still had keys and values of when the next turn began, on the first of the ranks that share
+    /// it.
     pub num_kept_tokens: usize,
-    /// Tokens of earlier turns that were computed again when the next turn began.
+    /// Tokens of earlier turns that were computed again when the next turn began, on the first of the ranks that share an engine.
     pub num_recomputed_tokens: usize,
-    /// Time in which nothing was decoded, as every trajectory waited for its tools.
+    /// Time in which nothing was decoded, as every trajectory waited for whoever takes turns with the model.
     pub idle: Duration,
-    /// Time of all rollouts.
+    /// Time of all sessions.
     pub total: Duration,
+}
+
+impl AddAssign for SessionCosts {
+    fn add_assign(&mut self, more: Self) {
+        self.num_kept_tokens += more.num_kept_tokens;
+        self.num_recomputed_tokens += more.num_recomputed_tokens;
+        self.idle += more.idle;
+        self.total += more.total;
+    }
 }

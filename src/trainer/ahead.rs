@@ -5,22 +5,21 @@
 //! With it they pause as soon as the trainers are done and the batch of step t + 1 is complete, take the newest weights and
 //! go on: a batch with a few very long completions then holds nobody up while there are others in the queue.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::replace::{Candidates, GroupQuota, OpenBatch, PlacedGroups};
-use super::sampling::{DataPosition, SampledBatch, SamplingContext, context};
-use super::turns::{RunTurns, turns_of};
+use super::replace::Replacement;
+use super::sampling::{DataPosition, SampledBatch};
+use super::turns::turns_of;
 use super::{Trainer, passes, submit};
 use crate::checkpoint::{CarriedGroup, SavedBatch};
 use crate::config::{Config, DynamicSampling};
 use crate::data::{Dataset, Tokenizer};
 use crate::dist::{HostGroup, World, all_gather_json};
 use crate::error::Result;
-use crate::reward::RewardPool;
-use crate::rollout::{Batches, GroupPlace, GroupTurns, RolloutEngine, SampledGroup};
+use crate::reward::{RewardPool, RewardTicket};
+use crate::rollout::{Batches, RolloutEngine, SampledGroup};
 use crate::train::Sequence;
-use crate::types::{RolloutGroup, SamplingParams};
+use crate::types::RolloutGroup;
 use crate::update::{UpdateOptions, UpdateOutcome};
 
 /// The work of engines that do none beside an update.
@@ -31,33 +30,39 @@ type NoWork = fn(&mut RolloutEngine<'_>) -> Result<()>;
 pub(super) struct QueuedBatch {
     /// Updates that are made before it is trained on.
     global_step: u64,
-    /// This rank's groups, and the row of each.
-    groups: Vec<SampledGroup>,
-    rows: Vec<usize>,
-    before: DataPosition,
+    /// This rank's groups.
+    groups: Vec<QueuedGroup>,
+    pub before: DataPosition,
     /// The batch of a run that replaces groups, complete from the first.
     replaced: Option<SampledBatch>,
+}
+
+/// A group, with the ticket of its rewards once it is complete.
+#[derive(Debug)]
+struct QueuedGroup {
+    row: usize,
+    sampled: SampledGroup<RewardTicket>,
 }
 
 impl QueuedBatch {
     /// The batch, once all of its groups are complete.
     pub fn into_sampled(self) -> SampledBatch {
-        let complete = |groups: Vec<SampledGroup>| groups.into_iter().map(|sampled| sampled.group).collect();
-        self.replaced.unwrap_or_else(|| SampledBatch::of_groups(complete(self.groups), self.before))
+        let (groups, tickets) = SampledGroup::complete(self.groups.into_iter().map(|group| group.sampled));
+        self.replaced.unwrap_or_else(|| SampledBatch::of_groups(groups, tickets, self.before))
     }
 
     /// This rank's groups as a checkpoint has them.
     fn to_carried(&self) -> Vec<CarriedGroup> {
-        let saved = |(row, sampled): (&usize, &SampledGroup)| {
+        let saved = |QueuedGroup { row, sampled }: &QueuedGroup| {
             let RolloutGroup { first_step, completions, .. } = &sampled.group;
             CarriedGroup { row: *row, first_step: *first_step, completions: completions.clone() }
         };
-        self.rows.iter().zip(&self.groups).map(saved).collect()
+        self.groups.iter().map(saved).collect()
     }
 
-    /// Where the rows were before the batch was drawn.
-    pub fn into_position(self) -> DataPosition {
-        self.replaced.map_or(self.before, |batch| batch.before)
+    /// The groups that are not complete.
+    fn open(&mut self) -> impl Iterator<Item = &mut SampledGroup<RewardTicket>> {
+        self.groups.iter_mut().map(|group| &mut group.sampled).filter(|sampled| sampled.done.is_none())
     }
 }
 
@@ -105,23 +110,20 @@ pub(super) fn restored(
 ) -> Result<QueuedBatch> {
     let SavedBatch { global_step, before, groups } = saved;
     rewards.set_progress(*global_step, max_steps);
-    let mut restore = |saved: &CarriedGroup| -> Result<SampledGroup> {
+    let mut restore = |saved: &CarriedGroup| -> Result<QueuedGroup> {
         let (prompt, first_step) = (dataset.prompt(saved.row).clone(), saved.first_step);
         let mut group = RolloutGroup { prompt, first_step, completions: saved.completions.clone() };
-        let is_complete = saved.is_complete();
-        if is_complete {
+        if saved.is_complete() {
             for completion in &mut group.completions {
                 completion.text = tokenizer.decode(&completion.token_ids)?;
             }
-            rewards.submit(&group);
         }
-        Ok(SampledGroup { group, is_complete })
+        let done = saved.is_complete().then(|| rewards.submit(&group));
+        Ok(QueuedGroup { row: saved.row, sampled: SampledGroup { group, done } })
     };
-    let own = &groups[own];
     Ok(QueuedBatch {
         global_step: *global_step,
-        groups: own.iter().map(&mut restore).collect::<Result<_>>()?,
-        rows: own.iter().map(|group| group.row).collect(),
+        groups: groups[own].iter().map(&mut restore).collect::<Result<_>>()?,
         before: DataPosition { sampler: before.clone(), carried: Vec::new() },
         replaced: None,
     })
@@ -188,23 +190,34 @@ impl Trainer {
             let num_batches = self.ahead.len() + 1;
             let global_step = self.global_step_after(options, num_batches);
             let batch = self.next_batch(self.progress.generation_step + num_batches as u64, global_step)?;
-            let rows = batch.begun.iter().map(|begun| begun.row).collect();
-            let open = |group| SampledGroup { group, is_complete: false };
-            let groups = batch.groups.into_iter().map(open).collect();
-            self.ahead.push_back(QueuedBatch { global_step, groups, rows, before: batch.before, replaced: None });
+            let open = |(begun, group): (&CarriedGroup, RolloutGroup)| QueuedGroup {
+                row: begun.row,
+                sampled: SampledGroup::open(group),
+            };
+            let groups = batch.begun.iter().zip(batch.groups).map(open).collect();
+            self.ahead.push_back(QueuedBatch { global_step, groups, before: batch.before, replaced: None });
         }
-        let task = AheadTask {
-            params: self.sampling_params(),
-            may_pause: self.config.updates_in_flight(self.world.device().is_cuda()),
-            world: &self.world,
-            engine_group: self.engine_group.as_ref(),
-            max_steps: self.schedule.total_steps as u64,
+        let (params, max_steps) = (self.sampling_params(), self.schedule.total_steps as u64);
+        let may_pause = self.config.updates_in_flight(self.world.device().is_cuda());
+        let Self { model, ahead, turns, rewards, output, world, engine_group, .. } = self;
+        let beside = |engine: &mut RolloutEngine<'_>| {
+            engine.on_progress(output.sampling_progress());
+            let groups = |batch: &mut QueuedBatch| batch.open().map(|sampled| sampled.group.clone()).collect();
+            let batches = ahead.iter_mut().map(groups).collect();
+            let global_steps: Vec<u64> = ahead.iter().map(|batch| batch.global_step).collect();
+            let mut done = |batch: usize, group: &RolloutGroup| {
+                rewards.set_progress(global_steps[batch], max_steps);
+                submit(group, rewards, output)
+            };
+            let mut pauses = || Ok(may_pause && trainers_wait(world, engine_group.as_ref())?);
+            let mut batches = Batches::ahead(batches, &params, &mut pauses, &mut done);
+            engine.run(turns_of(turns.as_mut()), &mut batches)?;
+            for (batch, sampled) in ahead.iter_mut().zip(batches.into_sampled()) {
+                batch.open().zip(sampled).for_each(|(open, sampled)| *open = sampled);
+            }
+            Ok(())
         };
-        let (model, queue, turns, mut context) =
-            (&mut self.model, &mut self.ahead, self.turns.as_mut(), context!(self));
-        let output = context.output;
-        let next = |engine: &mut RolloutEngine<'_>| task.run(engine, queue, turns_of(turns), &mut context);
-        Ok(model.update(sequences, options, output, Some(next))?.0)
+        Ok(model.update(sequences, options, &*output, Some(beside))?.0)
     }
 
     /// Batches with replacement begin where the one before them ended, which engines alone know at first.
@@ -219,92 +232,28 @@ impl Trainer {
             .map(|batch| [self.progress.generation_step + batch as u64, self.global_step_after(options, batch)])
             .collect();
         let (open, params, max_steps) = (self.open_batch()?, self.sampling_params(), self.schedule.total_steps as u64);
-        let (model, turns, mut context) = (&mut self.model, self.turns.as_mut(), context!(self));
-        let output = context.output;
-        let next = |engine: &mut RolloutEngine<'_>| {
-            engine.on_progress(output.sampling_progress());
-            let open = open.expect("rows to begin with where groups are replaced");
-            replace_ahead(engine, open, (&params, max_steps), &steps, (turns, &mut context))
+        let Self { model, turns, rewards, output, dataset, engines, .. } = self;
+        let output = &*output;
+        let beside = |engine: &mut RolloutEngine<'_>| {
+            let mut replacement = Replacement { rewards, output, dataset, engines: engines.as_ref(), max_steps };
+            replacement.sample(engine, turns.as_mut(), open, &params, &steps)
         };
-        let (outcome, drawn) = model.update(sequences, options, output, Some(next))?;
+        let (outcome, drawn) = model.update(sequences, options, output, Some(beside))?;
         let mut drawn = drawn.into_iter();
         for [_, global_step] in steps {
             let before = self.data_position();
             let replaced = Some(self.take_drawn(before.clone(), drawn.next())?);
-            let (groups, rows) = (Vec::new(), Vec::new());
-            self.ahead.push_back(QueuedBatch { global_step, groups, rows, before, replaced });
+            self.ahead.push_back(QueuedBatch { global_step, groups: Vec::new(), before, replaced });
         }
         Ok(outcome)
     }
 }
 
-/// How engines go on with the queue while the trainers make an update.
-struct AheadTask<'a> {
-    params: SamplingParams,
-    may_pause: bool,
-    world: &'a World,
-    engine_group: Option<&'a HostGroup>,
-    max_steps: u64,
-}
-
-impl AheadTask<'_> {
-    fn run(
-        &self,
-        engine: &mut RolloutEngine<'_>,
-        queue: &mut VecDeque<QueuedBatch>,
-        turns: Box<dyn GroupTurns + '_>,
-        context: &mut SamplingContext<'_>,
-    ) -> Result<()> {
-        engine.on_progress(context.output.sampling_progress());
-        let open = |batch: &QueuedBatch| -> Vec<RolloutGroup> {
-            batch.groups.iter().filter(|group| !group.is_complete).map(|group| group.group.clone()).collect()
-        };
-        let batches = queue.iter().map(open).collect();
-        let global_steps: Vec<u64> = queue.iter().map(|batch| batch.global_step).collect();
-        let mut done = |place: GroupPlace, group: &RolloutGroup| {
-            context.rewards.set_progress(global_steps[place.batch], self.max_steps);
-            submit(group, context.rewards, context.output);
-        };
-        let mut pauses = || self.pauses();
-        let mut batches = Batches::ahead(batches, &self.params, &mut pauses, &mut done);
-        engine.run(turns, &mut batches)?;
-        for (batch, sampled) in queue.iter_mut().zip(batches.into_sampled()) {
-            let open = batch.groups.iter_mut().filter(|group| !group.is_complete);
-            open.zip(sampled).for_each(|(group, sampled)| *group = sampled);
-        }
-        Ok(())
+/// Whether the first trainer has made its update, as the first rank of the engine sees it.
+fn trainers_wait(world: &World, engine_group: Option<&HostGroup>) -> Result<bool> {
+    let is_waiting = world.is_waiting(0);
+    match engine_group {
+        None => Ok(is_waiting),
+        Some(group) => Ok(group.all_gather_json("agree on a pause", is_waiting)?[0]),
     }
-
-    /// Whether the first trainer has made its update, as the first rank of the engine sees it.
-    fn pauses(&self) -> Result<bool> {
-        if !self.may_pause {
-            return Ok(false);
-        }
-        let is_waiting = self.world.is_waiting(0);
-        match self.engine_group {
-            None => Ok(is_waiting),
-            Some(group) => Ok(group.all_gather_json("agree on a pause", is_waiting)?[0]),
-        }
-    }
-}
-
-/// Samples one batch after the other, of each pair of `steps` with the first as its step of random keys.
-fn replace_ahead(
-    engine: &mut RolloutEngine<'_>,
-    (mut candidates, quota): (Candidates, GroupQuota),
-    (params, max_steps): (&SamplingParams, u64),
-    steps: &[[u64; 2]],
-    (mut turns, context): (Option<&mut RunTurns>, &mut SamplingContext<'_>),
-) -> Result<Vec<PlacedGroups>> {
-    let mut batches = Vec::with_capacity(steps.len());
-    for &[step, global_step] in steps {
-        context.rewards.set_progress(global_step, max_steps);
-        let mut batch = OpenBatch::new((candidates.clone(), quota), (step, params), context);
-        engine.run(turns_of(turns.as_deref_mut()), &mut batch)?;
-        let drawn = batch.finish();
-        let sampler = candidates.into_sampler(drawn.tally.num_sampled as usize)?;
-        candidates = Candidates::first(sampler, quota.num_groups)?;
-        batches.push(drawn);
-    }
-    Ok(batches)
 }

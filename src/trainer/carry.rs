@@ -3,13 +3,14 @@
 //! not depend on who began it; but where keys and values are kept, to the engine that has them, and with tools to the rank that has them.
 
 use super::Trainer;
-use super::sampling::{GenerationBatch, SampledBatch, SamplingResult};
+use super::sampling::{DataPosition, SampledBatch};
 use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
 use crate::dist::{all_gather_json, share};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::rollout::EngineStats;
+use crate::reward::RewardTicket;
+use crate::rollout::{EngineStats, SampledGroup};
 use crate::types::{RolloutGroup, Trajectory};
 
 /// Counts of this rank's tokens in a step: taken, carried and dropped.
@@ -51,25 +52,33 @@ impl Trainer {
 
     /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
     /// are begun that a step does not take.
-    pub(super) fn take(&mut self, batch: GenerationBatch, sampled: SamplingResult) -> Result<SampledBatch> {
-        let (GenerationBatch { begun, params, before, .. }, SamplingResult { rollout, drawn }) = (batch, sampled);
-        if self.engines.is_some() {
-            return self.take_drawn(before, drawn);
-        }
-        let (mut carry, mut kept) = (Carry { engine: rollout.stats, ..Carry::default() }, Vec::new());
-        for (index, group) in &rollout.complete {
-            carry.take(num_sampled(&begun[*index].completions), group, params.step);
-        }
-        for (index, unfinished) in rollout.unfinished {
-            let num_tokens = num_sampled(&unfinished.completions);
+    pub(super) fn take(
+        &mut self,
+        begun: Vec<CarriedGroup>,
+        before: DataPosition,
+        sampled: impl Iterator<Item = SampledGroup<RewardTicket>>,
+        engine: EngineStats,
+    ) -> Result<SampledBatch> {
+        let step = self.progress.generation_step;
+        let (mut carry, mut kept) = (Carry { engine, ..Carry::default() }, Vec::new());
+        let (mut groups, mut tickets) = (Vec::new(), Vec::new());
+        for (begun, SampledGroup { group, done }) in begun.into_iter().zip(sampled) {
+            let num_continued = num_sampled(&begun.completions);
+            if let Some(ticket) = done {
+                carry.take(num_continued, &group, step);
+                groups.push(group);
+                tickets.push(ticket);
+                continue;
+            }
+            let num_tokens = num_sampled(&group.completions);
             // An agent may have given up requests whose tokens were counted.
-            carry.num_sampled += num_tokens.saturating_sub(num_sampled(&begun[index].completions));
+            carry.num_sampled += num_tokens.saturating_sub(num_continued);
             if self.config.partial_rollout || num_tokens == 0 {
-                let RolloutGroup { first_step, completions, .. } = unfinished;
-                kept.push(CarriedGroup { row: begun[index].row, first_step, completions });
+                let RolloutGroup { first_step, completions, .. } = group;
+                kept.push(CarriedGroup { row: begun.row, first_step, completions });
             } else {
                 carry.num_discarded += num_tokens;
-                self.turns.iter_mut().for_each(|turns| turns.forget(&unfinished));
+                self.turns.iter_mut().for_each(|turns| turns.forget(&group));
             }
         }
         carry.num_carried = kept.len();
@@ -81,9 +90,7 @@ impl Trainer {
             }
             self.carried = of_ranks.concat();
         }
-        let groups = rollout.complete.into_iter().map(|(_, group)| group).collect();
-        let (places, dropped) = (Vec::new(), Vec::new());
-        Ok(SampledBatch { groups, places, dropped, tally: None, is_scored: false, before, carry })
+        Ok(SampledBatch { carry, ..SampledBatch::of_groups(groups, tickets, before) })
     }
 }
 

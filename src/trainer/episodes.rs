@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
+use super::turns::add_session_metrics;
 use crate::config::{AutoOr, Config};
 use crate::data::{Reply, Tokenizer, ToolCallParser, Turns};
 use crate::dist::HostGroup;
@@ -53,8 +54,5 @@ pub(super) fn add_metrics(player: &mut EpisodePlayer, metrics: &mut StepMetrics)
     {
         metrics.set(format!("agent/num_{name}"), count as f64, Reduce::Sum);
     }
-    for (name, count) in [("kept", stats.num_kept_tokens), ("recomputed", stats.num_recomputed_tokens)] {
-        metrics.set(format!("agent/{name}_tokens"), count as f64, Reduce::Sum);
-    }
-    metrics.set_mean("agent/idle_share", stats.idle.as_secs_f64(), stats.total.as_secs_f64());
+    add_session_metrics(metrics, "agent", &stats.sessions);
 }

@@ -43,7 +43,7 @@ use crate::grpo::EntropyControl;
 use crate::metrics::StepMetrics;
 use crate::model::{ModelSource, ModelSpec, init_unit_on};
 use crate::plan::{MemoryPlan, Room};
-use crate::reward::{RewardFunction, RewardPool};
+use crate::reward::{RewardFunction, RewardPool, RewardTicket};
 use crate::train::{Policy, Schedule};
 use crate::types::{LengthSpread, Prompt, RolloutGroup};
 
@@ -237,7 +237,8 @@ fn passes(every: Option<usize>, before: u64, after: u64) -> bool {
 }
 
 /// Has a group scored, while others are generated.
-fn submit(group: &RolloutGroup, rewards: &RewardPool, output: &RunOutput) {
-    rewards.submit(group);
+fn submit(group: &RolloutGroup, rewards: &RewardPool, output: &RunOutput) -> RewardTicket {
+    let ticket = rewards.submit(group);
     output.advance();
+    ticket
 }

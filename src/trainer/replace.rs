@@ -12,13 +12,15 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::sampling::SamplingContext;
+use super::output::RunOutput;
 use super::signal::{GroupVerdict, Tally};
-use crate::data::PromptSampler;
-use crate::dist::share;
+use super::turns::{RunTurns, turns_of};
+use crate::data::{Dataset, PromptSampler};
+use crate::dist::{HostGroup, share};
 use crate::error::Result;
 use crate::phase::{self, Phase};
-use crate::rollout::{Flow, GroupTurns, Request, SamplingPolicy, Session};
+use crate::reward::{RewardPool, RewardTicket};
+use crate::rollout::{Flow, GroupTurns, Request, RolloutEngine, SamplingPolicy, Session};
 use crate::types::{RolloutGroup, SamplingParams};
 
 /// Engine steps between two exchanges.
@@ -86,23 +88,67 @@ struct VerdictReport {
     scored: Vec<(usize, GroupVerdict)>,
 }
 
+/// A candidate by its index, and the ticket of its group's rewards.
+type Submitted = (usize, RewardTicket);
+
 /// A candidate's owner among the ranks with engines, and what its rewards say.
 type CandidateGroup = (usize, Option<GroupVerdict>);
 
+/// The parts of a run that sampling with replacement uses, beside the engine and the turns.
+pub(super) struct Replacement<'a> {
+    pub rewards: &'a mut RewardPool,
+    pub output: &'a RunOutput,
+    pub dataset: &'a Dataset,
+    /// All ranks with engines, or all without.
+    pub engines: Option<&'a HostGroup>,
+    /// Updates of the run.
+    pub max_steps: u64,
+}
+
+impl Replacement<'_> {
+    /// Samples one batch after the other, of each pair of `steps` with the first as its step of random keys, trained on after as many
+    /// updates as the second says.
+    pub fn sample(
+        &mut self,
+        engine: &mut RolloutEngine<'_>,
+        mut turns: Option<&mut RunTurns>,
+        (mut candidates, quota): (Candidates, GroupQuota),
+        params: &SamplingParams,
+        steps: &[[u64; 2]],
+    ) -> Result<Vec<PlacedGroups>> {
+        engine.on_progress(self.output.sampling_progress());
+        let mut batches = Vec::with_capacity(steps.len());
+        for &[step, global_step] in steps {
+            self.rewards.set_progress(global_step, self.max_steps);
+            let mut batch = OpenBatch::new((candidates.clone(), quota), (step, params), self);
+            engine.run(turns_of(turns.as_deref_mut()), &mut batch)?;
+            let drawn = batch.finish();
+            let sampler = candidates.into_sampler(drawn.tally.num_sampled as usize)?;
+            candidates = Candidates::first(sampler, quota.num_groups)?;
+            batches.push(drawn);
+        }
+        Ok(batches)
+    }
+
+    fn engines(&self) -> &HostGroup {
+        self.engines.expect("a group of the engines where groups are replaced")
+    }
+}
+
 /// The policy of a batch in the making: what all engines know of it, and this rank's part. Collective over all engines.
-pub(super) struct OpenBatch<'c, 'a> {
-    context: &'c mut SamplingContext<'a>,
+struct OpenBatch<'c, 'a> {
+    context: &'c mut Replacement<'a>,
     params: Arc<SamplingParams>,
     candidates: Candidates,
     wanted: GroupQuota,
     first_step: u64, // in the random keys
     of_all: Vec<CandidateGroup>,
-    num_begun: usize,                    // candidates that were submitted where they belong
-    num_steps: usize,                    // since the last exchange
-    is_idle: bool,                       // no engine decodes: only rewards are awaited
-    under_way: Vec<(usize, usize)>,      // numbers in the session and among the candidates
-    fresh: Vec<(usize, RolloutGroup)>,   // complete since the last exchange
-    waiting: Vec<(usize, RolloutGroup)>, // complete before it
+    num_begun: usize,                        // candidates that were submitted where they belong
+    num_steps: usize,                        // since the last exchange
+    is_idle: bool,                           // no engine decodes: only rewards are awaited
+    under_way: Vec<(usize, usize)>,          // numbers in the session and among the candidates
+    fresh: Vec<(Submitted, RolloutGroup)>,   // complete since the last exchange
+    waiting: Vec<(Submitted, RolloutGroup)>, // complete before it
     scored: Vec<(usize, RolloutGroup)>,
 }
 
@@ -111,7 +157,7 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
     pub fn new(
         (candidates, wanted): (Candidates, GroupQuota),
         (first_step, params): (u64, &SamplingParams),
-        context: &'c mut SamplingContext<'a>,
+        context: &'c mut Replacement<'a>,
     ) -> Self {
         let num_places = context.engines().size();
         let shares = (0..num_places).map(|owner| share(candidates.rows.len(), (owner, num_places)));
@@ -168,19 +214,20 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
             true => self.waiting = fresh,
             false => asked.extend(fresh),
         }
-        let (places, mut groups): (Vec<usize>, Vec<RolloutGroup>) = asked.into_iter().unzip();
+        let (submitted, mut groups): (Vec<Submitted>, Vec<RolloutGroup>) = asked.into_iter().unzip();
+        let tickets: Vec<RewardTicket> = submitted.iter().map(|(_, ticket)| *ticket).collect();
         let (waits, is_idle, rewards) = (self.wanted.waits, self.is_idle, &mut *self.context.rewards);
         let is_scored = phase::scope(Phase::Reward, || match waits {
-            true => rewards.wait(&mut groups).map(|()| vec![true; groups.len()]),
-            false => rewards.poll(&mut groups, is_idle),
+            true => rewards.wait(&mut groups, &tickets).map(|()| vec![true; groups.len()]),
+            false => rewards.poll(&mut groups, &tickets, is_idle),
         })?;
         let mut scored = Vec::new();
-        for ((index, group), is_scored) in places.into_iter().zip(groups).zip(is_scored) {
+        for (((index, ticket), group), is_scored) in submitted.into_iter().zip(groups).zip(is_scored) {
             if is_scored {
                 scored.push((index, GroupVerdict::of(&group, self.wanted.range)));
                 self.scored.push((index, group));
             } else {
-                self.waiting.push((index, group));
+                self.waiting.push(((index, ticket), group));
             }
         }
         Ok(VerdictReport { num_open: self.under_way.len(), scored })
@@ -240,8 +287,8 @@ impl<T: GroupTurns + ?Sized> SamplingPolicy<T> for OpenBatch<'_, '_> {
         let Some(at) = self.under_way.iter().position(|(own, _)| *own == number) else { return Ok(()) };
         let (_, index) = self.under_way.remove(at);
         let group = turns.take_complete(number, session)?;
-        self.context.rewards.submit(&group);
-        self.fresh.push((index, group));
+        let ticket = self.context.rewards.submit(&group);
+        self.fresh.push(((index, ticket), group));
         Ok(())
     }
 }

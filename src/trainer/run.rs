@@ -3,7 +3,6 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
-use super::ahead::QueuedBatch;
 use super::sampling::begun_anew;
 use super::{RunSummary, StepReport, Trainer, passes};
 use crate::checkpoint::{self, Claim, SavedConfig, TrainerState};
@@ -127,7 +126,7 @@ impl Trainer {
     pub fn save(&mut self) -> Result<PathBuf> {
         let ahead = self.saved_ahead()?; // of a run that was asked to stop
         let drawn = self.drawn.take().map(|(before, _)| before);
-        let unsaved = if ahead.is_empty() { self.ahead.pop_front().map(QueuedBatch::into_position) } else { None };
+        let unsaved = if ahead.is_empty() { self.ahead.pop_front().map(|queued| queued.before) } else { None };
         if let Some(before) = unsaved.or(drawn) {
             self.put_back(before)?; // these batches are sampled again
         }

@@ -3,20 +3,18 @@
 use std::ops::Range;
 
 use super::carry::Carry;
-use super::output::RunOutput;
-use super::replace::{Candidates, GroupQuota, OpenBatch, PlacedGroups};
 use super::signal::Tally;
 use super::turns::turns_of;
 use super::{Trainer, records, submit, turns};
 use crate::checkpoint::CarriedGroup;
-use crate::data::{Dataset, SamplerState};
-use crate::dist::{HostGroup, share};
+use crate::data::SamplerState;
+use crate::dist::share;
 use crate::error::Result;
 use crate::eval;
 use crate::metrics::StepMetrics;
 use crate::phase::{self, Phase};
-use crate::reward::RewardPool;
-use crate::rollout::{Batches, Rollout};
+use crate::reward::RewardTicket;
+use crate::rollout::{Batches, SampledGroup};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// A generation batch to be sampled.
@@ -26,49 +24,8 @@ pub(super) struct GenerationBatch {
     pub begun: Vec<CarriedGroup>,
     /// The groups in the form that the engine takes.
     pub groups: Vec<RolloutGroup>,
-    /// How many of them the step takes.
-    pub num_groups: usize,
-    pub params: SamplingParams,
     pub before: DataPosition,
-    /// The rows, where groups are replaced; no others are begun then.
-    open: Option<(Candidates, GroupQuota)>,
 }
-
-/// The groups that this rank's engine sampled for a batch.
-#[derive(Debug, Default)]
-pub(super) struct SamplingResult {
-    pub rollout: Rollout,
-    pub drawn: Option<PlacedGroups>,
-}
-
-/// The trainer's parts that sampling uses, beside the engine and the turns.
-pub(super) struct SamplingContext<'a> {
-    pub rewards: &'a mut RewardPool,
-    pub output: &'a RunOutput,
-    pub dataset: &'a Dataset,
-    /// All ranks with engines; none where nothing is replaced.
-    pub engines: Option<&'a HostGroup>,
-}
-
-impl SamplingContext<'_> {
-    /// The ranks with engines, of a run that replaces groups.
-    pub fn engines(&self) -> &HostGroup {
-        self.engines.expect("a group of the engines where groups are replaced")
-    }
-}
-
-/// A [`SamplingContext`] of the trainer's parts; the others can be borrowed beside it.
-macro_rules! context {
-    ($trainer:ident) => {
-        crate::trainer::sampling::SamplingContext {
-            rewards: &mut $trainer.rewards,
-            output: &$trainer.output,
-            dataset: &$trainer.dataset,
-            engines: $trainer.engines.as_ref(),
-        }
-    };
-}
-pub(super) use context;
 
 /// Where the rows were before a batch was drawn.
 #[derive(Debug, Clone)]
@@ -93,17 +50,17 @@ pub(super) struct SampledBatch {
     pub dropped: Vec<(u32, RolloutGroup)>,
     /// Groups of all ranks, where some may be left out.
     pub tally: Option<Tally>,
-    /// Whether the rewards are there, or still to be awaited.
-    pub is_scored: bool,
+    /// Tickets of the rewards that are still to be awaited, one a group; none where they are there.
+    pub tickets: Option<Vec<RewardTicket>>,
     pub before: DataPosition,
     pub carry: Carry,
 }
 
 impl SampledBatch {
     /// A batch that takes all of its groups.
-    pub fn of_groups(groups: Vec<RolloutGroup>, before: DataPosition) -> Self {
+    pub fn of_groups(groups: Vec<RolloutGroup>, tickets: Vec<RewardTicket>, before: DataPosition) -> Self {
         let (places, dropped, carry) = (Vec::new(), Vec::new(), Carry::default());
-        Self { groups, places, dropped, tally: None, is_scored: false, before, carry }
+        Self { groups, places, dropped, tally: None, tickets: Some(tickets), before, carry }
     }
 }
 
@@ -117,38 +74,34 @@ impl Trainer {
     pub(super) fn next_batch(&mut self, step: u64, global_step: u64) -> Result<GenerationBatch> {
         self.rewards.set_progress(global_step, self.schedule.total_steps as u64);
         let before = self.data_position();
-        let open = self.open_batch()?;
-        let begun = if open.is_some() { Vec::new() } else { self.next_groups()? };
+        let begun = self.next_groups()?;
         let group = |CarriedGroup { row, first_step, completions }: &CarriedGroup| RolloutGroup {
             prompt: self.dataset.prompt(*row).clone(),
             first_step: if completions.is_empty() { step } else { *first_step },
             completions: completions.clone(),
         };
-        let (groups, num_groups) = (begun.iter().map(group).collect(), self.share(self.batch.num_prompts).len());
-        Ok(GenerationBatch { begun, groups, num_groups, params: self.sampling_params_of(step), before, open })
+        let groups = begun.iter().map(group).collect();
+        Ok(GenerationBatch { begun, groups, before })
     }
 
     /// Samples the next batch with the newest weights. Collective over the world.
     pub(super) fn sample(&mut self) -> Result<SampledBatch> {
-        let mut batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
-        let num_shown = batch.open.as_ref().map_or(batch.num_groups, |(_, wanted)| wanted.num_groups);
-        self.output.begin_phase("generate", num_shown);
-        let (groups, open, num_groups) = (std::mem::take(&mut batch.groups), batch.open.take(), batch.num_groups);
-        let (model, turns, mut context) = (&mut self.model, self.turns.as_mut(), context!(self));
-        let sampled = model.with_rollout(|engine| {
-            engine.on_progress(context.output.sampling_progress());
-            let (turns, params) = (turns_of(turns), &batch.params);
-            if let Some(open) = open {
-                let mut batch = OpenBatch::new(open, (params.step, params), &mut context);
-                engine.run(turns, &mut batch)?;
-                return Ok(SamplingResult { drawn: Some(batch.finish()), ..SamplingResult::default() });
-            }
-            let mut done = |_, group: &RolloutGroup| submit(group, context.rewards, context.output);
-            let mut batch = Batches::first(groups, num_groups, params, &mut done);
-            engine.run(turns, &mut batch)?;
-            Ok(SamplingResult { rollout: batch.into_rollout(*engine.stats()), drawn: None })
+        if self.engines.is_some() {
+            return self.sample_with_replacement();
+        }
+        let (step, num_groups) = (self.progress.generation_step, self.share(self.batch.num_prompts).len());
+        let GenerationBatch { begun, groups, before } = self.next_batch(step, self.progress.global_step)?;
+        let params = self.sampling_params();
+        self.output.begin_phase("generate", num_groups);
+        let Self { model, turns, rewards, output, .. } = self;
+        let (sampled, stats) = model.with_rollout(|engine| {
+            engine.on_progress(output.sampling_progress());
+            let mut done = |_, group: &RolloutGroup| submit(group, rewards, output);
+            let mut batch = Batches::first(groups, num_groups, &params, &mut done);
+            engine.run(turns_of(turns.as_mut()), &mut batch)?;
+            Ok((batch.into_sampled(), *engine.stats()))
         })?;
-        self.take(batch, sampled)
+        self.take(begun, before, sampled.into_iter().flatten(), stats)
     }
 
     /// Awaits the rewards of a batch and leaves out what is to be left out. Collective over the world.
@@ -156,8 +109,8 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank; these rows are then drawn again.
     pub(super) fn await_rewards(&mut self, mut sampled: SampledBatch) -> Result<SampledBatch> {
-        if !sampled.is_scored {
-            let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut sampled.groups));
+        if let Some(tickets) = sampled.tickets.take() {
+            let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut sampled.groups, &tickets));
             if let Err(error) = self.world.agree(awaited) {
                 self.put_back(sampled.before)?; // these rows were not trained on
                 return Err(error);
@@ -174,6 +127,7 @@ impl Trainer {
     /// Draws a batch's rows, and those of all later batches, again the next time. Solve rates that were booked since stay.
     pub(super) fn put_back(&mut self, before: DataPosition) -> Result<()> {
         self.ahead.clear();
+        self.rewards.give_up();
         self.carried = before.carried;
         if let Some(turns) = &mut self.turns {
             turns.reset(); // tools have gone on since: what was under way is played anew
@@ -207,16 +161,16 @@ impl Trainer {
         let params = SamplingParams { num_generations, temperature, ..self.sampling_params_of(eval::SAMPLING_STEP) };
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
-        let (model, rewards, output, world) = (&mut self.model, &mut self.rewards, &self.output, &self.world);
-        let turns = self.turns.as_mut();
+        let Self { model, rewards, output, world, turns, .. } = self;
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
-            let mut groups = model.with_rollout(|engine| {
+            let sampled = model.with_rollout(|engine| {
                 engine.on_progress(output.sampling_progress());
                 let done = |group: &RolloutGroup| submit(group, rewards, output);
-                turns::generate(turns, engine, &prompts, &params, done)
+                turns::generate(turns.as_mut(), engine, &prompts, &params, done)
             })?;
-            world.agree(rewards.wait(&mut groups))?;
+            let (mut groups, tickets) = SampledGroup::complete(sampled);
+            world.agree(rewards.wait(&mut groups, &tickets))?;
             Ok(groups)
         })?;
         let deciding = self.config.deciding_rewards(self.rewards.judges());

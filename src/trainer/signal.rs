@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use super::records::placed;
-use super::replace::{Candidates, GroupQuota, PlacedGroups};
+use super::replace::{Candidates, GroupQuota, PlacedGroups, Replacement};
 use super::sampling::{DataPosition, SampledBatch};
 use crate::config::{Config, DynamicSampling};
 use crate::dist::{HostGroup, ReduceOp, World, all_gather_json, all_reduce_f64};
@@ -90,11 +90,21 @@ pub(super) struct Signal {
 }
 
 impl Trainer {
-    /// Where replacement begins: the first rows of a step, and what it wants of them. None where nothing is replaced.
-    pub(super) fn open_batch(&self) -> Result<Option<(Candidates, GroupQuota)>> {
-        if self.config.dynamic_sampling != DynamicSampling::Replace {
-            return Ok(None);
-        }
+    /// Samples the next batch with the newest weights, and replaces groups without a signal. Collective over the world.
+    pub(super) fn sample_with_replacement(&mut self) -> Result<SampledBatch> {
+        let (before, open, params) = (self.data_position(), self.open_batch()?, self.sampling_params());
+        let (step, max_steps) = ([params.step, self.progress.global_step], self.schedule.total_steps as u64);
+        self.output.begin_phase("generate", self.batch.num_prompts);
+        let Self { model, turns, rewards, output, dataset, engines, .. } = self;
+        let drawn = model.with_rollout(|engine| {
+            let mut replacement = Replacement { rewards, output, dataset, engines: engines.as_ref(), max_steps };
+            replacement.sample(engine, turns.as_mut(), open, &params, &[step])
+        })?;
+        self.take_drawn(before, drawn.into_iter().next())
+    }
+
+    /// Where replacement begins: the first rows of a step, and what it wants of them.
+    pub(super) fn open_batch(&self) -> Result<(Candidates, GroupQuota)> {
         let (config, num_groups) = (&self.config, self.batch.num_prompts);
         let wanted = GroupQuota {
             num_groups,
@@ -103,7 +113,7 @@ impl Trainer {
             waits: config.strict || config.full_determinism || !self.world.device().is_cuda(),
             ranks_per_engine: config.engine_shape().num_ranks(),
         };
-        Ok(Some((Candidates::first(self.sampler.clone(), num_groups)?, wanted)))
+        Ok((Candidates::first(self.sampler.clone(), num_groups)?, wanted))
     }
 
     /// Most groups that a step begins: no row comes twice.
@@ -130,7 +140,7 @@ impl Trainer {
             tally: Some(tally),
             before,
             carry: Default::default(),
-            is_scored: true,
+            tickets: None,
         })
     }
 

@@ -85,8 +85,8 @@ impl Trainer {
             let expected = "a call of Trainer::next_prompts before".to_owned();
             return Err(Error::InvalidArgument { op: "Trainer::score", expected, got: "none".to_owned() });
         };
-        groups.iter().for_each(|group| self.rewards.submit(group));
-        self.training_batch(SampledBatch::of_groups(groups, before), start)
+        let tickets = groups.iter().map(|group| self.rewards.submit(group)).collect();
+        self.training_batch(SampledBatch::of_groups(groups, tickets, before), start)
     }
 
     /// Computes the advantages of a batch from its rewards, by the configuration and by a function of

@@ -7,29 +7,21 @@ use super::episodes;
 use super::preflight::Preflight;
 use crate::config::Config;
 use crate::data::{DatasetOptions, Tokenizer};
-use crate::dist::{HostGroup, World};
+use crate::dist::World;
 use crate::endpoint::EpisodePlayer;
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::rollout::{GroupTurns, RolloutEngine, SingleTurns, TurnTools};
-use crate::tools::{Conversations, GroupKey, ToolProcess, ToolStats};
+use crate::rollout::{GroupTurns, RolloutEngine, SampledGroup, SingleTurns, TurnTools};
+use crate::tools::{Conversations, GroupKey, SessionCosts, ToolProcess};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// Who takes turns with the model on this rank.
 #[derive(Debug)]
 pub(crate) enum RunTurns {
     /// Tools and environments.
-    Tools(Box<RunTools>),
+    Tools(Box<TurnTools>),
     /// An agent.
     Agent(Box<EpisodePlayer>),
-}
-
-/// The tools of this rank, and the ranks of its engine.
-#[derive(Debug)]
-pub(crate) struct RunTools {
-    conversations: Conversations,
-    engine_ranks: HostGroup,
-    waits: bool,
 }
 
 /// The tools or the agent of a run that has some; collective over the world then.
@@ -59,13 +51,13 @@ pub(super) fn turns_of(turns: Option<&mut RunTurns>) -> Box<dyn GroupTurns + '_>
 ///
 /// # Errors
 /// The errors of [`RolloutEngine::generate`] and of tools.
-pub(crate) fn generate(
+pub(crate) fn generate<D>(
     turns: Option<&mut RunTurns>,
     engine: &mut RolloutEngine<'_>,
     prompts: &[Prompt],
     params: &SamplingParams,
-    done: impl FnMut(&RolloutGroup),
-) -> Result<Vec<RolloutGroup>> {
+    done: impl FnMut(&RolloutGroup) -> D,
+) -> Result<Vec<SampledGroup<D>>> {
     let turns = match turns {
         Some(RunTurns::Agent(player)) => player.turns(false),
         turns => turns_of(turns),
@@ -95,7 +87,7 @@ impl RunTurns {
         }
         let conversations = Conversations::new(config, process, tokenizer, eos_token_ids, (options, max_model_length));
         let conversations = world.agree(conversations)?;
-        Ok(Self::Tools(Box::new(RunTools { conversations, engine_ranks, waits: config.full_determinism })))
+        Ok(Self::Tools(Box::new(TurnTools { conversations, engine_ranks, waits: config.full_determinism })))
     }
 
     /// Forgets all trajectories, those of groups that are carried among them, and ends their environments and episodes.
@@ -127,7 +119,7 @@ impl RunTurns {
     /// Adds the counts since the last call.
     pub fn add_metrics(&mut self, metrics: &mut StepMetrics) {
         match self {
-            Self::Tools(tools) => tools.add_metrics(metrics),
+            Self::Tools(tools) => add_tool_metrics(tools, metrics),
             Self::Agent(player) => episodes::add_metrics(player, metrics),
         }
     }
@@ -140,35 +132,33 @@ impl RunTurns {
     }
 }
 
-impl RunTools {
-    fn turns(&mut self) -> Box<dyn GroupTurns + '_> {
-        let Self { conversations, engine_ranks, waits } = self;
-        TurnTools { conversations, engine_ranks, waits: *waits }.turns()
+/// Adds TRL's frequencies, turns, latencies and time without decoding.
+fn add_tool_metrics(tools: &mut TurnTools, metrics: &mut StepMetrics) {
+    let stats = tools.conversations.take_stats();
+    let num_trajectories = stats.num_trajectories as f64;
+    let num_calls = stats.num_calls as f64;
+    metrics.set_mean("tools/call_frequency", num_calls, num_trajectories);
+    metrics.set_mean("tools/failure_frequency", stats.num_failures as f64, num_calls);
+    metrics.set_mean("tools/mean_turns", stats.num_turns as f64, num_trajectories);
+    metrics.set("tools/max_turns", stats.max_turns as f64, Reduce::Max);
+    for (name, count) in [
+        ("unreadable", stats.num_unreadable),
+        ("timeouts", stats.num_timeouts),
+        ("overlong", stats.num_overlong),
+        ("cut", stats.num_cut),
+        ("failed", stats.num_failed),
+    ] {
+        metrics.set(format!("tools/num_{name}"), count as f64, Reduce::Sum);
     }
+    metrics.set_mean("tools/mean_latency_s", stats.seconds, stats.num_answers as f64);
+    metrics.set("tools/max_latency_s", stats.max_seconds, Reduce::Max);
+    add_session_metrics(metrics, "tools", &stats.sessions);
+}
 
-    /// Adds TRL's frequencies, turns, latencies and time without decoding.
-    fn add_metrics(&mut self, metrics: &mut StepMetrics) {
-        let stats: ToolStats = self.conversations.take_stats();
-        let num_trajectories = stats.num_trajectories as f64;
-        let num_calls = stats.num_calls as f64;
-        metrics.set_mean("tools/call_frequency", num_calls, num_trajectories);
-        metrics.set_mean("tools/failure_frequency", stats.num_failures as f64, num_calls);
-        metrics.set_mean("tools/mean_turns", stats.num_turns as f64, num_trajectories);
-        metrics.set("tools/max_turns", stats.max_turns as f64, Reduce::Max);
-        for (name, count) in [
-            ("unreadable", stats.num_unreadable),
-            ("timeouts", stats.num_timeouts),
-            ("overlong", stats.num_overlong),
-            ("cut", stats.num_cut),
-            ("failed", stats.num_failed),
-        ] {
-            metrics.set(format!("tools/num_{name}"), count as f64, Reduce::Sum);
-        }
-        metrics.set_mean("tools/mean_latency_s", stats.seconds, stats.num_answers as f64);
-        metrics.set("tools/max_latency_s", stats.max_seconds, Reduce::Max);
-        for (name, count) in [("kept", stats.num_kept_tokens), ("recomputed", stats.num_recomputed_tokens)] {
-            metrics.set(format!("tools/{name}_tokens"), count as f64, Reduce::Sum);
-        }
-        metrics.set_mean("tools/idle_share", stats.idle.as_secs_f64(), stats.total.as_secs_f64());
-    }
+/// Adds what turns cost in the engine's sessions.
+pub(super) fn add_session_metrics(metrics: &mut StepMetrics, of: &str, costs: &SessionCosts) {
+    let SessionCosts { num_kept_tokens, num_recomputed_tokens, idle, total } = costs;
+    metrics.set(format!("{of}/kept_tokens"), *num_kept_tokens as f64, Reduce::Sum);
+    metrics.set(format!("{of}/recomputed_tokens"), *num_recomputed_tokens as f64, Reduce::Sum);
+    metrics.set_mean(format!("{of}/idle_share"), idle.as_secs_f64(), total.as_secs_f64());
 }

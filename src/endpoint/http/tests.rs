@@ -50,9 +50,9 @@ impl Endpoint {
         let waiting: Vec<EngineCommand> = (0..num_requests).map(|_| next()).collect();
         assert_eq!(self.body_room.available_permits(), BODY_ROOM_KIB, "nothing is read any more");
         for command in waiting {
-            let EngineCommand::Submit { updates, .. } = command else { panic!("{command:?}") };
+            let EngineCommand::Submit { listener, .. } = command else { panic!("{command:?}") };
             let (reason, trajectory) = (FinishReason::Eos, Box::default());
-            updates.send(RequestUpdate::Finished { choice: 0, reason, trajectory }).unwrap();
+            listener.updates.send(RequestUpdate::Finished { choice: 0, reason, trajectory }).unwrap();
         }
     }
 }

@@ -1,18 +1,19 @@
 //! A session of the engine whose groups are played.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::{EndedEpisode, EpisodePlayer};
-use crate::endpoint::announce::{RequestChange, WireRequest};
+use crate::endpoint::announce::RequestChange;
 use crate::endpoint::client::EngineCommand;
 use crate::endpoint::episodes::behind;
 use crate::endpoint::requests::Requests;
 use crate::error::{Error, Result};
 use crate::phase;
-use crate::rollout::{Event, GroupTurns, Request, Session, Turns};
+use crate::rollout::{CostMeter, Event, GroupTurns, Request, Session, Turns};
 use crate::tools::GroupKey;
 use crate::types::{Prompt, RolloutGroup};
 
@@ -45,10 +46,7 @@ pub(super) struct PlayedSession<'p> {
     num_open: usize,
     /// Version of the weights that sample.
     version: u64,
-    /// Tokens of earlier turns that the engine had kept, and computed again, before this session.
-    tokens_before: [usize; 2],
-    start: Instant,
-    idle: Duration,
+    meter: CostMeter,
 }
 
 impl<'p> PlayedSession<'p> {
@@ -64,9 +62,7 @@ impl<'p> PlayedSession<'p> {
             own_open,
             num_open: 0,
             version: 0,
-            tokens_before: [0; 2],
-            start: Instant::now(),
-            idle: Duration::ZERO,
+            meter: CostMeter::new(),
         }
     }
 
@@ -112,13 +108,13 @@ impl<'p> PlayedSession<'p> {
                     .player
                     .groups
                     .get(&key)
-                    .is_some_and(|group| group.name(group.sample_of(wanted.first_sample())).is_some());
+                    .is_some_and(|group| group.name(group.sample_of(wanted.first_sample)).is_some());
                 if is_played && !self.places.contains_key(&key) {
                     held.push(command);
                 } else if is_played {
                     let mut change = self.requests.take(command);
                     if let RequestChange::Submit(_, wanted) = &mut change {
-                        wanted.sample_by(self.version);
+                        Arc::make_mut(&mut wanted.params).step = self.version;
                     }
                     changes.push(change);
                 }
@@ -136,7 +132,7 @@ impl<'p> PlayedSession<'p> {
     /// Tickets of an episode's requests under way.
     fn of_episode(&self, key: GroupKey, sample: usize) -> Vec<u64> {
         let Some(group) = self.player.groups.get(&key) else { return Vec::new() };
-        let is_its = |wanted: &WireRequest| wanted.group() == key && group.sample_of(wanted.first_sample()) == sample;
+        let is_its = |wanted: &Request| wanted.group() == key && group.sample_of(wanted.first_sample) == sample;
         self.requests.under_way().filter(|(_, _, wanted)| is_its(wanted)).map(|(_, ticket, _)| ticket).collect()
     }
 }
@@ -144,8 +140,7 @@ impl<'p> PlayedSession<'p> {
 impl Turns for PlayedSession<'_> {
     fn begin(&mut self, session: &mut Session<'_>) -> Result<()> {
         self.player.serve()?;
-        let stats = session.keep_turns();
-        self.tokens_before = [stats.num_turn_tokens, stats.num_lost_turn_tokens];
+        self.meter.begin(session);
         Ok(())
     }
 
@@ -162,7 +157,7 @@ impl Turns for PlayedSession<'_> {
         let own = self.own_news(is_idle)?;
         let all = self.player.options.engine_ranks.all_gather_json("announce episodes", own)?;
         if is_idle {
-            self.idle += before.elapsed();
+            self.meter.idle += before.elapsed();
         }
         let mut complete = Vec::new();
         for (owner, news) in all.into_iter().enumerate() {
@@ -182,19 +177,13 @@ impl Turns for PlayedSession<'_> {
         for (key, number) in &self.places {
             fresh.extend(self.group(*number, session)?.completions.is_empty().then_some(*key));
         }
-        let Self { player, requests, tokens_before: [kept, lost], start, idle, .. } = *self;
+        let Self { player, requests, meter, .. } = *self;
         let is_played = |command: &EngineCommand| command.group().is_some_and(|key| player.groups.contains_key(&key));
         let mut held: Vec<EngineCommand> = requests.suspend(session).into_iter().filter(is_played).collect();
         held.append(&mut player.held);
         player.held = held;
         fresh.into_iter().for_each(|key| player.forget(key));
-        player.stats.idle += idle;
-        player.stats.total += start.elapsed();
-        if player.options.engine_ranks.rank() == 0 {
-            let stats = session.stats();
-            player.stats.num_kept_tokens += stats.num_turn_tokens - kept;
-            player.stats.num_recomputed_tokens += stats.num_lost_turn_tokens - lost;
-        }
+        player.stats.sessions += meter.costs(session, player.options.engine_ranks.rank());
         Ok(())
     }
 }
@@ -207,7 +196,7 @@ impl GroupTurns for PlayedSession<'_> {
 
     fn submit(&mut self, _: &mut Session<'_>, request: Request, own: Option<&Prompt>) -> Result<usize> {
         let number = self.groups.len();
-        let key = GroupKey { prompt_id: request.prompt_id, first_step: request.first_step };
+        let key = request.group();
         self.version = request.params.step;
         if let Some(prompt) = own {
             if self.places.insert(key, number).is_some() {
@@ -236,7 +225,8 @@ impl GroupTurns for PlayedSession<'_> {
         }
         let recorded = played.playing().flat_map(|(_, name)| self.player.episodes.recorded(name));
         let of_group = self.requests.under_way().filter(|(_, _, wanted)| wanted.group() == key);
-        let under_way = of_group.map(|(id, _, wanted)| behind(&session.trajectory(id, 0), wanted.num_begun()));
+        let num_begun = |wanted: &Request| wanted.begun.first().map_or(0, |begun| begun.token_ids.len());
+        let under_way = of_group.map(|(id, _, wanted)| behind(&session.trajectory(id, 0), num_begun(wanted)));
         let completions = played.ended().cloned().chain(recorded).chain(under_way);
         let completions = completions.filter(|trajectory| !trajectory.token_ids.is_empty()).collect();
         Ok(RolloutGroup { completions, ..played.group.clone() })

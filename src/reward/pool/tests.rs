@@ -1,3 +1,4 @@
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 
 use super::super::RewardInput;
@@ -44,8 +45,8 @@ fn builtin_rewards_are_weighted_and_kept_apart() {
     config.reward.format_pattern = "a+".into();
     let mut pool = RewardPool::new(&config).unwrap();
     let mut groups = [group(7, &["aaa", "#### 7.0", "x"])];
-    pool.submit(&groups[0]);
-    pool.wait(&mut groups).unwrap();
+    let ticket = pool.submit(&groups[0]);
+    pool.wait(&mut groups, &[ticket]).unwrap();
     assert_eq!(rewards(&groups[0]), [Some(0.5), Some(2.0), Some(0.0)]);
     assert_eq!(groups[0].completions[1].rewards, [Some(0.0), Some(1.0)]);
     assert_eq!(pool.names(), ["format", "numeric_answer"]);
@@ -61,15 +62,29 @@ fn scores_reach_their_completions_whatever_the_order_of_threads_and_submission()
     let mut groups: Vec<_> = (0..20).map(|id| group(id, &["x".repeat(id as usize).as_str(), "yyyy", "z"])).collect();
     groups.push(group(3, &["the same prompt again"]));
     let mut pool = pool(3, 5.0, length);
-    for group in groups.iter().rev().skip(2) {
-        pool.submit(group);
-    }
-    pool.wait(&mut groups).unwrap();
+    let mut tickets: Vec<_> = groups.iter().rev().map(|group| pool.submit(group)).collect();
+    tickets.reverse();
+    pool.wait(&mut groups, &tickets).unwrap();
     for (id, group) in groups[..20].iter().enumerate() {
         assert_eq!(rewards(group), [Some(id as f32), Some(4.0), Some(1.0)]);
     }
     assert_eq!(rewards(&groups[20]), [Some(21.0)]);
     assert!(pool.shared.lock().pending.is_empty());
+}
+
+/// Tokens do not say which submission a score is of.
+#[test]
+fn equal_groups_have_the_scores_of_their_own_tickets() {
+    let num_calls = AtomicU32::new(0);
+    let mut pool = pool(1, 5.0, function(move |_| Ok(num_calls.fetch_add(1, Ordering::SeqCst) as f32)));
+    let mut groups = [group(7, &["equal"]), group(7, &["equal"])];
+    let [first, second] = [pool.submit(&groups[0]), pool.submit(&groups[1])];
+    pool.wait(&mut groups, &[second, first]).unwrap();
+    assert_eq!(groups.each_ref().map(rewards), [[Some(1.0)], [Some(0.0)]]);
+    let ticket = pool.submit(&groups[0]);
+    assert_eq!(pool.shared.lock().pending.len(), 1);
+    pool.give_up();
+    assert!(pool.shared.lock().pending.is_empty(), "nobody asks for {ticket:?}");
 }
 
 #[test]
@@ -85,7 +100,7 @@ fn failures_mask_and_are_counted_by_cause() {
     let functions = [("faulty", faulty), ("fine", fine)];
     let mut pool = RewardPool::with_functions(&config(&["faulty", "fine"], 2, 5.0), &functions).unwrap();
     let mut groups = [group(0, &["panic", "nan", "infinite", "error", "good"])];
-    pool.wait(&mut groups).unwrap();
+    pool.score(&mut groups).unwrap();
     assert_eq!(rewards(&groups[0]), [None, None, None, None, Some(4.0)]);
     assert_eq!(groups[0].completions[0].rewards, [None, Some(3.0)]);
     let faulty = |kind, count| ("faulty".to_owned(), kind, count);
@@ -106,8 +121,8 @@ fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
     });
     let mut pool = pool(1, 0.2, stuck);
     let mut groups = [group(0, &["stuck", "good", "good"])];
-    pool.submit(&groups[0]);
-    pool.wait(&mut groups).unwrap();
+    let ticket = pool.submit(&groups[0]);
+    pool.wait(&mut groups, &[ticket]).unwrap();
     assert_eq!(rewards(&groups[0]), [None, Some(1.0), Some(1.0)]);
     assert_eq!(pool.take_failures(), [("own".to_owned(), FailureKind::Timeout, 1)]);
     drop(pool);
@@ -125,7 +140,7 @@ fn the_function_that_hangs_is_blamed_not_the_one_that_failed_before_it() {
     });
     let functions = [("faulty", faulty), ("stuck", stuck)];
     let mut pool = RewardPool::with_functions(&config(&["faulty", "stuck"], 1, 0.2), &functions).unwrap();
-    pool.wait(&mut [group(0, &["x"])]).unwrap();
+    pool.score(&mut [group(0, &["x"])]).unwrap();
     let expected = [("faulty", FailureKind::Error), ("stuck", FailureKind::Timeout)];
     assert_eq!(pool.take_failures(), expected.map(|(name, kind)| (name.to_owned(), kind, 1)));
     drop(release);
@@ -199,13 +214,13 @@ fn groups_that_are_scored_come_before_those_that_are_not() {
     });
     let mut pool = pool(2, 30.0, slow);
     let mut groups = [group(0, &["slow", "good"]), group(1, &["good", "good"])];
-    groups.iter().for_each(|group| pool.submit(group));
-    assert_eq!(pool.poll(&mut groups, true).unwrap(), [false, true], "it waits for the first");
+    let tickets: Vec<_> = groups.iter().map(|group| pool.submit(group)).collect();
+    assert_eq!(pool.poll(&mut groups, &tickets, true).unwrap(), [false, true], "it waits for the first");
     assert_eq!(rewards(&groups[0]), [None, None]);
     assert_eq!(rewards(&groups[1]), [Some(1.0), Some(1.0)]);
-    assert_eq!(pool.poll(&mut groups[..1], false).unwrap(), [false], "it does not wait");
-    assert!(pool.poll(&mut [], true).unwrap().is_empty(), "there is nothing to wait for");
+    assert_eq!(pool.poll(&mut groups[..1], &tickets[..1], false).unwrap(), [false], "it does not wait");
+    assert!(pool.poll(&mut [], &[], true).unwrap().is_empty(), "there is nothing to wait for");
     release.send(()).unwrap();
-    assert_eq!(pool.poll(&mut groups[..1], true).unwrap(), [true]);
+    assert_eq!(pool.poll(&mut groups[..1], &tickets[..1], true).unwrap(), [true]);
     assert_eq!(rewards(&groups[0]), [Some(1.0), Some(1.0)]);
 }

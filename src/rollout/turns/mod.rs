@@ -6,9 +6,13 @@ mod tools;
 
 pub use tools::TurnTools;
 
+use std::time::{Duration, Instant};
+
 use super::request::{Event, Request, RequestId, refuse};
 use super::session::Session;
+use super::stats::EngineStats;
 use crate::error::Result;
+use crate::tools::SessionCosts;
 use crate::types::{Prompt, RolloutGroup};
 
 /// Whoever submits requests to a session and takes in its events. Every rank of the engine makes the same calls in the same order.
@@ -72,6 +76,39 @@ pub trait GroupTurns: Turns {
     /// # Panics
     /// If the group is not this rank's, or was taken before.
     fn take_complete(&mut self, number: usize, session: &Session<'_>) -> Result<RolloutGroup>;
+}
+
+/// Costs of turns in a session, from its beginning.
+#[derive(Debug)]
+pub struct CostMeter {
+    before: EngineStats,
+    start: Instant,
+    /// Time in which nothing was decoded.
+    pub idle: Duration,
+}
+
+impl CostMeter {
+    /// A meter of a session that is about to begin.
+    pub fn new() -> Self {
+        Self { before: EngineStats::default(), start: Instant::now(), idle: Duration::ZERO }
+    }
+
+    /// Has completions of `session` leave their keys and values to their next turns, which are counted from here on.
+    pub fn begin(&mut self, session: &mut Session<'_>) {
+        self.before = session.keep_turns();
+    }
+
+    /// The costs so far on a rank; the first of the ranks that share the engine counts tokens for all.
+    pub fn costs(&self, session: &Session<'_>, rank: usize) -> SessionCosts {
+        let of_first = |count: usize| if rank == 0 { count } else { 0 };
+        let stats = session.stats();
+        SessionCosts {
+            num_kept_tokens: of_first(stats.num_turn_tokens - self.before.num_turn_tokens),
+            num_recomputed_tokens: of_first(stats.num_lost_turn_tokens - self.before.num_lost_turn_tokens),
+            idle: self.idle,
+            total: self.start.elapsed(),
+        }
+    }
 }
 
 /// Groups whose completions have one turn: each is one request.

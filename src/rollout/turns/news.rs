@@ -42,7 +42,7 @@ pub(super) enum Own {
     End(EpisodeEnd),
 }
 
-impl TurnTools<'_> {
+impl TurnTools {
     /// The outcomes that have come to any rank of the engine, own ones with their messages; in an order that all ranks have. `places`
     /// has the numbers of this rank's groups in the session. Where the engine `is_idle`, waits for some.
     pub(super) fn news(

@@ -3,10 +3,10 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::news::{News, Own, TurnNews};
-use super::{GroupTurns, Turns};
+use super::{CostMeter, GroupTurns, Turns};
 use crate::data::Tokenizer;
 use crate::dist::HostGroup;
 use crate::error::Result;
@@ -17,19 +17,19 @@ use crate::types::{FinishReason, Prompt, RolloutGroup, SamplingParams, Trajector
 
 /// The tools of this rank, and the ranks that share its engine.
 #[derive(Debug)]
-pub struct TurnTools<'a> {
+pub struct TurnTools {
     /// This rank's conversations.
-    pub conversations: &'a mut Conversations,
+    pub conversations: Conversations,
     /// The ranks of the engine.
-    pub engine_ranks: &'a HostGroup,
+    pub engine_ranks: HostGroup,
     /// Takes answers only when no trajectory can be decoded and all tools have answered, so that what is computed together does not
     /// depend on how long tools take.
     pub waits: bool,
 }
 
-impl<'t> TurnTools<'t> {
+impl TurnTools {
     /// The tools as a session takes them.
-    pub fn turns(self) -> Box<dyn GroupTurns + 't> {
+    pub fn turns(&mut self) -> Box<dyn GroupTurns + '_> {
         Box::new(TurnGroups::new(self))
     }
 }
@@ -55,43 +55,24 @@ struct TurnedTrajectory {
     has_ended: bool,
 }
 
-impl OpenGroup {
-    fn key(&self) -> GroupKey {
-        GroupKey { prompt_id: self.request.prompt_id, first_step: self.request.first_step }
-    }
-}
-
 /// Groups in a session whose trajectories have several turns.
 #[derive(Debug)]
 struct TurnGroups<'t> {
-    tools: TurnTools<'t>,
+    tools: &'t mut TurnTools,
     tokenizer: Arc<Tokenizer>,
     groups: Vec<OpenGroup>,
     places: HashMap<GroupKey, usize>, // of own groups
     /// The trajectory that the first completion of each request is.
     keys: HashMap<RequestId, (usize, usize)>, // group, sample
     num_asked: usize,                 // turns that ended and groups that may not begin yet, whose outcome is not known
-    /// Tokens of earlier turns that the engine had kept, and computed again, before this session.
-    tokens_before: [usize; 2],
-    start: Instant,
-    idle: Duration,
+    meter: CostMeter,
 }
 
 impl<'t> TurnGroups<'t> {
-    fn new(tools: TurnTools<'t>) -> Self {
+    fn new(tools: &'t mut TurnTools) -> Self {
         let tokenizer = Arc::clone(tools.conversations.tokenizer());
         let (groups, places, keys) = (Vec::new(), HashMap::new(), HashMap::new());
-        Self {
-            tools,
-            tokenizer,
-            groups,
-            places,
-            keys,
-            num_asked: 0,
-            tokens_before: [0; 2],
-            start: Instant::now(),
-            idle: Duration::ZERO,
-        }
+        Self { tools, tokenizer, groups, places, keys, num_asked: 0, meter: CostMeter::new() }
     }
 
     /// Submits all trajectories of a group that can be sampled on.
@@ -123,7 +104,7 @@ impl<'t> TurnGroups<'t> {
             self.submit_all(session, place)?;
             return Ok(false);
         }
-        let key = TrajectoryKey { group: group.key(), sample };
+        let key = TrajectoryKey { group: group.request.group(), sample };
         let params = &group.request.params;
         let trajectory = &mut group.trajectories[sample].trajectory;
         if let News::Continues(context) = what {
@@ -161,8 +142,7 @@ impl<'t> TurnGroups<'t> {
 
 impl Turns for TurnGroups<'_> {
     fn begin(&mut self, session: &mut Session<'_>) -> Result<()> {
-        let stats = session.keep_turns();
-        self.tokens_before = [stats.num_turn_tokens, stats.num_lost_turn_tokens];
+        self.meter.begin(session);
         Ok(())
     }
 
@@ -171,7 +151,7 @@ impl Turns for TurnGroups<'_> {
         match event {
             Event::Finished { request, sample, .. } => {
                 let group = &mut self.groups[place];
-                let key = TrajectoryKey { group: group.key(), sample: first + sample };
+                let key = TrajectoryKey { group: group.request.group(), sample: first + sample };
                 let trajectory = session.trajectory(request, sample);
                 if let Some(prompt) = &group.own {
                     self.tools.conversations.turn_ended(key, &prompt.token_ids, &trajectory)?;
@@ -196,7 +176,7 @@ impl Turns for TurnGroups<'_> {
         let (before, is_idle) = (Instant::now(), !session.has_work());
         let news = self.tools.news(&self.places, is_idle)?;
         if is_idle {
-            self.idle += before.elapsed();
+            self.meter.idle += before.elapsed();
         }
         let mut complete = Vec::new();
         for (news, own) in news {
@@ -214,7 +194,7 @@ impl Turns for TurnGroups<'_> {
         for place in own {
             let is_new = self.group(place, session)?.completions.is_empty();
             let group = &mut self.groups[place];
-            let key = group.key();
+            let key = group.request.group();
             if is_new {
                 self.tools.conversations.forget(key);
                 continue;
@@ -228,12 +208,8 @@ impl Turns for TurnGroups<'_> {
                 self.tools.conversations.keep_end(TrajectoryKey { group: key, sample }, end);
             }
         }
-        if self.tools.engine_ranks.rank() == 0 {
-            let stats = session.stats();
-            let [kept, lost] = self.tokens_before;
-            self.tools.conversations.book_tokens(stats.num_turn_tokens - kept, stats.num_lost_turn_tokens - lost);
-        }
-        self.tools.conversations.book_time(self.idle, self.start.elapsed());
+        let costs = self.meter.costs(session, self.tools.engine_ranks.rank());
+        self.tools.conversations.book(costs);
         Ok(())
     }
 }
@@ -258,7 +234,7 @@ impl GroupTurns for TurnGroups<'_> {
             }
         };
         let group = OpenGroup { own: own.cloned(), request, trajectories, num_open: num_generations };
-        let key = group.key();
+        let key = group.request.group();
         if own.is_some() && self.places.insert(key, place).is_some() {
             let expected = "each prompt once in a session of several turns".to_owned();
             return refuse(expected, format!("prompt {} twice", key.prompt_id));

@@ -215,7 +215,7 @@ fn ten_thousand_completions_are_scored_within_the_bound() {
             group
         })
         .collect();
-    pool.wait(&mut groups).unwrap();
+    pool.score(&mut groups).unwrap();
     let rewards: Vec<_> =
         groups.iter().flat_map(|group| group.completions.iter().map(|completion| completion.reward)).collect();
     assert!(rewards.iter().enumerate().all(|(number, reward)| *reward == Some(number as f32)));
@@ -244,7 +244,7 @@ fn an_outage_that_lasts_ends_the_pool_and_one_that_passes_does_not() {
     assert_eq!(rewards(&mut patient, &["x"; 20]), [Some(1.0); 20]);
     is_down.store(true, Ordering::Relaxed);
     let mut groups = [group(json!({"prompt": "p"}), &["x"; 200])];
-    let error = patient.wait(&mut groups).unwrap_err();
+    let error = patient.score(&mut groups).unwrap_err();
     assert_eq!(error.exit_code(), colo_grpo::ExitCode::RewardService);
     assert!(error.to_string().contains("'judge'") && error.to_string().contains("status 500"), "{error}");
 }

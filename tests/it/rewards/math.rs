@@ -63,7 +63,7 @@ fn golden() -> Value {
 fn score_all(pool: &mut RewardPool, rows: &[(String, String)]) -> Vec<Option<f32>> {
     let groups: Vec<_> = rows.iter().map(|(gold, text)| group(json!({"answer": gold}), &[text])).collect();
     let mut groups = groups;
-    pool.wait(&mut groups).unwrap();
+    pool.score(&mut groups).unwrap();
     groups.iter().map(|group| group.completions[0].reward).collect()
 }
 

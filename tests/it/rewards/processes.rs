@@ -36,7 +36,7 @@ pub(super) fn pool(keys: &[String]) -> RewardPool {
 
 pub(super) fn scores(pool: &mut RewardPool, group: RolloutGroup) -> Scores {
     let mut groups = [group];
-    pool.wait(&mut groups).unwrap();
+    pool.score(&mut groups).unwrap();
     groups[0].completions.iter().map(|completion| (completion.reward, completion.rewards.clone())).collect()
 }
 
@@ -386,7 +386,7 @@ fn errors_between_deaths_do_not_count_as_scores() {
         format!("rewards.own.command=[\"python3\", \"{file}\"]"),
         "reward.max_worker_failures=3".into(),
     ]);
-    let error = pool.wait(&mut [group(json!({}), &["error"; 12])]).unwrap_err();
+    let error = pool.score(&mut [group(json!({}), &["error"; 12])]).unwrap_err();
     assert_eq!(error.exit_code(), ExitCode::RewardService, "{error}");
 }
 
@@ -397,7 +397,7 @@ fn a_service_that_is_dead_again_and_again_ends_the_wait() {
     let mut pool = pool(&keys.map(str::to_owned));
     let mut groups = [group(json!({"prompt": "p"}), &["a"; 8])];
     let start = Instant::now();
-    let error = pool.wait(&mut groups).unwrap_err();
+    let error = pool.score(&mut groups).unwrap_err();
     assert!(start.elapsed() >= Duration::from_millis(20 + 40 + 80));
     assert_eq!(error.exit_code(), ExitCode::RewardService);
     let text = error.to_string();
@@ -406,6 +406,6 @@ fn a_service_that_is_dead_again_and_again_ends_the_wait() {
             && text.contains("exit status: 1"),
         "{text}"
     );
-    let again = pool.wait(&mut groups).unwrap_err().to_string();
+    let again = pool.score(&mut groups).unwrap_err().to_string();
     assert!(again.contains("expected a pool whose rewards have not failed"), "{again}");
 }

@@ -88,28 +88,26 @@ fn several_batches_are_paused_and_go_on() {
     let batch = |at: usize| all[2 * at..2 * at + 2].iter().map(|prompt| group(prompt, 5 + at as u64)).collect();
     let mut queue: VecDeque<Vec<SampledGroup>> = (0..3)
         .map(batch)
-        .map(|groups: Vec<RolloutGroup>| {
-            groups.into_iter().map(|group| SampledGroup { group, is_complete: false }).collect()
-        })
+        .map(|groups: Vec<RolloutGroup>| groups.into_iter().map(SampledGroup::open).collect())
         .collect();
     let mut num_continued = 0;
     for wake in 0..3 {
         let params = SamplingParams { step: 4 + wake, ..sampled() };
         let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
-        let open = queue
-            .iter()
-            .map(|groups| groups.iter().filter(|group| !group.is_complete).map(|group| group.group.clone()).collect());
+        let open = queue.iter().map(|groups| {
+            groups.iter().filter(|group| group.done.is_none()).map(|group| group.group.clone()).collect()
+        });
         let (batches, mut num_done) = (open.collect(), 0);
-        let (mut pauses, mut done) = (|| Ok(true), |_, _: &RolloutGroup| num_done += 1);
+        let (mut pauses, mut done) = (|| Ok(true), |_: usize, _: &RolloutGroup| num_done += 1);
         let mut policy = Batches::ahead(batches, &params, &mut pauses, &mut done);
         rollout.run(Box::<SingleTurns>::default(), &mut policy).unwrap();
         let after = policy.into_sampled();
-        assert_eq!(after.iter().flatten().filter(|group| group.is_complete).count(), num_done);
+        assert_eq!(after.iter().flatten().filter(|group| group.done.is_some()).count(), num_done);
         for (groups, after) in queue.iter_mut().zip(after) {
-            groups.iter_mut().filter(|group| !group.is_complete).zip(after).for_each(|(group, it)| *group = it);
+            groups.iter_mut().filter(|group| group.done.is_none()).zip(after).for_each(|(group, it)| *group = it);
         }
         let first = queue.pop_front().unwrap();
-        assert!(first.iter().all(|group| group.is_complete), "wake {wake}");
+        assert!(first.iter().all(|group| group.done.is_some()), "wake {wake}");
         let groups: Vec<RolloutGroup> = first.into_iter().map(|group| group.group).collect();
         let whole = SamplingParams { step: 5 + wake, ..sampled() };
         let (expected, _) = model.generate(options(), &all[2 * wake as usize..2 * wake as usize + 2], &whole);
