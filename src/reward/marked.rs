@@ -1,78 +1,135 @@
 //! Where a completion marks its answer: `<answer>..</answer>`, `\boxed{..}`, `\fbox{..}`, GSM8K's `#### ..`.
 
+use std::collections::HashMap;
+use std::ops::Range;
+
 use super::number::Rational;
 
 /// The starts of marks.
 const MARKS: [&str; 4] = ["<answer>", "\\boxed", "\\fbox", "####"];
+const ANSWER_END: &str = "</answer>";
 
 /// The text of the last answer that is marked, and of a mark within a mark that of the inner one. `None` where nothing is marked, and
 /// where the last mark cannot be read because it is not closed: an earlier answer does not count then.
 pub(super) fn last_marked(text: &str) -> Option<&str> {
-    let (mut rest, mut last) = (text, None);
-    while let Some((mark, after)) = next_mark(rest) {
-        let read = match mark {
-            "<answer>" => after.split_once("</answer>"),
-            "####" => Some(line(after)),
-            _ => boxed(after),
-        };
-        (last, rest) = match read {
-            Some((answer, others)) => (Some(answer.trim()), others),
-            None => (None, after),
-        };
+    let (marks, mut range, mut is_marked) = (Marks::of(text), 0..text.len(), false);
+    while let Some(last) = marks.last_within(range.clone()) {
+        (range, is_marked) = (last?, true);
     }
-    let answer = last?;
-    match next_mark(answer) {
-        Some(_) => last_marked(answer),
-        None => Some(answer),
-    }
+    is_marked.then(|| &text[range])
 }
 
-/// The first mark of a text, and what follows it. A longer command (`\boxedsize`) is no mark.
-fn next_mark(text: &str) -> Option<(&'static str, &str)> {
-    let found = |mark: &'static str| {
-        let is_mark = |at: &usize| {
-            let is_command = mark.starts_with('\\');
-            !(is_command && text[at + mark.len()..].starts_with(|c: char| c.is_ascii_alphabetic()))
+/// All places that reading asks for, found once: it takes time by the text's length, however many marks there are and however deep.
+struct Marks<'a> {
+    text: &'a str,
+    /// Of [`MARKS`], in order. A longer command (`\boxedsize`) is no mark.
+    starts: Vec<(usize, &'static str)>,
+    answer_ends: Vec<usize>,
+    /// Ends of lines, and of lines and formulas.
+    lines: Vec<usize>,
+    formulas: Vec<usize>,
+    /// Where the brace is closed that opens at a place; behind a backslash it is none.
+    closes: HashMap<usize, usize>,
+}
+
+impl<'a> Marks<'a> {
+    fn of(text: &'a str) -> Self {
+        let mut marks = Self {
+            text,
+            starts: Vec::new(),
+            answer_ends: text.match_indices(ANSWER_END).map(|(at, _)| at).collect(),
+            lines: text.match_indices('\n').map(|(at, _)| at).collect(),
+            formulas: text.match_indices(['$', '\n']).map(|(at, _)| at).collect(),
+            closes: HashMap::new(),
         };
-        let at = text.match_indices(mark).map(|(at, _)| at).find(is_mark)?;
-        Some((at, mark))
-    };
-    let (at, mark) = MARKS.into_iter().filter_map(found).min()?;
-    Some((mark, &text[at + mark.len()..]))
-}
-
-/// The answer behind `####`, and what follows it: the line if it is a number of several words (`1 1/2`), else its first word.
-fn line(after: &str) -> (&str, &str) {
-    let after = after.trim_start();
-    let line = after.lines().next().unwrap_or_default();
-    let word = line.split_whitespace().next().unwrap_or_default();
-    let whole = Rational::parse(line);
-    let answer = if whole.is_some() && whole != Rational::parse(word) { line } else { word };
-    (answer, &after[answer.len()..])
-}
-
-/// What stands in the box that begins here, and what follows it: between braces, which are matched, or up to the end of the formula or
-/// of the line, as verl reads `\boxed 5`. `None` for braces that are not closed.
-fn boxed(after: &str) -> Option<(&str, &str)> {
-    let after = after.trim_start();
-    let Some(inner) = after.strip_prefix('{') else {
-        let end = after.find(['$', '\n']).unwrap_or(after.len());
-        return Some(after.split_at(end));
-    };
-    let (mut depth, mut is_escaped) = (1, false);
-    for (at, byte) in inner.bytes().enumerate() {
-        match byte {
-            _ if is_escaped => is_escaped = false,
-            b'\\' => is_escaped = true,
-            b'{' => depth += 1,
-            b'}' => depth -= 1,
-            _ => {}
+        let (mut open, mut is_escaped) = (Vec::new(), false);
+        for (at, byte) in text.bytes().enumerate() {
+            if matches!(byte, b'<' | b'\\' | b'#') {
+                let mark = MARKS.into_iter().find(|mark| text[at..].starts_with(mark));
+                let is_longer = |mark: &&str| {
+                    byte == b'\\' && text[at + mark.len()..].starts_with(|c: char| c.is_ascii_alphabetic())
+                };
+                marks.starts.extend(mark.filter(|mark| !is_longer(mark)).map(|mark| (at, mark)));
+            }
+            match byte {
+                _ if is_escaped => is_escaped = false,
+                b'\\' => is_escaped = true,
+                b'{' => open.push(at),
+                b'}' => marks.closes.extend(open.pop().map(|open| (open, at))),
+                _ => {}
+            }
         }
-        if depth == 0 {
-            return Some((&inner[..at], &inner[at + 1..]));
-        }
+        marks
     }
-    None
+
+    /// The answer of the last mark in a part of the text, if there is one, and if it can be read.
+    fn last_within(&self, range: Range<usize>) -> Option<Option<Range<usize>>> {
+        let (mut from, mut last) = (range.start, None);
+        while let Some((at, mark)) = self.next(from).filter(|(at, mark)| at + mark.len() <= range.end) {
+            let after = at + mark.len()..range.end;
+            from = after.start;
+            let read = match mark {
+                "<answer>" => self.answer(after),
+                "####" => Some(self.line(after)),
+                _ => self.boxed(after),
+            };
+            last = Some(read.map(|(answer, behind)| {
+                from = behind;
+                let trimmed = self.text[answer.clone()].trim_start();
+                let start = answer.end - trimmed.len();
+                start..start + trimmed.trim_end().len()
+            }));
+        }
+        last
+    }
+
+    /// The first mark from a place on.
+    fn next(&self, from: usize) -> Option<(usize, &'static str)> {
+        self.starts.get(self.starts.partition_point(|(at, _)| *at < from)).copied()
+    }
+
+    /// The answer up to its closing mark, and the place behind that.
+    fn answer(&self, after: Range<usize>) -> Option<(Range<usize>, usize)> {
+        let end = first_from(&self.answer_ends, after.start)?;
+        let behind = end + ANSWER_END.len();
+        (behind <= after.end).then_some((after.start..end, behind))
+    }
+
+    /// The answer behind `####`, and its end: the line if it is a number of several words (`1 1/2`), else its first word.
+    fn line(&self, after: Range<usize>) -> (Range<usize>, usize) {
+        let start = after.end - self.text[after.clone()].trim_start().len();
+        let line_end = first_from(&self.lines, start).map_or(after.end, |end| end.min(after.end));
+        let word = self.text[start..line_end].split_whitespace().next().unwrap_or_default();
+        let mut end = start + word.len();
+        let others = &self.starts[self.starts.partition_point(|(at, _)| *at < end)..];
+        let is_last = others.iter().take_while(|(at, _)| *at < line_end).all(|(_, mark)| *mark != "####");
+        if is_last {
+            let line = self.text[start..line_end].trim_end_matches('\r');
+            let whole = Rational::parse(line);
+            if whole.is_some() && whole != Rational::parse(word) {
+                end = start + line.len();
+            }
+        }
+        (start..end, end)
+    }
+
+    /// The content of the box that begins here, and the place behind it: between braces, which are matched, or up to the end of the
+    /// formula or of the line, as verl reads `\boxed 5`. `None` for braces that are not closed.
+    fn boxed(&self, after: Range<usize>) -> Option<(Range<usize>, usize)> {
+        let rest = self.text[after.clone()].trim_start();
+        let start = after.end - rest.len();
+        if !rest.starts_with('{') {
+            let end = first_from(&self.formulas, start).map_or(after.end, |end| end.min(after.end));
+            return Some((start..end, end));
+        }
+        let close = *self.closes.get(&start)?;
+        (close < after.end).then_some((start + 1..close, close + 1))
+    }
+}
+
+/// The first of ordered places from one on.
+fn first_from(places: &[usize], from: usize) -> Option<usize> {
+    places.get(places.partition_point(|place| *place < from)).copied()
 }
 
 #[cfg(test)]
@@ -98,8 +155,26 @@ mod tests {
             ("\\boxed{\\text{so }\\boxed{4}}", Some("4")),
             ("\\boxedsize{5}", None),
             ("5", None),
+            ("<answer>\\boxed{7</answer>}", None),
+            ("#### 1\r\n#### 1 1/2\r\nso", Some("1 1/2")),
+            ("#### 3 #### 4 5/8", Some("4 5/8")),
+            ("\\boxed{1} \\boxed{\\boxed{2} \\boxed{ 3 } }", Some("3")),
         ] {
             assert_eq!(last_marked(text), expected, "{text}");
+        }
+    }
+
+    /// Deeper than any stack.
+    #[test]
+    fn marks_may_be_nested_and_many() {
+        let nested = ["\\boxed{".repeat(100_000), "5".to_owned(), "}".repeat(100_000)].concat();
+        assert_eq!(last_marked(&nested), Some("5"));
+        assert_eq!(last_marked(&format!("{nested}\\boxed{{")), None);
+        for (mark, expected) in
+            [("<answer>", None), ("\\boxed{", Some("7")), ("#### ", Some("7")), ("\\fbox ", Some("7"))]
+        {
+            let many = mark.repeat(100_000);
+            assert_eq!(last_marked(&format!("{many}<answer> 7 </answer>")), expected, "{mark}");
         }
     }
 }

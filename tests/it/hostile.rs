@@ -207,7 +207,8 @@ fn endless_files_are_refused() {
     assert!(!targets::checkpoint(br#"{"format": 1, "files": []}"#), "a manifest of no files vouches for nothing");
     assert!(!targets::checkpoint(manifest.replace("trainer_state.json", "a\\u0000b").as_bytes()));
     let long = format!("#### {}", "9".repeat(1 << 20));
-    for completion in [deep("\\boxed{"), deep("<answer>"), long.into_bytes()] {
+    let nested = [deep("\\boxed{"), deep("}")].concat();
+    for completion in [nested, deep("\\boxed{"), deep("\\fbox "), deep("<answer>"), deep("#### "), long.into_bytes()] {
         assert!(targets::answer(&completion), "a completion of any length is scored");
     }
 }
