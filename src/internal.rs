@@ -51,10 +51,10 @@ pub mod metrics {
 pub mod model {
     pub use crate::model::{
         AttentionSpec, BlockContext, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, EmbeddingParams, ExpertsSpec,
-        Family, Fp8Products, HeadParams, HeadSums, LoraSpec, Matrix, Mixer, Mlp, ModelSource, ModelSpec, NormPlaces,
-        PackedMixer, Param, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock, RopeSpec, Routes, Scoring,
-        SequenceMixer, SharedExpertSpec, Stage, Stages, Unit, UnitLayout, WeightFiles, WeightWriter, block_forward,
-        head_backward, head_forward, init_folder, init_unit, init_unit_on, write_adapters,
+        Family, Format, Fp8, HeadParams, HeadSums, LoraSpec, Matrix, Mixer, Mlp, ModelSource, ModelSpec, Nf4,
+        NormPlaces, PackedMixer, Param, ParamName, ParamTable, Piece, Plain, QkNorm, RopeSpec, Routes, Scoring,
+        SequenceMixer, SharedExpertSpec, Stage, Stages, StoredBlock, StoredFormat, Unit, UnitLayout, Use, WeightFiles,
+        WeightWriter, block_forward, head_backward, head_forward, init_folder, init_unit, init_unit_on, write_adapters,
     };
 }
 pub mod ops {
@@ -88,8 +88,7 @@ pub mod train {
     pub use crate::train::{
         AdamOptions, AdapterOptions, GradientOptions, MicroBatch, MuonOptions, NetworkOptions, Optim, OptimizerHome,
         PackOptions, ParamShard, ParamState, Policy, PolicyOptions, PolicyStart, Reference, Schedule, Scores, Sequence,
-        StateForm, StatePart, StepOutcome, TokenGradients, TrainedModel, check_mixed_precision, pack,
-        pad_to_agreed_count, reference_bytes,
+        StateForm, StatePart, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count, reference_bytes,
     };
 }
 pub mod trainer {

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use super::kernels::DecodeStep;
 use super::median;
-use crate::cuda::kernels::{self, Fp8Rows};
+use crate::cuda::kernels::{self, ScaledRows};
 use crate::cuda::{EnergyMeter, Products, Sustained, Tuning};
 use crate::error::Result;
 use crate::model::{LinearSpec, Matrix};
@@ -22,7 +22,7 @@ struct Operands {
     weights: Vec<Tensor>, // [N, K] bf16 each
     out: Tensor,          // [R, N] bf16
     act: Tensor,          // [R, N / 2] bf16
-    fp8: Option<(Fp8Rows, Vec<Fp8Rows>)>,
+    fp8: Option<(ScaledRows, Vec<ScaledRows>)>,
 }
 
 impl DecodeStep<'_> {
@@ -86,7 +86,7 @@ impl DecodeStep<'_> {
         let copies = COPIES_BYTES.div_ceil(2 * linear.rows() * linear.columns);
         let weights = (0..copies).map(|_| Ok(Tensor::f_randn([features, k], options)?)).collect::<Result<Vec<_>>>()?;
         let x = Tensor::f_randn([rows, k], options)?;
-        let round = |matrix: &Tensor| -> Result<Fp8Rows> {
+        let round = |matrix: &Tensor| -> Result<ScaledRows> {
             let to = fp8::empty([matrix.size()[0], k], self.device)?;
             kernels::fp8_rows(matrix, &to)?;
             Ok(to)

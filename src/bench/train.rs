@@ -16,14 +16,13 @@ use crate::cuda::{OpCost, OpFamily, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
-use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
+use crate::model::{ModelSpec, ParamTable, UnitLayout, Use, init_unit_on};
 use crate::ops::random::RandomKey;
 use crate::phase::{self, Phase};
 use crate::torch;
 use crate::train::{
     AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, Optim, OptimizerHome, PackOptions,
-    Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, check_mixed_precision,
-    fp8_products, pack,
+    Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
 };
 use crate::types::LengthSpread;
 
@@ -151,7 +150,7 @@ impl TrainBench {
             lora: self.lora_r.map(adapters),
             quantization: self.quantization,
             residual: self.residual,
-            fp8: self.mixed_precision != MixedPrecision::None,
+            format: self.mixed_precision.format(),
             optim: self.optim(),
             ..TrainedModel::whole(table, self.zero_stage, self.kind, self.gradients)
         }
@@ -215,12 +214,12 @@ impl<'a> TimedRun<'a> {
         let mesh = world.mesh(1, bench.shard_group_size.unwrap_or(world.size()))?;
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
         let (kind, device) = (bench.kind, world.device());
-        check_mixed_precision(bench.mixed_precision, &bench.spec, kind, device.is_cuda())?;
+        let format = bench.mixed_precision.format();
+        format.check(Use::Training, &bench.spec, kind, device.is_cuda())?;
         bench.needs(&table, &bench.pack(&bench.all_sequences(0), Device::Cpu)?).check(kind, world)?;
-        let fp8 = fp8_products(bench.mixed_precision);
         let options = PolicyOptions {
             stage: bench.zero_stage,
-            network: NetworkOptions { kind, residual: bench.residual, device, fp8 },
+            network: NetworkOptions { kind, residual: bench.residual, device, format },
             gradient_checkpointing: bench.gradient_checkpointing,
             optim: bench.optim(),
             adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },

@@ -339,9 +339,15 @@ fn merging(source: &ModelSource, asked: Option<Quantization>) -> Result<(Quantiz
     let trained = adapters.map_or(Quantization::None, |adapters| adapters.base_quantization());
     let quantization = asked.unwrap_or(trained);
     let beside = match (trained, quantization) {
-        (_, Quantization::Nf4) => ", the base's own rounded to NF4 before, as adapters of QLoRA are trained on them",
-        (Quantization::Nf4, _) => ", to the base as its files have it, though they were trained on it in NF4",
-        _ => "",
+        (Quantization::None, Quantization::None) => String::new(),
+        (stored, Quantization::None) => {
+            let name = stored.name().to_uppercase();
+            format!(", to the base as its files have it, though they were trained on it in {name}")
+        }
+        (_, stored) => {
+            let name = stored.name().to_uppercase();
+            format!(", the base's own rounded to {name} before, as adapters of QLoRA are trained on them")
+        }
     };
     let rounded = match spec.dtype {
         Kind::Float => String::new(),

@@ -7,17 +7,17 @@ use tch::Kind;
 
 use super::block::BlockParams;
 use super::files::{WeightFiles, WeightWriter};
+use super::format::BaseRounding;
 use super::init::copy_tokenizer;
 use super::lora::{AdapterFiles, BlockLora, write_adapters};
 use super::params::{ParamTable, Unit};
-use super::quantized::BaseRounding;
 use super::source::ModelSource;
 use super::spec::ModelSpec;
 use crate::config::Quantization;
 use crate::error::{Error, Result};
 
 /// Writes the adapters of `source` as PEFT does; or, with `merge` or where there are none, a model folder of the base's type
-/// whose weights are W + (alpha / r) B A, added in float32, W rounded to NF4 where `quantization` asks for it. `progress` is told `(done, total)` in units.
+/// whose weights are W + (alpha / r) B A, added in float32, W rounded as `quantization` asks for it. `progress` is told `(done, total)` in units.
 ///
 /// # Errors
 /// What is wrong with the folders; [`Error::Io`].

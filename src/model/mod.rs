@@ -13,7 +13,7 @@
 //! | `views` | tensors over that layout: embedding and head |
 //! | `files` | safetensors, read and written unit by unit |
 //! | `lora` | low-rank adapters beside frozen matrices |
-//! | `quantized` | blocks stored in 4 bits |
+//! | `format` | formats of matrices: bytes, preparation, products and their gradients |
 //! | `block` | one block and its sublayers: parameters and their slices, forward and backward, bytes and operations |
 //! | `head` | scored tokens' log-probabilities, forward and backward |
 //! | `init` | fresh weights |
@@ -25,13 +25,13 @@ mod distinct;
 mod export;
 mod families;
 mod files;
+mod format;
 mod head;
 mod init;
 mod json;
 mod lora;
 mod params;
 mod preset;
-mod quantized;
 mod source;
 mod spec;
 mod stages;
@@ -41,8 +41,8 @@ mod views;
 
 pub use block::{
     AttentionSpec, BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes,
-    ExpertsSpec, Fp8Products, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, Piece, QkNorm, Routes,
-    SavedBlock, SequenceMixer, SharedExpertSpec, block_backward, block_forward,
+    ExpertsSpec, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, QkNorm, Routes, SavedBlock,
+    SequenceMixer, SharedExpertSpec, block_backward, block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit, product_work};
 pub use distinct::{ByRope, ByWindow, Distinct, RopeSpec, Ropes};
@@ -50,13 +50,16 @@ pub use export::export_folder;
 pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
+pub use format::{
+    BaseRounding, Format, Fp8, Nf4, OwnProducts, Piece, Plain, Section, StepOutput, StepProducts, StepRows,
+    StoredBlock, StoredFormat, Use,
+};
 pub use head::{HeadSums, ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub(crate) use json::{is_model_folder, model_within};
 pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};
 pub use params::{Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
-pub use quantized::{BaseRounding, QuantizedBlock};
 pub use source::ModelSource;
 pub use spec::ModelSpec;
 pub use stages::{Stage, Stages};

@@ -9,7 +9,7 @@ mod weight;
 
 use tch::{Device, Kind, Tensor};
 
-pub use crate::cuda::kernels::Fp8Rows;
+pub use crate::cuda::kernels::ScaledRows;
 use crate::cuda::{OpCost, Products, Tuning, kernels, timed};
 use crate::error::Result;
 use crate::torch::scalar;
@@ -20,65 +20,13 @@ pub const MOST: f32 = 448.0;
 /// The time that an operation takes in FP8 of what it takes in bfloat16, on tensor cores.
 const SHARE_OF_BF16: f64 = 0.5;
 
-/// Rows that a product reads.
-#[derive(Debug)]
-pub enum Rows {
-    /// Rows that nothing has rounded.
-    Plain(Tensor), // [T, K]
-    /// Rounded by what made them.
-    Rounded {
-        /// The rows that products in FP8 read.
-        rows: Fp8Rows, // [T, K]
-        /// The same rows as they are, where other products read them.
-        plain: Option<Tensor>, // [T, K]
-    },
-}
-
-impl Rows {
-    /// The rows as they are.
-    ///
-    /// # Panics
-    /// If they were made for products in FP8 alone.
-    pub fn plain(&self) -> &Tensor {
-        match self {
-            Rows::Plain(rows) | Rows::Rounded { plain: Some(rows), .. } => rows,
-            Rows::Rounded { plain: None, .. } => panic!("rows that were made for products in FP8 alone"),
-        }
-    }
-
-    /// How many there are.
-    pub fn num_rows(&self) -> i64 {
-        match self {
-            Rows::Plain(rows) => rows.size()[0],
-            Rows::Rounded { rows, .. } => rows.values.size()[0],
-        }
-    }
-
-    /// The rows, rounded now where what made them has not done so.
-    ///
-    /// # Errors
-    /// The errors of [`round_rows`].
-    pub fn rounded(&self) -> Result<Fp8Rows> {
-        match self {
-            Rows::Plain(rows) => rounded(rows),
-            Rows::Rounded { rows, .. } => Ok(rows.shallow_clone()),
-        }
-    }
-}
-
-impl From<Tensor> for Rows {
-    fn from(rows: Tensor) -> Self {
-        Rows::Plain(rows)
-    }
-}
-
 /// Room for a matrix.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
-pub fn empty([rows, columns]: [i64; 2], device: Device) -> Result<Fp8Rows> {
+pub fn empty([rows, columns]: [i64; 2], device: Device) -> Result<ScaledRows> {
     let values = Tensor::f_empty([rows, columns], (Kind::Float8e4m3fn, device))?;
-    Ok(Fp8Rows { values, scales: Tensor::f_empty([rows], (Kind::Float, device))? })
+    Ok(ScaledRows { values, scales: Tensor::f_empty([rows], (Kind::Float, device))? })
 }
 
 /// Rounds the rows of a matrix into memory that is there. Rows of zeros have the scale 0; those with a value that is not finite have one
@@ -87,8 +35,8 @@ pub fn empty([rows, columns]: [i64; 2], device: Device) -> Result<Fp8Rows> {
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for a matrix that the kernel of a GPU does not take; [`crate::Error::OutOfMemory`].
 pub fn round_rows(
-    x: &Tensor,   // [R, K]
-    to: &Fp8Rows, // [R, K]
+    x: &Tensor,      // [R, K]
+    to: &ScaledRows, // [R, K]
 ) -> Result<()> {
     if x.device().is_cuda() {
         return timed("rounding to FP8", || rounding_work(x, 1.0), || kernels::fp8_rows(x, to));
@@ -106,7 +54,7 @@ pub fn round_rows(
 ///
 /// # Errors
 /// The errors of [`round_rows`].
-pub fn rounded(x: &Tensor /* [R, K] */) -> Result<Fp8Rows> {
+pub fn rounded(x: &Tensor /* [R, K] */) -> Result<ScaledRows> {
     let to = empty([x.size()[0], x.size()[1]], x.device())?;
     round_rows(x, &to)?;
     Ok(to)
@@ -116,7 +64,7 @@ pub fn rounded(x: &Tensor /* [R, K] */) -> Result<Fp8Rows> {
 ///
 /// # Errors
 /// The errors of [`round_rows`].
-pub fn rounded_columns(w: &Tensor /* [N, K] */) -> Result<Fp8Rows> {
+pub fn rounded_columns(w: &Tensor /* [N, K] */) -> Result<ScaledRows> {
     if !w.device().is_cuda() {
         return rounded(&w.tr());
     }
@@ -137,8 +85,8 @@ fn rounding_work(x: &Tensor, times_read: f64) -> OpCost {
 /// # Errors
 /// [`crate::Error::OutOfMemory`]; on a GPU the errors of [`Products::run_fp8`].
 pub fn forward(
-    x: &Fp8Rows,           // [T, K]
-    w: &Fp8Rows,           // [N, K]
+    x: &ScaledRows,        // [T, K]
+    w: &ScaledRows,        // [N, K]
     bias: Option<&Tensor>, // [N]
     kind: Kind,
 ) -> Result<Tensor> {
@@ -152,8 +100,8 @@ pub fn forward(
 /// The errors of [`forward`].
 pub fn forward_onto(
     residual: &Tensor, // [T, N]
-    x: &Fp8Rows,       // [T, K]
-    w: &Fp8Rows,       // [N, K]
+    x: &ScaledRows,    // [T, K]
+    w: &ScaledRows,    // [N, K]
     kind: Kind,
 ) -> Result<Tensor> {
     let Device::Cuda(gpu) = residual.device() else { return Ok(residual.f_add(&forward(x, w, None, kind)?)?) };
@@ -170,8 +118,8 @@ pub fn forward_onto(
 /// # Errors
 /// The errors of [`round_rows`] and of [`forward`].
 pub fn backward_input(
-    dy: &Fp8Rows, // [T, N]
-    w: &Tensor,   // [N, K]
+    dy: &ScaledRows, // [T, N]
+    w: &Tensor,      // [N, K]
     kind: Kind,
 ) -> Result<Tensor> {
     let w = rounded_columns(w)?;
@@ -179,15 +127,15 @@ pub fn backward_input(
 }
 
 /// The cost of a product.
-fn work(a: &Fp8Rows /* [M, K] */, b: &Fp8Rows /* [N, K] */) -> OpCost {
+fn work(a: &ScaledRows /* [M, K] */, b: &ScaledRows /* [N, K] */) -> OpCost {
     let OpCost { flop, bytes } = OpCost::product(a.values.size()[0], b.values.size()[0], a.values.size()[1]);
     OpCost { flop: SHARE_OF_BF16 * flop, bytes }
 }
 
 /// a b^T + bias.
 fn product(
-    a: &Fp8Rows,           // [M, K]
-    b: &Fp8Rows,           // [N, K]
+    a: &ScaledRows,        // [M, K]
+    b: &ScaledRows,        // [N, K]
     bias: Option<&Tensor>, // [N]
     kind: Kind,
 ) -> Result<Tensor> {
@@ -282,7 +230,7 @@ mod tests {
             let (dy, w, x) = (rand([tokens, rows]), rand([rows, columns]), rand([tokens, columns]));
             let _ = (dy.get(tokens - 1).fill_(0.0), w.select(1, columns - 1).fill_(0.0));
             let whole = |x: &Tensor| {
-                let Fp8Rows { values, scales } = rounded(x).unwrap();
+                let ScaledRows { values, scales } = rounded(x).unwrap();
                 values.to_kind(Kind::Double) * scales.to_kind(Kind::Double).unsqueeze(1)
             };
             let x = x.to_kind(Kind::Double).set_requires_grad(true);
@@ -310,7 +258,7 @@ mod tests {
         let (x, matrix, bias) = (rand([5, 48]), rand([32, 48]), rand([1, 32]).view([32]));
         let [w, rounded] = [&matrix, &x].map(|rows| rounded(rows).unwrap());
         let double =
-            |rows: &Fp8Rows| rows.values.to_kind(Kind::Double) * rows.scales.to_kind(Kind::Double).unsqueeze(1);
+            |rows: &ScaledRows| rows.values.to_kind(Kind::Double) * rows.scales.to_kind(Kind::Double).unsqueeze(1);
         let exact = double(&rounded).mm(&double(&w).tr()) + bias.to_kind(Kind::Double);
         let y = forward(&rounded, &w, Some(&bias), x.kind()).unwrap();
         assert_eq!(y.kind(), Kind::BFloat16);

@@ -24,7 +24,6 @@ pub mod head;
 pub mod heads;
 pub mod linear;
 pub mod muon;
-pub mod nf4;
 pub mod norm;
 pub mod random;
 pub mod rms_norm;

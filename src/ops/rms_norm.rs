@@ -1,6 +1,5 @@
 //! y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), over the last dimension (arXiv 1910.07467).
 
-use super::fp8::{self, Rows};
 use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 use crate::torch::accumulation_kind;
@@ -34,28 +33,6 @@ impl NormOptions {
         }
         let (y, rstd) = forward(x, &self.scale(weight)?, self.eps)?;
         Ok((y.f_to_kind(weight.kind())?, rstd))
-    }
-
-    /// Normalised rows for products in FP8, rounded by a kernel that serves them; as they are, too, where something else reads them (`is_read`).
-    ///
-    /// # Errors
-    /// The errors of [`forward`].
-    pub fn forward_fp8(
-        self,
-        x: &Tensor,      // [T, D]
-        weight: &Tensor, // [D]
-        is_read: bool,
-    ) -> Result<Rows /* [T, D] */> {
-        if !kernels::fp8_norm_serves(x, weight) {
-            return Ok(self.forward(x, weight)?.0.into());
-        }
-        let rows = fp8::empty([x.size()[0], x.size()[1]], x.device())?;
-        let plain = || Tensor::f_empty(x.size(), (weight.kind(), x.device()));
-        let mut plain = is_read.then(plain).transpose()?;
-        let of_plain = if is_read { OpCost::pass(&[&weight.expand_as(x)]).bytes } else { 0.0 };
-        let work = || OpCost { bytes: OpCost::pass(&[x, &rows.values]).bytes + of_plain, flop: 0.0 };
-        timed("norm", work, || kernels::rms_norm_fp8(x, weight, plain.as_mut(), &rows, self))?;
-        Ok(Rows::Rounded { rows, plain })
     }
 
     /// Gradients as [`backward`] has them; that of 1 + weight is that of the weight.

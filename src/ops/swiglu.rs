@@ -5,7 +5,6 @@
 
 use tch::Tensor;
 
-use super::fp8::{self, Fp8Rows, Rows};
 use super::linear::Onto;
 use super::{linear, try_map};
 use crate::cuda::{OpCost, kernels, timed};
@@ -79,25 +78,6 @@ impl GateUp {
         }
     }
 
-    /// silu(gate) * up for a product in FP8, rounded by a kernel that serves it; as it is, too, where something else reads it (`is_read`).
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
-    pub fn activate_fp8(&self, is_read: bool) -> Result<Rows /* [T, F] */> {
-        let GateUp::Interleaved(pairs) = self else { return Ok(self.activate()?.into()) };
-        if !kernels::fp8_swiglu_serves(pairs) {
-            return Ok(self.activate()?.into());
-        }
-        let [tokens, columns] = [pairs.size()[0], pairs.size()[1] / 2];
-        let rows = fp8::empty([tokens, columns], pairs.device())?;
-        let plain = || Tensor::f_empty([tokens, columns], (pairs.kind(), pairs.device()));
-        let mut plain = is_read.then(plain).transpose()?;
-        let read = if is_read { 1.75 } else { 1.25 };
-        let work = || OpCost { bytes: read * OpCost::pass(&[pairs]).bytes, flop: 0.0 };
-        timed("activation", work, || kernels::silu_mul_fp8(pairs, plain.as_mut(), &rows))?;
-        Ok(Rows::Rounded { rows, plain })
-    }
-
     /// The gradients of gate and up from that of the activation, in their memory; and the activation once more.
     ///
     /// # Errors
@@ -116,23 +96,6 @@ impl GateUp {
                 let d_gate = gate.f_silu_backward_grad_input(&d_silu, &d_silu)?;
                 Ok((GateUp::Split { gate: d_gate, up: d_up.f_mul_(d_act)? }, act))
             }
-        }
-    }
-
-    /// [`GateUp::backward`]; and the rows of the gradients for a product in FP8, where a kernel rounds them on its way.
-    ///
-    /// # Errors
-    /// The errors of [`GateUp::backward`].
-    pub fn backward_fp8(self, d_act: &Tensor /* [T, F] */) -> Result<(GateUp, Tensor, Option<Fp8Rows>)> {
-        match self {
-            GateUp::Interleaved(pairs) if kernels::fp8_swiglu_serves(&pairs) => {
-                let rows = fp8::empty([pairs.size()[0], pairs.size()[1]], pairs.device())?;
-                let work = || OpCost { bytes: 7.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
-                let run = || kernels::swiglu_backward_fp8(d_act, pairs, &rows);
-                let (d_pairs, act) = timed("activation, backward", work, run)?;
-                Ok((GateUp::Interleaved(d_pairs), act, Some(rows)))
-            }
-            whole => whole.backward(d_act).map(|(d, act)| (d, act, None)),
         }
     }
 

@@ -8,7 +8,6 @@ use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, Config, EngineShape, GradientCheckpointing, Quantization, divisors};
 use crate::error::{Error, Result};
 use crate::migration::word;
-use crate::model::QuantizedBlock;
 use crate::rollout::{cache_kind, kv_block_bytes};
 
 mod trials;
@@ -128,8 +127,9 @@ impl Advice<'_> {
         if !adapters.is_empty() {
             trained.push(adapters.clone());
         }
-        if config.quantization == Quantization::None && QuantizedBlock::check(spec).is_ok() {
-            trained.push([adapters, vec![("quantization", json!(Quantization::Nf4.name()))]].concat());
+        let serves = |stored: &&Quantization| stored.format().is_some_and(|format| format.check(spec).is_ok());
+        for stored in Quantization::ALL.iter().filter(|_| config.quantization == Quantization::None).filter(serves) {
+            trained.push([adapters.clone(), vec![("quantization", json!(stored.name()))]].concat());
         }
         trained
     }

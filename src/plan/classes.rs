@@ -4,11 +4,8 @@ use tch::Device;
 
 use super::choices::Choices;
 use super::{ClassBytes, PlanInput, engine_options, human};
-use crate::config::{
-    GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency, RolloutQuantization,
-};
-use crate::cuda::Products;
-use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, fp8_weight_bytes, state_page_bytes};
+use crate::config::{GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency};
+use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, state_page_bytes, weight_copy_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
 /// Stands in a plan only where there is a reference model.
@@ -42,8 +39,8 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         classes.push(resident("reference adapters", input.model().adapter_bytes()));
     }
     let whole = input.generator_params * input.kind.elt_size_in_bytes();
-    let of_fp8 = if input.model().fp8 { Products::BYTES } else { 0 };
-    let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES + of_fp8)); // on a GPU
+    let of_format = input.model().format.workspace_bytes();
+    let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES + of_format)); // on a GPU
     input.role.held(classes, engine(input), products, whole + bytes.engine_adapters)
 }
 
@@ -68,9 +65,10 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     if input.engine_weight_bytes > 0 {
         classes.push(in_rollout("engine weights (gathered slices)", input.engine_weight_bytes));
     }
-    if input.config.rollout_quantization == RolloutQuantization::Fp8 {
-        let bytes = fp8_weight_bytes(input.engine_layers, input.config.tensor_parallel_size);
-        classes.push(of_engine("engine weights in FP8", bytes, input));
+    let format = input.config.rollout_quantization.format();
+    let copy = weight_copy_bytes(format, input.engine_layers, input.config.tensor_parallel_size);
+    if copy > 0 {
+        classes.push(of_engine("engine weights (rounded copy)", copy, input));
     }
     let config = input.config;
     let device = if input.room.swap_bytes.is_some() { Device::Cuda(0) } else { Device::Cpu };

@@ -26,7 +26,7 @@ use crate::cuda::{self, Placement, residual_kind};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::{ModelSpec, ParamTable};
+use crate::model::{Format, ModelSpec, ParamTable, Plain};
 use crate::rollout::EngineOptions;
 use crate::train::{MicroBatchShape, Moment, TrainedModel, UpdateCourse, fullest_of_reference};
 
@@ -292,8 +292,8 @@ impl PlanInput<'_> {
         });
         let on_host = choices.reference == ReferenceResidency::Host;
         let frozen = self.frozen().map(|(class, table)| {
-            let fp8 = model.fp8 && class == classes::REFERENCE; // a teacher's products are not rounded
-            fullest_of_reference(table, (self.kind, model.residual, fp8), on_host, several[0])
+            let format: &'static dyn Format = if class == classes::REFERENCE { model.format } else { &Plain }; // a teacher rounds nothing
+            fullest_of_reference(table, (self.kind, model.residual, format), on_host, several[0])
         });
         frozen
             .chain([model.fullest_of_scores(several[0])])

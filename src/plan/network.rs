@@ -46,7 +46,7 @@ impl NetworkPlan {
         let [weights, new_weights] = [table, trained].map(|table| (table.total * weight_bytes) as f64);
         let ring = |parts: usize| (parts - 1) as f64 / parts as f64;
         let (shards, stage) = (table.shards, config.zero.stage);
-        // Adapters are whole on every rank, and so are weights in NF4.
+        // Adapters are whole on every rank, and so are quantised weights.
         let trained_stage = if adapters.is_some() { stage.min(2) } else { stage };
         let is_sharded = shards > world.local_ranks && stage == 3 && config.quantization == Quantization::None;
         let mut flows = Vec::new();

@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use tch::{Device, Kind};
 
-use super::fp8::{Fp8Copy, check_fp8_cache};
+use super::copy::WeightCopy;
 use super::gpu::GpuState;
 use super::kept::KeptSequences;
-use super::kv_cache::{KvCache, cache_kind, kv_block_bytes};
+use super::kv_cache::{KvCache, cache_kind, check_kv_cache, kv_block_bytes};
 use super::stages::EngineRanks;
 use super::state_pages::{StatePages, check_state_dtype};
 use super::stats::{EngineStats, StageTimes};
@@ -121,7 +121,8 @@ pub struct Engine {
     pub(super) ropes: Ropes,
     pub(super) eos_token_ids: Vec<u32>,
     pub(super) gpu: Option<GpuState>,
-    pub(super) fp8: Option<Fp8Copy>,
+    /// The matrices in a format that rounds.
+    pub(super) copy: Option<WeightCopy>,
     pub(super) kv_cache: KvCache,
     /// Pages of states, where the model has gated delta nets.
     pub(super) states: Option<StatePages>,
@@ -184,16 +185,14 @@ impl Engine {
             let expected = "false on a CPU and where tensor_parallel_size is above 1: their sums change with the batch";
             return Err(Error::invalid_value("strict", true, expected));
         }
-        if options.kv_cache_dtype == KvCacheDtype::Fp8 {
-            check_fp8_cache(options.kind, options.device)?;
-        }
+        check_kv_cache(options.kv_cache_dtype, options.kind, options.device)?;
         options.state_dtype.check_strict(options.strict)?;
         check_state_dtype(&spec, options.state_dtype)?;
         let own = match ranks.stages.count() {
             1 => spec.clone(),
             _ => Arc::new(spec.of_layers(&ranks.stage().layers)),
         };
-        let fp8 = Fp8Copy::reserve(&own, &options, tp.size())?;
+        let copy = WeightCopy::reserve(&own, &options, tp.size())?;
         let place = (options.cache_kind(), options.device);
         let bytes = own_cache_bytes(&spec, &ranks, &options)?;
         let kv_cache = KvCache::reserve(&own, tp.size(), options.block_size, bytes, place)?;
@@ -219,7 +218,7 @@ impl Engine {
             ropes,
             eos_token_ids,
             gpu,
-            fp8,
+            copy,
             kv_cache,
             states,
             keeps_memory: false,
@@ -272,8 +271,8 @@ impl Engine {
         weights.check((&self.spec, &self.ranks.stage()), (tp.rank(), tp.size()), policy_version)?;
         // From here on an error drops `rollout`, which sleeps.
         let mut rollout = RolloutEngine { engine: self, weights, stats: EngineStats::default(), progress: None };
-        if let Some(fp8) = &mut rollout.engine.fp8 {
-            fp8.fill(&mut rollout.weights)?;
+        if let Some(copy) = &mut rollout.engine.copy {
+            copy.fill(&mut rollout.weights)?;
         }
         rollout.open_kv_cache()?;
         Ok(rollout)
@@ -298,13 +297,13 @@ impl Engine {
         })
     }
 
-    /// Memory that the KV cache, states, the buffers and weights in FP8 take when the engine wakes; none for the cache while it holds sequences,
+    /// Memory that the KV cache, states, the buffers and the copy of weights take when the engine wakes; none for the cache while it holds sequences,
     /// whose blocks would lie elsewhere in a larger one.
     pub fn absent_bytes(&self) -> usize {
         let kv_cache = if self.kept.is_empty() { self.kv_cache.absent_bytes() } else { 0 };
-        let fp8 = self.fp8.as_ref().map_or(0, Fp8Copy::absent_bytes);
+        let copy = self.copy.as_ref().map_or(0, WeightCopy::absent_bytes);
         let states = self.states.as_ref().map_or(0, StatePages::absent_bytes);
-        kv_cache + fp8 + states + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
+        kv_cache + copy + states + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
     }
 
     /// Physical memory behind the KV cache now; next to nothing while the engine sleeps, unless it keeps sequences.
@@ -381,12 +380,12 @@ impl<'a> RolloutEngine<'a> {
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
         *self.engine.stage_times.get_mut() += self.stats.stage;
-        let Engine { gpu, fp8, kv_cache, states, keeps_memory: false, .. } = &mut *self.engine else { return };
+        let Engine { gpu, copy, kv_cache, states, keeps_memory: false, .. } = &mut *self.engine else { return };
         if let Some(gpu) = gpu {
             gpu.sleep();
         }
-        if let Some(fp8) = fp8 {
-            fp8.sleep();
+        if let Some(copy) = copy {
+            copy.sleep();
         }
         if let Some(states) = states {
             states.sleep();

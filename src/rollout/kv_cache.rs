@@ -4,12 +4,12 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::config::KvCacheDtype;
-use crate::cuda::kernels::{self, AttentionPlan};
+use crate::cuda::Context;
+use crate::cuda::kernels::{self, AttentionPlan, HeadTransform, QkvViews, ScaledRows};
 use crate::error::{Error, Result};
 use crate::memory::{self, Arena};
 use crate::model::{AttentionSpec, ModelSpec};
 use crate::ops::attention::KvEntries;
-use crate::ops::fp8::Fp8Rows;
 use crate::torch;
 
 /// Free memory of a GPU beside an engine that is awake, for activations, graphs and libraries.
@@ -26,6 +26,24 @@ pub fn cache_kind(dtype: KvCacheDtype, kind: Kind) -> Kind {
     }
 }
 
+/// Whether an engine with weights of `kind` on this device can keep keys and values in a type.
+pub(super) fn check_kv_cache(dtype: KvCacheDtype, kind: Kind, device: Device) -> Result<()> {
+    let refuse = |reason: String| Err(Error::invalid_value("kv_cache_dtype", dtype.name(), reason));
+    let (KvCacheDtype::Fp8, Device::Cuda(ordinal)) = (dtype, device) else { return Ok(()) };
+    if kind != Kind::BFloat16 {
+        return refuse(format!("auto: on a GPU FP8 is rounded from dtype = bfloat16, not from {kind:?}"));
+    }
+    let context = Context::retain(ordinal)?;
+    let (major, minor) = context.compute_capability()?;
+    if (major, minor) >= (8, 9) {
+        return Ok(());
+    }
+    refuse(format!(
+        "auto: it needs a GPU of compute capability 8.9 or later, and {} has {major}.{minor}",
+        context.name()?
+    ))
+}
+
 /// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer, and of e4m3 a scale for each token and
 /// head of both.
 pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind: Kind) -> usize {
@@ -39,14 +57,14 @@ pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind:
 pub(super) enum LayerCache {
     Plain([Tensor; 2]),
     /// With scales [num_blocks, Hkv, block_size].
-    Fp8([Fp8Rows; 2]),
+    Scaled([ScaledRows; 2]),
 }
 
 impl LayerCache {
     pub(super) fn entries(&self) -> [&dyn KvEntries; 2] {
         match self {
             Self::Plain([k, v]) => [k, v],
-            Self::Fp8([k, v]) => [k, v],
+            Self::Scaled([k, v]) => [k, v],
         }
     }
 
@@ -61,7 +79,21 @@ impl LayerCache {
     ) -> Result<()> {
         match self {
             Self::Plain([k, v]) => kernels::paged_attention(plan, q, k, v, block_tables, context_lens, o),
-            Self::Fp8([k, v]) => kernels::paged_attention_fp8(plan, q, k, v, block_tables, context_lens, o),
+            Self::Scaled([k, v]) => kernels::paged_attention_fp8(plan, q, k, v, block_tables, context_lens, o),
+        }
+    }
+
+    /// Queries with their norm and rotation, and keys and values of a step's tokens to their slots, as [`kernels::rope_write_kv`].
+    pub(super) fn write(
+        &self,
+        qkv: &QkvViews,
+        transform: &HeadTransform<'_>,
+        (positions, slots): (&Tensor, &Tensor), // [T] i32
+        q: &mut Tensor,                         // [T, H, hd]
+    ) -> Result<()> {
+        match self {
+            Self::Plain([k, v]) => kernels::rope_write_kv(qkv, transform, positions, slots, q, k, v),
+            Self::Scaled([k, v]) => kernels::rope_write_kv_fp8(qkv, transform, positions, slots, q, k, v),
         }
     }
 
@@ -69,7 +101,7 @@ impl LayerCache {
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         match self {
             Self::Plain([k, v]) => vec![k, v],
-            Self::Fp8([k, v]) => vec![&k.values, &v.values, &k.scales, &v.scales],
+            Self::Scaled([k, v]) => vec![&k.values, &v.values, &k.scales, &v.scales],
         }
     }
 }
@@ -165,8 +197,8 @@ impl KvCache {
         let (cache, planes) = (self.cache(), [2 * place, 2 * place + 1]);
         match &self.scales {
             None => LayerCache::Plain(planes.map(|plane| cache.select(0, plane))),
-            Some(scales) => LayerCache::Fp8(
-                planes.map(|plane| Fp8Rows { values: cache.select(0, plane), scales: scales.select(0, plane) }),
+            Some(scales) => LayerCache::Scaled(
+                planes.map(|plane| ScaledRows { values: cache.select(0, plane), scales: scales.select(0, plane) }),
             ),
         }
     }

@@ -9,7 +9,7 @@
 //! | `batches`, `exchange` | the policy of batches, closed or several at once; the requests of all ranks of the group |
 //! | `turns` | how requests follow one another: single turns, and trajectories of several, between which tools run |
 //! | `request` | requests and events |
-//! | `weights`, `fp8` | what the engine reads of the policy; its copy in FP8 |
+//! | `weights`, `copy` | what the engine reads of the policy; its copy in a format that rounds |
 //! | `scheduler` | which tokens the next step computes |
 //! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
 //! | `kept` | unfinished sequences whose keys and values stay in the cache |
@@ -23,10 +23,10 @@
 mod batch;
 mod batches;
 mod block_manager;
+mod copy;
 mod engine;
 mod exchange;
 mod filters;
-mod fp8;
 mod gpu;
 mod kept;
 mod kv_cache;
@@ -48,8 +48,8 @@ mod turns;
 mod weights;
 
 pub use batches::{Batches, Rollout, SampledGroup};
+pub use copy::weight_copy_bytes;
 pub use engine::{Engine, EngineOptions, RolloutEngine, check_stages, fullest_stage};
-pub use fp8::{check_fp8, fp8_weight_bytes};
 pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, profile_step};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
@@ -61,4 +61,4 @@ pub use stages::EngineRanks;
 pub use state_pages::{check_state_dtype, state_page_bytes};
 pub use stats::{EngineStats, StageTimes};
 pub use turns::{CostMeter, GroupTurns, SingleTurns, TurnTools, Turns};
-pub use weights::{EngineWeights, QuantizedBlocks};
+pub use weights::{EngineWeights, StoredBlocks};

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::model::{BlockParams, ModelSpec, ParamTable, QuantizedBlock, Stage, Unit};
+use crate::model::{BlockParams, Format, ModelSpec, ParamTable, Stage, StoredBlock, Unit};
 
 /// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
 #[derive(Debug)]
@@ -19,8 +19,8 @@ pub struct EngineWeights<'a> {
     pub final_norm: Tensor, // [D or 0]
     /// This rank's vocabulary rows of the head, as [`ModelSpec::vocab_range`] splits them. Without rows on stages other than the last.
     pub lm_head: Tensor, // [V of this rank or 0, D]
-    /// Where blocks are quantised, they hold nothing before `prepare`.
-    pub quantized: Option<QuantizedBlocks<'a>>,
+    /// Where blocks are stored in a format of their own, they hold nothing before `prepare`.
+    pub stored: Option<StoredBlocks<'a>>,
     /// Adapters that requests choose among, which are stacked beside the blocks' matrices. 0 where all requests have the same adapters, or
     /// none.
     pub num_adapters: usize,
@@ -30,13 +30,13 @@ pub struct EngineWeights<'a> {
     pub policy: PhantomData<&'a ()>,
 }
 
-/// Blocks that are dequantised in turn into the same few buffers, of which a rank's [`EngineWeights::blocks`] are views.
+/// Blocks that are decoded in turn into the same few buffers, of which a rank's [`EngineWeights::blocks`] are views.
 #[derive(Debug)]
-pub struct QuantizedBlocks<'a> {
+pub struct StoredBlocks<'a> {
     /// The layout of whole blocks.
     pub table: ParamTable,
     /// The blocks as they are stored.
-    pub blocks: &'a [QuantizedBlock],
+    pub blocks: &'a [StoredBlock],
     /// Where block `layer` goes: buffer `layer % 2`.
     pub buffers: [Tensor; 2], // [len of the longest block]
 }
@@ -45,14 +45,17 @@ impl EngineWeights<'_> {
     /// Makes a block ready to be read, until the second after it is made so. Queued on libtorch's current stream like the
     /// products that read it; on a GPU nothing is allocated, so that it can be recorded in a graph.
     pub(super) fn prepare(&self, layer: usize) -> Result<()> {
-        let Some(QuantizedBlocks { table, blocks, buffers }) = &self.quantized else { return Ok(()) };
+        let Some(StoredBlocks { table, blocks, buffers }) = &self.stored else { return Ok(()) };
         let layout = table.unit(Unit::Block(layer));
-        blocks[layer].dequantize(layout, &buffers[layer % buffers.len()].f_narrow(0, 0, layout.len as i64)?)
+        blocks[layer].decode(layout, &buffers[layer % buffers.len()].f_narrow(0, 0, layout.len as i64)?)
     }
 
-    /// Whether products of blocks are in FP8.
-    pub(super) fn are_fp8(&self) -> bool {
-        self.blocks.iter().any(|block| block.linears().any(|(_, linear)| linear.is_fp8()))
+    /// The format that products of blocks are made in.
+    ///
+    /// # Panics
+    /// If there are no blocks.
+    pub(super) fn format(&self) -> &'static dyn Format {
+        self.blocks[0].format()
     }
 
     /// Refuses weights of another model, rank, stage or version.

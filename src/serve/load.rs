@@ -164,7 +164,7 @@ impl ModelService {
     }
 }
 
-/// How the base is rounded: as asked for, else as its adapters were trained; says which where they were trained beside NF4. Adapters that
+/// How the base is rounded: as asked for, else as its adapters were trained; says which where they were trained beside a rounded one. Adapters that
 /// requests choose leave the base, which answers, too, as its files have it.
 fn base_quantization(
     asked: Option<Quantization>,
@@ -172,17 +172,19 @@ fn base_quantization(
     named: &[AdapterFiles],
     speaks: bool,
 ) -> Quantization {
-    let is_nf4 = |files: &AdapterFiles| files.base_quantization() == Quantization::Nf4;
+    let is_rounded = |files: &AdapterFiles| files.base_quantization() != Quantization::None;
     let quantization = asked.unwrap_or(adapters.map_or(Quantization::None, AdapterFiles::base_quantization));
-    let trained = adapters.into_iter().chain(named).find(|files| is_nf4(files));
+    let trained = adapters.into_iter().chain(named).find(|files| is_rounded(files));
     if let Some(files) = trained.filter(|_| speaks) {
-        let how = match quantization {
-            Quantization::Nf4 => "it is rounded to NF4 here, too; --quantization none takes it as its files have it",
-            Quantization::None => {
-                "here it is as its files have it, so that probabilities differ from training's; --quantization nf4 rounds it"
-            }
+        let stored = files.base_quantization();
+        let (key, name) = (stored.name(), stored.name().to_uppercase());
+        let how = match quantization == stored {
+            true => format!("it is rounded to {name} here, too; --quantization none takes it as its files have it"),
+            false => format!(
+                "here it is as its files have it, so that probabilities differ from training's; --quantization {key} rounds it"
+            ),
         };
-        terminal::say(format_args!("{} was trained on its base in NF4: {how}", files.path().display()));
+        terminal::say(format_args!("{} was trained on its base in {name}: {how}", files.path().display()));
     }
     quantization
 }

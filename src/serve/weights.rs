@@ -9,8 +9,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{BlockLora, BlockParams, EmbeddingParams, HeadParams, ParamTable, QuantizedBlock, Stage, Unit};
-use crate::rollout::{EngineRanks, EngineWeights, QuantizedBlocks};
+use crate::model::{BlockLora, BlockParams, EmbeddingParams, HeadParams, ParamTable, Stage, StoredBlock, Unit};
+use crate::rollout::{EngineRanks, EngineWeights, StoredBlocks};
 
 /// Elements that a slice's start is aligned to.
 const ALIGNMENT: usize = 64;
@@ -120,7 +120,7 @@ impl EngineSlices {
         version: u64,
         unit: &mut dyn FnMut(Unit) -> Result<Tensor>,
         adapters: &dyn Fn(usize) -> Result<BlockLora>,
-        quantized: &'a [QuantizedBlock],
+        stored: &'a [StoredBlock],
     ) -> Result<EngineWeights<'a>> {
         let part = &self.part;
         let kept = &mut self.adapters;
@@ -141,7 +141,7 @@ impl EngineSlices {
                         let layout = table.unit(of);
                         let block = buffers[layer % NUM_DEQUANTIZED].narrow(0, 0, layout.len as i64);
                         if copies {
-                            quantized[layer].copy_plain(layout, &block)?;
+                            stored[layer].copy_plain(layout, &block)?;
                         }
                         Ok(block)
                     }
@@ -149,8 +149,8 @@ impl EngineSlices {
                 };
                 let keep = &mut |tensor: &Tensor| Ok(tensor.shallow_clone());
                 let weights = slices(table, part, false, version, &mut in_turn, adapters, keep)?;
-                let quantized = Some(QuantizedBlocks { table: table.clone(), blocks: quantized, buffers });
-                return Ok(EngineWeights { quantized, ..weights });
+                let stored = Some(StoredBlocks { table: table.clone(), blocks: stored, buffers });
+                return Ok(EngineWeights { stored, ..weights });
             }
             Storage::InPlace => {
                 return slices(table, part, false, version, unit, adapters, &mut |tensor| Ok(tensor.shallow_clone()));
@@ -236,7 +236,7 @@ fn slices<'a>(
         blocks,
         final_norm,
         lm_head,
-        quantized: None,
+        stored: None,
         num_adapters: 0,
         version,
         policy: PhantomData,

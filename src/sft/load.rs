@@ -14,10 +14,10 @@ use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
 use crate::metrics::ranks::RankReporter;
 use crate::metrics::{LogOptions, RunLog, Services, rows_progress};
-use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
+use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, Use, WeightFiles};
 use crate::phase::{self, terminal};
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
-use crate::train::{PolicyOptions, PolicyStart, Schedule, check_mixed_precision, fp8_products};
+use crate::train::{PolicyOptions, PolicyStart, Schedule};
 
 /// Collective over the world.
 pub(super) fn load(
@@ -31,7 +31,7 @@ pub(super) fn load(
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
     spec.router_aux_loss_coef(config.router_aux_loss_coef)?;
     let Placement { kind, on_cuda } = Placement::in_world(config.device, config.dtype, world.device())?;
-    check_mixed_precision(config.mixed_precision, &spec, kind, on_cuda)?;
+    config.mixed_precision.format().check(Use::Training, &spec, kind, on_cuda)?;
     let (sources, rows, eval_rows, description) = read_rows(&config, &source, &spec, world.rank() == 0)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {
@@ -165,7 +165,7 @@ fn policy(
     let residual = residual_kind(config.residual_dtype, kind);
     let options = PolicyOptions {
         stage: config.zero.stage,
-        network: NetworkOptions { kind, residual, device, fp8: fp8_products(config.mixed_precision) },
+        network: NetworkOptions { kind, residual, device, format: config.mixed_precision.format() },
         gradient_checkpointing: config.gradient_checkpointing,
         optim: Optim::new(config.optimizer.optim, &config.optimizer.muon),
         adam: AdamOptions::new(&config.optimizer),

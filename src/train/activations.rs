@@ -2,7 +2,6 @@
 //! bfloat16 on a GPU, whose kernels work in place where this says so; a CPU's operations hold a little more.
 
 use super::bytes::TrainedModel;
-use super::precision::rounded_matrix_bytes;
 use crate::config::GradientCheckpointing;
 use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
 
@@ -48,11 +47,9 @@ impl ActivationBytes {
     /// For a micro-batch.
     pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
         let (spec, MicroBatchShape { tokens, scored_tokens, shares_prompts, num_top }) = (&model.table.spec, shape);
-        let bytes = ElementBytes::new(model.kind, model.residual);
-        let (bytes, matrix) = match model.fp8 {
-            true => (bytes.in_fp8(model.lora.is_some()), rounded_matrix_bytes(spec)),
-            false => (bytes, 0),
-        };
+        let format = model.format;
+        let bytes = format.element_bytes(ElementBytes::new(model.kind, model.residual), model.lora.is_some());
+        let matrix = format.matrix_bytes(spec);
         let ElementBytes { narrow, wide, residual, .. } = bytes;
         let hidden = spec.hidden_size;
         let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec).1);
@@ -66,8 +63,8 @@ impl ActivationBytes {
         // Where blocks differ, the fullest moment is that of the one that takes the most.
         let most = |of: &dyn Fn(BlockSpec) -> usize| spec.layers.iter().map(|block| of(*block)).max().unwrap_or(0);
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
-        // Where products are in FP8: of few tokens that is the fullest moment, for the matrix that is rounded then.
-        let input_gradient = match model.fp8 {
+        // Of a format that rounds and few tokens that is the fullest moment, for the matrix that is rounded then.
+        let input_gradient = match format.rounds() {
             true => most(&|block| block.input_gradient_bytes(bytes, keep)) * tokens + matrix,
             false => 0,
         };
@@ -97,7 +94,7 @@ mod tests {
 
     use super::*;
     use crate::config::TargetModule;
-    use crate::model::{LoraSpec, ModelSpec, ParamTable};
+    use crate::model::{Fp8, LoraSpec, ModelSpec, ParamTable};
     use crate::train::GradientOptions;
 
     const SHAPE: MicroBatchShape =
@@ -149,7 +146,7 @@ mod tests {
         let lora = LoraSpec { r: 64, alpha: 32.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() };
         for (lora, forward) in [(None, -18_944), (Some(lora), 18_944)] {
             let plain = TrainedModel { lora, ..plain.clone() };
-            let rounded = TrainedModel { fp8: true, ..plain.clone() };
+            let rounded = TrainedModel { format: &Fp8::ROWS, ..plain.clone() };
             let expanded = plain.lora.as_ref().map_or(0, |lora| 6 * lora.num_expanded(&table.spec).1);
             for keep in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
                 let of = |shape| [&plain, &rounded].map(|model| ActivationBytes::new(model, keep, shape));

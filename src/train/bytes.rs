@@ -11,9 +11,9 @@ use super::optim::Optim;
 use super::orthogonal::orthogonal_bytes;
 use super::policy::GradientOptions;
 use super::state_layout::StateLayout;
-use crate::config::{Config, MixedPrecision, Quantization, RouterReplay};
+use crate::config::{Config, Quantization, RouterReplay};
 use crate::cuda::residual_kind;
-use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
+use crate::model::{Format, LoraSpec, ParamTable, Plain, Unit};
 use crate::torch::accumulation_kind;
 
 /// A recorded choice of an expert.
@@ -34,8 +34,8 @@ pub struct TrainedModel<'a> {
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
-    /// Whether blocks multiply in FP8.
-    pub fp8: bool,
+    /// The format that blocks multiply in.
+    pub format: &'static dyn Format,
     /// How gradients are added up.
     pub gradients: GradientOptions,
     /// The optimizer.
@@ -61,7 +61,7 @@ impl<'a> TrainedModel<'a> {
     /// All weights of `table` train by AdamW, at a ZeRO stage, and multiply in their kind, which is the residual stream's.
     pub fn whole(table: &'a ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
         let (lora, quantization, optim) = (None, Quantization::None, Optim::AdamW);
-        Self { table, lora, quantization, stage, kind, residual: kind, fp8: false, gradients, optim }
+        Self { table, lora, quantization, stage, kind, residual: kind, format: &Plain, gradients, optim }
     }
 
     /// The model that a configuration trains.
@@ -70,8 +70,8 @@ impl<'a> TrainedModel<'a> {
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
         let residual = residual_kind(config.residual_dtype, kind);
         let optim = Optim::new(config.optimizer.optim, &config.optimizer.muon);
-        let fp8 = config.mixed_precision != MixedPrecision::None;
-        Self { lora, quantization, residual, fp8, optim, ..Self::whole(table, config.zero.stage, kind, gradients) }
+        let format = config.mixed_precision.format();
+        Self { lora, quantization, residual, format, optim, ..Self::whole(table, config.zero.stage, kind, gradients) }
     }
 
     /// Bytes between uses.
@@ -142,13 +142,13 @@ impl<'a> TrainedModel<'a> {
     /// Bytes of the weights, the frozen ones under adapters included. Quantised blocks are whole on every rank.
     fn base_bytes(&self) -> usize {
         let (table, element) = (self.table, self.kind.elt_size_in_bytes());
-        match self.quantization {
-            Quantization::None if self.shards_weights() => element * table.total / table.shards,
-            Quantization::None => element * table.total,
-            Quantization::Nf4 => {
+        match self.quantization.format() {
+            None if self.shards_weights() => element * table.total / table.shards,
+            None => element * table.total,
+            Some(format) => {
                 let others = [Unit::Embedding, Unit::Head].map(|unit| table.unit(unit).len).iter().sum::<usize>();
                 let blocks = table.spec.kinds_of_blocks().into_iter();
-                let blocks = blocks.map(|(layer, count)| count * QuantizedBlock::bytes(&table.spec, layer, self.kind));
+                let blocks = blocks.map(|(layer, count)| count * format.block_bytes(&table.spec, layer, self.kind));
                 element * others + blocks.sum::<usize>()
             }
         }

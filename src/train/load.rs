@@ -16,7 +16,7 @@ use super::weights::Weights;
 use crate::config::Quantization;
 use crate::dist::Mesh;
 use crate::error::{Error, Result};
-use crate::model::{AdapterFiles, BlockMatrix, LoraSpec, ParamTable, QuantizedBlock, UnitLayout, init_unit};
+use crate::model::{AdapterFiles, BlockMatrix, LoraSpec, ParamTable, UnitLayout, init_unit};
 use crate::torch::accumulation_kind;
 
 /// The part of a model that trains, and the weights that it starts from.
@@ -72,9 +72,7 @@ impl Policy {
         if options.network.device.is_cuda() {
             table.spec.validate_gpu(options.network.kind, None, Path::new(""))?;
         }
-        if quantization == Quantization::Nf4 {
-            QuantizedBlock::check(&table.spec)?;
-        }
+        quantization.format().map_or(Ok(()), |format| format.check(&table.spec))?;
         if matches!(options.optim, Optim::Muon(_)) {
             BlockMatrix::check(&table.spec)?;
         }
@@ -133,14 +131,14 @@ impl Policy {
         let NetworkOptions { kind, device, .. } = options.network;
         let adapter_table = Arc::new(ParamTable::adapters(table.spec.clone(), &lora, table.shards));
         let (owner, place) = ("policy_weights", (kind, device));
-        let base = match quantization {
-            Quantization::None => {
+        let base = match quantization.format() {
+            None => {
                 let sharding = Sharding::new(&table, mesh, options.stage)?;
                 Weights::load(owner, table, sharding, place, source, |_, _| Ok(()))?
             }
-            Quantization::Nf4 => {
+            Some(format) => {
                 let sharding = Sharding::new(&table, mesh, options.stage.min(2))?;
-                Weights::load_quantized(owner, table, sharding, place, source)?
+                Weights::load_quantized(owner, table, sharding, place, source, (quantization, format))?
             }
         };
         let sharding = Sharding::new(&adapter_table, mesh, options.stage.min(2))?;

@@ -13,7 +13,7 @@ use super::bytes::TrainedModel;
 use super::network::{head_units, upcoming};
 use super::policy::GradientOptions;
 use crate::config::{GradientCheckpointing, Quantization};
-use crate::model::{ParamTable, Unit};
+use crate::model::{Format, ParamTable, Unit};
 
 /// Bytes that a rank holds at one moment beside what it holds between uses, gradients included.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
@@ -101,14 +101,14 @@ impl TrainedModel<'_> {
     }
 }
 
-/// The fullest moment of a [`super::Reference`]'s scoring, in FP8 or not: one on the host comes to the device unit by unit.
+/// The fullest moment of a [`super::Reference`]'s scoring in a format: one on the host comes to the device unit by unit.
 pub fn fullest_of_reference(
     table: &ParamTable,
-    (kind, residual, fp8): (Kind, Kind, bool),
+    (kind, residual, format): (Kind, Kind, &'static dyn Format),
     on_host: bool,
     shape: MicroBatchShape,
 ) -> Moment {
-    let model = TrainedModel { residual, fp8, ..TrainedModel::whole(table, 3, kind, GradientOptions::default()) };
+    let model = TrainedModel { residual, format, ..TrainedModel::whole(table, 3, kind, GradientOptions::default()) };
     let activations = ActivationBytes::new(&model, GradientCheckpointing::Full, shape);
     fullest(Walk::new(&model, on_host || table.shards > 1).forward(&activations))
 }
@@ -240,7 +240,7 @@ impl<'a> Walk<'a> {
     fn block(&self, layer: usize) -> usize {
         match self.model.quantization {
             Quantization::None => self.whole(Unit::Block(layer)),
-            Quantization::Nf4 => self.model.kind.elt_size_in_bytes() * self.model.table.unit(Unit::Block(layer)).len,
+            _ => self.model.kind.elt_size_in_bytes() * self.model.table.unit(Unit::Block(layer)).len,
         }
     }
 

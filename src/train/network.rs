@@ -8,14 +8,13 @@ use tch::{Device, Kind, Tensor};
 use super::adapters::{AdapterUse, Adapters};
 use super::gradients::{Gradients, UnitSum};
 use super::micro_batch::MicroBatch;
-use super::precision;
 use super::routes::PassRoutes;
 use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, ByRope, EmbeddingParams, Fp8Products, HeadParams, HeadSums, ModelSpec, PackedMixer,
-    ParamName, Ropes, Routes, SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, block_backward, block_forward,
+    BlockContext, BlockParams, ByRope, EmbeddingParams, Format, HeadParams, HeadSums, ModelSpec, PackedMixer,
+    ParamName, Ropes, Routes, SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, Use, block_backward, block_forward,
     head_backward, head_forward, head_logits,
 };
 use crate::ops::embedding;
@@ -32,8 +31,8 @@ pub struct NetworkOptions {
     pub residual: Kind,
     /// Where they live.
     pub device: Device,
-    /// Products of blocks in FP8, as [`BlockParams::training_in_fp8`] describes.
-    pub fp8: Option<Fp8Products>,
+    /// The format that products of blocks are made in, as [`BlockParams::training_in`] describes.
+    pub format: &'static dyn Format,
 }
 
 /// Log-probabilities and entropies of a micro-batch's completion tokens, in the accumulation type.
@@ -78,11 +77,9 @@ pub(crate) struct Network {
 
 impl Network {
     /// # Errors
-    /// [`Error::InvalidValue`] for FP8 on a chip without such products.
+    /// [`Error::InvalidValue`] for a format on a chip without such products.
     pub(crate) fn new(weights: Weights, adapters: Option<Adapters>, options: NetworkOptions) -> Result<Self> {
-        if let Some(products) = options.fp8 {
-            precision::check_chip(products, options.device)?;
-        }
+        options.format.check_device(Use::Training, options.device)?;
         let ropes = weights.table().spec.ropes();
         Ok(Self { weights, adapters, ropes, options, num_top: 0 })
     }
@@ -311,10 +308,7 @@ impl Network {
     fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
         let flat = self.weights.unit(Unit::Block(layer), upcoming)?;
         let block = BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), &flat);
-        let block = match self.options.fp8 {
-            Some(products) => block.training_in_fp8(products),
-            None => block,
-        };
+        let block = block.training_in(self.options.format);
         Ok(match &mut self.adapters {
             Some(adapters) => block.with_adapters(adapters.block(layer, adapter_use)?),
             None => block,

@@ -18,7 +18,7 @@ use super::sharding::Sharding;
 use crate::config::{Dtype, GradientCheckpointing, Quantization};
 use crate::dist::Mesh;
 use crate::error::Result;
-use crate::model::{BlockLora, LoraSpec, ParamTable, QuantizedBlock, Unit, UnitLayout};
+use crate::model::{BlockLora, LoraSpec, ParamTable, StoredBlock, Unit, UnitLayout};
 use crate::torch::{self, accumulation_kind};
 
 /// How a policy is sharded, computed and stepped.
@@ -175,11 +175,11 @@ impl Policy {
 
     /// How the base of adapters is stored.
     pub fn base_quantization(&self) -> Quantization {
-        if self.quantized_blocks().is_empty() { Quantization::None } else { Quantization::Nf4 }
+        self.network.weights.quantization()
     }
 
     /// The base's blocks as they are stored, if they are quantised.
-    pub fn quantized_blocks(&self) -> &[QuantizedBlock] {
+    pub fn quantized_blocks(&self) -> &[StoredBlock] {
         self.network.weights.quantized()
     }
 
@@ -235,7 +235,7 @@ impl Policy {
             lora: self.lora().cloned(),
             quantization: self.base_quantization(),
             residual: network.residual,
-            fp8: network.fp8.is_some(),
+            format: network.format,
             optim,
             ..TrainedModel::whole(self.table(), stage, network.kind, gradients)
         }

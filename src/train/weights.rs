@@ -7,11 +7,11 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow};
+use crate::config::Quantization;
 use crate::dist::Work;
 use crate::error::{Error, Result};
 use crate::memory::{HostPool, Ledger, MemoryKind};
-use crate::model::{ParamTable, QuantizedBlock, Unit, UnitLayout};
-use crate::ops::nf4::Levels;
+use crate::model::{ParamTable, StoredBlock, StoredFormat, Unit, UnitLayout};
 
 /// Elements that are mixed at once, so that wide copies of them take little memory.
 const MIXED_LEN: i64 = 8 << 20;
@@ -24,11 +24,12 @@ pub(crate) struct Weights {
     sharding: Sharding,
     kind: Kind,
     device: Device,
-    pool: Option<HostPool>,         // in place of `units`, where weights live on the host
-    units: Vec<Tensor>,             // [len], or [len / S] where weights are sharded, or [0] where they are quantised
-    quantized: Vec<QuantizedBlock>, // by layer; empty where blocks are kept as they are computed with
-    spreading: Vec<Option<Work>>,   // new weights on their way to ranks that keep them whole
-    gathered: Vec<Gathered>,        // in use or upcoming
+    pool: Option<HostPool>, // in place of `units`, where weights live on the host
+    units: Vec<Tensor>,     // [len], or [len / S] where weights are sharded, or [0] where they are quantised
+    quantization: Quantization,
+    quantized: Vec<StoredBlock>, // by layer; empty where blocks are kept as they are computed with
+    spreading: Vec<Option<Work>>, // new weights on their way to ranks that keep them whole
+    gathered: Vec<Gathered>,     // in use or upcoming
 }
 
 /// A whole unit where weights are sharded or quantised.
@@ -69,29 +70,31 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Loads weights that never change, with blocks stored as NF4 (not for sharded ones).
+    /// Loads weights that never change, with blocks stored in the format of `quantization` (not for sharded ones).
     pub(crate) fn load_quantized(
         owner: &'static str,
         table: Arc<ParamTable>,
         sharding: Sharding,
         (kind, device): (Kind, Device),
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+        (quantization, format): (Quantization, &'static dyn StoredFormat),
     ) -> Result<Self> {
-        let (mut weights, levels) = (Self::empty(owner, table, sharding, (kind, device)), Levels::new(device)?);
+        let (mut weights, encoder) = (Self::empty(owner, table, sharding, (kind, device)), format.encoder(device)?);
+        weights.quantization = quantization;
         let (table, mut plain) = (weights.table.clone(), 0);
         for layout in &table.units {
             let flat = whole(layout, source)?.f_to_device(device)?.f_to_kind(kind)?;
             let kept = match layout.unit {
                 Unit::Embedding | Unit::Head => flat,
                 Unit::Block(_) => {
-                    weights.quantized.push(QuantizedBlock::quantize(&table.spec, layout, &flat, &levels)?);
+                    weights.quantized.push(StoredBlock::encode(&table.spec, layout, &flat, &*encoder)?);
                     Tensor::f_empty([0], (kind, device))?
                 }
             };
             plain += kept.numel() * kind.elt_size_in_bytes();
             weights.units.push(kept);
         }
-        let blocks = (0..weights.quantized.len()).map(|layer| QuantizedBlock::bytes(&table.spec, layer, kind));
+        let blocks = (0..weights.quantized.len()).map(|layer| format.block_bytes(&table.spec, layer, kind));
         Ledger::set(owner, MemoryKind::Device, plain + blocks.sum::<usize>());
         Ok(weights)
     }
@@ -119,7 +122,8 @@ impl Weights {
     fn empty(owner: &'static str, table: Arc<ParamTable>, sharding: Sharding, (kind, device): (Kind, Device)) -> Self {
         let spreading = table.units.iter().map(|_| None).collect();
         let (units, quantized, gathered) = (Vec::new(), Vec::new(), Vec::new());
-        Self { owner, table, sharding, kind, device, pool: None, units, quantized, spreading, gathered }
+        let quantization = Quantization::None;
+        Self { owner, table, sharding, kind, device, pool: None, units, quantization, quantized, spreading, gathered }
     }
 
     /// The elements that this rank keeps of a unit.
@@ -133,23 +137,28 @@ impl Weights {
         before * self.kind.elt_size_in_bytes()
     }
 
+    /// How blocks are stored.
+    pub(crate) fn quantization(&self) -> Quantization {
+        self.quantization
+    }
+
     /// The stored blocks, if they are quantised.
-    pub(crate) fn quantized(&self) -> &[QuantizedBlock] {
+    pub(crate) fn quantized(&self) -> &[StoredBlock] {
         &self.quantized
     }
 
     /// A block as it is stored, if it is quantised.
-    fn quantized_block(&self, unit: Unit) -> Option<&QuantizedBlock> {
+    fn quantized_block(&self, unit: Unit) -> Option<&StoredBlock> {
         match unit {
             Unit::Block(layer) => self.quantized.get(layer),
             Unit::Embedding | Unit::Head => None,
         }
     }
 
-    fn dequantize(&self, index: usize, block: &QuantizedBlock) -> Result<Tensor> {
+    fn dequantize(&self, index: usize, block: &StoredBlock) -> Result<Tensor> {
         let layout = &self.table.units[index];
         let whole = Tensor::f_empty([layout.len as i64], (self.kind, self.device))?;
-        block.dequantize(layout, &whole)?;
+        block.decode(layout, &whole)?;
         for padding in layout.padding() {
             let _ = narrow(&whole, &padding).f_fill_(0.0)?;
         }

@@ -15,7 +15,7 @@ use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::memory::HostPool;
 use crate::metrics::pinning_progress;
-use crate::model::{LoraSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::model::{LoraSpec, ParamTable, Plain, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::engine_options;
 use crate::rollout::{Engine, EngineOptions, EngineRanks};
@@ -23,7 +23,7 @@ use crate::serve::{EngineSlices, Served};
 use crate::split::{Split, SplitRank};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
-    TrainedModel, fp8_products, reference_bytes,
+    TrainedModel, reference_bytes,
 };
 use crate::types::LengthSpread;
 use crate::update::Learner;
@@ -74,8 +74,8 @@ fn learner(
 ) -> Result<Learner> {
     let Preflight { table, plan, .. } = preflight;
     let (kind, device) = (preflight.kind, world.device());
-    let fp8 = fp8_products(config.mixed_precision);
-    let network = NetworkOptions { kind, residual: residual_kind(config.residual_dtype, kind), device, fp8 };
+    let (residual, format) = (residual_kind(config.residual_dtype, kind), config.mixed_precision.format());
+    let network = NetworkOptions { kind, residual, device, format };
     let options = PolicyOptions {
         stage: config.zero.stage,
         network,
@@ -108,7 +108,7 @@ fn learner(
     if let Some(Teacher { folder, table }) = &preflight.teacher {
         let files = WeightFiles::open(folder, table.spec.clone())?;
         let (pool, source) = (frozen_pool("teacher_host", table)?, |layout: &UnitLayout| read_unit(&files, layout));
-        let network = NetworkOptions { fp8: None, ..network };
+        let network = NetworkOptions { format: &Plain, ..network };
         let loaded = Reference::load("teacher_weights", table.clone(), mesh, network, pool, &source)?;
         teacher = Some(loaded.scoring_top(config.distillation.num_top().unwrap_or(0)));
     }
@@ -147,7 +147,7 @@ fn slices(config: &Config, world: &World, engine: &Engine, preflight: &Preflight
     let (ranks, device) = (engine.ranks(), world.device());
     match (gathers(config, table), config.quantization) {
         (true, _) => EngineSlices::gathered(table, ranks, *kind, device),
-        (false, Quantization::Nf4) => EngineSlices::dequantized(table, ranks, *kind, device),
         (false, Quantization::None) => Ok(EngineSlices::in_place(ranks)),
+        (false, _) => EngineSlices::dequantized(table, ranks, *kind, device),
     }
 }

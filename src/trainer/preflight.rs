@@ -8,15 +8,14 @@ use tch::Kind;
 
 use super::engines::{PlannedRun, StagePlan};
 use super::teacher::Teacher;
-use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization, Roles, RolloutQuantization, WorldSize};
+use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization, Roles, WorldSize};
 use crate::cuda::Placement;
 use crate::data::{Hub, Tokenizer};
 use crate::error::Result;
-use crate::model::{BlockMatrix, LoraSpec, ModelSource, ModelSpec, ParamTable, QuantizedBlock, Stages};
+use crate::model::{BlockMatrix, LoraSpec, ModelSource, ModelSpec, ParamTable, Stages, Use};
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
-use crate::rollout::{check_fp8, check_stages, check_state_dtype, fullest_stage};
+use crate::rollout::{check_stages, check_state_dtype, fullest_stage};
 use crate::serve::EngineSlices;
-use crate::train::check_mixed_precision;
 
 /// A model's shape and tokenizer, and whether it comes with adapters.
 pub(super) type OpenModel = (Arc<ModelSpec>, Arc<Tokenizer>, bool);
@@ -89,14 +88,11 @@ impl Preflight {
         let stages = Stages::new(&spec, config.pipeline_parallel_size, config.stage_sizes())?;
         check_stages(&spec, config.pipeline_parallel_size, config.strict, placement.on_cuda)?;
         let engine_layers = fullest_stage(&spec, &stages);
-        if config.quantization == Quantization::Nf4 {
-            QuantizedBlock::check(&spec)?;
-        }
-        if config.rollout_quantization == RolloutQuantization::Fp8 {
-            check_fp8(&spec, kind, placement.on_cuda, config.tensor_parallel_size)?;
-        }
+        config.quantization.format().map_or(Ok(()), |format| format.check(&spec))?;
+        let (on_cuda, tp_size) = (placement.on_cuda, config.tensor_parallel_size);
+        config.rollout_quantization.format().check(Use::Engine { tp_size }, &spec, kind, on_cuda)?;
         check_state_dtype(&spec, config.mamba_ssm_cache_dtype)?;
-        check_mixed_precision(config.mixed_precision, &spec, kind, placement.on_cuda)?;
+        config.mixed_precision.format().check(Use::Training, &spec, kind, on_cuda)?;
         spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
         if let Some(lora) = LoraSpec::new(&config.lora) {
             lora.check(&spec)?;
@@ -206,7 +202,7 @@ fn engine_weight_bytes(config: &Config, table: &ParamTable, stages: &Stages, kin
             let mut of_stages = stages.iter().map(|stage| EngineSlices::gathered_bytes(table, tp, &stage, kind));
             of_stages.try_fold(0, |most, bytes| bytes.map(|bytes| bytes.max(most)))
         }
-        (false, Quantization::Nf4) => Ok(EngineSlices::dequantized_bytes(table, kind)),
         (false, Quantization::None) => Ok(0),
+        (false, _) => Ok(EngineSlices::dequantized_bytes(table, kind)),
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use colo_grpo::internal::config::{EngineShape, GradientCheckpointing, KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::internal::dist::{Backend, Mesh, World};
-use colo_grpo::internal::model::{ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles};
+use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, Stages, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::attention::{
     Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward,
 };
@@ -307,7 +307,7 @@ fn score(world: &World, (kind, residual): (Kind, Kind), groups: &[RolloutGroup])
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, residual, device: world.device(), fp8: None },
+        network: NetworkOptions { kind, residual, device: world.device(), format: &Plain },
         gradient_checkpointing: GradientCheckpointing::None,
         optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },

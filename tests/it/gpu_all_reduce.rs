@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
-use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, Fp8Rows, NormOptions, NormedRows, RowSums};
+use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, NormOptions, NormedRows, RowSums, ScaledRows};
 use colo_grpo::internal::cuda::{Context, CudaEvent, Graph, PeerMemory, TorchStream};
 use colo_grpo::internal::dist::{Collective, World};
 use tch::{Device, Kind, Tensor};
@@ -283,12 +283,12 @@ impl Case {
     fn check_rounded(&self, what: &str, normed: &Tensor) {
         let (got, shape) = (self.sums.rounded().unwrap(), normed.size());
         let device = normed.device();
-        let expected = Fp8Rows {
+        let expected = ScaledRows {
             values: Tensor::zeros(&shape, (Kind::Float8e4m3fn, device)),
             scales: Tensor::zeros([shape[0]], (Kind::Float, device)),
         };
         kernels::fp8_rows(normed, &expected).unwrap();
-        let bytes = |rows: &Fp8Rows| rows.values.view_dtype(Kind::Uint8);
+        let bytes = |rows: &ScaledRows| rows.values.view_dtype(Kind::Uint8);
         assert!(bytes(&got).equal(&bytes(&expected)), "rounded norms of {what}");
         assert!(got.scales.equal(&expected.scales), "scales of {what}");
     }

@@ -14,7 +14,7 @@ use colo_grpo::internal::data::Tokenizer;
 use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, LoraSpec, ModelSpec, PackedMixer, ParamName, ParamTable,
-    Unit, UnitLayout, block_forward, init_unit_on,
+    Plain, Unit, UnitLayout, block_forward, init_unit_on,
 };
 use colo_grpo::internal::ops::{embedding, linear, rms_norm};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
@@ -359,7 +359,7 @@ impl Model {
         let device = self.world.device();
         let mesh = self.world.mesh(1, 1).unwrap();
         let unit = |layout: &UnitLayout| Ok(self.unit(layout)?.to_kind(kind));
-        let network = NetworkOptions { kind, residual, device, fp8: None };
+        let network = NetworkOptions { kind, residual, device, format: &Plain };
         let of_group = |group: &RolloutGroup| {
             let prompt = group.prompt.token_ids.as_slice();
             let sequence = |completion: &Trajectory| Sequence {

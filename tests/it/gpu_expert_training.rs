@@ -12,9 +12,8 @@ use colo_grpo::internal::cuda::kernels::{
 use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{
-    LoraSpec, ModelSpec, ParamTable, QuantizedBlock, Unit, UnitLayout, init_unit, init_unit_on,
+    LoraSpec, ModelSpec, Nf4, ParamTable, Plain, StoredBlock, StoredFormat, Unit, UnitLayout, init_unit, init_unit_on,
 };
-use colo_grpo::internal::ops::nf4::Levels;
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy,
@@ -90,7 +89,7 @@ impl Case {
         let residual = if kind == Kind::BFloat16 { Kind::Float } else { kind };
         let options = PolicyOptions {
             stage: 0,
-            network: NetworkOptions { kind, residual, device, fp8: None },
+            network: NetworkOptions { kind, residual, device, format: &Plain },
             gradient_checkpointing: self.recompute,
             optim: Optim::AdamW,
             adam: ADAM,
@@ -125,12 +124,12 @@ impl Case {
     /// The base as NF4 of one device gives it back.
     fn stored(&self, device: Device) -> BTreeMap<String, Tensor> {
         let table = ParamTable::new(Arc::new(self.spec.clone()), 1);
-        let levels = Levels::new(device).unwrap();
+        let encoder = Nf4.encoder(device).unwrap();
         let blocks = table.units.iter().filter(|layout| matches!(layout.unit, Unit::Block(_)));
         let stored = blocks.map(|layout| {
             let flat = self.base(layout).to_device(device);
-            let block = QuantizedBlock::quantize(&self.spec, layout, &flat, &levels).unwrap();
-            block.dequantize(layout, &flat).unwrap();
+            let block = StoredBlock::encode(&self.spec, layout, &flat, &*encoder).unwrap();
+            block.decode(layout, &flat).unwrap();
             (layout.unit.to_string(), flat.to_device(Device::Cpu))
         });
         stored.collect()
@@ -275,7 +274,7 @@ fn gpu_a_loaded_policy_holds_the_memory_of_its_weights_alone() {
     let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind: Kind::BFloat16, residual: Kind::BFloat16, device: GPU, fp8: None },
+        network: NetworkOptions { kind: Kind::BFloat16, residual: Kind::BFloat16, device: GPU, format: &Plain },
         gradient_checkpointing: GradientCheckpointing::Full,
         optim: Optim::AdamW8bit,
         adam: ADAM,

@@ -4,7 +4,7 @@ mod cache;
 
 use colo_grpo::internal::cuda::Tuning;
 use colo_grpo::internal::cuda::kernels::{
-    Fp8Rows, NormOptions, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves, product_fp8,
+    NormOptions, ScaledRows, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves, product_fp8,
     product_serves, product_silu_mul_fp8, silu_mul, silu_mul_fp8, wide_product_fp8, wide_product_serves,
     wide_product_silu_mul_fp8, wide_product_silu_mul_serves,
 };
@@ -14,22 +14,22 @@ use tch::{Device, Kind, Tensor};
 use crate::gpu_products::{products, swiglu_of, written};
 use crate::on_gpu::{GPU, double, is_small};
 
-fn on_gpu(shape: [i64; 2]) -> Fp8Rows {
+fn on_gpu(shape: [i64; 2]) -> ScaledRows {
     fp8::empty(shape, GPU).unwrap()
 }
 
 /// Rounded by the kernel.
-fn rounded(x: &Tensor) -> Fp8Rows {
+fn rounded(x: &Tensor) -> ScaledRows {
     let rows = on_gpu(x.size2().map(|(rows, columns)| [rows, columns]).unwrap());
     fp8_rows(x, &rows).unwrap();
     rows
 }
 
-fn codes(rows: &Fp8Rows) -> Tensor {
+fn codes(rows: &ScaledRows) -> Tensor {
     rows.values.view_dtype(Kind::Uint8).to_device(Device::Cpu)
 }
 
-fn assert_same(got: &Fp8Rows, expected: &Fp8Rows, what: &str) {
+fn assert_same(got: &ScaledRows, expected: &ScaledRows, what: &str) {
     assert!(got.scales.to_device(Device::Cpu).equal(&expected.scales.to_device(Device::Cpu)), "scales of {what}");
     let apart = codes(got).ne_tensor(&codes(expected)).sum(Kind::Int64).int64_value(&[]);
     assert_eq!(apart, 0, "codes of {what}");
@@ -96,13 +96,13 @@ fn gpu_other_kernels_round_on_their_way_to_the_same_bits() {
 }
 
 /// The product of two quantised matrices, in float64 on the CPU.
-fn exact(x: &Fp8Rows, w: &Fp8Rows) -> Tensor {
-    let rows = |rows: &Fp8Rows| double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1);
+fn exact(x: &ScaledRows, w: &ScaledRows) -> Tensor {
+    let rows = |rows: &ScaledRows| double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1);
     rows(x).mm(&rows(w).tr())
 }
 
 /// Rows of different sizes, so that a scale in the wrong place shows.
-fn factors(rows: i64, features: i64, k: i64) -> (Fp8Rows, Fp8Rows) {
+fn factors(rows: i64, features: i64, k: i64) -> (ScaledRows, ScaledRows) {
     let rand = |rows: i64| {
         let sizes = Tensor::randn([rows, 1], (Kind::Float, GPU)).exp();
         rounded(&(Tensor::randn([rows, k], (Kind::Float, GPU)) * sizes).to_kind(Kind::BFloat16))
@@ -117,8 +117,8 @@ fn assert_written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) {
     assert!(error < 1.5e-2, "{what}: {error:e}");
 }
 
-fn first(x: &Fp8Rows, rows: i64) -> Fp8Rows {
-    Fp8Rows { values: x.values.narrow(0, 0, rows), scales: x.scales.narrow(0, 0, rows) }
+fn first(x: &ScaledRows, rows: i64) -> ScaledRows {
+    ScaledRows { values: x.values.narrow(0, 0, rows), scales: x.scales.narrow(0, 0, rows) }
 }
 
 #[test]

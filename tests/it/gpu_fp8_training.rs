@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::cuda::kernels::{
-    Fp8Rows, NormOptions, fp8_columns, fp8_rows, rms_norm_forward, rms_norm_fp8, silu_mul_fp8, swiglu_backward,
+    NormOptions, ScaledRows, fp8_columns, fp8_rows, rms_norm_forward, rms_norm_fp8, silu_mul_fp8, swiglu_backward,
     swiglu_backward_fp8, swiglu_forward,
 };
 use colo_grpo::internal::cuda::profile;
 use colo_grpo::internal::dist::{Backend, World};
-use colo_grpo::internal::model::{Fp8Products, LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit};
+use colo_grpo::internal::model::{Format, Fp8, LoraSpec, ModelSpec, ParamTable, Plain, UnitLayout, init_unit};
 use colo_grpo::internal::ops::linear::Onto;
 use colo_grpo::internal::ops::{fp8, linear};
 use colo_grpo::internal::train::{
@@ -23,13 +23,13 @@ use crate::gpu_products::products;
 use crate::on_gpu::{GPU, double, gpu, is_small, relative_error};
 
 /// Codes of e4m3; those of NaN as the one without a sign, which rounding does not define.
-fn codes(rows: &Fp8Rows) -> Tensor {
+fn codes(rows: &ScaledRows) -> Tensor {
     let codes = rows.values.view_dtype(Kind::Uint8).to_device(Device::Cpu);
     let is_nan = codes.bitwise_and(0x7f).eq(0x7f);
     codes.masked_fill(&is_nan, 0x7f)
 }
 
-fn assert_same(got: &Fp8Rows, expected: &Fp8Rows, what: &str) {
+fn assert_same(got: &ScaledRows, expected: &ScaledRows, what: &str) {
     let [ours, theirs] = [got, expected].map(|rows| rows.scales.to_device(Device::Cpu));
     let differ = ours.ne_tensor(&theirs).logical_and(&ours.isnan().logical_and(&theirs.isnan()).logical_not());
     assert_eq!(differ.sum(Kind::Int64).int64_value(&[]), 0, "scales of {what}");
@@ -77,7 +77,7 @@ fn gpu_columns_and_long_rows_are_rounded_as_on_a_cpu() {
         let on_cpu = fp8::rounded_columns(&x).unwrap();
         let values =
             on_cpu.values.to_kind(Kind::Float).constant_pad_nd([0, padded - shape[0]]).to_kind(Kind::Float8e4m3fn);
-        assert_same(&got, &Fp8Rows { values, ..on_cpu }, &format!("columns of {shape:?}"));
+        assert_same(&got, &ScaledRows { values, ..on_cpu }, &format!("columns of {shape:?}"));
     }
     for shape in [[33, 37_888], [16, 65_536], [10, 48]] {
         let x = hard([shape[1], shape[0]]).tr().contiguous(); // rows of all magnitudes
@@ -169,7 +169,7 @@ fn gpu_products_of_training_are_those_of_the_rounded_factors() {
         let sizes = Tensor::randn([shape[0], 1], (Kind::Float, GPU)).exp(); // a scale in the wrong place shows
         (Tensor::randn(shape, (Kind::Float, GPU)) * sizes).to_kind(Kind::BFloat16)
     };
-    let whole = |rows: &Fp8Rows| double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1);
+    let whole = |rows: &ScaledRows| double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1);
     for (tokens, n, k) in [(1, 64, 128), (37, 768, 128), (333, 1152, 896), (300, 4864, 3584), (130, 3584, 18_944)] {
         if is_small() && n > 1000 {
             continue;
@@ -249,7 +249,7 @@ fn gpu_the_smallest_sides_are_multiplied() {
     for (tokens, n, k) in [(1, 16, 16), (5, 16, 128), (5, 128, 16), (3, 48, 80), (0, 64, 128)] {
         let (x, w, residual) = (rand([tokens, k]), rand([n, k]), rand([tokens, n]));
         let [x8, w8] = [&x, &w].map(|rows| fp8::rounded(rows).unwrap());
-        let on_cpu = |rows: &Fp8Rows| Fp8Rows {
+        let on_cpu = |rows: &ScaledRows| ScaledRows {
             values: rows.values.to_device(Device::Cpu),
             scales: rows.scales.to_device(Device::Cpu),
         };
@@ -270,7 +270,7 @@ struct Step {
     device: Device,
     kind: Kind,
     residual: Kind,
-    fp8: Option<Fp8Products>,
+    format: &'static dyn Format,
     adapts: bool,
     recompute: GradientCheckpointing,
 }
@@ -286,14 +286,7 @@ struct Outcome {
 impl Step {
     fn on(device: Device) -> Self {
         let recompute = GradientCheckpointing::None;
-        Self {
-            device,
-            kind: Kind::BFloat16,
-            residual: Kind::BFloat16,
-            fp8: Some(Fp8Products::OfRows),
-            adapts: false,
-            recompute,
-        }
+        Self { device, kind: Kind::BFloat16, residual: Kind::BFloat16, format: &Fp8::ROWS, adapts: false, recompute }
     }
 
     fn spec() -> ModelSpec {
@@ -305,7 +298,12 @@ impl Step {
         let mesh = world.mesh(1, 1).unwrap();
         let options = PolicyOptions {
             stage: 0,
-            network: NetworkOptions { kind: self.kind, residual: self.residual, device: self.device, fp8: self.fp8 },
+            network: NetworkOptions {
+                kind: self.kind,
+                residual: self.residual,
+                device: self.device,
+                format: self.format,
+            },
             gradient_checkpointing: self.recompute,
             optim: Optim::AdamW,
             adam: AdamOptions { beta1: 0.0, beta2: 0.9, eps: 1e-8, weight_decay: 0.0 },
@@ -381,7 +379,7 @@ const FLOAT: Step = Step {
     device: Device::Cpu,
     kind: Kind::Float,
     residual: Kind::Float,
-    fp8: None,
+    format: &Plain,
     adapts: false,
     recompute: GradientCheckpointing::None,
 };
@@ -399,9 +397,9 @@ const MOST_OFF_NORM: f64 = 5e-3;
 #[test]
 fn a_step_in_fp8_goes_where_its_rounding_sends_it() {
     let (exact, simulated) = (FLOAT.run(), Step::on(Device::Cpu).run());
-    let in_float = Step { fp8: Some(Fp8Products::OfRows), ..FLOAT }.run();
+    let in_float = Step { format: &Fp8::ROWS, ..FLOAT }.run();
     let went = shares(&in_float, &simulated, &exact);
-    let unrounded = shares(&Step { fp8: None, ..Step::on(Device::Cpu) }.run(), &simulated, &exact);
+    let unrounded = shares(&Step { format: &Plain, ..Step::on(Device::Cpu) }.run(), &simulated, &exact);
     let (errors, norm) = (standard_errors(&in_float, &simulated), in_float.grad_norm / simulated.grad_norm - 1.0);
     println!("FP8 in float32 {went:.3?} of the way, bfloat16 without FP8 {unrounded:.3?}; {errors:.1}, {norm:.1e}");
     assert!(went.iter().all(|&share| share > LEAST_ALONG), "{went:?}");
@@ -412,13 +410,13 @@ fn a_step_in_fp8_goes_where_its_rounding_sends_it() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_step_in_fp8_is_what_a_cpu_simulates() {
-    for (adapts, products) in [(false, Fp8Products::OfRows), (true, Fp8Products::OfRows), (false, Fp8Products::All)] {
-        let (exact, fp8) = (Step { adapts, ..FLOAT }.run(), Some(products));
+    for (adapts, format) in [(false, &Fp8::ROWS), (true, &Fp8::ROWS), (false, &Fp8::ALL)] {
+        let exact = Step { adapts, ..FLOAT }.run();
         for residual in [Kind::BFloat16, Kind::Float] {
-            let simulated = Step { adapts, residual, fp8, ..Step::on(Device::Cpu) }.run();
-            let on_gpu = Step { adapts, residual, fp8, ..Step::on(GPU) };
-            let what = format!("{products:?}, adapters {adapts}, {residual:?}");
-            let unrounded = shares(&Step { fp8: None, ..on_gpu }.run(), &simulated, &exact);
+            let simulated = Step { adapts, residual, format, ..Step::on(Device::Cpu) }.run();
+            let on_gpu = Step { adapts, residual, format, ..Step::on(GPU) };
+            let what = format!("{}, adapters {adapts}, {residual:?}", format.name());
+            let unrounded = shares(&Step { format: &Plain, ..on_gpu }.run(), &simulated, &exact);
             println!("{what}: without FP8 {unrounded:.3?} of the way");
             assert!(unrounded.iter().all(|&share| share.abs() < MOST_WITHOUT), "{what}: {unrounded:?}");
             for recompute in
@@ -458,8 +456,8 @@ fn gpu_every_product_of_blocks_trains_in_fp8() {
         (GradientCheckpointing::Full, 7, 2),
     ] {
         let step = Step { recompute, ..Step::on(GPU) };
-        let all = calls(Step { fp8: Some(Fp8Products::All), ..step });
-        let (rounded, plain) = (calls(step), calls(Step { fp8: None, ..step }));
+        let all = calls(Step { format: &Fp8::ALL, ..step });
+        let (rounded, plain) = (calls(step), calls(Step { format: &Plain, ..step }));
         let what = format!("{recompute:?}");
         assert_eq!(rounded("product in FP8"), forwards * layers, "{what}");
         assert_eq!(plain("product") - rounded("product"), forwards * layers, "{what}");

@@ -7,10 +7,9 @@ use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetMod
 use colo_grpo::internal::cuda::kernels;
 use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{
-    LoraSpec, ModelSpec, ParamTable, QuantizedBlock, Unit, UnitLayout, init_unit, init_unit_on,
+    LoraSpec, ModelSpec, Nf4, ParamTable, Plain, StoredBlock, StoredFormat, Unit, UnitLayout, init_unit, init_unit_on,
 };
 use colo_grpo::internal::ops::dropout::Dropout;
-use colo_grpo::internal::ops::nf4::{Levels, Nf4};
 use colo_grpo::internal::ops::random::RandomKey;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
@@ -82,20 +81,20 @@ fn gpu_adapters_add_what_the_cpus_do() {
 #[ignore = "needs a GPU"]
 fn gpu_nf4_is_the_cpus() {
     kernels::prepare(0).unwrap();
-    let (host_levels, levels) = (Levels::new(Device::Cpu).unwrap(), Levels::new(GPU).unwrap());
+    let [on_host, on_device] = [Device::Cpu, GPU].map(|device| Nf4.encoder(device).unwrap());
     for (groups, rows, columns) in [(1, 3, 64), (5, 2, 192), (40, 1, 4096), (1, 1000, 3584)] {
         if is_small() && columns > 1000 {
             continue;
         }
         let matrix = Tensor::randn([groups * rows, columns], (Kind::Float, Device::Cpu)) * 0.02;
-        let host = Nf4::quantize(&matrix, &host_levels).unwrap();
-        let device = Nf4::quantize(&matrix.to_device(GPU), &levels).unwrap();
+        let host = on_host.encode(&matrix).unwrap();
+        let device = on_device.encode(&matrix.to_device(GPU)).unwrap();
         for kind in [Kind::Float, Kind::BFloat16] {
             // Rows go between others, as those of fused matrices do.
             let mut expected = Tensor::full([groups, rows, columns], f64::NAN, (kind, Device::Cpu));
-            host.dequantize(&mut expected).unwrap();
+            host.decode(&mut expected).unwrap();
             let wide = Tensor::full([groups, rows + 3, columns], f64::NAN, (kind, GPU));
-            device.dequantize(&mut wide.narrow(1, 1, rows)).unwrap();
+            device.decode(&mut wide.narrow(1, 1, rows)).unwrap();
             let wide = wide.to_device(Device::Cpu);
             let got = wide.narrow(1, 1, rows).contiguous();
             // The mean and the largest of the scales may differ in the last bit. A scale then takes the next of its 255 values, or
@@ -123,9 +122,10 @@ fn gpu_nf4_runs_near_the_memory_s_speed() {
         let table = ParamTable::new(Arc::new(spec.clone()), 1);
         let layout = table.unit(Unit::Block(0));
         let flat = init_unit_on(layout, 1, Kind::BFloat16, GPU).unwrap();
-        let block = QuantizedBlock::quantize(&spec, layout, &flat, &Levels::new(GPU).unwrap()).unwrap();
-        let seconds = seconds(&mut || block.dequantize(layout, &flat).unwrap());
-        let bytes = QuantizedBlock::bytes(&spec, 0, Kind::BFloat16) + 2 * layout.len;
+        let format = Quantization::Nf4.format().unwrap();
+        let block = StoredBlock::encode(&spec, layout, &flat, &*format.encoder(GPU).unwrap()).unwrap();
+        let seconds = seconds(&mut || block.decode(layout, &flat).unwrap());
+        let bytes = format.block_bytes(&spec, 0, Kind::BFloat16) + 2 * layout.len;
         let gb_s = bytes as f64 / seconds / 1e9;
         println!("{}", json!({"test": "nf4", "block": preset, "ms": seconds * 1e3, "gb_s": gb_s}));
         assert!(gb_s > 1000.0, "{preset}: {gb_s} GB/s");
@@ -180,7 +180,7 @@ pub fn losses(device: Device, (kind, residual): (Kind, Kind), training: &Trainin
     let table = Arc::new(ParamTable::new(Arc::new(training.spec.clone()), 1));
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, residual, device, fp8: None },
+        network: NetworkOptions { kind, residual, device, format: &Plain },
         gradient_checkpointing: training.gradient_checkpointing,
         optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::model::{
-    AttentionSpec, LoraSpec, ModelSource, ModelSpec, ParamTable, Unit, UnitLayout, WeightFiles, init_unit,
+    AttentionSpec, LoraSpec, ModelSource, ModelSpec, ParamTable, Plain, Unit, UnitLayout, WeightFiles, init_unit,
     write_adapters,
 };
 use colo_grpo::internal::train::{
@@ -28,7 +28,7 @@ const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-6, weig
 fn options(stage: u8, (kind, residual): (Kind, Kind)) -> PolicyOptions {
     PolicyOptions {
         stage,
-        network: NetworkOptions { kind, residual, device: Device::Cpu, fp8: None },
+        network: NetworkOptions { kind, residual, device: Device::Cpu, format: &Plain },
         gradient_checkpointing: GradientCheckpointing::Selective,
         optim: Optim::AdamW,
         adam: ADAM,

@@ -43,7 +43,7 @@ const EDGES: &[&str] = &[
     "reward/reaper.rs",
     // Holders of views into an arena.
     "train/residence.rs",
-    "rollout/fp8.rs",
+    "rollout/copy.rs",
     "rollout/kv_cache.rs",
     "rollout/state_pages.rs",
     "rollout/gpu/",

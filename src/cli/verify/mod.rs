@@ -17,7 +17,7 @@ use crate::data::Tokenizer;
 use crate::dist::{Backend, World};
 use crate::error::{Error, ExitCode, Result};
 use crate::memory::explain_out_of_memory;
-use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::model::{ModelSource, ModelSpec, ParamTable, Plain, UnitLayout, WeightFiles};
 use crate::phase::{self, Phase, terminal};
 use crate::serve::{EngineDivision, ModelService, ServeOptions};
 use crate::torch;
@@ -118,7 +118,7 @@ fn score(
 ) -> Result<Vec<TrainerOutputs>> {
     let spec = Arc::clone(&own.spec);
     let (table, files) = (Arc::new(ParamTable::new(spec.clone(), 1)), WeightFiles::open(folder, spec)?);
-    let options = NetworkOptions { kind, residual: kind, device: world.device(), fp8: None };
+    let options = NetworkOptions { kind, residual: kind, device: world.device(), format: &Plain };
     let read = |layout: &UnitLayout| files.read_unit(layout, kind);
     let mut network = phase::scope(Phase::Load, || Reference::new(table, &world.mesh(1, 1)?, options, &read))?;
     let host = |tensor: &Tensor| Ok(tensor.f_to_device(Device::Cpu)?.f_to_kind(Kind::Float)?);

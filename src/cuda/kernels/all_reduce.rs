@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
-use super::fp8::{Fp8Rows, fp8_serves};
+use super::fp8::{ScaledRows, fp8_serves};
 use super::{Argument, address, invalid, kind_name, launch_early};
 use crate::cuda::PeerMemory;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -137,11 +137,11 @@ impl RowSums {
     ///
     /// # Errors
     /// The errors of [`RowSums::part`].
-    pub fn rounded(&self) -> Result<Fp8Rows> {
+    pub fn rounded(&self) -> Result<ScaledRows> {
         let places = self.places();
         let values = self.memory.matrix(places.values, (self.rows, self.dim), Kind::Float8e4m3fn)?;
         let scales = self.memory.matrix(places.scales, (self.rows, 1), Kind::Float)?.f_view([-1])?;
-        Ok(Fp8Rows { values, scales })
+        Ok(ScaledRows { values, scales })
     }
 
     /// x (f32 or bf16) += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are

@@ -33,14 +33,14 @@ const COLUMNS: usize = 16;
 
 /// Rows in e4m3: the largest absolute value of a row is 448 times its scale.
 #[derive(Debug)]
-pub struct Fp8Rows {
+pub struct ScaledRows {
     /// [R, K] e4m3, contiguous
     pub values: Tensor,
     /// `[R]` f32
     pub scales: Tensor,
 }
 
-impl Fp8Rows {
+impl ScaledRows {
     /// Another handle on the same memory.
     pub fn shallow_clone(&self) -> Self {
         Self { values: self.values.shallow_clone(), scales: self.scales.shallow_clone() }
@@ -62,8 +62,8 @@ pub fn fp8_trains(matrix: [usize; 2]) -> bool {
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
 pub fn fp8_rows(
-    x: &Tensor,   // [R, K] bf16, each row contiguous
-    to: &Fp8Rows, // [R, K]
+    x: &Tensor,      // [R, K] bf16, each row contiguous
+    to: &ScaledRows, // [R, K]
 ) -> Result<()> {
     round(x, to, false)
 }
@@ -73,13 +73,13 @@ pub fn fp8_rows(
 /// # Errors
 /// The errors of [`fp8_rows`].
 pub fn fp8_rows_of_step(
-    x: &Tensor,   // [R, K] bf16, each row contiguous
-    to: &Fp8Rows, // [R, K]
+    x: &Tensor,      // [R, K] bf16, each row contiguous
+    to: &ScaledRows, // [R, K]
 ) -> Result<()> {
     round(x, to, true)
 }
 
-fn round(x: &Tensor, to: &Fp8Rows, early: bool) -> Result<()> {
+fn round(x: &Tensor, to: &ScaledRows, early: bool) -> Result<()> {
     const OP: &str = "fp8_rows";
     let (gpu, size, strides) = (ordinal(OP, x)?, x.size(), x.stride());
     let (&[rows, columns], &[stride, 1]) = (&size[..], &strides[..]) else {
@@ -108,7 +108,7 @@ pub fn add_rms_norm_fp8(
     delta: Option<&Tensor>, // [T, D] bf16
     weight: &Tensor,        // [D] bf16
     y: Option<&mut Tensor>, // [T, D] bf16
-    to: &Fp8Rows,           // [T, D]
+    to: &ScaledRows,        // [T, D]
     norm: NormOptions,
 ) -> Result<()> {
     const OP: &str = "add_rms_norm_fp8";
@@ -137,7 +137,7 @@ pub fn rms_norm_fp8(
     x: &Tensor,             // [T, D] f32 or bf16
     weight: &Tensor,        // [D] bf16
     y: Option<&mut Tensor>, // [T, D] bf16
-    to: &Fp8Rows,           // [T, D]
+    to: &ScaledRows,        // [T, D]
     norm: NormOptions,
 ) -> Result<()> {
     const OP: &str = "rms_norm_forward_fp8";
@@ -158,7 +158,7 @@ pub fn rms_norm_fp8(
 pub fn silu_mul_fp8(
     gate_up: &Tensor,       // [T, 2 F] bf16: g0 u0 g1 u1 ..
     y: Option<&mut Tensor>, // [T, F] bf16
-    to: &Fp8Rows,           // [T, F]
+    to: &ScaledRows,        // [T, F]
 ) -> Result<()> {
     const OP: &str = "silu_mul_fp8";
     let (gpu, columns) = (ordinal(OP, gate_up)?, row_len(OP, gate_up)? / 2);
@@ -187,7 +187,7 @@ pub fn silu_mul_fp8(
 pub fn swiglu_backward_fp8(
     dy: &Tensor,     // [T, F] bf16
     gate_up: Tensor, // [T, 2 F] bf16: g0 u0 g1 u1 ..
-    to: &Fp8Rows,    // [T, 2 F]
+    to: &ScaledRows, // [T, 2 F]
 ) -> Result<(Tensor, Tensor)> {
     const OP: &str = "swiglu_backward_fp8";
     let (gpu, columns) = (ordinal(OP, &gate_up)?, row_len(OP, dy)?);
@@ -222,7 +222,7 @@ pub fn fp8_norm_serves(x: &Tensor, weight: &Tensor) -> bool {
 fn norm_arguments(
     op: &'static str,
     (x, weight, y): (&Tensor, &Tensor, Option<&Tensor>), // [T, D], [D], [T, D]
-    to: &Fp8Rows,                                        // [T, D]
+    to: &ScaledRows,                                     // [T, D]
     norm: NormOptions,
     gpu: usize,
 ) -> Result<[Argument; 8]> {
@@ -249,7 +249,7 @@ fn rounds(tensor: &Tensor) -> bool {
 /// The addresses of values and scales of so many rows of a length that is served.
 fn outputs(
     op: &'static str,
-    to: &Fp8Rows,
+    to: &ScaledRows,
     (rows, columns): (usize, usize),
     most: usize,
     gpu: usize,

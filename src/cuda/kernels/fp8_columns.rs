@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::fp8::{Fp8Rows, fp8_trains};
+use super::fp8::{ScaledRows, fp8_trains};
 use super::{Argument, address, invalid, is_aligned, launch, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -25,8 +25,8 @@ const PEAK_BLOCKS: usize = 1056;
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit, [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
 pub fn fp8_columns(
-    x: &Tensor,   // [N, K] bf16
-    to: &Fp8Rows, // [K, N up to a multiple of 16]
+    x: &Tensor,      // [N, K] bf16
+    to: &ScaledRows, // [K, N up to a multiple of 16]
 ) -> Result<()> {
     const OP: &str = "fp8_columns";
     let (gpu, size) = (ordinal(OP, x)?, x.size());

@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, pairs_boxes, rows_boxes, step};
-use super::fp8::Fp8Rows;
+use super::fp8::ScaledRows;
 use super::{Argument, address, invalid, ordinal, queue, strided};
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -66,9 +66,9 @@ pub fn gate_up(
 /// # Errors
 /// The errors of [`gate_up`].
 pub fn gate_up_fp8(
-    x: &Fp8Rows, // [R, K]
-    w: &Fp8Rows, // [2 F, K]
-    y: &Tensor,  // [R, F] bf16
+    x: &ScaledRows, // [R, K]
+    w: &ScaledRows, // [2 F, K]
+    y: &Tensor,     // [R, F] bf16
 ) -> Result<()> {
     run((&x.values, &w.values), Some([&x.scales, &w.scales]), y)
 }

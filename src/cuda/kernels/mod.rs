@@ -62,8 +62,8 @@ pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
 pub use filter::{Filters, filter};
 pub use fp8::{
-    Fp8Rows, add_rms_norm_fp8, fp8_norm_serves, fp8_rows, fp8_rows_of_step, fp8_serves, fp8_swiglu_serves, fp8_trains,
-    rms_norm_fp8, silu_mul_fp8, swiglu_backward_fp8,
+    ScaledRows, add_rms_norm_fp8, fp8_norm_serves, fp8_rows, fp8_rows_of_step, fp8_serves, fp8_swiglu_serves,
+    fp8_trains, rms_norm_fp8, silu_mul_fp8, swiglu_backward_fp8,
 };
 pub use fp8_columns::fp8_columns;
 pub use gate::gate;

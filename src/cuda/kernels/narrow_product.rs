@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::boxes::{rows_boxes, step};
-use super::fp8::Fp8Rows;
+use super::fp8::ScaledRows;
 use super::{Argument, address, address_or_null, ordinal, queue, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -37,8 +37,8 @@ pub(super) const FEATURES: [usize; 5] = [64, 128, 192, 256, 320];
 /// `features` and K in `parts`.
 pub(super) fn run(
     op: &'static str,
-    (x, w): (&Fp8Rows, &Fp8Rows), // [R, K], [N, K]
-    bias: Option<&Tensor>,        // [N] bf16
+    (x, w): (&ScaledRows, &ScaledRows), // [R, K], [N, K]
+    bias: Option<&Tensor>,              // [N] bf16
     (out, columns_of_one): (&Tensor, i64),
     (features, parts): (usize, usize),
 ) -> Result<()> {

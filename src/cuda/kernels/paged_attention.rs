@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::fp8::Fp8Rows;
+use super::fp8::ScaledRows;
 use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -278,8 +278,8 @@ pub fn paged_attention(
 pub fn paged_attention_fp8(
     plan: &AttentionPlan,
     q: &Tensor,            // [S, H, hd] bf16
-    k_cache: &Fp8Rows,     // [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size]
-    v_cache: &Fp8Rows,     // like k_cache
+    k_cache: &ScaledRows,  // [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size]
+    v_cache: &ScaledRows,  // like k_cache
     block_tables: &Tensor, // [S, max_blocks] i32
     context_lens: &Tensor, // [S] i32
     o: &mut Tensor,        // like q

@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, rows_boxes, step};
-use super::fp8::Fp8Rows;
+use super::fp8::ScaledRows;
 use super::{Argument, address, address_or_null, invalid, narrow_product, ordinal, queue, strided};
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -112,8 +112,8 @@ pub fn product(
 /// # Errors
 /// The errors of [`product`].
 pub fn product_fp8(
-    x: &Fp8Rows,           // [R, K]
-    w: &Fp8Rows,           // [N, K]
+    x: &ScaledRows,        // [R, K]
+    w: &ScaledRows,        // [N, K]
     bias: Option<&Tensor>, // [N] bf16
     out: &Tensor,          // [R, N] bf16
 ) -> Result<()> {
@@ -125,9 +125,9 @@ pub fn product_fp8(
 /// # Errors
 /// The errors of [`product`].
 pub fn product_silu_mul_fp8(
-    x: &Fp8Rows, // [R, K]
-    w: &Fp8Rows, // [2 F, K]
-    y: &Tensor,  // [R, F] bf16
+    x: &ScaledRows, // [R, K]
+    w: &ScaledRows, // [2 F, K]
+    y: &Tensor,     // [R, F] bf16
 ) -> Result<()> {
     run_fp8("product_silu_mul_fp8", (x, w), None, (y, 2))
 }
@@ -147,7 +147,7 @@ pub fn product_silu_mul(
 
 fn run_fp8(
     op: &'static str,
-    (x, w): (&Fp8Rows, &Fp8Rows),
+    (x, w): (&ScaledRows, &ScaledRows),
     bias: Option<&Tensor>,
     (out, columns_of_one): (&Tensor, i64),
 ) -> Result<()> {

@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
-use super::fp8::Fp8Rows;
+use super::fp8::ScaledRows;
 use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -102,8 +102,8 @@ pub fn rope_write_kv_fp8(
     positions: &Tensor,    // [T] i32, rows of the table
     slot_mapping: &Tensor, // [T] i32, as for rope_write_kv
     q_out: &mut Tensor,    // [T, H, hd] bf16
-    k_cache: &Fp8Rows,     // [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size]
-    v_cache: &Fp8Rows,     // like k_cache
+    k_cache: &ScaledRows,  // [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size]
+    v_cache: &ScaledRows,  // like k_cache
 ) -> Result<()> {
     let (values, scales) = ([&k_cache.values, &v_cache.values], [&k_cache.scales, &v_cache.scales]);
     run(qkv, transform, [positions, slot_mapping], q_out, values, Some(scales))

@@ -5,7 +5,7 @@
 use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, pairs_boxes, rows_boxes, step};
-use super::fp8::Fp8Rows;
+use super::fp8::ScaledRows;
 use super::{Argument, address, address_or_null, invalid, ordinal, queue, strided};
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -143,8 +143,8 @@ pub(in crate::cuda) fn wide_product_key(capability: (i32, i32)) -> Result<String
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`wide_product_serves`] refuses; [`crate::Error::Cuda`].
 pub fn wide_product_fp8(
-    x: &Fp8Rows,           // [R, K]
-    w: &Fp8Rows,           // [N, K]
+    x: &ScaledRows,        // [R, K]
+    w: &ScaledRows,        // [N, K]
     bias: Option<&Tensor>, // [N] bf16
     out: &Tensor,          // [R, N] bf16
 ) -> Result<()> {
@@ -157,16 +157,16 @@ pub fn wide_product_fp8(
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`wide_product_silu_mul_serves`] refuses; [`crate::Error::Cuda`].
 pub fn wide_product_silu_mul_fp8(
-    x: &Fp8Rows, // [R, K]
-    w: &Fp8Rows, // [2 F, K]
-    y: &Tensor,  // [R, F] bf16
+    x: &ScaledRows, // [R, K]
+    w: &ScaledRows, // [2 F, K]
+    y: &Tensor,     // [R, F] bf16
 ) -> Result<()> {
     run(OP_SILU_MUL, (x, w), None, y, true)
 }
 
 fn run(
     op: &'static str,
-    (x, w): (&Fp8Rows, &Fp8Rows),
+    (x, w): (&ScaledRows, &ScaledRows),
     bias: Option<&Tensor>,
     out: &Tensor,
     has_silu: bool,

@@ -24,7 +24,7 @@ use tch::Tensor;
 use self::descriptors::Descriptors;
 use self::problem::Problem;
 use super::context::{Context, check};
-use super::kernels::Fp8Rows;
+use super::kernels::ScaledRows;
 use super::torch_stream::TorchStream;
 use crate::error::{Error, Result};
 use crate::torch;
@@ -130,8 +130,8 @@ impl Products {
     /// The errors of [`Products::run`], and for [`Tuning::Fixed`].
     pub fn run_fp8(
         &self,
-        a: &Fp8Rows,           // [M, K]
-        b: &Fp8Rows,           // [N, K]
+        a: &ScaledRows,        // [M, K]
+        b: &ScaledRows,        // [N, K]
         bias: Option<&Tensor>, // [N] bf16
         out: &Tensor,          // [M, N] bf16, or f32 without a bias, rows of stride 1
         tuning: Tuning,
@@ -146,8 +146,8 @@ impl Products {
     pub fn run_fp8_onto(
         &self,
         residual: &Tensor, // [M, N], like out
-        a: &Fp8Rows,       // [M, K]
-        b: &Fp8Rows,       // [N, K]
+        a: &ScaledRows,    // [M, K]
+        b: &ScaledRows,    // [N, K]
         out: &Tensor,      // [M, N] bf16 or f32, rows of stride 1
     ) -> Result<()> {
         self.multiply_fp8((a, b), (None, Some(residual)), out, Tuning::First)
@@ -155,7 +155,7 @@ impl Products {
 
     fn multiply_fp8(
         &self,
-        (a, b): (&Fp8Rows, &Fp8Rows),
+        (a, b): (&ScaledRows, &ScaledRows),
         (bias, residual): (Option<&Tensor>, Option<&Tensor>),
         out: &Tensor,
         tuning: Tuning,

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cuda::kernels::Fp8Rows;
+use crate::cuda::kernels::ScaledRows;
 use crate::error::{Error, Result};
 
 /// A factor as it lies: row-major with a leading dimension, or the transpose of that.
@@ -73,8 +73,8 @@ impl Problem {
 
     /// out = residual + a b^T + bias of rows with scales.
     pub(super) fn of_fp8(
-        a: &Fp8Rows,
-        b: &Fp8Rows,
+        a: &ScaledRows,
+        b: &ScaledRows,
         (bias, residual): (Option<&Tensor>, Option<&Tensor>),
         out: &Tensor,
         ordinal: usize,
@@ -90,7 +90,7 @@ impl Problem {
             let shape = |tensor: &Tensor| format!("{:?} {:?} {:?}", tensor.kind(), tensor.size(), tensor.stride());
             return Err(invalid("a residual like the result", format!("{} beside {}", shape(residual), shape(out))));
         }
-        let fits = |rows: &Fp8Rows| {
+        let fits = |rows: &ScaledRows| {
             let scales = &rows.scales;
             rows.values.kind() == Kind::Float8e4m3fn
                 && scales.kind() == Kind::Float

@@ -12,9 +12,9 @@ use crate::config::TargetModule::{KProj, OProj, QProj, VProj};
 use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 use crate::model::distinct::RopeSpec;
+use crate::model::format::Rows;
 use crate::model::params::{ParamName, Shapes};
 use crate::ops::attention::{SavedAttention, packed_backward};
-use crate::ops::fp8::Rows;
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::linear;
 

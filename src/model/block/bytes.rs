@@ -15,9 +15,9 @@ pub struct ElementBytes {
     pub wide: usize,
     /// The residual stream.
     pub residual: usize,
-    /// Rows that a product of forward reads: as they are, rounded to FP8, or both.
+    /// Rows that a product of forward reads: as they are, rounded, or both.
     pub read: usize,
-    /// Gradients beside those that are kept as they are: rounded ones of products in FP8.
+    /// Gradients beside those that are kept as they are: rounded ones.
     pub rounded: usize,
 }
 
@@ -26,12 +26,6 @@ impl ElementBytes {
     pub fn new(kind: Kind, residual: Kind) -> Self {
         let [narrow, wide, residual] = [kind, accumulation_kind(kind), residual].map(|kind| kind.elt_size_in_bytes());
         Self { narrow, wide, residual, read: narrow, rounded: 0 }
-    }
-
-    /// Where products are in FP8; adapters beside them read rows as they are, too.
-    pub fn in_fp8(self, adapts: bool) -> Self {
-        let rounded = Kind::Float8e4m3fn.elt_size_in_bytes();
-        Self { read: rounded + if adapts { self.narrow } else { 0 }, rounded, ..self }
     }
 }
 
@@ -76,7 +70,7 @@ impl BlockSpec {
             + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone + there))
     }
 
-    /// Bytes a token where a backward in FP8 has the largest matrix rounded, beside what all blocks saved.
+    /// Bytes a token where a backward of a format that rounds has the largest matrix rounded, beside what all blocks saved.
     pub fn input_gradient_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
         let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
         let of_mlp = self.mlp.input_gradient_bytes(bytes, keep.keeps_gate_up());

@@ -119,7 +119,7 @@ impl DeltaNetSpec {
     }
 
     /// Bytes a token of the fullest moment of forward beside what is kept. By kernels: the sublayer's input, rounded, too, where products are
-    /// in FP8, what the convolution gives,
+    /// rounded, what the convolution gives,
     /// chunks by themselves, and states of sequences. Composed of libtorch's operations, all of it in the accumulation kind: what the
     /// convolution gives, its heads, and of whole chunks keys and values in six and four forms, three tables of pairs, and a state.
     pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {

@@ -8,8 +8,9 @@ use super::linear::Projection::Module;
 use super::linear::{Linear, LinearSpec, Matrix, TpSplit};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
+use crate::cuda::kernels::ScaledRows;
 use crate::error::Result;
-use crate::ops::fp8::{Fp8Rows, Rows};
+use crate::model::format::Rows;
 use crate::ops::swiglu::GateUp;
 
 /// The shape of a dense MLP.
@@ -73,7 +74,7 @@ impl DenseSpec {
         2 * bytes.narrow * self.hidden + gate_up + rounded + 2 * row + dropped
     }
 
-    /// Bytes a token where backward makes the gradient of the normalised rows in FP8: beside it those rows and the gradient that came in; gate
+    /// Bytes a token where backward makes the gradient of the normalised rows of rounded ones: beside it those rows and the gradient that came in; gate
     /// and up, unless they were kept, as their gradients, and those rounded.
     pub(super) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         let gate_up = if keeps_gate_up { 0 } else { 2 * bytes.narrow * self.intermediate };
@@ -91,7 +92,7 @@ impl DenseSpec {
     ) -> Result<(Tensor, Expanded<GateUp>)> {
         let gate_up = project(w, &ctx.enter_rows(w, NORMS, h, &[Matrix::GateUp])?)?;
         let down = w.linear(Matrix::Down);
-        let (y, output) = ctx.leave(w, NORMS, down, &activate(down, &gate_up)?, h)?;
+        let (y, output) = ctx.leave(w, NORMS, down, &down.format.activate(&gate_up, down.reads_plain())?, h)?;
         Ok((y, Expanded { wide: Some(gate_up), output }))
     }
 
@@ -109,19 +110,21 @@ impl DenseSpec {
         let gate_up = kept.wide.map_or_else(|| project(w, &normed), Ok)?;
         let down = w.linear(Matrix::Down);
         let output = match kept.output {
-            None if w.norm(NORMS.post).is_some() => Some(down.forward(&activate(down, &gate_up)?)?),
+            None if w.norm(NORMS.post).is_some() => {
+                Some(down.forward(&down.format.activate(&gate_up, down.reads_plain())?)?)
+            }
             kept => kept,
         };
         let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
-        let d_down = grads.linear_mut(Matrix::Down);
+        let (d_down, format) = (grads.linear_mut(Matrix::Down), w.linear(Matrix::GateUp).format);
         let (d_gate_up, rounded) = if d_down.pieces.is_empty() {
             // An adapter adds to the activation's gradient, and needs the activation for that.
             let d_act = down.backward(&d_output, &gate_up.activate()?, d_down)?;
-            let (d_gate_up, _, rounded) = activate_backward(w, gate_up, &d_act)?;
+            let (d_gate_up, _, rounded) = format.activate_backward(gate_up, &d_act)?;
             (d_gate_up, rounded)
         } else {
-            let (d_gate_up, act, rounded) = activate_backward(w, gate_up, &down.backward_input(&d_output)?)?;
+            let (d_gate_up, act, rounded) = format.activate_backward(gate_up, &down.backward_input(&d_output)?)?;
             down.weight_gradient(&d_output, &act, d_down)?;
             (d_gate_up, rounded)
         };
@@ -134,7 +137,7 @@ impl DenseSpec {
 /// Gate and up of x, with the adapter's part.
 fn project(w: &BlockParams, x: &Rows /* [T, D] */) -> Result<GateUp> {
     let w = w.linear(Matrix::GateUp);
-    Ok(match (w.gate_up(x)?, &w.lora) {
+    Ok(match (w.format.gate_up(x, w.piece())?, &w.lora) {
         (gate_up, None) => gate_up,
         (GateUp::Interleaved(pairs), Some(lora)) => GateUp::Interleaved(lora.add(x.plain(), pairs)?),
         (GateUp::Split { gate, up }, Some(lora)) => {
@@ -144,28 +147,15 @@ fn project(w: &BlockParams, x: &Rows /* [T, D] */) -> Result<GateUp> {
     })
 }
 
-/// The activation, for the product of `down`.
-fn activate(down: &Linear, gate_up: &GateUp) -> Result<Rows /* [T, F] */> {
-    if down.trains_in_fp8 { gate_up.activate_fp8(down.reads_plain()) } else { Ok(gate_up.activate()?.into()) }
-}
-
-/// The gradients of gate and up, the activation once more, and the gradients' rows for a product in FP8, if a kernel rounds them on its way.
-fn activate_backward(w: &BlockParams, gate_up: GateUp, d_act: &Tensor) -> Result<(GateUp, Tensor, Option<Fp8Rows>)> {
-    if w.linear(Matrix::GateUp).trains_in_fp8 {
-        return gate_up.backward_fp8(d_act);
-    }
-    gate_up.backward(d_act).map(|(d, act)| (d, act, None))
-}
-
 /// dx of [`project`]; the gradient of the weight, or of A and B, is added to `grads`. d may have been rounded on its way.
 fn project_backward(
     w: &BlockParams,
-    (d, rounded): (&GateUp, Option<&Fp8Rows>),
+    (d, rounded): (&GateUp, Option<&ScaledRows>),
     x: &Tensor, // [T, D]
     grads: &mut Linear,
 ) -> Result<Tensor> {
     let w = w.linear(Matrix::GateUp);
-    let mut dx = w.gate_up_backward(d, rounded)?;
+    let mut dx = w.format.gate_up_backward(d, rounded, w.piece())?;
     w.gate_up_weight_gradient(d, x, grads)?;
     match (&w.lora, &mut grads.lora, d) {
         (Some(lora), Some(gradient), GateUp::Interleaved(d)) => lora.backward(d, x, &mut dx, gradient)?,

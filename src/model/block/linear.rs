@@ -7,10 +7,10 @@ use tch::{Kind, Tensor};
 pub use super::matrix::{Matrix, Projection};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
+use crate::model::format::{Format, Piece, Rows};
 use crate::model::lora::{BlockLora, Lora};
 use crate::model::params::{ParamName, Shapes, UnitLayout, required};
-use crate::ops::fp8::{self, Fp8Rows, Rows};
-use crate::ops::linear::{self, Onto};
+use crate::ops::linear::Onto;
 use crate::ops::swiglu::GateUp;
 
 /// The shape of a matrix. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
@@ -129,33 +129,27 @@ pub struct Linear {
     pub pieces: Vec<Piece>,
     /// Beside the matrix.
     pub lora: Option<Lora>,
-    /// Whether training multiplies in FP8: the product and its input's gradient, whose factors are rounded as they are multiplied.
-    pub trains_in_fp8: bool,
-    /// Whether training in FP8 makes the gradient of the weight so, too.
-    pub rounds_for_weight: bool,
+    /// The format that its products are made in.
+    pub format: &'static dyn Format,
     /// In a `Linear` that holds gradients: the next product overwrites the weight's gradient. False: it is added.
     pub begins: bool,
-}
-
-/// Neighbouring rows of a matrix.
-#[derive(Debug)]
-pub struct Piece {
-    /// [N, K], or [E, N, K] of experts; strides are kept in a slice
-    pub weight: Tensor,
-    /// `[N]`
-    pub bias: Option<Tensor>,
-    /// The weight rounded to FP8, where an engine multiplies by that: forward only.
-    pub fp8: Option<Fp8Rows>,
 }
 
 impl Linear {
     /// Views of a block's flat tensor.
     pub(super) fn view(spec: &LinearSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
         let bias = spec.bias.and_then(|bias| layout.view(bias, flat));
-        Self {
-            pieces: vec![Piece { weight: required(layout, spec.matrix.weight(), flat), bias, fp8: None }],
-            ..Self::default()
-        }
+        let weight = required(layout, spec.matrix.weight(), flat);
+        Self { pieces: vec![Piece::plain(weight, bias)], ..Self::default() }
+    }
+
+    /// All rows of a matrix in one piece.
+    ///
+    /// # Panics
+    /// If it is in two.
+    pub fn piece(&self) -> &Piece {
+        let [piece] = &self.pieces[..] else { panic!("a matrix in {} pieces", self.pieces.len()) };
+        piece
     }
 
     /// The weight of a matrix in one piece.
@@ -163,13 +157,7 @@ impl Linear {
     /// # Panics
     /// If it is in two.
     pub fn weight(&self) -> &Tensor {
-        let [Piece { weight, .. }] = &self.pieces[..] else { panic!("a matrix in {} pieces", self.pieces.len()) };
-        weight
-    }
-
-    /// Whether its products are in FP8.
-    pub fn is_fp8(&self) -> bool {
-        self.trains_in_fp8 || self.pieces.iter().any(|piece| piece.fp8.is_some())
+        &self.piece().weight
     }
 
     /// Type of the weights.
@@ -179,29 +167,27 @@ impl Linear {
 
     /// A rank's slice, as views of `self`, a whole matrix.
     pub(super) fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
-        let [Piece { weight, bias, .. }] = &self.pieces[..] else { panic!("a slice cannot be sliced again") };
+        let Piece { weight, bias, .. } = self.piece();
         let pieces = match spec.split {
             TpSplit::Columns => {
                 let weight = part(weight, spec.row_dim() + 1, tp_rank, tp_size);
-                vec![Piece { weight, bias: None, fp8: None }]
+                vec![Piece::plain(weight, None)]
             }
-            TpSplit::Experts => vec![Piece { weight: part(weight, 0, tp_rank, tp_size), bias: None, fp8: None }],
+            TpSplit::Experts => vec![Piece::plain(part(weight, 0, tp_rank, tp_size), None)],
             TpSplit::Rows | TpSplit::RowSections { .. } => {
                 let own = |whole: &Tensor| spec.own_rows(whole, tp_rank, tp_size).into_iter();
                 let mut biases = bias.as_ref().map(own);
-                let piece = |weight| Piece { weight, bias: biases.as_mut().and_then(Iterator::next), fp8: None };
-                own(weight).map(piece).collect()
+                own(weight).map(|weight| Piece::plain(weight, biases.as_mut().and_then(Iterator::next))).collect()
             }
         };
         let lora = self.lora.as_ref().map(|lora| lora.tp_slice(spec, tp_rank, tp_size)).transpose()?;
         Ok(Self { pieces, lora, ..Self::default() })
     }
 
-    /// With every tensor but the adapter's replaced by `f` of it, and nothing in FP8.
+    /// With every tensor but the adapter's replaced by `f` of it, and nothing rounded.
     pub(super) fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let piece = |Piece { weight, bias, .. }: &Piece| {
-            Ok(Piece { weight: f(weight)?, bias: bias.as_ref().map(&mut *f).transpose()?, fp8: None })
-        };
+        let piece =
+            |Piece { weight, bias, .. }: &Piece| Ok(Piece::plain(f(weight)?, bias.as_ref().map(&mut *f).transpose()?));
         let pieces = self.pieces.iter().map(piece).collect::<Result<_>>()?;
         Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone), ..Self::default() })
     }
@@ -211,9 +197,9 @@ impl Linear {
         self.weight().dim() == 2
     }
 
-    /// Whether its rows are read as they are, not in FP8 alone.
+    /// Whether its rows are read as they are, not rounded alone.
     pub(super) fn reads_plain(&self) -> bool {
-        !self.trains_in_fp8 || self.lora.is_some()
+        !self.format.rounds() || self.lora.is_some()
     }
 
     /// x w^T + bias, with the adapter's part. [T, N]
@@ -223,21 +209,14 @@ impl Linear {
 
     /// x w^T + bias. [T, N]
     fn product(&self, x: &Rows /* [T, K] */) -> Result<Tensor> {
-        let rounded = if self.is_fp8() { Some(x.rounded()?) } else { None };
-        let product = |Piece { weight, bias, fp8 }: &Piece| match (&rounded, fp8) {
-            (Some(x), Some(w)) => fp8::forward(x, w, bias.as_ref(), weight.kind()),
-            (Some(x), None) => fp8::forward(x, &fp8::rounded(weight)?, bias.as_ref(), weight.kind()),
-            (None, _) => linear::forward(x.plain(), weight, bias.as_ref()),
-        };
         match &self.pieces[..] {
-            [piece] => product(piece),
-            pieces => Ok(Tensor::f_cat(&pieces.iter().map(product).collect::<Result<Vec<_>>>()?, 1)?),
+            [piece] => self.format.forward(x, piece),
+            pieces => {
+                let x = self.format.rows(x)?;
+                let parts: Vec<_> = pieces.iter().map(|piece| self.format.forward(&x, piece)).collect::<Result<_>>()?;
+                Ok(Tensor::f_cat(&parts, 1)?)
+            }
         }
-    }
-
-    /// x w^T of a matrix that has gate and up, without the adapter's part.
-    pub(super) fn gate_up(&self, x: &Rows /* [T, D] */) -> Result<GateUp> {
-        if self.is_fp8() { GateUp::of_pairs(self.product(x)?) } else { GateUp::project(x.plain(), self.weight()) }
     }
 
     /// residual + x w^T, where each rank of the tensor-parallel group has some columns of w, and of x. Without a residual the product
@@ -249,12 +228,10 @@ impl Linear {
         tp: Option<&dyn Collective>,
     ) -> Result<Tensor> {
         match (tp.filter(|tp| tp.size() > 1), residual) {
-            (None, Some(residual)) if self.trains_in_fp8 && self.lora.is_none() => {
-                let w = self.weight();
-                fp8::forward_onto(residual, &x.rounded()?, &fp8::rounded(w)?, w.kind())
+            (None, Some(residual)) if self.format.rounds() && self.lora.is_some() => {
+                Ok(residual.f_add(&self.forward(x)?)?)
             }
-            (None, Some(residual)) if self.is_fp8() => Ok(residual.f_add(&self.forward(x)?)?),
-            (None, Some(residual)) => self.adapt(x, linear::forward_onto(residual, x.plain(), self.weight())?),
+            (None, Some(residual)) => self.adapt(x, self.format.forward_onto(residual, x, self.piece())?),
             (None, None) => self.forward(x),
             (Some(tp), residual) => {
                 let mut partial = self.forward(x)?;
@@ -295,9 +272,8 @@ impl Linear {
     ) -> Result<Tensor> {
         let mut dx = match sum {
             None => self.backward_input(dy)?,
-            Some(mut sum) if self.trains_in_fp8 => sum.f_add_(&self.backward_input(dy)?)?,
             Some(mut sum) => {
-                linear::accumulate_input(dy, self.weight(), &mut sum)?;
+                self.format.accumulate_input(dy, self.piece(), &mut sum)?;
                 sum
             }
         };
@@ -323,36 +299,21 @@ impl Linear {
     ) -> Result<()> {
         match grads.sum() {
             None => Ok(()),
-            Some((dw, onto)) if self.rounds_for_weight => fp8::weight_gradient(dy, x, dw, onto),
-            Some((dw, onto)) => linear::weight_gradient(dy, x, dw, onto),
+            Some((dw, onto)) => self.format.weight_gradient(dy, x, dw, onto),
         }
     }
 
-    /// [`Linear::weight_gradient`] of [`Linear::gate_up`].
+    /// [`Linear::weight_gradient`] of a matrix that has gate and up.
     pub(super) fn gate_up_weight_gradient(&self, d: &GateUp, x: &Tensor, grads: &mut Linear) -> Result<()> {
         match grads.sum() {
             None => Ok(()),
-            Some((dw, onto)) if self.rounds_for_weight => fp8::weight_gradient(&d.pairs()?, x, dw, onto),
-            Some((dw, onto)) => d.weight_gradient(x, dw, onto),
+            Some((dw, onto)) => self.format.gate_up_weight_gradient(d, x, dw, onto),
         }
     }
 
     /// dx = dy w.
     pub(super) fn backward_input(&self, dy: &Tensor /* [T, N] */) -> Result<Tensor> {
-        if self.trains_in_fp8 {
-            fp8::backward_input(&fp8::rounded(dy)?, self.weight(), dy.kind())
-        } else {
-            linear::backward_input(dy, self.weight())
-        }
-    }
-
-    /// dx of [`Linear::gate_up`], whose gradients may have been rounded on their way.
-    pub(super) fn gate_up_backward(&self, d: &GateUp, rounded: Option<&Fp8Rows>) -> Result<Tensor> {
-        match rounded {
-            Some(rounded) => fp8::backward_input(rounded, self.weight(), self.kind()),
-            None if self.trains_in_fp8 => self.backward_input(&d.pairs()?),
-            None => d.backward_input(self.weight()),
-        }
+        self.format.backward_input(dy, self.piece())
     }
 }
 

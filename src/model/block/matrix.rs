@@ -73,7 +73,7 @@ impl Matrix {
         }
     }
 
-    /// Whether training in FP8 rounds its products: not those of a gated delta net's write strengths and decays, which are a row a head.
+    /// Whether training in a format that rounds does so with its products: not those of a gated delta net's write strengths and decays, which are a row a head.
     pub(crate) fn is_rounded(self) -> bool {
         !matches!(self, Matrix::DeltaB | Matrix::DeltaA)
     }

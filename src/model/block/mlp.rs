@@ -100,7 +100,7 @@ impl Mlp {
         }
     }
 
-    /// Bytes a token where backward makes the gradient of its normalised rows in FP8, in which experts do not train.
+    /// Bytes a token where backward makes the gradient of its normalised rows of rounded ones, of which experts do not train.
     pub(super) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         match self {
             Mlp::Dense(dense) => dense.input_gradient_bytes(bytes, keeps_gate_up),

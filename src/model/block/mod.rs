@@ -30,7 +30,7 @@ use super::spec::ModelSpec;
 use crate::config::GradientCheckpointing;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
-use crate::ops::fp8::Rows;
+use crate::model::format::Rows;
 use crate::ops::rope::RopeRows;
 use mixer::MixerOutput;
 use mlp::{Expanded, SavedMlp};
@@ -40,12 +40,12 @@ pub use bytes::ElementBytes;
 pub use delta_net::DeltaNetSpec;
 pub use dense::DenseSpec;
 pub use experts::{ExpertsSpec, Routes};
-pub use linear::{Linear, LinearSpec, Matrix, Piece, Projection, TpSplit, product_work};
+pub use linear::{Linear, LinearSpec, Matrix, Projection, TpSplit, product_work};
 pub use matrices::BlockMatrix;
 pub use mixer::Mixer;
 pub use mlp::Mlp;
 pub use packed::{PackedMixer, SequenceMixer};
-pub use params::{BlockParams, Fp8Products, NormNames};
+pub use params::{BlockParams, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
 pub use shared::SharedExpertSpec;
 
@@ -166,14 +166,13 @@ impl<'a> BlockContext<'a> {
         Ok((normed, Some(rstd)))
     }
 
-    /// The input of a sublayer for the products of some matrices: in FP8 rounded by the norm, if a kernel does that. [T, D]
+    /// The input of a sublayer for the products of some matrices, rounded by the norm where a format has a kernel for that. [T, D]
     fn enter_rows(&self, w: &BlockParams, norms: NormNames, x: &Tensor, matrices: &[Matrix]) -> Result<Rows> {
         let mut linears = matrices.iter().map(|&matrix| w.linear(matrix));
-        match w.norm(norms.pre) {
-            Some(weight) if linears.clone().any(|linear| linear.trains_in_fp8) => {
-                self.spec.norm().forward_fp8(x, weight, linears.any(Linear::reads_plain))
-            }
-            _ => Ok(self.enter(w, norms, x)?.0.into()),
+        let rounding = linears.clone().find(|linear| linear.format.rounds());
+        match w.norm(norms.pre).zip(rounding) {
+            Some((weight, linear)) => linear.format.norm(self.spec.norm(), x, weight, linears.any(Linear::reads_plain)),
+            None => Ok(self.enter(w, norms, x)?.0.into()),
         }
     }
 

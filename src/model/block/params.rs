@@ -4,21 +4,13 @@ use tch::{Kind, Tensor};
 
 use super::BlockSpec;
 use super::linear::{Linear, LinearSpec, Matrix};
+use crate::cuda::kernels::ScaledRows;
 use crate::error::Result;
+use crate::model::format::{Format, Section};
 use crate::model::lora::BlockLora;
 use crate::model::params::{ParamName, Unit, UnitLayout, required};
 use crate::model::spec::ModelSpec;
-use crate::ops::fp8::Fp8Rows;
 use crate::torch::accumulation_kind;
-
-/// Products of a matrix that training makes in FP8.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fp8Products {
-    /// Forward, and the gradient of the input.
-    OfRows,
-    /// Those, and the gradient of the weight.
-    All,
-}
 
 /// The names of the norms around a sublayer.
 #[derive(Debug, Clone, Copy)]
@@ -91,13 +83,11 @@ impl BlockParams {
         self
     }
 
-    /// The block as it trains in FP8: such products of its matrices are made of factors that are rounded as they come. Weights and adapters
-    /// stay as they are.
-    pub fn training_in_fp8(mut self, products: Fp8Products) -> Self {
-        for (matrix, linear) in &mut self.linears {
-            linear.trains_in_fp8 = matrix.is_rounded();
-            linear.rounds_for_weight = linear.trains_in_fp8 && products == Fp8Products::All;
-        }
+    /// The block as it trains in a format: products of its matrices are made of factors that are rounded as they come. Weights and
+    /// adapters stay as they are.
+    pub fn training_in(mut self, format: &'static dyn Format) -> Self {
+        let rounded = self.linears.iter_mut().filter(|(matrix, _)| matrix.is_rounded());
+        rounded.for_each(|(_, linear)| linear.format = format);
         self
     }
 
@@ -110,8 +100,9 @@ impl BlockParams {
         let mut own = self.try_map(&mut |tensor| Ok(tensor.shallow_clone()))?;
         for ((_, linear), (_, shared)) in own.linears.iter_mut().zip(&self.linears) {
             linear.lora = linear.lora.as_ref().map(|lora| lora.for_rows(adapters)).transpose()?;
+            linear.format = shared.format;
             for (piece, shared) in linear.pieces.iter_mut().zip(&shared.pieces) {
-                piece.fp8 = shared.fp8.as_ref().map(Fp8Rows::shallow_clone);
+                piece.prepared = shared.prepared.as_ref().map(ScaledRows::shallow_clone);
             }
         }
         Ok(own)
@@ -148,17 +139,33 @@ impl BlockParams {
         self.linears.iter().map(|(matrix, linear)| (*matrix, linear))
     }
 
-    /// Gives every matrix a copy in FP8, which `round` makes of its pieces' weights in a fixed order; products of a forward pass then
-    /// take that.
+    /// Prepares every matrix for the forward products of a format: what that rounds is copied to memory that `room` gives, in a fixed order.
     ///
     /// # Errors
-    /// The first error of `round`.
-    pub fn round(&mut self, round: &mut dyn FnMut(&Tensor) -> Result<Fp8Rows>) -> Result<()> {
-        let pieces = self.linears.iter_mut().flat_map(|(_, linear)| &mut linear.pieces);
-        for piece in pieces {
-            piece.fp8 = Some(round(&piece.weight)?);
+    /// The errors of `room` and of [`Format::round`].
+    pub fn prepare(
+        &mut self,
+        format: &'static dyn Format,
+        room: &mut dyn FnMut(Section) -> Result<Tensor>,
+    ) -> Result<()> {
+        for (_, linear) in &mut self.linears {
+            linear.format = format;
+            for piece in linear.pieces.iter_mut().filter(|_| format.rounds()) {
+                let [values, scales] = format.sections([piece.weight.size()[0], piece.weight.size()[1]]);
+                let prepared = ScaledRows { values: room(values)?, scales: room(scales)? };
+                format.round(&piece.weight, &prepared)?;
+                piece.prepared = Some(prepared);
+            }
         }
         Ok(())
+    }
+
+    /// The format that the block's products are made in.
+    ///
+    /// # Panics
+    /// If the block has no matrices.
+    pub(crate) fn format(&self) -> &'static dyn Format {
+        self.linears[0].1.format
     }
 
     /// Where a matrix' gradients go.

@@ -148,10 +148,9 @@ impl AdapterFiles {
 
     /// How the base was stored while the adapters were trained, as far as they say.
     pub fn base_quantization(&self) -> Quantization {
-        match self.file.note(BASE_QUANTIZATION) {
-            Some(name) if name == Quantization::Nf4.name() => Quantization::Nf4,
-            _ => Quantization::None,
-        }
+        let noted = self.file.note(BASE_QUANTIZATION);
+        let stored = Quantization::ALL.iter().find(|stored| noted.is_some_and(|name| name == stored.name()));
+        stored.copied().unwrap_or(Quantization::None)
     }
 
     /// The adapters' settings.
@@ -224,10 +223,8 @@ pub fn write_adapters(
             Ok(())
         })?;
     }
-    let entries: &[_] = match stored {
-        Quantization::None => &[TORCH_FORMAT],
-        Quantization::Nf4 => &[TORCH_FORMAT, (BASE_QUANTIZATION, Quantization::Nf4.name())],
-    };
+    let all = [TORCH_FORMAT, (BASE_QUANTIZATION, stored.name())];
+    let entries = if stored == Quantization::None { &all[..1] } else { &all };
     let path = folder.join(WEIGHTS);
     let mut file = File::create(&path).map_err(Error::io(&path))?;
     file.write_all(&encode_header(infos, entries)).map_err(Error::io(&path))?;

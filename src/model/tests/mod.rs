@@ -257,12 +257,19 @@ pub(super) fn slice_mixer(spec: &ModelSpec, tp_size: usize) -> PackedMixer {
     PackedMixer::new(&slice, &[0, 3, 5], Device::Cpu)
 }
 
-/// One block on `tp_size` ranks, each with its slice; every rank returns the output.
-fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Vec<Vec<f64>> {
+/// One block on `tp_size` ranks, each with its slice, prepared for a format's products; every rank returns the output.
+pub(super) fn sliced_block(
+    format: &'static dyn Format,
+    spec: &ModelSpec,
+    tp_size: usize,
+    flat: &[f64],
+    x: &[f64],
+) -> Vec<Vec<f64>> {
     let table = ParamTable::new(Arc::new(spec.clone()), 1);
     threads(tp_size, |tp: Arc<dyn Collective>| {
         let whole = BlockParams::view(spec, &table.units[1], &Tensor::from_slice(flat));
-        let w = whole.tp_slice(tp.rank(), tp_size).unwrap();
+        let mut w = whole.tp_slice(tp.rank(), tp_size).unwrap();
+        w.prepare(format, &mut |(shape, kind)| Ok(Tensor::f_empty(shape, (kind, Device::Cpu))?)).unwrap();
         let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
         let positions = Tensor::from_slice(&[0i64, 1, 2, 0, 1]);
         let ropes = spec.ropes().rows(&positions, Kind::Double).unwrap();
@@ -308,10 +315,10 @@ fn slices_add_up_to_the_block() {
         let host = |t: Tensor| Vec::<f64>::try_from(t).unwrap();
         let flat = host(rand(&[table.units[1].len as i64]) * 0.4);
         let x = host(rand(&[5 * spec.hidden_size as i64]));
-        let whole = sliced_block(&spec, 1, &flat, &x);
+        let whole = sliced_block(&Plain, &spec, 1, &flat, &x);
         for tp_size in tp_sizes {
             spec.validate_tp(tp_size).unwrap();
-            for y in sliced_block(&spec, tp_size, &flat, &x) {
+            for y in sliced_block(&Plain, &spec, tp_size, &flat, &x) {
                 assert_close(&Tensor::from_slice(&y), &Tensor::from_slice(&whole[0]));
             }
         }

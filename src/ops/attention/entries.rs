@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
-use crate::ops::fp8::{self, Fp8Rows};
+use crate::ops::fp8::{self, ScaledRows};
 
 /// Keys or values of a layer, [num_blocks, Hkv, block_size, hd]. An entry is one token's of one head.
 pub trait KvEntries {
@@ -49,7 +49,7 @@ impl KvEntries for Tensor {
 }
 
 /// Values [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size].
-impl KvEntries for Fp8Rows {
+impl KvEntries for ScaledRows {
     fn size(&self) -> Vec<i64> {
         self.values.size()
     }
@@ -73,7 +73,7 @@ impl KvEntries for Fp8Rows {
 }
 
 /// The values' bytes, which every operation takes.
-fn codes(rows: &Fp8Rows) -> Tensor {
+fn codes(rows: &ScaledRows) -> Tensor {
     rows.values.view_dtype(Kind::Uint8)
 }
 

@@ -1,7 +1,7 @@
 //! Attention of every kind against dense attention with the mask spelt out, in float64.
 
 use super::*;
-use crate::ops::fp8::{self, Fp8Rows};
+use crate::ops::fp8::{self, ScaledRows};
 use crate::ops::testing::{assert_close, leaf, rand};
 use tch::{Device, Kind, Tensor};
 
@@ -226,7 +226,7 @@ fn a_cache_in_fp8_is_one_of_rounded_entries() {
         let rows = fp8::empty([6 * heads * size, hd], Device::Cpu).unwrap();
         let _ = rows.values.view_dtype(Kind::Uint8).fill_(0);
         let _ = rows.scales.shallow_clone().fill_(0.0);
-        Fp8Rows { values: rows.values.view([6, heads, size, hd]), scales: rows.scales.view([6, heads, size]) }
+        ScaledRows { values: rows.values.view([6, heads, size, hd]), scales: rows.scales.view([6, heads, size]) }
     };
     let (k_cache, v_cache) = (new(), new());
     let sizes = rand(&[9, heads, 1]).exp(); // entries of all magnitudes

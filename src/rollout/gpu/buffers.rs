@@ -8,12 +8,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::delta_net::DeltaColumns;
 use super::experts::{ExpertBuffers, ExpertShape};
-use crate::config::RolloutQuantization;
-use crate::cuda::kernels::{CANDIDATE_WORDS, Fp8Rows, RowSums};
+use crate::cuda::kernels::{CANDIDATE_WORDS, RowSums, ScaledRows};
 use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{Mlp, ModelSpec, SharedExpertSpec};
+use crate::model::{Format, Mlp, ModelSpec, Section, SharedExpertSpec};
 use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
@@ -24,9 +23,6 @@ const MOST_SUMMED_ROWS: usize = 1024;
 const ALIGNED_LOGITS: usize = 8;
 /// Sections begin at multiples of this, in bytes.
 const ALIGNMENT: usize = 256;
-
-/// Shape and type of one buffer.
-pub(super) type Section = (Vec<i64>, Kind);
 
 /// Sizes of one rank's steps.
 #[derive(Debug, Clone)]
@@ -45,8 +41,9 @@ pub(super) struct StepShape {
     /// Width of the widest MLP that all tokens go to, 0 where there is none.
     mlp: usize,
     pub(super) experts: Option<ExpertShape>,
-    /// Columns of the widest matrix that is multiplied in FP8; 0 where none is.
+    /// Columns of the widest matrix whose rows are rounded.
     rounded: usize,
+    format: &'static dyn Format,
     vocab: usize,
     kv_slots: [usize; 2], // blocks, tokens of a block
     tp_size: usize,
@@ -75,8 +72,8 @@ pub(super) struct DecodeBuffers {
     pub(super) attended: Tensor,   // flat, of each row what its last product reads
     pub(super) gate_up: Tensor,    // [R, 2 F]
     pub(super) act: Tensor,        // [R, F]
-    pub(super) rounded: Tensor,    // [R K] e4m3, of the product at hand; none but for products in FP8
-    pub(super) scales: Tensor,     // [R] f32, of its rows
+    pub(super) rounded: Tensor,    // flat, of the rows [R, K] of the product at hand; none but for a format that rounds
+    pub(super) scales: Tensor,     // flat, of them
     pub(super) logits: Tensor,     // [S', W] f32
     pub(super) shards: Tensor,     // [S' W] f32, whole rows of this rank's share of the draws; none on a single rank
     pub(super) own_cuts: Tensor,   // [2 S' / ranks] i32, what filters leave of them
@@ -119,10 +116,8 @@ impl StepShape {
             attended: queries.max(delta_nets.map_or(0, |columns| columns.values)),
             mlp,
             experts: ExpertShape::new(spec, rows, tp_size, options.kind),
-            rounded: match options.quantization {
-                RolloutQuantization::None => 0,
-                RolloutQuantization::Fp8 => spec.hidden_size.max(queries).max(mlp),
-            },
+            rounded: spec.hidden_size.max(queries).max(mlp),
+            format: options.quantization.format(),
             summed_rows: sums.then_some(options.max_num_seqs.min(MOST_SUMMED_ROWS)),
             vocab: spec.vocab_size,
             kv_slots: [num_blocks, options.block_size],
@@ -165,6 +160,7 @@ impl StepShape {
         let draws = self.seqs.next_multiple_of(self.tp_size);
         let width = self.vocab.div_ceil(self.tp_size).next_multiple_of(ALIGNED_LOGITS);
         let whole = if self.tp_size > 1 { draws * width } else { 0 };
+        let [values, scales] = self.format.sections([self.rows as i64, self.rounded as i64]);
         let mut sections = vec![
             (vec![self.rows as i64, self.hidden as i64], self.residual),
             matrix(self.rows, self.hidden),
@@ -174,8 +170,8 @@ impl StepShape {
             (vec![(self.rows * self.attended) as i64], self.kind),
             matrix(self.rows, 2 * self.mlp),
             matrix(self.rows, self.mlp),
-            (vec![(self.rows * self.rounded) as i64], Kind::Float8e4m3fn),
-            (vec![if self.rounded > 0 { self.rows as i64 } else { 0 }], Kind::Float),
+            values,
+            scales,
             (vec![draws as i64, width as i64], Kind::Float),
             (vec![whole as i64], Kind::Float),
             words(&[2 * draws / self.tp_size]),
@@ -246,10 +242,13 @@ impl DecodeBuffers {
         self.attended.narrow(0, 0, rows * columns).view([rows, columns])
     }
 
-    /// Room for the rows [T, K] that a product in FP8 reads: each takes the place of the one before.
-    pub(super) fn rounded(&self, [rows, columns]: [i64; 2]) -> Fp8Rows {
-        let values = self.rounded.narrow(0, 0, rows * columns).view([rows, columns]);
-        Fp8Rows { values, scales: self.scales.narrow(0, 0, rows) }
+    /// Room for the rounded rows [T, K] that a product reads: each takes the place of the one before.
+    pub(super) fn rounded(&self, format: &dyn Format, size: [i64; 2]) -> ScaledRows {
+        let [values, scales] = format.sections(size);
+        let within = |room: &Tensor, (shape, _): Section| {
+            room.view(-1).narrow(0, 0, shape.iter().product()).view(shape.as_slice())
+        };
+        ScaledRows { values: within(&self.rounded, values), scales: within(&self.scales, scales) }
     }
 
     /// The last step's samples: ids [S] i32 and log-probabilities [S] f32.

@@ -7,13 +7,14 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use super::buffers::Section;
 use super::network::{DecoderNetwork, DecoderOp, Tokens};
 use crate::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteSizes, RoutedTokens, SharedExpertRows,
 };
 use crate::error::Result;
-use crate::model::{BlockParams, DenseSpec, ExpertsSpec, Linear, LinearSpec, Lora, Matrix, Mlp, ModelSpec, ParamName};
+use crate::model::{
+    BlockParams, DenseSpec, ExpertsSpec, Linear, LinearSpec, Lora, Matrix, Mlp, ModelSpec, ParamName, Section,
+};
 
 /// The sizes that experts' buffers follow from.
 #[derive(Debug, Clone, Copy)]

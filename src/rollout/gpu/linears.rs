@@ -1,17 +1,20 @@
-//! The products of a block: by cuBLASLt or by this crate's kernels, in the weights' kind or in FP8, with adapters.
+//! The products of a block: by cuBLASLt or by this crate's kernels, in the format of the weights, with adapters.
 
 use tch::Tensor;
 
-use super::network::{DecoderNetwork, DecoderOp, OwnProducts};
+use super::network::{DecoderNetwork, DecoderOp};
 use crate::cuda::Tuning;
-use crate::cuda::kernels::{self, Fp8Rows, QkvViews};
+use crate::cuda::kernels::{self, QkvViews, ScaledRows};
 use crate::error::Result;
-use crate::model::{AttentionSpec, Linear, Lora, Matrix, Piece};
+use crate::model::{
+    AttentionSpec, Format, Linear, Lora, Matrix, OwnProducts, Piece, StepOutput, StepProducts, StepRows,
+};
 
 impl DecoderNetwork<'_> {
-    /// The products for which there are own kernels in all blocks. In bfloat16 they have been found to pay with one rank an engine only.
+    /// The products for which there are own kernels in all blocks. Of rows that are not rounded they have been found to pay with one rank an
+    /// engine only.
     pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
-        let is_tried = self.tp.size() == 1 || self.weights.are_fp8();
+        let is_tried = self.tp.size() == 1 || self.format().rounds();
         if self.tuning != Tuning::Timed || !is_tried || self.spec.num_expert_layers() > 0 {
             return Ok(Vec::new());
         }
@@ -23,17 +26,17 @@ impl DecoderNetwork<'_> {
                 && match &w.linear(Matrix::Qkv).pieces[..] {
                     [Piece { bias, .. }] => {
                         let matrices = [Matrix::Qkv, Matrix::O, Matrix::GateUp, Matrix::Down];
-                        let weights = matrices.map(|matrix| multiplied(w.linear(matrix)));
+                        let weights = matrices.map(|matrix| w.linear(matrix).pieces[0].multiplied());
                         kernels::product_serves(rows, &weights, bias.as_ref())?
                     }
                     _ => false,
                 };
             let linear = w.linear(Matrix::GateUp);
-            let w_gate_up = multiplied(linear);
+            let w_gate_up = linear.pieces[0].multiplied();
             gate_up &= linear.lora.is_none()
                 && (kernels::gate_up_serves(rows, w_gate_up)?
                     || kernels::wide_product_silu_mul_serves(rows, w_gate_up)?);
-            wide &= kernels::wide_product_serves(rows, multiplied(w.linear(Matrix::Down)), None)?;
+            wide &= kernels::wide_product_serves(rows, w.linear(Matrix::Down).pieces[0].multiplied(), None)?;
         }
         Ok(match (all, gate_up, wide) {
             (true, ..) => vec![OwnProducts::All],
@@ -52,36 +55,18 @@ impl DecoderNetwork<'_> {
         gate_up: &Tensor, // [T, 2 F]
         act: &mut Tensor, // [T, F]
     ) -> Result<()> {
-        let fp8 = match &w.pieces[..] {
-            [Piece { fp8: Some(fp8), .. }] => Some(fp8),
-            _ => None,
-        };
-        match (self.own_products, fp8) {
-            (OwnProducts::None | OwnProducts::Wide, _) => {
+        match self.own_products {
+            OwnProducts::None | OwnProducts::Wide => {
                 self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
-                let rounded = fp8.map(|_| self.rounded(act)).transpose()?;
-                return self.op(DecoderOp::SiluMul, || match &rounded {
-                    Some(rounded) => kernels::silu_mul_fp8(gate_up, self.plain(act), rounded),
-                    None => kernels::silu_mul(gate_up, act),
-                });
+                let out = self.output(act, self.format())?;
+                self.op(DecoderOp::SiluMul, || self.format().step_activate(gate_up, out))
             }
-            (OwnProducts::All, None) => {
-                self.op(DecoderOp::GateUp, || kernels::product_silu_mul(normed, w.weight(), act))?
-            }
-            (OwnProducts::All, Some(fp8)) => {
-                self.op(DecoderOp::GateUp, || kernels::product_silu_mul_fp8(&self.rounded(normed)?, fp8, act))?
-            }
-            (OwnProducts::GateUp | OwnProducts::WideAndGateUp, None) => {
-                self.op(DecoderOp::GateUp, || kernels::gate_up(normed, w.weight(), act))?
-            }
-            (OwnProducts::GateUp | OwnProducts::WideAndGateUp, Some(fp8)) => {
-                self.op(DecoderOp::GateUp, || match kernels::gate_up_serves(normed.size()[0] as usize, &fp8.values)? {
-                    true => kernels::gate_up_fp8(&self.rounded(normed)?, fp8, act),
-                    false => kernels::wide_product_silu_mul_fp8(&self.rounded(normed)?, fp8, act),
-                })?
+            own => {
+                let x = self.rows(normed)?;
+                self.op(DecoderOp::GateUp, || self.format().step_gate_up(own, x, w.piece(), act))?;
+                self.round(act, self.format())
             }
         }
-        self.round(act, fp8.is_some())
     }
 
     /// Queries, keys and values with their biases, as views of the buffer that the products fill.
@@ -107,27 +92,43 @@ impl DecoderNetwork<'_> {
         Ok(views)
     }
 
-    /// Rounds rows [T, K] for the product in FP8 that reads them next.
-    pub(super) fn round(&self, x: &Tensor, rounds: bool) -> Result<()> {
-        if !rounds {
+    /// The format that products of blocks are made in.
+    pub(super) fn format(&self) -> &'static dyn Format {
+        self.weights.format()
+    }
+
+    /// Rounds rows [T, K] for the product that reads them next.
+    pub(super) fn round(&self, x: &Tensor, format: &dyn Format) -> Result<()> {
+        if !format.rounds() {
             return Ok(());
         }
-        self.op(DecoderOp::Round, || kernels::fp8_rows_of_step(x, &self.rounded(x)?))
+        self.op(DecoderOp::Round, || format.step_round(x, &self.rounded(x)?))
     }
 
-    /// Where the rows [T, K] of the next product in FP8 are: norms that the group sums leave stand in its memory.
-    pub(super) fn rounded(&self, x: &Tensor) -> Result<Fp8Rows> {
+    /// Where the rounded rows [T, K] of the next product are: norms that the group sums leave stand in its memory.
+    fn rounded(&self, x: &Tensor) -> Result<ScaledRows> {
         let size = x.size();
         if let Some(sums) = self.sums.filter(|sums| sums.are_normed(x)) {
-            let Fp8Rows { values, scales } = sums.rounded()?;
-            return Ok(Fp8Rows { values: values.narrow(0, 0, size[0]), scales: scales.narrow(0, 0, size[0]) });
+            let ScaledRows { values, scales } = sums.rounded()?;
+            return Ok(ScaledRows { values: values.narrow(0, 0, size[0]), scales: scales.narrow(0, 0, size[0]) });
         }
-        Ok(self.buffers.rounded([size[0], size[1]]))
+        Ok(self.buffers.rounded(self.format(), [size[0], size[1]]))
     }
 
-    /// What is rounded is written as it is, too, where adapters read it.
-    pub(super) fn plain<'a>(&self, x: &'a mut Tensor) -> Option<&'a mut Tensor> {
-        self.low.is_some().then_some(x)
+    /// The rows of the next product.
+    fn rows<'x>(&self, x: &'x Tensor /* [T, K] */) -> Result<StepRows<'x>> {
+        let rounded = self.format().rounds().then(|| self.rounded(x)).transpose()?;
+        Ok(StepRows { plain: x, rounded })
+    }
+
+    /// Where the rows of the next product of a format go. What is rounded is written as it is, too, where adapters read it.
+    pub(super) fn output<'x>(
+        &self,
+        x: &'x mut Tensor, /* [T, K] */
+        format: &dyn Format,
+    ) -> Result<StepOutput<'x>> {
+        let rounded = format.rounds().then(|| self.rounded(x)).transpose()?;
+        Ok(StepOutput { plain: x, rounded, is_read: self.low.is_some() })
     }
 
     /// out = x w^T, with the adapter's part.
@@ -139,28 +140,19 @@ impl DecoderNetwork<'_> {
         self.adapt(x, w.lora.as_ref(), out)
     }
 
-    /// out = x w^T + bias; in FP8 of the rows of x as they are rounded by now.
+    /// out = x w^T + bias, of the rows of x as they are rounded by now.
     fn multiply(
         &self,
         op: DecoderOp,
-        x: &Tensor, // [T, K]
-        Piece { weight, bias, fp8 }: &Piece,
-        out: &Tensor, // [T, N]
+        x: &Tensor, /* [T, K] */
+        w: &Piece,
+        out: &Tensor, /* [T, N] */
     ) -> Result<()> {
-        let Some(w) = fp8 else { return self.product(op, x, weight, bias.as_ref(), out) };
-        let x = self.rounded(x)?;
-        self.op(op, || match self.own_products {
-            OwnProducts::All => kernels::product_fp8(&x, w, bias.as_ref(), out),
-            OwnProducts::Wide | OwnProducts::WideAndGateUp
-                if kernels::wide_product_serves(x.values.size()[0] as usize, &w.values, bias.as_ref())? =>
-            {
-                kernels::wide_product_fp8(&x, w, bias.as_ref(), out)
-            }
-            _ => self.products.run_fp8(&x, w, bias.as_ref(), out, self.tuning),
-        })
+        let x = self.rows(x)?;
+        self.op(op, || self.format().step_product(self.step_products(), x, w, out))
     }
 
-    /// out = x w^T + bias
+    /// out = x w^T + bias of a weight that no format has.
     pub(super) fn product(
         &self,
         op: DecoderOp,
@@ -169,10 +161,11 @@ impl DecoderNetwork<'_> {
         bias: Option<&Tensor>, // [N]
         out: &Tensor,          // [T, N]
     ) -> Result<()> {
-        self.op(op, || match self.own_products {
-            OwnProducts::All => kernels::product(x, w, bias, out),
-            _ => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
-        })
+        self.op(op, || self.step_products().plain(x, w, bias, out))
+    }
+
+    fn step_products(&self) -> StepProducts<'_> {
+        StepProducts { own: self.own_products, products: self.products, tuning: self.tuning }
     }
 
     /// out += (x A^T) B^T, where x A^T is zero beside adapters that are not the row's.
@@ -192,13 +185,5 @@ impl DecoderNetwork<'_> {
             }
             self.products.run(&low, &b.tr(), None, out, 1.0, self.tuning)
         })
-    }
-}
-
-/// The weight that products read.
-fn multiplied(linear: &Linear) -> &Tensor {
-    match &linear.pieces[0] {
-        Piece { fp8: Some(rounded), .. } => &rounded.values,
-        Piece { weight, .. } => weight,
     }
 }

@@ -6,15 +6,15 @@ use tch::{Kind, Tensor};
 use super::buffers::DecodeBuffers;
 use super::masks::TokenMasks;
 use super::sampling::Processing;
-use crate::cuda::kernels::{self, AllReduceMethod, HeadTransform, NormOptions, NormedRows, QkvViews, RowSums};
+use crate::cuda::kernels::{self, AllReduceMethod, HeadTransform, NormOptions, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{
-    AttentionSpec, BlockParams, ByRope, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, Mlp, ModelSpec, ParamName, QkNorm,
-    QuantizedBlock, Stage,
+    AttentionSpec, BlockParams, ByRope, Format, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, Mlp, ModelSpec,
+    OwnProducts, ParamName, Plain, QkNorm, Stage, StoredBlock,
 };
-use crate::rollout::kv_cache::{KvCache, LayerCache};
+use crate::rollout::kv_cache::KvCache;
 use crate::rollout::state_pages::StatePages;
 use crate::rollout::weights::EngineWeights;
 
@@ -45,20 +45,6 @@ pub(super) struct DecoderNetwork<'a> {
     pub(super) only: Option<DecoderOp>,
 }
 
-/// Products of blocks by the crate's own kernels, where cuBLASLt's are slower.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum OwnProducts {
-    None,
-    /// Gate and up with SwiGLU, by `kernels::gate_up`.
-    GateUp,
-    /// All in FP8 but gate and up, of those that `kernels::wide_product_fp8` serves.
-    Wide,
-    /// [`OwnProducts::GateUp`] and [`OwnProducts::Wide`].
-    WideAndGateUp,
-    /// All, by `kernels::product`.
-    All,
-}
-
 /// The operations of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DecoderOp {
@@ -75,7 +61,7 @@ pub(super) enum DecoderOp {
     Router,
     GateUp,
     SiluMul,
-    /// Activations to FP8, where no operation before does that on its way.
+    /// Rounds activations, where no operation before does that on its way.
     Round,
     Down,
     /// The sum of a token's experts.
@@ -116,7 +102,7 @@ impl DecoderNetwork<'_> {
     /// `kernels::product`, `gate_up`, `adapt` and `route` read weights while the operation before them runs. None of those writes weights: the
     /// policy's are complete before the step begins, as the engine's stream waits for its caller's; and between `prepare`, which
     /// writes a block's, and their first reader stands a norm, which has waited for it. An operation that is timed alone lacks the
-    /// norm, but nobody reads what comes out. Kernels of FP8 let the next one begin before they have waited themselves: weights in FP8 are
+    /// norm, but nobody reads what comes out. Kernels of a format that rounds let the next one begin before they have waited themselves: prepared weights are
     /// not written in a step, and blocks that `prepare` writes have norms that wait first.
     pub(super) fn hidden(&self, tokens: &Tokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
@@ -140,8 +126,8 @@ impl DecoderNetwork<'_> {
             })?;
         }
         self.weights.prepare(0)?;
-        let rounds = self.weights.are_fp8();
-        self.enter(&mut x, self.weights.blocks[0].norm(MIXER_NORMS.pre), &mut normed, rounds)?;
+        let format = self.format();
+        self.enter(&mut x, self.weights.blocks[0].norm(MIXER_NORMS.pre), &mut normed, format)?;
         for (layer, (w, block)) in self.weights.blocks.iter().zip(&self.spec.layers).enumerate() {
             let (attended, last) = match block.mixer {
                 Mixer::Attention(attention) => {
@@ -149,10 +135,10 @@ impl DecoderNetwork<'_> {
                 }
                 Mixer::DeltaNet(delta_net) => (self.delta_net(layer, delta_net, w, &normed, tokens)?, Matrix::DeltaOut),
             };
-            self.round(&attended, rounds)?;
+            self.round(&attended, format)?;
             self.linear(DecoderOp::O, &attended, w.linear(last), &parts[0])?;
             let norms = (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre));
-            self.leave((0, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, rounds))?;
+            self.leave((0, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, format))?;
             match block.mlp {
                 Mlp::Dense(_) => {
                     self.gate_up(w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
@@ -168,9 +154,10 @@ impl DecoderNetwork<'_> {
                 None if self.stage.is_last() => Some(&self.weights.final_norm),
                 None => self.weights.blocks[0].norm(MIXER_NORMS.pre), // only the sum is of use, which comes with a norm
             };
-            let rounds_next = rounds && layer + 1 < self.weights.blocks.len(); // the head is not in FP8
+            let is_last = layer + 1 == self.weights.blocks.len();
+            let next_format: &dyn Format = if is_last { &Plain } else { format }; // the head reads rows as they are
             let norms = (w.norm(MLP_NORMS.post), next);
-            self.leave((1, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, rounds_next))?;
+            self.leave((1, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, next_format))?;
         }
         Ok(normed)
     }
@@ -203,10 +190,8 @@ impl DecoderNetwork<'_> {
         }
         let transform = HeadTransform { norms, rope: self.ropes.of(spec.rope) };
         let Tokens { positions, slots, .. } = *tokens;
-        self.op(DecoderOp::RopeWriteKv, || match &self.kv_cache.layer(layer) {
-            LayerCache::Plain([k, v]) => kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, k, v),
-            LayerCache::Fp8([k, v]) => kernels::rope_write_kv_fp8(&qkv, &transform, positions, slots, &mut q, k, v),
-        })?;
+        let cache = self.kv_cache.layer(layer);
+        self.op(DecoderOp::RopeWriteKv, || cache.write(&qkv, &transform, (positions, slots), &mut q))?;
         let mut attended = attend(layer, spec, &q, &qkv)?;
         if let Some(gate) = &qkv.gate {
             self.op(DecoderOp::Attention, || kernels::gate(&mut attended, gate))?;
@@ -234,30 +219,24 @@ impl DecoderNetwork<'_> {
         self.op(DecoderOp::Norm, || kernels::qk_scale(qkv, [q, k], &sums, attention.widths(), eps))
     }
 
-    /// normed = pre(x), or x itself, rounded where a product in FP8 reads it.
-    fn enter(&self, x: &mut Tensor, pre: Option<&Tensor>, normed: &mut Tensor, rounds: bool) -> Result<()> {
+    /// normed = pre(x), or x itself, as the format of the next product reads it.
+    fn enter(&self, x: &mut Tensor, pre: Option<&Tensor>, normed: &mut Tensor, format: &dyn Format) -> Result<()> {
         let Some(weight) = pre else {
             self.op(DecoderOp::Norm, || Ok(normed.f_copy_(x)?))?;
-            return self.round(normed, rounds);
+            return self.round(normed, format);
         };
-        self.op(DecoderOp::Norm, || self.norm(x, None, weight, normed, rounds))
+        self.op(DecoderOp::Norm, || self.norm(x, None, weight, (normed, format)))
     }
 
     /// x += delta, normed = its norm: as it is, or rounded.
     fn norm(
         &self,
-        x: &mut Tensor,         // [T, D]
-        delta: Option<&Tensor>, // [T, D]
-        weight: &Tensor,        // [D]
-        normed: &mut Tensor,    // [T, D]
-        rounds: bool,
+        x: &mut Tensor,                               // [T, D]
+        delta: Option<&Tensor>,                       // [T, D]
+        weight: &Tensor,                              // [D]
+        (normed, format): (&mut Tensor, &dyn Format), // [T, D]
     ) -> Result<()> {
-        let norm = self.spec.norm();
-        if !rounds {
-            return kernels::add_rms_norm(x, delta, weight, normed, norm);
-        }
-        let rounded = self.rounded(normed)?;
-        kernels::add_rms_norm_fp8(x, delta, weight, self.plain(normed), &rounded, norm)
+        format.step_norm(x, delta, weight, self.output(normed, format)?, self.spec.norm())
     }
 
     /// x += factor * post(the sum over the group of what a row-parallel product gave); normed = pre(x), for the next sublayer.
@@ -267,13 +246,13 @@ impl DecoderNetwork<'_> {
         parts: &mut [Tensor; 2],                         // [T, D]
         x: &mut Tensor,                                  // [T, D]
         (post, pre): (Option<&Tensor>, Option<&Tensor>), // [D]
-        (normed, rounds): (&mut Tensor, bool),           // [T, D]
+        (normed, format): (&mut Tensor, &dyn Format),    // [T, D]
     ) -> Result<()> {
         if post.is_none() {
             self.op(DecoderOp::Norm, || scale(&mut parts[turn], factor))?;
         }
         if let (None, Some(weight)) = (post, pre) {
-            return self.add_rms_norm(turn, parts, x, weight, (normed, rounds));
+            return self.add_rms_norm(turn, parts, x, weight, (normed, format));
         }
         let part = &mut parts[turn];
         if self.tp.size() > 1 {
@@ -287,7 +266,7 @@ impl DecoderNetwork<'_> {
             let _ = x.f_add_(if post.is_some() { &*normed } else { &*part })?;
             Ok(())
         })?;
-        self.enter(x, pre, normed, rounds)
+        self.enter(x, pre, normed, format)
     }
 
     /// x += the sum over the group of what a row-parallel product gave, where ranks have column ranges of the weight; normed is
@@ -295,10 +274,10 @@ impl DecoderNetwork<'_> {
     fn add_rms_norm(
         &self,
         turn: usize,
-        parts: &mut [Tensor; 2],               // [T, D]
-        x: &mut Tensor,                        // [T, D]
-        weight: &Tensor,                       // [D]
-        (normed, rounds): (&mut Tensor, bool), // [T, D]
+        parts: &mut [Tensor; 2],                      // [T, D]
+        x: &mut Tensor,                               // [T, D]
+        weight: &Tensor,                              // [D]
+        (normed, format): (&mut Tensor, &dyn Format), // [T, D]
     ) -> Result<()> {
         let part = &mut parts[turn];
         if let Some(sums) = self.sums {
@@ -306,17 +285,13 @@ impl DecoderNetwork<'_> {
                 true => sums.way(part.size()[0] as usize),
                 false => AllReduceMethod::Read, // every rank hands all rows on
             };
-            let leaves = match (rounds, self.low.is_some()) {
-                (false, _) => NormedRows::Plain,
-                (true, false) => NormedRows::Rounded,
-                (true, true) => NormedRows::Both, // adapters read the norms as they are
-            };
+            let leaves = format.step_sums(self.low.is_some()); // adapters read the norms as they are
             return self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, self.spec.norm(), leaves));
         }
         if self.tp.size() > 1 {
             self.op(DecoderOp::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
         }
-        self.op(DecoderOp::Norm, || self.norm(x, Some(part), weight, normed, rounds))
+        self.op(DecoderOp::Norm, || self.norm(x, Some(part), weight, (normed, format)))
     }
 }
 
@@ -357,8 +332,8 @@ pub(super) fn fingerprint(
         addresses.extend(tensor.stride().iter().map(|&stride| stride as usize));
     };
     [&weights.embedding, &weights.final_norm, &weights.lm_head].into_iter().chain(low).for_each(&mut note);
-    let quantized = weights.quantized.iter().flat_map(|quantized| quantized.blocks);
-    quantized.flat_map(QuantizedBlock::tensors).for_each(&mut note);
+    let stored = weights.stored.iter().flat_map(|stored| stored.blocks);
+    stored.flat_map(StoredBlock::tensors).for_each(&mut note);
     for (layer, w) in weights.blocks.iter().enumerate() {
         match states.and_then(|states| states.find(layer)) {
             Some(states) => [&states.conv, &states.rule].into_iter().for_each(&mut note),
@@ -370,7 +345,8 @@ pub(super) fn fingerprint(
         })?;
     }
     let pieces = weights.blocks.iter().flat_map(BlockParams::linears).flat_map(|(_, linear)| &linear.pieces);
-    pieces.filter_map(|piece| piece.fp8.as_ref()).flat_map(|fp8| [&fp8.values, &fp8.scales]).for_each(&mut note);
+    let prepared = pieces.filter_map(|piece| piece.prepared.as_ref());
+    prepared.flat_map(|rows| [&rows.values, &rows.scales]).for_each(&mut note);
     adapters(weights).flat_map(|lora| [&lora.a, &lora.b].into_iter().chain(&lora.owners)).for_each(&mut note);
     Ok(addresses)
 }

@@ -155,7 +155,7 @@ impl GpuRunner<'_> {
                 DecoderOp::Adapters => self.state.low.is_some(),
                 DecoderOp::Router | DecoderOp::Combine => has_experts,
                 DecoderOp::SiluMul => has_dense,
-                DecoderOp::Round => self.weights.are_fp8(),
+                DecoderOp::Round => self.weights.format().rounds(),
                 DecoderOp::DeltaNet => self.states.is_some(),
                 _ => true,
             };
@@ -246,8 +246,7 @@ impl GpuRunner<'_> {
         let residual = buffers.x.kind().elt_size_in_bytes() as f64;
         let sums = self.state.sums.as_ref().is_some_and(|sums| rows <= sums.rows() as f64);
         let of_layers = |(bytes, flop): (f64, f64)| (layers * bytes, layers * flop);
-        // A product in FP8 reads half the bytes and may take half the time.
-        let (product_size, rate) = if self.weights.are_fp8() { (1.0, 2.0) } else { (size, 1.0) };
+        let (product_size, rate) = self.weights.format().step_cost(size);
         // Of the first sublayers: of what they read, or of what they add to the residual stream.
         let mixer_products = |reads: bool| {
             let linears = spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).mixer.linears());

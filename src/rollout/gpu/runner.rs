@@ -6,7 +6,7 @@ use tch::{Kind, Tensor, no_grad};
 
 use super::graphs;
 use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
-use super::network::{DecoderNetwork, DecoderOp, OwnProducts, Tokens};
+use super::network::{DecoderNetwork, DecoderOp, Tokens};
 use super::plans::AttentionPlans;
 use super::prefill::PrefillAttention;
 use super::sampling::{DrawOutputs, Processing};
@@ -16,7 +16,7 @@ use crate::cuda::kernels::{self, SharedPrefixes};
 use crate::cuda::{CurrentStream, TorchStream, Tuning};
 use crate::dist::Collective;
 use crate::error::Result;
-use crate::model::{ModelSpec, Stage};
+use crate::model::{ModelSpec, OwnProducts, Stage};
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::routes::recorded_experts;
 use crate::rollout::runner::Runner;

@@ -9,7 +9,7 @@ use super::buffers::{DecodeBuffers, StepShape};
 use super::graphs::{Graphs, replay_times};
 use super::inputs::Words;
 use super::masks::TokenMasks;
-use super::network::{self, DecoderNetwork, OwnProducts};
+use super::network::{self, DecoderNetwork};
 use super::plans::AttentionPlans;
 use super::runner::wait;
 use super::stages::StageTokens;
@@ -18,7 +18,7 @@ use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
 use crate::dist::{Collective, ReduceOp, all_gather_json, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Ledger, MemoryKind};
-use crate::model::{ByRope, ModelSpec, Ropes};
+use crate::model::{ByRope, ModelSpec, OwnProducts, Ropes};
 use crate::rollout::engine::EngineOptions;
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::sampler::Draw;
@@ -168,8 +168,8 @@ impl GpuState {
         rows: usize,
         hidden: &dyn Fn(&DecoderNetwork) -> Result<Tensor>,
     ) -> Result<OwnProducts> {
-        let (residual, quantized) = (network.buffers.x.kind(), network.weights.quantized.is_some());
-        let stored = (quantized, network.weights.are_fp8());
+        let residual = network.buffers.x.kind();
+        let stored = (network.weights.stored.is_some(), network.format().rounds());
         let mut best = OwnProducts::None;
         for candidate in network.may_own_products(rows)? {
             let trials = if candidate == OwnProducts::All { TRIALS } else { LASTING_TRIALS };

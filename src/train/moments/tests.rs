@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::config::{RouterReplay, TargetModule};
-use crate::model::{LoraSpec, ModelSpec};
+use crate::model::{Fp8, LoraSpec, ModelSpec, Plain};
 use crate::train::WORKSPACE_BYTES;
 use GradientCheckpointing::{Full, None as Nothing, Selective};
 
@@ -20,7 +20,7 @@ struct Measured {
     tokens: &'static [(usize, usize)],   // of each micro-batch: all, and the scored ones
     shares_prompts: bool,
     residual: Kind,
-    fp8: bool,
+    format: &'static dyn Format,
     layers: Option<usize>, // None: all
     gb: f64,
 }
@@ -36,7 +36,7 @@ impl Measured {
             lora: self.adapters.map(|_| LoraSpec { r: 64, alpha: 32.0, dropout: 0.0, targets }),
             quantization: self.adapters.unwrap_or(Quantization::None),
             residual: self.residual,
-            fp8: self.fp8,
+            format: self.format,
             ..TrainedModel::whole(&table, self.stage, KIND, GradientOptions::default())
         };
         let shape = |&(tokens, scored_tokens): &(usize, usize)| MicroBatchShape {
@@ -68,7 +68,7 @@ fn peaks_are_those_that_were_measured_on_gpus() {
         tokens,
         shares_prompts: false,
         residual: KIND,
-        fp8: false,
+        format: &Plain,
         layers: None,
         gb,
     };
@@ -99,7 +99,7 @@ fn peaks_are_those_that_were_measured_on_gpus() {
         of_float32(row("qwen2.5-1.5b", 1, 2, Some(Full), ONE, 13.75)),
         of_float32(adapted("qwen2.5-1.5b", Quantization::None, Selective, 13.95)),
         Measured { layers: Some(8), ..row("qwen2.5-7b", 1, 2, Some(Nothing), ONE, 33.35) },
-        Measured { layers: Some(8), fp8: true, ..row("qwen2.5-7b", 1, 2, Some(Nothing), ONE, 33.97) },
+        Measured { layers: Some(8), format: &Fp8::ROWS, ..row("qwen2.5-7b", 1, 2, Some(Nothing), ONE, 33.97) },
         Measured { layers: Some(4), ..row("qwen3-30b-a3b", 1, 2, Some(Nothing), &[(16_384, 16_384)], 24.91) },
     ];
     for row in rows {

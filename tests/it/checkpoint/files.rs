@@ -15,7 +15,7 @@ use colo_grpo::internal::data::SamplerState;
 use colo_grpo::internal::dist::World;
 use colo_grpo::internal::grpo::EntropyControl;
 use colo_grpo::internal::metrics::LogHistory;
-use colo_grpo::internal::model::{ModelSpec, ParamTable, WeightFiles, init_unit};
+use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, WeightFiles, init_unit};
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MuonOptions, NetworkOptions, Optim, ParamState, Policy, PolicyOptions, StateForm,
     StatePart,
@@ -45,7 +45,7 @@ fn policy_of(kind: Kind, optim: Optim) -> Policy {
     let spec = Arc::new(ModelSpec::preset("micro").unwrap());
     let table = Arc::new(ParamTable::new(spec, 1));
     let adam = AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
-    let network = NetworkOptions { kind, residual: kind, device: Device::Cpu, fp8: None };
+    let network = NetworkOptions { kind, residual: kind, device: Device::Cpu, format: &Plain };
     let options = PolicyOptions {
         stage: 0,
         network,

@@ -11,7 +11,7 @@ use colo_grpo::internal::config::{
 use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::grpo::{EntropyControl, LossConfig};
 use colo_grpo::internal::memory::HostPool;
-use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
+use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, UnitLayout, init_unit};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::serve::EngineSlices;
 use colo_grpo::internal::train::{
@@ -57,7 +57,7 @@ impl Setup {
         tch::set_num_threads(1);
         let (spec, device, kind) = (Arc::new(ModelSpec::preset("micro").unwrap()), world.device(), self.kind);
         let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
-        let network = NetworkOptions { kind, residual: kind, device, fp8: None };
+        let network = NetworkOptions { kind, residual: kind, device, format: &Plain };
         let options = PolicyOptions {
             stage: self.stage,
             network,

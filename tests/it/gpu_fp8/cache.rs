@@ -1,7 +1,7 @@
 //! A cache in FP8: what is written, and attention over it.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, Fp8Rows, HeadTransform, NormOptions, QkvViews, SharedPrefixes,
+    self, AttentionPlan, AttentionShape, HeadTransform, NormOptions, QkvViews, ScaledRows, SharedPrefixes,
 };
 use colo_grpo::internal::ops::attention::{PagedLayout, paged_decode};
 use colo_grpo::internal::ops::fp8;
@@ -13,8 +13,8 @@ use crate::gpu_decode::Contexts;
 use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, relative_error};
 
 /// Rows [R, hd] as entries of a cache.
-fn entries(rows: Fp8Rows, shape: &[i64]) -> Fp8Rows {
-    Fp8Rows { values: rows.values.view(shape), scales: rows.scales.view(&shape[..3]) }
+fn entries(rows: ScaledRows, shape: &[i64]) -> ScaledRows {
+    ScaledRows { values: rows.values.view(shape), scales: rows.scales.view(&shape[..3]) }
 }
 
 /// Queries and keys are those of the kernel for bfloat16, and each entry is what it writes, rounded by itself.
@@ -170,7 +170,7 @@ fn compare(shape: AttentionShape, sharing: i64, split: Option<usize>, has_none: 
     let _ = expected.get(0).fill_(0.0); // the row without a sequence
 
     let (q, lens, tables) = (gpu(&q), ints(&contexts.lens), gpu(&tables.to_kind(Kind::Int)));
-    let on_gpu = |rows: &Fp8Rows| Fp8Rows { values: gpu(&rows.values), scales: gpu(&rows.scales) };
+    let on_gpu = |rows: &ScaledRows| ScaledRows { values: gpu(&rows.values), scales: gpu(&rows.scales) };
     let (k, v) = (on_gpu(&k), on_gpu(&v));
     let (groups, shared) = (ints(&contexts.groups), ints(&contexts.shared));
     let prefixes = (sharing > 0).then_some(SharedPrefixes { groups: &groups, num_shared_blocks: &shared });

@@ -89,7 +89,7 @@ impl Model {
             blocks: self.blocks.iter().map(|block| block.tp_slice(tp.rank(), tp.size()).unwrap()).collect(),
             final_norm: self.head.final_norm.shallow_clone(),
             lm_head: self.output_table().narrow(0, rows.start as i64, rows.len() as i64),
-            quantized: None,
+            stored: None,
             num_adapters: 0,
             version: 1,
             policy: PhantomData,

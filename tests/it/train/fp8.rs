@@ -3,8 +3,10 @@
 
 use colo_grpo::internal::config::{GradientCheckpointing, MixedPrecision, Quantization, TargetModule};
 use colo_grpo::internal::dist::{Mesh, World};
-use colo_grpo::internal::model::{BlockParams, Fp8Products, LoraSpec, Matrix, ModelSpec, ParamName, Unit, UnitLayout};
-use colo_grpo::internal::train::{AdapterOptions, OptimizerHome, Policy, check_mixed_precision};
+use colo_grpo::internal::model::{
+    BlockParams, Fp8, LoraSpec, Matrix, ModelSpec, ParamName, Plain, Unit, UnitLayout, Use,
+};
+use colo_grpo::internal::train::{AdapterOptions, OptimizerHome, Policy};
 use tch::{Kind, Tensor};
 
 use super::run::{Run, initial, weights};
@@ -13,12 +15,12 @@ use super::state::state;
 use crate::ranks;
 
 fn fp8(stage: u8, kind: Kind) -> Run {
-    Run { fp8: Some(Fp8Products::OfRows), ..Run::new(stage, kind) }
+    Run { format: &Fp8::ROWS, ..Run::new(stage, kind) }
 }
 
 /// The gradients of weights, too, are made in FP8.
 fn fp8_all(stage: u8, kind: Kind) -> Run {
-    Run { fp8: Some(Fp8Products::All), ..Run::new(stage, kind) }
+    Run { format: &Fp8::ALL, ..Run::new(stage, kind) }
 }
 
 #[test]
@@ -57,8 +59,8 @@ fn recomputation_changes_no_bit() {
         for recompute in [GradientCheckpointing::Selective, GradientCheckpointing::Full] {
             assert!(after(recompute) == expected, "{recompute:?}, {run:?}");
         }
-        let fewer = if run.fp8 == Some(Fp8Products::All) { Some(Fp8Products::OfRows) } else { None };
-        let fewer = Run { fp8: fewer, ..run };
+        let rounds_all = run.format == MixedPrecision::Fp8All.format();
+        let fewer = Run { format: if rounds_all { &Fp8::ROWS } else { &Plain }, ..run };
         let mut policy = fewer.policy(&mesh);
         let _ = (fewer.step(&mut policy, &mesh), fewer.step(&mut policy, &mesh));
         assert!(weights(&policy) != expected.1, "nothing more is rounded");
@@ -151,7 +153,7 @@ fn adapters_train_beside_a_base_in_fp8() {
 #[test]
 fn what_is_not_served_is_refused_by_name() {
     let [dense, hybrid, experts] = ["tiny", "tiny-hybrid", "tiny-moe"].map(|name| ModelSpec::preset(name).unwrap());
-    let check = |spec: &ModelSpec, kind, on_gpu| check_mixed_precision(MixedPrecision::Fp8, spec, kind, on_gpu);
+    let check = |spec: &ModelSpec, kind, on_gpu| MixedPrecision::Fp8.format().check(Use::Training, spec, kind, on_gpu);
     let refused = |spec: &ModelSpec, kind, on_gpu| check(spec, kind, on_gpu).unwrap_err().to_string();
     let key = "mixed_precision = fp8: expected none: ";
     for on_gpu in [false, true] {
@@ -171,5 +173,5 @@ fn what_is_not_served_is_refused_by_name() {
     for spec in [&dense, &hybrid, &ModelSpec::preset("qwen2.5-32b").unwrap()] {
         assert!(check(spec, Kind::BFloat16, true).is_ok());
     }
-    assert!(check_mixed_precision(MixedPrecision::None, &experts, Kind::Float, true).is_ok());
+    assert!(MixedPrecision::None.format().check(Use::Training, &experts, Kind::Float, true).is_ok());
 }

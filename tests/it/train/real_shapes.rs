@@ -6,7 +6,7 @@ use std::sync::Arc;
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{
-    HeadParams, HeadSums, ModelSpec, ParamName, ParamTable, Scoring, UnitLayout, head_backward, head_forward,
+    HeadParams, HeadSums, ModelSpec, ParamName, ParamTable, Plain, Scoring, UnitLayout, head_backward, head_forward,
     init_unit, init_unit_on,
 };
 use colo_grpo::internal::ops::head;
@@ -116,7 +116,7 @@ fn fused(
     let table = Arc::new(ParamTable::new(spec.clone(), 1));
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, residual, device, fp8: None },
+        network: NetworkOptions { kind, residual, device, format: &Plain },
         gradient_checkpointing,
         optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.0, beta2: 0.9, eps: 1e-8, weight_decay: 0.0 },

@@ -6,7 +6,7 @@ use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::dist::Mesh;
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{
-    AttentionSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Family, Fp8Products, Mixer, Mlp, ModelSpec, ParamTable,
+    AttentionSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Family, Format, Mixer, Mlp, ModelSpec, ParamTable, Plain,
     QkNorm, Unit, UnitLayout,
 };
 use colo_grpo::internal::ops::delta_net::DeltaHeads;
@@ -54,7 +54,7 @@ pub struct Run {
     pub num_sharers: usize,
     pub optim: Optim,
     /// Whether blocks multiply in FP8.
-    pub fp8: Option<Fp8Products>,
+    pub format: &'static dyn Format,
 }
 
 impl Run {
@@ -78,7 +78,7 @@ impl Run {
             announced: false,
             num_sharers: usize::MAX,
             optim: Optim::AdamW,
-            fp8: None,
+            format: &Plain,
         }
     }
 
@@ -128,7 +128,7 @@ impl Run {
                 kind: self.kind,
                 residual: self.residual,
                 device: mesh.world.device(),
-                fp8: self.fp8,
+                format: self.format,
             },
             gradient_checkpointing: self.recompute,
             optim: self.optim,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use colo_grpo::internal::config::{GradientCheckpointing, ImportanceSamplingLevel, LossType, LrSchedulerType};
 use colo_grpo::internal::dist::{Mesh, ReduceOp, World, all_reduce_f64};
 use colo_grpo::internal::grpo::{EntropyControl, LossConfig};
-use colo_grpo::internal::model::{ModelSpec, ParamTable, Unit, UnitLayout, WeightFiles};
+use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, Unit, UnitLayout, WeightFiles};
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, Reference, Schedule,
     Sequence,
@@ -62,7 +62,7 @@ fn check(golden: &Value, case: &Value, (world, mesh): (&Arc<World>, &Mesh), max_
     let config = &case["config"];
     let number = |key: &str| config[key].as_f64();
     let kind = Kind::Double;
-    let network = NetworkOptions { kind, residual: kind, device: Device::Cpu, fp8: None };
+    let network = NetworkOptions { kind, residual: kind, device: Device::Cpu, format: &Plain };
     let options = PolicyOptions {
         stage: 2,
         network,

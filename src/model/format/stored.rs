@@ -1,31 +1,106 @@
-//! Blocks whose matrices are stored as NF4. Each matrix of a checkpoint is quantised by itself, as bitsandbytes does, whatever
-//! our layout fuses; it comes back row by row to its place.
+//! Frozen blocks whose matrices are stored in a format of their own. Each matrix of a checkpoint is encoded by itself, as bitsandbytes
+//! does, whatever our layout fuses; it comes back row by row to its place.
+
+use std::fmt::Debug;
 
 use tch::{Device, Kind, Tensor};
 
-use super::files::names::{HfTensor, tensors};
-use super::params::{Unit, UnitLayout};
-use super::spec::{ModelSpec, product};
 use crate::config::Quantization;
 use crate::error::{Error, Result};
-use crate::ops::nf4::{self, Levels, Nf4};
+use crate::model::files::names::{HfTensor, tensors};
+use crate::model::params::{Unit, UnitLayout};
+use crate::model::spec::{ModelSpec, product};
+
+/// A format in which frozen blocks are stored. They are decoded one after the other, into the type of the network.
+pub trait StoredFormat: Debug + Sync {
+    /// The name, as keys have it.
+    fn name(&self) -> &'static str;
+
+    /// Rows have to be a multiple of so many weights.
+    fn multiple(&self) -> usize;
+
+    /// Bytes of a matrix [N, K].
+    fn matrix_bytes(&self, size: [usize; 2]) -> usize;
+
+    /// What encodes matrices on a device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    fn encoder(&self, device: Device) -> Result<Box<dyn Encoder>>;
+}
+
+/// Encodes matrices on one device.
+pub trait Encoder: Debug {
+    /// Encodes a matrix in row-major order, on its device.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for rows that are no [`StoredFormat::multiple`]; [`Error::OutOfMemory`].
+    fn encode(&self, matrix: &Tensor /* [N, K] */) -> Result<Box<dyn Encoded>>;
+}
+
+/// An encoded matrix [N, K].
+pub trait Encoded: Debug + Send {
+    /// The tensors that decoding reads.
+    fn tensors(&self) -> Vec<&Tensor>;
+
+    /// Writes the matrix to `y`, rounded once to its kind. On a GPU nothing is allocated.
+    ///
+    /// # Errors
+    /// The errors of the kernel; [`Error::OutOfMemory`] on a CPU.
+    fn decode(&self, y: &mut Tensor /* [groups, rows of a group, K], strided by rows */) -> Result<()>;
+}
+
+impl dyn StoredFormat {
+    /// Whether a model's blocks can be stored so.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `quantization` where only some layers have experts, and for matrices whose rows are no multiple of what
+    /// the format needs.
+    pub fn check(&self, spec: &ModelSpec) -> Result<()> {
+        let (name, multiple) = (self.name().to_uppercase(), self.multiple());
+        let refuse = |reason: String| Err(Error::invalid_value("quantization", self.name(), format!("none: {reason}")));
+        if ![0, spec.num_layers()].contains(&spec.num_expert_layers()) {
+            return refuse(format!(
+                "only some layers of this model have experts, and {name} is for experts in all layers or in none"
+            ));
+        }
+        let kinds = spec.kinds_of_blocks().into_iter();
+        let mut tensors = kinds.flat_map(|(layer, _)| tensors(spec, Unit::Block(layer)));
+        let ragged = |tensor: &HfTensor| tensor.is_projection() && tensor.shape[1] % multiple as i64 != 0;
+        let Some(tensor) = tensors.find(ragged) else { return Ok(()) };
+        let columns = tensor.shape[1];
+        refuse(format!(
+            "{name} needs rows of a multiple of {multiple} weights, and those of {} have {columns}",
+            tensor.name
+        ))
+    }
+
+    /// Bytes of a block whose other weights are of `kind`.
+    pub fn block_bytes(&self, spec: &ModelSpec, layer: usize, kind: Kind) -> usize {
+        let bytes = |tensor: HfTensor| match tensor.shape[..] {
+            [rows, columns] if tensor.is_projection() => self.matrix_bytes([rows as usize, columns as usize]),
+            _ => product(&tensor.shape) * kind.elt_size_in_bytes(),
+        };
+        tensors(spec, Unit::Block(layer)).into_iter().map(bytes).sum()
+    }
+}
 
 /// One block.
 #[derive(Debug)]
-pub struct QuantizedBlock {
+pub struct StoredBlock {
     parts: Vec<(HfTensor, Stored)>,
 }
 
 #[derive(Debug)]
 enum Stored {
-    Matrix(Nf4),
+    Matrix(Box<dyn Encoded>),
     /// Norms, biases, routers, and of delta nets the convolution and the gates' parameters.
     Plain(Tensor),
 }
 
 /// Rounds a base to what its adapters were trained beside.
 #[derive(Debug)]
-pub struct BaseRounding(Option<Levels>);
+pub struct BaseRounding(Option<Box<dyn Encoder>>);
 
 impl BaseRounding {
     /// Of bases that are stored so.
@@ -33,64 +108,38 @@ impl BaseRounding {
     /// # Errors
     /// [`Error::InvalidValue`] for a model whose blocks cannot be stored so.
     pub fn new(spec: &ModelSpec, quantization: Quantization) -> Result<Self> {
-        Ok(Self(match quantization {
-            Quantization::None => None,
-            Quantization::Nf4 => {
-                QuantizedBlock::check(spec)?;
-                Some(Levels::new(Device::Cpu)?)
-            }
-        }))
+        let encoder = |format: &'static dyn StoredFormat| {
+            format.check(spec)?;
+            format.encoder(Device::Cpu)
+        };
+        Ok(Self(quantization.format().map(encoder).transpose()?))
     }
 
     /// Rounds a unit's flat tensor [layout.len] on the CPU; embedding and head stay as they are.
     ///
     /// # Errors
-    /// The errors of [`QuantizedBlock::quantize`].
+    /// The errors of [`StoredBlock::encode`].
     pub fn apply(&self, spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         match (&self.0, layout.unit) {
-            (Some(levels), Unit::Block(_)) => {
-                QuantizedBlock::quantize(spec, layout, flat, levels)?.dequantize(layout, flat)
+            (Some(encoder), Unit::Block(_)) => {
+                StoredBlock::encode(spec, layout, flat, &**encoder)?.decode(layout, flat)
             }
             _ => Ok(()),
         }
     }
 }
 
-impl QuantizedBlock {
-    /// Whether a model's blocks can be stored so.
+impl StoredBlock {
+    /// Encodes a block's flat tensor [layout.len], on its device; norms, biases and the router are kept in its kind.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `quantization` where only some layers have experts, and for matrices whose rows are no multiple of 64
-    /// weights.
-    pub fn check(spec: &ModelSpec) -> Result<()> {
-        if ![0, spec.num_layers()].contains(&spec.num_expert_layers()) {
-            let expected =
-                "none: only some layers of this model have experts, and NF4 is for experts in all layers or in none";
-            return Err(Error::invalid_value("quantization", "nf4", expected));
-        }
-        let kinds = spec.kinds_of_blocks().into_iter();
-        let mut tensors = kinds.flat_map(|(layer, _)| tensors(spec, Unit::Block(layer)));
-        let ragged = |tensor: &HfTensor| tensor.is_projection() && tensor.shape[1] % nf4::BLOCK as i64 != 0;
-        let Some(tensor) = tensors.find(ragged) else { return Ok(()) };
-        let expected = format!(
-            "none: NF4 needs rows of a multiple of {} weights, and those of {} have {}",
-            nf4::BLOCK,
-            tensor.name,
-            tensor.shape[1]
-        );
-        Err(Error::invalid_value("quantization", "nf4", expected))
-    }
-
-    /// Quantises a block's flat tensor [layout.len], on its device; norms, biases and the router are kept in its kind.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for matrices whose rows are no multiple of 64 weights.
-    pub fn quantize(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor, levels: &Levels) -> Result<Self> {
+    /// The errors of [`Encoder::encode`].
+    pub fn encode(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor, encoder: &dyn Encoder) -> Result<Self> {
         let store = |tensor: HfTensor| {
             let view = tensor.view(layout, flat);
             let stored = match tensor.shape[..] {
                 [_, columns] if tensor.is_projection() => {
-                    Stored::Matrix(Nf4::quantize(&view.f_reshape([-1, columns])?, levels)?)
+                    Stored::Matrix(encoder.encode(&view.f_reshape([-1, columns])?)?)
                 }
                 _ => {
                     let values = view.f_contiguous()?;
@@ -108,17 +157,17 @@ impl QuantizedBlock {
     ///
     /// # Errors
     /// The errors of the kernel.
-    pub fn dequantize(&self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
+    pub fn decode(&self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         self.copy_plain(layout, flat)?;
         for (tensor, stored) in &self.parts {
             if let Stored::Matrix(matrix) = stored {
-                matrix.dequantize(&mut groups_of_rows(&tensor.view(layout, flat)))?;
+                matrix.decode(&mut groups_of_rows(&tensor.view(layout, flat)))?;
             }
         }
         Ok(())
     }
 
-    /// Writes what is not quantised alone to the block's flat tensor [layout.len].
+    /// Writes what is not encoded alone to the block's flat tensor [layout.len].
     ///
     /// # Errors
     /// The errors of the device.
@@ -132,21 +181,12 @@ impl QuantizedBlock {
         Ok(())
     }
 
-    /// The tensors that are read to dequantise it.
+    /// The tensors that are read to decode it.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.parts.iter().flat_map(|(_, stored)| match stored {
-            Stored::Matrix(matrix) => matrix.tensors().to_vec(),
+            Stored::Matrix(matrix) => matrix.tensors(),
             Stored::Plain(values) => vec![values],
         })
-    }
-
-    /// Bytes of a block whose other weights are of `kind`.
-    pub fn bytes(spec: &ModelSpec, layer: usize, kind: Kind) -> usize {
-        let bytes = |tensor: HfTensor| match tensor.shape.len() {
-            2 if tensor.is_projection() => nf4::bytes(product(&tensor.shape)),
-            _ => product(&tensor.shape) * kind.elt_size_in_bytes(),
-        };
-        tensors(spec, Unit::Block(layer)).into_iter().map(bytes).sum()
     }
 }
 
@@ -163,24 +203,25 @@ mod tests {
     use tch::Device;
 
     use super::*;
+    use crate::model::format::Nf4;
     use crate::model::tests::with_heads;
     use crate::model::{DenseSpec, Family, ModelSpec, ParamTable, QkNorm, SharedExpertSpec, init_unit};
 
     #[test]
     fn rows_of_ragged_blocks_are_refused_before_anything_is_loaded() {
         let spec = ModelSpec::preset("tiny").unwrap();
-        QuantizedBlock::check(&spec).unwrap();
+        <dyn StoredFormat>::check(&Nf4, &spec).unwrap();
         let mut experts = ModelSpec::preset("tiny-moe").unwrap();
-        QuantizedBlock::check(&experts).unwrap();
+        <dyn StoredFormat>::check(&Nf4, &experts).unwrap();
         experts.layers[1].mlp = spec.layers[1].mlp;
-        let error = QuantizedBlock::check(&experts).unwrap_err().to_string();
+        let error = <dyn StoredFormat>::check(&Nf4, &experts).unwrap_err().to_string();
         assert!(error.ends_with("NF4 is for experts in all layers or in none"), "{error}");
         // Of the block with attention alone.
         let hybrid = with_heads(ModelSpec::preset("tiny-hybrid").unwrap(), 3, 1);
-        let error = QuantizedBlock::check(&hybrid).unwrap_err().to_string();
+        let error = <dyn StoredFormat>::check(&Nf4, &hybrid).unwrap_err().to_string();
         assert!(error.ends_with("those of model.layers.3.self_attn.o_proj.weight have 96"), "{error}");
         let ragged = spec.with_widths(160, 384);
-        let error = QuantizedBlock::check(&ragged).unwrap_err();
+        let error = <dyn StoredFormat>::check(&Nf4, &ragged).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Configuration);
         assert!(
             error.to_string().starts_with("quantization = nf4: expected none: NF4 needs rows of a multiple of 64"),
@@ -200,21 +241,21 @@ mod tests {
             let spec = Arc::new(spec);
             let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(layer)).clone();
             let flat = init_unit(&layout, 3, Kind::BFloat16).unwrap();
-            let levels = Levels::new(Device::Cpu).unwrap();
-            let quantized = QuantizedBlock::quantize(&spec, &layout, &flat, &levels).unwrap();
+            let encoder = Nf4.encoder(Device::Cpu).unwrap();
+            let stored = StoredBlock::encode(&spec, &layout, &flat, &*encoder).unwrap();
             let back = Tensor::zeros([layout.len as i64], (Kind::BFloat16, Device::Cpu));
-            quantized.dequantize(&layout, &back).unwrap();
+            stored.decode(&layout, &back).unwrap();
             let plain = back.zeros_like();
-            quantized.copy_plain(&layout, &plain).unwrap();
+            stored.copy_plain(&layout, &plain).unwrap();
             for tensor in tensors(&spec, layout.unit) {
                 let (own, source) = (tensor.view(&layout, &back), tensor.view(&layout, &flat));
                 let expected = if tensor.is_projection() { source.zeros_like() } else { source.shallow_clone() };
                 assert!(tensor.view(&layout, &plain).equal(&expected), "{} by itself", tensor.name);
                 if tensor.is_projection() {
                     let [rows, columns] = tensor.shape[..] else { unreachable!() };
-                    let matrix = Nf4::quantize(&source.reshape([rows, columns]), &levels).unwrap();
+                    let matrix = encoder.encode(&source.reshape([rows, columns])).unwrap();
                     let mut expected = Tensor::zeros([rows, columns], (Kind::BFloat16, Device::Cpu));
-                    matrix.dequantize(&mut expected).unwrap();
+                    matrix.decode(&mut expected).unwrap();
                     assert!(own.reshape([rows, columns]).equal(&expected), "{}", tensor.name);
                     let error =
                         (own - &source).to_kind(Kind::Float).square().mean(Kind::Float).sqrt().double_value(&[]);
@@ -223,7 +264,7 @@ mod tests {
                     assert!(own.equal(&source), "{}", tensor.name);
                 }
             }
-            let whole = QuantizedBlock::bytes(&spec, layer, Kind::BFloat16);
+            let whole = <dyn StoredFormat>::block_bytes(&Nf4, &spec, layer, Kind::BFloat16);
             let share = whole as f64 / layout.params.iter().map(|param| param.numel()).sum::<usize>() as f64;
             assert!((0.515..0.53).contains(&share), "{share} bytes a weight");
         }

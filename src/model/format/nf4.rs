@@ -6,15 +6,16 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::dynamic_map::{bounds, dynamic_levels, nearest, normalised};
+use super::stored::{Encoded, Encoder, StoredFormat};
 use crate::cuda::kernels::{self, Nf4Codes};
 use crate::error::{Error, Result};
+use crate::ops::dynamic_map::{bounds, dynamic_levels, nearest, normalised};
 use crate::torch::{self, scalar};
 
 /// Weights that share a scale.
-pub const BLOCK: usize = 64;
+const BLOCK: usize = 64;
 /// Scales that share a maximum.
-pub const GROUP: usize = 256;
+const GROUP: usize = 256;
 
 /// The levels of QLoRA's appendix E, as bitsandbytes prints them.
 const LEVELS: [f32; 16] = [
@@ -36,9 +37,32 @@ const LEVELS: [f32; 16] = [
     1.0,
 ];
 
+/// 0.516 bytes a weight.
+#[derive(Debug)]
+pub struct Nf4;
+
+impl StoredFormat for Nf4 {
+    fn name(&self) -> &'static str {
+        "nf4"
+    }
+
+    fn multiple(&self) -> usize {
+        BLOCK
+    }
+
+    fn matrix_bytes(&self, [rows, columns]: [usize; 2]) -> usize {
+        let (numel, scales) = (rows * columns, rows * columns / BLOCK);
+        numel / 2 + scales + 4 * scales.div_ceil(GROUP) + 4
+    }
+
+    fn encoder(&self, device: Device) -> Result<Box<dyn Encoder>> {
+        Ok(Box::new(Levels::new(device)?))
+    }
+}
+
 /// A quantised matrix [N, K].
 #[derive(Debug)]
-pub struct Nf4 {
+struct Nf4Matrix {
     codes: Tensor,  // [N K / 2] u8, two a byte, the first in the high half
     scales: Tensor, // [N K / 64] u8
     maxima: Tensor, // [ceil(N K / 64 / 256)] f32
@@ -48,17 +72,14 @@ pub struct Nf4 {
 
 /// The values of NF4's codes, on one device.
 #[derive(Debug)]
-pub struct Levels {
+struct Levels {
     weights: Tensor, // [16] f32
     scales: Tensor,  // [256] f32
 }
 
 impl Levels {
     /// Both code books.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
-    pub fn new(device: Device) -> Result<Self> {
+    fn new(device: Device) -> Result<Self> {
         let on = |levels: &[f32]| torch::tensor_on(levels, device);
         Ok(Self { weights: on(&LEVELS)?, scales: on(&dynamic_levels(true))? })
     }
@@ -68,16 +89,19 @@ impl Levels {
     }
 }
 
-impl Nf4 {
+impl Encoder for Levels {
+    fn encode(&self, matrix: &Tensor) -> Result<Box<dyn Encoded>> {
+        Ok(Box::new(Nf4Matrix::quantize(matrix, self)?))
+    }
+}
+
+impl Nf4Matrix {
     /// Quantises a matrix in row-major order, on its device.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for rows that are no multiple of 64 weights; `OutOfMemory`.
-    pub fn quantize(matrix: &Tensor /* [N, K] */, levels: &Levels) -> Result<Self> {
+    fn quantize(matrix: &Tensor /* [N, K] */, levels: &Levels) -> Result<Self> {
         if matrix.size()[1] % BLOCK as i64 != 0 {
             let got = format!("{:?}", matrix.size());
             let expected = format!("rows of a multiple of {BLOCK} weights");
-            return Err(Error::InvalidArgument { op: "Nf4::quantize", expected, got });
+            return Err(Error::InvalidArgument { op: "Nf4::encode", expected, got });
         }
         let blocks = matrix.f_to_kind(Kind::Float)?.f_reshape([-1, BLOCK as i64])?;
         let scales = blocks.f_abs()?.f_amax([1i64], false)?;
@@ -92,18 +116,15 @@ impl Nf4 {
         let scales = scales.f_to_kind(Kind::Uint8)?.f_contiguous()?;
         Ok(Self { codes, scales, maxima, offset, levels: levels.shallow_clone() })
     }
+}
 
-    /// The tensors that [`Nf4::dequantize`] reads.
-    pub fn tensors(&self) -> [&Tensor; 6] {
+impl Encoded for Nf4Matrix {
+    fn tensors(&self) -> Vec<&Tensor> {
         let Self { codes, scales, maxima, offset, levels } = self;
-        [codes, scales, maxima, offset, &levels.weights, &levels.scales]
+        vec![codes, scales, maxima, offset, &levels.weights, &levels.scales]
     }
 
-    /// Writes the matrix that the codes stand for to `y`, rounded once to its kind.
-    ///
-    /// # Errors
-    /// The errors of the kernel; [`Error::OutOfMemory`] on a CPU.
-    pub fn dequantize(&self, y: &mut Tensor /* [groups, rows of a group, K], strided by rows */) -> Result<()> {
+    fn decode(&self, y: &mut Tensor) -> Result<()> {
         if y.device().is_cuda() {
             let Self { codes, scales, maxima, offset, levels } = self;
             let codes =
@@ -124,12 +145,6 @@ impl Nf4 {
         y.f_copy_(&blocks.view_as(y))?;
         Ok(())
     }
-}
-
-/// Bytes of a quantised matrix of `numel` weights: 0.516 a weight.
-pub fn bytes(numel: usize) -> usize {
-    let scales = numel / BLOCK;
-    numel / 2 + scales + 4 * scales.div_ceil(GROUP) + 4
 }
 
 #[cfg(test)]
@@ -169,34 +184,34 @@ mod tests {
         let golden = golden();
         let shape: Vec<i64> = serde_json::from_value(golden["shape"].clone()).unwrap();
         let matrix = matrix(shape[0], shape[1]);
-        let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu).unwrap()).unwrap();
+        let nf4 = Nf4Matrix::quantize(&matrix, &Levels::new(Device::Cpu).unwrap()).unwrap();
         let list = |t: &Tensor| Vec::<f64>::try_from(t.to_kind(Kind::Double).view(-1)).unwrap();
         let codes = crate::torch::byte_vec(&nf4.codes).unwrap();
         let codes: String = codes.iter().map(|code| format!("{code:02x}")).collect();
         assert_eq!(golden["codes"], codes);
         assert_eq!(list(&nf4.scales), numbers(&golden["scales"]));
         let mut values = Tensor::zeros(&shape, (Kind::Float, Device::Cpu));
-        nf4.dequantize(&mut values).unwrap();
+        nf4.decode(&mut values).unwrap();
         for (own, expected) in list(&values).iter().step_by(17).zip(numbers(&golden["every_17th_value"])) {
             assert!((own - expected).abs() <= 1e-7 * expected.abs(), "{own}, {expected}");
         }
         let stored = nf4.codes.numel() + nf4.scales.numel() + 4 * nf4.maxima.numel() + 4;
-        assert_eq!(stored, bytes(matrix.numel()));
+        assert_eq!(stored, Nf4.matrix_bytes([shape[0] as usize, shape[1] as usize]));
     }
 
     #[test]
     fn rows_go_where_the_view_says() {
         let matrix = matrix(6, 128);
-        let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu).unwrap()).unwrap();
+        let nf4 = Nf4Matrix::quantize(&matrix, &Levels::new(Device::Cpu).unwrap()).unwrap();
         let mut plain = Tensor::zeros([1, 6, 128], (Kind::Float, Device::Cpu));
-        nf4.dequantize(&mut plain).unwrap();
+        nf4.decode(&mut plain).unwrap();
         let wide = Tensor::zeros([3, 5, 128], (Kind::BFloat16, Device::Cpu));
-        nf4.dequantize(&mut wide.narrow(1, 1, 2)).unwrap();
+        nf4.decode(&mut wide.narrow(1, 1, 2)).unwrap();
         assert!(wide.narrow(1, 1, 2).reshape([1, 6, 128]).equal(&plain.to_kind(Kind::BFloat16)));
         assert_eq!(wide.narrow(1, 3, 2).abs().max().double_value(&[]), 0.0);
         let narrow = Tensor::zeros([2, 32], (Kind::Float, Device::Cpu));
         assert!(
-            Nf4::quantize(&narrow, &Levels::new(Device::Cpu).unwrap())
+            Nf4Matrix::quantize(&narrow, &Levels::new(Device::Cpu).unwrap())
                 .unwrap_err()
                 .to_string()
                 .contains("multiple of 64")

@@ -1,0 +1,250 @@
+//! Rows of e4m3, each with a float32 scale. An engine has a copy of its weights, rounded when it wakes; training rounds both factors of a
+//! product as they come, rows along what is summed over. Arithmetic and its kernels are in [`crate::ops::fp8`].
+
+use tch::{Device, Kind, Tensor};
+
+use super::step::{OwnProducts, StepOutput, StepProducts, StepRows};
+use super::{Format, Piece, Rows, Section, Use};
+use crate::cuda::kernels::{self, NormOptions, NormedRows, ScaledRows};
+use crate::cuda::{Context, OpCost, Products, timed};
+use crate::error::Result;
+use crate::model::block::{ElementBytes, LinearSpec};
+use crate::model::spec::ModelSpec;
+use crate::ops::fp8;
+use crate::ops::linear::{self, Onto};
+use crate::ops::swiglu::GateUp;
+
+/// Products in FP8.
+#[derive(Debug)]
+pub struct Fp8 {
+    /// Whether gradients of weights are made of factors that are rounded, by columns: their scales are those of a micro-batch's tokens.
+    rounds_columns: bool,
+}
+
+impl Fp8 {
+    /// Forward, and the gradient of the input.
+    pub const ROWS: Self = Self { rounds_columns: false };
+    /// Those, and the gradient of the weight.
+    pub const ALL: Self = Self { rounds_columns: true };
+
+    fn rounded(x: &Rows) -> Result<ScaledRows> {
+        match x {
+            Rows::Plain(rows) => fp8::rounded(rows),
+            Rows::Rounded { rows, .. } => Ok(rows.shallow_clone()),
+        }
+    }
+
+    /// The weight as it was prepared, else rounded now.
+    fn weight(w: &Piece) -> Result<ScaledRows> {
+        w.prepared.as_ref().map_or_else(|| fp8::rounded(&w.weight), |prepared| Ok(prepared.shallow_clone()))
+    }
+}
+
+/// The matrices that training rounds, those of blocks that are alike once.
+fn trained_linears(spec: &ModelSpec) -> impl Iterator<Item = LinearSpec> + '_ {
+    let linears = spec.kinds_of_blocks().into_iter().flat_map(|(layer, _)| spec.layers[layer].linears());
+    linears.filter(|linear| linear.matrix.is_rounded())
+}
+
+impl Format for Fp8 {
+    fn name(&self) -> &'static str {
+        if self.rounds_columns { "fp8_all" } else { "fp8" }
+    }
+
+    fn refusal(&self, of: Use, spec: &ModelSpec, kind: Kind, on_gpu: bool) -> Option<String> {
+        let has_experts = spec.num_expert_layers() > 0;
+        let unserved = match of {
+            Use::Training if has_experts => Some("experts do not train in FP8 yet"),
+            Use::Engine { .. } if has_experts => Some("experts are not multiplied in FP8 yet"),
+            Use::Engine { .. } if spec.delta_net().is_some() => Some("gated delta nets are not multiplied in FP8 yet"),
+            _ => None,
+        };
+        if unserved.is_some() || !on_gpu {
+            return unserved.map(str::to_owned);
+        }
+        if kind != Kind::BFloat16 {
+            return Some(format!("on a GPU FP8 is rounded from dtype = bfloat16, not from {kind:?}"));
+        }
+        let (linears, sides): (Vec<LinearSpec>, _) = match of {
+            Use::Training => {
+                let sides = "on a GPU sides of matrices have to be multiples of 16 and at most 65536";
+                (trained_linears(spec).collect(), sides)
+            }
+            Use::Engine { tp_size } => {
+                let sides = "sides of a rank's matrices have to be multiples of 16, and rows at most 32768 long";
+                let linears = spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears());
+                (linears.collect(), sides)
+            }
+        };
+        let serves = match of {
+            Use::Training => kernels::fp8_trains,
+            Use::Engine { .. } => kernels::fp8_serves,
+        };
+        let sizes = linears.iter().map(|linear| (linear.matrix, [linear.rows(), linear.columns]));
+        let (matrix, size) = sizes.into_iter().find(|(_, size)| !serves(*size))?;
+        Some(format!("{sides}; {matrix:?} is {size:?}"))
+    }
+
+    fn device_refusal(&self, device: Device) -> Result<Option<String>> {
+        match device {
+            Device::Cuda(ordinal) => Context::retain(ordinal)?.fp8_refusal(),
+            _ => Ok(None),
+        }
+    }
+
+    fn element_bytes(&self, plain: ElementBytes, adapts: bool) -> ElementBytes {
+        let rounded = Kind::Float8e4m3fn.elt_size_in_bytes();
+        ElementBytes { read: rounded + if adapts { plain.narrow } else { 0 }, rounded, ..plain }
+    }
+
+    /// Values, scales, and the largest values of columns by which they are found.
+    fn matrix_bytes(&self, spec: &ModelSpec) -> usize {
+        let scales = 2 * size_of::<f32>();
+        let bytes = |linear: LinearSpec| linear.rows() * linear.columns + scales * linear.rows().max(linear.columns);
+        trained_linears(spec).map(bytes).max().unwrap_or(0)
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        Products::BYTES
+    }
+
+    fn sections(&self, [rows, columns]: [i64; 2]) -> [Section; 2] {
+        [(vec![rows, columns], Kind::Float8e4m3fn), (vec![rows], Kind::Float)]
+    }
+
+    fn round(&self, x: &Tensor, to: &ScaledRows) -> Result<()> {
+        fp8::round_rows(x, to)
+    }
+
+    fn rows(&self, x: &Rows) -> Result<Rows> {
+        Ok(Rows::Rounded { rows: Self::rounded(x)?, plain: None })
+    }
+
+    fn forward(&self, x: &Rows, w: &Piece) -> Result<Tensor> {
+        fp8::forward(&Self::rounded(x)?, &Self::weight(w)?, w.bias.as_ref(), w.weight.kind())
+    }
+
+    fn forward_onto(&self, residual: &Tensor, x: &Rows, w: &Piece) -> Result<Tensor> {
+        fp8::forward_onto(residual, &Self::rounded(x)?, &Self::weight(w)?, w.weight.kind())
+    }
+
+    fn backward_input(&self, dy: &Tensor, w: &Piece) -> Result<Tensor> {
+        fp8::backward_input(&fp8::rounded(dy)?, &w.weight, dy.kind())
+    }
+
+    fn gate_up_backward(&self, d: &GateUp, rounded: Option<&ScaledRows>, w: &Piece) -> Result<Tensor> {
+        match rounded {
+            Some(rounded) => fp8::backward_input(rounded, &w.weight, w.weight.kind()),
+            None => self.backward_input(&d.pairs()?, w),
+        }
+    }
+
+    fn weight_gradient(&self, dy: &Tensor, x: &Tensor, dw: &mut Tensor, onto: Onto) -> Result<()> {
+        match self.rounds_columns {
+            true => fp8::weight_gradient(dy, x, dw, onto),
+            false => linear::weight_gradient(dy, x, dw, onto),
+        }
+    }
+
+    fn gate_up_weight_gradient(&self, d: &GateUp, x: &Tensor, dw: &mut Tensor, onto: Onto) -> Result<()> {
+        match self.rounds_columns {
+            true => fp8::weight_gradient(&d.pairs()?, x, dw, onto),
+            false => d.weight_gradient(x, dw, onto),
+        }
+    }
+
+    /// By a kernel that rounds on its way, where one serves the rows.
+    fn norm(&self, norm: NormOptions, x: &Tensor, weight: &Tensor, is_read: bool) -> Result<Rows> {
+        if !kernels::fp8_norm_serves(x, weight) {
+            return Ok(norm.forward(x, weight)?.0.into());
+        }
+        let rows = fp8::empty([x.size()[0], x.size()[1]], x.device())?;
+        let plain = || Tensor::f_empty(x.size(), (weight.kind(), x.device()));
+        let mut plain = is_read.then(plain).transpose()?;
+        let of_plain = if is_read { OpCost::pass(&[&weight.expand_as(x)]).bytes } else { 0.0 };
+        let work = || OpCost { bytes: OpCost::pass(&[x, &rows.values]).bytes + of_plain, flop: 0.0 };
+        timed("norm", work, || kernels::rms_norm_fp8(x, weight, plain.as_mut(), &rows, norm))?;
+        Ok(Rows::Rounded { rows, plain })
+    }
+
+    /// By a kernel that rounds on its way, where one serves the pairs.
+    fn activate(&self, gate_up: &GateUp, is_read: bool) -> Result<Rows> {
+        let pairs = match gate_up {
+            GateUp::Interleaved(pairs) if kernels::fp8_swiglu_serves(pairs) => pairs,
+            _ => return Ok(gate_up.activate()?.into()),
+        };
+        let [tokens, columns] = [pairs.size()[0], pairs.size()[1] / 2];
+        let rows = fp8::empty([tokens, columns], pairs.device())?;
+        let plain = || Tensor::f_empty([tokens, columns], (pairs.kind(), pairs.device()));
+        let mut plain = is_read.then(plain).transpose()?;
+        let read = if is_read { 1.75 } else { 1.25 };
+        let work = || OpCost { bytes: read * OpCost::pass(&[pairs]).bytes, flop: 0.0 };
+        timed("activation", work, || kernels::silu_mul_fp8(pairs, plain.as_mut(), &rows))?;
+        Ok(Rows::Rounded { rows, plain })
+    }
+
+    /// By a kernel that rounds on its way, where one serves the pairs.
+    fn activate_backward(&self, gate_up: GateUp, d_act: &Tensor) -> Result<(GateUp, Tensor, Option<ScaledRows>)> {
+        match gate_up {
+            GateUp::Interleaved(pairs) if kernels::fp8_swiglu_serves(&pairs) => {
+                let rows = fp8::empty([pairs.size()[0], pairs.size()[1]], pairs.device())?;
+                let work = || OpCost { bytes: 7.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
+                let run = || kernels::swiglu_backward_fp8(d_act, pairs, &rows);
+                let (d_pairs, act) = timed("activation, backward", work, run)?;
+                Ok((GateUp::Interleaved(d_pairs), act, Some(rows)))
+            }
+            whole => whole.backward(d_act).map(|(d, act)| (d, act, None)),
+        }
+    }
+
+    fn step_cost(&self, _plain_bytes: f64) -> (f64, f64) {
+        (1.0, 2.0)
+    }
+
+    fn step_sums(&self, is_read: bool) -> NormedRows {
+        if is_read { NormedRows::Both } else { NormedRows::Rounded }
+    }
+
+    fn step_round(&self, x: &Tensor, to: &ScaledRows) -> Result<()> {
+        kernels::fp8_rows_of_step(x, to)
+    }
+
+    fn step_norm(
+        &self,
+        x: &mut Tensor,
+        delta: Option<&Tensor>,
+        weight: &Tensor,
+        out: StepOutput<'_>,
+        norm: NormOptions,
+    ) -> Result<()> {
+        let (plain, rounded) = out.parts();
+        kernels::add_rms_norm_fp8(x, delta, weight, plain, &rounded, norm)
+    }
+
+    fn step_activate(&self, gate_up: &Tensor, out: StepOutput<'_>) -> Result<()> {
+        let (plain, rounded) = out.parts();
+        kernels::silu_mul_fp8(gate_up, plain, &rounded)
+    }
+
+    fn step_gate_up(&self, own: OwnProducts, x: StepRows<'_>, w: &Piece, act: &mut Tensor) -> Result<()> {
+        let (x, w) = (x.rounded(), w.rounded());
+        match own {
+            OwnProducts::All => kernels::product_silu_mul_fp8(x, w, act),
+            _ if kernels::gate_up_serves(x.values.size()[0] as usize, &w.values)? => kernels::gate_up_fp8(x, w, act),
+            _ => kernels::wide_product_silu_mul_fp8(x, w, act),
+        }
+    }
+
+    fn step_product(&self, by: StepProducts<'_>, x: StepRows<'_>, w: &Piece, out: &Tensor) -> Result<()> {
+        let (x, bias, w) = (x.rounded(), w.bias.as_ref(), w.rounded());
+        match by.own {
+            OwnProducts::All => kernels::product_fp8(x, w, bias, out),
+            OwnProducts::Wide | OwnProducts::WideAndGateUp
+                if kernels::wide_product_serves(x.values.size()[0] as usize, &w.values, bias)? =>
+            {
+                kernels::wide_product_fp8(x, w, bias, out)
+            }
+            _ => by.products.run_fp8(x, w, bias, out, by.tuning),
+        }
+    }
+}

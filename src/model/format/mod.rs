@@ -1,0 +1,355 @@
+//! Formats of blocks' matrices. A format has a file, which owns what it takes to train and to sample in it: what it serves, its bytes, how
+//! weights are prepared when an engine wakes, products and their gradients. All else asks the matrix or the format. A tensor-parallel
+//! slice is one of the plain matrix, and prepared as a matrix of its own.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `plain` | rows in the type of the network |
+//! | `fp8` | rows of e4m3 with a scale each |
+//! | `nf4` | 4 bits a weight, for blocks that are stored |
+//! | `rows`, `step` | factors of products; those of a step on a GPU |
+//! | `stored` | frozen blocks that are stored in one format and multiplied in another |
+
+mod fp8;
+mod nf4;
+mod plain;
+mod rows;
+mod step;
+mod stored;
+#[cfg(test)]
+mod tests;
+
+use std::fmt::Debug;
+
+use tch::{Device, Kind, Tensor};
+
+pub use self::fp8::Fp8;
+pub use self::nf4::Nf4;
+pub use self::plain::Plain;
+pub use self::rows::{Piece, Rows};
+pub use self::step::{OwnProducts, StepOutput, StepProducts, StepRows};
+pub use self::stored::{BaseRounding, Encoded, Encoder, StoredBlock, StoredFormat};
+use super::block::ElementBytes;
+use super::spec::ModelSpec;
+use crate::config::{MixedPrecision, Quantization, RolloutQuantization};
+use crate::cuda::kernels::{self, NormedRows, ScaledRows};
+use crate::error::{Error, Result};
+use crate::ops::linear::{self, Onto};
+use crate::ops::rms_norm::NormOptions;
+use crate::ops::swiglu::GateUp;
+
+impl MixedPrecision {
+    /// The format that training multiplies in.
+    pub fn format(self) -> &'static dyn Format {
+        match self {
+            MixedPrecision::None => &Plain,
+            MixedPrecision::Fp8 => &Fp8::ROWS,
+            MixedPrecision::Fp8All => &Fp8::ALL,
+        }
+    }
+}
+
+impl RolloutQuantization {
+    /// The format that an engine multiplies in.
+    pub fn format(self) -> &'static dyn Format {
+        match self {
+            RolloutQuantization::None => &Plain,
+            RolloutQuantization::Fp8 => &Fp8::ROWS,
+        }
+    }
+}
+
+impl Quantization {
+    /// The format that frozen blocks are stored in; none where they are kept as they are multiplied.
+    pub fn format(self) -> Option<&'static dyn StoredFormat> {
+        match self {
+            Quantization::None => None,
+            Quantization::Nf4 => Some(&Nf4),
+        }
+    }
+}
+
+/// What a format is asked for.
+#[derive(Debug, Clone, Copy)]
+pub enum Use {
+    /// Training.
+    Training,
+    /// An engine.
+    Engine {
+        /// Ranks that share its matrices.
+        tp_size: usize,
+    },
+}
+
+/// Shape and type of a tensor.
+pub type Section = (Vec<i64>, Kind);
+
+/// How products of blocks' matrices are made: of which rows, by which operations, in how many bytes. What a format leaves out is done as
+/// plain rows have it.
+pub trait Format: Debug + Sync {
+    /// The name, as keys have it.
+    fn name(&self) -> &'static str;
+
+    /// Whether it rounds what products read.
+    fn rounds(&self) -> bool {
+        true
+    }
+
+    /// The reason why it does not serve a use of a model's blocks with weights of `kind`, on a GPU or not; none if it does.
+    fn refusal(&self, of: Use, spec: &ModelSpec, kind: Kind, on_gpu: bool) -> Option<String>;
+
+    /// The reason why a device does not multiply in it; none if it does. A CPU simulates it.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] without the GPU.
+    fn device_refusal(&self, _device: Device) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    /// Bytes of an element in training, from those where nothing is rounded; adapters read rows as they are, too.
+    fn element_bytes(&self, plain: ElementBytes, _adapts: bool) -> ElementBytes {
+        plain
+    }
+
+    /// Bytes of the largest matrix as training has it beside the weight, for a product.
+    fn matrix_bytes(&self, _spec: &ModelSpec) -> usize {
+        0
+    }
+
+    /// Bytes of a GPU that training's products take for themselves, beside those of libtorch.
+    fn workspace_bytes(&self) -> usize {
+        0
+    }
+
+    /// Values and scales of rows [R, K] that are rounded.
+    fn sections(&self, _size: [i64; 2]) -> [Section; 2] {
+        [(vec![0], Kind::Uint8), (vec![0], Kind::Float)]
+    }
+
+    /// Rounds rows [R, K], of a weight that an engine multiplies by, into memory of [`Format::sections`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a matrix that the kernel of a GPU does not take; [`Error::OutOfMemory`].
+    fn round(&self, _x: &Tensor, _to: &ScaledRows) -> Result<()> {
+        Ok(())
+    }
+
+    /// The rows as products read them, for several that read the same.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn rows(&self, x: &Rows) -> Result<Rows> {
+        Ok(Rows::Plain(x.plain().shallow_clone()))
+    }
+
+    /// x w^T + bias. [T, N]
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn forward(&self, x: &Rows /* [T, K] */, w: &Piece) -> Result<Tensor>;
+
+    /// residual + x w^T, of the residual's kind. [T, N]
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn forward_onto(
+        &self,
+        residual: &Tensor, /* [T, N] */
+        x: &Rows,          /* [T, K] */
+        w: &Piece,
+    ) -> Result<Tensor> {
+        Ok(residual.f_add(&self.forward(x, w)?)?)
+    }
+
+    /// x w^T of a matrix that has gate and up.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn gate_up(&self, x: &Rows /* [T, D] */, w: &Piece) -> Result<GateUp> {
+        GateUp::of_pairs(self.forward(x, w)?)
+    }
+
+    /// dx = dy w. [T, K]
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn backward_input(&self, dy: &Tensor /* [T, N] */, w: &Piece) -> Result<Tensor>;
+
+    /// dx += dy w.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn accumulate_input(
+        &self,
+        dy: &Tensor, /* [T, N] */
+        w: &Piece,
+        dx: &mut Tensor, /* [T, K] */
+    ) -> Result<()> {
+        let _ = dx.f_add_(&self.backward_input(dy, w)?)?;
+        Ok(())
+    }
+
+    /// dx of [`Format::gate_up`], whose gradients [`Format::activate_backward`] may have rounded. [T, D]
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn gate_up_backward(&self, d: &GateUp, _rounded: Option<&ScaledRows>, w: &Piece) -> Result<Tensor> {
+        self.backward_input(&d.pairs()?, w)
+    }
+
+    /// dw [N, K] = dy^T x, or dw += dy^T x, of dy [T, N] and x [T, K].
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn weight_gradient(&self, dy: &Tensor, x: &Tensor, dw: &mut Tensor, onto: Onto) -> Result<()> {
+        linear::weight_gradient(dy, x, dw, onto)
+    }
+
+    /// [`Format::weight_gradient`] of [`Format::gate_up`].
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn gate_up_weight_gradient(&self, d: &GateUp, x: &Tensor, dw: &mut Tensor, onto: Onto) -> Result<()> {
+        d.weight_gradient(x, dw, onto)
+    }
+
+    /// Normalised rows for products; as they are, too, where something else reads them (`is_read`). [T, D]
+    ///
+    /// # Errors
+    /// The errors of [`NormOptions::forward`].
+    fn norm(&self, norm: NormOptions, x: &Tensor, weight: &Tensor, _is_read: bool) -> Result<Rows> {
+        Ok(norm.forward(x, weight)?.0.into())
+    }
+
+    /// silu(gate) * up for a product; as it is, too, where something else reads it (`is_read`). [T, F]
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    fn activate(&self, gate_up: &GateUp, _is_read: bool) -> Result<Rows> {
+        Ok(gate_up.activate()?.into())
+    }
+
+    /// [`GateUp::backward`]; and the rows of the gradients for a product, where they are rounded on their way.
+    ///
+    /// # Errors
+    /// The errors of [`GateUp::backward`].
+    fn activate_backward(&self, gate_up: GateUp, d_act: &Tensor) -> Result<(GateUp, Tensor, Option<ScaledRows>)> {
+        gate_up.backward(d_act).map(|(d, act)| (d, act, None))
+    }
+
+    /// In a step on a GPU: bytes of an element of a weight, of which a plain one has so many; and how many times as fast as plain ones
+    /// products may be.
+    fn step_cost(&self, plain_bytes: f64) -> (f64, f64) {
+        (plain_bytes, 1.0)
+    }
+
+    /// The form in which a step's sums over the group leave the rows that the next product reads; as they are, too, where something else
+    /// reads them.
+    fn step_sums(&self, _is_read: bool) -> NormedRows {
+        NormedRows::Plain
+    }
+
+    /// Rounds a step's rows for the product that reads them next.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for rows that do not fit, as of all of a step; [`Error::Cuda`].
+    fn step_round(&self, _x: &Tensor /* [T, K] */, _to: &ScaledRows) -> Result<()> {
+        Ok(())
+    }
+
+    /// In a step x += delta, out = its norm.
+    ///
+    /// # Errors
+    /// The errors of [`Format::step_round`].
+    fn step_norm(
+        &self,
+        x: &mut Tensor,         // [T, D]
+        delta: Option<&Tensor>, // [T, D]
+        weight: &Tensor,        // [D]
+        out: StepOutput<'_>,    // [T, D]
+        norm: NormOptions,
+    ) -> Result<()> {
+        kernels::add_rms_norm(x, delta, weight, out.plain, norm)
+    }
+
+    /// In a step out = silu(gate) * up.
+    ///
+    /// # Errors
+    /// The errors of [`Format::step_round`].
+    fn step_activate(&self, gate_up: &Tensor /* [T, 2 F] */, out: StepOutput<'_> /* [T, F] */) -> Result<()> {
+        kernels::silu_mul(gate_up, out.plain)
+    }
+
+    /// In a step act = silu(gate) * up of x w^T, by the own kernels that have SwiGLU within.
+    ///
+    /// # Errors
+    /// The errors of [`Format::step_round`].
+    fn step_gate_up(
+        &self,
+        own: OwnProducts,
+        x: StepRows<'_>,
+        w: &Piece,
+        act: &mut Tensor, /* [T, F] */
+    ) -> Result<()> {
+        match own {
+            OwnProducts::All => kernels::product_silu_mul(x.plain, &w.weight, act),
+            _ => kernels::gate_up(x.plain, &w.weight, act),
+        }
+    }
+
+    /// In a step out = x w^T + bias.
+    ///
+    /// # Errors
+    /// The errors of [`Format::step_round`].
+    fn step_product(
+        &self,
+        by: StepProducts<'_>,
+        x: StepRows<'_>,
+        w: &Piece,
+        out: &Tensor, /* [T, N] */
+    ) -> Result<()> {
+        by.plain(x.plain, &w.weight, w.bias.as_ref(), out)
+    }
+}
+
+impl dyn Format {
+    /// Whether it serves a use of a model's blocks with weights of `kind`, on a GPU or not. A chip is looked at where a network or an engine is made.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on the key of the use, with the reason.
+    pub fn check(&self, of: Use, spec: &ModelSpec, kind: Kind, on_gpu: bool) -> Result<()> {
+        self.refusal(of, spec, kind, on_gpu).map_or(Ok(()), |reason| self.refuse(of, &reason))
+    }
+
+    /// Whether a device multiplies in it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on the key of the use, with the reason.
+    pub fn check_device(&self, of: Use, device: Device) -> Result<()> {
+        self.device_refusal(device)?.map_or(Ok(()), |reason| self.refuse(of, &reason))
+    }
+
+    /// Refuses a use.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`], always.
+    pub fn refuse<T>(&self, of: Use, reason: &str) -> Result<T> {
+        let key = match of {
+            Use::Training => "mixed_precision",
+            Use::Engine { .. } => "rollout_quantization",
+        };
+        Err(Error::invalid_value(key, self.name(), format!("none: {reason}")))
+    }
+}
+
+impl PartialEq for dyn Format {
+    fn eq(&self, other: &Self) -> bool {
+        self.name() == other.name()
+    }
+}
+
+impl Default for &'static dyn Format {
+    fn default() -> Self {
+        &Plain
+    }
+}

@@ -1,0 +1,87 @@
+//! Factors and results of products in a step of an engine on a GPU. No product allocates, so that a step can be recorded, and all are queued
+//! on the engine's stream.
+
+use tch::Tensor;
+
+use crate::cuda::kernels::{self, ScaledRows};
+use crate::cuda::{Products, Tuning};
+use crate::error::Result;
+
+/// Products of blocks by the crate's own kernels, where cuBLASLt's are slower.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OwnProducts {
+    /// None.
+    None,
+    /// Gate and up with SwiGLU, by `kernels::gate_up`.
+    GateUp,
+    /// All but gate and up, of those that `kernels::wide_product_serves`.
+    Wide,
+    /// [`OwnProducts::GateUp`] and [`OwnProducts::Wide`].
+    WideAndGateUp,
+    /// All, by `kernels::product`.
+    All,
+}
+
+/// What multiplies in a step.
+#[derive(Debug, Clone, Copy)]
+pub struct StepProducts<'a> {
+    /// The own kernels that are faster.
+    pub own: OwnProducts,
+    /// All others.
+    pub products: &'a Products,
+    /// How those were chosen.
+    pub tuning: Tuning,
+}
+
+impl StepProducts<'_> {
+    /// out = x w^T + bias of factors that are not rounded.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for tensors that do not fit; [`Error::Cuda`](crate::Error::Cuda).
+    pub fn plain(
+        self,
+        x: &Tensor,            // [T, K]
+        w: &Tensor,            // [N, K]
+        bias: Option<&Tensor>, // [N]
+        out: &Tensor,          // [T, N]
+    ) -> Result<()> {
+        match self.own {
+            OwnProducts::All => kernels::product(x, w, bias, out),
+            _ => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
+        }
+    }
+}
+
+/// Rows that a step's product reads.
+#[derive(Debug)]
+pub struct StepRows<'a> {
+    /// As they are, where something has written them so.
+    pub plain: &'a Tensor, // [T, K]
+    /// By a format that rounds.
+    pub rounded: Option<ScaledRows>, // [T, K]
+}
+
+impl StepRows<'_> {
+    /// The rows of a format that rounds.
+    pub(super) fn rounded(&self) -> &ScaledRows {
+        self.rounded.as_ref().expect("rows of a format that rounds")
+    }
+}
+
+/// Where rows go that a step's product reads.
+#[derive(Debug)]
+pub struct StepOutput<'a> {
+    /// As they are.
+    pub plain: &'a mut Tensor, // [T, K]
+    /// Of a format that rounds.
+    pub rounded: Option<ScaledRows>, // [T, K]
+    /// Whether a format that rounds leaves them as they are, too.
+    pub is_read: bool,
+}
+
+impl<'a> StepOutput<'a> {
+    /// Of a format that rounds: rows as they are, where something reads them, and rounded ones.
+    pub(super) fn parts(self) -> (Option<&'a mut Tensor>, ScaledRows) {
+        (self.is_read.then_some(self.plain), self.rounded.expect("room of a format that rounds"))
+    }
+}

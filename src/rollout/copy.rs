@@ -1,0 +1,112 @@
+//! An engine's copy of its blocks' matrices in the format that its products read, made anew at every wake, since weights change in between.
+//! The policy keeps its own weights, norms and the router stay as they are, and so do embedding and head.
+#![allow(unsafe_code)]
+
+use tch::Tensor;
+
+use super::engine::EngineOptions;
+use super::weights::EngineWeights;
+use crate::error::Result;
+use crate::memory::Arena;
+use crate::model::{Format, LinearSpec, ModelSpec, Section, Use};
+
+/// Sections of the copy begin at multiples of this, in bytes.
+const ALIGNMENT: usize = 256;
+/// Sections of a matrix, at most: values and scales, of two pieces where ranks share a key/value head.
+const SECTIONS: usize = 4;
+
+/// The memory of the copy, mapped while the engine is awake.
+#[derive(Debug)]
+pub(super) struct WeightCopy {
+    format: &'static dyn Format,
+    of: Use,
+    arena: Arena,
+}
+
+/// Bytes of one rank's copy in a format, none where products read weights as they are.
+pub fn weight_copy_bytes(format: &dyn Format, spec: &ModelSpec, tp_size: usize) -> usize {
+    if !format.rounds() {
+        return 0;
+    }
+    let section = |(shape, kind): Section| shape.iter().product::<i64>() as usize * kind.elt_size_in_bytes();
+    let bytes = |linear: LinearSpec| {
+        let sections = format.sections([linear.rows() as i64, linear.columns as i64]);
+        sections.map(section).iter().sum::<usize>() + SECTIONS * ALIGNMENT
+    };
+    spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears()).map(bytes).sum()
+}
+
+impl WeightCopy {
+    /// Reserves the addresses, if these options ask for a copy.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) with `strict`, for models that the format does not serve and on a chip without
+    /// such products; the errors of [`Arena::reserve`].
+    pub(super) fn reserve(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Result<Option<Self>> {
+        let EngineOptions { kind, device, .. } = *options;
+        let (format, of) = (options.quantization.format(), Use::Engine { tp_size });
+        if !format.rounds() {
+            return Ok(None);
+        }
+        if options.strict {
+            let name = format.name().to_uppercase();
+            let reason = format!(
+                "with strict = true a product adds up in one order for all numbers of rows, in {name} it does not"
+            );
+            return format.refuse(of, &reason);
+        }
+        format.check(of, spec, kind, device.is_cuda())?;
+        format.check_device(of, device)?;
+        let bytes = weight_copy_bytes(format, spec, tp_size);
+        Ok(Some(Self { format, of, arena: Arena::reserve("engine_weight_copy", bytes, device)? }))
+    }
+
+    /// Maps the memory and prepares all matrices, on libtorch's current stream.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for blocks that are stored in a format of their own;
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub(super) fn fill(&mut self, weights: &mut EngineWeights) -> Result<()> {
+        if weights.stored.is_some() {
+            return self.format.refuse(self.of, "with quantization one block is dequantised after the other");
+        }
+        self.arena.map(self.arena.reserved_bytes())?;
+        let (arena, mut at) = (&self.arena, 0);
+        let mut room = |(shape, kind): Section| -> Result<Tensor> {
+            // SAFETY: sections do not overlap, as `at` grows; the blocks, which have the views, are dropped before the arena is unmapped or
+            // not used after that: both are the engine's that is awake.
+            let section = unsafe { arena.tensor(at, &shape, kind) }?;
+            at += (section.numel() * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT);
+            Ok(section)
+        };
+        weights.blocks.iter_mut().try_for_each(|block| block.prepare(self.format, &mut room))
+    }
+
+    /// Memory that filling has to map.
+    pub(super) fn absent_bytes(&self) -> usize {
+        self.arena.absent_bytes()
+    }
+
+    /// Gives the memory back. Never fails: the arena keeps an error for the next wake.
+    pub(super) fn sleep(&mut self) {
+        self.arena.unmap();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Fp8;
+
+    #[test]
+    fn the_copy_takes_half_of_bfloat16() {
+        let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
+        let matrices: usize =
+            (0..28).flat_map(|layer| spec.layers[layer].linears()).map(|it| it.rows() * it.columns).sum();
+        let bytes = weight_copy_bytes(&Fp8::ROWS, &spec, 1);
+        assert!((matrices..matrices + matrices / 500).contains(&bytes), "{bytes} for {matrices}");
+        let halves = weight_copy_bytes(&Fp8::ROWS, &spec, 2);
+        assert!(halves < bytes * 51 / 100, "{halves} of {bytes}");
+        assert!(weight_copy_bytes(&Fp8::ROWS, &spec, 8) * 8 > bytes, "ranks share key/value heads");
+    }
+}
