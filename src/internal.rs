@@ -69,7 +69,7 @@ pub mod reward {
 pub mod rollout {
     pub use crate::rollout::{
         Batches, Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights, Event, Request, RequestId,
-        RolloutEngine, SampledGroup, Session, SingleTurns, check_stages, kv_block_bytes,
+        RolloutEngine, SampledGroup, Session, SingleTurns, kv_block_bytes,
     };
 }
 pub mod sandbox {

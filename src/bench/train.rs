@@ -12,7 +12,7 @@ use super::memory::{TrainingNeeds, predicted_tensor_bytes};
 use super::routing::{BenchRouting, busiest_expert_share};
 use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
 use crate::config::{GradientCheckpointing, MixedPrecision, MuonConfig, OptimizerName, Quantization};
-use crate::cuda::{OpCost, OpFamily, profile};
+use crate::cuda::{OpCost, OpFamily, Placement, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
@@ -214,8 +214,16 @@ impl<'a> TimedRun<'a> {
         let mesh = world.mesh(1, bench.shard_group_size.unwrap_or(world.size()))?;
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
         let (kind, device) = (bench.kind, world.device());
+        let placement = Placement { on_cuda: device.is_cuda(), kind };
+        let settings = [
+            ("optim", bench.optim.name().into()),
+            ("quantization", bench.quantization.name().into()),
+            ("mixed_precision", bench.mixed_precision.name().into()),
+            ("lora.r", bench.lora_r.map_or_else(|| "none".into(), Value::from)),
+        ];
+        bench.spec.check_with(settings.into_iter().chain(placement.settings()))?;
         let format = bench.mixed_precision.format();
-        format.check(Use::Training, &bench.spec, kind, device.is_cuda())?;
+        format.check(Use::Training, &bench.spec, placement.on_cuda)?;
         bench.needs(&table, &bench.pack(&bench.all_sequences(0), Device::Cpu)?).check(kind, world)?;
         let options = PolicyOptions {
             stage: bench.zero_stage,

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::TrainerState;
-use crate::config::{Mode, WorldSize};
+use crate::config::WorldSize;
 use crate::dist::{World, first_text};
 use crate::error::{Error, Result};
 
@@ -50,24 +50,20 @@ pub fn is_apart(world: &World, on_each_node: bool) -> bool {
     on_each_node && world.num_nodes() > 1
 }
 
-/// Refuses `save_on_each_node` where a node would have only a part of a checkpoint: its ranks must train, and hold all of the optimizer
-/// state between them. On one node the key changes nothing.
+/// Refuses `save_on_each_node` where a node would have only a part of a checkpoint: its ranks must hold all of the optimizer state between
+/// them. On one node the key changes nothing.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] with the key that stands against it.
-pub fn check_each_node(on_each_node: bool, world: WorldSize, mode: Mode, shard_group_size: usize) -> Result<()> {
+/// [`Error::InvalidValue`] with the size of the shard group.
+pub fn check_each_node(on_each_node: bool, world: WorldSize, shard_group_size: usize) -> Result<()> {
     let local = world.local_ranks;
-    if !on_each_node || world.ranks == local {
+    if !on_each_node || world.ranks == local || local.is_multiple_of(shard_group_size) {
         return Ok(());
     }
-    let expected = match mode {
-        Mode::Split => "false with mode = split, whose engines have no state to save".to_owned(),
-        Mode::Colocated if local.is_multiple_of(shard_group_size) => return Ok(()),
-        Mode::Colocated => format!(
-            "false with zero.shard_group_size = {shard_group_size} over nodes of {local} ranks, each of which has a part of the \
-             state alone; share output_dir, or shard within nodes"
-        ),
-    };
+    let expected = format!(
+        "false with zero.shard_group_size = {shard_group_size} over nodes of {local} ranks, each of which has a part of the state alone; \
+         share output_dir, or shard within nodes"
+    );
     Err(Error::invalid_value("save_on_each_node", true, expected))
 }
 
@@ -100,18 +96,14 @@ mod tests {
     #[test]
     fn a_node_with_a_part_of_the_state_alone_is_refused() {
         let two_nodes = WorldSize { ranks: 4, local_ranks: 2 };
-        let check = |mode, size| check_each_node(true, two_nodes, mode, size);
-        assert!(check(Mode::Colocated, 1).is_ok() && check(Mode::Colocated, 2).is_ok());
-        let message = check(Mode::Colocated, 4).unwrap_err().to_string();
+        let check = |size| check_each_node(true, two_nodes, size);
+        assert!(check(1).is_ok() && check(2).is_ok());
+        let message = check(4).unwrap_err().to_string();
         assert!(
             message.starts_with("save_on_each_node = true: expected false with zero.shard_group_size = 4"),
             "{message}"
         );
-        assert!(check(Mode::Split, 2).unwrap_err().to_string().contains("mode = split"));
         let one = WorldSize { ranks: 4, local_ranks: 4 };
-        assert!(
-            check_each_node(true, one, Mode::Split, 4).is_ok()
-                && check_each_node(false, two_nodes, Mode::Split, 4).is_ok()
-        );
+        assert!(check_each_node(true, one, 4).is_ok() && check_each_node(false, two_nodes, 4).is_ok());
     }
 }

@@ -15,10 +15,9 @@ use crate::bench::{
     CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, StepBench, TrainBench,
     bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_step, bench_train, compare,
 };
-use crate::config::{MixedPrecision, OptimizerName, Quantization};
 use crate::cuda::{Placement, residual_kind};
 use crate::dist::World;
-use crate::error::{Error, ExitCode, Result};
+use crate::error::{ExitCode, Result};
 use crate::phase::{HeartbeatLimits, terminal};
 use crate::train::GradientOptions;
 
@@ -51,18 +50,6 @@ fn bench<T: Args>(
 }
 
 fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
-    if args.quantization != Quantization::None && args.lora_r.is_none() {
-        let expected = "none, or --lora_r: a quantised base is frozen";
-        return Err(Error::invalid_value("--quantization", args.quantization.name(), expected));
-    }
-    if args.quantization == Quantization::Nf4 && args.mixed_precision != MixedPrecision::None {
-        let expected = "none: --quantization nf4 has rounded the weights already";
-        return Err(Error::invalid_value("--mixed_precision", args.mixed_precision.name(), expected));
-    }
-    if args.optim == OptimizerName::Muon && args.lora_r.is_some() {
-        let expected = "adamw or adamw_8bit: with --lora_r no matrix of the model is trained";
-        return Err(Error::invalid_value("--optim", args.optim.name(), expected));
-    }
     let spec = args.model.spec()?;
     let spec = match args.layers {
         Some(num_layers) => spec.with_num_layers(num_layers),

@@ -4,7 +4,7 @@ mod defaults;
 
 use std::fmt::Write;
 
-use crate::config::{Config, KeyDoc, SftConfig, described, toml_value};
+use crate::config::{Config, KeyDoc, Refused, SftConfig, TABLE, Term, described, toml_value};
 
 /// Columns of the comments in a configuration file.
 const WIDTH: usize = 78;
@@ -27,13 +27,30 @@ pub(super) fn reference_page() -> String {
          for these:\n\n{}\n\
          ## GRPO (`colo-grpo --config FILE key=value ..`)\n{}\n\
          ## Supervised (`colo-grpo sft --config FILE key=value ..`)\n\n{}{}\n\
-         As above: {}.\n",
+         As above: {}.\n\n\
+         ## What does not go together\n\nA run that has both features of a row is refused with the row's reason. Elsewhere any two keys go \
+         together, within the bounds that numbers\nset one another and what a chip lacks.\n{}",
         defaults::table(&grpo),
         grpo.iter().map(row).collect::<String>(),
         HEAD,
         own.map(row).collect::<String>(),
         same.join(", "),
+        [Refused::Unread, Refused::Wrong, Refused::Unserved].map(refused).concat(),
     )
+}
+
+/// A part of the table of what does not go together.
+fn refused(part: Refused) -> String {
+    let title = match part {
+        Refused::Unread => "A key that nothing would read, or that another one contradicts",
+        Refused::Wrong => "A run that would not be what its keys ask for",
+        Refused::Unserved => "A run that the program cannot make",
+    };
+    let rows = TABLE.iter().filter(|row| row.refused == part).map(|row| {
+        let with: Vec<_> = row.with.iter().map(Term::described).collect();
+        format!("| {} | {} | {} |\n", row.feature.described(), with.join(", "), row.why)
+    });
+    format!("\n### {title}\n\n| feature | not with | why |\n|---|---|---|\n{}", rows.collect::<String>())
 }
 
 /// Every key with its default as a TOML file; the keys of supervised fine-tuning where `is_sft`.

@@ -3,8 +3,6 @@
 
 use super::field::keys;
 use super::range::{COUNT, at_least};
-use super::validate::check;
-use crate::error::Result;
 
 keys! {
     /// Best evaluation and early stopping; keys of the top.
@@ -25,12 +23,6 @@ keys! {
 }
 
 impl BestConfig {
-    pub(super) fn check(&self, eval_steps: Option<usize>) -> Result<()> {
-        let wanted = self.load_best_model_at_end || self.early_stopping_patience.is_some();
-        let key = if self.load_best_model_at_end { "load_best_model_at_end" } else { "early_stopping_patience" };
-        check("eval_steps", "none", !wanted || eval_steps.is_some(), format!("a number of steps, as {key} is set"))
-    }
-
     /// Name of the metric that decides.
     pub fn metric(&self) -> String {
         let name = self.metric_for_best_model.as_deref().unwrap_or("eval_reward");
@@ -45,7 +37,7 @@ impl BestConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{config, message};
+    use super::super::tests::config;
 
     #[test]
     fn names_and_directions_are_those_of_transformers() {
@@ -54,12 +46,5 @@ mod tests {
         let loss = best(&["metric_for_best_model=pass_loss"]);
         assert_eq!((loss.metric(), loss.is_greater_better()), ("eval_pass_loss".to_owned(), false));
         assert!(best(&["metric_for_best_model=eval_loss", "greater_is_better=true"]).is_greater_better());
-        for key in ["load_best_model_at_end=true", "early_stopping_patience=2"] {
-            assert!(
-                message(&[key]).contains("eval_steps = none: expected a number of steps, as "),
-                "{}",
-                message(&[key])
-            );
-        }
     }
 }

@@ -1,12 +1,7 @@
 //! Which rows come less often (`curriculum.*`).
 
-use super::Config;
 use super::field::keys;
 use super::range::from_to;
-use super::validate::check;
-use crate::error::Result;
-
-const EVERY: usize = 4;
 
 keys! {
     /// Rows that teach little come less often (`curriculum.*`).
@@ -17,15 +12,7 @@ keys! {
         /// takes all rows alike.
         pub solve_rate: Option<[f64; 2]> = None => from_to(0.0, 1.0),
         /// A row outside of `curriculum.solve_rate` comes in one of so many epochs.
-        pub every: usize = EVERY => from_to(2.0, 1e6),
-    }
-}
-
-impl Config {
-    pub(super) fn check_curriculum(&self) -> Result<()> {
-        let CurriculumConfig { solve_rate, every } = self.curriculum;
-        let expected = "to be left out, or curriculum.solve_rate = [low, high], beside which alone it is read";
-        check("curriculum.every", every, solve_rate.is_some() || every == EVERY, expected)
+        pub every: usize = 4 => from_to(2.0, 1e6),
     }
 }
 
@@ -34,11 +21,10 @@ mod tests {
     use super::super::tests::{config, message};
 
     #[test]
-    fn bounds_are_shares_and_a_number_without_bounds_is_refused() {
+    fn bounds_are_shares() {
         let given = config(&["curriculum.solve_rate=[0.1, 0.9]", "curriculum.every=2"]).curriculum;
         assert_eq!((given.solve_rate, given.every), (Some([0.1, 0.9]), 2));
         for (key, part) in [
-            ("curriculum.every=2", "or curriculum.solve_rate = [low, high]"),
             ("curriculum.solve_rate=[0.9, 0.1]", "low not above high"),
             ("curriculum.solve_rate=[0, 2]", "from 0 to 1"),
         ] {

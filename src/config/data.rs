@@ -9,6 +9,7 @@ use super::PromptFormat;
 use super::field::{Field, FromValue, KeyDoc, join, keys};
 use super::range::{COUNT, Range, from_to};
 use super::raw::RawConfig;
+use super::together::Combination;
 use super::validate::check;
 use crate::error::{Error, Result};
 
@@ -54,20 +55,15 @@ keys! {
 
 impl DataConfig {
     pub(super) fn check(&self) -> Result<()> {
-        let Self { train_file, dataset_name, .. } = self;
-        let got = train_file.to_value().to_string();
-        let needs_one = "files with training rows, or dataset_name set to a data set of the Hugging Face Hub";
-        check("train_file", "none", !train_file.0.is_empty() || dataset_name.is_some(), needs_one)?;
-        let only_one =
-            "none, as dataset_name says where the rows are; a file of the Hub is hf://datasets/USER/NAME/FILE";
-        check("train_file", got, train_file.0.is_empty() || dataset_name.is_none(), only_one)?;
-        let (num_weights, num_entries) = (self.train_file_weights.len(), train_file.0.len());
+        let (num_weights, num_entries) = (self.train_file_weights.len(), self.train_file.0.len());
         let fits = num_weights == 0 || num_weights == num_entries;
         let expected = format!("one weight for each of the {num_entries} entries of train_file, or none");
-        check("train_file_weights", format!("{:?}", self.train_file_weights), fits, expected)?;
-        let of_name = "none, or dataset_name set";
-        let config = self.dataset_config.as_deref().unwrap_or("none");
-        check("dataset_config", config, self.dataset_config.is_none() || dataset_name.is_some(), of_name)
+        check("train_file_weights", format!("{:?}", self.train_file_weights), fits, expected)
+    }
+
+    /// Checks the keys of the rows without those of the run.
+    pub(super) fn check_source(&self) -> Result<()> {
+        Combination::of_keys(self).check().and_then(|()| self.check())
     }
 
     /// Whether a run is evaluated on held-out rows: on those of `eval_file` in any case, on the data set's split where `eval_steps`
@@ -199,12 +195,14 @@ mod tests {
         assert!(!config(&[]).data.has_held_out(Some(1)) && config(&["eval_file=e.jsonl"]).data.has_held_out(None));
         assert_eq!(Config::from_toml(&named.to_toml()).unwrap(), named);
         for (keys, part) in [
-            (&["train_file=none"][..], "train_file = none: expected files with training rows, or dataset_name"),
-            (&["dataset_name=openai/gsm8k"], "train_file = \"train.jsonl\": expected none, as dataset_name"),
+            (&["train_file=none"][..], "train_file = none: expected a value, or dataset_name set"),
+            (
+                &["dataset_name=openai/gsm8k"],
+                "train_file = train.jsonl: expected to be left out, or dataset_name left out",
+            ),
             (&["train_file_weights=[1, 2]"], "one weight for each of the 1 entries"),
             (&["train_file_weights=[0]"], "a number in (0, 1000]"),
             (&["train_file_weights=[1e9]"], "a number in (0, 1000]"),
-            (&["dataset_config=main"], "dataset_config = main: expected none, or dataset_name set"),
         ] {
             assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));
         }

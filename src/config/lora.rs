@@ -2,10 +2,10 @@
 
 use serde_json::Value;
 
+use super::TargetModule;
 use super::field::{FromValue, keys};
 use super::range::{BELOW_ONE, Range, above, from_to};
 use super::validate::check;
-use super::{Quantization, TargetModule};
 use crate::error::Result;
 
 /// Largest rank of adapters that are trained or read.
@@ -29,18 +29,11 @@ keys! {
 }
 
 impl LoraConfig {
-    pub(super) fn check(&self, quantization: Quantization) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let targets = self.target_modules.to_value().to_string();
         let repeated = self.target_modules.modules().len() != self.target_modules.len();
         check("lora.target_modules", &targets, !repeated, "every projection only once")?;
-        check("lora.target_modules", targets, self.target_modules.len() > 0, "at least one projection")?;
-        if self.r.is_some() {
-            return Ok(());
-        }
-        let default = Self { r: None, alpha: 32.0, dropout: 0.0, target_modules: TargetModules::AllLinear };
-        check("lora.r", "none", *self == default, "a rank, as other keys of lora are set")?;
-        let trained = quantization == Quantization::None;
-        check("quantization", quantization.name(), trained, "none, or lora.r set: a quantised base is frozen")
+        check("lora.target_modules", targets, self.target_modules.len() > 0, "at least one projection")
     }
 }
 
@@ -101,6 +94,7 @@ impl FromValue for TargetModules {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Quantization;
     use super::super::tests::{config, message};
     use super::*;
 
@@ -123,9 +117,7 @@ mod tests {
             (&["lora.r=8", "lora.target_modules=[\"qkv_proj\"]"], "or a list of q_proj, k_proj"),
             (&["lora.r=8", "lora.target_modules=[]"], "at least one projection"),
             (&["lora.r=8", "lora.target_modules=[\"q_proj\", \"q_proj\"]"], "only once"),
-            (&["quantization=nf4"], "quantization = nf4: expected none, or lora.r set"),
             (&["quantization=int8", "lora.r=8"], "one of none, nf4"),
-            (&["lora.alpha=16"], "lora.r = none: expected a rank"),
         ] {
             let error = message(overrides);
             assert!(error.contains(expected), "{overrides:?}: {error}");

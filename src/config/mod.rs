@@ -21,6 +21,7 @@ mod reward;
 mod sft;
 mod snapshot;
 mod split;
+mod together;
 mod tools;
 mod unquoted;
 mod unread;
@@ -55,6 +56,9 @@ pub(crate) use reward::{environment_class, is_python, reward_name};
 pub use sft::SftConfig;
 pub(crate) use snapshot::toml_value;
 pub use split::{MAX_ASYNC_STEPS, Roles, SplitConfig};
+#[cfg(test)]
+pub(crate) use together::Values;
+pub(crate) use together::{Circumstance, Combination, Refused, TABLE, Term};
 pub(crate) use tools::INTERPRETER;
 pub use tools::{EnvironmentFactories, ToolsConfig};
 

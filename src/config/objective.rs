@@ -4,10 +4,7 @@ use super::field::{Field, keys};
 use super::range::{ANY, COUNT, above, at_least, from_to};
 use super::raw::RawConfig;
 use super::validate::check;
-use super::{
-    AdvantageEstimator, Config, DynamicSampling, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator,
-    LossType, MultiObjectiveAggregation, RouterReplay, ScaleRewards,
-};
+use super::{AdvantageEstimator, Config, KlEstimator, MultiObjectiveAggregation, RouterReplay};
 use crate::error::Result;
 
 keys! {
@@ -84,142 +81,17 @@ impl Default for ObjectiveConfig {
 }
 
 impl Config {
-    /// Whether the keys of the objective make sense together.
-    pub(super) fn check_objective(&self) -> Vec<Result<()>> {
-        vec![
-            self.check_clipping(),
-            self.check_loss_type(),
-            self.check_advantages(),
-            self.check_kl(),
-            self.check_reference_sync(),
-            self.check_correction(),
-            self.check_entropy(),
-        ]
-    }
-
-    fn check_clipping(&self) -> Result<()> {
-        let Some(delta) = self.delta else { return Ok(()) };
-        let high = self.epsilon_high.unwrap_or(self.epsilon);
-        check("delta", delta, delta > 1.0 + high, format!("above 1 + epsilon_high = {}", 1.0 + high))?;
-        let clips = match self.loss_type {
-            LossType::Grpo | LossType::DrGrpo | LossType::Bnpo | LossType::Dapo | LossType::Luspo => true,
-            LossType::Cispo | LossType::Sapo | LossType::Vespo => false,
-        };
-        let expected = format!("to be left out: loss_type {} does not read it", self.loss_type.name());
-        check("delta", delta, clips, expected)
-    }
-
-    fn check_loss_type(&self) -> Result<()> {
-        let (given, default) = (&self.objective, ObjectiveConfig::default());
-        let of_sapo = [
-            ("sapo_temperature_neg", given.sapo_temperature_neg, default.sapo_temperature_neg),
-            ("sapo_temperature_pos", given.sapo_temperature_pos, default.sapo_temperature_pos),
-        ];
-        let of_vespo = [
-            ("vespo_k_pos", given.vespo_k_pos, default.vespo_k_pos),
-            ("vespo_lambda_pos", given.vespo_lambda_pos, default.vespo_lambda_pos),
-            ("vespo_k_neg", given.vespo_k_neg, default.vespo_k_neg),
-            ("vespo_lambda_neg", given.vespo_lambda_neg, default.vespo_lambda_neg),
-        ];
-        for (loss_type, keys) in [(LossType::Sapo, &of_sapo[..]), (LossType::Vespo, &of_vespo)] {
-            for (key, value, default) in keys {
-                let is_read = self.loss_type == loss_type || value == default;
-                let expected = format!("to be left out, or loss_type = {}, which alone reads it", loss_type.name());
-                check(key, value, is_read, expected)?;
-            }
-        }
-        let level = self.importance_sampling_level;
-        let fits = |loss_type, wanted| self.loss_type != loss_type || level == wanted;
-        let whole = "sequence: loss_type luspo sums the loss of whole sequences";
-        check(
-            "importance_sampling_level",
-            level.name(),
-            fits(LossType::Luspo, ImportanceSamplingLevel::Sequence),
-            whole,
-        )?;
-        let own = "token: loss_type vespo makes ratios of sequences by itself";
-        check("importance_sampling_level", level.name(), fits(LossType::Vespo, ImportanceSamplingLevel::Token), own)
-    }
-
-    fn check_advantages(&self) -> Result<()> {
-        let (estimator, scale) = (self.objective.advantage_estimator, self.scale_rewards);
-        let leaves_one_out = estimator == AdvantageEstimator::Rloo;
-        let decoupled = self.objective.multi_objective_aggregation == MultiObjectiveAggregation::NormalizeThenSum;
-        let expected = "none, or batch to bring the batch's advantages to mean 0 and standard deviation 1, as \
-                        advantage_estimator is rloo";
-        check("scale_rewards", scale.name(), !leaves_one_out || scale != ScaleRewards::Group, expected)?;
-        let expected = "grpo: normalize_then_sum scales each reward by its group's mean and standard deviation";
-        check("advantage_estimator", estimator.name(), !(leaves_one_out && decoupled), expected)?;
-        let expected = "group: normalize_then_sum scales by group and then by batch";
-        check("scale_rewards", scale.name(), !decoupled || scale == ScaleRewards::Group, expected)
-    }
-
-    fn check_kl(&self) -> Result<()> {
-        let estimator = self.objective.kl_estimator;
-        let expected = "k3, or beta above 0: without beta there is no KL term";
-        check("kl_estimator", estimator.name(), self.beta > 0.0 || estimator == KlEstimator::K3, expected)?;
-        let in_reward = self.objective.use_kl_in_reward;
-        let expected = "false, or beta above 0, which weighs it";
-        check("use_kl_in_reward", in_reward, !in_reward || self.beta > 0.0, expected)?;
-        let sums = self.objective.multi_objective_aggregation == MultiObjectiveAggregation::SumThenNormalize;
-        let expected = "false: multi_objective_aggregation = normalize_then_sum scales each reward by itself, and none of them has the \
-                        divergence";
-        check("use_kl_in_reward", in_reward, !in_reward || sums, expected)?;
-        let keeps_all = self.dynamic_sampling == DynamicSampling::None;
-        let expected =
-            "false, or dynamic_sampling = none: with the divergence in the rewards groups of equal rewards teach, too";
-        check("use_kl_in_reward", in_reward, !in_reward || keeps_all, expected)?;
-        let in_loss = self.beta > 0.0 && !in_reward;
-        let is_noise = in_loss && estimator == KlEstimator::K1 && !self.use_bias_correction_kl;
-        let expected = "true, or kl_estimator k2 or k3: the gradient of k1 alone is 0 in the mean";
-        check("use_bias_correction_kl", self.use_bias_correction_kl, !is_noise, expected)
-    }
-
-    fn check_reference_sync(&self) -> Result<()> {
-        let (given, default) = (&self.objective, ObjectiveConfig::default());
-        let syncs = given.sync_ref_model;
-        let expected = "false, or beta above 0: without beta there is no reference model";
-        check("sync_ref_model", syncs, !syncs || self.beta > 0.0, expected)?;
-        let expected =
-            "false: adapters have their frozen base for a reference model, and none of their own to mix into";
-        check("sync_ref_model", syncs, !syncs || self.lora.r.is_none(), expected)?;
-        let (alpha, steps) = (given.ref_model_mixup_alpha, given.ref_model_sync_steps);
-        let expected = "to be left out, or sync_ref_model = true, which alone reads it";
-        check("ref_model_mixup_alpha", alpha, syncs || alpha == default.ref_model_mixup_alpha, expected)?;
-        check("ref_model_sync_steps", steps, syncs || steps == default.ref_model_sync_steps, expected)
-    }
-
-    fn check_entropy(&self) -> Result<()> {
-        let (given, default) = (&self.objective, ObjectiveConfig::default());
-        let (least, most) = (given.entropy_coef_min, given.entropy_coef_max);
+    /// Checks the bounds that keys of the objective set one another.
+    pub(super) fn check_bounds(&self) -> Result<()> {
+        let most = 1.0 + self.epsilon_high.unwrap_or(self.epsilon);
+        let delta = self.delta.unwrap_or(f64::INFINITY);
+        check("delta", delta, delta > most, format!("above 1 + epsilon_high = {most}"))?;
+        let ObjectiveConfig { entropy_coef_min: least, entropy_coef_max: most, .. } = self.objective;
         check("entropy_coef_min", least, least <= most, format!("at most entropy_coef_max = {most}"))?;
-        for (key, value, default) in [
-            ("entropy_coef_min", least, default.entropy_coef_min),
-            ("entropy_coef_max", most, default.entropy_coef_max),
-            ("entropy_coef_delta", given.entropy_coef_delta, default.entropy_coef_delta),
-            ("entropy_target", given.entropy_target, default.entropy_target),
-        ] {
-            let is_read = given.use_adaptive_entropy || value == default;
-            check(key, value, is_read, "to be left out, or use_adaptive_entropy = true, which alone reads it")?;
-        }
-        let (share, drops) = (given.top_entropy_quantile, self.lora.r.is_some() && self.lora.dropout > 0.0);
-        let expected = "1, or lora.dropout = 0: the entropies of a pass with dropout are not known before it";
-        check("top_entropy_quantile", share, share == 1.0 || !drops, expected)
-    }
-
-    fn check_correction(&self) -> Result<()> {
-        let (mode, is_on) = (self.importance_sampling_mode, self.importance_sampling_correction);
-        let of_tokens = matches!(mode, ImportanceSamplingMode::TokenTruncate | ImportanceSamplingMode::TokenMask);
-        let expected =
-            "token_truncate or token_mask: loss_type vespo multiplies the ratios of a sequence's tokens itself";
-        let fits = !is_on || self.loss_type != LossType::Vespo || of_tokens;
-        check("importance_sampling_mode", mode.name(), fits, expected)?;
-        let Some(least) = self.objective.importance_sampling_clip_min else { return Ok(()) };
-        let most = self.importance_sampling_clip_max;
-        let below = format!("below importance_sampling_clip_max = {most}");
-        check("importance_sampling_clip_min", least, least < most, below)?;
-        let expected = "to be left out: importance_sampling_correction is off";
-        check("importance_sampling_clip_min", least, is_on, expected)
+        let (least, most) = (self.objective.importance_sampling_clip_min, self.importance_sampling_clip_max);
+        let is_below = least.is_none_or(|least| least < most);
+        let expected = format!("below importance_sampling_clip_max = {most}");
+        check("importance_sampling_clip_min", least.unwrap_or_default(), is_below, expected)
     }
 }
 
@@ -229,44 +101,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_that_nothing_reads_and_estimates_that_teach_nothing_are_refused() {
+    fn bounds_that_keys_set_one_another_are_told() {
         for (overrides, part) in [
-            (&["delta=2.0", "loss_type=sapo"][..], "loss_type sapo does not read it"),
-            (&["sapo_temperature_neg=2"], "loss_type = sapo, which alone reads it"),
-            (&["vespo_lambda_pos=1", "loss_type=sapo"], "loss_type = vespo, which alone reads it"),
-            (&["loss_type=luspo"], "importance_sampling_level = token: expected sequence"),
-            (&["loss_type=vespo"], "importance_sampling_mode = sequence_mask: expected token_truncate or token_mask"),
-            (
-                &["loss_type=vespo", "importance_sampling_mode=token_mask", "importance_sampling_level=sequence"],
-                "importance_sampling_level = sequence: expected token",
-            ),
-            (&["advantage_estimator=rloo"], "scale_rewards = group: expected none, or batch"),
-            (
-                &["advantage_estimator=rloo", "scale_rewards=none", "multi_objective_aggregation=normalize_then_sum"],
-                "advantage_estimator = rloo: expected grpo",
-            ),
-            (&["multi_objective_aggregation=normalize_then_sum", "scale_rewards=none"], "by group and then by batch"),
-            (&["kl_estimator=k2"], "beta above 0"),
-            (&["kl_estimator=k1", "beta=0.1", "use_bias_correction_kl=false"], "gradient of k1 alone is 0"),
-            (&["use_kl_in_reward=true"], "or beta above 0, which weighs it"),
-            (
-                &["use_kl_in_reward=true", "beta=0.1", "multi_objective_aggregation=normalize_then_sum"],
-                "none of them has the divergence",
-            ),
-            (&["use_kl_in_reward=true", "beta=0.1", "dynamic_sampling=filter"], "or dynamic_sampling = none"),
-            (&["sync_ref_model=true"], "or beta above 0: without beta there is no reference model"),
-            (&["sync_ref_model=true", "beta=0.1", "lora.r=4"], "none of their own to mix into"),
-            (&["ref_model_sync_steps=2"], "or sync_ref_model = true, which alone reads it"),
-            (&["ref_model_mixup_alpha=1.5", "sync_ref_model=true", "beta=0.1"], "from 0 to 1"),
+            (&["ref_model_mixup_alpha=1.5", "sync_ref_model=true", "beta=0.1"][..], "from 0 to 1"),
+            (&["delta=1.1"], "above 1 + epsilon_high = 1.2"),
             (&["importance_sampling_clip_min=3"], "below importance_sampling_clip_max = 3"),
-            (
-                &["importance_sampling_clip_min=0.5", "importance_sampling_correction=false"],
-                "importance_sampling_correction is off",
-            ),
             (&["off_policy_mask_threshold=0"], "above 0"),
             (&["entropy_coef_min=2", "use_adaptive_entropy=true"], "at most entropy_coef_max = 1"),
-            (&["entropy_target=2"], "use_adaptive_entropy = true, which alone reads it"),
-            (&["top_entropy_quantile=0.2", "lora.r=4", "lora.dropout=0.1"], "or lora.dropout = 0"),
         ] {
             let text = message(overrides);
             assert!(text.contains(part), "{overrides:?}: {text}");

@@ -4,11 +4,11 @@ use std::fmt;
 
 use serde_json::Value;
 
+use super::Config;
 use super::batch::{check_divides, divisors, listed};
 use super::field::FromValue;
 use super::range::{COUNT, Range};
 use super::validate::check;
-use super::{Config, Mode, Quantization};
 use crate::error::{Error, Result};
 
 /// Layers of each stage of an engine; as text, numbers with commas between them.
@@ -104,7 +104,7 @@ impl Config {
     }
 
     pub(super) fn check_pipeline(&self) -> Result<()> {
-        let (key, num_stages) = ("pipeline_parallel_size", self.pipeline_parallel_size);
+        let num_stages = self.pipeline_parallel_size;
         if let Some(partition) = &self.pipeline_partition {
             let given = partition.0.len();
             let expected = match num_stages {
@@ -113,13 +113,7 @@ impl Config {
             };
             check("pipeline_partition", partition, given == num_stages, expected)?;
         }
-        if num_stages == 1 {
-            return Ok(());
-        }
-        let replicas = "1: where every rank holds all weights, replicas of an engine generate more than stages of one; or zero.stage = 3, or mode = split";
-        check(key, num_stages, self.zero.stage == 3 || self.mode == Mode::Split, replicas)?;
-        let whole = "1 with quantization = nf4, whose blocks every rank holds whole";
-        check(key, num_stages, self.quantization == Quantization::None, whole)
+        Ok(())
     }
 }
 
@@ -140,18 +134,6 @@ mod tests {
         assert_eq!(split.engine_shape().num_ranks(), 2, "at any zero.stage: trainers have no engine");
         for (keys, part) in [
             (&["pipeline_parallel_size=0"][..], "pipeline_parallel_size = 0: expected a whole number"),
-            (
-                &["pipeline_parallel_size=2"],
-                "pipeline_parallel_size = 2: expected 1: where every rank holds all weights",
-            ),
-            (
-                &["pipeline_parallel_size=2", "zero.stage=3", "quantization=nf4", "lora.r=8"],
-                "expected 1 with quantization = nf4",
-            ),
-            (
-                &["pipeline_parallel_size=2", "zero.stage=3", "agent=a.py:play"],
-                "pipeline_parallel_size = 2: expected 1 with agent",
-            ),
             (&["pipeline_partition=10,10"], "pipeline_partition = 10,10: expected none, or pipeline_parallel_size = 2"),
             (&["pipeline_partition=10,,8"], "expected \"none\" or the layers of each stage, at least 1"),
             (&["pipeline_partition=10,0"], "at least 1, as \"10,10,8\""),

@@ -2,8 +2,7 @@
 
 use super::field::keys;
 use super::range::{COUNT, from_to};
-use super::validate::check;
-use super::{AutoOr, Config, DynamicSampling, Mode, OptimizerResidency, Quantization};
+use super::{Config, Mode};
 use crate::error::{Error, Result};
 
 /// Most steps that a batch is sampled ahead.
@@ -37,51 +36,13 @@ pub struct Roles {
 }
 
 impl Config {
-    pub(super) fn check_split(&self) -> Result<()> {
-        let SplitConfig { rollout_gpus, async_steps, in_flight_updates } = self.split;
-        if self.mode == Mode::Colocated {
-            let left_out = "to be left out, or mode = split";
-            check("split.rollout_gpus", rollout_gpus.unwrap_or(0), rollout_gpus.is_none(), left_out)?;
-            check(
-                "split.in_flight_updates",
-                in_flight_updates.unwrap_or(false),
-                in_flight_updates.is_none(),
-                left_out,
-            )?;
-            return check("split.async_steps", async_steps, async_steps == 0, left_out);
-        }
-        let may_be_on = async_steps > 1 && !self.is_reproducible() && self.dynamic_sampling != DynamicSampling::Replace;
-        let whole_batches = "none or false, or split.async_steps above 1 without strict, full_determinism and \
-                             dynamic_sampling = replace";
-        check("split.in_flight_updates", true, may_be_on || in_flight_updates != Some(true), whole_batches)?;
-        let number = "the number of GPUs that only generate, as mode = split";
-        check("split.rollout_gpus", "none", rollout_gpus.is_some(), number)?;
-        let whole = "0: in mode = split a step takes every group that it begins";
-        check("oversample", self.oversample, self.oversample == 0.0, whole)?;
-        let corrected = async_steps == 0 || self.importance_sampling_correction;
-        let older = "true: with split.async_steps an older policy samples";
-        check("importance_sampling_correction", self.importance_sampling_correction, corrected, older)?;
-        let plain = self.quantization == Quantization::None;
-        check(
-            "quantization",
-            self.quantization.name(),
-            plain,
-            "none: mode = split sends weights as they are computed with",
-        )?;
-        let swaps = self.residency.optimizer == AutoOr::Given(OptimizerResidency::Swap);
-        let stays = "auto, resident or stream: no engine needs its memory where mode = split";
-        check("residency.optimizer", OptimizerResidency::Swap.name(), !swaps, stays)
-    }
-
     /// Whether engines of their own take new weights in the middle of batches, on GPUs or on CPUs.
     pub fn updates_in_flight(&self, is_cuda: bool) -> bool {
-        let is_default = is_cuda && !self.is_reproducible() && self.dynamic_sampling != DynamicSampling::Replace;
-        self.mode == Mode::Split && self.split.async_steps > 1 && self.split.in_flight_updates.unwrap_or(is_default)
-    }
-
-    /// Whether a run's bits must not depend on the clock, on GPUs too.
-    fn is_reproducible(&self) -> bool {
-        self.strict || self.full_determinism
+        let in_flight = [("split.in_flight_updates", true.into())];
+        let is_default = || is_cuda && self.combination().with(in_flight).check().is_ok();
+        self.mode == Mode::Split
+            && self.split.async_steps > 1
+            && self.split.in_flight_updates.unwrap_or_else(is_default)
     }
 
     /// The roles of `world_size` ranks.
@@ -105,7 +66,7 @@ impl Config {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{config, message};
+    use super::super::tests::config;
     use super::*;
 
     #[test]
@@ -122,25 +83,5 @@ mod tests {
         };
         assert!(refused("tensor_parallel_size=2").ends_with("a divisor of the 3 ranks that generate: 1, 3"));
         assert!(refused("zero.shard_group_size=4").ends_with("a divisor of the 2 ranks that train: 1, 2"));
-    }
-
-    #[test]
-    fn keys_that_do_not_fit_a_split_are_refused() {
-        let split = ["mode=split", "split.rollout_gpus=1"];
-        for (keys, part) in [
-            (&["mode=split"][..], "split.rollout_gpus = none: expected the number of GPUs"),
-            (&["split.rollout_gpus=1"], "to be left out, or mode = split"),
-            (&["split.async_steps=1"], "to be left out, or mode = split"),
-            (&[split[0], split[1], "split.async_steps=9"], "a whole number from 0 to 8"),
-            (&[split[0], split[1], "split.async_steps=1", "split.in_flight_updates=true"], "above 1 without strict"),
-            (&["split.in_flight_updates=false"], "to be left out, or mode = split"),
-            (&[split[0], split[1], "split.async_steps=1", "importance_sampling_correction=false"], "an older policy"),
-            (&[split[0], split[1], "residency.optimizer=swap"], "no engine needs its memory"),
-            (&[split[0], split[1], "lora.r=4", "quantization=nf4"], "none: mode = split"),
-            (&[split[0], split[1], "partial_rollout=true", "oversample=1", "carried_kv=keep"], "takes every group"),
-            (&[split[0], "split.rollout_gpus=0"], "from 1 to"),
-        ] {
-            assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));
-        }
     }
 }

@@ -190,7 +190,6 @@ fn a_snapshot_of_a_run_is_a_configuration() {
 #[test]
 fn what_a_key_does_not_take_is_refused() {
     assert!(message(&["residency.reference=swap"]).contains("auto or one of resident, host"));
-    assert!(message(&["strict=true", "tensor_parallel_size=2"]).contains("or tensor_parallel_size = 1"));
 }
 
 #[test]
@@ -237,16 +236,14 @@ fn all_that_is_wrong_is_told_at_once() {
     }
     let together = message(&["stop=[\"\"]", "delta=1.1", "eval_steps=5", "zero.stage=0", "zero.shard_group_size=2"]);
     let keys: Vec<&str> = together.lines().map(|line| line.split(' ').next().unwrap()).collect();
-    assert_eq!(keys, ["stop", "delta", "zero.shard_group_size", "eval_file"], "{together}");
+    assert_eq!(keys, ["stop", "delta", "eval_file", "zero.shard_group_size"], "{together}");
 }
 
 #[test]
-fn values_that_do_not_fit_together_are_refused() {
+fn values_that_a_key_does_not_take_are_refused() {
     for (overrides, part) in [
         (&["num_generations=1"][..], "at least 2"),
         (&["epsilon=1.0"], "in [0, 1)"),
-        (&["delta=1.1"], "above 1 + epsilon_high = 1.2"),
-        (&["delta=2.0", "loss_type=cispo"], "does not read it"),
         (&["top_p=0"], "in (0, 1]"),
         (&["top_p=1e-38"], "top_p = 1e-38: expected a number in (0, 1], at least float32's smallest normal one"),
         (&["lora.r=65537"], "a whole number from 1 to 65536"),
@@ -259,47 +256,23 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["temperature=1e-37"], "temperature = 1e-37: expected at least 0.000001"),
         (&["eval_temperature=-1"], "at least 0"),
         (&["eval_temperature=1e-37"], "eval_temperature = 1e-37: expected 0, which is greedy, or at least 0.000001"),
-        (&["eval_temperature=0", "eval_num_generations=2"], "1, as greedy samples of a problem"),
         (&["repetition_penalty=1e30"], "repetition_penalty = 1e30: expected a number from 0.000001 to 1000000"),
         (&["epsilon_high=1e300"], "a number of at least 0; no number is above 1e30"),
         (&["reward_weights=[-1e31]"], "each a number; no number is above 1e30 or below -1e30"),
         (&["kv_block_size=1025"], "a whole number from 1 to 1024"),
         (&["oversample=-0.5"], "a number from 0 to 16"),
-        (&["partial_rollout=true"], "oversample above 0"),
-        (&["dynamic_sampling=replace", "oversample=1"], "none or filter: with oversample above 0"),
-        (
-            &["dynamic_sampling=filter", "multi_objective_aggregation=normalize_then_sum"],
-            "none: multi_objective_aggregation = normalize_then_sum",
-        ),
-        (&["dynamic_sampling_range=[0.1, 0.9]"], "dynamic_sampling = replace or filter"),
         (&["dynamic_sampling=filter", "dynamic_sampling_range=[0.9, 0.1]"], "low not above high"),
         (&["dynamic_sampling=filter", "dynamic_sampling_range=[0.9]"], "[low, high], each a number"),
-        (&["partial_rollout=true", "oversample=1", "importance_sampling_correction=false"], "older weights"),
-        (&["carried_kv=keep"], "or partial_rollout = true"),
-        (&["carried_kv=keep", "partial_rollout=true", "oversample=1", "strict=true"], "recompute: with strict"),
-        (&["rollout_quantization=fp8", "strict=true"], "none: with strict = true a product adds up in one order"),
-        (&["rollout_quantization=fp8", "lora.r=8", "quantization=nf4"], "none: quantization = nf4"),
-        (&["rollout_quantization=fp8", "importance_sampling_correction=false"], "true, as rollout_quantization = fp8"),
-        (&["kv_cache_dtype=fp8", "importance_sampling_correction=false"], "true, as kv_cache_dtype = fp8"),
-        (
-            &["mamba_ssm_cache_dtype=bfloat16", "importance_sampling_correction=false"],
-            "true, as mamba_ssm_cache_dtype = bfloat16",
-        ),
-        (&["mamba_ssm_cache_dtype=bfloat16", "strict=true"], "float32: with strict = true"),
         (&["mamba_ssm_cache_dtype=float16"], "one of float32, bfloat16"),
         (&["mixed_precision=fp16"], "one of none, fp8, fp8_all"),
-        (&["mixed_precision=fp8", "lora.r=8", "quantization=nf4"], "none: quantization = nf4"),
-        (&["mixed_precision=fp8_all", "importance_sampling_correction=false"], "true, as mixed_precision = fp8_all"),
-        (&["mixed_precision=fp8", "importance_sampling_correction=false"], "true, as mixed_precision = fp8"),
         (&["reward_weights=[1, 2]"], "one weight for each of the 1 reward_funcs"),
         (&["reward_funcs=[\"a\", \"a\"]"], "a only once"),
         (&["reward.answer_pattern=[0-9]+"], "with a group"),
         (&["reward.format_pattern=("], "a regular expression"),
         (&["max_model_length=600", "max_prompt_length=100"], "100 + 512 = 612"),
-        (&["steps_per_generation=2", "generation_batch_size=16"], "to be left out"),
         (&["zero.stage=4"], "a whole number from 0 to 3"),
-        (&["zero.stage=0", "zero.shard_group_size=2"], "stage 0 shards nothing"),
-        (&["eval_steps=5"], "as eval_steps is set"),
+        (&["split.async_steps=9"], "a whole number from 0 to 8"),
+        (&["split.rollout_gpus=0"], "from 1 to"),
         (&["fault=1:2"], "rank:step:phase:kind"),
         (&["adam_beta2=1"], "in [0, 1)"),
         (&["seed=9223372036854775808"], "a whole number of at least 0: at most 9223372036854775807 (2^63 - 1)"),

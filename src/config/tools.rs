@@ -135,25 +135,9 @@ impl Config {
         let single = factories.0.get("").filter(|_| factories.0.len() > 1);
         let only = "either one class or a table of them";
         check("environment_factory", single.map_or("", String::as_str), single.is_none(), only)?;
-        self.check_agent()
-    }
-
-    /// Refuses what an agent cannot be served with.
-    fn check_agent(&self) -> Result<()> {
-        let Some(agent) = &self.tools.agent else { return Ok(()) };
+        let agent = self.tools.agent.as_deref();
         let expected = "a function as file.py:function, module:function or module.function";
-        check("agent", agent, is_python(agent), expected)?;
-        let tools = self.tools.tools.join(", ");
-        check("tools", tools, !self.tools.has_turns(), "none, and no environment_factory, with agent")?;
-        let num_stages = self.pipeline_parallel_size;
-        check(
-            "pipeline_parallel_size",
-            num_stages,
-            num_stages == 1,
-            "1 with agent, whose requests come when it sends them",
-        )?;
-        let expected = "false with agent: what is computed together depends on when its requests come";
-        check("full_determinism", "true", !self.full_determinism, expected)
+        check("agent", agent.unwrap_or_default(), agent.is_none_or(is_python), expected)
     }
 }
 
@@ -181,8 +165,6 @@ mod tests {
                 "reward.code.command = [\"node\"]: expected a Python",
             ),
             (&["agent=play"], "agent = play: expected a function as file.py:function"),
-            (&["agent=a.py:play", "tools=t.py:add"], "tools = t.py:add: expected none"),
-            (&["agent=a.py:play", "full_determinism=true"], "full_determinism = true: expected false with agent"),
             (&["environment_factory=Env"], "environment_factory = \"Env\": expected a class as file.py:Class"),
             (&["environment_factory=e.py:Env", "environment_factory.b=e.py:B"], "either one class or a table"),
             (&["reward_funcs=[]"], "at least one reward"),

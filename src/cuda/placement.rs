@@ -1,5 +1,6 @@
 //! Where a run computes and in what kind: decided here alone.
 
+use serde_json::Value;
 use tch::{Device, Kind};
 
 use super::abilities::shortfalls;
@@ -58,6 +59,13 @@ impl Placement {
     /// The placement on GPUs of another machine.
     pub fn on_other_gpus(dtype: Dtype) -> Self {
         Self::of(true, dtype)
+    }
+
+    /// The keys that it decides, to the table of what goes together.
+    pub fn settings(self) -> [(&'static str, Value); 2] {
+        let device = if self.on_cuda { config::Device::Cuda } else { config::Device::Cpu };
+        let dtype = if self.kind == Kind::BFloat16 { Dtype::Bfloat16 } else { Dtype::Float32 };
+        [("device", device.name().into()), ("dtype", dtype.name().into())]
     }
 
     fn of(on_cuda: bool, dtype: Dtype) -> Self {

@@ -3,12 +3,14 @@
 use std::ops::Range;
 use std::path::Path;
 
+use serde_json::Value;
 use tch::{Kind, Tensor};
 
 use super::block::{AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, SharedExpertSpec};
 use super::distinct::{RopeSpec, Ropes};
 use super::families::Family;
 use super::params::{shapes, units};
+use crate::config::{Circumstance, Combination};
 use crate::error::{Error, Result};
 use crate::ops::rms_norm::NormOptions;
 
@@ -84,14 +86,28 @@ impl ModelSpec {
     /// # Errors
     /// [`Error::InvalidValue`] on `router_aux_loss_coef` where there are no experts.
     pub fn router_aux_loss_coef(&self, configured: Option<f64>) -> Result<f64> {
-        match (self.experts(), configured) {
-            (Some(_), _) => Ok(configured.unwrap_or(self.router_aux_loss_coef)),
-            (None, None) => Ok(0.0),
-            (None, Some(coef)) => {
-                let expected = "none, or a model with experts: this one's config.json describes none";
-                Err(Error::invalid_value("router_aux_loss_coef", coef, expected))
-            }
-        }
+        let settings = configured.map(|coef| ("router_aux_loss_coef", coef.into()));
+        self.check_with(settings)?;
+        let own = if self.experts().is_some() { self.router_aux_loss_coef } else { 0.0 };
+        Ok(configured.unwrap_or(own))
+    }
+
+    /// The kind of model that it is, to the table of what goes together.
+    pub(crate) fn circumstances(&self) -> impl Iterator<Item = Circumstance> + use<> {
+        let (num_experts, has_nets) = (self.num_expert_layers(), self.delta_net().is_some());
+        let is_fused = has_nets && self.family.traits().interleaves_delta_nets;
+        let experts = if num_experts > 0 { Circumstance::Experts } else { Circumstance::NoExperts };
+        let nets = if has_nets { Circumstance::DeltaNets } else { Circumstance::NoDeltaNets };
+        let some = (1..self.num_layers()).contains(&num_experts).then_some(Circumstance::SomeExperts);
+        [experts, nets].into_iter().chain(some).chain(is_fused.then_some(Circumstance::FusedDeltaNets))
+    }
+
+    /// Refuses settings that do not go together, or not with this kind of model.
+    ///
+    /// # Errors
+    /// The errors of [`Combination::check`].
+    pub(crate) fn check_with<'a>(&self, settings: impl IntoIterator<Item = (&'a str, Value)>) -> Result<()> {
+        Combination::of(settings).in_circumstances(self.circumstances()).check()
     }
 
     /// With whole experts on each rank of an engine, if that is asked for.
@@ -99,10 +115,7 @@ impl ModelSpec {
     /// # Errors
     /// [`Error::InvalidValue`] on `enable_expert_parallel` where there are no experts.
     pub fn with_expert_parallel(self, is_parallel: bool) -> Result<Self> {
-        if is_parallel && self.experts().is_none() {
-            let expected = "false, or a model with experts: this one's config.json describes none";
-            return Err(Error::invalid_value("enable_expert_parallel", true, expected));
-        }
+        self.check_with([("enable_expert_parallel", is_parallel.into())])?;
         Ok(self.map_experts(|experts| experts.is_parallel = is_parallel))
     }
 

@@ -40,22 +40,15 @@ impl WeightCopy {
     /// Reserves the addresses, if these options ask for a copy.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) with `strict`, for models that the format does not serve and on a chip without
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for models that the format does not serve and on a chip without
     /// such products; the errors of [`Arena::reserve`].
     pub(super) fn reserve(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Result<Option<Self>> {
-        let EngineOptions { kind, device, .. } = *options;
+        let device = options.device;
         let (format, of) = (options.quantization.format(), Use::Engine { tp_size });
         if !format.rounds() {
             return Ok(None);
         }
-        if options.strict {
-            let name = format.name().to_uppercase();
-            let reason = format!(
-                "with strict = true a product adds up in one order for all numbers of rows, in {name} it does not"
-            );
-            return format.refuse(of, &reason);
-        }
-        format.check(of, spec, kind, device.is_cuda())?;
+        format.check(of, spec, device.is_cuda())?;
         format.check_device(of, device)?;
         let bytes = weight_copy_bytes(format, spec, tp_size);
         Ok(Some(Self { format, of, arena: Arena::reserve("engine_weight_copy", bytes, device)? }))

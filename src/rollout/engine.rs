@@ -12,10 +12,11 @@ use super::gpu::GpuState;
 use super::kept::KeptSequences;
 use super::kv_cache::{KvCache, cache_kind, check_kv_cache, kv_block_bytes};
 use super::stages::EngineRanks;
-use super::state_pages::{StatePages, check_state_dtype};
+use super::state_pages::StatePages;
 use super::stats::{EngineStats, StageTimes};
 use super::weights::EngineWeights;
 use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
+use crate::cuda::Placement;
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
@@ -64,27 +65,20 @@ impl EngineOptions {
     pub(super) fn cache_kind(&self) -> Kind {
         cache_kind(self.kv_cache_dtype, self.kind)
     }
-}
 
-/// Refuses an engine of `num_stages` of a model that cannot be divided so where it would run on GPUs, and `strict` steps of several.
-///
-/// # Errors
-/// [`Error::InvalidValue`] on `pipeline_parallel_size` or `strict`.
-pub fn check_stages(spec: &ModelSpec, num_stages: usize, strict: bool, on_gpu: bool) -> Result<()> {
-    if num_stages == 1 || !on_gpu {
-        return Ok(());
+    /// Refuses options that do not go together, or not with this model.
+    fn check(&self, spec: &ModelSpec, ranks: &EngineRanks) -> Result<()> {
+        let placement = Placement { on_cuda: self.device.is_cuda(), kind: self.kind };
+        let own = [
+            ("strict", self.strict.into()),
+            ("rollout_quantization", self.quantization.name().into()),
+            ("kv_cache_dtype", self.kv_cache_dtype.name().into()),
+            ("mamba_ssm_cache_dtype", self.state_dtype.name().into()),
+            ("tensor_parallel_size", ranks.tp.size().into()),
+            ("pipeline_parallel_size", ranks.stages.count().into()),
+        ];
+        spec.check_with(placement.settings().into_iter().chain(own))
     }
-    if strict {
-        return Err(Error::invalid_value("strict", true, "false where pipeline_parallel_size is above 1"));
-    }
-    let held = match (spec.experts(), spec.delta_net()) {
-        (Some(_), _) => "experts",
-        (_, Some(_)) => "gated delta nets",
-        _ => return Ok(()),
-    };
-    let expected =
-        format!("1: a model with {held} runs in stages on CPUs alone so far; on GPUs tensor_parallel_size divides it");
-    Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected))
 }
 
 /// The layers of the stage whose ranks take most memory for a KV block.
@@ -155,7 +149,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a size that leaves no room for a block, a sequence or a token, a tensor-parallel
-    /// degree that the model cannot be split by, and several stages on GPUs where [`check_stages`] refuses them.
+    /// degree that the model cannot be split by, and options that do not go together.
     pub fn in_stages(
         spec: Arc<ModelSpec>,
         tokenizer: Arc<Tokenizer>,
@@ -163,7 +157,7 @@ impl Engine {
         ranks: EngineRanks,
     ) -> Result<Self> {
         let tp = &ranks.tp;
-        check_stages(&spec, ranks.stages.count(), options.strict, options.device.is_cuda())?;
+        options.check(&spec, &ranks)?;
         spec.validate_tp(tp.size())?;
         if options.device.is_cuda() {
             spec.validate_gpu(options.kind, Some(tp.size()), Path::new(""))?;
@@ -181,13 +175,7 @@ impl Engine {
             let expected = "lengths of at least 1, the shortest first";
             return Err(Error::invalid_value("spread_lengths", format!("{spread:?}"), expected));
         }
-        if options.strict && (tp.size() > 1 || !options.device.is_cuda()) {
-            let expected = "false on a CPU and where tensor_parallel_size is above 1: their sums change with the batch";
-            return Err(Error::invalid_value("strict", true, expected));
-        }
-        check_kv_cache(options.kv_cache_dtype, options.kind, options.device)?;
-        options.state_dtype.check_strict(options.strict)?;
-        check_state_dtype(&spec, options.state_dtype)?;
+        check_kv_cache(options.kv_cache_dtype, options.device)?;
         let own = match ranks.stages.count() {
             1 => spec.clone(),
             _ => Arc::new(spec.of_layers(&ranks.stage().layers)),

@@ -26,13 +26,10 @@ pub fn cache_kind(dtype: KvCacheDtype, kind: Kind) -> Kind {
     }
 }
 
-/// Whether an engine with weights of `kind` on this device can keep keys and values in a type.
-pub(super) fn check_kv_cache(dtype: KvCacheDtype, kind: Kind, device: Device) -> Result<()> {
+/// Whether an engine on this device can keep keys and values in a type.
+pub(super) fn check_kv_cache(dtype: KvCacheDtype, device: Device) -> Result<()> {
     let refuse = |reason: String| Err(Error::invalid_value("kv_cache_dtype", dtype.name(), reason));
     let (KvCacheDtype::Fp8, Device::Cuda(ordinal)) = (dtype, device) else { return Ok(()) };
-    if kind != Kind::BFloat16 {
-        return refuse(format!("auto: on a GPU FP8 is rounded from dtype = bfloat16, not from {kind:?}"));
-    }
     let context = Context::retain(ordinal)?;
     let (major, minor) = context.compute_capability()?;
     if (major, minor) >= (8, 9) {

@@ -49,7 +49,7 @@ mod weights;
 
 pub use batches::{Batches, Rollout, SampledGroup};
 pub use copy::weight_copy_bytes;
-pub use engine::{Engine, EngineOptions, RolloutEngine, check_stages, fullest_stage};
+pub use engine::{Engine, EngineOptions, RolloutEngine, fullest_stage};
 pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, profile_step};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
@@ -58,7 +58,7 @@ pub(crate) use run::tap;
 pub use run::{Flow, SamplingPolicy};
 pub use session::{Session, SessionLoad};
 pub use stages::EngineRanks;
-pub use state_pages::{check_state_dtype, state_page_bytes};
+pub use state_pages::state_page_bytes;
 pub use stats::{EngineStats, StageTimes};
 pub use turns::{CostMeter, GroupTurns, SingleTurns, TurnTools, Turns};
 pub use weights::{EngineWeights, StoredBlocks};

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::engine::EngineOptions;
 use crate::config::StateDtype;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{DeltaNetSpec, Mixer, ModelSpec};
 use crate::ops::delta_net::{DeltaHeads, DeltaState};
@@ -28,19 +28,6 @@ pub fn state_page_bytes(
 ) -> usize {
     let kinds = [kind, state_kind(state_dtype, kind)];
     delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, kinds, device)).map(bytes).sum()
-}
-
-/// Refuses a type of states for a model that has none, where it would change nothing.
-///
-/// # Errors
-/// [`Error::InvalidValue`] on `mamba_ssm_cache_dtype`.
-pub fn check_state_dtype(spec: &ModelSpec, dtype: StateDtype) -> Result<()> {
-    if spec.delta_net().is_some() || dtype == StateDtype::Float32 {
-        return Ok(());
-    }
-    let expected =
-        "float32, or a model with gated delta nets: this one has keys and values alone, whose type is kv_cache_dtype";
-    Err(Error::invalid_value("mamba_ssm_cache_dtype", dtype.name(), expected))
 }
 
 /// The type of the rule's states beside weights of `kind`.

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::Served;
-use crate::config::{EngineShape, KvCacheDtype, Quantization, RolloutQuantization, StateDtype};
+use crate::config::{Device, EngineShape, KvCacheDtype, Quantization, RolloutQuantization, StateDtype};
 use crate::cuda;
 use crate::data::Tokenizer;
 use crate::dist::World;
@@ -17,7 +17,7 @@ use crate::model::{
     AdapterFiles, BaseRounding, ModelSource, ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles, model_within,
 };
 use crate::phase::{self, terminal};
-use crate::rollout::{Engine, EngineOptions, EngineRanks, check_stages, fullest_stage, kv_block_bytes};
+use crate::rollout::{Engine, EngineOptions, EngineRanks, fullest_stage, kv_block_bytes};
 
 /// Tokens per KV block.
 const KV_BLOCK_SIZE: usize = 16;
@@ -68,7 +68,8 @@ impl EngineDivision<'_> {
         let EngineShape { tensor_parallel_size, pipeline_parallel_size } = self.shape;
         let spec = ModelSpec::from_folder(folder)?.with_expert_parallel(self.enable_expert_parallel)?;
         spec.validate_tp(tensor_parallel_size)?;
-        check_stages(&spec, pipeline_parallel_size, false, on_gpu)?;
+        let device = if on_gpu { Device::Cuda } else { Device::Cpu };
+        spec.check_with([("pipeline_parallel_size", pipeline_parallel_size.into()), ("device", device.name().into())])?;
         let stages = Stages::new(&spec, pipeline_parallel_size, self.pipeline_partition)?;
         Ok((Arc::new(spec), stages))
     }

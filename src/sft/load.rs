@@ -29,9 +29,9 @@ pub(super) fn load(
     let revision = config.model_revision.as_deref();
     let source = ModelSource::find(&config.model_name_or_path, revision, None, &Hub::cached())?;
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
-    spec.router_aux_loss_coef(config.router_aux_loss_coef)?;
-    let Placement { kind, on_cuda } = Placement::in_world(config.device, config.dtype, world.device())?;
-    config.mixed_precision.format().check(Use::Training, &spec, kind, on_cuda)?;
+    let placement = Placement::in_world(config.device, config.dtype, world.device())?;
+    config.combination().with(placement.settings()).in_circumstances(spec.circumstances()).check()?;
+    config.mixed_precision.format().check(Use::Training, &spec, placement.on_cuda)?;
     let (sources, rows, eval_rows, description) = read_rows(&config, &source, &spec, world.rank() == 0)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {
@@ -73,10 +73,9 @@ pub(super) fn load(
     log.display().say(&description);
     rows.notices().iter().for_each(|notice| log.display().say(notice));
     let loss = log.first_and_last("loss").map_or(f64::NAN, |(_, newest)| newest);
-    let kind = Placement::in_world(config.device, config.dtype, world.device())?.kind;
     Ok(Sft {
         device: world.device(),
-        chip_flop_per_s: chip_flop_per_s(world.device(), kind)?,
+        chip_flop_per_s: chip_flop_per_s(world.device(), placement.kind)?,
         config,
         world,
         mesh,

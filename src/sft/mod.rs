@@ -10,7 +10,7 @@ use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::{self, Claim, Models, SavedConfig, Saver, TrainerState};
-use crate::config::{Mode, SftConfig};
+use crate::config::SftConfig;
 use crate::data::{PromptSampler, SftExample};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, Result};
@@ -72,7 +72,7 @@ impl Sft {
         let loaded = phase::scope(Phase::Load, || {
             let shard_group = config.zero.shard_group(world.size(), world.local_size());
             let on_each_node = config.save_on_each_node;
-            checkpoint::check_each_node(on_each_node, world.world_size(), Mode::Colocated, shard_group)?;
+            checkpoint::check_each_node(on_each_node, world.world_size(), shard_group)?;
             checkpoint::check_shared(&config.output_dir, &world, on_each_node)?;
             let claim = checkpoint::claim(&config.output_dir, &world, on_each_node)?;
             let checkpoint = load::find_checkpoint(&config, &world)?;

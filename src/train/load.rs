@@ -7,7 +7,6 @@ use tch::{Kind, Tensor};
 
 use super::adapters::Adapters;
 use super::network::{Network, NetworkOptions};
-use super::optim::Optim;
 use super::optimizer::Optimizer;
 use super::policy::{Policy, PolicyOptions};
 use super::residence::OptimizerHome;
@@ -16,7 +15,7 @@ use super::weights::Weights;
 use crate::config::Quantization;
 use crate::dist::Mesh;
 use crate::error::{Error, Result};
-use crate::model::{AdapterFiles, BlockMatrix, LoraSpec, ParamTable, UnitLayout, init_unit};
+use crate::model::{AdapterFiles, LoraSpec, ParamTable, UnitLayout, init_unit};
 use crate::torch::accumulation_kind;
 
 /// The part of a model that trains, and the weights that it starts from.
@@ -72,9 +71,8 @@ impl Policy {
         if options.network.device.is_cuda() {
             table.spec.validate_gpu(options.network.kind, None, Path::new(""))?;
         }
-        quantization.format().map_or(Ok(()), |format| format.check(&table.spec))?;
-        if matches!(options.optim, Optim::Muon(_)) {
-            BlockMatrix::check(&table.spec)?;
+        if let Some(format) = quantization.format() {
+            format.check(&table.spec)?;
         }
         let Some(lora) = lora else {
             return match folder {

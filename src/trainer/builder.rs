@@ -7,10 +7,10 @@ use tch::Tensor;
 
 use super::{Trainer, setup};
 use crate::checkpoint;
-use crate::config::Config;
+use crate::config::{Circumstance, Config};
 use crate::dist::World;
 use crate::error::{Error, Result};
-use crate::grpo::{Denominators, LossConfig, LossFunction, LossInput};
+use crate::grpo::{Denominators, LossFunction, LossInput};
 use crate::metrics::MetricValues;
 use crate::phase::{self, Phase};
 use crate::reward::{RewardFunction, RewardInput, RewardPool};
@@ -163,7 +163,7 @@ impl TrainerBuilder {
             let num_trainers = config.roles(world.size())?.num_trainers;
             let shard_group = config.zero.shard_group(num_trainers, world.local_size());
             let on_each_node = config.save_on_each_node;
-            checkpoint::check_each_node(on_each_node, world.world_size(), config.mode, shard_group)?;
+            checkpoint::check_each_node(on_each_node, world.world_size(), shard_group)?;
             checkpoint::check_shared(&config.output_dir, &world, on_each_node)?;
             let claim = checkpoint::claim(&config.output_dir, &world, on_each_node)?;
             let checkpoint = setup::find_checkpoint(&config, &world)?;
@@ -179,13 +179,8 @@ fn check(config: &Config, rewards: &[(String, RewardFunction)], functions: &Func
         let expected = format!("a list with \"{name}\", a reward of the program");
         return Err(Error::invalid_value("reward_funcs", config.reward_funcs.join(", "), expected));
     }
-    let loss = LossConfig::from(config);
-    if functions.loss.is_some() && (loss.has_entropy_bonus() || loss.selects_by_entropy()) {
-        let (key, value, off) = match loss.selects_by_entropy() {
-            true => ("top_entropy_quantile", loss.top_entropy_quantile, 1),
-            false => ("entropy_coef", loss.entropy_coef, 0),
-        };
-        return Err(Error::invalid_value(key, value, format!("{off} where the program has a loss of its own")));
+    if functions.loss.is_some() {
+        config.combination().in_circumstances([Circumstance::OwnLoss]).check()?;
     }
     Ok(())
 }

@@ -6,16 +6,16 @@ use std::sync::Arc;
 
 use tch::Kind;
 
-use super::preflight::{MakePlan, OpenModel, Preflight, gathers, open_model, validate_gpu};
+use super::preflight::{MakePlan, OpenModel, Preflight, combination, gathers, open_model, validate_gpu};
 use super::rows::TrainingRows;
-use crate::config::{Config, EngineShape, Mode, Quantization, WorldSize, divisors};
+use crate::config::{Config, EngineShape, Mode, WorldSize, divisors};
 use crate::cuda::Placement;
 use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::metrics::rows_progress;
 use crate::model::{ModelSpec, ParamTable, Stage, Stages};
 use crate::plan::{MemoryPlan, Room, human};
-use crate::rollout::{cache_kind, check_stages, kv_block_bytes};
+use crate::rollout::{cache_kind, kv_block_bytes};
 use crate::serve::EngineSlices;
 use crate::tools::ToolProcess;
 
@@ -129,43 +129,46 @@ impl PlannedRun {
         let mut choices = Vec::new();
         let is_on_a_node =
             |shape: &EngineShape| world_size.check_engines(world_size.ranks - num_generators, *shape).is_ok();
-        for shape in shapes.filter(|shape| is_on_a_node(shape) && self.can_be(*shape, placement)) {
-            let plan = self.with_engine(shape, placement, world_size, room);
-            choices.push(EngineChoice { shape, num_engines: num_generators / shape.num_ranks(), plan });
+        for shape in shapes.filter(is_on_a_node) {
+            let config = self.with_engine(shape);
+            if self.can_be(&config, placement, world_size) {
+                let plan = self.planned(&config, placement, world_size, room);
+                choices.push(EngineChoice { shape, num_engines: num_generators / shape.num_ranks(), plan });
+            }
         }
         Ok(EngineTable { choices, own: self.config.engine_shape() })
     }
 
-    /// Whether the model and the configuration allow such engines; memory aside.
-    fn can_be(&self, shape: EngineShape, placement: Placement) -> bool {
-        let EngineShape { tensor_parallel_size: tp_size, pipeline_parallel_size: num_stages } = shape;
-        let Self { config, model: (spec, ..) } = self;
-        let is_alone = shape.num_ranks() == 1 || (config.tools.agent.is_none() && !config.strict);
-        let has_stages = config.quantization == Quantization::None
-            && check_stages(spec, num_stages, config.strict, placement.on_cuda).is_ok();
-        let fits_gpu = || validate_gpu(spec, placement, Some(tp_size), Path::new("")).is_ok();
-        is_alone
-            && spec.validate_tp(tp_size).is_ok()
-            && (num_stages == 1 || (has_stages && Stages::new(spec, num_stages, &[]).is_ok()))
-            && fits_gpu()
+    /// Whether its model and its keys allow the engines of `config`; memory aside.
+    fn can_be(&self, config: &Config, placement: Placement, world_size: WorldSize) -> bool {
+        let EngineShape { tensor_parallel_size, pipeline_parallel_size } = config.engine_shape();
+        let spec = &self.model.0;
+        combination(config, spec, placement, world_size).check().is_ok()
+            && spec.validate_tp(tensor_parallel_size).is_ok()
+            && Stages::new(spec, pipeline_parallel_size, &[]).is_ok()
+            && validate_gpu(spec, placement, Some(tensor_parallel_size), Path::new("")).is_ok()
     }
 
-    /// Its plan with such engines. Stages have sharded weights, or weights of their own.
-    fn with_engine(
-        &self,
-        shape: EngineShape,
-        placement: Placement,
-        world_size: WorldSize,
-        room: Room,
-    ) -> Result<PlannedEngine> {
-        let EngineShape { tensor_parallel_size, pipeline_parallel_size } = shape;
+    /// Its keys with such engines. Stages have sharded weights, or weights of their own.
+    fn with_engine(&self, EngineShape { tensor_parallel_size, pipeline_parallel_size }: EngineShape) -> Config {
         let mut config = Config { tensor_parallel_size, pipeline_parallel_size, ..self.config.clone() };
         if pipeline_parallel_size > 1 && config.mode == Mode::Colocated {
             config.zero.stage = 3;
         }
         config.pipeline_partition.take_if(|partition| partition.0.len() != pipeline_parallel_size);
+        config
+    }
+
+    /// Its plan with other keys.
+    fn planned(
+        &self,
+        config: &Config,
+        placement: Placement,
+        world_size: WorldSize,
+        room: Room,
+    ) -> Result<PlannedEngine> {
         let plan: &MakePlan<'_> = &|input, _| MemoryPlan::without_advice(input);
-        let planned = Preflight::planned(&config, self.model.clone(), placement, world_size, room, plan)?;
+        let planned = Preflight::planned(config, self.model.clone(), placement, world_size, room, plan)?;
         let layers = planned.stages.iter().map(|stage| stage.layers.len().to_string()).collect::<Vec<_>>().join(",");
         Ok(PlannedEngine { zero_stage: config.zero.stage, layers, plan: planned.engine_plan.unwrap_or(planned.plan) })
     }

@@ -24,6 +24,8 @@ mod setup;
 mod signal;
 mod step;
 mod teacher;
+#[cfg(test)]
+mod together_tests;
 mod turns;
 #[cfg(test)]
 mod turns_tests;

@@ -8,13 +8,13 @@ use tch::Kind;
 
 use super::engines::{PlannedRun, StagePlan};
 use super::teacher::Teacher;
-use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization, Roles, WorldSize};
+use crate::config::{BatchPlan, Circumstance, Combination, Config, Mode, Quantization, Roles, WorldSize};
 use crate::cuda::Placement;
 use crate::data::{Hub, Tokenizer};
 use crate::error::Result;
-use crate::model::{BlockMatrix, LoraSpec, ModelSource, ModelSpec, ParamTable, Stages, Use};
+use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, Stages, Use};
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
-use crate::rollout::{check_stages, check_state_dtype, fullest_stage};
+use crate::rollout::fullest_stage;
 use crate::serve::EngineSlices;
 
 /// A model's shape and tokenizer, and whether it comes with adapters.
@@ -83,25 +83,20 @@ impl Preflight {
         let batch = config.validate_world(world_size.ranks)?;
         let BatchPlan { roles: Roles { num_trainers, num_generators }, .. } = batch;
         world_size.check_engines(world_size.ranks - num_generators, config.engine_shape())?;
+        combination(config, &spec, placement, world_size).check()?;
         config.validate_context(spec.max_position_embeddings)?;
         spec.validate_tp(config.tensor_parallel_size)?;
         let stages = Stages::new(&spec, config.pipeline_parallel_size, config.stage_sizes())?;
-        check_stages(&spec, config.pipeline_parallel_size, config.strict, placement.on_cuda)?;
         let engine_layers = fullest_stage(&spec, &stages);
         config.quantization.format().map_or(Ok(()), |format| format.check(&spec))?;
         let (on_cuda, tp_size) = (placement.on_cuda, config.tensor_parallel_size);
-        config.rollout_quantization.format().check(Use::Engine { tp_size }, &spec, kind, on_cuda)?;
-        check_state_dtype(&spec, config.mamba_ssm_cache_dtype)?;
-        config.mixed_precision.format().check(Use::Training, &spec, kind, on_cuda)?;
-        spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
+        config.rollout_quantization.format().check(Use::Engine { tp_size }, &spec, on_cuda)?;
+        config.mixed_precision.format().check(Use::Training, &spec, on_cuda)?;
         if let Some(lora) = LoraSpec::new(&config.lora) {
             lora.check(&spec)?;
             if placement.on_cuda {
                 lora.check_gpu(&spec, placement.kind)?;
             }
-        }
-        if config.optimizer.optim == OptimizerName::Muon {
-            BlockMatrix::check(&spec)?;
         }
         let shards = config.zero.shard_group(num_trainers, world_size.local_ranks);
         let table = Arc::new(ParamTable::new(spec.clone(), shards));
@@ -158,6 +153,17 @@ impl fmt::Display for Preflight {
         self.engine_plan.as_ref().map_or(Ok(()), |plan| write!(f, "\n{plan}"))?;
         self.stage_plans.iter().try_for_each(|stage| write!(f, "\n{stage}"))
     }
+}
+
+/// The keys of a run with its model, device and nodes, to the table of what goes together.
+pub(super) fn combination(
+    config: &Config,
+    spec: &ModelSpec,
+    placement: Placement,
+    world_size: WorldSize,
+) -> Combination {
+    let nodes = (world_size.ranks > world_size.local_ranks).then_some(Circumstance::SeveralNodes);
+    config.combination().with(placement.settings()).in_circumstances(spec.circumstances().chain(nodes))
 }
 
 /// Refuses a shape that no kernel serves on GPUs: of a model that trains, and where its engine has `tp_size` ranks also generates.

@@ -8,7 +8,7 @@ use super::penalty;
 use super::records;
 use super::sampling::SampledBatch;
 use super::signal::{self, Tally};
-use crate::config::{DynamicSampling, Mode};
+use crate::config::{Circumstance, Mode};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, LossConfig};
@@ -59,7 +59,7 @@ impl Trainer {
     /// # Errors
     /// [`Error::InvalidValue`] for a key that begins more groups than a step takes, which [`Trainer::rollout`] serves.
     pub fn next_prompts(&mut self) -> Result<Vec<Prompt>> {
-        self.check_one_batch_a_step()?;
+        self.config.combination().in_circumstances([Circumstance::OwnLoop]).check()?;
         let start = self.begin_step()?;
         let batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
         let prompts = batch.groups.iter().map(|group| group.prompt.clone()).collect();
@@ -149,30 +149,6 @@ impl Trainer {
         let divergence = self.penalize(&mut groups)?;
         let advantages = self.advantages_of(&mut groups)?;
         Ok(TrainingBatch { groups, places, dropped, tally, carry, advantages, solve_rate, divergence, start })
-    }
-
-    /// Refuses what samples other groups than those of one batch.
-    fn check_one_batch_a_step(&self) -> Result<()> {
-        let config = &self.config;
-        let refuse = |key: &str, value: &dyn std::fmt::Display, served: &str| {
-            Err(Error::invalid_value(key, value, format!("{served} where a program samples for itself")))
-        };
-        if config.oversample > 0.0 {
-            return refuse("oversample", &config.oversample, "0");
-        }
-        if config.tools.has_turns() {
-            return refuse("tools", &config.tools.tools.join(", "), "none, and no environment_factory,");
-        }
-        if let Some(agent) = &config.tools.agent {
-            return refuse("agent", agent, "none");
-        }
-        if config.split.async_steps > 0 {
-            return refuse("split.async_steps", &config.split.async_steps, "0");
-        }
-        match config.dynamic_sampling {
-            DynamicSampling::Replace => refuse("dynamic_sampling", &"replace", "none or filter"),
-            _ => Ok(()),
-        }
     }
 
     /// Time and bytes of moving optimizer state since the last call.

@@ -240,7 +240,7 @@ fn gpu_gradients_of_weights_are_those_of_the_rounded_columns() {
     }
 }
 
-/// The least that is let pass for training: each side of 16 beside others, and a token, or none.
+/// The least that `Format::check` lets pass: each side of 16 beside others, and a token, or none.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_the_smallest_sides_are_multiplied() {

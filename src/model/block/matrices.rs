@@ -5,8 +5,6 @@ use std::ops::Range;
 use tch::Tensor;
 
 use super::linear::LinearSpec;
-use crate::config::OptimizerName;
-use crate::error::{Error, Result};
 use crate::model::params::{ParamName, UnitLayout, required};
 use crate::model::spec::ModelSpec;
 
@@ -18,22 +16,6 @@ pub struct BlockMatrix {
 }
 
 impl BlockMatrix {
-    /// Whether an optimizer of whole matrices serves the model.
-    ///
-    /// # Errors
-    /// [`Error::InvalidValue`] on `optim` for a model with experts, or whose files have several of our matrices in one tensor.
-    pub fn check(spec: &ModelSpec) -> Result<()> {
-        let is_fused = spec.delta_net().is_some() && spec.family.traits().interleaves_delta_nets;
-        let expected = match (spec.experts(), is_fused) {
-            (None, false) => return Ok(()),
-            (Some(_), _) => "adamw or adamw_8bit: matrices of experts are not orthogonalised yet",
-            (None, true) => {
-                "adamw or adamw_8bit: in_proj_qkvz and in_proj_ba of such a model are not orthogonalised yet"
-            }
-        };
-        Err(Error::invalid_value("optim", OptimizerName::Muon.name(), expected))
-    }
-
     /// The matrices of a layer's block.
     pub fn of_layer(spec: &ModelSpec, layer: usize) -> Vec<Self> {
         let of_linear = |linear: LinearSpec| {

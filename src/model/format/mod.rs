@@ -95,8 +95,9 @@ pub trait Format: Debug + Sync {
         true
     }
 
-    /// The reason why it does not serve a use of a model's blocks with weights of `kind`, on a GPU or not; none if it does.
-    fn refusal(&self, of: Use, spec: &ModelSpec, kind: Kind, on_gpu: bool) -> Option<String>;
+    /// The reason why it does not serve matrices of a model's blocks, on a GPU or not; none if it does. Kinds of models are in the table of what
+    /// goes together.
+    fn refusal(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Option<String>;
 
     /// The reason why a device does not multiply in it; none if it does. A CPU simulates it.
     ///
@@ -313,12 +314,12 @@ pub trait Format: Debug + Sync {
 }
 
 impl dyn Format {
-    /// Whether it serves a use of a model's blocks with weights of `kind`, on a GPU or not. A chip is looked at where a network or an engine is made.
+    /// Whether it serves a use of a model's blocks, on a GPU or not. A chip is looked at where a network or an engine is made.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] on the key of the use, with the reason.
-    pub fn check(&self, of: Use, spec: &ModelSpec, kind: Kind, on_gpu: bool) -> Result<()> {
-        self.refusal(of, spec, kind, on_gpu).map_or(Ok(()), |reason| self.refuse(of, &reason))
+    pub fn check(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Result<()> {
+        self.refusal(of, spec, on_gpu).map_or(Ok(()), |reason| self.refuse(of, &reason))
     }
 
     /// Whether a device multiplies in it.

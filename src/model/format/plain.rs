@@ -1,6 +1,6 @@
 //! Rows in the type of the network.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::{Format, Piece, Rows, Use};
 use crate::cuda::kernels::ScaledRows;
@@ -22,7 +22,7 @@ impl Format for Plain {
         false
     }
 
-    fn refusal(&self, _of: Use, _spec: &ModelSpec, _kind: Kind, _on_gpu: bool) -> Option<String> {
+    fn refusal(&self, _of: Use, _spec: &ModelSpec, _on_gpu: bool) -> Option<String> {
         None
     }
 

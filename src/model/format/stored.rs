@@ -59,11 +59,7 @@ impl dyn StoredFormat {
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let (name, multiple) = (self.name().to_uppercase(), self.multiple());
         let refuse = |reason: String| Err(Error::invalid_value("quantization", self.name(), format!("none: {reason}")));
-        if ![0, spec.num_layers()].contains(&spec.num_expert_layers()) {
-            return refuse(format!(
-                "only some layers of this model have experts, and {name} is for experts in all layers or in none"
-            ));
-        }
+        spec.check_with([("quantization", self.name().into())])?;
         let kinds = spec.kinds_of_blocks().into_iter();
         let mut tensors = kinds.flat_map(|(layer, _)| tensors(spec, Unit::Block(layer)));
         let ragged = |tensor: &HfTensor| tensor.is_projection() && tensor.shape[1] % multiple as i64 != 0;

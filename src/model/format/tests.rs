@@ -33,7 +33,7 @@ impl Format for Int8 {
         "int8"
     }
 
-    fn refusal(&self, _: Use, _: &ModelSpec, _: Kind, on_gpu: bool) -> Option<String> {
+    fn refusal(&self, _: Use, _: &ModelSpec, on_gpu: bool) -> Option<String> {
         on_gpu.then(|| "no kernel multiplies int8".to_owned())
     }
 

@@ -32,7 +32,7 @@ use tch::Kind;
 use super::block::Projection;
 use super::files::names::{MLP, room};
 use super::spec::ModelSpec;
-use crate::config::TargetModule::{DownProj, GateProj, InProjA, InProjB, InProjQkv, InProjZ, UpProj};
+use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::config::{LoraConfig, TargetModule};
 use crate::error::{Error, Result};
 
@@ -76,32 +76,18 @@ impl LoraSpec {
         if let Some(module) = strange.filter(|_| self.targets != TargetModule::ALL) {
             return refuse(&format!("some of {}: this model has no {}", names(&own), module.name()));
         }
-        let is_interleaved = |module: &TargetModule| matches!(module, InProjQkv | InProjZ | InProjB | InProjA);
-        if spec.family.traits().interleaves_delta_nets && self.targets.iter().any(is_interleaved) {
-            return refuse(
-                "projections of attention, of the MLP, and out_proj: PEFT adapts in_proj_qkvz and in_proj_ba of such a model, which are \
-                 not served",
-            );
-        }
+        let targets: Vec<_> = self.targets.iter().map(|module| module.name()).collect();
+        let settings =
+            [("lora.r", self.r.into()), ("lora.dropout", self.dropout.into()), ("lora.target_modules", targets.into())];
+        spec.check_with(settings)?;
         if !self.adapts_experts(spec) {
             return Ok(());
-        }
-        if spec.num_expert_layers() < spec.num_layers() {
-            return refuse(
-                "some of q_proj, k_proj, v_proj, o_proj: only some layers of this model have experts, and PEFT reads no adapters of \
-                 such a model's MLPs",
-            );
         }
         let of_mlp: Vec<_> = self.targets.iter().filter(|&&module| room(module) == MLP).collect();
         if ![&[GateProj, UpProj, DownProj][..], &[DownProj]].iter().any(|all| of_mlp.iter().copied().eq(*all)) {
             return refuse(
                 "gate_proj, up_proj and down_proj together, down_proj alone, or none of them: PEFT reads no other adapters of experts",
             );
-        }
-        if self.dropout > 0.0 {
-            let expected =
-                "0, or lora.target_modules of q_proj, k_proj, v_proj, o_proj alone: PEFT has no dropout beside experts";
-            return Err(Error::invalid_value("lora.dropout", self.dropout, expected));
         }
         Ok(())
     }

@@ -184,9 +184,13 @@ fn states_in_bfloat16_are_near_the_trainer_over_many_tokens() {
 
 #[test]
 fn experts_and_gated_delta_nets_are_refused_by_name() {
-    for (name, what) in [("qwen3_moe", "experts"), ("qwen3_5", "gated delta nets are not multiplied in FP8 yet")] {
+    for (name, what) in [
+        ("qwen3_moe", "experts are not multiplied in FP8 yet"),
+        ("qwen3_5", "gated delta nets are not multiplied in FP8 yet"),
+    ] {
         let model = Model::golden(name);
         let refused = Engine::new(model.spec.clone(), model.tokenizer.clone(), fp8(), alone()).unwrap_err().to_string();
-        assert!(refused.starts_with(&format!("rollout_quantization = fp8: expected none: {what}")), "{refused}");
+        let key = "rollout_quantization = fp8: expected none, or ";
+        assert!(refused.starts_with(key) && refused.contains(what), "{refused}");
     }
 }

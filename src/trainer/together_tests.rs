@@ -1,0 +1,416 @@
+//! Every pair of features of the table of what goes together: a run that has both is made, or the table refuses it.
+//!
+//! A solver sets both features of a pair and mends what the table refuses about the rest of the run. Where it finds a run, the pair is to
+//! be checked, planned and trained with; runs have as many features as go together, so that some tens of them have all pairs. Where it
+//! finds none, the run is to be refused with reasons of the table.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use tch::{Kind, Tensor};
+
+use super::preflight::{Preflight, combination};
+use super::setup::{self, TrainerParts};
+use super::{Trainer, rows};
+use crate::config::{Circumstance, Combination, Config, Device, KeyDoc, TABLE, Term, Values, WorldSize, described};
+use crate::cuda::Placement;
+use crate::data::{Dataset, Tokenizer};
+use crate::dist::{World, testing};
+use crate::error::{Error, Result};
+use crate::grpo::LossFunction;
+use crate::model::{Family, ModelSource, ModelSpec, init_unit};
+use crate::plan::Room;
+use crate::reward::RewardPool;
+use crate::types::Prompt;
+
+const TEACHER: &str = "configs/arithmetic/model";
+/// Generation batches of a run that is trained with.
+const NUM_STEPS: usize = 2;
+
+/// The terms of one side of a row.
+type Feature = Vec<Term>;
+
+/// Every feature of the table once.
+fn features() -> Vec<Feature> {
+    let mut features: Vec<Feature> = Vec::new();
+    for feature in TABLE.iter().flat_map(|row| [vec![row.feature], row.with.to_vec()]) {
+        if !features.contains(&feature) {
+            features.push(feature);
+        }
+    }
+    features
+}
+
+/// A value of a key that is not its default.
+fn other_than_default(key: &str) -> Value {
+    match key {
+        "train_file" | "eval_file" => json!("rows.jsonl"),
+        "dataset_name" => json!("a/data_set"),
+        "dataset_config" => json!("main"),
+        "dataset_test_split" => json!("held_out"),
+        "teacher_model_name_or_path" => json!(TEACHER),
+        "teacher_model_revision" => json!("main"),
+        "agent" => json!("agent.py:play"),
+        "tools" => json!(["tools.py:add"]),
+        "environment_factory" => json!("tools.py:Environment"),
+        "lora.r" => json!(8),
+        "lora.target_modules" => json!(["q_proj"]),
+        "curriculum.solve_rate" | "dynamic_sampling_range" => json!([0.0, 1.0]),
+        "delta" | "entropy_coef_max" => json!(1.5),
+        "entropy_coef_min" => json!(-0.5),
+        "importance_sampling_clip_min" | "ref_model_mixup_alpha" | "top_entropy_quantile" => json!(0.5),
+        "lr_scheduler_kwargs.min_lr_rate" | "distillation_alpha" | "distillation_weight" => json!(0.25),
+        "entropy_coef" | "entropy_coef_delta" | "router_aux_loss_coef" => json!(0.01),
+        "muon" => json!(0.5),
+        "steps_per_generation" | "zero.shard_group_size" | "split.rollout_gpus" => json!(1),
+        "lora" | "generation_batch_size" | "eval_steps" | "early_stopping_patience" => json!(4),
+        "curriculum.every" | "distillation_topk" | "ref_model_sync_steps" | "split" | "distillation_is_clip" => {
+            json!(3)
+        }
+        "sapo_temperature_neg" | "sapo_temperature_pos" | "entropy_target" => json!(1.25),
+        "vespo_k_pos" | "vespo_lambda_pos" | "vespo_k_neg" | "vespo_lambda_neg" => json!(1.25),
+        other => panic!("no value of {other}"),
+    }
+}
+
+/// A run in the making.
+#[derive(Clone)]
+struct Draft {
+    set: BTreeMap<String, Value>,
+    /// Keys that may not be set again.
+    fixed: BTreeSet<&'static str>,
+    has: Vec<Circumstance>,
+    lacks: Vec<Circumstance>,
+}
+
+struct Solver {
+    keys: BTreeMap<String, KeyDoc>,
+    defaults: Combination,
+    models: Vec<Arc<ModelSpec>>,
+}
+
+impl Solver {
+    fn new() -> Self {
+        let keys: BTreeMap<_, _> = described::<Config>().into_iter().map(|doc| (doc.key.clone(), doc)).collect();
+        let defaults = keys.values().filter_map(|doc| Some((&*doc.key, doc.default.clone()?)));
+        let defaults = Combination::of(defaults.filter(|(key, _)| *key != "environment_factory"));
+        let preset = |name: &str, layers| ModelSpec::preset(name).unwrap().with_num_layers(layers);
+        let [dense, experts, hybrid] = [preset("tiny", 2), preset("tiny-moe", 2), preset("tiny-hybrid", 8)];
+        let (plain, routed) = (dense.layers[0].mlp, experts.layers[0].mlp);
+        let mixed = experts.clone().map_blocks(|layer, block| block.mlp = if layer == 0 { plain } else { routed });
+        let both = hybrid.clone().map_blocks(|_, block| block.mlp = routed);
+        let fused = ModelSpec { family: Family::Qwen3Next, ..hybrid.clone() };
+        let fused_experts = ModelSpec { family: Family::Qwen3Next, ..both.clone() };
+        let models = [dense, experts, mixed, hybrid, both, fused, fused_experts].map(Arc::new).to_vec();
+        Self { keys, defaults, models }
+    }
+
+    fn start(&self) -> Draft {
+        let base = [
+            ("model_name_or_path", json!("m")),
+            ("train_file", json!("t")),
+            ("reward_funcs", json!(["format"])),
+            ("reward.format_pattern", json!("(?s).*[a-m]")),
+            ("device", json!("auto")),
+            ("per_device_train_batch_size", json!(4)),
+            ("num_generations", json!(2)),
+            ("max_prompt_length", json!(8)),
+            ("max_completion_length", json!(4)),
+            ("max_model_length", json!(16)),
+            ("kv_cache_bytes", json!(1 << 22)),
+            ("max_steps", json!(64)),
+        ];
+        let set = base.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        Draft { set, fixed: BTreeSet::new(), has: Vec::new(), lacks: Vec::new() }
+    }
+
+    fn model(&self, draft: &Draft) -> Option<&Arc<ModelSpec>> {
+        self.models.iter().find(|model| {
+            let own: Vec<_> = model.circumstances().collect();
+            draft.has.iter().all(|one| own.contains(one) || !is_of_model(*one))
+                && !draft.lacks.iter().any(|one| own.contains(one))
+        })
+    }
+
+    fn combination(&self, draft: &Draft) -> Option<Combination> {
+        let set = draft.set.iter().map(|(key, value)| (&**key, value.clone()));
+        let device = if draft.set["device"] == "auto" { json!("cpu") } else { draft.set["device"].clone() };
+        let others = draft.has.iter().copied().filter(|one| !is_of_model(*one));
+        let own = self.model(draft)?.circumstances().chain(others);
+        Some(self.defaults.clone().with(set).with([("device", device)]).in_circumstances(own))
+    }
+
+    /// A word, as the type of the key has it.
+    fn typed(&self, key: &str, word: &str) -> Value {
+        match self.keys[key].expected.ends_with("true or false") {
+            true => json!(word == "true"),
+            false => json!(word),
+        }
+    }
+
+    fn has(&self, draft: &Draft, feature: &Feature) -> bool {
+        self.combination(draft).is_some_and(|all| feature.iter().all(|term| term.is_in(&all)))
+    }
+
+    /// The draft with a term, or without it; `None` where that cannot be.
+    fn with(&self, draft: &Draft, term: Term, wanted: bool) -> Option<Draft> {
+        let mut draft = draft.clone();
+        match term {
+            Term::Circumstance(one) => {
+                let (to, from) = if wanted { (&mut draft.has, &draft.lacks) } else { (&mut draft.lacks, &draft.has) };
+                if from.contains(&one) || (!wanted && !is_of_model(one)) {
+                    return None;
+                }
+                to.push(one);
+                self.model(&draft)?;
+            }
+            Term::Setting(key, values) => {
+                let is_there = |draft: &Draft| self.has(draft, &vec![term]) == wanted;
+                if is_there(&draft) {
+                    draft.fixed.insert(key);
+                    return Some(draft);
+                }
+                if draft.fixed.contains(key) {
+                    return None;
+                }
+                let value = match (values, wanted) {
+                    (Values::Given, true) => other_than_default(key),
+                    (Values::Is(words), true) | (Values::Not(words), false) => self.typed(key, words[0]),
+                    (Values::Is(words), false) | (Values::Not(words), true) => {
+                        let expected = &self.keys[key].expected;
+                        let all = expected.split_once("one of ").map_or("true, false", |(_, listed)| listed);
+                        let is_listed = expected == "true or false" || expected.contains("one of ");
+                        let other = all.split(", ").find(|word| is_listed && !words.contains(word));
+                        other.map_or_else(|| other_than_default(key), |word| self.typed(key, word))
+                    }
+                    (Values::Above(_), true) if ["lora.dropout", "warmup_ratio"].contains(&key) => json!(0.5),
+                    (Values::Above(number), true) | (Values::AtMost(number), false) => json!(number as u64 + 1),
+                    (Values::Above(number), false) | (Values::AtMost(number), true) => json!(number as u64),
+                    (Values::Given, false) => self.keys.get(key)?.default.clone()?,
+                };
+                let name = match key {
+                    "split" => "split.async_steps",
+                    "lora" => "lora.alpha",
+                    "muon" => "muon.momentum",
+                    key => key,
+                };
+                if draft.fixed.contains(name) {
+                    return None;
+                }
+                draft.set.insert(name.to_owned(), value);
+                draft.fixed.extend([key, name]);
+                if !is_there(&draft) {
+                    return None;
+                }
+            }
+        }
+        Some(draft)
+    }
+
+    fn with_all(&self, draft: &Draft, feature: &Feature) -> Option<Draft> {
+        feature.iter().try_fold(draft.clone(), |draft, term| self.with(&draft, *term, true))
+    }
+
+    /// A run that the table does not refuse, with all that is fixed; `None` where there is none.
+    fn mended(&self, draft: &Draft, depth: usize) -> Option<Draft> {
+        let all = self.combination(draft)?;
+        let Some(row) = TABLE.iter().find(|row| row.refusal(&all).is_some()) else { return Some(draft.clone()) };
+        if depth == 0 {
+            return None;
+        }
+        let mut terms = row.with.iter().chain([&row.feature]);
+        terms.find_map(|term| self.mended(&self.with(draft, *term, false)?, depth - 1))
+    }
+}
+
+fn is_of_model(one: Circumstance) -> bool {
+    !matches!(one, Circumstance::SeveralNodes | Circumstance::OwnLoop | Circumstance::OwnLoss)
+}
+
+impl Draft {
+    fn is(&self, key: &str, value: &str) -> bool {
+        self.set.get(key).is_some_and(|set| set == value)
+    }
+
+    fn number(&self, key: &str) -> usize {
+        self.set.get(key).and_then(Value::as_u64).unwrap_or(1) as usize
+    }
+
+    /// Sets the numbers that follow from others, and returns the ranks.
+    fn sized(&mut self) -> WorldSize {
+        let engine = self.number("tensor_parallel_size") * self.number("pipeline_parallel_size");
+        let is_split = self.is("mode", "split");
+        if let Some(num_gpus) = self.set.get_mut("split.rollout_gpus").filter(|_| is_split) {
+            *num_gpus = if num_gpus.is_u64() { json!(engine) } else { num_gpus.take() };
+        }
+        let is_apart = self.has.contains(&Circumstance::SeveralNodes);
+        let (local, nodes) = (engine, if is_split || is_apart { 2 } else { 1 });
+        let ranks = local * nodes;
+        if self.set.get("generation_batch_size").is_some_and(Value::is_u64) {
+            self.set.insert("generation_batch_size".into(), json!(4 * ranks));
+        }
+        WorldSize { ranks, local_ranks: if is_apart { local } else { ranks } }
+    }
+
+    fn config(&self) -> Result<Config> {
+        Config::from_imported(self.set.clone())
+    }
+}
+
+/// A run of a draft.
+struct Run {
+    config: Config,
+    world: WorldSize,
+    placement: Placement,
+    model: Arc<ModelSpec>,
+    has: Vec<Circumstance>,
+}
+
+impl Run {
+    fn new(solver: &Solver, draft: &Draft) -> Result<Self> {
+        let mut draft = draft.clone();
+        let world = draft.sized();
+        let model = solver.model(&draft).expect("the solver has found one").clone();
+        let model = Arc::new(
+            (*model).clone().with_expert_parallel(draft.set.get("enable_expert_parallel") == Some(&json!(true)))?,
+        );
+        let config = draft.config()?;
+        let placement = match config.device {
+            Device::Cuda => Placement::on_other_gpus(config.dtype),
+            _ => Placement::new(Device::Cpu, config.dtype)?,
+        };
+        let own = draft.has.iter().copied().filter(|one| !is_of_model(*one));
+        combination(&config, &model, placement, world).in_circumstances(own).check()?;
+        Ok(Self { config, world, placement, model, has: draft.has })
+    }
+
+    fn preflight(&self) -> Result<Preflight> {
+        let tokenizer = Arc::new(Tokenizer::from_folder(TEACHER)?);
+        let room = Room { available_bytes: 1 << 36, swap_bytes: self.placement.on_cuda.then_some(1 << 36) };
+        Preflight::of_model(&self.config, (self.model.clone(), tokenizer, false), self.placement, self.world, room)
+    }
+
+    /// Whether a step of it needs neither a GPU, other nodes, nor Python.
+    fn is_trainable(&self) -> bool {
+        let tools = &self.config.tools;
+        !self.placement.on_cuda
+            && self.world.ranks == self.world.local_ranks
+            && !tools.has_turns()
+            && tools.agent.is_none()
+    }
+
+    /// Trains some steps with it, on threads.
+    fn train(&self) -> Result<()> {
+        let outcomes = testing::worlds(self.world.ranks, |world| {
+            let mut trainer = self.trainer(Arc::new(world))?;
+            (0..NUM_STEPS).try_for_each(|_| self.step(&mut trainer))
+        });
+        outcomes.into_iter().collect()
+    }
+
+    fn trainer(&self, world: Arc<World>) -> Result<Trainer> {
+        let config = self.config.clone();
+        let prompt = |id: u64| Prompt {
+            id,
+            text: "a".into(),
+            token_ids: vec![3, 4 + (id % 16) as u32],
+            columns: Arc::default(),
+        };
+        let parts = TrainerParts {
+            preflight: self.preflight()?,
+            weights: &|layout| init_unit(layout, 3, Kind::Float),
+            rewards: RewardPool::with_functions(&config, &[])?,
+            tools: None,
+            rows: rows::TrainingRows::made(Dataset::new((0..64).map(prompt).collect())),
+            source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
+            checkpoint: None,
+            claim: None,
+            writes_files: false,
+            spread_lengths: None,
+        };
+        let mut trainer = world.agree(setup::assemble(config, world.clone(), parts))?;
+        if self.has.contains(&Circumstance::OwnLoss) {
+            let sum =
+                |input: &crate::grpo::LossInput<'_>, _: &_| -> Result<Tensor> { Ok(input.logprobs.sum(Kind::Float)) };
+            trainer.functions.loss = Some(LossFunction::new(sum));
+        }
+        Ok(trainer)
+    }
+
+    fn step(&self, trainer: &mut Trainer) -> Result<()> {
+        if !self.has.contains(&Circumstance::OwnLoop) {
+            return trainer.train_step().map(|_| ());
+        }
+        let prompts = trainer.next_prompts()?;
+        let params = trainer.sampling_params();
+        let groups = trainer.with_rollout(|engine| engine.generate(&prompts, &params, |_| ()))?;
+        let batch = trainer.score(groups)?;
+        trainer.update(batch).map(|_| ())
+    }
+}
+
+fn told(feature: &Feature) -> String {
+    feature.iter().map(Term::described).collect::<Vec<_>>().join(" and ")
+}
+
+/// Whether every part of an error is a row of the table.
+fn is_of_table(error: &Error) -> bool {
+    match error {
+        Error::InvalidConfig(all) => all.iter().all(is_of_table),
+        error => TABLE.iter().any(|row| error.to_string().contains(row.why)),
+    }
+}
+
+#[test]
+fn every_pair_of_features_makes_a_run_or_is_refused_by_the_table() {
+    tch::set_num_threads(1);
+    let (solver, features) = (Solver::new(), features());
+    let (mut left, mut num_refused, mut wrong) = (BTreeSet::new(), 0, Vec::new());
+    for (a, first) in features.iter().enumerate() {
+        for (b, second) in features.iter().enumerate().skip(a) {
+            let both = |one, other| solver.with_all(&solver.with_all(&solver.start(), one)?, other);
+            let Some(draft) = both(first, second).or_else(|| both(second, first)) else { continue };
+            if solver.mended(&draft, 8).is_some() {
+                left.insert((a, b));
+                continue;
+            }
+            num_refused += 1;
+            match Run::new(&solver, &draft).err() {
+                Some(error) if is_of_table(&error) => {}
+                other => wrong.push(format!("{} with {}: {other:?}", told(first), told(second))),
+            }
+        }
+    }
+    let num_pairs = left.len();
+    println!("{} features, {num_pairs} pairs, {num_refused} refused, wrong {}", features.len(), wrong.len());
+    let (mut num_runs, mut num_trained) = (0, 0);
+    while let Some(&(a, b)) = left.first() {
+        let both = |one, other| solver.with_all(&solver.with_all(&solver.start(), &features[one])?, &features[other]);
+        let draft = both(a, b).or_else(|| both(b, a)).expect("found above");
+        let mut run = solver.mended(&draft, 8).expect("found above");
+        for (c, feature) in features.iter().enumerate() {
+            let is_new =
+                left.contains(&(a, c)) || left.contains(&(b, c)) || left.contains(&(c, a)) || left.contains(&(c, b));
+            let more = is_new.then(|| solver.with_all(&run, feature)).flatten();
+            if let Some(mended) = more.and_then(|draft| solver.mended(&draft, 3)) {
+                run = mended;
+            }
+        }
+        let present: Vec<_> = (0..features.len()).filter(|c| solver.has(&run, &features[*c])).collect();
+        assert!(present.contains(&a) && present.contains(&b));
+        left.retain(|(a, b)| !(present.contains(a) && present.contains(b)));
+        num_runs += 1;
+        let outcome = Run::new(&solver, &run).and_then(|run| {
+            run.preflight()?;
+            num_trained += usize::from(run.is_trainable());
+            if run.is_trainable() { run.train() } else { Ok(()) }
+        });
+        if let Err(error) = outcome {
+            wrong.push(format!("{:?} of {:?}: {error}", run.set, run.has));
+        }
+    }
+    println!("{num_runs} runs, {num_trained} trained");
+    assert!(wrong.is_empty(), "{} wrong:\n{}", wrong.len(), wrong[..wrong.len().min(60)].join("\n"));
+    assert!(num_pairs > 2000 && num_refused > 200 && num_trained > 15, "{num_pairs} {num_refused} {num_trained}");
+}
