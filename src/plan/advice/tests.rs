@@ -75,8 +75,8 @@ fn refused(model: &str, machine: Machine, keys: &[String]) -> String {
 }
 
 /// Processes, GiB of a GPU and GiB of host memory a process.
-const SMALL: [(usize, usize, usize); 2] = [(1, 12, 512), (1, 24, 512)];
-const LARGE: [(usize, usize, usize); 5] = [(1, 80, 512), (2, 40, 16), (4, 80, 64), (8, 80, 512), (8, 139, 512)];
+const MACHINES: [(usize, usize, usize); 7] =
+    [(1, 12, 512), (1, 24, 512), (1, 80, 512), (2, 40, 16), (4, 80, 64), (8, 80, 512), (8, 139, 512)];
 
 /// Whatever is advised, taken, gives a plan that fits, names no key in vain and leaves libtorch's cache its share where it says
 /// how large micro-batches may be; where nothing is advised, nothing known helps. How many runs were advised, and how many had no advice.
@@ -120,25 +120,26 @@ fn what_is_advised_helps(model: &str, machines: &[(usize, usize, usize)]) -> (us
 
 #[test]
 fn what_is_advised_for_small_models_helps() {
-    let (advised, _) = what_is_advised_helps("qwen2.5-1.5b", &[&SMALL[..], &LARGE].concat());
+    let (advised, _) = what_is_advised_helps("qwen2.5-1.5b", &MACHINES);
     assert!(advised > 3, "{advised}");
 }
 
 #[test]
 fn what_is_advised_for_models_of_7b_helps() {
-    let (advised, _) = what_is_advised_helps("qwen2.5-7b", &[&SMALL[..], &LARGE].concat());
+    let (advised, _) = what_is_advised_helps("qwen2.5-7b", &MACHINES);
     assert!(advised > 8, "{advised}");
 }
 
 #[test]
 fn what_is_advised_for_models_of_32b_helps() {
-    let (advised, hopeless) = what_is_advised_helps("qwen2.5-32b", &LARGE);
+    let (advised, hopeless) =
+        what_is_advised_helps("qwen2.5-32b", &[(1, 12, 512), (1, 80, 512), (2, 40, 16), (8, 80, 512)]);
     assert!(advised > 8 && hopeless > 0, "{advised} and {hopeless}");
 }
 
 #[test]
 fn what_is_advised_for_models_of_72b_helps() {
-    let (advised, hopeless) = what_is_advised_helps("72b", &LARGE[2..]);
+    let (advised, hopeless) = what_is_advised_helps("72b", &[(1, 24, 512), (4, 80, 64), (8, 139, 512)]);
     assert!(advised > 8 && hopeless > 0, "{advised} and {hopeless}");
 }
 
