@@ -56,7 +56,7 @@ pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>>
     let (Device::Cuda(ordinal), Some(limits)) = (device, GpuLimits::of(device)?) else {
         return Err(Error::Environment { message: "bench kernels needs a GPU, and none is used".into() });
     };
-    kernels::prepare(ordinal)?;
+    kernels::prepare(ordinal, 1)?;
     let stream = TorchStream::new(&Context::retain(ordinal)?)?;
     let mut step = DecodeStep { bench, device, stream, limits, results: Vec::new() };
     step.rows_alone()?;

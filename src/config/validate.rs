@@ -1,4 +1,4 @@
-//! What keys must satisfy before a model or a world is known: their values by themselves, and the table of what goes together. The range of a
+//! Checks of keys before a model or a world is known: their values by themselves, and the table of what goes together. The range of a
 //! single key is in its declaration.
 
 use regex::Regex;

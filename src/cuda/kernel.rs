@@ -32,7 +32,7 @@ pub(super) struct Kernel {
 // SAFETY: a function of a module that is never unloaded; the driver's functions may be called from any thread.
 unsafe impl Send for Kernel {}
 
-/// What this process has loaded, by GPU and by name or file.
+/// Kernels and modules of this process, by GPU and by name or file.
 #[derive(Default)]
 struct Loaded {
     kernels: HashMap<(usize, String), Kernel>,

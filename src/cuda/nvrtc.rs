@@ -118,15 +118,15 @@ pub(super) fn cubin(source: &KernelSource, capability: (i32, i32)) -> Result<Vec
     Ok(image)
 }
 
-/// Compiles the sources that the cache lacks, on all processors: one after another they take most of a minute. Ranks of one machine begin at
-/// different sources, `rank` by `rank`, and find in the cache what another one has compiled meanwhile.
+/// Compiles the sources that the cache lacks, on this rank's share of the processors: one after another they take most of a minute. The
+/// ranks of a machine begin at different sources and find in the cache what another rank has compiled meanwhile.
 ///
 /// # Errors
 /// Returns the first error of [`cubin`].
 pub(super) fn compile_all(
     sources: impl Iterator<Item = &'static KernelSource>,
     capability: (i32, i32),
-    rank: usize,
+    (rank, num_ranks): (usize, usize),
 ) -> Result<()> {
     let mut missing = Vec::new();
     for source in sources {
@@ -137,8 +137,9 @@ pub(super) fn compile_all(
     if missing.is_empty() {
         return Ok(());
     }
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(missing.len());
-    let first = (rank * threads) % missing.len();
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = (processors / num_ranks).clamp(1, missing.len());
+    let first = rank * missing.len() / num_ranks % missing.len();
     missing.rotate_left(first);
     let next = AtomicUsize::new(0);
     let compile_some = || {
@@ -322,7 +323,7 @@ mod tests {
         found.sort();
         assert_eq!(known, found, "every file of src/kernels must be compiled here");
         let check_all = |capability| {
-            compile_all(SOURCES.iter().copied(), capability, 1)
+            compile_all(SOURCES.iter().copied(), capability, (1, 2))
                 .unwrap_or_else(|error| panic!("{capability:?}: {error}"));
             for source in SOURCES {
                 let image = cubin(source, capability).unwrap_or_else(|error| panic!("{capability:?}: {error}"));

@@ -140,7 +140,7 @@ impl World {
     pub fn join(env: &WorkerEnv, options: WorldOptions) -> Result<Self> {
         let device = match options.backend {
             Backend::Shm => Device::Cpu,
-            Backend::Nccl => nccl::device(env.local_rank)?,
+            Backend::Nccl => nccl::device(env)?,
         };
         let lane = match device {
             Device::Cuda(ordinal) => Lane::of_gpu(ordinal)?,

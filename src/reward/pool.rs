@@ -249,11 +249,10 @@ impl RewardPool {
     ///
     /// # Errors
     /// [`Error::Environment`] if no thread can be started; [`Error::RewardService`] if the workers of a reward fail again and
-    /// again; those of [`start`](Self::start) if it was not called.
-    ///
-    /// # Panics
-    /// If the scores of a ticket were taken before.
+    /// again; those of [`start`](Self::start) if it was not called; [`Error::InvalidArgument`] where groups and tickets are not as many, or
+    /// a ticket's scores were taken before.
     pub fn wait(&mut self, groups: &mut [RolloutGroup], tickets: &[RewardTicket]) -> Result<()> {
+        self.shared.lock().check_open(groups.len(), tickets.iter().map(|ticket| ticket.0))?;
         let mut state = self.await_until(|state| tickets.iter().all(|ticket| state.is_scored(ticket.0)))?;
         groups.iter_mut().zip(tickets).for_each(|(group, ticket)| self.fill(&mut state, group, *ticket));
         Ok(())
@@ -270,6 +269,7 @@ impl RewardPool {
         tickets: &[RewardTicket],
         waits: bool,
     ) -> Result<Vec<bool>> {
+        self.shared.lock().check_open(groups.len(), tickets.iter().map(|ticket| ticket.0))?;
         let waits = waits && !tickets.is_empty();
         let mut state = self.await_until(|state| !waits || tickets.iter().any(|ticket| state.is_scored(ticket.0)))?;
         let scored: Vec<bool> = tickets.iter().map(|ticket| state.is_scored(ticket.0)).collect();

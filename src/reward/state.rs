@@ -229,6 +229,20 @@ impl PoolState {
         }
     }
 
+    /// Refuses another number of tickets than of groups, and tickets that are not open or stand twice.
+    pub fn check_open(&self, num_groups: usize, tickets: impl ExactSizeIterator<Item = u64>) -> Result<(), Error> {
+        let num_tickets = tickets.len();
+        let open: BTreeSet<u64> = tickets.filter(|ticket| self.pending.contains_key(ticket)).collect();
+        if open.len() == num_tickets && num_groups == num_tickets {
+            return Ok(());
+        }
+        Err(Error::InvalidArgument {
+            op: "RewardPool::wait",
+            expected: "one ticket for each group, whose scores were not taken before".to_owned(),
+            got: format!("{num_groups} groups and {num_tickets} tickets, {} of them open", open.len()),
+        })
+    }
+
     /// Whether every reward has answered.
     pub fn is_scored(&self, ticket: u64) -> bool {
         self.pending[&ticket].num_open == 0

@@ -136,7 +136,7 @@ impl<T: GroupTurns + ?Sized, D> SamplingPolicy<T> for Batches<'_, D> {
         for ((batch, own), request) in self.requests.drain(..) {
             let prompt = own.map(|position| &self.groups[batch][position].group.prompt);
             let number = turns.submit(session, request, prompt)?;
-            debug_assert_eq!(number, self.places.len());
+            assert_eq!(number, self.places.len(), "turns number their groups in order");
             self.places.push((batch, own));
         }
         let may_pause = self.num_steps.is_multiple_of(STEPS) || !session.has_work();
@@ -202,6 +202,7 @@ impl RolloutEngine<'_> {
     ///
     /// # Errors
     /// The errors of [`RolloutEngine::generate`] and of `turns`.
+    #[doc(hidden)]
     pub fn generate_with<T: GroupTurns + ?Sized, D>(
         &mut self,
         turns: Box<T>,

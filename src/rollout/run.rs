@@ -10,7 +10,7 @@ use crate::error::Result;
 /// Whether a session takes another step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flow {
-    /// It does.
+    /// Take another step.
     Step,
     /// It ends. Groups that are not complete are left to a later one.
     End,
@@ -55,6 +55,7 @@ impl RolloutEngine<'_> {
     ///
     /// # Errors
     /// The errors of the policy, the turns and the session, which cannot go on then.
+    #[doc(hidden)]
     pub fn run<T: Turns + ?Sized>(&mut self, mut turns: Box<T>, policy: &mut impl SamplingPolicy<T>) -> Result<()> {
         policy.prepare(self, &mut turns)?;
         let mut session = self.session()?;

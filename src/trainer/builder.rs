@@ -163,6 +163,8 @@ impl TrainerBuilder {
             let num_trainers = config.roles(world.size())?.num_trainers;
             let shard_group = config.zero.shard_group(num_trainers, world.local_size());
             let on_each_node = config.save_on_each_node;
+            let nodes = (world.num_nodes() > 1).then_some(Circumstance::SeveralNodes);
+            config.combination().in_circumstances(nodes).check()?; // before the output folder is claimed
             checkpoint::check_each_node(on_each_node, world.world_size(), shard_group)?;
             checkpoint::check_shared(&config.output_dir, &world, on_each_node)?;
             let claim = checkpoint::claim(&config.output_dir, &world, on_each_node)?;

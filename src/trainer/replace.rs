@@ -123,9 +123,11 @@ impl Replacement<'_> {
             let mut batch = OpenBatch::new((candidates.clone(), quota), (step, params), self);
             engine.run(turns_of(turns.as_deref_mut()), &mut batch)?;
             let drawn = batch.finish();
-            let sampler = candidates.into_sampler(drawn.tally.num_sampled as usize)?;
-            candidates = Candidates::first(sampler, quota.num_groups)?;
+            let num_sampled = drawn.tally.num_sampled as usize;
             batches.push(drawn);
+            if batches.len() < steps.len() {
+                candidates = Candidates::first(candidates.into_sampler(num_sampled)?, quota.num_groups)?;
+            }
         }
         Ok(batches)
     }

@@ -19,7 +19,7 @@ const KINDS: [(Kind, Kind, f64); 3] =
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_rows_norms_and_products_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (residual, kind, bound) in KINDS {
         for (tokens, dim) in [(1, 1), (5, 33), (3, 128), (256, 3584), (7, 8192)] {
             if is_small() && tokens * dim > 1000 {
@@ -56,7 +56,7 @@ fn gpu_rows_norms_and_products_equal_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_rope_and_cache_write_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     // Rounding after every step, as the trainer's: looser than one rounding.
     for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)] {
         for (kv_heads, group, dim) in [(2, 7, 128), (4, 1, 64), (1, 3, 96), (2, 2, 6), (1, 2, 256)] {
@@ -123,7 +123,7 @@ fn compare_rope(kind: Kind, bound: f64, (kv_heads, group, dim): (i64, i64, i64),
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_norms_over_all_heads_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 9;
     for (_, kind, bound) in KINDS {
         for (kv_heads, group, dim) in [(2, 7, 128), (16, 1, 128), (1, 3, 6)] {
@@ -202,7 +202,7 @@ impl Contexts {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_paged_attention_equals_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 5e-3)] {
         for (kv_heads, group, dim, block_size) in
             [(2, 7, 128, 16), (2, 6, 128, 32), (1, 8, 64, 16), (2, 1, 64, 64), (1, 12, 128, 16), (2, 2, 40, 16)]

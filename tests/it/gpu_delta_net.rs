@@ -23,7 +23,7 @@ const KINDS: [(Kind, f64); 2] = [(Kind::Float, 5e-6), (Kind::BFloat16, 5e-3)];
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_gated_delta_nets_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kind, bound) in KINDS {
         for heads in [
             [2, 4, 6, 4, 3],
@@ -53,7 +53,7 @@ fn gpu_gated_delta_nets_equal_the_cpus() {
 #[ignore = "needs a GPU"]
 fn gpu_gated_delta_nets_do_not_see_how_runs_are_cut() {
     const LEN: i64 = 37;
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kind, heads) in
         [(Kind::Float, [2, 4, 32, 32, 4]), (Kind::BFloat16, [2, 4, 64, 32, 3]), (Kind::BFloat16, [4, 8, 128, 128, 4])]
     {
@@ -214,7 +214,7 @@ impl Net {
 #[ignore = "needs a GPU"]
 fn gpu_heads_with_gates_equal_the_cpus() {
     const TOKENS: i64 = 9;
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let norm = NormOptions { eps: EPS, zero_centred: true };
     for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 1.5e-2)] {
         for (kv_heads, group, dim, turned) in [(4, 4, 256, 64), (2, 2, 32, 8), (1, 3, 32, 16), (2, 1, 64, 64)] {
@@ -270,7 +270,7 @@ fn gpu_heads_with_gates_equal_the_cpus() {
 #[ignore = "needs a GPU"]
 fn gpu_attention_of_wide_heads_equals_the_cpus() {
     const BLOCK: usize = 16;
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kv_heads, group) in [(4, 4), (1, 12)] {
         for lens in [vec![1, 17, 300, 0, 64, 1000, 33], vec![97; 70], vec![5000]] {
             for split in [None, Some(256)] {

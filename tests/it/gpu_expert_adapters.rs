@@ -41,7 +41,7 @@ impl Adapted {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_with_adapters_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let sizes = [([1, 64, 32, 4, 2], 8), ([37, 136, 72, 8, 3], 24), ([300, 512, 96, 16, 4], 136)];
     for (sizes, inner) in sizes {
         let [tokens, hidden, width, experts, k] = sizes;

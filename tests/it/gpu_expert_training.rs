@@ -186,7 +186,7 @@ fn rounding_of_experts_gradients_is_told_from_a_fault() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_gradients_of_experts_are_rounded_as_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let mut faults = Vec::new();
     for case in cases() {
         let all = sequences(&case.spec, true);
@@ -216,7 +216,7 @@ fn gpu_gradients_of_experts_are_rounded_as_the_cpus() {
 #[ignore = "needs a GPU"]
 fn gpu_a_row_of_experts_that_is_no_number_stays_alone() {
     const BAD: i64 = 5;
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (tokens, experts, k, kind) in [
         (40, 16, 4, Kind::BFloat16),
         (300, 512, 8, Kind::BFloat16),

@@ -86,7 +86,7 @@ fn cases() -> Vec<Case> {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_routes_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for case in cases() {
         let Case { tokens, hidden, experts, k, .. } = case;
         let (x, w) = (rand(&[tokens, hidden], case.kind), rand(&[experts, hidden], case.kind) * 0.1);
@@ -159,7 +159,7 @@ fn check_tiles(case: &Case, routed: &RoutedTokens, chosen: &Tensor) {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for case in cases() {
         let Case { tokens, hidden, width, experts, k, kind, .. } = case;
         let (x, router) = (rand(&[tokens, hidden], kind), rand(&[experts, hidden], kind) * 0.1);
@@ -212,7 +212,7 @@ fn gpu_experts_equal_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_may_be_without_rows() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (experts, chosen, own) in [(16, 3, 0..16), (512, 511, 0..512), (16, 3, 4..8), (512, 0, 256..512)] {
         for kind in [Kind::BFloat16, Kind::Float] {
             let case = case([300, 64, 32, experts, 1], own.clone(), kind);
@@ -269,7 +269,7 @@ fn expected(case: &Case, x: &Tensor, (gate_up, down): (&Tensor, &Tensor), routed
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let whole = case([700, 512, 96, 16, 4], 0..16, Kind::BFloat16);
     let (x, router) = (gpu(&rand(&[700, 512], whole.kind)), gpu(&(rand(&[16, 512], whole.kind) * 0.1)));
     let gate_up = gpu(&(rand(&[16, 192, 512], whole.kind) * 0.05));
@@ -407,7 +407,7 @@ fn gpu_sampled_logprobs_of_experts_are_the_trainers() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_read_weights_at_the_memory_s_speed() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let (experts, hidden, width, k, kind) = (128, 2048, 768, 8, Kind::BFloat16);
     let random = |shape: &[i64]| Tensor::randn(shape, (kind, GPU)) * 0.05;
     let router = random(&[experts, hidden]);

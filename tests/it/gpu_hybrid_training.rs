@@ -104,7 +104,7 @@ fn layouts() -> [(i64, Bounds); 2] {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_delta_nets_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     tch::manual_seed(11);
     for (heads, kind, bound) in [
         (WIDE, Kind::BFloat16, 2e-2),
@@ -129,7 +129,7 @@ fn gpu_delta_nets_equal_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kept_chunks_of_delta_nets_change_no_bit() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     tch::manual_seed(13);
     for (heads, kind) in [(WIDE, Kind::BFloat16), (NARROW, Kind::BFloat16), (NARROW, Kind::Float)] {
         let shared = SharedBounds {
@@ -151,7 +151,7 @@ fn gpu_kept_chunks_of_delta_nets_change_no_bit() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_packed_delta_nets_equal_each_by_itself_bit_for_bit() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     tch::manual_seed(12);
     let lens = [70, 1, 131, 64, 3].into_iter().cycle().take(30);
     let mut bounds = vec![0];
@@ -197,7 +197,7 @@ fn wide_hybrid_with_experts() -> ModelSpec {
 #[ignore = "needs a GPU"]
 fn gpu_hybrids_train_as_on_the_cpu() {
     use GradientCheckpointing::{Full, Selective};
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let narrow = || ModelSpec::preset("tiny-hybrid").unwrap();
     let all = Some(LoraSpec { r: 8, alpha: 16.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() });
     for (spec, lora, quantization, gradient_checkpointing, share_prompts) in [

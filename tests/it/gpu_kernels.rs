@@ -17,7 +17,7 @@ use crate::on_gpu::{GPU, double, gpu, is_small, rand, relative_error, seconds};
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_adamw_equals_the_cpus_to_rounding() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     // Odd lengths and ranges: no run is a multiple of a block's work.
     for (n, decayed) in
         [(1, vec![]), (1000, vec![3..700, 700..701]), (3_000_001, vec![0..17, 64..1_000_001, 1_000_002..3_000_001])]
@@ -66,7 +66,7 @@ fn compare_adamw(n: i64, decayed: &[Range<i64>], grad_kind: Kind, weight_kind: O
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_adamw8bit_equals_the_cpus_to_rounding() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let kinds = [Kind::Float, Kind::BFloat16];
     for (num_blocks, grad_kind, weight_kind) in [1, 1000, 10_003]
         .into_iter()
@@ -124,7 +124,7 @@ fn scalars(hyper: &adamw::AdamW, step: u64, scale: f64) -> kernels::AdamWScalars
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sums_of_squares_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for kind in [Kind::Float, Kind::BFloat16] {
         let tensors = [1, 64, 4097, 30_000_001].map(|n| Tensor::randn([n], (Kind::Float, GPU)).to_kind(kind));
         let [got, again] = [0, 1].map(|_| norm::sums_of_squares(&tensors).unwrap());
@@ -138,7 +138,7 @@ fn gpu_sums_of_squares_equal_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_normal_numbers_are_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let key = RandomKey::new(7, 9);
     for n in [1, 5, 1_000_003] {
         let mut host = vec![0f32; n];
@@ -157,7 +157,7 @@ fn gpu_normal_numbers_are_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_rms_norm_equals_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let kinds = [Kind::Float, Kind::BFloat16];
     for (x_kind, kind, bound) in [(kinds[0], kinds[0], 2e-6), (kinds[1], kinds[1], 5e-3), (kinds[0], kinds[1], 5e-3)] {
         for (rows, dim) in [(1, 1), (7, 33), (1000, 128), (3001, 3584), (9, 8192), (5, 12_000)] {
@@ -191,7 +191,7 @@ fn gpu_rms_norm_equals_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_swiglu_equals_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kind, bound) in [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)] {
         for (tokens, width) in [(1, 1), (3, 5), (1000, 512), (33, 18_944)] {
             let rand = |shape: &[i64]| (Tensor::randn(shape, (Kind::Double, Device::Cpu)) * 3.0).to_kind(kind);
@@ -233,7 +233,7 @@ fn gpu_swiglu_equals_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_grouped_products_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)] {
         for ([tokens, hidden, width, num_experts, k], all_on) in [
             ([1, 64, 32, 8, 2], None),
@@ -289,7 +289,7 @@ fn gpu_grouped_products_equal_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_gradients_of_groups_are_added_in_float32() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (sizes, features, columns) in [
         (vec![100, 0, 1, 63], 256, 256),
         (vec![64, 65, 300, 7], 192, 320),
@@ -321,7 +321,7 @@ fn gpu_gradients_of_groups_are_added_in_float32() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kernels_run_near_the_memory_s_speed() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 16_384;
     let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
     let n = 1i64 << 28;

@@ -24,7 +24,7 @@ use crate::on_gpu::{GPU, is_small, seconds};
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_dropout_is_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let dropout = Dropout { rate: 0.3, key: RandomKey::new(5, 6) };
     for (rows, columns) in [(1, 1), (7, 30), (513, 1024)] {
         for kind in [Kind::Float, Kind::BFloat16] {
@@ -40,7 +40,7 @@ fn gpu_dropout_is_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_adapters_add_what_the_cpus_do() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let rand = |shape: [i64; 2], scale: f64| Tensor::randn(shape, (Kind::BFloat16, GPU)) * scale;
     let double = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double);
     let near = |got: &Tensor, expected: &Tensor| {
@@ -80,7 +80,7 @@ fn gpu_adapters_add_what_the_cpus_do() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_nf4_is_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let [on_host, on_device] = [Device::Cpu, GPU].map(|device| Nf4.encoder(device).unwrap());
     for (groups, rows, columns) in [(1, 3, 64), (5, 2, 192), (40, 1, 4096), (1, 1000, 3584)] {
         if is_small() && columns > 1000 {
@@ -116,7 +116,7 @@ fn gpu_nf4_is_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_nf4_runs_near_the_memory_s_speed() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for preset in ["qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"] {
         let spec = ModelSpec::preset(preset).unwrap().with_num_layers(1);
         let table = ParamTable::new(Arc::new(spec.clone()), 1);
@@ -220,7 +220,7 @@ pub fn losses(device: Device, (kind, residual): (Kind, Kind), training: &Trainin
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_adapters_train_as_on_the_cpu() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (quantization, dropout) in [(Quantization::None, 0.0), (Quantization::None, 0.2), (Quantization::Nf4, 0.0)] {
         let of_bfloat16 = [Kind::BFloat16, Kind::Float].map(|residual| ((Kind::BFloat16, residual), 5e-2));
         for (kinds, bound) in [((Kind::Float, Kind::Float), 2e-3)].into_iter().chain(of_bfloat16) {
@@ -244,7 +244,7 @@ fn gpu_adapters_train_as_on_the_cpu() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_train_as_on_the_cpu() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen2_moe");
     let (routed, shared) = (ModelSpec::preset("tiny-moe").unwrap(), ModelSpec::from_folder(&golden).unwrap());
     let float = ((Kind::Float, Kind::Float), 2e-3);

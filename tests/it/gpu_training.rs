@@ -17,7 +17,7 @@ const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 5e-3)];
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_heads_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kind, bound) in KINDS {
         // Wide heads in 16-byte pieces; 6 and 80 wide take the narrow variant or leave lanes idle.
         for (tokens, groups, group, head_dim) in
@@ -94,7 +94,7 @@ fn gpu_bfloat16_head_equals_the_cpus() {
 }
 
 fn head_equals_the_cpus(kind: Kind, bound: f64) {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     // A single log-probability near 0 has no relative error worth a bound; this seed draws none.
     tch::manual_seed(7);
     for (tokens, dim, vocabulary, chunk) in [(1, 8, 5, 9), (70, 64, 1003, 32), (33, 96, 151_936, 16), (5, 8, 4096, 5)] {
@@ -145,7 +145,7 @@ fn head_equals_the_cpus(kind: Kind, bound: f64) {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_rows_are_added_in_order() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kind, bound) in KINDS {
         for (rows, dim, table_rows) in [(0, 8, 3), (1, 1, 1), (500, 33, 7), (3000, 1536, 40), (1000, 5000, 100_000)] {
             let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
@@ -170,7 +170,7 @@ fn gpu_rows_are_added_in_order() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_weight_gradients_are_summed_in_float32() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(Kind::BFloat16);
     let (dy, x) = (rand(&[300, 64]), rand(&[300, 96]));
     let mut flat = Tensor::ones([64 * 96 + 64], (Kind::Float, GPU));
@@ -203,7 +203,7 @@ fn gpu_weight_gradients_are_summed_in_float32() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_training_kernels_run_near_the_memory_s_speed() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 16_384;
     let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
     let rope = Rope::new(128, 1e6, None);
@@ -272,7 +272,7 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_training_products_are_near_the_fastest() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 16_384;
     let (products, _current) = products();
     let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));

@@ -46,7 +46,7 @@ impl TextComparison {
         let text = self.by_auto.as_ref().ok()?.first()?;
         Some(format!(
             "AutoTokenizer has other tokens, for {text:?} first: its class {}, by tokenizer_class of tokenizer_config.json or the model's \
-             type, builds normalizer and pre-tokenizer anew. tokenizer.json counts here: docs/files.md",
+             type, does not split texts as tokenizer.json says, which counts here: docs/files.md",
             self.class
         ))
     }

@@ -17,7 +17,7 @@ use super::{Config, SftConfig};
 use crate::error::{Error, Result};
 pub(crate) use table::TABLE;
 
-/// What is known of a run beside its keys.
+/// A fact about a run that no key states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Circumstance {
     /// The model has experts in some layers or in all.
@@ -178,7 +178,7 @@ impl Term {
         self.found(combination).is_some()
     }
 
-    /// What the key of this part is to be in the place of what it is.
+    /// The values that the key may have instead.
     fn otherwise(&self) -> String {
         let Self::Setting(key, values) = *self else { return self.way_out() };
         match values {

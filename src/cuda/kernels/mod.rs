@@ -149,12 +149,13 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 41] = [
 ];
 
 /// Compiles and loads the kernels of every kind for GPU `ordinal`, so that none is waited for, or found missing, in a step.
+/// `num_ranks` ranks of this machine do so at once, each for the GPU of its own number.
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC; [`Error::Cuda`].
-pub fn prepare(ordinal: usize) -> Result<()> {
+pub fn prepare(ordinal: usize, num_ranks: usize) -> Result<()> {
     let capability = Context::retain(ordinal)?.compute_capability()?;
-    compile_all(KERNELS.iter().map(|(source, _)| *source), capability, ordinal)?;
+    compile_all(KERNELS.iter().map(|(source, _)| *source), capability, (ordinal, num_ranks))?;
     for (source, names) in KERNELS {
         for name in names {
             Kernel::get(source, name, ordinal)?;

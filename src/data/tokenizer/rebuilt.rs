@@ -4,7 +4,6 @@
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 use tokenizers::models::ModelWrapper;
-use tokenizers::models::bpe::BPE;
 use tokenizers::normalizers::NormalizerWrapper;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 
@@ -83,14 +82,16 @@ impl AutoClass {
         let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
         let (normalizer, pre_tokenizer) = self.pieces(tokenizer)?;
         let is_llama = self.name.as_deref() == Some("LlamaTokenizer");
-        let mut own = model.clone();
-        (own.fuse_unk, own.byte_fallback, own.ignore_merges, own.unk_token) = (is_llama, is_llama, false, None);
-        let flags = |model: &BPE| (model.fuse_unk, model.byte_fallback, model.ignore_merges, model.unk_token.clone());
+        let of_model = (model.fuse_unk, model.byte_fallback, model.ignore_merges, &model.unk_token);
         let json = |normalizer, pre_tokenizer| serde_json::to_value((normalizer, pre_tokenizer)).ok();
         let of_file = json(tokenizer.get_normalizer(), tokenizer.get_pre_tokenizer());
-        if flags(&own) == flags(model) && json(normalizer.as_ref(), pre_tokenizer.as_ref()) == of_file {
+        if of_model == (is_llama, is_llama, false, &None)
+            && json(normalizer.as_ref(), pre_tokenizer.as_ref()) == of_file
+        {
             return None;
         }
+        let mut own = model.clone(); // some megabytes, which no equal tokenizer needs
+        (own.fuse_unk, own.byte_fallback, own.ignore_merges, own.unk_token) = (is_llama, is_llama, false, None);
         let mut rebuilt = tokenizer.clone();
         rebuilt.with_model(own).with_pre_tokenizer(pre_tokenizer).with_normalizer(normalizer).ok()?;
         Some(rebuilt)

@@ -17,6 +17,7 @@ use std::time::Duration;
 use tch::Device;
 
 use self::group::NcclGroup;
+use super::WorkerEnv;
 use super::collective::Collective;
 use super::control::{ControlPlane, RankGroup};
 use super::lane::Lane;
@@ -32,17 +33,17 @@ const LOOK: Duration = Duration::from_millis(20);
 /// and NVLink multicast costs memory for nothing here. A process has them from its start, as other threads read variables.
 pub const NCCL_SETTINGS: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
-/// The GPU of local rank `local_rank`, made current, its kernels compiled and loaded.
+/// The GPU of a rank, made current, its kernels compiled and loaded.
 ///
 /// # Errors
 /// [`Error::Environment`] if there is no such GPU, libtorch's CUDA half or NCCL is not to be had, or one of [`NCCL_SETTINGS`] is
 /// not set.
-pub(super) fn device(local_rank: usize) -> Result<Device> {
+pub(super) fn device(env: &WorkerEnv) -> Result<Device> {
     check_settings(|name| std::env::var_os(name).is_some())?;
     cuda::require()?;
-    torch::set_cuda_device(local_rank)?;
-    cuda::kernels::prepare(local_rank)?;
-    Ok(Device::Cuda(local_rank))
+    torch::set_cuda_device(env.local_rank)?;
+    cuda::kernels::prepare(env.local_rank, env.local_world_size)?;
+    Ok(Device::Cuda(env.local_rank))
 }
 
 fn check_settings(is_set: impl Fn(&str) -> bool) -> Result<()> {

@@ -24,7 +24,7 @@ pub struct Fp8 {
 impl Fp8 {
     /// Forward, and the gradient of the input.
     pub const ROWS: Self = Self { rounds_columns: false };
-    /// Those, and the gradient of the weight.
+    /// Forward, the gradient of the input and the gradient of the weight.
     pub const ALL: Self = Self { rounds_columns: true };
 
     fn rounded(x: &Rows) -> Result<ScaledRows> {

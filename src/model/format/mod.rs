@@ -69,7 +69,7 @@ impl Quantization {
     }
 }
 
-/// What a format is asked for.
+/// A use of a format.
 #[derive(Debug, Clone, Copy)]
 pub enum Use {
     /// Training.

@@ -13,7 +13,7 @@ pub enum Rows {
     Rounded {
         /// The rows that products of a format read.
         rows: ScaledRows, // [T, K]
-        /// The same rows as they are, where other products read them.
+        /// The unrounded rows, where other products read them.
         plain: Option<Tensor>, // [T, K]
     },
 }

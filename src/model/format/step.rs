@@ -22,12 +22,12 @@ pub enum OwnProducts {
     All,
 }
 
-/// What multiplies in a step.
+/// The kernels and the library that multiply in a step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepProducts<'a> {
     /// The own kernels that are faster.
     pub own: OwnProducts,
-    /// All others.
+    /// cuBLASLt, for products without a kernel of their own.
     pub products: &'a Products,
     /// How those were chosen.
     pub tuning: Tuning,
@@ -55,7 +55,7 @@ impl StepProducts<'_> {
 /// Rows that a step's product reads.
 #[derive(Debug)]
 pub struct StepRows<'a> {
-    /// As they are, where something has written them so.
+    /// The unrounded rows, where something has written them.
     pub plain: &'a Tensor, // [T, K]
     /// By a format that rounds.
     pub rounded: Option<ScaledRows>, // [T, K]
@@ -71,7 +71,7 @@ impl StepRows<'_> {
 /// Where rows go that a step's product reads.
 #[derive(Debug)]
 pub struct StepOutput<'a> {
-    /// As they are.
+    /// The unrounded rows.
     pub plain: &'a mut Tensor, // [T, K]
     /// Of a format that rounds.
     pub rounded: Option<ScaledRows>, // [T, K]

@@ -22,7 +22,7 @@ pub trait StoredFormat: Debug + Sync {
     /// Bytes of a matrix [N, K].
     fn matrix_bytes(&self, size: [usize; 2]) -> usize;
 
-    /// What encodes matrices on a device.
+    /// Makes the encoder of matrices on a device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].

@@ -47,6 +47,10 @@ fn builtin_rewards_are_weighted_and_kept_apart() {
     let mut groups = [group(7, &["aaa", "#### 7.0", "x"])];
     let ticket = pool.submit(&groups[0]);
     pool.wait(&mut groups, &[ticket]).unwrap();
+    let taken = pool.wait(&mut groups, &[ticket]).unwrap_err().to_string();
+    assert!(taken.contains("1 groups and 1 tickets, 0 of them open"), "{taken}");
+    let none = pool.wait(&mut groups, &[]).unwrap_err().to_string();
+    assert!(none.contains("1 groups and 0 tickets"), "{none}");
     assert_eq!(rewards(&groups[0]), [Some(0.5), Some(2.0), Some(0.0)]);
     assert_eq!(groups[0].completions[1].rewards, [Some(0.0), Some(1.0)]);
     assert_eq!(pool.names(), ["format", "numeric_answer"]);

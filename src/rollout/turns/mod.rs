@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::tools::SessionCosts;
 use crate::types::{Prompt, RolloutGroup};
 
-/// Whoever submits requests to a session and takes in its events. Every rank of the engine makes the same calls in the same order.
+/// A source of requests for a session, which takes in their events. Every rank of the engine makes the same calls in the same order.
 pub trait Turns: std::fmt::Debug {
     /// Prepares for `session`, before the first request.
     ///

@@ -21,7 +21,7 @@ fn entries(rows: ScaledRows, shape: &[i64]) -> ScaledRows {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_entries_of_the_cache_are_rounded_one_by_one() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 9;
     let (block_size, blocks) = (16, 5);
     for (kv_heads, group, dim) in [(2, 7, 128), (4, 1, 64), (1, 3, 96), (1, 2, 48)] {
@@ -60,7 +60,7 @@ fn gpu_entries_of_the_cache_are_rounded_one_by_one() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_paged_attention_over_fp8_equals_the_cpus() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (kv_heads, group, dim, block_size) in
         [(2, 7, 128, 16), (2, 6, 128, 32), (1, 8, 64, 16), (2, 1, 64, 64), (1, 12, 128, 16), (2, 2, 48, 16)]
     {
@@ -87,7 +87,7 @@ fn gpu_paged_attention_over_fp8_equals_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_paged_attention_over_fp8_takes_values_of_no_size() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     for (group, dim) in [(7, 128), (1, 64), (2, 48)] {
         for (sharing, split) in [(0, None), (0, Some(64)), (5, None)] {
             compare(shape_of(group, dim), sharing, split, true);
@@ -99,7 +99,7 @@ fn gpu_paged_attention_over_fp8_takes_values_of_no_size() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_paged_attention_over_fp8_keeps_what_is_not_a_number() {
-    kernels::prepare(0).unwrap();
+    kernels::prepare(0, 1).unwrap();
     const ROWS: i64 = 5;
     for (group, dim) in [(7, 128), (1, 64), (2, 48)] {
         let shape = shape_of(group, dim);

@@ -163,7 +163,7 @@ fn sequence(len: usize, vocab_size: usize) -> Sequence {
 #[ignore = "needs a GPU"]
 fn gpu_a_head_takes_less_than_a_gigabyte() {
     let device = Device::Cuda(0);
-    colo_grpo::internal::cuda::kernels::prepare(0).unwrap();
+    colo_grpo::internal::cuda::kernels::prepare(0, 1).unwrap();
     let (tokens, dim, vocabulary) = (16_384, 3584, 152_064);
     let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::BFloat16, device));
     let (x, table) = (rand(&[tokens, dim]), rand(&[vocabulary, dim]) * 0.02);
@@ -199,7 +199,7 @@ fn gpu_a_head_takes_less_than_a_gigabyte() {
 #[ignore = "needs a GPU"]
 fn gpu_a_head_s_gradients_by_slices_are_those_of_float32() {
     let device = Device::Cuda(0);
-    colo_grpo::internal::cuda::kernels::prepare(0).unwrap();
+    colo_grpo::internal::cuda::kernels::prepare(0, 1).unwrap();
     let (tokens, dim, vocabulary, temperature) = (1500, 896, 50_000, 0.8);
     let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, device));
     let (hidden, weight) = (rand(&[tokens, dim]), rand(&[vocabulary, dim]) * 0.05);
