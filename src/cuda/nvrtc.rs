@@ -108,13 +108,14 @@ const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 /// # Errors
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
 pub(super) fn cubin(source: &KernelSource, capability: (i32, i32)) -> Result<Vec<u8>> {
-    if let Some(image) = cached(source, capability)? {
+    let path = cubin_path(source, capability)?;
+    if let Some(image) = cache::read(&path, machine_code_of)? {
         return Ok(image);
     }
     static SAID: Once = Once::new();
     SAID.call_once(|| tracing::info!("compiling CUDA kernels, once for this GPU and compiler"));
     let image = compile(source, capability)?;
-    cache::keep(&cubin_path(source, capability)?, &image, &format!("{} is compiled", source.file));
+    cache::keep(&path, &image, &format!("{} is compiled", source.file));
     Ok(image)
 }
 
@@ -130,7 +131,7 @@ pub(super) fn compile_all(
 ) -> Result<()> {
     let mut missing = Vec::new();
     for source in sources {
-        if cached(source, capability)?.is_none() {
+        if !cubin_path(source, capability)?.exists() {
             missing.push(source);
         }
     }
@@ -156,10 +157,6 @@ pub(super) fn compile_all(
         });
         outcomes.collect()
     })
-}
-
-fn cached(source: &KernelSource, capability: (i32, i32)) -> Result<Option<Vec<u8>>> {
-    cache::read(&cubin_path(source, capability)?, machine_code_of)
 }
 
 fn cubin_path(source: &KernelSource, capability: (i32, i32)) -> Result<PathBuf> {

@@ -22,7 +22,7 @@ pub(super) fn last_marked(text: &str) -> Option<&str> {
 /// All places that reading asks for, found once: it takes time by the text's length, however many marks there are and however deep.
 struct Marks<'a> {
     text: &'a str,
-    /// Of [`MARKS`], in order. A longer command (`\boxedsize`) is no mark.
+    /// Places of [`MARKS`] in a text, in order. A longer command (`\boxedsize`) is no mark.
     starts: Vec<(usize, &'static str)>,
     answer_ends: Vec<usize>,
     /// Ends of lines, and of lines and formulas.

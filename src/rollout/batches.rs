@@ -62,7 +62,7 @@ pub struct Batches<'p, D = ()> {
     done: Done<'p, D>,
     /// All ranks' groups until they are submitted.
     requests: Vec<(OwnedPlace, Request)>,
-    /// Their places by number.
+    /// The place of each submitted group, by its number.
     places: Vec<OwnedPlace>,
     /// Groups of all ranks that the session waits for, and that are not complete.
     num_awaited: usize,

@@ -149,7 +149,7 @@ impl PlannedRun {
             && validate_gpu(spec, placement, Some(tensor_parallel_size), Path::new("")).is_ok()
     }
 
-    /// Its keys with such engines. Stages have sharded weights, or weights of their own.
+    /// The run's keys with such engines. Stages have sharded weights, or weights of their own.
     fn with_engine(&self, EngineShape { tensor_parallel_size, pipeline_parallel_size }: EngineShape) -> Config {
         let mut config = Config { tensor_parallel_size, pipeline_parallel_size, ..self.config.clone() };
         if pipeline_parallel_size > 1 && config.mode == Mode::Colocated {
@@ -159,7 +159,7 @@ impl PlannedRun {
         config
     }
 
-    /// Its plan with other keys.
+    /// The run's plan with other keys.
     fn planned(
         &self,
         config: &Config,

@@ -239,7 +239,7 @@ impl Values {
 }
 
 impl Circumstance {
-    /// Its name, and its opposite's.
+    /// The names of a circumstance and of its opposite.
     fn words(self) -> [&'static str; 2] {
         match self {
             Self::Experts => ["a model with experts", "a model without experts"],

@@ -73,14 +73,14 @@ impl StepRows<'_> {
 pub struct StepOutput<'a> {
     /// The unrounded rows.
     pub plain: &'a mut Tensor, // [T, K]
-    /// Of a format that rounds.
+    /// The rounded rows, of a format that rounds.
     pub rounded: Option<ScaledRows>, // [T, K]
     /// Whether a format that rounds leaves them as they are, too.
     pub is_read: bool,
 }
 
 impl<'a> StepOutput<'a> {
-    /// Of a format that rounds: rows as they are, where something reads them, and rounded ones.
+    /// Room for the unrounded rows, where something reads them, and for the rounded ones of a format that rounds.
     pub(super) fn parts(self) -> (Option<&'a mut Tensor>, ScaledRows) {
         (self.is_read.then_some(self.plain), self.rounded.expect("room of a format that rounds"))
     }
