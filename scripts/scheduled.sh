@@ -7,7 +7,7 @@
 # docs   the documentation, built as docs.rs does: without libtorch
 # fuzz   every fuzz target for SECONDS_EACH, two minutes unless it is set        (cargo-fuzz, a nightly compiler, scripts/setup.sh)
 # miri   the allocator that counts, the scheduler and its blocks, interpreted    (a nightly compiler with miri)
-# Loom is not among them: it replaces the atomics of one process, and those of src/dist/shm lie in memory that processes share.
+# Loom is not among them: it replaces the atomics of one process, and those of src/ranks/shm lie in memory that processes share.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 checks=(deny docs fuzz miri)

@@ -30,8 +30,8 @@ pub mod data {
         Tokenizer,
     };
 }
-pub mod dist {
-    pub use crate::dist::{
+pub mod ranks {
+    pub use crate::ranks::{
         Backend, Collective, Mesh, ReduceOp, SingleRank, WorkerEnv, World, WorldOptions, all_gather_bytes,
         all_reduce_f64,
     };
@@ -61,7 +61,8 @@ pub mod ops {
     pub use crate::ops::*;
 }
 pub mod phase {
-    pub use crate::phase::{Fault, FaultKind, Phase, Scratch, arm_fault};
+    pub use crate::phase::{Fault, FaultKind, Phase, arm_fault};
+    pub use crate::process::Scratch;
 }
 pub mod reward {
     pub use crate::reward::{FailureKind, RewardPool, answer_reader, check_reply, exact_answer, numeric_answer};

@@ -6,11 +6,11 @@
 //! | floor | room |
 //! |---|---|
 //! | 0 | [`error`] |
-//! | 1 | [`types`], [`phase`], [`untrusted`], [`process`], [`migration`], [`http`] |
+//! | 1 | [`types`], [`phase`], [`console`], [`untrusted`], [`process`], [`migration`], [`http`] |
 //! | 2 | [`config`] |
 //! | 3 | [`torch`], [`data`], [`sandbox`] |
 //! | 4 | [`cuda`], [`reward`] |
-//! | 5 | [`memory`], [`dist`], [`ops`], [`tools`] |
+//! | 5 | [`memory`], [`ranks`], [`ops`], [`tools`] |
 //! | 6 | [`model`], [`grpo`], [`metrics`] |
 //! | 7 | [`rollout`], [`train`], [`eval`] |
 //! | 8 | [`plan`], [`update`], [`serve`], [`endpoint`], [`watch`], [`checkpoint`] |
@@ -30,9 +30,9 @@ mod checkpoint;
 mod cli;
 mod colocate;
 mod config;
+mod console;
 mod cuda;
 mod data;
-mod dist;
 mod endpoint;
 mod error;
 mod eval;
@@ -47,6 +47,7 @@ mod ops;
 mod phase;
 mod plan;
 mod process;
+mod ranks;
 pub mod reward;
 mod rollout;
 mod sandbox;
@@ -67,10 +68,10 @@ pub mod internal;
 
 pub use colocate::Colocated;
 pub use config::Config;
-pub use dist::World;
 pub use error::{Error, ExitCode, Result};
 pub use launch::main;
 pub use plan::MemoryPlan;
+pub use ranks::World;
 pub use rollout::RolloutEngine;
 pub use trainer::Trainer;
 pub use types::Trajectory;
@@ -79,9 +80,9 @@ pub use untrusted::MeteredAllocator;
 /// The types that signatures of the library mention, beside those at its root.
 pub mod signatures {
     pub use crate::config::*;
-    pub use crate::dist::{Backend, Collective, Mesh, ReduceOp, WorkerEnv, WorldOptions};
     pub use crate::metrics::{MetricValues, Reduce, StepMetrics};
     pub use crate::plan::{ClassBytes, PlanInput, Role, Room};
+    pub use crate::ranks::{Backend, Collective, Mesh, ReduceOp, WorkerEnv, WorldOptions};
     pub use crate::rollout::{
         Engine, EngineStats, Event, Request, RequestId, Rollout, Session, SessionLoad, StageTimes,
     };

@@ -9,8 +9,8 @@ use tch::{Device, Kind, Tensor};
 use super::{device_name, median, seconds, synchronize};
 use crate::cuda::kernels::{NormOptions, NormedRows, RowSums};
 use crate::cuda::{Context, Graph, TorchStream};
-use crate::dist::{Collective, ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
+use crate::ranks::{Collective, ReduceOp, World, all_reduce_f64};
 
 /// Tensor sizes of a decode step of a 7B model at batch 9 to 512, then those of training.
 const SIZES: [usize; 8] = [64 << 10, 256 << 10, 1792 << 10, 3584 << 10, 16 << 20, 64 << 20, 256 << 20, 1 << 30];

@@ -15,9 +15,9 @@ use super::{SEED, adapters, device_name, dtype_name, median, token};
 use crate::config::{EngineShape, KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::cuda::Sustained;
 use crate::data::Tokenizer;
-use crate::dist::{Mesh, ReduceOp, World, all_gather_f64, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::model::{ModelSpec, ParamTable, Stages, UnitLayout, init_unit_on};
+use crate::ranks::{Mesh, ReduceOp, World, all_gather_f64, all_reduce_f64};
 use crate::rollout::{
     Engine, EngineOptions, EngineRanks, StageTimes, StepProfile, cache_kind, fullest_stage, kv_block_bytes,
     profile_step,

@@ -10,10 +10,10 @@ use serde_json::Value;
 use tch::{Device, Kind};
 
 use crate::cuda::{Context, Placement};
-use crate::dist::{Collective, World, all_gather_json};
 use crate::error::{Error, Result};
 use crate::memory::{self, Ledger, MemoryKind};
 use crate::plan::{Room, human};
+use crate::ranks::{Collective, World, all_gather_json};
 use crate::torch;
 use crate::train::{TrainedModel, WORKSPACE_BYTES};
 

@@ -13,11 +13,11 @@ use super::generate::GenerateBench;
 use super::{SEED, device_name, dtype_name, median, token};
 use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::data::Tokenizer;
-use crate::dist::World;
 use crate::endpoint::{self, ClientLimits, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result, panic_message};
 use crate::http::{Guard, HttpServer};
 use crate::model::ModelSpec;
+use crate::ranks::World;
 use crate::serve::Served;
 use crate::types::SamplingParams;
 

@@ -10,9 +10,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::{device_name, median, seconds, synchronize};
 use crate::cuda::{Context, Graph, TorchStream};
-use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory::{self, Arena, HostPool, Ledger};
+use crate::ranks::{ReduceOp, World, all_reduce_f64};
 use crate::torch;
 
 /// Elements of what the graph reads, at the arena's start, and of what it writes, at its end.

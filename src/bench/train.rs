@@ -13,12 +13,12 @@ use super::routing::{BenchRouting, busiest_expert_share};
 use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
 use crate::config::{GradientCheckpointing, MixedPrecision, MuonConfig, OptimizerName, Quantization};
 use crate::cuda::{OpCost, OpFamily, Placement, profile};
-use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, Use, init_unit_on};
 use crate::ops::random::RandomKey;
 use crate::phase::{self, Phase};
+use crate::ranks::{ReduceOp, World, all_reduce_f64};
 use crate::torch;
 use crate::train::{
     AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, Optim, OptimizerHome, PackOptions,

@@ -9,8 +9,8 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
 use super::writers::writes_folder;
-use crate::dist::World;
 use crate::error::{Error, Result};
+use crate::ranks::World;
 use crate::untrusted::Folder;
 
 /// The file that is locked, with the number of the process that did.

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use super::folder;
 use super::manifest::Manifest;
 use super::resume::{ResumeOptions, refuse_earlier_run, refuse_what_is_no_checkpoint, while_others_wait};
-use crate::dist::{World, all_gather_json, first_text};
+use crate::console;
 use crate::error::{Error, Result};
-use crate::phase::terminal;
+use crate::ranks::{World, all_gather_json, first_text};
 
 /// The checkpoint that `resume_from_checkpoint` of rank 0 names, or the newest one that all nodes have a copy of, verified on each. A
 /// newer one that a node lacks was not complete everywhere when the run ended. Collective over the world.
@@ -41,7 +41,7 @@ pub fn common_checkpoint(options: &ResumeOptions<'_>, world: &World) -> Result<O
             return Ok(Some(folder));
         }
         if world.rank() == 0 {
-            terminal::say(format_args!("warning: {}; trying the checkpoint before it", refuse(&folder, &faults)));
+            console::say(format_args!("warning: {}; trying the checkpoint before it", refuse(&folder, &faults)));
         }
         told.extend(faults.into_iter().map(|fault| format!("{name}: {fault}")));
     }

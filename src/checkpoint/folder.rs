@@ -8,9 +8,9 @@ use rustix::io::Errno;
 
 use super::TrainerState;
 use super::manifest::{sync_tree, written};
+use crate::console;
 use crate::error::{Error, Result};
 use crate::model::sync;
-use crate::phase::terminal;
 
 /// The trained model's folder.
 pub const FINAL: &str = "final";
@@ -133,7 +133,7 @@ pub fn keep_newest(output_dir: &Path, spared: [Option<&PathBuf>; 2], limit: Opti
         others[..num_over].iter().try_for_each(|old| discard(old))
     });
     if let Err(error) = removed {
-        terminal::say(format_args!("warning: save_total_limit: {error}"));
+        console::say(format_args!("warning: save_total_limit: {error}"));
     }
 }
 

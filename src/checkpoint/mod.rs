@@ -53,10 +53,11 @@ pub use write::Models;
 pub use writers::{check_each_node, writes_folder};
 
 use crate::config::{Config, SftConfig};
-use crate::dist::World;
+use crate::console;
 use crate::error::{Error, Result};
 use crate::metrics::EarlierLog;
-use crate::phase::{self, Phase, terminal};
+use crate::phase::{self, Phase};
+use crate::ranks::World;
 use crate::train::Policy;
 use manifest::Manifest;
 use shards::ShardFiles;
@@ -128,7 +129,7 @@ pub fn find_latest(output_dir: &Path, moved: &mut dyn FnMut()) -> Result<Option<
         match Manifest::verify(folder, moved) {
             Ok(_) => return Ok(Some(folder.clone())),
             Err(error) => {
-                terminal::say(format_args!("warning: {error}; trying the checkpoint before it"));
+                console::say(format_args!("warning: {error}; trying the checkpoint before it"));
                 faults.push(error.to_string());
             }
         }

@@ -11,11 +11,12 @@ use super::copies::common_checkpoint;
 use super::manifest::{Manifest, written};
 use super::writers::is_apart;
 use super::{Checkpoint, FINAL, TrainerState, find_latest, list};
-use crate::dist::{World, any_rank, first_text};
+use crate::console;
+use crate::console::redact;
 use crate::error::{Error, Result};
 use crate::model::is_model_folder;
-use crate::phase::redact;
-use crate::phase::{self, terminal};
+use crate::phase;
+use crate::ranks::{World, any_rank, first_text};
 
 /// How often ranks that read meet those that wait for them.
 const MEET: Duration = Duration::from_millis(20);
@@ -50,7 +51,7 @@ pub fn resume(
     };
     let Some(folder) = folder else {
         if options.from.is_some() && world.rank() == 0 {
-            terminal::say(format_args!(
+            console::say(format_args!(
                 "no checkpoint in {}: training starts from the beginning",
                 options.output_dir.display()
             ));
@@ -156,7 +157,7 @@ pub(super) fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
     let Some(newest) = list(output_dir)?.pop() else {
         let model = output_dir.join(FINAL);
         if model.exists() {
-            terminal::say(format_args!(
+            console::say(format_args!(
                 "warning: {}, an earlier run's model, is replaced at the end, and its metrics are now",
                 model.display()
             ));
@@ -205,7 +206,7 @@ fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool,
     let (folder, changes) = (checkpoint.folder.display(), changes.join("; "));
     if is_forced {
         if is_first {
-            terminal::say(format_args!("warning: force_resume from {folder}: {changes}"));
+            console::say(format_args!("warning: force_resume from {folder}: {changes}"));
         }
         return Ok(());
     }
@@ -221,7 +222,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::dist::testing;
+    use crate::ranks::testing;
 
     #[test]
     fn a_missing_folder_is_told_with_those_beside_it() {

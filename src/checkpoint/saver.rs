@@ -14,9 +14,9 @@ use super::folder;
 use super::write::{self, Models, OldCheckpoints, RankPart, Units};
 use super::writers::{Writers, common_state, is_apart};
 use super::{Checkpoint, CheckpointOptions, TrainerState};
-use crate::dist::{World, first_text};
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
+use crate::ranks::{World, first_text};
 use crate::train::{ParamState, Policy, Reference};
 
 /// How often a wait looks whether the writer is done.

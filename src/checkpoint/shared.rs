@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use tempfile::NamedTempFile;
 
 use super::writers::writes_folder;
-use crate::dist::{World, all_gather_json};
 use crate::error::{Error, Result};
 use crate::phase;
+use crate::ranks::{World, all_gather_json};
 
 /// How long a shared disk may take to show what another node wrote.
 const PATIENCE: Duration = Duration::from_secs(5);

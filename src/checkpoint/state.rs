@@ -11,11 +11,11 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::manifest::hexadecimal;
+use crate::console::redact_json;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
 use crate::grpo::EntropyControl;
 use crate::metrics::LogHistory;
-use crate::phase::redact_json;
 use crate::types::Trajectory;
 use crate::untrusted::{self, MAX_LOG_BYTES};
 

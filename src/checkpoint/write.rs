@@ -22,10 +22,10 @@ use super::shards::{FOLDER, MARK, tensor_name};
 use super::writers::Writers;
 use super::{CheckpointOptions, TrainerState};
 use crate::config::Quantization;
-use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
 use crate::model::{LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header, write_adapters};
 use crate::phase::{self, Phase};
+use crate::ranks::World;
 use crate::torch::{self, accumulation_kind};
 use crate::train::{ParamState, Policy, Reference, StateRange};
 

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use super::TrainerState;
 use crate::config::WorldSize;
-use crate::dist::{World, first_text};
 use crate::error::{Error, Result};
+use crate::ranks::{World, first_text};
 
 /// Ranks with one checkpoint, the first of which writes all but the others' optimizer state.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,7 +78,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::dist::testing;
+    use crate::ranks::testing;
 
     #[test]
     fn nodes_that_write_apart_have_a_first_rank_each() {

@@ -15,10 +15,11 @@ use crate::bench::{
     CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, StepBench, TrainBench,
     bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_step, bench_train, compare,
 };
+use crate::console;
 use crate::cuda::{Placement, residual_kind};
-use crate::dist::World;
 use crate::error::{ExitCode, Result};
-use crate::phase::{HeartbeatLimits, terminal};
+use crate::phase::HeartbeatLimits;
+use crate::ranks::World;
 use crate::train::GradientOptions;
 
 /// Runs one benchmark to its exit code.
@@ -32,7 +33,7 @@ pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
         BenchCommand::SleepWake(args) => bench(&args, sleep_wake_bench),
         BenchCommand::Collectives(args) => bench(&args, collectives_bench),
         BenchCommand::Compare(args) => {
-            terminal::print(compare(&args.results, &args.output, &args.curves)?)?;
+            console::print(compare(&args.results, &args.output, &args.curves)?)?;
             Ok(ExitCode::Done)
         }
     }
@@ -147,7 +148,7 @@ fn kernels_bench(args: &BenchKernelsArgs) -> Result<ExitCode> {
         prompt_len: args.prompt_len,
     };
     let device = if on_cuda { tch::Device::Cuda(0) } else { tch::Device::Cpu };
-    bench_kernels(&bench, device)?.iter().try_for_each(|result| terminal::print(format_args!("{result}\n")))?;
+    bench_kernels(&bench, device)?.iter().try_for_each(|result| console::print(format_args!("{result}\n")))?;
     Ok(ExitCode::Done)
 }
 

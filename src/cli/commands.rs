@@ -13,15 +13,16 @@ use super::reference::{reference_page, reference_toml};
 use super::{bench, card, endpoint, fetch, import, private, sample, verify, watch};
 use crate::checkpoint::{check_space, refuse_within_checkpoint, write_new};
 use crate::config::{Config, Quantization, SftConfig};
+use crate::console;
 use crate::cuda::Placement;
-use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
 use crate::launch::{OnStop, quoted};
 use crate::memory;
 use crate::metrics::{self, parts_progress};
 use crate::model::{AdapterFiles, ModelSource, ModelSpec, export_folder, init_folder};
-use crate::phase::{self, terminal};
+use crate::phase;
 use crate::plan::{NetworkPlan, Room, human};
+use crate::ranks::WorkerEnv;
 use crate::reward::{self, RewardPool};
 use crate::serve::EngineDivision;
 use crate::sft::Sft;
@@ -78,18 +79,18 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
         Command::Config(args) => {
-            terminal::print(if args.markdown { reference_page() } else { reference_toml(args.sft) })?;
+            console::print(if args.markdown { reference_page() } else { reference_toml(args.sft) })?;
             Ok(ExitCode::Done)
         }
         Command::Report(args) => {
-            terminal::print_saved(metrics::write_report(&args.output_dir)?.display());
+            console::print_saved(metrics::write_report(&args.output_dir)?.display());
             Ok(ExitCode::Done)
         }
         Command::Watch(args) => watch::watch(args).map(|()| ExitCode::Done),
         Command::Completions(args) => {
             let mut script = Vec::new();
             clap_complete::generate(args.shell, &mut Cli::command(), "colo-grpo", &mut script);
-            terminal::print(String::from_utf8_lossy(&script))?;
+            console::print(String::from_utf8_lossy(&script))?;
             Ok(ExitCode::Done)
         }
         Command::PythonWorker { settings } => tools::serve_python(&settings).map(|()| ExitCode::Done),
@@ -152,11 +153,11 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
         let summary = builder.build()?.run()?;
         if world.rank() == 0 {
             if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
-                terminal::print_saved(format_args!("held-out mean reward: {before:.3} before, {after:.3} after"));
+                console::print_saved(format_args!("held-out mean reward: {before:.3} before, {after:.3} after"));
             }
-            terminal::print_saved(format_args!("model: {}", summary.model_dir.display()));
+            console::print_saved(format_args!("model: {}", summary.model_dir.display()));
             if let Some(report) = summary.report {
-                terminal::print_saved(format_args!("report: {}", report.display()));
+                console::print_saved(format_args!("report: {}", report.display()));
             }
         }
         Ok(())
@@ -201,8 +202,8 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
             let held_out = summary.eval_loss.map(|loss| format!(", held-out {loss:.4}")).unwrap_or_default();
-            terminal::print_saved(format_args!("loss: {:.4}{held_out}", summary.loss));
-            terminal::print_saved(format_args!("model: {}", summary.model_dir.display()));
+            console::print_saved(format_args!("loss: {:.4}{held_out}", summary.loss));
+            console::print_saved(format_args!("model: {}", summary.model_dir.display()));
         }
         Ok(())
     })
@@ -238,7 +239,7 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         true => PlannedRun::of_shape(&config, &model.spec()?, placement),
         false if fetch::has_rows(&config) => PlannedRun::with_rows(&config, placement),
         false => {
-            terminal::say(
+            console::say(
                 "notice: the rows are not here, so prompts count as long as max_prompt_length or the context allows",
             );
             PlannedRun::without_rows(&config, placement)
@@ -258,15 +259,15 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let preflight = planned.preflight(placement, world_size, room);
     // What lacks memory is refused below the table, which shows what would have it; any other fault, above it.
     if *compare && matches!(preflight, Ok(_) | Err(Error::Environment { .. })) {
-        terminal::print(format_args!("{}\n\n", planned.compare(placement, world_size, room)?))?;
+        console::print(format_args!("{}\n\n", planned.compare(placement, world_size, room)?))?;
     }
     let preflight = preflight.map_err(told)?;
     if !placement.on_cuda {
-        terminal::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
+        console::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
     }
-    terminal::print(format_args!("{preflight}\n"))?;
+    console::print(format_args!("{preflight}\n"))?;
     if !placement.on_cuda {
-        terminal::say(format_args!(
+        console::say(format_args!(
             "beside these tensors each process holds the program, its libraries and the tokenizer, {} here, and up to {} of freed memory",
             human(memory::resident_bytes()?),
             human(torch::KEPT_BYTES),
@@ -275,7 +276,7 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let kind_bytes = preflight.kind.elt_size_in_bytes();
     let place = (world_size, preflight.batch.roles);
     if let Some(network) = NetworkPlan::new(&config, &preflight.table, place, kind_bytes, *network_gb_s) {
-        terminal::print(format_args!("{network}\n"))?;
+        console::print(format_args!("{network}\n"))?;
     }
     Ok(ExitCode::Done)
 }
@@ -328,7 +329,7 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
         check_space(folder, bytes)?;
         init_folder(&spec, folder, args.seed, tokenizer, &mut progress)
     })?;
-    terminal::print_saved(format_args!("{}: {} parameters", args.output.display(), spec.num_params()));
+    console::print_saved(format_args!("{}: {} parameters", args.output.display(), spec.num_params()));
     Ok(ExitCode::Done)
 }
 
@@ -379,10 +380,10 @@ fn export(args: &ExportArgs) -> Result<ExitCode> {
         export_folder(&source, folder, args.merge, quantization, &mut progress)?;
         card::write(folder, trained, has_adapters)
     })?;
-    terminal::print_saved(args.output.display());
-    told.iter().for_each(terminal::say);
+    console::print_saved(args.output.display());
+    told.iter().for_each(console::say);
     let name = args.output.file_name().unwrap_or_default().to_string_lossy();
     let output = quoted(&args.output.to_string_lossy());
-    terminal::say(format_args!("to publish it: hf upload {} {output} .", quoted(&format!("YOUR_NAME/{name}"))));
+    console::say(format_args!("to publish it: hf upload {} {output} .", quoted(&format!("YOUR_NAME/{name}"))));
     Ok(ExitCode::Done)
 }

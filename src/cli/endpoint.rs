@@ -10,13 +10,13 @@ use tch::Kind;
 
 use super::args::{ChatArgs, HostArgs, ServeArgs, ToolCallFormat};
 use super::sample;
+use crate::console;
 use crate::cuda::residual_kind;
 use crate::data::{Message, ToolCallParser};
-use crate::dist::{WorkerEnv, World};
 use crate::endpoint::{self, ClientLimits, Dialogue, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result};
 use crate::http::{Guard, HttpServer};
-use crate::phase::terminal;
+use crate::ranks::{WorkerEnv, World};
 use crate::serve::{ModelService, NamedAdapter, ServeOptions};
 use crate::types::SamplingParams;
 
@@ -49,7 +49,7 @@ impl Door {
         let guard = Guard::new(host, allowed_hosts, &args.allowed_origins);
         let guard = if api_key.is_some() { guard.open_to_any_host() } else { guard };
         if api_key.is_none() && !listener.local_addr().is_ok_and(|address| address.ip().is_loopback()) {
-            terminal::say(format_args!(
+            console::say(format_args!(
                 "warning: --host {host}: everybody who reaches this port may use the model; --api_key or {API_KEY_VARIABLE} \
                  asks for a key"
             ));
@@ -115,7 +115,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Optio
             episodes: None,
         };
         let server = endpoint::open(listener, options, client)?;
-        terminal::say(format_args!("listening on http://{}/v1", server.address()));
+        console::say(format_args!("listening on http://{}/v1", server.address()));
         let outcome = drive(rollout, &world, Some(queue)).inspect_err(|error| world.post_failure(error));
         server.finish();
         outcome
@@ -155,14 +155,14 @@ fn names(adapters: &[NamedAdapter]) -> Vec<String> {
 
 /// Reads messages line by line and prints the answers as they come.
 fn talk(dialogue: &mut Dialogue) -> Result<()> {
-    let is_shown = terminal::shows_output();
+    let is_shown = console::shows_output();
     if is_shown {
-        terminal::say(HELP);
+        console::say(HELP);
     }
     let mut input = std::io::stdin().lock();
     loop {
         if is_shown {
-            terminal::print("> ")?;
+            console::print("> ")?;
         }
         let mut line = Vec::new();
         if input.read_until(b'\n', &mut line).map_err(Error::io("standard input"))? == 0 {
@@ -177,21 +177,21 @@ fn talk(dialogue: &mut Dialogue) -> Result<()> {
             command if command.starts_with("/adapter ") => {
                 if let Err(names) = dialogue.choose(Some(command["/adapter ".len()..].trim())) {
                     let names = if names.is_empty() { "none" } else { &names };
-                    terminal::say(format_args!("no adapter of that name; --adapter has given: {names}"));
+                    console::say(format_args!("no adapter of that name; --adapter has given: {names}"));
                 }
             }
-            command if command.starts_with('/') => terminal::say(HELP),
+            command if command.starts_with('/') => console::say(HELP),
             message => {
                 let mut printed = Ok(());
                 let outcome = dialogue.say(message, |text| {
                     if printed.is_ok() {
-                        printed = terminal::print(text);
+                        printed = console::print(text);
                     }
                 });
                 printed?;
-                terminal::print("\n")?;
+                console::print("\n")?;
                 if let Err(refusal) = outcome {
-                    terminal::say(format_args!("error: {}; /reset begins a new conversation", refusal.message));
+                    console::say(format_args!("error: {}; /reset begins a new conversation", refusal.message));
                 }
             }
         }

@@ -22,9 +22,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use clap::Parser;
 
+use crate::console;
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::launch;
-use crate::phase::{sweep, terminal};
+use crate::process::sweep;
 
 /// Runs the program with `args` (the program's name first) and returns its exit code.
 pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
@@ -41,11 +42,11 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(parsed) => parsed,
         Err(usage) => {
             if !usage.use_stderr() {
-                let printed = terminal::print(usage.render());
+                let printed = console::print(usage.render());
                 return printed.map_or_else(|error| launch::report_failure(&error), |()| ExitCode::Done);
             }
             let usage = args::with_tips(usage);
-            terminal::say(usage.render());
+            console::say(usage.render());
             return ExitCode::Configuration;
         }
     };

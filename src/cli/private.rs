@@ -7,9 +7,9 @@ use serde_json::Value;
 use super::args::EvalArgs;
 use crate::config::{CodeConfig, Config, INTERPRETER};
 use crate::data::HubOptions;
-use crate::dist::WorkerEnv;
 use crate::error::{Error, Result};
 use crate::phase;
+use crate::ranks::WorkerEnv;
 use crate::reward::RewardPool;
 use crate::sandbox::Readable;
 

@@ -10,12 +10,13 @@ use tch::Kind;
 
 use super::args::{LaunchArgs, Placed, SamplingArgs};
 use crate::config::HeartbeatConfig;
+use crate::console;
 use crate::cuda::Placement;
-use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::launch::{self, LaunchOptions, OnStop};
 use crate::memory::explain_out_of_memory;
-use crate::phase::{self, HeartbeatLimits, terminal};
+use crate::phase::{self, HeartbeatLimits};
+use crate::ranks::{Backend, WorkerEnv, World, WorldOptions};
 
 /// How the ranks of a command are watched, and what becomes of them when one dies.
 pub(super) struct Supervision {
@@ -140,7 +141,7 @@ pub(super) fn prepared<T>(
 /// One JSON line, of the first rank.
 pub(super) fn print_first(world: &World, value: serde_json::Value) -> Result<()> {
     if world.rank() == 0 {
-        terminal::print(format_args!("{value}\n"))?;
+        console::print(format_args!("{value}\n"))?;
     }
     Ok(())
 }

@@ -9,15 +9,16 @@ use super::args::{EvalArgs, GenerateArgs, GenerationArgs, SamplingArgs, SourceAr
 use super::evaluation::Evaluation;
 use super::process::print_first;
 use crate::config::{Config, EngineShape};
+use crate::console;
 use crate::cuda::residual_kind;
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
-use crate::dist::{World, all_gather_json, first_text};
 use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
 use crate::metrics::{StepMetrics, gather_completions, problems_progress, rows_progress, write_completions};
 use crate::model::ModelSource;
-use crate::phase::{self, Fault, Phase, terminal};
+use crate::phase::{self, Fault, Phase};
+use crate::ranks::{World, all_gather_json, first_text};
 use crate::rollout::SampledGroup;
 use crate::serve::{ModelService, NamedAdapter, SamplingDefaults, ServeOptions};
 use crate::tools::ToolProcess;
@@ -41,7 +42,7 @@ pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Re
     let mut all = of_ranks.concat();
     all.sort(); // as the prompts were given
     if world.rank() == 0 {
-        all.iter().try_for_each(|(_, lines)| terminal::print(lines))?;
+        all.iter().try_for_each(|(_, lines)| console::print(lines))?;
     }
     Ok(())
 }
@@ -100,15 +101,15 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let read = || Dataset::read_with(&evaluation.rows, &tokenizer, &options, &mut told);
     let dataset = phase::scope(Phase::Load, read)?;
     if world.rank() == 0 {
-        dataset.counts().notices().iter().for_each(terminal::say);
+        dataset.counts().notices().iter().for_each(console::say);
     }
     evaluation.rewards.check_columns(&args.rows(), dataset.prompts())?;
     let notice = eval::unreadable_notice(&args.rows(), &dataset, &evaluation.rewards, &world)?;
-    notice.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
+    notice.filter(|_| world.rank() == 0).iter().for_each(console::say);
     let were_chosen = args.config.is_none(); // by --reward
     let doubt = evaluation.rewards.doubt_of_solving(&evaluation.solved_by, were_chosen);
     if let Some(doubt) = doubt.filter(|_| world.rank() == 0) {
-        terminal::say(format_args!("warning: {doubt}"));
+        console::say(format_args!("warning: {doubt}"));
     }
     let prompts = eval::share_of(&dataset, &world);
     let answer_of = evaluation.answer_reader()?;
@@ -143,7 +144,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let average = Estimate::of(&outcome.problems);
     if average.mean == 0.0 && world.rank() == 0 {
         let pattern = if args.config.is_some() { "reward.answer_pattern" } else { "--answer_pattern" };
-        terminal::say(format_args!("warning: no sample was right; does {pattern} fit what the model writes?"));
+        console::say(format_args!("warning: no sample was right; does {pattern} fit what the model writes?"));
     }
     let pass: serde_json::Map<_, _> =
         outcome.pass.iter().map(|(k, stats)| (format!("pass@{k}"), json!(Estimate::of(stats)))).collect();
@@ -192,7 +193,7 @@ pub(super) fn own_sampling(
     world: &World,
 ) -> Result<SamplingDefaults> {
     let (defaults, told) = generation.defaults(&ModelSource::new(&source.model, source.base_model.as_deref())?)?;
-    told.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
+    told.filter(|_| world.rank() == 0).iter().for_each(console::say);
     Ok(defaults)
 }
 

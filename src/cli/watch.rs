@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use super::args::WatchArgs;
+use crate::console;
 use crate::error::{Error, Result};
 use crate::http::{Guard, HttpServer};
 use crate::launch::{self, OnStop};
-use crate::phase::{self, terminal};
+use crate::phase;
 use crate::watch;
 
 /// How often a request to end is looked for.
@@ -24,7 +25,7 @@ pub(super) fn watch(args: WatchArgs) -> Result<()> {
     let listener = HttpServer::bind(&args.hosts.host, args.port)?;
     let guard = Guard::new(&args.hosts.host, &args.hosts.allowed_hosts, &[]);
     let server = HttpServer::start(listener, watch::router(args.folders, guard))?;
-    terminal::say(format_args!("watching at http://{} (Ctrl-C ends)", server.address()));
+    console::say(format_args!("watching at http://{} (Ctrl-C ends)", server.address()));
     while !phase::stop_requested() {
         std::thread::sleep(LOOK);
     }

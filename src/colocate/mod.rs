@@ -10,10 +10,10 @@
 use std::sync::Arc;
 
 use crate::cuda;
-use crate::dist::{Collective, Mesh, World};
 use crate::error::Result;
 use crate::model::Unit;
 use crate::phase::{self, Phase};
+use crate::ranks::{Collective, Mesh, World};
 use crate::rollout::{Engine, EngineRanks, EngineWeights, RolloutEngine, SPARE_BYTES};
 use crate::serve::EngineSlices;
 use crate::torch;

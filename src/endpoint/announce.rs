@@ -4,8 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::dist::World;
 use crate::error::{Error, Result};
+use crate::ranks::World;
 use crate::rollout::Request;
 
 /// Bytes of a header: turn, length.
@@ -70,7 +70,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::dist::testing;
+    use crate::ranks::testing;
     use crate::types::SamplingParams;
 
     #[test]

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use super::announce::{Announcement, announce};
 use super::client::EngineQueue;
 use super::requests::Requests;
-use crate::dist::World;
 use crate::error::Result;
 use crate::phase;
+use crate::ranks::World;
 use crate::rollout::{Event, Flow, RolloutEngine, SamplingPolicy, Session, Turns};
 
 /// How long an idle engine waits for a command before it shows that it is alive.

@@ -17,9 +17,9 @@ use super::client::{ClientLimits, EngineClient, EngineCommand, EngineQueue, engi
 use super::episodes::Episodes;
 use super::server::{ServerOptions, open};
 use crate::data::{GrammarCompiler, Tokenizer, ToolCallParser};
-use crate::dist::HostGroup;
 use crate::error::Result;
 use crate::http::{Guard, HttpServer};
+use crate::ranks::HostGroup;
 use crate::rollout::GroupTurns;
 use crate::tools::{Agent, EpisodeOutcome, GroupKey, SessionCosts, ToolProcess};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};

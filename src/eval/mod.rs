@@ -10,10 +10,10 @@ pub use references::unreadable_notice;
 use serde::Serialize;
 
 use crate::data::Dataset;
-use crate::dist::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64, share};
 use crate::error::Result;
 use crate::grpo::BatchStats;
 use crate::metrics::MetricValues;
+use crate::ranks::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64, share};
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
 /// The step in the random keys of evaluations: none that training reaches, the same every time, so that two evaluations
@@ -209,7 +209,7 @@ impl fmt::Display for EvalOutcome {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dist::SingleRank;
+    use crate::ranks::SingleRank;
     use crate::types::fixtures::{completion, scored};
 
     #[test]

@@ -1,8 +1,8 @@
 //! Reference answers that nothing can be compared with, counted when a data set is loaded, and tests that say nothing of a program.
 
 use crate::data::Dataset;
-use crate::dist::{ReduceOp, World, all_reduce_f64, first_text, share};
 use crate::error::{Error, Result};
+use crate::ranks::{ReduceOp, World, all_reduce_f64, first_text, share};
 use crate::reward::RewardPool;
 
 /// The notice for a data set some of whose reference answers a reward cannot compare with; each rank asks about its share.

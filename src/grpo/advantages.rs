@@ -2,8 +2,8 @@
 
 use super::moments::BatchStats;
 use crate::config::{AdvantageEstimator, Config, MultiObjectiveAggregation, ScaleRewards};
-use crate::dist::Collective;
 use crate::error::Result;
+use crate::ranks::Collective;
 use crate::types::RolloutGroup;
 
 /// Added to the standard deviation before dividing, as in TRL.

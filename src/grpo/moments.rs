@@ -1,7 +1,7 @@
 //! Count, mean and standard deviation of rewards, kept so that they merge over groups and ranks without losing digits.
 
-use crate::dist::{Collective, all_gather_f64};
 use crate::error::Result;
+use crate::ranks::{Collective, all_gather_f64};
 use crate::types::{RolloutGroup, Trajectory};
 
 /// Count, sum and sum of squared deviations from the mean of some rewards, in float64.

@@ -11,10 +11,11 @@ use super::report::{ERROR_FILE_VARIABLE, FailureReport, ReportFile, in_order};
 use super::signals::{Inbox, StopRequest, process_end};
 use super::way_on::OnStop;
 use super::worker::{Inherited, LaunchOptions, Rendezvous, worker_command};
-use crate::dist::{RESTART_COUNT_VARIABLE, SharedSegment};
+use crate::console;
 use crate::error::{Error, ExitCode, Result};
-use crate::phase::{Pulse, SharedPage, Stall, Watch, awake_now, terminal};
+use crate::phase::{Pulse, SharedPage, Stall, Watch, awake_now};
 use crate::process::{ended, kill_group};
+use crate::ranks::{RESTART_COUNT_VARIABLE, SharedSegment};
 
 /// Longest wait for a signal or the end of a process before heartbeats are looked at.
 const LOOK: Duration = Duration::from_millis(50);
@@ -65,7 +66,7 @@ pub(super) struct AttemptOutcome {
 impl AttemptOutcome {
     /// Tells the failures, the first in time first.
     pub(super) fn print(&self) {
-        self.messages.iter().for_each(terminal::say);
+        self.messages.iter().for_each(console::say);
     }
 
     /// Whether a person or a scheduler ended it.
@@ -123,7 +124,7 @@ impl Workers {
                 self.forward(signal);
                 let name = signal_name(signal);
                 let (what, lost) = on_stop.describe();
-                terminal::say(format_args!(
+                console::say(format_args!(
                     "{name}: passed on to all ranks: {what}; another one after a second ends them at once{lost}"
                 ));
             }
@@ -192,13 +193,13 @@ impl Workers {
     }
 
     fn tell_every_rank(&self, why: &str) {
-        terminal::say(format_args!("{why}; every rank, before all are killed:"));
+        console::say(format_args!("{why}; every rank, before all are killed:"));
         for worker in &self.workers {
             let state = match &worker.end {
                 None => format!("process {}", process_state(&worker.child)),
                 Some(end) => format!("ended, {}", end.status),
             };
-            terminal::say(format_args!("  rank {}: {}; {state}", worker.rank, worker.pulse.read()));
+            console::say(format_args!("  rank {}: {}; {state}", worker.rank, worker.pulse.read()));
         }
     }
 

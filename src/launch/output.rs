@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::phase::terminal;
+use crate::console;
 
 /// Readers of the workers' pipes.
 #[derive(Debug, Default)]
@@ -15,15 +15,15 @@ impl PipeReaders {
     /// The launcher reads all that would go to a terminal line by line, so that it alone writes there. Rank 0 keeps the launcher's
     /// streams that are files or pipes: its results can be piped on.
     pub(super) fn prepare(command: &mut Command, rank: usize) {
-        command.env_remove(terminal::RELAY_VARIABLE);
-        if rank > 0 || terminal::shows_output() {
+        command.env_remove(console::RELAY_VARIABLE);
+        if rank > 0 || console::shows_output() {
             command.stdout(Stdio::piped());
         }
-        if rank > 0 || terminal::is_shown() {
+        if rank > 0 || console::is_shown() {
             command.stderr(Stdio::piped());
         }
-        if rank == 0 && terminal::is_shown() {
-            command.env(terminal::RELAY_VARIABLE, "1"); // it shows its status through the launcher
+        if rank == 0 && console::is_shown() {
+            command.env(console::RELAY_VARIABLE, "1"); // it shows its status through the launcher
         }
     }
 
@@ -31,11 +31,11 @@ impl PipeReaders {
     pub(super) fn follow(&mut self, child: &mut Child, rank: usize) {
         if let Some(pipe) = child.stdout.take() {
             self.0.push(std::thread::spawn(move || {
-                pass_on(pipe, |line| drop(terminal::print(format_args!("{}{line}\n", prefix(rank)))))
+                pass_on(pipe, |line| drop(console::print(format_args!("{}{line}\n", prefix(rank)))))
             }));
         }
         if let Some(pipe) = child.stderr.take() {
-            self.0.push(std::thread::spawn(move || pass_on(pipe, |line| terminal::pass_on(&prefix(rank), line))));
+            self.0.push(std::thread::spawn(move || pass_on(pipe, |line| console::pass_on(&prefix(rank), line))));
         }
     }
 

@@ -4,9 +4,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::way_on::OnStop;
 use super::{exit, report, signals, threads};
-use crate::dist::WorkerEnv;
+use crate::console;
 use crate::error::{Error, ExitCode, Result, panic_message};
-use crate::phase::{self, sweep, terminal};
+use crate::phase;
+use crate::process::sweep;
+use crate::ranks::WorkerEnv;
 use crate::torch;
 
 /// Warnings, the engine's size and long waits for the compiler unless `COLO_GRPO_LOG` says otherwise.
@@ -61,7 +63,7 @@ pub fn begin_process() -> Result<()> {
 /// code that it is to end with.
 pub fn report_failure(error: &Error) -> ExitCode {
     let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
-    terminal::show(Vec::new()); // of what is not gone on with
+    console::show(Vec::new()); // of what is not gone on with
     report::report_error(error, rank);
     error.exit_code()
 }
@@ -72,7 +74,7 @@ fn init_tracing() {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(terminal::Log)
+        .with_writer(console::Log)
         .with_ansi(false)
         .with_target(false)
         .without_time()

@@ -10,8 +10,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rustix::fs::MemfdFlags;
 
 use super::way_on;
+use crate::console::{self, redact};
 use crate::error::{Error, ExitCode, Result};
-use crate::phase::{self, Phase, Pulse, redact, terminal};
+use crate::phase::{self, Phase, Pulse};
 
 /// Variable with the file that a failing worker writes its error to: under a launcher, its `ReportFile`.
 pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
@@ -20,16 +21,16 @@ pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
 pub fn report_error(error: &Error, rank: Option<usize>) {
     let report = FailureReport::of(error, rank);
     let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE).map(PathBuf::from) else {
-        terminal::say(&report);
+        console::say(&report);
         if let (Error::Preempted { .. }, None) = (error, rank) {
-            terminal::say(format_args!("to continue: {}", way_on::resume_command()));
+            console::say(format_args!("to continue: {}", way_on::resume_command()));
         }
         return;
     };
     let json = serde_json::to_vec(&report).map_err(std::io::Error::from);
     let written = json.and_then(|json| std::fs::write(&path, json));
     if let Err(problem) = written {
-        terminal::say(format_args!("{report} (and {}: {problem})", path.display()));
+        console::say(format_args!("{report} (and {}: {problem})", path.display()));
     }
 }
 

@@ -15,8 +15,9 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::way_on::OnStop;
+use crate::console;
 use crate::error::{Error, ExitCode, Result};
-use crate::phase::{self, terminal};
+use crate::phase;
 use crate::process::detach;
 
 /// Signals that ask a run to save and end, and that a launcher passes on.
@@ -109,7 +110,7 @@ fn tell_requests(on_stop: OnStop) {
     let tell = move || {
         if told.read_exact(&mut [0]).is_ok() {
             let (what, lost) = on_stop.describe();
-            terminal::say(format_args!("stop: {what}; another signal after a second ends it at once{lost}"));
+            console::say(format_args!("stop: {what}; another signal after a second ends it at once{lost}"));
         }
     };
     if detach(std::thread::Builder::new().name("signals".to_owned()), tell).is_ok() {

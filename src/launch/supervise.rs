@@ -10,9 +10,9 @@ use super::signals::Inbox;
 use super::way_on;
 use super::worker::LaunchOptions;
 use crate::checkpoint;
+use crate::console;
 use crate::cuda;
 use crate::error::{ExitCode, Result};
-use crate::phase::terminal;
 
 /// How long a dead group's GPU memory may take to be free again.
 const GPU_PATIENCE: Duration = Duration::from_secs(15);
@@ -24,7 +24,7 @@ const GPU_PATIENCE: Duration = Duration::from_secs(15);
 /// TERM, INT, USR1 and HUP are passed on; another one, more than a second later, kills.
 pub fn run(options: &LaunchOptions) -> ExitCode {
     launch(options).unwrap_or_else(|error| {
-        terminal::say(format_args!("error: {error}"));
+        console::say(format_args!("error: {error}"));
         error.exit_code()
     })
 }
@@ -53,7 +53,7 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
             true => "from the newest checkpoint",
             false => "as it began: it has saved no checkpoint",
         };
-        terminal::say(format_args!("restart {} of {} {from}", num_restarts + 1, options.max_restarts));
+        console::say(format_args!("restart {} of {} {from}", num_restarts + 1, options.max_restarts));
     }
     unreachable!("the count has no end")
 }
@@ -64,7 +64,7 @@ fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> R
     let mut workers = Workers::start(options, num_restarts, &mut output)?;
     let interrupted = workers.wait(inbox, options.on_stop);
     output.finish(Duration::from_secs(1));
-    terminal::show(Vec::new()); // of a rank that was killed
+    console::show(Vec::new()); // of a rank that was killed
     Ok(workers.outcome(interrupted))
 }
 

@@ -6,8 +6,8 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::process::Command;
 
-use crate::dist::{NCCL_INTERFACE_VARIABLE, NCCL_SETTINGS, WorkerEnv, nccl_interface};
-use crate::phase::PROGRAM;
+use crate::process::PROGRAM;
+use crate::ranks::{NCCL_INTERFACE_VARIABLE, NCCL_SETTINGS, WorkerEnv, nccl_interface};
 
 /// OpenMP's threads spin while they wait unless this says otherwise, and take processors from whatever else runs: two runs at once
 /// were ten times slower.

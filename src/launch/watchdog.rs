@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use super::exit::exit_now;
 use super::report::report_error;
+use crate::console;
 use crate::error::{Error, Result};
-use crate::phase::{self, HeartbeatLimits, Phase, Watch, terminal};
+use crate::phase::{self, HeartbeatLimits, Phase, Watch};
 
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -26,7 +27,7 @@ pub fn watch_self(rank: usize, limits: &HeartbeatLimits, collective_timeout: Dur
         loop {
             std::thread::sleep(LOOK);
             if phase::stop_requested() && !std::mem::replace(&mut has_said_stop, true) {
-                terminal::say("asked to stop; another signal after a second ends the program at once");
+                console::say("asked to stop; another signal after a second ends the program at once");
             }
             let pulse = phase::pulse();
             let is_waiting = usize::from(pulse.is_waiting());

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 
 use crate::checkpoint;
-use crate::phase::terminal;
+use crate::console;
 
 /// The key that a continued run is given.
 const RESUME: &str = "resume_from_checkpoint=";
@@ -38,8 +38,8 @@ pub(super) fn tell_way_on(output_dir: Option<&Path>, hint: &str, said: &[String]
     let saved = output_dir.map(checkpoint::list).and_then(Result::ok).unwrap_or_default();
     let Some(newest) = saved.last().map(|newest| newest.display().to_string()) else { return };
     match said.iter().any(|message| message.ends_with(&newest)) {
-        true => terminal::say(format_args!("to continue: {}", resume_command())),
-        false => terminal::say(format_args!("saved: {newest}{hint}; to continue: {}", resume_command())),
+        true => console::say(format_args!("to continue: {}", resume_command())),
+        false => console::say(format_args!("saved: {newest}{hint}; to continue: {}", resume_command())),
     }
 }
 

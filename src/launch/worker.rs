@@ -12,9 +12,10 @@ use super::threads;
 use super::way_on::OnStop;
 use crate::config::HeartbeatConfig;
 use crate::cuda;
-use crate::dist::{NCCL_INTERFACE_VARIABLE, SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, nccl_interface, require_token};
 use crate::error::{Error, Result};
-use crate::phase::{HeartbeatLimits, PROGRAM, PULSE_FD_VARIABLE};
+use crate::phase::{HeartbeatLimits, PULSE_FD_VARIABLE};
+use crate::process::PROGRAM;
+use crate::ranks::{NCCL_INTERFACE_VARIABLE, SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, nccl_interface, require_token};
 
 /// Where workers meet unless told otherwise: reached from this machine alone.
 pub const LOOPBACK: &str = "127.0.0.1";
@@ -150,7 +151,7 @@ pub struct Inherited {
     pub pulse: Option<RawFd>,
     /// The file that it leaves its error in.
     pub report: Option<RawFd>,
-    /// The memory that it shares with the other workers ([`crate::dist::SharedSegment`]); without it, workers meet in a store.
+    /// The memory that it shares with the other workers ([`crate::ranks::SharedSegment`]); without it, workers meet in a store.
     pub segment: Option<RawFd>,
 }
 

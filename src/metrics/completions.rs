@@ -17,8 +17,8 @@ use serde_json::{Value, json};
 
 use super::messages::logged_messages;
 use crate::data::{Tokenizer, check_schema};
-use crate::dist::{Collective, all_gather_json};
 use crate::error::{Error, Result};
+use crate::ranks::{Collective, all_gather_json};
 use crate::types::{RolloutGroup, Trajectory};
 use crate::untrusted::{self, Folder};
 
@@ -423,7 +423,7 @@ mod tests {
     #[test]
     fn the_first_rank_writes_what_all_ranks_sampled() {
         let folder = tempfile::tempdir().unwrap();
-        crate::dist::testing::threads(2, |group| {
+        crate::ranks::testing::threads(2, |group| {
             let mut writer = CompletionsWriter::new(folder.path(), &["format".to_owned()], false).unwrap();
             let completion = Trajectory {
                 rewards: vec![Some(0.1)],

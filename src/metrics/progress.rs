@@ -9,7 +9,7 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 use super::step::MetricValues;
-use crate::phase::terminal::{self, StatusLine};
+use crate::console::{self, StatusLine};
 
 /// Lines outside a terminal come no closer than this, so that quick steps are left out; the run's last step always gets one.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
@@ -115,11 +115,11 @@ impl Wait {
 
     fn tell(&self, done: u64, total: u64) {
         let Self { name, unit, unit_size, .. } = self;
-        let (is_over, is_new) = (done >= total, done == 0 && terminal::is_shown());
+        let (is_over, is_new) = (done >= total, done == 0 && console::is_shown());
         if self.is_due(is_over || is_new) {
             let count = format!("{}/{} {unit}", done / unit_size, total / unit_size);
             let times = times(self.start.elapsed(), done, total);
-            self.show(&count, [format!("{name} {} {count}", terminal::bar(done, total)), times], is_over);
+            self.show(&count, [format!("{name} {} {count}", console::bar(done, total)), times], is_over);
         }
     }
 
@@ -135,7 +135,7 @@ impl Wait {
     /// Whether so much time has passed that something is shown again, or `always`.
     fn is_due(&self, always: bool) -> bool {
         let mut last = self.last.lock().unwrap_or_else(|poison| poison.into_inner());
-        let interval = if terminal::is_shown() { FRAME_INTERVAL } else { WAIT_INTERVAL };
+        let interval = if console::is_shown() { FRAME_INTERVAL } else { WAIT_INTERVAL };
         let is_due = self.is_wanted && (always || last.unwrap_or(self.start).elapsed() >= interval);
         if is_due {
             *last = Some(Instant::now());
@@ -144,10 +144,10 @@ impl Wait {
     }
 
     fn show(&self, count: &str, status: [String; 2], is_over: bool) {
-        if terminal::is_shown() {
-            terminal::show(if is_over { Vec::new() } else { vec![StatusLine::new(status)] });
+        if console::is_shown() {
+            console::show(if is_over { Vec::new() } else { vec![StatusLine::new(status)] });
         } else if self.has_lines && !is_over {
-            terminal::say(format_args!("{}: {count}", self.name));
+            console::say(format_args!("{}: {count}", self.name));
         }
     }
 }
@@ -159,7 +159,7 @@ impl ProgressBar {
         let (start, summary) = (Instant::now(), Vec::new());
         let state =
             BarState { start, first_step: done, step: done, max_steps, summary, last: None, part: None, shown: None };
-        let lines = (is_first_rank && !terminal::is_shown())
+        let lines = (is_first_rank && !console::is_shown())
             .then(|| Rc::new(Lines { last: Cell::new(None), left_out: RefCell::new(None) }));
         Self { is_first_rank, state: Rc::new(RefCell::new(state)), lines }
     }
@@ -215,9 +215,9 @@ impl ProgressBar {
     /// Prints a line above the status, or with a timestamp where there is none.
     pub fn say(&self, text: &str) {
         if self.lines.is_some() {
-            terminal::say(format_args!("{} {text}", timestamp()));
+            console::say(format_args!("{} {text}", timestamp()));
         } else if self.is_first_rank {
-            terminal::say(text);
+            console::say(text);
         }
     }
 
@@ -227,9 +227,9 @@ impl ProgressBar {
         if let Some(line) = self.lines.as_ref().and_then(|lines| lines.left_out.take()) {
             self.say(&line);
         }
-        if self.is_first_rank && terminal::is_shown() {
-            terminal::show(Vec::new());
-            self.state.borrow_mut().last.take().iter().for_each(terminal::say);
+        if self.is_first_rank && console::is_shown() {
+            console::show(Vec::new());
+            self.state.borrow_mut().last.take().iter().for_each(console::say);
         }
     }
 
@@ -237,9 +237,9 @@ impl ProgressBar {
     fn show(&self, is_new: bool) {
         let mut state = self.state.borrow_mut();
         let is_due = is_new || state.shown.is_none_or(|shown| shown.elapsed() >= FRAME_INTERVAL);
-        if self.is_first_rank && terminal::is_shown() && is_due {
+        if self.is_first_rank && console::is_shown() && is_due {
             state.shown = Some(Instant::now());
-            terminal::show(state.status());
+            console::show(state.status());
         }
     }
 }
@@ -247,7 +247,7 @@ impl ProgressBar {
 impl BarState {
     fn status(&self) -> Vec<StatusLine> {
         let Self { step, max_steps, first_step, .. } = self;
-        let bar = terminal::bar(*step, *max_steps);
+        let bar = console::bar(*step, *max_steps);
         let times =
             times(self.start.elapsed(), step.saturating_sub(*first_step), max_steps.saturating_sub(*first_step));
         let steps = [format!("step {step}/{max_steps} {bar}"), times].into_iter().chain(self.summary.clone());
@@ -263,7 +263,7 @@ impl RunningPhase {
             "evaluate" => "problems",
             _ => "micro-batches",
         };
-        let bar = terminal::bar(*done as u64, *total as u64);
+        let bar = console::bar(*done as u64, *total as u64);
         let rate = match self.num_tokens {
             0 => String::new(),
             num => {

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
+use crate::console;
+use crate::console::redact;
 use crate::cuda::MemoryMeter;
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind, resident_bytes};
-use crate::phase::redact;
-use crate::phase::{self, Pulse, terminal};
+use crate::phase::{self, Pulse};
 use crate::untrusted::Folder;
 
 /// The folder of the ranks' files.
@@ -252,7 +253,7 @@ impl RankFile {
                 .and_then(MemoryMeter::used_and_total)
                 .map(|(used_bytes, total_bytes)| GpuMemory { used_bytes, total_bytes }),
             held,
-            warnings: terminal::recent_warnings()
+            warnings: console::recent_warnings()
                 .into_iter()
                 .map(|(at, text)| RankWarning { time: seconds(at), text })
                 .collect(),

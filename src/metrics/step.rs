@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::dist::{Collective, all_gather_json};
 use crate::error::{Error, Result};
+use crate::ranks::{Collective, all_gather_json};
 
 const OP: &str = "reduce metrics";
 
@@ -116,7 +116,7 @@ impl MetricEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dist::testing;
+    use crate::ranks::testing;
 
     #[test]
     fn each_metric_reduces_as_it_declares() {

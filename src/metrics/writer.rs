@@ -8,8 +8,8 @@ use super::jsonl::{JsonLines, MetricLine};
 use super::sidecar::{Services, Sidecar};
 use super::step::MetricValues;
 use super::tensorboard::EventFile;
+use crate::console::redact_json;
 use crate::error::{Error, Result};
-use crate::phase::redact_json;
 use crate::untrusted::Folder;
 
 /// The configuration's file in the output folder of a run.

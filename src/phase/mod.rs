@@ -1,5 +1,4 @@
-//! The phase that this process is in: timings, heartbeat, stop flag and fault injection, which every floor reports to; and what
-//! a process has outside of itself: its terminal, its temporary folders, its own program.
+//! The phase that this process is in: timings, heartbeat, stop flag and fault injection, which every floor reports to.
 //!
 //! State is process-wide because signals, watchdogs and error reports are. It holds counters only, never data.
 //!
@@ -10,10 +9,6 @@
 //! | `watch` | who stands still for longer than its phase allows |
 //! | `trace` | a time-line of phases, on request |
 //! | `fault` | faults to inject |
-//! | `terminal` | standard output and standard error: the only code that writes to either |
-//! | `redact` | removes secrets from text and from JSON values |
-//! | `status` | the lines at the bottom of a terminal |
-//! | `scratch` | temporary folders, which the next start removes if their process was killed |
 //! | `failure` | the phase in which an error arose |
 
 mod awake;
@@ -21,10 +16,6 @@ mod failure;
 mod fault;
 mod page;
 mod pulse;
-mod redact;
-mod scratch;
-mod status;
-pub mod terminal;
 mod trace;
 mod watch;
 
@@ -40,8 +31,6 @@ pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at, on_fill};
 use page::page;
 pub use page::{CollectiveScope, PULSE_FD_VARIABLE, SharedPage, is_watched, publish};
 pub use pulse::Pulse;
-pub use redact::{redact, redact_json};
-pub use scratch::{Scratch, sweep};
 pub use trace::{flush_trace, merge_traces, trace_to};
 pub use watch::{HeartbeatLimits, Stall, Watch};
 
@@ -106,9 +95,6 @@ phases! {
     /// Held-out problems are sampled and scored.
     Eval = "eval",
 }
-
-/// The program that this process runs, to be started again: the file that was loaded, even if another one now has its name.
-pub const PROGRAM: &str = "/proc/self/exe";
 
 static STOP: AtomicBool = AtomicBool::new(false);
 static TIMINGS: Mutex<BTreeMap<Phase, Duration>> = Mutex::new(BTreeMap::new());

@@ -23,10 +23,10 @@ use crate::config::{
     BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay, WorldSize,
 };
 use crate::cuda::{self, Placement, residual_kind};
-use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::{Format, ModelSpec, ParamTable, Plain};
+use crate::ranks::{ReduceOp, World, all_reduce_f64};
 use crate::rollout::EngineOptions;
 use crate::train::{MicroBatchShape, Moment, TrainedModel, UpdateCourse, fullest_of_reference};
 
@@ -105,7 +105,7 @@ impl Room {
     /// The memory that every rank has at least, so that all plan alike; collective over the world.
     ///
     /// # Errors
-    /// The errors of [`Room::available`] and of [`Collective`](crate::dist::Collective).
+    /// The errors of [`Room::available`] and of [`Collective`](crate::ranks::Collective).
     pub fn common(placement: Placement, world: &World) -> Result<Self> {
         let Self { available_bytes, swap_bytes } = Self::available(placement, world.local_size())?;
         let mut least = [available_bytes as f64, swap_bytes.unwrap_or(0) as f64]; // exact below 2^53 bytes

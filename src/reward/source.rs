@@ -14,7 +14,7 @@ use super::worker::{Origin, Program};
 use super::{RewardFunction, builtin};
 use crate::config::{ProcessReward, ProcessRewards, RewardBatch, RewardConfig, is_python, reward_name};
 use crate::error::Result;
-use crate::phase::PROGRAM;
+use crate::process::PROGRAM;
 
 /// The worker that serves a Python function.
 const PYTHON_WORKER: &str = include_str!("worker.py");

@@ -13,7 +13,7 @@ use super::failures::{FailureKind, RewardFailure};
 use super::protocol::{Ready, first_request, length, take_frame};
 use super::reaper::{Reaper, kill_descendants};
 use crate::error::Error;
-use crate::phase::Scratch;
+use crate::process::Scratch;
 use crate::process::{close_on_exec, do_not_block, ended, kill_group, moved, wait_for};
 
 /// Longest time until a worker that tells when it is ready has done so: an interpreter may import much.

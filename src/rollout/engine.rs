@@ -18,11 +18,11 @@ use super::weights::EngineWeights;
 use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::cuda::Placement;
 use crate::data::{GrammarCompiler, Tokenizer};
-use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::{ModelSpec, Ropes, Stages};
 use crate::phase::{self, Phase};
+use crate::ranks::Collective;
 use crate::types::LengthSpread;
 
 /// Size and shape of an engine.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::request::{ModelIds, Request, refuse};
 use super::scheduler::StepLimits;
-use crate::dist::{Collective, all_gather_json};
 use crate::error::Result;
+use crate::ranks::{Collective, all_gather_json};
 use crate::types::{RolloutGroup, SamplingParams, Trajectory};
 
 /// The rank of the tensor-parallel group that brought a request, and the request's index there.
@@ -61,7 +61,7 @@ pub(super) fn exchange<'g>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dist::testing;
+    use crate::ranks::testing;
     use crate::types::{Prompt, RoutedExperts};
 
     const IDS: ModelIds = ModelIds { vocab_size: 10, num_experts: 4, experts_per_token: 2 };
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn groups_to_go_on_with_are_checked() {
-        let tp = crate::dist::SingleRank::default();
+        let tp = crate::ranks::SingleRank::default();
         let params = SamplingParams { num_generations: 2, step: 5, ..SamplingParams::default() };
         let refusal = |group, count| exchange(&[group], count, &params, (IDS, &LIMITS), &tp).unwrap_err().to_string();
         let of_tokens = |token_ids: Vec<u32>| {

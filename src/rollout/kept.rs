@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::Result;
+use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 
 /// Where a kept sequence is: what the cache has of all its tokens but the last.
 #[derive(Debug, PartialEq, Eq, Hash)]

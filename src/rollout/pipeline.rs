@@ -15,8 +15,8 @@ use super::sampler::{Draw, OwnedDraw, Sampled};
 use super::scheduler::Step;
 use super::sequence::EngineSequence;
 use super::stats::StageTimes;
-use crate::dist::{Collective, all_gather_json};
 use crate::error::Result;
+use crate::ranks::{Collective, all_gather_json};
 use crate::types::TokenLogprob;
 
 /// One rank of one stage.

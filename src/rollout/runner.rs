@@ -15,10 +15,10 @@ use super::stages::EngineRanks;
 use super::state_pages::StatePages;
 use super::stats::StageTimes;
 use super::weights::EngineWeights;
-use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{BlockContext, ModelSpec, Ropes, Routes, Stage, block_forward};
 use crate::ops::{embedding, linear, try_map};
+use crate::ranks::{Collective, ReduceOp};
 use crate::torch;
 
 /// Computes steps in the order of their launch. Collective over the tensor-parallel group.

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::dist::{Collective, Mesh, SingleRank};
 use crate::model::{ModelSpec, Stage, Stages};
+use crate::ranks::{Collective, Mesh, SingleRank};
 
 /// The ranks of an engine and the layers of each, seen from one of them.
 #[derive(Debug, Clone)]

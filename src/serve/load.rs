@@ -8,15 +8,16 @@ use tch::{Kind, Tensor};
 
 use super::Served;
 use crate::config::{Device, EngineShape, KvCacheDtype, Quantization, RolloutQuantization, StateDtype};
+use crate::console;
 use crate::cuda;
 use crate::data::Tokenizer;
-use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::{
     AdapterFiles, BaseRounding, ModelSource, ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles, model_within,
 };
-use crate::phase::{self, terminal};
+use crate::phase;
+use crate::ranks::World;
 use crate::rollout::{Engine, EngineOptions, EngineRanks, fullest_stage, kv_block_bytes};
 
 /// Tokens per KV block.
@@ -110,7 +111,7 @@ impl ModelService {
         let (spec, stages) = division.of_model(folder, world.device().is_cuda())?;
         let tokenizer = Arc::new(Tokenizer::from_folder(folder)?.with_template_variables(options.template_variables)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-        tokenizer.notice().filter(|_| world.rank() == 0).iter().for_each(terminal::say);
+        tokenizer.notice().filter(|_| world.rank() == 0).iter().for_each(console::say);
         let mesh = world.mesh(shape, world.size())?;
         let device = world.device();
         let max_model_length = options.max_model_length.unwrap_or(usize::MAX).min(spec.max_position_embeddings);
@@ -185,7 +186,7 @@ fn base_quantization(
                 "here it is as its files have it, so that probabilities differ from training's; --quantization {key} rounds it"
             ),
         };
-        terminal::say(format_args!("{} was trained on its base in {name}: {how}", files.path().display()));
+        console::say(format_args!("{} was trained on its base in {name}: {how}", files.path().display()));
     }
     quantization
 }

@@ -9,10 +9,10 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::dist::World;
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
 use crate::model::{BlockLora, LoraSpec, ModelSpec, ParamTable, Unit, UnitLayout};
+use crate::ranks::World;
 use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 
 pub use generation::SamplingDefaults;

@@ -8,14 +8,15 @@ use tch::Kind;
 use super::Sft;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, Models, ResumeOptions, Saver, TrainerState};
 use crate::config::SftConfig;
+use crate::console;
 use crate::cuda::{Placement, chip_flop_per_s, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
-use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
 use crate::metrics::ranks::RankReporter;
 use crate::metrics::{LogOptions, RunLog, Services, rows_progress};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, Use, WeightFiles};
-use crate::phase::{self, terminal};
+use crate::phase;
+use crate::ranks::{Mesh, World};
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
 use crate::train::{PolicyOptions, PolicyStart, Schedule};
 
@@ -125,7 +126,7 @@ fn read_rows(
     let (data, hub) = (&config.data, Hub::cached());
     let tokenizer = Tokenizer::from_folder(&source.base)?.with_template_variables(&data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-    tokenizer.notice().filter(|_| is_first_rank).iter().for_each(terminal::say);
+    tokenizer.notice().filter(|_| is_first_rank).iter().for_each(console::say);
     let max_length = config.max_length.min(spec.max_position_embeddings);
     let completion_column = config.dataset_completion_column.clone();
     let options = DatasetOptions { completion_column, ..DatasetOptions::of(data, config.seed, Vec::new()) };

@@ -12,11 +12,11 @@ use tch::{Device, Kind, Tensor};
 use crate::checkpoint::{self, Claim, Models, SavedConfig, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::data::{PromptSampler, SftExample};
-use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, Result};
 use crate::metrics::ranks::RankReporter;
 use crate::metrics::{MetricValues, RunLog};
 use crate::phase::{self, Phase};
+use crate::ranks::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::torch;
 use crate::train::{
     MicroBatch, PackOptions, Policy, Schedule, Sequence, TokenGradients, learning_rate, pack, pad_to_agreed_count,

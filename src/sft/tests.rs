@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::Sft;
 use crate::config::SftConfig;
-use crate::dist::World;
+use crate::ranks::World;
 
 /// The first update's loss and norm of the gradient, of two rows in micro-batches of their own.
 fn first_update(router_aux_loss_coef: &str) -> [f64; 2] {

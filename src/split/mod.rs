@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::dist::World;
 use crate::error::Result;
 use crate::phase::{self, Phase};
+use crate::ranks::World;
 use crate::rollout::{Engine, RolloutEngine};
 use crate::serve::Served;
 use crate::train::{Policy, Reference, Sequence, gather_sequences};

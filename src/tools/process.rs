@@ -14,7 +14,7 @@ use super::worker::ToolWorker;
 use crate::config::{Config, INTERPRETER, is_python, reward_name};
 use crate::data::ToolSchemas;
 use crate::error::{Error, Result};
-use crate::phase::PROGRAM;
+use crate::process::PROGRAM;
 use crate::reward::{Origin, Program};
 
 /// The server, a Python program.

@@ -2,8 +2,8 @@
 //! log-probabilities are some bytes a token; a model's experts are hundreds, and go nowhere but where they are needed.
 
 use super::pack::Sequence;
-use crate::dist::{Collective, all_gather_bytes};
 use crate::error::{Error, Result};
+use crate::ranks::{Collective, all_gather_bytes};
 use crate::torch;
 use crate::types::RoutedExperts;
 
@@ -204,7 +204,7 @@ fn torn(group: &dyn Collective) -> Error {
 mod tests {
     use super::super::pack::tests::sequence;
     use super::*;
-    use crate::dist::testing;
+    use crate::ranks::testing;
 
     fn routed(per_token: usize, experts: Vec<u16>) -> RoutedExperts {
         RoutedExperts { per_token, experts: experts.into() }
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn a_rank_alone_keeps_its_experts() {
-        let alone = crate::dist::SingleRank::default();
+        let alone = crate::ranks::SingleRank::default();
         let own = [Sequence { place: 1, routed_experts: routed(1, vec![3, 4]), ..sequence(3, 1) }, sequence(4, 1)];
         let (all, sources) = gather_sequences(&own, &alone).unwrap();
         let tokens: Vec<usize> = all.iter().map(|sequence| sequence.token_ids.len()).collect();

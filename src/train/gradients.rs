@@ -8,12 +8,12 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow};
-use crate::dist::{ReduceOp, Work};
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind};
 use crate::model::{ParamName, ParamTable, Unit, UnitLayout};
 use crate::ops::linear::Onto;
 use crate::ops::norm;
+use crate::ranks::{ReduceOp, Work};
 use crate::torch;
 
 /// Kinds that gradients pass through.
@@ -258,8 +258,8 @@ impl Drop for Gradients {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dist::World;
     use crate::model::ModelSpec;
+    use crate::ranks::World;
 
     /// Sums of before a step are zero behind it, whether a backward of their unit came since or not.
     #[test]

@@ -13,9 +13,9 @@ use super::residence::OptimizerHome;
 use super::sharding::Sharding;
 use super::weights::Weights;
 use crate::config::Quantization;
-use crate::dist::Mesh;
 use crate::error::{Error, Result};
 use crate::model::{AdapterFiles, LoraSpec, ParamTable, UnitLayout, init_unit};
+use crate::ranks::Mesh;
 use crate::torch::accumulation_kind;
 
 /// The part of a model that trains, and the weights that it starts from.

@@ -8,10 +8,10 @@ use tch::{Kind, Tensor};
 
 use super::optim::MuonOptions;
 use super::sharding::{Sharding, intersection, narrow};
-use crate::dist::ReduceOp;
 use crate::error::Result;
 use crate::model::{BlockMatrix, ParamTable, Unit, UnitLayout};
 use crate::ops::muon;
+use crate::ranks::ReduceOp;
 
 /// Kind of what ranks exchange, in which the iteration computes.
 const KIND: Kind = Kind::BFloat16;

@@ -5,8 +5,8 @@ use std::cmp::Reverse;
 use tch::Device;
 
 use super::micro_batch::MicroBatch;
-use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
+use crate::ranks::{Collective, ReduceOp};
 use crate::torch;
 use crate::types::{RoutedExperts, Trajectory};
 

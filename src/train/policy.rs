@@ -16,9 +16,9 @@ use super::optimizer::{AdamOptions, Optimizer};
 use super::residence::{OptimizerHome, Transitions};
 use super::sharding::Sharding;
 use crate::config::{Dtype, GradientCheckpointing, Quantization};
-use crate::dist::Mesh;
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, StoredBlock, Unit, UnitLayout};
+use crate::ranks::Mesh;
 use crate::torch::{self, accumulation_kind};
 
 /// How a policy is sharded, computed and stepped.
@@ -186,7 +186,7 @@ impl Policy {
     /// Scores a micro-batch without gradients (collective at stage 3).
     ///
     /// # Errors
-    /// The errors of [`Collective`](crate::dist::Collective); what the device failed at until here.
+    /// The errors of [`Collective`](crate::ranks::Collective); what the device failed at until here.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::On)
     }

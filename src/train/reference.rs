@@ -11,10 +11,10 @@ use super::pack::Sequence;
 use super::policy::Policy;
 use super::sharding::Sharding;
 use super::weights::Weights;
-use crate::dist::Mesh;
 use crate::error::Result;
 use crate::memory::HostPool;
 use crate::model::{ParamTable, Unit, UnitLayout};
+use crate::ranks::Mesh;
 
 /// Weights sharded over the shard group as in ZeRO-3, on the device or the host, without gradients or optimizer.
 #[derive(Debug)]
@@ -72,7 +72,7 @@ impl Reference {
     /// Scores a micro-batch (collective over the shard group).
     ///
     /// # Errors
-    /// The errors of [`Collective`](crate::dist::Collective); what the device failed at until here.
+    /// The errors of [`Collective`](crate::ranks::Collective); what the device failed at until here.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::Off)
     }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::dist::{Collective, Lane, Mesh};
 use crate::error::{Error, Result};
 use crate::model::ParamTable;
+use crate::ranks::{Collective, Lane, Mesh};
 
 /// The parts of every unit that this rank keeps, owns and steps. A *slice* is one of S equal ranges of a unit, S being the size
 /// of

@@ -8,10 +8,10 @@ use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow};
 use crate::config::Quantization;
-use crate::dist::Work;
 use crate::error::{Error, Result};
 use crate::memory::{HostPool, Ledger, MemoryKind};
 use crate::model::{ParamTable, StoredBlock, StoredFormat, Unit, UnitLayout};
+use crate::ranks::Work;
 
 /// Elements that are mixed at once, so that wide copies of them take little memory.
 const MIXED_LEN: i64 = 8 << 20;
@@ -346,8 +346,8 @@ impl Drop for Weights {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dist::testing;
     use crate::model::{ModelSpec, init_unit};
+    use crate::ranks::testing;
 
     #[test]
     fn every_rank_gets_the_unit_that_it_wants_alone() {

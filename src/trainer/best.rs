@@ -3,8 +3,8 @@
 
 use super::Trainer;
 use crate::checkpoint::{Checkpoint, folder_of_step, writes_folder};
-use crate::dist::any_rank;
 use crate::error::{Error, Result};
+use crate::ranks::any_rank;
 
 /// The best evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use super::Trainer;
 use crate::config::Config;
 use crate::data::Dataset;
-use crate::dist::all_gather_json;
 use crate::error::Result;
 use crate::eval;
 use crate::metrics::{Reduce, StepMetrics};
+use crate::ranks::all_gather_json;
 use crate::types::RolloutGroup;
 
 /// The row of every prompt, where solve rates are kept.

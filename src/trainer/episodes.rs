@@ -7,10 +7,10 @@ use serde_json::Value;
 use super::turns::add_session_metrics;
 use crate::config::{AutoOr, Config};
 use crate::data::{Reply, Tokenizer, ToolCallParser, Turns};
-use crate::dist::HostGroup;
 use crate::endpoint::{EpisodePlayer, PlayerOptions};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
+use crate::ranks::HostGroup;
 use crate::tools::ToolProcess;
 
 /// The player of the agent that `process` has loaded, for ranks that share an engine. The model is its tokenizer, the ids that end its

@@ -10,12 +10,12 @@ use serde_json::json;
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, DynamicSampling, Mode};
 use crate::data::Tokenizer;
-use crate::dist::{Collective, World, all_gather_f64};
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
 use crate::metrics::ranks::RankReporter;
 use crate::metrics::{CompletionsWriter, LogOptions, LoggedGroup, MetricValues, RunLog, Services, StepMetrics};
 use crate::phase::{self, Phase};
+use crate::ranks::{Collective, World, all_gather_f64};
 use crate::rollout::EngineStats;
 use crate::train::Sequence;
 use crate::untrusted::Folder;
@@ -268,7 +268,7 @@ fn describe(sequence: &Sequence) -> serde_json::Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dist::testing;
+    use crate::ranks::testing;
 
     #[test]
     fn the_ranks_of_a_node_take_its_clock_back_to_rank_0_s() {

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::Result;
 use crate::grpo::{AdvantageStats, Aggregate, BatchStats};
 use crate::memory;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::phase::{self, Phase};
+use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 use crate::reward::FailureKind;
 use crate::rollout::StageTimes;
 use crate::train::{Sequence, Transitions};

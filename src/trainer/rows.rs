@@ -1,12 +1,12 @@
 //! The rows of a run, read before anything is planned: the plan then knows how long the longest prompt is.
 
 use crate::config::{BatchPlan, Config};
+use crate::console;
 use crate::data::{Dataset, DatasetOptions, Hub, RowSources, Tokenizer, ToolSchemas};
-use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::eval;
 use crate::model::ModelSpec;
-use crate::phase::terminal;
+use crate::ranks::World;
 use crate::reward::RewardPool;
 use crate::tools::ToolProcess;
 
@@ -84,7 +84,7 @@ impl TrainingRows {
         let deciding = config.deciding_rewards(rewards.judges());
         let doubt = rewards.doubt_of_solving(&deciding, !config.eval_solved_by.is_empty());
         if let Some(doubt) = doubt.filter(|_| decides && world.rank() == 0) {
-            terminal::say(format_args!("warning: {doubt}"));
+            console::say(format_args!("warning: {doubt}"));
         }
     }
 
@@ -92,7 +92,7 @@ impl TrainingRows {
     pub fn say_unreadable(&self, rewards: &RewardPool, world: &World) -> Result<()> {
         for (name, rows) in self.named() {
             let notice = eval::unreadable_notice(name, rows, rewards, world)?;
-            notice.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
+            notice.filter(|_| world.rank() == 0).iter().for_each(console::say);
         }
         Ok(())
     }

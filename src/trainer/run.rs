@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use super::sampling::begun_anew;
 use super::{RunSummary, StepReport, Trainer, passes};
 use crate::checkpoint::{self, Claim, SavedConfig, TrainerState};
-use crate::dist::any_rank;
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::memory;
 use crate::metrics::StepMetrics;
 use crate::phase;
+use crate::ranks::any_rank;
 use crate::train::Policy;
 
 impl Trainer {

@@ -1,10 +1,10 @@
 //! Warnings and the end of a run whose rewards give no score.
 
 use super::{RunTurns, Trainer};
-use crate::dist::first_text;
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
 use crate::grpo::AdvantageStats;
+use crate::ranks::first_text;
 
 /// Steps in a row without a single score that end a run: it would go on for nothing.
 const MAX_STEPS: usize = 3;

@@ -22,7 +22,6 @@ use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim
 use crate::config::Config;
 use crate::cuda::{Placement, chip_flop_per_s};
 use crate::data::{Curriculum, Dataset, PromptSampler};
-use crate::dist::{World, share};
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::memory;
@@ -30,6 +29,7 @@ use crate::metrics::rows_progress;
 use crate::model::{ModelSource, ModelSpec, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::Room;
+use crate::ranks::{World, share};
 use crate::reward::RewardPool;
 use crate::tools::ToolProcess;
 use crate::torch;

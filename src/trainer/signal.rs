@@ -7,10 +7,10 @@ use super::records::placed;
 use super::replace::{Candidates, GroupQuota, PlacedGroups, Replacement};
 use super::sampling::{DataPosition, SampledBatch};
 use crate::config::{Config, DynamicSampling};
-use crate::dist::{HostGroup, ReduceOp, World, all_gather_json, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{BatchStats, has_signal, rewards_are_equal};
 use crate::metrics::{LoggedGroup, Reduce, StepMetrics};
+use crate::ranks::{HostGroup, ReduceOp, World, all_gather_json, all_reduce_f64};
 use crate::types::RolloutGroup;
 
 /// Steps in a row whose groups are all left out that end a run: it would go on for nothing.

@@ -16,11 +16,11 @@ use super::{Trainer, rows};
 use crate::config::{Circumstance, Combination, Config, Device, KeyDoc, TABLE, Term, Values, WorldSize, described};
 use crate::cuda::Placement;
 use crate::data::{Dataset, Tokenizer};
-use crate::dist::{World, testing};
 use crate::error::{Error, Result};
 use crate::grpo::LossFunction;
 use crate::model::{Family, ModelSource, ModelSpec, init_unit};
 use crate::plan::Room;
+use crate::ranks::{World, testing};
 use crate::reward::RewardPool;
 use crate::types::Prompt;
 

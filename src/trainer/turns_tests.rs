@@ -14,9 +14,9 @@ use crate::config::Config;
 use crate::cuda::Placement;
 use crate::data::fixtures::{Dice, bytes_and};
 use crate::data::{Dataset, Tokenizer};
-use crate::dist::World;
 use crate::model::{ModelSource, ModelSpec, init_unit};
 use crate::plan::Room;
+use crate::ranks::World;
 use crate::reward::{RewardFunction, RewardInput, RewardPool};
 use crate::rollout::tap;
 use crate::tools::ToolProcess;
@@ -190,7 +190,7 @@ fn what_is_trained_on_is_what_was_sampled_however_many_turns_there_are() {
             tokenizer.encode(&tokenizer.decode_all(&ids).unwrap(), false).unwrap() != ids
         };
         num_other += trained.iter().filter(is_other).count();
-        let metrics = trainer.update(batch).unwrap().reduce(&crate::dist::SingleRank::default()).unwrap();
+        let metrics = trainer.update(batch).unwrap().reduce(&crate::ranks::SingleRank::default()).unwrap();
         difference = difference.max(metrics["sampling/sampling_logp_difference/max"]);
         kept += metrics["tools/kept_tokens"];
     }

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use crate::config::KlEstimator;
-use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::Result;
 use crate::grpo::kl_of_sequence;
+use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 use crate::train::{ExpertSources, Sequence, gather_sequences};
 
 /// The KL divergence of one sequence from the reference model, estimated on its own tokens.
@@ -76,7 +76,7 @@ pub fn await_divergences(own: &[Sequence], estimator: KlEstimator, group: &dyn C
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dist::testing;
+    use crate::ranks::testing;
 
     #[test]
     fn each_rank_gets_the_divergences_of_its_own_sequences_whoever_scored_them() {

@@ -7,12 +7,12 @@ use super::divergence::{Divergence, Numbered, exchange, gather_numbered};
 use super::loss::UpdateSums;
 use super::options::{ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
 use crate::config::LossType;
-use crate::dist::{Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{Denominators, EntropyControl, EntropyTerm};
 use crate::memory;
 use crate::ops::head::TopScores;
 use crate::phase::{self, Phase};
+use crate::ranks::{Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::torch;
 use crate::train::{
     MicroBatch, PackOptions, Policy, Reference, Scores, Sequence, TeacherTop, balanced_share, gather_sequences,

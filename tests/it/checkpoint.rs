@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use colo_grpo::internal::checkpoint::claim;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::metrics::{CompletionRow, MetricLine, read_completions, read_metrics};
+use colo_grpo::internal::ranks::World;
 
 /// Metrics of the clock, and of how much a layout moves.
 const TIMES: [&str; 5] = ["step_time", "timing_s/", "perf/", "transition/", "pipeline/"];

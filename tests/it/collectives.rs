@@ -4,7 +4,7 @@ use std::net::UdpSocket;
 use std::time::Duration;
 
 use colo_grpo::Error;
-use colo_grpo::internal::dist::{Collective, ReduceOp, World, all_gather_bytes, all_reduce_f64};
+use colo_grpo::internal::ranks::{Collective, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use tch::{Device, Kind, Tensor};
 
 use crate::ranks;

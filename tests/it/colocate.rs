@@ -11,9 +11,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use colo_grpo::internal::colocate::Colocated;
-use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::memory::Ledger;
 use colo_grpo::internal::phase::{self, Fault, FaultKind, Phase};
+use colo_grpo::internal::ranks::{Mesh, World};
 use colo_grpo::internal::rollout::RolloutEngine;
 use colo_grpo::internal::train::{PackOptions, Sequence, pack};
 use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};

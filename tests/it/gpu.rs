@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{EngineShape, GradientCheckpointing, KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
-use colo_grpo::internal::dist::{Backend, Mesh, World};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, Stages, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::attention::{
     Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward,
 };
+use colo_grpo::internal::ranks::{Backend, Mesh, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::torch;

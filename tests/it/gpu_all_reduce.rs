@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use colo_grpo::Error;
 use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, NormOptions, NormedRows, RowSums, ScaledRows};
 use colo_grpo::internal::cuda::{Context, CudaEvent, Graph, PeerMemory, TorchStream};
-use colo_grpo::internal::dist::{Collective, World};
+use colo_grpo::internal::ranks::{Collective, World};
 use tch::{Device, Kind, Tensor};
 
 use crate::ranks;

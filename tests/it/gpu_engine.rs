@@ -11,12 +11,12 @@ use colo_grpo::internal::config::{
     GradientCheckpointing, KvCacheDtype, Quantization, RolloutQuantization, StateDtype, TargetModule,
 };
 use colo_grpo::internal::data::Tokenizer;
-use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, LoraSpec, ModelSpec, PackedMixer, ParamName, ParamTable,
     Plain, Unit, UnitLayout, block_forward, init_unit_on,
 };
 use colo_grpo::internal::ops::{embedding, linear, rms_norm};
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::train::{

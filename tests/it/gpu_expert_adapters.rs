@@ -5,8 +5,8 @@ use colo_grpo::internal::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, SharedExpertRows, experts_combine,
     experts_down, experts_gate_up, experts_low, route,
 };
-use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::ModelSpec;
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::rollout::EngineOptions;
 use tch::{Device, Kind, Tensor};
 

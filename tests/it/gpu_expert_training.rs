@@ -9,11 +9,11 @@ use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetMod
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertTile, RouteOptions, experts_combine, experts_down, experts_gate_up, route,
 };
-use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{
     LoraSpec, ModelSpec, Nf4, ParamTable, Plain, StoredBlock, StoredFormat, Unit, UnitLayout, init_unit, init_unit_on,
 };
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy,

@@ -9,9 +9,9 @@ use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype}
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertTile, RouteOptions, RouteSizes, RoutedTokens, experts_combine, experts_down, experts_gate_up, route,
 };
-use colo_grpo::internal::dist::{Backend, Mesh, World};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::router::{self, RouterOptions, Routing};
+use colo_grpo::internal::ranks::{Backend, Mesh, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::torch;

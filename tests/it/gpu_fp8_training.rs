@@ -9,10 +9,10 @@ use colo_grpo::internal::cuda::kernels::{
     swiglu_backward_fp8, swiglu_forward,
 };
 use colo_grpo::internal::cuda::profile;
-use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{Format, Fp8, LoraSpec, ModelSpec, ParamTable, Plain, UnitLayout, init_unit};
 use colo_grpo::internal::ops::linear::Onto;
 use colo_grpo::internal::ops::{fp8, linear};
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
     PolicyStart, Scores, Sequence, StatePart, TokenGradients, pack,

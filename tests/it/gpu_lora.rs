@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::cuda::kernels;
-use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{
     LoraSpec, ModelSpec, Nf4, ParamTable, Plain, StoredBlock, StoredFormat, Unit, UnitLayout, init_unit, init_unit_on,
 };
 use colo_grpo::internal::ops::dropout::Dropout;
 use colo_grpo::internal::ops::random::RandomKey;
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
     PolicyStart, Sequence, TokenGradients, pack,

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, Event, Request, RolloutEngine};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::types::{FinishReason, SamplingParams, Structure, TokenLogprob, Trajectory};

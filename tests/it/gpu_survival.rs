@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use colo_grpo::internal::cuda::Context;
-use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::memory::{self, Arena};
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::torch;
 use colo_grpo::internal::types::{Prompt, SamplingParams};
 use serde_json::json;

@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use colo_grpo::grpo::{Denominators, LossInput};
-use colo_grpo::internal::dist::all_gather_bytes;
 use colo_grpo::internal::metrics::{read_completions, read_metrics};
+use colo_grpo::internal::ranks::all_gather_bytes;
 use colo_grpo::reward::RewardInput;
 use colo_grpo::signatures::{RunSummary, StepReport, TrainerBuilder};
 use colo_grpo::{Config, ExitCode, Result, Trainer, World};

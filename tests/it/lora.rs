@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
-use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::model::{
     AttentionSpec, LoraSpec, ModelSource, ModelSpec, ParamTable, Plain, Unit, UnitLayout, WeightFiles, init_unit,
     write_adapters,
 };
+use colo_grpo::internal::ranks::{Mesh, World};
 use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions,
     ParamState, Policy, PolicyOptions, PolicyStart, Sequence, StatePart, TokenGradients, pack,

@@ -5,8 +5,8 @@ use std::io::Read;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use colo_grpo::internal::dist::{Backend, WorkerEnv, World, WorldOptions};
 use colo_grpo::internal::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, worker_command};
+use colo_grpo::internal::ranks::{Backend, WorkerEnv, World, WorldOptions};
 
 /// Longer than any collective waits, so that a rank tells its own error first.
 const TIME_LIMIT: Duration = Duration::from_secs(600);

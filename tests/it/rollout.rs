@@ -13,8 +13,8 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use colo_grpo::Error;
-use colo_grpo::internal::dist::{SingleRank, World};
 use colo_grpo::internal::model::ModelSpec;
+use colo_grpo::internal::ranks::{SingleRank, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, RolloutEngine};
 use colo_grpo::internal::types::{FinishReason, Prompt, RolloutGroup, SamplingParams};
 use tch::Kind;

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use colo_grpo::Config;
 use colo_grpo::internal::data::PromptSampler;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::metrics::{CompletionRow, read_completions, read_metrics};
+use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::trainer::Trainer;
 use colo_grpo::reward::RewardInput;
 

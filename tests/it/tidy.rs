@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 /// Floor of every room; a file may import rooms of lower floors only.
 const FLOORS: &[(u8, &[&str])] = &[
     (0, &["error"]),
-    (1, &["types", "phase", "untrusted", "process", "migration", "http"]),
+    (1, &["types", "phase", "console", "untrusted", "process", "migration", "http"]),
     (2, &["config"]),
     (3, &["torch", "data", "sandbox"]),
     (4, &["cuda", "reward"]),
-    (5, &["memory", "dist", "ops", "tools"]),
+    (5, &["memory", "ranks", "ops", "tools"]),
     (6, &["model", "grpo", "metrics"]),
     (7, &["rollout", "train", "eval"]),
     (8, &["plan", "update", "serve", "endpoint", "watch", "checkpoint"]),
@@ -25,7 +25,7 @@ const EDGES: &[&str] = &[
     "torch/",
     "cuda/",
     "memory/",
-    "dist/",
+    "ranks/",
     "launch/",
     "model/files",
     // Tensors' bytes on their way to a file.
@@ -37,7 +37,7 @@ const EDGES: &[&str] = &[
     // The allocator that counts.
     "untrusted/meter.rs",
     // Processes: their pipes, their end, their walls.
-    "process.rs",
+    "process/",
     "sandbox/",
     "reward/worker.rs",
     "reward/reaper.rs",
@@ -174,7 +174,7 @@ fn imports_against_the_floors_are_found() {
         ("ops/linear.rs", "fn f(world: &crate::World) {}"),
         ("cuda/kernels/adamw.rs", "use crate::{Error, torch};"),
         ("ops/linear.rs", "use crate::*;"),
-        ("ops/linear.rs", "use super::super::dist::World;"),
+        ("ops/linear.rs", "use super::super::ranks::World;"),
         ("types.rs", "use super::phase::Phase;"),
         ("memory/mod.rs", "use super::trainer;"),
         ("config/batch.rs", "mod tests {\n    use super::super::super::cuda::Placement;\n}"),
@@ -335,11 +335,11 @@ fn every_fault_has_the_tests_that_are_named() {
     assert!(missing.is_empty(), "docs/reliability.md names {missing:?}");
 }
 
-/// Everything else comes through `phase::terminal`, which cannot fail and lets no escape code through.
+/// Everything else comes through `console`, which cannot fail and lets no escape code through.
 #[test]
 fn one_file_writes_to_the_terminal() {
     // The sandbox's workers speak to their parent on standard output.
-    let writers = ["phase/terminal.rs", "reward/code/mod.rs", "tools/interpreters.rs"];
+    let writers = ["console/mod.rs", "reward/code/mod.rs", "tools/interpreters.rs"];
     let handle = regex::Regex::new(r"\b(stdout|stderr)\(\)").unwrap();
     let others =
         sources().into_iter().filter(|(file, text)| !writers.contains(&file.as_str()) && handle.is_match(text));
@@ -378,7 +378,7 @@ fn every_file_is_a_module() {
 #[test]
 fn the_import_reader_reads_groups() {
     let text =
-        "use crate::{error::{Error, Result}, phase};\nuse crate::dist::World; // crate::trainer\n// crate::cli\n";
+        "use crate::{error::{Error, Result}, phase};\nuse crate::ranks::World; // crate::trainer\n// crate::cli\n";
     let found: Vec<_> = imports("model/spec.rs", text).into_iter().collect();
-    assert_eq!(found, ["dist", "error", "phase"]);
+    assert_eq!(found, ["ranks", "error", "phase"]);
 }

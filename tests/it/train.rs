@@ -12,9 +12,9 @@ mod state;
 mod updates;
 
 use colo_grpo::internal::config::GradientCheckpointing;
-use colo_grpo::internal::dist::{Backend, Mesh, ReduceOp, World, all_reduce_f64};
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::UnitLayout;
+use colo_grpo::internal::ranks::{Backend, Mesh, ReduceOp, World, all_reduce_f64};
 use colo_grpo::internal::train::{GradientOptions, MicroBatch, Reference, Scores, reference_bytes};
 use tch::{Kind, Tensor};
 

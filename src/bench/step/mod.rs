@@ -15,13 +15,14 @@ use super::limits::GpuLimits;
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{SEED, STREAM, median, synchronize, token};
 use crate::config::{Config, OptimizerResidency, ReferenceResidency};
-use crate::dist::World;
+use crate::console;
 use crate::error::Result;
 use crate::metrics::MetricValues;
 use crate::model::ModelSpec;
 use crate::ops::random::RandomKey;
-use crate::phase::{Phase, terminal};
+use crate::phase::Phase;
 use crate::plan::MemoryPlan;
+use crate::ranks::World;
 use crate::reward::RewardInput;
 use crate::train::{MicroBatch, PackOptions, Sequence, TrainedModel, UpdateCourse, pack, reference_bytes};
 use crate::trainer::Trainer;
@@ -179,7 +180,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Traine
     let plan = trainer.plan();
     let report = StepReport { bench, config: &config, plan, world: &world, medians: &medians, floors, limits };
     if world.rank() == 0 {
-        terminal::say(report.table().trim_end());
+        console::say(report.table().trim_end());
     }
     let mut result = report.result(config.roles(world.size())?);
     result["load_s"] = json!(load_s);

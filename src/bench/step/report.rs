@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 use super::StepBench;
 use crate::bench::limits::GpuLimits;
 use crate::config::{Config, Mode, Roles};
-use crate::dist::World;
 use crate::metrics::MetricValues;
 use crate::phase::Phase;
 use crate::plan::MemoryPlan;
+use crate::ranks::World;
 
 /// The phases around the rollout, by the time that the host spends there. Copies beside other work are reported by
 /// `transition/hidden_share`.

@@ -1,6 +1,6 @@
 use super::*;
-use crate::dist::Backend;
 use crate::error::ExitCode;
+use crate::ranks::Backend;
 
 fn bench(preset: &str, num_layers: usize, gradient_checkpointing: GradientCheckpointing) -> TrainBench {
     let spec = ModelSpec::preset(preset).unwrap().with_num_layers(num_layers);

@@ -17,8 +17,8 @@ use std::path::{Path, PathBuf};
 
 use super::args::ImportArgs;
 use crate::config::{self, Config};
+use crate::console;
 use crate::error::{Error, ExitCode, Result};
-use crate::phase::terminal;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 use draft::{Draft, ForeignKeys};
 use hydra::HydraFiles;
@@ -38,9 +38,9 @@ pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     let text = draft.text(&args.file, &program);
     match &args.output {
         Some(path) => write(path, &text)?,
-        None => terminal::print(&text)?,
+        None => console::print(&text)?,
     }
-    draft.notes().into_iter().for_each(terminal::say);
+    draft.notes().into_iter().for_each(console::say);
     outcome.map(|()| ExitCode::Done)
 }
 
@@ -138,7 +138,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
         return Err(Error::invalid_value("--output", path.display(), "a file that is not there yet"));
     }
     new.and_then(|mut file| std::io::Write::write_all(&mut file, text.as_bytes())).map_err(Error::io(path))?;
-    terminal::print_saved(path.display());
+    console::print_saved(path.display());
     Ok(())
 }
 

@@ -12,13 +12,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::args::VerifyArgs;
 use super::fetch;
+use crate::console;
 use crate::cuda::Placement;
 use crate::data::Tokenizer;
-use crate::dist::{Backend, World};
 use crate::error::{Error, ExitCode, Result};
 use crate::memory::explain_out_of_memory;
 use crate::model::{ModelSource, ModelSpec, ParamTable, Plain, UnitLayout, WeightFiles};
-use crate::phase::{self, Phase, terminal};
+use crate::phase::{self, Phase};
+use crate::ranks::{Backend, World};
 use crate::serve::{EngineDivision, ModelService, ServeOptions};
 use crate::torch;
 use crate::train::{NetworkOptions, Reference};
@@ -94,7 +95,7 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     let trained = score(&source.base, &world, kind, &own, &theirs).map_err(explain_out_of_memory)?;
     let compared = Comparison::new(&own, &trained, &theirs)?;
     let (name, versions) = (args.model.display(), &theirs.versions);
-    terminal::print(format_args!(
+    console::print(format_args!(
         "{name} against transformers {} (torch {}), {dtype} on {device}: {} prompts, {} positions\n{}",
         versions.transformers,
         versions.torch,

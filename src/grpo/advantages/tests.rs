@@ -1,7 +1,7 @@
 //! Advantages held to their definitions in float64, over offsets, groups and ranks.
 
 use super::*;
-use crate::dist::testing;
+use crate::ranks::testing;
 use crate::types::fixtures::scored;
 
 fn advantages(groups: &[RolloutGroup]) -> Vec<f32> {

@@ -11,7 +11,6 @@ use super::dense::DenseSpec;
 use super::linear::{LinearSpec, Matrix, TpSplit};
 use super::shared::{SharedExpertSpec, SharedRows};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
-use crate::dist::Collective;
 use crate::error::Result;
 use crate::model::lora::Lora;
 use crate::model::params::{ParamName, Shapes};
@@ -19,6 +18,7 @@ use crate::ops::grouped::Dispatch;
 use crate::ops::linear;
 use crate::ops::router::{self, RouterOptions, Routing};
 use crate::ops::swiglu::GateUp;
+use crate::ranks::Collective;
 
 /// The shape of a set of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,13 +5,13 @@ use std::mem;
 use tch::{Kind, Tensor};
 
 pub use super::matrix::{Matrix, Projection};
-use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::format::{Format, Piece, Rows};
 use crate::model::lora::{BlockLora, Lora};
 use crate::model::params::{ParamName, Shapes, UnitLayout, required};
 use crate::ops::linear::Onto;
 use crate::ops::swiglu::GateUp;
+use crate::ranks::{Collective, ReduceOp};
 
 /// The shape of a matrix. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
 #[derive(Debug, Clone, PartialEq)]

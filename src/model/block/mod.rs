@@ -28,10 +28,10 @@ use super::distinct::ByRope;
 use super::params::Shapes;
 use super::spec::ModelSpec;
 use crate::config::GradientCheckpointing;
-use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 use crate::model::format::Rows;
 use crate::ops::rope::RopeRows;
+use crate::ranks::{Collective, ReduceOp};
 use mixer::MixerOutput;
 use mlp::{Expanded, SavedMlp};
 

@@ -9,8 +9,6 @@ use crate::config::GradientCheckpointing;
 use crate::config::TargetModule::{
     DownProj, GateProj, InProjA, InProjB, InProjQkv, InProjZ, KProj, OProj, OutProj, QProj, UpProj, VProj,
 };
-use crate::dist::Collective;
-use crate::dist::testing::threads;
 use crate::model::params::{ParamName, UnitLayout};
 use crate::model::tests::delta_net::{hybrid, with_delta_heads};
 use crate::model::tests::{families, in_parallel, reference, slice_mixer, with_experts, with_heads};
@@ -21,6 +19,8 @@ use crate::model::{
 use crate::ops::dropout::Dropout;
 use crate::ops::random::RandomKey;
 use crate::ops::testing::{assert_close, leaf, rand};
+use crate::ranks::Collective;
+use crate::ranks::testing::threads;
 
 const LEN: i64 = 11;
 

@@ -13,11 +13,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::*;
 use crate::config::GradientCheckpointing;
-use crate::dist::Collective;
-use crate::dist::testing::threads;
 use crate::ops::embedding;
 use crate::ops::linear::{self, Onto};
 use crate::ops::testing::{assert_close, leaf, rand};
+use crate::ranks::Collective;
+use crate::ranks::testing::threads;
 use crate::torch::accumulation_kind;
 use delta_net::{hybrid, hybrid_with_experts, with_delta_heads};
 use shapes::{others, with_shared_expert};

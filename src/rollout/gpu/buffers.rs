@@ -9,10 +9,10 @@ use tch::{Device, Kind, Tensor};
 use super::delta_net::DeltaColumns;
 use super::experts::{ExpertBuffers, ExpertShape};
 use crate::cuda::kernels::{CANDIDATE_WORDS, RowSums, ScaledRows};
-use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{Format, Mlp, ModelSpec, Section, SharedExpertSpec};
+use crate::ranks::Collective;
 use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.

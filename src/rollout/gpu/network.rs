@@ -8,12 +8,12 @@ use super::masks::TokenMasks;
 use super::sampling::Processing;
 use crate::cuda::kernels::{self, AllReduceMethod, HeadTransform, NormOptions, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
-use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{
     AttentionSpec, BlockParams, ByRope, Format, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, Mlp, ModelSpec,
     OwnProducts, ParamName, Plain, QkNorm, Stage, StoredBlock,
 };
+use crate::ranks::{Collective, ReduceOp};
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::state_pages::StatePages;
 use crate::rollout::weights::EngineWeights;

@@ -14,8 +14,8 @@ use tch::{Device, Kind, Tensor};
 use super::buffers::DecodeBuffers;
 use super::runner::wait;
 use crate::cuda::{Context, CudaEvent, PinnedWords, TorchStream};
-use crate::dist::Collective;
 use crate::error::Result;
+use crate::ranks::Collective;
 use crate::rollout::stats::StageTimes;
 
 /// The tokens of the last 2 P ticks, on the device and on their way to the host. They stay where they are, so that steps can be recorded.

@@ -12,9 +12,9 @@ use std::ops::Range;
 
 use super::filters;
 use crate::data::TokenMask;
-use crate::dist::{Collective, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::ops::random::RandomKey;
+use crate::ranks::{Collective, all_gather_bytes};
 use crate::types::{SamplingParams, TokenLogprob};
 
 /// First word of the sampler's random keys, apart from those of initialisation and shuffling.

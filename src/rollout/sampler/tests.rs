@@ -1,5 +1,5 @@
 use super::*;
-use crate::dist::SingleRank;
+use crate::ranks::SingleRank;
 
 const VOCAB: usize = 13;
 

@@ -12,10 +12,10 @@ use colo_grpo::Result;
 use colo_grpo::internal::checkpoint::{self, Checkpoint, CheckpointOptions, Models, SavedConfig, Saver, TrainerState};
 use colo_grpo::internal::config::{AdjustLr, GradientCheckpointing};
 use colo_grpo::internal::data::SamplerState;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::grpo::EntropyControl;
 use colo_grpo::internal::metrics::LogHistory;
 use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, WeightFiles, init_unit};
+use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MuonOptions, NetworkOptions, Optim, ParamState, Policy, PolicyOptions, StateForm,
     StatePart,

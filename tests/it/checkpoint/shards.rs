@@ -5,7 +5,7 @@ use std::path::Path;
 
 use colo_grpo::ExitCode;
 use colo_grpo::internal::checkpoint::{Checkpoint, Models, Saver};
-use colo_grpo::internal::dist::World;
+use colo_grpo::internal::ranks::World;
 use serde_json::Value;
 use tch::Kind;
 

@@ -1,8 +1,8 @@
 //! What a colocated engine keeps of unfinished sequences, beside training and after failures.
 
 use colo_grpo::internal::colocate::Colocated;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::phase::{FaultKind, Phase};
+use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::train::Schedule;
 use colo_grpo::internal::types::RolloutGroup;
 use colo_grpo::internal::update::UpdateOptions;

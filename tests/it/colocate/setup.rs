@@ -8,10 +8,10 @@ use colo_grpo::internal::colocate::Colocated;
 use colo_grpo::internal::config::{
     GradientCheckpointing, KvCacheDtype, LrSchedulerType, RolloutQuantization, StateDtype,
 };
-use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::grpo::{EntropyControl, LossConfig};
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, UnitLayout, init_unit};
+use colo_grpo::internal::ranks::{Mesh, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::serve::EngineSlices;
 use colo_grpo::internal::train::{

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use colo_grpo::Config;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::metrics::{MetricLine, read_metrics};
+use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::trainer::Trainer;
 
 use crate::ranks;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use colo_grpo::internal::colocate::Colocated;
 use colo_grpo::internal::config::LossType;
-use colo_grpo::internal::dist::{ReduceOp, World, all_reduce_f64};
 use colo_grpo::internal::grpo::LossConfig;
 use colo_grpo::internal::phase::{FaultKind, Phase};
+use colo_grpo::internal::ranks::{ReduceOp, World, all_reduce_f64};
 use colo_grpo::internal::train::{Schedule, Sequence};
 use colo_grpo::internal::update::UpdateOptions;
 

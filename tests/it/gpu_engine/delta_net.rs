@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::KvCacheDtype;
 use colo_grpo::internal::data::Tokenizer;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::{LoraSpec, ModelSpec, UnitLayout};
+use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};

@@ -1,8 +1,8 @@
 //! Adapters beside experts at every ZeRO stage, and on a base in 4 bits.
 
 use colo_grpo::internal::config::{Quantization, TargetModule};
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::ModelSpec;
+use colo_grpo::internal::ranks::World;
 use tch::Kind;
 
 use super::{adapted_from, base, four_updates, own_sequences, packed, trained};

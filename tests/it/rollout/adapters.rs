@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use colo_grpo::Error;
 use colo_grpo::internal::config::TargetModule;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::{LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit};
+use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::rollout::{Engine, EngineOptions, Request, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::types::{SamplingParams, Trajectory};

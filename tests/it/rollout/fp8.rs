@@ -2,8 +2,8 @@
 //! that are far larger than the others, as trained models have them.
 
 use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype};
-use colo_grpo::internal::dist::{Collective, World};
 use colo_grpo::internal::model::{Matrix, ModelSpec, ParamName};
+use colo_grpo::internal::ranks::{Collective, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::types::SamplingParams;
 

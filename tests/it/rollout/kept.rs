@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use colo_grpo::Result;
-use colo_grpo::internal::dist::{Collective, World};
 use colo_grpo::internal::model::{AttentionSpec, ModelSpec, SequenceMixer};
+use colo_grpo::internal::ranks::{Collective, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 use tch::{Kind, Tensor};

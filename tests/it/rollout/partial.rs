@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use colo_grpo::internal::dist::{Collective, World};
+use colo_grpo::internal::ranks::{Collective, World};
 use colo_grpo::internal::rollout::{Batches, EngineOptions, SampledGroup, SingleTurns};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 

@@ -9,13 +9,13 @@ use std::sync::Arc;
 use colo_grpo::Error;
 use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::data::Tokenizer;
-use colo_grpo::internal::dist::{Collective, SingleRank};
 use colo_grpo::internal::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedMixer, ParamTable, Routes, Scoring,
     SequenceMixer, Unit, WeightFiles, block_forward, head_forward, init_unit,
 };
 use colo_grpo::internal::ops::embedding;
 use colo_grpo::internal::ops::router::Routing;
+use colo_grpo::internal::ranks::{Collective, SingleRank};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights};
 use colo_grpo::internal::types::{Prompt, RolloutGroup, RoutedExperts, SamplingParams};
 use tch::{Device, Kind, Tensor};

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use colo_grpo::Error;
 use colo_grpo::internal::config::{EngineShape, KvCacheDtype, RolloutQuantization};
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::{Mixer, ModelSpec, Stage, Stages};
+use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::rollout::{EngineOptions, EngineRanks, EngineStats, Event, Session, kv_block_bytes};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, Structure};
 use tch::Kind;

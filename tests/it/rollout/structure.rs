@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use colo_grpo::Error;
 use colo_grpo::internal::data::Tokenizer;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::ModelSpec;
+use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::rollout::EngineOptions;
 use colo_grpo::internal::types::{FinishReason, RolloutGroup, SamplingParams, Structure};
 use serde_json::{Map, Value, json};

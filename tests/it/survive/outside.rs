@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use colo_grpo::internal::phase::Scratch;
+use colo_grpo::internal::process::Scratch;
 
 use crate::program::{MODEL, SMALL_RUN, command, end, metrics, processes_of, signal, wait_until};
 

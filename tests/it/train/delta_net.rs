@@ -1,8 +1,8 @@
 //! Models with gated delta nets: every ZeRO stage, shared prompts and recomputation against the recurrence under autograd.
 
 use colo_grpo::internal::config::GradientCheckpointing;
-use colo_grpo::internal::dist::World;
 use colo_grpo::internal::model::{BlockParams, Matrix, ModelSpec, ParamName};
+use colo_grpo::internal::ranks::World;
 use tch::{Kind, Tensor};
 
 use super::autograd::norm;

@@ -1,7 +1,7 @@
 //! Models with experts: their gradients with the loss that balances the load, and with the sampler's choices.
 
 use colo_grpo::internal::config::GradientCheckpointing;
-use colo_grpo::internal::dist::{Backend, World};
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::train::{PackOptions, Scores, Sequence, StatePart, pack};
 use colo_grpo::internal::types::RoutedExperts;
 use tch::{Kind, Tensor};

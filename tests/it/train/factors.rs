@@ -1,7 +1,7 @@
 //! Models with factors of the embedding, of scores, of sublayers and of logits, and a layer that turns nothing.
 
 use colo_grpo::internal::config::GradientCheckpointing;
-use colo_grpo::internal::dist::World;
+use colo_grpo::internal::ranks::World;
 use tch::Kind;
 
 use super::follows_plain_adamw;

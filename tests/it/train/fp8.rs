@@ -2,10 +2,10 @@
 //! sharded and activations are computed again.
 
 use colo_grpo::internal::config::{GradientCheckpointing, MixedPrecision, Quantization, TargetModule};
-use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::model::{
     BlockParams, Fp8, LoraSpec, Matrix, ModelSpec, ParamName, Plain, Unit, UnitLayout, Use,
 };
+use colo_grpo::internal::ranks::{Mesh, World};
 use colo_grpo::internal::train::{AdapterOptions, OptimizerHome, Policy};
 use tch::{Kind, Tensor};
 

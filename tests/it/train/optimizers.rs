@@ -2,10 +2,10 @@
 //! autograd's gradients of each of a checkpoint's matrices by itself.
 
 use colo_grpo::internal::config::AdjustLr;
-use colo_grpo::internal::dist::{Mesh, World};
 use colo_grpo::internal::model::{Param, ParamName, Unit};
 use colo_grpo::internal::ops::adamw8bit::{BLOCK, Maps};
 use colo_grpo::internal::ops::muon;
+use colo_grpo::internal::ranks::{Mesh, World};
 use colo_grpo::internal::train::{MuonOptions, Optim, OptimizerHome};
 use tch::{Device, Kind, Tensor};
 

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use colo_grpo::internal::config::GradientCheckpointing;
-use colo_grpo::internal::dist::{Backend, World};
 use colo_grpo::internal::model::{
     HeadParams, HeadSums, ModelSpec, ParamName, ParamTable, Plain, Scoring, UnitLayout, head_backward, head_forward,
     init_unit, init_unit_on,
@@ -13,6 +12,7 @@ use colo_grpo::internal::ops::head;
 use colo_grpo::internal::ops::linear::Onto;
 use colo_grpo::internal::ops::random::RandomKey;
 use colo_grpo::internal::ops::rms_norm::NormOptions;
+use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, PackOptions, Policy, PolicyOptions, Sequence, StatePart,

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use colo_grpo::internal::config::GradientCheckpointing;
-use colo_grpo::internal::dist::Mesh;
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{
     AttentionSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Family, Format, Mixer, Mlp, ModelSpec, ParamTable, Plain,
@@ -11,6 +10,7 @@ use colo_grpo::internal::model::{
 };
 use colo_grpo::internal::ops::delta_net::DeltaHeads;
 use colo_grpo::internal::ops::router::RouterOptions;
+use colo_grpo::internal::ranks::Mesh;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count,

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use colo_grpo::Result;
-use colo_grpo::internal::dist::{Mesh, World, all_gather_bytes};
 use colo_grpo::internal::memory::{HostPool, Ledger, MemoryKind};
 use colo_grpo::internal::model::{ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
+use colo_grpo::internal::ranks::{Mesh, World, all_gather_bytes};
 use colo_grpo::internal::train::{
     GradientOptions, OptimizerHome, ParamShard, ParamState, Policy, Reference, StateForm, StatePart, TrainedModel,
     reference_bytes,

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, ImportanceSamplingLevel, LossType, LrSchedulerType};
-use colo_grpo::internal::dist::{Mesh, ReduceOp, World, all_reduce_f64};
 use colo_grpo::internal::grpo::{EntropyControl, LossConfig};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, Unit, UnitLayout, WeightFiles};
+use colo_grpo::internal::ranks::{Mesh, ReduceOp, World, all_reduce_f64};
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, Reference, Schedule,
     Sequence,

@@ -1,0 +1,284 @@
+//! The only writer to standard output and standard error: messages, log lines, the status of a run and results.
+//!
+//! Messages never fail: where the reader is gone or the disk is full they are lost, and the run goes on. Results that exist
+//! nowhere else return an error instead. All text may come from a model, a template or a reward, so control characters are
+//! written as `\u001b`; only this file's own status and colours control the terminal. Messages are redacted, and none can pass for
+//! two: warnings and log lines are one line each, with `\n` for a newline, and the further lines of any other message are indented.
+//! Results are written whole, as they were asked for.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `redact` | removes secrets from text and from JSON values |
+//! | `status` | the lines at the bottom of a terminal |
+
+mod redact;
+mod status;
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
+use std::fmt::Display;
+use std::io::{self, IsTerminal, Write};
+use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::SystemTime;
+
+use tracing_subscriber::fmt::MakeWriter;
+
+pub use redact::{redact, redact_json};
+use status::Status;
+pub use status::{StatusLine, bar};
+
+use crate::error::{Error, Result};
+
+/// Columns of a terminal that does not tell.
+const DEFAULT_COLUMNS: usize = 80;
+/// The name by which errors call standard output.
+const STANDARD_OUTPUT: &str = "standard output";
+/// Words before `warning:` that say where it arose, as in `step 3: warning: ..`.
+const MAX_PLACE_WORDS: usize = 5;
+/// Warnings that are kept, and how many characters of each.
+const MAX_WARNINGS: usize = 20;
+const MAX_WARNING_CHARACTERS: usize = 500;
+/// Set for a worker whose standard error its launcher reads and shows on a terminal.
+pub const RELAY_VARIABLE: &str = "COLO_GRPO_RELAY";
+
+/// The newest warnings, oldest first, and when they were given.
+static WARNINGS: Mutex<VecDeque<(SystemTime, String)>> = Mutex::new(VecDeque::new());
+static STATUS: Mutex<Status> = Mutex::new(Status::new());
+static STDERR_TARGET: LazyLock<StderrTarget> = LazyLock::new(|| match () {
+    () if std::env::var_os(RELAY_VARIABLE).is_some() => StderrTarget::Launcher,
+    () if io::stderr().is_terminal() => StderrTarget::Terminal,
+    () => StderrTarget::File,
+});
+
+/// Where standard error goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StderrTarget {
+    Terminal,
+    /// A launcher that has the terminal.
+    Launcher,
+    File,
+}
+
+/// Writes a line to standard error, above the status if there is one.
+pub fn say(text: impl Display) {
+    let text = redact(&text.to_string());
+    let is_warning = text.split(' ').take(MAX_PLACE_WORDS).any(|word| word == "warning:" || word == "WARN");
+    let line = message(&text, is_warning);
+    if is_warning {
+        keep_warning(&line);
+    }
+    write_line(&line, Some(&*line).filter(|_| is_warning));
+}
+
+/// Passes on a line that a worker wrote to standard error: its status, or a message that is to begin with `prefix`.
+pub fn pass_on(prefix: &str, line: &str) {
+    match status::decode(line) {
+        Some(lines) => show(lines),
+        None => say(format_args!("{prefix}{line}")),
+    }
+}
+
+/// Replaces the lines at the bottom of the terminal, if there is one; no lines take the status away.
+pub fn show(lines: Vec<StatusLine>) {
+    match *STDERR_TARGET {
+        StderrTarget::Terminal => {
+            let mut status = STATUS.lock().unwrap_or_else(PoisonError::into_inner);
+            let erased = status.erase();
+            status.set(lines);
+            let drawn = neutral(&status.draw(columns())).into_owned();
+            put(&(erased + &drawn));
+        }
+        StderrTarget::Launcher => put(&status::encode(&lines)),
+        StderrTarget::File => {}
+    }
+}
+
+/// Writes text to standard output; its newlines are the caller's.
+///
+/// # Errors
+/// [`Error::Io`] if it cannot be written.
+pub fn print(text: impl Display) -> Result<()> {
+    let text = text.to_string();
+    let write = || {
+        let mut output = io::stdout().lock();
+        output.write_all(neutral(&text).as_bytes()).and_then(|()| output.flush()).map_err(Error::io(STANDARD_OUTPUT))
+    };
+    if shows_output() { beside_status(write) } else { write() }
+}
+
+/// Writes a line to standard output about something that is saved elsewhere: where that fails, a warning says so.
+pub fn print_saved(text: impl Display) {
+    if let Err(error) = print(format_args!("{text}\n")) {
+        say(format_args!("warning: {error}; this was to be written there: {text}"));
+    }
+}
+
+/// Pushes out what standard output still holds.
+pub fn flush() {
+    let _ = io::stdout().flush();
+}
+
+/// Whether a person looks at standard output, in this process.
+pub fn shows_output() -> bool {
+    *STDERR_TARGET == StderrTarget::Terminal && io::stdout().is_terminal()
+}
+
+/// Whether a person may look at standard error.
+pub fn is_shown() -> bool {
+    *STDERR_TARGET != StderrTarget::File
+}
+
+/// The newest warnings of this process, oldest first, and when they were given.
+pub fn recent_warnings() -> Vec<(SystemTime, String)> {
+    WARNINGS.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+}
+
+fn keep_warning(text: &str) {
+    let mut warnings = WARNINGS.lock().unwrap_or_else(PoisonError::into_inner);
+    if warnings.len() >= MAX_WARNINGS {
+        warnings.pop_front();
+    }
+    let kept = status::warning_of(text).chars().take(MAX_WARNING_CHARACTERS).collect();
+    warnings.push_back((SystemTime::now(), kept));
+}
+
+/// Writes a line to standard error; a `warning` stays in sight.
+fn write_line(line: &str, warning: Option<&str>) {
+    if *STDERR_TARGET != StderrTarget::Terminal {
+        return put(line);
+    }
+    if let Some(warning) = warning {
+        STATUS.lock().unwrap_or_else(PoisonError::into_inner).warn(warning);
+    }
+    beside_status(|| put(line));
+}
+
+/// Takes the status away, runs `write` and draws the status again below what was written.
+fn beside_status<T>(write: impl FnOnce() -> T) -> T {
+    let mut status = STATUS.lock().unwrap_or_else(PoisonError::into_inner);
+    put(&status.erase());
+    let outcome = write();
+    put(&neutral(&status.draw(columns())));
+    outcome
+}
+
+fn put(text: &str) {
+    if !text.is_empty() {
+        drop(io::stderr().lock().write_all(text.as_bytes())); // nobody is left to be told of a failure
+    }
+}
+
+/// Columns of the terminal. The last one stays free: some terminals begin a new line behind it.
+fn columns() -> usize {
+    let size = rustix::termios::tcgetwinsize(io::stderr());
+    let columns = size.map(|size| usize::from(size.ws_col)).ok().filter(|columns| *columns > 0);
+    columns.unwrap_or(DEFAULT_COLUMNS) - 1
+}
+
+/// A message as it is written, with the newline at its end: on one line, or with further lines indented.
+fn message(text: &str, is_one_line: bool) -> String {
+    let text = neutral(text.trim_end_matches(['\n', '\r']));
+    format!("{}\n", text.replace('\n', if is_one_line { "\\n" } else { "\n  " }))
+}
+
+/// The text with its control characters made visible, and those that end a line or change the direction of writing. JSON means the same
+/// afterwards.
+fn neutral(text: &str) -> Cow<'_, str> {
+    if !text.contains(is_control) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.replace("\r\n", "\n").chars() {
+        match is_control(c) {
+            true => out.push_str(&format!("\\u{:04x}", u32::from(c))),
+            false => out.push(c),
+        }
+    }
+    Cow::Owned(out)
+}
+
+fn is_control(c: char) -> bool {
+    let is_separator = matches!(c, '\u{2028}' | '\u{2029}');
+    let changes_direction =
+        matches!(c, '\u{061c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    (c.is_control() && c != '\n' && c != '\t') || is_separator || changes_direction
+}
+
+/// Standard error as the target of log lines. Colours are given here, since lines come with escape codes removed.
+#[derive(Debug, Clone, Copy)]
+pub struct Log;
+
+/// A log line of a level.
+#[derive(Debug)]
+pub struct LogLine(Option<tracing::Level>);
+
+impl MakeWriter<'_> for Log {
+    type Writer = LogLine;
+
+    fn make_writer(&self) -> LogLine {
+        LogLine(None)
+    }
+
+    fn make_writer_for(&self, meta: &tracing::Metadata<'_>) -> LogLine {
+        LogLine(Some(*meta.level()))
+    }
+}
+
+impl Write for LogLine {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let text = message(&redact(&String::from_utf8_lossy(line)), true);
+        let is_warning = self.0.is_some_and(|level| level <= tracing::Level::WARN);
+        if is_warning {
+            keep_warning(&text);
+        }
+        let (text, warning) = match self.0.filter(|_| *STDERR_TARGET == StderrTarget::Terminal) {
+            Some(level) => (text.replacen(level.as_str(), &coloured(level), 1), Some(text).filter(|_| is_warning)),
+            None => (text, None),
+        };
+        write_line(&text, warning.as_deref());
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn coloured(level: tracing::Level) -> String {
+    let colour = match level {
+        tracing::Level::ERROR => 31,
+        tracing::Level::WARN => 33,
+        tracing::Level::INFO => 32,
+        tracing::Level::DEBUG => 34,
+        tracing::Level::TRACE => 35,
+    };
+    format!("\x1b[{colour}m{level}\x1b[0m")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_controls_a_terminal_is_made_visible_and_all_else_stays() {
+        assert_eq!(neutral("\x1b]0;title\x07 \u{9b}31m \u{202e}x\r\n\ty é\r"), {
+            "\\u001b]0;title\\u0007 \\u009b31m \\u202ex\n\ty é\\u000d"
+        });
+        assert!(matches!(neutral("plain\n\ttext, ü 漢"), Cow::Borrowed(_)));
+        let json = serde_json::json!({"completion": "\u{7f}\u{9b}\u{202e}\x1b"}).to_string();
+        let read: serde_json::Value = serde_json::from_str(&neutral(&json)).unwrap();
+        assert_eq!(read["completion"], "\u{7f}\u{9b}\u{202e}\x1b");
+    }
+
+    #[test]
+    fn no_message_passes_for_two() {
+        let forged = "step 3: warning: x\r\nstep 4: y\u{2028}step 5: z\u{85}\n";
+        assert_eq!(message(forged, true), "step 3: warning: x\\nstep 4: y\\u2028step 5: z\\u0085\n");
+        assert_eq!(message("error: x\nerror: y", false), "error: x\n  error: y\n");
+    }
+
+    #[test]
+    fn a_level_keeps_its_colour() {
+        assert_eq!(coloured(tracing::Level::WARN), "\x1b[33mWARN\x1b[0m");
+    }
+}

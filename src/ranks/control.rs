@@ -1,0 +1,216 @@
+//! The control plane: what ranks tell one another beside tensors. A failure reaches all of them, they agree on how a scope
+//! ended, and they exchange small pieces of host memory. Nothing outside of this room knows what carries it.
+//!
+//! Within a host that is shared memory (`shm::control`); between hosts it is a hub that rank 0 serves (`nodes`). A carrier must
+//! keep three promises: a wait ends with the first failure of any rank; a wait has a [`Deadline`], and past it the error names
+//! the ranks that are late; nothing of an earlier attempt of the run is taken for one of this attempt.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, ExitCode, Result};
+use crate::phase::awake_now;
+
+/// All ranks of a run, for everything but tensors. Methods that take a [`RankGroup`] are collective over it; all ranks of a group
+/// call them in the same order.
+///
+/// # Errors
+/// [`Error::PeerFailed`] as soon as a rank of the world has posted a failure; [`Error::CollectiveTimeout`] with the ranks that are
+/// late; [`Error::Collective`] if ranks call different things.
+pub(super) trait ControlPlane: Send + Sync + Debug {
+    /// How many times the run was started before this attempt.
+    fn attempt(&self) -> u64;
+    /// Whether all ranks of a group share memory.
+    fn is_one_node(&self, _group: &RankGroup) -> bool {
+        true
+    }
+    /// Names of the nodes that ranks are on; empty on one node.
+    fn nodes_of(&self, _ranks: &[usize]) -> String {
+        String::new()
+    }
+    /// Tells all ranks that this one failed, unless a failure stands already. An [`Error::PeerFailed`] is no news.
+    fn post_failure(&self, error: &Error);
+    /// The failure that stands: posted, and not agreed on yet.
+    fn failure(&self) -> Option<RankFailure>;
+    /// Waits for every rank of the world, failed or not, and gives all of them the failure that stood, or none. It is over then.
+    fn agree(&self) -> Result<Option<RankFailure>>;
+    /// Whether `rank` already waits for this one to agree on the end of the present scope. Returns at once. A carrier that cannot tell
+    /// says no.
+    fn is_waiting(&self, _rank: usize) -> bool {
+        false
+    }
+    /// Waits until every rank of the group has arrived.
+    fn barrier(&self, group: &Arc<RankGroup>) -> Result<()>;
+    /// Every rank's bytes, in group order; lengths may differ.
+    fn all_gather_bytes(&self, group: &Arc<RankGroup>, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+    /// `bytes` become those of group rank `root`; all ranks pass equally many.
+    fn broadcast(&self, group: &Arc<RankGroup>, bytes: &mut [u8], root: usize) -> Result<()>;
+}
+
+/// Some ranks of the world, as one of them sees them.
+#[derive(Debug)]
+pub(super) struct RankGroup {
+    /// For messages.
+    pub name: String,
+    /// World ranks, in group order.
+    pub ranks: Vec<usize>,
+    /// This rank's place among them.
+    pub rank: usize,
+    /// Which division of the world into groups this one is of; each rank is in one group of a division.
+    pub division: usize,
+}
+
+impl RankGroup {
+    /// The group of `ranks`, world rank `rank` among them.
+    pub fn new(division: usize, name: &str, ranks: &[usize], rank: usize) -> Arc<Self> {
+        let rank = ranks.iter().position(|&member| member == rank).expect("a member of its own group");
+        Arc::new(Self { name: name.to_owned(), ranks: ranks.to_vec(), rank, division })
+    }
+}
+
+/// The first failure of any rank, as all ranks see it.
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub(super) struct RankFailure {
+    pub rank: usize,
+    pub code: ExitCode,
+    pub message: String,
+}
+
+impl From<RankFailure> for Error {
+    fn from(failure: RankFailure) -> Self {
+        Error::PeerFailed { rank: failure.rank, code: failure.code, message: failure.message }
+    }
+}
+
+/// The end of a wait for peers, with the limit that messages name.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Deadline {
+    at: Instant,
+    pub limit: Duration,
+}
+
+impl Deadline {
+    /// `limit` from now.
+    pub fn after(limit: Duration) -> Self {
+        Self { at: awake_now() + limit, limit }
+    }
+
+    pub fn is_over(&self) -> bool {
+        awake_now() > self.at
+    }
+}
+
+/// Why a wait ended before all peers came.
+#[derive(Debug)]
+pub(super) enum Stopped {
+    /// A rank failed.
+    Failed(RankFailure),
+    /// The deadline passed; these world ranks had not come.
+    Late(Vec<usize>),
+    /// This process is asked to stop.
+    OnRequest,
+}
+
+impl Stopped {
+    /// The error of world rank `rank`, whose wait in `op` of the group `name` ended so.
+    pub fn error(self, op: &'static str, name: &str, rank: usize, deadline: Deadline) -> Error {
+        match self {
+            Stopped::Failed(failure) => failure.into(),
+            Stopped::OnRequest => Error::StoppedEarly,
+            Stopped::Late(missing) => {
+                let (group, timeout_s) = (name.to_owned(), deadline.limit.as_secs_f64());
+                Error::CollectiveTimeout { op, group, rank, timeout_s, missing, place: String::new() }
+            }
+        }
+    }
+}
+
+/// The control plane of a world of one rank.
+#[derive(Debug)]
+pub(super) struct Alone {
+    pub attempt: u64,
+}
+
+impl ControlPlane for Alone {
+    fn attempt(&self) -> u64 {
+        self.attempt
+    }
+
+    fn post_failure(&self, _: &Error) {}
+
+    fn failure(&self) -> Option<RankFailure> {
+        None
+    }
+
+    fn agree(&self) -> Result<Option<RankFailure>> {
+        Ok(None)
+    }
+
+    fn barrier(&self, _: &Arc<RankGroup>) -> Result<()> {
+        Ok(())
+    }
+
+    fn all_gather_bytes(&self, _: &Arc<RankGroup>, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        Ok(vec![bytes.to_vec()])
+    }
+
+    fn broadcast(&self, _: &Arc<RankGroup>, _: &mut [u8], _: usize) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ranks::testing;
+
+    /// Checks that every control plane must pass, whatever the number of ranks.
+    fn check(control: &dyn ControlPlane, ranks: &[usize], rank: usize) {
+        let group = RankGroup::new(0, "world", ranks, rank);
+        let expected: Vec<Vec<u8>> = ranks.iter().map(|&rank| vec![rank as u8; rank * 3]).collect();
+        for round in 0..3 {
+            assert_eq!(control.all_gather_bytes(&group, &vec![rank as u8; rank * 3]).unwrap(), expected);
+            let mut bytes = [rank as u8; 5];
+            control.broadcast(&group, &mut bytes, ranks.len() - 1).unwrap();
+            assert_eq!(bytes, [*ranks.last().unwrap() as u8; 5]);
+            control.barrier(&group).unwrap();
+            assert!(control.failure().is_none() && control.agree().unwrap().is_none(), "round {round}");
+            assert_eq!(control.attempt(), 2);
+        }
+    }
+
+    #[test]
+    fn one_rank_and_several_do_the_same() {
+        check(&Alone { attempt: 2 }, &[0], 0);
+        testing::controls(3, 2, |control, rank| check(control, &[0, 1, 2], rank));
+    }
+
+    #[test]
+    fn a_failure_ends_what_others_wait_in_and_is_over_once_agreed_on() {
+        testing::controls(3, 0, |control, rank| {
+            let group = RankGroup::new(0, "world", &[0, 1, 2], rank);
+            if rank == 1 {
+                control.post_failure(&Error::NonFinite { message: "rank 1's own".to_owned() });
+                control.post_failure(&Error::StoppedEarly); // the first one stands
+            } else {
+                let ended = control.all_gather_bytes(&group, &[1]).unwrap_err();
+                assert!(
+                    matches!(&ended, Error::PeerFailed { rank: 1, message, .. } if message == "rank 1's own"),
+                    "{ended}"
+                );
+            }
+            assert_eq!(control.agree().unwrap().map(|failure| failure.rank), Some(1));
+            assert!(control.failure().is_none());
+            assert_eq!(control.all_gather_bytes(&group, &[rank as u8]).unwrap(), [[0], [1], [2]]);
+        });
+    }
+
+    #[test]
+    fn who_is_late_is_named_with_the_limit() {
+        let deadline = Deadline::after(Duration::ZERO);
+        while !deadline.is_over() {}
+        let error = Stopped::Late(vec![4, 5]).error("barrier", "world", 0, deadline).to_string();
+        assert!(error.contains("barrier in group 'world' timed out on rank 0") && error.ends_with("[4, 5]"), "{error}");
+    }
+}

@@ -1,0 +1,196 @@
+//! How ranks are divided: engines and their tensor-parallel groups and stages, data-parallel and shard groups.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::collective::Collective;
+use super::lane::Lane;
+use super::single::SingleRank;
+use super::world::World;
+use crate::config::{EngineShape, divisors};
+use crate::error::{Error, Result};
+
+/// This rank's groups.
+#[derive(Debug, Clone)]
+pub struct Mesh {
+    /// Ranks that share one engine: consecutive, one stage of layers after the other.
+    pub engine: Arc<dyn Collective>,
+    /// Ranks of the engine that share this one's layers: consecutive.
+    pub tp: Arc<dyn Collective>,
+    /// Ranks of the engine with this one's place in their tp groups: one of every stage, in order.
+    pub pipe: Arc<dyn Collective>,
+    /// Ranks with this one's place in their engines.
+    pub dp: Arc<dyn Collective>,
+    /// Ranks that share one copy of the sharded state: consecutive.
+    pub shard: Arc<dyn Collective>,
+    /// Ranks with this one's place in their shard groups: they hold the same shard.
+    pub replicate: Arc<dyn Collective>,
+    /// All ranks that do what this one does: those of the world, unless it is split.
+    pub world: Arc<dyn Collective>,
+    /// Where any of them work beside computation.
+    pub lane: Arc<Lane>,
+}
+
+impl World {
+    /// Divides the world into engines, of which a number is the size of their one tp group, and shard groups of `shard_group_size`
+    /// ranks. Collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] if a size does not divide the world's, or an engine would reach over nodes, with the sizes that do.
+    pub fn mesh(&self, engine: impl Into<EngineShape>, shard_group_size: usize) -> Result<Mesh> {
+        let engine = engine.into();
+        self.world_size().check_engines(0, engine)?;
+        let has_stages = engine.pipeline_parallel_size > 1;
+        self.mesh_of(0..self.size(), self.group(), (engine, has_stages), shard_group_size)
+    }
+
+    /// The mesh of a split world: the last `num_generators` ranks have the engines and the others the shard groups. All ranks of the mesh
+    /// are those that do what this one does.
+    ///
+    /// # Errors
+    /// The errors of [`World::mesh`], for the ranks of one kind.
+    pub fn split_mesh(
+        &self,
+        num_generators: usize,
+        engine: impl Into<EngineShape>,
+        shard_group_size: usize,
+    ) -> Result<Mesh> {
+        let (rank, num_trainers, engine) = (self.rank(), self.size() - num_generators, engine.into());
+        self.world_size().check_engines(num_trainers, engine)?;
+        let has_stages = engine.pipeline_parallel_size > 1;
+        let (ranks, engine, shard_size) = match rank < num_trainers {
+            true => (0..num_trainers, 1.into(), shard_group_size),
+            false => (num_trainers..self.size(), engine, 1),
+        };
+        let role = self.subgroup("role", &ranks.clone().collect::<Vec<_>>())?;
+        self.mesh_of(ranks, role, (engine, has_stages), shard_size)
+    }
+
+    /// The groups of `ranks`, this one among them. All ranks of the world make as many, whatever they do: `has_stages` tells whether any
+    /// engine has several.
+    fn mesh_of(
+        &self,
+        ranks: Range<usize>,
+        all: Arc<dyn Collective>,
+        (engine, has_stages): (EngineShape, bool),
+        shard_group_size: usize,
+    ) -> Result<Mesh> {
+        let (num_ranks, tp_size) = (ranks.len(), engine.tensor_parallel_size);
+        for (key, size, others) in [
+            ("tensor_parallel_size", tp_size, 1),
+            ("pipeline_parallel_size", engine.pipeline_parallel_size, tp_size),
+            ("zero.shard_group_size", shard_group_size, 1),
+        ] {
+            if size == 0 || !num_ranks.is_multiple_of(size.saturating_mul(others)) {
+                let valid = divisors(num_ranks / others);
+                let shared = if others > 1 { format!(" in tensor-parallel groups of {others}") } else { String::new() };
+                let expected = format!("a divisor of {num_ranks} ranks{shared}: {valid:?}");
+                return Err(Error::invalid_value(key, size, expected));
+            }
+        }
+        let rank = self.rank();
+        let own_engine = consecutive(&ranks, rank, engine.num_ranks());
+        let tp = self.subgroup("tp", &consecutive(&ranks, rank, tp_size))?;
+        let (of_engine, pipe): (Arc<dyn Collective>, Arc<dyn Collective>) = match has_stages {
+            false => (tp.clone(), Arc::new(SingleRank::new("pipe", rank, self.device()))),
+            true => {
+                let within = own_engine[0]..own_engine[0] + own_engine.len();
+                (self.subgroup("engine", &own_engine)?, self.subgroup("pipe", &strided(&within, rank, tp_size))?)
+            }
+        };
+        Ok(Mesh {
+            engine: of_engine,
+            tp,
+            pipe,
+            dp: self.subgroup("dp", &strided(&ranks, rank, engine.num_ranks()))?,
+            shard: self.subgroup("shard", &consecutive(&ranks, rank, shard_group_size))?,
+            replicate: self.subgroup("replicate", &strided(&ranks, rank, shard_group_size))?,
+            world: all,
+            lane: self.lane(),
+        })
+    }
+}
+
+/// The block of `size` of the `ranks` that `rank` lies in.
+fn consecutive(ranks: &Range<usize>, rank: usize, size: usize) -> Vec<usize> {
+    let start = rank - (rank - ranks.start) % size;
+    (start..start + size).collect()
+}
+
+/// Every `stride`-th of the `ranks`, `rank` among them.
+fn strided(ranks: &Range<usize>, rank: usize, stride: usize) -> Vec<usize> {
+    (ranks.start + (rank - ranks.start) % stride..ranks.end).step_by(stride).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ranks::testing;
+
+    #[test]
+    fn every_dimension_divides_the_world() {
+        let meshes = testing::worlds(4, |world| {
+            let mesh = world.mesh(2, 4).unwrap();
+            [&mesh.tp, &mesh.dp, &mesh.shard, &mesh.replicate].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(meshes[2], [vec![2, 3], vec![0, 2], vec![0, 1, 2, 3], vec![2]]);
+        assert_eq!(meshes[1], [vec![0, 1], vec![1, 3], vec![0, 1, 2, 3], vec![1]]);
+    }
+
+    #[test]
+    fn stages_of_an_engine_lie_one_after_the_other() {
+        let shape = EngineShape { tensor_parallel_size: 2, pipeline_parallel_size: 2 };
+        let meshes = testing::worlds(8, |world| {
+            let mesh = world.mesh(shape, 8).unwrap();
+            [&mesh.engine, &mesh.tp, &mesh.pipe, &mesh.dp].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(meshes[1], [vec![0, 1, 2, 3], vec![0, 1], vec![1, 3], vec![1, 5]]);
+        assert_eq!(meshes[6], [vec![4, 5, 6, 7], vec![6, 7], vec![4, 6], vec![2, 6]]);
+        testing::worlds(6, |world| {
+            let error = world.mesh(shape, 6).unwrap_err().to_string();
+            let expected = "a divisor of 6 ranks in tensor-parallel groups of 2: [1, 3]";
+            assert_eq!(error, format!("pipeline_parallel_size = 2: expected {expected}"));
+        });
+    }
+
+    #[test]
+    fn ranks_that_train_and_ranks_that_generate_are_divided_apart() {
+        let meshes = testing::worlds(5, |world| {
+            let mesh = world.split_mesh(2, 2, 3).unwrap();
+            [&mesh.world, &mesh.tp, &mesh.dp, &mesh.shard, &mesh.replicate].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(meshes[1], [vec![0, 1, 2], vec![1], vec![0, 1, 2], vec![0, 1, 2], vec![1]]);
+        assert_eq!(meshes[4], [vec![3, 4], vec![3, 4], vec![4], vec![4], vec![3, 4]]);
+        let staged = testing::worlds(5, |world| {
+            let mesh = world.split_mesh(4, EngineShape { pipeline_parallel_size: 2, ..1.into() }, 1).unwrap();
+            [&mesh.engine, &mesh.tp, &mesh.pipe].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(staged[0], [vec![0], vec![0], vec![0]]);
+        assert_eq!(staged[4], [vec![3, 4], vec![4], vec![3, 4]]);
+    }
+
+    #[test]
+    fn engines_stay_within_nodes_and_shard_groups_need_not() {
+        let timeout = std::time::Duration::from_secs(20);
+        let meshes = testing::worlds_on_nodes((2, 2), timeout, |world| {
+            let error = world.mesh(4, 4).unwrap_err().to_string();
+            assert_eq!(error, "tensor_parallel_size = 4: expected ranks of one node, which has 2: 1, 2");
+            assert!(world.split_mesh(3, 3, 1).unwrap_err().to_string().contains("which has 2: 1"));
+            let staged = EngineShape { pipeline_parallel_size: 2, ..2.into() };
+            let error = world.mesh(staged, 4).unwrap_err().to_string();
+            assert_eq!(error, "pipeline_parallel_size = 2: expected stages of 2 ranks of one node, which has 2: 1");
+            let staged = EngineShape { pipeline_parallel_size: 4, ..1.into() };
+            let error = world.mesh(staged, 4).unwrap_err().to_string();
+            assert_eq!(error, "pipeline_parallel_size = 4: expected stages within one node, which has 2 ranks: 1, 2");
+            let mesh = world.mesh(2, 4).unwrap();
+            [&mesh.tp, &mesh.shard].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(meshes[1], [vec![0, 1], vec![0, 1, 2, 3]]);
+    }
+
+    #[test]
+    fn a_size_that_does_not_divide_is_refused_with_those_that_do() {
+        let error = World::single().mesh(2, 1).unwrap_err().to_string();
+        assert_eq!(error, "tensor_parallel_size = 2: expected a divisor of 1 ranks: [1]");
+    }
+}

@@ -1,0 +1,190 @@
+//! How a rank and the hub prove to one another that they have the same token, without sending it.
+//!
+//! The hub sends a random number. The rank answers with one of its own, its greeting and an HMAC-SHA256 (RFC 2104) of all three under
+//! the token; the hub proves itself with an HMAC of the two numbers. A stranger sees random numbers alone. What follows is neither
+//! encrypted nor signed: as for NCCL's traffic, the network between the nodes has to be one that nobody else writes to.
+
+use std::io::{Read, Write};
+
+use sha2::{Digest, Sha256};
+
+use crate::error::{Error, Result};
+
+/// Variable with the secret that all nodes of a run share.
+pub(super) const TOKEN_VARIABLE: &str = "COLO_GRPO_TOKEN";
+
+const MAGIC: [u8; 16] = *b"colo-grpo nodes1";
+const SHORTEST_TOKEN: usize = 16;
+/// Longest greeting of a rank; nothing larger is read from somebody unknown.
+const MAX_GREETING_BYTES: u32 = 1 << 20;
+const BLOCK_BYTES: usize = 64;
+
+type Digest32 = [u8; 32];
+
+/// The secret of a run.
+#[derive(Clone)]
+pub(in crate::ranks) struct Token(Vec<u8>);
+
+impl std::fmt::Debug for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// Refuses to start a run over several nodes without the secret that they share.
+///
+/// # Errors
+/// [`Error::Environment`] if the variable COLO_GRPO_TOKEN is not set or too short, with a command that makes one.
+pub fn require_token() -> Result<()> {
+    Token::from_env().map(drop)
+}
+
+/// Why a greeting came to nothing.
+#[derive(Debug)]
+pub(super) enum Unproven {
+    /// The other side has another token, or is none of this program's.
+    Denied,
+    /// The connection broke, or the other side was too slow.
+    Broken(std::io::Error),
+}
+
+impl From<std::io::Error> for Unproven {
+    fn from(error: std::io::Error) -> Self {
+        Unproven::Broken(error)
+    }
+}
+
+impl Token {
+    /// Reads the variable.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if it is not set or too short, with a command that makes one.
+    pub(in crate::ranks) fn from_env() -> Result<Self> {
+        Self::new(&std::env::var(TOKEN_VARIABLE).unwrap_or_default())
+    }
+
+    pub(super) fn new(text: &str) -> Result<Self> {
+        let found = match text.len() {
+            0 => "is not set".to_owned(),
+            len if len < SHORTEST_TOKEN => format!("has {len} characters"),
+            _ => return Ok(Self(text.as_bytes().to_vec())),
+        };
+        let message = format!(
+            "{TOKEN_VARIABLE} {found}: the nodes of a run prove by it that they belong together; set the same secret of at least \
+             {SHORTEST_TOKEN} characters on every node, such as the output of: openssl rand -hex 16"
+        );
+        Err(Error::Environment { message })
+    }
+
+    /// HMAC-SHA256 of the parts, one after the other.
+    fn mac(&self, parts: &[&[u8]]) -> Digest32 {
+        let mut key = [0; BLOCK_BYTES];
+        match self.0.len() <= BLOCK_BYTES {
+            true => key[..self.0.len()].copy_from_slice(&self.0),
+            false => key[..32].copy_from_slice(&Sha256::digest(&self.0)),
+        }
+        let padded = |pad: u8| Sha256::new().chain_update(key.map(|byte| byte ^ pad));
+        let inner = parts.iter().fold(padded(0x36), |hash, part| hash.chain_update(part)).finalize();
+        padded(0x5c).chain_update(inner).finalize().into()
+    }
+
+    /// The hub's side: the greeting of a rank that has proven itself.
+    pub(super) fn admit(&self, stream: &mut (impl Read + Write)) -> Result<Vec<u8>, Unproven> {
+        let challenge = random()?;
+        stream.write_all(&[&MAGIC[..], &challenge].concat())?;
+        let (mut answer, mut proof, mut len) = ([0; 32], [0; 32], [0; 4]);
+        stream.read_exact(&mut answer)?;
+        stream.read_exact(&mut proof)?;
+        stream.read_exact(&mut len)?;
+        let len = u32::from_le_bytes(len);
+        if len > MAX_GREETING_BYTES {
+            return Err(Unproven::Denied);
+        }
+        let mut greeting = vec![0; len as usize];
+        stream.read_exact(&mut greeting)?;
+        if !is_equal(&proof, &self.mac(&[b"rank", &challenge, &answer, &greeting])) {
+            stream.write_all(&[0; 33])?;
+            return Err(Unproven::Denied);
+        }
+        stream.write_all(&[&[1], &self.mac(&[b"hub", &challenge, &answer])[..]].concat())?;
+        Ok(greeting)
+    }
+
+    /// A rank's side: proves itself with its `greeting`, and has the hub prove itself.
+    pub(super) fn greet(&self, stream: &mut (impl Read + Write), greeting: &[u8]) -> Result<(), Unproven> {
+        let (mut magic, mut challenge) = ([0; MAGIC.len()], [0; 32]);
+        stream.read_exact(&mut magic)?;
+        if magic != MAGIC {
+            return Err(Unproven::Denied);
+        }
+        stream.read_exact(&mut challenge)?;
+        let answer = random()?;
+        let proof = self.mac(&[b"rank", &challenge, &answer, greeting]);
+        let len = (greeting.len() as u32).to_le_bytes();
+        stream.write_all(&[&answer[..], &proof, &len, greeting].concat())?;
+        let mut verdict = [0; 33];
+        stream.read_exact(&mut verdict)?;
+        match verdict[0] == 1 && is_equal(&verdict[1..], &self.mac(&[b"hub", &challenge, &answer])) {
+            true => Ok(()),
+            false => Err(Unproven::Denied),
+        }
+    }
+}
+
+/// Compares in a time that does not depend on where the two differ.
+fn is_equal(a: &[u8], b: &[u8]) -> bool {
+    let difference = a.iter().zip(b).fold(0, |seen, (a, b)| std::hint::black_box(seen | (a ^ b)));
+    a.len() == b.len() && difference == 0
+}
+
+/// 32 bytes that nobody can foresee.
+pub(super) fn random() -> std::io::Result<Digest32> {
+    let mut bytes = [0; 32];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    fn token(text: &str) -> Token {
+        Token::new(text).unwrap()
+    }
+
+    #[test]
+    fn the_mac_is_that_of_rfc_4231() {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let short = Token(b"Jefe".to_vec()).mac(&[b"what do ya want ", b"for nothing?"]);
+        assert_eq!(hex(&short), "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+        let long = Token(vec![0xaa; 131]).mac(&[b"Test Using Larger Than Block-Size Key - Hash Key First"]);
+        assert_eq!(hex(&long), "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
+    }
+
+    #[test]
+    fn only_who_has_the_token_is_admitted_on_either_side() {
+        let meet = |hub: &str, rank: &str| {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let (hub, rank, address) = (token(hub), token(rank), listener.local_addr().unwrap());
+            let admitted = std::thread::spawn(move || hub.admit(&mut listener.accept().unwrap().0));
+            let greeted = rank.greet(&mut TcpStream::connect(address).unwrap(), b"hello");
+            (admitted.join().unwrap(), greeted)
+        };
+        let (admitted, greeted) = meet("0123456789abcdef", "0123456789abcdef");
+        assert_eq!(admitted.unwrap(), b"hello");
+        greeted.unwrap();
+        let (admitted, greeted) = meet("0123456789abcdef", "0123456789abcdeF");
+        assert!(matches!((admitted, greeted), (Err(Unproven::Denied), Err(Unproven::Denied))));
+    }
+
+    #[test]
+    fn a_token_that_is_missing_or_short_is_refused_with_a_command_that_makes_one() {
+        for (text, found) in [("", "is not set"), ("secret", "has 6 characters")] {
+            let message = Token::new(text).unwrap_err().to_string();
+            assert!(message.contains(found) && message.contains("openssl rand -hex 16"), "{message}");
+            assert!(!message.contains("secret\n") && !format!("{:?}", Token(b"abc".to_vec())).contains("97"));
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Which ranks are on which node, and what nodes say of themselves when they join.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::ranks::env::WorkerEnv;
+
+/// The nodes of a world: equally many ranks on each, node after node.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(in crate::ranks) struct NodeLayout {
+    /// Ranks on each node.
+    pub local_size: usize,
+    /// Names of the nodes' hosts, for messages.
+    pub hosts: Vec<String>,
+    /// Most starts of the run before this one that any node counts.
+    pub attempt: u64,
+}
+
+impl NodeLayout {
+    pub(in crate::ranks) fn num_nodes(&self) -> usize {
+        self.hosts.len()
+    }
+
+    pub(in crate::ranks) fn node_of(&self, rank: usize) -> usize {
+        rank / self.local_size
+    }
+
+    /// First rank of a node: its leader.
+    pub(in crate::ranks) fn leader_of(&self, node: usize) -> usize {
+        node * self.local_size
+    }
+
+    /// Whether all `ranks` are on one node.
+    pub(in crate::ranks) fn is_one_node(&self, ranks: &[usize]) -> bool {
+        ranks.iter().all(|&rank| self.node_of(rank) == self.node_of(ranks[0]))
+    }
+
+    /// `node 1 (host), node 3 (other)`: where ranks are.
+    pub(in crate::ranks) fn describe(&self, ranks: &[usize]) -> String {
+        let mut nodes: Vec<usize> = ranks.iter().map(|&rank| self.node_of(rank)).collect();
+        nodes.sort_unstable();
+        nodes.dedup();
+        let describe = |node: &usize| named(*node, self.hosts.get(*node).map_or("", String::as_str));
+        nodes.iter().map(describe).collect::<Vec<_>>().join(", ")
+    }
+}
+
+fn named(node: usize, host: &str) -> String {
+    if host.is_empty() { format!("node {node}") } else { format!("node {node} ({host})") }
+}
+
+/// A rank's description of itself when it joins the run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Greeting {
+    pub rank: usize,
+    pub local_rank: usize,
+    pub world_size: usize,
+    pub local_size: usize,
+    pub host: String,
+    pub attempt: u64,
+    /// The program and its libraries.
+    pub program: String,
+    /// Keys with their values that all ranks must have alike.
+    pub compared: Vec<(String, String)>,
+}
+
+/// Why a world cannot be.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) enum Refusal {
+    /// The nodes do not fit together.
+    Nodes(String),
+    /// A key differs.
+    Key { key: String, got: String, expected: String },
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Nodes(message) => Error::Environment { message },
+            Refusal::Key { key, got, expected } => Error::InvalidValue { key, got, expected },
+        }
+    }
+}
+
+impl Greeting {
+    pub(super) fn new(env: &WorkerEnv, compared: Vec<(String, String)>) -> Self {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let bytes = std::fs::metadata(crate::process::PROGRAM).map_or(0, |program| program.len());
+        Self {
+            rank: env.rank,
+            local_rank: env.local_rank,
+            world_size: env.world_size,
+            local_size: env.local_world_size,
+            host: host.trim().to_owned(),
+            attempt: env.attempt,
+            program: format!("version {} of {bytes} bytes", env!("CARGO_PKG_VERSION")),
+            compared,
+        }
+    }
+
+    fn node(&self) -> String {
+        named(self.rank / self.local_size.max(1), &self.host)
+    }
+
+    /// Refuses a rank whose node is not like that of rank 0, whose greeting `self` is.
+    pub(super) fn check(&self, other: &Greeting) -> Result<(), Refusal> {
+        let (own, theirs) = (self.node(), other.node());
+        let refuse = |message: String| Err(Refusal::Nodes(message));
+        if other.local_size != self.local_size || other.world_size != self.world_size {
+            return refuse(format!(
+                "nodes are not alike: {own} has {} of {} ranks, {theirs} (its rank {}) {} of {}; start equally many ranks on \
+                 every node, and give all nodes the same --nnodes",
+                self.local_size, self.world_size, other.rank, other.local_size, other.world_size
+            ));
+        }
+        if !self.world_size.is_multiple_of(self.local_size) {
+            let (all, local) = (self.world_size, self.local_size);
+            return refuse(format!("{all} ranks with {local} on {own}: start equally many ranks on every node"));
+        }
+        if other.rank >= self.world_size || other.rank % self.local_size != other.local_rank {
+            return refuse(format!(
+                "rank {} of {} is local rank {} of {} on {theirs}: ranks are to be numbered node by node (with srun: \
+                 --distribution=block), equally many on each",
+                other.rank, other.world_size, other.local_rank, other.local_size
+            ));
+        }
+        if other.program != self.program {
+            return refuse(format!(
+                "{theirs} runs another program than {own}: colo-grpo {} and {}; install the same file on every node",
+                other.program, self.program
+            ));
+        }
+        self.check_keys(other, &own, &theirs)
+    }
+
+    fn check_keys(&self, other: &Greeting, own: &str, theirs: &str) -> Result<(), Refusal> {
+        let find = |list: &[(String, String)], name: &str| list.iter().find(|(key, _)| key == name).cloned();
+        let unset = |key: &str| (key.to_owned(), "not set".to_owned());
+        let missing = other.compared.iter().filter(|(key, _)| find(&self.compared, key).is_none());
+        let keys = self.compared.iter().chain(missing).map(|(key, _)| key.clone());
+        for key in keys {
+            let [(_, here), (_, there)] =
+                [&self.compared, &other.compared].map(|list| find(list, &key).unwrap_or_else(|| unset(&key)));
+            if here != there {
+                let expected = format!("the value of {own}, {here}: {theirs} has another one");
+                return Err(Refusal::Key { key, got: there, expected });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn greeting(rank: usize, local_size: usize) -> Greeting {
+        let keys = vec![("learning_rate".to_owned(), "1e-6".to_owned())];
+        Greeting {
+            rank,
+            local_rank: rank % local_size,
+            world_size: 2 * local_size,
+            local_size,
+            host: format!("host{}", rank / local_size),
+            attempt: 0,
+            program: "version 1".to_owned(),
+            compared: keys,
+        }
+    }
+
+    #[test]
+    fn what_differs_between_nodes_is_named_with_the_node() {
+        let first = greeting(0, 2);
+        assert_eq!(first.check(&greeting(3, 2)), Ok(()));
+        let message = |change: fn(&mut Greeting)| {
+            let mut other = greeting(2, 2);
+            change(&mut other);
+            Error::from(first.check(&other).unwrap_err()).to_string()
+        };
+        let uneven = message(|other| other.local_size = 1);
+        assert!(uneven.contains("node 0 (host0) has 2 of 4 ranks") && uneven.contains("(host1)"), "{uneven}");
+        let order = message(|other| other.local_rank = 1);
+        assert!(order.contains("rank 2 of 4 is local rank 1 of 2 on node 1 (host1)"), "{order}");
+        let program = message(|other| other.program = "version 2".to_owned());
+        assert!(program.contains("node 1 (host1) runs another program than node 0 (host0)"), "{program}");
+        let key = message(|other| other.compared[0].1 = "2e-6".to_owned());
+        assert_eq!(
+            key,
+            "learning_rate = 2e-6: expected the value of node 0 (host0), 1e-6: node 1 (host1) has another one"
+        );
+        let unset = message(|other| other.compared.clear());
+        assert!(unset.starts_with("learning_rate = not set"), "{unset}");
+    }
+
+    #[test]
+    fn ranks_are_named_by_their_nodes() {
+        let layout = NodeLayout { local_size: 2, hosts: vec!["a".into(), "b".into(), "c".into()], attempt: 0 };
+        assert_eq!(layout.describe(&[5, 0, 1]), "node 0 (a), node 2 (c)");
+        assert!(layout.is_one_node(&[2, 3]) && !layout.is_one_node(&[1, 2]));
+        assert_eq!((layout.num_nodes(), layout.leader_of(2)), (3, 4));
+    }
+}
