@@ -62,6 +62,8 @@ pub mod ops {
 }
 pub mod phase {
     pub use crate::phase::{Fault, FaultKind, Phase, arm_fault};
+}
+pub mod process {
     pub use crate::process::Scratch;
 }
 pub mod reward {
