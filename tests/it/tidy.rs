@@ -380,5 +380,5 @@ fn the_import_reader_reads_groups() {
     let text =
         "use crate::{error::{Error, Result}, phase};\nuse crate::ranks::World; // crate::trainer\n// crate::cli\n";
     let found: Vec<_> = imports("model/spec.rs", text).into_iter().collect();
-    assert_eq!(found, ["ranks", "error", "phase"]);
+    assert_eq!(found, ["error", "phase", "ranks"]);
 }
