@@ -16,7 +16,7 @@ const ELEMENT_BYTES: f64 = 2.0;
 
 /// The work of one step.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct StepWork<'a> {
+pub(super) struct TheoreticalStep<'a> {
     pub spec: &'a ModelSpec,
     pub prompts: usize,
     pub group: usize,
@@ -39,7 +39,7 @@ pub(super) struct StepWork<'a> {
     pub rates: Rates,
 }
 
-impl StepWork<'_> {
+impl TheoreticalStep<'_> {
     /// Seconds by phase. Recomputation is not counted, nor a generation whose completions differ in length.
     pub fn floors(&self, lengths_differ: bool) -> BTreeMap<Phase, f64> {
         let generate = (!lengths_differ).then(|| self.generate_s());
@@ -108,8 +108,8 @@ mod tests {
     use crate::bench::limits::of_h200;
 
     /// A step of 32 prompts x 8 of 512 + 1,024 tokens on H200 GPUs that share an engine, its optimizer left out.
-    fn of_32_prompts(spec: &ModelSpec, num_gpus: usize) -> StepWork<'_> {
-        StepWork {
+    fn of_32_prompts(spec: &ModelSpec, num_gpus: usize) -> TheoreticalStep<'_> {
+        TheoreticalStep {
             spec,
             prompts: 32,
             group: 8,
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn floors_of_seven_billion_weights() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
-        let work = StepWork { optimizer_bytes: Some(42_500_000_000), ..of_32_prompts(&spec, 4) };
+        let work = TheoreticalStep { optimizer_bytes: Some(42_500_000_000), ..of_32_prompts(&spec, 4) };
         let floors = work.floors(false);
         let is_about = |phase, seconds: f64| (floors[&phase] / seconds - 1.0_f64).abs() < 0.02;
         // Prompts 0.067 s; 1,023 steps of 1.135 ms for products and 0.497 ms for 147,456 tokens of 14,336 bytes in the cache.
@@ -140,10 +140,10 @@ mod tests {
         assert!(is_about(Phase::Optimizer, 0.010), "{floors:?}");
         assert!(!work.floors(true).contains_key(&Phase::Generate));
         let slower = Rates { product_flop_per_s: 399e12, ..work.rates };
-        let on_slower = StepWork { rates: slower, ..work }.floors(false);
+        let on_slower = TheoreticalStep { rates: slower, ..work }.floors(false);
         assert!((on_slower[&Phase::ForwardBackward] / floors[&Phase::ForwardBackward] - 2.0).abs() < 1e-9);
         assert_eq!(on_slower[&Phase::Optimizer], floors[&Phase::Optimizer]);
-        let adapters = StepWork { adapter_params: Some(0), ..work };
+        let adapters = TheoreticalStep { adapter_params: Some(0), ..work };
         assert!(adapters.floors(false)[&Phase::ForwardBackward] < floors[&Phase::ForwardBackward] * 0.7);
     }
 
@@ -177,7 +177,7 @@ mod tests {
         let step_s = floors(&hybrid)[&Phase::Generate] / 1023.0;
         let moved_s = 2.0 * 256.0 * state_bytes as f64 / of_h200().rates.memory_bytes_per_s;
         assert!(moved_s > 5e-3 && step_s > moved_s + 3e-3 && step_s < moved_s + 8e-3, "{step_s} for {moved_s}");
-        let rounded = StepWork { state_dtype: StateDtype::Bfloat16, ..of_32_prompts(&hybrid, 1) }.floors(false);
+        let rounded = TheoreticalStep { state_dtype: StateDtype::Bfloat16, ..of_32_prompts(&hybrid, 1) }.floors(false);
         let saved_s = step_s - rounded[&Phase::Generate] / 1023.0;
         assert!((saved_s / moved_s - 0.5).abs() < 0.03, "{saved_s} of {moved_s}");
         // 3 x 7 operations for each of 24 x 32 x 128 x 128 elements.

@@ -120,9 +120,14 @@ pub fn sft_changes(new: &SftConfig, old: &SftConfig) -> Vec<KeyChange> {
     differences(new.entries(), old.entries(), &SftConfig::keys(), schedules)
 }
 
-type Entries = Vec<(String, Value)>;
+type ConfigEntries = Vec<(String, Value)>;
 
-fn differences(new: Entries, old: Entries, known: &[String], schedules: [&OptimizerConfig; 2]) -> Vec<KeyChange> {
+fn differences(
+    new: ConfigEntries,
+    old: ConfigEntries,
+    known: &[String],
+    schedules: [&OptimizerConfig; 2],
+) -> Vec<KeyChange> {
     let is_constant =
         |config: &OptimizerConfig| config.lr_scheduler_type == LrSchedulerType::Constant && config.warmup_ratio == 0.0;
     let length_is_safe = schedules.into_iter().all(is_constant);
@@ -131,7 +136,7 @@ fn differences(new: Entries, old: Entries, known: &[String], schedules: [&Optimi
             || SAFE_TABLES.iter().any(|table| key.starts_with(table))
             || (length_is_safe && LENGTH_KEYS.contains(&key))
     };
-    let value = |entries: &Entries, key: &str| {
+    let value = |entries: &ConfigEntries, key: &str| {
         let found = entries.iter().find(|(known, _)| known == key);
         found.map_or_else(|| "nothing".to_owned(), |(_, value)| toml_value(value))
     };

@@ -4,7 +4,7 @@ mod defaults;
 
 use std::fmt::Write;
 
-use crate::config::{Config, KeyDoc, Refused, SftConfig, TABLE, Term, described, toml_value};
+use crate::config::{Config, ConflictKind, KeyDoc, SftConfig, TABLE, Term, described, toml_value};
 
 /// Columns of the comments in a configuration file.
 const WIDTH: usize = 78;
@@ -35,16 +35,16 @@ pub(super) fn reference_page() -> String {
         HEAD,
         own.map(row).collect::<String>(),
         same.join(", "),
-        [Refused::Unread, Refused::Wrong, Refused::Unserved].map(refused).concat(),
+        [ConflictKind::Unread, ConflictKind::Wrong, ConflictKind::Unserved].map(refused).concat(),
     )
 }
 
 /// A part of the table of what does not go together.
-fn refused(part: Refused) -> String {
+fn refused(part: ConflictKind) -> String {
     let title = match part {
-        Refused::Unread => "A key that nothing would read, or that another one contradicts",
-        Refused::Wrong => "A run that would not be what its keys ask for",
-        Refused::Unserved => "A run that the program cannot make",
+        ConflictKind::Unread => "A key that nothing would read, or that another one contradicts",
+        ConflictKind::Wrong => "A run that would not be what its keys ask for",
+        ConflictKind::Unserved => "A run that the program cannot make",
     };
     let rows = TABLE.iter().filter(|row| row.refused == part).map(|row| {
         let with: Vec<_> = row.with.iter().map(Term::described).collect();

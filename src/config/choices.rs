@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::field::FromValue;
-use super::range::Range;
+use super::range::NumberRange;
 
 macro_rules! choices {
     ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
@@ -25,11 +25,11 @@ macro_rules! choices {
         }
 
         impl $crate::config::field::FromValue for $name {
-            fn expected(_: &$crate::config::range::Range) -> String {
+            fn expected(_: &$crate::config::range::NumberRange) -> String {
                 format!("one of {}", Self::NAMES.join(", "))
             }
 
-            fn from_value(value: &serde_json::Value, _: &$crate::config::range::Range) -> Option<Self> {
+            fn from_value(value: &serde_json::Value, _: &$crate::config::range::NumberRange) -> Option<Self> {
                 match value.as_str()? { $($text => Some($name::$variant),)+ _ => None }
             }
 
@@ -50,11 +50,11 @@ pub enum AutoOr<T> {
 }
 
 impl<T: FromValue> FromValue for AutoOr<T> {
-    fn expected(range: &Range) -> String {
+    fn expected(range: &NumberRange) -> String {
         format!("auto or {}", T::expected(range))
     }
 
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         if value == "auto" { Some(Self::Auto) } else { T::from_value(value, range).map(Self::Given) }
     }
 

@@ -7,14 +7,14 @@ use serde_json::{Map, Value};
 
 use super::PromptFormat;
 use super::field::{Field, FromValue, KeyDoc, join, keys};
-use super::range::{COUNT, Range, from_to};
+use super::range::{COUNT, NumberRange, from_to};
 use super::raw::RawConfig;
 use super::together::Combination;
 use super::validate::check;
 use crate::error::{Error, Result};
 
 /// Weights of entries: a row is held in memory as often as an epoch has it.
-const MOST_COPIES: Range = from_to(0.0, 1000.0).without_low();
+const MOST_COPIES: NumberRange = from_to(0.0, 1000.0).without_low();
 
 keys! {
     /// Rows and prompts; keys of the top.
@@ -104,11 +104,11 @@ impl serde::Serialize for Files {
 }
 
 impl FromValue for Files {
-    fn expected(_: &Range) -> String {
+    fn expected(_: &NumberRange) -> String {
         "a path, or a list [..] of paths".into()
     }
 
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         let is_none = value.is_null() || value == "none";
         let files = if is_none { Vec::new() } else { Vec::<String>::from_value(value, range)? };
         files.iter().all(|file| !file.is_empty()).then_some(Self(files))
@@ -128,13 +128,13 @@ impl FromValue for Files {
 pub struct TemplateVariables(pub Map<String, Value>);
 
 impl Field for TemplateVariables {
-    fn describe(key: &str, _: Option<Self>, _: &Range, text: &str, out: &mut Vec<KeyDoc>) {
+    fn describe(key: &str, _: Option<Self>, _: &NumberRange, text: &str, out: &mut Vec<KeyDoc>) {
         let (key, expected, default) =
             (join(key, "*"), "true, false, a number, text or a list".to_owned(), Some("none".into()));
         out.push(KeyDoc { section: None, key, entries: Vec::new(), expected, default, text: text.to_owned() });
     }
 
-    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range, _: &mut Vec<Error>) -> Option<Self> {
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &NumberRange, _: &mut Vec<Error>) -> Option<Self> {
         let value = |name: &str| raw.get(&join(key, name)).cloned().unwrap_or(Value::Null);
         Some(Self(raw.names_in(key).into_iter().map(|name| (name.to_owned(), value(name))).collect()))
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::range::{self, LARGEST, Range};
+use super::range::{self, LARGEST, NumberRange};
 use super::raw::RawConfig;
 use crate::error::Error;
 use crate::migration;
@@ -15,9 +15,9 @@ const TOO_LARGE: &str = "no number is above 1e30 or below -1e30";
 /// A value that one key can hold.
 pub(crate) trait FromValue: Sized {
     /// Describes the values that are accepted, for messages; numbers are those of `range`.
-    fn expected(range: &Range) -> String;
+    fn expected(range: &NumberRange) -> String;
     /// `None` if the value has the wrong type, or is a number outside of `range`.
-    fn from_value(value: &Value, range: &Range) -> Option<Self>;
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self>;
     /// The inverse of `from_value`.
     fn to_value(&self) -> Value;
 }
@@ -42,10 +42,16 @@ pub(crate) struct KeyDoc {
 /// A key, or a table of keys.
 pub(crate) trait Field: Sized {
     /// Appends the keys at and under `key`; `default`, `range` and `text` are a single key's.
-    fn describe(key: &str, default: Option<Self>, range: &Range, text: &str, out: &mut Vec<KeyDoc>);
+    fn describe(key: &str, default: Option<Self>, range: &NumberRange, text: &str, out: &mut Vec<KeyDoc>);
     /// Takes the value from `raw`, or the default; without either the key is required. What is refused goes to `wrong`, and
     /// the other keys of a table are read all the same, so that a user sees every fault at once.
-    fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range, wrong: &mut Vec<Error>) -> Option<Self>;
+    fn read(
+        raw: &RawConfig,
+        key: &str,
+        default: Option<Self>,
+        range: &NumberRange,
+        wrong: &mut Vec<Error>,
+    ) -> Option<Self>;
     /// Appends every key at and under `key` with its value.
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>);
 
@@ -64,13 +70,19 @@ fn is_too_large(value: &Value) -> bool {
 }
 
 impl<T: FromValue> Field for T {
-    fn describe(key: &str, default: Option<Self>, range: &Range, text: &str, out: &mut Vec<KeyDoc>) {
+    fn describe(key: &str, default: Option<Self>, range: &NumberRange, text: &str, out: &mut Vec<KeyDoc>) {
         let default = default.map(|default| default.to_value());
         let (key, expected, text) = (key.to_owned(), T::expected(range), text.to_owned());
         out.push(KeyDoc { section: None, key, entries: Vec::new(), expected, default, text });
     }
 
-    fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
+    fn read(
+        raw: &RawConfig,
+        key: &str,
+        default: Option<Self>,
+        range: &NumberRange,
+        wrong: &mut Vec<Error>,
+    ) -> Option<Self> {
         let value = raw.get(key);
         let read = value.map_or(default, |value| T::from_value(value, range));
         if read.is_none() {
@@ -105,7 +117,7 @@ macro_rules! keys {
             fn describe(
                 key: &str,
                 _: Option<Self>,
-                _: &$crate::config::range::Range,
+                _: &$crate::config::range::NumberRange,
                 _: &str,
                 out: &mut Vec<$crate::config::field::KeyDoc>,
             ) {
@@ -126,7 +138,7 @@ macro_rules! keys {
                 raw: &$crate::config::raw::RawConfig,
                 key: &str,
                 _: Option<Self>,
-                _: &$crate::config::range::Range,
+                _: &$crate::config::range::NumberRange,
                 wrong: &mut Vec<$crate::error::Error>,
             ) -> Option<Self> {
                 $(let $field = <$type as $crate::config::field::Field>::read(
@@ -170,11 +182,11 @@ pub(crate) fn join(table: &str, key: &str) -> String {
 }
 
 impl FromValue for bool {
-    fn expected(_: &Range) -> String {
+    fn expected(_: &NumberRange) -> String {
         "true or false".into()
     }
 
-    fn from_value(value: &Value, _: &Range) -> Option<Self> {
+    fn from_value(value: &Value, _: &NumberRange) -> Option<Self> {
         value.as_bool()
     }
 
@@ -185,12 +197,12 @@ impl FromValue for bool {
 
 macro_rules! whole_numbers {
     ($($type:ty),+) => { $(impl FromValue for $type {
-        fn expected(range: &Range) -> String {
+        fn expected(range: &NumberRange) -> String {
             range.not_negative().of("a whole number")
         }
 
         /// TOML's integers end at `i64::MAX`: larger ones would not survive a snapshot.
-        fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
             let number = value.as_i64().filter(|number| range.contains(*number as f64))?;
             number.try_into().ok()
         }
@@ -203,11 +215,11 @@ macro_rules! whole_numbers {
 whole_numbers!(u8, u64, usize);
 
 impl FromValue for f64 {
-    fn expected(range: &Range) -> String {
+    fn expected(range: &NumberRange) -> String {
         range.of("a number")
     }
 
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         value.as_f64().filter(|number| number.abs() <= LARGEST && range.contains(*number))
     }
 
@@ -217,11 +229,11 @@ impl FromValue for f64 {
 }
 
 impl FromValue for f32 {
-    fn expected(range: &Range) -> String {
+    fn expected(range: &NumberRange) -> String {
         f64::expected(range)
     }
 
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         let number = f64::from_value(value, &range::ANY)? as f32;
         (number.is_finite() && range.contains(f64::from(number))).then_some(number)
     }
@@ -233,11 +245,11 @@ impl FromValue for f32 {
 }
 
 impl FromValue for String {
-    fn expected(_: &Range) -> String {
+    fn expected(_: &NumberRange) -> String {
         "text".into()
     }
 
-    fn from_value(value: &Value, _: &Range) -> Option<Self> {
+    fn from_value(value: &Value, _: &NumberRange) -> Option<Self> {
         value.as_str().map(str::to_owned)
     }
 
@@ -247,11 +259,11 @@ impl FromValue for String {
 }
 
 impl FromValue for PathBuf {
-    fn expected(_: &Range) -> String {
+    fn expected(_: &NumberRange) -> String {
         "a path".into()
     }
 
-    fn from_value(value: &Value, _: &Range) -> Option<Self> {
+    fn from_value(value: &Value, _: &NumberRange) -> Option<Self> {
         value.as_str().filter(|path| !path.is_empty()).map(PathBuf::from)
     }
 
@@ -261,12 +273,12 @@ impl FromValue for PathBuf {
 }
 
 impl<T: FromValue> FromValue for Option<T> {
-    fn expected(range: &Range) -> String {
+    fn expected(range: &NumberRange) -> String {
         format!("\"none\" or {}", T::expected(range))
     }
 
     /// TOML has no null: the word `none` is one.
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         if value.is_null() || value == "none" { Some(None) } else { T::from_value(value, range).map(Some) }
     }
 
@@ -277,11 +289,11 @@ impl<T: FromValue> FromValue for Option<T> {
 
 /// Two numbers, the lower one first.
 impl FromValue for [f64; 2] {
-    fn expected(range: &Range) -> String {
+    fn expected(range: &NumberRange) -> String {
         format!("[low, high], each {}, low not above high", f64::expected(range))
     }
 
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         let bounds: Vec<f64> = value.as_array()?.iter().filter_map(|bound| f64::from_value(bound, range)).collect();
         let bounds = <[f64; 2]>::try_from(bounds).ok().filter(|[low, high]| low <= high)?;
         (value.as_array()?.len() == 2).then_some(bounds)
@@ -293,12 +305,12 @@ impl FromValue for [f64; 2] {
 }
 
 impl<T: FromValue> FromValue for Vec<T> {
-    fn expected(range: &Range) -> String {
+    fn expected(range: &NumberRange) -> String {
         format!("a list [..], or one entry, each {}", T::expected(range))
     }
 
     /// One entry may stand without brackets.
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         match value {
             Value::Array(entries) => entries.iter().map(|entry| T::from_value(entry, range)).collect(),
             one => T::from_value(one, range).map(|one| vec![one]),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 
 use super::field::{Field, FromValue, KeyDoc, join};
-use super::range::{Range, SECONDS};
+use super::range::{NumberRange, SECONDS};
 use super::raw::RawConfig;
 use crate::error::Error;
 use crate::phase::{HeartbeatLimits, Phase};
@@ -44,7 +44,7 @@ impl Default for HeartbeatConfig {
 }
 
 impl Field for HeartbeatConfig {
-    fn describe(key: &str, _: Option<Self>, _: &Range, text: &str, out: &mut Vec<KeyDoc>) {
+    fn describe(key: &str, _: Option<Self>, _: &NumberRange, text: &str, out: &mut Vec<KeyDoc>) {
         let default = Self::default();
         let entries = default.entries().map(|(name, _)| join(key, &name)).collect();
         let own = default.entries().filter_map(|(name, seconds)| Some((name, seconds?.into())));
@@ -56,7 +56,7 @@ impl Field for HeartbeatConfig {
         out.push(KeyDoc { section: None, key: key.to_owned(), entries, expected, default, text });
     }
 
-    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &NumberRange, wrong: &mut Vec<Error>) -> Option<Self> {
         let timeout_s = Field::read(raw, &join(key, "timeout_s"), Some(TIMEOUT_S), &SECONDS, wrong);
         let own = |&phase: &Phase| {
             Field::read(raw, &join(key, &key_of(phase)), Some(long_by_default(phase)), &SECONDS, wrong)

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::TargetModule;
 use super::field::{FromValue, keys};
-use super::range::{BELOW_ONE, Range, above, from_to};
+use super::range::{BELOW_ONE, NumberRange, above, from_to};
 use super::validate::check;
 use crate::error::Result;
 
@@ -73,11 +73,11 @@ impl serde::Serialize for TargetModules {
 }
 
 impl FromValue for TargetModules {
-    fn expected(_: &Range) -> String {
+    fn expected(_: &NumberRange) -> String {
         format!("\"{ALL_LINEAR}\" or a list of {}", TargetModule::NAMES.join(", "))
     }
 
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         match value {
             Value::String(text) if text == ALL_LINEAR => Some(Self::AllLinear),
             _ => Vec::from_value(value, range).map(Self::Some),

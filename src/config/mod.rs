@@ -57,8 +57,8 @@ pub use sft::SftConfig;
 pub(crate) use snapshot::toml_value;
 pub use split::{MAX_ASYNC_STEPS, Roles, SplitConfig};
 #[cfg(test)]
-pub(crate) use together::Values;
-pub(crate) use together::{Circumstance, Combination, Refused, TABLE, Term};
+pub(crate) use together::KeyValues;
+pub(crate) use together::{Circumstance, Combination, ConflictKind, TABLE, Term};
 pub(crate) use tools::INTERPRETER;
 pub use tools::{EnvironmentFactories, ToolsConfig};
 

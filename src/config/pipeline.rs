@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::Config;
 use super::batch::{check_divides, divisors, listed};
 use super::field::FromValue;
-use super::range::{COUNT, Range};
+use super::range::{COUNT, NumberRange};
 use super::validate::check;
 use crate::error::{Error, Result};
 
@@ -32,11 +32,11 @@ impl fmt::Display for PipelinePartition {
 }
 
 impl FromValue for PipelinePartition {
-    fn expected(_: &Range) -> String {
+    fn expected(_: &NumberRange) -> String {
         "the layers of each stage, at least 1, as \"10,10,8\"".to_owned()
     }
 
-    fn from_value(value: &Value, _: &Range) -> Option<Self> {
+    fn from_value(value: &Value, _: &NumberRange) -> Option<Self> {
         match value {
             Value::String(text) => text.parse().ok(),
             other => Vec::from_value(other, &COUNT).map(Self),

@@ -4,7 +4,7 @@ use super::batch::MAX_COUNT;
 
 /// Numbers between two bounds.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Range {
+pub(crate) struct NumberRange {
     low: f64,
     high: f64,
     /// Whether the bounds are among the numbers.
@@ -16,37 +16,38 @@ pub(crate) struct Range {
 /// The largest number that a key takes, of either sign: arithmetic in float32 ends at 3.4e38.
 pub(crate) const LARGEST: f64 = 1e30;
 /// Every number.
-pub(crate) const ANY: Range = above(f64::NEG_INFINITY);
+pub(crate) const ANY: NumberRange = above(f64::NEG_INFINITY);
 /// Things of which there must be one. The upper bound keeps products of two counts within 64 bits.
-pub(crate) const COUNT: Range = from_to(1.0, MAX_COUNT as f64);
+pub(crate) const COUNT: NumberRange = from_to(1.0, MAX_COUNT as f64);
 /// Shares of which something is left: [0, 1).
-pub(crate) const BELOW_ONE: Range = Range { high_is_in: false, ..from_to(0.0, 1.0) };
+pub(crate) const BELOW_ONE: NumberRange = NumberRange { high_is_in: false, ..from_to(0.0, 1.0) };
 /// Shares of which something is taken: (0, 1].
-pub(crate) const ABOVE_ZERO: Range = Range { low_is_in: false, ..from_to(0.0, 1.0) };
+pub(crate) const ABOVE_ZERO: NumberRange = NumberRange { low_is_in: false, ..from_to(0.0, 1.0) };
 /// Penalties: 0 or less.
-pub(crate) const NOT_POSITIVE: Range = from_to(-1e6, 0.0);
+pub(crate) const NOT_POSITIVE: NumberRange = from_to(-1e6, 0.0);
 /// First words of random keys.
-pub(crate) const SEED: Range =
+pub(crate) const SEED: NumberRange =
     at_least(0.0).because("at most 9223372036854775807 (2^63 - 1), where TOML's integers end");
 /// Times to wait in seconds, below a year.
-pub(crate) const SECONDS: Range = Range { low_is_in: false, high_is_in: false, ..from_to(0.0, 365.0 * 86_400.0) };
+pub(crate) const SECONDS: NumberRange =
+    NumberRange { low_is_in: false, high_is_in: false, ..from_to(0.0, 365.0 * 86_400.0) };
 
 /// Numbers of at least `low`.
-pub(crate) const fn at_least(low: f64) -> Range {
+pub(crate) const fn at_least(low: f64) -> NumberRange {
     from_to(low, f64::INFINITY)
 }
 
 /// Numbers above `low`.
-pub(crate) const fn above(low: f64) -> Range {
-    Range { low_is_in: false, ..at_least(low) }
+pub(crate) const fn above(low: f64) -> NumberRange {
+    NumberRange { low_is_in: false, ..at_least(low) }
 }
 
 /// Numbers from `low` to `high`, both among them.
-pub(crate) const fn from_to(low: f64, high: f64) -> Range {
-    Range { low, high, low_is_in: true, high_is_in: true, why: "" }
+pub(crate) const fn from_to(low: f64, high: f64) -> NumberRange {
+    NumberRange { low, high, low_is_in: true, high_is_in: true, why: "" }
 }
 
-impl Range {
+impl NumberRange {
     /// Adds the reason for the bounds, which errors give.
     pub const fn because(self, why: &'static str) -> Self {
         Self { why, ..self }

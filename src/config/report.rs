@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::ReportService;
 use super::field::{FromValue, keys};
-use super::range::Range;
+use super::range::NumberRange;
 
 keys! {
     /// Where metrics go; keys of the top.
@@ -29,11 +29,11 @@ impl serde::Serialize for ReportTo {
 }
 
 impl FromValue for ReportTo {
-    fn expected(_: &Range) -> String {
+    fn expected(_: &NumberRange) -> String {
         format!("a list [..] of {}, or all, or none", ReportService::NAMES.join(", "))
     }
 
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         match value {
             Value::Null => Some(Self(Vec::new())),
             Value::String(word) if word == "none" => Some(Self(Vec::new())),

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::batch::MAX_COUNT;
 use super::field::{Field, FromValue, KeyDoc, join, keys};
-use super::range::{ANY, COUNT, NOT_POSITIVE, Range, SECONDS, above, at_least, from_to};
+use super::range::{ANY, COUNT, NOT_POSITIVE, NumberRange, SECONDS, above, at_least, from_to};
 use super::raw::RawConfig;
 use super::validate::{check, compiles};
 use super::{Config, RewardBatch, SandboxLayer};
@@ -285,11 +285,11 @@ impl Default for ProcessReward {
 }
 
 impl FromValue for CommandLine {
-    fn expected(_: &Range) -> String {
+    fn expected(_: &NumberRange) -> String {
         "a list [..] of a program and its arguments".into()
     }
 
-    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         value.as_array().and_then(|_| Vec::from_value(value, range)).map(Self)
     }
 
@@ -299,11 +299,11 @@ impl FromValue for CommandLine {
 }
 
 impl Field for ProcessRewards {
-    fn describe(key: &str, _: Option<Self>, range: &Range, _: &str, out: &mut Vec<KeyDoc>) {
+    fn describe(key: &str, _: Option<Self>, range: &NumberRange, _: &str, out: &mut Vec<KeyDoc>) {
         ProcessReward::describe(&join(key, "*"), None, range, "", out);
     }
 
-    fn read(raw: &RawConfig, key: &str, _: Option<Self>, range: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, range: &NumberRange, wrong: &mut Vec<Error>) -> Option<Self> {
         let read = |name| (String::from(name), ProcessReward::read(raw, &join(key, name), None, range, wrong));
         let tables: Vec<_> = raw.names_in(key).into_iter().map(read).collect();
         tables.into_iter().map(|(name, reward)| Some((name, reward?))).collect::<Option<_>>().map(Self)

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::field::{Field, KeyDoc, join, keys};
-use super::range::{ANY, COUNT, Range, SECONDS};
+use super::range::{ANY, COUNT, NumberRange, SECONDS};
 use super::raw::RawConfig;
 use super::reward::is_python;
 use super::validate::check;
@@ -74,13 +74,13 @@ impl serde::Serialize for EnvironmentFactories {
 }
 
 impl Field for EnvironmentFactories {
-    fn describe(key: &str, _: Option<Self>, _: &Range, text: &str, out: &mut Vec<KeyDoc>) {
+    fn describe(key: &str, _: Option<Self>, _: &NumberRange, text: &str, out: &mut Vec<KeyDoc>) {
         let (entries, expected) = (vec![key.to_owned(), join(key, "*")], "text, or a table of them".to_owned());
         let (key, default, text) = (key.to_owned(), Some("none".into()), text.to_owned());
         out.push(KeyDoc { section: None, key, entries, expected, default, text });
     }
 
-    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &NumberRange, wrong: &mut Vec<Error>) -> Option<Self> {
         let named = raw.names_in(key).into_iter().map(|name| (name.to_owned(), raw.get(&join(key, name))));
         let single = raw.get(key).filter(|value| *value != "none").map(|value| (String::new(), Some(value)));
         let mut factories = BTreeMap::new();

@@ -34,7 +34,7 @@ unsafe impl Send for Kernel {}
 
 /// Kernels and modules of this process, by GPU and by name or file.
 #[derive(Default)]
-struct Loaded {
+struct LoadedKernels {
     kernels: HashMap<(usize, String), Kernel>,
     modules: HashMap<(usize, &'static str), Module>,
 }
@@ -72,7 +72,7 @@ impl Kernel {
     /// The errors of the compiler; [`Error::InvalidArgument`] with the name where the source has no such kernel;
     /// [`Error::Cuda`] when the driver cannot load it.
     pub(super) fn get(source: &'static KernelSource, name: &str, ordinal: usize) -> Result<Self> {
-        static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
+        static LOADED: Mutex<Option<LoadedKernels>> = Mutex::new(None);
         let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         let loaded = loaded.get_or_insert_default();
         let key = (ordinal, name.to_owned());

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::Message;
 use super::Tokenizer;
-use super::rows::{ChatFormat, RawPrompt, Row, read_rows};
+use super::rows::{ChatFormat, DataRow, RawPrompt, read_rows};
 use super::sampler::splitmix64;
 use super::schemas::ToolSchemas;
 use super::sources::RowSources;
@@ -64,7 +64,7 @@ impl DatasetOptions {
         observation: &str,
         tokenizer: &Tokenizer,
     ) -> Result<(String, Vec<u32>)> {
-        let row = Row::of_columns(columns.clone());
+        let row = DataRow::of_columns(columns.clone());
         let mut prompt = self.prompt(&row)?;
         prompt.append(observation);
         prompt.render(&row, tokenizer, &self.format(tokenizer))
@@ -76,7 +76,7 @@ impl DatasetOptions {
     }
 
     /// The prompt of a row; an environment may have all of it, as with TRL.
-    fn prompt(&self, row: &Row) -> Result<RawPrompt> {
+    fn prompt(&self, row: &DataRow) -> Result<RawPrompt> {
         match row.prompt(self.prompt_column.as_deref()) {
             Err(_) if self.tools.has_environments() && !row.has_prompt() => {
                 Ok(RawPrompt::Conversation(vec![Message::user("")]))
@@ -282,7 +282,7 @@ impl Dataset {
     /// Adds a row as often as its weight says, if it fits.
     fn add(
         &mut self,
-        row: Row,
+        row: DataRow,
         weight: f64,
         tokenizer: &Tokenizer,
         options: &DatasetOptions,

@@ -60,7 +60,7 @@ pub(crate) fn bytes_and(dice: &mut Dice, template: &str, more: &[(String, bool)]
     let added: Vec<Value> =
         named.enumerate().map(|(at, (name, special))| added(tokens.len() + at, name, special)).collect();
     let vocab: Map<String, Value> = tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
-    let folder = Folder(tempfile::tempdir().unwrap());
+    let folder = TokenizerFolder(tempfile::tempdir().unwrap());
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
     let tokenizer = json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges}});
@@ -71,9 +71,9 @@ pub(crate) fn bytes_and(dice: &mut Dice, template: &str, more: &[(String, bool)]
 }
 
 /// Removed when dropped.
-pub(super) struct Folder(tempfile::TempDir);
+pub(super) struct TokenizerFolder(tempfile::TempDir);
 
-impl Folder {
+impl TokenizerFolder {
     /// Words `one two three plus minus is what answer`, BOS `<s>`, EOS `</s>`, no chat template.
     pub fn new() -> Self {
         let folder = Self(tempfile::tempdir().unwrap());

@@ -37,7 +37,7 @@ pub(crate) use tokenizer::TEMPLATES_FOLDER;
 pub use tokenizer::Tokenizer;
 pub(crate) use tool_calls::{ContentScan, open_thought};
 pub use tool_calls::{ToolCall, ToolCallParser};
-pub use turns::{Reply, Turns};
+pub use turns::{Reply, TurnContext};
 
 #[cfg(test)]
 pub(crate) mod fixtures;

@@ -138,7 +138,7 @@ fn json(field: &Field) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixtures::Folder;
+    use super::super::fixtures::TokenizerFolder;
     use super::super::{Dataset, DatasetOptions};
     use super::*;
 
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn a_data_set_is_read_whatever_its_file_is_called() {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         folder.write("chat_template.jinja", "{% for m in messages %}{{ m.content }} {% endfor %}answer");
         let path = folder.path().join("rows.jsonl");
         std::fs::copy(ROWS, &path).unwrap();

@@ -29,7 +29,7 @@ const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 const TESTS_COLUMNS: [&str; 2] = ["tests", "verification_info"];
 
 /// One row of a file.
-pub(super) struct Row {
+pub(super) struct DataRow {
     path: PathBuf,
     /// Line of the row, or its number in a Parquet file or a JSON list; from 1.
     line: usize,
@@ -53,7 +53,7 @@ pub(super) enum RawExample {
 
 /// The rows of a file in order: JSONL, whose blank lines are skipped and which may come through a pipe, a list in JSON, Parquet, or
 /// CSV or TSV by the file's name.
-pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Row>>>> {
+pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<DataRow>>>> {
     let mut file = open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
     let mut start = Vec::new();
     let looked_at = (&mut file).take(FIRST_BYTES).read_to_end(&mut start);
@@ -64,7 +64,7 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
         file.rewind().map_err(|error| Error::bad_file(&path, format!("{from_its_end} ({error})")))?;
         let rows = parquet::read(file).map_err(|message| Error::bad_file(&path, message))?.enumerate();
         return Ok(Box::new(rows.map(move |(index, row)| match row {
-            Ok(columns) => Ok(Row::new(path.clone(), index + 1, columns)),
+            Ok(columns) => Ok(DataRow::new(path.clone(), index + 1, columns)),
             Err(message) => Err(Error::BadLine { path: path.clone(), line: index + 1, message }),
         })));
     }
@@ -72,7 +72,7 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
         file.rewind().map_err(|error| Error::bad_file(&path, error.to_string()))?;
         let rows = csv::read(&path, file).map_err(|message| Error::bad_file(&path, message))?;
         return Ok(Box::new(rows.map(move |row| match row {
-            Ok((line, columns)) => Ok(Row::new(path.clone(), line, columns)),
+            Ok((line, columns)) => Ok(DataRow::new(path.clone(), line, columns)),
             Err((line, message)) => Err(Error::BadLine { path: path.clone(), line, message }),
         })));
     }
@@ -90,7 +90,7 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
             Ok(line) => Some(match serde_json::from_str::<Value>(&line) {
                 Ok(value @ Value::Object(_)) => check_numbers(&value, &line)
                     .map_err(|error| bad(format!("column {error}")))
-                    .map(|()| Row::new(path.clone(), index + 1, into_columns(value))),
+                    .map(|()| DataRow::new(path.clone(), index + 1, into_columns(value))),
                 Ok(_) => Err(bad("expected an object {\"prompt\": ..} on each line".into())),
                 Err(error) => {
                     let problem = error.to_string();
@@ -113,7 +113,7 @@ fn open(path: &Path) -> io::Result<File> {
 }
 
 /// The objects of a list, which is read as a whole.
-fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item = Result<Row>>>> {
+fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item = Result<DataRow>>>> {
     let bad = |problem: String| {
         let expected = format!("expected a list of objects, of less than {MAX_LIST_BYTES} bytes");
         Error::bad_file(&path, format!("{problem}; {expected}"))
@@ -125,7 +125,7 @@ fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item =
     drop(text);
     let Value::Array(rows) = rows else { return Err(bad("not a list".to_owned())) };
     Ok(Box::new(rows.into_iter().enumerate().map(move |(index, row)| match row {
-        Value::Object(_) => Ok(Row::new(path.clone(), index + 1, into_columns(row))),
+        Value::Object(_) => Ok(DataRow::new(path.clone(), index + 1, into_columns(row))),
         _ => {
             let message = "expected an object {\"prompt\": ..} in each entry of the list".to_owned();
             Err(Error::BadLine { path: path.clone(), line: index + 1, message })
@@ -150,7 +150,7 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<Option<String>> {
     }
 }
 
-impl Row {
+impl DataRow {
     fn new(path: PathBuf, line: usize, mut columns: Map<String, Value>) -> Self {
         let named = ANSWER_COLUMNS.iter().find_map(|name| columns.get(*name).filter(|value| !value.is_null()));
         let verl = columns.get("reward_model").and_then(|model| model.get("ground_truth"));
@@ -323,7 +323,7 @@ impl<'a> ChatFormat<'a> {
     /// [`Error::BadLine`] for a row without the name of its environment, or with a message that the chat template would not show whole.
     pub fn conversation(
         &self,
-        row: &Row,
+        row: &DataRow,
         tokenizer: &Tokenizer,
         messages: &[Message],
         add_generation_prompt: bool,
@@ -361,7 +361,7 @@ impl RawPrompt {
 
     /// Text and ids. A conversation goes through the chat template up to where the answer begins, as in TRL; so does text where
     /// the `format` makes it a user's message. Other text is taken as it is, with the special tokens that the tokenizer adds.
-    pub fn render(self, row: &Row, tokenizer: &Tokenizer, format: &ChatFormat<'_>) -> Result<(String, Vec<u32>)> {
+    pub fn render(self, row: &DataRow, tokenizer: &Tokenizer, format: &ChatFormat<'_>) -> Result<(String, Vec<u32>)> {
         let prompt = match self {
             RawPrompt::Text(text) if format.text_is_chat => RawPrompt::Conversation(vec![Message::user(text)]),
             other => other,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::dataset::{copies, is_much, quoted};
-use super::rows::{ChatFormat, RawExample, RawPrompt, Row, read_rows};
+use super::rows::{ChatFormat, DataRow, RawExample, RawPrompt, read_rows};
 use super::sources::RowSources;
 use super::{DatasetOptions, Message, Tokenizer, ToolSchemas};
 use crate::error::{Error, Result};
@@ -155,7 +155,7 @@ impl EndTokens {
 /// The examples of a row; `None` for one of more than `max_bytes`, which is not tokenized: that would take hundreds of bytes
 /// for each of its own.
 fn examples(
-    row: &Row,
+    row: &DataRow,
     options: &DatasetOptions,
     tokenizer: &Tokenizer,
     ends: &EndTokens,
@@ -209,13 +209,13 @@ fn examples(
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixtures::Folder;
+    use super::super::fixtures::TokenizerFolder;
     use super::*;
 
     const TURNS: &str = "{% for m in messages %}{% if m.role == 'user' %}what {{ m.content }} {% else %}answer {{ m.content }} \
                          </s> is {% endif %}{% endfor %}{% if add_generation_prompt %}answer {% endif %}";
 
-    fn read(folder: &Folder, rows: &[&str], max_length: usize) -> Result<SftDataset> {
+    fn read(folder: &TokenizerFolder, rows: &[&str], max_length: usize) -> Result<SftDataset> {
         folder.write("sft.jsonl", &rows.join("\n"));
         SftDataset::from_file(folder.path().join("sft.jsonl"), &folder.tokenizer(), &[], max_length)
     }
@@ -232,19 +232,19 @@ mod tests {
             r#"{"prompt": "what", "completion": ""}"#,
             r#"{"prompt": "what", "completion": "one </s>", "messages": null}"#,
         ];
-        let data = read(&Folder::new(), &rows, 6).unwrap();
+        let data = read(&TokenizerFolder::new(), &rows, 6).unwrap();
         assert_eq!(data.counts(), "4 rows read, 4 completions, 1 longer than 6 tokens, 3 kept");
-        let told = data.description(&Folder::new().tokenizer()).unwrap();
+        let told = data.description(&TokenizerFolder::new().tokenizer()).unwrap();
         assert_eq!(told, "examples: the first one learns \"one two three </s>\" behind \"<s> one\"");
         assert_eq!(data.notices(), ["warning: 1 of 4 completions are left out: longer than 6 tokens"]);
         assert_eq!(data.examples, [example(&[0, 1], &[1, 2, 3, 9]), example(&[0, 7], &[9]), example(&[0, 7], &[1, 9])]);
-        let error = read(&Folder::new(), &rows, 2).unwrap_err().to_string();
+        let error = read(&TokenizerFolder::new(), &rows, 2).unwrap_err().to_string();
         assert!(error.contains("(4 rows read, 4 completions, 4 longer than 2 tokens, 0 kept)"), "{error}");
     }
 
     #[test]
     fn megabytes_are_counted_as_other_long_examples() {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         folder.write("chat_template.jinja", TURNS);
         let long = "one ".repeat(1 << 20);
         let text = format!(r#"{{"prompt": "what", "completion": "{long}"}}"#);
@@ -256,7 +256,7 @@ mod tests {
 
     #[test]
     fn every_answer_of_a_conversation_is_learned_up_to_its_end() {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         folder.write("chat_template.jinja", TURNS);
         let turns = r#"{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}"#;
         let (question, answer) =
@@ -288,7 +288,7 @@ mod tests {
     /// A call is learned as the template writes it, its arguments as an object, behind the functions that the row's column `tools` names.
     #[test]
     fn conversations_may_have_calls_of_tools() {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         folder.write(
             "chat_template.jinja",
             "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}{% if m.role == 'user' %}what {{ m.content }} \
@@ -339,7 +339,7 @@ mod tests {
     /// GSM8K's rows; a column that is named must be there, whatever else is.
     #[test]
     fn completions_come_from_the_column_that_is_named() {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         let options = DatasetOptions { completion_column: Some("answer".into()), ..Default::default() };
         let read = |row: &str| {
             folder.write("sft.jsonl", row);
@@ -360,7 +360,7 @@ mod tests {
 
     #[test]
     fn a_row_without_completion_is_named_and_a_missing_eos_told() {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         let error = read(&folder, &["", r#"{"prompt": "one", "answer": 1}"#], 6).unwrap_err().to_string();
         assert!(
             error.ends_with(

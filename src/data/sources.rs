@@ -169,7 +169,7 @@ fn folder_split(folder: &Path, config: Option<&str>, split: &str) -> std::result
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixtures::Folder;
+    use super::super::fixtures::TokenizerFolder;
     use super::super::{Dataset, DatasetOptions};
     use super::*;
     use crate::config::Config;
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn files_folders_patterns_and_weights() {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         std::fs::create_dir(folder.path().join("rows")).unwrap();
         let line = |word: &str| format!("{{\"prompt\": \"{word}\"}}\n");
         for (name, text) in [

@@ -32,20 +32,20 @@ pub enum Reply {
 }
 
 /// The context between two turns of one model, by its chat template.
-pub struct Turns {
+pub struct TurnContext {
     tokenizer: Arc<Tokenizer>,
     eos_token_ids: Vec<u32>,
     tools: Value,
     variables: Map<String, Value>,
 }
 
-impl fmt::Debug for Turns {
+impl fmt::Debug for TurnContext {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Turns").field("eos_token_ids", &self.eos_token_ids).finish_non_exhaustive()
+        f.debug_struct("TurnContext").field("eos_token_ids", &self.eos_token_ids).finish_non_exhaustive()
     }
 }
 
-impl Turns {
+impl TurnContext {
     /// Probes whether the template only appends when turns with such a `reply` are added, and returns the way to append them. `tools`
     /// are the functions that the model may call, `variables` those of the conversations (`chat_template_kwargs`).
     ///
@@ -93,7 +93,7 @@ impl Turns {
     pub fn append(&self, trajectory: &mut Trajectory, replies: &[Value], step: u64, limit: usize) -> Result<bool> {
         let Some((&last, true)) = trajectory.token_ids.last().zip(trajectory.loss_mask.last().copied()) else {
             return Err(Error::InvalidArgument {
-                op: "Turns::append",
+                op: "TurnContext::append",
                 expected: "a trajectory that ends with a sampled turn".into(),
                 got: format!("{} tokens, the last of them context", trajectory.token_ids.len()),
             });
@@ -133,7 +133,7 @@ impl Turns {
         }
     }
 
-    /// Text of [`Turns::between`], and the token that it begins with.
+    /// Text of [`TurnContext::between`], and the token that it begins with.
     fn text_between(&self, replies: &[Value]) -> Result<(String, u32)> {
         let reply = Reply::of(replies);
         let mut messages = vec![self.question(), self.said(reply)];
@@ -242,9 +242,9 @@ mod tests {
     const THINKS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
         {% if add_generation_prompt %}<|im_start|>assistant\n{# </think> #}{% endif %}";
 
-    fn turns(tokenizer: &Arc<Tokenizer>, reply: Reply) -> Result<Turns> {
+    fn turns(tokenizer: &Arc<Tokenizer>, reply: Reply) -> Result<TurnContext> {
         let eos = tokenizer.eos_token_id().unwrap();
-        Turns::probe(Arc::clone(tokenizer), &[eos], &Value::Null, &Map::new(), reply)
+        TurnContext::probe(Arc::clone(tokenizer), &[eos], &Value::Null, &Map::new(), reply)
     }
 
     #[test]

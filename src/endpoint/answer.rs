@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::ask::ApiRequest;
 use super::calls::MessageStream;
 use super::client::{RequestHandle, RequestUpdate};
-use super::episodes::Recorder;
+use super::episodes::TurnRecorder;
 use super::logprobs::{ScoredToken, of_chat, of_text};
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
@@ -34,7 +34,7 @@ pub(super) struct Answer {
     choices: Vec<Choice>,
     num_open: usize,
     /// Where the answer is a turn of an episode.
-    recorder: Option<Recorder>,
+    recorder: Option<TurnRecorder>,
 }
 
 /// The part of one completion that is not sent yet.
@@ -107,7 +107,7 @@ impl Answer {
     }
 
     /// Has the answer recorded before its end is sent.
-    pub fn recorded_by(self, recorder: Option<Recorder>) -> Self {
+    pub fn recorded_by(self, recorder: Option<TurnRecorder>) -> Self {
         Self { recorder, ..self }
     }
 

@@ -9,7 +9,7 @@ use super::client::{EngineClient, RequestUpdate};
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
 use super::text::TextStream;
-use crate::data::{Conversation, Message, Reply, Tokenizer, Turns};
+use crate::data::{Conversation, Message, Reply, Tokenizer, TurnContext};
 use crate::error::Error;
 use crate::rollout::RolloutEngine;
 use crate::types::{SamplingParams, Trajectory};
@@ -24,7 +24,7 @@ pub struct Dialogue {
     system: Vec<Message>,
     messages: Vec<Message>,
     /// How the tokens of an answer go on with a further message; none if the template rewrites earlier turns.
-    turns: Option<Turns>,
+    turns: Option<TurnContext>,
     tokens: Option<DialogueTokens>,
     num_answers: u64,
     /// The adapter that answers; `None` is the base model.
@@ -48,7 +48,7 @@ impl Dialogue {
         (system, adapters): (Vec<Message>, Vec<String>),
     ) -> Self {
         let eos_token_ids = engine.eos_token_ids();
-        let turns = Turns::probe(tokenizer.clone(), eos_token_ids, &Value::Null, &Map::new(), Reply::User).ok();
+        let turns = TurnContext::probe(tokenizer.clone(), eos_token_ids, &Value::Null, &Map::new(), Reply::User).ok();
         let model = ServedModel {
             name: String::new(),
             adapters,

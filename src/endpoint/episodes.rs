@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use super::ask::{ApiRequest, PromptSource, message};
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
-use crate::data::{Conversation, Reply, Turns, reasoning};
+use crate::data::{Conversation, Reply, TurnContext, reasoning};
 use crate::error::Error;
 use crate::rollout::Request;
 use crate::tools::GroupKey;
@@ -33,7 +33,7 @@ pub struct Episodes {
 struct EpisodesShared {
     max_requests: usize,
     /// Contexts between turns, by tools, variables and kind of reply.
-    turns: Mutex<HashMap<String, Arc<Turns>>>,
+    turns: Mutex<HashMap<String, Arc<TurnContext>>>,
     num_refused: AtomicUsize,
     /// Says why the first request was refused.
     first_refusal: Once,
@@ -99,7 +99,7 @@ pub struct PlayedConversation {
 
 /// The request that an answer is the turn of. The answer is recorded once it is whole; one that nobody waits for any more is not.
 #[derive(Debug)]
-pub(super) struct Recorder {
+pub(super) struct TurnRecorder {
     episode: Arc<Episode>,
     setting: Setting,
     messages: Vec<Value>,
@@ -191,14 +191,14 @@ impl Episode {
 }
 
 impl EpisodesShared {
-    fn turns(&self, model: &ServedModel, setting: &Setting, reply: Reply) -> Result<Arc<Turns>, Refusal> {
+    fn turns(&self, model: &ServedModel, setting: &Setting, reply: Reply) -> Result<Arc<TurnContext>, Refusal> {
         let key = json!([setting.tools, setting.variables, reply == Reply::Tool]).to_string();
         let known = lock(&self.turns).get(&key).cloned();
         if let Some(turns) = known {
             return Ok(turns);
         }
         let Setting { tools, variables } = setting;
-        let turns = Turns::probe(Arc::clone(&model.tokenizer), &model.eos_token_ids, tools, variables, reply);
+        let turns = TurnContext::probe(Arc::clone(&model.tokenizer), &model.eos_token_ids, tools, variables, reply);
         let turns = Arc::new(turns.map_err(|error| refused(&error))?);
         lock(&self.turns).insert(key, Arc::clone(&turns));
         Ok(turns)
@@ -211,7 +211,7 @@ impl Episode {
         self: &Arc<Self>,
         model: &ServedModel,
         body: &[u8],
-    ) -> Result<(ApiRequest, Request, Recorder), Refusal> {
+    ) -> Result<(ApiRequest, Request, TurnRecorder), Refusal> {
         self.try_request(model, body).inspect_err(|refusal| {
             self.shared.num_refused.fetch_add(1, Ordering::Relaxed);
             self.shared.first_refusal.call_once(|| {
@@ -227,7 +227,7 @@ impl Episode {
         self: &Arc<Self>,
         model: &ServedModel,
         body: &[u8],
-    ) -> Result<(ApiRequest, Request, Recorder), Refusal> {
+    ) -> Result<(ApiRequest, Request, TurnRecorder), Refusal> {
         let params = &self.params;
         let mut ask = ApiRequest::read_with(body, true, params)?;
         self.check(&ask)?;
@@ -303,7 +303,7 @@ impl Episode {
         };
         state.num_requests += 1;
         let (episode, messages) = (Arc::clone(self), messages.clone());
-        Ok((ask, request, Recorder { episode, setting, messages, prompt, num_begun, goes_on }))
+        Ok((ask, request, TurnRecorder { episode, setting, messages, prompt, num_begun, goes_on }))
     }
 }
 
@@ -328,7 +328,7 @@ impl State {
     }
 }
 
-impl Recorder {
+impl TurnRecorder {
     /// Adds the turn to its conversation, or begins one with it where another turn has come there first.
     pub fn record(self, trajectory: Trajectory, answer: Value) {
         let Self { episode, setting, mut messages, prompt, num_begun, goes_on } = self;

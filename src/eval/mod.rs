@@ -75,7 +75,7 @@ impl EvalOutcome {
         let [num_generations, num_rewards] = sizes.map(|size| size as usize);
         let ks = std::iter::successors(Some(1), |k| Some(k * 2)).take_while(|k| *k <= num_generations);
         let ks: Vec<usize> = ks.collect();
-        let mut values: Vec<Values> = vec![
+        let mut values: Vec<SampleValues> = vec![
             completions().map(|completion| completion.reward).collect(),
             groups.iter().map(mean_reward).collect(),
             completions().map(|completion| Some(completion.num_sampled() as f32)).collect(),
@@ -120,13 +120,13 @@ impl EvalOutcome {
 }
 
 /// One number of each sample or problem of a rank; `None` where it has none.
-type Values = Vec<Option<f32>>;
+type SampleValues = Vec<Option<f32>>;
 
 /// Statistics of each list over all ranks. Ranks have consecutive problems, so that the values lie in one order, and the bits of a
 /// result do not depend on the number of ranks. Collective over `group`.
-fn stats_of_all_ranks(values: &[Values], group: &dyn Collective) -> Result<Vec<BatchStats>> {
-    let mut all = vec![Values::new(); values.len()];
-    for of_rank in all_gather_json::<_, Vec<Values>>(group, "gather an evaluation", values)? {
+fn stats_of_all_ranks(values: &[SampleValues], group: &dyn Collective) -> Result<Vec<BatchStats>> {
+    let mut all = vec![SampleValues::new(); values.len()];
+    for of_rank in all_gather_json::<_, Vec<SampleValues>>(group, "gather an evaluation", values)? {
         all.iter_mut().zip(of_rank).for_each(|(all, of_rank)| all.extend(of_rank));
     }
     Ok(all.into_iter().map(BatchStats::of).collect())

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor, with_grad};
 
 use super::loss::{Denominators, LossInput, LossOutput};
 use super::options::LossConfig;
-use super::stats::Recorder;
+use super::stats::StatsRecorder;
 use crate::error::{Error, Result};
 
 type Loss = dyn Fn(&LossInput<'_>, &Denominators) -> Result<Tensor> + Send + Sync;
@@ -57,7 +57,7 @@ impl LossFunction {
     ) -> Result<LossOutput> {
         input.validate(config)?;
         let logprobs = input.logprobs;
-        let mut recorder = Recorder::new(logprobs.device());
+        let mut recorder = StatsRecorder::new(logprobs.device());
         if let Some(entropy) = input.entropy {
             recorder.mean("entropy", &entropy.sum(Kind::Double), &logprobs.ones_like().sum(logprobs.kind()));
         }

@@ -7,7 +7,7 @@ use super::entropy::EntropyTerm;
 use super::importance::{PolicyRatio, SamplerCorrection};
 use super::options::LossConfig;
 use super::segments::Segments;
-use super::stats::{DeviceStats, Recorder};
+use super::stats::{DeviceStats, StatsRecorder};
 use super::surrogate::{Surrogate, kl_term, on_policy};
 use crate::config::LossType;
 use crate::error::{Error, Result};
@@ -53,7 +53,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
     let corrected = rollout_logprobs.as_ref().filter(|_| config.importance_sampling_correction);
     let correction = corrected.map(|rollout| SamplerCorrection::new(&old_logprobs, rollout, config, &segments));
 
-    let mut recorder = Recorder::new(input.logprobs.device());
+    let mut recorder = StatsRecorder::new(input.logprobs.device());
     let surrogate = Surrogate {
         ratio: &ratio,
         log_ratio: &log_ratio,
@@ -315,7 +315,7 @@ fn sequence_means(segments: &Segments, denominators: &Denominators) -> Tensor {
     &segments.ones / (segments.expand(&segments.divisors()) * denominators.num_sequences)
 }
 
-fn record_sampling(recorder: &mut Recorder, correction: &SamplerCorrection) {
+fn record_sampling(recorder: &mut StatsRecorder, correction: &SamplerCorrection) {
     recorder.mean_of("sampling/sampling_logp_difference/mean", &correction.differences);
     recorder.max("sampling/sampling_logp_difference/max", &correction.differences);
     recorder.min("sampling/importance_sampling_ratio/min", &correction.reported);

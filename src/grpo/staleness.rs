@@ -7,7 +7,7 @@ use super::importance::SamplerCorrection;
 use super::loss::LossInput;
 use super::options::LossConfig;
 use super::segments::Segments;
-use super::stats::{DeviceStats, Recorder};
+use super::stats::{DeviceStats, StatsRecorder};
 use crate::config::MAX_ASYNC_STEPS;
 use crate::error::{Error, Result};
 
@@ -49,7 +49,7 @@ pub fn age_stats(
     let rollout_logprobs = input.rollout_logprobs.filter(|_| config.importance_sampling_correction);
     let correction = rollout_logprobs
         .map(|rollout| SamplerCorrection::new(&old_logprobs, &rollout.to_kind(kind), config, &segments));
-    let mut recorder = Recorder::new(input.logprobs.device());
+    let mut recorder = StatsRecorder::new(input.logprobs.device());
     recorder.mean_of("staleness/mean", &ages.to_kind(Kind::Double));
     recorder.max("staleness/max", &ages.to_kind(Kind::Double));
     let bounded = ages.clamp_max(max_age as i64);

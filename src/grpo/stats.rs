@@ -142,14 +142,14 @@ impl DeviceStats {
 
 /// Collects scalar tensors.
 #[derive(Debug)]
-pub(crate) struct Recorder {
+pub(crate) struct StatsRecorder {
     entries: Vec<(&'static str, Reduction)>,
     sums: Vec<Tensor>,
     least: Vec<Tensor>,
     device: Device,
 }
 
-impl Recorder {
+impl StatsRecorder {
     pub fn new(device: Device) -> Self {
         Self { entries: Vec::new(), sums: Vec::new(), least: Vec::new(), device }
     }

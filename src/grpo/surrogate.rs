@@ -6,7 +6,7 @@ use super::importance::{PolicyRatio, SamplerCorrection};
 use super::kl::kl_estimate;
 use super::options::LossConfig;
 use super::segments::Segments;
-use super::stats::Recorder;
+use super::stats::StatsRecorder;
 use crate::config::LossType;
 
 /// vespo's bound of the logarithm of a token's ratio, and of a sequence's weight from above.
@@ -51,7 +51,7 @@ pub(super) struct Surrogate<'a> {
 
 impl Surrogate<'_> {
     /// The policy term by token, without mask and correction; records what the loss type reports of it.
-    pub fn terms(&self, recorder: &mut Recorder) -> Terms {
+    pub fn terms(&self, recorder: &mut StatsRecorder) -> Terms {
         match self.config.loss_type {
             LossType::Cispo => {
                 let terms = self.capped_reinforce();
@@ -103,7 +103,7 @@ impl Surrogate<'_> {
         Terms { value, d_logprob: ratio.zeros_like(), d_log_ratio }
     }
 
-    fn gamma_weighted(&self, recorder: &mut Recorder) -> Terms {
+    fn gamma_weighted(&self, recorder: &mut StatsRecorder) -> Terms {
         let weights = self.gamma_weights();
         recorder.mean_of("vespo/phi_seq_mean", &weights);
         self.reinforce(-(self.segments.expand(&(weights * self.advantages))))
@@ -126,18 +126,19 @@ impl Surrogate<'_> {
         log_phi.exp().nan_to_num(0.0, 0.0, 0.0)
     }
 
-    fn record_capping(&self, recorder: &mut Recorder) {
+    fn record_capping(&self, recorder: &mut StatsRecorder) {
         let values = &self.ratio.values;
         let advantages = self.ratio.of_sequences(self.advantages);
         let capped = values.gt(self.config.epsilon_high).logical_and(&advantages.gt(0.0));
         recorder.mean("cispo_clip_ratio", &capped.sum(values.kind()), &values.ones_like().sum(values.kind()));
     }
 
-    fn record_clipping(&self, recorder: &mut Recorder) {
+    fn record_clipping(&self, recorder: &mut StatsRecorder) {
         let (ratio, kind) = (self.ratio, self.ratio.values.kind());
         let advantages = ratio.of_sequences(self.advantages);
         let count = ratio.values.ones_like().sum(kind);
-        let mean = |recorder: &mut Recorder, name, clipped: &Tensor| recorder.mean(name, &clipped.sum(kind), &count);
+        let mean =
+            |recorder: &mut StatsRecorder, name, clipped: &Tensor| recorder.mean(name, &clipped.sum(kind), &count);
         let (low, high, delta) = self.config.bounds();
         // TRL counts after the bound for negative advantages has acted.
         let values = ratio.values.clamp_max(delta);

@@ -21,7 +21,7 @@ const INTERIM_ANSWER: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// State of a connection that its task and the server's loop share.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(super) struct ClientConnection {
     stream: TcpStream,
     /// The turn at which it began to wait for bytes of its client; 0 while it does not.
     waits_since: AtomicU64,
@@ -33,7 +33,7 @@ pub(super) struct Connection {
 /// Counts the turns at which connections begin to wait.
 static TURNS: AtomicU64 = AtomicU64::new(1);
 
-impl Connection {
+impl ClientConnection {
     pub fn new(stream: TcpStream) -> Self {
         let waits_since = TURNS.fetch_add(1, Ordering::Relaxed).into();
         Self { stream, waits_since, is_unanswered: false.into(), takes_interim_answers: false.into() }
@@ -90,11 +90,11 @@ impl Connection {
 
 /// The bytes of a connection, as hyper reads and writes them.
 #[derive(Debug)]
-pub(super) struct ConnectionBytes(pub Arc<Connection>);
+pub(super) struct ConnectionBytes(pub Arc<ClientConnection>);
 
 impl AsyncRead for ConnectionBytes {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let Connection { stream, waits_since, .. } = &*self.0;
+        let ClientConnection { stream, waits_since, .. } = &*self.0;
         loop {
             let Poll::Ready(ready) = stream.poll_read_ready(cx) else {
                 let turn = TURNS.fetch_add(1, Ordering::Relaxed);

@@ -31,7 +31,7 @@ pub struct Guard {
 }
 
 /// A status and its reason.
-type Refused = (StatusCode, String);
+type GuardRefusal = (StatusCode, String);
 
 /// A guard, and what makes the answer of a refusal.
 #[derive(Debug, Clone)]
@@ -59,7 +59,7 @@ impl Guard {
         router.layer(middleware::from_fn_with_state(Arc::new(Guarded { guard: self, refuse }), answer))
     }
 
-    fn check_host(&self, headers: &HeaderMap) -> Result<(), Refused> {
+    fn check_host(&self, headers: &HeaderMap) -> Result<(), GuardRefusal> {
         let allowed = |host: &HeaderValue| {
             let name = name_of(host.to_str().unwrap_or("?"));
             let is_address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().is_ok();
@@ -77,7 +77,7 @@ impl Guard {
     }
 
     /// The origin, if it is another one than the server's own and may ask.
-    fn check_origin<'a>(&self, headers: &'a HeaderMap) -> Result<Option<&'a HeaderValue>, Refused> {
+    fn check_origin<'a>(&self, headers: &'a HeaderMap) -> Result<Option<&'a HeaderValue>, GuardRefusal> {
         let Some(origin) = headers.get(header::ORIGIN) else { return Ok(None) };
         let text = origin.to_str().unwrap_or("?");
         let host = headers.get(header::HOST).and_then(|host| host.to_str().ok());

@@ -29,7 +29,7 @@ use hyper_util::service::TowerToHyperService;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
-use self::connection::{Connection, ConnectionBytes};
+use self::connection::{ClientConnection, ConnectionBytes};
 pub use self::guard::{Guard, check_json_type, parse_origin};
 use crate::error::{Error, Result};
 
@@ -146,7 +146,7 @@ async fn serve(listener: tokio::net::TcpListener, router: Router, limits: Limits
         }
         let _ = stream.set_nodelay(true);
         let _ = limit_stalls(&stream, STALL_TIME);
-        let connection = Arc::new(Connection::new(stream));
+        let connection = Arc::new(ClientConnection::new(stream));
         let (asked, service) = (Arc::clone(&connection), TowerToHyperService::new(router.clone()));
         let service = service_fn(move |request: Request<Incoming>| {
             asked.begin(request.version());
@@ -169,7 +169,7 @@ async fn serve(listener: tokio::net::TcpListener, router: Router, limits: Limits
 #[derive(Debug)]
 struct OpenConnections {
     limits: Limits,
-    connections: Vec<(Arc<Connection>, AbortHandle)>,
+    connections: Vec<(Arc<ClientConnection>, AbortHandle)>,
 }
 
 impl OpenConnections {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::output::PipeReaders;
 use super::report::{ERROR_FILE_VARIABLE, FailureReport, ReportFile, in_order};
-use super::signals::{Inbox, StopRequest, process_end};
+use super::signals::{SignalInbox, StopRequest, process_end};
 use super::way_on::OnStop;
 use super::worker::{Inherited, LaunchOptions, Rendezvous, worker_command};
 use crate::console;
@@ -111,7 +111,7 @@ impl Workers {
     }
 
     /// Waits for all workers; true if a second request ended them.
-    pub(super) fn wait(&mut self, inbox: &mut Inbox, on_stop: OnStop) -> bool {
+    pub(super) fn wait(&mut self, inbox: &mut SignalInbox, on_stop: OnStop) -> bool {
         let mut failed_at: Option<Instant> = None;
         while self.running().next().is_some() {
             let left = failed_at.map_or(LOOK, |at| self.grace().saturating_sub(at.elapsed()).min(LOOK));

@@ -172,7 +172,7 @@ pub(super) fn process_end(pid: u32) -> Result<OwnedFd> {
 /// Receives this process's forwarded signals until dropped. After a request the process is about to end: what belongs to that request has
 /// still no effect, and a later signal has its default action.
 #[derive(Debug)]
-pub(super) struct Inbox {
+pub(super) struct SignalInbox {
     pipe: UnixStream,
     before: Vec<(i32, libc::sigaction)>,
 }
@@ -207,7 +207,7 @@ fn put(descriptor: &AtomicI32, byte: u8) {
     }
 }
 
-impl Inbox {
+impl SignalInbox {
     pub(super) fn open() -> Result<Self> {
         let _one = OPEN.lock();
         let failed = |error: std::io::Error| Error::Environment { message: format!("signal pipe: {error}") };
@@ -235,7 +235,7 @@ impl Inbox {
     }
 }
 
-impl Drop for Inbox {
+impl Drop for SignalInbox {
     fn drop(&mut self) {
         let is_requested = FIRST.load(Ordering::Relaxed) != 0;
         for (signal, action) in self.before.iter().filter(|_| !is_requested) {
@@ -275,7 +275,7 @@ mod tests {
     /// `timeout` and schedulers send several signals, of which one may come when the launch is over.
     #[test]
     fn a_signal_of_the_same_request_is_no_end_behind_the_inbox() {
-        let mut inbox = Inbox::open().unwrap();
+        let mut inbox = SignalInbox::open().unwrap();
         // SAFETY: the handler is this module's.
         unsafe { libc::raise(libc::SIGTERM) };
         assert_eq!(inbox.wait(std::iter::empty(), Duration::ZERO), [StopRequest::First(libc::SIGTERM)]);

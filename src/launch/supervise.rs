@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::group::{AttemptOutcome, Workers};
 use super::output::PipeReaders;
-use super::signals::Inbox;
+use super::signals::SignalInbox;
 use super::way_on;
 use super::worker::LaunchOptions;
 use crate::checkpoint;
@@ -31,7 +31,7 @@ pub fn run(options: &LaunchOptions) -> ExitCode {
 
 fn launch(options: &LaunchOptions) -> Result<ExitCode> {
     options.check()?;
-    let mut inbox = Inbox::open()?;
+    let mut inbox = SignalInbox::open()?;
     let mut options = options.clone();
     let before = saved(&options)?;
     for num_restarts in 0.. {
@@ -59,7 +59,7 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
 }
 
 /// All workers, once.
-fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> Result<AttemptOutcome> {
+fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut SignalInbox) -> Result<AttemptOutcome> {
     let mut output = PipeReaders::default();
     let mut workers = Workers::start(options, num_restarts, &mut output)?;
     let interrupted = workers.wait(inbox, options.on_stop);
@@ -95,7 +95,7 @@ fn saved(options: &LaunchOptions) -> Result<Vec<(PathBuf, SystemTime)>> {
 }
 
 /// Waits until nobody holds memory of the GPUs that the workers will take. Returns whether a signal ended the wait.
-fn wait_for_gpus(inbox: &mut Inbox) -> Result<bool> {
+fn wait_for_gpus(inbox: &mut SignalInbox) -> Result<bool> {
     let deadline = Instant::now() + GPU_PATIENCE;
     loop {
         match cuda::require_free() {

@@ -10,12 +10,12 @@ use crate::model::{LoraSpec, ParamTable};
 pub struct NetworkPlan {
     nodes: usize,
     gigabytes_per_second: f64,
-    flows: Vec<Flow>,
+    flows: Vec<NetworkFlow>,
 }
 
 /// One kind of traffic.
 #[derive(Debug, Clone, PartialEq)]
-struct Flow {
+struct NetworkFlow {
     what: &'static str,
     when: &'static str,
     bytes: f64,
@@ -50,7 +50,7 @@ impl NetworkPlan {
         let trained_stage = if adapters.is_some() { stage.min(2) } else { stage };
         let is_sharded = shards > world.local_ranks && stage == 3 && config.quantization == Quantization::None;
         let mut flows = Vec::new();
-        let mut add = |what, when, bytes| flows.push(Flow { what, when, bytes });
+        let mut add = |what, when, bytes| flows.push(NetworkFlow { what, when, bytes });
         if shards > world.local_ranks {
             let (sums, when) = match trained_stage {
                 0 => (2.0, "an update, beside backward"),
@@ -85,7 +85,7 @@ impl NetworkPlan {
 impl fmt::Display for NetworkPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "network: {} nodes, {} GB/s out of each", self.nodes, self.gigabytes_per_second)?;
-        for Flow { what, when, bytes } in &self.flows {
+        for NetworkFlow { what, when, bytes } in &self.flows {
             let gigabytes = bytes / 1e9;
             let seconds = gigabytes / self.gigabytes_per_second;
             write!(f, "\n  {what}: {gigabytes:.2} GB from each node {when}: {seconds:.3} s")?;

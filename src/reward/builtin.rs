@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 
 /// Columns or settings that a built-in reward requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Needs {
+enum RequiredColumns {
     /// No column.
     Nothing,
     /// The reference answer.
@@ -22,7 +22,7 @@ enum Needs {
 }
 
 /// Compares a completion's answer, which a pattern finds, with a column of the row.
-type Comparison = fn(&str, Option<&Regex>, &Map<String, Value>, &str) -> Result<f32>;
+type AnswerComparison = fn(&str, Option<&Regex>, &Map<String, Value>, &str) -> Result<f32>;
 
 /// The code that scores a built-in reward.
 enum Scorer {
@@ -35,19 +35,19 @@ enum Scorer {
 /// A built-in reward.
 struct Builtin {
     name: &'static str,
-    needs: Needs,
+    needs: RequiredColumns,
     /// Whether it says that a completion is right, not only how it is given.
     is_judge: bool,
     scorer: Scorer,
 }
 
-const fn row(name: &'static str, needs: Needs, is_judge: bool, scorer: Scorer) -> Builtin {
+const fn row(name: &'static str, needs: RequiredColumns, is_judge: bool, scorer: Scorer) -> Builtin {
     Builtin { name, needs, is_judge, scorer }
 }
 
 /// Every built-in reward.
 const BUILTIN: &[Builtin] = {
-    use Needs::{Answer, Nothing, Tests};
+    use RequiredColumns::{Answer, Nothing, Tests};
     use Scorer::{Function, Process};
     &[
         row("format", Nothing, false, Function(format_reward)),
@@ -91,9 +91,9 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// The column that a built-in reward cannot do without; none for other names.
 pub(super) fn required_column<'a>(name: &str, settings: &'a RewardConfig) -> Option<&'a str> {
     match needs(name) {
-        Needs::Nothing => None,
-        Needs::Answer => Some(&settings.answer_column),
-        Needs::Tests => Some(&settings.code.tests_column),
+        RequiredColumns::Nothing => None,
+        RequiredColumns::Answer => Some(&settings.answer_column),
+        RequiredColumns::Tests => Some(&settings.code.tests_column),
     }
 }
 
@@ -110,11 +110,11 @@ pub(super) fn is_capped(name: &str) -> bool {
 
 /// Whether a built-in reward of this name compares answers.
 pub(super) fn compares_answers(name: &str) -> bool {
-    is_judge(name) && needs(name) == Needs::Answer
+    is_judge(name) && needs(name) == RequiredColumns::Answer
 }
 
-fn needs(name: &str) -> Needs {
-    find(name).map_or(Needs::Nothing, |row| row.needs)
+fn needs(name: &str) -> RequiredColumns {
+    find(name).map_or(RequiredColumns::Nothing, |row| row.needs)
 }
 
 fn find(name: &str) -> Option<&'static Builtin> {
@@ -149,7 +149,7 @@ fn format_reward(settings: &RewardConfig) -> Result<RewardFunction> {
 }
 
 /// A comparison of the completion's answer with the row's.
-fn comparison(compare: Comparison, settings: &RewardConfig) -> Result<RewardFunction> {
+fn comparison(compare: AnswerComparison, settings: &RewardConfig) -> Result<RewardFunction> {
     let pattern = answer_pattern(settings)?;
     let column = settings.answer_column.clone();
     Ok(Arc::new(move |input| compare(input.completion, pattern.as_ref(), input.columns, &column)))

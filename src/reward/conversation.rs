@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::failures::{FailureKind, RewardFailure};
-use super::protocol::{Reply, ScoreResults, excerpt};
+use super::protocol::{RewardReply, ScoreResults, excerpt};
 use super::service::RewardService;
 use super::state::{PoolShared, ScoringJob};
 use super::worker::RewardWorker;
@@ -169,7 +169,7 @@ impl<'a> WorkerConversation<'a> {
         }
         // All that has come is read before anything is booked: a second answer may be among it.
         while let Some(frame) = reply {
-            let parsed = Reply::parse(&frame).map_err(|failure| blame_last(answers, failure))?;
+            let parsed = RewardReply::parse(&frame).map_err(|failure| blame_last(answers, failure))?;
             if parsed.id.is_none() && !self.service.program.is_ours && self.open.len() == 1 {
                 return Err((self.hear_last(worker, parsed, answers), true));
             }
@@ -183,7 +183,7 @@ impl<'a> WorkerConversation<'a> {
     /// Finds the request that a reply answers.
     fn sort(
         &mut self,
-        reply: Reply,
+        reply: RewardReply,
         frame: &[u8],
         answers: &mut Vec<AnsweredRequest>,
     ) -> Result<(), (WorkerLoss, bool)> {
@@ -213,7 +213,12 @@ impl<'a> WorkerConversation<'a> {
     }
 
     /// Books a reply that does not say which request it answers: it is that to the open one if the worker writes nothing more.
-    fn hear_last(&mut self, worker: RewardWorker, reply: Reply, answers: &mut Vec<AnsweredRequest>) -> WorkerLoss {
+    fn hear_last(
+        &mut self,
+        worker: RewardWorker,
+        reply: RewardReply,
+        answers: &mut Vec<AnsweredRequest>,
+    ) -> WorkerLoss {
         let open = self.open.remove(0);
         if !self.service.has_no_ids.swap(true, Ordering::Relaxed) {
             let reward = &*self.service.name;

@@ -19,7 +19,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// A service over HTTP.
-pub(super) struct Endpoint {
+pub(super) struct ServiceEndpoint {
     /// Place of this reward among all.
     index: usize,
     name: String,
@@ -51,7 +51,7 @@ enum AttemptFailure {
     Final(RewardFailure),
 }
 
-impl Endpoint {
+impl ServiceEndpoint {
     /// The service that `rewards.NAME.url` names.
     ///
     /// # Errors

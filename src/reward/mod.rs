@@ -92,6 +92,6 @@ pub fn answer_reader(name: &str, config: &RewardConfig) -> Result<Option<impl Fn
 /// # Errors
 /// What is wrong with it, or the reward's error.
 pub fn check_reply(frame: &[u8], num_completions: usize) -> std::result::Result<(), String> {
-    let scores = protocol::Reply::parse(frame).and_then(|reply| reply.scores(num_completions));
+    let scores = protocol::RewardReply::parse(frame).and_then(|reply| reply.scores(num_completions));
     scores.map(drop).map_err(|failure| failure.cause)
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::endpoint::Endpoint;
+use super::endpoint::ServiceEndpoint;
 use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
 use super::service::RewardService;
 use super::source::{RewardSource, RewardSources};
@@ -364,7 +364,7 @@ impl RewardPool {
             start(own, service.num_workers, RewardService::serve)?;
         }
         for (own, endpoint) in self.shared.endpoints.iter().enumerate() {
-            start(own, endpoint.concurrency, |shared, own| Endpoint::serve(shared, own))?;
+            start(own, endpoint.concurrency, |shared, own| ServiceEndpoint::serve(shared, own))?;
         }
         Ok(())
     }

@@ -61,7 +61,7 @@ pub(super) struct CodeRequest {
 /// Either a reward for each completion or an error.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Reply {
+pub(super) struct RewardReply {
     /// The request's. A command may leave it out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<u64>,
@@ -157,7 +157,7 @@ fn state_of(completion: &Trajectory) -> Option<EnvironmentState<'_>> {
     end.state.as_ref().map(|state| EnvironmentState { folder: &end.folder, state })
 }
 
-impl Reply {
+impl RewardReply {
     /// The reply to a request that cannot be served.
     pub fn error(id: Option<u64>, message: String) -> Self {
         Self { id, rewards: None, error: Some(message) }
@@ -238,7 +238,7 @@ pub(super) fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
 }
 
 /// A worker's own reply.
-pub(super) fn write_frame(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
+pub(super) fn write_frame(output: &mut impl Write, reply: &RewardReply) -> io::Result<()> {
     output.write_all(&frame(reply))?;
     output.flush()
 }
@@ -254,12 +254,12 @@ mod tests {
     use super::*;
 
     fn read(frame: &[u8], num_completions: usize) -> Result<ScoreResults, RewardFailure> {
-        Reply::parse(frame)?.scores(num_completions)
+        RewardReply::parse(frame)?.scores(num_completions)
     }
 
     #[test]
     fn only_what_the_schema_says_is_a_reply() {
-        assert_eq!(Reply::parse(br#"{"id": 7, "rewards": [1.0]}"#).unwrap().id, Some(7));
+        assert_eq!(RewardReply::parse(br#"{"id": 7, "rewards": [1.0]}"#).unwrap().id, Some(7));
         let scores = read(br#"{"rewards": [0.5, null, "nan", 1e300]}"#, 4).unwrap();
         assert_eq!(scores[..2], [Ok(Score::Value(0.5)), Ok(Score::NotApplicable)]);
         for score in &scores[2..] {

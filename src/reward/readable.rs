@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::RewardPool;
 use super::failures::Score;
 use super::grading::Grading;
-use super::protocol::{Reply, TextRequest, frame};
+use super::protocol::{RewardReply, TextRequest, frame};
 use super::source::math_verify;
 use super::verdict::Verdict;
 use super::worker::{Program, RewardWorker};
@@ -43,7 +43,8 @@ impl RewardPool {
                 Err(_) => unreadable.push(place),
             }
         }
-        let mut asked = Reader { program: math_verify(reward, &verdict.readable(), verdict.settings()), worker: None };
+        let mut asked =
+            AnswerReader { program: math_verify(reward, &verdict.readable(), verdict.settings()), worker: None };
         for part in open.chunks(NUM_IN_REQUEST) {
             let said = asked.ask(part.iter().map(|(_, reference)| reference.as_str()).collect())?;
             let found = part.iter().zip(said).filter(|(_, is_readable)| !is_readable);
@@ -55,12 +56,12 @@ impl RewardPool {
 }
 
 /// A worker that tells which answers can be read, while there is one.
-struct Reader {
+struct AnswerReader {
     program: Program,
     worker: Option<RewardWorker>,
 }
 
-impl Reader {
+impl AnswerReader {
     /// Whether each of these can be read; all of them where the worker does not tell.
     fn ask(&mut self, references: Vec<&str>) -> Result<Vec<bool>> {
         let num_references = references.len();
@@ -76,7 +77,7 @@ impl Reader {
             said = worker.receive(Instant::now() + LOOK);
         }
         let frame = said.and_then(|reply| reply.ok_or_else(|| worker.overdue()));
-        match frame.and_then(|frame| Reply::parse(&frame)?.scores(num_references)) {
+        match frame.and_then(|frame| RewardReply::parse(&frame)?.scores(num_references)) {
             Ok(scores) => {
                 self.worker = Some(worker);
                 let is_readable = |score: Result<Score, _>| !score.is_ok_and(|score| score.value() == Some(0.0));

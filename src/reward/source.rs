@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use super::code::{self, SANDBOX_COMMAND};
-use super::endpoint::Endpoint;
+use super::endpoint::ServiceEndpoint;
 use super::grading::Grading;
 use super::protocol::{MAX_REPLY_BYTES, VERDICT_COLUMN};
 use super::service::RewardService;
@@ -28,7 +28,7 @@ pub(super) enum RewardSource {
     /// Processes.
     Service(RewardService),
     /// A service over HTTP.
-    Endpoint(Box<Endpoint>),
+    Endpoint(Box<ServiceEndpoint>),
 }
 
 /// The rewards that entries of `key` may name.
@@ -51,7 +51,7 @@ impl RewardSources<'_> {
             return Ok(RewardSource::Function(Arc::clone(function)));
         }
         if let Some(reward) = self.processes.get(entry).filter(|reward| reward.url.is_some()) {
-            return Endpoint::new(entry, index, reward, self.settings)
+            return ServiceEndpoint::new(entry, index, reward, self.settings)
                 .map(|endpoint| RewardSource::Endpoint(Box::new(endpoint)));
         }
         if let Some(reward) = self.processes.get(entry) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::RewardFunction;
-use super::endpoint::Endpoint;
+use super::endpoint::ServiceEndpoint;
 use super::failures::{FailureKind, RewardFailure, RewardFailures, Score};
 use super::service::RewardService;
 use crate::config::RewardBatch;
@@ -28,7 +28,7 @@ pub(super) struct PoolShared {
     /// Rewards in processes of their own.
     pub services: Vec<RewardService>,
     /// Rewards of services over HTTP.
-    pub endpoints: Vec<Endpoint>,
+    pub endpoints: Vec<ServiceEndpoint>,
     pub state: Mutex<PoolState>,
     /// Signalled when work arrives, is done, or the pool closes.
     pub changed: Condvar,

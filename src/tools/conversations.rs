@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::process::ToolProcess;
 use super::stats::{SessionCosts, ToolStats};
 use crate::config::{AutoOr, Config, ToolCallParser};
-use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, Turns, open_thought};
+use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, TurnContext, open_thought};
 use crate::error::{Error, Result};
 use crate::types::{EnvironmentEnd, FinishReason, Prompt, Trajectory};
 
@@ -91,7 +91,7 @@ struct Opening {
 
 /// A trajectory that is not at its end.
 #[derive(Debug, Default)]
-struct Conversation {
+struct OpenTrajectory {
     /// The trajectory's number in the tools' process.
     number: u64,
     /// The name of the trajectory's environment.
@@ -109,7 +109,7 @@ struct Conversation {
 #[derive(Debug)]
 pub struct Conversations {
     pub(super) process: ToolProcess,
-    turns: Turns,
+    turns: TurnContext,
     tokenizer: Arc<Tokenizer>,
     parser: ToolCallParser,
     /// Whether the parser needs to see special tokens.
@@ -118,7 +118,7 @@ pub struct Conversations {
     max_iterations: usize,
     max_response_length: usize,
     limits: TurnLimits,
-    open: HashMap<TrajectoryKey, Conversation>,
+    open: HashMap<TrajectoryKey, OpenTrajectory>,
     opening: HashMap<GroupKey, Opening>,
     /// Ends of trajectories, and prompts with what environments added, of groups that wait for a later rollout.
     ended: HashMap<TrajectoryKey, EpisodeEnd>,
@@ -159,7 +159,7 @@ impl Conversations {
         })?;
         let kwargs: &Map<String, Value> = &config.data.chat_template_kwargs.0;
         let turns =
-            Turns::probe(Arc::clone(tokenizer), eos_token_ids, process.schemas().of_any(), kwargs, Reply::Tool)?;
+            TurnContext::probe(Arc::clone(tokenizer), eos_token_ids, process.schemas().of_any(), kwargs, Reply::Tool)?;
         Ok(Self {
             process,
             turns,
@@ -200,7 +200,7 @@ impl Conversations {
         let row = schemas.reset_columns(&prompt.columns);
         for sample in 0..num_samples {
             let key = TrajectoryKey { group, sample };
-            let conversation = Conversation { environment: Some(name.to_owned()), ..self.fresh() };
+            let conversation = OpenTrajectory { environment: Some(name.to_owned()), ..self.fresh() };
             self.asked.insert(self.process.open(conversation.number, name, &row), Asked::Open(key));
             self.open.insert(key, conversation);
         }
@@ -300,9 +300,9 @@ impl Conversations {
     }
 
     /// A conversation that begins.
-    fn fresh(&mut self) -> Conversation {
+    fn fresh(&mut self) -> OpenTrajectory {
         self.num_trajectories += 1;
-        Conversation { number: self.num_trajectories, ..Conversation::default() }
+        OpenTrajectory { number: self.num_trajectories, ..OpenTrajectory::default() }
     }
 
     /// Text of a turn, with special tokens where the parser needs them.

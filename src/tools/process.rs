@@ -30,7 +30,7 @@ const SPARE_BYTES: usize = 1 << 10;
 
 /// The server's first reply: what it loaded, or why it could not.
 #[derive(Debug, Deserialize)]
-struct Loaded {
+struct LoadReply {
     #[serde(default)]
     tools: Value,
     #[serde(default)]
@@ -199,7 +199,8 @@ impl ToolProcess {
         let origin = Origin::Key(key.to_owned(), named.clone());
         let program = Program { command, is_ours: false, origin, max_reply_bytes: MAX_REPLY_BYTES };
         let worker = ToolWorker::start(program, name, timeout, &refuse)?;
-        let mut loaded: Loaded = serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
+        let mut loaded: LoadReply =
+            serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
         if let Some(cause) = &loaded.error {
             return Err(refuse(cause));
         }
@@ -211,7 +212,7 @@ impl ToolProcess {
         Ok(Some(Self::new(config, (worker, own), loaded)))
     }
 
-    fn new(config: &Config, (functions, interpreters): (ToolWorker, Option<ToolWorker>), loaded: Loaded) -> Self {
+    fn new(config: &Config, (functions, interpreters): (ToolWorker, Option<ToolWorker>), loaded: LoadReply) -> Self {
         let factories = &config.tools.environment_factory.0;
         let class = |(name, loaded): (&String, &LoadedEnvironment)| {
             let place = factories[name].rsplit_once(':').map_or("", |(place, _)| place);
@@ -382,7 +383,7 @@ impl SharedTurn {
     }
 }
 
-impl Loaded {
+impl LoadReply {
     /// Adds a tool at its place among those of all rows.
     fn add(&mut self, place: usize, schema: &Value) -> Result<(), String> {
         let of_environments = self.environments.values_mut().map(|environment| &mut environment.tools);

@@ -131,14 +131,14 @@ fn tools_file(folder: &tempfile::TempDir) -> PathBuf {
 }
 
 /// Conversations with the tools above, by a tokenizer of bytes.
-struct Played {
+struct PlayedConversations {
     conversations: Conversations,
     tokenizer: Arc<Tokenizer>,
     eos: u32,
     _folder: tempfile::TempDir,
 }
 
-impl Played {
+impl PlayedConversations {
     fn new(more: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let file = tools_file(&folder);
@@ -196,12 +196,16 @@ fn answered(content: &str) -> String {
 }
 
 /// An episode with the row's columns: what opening it and each of the turns led to, up to the end.
-fn episode(played: &mut Played, columns: Value, turns: &[&str]) -> (Option<Prompt>, Vec<String>, EpisodeEnd) {
+fn episode(
+    played: &mut PlayedConversations,
+    columns: Value,
+    turns: &[&str],
+) -> (Option<Prompt>, Vec<String>, EpisodeEnd) {
     let columns = Arc::new(columns.as_object().unwrap().clone());
     let prompt = Prompt { id: 0, text: "go".into(), token_ids: vec![1], columns };
     let key = TrajectoryKey { group: GROUP, sample: 0 };
     played.conversations.open(GROUP, &prompt, 1).unwrap();
-    let next = |played: &mut Played| loop {
+    let next = |played: &mut PlayedConversations| loop {
         if let Some((found, outcome)) = played.conversations.poll(Duration::from_secs(60), |_| true).unwrap().pop() {
             assert_eq!(found, key);
             return outcome;
@@ -226,7 +230,7 @@ fn episode(played: &mut Played, columns: Value, turns: &[&str]) -> (Option<Promp
 
 #[test]
 fn an_environment_lives_through_its_trajectory_and_is_reset_for_the_next() {
-    let mut played = Played::new(&["environment", "reward_funcs=mine.py:tone"]);
+    let mut played = PlayedConversations::new(&["environment", "reward_funcs=mine.py:tone"]);
     let names: Vec<&Value> = played
         .conversations
         .process
@@ -266,7 +270,7 @@ fn an_environment_lives_through_its_trajectory_and_is_reset_for_the_next() {
 
 #[test]
 fn an_environment_that_is_lost_costs_its_own_trajectory_alone() {
-    let mut played = Played::new(&["environment", "tool_timeout_s=2"]);
+    let mut played = PlayedConversations::new(&["environment", "tool_timeout_s=2"]);
     let prompt = json!([{"role": "user", "content": "go"}]);
     for (start, turn, failure) in [
         (1, call("freeze", json!({})), "no answer within 2 s"),
@@ -319,7 +323,7 @@ fn tools_that_cannot_be_served_are_refused_with_the_reason() {
 
 #[test]
 fn calls_are_answered_in_their_order_and_the_next_turn_begins() {
-    let mut played = Played::new(&["tool_workers=2"]);
+    let mut played = PlayedConversations::new(&["tool_workers=2"]);
     let calls =
         [call("add", json!({"a": 3, "b": 4})), call("later", json!({"text": "é"})), call("add", json!({"a": 1}))];
     let mut trajectory = Trajectory::default();
@@ -353,7 +357,7 @@ fn calls_are_answered_in_their_order_and_the_next_turn_begins() {
 /// A thought is told from a call in the first turn, whose prompt may have opened it, and in later ones, whose context may have.
 #[test]
 fn calls_within_thoughts_are_not_made() {
-    let mut played = Played::new(&[]);
+    let mut played = PlayedConversations::new(&[]);
     let prompt = played.tokenizer.encode("go<think>\n", false).unwrap();
     let thought = format!("I could {}", call("add", json!({"a": 5})));
     let mut only = Trajectory::default();
@@ -372,7 +376,7 @@ fn calls_within_thoughts_are_not_made() {
 
 #[test]
 fn what_goes_wrong_is_told_to_the_model_and_counted() {
-    let mut played = Played::new(&["tool_timeout_s=2"]);
+    let mut played = PlayedConversations::new(&["tool_timeout_s=2"]);
     for (turn, part) in [
         (call("nope", json!({})), "{'error': 'Tool nope not found.'}"),
         (call("fail", json!({"why": "a \"reason\""})), r#"{'error': 'a "reason"'}"#),
@@ -395,14 +399,14 @@ fn what_goes_wrong_is_told_to_the_model_and_counted() {
 fn limits_end_a_trajectory_as_trl_does() {
     // The answer does not fit: it is dropped, and the trajectory ends as it is.
     let turn = call("later", json!({"text": "ab"}));
-    let len_of = |played: &Played| played.tokenizer.encode(&turn, false).unwrap().len() + 1;
-    let mut played = Played::new(&["max_completion_length=2000"]);
+    let len_of = |played: &PlayedConversations| played.tokenizer.encode(&turn, false).unwrap().len() + 1;
+    let mut played = PlayedConversations::new(&["max_completion_length=2000"]);
     let mut trajectory = Trajectory::default();
     played.say(&mut trajectory, &turn);
     let TurnOutcome::Continues(context) = played.outcome(&trajectory) else { panic!("it ended") };
     let whole = len_of(&played) + context.len();
     for (limit, fits) in [(whole, true), (whole - 1, false)] {
-        let mut played = Played::new(&[&format!("max_completion_length={limit}")]);
+        let mut played = PlayedConversations::new(&[&format!("max_completion_length={limit}")]);
         match played.outcome(&trajectory) {
             TurnOutcome::Continues(again) => assert!(fits && again == context),
             opened @ TurnOutcome::Opened(_) => panic!("{opened:?}"),
@@ -413,7 +417,7 @@ fn limits_end_a_trajectory_as_trl_does() {
         }
     }
     // The second turn's calls are not answered.
-    let mut played = Played::new(&["max_tool_calling_iterations=1", "max_tool_response_length=6"]);
+    let mut played = PlayedConversations::new(&["max_tool_calling_iterations=1", "max_tool_response_length=6"]);
     let context = played.context(&call("later", json!({"text": "abcdef"})));
     assert!(context.contains("tool\nabc...(truncated)...def<|im_end|>"), "{context}");
     trajectory.push_context(&[1], 3);
@@ -421,7 +425,7 @@ fn limits_end_a_trajectory_as_trl_does() {
     let TurnOutcome::Ended(EpisodeEnd { messages, .. }) = played.outcome(&trajectory) else { panic!("it goes on") };
     assert_eq!(messages.len(), 3, "{messages:?}");
     // A turn that a length limit cut off is the last one.
-    let mut played = Played::new(&[]);
+    let mut played = PlayedConversations::new(&[]);
     let mut trajectory = Trajectory::default();
     played.say(&mut trajectory, &turn);
     trajectory.finish_reason = Some(FinishReason::Length);
@@ -433,7 +437,7 @@ fn limits_end_a_trajectory_as_trl_does() {
 #[test]
 fn an_answer_far_too_long_is_not_tokenized_to_its_end() {
     for words in [20_000, 200_000] {
-        let mut played = Played::new(&["max_completion_length=2000"]);
+        let mut played = PlayedConversations::new(&["max_completion_length=2000"]);
         let mut trajectory = Trajectory::default();
         played.say(&mut trajectory, &call("flood", json!({"words": words})));
         let before = ENCODED_BYTES.get();

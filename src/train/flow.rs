@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use super::state_layout::{Cells, Run, StateForm, StateLayout, StatePart};
+use super::state_layout::{Cells, StateForm, StateLayout, StatePart, StateRun};
 use crate::error::{Error, Result};
 use crate::memory::{HostPool, PendingCopy};
 
@@ -18,28 +18,28 @@ const ALIGNMENT_BYTES: usize = 256;
 
 /// When within a unit's step a piece is stepped. Muon needs the momentum of whole matrices before it steps their master weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Pass {
+pub(super) enum StatePass {
     Moments,
     Master,
 }
 
 /// State of some consecutive elements of what this rank owns of a unit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct StatePiece {
     pub index: usize, // of the unit
-    pub pass: Pass,
+    pub pass: StatePass,
     pub form: StateForm,
     pub elements: Range<usize>, // of the owned part
     pub cells: Vec<Cells>,      // of every part that the pass needs
 }
 
 /// Steps a piece, given its tensors.
-pub(super) type StepPiece<'a> = dyn FnMut(&Piece, Vec<Tensor>) -> Result<()> + 'a;
+pub(super) type StepPiece<'a> = dyn FnMut(&StatePiece, Vec<Tensor>) -> Result<()> + 'a;
 
 /// An update's passage through the buckets. Until it is finished, its pieces are stepped in order.
 #[derive(Debug)]
-pub(super) struct Flow {
-    pieces: Vec<Piece>,
+pub(super) struct StateStream {
+    pieces: Vec<StatePiece>,
     next: usize,     // piece to step
     arriving: usize, // piece to fetch
     buckets: Vec<Bucket>,
@@ -51,11 +51,12 @@ struct Bucket {
     copies: Vec<PendingCopy>, // under way: in before the step, out after it
 }
 
-impl Flow {
+impl StateStream {
     /// Starts copies of the first pieces.
     pub(super) fn start(pool: &HostPool, layout: &StateLayout, bucket_len: usize, device: Device) -> Result<Self> {
-        let pieces: Vec<Piece> = (0..layout.num_units()).flat_map(|index| pieces(layout, index, bucket_len)).collect();
-        let bytes = pieces.iter().map(Piece::bytes).max().unwrap_or(0) as i64;
+        let pieces: Vec<StatePiece> =
+            (0..layout.num_units()).flat_map(|index| pieces(layout, index, bucket_len)).collect();
+        let bytes = pieces.iter().map(StatePiece::bytes).max().unwrap_or(0) as i64;
         let bucket = || Ok(Bucket { memory: Tensor::f_empty([bytes], (Kind::Uint8, device))?, copies: Vec::new() });
         let buckets = (0..NUM_BUCKETS).map(|_| bucket()).collect::<Result<_>>()?;
         let mut flow = Self { pieces, next: 0, arriving: 0, buckets };
@@ -69,7 +70,7 @@ impl Flow {
     pub(super) fn step(
         &mut self,
         pool: &mut HostPool,
-        (index, pass): (usize, Pass),
+        (index, pass): (usize, StatePass),
         step: &mut StepPiece<'_>,
     ) -> Result<()> {
         while self.pieces.get(self.next).is_some_and(|piece| (piece.index, piece.pass) == (index, pass)) {
@@ -114,7 +115,7 @@ impl Flow {
 
 impl Bucket {
     /// A piece's tensors, one behind the other.
-    fn tensors(&self, piece: &Piece) -> Vec<Tensor> {
+    fn tensors(&self, piece: &StatePiece) -> Vec<Tensor> {
         let mut start = 0;
         let views = piece.cells.iter().map(|cells| {
             let place = Cells { kind: cells.kind, bytes: start..start + cells.bytes.len() };
@@ -125,11 +126,11 @@ impl Bucket {
     }
 }
 
-impl Piece {
-    fn new(layout: &StateLayout, index: usize, pass: Pass, run: &Run, elements: Range<usize>) -> Self {
+impl StatePiece {
+    fn new(layout: &StateLayout, index: usize, pass: StatePass, run: &StateRun, elements: Range<usize>) -> Self {
         let parts = match (run.form, pass) {
-            (StateForm::Muon, Pass::Moments) => &[StatePart::M],
-            (StateForm::Muon, Pass::Master) => &[StatePart::Master],
+            (StateForm::Muon, StatePass::Moments) => &[StatePart::M],
+            (StateForm::Muon, StatePass::Master) => &[StatePart::Master],
             (StateForm::Adam | StateForm::Adam8bit, _) => run.form.parts(),
         };
         let cells = parts.iter().map(|&part| layout.cells(run, &elements, part)).collect();
@@ -143,18 +144,18 @@ impl Piece {
 }
 
 /// A unit's state in pieces of at most `len` elements, in the order in which they are stepped.
-pub(super) fn pieces(layout: &StateLayout, index: usize, len: usize) -> Vec<Piece> {
-    let pass = |pass: Pass| {
+pub(super) fn pieces(layout: &StateLayout, index: usize, len: usize) -> Vec<StatePiece> {
+    let pass = |pass: StatePass| {
         let runs = layout.runs(index).iter();
-        let runs = runs.filter(move |run| pass == Pass::Moments || run.form == StateForm::Muon);
+        let runs = runs.filter(move |run| pass == StatePass::Moments || run.form == StateForm::Muon);
         runs.flat_map(move |run| {
             let Range { start, end } = run.elements;
             (start..end)
                 .step_by(len)
-                .map(move |first| Piece::new(layout, index, pass, run, first..end.min(first.saturating_add(len))))
+                .map(move |first| StatePiece::new(layout, index, pass, run, first..end.min(first.saturating_add(len))))
         })
     };
-    pass(Pass::Moments).chain(pass(Pass::Master)).collect()
+    pass(StatePass::Moments).chain(pass(StatePass::Master)).collect()
 }
 
 /// Bytes of the buckets on the device.
@@ -191,11 +192,11 @@ mod tests {
             let mut pool = pool(&layout);
             let state = Tensor::randint(256, [layout.bytes() as i64], (Kind::Uint8, Device::Cpu));
             pool.copy_from(0, &state).unwrap();
-            let mut flow = Flow::start(&pool, &layout, bucket_len, Device::Cpu).unwrap();
+            let mut flow = StateStream::start(&pool, &layout, bucket_len, Device::Cpu).unwrap();
             for (index, pass) in
-                (0..layout.num_units()).flat_map(|index| [(index, Pass::Moments), (index, Pass::Master)])
+                (0..layout.num_units()).flat_map(|index| [(index, StatePass::Moments), (index, StatePass::Master)])
             {
-                let mut step = |piece: &Piece, tensors: Vec<Tensor>| {
+                let mut step = |piece: &StatePiece, tensors: Vec<Tensor>| {
                     assert!(piece.elements.len() <= bucket_len && tensors.len() == piece.cells.len());
                     for (tensor, cells) in tensors.iter().zip(&piece.cells) {
                         assert_eq!((tensor.kind(), tensor.numel()), (cells.kind, cells.num_values()));
@@ -216,8 +217,8 @@ mod tests {
     fn units_out_of_order_are_refused() {
         for layout in layouts() {
             let mut pool = pool(&layout);
-            let mut flow = Flow::start(&pool, &layout, 1024, Device::Cpu).unwrap();
-            assert!(flow.step(&mut pool, (1, Pass::Moments), &mut |_, _| Ok(())).is_err());
+            let mut flow = StateStream::start(&pool, &layout, 1024, Device::Cpu).unwrap();
+            assert!(flow.step(&mut pool, (1, StatePass::Moments), &mut |_, _| Ok(())).is_err());
         }
     }
 }

@@ -21,13 +21,13 @@ pub(super) struct LoadBalance {
     /// Sequences that have each row.
     repeats: Tensor, // [T, 1]
     num_rows: f64,
-    sums: RefCell<Option<Sums>>,
+    sums: RefCell<Option<RouterSums>>,
     /// The gradient of a row's probabilities, of a row that one sequence has.
     slope: RefCell<Option<Tensor>>, // [1, E]
 }
 
 #[derive(Debug)]
-struct Sums {
+struct RouterSums {
     chosen: Tensor, // [1, E]
     probs: Tensor,  // [1, E]
 }
@@ -45,7 +45,7 @@ impl LoadBalance {
     /// The loss of what was observed, a scalar.
     pub(super) fn value(&self) -> Result<Tensor> {
         let sums = self.sums.borrow();
-        let Sums { chosen, probs } = sums.as_ref().expect("a layer with experts was observed");
+        let RouterSums { chosen, probs } = sums.as_ref().expect("a layer with experts was observed");
         let product = chosen.f_mul(probs)?.f_sum(probs.kind())?;
         Ok(product.f_mul(&scalar(chosen.size()[1] as f64 / self.num_rows.powi(2)))?)
     }
@@ -53,7 +53,7 @@ impl LoadBalance {
     /// Sets the gradient of the whole loss with respect to this one.
     pub(super) fn set_gradient(&self, gradient: f64) -> Result<()> {
         let sums = self.sums.borrow();
-        let Sums { chosen, .. } = sums.as_ref().expect("a layer with experts was observed");
+        let RouterSums { chosen, .. } = sums.as_ref().expect("a layer with experts was observed");
         let factor = gradient * chosen.size()[1] as f64 / self.num_rows.powi(2);
         *self.slope.borrow_mut() = Some(chosen.f_mul(&scalar(factor))?);
         Ok(())
@@ -67,10 +67,10 @@ impl LoadBalance {
         let (chosen, probs) = (sum(&chosen)?, sum(probs)?);
         let sums = &mut *self.sums.borrow_mut();
         *sums = Some(match sums.take() {
-            Some(Sums { chosen: mut all, probs: mut all_probs }) => {
-                Sums { chosen: all.f_add_(&chosen)?, probs: all_probs.f_add_(&probs)? }
+            Some(RouterSums { chosen: mut all, probs: mut all_probs }) => {
+                RouterSums { chosen: all.f_add_(&chosen)?, probs: all_probs.f_add_(&probs)? }
             }
-            None => Sums { chosen, probs },
+            None => RouterSums { chosen, probs },
         });
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
-use super::flow::{BUCKET_LEN, Flow, Pass, Piece, StepPiece, pieces};
+use super::flow::{BUCKET_LEN, StatePass, StatePiece, StateStream, StepPiece, pieces};
 use super::optim::Optim;
 use super::orthogonal::Orthogonalizer;
 use super::residence::{OptimizerHome, Residence};
@@ -49,7 +49,7 @@ pub(crate) struct Optimizer {
     maps: Option<adamw8bit::Maps>,
     muon: Option<Orthogonalizer>,
     num_updates: u64,
-    flow: Option<Flow>,          // of the update under way, where the state is streamed
+    flow: Option<StateStream>,   // of the update under way, where the state is streamed
     residence: Mutex<Residence>, // the state moves while the weights are read
 }
 
@@ -113,7 +113,7 @@ impl Optimizer {
     pub(crate) fn begin_update(&mut self) -> Result<()> {
         let residence = self.residence.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(pool) = residence.streamed() {
-            self.flow = Some(Flow::start(pool, &self.layout, BUCKET_LEN, self.device)?);
+            self.flow = Some(StateStream::start(pool, &self.layout, BUCKET_LEN, self.device)?);
         }
         self.num_updates += 1;
         Ok(())
@@ -140,7 +140,7 @@ impl Optimizer {
         let muon = muon.as_ref().filter(|_| has_muon);
         let owned_len = units[index].range.len() as i64;
         let directions = muon.map(|_| Tensor::f_zeros([owned_len], (Kind::BFloat16, *device))).transpose()?;
-        let mut moments = |piece: &Piece, mut state: Vec<Tensor>| {
+        let mut moments = |piece: &StatePiece, mut state: Vec<Tensor>| {
             let part = &piece.elements;
             let (gradient, mut weight) = (narrow(gradient, part), narrow(weight, part));
             match (piece.form, &mut state[..], &*maps, muon, &directions) {
@@ -167,10 +167,10 @@ impl Optimizer {
                 (form, ..) => unreachable!("{form:?} with its own tensors"),
             }
         };
-        each_piece(layout, residence, flow, (index, Pass::Moments), &mut moments)?;
+        each_piece(layout, residence, flow, (index, StatePass::Moments), &mut moments)?;
         let (Some(muon), Some(directions)) = (muon, directions) else { return Ok(()) };
         let updates = muon.updates(index, directions)?;
-        each_piece(layout, residence, flow, (index, Pass::Master), &mut |piece, state| {
+        each_piece(layout, residence, flow, (index, StatePass::Master), &mut |piece, state| {
             let [update, weight] = [&updates, &*weight].map(|whole| narrow(whole, &piece.elements));
             muon.apply(index, &piece.elements, [&state[0], &update, &weight], (lr, weight_decay))
         })
@@ -178,7 +178,7 @@ impl Optimizer {
 
     /// Ends an update: streamed state is copied to the host.
     pub(crate) fn end_update(&mut self) -> Result<()> {
-        self.flow.take().map_or(Ok(()), Flow::finish)
+        self.flow.take().map_or(Ok(()), StateStream::finish)
     }
 
     /// The form of the state of some elements of a unit's owned part, all of one parameter.
@@ -238,8 +238,8 @@ impl Optimizer {
 fn each_piece(
     layout: &StateLayout,
     residence: &mut Residence,
-    flow: &mut Option<Flow>,
-    (index, pass): (usize, Pass),
+    flow: &mut Option<StateStream>,
+    (index, pass): (usize, StatePass),
     step: &mut StepPiece<'_>,
 ) -> Result<()> {
     if let (Some(flow), Some(pool)) = (flow, residence.streamed()) {

@@ -136,7 +136,7 @@ impl Cells {
 
 /// Consecutive elements of a unit's owned part whose state has one form.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct StateRun {
     pub elements: Range<usize>, // of the owned part
     pub form: StateForm,
     first: [usize; StatePart::ALL.len()], // value in each part's row
@@ -147,7 +147,7 @@ pub(super) struct Run {
 pub(super) struct StateLayout {
     wide: Kind,
     counts: [usize; StatePart::ALL.len()], // values of each part's row
-    units: Vec<Vec<Run>>,
+    units: Vec<Vec<StateRun>>,
 }
 
 impl StateLayout {
@@ -160,7 +160,7 @@ impl StateLayout {
                 for part in form.parts() {
                     layout.counts[*part as usize] += part.num_values(elements.len());
                 }
-                Run { elements, form, first }
+                StateRun { elements, form, first }
             });
             let runs = runs.collect();
             layout.units.push(runs);
@@ -174,7 +174,7 @@ impl StateLayout {
     }
 
     /// Runs of a unit's owned part, in order.
-    pub(super) fn runs(&self, index: usize) -> &[Run] {
+    pub(super) fn runs(&self, index: usize) -> &[StateRun] {
         &self.units[index]
     }
 
@@ -186,13 +186,13 @@ impl StateLayout {
     ///
     /// # Panics
     /// If no run has them.
-    pub(super) fn run_of(&self, index: usize, elements: &Range<usize>) -> &Run {
-        let holds = |run: &&Run| run.elements.start <= elements.start && elements.end <= run.elements.end;
+    pub(super) fn run_of(&self, index: usize, elements: &Range<usize>) -> &StateRun {
+        let holds = |run: &&StateRun| run.elements.start <= elements.start && elements.end <= run.elements.end;
         self.units[index].iter().find(holds).unwrap_or_else(|| panic!("{elements:?} of unit {index} in no run"))
     }
 
     /// Where a part of some elements of a run lies.
-    pub(super) fn cells(&self, run: &Run, elements: &Range<usize>, part: StatePart) -> Cells {
+    pub(super) fn cells(&self, run: &StateRun, elements: &Range<usize>, part: StatePart) -> Cells {
         let offset = elements.start - run.elements.start;
         assert!(offset.is_multiple_of(part.elements_per_value()), "{elements:?} begin within a block");
         let first = run.first[part as usize] + offset / part.elements_per_value();

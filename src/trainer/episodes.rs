@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::turns::add_session_metrics;
 use crate::config::{AutoOr, Config};
-use crate::data::{Reply, Tokenizer, ToolCallParser, Turns};
+use crate::data::{Reply, Tokenizer, ToolCallParser, TurnContext};
 use crate::endpoint::{EpisodePlayer, PlayerOptions};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
@@ -25,7 +25,7 @@ pub(super) fn player(
     (tokenizer, eos_token_ids, max_model_length): (&Arc<Tokenizer>, &[u32], usize),
 ) -> Result<EpisodePlayer> {
     let variables = &config.data.chat_template_kwargs.0;
-    Turns::probe(Arc::clone(tokenizer), eos_token_ids, &Value::Null, variables, Reply::User)?;
+    TurnContext::probe(Arc::clone(tokenizer), eos_token_ids, &Value::Null, variables, Reply::User)?;
     let tool_calls = match config.tools.tool_call_parser {
         AutoOr::Given(parser) => Some(parser),
         AutoOr::Auto => tokenizer.template_source().and_then(ToolCallParser::of_template),

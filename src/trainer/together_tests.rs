@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 use super::preflight::{Preflight, combination};
 use super::setup::{self, TrainerParts};
 use super::{Trainer, rows};
-use crate::config::{Circumstance, Combination, Config, Device, KeyDoc, TABLE, Term, Values, WorldSize, described};
+use crate::config::{Circumstance, Combination, Config, Device, KeyDoc, KeyValues, TABLE, Term, WorldSize, described};
 use crate::cuda::Placement;
 use crate::data::{Dataset, Tokenizer};
 use crate::error::{Error, Result};
@@ -76,7 +76,7 @@ fn other_than_default(key: &str) -> Value {
 
 /// A run in the making.
 #[derive(Clone)]
-struct Draft {
+struct RunDraft {
     set: BTreeMap<String, Value>,
     /// Keys that may not be set again.
     fixed: BTreeSet<&'static str>,
@@ -106,7 +106,7 @@ impl Solver {
         Self { keys, defaults, models }
     }
 
-    fn start(&self) -> Draft {
+    fn start(&self) -> RunDraft {
         let base = [
             ("model_name_or_path", json!("m")),
             ("train_file", json!("t")),
@@ -122,10 +122,10 @@ impl Solver {
             ("max_steps", json!(64)),
         ];
         let set = base.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        Draft { set, fixed: BTreeSet::new(), has: Vec::new(), lacks: Vec::new() }
+        RunDraft { set, fixed: BTreeSet::new(), has: Vec::new(), lacks: Vec::new() }
     }
 
-    fn model(&self, draft: &Draft) -> Option<&Arc<ModelSpec>> {
+    fn model(&self, draft: &RunDraft) -> Option<&Arc<ModelSpec>> {
         self.models.iter().find(|model| {
             let own: Vec<_> = model.circumstances().collect();
             draft.has.iter().all(|one| own.contains(one) || !is_of_model(*one))
@@ -133,7 +133,7 @@ impl Solver {
         })
     }
 
-    fn combination(&self, draft: &Draft) -> Option<Combination> {
+    fn combination(&self, draft: &RunDraft) -> Option<Combination> {
         let set = draft.set.iter().map(|(key, value)| (&**key, value.clone()));
         let device = if draft.set["device"] == "auto" { json!("cpu") } else { draft.set["device"].clone() };
         let others = draft.has.iter().copied().filter(|one| !is_of_model(*one));
@@ -149,12 +149,12 @@ impl Solver {
         }
     }
 
-    fn has(&self, draft: &Draft, feature: &Feature) -> bool {
+    fn has(&self, draft: &RunDraft, feature: &Feature) -> bool {
         self.combination(draft).is_some_and(|all| feature.iter().all(|term| term.is_in(&all)))
     }
 
     /// The draft with a term, or without it; `None` where that cannot be.
-    fn with(&self, draft: &Draft, term: Term, wanted: bool) -> Option<Draft> {
+    fn with(&self, draft: &RunDraft, term: Term, wanted: bool) -> Option<RunDraft> {
         let mut draft = draft.clone();
         match term {
             Term::Circumstance(one) => {
@@ -166,7 +166,7 @@ impl Solver {
                 self.model(&draft)?;
             }
             Term::Setting(key, values) => {
-                let is_there = |draft: &Draft| self.has(draft, &vec![term]) == wanted;
+                let is_there = |draft: &RunDraft| self.has(draft, &vec![term]) == wanted;
                 if is_there(&draft) {
                     draft.fixed.insert(key);
                     return Some(draft);
@@ -175,19 +175,19 @@ impl Solver {
                     return None;
                 }
                 let value = match (values, wanted) {
-                    (Values::Given, true) => other_than_default(key),
-                    (Values::Is(words), true) | (Values::Not(words), false) => self.typed(key, words[0]),
-                    (Values::Is(words), false) | (Values::Not(words), true) => {
+                    (KeyValues::Given, true) => other_than_default(key),
+                    (KeyValues::Is(words), true) | (KeyValues::Not(words), false) => self.typed(key, words[0]),
+                    (KeyValues::Is(words), false) | (KeyValues::Not(words), true) => {
                         let expected = &self.keys[key].expected;
                         let all = expected.split_once("one of ").map_or("true, false", |(_, listed)| listed);
                         let is_listed = expected == "true or false" || expected.contains("one of ");
                         let other = all.split(", ").find(|word| is_listed && !words.contains(word));
                         other.map_or_else(|| other_than_default(key), |word| self.typed(key, word))
                     }
-                    (Values::Above(_), true) if ["lora.dropout", "warmup_ratio"].contains(&key) => json!(0.5),
-                    (Values::Above(number), true) | (Values::AtMost(number), false) => json!(number as u64 + 1),
-                    (Values::Above(number), false) | (Values::AtMost(number), true) => json!(number as u64),
-                    (Values::Given, false) => self.keys.get(key)?.default.clone()?,
+                    (KeyValues::Above(_), true) if ["lora.dropout", "warmup_ratio"].contains(&key) => json!(0.5),
+                    (KeyValues::Above(number), true) | (KeyValues::AtMost(number), false) => json!(number as u64 + 1),
+                    (KeyValues::Above(number), false) | (KeyValues::AtMost(number), true) => json!(number as u64),
+                    (KeyValues::Given, false) => self.keys.get(key)?.default.clone()?,
                 };
                 let name = match key {
                     "split" => "split.async_steps",
@@ -208,12 +208,12 @@ impl Solver {
         Some(draft)
     }
 
-    fn with_all(&self, draft: &Draft, feature: &Feature) -> Option<Draft> {
+    fn with_all(&self, draft: &RunDraft, feature: &Feature) -> Option<RunDraft> {
         feature.iter().try_fold(draft.clone(), |draft, term| self.with(&draft, *term, true))
     }
 
     /// A run that the table does not refuse, with all that is fixed; `None` where there is none.
-    fn mended(&self, draft: &Draft, depth: usize) -> Option<Draft> {
+    fn mended(&self, draft: &RunDraft, depth: usize) -> Option<RunDraft> {
         let all = self.combination(draft)?;
         let Some(row) = TABLE.iter().find(|row| row.refusal(&all).is_some()) else { return Some(draft.clone()) };
         if depth == 0 {
@@ -228,7 +228,7 @@ fn is_of_model(one: Circumstance) -> bool {
     !matches!(one, Circumstance::SeveralNodes | Circumstance::OwnLoop | Circumstance::OwnLoss)
 }
 
-impl Draft {
+impl RunDraft {
     fn is(&self, key: &str, value: &str) -> bool {
         self.set.get(key).is_some_and(|set| set == value)
     }
@@ -259,7 +259,7 @@ impl Draft {
 }
 
 /// A run of a draft.
-struct Run {
+struct DraftedRun {
     config: Config,
     world: WorldSize,
     placement: Placement,
@@ -267,8 +267,8 @@ struct Run {
     has: Vec<Circumstance>,
 }
 
-impl Run {
-    fn new(solver: &Solver, draft: &Draft) -> Result<Self> {
+impl DraftedRun {
+    fn new(solver: &Solver, draft: &RunDraft) -> Result<Self> {
         let mut draft = draft.clone();
         let world = draft.sized();
         let model = solver.model(&draft).expect("the solver has found one").clone();
@@ -376,7 +376,7 @@ fn every_pair_of_features_makes_a_run_or_is_refused_by_the_table() {
                 continue;
             }
             num_refused += 1;
-            match Run::new(&solver, &draft).err() {
+            match DraftedRun::new(&solver, &draft).err() {
                 Some(error) if is_of_table(&error) => {}
                 other => wrong.push(format!("{} with {}: {other:?}", told(first), told(second))),
             }
@@ -401,7 +401,7 @@ fn every_pair_of_features_makes_a_run_or_is_refused_by_the_table() {
         assert!(present.contains(&a) && present.contains(&b));
         left.retain(|(a, b)| !(present.contains(a) && present.contains(b)));
         num_runs += 1;
-        let outcome = Run::new(&solver, &run).and_then(|run| {
+        let outcome = DraftedRun::new(&solver, &run).and_then(|run| {
             run.preflight()?;
             num_trained += usize::from(run.is_trainable());
             if run.is_trainable() { run.train() } else { Ok(()) }

@@ -35,7 +35,7 @@ pub struct Learner {
 
 /// Which log-probabilities are computed before an update.
 #[derive(Debug, Clone, Copy)]
-struct Needs {
+struct NeededLogprobs {
     /// The policy's own: several updates will need them, or dropout spoils the training forward's.
     old: bool,
     /// The reference model's.
@@ -99,8 +99,11 @@ impl Learner {
         // What the engine gave back, before libtorch needs it.
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
         let dropout = self.policy.lora().is_some_and(|lora| lora.dropout > 0.0);
-        let needs =
-            Needs { old: dropout || options.needs_old_logprobs(), reference: options.loss.beta > 0.0, teacher: true };
+        let needs = NeededLogprobs {
+            old: dropout || options.needs_old_logprobs(),
+            reference: options.loss.beta > 0.0,
+            teacher: true,
+        };
         for share in &mut shares {
             self.score(share, needs, options, progress)?;
         }
@@ -151,7 +154,7 @@ impl Learner {
             Ok((all.len(), own, share.collect::<Vec<_>>()))
         })?;
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
-        self.score(&mut share, Needs { old: true, reference: true, teacher: false }, options, progress)?;
+        self.score(&mut share, NeededLogprobs { old: true, reference: true, teacher: false }, options, progress)?;
         exchange(&share, options.loss.kl_estimator, (num_sequences, own), &*group)
     }
 
@@ -159,11 +162,11 @@ impl Learner {
     fn score(
         &mut self,
         sequences: &mut [Sequence],
-        needs: Needs,
+        needs: NeededLogprobs,
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<()> {
-        let Needs { old: needs_old, reference: needs_ref, teacher } = needs;
+        let NeededLogprobs { old: needs_old, reference: needs_ref, teacher } = needs;
         let needs_teacher = teacher && self.teacher.is_some();
         if !needs_old && !needs_ref && !needs_teacher {
             return Ok(());

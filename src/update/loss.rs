@@ -15,11 +15,11 @@ pub(super) struct UpdateSums {
     term: Option<EntropyTerm>,
     /// Weight of the loss that keeps experts equally busy.
     router_aux_loss_coef: f64,
-    sums: Option<Sums>,
+    sums: Option<LossSums>,
 }
 
 #[derive(Debug)]
-struct Sums {
+struct LossSums {
     loss: Tensor,
     mean_entropy: Option<Tensor>,
     /// Contribution to the mean over the update's tokens.
@@ -69,7 +69,7 @@ impl UpdateSums {
         let share = micro_batch.num_sequence_tokens() / denominators.num_sequence_tokens;
         let aux_loss = scores.aux_loss.as_ref().map(|aux_loss| aux_loss.f_mul(&scalar(share))).transpose()?;
         let differing_experts = scores.differing_experts.as_ref().map(Tensor::shallow_clone);
-        self.add(Sums { loss, mean_entropy, aux_loss, differing_experts, stats })?;
+        self.add(LossSums { loss, mean_entropy, aux_loss, differing_experts, stats })?;
         Ok(TokenGradients { dlogprobs, dentropy, dtop, daux_loss: self.router_aux_loss_coef * share })
     }
 
@@ -101,13 +101,15 @@ impl UpdateSums {
             Denominators { num_sequences: 1.0, num_tokens: 1.0, num_update_tokens: 1.0, num_sequence_tokens: 1.0 };
         let LossOutput { loss, mean_entropy, stats, .. } = options.differentiate(&input, &nothing_to_divide)?;
         let stats = with_ages(stats, &input, Some(&no_indexes), options)?;
-        self.add(Sums { loss, mean_entropy, aux_loss: None, differing_experts: None, stats })
+        self.add(LossSums { loss, mean_entropy, aux_loss: None, differing_experts: None, stats })
     }
 
     /// Into the outcome of all updates; nothing where all micro-batches were empty. Returns this rank's contribution to the mean
     /// entropy that a bonus is for. Waits for the device.
     pub(super) fn read_into(self, outcome: &mut UpdateOutcome) -> Result<f64> {
-        let Some(Sums { loss, mean_entropy, aux_loss, differing_experts, stats }) = self.sums else { return Ok(0.0) };
+        let Some(LossSums { loss, mean_entropy, aux_loss, differing_experts, stats }) = self.sums else {
+            return Ok(0.0);
+        };
         let loss = loss.double_value(&[]);
         let mean_entropy = mean_entropy.map_or(0.0, |mean| mean.double_value(&[]));
         let aux_loss = aux_loss.map(|mean| mean.double_value(&[]));
@@ -122,7 +124,7 @@ impl UpdateSums {
         Ok(mean_entropy)
     }
 
-    fn add(&mut self, more: Sums) -> Result<()> {
+    fn add(&mut self, more: LossSums) -> Result<()> {
         let Some(sums) = &mut self.sums else {
             self.sums = Some(more);
             return Ok(());

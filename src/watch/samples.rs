@@ -39,9 +39,9 @@ fn name(step: u64) -> String {
 
 /// Rows of the files that were read last.
 #[derive(Debug, Default)]
-pub(super) struct SampleTables(Vec<(FileVersion, Rows)>);
+pub(super) struct SampleTables(Vec<(FileVersion, CompletionRows)>);
 
-type Rows = Arc<Vec<CompletionRow>>;
+type CompletionRows = Arc<Vec<CompletionRow>>;
 /// A file, its size and when it was written.
 type FileVersion = (PathBuf, u64, Option<SystemTime>);
 
@@ -50,7 +50,7 @@ impl SampleTables {
     ///
     /// # Errors
     /// A message: what is wrong with the file.
-    pub fn read(&mut self, output_dir: &Folder, step: u64) -> Result<Rows, String> {
+    pub fn read(&mut self, output_dir: &Folder, step: u64) -> Result<CompletionRows, String> {
         let (folder, name) = (output_dir.folder(COMPLETIONS), name(step));
         let path = folder.path().join(&name);
         let tell = |error: std::io::Error| format!("completions of step {step}: {error}");

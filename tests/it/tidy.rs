@@ -1,6 +1,6 @@
 //! Holds the source to docs/architecture.md: imports go down the floors, `unsafe` stays at the edges, names stay honest.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Floor of every room; a file may import rooms of lower floors only.
@@ -262,6 +262,34 @@ fn families_are_known_by_name_in_their_own_files_alone() {
     assert_eq!(asked_families("train/network.rs", branch).len(), 1);
     assert_eq!(asked_families("rollout/engine.rs", "architecture == \"LlamaForCausalLM\"").len(), 1);
     assert!(asked_families("model/families/granite.rs", branch).is_empty());
+}
+
+/// Names of structs, enums, traits and aliases that more than one file of `sources`, or one file twice, gives to a type of its own.
+fn shared_type_names(sources: &[(String, String)]) -> Vec<String> {
+    let definition = regex::Regex::new(
+        r"(?m)^(?:\s*(?:pub(?:\([a-z: ]+\))? )?(?:struct|enum|trait)|(?:pub(?:\([a-z: ]+\))? )?type) ([A-Z]\w*)",
+    );
+    let definition = definition.unwrap();
+    let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (file, text) in sources {
+        for found in definition.captures_iter(text) {
+            files.entry(found.get(1).unwrap().as_str()).or_default().push(file);
+        }
+    }
+    let is_shared = |(_, files): &(_, Vec<&str>)| files.len() > 1;
+    files.into_iter().filter(is_shared).map(|(name, files)| format!("{name}: {}", files.join(", "))).collect()
+}
+
+#[test]
+fn a_type_has_its_name_alone() {
+    assert_eq!(shared_type_names(&sources()), [""; 0], "choose the field's term for each");
+    let file = |name: &str, text: &str| (name.to_owned(), text.to_owned());
+    let twice = [
+        file("a.rs", "pub(crate) struct Row {\n}\nimpl Form for Row {\n    type Item = u8;\n}"),
+        file("b.rs", "mod tests {\n    enum Row {}\n    impl I for J {\n        type Item = u8;\n    }\n}"),
+    ];
+    assert_eq!(shared_type_names(&twice), ["Row: a.rs, b.rs"]);
+    assert_eq!(shared_type_names(&twice[..1]), [""; 0]);
 }
 
 /// The body of a function in an `impl` of a type.

@@ -9,8 +9,8 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::Device;
 
-use self::report::StepReport;
-use super::floor::StepWork;
+use self::report::StepTimesReport;
+use super::floor::TheoreticalStep;
 use super::limits::GpuLimits;
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{SEED, STREAM, median, synchronize, token};
@@ -119,7 +119,7 @@ impl StepBench {
         let (Some(policy), Some(limits)) = (trainer.policy(), limits) else { return Ok(BTreeMap::new()) };
         let model = TrainedModel::of(config, policy.table(), policy.kind());
         let streams = trainer.plan().optimizer == OptimizerResidency::Stream;
-        let work = StepWork {
+        let work = TheoreticalStep {
             spec: &self.spec,
             prompts: self.prompts,
             group: self.group,
@@ -178,7 +178,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Traine
     let limits = limits.as_ref();
     let floors = bench.floors(&config, &trainer, &medians, (&world, limits))?;
     let plan = trainer.plan();
-    let report = StepReport { bench, config: &config, plan, world: &world, medians: &medians, floors, limits };
+    let report = StepTimesReport { bench, config: &config, plan, world: &world, medians: &medians, floors, limits };
     if world.rank() == 0 {
         console::say(report.table().trim_end());
     }

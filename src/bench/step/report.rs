@@ -22,7 +22,7 @@ const OF_GENERATORS: [Phase; 6] =
     [Phase::Wake, Phase::Generate, Phase::Prefill, Phase::Decode, Phase::Sleep, Phase::Reward];
 
 /// The medians of the timed steps.
-pub(super) struct StepReport<'a> {
+pub(super) struct StepTimesReport<'a> {
     pub(super) bench: &'a StepBench,
     pub(super) config: &'a Config,
     pub(super) plan: &'a MemoryPlan,
@@ -32,7 +32,7 @@ pub(super) struct StepReport<'a> {
     pub(super) limits: Option<&'a GpuLimits>,
 }
 
-impl StepReport<'_> {
+impl StepTimesReport<'_> {
     /// The report as JSON.
     pub(super) fn result(&self, roles: Roles) -> Value {
         let Self { bench, config, plan, world, medians, ref floors, limits } = *self;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::shell::{self, Command};
+use super::shell::{self, ShellCommand};
 
 /// Flags that say where and how the launcher starts the trainer, with the number of processes among them.
 const PROCESSES: &[&str] = &["num_processes", "nproc_per_node", "nproc-per-node"];
@@ -50,7 +50,7 @@ pub(super) fn read(text: &str, file: &Path, home: Option<String>) -> Result<Scri
     let variables: HashMap<_, _> =
         known.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
     let (mut script, reached) = (Script::default(), shell::commands(text, variables)?);
-    for Command { words, is_doubtful } in &reached.commands {
+    for ShellCommand { words, is_doubtful } in &reached.commands {
         if let Some(trainer) = start_of_trainer(words) {
             let before = std::mem::take(&mut script.unread);
             script = flags(&words[..trainer], &words[trainer..]);

@@ -7,14 +7,14 @@ use super::expand::{self, MAX_ADDED_BYTES};
 
 /// A command that a run of the script reaches.
 #[derive(Debug, PartialEq)]
-pub(super) struct Command {
+pub(super) struct ShellCommand {
     pub words: Vec<String>,
     /// Whether nothing here tells if its branch is taken.
     pub is_doubtful: bool,
 }
 
 /// Branches that are open, from the outermost.
-enum Branch {
+enum ShellBranch {
     /// An `if`: whether the branch that is read is taken, and whether one before it was.
     If { is_taken: Option<bool>, was_taken: Option<bool>, in_condition: bool },
     /// A `case`: its subject, whether the branch that is read is taken, and whether one before it was.
@@ -23,7 +23,7 @@ enum Branch {
     Loop,
 }
 
-impl Branch {
+impl ShellBranch {
     fn is_taken(&self) -> Option<bool> {
         match self {
             Self::If { is_taken, .. } | Self::Case { is_taken, .. } => *is_taken,
@@ -33,10 +33,10 @@ impl Branch {
 }
 
 /// A script as it is read: variables, arrays and open branches.
-struct Reader {
+struct ShellReader {
     variables: HashMap<String, String>,
     arrays: HashMap<String, Vec<String>>,
-    branches: Vec<Branch>,
+    branches: Vec<ShellBranch>,
     num_added_bytes: usize,
     reached: Reached,
 }
@@ -44,7 +44,7 @@ struct Reader {
 /// The commands and open questions that a run of a script reaches.
 #[derive(Debug, Default)]
 pub(super) struct Reached {
-    pub commands: Vec<Command>,
+    pub commands: Vec<ShellCommand>,
     /// Assignments in branches that nothing here decides, and what counts instead.
     pub doubts: Vec<String>,
 }
@@ -58,17 +58,17 @@ pub(super) struct Reached {
 /// A message where its variables make it too long.
 pub(super) fn commands(text: &str, variables: HashMap<String, String>) -> Result<Reached, String> {
     let (arrays, branches, reached) = (HashMap::new(), Vec::new(), Reached::default());
-    let mut reader = Reader { variables, arrays, branches, num_added_bytes: 0, reached };
+    let mut reader = ShellReader { variables, arrays, branches, num_added_bytes: 0, reached };
     for words in words(text) {
         reader.command(&words)?;
     }
     Ok(reader.reached)
 }
 
-impl Reader {
+impl ShellReader {
     fn command(&mut self, words: &[String]) -> Result<(), String> {
         let Some(words) = self.enter(words)? else { return Ok(()) };
-        let taken: Vec<_> = self.branches.iter().map(Branch::is_taken).collect();
+        let taken: Vec<_> = self.branches.iter().map(ShellBranch::is_taken).collect();
         if words.is_empty() || taken.contains(&Some(false)) {
             return Ok(());
         }
@@ -77,7 +77,7 @@ impl Reader {
             Some(name) => self.set_array(name, &words[1..words.len() - 1], is_doubtful),
             None => {
                 self.set_variables(&words, is_doubtful);
-                self.reached.commands.push(Command { words, is_doubtful });
+                self.reached.commands.push(ShellCommand { words, is_doubtful });
             }
         }
         Ok(())
@@ -86,7 +86,7 @@ impl Reader {
     fn set_array(&mut self, name: &str, items: &[String], is_doubtful: bool) {
         let (name, adds) = (name.trim_end_matches('+'), name.ends_with('+'));
         match self.arrays.get_mut(name) {
-            Some(_) if is_doubtful => self.reached.commands.push(Command { words: items.to_vec(), is_doubtful }),
+            Some(_) if is_doubtful => self.reached.commands.push(ShellCommand { words: items.to_vec(), is_doubtful }),
             Some(known) if adds => known.extend_from_slice(items),
             _ => _ = self.arrays.insert(name.to_owned(), items.to_vec()),
         }
@@ -115,10 +115,10 @@ impl Reader {
     fn enter<'a>(&mut self, words: &'a [String]) -> Result<Option<&'a [String]>, String> {
         let text: Vec<&str> = words.iter().map(String::as_str).collect();
         match self.branches.last_mut() {
-            Some(Branch::Case { expects_pattern: true, .. }) if text[0] != "esac" => {
+            Some(ShellBranch::Case { expects_pattern: true, .. }) if text[0] != "esac" => {
                 return self.pattern(words).map(Some);
             }
-            Some(Branch::If { in_condition, is_taken, .. }) if *in_condition => {
+            Some(ShellBranch::If { in_condition, is_taken, .. }) if *in_condition => {
                 *in_condition = text[0] != "then";
                 if *in_condition {
                     *is_taken = None; // a further command of the condition
@@ -130,7 +130,7 @@ impl Reader {
         let rest = match text.as_slice() {
             ["if", condition @ ..] => {
                 let is_taken = self.test(condition)?;
-                self.branches.push(Branch::If { is_taken, was_taken: Some(false), in_condition: true });
+                self.branches.push(ShellBranch::If { is_taken, was_taken: Some(false), in_condition: true });
                 return Ok(None);
             }
             ["elif", condition @ ..] => {
@@ -145,11 +145,11 @@ impl Reader {
             ["case", subject, "in", ..] => {
                 let subject = Some(self.expand(subject)?).filter(|text| !expand::has_variable(text));
                 let (is_taken, was_taken) = (Some(false), Some(false));
-                self.branches.push(Branch::Case { subject, is_taken, was_taken, expects_pattern: true });
+                self.branches.push(ShellBranch::Case { subject, is_taken, was_taken, expects_pattern: true });
                 return if words.len() > 3 { self.pattern(&words[3..]).map(Some) } else { Ok(None) };
             }
             ["for" | "while" | "until" | "select", ..] => {
-                self.branches.push(Branch::Loop);
+                self.branches.push(ShellBranch::Loop);
                 return Ok(None);
             }
             ["fi" | "esac" | "done", ..] => {
@@ -157,7 +157,7 @@ impl Reader {
                 return Ok(None);
             }
             [";;", ..] => {
-                if let Some(Branch::Case { expects_pattern, is_taken, .. }) = self.branches.last_mut() {
+                if let Some(ShellBranch::Case { expects_pattern, is_taken, .. }) = self.branches.last_mut() {
                     (*expects_pattern, *is_taken) = (true, Some(false));
                 }
                 return Ok(None);
@@ -173,7 +173,7 @@ impl Reader {
 
     /// The branch behind `elif` or `else`.
     fn next_of_if(&mut self, holds: Option<bool>, has_condition: bool) {
-        if let Some(Branch::If { is_taken, was_taken, in_condition }) = self.branches.last_mut() {
+        if let Some(ShellBranch::If { is_taken, was_taken, in_condition }) = self.branches.last_mut() {
             *in_condition = has_condition;
             *was_taken = either(*was_taken, *is_taken);
             *is_taken = both(was_taken.map(|was| !was), holds);
@@ -185,7 +185,7 @@ impl Reader {
         let closing = words.iter().position(|word| word.ends_with(')'));
         let patterns = &words[..closing.map_or(words.len(), |at| at + 1)];
         let mut fits = Some(false);
-        if let Some(Branch::Case { subject, is_taken, was_taken, expects_pattern }) = self.branches.last_mut() {
+        if let Some(ShellBranch::Case { subject, is_taken, was_taken, expects_pattern }) = self.branches.last_mut() {
             for pattern in patterns {
                 let pattern = pattern.trim_start_matches('(').trim_end_matches(')');
                 let fit = match (pattern.strip_suffix('*'), &*subject) {

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 
 /// From which version on a default was what, as JSON.
-type History = &'static [((u32, u32), &'static str)];
+type DefaultHistory = &'static [((u32, u32), &'static str)];
 
 /// A version of TRL, and how it is known.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,7 +26,7 @@ const OF_OPEN_R1: (u32, u32) = (0, 18);
 
 /// Keys of ours whose default differs in an earlier version: from which version on it was what (GRPOConfig of 0.14 to 1.16, and before
 /// 0.17, where there was no `loss_type`, the trainer's code).
-const HISTORY: &[(&str, History)] = &[
+const HISTORY: &[(&str, DefaultHistory)] = &[
     ("beta", &[((0, 14), "0.04"), ((0, 19), "0.0")]),
     ("loss_type", &[((0, 14), "\"grpo\""), ((0, 16), "\"bnpo\""), ((0, 22), "\"dapo\"")]),
     ("use_bias_correction_kl", &[((0, 14), "false"), ((1, 16), "true")]),
@@ -125,7 +125,7 @@ impl TrlVersion {
     }
 
     /// The default of a key in this version, where it is another one than ours.
-    fn default_of(&self, history: History) -> Option<Value> {
+    fn default_of(&self, history: DefaultHistory) -> Option<Value> {
         let text = |version| history.iter().rev().find(|(since, _)| *since <= version).map(|(_, text)| *text);
         let (then, now) = (text(self.number)?, text(NEWEST)?);
         (then != now).then(|| serde_json::from_str(then).expect("the table holds JSON"))

@@ -42,7 +42,7 @@ pub(crate) enum Circumstance {
 
 /// Why a row of the table is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum ConflictKind {
     /// Nothing would read the key, or the two say the opposite.
     Unread,
     /// The run would not be what the keys ask for.
@@ -53,8 +53,8 @@ pub(crate) enum Refused {
 
 /// Features that do not go together.
 #[derive(Debug)]
-pub(crate) struct Row {
-    pub refused: Refused,
+pub(crate) struct Conflict {
+    pub refused: ConflictKind,
     /// The feature whose key errors name.
     pub feature: Term,
     /// The other feature, all of whose parts a run has.
@@ -66,13 +66,13 @@ pub(crate) struct Row {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Term {
     /// A key, or a table of keys, with one of these values.
-    Setting(&'static str, Values),
+    Setting(&'static str, KeyValues),
     Circumstance(Circumstance),
 }
 
 /// Some values of a key.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Values {
+pub(crate) enum KeyValues {
     /// These words; of a list, one that has any of them.
     Is(&'static [&'static str]),
     /// All but these words.
@@ -143,7 +143,7 @@ impl SftConfig {
     }
 }
 
-impl Row {
+impl Conflict {
     /// The error for a combination that has both features.
     pub(crate) fn refusal(&self, combination: &Combination) -> Option<Error> {
         let has_all = self.with.iter().all(|term| term.found(combination).is_some());
@@ -182,15 +182,15 @@ impl Term {
     fn otherwise(&self) -> String {
         let Self::Setting(key, values) = *self else { return self.way_out() };
         match values {
-            Values::Is(words) => match other_words(key, words) {
+            KeyValues::Is(words) => match other_words(key, words) {
                 others if !others.is_empty() => others.join(" or "),
                 _ if words == ["none"] => "a value".to_owned(),
                 _ => format!("others than {}", words.join(", ")),
             },
-            Values::Not(words) => words.join(" or "),
-            Values::Above(number) => number.to_string(),
-            Values::AtMost(number) => format!("a number above {number}"),
-            Values::Given => "to be left out".to_owned(),
+            KeyValues::Not(words) => words.join(" or "),
+            KeyValues::Above(number) => number.to_string(),
+            KeyValues::AtMost(number) => format!("a number above {number}"),
+            KeyValues::Given => "to be left out".to_owned(),
         }
     }
 
@@ -198,11 +198,11 @@ impl Term {
     fn way_out(&self) -> String {
         match *self {
             Self::Circumstance(one) => one.words()[1].to_owned(),
-            Self::Setting(key, Values::Given) => format!("{key} left out"),
-            Self::Setting(key, Values::Is(words @ ["none"])) if other_words(key, words).is_empty() => {
+            Self::Setting(key, KeyValues::Given) => format!("{key} left out"),
+            Self::Setting(key, KeyValues::Is(words @ ["none"])) if other_words(key, words).is_empty() => {
                 format!("{key} set")
             }
-            Self::Setting(key, Values::AtMost(number)) => format!("{key} above {number}"),
+            Self::Setting(key, KeyValues::AtMost(number)) => format!("{key} above {number}"),
             Self::Setting(key, _) => format!("{key} = {}", self.otherwise()),
         }
     }
@@ -211,18 +211,18 @@ impl Term {
     pub(crate) fn described(&self) -> String {
         match *self {
             Self::Circumstance(one) => one.words()[0].to_owned(),
-            Self::Setting(key, Values::Is(words)) => format!("`{key} = {}`", words.join("`, `")),
-            Self::Setting(key, Values::Not(words)) => format!("`{key}` other than `{}`", words.join("`, `")),
-            Self::Setting(key, Values::Above(number)) => format!("`{key}` above {number}"),
-            Self::Setting(key, Values::AtMost(0.0)) => format!("`{key} = 0`"),
-            Self::Setting(key, Values::AtMost(number)) => format!("`{key}` up to {number}"),
-            Self::Setting(key, Values::Given) if docs().contains_key(key) => format!("`{key}`"),
-            Self::Setting(key, Values::Given) => format!("`{key}.*`"),
+            Self::Setting(key, KeyValues::Is(words)) => format!("`{key} = {}`", words.join("`, `")),
+            Self::Setting(key, KeyValues::Not(words)) => format!("`{key}` other than `{}`", words.join("`, `")),
+            Self::Setting(key, KeyValues::Above(number)) => format!("`{key}` above {number}"),
+            Self::Setting(key, KeyValues::AtMost(0.0)) => format!("`{key} = 0`"),
+            Self::Setting(key, KeyValues::AtMost(number)) => format!("`{key}` up to {number}"),
+            Self::Setting(key, KeyValues::Given) if docs().contains_key(key) => format!("`{key}`"),
+            Self::Setting(key, KeyValues::Given) => format!("`{key}.*`"),
         }
     }
 }
 
-impl Values {
+impl KeyValues {
     fn contain(&self, key: &str, value: &Value) -> bool {
         let is_any = |words: &[&str]| match value {
             Value::Array(entries) => entries.iter().any(|entry| words.contains(&&*shown(entry))),

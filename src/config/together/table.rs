@@ -1,26 +1,26 @@
 //! The table of what does not go together.
 
 use super::Circumstance::*;
-use super::Refused::*;
-use super::{Row, Term, Values};
+use super::ConflictKind::*;
+use super::{Conflict, KeyValues, Term};
 
 macro_rules! term {
-    ($key:literal is $($word:literal)|+) => { Term::Setting($key, Values::Is(&[$($word),+])) };
-    ($key:literal not $($word:literal)|+) => { Term::Setting($key, Values::Not(&[$($word),+])) };
-    ($key:literal above $number:literal) => { Term::Setting($key, Values::Above($number)) };
-    ($key:literal at_most $number:literal) => { Term::Setting($key, Values::AtMost($number)) };
-    ($key:literal given) => { Term::Setting($key, Values::Given) };
+    ($key:literal is $($word:literal)|+) => { Term::Setting($key, KeyValues::Is(&[$($word),+])) };
+    ($key:literal not $($word:literal)|+) => { Term::Setting($key, KeyValues::Not(&[$($word),+])) };
+    ($key:literal above $number:literal) => { Term::Setting($key, KeyValues::Above($number)) };
+    ($key:literal at_most $number:literal) => { Term::Setting($key, KeyValues::AtMost($number)) };
+    ($key:literal given) => { Term::Setting($key, KeyValues::Given) };
     ($circumstance:ident) => { Term::Circumstance($circumstance) };
 }
 
 /// `(feature) (feature) => "why";` A feature of several parts has them one after the other; the first key of a row is the one that errors name.
 macro_rules! table {
     ($($refused:ident { $(($($feature:tt)+) $(($($with:tt)+))+ => $why:literal;)+ })+) => {
-        &[$($(Row { refused: $refused, feature: term!($($feature)+), with: &[$(term!($($with)+)),+], why: $why },)+)+]
+        &[$($(Conflict { refused: $refused, feature: term!($($feature)+), with: &[$(term!($($with)+)),+], why: $why },)+)+]
     };
 }
 
-pub(crate) const TABLE: &[Row] = table! {
+pub(crate) const TABLE: &[Conflict] = table! {
     Unread {
         ("train_file" is "none") ("dataset_name" is "none") => "a run reads files with training rows, or a data set of the Hugging Face Hub";
         ("train_file" given) ("dataset_name" given) => "either of them says where the rows are; a file of the Hub is hf://datasets/USER/NAME/FILE";

@@ -31,7 +31,7 @@ pub fn head_forward(
     [logprobs, entropy, lse]: [&Tensor; 3], // [c] f32 each
 ) -> Result<()> {
     const OP: &str = "head_forward";
-    let Rows { gpu, rows, vocabulary, width } = Rows::of(OP, logits)?;
+    let HeadLaunch { gpu, rows, vocabulary, width } = HeadLaunch::of(OP, logits)?;
     let number = |tensor: &Tensor| address(OP, tensor, Kind::Float, rows, gpu);
     let arguments = [
         address(OP, logits, Kind::Float, rows * vocabulary, gpu)?,
@@ -73,7 +73,7 @@ pub fn head_backward(
     kind: Kind,
 ) -> Result<Tensor> {
     const OP: &str = "head_backward";
-    let Rows { gpu, rows, vocabulary, width } = Rows::of(OP, &logits)?;
+    let HeadLaunch { gpu, rows, vocabulary, width } = HeadLaunch::of(OP, &logits)?;
     let number = |tensor: &Tensor| address(OP, tensor, Kind::Float, rows, gpu);
     let arguments = [
         address(OP, &logits, Kind::Float, rows * vocabulary, gpu)?,
@@ -96,14 +96,14 @@ pub fn head_backward(
     Ok(d_logits)
 }
 
-struct Rows {
+struct HeadLaunch {
     gpu: usize,
     rows: usize,
     vocabulary: usize,
     width: usize,
 }
 
-impl Rows {
+impl HeadLaunch {
     fn of(op: &'static str, logits: &Tensor) -> Result<Self> {
         let [rows, vocabulary] = logits.size()[..] else { return Err(invalid(op, "logits [c, V]", logits.size())) };
         let width = if vocabulary % 4 == 0 && is_aligned(logits) { 4 } else { 1 };

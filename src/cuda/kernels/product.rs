@@ -45,12 +45,12 @@ const LEAST_FILL_FP8: f64 = 0.5;
 
 /// How a weight is dealt to blocks, by its shape alone: tiles of features, K of each in parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Cut {
+struct ProductTiling {
     features: usize,
     parts: usize,
 }
 
-impl Cut {
+impl ProductTiling {
     /// The cut that fills the chip best with all blocks at once, if one fills it. Tiles of `narrow_product.cu` are others.
     fn of((num_features, k): (usize, usize), kind: Kind, is_narrow: bool) -> Option<Self> {
         let tiles: &[usize] = if is_narrow { &narrow_product::FEATURES } else { &FEATURES };
@@ -196,14 +196,14 @@ fn run(
 }
 
 /// The cut of a weight [N, K] for so many rows.
-fn cut_of(rows: usize, w: &Tensor) -> Option<Cut> {
+fn cut_of(rows: usize, w: &Tensor) -> Option<ProductTiling> {
     let &[features, k] = &w.size()[..] else { return None };
     let is_narrow = w.kind() == Kind::Float8e4m3fn && rows <= narrow_product::MOST_ROWS;
-    Cut::of((features as usize, k as usize), w.kind(), is_narrow).filter(|_| features % 8 == 0)
+    ProductTiling::of((features as usize, k as usize), w.kind(), is_narrow).filter(|_| features % 8 == 0)
 }
 
 /// The cut of operands that are served, in shape.
-fn cut_for(op: &'static str, (x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, out: &Tensor) -> Result<Cut> {
+fn cut_for(op: &'static str, (x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, out: &Tensor) -> Result<ProductTiling> {
     let lie_well = [x, w, out].into_iter().chain(bias).all(lies_well);
     let rows = x.size().first().map_or(0, |&rows| rows as usize);
     let cut = cut_of(rows, w).filter(|_| rows <= MOST_ROWS && x.dim() == 2 && lie_well);
@@ -226,7 +226,8 @@ mod tests {
 
     #[test]
     fn cuts_fill_the_chip_or_there_is_none() {
-        let of = |shape, kind, is_narrow| Cut::of(shape, kind, is_narrow).map(|cut| (cut.features, cut.parts));
+        let of =
+            |shape, kind, is_narrow| ProductTiling::of(shape, kind, is_narrow).map(|cut| (cut.features, cut.parts));
         let cut = |features, k| of((features, k), Kind::BFloat16, false);
         assert_eq!(cut(4608, 3584), Some((80, 2))); // Qwen2.5-7B's
         assert_eq!(cut(3584, 3584), Some((128, 4)));

@@ -43,7 +43,7 @@ pub fn rms_norm_forward(
 ) -> Result<(Tensor, Tensor)> {
     const OP: &str = "rms_norm_forward";
     let (kind, y) = (weight.kind(), Tensor::f_empty(x.size(), (weight.kind(), x.device()))?); // [.., D]
-    let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, weight, &[&y])?;
+    let NormLaunch { gpu, rows, dim, suffix, threads } = NormLaunch::of(OP, x, weight, &[&y])?;
     let rstd = statistics(x)?; // [.., 1] f32
     let arguments = [
         address(OP, x, x.kind(), rows * dim, gpu)?,
@@ -76,7 +76,8 @@ pub fn rms_norm_backward(
 ) -> Result<Tensor> {
     const OP: &str = "rms_norm_backward";
     let (kind, dx) = (weight.kind(), dy.f_empty_like()?); // [.., D]
-    let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, weight, &[dy, &dx, residual.unwrap_or(dy)])?;
+    let NormLaunch { gpu, rows, dim, suffix, threads } =
+        NormLaunch::of(OP, x, weight, &[dy, &dx, residual.unwrap_or(dy)])?;
     let grid = blocks(rows, 1, (BACKWARD_THREADS / threads.next_power_of_two() as usize).max(132));
     let partial = Tensor::f_empty([i64::from(grid), dim as i64], (Kind::Float, x.device()))?; // [blocks, D]
     let arguments = [
@@ -98,7 +99,7 @@ pub fn rms_norm_backward(
     Ok(dx)
 }
 
-struct Rows {
+struct NormLaunch {
     gpu: usize,
     rows: usize,
     dim: usize,
@@ -107,7 +108,7 @@ struct Rows {
     threads: u32,
 }
 
-impl Rows {
+impl NormLaunch {
     fn of(op: &'static str, x: &Tensor, weight: &Tensor, others: &[&Tensor]) -> Result<Self> {
         let dim = x.size().last().map_or(0, |&dim| dim as usize);
         if dim == 0 || dim > MOST_COLUMNS {

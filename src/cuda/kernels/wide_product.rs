@@ -49,14 +49,14 @@ const BYTES_OF_PARTS: usize = 10 << 20;
 
 /// How a weight is dealt to blocks, by its shape and whether rows are few.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Cut {
+struct WideTiling {
     groups: usize, // of 64 features in a tile
     rows: usize,   // of a tile
     parts: usize,  // of K
     stages_bytes: usize,
 }
 
-impl Cut {
+impl WideTiling {
     fn of(rows: usize, [features, k]: [usize; 2], has_silu: bool) -> Option<Self> {
         let unit = if has_silu { 16 } else { 8 };
         let is_served = (FEWEST_ROWS..=MOST_ROWS).contains(&rows) && features.is_multiple_of(unit);
@@ -209,9 +209,9 @@ fn run(
     unsafe { queue(SOURCE, &name, gpu, shape, (cut.parts as u32, true), &arguments) }
 }
 
-fn cut_of(rows: usize, w: &Tensor, has_silu: bool) -> Option<Cut> {
+fn cut_of(rows: usize, w: &Tensor, has_silu: bool) -> Option<WideTiling> {
     let &[features, k] = &w.size()[..] else { return None };
-    Cut::of(rows, [features as usize, k as usize], has_silu)
+    WideTiling::of(rows, [features as usize, k as usize], has_silu)
 }
 
 /// Parts of K that fill the chip best with all blocks of all rows and 128 features at once, if any fill it.
@@ -243,7 +243,7 @@ mod tests {
     }
 
     fn cut(rows: usize, features: usize, k: usize, has_silu: bool) -> Option<(usize, usize, usize)> {
-        Cut::of(rows, [features, k], has_silu).map(|cut| (cut.groups, cut.rows, cut.parts))
+        WideTiling::of(rows, [features, k], has_silu).map(|cut| (cut.groups, cut.rows, cut.parts))
     }
 
     #[test]
@@ -287,7 +287,9 @@ mod tests {
     fn stages_and_sums_fit_into_a_multiprocessor() {
         for (features, k) in [(4608, 3584), (3584, 3584), (1152, 3584), (3584, 896), (3584, 4736), (3584, 18_944)] {
             for rows in [128, 256] {
-                let (Some(cut), steps) = (Cut::of(rows, [features, k], false), k.div_ceil(128)) else { continue };
+                let (Some(cut), steps) = (WideTiling::of(rows, [features, k], false), k.div_ceil(128)) else {
+                    continue;
+                };
                 assert!(cut.stages(steps) >= 2.min(steps.div_ceil(cut.parts)), "{cut:?}");
                 assert!(cut.shared_bytes(steps) <= STAGES_BYTES + ALIGNMENT, "{cut:?}");
             }

@@ -9,7 +9,7 @@ use super::{ChatTemplate, Conversation};
 
 /// What scripts/golden_templates.py writes.
 #[derive(serde::Deserialize)]
-struct Golden {
+struct PublishedTemplates {
     now: u64,
     tokens: BTreeMap<String, String>,
     conversations: BTreeMap<String, (Vec<Value>, BTreeMap<String, Value>)>,
@@ -29,7 +29,7 @@ fn templates_of_trl_render_as_by_transformers() {
     let mut text = String::new();
     let golden = &include_bytes!("../../../tests/golden/templates.json.gz")[..];
     flate2::read::GzDecoder::new(golden).read_to_string(&mut text).unwrap();
-    let golden: Golden = serde_json::from_str(&text).unwrap();
+    let golden: PublishedTemplates = serde_json::from_str(&text).unwrap();
     let (mut num_equal, mut wrong) = (0, Vec::new());
     for (name, Published { source, texts }) in &golden.templates {
         let template = match ChatTemplate::at((golden.now, super::LIMITS), source, golden.tokens.clone()) {

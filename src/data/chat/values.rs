@@ -30,14 +30,14 @@ impl Object for Tuple {
 
 /// `range(..)`.
 #[derive(Debug)]
-struct Range {
+struct JinjaRange {
     start: i64,
     stop: i64,
     step: i64,
     len: usize,
 }
 
-impl Object for Range {
+impl Object for JinjaRange {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
         ObjectRepr::Seq
     }
@@ -84,7 +84,7 @@ pub(super) fn range(first: i64, second: Option<i64>, step: Option<i64>) -> Resul
     };
     match len > MAX_RANGE.into() {
         true => Err(invalid(format!("a range of more than {MAX_RANGE} is too large"))),
-        false => Ok(Value::from_object(Range { start, stop, step, len: len as usize })),
+        false => Ok(Value::from_object(JinjaRange { start, stop, step, len: len as usize })),
     }
 }
 
@@ -109,7 +109,7 @@ pub(super) fn parts(value: &Value) -> Option<(String, Vec<Value>, &'static str)>
     if let Some(View { name, items }) = value.downcast_object_ref() {
         return Some((format!("{name}(["), items.clone(), "])"));
     }
-    let Range { start, stop, step, .. } = value.downcast_object_ref()?;
+    let JinjaRange { start, stop, step, .. } = value.downcast_object_ref()?;
     let items: Vec<i64> = if *step == 1 { vec![*start, *stop] } else { vec![*start, *stop, *step] };
     Some(("range(".to_owned(), items.into_iter().map(Value::from).collect(), ")"))
 }

@@ -1,10 +1,10 @@
 use rustix::fs::{CWD, FileType, Mode};
 
-use super::super::fixtures::Folder;
+use super::super::fixtures::TokenizerFolder;
 use super::*;
 
 fn read(rows: &[&str], options: &DatasetOptions) -> Result<Dataset> {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     folder.write(
         "chat_template.jinja",
         "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}answer{% endif %}",
@@ -50,7 +50,7 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
 
 #[test]
 fn every_row_is_told_as_it_is_read() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     folder.write("rows.jsonl", &[r#"{"prompt": "one"}"#; 3].join("\n"));
     let (mut all, sources) = (Vec::new(), RowSources::file(folder.path().join("rows.jsonl")));
     let mut told = |done, is_over| all.push((done, is_over));
@@ -70,7 +70,7 @@ fn tools_that_no_prompt_shows_are_told() {
         ),
         (Value::Null, "{% for m in messages %}{{ m.content }}{% endfor %}", false),
     ] {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         folder.write("chat_template.jinja", template);
         folder.write("rows.jsonl", r#"{"prompt": [{"role": "user", "content": "two"}]}"#);
         let options = DatasetOptions { tools: ToolSchemas::new(tools, Default::default()), ..Default::default() };
@@ -99,7 +99,7 @@ fn text_is_a_user_s_message_where_there_is_a_chat_template() {
     );
 
     // Without a chat template text stays text, unless it is asked for.
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     folder.write("rows.jsonl", &[gsm8k; 2].join("\n"));
     let of = |options: &DatasetOptions| {
         Dataset::from_file(folder.path().join("rows.jsonl"), &folder.tokenizer(), options)
@@ -114,7 +114,7 @@ fn text_is_a_user_s_message_where_there_is_a_chat_template() {
 
 #[test]
 fn variables_reach_the_chat_template() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     let template =
         "{% for m in messages %}{{ m.content }} {% endfor %}{% if enable_thinking is false %}minus{% endif %}";
     folder.write("chat_template.jinja", template);
@@ -139,7 +139,7 @@ fn a_prompt_may_have_another_column() {
 
 #[test]
 fn rows_come_as_lines_as_a_list_and_as_csv() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     let read = |name: &str, text: &str| {
         folder.write(name, text);
         let data = Dataset::from_file(folder.path().join(name), &folder.tokenizer(), &DatasetOptions::default());
@@ -229,7 +229,7 @@ fn a_tenth_of_the_rows_may_be_lost_in_silence() {
 #[test]
 fn a_byte_order_mark_is_no_text_and_other_encodings_are_named() {
     let rows = |bytes: &[u8]| {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         let path = folder.path().join("rows.jsonl");
         std::fs::write(&path, bytes).unwrap();
         Dataset::from_file(&path, &folder.tokenizer(), &DatasetOptions::default())
@@ -311,7 +311,7 @@ fn content_in_parts_of_text_is_one_text() {
 
 #[test]
 fn conversations_need_a_template() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     folder.write("rows.jsonl", r#"{"prompt": [{"role": "user", "content": "one"}]}"#);
     let path = folder.path().join("rows.jsonl");
     let error = Dataset::from_file(path, &folder.tokenizer(), &DatasetOptions::default()).unwrap_err();
@@ -320,7 +320,7 @@ fn conversations_need_a_template() {
 
 #[test]
 fn rows_may_come_through_a_pipe_but_parquets() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     let pipe = folder.path().join("rows");
     rustix::fs::mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     let read = |bytes: Vec<u8>| {
@@ -356,7 +356,7 @@ fn prompts_of_megabytes_are_counted_as_the_others_that_are_too_long() {
 
 #[test]
 fn devices_are_no_rows() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     let rows = folder.path().join("rows");
     std::os::unix::fs::symlink("/dev/zero", &rows).unwrap();
     let error = Dataset::from_file(&rows, &folder.tokenizer(), &DatasetOptions::default()).unwrap_err();

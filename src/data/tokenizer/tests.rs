@@ -1,9 +1,9 @@
-use super::super::fixtures::Folder;
+use super::super::fixtures::TokenizerFolder;
 use super::*;
 
 #[test]
 fn text_survives_a_round_trip_and_special_tokens_are_left_out() {
-    let tokenizer = Folder::new().tokenizer();
+    let tokenizer = TokenizerFolder::new().tokenizer();
     let ids = tokenizer.encode("one plus two", false).unwrap();
     assert_eq!(tokenizer.decode(&ids).unwrap(), "one plus two");
     let eos = tokenizer.eos_token_id().unwrap();
@@ -13,13 +13,13 @@ fn text_survives_a_round_trip_and_special_tokens_are_left_out() {
 
 #[test]
 fn a_word_without_a_token_is_an_error_not_a_gap() {
-    let error = Folder::new().tokenizer().encode("one hippopotamus", false).unwrap_err();
+    let error = TokenizerFolder::new().tokenizer().encode("one hippopotamus", false).unwrap_err();
     assert!(error.to_string().contains("cannot encode 'one hippopotamus'"), "{error}");
 }
 
 #[test]
 fn the_model_is_compared_number_by_number() {
-    let tokenizer = Folder::new().tokenizer();
+    let tokenizer = TokenizerFolder::new().tokenizer();
     let rows = tokenizer.vocab_size();
     tokenizer.check_against(rows + 5, &[]).unwrap();
     let error = tokenizer.check_against(rows - 1, &[]).unwrap_err().to_string();
@@ -31,7 +31,7 @@ fn the_model_is_compared_number_by_number() {
 
 #[test]
 fn a_missing_eos_is_an_error() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     folder.write("tokenizer_config.json", "{}");
     let tokenizer = folder.tokenizer();
     let error = tokenizer.check_against(100, &[]).unwrap_err().to_string();
@@ -48,7 +48,7 @@ fn files_are_merged_as_by_auto_tokenizer() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizers.json")).unwrap();
     let cases = golden["cases"].as_array().unwrap();
     for case in cases {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         folder.write("tokenizer.json", &golden["tokenizer.json"].to_string());
         folder.write("chat_template.jinja", golden["template"].as_str().unwrap());
         for (name, file) in case["files"].as_object().unwrap() {
@@ -74,7 +74,7 @@ fn where_auto_tokenizer_has_other_tokens_it_is_said() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizer_classes.json")).unwrap();
     let (cases, mut notices) = (golden["cases"].as_array().unwrap(), Vec::new());
     for case in cases {
-        let folder = Folder::new();
+        let folder = TokenizerFolder::new();
         let mut file = golden["bases"][case["base"].as_u64().unwrap() as usize].clone();
         case["pieces"].as_object().unwrap().iter().for_each(|(key, piece)| file[key] = piece.clone());
         case["flags"].as_object().unwrap().iter().for_each(|(key, flag)| file["model"][key] = flag.clone());
@@ -101,7 +101,7 @@ fn where_auto_tokenizer_has_other_tokens_it_is_said() {
 fn files_that_contradict_one_another_are_refused_by_name() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizers.json")).unwrap();
     let refused = |config: Value, edit: &dyn Fn(&mut Value), message: &str| {
-        let (folder, mut json) = (Folder::new(), golden["tokenizer.json"].clone());
+        let (folder, mut json) = (TokenizerFolder::new(), golden["tokenizer.json"].clone());
         edit(&mut json);
         folder.write("tokenizer.json", &json.to_string());
         folder.write("tokenizer_config.json", &config.to_string());
@@ -131,8 +131,8 @@ fn files_that_contradict_one_another_are_refused_by_name() {
 
 #[test]
 fn of_several_templates_that_for_tools_shows_tools() {
-    let folder = Folder::new();
-    let chat = |folder: &Folder, tools: Value| {
+    let folder = TokenizerFolder::new();
+    let chat = |folder: &TokenizerFolder, tools: Value| {
         let messages = vec![serde_json::json!({"role": "user", "content": "x"})];
         folder.tokenizer().converse(Conversation { messages, tools, ..Conversation::default() })
     };
@@ -155,7 +155,7 @@ fn of_several_templates_that_for_tools_shows_tools() {
 
 #[test]
 fn the_template_is_taken_from_the_file_the_text_or_the_list() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     let messages = [Message::user("one")];
     let error = folder.tokenizer().apply_chat_template(&messages, true).unwrap_err().to_string();
     assert!(error.contains("give prompts as text"), "{error}");
@@ -179,7 +179,7 @@ fn a_missing_file_is_named() {
 
 #[test]
 fn what_the_library_panics_over_and_text_without_end_are_refused() {
-    let folder = Folder::new();
+    let folder = TokenizerFolder::new();
     let honest = std::fs::read_to_string(folder.path().join("tokenizer.json")).unwrap();
     let with = |key: &str, value: Value| {
         let mut json: Value = serde_json::from_str(&honest).unwrap();

@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::numbers::check_numbers;
 pub use crate::config::ToolCallParser;
 pub(crate) use thoughts::{ContentScan, open_thought};
-use thoughts::{Mark, Outside, THOUGHTS};
+use thoughts::{Outside, THOUGHTS, TextMark};
 
 /// A function that the model wants to be called.
 #[derive(Debug, Clone, PartialEq)]
@@ -142,7 +142,7 @@ fn blocks(
     let (mut tool_calls, mut begin) = (Vec::new(), 0);
     let [mut of_call, mut of_open, mut of_prose] = [None, None, None];
     while let Some(mark) = outside.next(markers) {
-        let Mark::Call(at) = mark else {
+        let TextMark::Call(at) = mark else {
             tool_calls.clear();
             (of_call, of_open, of_prose) = (None, None, None);
             continue;
@@ -183,7 +183,7 @@ fn pythonic_list(text: &str, thought: Option<&'static str>) -> ParsedMessage {
     while let Some(mark) = outside.next(&["["]) {
         let begins = |at: usize| text[outside.thoughts_end..at].trim().is_empty();
         match mark {
-            Mark::Call(at) if first.is_none() && begins(at) => {
+            TextMark::Call(at) if first.is_none() && begins(at) => {
                 let parsed = pythonic::parse(&text[at..]);
                 let is_read = !parsed.tool_calls.is_empty() && parsed.error.is_none();
                 first = Some(ParsedMessage { content: text[..outside.thoughts_end].to_owned(), ..parsed });
@@ -191,8 +191,8 @@ fn pythonic_list(text: &str, thought: Option<&'static str>) -> ParsedMessage {
                     break;
                 }
             }
-            Mark::Call(_) => {}
-            Mark::EndOfThought => first = None,
+            TextMark::Call(_) => {}
+            TextMark::EndOfThought => first = None,
         }
     }
     first.unwrap_or_default()

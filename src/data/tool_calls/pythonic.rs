@@ -13,7 +13,7 @@ pub(super) fn parse(text: &str) -> ParsedMessage {
     let mut parsed = ParsedMessage::default();
     let text = text.trim();
     let Some(inner) = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')) else { return parsed };
-    let mut reader = Reader { rest: inner };
+    let mut reader = LiteralReader { rest: inner };
     loop {
         reader.skip_space();
         if reader.rest.is_empty() {
@@ -65,11 +65,11 @@ fn head(text: &str) -> String {
     text.chars().take(20).collect()
 }
 
-struct Reader<'a> {
+struct LiteralReader<'a> {
     rest: &'a str,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> LiteralReader<'a> {
     fn skip_space(&mut self) {
         self.rest = self.rest.trim_start();
     }

@@ -33,7 +33,7 @@ fn ends_line(before: &str) -> bool {
 }
 
 /// A mark outside of thoughts.
-pub(super) enum Mark {
+pub(super) enum TextMark {
     /// A call may begin at this byte.
     Call(usize),
     /// All before was a thought.
@@ -59,7 +59,7 @@ impl<'t> Outside<'t> {
     }
 
     /// The next mark; of calls those of `markers`.
-    pub fn next(&mut self, markers: &[&str]) -> Option<Mark> {
+    pub fn next(&mut self, markers: &[&str]) -> Option<TextMark> {
         loop {
             let at = self.at + self.text[self.at..].find(FIRST_CHARS)?;
             let rest = &self.text[at..];
@@ -75,11 +75,11 @@ impl<'t> Outside<'t> {
                 self.at = at + end.len();
                 if self.thoughts_end == 0 {
                     self.thoughts_end = self.at;
-                    return Some(Mark::EndOfThought);
+                    return Some(TextMark::EndOfThought);
                 }
             } else if let Some(marker) = markers.iter().find(|marker| rest.starts_with(**marker)) {
                 self.at = at + marker.len();
-                return Some(Mark::Call(at));
+                return Some(TextMark::Call(at));
             } else {
                 self.at = at + 1;
             }

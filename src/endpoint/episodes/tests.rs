@@ -5,13 +5,13 @@ const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.co
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 /// An episode against a model whose tokens are bytes, where the engine is played by the test.
-struct Played {
+struct EpisodeFixture {
     model: ServedModel,
     episodes: Episodes,
     name: String,
 }
 
-impl Played {
+impl EpisodeFixture {
     fn new(params: &SamplingParams) -> Self {
         let model = ServedModel::of_bytes("policy", TEMPLATE);
         let episodes = Episodes::new(9);
@@ -19,7 +19,7 @@ impl Played {
         Self { model, episodes, name }
     }
 
-    fn ask(&self, messages: &[Value], more: Value) -> Result<(Request, Recorder), Refusal> {
+    fn ask(&self, messages: &[Value], more: Value) -> Result<(Request, TurnRecorder), Refusal> {
         let mut body = json!({"messages": messages});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         let episode = self.episodes.find(&self.name).unwrap();
@@ -27,7 +27,7 @@ impl Played {
     }
 
     /// Answers with `text` in tokens that no tokenizer gives for it: letter by letter, and what the tokens are.
-    fn answer(&self, (request, recorder): (Request, Recorder), text: &str) -> (Value, Vec<u32>) {
+    fn answer(&self, (request, recorder): (Request, TurnRecorder), text: &str) -> (Value, Vec<u32>) {
         let letters = text.chars().map(|letter| self.model.tokenizer.encode(&letter.to_string(), false).unwrap());
         let sampled = [letters.collect::<Vec<_>>().concat(), self.model.eos_token_ids.clone()].concat();
         let mut trajectory = request.begun.first().cloned().unwrap_or_default();
@@ -45,7 +45,7 @@ fn user(text: &str) -> Value {
 
 #[test]
 fn a_turn_goes_on_from_the_longest_known_conversation_and_all_else_is_a_branch() {
-    let played = Played::new(&SamplingParams { num_generations: 3, step: 7, ..SamplingParams::default() });
+    let played = EpisodeFixture::new(&SamplingParams { num_generations: 3, step: 7, ..SamplingParams::default() });
     let mut messages = vec![user("go")];
     let first = played.ask(&messages, json!({})).unwrap();
     assert_eq!((first.0.prompt_id, first.0.first_step, first.0.first_sample), (4, 5, 1));
@@ -97,7 +97,7 @@ fn a_turn_goes_on_from_the_longest_known_conversation_and_all_else_is_a_branch()
 #[test]
 fn what_an_episode_may_not_ask_for_is_refused_by_its_name() {
     let params = SamplingParams { temperature: 0.7, max_completion_length: 20, ..SamplingParams::default() };
-    let played = Played::new(&params);
+    let played = EpisodeFixture::new(&params);
     for (more, part) in [
         (json!({"temperature": 1.0}), "temperature: expected the run's own value"),
         (json!({"top_p": 0.5}), "top_p: "),

@@ -14,13 +14,13 @@ const BODY: &str = r#"{"messages": [{"role": "user", "content": "go"}], "max_tok
 /// Requests under way at once, far more than bodies of the largest size have room for.
 const NUM_REQUESTS: usize = 300;
 
-struct Endpoint {
+struct TestServer {
     server: HttpServer,
     queue: EngineQueue,
     body_room: Arc<Semaphore>,
 }
 
-impl Endpoint {
+impl TestServer {
     fn start(max_body_bytes: usize, api_key: Option<&str>, episodes: Option<Arc<Episodes>>) -> Self {
         let (client, queue) = engine_queue(ClientLimits { max_queue: 1024, grace: Duration::ZERO });
         let model = ServedModel::of_bytes("model", TEMPLATE);
@@ -75,7 +75,7 @@ fn status_of(mut stream: TcpStream) -> String {
 
 #[test]
 fn requests_that_do_not_say_their_length_are_answered_up_to_the_queue_s_limit() {
-    let endpoint = Endpoint::start(4 << 20, None, None);
+    let endpoint = TestServer::start(4 << 20, None, None);
     let send = |_| send_in_chunks(endpoint.address(), "/v1/chat/completions");
     let streams: Vec<TcpStream> = (0..NUM_REQUESTS).map(send).collect();
     endpoint.answer(NUM_REQUESTS);
@@ -86,7 +86,7 @@ fn requests_that_do_not_say_their_length_are_answered_up_to_the_queue_s_limit() 
 #[test]
 fn so_are_those_of_episodes() {
     let episodes = Arc::new(Episodes::new(NUM_REQUESTS));
-    let endpoint = Endpoint::start(32 << 20, None, Some(Arc::clone(&episodes)));
+    let endpoint = TestServer::start(32 << 20, None, Some(Arc::clone(&episodes)));
     let key = GroupKey { prompt_id: 4, first_step: 5 };
     let name = episodes.open(key, 0, &SamplingParams { max_completion_length: 9, ..SamplingParams::default() });
     let send = |_| send_in_chunks(endpoint.address(), &format!("/episodes/{name}/v1/chat/completions"));
@@ -98,7 +98,7 @@ fn so_are_those_of_episodes() {
 
 #[test]
 fn bodies_take_room_as_they_arrive_and_give_it_back() {
-    let endpoint = Endpoint::start(1 << 20, None, None);
+    let endpoint = TestServer::start(1 << 20, None, None);
     let most = BODY_ROOM_KIB;
     let post = |more: &str, body: &[u8]| {
         let mut stream = TcpStream::connect(endpoint.address()).unwrap();
@@ -119,7 +119,7 @@ fn bodies_take_room_as_they_arrive_and_give_it_back() {
 
 #[test]
 fn a_key_is_asked_for_in_any_letters_of_its_scheme() {
-    let endpoint = Endpoint::start(1 << 20, Some("secret"), None);
+    let endpoint = TestServer::start(1 << 20, Some("secret"), None);
     let status = |authorization: &str| {
         let mut stream = TcpStream::connect(endpoint.address()).unwrap();
         write!(stream, "GET /v1/models HTTP/1.0\r\nHost: localhost\r\n{authorization}\r\n").unwrap();

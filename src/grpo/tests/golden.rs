@@ -6,7 +6,7 @@ use tch::Tensor;
 use super::super::{
     AdvantageConfig, EntropyControl, LossConfig, LossInput, assign_advantages, kl_of_sequence, policy_loss,
 };
-use super::{Batch, assert_close, entropy_term, indices, parse_config, values};
+use super::{LossBatch, assert_close, entropy_term, indices, parse_config, values};
 use crate::config::{AdvantageEstimator, KlEstimator, LossType};
 use crate::types::fixtures::scored;
 
@@ -18,7 +18,7 @@ fn numbers(values: &Value) -> Vec<f64> {
     values.as_array().unwrap().iter().map(|value| value.as_f64().unwrap_or(f64::NAN)).collect()
 }
 
-fn golden_batch(golden: &Value, case: &Value) -> Batch {
+fn golden_batch(golden: &Value, case: &Value) -> LossBatch {
     let packed = packed_tokens(golden, case);
     let tokens = |key: &str| Tensor::from_slice(&packed(&numbers(&golden["batch"][key])));
     let mut lengths: Vec<i64> = numbers(&golden["batch"]["lengths"]).iter().map(|length| *length as i64).collect();
@@ -26,7 +26,7 @@ fn golden_batch(golden: &Value, case: &Value) -> Batch {
         lengths[golden["truncated"].as_u64().unwrap() as usize] = 0;
     }
     let sequence_of_token = indices(&lengths);
-    Batch {
+    LossBatch {
         logprobs: tokens("logprobs"),
         old_logprobs: tokens("old_logprobs"),
         ref_logprobs: tokens("ref_logprobs"),

@@ -12,7 +12,7 @@ use crate::config::KlEstimator;
 
 /// A packed batch whose tensors live together.
 #[derive(Debug)]
-struct Batch {
+struct LossBatch {
     lengths: Vec<i64>,
     logprobs: Tensor,          // [C]
     old_logprobs: Tensor,      // [C]
@@ -24,7 +24,7 @@ struct Batch {
     sequence_of_token: Tensor, // [C]
 }
 
-impl Batch {
+impl LossBatch {
     fn input(&self, use_old: bool) -> LossInput<'_> {
         LossInput {
             logprobs: &self.logprobs,
@@ -52,11 +52,11 @@ impl Batch {
     }
 
     /// Sequences `from..to` as a micro-batch of its own.
-    fn slice(&self, from: usize, to: usize) -> Batch {
+    fn slice(&self, from: usize, to: usize) -> LossBatch {
         let start: i64 = self.lengths[..from].iter().sum();
         let count: i64 = self.lengths[from..to].iter().sum();
         let tokens = |x: &Tensor| x.narrow(0, start, count);
-        Batch {
+        LossBatch {
             lengths: self.lengths[from..to].to_vec(),
             logprobs: tokens(&self.logprobs),
             old_logprobs: tokens(&self.old_logprobs),
@@ -70,7 +70,7 @@ impl Batch {
     }
 
     /// Log-probabilities of all sorts around one another; sequence 2 is masked and has no tokens.
-    fn random(kind: Kind) -> Batch {
+    fn random(kind: Kind) -> LossBatch {
         tch::manual_seed(1);
         let lengths = vec![4, 1, 0, 9, 2, 3];
         let options = (kind, Device::Cpu);
@@ -78,7 +78,7 @@ impl Batch {
         let logprobs = -Tensor::rand([count], options) * 2.0;
         let near = |scale: f64| &logprobs + Tensor::randn([count], options) * scale;
         let sequence_of_token = indices(&lengths);
-        Batch {
+        LossBatch {
             old_logprobs: near(0.3),
             ref_logprobs: near(0.5),
             teacher_logprobs: near(0.4),

@@ -3,7 +3,7 @@
 use tch::Kind;
 
 use super::super::{Distillation, LossConfig, LossInput, LossOutput, LossStats, policy_loss};
-use super::{Batch, assert_close, entropy_term, values};
+use super::{LossBatch, assert_close, entropy_term, values};
 use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
 
 fn assert_same_stats(got: &LossStats, expected: &LossStats, what: &str) {
@@ -40,7 +40,7 @@ fn gradients_are_those_of_autograd() {
         .filter(|config| !matches!(config.loss_type, LossType::Cispo | LossType::Vespo))
         .flat_map(|config| [(config.clone(), Kind::Double), (config, Kind::Float)])
     {
-        let mut batch = Batch::random(kind);
+        let mut batch = LossBatch::random(kind);
         batch.logprobs = batch.logprobs.set_requires_grad(true);
         batch.entropy = batch.entropy.set_requires_grad(true);
         let config = LossConfig { top_entropy_quantile: 0.6, entropy_coef: 0.3, ..config };
@@ -58,7 +58,7 @@ fn gradients_are_those_of_autograd() {
 
 #[test]
 fn micro_batches_add_up_to_the_whole() {
-    let batch = Batch::random(Kind::Double);
+    let batch = LossBatch::random(Kind::Double);
     let denominators = batch.denominators();
     for config in configurations() {
         let whole = policy_loss(&batch.input(true), &config, &denominators).unwrap();
@@ -82,7 +82,7 @@ fn micro_batches_add_up_to_the_whole() {
 
 #[test]
 fn wrong_shapes_and_missing_references_are_named() {
-    let batch = Batch::random(Kind::Double);
+    let batch = LossBatch::random(Kind::Double);
     let short = batch.entropy.narrow(0, 0, 3);
     let error = |input: LossInput, beta: f64| {
         let config = LossConfig { beta, ..LossConfig::default() };
@@ -96,7 +96,7 @@ fn wrong_shapes_and_missing_references_are_named() {
 /// The divergence from a teacher that is the policy, and its gradient, are exactly 0; without another weight nothing is learned.
 #[test]
 fn a_teacher_that_is_the_policy_teaches_nothing() {
-    let batch = Batch::random(Kind::Float);
+    let batch = LossBatch::random(Kind::Float);
     let distillation = Some(Distillation { weight: 1.0, clip_max: Some(2.0), top: None });
     let config = LossConfig { distillation, beta: 0.1, ..LossConfig::default() };
     let input = LossInput { teacher_logprobs: Some(&batch.logprobs), ..batch.input(true) };

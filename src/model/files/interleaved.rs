@@ -8,7 +8,7 @@ use crate::ops::delta_net::DeltaHeads;
 
 /// Rows of a matrix that lie together in a tensor of a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Piece {
+pub(super) struct InterleavedRows {
     /// The tensor's name within its block.
     pub tensor: &'static str,
     /// All rows of the tensor.
@@ -20,7 +20,7 @@ pub(super) struct Piece {
 }
 
 /// The pieces of a matrix, in its order of rows; none of a matrix that is a tensor by itself.
-pub(super) fn pieces(matrix: Matrix, heads: DeltaHeads) -> Vec<Piece> {
+pub(super) fn pieces(matrix: Matrix, heads: DeltaHeads) -> Vec<InterleavedRows> {
     let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, .. } = heads;
     let of_key = num_value_heads / num_key_heads;
     let (values, keys) = (of_key * value_dim, num_key_heads * key_dim);
@@ -38,7 +38,12 @@ pub(super) fn pieces(matrix: Matrix, heads: DeltaHeads) -> Vec<Piece> {
     let of_section = |(start, len, place): (usize, usize, usize)| {
         (0..num_key_heads).map(move |head| {
             let first = start + head * len;
-            Piece { tensor, num_rows: num_key_heads * of_head, first: head * of_head + place, rows: first..first + len }
+            InterleavedRows {
+                tensor,
+                num_rows: num_key_heads * of_head,
+                first: head * of_head + place,
+                rows: first..first + len,
+            }
         })
     };
     sections.into_iter().flat_map(of_section).collect()

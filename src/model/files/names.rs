@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::interleaved::{Piece, pieces};
+use super::interleaved::{InterleavedRows, pieces};
 use crate::config::TargetModule;
 use crate::model::block::{LinearSpec, Matrix, Projection};
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
@@ -26,7 +26,7 @@ pub(in crate::model) struct HfTensor {
     /// The index of the expert, of an expert's matrix.
     expert: Option<usize>,
     /// Rows of a matrix whose tensor in the file has those of other matrices between them.
-    piece: Option<Piece>,
+    piece: Option<InterleavedRows>,
 }
 
 impl HfTensor {
@@ -61,7 +61,7 @@ impl HfTensor {
         let whole = layout.view(self.param, flat).expect("tensors() lists parameters of the layout");
         let whole = self.expert.map_or_else(|| whole.shallow_clone(), |expert| whole.get(expert as i64));
         match (&self.piece, &self.rows) {
-            (Some(Piece { rows, .. }), _) => {
+            (Some(InterleavedRows { rows, .. }), _) => {
                 whole.narrow(0, rows.start as i64, rows.len() as i64).unsqueeze(0).unsqueeze(0)
             }
             (None, Some((linear, projection))) => linear.rows_of(*projection, &whole),

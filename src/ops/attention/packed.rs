@@ -14,18 +14,18 @@ use crate::torch::SavedAttention;
 /// The layout of a packed micro-batch for attention; made once, shared by all layers, forward and backward.
 #[derive(Debug)]
 pub struct PackedLayout {
-    parts: Parts,
+    parts: PackedRuns,
 }
 
 #[derive(Debug)]
-enum Parts {
+enum PackedRuns {
     Separate(Box<Runs>),
-    Shared(Box<Shared>),
+    Shared(Box<SharedRuns>),
 }
 
 /// P prompt rows and C completion rows.
 #[derive(Debug)]
-struct Shared {
+struct SharedRuns {
     num_prompt_tokens: i64,
     /// Prompts on themselves: [P] on [P].
     prompts: Runs,
@@ -41,7 +41,7 @@ impl PackedLayout {
     pub fn new(cu_seqlens: &[i64], num_kv_heads: usize, sliding_window: Option<usize>, device: Device) -> Self {
         let sees = Sees::Before { window: sliding_window.map(|window| window as i64) };
         let runs = Runs::new(cu_seqlens, cu_seqlens, sees, num_kv_heads as i64, device);
-        Self { parts: Parts::Separate(Box::new(runs)) }
+        Self { parts: PackedRuns::Separate(Box::new(runs)) }
     }
 
     /// For the sequences of a micro-batch. Shared prompts take no window: it must be wider than every sequence.
@@ -53,7 +53,7 @@ impl PackedLayout {
         let runs = |q: &[i64], k: &[i64], sees| Runs::new(q, k, sees, num_kv_heads as i64, device);
         let before = Sees::Before { window: None };
         Self {
-            parts: Parts::Shared(Box::new(Shared {
+            parts: PackedRuns::Shared(Box::new(SharedRuns {
                 num_prompt_tokens: prompts.last().copied().unwrap_or(0),
                 prompts: runs(prompts, prompts, before),
                 on_prompt: runs(groups, prompts, Sees::All),
@@ -75,8 +75,8 @@ pub fn packed_forward(
     scale: f64,
 ) -> Result<(Tensor, Tensor)> {
     let shared = match &layout.parts {
-        Parts::Separate(runs) => return varlen::forward(q, k, v, runs, scale),
-        Parts::Shared(shared) => shared,
+        PackedRuns::Separate(runs) => return varlen::forward(q, k, v, runs, scale),
+        PackedRuns::Shared(shared) => shared,
     };
     let size = q.size();
     let [(q_prompt, q), (k_prompt, k), (v_prompt, v)] = [q, k, v].map(|t| shared.split(t));
@@ -103,8 +103,8 @@ pub fn packed_backward(
     scale: f64,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let shared = match &layout.parts {
-        Parts::Separate(runs) => return varlen::backward(d_o, saved, runs, scale),
-        Parts::Shared(shared) => shared,
+        PackedRuns::Separate(runs) => return varlen::backward(d_o, saved, runs, scale),
+        PackedRuns::Shared(shared) => shared,
     };
     let SavedAttention { q, k, v, o, lse } = saved;
     let [(d_o_prompt, d_o), (q_prompt, q), (k_prompt, k), (v_prompt, v), (o_prompt, o), (lse_prompt, lse)] =
@@ -122,7 +122,7 @@ pub fn packed_backward(
     ))
 }
 
-impl Shared {
+impl SharedRuns {
     /// Rows of prompts and of completions.
     fn split(&self, t: &Tensor) -> (Tensor, Tensor) {
         let (prompts, all) = (self.num_prompt_tokens, t.size()[0]);

@@ -38,7 +38,7 @@ pub(super) struct Padded {
 
 /// (first row, length) of a run's queries and keys.
 #[derive(Debug, Clone, Copy)]
-struct Run {
+struct PaddedRun {
     q: (i64, i64),
     k: (i64, i64),
 }
@@ -46,14 +46,14 @@ struct Run {
 impl Padded {
     pub(super) fn new(q: &[i64], k: &[i64], sees: Sees, heads: i64, device: Device) -> Result<Self> {
         let spans = |bounds: &[i64]| bounds.windows(2).map(|w| (w[0], w[1] - w[0])).collect::<Vec<_>>();
-        let mut runs: Vec<Run> = spans(q).into_iter().zip(spans(k)).map(|(q, k)| Run { q, k }).collect();
+        let mut runs: Vec<PaddedRun> = spans(q).into_iter().zip(spans(k)).map(|(q, k)| PaddedRun { q, k }).collect();
         runs.retain(|run| run.q.1 > 0);
         runs.sort_by_key(|run| (Reverse(run.q.1), run.q.0));
         let num_rows = |bounds: &[i64]| (bounds.last().copied().unwrap_or(0) * heads) as usize;
         let (mut unpad_q, mut unpad_k) = (Unpad::new(num_rows(q)), Unpad::new(num_rows(k)));
         let mut buckets = Vec::new();
         for members in runs.chunk_by(same_bucket(&runs)) {
-            let side = |run: fn(&Run) -> (i64, i64), unpad: &mut Unpad| {
+            let side = |run: fn(&PaddedRun) -> (i64, i64), unpad: &mut Unpad| {
                 Side::new(&members.iter().map(run).collect::<Vec<_>>(), heads, device, unpad)
             };
             let (q, k) = (side(|run| run.q, &mut unpad_q)?, side(|run| run.k, &mut unpad_k)?);
@@ -77,7 +77,7 @@ impl Unpad {
 }
 
 /// Whether a run joins the bucket of the one before it (they come with the longest queries first).
-fn same_bucket(runs: &[Run]) -> impl FnMut(&Run, &Run) -> bool {
+fn same_bucket(runs: &[PaddedRun]) -> impl FnMut(&PaddedRun, &PaddedRun) -> bool {
     let mut first = runs.first().copied();
     move |_, run| {
         let joins = first.is_some_and(|first| similar(first.q.1, run.q.1) && similar(first.k.1, run.k.1));

@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 use crate::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::torch::accumulation_kind;
-use rule::Tokens;
+use rule::DeltaTokens;
 
 pub use crate::cuda::kernels::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights};
 pub use packed::{PackedChunks, PackedSequences};
@@ -172,7 +172,7 @@ fn run(
         return gpu::run(rows, weights, initial, sequences, options, keeps_chunks);
     }
     let mixed = conv::forward(&rows.qkv, &weights.conv, initial.map(|state| &state.conv), sequences)?;
-    let tokens = Heads::new(&mixed, options.heads)?.tokens(rows, weights)?;
+    let tokens = UnitHeads::new(&mixed, options.heads)?.tokens(rows, weights)?;
     drop(mixed);
     let states = initial.map(|state| &state.rule);
     let (o, last, kept) = rule::forward(&tokens, states, &sequences.chunks, keeps_chunks)?;
@@ -186,7 +186,7 @@ fn run(
 /// [`crate::Error::OutOfMemory`].
 pub fn step(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, options: DeltaOptions) -> Result<Tensor> {
     let mixed = conv::step(&rows.qkv, &weights.conv, &mut state.conv)?;
-    let tokens = Heads::new(&mixed, options.heads)?.tokens(rows, weights)?;
+    let tokens = UnitHeads::new(&mixed, options.heads)?.tokens(rows, weights)?;
     let o = rule::step(&tokens, &mut state.rule)?;
     finish(&o, rows, weights, options)
 }
@@ -214,7 +214,7 @@ fn backward(
     }
     let tails = forward.tails();
     let mixed = conv::forward(&rows.qkv, &weights.conv, tails, sequences)?;
-    let heads = Heads::new(&mixed, options.heads)?;
+    let heads = UnitHeads::new(&mixed, options.heads)?;
     drop(mixed);
     let tokens = heads.tokens(rows, weights)?;
     let (o, kept) = match forward {
@@ -244,7 +244,7 @@ fn backward(
 }
 
 /// Queries and keys of unit length with their factors, and values.
-struct Heads {
+struct UnitHeads {
     q: Tensor,        // [T, Hk, dk]
     k: Tensor,        // [T, Hk, dk]
     v: Tensor,        // [T, H, dv]
@@ -253,7 +253,7 @@ struct Heads {
     scale: f64,
 }
 
-impl Heads {
+impl UnitHeads {
     fn new(mixed: &Tensor /* [T, C] */, heads: DeltaHeads) -> Result<Self> {
         let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, .. } = heads;
         let [key_heads, value_heads, key_dim, value_dim] =
@@ -267,10 +267,10 @@ impl Heads {
         Ok(Self { q, k, v, q_factor, k_factor, scale: (key_dim as f64).powf(-0.5) })
     }
 
-    fn tokens(&self, rows: &DeltaRows, weights: &DeltaWeights) -> Result<Tokens> {
+    fn tokens(&self, rows: &DeltaRows, weights: &DeltaWeights) -> Result<DeltaTokens> {
         let kind = self.v.kind();
         let [a, b, a_log, dt_bias] = [&rows.a, &rows.b, &weights.a_log, &weights.dt_bias].map(|t| t.f_to_kind(kind));
-        Ok(Tokens {
+        Ok(DeltaTokens {
             q: self.q.f_mul_scalar(self.scale)?,
             k: self.k.shallow_clone(),
             v: self.v.shallow_clone(),
@@ -280,18 +280,18 @@ impl Heads {
     }
 
     /// The gradient of the convolution's output. [T, C]
-    fn backward(self, d: &Tokens) -> Result<Tensor> {
+    fn backward(self, d: &DeltaTokens) -> Result<Tensor> {
         let dq = gates::unit_length_backward(&d.q.f_mul_scalar(self.scale)?, &self.q, &self.q_factor)?;
         let dk = gates::unit_length_backward(&d.k, &self.k, &self.k_factor)?;
         Ok(Tensor::f_cat(&[dq.f_flatten(1, 2)?, dk.f_flatten(1, 2)?, d.v.f_flatten(1, 2)?], 1)?)
     }
 }
 
-impl Tokens {
+impl DeltaTokens {
     /// The gradients of `a` and `b` [T, H] each; those of A_log and dt_bias are added in place.
     fn gates_backward(
         &self,
-        d: &Tokens,
+        d: &DeltaTokens,
         rows: &DeltaRows,
         weights: &DeltaWeights,
         grads: &mut DeltaWeights,

@@ -13,17 +13,17 @@ use crate::ops::attention::{Bounds, SharedBounds};
 /// The layout of a micro-batch for gated delta nets; made once, shared by all layers, forward and backward.
 #[derive(Debug)]
 pub struct PackedSequences {
-    parts: Parts,
+    parts: DeltaSequences,
 }
 
 #[derive(Debug)]
-enum Parts {
+enum DeltaSequences {
     Separate(Sequences),
-    Shared(Shared),
+    Shared(SharedSequences),
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedSequences {
     num_prompt_tokens: i64,
     prompts: Sequences,
     completions: Sequences,
@@ -49,13 +49,13 @@ impl PackedSequences {
             Sequences::new(&bounds, width as i64, device)
         };
         let parts = match bounds {
-            Bounds::Separate(cu_seqlens) => Parts::Separate(sequences(cu_seqlens)),
+            Bounds::Separate(cu_seqlens) => DeltaSequences::Separate(sequences(cu_seqlens)),
             Bounds::Shared(SharedBounds { prompts, groups, completions }) => {
                 let starts = &completions[..completions.len().saturating_sub(1)];
                 // Where a group is empty, the next one begins at the same row.
                 let prompt_of = starts.iter().map(|start| groups.partition_point(|group| group <= start) as i64 - 1);
                 let prompt_of: Vec<i64> = prompt_of.collect();
-                Parts::Shared(Shared {
+                DeltaSequences::Shared(SharedSequences {
                     num_prompt_tokens: prompts.last().copied().unwrap_or(0),
                     prompts: sequences(prompts),
                     completions: sequences(completions),
@@ -70,8 +70,8 @@ impl PackedSequences {
     fn fill_chunks(&self) -> bool {
         let size = |sequences: &Sequences| (sequences.layout.num_tokens, sequences.chunks.count());
         let (tokens, chunks) = match &self.parts {
-            Parts::Separate(sequences) => size(sequences),
-            Parts::Shared(Shared { prompts, completions, .. }) => {
+            DeltaSequences::Separate(sequences) => size(sequences),
+            DeltaSequences::Shared(SharedSequences { prompts, completions, .. }) => {
                 let (first, rest) = (size(prompts), size(completions));
                 (first.0 + rest.0, first.1 + rest.1)
             }
@@ -94,11 +94,11 @@ impl PackedSequences {
     ) -> Result<(Tensor, Option<PackedChunks>)> {
         let keeps_chunks = keeps_chunks && self.fill_chunks();
         let shared = match &self.parts {
-            Parts::Separate(sequences) => {
+            DeltaSequences::Separate(sequences) => {
                 let Results { output, chunks, .. } = run(rows, weights, None, sequences, options, keeps_chunks)?;
                 return Ok((output, chunks.map(|rest| PackedChunks { prompts: None, rest })));
             }
-            Parts::Shared(shared) => shared,
+            DeltaSequences::Shared(shared) => shared,
         };
         let (prompts, completions) = shared.split(rows);
         let first = run(&prompts, weights, None, &shared.prompts, options, keeps_chunks)?;
@@ -128,11 +128,11 @@ impl PackedSequences {
         grads: &mut DeltaWeights,
     ) -> Result<DeltaRows> {
         let shared = match &self.parts {
-            Parts::Separate(sequences) => {
+            DeltaSequences::Separate(sequences) => {
                 let forward = chunks.map_or(Forward::Again(None), |chunks| Forward::Kept(chunks.rest, None));
                 return Ok(backward((d_output, None), rows, weights, forward, sequences, options, grads)?.0);
             }
-            Parts::Shared(shared) => shared,
+            DeltaSequences::Shared(shared) => shared,
         };
         let (prompts, completions) = shared.split(rows);
         let (d_prompts, d_completions) = shared.split_rows(d_output);
@@ -161,7 +161,7 @@ impl PackedSequences {
     }
 }
 
-impl Shared {
+impl SharedSequences {
     fn split_rows(&self, t: &Tensor) -> (Tensor, Tensor) {
         let (prompts, all) = (self.num_prompt_tokens, t.size()[0]);
         (t.narrow(0, 0, prompts), t.narrow(0, prompts, all - prompts))

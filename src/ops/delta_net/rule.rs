@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 
 /// What tokens bring to the rule. Queries are scaled, queries and keys normalised by the caller.
 #[derive(Debug)]
-pub(super) struct Tokens {
+pub(super) struct DeltaTokens {
     pub q: Tensor,    // [T, Hk, dk]
     pub k: Tensor,    // [T, Hk, dk]
     pub v: Tensor,    // [T, H, dv]
@@ -35,7 +35,7 @@ pub(super) struct Tokens {
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
-pub(super) fn step(tokens: &Tokens, state: &mut Tensor /* [N, H, dk, dv] */) -> Result<Tensor> {
+pub(super) fn step(tokens: &DeltaTokens, state: &mut Tensor /* [N, H, dk, dv] */) -> Result<Tensor> {
     let heads = state.size()[1];
     let [q, k] = [&tokens.q, &tokens.k].map(|t| repeat(&t.unsqueeze(2), heads));
     let (q, k) = (q?, k?); // [N, H, 1, dk]
@@ -52,7 +52,7 @@ pub(super) fn step(tokens: &Tokens, state: &mut Tensor /* [N, H, dk, dv] */) -> 
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 pub(super) fn forward(
-    tokens: &Tokens,
+    tokens: &DeltaTokens,
     initial: Option<&Tensor>, // [N, H, dk, dv]
     chunks: &Chunks,
     keeps: bool,
@@ -69,11 +69,11 @@ pub(super) fn forward(
 /// [`crate::Error::OutOfMemory`].
 pub(super) fn backward(
     d_o: &Tensor, // [T, H, dv]
-    tokens: &Tokens,
+    tokens: &DeltaTokens,
     Kept { within, written: Written { starts, news } }: Kept,
     d_last: Option<&Tensor>, // [N, H, dk, dv]
     chunks: &Chunks,
-) -> Result<(Tokens, Tensor)> {
+) -> Result<(DeltaTokens, Tensor)> {
     let d_o = pad(d_o, chunks)?;
     let d_state = first_states(tokens, d_last, chunks)?;
     let d_ends = starts.f_empty_like()?;
@@ -126,7 +126,7 @@ struct Within {
 }
 
 impl Within {
-    fn new(tokens: &Tokens, chunks: &Chunks) -> Result<Self> {
+    fn new(tokens: &DeltaTokens, chunks: &Chunks) -> Result<Self> {
         let heads = tokens.v.size()[1];
         let [q, k] = [&tokens.q, &tokens.k].map(|t| repeat(&pad(t, chunks)?, heads));
         let (q, k, v) = (q?, k?, pad(&tokens.v, chunks)?);
@@ -162,7 +162,7 @@ struct Outward {
 }
 
 impl Within {
-    fn backward(self, outward: Outward, tokens: &Tokens, chunks: &Chunks) -> Result<Tokens> {
+    fn backward(self, outward: Outward, tokens: &DeltaTokens, chunks: &Chunks) -> Result<DeltaTokens> {
         let Outward { mut d_scores, d_q_now, d_k_end, d_new, d_reads, d_whole } = outward;
         let last_row = |t: &Tensor| t.f_sum_dim_intlist(-1, true, t.kind());
         let transposed = self.system.transpose(2, 3);
@@ -197,7 +197,7 @@ impl Within {
         let dk = dk.f_addcmul_(&d_k_end, &self.end)?.f_addcmul_(&d_k_beta, beta)?;
         let d_beta = last_row(&d_v_beta.f_mul(&self.v)?)?.f_add_(&last_row(&d_k_beta.f_mul(k)?)?)?;
         let key_heads = tokens.k.size()[1];
-        Ok(Tokens {
+        Ok(DeltaTokens {
             q: unpad(&sum_of_repeats(&dq, key_heads)?, chunks)?,
             k: unpad(&sum_of_repeats(&dk, key_heads)?, chunks)?,
             v: unpad(&d_v_beta.f_mul(beta)?, chunks)?,
@@ -249,7 +249,7 @@ impl Scan {
 }
 
 /// A copy of the states in the order of `Chunks::order`, or zeros. [N, H, dk, dv]
-fn first_states(tokens: &Tokens, states: Option<&Tensor>, chunks: &Chunks) -> Result<Tensor> {
+fn first_states(tokens: &DeltaTokens, states: Option<&Tensor>, chunks: &Chunks) -> Result<Tensor> {
     let (v, k_dim) = (&tokens.v, tokens.k.size()[2]);
     match states {
         Some(states) => Ok(states.f_index_select(0, &chunks.order)?.f_to_kind(v.kind())?),

@@ -19,7 +19,7 @@ pub(in crate::ranks) struct NodesControl {
     rank: usize,
     within: ShmControl,
     /// Dropped after the client, which says farewell to it.
-    _hub: Option<super::hub::Hub>,
+    _hub: Option<super::hub::NodeHub>,
 }
 
 impl NodesControl {
@@ -28,7 +28,7 @@ impl NodesControl {
         member: Arc<Member>,
         client: Client,
         layout: NodeLayout,
-        hub: Option<super::hub::Hub>,
+        hub: Option<super::hub::NodeHub>,
     ) -> Self {
         client.attach(member.clone());
         let within = ShmControl::new(member.clone(), layout.attempt);

@@ -32,13 +32,13 @@ const FAREWELL: Duration = Duration::from_secs(2);
 
 /// The running hub. Dropped, it serves until all others have left, for ten seconds at most, and says farewell.
 #[derive(Debug)]
-pub(super) struct Hub {
-    shared: Arc<Shared>,
+pub(super) struct NodeHub {
+    shared: Arc<NodeHubState>,
     acceptor: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct NodeHubState {
     token: Token,
     longest_silence: Duration,
     switch: Mutex<Switch>,
@@ -50,7 +50,7 @@ struct Shared {
     has_warned: AtomicBool,
 }
 
-impl Hub {
+impl NodeHub {
     /// Serves the ranks that `own`, rank 0's greeting, tells of.
     ///
     /// # Errors
@@ -62,7 +62,7 @@ impl Hub {
         let (is_over, is_deaf) = (AtomicBool::new(false), Arc::new(AtomicBool::new(false)));
         let readers = AtomicUsize::new(0);
         let has_warned = AtomicBool::new(false);
-        let shared = Arc::new(Shared { token, longest_silence, switch, is_over, is_deaf, readers, has_warned });
+        let shared = Arc::new(NodeHubState { token, longest_silence, switch, is_over, is_deaf, readers, has_warned });
         let serving = shared.clone();
         let thread = std::thread::Builder::new().name("node-hub".to_owned());
         let acceptor = thread.spawn(move || accept(&listener, &serving)).map_err(failed)?;
@@ -70,7 +70,7 @@ impl Hub {
     }
 }
 
-impl Drop for Hub {
+impl Drop for NodeHub {
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::Relaxed);
         let _ = self.acceptor.take().map(JoinHandle::join);
@@ -87,7 +87,7 @@ impl Drop for Hub {
     }
 }
 
-impl Shared {
+impl NodeHubState {
     fn switch(&self) -> MutexGuard<'_, Switch> {
         self.switch.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -101,7 +101,7 @@ impl Shared {
 }
 
 /// Admits ranks until all are there; the port is closed then.
-fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+fn accept(listener: &TcpListener, shared: &Arc<NodeHubState>) {
     let unknown = Arc::new(AtomicUsize::new(0));
     let mut said = Instant::now();
     while !shared.is_over.load(Ordering::Relaxed) && !shared.switch().is_complete() {
@@ -136,7 +136,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
 }
 
 /// The greeting of somebody who proves that they have the token.
-fn admit(stream: TcpStream, shared: &Shared) -> Option<(Greeting, TcpStream)> {
+fn admit(stream: TcpStream, shared: &NodeHubState) -> Option<(Greeting, TcpStream)> {
     stream.set_nonblocking(false).ok()?;
     let greeting = match shared.token.admit(&mut ProofStream::new(&stream, PROOF)) {
         Ok(greeting) => greeting,
@@ -192,7 +192,7 @@ impl Write for ProofStream<'_> {
 }
 
 /// Passes on what a rank sends until its connection ends.
-fn serve(greeting: &Greeting, stream: &TcpStream, shared: &Shared) {
+fn serve(greeting: &Greeting, stream: &TcpStream, shared: &NodeHubState) {
     if shared.switch().is_complete() {
         return; // too late: all are there
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::connection::End;
 use super::frame::{Frame, FrameKind};
-use super::layout::{NodeLayout, Refusal};
+use super::layout::{NodeLayout, WorldRefusal};
 use crate::error::ExitCode;
 use crate::ranks::control::RankFailure;
 use crate::ranks::shm::Member;
@@ -26,7 +26,7 @@ pub(super) type Relayed = (u64, Vec<u8>);
 
 #[derive(Debug, Default)]
 pub(super) struct InboxState {
-    pub(super) welcome: Option<Result<NodeLayout, Refusal>>,
+    pub(super) welcome: Option<Result<NodeLayout, WorldRefusal>>,
     /// Results of gathers, by generation, division and number.
     pub(super) gathered: HashMap<(u64, u32, u64), Vec<u8>>,
     /// Failed verdicts so far: what belongs to an earlier generation is not kept.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::auth::{Token, random};
 use super::client::{Client, FIRST_EPOCH};
 use super::control::NodesControl;
-use super::hub::Hub;
+use super::hub::NodeHub;
 use super::interface::Interface;
 use super::layout::{Greeting, NodeLayout};
 use crate::console;
@@ -41,7 +41,7 @@ pub(in crate::ranks) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<
                     rendezvous::open_store(&own, &options)?.set(&key, port.to_string().as_bytes())
                 })?;
             }
-            let hub = Hub::start(listener, token.clone(), greeting.clone(), options.node_timeout)?;
+            let hub = NodeHub::start(listener, token.clone(), greeting.clone(), options.node_timeout)?;
             let own = if address.ip().is_unspecified() { Ipv4Addr::LOCALHOST.into() } else { address.ip() };
             (Some(hub), own.to_string(), address.port())
         }

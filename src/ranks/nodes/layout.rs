@@ -66,18 +66,18 @@ pub(super) struct Greeting {
 
 /// Why a world cannot be.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) enum Refusal {
+pub(super) enum WorldRefusal {
     /// The nodes do not fit together.
     Nodes(String),
     /// A key differs.
     Key { key: String, got: String, expected: String },
 }
 
-impl From<Refusal> for Error {
-    fn from(refusal: Refusal) -> Self {
+impl From<WorldRefusal> for Error {
+    fn from(refusal: WorldRefusal) -> Self {
         match refusal {
-            Refusal::Nodes(message) => Error::Environment { message },
-            Refusal::Key { key, got, expected } => Error::InvalidValue { key, got, expected },
+            WorldRefusal::Nodes(message) => Error::Environment { message },
+            WorldRefusal::Key { key, got, expected } => Error::InvalidValue { key, got, expected },
         }
     }
 }
@@ -103,9 +103,9 @@ impl Greeting {
     }
 
     /// Refuses a rank whose node is not like that of rank 0, whose greeting `self` is.
-    pub(super) fn check(&self, other: &Greeting) -> Result<(), Refusal> {
+    pub(super) fn check(&self, other: &Greeting) -> Result<(), WorldRefusal> {
         let (own, theirs) = (self.node(), other.node());
-        let refuse = |message: String| Err(Refusal::Nodes(message));
+        let refuse = |message: String| Err(WorldRefusal::Nodes(message));
         if other.local_size != self.local_size || other.world_size != self.world_size {
             return refuse(format!(
                 "nodes are not alike: {own} has {} of {} ranks, {theirs} (its rank {}) {} of {}; start equally many ranks on \
@@ -133,7 +133,7 @@ impl Greeting {
         self.check_keys(other, &own, &theirs)
     }
 
-    fn check_keys(&self, other: &Greeting, own: &str, theirs: &str) -> Result<(), Refusal> {
+    fn check_keys(&self, other: &Greeting, own: &str, theirs: &str) -> Result<(), WorldRefusal> {
         let find = |list: &[(String, String)], name: &str| list.iter().find(|(key, _)| key == name).cloned();
         let unset = |key: &str| (key.to_owned(), "not set".to_owned());
         let missing = other.compared.iter().filter(|(key, _)| find(&self.compared, key).is_none());
@@ -143,7 +143,7 @@ impl Greeting {
                 [&self.compared, &other.compared].map(|list| find(list, &key).unwrap_or_else(|| unset(&key)));
             if here != there {
                 let expected = format!("the value of {own}, {here}: {theirs} has another one");
-                return Err(Refusal::Key { key, got: there, expected });
+                return Err(WorldRefusal::Key { key, got: there, expected });
             }
         }
         Ok(())

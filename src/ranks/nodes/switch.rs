@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::connection::{Connection, End};
 use super::frame::{Frame, FrameKind, pack, unpack};
-use super::layout::{Greeting, NodeLayout, Refusal};
+use super::layout::{Greeting, NodeLayout, WorldRefusal};
 use crate::error::ExitCode;
 use crate::ranks::control::RankFailure;
 
@@ -17,7 +17,7 @@ pub(super) struct Switch {
     own: Greeting,
     members: Vec<Option<JoinedRank>>,
     num_joined: u64,
-    refusal: Option<Refusal>,
+    refusal: Option<WorldRefusal>,
     refused: Vec<Connection>,
     is_closed: bool,
     layout: Option<NodeLayout>,

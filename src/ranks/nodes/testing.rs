@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::auth::Token;
 use super::client::Client;
 use super::control::NodesControl;
-use super::hub::Hub;
+use super::hub::NodeHub;
 use super::layout::Greeting;
 use crate::ranks::control::Deadline;
 use crate::ranks::shm::Member;
@@ -31,10 +31,10 @@ impl TestHub {
     }
 
     /// The hub, of rank 0 alone.
-    pub(super) fn start(&self, greeting: &Greeting) -> Option<Hub> {
+    pub(super) fn start(&self, greeting: &Greeting) -> Option<NodeHub> {
         let listener = (greeting.rank == 0).then(|| self.listener.lock().unwrap().take()).flatten()?;
         let token = Token::new(TOKEN).unwrap();
-        Some(Hub::start(listener, token, greeting.clone(), self.longest_silence).unwrap())
+        Some(NodeHub::start(listener, token, greeting.clone(), self.longest_silence).unwrap())
     }
 
     /// A connection that has proven itself.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value};
 use tests::Test;
 
-use super::protocol::{CodeRequest, Reply, read_frame, write_frame};
+use super::protocol::{CodeRequest, RewardReply, read_frame, write_frame};
 use crate::config::CodeConfig;
 use crate::error::{Error, Result};
 use crate::sandbox::Sandbox;
@@ -58,10 +58,10 @@ fn serve_with(
 ) -> io::Result<()> {
     while let Some(request) = read_frame(input)? {
         let reply = match serde_json::from_slice::<CodeRequest>(&request) {
-            Err(error) => Reply::error(None, error.to_string()),
+            Err(error) => RewardReply::error(None, error.to_string()),
             Ok(request) => match answer(&request) {
-                Err(message) => Reply::error(Some(request.id), message),
-                Ok(rewards) => Reply::rewards(request.id, rewards),
+                Err(message) => RewardReply::error(Some(request.id), message),
+                Ok(rewards) => RewardReply::rewards(request.id, rewards),
             },
         };
         write_frame(output, &reply)?;

@@ -5,7 +5,7 @@
 
 use tch::Tensor;
 
-use super::network::{DecoderNetwork, DecoderOp, Tokens};
+use super::network::{DecoderNetwork, DecoderOp, StepTokens};
 use crate::cuda::kernels::{self, DeltaPages, DeltaRuns};
 use crate::error::Result;
 use crate::model::{BlockParams, DeltaNetSpec, Linear, Matrix, ParamName};
@@ -63,7 +63,7 @@ impl DecoderNetwork<'_> {
         spec: DeltaNetSpec,
         w: &BlockParams,
         normed: &Tensor, // [T, D]
-        tokens: &Tokens,
+        tokens: &StepTokens,
     ) -> Result<Tensor> {
         let heads = spec.tp_slice(self.tp.size()).heads;
         let columns = DeltaColumns::new(heads);

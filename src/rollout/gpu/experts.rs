@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use super::network::{DecoderNetwork, DecoderOp, Tokens};
+use super::network::{DecoderNetwork, DecoderOp, StepTokens};
 use crate::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteSizes, RoutedTokens, SharedExpertRows,
 };
@@ -129,7 +129,7 @@ impl DecoderNetwork<'_> {
         spec: ExpertsSpec,
         w: &BlockParams,
         normed: &Tensor, // [T, D]
-        tokens: &Tokens,
+        tokens: &StepTokens,
         out: &Tensor, // [T, D]
     ) -> Result<()> {
         let buffers = self.buffers.experts.as_ref().expect("a model with experts has their buffers");

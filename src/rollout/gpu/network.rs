@@ -74,7 +74,7 @@ pub(super) enum DecoderOp {
 
 /// T tokens of a step.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Tokens<'a> {
+pub(super) struct StepTokens<'a> {
     pub(super) ids: &'a Tensor,       // [T] i32
     pub(super) positions: &'a Tensor, // [T] i32
     pub(super) slots: &'a Tensor,     // [T] i32, -1: padding
@@ -104,7 +104,7 @@ impl DecoderNetwork<'_> {
     /// writes a block's, and their first reader stands a norm, which has waited for it. An operation that is timed alone lacks the
     /// norm, but nobody reads what comes out. Kernels of a format that rounds let the next one begin before they have waited themselves: prepared weights are
     /// not written in a step, and blocks that `prepare` writes have norms that wait first.
-    pub(super) fn hidden(&self, tokens: &Tokens, attend: &mut Attend) -> Result<Tensor> {
+    pub(super) fn hidden(&self, tokens: &StepTokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
         let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);
         let (mut x, gate_up, mut act) =
@@ -177,7 +177,7 @@ impl DecoderNetwork<'_> {
         (layer, spec): (usize, AttentionSpec),
         w: &BlockParams,
         normed: &Tensor, // [T, D]
-        tokens: &Tokens,
+        tokens: &StepTokens,
         attend: &mut Attend,
     ) -> Result<Tensor> {
         let rows = normed.size()[0];
@@ -189,7 +189,7 @@ impl DecoderNetwork<'_> {
             self.norm_all_heads(spec, &qkv, norms.take())?;
         }
         let transform = HeadTransform { norms, rope: self.ropes.of(spec.rope) };
-        let Tokens { positions, slots, .. } = *tokens;
+        let StepTokens { positions, slots, .. } = *tokens;
         let cache = self.kv_cache.layer(layer);
         self.op(DecoderOp::RopeWriteKv, || cache.write(&qkv, &transform, (positions, slots), &mut q))?;
         let mut attended = attend(layer, spec, &q, &qkv)?;

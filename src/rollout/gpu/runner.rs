@@ -6,7 +6,7 @@ use tch::{Kind, Tensor, no_grad};
 
 use super::graphs;
 use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
-use super::network::{DecoderNetwork, DecoderOp, Tokens};
+use super::network::{DecoderNetwork, DecoderOp, StepTokens};
 use super::plans::AttentionPlans;
 use super::prefill::PrefillAttention;
 use super::sampling::{DrawOutputs, Processing};
@@ -204,7 +204,7 @@ impl<'a> GpuRunner<'a> {
             None => None,
         };
         let recorded = recorded.map(|experts| torch::tensor_on(&experts, inputs.slots.device())).transpose()?;
-        let tokens = Tokens {
+        let tokens = StepTokens {
             ids: &inputs.token_ids,
             positions: &inputs.positions,
             slots: &inputs.slots,
@@ -335,7 +335,7 @@ fn decode_hidden(
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
     network.op(DecoderOp::AttentionPlan, || plans.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
     // A decode step's tokens are computed for the first time.
-    let tokens = Tokens {
+    let tokens = StepTokens {
         ids: &ids,
         positions: &inputs.positions,
         slots: &inputs.slots,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::{Asked, Conversation, Conversations, EpisodeEnd, Opening, TrajectoryKey, TurnLimits, TurnOutcome};
+use super::{Asked, Conversations, EpisodeEnd, OpenTrajectory, Opening, TrajectoryKey, TurnLimits, TurnOutcome};
 use crate::error::{Error, Result};
 use crate::tools::process::{CallResult, ToolReply};
 use crate::types::{EnvironmentEnd, Prompt, Trajectory};
@@ -78,7 +78,7 @@ impl Conversations {
 
     /// Ends a trajectory whose environment has given its reward and state.
     fn take_closed(&mut self, key: TrajectoryKey, mut reply: ToolReply) {
-        let Some(Conversation { number, messages, environment: Some(name), .. }) = self.open.remove(&key) else {
+        let Some(OpenTrajectory { number, messages, environment: Some(name), .. }) = self.open.remove(&key) else {
             return;
         };
         self.process.forget(number);
@@ -137,7 +137,7 @@ impl Conversations {
     pub(super) fn answer(
         &mut self,
         key: TrajectoryKey,
-        mut conversation: Conversation,
+        mut conversation: OpenTrajectory,
         mut trajectory: Trajectory,
         answers: &[(&str, String)],
     ) -> Result<()> {
@@ -181,7 +181,7 @@ impl Conversations {
         format!("{head}...(truncated)...{tail}")
     }
 
-    pub(super) fn end(&mut self, key: TrajectoryKey, conversation: Conversation, trajectory: &Trajectory) {
+    pub(super) fn end(&mut self, key: TrajectoryKey, conversation: OpenTrajectory, trajectory: &Trajectory) {
         let num_turns = trajectory.turns().len();
         self.stats.num_trajectories += 1;
         self.stats.num_turns += num_turns;
@@ -189,7 +189,7 @@ impl Conversations {
         match (&conversation.environment, conversation.failure) {
             (Some(name), None) => {
                 self.asked.insert(self.process.close(conversation.number, name), Asked::Close(key));
-                self.open.insert(key, Conversation { failure: None, ..conversation });
+                self.open.insert(key, OpenTrajectory { failure: None, ..conversation });
             }
             (_, failure) => {
                 self.process.forget(conversation.number);

@@ -7,15 +7,15 @@ use crate::error::ExitCode;
 /// and again ends the run.
 #[test]
 fn a_process_that_is_killed_is_replaced_and_its_trajectories_are_masked() {
-    let mut played = Played::new(&["environment"]);
-    let kill = |played: &Played| {
+    let mut played = PlayedConversations::new(&["environment"]);
+    let kill = |played: &PlayedConversations| {
         let pid = played.conversations.process.functions.pid().to_string();
         assert!(Command::new("kill").args(["-KILL", &pid]).status().unwrap().success());
     };
     let columns = json!({"prompt": [{"role": "user", "content": "go"}], "start": 4});
     let columns = Arc::new(columns.as_object().unwrap().clone());
     let prompt = Prompt { id: 0, text: "go".into(), token_ids: vec![1], columns };
-    let next = |played: &mut Played| loop {
+    let next = |played: &mut PlayedConversations| loop {
         if let Some((key, outcome)) = played.conversations.poll(Duration::from_secs(60), |_| true).unwrap().pop() {
             return (key, outcome);
         }

@@ -20,46 +20,46 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft, has_several
 
 /// verl's forms of the policy term that are ours.
 #[derive(Clone, Copy, PartialEq)]
-enum Form {
+enum PolicyTerm {
     Clipped,
     Gspo,
     Sapo,
     Cispo,
 }
 
-fn policy_loss(theirs: &mut ForeignKeys, draft: &mut Draft) -> Form {
+fn policy_loss(theirs: &mut ForeignKeys, draft: &mut Draft) -> PolicyTerm {
     let name = "actor.policy_loss.loss_mode";
-    let Some(mode) = theirs.take(name) else { return Form::Clipped };
+    let Some(mode) = theirs.take(name) else { return PolicyTerm::Clipped };
     let form = match mode.as_str() {
         Some("vanilla") => {
             draft.drop(name, "the clipped term");
-            return Form::Clipped;
+            return PolicyTerm::Clipped;
         }
-        Some("gspo") => Form::Gspo,
-        Some("sapo") => Form::Sapo,
-        Some("cispo") => Form::Cispo,
+        Some("gspo") => PolicyTerm::Gspo,
+        Some("sapo") => PolicyTerm::Sapo,
+        Some("cispo") => PolicyTerm::Cispo,
         _ => {
             draft.lose(name, &mode, "vanilla, gspo, sapo and cispo have an equivalent; the term is the clipped one");
-            return Form::Clipped;
+            return PolicyTerm::Clipped;
         }
     };
     match form {
-        Form::Gspo => draft.set("importance_sampling_level", "sequence", format!("{name} = gspo")),
-        Form::Sapo => {
+        PolicyTerm::Gspo => draft.set("importance_sampling_level", "sequence", format!("{name} = gspo")),
+        PolicyTerm::Sapo => {
             for (tau, ours) in [("actor.tau_pos", "sapo_temperature_pos"), ("actor.tau_neg", "sapo_temperature_neg")] {
                 if let Some(value) = theirs.take(tau) {
                     draft.set(ours, value, format!("it was {tau}"));
                 }
             }
         }
-        Form::Cispo | Form::Clipped => (),
+        PolicyTerm::Cispo | PolicyTerm::Clipped => (),
     }
     form
 }
 
 /// Clipping: verl reads the two sides, which are 0.2 each where a file does not set them, whatever `clip_ratio` is; and it bounds the
 /// ratio of negative advantages at 3.
-fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft, form: Form) {
+fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm) {
     const BOTH: &str = "actor.clip_ratio";
     const LOW: &str = "actor.clip_ratio_low";
     const HIGH: &str = "actor.clip_ratio_high";
@@ -69,54 +69,54 @@ fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft, form: Form) {
         draft.drop(BOTH, &why);
     }
     match form {
-        Form::Cispo => {
+        PolicyTerm::Cispo => {
             let high = theirs.take_number(HIGH).unwrap_or(0.2);
             draft.set("epsilon_high", 1.0 + high, format!("1 + {HIGH}: cispo bounds the ratio itself"));
             let low = theirs.take(LOW).unwrap_or_else(|| 0.2.into());
             draft.lose(LOW, &low, "cispo has no lower bound of the ratio here");
         }
-        Form::Sapo => {
+        PolicyTerm::Sapo => {
             for name in [LOW, HIGH] {
                 if theirs.take(name).is_some() {
                     draft.drop(name, "sapo does not clip");
                 }
             }
         }
-        Form::Clipped | Form::Gspo if theirs.has(LOW) && !theirs.has(HIGH) => {
+        PolicyTerm::Clipped | PolicyTerm::Gspo if theirs.has(LOW) && !theirs.has(HIGH) => {
             draft.set("epsilon_high", 0.2, format!("verl's default of {HIGH}"));
         }
-        Form::Clipped | Form::Gspo => (),
+        PolicyTerm::Clipped | PolicyTerm::Gspo => (),
     }
     match form {
-        Form::Clipped if !theirs.has(MOST) => {
+        PolicyTerm::Clipped if !theirs.has(MOST) => {
             draft.set("delta", 3, format!("verl's default of {MOST}: the ratio of negative advantages is bounded"));
         }
-        Form::Clipped => (),
+        PolicyTerm::Clipped => (),
         _ if theirs.take(MOST).is_some() => draft.drop(MOST, "this form of the policy term does not read it"),
         _ => (),
     }
 }
 
 /// How token losses become one.
-fn aggregation(theirs: &mut ForeignKeys, draft: &mut Draft, form: Form, has_several_updates: bool) {
+fn aggregation(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm, has_several_updates: bool) {
     const NAME: &str = "actor.loss_agg_mode";
     let mode = theirs.take(NAME).unwrap_or_else(|| "token-mean".into());
     let written = mode.as_str().unwrap_or_default();
     match (form, written) {
-        (Form::Sapo, _) => {
+        (PolicyTerm::Sapo, _) => {
             draft.set("loss_type", "sapo", format!("its tokens are averaged by sequence, whatever {NAME} is"))
         }
-        (Form::Cispo, "token-mean") => draft.set("loss_type", "cispo", format!("{NAME} = token-mean")),
+        (PolicyTerm::Cispo, "token-mean") => draft.set("loss_type", "cispo", format!("{NAME} = token-mean")),
         (_, "token-mean") => {
             let of_update =
                 "; verl divides by the tokens of each update, here by those of the generation batch over its updates";
             let note = format!("verl's {NAME} token-mean{}", if has_several_updates { of_update } else { "" });
             draft.set("loss_type", "dapo", note);
         }
-        (Form::Clipped | Form::Gspo, "seq-mean-token-mean") => {
+        (PolicyTerm::Clipped | PolicyTerm::Gspo, "seq-mean-token-mean") => {
             draft.set("loss_type", "grpo", format!("it was {NAME} seq-mean-token-mean"));
         }
-        (Form::Clipped | Form::Gspo, "seq-mean-token-sum-norm") => {
+        (PolicyTerm::Clipped | PolicyTerm::Gspo, "seq-mean-token-sum-norm") => {
             draft.set("loss_type", "dr_grpo", format!("it was {NAME} seq-mean-token-sum-norm"));
         }
         _ => draft.lose(NAME, &mode, "loss_type = grpo, dr_grpo or dapo"),

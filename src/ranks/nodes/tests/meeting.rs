@@ -9,8 +9,8 @@ use super::super::auth::Token;
 use super::super::client::{Client, FIRST_EPOCH};
 use super::super::connection::Connection;
 use super::super::frame::{Frame, FrameKind};
-use super::super::hub::{Hub, ProofStream};
-use super::super::layout::{Greeting, Refusal};
+use super::super::hub::{NodeHub, ProofStream};
+use super::super::layout::{Greeting, WorldRefusal};
 use super::super::switch::Switch;
 use super::super::testing::{TOKEN, TestHub, greeting};
 use super::PATIENCE;
@@ -20,7 +20,7 @@ use crate::ranks::shm::{Member, Segment};
 use crate::ranks::{WorkerEnv, World, WorldOptions};
 
 /// The hub of nodes of one rank each, and the ranks' ends, all of whom have met.
-fn all_that_met(num_nodes: usize) -> (Option<Hub>, Vec<Client>) {
+fn all_that_met(num_nodes: usize) -> (Option<NodeHub>, Vec<Client>) {
     let hub = TestHub::new();
     let greetings: Vec<_> = (0..num_nodes).map(|rank| greeting((rank, num_nodes, 1))).collect();
     let served = hub.start(&greetings[0]);
@@ -32,7 +32,7 @@ fn all_that_met(num_nodes: usize) -> (Option<Hub>, Vec<Client>) {
 }
 
 /// [`all_that_met`] on two nodes.
-fn two_that_met() -> (Option<Hub>, Client, Client) {
+fn two_that_met() -> (Option<NodeHub>, Client, Client) {
     let (served, clients) = all_that_met(2);
     let [own, other] = clients.try_into().unwrap();
     (served, own, other)
@@ -306,6 +306,6 @@ fn nodes_that_do_not_fit_are_refused_on_all_of_them() {
         let message = error.to_string();
         assert!(message.contains("node 0 (host0) has 2 of 4 ranks, node 1 (host1) (its rank 3) 3 of 6"), "{message}");
     }
-    assert_eq!(Error::from(Refusal::Nodes("x".to_owned())).to_string(), "x");
+    assert_eq!(Error::from(WorldRefusal::Nodes("x".to_owned())).to_string(), "x");
     drop((own, other, served));
 }
