@@ -7,11 +7,17 @@ TASK.json is what learning.py writes: model, rows of each seed, reward, sizes, r
 it in the same process (`vllm_mode="colocate"`), one engine for all seeds; else with transformers. Weights are float32, forward and backward
 autocast to bfloat16 on a GPU. Made with trl 1.16, transformers 5.17, torch 2.11, vllm 0.26.
 """
-import argparse, gc, importlib.util, json, os, pathlib, sys, time
+import argparse, gc, importlib.util, json, os, pathlib, socket, sys, time
 
 BEGUN = time.time()
 os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
                    "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_DISABLED": "true"})
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def main():
@@ -21,6 +27,7 @@ def main():
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds from now after which no step begins")
     options = parser.parse_args()
     task = json.loads(options.task.read_text())
+    os.environ["MASTER_PORT"] = str(free_port())  # of its own where another run has another GPU
     import datasets, torch, transformers, trl
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 

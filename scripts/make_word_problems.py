@@ -1,32 +1,26 @@
 #!/usr/bin/env python3
-"""Writes word problems of two calculations as JSONL rows. Python's standard library only.
+"""Writes word problems of one calculation as JSONL rows. Python's standard library only.
 
     scripts/make_word_problems.py out                 # out/train.jsonl, out/eval.jsonl
     scripts/make_word_problems.py out --train 500
 
-A row has a `prompt` (one message) and its `answer`, a whole number from 1 to 150. No numbers of a problem in eval.jsonl occur together in
+A row has a `prompt` (one message) and its `answer`, a whole number from 1 to 20. No numbers of a problem in eval.jsonl occur together in
 train.jsonl, whatever the story.
 """
 import argparse, json, pathlib, random
 
-MOST = 12
+MOST = 10
 NAMES = "Tom Anna Ben Maria Sam Lucy Omar Nina Paul Ida Leo Zoe Max Eva Jack Lily".split()
 THINGS = "apples marbles books stickers pencils coins shells cards stamps cookies".split()
 ASK = " Answer with one short sentence."
 # A story, what it asks for, and whether the numbers suit it.
 STORIES = [
-    ("{name} has {a} {things}. {name} buys {b} more and gives {c} to {friend}. How many {things} does {name} have now?",
-     lambda a, b, c: a + b - c),
-    ("{name} has {a} {things}. {name} loses {b} of them, and then finds {c}. How many {things} does {name} have now?",
-     lambda a, b, c: a - b + c),
-    ("{name} buys {a} boxes with {b} {things} each, and already has {c} {things}. How many {things} does {name} have in all?",
-     lambda a, b, c: a * b + c),
-    ("{name} fills {a} bags with {b} {things} each. {name} gives {c} {things} to {friend}. How many {things} are left?",
-     lambda a, b, c: a * b - c),
-    ("{name} has {a} {things}, {friend} has {b} more than {name}. They lose {c} of all their {things}. How many are left?",
-     lambda a, b, c: a + a + b - c),
-    ("{name} has {a} {things} and {friend} has {b}. They find {c} more. How many {things} do they have together?",
-     lambda a, b, c: a + b + c),
+    ("{name} has {a} {things}. {name} buys {b} more. How many {things} does {name} have now?", lambda a, b: a + b),
+    ("{name} has {a} {things}. {name} gives {b} of them to {friend}. How many {things} does {name} have left?", lambda a, b: a - b),
+    ("{name} has {a} {things} and {friend} has {b}. How many {things} do they have together?", lambda a, b: a + b),
+    ("There are {a} {things} on a table. {name} takes {b} of them. How many {things} are left on the table?", lambda a, b: a - b),
+    ("{name} finds {a} {things} on Monday and {b} on Tuesday. How many {things} does {name} find in all?", lambda a, b: a + b),
+    ("{name} has {a} {things} and loses {b}. How many {things} does {name} have now?", lambda a, b: a - b),
 ]
 
 
@@ -34,12 +28,12 @@ def row(rng, held_out):
     """A problem whose numbers are held out, or are not."""
     while True:
         story, calculate = rng.choice(STORIES)
-        a, b, c = (rng.randint(2, MOST) for _ in range(3))
-        answer = calculate(a, b, c)
-        if not 1 <= answer <= 150 or a - b < 0 and "loses" in story or ((a * 31 + b * 17 + c * 7) % 10 == 0) != held_out:
+        a, b = rng.randint(2, MOST), rng.randint(2, MOST)
+        answer = calculate(a, b)
+        if answer < 1 or ((a * 31 + b * 17) % 10 == 0) != held_out:
             continue
         name, friend = rng.sample(NAMES, 2)
-        text = story.format(name=name, friend=friend, things=rng.choice(THINGS), a=a, b=b, c=c)
+        text = story.format(name=name, friend=friend, things=rng.choice(THINGS), a=a, b=b)
         return {"prompt": [{"role": "user", "content": text + ASK}], "answer": answer}
 
 
