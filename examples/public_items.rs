@@ -224,7 +224,6 @@ fn sampled(engine: &mut RolloutEngine<'_>, prompt: &Prompt) -> Result<Vec<Trajec
     let StageTimes { computing, waiting } = stats.stage;
     println!("{} groups, {} tokens", complete.len(), stats.num_generated_tokens);
     println!("this stage of layers computed for {computing:?} and waited for {waiting:?}");
-    println!("lengths of a benchmark: {}", LengthSpread { shortest: 1, longest: 64, long_tailed: true }.length(7));
     Ok(completions)
 }
 

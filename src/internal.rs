@@ -1,6 +1,9 @@
 //! The names of the inside that the program, tests/it and the fuzz targets of this repository need. It is no part of the
 //! library: names come and go without notice.
 
+pub mod bench {
+    pub use crate::bench::LengthSpread;
+}
 pub mod checkpoint {
     pub use crate::checkpoint::{
         Checkpoint, CheckpointOptions, Models, SavedConfig, Saver, TrainerState, claim, find_latest,
@@ -99,8 +102,7 @@ pub mod trainer {
 }
 pub mod types {
     pub use crate::types::{
-        FinishReason, LengthSpread, Prompt, RolloutGroup, RoutedExperts, SamplingParams, Structure, TokenLogprob,
-        Trajectory,
+        FinishReason, Prompt, RolloutGroup, RoutedExperts, SamplingParams, Structure, TokenLogprob, Trajectory,
     };
 }
 pub mod untrusted {

@@ -158,30 +158,6 @@ impl RolloutGroup {
     }
 }
 
-/// A range of completion lengths, both ends included.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-pub struct LengthSpread {
-    /// Fewest tokens.
-    pub shortest: usize,
-    /// Most tokens.
-    pub longest: usize,
-    /// Draws as many lengths from every doubling (few long ones), rather than from every number of tokens.
-    pub long_tailed: bool,
-}
-
-impl LengthSpread {
-    /// The length that a uniform word stands for.
-    pub fn length(self, word: u64) -> usize {
-        let Self { shortest, longest, long_tailed } = self;
-        if !long_tailed {
-            return shortest + (word % (longest - shortest + 1) as u64) as usize;
-        }
-        let share = word as f64 / 2.0_f64.powi(64);
-        let length = shortest as f64 * ((longest + 1) as f64 / shortest as f64).powf(share);
-        (length as usize).clamp(shortest, longest)
-    }
-}
-
 /// A form that a completion's text is held to.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Structure {
@@ -364,21 +340,5 @@ mod tests {
         ] {
             assert!(serde_json::from_str::<Trajectory>(torn).is_err(), "{torn}");
         }
-    }
-
-    #[test]
-    fn lengths_stay_in_their_range_and_a_long_tail_is_short_in_the_middle() {
-        let lengths = |long_tailed| -> Vec<usize> {
-            let spread = LengthSpread { shortest: 16, longest: 255, long_tailed };
-            let mut lengths: Vec<_> = (0..=1000).map(|part| spread.length(u64::MAX / 1000 * part)).collect();
-            lengths.sort_unstable();
-            lengths
-        };
-        let (even, tailed) = (lengths(false), lengths(true));
-        let ends = |lengths: &[usize]| (lengths[0], lengths[1000]);
-        assert!(ends(&even).0 >= 16 && ends(&even).1 <= 255, "{:?}", ends(&even));
-        assert_eq!(ends(&tailed), (16, 255));
-        assert!((125..145).contains(&even[500]), "{}", even[500]);
-        assert!((60..68).contains(&tailed[500]), "{}", tailed[500]); // sqrt(16 x 256)
     }
 }

@@ -11,19 +11,15 @@ use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
 use super::limits::GpuLimits;
-use super::{SEED, adapters, device_name, dtype_name, median, token};
+use super::{LengthSpread, SEED, adapters, device_name, dtype_name, median, token};
 use crate::config::{EngineShape, KvCacheDtype, RolloutQuantization, StateDtype};
-use crate::cuda::Sustained;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::model::{ModelSpec, ParamTable, Stages, UnitLayout, init_unit_on};
 use crate::ranks::{Mesh, ReduceOp, World, all_gather_f64, all_reduce_f64};
-use crate::rollout::{
-    Engine, EngineOptions, EngineRanks, StageTimes, StepProfile, cache_kind, fullest_stage, kv_block_bytes,
-    profile_step,
-};
+use crate::rollout::{Engine, EngineOptions, EngineRanks, StageTimes, cache_kind, fullest_stage, kv_block_bytes};
 use crate::serve::Served;
-use crate::types::{LengthSpread, Prompt, SamplingParams};
+use crate::types::{Prompt, SamplingParams};
 
 /// Tokens per KV block.
 const BLOCK_SIZE: usize = 16;
@@ -172,7 +168,10 @@ impl GenerateBench {
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
         let stages = Stages::new(&self.spec, self.engine.pipeline_parallel_size, &self.pipeline_partition)?;
         let options = EngineOptions { strict, ..self.options(world, &stages) };
-        let engine = Engine::in_stages(spec.clone(), tokenizer, options, EngineRanks::new(mesh, stages))?;
+        let mut engine = Engine::in_stages(spec.clone(), tokenizer, options, EngineRanks::new(mesh, stages))?;
+        if let Some(spread) = self.completion_spread {
+            engine.limit_completions(spread.limit());
+        }
         let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
         let table = Arc::new(ParamTable::new(spec, 1));
         let mut served = Served::new(world.clone(), table, engine, &source)?;
@@ -212,15 +211,15 @@ impl GenerateBench {
         Ok((times, served))
     }
 
-    fn longest(&self) -> usize {
+    pub(super) fn longest(&self) -> usize {
         self.completion_spread.map_or(self.completion_len, |spread| spread.longest)
     }
 
-    fn num_sequences(&self) -> usize {
+    pub(super) fn num_sequences(&self) -> usize {
         self.prompts * self.group * self.engine.num_ranks()
     }
 
-    fn max_num_seqs(&self) -> usize {
+    pub(super) fn max_num_seqs(&self) -> usize {
         if self.max_num_seqs == 0 { self.num_sequences() } else { self.max_num_seqs }
     }
 
@@ -243,7 +242,6 @@ impl GenerateBench {
             state_dtype: self.state_dtype,
             device: world.device(),
             strict: self.strict,
-            spread_lengths: self.completion_spread,
             records_experts: false,
         }
     }
@@ -276,53 +274,6 @@ impl GenerateBench {
         all_reduce_f64(&*world.group(), &mut generated, ReduceOp::Sum)?;
         let steps = steps.take();
         Ok((seconds[0], generated[0], steps))
-    }
-
-    /// Decode steps by batch size, at the mean context: microseconds, and what share of that the floor is.
-    fn decode_steps(&self, served: &mut Served, limits: &GpuLimits) -> Result<Value> {
-        let most = self.max_num_seqs().min(self.num_sequences());
-        let context = self.prompt_len + self.longest() / 2;
-        let batches: Vec<usize> = (0..).map(|power| 1 << power).take_while(|&batch| batch < most).collect();
-        let mut rows = Vec::new();
-        for batch in batches.into_iter().chain([most]) {
-            let group = if batch.is_multiple_of(self.group) { self.group } else { 1 };
-            let shape = (batch, group, self.prompt_len);
-            let sustains = self.profile && batch == most;
-            let profile = served.with_engine(|rollout| profile_step(rollout, shape, context, sustains))?;
-            rows.push(self.report((batch, context), &profile, self.profile || batch == most, limits));
-        }
-        Ok(Value::Array(rows))
-    }
-
-    fn report(
-        &self,
-        (batch, context): (usize, usize),
-        profile: &StepProfile,
-        with_ops: bool,
-        limits: &GpuLimits,
-    ) -> Value {
-        let floor_us: f64 = 1e6 * profile.ops.iter().map(|op| limits.floor_s(op.bytes, op.flop)).sum::<f64>();
-        let ops = profile.ops.iter().map(|op| {
-            let floor_us = 1e6 * limits.floor_s(op.bytes, op.flop);
-            (op.op.clone(), json!([op.us.round(), floor_us.round()]))
-        });
-        let mut row = json!({
-            "batch": batch,
-            "context": context,
-            "step_us": profile.step_us.round(),
-            "floor_us": floor_us.round(),
-            "share_of_floor": (1e3 * floor_us / profile.step_us).round() / 1e3,
-            "tokens_per_second": (1e6 * batch as f64 / profile.step_us).round(),
-        });
-        if with_ops {
-            row["ops_us_and_floor"] = ops.collect();
-        }
-        if let Some(step) = profile.sustained {
-            let of = |it: Sustained| json!({"us": it.us.round(), "joules": (1e4 * it.joules).round() / 1e4});
-            let ops = profile.ops.iter().filter_map(|op| Some((op.op.clone(), of(op.sustained?))));
-            row["sustained"] = ops.chain([("Step".to_owned(), of(step))]).collect();
-        }
-        row
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod collectives;
 mod compare;
+mod decode;
 mod floor;
 mod generate;
 mod kernels;
@@ -11,6 +12,7 @@ mod products;
 mod routing;
 mod serve;
 mod sleep_wake;
+mod spread;
 mod step;
 mod train;
 
@@ -21,6 +23,7 @@ pub use kernels::{KernelsBench, bench_kernels};
 pub use routing::BenchRouting;
 pub use serve::{ServeBench, bench_serve};
 pub use sleep_wake::{SleepWakeBench, bench_sleep_wake};
+pub use spread::LengthSpread;
 pub use step::{StepBench, bench_step};
 pub use train::{TrainBench, bench_train};
 

@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use super::limits::GpuLimits;
 use super::memory::{TrainingNeeds, predicted_tensor_bytes};
 use super::routing::{BenchRouting, busiest_expert_share};
-use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
+use super::{LengthSpread, SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
 use crate::config::{GradientCheckpointing, MixedPrecision, MuonConfig, OptimizerName, Quantization};
 use crate::cuda::{OpCost, OpFamily, Placement, profile};
 use crate::error::Result;
@@ -24,7 +24,6 @@ use crate::train::{
     AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, Optim, OptimizerHome, PackOptions,
     Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
 };
-use crate::types::LengthSpread;
 
 /// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
 const WARM_UP_STEPS: usize = 2;

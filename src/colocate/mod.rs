@@ -182,6 +182,11 @@ impl Colocated {
         &self.engine
     }
 
+    /// The sleeping engine, to be set up between scopes.
+    pub(crate) fn engine_mut(&mut self) -> &mut Engine {
+        &mut self.engine
+    }
+
     /// The process's place among its peers.
     pub fn mesh(&self) -> &Mesh {
         self.learner.mesh()

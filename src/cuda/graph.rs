@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::{result, sys};
 
@@ -59,6 +60,25 @@ impl Graph {
         stream.context().make_current()?;
         // SAFETY: the graph is alive; the rest is the caller's promise.
         check("cuGraphLaunch", unsafe { result::graph::launch(self.raw, stream.raw().cast()) })
+    }
+
+    /// Replays the recorded work `replays` times and returns the median time on the GPU; waits for it.
+    ///
+    /// # Safety
+    /// The promise of [`Graph::replay`].
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub unsafe fn median_time(&mut self, stream: &TorchStream, replays: usize) -> Result<Duration> {
+        let mut times = Vec::with_capacity(replays);
+        for _ in 0..replays {
+            let start = stream.record_timed()?;
+            // SAFETY: the caller's promise.
+            unsafe { self.replay(stream)? };
+            times.push(start.time_until(&stream.record_timed()?)?);
+        }
+        times.sort_unstable();
+        Ok(times[replays / 2])
     }
 }
 

@@ -44,14 +44,14 @@ pub use block::{
     ExpertsSpec, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, QkNorm, Routes, SavedBlock,
     SequenceMixer, SharedExpertSpec, block_backward, block_forward,
 };
-pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit, product_work};
+pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit};
 pub use distinct::{ByRope, ByWindow, Distinct, RopeSpec, Ropes};
 pub use export::export_folder;
 pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use format::{
-    BaseRounding, Format, Fp8, Nf4, OwnProducts, Piece, Plain, Section, StepOutput, StepProducts, StepRows,
+    BaseRounding, Format, Fp8, Nf4, OwnProducts, Piece, Plain, Section, StepCost, StepOutput, StepProducts, StepRows,
     StoredBlock, StoredFormat, Use,
 };
 pub use head::{HeadSums, ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};

@@ -320,7 +320,6 @@ pub(crate) fn engine_options(
         state_dtype: config.mamba_ssm_cache_dtype,
         device,
         strict: config.strict,
-        spread_lengths: None,
         records_experts: config.objective.router_replay == RouterReplay::R3,
     }
 }

@@ -14,6 +14,7 @@ use super::kv_cache::{KvCache, cache_kind, check_kv_cache, kv_block_bytes};
 use super::stages::EngineRanks;
 use super::state_pages::StatePages;
 use super::stats::{EngineStats, StageTimes};
+use super::stop::CompletionLimit;
 use super::weights::EngineWeights;
 use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::cuda::Placement;
@@ -23,7 +24,6 @@ use crate::memory;
 use crate::model::{ModelSpec, Ropes, Stages};
 use crate::phase::{self, Phase};
 use crate::ranks::Collective;
-use crate::types::LengthSpread;
 
 /// Size and shape of an engine.
 #[derive(Debug, Clone, PartialEq)]
@@ -53,9 +53,6 @@ pub struct EngineOptions {
     /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
     /// algorithm for a product whatever the batch, one attention for prompts and decode steps; slower. On one GPU only.
     pub strict: bool,
-    /// Each completion's own limit is drawn from this range, counter-based as its tokens are: the long tail of benchmarks on
-    /// random weights.
-    pub spread_lengths: Option<LengthSpread>,
     /// Trajectories have the experts that their tokens went to.
     pub records_experts: bool,
 }
@@ -114,6 +111,7 @@ pub struct Engine {
     pub(super) ranks: EngineRanks,
     pub(super) ropes: Ropes,
     pub(super) eos_token_ids: Vec<u32>,
+    pub(super) completion_limit: Option<CompletionLimit>,
     pub(super) gpu: Option<GpuState>,
     /// The matrices in a format that rounds.
     pub(super) copy: Option<WeightCopy>,
@@ -171,10 +169,6 @@ impl Engine {
         if let Some((key, got, least)) = least.into_iter().find(|(_, got, least)| got < least) {
             return Err(Error::invalid_value(key, got, format!("at least {least}")));
         }
-        if let Some(spread) = options.spread_lengths.filter(|spread| !(1..=spread.longest).contains(&spread.shortest)) {
-            let expected = "lengths of at least 1, the shortest first";
-            return Err(Error::invalid_value("spread_lengths", format!("{spread:?}"), expected));
-        }
         check_kv_cache(options.kv_cache_dtype, options.device)?;
         let own = match ranks.stages.count() {
             1 => spec.clone(),
@@ -205,6 +199,7 @@ impl Engine {
             ranks,
             ropes,
             eos_token_ids,
+            completion_limit: None,
             gpu,
             copy,
             kv_cache,
@@ -241,6 +236,11 @@ impl Engine {
     /// goes on from them, as the weights computed them that sampled the tokens.
     pub fn keeping_sequences(self) -> Self {
         Self { keeps_sequences: true, ..self.keeping_memory() }
+    }
+
+    /// Bounds the completions of all requests from now on, beside the limits of the requests. Every rank of the engine makes the call.
+    pub fn limit_completions(&mut self, limit: CompletionLimit) {
+        self.completion_limit = Some(limit);
     }
 
     /// Drops all sequences that are kept in the cache: the weights changed by more than training.

@@ -71,7 +71,6 @@ mod tests {
         max_num_seqs: 9,
         max_num_batched_tokens: 99,
         max_model_length: 64,
-        spread_lengths: None,
         has_states: false,
         num_stages: 1,
         runs_ahead: false,

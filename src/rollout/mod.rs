@@ -50,7 +50,7 @@ mod weights;
 pub use batches::{Batches, Rollout, SampledGroup};
 pub use copy::weight_copy_bytes;
 pub use engine::{Engine, EngineOptions, RolloutEngine, fullest_stage};
-pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, profile_step};
+pub use gpu::{DecoderOp, TrialBatch, TrialStep, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
 #[cfg(test)]
@@ -60,5 +60,6 @@ pub use session::{Session, SessionLoad};
 pub use stages::EngineRanks;
 pub use state_pages::state_page_bytes;
 pub use stats::{EngineStats, StageTimes};
+pub use stop::CompletionLimit;
 pub use turns::{CostMeter, GroupTurns, SingleTurns, TurnTools, Turns};
 pub use weights::{EngineWeights, StoredBlocks};

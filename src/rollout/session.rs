@@ -90,6 +90,7 @@ impl<'r> Session<'r> {
             ranks,
             ropes,
             eos_token_ids,
+            completion_limit,
             gpu,
             kv_cache,
             kept,
@@ -113,7 +114,9 @@ impl<'r> Session<'r> {
             Some(state) => Box::new(GpuRunner::new(state, (own, weights), (kv_cache, states.as_ref()), ranks)?),
         };
         Ok(Self {
-            scheduler: Scheduler::new(limits, std::mem::take(kept), *stats), // for good, if the session fails
+            // For good, if the session fails.
+            scheduler: Scheduler::new(limits, std::mem::take(kept), *stats)
+                .with_completion_limit(completion_limit.clone()),
             runner,
             under_way: VecDeque::new(),
             ids: ModelIds::of(spec),
@@ -322,7 +325,6 @@ impl RolloutEngine<'_> {
             max_num_seqs: options.max_num_seqs,
             max_num_batched_tokens: options.max_num_batched_tokens,
             max_model_length: options.max_model_length,
-            spread_lengths: options.spread_lengths,
             has_states: self.engine.spec.delta_net().is_some(),
             num_stages: self.engine.ranks.stages.count(),
             runs_ahead: options.device.is_cuda(),

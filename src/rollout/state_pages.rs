@@ -94,11 +94,6 @@ impl StatePages {
         self.arena.unmap();
     }
 
-    /// How the rule's states are stored.
-    pub(super) fn dtype(&self) -> StateDtype {
-        if self.kinds[1] == Kind::BFloat16 { StateDtype::Bfloat16 } else { StateDtype::Float32 }
-    }
-
     /// Memory that waking has to map.
     pub(super) fn absent_bytes(&self) -> usize {
         self.arena.absent_bytes()

@@ -1,8 +1,35 @@
 //! When a completion ends: an end-of-sequence id, a stop string, or a length.
 
+use std::fmt;
+use std::sync::Arc;
+
 use super::sequence::EngineSequence;
 use crate::error::Result;
+use crate::ops::random::RandomKey;
 use crate::types::FinishReason;
+
+/// Bounds the tokens of a completion by the key that it is sampled with, so that the bound does not depend on who samples it. Completions
+/// of random weights have no end of their own: benchmarks and tests give them one.
+#[derive(Clone)]
+pub struct CompletionLimit(Arc<dyn Fn(RandomKey) -> usize + Send + Sync>);
+
+impl CompletionLimit {
+    /// Bounds every completion to what `most_tokens` returns for its key, at least 1.
+    pub fn new(most_tokens: impl Fn(RandomKey) -> usize + Send + Sync + 'static) -> Self {
+        Self(Arc::new(most_tokens))
+    }
+
+    /// Most tokens of the completion with `key`.
+    pub(super) fn of(&self, key: RandomKey) -> usize {
+        self.0(key)
+    }
+}
+
+impl fmt::Debug for CompletionLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("CompletionLimit(..)")
+    }
+}
 
 /// Ends completions: by an end-of-sequence id, then by a stop string, whose text stays, then by length.
 pub(super) struct StopRules<'a> {

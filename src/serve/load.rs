@@ -135,7 +135,6 @@ impl ModelService {
             state_dtype: StateDtype::Float32,
             device,
             strict: false,
-            spread_lengths: None,
             records_experts: false,
         };
         let ranks = EngineRanks::new(&mesh, stages);

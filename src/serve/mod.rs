@@ -157,6 +157,11 @@ impl Served {
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
+
+    /// The sleeping engine, to be set up between uses.
+    pub(crate) fn engine_mut(&mut self) -> &mut Engine {
+        &mut self.engine
+    }
 }
 
 impl ServedAdapters {

@@ -116,6 +116,14 @@ impl Split {
         }
     }
 
+    /// The sleeping engine of a rank that generates, to be set up between scopes.
+    pub(crate) fn engine_mut(&mut self) -> Option<&mut Engine> {
+        match &mut self.role {
+            SplitRank::Trains(_) => None,
+            SplitRank::Generates(served) => Some(served.engine_mut()),
+        }
+    }
+
     /// The policy, of a trainer.
     pub fn policy(&self) -> Option<&Policy> {
         match &self.role {

@@ -18,14 +18,13 @@ use crate::model::{LoraSpec, ParamTable, Plain, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::engine_options;
 use crate::ranks::{Mesh, World};
-use crate::rollout::{Engine, EngineOptions, EngineRanks};
+use crate::rollout::{Engine, EngineRanks};
 use crate::serve::{EngineSlices, Served};
 use crate::split::{Split, SplitRank};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
     TrainedModel, reference_bytes,
 };
-use crate::types::LengthSpread;
 use crate::update::Learner;
 
 /// Where a run's weights come from, as whole units.
@@ -42,13 +41,12 @@ pub(super) fn model(
     world: &Arc<World>,
     preflight: &Preflight,
     sources: &WeightSources<'_>,
-    spread_lengths: Option<LengthSpread>,
 ) -> Result<PolicyAndEngine> {
     let (table, kind) = (&preflight.table, preflight.kind);
     if config.mode == Mode::Colocated {
         let mesh = world.mesh(config.engine_shape(), table.shards)?;
         let learner = learner(config, world, &mesh, preflight, sources)?;
-        let engine = engine(config, world, &mesh, preflight, spread_lengths)?;
+        let engine = engine(config, world, &mesh, preflight)?;
         let slices = slices(config, world, &engine, preflight)?;
         return Ok(PolicyAndEngine::Colocated(Box::new(Colocated::new(learner, engine, slices))));
     }
@@ -57,7 +55,7 @@ pub(super) fn model(
     let role = if world.rank() < num_trainers {
         SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
     } else {
-        let (engine, lora) = (engine(config, world, &mesh, preflight, spread_lengths)?, LoraSpec::new(&config.lora));
+        let (engine, lora) = (engine(config, world, &mesh, preflight)?, LoraSpec::new(&config.lora));
         let served = Served::unfilled(world.clone(), table.clone(), lora, engine, kind)?;
         SplitRank::Generates(Box::new(served))
     };
@@ -121,17 +119,10 @@ pub(super) fn read_unit(files: &WeightFiles, layout: &UnitLayout) -> Result<Tens
     files.read_unit(layout, Kind::Float)
 }
 
-fn engine(
-    config: &Config,
-    world: &World,
-    mesh: &Mesh,
-    preflight: &Preflight,
-    spread_lengths: Option<LengthSpread>,
-) -> Result<Engine> {
+fn engine(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<Engine> {
     let plan = preflight.plan_of(world.rank());
     let sizes = (plan.max_model_length, plan.kv_cache_bytes);
     let options = engine_options(config, sizes, (preflight.kind, world.device()));
-    let options = EngineOptions { spread_lengths, ..options };
     let ranks = EngineRanks::new(mesh, preflight.stages.clone());
     let engine = Engine::in_stages(preflight.spec.clone(), preflight.tokenizer.clone(), options, ranks)?;
     Ok(match config.mode {

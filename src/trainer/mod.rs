@@ -37,17 +37,16 @@ use std::time::Instant;
 
 use crate::checkpoint::{CarriedGroup, Claim, Saver};
 use crate::config::{BatchPlan, Config};
-use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler};
 use crate::error::Result;
 use crate::grpo::EntropyControl;
 use crate::metrics::StepMetrics;
-use crate::model::{ModelSource, ModelSpec, init_unit_on};
-use crate::plan::{MemoryPlan, Room};
+use crate::plan::MemoryPlan;
 use crate::ranks::{HostGroup, World};
-use crate::reward::{RewardFunction, RewardPool, RewardTicket};
+use crate::reward::{RewardPool, RewardTicket};
+use crate::rollout::CompletionLimit;
 use crate::train::{Policy, Schedule};
-use crate::types::{LengthSpread, Prompt, RolloutGroup};
+use crate::types::RolloutGroup;
 
 use ahead::QueuedBatch;
 use builder::Functions;
@@ -57,8 +56,10 @@ pub use engines::PlannedRun;
 use model::PolicyAndEngine;
 use output::RunOutput;
 pub use preflight::Preflight;
+pub(crate) use rows::TrainingRows;
 use sampling::DataPosition;
 use scores::Unscored;
+pub(crate) use setup::{TrainerParts, assemble};
 use signal::Signal;
 pub use step::TrainingBatch;
 pub(crate) use turns::{RunTurns, generate};
@@ -147,34 +148,11 @@ impl Trainer {
         TrainerBuilder::new(config, world)
     }
 
-    /// A trainer of random weights on the given prompts, whose completions end at drawn lengths, and which writes no files; for
-    /// benchmarks. The model's tokens are numbers. Collective over the world.
-    pub(crate) fn on_random(
-        config: Config,
-        spec: Arc<ModelSpec>,
-        (prompts, spread_lengths): (Vec<Prompt>, Option<LengthSpread>),
-        functions: &[(&str, RewardFunction)],
-        world: Arc<World>,
-    ) -> Result<Self> {
-        let placement = Placement::in_world(config.device, config.dtype, world.device())?;
-        let room = Room::common(placement, &world)?;
-        let preflight =
-            PlannedRun::of_shape(&config, &spec, placement)?.preflight(placement, world.world_size(), room)?;
-        let (seed, kind, device) = (config.seed, preflight.kind, world.device());
-        let parts = setup::TrainerParts {
-            preflight,
-            weights: &|layout| init_unit_on(layout, seed, kind, device),
-            rewards: RewardPool::with_functions(&config, functions)?,
-            tools: None,
-            rows: rows::TrainingRows::made(Dataset::new(prompts)),
-            source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
-            checkpoint: None,
-            claim: None,
-            writes_files: false,
-            spread_lengths,
-        };
-        let assembled = setup::assemble(config, world.clone(), parts);
-        world.agree(assembled)
+    /// Bounds the completions of all steps to come, on ranks that have an engine.
+    pub(crate) fn limit_completions(&mut self, limit: CompletionLimit) {
+        if let Some(engine) = self.model.engine_mut() {
+            engine.limit_completions(limit);
+        }
     }
 
     /// The trained model, between steps, on a rank that trains.

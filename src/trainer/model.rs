@@ -66,6 +66,14 @@ impl PolicyAndEngine {
         engine.map(Engine::take_stage_times).filter(|times| *times != StageTimes::default())
     }
 
+    /// The sleeping engine, on a rank that has one, to be set up between steps.
+    pub(super) fn engine_mut(&mut self) -> Option<&mut Engine> {
+        match self {
+            Self::Colocated(colocated) => Some(colocated.engine_mut()),
+            Self::Split(split) => split.engine_mut(),
+        }
+    }
+
     /// The policy, on a rank that trains.
     pub(super) fn policy(&self) -> Option<&Policy> {
         match self {

@@ -12,7 +12,7 @@ use crate::tools::ToolProcess;
 
 /// Training rows and held-out rows.
 #[derive(Debug)]
-pub(super) struct TrainingRows {
+pub(crate) struct TrainingRows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
     /// How rows became prompts.

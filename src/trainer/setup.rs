@@ -34,10 +34,9 @@ use crate::reward::RewardPool;
 use crate::tools::ToolProcess;
 use crate::torch;
 use crate::train::Schedule;
-use crate::types::LengthSpread;
 
 /// The parts of a trainer beside its configuration.
-pub(super) struct TrainerParts<'a> {
+pub(crate) struct TrainerParts<'a> {
     pub preflight: Preflight,
     /// Whole units of the initial weights.
     pub weights: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
@@ -50,8 +49,6 @@ pub(super) struct TrainerParts<'a> {
     pub claim: Option<Claim>,
     /// Whether metrics, checkpoints and the report are kept.
     pub writes_files: bool,
-    /// Lengths of completions of random weights.
-    pub spread_lengths: Option<LengthSpread>,
 }
 
 /// Arms the injected fault, if there is one: in the first attempt of a run alone, so that a restart gets past it.
@@ -96,7 +93,6 @@ pub(super) fn load(
         checkpoint,
         claim,
         writes_files: true,
-        spread_lengths: None,
     };
     assemble(config, world, parts)
 }
@@ -111,20 +107,9 @@ fn mixed_reference(
     folder.map(|folder| WeightFiles::open(&folder, spec.clone())).transpose()
 }
 
-/// Collective over the world.
-pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_>) -> Result<Trainer> {
-    let TrainerParts {
-        preflight,
-        weights,
-        mut rewards,
-        tools,
-        rows,
-        source,
-        checkpoint,
-        claim,
-        writes_files,
-        spread_lengths,
-    } = parts;
+/// Puts a trainer together; collective over the world.
+pub(crate) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_>) -> Result<Trainer> {
+    let TrainerParts { preflight, weights, mut rewards, tools, rows, source, checkpoint, claim, writes_files } = parts;
     let batch = preflight.batch;
     let mut description = rows.description();
     description.extend(preflight.tokenizer.notice().map(str::to_owned));
@@ -134,7 +119,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         |layout: &UnitLayout| mixed.as_ref().map_or_else(|| weights(layout), |files| read_unit(files, layout));
     let sources =
         build::WeightSources { policy: weights, reference: &of_reference, adapters: source.adapters.as_deref() };
-    let mut model = build::model(&config, &world, &preflight, &sources, spread_lengths)?;
+    let mut model = build::model(&config, &world, &preflight, &sources)?;
     let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
     let engine_group = ahead::engine_group(&config, &world, batch.roles.num_generators)?;
     let turns = turns::open(&config, &world, &preflight, tools.map(|tools| (tools, options)))?;

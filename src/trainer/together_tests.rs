@@ -327,7 +327,6 @@ impl DraftedRun {
             checkpoint: None,
             claim: None,
             writes_files: false,
-            spread_lengths: None,
         };
         let mut trainer = world.agree(setup::assemble(config, world.clone(), parts))?;
         if self.has.contains(&Circumstance::OwnLoss) {

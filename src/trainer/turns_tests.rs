@@ -137,7 +137,6 @@ fn trainer(dice: &mut Dice, file: &std::path::Path, num_trajectories: usize) -> 
         checkpoint: None,
         claim: None,
         writes_files: false,
-        spread_lengths: None,
     };
     setup::assemble(config, world, parts).unwrap()
 }

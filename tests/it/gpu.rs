@@ -278,7 +278,6 @@ fn generate(
         kv_cache_dtype: KvCacheDtype::Auto,
         state_dtype: StateDtype::Float32,
         strict: false,
-        spread_lengths: None,
         records_experts: false,
     };
     let stages = Stages::new(&spec, mesh.pipe.size(), &[]).unwrap();

@@ -313,7 +313,6 @@ impl Model {
             kv_cache_dtype: KvCacheDtype::Auto,
             state_dtype: StateDtype::Float32,
             strict: false,
-            spread_lengths: None,
             records_experts: true,
         }
     }

@@ -51,6 +51,7 @@ const EDGES: &[&str] = &[
     "bench/sleep_wake.rs",
     // Replays of what they captured.
     "bench/collectives.rs",
+    "bench/decode.rs",
     "bench/kernels.rs",
     "bench/products.rs",
 ];

@@ -13,20 +13,22 @@ use self::report::StepTimesReport;
 use super::floor::TheoreticalStep;
 use super::limits::GpuLimits;
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
-use super::{SEED, STREAM, median, synchronize, token};
+use super::{LengthSpread, SEED, STREAM, median, synchronize, token};
 use crate::config::{Config, OptimizerResidency, ReferenceResidency};
 use crate::console;
+use crate::cuda::Placement;
+use crate::data::Dataset;
 use crate::error::Result;
 use crate::metrics::MetricValues;
-use crate::model::ModelSpec;
+use crate::model::{ModelSource, ModelSpec, init_unit_on};
 use crate::ops::random::RandomKey;
 use crate::phase::Phase;
-use crate::plan::MemoryPlan;
+use crate::plan::{MemoryPlan, Room};
 use crate::ranks::World;
-use crate::reward::RewardInput;
+use crate::reward::{RewardInput, RewardPool};
 use crate::train::{MicroBatch, PackOptions, Sequence, TrainedModel, UpdateCourse, pack, reference_bytes};
-use crate::trainer::Trainer;
-use crate::types::{LengthSpread, Prompt};
+use crate::trainer::{PlannedRun, Trainer, TrainerParts, TrainingRows, assemble};
+use crate::types::Prompt;
 
 /// Steps beside the timed ones: one that warms up, and one that is not made, whose batch engines of their own sample during the
 /// last step.
@@ -158,13 +160,11 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Traine
     let config = bench.config(world.size())?;
     let limits = GpuLimits::of(world.device())?;
     let start = Instant::now();
-    let mut trainer = Trainer::on_random(
-        config.clone(),
-        spec,
-        (bench.prompts(config.validate_world(world.size())?.num_begun), bench.completion_spread),
-        &[("random", Arc::new(random_reward))],
-        world.clone(),
-    )?;
+    let prompts = bench.prompts(config.validate_world(world.size())?.num_begun);
+    let mut trainer = trainer_on_random(config.clone(), &spec, prompts, &world)?;
+    if let Some(spread) = bench.completion_spread {
+        trainer.limit_completions(spread.limit());
+    }
     let load_s = start.elapsed().as_secs_f64();
     let mut steps: Vec<MetricValues> = Vec::with_capacity(bench.steps);
     one_step(&mut trainer, &world)?; // warms up
@@ -190,6 +190,27 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Traine
     result["plan"] = plan_of(trainer.plan());
     result["predicted_tensor_bytes"] = json!(bench.predicted_bytes(&config, &trainer, world.size())?);
     Ok((result, trainer))
+}
+
+/// A trainer of random weights that writes no files. The model's tokens are numbers. Collective over the world.
+fn trainer_on_random(config: Config, spec: &ModelSpec, prompts: Vec<Prompt>, world: &Arc<World>) -> Result<Trainer> {
+    let placement = Placement::in_world(config.device, config.dtype, world.device())?;
+    let room = Room::common(placement, world)?;
+    let preflight = PlannedRun::of_shape(&config, spec, placement)?.preflight(placement, world.world_size(), room)?;
+    let (seed, kind, device) = (config.seed, preflight.kind, world.device());
+    let parts = TrainerParts {
+        preflight,
+        weights: &|layout| init_unit_on(layout, seed, kind, device),
+        rewards: RewardPool::with_functions(&config, &[("random", Arc::new(random_reward))])?,
+        tools: None,
+        rows: TrainingRows::made(Dataset::new(prompts)),
+        source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
+        checkpoint: None,
+        claim: None,
+        writes_files: false,
+    };
+    let assembled = assemble(config, world.clone(), parts);
+    world.agree(assembled)
 }
 
 fn plan_of(plan: &MemoryPlan) -> Value {

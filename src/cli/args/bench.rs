@@ -5,12 +5,11 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{LaunchArgs, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
-use crate::bench::BenchRouting;
+use crate::bench::{BenchRouting, LengthSpread};
 use crate::config::{
     Dtype, GradientCheckpointing, KvCacheDtype, MixedPrecision, OptimizerName, Quantization, RolloutQuantization,
     StateDtype,
 };
-use crate::types::LengthSpread;
 
 /// `bench`.
 #[derive(Debug, Subcommand)]

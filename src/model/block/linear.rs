@@ -77,11 +77,6 @@ impl LinearSpec {
         std::iter::once(weight).chain(self.bias.map(|bias| (bias, vec![self.rows() as i64]))).collect()
     }
 
-    /// Bytes that the product of `tokens` rows reads and writes, and its floating-point operations.
-    pub fn work(&self, tokens: f64, element_bytes: f64) -> (f64, f64) {
-        product_work(&[self.rows() as i64, self.columns as i64], tokens, element_bytes)
-    }
-
     /// Rows [groups, heads of the projection, inner, ..] of a projection, as a view of the matrix or of its bias.
     pub(in crate::model) fn rows_of(&self, projection: usize, whole: &Tensor) -> Tensor {
         let rows = [self.groups, self.heads(), self.inner].map(|size| size as i64);
@@ -113,12 +108,6 @@ impl LinearSpec {
         let rows = |head: usize, heads: usize| whole.narrow(0, (head * self.inner) as i64, (heads * self.inner) as i64);
         vec![rows(first + member * own, own), rows(first + shared, self.heads() - shared)]
     }
-}
-
-/// Bytes that the product of `tokens` rows with a matrix [N, K] reads and writes, and its floating-point operations.
-pub fn product_work(shape: &[i64], tokens: f64, element_bytes: f64) -> (f64, f64) {
-    let (n, k) = (shape[0] as f64, shape[1] as f64);
-    (element_bytes * (n * k + tokens * (n + k)), 2.0 * tokens * n * k)
 }
 
 /// A matrix with its bias and its adapter; or the gradients of all of them, without those of frozen ones.

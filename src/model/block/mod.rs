@@ -40,7 +40,7 @@ pub use bytes::ElementBytes;
 pub use delta_net::DeltaNetSpec;
 pub use dense::DenseSpec;
 pub use experts::{ExpertsSpec, Routes};
-pub use linear::{Linear, LinearSpec, Matrix, Projection, TpSplit, product_work};
+pub use linear::{Linear, LinearSpec, Matrix, Projection, TpSplit};
 pub use matrices::BlockMatrix;
 pub use mixer::Mixer;
 pub use mlp::Mlp;

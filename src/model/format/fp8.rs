@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::step::{OwnProducts, StepOutput, StepProducts, StepRows};
+use super::step::{OwnProducts, StepCost, StepOutput, StepProducts, StepRows};
 use super::{Format, Piece, Rows, Section, Use};
 use crate::cuda::kernels::{self, NormOptions, NormedRows, ScaledRows};
 use crate::cuda::{Context, OpCost, Products, timed};
@@ -187,8 +187,8 @@ impl Format for Fp8 {
         }
     }
 
-    fn step_cost(&self, _plain_bytes: f64) -> (f64, f64) {
-        (1.0, 2.0)
+    fn step_cost(&self, _plain_bytes: f64) -> StepCost {
+        StepCost { element_bytes: 1.0, speedup: 2.0 }
     }
 
     fn step_sums(&self, is_read: bool) -> NormedRows {

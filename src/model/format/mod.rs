@@ -27,7 +27,7 @@ pub use self::fp8::Fp8;
 pub use self::nf4::Nf4;
 pub use self::plain::Plain;
 pub use self::rows::{Piece, Rows};
-pub use self::step::{OwnProducts, StepOutput, StepProducts, StepRows};
+pub use self::step::{OwnProducts, StepCost, StepOutput, StepProducts, StepRows};
 pub use self::stored::{BaseRounding, Encoded, Encoder, StoredBlock, StoredFormat};
 use super::block::ElementBytes;
 use super::spec::ModelSpec;
@@ -238,10 +238,9 @@ pub trait Format: Debug + Sync {
         gate_up.backward(d_act).map(|(d, act)| (d, act, None))
     }
 
-    /// In a step on a GPU: bytes of an element of a weight, of which a plain one has so many; and how many times as fast as plain ones
-    /// products may be.
-    fn step_cost(&self, plain_bytes: f64) -> (f64, f64) {
-        (plain_bytes, 1.0)
+    /// The cost of products in a step on a GPU, where an element of a plain weight has `plain_bytes`.
+    fn step_cost(&self, plain_bytes: f64) -> StepCost {
+        StepCost { element_bytes: plain_bytes, speedup: 1.0 }
     }
 
     /// The form in which a step's sums over the group leave the rows that the next product reads; as they are, too, where something else

@@ -7,6 +7,15 @@ use crate::cuda::kernels::{self, ScaledRows};
 use crate::cuda::{Products, Tuning};
 use crate::error::Result;
 
+/// The cost of a step's products in a format.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepCost {
+    /// Bytes of an element of a weight.
+    pub element_bytes: f64,
+    /// How many times as many operations a second as plain products make.
+    pub speedup: f64,
+}
+
 /// Products of blocks by the crate's own kernels, where cuBLASLt's are slower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OwnProducts {

@@ -5,7 +5,8 @@
 
 use tch::Tensor;
 
-use super::network::{DecoderNetwork, DecoderOp, StepTokens};
+use super::network::{DecoderNetwork, StepTokens};
+use super::op::DecoderOp;
 use crate::cuda::kernels::{self, DeltaPages, DeltaRuns};
 use crate::error::Result;
 use crate::model::{BlockParams, DeltaNetSpec, Linear, Matrix, ParamName};
@@ -96,7 +97,7 @@ impl DecoderNetwork<'_> {
         let options = DeltaOptions { heads, eps: self.spec.rms_norm_eps };
         let mut out = self.buffers.attended([rows, columns.values as i64]);
         let rows = DeltaRows { qkv, z, b, a };
-        self.op(DecoderOp::DeltaNet, || kernels::delta_step(&rows, &weights, options, pages, runs, &mut out))?;
+        DecoderOp::DeltaNet.run(|| kernels::delta_step(&rows, &weights, options, pages, runs, &mut out))?;
         Ok(out)
     }
 }

@@ -7,14 +7,13 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use super::network::{DecoderNetwork, DecoderOp, StepTokens};
+use super::network::{DecoderNetwork, StepTokens};
+use super::op::DecoderOp;
 use crate::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteSizes, RoutedTokens, SharedExpertRows,
 };
 use crate::error::Result;
-use crate::model::{
-    BlockParams, DenseSpec, ExpertsSpec, Linear, LinearSpec, Lora, Matrix, Mlp, ModelSpec, ParamName, Section,
-};
+use crate::model::{BlockParams, DenseSpec, ExpertsSpec, Linear, Lora, Matrix, ModelSpec, ParamName, Section};
 
 /// The sizes that experts' buffers follow from.
 #[derive(Debug, Clone, Copy)]
@@ -151,22 +150,22 @@ impl DecoderNetwork<'_> {
             stride: buffers.per_token,
         };
         let router = w.router().expect("experts have a router");
-        self.op(DecoderOp::Router, || kernels::route(normed, router, &routed, &options))?;
+        DecoderOp::Router.run(|| kernels::route(normed, router, &routed, &options))?;
         let of_rows = |all: &Tensor| all.narrow(0, 0, rows * k as i64);
         let (act, rows) = (of_rows(&buffers.act), of_rows(&buffers.out));
         let [gate_up, down] = [Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix));
         let adapter = self.low(gate_up, tile, LowRows::OfTokens(normed), &routed)?;
         let weight = gate_up.weight();
-        self.op(DecoderOp::GateUp, || kernels::experts_gate_up(tile, normed, weight, adapter.of(), &routed, &act))?;
+        DecoderOp::GateUp.run(|| kernels::experts_gate_up(tile, normed, weight, adapter.of(), &routed, &act))?;
         let (adapter, weight) = (self.low(down, tile, LowRows::Sorted(&act), &routed)?, down.weight());
-        self.op(DecoderOp::Down, || kernels::experts_down(down_tile, &act, weight, adapter.of(), &routed, &rows))?;
+        DecoderOp::Down.run(|| kernels::experts_down(down_tile, &act, weight, adapter.of(), &routed, &rows))?;
         let shared = spec.shared.map(|_| self.shared_rows(w, normed, &buffers.shared)).transpose()?;
         let of_shared = shared.as_ref().map(|rows| SharedExpertRows {
             rows,
             x: normed,
             gate: w.norm(ParamName::SharedGate).expect("a shared expert has a gate"),
         });
-        self.op(DecoderOp::Combine, || kernels::experts_combine(&rows, &routed, of_shared, out))
+        DecoderOp::Combine.run(|| kernels::experts_combine(&rows, &routed, of_shared, out))
     }
 
     /// The inner products of the adapters beside a matrix of experts.
@@ -183,7 +182,7 @@ impl DecoderNetwork<'_> {
         let shape = [routed.order.numel() as i64, a.size()[1]];
         let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [R k, r]
         let choice = owners.as_ref().zip(self.adapters).map(|(owners, adapters)| [owners, adapters]);
-        self.op(DecoderOp::Adapters, || kernels::experts_low(tile, rows, a, choice, routed, &low))?;
+        DecoderOp::Adapters.run(|| kernels::experts_low(tile, rows, a, choice, routed, &low))?;
         Ok(InnerProducts(Some((low, b))))
     }
 
@@ -215,28 +214,5 @@ struct InnerProducts<'w>(Option<(Tensor, &'w Tensor)>);
 impl InnerProducts<'_> {
     fn of(&self) -> Option<ExpertAdapter<'_>> {
         self.0.as_ref().map(|(low, b)| ExpertAdapter { low, b })
-    }
-}
-
-/// Products of each of a set of experts; those of the shared one follow in [`ExpertsSpec::linears`].
-const EXPERT_PRODUCTS: usize = 2;
-
-/// Bytes that one product of an MLP reads and writes for `tokens` rows, and its floating-point operations. Of experts those are read that
-/// tokens who choose evenly hit.
-pub(super) fn mlp_work(mlp: Mlp, product: usize, tokens: f64, element_bytes: f64) -> (f64, f64) {
-    match mlp {
-        Mlp::Dense(dense) => dense.linears()[product].work(tokens, element_bytes),
-        Mlp::Experts(experts) => {
-            let linear: &LinearSpec = &experts.linears()[product];
-            let (all, k) = (experts.num_experts as f64, experts.router.num_experts_per_tok as f64);
-            let own = experts.own as f64 / all;
-            let (hit, k) = (own * all * (1.0 - (1.0 - k / all).powf(tokens)), own * k);
-            let (rows, columns) = (linear.rows() as f64, linear.columns as f64);
-            let moved = element_bytes * (hit * rows * columns + tokens * k * (rows + columns));
-            let of_shared =
-                experts.linears().get(EXPERT_PRODUCTS + product).map(|linear| linear.work(tokens, element_bytes));
-            let (shared_moved, shared_flop) = of_shared.unwrap_or_default();
-            (moved + shared_moved, 2.0 * tokens * k * rows * columns + shared_flop)
-        }
     }
 }

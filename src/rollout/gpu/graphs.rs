@@ -63,22 +63,6 @@ impl Graphs {
     }
 }
 
-/// The times of so many replays, in rising order.
-///
-/// # Safety
-/// What `graph` was recorded over is still there.
-pub(super) unsafe fn replay_times(graph: &mut Graph, stream: &TorchStream, replays: usize) -> Result<Vec<Duration>> {
-    let mut times = Vec::with_capacity(replays);
-    for _ in 0..replays {
-        let start = stream.record_timed()?;
-        // SAFETY: the caller's promise.
-        unsafe { graph.replay(stream)? };
-        times.push(start.time_until(&stream.record_timed()?)?);
-    }
-    times.sort_unstable();
-    Ok(times)
-}
-
 /// Rows of the step that a batch of `num_seqs` runs in, at most `max_num_seqs`: 1, 2, 4, 8, then multiples of 8, of 16 from 32
 /// on and of 32 from 256 on.
 pub(super) fn bucket(num_seqs: usize, max_num_seqs: usize) -> usize {

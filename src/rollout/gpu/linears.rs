@@ -2,7 +2,8 @@
 
 use tch::Tensor;
 
-use super::network::{DecoderNetwork, DecoderOp};
+use super::network::DecoderNetwork;
+use super::op::DecoderOp;
 use crate::cuda::Tuning;
 use crate::cuda::kernels::{self, QkvViews, ScaledRows};
 use crate::error::Result;
@@ -59,11 +60,11 @@ impl DecoderNetwork<'_> {
             OwnProducts::None | OwnProducts::Wide => {
                 self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
                 let out = self.output(act, self.format())?;
-                self.op(DecoderOp::SiluMul, || self.format().step_activate(gate_up, out))
+                DecoderOp::SiluMul.run(|| self.format().step_activate(gate_up, out))
             }
             own => {
                 let x = self.rows(normed)?;
-                self.op(DecoderOp::GateUp, || self.format().step_gate_up(own, x, w.piece(), act))?;
+                DecoderOp::GateUp.run(|| self.format().step_gate_up(own, x, w.piece(), act))?;
                 self.round(act, self.format())
             }
         }
@@ -102,7 +103,7 @@ impl DecoderNetwork<'_> {
         if !format.rounds() {
             return Ok(());
         }
-        self.op(DecoderOp::Round, || format.step_round(x, &self.rounded(x)?))
+        DecoderOp::Round.run(|| format.step_round(x, &self.rounded(x)?))
     }
 
     /// Where the rounded rows [T, K] of the next product are: norms that the group sums leave stand in its memory.
@@ -149,7 +150,7 @@ impl DecoderNetwork<'_> {
         out: &Tensor, /* [T, N] */
     ) -> Result<()> {
         let x = self.rows(x)?;
-        self.op(op, || self.format().step_product(self.step_products(), x, w, out))
+        op.run(|| self.format().step_product(self.step_products(), x, w, out))
     }
 
     /// out = x w^T + bias of a weight that no format has.
@@ -161,7 +162,7 @@ impl DecoderNetwork<'_> {
         bias: Option<&Tensor>, // [N]
         out: &Tensor,          // [T, N]
     ) -> Result<()> {
-        self.op(op, || self.step_products().plain(x, w, bias, out))
+        op.run(|| self.step_products().plain(x, w, bias, out))
     }
 
     fn step_products(&self) -> StepProducts<'_> {
@@ -175,7 +176,7 @@ impl DecoderNetwork<'_> {
         let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
         // Where a row's bits must not depend on the rows beside it, they come from one kernel for all numbers of rows.
         let is_own = owners.is_none() && (self.tuning == Tuning::Fixed || kernels::adapt_pays(x, out));
-        self.op(DecoderOp::Adapters, || {
+        DecoderOp::Adapters.run(|| {
             if is_own && kernels::adapt_serves(x, a, b, out) {
                 return kernels::adapt(x, a, b, &low, out);
             }

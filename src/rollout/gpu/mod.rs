@@ -16,7 +16,8 @@
 //! | `prefill` | attention of prompts |
 //! | `stages` | what goes from stage to stage, of an engine that has several |
 //! | `graphs` | decode steps, recorded by batch size |
-//! | `profile` | the time of a decode step and of each of its operations |
+//! | `op` | the operations of a step, by name |
+//! | `trial` | a decode step over a made-up batch, for benchmarks |
 
 mod buffers;
 mod delta_net;
@@ -26,16 +27,18 @@ mod inputs;
 mod linears;
 mod masks;
 mod network;
+mod op;
 mod plans;
 mod prefill;
-mod profile;
 mod runner;
 mod sampling;
 mod stages;
 mod state;
+mod trial;
 
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
-pub use self::profile::{StepProfile, profile_step};
+pub use self::op::DecoderOp;
 pub(super) use self::runner::GpuRunner;
 pub(super) use self::state::GpuState;
 pub use self::state::engine_table_bytes;
+pub use self::trial::{TrialBatch, TrialStep};

@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::buffers::DecodeBuffers;
 use super::masks::TokenMasks;
+use super::op::DecoderOp;
 use super::sampling::Processing;
 use crate::cuda::kernels::{self, AllReduceMethod, HeadTransform, NormOptions, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
@@ -41,35 +42,6 @@ pub(super) struct DecoderNetwork<'a> {
     pub(super) adapters: Option<&'a Tensor>,
     /// The masks of the step's draws, where some have one.
     pub(super) masks: Option<&'a TokenMasks>,
-    /// Leaves all other operations out, for their times.
-    pub(super) only: Option<DecoderOp>,
-}
-
-/// The operations of a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum DecoderOp {
-    Embed,
-    Norm,
-    Qkv,
-    RopeWriteKv,
-    AttentionPlan,
-    Attention,
-    /// Gated delta nets between their projections.
-    DeltaNet,
-    O,
-    /// The experts of every token, and tokens by expert.
-    Router,
-    GateUp,
-    SiluMul,
-    /// Rounds activations, where no operation before does that on its way.
-    Round,
-    Down,
-    /// The sum of a token's experts.
-    Combine,
-    Adapters,
-    AllReduce,
-    Head,
-    Sample,
 }
 
 /// T tokens of a step.
@@ -91,11 +63,6 @@ pub(super) struct StepTokens<'a> {
 pub(super) type Attend<'a> = dyn FnMut(usize, AttentionSpec, &Tensor, &QkvViews) -> Result<Tensor> + 'a;
 
 impl DecoderNetwork<'_> {
-    /// Does `work`, unless only another operation is asked for.
-    pub(super) fn op(&self, op: DecoderOp, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        if self.only.is_none_or(|only| only == op) { work() } else { Ok(()) }
-    }
-
     /// Final hidden states, normed. On the first stage of tokens, on others of what is in the buffers' `x`; on all but the last `x` is what the
     /// next one goes on with. [T, D]
     ///
@@ -115,15 +82,13 @@ impl DecoderNetwork<'_> {
             None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
         };
         if self.stage.is_first() {
-            self.op(DecoderOp::Embed, || {
+            DecoderOp::Embed.run(|| {
                 self.embed(tokens.ids, &mut x)?;
                 scale(&mut x, self.spec.embedding_multiplier)
             })?;
         }
         if self.processing.penalises {
-            self.op(DecoderOp::Sample, || {
-                kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1))
-            })?;
+            DecoderOp::Sample.run(|| kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1)))?;
         }
         self.weights.prepare(0)?;
         let format = self.format();
@@ -191,10 +156,10 @@ impl DecoderNetwork<'_> {
         let transform = HeadTransform { norms, rope: self.ropes.of(spec.rope) };
         let StepTokens { positions, slots, .. } = *tokens;
         let cache = self.kv_cache.layer(layer);
-        self.op(DecoderOp::RopeWriteKv, || cache.write(&qkv, &transform, (positions, slots), &mut q))?;
+        DecoderOp::RopeWriteKv.run(|| cache.write(&qkv, &transform, (positions, slots), &mut q))?;
         let mut attended = attend(layer, spec, &q, &qkv)?;
         if let Some(gate) = &qkv.gate {
-            self.op(DecoderOp::Attention, || kernels::gate(&mut attended, gate))?;
+            DecoderOp::Attention.run(|| kernels::gate(&mut attended, gate))?;
         }
         Ok(attended)
     }
@@ -212,20 +177,20 @@ impl DecoderNetwork<'_> {
         let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);
         let mut sums = scratch.narrow(0, 0, 2 * rows).view([rows, 2]);
         let counts_k = attention.has_first_of_key(self.tp.rank(), self.tp.size());
-        self.op(DecoderOp::Norm, || kernels::qk_squares(qkv, counts_k, &mut sums))?;
+        DecoderOp::Norm.run(|| kernels::qk_squares(qkv, counts_k, &mut sums))?;
         if self.tp.size() > 1 {
-            self.op(DecoderOp::AllReduce, || self.tp.all_reduce(&mut sums, ReduceOp::Sum))?;
+            DecoderOp::AllReduce.run(|| self.tp.all_reduce(&mut sums, ReduceOp::Sum))?;
         }
-        self.op(DecoderOp::Norm, || kernels::qk_scale(qkv, [q, k], &sums, attention.widths(), eps))
+        DecoderOp::Norm.run(|| kernels::qk_scale(qkv, [q, k], &sums, attention.widths(), eps))
     }
 
     /// normed = pre(x), or x itself, as the format of the next product reads it.
     fn enter(&self, x: &mut Tensor, pre: Option<&Tensor>, normed: &mut Tensor, format: &dyn Format) -> Result<()> {
         let Some(weight) = pre else {
-            self.op(DecoderOp::Norm, || Ok(normed.f_copy_(x)?))?;
+            DecoderOp::Norm.run(|| Ok(normed.f_copy_(x)?))?;
             return self.round(normed, format);
         };
-        self.op(DecoderOp::Norm, || self.norm(x, None, weight, (normed, format)))
+        DecoderOp::Norm.run(|| self.norm(x, None, weight, (normed, format)))
     }
 
     /// x += delta, normed = its norm: as it is, or rounded.
@@ -249,16 +214,16 @@ impl DecoderNetwork<'_> {
         (normed, format): (&mut Tensor, &dyn Format),    // [T, D]
     ) -> Result<()> {
         if post.is_none() {
-            self.op(DecoderOp::Norm, || scale(&mut parts[turn], factor))?;
+            DecoderOp::Norm.run(|| scale(&mut parts[turn], factor))?;
         }
         if let (None, Some(weight)) = (post, pre) {
             return self.add_rms_norm(turn, parts, x, weight, (normed, format));
         }
         let part = &mut parts[turn];
         if self.tp.size() > 1 {
-            self.op(DecoderOp::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
+            DecoderOp::AllReduce.run(|| self.tp.all_reduce(part, ReduceOp::Sum))?;
         }
-        self.op(DecoderOp::Norm, || {
+        DecoderOp::Norm.run(|| {
             if let Some(weight) = post {
                 kernels::add_rms_norm(part, None, weight, normed, self.spec.norm())?;
                 scale(normed, factor)?;
@@ -286,12 +251,12 @@ impl DecoderNetwork<'_> {
                 false => AllReduceMethod::Read, // every rank hands all rows on
             };
             let leaves = format.step_sums(self.low.is_some()); // adapters read the norms as they are
-            return self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, self.spec.norm(), leaves));
+            return DecoderOp::AllReduce.run(|| sums.add_rms_norm(way, turn, x, weight, self.spec.norm(), leaves));
         }
         if self.tp.size() > 1 {
-            self.op(DecoderOp::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
+            DecoderOp::AllReduce.run(|| self.tp.all_reduce(part, ReduceOp::Sum))?;
         }
-        self.op(DecoderOp::Norm, || self.norm(x, Some(part), weight, (normed, format)))
+        DecoderOp::Norm.run(|| self.norm(x, Some(part), weight, (normed, format)))
     }
 }
 

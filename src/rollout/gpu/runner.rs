@@ -6,7 +6,8 @@ use tch::{Kind, Tensor, no_grad};
 
 use super::graphs;
 use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
-use super::network::{DecoderNetwork, DecoderOp, StepTokens};
+use super::network::{DecoderNetwork, StepTokens};
+use super::op::DecoderOp;
 use super::plans::AttentionPlans;
 use super::prefill::PrefillAttention;
 use super::sampling::{DrawOutputs, Processing};
@@ -93,14 +94,14 @@ impl<'a> GpuRunner<'a> {
         let bucket = self.bucket(packing);
         let mut graphs = std::mem::take(&mut self.state.graphs);
         let key = (bucket, Processing::of(packing));
-        let outcome = self.prepare_decode(packing, None, |stream, step| graphs.run(key, stream, step));
+        let outcome = self.prepare_decode(packing, |stream, step| graphs.run(key, stream, step));
         self.state.graphs = graphs;
         outcome
     }
 
     /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`; but what
     /// is timed may come out otherwise in the next run.
-    fn network(&self, tuning: Tuning, processing: Processing, only: Option<DecoderOp>) -> DecoderNetwork<'_> {
+    fn network(&self, tuning: Tuning, processing: Processing) -> DecoderNetwork<'_> {
         let state = &*self.state;
         DecoderNetwork {
             spec: self.spec,
@@ -123,7 +124,6 @@ impl<'a> GpuRunner<'a> {
             processing,
             adapters: None,
             masks: state.masks.as_ref(),
-            only,
         }
     }
 
@@ -135,7 +135,6 @@ impl<'a> GpuRunner<'a> {
     pub(super) fn prepare_decode<T>(
         &mut self,
         packing: &Packing,
-        only: Option<DecoderOp>,
         run: impl FnOnce(&TorchStream, &mut dyn FnMut() -> Result<()>) -> Result<T>,
     ) -> Result<T> {
         let widths = (self.bucket(packing), self.state.shape.blocks);
@@ -145,7 +144,7 @@ impl<'a> GpuRunner<'a> {
         })?;
         let state = &*self.state;
         let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
-        let network = self.network(Tuning::Timed, Processing::of(packing), only);
+        let network = self.network(Tuning::Timed, Processing::of(packing));
         let network = DecoderNetwork { sums, adapters: inputs.adapters.as_ref(), ..network };
         let last = state.tokens.as_ref().map_or_else(|| network.buffers.sampled().0, StageTokens::ids);
         let hidden = |network: &DecoderNetwork| decode_hidden(network, (&inputs, &last), &state.plans, state.strict);
@@ -195,7 +194,7 @@ impl<'a> GpuRunner<'a> {
         let blocks = self.state.shape.blocks;
         let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, blocks, inputs);
         let inputs = self.state.upload(self.num_launched, &*self.ranks.all, pack)?;
-        let network = self.network(Tuning::First, Processing::of(packing), None);
+        let network = self.network(Tuning::First, Processing::of(packing));
         let network = DecoderNetwork { adapters: inputs.adapters.as_ref(), ..network };
         let strict = self.state.strict.then_some(&self.state.plans);
         let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, strict)?;
@@ -333,7 +332,7 @@ fn decode_hidden(
     let mut ids = buffers.token_ids.narrow(0, 0, rows);
     kernels::next_tokens(&inputs.from, last, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
-    network.op(DecoderOp::AttentionPlan, || plans.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
+    DecoderOp::AttentionPlan.run(|| plans.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
     // A decode step's tokens are computed for the first time.
     let tokens = StepTokens {
         ids: &ids,
@@ -347,9 +346,8 @@ fn decode_hidden(
         let cache = network.kv_cache.layer(layer);
         let attended = buffers.attended([rows, q.size()[1] * q.size()[2]]); // [S, H hd]
         let mut o = attended.view_as(q);
-        network.op(DecoderOp::Attention, || {
-            cache.attend(plans.of(attention), q, &inputs.block_tables, &inputs.context_lens, &mut o)
-        })?;
+        DecoderOp::Attention
+            .run(|| cache.attend(plans.of(attention), q, &inputs.block_tables, &inputs.context_lens, &mut o))?;
         Ok(attended)
     })
 }

@@ -4,7 +4,8 @@
 use tch::Tensor;
 
 use super::inputs::{Packing, Sampling};
-use super::network::{DecoderNetwork, DecoderOp, scale};
+use super::network::{DecoderNetwork, scale};
+use super::op::DecoderOp;
 use crate::cuda::Tuning;
 use crate::cuda::kernels::{self, Draws, Filters};
 use crate::error::Result;
@@ -48,9 +49,9 @@ impl DecoderNetwork<'_> {
     pub(super) fn sample(&self, hidden: &Tensor /* [S, D] */, drawn: &DrawOutputs) -> Result<()> {
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size()).len() as i64;
         let logits = self.buffers.logits.narrow(0, 0, hidden.size()[0]).narrow(1, 0, vocab);
-        self.op(DecoderOp::Head, || scale(&mut hidden.shallow_clone(), 1.0 / self.spec.logits_scaling))?;
+        DecoderOp::Head.run(|| scale(&mut hidden.shallow_clone(), 1.0 / self.spec.logits_scaling))?;
         self.product(DecoderOp::Head, hidden, &self.weights.lm_head, None, &logits)?;
-        self.op(DecoderOp::Sample, || self.draw(&logits, drawn))
+        DecoderOp::Sample.run(|| self.draw(&logits, drawn))
     }
 
     fn draw(&self, logits: &Tensor /* [S, V of this rank] */, drawn: &DrawOutputs) -> Result<()> {

@@ -6,10 +6,11 @@ use std::time::Duration;
 use tch::{Device, Tensor};
 
 use super::buffers::{DecodeBuffers, StepShape};
-use super::graphs::{Graphs, replay_times};
+use super::graphs::Graphs;
 use super::inputs::Words;
 use super::masks::TokenMasks;
 use super::network::{self, DecoderNetwork};
+use super::op::DecoderOp;
 use super::plans::AttentionPlans;
 use super::runner::wait;
 use super::stages::StageTokens;
@@ -181,11 +182,12 @@ impl GpuState {
             let agree = |known| of_first_rank(network.tp, known);
             let is_faster = self.products.own_are_faster(rows, &step, agree, || {
                 let median = |own_products| -> Result<Duration> {
-                    let step = || hidden(&DecoderNetwork { own_products, only: None, ..*network }).map(drop);
+                    let step = || hidden(&DecoderNetwork { own_products, ..*network }).map(drop);
+                    let step = || DecoderOp::only(None, step);
                     step()?;
                     let mut graph = Graph::capture(&self.stream, step)?;
                     // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
-                    Ok(unsafe { replay_times(&mut graph, &self.stream, trials)? }[trials / 2])
+                    unsafe { graph.median_time(&self.stream, trials) }
                 };
                 let mut times = [median(best)?.as_secs_f64(), median(candidate)?.as_secs_f64()];
                 all_reduce_f64(network.tp, &mut times, ReduceOp::Max)?; // ranks end as the slowest one does

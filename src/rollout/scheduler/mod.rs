@@ -33,11 +33,10 @@ use super::request::{Event, Request, RequestId};
 use super::sampler::{Draw, Sampled, sampling_key};
 use super::sequence::{EngineSequence, QueuePriority};
 use super::stats::EngineStats;
-use super::stop::StopRules;
+use super::stop::{CompletionLimit, StopRules};
 use crate::data::Grammar;
 use crate::error::Result;
-use crate::ops::random::RandomKey;
-use crate::types::{FinishReason, LengthSpread, SamplingParams};
+use crate::types::FinishReason;
 use states::StateSlots;
 
 /// Bounds on one step and on one sequence.
@@ -49,8 +48,6 @@ pub(super) struct StepLimits {
     pub(super) max_num_batched_tokens: usize,
     /// Longest prompt and completion together.
     pub(super) max_model_length: usize,
-    /// Limits of completions are drawn from it.
-    pub(super) spread_lengths: Option<LengthSpread>,
     /// Sequences have states, one page each: prompts are not shared by blocks alone.
     pub(super) has_states: bool,
     /// Stages of layers, each of which can compute a step of its own: with several, a step has a share of the sequences, none that
@@ -94,6 +91,7 @@ struct Group {
 #[derive(Debug)]
 pub(super) struct Scheduler {
     pub(super) limits: StepLimits,
+    completion_limit: Option<CompletionLimit>,
     groups: Vec<Group>, // by request, from `num_dropped` on
     num_dropped: usize, // requests that are forgotten
     pub(super) sequences: Vec<EngineSequence>,
@@ -119,6 +117,7 @@ impl Scheduler {
         states.adopt(kept.state_pages());
         Self {
             limits,
+            completion_limit: None,
             groups: Vec::new(),
             num_dropped: 0,
             sequences: Vec::new(),
@@ -136,6 +135,11 @@ impl Scheduler {
         }
     }
 
+    /// Bounds completions by `limit`, too.
+    pub(super) fn with_completion_limit(self, limit: Option<CompletionLimit>) -> Self {
+        Self { completion_limit: limit, ..self }
+    }
+
     /// Queues a sequence for each completion of `request`, which has been checked, behind those that wait. `grammar` is that of its
     /// structure. Sequences that are kept run at once.
     pub(super) fn submit(&mut self, request: Request, grammar: Option<&Arc<Grammar>>) -> RequestId {
@@ -143,8 +147,8 @@ impl Scheduler {
         let (group, first) = (self.num_dropped + self.groups.len(), self.sequences.len());
         for sample in 0..params.num_generations {
             let key = sampling_key(params.seed, first_step, prompt_id, first_sample + sample);
-            let limit = self.completion_limit(&params, key);
-            let max_len = (token_ids.len() + limit).min(self.limits.max_model_length);
+            let limit = self.completion_limit.as_ref().map_or(usize::MAX, |limit| limit.of(key));
+            let max_len = (token_ids.len() + limit.min(params.max_completion_length)).min(self.limits.max_model_length);
             let mut sequence = EngineSequence::new(group, Arc::clone(&params), &token_ids, max_len);
             sequence.adapter = adapter;
             grammar.into_iter().for_each(|grammar| sequence.follow(grammar));
@@ -154,12 +158,6 @@ impl Scheduler {
         self.groups.push(Group { members, prompt_id, step: first_step, first_sample, is_removed: false });
         self.queue(group, begun);
         RequestId(group)
-    }
-
-    /// Longest completion of the sample with `key`, in tokens.
-    fn completion_limit(&self, params: &SamplingParams, key: RandomKey) -> usize {
-        let drawn = self.limits.spread_lengths.map(|spread| spread.length(key.word(0, u64::MAX)));
-        drawn.unwrap_or(usize::MAX).min(params.max_completion_length)
     }
 
     /// Sequences that a later rollout may continue: unfinished ones, computed up to their last token, and those that were held

@@ -12,7 +12,6 @@ const ROOMY: StepLimits = StepLimits {
     max_num_seqs: 64,
     max_num_batched_tokens: 1000,
     max_model_length: 64,
-    spread_lengths: None,
     has_states: false,
     num_stages: 1,
     runs_ahead: false,

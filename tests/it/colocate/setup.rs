@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use colo_grpo::Result;
+use colo_grpo::internal::bench::LengthSpread;
 use colo_grpo::internal::colocate::Colocated;
 use colo_grpo::internal::config::{
     GradientCheckpointing, KvCacheDtype, LrSchedulerType, RolloutQuantization, StateDtype,
@@ -18,7 +19,6 @@ use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, Reference, Schedule,
     TrainedModel,
 };
-use colo_grpo::internal::types::LengthSpread;
 use colo_grpo::internal::update::{Learner, UpdateOptions};
 use tch::{Device, Kind, Tensor};
 
@@ -86,10 +86,12 @@ impl Setup {
             kv_cache_dtype: KvCacheDtype::Auto,
             state_dtype: StateDtype::Float32,
             strict: false,
-            spread_lengths: self.draws_lengths.then_some(LengthSpread { shortest: 2, longest: 16, long_tailed: true }),
             records_experts: false,
         };
-        let engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
+        let mut engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
+        if self.draws_lengths {
+            engine.limit_completions(LengthSpread { shortest: 2, longest: 16, long_tailed: true }.limit());
+        }
         let engine = if self.keeps { engine.keeping_sequences() } else { engine };
         let slices = match self.stage == 3 && mesh.shard.size() > 1 {
             true => EngineSlices::gathered(&table, engine.ranks(), kind, device).unwrap(),

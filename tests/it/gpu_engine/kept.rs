@@ -1,10 +1,11 @@
 //! Unfinished sequences that go on from the cache of an earlier wake.
 
+use colo_grpo::internal::bench::LengthSpread;
 use colo_grpo::internal::rollout::EngineOptions;
-use colo_grpo::internal::types::{LengthSpread, RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::{RolloutGroup, SamplingParams};
 use serde_json::json;
 
-use super::{Model, SMALL, completions, prompts};
+use super::{Model, SMALL, completions, generate, prompts};
 
 const NUM_WAKES: usize = 3;
 
@@ -25,10 +26,14 @@ pub fn kept_sequences_go_on_where_they_were(model: &Model) {
             repetition_penalty,
             ..SamplingParams::default()
         };
-        let spread_lengths = Some(LengthSpread { shortest: 8, longest: 80, long_tailed: true });
-        let options = EngineOptions { strict, spread_lengths, ..model.options(256) };
-        let expected = model.generate(&options, &prompts, &params);
-        let mut served = model.served_by(model.engine(&options).keeping_sequences());
+        let limit = LengthSpread { shortest: 8, longest: 80, long_tailed: true }.limit();
+        let engine = || {
+            let mut engine = model.engine(&EngineOptions { strict, ..model.options(256) });
+            engine.limit_completions(limit.clone());
+            engine
+        };
+        let expected = generate(&mut model.served_by(engine()), &prompts, &params);
+        let mut served = model.served_by(engine().keeping_sequences());
         let mut groups: Vec<_> = prompts.iter().cloned().map(RolloutGroup::new).collect();
         let (mut complete, mut num_kept, mut num_recomputed) = (Vec::new(), 0, 0);
         for _ in 0..NUM_WAKES {

@@ -9,10 +9,10 @@ use colo_grpo::Result;
 use colo_grpo::internal::model::{AttentionSpec, ModelSpec, SequenceMixer};
 use colo_grpo::internal::ranks::{Collective, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
-use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 use tch::{Kind, Tensor};
 
-use super::setup::{self, Model, alone, prompts, sampled, token_ids};
+use super::setup::{Model, alone, options, prompts, sampled, token_ids};
 use crate::ranks;
 
 /// Tokens that were prefilled, prefilled a second time, and kept.
@@ -25,14 +25,6 @@ struct Counts {
 
 /// Complete groups in prompt order, each with the tokens that its completions had at the end of every wake before.
 type Parts = Vec<(RolloutGroup, Vec<Vec<usize>>)>;
-
-/// Completions end at drawn lengths.
-fn options() -> EngineOptions {
-    EngineOptions {
-        spread_lengths: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }),
-        ..setup::options()
-    }
-}
 
 /// Wakes an engine until all groups are complete, two more of all ranks' each time, with the weights of `models` in turn.
 fn generate_in_parts(
@@ -79,13 +71,13 @@ fn num_prompt_tokens(prompts: &[Prompt]) -> usize {
 
 #[test]
 fn what_is_kept_goes_on_bit_for_bit_and_nothing_is_computed_again() {
-    goes_on_bit_for_bit(&Model::micro());
+    goes_on_bit_for_bit(&Model::micro().spreading());
 }
 
 /// Sequences keep the pages of their states beside their blocks.
 #[test]
 fn what_is_kept_of_a_hybrid_goes_on_bit_for_bit_and_nothing_is_computed_again() {
-    goes_on_bit_for_bit(&Model::golden("qwen3_5"));
+    goes_on_bit_for_bit(&Model::golden("qwen3_5").spreading());
 }
 
 fn goes_on_bit_for_bit(model: &Model) {
@@ -107,7 +99,7 @@ fn goes_on_bit_for_bit(model: &Model) {
 #[test]
 fn two_ranks_keep_as_one() {
     ranks::run(2, "rollout::kept::two_ranks_keep_as_one", |world: World| {
-        for model in [Model::micro(), Model::golden("qwen3_5")] {
+        for model in [Model::micro().spreading(), Model::golden("qwen3_5").spreading()] {
             two_keep_as_one(&model, &world.group());
         }
     });
@@ -138,7 +130,7 @@ fn two_keep_as_one(model: &Model, tp: &Arc<dyn Collective>) {
 
 #[test]
 fn too_few_blocks_cost_time_alone() {
-    let (model, prompts, params) = (Model::micro(), prompts(8), sampled());
+    let (model, prompts, params) = (Model::micro().spreading(), prompts(8), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     let few = EngineOptions { kv_cache_bytes: 12 * kv_block_bytes(&model.spec, 1, 8, Kind::Float), ..options() };
     let mut engine = model.engine(few, alone()).keeping_sequences();
@@ -167,7 +159,7 @@ fn limit_memory(bytes: Option<usize>) {
 }
 
 fn shrinks_once() {
-    let (model, prompts, params) = (Model::micro(), prompts(8), sampled());
+    let (model, prompts, params) = (Model::micro().spreading(), prompts(8), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     let kv_cache_bytes = 1 << 30; // never touched but for some blocks
     limit_memory(Some(kv_cache_bytes / 4 * 3));
@@ -198,7 +190,7 @@ fn shrinks_once() {
 /// Other prompts have the blocks that they need, from what is kept if there are no others.
 #[test]
 fn an_evaluation_in_between_goes_before_what_is_kept() {
-    let (model, prompts, params) = (Model::micro(), prompts(10), sampled());
+    let (model, prompts, params) = (Model::micro().spreading(), prompts(10), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     for (num_blocks, is_kept) in [(400, true), (40, false)] {
         let kv_cache_bytes = num_blocks * kv_block_bytes(&model.spec, 1, 8, Kind::Float);
@@ -224,7 +216,7 @@ fn an_evaluation_in_between_goes_before_what_is_kept() {
 /// There is a page of states for each of 16 sequences: an evaluation of as many needs those of sequences that are kept.
 #[test]
 fn an_evaluation_in_between_takes_the_pages_of_what_is_kept_of_a_hybrid() {
-    let (model, prompts, params) = (Model::golden("qwen3_5"), prompts(10), sampled());
+    let (model, prompts, params) = (Model::golden("qwen3_5").spreading(), prompts(10), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     for (num_others, is_kept) in [(1, true), (4, false)] {
         let options = EngineOptions { max_num_seqs: 16, ..options() };
@@ -280,7 +272,7 @@ impl SequenceMixer for Growing {
 /// those of before.
 #[test]
 fn logprobs_are_of_the_newest_weights_over_what_older_ones_computed() {
-    let models = [1, 2, 3].map(|seed| Model::random(ModelSpec::preset("micro").unwrap(), seed));
+    let models = [1, 2, 3].map(|seed| Model::random(ModelSpec::preset("micro").unwrap(), seed).spreading());
     let models: Vec<&Model> = models.iter().collect();
     let (prompts, params) = (prompts(8), SamplingParams { temperature: 0.8, ..sampled() });
     let mut engine = models[0].engine(options(), alone()).keeping_sequences();

@@ -5,18 +5,10 @@ use std::sync::Arc;
 
 use colo_grpo::internal::ranks::{Collective, World};
 use colo_grpo::internal::rollout::{Batches, EngineOptions, SampledGroup, SingleTurns};
-use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 
-use super::setup::{self, Model, alone, prompts, sampled, token_ids};
+use super::setup::{Model, alone, options, prompts, sampled, token_ids};
 use crate::ranks;
-
-/// Completions end at drawn lengths.
-fn options() -> EngineOptions {
-    EngineOptions {
-        spread_lengths: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }),
-        ..setup::options()
-    }
-}
 
 /// Wakes an engine until all groups are complete, two more of all ranks' each time, each wake at its own step.
 fn generate_in_parts(
@@ -47,7 +39,7 @@ fn generate_in_parts(
 
 /// The parts of each rank make up what one rank samples at one go.
 fn goes_on_as_if_uninterrupted(tp: &Arc<dyn Collective>) {
-    let (model, prompts) = (Model::micro(), prompts(8));
+    let (model, prompts) = (Model::micro().spreading(), prompts(8));
     let own = prompts.len() * tp.rank() / tp.size()..prompts.len() * (tp.rank() + 1) / tp.size();
     for params in [
         SamplingParams { step: 3, ..sampled() },
@@ -81,7 +73,7 @@ fn two_ranks_go_on_as_one() {
 /// and have the version of the wake that sampled them.
 #[test]
 fn several_batches_are_paused_and_go_on() {
-    let (model, tp, all) = (Model::micro(), alone(), prompts(6));
+    let (model, tp, all) = (Model::micro().spreading(), alone(), prompts(6));
     let narrow = EngineOptions { max_num_seqs: 6, ..options() };
     let mut engine = model.engine(narrow, tp.clone()).keeping_sequences();
     let group = |prompt: &Prompt, step| RolloutGroup { first_step: step, ..RolloutGroup::new(prompt.clone()) };

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use colo_grpo::Error;
+use colo_grpo::internal::bench::LengthSpread;
 use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::data::Tokenizer;
 use colo_grpo::internal::model::{
@@ -29,6 +30,8 @@ pub struct Model {
     pub embedding: EmbeddingParams,
     pub blocks: Vec<BlockParams>,
     pub head: HeadParams,
+    /// Lengths at which completions end at the latest, where they are drawn.
+    pub spread: Option<LengthSpread>,
 }
 
 impl Model {
@@ -75,7 +78,13 @@ impl Model {
             blocks: (0..spec.num_layers()).map(block).collect(),
             head: HeadParams::view(table.unit(Unit::Head), &unit(&table, Unit::Head)),
             spec,
+            spread: None,
         }
+    }
+
+    /// Lets completions end at drawn lengths.
+    pub fn spreading(self) -> Self {
+        Self { spread: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }), ..self }
     }
 
     fn output_table(&self) -> &Tensor {
@@ -110,11 +119,18 @@ impl Model {
     }
 
     pub fn engine_in_stages(&self, options: EngineOptions, ranks: EngineRanks) -> Engine {
-        Engine::in_stages(self.spec.clone(), self.tokenizer.clone(), options, ranks).unwrap()
+        self.limited(Engine::in_stages(self.spec.clone(), self.tokenizer.clone(), options, ranks).unwrap())
+    }
+
+    fn limited(&self, mut engine: Engine) -> Engine {
+        if let Some(spread) = self.spread {
+            engine.limit_completions(spread.limit());
+        }
+        engine
     }
 
     pub fn engine(&self, options: EngineOptions, tp: Arc<dyn Collective>) -> Engine {
-        Engine::new(self.spec.clone(), self.tokenizer.clone(), options, tp).unwrap()
+        self.limited(Engine::new(self.spec.clone(), self.tokenizer.clone(), options, tp).unwrap())
     }
 
     /// One rollout of a fresh engine.
@@ -258,7 +274,6 @@ pub fn options() -> EngineOptions {
         kv_cache_dtype: KvCacheDtype::Auto,
         state_dtype: StateDtype::Float32,
         strict: false,
-        spread_lengths: None,
         records_experts: true,
     }
 }

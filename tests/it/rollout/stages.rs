@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use colo_grpo::Error;
+use colo_grpo::internal::bench::LengthSpread;
 use colo_grpo::internal::config::{EngineShape, KvCacheDtype, RolloutQuantization};
 use colo_grpo::internal::model::{Mixer, ModelSpec, Stage, Stages};
 use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::rollout::{EngineOptions, EngineRanks, EngineStats, Event, Session, kv_block_bytes};
-use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, Structure};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams, Structure};
 use tch::Kind;
 
 use super::session::request;
@@ -167,9 +168,8 @@ fn stages_round_and_hold_and_keep_as_one_rank_does() {
         );
 
         let (expected, _) = model.generate(options(), prompts, &params);
-        let spread_lengths = Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true });
-        let options = EngineOptions { spread_lengths, ..options() };
-        let mut engine = model.engine_in_stages(options, ranks.clone()).keeping_sequences();
+        let mut engine = model.engine_in_stages(options(), ranks.clone()).keeping_sequences();
+        engine.limit_completions(LengthSpread { shortest: 2, longest: 20, long_tailed: true }.limit());
         let mut groups: Vec<RolloutGroup> = prompts.iter().cloned().map(RolloutGroup::new).collect();
         let (mut complete, mut num_kept) = (Vec::new(), 0);
         for _ in 0..num_groups.max(4) {

@@ -2,6 +2,7 @@
 //! and every completion is the one that it would be alone.
 
 use super::*;
+use crate::ops::random::RandomKey;
 
 /// A scheduler with what calls it.
 struct Calls {

@@ -1,0 +1,163 @@
+//! A decode step over a made-up batch, to be timed.
+
+use std::sync::Arc;
+
+use super::inputs::Packing;
+use super::runner::GpuRunner;
+use crate::cuda::TorchStream;
+use crate::error::{Error, Result};
+use crate::ranks::Collective;
+use crate::rollout::engine::{Engine, RolloutEngine};
+use crate::rollout::sampler::Draw;
+use crate::rollout::scheduler::{Step, TokenRun};
+use crate::rollout::sequence::EngineSequence;
+use crate::rollout::weights::EngineWeights;
+use crate::types::SamplingParams;
+
+/// The sequences of a made-up batch.
+#[derive(Debug, Clone, Copy)]
+pub struct TrialBatch {
+    /// Number of sequences.
+    pub sequences: usize,
+    /// Neighbouring sequences that share a prompt.
+    pub group: usize,
+    /// Tokens of a prompt, whose full blocks a group shares.
+    pub prompt_len: usize,
+    /// Tokens of each sequence.
+    pub context: usize,
+}
+
+/// A decode step whose inputs are on the GPU.
+pub struct TrialStep<'a> {
+    /// Queues the step on `stream`, as often as one likes; allocates nothing, so that it can be recorded.
+    pub run: &'a mut dyn FnMut() -> Result<()>,
+    /// The engine's stream.
+    pub stream: &'a TorchStream,
+    /// The engine's tensor-parallel group, all of whose ranks run the step.
+    pub tp: &'a dyn Collective,
+    /// The weights that it reads.
+    pub weights: &'a EngineWeights<'a>,
+    /// Bytes of a token in the KV cache of this rank.
+    pub cached_token_bytes: f64,
+    /// Whether sums over the group are made by a kernel of this crate, which has norms within.
+    pub sums_have_norms: bool,
+}
+
+impl std::fmt::Debug for TrialStep<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TrialStep").field("cached_token_bytes", &self.cached_token_bytes).finish_non_exhaustive()
+    }
+}
+
+impl RolloutEngine<'_> {
+    /// Hands one decode step over a made-up batch to `work`. The step writes into the cache, where nothing is kept after that. On a GPU only, of
+    /// an engine of one stage; collective over the tensor-parallel group.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on a CPU, of several stages, or if the engine does not hold the batch; the errors of `work`.
+    pub fn try_step<R>(&mut self, batch: TrialBatch, work: impl FnOnce(TrialStep<'_>) -> Result<R>) -> Result<R> {
+        self.engine.drop_kept(); // blocks are written at random
+        let RolloutEngine { engine, weights, stats, .. } = self;
+        let refuse = |expected: &str, got: String| {
+            Err(Error::InvalidArgument { op: "RolloutEngine::try_step", expected: expected.into(), got })
+        };
+        if engine.ranks().stages.count() > 1 {
+            return refuse("an engine of one stage", format!("{} stages", engine.ranks().stages.count()));
+        }
+        let Engine { spec, gpu: Some(gpu), kv_cache, states, options, ranks, .. } = &mut **engine else {
+            return refuse("an engine on a GPU", "one on a CPU".into());
+        };
+        if batch.sequences > options.max_num_seqs {
+            return refuse(&format!("at most max_num_seqs = {} sequences", options.max_num_seqs), format!("{batch:?}"));
+        }
+        let block_size = kv_cache.block_size();
+        let Some(mut sequences) = batch.made_up(spec.vocab_size, stats.num_blocks, block_size) else {
+            return refuse(&format!("a batch that {} KV blocks hold", stats.num_blocks), format!("{batch:?}"));
+        };
+        if states.is_some() {
+            (0..).zip(&mut sequences).for_each(|(page, sequence)| sequence.state_page = Some(page));
+        }
+        let mut runner = GpuRunner::new(gpu, (spec, weights), (kv_cache, states.as_ref()), ranks)?;
+        runner.try_step(&sequences, work)
+    }
+}
+
+impl GpuRunner<'_> {
+    fn try_step<R>(
+        &mut self,
+        sequences: &[EngineSequence],
+        work: impl FnOnce(TrialStep<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let run = |(index, sequence): (usize, &EngineSequence)| {
+            let context = sequence.token_ids.len();
+            TokenRun { sequence: index, tokens: context - 1..context, samples: index..index + 1 }
+        };
+        let runs = sequences.iter().enumerate().map(run).collect();
+        let step = Step { is_decode: true, runs, copies: Vec::new(), state_copies: Vec::new() };
+        let draws = sequences.iter().enumerate().map(|(row, EngineSequence { params, token_ids, .. })| Draw {
+            row,
+            params,
+            step: 0,
+            prompt_id: 0,
+            sample: row,
+            token_ids,
+            allowed: None,
+        });
+        let draws: Vec<Draw> = draws.collect();
+        let packing = Packing {
+            step: &step,
+            draws: &draws,
+            sequences,
+            block_size: self.kv_cache.block_size(),
+            has_adapters: self.weights.num_adapters > 0,
+        };
+        let sums_have_norms = self.state.sums.as_ref().is_some_and(|sums| sequences.len() <= sums.rows());
+        let (tp, weights, cached_token_bytes) = (self.tp, self.weights, self.kv_cache.token_bytes());
+        self.prepare_decode(&packing, |stream, run| {
+            work(TrialStep { run, stream, tp, weights, cached_token_bytes, sums_have_norms })
+        })
+    }
+}
+
+impl TrialBatch {
+    /// Its sequences in the blocks of an empty cache; `None` if it does not hold them.
+    fn made_up(self, vocab_size: usize, num_blocks: usize, block_size: usize) -> Option<Vec<EngineSequence>> {
+        let Self { sequences: count, group, prompt_len, context } = self;
+        let (num_shared, longest) = (prompt_len / block_size, context.div_ceil(block_size));
+        let mut free = 0..num_blocks as u32;
+        let (params, mut sequences) = (Arc::<SamplingParams>::default(), Vec::<EngineSequence>::with_capacity(count));
+        for index in 0..count {
+            let prompt = vec![1; prompt_len.clamp(1, context)];
+            let mut sequence = EngineSequence::new(index / group, params.clone(), &prompt, context);
+            // Rows that differ: equal ones take less power, and the chip clocks higher.
+            let last = 1 + index * (vocab_size - 1) / count;
+            sequence.token_ids.resize(context, last as u32);
+            sequence.block_table = match index % group {
+                0 => free.by_ref().take(num_shared).collect(),
+                member => sequences[index - member].block_table.clone(),
+            };
+            sequences.push(sequence);
+        }
+        // Sequences grow side by side: neighbours in time are neighbours in memory.
+        for _ in num_shared..longest {
+            sequences.iter_mut().zip(free.by_ref()).for_each(|(sequence, block)| sequence.block_table.push(block));
+        }
+        sequences.iter().all(|sequence| sequence.block_table.len() >= longest).then_some(sequences)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_share_the_full_blocks_of_their_prompt() {
+        let batch = TrialBatch { sequences: 4, group: 2, prompt_len: 9, context: 14 };
+        let sequences = batch.made_up(100, 12, 4).unwrap();
+        let tables: Vec<&[u32]> = sequences.iter().map(|sequence| &*sequence.block_table).collect();
+        assert_eq!(tables, [[0, 1, 4, 8], [0, 1, 5, 9], [2, 3, 6, 10], [2, 3, 7, 11]]);
+        assert_eq!(sequences.iter().map(|sequence| sequence.token_ids[13]).collect::<Vec<_>>(), [1, 25, 50, 75]);
+        assert!(sequences.iter().all(|sequence| sequence.token_ids.len() == 14));
+        assert!(batch.made_up(100, 11, 4).is_none());
+    }
+}
