@@ -154,22 +154,9 @@ struct Fp8Warp {
             }
     }
 
-    // Tokens before `from` and after `to` of a unit weigh nothing.
-    __device__ __forceinline__ void mask(float (&s)[M][U][4], int u, int from, int to) const {
-        if (from <= 0 && to >= UNIT) return;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int token = 2 * (lane % 4) + k / 2 * 8 + k % 2;
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-                if (token < from || token >= to) s[m][u][k] = -INFINITY;
-        }
-    }
-
     // Scores to weights times the values' scales, in the layout of the second product. At least one token weighs, so that the maximum is
     // finite.
     __device__ __forceinline__ void weigh(float (&s)[M][U][4], unsigned (&weights)[M][U][2]) {
-        const int c = lane % 4;
         float logs[U][4], top[M];
 #pragma unroll
         for (int u = 0; u < U; ++u)
@@ -181,23 +168,10 @@ struct Fp8Warp {
             top[m] = s[m][0][0] + logs[0][0];
 #pragma unroll
             for (int k = 1; k < 4 * U; ++k) top[m] = fmaxf(top[m], s[m][k / 4][k % 4] + logs[k / 4][k % 4]);
-            top[m] = fmaxf(top[m], __shfl_xor_sync(~0u, top[m], 1));
-            top[m] = fmaxf(top[m], __shfl_xor_sync(~0u, top[m], 2));
+            top[m] = quad_max(top[m]);
             is_higher |= top[m] > peak[m];
         }
-        if (__any_sync(~0u, is_higher)) {
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                const float higher = fmaxf(peak[m], top[m]), shrink = exp2_fast(peak[m] - higher);
-                peak[m] = higher, sum[m] *= shrink;
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const float own = __shfl_sync(~0u, shrink, (2 * c + k) * 4);  // of head 2 c + k
-#pragma unroll
-                    for (int i = 0; i < HD / 16; ++i) out[m][i][k] *= own, out[m][i][k + 2] *= own;
-                }
-            }
-        }
+        raise(out, peak, sum, top, is_higher, lane);
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -231,46 +205,9 @@ struct Fp8Warp {
 
     using Places = typename Warp<HD, M, U>::Places;
 
-    // Units first, first + stride .. of tokens begin .. end.
     __device__ __forceinline__ void attend(const Cache<unsigned char>& cache, const int* table, const Geometry& shape,
                                            int kv_head, int begin, int end, int first, int stride) {
-        const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
-        const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
-        Places place = {table, shape, kv_head, base, first, stride, end, 0};
-        if (steps == 0) return;
-        long long now[U];
-        const auto keys_of = [&](int u, int n) {
-            now[u] = place(n);
-            load_keys(u, cache.k + now[u], cache.k_scales + now[u] / HD);
-        };
-        const auto values_of = [&](int u, int n) {
-            load_values(u, cache.v + now[u], cache.v_scales + now[u] / HD, end - place.token(n));
-        };
-#pragma unroll
-        for (int u = 0; u < U; ++u) keys_of(u, u);
-#pragma unroll
-        for (int u = 0; u < U; ++u) values_of(u, u);
-        for (int step = 0; step < steps; ++step) {
-            const bool has_next = step + 1 < steps;
-            float s[M][U][4];
-            unsigned weights[M][U][2];
-            score(s, shape.scale * LOG2E);
-            if (has_next) {
-#pragma unroll
-                for (int u = 0; u < U; ++u) keys_of(u, U * (step + 1) + u);
-            }
-#pragma unroll
-            for (int u = 0; u < U; ++u) {
-                const int token = place.token(U * step + u);
-                mask(s, u, begin - token, end - token);
-            }
-            weigh(s, weights);
-            accumulate(weights);
-            if (has_next) {
-#pragma unroll
-                for (int u = 0; u < U; ++u) values_of(u, U * (step + 1) + u);
-            }
-        }
+        attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin);
     }
 
     // All units of tokens begin .. end, whole ones, through `stages` in shared memory; by all warps of the block together.

@@ -40,6 +40,77 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
 // What the place of a 16-byte chunk within a row in shared memory is mixed with, so that neither product's loads collide.
 __device__ __forceinline__ int mix(int row) { return (row & 6) ^ (row & 1) << 2; }
 
+// Tokens before `from` and after `to` of a unit weigh nothing.
+template <int M, int U>
+__device__ __forceinline__ void mask(float (&s)[M][U][4], int lane, int u, int from, int to) {
+    if (from <= 0 && to >= UNIT) return;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const int token = 2 * (lane % 4) + k / 2 * 8 + k % 2;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+            if (token < from || token >= to) s[m][u][k] = -INFINITY;
+    }
+}
+
+// The largest of a head's values, of which each lane of a quad has one.
+__device__ __forceinline__ float quad_max(float top) {
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+}
+
+// Maxima that include `top`: what was summed so far weighs less by them.
+template <int M, int PAIRS>
+__device__ __forceinline__ void raise(float (&out)[M][PAIRS][4], float (&peak)[M], float (&sum)[M], const float (&top)[M],
+                                      bool is_higher, int lane) {
+    if (!__any_sync(~0u, is_higher)) return;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        const float higher = fmaxf(peak[m], top[m]), shrink = exp2_fast(peak[m] - higher);
+        peak[m] = higher, sum[m] *= shrink;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const float own = __shfl_sync(~0u, shrink, (2 * (lane % 4) + k) * 4);  // of head 2 c + k
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) out[m][i][k] *= own, out[m][i][k + 2] *= own;
+        }
+    }
+}
+
+// Attends to the units at `place` from token `begin` on: what a warp reads of the next ones is under way while it computes.
+template <int M, int U, class Work, class E, class P>
+__device__ __forceinline__ void attend_units(Work& work, const Cache<E>& cache, P place, int begin) {
+    const int end = place.end, first = place.first, stride = place.stride, units = (end - place.base + UNIT - 1) / UNIT;
+    const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
+    if (steps == 0) return;
+    long long now[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) now[u] = place(u), work.load_keys(u, cache.k + now[u], cache.k_scales + now[u] / P::WIDTH);
+#pragma unroll
+    for (int u = 0; u < U; ++u) work.load_values(u, cache.v + now[u], cache.v_scales + now[u] / P::WIDTH, end - place.token(u));
+    for (int step = 0; step < steps; ++step) {
+        const bool has_next = step + 1 < steps;
+        float s[M][U][4];
+        unsigned weights[M][U][2];
+        work.score(s, place.shape.scale * LOG2E);
+        if (has_next) {
+#pragma unroll
+            for (int u = 0; u < U; ++u) now[u] = place(U * (step + 1) + u), work.load_keys(u, cache.k + now[u], cache.k_scales + now[u] / P::WIDTH);
+        }
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+            const int token = place.token(U * step + u);
+            mask(s, work.lane, u, begin - token, end - token);
+        }
+        work.weigh(s, weights);
+        work.accumulate(weights);
+        if (has_next) {
+#pragma unroll
+            for (int u = 0; u < U; ++u) work.load_values(u, cache.v + now[u], cache.v_scales + now[u] / P::WIDTH, end - place.token(U * (step + 1) + u));
+        }
+    }
+}
+
 // One warp's attention of up to 8 query heads of M rows, U units at once. With r = lane / 4 and c = lane % 4 a lane has scores
 // of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
 template <int HD, int M, int U>
@@ -49,7 +120,7 @@ struct Warp {
     uint4 query[M][HD / 32];     // head r, columns 32 j + 8 c .. + 8
     uint4 keys[U][HD / 32][2];   // tokens r and r + 8, the same columns
     uint4 values[U][HALVES][4];  // tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9; columns 64 h + 8 r .. + 8
-    float out[M][HALVES][4][4];  // [half][column pair i]: (8 r + 2 i, head 2 c), (.., 2 c + 1), (8 r + 2 i + 1, 2 c), ..
+    float out[M][HD / 16][4];    // [4 h + i]: (64 h + 8 r + 2 i, head 2 c), (.., 2 c + 1), (64 h + 8 r + 2 i + 1, 2 c), ..
     float peak[M], sum[M];       // of head r, base 2; the sum over this lane's tokens only
     int lane;
 
@@ -58,11 +129,9 @@ struct Warp {
         for (int m = 0; m < M; ++m) {
             peak[m] = -INFINITY, sum[m] = 0.0f;
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h)
+            for (int i = 0; i < HD / 16; ++i)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) out[m][h][i][k] = 0.0f;
+                for (int k = 0; k < 4; ++k) out[m][i][k] = 0.0f;
         }
     }
 
@@ -73,7 +142,7 @@ struct Warp {
             query[m][j] = r < heads ? *reinterpret_cast<const uint4*>(q + r * HD + 32 * j + 8 * c) : uint4{0, 0, 0, 0};
     }
 
-    __device__ __forceinline__ void load_keys(int u, const bf16* unit) {
+    __device__ __forceinline__ void load_keys(int u, const bf16* unit, const float*) {
         const bf16* from = unit + lane / 4 * HD + lane % 4 * 8;
 #pragma unroll
         for (int j = 0; j < HD / 32; ++j)
@@ -85,7 +154,7 @@ struct Warp {
     }
 
     // Entries past the end may be anything that another sequence left.
-    __device__ __forceinline__ void load_values(int u, const bf16* unit, int count) {
+    __device__ __forceinline__ void load_values(int u, const bf16* unit, const float*, int count) {
         const int first = lane % 4 * 2;
         const bf16* from = unit + first * HD + lane / 4 * 8;
         const bool is_whole = count >= UNIT;
@@ -123,21 +192,8 @@ struct Warp {
             }
     }
 
-    // Tokens before `from` and after `to` of a unit weigh nothing.
-    __device__ __forceinline__ void mask(float (&s)[M][U][4], int u, int from, int to) const {
-        if (from <= 0 && to >= UNIT) return;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int token = 2 * (lane % 4) + k / 2 * 8 + k % 2;
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-                if (token < from || token >= to) s[m][u][k] = -INFINITY;
-        }
-    }
-
     // Scores to weights, in the layout of the second product. At least one token weighs, so that the maximum is finite.
     __device__ __forceinline__ void weigh(float (&s)[M][U][4], unsigned (&weights)[M][U][2]) {
-        const int c = lane % 4;
         float top[M];
         bool is_higher = false;
 #pragma unroll
@@ -145,25 +201,10 @@ struct Warp {
             top[m] = s[m][0][0];
 #pragma unroll
             for (int k = 1; k < 4 * U; ++k) top[m] = fmaxf(top[m], s[m][k / 4][k % 4]);
-            top[m] = fmaxf(top[m], __shfl_xor_sync(~0u, top[m], 1));
-            top[m] = fmaxf(top[m], __shfl_xor_sync(~0u, top[m], 2));
+            top[m] = quad_max(top[m]);
             is_higher |= top[m] > peak[m];
         }
-        if (__any_sync(~0u, is_higher)) {
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                const float higher = fmaxf(peak[m], top[m]), shrink = exp2_fast(peak[m] - higher);
-                peak[m] = higher, sum[m] *= shrink;
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const float own = __shfl_sync(~0u, shrink, (2 * c + k) * 4);  // of head 2 c + k
-#pragma unroll
-                    for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) out[m][h][i][k] *= own, out[m][h][i][k + 2] *= own;
-                }
-            }
-        }
+        raise(out, peak, sum, top, is_higher, lane);
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -188,13 +229,14 @@ struct Warp {
                     const unsigned a0 = __byte_perm(v[0][i], v[1][i], 0x5410), a1 = __byte_perm(v[0][i], v[1][i], 0x7632);
                     const unsigned a2 = __byte_perm(v[2][i], v[3][i], 0x5410), a3 = __byte_perm(v[2][i], v[3][i], 0x7632);
 #pragma unroll
-                    for (int m = 0; m < M; ++m) multiply(out[m][h][i], a0, a1, a2, a3, weights[m][u][0], weights[m][u][1]);
+                    for (int m = 0; m < M; ++m) multiply(out[m][4 * h + i], a0, a1, a2, a3, weights[m][u][0], weights[m][u][1]);
                 }
             }
     }
 
     // Where a unit stands in the caches. A lane keeps the block of one of 32 units; `n` counts the units up from 0.
     struct Places {
+        static constexpr int WIDTH = HD;
         const int* table;
         const Geometry& shape;
         int kv_head, base, first, stride, end, blocks;
@@ -210,39 +252,9 @@ struct Warp {
         }
     };
 
-    // Units first, first + stride .. of tokens begin .. end.
     __device__ __forceinline__ void attend(const Cache<bf16>& cache, const int* table, const Geometry& shape,
                                            int kv_head, int begin, int end, int first, int stride) {
-        const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
-        const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
-        Places place = {table, shape, kv_head, base, first, stride, end, 0};
-        if (steps == 0) return;
-        long long now[U];
-#pragma unroll
-        for (int u = 0; u < U; ++u) now[u] = place(u), load_keys(u, cache.k + now[u]);
-#pragma unroll
-        for (int u = 0; u < U; ++u) load_values(u, cache.v + now[u], end - place.token(u));
-        for (int step = 0; step < steps; ++step) {
-            const bool has_next = step + 1 < steps;
-            float s[M][U][4];
-            unsigned weights[M][U][2];
-            score(s, shape.scale * LOG2E);
-            if (has_next) {
-#pragma unroll
-                for (int u = 0; u < U; ++u) now[u] = place(U * (step + 1) + u), load_keys(u, cache.k + now[u]);
-            }
-#pragma unroll
-            for (int u = 0; u < U; ++u) {
-                const int token = place.token(U * step + u);
-                mask(s, u, begin - token, end - token);
-            }
-            weigh(s, weights);
-            accumulate(weights);
-            if (has_next) {
-#pragma unroll
-                for (int u = 0; u < U; ++u) load_values(u, cache.v + now[u], end - place.token(U * (step + 1) + u));
-            }
-        }
+        attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin);
     }
 
     // All units of tokens begin .. end, whole ones, through `stages` in shared memory; by all warps of the block together.
@@ -302,9 +314,9 @@ struct Warp {
 #pragma unroll
             for (int h = 0; h < HALVES; ++h)
 #pragma unroll
-                for (int i = 0; i < 4; i += 2)
+                for (int i = 0; i < 4; i += 2) 
                     *reinterpret_cast<float4*>(row + 64 * h + 8 * r + 2 * i) = make_float4(
-                        out[m][h][i][k], out[m][h][i][k + 2], out[m][h][i + 1][k], out[m][h][i + 1][k + 2]);
+                        out[m][4 * h + i][k], out[m][4 * h + i][k + 2], out[m][4 * h + i + 1][k], out[m][4 * h + i + 1][k + 2]);
         }
     }
 };

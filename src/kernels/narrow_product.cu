@@ -32,18 +32,10 @@ struct Shape {
     static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
 };
 
-// What a block has: a tile, from its first feature on, and steps begin .. end over K.
-struct Part {
-    int rank, parts, tile, begin, end;
-    __device__ __forceinline__ Part(int features, int steps)
-        : rank(static_cast<int>(cluster_rank())), parts(static_cast<int>(cluster_size())),
-          tile(static_cast<int>(blockIdx.x) / parts * features), begin(rank * steps / parts), end((rank + 1) * steps / parts) {}
-};
-
 // Copies a part's steps; one thread.
 template <typename S>
 __device__ __forceinline__ void produce(
-    const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, const Part& part
+    const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, const TilePart& part
 ) {
     const unsigned long long once = copied_once(), often = copied_often();
     const auto copy_w = [&](int step, int stage) {
@@ -64,9 +56,7 @@ template <typename S>
 __device__ __forceinline__ void consume(
     float (&d)[S::UNITS][4], unsigned stages, unsigned full, unsigned empty, int steps
 ) {
-    int stage = 0, parity = 0, before = 0;
-    for (int step = 0; step < steps; ++step) {
-        wait(full + 8 * stage, parity);
+    over_steps<S::STAGES>(full, empty, steps, threadIdx.x == 0, [&](int step, int stage) {
         const unsigned x = stages + stage * S::STAGE_BYTES, w = x + S::X_BYTES;
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -75,16 +65,7 @@ __device__ __forceinline__ void consume(
 #pragma unroll
             for (int k = 0; k < ROW_BYTES / 32; ++k) multiply(d[unit], a + 2 * k, b + 2 * k, step > 0 || k > 0);
         }
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        wait_products<1>();
-        if (step > 0 && threadIdx.x == 0) arrive(empty + 8 * before);
-        before = stage;
-        if (++stage == S::STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-    wait_products<0>();
+    });
 }
 
 template <typename Form, typename S>
@@ -94,14 +75,8 @@ __device__ __forceinline__ void narrow_product(const TensorMap& x_map, const Ten
     let_next_begin();
     const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
     const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES;
-    const Part part(S::FEATURES, steps);
-    if (threadIdx.x == GROUP) {
-        for (int stage = 0; stage < S::STAGES; ++stage) {
-            init(full + 8 * stage, 1);
-            init(empty + 8 * stage, 1);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    const TilePart part(S::FEATURES, steps);
+    if (threadIdx.x == GROUP) init_stages<S::STAGES>(full, empty, 1);
     __syncthreads();
     if (threadIdx.x >= GROUP) {
         if (threadIdx.x == GROUP) produce<S>(x_map, w_map, stages, full, empty, part);

@@ -34,19 +34,19 @@ __device__ __forceinline__ void store_shared(unsigned at, float low, float high)
 // Copies a part's steps; one thread.
 template <typename S>
 __device__ __forceinline__ void produce(
-    const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, int tile, int begin, int end
+    const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, const TilePart& part
 ) {
     const unsigned long long once = copied_once(), often = copied_often();
     const auto copy_w = [&](int step, int stage) {
         const unsigned to = stages + stage * S::STAGE_BYTES + S::X_BYTES, barrier = full + 8 * stage;
         expect(barrier, S::STAGE_BYTES);
-        copy(to, &w_map, step * S::Kind::STEP, tile, barrier, once);
-        copy(to + S::W_BYTES / 2, &w_map, step * S::Kind::STEP, tile + S::N, barrier, once);
+        copy(to, &w_map, step * S::Kind::STEP, part.tile, barrier, once);
+        copy(to + S::W_BYTES / 2, &w_map, step * S::Kind::STEP, part.tile + S::N, barrier, once);
     };
     const auto copy_x = [&](int step, int stage) {
         copy(stages + stage * S::STAGE_BYTES, &x_map, step * S::Kind::STEP, 0, full + 8 * stage, often);
     };
-    fill(begin, end, S::STAGES, empty, copy_w, copy_x);
+    fill(part.begin, part.end, S::STAGES, empty, copy_w, copy_x);
 }
 
 // A warpgroup's sums over the part's steps.
@@ -56,24 +56,13 @@ __device__ __forceinline__ void consume(
 ) {
 #pragma unroll
     for (int i = 0; i < S::N / 2; ++i) d[i] = 0.0f;
-    int stage = 0, parity = 0, before = 0;
-    for (int step = 0; step < steps; ++step) {
-        wait(full + 8 * stage, parity);
+    over_steps<S::STAGES>(full, empty, steps, threadIdx.x % GROUP == 0, [&](int, int stage) {
         const unsigned base = stages + stage * S::STAGE_BYTES;
         const unsigned long long a = descriptor(base), b = descriptor(base + S::X_BYTES + group * S::N * ROW_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < ROW_BYTES / 32; ++k) multiply(typename S::Kind{}, d, a + 2 * k, b + 2 * k, 1);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        wait_products<1>();
-        if (step > 0 && threadIdx.x % GROUP == 0) arrive(empty + 8 * before);
-        before = stage;
-        if (++stage == S::STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-    wait_products<0>();
+    });
 }
 
 template <typename Form, typename S>
@@ -82,26 +71,18 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
     __shared__ alignas(8) unsigned long long barriers[2 * S::STAGES];
     const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
     const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES;
-    const int rank = static_cast<int>(cluster_rank()), parts = static_cast<int>(cluster_size());
-    const int tile = static_cast<int>(blockIdx.x) / parts * S::FEATURES;
-    const int begin = rank * steps / parts, end = (rank + 1) * steps / parts;
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < S::STAGES; ++stage) {
-            init(full + 8 * stage, 1);
-            init(empty + 8 * stage, 2);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    const TilePart part(S::FEATURES, steps);
+    if (threadIdx.x == 0) init_stages<S::STAGES>(full, empty, 2);
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        if (threadIdx.x == CONSUMERS) produce<S>(x_map, w_map, stages, full, empty, tile, begin, end);
+        if (threadIdx.x == CONSUMERS) produce<S>(x_map, w_map, stages, full, empty, part);
         __syncwarp();
         sync_cluster();
     } else {
         wait_for_inputs();
         const int group = static_cast<int>(threadIdx.x) / GROUP, thread = threadIdx.x % GROUP;
         float d[S::N / 2];
-        consume<S>(d, stages, full, empty, group, end - begin);
+        consume<S>(d, stages, full, empty, group, part.end - part.begin);
         asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more: sums take their place
 #pragma unroll
         for (int i = 0; i < S::N / 2; i += 2) {
@@ -110,7 +91,7 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
             if (row < out.rows) store_shared(stages + (row * S::PITCH + column) * 4, d[i], d[i + 1]);
         }
         sync_cluster();
-        add_parts<Form, typename S::Kind, S::FEATURES, S::PITCH, CONSUMERS>(out, stages, tile, rank, parts);
+        add_parts<Form, typename S::Kind, S::FEATURES, S::PITCH, CONSUMERS>(out, stages, part.tile, part.rank, part.parts);
     }
     sync_cluster();  // others read the sums here
 }

@@ -15,6 +15,43 @@ struct Output {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// What a block has: a tile, from its first feature on, and steps begin .. end over K.
+struct TilePart {
+    int rank, parts, tile, begin, end;
+    __device__ __forceinline__ TilePart(int features, int steps)
+        : rank(static_cast<int>(cluster_rank())), parts(static_cast<int>(cluster_size())),
+          tile(static_cast<int>(blockIdx.x) / parts * features), begin(rank * steps / parts), end((rank + 1) * steps / parts) {}
+};
+
+// Barriers of stages that one thread fills and `readers` groups empty; by one thread.
+template <int STAGES>
+__device__ __forceinline__ void init_stages(unsigned full, unsigned empty, int readers) {
+    for (int stage = 0; stage < STAGES; ++stage) {
+        init(full + 8 * stage, 1);
+        init(empty + 8 * stage, readers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Multiplies stage after stage as it is filled. A stage is given back, by the thread that `releases`, once the next step's product is queued.
+template <int STAGES, class Multiply>
+__device__ __forceinline__ void over_steps(unsigned full, unsigned empty, int steps, bool releases, const Multiply& multiply) {
+    int stage = 0, parity = 0, before = 0;
+    for (int step = 0; step < steps; ++step) {
+        wait(full + 8 * stage, parity);
+        multiply(step, stage);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wait_products<1>();
+        if (step > 0 && releases) arrive(empty + 8 * before);
+        before = stage;
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+    wait_products<0>();
+}
+
 // Eight neighbours of a row as they were summed, to their values.
 template <typename Kind>
 __device__ __forceinline__ void rescale(float (&v)[8], const Output& out, int row, int feature) {
