@@ -148,9 +148,9 @@ impl Conflict {
     pub(crate) fn refusal(&self, combination: &Combination) -> Option<Error> {
         let has_all = self.with.iter().all(|term| term.found(combination).is_some());
         let (key, got) = self.feature.found(combination).filter(|_| has_all)?;
-        let ways: Vec<_> =
-            [self.feature.otherwise()].into_iter().chain(self.with.iter().map(|term| term.way_out())).collect();
-        Some(Error::invalid_value(&key, got, format!("{}: {}", ways.join(", or "), self.why)))
+        let remedies: Vec<_> =
+            [self.feature.otherwise()].into_iter().chain(self.with.iter().map(|term| term.remedy())).collect();
+        Some(Error::invalid_value(&key, got, format!("{}: {}", remedies.join(", or "), self.why)))
     }
 }
 
@@ -180,7 +180,7 @@ impl Term {
 
     /// The values that the key may have instead.
     fn otherwise(&self) -> String {
-        let Self::Setting(key, values) = *self else { return self.way_out() };
+        let Self::Setting(key, values) = *self else { return self.remedy() };
         match values {
             KeyValues::Is(words) => match other_words(key, words) {
                 others if !others.is_empty() => others.join(" or "),
@@ -195,7 +195,7 @@ impl Term {
     }
 
     /// A change by which a run does not have this part.
-    fn way_out(&self) -> String {
+    fn remedy(&self) -> String {
         match *self {
             Self::Circumstance(one) => one.words()[1].to_owned(),
             Self::Setting(key, KeyValues::Given) => format!("{key} left out"),

@@ -108,12 +108,12 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("carried_kv" is "keep") ("strict" is "true") => "a completion's bits would depend on when its keys and values were computed";
         ("rollout_quantization" is "fp8") ("strict" is "true") => "in FP8 the order in which a product adds up changes with the number of rows";
         ("mamba_ssm_cache_dtype" is "bfloat16") ("strict" is "true") => "states are rounded after each step, so that a completion's bits would depend on how it is cut into steps";
-        ("mixed_precision" not "none") ("quantization" is "nf4") => "the weights are rounded already";
+        ("mixed_precision" not "none") ("quantization" not "none") => "the weights are rounded already";
     }
     Unserved {
         ("strict" is "true") ("pipeline_parallel_size" above 1.0) => "the parts of a batch that stages compute change with it";
         ("pipeline_parallel_size" above 1.0) ("mode" is "colocated") ("zero.stage" at_most 2.0) => "where every rank holds all weights, replicas of an engine generate more than stages of one";
-        ("pipeline_parallel_size" above 1.0) ("quantization" is "nf4") => "every rank holds its blocks whole";
+        ("pipeline_parallel_size" above 1.0) ("quantization" not "none") => "every rank holds its blocks whole";
         ("pipeline_parallel_size" above 1.0) ("agent" given) => "an agent's requests come when it sends them";
         ("pipeline_parallel_size" above 1.0) ("device" is "cuda") (Experts) => "such a model runs in stages on CPUs alone so far; on GPUs tensor_parallel_size divides it";
         ("pipeline_parallel_size" above 1.0) ("device" is "cuda") (DeltaNets) => "such a model runs in stages on CPUs alone so far; on GPUs tensor_parallel_size divides it";
@@ -124,7 +124,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("save_on_each_node" is "true") ("mode" is "split") (SeveralNodes) => "nodes with engines alone have no state to save";
         ("tools" given) ("agent" given) => "an agent plays whole episodes in the place of tools";
         ("environment_factory" given) ("agent" given) => "an agent plays whole episodes in the place of tools";
-        ("rollout_quantization" is "fp8") ("quantization" is "nf4") => "the base is dequantised one block after the other";
+        ("rollout_quantization" not "none") ("quantization" not "none") => "the base is dequantised one block after the other";
         ("rollout_quantization" is "fp8") (Experts) => "experts are not multiplied in FP8 yet";
         ("rollout_quantization" is "fp8") (DeltaNets) => "gated delta nets are not multiplied in FP8 yet";
         ("rollout_quantization" is "fp8") ("device" is "cuda") ("dtype" is "float32") => "on a GPU FP8 is rounded from bfloat16";
