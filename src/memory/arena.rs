@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 use super::cpu::CpuRange;
 use super::cuda::CudaRange;
 use super::ledger::{Ledger, MemoryKind};
+use super::range::AddressRange;
 use crate::error::{Error, Result};
 
 /// An address range of one class of memory (KV cache, optimizer state, ..). Views made by [`Arena::tensor`] have the
@@ -17,24 +18,6 @@ pub struct Arena {
     range: Box<dyn AddressRange>,
     mapped_bytes: usize,
     kept_error: Option<Error>,
-}
-
-/// A backend of an arena: reserved addresses, and physical memory behind the first bytes of them.
-pub(super) trait AddressRange: std::fmt::Debug + Send {
-    fn as_ptr(&self) -> *mut u8;
-    /// A multiple of [`AddressRange::page_bytes`].
-    fn reserved_bytes(&self) -> usize;
-    /// Smallest unit of mapping.
-    fn page_bytes(&self) -> usize;
-    /// Puts zeroed memory behind `[from, to)`, both multiples of the page; all of it or none.
-    fn map(&mut self, from: usize, to: usize) -> Result<()>;
-    /// Gives the memory behind `[0, to)` back; a later access faults.
-    fn unmap(&mut self, to: usize) -> Result<()>;
-    /// Gives back what it can of the memory behind `[from, to)`, of which no work is under way; returns where the rest ends,
-    /// also where giving back failed.
-    fn shrink(&mut self, from: usize, to: usize) -> (usize, Result<()>);
-    /// Bytes of physical memory behind the range now.
-    fn resident_bytes(&self) -> Result<usize>;
 }
 
 impl Arena {

@@ -5,9 +5,9 @@
 use std::io;
 use std::path::Path;
 
-use super::arena::AddressRange;
 use super::host::available_host_bytes;
 use super::ledger::{Ledger, MemoryKind};
+use super::range::AddressRange;
 use crate::error::{Error, Result};
 
 /// Reserved host addresses between two guard pages, which keep the kernel from merging the range with its neighbours.

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::arena::AddressRange;
 use super::chunks::{CHUNK_BYTES, Chunk, ChunkPool, device_memory};
 use super::ledger::{Ledger, MemoryKind};
+use super::range::AddressRange;
 use crate::cuda::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 use crate::torch;

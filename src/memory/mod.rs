@@ -16,6 +16,7 @@ mod ledger;
 mod numa;
 mod paced;
 mod pages;
+mod range;
 
 pub use arena::Arena;
 pub use chunks::{free_bytes, release_idle, settle};

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use super::arena::AddressRange;
 use super::cpu::CpuRange;
 use super::host::available_host_bytes;
 use super::ledger::{Ledger, MemoryKind};
 use super::numa;
+use super::range::AddressRange;
 use crate::cuda::{Context, OUT_OF_MEMORY, Stream, check};
 use crate::error::{Error, Result};
 
