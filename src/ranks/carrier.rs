@@ -12,15 +12,6 @@ use super::shm::{Member, ShmGroup};
 use super::single::SingleRank;
 use crate::error::Result;
 
-/// The backend that carries tensors between ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backend {
-    /// Shared memory, for CPU tensors; between hosts TCP.
-    Shm,
-    /// NCCL, one GPU a rank.
-    Nccl,
-}
-
 /// The backend that carries tensors to other ranks.
 #[derive(Debug)]
 pub(super) enum Carrier {

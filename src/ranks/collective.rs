@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Device, Kind, Tensor};
 
+use super::control::RankGroup;
 use crate::cuda::PeerMemory;
 use crate::error::{Error, Result};
 use crate::torch;
@@ -35,12 +36,20 @@ pub enum ReduceOp {
 /// [`Error::CollectiveTimeout`](crate::Error::CollectiveTimeout) if peers do not arrive, and
 /// [`Error::PeerFailed`](crate::Error::PeerFailed) as soon as any rank of the world has posted a failure.
 pub trait Collective: Send + Sync + Debug {
+    /// The ranks of the group.
+    fn members(&self) -> &RankGroup;
     /// The group's name, for messages.
-    fn name(&self) -> &str;
+    fn name(&self) -> &str {
+        &self.members().name
+    }
     /// This rank within the group.
-    fn rank(&self) -> usize;
+    fn rank(&self) -> usize {
+        self.members().rank
+    }
     /// World ranks of the group, in group order.
-    fn ranks(&self) -> &[usize];
+    fn ranks(&self) -> &[usize] {
+        &self.members().ranks
+    }
     /// Where the tensors must live.
     fn device(&self) -> Device;
     /// Number of ranks in the group.

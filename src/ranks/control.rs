@@ -50,8 +50,8 @@ pub(super) trait ControlPlane: Send + Sync + Debug {
 
 /// Some ranks of the world, as one of them sees them.
 #[derive(Debug)]
-pub(super) struct RankGroup {
-    /// For messages.
+pub struct RankGroup {
+    /// The group's name, for messages.
     pub name: String,
     /// World ranks, in group order.
     pub ranks: Vec<usize>,

@@ -8,11 +8,8 @@ use super::control::RankGroup;
 use super::host_group::HostGroup;
 use super::shm::PARTITIONS;
 use super::single::SingleRank;
-use super::world::World;
+use super::world::{FIRST_DIVISION, World};
 use crate::error::{Error, Result};
-
-/// The divisions before it are those of the whole world.
-pub(super) const FIRST_DIVISION: usize = 2;
 
 impl World {
     /// The group of `ranks` that this rank belongs to. Collective over the world: every rank calls it with the same name and

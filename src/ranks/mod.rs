@@ -13,6 +13,7 @@ mod lane;
 mod mesh;
 mod nccl;
 mod nodes;
+mod options;
 mod peers;
 mod rendezvous;
 mod scope;
@@ -22,7 +23,6 @@ mod single;
 pub(crate) mod testing;
 mod world;
 
-pub use carrier::Backend;
 pub use collective::{
     Collective, ReduceOp, all_gather_bytes, all_gather_f64, all_gather_json, all_reduce_f64, any_rank, first_text,
 };
@@ -32,9 +32,10 @@ pub use lane::{Lane, Work};
 pub use mesh::Mesh;
 pub use nccl::NCCL_SETTINGS;
 pub use nodes::{NCCL_INTERFACE_VARIABLE, nccl_interface, require_token};
+pub use options::{Backend, WorldOptions};
 pub use rendezvous::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, SharedSegment};
 pub use single::SingleRank;
-pub use world::{World, WorldOptions};
+pub use world::World;
 
 use std::ops::Range;
 

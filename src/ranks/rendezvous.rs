@@ -13,8 +13,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use super::env::WorkerEnv;
+use super::options::WorldOptions;
 use super::shm::{Member, Segment};
-use super::world::WorldOptions;
 use crate::error::{Error, Result};
 use crate::phase::{self, awake_now};
 use crate::process::detach;

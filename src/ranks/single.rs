@@ -1,22 +1,24 @@
 //! The group of one rank: every operation is a copy or nothing.
 
+use std::sync::Arc;
+
 use tch::{Device, Tensor};
 
 use super::collective::{Collective, ReduceOp};
+use super::control::RankGroup;
 use crate::error::{Error, Result};
 
 /// A group with this rank alone, for library use, tests and dimensions of size 1.
 #[derive(Debug, Clone)]
 pub struct SingleRank {
-    name: String,
-    ranks: [usize; 1],
+    group: Arc<RankGroup>,
     device: Device,
 }
 
 impl SingleRank {
     /// A group called `name` with world rank `rank` alone, for tensors on `device`.
     pub fn new(name: &str, rank: usize, device: Device) -> Self {
-        Self { name: name.to_owned(), ranks: [rank], device }
+        Self { group: RankGroup::new(0, name, &[rank], rank), device }
     }
 }
 
@@ -27,16 +29,8 @@ impl Default for SingleRank {
 }
 
 impl Collective for SingleRank {
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn rank(&self) -> usize {
-        0
-    }
-
-    fn ranks(&self) -> &[usize] {
-        &self.ranks
+    fn members(&self) -> &RankGroup {
+        &self.group
     }
 
     fn device(&self) -> Device {

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use tch::Device;
 
-use super::carrier::{Backend, Carrier};
+use super::carrier::Carrier;
 use super::collective::Collective;
 use super::control::{Alone, ControlPlane, RankGroup};
-use super::division::FIRST_DIVISION;
 use super::env::WorkerEnv;
 use super::lane::Lane;
 use super::nccl::{self, NcclGroups};
 use super::nodes;
+use super::options::{Backend, WorldOptions};
 use super::rendezvous;
 use super::shm::ShmControl;
 use super::single::SingleRank;
@@ -23,33 +23,8 @@ use crate::error::{Error, Result};
 
 /// The world's division for tensors of all ranks; that for host data is 0, those of [`World::subgroup`] follow.
 pub(super) const TENSORS: usize = 1;
-
-/// How to join a world.
-#[derive(Debug, Clone, PartialEq)]
-pub struct WorldOptions {
-    /// Longest wait for peers, at rendezvous and in every collective.
-    pub timeout: Duration,
-    /// The backend that carries tensors.
-    pub backend: Backend,
-    /// Shared memory per rank and group, in bytes; larger tensors pass through in pieces of half of it.
-    pub slot_bytes: usize,
-    /// Longest silence of another node before it counts as gone.
-    pub node_timeout: Duration,
-    /// Keys with values that all nodes must have alike.
-    pub compared: Vec<(String, String)>,
-}
-
-impl Default for WorldOptions {
-    fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(600),
-            backend: Backend::Shm,
-            slot_bytes: 1 << 20,
-            node_timeout: Duration::from_secs(30),
-            compared: Vec::new(),
-        }
-    }
-}
+/// The divisions before it are those of the whole world.
+pub(super) const FIRST_DIVISION: usize = 2;
 
 /// All ranks of a run, seen from one of them.
 #[derive(Debug)]

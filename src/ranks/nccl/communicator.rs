@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, c_char};
 use std::mem::offset_of;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::nccl::sys;
 
@@ -92,6 +93,11 @@ fn non_blocking() -> sys::ncclConfig_t {
         numRmaCtx: UNDEFINED,
         maxP2pPeers: UNDEFINED,
     }
+}
+
+/// Locks what a panicking thread may have held.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -8,8 +8,7 @@ use std::time::Duration;
 use cudarc::nccl::sys;
 use tch::{Device, Kind, Tensor};
 
-use super::communicator::{Communicator, ID_BYTES, describe};
-use super::lock;
+use super::communicator::{Communicator, ID_BYTES, describe, lock};
 use crate::cuda::PeerMemory;
 use crate::error::{Error, Result};
 use crate::phase;
@@ -137,16 +136,8 @@ impl NcclGroup {
 // SAFETY, for every block below: `checks` made sure that the tensors span the bytes named on this device; NCCL reads and
 // writes them in stream order, and libtorch frees memory in the same stream's order.
 impl Collective for NcclGroup {
-    fn name(&self) -> &str {
-        &self.group.name
-    }
-
-    fn rank(&self) -> usize {
-        self.group.rank
-    }
-
-    fn ranks(&self) -> &[usize] {
-        &self.group.ranks
+    fn members(&self) -> &RankGroup {
+        &self.group
     }
 
     fn device(&self) -> Device {

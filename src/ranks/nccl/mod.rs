@@ -10,12 +10,13 @@ mod communicator;
 mod group;
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tch::Device;
 
+use self::communicator::lock;
 use self::group::NcclGroup;
 use super::WorkerEnv;
 use super::collective::Collective;
@@ -137,10 +138,6 @@ fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
         // Without a thread it is aborted here: a closure that cannot be run is dropped.
         let _ = detach(std::thread::Builder::new().name("nccl-abort".to_owned()), move || drop(communicator));
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

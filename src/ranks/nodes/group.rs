@@ -187,16 +187,8 @@ fn pieces(len: usize, piece: i64) -> impl Iterator<Item = (i64, i64)> {
 }
 
 impl Collective for NodesGroup {
-    fn name(&self) -> &str {
-        &self.group.name
-    }
-
-    fn rank(&self) -> usize {
-        self.group.rank
-    }
-
-    fn ranks(&self) -> &[usize] {
-        &self.group.ranks
+    fn members(&self) -> &RankGroup {
+        &self.group
     }
 
     fn device(&self) -> Device {

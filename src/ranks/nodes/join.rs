@@ -16,9 +16,9 @@ use crate::error::{Error, Result};
 use crate::phase;
 use crate::ranks::control::{ControlPlane, Deadline, RankGroup, Stopped};
 use crate::ranks::env::WorkerEnv;
+use crate::ranks::options::WorldOptions;
 use crate::ranks::rendezvous::{self, INHERITED, SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, SegmentAddress};
 use crate::ranks::shm::{Member, Segment};
-use crate::ranks::world::WorldOptions;
 
 /// Meets all ranks of `env`'s world, which are on several nodes.
 ///

@@ -109,16 +109,8 @@ unsafe fn copy(source: *const u8, target: *mut u8, len: usize) {
 // block and `parts` chunks within a half; halves are read and written under the protocol above. Tensors may alias one
 // another where the trait allows it, so everything goes through raw pointers and overlapping copies.
 impl Collective for ShmGroup {
-    fn name(&self) -> &str {
-        &self.group.name
-    }
-
-    fn rank(&self) -> usize {
-        self.group.rank
-    }
-
-    fn ranks(&self) -> &[usize] {
-        &self.group.ranks
+    fn members(&self) -> &RankGroup {
+        &self.group
     }
 
     fn device(&self) -> Device {
