@@ -3,7 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::pack::{Sequence, prompt_groups};
+use super::pack::prompt_groups;
+use super::sequence::Sequence;
 use crate::model::ModelSpec;
 
 /// Attention's products reach about half of the rate of the others.

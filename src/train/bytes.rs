@@ -7,9 +7,9 @@ use tch::Kind;
 
 use super::flow::bucket_bytes;
 use super::gradients::GradientKinds;
+use super::gradients::GradientOptions;
 use super::optim::Optim;
 use super::orthogonal::orthogonal_bytes;
-use super::policy::GradientOptions;
 use super::state_layout::StateLayout;
 use crate::config::{Config, Quantization, RouterReplay};
 use crate::cuda::residual_kind;

@@ -1,7 +1,7 @@
 //! A generation batch's sequences on every rank, and the experts that a sampler recorded on the ranks that train on them. Tokens and
 //! log-probabilities are some bytes a token; a model's experts are hundreds, and go nowhere but where they are needed.
 
-use super::pack::Sequence;
+use super::sequence::Sequence;
 use crate::error::{Error, Result};
 use crate::ranks::{Collective, all_gather_bytes};
 use crate::torch;
@@ -107,7 +107,7 @@ impl ExpertSources {
 }
 
 impl ExpertSource {
-    /// What a rank has of one of its sequences; its place is not known yet.
+    /// A rank's part of one of its sequences, whose place is not known yet.
     fn of(RoutedExperts { per_token, experts }: &RoutedExperts) -> Self {
         let all_bits = experts.iter().fold(0, |bits, expert| bits | expert);
         let width = if all_bits > u16::from(u8::MAX) { 2 } else { 1 };

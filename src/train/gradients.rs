@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow};
+use crate::config::Dtype;
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind};
 use crate::model::{ParamName, ParamTable, Unit, UnitLayout};
@@ -23,6 +24,31 @@ pub(crate) struct GradientKinds {
     pub accumulated: Kind,
     /// The type that ranks send one another.
     pub reduced: Kind,
+}
+
+/// Kinds that gradients pass through; `None` is the accumulation kind of the weights'.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct GradientOptions {
+    /// The type of the sums over micro-batches (`zero.grad_accum_dtype`).
+    pub accumulated: Option<Kind>,
+    /// The type that ranks send one another (`zero.reduce_dtype`).
+    pub reduced: Option<Kind>,
+}
+
+impl GradientOptions {
+    /// By the configuration's words.
+    pub fn new(accumulated: Dtype, reduced: Dtype) -> Self {
+        let kind = |dtype| match dtype {
+            Dtype::Auto => None,
+            Dtype::Float32 => Some(Kind::Float),
+            Dtype::Bfloat16 => Some(Kind::BFloat16),
+        };
+        Self { accumulated: kind(accumulated), reduced: kind(reduced) }
+    }
+
+    pub(super) fn kinds(self, wide: Kind) -> GradientKinds {
+        GradientKinds { accumulated: self.accumulated.unwrap_or(wide), reduced: self.reduced.unwrap_or(wide) }
+    }
 }
 
 /// Memory that a backward of a unit adds its gradients to.

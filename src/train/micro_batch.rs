@@ -7,7 +7,7 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use super::activations::MicroBatchShape;
-use super::pack::{Sequence, TeacherTop};
+use super::sequence::{Sequence, TeacherTop};
 use crate::error::Result;
 use crate::model::ModelSpec;
 use crate::ops::attention::{Bounds, SharedBounds};

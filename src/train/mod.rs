@@ -4,11 +4,11 @@
 //! |---|---|
 //! | `gather` | sequences of all ranks, and their experts where they are trained on |
 //! | `balance` | sequences to ranks by cost |
-//! | `pack`, `micro_batch` | sequences into micro-batches, prompts shared |
+//! | `sequence`, `pack`, `micro_batch` | sequences, and how they become micro-batches, prompts shared |
 //! | `policy` | the trained model: scores, gradients, the step |
 //! | `load` | how one is made: of all weights, or of adapters and a frozen base |
 //! | `reference` | a frozen model that only scores |
-//! | `network` | the loops over blocks, forward and backward |
+//! | `network`, `upcoming` | the loops over blocks, forward and backward; the units that they read next |
 //! | `adapters` | the trained weights of a frozen network |
 //! | `sharding` | which part of every unit a rank keeps, owns and steps |
 //! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
@@ -51,25 +51,29 @@ mod reference;
 mod residence;
 mod routes;
 mod schedule;
+mod sequence;
 mod sharding;
 mod state;
 mod state_layout;
+mod upcoming;
 mod weights;
 
 pub use activations::{ActivationBytes, MicroBatchShape, WORKSPACE_BYTES};
 pub use balance::balanced_share;
 pub use bytes::{TrainBytes, TrainedModel, reference_bytes};
 pub use gather::{ExpertSources, gather_sequences};
+pub use gradients::GradientOptions;
 pub use load::{AdapterOptions, PolicyStart};
 pub use micro_batch::MicroBatch;
 pub use moments::{Moment, UpdateCourse, fullest_of_reference};
 pub use network::{NetworkOptions, Scores, TokenGradients};
 pub use optim::{MuonOptions, Optim};
 pub use optimizer::AdamOptions;
-pub use pack::{PackOptions, Sequence, TeacherTop, pack, pad_to_agreed_count};
-pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
+pub use pack::{PackOptions, pack, pad_to_agreed_count};
+pub use policy::{Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
 pub use residence::{OptimizerHome, Transitions};
 pub use schedule::{Schedule, learning_rate};
+pub use sequence::{Sequence, TeacherTop};
 pub use state::{ParamShard, ParamState, StateRange};
 pub use state_layout::{StateForm, StatePart};

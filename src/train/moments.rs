@@ -10,8 +10,8 @@ use tch::Kind;
 
 use super::activations::{ActivationBytes, MicroBatchShape};
 use super::bytes::TrainedModel;
-use super::network::{head_units, upcoming};
-use super::policy::GradientOptions;
+use super::gradients::GradientOptions;
+use super::upcoming::{head_units, upcoming};
 use crate::config::{GradientCheckpointing, Quantization};
 use crate::model::{Format, ParamTable, Unit};
 

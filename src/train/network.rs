@@ -9,6 +9,7 @@ use super::adapters::{AdapterUse, Adapters};
 use super::gradients::{Gradients, UnitSum};
 use super::micro_batch::MicroBatch;
 use super::routes::PassRoutes;
+use super::upcoming::upcoming;
 use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
@@ -354,23 +355,6 @@ impl Network {
     fn spec(&self) -> &ModelSpec {
         &self.weights.table().spec
     }
-}
-
-/// The units that are gathered while a pass uses `unit`: those that it needs next.
-pub(super) fn upcoming(spec: &ModelSpec, unit: Unit, is_backward: bool) -> Vec<Unit> {
-    match (unit, is_backward) {
-        (Unit::Embedding, false) => vec![Unit::Block(0)],
-        (Unit::Block(layer), false) if layer + 1 < spec.num_layers() => vec![Unit::Block(layer + 1)],
-        (Unit::Block(_), false) => head_units(spec),
-        (Unit::Head, true) => spec.num_layers().checked_sub(1).map(Unit::Block).into_iter().collect(),
-        (Unit::Block(layer), true) => layer.checked_sub(1).map(Unit::Block).into_iter().collect(),
-        (Unit::Head, false) | (Unit::Embedding, true) => Vec::new(),
-    }
-}
-
-/// The units that the head's logits need.
-pub(super) fn head_units(spec: &ModelSpec) -> Vec<Unit> {
-    if spec.tie_word_embeddings { vec![Unit::Embedding, Unit::Head] } else { vec![Unit::Head] }
 }
 
 /// The parts of a micro-batch that all blocks and the head need, forward and backward.

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::adapters::AdapterUse;
 use super::bytes::TrainedModel;
-use super::gradients::{GradientKinds, Gradients};
+use super::gradients::{GradientOptions, Gradients};
 use super::micro_batch::MicroBatch;
 use super::moments::UpdateCourse;
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
@@ -15,7 +15,7 @@ use super::optim::Optim;
 use super::optimizer::{AdamOptions, Optimizer};
 use super::residence::{OptimizerHome, Transitions};
 use super::sharding::Sharding;
-use crate::config::{Dtype, GradientCheckpointing, Quantization};
+use crate::config::{GradientCheckpointing, Quantization};
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, StoredBlock, Unit, UnitLayout};
 use crate::ranks::Mesh;
@@ -36,31 +36,6 @@ pub struct PolicyOptions {
     pub adam: AdamOptions,
     /// How gradients are added up.
     pub gradients: GradientOptions,
-}
-
-/// Kinds that gradients pass through; `None` is the accumulation kind of the weights'.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct GradientOptions {
-    /// The type of the sums over micro-batches (`zero.grad_accum_dtype`).
-    pub accumulated: Option<Kind>,
-    /// The type that ranks send one another (`zero.reduce_dtype`).
-    pub reduced: Option<Kind>,
-}
-
-impl GradientOptions {
-    /// By the configuration's words.
-    pub fn new(accumulated: Dtype, reduced: Dtype) -> Self {
-        let kind = |dtype| match dtype {
-            Dtype::Auto => None,
-            Dtype::Float32 => Some(Kind::Float),
-            Dtype::Bfloat16 => Some(Kind::BFloat16),
-        };
-        Self { accumulated: kind(accumulated), reduced: kind(reduced) }
-    }
-
-    pub(super) fn kinds(self, wide: Kind) -> GradientKinds {
-        GradientKinds { accumulated: self.accumulated.unwrap_or(wide), reduced: self.reduced.unwrap_or(wide) }
-    }
 }
 
 /// Results of an optimizer step.
