@@ -1,4 +1,4 @@
-//! What layers with one property share, made once for each distinct value of it: tables by the rotation, layouts by the window.
+//! Values that layers with one property share, made once for each distinct property: tables by the rotation, layouts by the window.
 
 use tch::{Device, Kind, Tensor};
 

@@ -1,4 +1,4 @@
-//! What an update's token losses are divided by.
+//! Denominators of an update's token losses.
 
 use crate::config::LossType;
 use crate::grpo::Denominators;

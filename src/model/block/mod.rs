@@ -131,12 +131,12 @@ pub struct BlockContext<'a> {
     pub tp: Option<&'a dyn Collective>,
     /// Who sees which experts tokens go to, and what the loss makes of it.
     pub routes: Option<&'a dyn Routes>,
-    /// Of the block at hand.
+    /// Factor of what a sublayer of the block at hand adds to the residual stream.
     residual_scale: f64,
 }
 
 impl<'a> BlockContext<'a> {
-    /// Of whole blocks, or with `tp` of their slices.
+    /// Makes the context of whole blocks, or with `tp` of their slices.
     pub fn new(
         spec: &'a ModelSpec,
         ropes: &'a ByRope<RopeRows>,

@@ -7,7 +7,7 @@ use crate::cuda::{OpCost, timed};
 use crate::error::{Error, Result};
 use crate::model::distinct::ByWindow;
 use crate::model::spec::ModelSpec;
-use crate::ops::attention::{Bounds, PackedLayout, packed_forward};
+use crate::ops::attention::{Attended, Bounds, PackedLayout, packed_forward};
 use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
 
 /// How tokens of a sequence see one another: packed sequences in training, paged keys, values and states in generation.
@@ -81,7 +81,7 @@ impl SequenceMixer for PackedMixer {
         [q, k, v]: [&Tensor; 3],
     ) -> Result<(Tensor, Option<Tensor>)> {
         let run = || packed_forward(q, k, v, self.layouts.of(attention.window), attention.scale);
-        let (o, lse) = timed("attention", OpCost::default, run)?;
+        let Attended { o, lse } = timed("attention", OpCost::default, run)?;
         Ok((o, Some(lse)))
     }
 

@@ -18,7 +18,7 @@ use crate::torch::accumulation_kind;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SharedExpertSpec(pub DenseSpec);
 
-/// What a shared expert made of gate and up, and the sigmoid of its gate, in the accumulation kind.
+/// Gate and up of a shared expert, and the sigmoid of its gate, in the accumulation kind.
 #[derive(Debug)]
 pub(super) struct SharedRows {
     gate_up: GateUp, // [T, F]

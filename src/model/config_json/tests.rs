@@ -407,7 +407,7 @@ fn a_shared_expert_is_read_or_refused_by_name() {
     assert!(error.contains("experts of intermediate size 16, a shared expert of intermediate size 22)"), "{error}");
 }
 
-/// As transformers' `SmolLM3Config`: layers without rope in a list or at an interval, which have the window where no list of types says so.
+/// Follows transformers' `SmolLM3Config`: layers without rope in a list or at an interval, which have the window where no list of types says so.
 #[test]
 fn layers_of_smollm3_turn_or_not_as_in_transformers() {
     let shape = |spec: &ModelSpec| -> Vec<(bool, Option<usize>)> {
@@ -450,7 +450,7 @@ fn windows_may_differ_by_layer() {
     assert_eq!(load(&first.to_config_json()).unwrap(), first);
 }
 
-/// As transformers' `GraniteConfig`: a factor that is absent is 1, that of scores, too.
+/// Follows transformers' `GraniteConfig`: a factor that is absent is 1, that of scores, too.
 #[test]
 fn factors_of_granite_are_read_as_in_transformers() {
     let mut config = ModelSpec::preset("granite3.1-8b").unwrap().with_num_layers(2).to_config_json();

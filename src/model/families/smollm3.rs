@@ -17,7 +17,7 @@ pub(super) const TRAITS: Traits = Traits {
     ..llama::TRAITS
 };
 
-/// Of every layer 1 if it turns, else 0.
+/// For every layer 1 if it turns, else 0.
 const KEY: &str = "no_rope_layers";
 /// Where there is no list, every so many-th layer turns nothing.
 const INTERVAL: &str = "no_rope_layer_interval";

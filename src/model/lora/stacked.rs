@@ -1,6 +1,6 @@
 //! Adapters of several names beside one base. Every row of a batch uses one of them, or none.
 //!
-//! Their A are stacked and their B lie side by side, so that one pair of products serves the whole batch: low = x A^T has the inner
+//! A of all adapters are stacked and B lie side by side, so that one pair of products serves the whole batch: low = x A^T has the inner
 //! products of all adapters, those that are not of the row's own adapter are set to zero, and low B^T is added.
 
 use tch::Tensor;

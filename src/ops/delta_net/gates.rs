@@ -1,4 +1,4 @@
-//! What stands around the rule, of every head by itself: lengths of queries and keys, decay and write strength, and the gated norm.
+//! The operations around the rule, of every head by itself: lengths of queries and keys, decay and write strength, and the gated norm.
 //! All in the accumulation kind.
 //!
 //! T tokens, H value heads, d the width of a head.

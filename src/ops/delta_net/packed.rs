@@ -31,12 +31,12 @@ struct SharedSequences {
     prompt_of: Tensor, // [N] int64
 }
 
-/// What a forward of [`PackedSequences`] keeps for its backward.
+/// Chunks that a forward of [`PackedSequences`] keeps for its backward.
 #[derive(Debug)]
 pub struct PackedChunks {
-    /// Of shared prompts.
+    /// Chunks of shared prompts.
     prompts: Option<DeltaChunks>,
-    /// Of completions, or of whole sequences.
+    /// Chunks of completions, or of whole sequences.
     rest: DeltaChunks,
 }
 

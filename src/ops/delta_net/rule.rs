@@ -21,7 +21,7 @@ use tch::{Kind, Tensor};
 use super::sequences::{CHUNK, Chunks};
 use crate::error::{Error, Result};
 
-/// What tokens bring to the rule. Queries are scaled, queries and keys normalised by the caller.
+/// Inputs of the rule by token. Queries are scaled, queries and keys normalised by the caller.
 #[derive(Debug)]
 pub(super) struct DeltaTokens {
     pub q: Tensor,    // [T, Hk, dk]
@@ -214,7 +214,7 @@ struct Scan {
     written: Option<Written>,
 }
 
-/// What a walk over the chunks of sequences leaves for a backward.
+/// Results of a walk over the chunks of sequences that a backward reads.
 #[derive(Debug)]
 struct Written {
     /// States before chunks.
