@@ -24,7 +24,8 @@ pub mod config {
 }
 pub mod cuda {
     pub use crate::cuda::{
-        Context, CudaEvent, CurrentStream, Graph, PeerMemory, Products, TorchStream, Tuning, kernels, profile,
+        Capability, Context, CudaEvent, CurrentStream, Graph, PeerMemory, Products, TorchStream, Tuning, kernels,
+        profile,
     };
 }
 pub mod data {

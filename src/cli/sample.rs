@@ -19,7 +19,7 @@ use crate::metrics::{StepMetrics, gather_completions, problems_progress, rows_pr
 use crate::model::ModelSource;
 use crate::phase::{self, Fault, Phase};
 use crate::ranks::{World, all_gather_json, first_text};
-use crate::rollout::SampledGroup;
+use crate::rollout::SampledGroups;
 use crate::serve::{ModelService, NamedAdapter, SamplingDefaults, ServeOptions};
 use crate::tools::ToolProcess;
 use crate::trainer::{self, RunTurns};
@@ -127,7 +127,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let sampled = served.with_engine(|rollout| {
         phase::scope(Phase::Generate, || trainer::generate(turns.as_mut(), rollout, &prompts, &params, submit))
     })?;
-    let (mut groups, tickets) = SampledGroup::complete(sampled);
+    let SampledGroups { complete: mut groups, done: tickets, open: _ } = sampled; // none is: all prompts were awaited
     phase::scope(Phase::Reward, || rewards.wait(&mut groups, &tickets))?;
     if let Some(path) = &args.output {
         let rows =

@@ -4,30 +4,27 @@ use std::sync::OnceLock;
 
 use tch::Device;
 
-use super::devices::capabilities;
+use super::capability::Capability;
+use super::devices::{NamedGpu, capabilities};
 use super::library::environment;
 use crate::error::Result;
 
 /// Products in bfloat16 on tensor cores, and copies to shared memory in the background, begin here.
-const LEAST: (i32, i32) = (8, 0);
-/// Clusters of blocks, and launches that overlap with the work before them, begin here.
-const CLUSTERS: (i32, i32) = (9, 0);
-/// The only chips with the instructions that `product.cu`, `gate_up.cu` and others are written with.
-const HOPPER: (i32, i32) = (9, 0);
+const LEAST: Capability = Capability::new(8, 0);
 
 /// Whether chips of this capability have clusters, and launches that overlap.
-pub(super) fn has_clusters(capability: (i32, i32)) -> bool {
-    capability >= CLUSTERS
+pub(super) fn has_clusters(capability: Capability) -> bool {
+    capability >= Capability::HOPPER
 }
 
 /// Whether the program multiplies in FP8 on chips of this capability: cuBLASLt takes a scale for each row and column on Hopper alone.
-pub(super) fn has_fp8_products(capability: (i32, i32)) -> bool {
-    capability == HOPPER
+pub(super) fn has_fp8_products(capability: Capability) -> bool {
+    capability == Capability::HOPPER
 }
 
 /// Whether blocks have 227 KiB of shared memory: Hopper's and the data centre's Blackwell have, others 163 or 99.
-fn has_wide_shared_memory(capability: (i32, i32)) -> bool {
-    matches!(capability.0, 9 | 10)
+fn has_wide_shared_memory(capability: Capability) -> bool {
+    matches!(capability.major, 9 | 10)
 }
 
 /// Whether a visible GPU has clusters; no where the driver does not tell.
@@ -43,14 +40,14 @@ pub(super) fn gpu_has_wide_shared_memory(ordinal: usize) -> bool {
 /// The widest head that cuDNN's attention serves on a device, forward and backward.
 pub fn cudnn_most_head_dim(device: Device) -> usize {
     match device {
-        Device::Cuda(ordinal) if gpu_capability(ordinal) == Some(HOPPER) => 256,
+        Device::Cuda(ordinal) if gpu_capability(ordinal) == Some(Capability::HOPPER) => 256,
         _ => 128,
     }
 }
 
-fn gpu_capability(ordinal: usize) -> Option<(i32, i32)> {
-    static KNOWN: OnceLock<Vec<(i32, i32)>> = OnceLock::new();
-    let of_gpus = || capabilities().unwrap_or_default().into_iter().map(|(_, capability)| capability).collect();
+fn gpu_capability(ordinal: usize) -> Option<Capability> {
+    static KNOWN: OnceLock<Vec<Capability>> = OnceLock::new();
+    let of_gpus = || capabilities().unwrap_or_default().into_iter().map(|gpu| gpu.capability).collect();
     KNOWN.get_or_init(of_gpus).get(ordinal).copied()
 }
 
@@ -61,24 +58,23 @@ fn gpu_capability(ordinal: usize) -> Option<(i32, i32)> {
 /// [`Error::Environment`](crate::Error::Environment) for a GPU that no kernel runs on.
 pub(super) fn shortfalls() -> Result<Vec<String>> {
     let mut lines = Vec::new();
-    for (name, capability) in capabilities()? {
+    for NamedGpu { name, capability } in capabilities()? {
         let line = shortfall(&name, capability)?;
         lines.extend(line.filter(|line| !lines.contains(line)));
     }
     Ok(lines)
 }
 
-fn shortfall(name: &str, capability: (i32, i32)) -> Result<Option<String>> {
-    let (major, minor) = capability;
+fn shortfall(name: &str, capability: Capability) -> Result<Option<String>> {
+    let Capability { major, minor } = capability;
     if capability < LEAST {
-        let (least_major, least_minor) = LEAST;
         return Err(environment(&format!(
-            "{name} has compute capability {major}.{minor}, expected at least {least_major}.{least_minor} (A100, RTX 30): \
+            "{name} has compute capability {capability}, expected at least {LEAST} (A100, RTX 30): \
              choose other GPUs with CUDA_VISIBLE_DEVICES, or set device = cpu"
         )));
     }
     let mut missing = Vec::new();
-    if capability != HOPPER {
+    if capability != Capability::HOPPER {
         missing.push("products of few rows and gate and up (sm_90 only)");
     }
     if !has_clusters(capability) {
@@ -97,14 +93,15 @@ mod tests {
 
     #[test]
     fn what_a_chip_cannot_do_is_told_and_what_is_too_old_refused() {
-        let told = |capability| shortfall("GPU", capability).unwrap();
-        assert_eq!(told((9, 0)), None);
-        let later = told((12, 0)).unwrap();
+        let told = |major, minor| shortfall("GPU", Capability::new(major, minor)).unwrap();
+        assert_eq!(told(9, 0), None);
+        let later = told(12, 0).unwrap();
         assert!(later.starts_with("GPU (sm_120): ") && later.contains("gate and up") && !later.contains("adapters"));
-        assert!([(8, 0), (8, 9)].iter().all(|capability| told(*capability).unwrap().contains("adapters")));
-        let refused = shortfall("Tesla V100", (7, 0)).unwrap_err().to_string();
+        assert!([0, 9].iter().all(|minor| told(8, *minor).unwrap().contains("adapters")));
+        let refused = shortfall("Tesla V100", Capability::new(7, 0)).unwrap_err().to_string();
         assert!(refused.contains("Tesla V100 has compute capability 7.0, expected at least 8.0"), "{refused}");
-        assert_eq!([(8, 9), (9, 0), (10, 0), (12, 0)].map(has_clusters), [false, true, true, true]);
-        assert_eq!([(8, 0), (9, 0), (10, 0), (12, 0)].map(has_wide_shared_memory), [false, true, true, false]);
+        let of = |[major, minor]: [i32; 2]| Capability::new(major, minor);
+        assert_eq!([[8, 9], [9, 0], [10, 0], [12, 0]].map(of).map(has_clusters), [false, true, true, true]);
+        assert_eq!([[8, 0], [9, 0], [10, 0], [12, 0]].map(of).map(has_wide_shared_memory), [false, true, true, false]);
     }
 }

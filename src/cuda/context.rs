@@ -7,6 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::{result, sys};
 
 use super::abilities::has_fp8_products;
+use super::capability::Capability;
 use super::library;
 use crate::error::{Error, Result};
 
@@ -92,16 +93,16 @@ impl Context {
         check("cuDeviceGetName", result::device::get_name(self.device))
     }
 
-    /// Compute capability, such as (9, 0) for Hopper.
+    /// Asks for the compute capability.
     ///
     /// # Errors
     /// [`Error::Cuda`].
-    pub fn compute_capability(&self) -> Result<(i32, i32)> {
+    pub fn compute_capability(&self) -> Result<Capability> {
         use sys::CUdevice_attribute::{
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
         };
-        Ok((self.attribute(MAJOR)?, self.attribute(MINOR)?))
+        Ok(Capability::new(self.attribute(MAJOR)?, self.attribute(MINOR)?))
     }
 
     /// Whether this program multiplies in FP8 on the GPU.
@@ -120,8 +121,8 @@ impl Context {
         if self.has_fp8_products()? {
             return Ok(None);
         }
-        let ((major, minor), name) = (self.compute_capability()?, self.name()?);
-        Ok(Some(format!("it needs a GPU of compute capability 9.0 (H100, H200), and {name} has {major}.{minor}")))
+        let (capability, name) = (self.compute_capability()?, self.name()?);
+        Ok(Some(format!("it needs a GPU of compute capability 9.0 (H100, H200), and {name} has {capability}")))
     }
 
     /// Multiprocessors of the GPU.

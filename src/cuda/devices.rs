@@ -3,6 +3,7 @@
 
 use cudarc::driver::{result, sys};
 
+use super::capability::Capability;
 use crate::error::{Error, Result};
 
 /// Memory that a context with cuBLAS and NCCL takes of a GPU, roughly.
@@ -34,12 +35,18 @@ pub fn devices() -> Result<Vec<String>> {
         .collect()
 }
 
-/// Name and compute capability, such as (9, 0), of every visible GPU, in the driver's order. Empty where there is no driver. Creates no
-/// context.
+/// A visible GPU.
+#[derive(Debug)]
+pub(super) struct NamedGpu {
+    pub name: String,
+    pub capability: Capability,
+}
+
+/// Every visible GPU, in the driver's order. Empty where there is no driver. Creates no context.
 ///
 /// # Errors
 /// [`Error::Environment`] if the driver is there but does not work.
-pub(super) fn capabilities() -> Result<Vec<(String, (i32, i32))>> {
+pub(super) fn capabilities() -> Result<Vec<NamedGpu>> {
     use sys::CUdevice_attribute::{
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
     };
@@ -49,7 +56,8 @@ pub(super) fn capabilities() -> Result<Vec<(String, (i32, i32))>> {
             let device = result::device::get(ordinal).map_err(failed)?;
             // SAFETY: the device came from the driver just now.
             let ask = |which| unsafe { result::device::get_attribute(device, which) }.map_err(failed);
-            Ok((result::device::get_name(device).map_err(failed)?, (ask(MAJOR)?, ask(MINOR)?)))
+            let name = result::device::get_name(device).map_err(failed)?;
+            Ok(NamedGpu { name, capability: Capability::new(ask(MAJOR)?, ask(MINOR)?) })
         })
         .collect()
 }

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
 //! | `nvml` | who holds memory of the visible GPUs |
-//! | `abilities`, `chips` | what GPUs can do: of what kernels ask for; by their data sheets |
+//! | `capability`, `abilities`, `chips` | what GPUs can do: by their number; of what kernels ask for; by their data sheets |
 //! | `placement` | where a run computes, and in what kind |
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
@@ -18,6 +18,7 @@
 
 mod abilities;
 mod cache;
+mod capability;
 mod chips;
 mod context;
 mod devices;
@@ -39,6 +40,7 @@ mod sustained;
 mod torch_stream;
 
 pub use abilities::cudnn_most_head_dim;
+pub use capability::Capability;
 pub use chips::{Chip, Rates, chip, chip_flop_per_s};
 pub use context::Context;
 pub(crate) use context::{OUT_OF_MEMORY, check};

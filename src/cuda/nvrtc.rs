@@ -10,6 +10,7 @@ use std::sync::{Once, OnceLock};
 use cudarc::nvrtc::{result, sys};
 
 use super::cache;
+use super::capability::Capability;
 use super::library::{self, FOLDER_VARIABLE, environment, mapped_files};
 use crate::error::{Error, Result};
 
@@ -103,11 +104,11 @@ pub(super) fn texts(source: &KernelSource) -> impl Iterator<Item = &'static str>
 /// Beside the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 
-/// Machine code of `source` for compute capability (major, minor), from the cache if it is there.
+/// Machine code of `source` for a compute capability, from the cache if it is there.
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
-pub(super) fn cubin(source: &KernelSource, capability: (i32, i32)) -> Result<Vec<u8>> {
+pub(super) fn cubin(source: &KernelSource, capability: Capability) -> Result<Vec<u8>> {
     let path = cubin_path(source, capability)?;
     if let Some(image) = cache::read(&path, machine_code_of)? {
         return Ok(image);
@@ -126,7 +127,7 @@ pub(super) fn cubin(source: &KernelSource, capability: (i32, i32)) -> Result<Vec
 /// Returns the first error of [`cubin`].
 pub(super) fn compile_all(
     sources: impl Iterator<Item = &'static KernelSource>,
-    capability: (i32, i32),
+    capability: Capability,
     (rank, num_ranks): (usize, usize),
 ) -> Result<()> {
     let mut missing = Vec::new();
@@ -159,7 +160,7 @@ pub(super) fn compile_all(
     })
 }
 
-fn cubin_path(source: &KernelSource, capability: (i32, i32)) -> Result<PathBuf> {
+fn cubin_path(source: &KernelSource, capability: Capability) -> Result<PathBuf> {
     cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?)
 }
 
@@ -172,22 +173,22 @@ fn machine_code_of(bytes: Vec<u8>) -> Option<Vec<u8>> {
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC.
-pub(super) fn key(source: &KernelSource, capability: (i32, i32)) -> Result<String> {
+pub(super) fn key(source: &KernelSource, capability: Capability) -> Result<String> {
     Ok(key_of(source, capability, version()?))
 }
 
-fn key_of(source: &KernelSource, capability: (i32, i32), version: (c_int, c_int)) -> String {
+fn key_of(source: &KernelSource, capability: Capability, version: (c_int, c_int)) -> String {
     let headers = HEADERS.map(|header| header.1).concat();
     format!("{} {version:?} {OPTIONS:?}\n{headers}\n{}", architecture(capability), source.text)
 }
 
 /// The compiler's name of the architecture, for Hopper with the instructions that no later chip has.
-fn architecture((major, minor): (i32, i32)) -> String {
-    let own = if (major, minor) == (9, 0) { "a" } else { "" };
+fn architecture(capability @ Capability { major, minor }: Capability) -> String {
+    let own = if capability == Capability::HOPPER { "a" } else { "" };
     format!("sm_{major}{minor}{own}")
 }
 
-fn compile(source: &KernelSource, capability: (i32, i32)) -> Result<Vec<u8>> {
+fn compile(source: &KernelSource, capability: Capability) -> Result<Vec<u8>> {
     open_library()?;
     let c_text = |text: &str| CString::new(text).map_err(|_| environment("a kernel source with a NUL byte"));
     let (text, name) = (c_text(source.text)?, c_text(source.file)?);
@@ -300,7 +301,10 @@ mod tests {
 
     /// Compute capabilities that are served. Machine code comes from the user's cache where an earlier run has compiled the same
     /// source with the same compiler, so that only what has changed takes time.
-    const SERVED: [(i32, i32); 5] = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)];
+    const SERVED: [Capability; 5] =
+        [Capability::new(8, 0), Capability::new(8, 9), Capability::HOPPER, LATER, Capability::new(12, 0)];
+    /// A chip without the instructions that Hopper alone has.
+    const LATER: Capability = Capability::new(10, 0);
 
     /// The kernels that wrappers know of a source, and load at start on every chip.
     fn listed(source: &KernelSource) -> BTreeSet<String> {
@@ -321,11 +325,11 @@ mod tests {
         assert_eq!(known, found, "every file of src/kernels must be compiled here");
         let check_all = |capability| {
             compile_all(SOURCES.iter().copied(), capability, (1, 2))
-                .unwrap_or_else(|error| panic!("{capability:?}: {error}"));
+                .unwrap_or_else(|error| panic!("{capability}: {error}"));
             for source in SOURCES {
-                let image = cubin(source, capability).unwrap_or_else(|error| panic!("{capability:?}: {error}"));
-                assert_eq!(kernels(&image), listed(source), "{} for {capability:?}", source.file);
-                assert!(machine_code_of(image).is_some(), "{} for {capability:?}", source.file);
+                let image = cubin(source, capability).unwrap_or_else(|error| panic!("{capability}: {error}"));
+                assert_eq!(kernels(&image), listed(source), "{} for {capability}", source.file);
+                assert!(machine_code_of(image).is_some(), "{} for {capability}", source.file);
             }
         };
         SERVED.into_iter().for_each(check_all);
@@ -335,17 +339,19 @@ mod tests {
     #[test]
     fn hoppers_own_instructions_are_compiled() {
         tch::set_num_threads(1);
-        let [hopper, later] = [(9, 0), (10, 0)].map(|capability| cubin(&PRODUCT, capability).unwrap().len());
+        let [hopper, later] = [Capability::HOPPER, LATER].map(|capability| cubin(&PRODUCT, capability).unwrap().len());
         assert!(hopper > 2 * later, "{hopper} bytes of kernels, {later} where they are empty");
     }
 
     #[test]
     fn the_cache_tells_architectures_compilers_and_sources_apart() {
-        let known = key_of(&PRODUCT, (9, 0), (13, 0));
+        let known = key_of(&PRODUCT, Capability::HOPPER, (13, 0));
         assert!(known.starts_with("sm_90a ") && known.contains(PRODUCT.text));
-        for other in
-            [key_of(&PRODUCT, (10, 0), (13, 0)), key_of(&PRODUCT, (9, 0), (13, 1)), key_of(&ADAPT, (9, 0), (13, 0))]
-        {
+        for other in [
+            key_of(&PRODUCT, LATER, (13, 0)),
+            key_of(&PRODUCT, Capability::HOPPER, (13, 1)),
+            key_of(&ADAPT, Capability::HOPPER, (13, 0)),
+        ] {
             assert_ne!(known, other);
         }
     }
@@ -354,7 +360,7 @@ mod tests {
     fn a_kernel_that_does_not_compile_is_shown_with_its_line() {
         tch::set_num_threads(1);
         let broken = KernelSource { file: "broken.cu", text: "extern \"C\" __global__ void f() {\n  nonsense;\n}" };
-        let message = compile(&broken, (9, 0)).unwrap_err().to_string();
+        let message = compile(&broken, Capability::HOPPER).unwrap_err().to_string();
         assert!(message.contains("broken.cu(2)") && message.contains("nonsense"), "{message}");
     }
 }

@@ -49,7 +49,7 @@ struct ClientTurns<'w> {
 }
 
 impl Turns for ClientTurns<'_> {
-    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
+    fn on_event(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
         self.requests.report(event, session)
     }
 

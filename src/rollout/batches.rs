@@ -1,5 +1,5 @@
 //! Batches of groups: one, which ends when enough of its groups are complete, or several, which end when the first is complete and the
-//! caller asks for a pause.
+//! caller asks for an end.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use super::turns::{GroupTurns, SingleTurns};
 use crate::error::Result;
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
-/// Engine steps between two questions whether to pause.
+/// Engine steps between two questions whether to end.
 const STEPS: usize = 16;
 
 /// This rank's groups after [`RolloutEngine::generate_first`], each with its index among those that were passed.
@@ -42,9 +42,36 @@ impl<D> SampledGroup<D> {
         Self { group, done: None }
     }
 
-    /// The complete ones of `groups`, and what `done` returned for each.
-    pub fn complete(groups: impl IntoIterator<Item = Self>) -> (Vec<RolloutGroup>, Vec<D>) {
-        groups.into_iter().filter_map(|sampled| Some((sampled.group, sampled.done?))).unzip()
+    /// Splits groups by whether they are complete.
+    pub fn split(groups: impl IntoIterator<Item = Self>) -> SampledGroups<D> {
+        let mut split = SampledGroups::default();
+        for Self { group, done } in groups {
+            match done {
+                Some(done) => {
+                    split.complete.push(group);
+                    split.done.push(done);
+                }
+                None => split.open.push(group),
+            }
+        }
+        split
+    }
+}
+
+/// Groups after a session, in their order.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SampledGroups<D = ()> {
+    /// Groups whose completions have all ended.
+    pub complete: Vec<RolloutGroup>,
+    /// The value that `done` of [`Batches`] returned for each of them.
+    pub done: Vec<D>,
+    /// Groups that a later session may go on with.
+    pub open: Vec<RolloutGroup>,
+}
+
+impl<D> Default for SampledGroups<D> {
+    fn default() -> Self {
+        Self { complete: Vec::new(), done: Vec::new(), open: Vec::new() }
     }
 }
 
@@ -58,7 +85,7 @@ pub struct Batches<'p, D = ()> {
     /// This rank's part of the groups of the first batch that must be complete before the session ends.
     num_groups: usize,
     /// Asked every [`STEPS`] steps from then on whether the session ends; without it, it ends at once.
-    pauses: Option<&'p mut dyn FnMut() -> Result<bool>>,
+    asks_to_end: Option<&'p mut dyn FnMut() -> Result<bool>>,
     done: Done<'p, D>,
     /// All ranks' groups until they are submitted.
     requests: Vec<(OwnedPlace, Request)>,
@@ -89,17 +116,17 @@ impl<'p, D> Batches<'p, D> {
     }
 
     /// Several batches, the earlier ones first, whose session ends when all are complete. Once the groups of the first batch are,
-    /// `pauses` is called every 16 steps, and the session ends where it returns true. `params.step` is the weight version of the tokens
+    /// `asks_to_end` is called every 16 steps, and the session ends where it returns true. `params.step` is the weight version of the tokens
     /// that are sampled now; random keys have the `first_step` of each group. The ranks of an engine pass equally many batches and must
-    /// get the same answers from `pauses`.
+    /// get the same answers from `asks_to_end`.
     pub fn ahead(
         batches: Vec<Vec<RolloutGroup>>,
         params: &'p SamplingParams,
-        pauses: &'p mut dyn FnMut() -> Result<bool>,
+        asks_to_end: &'p mut dyn FnMut() -> Result<bool>,
         done: Done<'p, D>,
     ) -> Self {
         let num_groups = batches.first().map_or(0, Vec::len);
-        Self { pauses: Some(pauses), ..Self::new(batches, num_groups, params, done) }
+        Self { asks_to_end: Some(asks_to_end), ..Self::new(batches, num_groups, params, done) }
     }
 
     fn new(batches: Vec<Vec<RolloutGroup>>, num_groups: usize, params: &'p SamplingParams, done: Done<'p, D>) -> Self {
@@ -107,7 +134,7 @@ impl<'p, D> Batches<'p, D> {
         let groups = batches.into_iter().map(open).collect();
         let (requests, places) = (Vec::new(), Vec::new());
         let (num_awaited, num_left, num_steps) = (0, 0, 0);
-        Self { params, groups, num_groups, pauses: None, done, requests, places, num_awaited, num_left, num_steps }
+        Self { params, groups, num_groups, asks_to_end: None, done, requests, places, num_awaited, num_left, num_steps }
     }
 
     /// The groups of each batch as they stand, in the order in which they were passed.
@@ -139,10 +166,10 @@ impl<T: GroupTurns + ?Sized, D> SamplingPolicy<T> for Batches<'_, D> {
             assert_eq!(number, self.places.len(), "turns number their groups in order");
             self.places.push((batch, own));
         }
-        let may_pause = self.num_steps.is_multiple_of(STEPS) || !session.has_work();
+        let may_ask = self.num_steps.is_multiple_of(STEPS) || !session.has_work();
         let ends = self.num_awaited == 0
-            && match &mut self.pauses {
-                Some(pauses) => self.num_left == 0 || (may_pause && pauses()?),
+            && match &mut self.asks_to_end {
+                Some(asks_to_end) => self.num_left == 0 || (may_ask && asks_to_end()?),
                 None => true,
             };
         self.num_steps += 1;
@@ -151,7 +178,7 @@ impl<T: GroupTurns + ?Sized, D> SamplingPolicy<T> for Batches<'_, D> {
 
     fn complete(&mut self, number: usize, turns: &mut T, session: &Session<'_>) -> Result<()> {
         // What is complete in the same step as the last one that counts is reported again by the rollout that goes on with it.
-        if self.num_awaited == 0 && self.pauses.is_none() {
+        if self.num_awaited == 0 && self.asks_to_end.is_none() {
             return Ok(());
         }
         let (batch, own) = self.places[number];
@@ -195,7 +222,7 @@ impl RolloutEngine<'_> {
         done: impl FnMut(&RolloutGroup),
     ) -> Result<Vec<RolloutGroup>> {
         let sampled = self.generate_with(Box::<SingleTurns>::default(), prompts, params, done)?;
-        Ok(SampledGroup::complete(sampled).0)
+        Ok(sampled.complete)
     }
 
     /// [`RolloutEngine::generate`] of completions that may have several turns.
@@ -209,12 +236,12 @@ impl RolloutEngine<'_> {
         prompts: &[Prompt],
         params: &SamplingParams,
         mut done: impl FnMut(&RolloutGroup) -> D,
-    ) -> Result<Vec<SampledGroup<D>>> {
+    ) -> Result<SampledGroups<D>> {
         let mut done = |_, group: &RolloutGroup| done(group);
         let groups = prompts.iter().cloned().map(RolloutGroup::new).collect();
         let mut batch = Batches::first(groups, prompts.len(), params, &mut done);
         self.run(turns, &mut batch)?;
-        Ok(batch.into_sampled().into_iter().flatten().collect())
+        Ok(SampledGroup::split(batch.into_sampled().into_iter().flatten()))
     }
 
     /// Goes on with groups, begun or not, until the first `num_groups` of them are complete, the ranks' numbers added up. Lengths

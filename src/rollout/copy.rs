@@ -4,7 +4,7 @@
 
 use tch::Tensor;
 
-use super::engine::EngineOptions;
+use super::options::EngineOptions;
 use super::weights::EngineWeights;
 use crate::error::Result;
 use crate::memory::Arena;

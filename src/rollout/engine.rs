@@ -10,73 +10,19 @@ use tch::{Device, Kind};
 use super::copy::WeightCopy;
 use super::gpu::GpuState;
 use super::kept::KeptSequences;
-use super::kv_cache::{KvCache, cache_kind, check_kv_cache, kv_block_bytes};
+use super::kv_cache::{KvCache, check_kv_cache, kv_block_bytes};
+use super::options::EngineOptions;
 use super::stages::EngineRanks;
-use super::state_pages::StatePages;
+use super::state_pages::{SequenceMemory, StatePages};
 use super::stats::{EngineStats, StageTimes};
 use super::stop::CompletionLimit;
 use super::weights::EngineWeights;
-use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
-use crate::cuda::Placement;
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::{ModelSpec, Ropes, Stages};
 use crate::phase::{self, Phase};
 use crate::ranks::Collective;
-
-/// Size and shape of an engine.
-#[derive(Debug, Clone, PartialEq)]
-pub struct EngineOptions {
-    /// KV cache of this rank; the group uses as many blocks as its poorest rank has.
-    pub kv_cache_bytes: usize,
-    /// Tokens per KV block.
-    pub block_size: usize,
-    /// Most sequences decoded at once.
-    pub max_num_seqs: usize,
-    /// Most tokens prefilled in one step.
-    pub max_num_batched_tokens: usize,
-    /// Longest prompt and completion together.
-    pub max_model_length: usize,
-    /// Type of weights, activations and cache.
-    pub kind: Kind,
-    /// Type of the residual stream.
-    pub residual: Kind,
-    /// How products read the weights of blocks.
-    pub quantization: RolloutQuantization,
-    /// How keys and values are stored.
-    pub kv_cache_dtype: KvCacheDtype,
-    /// How states of gated delta nets are stored.
-    pub state_dtype: StateDtype,
-    /// Where weights and cache are.
-    pub device: Device,
-    /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
-    /// algorithm for a product whatever the batch, one attention for prompts and decode steps; slower. On one GPU only.
-    pub strict: bool,
-    /// Trajectories have the experts that their tokens went to.
-    pub records_experts: bool,
-}
-
-impl EngineOptions {
-    /// Type of the cache.
-    pub(super) fn cache_kind(&self) -> Kind {
-        cache_kind(self.kv_cache_dtype, self.kind)
-    }
-
-    /// Refuses options that do not go together, or not with this model.
-    fn check(&self, spec: &ModelSpec, ranks: &EngineRanks) -> Result<()> {
-        let placement = Placement { on_cuda: self.device.is_cuda(), kind: self.kind };
-        let own = [
-            ("strict", self.strict.into()),
-            ("rollout_quantization", self.quantization.name().into()),
-            ("kv_cache_dtype", self.kv_cache_dtype.name().into()),
-            ("mamba_ssm_cache_dtype", self.state_dtype.name().into()),
-            ("tensor_parallel_size", ranks.tp.size().into()),
-            ("pipeline_parallel_size", ranks.stages.count().into()),
-        ];
-        spec.check_with(placement.settings().into_iter().chain(own))
-    }
-}
 
 /// The layers of the stage whose ranks take most memory for a KV block.
 pub fn fullest_stage(spec: &ModelSpec, stages: &Stages) -> ModelSpec {
@@ -354,7 +300,7 @@ impl<'a> RolloutEngine<'a> {
         let before = held.replace(num_blocks);
         kv_cache.open(num_blocks)?;
         if let Some(gpu) = gpu {
-            gpu.wake(&self.weights, (kv_cache, states.as_ref()), tp)?;
+            gpu.wake(&self.weights, SequenceMemory { kv_cache, states: states.as_ref() }, tp)?;
         }
         memory::release_idle(options.device)?; // what the trainer gave up and the engine does not need
         if before.is_none() && all.rank() == 0 {

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use super::limits::StepLimits;
 use super::request::{ModelIds, Request, refuse};
-use super::scheduler::StepLimits;
 use crate::error::Result;
 use crate::ranks::{Collective, all_gather_json};
 use crate::types::{RolloutGroup, SamplingParams, Trajectory};

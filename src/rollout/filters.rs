@@ -1,8 +1,24 @@
 //! min-p, top-k and top-p: which candidates may be drawn. Each keeps a head of the candidates sorted by falling value, ties
 //! to the lowest id, so a rank can leave out what cannot survive before the ranks meet.
 
-use super::sampler::Candidate;
 use crate::types::SamplingParams;
+
+/// An id that may be drawn.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Candidate {
+    pub(super) id: u32,
+    /// Logit after penalty and temperature.
+    pub(super) value: f32,
+    /// Logit after temperature alone.
+    pub(super) raw: f32,
+}
+
+impl Candidate {
+    /// Log-probability under the raw distribution.
+    pub(super) fn logprob(&self, log_sum_exp: f64) -> f32 {
+        (f64::from(self.raw) - log_sum_exp) as f32
+    }
+}
 
 /// Whether any filter is on.
 pub(super) fn is_active(params: &SamplingParams) -> bool {

@@ -4,8 +4,8 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::config::KvCacheDtype;
-use crate::cuda::Context;
 use crate::cuda::kernels::{self, AttentionPlan, HeadTransform, QkvViews, ScaledRows};
+use crate::cuda::{Capability, Context};
 use crate::error::{Error, Result};
 use crate::memory::{self, Arena};
 use crate::model::{AttentionSpec, ModelSpec};
@@ -31,14 +31,11 @@ pub(super) fn check_kv_cache(dtype: KvCacheDtype, device: Device) -> Result<()> 
     let refuse = |reason: String| Err(Error::invalid_value("kv_cache_dtype", dtype.name(), reason));
     let (KvCacheDtype::Fp8, Device::Cuda(ordinal)) = (dtype, device) else { return Ok(()) };
     let context = Context::retain(ordinal)?;
-    let (major, minor) = context.compute_capability()?;
-    if (major, minor) >= (8, 9) {
+    let capability = context.compute_capability()?;
+    if capability >= Capability::new(8, 9) {
         return Ok(());
     }
-    refuse(format!(
-        "auto: it needs a GPU of compute capability 8.9 or later, and {} has {major}.{minor}",
-        context.name()?
-    ))
+    refuse(format!("auto: it needs a GPU of compute capability 8.9 or later, and {} has {capability}", context.name()?))
 }
 
 /// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer, and of e4m3 a scale for each token and

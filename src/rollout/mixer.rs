@@ -5,7 +5,7 @@ use tch::Tensor;
 
 use super::batch::StepBatch;
 use super::kv_cache::KvCache;
-use super::state_pages::StatePages;
+use super::state_pages::{SequenceMemory, StatePages};
 use crate::error::Result;
 use crate::model::{AttentionSpec, ByWindow, ModelSpec, SequenceMixer};
 use crate::ops::attention::{
@@ -48,7 +48,7 @@ enum Layout {
 impl<'a> PagedMixer<'a> {
     /// For one step of a rank that has `num_kv_heads` of the model's.
     pub(super) fn new(
-        (kv_cache, pages): (&'a KvCache, Option<&'a StatePages>),
+        SequenceMemory { kv_cache, states: pages }: SequenceMemory<'a>,
         batch: &'a StepBatch,
         spec: &ModelSpec,
         num_kv_heads: usize,
@@ -97,7 +97,7 @@ impl SequenceMixer for PagedMixer<'_> {
         write_kv(k_cache, v_cache, k, v, &self.kv_rows)?;
         let o = match &self.layout {
             Layout::Decode(layouts) => paged_decode(q, k_cache, v_cache, layouts.of(window), scale)?,
-            Layout::Packed(layouts) => packed_forward(q, k, v, layouts.of(window), scale)?.0,
+            Layout::Packed(layouts) => packed_forward(q, k, v, layouts.of(window), scale)?.o,
             Layout::Prefill => paged_prefill(
                 q,
                 k_cache,

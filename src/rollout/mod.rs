@@ -3,12 +3,12 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `engine` | [`Engine`], asleep between rollouts; [`RolloutEngine`], awake |
+//! | `options`, `engine` | [`EngineOptions`]; [`Engine`], asleep between rollouts; [`RolloutEngine`], awake |
 //! | `session` | an engine that is stepped: `submit` and `step` |
 //! | `run` | the loop of every session: what a policy begins and when it ends |
 //! | `batches`, `exchange` | the policy of batches, closed or several at once; the requests of all ranks of the group |
 //! | `turns` | how requests follow one another: single turns, and trajectories of several, between which tools run |
-//! | `request` | requests and events |
+//! | `request`, `limits` | requests and events; bounds of steps and sequences |
 //! | `weights`, `copy` | what the engine reads of the policy; its copy in a format that rounds |
 //! | `scheduler` | which tokens the next step computes |
 //! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
@@ -18,19 +18,22 @@
 //! | `stages`, `pipeline` | which ranks have which layers; the runner of an engine with several stages |
 //! | `gpu` | the runner of a GPU: recorded decode steps, the sampler on the device |
 //! | `sampler`, `filters` | logits to tokens |
-//! | `stop` | when a completion ends |
+//! | `stop`, `detokenizer` | when a completion ends; its text so far |
 
 mod batch;
 mod batches;
 mod block_manager;
 mod copy;
+mod detokenizer;
 mod engine;
 mod exchange;
 mod filters;
 mod gpu;
 mod kept;
 mod kv_cache;
+mod limits;
 mod mixer;
+mod options;
 mod pipeline;
 mod request;
 mod routes;
@@ -47,11 +50,12 @@ mod stop;
 mod turns;
 mod weights;
 
-pub use batches::{Batches, Rollout, SampledGroup};
+pub use batches::{Batches, Rollout, SampledGroup, SampledGroups};
 pub use copy::weight_copy_bytes;
-pub use engine::{Engine, EngineOptions, RolloutEngine, fullest_stage};
+pub use engine::{Engine, RolloutEngine, fullest_stage};
 pub use gpu::{DecoderOp, TrialBatch, TrialStep, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
+pub use options::EngineOptions;
 pub use request::{Event, Request, RequestId};
 #[cfg(test)]
 pub(crate) use run::tap;

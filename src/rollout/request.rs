@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::scheduler::StepLimits;
+use super::limits::StepLimits;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::tools::GroupKey;

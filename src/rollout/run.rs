@@ -62,23 +62,24 @@ impl RolloutEngine<'_> {
         turns.begin(&mut session)?;
         while policy.next(&mut turns, &mut session)? == Flow::Step {
             let events = if session.has_work() { session.step()? } else { Vec::new() };
-            hear(&mut *turns, events, &mut session)?;
+            deliver(&mut *turns, events, &mut session)?;
             for number in turns.advance(&mut session)? {
                 policy.complete(number, &mut turns, &session)?;
             }
         }
         let events = session.drain()?;
-        hear(&mut *turns, events, &mut session)?;
+        deliver(&mut *turns, events, &mut session)?;
         policy.end(&turns, &session)?;
         turns.suspend(&session)?;
         session.close()
     }
 }
 
-fn hear<T: Turns + ?Sized>(turns: &mut T, events: Vec<Event>, session: &mut Session<'_>) -> Result<()> {
+/// Hands the events of a step to the turns.
+fn deliver<T: Turns + ?Sized>(turns: &mut T, events: Vec<Event>, session: &mut Session<'_>) -> Result<()> {
     #[cfg(test)]
     tap::record(&events);
-    events.into_iter().try_for_each(|event| turns.hear(event, session))
+    events.into_iter().try_for_each(|event| turns.on_event(event, session))
 }
 
 /// Tokens as the engine reports them, for tests that hold what is trained on to them.

@@ -5,14 +5,13 @@ use std::collections::VecDeque;
 use tch::{Kind, Tensor, no_grad};
 
 use super::batch::StepBatch;
-use super::kv_cache::KvCache;
 use super::mixer::PagedMixer;
 use super::routes::StepRoutes;
 use super::sampler::{Draw, Sampled, Sampler};
 use super::scheduler::Step;
 use super::sequence::EngineSequence;
 use super::stages::EngineRanks;
-use super::state_pages::StatePages;
+use super::state_pages::SequenceMemory;
 use super::stats::StageTimes;
 use super::weights::EngineWeights;
 use crate::error::Result;
@@ -49,8 +48,7 @@ pub(super) struct HostRunner<'a> {
     stage: Stage,
     ropes: &'a Ropes,
     weights: &'a EngineWeights<'a>,
-    kv_cache: &'a KvCache,
-    states: Option<&'a StatePages>,
+    memory: SequenceMemory<'a>,
     tp: &'a dyn Collective,
     residual: Kind,
     records_experts: bool,
@@ -106,18 +104,18 @@ impl<'a> HostRunner<'a> {
         (spec, own, ranks): (&'a ModelSpec, &'a ModelSpec, &'a EngineRanks),
         ropes: &'a Ropes,
         weights: &'a EngineWeights<'a>,
-        (kv_cache, states): (&'a KvCache, Option<&'a StatePages>),
+        memory: SequenceMemory<'a>,
         (residual, records_experts): (Kind, bool),
     ) -> Self {
         let (stage, tp, sampled, experts) = (ranks.stage(), &*ranks.tp, VecDeque::new(), Vec::new());
-        Self { spec, own, stage, ropes, weights, kv_cache, states, tp, residual, records_experts, sampled, experts }
+        Self { spec, own, stage, ropes, weights, memory, tp, residual, records_experts, sampled, experts }
     }
 
     /// The tensors of a step, as its sequences are now.
     pub(super) fn prepare(&self, step: &Step, sequences: &[EngineSequence]) -> Result<StepWork> {
         let device = self.weights.embedding.device();
         let has_adapters = self.weights.num_adapters > 0;
-        let batch = StepBatch::new(step, sequences, self.kv_cache.block_size(), has_adapters, device)?;
+        let batch = StepBatch::new(step, sequences, self.memory.kv_cache.block_size(), has_adapters, device)?;
         let routes = match self.records_experts {
             true => StepRoutes::new((self.spec, &self.stage.layers), step, sequences, device)?,
             false => None,
@@ -139,9 +137,9 @@ impl<'a> HostRunner<'a> {
         if !work.copies.is_empty() {
             let (from, to): (Vec<_>, Vec<_>) = work.copies.iter().map(|&(from, to)| (from as i32, to as i32)).unzip();
             let [from, to] = try_map([from, to], |blocks| torch::tensor_on(&blocks, device))?;
-            self.kv_cache.copy_blocks(&from, &to)?;
+            self.memory.kv_cache.copy_blocks(&from, &to)?;
         }
-        if let (Some(states), false) = (self.states, work.state_copies.is_empty()) {
+        if let (Some(states), false) = (self.memory.states, work.state_copies.is_empty()) {
             states.copy(&work.state_copies)?;
         }
         Ok(x)
@@ -162,7 +160,7 @@ impl<'a> HostRunner<'a> {
 
     fn layers(&self, batch: &StepBatch, routes: Option<&dyn Routes>, mut x: Tensor) -> Result<Tensor> {
         let num_kv_heads = self.own.attention().tp_slice(self.tp.size()).num_kv_heads;
-        let mixer = PagedMixer::new((self.kv_cache, self.states), batch, self.own, num_kv_heads)?;
+        let mixer = PagedMixer::new(self.memory, batch, self.own, num_kv_heads)?;
         let ropes = self.ropes.rows(&batch.positions, self.weights.embedding.kind())?;
         let context = BlockContext::new(self.own, &ropes, Some(self.tp), routes);
         for (layer, block) in self.weights.blocks.iter().enumerate() {

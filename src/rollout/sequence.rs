@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::stop::Detokenizer;
+use super::detokenizer::Detokenizer;
 use crate::data::{Grammar, GrammarState, TokenMask};
 use crate::types::{FinishReason, RoutedExperts, SamplingParams, Trajectory};
 

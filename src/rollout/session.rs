@@ -5,11 +5,13 @@ use std::collections::VecDeque;
 use super::engine::{Engine, ProgressCallback, RolloutEngine};
 use super::gpu::GpuRunner;
 use super::kept::KeptSequences;
+use super::limits::StepLimits;
 use super::pipeline::PipelineRunner;
 use super::request::{Event, ModelIds, Request, RequestId};
 use super::runner::{HostRunner, Runner};
-use super::scheduler::{Scheduler, Step, StepLimits};
+use super::scheduler::{Scheduler, Step};
 use super::sequence::EngineSequence;
+use super::state_pages::SequenceMemory;
 use super::stats::EngineStats;
 use super::stop::StopRules;
 use crate::data::{GrammarCompiler, Tokenizer};
@@ -97,13 +99,14 @@ impl<'r> Session<'r> {
             states,
             ..
         } = &mut **engine;
+        let memory = SequenceMemory { kv_cache, states: states.as_ref() };
         let runner: Box<dyn Runner + 'r> = match gpu {
             None => {
                 let runner = HostRunner::new(
                     (&**spec, &**own, &*ranks),
                     ropes,
                     weights,
-                    (kv_cache, states.as_ref()),
+                    memory,
                     (options.residual, options.records_experts),
                 );
                 match ranks.stages.count() {
@@ -111,7 +114,7 @@ impl<'r> Session<'r> {
                     _ => Box::new(PipelineRunner::new(runner, &*ranks.pipe)),
                 }
             }
-            Some(state) => Box::new(GpuRunner::new(state, (own, weights), (kv_cache, states.as_ref()), ranks)?),
+            Some(state) => Box::new(GpuRunner::new(state, (own, weights), memory, ranks)?),
         };
         Ok(Self {
             // For good, if the session fails.

@@ -6,7 +6,8 @@ use std::collections::HashMap;
 
 use tch::{Device, Kind, Tensor};
 
-use super::engine::EngineOptions;
+use super::kv_cache::KvCache;
+use super::options::EngineOptions;
 use crate::config::StateDtype;
 use crate::error::Result;
 use crate::memory::Arena;
@@ -36,6 +37,15 @@ fn state_kind(dtype: StateDtype, kind: Kind) -> Kind {
         StateDtype::Float32 => accumulation_kind(kind),
         StateDtype::Bfloat16 => Kind::BFloat16,
     }
+}
+
+/// Memory of sequences in an engine that is awake.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SequenceMemory<'a> {
+    /// Keys and values, of layers with attention.
+    pub(super) kv_cache: &'a KvCache,
+    /// States of gated delta nets, where the model has some.
+    pub(super) states: Option<&'a StatePages>,
 }
 
 /// One state a page, by layer. The rows of the convolution are the last W - 1 on a CPU; the kernels of a GPU have W, that of position p

@@ -55,41 +55,6 @@ impl StopRules<'_> {
     }
 }
 
-/// Text of a growing completion, token by token at constant cost: only the last tokens are decoded again, because a
-/// token's text may depend on those before it (spaces) and on those after it (bytes of one character).
-#[derive(Debug, Default)]
-pub(super) struct Detokenizer {
-    /// Tokens before `read` whose text is known; decoding restarts at `prefix` for context.
-    prefix: usize,
-    read: usize,
-    /// End of the known text, long enough for a stop string to begin in it.
-    tail: String,
-}
-
-impl Detokenizer {
-    /// Reads nothing of a completion's first `len` tokens: those before its newest turn.
-    pub(super) fn after(len: usize) -> Self {
-        Self { prefix: len, read: len, tail: String::new() }
-    }
-
-    /// Takes in the tokens that `completion` has gained; whether a stop string has appeared.
-    fn push(&mut self, completion: &[u32], stop: &[String], decode: &dyn Fn(&[u32]) -> Result<String>) -> Result<bool> {
-        let known = decode(&completion[self.prefix..self.read])?;
-        let text = decode(&completion[self.prefix..])?;
-        let Some(new) = text.get(known.len()..).filter(|new| !new.is_empty() && !new.ends_with('\u{FFFD}')) else {
-            return Ok(false);
-        };
-        self.tail.push_str(new);
-        (self.prefix, self.read) = (self.read, completion.len());
-        let found = stop.iter().any(|stop| self.tail.contains(stop.as_str()));
-        let longest = stop.iter().map(String::len).max().unwrap_or(0);
-        let cut = self.tail.len().saturating_sub(longest);
-        let cut = (0..=cut).rev().find(|&at| self.tail.is_char_boundary(at)).unwrap_or(0);
-        self.tail.drain(..cut);
-        Ok(found)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;

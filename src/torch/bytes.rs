@@ -93,7 +93,7 @@ pub fn filled_on<T: tch::kind::Element>(len: usize, device: Device, fill: impl F
     Ok(host.f_to_device(device)?)
 }
 
-/// What `read` makes of the memory of a contiguous tensor on any device; of a GPU's it is one copy.
+/// Hands the memory of a contiguous tensor on any device to `read`; a GPU's is copied once.
 ///
 /// # Errors
 /// The errors of [`bytes`]; [`Error::Torch`], also for work on the device that failed before.

@@ -6,10 +6,10 @@ use std::ffi::{c_int, c_void};
 
 use tch::{Kind, Tensor};
 
-use super::{SavedAttention, ffi};
+use super::{Attended, QkvGradients, SavedAttention, ffi};
 use crate::error::Result;
 
-/// (o [B, H, L, hd] with the strides of `q`, log-sum-exp of the scaled scores [B, H, L, 1] f32).
+/// Attends to runs of one length: o [B, H, L, hd] with the strides of `q`, log-sum-exp [B, H, L, 1] f32.
 ///
 /// # Errors
 /// [`crate::Error::Environment`] with libtorch's message for tensors that the kernels cannot take: they need a GPU,
@@ -20,7 +20,7 @@ pub fn cudnn_forward(
     v: &Tensor, // [B, Hkv, Lk, hd]
     causal: bool,
     scale: f64,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<Attended> {
     let (mut o, mut lse) = (std::ptr::null_mut(), std::ptr::null_mut());
     let raw = |tensor: &Tensor| tensor.as_ptr().cast::<c_void>();
     // SAFETY: the tensors outlive the call; the results are written on success only.
@@ -29,10 +29,10 @@ pub fn cudnn_forward(
     };
     ffi::check(status, || format!("cuDNN attention of {:?} {:?}", q.size(), q.kind()))?;
     // SAFETY: both are new tensors that the call gave to us alone.
-    Ok(unsafe { (Tensor::from_ptr(o.cast()), Tensor::from_ptr(lse.cast())) })
+    Ok(unsafe { Attended { o: Tensor::from_ptr(o.cast()), lse: Tensor::from_ptr(lse.cast()) } })
 }
 
-/// (dq, dk, dv), from what [`cudnn_forward`] took and gave.
+/// Gradients from the inputs and results of [`cudnn_forward`].
 ///
 /// # Errors
 /// The errors of [`cudnn_forward`].
@@ -41,12 +41,13 @@ pub fn cudnn_backward(
     saved: SavedAttention, // q, o [B, H, L, hd], k, v [B, Hkv, Lk, hd], lse [B, H, L, 1] f32
     causal: bool,
     scale: f64,
-) -> Result<(Tensor, Tensor, Tensor)> {
+) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
     let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
     let absent = Tensor::new(); // neither bias nor bounds
     let (len, k_len) = (q.size()[2], k.size()[2]);
-    Ok(Tensor::f_internal_scaled_dot_product_cudnn_attention_backward(
+    let (dq, dk, dv) = Tensor::f_internal_scaled_dot_product_cudnn_attention_backward(
         d_o, q, k, v, o, lse, &unused, &unused, &absent, &absent, &absent, len, k_len, 0.0, causal, scale,
-    )?)
+    )?;
+    Ok(QkvGradients { dq, dk, dv })
 }

@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 
 use tch::{Kind, Tensor};
 
-use super::{SavedAttention, ffi};
+use super::{Attended, QkvGradients, SavedAttention, ffi};
 use crate::error::Result;
 
 /// Heads of flash attention are multiples of this.
@@ -37,7 +37,7 @@ impl Varlen {
         self.max_len_q.max(2)
     }
 
-    /// The same runs, with this window.
+    /// Gives the runs this window.
     pub fn within(&self, window: Option<i64>) -> Self {
         let [cu_seqlens_q, cu_seqlens_k] = [&self.cu_seqlens_q, &self.cu_seqlens_k].map(Tensor::shallow_clone);
         Self { cu_seqlens_q, cu_seqlens_k, window, ..*self }
@@ -48,7 +48,7 @@ impl Varlen {
     }
 }
 
-/// (o [T, H, hd], log-sum-exp of the scaled scores [H, T] f32).
+/// Attends to packed runs: o [T, H, hd], log-sum-exp [H, T] f32.
 ///
 /// # Errors
 /// [`crate::Error::Environment`] with libtorch's message for tensors that the kernels cannot take: they need a GPU,
@@ -59,7 +59,7 @@ pub fn flash_forward(
     v: &Tensor, // [Tk, Hkv, hd]
     varlen: &Varlen,
     scale: f64,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<Attended> {
     let (mut o, mut lse) = (std::ptr::null_mut(), std::ptr::null_mut());
     let raw = |tensor: &Tensor| tensor.as_ptr().cast::<c_void>();
     // SAFETY: the tensors outlive the call; the results are written on success only.
@@ -81,10 +81,10 @@ pub fn flash_forward(
     };
     ffi::check(status, || format!("flash attention of {:?} {:?}", q.size(), q.kind()))?;
     // SAFETY: both are new tensors that the call gave to us alone.
-    Ok(unsafe { (Tensor::from_ptr(o.cast()), Tensor::from_ptr(lse.cast())) })
+    Ok(unsafe { Attended { o: Tensor::from_ptr(o.cast()), lse: Tensor::from_ptr(lse.cast()) } })
 }
 
-/// (dq, dk, dv), from what [`flash_forward`] took and gave. Sums into dq come in no fixed order, but where
+/// Gradients from the inputs and results of [`flash_forward`]. Sums into dq come in no fixed order, but where
 /// [`super::set_deterministic`] asks for one.
 ///
 /// # Errors
@@ -94,11 +94,11 @@ pub fn flash_backward(
     saved: SavedAttention, // q, o [T, H, hd], k, v [Tk, Hkv, hd], lse [H, T] f32
     varlen: &Varlen,
     scale: f64,
-) -> Result<(Tensor, Tensor, Tensor)> {
+) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
     let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
     ffi::only_deterministic(|| {
-        Ok(Tensor::f_internal_flash_attention_backward(
+        let (dq, dk, dv) = Tensor::f_internal_flash_attention_backward(
             d_o,
             q,
             k,
@@ -116,6 +116,7 @@ pub fn flash_backward(
             scale,
             varlen.window_left(),
             None::<i64>,
-        )?)
+        )?;
+        Ok(QkvGradients { dq, dk, dv })
     })
 }

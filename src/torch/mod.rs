@@ -19,5 +19,5 @@ pub use ffi::{current_cuda_stream, is_deterministic, set_cuda_device, set_determ
 pub(crate) use ffi::{exchange_cuda_stream, pool_cuda_stream};
 pub use flash::{FLASH_HEAD_STEP, FLASH_MOST_HEAD_DIM, Varlen, flash_backward, flash_forward};
 pub use number::{arange, check_room, full, scalar};
-pub use saved_attention::SavedAttention;
+pub use saved_attention::{Attended, QkvGradients, SavedAttention};
 pub use store::Store;

@@ -1,4 +1,4 @@
-//! Inputs and results of an attention, for its backward.
+//! Inputs and results of an attention, and the gradients of its inputs.
 
 use tch::Tensor;
 
@@ -15,4 +15,24 @@ pub struct SavedAttention<'a> {
     pub o: &'a Tensor,
     /// Log-sum-exp of the scaled scores.
     pub lse: &'a Tensor,
+}
+
+/// Results of an attention.
+#[derive(Debug)]
+pub struct Attended {
+    /// Outputs, shaped as the queries.
+    pub o: Tensor,
+    /// Log-sum-exp of the scaled scores.
+    pub lse: Tensor,
+}
+
+/// Gradients of the inputs of an attention, each shaped as what it is of.
+#[derive(Debug)]
+pub struct QkvGradients {
+    /// The gradient of the queries.
+    pub dq: Tensor,
+    /// The gradient of the keys.
+    pub dk: Tensor,
+    /// The gradient of the values.
+    pub dv: Tensor,
 }

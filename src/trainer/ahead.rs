@@ -17,7 +17,7 @@ use crate::data::{Dataset, Tokenizer};
 use crate::error::Result;
 use crate::ranks::{HostGroup, World, all_gather_json};
 use crate::reward::{RewardPool, RewardTicket};
-use crate::rollout::{Batches, RolloutEngine, SampledGroup};
+use crate::rollout::{Batches, RolloutEngine, SampledGroup, SampledGroups};
 use crate::train::Sequence;
 use crate::types::RolloutGroup;
 use crate::update::{UpdateOptions, UpdateOutcome};
@@ -47,8 +47,10 @@ struct QueuedGroup {
 impl QueuedBatch {
     /// The batch, once all of its groups are complete.
     pub fn into_sampled(self) -> SampledBatch {
-        let (groups, tickets) = SampledGroup::complete(self.groups.into_iter().map(|group| group.sampled));
-        self.replaced.unwrap_or_else(|| SampledBatch::of_groups(groups, tickets, self.before))
+        let SampledGroups { complete, done, open } =
+            SampledGroup::split(self.groups.into_iter().map(|group| group.sampled));
+        debug_assert!(open.is_empty(), "a batch is trained on once all of its groups are complete");
+        self.replaced.unwrap_or_else(|| SampledBatch::of_groups(complete, done, self.before))
     }
 
     /// This rank's groups as a checkpoint has them.

@@ -14,7 +14,7 @@ use crate::metrics::StepMetrics;
 use crate::phase::{self, Phase};
 use crate::ranks::share;
 use crate::reward::RewardTicket;
-use crate::rollout::{Batches, SampledGroup};
+use crate::rollout::{Batches, SampledGroups};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// A generation batch to be sampled.
@@ -169,7 +169,7 @@ impl Trainer {
                 let done = |group: &RolloutGroup| submit(group, rewards, output);
                 turns::generate(turns.as_mut(), engine, &prompts, &params, done)
             })?;
-            let (mut groups, tickets) = SampledGroup::complete(sampled);
+            let SampledGroups { complete: mut groups, done: tickets, open: _ } = sampled; // none is: all rows were awaited
             world.agree(rewards.wait(&mut groups, &tickets))?;
             Ok(groups)
         })?;

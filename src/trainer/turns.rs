@@ -11,7 +11,7 @@ use crate::endpoint::EpisodePlayer;
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::ranks::World;
-use crate::rollout::{GroupTurns, RolloutEngine, SampledGroup, SingleTurns, TurnTools};
+use crate::rollout::{GroupTurns, RolloutEngine, SampledGroups, SingleTurns, TurnTools};
 use crate::tools::{Conversations, GroupKey, SessionCosts, ToolProcess};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
@@ -57,7 +57,7 @@ pub(crate) fn generate<D>(
     prompts: &[Prompt],
     params: &SamplingParams,
     done: impl FnMut(&RolloutGroup) -> D,
-) -> Result<Vec<SampledGroup<D>>> {
+) -> Result<SampledGroups<D>> {
     let turns = match turns {
         Some(RunTurns::Agent(player)) => player.turns(false),
         turns => turns_of(turns),

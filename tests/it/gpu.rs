@@ -8,7 +8,7 @@ use colo_grpo::internal::config::{EngineShape, GradientCheckpointing, KvCacheDty
 use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, Stages, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::attention::{
-    Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward,
+    Attended, Bounds, PackedLayout, QkvGradients, SavedAttention, SharedBounds, packed_backward, packed_forward,
 };
 use colo_grpo::internal::ranks::{Backend, Mesh, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks};
@@ -60,8 +60,8 @@ fn gpu_attention_equals_the_cpus() {
         let run = |device, kind| {
             let [q, k, v, d_o] = inputs.each_ref().map(|tensor| tensor.to_kind(kind).to_device(device));
             let layout = PackedLayout::of(bounds, *heads as usize, *window, device);
-            let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.2).unwrap();
-            let (dq, dk, dv) =
+            let Attended { o, lse } = packed_forward(&q, &k, &v, &layout, 0.2).unwrap();
+            let QkvGradients { dq, dk, dv } =
                 packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.2).unwrap();
             [o, lse, dq, dk, dv].map(|tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double))
         };
@@ -88,8 +88,8 @@ fn gpu_deterministic_attention_repeats_its_bits() {
     let [q, k, v, d_o] = [rand(8), rand(2), rand(2), rand(8)];
     let run = || {
         let layout = PackedLayout::new(&[0, 4096, 8192], 2, None, gpu);
-        let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.1).unwrap();
-        let (dq, dk, dv) =
+        let Attended { o, lse } = packed_forward(&q, &k, &v, &layout, 0.1).unwrap();
+        let QkvGradients { dq, dk, dv } =
             packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.1).unwrap();
         [o, lse, dq, dk, dv]
     };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
 use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, NormOptions, NormedRows, RowSums, ScaledRows};
-use colo_grpo::internal::cuda::{Context, CudaEvent, Graph, PeerMemory, TorchStream};
+use colo_grpo::internal::cuda::{Capability, Context, CudaEvent, Graph, PeerMemory, TorchStream};
 use colo_grpo::internal::ranks::{Collective, World};
 use tch::{Device, Kind, Tensor};
 
@@ -247,7 +247,7 @@ impl Case {
 
     /// Both where the chip has e4m3, so that one sum shows all that there is.
     fn leaves(&self) -> NormedRows {
-        let has_fp8 = self.context.compute_capability().unwrap() >= (8, 9);
+        let has_fp8 = self.context.compute_capability().unwrap() >= Capability::new(8, 9);
         if has_fp8 { NormedRows::Both } else { NormedRows::Plain }
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
+use super::launch::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

@@ -3,7 +3,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::{AdamWScalars, Argument, address, blocks, invalid, is_aligned, kind_name, launch, ordinal};
+use super::AdamWScalars;
+use super::launch::{Argument, address, blocks, invalid, is_aligned, kind_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -82,6 +83,9 @@ mod tests {
 
     #[test]
     fn the_source_has_the_same_constants() {
-        super::super::assert_declared(SOURCE, &[("THREADS", THREADS), ("BLOCK", BLOCK), ("LEVELS", LEVELS)]);
+        crate::cuda::kernels::launch::assert_declared(
+            SOURCE,
+            &[("THREADS", THREADS), ("BLOCK", BLOCK), ("LEVELS", LEVELS)],
+        );
     }
 }

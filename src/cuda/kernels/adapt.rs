@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, is_aligned, launch_early, ordinal, strided};
+use super::launch::{Argument, address, is_aligned, launch_early, ordinal, strided};
 use crate::cuda::abilities::gpu_has_clusters;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -66,7 +66,11 @@ pub fn adapt(
     let [rows, columns, inner, outer] = [x.size()[0], x.size()[1], a.size()[0], b.size()[0]];
     if !adapt_serves(x, a, b, out) {
         let got = [x, a, b, out].map(|tensor| (tensor.kind(), tensor.size(), tensor.stride()));
-        return Err(super::invalid(OP, "aligned bf16 matrices with sizes of a multiple of 8, on sm_90 or later", got));
+        return Err(super::launch::invalid(
+            OP,
+            "aligned bf16 matrices with sizes of a multiple of 8, on sm_90 or later",
+            got,
+        ));
     }
     let counts = [rows, columns, inner, outer].map(Argument::Count);
     let numel = |rows: i64, columns: i64| (rows * columns) as usize;
@@ -110,8 +114,8 @@ fn tiles(rows: usize, across: usize, blocks: usize, sizes: &[usize]) -> (usize, 
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

@@ -3,7 +3,7 @@
 
 use tch::Tensor;
 
-use super::{Argument, address, address_or_null, invalid, kinds_name, launch_early, ordinal, row_len, width};
+use super::launch::{Argument, address, address_or_null, invalid, kinds_name, launch_early, ordinal, row_len, width};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
 use super::fp8::{ScaledRows, fp8_serves};
-use super::{Argument, address, invalid, kind_name, launch_early};
+use super::launch::{Argument, address, invalid, kind_name, launch_early};
 use crate::cuda::PeerMemory;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -227,8 +227,8 @@ impl Places {
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

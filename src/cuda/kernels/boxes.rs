@@ -4,7 +4,7 @@
 use cudarc::driver::sys;
 use tch::{Kind, Tensor};
 
-use super::{Argument, is_aligned};
+use super::launch::{Argument, is_aligned};
 use crate::cuda::context::check;
 use crate::error::Result;
 

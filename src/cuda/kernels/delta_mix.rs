@@ -5,8 +5,8 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::launch::{Argument, address, address_or_null, blocks, launch, ordinal};
 use super::sums::add_columns;
-use super::{Argument, address, address_or_null, blocks, launch, ordinal};
 use crate::cuda::abilities::gpu_has_wide_shared_memory;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -227,8 +227,8 @@ fn norm_arguments(op: &'static str, [x, z]: [&Tensor; 2], weight: &Tensor) -> Re
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn grids_are_those_of_the_source() {

@@ -6,7 +6,7 @@
 use tch::{Kind, Tensor};
 
 use super::delta_mix::{DIM, DeltaLayout, DeltaSizes};
-use super::{Argument, address, address_or_null, blocks, launch, ordinal};
+use super::launch::{Argument, address, address_or_null, blocks, launch, ordinal};
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::{Error, Result};
@@ -166,24 +166,24 @@ fn scan_grid(layout: &DeltaLayout, sizes: DeltaSizes) -> (u32, u32) {
 /// Gradients of what the rule reads.
 #[derive(Debug)]
 pub struct DeltaGradients {
-    /// Of queries and keys of unit length and of values.
+    /// Gradients of queries and keys of unit length and of values.
     pub mixed: Tensor, // [T, C] bf16
-    /// Of `a`, from which decays are made.
+    /// The gradient of `a`, from which decays are made.
     pub a: Tensor, // [T, H] bf16
-    /// Of `b`, whose sigmoid is the write strength.
+    /// The gradient of `b`, whose sigmoid is the write strength.
     pub b: Tensor, // [T, H] bf16
-    /// Of A_log and dt_bias, a sum for each chunk.
+    /// Gradients of A_log and dt_bias, a sum for each chunk.
     pub of_heads: Tensor, // [2, B, H] f32
-    /// Of the states before the first tokens.
+    /// The gradient of the states before the first tokens.
     pub initial: Tensor, // [N, H, DIM, DIM] f32
 }
 
-/// What [`delta_backward`] reads of the forward.
+/// Results of the forward that [`delta_backward`] reads.
 #[derive(Debug)]
 pub struct DeltaSaved<'a> {
     /// Queries, keys and values.
     pub mixed: &'a Tensor, // [T, C] bf16
-    /// Of [`delta_scan`] for a backward.
+    /// Chunks that [`delta_scan`] keeps for a backward.
     pub kept: &'a DeltaKept,
     /// Rows from which decays are made.
     pub a: &'a Tensor, // [T, H] bf16
@@ -302,14 +302,16 @@ fn delta_gradients(
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::capability::Capability;
     use crate::cuda::image::{HOPPER_SHARED_BYTES, limits};
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn tiles_fit_a_multiprocessor_beside_what_kernels_declare() {
         tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
-        let [forward, backward] = [SOURCE, GRADIENTS].map(|source| limits(&nvrtc::cubin(source, (9, 0)).unwrap()));
+        let [forward, backward] =
+            [SOURCE, GRADIENTS].map(|source| limits(&nvrtc::cubin(source, Capability::HOPPER).unwrap()));
         for (of, name, block, shared_bytes) in [
             (&forward, "delta_prepare", PREPARE_THREADS, PREPARE_BYTES),
             (&forward, "delta_scan_4", 128, SCAN_BYTES),

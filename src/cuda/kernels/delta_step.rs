@@ -3,8 +3,9 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, invalid, is_aligned, kind_name, launch_early, ordinal, strided};
+use super::launch::{Argument, address, invalid, is_aligned, kind_name, launch_early, ordinal, strided};
 use crate::cuda::Context;
+use crate::cuda::capability::Capability;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -40,7 +41,7 @@ const QUADS: usize = MOST_DELTA_DIM / 8;
 const THREADS: usize = 256;
 /// Blocks that one multiprocessor holds at once, by their registers.
 const BLOCKS_PER_PROCESSOR: usize = 2;
-/// Of `delta_decode`: threads, shared memory beside a state, and blocks that one multiprocessor holds at once by states of float32 and of
+/// Sizes of `delta_decode`: threads, shared memory beside a state, and blocks that one multiprocessor holds at once by states of float32 and of
 /// bfloat16.
 const DECODE_THREADS: usize = 160;
 const DECODE_SMALL_BYTES: usize = 3200;
@@ -223,7 +224,7 @@ pub fn delta_step(
         arguments.push(count(num_runs));
         let context = Context::retain(gpu)?;
         let processors = context.num_processors()?;
-        if is_known && context.compute_capability()? == (9, 0) {
+        if is_known && context.compute_capability()? == Capability::HOPPER {
             let per_processor = DECODE_BLOCKS[usize::from(pages.states.kind() == Kind::BFloat16)];
             let state_bytes = key_dim * value_dim * pages.states.kind().elt_size_in_bytes();
             let shape = (
@@ -254,8 +255,8 @@ pub fn delta_step(
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, kinds_name, launch_early, ordinal, row_len, width};
+use super::launch::{Argument, address, kinds_name, launch_early, ordinal, row_len, width};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

@@ -5,8 +5,8 @@
 
 use tch::{Kind, Tensor};
 
+use super::launch::{Argument, address, address_or_null, invalid, kind_name, launch, launch_early, ordinal, width};
 use super::route::RoutedTokens;
-use super::{Argument, address, address_or_null, invalid, kind_name, launch, launch_early, ordinal, width};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -22,12 +22,12 @@ pub(super) const NAMES: &[&str] = &[
     "experts_gather_bf16_x8",
 ];
 
-/// What an expert that every token goes to made of the tokens, and what its share, the sigmoid of the gate's product with x, is made of.
+/// Outputs of an expert that every token goes to, and the factors of its share, the sigmoid of the gate's product with x.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedExpertRows<'a> {
     /// The expert's output, like the other experts'.
     pub rows: &'a Tensor, // [T, D]
-    /// What experts read.
+    /// Rows that experts read.
     pub x: &'a Tensor, // [T, D]
     /// The gate.
     pub gate: &'a Tensor, // [1, D]

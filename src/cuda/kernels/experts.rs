@@ -7,8 +7,9 @@
 
 use tch::{Kind, Tensor};
 
+use super::launch::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
 use super::route::RoutedTokens;
-use super::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
+use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -75,7 +76,7 @@ const MANY: ExpertTile = tile("many", 128, 256, 192, 1);
 const SMALL: ExpertTile = tile("small", 64, 128, 64, 3);
 const FLOAT: ExpertTile = tile("f32", 64, 128, 0, 4);
 /// Chips whose blocks can have the shared memory of [`SOME`] and [`MANY`].
-const LARGE_SHARED: [(i32, i32); 2] = [(9, 0), (10, 0)];
+const LARGE_SHARED: [Capability; 2] = [Capability::HOPPER, Capability::new(10, 0)];
 /// Rows an expert, on average, up to which tiles of few and of some rows serve.
 const FEW_ROWS: usize = 20;
 const SOME_ROWS: usize = 60;
@@ -135,7 +136,7 @@ pub struct ExpertAdapter<'a> {
     pub b: &'a Tensor, // [E, features of the matrix, r]; strides between rows and experts
 }
 
-/// What [`experts_low`] multiplies.
+/// Rows that [`experts_low`] multiplies.
 #[derive(Debug, Clone, Copy)]
 pub enum LowRows<'a> {
     /// The row of each sorted row's token.

@@ -3,8 +3,8 @@
 
 use tch::{Kind, Tensor};
 
+use super::launch::{Argument, address, invalid, launch_early, ordinal};
 use super::sample::Draws;
-use super::{Argument, address, invalid, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -71,8 +71,8 @@ pub fn filter(
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

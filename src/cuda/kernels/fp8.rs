@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
-use super::{
-    Argument, add_rms_norm, address, address_or_null, invalid, is_aligned, kinds_name, launch_early, ordinal, rms_norm,
-    row_len, strided, swiglu,
+use super::launch::{
+    Argument, address, address_or_null, invalid, is_aligned, kinds_name, launch_early, ordinal, row_len, strided,
 };
+use super::{add_rms_norm, rms_norm, swiglu};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -215,10 +215,10 @@ pub fn fp8_swiglu_serves(gate_up: &Tensor) -> bool {
 pub fn fp8_norm_serves(x: &Tensor, weight: &Tensor) -> bool {
     let dim = weight.numel();
     let fits = fp8_serves([COLUMNS, dim]) && dim <= add_rms_norm::most_columns(PACK);
-    super::serve(x) && rounds(weight) && fits && is_aligned(x) && is_aligned(weight)
+    super::launch::serve(x) && rounds(weight) && fits && is_aligned(x) && is_aligned(weight)
 }
 
-/// What both norms are given, in their order: x, weight, y, values, scales, D, epsilon, centre.
+/// Arguments of both norms, in their order: x, weight, y, values, scales, D, epsilon, centre.
 fn norm_arguments(
     op: &'static str,
     (x, weight, y): (&Tensor, &Tensor, Option<&Tensor>), // [T, D], [D], [T, D]
@@ -292,17 +292,18 @@ fn row_bytes(columns: usize) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::capability::Capability;
     use crate::cuda::image::{HOPPER_SHARED_BYTES, limits};
     use crate::cuda::kernel::must_ask;
+    use crate::cuda::kernels::launch::assert_declared;
 
     /// Every length of row that is served is launched with threads and shared memory that its kernel may have. A row of Qwen3-8B's and of
     /// Qwen3.5-9B's gradients takes 48 KiB, all that a launch has without asking, and the kernel declares more: that launch must ask.
     #[test]
     fn every_row_fits_a_block_of_its_kernel() {
         tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
-        let limits_of = |source| limits(&nvrtc::cubin(source, (9, 0)).unwrap());
+        let limits_of = |source| limits(&nvrtc::cubin(source, Capability::HOPPER).unwrap());
         let (swiglu, rounding) = (limits_of(swiglu::SOURCE), limits_of(SOURCE));
         let [forward, backward] = ["swiglu_forward_fp8", "swiglu_backward_fp8"].map(|name| swiglu[name]);
         let [short, long] = NAMES else { panic!("{NAMES:?}") };

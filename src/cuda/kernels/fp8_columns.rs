@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::fp8::{ScaledRows, fp8_trains};
-use super::{Argument, address, invalid, is_aligned, launch, launch_early, ordinal};
+use super::launch::{Argument, address, invalid, is_aligned, launch, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -61,8 +61,8 @@ fn strips([rows, columns]: [usize; 2]) -> (usize, usize) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

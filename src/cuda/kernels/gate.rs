@@ -3,7 +3,7 @@
 
 use tch::Tensor;
 
-use super::{Argument, address, invalid, is_aligned, kind_name, launch_early, ordinal, strided};
+use super::launch::{Argument, address, invalid, is_aligned, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

@@ -5,7 +5,8 @@ use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, pairs_boxes, rows_boxes, step};
 use super::fp8::ScaledRows;
-use super::{Argument, address, invalid, ordinal, queue, strided};
+use super::launch::{Argument, address, invalid, ordinal, queue, strided};
+use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -39,11 +40,11 @@ pub fn gate_up_serves(rows: usize, w: &Tensor) -> Result<bool> {
         return Ok(false);
     }
     let context = Context::retain(ordinal(OP, w)?)?;
-    Ok(context.compute_capability()? == (9, 0) && context.num_processors()? == 2 * PAIRS)
+    Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == 2 * PAIRS)
 }
 
-/// The key of what the speed of [`gate_up`] depends on, on a GPU of compute capability (major, minor).
-pub(in crate::cuda) fn gate_up_key(capability: (i32, i32)) -> Result<String> {
+/// The key of what the speed of [`gate_up`] depends on, on a GPU of a compute capability.
+pub(in crate::cuda) fn gate_up_key(capability: Capability) -> Result<String> {
     nvrtc::key(SOURCE, capability)
 }
 
@@ -127,8 +128,8 @@ fn fills_the_chip(size: &[i64], kind: Kind) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

@@ -4,7 +4,8 @@
 use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, rows_boxes};
-use super::{Argument, address, invalid, is_aligned, ordinal, queue, strided};
+use super::launch::{Argument, address, invalid, is_aligned, ordinal, queue, strided};
+use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -31,7 +32,7 @@ pub fn grouped_weight_serves(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<boo
     if !dy.device().is_cuda() || dw.kind() != Kind::Float || !takes(dy, x, dw) {
         return Ok(false);
     }
-    Ok(Context::retain(ordinal(OP, dy)?)?.compute_capability()? == (9, 0))
+    Ok(Context::retain(ordinal(OP, dy)?)?.compute_capability()? == Capability::HOPPER)
 }
 
 /// dw += dy^T x for the rows of every group, each sum made in float32 and added once. Rows of a group are those from the end of the
@@ -88,8 +89,8 @@ fn takes(dy: &Tensor, x: &Tensor, dw: &Tensor) -> bool {
 mod tests {
     use tch::Device;
 
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, blocks, invalid, is_aligned, kind_name, launch, ordinal};
+use super::launch::{Argument, address, address_or_null, blocks, invalid, is_aligned, kind_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

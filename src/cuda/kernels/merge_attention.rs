@@ -1,11 +1,12 @@
 //! Two attentions of the same queries as one, by their log-sum-exp.
 #![allow(unsafe_code)]
 
-use tch::{Kind, Tensor};
+use tch::Kind;
 
-use super::{Argument, address, blocks, invalid, is_aligned, launch, ordinal};
+use super::launch::{Argument, address, blocks, invalid, is_aligned, launch, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
+use crate::torch::Attended;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::MERGE_ATTENTION;
 pub(super) const NAMES: &[&str] = &["merge_attention_bf16"];
@@ -15,23 +16,21 @@ const MOST_BLOCKS: usize = 1 << 14;
 /// Elements that a thread takes at once.
 const PACK: usize = 8;
 
-/// An attention's output and the log-sum-exp of its scores.
-pub type PartialAttention<'a> = (&'a Tensor /* [T, H, hd] bf16 */, &'a Tensor /* [T, H] f32, any strides */);
-
-/// lse = log(exp(lse_a) + exp(lse_b)), o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b, written into `to`.
+/// lse = log(exp(lse_a) + exp(lse_b)), o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b, written into `to`. Outputs are [T, H, hd] bf16, each
+/// log-sum-exp is [T, H] f32 of any strides.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit, or a head width that is no multiple of 8;
 /// [`crate::Error::Cuda`].
-pub fn merge_attention(a: PartialAttention<'_>, b: PartialAttention<'_>, to: PartialAttention<'_>) -> Result<()> {
+pub fn merge_attention(a: &Attended, b: &Attended, to: &Attended) -> Result<()> {
     const OP: &str = "merge_attention";
-    let (gpu, size, n) = (ordinal(OP, a.0)?, a.0.size(), a.0.numel());
+    let (gpu, size, n) = (ordinal(OP, &a.o)?, a.o.size(), a.o.numel());
     let [tokens, heads, head_dim] = size[..] else { return Err(invalid(OP, "[T, H, hd]", size)) };
     if head_dim % PACK as i64 != 0 {
         return Err(invalid(OP, "a head width that is a multiple of 8", head_dim));
     }
     let mut arguments = Vec::new();
-    for (o, lse) in [a, b, to] {
+    for Attended { o, lse } in [a, b, to] {
         let fits = lse.size() == [tokens, heads] && lse.kind() == Kind::Float && lse.device() == o.device();
         if !fits || !is_aligned(o) {
             return Err(invalid(OP, format!("log-sum-exp [{tokens}, {heads}] f32 beside aligned outputs"), lse.size()));

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::boxes::{rows_boxes, step};
 use super::fp8::ScaledRows;
-use super::{Argument, address, address_or_null, ordinal, queue, strided};
+use super::launch::{Argument, address, address_or_null, ordinal, queue, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -67,8 +67,8 @@ pub(super) fn run(
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

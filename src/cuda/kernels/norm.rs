@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, invalid, kind_name, launch, ordinal};
+use super::launch::{Argument, address, invalid, kind_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -41,8 +41,8 @@ pub fn sums_of_squares(tensors: &[Tensor], // each [n] f32 or bf16
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

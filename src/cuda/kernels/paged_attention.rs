@@ -4,7 +4,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::fp8::ScaledRows;
-use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
+use super::launch::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -351,8 +351,8 @@ fn attend(
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

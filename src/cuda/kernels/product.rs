@@ -5,7 +5,9 @@ use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, rows_boxes, step};
 use super::fp8::ScaledRows;
-use super::{Argument, address, address_or_null, invalid, narrow_product, ordinal, queue, strided};
+use super::launch::{Argument, address, address_or_null, invalid, ordinal, queue, strided};
+use super::narrow_product;
+use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -81,12 +83,12 @@ pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -
         return Ok(false);
     }
     let context = Context::retain(ordinal("product", first)?)?;
-    Ok(context.compute_capability()? == (9, 0) && context.num_processors()? == PROCESSORS)
+    Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == PROCESSORS)
 }
 
-/// The key of what the speed of [`product`] depends on, on a GPU of compute capability (major, minor): the kernels and how
+/// The key of what the speed of [`product`] depends on, on a GPU of a compute capability: the kernels and how
 /// weights are cut.
-pub(in crate::cuda) fn product_key(capability: (i32, i32)) -> Result<String> {
+pub(in crate::cuda) fn product_key(capability: Capability) -> Result<String> {
     let cuts = (FEATURES, narrow_product::FEATURES, CLUSTERS, LEAST_FILL, LEAST_FILL_FP8);
     let [few, narrow] = [SOURCE, narrow_product::SOURCE].map(|source| nvrtc::key(source, capability));
     Ok(format!("{cuts:?} {} {}", few?, narrow?))
@@ -212,8 +214,8 @@ fn cut_for(op: &'static str, (x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, 
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

@@ -3,8 +3,8 @@
 
 use tch::{Kind, Tensor};
 
+use super::launch::{Argument, address, invalid, kind_name, launch_early, ordinal, strided};
 use super::rope_write_kv::QkvViews;
-use super::{Argument, address, invalid, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

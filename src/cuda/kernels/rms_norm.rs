@@ -3,8 +3,8 @@
 
 use tch::{Kind, Tensor};
 
+use super::launch::{Argument, address, address_or_null, blocks, invalid, is_aligned, kinds_name, launch, ordinal};
 use super::sums::add_columns;
-use super::{Argument, address, address_or_null, blocks, invalid, is_aligned, kinds_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
 use super::fp8::ScaledRows;
-use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
+use super::launch::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -33,7 +33,7 @@ pub struct QkvViews {
     pub k: Tensor,
     /// [T, Hkv, hd]
     pub v: Tensor,
-    /// Of every query, whose neighbour it is, where attention's output has gates. [T, Hkv, G, hd]
+    /// Gates of the queries, each beside its query, where attention's output has gates. [T, Hkv, G, hd]
     pub gate: Option<Tensor>,
 }
 
@@ -57,7 +57,7 @@ impl QkvViews {
     }
 }
 
-/// Of heads [T, Hkv, G, hd], or [T, Hkv, 2 G, hd] in which gates follow their queries.
+/// Views of heads [T, Hkv, G, hd], or [T, Hkv, 2 G, hd] in which gates follow their queries.
 fn queries_and_gates(heads: &Tensor, is_gated: bool) -> (Tensor, Option<Tensor>) {
     if !is_gated {
         return (heads.shallow_clone(), None);

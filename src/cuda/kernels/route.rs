@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
+use super::launch::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -165,8 +165,8 @@ pub fn route(
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

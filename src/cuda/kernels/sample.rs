@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
+use super::launch::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -132,8 +132,8 @@ pub fn combine(
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_same_constants() {

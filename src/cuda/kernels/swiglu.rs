@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, blocks, invalid, kind_name, launch_early, ordinal};
+use super::launch::{Argument, address, blocks, invalid, kind_name, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

@@ -6,7 +6,8 @@ use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, pairs_boxes, rows_boxes, step};
 use super::fp8::ScaledRows;
-use super::{Argument, address, address_or_null, invalid, ordinal, queue, strided};
+use super::launch::{Argument, address, address_or_null, invalid, ordinal, queue, strided};
+use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -127,12 +128,12 @@ fn serves(rows: usize, w: &Tensor, has_silu: bool) -> Result<bool> {
         return Ok(false);
     }
     let context = Context::retain(ordinal(OP, w)?)?;
-    Ok(context.compute_capability()? == (9, 0) && context.num_processors()? == PROCESSORS)
+    Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == PROCESSORS)
 }
 
-/// The key of what the speed of [`wide_product_fp8`] depends on, on a GPU of compute capability (major, minor): the kernels and how
+/// The key of what the speed of [`wide_product_fp8`] depends on, on a GPU of a compute capability: the kernels and how
 /// weights are cut.
-pub(in crate::cuda) fn wide_product_key(capability: (i32, i32)) -> Result<String> {
+pub(in crate::cuda) fn wide_product_key(capability: Capability) -> Result<String> {
     let cuts = (CLUSTERS, LEAST_FILL, MOST_ROWS_OF_WHOLE, LONG, TILES, TILES_SILU_MUL, BYTES_OF_PARTS);
     Ok(format!("{cuts:?} {:?} {}", (STAGES_BYTES, STAGES_BYTES_OF_TILES), nvrtc::key(SOURCE, capability)?))
 }
@@ -226,8 +227,8 @@ fn parts_of(features: usize, steps: usize) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::assert_declared;
     use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
     fn the_source_has_the_kernels_of_all_cuts() {

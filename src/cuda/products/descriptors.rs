@@ -7,7 +7,7 @@ use cudarc::cublaslt::sys;
 use tch::{Kind, Tensor};
 
 use super::problem::{Factor, Problem};
-use super::{WORKSPACE_BYTES, status};
+use super::status::{WORKSPACE_BYTES, status};
 use crate::error::Result;
 
 /// cuBLASLt's description of a problem, destroyed with this.

@@ -12,6 +12,7 @@ mod order;
 mod own;
 mod problem;
 mod shared;
+mod status;
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -23,14 +24,12 @@ use tch::Tensor;
 
 use self::descriptors::Descriptors;
 use self::problem::Problem;
+use self::status::{WORKSPACE_BYTES, failed, status};
 use super::context::{Context, check};
 use super::kernels::ScaledRows;
 use super::torch_stream::TorchStream;
 use crate::error::{Error, Result};
 use crate::torch;
-
-/// The workspace that cuBLAS advises for Hopper.
-const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// How the algorithm of a shape is found on first use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -237,18 +236,4 @@ impl Drop for Products {
 fn no_algorithm(problem: &Problem) -> Error {
     let code = sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32;
     failed("cublasLtMatmulAlgoGetHeuristic", code, &format!("no algorithm for {problem:?}"))
-}
-
-fn status(op: &'static str, code: sys::cublasStatus_t) -> Result<()> {
-    match code {
-        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
-        sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => {
-            Err(Error::OutOfMemory { owner: op.to_owned(), requested_bytes: 0 })
-        }
-        code => Err(failed(op, code as u32, &format!("{code:?}"))),
-    }
-}
-
-fn failed(op: &'static str, code: u32, message: &str) -> Error {
-    Error::Cuda { op, code, message: message.to_owned() }
 }

@@ -5,7 +5,7 @@ use cudarc::cublaslt::sys;
 use cudarc::cublaslt::sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
 use cudarc::cublaslt::sys::cublasLtReductionScheme_t as Scheme;
 
-use super::status;
+use super::status::status;
 use crate::error::Result;
 
 /// The properties that the order of an algorithm's sums depends on.

@@ -144,7 +144,7 @@ impl Turns for PlayedSession<'_> {
         Ok(())
     }
 
-    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
+    fn on_event(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
         self.requests.report(event, session)
     }
 

@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::model::distinct::RopeSpec;
 use crate::model::format::Rows;
 use crate::model::params::{ParamName, Shapes};
-use crate::ops::attention::{SavedAttention, packed_backward};
+use crate::ops::attention::{QkvGradients, SavedAttention, packed_backward};
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::linear;
 
@@ -220,7 +220,7 @@ impl AttentionSpec {
         let d_gate = gate.map(|gate| gate::backward(&mut d_o, &o, &gate)).transpose()?;
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
         let attention = || packed_backward(&d_o, saved, packed.layouts.of(self.window), self.scale);
-        let (dq, dk, dv) = timed("attention, backward", OpCost::default, attention)?;
+        let QkvGradients { dq, dk, dv } = timed("attention, backward", OpCost::default, attention)?;
         let d_qkv = self.heads_backward(ctx, w, [dq, dk, dv], heads, grads)?;
         let d_qkv = gate::join(d_qkv, d_gate, self.num_kv_heads)?;
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;

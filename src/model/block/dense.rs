@@ -10,7 +10,7 @@ use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORM
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::cuda::kernels::ScaledRows;
 use crate::error::Result;
-use crate::model::format::Rows;
+use crate::model::format::{ActivationGradient, Rows};
 use crate::ops::swiglu::GateUp;
 
 /// The shape of a dense MLP.
@@ -64,8 +64,8 @@ impl DenseSpec {
     }
 
     /// Bytes a token of the fullest moment of backward: the gradient that comes in and the normalised rows; gate and up, which become
-    /// their gradients in place, unless they were kept, and those once more where they are rounded; the activation and its gradient. An adapter with dropout drops a copy of
-    /// the activation, and its own part of the gradient comes in two tensors more.
+    /// their gradients in place, unless they were kept; the gradients' rounded copy, of a format that rounds; the activation and its gradient. An
+    /// adapter with dropout drops a copy of the activation, and its own part of the gradient comes in two tensors more.
     pub(super) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool, drops: bool) -> usize {
         let row = bytes.narrow * self.intermediate;
         let gate_up = if keeps_gate_up { 0 } else { 2 * row };
@@ -74,8 +74,9 @@ impl DenseSpec {
         2 * bytes.narrow * self.hidden + gate_up + rounded + 2 * row + dropped
     }
 
-    /// Bytes a token where backward makes the gradient of the normalised rows of rounded ones: beside it those rows and the gradient that came in; gate
-    /// and up, unless they were kept, as their gradients, and those rounded.
+    /// Bytes a token of the moment at which backward makes the gradient of the normalised rows, in a format that rounds: that gradient, the
+    /// normalised rows and the gradient that came in; the gradients of gate and up, in whose place these were unless they were kept; the
+    /// gradients' rounded copy.
     pub(super) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         let gate_up = if keeps_gate_up { 0 } else { 2 * bytes.narrow * self.intermediate };
         3 * bytes.narrow * self.hidden + gate_up + 2 * bytes.rounded * self.intermediate
@@ -118,16 +119,17 @@ impl DenseSpec {
         let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
         let (d_down, format) = (grads.linear_mut(Matrix::Down), w.linear(Matrix::GateUp).format);
-        let (d_gate_up, rounded) = if d_down.pieces.is_empty() {
+        let d = if d_down.pieces.is_empty() {
             // An adapter adds to the activation's gradient, and needs the activation for that.
             let d_act = down.backward(&d_output, &gate_up.activate()?, d_down)?;
-            let (d_gate_up, _, rounded) = format.activate_backward(gate_up, &d_act)?;
-            (d_gate_up, rounded)
+            format.activate_backward(gate_up, &d_act)?
         } else {
-            let (d_gate_up, act, rounded) = format.activate_backward(gate_up, &down.backward_input(&d_output)?)?;
-            down.weight_gradient(&d_output, &act, d_down)?;
-            (d_gate_up, rounded)
+            let d = format.activate_backward(gate_up, &down.backward_input(&d_output)?)?;
+            down.weight_gradient(&d_output, &d.act, d_down)?;
+            d
         };
+        let ActivationGradient { d_gate_up, act, rounded } = d;
+        drop(act);
         let d = (&d_gate_up, rounded.as_ref());
         let d_normed = project_backward(w, d, normed.plain(), grads.linear_mut(Matrix::GateUp))?;
         ctx.enter_backward(w, NORMS, &d_normed, (h, dy), rstd.as_ref(), grads)

@@ -73,7 +73,8 @@ impl Matrix {
         }
     }
 
-    /// Whether training in a format that rounds does so with its products: not those of a gated delta net's write strengths and decays, which are a row a head.
+    /// Whether a format that rounds also rounds the products of this matrix in training. The write strengths and decays of a gated delta net
+    /// stay as they are: they have one row a head.
     pub(crate) fn is_rounded(self) -> bool {
         !matches!(self, Matrix::DeltaB | Matrix::DeltaA)
     }

@@ -100,7 +100,8 @@ impl Mlp {
         }
     }
 
-    /// Bytes a token where backward makes the gradient of its normalised rows of rounded ones, of which experts do not train.
+    /// Bytes a token of the moment at which backward makes the gradient of the normalised rows, in a format that rounds; 0 of experts, which
+    /// do not train in such a format.
     pub(super) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         match self {
             Mlp::Dense(dense) => dense.input_gradient_bytes(bytes, keeps_gate_up),

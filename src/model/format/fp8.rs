@@ -4,7 +4,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::step::{OwnProducts, StepCost, StepOutput, StepProducts, StepRows};
-use super::{Format, Piece, Rows, Section, Use};
+use super::{ActivationGradient, Format, Piece, Plain, Rows, Section, Use};
 use crate::cuda::kernels::{self, NormOptions, NormedRows, ScaledRows};
 use crate::cuda::{Context, OpCost, Products, timed};
 use crate::error::Result;
@@ -174,16 +174,16 @@ impl Format for Fp8 {
     }
 
     /// By a kernel that rounds on its way, where one serves the pairs.
-    fn activate_backward(&self, gate_up: GateUp, d_act: &Tensor) -> Result<(GateUp, Tensor, Option<ScaledRows>)> {
+    fn activate_backward(&self, gate_up: GateUp, d_act: &Tensor) -> Result<ActivationGradient> {
         match gate_up {
             GateUp::Interleaved(pairs) if kernels::fp8_swiglu_serves(&pairs) => {
                 let rows = fp8::empty([pairs.size()[0], pairs.size()[1]], pairs.device())?;
                 let work = || OpCost { bytes: 7.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
                 let run = || kernels::swiglu_backward_fp8(d_act, pairs, &rows);
                 let (d_pairs, act) = timed("activation, backward", work, run)?;
-                Ok((GateUp::Interleaved(d_pairs), act, Some(rows)))
+                Ok(ActivationGradient { d_gate_up: GateUp::Interleaved(d_pairs), act, rounded: Some(rows) })
             }
-            whole => whole.backward(d_act).map(|(d, act)| (d, act, None)),
+            whole => Plain.activate_backward(whole, d_act),
         }
     }
 

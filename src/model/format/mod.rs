@@ -81,6 +81,17 @@ pub enum Use {
     },
 }
 
+/// Results of going back through silu(gate) * up.
+#[derive(Debug)]
+pub struct ActivationGradient {
+    /// The gradients of gate and up.
+    pub d_gate_up: GateUp, // [T, F] each
+    /// The activation again.
+    pub act: Tensor, // [T, F]
+    /// The gradients as the next product reads them, where they are rounded already.
+    pub rounded: Option<ScaledRows>, // [T, 2 F]
+}
+
 /// Shape and type of a tensor.
 pub type Section = (Vec<i64>, Kind);
 
@@ -230,12 +241,12 @@ pub trait Format: Debug + Sync {
         Ok(gate_up.activate()?.into())
     }
 
-    /// [`GateUp::backward`]; and the rows of the gradients for a product, where they are rounded on their way.
+    /// Goes back through silu(gate) * up, and rounds the gradients for a product where a kernel does both.
     ///
     /// # Errors
     /// The errors of [`GateUp::backward`].
-    fn activate_backward(&self, gate_up: GateUp, d_act: &Tensor) -> Result<(GateUp, Tensor, Option<ScaledRows>)> {
-        gate_up.backward(d_act).map(|(d, act)| (d, act, None))
+    fn activate_backward(&self, gate_up: GateUp, d_act: &Tensor) -> Result<ActivationGradient> {
+        gate_up.backward(d_act).map(|(d_gate_up, act)| ActivationGradient { d_gate_up, act, rounded: None })
     }
 
     /// The cost of products in a step on a GPU, where an element of a plain weight has `plain_bytes`.

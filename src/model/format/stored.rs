@@ -99,7 +99,7 @@ enum Stored {
 pub struct BaseRounding(Option<Box<dyn Encoder>>);
 
 impl BaseRounding {
-    /// Of bases that are stored so.
+    /// Rounds as bases of this quantization are stored.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a model whose blocks cannot be stored so.

@@ -6,11 +6,12 @@
 
 use tch::{Kind, Tensor};
 
-use super::runs::{Runs, lens};
-use super::varlen::as_runs;
+use super::runs::{Runs, as_runs, lens};
 use crate::error::Result;
 use crate::ops::try_map;
-use crate::torch::{SavedAttention, cudnn_backward, cudnn_forward, flash_backward, flash_forward, full};
+use crate::torch::{
+    Attended, QkvGradients, SavedAttention, cudnn_backward, cudnn_forward, flash_backward, flash_forward, full,
+};
 
 /// Rectangles' lengths are multiples of this.
 const LEN_STEP: i64 = 256;
@@ -47,53 +48,53 @@ impl Mixed {
         Some(Self { parts })
     }
 
-    /// (o [T, H, hd], log-sum-exp [T, H]).
+    /// Attends: o [T, H, hd], log-sum-exp [T, H].
     pub(super) fn forward(
         &self,
         q: &Tensor, // [T, H, hd]
         k: &Tensor, // [T, Hkv, hd]
         v: &Tensor, // [T, Hkv, hd]
         scale: f64,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<Attended> {
         let [tokens, heads, _] = q.size()[..] else { panic!("queries [T, H, hd], not {:?}", q.size()) };
         let o = Tensor::f_empty(q.size(), (q.kind(), q.device()))?;
         let lse = Tensor::f_empty([heads, tokens], (Kind::Float, q.device()))?;
         for part in &self.parts {
-            let (own_o, own_lse) = match &part.short {
+            let own = match &part.short {
                 Some(runs) => {
                     let [q, k, v] = [q, k, v].map(|t| t.narrow(0, part.first, part.len));
                     flash_forward(&q, &k, &v, runs.varlen()?, scale)?
                 }
                 None => {
                     let [q, k, v] = try_map([q, k, v], |t| part.rectangle(t))?;
-                    let (o, lse) = cudnn_forward(&q, &k, &v, true, scale)?;
-                    (part.rows(&o), lse.f_reshape([heads, -1])?)
+                    let Attended { o, lse } = cudnn_forward(&q, &k, &v, true, scale)?;
+                    Attended { o: part.rows(&o), lse: lse.f_reshape([heads, -1])? }
                 }
             };
-            o.narrow(0, part.first, part.len).f_copy_(&own_o)?;
-            lse.narrow(1, part.first, part.len).f_copy_(&own_lse.narrow(1, 0, part.len))?;
+            o.narrow(0, part.first, part.len).f_copy_(&own.o)?;
+            lse.narrow(1, part.first, part.len).f_copy_(&own.lse.narrow(1, 0, part.len))?;
         }
-        Ok((o, lse.tr()))
+        Ok(Attended { o, lse: lse.tr() })
     }
 
-    /// (dq, dk, dv), from what [`Mixed::forward`] took and gave, or of a larger softmax.
+    /// Gradients from the inputs and results of [`Mixed::forward`], or of a larger softmax.
     pub(super) fn backward(
         &self,
         d_o: &Tensor,          // [T, H, hd]
         saved: SavedAttention, // q, o [T, H, hd], k, v [T, Hkv, hd], lse [T, H]
         scale: f64,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
+    ) -> Result<QkvGradients> {
         let SavedAttention { q, k, v, o, lse } = saved;
         let gradients = try_map([q, k, v], |t| Ok(Tensor::f_empty(t.size(), (t.kind(), t.device()))?))?;
         let lse = lse.tr(); // [H, T]
         for part in &self.parts {
             let own_lse = lse.narrow(1, part.first, part.len);
-            let own: [Tensor; 3] = match &part.short {
+            let QkvGradients { dq, dk, dv } = match &part.short {
                 Some(runs) => {
                     let [d_o, q, k, v, o] =
                         try_map([d_o, q, k, v, o], |t| Ok(t.narrow(0, part.first, part.len).f_contiguous()?))?;
                     let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &own_lse.f_contiguous()? };
-                    flash_backward(&d_o, saved, runs.varlen()?, scale)?.into()
+                    flash_backward(&d_o, saved, runs.varlen()?, scale)?
                 }
                 None => {
                     let [d_o, q, k, v, o] = try_map([d_o, q, k, v, o], |t| part.rectangle(t))?;
@@ -102,15 +103,16 @@ impl Mixed {
                     padded.narrow(1, 0, part.len).f_copy_(&own_lse)?;
                     let padded = padded.view([1, -1, len, 1]);
                     let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &padded };
-                    let gradients: [Tensor; 3] = cudnn_backward(&d_o, saved, true, scale)?.into();
-                    gradients.map(|t| part.rows(&t))
+                    let QkvGradients { dq, dk, dv } = cudnn_backward(&d_o, saved, true, scale)?;
+                    QkvGradients { dq: part.rows(&dq), dk: part.rows(&dk), dv: part.rows(&dv) }
                 }
             };
-            for (whole, own) in gradients.iter().zip(&own) {
+            for (whole, own) in gradients.iter().zip([&dq, &dk, &dv]) {
                 whole.narrow(0, part.first, part.len).f_copy_(own)?;
             }
         }
-        Ok(gradients.into())
+        let [dq, dk, dv] = gradients;
+        Ok(QkvGradients { dq, dk, dv })
     }
 }
 

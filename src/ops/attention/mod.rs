@@ -7,7 +7,7 @@
 //! | `bounds` | where a micro-batch's sequences lie, with or without shared prompts |
 //! | `packed` | attention over them: one attention, or three that are merged |
 //! | `merge` | two attentions of the same queries as one |
-//! | `runs`, `varlen` | one attention of packed runs |
+//! | `runs`, `planned`, `varlen` | one attention of packed runs: its rows, what kernels need of them, the computation |
 //! | `kernel` | which kernel serves it |
 //! | `mixed` | runs of different lengths: the long ones one by one |
 //! | `padded` | runs side by side for kernels that take rectangles only |
@@ -21,6 +21,7 @@ mod mixed;
 mod packed;
 mod padded;
 mod paged;
+mod planned;
 mod runs;
 #[cfg(test)]
 mod tests;
@@ -31,4 +32,4 @@ pub use entries::KvEntries;
 pub use packed::{PackedLayout, packed_backward, packed_forward};
 pub use paged::{PagedLayout, kv_rows, paged_decode, paged_prefill, write_kv};
 
-pub use crate::torch::SavedAttention;
+pub use crate::torch::{Attended, QkvGradients, SavedAttention};

@@ -6,10 +6,11 @@ use tch::{Device, Tensor};
 
 use super::bounds::{Bounds, SharedBounds};
 use super::merge::merge_into;
+use super::planned::PlannedRuns;
 use super::runs::{Runs, Sees};
 use super::varlen;
 use crate::error::Result;
-use crate::torch::SavedAttention;
+use crate::torch::{Attended, QkvGradients, SavedAttention};
 
 /// The layout of a packed micro-batch for attention; made once, shared by all layers, forward and backward.
 #[derive(Debug)]
@@ -19,7 +20,7 @@ pub struct PackedLayout {
 
 #[derive(Debug)]
 enum PackedRuns {
-    Separate(Box<Runs>),
+    Separate(Box<PlannedRuns>),
     Shared(Box<SharedRuns>),
 }
 
@@ -28,11 +29,11 @@ enum PackedRuns {
 struct SharedRuns {
     num_prompt_tokens: i64,
     /// Prompts on themselves: [P] on [P].
-    prompts: Runs,
+    prompts: PlannedRuns,
     /// All completions of a group as one run on their prompt: [C] on [P].
-    on_prompt: Runs,
+    on_prompt: PlannedRuns,
     /// Completions on themselves: [C] on [C].
-    completions: Runs,
+    completions: PlannedRuns,
 }
 
 impl PackedLayout {
@@ -41,7 +42,7 @@ impl PackedLayout {
     pub fn new(cu_seqlens: &[i64], num_kv_heads: usize, sliding_window: Option<usize>, device: Device) -> Self {
         let sees = Sees::Before { window: sliding_window.map(|window| window as i64) };
         let runs = Runs::new(cu_seqlens, cu_seqlens, sees, num_kv_heads as i64, device);
-        Self { parts: PackedRuns::Separate(Box::new(runs)) }
+        Self { parts: PackedRuns::Separate(Box::new(PlannedRuns::new(runs))) }
     }
 
     /// For the sequences of a micro-batch. Shared prompts take no window: it must be wider than every sequence.
@@ -50,7 +51,7 @@ impl PackedLayout {
             Bounds::Separate(cu_seqlens) => return Self::new(cu_seqlens, num_kv_heads, sliding_window, device),
             Bounds::Shared(bounds) => bounds,
         };
-        let runs = |q: &[i64], k: &[i64], sees| Runs::new(q, k, sees, num_kv_heads as i64, device);
+        let runs = |q: &[i64], k: &[i64], sees| PlannedRuns::new(Runs::new(q, k, sees, num_kv_heads as i64, device));
         let before = Sees::Before { window: None };
         Self {
             parts: PackedRuns::Shared(Box::new(SharedRuns {
@@ -63,7 +64,7 @@ impl PackedLayout {
     }
 }
 
-/// (o, log-sum-exp of the scaled scores in accumulation kind).
+/// Attends within each sequence; the log-sum-exp is in accumulation kind. o [T, H, hd], lse [T, H]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -73,7 +74,7 @@ pub fn packed_forward(
     v: &Tensor, // [T, Hkv, hd]
     layout: &PackedLayout,
     scale: f64,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<Attended> {
     let shared = match &layout.parts {
         PackedRuns::Separate(runs) => return varlen::forward(q, k, v, runs, scale),
         PackedRuns::Shared(shared) => shared,
@@ -84,15 +85,15 @@ pub fn packed_forward(
     let on_prompt = varlen::forward(&q, &k_prompt, &v_prompt, &shared.on_prompt, scale)?;
     let on_itself = varlen::forward(&q, &k, &v, &shared.completions, scale)?;
     let o = Tensor::f_empty(&size, (q.kind(), q.device()))?;
-    let lse = Tensor::f_empty(&size[..2], (prompt.1.kind(), q.device()))?;
+    let lse = Tensor::f_empty(&size[..2], (prompt.lse.kind(), q.device()))?;
     let [(mut o_prompt, o_rest), (mut lse_prompt, lse_rest)] = [&o, &lse].map(|t| shared.split(t));
-    o_prompt.f_copy_(&prompt.0)?;
-    lse_prompt.f_copy_(&prompt.1)?;
-    merge_into(&on_prompt, &on_itself, (o_rest, lse_rest))?;
-    Ok((o, lse))
+    o_prompt.f_copy_(&prompt.o)?;
+    lse_prompt.f_copy_(&prompt.lse)?;
+    merge_into(&on_prompt, &on_itself, Attended { o: o_rest, lse: lse_rest })?;
+    Ok(Attended { o, lse })
 }
 
-/// (dq, dk, dv), from what [`packed_forward`] took and gave. A shared prompt's dk and dv are the sums over all that see it.
+/// Gradients from the inputs and results of [`packed_forward`]. A shared prompt's dk and dv are the sums over all that see it.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -101,7 +102,7 @@ pub fn packed_backward(
     saved: SavedAttention, // q, o [T, H, hd], k, v [T, Hkv, hd], lse [T, H]
     layout: &PackedLayout,
     scale: f64,
-) -> Result<(Tensor, Tensor, Tensor)> {
+) -> Result<QkvGradients> {
     let shared = match &layout.parts {
         PackedRuns::Separate(runs) => return varlen::backward(d_o, saved, runs, scale),
         PackedRuns::Shared(shared) => shared,
@@ -112,14 +113,14 @@ pub fn packed_backward(
     let prompts = SavedAttention { q: &q_prompt, k: &k_prompt, v: &v_prompt, o: &o_prompt, lse: &lse_prompt };
     let on_itself = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse };
     let on_prompt = SavedAttention { k: &k_prompt, v: &v_prompt, ..on_itself };
-    let (dq_prompt, dk_prompt, dv_prompt) = varlen::backward(&d_o_prompt, prompts, &shared.prompts, scale)?;
-    let (dq_on, dk_on, dv_on) = varlen::backward(&d_o, on_prompt, &shared.on_prompt, scale)?;
-    let (dq_own, dk, dv) = varlen::backward(&d_o, on_itself, &shared.completions, scale)?;
-    Ok((
-        shared.join(&[&dq_prompt], &[&dq_on, &dq_own])?,
-        shared.join(&[&dk_prompt, &dk_on], &[&dk])?,
-        shared.join(&[&dv_prompt, &dv_on], &[&dv])?,
-    ))
+    let of_prompts = varlen::backward(&d_o_prompt, prompts, &shared.prompts, scale)?;
+    let on_prompt = varlen::backward(&d_o, on_prompt, &shared.on_prompt, scale)?;
+    let on_itself = varlen::backward(&d_o, on_itself, &shared.completions, scale)?;
+    Ok(QkvGradients {
+        dq: shared.join(&[&of_prompts.dq], &[&on_prompt.dq, &on_itself.dq])?,
+        dk: shared.join(&[&of_prompts.dk, &on_prompt.dk], &[&on_itself.dk])?,
+        dv: shared.join(&[&of_prompts.dv, &on_prompt.dv], &[&on_itself.dv])?,
+    })
 }
 
 impl SharedRuns {

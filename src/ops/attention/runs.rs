@@ -1,11 +1,9 @@
-//! One attention of packed runs: query run n sees key run n. What a kernel needs of it is made on first use.
+//! The rows of one attention of packed runs: query run n sees key run n.
 
 use std::cell::OnceCell;
 
 use tch::{Device, Tensor};
 
-use super::kernel::AttentionKernel;
-use super::padded::Padded;
 use crate::error::Result;
 use crate::torch::{self, Varlen};
 
@@ -21,14 +19,12 @@ pub(super) enum Sees {
 /// Bounds of both sides. B runs.
 #[derive(Debug)]
 pub(super) struct Runs {
-    q: Vec<i64>, // [B + 1], from 0
-    k: Vec<i64>, // [B + 1], from 0
+    pub q: Vec<i64>, // [B + 1], from 0
+    pub k: Vec<i64>, // [B + 1], from 0
     pub sees: Sees,
     pub num_kv_heads: i64,
-    device: Device,
-    padded: OnceCell<Padded>,
-    varlen: OnceCell<Varlen>,
-    kernel: OnceCell<AttentionKernel>,
+    pub device: Device,
+    varlen: OnceCell<Varlen>, // made on first use
 }
 
 /// B runs of one length each side.
@@ -43,23 +39,12 @@ impl Runs {
     /// Bounds may begin anywhere: rows are counted from the first.
     pub(super) fn new(q: &[i64], k: &[i64], sees: Sees, num_kv_heads: i64, device: Device) -> Self {
         let from_zero = |bounds: &[i64]| bounds.iter().map(|bound| bound - bounds[0]).collect();
-        let (padded, varlen, kernel) = (OnceCell::new(), OnceCell::new(), OnceCell::new());
-        Self { q: from_zero(q), k: from_zero(k), sees, num_kv_heads, device, padded, varlen, kernel }
+        Self { q: from_zero(q), k: from_zero(k), sees, num_kv_heads, device, varlen: OnceCell::new() }
     }
 
     /// Neighbours among the runs, by their bounds.
     pub(super) fn some(&self, bounds: &[i64]) -> Self {
         Self::new(bounds, bounds, self.sees, self.num_kv_heads, self.device)
-    }
-
-    /// The kernel for queries like `q`, the same in all layers, forward and backward.
-    pub(super) fn kernel(&self, q: &Tensor /* [T, H, hd] */) -> &AttentionKernel {
-        self.kernel.get_or_init(|| AttentionKernel::choose(q, self))
-    }
-
-    /// Padded to buckets of similar length.
-    pub(super) fn padded(&self) -> Result<&Padded> {
-        made_once(&self.padded, || Padded::new(&self.q, &self.k, self.sees, self.num_kv_heads, self.device))
     }
 
     /// For kernels that read the runs as they lie.
@@ -104,7 +89,7 @@ impl Runs {
 }
 
 /// The cell's value; `make` fills an empty one.
-fn made_once<T>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
+pub(super) fn made_once<T>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
     if let Some(made) = cell.get() {
         return Ok(made);
     }
@@ -115,4 +100,9 @@ fn made_once<T>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Result<
 /// Length of each run.
 pub(super) fn lens(bounds: &[i64]) -> impl Iterator<Item = i64> + '_ {
     bounds.windows(2).map(|bounds| bounds[1] - bounds[0])
+}
+
+/// [T, heads, hd] as [T / len, heads, len, hd], a view.
+pub(super) fn as_runs(t: &Tensor, len: i64) -> Tensor {
+    t.unflatten(0, [-1, len]).transpose(1, 2)
 }

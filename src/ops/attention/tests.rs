@@ -67,10 +67,10 @@ fn assert_equals_autograd([q, k, v]: [Tensor; 3], expected: &Tensor, expected_ls
     let d_o = rand(&expected.size());
     let grads = Tensor::run_backward(&[(expected * &d_o).sum(None)], &[&q, &k, &v], false, false);
     let [q, k, v] = [q, k, v].map(|t| t.detach());
-    let (o, lse) = packed_forward(&q, &k, &v, layout, SCALE).unwrap();
+    let Attended { o, lse } = packed_forward(&q, &k, &v, layout, SCALE).unwrap();
     assert_close(&o, expected);
     assert_close(&lse, expected_lse);
-    let (dq, dk, dv) =
+    let QkvGradients { dq, dk, dv } =
         packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, layout, SCALE).unwrap();
     assert_close(&dq, &grads[0]);
     assert_close(&dk, &grads[1]);
@@ -135,8 +135,8 @@ fn rows_of_sequences(bounds: &SharedBounds) -> Vec<(Tensor, i64)> {
 fn no_tokens_at_all() {
     let layout = PackedLayout::new(&[0], 2, None, Device::Cpu);
     let (q, k) = (rand(&[0, 4, HD]), rand(&[0, 2, HD]));
-    let (o, lse) = packed_forward(&q, &k, &k, &layout, SCALE).unwrap();
-    let (dq, dk, _) =
+    let Attended { o, lse } = packed_forward(&q, &k, &k, &layout, SCALE).unwrap();
+    let QkvGradients { dq, dk, .. } =
         packed_backward(&o, SavedAttention { q: &q, k: &k, v: &k, o: &o, lse: &lse }, &layout, SCALE).unwrap();
     assert_eq!((dq.size(), dk.size()), (vec![0, 4, HD], vec![0, 2, HD]));
 }
@@ -146,12 +146,12 @@ fn bfloat16_stays_near_float() {
     let (q, kv) = (rand(&[150, 4, HD]), rand(&[150, 2, HD]));
     for cu in [[0, 100, 150], [0, 0, 150]] {
         let layout = PackedLayout::new(&cu, 2, None, Device::Cpu);
-        let (exact, exact_lse) = packed_forward(&q, &kv, &kv, &layout, SCALE).unwrap();
+        let Attended { o: exact, lse: exact_lse } = packed_forward(&q, &kv, &kv, &layout, SCALE).unwrap();
         let [narrow_q, narrow_kv] = [&q, &kv].map(|t| t.to_kind(Kind::BFloat16));
-        let (o, lse) = packed_forward(&narrow_q, &narrow_kv, &narrow_kv, &layout, SCALE).unwrap();
+        let Attended { o, lse } = packed_forward(&narrow_q, &narrow_kv, &narrow_kv, &layout, SCALE).unwrap();
         assert_eq!((o.kind(), lse.kind()), (Kind::BFloat16, Kind::Float));
         let saved = SavedAttention { q: &narrow_q, k: &narrow_kv, v: &narrow_kv, o: &o, lse: &lse };
-        let (dq, _, _) = packed_backward(&o, saved, &layout, SCALE).unwrap();
+        let QkvGradients { dq, .. } = packed_backward(&o, saved, &layout, SCALE).unwrap();
         assert_eq!(dq.kind(), Kind::BFloat16);
         assert!(f64::try_from((o.to_kind(Kind::Double) - exact).abs().max()).unwrap() < 0.05);
         assert!(f64::try_from((lse.to_kind(Kind::Double) - exact_lse).abs().max()).unwrap() < 0.05);
@@ -187,7 +187,7 @@ fn decode_equals_the_last_row_of_packed() {
         let q = rand(&[*cu.last().unwrap(), heads * group, HD]);
         let layout = PackedLayout::new(&cu, heads as usize, window, Device::Cpu);
         let last = Tensor::from_slice(&cu[1..]) - 1;
-        let expected = packed_forward(&q, &k, &v, &layout, SCALE).unwrap().0.index_select(0, &last);
+        let expected = packed_forward(&q, &k, &v, &layout, SCALE).unwrap().o.index_select(0, &last);
         let layout = PagedLayout::new(&tables, &Tensor::from_slice(&lens), 4, heads as usize, window).unwrap();
         let o = paged_decode(&q.index_select(0, &last), &k_cache, &v_cache, &layout, SCALE).unwrap();
         assert_close(&o, &expected);

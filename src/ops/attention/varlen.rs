@@ -8,57 +8,56 @@ use tch::{Kind, Tensor};
 
 use super::kernel::AttentionKernel;
 use super::padded::LengthBucket;
-use super::runs::{Runs, Sees};
+use super::planned::PlannedRuns;
+use super::runs::{Sees, as_runs};
 use crate::error::Result;
 use crate::ops::try_map;
 use crate::torch::{
-    SavedAttention, accumulation_kind, check_room, cudnn_backward, cudnn_forward, flash_backward, flash_forward, scalar,
+    Attended, QkvGradients, SavedAttention, accumulation_kind, check_room, cudnn_backward, cudnn_forward,
+    flash_backward, flash_forward, scalar,
 };
 
 /// Longest padded keys of the explicit path on a CPU.
 const EXPLICIT_LEN: i64 = 48;
 
-/// dq, dk and dv.
-type QkvGradients = (Tensor, Tensor, Tensor);
-
-/// (o, log-sum-exp of the scaled scores in accumulation kind).
+/// Attends; the log-sum-exp is in accumulation kind. o [T, H, hd], lse [T, H]
 pub(super) fn forward(
     q: &Tensor, // [T, H, hd]
     k: &Tensor, // [Tk, Hkv, hd]
     v: &Tensor, // [Tk, Hkv, hd]
-    runs: &Runs,
+    runs: &PlannedRuns,
     scale: f64,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<Attended> {
     if q.numel() == 0 {
-        return Ok((q.f_zeros_like()?, q.select(2, 0).f_to_kind(accumulation_kind(q.kind()))?));
+        return Ok(Attended { o: q.f_zeros_like()?, lse: q.select(2, 0).f_to_kind(accumulation_kind(q.kind()))? });
     }
     match runs.kernel(q) {
         AttentionKernel::Dense(dense) => {
             let [q_runs, k, v] = [(q, dense.q_len), (k, dense.k_len), (v, dense.k_len)].map(|(t, len)| as_runs(t, len));
-            let (o, lse) = cudnn_forward(&q_runs, &k, &v, runs.sees != Sees::All, scale)?;
+            let Attended { o, lse } = cudnn_forward(&q_runs, &k, &v, runs.rows.sees != Sees::All, scale)?;
             let size = q.size(); // [T, H, hd]
-            Ok((o.transpose(1, 2).f_reshape(&size)?, lse.transpose(1, 2).f_reshape(&size[..2])?))
+            Ok(Attended { o: o.transpose(1, 2).f_reshape(&size)?, lse: lse.transpose(1, 2).f_reshape(&size[..2])? })
         }
         AttentionKernel::Mixed(mixed) => mixed.forward(q, k, v, scale),
         AttentionKernel::Flash => {
-            let (o, lse) = flash_forward(q, k, v, runs.varlen()?, scale)?;
-            Ok((o, lse.tr()))
+            let Attended { o, lse } = flash_forward(q, k, v, runs.rows.varlen()?, scale)?;
+            Ok(Attended { o, lse: lse.tr() })
         }
         AttentionKernel::Padded => padded_forward(q, k, v, runs, scale),
     }
 }
 
-/// (dq, dk, dv), from what [`forward`] took and gave. `o` and `lse` may be those of a larger softmax, of which the keys here are
+/// Gradients from the inputs and results of [`forward`]. `o` and `lse` may be those of a larger softmax, of which the keys here are
 /// a part: with p = exp(scale * q k^T - lse) and delta = rowsum(d_o * o) the gradients are exact for this part.
 pub(super) fn backward(
     d_o: &Tensor,          // [T, H, hd]
     saved: SavedAttention, // q, o [T, H, hd], k, v [Tk, Hkv, hd], lse [T, H]
-    runs: &Runs,
+    runs: &PlannedRuns,
     scale: f64,
 ) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
     if q.numel() == 0 {
-        return Ok((q.f_zeros_like()?, k.f_zeros_like()?, v.f_zeros_like()?));
+        return Ok(QkvGradients { dq: q.f_zeros_like()?, dk: k.f_zeros_like()?, dv: v.f_zeros_like()? });
     }
     match runs.kernel(q) {
         AttentionKernel::Dense(dense) => {
@@ -67,28 +66,23 @@ pub(super) fn backward(
             // Unsqueezed last: of one run the copy is none, and cuDNN reads the stride of the last place.
             let lse = lse.f_reshape([dense.runs, dense.q_len, -1])?.transpose(1, 2); // [B, H, L]
             let lse = lse.f_contiguous()?.unsqueeze(-1); // [B, H, L, 1]
-            let causal = runs.sees != Sees::All;
+            let causal = runs.rows.sees != Sees::All;
             let of_runs = SavedAttention { q: &q_runs, k: &k_runs, v: &v_runs, o: &o, lse: &lse };
-            let (dq, dk, dv) = cudnn_backward(&d_o, of_runs, causal, scale)?;
+            let QkvGradients { dq, dk, dv } = cudnn_backward(&d_o, of_runs, causal, scale)?;
             let rows = |t: Tensor, like: &Tensor| t.transpose(1, 2).f_reshape(like.size());
-            Ok((rows(dq, q)?, rows(dk, k)?, rows(dv, v)?))
+            Ok(QkvGradients { dq: rows(dq, q)?, dk: rows(dk, k)?, dv: rows(dv, v)? })
         }
         AttentionKernel::Mixed(mixed) => mixed.backward(d_o, saved, scale),
         AttentionKernel::Flash => {
             let lse = lse.tr().f_contiguous()?; // [H, T], as the forward gave it
             let saved = SavedAttention { q, k, v, o: &o.f_contiguous()?, lse: &lse };
-            flash_backward(&d_o.f_contiguous()?, saved, runs.varlen()?, scale)
+            flash_backward(&d_o.f_contiguous()?, saved, runs.rows.varlen()?, scale)
         }
         AttentionKernel::Padded => padded_backward(d_o, saved, runs, scale),
     }
 }
 
-/// [T, heads, hd] as [T / len, heads, len, hd], a view.
-pub(super) fn as_runs(t: &Tensor, len: i64) -> Tensor {
-    t.unflatten(0, [-1, len]).transpose(1, 2)
-}
-
-fn padded_forward(q: &Tensor, k: &Tensor, v: &Tensor, runs: &Runs, scale: f64) -> Result<(Tensor, Tensor)> {
+fn padded_forward(q: &Tensor, k: &Tensor, v: &Tensor, runs: &PlannedRuns, scale: f64) -> Result<Attended> {
     let padded = runs.padded()?;
     let (mut o, mut lse) = (Vec::new(), Vec::new());
     for bucket in &padded.buckets {
@@ -98,14 +92,17 @@ fn padded_forward(q: &Tensor, k: &Tensor, v: &Tensor, runs: &Runs, scale: f64) -
         } else {
             cpu_flash_forward(&q, &k, &v, bucket, scale)?
         };
-        o.push(own.0);
-        lse.push(own.1);
+        o.push(own.o);
+        lse.push(own.lse);
     }
     let size = q.size();
-    Ok((scatter(o, &padded.unpad_q)?.view(size.as_slice()), scatter(lse, &padded.unpad_q)?.view(&size[..2])))
+    Ok(Attended {
+        o: scatter(o, &padded.unpad_q)?.view(size.as_slice()),
+        lse: scatter(lse, &padded.unpad_q)?.view(&size[..2]),
+    })
 }
 
-fn padded_backward(d_o: &Tensor, saved: SavedAttention, runs: &Runs, scale: f64) -> Result<QkvGradients> {
+fn padded_backward(d_o: &Tensor, saved: SavedAttention, runs: &PlannedRuns, scale: f64) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
     let (mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new());
     let padded = runs.padded()?;
@@ -120,21 +117,25 @@ fn padded_backward(d_o: &Tensor, saved: SavedAttention, runs: &Runs, scale: f64)
         } else {
             cpu_flash_backward(&d_o, saved, bucket, scale)?
         };
-        dq.push(grads.0);
-        dk.push(grads.1);
-        dv.push(grads.2);
+        dq.push(grads.dq);
+        dk.push(grads.dk);
+        dv.push(grads.dv);
     }
     let join =
         |parts, unpad, like: &Tensor| -> Result<Tensor> { Ok(scatter(parts, unpad)?.view(like.size().as_slice())) };
-    Ok((join(dq, &padded.unpad_q, q)?, join(dk, &padded.unpad_k, k)?, join(dv, &padded.unpad_k, v)?))
+    Ok(QkvGradients {
+        dq: join(dq, &padded.unpad_q, q)?,
+        dk: join(dk, &padded.unpad_k, k)?,
+        dv: join(dv, &padded.unpad_k, v)?,
+    })
 }
 
-fn gather_q(t: &Tensor, bucket: &LengthBucket, runs: &Runs) -> Result<Tensor> {
-    bucket.q.gather(t, runs.num_kv_heads)
+fn gather_q(t: &Tensor, bucket: &LengthBucket, runs: &PlannedRuns) -> Result<Tensor> {
+    bucket.q.gather(t, runs.rows.num_kv_heads)
 }
 
-fn gather_k(t: &Tensor, bucket: &LengthBucket, runs: &Runs) -> Result<Tensor> {
-    bucket.k.gather(t, runs.num_kv_heads)
+fn gather_k(t: &Tensor, bucket: &LengthBucket, runs: &PlannedRuns) -> Result<Tensor> {
+    bucket.k.gather(t, runs.rows.num_kv_heads)
 }
 
 /// The buckets' padded [B, L, ..] back as rows [T * Hkv, ..].
@@ -147,7 +148,7 @@ fn is_explicit(bucket: &LengthBucket, q: &Tensor) -> bool {
     bucket.k.len <= EXPLICIT_LEN || q.device().is_cuda()
 }
 
-fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &LengthBucket, scale: f64) -> Result<(Tensor, Tensor)> {
+fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &LengthBucket, scale: f64) -> Result<Attended> {
     let (given, kind, size) = (q.kind(), accumulation_kind(q.kind()), q.size());
     let [q, k, v] = try_map([q, k, v], |t| merge_heads(&t.f_to_kind(kind)?))?;
     let scaled = q.f_mul(&scalar(scale))?;
@@ -159,7 +160,7 @@ fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &LengthBucket, s
     let p = scores.f_softmax(-1, None::<Kind>)?;
     // The largest probability is at least 1 / Lk, so its logarithm is accurate.
     let lse = scores.f_amax([-1i64], false)?.f_sub(&p.f_amax([-1i64], false)?.f_log_()?)?;
-    Ok((p.f_bmm(&v)?.view(size.as_slice()).f_to_kind(given)?, lse.view(&size[..3])))
+    Ok(Attended { o: p.f_bmm(&v)?.view(size.as_slice()).f_to_kind(given)?, lse: lse.view(&size[..3]) })
 }
 
 fn explicit_backward(d_o: &Tensor, saved: SavedAttention, bucket: &LengthBucket, scale: f64) -> Result<QkvGradients> {
@@ -179,22 +180,17 @@ fn explicit_backward(d_o: &Tensor, saved: SavedAttention, bucket: &LengthBucket,
     let ds = ds.f_mul_(&p)?; // [B, L G, Lk]
     let dq = ds.f_bmm(&k)?.f_mul_scalar_(scale)?;
     let (dk, dv) = (ds.transpose(1, 2).f_bmm(&scaled)?, p.transpose(1, 2).f_bmm(&d_o)?);
-    Ok((dq.view(size.as_slice()).f_to_kind(given)?, dk.f_to_kind(given)?, dv.f_to_kind(given)?))
+    let dq = dq.view(size.as_slice()).f_to_kind(given)?;
+    Ok(QkvGradients { dq, dk: dk.f_to_kind(given)?, dv: dv.f_to_kind(given)? })
 }
 
-fn cpu_flash_forward(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    bucket: &LengthBucket,
-    scale: f64,
-) -> Result<(Tensor, Tensor)> {
+fn cpu_flash_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &LengthBucket, scale: f64) -> Result<Attended> {
     let group = q.size()[2];
     let [q, k, v] = [q, k, v].map(|t| as_heads(t, group));
     let mask = cpu_flash_mask(&q, bucket)?;
     let flash = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu;
     let (o, lse) = flash(&q, &k, &v, 0.0, mask.is_none() && bucket.is_causal(), mask, scale)?;
-    Ok((o.transpose(1, 2), lse.transpose(1, 2))) // [B, L, G, hd], [B, L, G]
+    Ok(Attended { o: o.transpose(1, 2), lse: lse.transpose(1, 2) }) // [B, L, G, hd], [B, L, G]
 }
 
 fn cpu_flash_backward(d_o: &Tensor, saved: SavedAttention, bucket: &LengthBucket, scale: f64) -> Result<QkvGradients> {
@@ -207,7 +203,7 @@ fn cpu_flash_backward(d_o: &Tensor, saved: SavedAttention, bucket: &LengthBucket
     let (dq, dk, dv) = flash(&d_o, &q, &k, &v, &o, &lse, 0.0, mask.is_none() && bucket.is_causal(), mask, scale)?;
     // Each query head got a gradient of its own for the key-value head they share.
     let shared = |t: Tensor| t.f_sum_dim_intlist(1, false, None::<Kind>); // [B, Lk, hd]
-    Ok((dq.transpose(1, 2), shared(dk)?, shared(dv)?))
+    Ok(QkvGradients { dq: dq.transpose(1, 2), dk: shared(dk)?, dv: shared(dv)? })
 }
 
 /// [B, L, heads, hd] as [B, G, L, hd]; a single head is expanded, not copied.

@@ -6,14 +6,15 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::delta_net::DeltaColumns;
-use super::experts::{ExpertBuffers, ExpertShape};
+use super::delta_columns::DeltaColumns;
+use super::expert_buffers::{ExpertBuffers, ExpertShape};
 use crate::cuda::kernels::{CANDIDATE_WORDS, RowSums, ScaledRows};
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{Format, Mlp, ModelSpec, Section, SharedExpertSpec};
 use crate::ranks::Collective;
-use crate::rollout::{EngineOptions, kv_block_bytes};
+use crate::rollout::kv_cache::kv_block_bytes;
+use crate::rollout::options::EngineOptions;
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
 const MOST_PARTS: usize = 1024;
@@ -213,7 +214,7 @@ impl StepShape {
             attended: next()?,
             gate_up: next()?,
             act: next()?,
-            rounded: next()?,
+            rounded: next()?.view(-1),
             scales: next()?,
             logits: next()?,
             shards: next()?,
@@ -246,7 +247,8 @@ impl DecodeBuffers {
     pub(super) fn rounded(&self, format: &dyn Format, size: [i64; 2]) -> ScaledRows {
         let [values, scales] = format.sections(size);
         let within = |room: &Tensor, (shape, _): Section| {
-            room.view(-1).narrow(0, 0, shape.iter().product()).view(shape.as_slice())
+            let flat = room.narrow(0, 0, shape.iter().product());
+            if shape.len() == 1 { flat } else { flat.view(shape.as_slice()) }
         };
         ScaledRows { values: within(&self.rounded, values), scales: within(&self.scales, scales) }
     }

@@ -5,40 +5,13 @@
 
 use tch::Tensor;
 
+use super::delta_columns::{ALIGNED, DeltaColumns};
 use super::network::{DecoderNetwork, StepTokens};
 use super::op::DecoderOp;
 use crate::cuda::kernels::{self, DeltaPages, DeltaRuns};
 use crate::error::Result;
 use crate::model::{BlockParams, DeltaNetSpec, Linear, Matrix, ParamName};
-use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights};
-
-/// Projections begin at multiples of this, in elements: products then take them fastest.
-const ALIGNED: usize = 8;
-
-/// Columns of the projections of a token.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct DeltaColumns {
-    channels: usize,
-    pub(super) values: usize,
-    heads: usize,
-}
-
-impl DeltaColumns {
-    pub(super) fn new(heads: DeltaHeads) -> Self {
-        let DeltaHeads { num_value_heads, value_dim, .. } = heads;
-        Self { channels: heads.channels(), values: num_value_heads * value_dim, heads: num_value_heads }
-    }
-
-    /// Of queries, keys and values, of the gate, of write strengths and of decays.
-    fn parts(self) -> [usize; 4] {
-        [self.channels, self.values, self.heads, self.heads]
-    }
-
-    /// Of all of them.
-    pub(super) fn all(self) -> usize {
-        self.parts().iter().map(|columns| columns.next_multiple_of(ALIGNED)).sum()
-    }
-}
+use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights};
 
 const PROJECTIONS: [Matrix; 4] = [Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::DeltaB, Matrix::DeltaA];
 
@@ -57,7 +30,7 @@ fn whole(w: &BlockParams, columns: DeltaColumns) -> Option<Tensor> {
 }
 
 impl DecoderNetwork<'_> {
-    /// What the last projection reads. [T, H dv]
+    /// Computes the rows that the last projection reads. [T, H dv]
     pub(super) fn delta_net(
         &self,
         layer: usize,
@@ -91,7 +64,7 @@ impl DecoderNetwork<'_> {
             dt_bias: weight(ParamName::DeltaDtBias),
             norm: weight(ParamName::DeltaNorm),
         };
-        let states = self.states.expect("a model with states has pages").layer(layer);
+        let states = self.memory.states.expect("a model with states has pages").layer(layer);
         let pages = DeltaPages { rows: &states.conv, states: &states.rule };
         let runs = DeltaRuns { pages: tokens.state_pages, bounds: tokens.bounds, positions: tokens.positions };
         let options = DeltaOptions { heads, eps: self.spec.rms_norm_eps };

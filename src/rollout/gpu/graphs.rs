@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::sampling::Processing;
+use super::processing::Processing;
 use crate::cuda::{Graph, TorchStream};
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind};

@@ -6,10 +6,11 @@
 //! |---|---|
 //! | `state` | what lasts from one wake to the next, the choice of a step's products too |
 //! | `runner` | the steps of one call of `generate` |
-//! | `buffers` | the memory of a step |
+//! | `buffers`, `expert_buffers`, `delta_columns` | the memory of a step; of the tokens of experts, of the projections of gated delta nets |
 //! | `inputs` | what a step is told, packed into one upload |
 //! | `masks` | the tokens that structures allow, on their way to the device |
 //! | `network`, `sampling` | kernels and products, from token ids to hidden states and on to sampled tokens |
+//! | `processing` | what the draws of a step need beside the temperature |
 //! | `delta_net` | the layers with gated delta nets, from their projections to their states |
 //! | `experts` | the layers that have experts, from the router to the weighted sum |
 //! | `linears` | products of a block |
@@ -20,7 +21,9 @@
 //! | `trial` | a decode step over a made-up batch, for benchmarks |
 
 mod buffers;
+mod delta_columns;
 mod delta_net;
+mod expert_buffers;
 mod experts;
 mod graphs;
 mod inputs;
@@ -30,11 +33,13 @@ mod network;
 mod op;
 mod plans;
 mod prefill;
+mod processing;
 mod runner;
 mod sampling;
 mod stages;
 mod state;
 mod trial;
+mod wait;
 
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
 pub use self::op::DecoderOp;

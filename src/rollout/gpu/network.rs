@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use super::buffers::DecodeBuffers;
 use super::masks::TokenMasks;
 use super::op::DecoderOp;
-use super::sampling::Processing;
+use super::processing::Processing;
 use crate::cuda::kernels::{self, AllReduceMethod, HeadTransform, NormOptions, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::error::Result;
@@ -15,8 +15,7 @@ use crate::model::{
     OwnProducts, ParamName, Plain, QkNorm, Stage, StoredBlock,
 };
 use crate::ranks::{Collective, ReduceOp};
-use crate::rollout::kv_cache::KvCache;
-use crate::rollout::state_pages::StatePages;
+use crate::rollout::state_pages::SequenceMemory;
 use crate::rollout::weights::EngineWeights;
 
 /// The decoder network of an engine that is awake, which all its steps share.
@@ -25,8 +24,7 @@ pub(super) struct DecoderNetwork<'a> {
     pub(super) spec: &'a ModelSpec, // of the stage's layers
     pub(super) stage: &'a Stage,
     pub(super) weights: &'a EngineWeights<'a>,
-    pub(super) kv_cache: &'a KvCache,
-    pub(super) states: Option<&'a StatePages>,
+    pub(super) memory: SequenceMemory<'a>,
     pub(super) tp: &'a dyn Collective,
     pub(super) products: &'a Products,
     pub(super) buffers: &'a DecodeBuffers,
@@ -52,7 +50,7 @@ pub(super) struct StepTokens<'a> {
     pub(super) slots: &'a Tensor,     // [T] i32, -1: padding
     /// Experts of an earlier computation, in all layers that have some, -1 where there was none.
     pub(super) recorded: Option<&'a Tensor>, // flat, i16, token by token
-    /// Of the sequences, whose tokens lie one behind the other.
+    /// Pages of the sequences, whose tokens lie one behind the other.
     pub(super) state_pages: &'a Tensor, // [B] i32
     /// Where their tokens begin; none where each has one.
     pub(super) bounds: Option<&'a Tensor>, // [B + 1] i32
@@ -155,7 +153,7 @@ impl DecoderNetwork<'_> {
         }
         let transform = HeadTransform { norms, rope: self.ropes.of(spec.rope) };
         let StepTokens { positions, slots, .. } = *tokens;
-        let cache = self.kv_cache.layer(layer);
+        let cache = self.memory.kv_cache.layer(layer);
         DecoderOp::RopeWriteKv.run(|| cache.write(&qkv, &transform, (positions, slots), &mut q))?;
         let mut attended = attend(layer, spec, &q, &qkv)?;
         if let Some(gate) = &qkv.gate {
@@ -288,7 +286,7 @@ pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64, choices: i64) 
 /// The addresses and strides of weights and cache that a CUDA graph has baked in; if they change, capture again.
 pub(super) fn fingerprint(
     weights: &EngineWeights,
-    (kv_cache, states): (&KvCache, Option<&StatePages>),
+    SequenceMemory { kv_cache, states }: SequenceMemory<'_>,
     low: Option<&Tensor>,
 ) -> Result<Vec<usize>> {
     let mut addresses = Vec::new();

@@ -5,7 +5,7 @@ use tch::{Device, Tensor};
 use crate::cuda::kernels::{AttentionPlan, AttentionShape, SharedPrefixes};
 use crate::error::Result;
 use crate::model::{AttentionSpec, Distinct, ModelSpec};
-use crate::rollout::engine::EngineOptions;
+use crate::rollout::options::EngineOptions;
 
 /// Tokens of a context that are summed at once in strict mode.
 const STRICT_SPLIT_TOKENS: usize = 256;

@@ -97,14 +97,14 @@ impl<'a> PrefillAttention<'a> {
         let cache = self.kv_cache.layer(layer);
         let within = |varlen: &Varlen| varlen.within(window.map(|window| window as i64));
         let o = match &self.keys {
-            Keys::AtHand(varlen) => flash_forward(q, &qkv.k, &qkv.v, &within(varlen), scale)?.0,
+            Keys::AtHand(varlen) => flash_forward(q, &qkv.k, &qkv.v, &within(varlen), scale)?.o,
             Keys::Cached(varlen, rows) => {
                 let gather = |cache: &dyn KvEntries| {
                     let size = cache.size(); // [blocks, Hkv, block_size, hd]
                     Ok::<_, Error>(cache.rows(rows, q.kind())?.view([-1, size[1], size[3]]))
                 };
                 let [k_cache, v_cache] = cache.entries();
-                flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, &within(varlen), scale)?.0
+                flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, &within(varlen), scale)?.o
             }
             Keys::Rows(plans, slices) => {
                 let plan = plans.of(attention);

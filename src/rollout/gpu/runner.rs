@@ -10,22 +10,23 @@ use super::network::{DecoderNetwork, StepTokens};
 use super::op::DecoderOp;
 use super::plans::AttentionPlans;
 use super::prefill::PrefillAttention;
-use super::sampling::{DrawOutputs, Processing};
+use super::processing::Processing;
+use super::sampling::DrawOutputs;
 use super::stages::{StageLine, StageTokens};
 use super::state::GpuState;
+use super::wait::wait;
 use crate::cuda::kernels::{self, SharedPrefixes};
 use crate::cuda::{CurrentStream, TorchStream, Tuning};
 use crate::error::Result;
 use crate::model::{ModelSpec, OwnProducts, Stage};
 use crate::ranks::Collective;
-use crate::rollout::kv_cache::KvCache;
 use crate::rollout::routes::recorded_experts;
 use crate::rollout::runner::Runner;
 use crate::rollout::sampler::{Draw, Sampled, Sampler, non_finite};
 use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::EngineSequence;
 use crate::rollout::stages::EngineRanks;
-use crate::rollout::state_pages::StatePages;
+use crate::rollout::state_pages::SequenceMemory;
 use crate::rollout::stats::StageTimes;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
@@ -36,8 +37,7 @@ pub(in crate::rollout) struct GpuRunner<'a> {
     pub(super) state: &'a mut GpuState,
     pub(super) spec: &'a ModelSpec,
     pub(super) weights: &'a EngineWeights<'a>,
-    pub(super) kv_cache: &'a KvCache,
-    pub(super) states: Option<&'a StatePages>,
+    pub(super) memory: SequenceMemory<'a>,
     pub(super) tp: &'a dyn Collective,
     ranks: &'a EngineRanks,
     stage: Stage,
@@ -68,7 +68,7 @@ impl<'a> GpuRunner<'a> {
     pub(in crate::rollout) fn new(
         state: &'a mut GpuState,
         (spec, weights): (&'a ModelSpec, &'a EngineWeights<'a>),
-        (kv_cache, states): (&'a KvCache, Option<&'a StatePages>),
+        memory: SequenceMemory<'a>,
         ranks: &'a EngineRanks,
     ) -> Result<Self> {
         let current = state.stream.make_current()?;
@@ -76,8 +76,7 @@ impl<'a> GpuRunner<'a> {
             state,
             spec,
             weights,
-            kv_cache,
-            states,
+            memory,
             tp: &*ranks.tp,
             ranks,
             stage: ranks.stage(),
@@ -107,8 +106,7 @@ impl<'a> GpuRunner<'a> {
             spec: self.spec,
             stage: &self.stage,
             weights: self.weights,
-            kv_cache: self.kv_cache,
-            states: self.states,
+            memory: self.memory,
             tp: self.tp,
             products: &state.products,
             buffers: state.buffers.as_ref().expect("the engine is awake"),
@@ -197,7 +195,7 @@ impl<'a> GpuRunner<'a> {
         let network = self.network(Tuning::First, Processing::of(packing));
         let network = DecoderNetwork { adapters: inputs.adapters.as_ref(), ..network };
         let strict = self.state.strict.then_some(&self.state.plans);
-        let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, strict)?;
+        let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.memory.kv_cache, strict)?;
         let recorded = match self.state.record_downloads {
             Some(_) => recorded_experts(self.spec, packing.step, packing.sequences),
             None => None,
@@ -214,7 +212,7 @@ impl<'a> GpuRunner<'a> {
         let hidden = network.hidden(&tokens, &mut |layer, spec, q, qkv| attention.attend(layer, spec, q, qkv))?;
         if !packing.step.copies.is_empty() {
             let [from, to] = &inputs.copies;
-            self.kv_cache.copy_blocks(from, to)?;
+            self.memory.kv_cache.copy_blocks(from, to)?;
             let history = &network.buffers.history;
             let _ = history.shallow_clone().f_index_copy_(
                 0,
@@ -222,7 +220,7 @@ impl<'a> GpuRunner<'a> {
                 &history.f_index_select(0, from)?,
             )?;
         }
-        if let Some(states) = self.states {
+        if let Some(states) = self.memory.states {
             states.copy(&packing.step.state_copies)?;
         }
         if packing.draws.is_empty() || !self.stage.is_last() {
@@ -240,7 +238,7 @@ impl Runner for GpuRunner<'_> {
     }
 
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
-        let block_size = self.kv_cache.block_size();
+        let block_size = self.memory.kv_cache.block_size();
         let has_adapters = self.weights.num_adapters > 0;
         let packing = Packing { step, draws, sequences, block_size, has_adapters };
         self.pending.resize(sequences.len(), 0);
@@ -343,17 +341,11 @@ fn decode_hidden(
         bounds: None,
     };
     network.hidden(&tokens, &mut |layer, attention, q, _| {
-        let cache = network.kv_cache.layer(layer);
+        let cache = network.memory.kv_cache.layer(layer);
         let attended = buffers.attended([rows, q.size()[1] * q.size()[2]]); // [S, H hd]
         let mut o = attended.view_as(q);
         DecoderOp::Attention
             .run(|| cache.attend(plans.of(attention), q, &inputs.block_tables, &inputs.context_lens, &mut o))?;
         Ok(attended)
     })
-}
-
-/// Between two looks at whether a copy is done. Gives up when a peer has failed: what is recorded would wait for it.
-pub(super) fn wait(all: &dyn Collective) -> Result<()> {
-    std::thread::yield_now();
-    all.epoch().map(|_| ())
 }

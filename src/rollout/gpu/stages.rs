@@ -12,7 +12,7 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 use super::buffers::DecodeBuffers;
-use super::runner::wait;
+use super::wait::wait;
 use crate::cuda::{Context, CudaEvent, PinnedWords, TorchStream};
 use crate::error::Result;
 use crate::ranks::Collective;

@@ -12,18 +12,17 @@ use super::masks::TokenMasks;
 use super::network::{self, DecoderNetwork};
 use super::op::DecoderOp;
 use super::plans::AttentionPlans;
-use super::runner::wait;
 use super::stages::StageTokens;
+use super::wait::wait;
 use crate::cuda::kernels::RowSums;
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Ledger, MemoryKind};
 use crate::model::{ByRope, ModelSpec, OwnProducts, Ropes};
 use crate::ranks::{Collective, ReduceOp, all_gather_json, all_reduce_f64};
-use crate::rollout::engine::EngineOptions;
-use crate::rollout::kv_cache::KvCache;
+use crate::rollout::options::EngineOptions;
 use crate::rollout::sampler::Draw;
-use crate::rollout::state_pages::StatePages;
+use crate::rollout::state_pages::SequenceMemory;
 use crate::rollout::weights::EngineWeights;
 
 /// Replays of a step by which its products are chosen; the median counts.
@@ -104,7 +103,7 @@ impl GpuState {
     pub(in crate::rollout) fn wake(
         &mut self,
         weights: &EngineWeights,
-        (kv_cache, states): (&KvCache, Option<&StatePages>),
+        memory: SequenceMemory<'_>,
         tp: &dyn Collective,
     ) -> Result<()> {
         let buffers = self.shape.map(&mut self.arena)?;
@@ -117,7 +116,7 @@ impl GpuState {
         let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
         let tables = self.ropes.iter().map(bytes).sum::<usize>() + self.low.as_ref().map_or(0, bytes) + peers;
         Ledger::set("engine_tables", MemoryKind::Device, tables + self.plans.bytes() + Products::BYTES);
-        let mut seen = network::fingerprint(weights, (kv_cache, states), self.low.as_ref())?;
+        let mut seen = network::fingerprint(weights, memory, self.low.as_ref())?;
         seen.push(tp.epoch()? as usize);
         seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));
         self.graphs.keep_if(seen);
@@ -175,7 +174,7 @@ impl GpuState {
         for candidate in network.may_own_products(rows)? {
             let trials = if candidate == OwnProducts::All { TRIALS } else { LASTING_TRIALS };
             let of = (candidate, best, residual, stored);
-            let mut step = format!("{of:?} {} {:?}", network.kv_cache.block_size(), network.spec);
+            let mut step = format!("{of:?} {} {:?}", network.memory.kv_cache.block_size(), network.spec);
             if network.tp.size() > 1 {
                 step += &format!(" on {} ranks", network.tp.size());
             }
@@ -222,7 +221,7 @@ impl Drop for GpuState {
     }
 }
 
-/// What the first rank of the group knows. Collective.
+/// Gives every rank of the group the first one's finding. Collective.
 fn of_first_rank(tp: &dyn Collective, known: Option<bool>) -> Result<Option<bool>> {
     if tp.size() == 1 {
         return Ok(known);

@@ -11,6 +11,7 @@ use crate::rollout::engine::{Engine, RolloutEngine};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
+use crate::rollout::state_pages::SequenceMemory;
 use crate::rollout::weights::EngineWeights;
 use crate::types::SamplingParams;
 
@@ -77,7 +78,8 @@ impl RolloutEngine<'_> {
         if states.is_some() {
             (0..).zip(&mut sequences).for_each(|(page, sequence)| sequence.state_page = Some(page));
         }
-        let mut runner = GpuRunner::new(gpu, (spec, weights), (kv_cache, states.as_ref()), ranks)?;
+        let mut runner =
+            GpuRunner::new(gpu, (spec, weights), SequenceMemory { kv_cache, states: states.as_ref() }, ranks)?;
         runner.try_step(&sequences, work)
     }
 }
@@ -108,11 +110,11 @@ impl GpuRunner<'_> {
             step: &step,
             draws: &draws,
             sequences,
-            block_size: self.kv_cache.block_size(),
+            block_size: self.memory.kv_cache.block_size(),
             has_adapters: self.weights.num_adapters > 0,
         };
         let sums_have_norms = self.state.sums.as_ref().is_some_and(|sums| sequences.len() <= sums.rows());
-        let (tp, weights, cached_token_bytes) = (self.tp, self.weights, self.kv_cache.token_bytes());
+        let (tp, weights, cached_token_bytes) = (self.tp, self.weights, self.memory.kv_cache.token_bytes());
         self.prepare_decode(&packing, |stream, run| {
             work(TrialStep { run, stream, tp, weights, cached_token_bytes, sums_have_norms })
         })
@@ -120,7 +122,7 @@ impl GpuRunner<'_> {
 }
 
 impl TrialBatch {
-    /// Its sequences in the blocks of an empty cache; `None` if it does not hold them.
+    /// Lays the sequences out in the blocks of an empty cache; `None` if it does not hold them.
     fn made_up(self, vocab_size: usize, num_blocks: usize, block_size: usize) -> Option<Vec<EngineSequence>> {
         let Self { sequences: count, group, prompt_len, context } = self;
         let (num_shared, longest) = (prompt_len / block_size, context.div_ceil(block_size));

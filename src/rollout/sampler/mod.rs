@@ -10,7 +10,7 @@ mod tests;
 
 use std::ops::Range;
 
-use super::filters;
+use super::filters::{self, Candidate};
 use crate::data::TokenMask;
 use crate::error::{Error, Result};
 use crate::ops::random::RandomKey;
@@ -92,22 +92,6 @@ pub(super) struct Sampled {
     pub(super) logprob: f32,
     /// The `top_logprobs` most probable ids by the same measure.
     pub(super) top: Vec<TokenLogprob>,
-}
-
-/// An id that may be drawn.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Candidate {
-    pub(super) id: u32,
-    /// Logit after penalty and temperature.
-    pub(super) value: f32,
-    /// Logit after temperature alone.
-    pub(super) raw: f32,
-}
-
-impl Candidate {
-    fn logprob(&self, log_sum_exp: f64) -> f32 {
-        (f64::from(self.raw) - log_sum_exp) as f32
-    }
 }
 
 /// A rank's share of one draw.

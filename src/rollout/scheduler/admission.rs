@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Scheduler, StepLimits, TokenRun};
-use crate::error::{Error, Result};
+use super::{Scheduler, TokenRun};
 use crate::rollout::kept::KeptPlace;
 use crate::rollout::request::{Event, RequestId};
 use crate::rollout::sequence::{EngineSequence, QueuePriority};
@@ -193,29 +192,5 @@ impl Scheduler {
         self.waiting.drain(..members.len());
         self.running.extend(members.clone());
         self.prefilling.push_back(members);
-    }
-}
-
-impl StepLimits {
-    /// Whether a prompt and its longest completion fit, alone. A sequence's last token is sampled, never fed, so its keys and values
-    /// take no room.
-    pub(in crate::rollout) fn check(&self, prompt_len: usize, max_completion_length: usize) -> Result<()> {
-        let refuse = |expected, got| Err(Error::InvalidArgument { op: "RolloutEngine::generate", expected, got });
-        if prompt_len == 0 || prompt_len >= self.max_model_length {
-            let expected = format!("prompts of 1 to {} tokens (max_model_length - 1)", self.max_model_length - 1);
-            return refuse(expected, format!("one of {prompt_len}"));
-        }
-        let longest = (prompt_len + max_completion_length).min(self.max_model_length) - 1;
-        let (needed, total) = (longest.div_ceil(self.block_size), self.num_blocks);
-        if needed > total {
-            let block_size = self.block_size;
-            let expected =
-                format!("sequences of at most {total} KV blocks of {block_size} tokens; raise kv_cache_bytes");
-            let got = format!(
-                "a prompt of {prompt_len} and a completion of up to {max_completion_length} tokens: {needed} blocks"
-            );
-            return refuse(expected, got);
-        }
-        Ok(())
     }
 }

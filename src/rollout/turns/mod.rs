@@ -4,7 +4,7 @@
 mod news;
 mod tools;
 
-pub use tools::TurnTools;
+pub use news::TurnTools;
 
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,7 @@ pub trait Turns: std::fmt::Debug {
     ///
     /// # Errors
     /// The errors of the session and of whoever takes turns with the model.
-    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()>;
+    fn on_event(&mut self, event: Event, session: &mut Session<'_>) -> Result<()>;
 
     /// Takes in what turns led to on any rank, submits what follows, and returns the groups that are complete with it. Called after every
     /// step; waits a while where there is nothing to decode.
@@ -120,7 +120,7 @@ pub struct SingleTurns {
 }
 
 impl Turns for SingleTurns {
-    fn hear(&mut self, event: Event, _: &mut Session<'_>) -> Result<()> {
+    fn on_event(&mut self, event: Event, _: &mut Session<'_>) -> Result<()> {
         match event {
             Event::Complete { request } => self.complete.push(request.0),
             Event::Failed { message, .. } => return refuse("a structure to follow".to_owned(), message),

@@ -1,20 +1,32 @@
-//! What turns led to, on its way to the ranks that share an engine.
+//! Outcomes of turns, on their way to the ranks that share an engine.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::tools::TurnTools;
 use crate::error::Result;
 use crate::phase;
-use crate::tools::{EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
+use crate::ranks::HostGroup;
+use crate::tools::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
 use crate::types::Prompt;
 
 /// How long an engine without work waits for tools before it shows that it is alive.
 const BEAT: Duration = Duration::from_millis(200);
 /// How long one of several ranks without work waits for its own tools before it hears of those of others.
 const TICK: Duration = Duration::from_millis(2);
+
+/// The tools of this rank, and the ranks that share its engine.
+#[derive(Debug)]
+pub struct TurnTools {
+    /// This rank's conversations.
+    pub conversations: Conversations,
+    /// The ranks of the engine.
+    pub engine_ranks: HostGroup,
+    /// Takes answers only when no trajectory can be decoded and all tools have answered, so that what is computed together does not
+    /// depend on how long tools take.
+    pub waits: bool,
+}
 
 /// An outcome of a turn.
 #[derive(Debug, Serialize, Deserialize)]

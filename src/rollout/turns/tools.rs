@@ -5,27 +5,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::news::{News, Own, TurnNews};
+use super::news::{News, Own, TurnNews, TurnTools};
 use super::{CostMeter, GroupTurns, Turns};
 use crate::data::Tokenizer;
 use crate::error::Result;
-use crate::ranks::HostGroup;
 use crate::rollout::request::{Event, Request, RequestId, refuse};
 use crate::rollout::session::Session;
-use crate::tools::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey};
+use crate::tools::{EpisodeEnd, GroupKey, TrajectoryKey};
 use crate::types::{FinishReason, Prompt, RolloutGroup, SamplingParams, Trajectory};
-
-/// The tools of this rank, and the ranks that share its engine.
-#[derive(Debug)]
-pub struct TurnTools {
-    /// This rank's conversations.
-    pub conversations: Conversations,
-    /// The ranks of the engine.
-    pub engine_ranks: HostGroup,
-    /// Takes answers only when no trajectory can be decoded and all tools have answered, so that what is computed together does not
-    /// depend on how long tools take.
-    pub waits: bool,
-}
 
 impl TurnTools {
     /// The tools as a session takes them.
@@ -146,7 +133,7 @@ impl Turns for TurnGroups<'_> {
         Ok(())
     }
 
-    fn hear(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
+    fn on_event(&mut self, event: Event, session: &mut Session<'_>) -> Result<()> {
         let Some(&(place, first)) = self.keys.get(&event.request()) else { return Ok(()) };
         match event {
             Event::Finished { request, sample, .. } => {

@@ -1,0 +1,94 @@
+//! The tokens of the next step: parts of prompts, or one token of every running sequence.
+
+use std::ops::Range;
+
+use super::{Scheduler, Step, TokenRun};
+use crate::rollout::sequence::EngineSequence;
+
+impl Scheduler {
+    /// The next parts of admitted prompts, up to `max_num_batched_tokens`.
+    pub(super) fn schedule_prefill(&mut self) -> Step {
+        let mut step = Step { is_decode: false, runs: Vec::new(), copies: Vec::new(), state_copies: Vec::new() };
+        let mut budget = self.limits.max_num_batched_tokens;
+        let share = self.prefill_share();
+        while let Some(members) = self.prefilling.front().filter(|_| budget > 0).cloned() {
+            if self.limits.max_num_batched_tokens - budget >= share {
+                break; // the rest is for the step of the next stage
+            }
+            let sequence = &mut self.sequences[members.start];
+            let (start, num_tokens) = (sequence.num_computed, sequence.len());
+            let tokens = start..num_tokens.min(start + budget);
+            budget -= tokens.len();
+            self.stats.num_prefilled_tokens += tokens.len();
+            self.stats.num_recomputed_tokens += sequence.num_known.min(tokens.end).saturating_sub(start);
+            sequence.num_computed = tokens.end;
+            let is_done = tokens.end == num_tokens;
+            let samples = if is_done { members.clone() } else { members.start..members.start };
+            step.runs.push(TokenRun { sequence: members.start, tokens, samples });
+            if is_done {
+                self.fork(members, &mut step);
+                self.prefilling.pop_front();
+            }
+        }
+        step
+    }
+
+    /// The other members of a prefilled group take over its computed tokens; their tails are copied after the forward.
+    fn fork(&mut self, members: Range<usize>, step: &mut Step) {
+        let (first, num_tokens) = (members.start, self.sequences[members.start].num_computed);
+        let EngineSequence { ref block_table, state_page, .. } = self.sequences[first];
+        let from = block_table.last().copied();
+        for index in first + 1..members.end {
+            let sequence = &mut self.sequences[index];
+            sequence.num_computed = num_tokens;
+            let to = sequence.block_table.last().copied();
+            step.copies.extend(from.zip(to).filter(|(from, to)| from != to));
+            step.state_copies.extend(state_page.zip(sequence.state_page));
+        }
+    }
+
+    /// Tokens after which a step takes no further prompt: of several stages an equal part of them all, unless that is few.
+    fn prefill_share(&self) -> usize {
+        let left = |members: &Range<usize>| {
+            let sequence = &self.sequences[members.start];
+            sequence.len() - sequence.num_computed
+        };
+        match self.limits.num_stages {
+            1 => usize::MAX,
+            num_stages => {
+                let few = self.limits.max_num_batched_tokens / (4 * num_stages);
+                self.prefilling.iter().map(left).sum::<usize>().div_ceil(num_stages).max(few)
+            }
+        }
+    }
+
+    /// The last token of every running sequence that is not at its length limit; of several stages, an equal part of them that no
+    /// step under way has. Those admitted last make room.
+    pub(super) fn schedule_decode(&mut self) -> Step {
+        let most = self.running.len().div_ceil(self.limits.num_stages);
+        let (mut next, mut taken) = (0, Vec::new());
+        while next < self.running.len() && taken.len() < most {
+            let index = self.running[next];
+            let sequence = &mut self.sequences[index];
+            let num_tokens = sequence.num_tokens();
+            let is_near = self.stats.num_steps - sequence.last_step < self.limits.num_stages;
+            let is_on_its_way = sequence.num_pending > 0 && (is_near || !self.limits.runs_ahead);
+            let is_under_way = self.limits.num_stages > 1 && is_on_its_way;
+            if sequence.is_full() || is_under_way {
+                next += 1;
+            } else if self.blocks.grow(&mut sequence.block_table, num_tokens) {
+                sequence.num_computed = num_tokens;
+                taken.push(index);
+                next += 1;
+            } else if !self.drop_kept() {
+                self.preempt_last();
+            }
+        }
+        let last_token = |&index: &usize| {
+            let num_tokens = self.sequences[index].num_tokens();
+            TokenRun { sequence: index, tokens: num_tokens - 1..num_tokens, samples: index..index + 1 }
+        };
+        let runs = taken.iter().map(last_token).collect();
+        Step { is_decode: true, runs, copies: Vec::new(), state_copies: Vec::new() }
+    }
+}
