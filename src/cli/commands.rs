@@ -13,12 +13,12 @@ use super::reference::{reference_page, reference_toml};
 use super::{bench, card, endpoint, fetch, import, private, sample, verify, watch};
 use crate::checkpoint::{check_space, refuse_within_checkpoint, write_new};
 use crate::config::{Config, Quantization, SftConfig};
-use crate::console;
+use crate::console::{self, parts_progress};
 use crate::cuda::Placement;
 use crate::error::{Error, ExitCode, Result};
 use crate::launch::{OnStop, quoted};
 use crate::memory;
-use crate::metrics::{self, parts_progress};
+use crate::metrics;
 use crate::model::{AdapterFiles, ModelSource, ModelSpec, export_folder, init_folder};
 use crate::phase;
 use crate::plan::{NetworkPlan, Room, human};
@@ -153,11 +153,11 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
         let summary = builder.build()?.run()?;
         if world.rank() == 0 {
             if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
-                console::print_saved(format_args!("held-out mean reward: {before:.3} before, {after:.3} after"));
+                console::print_outcome(format_args!("held-out mean reward: {before:.3} before, {after:.3} after"));
             }
-            console::print_saved(format_args!("model: {}", summary.model_dir.display()));
+            console::print_outcome(format_args!("model: {}", summary.model_dir.display()));
             if let Some(report) = summary.report {
-                console::print_saved(format_args!("report: {}", report.display()));
+                console::print_outcome(format_args!("report: {}", report.display()));
             }
         }
         Ok(())
@@ -202,8 +202,8 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
             let held_out = summary.eval_loss.map(|loss| format!(", held-out {loss:.4}")).unwrap_or_default();
-            console::print_saved(format_args!("loss: {:.4}{held_out}", summary.loss));
-            console::print_saved(format_args!("model: {}", summary.model_dir.display()));
+            console::print_outcome(format_args!("loss: {:.4}{held_out}", summary.loss));
+            console::print_outcome(format_args!("model: {}", summary.model_dir.display()));
         }
         Ok(())
     })

@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use crate::config::{Config, DataConfig};
+use crate::console::download_progress;
 use crate::data::{Hub, HubOptions, RowSources};
 use crate::error::{Error, Result};
-use crate::metrics::download_progress;
 use crate::model::ModelSource;
 use crate::phase;
 

@@ -9,13 +9,13 @@ use super::args::{EvalArgs, GenerateArgs, GenerationArgs, SamplingArgs, SourceAr
 use super::evaluation::Evaluation;
 use super::process::print_first;
 use crate::config::{Config, EngineShape};
-use crate::console;
+use crate::console::{self, Progress, rows_progress};
 use crate::cuda::residual_kind;
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
-use crate::metrics::{StepMetrics, gather_completions, problems_progress, rows_progress, write_completions};
+use crate::metrics::{StepMetrics, gather_completions, write_completions};
 use crate::model::ModelSource;
 use crate::phase::{self, Fault, Phase};
 use crate::ranks::{World, all_gather_json, first_text};
@@ -35,8 +35,14 @@ pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Re
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
         .collect::<Result<_>>()?;
     let params = args.sampling.params(args.n, &defaults);
-    let groups =
-        served.with_engine(|rollout| phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |_| ())))?;
+    let (progress, mut num_done) = (Progress::new("generate", "prompts").without_lines(), 0);
+    progress.tell(num_done, prompts.len() as u64);
+    let completed = |_: &RolloutGroup| {
+        num_done += 1;
+        progress.tell(num_done, prompts.len() as u64);
+    };
+    let groups = served
+        .with_engine(|rollout| phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, completed)))?;
     let own: Vec<(u64, String)> = groups.iter().map(|group| (group.prompt.id, lines(group))).collect();
     let of_ranks: Vec<Vec<(u64, String)>> = all_gather_json(&*world.group(), "gather completions", &own)?;
     let mut all = of_ranks.concat();
@@ -97,7 +103,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let ModelService { mut served, tokenizer, max_model_length, eos_token_ids } =
         serve((&args.source, &[]), &limits, &evaluation.variables, &world, kinds)?;
     let options = DatasetOptions { max_model_length: Some(max_model_length), ..evaluation.dataset.clone() };
-    let mut told = rows_progress("load", world.rank() == 0);
+    let mut told = rows_progress("load");
     let read = || Dataset::read_with(&evaluation.rows, &tokenizer, &options, &mut told);
     let dataset = phase::scope(Phase::Load, read)?;
     if world.rank() == 0 {
@@ -116,12 +122,12 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let Evaluation { mut rewards, solved_by, params, tools, .. } = evaluation;
     let model = (&tokenizer, eos_token_ids.as_slice(), max_model_length);
     let mut turns = tools.map(|tools| turns(tools, args, &world, options, model)).transpose()?;
-    let (mut progress, mut num_done) = (problems_progress(world.rank() == 0), 0);
-    progress(num_done, prompts.len());
+    let (progress, mut num_done) = (Progress::new("eval", "problems"), 0);
+    progress.tell(num_done, prompts.len() as u64);
     let submit = |group: &RolloutGroup| {
         let ticket = rewards.submit(group);
         num_done += 1;
-        progress(num_done, prompts.len());
+        progress.tell(num_done, prompts.len() as u64);
         ticket
     };
     let sampled = served.with_engine(|rollout| {

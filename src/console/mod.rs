@@ -2,17 +2,21 @@
 //!
 //! Messages never fail: where the reader is gone or the disk is full they are lost, and the run goes on. Results that exist
 //! nowhere else return an error instead. All text may come from a model, a template or a reward, so control characters are
-//! written as `\u001b`; only this file's own status and colours control the terminal. Messages are redacted, and none can pass for
+//! written as `\u001b`; only the bars' frames and this file's colours control the terminal. Messages are redacted, and none can pass for
 //! two: warnings and log lines are one line each, with `\n` for a newline, and the further lines of any other message are indented.
 //! Results are written whole, as they were asked for.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `redact` | removes secrets from text and from JSON values |
-//! | `status` | the lines at the bottom of a terminal |
+//! | `bars`, `screen` | the lines at the bottom of a terminal, drawn by indicatif; what a worker sends of them to its launcher |
+//! | `progress`, `run` | progress of long work; of a run, with its metrics |
 
+mod bars;
+mod progress;
 mod redact;
-mod status;
+mod run;
+mod screen;
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -23,14 +27,19 @@ use std::time::SystemTime;
 
 use tracing_subscriber::fmt::MakeWriter;
 
+use bars::{BarState, Bars};
+pub use progress::{
+    Progress, clear_progress, download_progress, hide_progress, number, parts_progress, pinning_progress,
+    rows_progress, weights_progress,
+};
 pub use redact::{redact, redact_json};
-use status::Status;
-pub use status::{StatusLine, bar};
+pub use run::RunDisplay;
+use screen::{Screen, Size};
 
 use crate::error::{Error, Result};
 
-/// Columns of a terminal that does not tell.
-const DEFAULT_COLUMNS: usize = 80;
+/// The size of a terminal that does not tell.
+const DEFAULT_SIZE: (u16, u16) = (80, 24);
 /// The name by which errors call standard output.
 const STANDARD_OUTPUT: &str = "standard output";
 /// Words before `warning:` that say where it arose, as in `step 3: warning: ..`.
@@ -38,12 +47,14 @@ const MAX_PLACE_WORDS: usize = 5;
 /// Warnings that are kept, and how many characters of each.
 const MAX_WARNINGS: usize = 20;
 const MAX_WARNING_CHARACTERS: usize = 500;
-/// Set for a worker whose standard error its launcher reads and shows on a terminal.
+/// Set for a worker whose standard error its launcher reads and shows on a terminal: to [`RELAY_ALL`] if it does standard output, too.
 pub const RELAY_VARIABLE: &str = "COLO_GRPO_RELAY";
+pub const RELAY_ALL: &str = "all";
 
 /// The newest warnings, oldest first, and when they were given.
 static WARNINGS: Mutex<VecDeque<(SystemTime, String)>> = Mutex::new(VecDeque::new());
-static STATUS: Mutex<Status> = Mutex::new(Status::new());
+/// The bars of a process that has the terminal.
+static BARS: LazyLock<Bars> = LazyLock::new(|| Bars::new(Screen::new(size, put)));
 static STDERR_TARGET: LazyLock<StderrTarget> = LazyLock::new(|| match () {
     () if std::env::var_os(RELAY_VARIABLE).is_some() => StderrTarget::Launcher,
     () if io::stderr().is_terminal() => StderrTarget::Terminal,
@@ -59,7 +70,7 @@ enum StderrTarget {
     File,
 }
 
-/// Writes a line to standard error, above the status if there is one.
+/// Writes a line to standard error, above the bars if there are any.
 pub fn say(text: impl Display) {
     let text = redact(&text.to_string());
     let is_warning = text.split(' ').take(MAX_PLACE_WORDS).any(|word| word == "warning:" || word == "WARN");
@@ -70,25 +81,19 @@ pub fn say(text: impl Display) {
     write_line(&line, Some(&*line).filter(|_| is_warning));
 }
 
-/// Passes on a line that a worker wrote to standard error: its status, or a message that is to begin with `prefix`.
+/// Passes on a line that a worker wrote to standard error: its bars, or a message that is to begin with `prefix`.
 pub fn pass_on(prefix: &str, line: &str) {
-    match status::decode(line) {
-        Some(lines) => show(lines),
+    match bars::decode(line) {
+        Some(bars) => show(bars),
         None => say(format_args!("{prefix}{line}")),
     }
 }
 
-/// Replaces the lines at the bottom of the terminal, if there is one; no lines take the status away.
-pub fn show(lines: Vec<StatusLine>) {
+/// Replaces the bars at the bottom of the terminal, if there is one.
+fn show(bars: Vec<BarState>) {
     match *STDERR_TARGET {
-        StderrTarget::Terminal => {
-            let mut status = STATUS.lock().unwrap_or_else(PoisonError::into_inner);
-            let erased = status.erase();
-            status.set(lines);
-            let drawn = neutral(&status.draw(columns())).into_owned();
-            put(&(erased + &drawn));
-        }
-        StderrTarget::Launcher => put(&status::encode(&lines)),
+        StderrTarget::Terminal => BARS.show(bars),
+        StderrTarget::Launcher => put(&bars::encode(&bars)),
         StderrTarget::File => {}
     }
 }
@@ -103,7 +108,7 @@ pub fn print(text: impl Display) -> Result<()> {
         let mut output = io::stdout().lock();
         output.write_all(neutral(&text).as_bytes()).and_then(|()| output.flush()).map_err(Error::io(STANDARD_OUTPUT))
     };
-    if shows_output() { beside_status(write) } else { write() }
+    if shows_output() { BARS.beside(write) } else { write() }
 }
 
 /// Writes a line to standard output about something that is saved elsewhere: where that fails, a warning says so.
@@ -111,6 +116,19 @@ pub fn print_saved(text: impl Display) {
     if let Err(error) = print(format_args!("{text}\n")) {
         say(format_args!("warning: {error}; this was to be written there: {text}"));
     }
+}
+
+/// [`print_saved`] of what a run leaves, which stays on the terminal where standard output goes elsewhere.
+pub fn print_outcome(text: impl Display) {
+    print_saved(&text);
+    if is_shown() && !shows_output() && !relays_output() {
+        say(text);
+    }
+}
+
+/// Whether a launcher reads this process's standard output and shows it on a terminal.
+fn relays_output() -> bool {
+    std::env::var_os(RELAY_VARIABLE).is_some_and(|relayed| relayed == RELAY_ALL)
 }
 
 /// Pushes out what standard output still holds.
@@ -138,28 +156,19 @@ fn keep_warning(text: &str) {
     if warnings.len() >= MAX_WARNINGS {
         warnings.pop_front();
     }
-    let kept = status::warning_of(text).chars().take(MAX_WARNING_CHARACTERS).collect();
+    let kept = warning_of(text).chars().take(MAX_WARNING_CHARACTERS).collect();
     warnings.push_back((SystemTime::now(), kept));
 }
 
-/// Writes a line to standard error; a `warning` stays in sight.
+/// Writes a line to standard error; a `warning` stays in sight below the bars.
 fn write_line(line: &str, warning: Option<&str>) {
     if *STDERR_TARGET != StderrTarget::Terminal {
         return put(line);
     }
+    BARS.beside(|| put(line));
     if let Some(warning) = warning {
-        STATUS.lock().unwrap_or_else(PoisonError::into_inner).warn(warning);
+        BARS.warn(warning_of(warning));
     }
-    beside_status(|| put(line));
-}
-
-/// Takes the status away, runs `write` and draws the status again below what was written.
-fn beside_status<T>(write: impl FnOnce() -> T) -> T {
-    let mut status = STATUS.lock().unwrap_or_else(PoisonError::into_inner);
-    put(&status.erase());
-    let outcome = write();
-    put(&neutral(&status.draw(columns())));
-    outcome
 }
 
 fn put(text: &str) {
@@ -168,11 +177,17 @@ fn put(text: &str) {
     }
 }
 
-/// Columns of the terminal. The last one stays free: some terminals begin a new line behind it.
-fn columns() -> usize {
-    let size = rustix::termios::tcgetwinsize(io::stderr());
-    let columns = size.map(|size| usize::from(size.ws_col)).ok().filter(|columns| *columns > 0);
-    columns.unwrap_or(DEFAULT_COLUMNS) - 1
+/// The size of the terminal.
+fn size() -> Size {
+    let size = rustix::termios::tcgetwinsize(io::stderr()).map(|size| (size.ws_col, size.ws_row));
+    let (columns, rows) = size.ok().filter(|(columns, rows)| *columns > 0 && *rows > 0).unwrap_or(DEFAULT_SIZE);
+    Size { columns: usize::from(columns), rows: usize::from(rows) }
+}
+
+/// The warning in a line, without the words before it.
+fn warning_of(text: &str) -> &str {
+    let behind = |word: &&str| text.find(*word).map(|at| at + word.len());
+    text[["warning: ", "WARN "].iter().filter_map(behind).min().unwrap_or(0)..].trim()
 }
 
 /// A message as it is written, with the newline at its end: on one line, or with further lines indented.
@@ -275,6 +290,13 @@ mod tests {
         let forged = "step 3: warning: x\r\nstep 4: y\u{2028}step 5: z\u{85}\n";
         assert_eq!(message(forged, true), "step 3: warning: x\\nstep 4: y\\u2028step 5: z\\u0085\n");
         assert_eq!(message("error: x\nerror: y", false), "error: x\n  error: y\n");
+    }
+
+    #[test]
+    fn a_warning_begins_behind_the_first_word_that_says_so() {
+        assert_eq!(warning_of(" WARN a reward failed: warning: forged\n"), "a reward failed: warning: forged");
+        assert_eq!(warning_of("step 3: warning: WARN is in it"), "WARN is in it");
+        assert_eq!(warning_of("plain\n"), "plain");
     }
 
     #[test]

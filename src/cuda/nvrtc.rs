@@ -4,7 +4,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Once, OnceLock};
 
 use cudarc::nvrtc::{result, sys};
@@ -12,6 +12,7 @@ use cudarc::nvrtc::{result, sys};
 use super::cache;
 use super::capability::Capability;
 use super::library::{self, FOLDER_VARIABLE, environment, mapped_files};
+use crate::console::Progress;
 use crate::error::{Error, Result};
 
 /// A file of `src/kernels`.
@@ -143,10 +144,13 @@ pub(super) fn compile_all(
     let threads = (processors / num_ranks).clamp(1, missing.len());
     let first = rank * missing.len() / num_ranks % missing.len();
     missing.rotate_left(first);
-    let next = AtomicUsize::new(0);
+    let (next, num_done) = (AtomicUsize::new(0), AtomicU64::new(0));
+    let progress = Progress::new("kernels", "compiled");
+    progress.tell(0, missing.len() as u64);
     let compile_some = || {
         while let Some(source) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
             cubin(source, capability)?;
+            progress.tell(num_done.fetch_add(1, Ordering::Relaxed) + 1, missing.len() as u64);
         }
         Ok(())
     };

@@ -23,7 +23,8 @@ impl PipeReaders {
             command.stderr(Stdio::piped());
         }
         if rank == 0 && console::is_shown() {
-            command.env(console::RELAY_VARIABLE, "1"); // it shows its status through the launcher
+            // Its bars come through the launcher.
+            command.env(console::RELAY_VARIABLE, if console::shows_output() { console::RELAY_ALL } else { "messages" });
         }
     }
 

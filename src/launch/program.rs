@@ -63,7 +63,7 @@ pub fn begin_process() -> Result<()> {
 /// code that it is to end with.
 pub fn report_failure(error: &Error) -> ExitCode {
     let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
-    console::show(Vec::new()); // of what is not gone on with
+    console::clear_progress(); // of what is not gone on with
     report::report_error(error, rank);
     error.exit_code()
 }

@@ -64,7 +64,7 @@ fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut SignalInbox
     let mut workers = Workers::start(options, num_restarts, &mut output)?;
     let interrupted = workers.wait(inbox, options.on_stop);
     output.finish(Duration::from_secs(1));
-    console::show(Vec::new()); // of a rank that was killed
+    console::clear_progress(); // of a rank that was killed
     Ok(workers.outcome(interrupted))
 }
 

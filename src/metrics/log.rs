@@ -9,11 +9,11 @@ use serde::Serialize;
 use super::history::LogHistory;
 use super::jsonl;
 use super::over_steps::over_steps;
-use super::progress::ProgressBar;
 use super::report::write_report;
 use super::sidecar::Services;
 use super::step::MetricValues;
 use super::writer::{MetricsWriter, write_run_config};
+use crate::console::RunDisplay;
 use crate::error::Result;
 use crate::untrusted::Folder;
 
@@ -36,7 +36,7 @@ pub struct RunLog {
     ends: BTreeMap<String, (f64, f64)>,
     next_report: Instant,
     report_has_failed: bool,
-    display: ProgressBar,
+    display: RunDisplay,
     logging_steps: u64,
     max_steps: u64,
     interval: Vec<MetricValues>, // steps since the newest line
@@ -82,7 +82,7 @@ impl RunLog {
             write_run_config(output_dir, config)?;
         }
         let first_step = earlier.as_ref().map(|earlier| earlier.step);
-        let display = ProgressBar::new(options.max_steps, first_step.unwrap_or(0), writes);
+        let display = RunDisplay::new(options.max_steps, first_step.unwrap_or(0), writes);
         if let Some(earlier) = &earlier {
             display.say(&format!("resumed from {}", earlier.folder.display()));
         }
@@ -107,7 +107,7 @@ impl RunLog {
     }
 
     /// Bars, and lines above them.
-    pub fn display(&self) -> &ProgressBar {
+    pub fn display(&self) -> &RunDisplay {
         &self.display
     }
 

@@ -1,5 +1,5 @@
 //! Metrics: how they reduce over ranks and where they are written: metrics.jsonl (the truth), TensorBoard event
-//! files, completions as Parquet, a progress display, an HTML report. Knows nothing of training: names and values come in.
+//! files, completions as Parquet, an HTML report. Knows nothing of training: names and values come in.
 
 mod completions;
 mod history;
@@ -8,7 +8,6 @@ mod lasting;
 mod log;
 mod messages;
 mod over_steps;
-mod progress;
 pub mod ranks;
 pub mod report;
 mod sidecar;
@@ -25,7 +24,6 @@ pub use history::LogHistory;
 pub(crate) use jsonl::read_metrics_in;
 pub use jsonl::{MetricLine, read_metrics};
 pub use log::{EarlierLog, LogOptions, RunLog};
-pub use progress::{download_progress, parts_progress, pinning_progress, problems_progress, rows_progress};
 pub use report::write_report;
 pub use sidecar::Services;
 pub use step::{MetricValues, Reduce, StepMetrics};

@@ -18,6 +18,7 @@ use super::rendezvous;
 use super::shm::ShmControl;
 use super::single::SingleRank;
 use crate::config::{Config, WorldSize};
+use crate::console::hide_progress;
 use crate::cuda::Placement;
 use crate::error::{Error, Result};
 
@@ -113,6 +114,9 @@ impl World {
     /// [`Error::Environment`] if the store, the memory or the backend is not to be had, or nodes do not fit together;
     /// [`Error::CollectiveTimeout`] naming the ranks that did not come; [`Error::StoppedEarly`] if a stop was asked for.
     pub fn join(env: &WorkerEnv, options: WorldOptions) -> Result<Self> {
+        if env.rank > 0 {
+            hide_progress();
+        }
         let device = match options.backend {
             Backend::Shm => Device::Cpu,
             Backend::Nccl => nccl::device(env)?,

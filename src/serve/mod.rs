@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::console::weights_progress;
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
 use crate::model::{BlockLora, LoraSpec, ModelSpec, ParamTable, Unit, UnitLayout};
@@ -53,11 +54,16 @@ impl Served {
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
         let (device, own) = (world.device(), engine.ranks().stage().units(&table.spec));
-        let load = |layout: &UnitLayout| match own.contains(&layout.unit) {
-            true => Ok(source(layout)?.f_to_device(device)?),
-            false => Ok(Tensor::f_zeros([0], (engine.kind(), device))?), // of another stage
+        let mut loaded = weights_progress(table.units.len());
+        let mut load = |layout: &UnitLayout| {
+            let unit = match own.contains(&layout.unit) {
+                true => source(layout)?.f_to_device(device)?,
+                false => Tensor::f_zeros([0], (engine.kind(), device))?, // of another stage
+            };
+            loaded();
+            Ok(unit)
         };
-        let units = table.units.iter().map(load).collect::<Result<_>>()?;
+        let units = table.units.iter().map(&mut load).collect::<Result<_>>()?;
         let slices = EngineSlices::in_place(engine.ranks());
         Ok(Self { world, slices, table, units, adapters: Vec::new(), are_chosen: false, engine })
     }

@@ -8,12 +8,12 @@ use tch::Kind;
 use super::Sft;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, Models, ResumeOptions, Saver, TrainerState};
 use crate::config::SftConfig;
-use crate::console;
+use crate::console::{self, rows_progress};
 use crate::cuda::{Placement, chip_flop_per_s, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
 use crate::error::{Error, Result};
 use crate::metrics::ranks::RankReporter;
-use crate::metrics::{LogOptions, RunLog, Services, rows_progress};
+use crate::metrics::{LogOptions, RunLog, Services};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, Use, WeightFiles};
 use crate::phase;
 use crate::ranks::{Mesh, World};
@@ -130,7 +130,7 @@ fn read_rows(
     let max_length = config.max_length.min(spec.max_position_embeddings);
     let completion_column = config.dataset_completion_column.clone();
     let options = DatasetOptions { completion_column, ..DatasetOptions::of(data, config.seed, Vec::new()) };
-    let mut told = rows_progress("load", is_first_rank);
+    let mut told = rows_progress("load");
     let mut read = |sources: &RowSources| {
         SftDataset::read(sources, &tokenizer, &spec.eos_token_ids, max_length, &options, &mut told)
     };

@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow};
 use crate::config::Quantization;
+use crate::console::weights_progress;
 use crate::error::{Error, Result};
 use crate::memory::{HostPool, Ledger, MemoryKind};
 use crate::model::{ParamTable, StoredBlock, StoredFormat, Unit, UnitLayout};
@@ -59,11 +60,13 @@ impl Weights {
             let kept = weights.kept(layout.len);
             weights.units.push(Tensor::f_zeros([kept.len() as i64], (kind, device))?);
         }
+        let mut loaded = weights_progress(table.units.len());
         for (index, layout) in table.units.iter().enumerate() {
             let flat = whole(layout, source)?;
             each(index, &flat)?;
             let kept = weights.kept(layout.len);
             weights.units[index].f_copy_(&narrow(&flat, &kept))?;
+            loaded();
         }
         let num_elements: usize = weights.units.iter().map(Tensor::numel).sum();
         Ledger::set(owner, MemoryKind::Device, num_elements * kind.elt_size_in_bytes());
@@ -82,6 +85,7 @@ impl Weights {
         let (mut weights, encoder) = (Self::empty(owner, table, sharding, (kind, device)), format.encoder(device)?);
         weights.quantization = quantization;
         let (table, mut plain) = (weights.table.clone(), 0);
+        let mut loaded = weights_progress(table.units.len());
         for layout in &table.units {
             let flat = whole(layout, source)?.f_to_device(device)?.f_to_kind(kind)?;
             let kept = match layout.unit {
@@ -93,6 +97,7 @@ impl Weights {
             };
             plain += kept.numel() * kind.elt_size_in_bytes();
             weights.units.push(kept);
+            loaded();
         }
         let blocks = (0..weights.quantized.len()).map(|layer| format.block_bytes(&table.spec, layer, kind));
         Ledger::set(owner, MemoryKind::Device, plain + blocks.sum::<usize>());
@@ -111,9 +116,11 @@ impl Weights {
     ) -> Result<Self> {
         let sharding = Sharding { keeps_weights: false, ..sharding };
         let mut weights = Self::empty(owner, table, sharding, (kind, device));
+        let mut loaded = weights_progress(weights.table.units.len());
         for (index, layout) in weights.table.units.iter().enumerate() {
             let slice = narrow(&whole(layout, source)?, &weights.kept(layout.len));
             pool.copy_from(weights.byte_offset(index), &slice.f_to_kind(kind)?.f_to_device(Device::Cpu)?)?;
+            loaded();
         }
         weights.pool = Some(pool);
         Ok(weights)

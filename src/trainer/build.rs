@@ -10,10 +10,10 @@ use super::preflight::{Preflight, gathers};
 use super::teacher::Teacher;
 use crate::colocate::Colocated;
 use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
+use crate::console::pinning_progress;
 use crate::cuda::residual_kind;
 use crate::error::Result;
 use crate::memory::HostPool;
-use crate::metrics::pinning_progress;
 use crate::model::{LoraSpec, ParamTable, Plain, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::engine_options;
@@ -82,7 +82,7 @@ fn learner(
         adam: AdamOptions::new(&config.optimizer),
         gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
     };
-    let pool = |name, bytes| HostPool::new(name, bytes, device, &mut pinning_progress(world.rank() == 0));
+    let pool = |name, bytes| HostPool::new(name, bytes, device, &mut pinning_progress());
     let lora = LoraSpec::new(&config.lora);
     let optimizer_bytes = TrainedModel::of(config, table, kind).bytes().optimizer;
     let home = match plan.optimizer {

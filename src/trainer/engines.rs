@@ -9,10 +9,10 @@ use tch::Kind;
 use super::preflight::{MakePlan, OpenModel, Preflight, combination, gathers, open_model, validate_gpu};
 use super::rows::TrainingRows;
 use crate::config::{Config, EngineShape, Mode, WorldSize, divisors};
+use crate::console::rows_progress;
 use crate::cuda::Placement;
 use crate::data::Tokenizer;
 use crate::error::Result;
-use crate::metrics::rows_progress;
 use crate::model::{ModelSpec, ParamTable, Stage, Stages};
 use crate::plan::{MemoryPlan, Room, human};
 use crate::rollout::{cache_kind, kv_block_bytes};
@@ -82,8 +82,7 @@ impl PlannedRun {
             return Ok(run);
         }
         let tools = ToolProcess::start(config)?;
-        let rows =
-            TrainingRows::read(config, tokenizer, spec, (Vec::new(), tools.as_ref()), rows_progress("plan", true))?;
+        let rows = TrainingRows::read(config, tokenizer, spec, (Vec::new(), tools.as_ref()), rows_progress("plan"))?;
         Ok(Self { config: rows.planned(config), ..run })
     }
 

@@ -1,23 +1,34 @@
-//! What a person sees on a terminal of 80 columns.
+//! What a person sees on a terminal, and what a file has of it.
 
 use std::process::Command;
 
 use crate::program::{SMALL_RUN, command};
 
-/// Runs its arguments on a terminal of 80 columns and passes on all that they write there.
+/// Runs its arguments on a terminal of 24 rows and as many columns as the first one says, and passes on all that they write there. When
+/// `step 1/` has been written, the terminal gets the second number of columns.
 const TERMINAL: &str = "
 import fcntl, os, pty, struct, sys, termios
+columns, later = int(sys.argv[1]), int(sys.argv[2])
 pid, terminal = pty.fork()
+def resize(file, columns):
+    fcntl.ioctl(file, termios.TIOCSWINSZ, struct.pack('HHHH', 24, columns, 0, 0))
 if pid == 0:
-    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))
-    os.execvp(sys.argv[1], sys.argv[1:])
+    resize(1, columns)
+    os.execvp(sys.argv[3], sys.argv[3:])
 try:
     while data := os.read(terminal, 65536):
         sys.stdout.buffer.write(data)
+        if later != columns and b'step 1/' in data:
+            resize(terminal, later)
+            columns = later
+            sys.stdout.buffer.write(b'<resized>')
 except OSError:
     pass
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 ";
+
+/// Stands in the output where the terminal was resized.
+const RESIZED: &str = "<resized>";
 
 /// The lines that a terminal shows in the end, scrolled ones included, and every line that it has ever shown. Knows what the program
 /// may send: line ends, colours, `up` and `erase to the end`.
@@ -60,11 +71,25 @@ fn shown(output: &str) -> (Vec<String>, Vec<String>) {
     (lines, ever)
 }
 
-/// What the program writes to a terminal; it has to end with `code`.
+/// What the program writes to a terminal of 80 columns; it has to end with `code`.
 fn on_terminal(line: &str, code: i32) -> String {
+    on_terminal_of((80, 80), line, code)
+}
+
+/// What the program writes to a terminal of so many columns, in the beginning and after its first step.
+fn on_terminal_of(columns: (usize, usize), line: &str, code: i32) -> String {
+    let output = terminal(columns, &[], line).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{text}");
+    text
+}
+
+/// The program on a terminal, behind the words of a `shell`.
+fn terminal((columns, later): (usize, usize), shell: &[&str], line: &str) -> Command {
     let own = command(line);
     let mut terminal = Command::new("python3");
-    terminal.args(["-c", TERMINAL]).arg(own.get_program()).args(own.get_args());
+    terminal.args(["-c", TERMINAL, &columns.to_string(), &later.to_string()]).args(shell);
+    terminal.arg(own.get_program()).args(own.get_args());
     if let Some(root) = own.get_current_dir() {
         terminal.current_dir(root);
     }
@@ -74,10 +99,7 @@ fn on_terminal(line: &str, code: i32) -> String {
             None => terminal.env_remove(name),
         };
     }
-    let output = terminal.output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert_eq!(output.status.code(), Some(code), "{text}");
-    text
+    terminal
 }
 
 fn has(lines: &[String], parts: &[&str]) -> bool {
@@ -116,4 +138,57 @@ fn a_terminal_has_one_status_and_loses_no_line_of_any_rank() {
     }
     assert!(statuses.iter().all(|line| line.chars().count() < 80), "{statuses:#?}");
     assert!(!text.contains('\u{1e}'), "no record of a worker reaches the terminal");
+}
+
+#[test]
+fn a_wide_terminal_shows_more_and_a_window_made_narrower_keeps_no_remains() {
+    let folder = tempfile::tempdir().unwrap();
+    let run =
+        |name: &str| format!("--nproc 2 {SMALL_RUN} max_steps=3 output_dir={}", folder.path().join(name).display());
+    let (_, ever) = shown(&on_terminal_of((200, 200), &run("wide"), 0));
+    let parts = ["step 2/3 ━", "reward ", "loss ", "length ", "s/step ", "entropy "];
+    assert!(has(&ever, &parts), "{ever:#?}");
+
+    let text = on_terminal_of((200, 40), &run("narrower"), 0);
+    let resized = text.find(RESIZED).expect("it was resized");
+    let text = text.replace(RESIZED, "");
+    let erase = regex::Regex::new(r"\r\x1b\[(\d+)A\x1b\[J").unwrap();
+    let (mut widths, mut from, mut took_wrapped_rows) = (Vec::<usize>::new(), 0, false);
+    for found in erase.captures_iter(&text) {
+        let whole = found.get(0).unwrap();
+        widths.extend(text[from..whole.start()].lines().map(|line| line.chars().count()));
+        from = whole.end();
+        let num_rows = found[1].parse::<usize>().unwrap();
+        let rows = widths.iter().rev().scan(0, |rows, width: &usize| {
+            *rows += width.div_ceil(40);
+            Some(*rows)
+        });
+        let num_lines = rows.take_while(|rows| *rows <= num_rows).enumerate().find(|(_, rows)| *rows == num_rows);
+        took_wrapped_rows |= from > resized && num_lines.is_some_and(|(lines_before, _)| lines_before + 1 < num_rows);
+    }
+    assert!(took_wrapped_rows, "the terminal had wrapped the bars\n{text}");
+    let last = text.lines().rev().find(|line| line.contains(['━', '╌'])).unwrap();
+    let last = last.rsplit('J').next().unwrap();
+    assert!(last.chars().count() < 40, "{last}\n{text}");
+}
+
+#[test]
+fn a_file_has_plain_lines_and_a_terminal_beside_it_says_where_the_report_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let run =
+        |name: &str| format!("--nproc 2 {SMALL_RUN} max_steps=3 output_dir={}", folder.path().join(name).display());
+    let piped = command(&run("piped")).output().unwrap();
+    let lines = String::from_utf8(piped.stderr).unwrap();
+    assert!(piped.status.success() && lines.contains("Z step 3/3 | reward "), "{lines}");
+    let is_plain = |c: char| !c.is_control() || c == '\n';
+    assert!(lines.chars().all(is_plain) && !lines.contains(['━', '╌']) && !lines.contains("\"key\""), "{lines}");
+
+    let saved = folder.path().join("saved.txt");
+    let whole = format!("exec \"$0\" \"$@\" > '{}'", saved.display());
+    let output = terminal((80, 80), &["sh", "-c", &whole], &run("saved")).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let (last, _) = shown(&text);
+    let count = |words: &str| last.iter().filter(|line| line.contains(words)).count();
+    assert_eq!((count("step 3/3 | reward "), count("report: "), count("model: ")), (1, 1, 1), "{last:#?}");
+    assert!(std::fs::read_to_string(saved).unwrap().contains("report: "), "{text}");
 }

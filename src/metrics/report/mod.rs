@@ -15,6 +15,7 @@ use self::panels::{compared, plots};
 use super::completions::FOLDER as COMPLETIONS;
 use super::jsonl::{self, read_metrics_in};
 use super::writer::RUN_CONFIG;
+pub use crate::console::number;
 use crate::error::{Error, Result};
 use crate::untrusted::{Folder, MAX_RUN_CONFIG_BYTES};
 
@@ -89,31 +90,6 @@ fn flatten(prefix: &str, value: &serde_json::Value, rows: &mut Vec<(String, Stri
     }
 }
 
-/// Three significant digits: 0.0123, 4.5, 12.3k, 1e-6.
-pub fn number(value: f64) -> String {
-    let trim = |text: String| match text.contains('.') {
-        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-        false => text,
-    };
-    let digits = |value: f64| {
-        let decimals = (2.0 - value.abs().log10().floor()).clamp(0.0, 6.0) as usize;
-        trim(format!("{value:.decimals$}"))
-    };
-    match value.abs() {
-        _ if !value.is_finite() => "–".to_owned(),
-        0.0 => "0".to_owned(),
-        size if size < 1e-3 => {
-            let text = format!("{value:.2e}");
-            let (mantissa, exponent) = text.split_once('e').unwrap_or((&text, "0"));
-            format!("{}e{exponent}", trim(mantissa.to_owned()))
-        }
-        size if size >= 1e9 => digits(value / 1e9) + "G",
-        size if size >= 1e6 => digits(value / 1e6) + "M",
-        size if size >= 1e4 => digits(value / 1e3) + "k",
-        _ => digits(value),
-    }
-}
-
 /// Text that a browser shows as it is: completions are written by a model.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
@@ -133,12 +109,6 @@ pub fn escape(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn numbers_are_short() {
-        let shown = [0.0, 0.012345, 4.5, 123.456, 12_345.0, 7.5e9, 1e-6, -2.5e-5, f64::NAN, 1999.0].map(number);
-        assert_eq!(shown, ["0", "0.0123", "4.5", "123", "12.3k", "7.5G", "1e-6", "-2.5e-5", "–", "1999"]);
-    }
 
     #[test]
     fn a_report_is_one_file_in_which_model_text_is_only_text() {
