@@ -3,10 +3,9 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use tracing_subscriber::fmt::format::Writer;
-use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use chrono::DateTime;
 
 use super::bars::{BarState, times};
 use super::progress::{BarHandle, number};
@@ -204,11 +203,11 @@ fn summary(values: &BTreeMap<String, f64>) -> Vec<String> {
     shown.collect()
 }
 
-/// UTC to the second, as the log's own.
+/// UTC to the second.
 fn timestamp() -> String {
-    let mut text = String::new();
-    let written = SystemTime.format_time(&mut Writer::new(&mut text));
-    written.map(|()| text.get(..19).map(|seconds| format!("{seconds}Z")).unwrap_or(text)).unwrap_or_default()
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = DateTime::from_timestamp(since.as_secs() as i64, 0).unwrap_or_default();
+    now.format("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
 #[cfg(test)]
