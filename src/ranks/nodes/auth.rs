@@ -6,7 +6,9 @@
 
 use std::io::{Read, Write};
 
-use sha2::{Digest, Sha256};
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+use subtle::ConstantTimeEq;
 
 use crate::error::{Error, Result};
 
@@ -17,7 +19,6 @@ const MAGIC: [u8; 16] = *b"colo-grpo nodes1";
 const SHORTEST_TOKEN: usize = 16;
 /// Longest greeting of a rank; nothing larger is read from somebody unknown.
 const MAX_GREETING_BYTES: u32 = 1 << 20;
-const BLOCK_BYTES: usize = 64;
 
 type Digest32 = [u8; 32];
 
@@ -78,14 +79,9 @@ impl Token {
 
     /// HMAC-SHA256 of the parts, one after the other.
     fn mac(&self, parts: &[&[u8]]) -> Digest32 {
-        let mut key = [0; BLOCK_BYTES];
-        match self.0.len() <= BLOCK_BYTES {
-            true => key[..self.0.len()].copy_from_slice(&self.0),
-            false => key[..32].copy_from_slice(&Sha256::digest(&self.0)),
-        }
-        let padded = |pad: u8| Sha256::new().chain_update(key.map(|byte| byte ^ pad));
-        let inner = parts.iter().fold(padded(0x36), |hash, part| hash.chain_update(part)).finalize();
-        padded(0x5c).chain_update(inner).finalize().into()
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("a key may have any length");
+        parts.iter().for_each(|part| mac.update(part));
+        mac.finalize().into_bytes().into()
     }
 
     /// The hub's side: the greeting of a rank that has proven itself.
@@ -102,7 +98,7 @@ impl Token {
         }
         let mut greeting = vec![0; len as usize];
         stream.read_exact(&mut greeting)?;
-        if !is_equal(&proof, &self.mac(&[b"rank", &challenge, &answer, &greeting])) {
+        if !bool::from(proof.ct_eq(&self.mac(&[b"rank", &challenge, &answer, &greeting]))) {
             stream.write_all(&[0; 33])?;
             return Err(Unproven::Denied);
         }
@@ -124,17 +120,11 @@ impl Token {
         stream.write_all(&[&answer[..], &proof, &len, greeting].concat())?;
         let mut verdict = [0; 33];
         stream.read_exact(&mut verdict)?;
-        match verdict[0] == 1 && is_equal(&verdict[1..], &self.mac(&[b"hub", &challenge, &answer])) {
+        match verdict[0] == 1 && verdict[1..].ct_eq(&self.mac(&[b"hub", &challenge, &answer])).into() {
             true => Ok(()),
             false => Err(Unproven::Denied),
         }
     }
-}
-
-/// Compares in a time that does not depend on where the two differ.
-fn is_equal(a: &[u8], b: &[u8]) -> bool {
-    let difference = a.iter().zip(b).fold(0, |seen, (a, b)| std::hint::black_box(seen | (a ^ b)));
-    a.len() == b.len() && difference == 0
 }
 
 /// 32 bytes that nobody can foresee.
