@@ -19,6 +19,7 @@ fn main() {
         panic!("{}: {error}. Run scripts/setup.sh first: it fetches libtorch 2.11.0", library.display())
     });
     let folder = real.parent().unwrap_or(Path::new("/"));
+    println!("cargo::metadata=LIBTORCH={}", folder.display()); // DEP_COLO_GRPO_LIBTORCH in the build scripts of dependents
     // A package (scripts/package.sh) has libtorch at the relative place and loses the other, which is this machine's.
     println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../torch/lib:{}", folder.display());
     let include = libtorch.join("include");

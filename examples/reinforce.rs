@@ -4,9 +4,10 @@
 
 use std::sync::Arc;
 
+use colo_grpo::data::RolloutGroup;
 use colo_grpo::grpo::{Denominators, LossInput};
 use colo_grpo::reward::RewardInput;
-use colo_grpo::signatures::{RolloutGroup, StepReport};
+use colo_grpo::trainer::StepReport;
 use colo_grpo::{Config, Result, Trainer, World};
 use tch::{Kind, Tensor};
 

@@ -9,6 +9,9 @@ for argument; do
     if [ "$argument" = --test ]; then is_test=1; else documented+=("$argument"); fi
 done
 if [ "$is_test" ]; then
+    # The examples find libtorch: what build.rs tells the linker is for the crate's own targets alone.
+    libtorch=$(dirname "$(realpath "${LIBTORCH:-.libtorch}/lib/libtorch_cpu.so")")
+    export LD_LIBRARY_PATH="$libtorch${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     pages=$(mktemp -d)
     trap 'rm -rf "$pages"' EXIT
     rustdoc "${documented[@]}" --out-dir "$pages" -D warnings

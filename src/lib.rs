@@ -21,7 +21,7 @@
 //!
 //! One step, from [`trainer::Trainer::train_step`]: the next prompts; `with_rollout` wakes the engine, generates and puts
 //! it to sleep; rewards are awaited; advantages assigned; sequences packed; the policy updated. A program of its own begins at
-//! [`Trainer::builder`] and [`main`].
+//! [`Trainer::builder`] and [`main`]; its types are in [`mod@config`], [`data`], [`engine`], [`grpo`], [`ranks`], [`reward`] and [`trainer`].
 
 #![allow(rustdoc::private_intra_doc_links)] // the floors are for readers of the source
 
@@ -29,10 +29,10 @@ mod bench;
 mod checkpoint;
 mod cli;
 mod colocate;
-mod config;
+pub mod config;
 mod console;
 mod cuda;
-mod data;
+pub mod data;
 mod endpoint;
 mod error;
 mod eval;
@@ -47,7 +47,7 @@ mod ops;
 mod phase;
 mod plan;
 mod process;
-mod ranks;
+pub mod ranks;
 pub mod reward;
 mod rollout;
 mod sandbox;
@@ -57,7 +57,7 @@ mod split;
 mod tools;
 mod torch;
 mod train;
-mod trainer;
+pub mod trainer;
 mod types;
 mod untrusted;
 mod update;
@@ -77,20 +77,90 @@ pub use trainer::Trainer;
 pub use types::Trajectory;
 pub use untrusted::MeteredAllocator;
 
-/// The types that signatures of the library mention, beside those at its root.
-pub mod signatures {
-    pub use crate::config::*;
-    pub use crate::metrics::{MetricValues, Reduce, StepMetrics};
-    pub use crate::plan::{ClassBytes, PlanInput, Role, Room};
-    pub use crate::ranks::{Backend, Collective, Mesh, ReduceOp, WorkerEnv, WorldOptions};
+/// The engine that samples, and what it is asked for.
+///
+/// [`RolloutEngine`] is an engine that is awake. Whole batches are sampled by [`RolloutEngine::generate`]; a [`Session`](engine::Session)
+/// takes requests one by one, of which each step returns the events:
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use colo_grpo::data::{Prompt, Trajectory};
+/// use colo_grpo::engine::{Event, Request, RequestId, SamplingParams, Session, Structure, TokenLogprob};
+/// use colo_grpo::{Result, RolloutEngine};
+///
+/// /// A number of up to four digits, with the two most probable tokens at each place.
+/// fn number(engine: &mut RolloutEngine<'_>, prompt: &Prompt) -> Result<Vec<Trajectory>> {
+///     let structure = Some(Structure::Regex("[0-9]{1,4}".to_owned()));
+///     let params = SamplingParams { structure, top_logprobs: 2, num_generations: 1, ..SamplingParams::default() };
+///     let mut session: Session<'_> = engine.session()?;
+///     let id: RequestId = session.submit(Request {
+///         prompt_id: prompt.id,
+///         token_ids: prompt.token_ids.clone(),
+///         first_step: 0,
+///         first_sample: 0,
+///         params: Arc::new(params),
+///         begun: Vec::new(),
+///         adapter: None,
+///     })?;
+///     while session.has_work() {
+///         for event in session.step()? {
+///             if let Event::Token { token_id, top_logprobs, .. } = event {
+///                 let first: Option<&TokenLogprob> = top_logprobs.first();
+///                 println!("{token_id}, the most probable {first:?}");
+///             }
+///         }
+///     }
+///     let load = session.load();
+///     println!("{} of {} blocks are free", load.num_free_blocks, load.num_blocks);
+///     let completions = session.completions(id)?;
+///     session.close()?;
+///     Ok(completions)
+/// }
+/// ```
+///
+/// A batch tells what it took. The stages of a model over several GPUs tell how long they waited for one another:
+///
+/// ```no_run
+/// use colo_grpo::data::{Prompt, RolloutGroup};
+/// use colo_grpo::engine::{EngineStats, Rollout, SamplingParams, StageTimes};
+/// use colo_grpo::{Result, RolloutEngine};
+///
+/// fn first(engine: &mut RolloutEngine<'_>, prompt: Prompt) -> Result<usize> {
+///     let unfinished = vec![RolloutGroup::new(prompt)];
+///     let Rollout { complete, stats, .. } = engine.generate_first(unfinished, 1, &SamplingParams::default(), |_| ())?;
+///     let EngineStats { num_generated_tokens, stage: StageTimes { computing, waiting }, .. } = stats;
+///     println!("{num_generated_tokens} tokens; this stage computed for {computing:?} and waited for {waiting:?}");
+///     Ok(complete.len())
+/// }
+/// ```
+///
+/// [`Engine`](engine::Engine) holds the memory, and [`EngineSlices`](engine::EngineSlices) the weights that it reads; a
+/// [`Colocated`] owns both beside a learner:
+///
+/// ```no_run
+/// use colo_grpo::Colocated;
+/// use colo_grpo::engine::{Engine, EngineSlices};
+/// use colo_grpo::trainer::Learner;
+///
+/// fn colocated(learner: Learner, engine: Engine, slices: EngineSlices) -> Colocated {
+///     Colocated::new(learner, engine, slices)
+/// }
+/// ```
+///
+/// Benchmarks spread the lengths of completions:
+///
+/// ```
+/// use colo_grpo::engine::LengthSpread;
+///
+/// let spread = LengthSpread { shortest: 1, longest: 64, long_tailed: true };
+/// assert!((0..100).all(|sample| (1..=64).contains(&spread.length(sample))));
+/// ```
+pub mod engine {
     pub use crate::rollout::{
-        Engine, EngineStats, Event, Request, RequestId, Rollout, Session, SessionLoad, StageTimes,
+        Engine, EngineStats, Event, Request, RequestId, Rollout, RolloutEngine, Session, SessionLoad, StageTimes,
     };
     pub use crate::serve::EngineSlices;
-    pub use crate::train::{Policy, Reference, Sequence};
-    pub use crate::trainer::{RunSummary, StepReport, TrainerBuilder, TrainingBatch};
-    pub use crate::types::*;
-    pub use crate::update::{Divergence, Learner, ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
+    pub use crate::types::{LengthSpread, SamplingParams, Structure, TokenLogprob};
 }
 
 /// The example of docs/library.md compiles.

@@ -25,7 +25,7 @@ use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdatePro
 /// The phases cannot be mixed up. Training inside the scope does not compile:
 ///
 /// ```compile_fail,E0501
-/// # use colo_grpo::{Colocated, Result, signatures::{Sequence, UpdateOptions}};
+/// # use colo_grpo::{Colocated, Result, trainer::{Sequence, UpdateOptions}};
 /// fn train_inside(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<()> {
 ///     colocated.with_rollout(|_rollout| {
 ///         colocated.update(batch, options, &())?;
@@ -56,7 +56,7 @@ use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdatePro
 /// ```
 /// The twins in the right order do:
 /// ```no_run
-/// # use colo_grpo::{Colocated, Result, signatures::{Sequence, UpdateOptions}};
+/// # use colo_grpo::{Colocated, Result, trainer::{Sequence, UpdateOptions}};
 /// fn in_turn(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<u64> {
 ///     let tokens = colocated.with_rollout(|rollout| Ok(rollout.stats().num_generated_tokens))?;
 ///     colocated.update(batch, options, &())?;

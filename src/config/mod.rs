@@ -1,5 +1,82 @@
 //! Configuration: parsed, validated, read-only after. Keys are TRL's `GRPOConfig`'s where one exists, and so are defaults but
 //! for those that docs/config.md lists.
+//! A file and `key=value` words make a [`Config`]; every table of the file is a struct, and every key that takes one of a few words an enum:
+//!
+//! ```
+//! use colo_grpo::config::*;
+//! use colo_grpo::{Config, Error, ExitCode};
+//!
+//! let words = ["lora.r=8".to_owned(), "tensor_parallel_size=1".to_owned()];
+//! let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+//! let Config { data, curriculum, tools, split, objective, distillation, .. } = &config;
+//! let sampling: (&DataConfig, &CurriculumConfig, &ToolsConfig, &SplitConfig) = (data, curriculum, tools, split);
+//! let losses: (&ObjectiveConfig, &DistillationConfig) = (objective, distillation);
+//! let Config { optimizer, lora, reward, rewards, report, best, heartbeat, .. } = &config;
+//! let training: (&OptimizerConfig, &LoraConfig, &BestConfig, &HeartbeatConfig) = (optimizer, lora, best, heartbeat);
+//! let scoring: (&RewardConfig, &ProcessRewards, &ReportConfig) = (reward, rewards, report);
+//! let steps: (&MuonConfig, &LrSchedulerKwargs) = (&optimizer.muon, &optimizer.lr_scheduler_kwargs);
+//! let code: (&CodeConfig, &RewardArguments, &CommandLine) = (&reward.code, &reward.arguments, &reward.code.command);
+//! let lists: (&Files, &TemplateVariables, &ReportTo) = (&data.train_file, &data.chat_template_kwargs, &report.report_to);
+//! let names: (&EnvironmentFactories, &TargetModules) = (&tools.environment_factory, &lora.target_modules);
+//! println!("{sampling:?}\n{losses:?}\n{training:?}\n{scoring:?}\n{steps:?}\n{code:?}\n{lists:?}\n{names:?}");
+//! assert_eq!(lora.r, Some(8));
+//!
+//! let wrong = Config::load(None, &["learning_rat=1".to_owned()]).unwrap_err();
+//! assert_eq!(wrong.exit_code(), ExitCode::Configuration); // all that is wrong is told together
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! A number of ranks is checked before any of them starts:
+//!
+//! ```
+//! use colo_grpo::Config;
+//! use colo_grpo::config::{BatchPlan, EngineShape, MAX_ASYNC_STEPS, PipelinePartition, Roles, Sources, WorldSize};
+//!
+//! let file = Some("configs/tiny-cpu.toml".as_ref());
+//! let config = Config::load(file, &["tensor_parallel_size=1".to_owned()])?;
+//! let batch: BatchPlan = config.validate_world(1)?;
+//! let Roles { num_trainers, num_generators } = batch.roles;
+//! println!("{num_trainers} ranks train, {num_generators} generate, at most {MAX_ASYNC_STEPS} steps ahead");
+//! let uneven: &Option<PipelinePartition> = &config.pipeline_partition;
+//! assert!(uneven.is_none(), "the stages have equal numbers of layers");
+//! let engine = EngineShape { tensor_parallel_size: 2, pipeline_parallel_size: 1 };
+//! WorldSize { ranks: 8, local_ranks: 8 }.check_engines(0, engine)?;
+//! let named: Option<Sources> = Config::sources(file, &[]); // what has to be downloaded
+//! assert!(named.is_some());
+//! # Ok::<(), colo_grpo::Error>(())
+//! ```
+//!
+//! Supervised training has a configuration of its own, and a reward in a process or behind an address a table:
+//!
+//! ```
+//! use colo_grpo::config::{Files, ProcessReward, SftConfig};
+//!
+//! fn address(reward: &ProcessReward) -> Option<&str> {
+//!     reward.url.as_deref()
+//! }
+//! fn rows(config: &SftConfig) -> &Files {
+//!     &config.data.train_file
+//! }
+//! ```
+//!
+//! `NAMES` lists the words of a key:
+//!
+//! ```
+//! use colo_grpo::config::*;
+//!
+//! assert_eq!(Quantization::NAMES, ["none", "nf4"]);
+//! let of_runs = [Device::NAMES, Mode::NAMES, Dtype::NAMES, ResidualDtype::NAMES, CarriedKv::NAMES, RouterReplay::NAMES];
+//! let of_data = [PromptFormat::NAMES, DynamicSampling::NAMES, RewardBatch::NAMES, SandboxLayer::NAMES];
+//! let of_losses = [LossType::NAMES, KlEstimator::NAMES, DistillationMode::NAMES, ReferenceModel::NAMES];
+//! let of_scales = [AdvantageEstimator::NAMES, MultiObjectiveAggregation::NAMES, ScaleRewards::NAMES];
+//! let of_ratios = [ImportanceSamplingLevel::NAMES, ImportanceSamplingMode::NAMES];
+//! let of_updates = [LrSchedulerType::NAMES, OptimizerName::NAMES, AdjustLr::NAMES, GradientCheckpointing::NAMES];
+//! let of_memory = [OptimizerResidency::NAMES, ReferenceResidency::NAMES, TargetModule::NAMES, MixedPrecision::NAMES];
+//! let of_engines = [RolloutQuantization::NAMES, KvCacheDtype::NAMES, StateDtype::NAMES, ToolCallParser::NAMES];
+//! let all = [&of_runs[..], &of_data, &of_losses, &of_scales, &of_ratios, &of_updates, &of_memory, &of_engines].concat();
+//! assert!(all.iter().chain([&ReportService::NAMES]).all(|words| !words.is_empty()));
+//! assert_eq!(AutoOr::Given(2), AutoOr::Given(2)); // or `AutoOr::Auto`, which leaves it to the plan
+//! ```
 
 mod batch;
 mod best;

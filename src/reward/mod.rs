@@ -1,6 +1,44 @@
 //! Verifiers that score completions, and the threads and processes they run in. Know nothing of tensors. What a model wrote
 //! is read, compared and matched against regular expressions of linear time; it is run in the sandbox alone, and
 //! graded outside of it.
+//! A [`RewardPool`] scores groups with functions of the program and with built-in rewards, by name:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use colo_grpo::Config;
+//! use colo_grpo::data::{Prompt, RolloutGroup, Trajectory};
+//! use colo_grpo::reward::{FailureKind, RewardFunction, RewardInput, RewardPool, RewardTicket};
+//!
+//! let words = ["tensor_parallel_size=1", "reward_funcs=[\"brevity\"]", "reward_weights=[1.0]"].map(str::to_owned);
+//! let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+//! let brevity: RewardFunction = Arc::new(|input: &RewardInput<'_>| Ok(1.0 / (1.0 + input.token_ids.len() as f32)));
+//! let mut pool = RewardPool::with_functions(&config, &[("brevity", brevity)])?;
+//! let prompt = Prompt { id: 0, text: "2 + 3 =".to_owned(), token_ids: vec![5, 6], columns: Arc::default() };
+//! let completion = Trajectory { token_ids: vec![7], ..Trajectory::default() };
+//! let mut groups = [RolloutGroup { completions: vec![completion], ..RolloutGroup::new(prompt) }];
+//! let ticket: RewardTicket = pool.submit(&groups[0]); // other groups may be sampled meanwhile
+//! pool.wait(&mut groups, &[ticket])?;
+//! let failures: Vec<(String, FailureKind, usize)> = pool.take_failures();
+//! assert_eq!((groups[0].completions[0].reward, failures.len()), (Some(0.5), 0));
+//! # Ok::<(), colo_grpo::Error>(())
+//! ```
+//!
+//! The built-in rewards are functions:
+//!
+//! ```
+//! use colo_grpo::config::RewardConfig;
+//! use colo_grpo::reward::{answer_reader, check_reply, exact_answer, format, numeric_answer};
+//!
+//! let number = regex::Regex::new(r"(\d+)$").unwrap();
+//! let columns = serde_json::Map::from_iter([("answer".to_owned(), "5".into())]);
+//! assert_eq!(exact_answer("it is 5", &number, &columns, "answer")?, 1.0);
+//! assert_eq!(numeric_answer("it is 5.0", &number, &columns, "answer")?, 0.0, "the pattern finds 0");
+//! assert_eq!(format("it is 5", &number), 1.0);
+//! let read = answer_reader("numeric_answer", &RewardConfig::default())?.expect("it reads answers");
+//! println!("{:?}", read("\\boxed{5}"));
+//! assert!(check_reply(b"{}", 2).is_err(), "a service has to send two scores");
+//! # Ok::<(), colo_grpo::Error>(())
+//! ```
 //!
 //! | file | what it is |
 //! |---|---|

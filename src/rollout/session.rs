@@ -40,7 +40,7 @@ pub struct SessionLoad {
 /// Requests under way on an engine that is awake. Every rank of the engine makes the same calls in the same order.
 ///
 /// ```no_run
-/// # use colo_grpo::{Result, RolloutEngine, Trajectory, signatures::{Event, Request}};
+/// # use colo_grpo::{Result, RolloutEngine, Trajectory, engine::{Event, Request}};
 /// fn serve(engine: &mut RolloutEngine<'_>, requests: Vec<Request>) -> Result<Vec<Trajectory>> {
 ///     let mut session = engine.session()?;
 ///     for request in requests {

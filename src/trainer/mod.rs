@@ -1,6 +1,83 @@
 //! The GRPO trainer. [`Trainer::run`] is a run, and [`Trainer::train_step`] one step; `step` has the parts of a step, `run` what
 //! is around it, `builder` functions of the caller's own; `setup` loads, `sampling` asks the engines, `ahead` lets them sample
 //! later batches beside an update, `records` turns groups into sequences and metrics, `output` writes.
+//! A run of one step, with a callback of the program's own:
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use colo_grpo::trainer::{RunSummary, StepReport, TrainerBuilder, TrainingBatch};
+//! use colo_grpo::{Config, Result, Trainer, World};
+//!
+//! fn one_step(config: Config, world: Arc<World>) -> Result<RunSummary> {
+//!     let builder: TrainerBuilder = Trainer::builder(config, world);
+//!     let on_step = |report: &StepReport<'_>| {
+//!         println!("step {} of {}: {}", report.step, report.max_steps, report.metrics["reward"]);
+//!         Ok(())
+//!     };
+//!     let mut trainer = builder.on_step(on_step).build()?;
+//!     trainer.run_with(|trainer| {
+//!         trainer.start()?;
+//!         let batch: TrainingBatch = trainer.rollout()?;
+//!         let metrics = trainer.update(batch)?;
+//!         trainer.finish_step(&metrics)?;
+//!         trainer.finish()
+//!     })
+//! }
+//! ```
+//!
+//! Below it, a [`Colocated`](crate::Colocated) makes updates from sequences; [`Learner`] has the policy and the reference model:
+//!
+//! ```no_run
+//! use colo_grpo::grpo::LossFunction;
+//! use colo_grpo::trainer::{Divergence, Learner, Policy, Reference, ReferenceSync, Sequence};
+//! use colo_grpo::trainer::{UpdateOptions, UpdateOutcome, UpdateProgress};
+//! use colo_grpo::{Colocated, Result};
+//!
+//! /// An update with a loss of the program's own, whose progress nobody sees.
+//! fn update(colocated: &mut Colocated, rows: &[Sequence], options: UpdateOptions, loss: LossFunction) -> Result<f64> {
+//!     let options = UpdateOptions { loss_function: Some(loss), ..options };
+//!     let moves: Option<ReferenceSync> = options.reference_sync;
+//!     let progress: &dyn UpdateProgress = &();
+//!     let apart: Vec<Divergence> = colocated.divergences(rows, &options, progress)?;
+//!     let outcome: UpdateOutcome = colocated.update(rows, &options, progress)?;
+//!     println!("{} sequences, {moves:?}, gradient norm {}", apart.len(), outcome.grad_norm);
+//!     Ok(outcome.loss)
+//! }
+//!
+//! fn describe(learner: &Learner) {
+//!     let (policy, reference): (&Policy, Option<&Reference>) = (learner.policy(), learner.reference());
+//!     println!("weights of version {}, a reference model: {}", policy.version(), reference.is_some());
+//! }
+//! ```
+//!
+//! Metrics say how they reduce over ranks:
+//!
+//! ```
+//! use colo_grpo::World;
+//! use colo_grpo::trainer::{MetricValues, Reduce, StepMetrics};
+//!
+//! let mut step = StepMetrics::default();
+//! step.set("loss", 0.5, Reduce::Sum);
+//! step.set_mean("completions/mean_length", 120.0, 4.0); // of 4 completions
+//! let values: MetricValues = step.reduce(&*World::single().group())?;
+//! assert_eq!(values["loss"], 0.5);
+//! # Ok::<(), colo_grpo::Error>(())
+//! ```
+//!
+//! [`MemoryPlan`] counts the bytes of every phase before a run begins:
+//!
+//! ```no_run
+//! use colo_grpo::trainer::{ClassBytes, PlanInput, Role, Room};
+//! use colo_grpo::{MemoryPlan, Result};
+//!
+//! /// The peak of a rank that does both halves, with 80 GiB.
+//! fn peak_bytes(input: PlanInput<'_>) -> Result<usize> {
+//!     let room = Room { available_bytes: 80 << 30, swap_bytes: None };
+//!     let plan = MemoryPlan::new(&PlanInput { role: Role::Both, room, ..input }, &|_| Ok(0))?;
+//!     plan.classes.iter().for_each(|class: &ClassBytes| println!("{}: {} bytes", class.class, class.train_bytes));
+//!     Ok(plan.peak_bytes())
+//! }
+//! ```
 
 mod ahead;
 mod best;
@@ -40,21 +117,25 @@ use crate::config::{BatchPlan, Config};
 use crate::data::{Dataset, PromptSampler};
 use crate::error::Result;
 use crate::grpo::EntropyControl;
-use crate::metrics::StepMetrics;
-use crate::plan::MemoryPlan;
 use crate::ranks::{HostGroup, World};
 use crate::reward::{RewardPool, RewardTicket};
 use crate::rollout::CompletionLimit;
-use crate::train::{Policy, Schedule};
+use crate::train::Schedule;
 use crate::types::RolloutGroup;
 
+pub use crate::metrics::{MetricValues, Reduce, StepMetrics};
+pub use crate::plan::{ClassBytes, MemoryPlan, PlanInput, Role, Room};
+pub use crate::train::{Policy, Reference, Sequence};
+pub use crate::update::{Divergence, Learner, ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
 use ahead::QueuedBatch;
 use builder::Functions;
 pub use builder::{StepReport, TrainerBuilder};
 use curriculum::RowsById;
+#[doc(hidden)]
 pub use engines::PlannedRun;
 use model::PolicyAndEngine;
 use output::RunOutput;
+#[doc(hidden)]
 pub use preflight::Preflight;
 pub(crate) use rows::TrainingRows;
 use sampling::DataPosition;

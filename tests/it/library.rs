@@ -9,7 +9,7 @@ use colo_grpo::grpo::{Denominators, LossInput};
 use colo_grpo::internal::metrics::{read_completions, read_metrics};
 use colo_grpo::internal::ranks::all_gather_bytes;
 use colo_grpo::reward::RewardInput;
-use colo_grpo::signatures::{RunSummary, StepReport, TrainerBuilder};
+use colo_grpo::trainer::{RunSummary, StepReport, TrainerBuilder};
 use colo_grpo::{Config, ExitCode, Result, Trainer, World};
 use tch::Kind;
 
@@ -171,49 +171,54 @@ fn a_program_ends_with_the_message_and_the_code_of_its_error() {
     }
 }
 
-/// Names that users of the library can write: what lib.rs re-exports, whole rooms as well, and the public rooms.
+/// Names that users of the library can write: what lib.rs re-exports, and what the public rooms show.
 #[test]
 fn every_public_name_is_used_by_an_example_that_compiles() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
     let pattern = |text: &str| regex::Regex::new(text).unwrap();
-    let list = pattern(r"(?m)^ *pub use (?:crate::)?([a-z_]+)::(\{[^}]*\}|\*|[A-Za-z_]+);");
+    let list = pattern(r"(?m)^( *#\[doc\(hidden\)\]\n)? *pub use (?:crate::)?([a-z_]+)::(\{[^}]*\}|\*|[A-Za-z_]+);");
     let (name, own) = (pattern("[A-Za-z_]+"), pattern("(?m)^pub (?:struct|enum|trait|fn|type|const) ([A-Za-z_]+)"));
     let words = pattern(r"(?m)^    ([A-Z][A-Za-z]+) \{$"); // of the macro that makes keys' words
     let named = |text: &str| name.find_iter(text).map(|found| found.as_str().to_owned()).collect::<Vec<_>>();
     let firsts = |pattern: &regex::Regex, text: &str| {
         pattern.captures_iter(text).map(|found| found[1].to_owned()).collect::<Vec<_>>()
     };
-    let of_room = |room: &str| {
-        let file = [format!("src/{room}/mod.rs"), format!("src/{room}.rs")];
-        let text = read(file.iter().find(|file| root.join(file).exists()).unwrap());
-        let mut names = firsts(&own, &text);
-        for found in list.captures_iter(&text) {
-            match &found[2] {
-                "*" => {
-                    let text = read(&format!("src/{room}/{}.rs", &found[1]));
+    let library = read("src/lib.rs");
+    let rooms = firsts(&pattern("(?m)^pub mod ([a-z]+);"), &library).into_iter().filter(|room| room != "internal");
+    let mut names = Vec::new();
+    for room in rooms.map(Some).chain([None]) {
+        let text = room.as_ref().map_or(library.clone(), |room| read(&format!("src/{room}/mod.rs")));
+        names.extend(firsts(&own, &text));
+        for found in list.captures_iter(&text).filter(|found| found.get(1).is_none()) {
+            match (&found[3], &room) {
+                ("*", Some(room)) => {
+                    let text = read(&format!("src/{room}/{}.rs", &found[2]));
                     names.extend(firsts(&own, &text).into_iter().chain(firsts(&words, &text)));
                 }
-                listed => names.extend(named(listed)),
+                (listed, _) => names.extend(named(listed)),
             }
-        }
-        names
-    };
-    let library = read("src/lib.rs");
-    let mut names = [of_room("grpo"), of_room("reward")].concat();
-    for found in list.captures_iter(&library) {
-        match &found[2] {
-            "*" => names.extend(of_room(&found[1])),
-            listed => names.extend(named(listed)),
         }
     }
     names.sort();
     names.dedup();
     assert!(names.len() > 100 && names.contains(&"LossType".to_owned()), "{names:?}");
-    let mut code = read("examples/public_items.rs") + &read("examples/reinforce.rs");
-    code.extend(read("docs/library.md").split("```").skip(1).step_by(2).map(str::to_owned));
+    let mut code = read("examples/reinforce.rs");
+    for file in files_of(&root.join("src")).into_iter().filter(|file| file.extension().is_some_and(|kind| kind == "rs"))
+    {
+        let text = std::fs::read_to_string(file).unwrap();
+        let is_doc = |line: &&str| line.trim_start().starts_with("///") || line.trim_start().starts_with("//!");
+        let docs: Vec<&str> = text.lines().filter(is_doc).map(|line| &line.trim_start()[3..]).collect();
+        code.extend(docs.join("\n").split("```").skip(1).step_by(2));
+    }
+    code.extend(read("docs/library.md").split("```").skip(1).step_by(2));
     let code: String = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
     let used: std::collections::BTreeSet<_> = named(&code).into_iter().collect();
     names.retain(|name| !used.contains(name));
-    assert!(names.is_empty(), "no example uses {names:?}: add them to examples/public_items.rs");
+    assert!(names.is_empty(), "no example uses {names:?}: add them to the documentation of their room");
+}
+
+fn files_of(folder: &Path) -> Vec<std::path::PathBuf> {
+    let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    paths.flat_map(|path| if path.is_dir() { files_of(&path) } else { vec![path] }).collect()
 }
