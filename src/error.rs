@@ -1,19 +1,18 @@
 //! The one error type of the crate. Variants carry data; messages say what, where, what was expected and how to mend it.
 
 use std::any::Any;
-use std::fmt;
 use std::path::PathBuf;
 
 mod exit_code;
 mod refusal;
+mod text;
 mod unknown_key;
 
 pub use exit_code::ExitCode;
+pub(crate) use text::{MAX_LISTED, explained};
+use text::{amount, lines};
 pub(crate) use unknown_key::OF_ANOTHER_TRAINER;
 pub use unknown_key::UnknownKey;
-
-/// Most faults of a configuration that one message lists.
-pub(crate) const MAX_LISTED: usize = 20;
 
 /// Owners of missing memory that say nothing of the place; `memory::explain_out_of_memory` adds the phase.
 pub(crate) const A_TENSOR: &str = "a tensor";
@@ -58,7 +57,7 @@ pub enum Error {
     BadFile {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong, what was expected, how to mend it.
+        /// The fault, the expected contents and the remedy.
         message: String,
     },
     /// A line of a data file that cannot be used.
@@ -68,7 +67,7 @@ pub enum Error {
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// What is wrong and which columns were seen.
+        /// The fault, and the columns that were seen.
         message: String,
     },
     /// A data set with nothing left to train on.
@@ -82,7 +81,7 @@ pub enum Error {
     /// Prompts whose completions all get equal rewards, so that there is nothing to learn from.
     #[error("no group of completions teaches anything: {message}")]
     NoSignal {
-        /// What was sampled, what rewards it got, and the keys that bound the search.
+        /// The completions that were sampled, their rewards, and the keys that bound the search.
         message: String,
     },
     /// A repository of the Hugging Face Hub that is not in the cache and cannot be downloaded.
@@ -90,7 +89,7 @@ pub enum Error {
     Hub {
         /// Name and revision of the repository.
         repo: String,
-        /// What was tried, what came of it, how to mend it.
+        /// The attempts, their outcome and the remedy.
         message: String,
     },
     /// Tokenizer and model do not fit one another.
@@ -102,7 +101,7 @@ pub enum Error {
     /// The chat template is missing, does not compile or ran out of fuel.
     #[error("chat template: {message}")]
     ChatTemplate {
-        /// What is wrong and how to mend it.
+        /// The fault and the remedy.
         message: String,
     },
 
@@ -110,7 +109,7 @@ pub enum Error {
     /// Something that the machine or the launching program must provide.
     #[error("{message}")]
     Environment {
-        /// What is missing, what was found, how to mend it.
+        /// The missing thing, what was found in its place, and the remedy.
         message: String,
     },
 
@@ -134,7 +133,7 @@ pub enum Error {
         group: String,
         /// This rank in the world.
         rank: usize,
-        /// What happened.
+        /// The library's or the peer's account of it.
         message: String,
     },
     /// A collective whose peers did not arrive in time.
@@ -174,7 +173,7 @@ pub enum Error {
         "{process} has answered nothing for {silent_s:.1} s, though every request has an answer after {key} = {limit_s} s: process {pid} is in state {state}"
     )]
     Silent {
-        /// What the process serves.
+        /// The process, by the work that it does.
         process: &'static str,
         /// The process.
         pid: u32,
@@ -268,18 +267,18 @@ pub enum Error {
         name: String,
         /// Failures since the last score.
         num_failures: usize,
-        /// What the last one did.
+        /// The last failure.
         message: String,
     },
 
     /// A process of tools, environments or an agent that was replaced again and again with no answer in between.
     #[error("{name} has ended {num_failures} times in a row with no answer in between, the last time: {message}")]
     ToolService {
-        /// What the process serves.
+        /// The process, by the work that it does.
         name: &'static str,
         /// Ends since the last answer.
         num_failures: usize,
-        /// What the last one said.
+        /// The last words of the process.
         message: String,
     },
 
@@ -382,32 +381,6 @@ impl Error {
     pub fn invalid_value(key: &str, got: impl ToString, expected: impl Into<String>) -> Error {
         Error::InvalidValue { key: key.to_owned(), got: got.to_string(), expected: expected.into() }
     }
-}
-
-fn amount(bytes: usize) -> String {
-    if bytes == 0 { "more".to_owned() } else { format!("{bytes} bytes") }
-}
-
-/// The first [`MAX_LISTED`] of a list, one a line, and how many more there are.
-/// An error of the operating system, with the limit to raise where a file may not be so large.
-pub fn explained(error: &std::io::Error) -> String {
-    match error.raw_os_error() {
-        Some(libc::EFBIG) => {
-            let most = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
-            let most =
-                most.map_or_else(|| "the file system's".to_owned(), |most| format!("{most} bytes, as ulimit -f says"));
-            format!("{error}: the limit of a file's size, also of memory that processes share, is {most}; raise it")
-        }
-        _ => error.to_string(),
-    }
-}
-
-fn lines(list: &[impl fmt::Display]) -> String {
-    let mut lines: Vec<_> = list.iter().take(MAX_LISTED).map(ToString::to_string).collect();
-    if list.len() > MAX_LISTED {
-        lines.push(format!("and {} more like these", list.len() - MAX_LISTED));
-    }
-    lines.join("\n")
 }
 
 /// The message of a panic.

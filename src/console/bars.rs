@@ -27,7 +27,7 @@ pub(super) struct BarState {
     /// Tells the bars of all processes apart.
     pub key: u64,
     pub name: String,
-    /// What is counted. Where it is empty, the count stands before the bar.
+    /// The name of the things that are counted. Where it is empty, the count stands before the bar.
     pub unit: String,
     /// Units that make one as it is shown.
     pub unit_size: u64,

@@ -1,6 +1,7 @@
 //! Metrics: how they reduce over ranks and where they are written: metrics.jsonl (the truth), TensorBoard event
 //! files, completions as Parquet, an HTML report. Knows nothing of training: names and values come in.
 
+mod columns;
 mod completions;
 mod history;
 mod jsonl;

@@ -8,7 +8,7 @@ use crate::metrics::report::{completions_of_prompt, escape, number};
 use crate::metrics::{COMPLETIONS, CompletionRow, read_rows};
 use crate::untrusted::{self, Folder, ThreadLimits};
 
-/// What the files of completions are called.
+/// The beginning and the end of the name of a completions file.
 const PREFIX: &str = "completions_";
 const SUFFIX: &str = ".parquet";
 /// Most files listed of one run.
