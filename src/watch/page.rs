@@ -1,8 +1,10 @@
 //! The page that a browser shows: one page with its style and script inside, and the parts that it fetches again. All text is escaped here.
 
-use std::fmt::Write;
 use std::sync::LazyLock;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use minijinja::Environment;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -18,11 +20,20 @@ static PAGE: LazyLock<String> = LazyLock::new(|| {
 static SCRIPT: LazyLock<String> = LazyLock::new(|| format!("{}{}", report::SCRIPT, include_str!("watch.js")));
 /// Lets the page run its own script, talk to its own server, and nothing else.
 static POLICY: LazyLock<String> = LazyLock::new(|| {
-    let hash = base64(&Sha256::digest(SCRIPT.as_bytes()));
+    let hash = STANDARD.encode(Sha256::digest(SCRIPT.as_bytes()));
     format!(
         "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; connect-src 'self'; \
          img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
+});
+
+/// Parts of the page that come anew.
+static PARTS: LazyLock<Environment<'static>> = LazyLock::new(|| {
+    let mut parts = Environment::new();
+    for (name, text) in [("ranks.html", include_str!("ranks.html")), ("warnings.html", include_str!("warnings.html"))] {
+        parts.add_template(name, text).expect("a template of this folder");
+    }
+    parts
 });
 
 pub(super) fn whole() -> String {
@@ -64,25 +75,17 @@ pub(super) fn charts(runs: &[(usize, &WatchedRun)]) -> (String, String, String, 
 /// A table of every run's ranks: phase, memory, last sign of life.
 pub(super) fn ranks(runs: &[(usize, &WatchedRun)]) -> String {
     let now = now();
-    let table = |(_, run): &(usize, &WatchedRun)| {
-        if run.ranks.is_empty() {
-            return format!("<p>{}: no rank has written what it does.</p>", escape(&run.name));
-        }
-        let rows: String = run.ranks.iter().map(|rank| rank_row(rank, run.silence_s(rank, now))).collect();
-        format!(
-            "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"Ranks of {name}\"><table><caption>{name}</caption>\
-             <thead><tr><th scope=\"col\">rank</th><th scope=\"col\">step</th><th scope=\"col\">phase</th>\
-             <th scope=\"col\">for</th><th scope=\"col\">device memory</th><th scope=\"col\">host memory</th>\
-             <th scope=\"col\">seen</th></tr></thead><tbody>{rows}</tbody></table></div>",
-            name = escape(&run.name)
-        )
+    let of_run = |(_, run): &(usize, &WatchedRun)| {
+        let ranks =
+            run.ranks.iter().map(|rank| json!({"rank": rank.rank, "cells": cells(rank, run.silence_s(rank, now))}));
+        json!({"name": run.name, "ranks": ranks.collect::<Vec<_>>()})
     };
-    runs.iter().map(table).collect()
+    part("ranks.html", &json!({"runs": runs.iter().map(of_run).collect::<Vec<_>>()}))
 }
 
-fn rank_row(state: &RankState, silence_s: f64) -> String {
-    let RankState { rank, step, max_steps, phases, phase_s, waits_in, resident_bytes, held, gpu_memory, end, .. } =
-        state;
+/// Step, phase, how long it lasts, memory of the device and of the host, last sign of life.
+fn cells(state: &RankState, silence_s: f64) -> [String; 6] {
+    let RankState { step, max_steps, phases, phase_s, waits_in, resident_bytes, held, gpu_memory, end, .. } = state;
     let phase = match (end, phases.is_empty()) {
         (Some(end), _) if end.code == Some(0) => "done".to_owned(),
         (Some(_), _) => "ended".to_owned(),
@@ -93,33 +96,25 @@ fn rank_row(state: &RankState, silence_s: f64) -> String {
     let on_device: u64 = held.iter().filter(|held| held.on_device).map(|held| held.bytes).sum();
     let owners = held.iter().filter(|held| held.on_device).take(4);
     let owners: Vec<String> = owners.map(|held| format!("{} {}", held.owner, bytes(held.bytes))).collect();
+    let owners = if owners.is_empty() { String::new() } else { format!(" ({})", owners.join(", ")) };
     // An ended process holds nothing any longer: what its GPU has in use is others'.
     let of_gpu = gpu_memory
         .filter(|_| end.is_none())
         .map(|gpu| format!("GPU: {} of {} in use; ", bytes(gpu.used_bytes), bytes(gpu.total_bytes)));
-    let lasts = if end.is_some() { String::new() } else { age(phase_s + silence_s.max(0.0)) };
-    let mut row = format!("<tr><th scope=\"row\">{rank}</th><td>{} of {max_steps}</td>", (step + 1).min(*max_steps));
-    for cell in [
+    [
+        format!("{} of {max_steps}", (step + 1).min(*max_steps)),
         format!("{phase}{waits}"),
-        lasts,
-        format!(
-            "{}{} {}",
-            of_gpu.unwrap_or_default(),
-            bytes(on_device),
-            if owners.is_empty() { String::new() } else { format!("({})", owners.join(", ")) }
-        ),
+        if end.is_some() { String::new() } else { age(phase_s + silence_s.max(0.0)) },
+        format!("{}{}{owners}", of_gpu.unwrap_or_default(), bytes(on_device)),
         bytes(*resident_bytes),
         format!("{} ago", age(silence_s)),
-    ] {
-        let _ = write!(row, "<td>{}</td>", escape(cell.trim()));
-    }
-    row + "</tr>"
+    ]
 }
 
 /// The newest warnings of all ranks of every run, the newest first; those that several ranks give at a time once.
 pub(super) fn warnings(runs: &[(usize, &WatchedRun)]) -> String {
     let now = now();
-    let mut html = String::new();
+    let mut warnings = Vec::new();
     for (_, run) in runs {
         let mut all: Vec<(f64, usize, &str)> = Vec::new();
         for rank in &run.ranks {
@@ -128,32 +123,23 @@ pub(super) fn warnings(runs: &[(usize, &WatchedRun)]) -> String {
         all.sort_by(|a, b| b.0.total_cmp(&a.0));
         let mut seen = std::collections::HashSet::new();
         all.retain(|(_, _, text)| seen.insert(*text));
-        for message in run.messages() {
-            let _ = write!(html, "<li>{}: {}</li>", escape(&run.name), escape(message));
-        }
-        for (time, rank, text) in all {
-            let (name, text, ago) = (escape(&run.name), escape(text), age(now - time));
-            let _ = write!(html, "<li>{name}, rank {rank}, {ago} ago: {text}</li>");
-        }
+        warnings.extend(run.messages().map(|message| format!("{}: {message}", run.name)));
+        let told = |(time, rank, text): (f64, usize, &str)| {
+            format!("{}, rank {rank}, {} ago: {text}", run.name, age(now - time))
+        };
+        warnings.extend(all.into_iter().map(told));
     }
-    if html.is_empty() { "<p>None.</p>".to_owned() } else { format!("<ul>{html}</ul>") }
+    part("warnings.html", &json!({"warnings": warnings}))
+}
+
+/// A template of this folder with its values, which are escaped.
+fn part(name: &str, values: &Value) -> String {
+    let part = PARTS.get_template(name).and_then(|part| part.render(values));
+    part.expect("a template of this folder, with the values that it names")
 }
 
 fn bytes(bytes: u64) -> String {
     format!("{}B", number(bytes as f64))
-}
-
-fn base64(bytes: &[u8]) -> String {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::new();
-    for part in bytes.chunks(3) {
-        let word = part.iter().fold(0, |word, byte| word << 8 | u32::from(*byte)) << (8 * (3 - part.len()));
-        for place in 0..4 {
-            let digit = DIGITS[(word >> (18 - 6 * place) & 63) as usize];
-            text.push(if place <= part.len() { char::from(digit) } else { '=' });
-        }
-    }
-    text
 }
 
 #[cfg(test)]
@@ -176,15 +162,25 @@ mod tests {
             "phase_s": 0.0, "waits_in": null, "resident_bytes": 1, "held": [], "warnings": [], "end": null,
             "gpu_memory": {"used_bytes": 61_000_000_000u64, "total_bytes": 80_000_000_000u64}});
         let mut state: RankState = serde_json::from_value(state).unwrap();
-        assert!(rank_row(&state, 5.0).contains("GPU: 61GB of 80GB in use; "), "{}", rank_row(&state, 5.0));
+        assert_eq!(cells(&state, 5.0)[3], "GPU: 61GB of 80GB in use; 0B");
         state.gpu_memory = None;
-        assert!(!rank_row(&state, 5.0).contains("GPU"));
+        assert_eq!(cells(&state, 5.0)[3], "0B");
     }
 
     #[test]
-    fn bytes_are_written_in_base_64() {
-        for (text, expected) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foob", "Zm9vYg==")] {
-            assert_eq!(base64(text.as_bytes()), expected);
-        }
+    fn text_of_a_run_is_only_text() {
+        let cells = ["1 of 2", "generate › <decode>", "5 s", "0B", "1B", "5 s ago"];
+        let runs = json!([{"name": "a<b>", "ranks": [{"rank": 3, "cells": cells}]}, {"name": "none", "ranks": []}]);
+        let html = part("ranks.html", &json!({"runs": runs}));
+        assert!(
+            html.contains("<caption>a&lt;b&gt;</caption>")
+                && html.contains("<tr><th scope=\"row\">3</th><td>1 of 2</td>")
+        );
+        assert!(
+            html.contains("<td>generate › &lt;decode&gt;</td>") && html.contains("<p>none: no rank has written"),
+            "{html}"
+        );
+        assert_eq!(part("warnings.html", &json!({"warnings": []})), "<p>None.</p>");
+        assert_eq!(part("warnings.html", &json!({"warnings": ["<i>"]})), "<ul><li>&lt;i&gt;</li></ul>");
     }
 }
