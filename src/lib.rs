@@ -147,20 +147,12 @@ pub use untrusted::MeteredAllocator;
 /// }
 /// ```
 ///
-/// Benchmarks spread the lengths of completions:
-///
-/// ```
-/// use colo_grpo::engine::LengthSpread;
-///
-/// let spread = LengthSpread { shortest: 1, longest: 64, long_tailed: true };
-/// assert!((0..100).all(|sample| (1..=64).contains(&spread.length(sample))));
-/// ```
 pub mod engine {
     pub use crate::rollout::{
         Engine, EngineStats, Event, Request, RequestId, Rollout, RolloutEngine, Session, SessionLoad, StageTimes,
     };
     pub use crate::serve::EngineSlices;
-    pub use crate::types::{LengthSpread, SamplingParams, Structure, TokenLogprob};
+    pub use crate::types::{SamplingParams, Structure, TokenLogprob};
 }
 
 /// The example of docs/library.md compiles.
