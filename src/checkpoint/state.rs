@@ -102,7 +102,7 @@ impl CarriedGroup {
     }
 
     /// Whether a run with so many completions a prompt can go on with it: it is new, or has that many.
-    pub(super) fn suits(&self, num_generations: usize) -> bool {
+    pub fn suits(&self, num_generations: usize) -> bool {
         [0, num_generations].contains(&self.completions.len())
     }
 

@@ -28,7 +28,7 @@ use crate::serve::EngineDivision;
 use crate::sft::Sft;
 use crate::tools::{self, ToolProcess};
 use crate::torch;
-use crate::trainer::{PlannedRun, Preflight, Trainer};
+use crate::trainer::{PlannedRun, Trainer};
 
 /// Runs one command to its exit code.
 pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
@@ -132,7 +132,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     let placement = Placement::new(config.device, config.dtype)?;
     if is_first {
         let room = Room::available(placement, args.launch.nproc)?;
-        Preflight::new(&config, placement, args.launch.world_size(), room)?;
+        PlannedRun::with_rows(&config, placement)?.preflight(placement, args.launch.world_size(), room)?;
     }
     let watch = Supervision {
         max_restarts: config.max_restarts,

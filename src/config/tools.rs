@@ -116,6 +116,11 @@ impl ToolsConfig {
     pub fn has_turns(&self) -> bool {
         !self.tools.is_empty() || !self.environment_factory.0.is_empty()
     }
+
+    /// Whether tools, environments or an agent act between the model's turns.
+    pub fn takes_turns(&self) -> bool {
+        self.has_turns() || self.agent.is_some()
+    }
 }
 
 impl Config {

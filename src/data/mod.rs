@@ -37,7 +37,7 @@ pub(crate) use tokenizer::TEMPLATES_FOLDER;
 pub use tokenizer::Tokenizer;
 pub(crate) use tool_calls::{ContentScan, open_thought};
 pub use tool_calls::{ToolCall, ToolCallParser};
-pub use turns::{Reply, TurnContext};
+pub use turns::{Reply, TurnContext, TurnModel};
 
 #[cfg(test)]
 pub(crate) mod fixtures;

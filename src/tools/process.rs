@@ -164,7 +164,7 @@ impl ToolProcess {
     /// [`Error::Environment`] where the sandbox of `python` cannot be built.
     pub fn start(config: &Config) -> Result<Option<Self>> {
         let tools = &config.tools;
-        if !tools.has_turns() && tools.agent.is_none() {
+        if !tools.takes_turns() {
             return Ok(None);
         }
         let factories = &tools.environment_factory.0;

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use super::{Conversations, EpisodeEnd, GroupKey, ToolProcess, TrajectoryKey, TurnOutcome};
 use crate::config::Config;
 use crate::data::fixtures::{Dice, bytes};
-use crate::data::{DatasetOptions, ENCODED_BYTES, Tokenizer};
+use crate::data::{DatasetOptions, ENCODED_BYTES, Tokenizer, TurnModel};
 use crate::types::{FinishReason, Prompt, Trajectory};
 
 const GROUP: GroupKey = GroupKey { prompt_id: 4, first_step: 0 };
@@ -149,7 +149,8 @@ impl PlayedConversations {
         let eos = tokenizer.eos_token_id().unwrap();
         let process = ToolProcess::start(&config).unwrap().unwrap();
         let options = DatasetOptions { tools: process.schemas().clone(), ..DatasetOptions::default() };
-        let conversations = Conversations::new(&config, process, &tokenizer, &[eos], (options, 4000)).unwrap();
+        let model = TurnModel { tokenizer: Arc::clone(&tokenizer), eos_token_ids: vec![eos], max_model_length: 4000 };
+        let conversations = Conversations::new(&config, process, &model, options).unwrap();
         Self { conversations, tokenizer, eos, _folder: folder }
     }
 

@@ -1,13 +1,15 @@
-//! Builds the policy and the engine of this rank from a configuration and its plan.
+//! The policy and the engine of a run on this rank: loaded as the configuration and its plan say, and behind one face whether the two
+//! share their ranks or not.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::model::PolicyAndEngine;
-use super::preflight::{Preflight, gathers};
+use super::engine_memory::gathers;
+use super::preflight::Preflight;
 use super::teacher::Teacher;
+use crate::checkpoint::Models;
 use crate::colocate::Colocated;
 use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
 use crate::cuda::residual_kind;
@@ -18,50 +20,137 @@ use crate::model::{LoraSpec, ParamTable, Plain, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::engine_options;
 use crate::ranks::{Mesh, World};
-use crate::rollout::{Engine, EngineOptions, EngineRanks};
+use crate::rollout::{Engine, EngineOptions, EngineRanks, RolloutEngine, StageTimes};
 use crate::serve::{EngineSlices, Served};
 use crate::split::{Split, SplitRank};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
-    TrainedModel, reference_bytes,
+    Sequence, TrainedModel, reference_bytes,
 };
 use crate::types::LengthSpread;
-use crate::update::Learner;
+use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 
-/// Where a run's weights come from, as whole units.
+/// The policy and the engine, on the same ranks or apart.
+#[derive(Debug)]
+pub(super) enum PolicyAndEngine {
+    /// Every rank, in turn.
+    Colocated(Box<Colocated>),
+    /// This rank does one of the two.
+    Split(Split),
+}
+
+impl PolicyAndEngine {
+    /// Loads what this rank needs of the sources; collective over the world.
+    pub(super) fn load(
+        config: &Config,
+        world: &Arc<World>,
+        preflight: &Preflight,
+        sources: &WeightSources<'_>,
+        spread_lengths: Option<LengthSpread>,
+    ) -> Result<Self> {
+        let (table, kind) = (&preflight.table, preflight.kind);
+        if config.mode == Mode::Colocated {
+            let mesh = world.mesh(config.engine_shape(), table.shards)?;
+            let learner = learner(config, world, &mesh, preflight, sources)?;
+            let engine = engine(config, world, &mesh, preflight, spread_lengths)?;
+            let slices = slices(config, world, &engine, preflight)?;
+            return Ok(Self::Colocated(Box::new(Colocated::new(learner, engine, slices))));
+        }
+        let Roles { num_trainers, num_generators } = preflight.batch.roles;
+        let mesh = world.split_mesh(num_generators, config.engine_shape(), table.shards)?;
+        let role = if world.rank() < num_trainers {
+            SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
+        } else {
+            let (engine, lora) =
+                (engine(config, world, &mesh, preflight, spread_lengths)?, LoraSpec::new(&config.lora));
+            let served = Served::unfilled(world.clone(), table.clone(), lora, engine, kind)?;
+            SplitRank::Generates(Box::new(served))
+        };
+        Ok(Self::Split(Split::new(world.clone(), num_trainers, role)))
+    }
+
+    /// Runs `work` with the engines awake; where there is none on this rank, `R`'s default is the result. Collective.
+    pub(super) fn with_rollout<R: Default>(
+        &mut self,
+        work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
+    ) -> Result<R> {
+        match self {
+            Self::Colocated(colocated) => colocated.with_rollout(work),
+            Self::Split(split) => split.with_rollout(work),
+        }
+    }
+
+    /// Trains on the whole batch, of which `sequences` are this rank's. `beside` is run on engines that have nothing else to
+    /// do, if there are any. Collective.
+    pub(super) fn update<R: Default>(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+        beside: Option<impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>>,
+    ) -> Result<(UpdateOutcome, R)> {
+        match self {
+            Self::Colocated(colocated) => Ok((colocated.update(sequences, options, progress)?, R::default())),
+            Self::Split(split) => split.update(sequences, options, progress, beside),
+        }
+    }
+
+    /// KL divergences of this rank's `sequences` from the reference model. Collective.
+    pub(super) fn divergences(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<Vec<Divergence>> {
+        match self {
+            Self::Colocated(colocated) => colocated.divergences(sequences, options, progress),
+            Self::Split(split) => split.divergences(sequences, options, progress),
+        }
+    }
+
+    /// How long this rank's stage of the engine computed and waited since the last call, if layers are in stages.
+    pub(super) fn take_stage_times(&self) -> Option<StageTimes> {
+        let engine = match self {
+            Self::Colocated(colocated) => Some(colocated.engine()),
+            Self::Split(split) => split.engine(),
+        };
+        engine.map(Engine::take_stage_times).filter(|times| *times != StageTimes::default())
+    }
+
+    /// The models, on a rank that trains.
+    fn learner(&self) -> Option<&Learner> {
+        match self {
+            Self::Colocated(colocated) => Some(colocated.learner()),
+            Self::Split(split) => split.learner(),
+        }
+    }
+
+    /// The policy, on a rank that trains.
+    pub(super) fn policy(&self) -> Option<&Policy> {
+        self.learner().map(Learner::policy)
+    }
+
+    /// The models of a checkpoint, on a rank that trains. The reference model is one of them where it follows the policy.
+    pub(super) fn saved_models(&self, reference_moves: bool) -> Option<Models<'_>> {
+        let learner = self.learner()?;
+        Some(Models { policy: learner.policy(), reference: learner.reference().filter(|_| reference_moves) })
+    }
+
+    /// The policy, to be loaded, on a rank that trains.
+    pub(super) fn policy_mut(&mut self) -> Option<&mut Policy> {
+        match self {
+            Self::Colocated(colocated) => Some(colocated.policy_mut()),
+            Self::Split(split) => split.learner_mut().map(Learner::policy_mut),
+        }
+    }
+}
+
+/// The weights that a run begins with, as whole units.
 pub(super) struct WeightSources<'a> {
     pub policy: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
     pub reference: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
     /// A folder of adapters to go on from.
     pub adapters: Option<&'a Path>,
-}
-
-/// Loads what this rank needs of the sources; collective over the world.
-pub(super) fn model(
-    config: &Config,
-    world: &Arc<World>,
-    preflight: &Preflight,
-    sources: &WeightSources<'_>,
-    spread_lengths: Option<LengthSpread>,
-) -> Result<PolicyAndEngine> {
-    let (table, kind) = (&preflight.table, preflight.kind);
-    if config.mode == Mode::Colocated {
-        let mesh = world.mesh(config.engine_shape(), table.shards)?;
-        let learner = learner(config, world, &mesh, preflight, sources)?;
-        let engine = engine(config, world, &mesh, preflight, spread_lengths)?;
-        let slices = slices(config, world, &engine, preflight)?;
-        return Ok(PolicyAndEngine::Colocated(Box::new(Colocated::new(learner, engine, slices))));
-    }
-    let Roles { num_trainers, num_generators } = preflight.batch.roles;
-    let mesh = world.split_mesh(num_generators, config.engine_shape(), table.shards)?;
-    let role = if world.rank() < num_trainers {
-        SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
-    } else {
-        let (engine, lora) = (engine(config, world, &mesh, preflight, spread_lengths)?, LoraSpec::new(&config.lora));
-        let served = Served::unfilled(world.clone(), table.clone(), lora, engine, kind)?;
-        SplitRank::Generates(Box::new(served))
-    };
-    Ok(PolicyAndEngine::Split(Split::new(world.clone(), num_trainers, role)))
 }
 
 /// The policy, the reference model and the teacher.
