@@ -47,8 +47,10 @@ fn configuration(file: &str) -> Result<Config> {
     let Config { data, curriculum, tools, split, objective, distillation, .. } = &config;
     let sampling: (&DataConfig, &CurriculumConfig, &ToolsConfig, &SplitConfig) = (data, curriculum, tools, split);
     let losses: (&ObjectiveConfig, &DistillationConfig) = (objective, distillation);
-    let Config { optimizer, lora, reward, rewards, report, best, heartbeat, .. } = &config;
-    let training: (&OptimizerConfig, &LoraConfig, &BestConfig, &HeartbeatConfig) = (optimizer, lora, best, heartbeat);
+    let Config { optimizer, lora, reward, rewards, report, best, output, saving, supervision, .. } = &config;
+    let training: (&OptimizerConfig, &LoraConfig, &BestConfig) = (optimizer, lora, best);
+    let around: (&OutputConfig, &SavingConfig, &SupervisionConfig) = (output, saving, supervision);
+    let heartbeat: &HeartbeatConfig = &supervision.heartbeat;
     let scoring: (&RewardConfig, &ProcessRewards, &ReportConfig) = (reward, rewards, report);
     let steps: (&MuonConfig, &LrSchedulerKwargs) = (&optimizer.muon, &optimizer.lr_scheduler_kwargs);
     let arguments: (&CodeConfig, &RewardArguments, &CommandLine) =
@@ -56,7 +58,9 @@ fn configuration(file: &str) -> Result<Config> {
     let lists: (&Files, &TemplateVariables, &ReportTo) =
         (&data.train_file, &data.chat_template_kwargs, &report.report_to);
     let others: (&EnvironmentFactories, &TargetModules) = (&tools.environment_factory, &lora.target_modules);
-    println!("{sampling:?}\n{losses:?}\n{training:?}\n{scoring:?}\n{steps:?}\n{arguments:?}\n{lists:?}\n{others:?}");
+    println!(
+        "{around:?}\n{heartbeat:?}\n{sampling:?}\n{losses:?}\n{training:?}\n{scoring:?}\n{steps:?}\n{arguments:?}\n{lists:?}\n{others:?}"
+    );
 
     let batch: BatchPlan = config.validate_world(1)?;
     let Roles { num_trainers, num_generators } = batch.roles;

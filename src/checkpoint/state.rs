@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::manifest::hexadecimal;
+use super::digits::hexadecimal;
 use crate::console::redact_json;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};

@@ -16,8 +16,9 @@ use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 use tch::{Kind, Tensor};
 
+use super::digits::hexadecimal;
 use super::folder;
-use super::manifest::{FileRecord, Manifest, hexadecimal};
+use super::manifest::{FileRecord, Manifest};
 use super::shards::{FOLDER, MARK, tensor_name};
 use super::writers::Writers;
 use super::{CheckpointOptions, TrainerState};

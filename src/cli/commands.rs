@@ -124,7 +124,11 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
             return Vec::new();
         }
         let rewards = RewardPool::new(config).map(drop);
-        vec![config.validate_world(args.launch.num_ranks()).map(drop), rewards, check_output_dir(&config.output_dir)]
+        vec![
+            config.validate_world(args.launch.num_ranks()).map(drop),
+            rewards,
+            check_output_dir(&config.output.output_dir),
+        ]
     })?;
     if private::checks_here()? {
         private::check_run(&config, args.config.as_deref())?;
@@ -134,13 +138,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
         let room = Room::available(placement, args.launch.nproc)?;
         PlannedRun::with_rows(&config, placement)?.preflight(placement, args.launch.world_size(), room)?;
     }
-    let watch = Supervision {
-        max_restarts: config.max_restarts,
-        output_dir: Some(config.output_dir.clone()),
-        on_stop: OnStop::Save,
-        ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
-            .over_nodes(config.node_timeout_s, config.compared())
-    };
+    let watch = Supervision::of_run(&config.supervision, &config.output.output_dir, config.compared());
     let start_processes = || {
         let tools = ToolProcess::start(&config)?;
         let classes = tools.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
@@ -186,18 +184,12 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
         SftConfig::load_noting(args.config.as_deref(), &args.overrides, &mut notices),
         missing,
         |config| {
-            if is_first { vec![check_output_dir(&config.output_dir)] } else { Vec::new() }
+            if is_first { vec![check_output_dir(&config.output.output_dir)] } else { Vec::new() }
         },
     )?;
     say_once(&notices)?;
     let placement = Placement::new(config.device, config.dtype)?;
-    let watch = Supervision {
-        max_restarts: config.max_restarts,
-        output_dir: Some(config.output_dir.clone()),
-        on_stop: OnStop::Save,
-        ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
-            .over_nodes(config.node_timeout_s, config.compared())
-    };
+    let watch = Supervision::of_run(&config.supervision, &config.output.output_dir, config.compared());
     distributed(&args.launch, watch, placement.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {

@@ -83,7 +83,7 @@ fn values_of_trl_whose_meaning_is_clear_are_taken() {
     let given = ["max_steps=-1", "top_k=-1", "resume_from_checkpoint=true", "gradient_checkpointing=true"];
     let config = config(&[&given[..], &["scale_rewards=false", "lr_scheduler_type=constant_with_warmup"]].concat());
     assert_eq!((config.optimizer.max_steps, config.top_k), (None, 0));
-    assert_eq!(config.resume_from_checkpoint.as_deref(), Some("latest"));
+    assert_eq!(config.output.resume_from_checkpoint.as_deref(), Some("latest"));
     assert_eq!(config.gradient_checkpointing, AutoOr::Given(GradientCheckpointing::Full));
     assert_eq!(config.scale_rewards, ScaleRewards::None);
     assert_eq!(config.optimizer.lr_scheduler_type, LrSchedulerType::Constant);

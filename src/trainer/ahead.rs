@@ -159,7 +159,9 @@ impl Trainer {
         let after = |num_batches: usize| self.global_step_after(options, num_batches);
         let is_due = |every, now| passes(every, before, now);
         let is_free = |now| {
-            !is_due(self.config.save_steps, now) && !is_due(self.config.eval_steps, now) && now < self.max_steps()
+            !is_due(self.config.saving.save_steps, now)
+                && !is_due(self.config.eval_steps, now)
+                && now < self.max_steps()
         };
         (1..=self.config.split.async_steps).take_while(|&num_batches| is_free(after(num_batches))).count()
     }

@@ -7,15 +7,15 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
+use super::fruitless::FruitlessSteps;
 use super::functions::{Functions, StepReport};
 use super::output::RunOutput;
 use super::policy_and_engine::{PolicyAndEngine, WeightSources, read_unit};
 use super::preflight::{Preflight, open_model, source};
 use super::rows::TrainingRows;
-use super::stall::Stall;
 use super::{Checkpoints, Generation, Trainer, TrainingData};
 use super::{engine_groups, resume, turns};
-use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, Saver};
+use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, OpenedFolder, Saver};
 use crate::config::{Circumstance, Config};
 use crate::cuda::{Placement, chip_flop_per_s};
 use crate::error::{Error, Result};
@@ -143,14 +143,11 @@ impl TrainerBuilder {
         let loaded = phase::scope(Phase::Load, || {
             let num_trainers = config.roles(world.size())?.num_trainers;
             let shard_group = config.zero.shard_group(num_trainers, world.local_size());
-            let on_each_node = config.save_on_each_node;
             let nodes = (world.num_nodes() > 1).then_some(Circumstance::SeveralNodes);
             config.combination().in_circumstances(nodes).check()?; // before the output folder is claimed
-            checkpoint::check_each_node(on_each_node, world.world_size(), shard_group)?;
-            checkpoint::check_shared(&config.output_dir, &world, on_each_node)?;
-            let claim = checkpoint::claim(&config.output_dir, &world, on_each_node)?;
-            let checkpoint = resume::find_checkpoint(&config, &world)?;
-            load(config, world.clone(), Started { rewards: pool, tools, checkpoint, claim })
+            let changes = |checkpoint: &_| resume::unsafe_changes(&config, world.size(), checkpoint);
+            let opened = checkpoint::open_output(&config.output, &config.saving, &world, shard_group, &changes)?;
+            load(config, world.clone(), pool, tools, opened)
         });
         world.agree(loaded.map(|trainer| Trainer { functions, ..trainer }))
     }
@@ -176,24 +173,20 @@ fn arm_fault(config: &Config, world: &World) {
     phase::arm_fault(fault, world.rank());
 }
 
-/// The processes of a run, and what of its output folder it goes on with.
-struct Started {
-    rewards: RewardPool,
-    /// The tools of a run that has some.
-    tools: Option<ToolProcess>,
-    checkpoint: Option<Checkpoint>,
-    claim: Option<Claim>,
-}
-
 /// Loads everything; collective over the world.
-fn load(config: Config, world: Arc<World>, started: Started) -> Result<Trainer> {
+fn load(
+    config: Config,
+    world: Arc<World>,
+    rewards: RewardPool,
+    tools: Option<ToolProcess>,
+    opened: OpenedFolder,
+) -> Result<Trainer> {
     torch::set_deterministic(config.full_determinism)?;
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     let room = Room::common(placement, &world)?;
     let model = open_model(&config, placement)?;
     config.validate_world(world.size())?;
     config.validate_context(model.spec.max_position_embeddings)?;
-    let Started { rewards, tools, checkpoint, claim } = started;
     let told = rows_progress("load", world.rank() == 0);
     let rows = TrainingRows::read(&config, &model, rewards.required_columns(), tools.as_ref(), told)?;
     let preflight = Preflight::of_model(&rows.planned(&config), model, placement, world.world_size(), room)?;
@@ -211,8 +204,8 @@ fn load(config: Config, world: Arc<World>, started: Started) -> Result<Trainer> 
         tools,
         rows,
         source,
-        checkpoint,
-        claim,
+        checkpoint: opened.checkpoint,
+        claim: opened.claim,
         writes_files: true,
         spread_lengths: None,
     };
@@ -260,16 +253,10 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let schedule =
         Schedule::new(config.learning_rate, &config.optimizer, config.updates_in_epochs(&batch, data.train.len()));
     let progress = resume::restore(checkpoint, &config, spec.vocab_size, &mut model, &mut data)?;
-    let options = CheckpointOptions {
-        output_dir: config.output_dir.clone(),
-        base_dir: source.base,
-        save_total_limit: config.save_total_limit,
-        save_async: config.save_async,
-        on_each_node: config.save_on_each_node,
-    };
+    let options = CheckpointOptions::new(&config.output, &config.saving, source.base);
     if writes_files {
         let saved = model.saved_models(config.objective.sync_ref_model);
-        checkpoint::check_room(&options, &world, saved, config.save_steps.is_some())?;
+        checkpoint::check_room(&options, &world, saved, config.saving.save_steps.is_some())?;
     }
     let saver = Saver::new(options, checkpoint);
     let max_steps = schedule.total_steps as u64;
@@ -290,7 +277,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         model,
         generation,
         rewards,
-        stall: Stall::default(),
+        fruitless: FruitlessSteps::default(),
         schedule,
         progress,
         output,

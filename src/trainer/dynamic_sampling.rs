@@ -1,9 +1,9 @@
 //! Groups that teach nothing: counted, left out of the update, and the end of a run that samples nothing else.
 
 use super::batches::{DataPosition, PlacedGroup, SampledBatch};
+use super::fruitless::MAX_STEPS;
 use super::records::placed;
 use super::replacement::{Candidates, DrawnGroups, GroupQuota, Replacement, StepNumbers};
-use super::stall::MAX_STEPS;
 use super::verdict::{GroupVerdict, Tally};
 use super::{Generation, Trainer};
 use crate::config::DynamicSampling;
@@ -88,8 +88,9 @@ impl Trainer {
     pub(super) fn check_signal(&mut self, tally: Option<Tally>) -> Result<()> {
         let Some(tally) = tally else { return Ok(()) };
         let replaces = self.config.dynamic_sampling == DynamicSampling::Replace;
-        self.stall.steps_without_signal = if tally.num_kept == 0.0 { self.stall.steps_without_signal + 1 } else { 0 };
-        if self.stall.steps_without_signal >= if replaces { 1 } else { MAX_STEPS } {
+        self.fruitless.steps_without_signal =
+            if tally.num_kept == 0.0 { self.fruitless.steps_without_signal + 1 } else { 0 };
+        if self.fruitless.steps_without_signal >= if replaces { 1 } else { MAX_STEPS } {
             return Err(Error::NoSignal { message: self.describe(&tally) });
         }
         let Tally { num_sampled, num_kept, .. } = tally;

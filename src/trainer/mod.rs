@@ -11,7 +11,7 @@
 //! | `dynamic_sampling`, `replacement`, `verdict` | leaves out or replaces groups that teach nothing |
 //! | `turns`, `episodes`, `engine_groups` | tools and agents, and the ranks that share an engine |
 //! | `policy_and_engine` | the policy and the engine of this rank |
-//! | `curriculum`, `penalty`, `stall`, `best` | solve rates, KL in the reward, steps without a score, the best evaluation |
+//! | `curriculum`, `penalty`, `fruitless`, `best` | solve rates, KL in the reward, steps without a score, the best evaluation |
 //! | `records`, `output` | groups as sequences and metrics; files, bars and the report |
 
 mod ahead;
@@ -24,6 +24,7 @@ mod dynamic_sampling;
 mod engine_groups;
 mod engine_memory;
 mod episodes;
+mod fruitless;
 mod functions;
 mod output;
 mod penalty;
@@ -36,7 +37,6 @@ mod resume;
 mod rows;
 mod run;
 mod sampling;
-mod stall;
 mod step;
 mod teacher;
 #[cfg(test)]
@@ -70,6 +70,7 @@ use batches::DataPosition;
 pub use construction::TrainerBuilder;
 use construction::TrainerParts;
 use curriculum::RowsById;
+use fruitless::FruitlessSteps;
 use functions::Functions;
 pub use functions::StepReport;
 use output::RunOutput;
@@ -77,7 +78,6 @@ pub use planned_run::PlannedRun;
 use policy_and_engine::PolicyAndEngine;
 pub use preflight::Preflight;
 use rows::TrainingRows;
-use stall::Stall;
 pub use step::TrainingBatch;
 pub(crate) use turns::{RunTurns, generate};
 
@@ -93,7 +93,7 @@ pub struct Trainer {
     model: PolicyAndEngine,
     generation: Generation,
     rewards: RewardPool,
-    stall: Stall,
+    fruitless: FruitlessSteps,
     schedule: Schedule,
     progress: TrainingProgress,
     output: RunOutput,

@@ -59,7 +59,7 @@ impl RunOutput {
     ) -> Result<Self> {
         let group = world.group();
         let is_first = writes_files && group.rank() == 0;
-        let output_dir = config.output_dir.clone();
+        let output_dir = config.output.output_dir.clone();
         let options = LogOptions { logging_steps: config.logging_steps, max_steps };
         let services = Services::of(&config.report, &output_dir, &config.reward.python);
         let earlier = checkpoint.map(Checkpoint::earlier_log);

@@ -6,26 +6,14 @@ use super::batches::begun_anew;
 use super::output::RunOutput;
 use super::policy_and_engine::PolicyAndEngine;
 use super::{TrainingData, TrainingProgress};
-use crate::checkpoint::{self, CarriedGroup, Checkpoint, ResumeOptions, TrainerState};
+use crate::checkpoint::{self, CarriedGroup, Checkpoint, TrainerState};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::model::{ModelSpec, WeightFiles};
-use crate::ranks::World;
-
-/// The checkpoint to resume from; collective over the world.
-pub(super) fn find_checkpoint(config: &Config, world: &World) -> Result<Option<Checkpoint>> {
-    let options = ResumeOptions {
-        output_dir: &config.output_dir,
-        from: config.resume_from_checkpoint.as_deref(),
-        is_forced: config.force_resume,
-        on_each_node: config.save_on_each_node,
-    };
-    checkpoint::resume(&options, world, &|checkpoint| unsafe_changes(config, world.size(), checkpoint))
-}
 
 /// Differences that would change the result: single keys, and the numbers that follow from keys of the batch and the world.
-fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
+pub(super) fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
     let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
     let foreign = |error: Error| checkpoint.of_another_program(&error);
     let saved = Config::from_entries(saved.entries(config.entries())).map_err(foreign)?;
@@ -68,7 +56,9 @@ pub(super) fn restore(
     data.carried = match checkpoint.state.carried.as_slice() {
         _ if config.oversample == 0.0 => Vec::new(),                  // force_resume
         carried if config.tools.takes_turns() => begun_anew(carried), // nobody has their tools and environments any more
-        carried if config.force_resume && checkpoint.carries_others(config.num_generations) => begun_anew(carried),
+        carried if config.output.force_resume && checkpoint.carries_others(config.num_generations) => {
+            begun_anew(carried)
+        }
         carried => {
             checkpoint.check_carried(config.num_generations, vocab_size)?;
             carried.to_vec()

@@ -70,7 +70,7 @@ impl Trainer {
             let (max_steps, epoch) = (self.schedule.total_steps as u64, self.data.sampler.epochs());
             self.world.agree(on_step(&StepReport { step: now, max_steps, epoch, metrics: &values }))?;
         }
-        self.stall.check()?;
+        self.fruitless.check()?;
         let mut finished = now >= self.max_steps();
         let evaluates = finished || passes(self.config.eval_steps, before, now);
         if evaluates {
@@ -81,7 +81,7 @@ impl Trainer {
             finished = true;
         }
         let stop = any_rank(&*self.world.group(), phase::stop_requested())? && !finished; // what is left is no more than a save
-        let save_steps = self.config.save_steps;
+        let save_steps = self.config.saving.save_steps;
         let is_due =
             passes(save_steps, before, now) || (finished && save_steps.is_some()) || (evaluates && self.is_best());
         if stop || is_due {

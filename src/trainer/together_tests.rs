@@ -10,8 +10,8 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
+use super::construction::{self, TrainerParts};
 use super::preflight::{OpenModel, Preflight, combination};
-use super::setup::{self, TrainerParts};
 use super::{Trainer, rows};
 use crate::config::{Circumstance, Combination, Config, Device, KeyDoc, KeyValues, TABLE, Term, WorldSize, described};
 use crate::cuda::Placement;
@@ -327,7 +327,7 @@ impl DraftedRun {
             writes_files: false,
             spread_lengths: None,
         };
-        let mut trainer = world.agree(setup::assemble(config, world.clone(), parts))?;
+        let mut trainer = world.agree(construction::assemble(config, world.clone(), parts))?;
         if self.has.contains(&Circumstance::OwnLoss) {
             let sum =
                 |input: &crate::grpo::LossInput<'_>, _: &_| -> Result<Tensor> { Ok(input.logprobs.sum(Kind::Float)) };

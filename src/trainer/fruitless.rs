@@ -11,7 +11,7 @@ pub(super) const MAX_STEPS: usize = 3;
 
 /// Steps in a row, up to now, that taught nothing.
 #[derive(Debug, Default)]
-pub(super) struct Stall {
+pub(super) struct FruitlessSteps {
     /// Steps in which no sample of any rank got a reward.
     unscored_steps: usize,
     /// The first failure of the newest of them.
@@ -20,7 +20,7 @@ pub(super) struct Stall {
     pub steps_without_signal: usize,
 }
 
-impl Stall {
+impl FruitlessSteps {
     /// Ends a run that learns nothing, with the same verdict on every rank.
     ///
     /// # Errors
@@ -39,14 +39,14 @@ impl Trainer {
     pub(super) fn tell_failures(&mut self, advantages: &AdvantageStats) -> Result<()> {
         let (num_failed, total) = (advantages.num_failed, advantages.num_failed + advantages.reward.count);
         let is_lost = num_failed == total && total > 0.0;
-        self.stall.unscored_steps = if is_lost { self.stall.unscored_steps + 1 } else { 0 };
+        self.fruitless.unscored_steps = if is_lost { self.fruitless.unscored_steps + 1 } else { 0 };
         let Some(cause) = self.first_cause(num_failed)? else { return Ok(()) };
         let step = self.progress.global_step;
         let lost = if is_lost { "; nothing is learned" } else { "" };
         self.output.say(&format!(
             "step {step}: warning: {num_failed} of {total} samples have no reward and are masked{lost}: {cause}"
         ));
-        self.stall.cause = cause;
+        self.fruitless.cause = cause;
         Ok(())
     }
 
