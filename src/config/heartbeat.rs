@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::field::{Field, FromValue, KeyDoc, join};
+use super::field::{Field, FromValue, KeyDoc};
+use super::flat::join;
 use super::range::{NumberRange, SECONDS};
 use super::raw::RawConfig;
 use crate::error::Error;

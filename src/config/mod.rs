@@ -3,14 +3,17 @@
 
 mod batch;
 mod best;
+mod check;
 mod choices;
 mod curriculum;
 mod data;
 mod distillation;
 mod field;
+mod flat;
 mod heartbeat;
 mod load;
 mod lora;
+mod numbers;
 mod objective;
 mod optimizer;
 mod pipeline;
@@ -24,6 +27,7 @@ mod snapshot;
 mod split;
 mod together;
 mod tools;
+mod unknown;
 mod unquoted;
 mod unread;
 mod validate;
@@ -32,7 +36,6 @@ mod yaml;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-pub(crate) use batch::divisors;
 pub use batch::{BatchPlan, WorldSize};
 pub use best::BestConfig;
 pub use choices::*;
@@ -45,12 +48,12 @@ pub use heartbeat::HeartbeatConfig;
 pub(crate) use load::{ForeignEntry, foreign_entries};
 pub(crate) use lora::MAX_RANK;
 pub use lora::{LoraConfig, TargetModules};
+pub(crate) use numbers::divisors;
 pub use objective::ObjectiveConfig;
 pub use optimizer::{LrSchedulerKwargs, MuonConfig, OptimizerConfig};
 pub use pipeline::{EngineShape, PipelinePartition};
 use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SEED, above, at_least, from_to};
 pub(crate) use raw::check_openings;
-pub(crate) use raw::pattern as key_pattern;
 pub use report::{ReportConfig, ReportTo};
 pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardArguments, RewardConfig};
 pub(crate) use reward::{environment_class, is_python, reward_name};
@@ -63,6 +66,7 @@ pub(crate) use together::KeyValues;
 pub(crate) use together::{Circumstance, Combination, ConflictKind, TABLE, Term};
 pub(crate) use tools::INTERPRETER;
 pub use tools::{EnvironmentFactories, ToolsConfig};
+pub(crate) use unknown::pattern as key_pattern;
 
 impl Config {
     /// Whether the KL term has a model of its own: adapters have their frozen base, alone or beneath the initial adapters.

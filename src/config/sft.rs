@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::field::{keys, names};
 use super::range::{COUNT, SEED, above, from_to};
+use super::together::Combination;
 use super::{
     DataConfig, Device, Dtype, GradientCheckpointing, LoraConfig, MixedPrecision, OptimizerConfig, OutputConfig,
     Quantization, ResidualDtype, SavingConfig, SupervisionConfig, ZeroConfig,
@@ -79,5 +80,10 @@ impl SftConfig {
     /// Every key in declaration order.
     pub fn keys() -> Vec<String> {
         names::<Self>()
+    }
+
+    /// All keys, to be looked up in the table of what does not go together.
+    pub(crate) fn combination(&self) -> Combination {
+        Combination::of_keys(self)
     }
 }

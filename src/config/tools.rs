@@ -5,11 +5,12 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::field::{Field, KeyDoc, join, keys};
+use super::check::check;
+use super::field::{Field, KeyDoc, keys};
+use super::flat::join;
 use super::range::{ANY, COUNT, NumberRange, SECONDS};
 use super::raw::RawConfig;
 use super::reward::is_python;
-use super::validate::check;
 use super::{AutoOr, Config, ToolCallParser};
 use crate::error::{Error, Result};
 
