@@ -286,7 +286,7 @@ fn environment(now: u64) -> Environment<'static> {
     filters::add(&mut environment);
     environment.add_filter(source::FORMAT, source::format);
     environment.add_function(source::TUPLE, |items: Rest<Value>| values::tuple(items.0));
-    environment.add_function(source::DIVISOR, values::divisor);
+    environment.add_function(source::DIVISOR, python::divisor);
     environment.add_function("range", values::range);
     environment.add_function("cycler", |items: Rest<Value>| minijinja_contrib::globals::cycler(items.0));
     environment.add_function("joiner", minijinja_contrib::globals::joiner);

@@ -2,10 +2,10 @@
 
 use tch::{Kind, Tensor};
 
-use super::distillation::{Distillation, TopLogprobs, TopTerms, bounded_ratio, sampled_divergence, top_divergence};
+use super::distillation::{TopLogprobs, TopTerms, bounded_ratio, sampled_divergence, top_divergence};
 use super::entropy::EntropyTerm;
 use super::importance::{PolicyRatio, SamplerCorrection};
-use super::options::LossConfig;
+use super::options::{Distillation, LossConfig};
 use super::segments::Segments;
 use super::stats::{DeviceStats, StatsRecorder};
 use super::surrogate::{Surrogate, kl_term, on_policy};

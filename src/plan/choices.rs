@@ -1,6 +1,6 @@
 //! Resolves `auto`: the residency that moves least among those that serve a run best, then the least recomputation.
 
-use super::advice::MemoryShortage;
+use super::shortage::MemoryShortage;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 

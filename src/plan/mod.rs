@@ -7,6 +7,7 @@ mod classes;
 mod fit;
 mod network;
 mod role;
+mod shortage;
 #[cfg(test)]
 mod tests;
 
@@ -14,10 +15,10 @@ use std::fmt;
 
 use tch::{Device, Kind};
 
-use advice::MemoryShortage;
 use choices::Choices;
 pub use network::NetworkPlan;
 pub use role::Role;
+use shortage::MemoryShortage;
 
 use crate::config::{
     BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay, WorldSize,

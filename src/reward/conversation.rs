@@ -7,9 +7,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::failures::{FailureKind, RewardFailure};
+use super::job::ScoringJob;
 use super::protocol::{RewardReply, ScoreResults, excerpt};
 use super::service::RewardService;
-use super::state::{PoolShared, ScoringJob};
+use super::state::PoolShared;
 use super::worker::RewardWorker;
 use crate::types::RolloutGroup;
 
@@ -116,7 +117,7 @@ impl<'a> WorkerConversation<'a> {
 
     fn ask(&mut self, work: GroupJob) {
         if let Some(outcome) = self.service.grading.at_once(&work.0, &work.1) {
-            return self.service.file(self.shared, &work.0, outcome);
+            return self.shared.file(self.service, &work.0, outcome);
         }
         let id = self.next_id;
         self.next_id += 1;
@@ -131,7 +132,7 @@ impl<'a> WorkerConversation<'a> {
         let mut answers = Vec::new();
         let outcome = self.listen(&mut answers);
         for AnsweredRequest { open, outcome } in answers {
-            self.service.file(self.shared, &open.work.0, outcome);
+            self.shared.file(self.service, &open.work.0, outcome);
             self.answered.push_back((open.id, open.work.0));
         }
         let surplus = self.answered.len().saturating_sub(NUM_REMEMBERED);
@@ -145,7 +146,7 @@ impl<'a> WorkerConversation<'a> {
         if let (WorkerLoss::Failed(failure), false, 1) = (&lost, is_blamed || self.may_be_of_another(&lost), open.len())
         {
             let alone = open.pop_front().expect("there is one");
-            self.service.file(self.shared, &alone.work.0, Err(failure.clone()));
+            self.shared.file(self.service, &alone.work.0, Err(failure.clone()));
         }
         self.again.extend(open.into_iter().map(|open| open.work));
         Some(lost)
@@ -205,7 +206,7 @@ impl<'a> WorkerConversation<'a> {
             return Err((WorkerLoss::Failed(twice()), true));
         }
         if let Some((_, job)) = self.answered.iter().find(|(id, _)| Some(*id) == reply.id) {
-            self.service.take_back(self.shared, job, twice());
+            self.shared.take_back(self.service, job, twice());
             return Err((WorkerLoss::Failed(twice()), true));
         }
         let what = format!("a reply to a request that was not made, in {}", excerpt(frame));

@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use super::RewardInput;
 use super::failures::{FailureKind, RewardFailure, Score};
-use super::state::{PoolShared, ScoringJob};
+use super::job::ScoringJob;
+use super::state::PoolShared;
 use crate::error::panic_message;
 use crate::types::RolloutGroup;
 

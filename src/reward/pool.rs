@@ -5,11 +5,12 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::endpoint::ServiceEndpoint;
 use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
+use super::job::RunProgress;
+use super::servants::{serve_endpoint, serve_service};
 use super::service::RewardService;
 use super::source::{RewardSource, RewardSources};
-use super::state::{PendingGroup, PoolShared, PoolState, RunProgress};
+use super::state::{PendingGroup, PoolShared, PoolState};
 use super::worker::Origin;
 use super::{RewardFunction, builtin, code};
 use crate::config::{Config, ProcessRewards, RewardConfig, environment_class, reward_name};
@@ -361,10 +362,10 @@ impl RewardPool {
             Ok(())
         };
         for (own, service) in self.shared.services.iter().enumerate() {
-            start(own, service.num_workers, RewardService::serve)?;
+            start(own, service.num_workers, serve_service)?;
         }
         for (own, endpoint) in self.shared.endpoints.iter().enumerate() {
-            start(own, endpoint.concurrency, |shared, own| ServiceEndpoint::serve(shared, own))?;
+            start(own, endpoint.concurrency, serve_endpoint)?;
         }
         Ok(())
     }

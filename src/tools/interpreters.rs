@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::process::CallResult;
+use super::reply::CallResult;
 use crate::config::{CodeConfig, INTERPRETER};
 use crate::error::{Error, Result};
 use crate::process::{do_not_block, moved, wait_for};

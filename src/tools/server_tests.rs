@@ -3,7 +3,8 @@ use std::time::Duration;
 
 use serde_json::Map;
 
-use super::process::{ToolProcess, ToolReply};
+use super::process::ToolProcess;
+use super::reply::ToolReply;
 use crate::config::Config;
 
 const ROOM: &str = r"

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::process::ToolReply;
+use super::reply::ToolReply;
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::reward::{FailureKind, Program, RewardFailure, RewardWorker, frame};

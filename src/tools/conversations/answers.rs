@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{Asked, Conversations, EpisodeEnd, OpenTrajectory, Opening, TrajectoryKey, TurnLimits, TurnOutcome};
 use crate::error::{Error, Result};
-use crate::tools::process::{CallResult, ToolReply};
+use crate::tools::reply::{CallResult, ToolReply};
 use crate::types::{EnvironmentEnd, Prompt, Trajectory};
 
 /// Characters of an answer that a warning shows.
