@@ -1,16 +1,17 @@
 //! The one error type of the crate. Variants carry data; messages say what, where, what was expected and how to mend it.
 
-use std::any::Any;
-use std::fmt;
 use std::path::PathBuf;
 
 mod exit_code;
 mod refusal;
 mod unknown_key;
+mod words;
 
 pub use exit_code::ExitCode;
 pub(crate) use unknown_key::OF_ANOTHER_TRAINER;
 pub use unknown_key::UnknownKey;
+use words::{amount, lines};
+pub use words::{explained, panic_message};
 
 /// Most faults of a configuration that one message lists.
 pub(crate) const MAX_LISTED: usize = 20;
@@ -382,38 +383,6 @@ impl Error {
     pub fn invalid_value(key: &str, got: impl ToString, expected: impl Into<String>) -> Error {
         Error::InvalidValue { key: key.to_owned(), got: got.to_string(), expected: expected.into() }
     }
-}
-
-fn amount(bytes: usize) -> String {
-    if bytes == 0 { "more".to_owned() } else { format!("{bytes} bytes") }
-}
-
-/// The first [`MAX_LISTED`] of a list, one a line, and how many more there are.
-/// An error of the operating system, with the limit to raise where a file may not be so large.
-pub fn explained(error: &std::io::Error) -> String {
-    match error.raw_os_error() {
-        Some(libc::EFBIG) => {
-            let most = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
-            let most =
-                most.map_or_else(|| "the file system's".to_owned(), |most| format!("{most} bytes, as ulimit -f says"));
-            format!("{error}: the limit of a file's size, also of memory that processes share, is {most}; raise it")
-        }
-        _ => error.to_string(),
-    }
-}
-
-fn lines(list: &[impl fmt::Display]) -> String {
-    let mut lines: Vec<_> = list.iter().take(MAX_LISTED).map(ToString::to_string).collect();
-    if list.len() > MAX_LISTED {
-        lines.push(format!("and {} more like these", list.len() - MAX_LISTED));
-    }
-    lines.join("\n")
-}
-
-/// The message of a panic.
-pub fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "of an unknown kind".to_owned())
 }
 
 impl From<tch::TchError> for Error {

@@ -4,6 +4,7 @@
 mod batch;
 mod best;
 mod check;
+mod choice;
 mod choices;
 mod curriculum;
 mod data;
@@ -38,6 +39,7 @@ use std::sync::OnceLock;
 
 pub use batch::{BatchPlan, WorldSize};
 pub use best::BestConfig;
+pub use choice::AutoOr;
 pub use choices::*;
 pub use curriculum::CurriculumConfig;
 pub use data::{DataConfig, Files, Sources, TemplateVariables};

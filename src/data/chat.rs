@@ -11,12 +11,14 @@
 //! | `methods` | methods of Python's strings |
 //! | `values` | Python's tuples, ranges and views |
 //! | `source` | what minijinja reads otherwise than Python's Jinja: `'..' % ..`, tuples, texts with escapes, divisors |
+//! | `scan` | operands, groups and texts in the code of a tag |
 //! | `parts` | templates that want a message's content as a list of parts |
 
 mod filters;
 mod methods;
 mod parts;
 mod python;
+mod scan;
 mod source;
 mod values;
 

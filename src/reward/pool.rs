@@ -361,13 +361,10 @@ impl RewardPool {
             }
             Ok(())
         };
-        for (own, service) in self.shared.services.iter().enumerate() {
-            start(own, service.num_workers, serve_service)?;
-        }
-        for (own, endpoint) in self.shared.endpoints.iter().enumerate() {
-            start(own, endpoint.concurrency, serve_endpoint)?;
-        }
-        Ok(())
+        let (mut services, mut endpoints) =
+            (self.shared.services.iter().enumerate(), self.shared.endpoints.iter().enumerate());
+        services.try_for_each(|(own, service)| start(own, service.num_workers, serve_service))?;
+        endpoints.try_for_each(|(own, endpoint)| start(own, endpoint.concurrency, serve_endpoint))
     }
 }
 

@@ -1,0 +1,39 @@
+//! Parts of messages.
+
+use std::any::Any;
+use std::fmt;
+
+use super::MAX_LISTED;
+
+/// The bytes that were asked for, in words.
+pub(super) fn amount(bytes: usize) -> String {
+    if bytes == 0 { "more".to_owned() } else { format!("{bytes} bytes") }
+}
+
+/// An error of the operating system, with the limit to raise where a file may not be so large.
+pub fn explained(error: &std::io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::EFBIG) => {
+            let most = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+            let most =
+                most.map_or_else(|| "the file system's".to_owned(), |most| format!("{most} bytes, as ulimit -f says"));
+            format!("{error}: the limit of a file's size, also of memory that processes share, is {most}; raise it")
+        }
+        _ => error.to_string(),
+    }
+}
+
+/// The first [`MAX_LISTED`] of a list, one a line, and how many more there are.
+pub(super) fn lines(list: &[impl fmt::Display]) -> String {
+    let mut lines: Vec<_> = list.iter().take(MAX_LISTED).map(ToString::to_string).collect();
+    if list.len() > MAX_LISTED {
+        lines.push(format!("and {} more like these", list.len() - MAX_LISTED));
+    }
+    lines.join("\n")
+}
+
+/// The message of a panic.
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "of an unknown kind".to_owned())
+}
