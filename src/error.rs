@@ -59,7 +59,7 @@ pub enum Error {
     BadFile {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong, what was expected, how to mend it.
+        /// The fault, the value that was expected, and how to mend it.
         message: String,
     },
     /// A line of a data file that cannot be used.
@@ -69,7 +69,7 @@ pub enum Error {
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// What is wrong and which columns were seen.
+        /// The fault, and the columns that were seen.
         message: String,
     },
     /// A data set with nothing left to train on.
@@ -83,7 +83,7 @@ pub enum Error {
     /// Prompts whose completions all get equal rewards, so that there is nothing to learn from.
     #[error("no group of completions teaches anything: {message}")]
     NoSignal {
-        /// What was sampled, what rewards it got, and the keys that bound the search.
+        /// The number of groups sampled, their rewards, and the keys that bound the search.
         message: String,
     },
     /// A repository of the Hugging Face Hub that is not in the cache and cannot be downloaded.
@@ -91,7 +91,7 @@ pub enum Error {
     Hub {
         /// Name and revision of the repository.
         repo: String,
-        /// What was tried, what came of it, how to mend it.
+        /// The attempt, its outcome, and how to mend it.
         message: String,
     },
     /// Tokenizer and model do not fit one another.
@@ -103,7 +103,7 @@ pub enum Error {
     /// The chat template is missing, does not compile or ran out of fuel.
     #[error("chat template: {message}")]
     ChatTemplate {
-        /// What is wrong and how to mend it.
+        /// The fault, and how to mend it.
         message: String,
     },
 
@@ -111,7 +111,7 @@ pub enum Error {
     /// Something that the machine or the launching program must provide.
     #[error("{message}")]
     Environment {
-        /// What is missing, what was found, how to mend it.
+        /// The missing part, the one found, and how to mend it.
         message: String,
     },
 
@@ -135,7 +135,7 @@ pub enum Error {
         group: String,
         /// This rank in the world.
         rank: usize,
-        /// What happened.
+        /// The event.
         message: String,
     },
     /// A collective whose peers did not arrive in time.
@@ -175,7 +175,7 @@ pub enum Error {
         "{process} has answered nothing for {silent_s:.1} s, though every request has an answer after {key} = {limit_s} s: process {pid} is in state {state}"
     )]
     Silent {
-        /// What the process serves.
+        /// The service of the process.
         process: &'static str,
         /// The process.
         pid: u32,
@@ -269,18 +269,18 @@ pub enum Error {
         name: String,
         /// Failures since the last score.
         num_failures: usize,
-        /// What the last one did.
+        /// The failure of the last one.
         message: String,
     },
 
     /// A process of tools, environments or an agent that was replaced again and again with no answer in between.
     #[error("{name} has ended {num_failures} times in a row with no answer in between, the last time: {message}")]
     ToolService {
-        /// What the process serves.
+        /// The service of the process.
         name: &'static str,
         /// Ends since the last answer.
         num_failures: usize,
-        /// What the last one said.
+        /// The last one's message.
         message: String,
     },
 

@@ -204,7 +204,7 @@ impl TrainerState {
         self.carried.iter().chain(self.ahead.iter().flat_map(|batch| &batch.groups))
     }
 
-    /// What its shards say that they are of.
+    /// The mark of its shards: the run and the step that they are of.
     pub(super) fn mark(&self) -> String {
         format!("run {} step {}", self.run_id, self.global_step)
     }

@@ -15,7 +15,7 @@ fn no_key_of_ours_is_sent_elsewhere_and_every_row_is_reached() {
     assert_eq!(advice("+actor_rollout_ref.rollout.n"), Some("num_generations"));
 }
 
-/// What `import` renames or leaves out is another program's, and what it renames it to is ours.
+/// `import` renames or leaves out keys of other programs alone, and renames them to ours.
 #[test]
 fn renamed_and_harmless_keys_are_in_the_dictionary() {
     for (theirs, ours) in RENAMED {

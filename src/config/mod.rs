@@ -271,7 +271,7 @@ keys! {
         pub importance_sampling_clip_max: f64 = 3.0 => above(0.0),
         /// Multiply the KL term by the differentiable ratio.
         pub use_bias_correction_kl: bool = true,
-        /// What the losses, estimators and advantages beside the defaults take.
+        /// Losses, estimators and advantages beside the defaults.
         #[serde(flatten)]
         pub objective: ObjectiveConfig,
         /// A teacher that scores the samples.

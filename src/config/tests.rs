@@ -312,7 +312,7 @@ fn sft_shares_the_machinery() {
     assert!(load("learning_rate=0").unwrap_err().to_string().contains("above 0 (command line)"));
 }
 
-/// What a run leaves in its output folder starts the same run again, adapters, tables of rewards and template variables included.
+/// The configuration in a run's output folder starts the same run again, adapters, tables of rewards and template variables included.
 #[test]
 fn a_run_s_own_configuration_is_one_to_run() {
     let folder = tempfile::tempdir().unwrap();

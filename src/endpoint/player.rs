@@ -56,7 +56,7 @@ pub struct EpisodePlayer {
     groups: HashMap<GroupKey, PlayedGroup>,
     /// By the number of the agent's request: group and sample.
     asked: HashMap<u64, (GroupKey, usize)>,
-    /// What was asked for and waits for a session with its group.
+    /// Commands that wait for a session with their group.
     held: Vec<EngineCommand>,
     stats: EpisodeStats,
     /// Whether the first lost episode was told.

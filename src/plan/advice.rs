@@ -287,7 +287,7 @@ impl Advice<'_> {
     }
 }
 
-/// What generation can do with less memory, from what costs least: fewer sequences take longer, and a shorter context loses prompts.
+/// Ways to generate with less memory, from the one that costs least: fewer sequences take longer, and a shorter context loses prompts.
 #[derive(Clone, Copy)]
 enum Concession {
     Nothing,

@@ -61,7 +61,7 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage
     Ok(MemoryPlan { reason, largest_micro_batch, micro_batch_advice, ..plan })
 }
 
-/// What larger micro-batches spare where weights are sharded: each of them gathers all weights.
+/// Says how many gathers larger micro-batches spare where weights are sharded: each of them gathers all weights.
 fn larger_micro_batches(input: &PlanInput<'_>, largest: usize) -> String {
     let (budget, update) = (input.config.max_tokens_per_micro_batch, input.update_tokens());
     let (now, most) = (update.div_ceil(budget), largest.min(update));

@@ -63,7 +63,7 @@ pub struct MemoryPlan {
     pub formula: String,
     /// Most tokens of a micro-batch, all of them scored, beside which a tenth of the memory stays free.
     pub largest_micro_batch: usize,
-    /// What larger micro-batches would spare, where they fit and weights are gathered for each; else empty.
+    /// The gathers that larger micro-batches would spare, where they fit and weights are gathered for each; else empty.
     pub micro_batch_advice: String,
     /// Size of the KV cache on each rank.
     pub kv_cache_bytes: usize,

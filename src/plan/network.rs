@@ -1,4 +1,4 @@
-//! What crosses the network between nodes, by the run's own choices: known before launch, as memory is.
+//! The bytes that cross the network between nodes, by the run's own choices: known before launch, as memory is.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What a plan lacks.
+//! The shortage of a plan that does not fit.
 
 use super::MemoryPlan;
 use crate::error::Error;

@@ -70,7 +70,7 @@ struct Turn {
     /// When the call that runs began, and when its interpreter is ended.
     call_began: Instant,
     deadline: Instant,
-    /// What ends the output of the call that runs, before the word whether it failed.
+    /// Ends the output of the call that runs, before the word whether it failed.
     mark: [u8; 16],
     is_late: bool,
 }

@@ -137,7 +137,7 @@ class Slotted:
         return self.score
 "#;
 
-/// What cannot be pickled is left out of an environment's state, in slots as elsewhere.
+/// Attributes that cannot be pickled are left out of an environment's state, in slots as elsewhere.
 #[test]
 fn environments_without_a_dictionary_have_a_state() {
     let folder = tempfile::tempdir().unwrap();

@@ -27,9 +27,9 @@ const MAX_ENDS: usize = 3;
 pub(super) struct ToolWorker {
     program: Program,
     worker: RewardWorker,
-    /// Its answer to the first request, which another one must repeat.
+    /// The worker's answer to the first request, which another one must repeat.
     loaded: Vec<u8>,
-    /// What it serves, for errors, and the key that bounds the time of a request.
+    /// The worker's service, for errors, and the key that bounds the time of a request.
     name: &'static str,
     key: &'static str,
     timeout: Duration,
@@ -82,7 +82,7 @@ impl ToolWorker {
         })
     }
 
-    /// What it has said of its tools.
+    /// The worker's description of its tools.
     pub fn loaded(&self) -> &[u8] {
         &self.loaded
     }

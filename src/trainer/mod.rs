@@ -76,7 +76,6 @@ pub use functions::StepReport;
 use output::RunOutput;
 pub use planned_run::PlannedRun;
 use policy_and_engine::PolicyAndEngine;
-pub use preflight::Preflight;
 use rows::TrainingRows;
 pub use step::TrainingBatch;
 pub(crate) use turns::{RunTurns, generate};
@@ -124,7 +123,7 @@ struct DrawnPrompts {
     start: Instant,
 }
 
-/// What sampling needs beside the engine.
+/// The state of sampling beside the engine's.
 #[derive(Debug)]
 struct Generation {
     /// Tools, where completions may call some, or the agent that plays episodes.

@@ -1,4 +1,4 @@
-//! A run with its model, before it is planned, and what engines of other sizes would have.
+//! A run with its model, before it is planned, and the plans of engines of other sizes.
 
 use std::fmt;
 use std::path::Path;
@@ -140,7 +140,7 @@ struct PlannedEngine {
     plan: MemoryPlan,
 }
 
-/// What engines of each size would have, side by side; printed as a table.
+/// The plans of engines of each size, side by side; printed as a table.
 #[derive(Debug)]
 pub struct EngineTable {
     choices: Vec<EngineChoice>,

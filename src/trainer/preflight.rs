@@ -1,4 +1,4 @@
-//! What is checked and planned of a run before any process starts.
+//! Checks and plans a run before any process starts.
 
 use std::fmt;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What minijinja reads otherwise than Python's Jinja, rewritten in the source of a template.
+//! Rewrites the source of a template where minijinja reads it otherwise than Python's Jinja.
 //!
 //! `'..' % ..`, which minijinja reads as a remainder, calls a filter where a string literal is on the left; a format in a variable stays a
 //! remainder, and is refused as one. Tuples call a function, and so do divisors, which are refused where Python computes otherwise. Texts

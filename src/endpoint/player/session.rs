@@ -16,7 +16,7 @@ use crate::rollout::{CostMeter, Event, GroupTurns, Request, Session, Turns};
 use crate::tools::GroupKey;
 use crate::types::{Prompt, RolloutGroup};
 
-/// What came to a rank since the last step.
+/// A rank's changes since the last step.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct EpisodeNews {
     changes: Vec<RequestChange>,

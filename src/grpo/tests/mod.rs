@@ -1,4 +1,4 @@
-//! What the tests of this room share: packed batches, configurations by a case's keys, comparisons.
+//! Helpers of this room's tests: packed batches, configurations by a case's keys, comparisons.
 
 mod distillation;
 mod golden;

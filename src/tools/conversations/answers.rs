@@ -1,4 +1,4 @@
-//! What tools and environments reply: the context of a next turn, or the end of the trajectory.
+//! Replies of tools and environments: the context of a next turn, or the end of the trajectory.
 
 use std::sync::Arc;
 
@@ -210,7 +210,7 @@ impl Conversations {
     }
 }
 
-/// What `reset` gave, as an error shows it.
+/// The observation of `reset`, as an error shows it.
 fn quoted(observation: Option<&String>) -> String {
     observation.map_or_else(|| "nothing".to_owned(), |text| format!("{text:?}"))
 }

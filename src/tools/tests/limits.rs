@@ -40,7 +40,7 @@ fn limits_end_a_trajectory_as_trl_does() {
     assert_eq!(played.conversations.take_stats().num_calls, 0);
 }
 
-/// What cannot fit is not tokenized to know that: the work is bounded by what could fit, however much a tool says.
+/// Text that cannot fit is not tokenized to know that: the work is bounded by what could fit, however much a tool says.
 #[test]
 fn an_answer_far_too_long_is_not_tokenized_to_its_end() {
     for words in [20_000, 200_000] {
