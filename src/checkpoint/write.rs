@@ -132,7 +132,8 @@ impl RankPart {
         options: &CheckpointOptions,
         world: &World,
         Models { policy, reference }: Models<'_>,
-        (state, common_state): (TrainerState, Option<String>),
+        state: TrainerState,
+        common_state: Option<String>,
     ) -> Self {
         let (rank, num_ranks) = (world.rank(), policy.num_ranks());
         let writers = Writers::of(world, num_ranks, options.on_each_node);

@@ -266,8 +266,9 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         ));
     }
     let kind_bytes = preflight.kind.elt_size_in_bytes();
-    let place = (world_size, preflight.batch.roles);
-    if let Some(network) = NetworkPlan::new(&config, &preflight.table, place, kind_bytes, *network_gb_s) {
+    let roles = preflight.batch.roles;
+    let network = NetworkPlan::new(&config, &preflight.table, world_size, roles, kind_bytes, *network_gb_s);
+    if let Some(network) = network {
         console::print(format_args!("{network}\n"))?;
     }
     Ok(ExitCode::Done)

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::importance::{PolicyRatio, SamplerCorrection};
-use super::kl::kl_estimate;
+use super::kl::{KlEstimate, kl_estimate};
 use super::options::LossConfig;
 use super::segments::Segments;
 use super::stats::StatsRecorder;
@@ -169,7 +169,7 @@ pub(super) fn on_policy(difference: &Tensor, advantages: &Tensor, threshold: f64
 
 /// The KL term by token, not yet multiplied by beta.
 pub(super) fn kl_term(reference_difference: &Tensor, ratio: &PolicyRatio, config: &LossConfig) -> Terms {
-    let (kl, d_kl) = kl_estimate(config.kl_estimator, reference_difference);
+    let KlEstimate { value: kl, d_logprob: d_kl } = kl_estimate(config.kl_estimator, reference_difference);
     if !config.use_bias_correction_kl {
         return Terms { d_log_ratio: kl.zeros_like(), value: kl, d_logprob: d_kl };
     }

@@ -105,7 +105,7 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     }
     if input.room.swap_bytes.is_some() {
         let (spec, tp_size) = (&input.table.spec, input.config.tensor_parallel_size);
-        let options = engine_options(input.config, (input.max_model_length(), 0), (input.kind, Device::Cpu));
+        let options = engine_options(input.config, input.max_model_length(), 0, input.kind, Device::Cpu);
         let buffers = engine_buffer_bytes(spec, &options, tp_size);
         classes.push(of_engine("engine buffers", buffers, input));
         classes.push(resident("engine tables", engine_table_bytes(spec, &options, tp_size)));

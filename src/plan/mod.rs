@@ -305,8 +305,10 @@ impl PlanInput<'_> {
 /// How the engine of a run is set up.
 pub(crate) fn engine_options(
     config: &Config,
-    (max_model_length, kv_cache_bytes): (usize, usize),
-    (kind, device): (Kind, Device),
+    max_model_length: usize,
+    kv_cache_bytes: usize,
+    kind: Kind,
+    device: Device,
 ) -> EngineOptions {
     EngineOptions {
         kv_cache_bytes,

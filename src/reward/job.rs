@@ -1,8 +1,11 @@
 //! The unit of a reward pool's work.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::Serialize;
+
+use crate::types::RolloutGroup;
 
 /// Completions of a pending group that are scored together.
 #[derive(Debug, Clone)]
@@ -20,4 +23,11 @@ pub(super) struct RunProgress {
     pub global_step: u64,
     /// Updates in all.
     pub max_steps: u64,
+}
+
+/// A job with its group.
+#[derive(Debug, Clone)]
+pub(super) struct GroupJob {
+    pub job: ScoringJob,
+    pub group: Arc<RolloutGroup>,
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::conversation::{WorkerConversation, WorkerLoss};
+use super::job::GroupJob;
 use super::service::RewardService;
 use super::state::PoolShared;
 use super::worker::RewardWorker;
@@ -76,7 +77,7 @@ fn replace(service: &RewardService, shared: &PoolShared, lost: WorkerLoss) -> Re
 /// The life of a thread that serves a reward over HTTP: ask about one completion after the other until the pool closes. `own` is the service's place in the pool.
 pub(super) fn serve_endpoint(shared: &Arc<PoolShared>, own: usize) {
     let endpoint = &shared.endpoints[own];
-    while let Some((job, group)) = shared.next_job(|state| &mut state.endpoint_queues[own]) {
+    while let Some(GroupJob { job, group }) = shared.next_job(|state| &mut state.endpoint_queues[own]) {
         let (begun, index) = (Instant::now(), job.completions.start);
         let outcome = endpoint.score(&|next| shared.pause_until(next), &group, index);
         let broken = endpoint.count(begun, &outcome);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::RewardFunction;
 use super::endpoint::ServiceEndpoint;
 use super::failures::{FailureKind, RewardFailure, RewardFailures, Score};
-use super::job::{RunProgress, ScoringJob};
+use super::job::{GroupJob, RunProgress, ScoringJob};
 use super::protocol::ScoreResults;
 use super::service::RewardService;
 use crate::config::RewardBatch;
@@ -110,10 +110,7 @@ impl PoolShared {
     }
 
     /// The next job that `queue` selects, with its group; `None` once the pool closes.
-    pub fn next_job(
-        &self,
-        queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>,
-    ) -> Option<(ScoringJob, Arc<RolloutGroup>)> {
+    pub fn next_job(&self, queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>) -> Option<GroupJob> {
         let mut state = self.lock();
         loop {
             if state.closed || state.broken.is_some() {
@@ -124,20 +121,17 @@ impl PoolShared {
                 continue;
             };
             if let Some(group) = state.pending.get(&job.ticket).map(|pending| Arc::clone(&pending.group)) {
-                return Some((job, group));
+                return Some(GroupJob { job, group });
             }
         }
     }
 
     /// A job that `queue` has now, with its group.
-    pub fn job_at_hand(
-        &self,
-        queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>,
-    ) -> Option<(ScoringJob, Arc<RolloutGroup>)> {
+    pub fn job_at_hand(&self, queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>) -> Option<GroupJob> {
         let mut state = self.lock();
         while let Some(job) = queue(&mut state).pop_front() {
             if let Some(group) = state.pending.get(&job.ticket).map(|pending| Arc::clone(&pending.group)) {
-                return Some((job, group));
+                return Some(GroupJob { job, group });
             }
         }
         None

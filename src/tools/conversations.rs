@@ -243,8 +243,8 @@ impl Conversations {
             None if calls.is_empty() => self.end(key, conversation, trajectory),
             None => {
                 let names = parsed.tool_calls.into_iter().map(|call| call.name).collect();
-                let trajectory_of = (conversation.number, conversation.environment.is_some());
-                self.asked.insert(self.process.call(trajectory_of, &calls), Asked::Calls(key));
+                let asked = self.process.call(conversation.number, conversation.environment.is_some(), &calls);
+                self.asked.insert(asked, Asked::Calls(key));
                 conversation.waiting = Some((trajectory.clone(), names));
                 self.open.insert(key, conversation);
             }

@@ -114,15 +114,15 @@ impl ToolProcess {
             Error::invalid_value(key, &named, expected)
         };
         let functions: Vec<&String> = tools.tools.iter().filter(|tool| *tool != INTERPRETER).collect();
-        let (name, timeout, workers) = match &tools.agent {
-            Some(_) => ("the process of the agent", ("agent_timeout_s", tools.agent_timeout_s), tools.agent_workers),
-            None => ("the process of the tools", ("tool_timeout_s", tools.tool_timeout_s), tools.tool_workers),
+        let (name, timeout_key, timeout_s, workers) = match &tools.agent {
+            Some(_) => ("the process of the agent", "agent_timeout_s", tools.agent_timeout_s, tools.agent_workers),
+            None => ("the process of the tools", "tool_timeout_s", tools.tool_timeout_s, tools.tool_workers),
         };
         let settings = json!({
             "agent": tools.agent,
             "tools": functions,
             "environments": factories,
-            "timeout_s": timeout.1,
+            "timeout_s": timeout_s,
             "workers": workers,
             "max_chars": MAX_RESULT_CHARS,
             "max_bytes": MAX_REPLY_BYTES - SPARE_BYTES,
@@ -130,7 +130,7 @@ impl ToolProcess {
         let command = [&config.reward.python, "-c", SERVER, &settings.to_string()].map(str::to_owned).to_vec();
         let origin = Origin::Key(key.to_owned(), named.clone());
         let program = Program { command, is_ours: false, origin, max_reply_bytes: MAX_REPLY_BYTES };
-        let worker = ToolWorker::start(program, name, timeout, &refuse)?;
+        let worker = ToolWorker::start(program, name, timeout_key, timeout_s, &refuse)?;
         let mut loaded: LoadReply =
             serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
         if let Some(cause) = &loaded.error {
@@ -216,7 +216,7 @@ impl ToolProcess {
 
     /// Begins the calls of a turn, objects with a `name` and `arguments`, and returns the request's number. `has_environment` says whether
     /// the trajectory has one.
-    pub(super) fn call(&mut self, (trajectory, has_environment): (u64, bool), calls: &[Value]) -> u64 {
+    pub(super) fn call(&mut self, trajectory: u64, has_environment: bool, calls: &[Value]) -> u64 {
         let is_python = |call: &&Value| call["name"] == INTERPRETER;
         let (ours, others): (Vec<&Value>, Vec<&Value>) = match &self.interpreters {
             Some(_) => calls.iter().partition(is_python),
@@ -342,8 +342,8 @@ fn start_interpreters(config: &Config) -> Result<ToolWorker> {
     let settings = serde_json::to_string(&settings).expect("settings are plain data");
     let command = [PROGRAM, interpreters::COMMAND, &settings].map(str::to_owned).to_vec();
     let program = Program { command, is_ours: false, origin: Origin::Sandbox, max_reply_bytes: MAX_REPLY_BYTES };
-    let timeout = ("tool_timeout_s", config.tools.tool_timeout_s);
-    let worker = ToolWorker::start(program, "the process of the tool 'python'", timeout, &refuse)?;
+    let (name, timeout_s) = ("the process of the tool 'python'", config.tools.tool_timeout_s);
+    let worker = ToolWorker::start(program, name, "tool_timeout_s", timeout_s, &refuse)?;
     let ready: ToolReply = serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
     ready.error.map_or(Ok(worker), |cause| Err(refuse(&cause)))
 }

@@ -58,7 +58,8 @@ impl ToolWorker {
     pub fn start(
         program: Program,
         name: &'static str,
-        (key, timeout_s): (&'static str, f64),
+        key: &'static str,
+        timeout_s: f64,
         refuse: &dyn Fn(&str) -> Error,
     ) -> Result<Self> {
         let (mut worker, parent) = started(&program).map_err(|failure| refuse(&failure.cause))?;

@@ -23,10 +23,15 @@ pub(super) struct Carry {
     /// Groups that the next step goes on with.
     pub num_carried: usize,
     /// Counts of the engine, of which this is one rank.
-    pub engine: EngineStats,
+    engine: EngineStats,
 }
 
 impl Carry {
+    /// Counts of a step in which the engine had these.
+    pub fn new(engine: EngineStats) -> Self {
+        Self { engine, ..Self::default() }
+    }
+
     /// Counts a group that `step` takes, of which `num_continued` tokens were sampled before.
     pub fn take(&mut self, num_continued: usize, group: &RolloutGroup, step: u64) {
         let of_sampled = |completion: &Trajectory| -> Vec<u64> {

@@ -35,7 +35,7 @@ impl StagePlan {
         let weight_bytes = match config.mode {
             Mode::Split => Some(table.elements_of(&stage.units(&table.spec)) * kind.elt_size_in_bytes()),
             Mode::Colocated if gathers(config, table) => {
-                Some(EngineSlices::gathered_bytes(table, (0, tp_size), &stage, kind)?)
+                Some(EngineSlices::gathered_bytes(table, 0, tp_size, &stage, kind)?)
             }
             Mode::Colocated => None,
         };
@@ -65,8 +65,9 @@ pub(super) fn gathers(config: &Config, table: &ParamTable) -> bool {
 pub(super) fn engine_weight_bytes(config: &Config, table: &ParamTable, stages: &Stages, kind: Kind) -> Result<usize> {
     match (gathers(config, table), config.quantization) {
         (true, _) => {
-            let tp = (0, config.tensor_parallel_size);
-            let mut of_stages = stages.iter().map(|stage| EngineSlices::gathered_bytes(table, tp, &stage, kind));
+            let tp_size = config.tensor_parallel_size;
+            let mut of_stages =
+                stages.iter().map(|stage| EngineSlices::gathered_bytes(table, 0, tp_size, &stage, kind));
             of_stages.try_fold(0, |most, bytes| bytes.map(|bytes| bytes.max(most)))
         }
         (false, Quantization::None) => Ok(0),

@@ -193,7 +193,8 @@ impl Trainer {
     pub(crate) fn on_random(
         config: Config,
         spec: Arc<ModelSpec>,
-        (prompts, spread_lengths): (Vec<Prompt>, Option<LengthSpread>),
+        prompts: Vec<Prompt>,
+        spread_lengths: Option<LengthSpread>,
         functions: &[(&str, RewardFunction)],
         world: Arc<World>,
     ) -> Result<Self> {

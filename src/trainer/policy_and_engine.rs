@@ -218,8 +218,8 @@ fn engine(
     spread_lengths: Option<LengthSpread>,
 ) -> Result<Engine> {
     let plan = preflight.plan_of(world.rank());
-    let sizes = (plan.max_model_length, plan.kv_cache_bytes);
-    let options = engine_options(config, sizes, (preflight.kind, world.device()));
+    let (max_model_length, kv_cache_bytes) = (plan.max_model_length, plan.kv_cache_bytes);
+    let options = engine_options(config, max_model_length, kv_cache_bytes, preflight.kind, world.device());
     let options = EngineOptions { spread_lengths, ..options };
     let ranks = EngineRanks::new(mesh, preflight.stages.clone());
     let engine = Engine::in_stages(preflight.spec.clone(), preflight.tokenizer.clone(), options, ranks)?;

@@ -82,7 +82,7 @@ impl Trainer {
         engine: EngineStats,
     ) -> Result<SampledBatch> {
         let step = self.progress.generation_step;
-        let (mut carry, mut kept) = (Carry { engine, ..Carry::default() }, Vec::new());
+        let (mut carry, mut kept) = (Carry::new(engine), Vec::new());
         let (mut groups, mut tickets) = (Vec::new(), Vec::new());
         for (begun, SampledGroup { group, done }) in begun.into_iter().zip(sampled) {
             let num_continued = carry::num_sampled(&begun.completions);

@@ -161,7 +161,8 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Traine
     let mut trainer = Trainer::on_random(
         config.clone(),
         spec,
-        (bench.prompts(config.validate_world(world.size())?.num_begun), bench.completion_spread),
+        bench.prompts(config.validate_world(world.size())?.num_begun),
+        bench.completion_spread,
         &[("random", Arc::new(random_reward))],
         world.clone(),
     )?;

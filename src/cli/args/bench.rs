@@ -103,6 +103,7 @@ pub struct BenchTrainArgs {
     pub lora_r: Option<usize>,
     /// How the adapters' base is stored: none or nf4
     #[arg(long, default_value = "none", value_parser = word::<Quantization>)]
+    #[arg(requires_if("nf4", "lora_r"))]
     pub quantization: Quantization,
     /// Precision of products of blocks, forward and for the gradients of their inputs: none (that of dtype) or fp8
     #[arg(long, default_value = "none", value_parser = word::<MixedPrecision>)]
