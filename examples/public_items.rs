@@ -138,7 +138,8 @@ fn advantages() -> Result<()> {
 fn loss() -> Result<()> {
     let top = TopDivergence { alpha: 1.0, adds_tail: true };
     let distillation = Distillation { weight: 0.5, clip_max: None, top: Some(top) };
-    let config = LossConfig { distillation: Some(distillation), entropy_coef: 0.01, ..LossConfig::default() };
+    let objective = ObjectiveConfig { entropy_coef: 0.01, ..ObjectiveConfig::default() };
+    let config = LossConfig { distillation: Some(distillation), objective, ..LossConfig::default() };
     let floats = |values: &[f32]| Tensor::from_slice(values);
     let (logprobs, teacher, entropy) =
         (floats(&[-0.5, -1.0, -0.25]), floats(&[-0.4, -1.1, -0.3]), floats(&[1.0, 2.0, 0.5]));

@@ -64,7 +64,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         config,
     };
     let mut terms = surrogate.terms(&mut recorder);
-    if let Some(threshold) = config.off_policy_mask_threshold {
+    if let Some(threshold) = config.objective.off_policy_mask_threshold {
         let sampled = rollout_logprobs.as_ref().unwrap_or(&old_logprobs);
         let kept = on_policy(&(sampled - logprobs), &advantages, threshold, &segments);
         terms = terms.map(|term| term * &kept);

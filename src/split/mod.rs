@@ -103,7 +103,9 @@ impl Split {
         let world = self.world.clone();
         let score = |split: &mut Self| match &mut split.role {
             SplitRank::Trains(learner) => learner.divergences(sequences, options, progress),
-            SplitRank::Generates(_) => await_divergences(sequences, options.loss.kl_estimator, &*split.world.group()),
+            SplitRank::Generates(_) => {
+                await_divergences(sequences, options.loss.objective.kl_estimator, &*split.world.group())
+            }
         };
         world.scope("divergences", self, score, |_| Ok(()), Self::recover)
     }
