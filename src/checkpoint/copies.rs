@@ -3,9 +3,11 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use super::candidates::{refuse_earlier_run, refuse_what_is_no_checkpoint};
 use super::folder;
 use super::manifest::Manifest;
-use super::resume::{ResumeOptions, refuse_earlier_run, refuse_what_is_no_checkpoint, while_others_wait};
+use super::waiting::while_others_wait;
+use crate::config::OutputConfig;
 use crate::console;
 use crate::error::{Error, Result};
 use crate::ranks::{World, all_gather_json, first_text};
@@ -15,27 +17,27 @@ use crate::ranks::{World, all_gather_json, first_text};
 ///
 /// # Errors
 /// [`Error::Checkpoint`] on all ranks if no checkpoint is on all nodes, with what each node has; on a node's first rank, what
-/// [`super::resume`] returns.
-pub fn common_checkpoint(options: &ResumeOptions<'_>, world: &World) -> Result<Option<PathBuf>> {
+/// [`super::open_output`] returns.
+pub fn common_checkpoint(output: &OutputConfig, world: &World) -> Result<Option<PathBuf>> {
     let group = world.group();
     let leads = world.local_rank() == 0;
-    let from = first_text(&*group, options.from.filter(|_| world.rank() == 0).map(str::to_owned))?;
+    let from = first_text(&*group, output.resume_from_checkpoint.clone().filter(|_| world.rank() == 0))?;
     let Some(from) = from else {
-        return if leads { refuse_earlier_run(options.output_dir).map(|()| None) } else { Ok(None) };
+        return if leads { refuse_earlier_run(&output.output_dir).map(|()| None) } else { Ok(None) };
     };
     if from != "latest" {
         let folder = PathBuf::from(from);
         let faults = faults(&folder, world)?;
         return if faults.is_empty() { Ok(Some(folder)) } else { Err(refuse(&folder, &faults)) };
     }
-    let own = if leads { Some(names(options.output_dir)?) } else { None };
+    let own = if leads { Some(names(&output.output_dir)?) } else { None };
     let all: Vec<Option<Vec<String>>> = all_gather_json(&*group, "checkpoints", &own)?;
     let (mut told, steps) = shared_steps(&all, world);
     if steps.is_empty() && all.iter().flatten().all(Vec::is_empty) {
         return Ok(None);
     }
     for name in steps {
-        let folder = options.output_dir.join(&name);
+        let folder = output.output_dir.join(&name);
         let faults = faults(&folder, world)?;
         if faults.is_empty() {
             return Ok(Some(folder));
@@ -45,7 +47,7 @@ pub fn common_checkpoint(options: &ResumeOptions<'_>, world: &World) -> Result<O
         }
         told.extend(faults.into_iter().map(|fault| format!("{name}: {fault}")));
     }
-    Err(refuse(options.output_dir, &told))
+    Err(refuse(&output.output_dir, &told))
 }
 
 /// Names of the checkpoints on each node, and those that all nodes have, newest first.

@@ -8,6 +8,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::digits::hexadecimal;
 use super::shards::FOLDER as SHARDS;
 use super::state::FILE as STATE;
 use crate::error::{Error, Result};
@@ -75,11 +76,6 @@ fn unread(folder: &Path, error: &io::Error) -> String {
         io::ErrorKind::NotFound => "no such folder: expected a checkpoint's folder, or latest".to_owned(),
         _ => error.to_string(),
     }
-}
-
-/// The digits of a hash.
-pub fn hexadecimal(hash: &[u8]) -> String {
-    hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl Manifest {

@@ -13,7 +13,9 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `resume` | which checkpoint a run goes on from, and whether it may |
+//! | `resume` | opens the output folder: which checkpoint a run goes on from, and whether it may |
+//! | `candidates` | folders that a run may go on from, or begin in |
+//! | `waiting` | long work of some ranks, for which the others wait |
 //! | `changes` | which keys differ from a saved configuration, and which of those change the result |
 //! | `claim` | one run a folder |
 //! | `shared` | whether all nodes see one output folder, or each its own |
@@ -26,9 +28,11 @@
 //! | `shards` | optimizer state, read by range |
 //! | `state` | `trainer_state.json` |
 
+mod candidates;
 mod changes;
 mod claim;
 mod copies;
+mod digits;
 mod folder;
 mod manifest;
 mod resume;
@@ -36,6 +40,7 @@ mod saver;
 mod shards;
 mod shared;
 mod state;
+mod waiting;
 mod write;
 mod writers;
 
@@ -45,14 +50,13 @@ pub use changes::{changes, sft_changes};
 pub use claim::{Claim, claim};
 pub use folder::{FINAL, check_space, list, refuse_within_checkpoint, write_new};
 pub use manifest::written;
-pub use resume::{ResumeOptions, resume};
+pub use resume::{OpenedFolder, open_output};
 pub use saver::Saver;
-pub use shared::check_shared;
 pub use state::{CarriedGroup, SavedBatch, SavedConfig, TrainerState};
 pub use write::Models;
-pub use writers::{check_each_node, writes_folder};
+pub use writers::writes_folder;
 
-use crate::config::{Config, SftConfig};
+use crate::config::{Config, OutputConfig, SavingConfig, SftConfig};
 use crate::console;
 use crate::error::{Error, Result};
 use crate::metrics::EarlierLog;
@@ -75,6 +79,19 @@ pub struct CheckpointOptions {
     pub save_async: bool,
     /// Every node writes whole checkpoints to a folder of its own.
     pub on_each_node: bool,
+}
+
+impl CheckpointOptions {
+    /// Checkpoints in the output folder, of a model whose tokenizer is in `base_dir`.
+    pub fn new(output: &OutputConfig, saving: &SavingConfig, base_dir: PathBuf) -> Self {
+        Self {
+            output_dir: output.output_dir.clone(),
+            base_dir,
+            save_total_limit: saving.save_total_limit,
+            save_async: saving.save_async,
+            on_each_node: saving.save_on_each_node,
+        }
+    }
 }
 
 /// The folder of a step's checkpoint.

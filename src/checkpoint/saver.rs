@@ -74,7 +74,7 @@ impl Saver {
         let mut old = None;
         let begun = world.agree(prepared).and_then(|()| {
             let Some(models) = models else { return world.agree(Ok(None)) };
-            let part = RankPart::new(&temporary, &complete, &self.options, world, models, (state, common));
+            let part = RankPart::new(&temporary, &complete, &self.options, world, models, state, common);
             old = (is_apart && is_first).then(|| part.old());
             let begun = phase::scope(Phase::Checkpoint, || match self.options.save_async {
                 true => {

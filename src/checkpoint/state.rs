@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::manifest::hexadecimal;
+use super::digits::hexadecimal;
 use crate::console::redact_json;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
@@ -102,7 +102,7 @@ impl CarriedGroup {
     }
 
     /// Whether a run with so many completions a prompt can go on with it: it is new, or has that many.
-    pub(super) fn suits(&self, num_generations: usize) -> bool {
+    pub fn suits(&self, num_generations: usize) -> bool {
         [0, num_generations].contains(&self.completions.len())
     }
 
@@ -204,7 +204,7 @@ impl TrainerState {
         self.carried.iter().chain(self.ahead.iter().flat_map(|batch| &batch.groups))
     }
 
-    /// What its shards say that they are of.
+    /// The mark of its shards: the run and the step that they are of.
     pub(super) fn mark(&self) -> String {
         format!("run {} step {}", self.run_id, self.global_step)
     }

@@ -16,8 +16,9 @@ use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 use tch::{Kind, Tensor};
 
+use super::digits::hexadecimal;
 use super::folder;
-use super::manifest::{FileRecord, Manifest, hexadecimal};
+use super::manifest::{FileRecord, Manifest};
 use super::shards::{FOLDER, MARK, tensor_name};
 use super::writers::Writers;
 use super::{CheckpointOptions, TrainerState};
@@ -131,7 +132,8 @@ impl RankPart {
         options: &CheckpointOptions,
         world: &World,
         Models { policy, reference }: Models<'_>,
-        (state, common_state): (TrainerState, Option<String>),
+        state: TrainerState,
+        common_state: Option<String>,
     ) -> Self {
         let (rank, num_ranks) = (world.rank(), policy.num_ranks());
         let writers = Writers::of(world, num_ranks, options.on_each_node);

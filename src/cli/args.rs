@@ -25,7 +25,7 @@ use crate::tools;
 #[derive(Debug, Parser)]
 #[command(name = "colo-grpo", version, max_term_width = 100)]
 pub struct Cli {
-    /// What to do; `train` if nothing else is named.
+    /// The command; `train` if nothing else is named.
     #[command(subcommand)]
     pub command: Command,
 }

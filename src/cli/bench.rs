@@ -166,7 +166,8 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
     };
     let config = bench.config(args.launch.num_ranks())?;
     let placement = Placement::new(config.device, config.dtype)?;
-    let watch = Supervision::new(config.collective_timeout_s, &config.heartbeat);
+    let timeout = Duration::from_secs_f64(config.supervision.collective_timeout_s);
+    let watch = Supervision { timeout, ..Supervision::within(config.supervision.heartbeat.limits()) };
     distributed(&args.launch, watch, placement.on_cuda, |world| {
         let (result, _trainer) = bench_step(&bench, world.clone())?;
         print_first(&world, result)

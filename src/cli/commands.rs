@@ -28,7 +28,7 @@ use crate::serve::EngineDivision;
 use crate::sft::Sft;
 use crate::tools::{self, ToolProcess};
 use crate::torch;
-use crate::trainer::{PlannedRun, Preflight, Trainer};
+use crate::trainer::{PlannedRun, Trainer};
 
 /// Runs one command to its exit code.
 pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
@@ -124,7 +124,11 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
             return Vec::new();
         }
         let rewards = RewardPool::new(config).map(drop);
-        vec![config.validate_world(args.launch.num_ranks()).map(drop), rewards, check_output_dir(&config.output_dir)]
+        vec![
+            config.validate_world(args.launch.num_ranks()).map(drop),
+            rewards,
+            check_output_dir(&config.output.output_dir),
+        ]
     })?;
     if private::checks_here()? {
         private::check_run(&config, args.config.as_deref())?;
@@ -132,15 +136,9 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     let placement = Placement::new(config.device, config.dtype)?;
     if is_first {
         let room = Room::available(placement, args.launch.nproc)?;
-        Preflight::new(&config, placement, args.launch.world_size(), room)?;
+        PlannedRun::with_rows(&config, placement)?.preflight(placement, args.launch.world_size(), room)?;
     }
-    let watch = Supervision {
-        max_restarts: config.max_restarts,
-        output_dir: Some(config.output_dir.clone()),
-        on_stop: OnStop::Save,
-        ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
-            .over_nodes(config.node_timeout_s, config.compared())
-    };
+    let watch = Supervision::of_run(&config.supervision, &config.output.output_dir, config.compared());
     let start_processes = || {
         let tools = ToolProcess::start(&config)?;
         let classes = tools.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
@@ -186,18 +184,12 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
         SftConfig::load_noting(args.config.as_deref(), &args.overrides, &mut notices),
         missing,
         |config| {
-            if is_first { vec![check_output_dir(&config.output_dir)] } else { Vec::new() }
+            if is_first { vec![check_output_dir(&config.output.output_dir)] } else { Vec::new() }
         },
     )?;
     say_once(&notices)?;
     let placement = Placement::new(config.device, config.dtype)?;
-    let watch = Supervision {
-        max_restarts: config.max_restarts,
-        output_dir: Some(config.output_dir.clone()),
-        on_stop: OnStop::Save,
-        ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
-            .over_nodes(config.node_timeout_s, config.compared())
-    };
+    let watch = Supervision::of_run(&config.supervision, &config.output.output_dir, config.compared());
     distributed(&args.launch, watch, placement.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
@@ -274,8 +266,9 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         ));
     }
     let kind_bytes = preflight.kind.elt_size_in_bytes();
-    let place = (world_size, preflight.batch.roles);
-    if let Some(network) = NetworkPlan::new(&config, &preflight.table, place, kind_bytes, *network_gb_s) {
+    let roles = preflight.batch.roles;
+    let network = NetworkPlan::new(&config, &preflight.table, world_size, roles, kind_bytes, *network_gb_s);
+    if let Some(network) = network {
         console::print(format_args!("{network}\n"))?;
     }
     Ok(ExitCode::Done)

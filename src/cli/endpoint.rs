@@ -135,7 +135,7 @@ pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()>
     served.with_engine(|rollout| {
         let (client, queue) = engine_queue(ClientLimits { max_queue: 1, grace: Duration::ZERO });
         let params = args.sampling.params(1, &defaults);
-        let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout, params, (system, names(adapters)));
+        let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout, params, system, names(adapters));
         let talk = move || {
             let outcome = talk(&mut dialogue);
             client.stop();

@@ -1,7 +1,7 @@
 //! The processes of a command: this one, the workers that a launcher starts, or one of those.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use clap::Args;
 use tch::Kind;
 
 use super::args::{LaunchArgs, Placed, SamplingArgs};
-use crate::config::HeartbeatConfig;
+use crate::config::{HeartbeatConfig, SupervisionConfig};
 use crate::console;
 use crate::cuda::Placement;
 use crate::error::{Error, ExitCode, Result, panic_message};
@@ -36,15 +36,17 @@ pub(super) struct Supervision {
 }
 
 impl Supervision {
-    /// Supervision of a command that is not started again.
-    pub fn new(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Self {
-        let timeout = Duration::from_secs_f64(collective_timeout_s);
-        Self { timeout, ..Self::within(heartbeat.limits()) }
-    }
-
-    /// Supervision of a run on several nodes: the longest silence of one, and the keys that all have alike.
-    pub fn over_nodes(self, node_timeout_s: f64, compared: Vec<(String, String)>) -> Self {
-        Self { node_timeout: Duration::from_secs_f64(node_timeout_s), compared, ..self }
+    /// Supervision of a run that checkpoints to `output_dir` and whose nodes must have the values of `compared` alike.
+    pub fn of_run(config: &SupervisionConfig, output_dir: &Path, compared: Vec<(String, String)>) -> Self {
+        Self {
+            timeout: Duration::from_secs_f64(config.collective_timeout_s),
+            node_timeout: Duration::from_secs_f64(config.node_timeout_s),
+            compared,
+            limits: config.heartbeat.limits(),
+            max_restarts: config.max_restarts,
+            output_dir: Some(output_dir.to_owned()),
+            on_stop: OnStop::Save,
+        }
     }
 
     /// Supervision with the default time limit for collectives.

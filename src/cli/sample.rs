@@ -11,7 +11,7 @@ use super::process::print_first;
 use crate::config::{Config, EngineShape};
 use crate::console::{self, Progress, rows_progress};
 use crate::cuda::residual_kind;
-use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
+use crate::data::{Dataset, DatasetOptions, Message, Tokenizer, TurnModel};
 use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
@@ -120,8 +120,8 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let prompts = eval::share_of(&dataset, &world);
     let answer_of = evaluation.answer_reader()?;
     let Evaluation { mut rewards, solved_by, params, tools, .. } = evaluation;
-    let model = (&tokenizer, eos_token_ids.as_slice(), max_model_length);
-    let mut turns = tools.map(|tools| turns(tools, args, &world, options, model)).transpose()?;
+    let model = TurnModel { tokenizer: Arc::clone(&tokenizer), eos_token_ids, max_model_length };
+    let mut turns = tools.map(|tools| turns(tools, args, &world, options, &model)).transpose()?;
     let (progress, mut num_done) = (Progress::new("eval", "problems"), 0);
     progress.tell(num_done, prompts.len() as u64);
     let submit = |group: &RolloutGroup| {
@@ -185,11 +185,11 @@ fn turns(
     args: &EvalArgs,
     world: &World,
     options: DatasetOptions,
-    model: (&Arc<Tokenizer>, &[u32], usize),
+    model: &TurnModel,
 ) -> Result<RunTurns> {
     let EngineShape { tensor_parallel_size, pipeline_parallel_size } = args.sampling.engine_shape();
     let config = Config { tensor_parallel_size, pipeline_parallel_size, ..config };
-    RunTurns::new(&config, (world, world.size()), process, options, model)
+    RunTurns::new(&config, world, world.size(), process, options, model)
 }
 
 /// The model's own values of sampling, where they are wanted; says which they are.

@@ -17,7 +17,7 @@ use crate::ranks::{Collective, Mesh, World};
 use crate::rollout::{Engine, EngineRanks, EngineWeights, RolloutEngine, SPARE_BYTES};
 use crate::serve::EngineSlices;
 use crate::torch;
-use crate::train::{Policy, Reference, Sequence};
+use crate::train::{Policy, Sequence};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// The policy, the reference model and one rank of a generation engine on one device.
@@ -165,9 +165,9 @@ impl Colocated {
         self.learner.policy()
     }
 
-    /// The reference model, between scopes, if it is a model of its own.
-    pub fn reference(&self) -> Option<&Reference> {
-        self.learner.reference()
+    /// The models that are trained with, between scopes.
+    pub fn learner(&self) -> &Learner {
+        &self.learner
     }
 
     /// The policy, to be loaded between scopes. The engine gives up what it keeps of sequences: their keys and values are those of

@@ -1,10 +1,9 @@
 //! The arithmetic of batches, once the number of ranks is known.
 
+use super::numbers::{check_divides, divisors, gcd, listed, nearest_multiples};
+use super::range::MAX_COUNT;
 use super::{Config, EngineShape, Roles};
 use crate::error::{Error, Result};
-
-/// Largest number of completions, tokens or steps that a key may ask for.
-pub(super) const MAX_COUNT: usize = 1 << 31;
 
 /// Ranks in all, and on each node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,36 +171,6 @@ fn invalid_generation_batch(batch: usize, slice: usize, groups: usize, on_each_r
         nearest_multiples(batch, unit)
     );
     Error::invalid_value("generation_batch_size", batch, expected)
-}
-
-pub(super) fn check_divides(key: &str, size: usize, num_ranks: usize, what_they_do: &str) -> Result<()> {
-    if num_ranks.is_multiple_of(size) {
-        return Ok(());
-    }
-    let valid = listed(&divisors(num_ranks));
-    let expected = match num_ranks {
-        1 => format!("1, as one rank {what_they_do}s; --nproc starts more"),
-        _ => format!("a divisor of the {num_ranks} ranks that {what_they_do}: {valid}"),
-    };
-    Err(Error::invalid_value(key, size, expected))
-}
-
-/// `8 or 16`: the multiples of `unit` around `number`.
-fn nearest_multiples(number: usize, unit: usize) -> String {
-    let below = number / unit * unit;
-    if below == 0 { unit.to_string() } else { format!("{below} or {}", below + unit) }
-}
-
-pub(crate) fn divisors(number: usize) -> Vec<usize> {
-    (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
-}
-
-pub(super) fn listed(numbers: &[usize]) -> String {
-    numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]

@@ -6,11 +6,12 @@ use std::path::PathBuf;
 use serde_json::{Map, Value};
 
 use super::PromptFormat;
-use super::field::{Field, FromValue, KeyDoc, join, keys};
+use super::check::check;
+use super::field::{Field, FromValue, KeyDoc, keys};
+use super::flat::join;
 use super::range::{COUNT, NumberRange, from_to};
 use super::raw::RawConfig;
 use super::together::Combination;
-use super::validate::check;
 use crate::error::{Error, Result};
 
 /// Weights of entries: a row is held in memory as often as an epoch has it.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
+use super::flat::join;
 use super::range::{self, LARGEST, NumberRange};
 use super::raw::RawConfig;
 use crate::error::Error;
@@ -175,11 +176,6 @@ macro_rules! keys {
     (@text $($other:tt)+) => { "" };
 }
 pub(crate) use keys;
-
-/// `table.key`, or `key` at the top.
-pub(crate) fn join(table: &str, key: &str) -> String {
-    if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") }
-}
 
 impl FromValue for bool {
     fn expected(_: &NumberRange) -> String {

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::field::{Field, FromValue, KeyDoc, join};
+use super::field::{Field, FromValue, KeyDoc};
+use super::flat::join;
 use super::range::{NumberRange, SECONDS};
 use super::raw::RawConfig;
 use crate::error::Error;
@@ -94,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_phase_s_own_limit_wins() {
-        let limits = config(&["heartbeat.timeout_s=5", "heartbeat.wake_s=2.5"]).heartbeat.limits();
+        let limits = config(&["heartbeat.timeout_s=5", "heartbeat.wake_s=2.5"]).supervision.heartbeat.limits();
         let seconds = [Phase::Wake, Phase::Sleep, Phase::Load].map(|phase| limits.of(phase).as_secs_f64());
         assert_eq!(seconds, [2.5, 5.0, LONG_S]);
     }

@@ -3,9 +3,9 @@
 use serde_json::Value;
 
 use super::TargetModule;
+use super::check::check;
 use super::field::{FromValue, keys};
 use super::range::{BELOW_ONE, NumberRange, above, from_to};
-use super::validate::check;
 use crate::error::Result;
 
 /// Largest rank of adapters that are trained or read.

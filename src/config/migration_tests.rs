@@ -15,7 +15,7 @@ fn no_key_of_ours_is_sent_elsewhere_and_every_row_is_reached() {
     assert_eq!(advice("+actor_rollout_ref.rollout.n"), Some("num_generations"));
 }
 
-/// What `import` renames or leaves out is another program's, and what it renames it to is ours.
+/// `import` renames or leaves out keys of other programs alone, and renames them to ours.
 #[test]
 fn renamed_and_harmless_keys_are_in_the_dictionary() {
     for (theirs, ours) in RENAMED {
@@ -83,7 +83,7 @@ fn values_of_trl_whose_meaning_is_clear_are_taken() {
     let given = ["max_steps=-1", "top_k=-1", "resume_from_checkpoint=true", "gradient_checkpointing=true"];
     let config = config(&[&given[..], &["scale_rewards=false", "lr_scheduler_type=constant_with_warmup"]].concat());
     assert_eq!((config.optimizer.max_steps, config.top_k), (None, 0));
-    assert_eq!(config.resume_from_checkpoint.as_deref(), Some("latest"));
+    assert_eq!(config.output.resume_from_checkpoint.as_deref(), Some("latest"));
     assert_eq!(config.gradient_checkpointing, AutoOr::Given(GradientCheckpointing::Full));
     assert_eq!(config.scale_rewards, ScaleRewards::None);
     assert_eq!(config.optimizer.lr_scheduler_type, LrSchedulerType::Constant);

@@ -80,14 +80,18 @@
 
 mod batch;
 mod best;
+mod check;
+mod choice;
 mod choices;
 mod curriculum;
 mod data;
 mod distillation;
 mod field;
+mod flat;
 mod heartbeat;
 mod load;
 mod lora;
+mod numbers;
 mod objective;
 mod optimizer;
 mod pipeline;
@@ -95,11 +99,13 @@ mod range;
 mod raw;
 mod report;
 mod reward;
+mod run;
 mod sft;
 mod snapshot;
 mod split;
 mod together;
 mod tools;
+mod unknown;
 mod unquoted;
 mod unread;
 mod validate;
@@ -108,9 +114,9 @@ mod yaml;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-pub(crate) use batch::divisors;
 pub use batch::{BatchPlan, WorldSize};
 pub use best::BestConfig;
+pub use choice::AutoOr;
 pub use choices::*;
 pub use curriculum::CurriculumConfig;
 pub use data::{DataConfig, Files, Sources, TemplateVariables};
@@ -121,15 +127,16 @@ pub use heartbeat::HeartbeatConfig;
 pub(crate) use load::{ForeignEntry, foreign_entries};
 pub(crate) use lora::MAX_RANK;
 pub use lora::{LoraConfig, TargetModules};
+pub(crate) use numbers::divisors;
 pub use objective::ObjectiveConfig;
 pub use optimizer::{LrSchedulerKwargs, MuonConfig, OptimizerConfig};
 pub use pipeline::{EngineShape, PipelinePartition};
-use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, SEED, above, at_least, from_to};
+use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SEED, above, at_least, from_to};
 pub(crate) use raw::check_openings;
-pub(crate) use raw::pattern as key_pattern;
 pub use report::{ReportConfig, ReportTo};
 pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardArguments, RewardConfig};
 pub(crate) use reward::{environment_class, is_python, reward_name};
+pub use run::{OutputConfig, SavingConfig, SupervisionConfig};
 pub use sft::SftConfig;
 pub(crate) use snapshot::toml_value;
 pub use split::{MAX_ASYNC_STEPS, Roles, SplitConfig};
@@ -138,6 +145,7 @@ pub(crate) use together::KeyValues;
 pub(crate) use together::{Circumstance, Combination, ConflictKind, TABLE, Term};
 pub(crate) use tools::INTERPRETER;
 pub use tools::{EnvironmentFactories, ToolsConfig};
+pub(crate) use unknown::pattern as key_pattern;
 
 impl Config {
     /// Whether the KL term has a model of its own: adapters have their frozen base, alone or beneath the initial adapters.
@@ -176,12 +184,9 @@ keys! {
         /// Rows and prompts.
         #[serde(flatten)]
         pub data: DataConfig,
-        /// Where metrics, completions, checkpoints, the report and the final model go.
-        pub output_dir: PathBuf = PathBuf::from("output"),
-        /// A checkpoint folder, or `latest` of `output_dir`.
-        pub resume_from_checkpoint: Option<String> = None,
-        /// Resume although keys that change the result differ from the checkpoint's; `lora.r` may not.
-        pub force_resume: bool = false,
+        /// Where the run writes, and what it goes on from.
+        #[serde(flatten)]
+        pub output: OutputConfig,
         /// `auto` is CUDA where a GPU is visible.
         pub device: Device = Device::Auto,
         /// Type of weights and activations; `auto` is bfloat16 on CUDA and float32 on a CPU.
@@ -343,7 +348,7 @@ keys! {
         pub importance_sampling_clip_max: f64 = 3.0 => above(0.0),
         /// Multiply the KL term by the differentiable ratio.
         pub use_bias_correction_kl: bool = true,
-        /// What the losses, estimators and advantages beside the defaults take.
+        /// Losses, estimators and advantages beside the defaults.
         #[serde(flatten)]
         pub objective: ObjectiveConfig,
         /// A teacher that scores the samples.
@@ -381,15 +386,9 @@ keys! {
         section "Output";
         /// Steps between metric lines.
         pub logging_steps: usize = 1 => COUNT,
-        /// Steps between checkpoints, the last step's among them; `none` saves only the final model.
-        pub save_steps: Option<usize> = Some(500) => COUNT,
-        /// Write checkpoints beside training, from copies in host memory.
-        pub save_async: bool = true,
-        /// Every node writes whole checkpoints and the final model to an `output_dir` on a disk of its own, where the default is one that
-        /// all nodes share.
-        pub save_on_each_node: bool = false,
-        /// Newest checkpoints kept; `none` keeps all.
-        pub save_total_limit: Option<usize> = None => COUNT,
+        /// Checkpoints.
+        #[serde(flatten)]
+        pub saving: SavingConfig,
         /// Steps between evaluations; `none` evaluates before and after training only.
         pub eval_steps: Option<usize> = None => COUNT,
         /// Where metrics go.
@@ -418,15 +417,9 @@ keys! {
         /// Sums of libtorch's operations and of attention in one order in every run, and products by algorithms that no clock
         /// chose; on a GPU attention's backward then takes twice as long.
         pub full_determinism: bool = false,
-        /// Longest wait for peers in a collective, in seconds.
-        pub collective_timeout_s: f64 = 600.0 => SECONDS,
-        /// Longest silence of another node before it counts as gone, in seconds. A process that ends is noticed at once.
-        pub node_timeout_s: f64 = 30.0 => SECONDS,
-        /// Times that the launcher starts the run again from its newest checkpoint when a rank dies or hangs.
-        pub max_restarts: usize = 0,
-        /// Seconds without a heartbeat after which a rank counts as hung: `timeout_s`, and `PHASE_s` for a phase that has a limit
-        /// of its own.
-        pub heartbeat: HeartbeatConfig,
+        /// How ranks are watched and started again.
+        #[serde(flatten)]
+        pub supervision: SupervisionConfig,
         /// Injected fault, `rank:step:phase:kind` (`step+`: in later steps too); for tests.
         #[serde(skip_serializing_if = "Option::is_none")]
         pub fault: Option<String> = None,

@@ -1,9 +1,9 @@
 //! The keys of losses, estimators and advantages that a run chooses beside the defaults.
 
+use super::check::check;
 use super::field::{Field, keys};
 use super::range::{ANY, COUNT, above, at_least, from_to};
 use super::raw::RawConfig;
-use super::validate::check;
 use super::{AdvantageEstimator, Config, KlEstimator, MultiObjectiveAggregation, RouterReplay};
 use crate::error::Result;
 

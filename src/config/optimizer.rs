@@ -1,7 +1,7 @@
 //! The keys of the optimizer and its schedule.
 
-use super::batch::MAX_COUNT;
 use super::field::keys;
+use super::range::MAX_COUNT;
 use super::range::{BELOW_ONE, COUNT, above, at_least, from_to};
 use super::{AdjustLr, LrSchedulerType, OptimizerName};
 

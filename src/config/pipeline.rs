@@ -5,10 +5,10 @@ use std::fmt;
 use serde_json::Value;
 
 use super::Config;
-use super::batch::{check_divides, divisors, listed};
+use super::check::check;
 use super::field::FromValue;
+use super::numbers::{check_divides, divisors, listed};
 use super::range::{COUNT, NumberRange};
-use super::validate::check;
 use crate::error::{Error, Result};
 
 /// Layers of each stage of an engine; as text, numbers with commas between them.

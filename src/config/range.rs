@@ -1,6 +1,7 @@
 //! Which numbers a key takes: said once, beside the key, for validation and for the reference.
 
-use super::batch::MAX_COUNT;
+/// Largest number of completions, tokens or steps that a key may ask for.
+pub(super) const MAX_COUNT: usize = 1 << 31;
 
 /// Numbers between two bounds.
 #[derive(Debug, Clone, Copy)]

@@ -8,8 +8,9 @@ use std::path::Path;
 use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
-use super::{Config, SftConfig, unquoted, yaml};
-use crate::error::{Error, MAX_LISTED, OF_ANOTHER_TRAINER, Result, UnknownKey};
+use super::flat::{flatten, join};
+use super::{unquoted, yaml};
+use crate::error::{Error, Result};
 use crate::migration;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES, ThreadLimits};
 
@@ -17,15 +18,13 @@ use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES, ThreadLimits};
 const MAX_KEYS: usize = 2048;
 /// Most characters of a file that may open a level of nesting: brackets, dots between keys, YAML's dashes.
 const MAX_OPENINGS: usize = 8192;
-/// Longest key for which a similar one is searched, in bytes.
-const MAX_MISTYPED_BYTES: usize = 128;
 /// Limits of reading a file.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 128 << 20, cpu_s: 10 };
 
 /// Entries as the user wrote them, not validated yet.
 #[derive(Debug, Default)]
 pub(crate) struct RawConfig {
-    entries: Vec<Entry>,
+    pub(super) entries: Vec<Entry>,
     /// Keys of the file that those of the command line replace.
     replaced: Vec<Entry>,
 }
@@ -34,54 +33,13 @@ pub(crate) struct RawConfig {
 const COMMAND_LINE: &str = "command line";
 
 #[derive(Debug)]
-struct Entry {
-    key: String,
-    value: Value,
+pub(super) struct Entry {
+    pub key: String,
+    pub value: Value,
     /// The value as written, where `value` replaces it.
     written: Option<Value>,
     /// `run.toml:12` or `command line`; empty where there is no place.
-    origin: String,
-}
-
-impl Entry {
-    /// Whether no key of `known` is meant.
-    fn is_unknown(&self, known: &[String]) -> bool {
-        let pattern = pattern(&self.key, known);
-        let start = format!("{pattern}.");
-        let is_table = || known.iter().any(|name| name.starts_with(&start));
-        let is_empty_table = self.value.as_object().is_some_and(Map::is_empty) && is_table();
-        !known.contains(&pattern) && !is_empty_table
-    }
-
-    /// Describes a key that is not in `known`, with advice.
-    fn unknown(&self, known: &[String]) -> UnknownKey {
-        let Self { key, origin, .. } = self;
-        let pattern = pattern(key, known);
-        let start = format!("{pattern}.");
-        let inner: Vec<&str> = known.iter().filter_map(|name| name.strip_prefix(&start)).collect();
-        let table = (!inner.is_empty()).then(|| format!("it is a table of {}", inner.join(", ")));
-        let other = || migration::advice(key).map(|advice| format!("{OF_ANOTHER_TRAINER}{advice}"));
-        let of_other_runs = || {
-            let has = |keys: &[String]| keys.contains(&self::pattern(key, keys));
-            match (has(Config::keys()), has(&SftConfig::keys())) {
-                (true, false) => Some("GRPO runs have it, supervised ones (sft) do not".to_owned()),
-                (false, true) => Some("supervised runs (sft) have it, GRPO runs do not".to_owned()),
-                _ => None,
-            }
-        };
-        let (outer, name) = pattern.rsplit_once('.').unwrap_or(("", &pattern));
-        let start = format!("{outer}.");
-        let beside: Vec<String> =
-            known.iter().filter_map(|name| name.strip_prefix(&start)).map(str::to_owned).collect();
-        let close = || {
-            let in_table = nearest(name, &beside).map(|name| format!("{start}{name}"));
-            let close = in_table.or_else(|| nearest(&pattern, known).map(str::to_owned));
-            close.map(|name| format!("did you mean '{name}'?"))
-        };
-        let all = || (!beside.is_empty()).then(|| format!("{outer} has {}", beside.join(", ")));
-        let advice = table.or_else(other).or_else(of_other_runs).or_else(close).or_else(all);
-        UnknownKey { origin: origin.clone(), key: key.clone(), advice }
-    }
+    pub origin: String,
 }
 
 impl RawConfig {
@@ -198,15 +156,6 @@ impl RawConfig {
         }
     }
 
-    /// The keys that are not in `known`; those that a message lists come with advice.
-    pub fn unknown_keys(&self, known: &[String]) -> Vec<UnknownKey> {
-        let unknown = self.entries.iter().filter(|entry| entry.is_unknown(known));
-        let bare = |entry: &Entry| UnknownKey { origin: entry.origin.clone(), key: entry.key.clone(), advice: None };
-        let told =
-            |(index, entry): (usize, &Entry)| if index < MAX_LISTED { entry.unknown(known) } else { bare(entry) };
-        unknown.enumerate().map(told).collect()
-    }
-
     fn read_file(&mut self, file: &Path) -> Result<()> {
         let at = |line: usize| format!("{}:{line}", file.display());
         let failed = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
@@ -272,7 +221,7 @@ impl RawConfig {
         let mut ordered: Vec<_> = entries.iter().collect();
         ordered.sort_by_key(|(key, _)| key.span().start);
         for (name, value) in ordered {
-            let key = super::field::join(table, name.get_ref());
+            let key = join(table, name.get_ref());
             let origin = at(name.span().start);
             match value.get_ref() {
                 DeValue::Table(inner) if !inner.is_empty() => self.add_toml(&key, inner, at)?,
@@ -298,18 +247,6 @@ impl RawConfig {
         let (value, written) = ours.map_or((value.clone(), None), |ours| (ours, Some(value)));
         self.entries.push(Entry { key, value, written, origin });
         Ok(())
-    }
-}
-
-/// Tables become dotted keys; an empty table stays an entry, so that a mistyped one is seen.
-pub(super) fn flatten(key: &str, value: Value, out: &mut Vec<(String, Value)>) {
-    match value {
-        Value::Object(map) if !map.is_empty() => {
-            for (name, value) in map {
-                flatten(&super::field::join(key, &name), value, out);
-            }
-        }
-        other => out.push((key.to_owned(), other)),
     }
 }
 
@@ -361,71 +298,9 @@ fn needs_quotes(word: &str) -> String {
     format!("{word} is no TOML value: text stands in quotes, \"{word}\"; numbers, true and false do not")
 }
 
-/// `rewards.brevity.timeout_s` → `rewards.*.timeout_s`, where the tables of a table have names of the user's choice.
-pub(crate) fn pattern(key: &str, known: &[String]) -> String {
-    let Some((table, rest)) = key.split_once('.') else { return key.to_owned() };
-    let any = format!("{table}.*");
-    if !known.iter().any(|name| name.starts_with(&any)) {
-        return key.to_owned();
-    }
-    rest.split_once('.').map_or_else(|| any.clone(), |(_, field)| format!("{any}.{field}"))
-}
-
-/// The known key that was probably meant: a few letters away, or one that contains the other.
-fn nearest<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
-    if key.len() > MAX_MISTYPED_BYTES {
-        return None;
-    }
-    let closest = known.iter().min_by_key(|name| edit_distance(key, name))?;
-    if edit_distance(key, closest) <= (key.len() / 4).max(2) {
-        return Some(closest);
-    }
-    // One that holds less than half of the other has another meaning: `stop` is not `early_stopping_patience`.
-    let related = |name: &&String| {
-        let (short, long) = (name.len().min(key.len()), name.len().max(key.len()));
-        short >= 4 && 2 * short >= long && (key.contains(name.as_str()) || name.contains(key))
-    };
-    known.iter().filter(related).max_by_key(|name| name.len()).map(String::as_str)
-}
-
-/// Levenshtein distance in characters.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, left) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, right) in b.iter().enumerate() {
-            let substituted = diagonal + usize::from(left != *right);
-            diagonal = row[j + 1];
-            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn distance_counts_insertions_deletions_and_substitutions() {
-        assert_eq!(edit_distance("kitten", "sitting"), 3);
-        assert_eq!(edit_distance("", "abc"), 3);
-        assert_eq!(edit_distance("beta", "beta"), 0);
-    }
-
-    #[test]
-    fn nearest_finds_typos_prefixed_names_and_bare_table_keys() {
-        let known: Vec<String> =
-            ["learning_rate", "importance_sampling_mode", "zero.stage", "beta"].map(String::from).into();
-        assert_eq!(nearest("learnign_rate", &known), Some("learning_rate"));
-        assert_eq!(nearest("vllm_importance_sampling_mode", &known), Some("importance_sampling_mode"));
-        assert_eq!(nearest("stage", &known), Some("zero.stage"));
-        for far in ["completely_else", "early_beta_stopping", "load_best_zero.stage_at_end", "learning_something"] {
-            assert_eq!(nearest(far, &known), None, "{far}");
-        }
-    }
 
     #[test]
     fn overrides_are_toml_values_and_bare_words_are_text() {

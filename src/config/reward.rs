@@ -6,11 +6,11 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::batch::MAX_COUNT;
-use super::field::{Field, FromValue, KeyDoc, join, keys};
-use super::range::{ANY, COUNT, NOT_POSITIVE, NumberRange, SECONDS, above, at_least, from_to};
+use super::check::{check, compiles};
+use super::field::{Field, FromValue, KeyDoc, keys};
+use super::flat::join;
+use super::range::{ANY, COUNT, MAX_COUNT, NOT_POSITIVE, NumberRange, SECONDS, above, at_least, from_to};
 use super::raw::RawConfig;
-use super::validate::{check, compiles};
 use super::{Config, RewardBatch, SandboxLayer};
 use crate::error::{Error, Result};
 

@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use super::field::{keys, names};
-use super::range::{COUNT, SECONDS, SEED, above, from_to};
+use super::range::{COUNT, SEED, above, from_to};
+use super::together::Combination;
 use super::{
-    DataConfig, Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, MixedPrecision, OptimizerConfig,
-    Quantization, ResidualDtype, ZeroConfig,
+    DataConfig, Device, Dtype, GradientCheckpointing, LoraConfig, MixedPrecision, OptimizerConfig, OutputConfig,
+    Quantization, ResidualDtype, SavingConfig, SupervisionConfig, ZeroConfig,
 };
 
 keys! {
@@ -24,12 +25,9 @@ keys! {
         pub data: DataConfig,
         /// Column with the completion (`answer` in GSM8K); `none` is `completion`.
         pub dataset_completion_column: Option<String> = None,
-        /// Where metrics, checkpoints and the final model go.
-        pub output_dir: PathBuf = PathBuf::from("output"),
-        /// A checkpoint folder, or `latest` of `output_dir`.
-        pub resume_from_checkpoint: Option<String> = None,
-        /// Resume although keys that change the result differ from the checkpoint's; `lora.r` may not.
-        pub force_resume: bool = false,
+        /// Where the run writes, and what it goes on from.
+        #[serde(flatten)]
+        pub output: OutputConfig,
         /// `auto` is CUDA where a GPU is visible.
         pub device: Device = Device::Auto,
         /// `auto` is bfloat16 on CUDA and float32 on a CPU.
@@ -67,26 +65,14 @@ keys! {
         pub quantization: Quantization = Quantization::None,
         /// Steps between metric lines.
         pub logging_steps: usize = 1 => COUNT,
-        /// Steps between checkpoints, the last step's among them; `none` saves only the final model.
-        pub save_steps: Option<usize> = Some(500) => COUNT,
-        /// Write checkpoints beside training, from copies in host memory.
-        pub save_async: bool = true,
-        /// Every node writes whole checkpoints and the final model to an `output_dir` on a disk of its own, where the default is one that
-        /// all nodes share.
-        pub save_on_each_node: bool = false,
-        /// Newest checkpoints kept; `none` keeps all.
-        pub save_total_limit: Option<usize> = None => COUNT,
+        /// Checkpoints.
+        #[serde(flatten)]
+        pub saving: SavingConfig,
         /// First word of every random key.
         pub seed: u64 = 42 => SEED,
-        /// Longest wait for peers in a collective, in seconds.
-        pub collective_timeout_s: f64 = 600.0 => SECONDS,
-        /// Longest silence of another node before it counts as gone, in seconds. A process that ends is noticed at once.
-        pub node_timeout_s: f64 = 30.0 => SECONDS,
-        /// Times that the launcher starts the run again from its newest checkpoint when a rank dies or hangs.
-        pub max_restarts: usize = 0,
-        /// Seconds without a heartbeat after which a rank counts as hung: `timeout_s`, and `PHASE_s` for a phase that has a limit
-        /// of its own.
-        pub heartbeat: HeartbeatConfig,
+        /// How ranks are watched and started again.
+        #[serde(flatten)]
+        pub supervision: SupervisionConfig,
     }
 }
 
@@ -94,5 +80,10 @@ impl SftConfig {
     /// Every key in declaration order.
     pub fn keys() -> Vec<String> {
         names::<Self>()
+    }
+
+    /// All keys, to be looked up in the table of what does not go together.
+    pub(crate) fn combination(&self) -> Combination {
+        Combination::of_keys(self)
     }
 }

@@ -94,8 +94,14 @@ fn the_key_list_is_frozen() {
 
 #[test]
 fn the_limits_of_heartbeats_are_one_table() {
-    let table = load_file(".toml", "heartbeat = { timeout_s = 5, wake_s = 2.5, load_s = 'none' }\n").unwrap().heartbeat;
-    assert_eq!(table, config(&["heartbeat.timeout_s=5", "heartbeat.wake_s=2.5", "heartbeat.load_s=none"]).heartbeat);
+    let table = load_file(".toml", "heartbeat = { timeout_s = 5, wake_s = 2.5, load_s = 'none' }\n")
+        .unwrap()
+        .supervision
+        .heartbeat;
+    assert_eq!(
+        table,
+        config(&["heartbeat.timeout_s=5", "heartbeat.wake_s=2.5", "heartbeat.load_s=none"]).supervision.heartbeat
+    );
     let written: Vec<_> = config(&[]).entries().into_iter().filter(|(key, _)| key.starts_with("heartbeat.")).collect();
     assert_eq!(written.len(), 1 + crate::phase::Phase::ALL.len(), "older checkpoints have and newer ones keep each");
     let said = message(&["heartbeat.wak_s=1"]);
@@ -306,7 +312,7 @@ fn sft_shares_the_machinery() {
     assert!(load("learning_rate=0").unwrap_err().to_string().contains("above 0 (command line)"));
 }
 
-/// What a run leaves in its output folder starts the same run again, adapters, tables of rewards and template variables included.
+/// The configuration in a run's output folder starts the same run again, adapters, tables of rewards and template variables included.
 #[test]
 fn a_run_s_own_configuration_is_one_to_run() {
     let folder = tempfile::tempdir().unwrap();

@@ -5,11 +5,12 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::field::{Field, KeyDoc, join, keys};
+use super::check::check;
+use super::field::{Field, KeyDoc, keys};
+use super::flat::join;
 use super::range::{ANY, COUNT, NumberRange, SECONDS};
 use super::raw::RawConfig;
 use super::reward::is_python;
-use super::validate::check;
 use super::{AutoOr, Config, ToolCallParser};
 use crate::error::{Error, Result};
 
@@ -115,6 +116,11 @@ impl ToolsConfig {
     /// Whether completions may have several turns.
     pub fn has_turns(&self) -> bool {
         !self.tools.is_empty() || !self.environment_factory.0.is_empty()
+    }
+
+    /// Whether tools, environments or an agent act between the model's turns.
+    pub fn takes_turns(&self) -> bool {
+        self.has_turns() || self.agent.is_some()
     }
 }
 

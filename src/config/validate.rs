@@ -1,8 +1,7 @@
 //! Checks of keys before a model or a world is known: their values by themselves, and the table of what goes together. The range of a
 //! single key is in its declaration.
 
-use regex::Regex;
-
+use super::check::check;
 use super::field::{Field, names_in_files};
 use super::range::ANY;
 use super::raw::RawConfig;
@@ -125,12 +124,4 @@ impl ZeroConfig {
         let fits = self.stage > 0 && num_trainers > local_size && num_trainers.is_multiple_of(local_size);
         self.shard_group_size.unwrap_or(if fits { local_size } else { num_trainers })
     }
-}
-
-pub(super) fn compiles(key: &str, pattern: &str) -> Result<Regex> {
-    Regex::new(pattern).map_err(|error| Error::invalid_value(key, pattern, format!("a regular expression: {error}")))
-}
-
-pub(super) fn check(key: &str, got: impl ToString, holds: bool, expected: impl Into<String>) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::invalid_value(key, got, expected)) }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde_json::Value;
 
-use super::raw::flatten;
+use super::flat::flatten;
 
 /// A dotted key, its value and its line (from 1).
 type YamlEntry = (String, Value, usize);

@@ -11,12 +11,14 @@
 //! | `methods` | methods of Python's strings |
 //! | `values` | Python's tuples, ranges and views |
 //! | `source` | what minijinja reads otherwise than Python's Jinja: `'..' % ..`, tuples, texts with escapes, divisors |
+//! | `scan` | operands, groups and texts in the code of a tag |
 //! | `parts` | templates that want a message's content as a list of parts |
 
 mod filters;
 mod methods;
 mod parts;
 mod python;
+mod scan;
 mod source;
 mod values;
 
@@ -286,7 +288,7 @@ fn environment(now: u64) -> Environment<'static> {
     filters::add(&mut environment);
     environment.add_filter(source::FORMAT, source::format);
     environment.add_function(source::TUPLE, |items: Rest<Value>| values::tuple(items.0));
-    environment.add_function(source::DIVISOR, values::divisor);
+    environment.add_function(source::DIVISOR, python::divisor);
     environment.add_function("range", values::range);
     environment.add_function("cycler", |items: Rest<Value>| minijinja_contrib::globals::cycler(items.0));
     environment.add_function("joiner", minijinja_contrib::globals::joiner);

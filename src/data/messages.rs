@@ -201,7 +201,7 @@ mod tests {
         read_message(&message).map(Value::from)
     }
 
-    /// What the openai client sends back of its own answers.
+    /// Answers as the openai client sends them back.
     #[test]
     fn null_is_absent() {
         let call = json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": null}}});

@@ -67,7 +67,7 @@ pub(crate) use tool_calls::{ContentScan, open_thought};
 #[doc(hidden)]
 pub use tool_calls::{ToolCall, ToolCallParser};
 #[doc(hidden)]
-pub use turns::{Reply, TurnContext};
+pub use turns::{Reply, TurnContext, TurnModel};
 
 #[cfg(test)]
 pub(crate) mod fixtures;

@@ -31,6 +31,17 @@ pub enum Reply {
     User,
 }
 
+/// The model that takes turns with tools, an environment or an agent.
+#[derive(Debug, Clone)]
+pub struct TurnModel {
+    /// The model's tokenizer, with its chat template.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Ids that end a turn of the model.
+    pub eos_token_ids: Vec<u32>,
+    /// Longest prompt and completion together, in tokens.
+    pub max_model_length: usize,
+}
+
 /// The context between two turns of one model, by its chat template.
 pub struct TurnContext {
     tokenizer: Arc<Tokenizer>,

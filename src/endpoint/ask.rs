@@ -3,27 +3,15 @@
 
 use std::fmt;
 
-use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::calls::read_tools;
+use super::fields::Fields;
 use super::output::{logprobs, structure};
 use super::refusal::Refusal;
 use crate::data::{Conversation, check_numbers, read_message};
 use crate::types::SamplingParams;
 
-/// Fields that say nothing about the completion.
-const WITHOUT_EFFECT: [&str; 9] = [
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "parallel_tool_calls",
-    "safety_identifier",
-    "prompt_cache_key",
-    "request_id",
-    "priority",
-];
 /// Most completions of one request.
 const MAX_CHOICES: usize = 1024;
 /// Most values in a conversation and its tools: a template copies every one of them.
@@ -126,35 +114,6 @@ impl ApiRequest {
             include_usage: false,
             logprobs: false,
             return_token_ids: false,
-        }
-    }
-}
-
-/// Fields that are not read yet.
-pub(super) struct Fields(Map<String, Value>);
-
-impl Fields {
-    /// A field's value; none where it is absent or null.
-    pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, Refusal> {
-        match self.0.remove(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => {
-                serde_json::from_value(value).map(Some).map_err(|error| Refusal::of_type(name, &error.to_string()))
-            }
-        }
-    }
-
-    fn one_of<T: DeserializeOwned>(&mut self, names: [&str; 2]) -> Result<Option<T>, Refusal> {
-        let [first, second] = names.map(|name| self.take(name));
-        Ok(first?.or(second?))
-    }
-
-    /// Refuses what nobody has read.
-    fn end(mut self) -> Result<(), Refusal> {
-        WITHOUT_EFFECT.iter().for_each(|name| drop(self.0.remove(*name)));
-        match self.0.keys().next() {
-            Some(name) => Err(Refusal::of(name, "this server knows no such field")),
-            None => Ok(()),
         }
     }
 }

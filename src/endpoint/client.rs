@@ -104,7 +104,7 @@ pub struct EngineQueue {
 }
 
 impl EngineQueue {
-    /// What the queue shares with its clients.
+    /// The state that the queue shares with its clients.
     pub(super) fn shared(&self) -> Arc<ClientShared> {
         Arc::clone(&self.shared)
     }

@@ -45,7 +45,8 @@ impl Dialogue {
         tokenizer: Arc<Tokenizer>,
         engine: &RolloutEngine<'_>,
         params: SamplingParams,
-        (system, adapters): (Vec<Message>, Vec<String>),
+        system: Vec<Message>,
+        adapters: Vec<String>,
     ) -> Self {
         let eos_token_ids = engine.eos_token_ids();
         let turns = TurnContext::probe(tokenizer.clone(), eos_token_ids, &Value::Null, &Map::new(), Reply::User).ok();

@@ -28,7 +28,7 @@ pub struct Episodes {
     open: Mutex<HashMap<String, Arc<Episode>>>,
 }
 
-/// What all episodes of a rank share.
+/// State that all episodes of a rank share.
 #[derive(Debug)]
 struct EpisodesShared {
     max_requests: usize,
@@ -72,7 +72,7 @@ struct Branch {
     ends: Vec<(usize, usize)>,
 }
 
-/// What a conversation is rendered with beside its messages.
+/// The settings that a conversation is rendered with beside its messages.
 #[derive(Debug, Clone, PartialEq)]
 struct Setting {
     tools: Value,
@@ -352,7 +352,7 @@ impl TurnRecorder {
     }
 }
 
-/// What makes two messages the same: a client sends an answer back in its own form.
+/// The form in which two messages are compared: a client sends an answer back in its own form.
 fn canonical(message: &Value) -> Value {
     let content = message["content"].as_str().unwrap_or_default();
     let is_answer = message["role"] == "assistant";

@@ -120,7 +120,7 @@ fn text(part: PathText) -> Result<String, Refusal> {
     part.map(|Path(text)| text).map_err(refuse)
 }
 
-/// What `/v1/models` says of a name.
+/// The entry of a name in `/v1/models`.
 fn described(model: &ServedModel, name: &str) -> serde_json::Value {
     let ServedModel { name: base, max_sequence_length, .. } = model;
     json!({"id": name, "object": "model", "created": 0, "owned_by": "colo-grpo",

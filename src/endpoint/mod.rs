@@ -37,6 +37,7 @@ mod dialogue;
 mod drive;
 mod episodes;
 mod events;
+mod fields;
 mod http;
 mod logprobs;
 mod output;

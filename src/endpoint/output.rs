@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::ask::Fields;
+use super::fields::Fields;
 use super::refusal::Refusal;
 use crate::types::Structure;
 

@@ -16,7 +16,7 @@ use self::session::PlayedSession;
 use super::client::{ClientLimits, EngineClient, EngineCommand, EngineQueue, engine_queue};
 use super::episodes::Episodes;
 use super::server::{ServerOptions, open};
-use crate::data::{GrammarCompiler, Tokenizer, ToolCallParser};
+use crate::data::{GrammarCompiler, ToolCallParser, TurnModel};
 use crate::error::Result;
 use crate::http::{Guard, HttpServer};
 use crate::ranks::HostGroup;
@@ -36,14 +36,10 @@ const MAX_BODY_BYTES: usize = 32 << 20;
 pub struct PlayerOptions {
     /// The ranks that share this rank's engine.
     pub engine_ranks: HostGroup,
-    /// The model's tokenizer.
-    pub tokenizer: Arc<Tokenizer>,
-    /// Ids that end a turn of the model.
-    pub eos_token_ids: Vec<u32>,
+    /// The model that the episodes ask.
+    pub model: TurnModel,
     /// The format of the model's tool calls; none leaves them in the text.
     pub tool_calls: Option<ToolCallParser>,
-    /// Longest prompt and completion together, in tokens.
-    pub max_sequence_length: usize,
     /// Most requests of an episode.
     pub max_requests: usize,
 }
@@ -60,7 +56,7 @@ pub struct EpisodePlayer {
     groups: HashMap<GroupKey, PlayedGroup>,
     /// By the number of the agent's request: group and sample.
     asked: HashMap<u64, (GroupKey, usize)>,
-    /// What was asked for and waits for a session with its group.
+    /// Commands that wait for a session with their group.
     held: Vec<EngineCommand>,
     stats: EpisodeStats,
     /// Whether the first lost episode was told.
@@ -150,7 +146,8 @@ impl EpisodePlayer {
         if self.server.is_some() {
             return Ok(());
         }
-        let PlayerOptions { tokenizer, eos_token_ids, tool_calls, max_sequence_length, .. } = &self.options;
+        let PlayerOptions { model, tool_calls, .. } = &self.options;
+        let TurnModel { tokenizer, eos_token_ids, max_model_length } = model;
         let options = ServerOptions {
             model_name: MODEL_NAME.to_owned(),
             adapters: Vec::new(),
@@ -158,7 +155,7 @@ impl EpisodePlayer {
             grammars: Arc::new(GrammarCompiler::new(Arc::clone(tokenizer), eos_token_ids.clone())),
             tool_calls: *tool_calls,
             eos_token_ids: eos_token_ids.clone(),
-            max_sequence_length: *max_sequence_length,
+            max_sequence_length: *max_model_length,
             api_key: None,
             guard: Guard::new(HOST, &[], &[]),
             max_body_bytes: MAX_BODY_BYTES,
@@ -191,7 +188,7 @@ impl EpisodePlayer {
         self.stats.book(&outcome, played.conversations.len(), played.num_requests);
         let token_ids = played.conversations.iter().map(|it| [&it.prompt[..], &it.trajectory.token_ids].concat());
         let ended = EndedEpisode { key, sample, token_ids: token_ids.collect() };
-        if let Some(failure) = group.take(sample, outcome.end, played.conversations, &self.options.tokenizer)? {
+        if let Some(failure) = group.take(sample, outcome.end, played.conversations, &self.options.model.tokenizer)? {
             self.stats.num_failed += 1;
             if !std::mem::replace(&mut self.has_failed, true) {
                 tracing::warn!("an episode is lost, its completions are masked: {failure}; this is said once");

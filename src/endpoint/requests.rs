@@ -16,7 +16,7 @@ use crate::rollout::{Event, Request, RequestId, Session};
 pub(super) struct Requests {
     /// This rank of the engine.
     rank: usize,
-    /// What this rank's clients share with it; none where it has no clients.
+    /// State that this rank's clients share with it; none where it has no clients.
     shared: Option<Arc<ClientShared>>,
     /// Whether requests are kept in the form in which they came, so that a later session can go on with them.
     are_kept: bool,

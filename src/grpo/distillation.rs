@@ -3,28 +3,8 @@
 
 use tch::{Kind, Tensor};
 
+use super::options::TopDivergence;
 use super::surrogate::Terms;
-
-/// How a loss has a divergence from a teacher.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Distillation {
-    /// Weight of the divergence; all other terms but an entropy bonus have the rest.
-    pub weight: f64,
-    /// Upper bound of the policy ratio that it is multiplied by; `None` is no ratio.
-    pub clip_max: Option<f64>,
-    /// The divergence over the teacher's most probable tokens; `None` is that of the sampled tokens.
-    pub top: Option<TopDivergence>,
-}
-
-/// A divergence over some tokens of each distribution.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct TopDivergence {
-    /// 1: the reverse KL divergence, policy from teacher. 0: the forward one. Between: `(1 - alpha) KL(policy, m) + alpha KL(teacher, m)`
-    /// with the mixture `m = (1 - alpha) policy + alpha teacher`, the generalised Jensen-Shannon divergence (arXiv 2306.13649).
-    pub alpha: f64,
-    /// Whether all other tokens are one more token; else the distributions are those given that a token is one of these.
-    pub adds_tail: bool,
-}
 
 /// Log-probabilities of the teacher's most probable tokens, float32 or float64.
 #[derive(Debug, Clone, Copy)]

@@ -41,25 +41,25 @@ pub struct EntropyControl {
 impl EntropyControl {
     /// Before the first update.
     pub fn new(config: &LossConfig) -> Self {
-        Self { coef: config.entropy_coef, entropy: None }
+        Self { coef: config.objective.entropy_coef, entropy: None }
     }
 
     /// Weight of the next update's bonus. An adaptive one is 0 until an update had an entropy of at most the target.
     pub fn applied(&self, config: &LossConfig) -> f64 {
-        let is_low = self.entropy.is_some_and(|entropy| entropy <= config.entropy_target);
-        if config.use_adaptive_entropy && !is_low { 0.0 } else { self.coef }
+        let is_low = self.entropy.is_some_and(|entropy| entropy <= config.objective.entropy_target);
+        if config.objective.use_adaptive_entropy && !is_low { 0.0 } else { self.coef }
     }
 
     /// Takes in the mean entropy of an update. One that is not finite changes nothing.
     pub fn observe(&mut self, entropy: f64, config: &LossConfig) {
-        if !config.use_adaptive_entropy || !entropy.is_finite() {
+        if !config.objective.use_adaptive_entropy || !entropy.is_finite() {
             return;
         }
         self.entropy = Some(entropy);
-        self.coef = if entropy <= config.entropy_target {
-            (self.coef + config.entropy_coef_delta).min(config.entropy_coef_max)
+        self.coef = if entropy <= config.objective.entropy_target {
+            (self.coef + config.objective.entropy_coef_delta).min(config.objective.entropy_coef_max)
         } else {
-            (self.coef - config.entropy_coef_delta).max(config.entropy_coef_min)
+            (self.coef - config.objective.entropy_coef_delta).max(config.objective.entropy_coef_min)
         };
     }
 }

@@ -88,7 +88,7 @@ impl SamplerCorrection {
     /// The correction from the old policy's and the sampler's log-probabilities `[C]`.
     pub fn new(old_logprobs: &Tensor, rollout_logprobs: &Tensor, config: &LossConfig, segments: &Segments) -> Self {
         let (mode, clip_max) = (config.importance_sampling_mode, config.importance_sampling_clip_max);
-        let clip_min = config.importance_sampling_clip_min;
+        let clip_min = config.objective.importance_sampling_clip_min;
         let raw = old_logprobs - rollout_logprobs;
         let difference = raw.nan_to_num(0.0, f64::INFINITY, f64::NEG_INFINITY);
         let differences = raw.abs();

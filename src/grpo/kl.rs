@@ -12,15 +12,23 @@ use crate::config::KlEstimator;
 /// - k3 `= exp(d) - d - 1`, unbiased and never negative (arXiv 2402.03300, equation 4); `dk3/dlogprob = 1 - exp(d)`.
 ///
 /// `reference_difference` is d `[C]`; both results are `[C]` of its kind.
-pub(crate) fn kl_estimate(estimator: KlEstimator, reference_difference: &Tensor) -> (Tensor, Tensor) {
-    match estimator {
+pub(crate) fn kl_estimate(estimator: KlEstimator, reference_difference: &Tensor) -> KlEstimate {
+    let (value, d_logprob) = match estimator {
         KlEstimator::K1 => (-reference_difference, reference_difference.ones_like()),
         KlEstimator::K2 => (reference_difference.square() * 0.5, -reference_difference),
         KlEstimator::K3 => {
             let ratio = reference_difference.exp();
             (&ratio - reference_difference - 1.0, 1.0 - ratio)
         }
-    }
+    };
+    KlEstimate { value, d_logprob }
+}
+
+/// Estimates of the KL divergence by token.
+pub(crate) struct KlEstimate {
+    pub value: Tensor, // [C]
+    /// The derivative by the policy's log-probability.
+    pub d_logprob: Tensor, // [C]
 }
 
 /// Sum of the estimates over a sequence's tokens, in float64: what `use_kl_in_reward` takes off its reward, times beta. `logprobs` and
@@ -31,7 +39,7 @@ pub(crate) fn kl_estimate(estimator: KlEstimator, reference_difference: &Tensor)
 /// which comes to the same.
 pub fn kl_of_sequence(estimator: KlEstimator, logprobs: &[f32], ref_logprobs: &[f32]) -> f64 {
     let wide = |values: &[f32]| Tensor::from_slice(values).to_kind(Kind::Double);
-    let (estimates, _) = kl_estimate(estimator, &(wide(ref_logprobs) - wide(logprobs)));
+    let KlEstimate { value: estimates, .. } = kl_estimate(estimator, &(wide(ref_logprobs) - wide(logprobs)));
     estimates.sum(Kind::Double).double_value(&[])
 }
 

@@ -2,10 +2,10 @@
 
 use tch::{Kind, Tensor};
 
-use super::distillation::{Distillation, TopLogprobs, TopTerms, bounded_ratio, sampled_divergence, top_divergence};
+use super::distillation::{TopLogprobs, TopTerms, bounded_ratio, sampled_divergence, top_divergence};
 use super::entropy::EntropyTerm;
 use super::importance::{PolicyRatio, SamplerCorrection};
-use super::options::LossConfig;
+use super::options::{Distillation, LossConfig};
 use super::segments::Segments;
 use super::stats::{DeviceStats, StatsRecorder};
 use super::surrogate::{Surrogate, kl_term, on_policy};
@@ -64,7 +64,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         config,
     };
     let mut terms = surrogate.terms(&mut recorder);
-    if let Some(threshold) = config.off_policy_mask_threshold {
+    if let Some(threshold) = config.objective.off_policy_mask_threshold {
         let sampled = rollout_logprobs.as_ref().unwrap_or(&old_logprobs);
         let kept = on_policy(&(sampled - logprobs), &advantages, threshold, &segments);
         terms = terms.map(|term| term * &kept);

@@ -103,13 +103,13 @@ mod surrogate;
 pub(crate) mod tests;
 
 pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards_are_equal};
-pub use distillation::{Distillation, TopDivergence, TopLogprobs};
+pub use distillation::TopLogprobs;
 pub use entropy::{EntropyControl, EntropyTerm};
 pub use function::LossFunction;
 pub use kl::kl_of_sequence;
 pub use loss::{Denominators, LossInput, LossOutput, policy_loss};
 pub use moments::BatchStats;
-pub use options::LossConfig;
+pub use options::{Distillation, LossConfig, TopDivergence};
 pub use signal::has_signal;
 pub use staleness::age_stats;
 pub use stats::{Aggregate, DeviceStats, LossStats};

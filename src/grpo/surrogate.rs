@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::importance::{PolicyRatio, SamplerCorrection};
-use super::kl::kl_estimate;
+use super::kl::{KlEstimate, kl_estimate};
 use super::options::LossConfig;
 use super::segments::Segments;
 use super::stats::StatsRecorder;
@@ -92,7 +92,8 @@ impl Surrogate<'_> {
     }
 
     fn soft_gate(&self) -> Terms {
-        let (negative, positive) = (self.config.sapo_temperature_neg, self.config.sapo_temperature_pos);
+        let (negative, positive) =
+            (self.config.objective.sapo_temperature_neg, self.config.objective.sapo_temperature_pos);
         let temperatures =
             self.segments.expand(&by_sign(self.advantages, &self.advantages.gt(0.0), positive, negative));
         let (ratio, advantages) = (self.ratio.per_token(), self.segments.expand(self.advantages));
@@ -119,8 +120,13 @@ impl Surrogate<'_> {
         }
         let log_weight = log_weight.clamp(min_log_weight, MAX_LOG_WEIGHT);
         let is_positive = self.advantages.ge(0.0);
-        let k = by_sign(self.advantages, &is_positive, config.vespo_k_pos, config.vespo_k_neg);
-        let lambda = by_sign(self.advantages, &is_positive, config.vespo_lambda_pos, config.vespo_lambda_neg);
+        let k = by_sign(self.advantages, &is_positive, config.objective.vespo_k_pos, config.objective.vespo_k_neg);
+        let lambda = by_sign(
+            self.advantages,
+            &is_positive,
+            config.objective.vespo_lambda_pos,
+            config.objective.vespo_lambda_neg,
+        );
         let lambda = lambda.clamp_min(1e-4);
         let log_phi = &lambda + k * &log_weight - lambda * log_weight.exp();
         log_phi.exp().nan_to_num(0.0, 0.0, 0.0)
@@ -169,7 +175,7 @@ pub(super) fn on_policy(difference: &Tensor, advantages: &Tensor, threshold: f64
 
 /// The KL term by token, not yet multiplied by beta.
 pub(super) fn kl_term(reference_difference: &Tensor, ratio: &PolicyRatio, config: &LossConfig) -> Terms {
-    let (kl, d_kl) = kl_estimate(config.kl_estimator, reference_difference);
+    let KlEstimate { value: kl, d_logprob: d_kl } = kl_estimate(config.objective.kl_estimator, reference_difference);
     if !config.use_bias_correction_kl {
         return Terms { d_log_ratio: kl.zeros_like(), value: kl, d_logprob: d_kl };
     }

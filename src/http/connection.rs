@@ -16,7 +16,7 @@ use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// What a client that has closed its own direction is sent while it waits.
+/// Sent to a client that has closed its own direction, while it waits.
 const INTERIM_ANSWER: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// State of a connection that its task and the server's loop share.

@@ -41,7 +41,7 @@ struct Guarded {
 }
 
 impl Guard {
-    /// Of a server that listens at `host`; `hosts` are further names of it, `origins` those of pages that may ask (`*`: any).
+    /// Guards a server that listens at `host`; `hosts` are further names of it, `origins` those of pages that may ask (`*`: any).
     pub fn new(host: &str, hosts: &[String], origins: &[String]) -> Self {
         let own = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let hosts = hosts.iter().map(String::as_str).chain([host, own.trim_end(), "localhost"]).map(str::to_owned);

@@ -4,6 +4,7 @@ use std::rc::Rc;
 
 use serde_json::{Value, json};
 
+use super::shortage::MemoryShortage;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, Config, EngineShape, GradientCheckpointing, Quantization, divisors};
 use crate::error::{Error, Result};
@@ -22,27 +23,10 @@ pub(super) const LEAST_PROMPT_LENGTH: usize = 512;
 /// Rank of adapters that are advised.
 const LORA_R: usize = 16;
 
-/// Why a rank cannot hold a run.
-#[derive(Debug)]
-pub(super) enum MemoryShortage {
-    /// A value that no memory would mend.
-    Value(Error),
-    /// Memory, which this plan lacks.
-    Memory(Box<MemoryPlan>),
-}
-
 /// A key with the value that it is to have.
 type KeySetting = (&'static str, Value);
 
 impl MemoryShortage {
-    /// The closer of this shortage and an earlier one: on the device, then on the host, then in what the device holds.
-    pub(super) fn closer(self, earlier: Option<Self>) -> Self {
-        match (self, earlier) {
-            (Self::Memory(own), Some(Self::Memory(other))) if other.shortage() < own.shortage() => Self::Memory(other),
-            (own, _) => own,
-        }
-    }
-
     /// For the user, with the smallest change that makes the run fit.
     pub(super) fn explain(self, input: &PlanInput<'_>, engine_weights: &dyn Fn(&Config) -> Result<usize>) -> Error {
         let plan = match self {
@@ -76,12 +60,6 @@ impl MemoryShortage {
 }
 
 impl MemoryPlan {
-    /// Bytes that lack on the device, else on the host.
-    fn shortage(&self) -> (usize, usize) {
-        let device = self.peak_bytes().saturating_sub(self.room.available_bytes);
-        (device, self.swapped_bytes().saturating_sub(self.room.swap_bytes.unwrap_or(usize::MAX)))
-    }
-
     fn generation_fits(&self) -> bool {
         self.rollout_bytes() <= self.room.available_bytes
     }
@@ -309,7 +287,7 @@ impl Advice<'_> {
     }
 }
 
-/// What generation can do with less memory, from what costs least: fewer sequences take longer, and a shorter context loses prompts.
+/// Ways to generate with less memory, from the one that costs least: fewer sequences take longer, and a shorter context loses prompts.
 #[derive(Clone, Copy)]
 enum Concession {
     Nothing,

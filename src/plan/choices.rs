@@ -1,6 +1,6 @@
 //! Resolves `auto`: the residency that moves least among those that serve a run best, then the least recomputation.
 
-use super::advice::MemoryShortage;
+use super::shortage::MemoryShortage;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 
@@ -61,7 +61,7 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage
     Ok(MemoryPlan { reason, largest_micro_batch, micro_batch_advice, ..plan })
 }
 
-/// What larger micro-batches spare where weights are sharded: each of them gathers all weights.
+/// Says how many gathers larger micro-batches spare where weights are sharded: each of them gathers all weights.
 fn larger_micro_batches(input: &PlanInput<'_>, largest: usize) -> String {
     let (budget, update) = (input.config.max_tokens_per_micro_batch, input.update_tokens());
     let (now, most) = (update.div_ceil(budget), largest.min(update));

@@ -3,7 +3,7 @@
 use tch::Device;
 
 use super::choices::Choices;
-use super::{ClassBytes, PlanInput, engine_options, human};
+use super::{ClassBytes, PlanInput, Role, engine_options, human};
 use crate::config::{GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency};
 use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, state_page_bytes, weight_copy_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
@@ -41,7 +41,28 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
     let whole = input.generator_params * input.kind.elt_size_in_bytes();
     let of_format = input.model().format.workspace_bytes();
     let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES + of_format)); // on a GPU
-    input.role.held(classes, engine(input), products, whole + bytes.engine_adapters)
+    held(input.role, classes, engine(input), products, whole + bytes.engine_adapters)
+}
+
+/// The classes that a rank of a role holds: a trainer's, an engine's, `products` of either and an engine's own weights.
+fn held(
+    role: Role,
+    training: Vec<ClassBytes>,
+    engine: Vec<ClassBytes>,
+    products: Option<ClassBytes>,
+    weights: usize,
+) -> Vec<ClassBytes> {
+    match role {
+        Role::Both => training.into_iter().chain(engine).chain(products).collect(),
+        Role::Trains => {
+            let held = training.into_iter().chain(products).map(|class| ClassBytes { rollout_bytes: 0, ..class });
+            held.filter(|class| class.train_bytes + class.host_bytes > 0).collect()
+        }
+        Role::Generates => {
+            let engine = engine.into_iter().chain(products).map(|class| ClassBytes { train_bytes: 0, ..class });
+            std::iter::once(in_rollout("weights", weights)).chain(engine).collect()
+        }
+    }
 }
 
 fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes, optim: OptimizerName) -> ClassBytes {
@@ -84,7 +105,7 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     }
     if input.room.swap_bytes.is_some() {
         let (spec, tp_size) = (&input.table.spec, input.config.tensor_parallel_size);
-        let options = engine_options(input.config, (input.max_model_length(), 0), (input.kind, Device::Cpu));
+        let options = engine_options(input.config, input.max_model_length(), 0, input.kind, Device::Cpu);
         let buffers = engine_buffer_bytes(spec, &options, tp_size);
         classes.push(of_engine("engine buffers", buffers, input));
         classes.push(resident("engine tables", engine_table_bytes(spec, &options, tp_size)));
@@ -103,7 +124,7 @@ pub(super) fn of_engine(class: &'static str, bytes: usize, input: &PlanInput<'_>
     if input.config.keeps_kv_cache() { resident(class, bytes) } else { in_rollout(class, bytes) }
 }
 
-pub(super) fn in_rollout(class: &'static str, rollout_bytes: usize) -> ClassBytes {
+fn in_rollout(class: &'static str, rollout_bytes: usize) -> ClassBytes {
     ClassBytes { class, train_bytes: 0, rollout_bytes, host_bytes: 0 }
 }
 

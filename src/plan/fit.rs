@@ -1,8 +1,9 @@
 //! Sizes that fit: blocks of the KV cache, tokens of a micro-batch.
 
-use super::advice::{LEAST_PROMPT_LENGTH, MemoryShortage};
+use super::advice::LEAST_PROMPT_LENGTH;
 use super::choices::{Choices, MAX_KEPT_SHARE};
 use super::classes::of_engine;
+use super::shortage::MemoryShortage;
 use super::{MemoryPlan, PlanInput};
 use crate::config::Config;
 use crate::error::Error;

@@ -7,6 +7,7 @@ mod classes;
 mod fit;
 mod network;
 mod role;
+mod shortage;
 #[cfg(test)]
 mod tests;
 
@@ -14,10 +15,10 @@ use std::fmt;
 
 use tch::{Device, Kind};
 
-use advice::MemoryShortage;
 use choices::Choices;
 pub use network::NetworkPlan;
 pub use role::Role;
+use shortage::MemoryShortage;
 
 use crate::config::{
     BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay, WorldSize,
@@ -62,7 +63,7 @@ pub struct MemoryPlan {
     pub formula: String,
     /// Most tokens of a micro-batch, all of them scored, beside which a tenth of the memory stays free.
     pub largest_micro_batch: usize,
-    /// What larger micro-batches would spare, where they fit and weights are gathered for each; else empty.
+    /// The gathers that larger micro-batches would spare, where they fit and weights are gathered for each; else empty.
     pub micro_batch_advice: String,
     /// Size of the KV cache on each rank.
     pub kv_cache_bytes: usize,
@@ -304,8 +305,10 @@ impl PlanInput<'_> {
 /// How the engine of a run is set up.
 pub(crate) fn engine_options(
     config: &Config,
-    (max_model_length, kv_cache_bytes): (usize, usize),
-    (kind, device): (Kind, Device),
+    max_model_length: usize,
+    kv_cache_bytes: usize,
+    kind: Kind,
+    device: Device,
 ) -> EngineOptions {
     EngineOptions {
         kv_cache_bytes,

@@ -1,4 +1,4 @@
-//! What crosses the network between nodes, by the run's own choices: known before launch, as memory is.
+//! The bytes that cross the network between nodes, by the run's own choices: known before launch, as memory is.
 
 use std::fmt;
 
@@ -30,7 +30,8 @@ impl NetworkPlan {
     pub fn new(
         config: &Config,
         table: &ParamTable,
-        (world, roles): (WorldSize, Roles),
+        world: WorldSize,
+        roles: Roles,
         weight_bytes: usize,
         gigabytes_per_second: f64,
     ) -> Option<Self> {
@@ -108,7 +109,7 @@ mod tests {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("tiny").unwrap()), shards);
         let world = WorldSize { ranks: 8 * nodes, local_ranks: 8 };
         let roles = config.roles(world.ranks).unwrap();
-        (table.total as f64, NetworkPlan::new(&config, &table, (world, roles), 2, 50.0).unwrap())
+        (table.total as f64, NetworkPlan::new(&config, &table, world, roles, 2, 50.0).unwrap())
     }
 
     #[test]

@@ -81,9 +81,9 @@ impl World {
     pub fn for_run(config: &Config) -> Result<Self> {
         let on_cuda = Placement::new(config.device, config.dtype)?.on_cuda;
         Self::from_env(WorldOptions {
-            timeout: Duration::from_secs_f64(config.collective_timeout_s),
+            timeout: Duration::from_secs_f64(config.supervision.collective_timeout_s),
             backend: if on_cuda { Backend::Nccl } else { Backend::Shm },
-            node_timeout: Duration::from_secs_f64(config.node_timeout_s),
+            node_timeout: Duration::from_secs_f64(config.supervision.node_timeout_s),
             compared: config.compared(),
             ..WorldOptions::default()
         })

@@ -2,16 +2,15 @@
 //! is lost. The worker of an asynchronous function has several requests open, all others one.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::failures::{FailureKind, RewardFailure};
+use super::job::{GroupJob, ScoringJob};
 use super::protocol::{RewardReply, ScoreResults, excerpt};
 use super::service::RewardService;
-use super::state::{PoolShared, ScoringJob};
+use super::state::PoolShared;
 use super::worker::RewardWorker;
-use crate::types::RolloutGroup;
 
 /// Longest time between two looks for further jobs while some are open, and whether the pool has closed.
 const LOOK: Duration = Duration::from_millis(10);
@@ -46,8 +45,6 @@ pub(super) struct WorkerConversation<'a> {
     asks_again: bool,
     next_id: u64,
 }
-
-type GroupJob = (ScoringJob, Arc<RolloutGroup>);
 
 /// A request without an answer.
 struct UnansweredRequest {
@@ -115,13 +112,13 @@ impl<'a> WorkerConversation<'a> {
     }
 
     fn ask(&mut self, work: GroupJob) {
-        if let Some(outcome) = self.service.grading.at_once(&work.0, &work.1) {
-            return self.service.file(self.shared, &work.0, outcome);
+        if let Some(outcome) = self.service.grading.at_once(&work.job, &work.group) {
+            return self.shared.file(self.service, &work.job, outcome);
         }
         let id = self.next_id;
         self.next_id += 1;
         if let Some(worker) = &mut self.worker {
-            worker.send(&self.service.grading.frame(id, &work.0, &work.1));
+            worker.send(&self.service.grading.frame(id, &work.job, &work.group));
         }
         self.open.push(UnansweredRequest { id, work, deadline: Instant::now() + self.service.timeout });
     }
@@ -131,8 +128,8 @@ impl<'a> WorkerConversation<'a> {
         let mut answers = Vec::new();
         let outcome = self.listen(&mut answers);
         for AnsweredRequest { open, outcome } in answers {
-            self.service.file(self.shared, &open.work.0, outcome);
-            self.answered.push_back((open.id, open.work.0));
+            self.shared.file(self.service, &open.work.job, outcome);
+            self.answered.push_back((open.id, open.work.job));
         }
         let surplus = self.answered.len().saturating_sub(NUM_REMEMBERED);
         self.answered.drain(..surplus);
@@ -145,7 +142,7 @@ impl<'a> WorkerConversation<'a> {
         if let (WorkerLoss::Failed(failure), false, 1) = (&lost, is_blamed || self.may_be_of_another(&lost), open.len())
         {
             let alone = open.pop_front().expect("there is one");
-            self.service.file(self.shared, &alone.work.0, Err(failure.clone()));
+            self.shared.file(self.service, &alone.work.job, Err(failure.clone()));
         }
         self.again.extend(open.into_iter().map(|open| open.work));
         Some(lost)
@@ -190,7 +187,7 @@ impl<'a> WorkerConversation<'a> {
         let twice = || RewardFailure::new(FailureKind::Output, "more than one reply to a request");
         if let Some(place) = self.open.iter().position(|open| Some(open.id) == reply.id) {
             let open = self.open.swap_remove(place);
-            let (job, group) = &open.work;
+            let GroupJob { job, group } = &open.work;
             let mut outcome = reply.scores(job.completions.len());
             outcome = outcome.map(|scores| self.service.grading.finish(job, group, scores));
             if Instant::now() > open.deadline {
@@ -205,7 +202,7 @@ impl<'a> WorkerConversation<'a> {
             return Err((WorkerLoss::Failed(twice()), true));
         }
         if let Some((_, job)) = self.answered.iter().find(|(id, _)| Some(*id) == reply.id) {
-            self.service.take_back(self.shared, job, twice());
+            self.shared.take_back(self.service, job, twice());
             return Err((WorkerLoss::Failed(twice()), true));
         }
         let what = format!("a reply to a request that was not made, in {}", excerpt(frame));
@@ -227,7 +224,7 @@ impl<'a> WorkerConversation<'a> {
                 "its replies have no \"id\": it is started anew for every request (docs/rewards.md)"
             );
         }
-        let outcome = worker.finish(open.deadline).and_then(|()| reply.scores(open.work.0.completions.len()));
+        let outcome = worker.finish(open.deadline).and_then(|()| reply.scores(open.work.job.completions.len()));
         let lost = match &outcome {
             Err(failure) if failure.kind != FailureKind::Error => WorkerLoss::Failed(failure.clone()),
             _ => WorkerLoss::Spent,

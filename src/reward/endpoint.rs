@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use super::failures::{FailureKind, RewardFailure, Score};
 use super::form::Form;
 use super::protocol::{MAX_REPLY_BYTES, excerpt};
-use super::state::PoolShared;
 use crate::config::{ProcessReward, RewardConfig};
 use crate::error::{Error, Result};
 use crate::types::RolloutGroup;
@@ -21,8 +20,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// A service over HTTP.
 pub(super) struct ServiceEndpoint {
     /// Place of this reward among all.
-    index: usize,
-    name: String,
+    pub index: usize,
+    pub name: String,
     /// Requests that are open at once.
     pub concurrency: usize,
     url: String,
@@ -88,27 +87,13 @@ impl ServiceEndpoint {
         })
     }
 
-    /// A thread's life: ask about one completion after the other until the pool closes. `own` is the service's place in the pool.
-    pub fn serve(shared: &PoolShared, own: usize) {
-        let endpoint = &shared.endpoints[own];
-        while let Some((job, group)) = shared.next_job(|state| &mut state.endpoint_queues[own]) {
-            let (begun, index) = (Instant::now(), job.completions.start);
-            let outcome = endpoint.score(shared, &group, index);
-            let broken = endpoint.count(begun, &outcome);
-            let mut state = shared.lock();
-            state.file(job.ticket, index, (endpoint.index, &endpoint.name), outcome);
-            state.close(&job);
-            if let Some(error) = broken {
-                state.broken.get_or_insert(error);
-            }
-            drop(state);
-            shared.changed.notify_all();
-        }
-        shared.lock().num_servants -= 1;
-        shared.changed.notify_all();
-    }
-
-    fn score(&self, shared: &PoolShared, group: &RolloutGroup, index: usize) -> Result<Score, RewardFailure> {
+    /// The score of a completion. `pause_until` waits between two attempts; false if the pool closes meanwhile.
+    pub fn score(
+        &self,
+        pause_until: &dyn Fn(Instant) -> bool,
+        group: &RolloutGroup,
+        index: usize,
+    ) -> Result<Score, RewardFailure> {
         let body = self.form.body(group, index)?;
         let end = Instant::now() + self.timeout;
         let mut pause = FIRST_PAUSE;
@@ -118,7 +103,7 @@ impl ServiceEndpoint {
                 Err(AttemptFailure::Final(failure)) => return Err(failure),
                 Err(AttemptFailure::Passing(failure, least)) => {
                     let next = Instant::now() + jittered(pause).max(least);
-                    if next >= end || !shared.pause_until(next) {
+                    if next >= end || !pause_until(next) {
                         return Err(failure);
                     }
                     pause = (pause * 2).min(LONGEST_PAUSE);
@@ -153,7 +138,7 @@ impl ServiceEndpoint {
 
     /// Counts an outcome; an error where the service has been out for too long. Requests that were open together count as one
     /// failure, and an error of the service's own as none.
-    fn count(&self, begun: Instant, outcome: &Result<Score, RewardFailure>) -> Option<Error> {
+    pub fn count(&self, begun: Instant, outcome: &Result<Score, RewardFailure>) -> Option<Error> {
         let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
         match outcome {
             Ok(_) => *outage = Outage::default(),

@@ -5,14 +5,15 @@ use std::time::Instant;
 
 use super::RewardInput;
 use super::failures::{FailureKind, RewardFailure, Score};
-use super::state::{PoolShared, ScoringJob};
+use super::job::{GroupJob, ScoringJob};
+use super::state::PoolShared;
 use crate::error::panic_message;
 use crate::types::RolloutGroup;
 
 impl PoolShared {
     /// A thread's life: score completions until the pool closes or this thread was given up.
     pub fn work(&self) {
-        while let Some((job, group)) = self.next_job(|state| &mut state.queue) {
+        while let Some(GroupJob { job, group }) = self.next_job(|state| &mut state.queue) {
             let number = self.lock().begin(job.clone(), Instant::now() + self.timeout);
             self.call_all(number, &job, &group);
             if !self.lock().finish(number) {

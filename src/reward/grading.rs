@@ -1,8 +1,8 @@
 //! The work of a service beside asking a process.
 
 use super::failures::{RewardFailure, Score};
+use super::job::ScoringJob;
 use super::protocol::{ScoreRequest, ScoreResults, TextRequest, frame};
-use super::state::ScoringJob;
 use super::verdict::Verdict;
 use crate::types::{RolloutGroup, Trajectory};
 

@@ -161,7 +161,7 @@ fn argument(text: &str) -> Option<(&str, &str)> {
     Some((&inner[..end], &inner[end + 1..]))
 }
 
-/// What stands between an opening and its closing mark, if these are the text's ends and belong together.
+/// The text between an opening and its closing mark, if these are the text's ends and belong together.
 fn inside<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
     let inner = text.strip_prefix(open)?.strip_suffix(close)?;
     let (mut depth, mut least) = (0, 0);
@@ -172,7 +172,7 @@ fn inside<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
     (least == 0).then_some(inner)
 }
 
-/// What is left inside of wrappings, signs of currencies, units and closing punctuation.
+/// The text inside of wrappings, signs of currencies, units and closing punctuation.
 fn unwrapped(text: &str) -> &str {
     let mut text = text;
     loop {
@@ -200,7 +200,7 @@ fn unwrapped(text: &str) -> &str {
     }
 }
 
-/// What follows `x =`, with a name of at most three letters or of a command's.
+/// The text behind `x =`, with a name of at most three letters or of a command's.
 fn without_name(text: &str) -> &str {
     let Some((name, number)) = text.split_once('=') else { return text };
     let name = name.trim();
@@ -213,7 +213,7 @@ fn without_name(text: &str) -> &str {
     if is_name { number.trim_start() } else { text }
 }
 
-/// What stands before a unit: a word of the list, or any text without digits in a command of texts, with an exponent.
+/// The text before a unit: a word of the list, or any text without digits in a command of texts, with an exponent.
 fn without_unit(text: &str) -> &str {
     let without_exponent = |text: &'_ str| -> usize {
         let ends = ["^2", "^3", "^{2}", "^{3}", "²", "³"];

@@ -5,11 +5,12 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::endpoint::ServiceEndpoint;
 use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
+use super::job::RunProgress;
+use super::servants::{serve_endpoint, serve_service};
 use super::service::RewardService;
 use super::source::{RewardSource, RewardSources};
-use super::state::{PendingGroup, PoolShared, PoolState, RunProgress};
+use super::state::{PendingGroup, PoolShared, PoolState};
 use super::worker::Origin;
 use super::{RewardFunction, builtin, code};
 use crate::config::{Config, ProcessRewards, RewardConfig, environment_class, reward_name};
@@ -360,13 +361,10 @@ impl RewardPool {
             }
             Ok(())
         };
-        for (own, service) in self.shared.services.iter().enumerate() {
-            start(own, service.num_workers, RewardService::serve)?;
-        }
-        for (own, endpoint) in self.shared.endpoints.iter().enumerate() {
-            start(own, endpoint.concurrency, |shared, own| ServiceEndpoint::serve(shared, own))?;
-        }
-        Ok(())
+        let (mut services, mut endpoints) =
+            (self.shared.services.iter().enumerate(), self.shared.endpoints.iter().enumerate());
+        services.try_for_each(|(own, service)| start(own, service.num_workers, serve_service))?;
+        endpoints.try_for_each(|(own, endpoint)| start(own, endpoint.concurrency, serve_endpoint))
     }
 }
 

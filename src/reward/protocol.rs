@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::failures::{FailureKind, RewardFailure, Score};
-use super::state::{RunProgress, ScoringJob};
+use super::job::{RunProgress, ScoringJob};
 use crate::types::{FinishReason, RolloutGroup, Trajectory};
 
 /// The score of each completion of a request, or its failure.

@@ -1,15 +1,15 @@
 //! State that a reward pool and its threads share: jobs that wait, groups that are being scored, failures so far.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-
-use serde::Serialize;
 
 use super::RewardFunction;
 use super::endpoint::ServiceEndpoint;
 use super::failures::{FailureKind, RewardFailure, RewardFailures, Score};
+use super::job::{GroupJob, RunProgress, ScoringJob};
+use super::protocol::ScoreResults;
 use super::service::RewardService;
 use crate::config::RewardBatch;
 use crate::error::Error;
@@ -70,24 +70,6 @@ pub(super) struct PoolState {
     pub num_numbered: u64,
 }
 
-/// Completions of a pending group that are scored together.
-#[derive(Debug, Clone)]
-pub(super) struct ScoringJob {
-    pub ticket: u64,
-    pub completions: Range<usize>,
-    /// Where the run was when the group was submitted.
-    pub progress: RunProgress,
-}
-
-/// How far the run is, as Python rewards are told.
-#[derive(Debug, Clone, Copy, Default, Serialize)]
-pub(super) struct RunProgress {
-    /// Optimizer updates before the one that these completions are trained on in.
-    pub global_step: u64,
-    /// Updates in all.
-    pub max_steps: u64,
-}
-
 pub(super) struct Running {
     job: ScoringJob,
     deadline: Instant,
@@ -128,10 +110,7 @@ impl PoolShared {
     }
 
     /// The next job that `queue` selects, with its group; `None` once the pool closes.
-    pub fn next_job(
-        &self,
-        queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>,
-    ) -> Option<(ScoringJob, Arc<RolloutGroup>)> {
+    pub fn next_job(&self, queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>) -> Option<GroupJob> {
         let mut state = self.lock();
         loop {
             if state.closed || state.broken.is_some() {
@@ -142,20 +121,17 @@ impl PoolShared {
                 continue;
             };
             if let Some(group) = state.pending.get(&job.ticket).map(|pending| Arc::clone(&pending.group)) {
-                return Some((job, group));
+                return Some(GroupJob { job, group });
             }
         }
     }
 
     /// A job that `queue` has now, with its group.
-    pub fn job_at_hand(
-        &self,
-        queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>,
-    ) -> Option<(ScoringJob, Arc<RolloutGroup>)> {
+    pub fn job_at_hand(&self, queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>) -> Option<GroupJob> {
         let mut state = self.lock();
         while let Some(job) = queue(&mut state).pop_front() {
             if let Some(group) = state.pending.get(&job.ticket).map(|pending| Arc::clone(&pending.group)) {
-                return Some((job, group));
+                return Some(GroupJob { job, group });
             }
         }
         None
@@ -165,6 +141,23 @@ impl PoolShared {
     pub fn is_over(&self) -> bool {
         let state = self.lock();
         state.closed || state.broken.is_some()
+    }
+
+    /// Books what a service said of a job's completions, which is then done.
+    pub fn file(&self, service: &RewardService, job: &ScoringJob, outcome: Result<ScoreResults, RewardFailure>) {
+        if outcome.iter().flatten().any(Result::is_ok) {
+            service.num_failures.store(0, Ordering::Relaxed);
+        }
+        let mut state = self.lock();
+        state.book(service, job, outcome);
+        state.close(job);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Masks the completions of a job that was answered before, unless somebody has taken its scores.
+    pub fn take_back(&self, service: &RewardService, job: &ScoringJob, failure: RewardFailure) {
+        self.lock().book(service, job, Err(failure));
     }
 
     /// Queues every completion of `group` with every reward; its scores are known by the ticket.
@@ -278,6 +271,13 @@ impl PoolState {
         });
         if let Some(pending) = self.pending.get_mut(&ticket) {
             pending.scores[completion][reward.0] = score;
+        }
+    }
+
+    fn book(&mut self, service: &RewardService, job: &ScoringJob, outcome: Result<ScoreResults, RewardFailure>) {
+        let outcomes = outcome.unwrap_or_else(|failure| vec![Err(failure); job.completions.len()]);
+        for (completion, outcome) in job.completions.clone().zip(outcomes) {
+            self.file(job.ticket, completion, (service.index, &service.name), outcome);
         }
     }
 

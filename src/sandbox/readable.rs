@@ -13,7 +13,7 @@ use crate::config::CodeConfig;
 /// Libraries of the system, and what they read, for every program.
 const LIBRARIES: [&str; 8] =
     ["/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"];
-/// What other interpreters than Python read beside them: nobody can ask these for their paths.
+/// Folders that other interpreters than Python read: nobody can ask these for their paths.
 const OTHERS: [&str; 8] =
     ["/usr/bin", "/usr/sbin", "/bin", "/sbin", "/usr/libexec", "/usr/local/lib", "/usr/share", "/etc/alternatives"];
 /// Most links that a path may lead through, as for the kernel.
@@ -35,7 +35,7 @@ own += [lib] if os.path.isdir(os.path.join(sys.base_prefix, "conda-meta")) else 
 print(sys.executable, *own, sep="\n")
 "#;
 
-/// What a program can read.
+/// The paths that a program can read.
 #[derive(Debug)]
 pub struct Readable {
     /// The interpreter's path.

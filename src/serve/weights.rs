@@ -64,7 +64,7 @@ impl EngineSlices {
     /// The errors of [`Arena::reserve`].
     pub fn gathered(table: &ParamTable, ranks: &EngineRanks, kind: Kind, device: Device) -> Result<Self> {
         let part = EnginePart::from(ranks);
-        let bytes = Self::gathered_bytes(table, (part.tp_rank, part.tp_size), &part.stage, kind)?;
+        let bytes = Self::gathered_bytes(table, part.tp_rank, part.tp_size, &part.stage, kind)?;
         let storage = Storage::Gathered(Arena::reserve("engine_weights", bytes, device)?, kind);
         Ok(Self { part, storage, adapters: Vec::new() })
     }
@@ -86,7 +86,8 @@ impl EngineSlices {
     /// Bytes of the gathered slices of one rank of a stage.
     pub fn gathered_bytes(
         table: &ParamTable,
-        (tp_rank, tp_size): (usize, usize),
+        tp_rank: usize,
+        tp_size: usize,
         stage: &Stage,
         kind: Kind,
     ) -> Result<usize> {
@@ -259,16 +260,17 @@ mod tests {
     fn the_ranks_slices_make_up_the_matrices_once() {
         let spec = Arc::new(ModelSpec::preset("micro").unwrap());
         let table = ParamTable::new(spec.clone(), 1);
-        let of_stage = |tp, stage: &Stage| EngineSlices::gathered_bytes(&table, tp, stage, Kind::Float).unwrap();
+        let of_stage =
+            |rank, size, stage: &Stage| EngineSlices::gathered_bytes(&table, rank, size, stage, Kind::Float).unwrap();
         let one = Stages::one(&spec).stage(0);
-        let bytes = |tp_size| -> Vec<usize> { (0..tp_size).map(|rank| of_stage((rank, tp_size), &one)).collect() };
+        let bytes = |tp_size| -> Vec<usize> { (0..tp_size).map(|rank| of_stage(rank, tp_size, &one)).collect() };
         let whole = 4 * spec.num_params();
         assert!((whole..whole + 64 * 4 * 24).contains(&bytes(1)[0]), "{} for {whole}", bytes(1)[0]);
         let halves = bytes(2);
         assert_eq!(halves[0], halves[1]);
         assert!(halves[0] < whole * 6 / 10, "{halves:?} for {whole}");
         let stages = Stages::new(&spec, 2, &[]).unwrap();
-        let staged: Vec<usize> = stages.iter().map(|stage| of_stage((0, 1), &stage)).collect();
+        let staged: Vec<usize> = stages.iter().map(|stage| of_stage(0, 1, &stage)).collect();
         let table_bytes = 4 * spec.vocab_size * spec.hidden_size; // tied: on both
         assert_eq!(staged.iter().sum::<usize>(), bytes(1)[0] + table_bytes);
         assert!(staged.iter().all(|bytes| *bytes < whole), "{staged:?} for {whole}");

@@ -6,7 +6,7 @@ use std::time::Instant;
 use tch::Kind;
 
 use super::Sft;
-use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, Models, ResumeOptions, Saver, TrainerState};
+use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Models, OpenedFolder, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::console::{self, rows_progress};
 use crate::cuda::{Placement, chip_flop_per_s, residual_kind};
@@ -20,12 +20,11 @@ use crate::ranks::{Mesh, World};
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
 use crate::train::{PolicyOptions, PolicyStart, Schedule};
 
-/// Collective over the world.
+/// Loads the run; collective over the world.
 pub(super) fn load(
     config: SftConfig,
     world: Arc<World>,
-    checkpoint: Option<Checkpoint>,
-    claim: Option<Claim>,
+    OpenedFolder { checkpoint, claim }: OpenedFolder,
 ) -> Result<Sft> {
     let revision = config.model_revision.as_deref();
     let source = ModelSource::find(&config.model_name_or_path, revision, None, &Hub::cached())?;
@@ -50,26 +49,16 @@ pub(super) fn load(
         sampler.restore(checkpoint.state.sampler.clone())?;
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     }
-    let options = CheckpointOptions {
-        output_dir: config.output_dir.clone(),
-        base_dir: source.base,
-        save_total_limit: config.save_total_limit,
-        save_async: config.save_async,
-        on_each_node: config.save_on_each_node,
-    };
+    let options = CheckpointOptions::new(&config.output, &config.saving, source.base);
+    let models = Models { policy: &policy, reference: None };
+    checkpoint::check_room(&options, &world, Some(models), config.saving.save_steps.is_some())?;
     let saver = Saver::new(options, checkpoint.as_ref());
-    checkpoint::check_room(
-        saver.options(),
-        &world,
-        Some(Models { policy: &policy, reference: None }),
-        config.save_steps.is_some(),
-    )?;
     let options = LogOptions { logging_steps: config.logging_steps, max_steps: schedule.total_steps as u64 };
     let earlier = checkpoint.as_ref().map(Checkpoint::earlier_log);
     let services = Services { tensorboard: true, ..Services::default() };
-    let log = RunLog::open(&config.output_dir, &config, options, world.rank() == 0, earlier, &services)?;
+    let log = RunLog::open(&config.output.output_dir, &config, options, world.rank() == 0, earlier, &services)?;
     let place = (world.rank(), world.size());
-    let reporter = RankReporter::start(&config.output_dir, place, options.max_steps, world.device())?;
+    let reporter = RankReporter::start(&config.output.output_dir, place, options.max_steps, world.device())?;
     log.display().say(&format!("{sources}: {}", rows.counts()));
     log.display().say(&description);
     rows.notices().iter().for_each(|notice| log.display().say(notice));
@@ -96,19 +85,8 @@ pub(super) fn load(
     })
 }
 
-/// The checkpoint to go on from; collective over the world.
-pub(super) fn find_checkpoint(config: &SftConfig, world: &World) -> Result<Option<Checkpoint>> {
-    let options = ResumeOptions {
-        output_dir: &config.output_dir,
-        from: config.resume_from_checkpoint.as_deref(),
-        is_forced: config.force_resume,
-        on_each_node: config.save_on_each_node,
-    };
-    checkpoint::resume(&options, world, &|checkpoint| unsafe_changes(config, world.size(), checkpoint))
-}
-
 /// Differences from the run that made a checkpoint that would change the result.
-fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
+pub(super) fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
     let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
     let saved = SftConfig::from_entries(saved.entries(config.entries()));
     let saved = saved.map_err(|error| checkpoint.of_another_program(&error))?;

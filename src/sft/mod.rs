@@ -71,12 +71,9 @@ impl Sft {
     pub fn new(config: SftConfig, world: Arc<World>) -> Result<Self> {
         let loaded = phase::scope(Phase::Load, || {
             let shard_group = config.zero.shard_group(world.size(), world.local_size());
-            let on_each_node = config.save_on_each_node;
-            checkpoint::check_each_node(on_each_node, world.world_size(), shard_group)?;
-            checkpoint::check_shared(&config.output_dir, &world, on_each_node)?;
-            let claim = checkpoint::claim(&config.output_dir, &world, on_each_node)?;
-            let checkpoint = load::find_checkpoint(&config, &world)?;
-            load::load(config, world.clone(), checkpoint, claim)
+            let changes = |checkpoint: &_| load::unsafe_changes(&config, world.size(), checkpoint);
+            let opened = checkpoint::open_output(&config.output, &config.saving, &world, shard_group, &changes)?;
+            load::load(config, world.clone(), opened)
         });
         world.agree(loaded)
     }
@@ -100,7 +97,7 @@ impl Sft {
             let finished = self.global_step == total;
             let stop = any_rank(&*self.mesh.world, phase::stop_requested())? && !finished;
             let is_due = |every: usize| finished || self.global_step.is_multiple_of(every as u64);
-            if stop || self.config.save_steps.is_some_and(is_due) {
+            if stop || self.config.saving.save_steps.is_some_and(is_due) {
                 let saved = self.save()?;
                 if stop {
                     self.saver.finish(&self.world)?;

@@ -12,7 +12,7 @@ use crate::phase::{self, Phase};
 use crate::ranks::World;
 use crate::rollout::{Engine, RolloutEngine};
 use crate::serve::Served;
-use crate::train::{Policy, Reference, Sequence, gather_sequences};
+use crate::train::{Sequence, gather_sequences};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress, await_divergences};
 
 /// One rank's half.
@@ -103,7 +103,9 @@ impl Split {
         let world = self.world.clone();
         let score = |split: &mut Self| match &mut split.role {
             SplitRank::Trains(learner) => learner.divergences(sequences, options, progress),
-            SplitRank::Generates(_) => await_divergences(sequences, options.loss.kl_estimator, &*split.world.group()),
+            SplitRank::Generates(_) => {
+                await_divergences(sequences, options.loss.objective.kl_estimator, &*split.world.group())
+            }
         };
         world.scope("divergences", self, score, |_| Ok(()), Self::recover)
     }
@@ -124,26 +126,18 @@ impl Split {
         }
     }
 
-    /// The policy, of a trainer.
-    pub fn policy(&self) -> Option<&Policy> {
+    /// The models of a trainer.
+    pub fn learner(&self) -> Option<&Learner> {
         match &self.role {
-            SplitRank::Trains(learner) => Some(learner.policy()),
+            SplitRank::Trains(learner) => Some(learner),
             SplitRank::Generates(_) => None,
         }
     }
 
-    /// The reference model of a trainer, if it is a model of its own.
-    pub fn reference(&self) -> Option<&Reference> {
-        match &self.role {
-            SplitRank::Trains(learner) => learner.reference(),
-            SplitRank::Generates(_) => None,
-        }
-    }
-
-    /// The policy of a trainer, to load it.
-    pub fn policy_mut(&mut self) -> Option<&mut Policy> {
+    /// The models of a trainer, to load them.
+    pub fn learner_mut(&mut self) -> Option<&mut Learner> {
         match &mut self.role {
-            SplitRank::Trains(learner) => Some(learner.policy_mut()),
+            SplitRank::Trains(learner) => Some(learner),
             SplitRank::Generates(_) => None,
         }
     }

@@ -51,7 +51,7 @@ impl Agent {
     /// [`Error::ToolService`](crate::Error::ToolService) if the agent's process has ended again and again.
     pub fn ended(&mut self) -> Result<Vec<EpisodeOutcome>> {
         let replies = self.process.replies(Duration::ZERO)?;
-        let outcome = |mut reply: super::process::ToolReply| {
+        let outcome = |mut reply: super::reply::ToolReply| {
             let (id, is_late, seconds) = (reply.id, reply.is_late(), reply.seconds);
             let end = match reply.error.take() {
                 Some(error) => Err(format!("agent: {error}")),

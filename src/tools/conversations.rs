@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::process::ToolProcess;
 use super::stats::{SessionCosts, ToolStats};
 use crate::config::{AutoOr, Config, ToolCallParser};
-use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, TurnContext, open_thought};
+use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, TurnContext, TurnModel, open_thought};
 use crate::error::{Error, Result};
 use crate::types::{EnvironmentEnd, FinishReason, Prompt, Trajectory};
 
@@ -136,18 +136,13 @@ pub struct Conversations {
 }
 
 impl Conversations {
-    /// The conversations of a run with the tools of `process`, whose rows become prompts as `prompts` says.
+    /// The conversations of `model` with the tools of `process`, in a run whose rows become prompts as `prompts` says.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] for a template that does not show tools' answers, or rewrites earlier turns;
     /// [`Error::InvalidValue`] where no format of calls is known.
-    pub fn new(
-        config: &Config,
-        process: ToolProcess,
-        tokenizer: &Arc<Tokenizer>,
-        eos_token_ids: &[u32],
-        (prompts, max_model_length): (DatasetOptions, usize),
-    ) -> Result<Self> {
+    pub fn new(config: &Config, process: ToolProcess, model: &TurnModel, prompts: DatasetOptions) -> Result<Self> {
+        let TurnModel { tokenizer, eos_token_ids, max_model_length } = model;
         let source = tokenizer.template_source().unwrap_or_default();
         let parser = match config.tools.tool_call_parser {
             AutoOr::Given(parser) => Some(parser),
@@ -166,10 +161,13 @@ impl Conversations {
             tokenizer: Arc::clone(tokenizer),
             parser,
             shows_special: parser.marks().any(|mark| tokenizer.is_special(mark)),
-            eos_token_ids: eos_token_ids.to_vec(),
+            eos_token_ids: eos_token_ids.clone(),
             max_iterations: config.tools.max_tool_calling_iterations.unwrap_or(usize::MAX),
             max_response_length: config.tools.max_tool_response_length.unwrap_or(usize::MAX),
-            limits: TurnLimits { max_completion_length: config.max_completion_length, max_model_length },
+            limits: TurnLimits {
+                max_completion_length: config.max_completion_length,
+                max_model_length: *max_model_length,
+            },
             open: HashMap::new(),
             opening: HashMap::new(),
             ended: HashMap::new(),
@@ -245,8 +243,8 @@ impl Conversations {
             None if calls.is_empty() => self.end(key, conversation, trajectory),
             None => {
                 let names = parsed.tool_calls.into_iter().map(|call| call.name).collect();
-                let trajectory_of = (conversation.number, conversation.environment.is_some());
-                self.asked.insert(self.process.call(trajectory_of, &calls), Asked::Calls(key));
+                let asked = self.process.call(conversation.number, conversation.environment.is_some(), &calls);
+                self.asked.insert(asked, Asked::Calls(key));
                 conversation.waiting = Some((trajectory.clone(), names));
                 self.open.insert(key, conversation);
             }

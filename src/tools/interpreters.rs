@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::process::CallResult;
+use super::reply::CallResult;
 use crate::config::{CodeConfig, INTERPRETER};
 use crate::error::{Error, Result};
 use crate::process::{do_not_block, moved, wait_for};
@@ -70,7 +70,7 @@ struct Turn {
     /// When the call that runs began, and when its interpreter is ended.
     call_began: Instant,
     deadline: Instant,
-    /// What ends the output of the call that runs, before the word whether it failed.
+    /// Ends the output of the call that runs, before the word whether it failed.
     mark: [u8; 16],
     is_late: bool,
 }

@@ -13,6 +13,7 @@ mod agent;
 mod conversations;
 mod interpreters;
 mod process;
+mod reply;
 #[cfg(test)]
 mod server_tests;
 mod stats;

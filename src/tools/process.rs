@@ -6,10 +6,11 @@ use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::interpreters::{self, InterpreterSettings};
+use super::reply::{CallResult, ToolReply};
 use super::worker::ToolWorker;
 use crate::config::{Config, INTERPRETER, is_python, reward_name};
 use crate::data::ToolSchemas;
@@ -23,8 +24,6 @@ const SERVER: &str = include_str!("server.py");
 const MAX_RESULT_CHARS: usize = 1 << 20;
 /// Longest reply in bytes: of the results of all calls of a turn.
 const MAX_REPLY_BYTES: usize = 64 << 20;
-/// The kind of a failed request whose process is gone.
-const LOST: &str = "lost";
 /// Bytes that the server adds to a reply of its processes.
 const SPARE_BYTES: usize = 1 << 10;
 
@@ -44,73 +43,6 @@ struct LoadedEnvironment {
     tools: Value,
     has_reward: bool,
     class: String,
-}
-
-/// The reply to a request: a fresh environment's, the results of calls, or the end of an environment.
-#[derive(Debug, Default, Deserialize)]
-pub(super) struct ToolReply {
-    /// The request's number.
-    pub id: u64,
-    /// One for each call, in their order.
-    #[serde(default)]
-    pub results: Vec<CallResult>,
-    /// Text that a fresh environment adds to the prompt.
-    pub observation: Option<String>,
-    /// The environment's own reward: a number, or the name of what is none.
-    #[serde(default)]
-    reward: Value,
-    /// Why it has given none.
-    failure: Option<String>,
-    /// The environment's state.
-    pub state: Option<String>,
-    /// Why the request failed.
-    pub error: Option<String>,
-    /// `timeout` where that was the time, [`LOST`] where the process of all tools was.
-    kind: Option<String>,
-    /// Seconds from the beginning of the first call.
-    #[serde(default)]
-    pub seconds: f64,
-}
-
-/// The result of one call as text.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct CallResult {
-    pub content: String,
-    pub failed: bool,
-}
-
-impl CallResult {
-    /// The answer to a call that was not served, in TRL's form.
-    pub fn error(error: &str) -> Self {
-        Self { content: format!("{{'error': '{error}'}}"), failed: true }
-    }
-}
-
-impl ToolReply {
-    /// The reply to a request whose process is gone, or what it kept for the request's trajectory.
-    pub fn lost(id: u64, reason: String) -> Self {
-        Self { id, error: Some(reason), kind: Some(LOST.to_owned()), ..Self::default() }
-    }
-
-    /// Whether it says that the process is gone: no fault of the model's, so that the trajectory is masked.
-    pub fn is_lost(&self) -> bool {
-        self.kind.as_deref() == Some(LOST)
-    }
-
-    /// Whether the time was over.
-    pub fn is_late(&self) -> bool {
-        self.kind.as_deref() == Some("timeout")
-    }
-
-    /// The environment's own reward, if it has one.
-    pub fn reward(&mut self) -> Option<Result<f32, String>> {
-        match (self.failure.take(), std::mem::take(&mut self.reward)) {
-            (Some(failure), _) => Some(Err(failure)),
-            (None, Value::Null) => None,
-            (None, Value::Number(number)) => Some(Ok(number.as_f64().unwrap_or(f64::NAN) as f32)),
-            (None, other) => Some(Err(format!("expected a number or None as the reward, got {other}"))),
-        }
-    }
 }
 
 /// A class of environments.
@@ -164,7 +96,7 @@ impl ToolProcess {
     /// [`Error::Environment`] where the sandbox of `python` cannot be built.
     pub fn start(config: &Config) -> Result<Option<Self>> {
         let tools = &config.tools;
-        if !tools.has_turns() && tools.agent.is_none() {
+        if !tools.takes_turns() {
             return Ok(None);
         }
         let factories = &tools.environment_factory.0;
@@ -182,15 +114,15 @@ impl ToolProcess {
             Error::invalid_value(key, &named, expected)
         };
         let functions: Vec<&String> = tools.tools.iter().filter(|tool| *tool != INTERPRETER).collect();
-        let (name, timeout, workers) = match &tools.agent {
-            Some(_) => ("the process of the agent", ("agent_timeout_s", tools.agent_timeout_s), tools.agent_workers),
-            None => ("the process of the tools", ("tool_timeout_s", tools.tool_timeout_s), tools.tool_workers),
+        let (name, timeout_key, timeout_s, workers) = match &tools.agent {
+            Some(_) => ("the process of the agent", "agent_timeout_s", tools.agent_timeout_s, tools.agent_workers),
+            None => ("the process of the tools", "tool_timeout_s", tools.tool_timeout_s, tools.tool_workers),
         };
         let settings = json!({
             "agent": tools.agent,
             "tools": functions,
             "environments": factories,
-            "timeout_s": timeout.1,
+            "timeout_s": timeout_s,
             "workers": workers,
             "max_chars": MAX_RESULT_CHARS,
             "max_bytes": MAX_REPLY_BYTES - SPARE_BYTES,
@@ -198,7 +130,7 @@ impl ToolProcess {
         let command = [&config.reward.python, "-c", SERVER, &settings.to_string()].map(str::to_owned).to_vec();
         let origin = Origin::Key(key.to_owned(), named.clone());
         let program = Program { command, is_ours: false, origin, max_reply_bytes: MAX_REPLY_BYTES };
-        let worker = ToolWorker::start(program, name, timeout, &refuse)?;
+        let worker = ToolWorker::start(program, name, timeout_key, timeout_s, &refuse)?;
         let mut loaded: LoadReply =
             serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
         if let Some(cause) = &loaded.error {
@@ -284,7 +216,7 @@ impl ToolProcess {
 
     /// Begins the calls of a turn, objects with a `name` and `arguments`, and returns the request's number. `has_environment` says whether
     /// the trajectory has one.
-    pub(super) fn call(&mut self, (trajectory, has_environment): (u64, bool), calls: &[Value]) -> u64 {
+    pub(super) fn call(&mut self, trajectory: u64, has_environment: bool, calls: &[Value]) -> u64 {
         let is_python = |call: &&Value| call["name"] == INTERPRETER;
         let (ours, others): (Vec<&Value>, Vec<&Value>) = match &self.interpreters {
             Some(_) => calls.iter().partition(is_python),
@@ -410,8 +342,8 @@ fn start_interpreters(config: &Config) -> Result<ToolWorker> {
     let settings = serde_json::to_string(&settings).expect("settings are plain data");
     let command = [PROGRAM, interpreters::COMMAND, &settings].map(str::to_owned).to_vec();
     let program = Program { command, is_ours: false, origin: Origin::Sandbox, max_reply_bytes: MAX_REPLY_BYTES };
-    let timeout = ("tool_timeout_s", config.tools.tool_timeout_s);
-    let worker = ToolWorker::start(program, "the process of the tool 'python'", timeout, &refuse)?;
+    let (name, timeout_s) = ("the process of the tool 'python'", config.tools.tool_timeout_s);
+    let worker = ToolWorker::start(program, name, "tool_timeout_s", timeout_s, &refuse)?;
     let ready: ToolReply = serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
     ready.error.map_or(Ok(worker), |cause| Err(refuse(&cause)))
 }

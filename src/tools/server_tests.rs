@@ -3,7 +3,8 @@ use std::time::Duration;
 
 use serde_json::Map;
 
-use super::process::{ToolProcess, ToolReply};
+use super::process::ToolProcess;
+use super::reply::ToolReply;
 use crate::config::Config;
 
 const ROOM: &str = r"
@@ -136,7 +137,7 @@ class Slotted:
         return self.score
 "#;
 
-/// What cannot be pickled is left out of an environment's state, in slots as elsewhere.
+/// Attributes that cannot be pickled are left out of an environment's state, in slots as elsewhere.
 #[test]
 fn environments_without_a_dictionary_have_a_state() {
     let folder = tempfile::tempdir().unwrap();

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::process::ToolReply;
+use super::reply::ToolReply;
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::reward::{FailureKind, Program, RewardFailure, RewardWorker, frame};
@@ -27,9 +27,9 @@ const MAX_ENDS: usize = 3;
 pub(super) struct ToolWorker {
     program: Program,
     worker: RewardWorker,
-    /// Its answer to the first request, which another one must repeat.
+    /// The worker's answer to the first request, which another one must repeat.
     loaded: Vec<u8>,
-    /// What it serves, for errors, and the key that bounds the time of a request.
+    /// The worker's service, for errors, and the key that bounds the time of a request.
     name: &'static str,
     key: &'static str,
     timeout: Duration,
@@ -58,7 +58,8 @@ impl ToolWorker {
     pub fn start(
         program: Program,
         name: &'static str,
-        (key, timeout_s): (&'static str, f64),
+        key: &'static str,
+        timeout_s: f64,
         refuse: &dyn Fn(&str) -> Error,
     ) -> Result<Self> {
         let (mut worker, parent) = started(&program).map_err(|failure| refuse(&failure.cause))?;
@@ -82,7 +83,7 @@ impl ToolWorker {
         })
     }
 
-    /// What it has said of its tools.
+    /// The worker's description of its tools.
     pub fn loaded(&self) -> &[u8] {
         &self.loaded
     }

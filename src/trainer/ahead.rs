@@ -5,18 +5,17 @@
 //! With it they pause as soon as the trainers are done and the batch of step t + 1 is complete, take the newest weights and
 //! go on: a batch with a few very long completions then holds nobody up while there are others in the queue.
 
-use std::ops::Range;
-
-use super::replace::Replacement;
-use super::sampling::{DataPosition, SampledBatch};
+use super::batches::{DataPosition, SampledBatch};
+use super::preflight::Preflight;
+use super::replacement::{Replacement, StepNumbers};
 use super::turns::turns_of;
-use super::{Trainer, passes, submit};
-use crate::checkpoint::{CarriedGroup, SavedBatch};
+use super::{Generation, Trainer, passes, submit};
+use crate::checkpoint::{CarriedGroup, Checkpoint, SavedBatch};
 use crate::config::{Config, DynamicSampling};
-use crate::data::{Dataset, Tokenizer};
+use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::ranks::{HostGroup, World, all_gather_json};
-use crate::reward::{RewardPool, RewardTicket};
+use crate::reward::RewardTicket;
 use crate::rollout::{Batches, RolloutEngine, SampledGroup, SampledGroups};
 use crate::train::Sequence;
 use crate::types::RolloutGroup;
@@ -68,29 +67,9 @@ impl QueuedBatch {
     }
 }
 
-/// The ranks that share this rank's engine, where they must agree on pauses; collective over the world then.
-pub(super) fn engine_group(config: &Config, world: &World, num_generators: usize) -> Result<Option<HostGroup>> {
-    let size = config.engine_shape().num_ranks();
-    if size == 1 || !config.updates_in_flight(world.device().is_cuda()) {
-        return Ok(None);
-    }
-    world.host_group("engine", &engine_ranks(size, world, num_generators)).map(Some)
-}
-
-/// The ranks that share this rank's engine, `size` of them; on a rank without one all ranks that have none.
-pub(super) fn engine_ranks(size: usize, world: &World, num_generators: usize) -> Vec<usize> {
-    let num_trainers = world.size() - num_generators;
-    let ranks = match world.rank().checked_sub(num_trainers) {
-        None => 0..num_trainers,
-        Some(place) => num_trainers + place / size * size..num_trainers + (place / size + 1) * size,
-    };
-    ranks.collect()
-}
-
 /// Whether a run goes on with batches of a checkpoint, which it otherwise draws and samples again.
-pub(super) fn goes_on(saved: &[SavedBatch], config: &Config, num_prompts: usize) -> bool {
-    let suits =
-        |group: &CarriedGroup| group.completions.is_empty() || group.completions.len() == config.num_generations;
+fn goes_on(saved: &[SavedBatch], config: &Config, num_prompts: usize) -> bool {
+    let suits = |group: &CarriedGroup| group.suits(config.num_generations);
     let is_whole = |batch: &SavedBatch| batch.groups.len() == num_prompts && batch.groups.iter().all(suits);
     let is_first_complete = saved.first().is_none_or(|next| next.groups.iter().all(CarriedGroup::is_complete));
     saves_ahead(config) && saved.len() <= config.split.async_steps && is_first_complete && saved.iter().all(is_whole)
@@ -99,48 +78,62 @@ pub(super) fn goes_on(saved: &[SavedBatch], config: &Config, num_prompts: usize)
 /// Whether batches ahead are saved. Tools and environments end with their process, and groups that others may replace are known by
 /// their rewards.
 fn saves_ahead(config: &Config) -> bool {
-    let has_turns = config.tools.has_turns() || config.tools.agent.is_some();
-    !has_turns && config.dynamic_sampling != DynamicSampling::Replace
-}
-
-/// A batch of a checkpoint, of whose groups this rank has `own`. Complete ones are scored again.
-pub(super) fn restored(
-    saved: &SavedBatch,
-    own: Range<usize>,
-    (dataset, tokenizer, max_steps): (&Dataset, &Tokenizer, u64),
-    rewards: &mut RewardPool,
-) -> Result<QueuedBatch> {
-    let SavedBatch { global_step, before, groups } = saved;
-    rewards.set_progress(*global_step, max_steps);
-    let mut restore = |saved: &CarriedGroup| -> Result<QueuedGroup> {
-        let (prompt, first_step) = (dataset.prompt(saved.row).clone(), saved.first_step);
-        let mut group = RolloutGroup { prompt, first_step, completions: saved.completions.clone() };
-        if saved.is_complete() {
-            for completion in &mut group.completions {
-                completion.text = tokenizer.decode(&completion.token_ids)?;
-            }
-        }
-        let done = saved.is_complete().then(|| rewards.submit(&group));
-        Ok(QueuedGroup { row: saved.row, sampled: SampledGroup { group, done } })
-    };
-    Ok(QueuedBatch {
-        global_step: *global_step,
-        groups: groups[own].iter().map(&mut restore).collect::<Result<_>>()?,
-        before: DataPosition { sampler: before.clone(), carried: Vec::new() },
-        replaced: None,
-    })
+    !config.tools.takes_turns() && config.dynamic_sampling != DynamicSampling::Replace
 }
 
 impl Trainer {
+    /// Goes on with the batches that the run of `checkpoint` had sampled ahead, or samples them again if this run has other keys.
+    pub(super) fn restore_ahead(&mut self, checkpoint: &Checkpoint, preflight: &Preflight) -> Result<()> {
+        let saved = checkpoint.state.ahead.as_slice();
+        let Some(next) = saved.first() else { return Ok(()) };
+        if !goes_on(saved, &self.config, self.batch.num_prompts) {
+            self.data.sampler.restore(next.before.clone())?;
+            self.output.say(&format!(
+                "{} batches that the checkpoint's run sampled ahead are sampled again: this run has other keys",
+                saved.len()
+            ));
+            return Ok(());
+        }
+        checkpoint.check_carried(self.config.num_generations, preflight.spec.vocab_size)?;
+        let restored = saved.iter().map(|batch| self.restored(batch, &preflight.tokenizer));
+        self.generation.ahead = restored.collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// This rank's groups of a batch of a checkpoint. Complete ones are scored again.
+    fn restored(&mut self, saved: &SavedBatch, tokenizer: &Tokenizer) -> Result<QueuedBatch> {
+        let SavedBatch { global_step, before, groups } = saved;
+        let (own, max_steps) = (self.share(groups.len()), self.max_steps());
+        let Self { data, rewards, .. } = self;
+        rewards.set_progress(*global_step, max_steps);
+        let restore = |saved: &CarriedGroup| -> Result<QueuedGroup> {
+            let (prompt, first_step) = (data.train.prompt(saved.row).clone(), saved.first_step);
+            let mut group = RolloutGroup { prompt, first_step, completions: saved.completions.clone() };
+            if saved.is_complete() {
+                for completion in &mut group.completions {
+                    completion.text = tokenizer.decode(&completion.token_ids)?;
+                }
+            }
+            let done = saved.is_complete().then(|| rewards.submit(&group));
+            Ok(QueuedGroup { row: saved.row, sampled: SampledGroup { group, done } })
+        };
+        Ok(QueuedBatch {
+            global_step: *global_step,
+            groups: groups[own].iter().map(restore).collect::<Result<_>>()?,
+            before: DataPosition { sampler: before.clone(), carried: Vec::new() },
+            replaced: None,
+        })
+    }
+
     /// The queue as a checkpoint has it, empty where its batches are to be sampled again; collective over the world.
     pub(super) fn saved_ahead(&self) -> Result<Vec<SavedBatch>> {
-        if self.ahead.is_empty() || !saves_ahead(&self.config) {
+        if self.generation.ahead.is_empty() || !saves_ahead(&self.config) {
             return Ok(Vec::new());
         }
-        let own: Vec<Vec<CarriedGroup>> = self.ahead.iter().map(QueuedBatch::to_carried).collect();
+        let own: Vec<Vec<CarriedGroup>> = self.generation.ahead.iter().map(QueuedBatch::to_carried).collect();
         let mut of_ranks: Vec<Vec<Vec<CarriedGroup>>> =
             all_gather_json(&*self.world.group(), "gather batches ahead", &own)?;
-        let saved = self.ahead.iter().enumerate().map(|(place, batch)| SavedBatch {
+        let saved = self.generation.ahead.iter().enumerate().map(|(place, batch)| SavedBatch {
             global_step: batch.global_step,
             before: batch.before.sampler.clone(),
             groups: of_ranks.iter_mut().flat_map(|batches| std::mem::take(&mut batches[place])).collect(),
@@ -168,9 +161,9 @@ impl Trainer {
         let after = |num_batches: usize| self.global_step_after(options, num_batches);
         let is_due = |every, now| passes(every, before, now);
         let is_free = |now| {
-            !is_due(self.config.save_steps, now)
+            !is_due(self.config.saving.save_steps, now)
                 && !is_due(self.config.eval_steps, now)
-                && now < self.schedule.total_steps as u64
+                && now < self.max_steps()
         };
         (1..=self.config.split.async_steps).take_while(|&num_batches| is_free(after(num_batches))).count()
     }
@@ -188,8 +181,8 @@ impl Trainer {
         options: &UpdateOptions,
         num_ahead: usize,
     ) -> Result<UpdateOutcome> {
-        while self.ahead.len() < num_ahead {
-            let num_batches = self.ahead.len() + 1;
+        while self.generation.ahead.len() < num_ahead {
+            let num_batches = self.generation.ahead.len() + 1;
             let global_step = self.global_step_after(options, num_batches);
             let batch = self.next_batch(self.progress.generation_step + num_batches as u64, global_step)?;
             let open = |(begun, group): (&CarriedGroup, RolloutGroup)| QueuedGroup {
@@ -197,11 +190,12 @@ impl Trainer {
                 sampled: SampledGroup::open(group),
             };
             let groups = batch.begun.iter().zip(batch.groups).map(open).collect();
-            self.ahead.push_back(QueuedBatch { global_step, groups, before: batch.before, replaced: None });
+            self.generation.ahead.push_back(QueuedBatch { global_step, groups, before: batch.before, replaced: None });
         }
-        let (params, max_steps) = (self.sampling_params(), self.schedule.total_steps as u64);
+        let (params, max_steps) = (self.sampling_params(), self.max_steps());
         let may_pause = self.config.updates_in_flight(self.world.device().is_cuda());
-        let Self { model, ahead, turns, rewards, output, world, engine_group, .. } = self;
+        let Self { model, generation, rewards, output, world, .. } = self;
+        let Generation { turns, ahead, pause_group, .. } = generation;
         let beside = |engine: &mut RolloutEngine<'_>| {
             engine.on_progress(output.sampling_progress());
             let groups = |batch: &mut QueuedBatch| batch.open().map(|sampled| sampled.group.clone()).collect();
@@ -211,7 +205,7 @@ impl Trainer {
                 rewards.set_progress(global_steps[batch], max_steps);
                 submit(group, rewards, output)
             };
-            let mut pauses = || Ok(may_pause && trainers_wait(world, engine_group.as_ref())?);
+            let mut pauses = || Ok(may_pause && trainers_wait(world, pause_group.as_ref())?);
             let mut batches = Batches::ahead(batches, &params, &mut pauses, &mut done);
             engine.run(turns_of(turns.as_mut()), &mut batches)?;
             for (batch, sampled) in ahead.iter_mut().zip(batches.into_sampled()) {
@@ -229,32 +223,37 @@ impl Trainer {
         options: &UpdateOptions,
         num_ahead: usize,
     ) -> Result<UpdateOutcome> {
-        let first = self.ahead.len() + 1;
-        let steps: Vec<[u64; 2]> = (first..=num_ahead)
-            .map(|batch| [self.progress.generation_step + batch as u64, self.global_step_after(options, batch)])
-            .collect();
-        let (open, params, max_steps) = (self.open_batch()?, self.sampling_params(), self.schedule.total_steps as u64);
-        let Self { model, turns, rewards, output, dataset, engines, .. } = self;
+        let first = self.generation.ahead.len() + 1;
+        let numbers = |batch: usize| StepNumbers {
+            generation_step: self.progress.generation_step + batch as u64,
+            global_step: self.global_step_after(options, batch),
+        };
+        let steps: Vec<StepNumbers> = (first..=num_ahead).map(numbers).collect();
+        let (candidates, quota, max_steps) = (self.candidates()?, self.group_quota(), self.max_steps());
+        let params = self.sampling_params();
+        let Self { model, generation, rewards, output, data, .. } = self;
+        let Generation { turns, verdict_group, .. } = generation;
         let output = &*output;
         let beside = |engine: &mut RolloutEngine<'_>| {
-            let mut replacement = Replacement { rewards, output, dataset, engines: engines.as_ref(), max_steps };
-            replacement.sample(engine, turns.as_mut(), open, &params, &steps)
+            let (dataset, engines) = (&data.train, verdict_group.as_ref());
+            let mut replacement = Replacement { rewards, output, dataset, engines, max_steps, quota };
+            replacement.sample(engine, turns.as_mut(), candidates, &params, &steps)
         };
         let (outcome, drawn) = model.update(sequences, options, output, Some(beside))?;
         let mut drawn = drawn.into_iter();
-        for [_, global_step] in steps {
-            let before = self.data_position();
+        for StepNumbers { global_step, .. } in steps {
+            let before = self.data.position();
             let replaced = Some(self.take_drawn(before.clone(), drawn.next())?);
-            self.ahead.push_back(QueuedBatch { global_step, groups: Vec::new(), before, replaced });
+            self.generation.ahead.push_back(QueuedBatch { global_step, groups: Vec::new(), before, replaced });
         }
         Ok(outcome)
     }
 }
 
 /// Whether the first trainer has made its update, as the first rank of the engine sees it.
-fn trainers_wait(world: &World, engine_group: Option<&HostGroup>) -> Result<bool> {
+fn trainers_wait(world: &World, pause_group: Option<&HostGroup>) -> Result<bool> {
     let is_waiting = world.is_waiting(0);
-    match engine_group {
+    match pause_group {
         None => Ok(is_waiting),
         Some(group) => Ok(group.all_gather_json("agree on a pause", is_waiting)?[0]),
     }

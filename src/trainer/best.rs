@@ -80,8 +80,8 @@ impl Trainer {
         let now = self.progress.global_step;
         let best = self.best().filter(|best| self.config.best.load_best_model_at_end && best.step != now);
         let Some(Best { step, value, .. }) = best else { return Ok(now) };
-        let folder = folder_of_step(&self.config.output_dir, step);
-        let on_each_node = self.config.save_on_each_node;
+        let folder = folder_of_step(&self.config.output.output_dir, step);
+        let on_each_node = self.config.saving.save_on_each_node;
         let reads = writes_folder(&self.world, on_each_node);
         if any_rank(&*self.world.group(), reads && !folder.exists())? {
             self.output.say(&format!("warning: {} is gone: the final model is the last one", folder.display()));

@@ -2,15 +2,10 @@
 //! in the next one (`partial_rollout`). All ranks know all that are carried and deal them out anew, so that what goes on does
 //! not depend on who began it; but where keys and values are kept, to the engine that has them, and with tools to the rank that has them.
 
-use super::Trainer;
-use super::sampling::{DataPosition, SampledBatch};
-use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
-use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::ranks::{all_gather_json, share};
-use crate::reward::RewardTicket;
-use crate::rollout::{EngineStats, SampledGroup};
+use crate::ranks::share;
+use crate::rollout::EngineStats;
 use crate::types::{RolloutGroup, Trajectory};
 
 /// Counts of this rank's tokens in a step: taken, carried and dropped.
@@ -23,80 +18,22 @@ pub(super) struct Carry {
     /// Steps since the first of them was begun.
     oldest: u64,
     /// Tokens sampled in this step, and those that nobody will train on.
-    num_sampled: usize,
-    num_discarded: usize,
+    pub num_sampled: usize,
+    pub num_discarded: usize,
     /// Groups that the next step goes on with.
-    num_carried: usize,
+    pub num_carried: usize,
     /// Counts of the engine, of which this is one rank.
     engine: EngineStats,
 }
 
-impl Trainer {
-    /// This rank's groups of the next step, those carried over first. Where all ranks have what they carry and begin as many
-    /// groups as the step takes, these are consecutive shares of the next rows.
-    pub(super) fn next_groups(&mut self) -> Result<Vec<CarriedGroup>> {
-        let carried = std::mem::take(&mut self.carried);
-        let under_way: Vec<usize> = carried.iter().map(|group| group.row).collect();
-        let num_new = self.batch.num_begun.saturating_sub(carried.len());
-        let new = self.sampler.next_batch_beside(num_new, &under_way)?.into_iter().map(CarriedGroup::new);
-        let num_engines = self.batch.roles.num_generators;
-        let carried_by = std::mem::take(&mut self.carried_by);
-        let mut shares = match self.config.keeps_kv_cache() {
-            _ if !carried_by.is_empty() => with_their_ranks(carried, &carried_by[carried_by.len() - num_engines..]),
-            true => in_order(&carried, num_engines),
-            false => one_by_one(carried, num_engines),
-        };
-        fill(&mut shares, new, [self.batch.num_prompts, self.batch.num_begun]);
-        Ok(self.place_among_engines().map_or_else(Vec::new, |place| shares.swap_remove(place)))
-    }
-
-    /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
-    /// are begun that a step does not take.
-    pub(super) fn take(
-        &mut self,
-        begun: Vec<CarriedGroup>,
-        before: DataPosition,
-        sampled: impl Iterator<Item = SampledGroup<RewardTicket>>,
-        engine: EngineStats,
-    ) -> Result<SampledBatch> {
-        let step = self.progress.generation_step;
-        let (mut carry, mut kept) = (Carry { engine, ..Carry::default() }, Vec::new());
-        let (mut groups, mut tickets) = (Vec::new(), Vec::new());
-        for (begun, SampledGroup { group, done }) in begun.into_iter().zip(sampled) {
-            let num_continued = num_sampled(&begun.completions);
-            if let Some(ticket) = done {
-                carry.take(num_continued, &group, step);
-                groups.push(group);
-                tickets.push(ticket);
-                continue;
-            }
-            let num_tokens = num_sampled(&group.completions);
-            // An agent may have given up requests whose tokens were counted.
-            carry.num_sampled += num_tokens.saturating_sub(num_continued);
-            if self.config.partial_rollout || num_tokens == 0 {
-                let RolloutGroup { first_step, completions, .. } = group;
-                kept.push(CarriedGroup { row: begun.row, first_step, completions });
-            } else {
-                carry.num_discarded += num_tokens;
-                self.turns.iter_mut().for_each(|turns| turns.forget(&group));
-            }
-        }
-        carry.num_carried = kept.len();
-        if self.config.oversample > 0.0 {
-            let of_ranks: Vec<Vec<CarriedGroup>> =
-                all_gather_json(&*self.world.group(), "gather unfinished groups", &kept)?;
-            if self.turns.is_some() {
-                self.carried_by = of_ranks.iter().map(Vec::len).collect(); // whose tools and environments live
-            }
-            self.carried = of_ranks.concat();
-        }
-        Ok(SampledBatch { carry, ..SampledBatch::of_groups(groups, tickets, before) })
-    }
-}
-
 impl Carry {
+    /// Counts of a step in which the engine had these.
+    pub fn new(engine: EngineStats) -> Self {
+        Self { engine, ..Self::default() }
+    }
+
     /// Counts a group that `step` takes, of which `num_continued` tokens were sampled before.
-    fn take(&mut self, num_continued: usize, group: &RolloutGroup, step: u64) {
+    pub fn take(&mut self, num_continued: usize, group: &RolloutGroup, step: u64) {
         let of_sampled = |completion: &Trajectory| -> Vec<u64> {
             let versions = completion.weight_versions.iter().zip(&completion.loss_mask);
             versions.filter(|(_, is_sampled)| **is_sampled).map(|(version, _)| *version).collect()
@@ -135,18 +72,18 @@ impl Carry {
 }
 
 /// Tokens that were sampled so far.
-fn num_sampled(completions: &[Trajectory]) -> usize {
+pub(super) fn num_sampled(completions: &[Trajectory]) -> usize {
     completions.iter().map(Trajectory::num_sampled).sum()
 }
 
 /// Leaves carried groups, which follow one another by ranks, with the ranks that have them, `counts` each.
-fn with_their_ranks<T>(carried: Vec<T>, counts: &[usize]) -> Vec<Vec<T>> {
+pub(super) fn with_their_ranks<T>(carried: Vec<T>, counts: &[usize]) -> Vec<Vec<T>> {
     let mut carried = carried.into_iter();
     counts.iter().map(|count| carried.by_ref().take(*count).collect()).collect()
 }
 
 /// Spreads carried groups, the long ones, over the ranks.
-fn one_by_one<T: Clone>(carried: Vec<T>, num_ranks: usize) -> Vec<Vec<T>> {
+pub(super) fn one_by_one<T: Clone>(carried: Vec<T>, num_ranks: usize) -> Vec<Vec<T>> {
     let mut shares = vec![Vec::new(); num_ranks];
     for (index, group) in carried.into_iter().enumerate() {
         shares[index % num_ranks].push(group);
@@ -156,12 +93,12 @@ fn one_by_one<T: Clone>(carried: Vec<T>, num_ranks: usize) -> Vec<Vec<T>> {
 
 /// Leaves carried groups with their engines: all of them complete, and so carry, as many for each of their ranks, which follow
 /// one another.
-fn in_order<T: Clone>(carried: &[T], num_ranks: usize) -> Vec<Vec<T>> {
+pub(super) fn in_order<T: Clone>(carried: &[T], num_ranks: usize) -> Vec<Vec<T>> {
     (0..num_ranks).map(|rank| carried[share(carried.len(), (rank, num_ranks))].to_vec()).collect()
 }
 
 /// Adds new groups in consecutive shares, so that all ranks together have first the smaller and then the larger of `totals`.
-fn fill<T>(shares: &mut [Vec<T>], mut new: impl Iterator<Item = T>, totals: [usize; 2]) {
+pub(super) fn fill<T>(shares: &mut [Vec<T>], mut new: impl Iterator<Item = T>, totals: [usize; 2]) {
     let num_ranks = shares.len();
     for total in totals {
         for (rank, own) in shares.iter_mut().enumerate() {

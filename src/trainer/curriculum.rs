@@ -35,7 +35,7 @@ impl Trainer {
         }
         let solved_by = self.config.deciding_rewards(self.rewards.judges());
         let of_group = |group: &RolloutGroup| -> Option<Solved> {
-            let row = *self.rows_by_id.0.get(&group.prompt.id)?; // a program may sample for prompts of its own
+            let row = *self.data.rows_by_id.0.get(&group.prompt.id)?; // a program may sample for prompts of its own
             let verdicts = eval::verdicts(group, &solved_by);
             let num_solved = verdicts.iter().filter(|is_solved| **is_solved).count();
             Some((row, num_solved as u32, verdicts.len() as u32))
@@ -44,7 +44,7 @@ impl Trainer {
         let all: Vec<Vec<Solved>> = all_gather_json(&*self.world.group(), "gather solve rates", &own)?;
         let (mut total, mut count) = (0, 0);
         for (row, num_solved, num_judged) in all.into_iter().flatten() {
-            self.sampler.observe(row, [num_solved, num_judged]);
+            self.data.sampler.observe(row, [num_solved, num_judged]);
             total += num_solved;
             count += num_judged;
         }
@@ -54,7 +54,7 @@ impl Trainer {
     /// Metrics of the curriculum, where there is one.
     pub(super) fn add_curriculum_metrics(&self, metrics: &mut StepMetrics, solve_rate: Option<f64>) {
         let Some(solve_rate) = solve_rate else { return };
-        let [num_hard, num_easy] = self.sampler.num_resting();
+        let [num_hard, num_easy] = self.data.sampler.num_resting();
         for (name, value) in
             [("solve_rate", solve_rate), ("hard_rows", num_hard as f64), ("easy_rows", num_easy as f64)]
         {

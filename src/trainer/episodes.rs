@@ -4,17 +4,16 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::turns::add_session_metrics;
+use super::records::session_metrics;
 use crate::config::{AutoOr, Config};
-use crate::data::{Reply, Tokenizer, ToolCallParser, TurnContext};
+use crate::data::{Reply, ToolCallParser, TurnContext, TurnModel};
 use crate::endpoint::{EpisodePlayer, PlayerOptions};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::ranks::HostGroup;
 use crate::tools::ToolProcess;
 
-/// The player of the agent that `process` has loaded, for ranks that share an engine. The model is its tokenizer, the ids that end its
-/// turns and its longest sequence.
+/// The player of the agent that `process` has loaded, for ranks that share an engine.
 ///
 /// # Errors
 /// [`Error::ChatTemplate`](crate::Error::ChatTemplate) for a template that rewrites earlier turns.
@@ -22,22 +21,17 @@ pub(super) fn player(
     config: &Config,
     engine_ranks: HostGroup,
     process: ToolProcess,
-    (tokenizer, eos_token_ids, max_model_length): (&Arc<Tokenizer>, &[u32], usize),
+    model: &TurnModel,
 ) -> Result<EpisodePlayer> {
+    let TurnModel { tokenizer, eos_token_ids, .. } = model;
     let variables = &config.data.chat_template_kwargs.0;
     TurnContext::probe(Arc::clone(tokenizer), eos_token_ids, &Value::Null, variables, Reply::User)?;
     let tool_calls = match config.tools.tool_call_parser {
         AutoOr::Given(parser) => Some(parser),
         AutoOr::Auto => tokenizer.template_source().and_then(ToolCallParser::of_template),
     };
-    let options = PlayerOptions {
-        engine_ranks,
-        tokenizer: Arc::clone(tokenizer),
-        eos_token_ids: eos_token_ids.to_vec(),
-        tool_calls,
-        max_sequence_length: max_model_length,
-        max_requests: config.tools.agent_max_requests,
-    };
+    let max_requests = config.tools.agent_max_requests;
+    let options = PlayerOptions { engine_ranks, model: model.clone(), tool_calls, max_requests };
     Ok(EpisodePlayer::new(process, options))
 }
 
@@ -54,5 +48,5 @@ pub(super) fn add_metrics(player: &mut EpisodePlayer, metrics: &mut StepMetrics)
     {
         metrics.set(format!("agent/num_{name}"), count as f64, Reduce::Sum);
     }
-    add_session_metrics(metrics, "agent", &stats.sessions);
+    session_metrics(metrics, "agent", &stats.sessions);
 }

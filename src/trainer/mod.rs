@@ -1,6 +1,19 @@
-//! The GRPO trainer. [`Trainer::run`] is a run, and [`Trainer::train_step`] one step; `step` has the parts of a step, `run` what
-//! is around it, `builder` functions of the caller's own; `setup` loads, `sampling` asks the engines, `ahead` lets them sample
-//! later batches beside an update, `records` turns groups into sequences and metrics, `output` writes.
+//! The GRPO trainer. [`Trainer::run`] is a run, and [`Trainer::train_step`] one step.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `construction`, `functions` | builds a trainer, with functions of the caller's own |
+//! | `preflight`, `planned_run`, `engine_memory` | checks and plans a run before any process starts |
+//! | `rows`, `teacher`, `resume` | rows, a teacher, and a checkpoint to go on from |
+//! | `step`, `run` | the parts of a step, and what a run does around its steps |
+//! | `sampling`, `batches`, `carry` | draws and samples generation batches; carries unfinished groups on |
+//! | `ahead` | lets engines sample later batches beside an update |
+//! | `dynamic_sampling`, `replacement`, `verdict` | leaves out or replaces groups that teach nothing |
+//! | `turns`, `episodes`, `engine_groups` | tools and agents, and the ranks that share an engine |
+//! | `policy_and_engine` | the policy and the engine of this rank |
+//! | `curriculum`, `penalty`, `fruitless`, `best` | solve rates, KL in the reward, steps without a score, the best evaluation |
+//! | `records`, `output` | groups as sequences and metrics; files, bars and the report |
+//!
 //! A run of one step, with a callback of the program's own:
 //!
 //! ```no_run
@@ -80,25 +93,28 @@
 //! ```
 
 mod ahead;
+mod batches;
 mod best;
-mod build;
-mod builder;
 mod carry;
+mod construction;
 mod curriculum;
-mod engines;
+mod dynamic_sampling;
+mod engine_groups;
+mod engine_memory;
 mod episodes;
-mod model;
+mod fruitless;
+mod functions;
 mod output;
 mod penalty;
+mod planned_run;
+mod policy_and_engine;
 mod preflight;
 mod records;
-mod replace;
+mod replacement;
+mod resume;
 mod rows;
 mod run;
 mod sampling;
-mod scores;
-mod setup;
-mod signal;
 mod step;
 mod teacher;
 #[cfg(test)]
@@ -106,6 +122,7 @@ mod together_tests;
 mod turns;
 #[cfg(test)]
 mod turns_tests;
+mod verdict;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -114,7 +131,7 @@ use std::time::Instant;
 
 use crate::checkpoint::{CarriedGroup, Claim, Saver};
 use crate::config::{BatchPlan, Config};
-use crate::data::{Dataset, PromptSampler};
+use crate::data::{Curriculum, Dataset, PromptSampler};
 use crate::error::Result;
 use crate::grpo::EntropyControl;
 use crate::ranks::{HostGroup, World};
@@ -128,20 +145,20 @@ pub use crate::plan::{ClassBytes, MemoryPlan, PlanInput, Role, Room};
 pub use crate::train::{Policy, Reference, Sequence};
 pub use crate::update::{Divergence, Learner, ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
 use ahead::QueuedBatch;
-use builder::Functions;
-pub use builder::{StepReport, TrainerBuilder};
+use batches::DataPosition;
+pub use construction::TrainerBuilder;
+pub(crate) use construction::{TrainerParts, assemble};
 use curriculum::RowsById;
-#[doc(hidden)]
-pub use engines::PlannedRun;
-use model::PolicyAndEngine;
+use fruitless::FruitlessSteps;
+use functions::Functions;
+pub use functions::StepReport;
 use output::RunOutput;
+#[doc(hidden)]
+pub use planned_run::PlannedRun;
+use policy_and_engine::PolicyAndEngine;
 #[doc(hidden)]
 pub use preflight::Preflight;
 pub(crate) use rows::TrainingRows;
-use sampling::DataPosition;
-use scores::Unscored;
-pub(crate) use setup::{TrainerParts, assemble};
-use signal::Signal;
 pub use step::TrainingBatch;
 pub(crate) use turns::{RunTurns, generate};
 
@@ -152,41 +169,63 @@ pub struct Trainer {
     world: Arc<World>,
     batch: BatchPlan,
     plan: MemoryPlan,
+    functions: Functions,
+    data: TrainingData,
     model: PolicyAndEngine,
+    generation: Generation,
     rewards: RewardPool,
-    dataset: Dataset,
-    rows_by_id: RowsById,
-    sampler: PromptSampler,
-    carried: Vec<CarriedGroup>, // of all ranks, the same on each
-    /// How many of them each rank has, in the order of ranks, where they stay with it: it has their tools.
-    carried_by: Vec<usize>,
-    eval_set: Option<Dataset>,
+    fruitless: FruitlessSteps,
     schedule: Schedule,
+    progress: TrainingProgress,
     output: RunOutput,
-    saver: Saver,
-    claim: Option<Claim>, // of the output folder, on the first rank
+    checkpoints: Checkpoints,
     /// The rate of this rank's chip in the run's dtype, where a data sheet has it.
     chip_flop_per_s: Option<f64>,
-    /// The newest step in a checkpoint.
-    saved_step: u64,
-    progress: TrainingProgress,
-    /// The step before the newest batch.
-    previous_step: u64,
-    /// Batches of the steps to come, the next one first; only in split mode.
-    ahead: VecDeque<QueuedBatch>,
-    /// Where the rows were before a program drew prompts for itself, and when.
-    drawn: Option<(DataPosition, Instant)>,
-    unscored: Unscored,
-    signal: Signal,
-    functions: Functions,
-    /// Mean rewards of the first and the newest evaluation; none of one that no sample was scored in.
-    eval_rewards: Option<(Option<f64>, Option<f64>)>,
-    /// Ranks with engines, where groups are replaced.
-    engines: Option<HostGroup>,
-    /// Ranks that share this rank's engine, where they agree on pauses.
-    engine_group: Option<HostGroup>,
+}
+
+/// The rows, and the place in them where the run is.
+#[derive(Debug)]
+struct TrainingData {
+    train: Dataset,
+    eval: Option<Dataset>,
+    sampler: PromptSampler,
+    rows_by_id: RowsById,
+    /// Unfinished groups of all ranks that the next step goes on with, the same on each rank.
+    carried: Vec<CarriedGroup>,
+    /// How many of them each rank has, in the order of ranks, where they stay with it: it has their tools.
+    carried_by: Vec<usize>,
+    /// A batch of prompts that a program has drawn to sample for itself.
+    drawn: Option<DrawnPrompts>,
+}
+
+/// The place in the data before a program drew prompts, and when it did.
+#[derive(Debug)]
+struct DrawnPrompts {
+    before: DataPosition,
+    start: Instant,
+}
+
+/// The state of sampling beside the engine's.
+#[derive(Debug)]
+struct Generation {
     /// Tools, where completions may call some, or the agent that plays episodes.
     turns: Option<RunTurns>,
+    /// Batches of the steps to come, the next one first; only in split mode.
+    ahead: VecDeque<QueuedBatch>,
+    /// Ranks that share this rank's engine, where they agree on pauses.
+    pause_group: Option<HostGroup>,
+    /// Ranks with engines, where groups are replaced.
+    verdict_group: Option<HostGroup>,
+}
+
+/// The run's checkpoints.
+#[derive(Debug)]
+struct Checkpoints {
+    saver: Saver,
+    /// The claim on the output folder, on the first rank.
+    claim: Option<Claim>,
+    /// The newest step in a checkpoint.
+    newest_step: u64,
 }
 
 /// How far the run is.
@@ -194,6 +233,8 @@ pub struct Trainer {
 struct TrainingProgress {
     /// Optimizer updates made or skipped.
     global_step: u64,
+    /// Updates before the newest batch.
+    previous_step: u64,
     /// Generation batches sampled.
     generation_step: u64,
     /// Tokens trained on, over all ranks.
@@ -261,6 +302,11 @@ impl Trainer {
         self.progress.global_step
     }
 
+    /// Updates of the whole run.
+    fn max_steps(&self) -> u64 {
+        self.schedule.total_steps as u64
+    }
+
     /// The bytes that this rank holds in each phase.
     pub fn plan(&self) -> &MemoryPlan {
         &self.plan
@@ -289,6 +335,25 @@ impl Trainer {
     pub fn train_step(&mut self) -> Result<StepMetrics> {
         let batch = self.rollout()?;
         self.update(batch)
+    }
+}
+
+impl TrainingData {
+    /// The rows of a run at their beginning.
+    fn new(config: &Config, batch: &BatchPlan, rows: TrainingRows) -> Self {
+        let TrainingRows { train, eval, .. } = rows;
+        let sampler = PromptSampler::new(train.len(), config.seed, config.shuffle_dataset);
+        let mut sampler = sampler.with_curriculum(Curriculum::new(&config.curriculum));
+        if config.dataloader_drop_last {
+            sampler = sampler.dropping_last(batch.num_prompts);
+        }
+        let rows_by_id = RowsById::new(config, &train);
+        Self { train, eval, sampler, rows_by_id, carried: Vec::new(), carried_by: Vec::new(), drawn: None }
+    }
+
+    /// The place in the rows where the run is now.
+    fn position(&self) -> DataPosition {
+        DataPosition { sampler: self.sampler.state().clone(), carried: self.carried.clone() }
     }
 }
 

@@ -36,6 +36,15 @@ pub(super) struct RunOutput {
     /// Tells watchers what this rank does; none where no files are written.
     reporter: Option<RankReporter>,
     said_no_signal: bool,
+    /// The mean rewards of the first and of the newest evaluation, those before a resume included.
+    eval_rewards: Option<EvalRewards>,
+}
+
+/// Mean rewards of evaluations; none of one in which no sample was scored.
+#[derive(Debug, Clone, Copy)]
+struct EvalRewards {
+    first: Option<f64>,
+    newest: Option<f64>,
 }
 
 impl RunOutput {
@@ -45,11 +54,12 @@ impl RunOutput {
         world: &World,
         max_steps: u64,
         checkpoint: Option<&Checkpoint>,
-        (writes_files, tokenizer): (bool, &Arc<Tokenizer>),
+        tokenizer: &Arc<Tokenizer>,
+        writes_files: bool,
     ) -> Result<Self> {
         let group = world.group();
         let is_first = writes_files && group.rank() == 0;
-        let output_dir = config.output_dir.clone();
+        let output_dir = config.output.output_dir.clone();
         let options = LogOptions { logging_steps: config.logging_steps, max_steps };
         let services = Services::of(&config.report, &output_dir, &config.reward.python);
         let earlier = checkpoint.map(Checkpoint::earlier_log);
@@ -69,7 +79,9 @@ impl RunOutput {
             if config.tools.has_turns() { writer.with_messages(tokenizer) } else { Ok(writer) }
         };
         let completions = config.log_completions.then(writer);
+        let resumed = |(first, newest)| EvalRewards { first: Some(first), newest: Some(newest) };
         Ok(Self {
+            eval_rewards: log.first_and_last("eval_reward").map(resumed),
             log,
             completions: completions.transpose()?,
             reporter,
@@ -150,7 +162,8 @@ impl RunOutput {
         Ok(values)
     }
 
-    /// An evaluation's metrics and its rewards' failures, already reduced.
+    /// Takes an evaluation's metrics and its rewards' failures, already reduced, and returns the mean reward; none where no sample was
+    /// scored.
     pub(super) fn evaluation(
         &mut self,
         outcome: &EvalOutcome,
@@ -158,18 +171,28 @@ impl RunOutput {
         failures: MetricValues,
         step: u64,
         epoch: f64,
-    ) {
+    ) -> Option<f64> {
         let mut values = outcome.metrics(reward_names);
         values.extend(failures.into_iter().map(|(name, value)| (format!("eval_{name}"), value)));
         values.insert("epoch".to_owned(), epoch);
         let solved_by: Vec<&str> = outcome.solved_by.iter().map(|&index| reward_names[index].as_str()).collect();
         self.say(&format!("step {step}: {outcome} (solved by {})", solved_by.join(" and ")));
         self.log.write(step, values);
+        let newest = (outcome.reward.count > 0.0).then(|| outcome.reward.mean());
+        self.eval_rewards.get_or_insert(EvalRewards { first: newest, newest }).newest = newest;
+        newest
     }
 
-    /// Mean rewards of the first and the newest evaluation so far, those before a resume included.
-    pub(super) fn evaluations(&self) -> Option<(f64, f64)> {
-        self.log.first_and_last("eval_reward")
+    /// Whether there was an evaluation, if only before a resume.
+    pub(super) fn has_evaluated(&self) -> bool {
+        self.eval_rewards.is_some()
+    }
+
+    /// The mean reward of the first evaluation, and that of the model from `model_step`, or of the newest where that has none.
+    pub(super) fn rewards_before_and_after(&self, model_step: u64) -> [Option<f64>; 2] {
+        let of_model = self.evaluated("eval_reward").rfind(|(step, _)| *step == model_step).map(|(_, reward)| reward);
+        let [first, newest] = self.eval_rewards.map_or([None; 2], |rewards| [rewards.first, rewards.newest]);
+        [first, of_model.or(newest)]
     }
 
     /// A metric's numbers in evaluations, each with its step, those before a resume included.

@@ -1,4 +1,4 @@
-//! What is checked and planned of a run before any process starts.
+//! Checks and plans a run before any process starts.
 
 use std::fmt;
 use std::path::Path;
@@ -6,19 +6,23 @@ use std::sync::Arc;
 
 use tch::Kind;
 
-use super::engines::{PlannedRun, StagePlan};
+use super::engine_memory::{StagePlan, engine_weight_bytes};
 use super::teacher::Teacher;
-use crate::config::{BatchPlan, Circumstance, Combination, Config, Mode, Quantization, Roles, WorldSize};
+use crate::config::{BatchPlan, Circumstance, Combination, Config, Mode, Roles, WorldSize};
 use crate::cuda::Placement;
 use crate::data::{Hub, Tokenizer};
 use crate::error::Result;
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, Stages, Use};
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::rollout::fullest_stage;
-use crate::serve::EngineSlices;
 
-/// A model's shape and tokenizer, and whether it comes with adapters.
-pub(super) type OpenModel = (Arc<ModelSpec>, Arc<Tokenizer>, bool);
+/// The model of a run, read but for its weights.
+#[derive(Debug, Clone)]
+pub(super) struct OpenModel {
+    pub spec: Arc<ModelSpec>,
+    pub tokenizer: Arc<Tokenizer>,
+    pub has_adapters: bool,
+}
 
 /// Makes a plan; the second argument gives the bytes of gathered weights of other configurations.
 pub(super) type MakePlan<'a> = dyn Fn(&PlanInput<'_>, &dyn Fn(&Config) -> Result<usize>) -> Result<MemoryPlan> + 'a;
@@ -49,36 +53,28 @@ pub struct Preflight {
 }
 
 impl Preflight {
-    /// Checks a run of as many ranks as `world_size` says that computes at `placement` in the memory of `room`.
-    ///
-    /// # Errors
-    /// What is wrong with the configuration, the model's folder or the machine.
-    pub fn new(config: &Config, placement: Placement, world_size: WorldSize, room: Room) -> Result<Self> {
-        config.validate_world(world_size.ranks)?;
-        PlannedRun::with_rows(config, placement)?.preflight(placement, world_size, room)
-    }
-
-    /// Checks a run of a model that is already read.
+    /// Checks a run of as many ranks as `world_size` says, of a model that is already read, that computes at `placement` in the memory
+    /// of `room`.
     pub(super) fn of_model(
         config: &Config,
-        (spec, tokenizer, starts_from_adapters): OpenModel,
+        model: OpenModel,
         placement: Placement,
         world_size: WorldSize,
         room: Room,
     ) -> Result<Self> {
-        let model = (spec, tokenizer, starts_from_adapters);
         Self::planned(config, model, placement, world_size, room, &MemoryPlan::new)
     }
 
     /// [`Preflight::of_model`] by a function that makes plans.
     pub(super) fn planned(
         config: &Config,
-        (spec, tokenizer, starts_from_adapters): OpenModel,
+        model: OpenModel,
         placement: Placement,
         world_size: WorldSize,
         room: Room,
         plan: &MakePlan<'_>,
     ) -> Result<Self> {
+        let OpenModel { spec, tokenizer, has_adapters: starts_from_adapters } = model;
         let kind = placement.kind;
         let batch = config.validate_world(world_size.ranks)?;
         let BatchPlan { roles: Roles { num_trainers, num_generators }, .. } = batch;
@@ -134,7 +130,7 @@ impl Preflight {
             1 => Vec::new(),
             _ => stages
                 .iter()
-                .map(|stage| StagePlan::new(stage, config, &table, (kind, engine_plan.as_ref().unwrap_or(&plan))))
+                .map(|stage| StagePlan::new(stage, config, &table, kind, engine_plan.as_ref().unwrap_or(&plan)))
                 .collect::<Result<_>>()?,
         };
         Ok(Self { batch, spec, tokenizer, table, stages, stage_plans, teacher, kind, plan, engine_plan })
@@ -179,36 +175,17 @@ pub(super) fn validate_gpu(
     spec.validate_gpu(placement.kind, tp_size, folder)
 }
 
-/// The shape and the tokenizer of the model that the configuration names, and whether it comes with adapters.
+/// Reads the model that the configuration names.
 pub(super) fn open_model(config: &Config, placement: Placement) -> Result<OpenModel> {
     let ModelSource { base: folder, adapters } = source(config)?;
     let spec = Arc::new(ModelSpec::from_folder(&folder)?.with_expert_parallel(config.enable_expert_parallel)?);
     let tokenizer = Tokenizer::from_folder(&folder)?.with_template_variables(&config.data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     validate_gpu(&spec, placement, Some(config.tensor_parallel_size), &folder)?;
-    Ok((spec, Arc::new(tokenizer), adapters.is_some()))
+    Ok(OpenModel { spec, tokenizer: Arc::new(tokenizer), has_adapters: adapters.is_some() })
 }
 
 /// The model's folders, of a repository those in the cache.
 pub(super) fn source(config: &Config) -> Result<ModelSource> {
     ModelSource::find(&config.model_name_or_path, config.model_revision.as_deref(), None, &Hub::cached())
-}
-
-/// Whether the engine needs gathered slices: weights are sharded, which quantised ones and those of an engine's own never are.
-pub(super) fn gathers(config: &Config, table: &ParamTable) -> bool {
-    let in_place = config.zero.stage < 3 || table.shards == 1 || config.mode == Mode::Split;
-    !in_place && config.quantization == Quantization::None
-}
-
-/// Bytes that the engine's own weights take on each rank, of several stages the most.
-fn engine_weight_bytes(config: &Config, table: &ParamTable, stages: &Stages, kind: Kind) -> Result<usize> {
-    match (gathers(config, table), config.quantization) {
-        (true, _) => {
-            let tp = (0, config.tensor_parallel_size);
-            let mut of_stages = stages.iter().map(|stage| EngineSlices::gathered_bytes(table, tp, &stage, kind));
-            of_stages.try_fold(0, |most, bytes| bytes.map(|bytes| bytes.max(most)))
-        }
-        (false, Quantization::None) => Ok(0),
-        (false, _) => Ok(EngineSlices::dequantized_bytes(table, kind)),
-    }
 }

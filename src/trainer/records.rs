@@ -10,6 +10,7 @@ use crate::phase::{self, Phase};
 use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 use crate::reward::FailureKind;
 use crate::rollout::StageTimes;
+use crate::tools::SessionCosts;
 use crate::train::{Sequence, Transitions};
 use crate::types::{RolloutGroup, Trajectory};
 use crate::update::UpdateOutcome;
@@ -164,6 +165,14 @@ pub(super) fn stage_metrics(metrics: &mut StepMetrics, times: Option<StageTimes>
     let (waited, total) = (waiting.as_secs_f64(), (computing + waiting).as_secs_f64());
     metrics.set_mean("pipeline/idle_share", waited, total);
     metrics.set("pipeline/idle_share_max", waited / total, Reduce::Max);
+}
+
+/// Adds what turns cost in the engine's sessions.
+pub(super) fn session_metrics(metrics: &mut StepMetrics, of: &str, costs: &SessionCosts) {
+    let SessionCosts { num_kept_tokens, num_recomputed_tokens, idle, total } = costs;
+    metrics.set(format!("{of}/kept_tokens"), *num_kept_tokens as f64, Reduce::Sum);
+    metrics.set(format!("{of}/recomputed_tokens"), *num_recomputed_tokens as f64, Reduce::Sum);
+    metrics.set_mean(format!("{of}/idle_share"), idle.as_secs_f64(), total.as_secs_f64());
 }
 
 fn completion_metrics(metrics: &mut StepMetrics, groups: &[RolloutGroup]) {

@@ -1,11 +1,11 @@
 //! The rows of a run, read before anything is planned: the plan then knows how long the longest prompt is.
 
+use super::preflight::OpenModel;
 use crate::config::{BatchPlan, Config};
 use crate::console;
-use crate::data::{Dataset, DatasetOptions, Hub, RowSources, Tokenizer, ToolSchemas};
+use crate::data::{Dataset, DatasetOptions, Hub, RowSources, ToolSchemas};
 use crate::error::{Error, Result};
 use crate::eval;
-use crate::model::ModelSpec;
 use crate::ranks::World;
 use crate::reward::RewardPool;
 use crate::tools::ToolProcess;
@@ -22,24 +22,24 @@ pub(crate) struct TrainingRows {
 }
 
 impl TrainingRows {
-    /// Reads all rows from files of this machine: a repository's must be in the cache. `told`
-    /// is called as in [`Dataset::read_with`].
-    pub fn read(
+    /// Reads all rows from files of this machine: a repository's must be in the cache. They must have the columns `required`. `told` is
+    /// called as in [`Dataset::read_with`].
+    pub(super) fn read(
         config: &Config,
-        tokenizer: &Tokenizer,
-        spec: &ModelSpec,
-        (required, tools): (Vec<String>, Option<&ToolProcess>),
+        model: &OpenModel,
+        required: Vec<String>,
+        tools: Option<&ToolProcess>,
         mut told: impl FnMut(usize, bool),
     ) -> Result<Self> {
         let (data, hub) = (&config.data, Hub::cached());
         let options = DatasetOptions {
             max_prompt_length: config.max_prompt_length,
-            max_model_length: Some(config.max_model_length.unwrap_or(spec.max_position_embeddings)),
+            max_model_length: Some(config.max_model_length.unwrap_or(model.spec.max_position_embeddings)),
             max_completion_length: config.max_completion_length,
             tools: tools.map_or_else(ToolSchemas::default, |tools| tools.schemas().clone()),
             ..DatasetOptions::of(data, config.seed, required)
         };
-        let mut read = |sources: &RowSources| Dataset::read_with(sources, tokenizer, &options, &mut told);
+        let mut read = |sources: &RowSources| Dataset::read_with(sources, &model.tokenizer, &options, &mut told);
         let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, config.eval_steps, &hub)?);
         let names = (train.name.clone(), held_out.as_ref().map(|sources| sources.name.clone()));
         let (train, eval) = (read(&train)?, held_out.as_ref().map(&mut read).transpose()?);

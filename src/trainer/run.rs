@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
-use super::sampling::begun_anew;
+use super::batches::begun_anew;
 use super::{RunSummary, StepReport, Trainer, passes};
 use crate::checkpoint::{self, Claim, SavedConfig, TrainerState};
 use crate::error::{Error, ExitCode, Result, panic_message};
@@ -36,14 +36,14 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank, and a metric that no evaluation has.
     pub fn start(&mut self) -> Result<()> {
-        match self.output.evaluations() {
-            Some((first, newest)) => self.eval_rewards = Some((Some(first), Some(newest))), // the resumed run's
-            None => drop(self.evaluate()?),
+        if !self.output.has_evaluated() {
+            self.evaluate()?;
         }
-        if self.progress.global_step >= self.schedule.total_steps as u64 {
+        if self.progress.global_step >= self.max_steps() {
             self.output.say(&format!(
                 "nothing is left to train: step {} of {}",
-                self.progress.global_step, self.schedule.total_steps
+                self.progress.global_step,
+                self.max_steps()
             ));
         }
         self.check_metric()
@@ -51,7 +51,7 @@ impl Trainer {
 
     /// Whether the last step is made, or training has stopped early.
     pub fn is_finished(&self) -> bool {
-        self.progress.global_step >= self.schedule.total_steps as u64 || self.is_exhausted()
+        self.progress.global_step >= self.max_steps() || self.is_exhausted()
     }
 
     /// Ends a step: writes its metrics, calls the function of [`TrainerBuilder::on_step`](super::TrainerBuilder::on_step), evaluates
@@ -60,18 +60,18 @@ impl Trainer {
     /// # Errors
     /// [`Error::Preempted`] after a save, if a stop was asked for before the last step; else the first failure of any rank.
     pub fn finish_step(&mut self, metrics: &StepMetrics) -> Result<()> {
-        let (before, now) = (self.previous_step, self.progress.global_step);
-        let renewed = self.claim.as_mut().map_or(Ok(false), Claim::renew);
+        let (before, now) = (self.progress.previous_step, self.progress.global_step);
+        let renewed = self.checkpoints.claim.as_mut().map_or(Ok(false), Claim::renew);
         if self.world.agree(renewed)? {
             self.output.log().begin_again(&self.config)?;
         }
-        let values = self.output.step(metrics, now, self.sampler.epochs(), self.progress.num_tokens)?;
+        let values = self.output.step(metrics, now, self.data.sampler.epochs(), self.progress.num_tokens)?;
         if let Some(on_step) = &mut self.functions.on_step {
-            let (max_steps, epoch) = (self.schedule.total_steps as u64, self.sampler.epochs());
+            let (max_steps, epoch) = (self.schedule.total_steps as u64, self.data.sampler.epochs());
             self.world.agree(on_step(&StepReport { step: now, max_steps, epoch, metrics: &values }))?;
         }
-        self.unscored.check()?;
-        let mut finished = now >= self.schedule.total_steps as u64;
+        self.fruitless.check()?;
+        let mut finished = now >= self.max_steps();
         let evaluates = finished || passes(self.config.eval_steps, before, now);
         if evaluates {
             self.evaluate()?;
@@ -81,13 +81,13 @@ impl Trainer {
             finished = true;
         }
         let stop = any_rank(&*self.world.group(), phase::stop_requested())? && !finished; // what is left is no more than a save
-        let save_steps = self.config.save_steps;
+        let save_steps = self.config.saving.save_steps;
         let is_due =
             passes(save_steps, before, now) || (finished && save_steps.is_some()) || (evaluates && self.is_best());
         if stop || is_due {
             let saved = self.save()?;
             if stop {
-                self.saver.finish(&self.world)?;
+                self.checkpoints.saver.finish(&self.world)?;
                 self.output.finish()?;
                 return Err(Error::Preempted { step: now, saved });
             }
@@ -100,11 +100,9 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank.
     pub fn finish(&mut self) -> Result<RunSummary> {
-        self.saver.finish(&self.world)?;
+        self.checkpoints.saver.finish(&self.world)?;
         let model_step = self.load_best()?;
-        let of_model = self.output.evaluated("eval_reward").rfind(|(step, _)| *step == model_step);
-        let (eval_reward_before, newest) = self.eval_rewards.unwrap_or_default();
-        let eval_reward_after = of_model.map(|(_, reward)| reward).or(newest);
+        let [eval_reward_before, eval_reward_after] = self.output.rewards_before_and_after(model_step);
         let model_dir = self.export()?;
         let report = self.output.finish()?;
         Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
@@ -115,7 +113,7 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank.
     pub fn export(&self) -> Result<PathBuf> {
-        checkpoint::export(self.saver.options(), &self.world, self.model.policy())
+        checkpoint::export(self.checkpoints.saver.options(), &self.world, self.model.policy())
     }
 
     /// Begins a checkpoint and returns its folder; it is complete when the next one begins, or with [`Trainer::finish`]. Collective
@@ -125,8 +123,9 @@ impl Trainer {
     /// The first failure of any rank.
     pub fn save(&mut self) -> Result<PathBuf> {
         let ahead = self.saved_ahead()?; // of a run that was asked to stop
-        let drawn = self.drawn.take().map(|(before, _)| before);
-        let unsaved = if ahead.is_empty() { self.ahead.pop_front().map(|queued| queued.before) } else { None };
+        let drawn = self.data.drawn.take().map(|drawn| drawn.before);
+        let unsaved =
+            if ahead.is_empty() { self.generation.ahead.pop_front().map(|queued| queued.before) } else { None };
         if let Some(before) = unsaved.or(drawn) {
             self.put_back(before)?; // these batches are sampled again
         }
@@ -135,13 +134,17 @@ impl Trainer {
             global_step: self.progress.global_step,
             num_updates: self.model.policy().map_or(0, Policy::num_updates),
             generation_step: self.progress.generation_step,
-            epoch: self.sampler.epochs(),
-            max_steps: self.schedule.total_steps as u64,
+            epoch: self.data.sampler.epochs(),
+            max_steps: self.max_steps(),
             num_input_tokens_seen: self.progress.num_tokens,
             world_size: self.world.size(),
-            num_rows: self.dataset.len(),
-            sampler: self.sampler.state().clone(),
-            carried: if self.turns.is_some() { begun_anew(&self.carried) } else { self.carried.clone() },
+            num_rows: self.data.train.len(),
+            sampler: self.data.sampler.state().clone(),
+            carried: if self.generation.turns.is_some() {
+                begun_anew(&self.data.carried)
+            } else {
+                self.data.carried.clone()
+            },
             ahead,
             entropy_control: Some(self.progress.entropy_control),
             best_global_step: self.best().filter(|_| self.config.best.load_best_model_at_end).map(|best| best.step),
@@ -149,16 +152,17 @@ impl Trainer {
             log_history: self.output.log().history().clone(),
             unlogged: self.output.log().unlogged(),
         };
-        self.saved_step = self.progress.global_step;
-        self.saver.save(&self.world, self.model.saved_models(self.config.objective.sync_ref_model), state)
+        self.checkpoints.newest_step = self.progress.global_step;
+        self.checkpoints.saver.save(&self.world, self.model.saved_models(self.config.objective.sync_ref_model), state)
     }
 
     /// Saves what was reached, if `error` is that rewards or tools failed for good or tell nothing; gives `error` back. Collective over the
     /// world.
     fn save_without_rewards<R>(&mut self, error: Error) -> Result<R> {
         if error.exit_code() == ExitCode::RewardService || matches!(error, Error::NoSignal { .. }) {
-            let begun = if self.progress.global_step > self.saved_step { self.save().map(drop) } else { Ok(()) };
-            if let Err(failure) = begun.and_then(|()| self.saver.finish(&self.world)) {
+            let begun =
+                if self.progress.global_step > self.checkpoints.newest_step { self.save().map(drop) } else { Ok(()) };
+            if let Err(failure) = begun.and_then(|()| self.checkpoints.saver.finish(&self.world)) {
                 tracing::warn!("what was reached is not saved: {failure}");
             }
         }

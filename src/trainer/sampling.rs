@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::carry::Carry;
-use super::signal::Tally;
+use super::batches::{DataPosition, GenerationBatch, SampledBatch, begun_anew};
+use super::carry::{self, Carry};
 use super::turns::turns_of;
 use super::{Trainer, records, submit, turns};
 use crate::checkpoint::CarriedGroup;
@@ -12,71 +12,19 @@ use crate::error::Result;
 use crate::eval;
 use crate::metrics::StepMetrics;
 use crate::phase::{self, Phase};
-use crate::ranks::share;
+use crate::ranks::{all_gather_json, share};
 use crate::reward::RewardTicket;
-use crate::rollout::{Batches, SampledGroups};
+use crate::rollout::{Batches, EngineStats, SampledGroup, SampledGroups};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
-/// A generation batch to be sampled.
-#[derive(Debug)]
-pub(super) struct GenerationBatch {
-    /// Groups that this rank begins or goes on with.
-    pub begun: Vec<CarriedGroup>,
-    /// The groups in the form that the engine takes.
-    pub groups: Vec<RolloutGroup>,
-    pub before: DataPosition,
-}
-
-/// Where the rows were before a batch was drawn.
-#[derive(Debug, Clone)]
-pub(super) struct DataPosition {
-    pub sampler: SamplerState,
-    pub carried: Vec<CarriedGroup>,
-}
-
-/// Groups of which nothing is sampled yet, of the same rows.
-pub(super) fn begun_anew(groups: &[CarriedGroup]) -> Vec<CarriedGroup> {
-    groups.iter().map(|group| CarriedGroup::new(group.row)).collect()
-}
-
-/// A batch that is not trained on yet; it may have been sampled while the one before it was, with the weights from before that.
-#[derive(Debug)]
-pub(super) struct SampledBatch {
-    /// This rank's groups.
-    pub groups: Vec<RolloutGroup>,
-    /// The place of each in the order of the data; none where the order of ranks is that.
-    pub places: Vec<u32>,
-    /// This rank's groups that are left out, each with its place.
-    pub dropped: Vec<(u32, RolloutGroup)>,
-    /// Groups of all ranks, where some may be left out.
-    pub tally: Option<Tally>,
-    /// Tickets of the rewards that are still to be awaited, one a group; none where they are there.
-    pub tickets: Option<Vec<RewardTicket>>,
-    pub before: DataPosition,
-    pub carry: Carry,
-}
-
-impl SampledBatch {
-    /// A batch that takes all of its groups.
-    pub fn of_groups(groups: Vec<RolloutGroup>, tickets: Vec<RewardTicket>, before: DataPosition) -> Self {
-        let (places, dropped, carry) = (Vec::new(), Vec::new(), Carry::default());
-        Self { groups, places, dropped, tally: None, tickets: Some(tickets), before, carry }
-    }
-}
-
 impl Trainer {
-    /// Where the rows are now.
-    pub(super) fn data_position(&self) -> DataPosition {
-        DataPosition { sampler: self.sampler.state().clone(), carried: self.carried.clone() }
-    }
-
     /// Draws the groups of generation step `step`, which is trained on after `global_step` updates.
     pub(super) fn next_batch(&mut self, step: u64, global_step: u64) -> Result<GenerationBatch> {
-        self.rewards.set_progress(global_step, self.schedule.total_steps as u64);
-        let before = self.data_position();
+        self.rewards.set_progress(global_step, self.max_steps());
+        let before = self.data.position();
         let begun = self.next_groups()?;
         let group = |CarriedGroup { row, first_step, completions }: &CarriedGroup| RolloutGroup {
-            prompt: self.dataset.prompt(*row).clone(),
+            prompt: self.data.train.prompt(*row).clone(),
             first_step: if completions.is_empty() { step } else { *first_step },
             completions: completions.clone(),
         };
@@ -86,22 +34,85 @@ impl Trainer {
 
     /// Samples the next batch with the newest weights. Collective over the world.
     pub(super) fn sample(&mut self) -> Result<SampledBatch> {
-        if self.engines.is_some() {
+        if self.generation.verdict_group.is_some() {
             return self.sample_with_replacement();
         }
         let (step, num_groups) = (self.progress.generation_step, self.share(self.batch.num_prompts).len());
         let GenerationBatch { begun, groups, before } = self.next_batch(step, self.progress.global_step)?;
         let params = self.sampling_params();
         self.output.begin_phase("generate", num_groups);
-        let Self { model, turns, rewards, output, .. } = self;
+        let Self { model, generation, rewards, output, .. } = self;
         let (sampled, stats) = model.with_rollout(|engine| {
             engine.on_progress(output.sampling_progress());
             let mut done = |_, group: &RolloutGroup| submit(group, rewards, output);
             let mut batch = Batches::first(groups, num_groups, &params, &mut done);
-            engine.run(turns_of(turns.as_mut()), &mut batch)?;
+            engine.run(turns_of(generation.turns.as_mut()), &mut batch)?;
             Ok((batch.into_sampled(), *engine.stats()))
         })?;
         self.take(begun, before, sampled.into_iter().flatten(), stats)
+    }
+
+    /// This rank's groups of the next step, those carried over first. Where all ranks have what they carry and begin as many
+    /// groups as the step takes, these are consecutive shares of the next rows.
+    pub(super) fn next_groups(&mut self) -> Result<Vec<CarriedGroup>> {
+        let carried = std::mem::take(&mut self.data.carried);
+        let under_way: Vec<usize> = carried.iter().map(|group| group.row).collect();
+        let num_new = self.batch.num_begun.saturating_sub(carried.len());
+        let new = self.data.sampler.next_batch_beside(num_new, &under_way)?.into_iter().map(CarriedGroup::new);
+        let num_engines = self.batch.roles.num_generators;
+        let carried_by = std::mem::take(&mut self.data.carried_by);
+        let mut shares = match self.config.keeps_kv_cache() {
+            _ if !carried_by.is_empty() => {
+                carry::with_their_ranks(carried, &carried_by[carried_by.len() - num_engines..])
+            }
+            true => carry::in_order(&carried, num_engines),
+            false => carry::one_by_one(carried, num_engines),
+        };
+        carry::fill(&mut shares, new, [self.batch.num_prompts, self.batch.num_begun]);
+        Ok(self.place_among_engines().map_or_else(Vec::new, |place| shares.swap_remove(place)))
+    }
+
+    /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
+    /// are begun that a step does not take.
+    pub(super) fn take(
+        &mut self,
+        begun: Vec<CarriedGroup>,
+        before: DataPosition,
+        sampled: impl Iterator<Item = SampledGroup<RewardTicket>>,
+        engine: EngineStats,
+    ) -> Result<SampledBatch> {
+        let step = self.progress.generation_step;
+        let (mut carry, mut kept) = (Carry::new(engine), Vec::new());
+        let (mut groups, mut tickets) = (Vec::new(), Vec::new());
+        for (begun, SampledGroup { group, done }) in begun.into_iter().zip(sampled) {
+            let num_continued = carry::num_sampled(&begun.completions);
+            if let Some(ticket) = done {
+                carry.take(num_continued, &group, step);
+                groups.push(group);
+                tickets.push(ticket);
+                continue;
+            }
+            let num_tokens = carry::num_sampled(&group.completions);
+            // An agent may have given up requests whose tokens were counted.
+            carry.num_sampled += num_tokens.saturating_sub(num_continued);
+            if self.config.partial_rollout || num_tokens == 0 {
+                let RolloutGroup { first_step, completions, .. } = group;
+                kept.push(CarriedGroup { row: begun.row, first_step, completions });
+            } else {
+                carry.num_discarded += num_tokens;
+                self.generation.turns.iter_mut().for_each(|turns| turns.forget(&group));
+            }
+        }
+        carry.num_carried = kept.len();
+        if self.config.oversample > 0.0 {
+            let of_ranks: Vec<Vec<CarriedGroup>> =
+                all_gather_json(&*self.world.group(), "gather unfinished groups", &kept)?;
+            if self.generation.turns.is_some() {
+                self.data.carried_by = of_ranks.iter().map(Vec::len).collect(); // whose tools and environments live
+            }
+            self.data.carried = of_ranks.concat();
+        }
+        Ok(SampledBatch { carry, ..SampledBatch::of_groups(groups, tickets, before) })
     }
 
     /// Awaits the rewards of a batch and leaves out what is to be left out. Collective over the world.
@@ -126,16 +137,16 @@ impl Trainer {
 
     /// Draws a batch's rows, and those of all later batches, again the next time. Solve rates that were booked since stay.
     pub(super) fn put_back(&mut self, before: DataPosition) -> Result<()> {
-        self.ahead.clear();
+        self.generation.ahead.clear();
         self.rewards.give_up();
-        self.carried = before.carried;
-        if let Some(turns) = &mut self.turns {
+        self.data.carried = before.carried;
+        if let Some(turns) = &mut self.generation.turns {
             turns.reset(); // tools have gone on since: what was under way is played anew
-            self.carried = begun_anew(&self.carried);
-            self.carried_by = Vec::new();
+            self.data.carried = begun_anew(&self.data.carried);
+            self.data.carried_by = Vec::new();
         }
-        let solved = self.sampler.state().solved.clone();
-        self.sampler.restore(SamplerState { solved, ..before.sampler })
+        let solved = self.data.sampler.state().solved.clone();
+        self.data.sampler.restore(SamplerState { solved, ..before.sampler })
     }
 
     /// This rank among those with engines.
@@ -144,7 +155,7 @@ impl Trainer {
     }
 
     /// This rank's share of `len` rows to sample from; none where it only trains.
-    fn share(&self, len: usize) -> Range<usize> {
+    pub(super) fn share(&self, len: usize) -> Range<usize> {
         self.place_among_engines().map_or(0..0, |place| share(len, (place, self.batch.roles.num_generators)))
     }
 
@@ -154,20 +165,20 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank.
     pub fn evaluate(&mut self) -> Result<Option<f64>> {
-        let Some(eval_set) = &self.eval_set else { return Ok(None) };
-        self.rewards.set_progress(self.progress.global_step, self.schedule.total_steps as u64);
+        let Some(eval_set) = &self.data.eval else { return Ok(None) };
+        self.rewards.set_progress(self.progress.global_step, self.max_steps());
         let num_generations = self.config.eval_num_generations;
         let temperature = self.config.eval_temperature();
         let params = SamplingParams { num_generations, temperature, ..self.sampling_params_of(eval::SAMPLING_STEP) };
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
-        let Self { model, rewards, output, world, turns, .. } = self;
+        let Self { model, rewards, output, world, generation, .. } = self;
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
             let sampled = model.with_rollout(|engine| {
                 engine.on_progress(output.sampling_progress());
                 let done = |group: &RolloutGroup| submit(group, rewards, output);
-                turns::generate(turns.as_mut(), engine, &prompts, &params, done)
+                turns::generate(generation.turns.as_mut(), engine, &prompts, &params, done)
             })?;
             let SampledGroups { complete: mut groups, done: tickets, open: _ } = sampled; // none is: all rows were awaited
             world.agree(rewards.wait(&mut groups, &tickets))?;
@@ -175,15 +186,13 @@ impl Trainer {
         })?;
         let deciding = self.config.deciding_rewards(self.rewards.judges());
         let outcome = eval::EvalOutcome::of(&groups, &deciding, &*self.world.group())?;
-        let (step, epoch) = (self.progress.global_step, self.sampler.epochs());
+        let (step, epoch) = (self.progress.global_step, self.data.sampler.epochs());
         let mut failures = StepMetrics::default();
         records::failure_metrics(&mut failures, self.rewards.take_failures());
-        self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut failures));
+        self.generation.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut failures));
         let failures = failures.reduce(&*self.world.group())?;
-        self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
+        let reward = self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
         self.tell_unscored(&outcome)?;
-        let reward = (outcome.reward.count > 0.0).then(|| outcome.reward.mean());
-        self.eval_rewards.get_or_insert((reward, reward)).1 = reward;
         Ok(reward)
     }
 

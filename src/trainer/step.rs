@@ -2,12 +2,10 @@
 
 use std::time::Instant;
 
-use super::Trainer;
+use super::batches::{PlacedGroup, SampledBatch};
 use super::carry::Carry;
-use super::penalty;
-use super::records;
-use super::sampling::SampledBatch;
-use super::signal::{self, Tally};
+use super::verdict::Tally;
+use super::{DrawnPrompts, Trainer, dynamic_sampling, penalty, records};
 use crate::config::{Circumstance, Mode};
 use crate::error::{Error, Result};
 use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, LossConfig};
@@ -17,7 +15,7 @@ use crate::ranks::{ReduceOp, all_reduce_f64};
 use crate::rollout::RolloutEngine;
 use crate::train::{Policy, Transitions};
 use crate::types::{Prompt, RolloutGroup};
-use crate::update::{Divergence, ReferenceSync, UpdateOptions};
+use crate::update::{Divergence, UpdateOptions};
 
 /// This rank's completions of one generation batch, with their rewards and advantages.
 #[derive(Debug)]
@@ -26,8 +24,8 @@ pub struct TrainingBatch {
     pub groups: Vec<RolloutGroup>,
     /// The place of each in the order of the data; none where ranks follow one another.
     places: Vec<u32>,
-    /// Groups that are left out, each with its place.
-    dropped: Vec<(u32, RolloutGroup)>,
+    /// Groups that are left out.
+    dropped: Vec<PlacedGroup>,
     tally: Option<Tally>,
     carry: Carry,
     advantages: AdvantageStats,
@@ -46,7 +44,7 @@ impl Trainer {
     /// The first failure of any rank. Where rewards failed, the batch is the next one again.
     pub fn rollout(&mut self) -> Result<TrainingBatch> {
         let start = self.begin_step()?;
-        let sampled = match self.ahead.pop_front() {
+        let sampled = match self.generation.ahead.pop_front() {
             Some(queued) => queued.into_sampled(),
             None => self.sample()?,
         };
@@ -63,7 +61,7 @@ impl Trainer {
         let start = self.begin_step()?;
         let batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
         let prompts = batch.groups.iter().map(|group| group.prompt.clone()).collect();
-        self.drawn = Some((batch.before, start));
+        self.data.drawn = Some(DrawnPrompts { before: batch.before, start });
         Ok(prompts)
     }
 
@@ -81,7 +79,7 @@ impl Trainer {
     /// [`Error::InvalidArgument`] where no prompts were drawn; else the first failure of any rank. Where rewards failed, the prompts
     /// are the next ones again.
     pub fn score(&mut self, groups: Vec<RolloutGroup>) -> Result<TrainingBatch> {
-        let Some((before, start)) = self.drawn.take() else {
+        let Some(DrawnPrompts { before, start }) = self.data.drawn.take() else {
             let expected = "a call of Trainer::next_prompts before".to_owned();
             return Err(Error::InvalidArgument { op: "Trainer::score", expected, got: "none".to_owned() });
         };
@@ -109,12 +107,12 @@ impl Trainer {
         let ages_at = (self.config.split.async_steps > 0).then_some(self.progress.generation_step);
         let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions, ages_at);
         let outcome = self.update_policy(&sequences)?;
-        self.previous_step = self.progress.global_step;
+        self.progress.previous_step = self.progress.global_step;
         self.progress.global_step += outcome.num_updates;
         self.progress.entropy_control = outcome.entropy_control;
         self.progress.generation_step += 1;
         self.progress.num_tokens += self.count_tokens(&groups)?;
-        self.output.completions(&signal::logged(&groups, &places, &dropped), self.progress.global_step)?;
+        self.output.completions(&dynamic_sampling::logged(&groups, &places, &dropped), self.progress.global_step)?;
         let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
         penalty::add_metrics(&mut metrics, divergence);
         if LossConfig::from(&self.config).has_entropy_bonus() {
@@ -124,7 +122,7 @@ impl Trainer {
         self.tell_failures(&advantages)?;
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
         self.add_curriculum_metrics(&mut metrics, solve_rate);
-        self.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut metrics));
+        self.generation.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut metrics));
         carry.add_metrics(&mut metrics, &self.config);
         records::stage_metrics(&mut metrics, self.model.take_stage_times());
         let transitions = self.take_transitions()?;
@@ -145,7 +143,7 @@ impl Trainer {
 
     fn training_batch(&mut self, sampled: SampledBatch, start: Instant) -> Result<TrainingBatch> {
         let SampledBatch { mut groups, places, dropped, tally, carry, .. } = self.await_rewards(sampled)?;
-        let solve_rate = self.observe_solved(groups.iter().chain(dropped.iter().map(|(_, group)| group)))?;
+        let solve_rate = self.observe_solved(groups.iter().chain(dropped.iter().map(|dropped| &dropped.group)))?;
         let divergence = self.penalize(&mut groups)?;
         let advantages = self.advantages_of(&mut groups)?;
         Ok(TrainingBatch { groups, places, dropped, tally, carry, advantages, solve_rate, divergence, start })
@@ -181,22 +179,10 @@ impl Trainer {
 
     pub(super) fn update_options(&self) -> UpdateOptions {
         UpdateOptions {
-            loss: LossConfig::from(&self.config),
             loss_function: self.functions.loss.clone(),
             entropy_control: self.progress.entropy_control,
-            temperature: f64::from(self.config.temperature),
-            num_iterations: self.config.num_iterations,
-            reference_sync: ReferenceSync::new(&self.config),
-            updates_per_generation: self.batch.updates_per_generation,
-            max_tokens_per_micro_batch: self.config.max_tokens_per_micro_batch,
-            bnpo_batch_size: self.config.per_device_train_batch_size,
-            share_prompts: self.config.share_prompts,
-            schedule: self.schedule,
             global_step: self.progress.global_step,
-            max_grad_norm: self.config.optimizer.max_grad_norm,
-            router_aux_loss_coef: self.config.objective.router_aux_loss_coef,
-            max_token_age: self.config.split.async_steps,
-            device: self.world.device(),
+            ..UpdateOptions::new(&self.config, &self.batch, self.schedule, self.world.device())
         }
     }
 }

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
-use super::preflight::{Preflight, combination};
-use super::setup::{self, TrainerParts};
+use super::construction::{self, TrainerParts};
+use super::preflight::{OpenModel, Preflight, combination};
 use super::{Trainer, rows};
 use crate::config::{Circumstance, Combination, Config, Device, KeyDoc, KeyValues, TABLE, Term, WorldSize, described};
 use crate::cuda::Placement;
@@ -288,16 +288,14 @@ impl DraftedRun {
     fn preflight(&self) -> Result<Preflight> {
         let tokenizer = Arc::new(Tokenizer::from_folder(TEACHER)?);
         let room = Room { available_bytes: 1 << 36, swap_bytes: self.placement.on_cuda.then_some(1 << 36) };
-        Preflight::of_model(&self.config, (self.model.clone(), tokenizer, false), self.placement, self.world, room)
+        let model = OpenModel { spec: self.model.clone(), tokenizer, has_adapters: false };
+        Preflight::of_model(&self.config, model, self.placement, self.world, room)
     }
 
     /// Whether a step of it needs neither a GPU, other nodes, nor Python.
     fn is_trainable(&self) -> bool {
         let tools = &self.config.tools;
-        !self.placement.on_cuda
-            && self.world.ranks == self.world.local_ranks
-            && !tools.has_turns()
-            && tools.agent.is_none()
+        !self.placement.on_cuda && self.world.ranks == self.world.local_ranks && !tools.takes_turns()
     }
 
     /// Trains some steps with it, on threads.
@@ -328,7 +326,7 @@ impl DraftedRun {
             claim: None,
             writes_files: false,
         };
-        let mut trainer = world.agree(setup::assemble(config, world.clone(), parts))?;
+        let mut trainer = world.agree(construction::assemble(config, world.clone(), parts))?;
         if self.has.contains(&Circumstance::OwnLoss) {
             let sum =
                 |input: &crate::grpo::LossInput<'_>, _: &_| -> Result<Tensor> { Ok(input.logprobs.sum(Kind::Float)) };

@@ -2,17 +2,18 @@
 
 use std::sync::Arc;
 
-use super::ahead::engine_ranks;
+use super::engine_groups::engine_ranks;
 use super::episodes;
 use super::preflight::Preflight;
+use super::records::session_metrics;
 use crate::config::Config;
-use crate::data::{DatasetOptions, Tokenizer};
+use crate::data::{DatasetOptions, TurnModel};
 use crate::endpoint::EpisodePlayer;
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::ranks::World;
 use crate::rollout::{GroupTurns, RolloutEngine, SampledGroups, SingleTurns, TurnTools};
-use crate::tools::{Conversations, GroupKey, SessionCosts, ToolProcess};
+use crate::tools::{Conversations, GroupKey, ToolProcess};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// Who takes turns with the model on this rank.
@@ -24,18 +25,20 @@ pub(crate) enum RunTurns {
     Agent(Box<EpisodePlayer>),
 }
 
-/// The tools or the agent of a run that has some; collective over the world then.
+/// The tools or the agent that `process` has loaded for a run; collective over the world.
 pub(super) fn open(
     config: &Config,
     world: &World,
     preflight: &Preflight,
-    tools: Option<(ToolProcess, DatasetOptions)>,
-) -> Result<Option<RunTurns>> {
-    let Some((process, options)) = tools else { return Ok(None) };
-    let max_model_length = preflight.plan_of(world.rank()).max_model_length;
-    let eos_token_ids = preflight.tokenizer.eos_token_ids(&preflight.spec.eos_token_ids);
-    let model = (&preflight.tokenizer, eos_token_ids.as_slice(), max_model_length);
-    RunTurns::new(config, (world, preflight.batch.roles.num_generators), process, options, model).map(Some)
+    process: ToolProcess,
+    options: &DatasetOptions,
+) -> Result<RunTurns> {
+    let model = TurnModel {
+        tokenizer: Arc::clone(&preflight.tokenizer),
+        eos_token_ids: preflight.tokenizer.eos_token_ids(&preflight.spec.eos_token_ids),
+        max_model_length: preflight.plan_of(world.rank()).max_model_length,
+    };
+    RunTurns::new(config, world, preflight.batch.roles.num_generators, process, options.clone(), &model)
 }
 
 /// The turns of groups that are trained on: single ones without tools or an agent.
@@ -66,26 +69,26 @@ pub(crate) fn generate<D>(
 }
 
 impl RunTurns {
-    /// What `process` has loaded, tools or an agent, for a world whose last `num_generators` ranks have engines. The model is its
-    /// tokenizer, the ids that end its turns and its longest sequence; `options` say how rows became prompts. Collective over the world.
+    /// The tools or the agent that `process` has loaded, for a world whose last `num_generators` ranks have engines of `model`. `options`
+    /// say how rows became prompts. Collective over the world.
     ///
     /// # Errors
     /// The errors of [`Conversations::new`] and of a chat template that rewrites earlier turns, on every rank.
     pub fn new(
         config: &Config,
-        (world, num_generators): (&World, usize),
+        world: &World,
+        num_generators: usize,
         process: ToolProcess,
         options: DatasetOptions,
-        (tokenizer, eos_token_ids, max_model_length): (&Arc<Tokenizer>, &[u32], usize),
+        model: &TurnModel,
     ) -> Result<Self> {
         let ranks = engine_ranks(config.engine_shape().num_ranks(), world, num_generators);
         let engine_ranks = world.host_group("turns", &ranks)?;
-        let model = (tokenizer, eos_token_ids, max_model_length);
         if config.tools.agent.is_some() {
             let player = episodes::player(config, engine_ranks, process, model);
             return Ok(Self::Agent(Box::new(world.agree(player)?)));
         }
-        let conversations = Conversations::new(config, process, tokenizer, eos_token_ids, (options, max_model_length));
+        let conversations = Conversations::new(config, process, model, options);
         let conversations = world.agree(conversations)?;
         Ok(Self::Tools(Box::new(TurnTools { conversations, engine_ranks, waits: config.full_determinism })))
     }
@@ -126,7 +129,7 @@ impl RunTurns {
 
     /// The tokenizer of the tools' turns.
     #[cfg(test)]
-    pub fn tokenizer(&self) -> Arc<Tokenizer> {
+    pub fn tokenizer(&self) -> Arc<crate::data::Tokenizer> {
         let Self::Tools(tools) = self else { panic!("no tools") };
         Arc::clone(tools.conversations.tokenizer())
     }
@@ -152,13 +155,5 @@ fn add_tool_metrics(tools: &mut TurnTools, metrics: &mut StepMetrics) {
     }
     metrics.set_mean("tools/mean_latency_s", stats.seconds, stats.num_answers as f64);
     metrics.set("tools/max_latency_s", stats.max_seconds, Reduce::Max);
-    add_session_metrics(metrics, "tools", &stats.sessions);
-}
-
-/// Adds what turns cost in the engine's sessions.
-pub(super) fn add_session_metrics(metrics: &mut StepMetrics, of: &str, costs: &SessionCosts) {
-    let SessionCosts { num_kept_tokens, num_recomputed_tokens, idle, total } = costs;
-    metrics.set(format!("{of}/kept_tokens"), *num_kept_tokens as f64, Reduce::Sum);
-    metrics.set(format!("{of}/recomputed_tokens"), *num_recomputed_tokens as f64, Reduce::Sum);
-    metrics.set_mean(format!("{of}/idle_share"), idle.as_secs_f64(), total.as_secs_f64());
+    session_metrics(metrics, "tools", &stats.sessions);
 }

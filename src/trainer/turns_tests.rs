@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use tch::Kind;
 
-use super::preflight::Preflight;
+use super::Trainer;
+use super::construction::{self, TrainerParts};
+use super::preflight::{OpenModel, Preflight};
 use super::records;
-use super::setup::{self, TrainerParts};
-use super::{Trainer, rows};
+use super::rows::TrainingRows;
 use crate::config::Config;
 use crate::cuda::Placement;
 use crate::data::fixtures::{Dice, bytes_and};
@@ -117,7 +118,7 @@ fn trainer(dice: &mut Dice, file: &std::path::Path, num_trajectories: usize) -> 
     let world = Arc::new(World::single());
     let placement = Placement::in_world(config.device, config.dtype, world.device()).unwrap();
     let room = Room::common(placement, &world).unwrap();
-    let model = (Arc::new(spec), tokenizer.clone(), false);
+    let model = OpenModel { spec: Arc::new(spec), tokenizer: tokenizer.clone(), has_adapters: false };
     let preflight = Preflight::of_model(&config, model, placement, world.world_size(), room).unwrap();
     let length: RewardFunction = Arc::new(|input: &RewardInput<'_>| Ok((input.completion.len() % 7) as f32));
     let tools = ToolProcess::start(&config).unwrap();
@@ -132,13 +133,13 @@ fn trainer(dice: &mut Dice, file: &std::path::Path, num_trajectories: usize) -> 
         },
         rewards: RewardPool::with_functions(&config, &[("length", length)]).unwrap(),
         tools,
-        rows: rows::TrainingRows::made(Dataset::new(prompts(dice, &tokenizer, num_trajectories as u64 / 4))),
+        rows: TrainingRows::made(Dataset::new(prompts(dice, &tokenizer, num_trajectories as u64 / 4))),
         source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
         checkpoint: None,
         claim: None,
         writes_files: false,
     };
-    setup::assemble(config, world, parts).unwrap()
+    construction::assemble(config, world, parts).unwrap()
 }
 
 /// Turns of what is trained on, as the engine's events have them.
@@ -183,7 +184,7 @@ fn what_is_trained_on_is_what_was_sampled_however_many_turns_there_are() {
         num_trajectories += sequences.len();
         num_turns += trained.len();
         num_tokens += trained.iter().map(Vec::len).sum::<usize>();
-        let tokenizer = trainer.turns.as_ref().unwrap().tokenizer();
+        let tokenizer = trainer.generation.turns.as_ref().unwrap().tokenizer();
         let is_other = |turn: &&tap::SampledTurn| {
             let ids: Vec<u32> = turn.iter().map(|(id, _)| *id).collect();
             tokenizer.encode(&tokenizer.decode_all(&ids).unwrap(), false).unwrap() != ids

@@ -40,7 +40,7 @@ fn digits(each: u32, numbers: impl ExactSizeIterator<Item = u32>) -> String {
     text
 }
 
-/// What [`digits`] has written; `None` if a number is cut short or has another character.
+/// Reads back numbers that [`digits`] has written; `None` if a number is cut short or has another character.
 fn numbers(text: &str, each: usize) -> Option<Vec<u32>> {
     let digit = |number: u32, byte: &u8| Some(number << 4 | char::from(*byte).to_digit(16)?);
     let numbers = text.as_bytes().chunks(each);

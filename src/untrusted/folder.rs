@@ -12,7 +12,7 @@ use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, mkdirat, openat, ren
 
 use super::{read_all, regular};
 
-/// What is opened on the way to a file.
+/// Flags that open the folders on the way to a file.
 const FOLDER: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
 /// A folder, by its path and the part of it on which no link is followed. Nothing is held open.
@@ -40,7 +40,7 @@ impl Folder {
         Self { below: self.below.join(name), ..self.clone() }
     }
 
-    /// Its path, for messages.
+    /// The folder's path, for messages.
     pub fn path(&self) -> PathBuf {
         // Joining with nothing would end it with a slash.
         if self.below.as_os_str().is_empty() { self.root.clone() } else { self.root.join(&self.below) }

@@ -1,4 +1,4 @@
-//! What the keys of a model's JSON files mean here, one table a file: nothing that decides meaning is passed over.
+//! The meaning of the keys of a model's JSON files, one table a file: none that decides meaning is passed over.
 
 use std::path::Path;
 

@@ -155,7 +155,7 @@ impl Learner {
         })?;
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
         self.score(&mut share, NeededLogprobs { old: true, reference: true, teacher: false }, options, progress)?;
-        exchange(&share, options.loss.kl_estimator, (num_sequences, own), &*group)
+        exchange(&share, options.loss.objective.kl_estimator, (num_sequences, own), &*group)
     }
 
     /// Fills in the log-probabilities that are needed. The reference model of a run that trains adapters is the policy's own base.
@@ -271,7 +271,7 @@ impl Learner {
         })?;
         // The device is waited for by now: the step needed the gradient's norm.
         let mut mean_entropy = [sums.read_into(outcome)?];
-        if options.loss.use_adaptive_entropy {
+        if options.loss.objective.use_adaptive_entropy {
             all_reduce_f64(&*self.mesh.world, &mut mean_entropy, ReduceOp::Sum)?;
             outcome.entropy_control.observe(mean_entropy[0], &options.loss);
         }
@@ -320,7 +320,7 @@ impl Learner {
             }
             let all = all_gather_bytes(&*self.mesh.world, &own)?.concat();
             let entropies = all.chunks_exact(4).map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]));
-            Ok(Some(EntropyTerm::of_highest(entropies.collect(), config.top_entropy_quantile, coef)))
+            Ok(Some(EntropyTerm::of_highest(entropies.collect(), config.objective.top_entropy_quantile, coef)))
         })
     }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tch::Device;
 
-use crate::config::{Config, ObjectiveConfig};
+use crate::config::{BatchPlan, Config, ObjectiveConfig};
 use crate::error::Result;
 use crate::grpo::{
     Denominators, EntropyControl, LossConfig, LossFunction, LossInput, LossOutput, LossStats, policy_loss,
@@ -60,7 +60,7 @@ pub struct ReferenceSync {
 
 impl ReferenceSync {
     /// The synchronisation that the configuration asks for, if it asks for one.
-    pub fn new(config: &Config) -> Option<Self> {
+    fn new(config: &Config) -> Option<Self> {
         let ObjectiveConfig { sync_ref_model, ref_model_mixup_alpha: alpha, ref_model_sync_steps, .. } =
             config.objective;
         sync_ref_model.then_some(Self { steps: ref_model_sync_steps as u64, alpha })
@@ -68,6 +68,30 @@ impl ReferenceSync {
 }
 
 impl UpdateOptions {
+    /// The updates that the configuration asks for of a generation batch spread as `batch` says, by the learning rates of `schedule`,
+    /// as the first of a run: of step 0, with the first weight of the entropy bonus.
+    pub fn new(config: &Config, batch: &BatchPlan, schedule: Schedule, device: Device) -> Self {
+        let loss = LossConfig::from(config);
+        Self {
+            entropy_control: EntropyControl::new(&loss),
+            loss,
+            loss_function: None,
+            temperature: f64::from(config.temperature),
+            num_iterations: config.num_iterations,
+            updates_per_generation: batch.updates_per_generation,
+            reference_sync: ReferenceSync::new(config),
+            max_tokens_per_micro_batch: config.max_tokens_per_micro_batch,
+            bnpo_batch_size: config.per_device_train_batch_size,
+            share_prompts: config.share_prompts,
+            schedule,
+            global_step: 0,
+            router_aux_loss_coef: config.objective.router_aux_loss_coef,
+            max_token_age: config.split.async_steps,
+            max_grad_norm: config.optimizer.max_grad_norm,
+            device,
+        }
+    }
+
     /// Whether the log-probabilities before the first update must be kept: with a single update the training forward's own
     /// serve as old ones.
     pub(super) fn needs_old_logprobs(&self) -> bool {

@@ -37,7 +37,7 @@ pub enum BenchCommand {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchCompareArgs {
-    /// What `bench step` printed, a line each
+    /// Results of `bench step`, a line each
     pub results: PathBuf,
     /// Folder for compare.json, compare.svg and curves.svg
     #[arg(long)]
@@ -102,6 +102,7 @@ pub struct BenchTrainArgs {
     pub lora_r: Option<usize>,
     /// How the adapters' base is stored: none or nf4
     #[arg(long, default_value = "none", value_parser = word::<Quantization>)]
+    #[arg(requires_if("nf4", "lora_r"))]
     pub quantization: Quantization,
     /// Precision of products of blocks, forward and for the gradients of their inputs: none (that of dtype) or fp8
     #[arg(long, default_value = "none", value_parser = word::<MixedPrecision>)]
@@ -109,7 +110,7 @@ pub struct BenchTrainArgs {
     /// How tokens choose among experts: own (by the random router), uniform, or zipf (the n-th most popular 1 / n as often as the first)
     #[arg(long, default_value = "own", value_parser = word::<BenchRouting>)]
     pub routing: BenchRouting,
-    /// What backward computes again
+    /// The activations that backward computes again
     #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
     pub gradient_checkpointing: GradientCheckpointing,
     /// Blocks, instead of the model's own number: a large model's rate from a few of its blocks

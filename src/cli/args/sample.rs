@@ -26,9 +26,9 @@ pub struct ResidualArgs {
 /// Whose values of sampling count where none are given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GenerationConfig {
-    /// Those of the model's `generation_config.json`.
+    /// The model's own, of its `generation_config.json`.
     Auto,
-    /// Those of this program: temperature 1, all tokens.
+    /// This program's: temperature 1, all tokens.
     None,
 }
 

@@ -12,8 +12,8 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
+use super::Config;
 use super::field::{Field, KeyDoc, described};
-use super::{Config, SftConfig};
 use crate::error::{Error, Result};
 pub(crate) use table::TABLE;
 
@@ -130,13 +130,6 @@ impl Combination {
 }
 
 impl Config {
-    /// All keys, to be looked up in the table.
-    pub(crate) fn combination(&self) -> Combination {
-        Combination::of_keys(self)
-    }
-}
-
-impl SftConfig {
     /// All keys, to be looked up in the table.
     pub(crate) fn combination(&self) -> Combination {
         Combination::of_keys(self)

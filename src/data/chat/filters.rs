@@ -85,13 +85,13 @@ fn center(value: &Value, args: Rest<Value>) -> Outcome {
     of_strings(value, "center", &[Some(Value::from(count(width, 80)?))])
 }
 
-/// What a method of strings makes of a value's text.
+/// Calls a method of strings on a value's text.
 fn of_strings(value: &Value, method: &str, args: &[Option<Value>]) -> Outcome {
     let args: Vec<Value> = args.iter().flatten().cloned().collect();
     Ok(methods::of_string(&python::text(value)?, method, &args)?.expect("one of its methods"))
 }
 
-/// As markupsafe escapes.
+/// Escapes as markupsafe does.
 fn escape(value: &Value) -> Result<String, Error> {
     let signs = [('&', "&amp;"), ('<', "&lt;"), ('>', "&gt;"), ('\'', "&#39;"), ('"', "&#34;")];
     Ok(signs.into_iter().fold(python::text(value)?, |text, (sign, escaped)| text.replace(sign, escaped)))
@@ -116,7 +116,7 @@ fn dictsort(value: &Value, args: Rest<Value>) -> Outcome {
     Ok(pairs.into_iter().map(|(key, value)| values::tuple([key, value])).collect())
 }
 
-/// What a value is compared as.
+/// The form in which a value is compared.
 fn folded(value: &Value, case_sensitive: bool) -> Value {
     match value.as_str().filter(|_| !case_sensitive) {
         Some(text) => Value::from(text.to_lowercase()),

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{ChatTemplate, Conversation};
 
-/// What scripts/golden_templates.py writes.
+/// A file of scripts/golden_templates.py.
 #[derive(serde::Deserialize)]
 struct PublishedTemplates {
     now: u64,

@@ -1,4 +1,4 @@
-//! How Python writes a value: `str`, `repr` and `json.dumps`.
+//! Python's own way with values: divisors, `str`, `repr` and `json.dumps`.
 
 use std::fmt::{self, Write};
 
@@ -11,6 +11,17 @@ use super::{invalid, values};
 const MAX_DEPTH: usize = 200;
 /// Widest indentation of JSON.
 const MAX_INDENT: usize = 64;
+
+/// The divisor of `/`, `//` and `%`, which Python refuses or treats otherwise where it is 0 or below.
+pub(super) fn divisor(value: Value, may_be_negative: bool) -> Result<Value, Error> {
+    match f64::try_from(value.clone()) {
+        Ok(0.0) => Err(invalid("division by zero")),
+        Ok(number) if number < 0.0 && !may_be_negative => {
+            Err(invalid(format!("// and % with a divisor below 0, here {}, are not computed", text(&value)?)))
+        }
+        _ => Ok(value),
+    }
+}
 
 /// `str(value)`, as `{{ value }}` prints it.
 pub(super) fn text(value: &Value) -> Result<String, Error> {

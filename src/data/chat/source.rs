@@ -1,4 +1,4 @@
-//! What minijinja reads otherwise than Python's Jinja, rewritten in the source of a template.
+//! Rewrites the source of a template where minijinja reads it otherwise than Python's Jinja.
 //!
 //! `'..' % ..`, which minijinja reads as a remainder, calls a filter where a string literal is on the left; a format in a variable stays a
 //! remainder, and is refused as one. Tuples call a function, and so do divisors, which are refused where Python computes otherwise. Texts
@@ -9,6 +9,9 @@ use minijinja::value::ValueKind;
 use minijinja::{Error, FormatStyle, Value, format_filter};
 
 use super::python;
+use super::scan::{
+    char_len, group_end, has_sum, is_tuple, is_word, operand_end, product_end, skip_blanks, string_end, word_end,
+};
 
 /// The name of the filter for `'..' % ..`, which no template has.
 pub(super) const FORMAT: &str = "__percent";
@@ -228,37 +231,6 @@ fn as_text(operand: &str) -> String {
     format!("{}({})|string ", &operand[..blanks], operand.trim())
 }
 
-/// Behind a product of operands.
-fn product_end(code: &str, start: usize) -> usize {
-    let mut at = operand_end(code, start);
-    loop {
-        let sign = skip_blanks(code, at);
-        let behind = sign + code[sign..].bytes().take_while(|byte| b"*/%".contains(byte)).count();
-        if behind == sign {
-            return at;
-        }
-        at = operand_end(code, skip_blanks(code, behind));
-    }
-}
-
-fn is_word(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || byte == b'_' || byte >= 0x80
-}
-
-/// Behind a name or a number, whose exponent may have a sign.
-fn word_end(code: &str, at: usize) -> usize {
-    let run = |at: usize| at + code.as_bytes()[at..].iter().take_while(|byte| is_word(**byte)).count();
-    let (end, is_number) = (run(at), code[at..].starts_with(|letter: char| letter.is_ascii_digit()));
-    match is_number && code[..end].ends_with(['e', 'E']) && code[end..].starts_with(['+', '-']) {
-        true => run(end + 1),
-        false => end,
-    }
-}
-
-fn is_tuple(operand: &str) -> bool {
-    operand.starts_with('(') && group_end(operand, 0) == operand.len() && has_comma(operand)
-}
-
 /// Whether a bracket behind this code groups an expression, and is no call's, and no target's of a loop.
 fn begins_operand(before: &str) -> bool {
     let before = before.trim_end();
@@ -333,84 +305,6 @@ fn unescaped(text: &str) -> Option<String> {
     Some(read)
 }
 
-/// Behind an operand: signs, a literal, name or group, then attributes, items, calls and filters.
-fn operand_end(code: &str, start: usize) -> usize {
-    let mut at = start + code[start..].len() - code[start..].trim_start_matches(['-', '+', ' ']).len();
-    at = match code.as_bytes().get(at) {
-        Some(b'\'' | b'"') => string_end(code, at),
-        Some(b'(' | b'[' | b'{') => group_end(code, at),
-        _ => word_end(code, at),
-    };
-    loop {
-        let next = skip_blanks(code, at);
-        at = match code.as_bytes().get(next) {
-            Some(b'(' | b'[') => group_end(code, next),
-            Some(b'.' | b'|') => word_end(code, skip_blanks(code, next + 1)),
-            _ => return at,
-        };
-    }
-}
-
-/// Behind the bracket that closes the one at `start`.
-fn group_end(code: &str, start: usize) -> usize {
-    let (mut at, mut depth) = (start, 0_usize);
-    while at < code.len() {
-        match code.as_bytes()[at] {
-            b'\'' | b'"' => {
-                at = string_end(code, at);
-                continue;
-            }
-            b'(' | b'[' | b'{' => depth += 1,
-            b')' | b']' | b'}' if depth <= 1 => return at + 1,
-            b')' | b']' | b'}' => depth -= 1,
-            _ => {}
-        }
-        at += char_len(code, at);
-    }
-    code.len()
-}
-
-/// Whether texts or numbers are added in a tag.
-fn has_sum(code: &str) -> bool {
-    let mut at = 0;
-    while at < code.len() {
-        at = match code.as_bytes()[at] {
-            b'+' => return true,
-            b'\'' | b'"' => string_end(code, at),
-            _ => at + char_len(code, at),
-        };
-    }
-    false
-}
-
-/// Whether a group has a comma of its own.
-fn has_comma(group: &str) -> bool {
-    let mut at = 1;
-    while at < group.len() {
-        at = match group.as_bytes()[at] {
-            b',' => return true,
-            b'\'' | b'"' => string_end(group, at),
-            b'(' | b'[' | b'{' => group_end(group, at),
-            _ => at + char_len(group, at),
-        };
-    }
-    false
-}
-
-/// Behind the quote that ends the string at `start`.
-fn string_end(code: &str, start: usize) -> usize {
-    let (quote, mut at) = (code.as_bytes()[start], start + 1);
-    while at < code.len() {
-        match code.as_bytes()[at] {
-            b'\\' => at += 1,
-            byte if byte == quote => return at + 1,
-            _ => {}
-        }
-        at += if at < code.len() { char_len(code, at) } else { 0 };
-    }
-    code.len()
-}
-
 /// `{% generation %}` marks the assistant's tokens for loss masks in transformers; here it is a block that always runs.
 fn without_generation_tags(source: &str) -> String {
     let mut text = String::with_capacity(source.len());
@@ -428,13 +322,4 @@ fn without_generation_tags(source: &str) -> String {
         rest = after;
     }
     text + rest
-}
-
-fn skip_blanks(code: &str, at: usize) -> usize {
-    at + code[at..].len() - code[at..].trim_start().len()
-}
-
-/// Bytes of the character at `at`.
-fn char_len(code: &str, at: usize) -> usize {
-    code[at..].chars().next().map_or(1, char::len_utf8)
 }

@@ -273,7 +273,7 @@ fn a_template_that_broke_a_limit_stays_refused() {
     }
 }
 
-/// As templates of models that see are written: a text among the parts, and a plain text that is passed over. A role whose plain texts are
+/// Templates of models that see have two forms: a text among the parts, and a plain text that is passed over. A role whose plain texts are
 /// shown keeps them.
 #[test]
 fn texts_come_as_parts_where_a_template_shows_them_in_no_other_form() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use minijinja::value::{Enumerator, Object, ObjectRepr};
 use minijinja::{Error, Value};
 
-use super::{invalid, python};
+use super::invalid;
 
 /// Longest range, as in Jinja's sandbox.
 const MAX_RANGE: i64 = 100_000;
@@ -112,15 +112,4 @@ pub(super) fn parts(value: &Value) -> Option<(String, Vec<Value>, &'static str)>
     let JinjaRange { start, stop, step, .. } = value.downcast_object_ref()?;
     let items: Vec<i64> = if *step == 1 { vec![*start, *stop] } else { vec![*start, *stop, *step] };
     Some(("range(".to_owned(), items.into_iter().map(Value::from).collect(), ")"))
-}
-
-/// The divisor of `/`, `//` and `%`, which Python refuses or treats otherwise where it is 0 or below.
-pub(super) fn divisor(value: Value, may_be_negative: bool) -> Result<Value, Error> {
-    match f64::try_from(value.clone()) {
-        Ok(0.0) => Err(invalid("division by zero")),
-        Ok(number) if number < 0.0 && !may_be_negative => {
-            Err(invalid(format!("// and % with a divisor below 0, here {}, are not computed", python::text(&value)?)))
-        }
-        _ => Ok(value),
-    }
 }

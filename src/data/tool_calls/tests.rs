@@ -197,7 +197,7 @@ const CALLS: [(ToolCallParser, &str, &str); 5] = [
     (ToolCallParser::Mistral, "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {\"a\": 1}}]", "[TOOL_CALLS]"),
 ];
 
-/// What is thought is not done, whoever opened the thought, and whatever marks stand in it.
+/// Calls within a thought are not made, whoever opened the thought, and whatever marks stand in it.
 #[test]
 fn calls_within_thoughts_are_thoughts() {
     for (parser, call, mark) in CALLS {

@@ -60,7 +60,7 @@ impl PlayedGroup {
         self.playing().next().is_none()
     }
 
-    /// What is recorded of the episodes that have ended, in a group that is not complete.
+    /// Trajectories of the episodes that have ended, in a group that is not complete.
     pub fn ended(&self) -> impl Iterator<Item = &Trajectory> {
         let ended = self.episodes.iter().filter_map(|play| match play {
             Play::Ended(played) => Some(played),

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -12,17 +12,11 @@ use crate::endpoint::client::EngineCommand;
 use crate::endpoint::episodes::behind;
 use crate::endpoint::requests::Requests;
 use crate::error::{Error, Result};
-use crate::phase;
 use crate::rollout::{CostMeter, Event, GroupTurns, Request, Session, Turns};
 use crate::tools::GroupKey;
 use crate::types::{Prompt, RolloutGroup};
 
-/// How long an engine without work waits for a request before it shows that it is alive.
-const BEAT: Duration = Duration::from_millis(50);
-/// How long one of several ranks without work waits for its own requests before it hears of those of others.
-const TICK: Duration = Duration::from_millis(2);
-
-/// What came to a rank since the last step.
+/// A rank's changes since the last step.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct EpisodeNews {
     changes: Vec<RequestChange>,
@@ -66,13 +60,12 @@ impl<'p> PlayedSession<'p> {
         }
     }
 
-    /// What came to this rank since the last call. Where the engine `is_idle`, waits for some.
-    fn own_news(&mut self, is_idle: bool) -> Result<EpisodeNews> {
+    /// The news of this rank since the last call. Waits as long as `wait` for some.
+    fn own_news(&mut self, wait: Duration) -> Result<EpisodeNews> {
         let mut news = EpisodeNews::default();
-        let is_alone = self.player.options.engine_ranks.size() == 1;
         let mut commands = std::mem::take(&mut self.player.held);
-        if is_idle && !commands.iter().any(|command| self.is_wanted(command)) {
-            commands.extend(self.player.queue.commands.recv_timeout(if is_alone { BEAT } else { TICK }));
+        if !wait.is_zero() && !commands.iter().any(|command| self.is_wanted(command)) {
+            commands.extend(self.player.queue.commands.recv_timeout(wait));
         }
         commands.extend(std::iter::from_fn(|| self.player.queue.commands.try_recv().ok()));
         for outcome in self.player.agent.ended()? {
@@ -152,13 +145,9 @@ impl Turns for PlayedSession<'_> {
         if self.num_open == 0 {
             return Ok(Vec::new());
         }
-        phase::beat();
-        let (before, is_idle) = (Instant::now(), !session.has_work());
-        let own = self.own_news(is_idle)?;
-        let all = self.player.options.engine_ranks.all_gather_json("announce episodes", own)?;
-        if is_idle {
-            self.meter.idle += before.elapsed();
-        }
+        let (engine_ranks, mut meter) = (self.player.options.engine_ranks.clone(), self.meter);
+        let all = meter.exchange(&engine_ranks, "announce episodes", session, |wait| self.own_news(wait))?;
+        self.meter = meter;
         let mut complete = Vec::new();
         for (owner, news) in all.into_iter().enumerate() {
             for change in news.changes {

@@ -7,7 +7,7 @@ use super::super::{
     AdvantageConfig, EntropyControl, LossConfig, LossInput, assign_advantages, kl_of_sequence, policy_loss,
 };
 use super::{LossBatch, assert_close, entropy_term, indices, parse_config, values};
-use crate::config::{AdvantageEstimator, KlEstimator, LossType};
+use crate::config::{AdvantageEstimator, KlEstimator, LossType, ObjectiveConfig};
 use crate::types::fixtures::scored;
 
 fn golden() -> Value {
@@ -90,15 +90,16 @@ fn an_adaptive_entropy_bonus_is_that_of_trl() {
     let golden = golden();
     let case = &golden["adaptive_entropy"];
     let number = |value: &Value, key: &str| value[key].as_f64().unwrap();
-    let config = LossConfig {
+    let objective = ObjectiveConfig {
         entropy_coef: number(case, "entropy_coef"),
         use_adaptive_entropy: true,
         entropy_coef_min: number(case, "entropy_coef_min"),
         entropy_coef_max: number(case, "entropy_coef_max"),
         entropy_coef_delta: number(case, "entropy_coef_delta"),
         entropy_target: number(case, "entropy_target"),
-        ..LossConfig::default()
+        ..ObjectiveConfig::default()
     };
+    let config = LossConfig { objective, ..LossConfig::default() };
     let mut control = EntropyControl::new(&config);
     let updates = case["updates"].as_array().unwrap();
     assert!(updates.len() >= 8);

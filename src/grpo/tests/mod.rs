@@ -1,4 +1,4 @@
-//! What the tests of this room share: packed batches, configurations by a case's keys, comparisons.
+//! Helpers of this room's tests: packed batches, configurations by a case's keys, comparisons.
 
 mod distillation;
 mod golden;
@@ -8,7 +8,7 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::{Denominators, Distillation, EntropyTerm, LossConfig, LossInput};
-use crate::config::KlEstimator;
+use crate::config::ObjectiveConfig;
 
 /// A packed batch whose tensors live together.
 #[derive(Debug)]
@@ -97,10 +97,28 @@ fn indices(lengths: &[i64]) -> Tensor {
     Tensor::from_slice(&rows)
 }
 
+/// The losses and estimators of a case beside the defaults, which are TRL's.
+fn objective(value: &Value) -> ObjectiveConfig {
+    let number = |key: &str| value[key].as_f64();
+    let default = ObjectiveConfig::default();
+    ObjectiveConfig {
+        importance_sampling_clip_min: number("importance_sampling_clip_min"),
+        off_policy_mask_threshold: number("off_policy_mask_threshold"),
+        sapo_temperature_neg: number("sapo_temperature_neg").unwrap_or(default.sapo_temperature_neg),
+        sapo_temperature_pos: number("sapo_temperature_pos").unwrap_or(default.sapo_temperature_pos),
+        vespo_k_pos: number("vespo_k_pos").unwrap_or(default.vespo_k_pos),
+        vespo_lambda_pos: number("vespo_lambda_pos").unwrap_or(default.vespo_lambda_pos),
+        vespo_k_neg: number("vespo_k_neg").unwrap_or(default.vespo_k_neg),
+        vespo_lambda_neg: number("vespo_lambda_neg").unwrap_or(default.vespo_lambda_neg),
+        top_entropy_quantile: number("top_entropy_quantile").unwrap_or(1.0),
+        entropy_coef: number("entropy_coef").unwrap_or(0.0),
+        ..default
+    }
+}
+
 /// The configuration of a case; keys that a case leaves out have the defaults, which are TRL's.
 pub(crate) fn parse_config(value: &Value) -> LossConfig {
     let number = |key: &str| value[key].as_f64();
-    let default = LossConfig::default();
     LossConfig {
         loss_type: serde_json::from_value(value["loss_type"].clone()).unwrap(),
         importance_sampling_level: serde_json::from_value(value["importance_sampling_level"].clone()).unwrap(),
@@ -112,36 +130,25 @@ pub(crate) fn parse_config(value: &Value) -> LossConfig {
         importance_sampling_correction: value["importance_sampling_correction"].as_bool().unwrap(),
         importance_sampling_mode: serde_json::from_value(value["importance_sampling_mode"].clone()).unwrap(),
         importance_sampling_clip_max: number("importance_sampling_clip_max").unwrap(),
-        importance_sampling_clip_min: number("importance_sampling_clip_min"),
-        off_policy_mask_threshold: number("off_policy_mask_threshold"),
-        kl_estimator: KlEstimator::K3,
-        sapo_temperature_neg: number("sapo_temperature_neg").unwrap_or(default.sapo_temperature_neg),
-        sapo_temperature_pos: number("sapo_temperature_pos").unwrap_or(default.sapo_temperature_pos),
-        vespo_k_pos: number("vespo_k_pos").unwrap_or(default.vespo_k_pos),
-        vespo_lambda_pos: number("vespo_lambda_pos").unwrap_or(default.vespo_lambda_pos),
-        vespo_k_neg: number("vespo_k_neg").unwrap_or(default.vespo_k_neg),
-        vespo_lambda_neg: number("vespo_lambda_neg").unwrap_or(default.vespo_lambda_neg),
-        top_entropy_quantile: number("top_entropy_quantile").unwrap_or(1.0),
-        entropy_coef: number("entropy_coef").unwrap_or(0.0),
+        objective: objective(value),
         distillation: number("distillation_weight").map(|weight| Distillation {
             weight,
             clip_max: number("distillation_is_clip"),
             top: None,
         }),
         max_completion_length: value["max_completion_length"].as_u64().unwrap() as usize,
-        ..default
     }
 }
 
 /// The entropy term of an update over tokens of `entropies`, with a bonus of constant weight.
 pub(crate) fn entropy_term(config: &LossConfig, entropies: &[f64]) -> Option<EntropyTerm> {
-    let coef = config.entropy_coef;
+    let coef = config.objective.entropy_coef;
     let of_all = EntropyTerm { least: None, coef, num_tokens: entropies.len() as f64 };
     if !config.selects_by_entropy() {
         return config.has_entropy_bonus().then_some(of_all);
     }
     let entropies = entropies.iter().map(|entropy| *entropy as f32).collect();
-    Some(EntropyTerm::of_highest(entropies, config.top_entropy_quantile, coef))
+    Some(EntropyTerm::of_highest(entropies, config.objective.top_entropy_quantile, coef))
 }
 
 /// Fails unless `got` is within `relative` of `expected`, element by element; NaN equals NaN.

@@ -4,7 +4,7 @@ use tch::Kind;
 
 use super::super::{Distillation, LossConfig, LossInput, LossOutput, LossStats, policy_loss};
 use super::{LossBatch, assert_close, entropy_term, values};
-use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
+use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType, ObjectiveConfig};
 
 fn assert_same_stats(got: &LossStats, expected: &LossStats, what: &str) {
     assert_eq!(got.entries().len(), expected.entries().len(), "{what}");
@@ -19,15 +19,19 @@ fn configurations() -> impl Iterator<Item = LossConfig> {
     let levels = [ImportanceSamplingLevel::Token, ImportanceSamplingLevel::Sequence];
     let pairs = LossType::ALL.iter().flat_map(move |loss_type| levels.map(|level| (*loss_type, level)));
     pairs.flat_map(|(loss_type, importance_sampling_level)| {
-        KlEstimator::ALL.iter().map(move |kl_estimator| LossConfig {
+        let objective = |kl_estimator: &KlEstimator| ObjectiveConfig {
+            kl_estimator: *kl_estimator,
+            importance_sampling_clip_min: Some(0.9),
+            off_policy_mask_threshold: Some(0.02),
+            ..ObjectiveConfig::default()
+        };
+        KlEstimator::ALL.iter().map(objective).map(move |objective| LossConfig {
             loss_type,
             importance_sampling_level,
             delta: Some(1.3),
             beta: 0.2,
-            kl_estimator: *kl_estimator,
             importance_sampling_mode: ImportanceSamplingMode::TokenTruncate,
-            importance_sampling_clip_min: Some(0.9),
-            off_policy_mask_threshold: Some(0.02),
+            objective,
             ..LossConfig::default()
         })
     })
@@ -43,7 +47,8 @@ fn gradients_are_those_of_autograd() {
         let mut batch = LossBatch::random(kind);
         batch.logprobs = batch.logprobs.set_requires_grad(true);
         batch.entropy = batch.entropy.set_requires_grad(true);
-        let config = LossConfig { top_entropy_quantile: 0.6, entropy_coef: 0.3, ..config };
+        let objective = ObjectiveConfig { top_entropy_quantile: 0.6, entropy_coef: 0.3, ..config.objective };
+        let config = LossConfig { objective, ..config };
         let entropy_term = entropy_term(&config, &values(&batch.entropy.detach()));
         let input = LossInput { entropy_term, ..batch.input(true) };
         let output = policy_loss(&input, &config, &batch.denominators()).unwrap();

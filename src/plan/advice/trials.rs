@@ -6,10 +6,11 @@ use std::rc::Rc;
 
 use serde_json::Value;
 
-use super::{KeySetting, MemoryShortage, settings};
+use super::{KeySetting, settings};
 use crate::config::Config;
 use crate::error::Result;
 use crate::plan::choices::choose;
+use crate::plan::shortage::MemoryShortage;
 use crate::plan::{MemoryPlan, PlanInput};
 
 /// Makes the plan of each set of changes once, since concessions begin with the same changes.

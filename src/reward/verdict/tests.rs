@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::types::{Prompt, fixtures};
 
-/// What scripts/golden_rewards.py wrote: math-verify 0.9.0, open-r1 at commit 1416fa0, TRL 1.16.
+/// Verdicts that scripts/golden_rewards.py recorded: math-verify 0.9.0, open-r1 at commit 1416fa0, TRL 1.16.
 fn golden() -> Value {
     serde_json::from_str(include_str!("../../../tests/golden/rewards.json")).unwrap()
 }

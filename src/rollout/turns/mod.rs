@@ -8,10 +8,15 @@ pub use news::TurnTools;
 
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
 use super::request::{Event, Request, RequestId, refuse};
 use super::session::Session;
 use super::stats::EngineStats;
 use crate::error::Result;
+use crate::phase;
+use crate::ranks::HostGroup;
 use crate::tools::SessionCosts;
 use crate::types::{Prompt, RolloutGroup};
 
@@ -78,13 +83,18 @@ pub trait GroupTurns: Turns {
     fn take_complete(&mut self, number: usize, session: &Session<'_>) -> Result<RolloutGroup>;
 }
 
+/// How long an engine without work waits for turns before it shows that it is alive.
+pub(crate) const BEAT: Duration = Duration::from_millis(50);
+/// How long one of several ranks without work waits for its own turns before it hears of those of others.
+const TICK: Duration = Duration::from_millis(2);
+
 /// Costs of turns in a session, from its beginning.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct CostMeter {
     before: EngineStats,
     start: Instant,
     /// Time in which nothing was decoded.
-    pub idle: Duration,
+    idle: Duration,
 }
 
 impl CostMeter {
@@ -96,6 +106,32 @@ impl CostMeter {
     /// Has completions of `session` leave their keys and values to their next turns, which are counted from here on.
     pub fn begin(&mut self, session: &mut Session<'_>) {
         self.before = session.keep_turns();
+    }
+
+    /// Gives all ranks that share an engine the news of each, before a step. `own` returns this rank's, and may wait for some as long as
+    /// it is told.
+    ///
+    /// # Errors
+    /// The errors of `own` and of the exchange.
+    pub fn exchange<N: Serialize + DeserializeOwned>(
+        &mut self,
+        engine_ranks: &HostGroup,
+        what: &'static str,
+        session: &Session<'_>,
+        own: impl FnOnce(Duration) -> Result<N>,
+    ) -> Result<Vec<N>> {
+        phase::beat();
+        let (before, is_idle) = (Instant::now(), !session.has_work());
+        let wait = match (is_idle, engine_ranks.size()) {
+            (false, _) => Duration::ZERO,
+            (true, 1) => BEAT,
+            (true, _) => TICK,
+        };
+        let all = engine_ranks.all_gather_json(what, own(wait)?)?;
+        if is_idle {
+            self.idle += before.elapsed();
+        }
+        Ok(all)
     }
 
     /// The costs so far on a rank; the first of the ranks that share the engine counts tokens for all.

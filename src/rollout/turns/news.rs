@@ -5,16 +5,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::BEAT;
 use crate::error::Result;
 use crate::phase;
 use crate::ranks::HostGroup;
 use crate::tools::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
 use crate::types::Prompt;
-
-/// How long an engine without work waits for tools before it shows that it is alive.
-const BEAT: Duration = Duration::from_millis(200);
-/// How long one of several ranks without work waits for its own tools before it hears of those of others.
-const TICK: Duration = Duration::from_millis(2);
 
 /// The tools of this rank, and the ranks that share its engine.
 #[derive(Debug)]
@@ -54,54 +50,49 @@ pub(super) enum Own {
     End(EpisodeEnd),
 }
 
-impl TurnTools {
-    /// The outcomes that have come to any rank of the engine, own ones with their messages; in an order that all ranks have. `places`
-    /// has the numbers of this rank's groups in the session. Where the engine `is_idle`, waits for some.
-    pub(super) fn news(
-        &mut self,
+/// The outcomes that have come to a rank since the last call.
+#[derive(Debug, Default)]
+pub(super) struct OwnNews {
+    /// In the order of groups and samples.
+    pub news: Vec<TurnNews>,
+    /// By group and sample.
+    pub parts: HashMap<(usize, usize), Own>,
+}
+
+impl OwnNews {
+    /// Takes the outcomes of `conversations`, waiting as long as `wait` for the first. `places` has the numbers of this rank's groups in
+    /// the session; with `waits_for_all` all that they wait for are awaited.
+    pub fn poll(
+        conversations: &mut Conversations,
         places: &HashMap<GroupKey, usize>,
-        is_idle: bool,
-    ) -> Result<Vec<(TurnNews, Option<Own>)>> {
-        phase::beat();
-        let is_alone = self.engine_ranks.size() == 1;
+        wait: Duration,
+        waits_for_all: bool,
+    ) -> Result<Self> {
         let is_wanted = |key: &TrajectoryKey| places.contains_key(&key.group);
-        let wait = match is_idle {
-            true if is_alone => BEAT,
-            true => TICK,
-            false => Duration::ZERO,
-        };
-        let mut outcomes = self.conversations.poll(wait, is_wanted)?;
-        while self.waits && self.conversations.is_waiting(is_wanted) {
+        let mut outcomes = conversations.poll(wait, is_wanted)?;
+        while waits_for_all && conversations.is_waiting(is_wanted) {
             phase::beat();
-            outcomes.extend(self.conversations.poll(BEAT, is_wanted)?);
+            outcomes.extend(conversations.poll(BEAT, is_wanted)?);
         }
-        let mut own_parts = HashMap::new();
-        let mut own: Vec<TurnNews> = outcomes
-            .into_iter()
-            .map(|(TrajectoryKey { group, sample }, outcome)| {
-                let group = places[&group];
-                let what = match outcome {
-                    TurnOutcome::Opened(None) => News::Begins(None),
-                    TurnOutcome::Opened(Some(prompt)) => {
-                        let token_ids = prompt.token_ids.clone();
-                        own_parts.insert((group, sample), Own::Prompt(prompt));
-                        News::Begins(Some(token_ids))
-                    }
-                    TurnOutcome::Continues(context) => News::Continues(context),
-                    TurnOutcome::Ended(end) => {
-                        own_parts.insert((group, sample), Own::End(end));
-                        News::Ended
-                    }
-                };
-                TurnNews { group, sample, what }
-            })
-            .collect();
-        own.sort_by_key(|news| (news.group, news.sample));
-        let all = self.engine_ranks.all_gather_json("announce turns", own)?;
-        let with_own = |news: TurnNews| {
-            let own = own_parts.remove(&(news.group, news.sample));
-            (news, own)
-        };
-        Ok(all.into_iter().flatten().map(with_own).collect())
+        let mut own = Self::default();
+        for (TrajectoryKey { group, sample }, outcome) in outcomes {
+            let group = places[&group];
+            let what = match outcome {
+                TurnOutcome::Opened(None) => News::Begins(None),
+                TurnOutcome::Opened(Some(prompt)) => {
+                    let token_ids = prompt.token_ids.clone();
+                    own.parts.insert((group, sample), Own::Prompt(prompt));
+                    News::Begins(Some(token_ids))
+                }
+                TurnOutcome::Continues(context) => News::Continues(context),
+                TurnOutcome::Ended(end) => {
+                    own.parts.insert((group, sample), Own::End(end));
+                    News::Ended
+                }
+            };
+            own.news.push(TurnNews { group, sample, what });
+        }
+        own.news.sort_by_key(|news| (news.group, news.sample));
+        Ok(own)
     }
 }

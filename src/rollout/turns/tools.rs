@@ -3,9 +3,8 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
-use super::news::{News, Own, TurnNews, TurnTools};
+use super::news::{News, Own, OwnNews, TurnNews, TurnTools};
 use super::{CostMeter, GroupTurns, Turns};
 use crate::data::Tokenizer;
 use crate::error::Result;
@@ -160,14 +159,16 @@ impl Turns for TurnGroups<'_> {
         if self.num_asked == 0 || (self.tools.waits && session.has_work()) {
             return Ok(Vec::new());
         }
-        let (before, is_idle) = (Instant::now(), !session.has_work());
-        let news = self.tools.news(&self.places, is_idle)?;
-        if is_idle {
-            self.meter.idle += before.elapsed();
-        }
+        let TurnTools { conversations, engine_ranks, waits } = &mut *self.tools;
+        let mut parts = HashMap::new();
+        let all = self.meter.exchange(engine_ranks, "announce turns", session, |wait| {
+            let own = OwnNews::poll(conversations, &self.places, wait, *waits)?;
+            parts = own.parts;
+            Ok(own.news)
+        })?;
         let mut complete = Vec::new();
-        for (news, own) in news {
-            let place = news.group;
+        for news in all.into_iter().flatten() {
+            let (place, own) = (news.group, parts.remove(&(news.group, news.sample)));
             if self.take(news, session, own)? {
                 complete.push(place);
             }

@@ -1,4 +1,4 @@
-//! What tools and environments reply: the context of a next turn, or the end of the trajectory.
+//! Replies of tools and environments: the context of a next turn, or the end of the trajectory.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{Asked, Conversations, EpisodeEnd, OpenTrajectory, Opening, TrajectoryKey, TurnLimits, TurnOutcome};
 use crate::error::{Error, Result};
-use crate::tools::process::{CallResult, ToolReply};
+use crate::tools::reply::{CallResult, ToolReply};
 use crate::types::{EnvironmentEnd, Prompt, Trajectory};
 
 /// Characters of an answer that a warning shows.
@@ -210,7 +210,7 @@ impl Conversations {
     }
 }
 
-/// What `reset` gave, as an error shows it.
+/// The observation of `reset`, as an error shows it.
 fn quoted(observation: Option<&String>) -> String {
     observation.map_or_else(|| "nothing".to_owned(), |text| format!("{text:?}"))
 }

@@ -1,4 +1,4 @@
-//! Warnings and the end of a run whose rewards give no score.
+//! Steps in a row that teach nothing, and the end of a run whose rewards give no score.
 
 use super::{RunTurns, Trainer};
 use crate::error::{Error, Result};
@@ -6,24 +6,27 @@ use crate::eval::EvalOutcome;
 use crate::grpo::AdvantageStats;
 use crate::ranks::first_text;
 
-/// Steps in a row without a single score that end a run: it would go on for nothing.
-const MAX_STEPS: usize = 3;
+/// Steps in a row without a score, or whose groups are all left out, that end a run: it would go on for nothing.
+pub(super) const MAX_STEPS: usize = 3;
 
-/// Steps in a row, up to now, in which no sample of any rank got a reward.
+/// Steps in a row, up to now, that taught nothing.
 #[derive(Debug, Default)]
-pub(super) struct Unscored {
-    num_steps: usize,
-    /// The first failure of the newest.
+pub(super) struct FruitlessSteps {
+    /// Steps in which no sample of any rank got a reward.
+    unscored_steps: usize,
+    /// The first failure of the newest of them.
     cause: String,
+    /// Steps all of whose groups were left out.
+    pub steps_without_signal: usize,
 }
 
-impl Unscored {
+impl FruitlessSteps {
     /// Ends a run that learns nothing, with the same verdict on every rank.
     ///
     /// # Errors
     /// [`Error::NoScore`] after [`MAX_STEPS`].
     pub fn check(&self) -> Result<()> {
-        if self.num_steps < MAX_STEPS {
+        if self.unscored_steps < MAX_STEPS {
             return Ok(());
         }
         Err(Error::NoScore { place: format!("in {MAX_STEPS} steps in a row"), message: self.cause.clone() })
@@ -36,14 +39,14 @@ impl Trainer {
     pub(super) fn tell_failures(&mut self, advantages: &AdvantageStats) -> Result<()> {
         let (num_failed, total) = (advantages.num_failed, advantages.num_failed + advantages.reward.count);
         let is_lost = num_failed == total && total > 0.0;
-        self.unscored.num_steps = if is_lost { self.unscored.num_steps + 1 } else { 0 };
+        self.fruitless.unscored_steps = if is_lost { self.fruitless.unscored_steps + 1 } else { 0 };
         let Some(cause) = self.first_cause(num_failed)? else { return Ok(()) };
         let step = self.progress.global_step;
         let lost = if is_lost { "; nothing is learned" } else { "" };
         self.output.say(&format!(
             "step {step}: warning: {num_failed} of {total} samples have no reward and are masked{lost}: {cause}"
         ));
-        self.unscored.cause = cause;
+        self.fruitless.cause = cause;
         Ok(())
     }
 
@@ -60,7 +63,7 @@ impl Trainer {
     /// Why `num_failed` samples of all ranks have no reward, if that many is any: the first failure of the lowest rank that has
     /// had one since the last call.
     fn first_cause(&mut self, num_failed: f64) -> Result<Option<String>> {
-        let lost = self.turns.as_mut().and_then(RunTurns::take_loss);
+        let lost = self.generation.turns.as_mut().and_then(RunTurns::take_loss);
         let own = self.rewards.take_cause().or(lost);
         if num_failed == 0.0 {
             return Ok(None);

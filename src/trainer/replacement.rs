@@ -12,9 +12,10 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::batches::PlacedGroup;
 use super::output::RunOutput;
-use super::signal::{GroupVerdict, Tally};
 use super::turns::{RunTurns, turns_of};
+use super::verdict::{GroupVerdict, Tally};
 use crate::data::{Dataset, PromptSampler};
 use crate::error::Result;
 use crate::phase::{self, Phase};
@@ -41,11 +42,11 @@ pub(super) struct GroupQuota {
     pub ranks_per_engine: usize,
 }
 
-/// This rank's groups of a step with replacement, each with its place in the order of the data.
+/// This rank's groups of a step with replacement.
 #[derive(Debug, Default)]
-pub(super) struct PlacedGroups {
-    pub kept: Vec<(usize, RolloutGroup)>,
-    pub dropped: Vec<(usize, RolloutGroup)>,
+pub(super) struct DrawnGroups {
+    pub kept: Vec<PlacedGroup>,
+    pub dropped: Vec<PlacedGroup>,
     /// The tally of all engines' groups.
     pub tally: Tally,
 }
@@ -103,30 +104,39 @@ pub(super) struct Replacement<'a> {
     pub engines: Option<&'a HostGroup>,
     /// Updates of the run.
     pub max_steps: u64,
+    pub quota: GroupQuota,
+}
+
+/// The numbers of a step that samples a batch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepNumbers {
+    /// The step in the random keys.
+    pub generation_step: u64,
+    /// Updates that are made before the batch is trained on.
+    pub global_step: u64,
 }
 
 impl Replacement<'_> {
-    /// Samples one batch after the other, of each pair of `steps` with the first as its step of random keys, trained on after as many
-    /// updates as the second says.
+    /// Samples a batch for each of `steps`, one after the other.
     pub fn sample(
         &mut self,
         engine: &mut RolloutEngine<'_>,
         mut turns: Option<&mut RunTurns>,
-        (mut candidates, quota): (Candidates, GroupQuota),
+        mut candidates: Candidates,
         params: &SamplingParams,
-        steps: &[[u64; 2]],
-    ) -> Result<Vec<PlacedGroups>> {
+        steps: &[StepNumbers],
+    ) -> Result<Vec<DrawnGroups>> {
         engine.on_progress(self.output.sampling_progress());
         let mut batches = Vec::with_capacity(steps.len());
-        for &[step, global_step] in steps {
+        for &StepNumbers { generation_step, global_step } in steps {
             self.rewards.set_progress(global_step, self.max_steps);
-            let mut batch = OpenBatch::new((candidates.clone(), quota), (step, params), self);
+            let mut batch = OpenBatch::new(candidates.clone(), generation_step, params, self);
             engine.run(turns_of(turns.as_deref_mut()), &mut batch)?;
             let drawn = batch.finish();
             let num_sampled = drawn.tally.num_sampled as usize;
             batches.push(drawn);
             if batches.len() < steps.len() {
-                candidates = Candidates::first(candidates.into_sampler(num_sampled)?, quota.num_groups)?;
+                candidates = Candidates::first(candidates.into_sampler(num_sampled)?, self.quota.num_groups)?;
             }
         }
         Ok(batches)
@@ -142,7 +152,6 @@ struct OpenBatch<'c, 'a> {
     context: &'c mut Replacement<'a>,
     params: Arc<SamplingParams>,
     candidates: Candidates,
-    wanted: GroupQuota,
     first_step: u64, // in the random keys
     of_all: Vec<CandidateGroup>,
     num_begun: usize,                        // candidates that were submitted where they belong
@@ -151,14 +160,15 @@ struct OpenBatch<'c, 'a> {
     under_way: Vec<(usize, usize)>,          // numbers in the session and among the candidates
     fresh: Vec<(Submitted, RolloutGroup)>,   // complete since the last exchange
     waiting: Vec<(Submitted, RolloutGroup)>, // complete before it
-    scored: Vec<(usize, RolloutGroup)>,
+    scored: Vec<PlacedGroup>,
 }
 
 impl<'c, 'a> OpenBatch<'c, 'a> {
     /// The first candidates, dealt out in consecutive shares.
     pub fn new(
-        (candidates, wanted): (Candidates, GroupQuota),
-        (first_step, params): (u64, &SamplingParams),
+        candidates: Candidates,
+        first_step: u64,
+        params: &SamplingParams,
         context: &'c mut Replacement<'a>,
     ) -> Self {
         let num_places = context.engines().size();
@@ -168,7 +178,6 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
             context,
             params: Arc::new(params.clone()),
             candidates,
-            wanted,
             first_step,
             of_all,
             num_begun: 0,
@@ -183,7 +192,7 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
 
     /// Submits the candidates of this rank's engine that are not begun yet.
     fn begin(&mut self, turns: &mut (impl GroupTurns + ?Sized), session: &mut Session<'_>) -> Result<()> {
-        let (place, num_ranks) = (self.context.engines().rank(), self.wanted.ranks_per_engine);
+        let (place, num_ranks) = (self.context.engines().rank(), self.context.quota.ranks_per_engine);
         for index in std::mem::replace(&mut self.num_begun, self.of_all.len())..self.of_all.len() {
             let owner = self.of_all[index].0;
             if owner / num_ranks != place / num_ranks {
@@ -212,13 +221,13 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
     fn report(&mut self) -> Result<VerdictReport> {
         let mut asked = std::mem::take(&mut self.waiting);
         let fresh = std::mem::take(&mut self.fresh);
-        match self.wanted.waits {
+        match self.context.quota.waits {
             true => self.waiting = fresh,
             false => asked.extend(fresh),
         }
         let (submitted, mut groups): (Vec<Submitted>, Vec<RolloutGroup>) = asked.into_iter().unzip();
         let tickets: Vec<RewardTicket> = submitted.iter().map(|(_, ticket)| *ticket).collect();
-        let (waits, is_idle, rewards) = (self.wanted.waits, self.is_idle, &mut *self.context.rewards);
+        let (waits, is_idle, rewards) = (self.context.quota.waits, self.is_idle, &mut *self.context.rewards);
         let is_scored = phase::scope(Phase::Reward, || match waits {
             true => rewards.wait(&mut groups, &tickets).map(|()| vec![true; groups.len()]),
             false => rewards.poll(&mut groups, &tickets, is_idle),
@@ -226,8 +235,8 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
         let mut scored = Vec::new();
         for (((index, ticket), group), is_scored) in submitted.into_iter().zip(groups).zip(is_scored) {
             if is_scored {
-                scored.push((index, GroupVerdict::of(&group, self.wanted.range)));
-                self.scored.push((index, group));
+                scored.push((index, GroupVerdict::of(&group, self.context.quota.range)));
+                self.scored.push(PlacedGroup { place: index as u32, group });
             } else {
                 self.waiting.push(((index, ticket), group));
             }
@@ -245,11 +254,11 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
         let mut loads: Vec<usize> = reports.iter().map(|report| report.num_open).collect();
         self.is_idle = loads.iter().all(|num_open| *num_open == 0);
         let can_count = |(_, verdict): &&CandidateGroup| verdict.is_none_or(|verdict| verdict.has_signal);
-        while self.of_all.iter().filter(can_count).count() < self.wanted.num_groups
-            && self.of_all.len() < self.wanted.max_groups
+        while self.of_all.iter().filter(can_count).count() < self.context.quota.num_groups
+            && self.of_all.len() < self.context.quota.max_groups
         {
             self.candidates.draw()?;
-            let owner = least_loaded(&loads, self.wanted.ranks_per_engine);
+            let owner = least_loaded(&loads, self.context.quota.ranks_per_engine);
             loads[owner] += 1;
             self.of_all.push((owner, None));
             self.is_idle = false;
@@ -258,12 +267,12 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
     }
 
     /// This rank's groups in the order of the data.
-    pub fn finish(mut self) -> PlacedGroups {
-        self.scored.sort_by_key(|(index, _)| *index);
+    pub fn finish(mut self) -> DrawnGroups {
+        self.scored.sort_by_key(|scored| scored.place);
         let verdict = |index: usize| self.of_all[index].1.expect("a verdict on every candidate");
         let tally = (0..self.of_all.len()).map(verdict).collect();
-        let (kept, dropped) = self.scored.into_iter().partition(|(index, _)| verdict(*index).has_signal);
-        PlacedGroups { kept, dropped, tally }
+        let (kept, dropped) = self.scored.into_iter().partition(|scored| verdict(scored.place as usize).has_signal);
+        DrawnGroups { kept, dropped, tally }
     }
 }
 

@@ -1,66 +1,19 @@
-//! Engines of several ranks before a run: the memory of each stage, and what other sizes would have.
+//! A run with its model, before it is planned, and the plans of engines of other sizes.
 
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-use tch::Kind;
-
-use super::preflight::{MakePlan, OpenModel, Preflight, combination, gathers, open_model, validate_gpu};
+use super::preflight::{MakePlan, OpenModel, Preflight, combination, open_model, validate_gpu};
 use super::rows::TrainingRows;
 use crate::config::{Config, EngineShape, Mode, WorldSize, divisors};
 use crate::console::rows_progress;
 use crate::cuda::Placement;
 use crate::data::Tokenizer;
 use crate::error::Result;
-use crate::model::{ModelSpec, ParamTable, Stage, Stages};
-use crate::plan::{MemoryPlan, Room, human};
-use crate::rollout::{cache_kind, kv_block_bytes};
-use crate::serve::EngineSlices;
+use crate::model::{ModelSpec, Stages};
+use crate::plan::{MemoryPlan, Room};
 use crate::tools::ToolProcess;
-
-/// The memory of one rank of a stage.
-#[derive(Debug)]
-pub(super) struct StagePlan {
-    stage: Stage,
-    /// Bytes of weights of the rank's own; none where it reads the policy's in place.
-    weight_bytes: Option<usize>,
-    kv_cache_bytes: usize,
-}
-
-impl StagePlan {
-    /// The memory of a rank of `stage`: weights and, in as many blocks as `plan` has, keys and values of the stage's layers alone.
-    pub(super) fn new(
-        stage: Stage,
-        config: &Config,
-        table: &ParamTable,
-        (kind, plan): (Kind, &MemoryPlan),
-    ) -> Result<Self> {
-        let tp_size = config.tensor_parallel_size;
-        let (own, cached) = (table.spec.of_layers(&stage.layers), cache_kind(config.kv_cache_dtype, kind));
-        let kv_cache_bytes = plan.num_kv_blocks * kv_block_bytes(&own, tp_size, config.kv_block_size, cached);
-        let weight_bytes = match config.mode {
-            Mode::Split => Some(table.elements_of(&stage.units(&table.spec)) * kind.elt_size_in_bytes()),
-            Mode::Colocated if gathers(config, table) => {
-                Some(EngineSlices::gathered_bytes(table, (0, tp_size), &stage, kind)?)
-            }
-            Mode::Colocated => None,
-        };
-        Ok(Self { stage, weight_bytes, kv_cache_bytes })
-    }
-}
-
-impl fmt::Display for StagePlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { stage, weight_bytes, kv_cache_bytes } = self;
-        let (first, last) = (stage.layers.start, stage.layers.end - 1);
-        let layers = if first == last { format!("layer {first}") } else { format!("layers {first} to {last}") };
-        let weights = weight_bytes.map_or_else(|| "in place".to_owned(), human);
-        let head = if stage.is_last() { " and head" } else { "" };
-        let cache = human(*kv_cache_bytes);
-        write!(f, "stage {}: {layers}{head}, engine weights {weights}, KV cache {cache}", stage.index)
-    }
-}
 
 /// A run with its model, before it is planned.
 #[derive(Debug)]
@@ -76,13 +29,12 @@ impl PlannedRun {
     /// What is wrong with the model's folder or the rows.
     pub fn with_rows(config: &Config, placement: Placement) -> Result<Self> {
         let run = Self::without_rows(config, placement)?;
-        let (spec, tokenizer, _) = &run.model;
-        config.validate_context(spec.max_position_embeddings)?;
+        config.validate_context(run.model.spec.max_position_embeddings)?;
         if config.max_prompt_length.is_some() {
             return Ok(run);
         }
         let tools = ToolProcess::start(config)?;
-        let rows = TrainingRows::read(config, tokenizer, spec, (Vec::new(), tools.as_ref()), rows_progress("plan"))?;
+        let rows = TrainingRows::read(config, &run.model, Vec::new(), tools.as_ref(), rows_progress("plan"))?;
         Ok(Self { config: rows.planned(config), ..run })
     }
 
@@ -102,7 +54,7 @@ impl PlannedRun {
         let spec = Arc::new(spec.clone().with_expert_parallel(config.enable_expert_parallel)?);
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
         validate_gpu(&spec, placement, Some(config.tensor_parallel_size), Path::new(""))?;
-        Ok(Self { config: config.clone(), model: (spec, tokenizer, false) })
+        Ok(Self { config: config.clone(), model: OpenModel { spec, tokenizer, has_adapters: false } })
     }
 
     /// Checks and plans it for as many ranks as `world_size` says, at `placement` in the memory of `room`.
@@ -141,7 +93,7 @@ impl PlannedRun {
     /// Whether its model and its keys allow the engines of `config`; memory aside.
     fn can_be(&self, config: &Config, placement: Placement, world_size: WorldSize) -> bool {
         let EngineShape { tensor_parallel_size, pipeline_parallel_size } = config.engine_shape();
-        let spec = &self.model.0;
+        let spec = &self.model.spec;
         combination(config, spec, placement, world_size).check().is_ok()
             && spec.validate_tp(tensor_parallel_size).is_ok()
             && Stages::new(spec, pipeline_parallel_size, &[]).is_ok()
@@ -188,7 +140,7 @@ struct PlannedEngine {
     plan: MemoryPlan,
 }
 
-/// What engines of each size would have, side by side; printed as a table.
+/// The plans of engines of each size, side by side; printed as a table.
 #[derive(Debug)]
 pub struct EngineTable {
     choices: Vec<EngineChoice>,

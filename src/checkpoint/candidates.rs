@@ -1,0 +1,71 @@
+//! The folders that a run may go on from, or begin in.
+
+use std::path::Path;
+
+use super::manifest::written;
+use super::{FINAL, TrainerState, list};
+use crate::console;
+use crate::error::{Error, Result};
+use crate::model::is_model_folder;
+
+/// Refuses a fresh run beside another run's checkpoints: a later `latest` could not tell the two apart.
+pub fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
+    let Some(newest) = list(output_dir)?.pop() else {
+        let model = output_dir.join(FINAL);
+        if model.exists() {
+            console::say(format_args!(
+                "warning: {}, an earlier run's model, is replaced at the end, and its metrics are now",
+                model.display()
+            ));
+        }
+        return Ok(());
+    };
+    let expected = format!(
+        "a folder without an earlier run's checkpoints, such as {}; resume it with resume_from_checkpoint=latest, remove \
+         them, or name another folder",
+        newest.display()
+    );
+    Err(Error::invalid_value("output_dir", output_dir.display(), expected))
+}
+
+/// Refuses a run's folder and a model's, with what to name.
+pub fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
+    if written(folder).is_some() || TrainerState::file(folder).exists() {
+        return Ok(()); // damaged it may be
+    }
+    let expected = match list(folder).ok().and_then(|mut checkpoints| checkpoints.pop()) {
+        Some(newest) => format!("a checkpoint's folder, not the run's: {}", newest.display()),
+        None if is_model_folder(folder) => {
+            "a checkpoint's folder: a model has no state of an optimizer; name it as model_name_or_path".to_owned()
+        }
+        None => return Ok(()),
+    };
+    Err(Error::invalid_value("resume_from_checkpoint", folder.display(), expected))
+}
+
+/// Refuses a folder that is not there, with those beside it that are.
+pub fn refuse_what_is_missing(folder: &Path) -> Result<()> {
+    let beside = folder.parent().and_then(|run| list(run).ok()).filter(|_| !folder.exists()).unwrap_or_default();
+    let names: Vec<_> = beside.iter().filter_map(|path| path.file_name()).map(|name| name.to_string_lossy()).collect();
+    let expected = || format!("a folder that is there, or latest; beside it are {}", names.join(", "));
+    if names.is_empty() {
+        return Ok(());
+    }
+    Err(Error::invalid_value("resume_from_checkpoint", folder.display(), expected()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_folder_is_told_with_those_beside_it() {
+        let run = tempfile::tempdir().unwrap();
+        let folder = |step: u64| run.path().join(format!("checkpoint-{step}"));
+        refuse_what_is_missing(&folder(7)).unwrap();
+        [10, 5].into_iter().for_each(|step| std::fs::create_dir(folder(step)).unwrap());
+        refuse_what_is_missing(&folder(10)).unwrap();
+        let told = refuse_what_is_missing(&folder(7)).unwrap_err().to_string();
+        assert!(told.ends_with("beside it are checkpoint-5, checkpoint-10"), "{told}");
+    }
+}

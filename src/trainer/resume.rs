@@ -1,0 +1,86 @@
+//! How a run goes on from a checkpoint.
+
+use std::sync::Arc;
+
+use super::batches::begun_anew;
+use super::output::RunOutput;
+use super::policy_and_engine::PolicyAndEngine;
+use super::{TrainingData, TrainingProgress};
+use crate::checkpoint::{self, CarriedGroup, Checkpoint, TrainerState};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::grpo::{EntropyControl, LossConfig};
+use crate::model::{ModelSpec, WeightFiles};
+
+/// Differences that would change the result: single keys, and the numbers that follow from keys of the batch and the world.
+pub(super) fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
+    let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
+    let foreign = |error: Error| checkpoint.of_another_program(&error);
+    let saved = Config::from_entries(saved.entries(config.entries())).map_err(foreign)?;
+    let saved_batch = saved.validate_world((*saved_size).max(1)).map_err(foreign)?;
+    let batch = config.validate_world(world_size)?;
+    let numbers = [
+        ("generation_batch_size (completions)", saved_batch.generation_batch_size, batch.generation_batch_size),
+        ("updates per generation batch", saved_batch.updates_per_generation, batch.updates_per_generation),
+    ];
+    checkpoint.unsafe_changes(&checkpoint::changes(config, &saved), &numbers, world_size)
+}
+
+/// The reference model of a checkpoint, where it follows the policy.
+pub(super) fn mixed_reference(
+    config: &Config,
+    spec: &Arc<ModelSpec>,
+    checkpoint: Option<&Checkpoint>,
+) -> Result<Option<WeightFiles>> {
+    let folder = checkpoint.filter(|_| config.objective.sync_ref_model).and_then(Checkpoint::reference);
+    folder.map(|folder| WeightFiles::open(&folder, spec.clone())).transpose()
+}
+
+/// Restores model and data from `checkpoint`, if there is one, and returns the progress that the run begins with. Carried groups come
+/// with the data, if any step goes on with them.
+pub(super) fn restore(
+    checkpoint: Option<&Checkpoint>,
+    config: &Config,
+    vocab_size: usize,
+    model: &mut PolicyAndEngine,
+    data: &mut TrainingData,
+) -> Result<TrainingProgress> {
+    let entropy_control = EntropyControl::new(&LossConfig::from(config));
+    let Some(checkpoint) = checkpoint else {
+        return Ok(TrainingProgress { entropy_control, ..TrainingProgress::default() });
+    };
+    let TrainerState { global_step, generation_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
+    checkpoint.check_rows(data.train.len())?;
+    model.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
+    data.sampler.restore(checkpoint.state.sampler.clone())?;
+    data.carried = match checkpoint.state.carried.as_slice() {
+        _ if config.oversample == 0.0 => Vec::new(),                  // force_resume
+        carried if config.tools.takes_turns() => begun_anew(carried), // nobody has their tools and environments any more
+        carried if config.output.force_resume && checkpoint.carries_others(config.num_generations) => {
+            begun_anew(carried)
+        }
+        carried => {
+            checkpoint.check_carried(config.num_generations, vocab_size)?;
+            carried.to_vec()
+        }
+    };
+    let entropy_control = checkpoint.state.entropy_control.unwrap_or(entropy_control);
+    Ok(TrainingProgress { global_step, previous_step: global_step, generation_step, num_tokens, entropy_control })
+}
+
+/// Says which unfinished groups of `checkpoint` the run does not go on with, as it has `carried` of them.
+pub(super) fn say_carried(checkpoint: &Checkpoint, config: &Config, carried: &[CarriedGroup], output: &RunOutput) {
+    let saved = &checkpoint.state.carried;
+    let num_dropped = saved.len() - carried.len();
+    if num_dropped > 0 {
+        output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
+    }
+    let has_less = |(saved, now): &(&CarriedGroup, &CarriedGroup)| now.completions.len() < saved.completions.len();
+    let num_anew = match checkpoint.carries_others(config.num_generations) {
+        true => saved.iter().zip(carried).filter(has_less).count(),
+        false => 0,
+    };
+    if num_anew > 0 {
+        output.say(&format!("{num_anew} unfinished groups of the checkpoint are begun anew: num_generations differs"));
+    }
+}
