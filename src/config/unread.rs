@@ -2,6 +2,7 @@
 //! for several runs, one of which has it.
 
 use super::Config;
+use super::choices::LossType;
 use super::field::Field;
 use super::raw::RawConfig;
 use super::tools::ToolsConfig;
@@ -33,7 +34,17 @@ impl Config {
             Some(origin) => format!("{origin}: nothing reads {key}: {why}"),
             None => format!("nothing reads {key}: {why}"),
         };
-        changed.chain(rewards).map(sentence).collect()
+        changed.chain(rewards).map(sentence).chain(self.small_cispo_weights()).collect()
+    }
+
+    /// With `loss_type = cispo` the bound is one of the weight itself, not of its distance from 1 as in other losses: TRL's default of 0.2,
+    /// which is meant for those, makes every weight 0.2.
+    fn small_cispo_weights(&self) -> Option<String> {
+        let most = self.epsilon_high.unwrap_or(self.epsilon);
+        let is_small = self.loss_type == LossType::Cispo && most < 1.0;
+        is_small.then(|| {
+            format!("loss_type = cispo weighs each token by at most epsilon_high = {most}: set 5, as its authors do, to bound large ratios alone")
+        })
     }
 }
 
@@ -66,5 +77,22 @@ mod tests {
         let with_tools = notices(&["max_tool_calling_iterations=3", "tools=t.py:add", "agent_workers=4"]);
         assert_eq!(with_tools, expected[1..2]);
         assert_eq!(notices(&["agent=a.py:play", "agent_workers=4", "tool_call_parser=hermes"]), [""; 0]);
+    }
+
+    #[test]
+    fn weights_that_cispo_bounds_below_one_are_told() {
+        for (keys, is_told) in [
+            (&["loss_type=cispo"][..], true),
+            (&["loss_type=cispo", "epsilon_high=0.28"], true),
+            (&["loss_type=cispo", "epsilon_high=5"], false),
+            (&["loss_type=dapo"], false),
+        ] {
+            let notices = notices(keys);
+            assert_eq!(
+                notices.iter().any(|notice| notice.contains("epsilon_high = ")),
+                is_told,
+                "{keys:?}: {notices:?}"
+            );
+        }
     }
 }
