@@ -3,7 +3,8 @@
 # program takes the PyTorch 2.11 that pip installs beside it. Nothing is to be exported for either.
 #   scripts/package.sh [FOLDER [KINDS]]    FOLDER: target/package; KINDS: some of "wheel tree archive", default "wheel archive"
 # `tree` is the archive's folder alone. PROGRAM names the program, target/release/colo-grpo unless it is set. SITE, a site-packages folder with
-# PyTorch 2.11 for CUDA 13, puts the CUDA libraries into the archive, too; without it the archive's libtorch is for CPUs.
+# PyTorch 2.11 for CUDA 13, puts the CUDA libraries into the archive, too; without it the archive's libtorch is for CPUs. CHIPS, "8.0 9.0"
+# unless it is set, are the compute capabilities whose kernels come compiled (a minute each, once); others compile them at their first start.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$(realpath -m "${1:-$root/target/package}")
@@ -13,12 +14,17 @@ program=${PROGRAM:-${CARGO_TARGET_DIR:-$root/target}/release/colo-grpo}
 [ -n "${PROGRAM:-}" ] || (cd "$root" && cargo build --release)
 [ -x "$program" ] || { echo "package: $program: no program; cargo build --release makes it" >&2; exit 4; }
 mkdir -p "$folder"
+kernels=$(mktemp -d)
+trap 'rm -rf "$kernels"' EXIT
+read -ra chips <<<"${CHIPS-8.0 9.0}"
+[ ${#chips[@]} = 0 ] || "$program" package-kernels --output "$kernels" "${chips[@]}" >&2
 
-exec "$python" - "$root" "$program" "$folder" "$kinds" "${SITE:-}" <<'PY'
+"$python" - "$root" "$program" "$folder" "$kinds" "${SITE:-}" "$kernels" <<'PY'
 import base64, hashlib, os, pathlib, re, shutil, subprocess, sys, tarfile, zipfile
 
 root, program, folder = map(pathlib.Path, sys.argv[1:4])
 kinds, site = sys.argv[4].split(), sys.argv[5]
+kernels = sorted(pathlib.Path(sys.argv[6]).iterdir())
 manifest = (root / "Cargo.toml").read_text()
 field = lambda name: re.search(rf'^{name} = "(.*)"$', manifest, re.M)[1]
 version, summary = field("version"), field("description")
@@ -60,6 +66,7 @@ def wheel():
         "colo_grpo/__init__.py": (root / "scripts/wheel.py").read_bytes(),
         "colo_grpo/__main__.py": b"from colo_grpo import main\n\nmain()\n",
         "colo_grpo/colo-grpo": data,
+        **{f"colo_grpo/kernels/{kernel.name}": kernel.read_bytes() for kernel in kernels},
         f"{info}/METADATA": (metadata + (root / "README.md").read_text()).encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: colo-grpo\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
         f"{info}/entry_points.txt": b"[console_scripts]\ncolo-grpo = colo_grpo:main\n",
@@ -101,6 +108,8 @@ def tree():
             place(library.resolve(), top / library.relative_to(home))
     for file in [root / "README.md", *license_files()]:
         shutil.copyfile(file, top / file.name)
+    for kernel in kernels:
+        place(kernel, top / "kernels" / kernel.name)
     shutil.copytree(root / "configs", top / "configs")
     return top
 

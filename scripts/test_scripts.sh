@@ -220,7 +220,7 @@ said=$("$python" scripts/watch_browser.py "$program" "$work/watched" 2>&1) && in
 [ "$in_browser" = yes ] || echo "$said"
 # Packages, from a folder that is not their own, without any variable: the wheel unpacked as pip does, beside PyTorch's libraries and beside
 # another's; and the archive's tree. Both run on the libraries that they came with, not on those of the build.
-PACKAGE_LEVEL=1 scripts/package.sh "$work/package" "wheel tree" >/dev/null || fail "package.sh"
+CHIPS= PACKAGE_LEVEL=1 scripts/package.sh "$work/package" "wheel tree" >/dev/null || fail "package.sh"
 "$python" - "$work/package" "$work/site" "$(dirname "$(dirname "$(realpath .libtorch/lib/libtorch_cpu.so)")")" <<'PY'
 import pathlib, stat, sys, zipfile
 package, site, torch = map(pathlib.Path, sys.argv[1:])

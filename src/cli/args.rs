@@ -16,8 +16,10 @@ pub use sample::*;
 pub use serve::*;
 
 use crate::config::{Device, Dtype, WorldSize};
+use crate::cuda::Capability;
 use crate::error::{Error, Result};
 use crate::launch::{self, LaunchOptions, OnStop};
+use crate::plan::{CompletionLengths, Gpu};
 use crate::reward;
 use crate::tools;
 
@@ -66,6 +68,16 @@ pub enum Command {
     /// Benchmarks; each prints one JSON line
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Writes the machine code of all kernels for chips, as packages bring it (scripts/package.sh)
+    #[command(hide = true)]
+    PackageKernels {
+        /// Folder of the files
+        #[arg(long)]
+        output: PathBuf,
+        /// Compute capabilities, such as 9.0
+        #[arg(required = true, value_parser = capability)]
+        chips: Vec<Capability>,
+    },
     /// Serves the tool `python`; started by a run
     #[command(hide = true, name = tools::PYTHON_COMMAND)]
     PythonWorker {
@@ -231,7 +243,17 @@ pub struct PlanArgs {
     #[arg(long, default_value_t = 50.0, requires = "nnodes")]
     #[arg(value_parser = number(|rate: &f64| *rate > 0.0 && *rate < 1e6, "above 0 and below 1000000"))]
     pub network_gb_s: f64,
-    /// Print the KV blocks of every tensor_parallel_size and pipeline_parallel_size side by side, first
+    /// Kind of GPU that the step's seconds are predicted for, h100 or h200; without --gpu_memory_gib the plan has its memory, too
+    #[arg(long, value_parser = gpu)]
+    pub gpu: Option<Gpu>,
+    /// Mean tokens of a prompt, for the seconds [default: max_prompt_length]
+    #[arg(long, value_parser = count)]
+    pub expected_prompt_length: Option<usize>,
+    /// Tokens of completions, for the seconds: a number, or a range such as 64..1024 or tail:64..1024, which has few long ones
+    /// [default: max_completion_length]
+    #[arg(long)]
+    pub expected_completion_length: Option<CompletionLengths>,
+    /// Print every tensor_parallel_size and pipeline_parallel_size, then every zero.stage and gradient_checkpointing, side by side, first
     #[arg(long)]
     pub compare: bool,
     #[command(flatten)]
@@ -290,6 +312,19 @@ pub struct WatchArgs {
     /// Port to listen at; 0 takes a free one
     #[arg(long, default_value_t = 8090)]
     pub port: u16,
+}
+
+/// A kind of GPU whose steps are recorded.
+fn gpu(text: &str) -> Result<Gpu, String> {
+    let names = Gpu::ALL.map(|gpu| gpu.name).join(" or ");
+    Gpu::named(&text.to_lowercase()).ok_or(format!("expected {names}"))
+}
+
+/// A compute capability.
+fn capability(text: &str) -> Result<Capability, String> {
+    let numbers = text.split_once('.');
+    let parts = numbers.and_then(|(major, minor)| Some(Capability::new(major.parse().ok()?, minor.parse().ok()?)));
+    parts.ok_or("expected a compute capability such as 9.0".to_owned())
 }
 
 /// A word that a configuration key takes.

@@ -10,11 +10,12 @@ use super::args::{Cli, Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunA
 use super::evaluation::{EvalRows, Evaluation};
 use super::process::{Supervision, distributed, heartbeat, prepared};
 use super::reference::{reference_page, reference_toml};
+use super::seconds::{expected, gpu_of_plan, tell_seconds};
 use super::{bench, card, endpoint, fetch, import, private, sample, verify, watch};
 use crate::checkpoint::{check_space, refuse_within_checkpoint, write_new};
 use crate::config::{Config, Quantization, SftConfig};
 use crate::console::{self, parts_progress};
-use crate::cuda::Placement;
+use crate::cuda::{self, Placement};
 use crate::error::{Error, ExitCode, Result};
 use crate::launch::{OnStop, quoted};
 use crate::memory;
@@ -36,6 +37,13 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Train(args) => train(&args),
         Command::Sft(args) => sft(&args),
         Command::Plan(args) => plan(&args),
+        Command::PackageKernels { output, chips } => {
+            for chip in chips {
+                let bytes = cuda::write_kernels(&output, chip)?;
+                console::say(format_args!("{}: {} for compute capability {chip}", output.display(), human(bytes)));
+            }
+            Ok(ExitCode::Done)
+        }
         Command::Generate(args) => {
             let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
             check_sampling(&args.own.source, &args.own.sampling, &args.launch, on_cuda)?;
@@ -202,7 +210,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
 }
 
 fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let PlanArgs { run, gpu_memory_gib, host_memory_gib, network_gb_s, model, compare } = args;
+    let PlanArgs { run, gpu_memory_gib, host_memory_gib, network_gb_s, model, compare, gpu, .. } = args;
     run.launch.check_node()?;
     let mut overrides = run.overrides.clone();
     if model.is_given() {
@@ -216,10 +224,10 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let config = read_config(run.config.as_deref(), &overrides)?;
     let (nproc, world_size) = (run.launch.nproc, run.launch.world_size());
     let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
-    let (placement, room) = match gpu_memory_gib {
+    let (placement, room) = match gpu_memory_gib.or(gpu.map(|gpu| gpu.free_gib)) {
         Some(gib) => {
             let host_bytes = host_memory_gib.map_or(usize::MAX, bytes);
-            let room = Room { available_bytes: bytes(*gib), swap_bytes: Some(host_bytes / nproc) };
+            let room = Room { available_bytes: bytes(gib), swap_bytes: Some(host_bytes / nproc) };
             (Placement::on_other_gpus(config.dtype), room)
         }
         None => {
@@ -249,15 +257,19 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     };
     let planned = planned.map_err(told)?;
     let preflight = planned.preflight(placement, world_size, room);
+    let gpu = gpu_of_plan(args, placement)?;
+    let expected = expected(args, gpu, &planned);
     // What lacks memory is refused below the table, which shows what would have it; any other fault, above it.
     if *compare && matches!(preflight, Ok(_) | Err(Error::Environment { .. })) {
-        console::print(format_args!("{}\n\n", planned.compare(placement, world_size, room)?))?;
+        console::print(format_args!("{}\n\n", planned.compare(placement, world_size, room, expected)?))?;
+        console::print(format_args!("{}\n\n", planned.compare_training(placement, world_size, room, expected)))?;
     }
     let preflight = preflight.map_err(told)?;
     if !placement.on_cuda {
         console::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
     }
     console::print(format_args!("{preflight}\n"))?;
+    tell_seconds(args, gpu, expected.map(|expected| planned.seconds(&preflight, expected)))?;
     if !placement.on_cuda {
         console::say(format_args!(
             "beside these tensors each process holds the program, its libraries and the tokenizer, {} here, and up to {} of freed memory",

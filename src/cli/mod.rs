@@ -14,6 +14,7 @@ mod private;
 mod process;
 mod reference;
 mod sample;
+mod seconds;
 mod verify;
 mod watch;
 

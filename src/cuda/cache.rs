@@ -13,8 +13,25 @@ use crate::error::{Error, Result};
 /// # Errors
 /// [`Error::Environment`] where the user has no cache folder.
 pub(super) fn path(kind: &str, name: &str, key: &str) -> Result<PathBuf> {
+    Ok(folder()?.join(kind).join(file_name(kind, name, key)))
+}
+
+/// The name of the file with what `key` decides: another key is another name.
+pub(super) fn file_name(kind: &str, name: &str, key: &str) -> String {
     let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
-    Ok(folder()?.join(kind).join(format!("{name}-{}.{kind}", &hash[..32])))
+    format!("{name}-{}.{kind}", &hash[..32])
+}
+
+/// The file of this name that a package brought: in the folder `kernels` beside the program, or beside the program's folder.
+pub(super) fn packaged(file_name: &str) -> Option<PathBuf> {
+    let program = std::env::current_exe().ok()?;
+    packaged_beside(&program, file_name)
+}
+
+fn packaged_beside(program: &Path, file_name: &str) -> Option<PathBuf> {
+    let folder = program.parent()?;
+    let places = [Some(folder), folder.parent()].into_iter().flatten();
+    places.map(|place| place.join("kernels").join(file_name)).find(|path| path.is_file())
 }
 
 /// Reads a file with `parse`, if it is there. One that `parse` rejects is replaced later.
@@ -67,6 +84,25 @@ fn folder() -> Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_package_s_file_is_found_by_its_whole_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let [beside, above] = ["bin/kernels", "kernels"].map(|place| folder.path().join(place));
+        let (program, name) = (folder.path().join("bin/colo-grpo"), file_name("cubin", "norm", "sm_90a (13, 0)"));
+        assert_eq!(packaged_beside(&program, &name), None);
+        for place in [&above, &beside] {
+            std::fs::create_dir_all(place).unwrap();
+            std::fs::write(place.join(&name), b"image").unwrap();
+            assert_eq!(
+                packaged_beside(&program, &name),
+                Some(place.join(&name)),
+                "the program's own folder comes first"
+            );
+        }
+        let stale = file_name("cubin", "norm", "sm_90a (13, 1)");
+        assert_eq!(packaged_beside(&program, &stale), None, "another compiler's kernel has another name");
+    }
 
     #[test]
     fn the_first_file_is_kept_whole_until_it_is_of_no_use() {

@@ -62,6 +62,14 @@ pub(super) fn capabilities() -> Result<Vec<NamedGpu>> {
         .collect()
 }
 
+/// Name of the first visible GPU, as the driver gives it; none without a GPU.
+///
+/// # Errors
+/// [`Error::Environment`] if the driver is there but does not work.
+pub fn first_name() -> Result<Option<String>> {
+    Ok(capabilities()?.into_iter().next().map(|(name, _)| name))
+}
+
 /// Memory that this process may still take on its GPU, in bytes: what is free where the calling thread has a context, else
 /// the size of the smallest visible GPU less what contexts and libraries take.
 ///

@@ -9,7 +9,7 @@
 //! | `placement` | where a run computes, and in what kind |
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
-//! | `nvrtc`, `kernel`, `cache` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
+//! | `nvrtc`, `kernel`, `cache`, `packaged_kernels` | `src/kernels/*.cu` compiled once into a cache of cubins, or at packaging; loaded and launched |
 //! | `peer_memory` | memory of several GPUs that their processes all map |
 //! | `pinned` | host memory that is copied from and to while the host goes on |
 //! | `products` | matrix products through cuBLASLt |
@@ -30,6 +30,7 @@ pub mod kernels;
 mod library;
 mod nvml;
 mod nvrtc;
+mod packaged_kernels;
 mod peer_memory;
 mod pinned;
 mod placement;
@@ -44,10 +45,11 @@ pub use capability::Capability;
 pub use chips::{Chip, Rates, chip, chip_flop_per_s};
 pub use context::Context;
 pub(crate) use context::{OUT_OF_MEMORY, check};
-pub use devices::{available_bytes, devices};
+pub use devices::{available_bytes, devices, first_name};
 pub use graph::Graph;
 pub use library::require;
 pub use nvml::{EnergyMeter, MemoryMeter, require_free};
+pub use packaged_kernels::write_kernels;
 pub use peer_memory::{HANDLE_BYTES, PeerMemory};
 pub use pinned::PinnedWords;
 pub use placement::{Placement, residual_kind};

@@ -1,5 +1,5 @@
-//! `src/kernels/*.cu` compiled at run time, once per source, architecture and compiler version: the cubins are kept in the
-//! user's cache folder.
+//! `src/kernels/*.cu` compiled at run time, once per source, architecture and compiler version: the cubins come from the package of the
+//! program, or are kept in the user's cache folder.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -25,8 +25,8 @@ pub(super) struct KernelSource {
 macro_rules! sources {
     ($($name:ident = $file:literal),* $(,)?) => {
         $(pub(super) static $name: KernelSource = KernelSource { file: $file, text: include_str!(concat!("../kernels/", $file)) };)*
-        #[cfg(test)]
-        const SOURCES: &[&KernelSource] = &[$(&$name),*];
+        /// All of them.
+        pub(super) static SOURCES: &[&KernelSource] = &[$(&$name),*];
     };
 }
 
@@ -105,11 +105,15 @@ pub(super) fn texts(source: &KernelSource) -> impl Iterator<Item = &'static str>
 /// Beside the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 
-/// Machine code of `source` for a compute capability, from the cache if it is there.
+/// Machine code of `source` for a compute capability, from the program's package or the cache if it is there.
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
 pub(super) fn cubin(source: &KernelSource, capability: Capability) -> Result<Vec<u8>> {
+    let packaged = cache::packaged(&file_name(source, capability)?).and_then(|path| std::fs::read(path).ok());
+    if let Some(image) = packaged.and_then(machine_code_of) {
+        return Ok(image);
+    }
     let path = cubin_path(source, capability)?;
     if let Some(image) = cache::read(&path, machine_code_of)? {
         return Ok(image);
@@ -133,7 +137,8 @@ pub(super) fn compile_all(
 ) -> Result<()> {
     let mut missing = Vec::new();
     for source in sources {
-        if !cubin_path(source, capability)?.exists() {
+        let is_packaged = cache::packaged(&file_name(source, capability)?).is_some();
+        if !is_packaged && !cubin_path(source, capability)?.exists() {
             missing.push(source);
         }
     }
@@ -166,6 +171,11 @@ pub(super) fn compile_all(
 
 fn cubin_path(source: &KernelSource, capability: Capability) -> Result<PathBuf> {
     cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?)
+}
+
+/// Name of the file with the machine code of `source`, in the cache and in packages.
+pub(super) fn file_name(source: &KernelSource, capability: Capability) -> Result<String> {
+    Ok(cache::file_name("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?))
 }
 
 /// A file's bytes, if they begin as machine code does.

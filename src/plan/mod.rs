@@ -1,5 +1,5 @@
 //! MemoryPlan: bytes of every class in every phase, from the formulas that train, rollout and colocate export, known before
-//! anything is allocated.
+//! anything is allocated; and the seconds of a step, from rates that were fitted to recorded ones.
 
 mod advice;
 mod choices;
@@ -7,6 +7,7 @@ mod classes;
 mod fit;
 mod network;
 mod role;
+mod seconds;
 mod shortage;
 #[cfg(test)]
 mod tests;
@@ -18,6 +19,7 @@ use tch::{Device, Kind};
 use choices::Choices;
 pub use network::NetworkPlan;
 pub use role::Role;
+pub use seconds::{CompletionLengths, ExpectedLengths, Gpu, PlannedStep, StepSeconds};
 use shortage::MemoryShortage;
 
 use crate::config::{

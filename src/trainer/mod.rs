@@ -115,10 +115,12 @@ mod resume;
 mod rows;
 mod run;
 mod sampling;
+mod sizing;
 mod step;
 mod teacher;
 #[cfg(test)]
 mod together_tests;
+mod training_table;
 mod turns;
 #[cfg(test)]
 mod turns_tests;
@@ -159,6 +161,7 @@ use policy_and_engine::PolicyAndEngine;
 #[doc(hidden)]
 pub use preflight::Preflight;
 pub(crate) use rows::TrainingRows;
+pub use sizing::ExpectedStep;
 pub use step::TrainingBatch;
 pub(crate) use turns::{RunTurns, generate};
 

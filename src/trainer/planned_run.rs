@@ -6,20 +6,21 @@ use std::sync::Arc;
 
 use super::preflight::{MakePlan, OpenModel, Preflight, combination, open_model, validate_gpu};
 use super::rows::TrainingRows;
+use super::sizing::{self, ExpectedStep};
 use crate::config::{Config, EngineShape, Mode, WorldSize, divisors};
 use crate::console::rows_progress;
 use crate::cuda::Placement;
 use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::model::{ModelSpec, Stages};
-use crate::plan::{MemoryPlan, Room};
+use crate::plan::{MemoryPlan, Room, StepSeconds, human};
 use crate::tools::ToolProcess;
 
 /// A run with its model, before it is planned.
 #[derive(Debug)]
 pub struct PlannedRun {
-    config: Config,
-    model: OpenModel,
+    pub(super) config: Config,
+    pub(super) model: OpenModel,
 }
 
 impl PlannedRun {
@@ -69,7 +70,13 @@ impl PlannedRun {
     ///
     /// # Errors
     /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a batch that the ranks do not divide.
-    pub fn compare(&self, placement: Placement, world_size: WorldSize, room: Room) -> Result<EngineTable> {
+    pub fn compare(
+        &self,
+        placement: Placement,
+        world_size: WorldSize,
+        room: Room,
+        expected: Option<ExpectedStep>,
+    ) -> Result<EngineTable> {
         let of_one = Config { tensor_parallel_size: 1, pipeline_parallel_size: 1, ..self.config.clone() };
         let num_generators = of_one.validate_world(world_size.ranks)?.roles.num_generators;
         let shapes = divisors(num_generators).into_iter().flat_map(|tensor_parallel_size| {
@@ -83,7 +90,7 @@ impl PlannedRun {
         for shape in shapes.filter(is_on_a_node) {
             let config = self.with_engine(shape);
             if self.can_be(&config, placement, world_size) {
-                let plan = self.planned(&config, placement, world_size, room);
+                let plan = self.planned(&config, placement, world_size, room, expected);
                 choices.push(EngineChoice { shape, num_engines: num_generators / shape.num_ranks(), plan });
             }
         }
@@ -91,7 +98,7 @@ impl PlannedRun {
     }
 
     /// Whether its model and its keys allow the engines of `config`; memory aside.
-    fn can_be(&self, config: &Config, placement: Placement, world_size: WorldSize) -> bool {
+    pub(super) fn can_be(&self, config: &Config, placement: Placement, world_size: WorldSize) -> bool {
         let EngineShape { tensor_parallel_size, pipeline_parallel_size } = config.engine_shape();
         let spec = &self.model.spec;
         combination(config, spec, placement, world_size).check().is_ok()
@@ -117,11 +124,14 @@ impl PlannedRun {
         placement: Placement,
         world_size: WorldSize,
         room: Room,
+        expected: Option<ExpectedStep>,
     ) -> Result<PlannedEngine> {
         let plan: &MakePlan<'_> = &|input, _| MemoryPlan::without_advice(input);
         let planned = Preflight::planned(config, self.model.clone(), placement, world_size, room, plan)?;
         let layers = planned.stages.iter().map(|stage| stage.layers.len().to_string()).collect::<Vec<_>>().join(",");
-        Ok(PlannedEngine { zero_stage: config.zero.stage, layers, plan: planned.engine_plan.unwrap_or(planned.plan) })
+        let seconds = expected.and_then(|expected| sizing::seconds(config, &planned, expected).ok());
+        let plan = planned.engine_plan.unwrap_or(planned.plan);
+        Ok(PlannedEngine { zero_stage: config.zero.stage, layers, plan, seconds })
     }
 }
 
@@ -138,6 +148,7 @@ struct PlannedEngine {
     zero_stage: u8,
     layers: String,
     plan: MemoryPlan,
+    seconds: Option<StepSeconds>,
 }
 
 /// The plans of engines of each size, side by side; printed as a table.
@@ -149,14 +160,26 @@ pub struct EngineTable {
 
 impl fmt::Display for EngineTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let header =
-            ["tp", "pp", "engines", "zero.stage", "layers", "# KV blocks", "tokens", "at full length", "asked for"];
+        let header = [
+            "tp",
+            "pp",
+            "engines",
+            "zero.stage",
+            "layers",
+            "# KV blocks",
+            "tokens",
+            "at full length",
+            "asked for",
+            "peak a rank",
+            "generate s",
+            "step s",
+        ];
         writeln!(f, "{}", row(header.map(str::to_owned), ' '))?;
         for EngineChoice { shape, num_engines, plan } in &self.choices {
             let mark = if *shape == self.own { '*' } else { ' ' };
             let [tp, pp] = [shape.tensor_parallel_size, shape.pipeline_parallel_size].map(|size| size.to_string());
             match plan {
-                Ok(PlannedEngine { zero_stage, layers, plan }) => {
+                Ok(PlannedEngine { zero_stage, layers, plan, seconds }) => {
                     let tokens = plan.num_kv_blocks * plan.kv_block_size;
                     let at_once = tokens as f64 / plan.max_model_length.max(1) as f64;
                     let cells = [
@@ -169,6 +192,9 @@ impl fmt::Display for EngineTable {
                         tokens.to_string(),
                         format!("{at_once:.1}"),
                         plan.num_seqs.to_string(),
+                        human(plan.peak_bytes()),
+                        seconds.map_or("-".to_owned(), |all| format!("{:.2}", all.generate_s)),
+                        seconds.map_or("-".to_owned(), |all| format!("{:.2}", all.step_s)),
                     ];
                     writeln!(f, "{}", row(cells, mark))?;
                 }
@@ -180,8 +206,12 @@ impl fmt::Display for EngineTable {
     }
 }
 
-fn row([tp, pp, engines, zero, layers, blocks, tokens, sequences, wanted]: [String; 9], mark: char) -> String {
+fn row(
+    [tp, pp, engines, zero, layers, blocks, tokens, sequences, wanted, peak, generate, step]: [String; 12],
+    mark: char,
+) -> String {
     format!(
-        "{mark}{tp:>3} {pp:>3} {engines:>8} {zero:>11} {layers:>20} {blocks:>12} {tokens:>10} {sequences:>15} {wanted:>10}"
+        "{mark}{tp:>3} {pp:>3} {engines:>8} {zero:>11} {layers:>20} {blocks:>12} {tokens:>10} {sequences:>15} {wanted:>10} {peak:>12} \
+         {generate:>11} {step:>8}"
     )
 }

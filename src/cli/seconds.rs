@@ -1,0 +1,48 @@
+//! Seconds of a step in what `plan` prints.
+
+use super::args::PlanArgs;
+use crate::console;
+use crate::cuda::{self, Placement};
+use crate::error::Result;
+use crate::plan::{Gpu, StepSeconds};
+use crate::trainer::{ExpectedStep, PlannedRun};
+
+/// The kind of GPU that seconds are predicted for: the one that is named, or this machine's where the plan is for it.
+///
+/// # Errors
+/// [`Error::Environment`](crate::Error::Environment) where the driver does not answer.
+pub(super) fn gpu_of_plan(args: &PlanArgs, placement: Placement) -> Result<Option<Gpu>> {
+    match args.gpu {
+        None if placement.on_cuda && args.gpu_memory_gib.is_none() => {
+            Ok(cuda::first_name()?.and_then(|name| Gpu::named(&name)))
+        }
+        given => Ok(given),
+    }
+}
+
+/// Lengths and GPU of the prediction; none over several nodes, or where no prompt's length is known.
+pub(super) fn expected(args: &PlanArgs, gpu: Option<Gpu>, planned: &PlannedRun) -> Option<ExpectedStep> {
+    let gpu = gpu.filter(|_| args.run.launch.nnodes == 1)?;
+    planned.expected(gpu, args.expected_prompt_length, args.expected_completion_length)
+}
+
+/// Prints the prediction, or why there is none, where there is a kind of GPU.
+///
+/// # Errors
+/// Returns the errors of the terminal.
+pub(super) fn tell_seconds(
+    args: &PlanArgs,
+    gpu: Option<Gpu>,
+    predicted: Option<std::result::Result<StepSeconds, &'static str>>,
+) -> Result<()> {
+    match (gpu, predicted) {
+        (Some(gpu), Some(Ok(seconds))) => console::print(format_args!("{seconds}, predicted for {}\n", gpu.name))?,
+        (Some(_), Some(Err(what))) => console::say(format_args!("seconds of a step are not predicted with {what}")),
+        (Some(_), None) if args.run.launch.nnodes > 1 => {
+            console::say("seconds of a step are not predicted over several nodes");
+        }
+        (Some(_), None) => console::say("seconds of a step need the prompts' length: --expected_prompt_length"),
+        (None, _) => {}
+    }
+    Ok(())
+}
