@@ -245,6 +245,16 @@ pub enum Error {
         message: String,
     },
 
+    /// Results that were to be equal to the last bit, and are not.
+    #[error(
+        "{message}. With `exact` they are to be equal to the last bit, and what computed them is not: after an update of a driver or a \
+         library, `exact = false` trains on, with the importance correction"
+    )]
+    Unequal {
+        /// What differs, where, and by how much.
+        message: String,
+    },
+
     /// A model whose numbers are further from transformers' than rounding is.
     #[error(
         "{}: its numbers are not those of transformers: {message}; in float32 (--dtype float32) a difference is no rounding",

@@ -24,8 +24,8 @@ pub mod config {
 }
 pub mod cuda {
     pub use crate::cuda::{
-        Capability, Context, CudaEvent, CurrentStream, Graph, PeerMemory, Products, TorchStream, Tuning, kernels,
-        profile,
+        Capability, Context, CudaEvent, CurrentStream, ExactVerdict, Graph, PeerMemory, Products, TorchStream, Tuning,
+        kernels, profile,
     };
 }
 pub mod data {

@@ -242,6 +242,7 @@ impl GenerateBench {
             state_dtype: self.state_dtype,
             device: world.device(),
             strict: self.strict,
+            exact: false,
             records_experts: false,
         }
     }

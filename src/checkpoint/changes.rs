@@ -36,6 +36,7 @@ const SAFE_KEYS: &[&str] = &[
     "max_num_seqs",
     "max_num_batched_tokens",
     "strict",
+    "exact",
     "tool_workers",
     "agent_workers",
     "reward.num_threads",

@@ -278,6 +278,10 @@ keys! {
         /// Completions that do not depend, to the last bit, on the order of prompts, on what is decoded beside them or on
         /// preemption; slower. On a GPU with `tensor_parallel_size` 1.
         pub strict: bool = false,
+        /// The trainer gives a sampled token the log-probability that the sampler gave it, bit for bit:
+        /// `sampling/sampling_logp_difference/max` is 0 at every step, and a run in which it is not ends with an error. The
+        /// sampler's log-probabilities are then the old ones, and `importance_sampling_correction` does nothing. On a GPU `strict` goes with it; slower. [exact.md](exact.md)
+        pub exact: bool = false,
         /// The precision in which the engine multiplies by the weights of blocks. `fp8` rounds them to e4m3 at every wake, into a copy of
         /// half their size, and each token's activations as they come; norms, embedding and head stay as they are, and so does training.
         /// Sampled log-probabilities then differ more from the trainer's, which `importance_sampling_correction` makes up for. On a CPU

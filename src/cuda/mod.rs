@@ -53,7 +53,7 @@ pub use packaged_kernels::write_kernels;
 pub use peer_memory::{HANDLE_BYTES, PeerMemory};
 pub use pinned::PinnedWords;
 pub use placement::{Placement, residual_kind};
-pub use products::{Products, Tuning};
+pub use products::{ExactVerdict, Products, Tuning};
 pub(crate) use profile::timed;
 pub use profile::{OpCost, OpFamily, profile};
 pub use stream::{CudaEvent, Stream};

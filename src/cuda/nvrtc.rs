@@ -42,6 +42,7 @@ sources! {
     DELTA_RULE = "delta_rule.cu",
     DELTA_STEP = "delta_step.cu",
     EMBED = "embed.cu",
+    EXACT_PRODUCT = "exact_product.cu",
     EXPERTS = "experts.cu",
     EXPERT_SUMS = "expert_sums.cu",
     FILTER = "filter.cu",

@@ -28,6 +28,8 @@ pub enum ExitCode {
     RewardService = 14,
     /// No progress for the configured time.
     Hang = 15,
+    /// Sampler and trainer are not equal in a run that asks for that.
+    Unequal = 16,
     /// Preempted; the state was saved.
     Preempted = 75,
     /// A second signal ended it at once, as a shell counts an interrupt.
@@ -36,7 +38,7 @@ pub enum ExitCode {
 
 impl ExitCode {
     /// Every code, for parsing what a worker left behind.
-    pub const ALL: [ExitCode; 13] = [
+    pub const ALL: [ExitCode; 14] = [
         ExitCode::Done,
         ExitCode::Configuration,
         ExitCode::Files,
@@ -48,6 +50,7 @@ impl ExitCode {
         ExitCode::Numerics,
         ExitCode::RewardService,
         ExitCode::Hang,
+        ExitCode::Unequal,
         ExitCode::Preempted,
         ExitCode::Interrupted,
     ];
@@ -83,6 +86,7 @@ impl Error {
             Error::Cuda { code: 3 | 34 | 35 | 100 | 101 | 209 | 222 | 802 | 803, .. } => ExitCode::Environment,
             Error::Io { .. } => ExitCode::Storage,
             Error::NonFinite { .. } | Error::Differs { .. } => ExitCode::Numerics,
+            Error::Unequal { .. } => ExitCode::Unequal,
             Error::RewardService { .. } | Error::ToolService { .. } | Error::NoScore { .. } => ExitCode::RewardService,
             Error::Preempted { .. } | Error::StoppedEarly => ExitCode::Preempted,
             Error::CollectiveTimeout { .. } | Error::Hang { .. } | Error::Silent { .. } => ExitCode::Hang,

@@ -87,6 +87,7 @@
 mod advantages;
 mod distillation;
 mod entropy;
+mod exactness;
 mod function;
 mod importance;
 mod kl;
@@ -105,6 +106,7 @@ pub(crate) mod tests;
 pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards_are_equal};
 pub use distillation::TopLogprobs;
 pub use entropy::{EntropyControl, EntropyTerm};
+pub(crate) use exactness::{check_exactness, exactness_stats};
 pub use function::LossFunction;
 pub use kl::kl_of_sequence;
 pub use loss::{Denominators, LossInput, LossOutput, policy_loss};

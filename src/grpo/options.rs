@@ -84,7 +84,7 @@ impl From<&Config> for LossConfig {
             delta: config.delta,
             beta: if config.objective.use_kl_in_reward { 0.0 } else { config.beta },
             use_bias_correction_kl: config.use_bias_correction_kl,
-            importance_sampling_correction: config.importance_sampling_correction,
+            importance_sampling_correction: config.importance_sampling_correction && !config.exact,
             importance_sampling_mode: config.importance_sampling_mode,
             importance_sampling_clip_max: config.importance_sampling_clip_max,
             objective: config.objective.clone(),

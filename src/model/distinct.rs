@@ -94,11 +94,27 @@ impl Ropes {
         self.map(|rope| rope.table(len, device))
     }
 
+    /// [`Rope::exact_table`] of each.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn exact_tables(&self, len: usize, device: Device) -> Result<ByRope<Tensor>> {
+        self.map(|rope| rope.exact_table(len, device))
+    }
+
     /// [`Rope::rows`] of each.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn rows(&self, positions: &Tensor /* [T] i64 */, kind: Kind) -> Result<ByRope<RopeRows>> {
         self.map(|rope| rope.rows(positions, kind))
+    }
+
+    /// [`Rope::exact_rows`] of each.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn exact_rows(&self, positions: &Tensor /* [T] i64 */, kind: Kind) -> Result<ByRope<RopeRows>> {
+        self.map(|rope| rope.exact_rows(positions, kind))
     }
 }

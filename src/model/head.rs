@@ -4,10 +4,10 @@ use tch::{Kind, Tensor};
 
 use super::views::HeadParams;
 use crate::error::Result;
-use crate::ops::embedding;
-use crate::ops::head::{self, HeadSaved, TopScores, TopTokens};
+use crate::ops::head::{self, HeadSaved, HeadSizes, TopScores, TopTokens};
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
+use crate::ops::{embedding, exact};
 use crate::torch::accumulation_kind;
 
 /// Rows that are scored at once: on a GPU half a gigabyte of float32 logits in whole tiles of its products, on a CPU what
@@ -31,6 +31,8 @@ pub struct Scoring<'a> {
     pub temperature: f64,
     /// How the final norm scales.
     pub norm: NormOptions,
+    /// Log-probabilities are those that the sampler has, bit for bit: the model's divisor of logits, which `temperature` has as a factor.
+    pub exact: Option<f64>,
 }
 
 /// Log-probabilities and entropies of scored tokens, in nats at the temperature.
@@ -67,10 +69,17 @@ pub fn head_forward(
     keep: bool,
 ) -> Result<ScoredTokens> {
     let hidden = x.f_index_select(0, scoring.rows)?;
-    let (normed, rstd) = scoring.norm.forward(&hidden, &w.final_norm)?;
+    let (mut normed, rstd) = scoring.norm.forward(&hidden, &w.final_norm)?;
+    if scoring.exact.is_some() {
+        normed = exact::rms_norm(&hidden, &w.final_norm, scoring.norm)?;
+    }
     let chunk_tokens = head_chunk_tokens(table.size()[0] as usize, table.device().is_cuda());
     let Scoring { targets, top, temperature, .. } = *scoring;
-    let out = head::forward(&normed, table, targets, temperature, top, chunk_tokens, keep)?;
+    let sizes = HeadSizes { chunk_tokens, keep };
+    let out = match scoring.exact {
+        None => head::forward(&normed, table, targets, temperature, top, chunk_tokens, keep)?,
+        Some(divisor) => head::forward_exactly(&normed, table, targets, (temperature, divisor), top, sizes)?,
+    };
     let saved = SavedHead { hidden, normed, rstd, head: out.saved };
     Ok(ScoredTokens { logprobs: out.logprobs, entropy: out.entropy, top: out.top, saved })
 }

@@ -51,8 +51,8 @@ pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use format::{
-    BaseRounding, Format, Fp8, Nf4, OwnProducts, Piece, Plain, Section, StepCost, StepOutput, StepProducts, StepRows,
-    StoredBlock, StoredFormat, Use,
+    BaseRounding, Exact, Format, Fp8, Nf4, OwnProducts, Piece, Plain, Section, StepCost, StepOutput, StepProducts,
+    StepRows, StoredBlock, StoredFormat, Use,
 };
 pub use head::{HeadSums, ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};

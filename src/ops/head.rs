@@ -7,7 +7,7 @@ use crate::cuda::kernels::{self, HeadRows};
 use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::ops::linear::{self, Onto};
-use crate::ops::try_map;
+use crate::ops::{exact, try_map};
 use crate::torch::{accumulation_kind, scalar};
 use tch::{Device, Kind, Tensor};
 
@@ -67,6 +67,48 @@ pub fn forward(
     chunk_tokens: usize,
     keep: bool,
 ) -> Result<HeadOutput> {
+    let logits = |rows: &Tensor| linear::forward_wide(rows, weight);
+    forward_with(hidden, weight, targets, temperature, top, HeadSizes { chunk_tokens, keep }, &logits, false)
+}
+
+/// [`forward`] whose log-probabilities are the sampler's, bit for bit. `temperature` has the model's divisor of logits as a factor.
+///
+/// # Errors
+/// The errors of [`forward`]; those of [`exact::product`].
+pub fn forward_exactly(
+    hidden: &Tensor,  // [C, D]
+    weight: &Tensor,  // [V, D]
+    targets: &Tensor, // [C] i64
+    (temperature, divisor): (f64, f64),
+    top: TopTokens<'_>,
+    sizes: HeadSizes,
+) -> Result<HeadOutput> {
+    let logits = |rows: &Tensor| exact::logits(rows, weight, divisor);
+    // Logits that were divided are not what the backward computes again.
+    let sizes = HeadSizes { keep: sizes.keep && divisor == 1.0, ..sizes };
+    forward_with(hidden, weight, targets, temperature / divisor, top, sizes, &logits, true)
+}
+
+/// How many rows are scored at once, and whether their logits are kept for a backward.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadSizes {
+    /// Rows of a chunk.
+    pub chunk_tokens: usize,
+    /// Whether a backward will follow.
+    pub keep: bool,
+}
+
+#[allow(clippy::too_many_arguments)]
+fn forward_with(
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    temperature: f64,
+    top: TopTokens<'_>,
+    HeadSizes { chunk_tokens, keep }: HeadSizes,
+    logits: &dyn Fn(&Tensor) -> Result<Tensor>,
+    is_exact: bool,
+) -> Result<HeadOutput> {
     let count = hidden.size()[0];
     let chunk_tokens = (chunk_tokens as i64).max(1);
     let options = (accumulation_kind(hidden.kind()), hidden.device());
@@ -74,7 +116,8 @@ pub fn forward(
     let (mut kept, mut top_parts) = (None, TopParts::new(top, weight.size()[0], options)?);
     for (start, len) in chunks(count, chunk_tokens) {
         let rows = |t: &Tensor| t.narrow(0, start, len);
-        let mut chunk = linear::forward_wide(&rows(hidden), weight)?; // [c, V]
+        let mut chunk = logits(&rows(hidden))?; // [c, V]
+        let exact = is_exact.then(|| exact::logprobs(&chunk, &rows(targets), temperature)).transpose()?;
         if kernels::serve(hidden) {
             let outputs = [&rows(&logprobs), &rows(&entropy), &rows(&lse)];
             let run = || kernels::head_forward(&chunk, &rows(targets), temperature, outputs);
@@ -91,6 +134,9 @@ pub fn forward(
             let terms = chunk.f_exp()?.f_mul_(&chunk)?;
             rows(&entropy).f_copy_(&terms.f_sum_dim_intlist(1, false, None)?.f_neg()?)?;
             top_parts.add(top, &chunk, (start, len), &Ok)?;
+        }
+        if let Some(exact) = exact {
+            rows(&logprobs).f_copy_(&exact)?;
         }
         kept = (keep && len == count).then_some(chunk);
     }

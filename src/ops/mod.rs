@@ -18,6 +18,7 @@ pub mod delta_net;
 pub mod dropout;
 pub mod dynamic_map;
 pub mod embedding;
+pub mod exact;
 pub mod fp8;
 pub mod grouped;
 pub mod head;

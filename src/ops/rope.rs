@@ -1,10 +1,13 @@
 //! Rotary position embedding (arXiv 2104.09864), in Hugging Face's half-rotation convention: pair i is `(x[i], x[i + hd/2])`.
 
+use std::f64::consts::PI;
+use std::sync::{Mutex, PoisonError};
+
+use tch::{Device, Kind, Tensor};
+
 use super::try_map;
 use crate::error::Result;
-use crate::torch::accumulation_kind;
-use std::f64::consts::PI;
-use tch::{Device, Kind, Tensor};
+use crate::torch::{accumulation_kind, f32_vec, f64_vec, tensor_on};
 
 /// How a model scales its frequencies to see further than it was trained to.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -115,6 +118,8 @@ pub struct Rope {
     inv_freq: Tensor, // [hd/2] f64, CPU
     /// The factor of cosines and sines.
     attention_factor: f64,
+    /// The longest table that [`Rope::exact_table`] has made.
+    exact: Mutex<Option<Tensor>>,
 }
 
 impl Rope {
@@ -126,13 +131,13 @@ impl Rope {
         };
         let inv_freq: Vec<f64> = (0..head_dim / 2).map(inv_freq).collect();
         let attention_factor = scaling.map_or(1.0, RopeScaling::attention_factor);
-        Self { inv_freq: Tensor::from_slice(&inv_freq), attention_factor }
+        Self { inv_freq: Tensor::from_slice(&inv_freq), attention_factor, exact: Mutex::default() }
     }
 
     /// An angle of 0 at every position: what is turned stays, bit for bit.
     pub fn still(head_dim: usize) -> Self {
         let inv_freq = Tensor::from_slice(&vec![0.0; head_dim / 2]);
-        Self { inv_freq, attention_factor: 1.0 }
+        Self { inv_freq, attention_factor: 1.0, exact: Mutex::default() }
     }
 
     /// Columns of a head that are turned.
@@ -161,7 +166,50 @@ impl Rope {
         Ok(RopeRows {
             cos: Tensor::f_cat(&[&cos, &cos], 1)?.unsqueeze(1).f_to_kind(kind)?,
             sin: Tensor::f_cat(&[&sin.f_neg()?, &sin], 1)?.unsqueeze(1).f_to_kind(kind)?,
+            exact: None,
         })
+    }
+
+    /// [`Rope::rows`] whose cosines and sines depend on nothing but the position: libtorch computes the last elements of a tensor
+    /// by other functions than those before.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn exact_rows(&self, positions: &Tensor /* [T] i64 */, kind: Kind) -> Result<RopeRows> {
+        let device = positions.device();
+        let len = if positions.numel() == 0 { 0 } else { positions.f_max()?.int64_value(&[]) + 1 };
+        let table = self.exact_table(len as usize, device)?;
+        let turns = table.f_index_select(0, positions)?; // [T, hd]
+        let half = turns.size()[1] / 2;
+        let (cos, sin) = (turns.narrow(1, 0, half), turns.narrow(1, half, half));
+        let kind = accumulation_kind(kind);
+        let host = if device == Device::Cpu { f32_vec(&turns)? } else { Vec::new() };
+        Ok(RopeRows {
+            cos: Tensor::f_cat(&[&cos, &cos], 1)?.unsqueeze(1).f_to_kind(kind)?,
+            sin: Tensor::f_cat(&[&sin.f_neg()?, &sin], 1)?.unsqueeze(1).f_to_kind(kind)?,
+            exact: Some(ExactTurns { host, table, positions: positions.f_to_kind(Kind::Int)? }),
+        })
+    }
+
+    /// [`Rope::table`] of at least `len` positions, whose rows depend on nothing but their position. Kept for the next call.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn exact_table(&self, len: usize, device: Device) -> Result<Tensor> {
+        let mut kept = self.exact.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(table) = kept.as_ref().filter(|table| table.size()[0] >= len as i64 && table.device() == device) {
+            return Ok(table.shallow_clone());
+        }
+        let (len, inv_freq) = (len.next_power_of_two(), f64_vec(&self.inv_freq)?);
+        let mut turns = Vec::with_capacity(len * self.columns());
+        for position in 0..len {
+            let angles = inv_freq.iter().map(|inv_freq| position as f64 * inv_freq);
+            let turn = |value: f64| (value * self.attention_factor) as f32;
+            turns.extend(angles.clone().map(|angle| turn(angle.cos())));
+            turns.extend(angles.map(|angle| turn(angle.sin())));
+        }
+        let table = tensor_on(&turns, device)?.view([len as i64, self.columns() as i64]);
+        Ok(kept.insert(table).shallow_clone())
     }
 
     /// Cosines and sines [T, hd/2] f64 of positions [T] f64.
@@ -181,9 +229,39 @@ impl Rope {
 pub struct RopeRows {
     cos: Tensor, // [T, 1, hd], both halves alike
     sin: Tensor, // [T, 1, hd], the first half negated
+    exact: Option<ExactTurns>,
+}
+
+/// Cosines and sines as [`crate::ops::exact`] reads them.
+#[derive(Debug)]
+struct ExactTurns {
+    host: Vec<f32>,    // [T, hd], cosines, then sines; on a CPU
+    table: Tensor,     // [positions, hd] f32, cosines, then sines
+    positions: Tensor, // [T] i32
 }
 
 impl RopeRows {
+    /// Cosines and sines of each token on a CPU, [T, hd], and how many cosines a token has.
+    ///
+    /// # Panics
+    /// If they were not made by [`Rope::exact_rows`].
+    pub(super) fn turns(&self) -> (&[f32], usize) {
+        (&self.exact_turns().host, self.cos.size()[2] as usize / 2)
+    }
+
+    /// The table [positions, hd] and the positions [T] i32 that the engine's kernel reads.
+    ///
+    /// # Panics
+    /// If they were not made by [`Rope::exact_rows`].
+    pub(super) fn table_and_positions(&self) -> (&Tensor, &Tensor) {
+        let ExactTurns { table, positions, .. } = self.exact_turns();
+        (table, positions)
+    }
+
+    fn exact_turns(&self) -> &ExactTurns {
+        self.exact.as_ref().expect("rows for exact operations")
+    }
+
     /// Cosines and sines for the kernels, contiguous in the accumulation kind. [T, 1, hd] each
     pub(super) fn tables(&self) -> (&Tensor, &Tensor) {
         (&self.cos, &self.sin)

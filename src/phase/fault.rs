@@ -4,7 +4,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use super::{Phase, step};
+use super::{Phase, current, step};
 use crate::error::{Error, Result};
 
 static FAULT: Mutex<Option<Fault>> = Mutex::new(None);
@@ -57,9 +57,11 @@ pub enum FaultKind {
     Panic,
     /// A gradient that is not a number; see [`fires_nan`].
     Nan,
+    /// A product whose sum has another order; see [`fires_unequal`].
+    Unequal,
 }
 
-const KINDS: [(&str, FaultKind); 11] = [
+const KINDS: [(&str, FaultKind); 12] = [
     ("kill", FaultKind::Kill),
     ("stop", FaultKind::Stop),
     ("segv", FaultKind::Segv),
@@ -70,6 +72,7 @@ const KINDS: [(&str, FaultKind); 11] = [
     ("error", FaultKind::Error),
     ("panic", FaultKind::Panic),
     ("nan", FaultKind::Nan),
+    ("unequal", FaultKind::Unequal),
     ("fill", FaultKind::Fill { left_mib: 0 }),
 ];
 
@@ -125,7 +128,8 @@ pub(super) fn inject(phase: Phase) -> Result<()> {
 
 /// Fires what is armed for the start of `phase` in `step`; for helpers that work beside later steps.
 pub fn inject_at(phase: Phase, step: u64) -> Result<()> {
-    let Some(kind) = take(phase, step, |kind| kind != FaultKind::Nan) else { return Ok(()) };
+    let is_asked = |kind| !matches!(kind, FaultKind::Nan | FaultKind::Unequal);
+    let Some(kind) = take(phase, step, is_asked) else { return Ok(()) };
     match kind {
         FaultKind::Kill => raise(libc::SIGKILL),
         FaultKind::Stop => raise(libc::SIGSTOP),
@@ -149,7 +153,7 @@ pub fn inject_at(phase: Phase, step: u64) -> Result<()> {
             return filler.as_ref().and_then(|filler| filler.as_ref()).map_or(Ok(()), |fill| fill(left_mib << 20));
         }
         FaultKind::Error => return Err(Error::Injected { phase: phase.name() }),
-        FaultKind::Nan => unreachable!("taken by fires_nan alone"),
+        FaultKind::Nan | FaultKind::Unequal => unreachable!("taken by fires_nan and fires_unequal alone"),
     }
     Ok(())
 }
@@ -157,6 +161,11 @@ pub fn inject_at(phase: Phase, step: u64) -> Result<()> {
 /// Whether whoever computes a gradient in `phase` is to spoil it now.
 pub fn fires_nan(phase: Phase) -> bool {
     take(phase, step(), |kind| kind == FaultKind::Nan).is_some()
+}
+
+/// Whether an exact product that is computed now, in the running phase, is to add up in another order.
+pub fn fires_unequal() -> bool {
+    take(current(), step(), |kind| kind == FaultKind::Unequal).is_some()
 }
 
 fn take(phase: Phase, step: u64, is_asked: impl Fn(FaultKind) -> bool) -> Option<FaultKind> {

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 pub use awake::awake_now;
 use failure::FirstFailure;
 use fault::inject;
-pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at, on_fill};
+pub use fault::{Fault, FaultKind, arm_fault, fires_nan, fires_unequal, inject_at, on_fill};
 use page::page;
 pub use page::{CollectiveScope, PULSE_FD_VARIABLE, SharedPage, is_watched, publish};
 pub use pulse::Pulse;

@@ -324,7 +324,8 @@ pub(crate) fn engine_options(
         kv_cache_dtype: config.kv_cache_dtype,
         state_dtype: config.mamba_ssm_cache_dtype,
         device,
-        strict: config.strict,
+        strict: config.strict || config.exact && device.is_cuda(),
+        exact: config.exact,
         records_experts: config.objective.router_replay == RouterReplay::R3,
     }
 }

@@ -200,8 +200,11 @@ impl Engine {
     /// # Errors
     /// [`Error::StaleWeights`] unless the weights have `policy_version`; [`Error::OutOfMemory`] if not even a
     /// cache for the longest sequence can be mapped; an error that the last sleep kept.
-    pub fn wake<'a>(&'a mut self, weights: EngineWeights<'a>, policy_version: u64) -> Result<RolloutEngine<'a>> {
+    pub fn wake<'a>(&'a mut self, mut weights: EngineWeights<'a>, policy_version: u64) -> Result<RolloutEngine<'a>> {
         let EngineRanks { tp, .. } = &self.ranks;
+        if self.options.exact {
+            weights.multiply_exactly()?;
+        }
         weights.check((&self.spec, &self.ranks.stage()), (tp.rank(), tp.size()), policy_version)?;
         // From here on an error drops `rollout`, which sleeps.
         let mut rollout = RolloutEngine { engine: self, weights, stats: EngineStats::default(), progress: None };

@@ -6,12 +6,13 @@ use tch::Tensor;
 use super::batch::StepBatch;
 use super::kv_cache::KvCache;
 use super::state_pages::{SequenceMemory, StatePages};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, ByWindow, ModelSpec, SequenceMixer};
 use crate::ops::attention::{
-    PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
+    KvEntries, PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
 };
 use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, Sequences};
+use crate::ops::exact::{self, VisibleKeys};
 use crate::torch::{self, accumulation_kind};
 
 /// The context of one step, for all layers.
@@ -43,6 +44,8 @@ enum Layout {
     Packed(ByWindow<PackedLayout>),
     /// Prompts, part of whose keys is in the cache.
     Prefill,
+    /// Token by token, as in training: the cache's blocks of all runs, and the context of every token among their rows, by the windows of layers.
+    Exact(Tensor, ByWindow<Vec<VisibleKeys>>),
 }
 
 impl<'a> PagedMixer<'a> {
@@ -50,11 +53,13 @@ impl<'a> PagedMixer<'a> {
     pub(super) fn new(
         SequenceMemory { kv_cache, states: pages }: SequenceMemory<'a>,
         batch: &'a StepBatch,
-        spec: &ModelSpec,
+        (spec, exact): (&ModelSpec, bool),
         num_kv_heads: usize,
     ) -> Result<Self> {
         let tables = &batch.block_tables;
-        let layout = if batch.is_decode {
+        let layout = if exact {
+            exact_layout(batch, spec, kv_cache.block_size())?
+        } else if batch.is_decode {
             let context_lens = torch::tensor_on(&batch.context_lens, tables.device())?;
             let block_size = kv_cache.block_size();
             let layout = |window| PagedLayout::new(tables, &context_lens, block_size, num_kv_heads, window);
@@ -84,6 +89,21 @@ impl<'a> PagedMixer<'a> {
     }
 }
 
+/// [`Layout::Exact`] of a step: runs have their blocks one behind the other.
+fn exact_layout(batch: &StepBatch, spec: &ModelSpec, block_size: usize) -> Result<Layout> {
+    let width = batch.block_tables.size()[1] as usize;
+    let runs = || batch.context_lens.iter().zip(batch.cu_seqlens.windows(2)).enumerate();
+    let contexts = |window| {
+        let of_run = |(run, (&len, bounds)): (usize, (&i64, &[i64]))| {
+            let (start, len) = (run * width * block_size, len as usize);
+            let first = start + len - (bounds[1] - bounds[0]) as usize;
+            VisibleKeys::of_tokens(0..0, start..start + len, first, window)
+        };
+        runs().flat_map(of_run).collect()
+    };
+    Ok(Layout::Exact(batch.block_tables.f_reshape([-1])?, ByWindow::new(spec.windows(), contexts)))
+}
+
 impl SequenceMixer for PagedMixer<'_> {
     fn attention(
         &self,
@@ -98,6 +118,13 @@ impl SequenceMixer for PagedMixer<'_> {
         let o = match &self.layout {
             Layout::Decode(layouts) => paged_decode(q, k_cache, v_cache, layouts.of(window), scale)?,
             Layout::Packed(layouts) => packed_forward(q, k, v, layouts.of(window), scale)?.o,
+            Layout::Exact(blocks, contexts) => {
+                let rows = |cache: &dyn KvEntries| {
+                    let rows = cache.blocks(blocks, q.kind())?.transpose(1, 2).f_flatten(0, 1)?;
+                    Ok::<_, Error>(rows) // [rows of all blocks, Hkv, hd]
+                };
+                exact::attend(q, &rows(k_cache)?, &rows(v_cache)?, contexts.of(window), scale)?.o
+            }
             Layout::Prefill => paged_prefill(
                 q,
                 k_cache,

@@ -37,6 +37,8 @@ pub struct EngineOptions {
     /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
     /// algorithm for a product whatever the batch, one attention for prompts and decode steps; slower. On one GPU only.
     pub strict: bool,
+    /// A token's log-probability has the bits that a trainer with the format [`Exact`](crate::model::Exact) gives it. On a GPU `strict` goes with it.
+    pub exact: bool,
     /// Trajectories have the experts that their tokens went to.
     pub records_experts: bool,
 }
@@ -52,6 +54,7 @@ impl EngineOptions {
         let placement = Placement { on_cuda: self.device.is_cuda(), kind: self.kind };
         let own = [
             ("strict", self.strict.into()),
+            ("exact", self.exact.into()),
             ("rollout_quantization", self.quantization.name().into()),
             ("kv_cache_dtype", self.kv_cache_dtype.name().into()),
             ("mamba_ssm_cache_dtype", self.state_dtype.name().into()),

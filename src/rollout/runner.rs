@@ -6,6 +6,7 @@ use tch::{Kind, Tensor, no_grad};
 
 use super::batch::StepBatch;
 use super::mixer::PagedMixer;
+use super::options::EngineOptions;
 use super::routes::StepRoutes;
 use super::sampler::{Draw, Sampled, Sampler};
 use super::scheduler::Step;
@@ -16,7 +17,7 @@ use super::stats::StageTimes;
 use super::weights::EngineWeights;
 use crate::error::Result;
 use crate::model::{BlockContext, ModelSpec, Ropes, Routes, Stage, block_forward};
-use crate::ops::{embedding, linear, try_map};
+use crate::ops::{embedding, exact, linear, try_map};
 use crate::ranks::{Collective, ReduceOp};
 use crate::torch;
 
@@ -52,6 +53,7 @@ pub(super) struct HostRunner<'a> {
     tp: &'a dyn Collective,
     residual: Kind,
     records_experts: bool,
+    exact: bool,
     sampled: VecDeque<Vec<Sampled>>,
     experts: Vec<u16>, // of the newest step: none is launched before it is collected
 }
@@ -105,10 +107,10 @@ impl<'a> HostRunner<'a> {
         ropes: &'a Ropes,
         weights: &'a EngineWeights<'a>,
         memory: SequenceMemory<'a>,
-        (residual, records_experts): (Kind, bool),
+        &EngineOptions { residual, records_experts, exact, .. }: &EngineOptions,
     ) -> Self {
         let (stage, tp, sampled, experts) = (ranks.stage(), &*ranks.tp, VecDeque::new(), Vec::new());
-        Self { spec, own, stage, ropes, weights, memory, tp, residual, records_experts, sampled, experts }
+        Self { spec, own, stage, ropes, weights, memory, tp, residual, records_experts, exact, sampled, experts }
     }
 
     /// The tensors of a step, as its sequences are now.
@@ -130,7 +132,7 @@ impl<'a> HostRunner<'a> {
         let x = no_grad(|| {
             let x = match input {
                 Some(x) => x,
-                None => self.spec.scale_embedding(self.embed(&work.batch.token_ids)?)?.f_to_kind(self.residual)?, // [T, D]
+                None => self.scaled(self.embed(&work.batch.token_ids)?)?, // [T, D]
             };
             self.layers(&work.batch, work.routes.as_ref().map(|routes| routes as &dyn Routes), x)
         })?;
@@ -160,9 +162,13 @@ impl<'a> HostRunner<'a> {
 
     fn layers(&self, batch: &StepBatch, routes: Option<&dyn Routes>, mut x: Tensor) -> Result<Tensor> {
         let num_kv_heads = self.own.attention().tp_slice(self.tp.size()).num_kv_heads;
-        let mixer = PagedMixer::new(self.memory, batch, self.own, num_kv_heads)?;
-        let ropes = self.ropes.rows(&batch.positions, self.weights.embedding.kind())?;
-        let context = BlockContext::new(self.own, &ropes, Some(self.tp), routes);
+        let mixer = PagedMixer::new(self.memory, batch, (self.own, self.exact), num_kv_heads)?;
+        let kind = self.weights.embedding.kind();
+        let ropes = match self.exact {
+            true => self.ropes.exact_rows(&batch.positions, kind)?,
+            false => self.ropes.rows(&batch.positions, kind)?,
+        };
+        let context = BlockContext::new(self.own, &ropes, Some(self.tp), routes).exactly(self.exact);
         for (layer, block) in self.weights.blocks.iter().enumerate() {
             self.weights.prepare(layer)?;
             let own = batch.adapters.as_ref().map(|adapters| block.for_rows(adapters)).transpose()?;
@@ -176,10 +182,22 @@ impl<'a> HostRunner<'a> {
     fn logits(&self, batch: &StepBatch, x: &Tensor /* [T, D] */) -> Result<Vec<f32>> {
         no_grad(|| {
             let rows = x.f_index_select(0, &batch.last_rows)?; // [L, D]
+            if self.exact {
+                let rows = exact::rms_norm(&rows, &self.weights.final_norm, self.spec.norm())?;
+                return torch::f32_vec(&exact::logits(&rows, &self.weights.lm_head, self.spec.logits_scaling)?);
+            }
             let (rows, _) = self.spec.norm().forward(&rows, &self.weights.final_norm)?;
             let logits = linear::forward(&rows, &self.weights.lm_head, None)?.f_to_kind(Kind::Float)?;
             torch::f32_vec(&self.spec.scale_logits(logits)?)
         })
+    }
+
+    /// Rows of the embedding where the residual stream begins. [T, D]
+    fn scaled(&self, rows: Tensor) -> Result<Tensor> {
+        if self.exact {
+            return self.spec.scale_embedding(rows.f_to_kind(self.residual)?); // as in training
+        }
+        Ok(self.spec.scale_embedding(rows)?.f_to_kind(self.residual)?)
     }
 
     /// Rows of the whole table, or the sum over the group of what each rank's rows give. [T] -> [T, D]

@@ -102,13 +102,7 @@ impl<'r> Session<'r> {
         let memory = SequenceMemory { kv_cache, states: states.as_ref() };
         let runner: Box<dyn Runner + 'r> = match gpu {
             None => {
-                let runner = HostRunner::new(
-                    (&**spec, &**own, &*ranks),
-                    ropes,
-                    weights,
-                    memory,
-                    (options.residual, options.records_experts),
-                );
+                let runner = HostRunner::new((&**spec, &**own, &*ranks), ropes, weights, memory, options);
                 match ranks.stages.count() {
                     1 => Box::new(runner),
                     _ => Box::new(PipelineRunner::new(runner, &*ranks.pipe)),

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::model::{BlockParams, Format, ModelSpec, ParamTable, Stage, StoredBlock, Unit};
+use crate::model::{BlockParams, Exact, Format, ModelSpec, ParamTable, Section, Stage, StoredBlock, Unit};
 
 /// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
 #[derive(Debug)]
@@ -48,6 +48,12 @@ impl EngineWeights<'_> {
         let Some(StoredBlocks { table, blocks, buffers }) = &self.stored else { return Ok(()) };
         let layout = table.unit(Unit::Block(layer));
         blocks[layer].decode(layout, &buffers[layer % buffers.len()].f_narrow(0, 0, layout.len as i64)?)
+    }
+
+    /// Makes products of blocks of which a row has the same bits in training.
+    pub(super) fn multiply_exactly(&mut self) -> Result<()> {
+        let mut room = |_: Section| -> Result<Tensor> { unreachable!("the format has no sections") };
+        self.blocks.iter_mut().try_for_each(|block| block.prepare(&Exact, &mut room))
     }
 
     /// The format that products of blocks are made in.

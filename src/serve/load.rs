@@ -135,6 +135,7 @@ impl ModelService {
             state_dtype: StateDtype::Float32,
             device,
             strict: false,
+            exact: false,
             records_experts: false,
         };
         let ranks = EngineRanks::new(&mesh, stages);

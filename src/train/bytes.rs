@@ -70,7 +70,7 @@ impl<'a> TrainedModel<'a> {
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
         let residual = residual_kind(config.residual_dtype, kind);
         let optim = Optim::new(config.optimizer.optim, &config.optimizer.muon);
-        let format = config.mixed_precision.format();
+        let format = config.training_format();
         Self { lora, quantization, residual, format, optim, ..Self::whole(table, config.zero.stage, kind, gradients) }
     }
 

@@ -344,8 +344,11 @@ impl Network {
         let upcoming = upcoming(self.spec(), Unit::Embedding, false);
         let flat = self.weights.unit(Unit::Embedding, &upcoming)?;
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
-        let rows = self.spec().scale_embedding(embedding::forward(token_ids, &table)?)?;
-        Ok(rows.f_to_kind(self.options.residual)?)
+        let (rows, residual) = (embedding::forward(token_ids, &table)?, self.options.residual);
+        if self.options.format.is_exact() {
+            return self.spec().scale_embedding(rows.f_to_kind(residual)?); // in the order of the engine's steps
+        }
+        Ok(self.spec().scale_embedding(rows)?.f_to_kind(residual)?)
     }
 
     fn layout(&self, unit: Unit) -> &UnitLayout {
@@ -364,27 +367,46 @@ struct Pass<'a> {
     mixer: PackedMixer,
     scoring: Scoring<'a>,
     adapter_use: AdapterUse,
+    /// Whether tokens have the bits that the engine gives them.
+    exact: bool,
     /// Routing, of a model with experts.
     routes: Option<PassRoutes>,
 }
 
 impl<'a> Pass<'a> {
     fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64, adapter_use: AdapterUse) -> Result<Self> {
-        let (spec, NetworkOptions { kind, device, .. }) = (network.spec(), network.options);
+        let (spec, NetworkOptions { kind, device, format, .. }) = (network.spec(), network.options);
+        let exact = format.is_exact();
         let MicroBatch { positions, bounds, scored_rows, targets, .. } = micro_batch;
         let temperature = temperature * spec.logits_scaling;
         Ok(Self {
             micro_batch,
-            ropes: network.ropes.rows(positions, kind)?,
-            mixer: PackedMixer::of(spec, bounds, device),
-            scoring: Scoring { rows: scored_rows, targets, top: TopTokens::Nothing, temperature, norm: spec.norm() },
+            ropes: if exact {
+                network.ropes.exact_rows(positions, kind)?
+            } else {
+                network.ropes.rows(positions, kind)?
+            },
+            mixer: match exact {
+                true => PackedMixer::exact(spec, bounds, device)?,
+                false => PackedMixer::of(spec, bounds, device),
+            },
+            scoring: Scoring {
+                rows: scored_rows,
+                targets,
+                top: TopTokens::Nothing,
+                temperature,
+                norm: spec.norm(),
+                exact: exact.then_some(spec.logits_scaling),
+            },
+            exact,
             adapter_use,
             routes: None,
         })
     }
 
     fn context<'p>(&'p self, spec: &'p ModelSpec) -> BlockContext<'p> {
-        BlockContext::new(spec, &self.ropes, None, self.routes.as_ref().map(|routes| routes as &dyn Routes))
+        let routes = self.routes.as_ref().map(|routes| routes as &dyn Routes);
+        BlockContext::new(spec, &self.ropes, None, routes).exactly(self.exact)
     }
 }
 

@@ -145,7 +145,7 @@ impl TrainerBuilder {
             let shard_group = config.zero.shard_group(num_trainers, world.local_size());
             let nodes = (world.num_nodes() > 1).then_some(Circumstance::SeveralNodes);
             config.combination().in_circumstances(nodes).check()?; // before the output folder is claimed
-            let changes = |checkpoint: &_| resume::unsafe_changes(&config, world.size(), checkpoint);
+            let changes = |checkpoint: &_| resume::unsafe_changes(&config, &world, checkpoint);
             let opened = checkpoint::open_output(&config.output, &config.saving, &world, shard_group, &changes)?;
             load(config, world.clone(), pool, tools, opened)
         });

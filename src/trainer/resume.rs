@@ -8,22 +8,29 @@ use super::policy_and_engine::PolicyAndEngine;
 use super::{TrainingData, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, TrainerState};
 use crate::config::Config;
+use crate::console;
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::model::{ModelSpec, WeightFiles};
+use crate::ranks::World;
 
-/// Differences that would change the result: single keys, and the numbers that follow from keys of the batch and the world.
-pub(super) fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
+/// Differences that would change the result: single keys, and the numbers that follow from keys of the batch and the world. Reports
+/// where the sampler's log-probabilities begin or cease to be the trainer's.
+pub(super) fn unsafe_changes(config: &Config, world: &World, checkpoint: &Checkpoint) -> Result<Vec<String>> {
     let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
     let foreign = |error: Error| checkpoint.of_another_program(&error);
     let saved = Config::from_entries(saved.entries(config.entries())).map_err(foreign)?;
     let saved_batch = saved.validate_world((*saved_size).max(1)).map_err(foreign)?;
-    let batch = config.validate_world(world_size)?;
+    let batch = config.validate_world(world.size())?;
     let numbers = [
         ("generation_batch_size (completions)", saved_batch.generation_batch_size, batch.generation_batch_size),
         ("updates per generation batch", saved_batch.updates_per_generation, batch.updates_per_generation),
     ];
-    checkpoint.unsafe_changes(&checkpoint::changes(config, &saved), &numbers, world_size)
+    let changes = checkpoint::changes(config, &saved);
+    if let Some(change) = changes.iter().find(|change| change.key == "exact" && world.rank() == 0) {
+        console::say(format_args!("{change}: steps from here on are computed so"));
+    }
+    checkpoint.unsafe_changes(&changes, &numbers, world.size())
 }
 
 /// The reference model of a checkpoint, where it follows the policy.

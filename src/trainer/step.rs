@@ -104,7 +104,8 @@ impl Trainer {
     /// The first failure of any rank.
     pub fn update(&mut self, batch: TrainingBatch) -> Result<StepMetrics> {
         let TrainingBatch { groups, places, dropped, tally, carry, advantages, solve_rate, divergence, start } = batch;
-        let ages_at = (self.config.split.async_steps > 0).then_some(self.progress.generation_step);
+        let needs_ages = self.config.split.async_steps > 0 || self.config.exact;
+        let ages_at = needs_ages.then_some(self.progress.generation_step);
         let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions, ages_at);
         let outcome = self.update_policy(&sequences)?;
         self.progress.previous_step = self.progress.global_step;

@@ -30,7 +30,8 @@ impl Table {
         for rank in 0..num_ranks {
             let share = balanced_share(&self.sequences, &spec, false, rank, num_ranks);
             let share: Vec<Sequence> = share.into_iter().map(|index| self.sequences[index].clone()).collect();
-            let (mut sums, mut outcome) = (UpdateSums::new(self.entropy_term(config), 0.0), UpdateOutcome::default());
+            let (mut sums, mut outcome) =
+                (UpdateSums::new(self.entropy_term(config), 0.0, true), UpdateOutcome::default());
             sums.count_masked(&share, &options).unwrap();
             let packing = PackOptions { max_tokens: 12, share_prompts: false, device: Device::Cpu };
             for micro_batch in pack(&share, &packing).unwrap() {
@@ -89,6 +90,7 @@ fn options(config: &LossConfig) -> UpdateOptions {
         max_grad_norm: 1.0,
         router_aux_loss_coef: None,
         max_token_age: 0,
+        exact: false,
         device: Device::Cpu,
     }
 }

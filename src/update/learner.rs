@@ -8,7 +8,7 @@ use super::loss::UpdateSums;
 use super::options::{ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
 use crate::config::LossType;
 use crate::error::{Error, Result};
-use crate::grpo::{Denominators, EntropyControl, EntropyTerm};
+use crate::grpo::{Denominators, EntropyControl, EntropyTerm, check_exactness};
 use crate::memory;
 use crate::ops::head::TopScores;
 use crate::phase::{self, Phase};
@@ -104,6 +104,12 @@ impl Learner {
             reference: options.loss.beta > 0.0,
             teacher: true,
         };
+        if options.exact {
+            shares
+                .iter_mut()
+                .flatten()
+                .for_each(|sequence| sequence.old_logprobs.clone_from(&sequence.rollout_logprobs));
+        }
         for share in &mut shares {
             self.score(share, needs, options, progress)?;
         }
@@ -115,6 +121,9 @@ impl Learner {
         let passes = (0..options.num_iterations).flat_map(|_| shares.iter().zip(&denominators));
         for (share, denominators) in passes.take(options.num_updates() as usize) {
             self.update_once(share, denominators, options, progress, &mut outcome)?;
+            if options.exact {
+                check_exactness(&outcome.stats)?;
+            }
             self.move_reference(options, options.global_step + outcome.num_updates)?;
         }
         outcome.exposed_communication = self.policy.take_exposed_communication()?;
@@ -248,7 +257,7 @@ impl Learner {
         progress.begin(Phase::ForwardBackward, micro_batches.len());
         let term = self.entropy_term(&micro_batches, denominators, options, &outcome.entropy_control)?;
         let coef = self.policy.table().spec.router_aux_loss_coef(options.router_aux_loss_coef)?;
-        let mut sums = UpdateSums::new(term, coef);
+        let mut sums = UpdateSums::new(term, coef, outcome.num_updates == 0);
         phase::scope(Phase::ForwardBackward, || {
             sums.count_masked(share, options)?;
             for (index, micro_batch) in micro_batches.iter().enumerate() {

@@ -4,7 +4,9 @@ use tch::{Kind, Tensor};
 
 use super::options::{UpdateOptions, UpdateOutcome};
 use crate::error::Result;
-use crate::grpo::{Denominators, DeviceStats, EntropyTerm, LossInput, LossOutput, TopLogprobs, age_stats};
+use crate::grpo::{
+    Denominators, DeviceStats, EntropyTerm, LossInput, LossOutput, TopLogprobs, age_stats, exactness_stats,
+};
 use crate::phase::{self, Phase};
 use crate::torch::scalar;
 use crate::train::{MicroBatch, Scores, Sequence, TokenGradients};
@@ -15,6 +17,8 @@ pub(super) struct UpdateSums {
     term: Option<EntropyTerm>,
     /// Weight of the loss that keeps experts equally busy.
     router_aux_loss_coef: f64,
+    /// Whether the weights are those that sampled.
+    is_first: bool,
     sums: Option<LossSums>,
 }
 
@@ -30,9 +34,9 @@ struct LossSums {
 
 impl UpdateSums {
     /// Sums of an update whose objective has `term` of entropy, and `router_aux_loss_coef` times the loss that keeps experts
-    /// equally busy.
-    pub(super) fn new(term: Option<EntropyTerm>, router_aux_loss_coef: f64) -> Self {
-        Self { term, router_aux_loss_coef, sums: None }
+    /// equally busy. `is_first`: it is the first one from its generation batch.
+    pub(super) fn new(term: Option<EntropyTerm>, router_aux_loss_coef: f64, is_first: bool) -> Self {
+        Self { term, router_aux_loss_coef, is_first, sums: None }
     }
 
     /// Adds a micro-batch's loss and returns its gradient by token.
@@ -62,7 +66,7 @@ impl UpdateSums {
         };
         let LossOutput { loss, dlogprobs, dentropy, dtop, mean_entropy, stats } =
             options.differentiate(&input, denominators)?;
-        let stats = with_ages(stats, &input, micro_batch.token_ages.as_ref(), options)?;
+        let stats = self.completed(stats, &input, micro_batch.token_ages.as_ref(), options)?;
         // A loss that is not finite makes the gradient so: its norm tells all ranks to skip.
         let spoilt = if phase::fires_nan(Phase::ForwardBackward) { f64::NAN } else { 0.0 };
         let dlogprobs = dlogprobs.f_add(&loss.f_mul(&scalar(spoilt))?)?;
@@ -100,7 +104,7 @@ impl UpdateSums {
         let nothing_to_divide =
             Denominators { num_sequences: 1.0, num_tokens: 1.0, num_update_tokens: 1.0, num_sequence_tokens: 1.0 };
         let LossOutput { loss, mean_entropy, stats, .. } = options.differentiate(&input, &nothing_to_divide)?;
-        let stats = with_ages(stats, &input, Some(&no_indexes), options)?;
+        let stats = self.completed(stats, &input, Some(&no_indexes), options)?;
         self.add(LossSums { loss, mean_entropy, aux_loss: None, differing_experts: None, stats })
     }
 
@@ -143,17 +147,22 @@ impl UpdateSums {
         };
         sums.stats.merge(&more.stats)
     }
-}
 
-/// Adds the statistics by age, where they are recorded.
-fn with_ages(
-    stats: DeviceStats,
-    input: &LossInput<'_>,
-    token_ages: Option<&Tensor>,
-    options: &UpdateOptions,
-) -> Result<DeviceStats> {
-    match options.max_token_age {
-        0 => Ok(stats),
-        max_age => stats.join(age_stats(input, &options.loss, token_ages, max_age)?),
+    /// Adds the statistics by age and those of the equality with the sampler, where they are recorded.
+    fn completed(
+        &self,
+        stats: DeviceStats,
+        input: &LossInput<'_>,
+        token_ages: Option<&Tensor>,
+        options: &UpdateOptions,
+    ) -> Result<DeviceStats> {
+        let stats = match options.exact {
+            true => stats.join(exactness_stats(input, token_ages, self.is_first)?)?,
+            false => stats,
+        };
+        match options.max_token_age {
+            0 => Ok(stats),
+            max_age => stats.join(age_stats(input, &options.loss, token_ages, max_age)?),
+        }
     }
 }

@@ -43,6 +43,8 @@ pub struct UpdateOptions {
     pub router_aux_loss_coef: Option<f64>,
     /// Greatest age of tokens in generation steps, up to which statistics are recorded by age; 0 records none.
     pub max_token_age: usize,
+    /// The sampler's log-probabilities are the trainer's, and so the old ones: nothing is scored for them, and a difference is an error.
+    pub exact: bool,
     /// Clip the global gradient norm to this; 0 is off.
     pub max_grad_norm: f64,
     /// Where micro-batches live.
@@ -87,15 +89,16 @@ impl UpdateOptions {
             global_step: 0,
             router_aux_loss_coef: config.objective.router_aux_loss_coef,
             max_token_age: config.split.async_steps,
+            exact: config.exact,
             max_grad_norm: config.optimizer.max_grad_norm,
             device,
         }
     }
 
     /// Whether the log-probabilities before the first update must be kept: with a single update the training forward's own
-    /// serve as old ones.
+    /// serve as old ones. The sampler's serve where they are the same.
     pub(super) fn needs_old_logprobs(&self) -> bool {
-        self.num_updates() > 1
+        self.num_updates() > 1 && !self.exact
     }
 
     /// A micro-batch's loss and its gradient.

@@ -278,6 +278,7 @@ fn generate(
         kv_cache_dtype: KvCacheDtype::Auto,
         state_dtype: StateDtype::Float32,
         strict: false,
+        exact: false,
         records_experts: false,
     };
     let stages = Stages::new(&spec, mesh.pipe.size(), &[]).unwrap();

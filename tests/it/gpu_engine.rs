@@ -313,6 +313,7 @@ impl Model {
             kv_cache_dtype: KvCacheDtype::Auto,
             state_dtype: StateDtype::Float32,
             strict: false,
+            exact: false,
             records_experts: true,
         }
     }

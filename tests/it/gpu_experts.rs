@@ -351,6 +351,7 @@ fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parall
         kv_cache_dtype: KvCacheDtype::Auto,
         state_dtype: StateDtype::Float32,
         strict: false,
+        exact: false,
         records_experts: true,
     };
     let generate = |world: &Arc<World>, mesh: &Mesh, options: EngineOptions| {

@@ -109,9 +109,21 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("rollout_quantization" is "fp8") ("strict" is "true") => "in FP8 the order in which a product adds up changes with the number of rows";
         ("mamba_ssm_cache_dtype" is "bfloat16") ("strict" is "true") => "states are rounded after each step, so that a completion's bits would depend on how it is cut into steps";
         ("mixed_precision" not "none") ("quantization" not "none") => "the weights are rounded already";
+        ("carried_kv" is "keep") ("exact" is "true") => "keys and values of other weights give a token another probability";
+        ("rollout_quantization" is "fp8") ("exact" is "true") => "the sampler has other probabilities than the trainer";
+        ("mixed_precision" not "none") ("exact" is "true") => "in FP8 the order in which a product adds up changes with the number of rows";
+        ("kv_cache_dtype" is "fp8") ("exact" is "true") => "the sampler has other probabilities than the trainer";
+        ("lora.dropout" above 0.0) ("exact" is "true") => "training drops elements that the sampler keeps";
     }
     Unserved {
         ("strict" is "true") ("pipeline_parallel_size" above 1.0) => "the parts of a batch that stages compute change with it";
+        ("exact" is "true") ("tensor_parallel_size" above 1.0) => "the trainer adds up whole products, ranks of an engine add up their parts";
+        ("exact" is "true") ("pipeline_parallel_size" above 1.0) => "the parts of a batch that stages compute change with it";
+        ("exact" is "true") ("split.async_steps" above 0.0) => "older weights sample, so that there is nothing that could be equal";
+        ("exact" is "true") ("quantization" not "none") => "only weights that are stored as they are multiplied are held to the same bits so far";
+        ("exact" is "true") ("agent" given) => "an agent asks for temperatures of its own";
+        ("exact" is "true") (Experts) => "experts are not held to the same bits so far";
+        ("exact" is "true") (DeltaNets) => "gated delta nets are not held to the same bits so far";
         ("pipeline_parallel_size" above 1.0) ("mode" is "colocated") ("zero.stage" at_most 2.0) => "where every rank holds all weights, replicas of an engine generate more than stages of one";
         ("pipeline_parallel_size" above 1.0) ("quantization" not "none") => "every rank holds its blocks whole";
         ("pipeline_parallel_size" above 1.0) ("agent" given) => "an agent's requests come when it sends them";

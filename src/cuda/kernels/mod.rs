@@ -11,6 +11,7 @@ mod delta_mix;
 mod delta_rule;
 mod delta_step;
 mod embed;
+mod exact_product;
 mod expert_sums;
 mod experts;
 mod filter;
@@ -58,6 +59,7 @@ pub use delta_step::{
     served_delta_sizes,
 };
 pub use embed::embed;
+pub use exact_product::{exact_product, exact_reference};
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
 pub use filter::{Filters, filter};
@@ -102,7 +104,7 @@ use super::nvrtc::{KernelSource, compile_all};
 use crate::error::Result;
 
 /// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 41] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 42] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -114,6 +116,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 41] = [
     (delta_step::SOURCE, delta_step::NAMES),
     (delta_step::DECODE, delta_step::DECODE_NAMES),
     (embed::SOURCE, embed::NAMES),
+    (exact_product::SOURCE, exact_product::NAMES),
     (expert_sums::SOURCE, expert_sums::NAMES),
     (experts::SOURCE, experts::NAMES),
     (filter::SOURCE, filter::NAMES),

@@ -41,7 +41,8 @@ impl Products {
         tuning: Tuning,
         (a, b, bias, out): (&Tensor, &Tensor, Option<&Tensor>, &Tensor),
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
-        let problem = &if tuning == Tuning::Fixed { fixed::bucket(problem) } else { *problem };
+        let is_by_bucket = matches!(tuning, Tuning::Fixed | Tuning::Exact);
+        let problem = &if is_by_bucket { fixed::bucket(problem) } else { *problem };
         if let Some(algorithm) = lock(&self.chosen).get(&(*problem, tuning)) {
             return Ok(*algorithm);
         }
@@ -50,6 +51,7 @@ impl Products {
                 self.kept_or_fastest(problem, descriptors, (a, b, out))?
             }
             Tuning::Fixed => self.fixed(problem, b, bias)?,
+            Tuning::Exact => self.exact(problem, descriptors, (a, b, bias, out))?,
             _ => self.candidates(problem, descriptors)?[0],
         };
         lock(&self.chosen).insert((*problem, tuning), algorithm);
@@ -112,8 +114,24 @@ impl Products {
         Ok(format!("{} {version} {WORKSPACE_BYTES} {CANDIDATES} {PARTS:?}", self.context.name()?))
     }
 
+    /// The fastest of some algorithms, where the product is one of those that are timed and there is memory for that.
+    pub(super) fn fastest_of(
+        &self,
+        problem: &Problem,
+        descriptors: &Descriptors,
+        algorithms: &[sys::cublasLtMatmulAlgo_t],
+        (a, b, out): (&Tensor, &Tensor, &Tensor),
+    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
+        let Ok(flushed) = Tensor::f_empty([FLUSH_BYTES], (Kind::Uint8, out.device())) else { return Ok(None) };
+        if problem.flop() > MOST_TIMED_FLOP {
+            return Ok(None);
+        }
+        let pointers = [b, a, out, out].map(Tensor::data_ptr);
+        self.fastest(descriptors, algorithms, pointers, &flushed).map(Some)
+    }
+
     /// The candidates with K in other numbers of parts.
-    fn variants(
+    pub(super) fn variants(
         &self,
         descriptors: &Descriptors,
         candidates: &[sys::cublasLtMatmulAlgo_t],
@@ -157,7 +175,7 @@ impl Products {
 
 /// The algorithm that a file holds, if it is one and is accepted: cuBLASLt's structure may be stored and used again with the same
 /// version.
-fn kept(
+pub(super) fn kept(
     path: &Path,
     accepted: impl Fn(&sys::cublasLtMatmulAlgo_t) -> bool,
 ) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {

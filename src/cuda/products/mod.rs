@@ -7,6 +7,7 @@
 
 mod algorithms;
 mod descriptors;
+mod exact;
 mod fixed;
 mod order;
 mod own;
@@ -20,13 +21,14 @@ use std::sync::{Arc, Mutex};
 
 use cudarc::cublaslt::sys;
 use cudarc::driver::{result, sys as driver};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use self::descriptors::Descriptors;
+pub use self::exact::ExactVerdict;
 use self::problem::Problem;
 use self::status::{WORKSPACE_BYTES, failed, status};
 use super::context::{Context, check};
-use super::kernels::ScaledRows;
+use super::kernels::{self, ScaledRows};
 use super::torch_stream::TorchStream;
 use crate::error::{Error, Result};
 use crate::torch;
@@ -42,6 +44,8 @@ pub enum Tuning {
     /// The first algorithm of those that sum in one order for every number of rows M: a row's bits do not depend on the rows
     /// beside it.
     Fixed,
+    /// The fastest of those that have the reference's bits for every number of rows, in the engine and in training; kept in the user's cache folder.
+    Exact,
 }
 
 /// The products of one stream: cuBLASLt's handle, the workspace that they use one after the other, and the algorithms chosen so
@@ -110,6 +114,12 @@ impl Products {
             return Ok(());
         }
         self.check_stream()?;
+        if tuning == Tuning::Exact && a.kind() == Kind::Float && matches!(beta, 0.0 | 1.0) {
+            return kernels::exact_product(a, &b.tr(), bias, out, beta == 1.0);
+        }
+        if tuning == Tuning::Exact && beta != 0.0 {
+            return Err(problem::invalid("a product that is not added to what is there", format!("beta {beta}")));
+        }
         if tuning == Tuning::Fixed && problem.rows() > fixed::MOST_ROWS {
             return (0..problem.rows()).step_by(fixed::MOST_ROWS as usize).try_for_each(|row| {
                 let part = |of: &Tensor| of.narrow(0, row, fixed::MOST_ROWS.min(problem.rows() - row));
@@ -164,7 +174,7 @@ impl Products {
             return Ok(());
         }
         self.check_stream()?;
-        if tuning == Tuning::Fixed {
+        if !matches!(tuning, Tuning::First | Tuning::Timed) {
             return Err(problem::invalid("bf16 or f32, whose sums have one order for all rows", "e4m3".to_owned()));
         }
         let descriptors = Descriptors::new(&problem, bias, Some([&a.scales, &b.scales]))?;

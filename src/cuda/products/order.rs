@@ -45,6 +45,14 @@ impl Order {
     }
 }
 
+/// The attributes that tell algorithms apart.
+pub(super) fn describe(algorithm: &sys::cublasLtMatmulAlgo_t) -> Result<String> {
+    let Order { family, parts, scheme } = Order::of(algorithm)?;
+    let tile = get(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID)?;
+    let stages = get(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_STAGES_ID)?;
+    Ok(format!("family {family} tile {tile} stages {stages} parts {parts} scheme {scheme}"))
+}
+
 fn get(algorithm: &sys::cublasLtMatmulAlgo_t, attribute: Attribute) -> Result<u32> {
     let (mut value, mut written) = (0u32, 0);
     // SAFETY: the attributes asked for are of 4 bytes; both numbers outlive the call.

@@ -16,7 +16,7 @@ use crate::model::format::Rows;
 use crate::model::params::{ParamName, Shapes};
 use crate::ops::attention::{QkvGradients, SavedAttention, packed_backward};
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
-use crate::ops::linear;
+use crate::ops::{exact, linear};
 
 /// The norm of queries and keys before rope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -242,15 +242,17 @@ impl AttentionSpec {
         let qkv = qkv.forward(normed)?.view(shape);
         let (qkv, gate) = if self.output_gate { gate::split(&qkv)? } else { (qkv, None) };
         let norms = norm_weights(ctx, w)?;
+        let transform = if ctx.exact { exact::heads } else { heads::forward };
         let heads = match (self.qk_norm, norms.as_ref().map(|norms| norms.of(ctx))) {
             (Some(QkNorm::All), Some(norms)) => {
                 let sum = |squares: &mut Tensor| ctx.sum_over_heads(self, squares);
                 let is_split = ctx.tp.is_some_and(|tp| tp.size() > 1);
                 let others = is_split.then(|| OtherHeads { widths: self.widths(), sum: &sum });
-                let normed = heads::norm_all(&qkv, norms, others)?;
-                Heads { qkv: Some(qkv), ..heads::forward(normed, None, ctx.ropes.of(self.rope))? }
+                let normed =
+                    if ctx.exact { exact::norm_all(&qkv, norms)? } else { heads::norm_all(&qkv, norms, others)? };
+                Heads { qkv: Some(qkv), ..transform(normed, None, ctx.ropes.of(self.rope))? }
             }
-            (_, norms) => heads::forward(qkv, norms, ctx.ropes.of(self.rope))?,
+            (_, norms) => transform(qkv, norms, ctx.ropes.of(self.rope))?,
         };
         Ok((heads, gate))
     }

@@ -141,6 +141,7 @@ fn project(w: &BlockParams, x: &Rows /* [T, D] */) -> Result<GateUp> {
     let w = w.linear(Matrix::GateUp);
     Ok(match (w.format.gate_up(x, w.piece())?, &w.lora) {
         (gate_up, None) => gate_up,
+        (gate_up, Some(lora)) if w.format.is_exact() => GateUp::of_pairs(w.format.adapt(x, lora, gate_up.pairs()?)?)?,
         (GateUp::Interleaved(pairs), Some(lora)) => GateUp::Interleaved(lora.add(x.plain(), pairs)?),
         (GateUp::Split { gate, up }, Some(lora)) => {
             let [lora_gate, lora_up] = lora.every_second_row();

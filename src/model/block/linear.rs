@@ -217,8 +217,8 @@ impl Linear {
         tp: Option<&dyn Collective>,
     ) -> Result<Tensor> {
         match (tp.filter(|tp| tp.size() > 1), residual) {
-            (None, Some(residual)) if self.format.rounds() && self.lora.is_some() => {
-                Ok(residual.f_add(&self.forward(x)?)?)
+            (None, Some(residual)) if self.adds_rounded() => {
+                Ok(residual.f_add(&self.forward(x)?)?.f_to_kind(residual.kind())?)
             }
             (None, Some(residual)) => self.adapt(x, self.format.forward_onto(residual, x, self.piece())?),
             (None, None) => self.forward(x),
@@ -233,11 +233,16 @@ impl Linear {
         }
     }
 
+    /// Whether the product is rounded, and its adapter's part added, before it is added to the residual stream.
+    fn adds_rounded(&self) -> bool {
+        self.format.is_exact() || self.format.rounds() && self.lora.is_some()
+    }
+
     /// y + (x A^T) B^T, in y's memory, where there is an adapter.
     fn adapt(&self, x: &Rows, y: Tensor) -> Result<Tensor> {
         match &self.lora {
             None => Ok(y),
-            Some(lora) => lora.add(x.plain(), y),
+            Some(lora) => self.format.adapt(x, lora, y),
         }
     }
 

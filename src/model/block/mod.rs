@@ -25,11 +25,12 @@ mod shared;
 use tch::Tensor;
 
 use super::distinct::ByRope;
-use super::params::Shapes;
+use super::params::{ParamName, Shapes};
 use super::spec::ModelSpec;
 use crate::config::GradientCheckpointing;
 use crate::error::{Error, Result};
 use crate::model::format::Rows;
+use crate::ops::exact;
 use crate::ops::rope::RopeRows;
 use crate::ranks::{Collective, ReduceOp};
 use mixer::MixerOutput;
@@ -131,6 +132,8 @@ pub struct BlockContext<'a> {
     pub tp: Option<&'a dyn Collective>,
     /// Who sees which experts tokens go to, and what the loss makes of it.
     pub routes: Option<&'a dyn Routes>,
+    /// Whether the forward computes by [`crate::ops::exact`].
+    exact: bool,
     /// Factor of what a sublayer of the block at hand adds to the residual stream.
     residual_scale: f64,
 }
@@ -143,7 +146,13 @@ impl<'a> BlockContext<'a> {
         tp: Option<&'a dyn Collective>,
         routes: Option<&'a dyn Routes>,
     ) -> Self {
-        Self { spec, ropes, tp, routes, residual_scale: 1.0 }
+        Self { spec, ropes, tp, routes, exact: false, residual_scale: 1.0 }
+    }
+
+    /// With a forward of which a token has the same bits in the engine and in training. Rotations are those of
+    /// [`Ropes::exact_rows`](crate::model::Ropes::exact_rows), and blocks are in the format [`Exact`](crate::model::Exact).
+    pub fn exactly(self, exact: bool) -> Self {
+        Self { exact, ..self }
     }
 
     fn of_block(self, block: &BlockSpec) -> Self {
@@ -163,7 +172,17 @@ impl<'a> BlockContext<'a> {
     fn enter(&self, w: &BlockParams, norms: NormNames, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let Some(weight) = w.norm(norms.pre) else { return Ok((x.f_to_kind(w.kind())?, None)) };
         let (normed, rstd) = self.spec.norm().forward(x, weight)?;
-        Ok((normed, Some(rstd)))
+        Ok((if self.exact { exact::rms_norm(x, weight, self.spec.norm())? } else { normed }, Some(rstd)))
+    }
+
+    /// Normalised rows [T, D], without what a backward needs.
+    fn norm(&self, w: &BlockParams, name: ParamName, x: &Tensor) -> Result<Tensor> {
+        let weight = w.norm(name).expect("a norm of the block");
+        if self.exact {
+            exact::rms_norm(x, weight, self.spec.norm())
+        } else {
+            Ok(self.spec.norm().forward(x, weight)?.0)
+        }
     }
 
     /// The input of a sublayer for the products of some matrices, rounded by the norm where a format has a kernel for that. [T, D]
@@ -172,6 +191,7 @@ impl<'a> BlockContext<'a> {
         let rounding = linears.clone().find(|linear| linear.format.rounds());
         match w.norm(norms.pre).zip(rounding) {
             Some((weight, linear)) => linear.format.norm(self.spec.norm(), x, weight, linears.any(Linear::reads_plain)),
+            None if self.exact && w.norm(norms.pre).is_some() => Ok(self.norm(w, norms.pre, x)?.into()),
             None => Ok(self.enter(w, norms, x)?.0.into()),
         }
     }
@@ -231,7 +251,7 @@ impl<'a> BlockContext<'a> {
         residual: &Tensor, // [T, D]
     ) -> Result<(Tensor, Option<Tensor>)> {
         let (mut added, output) = match w.norm(norms.post) {
-            Some(weight) => (self.spec.norm().forward(&output, weight)?.0, Some(output)),
+            Some(_) => (self.norm(w, norms.post, &output)?, Some(output)),
             None => (output, None),
         };
         if self.residual_scale != 1.0 {

@@ -9,6 +9,7 @@ use crate::model::distinct::ByWindow;
 use crate::model::spec::ModelSpec;
 use crate::ops::attention::{Attended, Bounds, PackedLayout, packed_forward};
 use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
+use crate::ops::exact::ExactAttention;
 
 /// How tokens of a sequence see one another: packed sequences in training, paged keys, values and states in generation.
 pub trait SequenceMixer {
@@ -47,6 +48,8 @@ pub struct PackedMixer {
     pub(super) layouts: ByWindow<PackedLayout>,
     /// Where the model has gated delta nets.
     sequences: Option<PackedSequences>,
+    /// By the windows of layers, where the forward is exact.
+    exact: Option<ByWindow<ExactAttention>>,
 }
 
 impl PackedMixer {
@@ -61,7 +64,16 @@ impl PackedMixer {
         let layouts = ByWindow::new(spec.windows(), |window| PackedLayout::of(bounds, kv_heads, window, device));
         let width = spec.delta_net().map(|delta_net| delta_net.heads.conv_width);
         let sequences = width.map(|width| PackedSequences::new(bounds, width, device));
-        Self { layouts, sequences }
+        Self { layouts, sequences, exact: None }
+    }
+
+    /// [`PackedMixer::of`] whose forward gives a token the bits that the engine gives it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn exact(spec: &ModelSpec, bounds: &Bounds, device: Device) -> Result<Self> {
+        let attention = |window| ExactAttention::new(bounds, window, device);
+        Ok(Self { exact: Some(ByWindow::try_new(spec.windows(), attention)?), ..Self::of(spec, bounds, device) })
     }
 
     /// The sequences of a model with gated delta nets.
@@ -80,7 +92,11 @@ impl SequenceMixer for PackedMixer {
         attention: AttentionSpec,
         [q, k, v]: [&Tensor; 3],
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let run = || packed_forward(q, k, v, self.layouts.of(attention.window), attention.scale);
+        let layout = self.layouts.of(attention.window);
+        let run = || match &self.exact {
+            Some(exact) => exact.of(attention.window).attend([q, k, v], layout, attention.scale),
+            None => packed_forward(q, k, v, layout, attention.scale),
+        };
         let Attended { o, lse } = timed("attention", OpCost::default, run)?;
         Ok((o, Some(lse)))
     }

@@ -5,11 +5,13 @@
 //! | file | what it is |
 //! |---|---|
 //! | `plain` | rows in the type of the network |
+//! | `exact` | the same rows, in products of which a row has the same bits in the engine and in training |
 //! | `fp8` | rows of e4m3 with a scale each |
 //! | `nf4` | 4 bits a weight, for blocks that are stored |
 //! | `rows`, `step` | factors of products; those of a step on a GPU |
 //! | `stored` | frozen blocks that are stored in one format and multiplied in another |
 
+mod exact;
 mod fp8;
 mod nf4;
 mod plain;
@@ -23,6 +25,7 @@ use std::fmt::Debug;
 
 use tch::{Device, Kind, Tensor};
 
+pub use self::exact::Exact;
 pub use self::fp8::Fp8;
 pub use self::nf4::Nf4;
 pub use self::plain::Plain;
@@ -30,13 +33,21 @@ pub use self::rows::{Piece, Rows};
 pub use self::step::{OwnProducts, StepCost, StepOutput, StepProducts, StepRows};
 pub use self::stored::{BaseRounding, Encoded, Encoder, StoredBlock, StoredFormat};
 use super::block::ElementBytes;
+use super::lora::Lora;
 use super::spec::ModelSpec;
-use crate::config::{MixedPrecision, Quantization, RolloutQuantization};
+use crate::config::{Config, MixedPrecision, Quantization, RolloutQuantization};
 use crate::cuda::kernels::{self, NormedRows, ScaledRows};
 use crate::error::{Error, Result};
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
 use crate::ops::swiglu::GateUp;
+
+impl Config {
+    /// The format that policy and reference model are multiplied in.
+    pub(crate) fn training_format(&self) -> &'static dyn Format {
+        if self.exact { &Exact } else { self.mixed_precision.format() }
+    }
+}
 
 impl MixedPrecision {
     /// The format that training multiplies in.
@@ -106,6 +117,11 @@ pub trait Format: Debug + Sync {
         true
     }
 
+    /// Whether a row's bits depend on nothing but the row and the weights: all else of a forward is then computed so, too.
+    fn is_exact(&self) -> bool {
+        false
+    }
+
     /// The reason why it does not serve matrices of a model's blocks, on a GPU or not; none if it does. Kinds of models are in the table of what
     /// goes together.
     fn refusal(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Option<String>;
@@ -171,6 +187,14 @@ pub trait Format: Debug + Sync {
         w: &Piece,
     ) -> Result<Tensor> {
         Ok(residual.f_add(&self.forward(x, w)?)?)
+    }
+
+    /// y + (x A^T) B^T of an adapter, in y's memory where it may be. [T, N]
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], as of all products.
+    fn adapt(&self, x: &Rows /* [T, K] */, lora: &Lora, y: Tensor /* [T, N] */) -> Result<Tensor> {
+        lora.add(x.plain(), y)
     }
 
     /// x w^T of a matrix that has gate and up.

@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::Lora;
 use crate::error::Result;
-use crate::ops::linear;
+use crate::ops::{exact, linear};
 
 impl Lora {
     /// y + (x A^T) B^T, in y's memory.
@@ -14,6 +14,12 @@ impl Lora {
             let _ = low.f_masked_fill_(others, 0.0)?;
         }
         linear::accumulate(&low, &self.b, &mut y)?;
+        Ok(y)
+    }
+
+    /// y + (x A^T) B^T, in y's memory, by operations of which a row has the same bits everywhere.
+    pub(in crate::model) fn add_exactly(&self, x: &Tensor, y: Tensor) -> Result<Tensor> {
+        exact::adapt(&self.dropped(x)?, &self.a, &self.b, &y)?;
         Ok(y)
     }
 

@@ -117,6 +117,7 @@ fn run_onto(
         top: crate::ops::head::TopTokens::Nothing,
         temperature: TEMPERATURE * spec.logits_scaling,
         norm: spec.norm(),
+        exact: None,
     };
     let scored = head_forward(&head, head.lm_head.as_ref().unwrap_or(&embed.table), &x, &scoring, true).unwrap();
 

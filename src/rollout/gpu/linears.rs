@@ -175,7 +175,8 @@ impl DecoderNetwork<'_> {
         let shape = [x.size()[0], a.size()[0]];
         let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
         // Where a row's bits must not depend on the rows beside it, they come from one kernel for all numbers of rows.
-        let is_own = owners.is_none() && (self.tuning == Tuning::Fixed || kernels::adapt_pays(x, out));
+        let is_strict = matches!(self.tuning, Tuning::Fixed | Tuning::Exact);
+        let is_own = owners.is_none() && (is_strict || kernels::adapt_pays(x, out));
         DecoderOp::Adapters.run(|| {
             if is_own && kernels::adapt_serves(x, a, b, out) {
                 return kernels::adapt(x, a, b, &low, out);

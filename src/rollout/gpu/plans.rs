@@ -5,10 +5,8 @@ use tch::{Device, Tensor};
 use crate::cuda::kernels::{AttentionPlan, AttentionShape, SharedPrefixes};
 use crate::error::Result;
 use crate::model::{AttentionSpec, Distinct, ModelSpec};
+use crate::ops::exact::SPLIT_TOKENS;
 use crate::rollout::options::EngineOptions;
-
-/// Tokens of a context that are summed at once in strict mode.
-const STRICT_SPLIT_TOKENS: usize = 256;
 
 /// The plans of a rank's layers, by the window and the factor of scores.
 #[derive(Debug)]
@@ -78,5 +76,5 @@ fn shape(
 }
 
 fn split_tokens(options: &EngineOptions) -> Option<usize> {
-    options.strict.then_some(STRICT_SPLIT_TOKENS)
+    options.strict.then_some(SPLIT_TOKENS)
 }

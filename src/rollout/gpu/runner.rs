@@ -114,6 +114,7 @@ impl<'a> GpuRunner<'a> {
             low: state.low.as_ref(),
             sums: None,
             tuning: match tuning {
+                _ if state.exact => Tuning::Exact,
                 _ if state.strict => Tuning::Fixed,
                 Tuning::Timed if torch::is_deterministic() => Tuning::First,
                 tuning => tuning,

@@ -50,7 +50,7 @@ impl DecoderNetwork<'_> {
         }
         // Of the mean shard, so that all ranks have the same number. The sums of strict steps are split alike in all batches.
         let parts = match self.tuning {
-            Tuning::Fixed => 1,
+            Tuning::Fixed | Tuning::Exact => 1,
             _ => kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64,
         };
         let shape = [parts, rows, kernels::CANDIDATE_WORDS];

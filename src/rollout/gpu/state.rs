@@ -51,6 +51,7 @@ pub(in crate::rollout) struct GpuState {
     /// For the experts of a step's tokens, where they are recorded.
     pub(super) record_downloads: Option<[PinnedWords; 2]>,
     pub(super) strict: bool,
+    pub(super) exact: bool,
     /// Tokens of the steps under way, where an engine's layers are in stages.
     pub(super) tokens: Option<StageTokens>,
 }
@@ -80,7 +81,10 @@ impl GpuState {
             buffers: None,
             arena: shape.reserve(device)?,
             plans: AttentionPlans::new(spec, options, (tp.size(), device), [shape.seqs, shape.blocks])?,
-            ropes: ropes.tables(options.max_model_length, device)?,
+            ropes: match options.exact {
+                true => ropes.exact_tables(options.max_model_length, device)?,
+                false => ropes.tables(options.max_model_length, device)?,
+            },
             low: None,
             sums: None,
             masks: None,
@@ -96,6 +100,7 @@ impl GpuState {
             tokens: (num_stages > 1).then(|| StageTokens::new(&context, num_stages, shape.seqs)).transpose()?,
             shape,
             strict: options.strict,
+            exact: options.exact,
         })
     }
 

@@ -13,6 +13,7 @@ use std::ops::Range;
 use super::filters::{self, Candidate};
 use crate::data::TokenMask;
 use crate::error::{Error, Result};
+use crate::ops::exact::log_sum_exp;
 use crate::ops::random::RandomKey;
 use crate::ranks::{Collective, all_gather_bytes};
 use crate::types::{SamplingParams, TokenLogprob};
@@ -313,15 +314,6 @@ pub(super) fn sampling_key(seed: u64, step: u64, prompt_id: u64, sample: usize) 
 pub(super) fn non_finite(prompt_id: u64, position: usize) -> Error {
     let message = format!("logits of prompt {prompt_id} at position {position} are not finite; check the weights");
     Error::NonFinite { message }
-}
-
-/// ln sum exp, stable, in f64 so that the split of the vocabulary does not show.
-fn log_sum_exp(terms: impl Iterator<Item = f64> + Clone) -> f64 {
-    let max = terms.clone().fold(f64::NEG_INFINITY, f64::max);
-    if max == f64::NEG_INFINITY {
-        return max;
-    }
-    max + terms.map(|term| (term - max).exp()).sum::<f64>().ln()
 }
 
 fn encode(offers: &[Offer]) -> Vec<u8> {

@@ -86,6 +86,7 @@ impl Setup {
             kv_cache_dtype: KvCacheDtype::Auto,
             state_dtype: StateDtype::Float32,
             strict: false,
+            exact: false,
             records_experts: false,
         };
         let mut engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
@@ -123,6 +124,7 @@ pub fn update_options() -> UpdateOptions {
         entropy_control: EntropyControl::default(),
         router_aux_loss_coef: None,
         max_token_age: 0,
+        exact: false,
         temperature: f64::from(TEMPERATURE),
         num_iterations: 1,
         updates_per_generation: 1,

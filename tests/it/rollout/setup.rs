@@ -215,6 +215,7 @@ impl Model {
             top: colo_grpo::internal::ops::head::TopTokens::Nothing,
             temperature: temperature * spec.logits_scaling,
             norm: spec.norm(),
+            exact: None,
         };
         let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false).unwrap();
         Vec::<f32>::try_from(scored.logprobs).unwrap()
@@ -274,6 +275,7 @@ pub fn options() -> EngineOptions {
         kv_cache_dtype: KvCacheDtype::Auto,
         state_dtype: StateDtype::Float32,
         strict: false,
+        exact: false,
         records_experts: true,
     }
 }

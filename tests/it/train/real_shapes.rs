@@ -178,6 +178,7 @@ fn gpu_a_head_takes_less_than_a_gigabyte() {
         top: head::TopTokens::Nothing,
         temperature: 1.0,
         norm: NormOptions { eps: 1e-6, zero_centred: false },
+        exact: None,
     };
     let dlogprobs = Tensor::ones([tokens], (Kind::Float, device));
     let mut run = || {

@@ -100,6 +100,7 @@ fn check(golden: &Value, case: &Value, (world, mesh): (&Arc<World>, &Mesh), max_
         entropy_control: EntropyControl::default(),
         router_aux_loss_coef: None,
         max_token_age: 0,
+        exact: false,
         temperature: number("temperature").unwrap(),
         num_iterations: config["num_iterations"].as_u64().unwrap() as usize,
         updates_per_generation: count(2),

@@ -1,0 +1,115 @@
+//! Products whose sums have one order: of bf16 the reference that others are held to, of float32 the product itself.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::launch::{Argument, address, address_or_null, invalid, launch, ordinal, strided};
+use crate::cuda::capability::Capability;
+use crate::cuda::context::Context;
+use crate::cuda::nvrtc::{self, KernelSource};
+use crate::error::{Error, Result};
+
+pub(super) const SOURCE: &KernelSource = &nvrtc::EXACT_PRODUCT;
+pub(super) const NAMES: &[&str] = &["exact_product_bf16", "exact_product_f32"];
+
+/// Rows and features of a block, its threads in bf16, and those along a side in float32.
+const TILE: usize = 64;
+const THREADS: u32 = 128;
+const SIDE: usize = 16;
+
+/// out = x w^T, with sixteen of K added at once, in their order. For trials: it is slow.
+///
+/// # Errors
+/// [`Error::Environment`] on a chip without these instructions, which are Hopper's; [`Error::InvalidArgument`] for tensors that do not fit;
+/// [`Error::Cuda`].
+pub fn exact_reference(
+    x: &Tensor,   // [R, K] bf16, rows of stride 1
+    w: &Tensor,   // [N, K] bf16, rows of stride 1
+    out: &Tensor, // [R, N] f32, contiguous
+) -> Result<()> {
+    const OP: &str = "exact_reference";
+    let FactorShape { gpu, rows, features, k, .. } = FactorShape::of(OP, x, w)?;
+    let capability = Context::retain(gpu)?.compute_capability()?;
+    if capability != Capability::HOPPER {
+        let message = format!(
+            "exact products of bfloat16 are defined on Hopper (H100, H200), compute capability 9.0, not {capability}; dtype = float32 has them \
+             elsewhere"
+        );
+        return Err(Error::Environment { message });
+    }
+    let arguments = [
+        strided(OP, x, Kind::BFloat16, &[rows, k], gpu)?,
+        strided(OP, w, Kind::BFloat16, &[features, k], gpu)?,
+        address(OP, out, Kind::Float, (rows * features) as usize, gpu)?,
+        Argument::Count(x.stride()[0]),
+        Argument::Count(w.stride()[0]),
+        Argument::Count(rows),
+        Argument::Count(features),
+        Argument::Count(k),
+    ];
+    // SAFETY: the kernel's parameters in order; it reads and writes within the matrices.
+    unsafe { launch(SOURCE, NAMES[0], gpu, (blocks(rows, features), THREADS, 0), &arguments) }
+}
+
+/// out = x w^T + bias, each element a chain of fused multiplications and additions over K; with `adds` the sum is added to what is in `out`.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for tensors that do not fit; [`Error::Cuda`].
+pub fn exact_product(
+    x: &Tensor,            // [R, K] f32, rows of stride 1
+    w: &Tensor,            // [N, K] f32, rows of stride 1
+    bias: Option<&Tensor>, // [N] f32
+    out: &Tensor,          // [R, N] f32, rows of stride 1
+    adds: bool,
+) -> Result<()> {
+    const OP: &str = "exact_product";
+    let FactorShape { gpu, rows, features, k } = FactorShape::of(OP, x, w)?;
+    let arguments = [
+        strided(OP, x, Kind::Float, &[rows, k], gpu)?,
+        strided(OP, w, Kind::Float, &[features, k], gpu)?,
+        address_or_null(OP, bias, Kind::Float, features as usize, gpu)?,
+        strided(OP, out, Kind::Float, &[rows, features], gpu)?,
+        Argument::Count(x.stride()[0]),
+        Argument::Count(w.stride()[0]),
+        Argument::Count(out.stride()[0]),
+        Argument::Count(rows),
+        Argument::Count(features),
+        Argument::Count(k),
+        Argument::Count(i64::from(adds)),
+    ];
+    // SAFETY: the kernel's parameters in order; it reads and writes within the matrices.
+    unsafe { launch(SOURCE, NAMES[1], gpu, (blocks(rows, features), (SIDE * SIDE) as u32, 0), &arguments) }
+}
+
+fn blocks(rows: i64, features: i64) -> u32 {
+    ((rows as usize).div_ceil(TILE) * (features as usize).div_ceil(TILE)) as u32
+}
+
+struct FactorShape {
+    gpu: usize,
+    rows: i64,
+    features: i64,
+    k: i64,
+}
+
+impl FactorShape {
+    fn of(op: &'static str, x: &Tensor, w: &Tensor) -> Result<Self> {
+        match (&x.size()[..], &w.size()[..]) {
+            (&[rows, k], &[features, of_w]) if k == of_w && x.stride()[1] == 1 && w.stride()[1] == 1 => {
+                Ok(Self { gpu: ordinal(op, x)?, rows, features, k })
+            }
+            _ => Err(invalid(op, "[R, K] and [N, K], rows of stride 1", (x.size(), x.stride(), w.size(), w.stride()))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::kernels::launch::assert_declared;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("TILE", TILE), ("THREADS", THREADS as usize), ("SIDE", SIDE)]);
+    }
+}

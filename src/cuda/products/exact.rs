@@ -1,0 +1,200 @@
+//! Products of which a row has the same bits for every number of rows, in the engine and in training: a class.
+//!
+//! An element's bits follow from the instruction that multiplies, from how much of K it takes at once and from the order in which it
+//! is given K. On Hopper kernels of bf16 that do not cut K have all of that in common, whatever their tiles; those that cut it, share it
+//! out among blocks or begin with what is in the output do not. cuBLASLt does not say which of its algorithms are which in all cases. So
+//! membership is decided by bits, against a kernel whose order is known ([`kernels::exact_reference`]): factors whose elements
+//! span 40 binary orders and whose terms cancel, such that all that is left of a sum is how it was rounded, in every row
+//! and column. Among the members the fastest is taken for each number of rows, and kept by chip and library version.
+//! Where no algorithm is a member, an error says so.
+//!
+//! In float32 the class is a kernel of this crate's own.
+#![allow(unsafe_code)]
+
+use cudarc::cublaslt::sys;
+use tch::{Kind, Tensor};
+
+use super::descriptors::Descriptors;
+use super::order::describe;
+use super::problem::{Problem, invalid};
+use super::{Products, algorithms};
+use crate::cuda::{cache, kernels};
+use crate::error::{Error, Result};
+
+/// Rows that the reference computes at once: they are in float32.
+const REFERENCE_ROWS: i64 = 256;
+/// Rows that are made hostile at once, by way of float32.
+const HOSTILE_ROWS: i64 = 4096;
+/// The span of exponents, half of it: products span twice as much.
+const MOST_EXPONENT: f64 = 20.0;
+
+/// The finding of a trial about one algorithm.
+#[derive(Debug, Clone)]
+pub struct ExactVerdict {
+    /// Its family, tile, stages and how it cuts K.
+    pub algorithm: String,
+    /// Whether it has the reference's bits.
+    pub is_equal: bool,
+}
+
+/// Factors that tell orders of sums apart, and the reference's sums.
+struct HostileTrial<'a> {
+    x: Tensor,                // [M, K], as the rows of the product lie
+    w: Tensor,                // [N, K], as the weight lies
+    bias: Option<&'a Tensor>, // [N]
+    out: &'a Tensor,          // [M, N], written to
+}
+
+/// The rows that a trial compares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum TrialRows {
+    All,
+    Ends,
+}
+
+impl<'a> HostileTrial<'a> {
+    fn new((a, b): (&Tensor, &Tensor), bias: Option<&'a Tensor>, out: &'a Tensor) -> Result<Self> {
+        let w = b.tr();
+        Ok(Self { x: hostile(a, 1.0, 1)?, w: hostile(&w, -1.0, 2)?, bias, out })
+    }
+
+    /// Whether what an algorithm has written to `out` are the reference's sums, rounded as the output is: in all rows, or in the first and
+    /// the last of them.
+    fn is_equal(&self, which: TrialRows) -> Result<bool> {
+        let (rows, features) = (self.x.size()[0], self.w.size()[0]);
+        let last = (rows - 1) / REFERENCE_ROWS * REFERENCE_ROWS;
+        for first in (0..rows).step_by(REFERENCE_ROWS as usize) {
+            if which == TrialRows::Ends && first > 0 && first < last {
+                continue;
+            }
+            let part = |t: &Tensor| t.narrow(0, first, REFERENCE_ROWS.min(rows - first));
+            let x = part(&self.x);
+            let mut sums = Tensor::f_empty([x.size()[0], features], (Kind::Float, x.device()))?;
+            kernels::exact_reference(&x, &self.w, &sums)?;
+            if let Some(bias) = self.bias {
+                sums = sums.f_add_(bias)?;
+            }
+            if !sums.f_to_kind(self.out.kind())?.f_equal(&part(self.out))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Rows in the place of `like`'s, with its strides: the second half of each is the first times `sign`, but for some elements, and
+/// exponents span [`MOST_EXPONENT`] to both sides. Two such matrices with opposite signs have products that cancel.
+fn hostile(like: &Tensor, sign: f64, key: u32) -> Result<Tensor> {
+    let [rows, k] = like.size()[..] else { return Err(invalid("a matrix", format!("{:?}", like.size()))) };
+    let leading = like.stride()[0].max(k);
+    let made = Tensor::f_zeros([rows * leading], (like.kind(), like.device()))?;
+    let made = made.f_as_strided([rows, k], [leading, 1], 0)?;
+    for first in (0..rows).step_by(HOSTILE_ROWS as usize) {
+        let own = made.narrow(0, first, HOSTILE_ROWS.min(rows - first));
+        fill_hostile(&own, sign, [key, first as u32])?;
+    }
+    Ok(made)
+}
+
+fn fill_hostile(rows: &Tensor /* [R, K] */, sign: f64, [key, place]: [u32; 2]) -> Result<()> {
+    let (count, half, kind) = (rows.size()[0], rows.size()[1] / 2, rows.kind());
+    let normal = |key: u32| -> Result<Tensor> {
+        let mut values = Tensor::f_empty([count * half], (Kind::Float, rows.device()))?;
+        kernels::fill_normal(&mut values, [key, place], 1.0)?;
+        Ok(values.view([count, half]))
+    };
+    let exponents = normal(2 * key)?.f_mul_scalar(MOST_EXPONENT / 2.0)?.f_clamp(-MOST_EXPONENT, MOST_EXPONENT)?;
+    let first = normal(2 * key + 1)?.f_mul(&exponents.f_round()?.f_exp2()?)?.f_to_kind(kind)?;
+    // One element in about twenty has another last bit in the second half, so that sums do not cancel to nothing.
+    let other = exponents.f_abs()?.f_lt(0.6)?.f_to_kind(Kind::Float)?.f_mul_scalar(1.0 / 128.0)?.f_add_scalar(1.0)?;
+    let second = first.f_to_kind(Kind::Float)?.f_mul(&other)?.f_mul_scalar(sign)?.f_to_kind(kind)?;
+    rows.narrow(1, 0, half).f_copy_(&first)?;
+    rows.narrow(1, half, half).f_copy_(&second)?;
+    Ok(())
+}
+
+impl Products {
+    /// The fastest algorithm of the class for about as many rows, as an earlier start has found it or as it is found now.
+    pub(super) fn exact(
+        &self,
+        bucket: &Problem,
+        descriptors: &Descriptors,
+        (a, b, bias, out): (&Tensor, &Tensor, Option<&Tensor>, &Tensor),
+    ) -> Result<sys::cublasLtMatmulAlgo_t> {
+        let path = cache::path("exact", &bucket.name(), &format!("{} {bucket:?}", self.key()?))?;
+        let accepted = |algorithm: &_| descriptors.accept(self.handle, algorithm);
+        if let Some(algorithm) = algorithms::kept(&path, accepted)? {
+            return Ok(algorithm);
+        }
+        self.refuse_capture(bucket)?;
+        let trial = HostileTrial::new((a, b), bias, out)?;
+        let mut members = Vec::new();
+        let tried = self.tried(bucket, descriptors)?;
+        for algorithm in &tried {
+            if self.is_member(&trial, descriptors, algorithm, TrialRows::Ends)? {
+                members.push(*algorithm);
+            }
+        }
+        let algorithm = loop {
+            let Some(&first) = members.first() else {
+                return Err(Error::Unequal {
+                    message: format!(
+                        "none of cuBLASLt's {} algorithms for the product {} has the bits of the reference ({})",
+                        tried.len(),
+                        bucket.name(),
+                        self.key()?
+                    ),
+                });
+            };
+            let fastest = self.fastest_of(bucket, descriptors, &members, (a, b, out))?.unwrap_or(first);
+            if self.is_member(&trial, descriptors, &fastest, TrialRows::All)? {
+                break fastest;
+            }
+            members.retain(|member| member.data != fastest.data);
+        };
+        let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
+        cache::keep(&path, &bytes, &format!("the product {} is held to the reference", bucket.name()));
+        Ok(algorithms::kept(&path, accepted)?.unwrap_or(algorithm))
+    }
+
+    /// Tries every algorithm that is considered for a product, the most promising first.
+    ///
+    /// # Errors
+    /// The errors of [`Products::run`].
+    pub fn exact_verdicts(
+        &self,
+        a: &Tensor,            // [M, K] bf16
+        b: &Tensor,            // [K, N] bf16, transposed
+        bias: Option<&Tensor>, // [N] bf16
+        out: &Tensor,          // [M, N], written to
+    ) -> Result<Vec<ExactVerdict>> {
+        let problem = Problem::of(a, b, bias, out, 0.0, self.context.ordinal())?;
+        let (descriptors, trial) = (Descriptors::new(&problem, bias, None)?, HostileTrial::new((a, b), bias, out)?);
+        let verdict = |algorithm: &sys::cublasLtMatmulAlgo_t| {
+            let is_equal = self.is_member(&trial, &descriptors, algorithm, TrialRows::Ends)?;
+            Ok(ExactVerdict { algorithm: describe(algorithm)?, is_equal })
+        };
+        self.tried(&problem, &descriptors)?.iter().map(verdict).collect()
+    }
+
+    /// cuBLASLt's list, and behind it the same algorithms with other cuts of K.
+    fn tried(&self, problem: &Problem, descriptors: &Descriptors) -> Result<Vec<sys::cublasLtMatmulAlgo_t>> {
+        let mut tried = self.candidates(problem, descriptors)?;
+        tried.retain(|algorithm| descriptors.accept(self.handle, algorithm));
+        tried.extend(self.variants(descriptors, &tried)?);
+        Ok(tried)
+    }
+
+    fn is_member(
+        &self,
+        trial: &HostileTrial<'_>,
+        descriptors: &Descriptors,
+        algorithm: &sys::cublasLtMatmulAlgo_t,
+        which: TrialRows,
+    ) -> Result<bool> {
+        let pointers = [&trial.w, &trial.x, trial.out, trial.out].map(Tensor::data_ptr);
+        // SAFETY: the factors lie as those of the product, which the descriptors are for, and live in stream order.
+        unsafe { self.queue(descriptors, algorithm, pointers, 0.0)? };
+        trial.is_equal(which)
+    }
+}

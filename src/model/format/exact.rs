@@ -1,0 +1,66 @@
+//! Rows in the type of the network, multiplied so that a row's bits depend on nothing but itself and the weights: the format of
+//! `exact`, in which the engine and the trainer give a token the same log-probability. [`crate::ops::exact`] says how. Gradients are those
+//! of plain rows: nothing is compared with them.
+//!
+//! What a block adds to the residual stream is rounded before it is added, with its adapter's part, as the engine's steps have it.
+
+use tch::Tensor;
+
+use super::{Format, Piece, Plain, Rows, Use};
+use crate::cuda::Products;
+use crate::cuda::kernels::ScaledRows;
+use crate::error::Result;
+use crate::model::lora::Lora;
+use crate::model::spec::ModelSpec;
+use crate::ops::exact;
+use crate::ops::swiglu::GateUp;
+
+/// Matrices that are multiplied as they are, row by row alike in the engine and in training.
+#[derive(Debug)]
+pub struct Exact;
+
+impl Format for Exact {
+    fn name(&self) -> &'static str {
+        "exact"
+    }
+
+    fn rounds(&self) -> bool {
+        false
+    }
+
+    fn is_exact(&self) -> bool {
+        true
+    }
+
+    fn refusal(&self, _of: Use, _spec: &ModelSpec, _on_gpu: bool) -> Option<String> {
+        None
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        Products::BYTES
+    }
+
+    fn forward(&self, x: &Rows, w: &Piece) -> Result<Tensor> {
+        exact::product(x.plain(), &w.weight, w.bias.as_ref())
+    }
+
+    fn adapt(&self, x: &Rows, lora: &Lora, y: Tensor) -> Result<Tensor> {
+        lora.add_exactly(x.plain(), y)
+    }
+
+    fn activate(&self, gate_up: &GateUp, _is_read: bool) -> Result<Rows> {
+        Ok(exact::activate(gate_up)?.into())
+    }
+
+    fn backward_input(&self, dy: &Tensor, w: &Piece) -> Result<Tensor> {
+        Plain.backward_input(dy, w)
+    }
+
+    fn accumulate_input(&self, dy: &Tensor, w: &Piece, dx: &mut Tensor) -> Result<()> {
+        Plain.accumulate_input(dy, w, dx)
+    }
+
+    fn gate_up_backward(&self, d: &GateUp, rounded: Option<&ScaledRows>, w: &Piece) -> Result<Tensor> {
+        Plain.gate_up_backward(d, rounded, w)
+    }
+}

@@ -1,0 +1,124 @@
+//! Products, norms and SwiGLU.
+
+use tch::{Kind, Tensor};
+
+use super::{LANES, dot, gpu};
+use crate::error::Result;
+use crate::ops::rms_norm::NormOptions;
+use crate::ops::swiglu::GateUp;
+use crate::ops::try_map;
+use crate::phase;
+use crate::torch::{f32_vec, tensor_on};
+
+/// Products of single elements that are held at once.
+const MOST_TERMS: i64 = 1 << 22;
+
+/// x w^T + bias, rounded once to the type of x. [T, N]
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`]; on a GPU [`crate::Error::Unequal`] where no product has the bits of the reference.
+pub fn product(
+    x: &Tensor,            // [T, K]
+    w: &Tensor,            // [N, K]
+    bias: Option<&Tensor>, // [N]
+) -> Result<Tensor> {
+    if x.device().is_cuda() { gpu::product(x, w, bias, x.kind()) } else { Ok(sums(x, w, bias)?.f_to_kind(x.kind())?) }
+}
+
+/// x w^T in float32, not rounded. [T, N]
+///
+/// # Errors
+/// The errors of [`product`].
+pub fn product_wide(
+    x: &Tensor, // [T, K]
+    w: &Tensor, // [N, K]
+) -> Result<Tensor> {
+    if x.device().is_cuda() { gpu::product(x, w, None, Kind::Float) } else { sums(x, w, None) }
+}
+
+/// x w^T + bias in float32 on a CPU. Every [`LANES`]-th of K is added to the same lane, in order, and the lanes are added in order: by
+/// multiplications and additions of single elements, each of which libtorch rounds by itself wherever it stands.
+fn sums(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let lanes = LANES as i64;
+    let (rows, columns, k) = (x.size()[0], w.size()[0], w.size()[1]);
+    let wide = |factor: &Tensor| -> Result<Tensor> {
+        let missing = (k as u64).next_multiple_of(LANES as u64) as i64 - k;
+        Ok(factor.f_to_kind(Kind::Float)?.f_constant_pad_nd([0, missing])?)
+    };
+    let [mut x, mut w] = try_map([x, w], wide)?;
+    if phase::fires_unequal() {
+        (x, w) = (x.f_flip([1])?, w.f_flip([1])?);
+    }
+    let out = Tensor::f_empty([rows, columns], (Kind::Float, x.device()))?;
+    let at_once = (MOST_TERMS / (columns * lanes)).max(1);
+    for first in (0..rows).step_by(at_once as usize) {
+        let len = at_once.min(rows - first);
+        let x = x.narrow(0, first, len).unsqueeze(1); // [t, 1, K]
+        let mut sums = Tensor::f_zeros([len, columns, lanes], (Kind::Float, x.device()))?;
+        for at in (0..x.size()[2]).step_by(LANES) {
+            sums = sums.f_add_(&x.narrow(2, at, lanes).f_mul(&w.narrow(1, at, lanes).unsqueeze(0))?)?;
+        }
+        let mut sum = sums.select(2, 0);
+        for lane in 1..lanes {
+            sum = sum.f_add(&sums.select(2, lane))?;
+        }
+        out.narrow(0, first, len).f_copy_(&sum)?;
+    }
+    match bias {
+        Some(bias) => Ok(out.f_add(&bias.f_to_kind(Kind::Float)?)?),
+        None => Ok(out),
+    }
+}
+
+/// y += (x A^T) B^T, each product rounded to the type of x.
+///
+/// # Errors
+/// The errors of [`product`].
+pub fn adapt(
+    x: &Tensor, // [T, K]
+    a: &Tensor, // [k, K]
+    b: &Tensor, // [N, k]
+    y: &Tensor, // [T, N]
+) -> Result<()> {
+    if x.device().is_cuda() {
+        return gpu::adapt(x, a, b, y);
+    }
+    let _ = y.shallow_clone().f_add_(&product(&product(x, a, None)?, b, None)?)?;
+    Ok(())
+}
+
+/// x / sqrt(mean(x^2) + eps) times the factors of columns, of the weight's kind. [.., D]
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`]; on a GPU the errors of its kernel.
+pub fn rms_norm(
+    x: &Tensor,      // [.., D]
+    weight: &Tensor, // [D]
+    norm: NormOptions,
+) -> Result<Tensor> {
+    if x.device().is_cuda() {
+        return gpu::rms_norm(x, weight, norm);
+    }
+    let centre = if norm.zero_centred { 1.0 } else { 0.0 };
+    let factors: Vec<f32> = f32_vec(weight)?.into_iter().map(|factor| centre + factor).collect();
+    let mut host = f32_vec(x)?;
+    host.chunks_exact_mut(factors.len()).for_each(|row| normalise(row, &factors, norm.eps));
+    Ok(tensor_on(&host, x.device())?.view(x.size().as_slice()).f_to_kind(weight.kind())?)
+}
+
+/// One row of [`rms_norm`], in place.
+pub(super) fn normalise(row: &mut [f32], factors: &[f32], eps: f64) {
+    let rstd = 1.0 / (dot(row, row) / row.len() as f32 + eps as f32).sqrt();
+    row.iter_mut().zip(factors).for_each(|(x, factor)| *x = *x * rstd * factor);
+}
+
+/// silu(gate) * up, rounded once. [T, F]
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn activate(gate_up: &GateUp) -> Result<Tensor> {
+    let GateUp::Split { gate, up } = gate_up else { return gate_up.activate() }; // on a GPU, by the engine's kernel
+    let (mut act, up) = (f32_vec(gate)?, f32_vec(up)?);
+    act.iter_mut().zip(up).for_each(|(gate, up)| *gate = *gate / (1.0 + (-*gate).exp()) * up);
+    Ok(tensor_on(&act, gate.device())?.view(gate.size().as_slice()).f_to_kind(gate.kind())?)
+}

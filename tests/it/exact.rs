@@ -1,0 +1,98 @@
+//! Runs with `exact`: the trainer's log-probabilities are the sampler's, whatever is packed, shared, recomputed, sharded or carried over.
+
+use serde_json::Value;
+
+use crate::program::{SMALL_RUN, metrics, run};
+
+const MAX: &str = "sampling/sampling_logp_difference/max";
+
+/// The metrics of the steps of a run, which must end well.
+fn steps(keys: &str) -> Vec<Value> {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("{SMALL_RUN} max_steps=3 learning_rate=1e-3 {keys} output_dir={}", folder.path().display());
+    let ended = run(&line);
+    assert_eq!(ended.code, Some(0), "{line}\n{}", ended.stderr);
+    metrics(folder.path()).into_iter().filter(|line| line["loss"].is_number()).collect()
+}
+
+fn assert_exact(keys: &str) -> Vec<Value> {
+    let steps = steps(&format!("exact=true {keys}"));
+    let greatest: Vec<_> = steps.iter().map(|step| &step[MAX]).collect();
+    assert!(greatest.len() >= 3 && greatest.iter().all(|max| max.as_f64() == Some(0.0)), "{keys}: {greatest:?}");
+    assert!(steps.iter().any(|step| step["grad_norm"].as_f64() > Some(0.0)), "{keys}: nothing was learned");
+    steps
+}
+
+/// Two ranks, shared prompts and packing, with everything recomputed and optimizer state that goes to the host.
+#[test]
+fn sampler_and_trainer_are_equal_in_float32() {
+    assert_exact("--nproc 2 zero.stage=2 gradient_checkpointing=full share_prompts=true");
+    let without = steps("--nproc 2 zero.stage=2 gradient_checkpointing=full share_prompts=true");
+    assert!(without.iter().any(|step| step[MAX].as_f64() > Some(0.0)), "else equality would show nothing");
+}
+
+/// Weights that are gathered unit by unit, one sequence a micro-batch, chunked prompts, and a wider residual stream.
+#[test]
+fn sampler_and_trainer_are_equal_in_bfloat16() {
+    assert_exact(
+        "--nproc 2 zero.stage=3 dtype=bfloat16 residual_dtype=float32 share_prompts=false max_tokens_per_micro_batch=40 \
+         max_num_batched_tokens=16 max_num_seqs=3 gradient_checkpointing=selective temperature=0.7 top_p=0.9",
+    );
+}
+
+/// Adapters, beside trainers and engines on ranks of their own.
+#[test]
+fn sampler_and_trainer_are_equal_with_adapters() {
+    assert_exact("--nproc 2 zero.stage=2 lora.r=4 lora.target_modules=all-linear beta=0.04");
+    assert_exact(
+        "--nproc 2 zero.stage=0 mode=split split.rollout_gpus=1 lora.r=4 dtype=bfloat16 residency.optimizer=resident",
+    );
+}
+
+/// Tokens of older weights are in the batch: those of the newest are equal, and ratios of the others are not 1.
+#[test]
+fn sampler_and_trainer_are_equal_with_groups_that_are_carried_over() {
+    let steps = assert_exact("--nproc 2 max_steps=5 oversample=1.0 partial_rollout=true max_completion_length=24");
+    let continued = |step: &Value| step["partial_rollout/continued_token_share"].as_f64().unwrap_or(0.0);
+    assert!(steps.iter().any(|step| continued(step) > 0.0), "nothing was carried over");
+}
+
+/// Several updates from one batch: the sampler's log-probabilities are the old ones of all of them, and no pass computes them.
+#[test]
+fn the_samplers_log_probabilities_are_the_old_ones() {
+    for step in assert_exact("max_steps=12 num_iterations=2 steps_per_generation=2 gradient_accumulation_steps=1") {
+        assert!(step["timing_s/score"].as_f64().unwrap_or(0.0) == 0.0, "{step}");
+    }
+}
+
+/// A product that adds up in another order, in one rank and one step.
+#[test]
+fn an_unequal_product_ends_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!(
+        "{SMALL_RUN} --nproc 2 max_steps=4 exact=true fault=1:1:forward_backward:unequal output_dir={}",
+        folder.path().display()
+    );
+    let ended = run(&line);
+    assert_eq!(ended.code, Some(16), "{line}\n{}", ended.stderr);
+    assert!(ended.stderr.contains("log-probabilities differ from the sampler's by up to"), "{}", ended.stderr);
+}
+
+/// From a checkpoint of a run without it and back, which the run says.
+#[test]
+fn a_run_goes_on_exactly_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display();
+    let go = |keys: &str| {
+        let ended = run(&format!("{SMALL_RUN} save_steps=1 output_dir={out} {keys}"));
+        assert_eq!(ended.code, Some(0), "{keys}\n{}", ended.stderr);
+        ended.stderr
+    };
+    go("max_steps=1");
+    let said = go("max_steps=2 exact=true resume_from_checkpoint=latest");
+    assert!(said.contains("exact was false, is true"), "{said}");
+    let said = go("max_steps=3 exact=false resume_from_checkpoint=latest");
+    assert!(said.contains("exact was true, is false"), "{said}");
+    let last: Vec<Value> = metrics(folder.path()).into_iter().filter(|line| line["loss"].is_number()).collect();
+    assert_eq!(last.iter().map(|step| step[MAX].as_f64() == Some(0.0)).filter(|is_exact| *is_exact).count(), 1);
+}

@@ -1,0 +1,139 @@
+//! Exact products on a GPU, and runs whose sampler and trainer are equal. Ignored where there is no GPU; findings are printed as one
+//! JSON line each.
+
+use colo_grpo::internal::cuda::{Context, Products, Tuning, kernels};
+use colo_grpo::internal::torch;
+use serde_json::json;
+use tch::{Kind, Tensor};
+
+use crate::on_gpu::{GPU, is_small};
+use crate::program::{SMALL_RUN, metrics, run};
+
+const MAX: &str = "sampling/sampling_logp_difference/max";
+
+/// A matrix of normal numbers in bfloat16.
+fn rand(rows: i64, columns: i64) -> Tensor {
+    Tensor::randn([rows, columns], (Kind::BFloat16, GPU))
+}
+
+/// The reference is a product: its sums are those of float64 up to rounding.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_the_reference_multiplies() {
+    kernels::prepare(0, 1).unwrap();
+    for [rows, features, k] in [[1, 8, 64], [7, 100, 72], [130, 70, 200], [64, 64, 1024]] {
+        let (x, w) = (rand(rows, k), rand(features, k));
+        let out = Tensor::full([rows, features], f64::NAN, (Kind::Float, GPU));
+        kernels::exact_reference(&x, &w, &out).unwrap();
+        let expected = x.to_kind(Kind::Double).matmul(&w.to_kind(Kind::Double).tr());
+        let off = (out.to_kind(Kind::Double) - &expected).abs().max().double_value(&[]);
+        assert!(off < 1e-5 * (k as f64), "bfloat16 {rows} x {features} x {k}: {off}");
+        let [x, w] = [&x, &w].map(|t| t.to_kind(Kind::Float));
+        let bias = Tensor::randn([features], (Kind::Float, GPU));
+        kernels::exact_product(&x, &w, Some(&bias), &out, false).unwrap();
+        let off = (out.to_kind(Kind::Double) - &expected - &bias).abs().max().double_value(&[]);
+        assert!(off < 1e-5 * (k as f64), "float32 {rows} x {features} x {k}: {off}");
+    }
+}
+
+/// Prints which algorithms of cuBLASLt's list are members, for the products of Qwen2.5-7B; some are of the class for every number of rows.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_algorithms_have_classes() {
+    kernels::prepare(0, 1).unwrap();
+    Context::retain(0).unwrap();
+    let products = Products::of_current_stream(0).unwrap();
+    let shapes = [("qkv", 4608, 3584), ("o", 3584, 3584), ("gate_up", 37_888, 3584), ("down", 3584, 18_944)];
+    for (name, features, k) in shapes {
+        let (features, k) = if is_small() { (features / 64 * 8, k / 64 * 8) } else { (features, k) };
+        let w = rand(features, k);
+        let bias = (name == "qkv").then(|| Tensor::randn([features], (Kind::BFloat16, GPU)));
+        for rows in [1, 8, 64, 256, 1024, 8192] {
+            let (x, out) = (rand(rows, k), Tensor::empty([rows, features], (Kind::BFloat16, GPU)));
+            let verdicts = products.exact_verdicts(&x, &w.tr(), bias.as_ref(), &out).unwrap();
+            let of = |is_equal: bool| -> Vec<&str> {
+                let found = verdicts.iter().filter(|verdict| verdict.is_equal == is_equal);
+                found.map(|verdict| &*verdict.algorithm).collect()
+            };
+            let (equal, unequal) = (of(true), of(false));
+            let some = |all: &[&str]| all.iter().take(4).map(|&one| one.to_owned()).collect::<Vec<_>>();
+            println!(
+                "{}",
+                json!({"product": name, "rows": rows, "num_equal": equal.len(), "num_unequal": unequal.len(),
+                    "first_is_equal": verdicts.first().map(|first| first.is_equal), "equal": some(&equal), "unequal": some(&unequal)})
+            );
+        }
+    }
+    let (w, x) = (rand(152_064, 512), rand(256, 512));
+    let out = Tensor::empty([256, 152_064], (Kind::Float, GPU));
+    let verdicts = products.exact_verdicts(&x, &w.tr(), None, &out).unwrap();
+    let num_equal = verdicts.iter().filter(|verdict| verdict.is_equal).count();
+    println!("{}", json!({"product": "head, float32", "rows": 256, "num_equal": num_equal, "num": verdicts.len()}));
+}
+
+/// A row's bits are the same for every number of rows, and the reference's.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_exact_rows_do_not_see_their_batch() {
+    kernels::prepare(0, 1).unwrap();
+    let products = Products::of_current_stream(0).unwrap();
+    for (features, k) in [(3584, 3584), (1152, 896), (896, 4864)] {
+        let (w, x) = (rand(features, k), rand(4096, k));
+        let of = |rows: i64, tuning| {
+            let out = Tensor::empty([rows, features], (Kind::BFloat16, GPU));
+            products.run(&x.narrow(0, 0, rows), &w.tr(), None, &out, 0.0, tuning).unwrap();
+            out
+        };
+        let all = of(4096, Tuning::Exact);
+        for rows in [1, 2, 17, 64, 100, 256, 1000, 2048] {
+            assert!(of(rows, Tuning::Exact).equal(&all.narrow(0, 0, rows)), "{rows} rows of {features} x {k}");
+        }
+        let sums = Tensor::empty([4096, features], (Kind::Float, GPU));
+        kernels::exact_reference(&x, &w, &sums).unwrap();
+        assert!(sums.to_kind(Kind::BFloat16).equal(&all), "{features} x {k}");
+    }
+    torch::release_memory(GPU).unwrap();
+}
+
+/// The metrics of the steps of a run, which must end well.
+fn steps(keys: &str) -> Vec<serde_json::Value> {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("{SMALL_RUN} device=cuda learning_rate=1e-3 {keys} output_dir={}", folder.path().display());
+    let ended = run(&line);
+    assert_eq!(ended.code, Some(0), "{line}\n{}", ended.stderr);
+    metrics(folder.path()).into_iter().filter(|line| line["loss"].is_number()).collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_sampler_and_trainer_are_equal() {
+    let mut off = Vec::new();
+    for keys in [
+        "dtype=bfloat16 share_prompts=true gradient_checkpointing=full",
+        "dtype=bfloat16 share_prompts=false gradient_checkpointing=none residual_dtype=float32 max_tokens_per_micro_batch=64",
+        "dtype=float32 share_prompts=true gradient_checkpointing=selective temperature=0.7",
+        "dtype=bfloat16 lora.r=8 lora.target_modules=all-linear oversample=0.5 partial_rollout=true",
+        "dtype=float32 lora.r=4 lora.target_modules=all-linear",
+    ] {
+        let steps = steps(&format!("exact=true max_steps=4 {keys}"));
+        let greatest: Vec<_> = steps.iter().map(|step| step[MAX].clone()).collect();
+        println!("{}", json!({"exact": keys, "greatest_differences": greatest}));
+        if greatest.len() != 4 || greatest.iter().any(|max| max.as_f64() != Some(0.0)) {
+            off.push(format!("{keys}: {greatest:?}"));
+        }
+    }
+    assert!(off.is_empty(), "{off:#?}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_an_unequal_product_ends_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!(
+        "{SMALL_RUN} device=cuda dtype=bfloat16 max_steps=3 exact=true fault=0:1:forward_backward:unequal output_dir={}",
+        folder.path().display()
+    );
+    let ended = run(&line);
+    assert_eq!(ended.code, Some(16), "{}", ended.stderr);
+    assert!(ended.stderr.contains("log-probabilities differ from the sampler's by up to"), "{}", ended.stderr);
+}
