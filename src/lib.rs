@@ -85,7 +85,7 @@ pub use untrusted::MeteredAllocator;
 /// ```no_run
 /// use std::sync::Arc;
 /// use colo_grpo::data::{Prompt, Trajectory};
-/// use colo_grpo::engine::{Event, Request, RequestId, SamplingParams, Session, Structure, TokenLogprob};
+/// use colo_grpo::engine::{Event, Request, RequestId, SamplingParams, Session, SessionLoad, Structure, TokenLogprob};
 /// use colo_grpo::{Result, RolloutEngine};
 ///
 /// /// A number of up to four digits, with the two most probable tokens at each place.
@@ -110,8 +110,8 @@ pub use untrusted::MeteredAllocator;
 ///             }
 ///         }
 ///     }
-///     let load = session.load();
-///     println!("{} of {} blocks are free", load.num_free_blocks, load.num_blocks);
+///     let SessionLoad { num_free_blocks, num_blocks, .. } = session.load();
+///     println!("{num_free_blocks} of {num_blocks} blocks are free");
 ///     let completions = session.completions(id)?;
 ///     session.close()?;
 ///     Ok(completions)

@@ -15,10 +15,12 @@
 //! let training: (&OptimizerConfig, &LoraConfig, &BestConfig, &HeartbeatConfig) = (optimizer, lora, best, heartbeat);
 //! let scoring: (&RewardConfig, &ProcessRewards, &ReportConfig) = (reward, rewards, report);
 //! let steps: (&MuonConfig, &LrSchedulerKwargs) = (&optimizer.muon, &optimizer.lr_scheduler_kwargs);
+//! let Config { output, saving, supervision, .. } = &config;
+//! let run: (&OutputConfig, &SavingConfig, &SupervisionConfig) = (output, saving, supervision);
 //! let code: (&CodeConfig, &RewardArguments, &CommandLine) = (&reward.code, &reward.arguments, &reward.code.command);
 //! let lists: (&Files, &TemplateVariables, &ReportTo) = (&data.train_file, &data.chat_template_kwargs, &report.report_to);
 //! let names: (&EnvironmentFactories, &TargetModules) = (&tools.environment_factory, &lora.target_modules);
-//! println!("{sampling:?}\n{losses:?}\n{training:?}\n{scoring:?}\n{steps:?}\n{code:?}\n{lists:?}\n{names:?}");
+//! println!("{sampling:?}\n{losses:?}\n{training:?}\n{scoring:?}\n{steps:?}\n{code:?}\n{lists:?}\n{names:?}\n{run:?}");
 //! assert_eq!(lora.r, Some(8));
 //!
 //! let wrong = Config::load(None, &["learning_rat=1".to_owned()]).unwrap_err();

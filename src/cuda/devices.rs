@@ -67,7 +67,7 @@ pub(super) fn capabilities() -> Result<Vec<NamedGpu>> {
 /// # Errors
 /// [`Error::Environment`] if the driver is there but does not work.
 pub fn first_name() -> Result<Option<String>> {
-    Ok(capabilities()?.into_iter().next().map(|(name, _)| name))
+    Ok(capabilities()?.into_iter().next().map(|gpu| gpu.name))
 }
 
 /// Memory that this process may still take on its GPU, in bytes: what is free where the calling thread has a context, else
