@@ -161,6 +161,7 @@ use policy_and_engine::PolicyAndEngine;
 #[doc(hidden)]
 pub use preflight::Preflight;
 pub(crate) use rows::TrainingRows;
+#[doc(hidden)]
 pub use sizing::ExpectedStep;
 pub use step::TrainingBatch;
 pub(crate) use turns::{RunTurns, generate};
