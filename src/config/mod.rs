@@ -1,5 +1,6 @@
 //! Configuration: parsed, validated, read-only after. Keys are TRL's `GRPOConfig`'s where one exists, and so are defaults but
 //! for those that docs/config.md lists.
+//!
 //! A file and `key=value` words make a [`Config`]; every table of the file is a struct, and every key that takes one of a few words an enum:
 //!
 //! ```
@@ -11,16 +12,17 @@
 //! let Config { data, curriculum, tools, split, objective, distillation, .. } = &config;
 //! let sampling: (&DataConfig, &CurriculumConfig, &ToolsConfig, &SplitConfig) = (data, curriculum, tools, split);
 //! let losses: (&ObjectiveConfig, &DistillationConfig) = (objective, distillation);
-//! let Config { optimizer, lora, reward, rewards, report, best, heartbeat, .. } = &config;
-//! let training: (&OptimizerConfig, &LoraConfig, &BestConfig, &HeartbeatConfig) = (optimizer, lora, best, heartbeat);
+//! let Config { optimizer, lora, reward, rewards, report, best, .. } = &config;
+//! let training: (&OptimizerConfig, &LoraConfig, &BestConfig) = (optimizer, lora, best);
 //! let scoring: (&RewardConfig, &ProcessRewards, &ReportConfig) = (reward, rewards, report);
 //! let steps: (&MuonConfig, &LrSchedulerKwargs) = (&optimizer.muon, &optimizer.lr_scheduler_kwargs);
 //! let Config { output, saving, supervision, .. } = &config;
 //! let run: (&OutputConfig, &SavingConfig, &SupervisionConfig) = (output, saving, supervision);
+//! let limits: &HeartbeatConfig = &supervision.heartbeat;
 //! let code: (&CodeConfig, &RewardArguments, &CommandLine) = (&reward.code, &reward.arguments, &reward.code.command);
 //! let lists: (&Files, &TemplateVariables, &ReportTo) = (&data.train_file, &data.chat_template_kwargs, &report.report_to);
 //! let names: (&EnvironmentFactories, &TargetModules) = (&tools.environment_factory, &lora.target_modules);
-//! println!("{sampling:?}\n{losses:?}\n{training:?}\n{scoring:?}\n{steps:?}\n{code:?}\n{lists:?}\n{names:?}\n{run:?}");
+//! println!("{sampling:?}\n{losses:?}\n{training:?}\n{scoring:?}\n{steps:?}\n{code:?}\n{lists:?}\n{names:?}\n{run:?}\n{limits:?}");
 //! assert_eq!(lora.r, Some(8));
 //!
 //! let wrong = Config::load(None, &["learning_rat=1".to_owned()]).unwrap_err();

@@ -5,6 +5,7 @@
 //!
 //! Formulas, constants and metric names are those of TRL 1.16's `GRPOTrainer`, with the whole batch as one micro-batch;
 //! `scripts/golden_trl.py` runs TRL's own code and the tests here hold these functions to its numbers.
+//!
 //! Advantages of a group, whose rewards differ:
 //!
 //! ```
@@ -30,11 +31,13 @@
 //!     Aggregate, Denominators, DeviceStats, Distillation, EntropyControl, EntropyTerm, LossConfig, LossInput,
 //!     LossOutput, LossStats, TopDivergence, TopLogprobs, age_stats, policy_loss,
 //! };
+//! use colo_grpo::config::ObjectiveConfig;
 //! use tch::Tensor;
 //!
 //! let top = TopDivergence { alpha: 1.0, adds_tail: true };
 //! let distillation = Distillation { weight: 0.5, clip_max: None, top: Some(top) };
-//! let config = LossConfig { distillation: Some(distillation), entropy_coef: 0.01, ..LossConfig::default() };
+//! let objective = ObjectiveConfig { entropy_coef: 0.01, ..ObjectiveConfig::default() };
+//! let config = LossConfig { objective, distillation: Some(distillation), ..LossConfig::default() };
 //! let floats = |values: &[f32]| Tensor::from_slice(values);
 //! let (logprobs, teacher) = (floats(&[-0.5, -1.0, -0.25]), floats(&[-0.4, -1.1, -0.3])); // [C]
 //! let (own_top, teacher_top) = (floats(&[-0.7; 6]).view([3, 2]), floats(&[-0.8; 6]).view([3, 2])); // [C, 2]
@@ -71,17 +74,10 @@
 //! A loss of the program's own is a [`LossFunction`], and the divergence of a sequence a number:
 //!
 //! ```
-//! use std::sync::Arc;
 //! use colo_grpo::config::KlEstimator;
-//! use colo_grpo::grpo::{Denominators, LossFunction, LossInput, kl_of_sequence};
-//! use tch::Kind;
+//! use colo_grpo::grpo::kl_of_sequence;
 //!
-//! let reinforce: LossFunction = Arc::new(|input: &LossInput<'_>, over: &Denominators| {
-//!     let advantages = input.advantages.index_select(0, input.sequence_of_token); // [C]
-//!     Ok(-(input.logprobs * advantages).sum(Kind::Float) / over.num_tokens)
-//! });
 //! assert!(kl_of_sequence(KlEstimator::K3, &[-0.5], &[-0.6]) > 0.0);
-//! # let _ = reinforce;
 //! ```
 
 mod advantages;

@@ -1,6 +1,7 @@
 //! Ranks and what they say to one another: how they meet ([`World`]), how they are grouped ([`Mesh`]) and what a group does
 //! together ([`Collective`]), in shared memory on a CPU and through NCCL on GPUs, on one node or on several (`nodes`). What is no tensor goes over the control plane
 //! (`control`). Knows nothing of models.
+//!
 //! Values that ranks reduce, here of a world of one:
 //!
 //! ```

@@ -1,12 +1,13 @@
 //! Verifiers that score completions, and the threads and processes they run in. Know nothing of tensors. What a model wrote
 //! is read, compared and matched against regular expressions of linear time; it is run in the sandbox alone, and
 //! graded outside of it.
+//!
 //! A [`RewardPool`] scores groups with functions of the program and with built-in rewards, by name:
 //!
 //! ```
 //! use std::sync::Arc;
 //! use colo_grpo::Config;
-//! use colo_grpo::data::{Prompt, RolloutGroup, Trajectory};
+//! use colo_grpo::data::{FinishReason, Prompt, RolloutGroup, Trajectory};
 //! use colo_grpo::reward::{FailureKind, RewardFunction, RewardInput, RewardPool, RewardTicket};
 //!
 //! let words = ["tensor_parallel_size=1", "reward_funcs=[\"brevity\"]", "reward_weights=[1.0]"].map(str::to_owned);
@@ -14,7 +15,7 @@
 //! let brevity: RewardFunction = Arc::new(|input: &RewardInput<'_>| Ok(1.0 / (1.0 + input.token_ids.len() as f32)));
 //! let mut pool = RewardPool::with_functions(&config, &[("brevity", brevity)])?;
 //! let prompt = Prompt { id: 0, text: "2 + 3 =".to_owned(), token_ids: vec![5, 6], columns: Arc::default() };
-//! let completion = Trajectory { token_ids: vec![7], ..Trajectory::default() };
+//! let completion = Trajectory { token_ids: vec![7], finish_reason: Some(FinishReason::Eos), ..Trajectory::default() };
 //! let mut groups = [RolloutGroup { completions: vec![completion], ..RolloutGroup::new(prompt) }];
 //! let ticket: RewardTicket = pool.submit(&groups[0]); // other groups may be sampled meanwhile
 //! pool.wait(&mut groups, &[ticket])?;
