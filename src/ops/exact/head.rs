@@ -31,7 +31,7 @@ pub fn logits(
     }
 }
 
-/// ln softmax(logits / temperature) at the targets, in float32: on a CPU by [`log_sum_exp`], on a GPU by the kernel that samples. [c]
+/// ln softmax(logits / temperature) at the targets, in float32: on a CPU by [`log_sum_exp`], on a GPU by the kernel that samples. `[c]`
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`]; on a GPU the errors of its kernel.
