@@ -1,6 +1,5 @@
 //! The one error type of the crate. Variants carry data; messages say what, where, what was expected and how to mend it.
 
-use std::any::Any;
 use std::path::PathBuf;
 
 mod exit_code;
@@ -9,6 +8,7 @@ mod text;
 mod unknown_key;
 
 pub use exit_code::ExitCode;
+pub use text::panic_message;
 pub(crate) use text::{MAX_LISTED, explained};
 use text::{amount, lines};
 pub(crate) use unknown_key::OF_ANOTHER_TRAINER;
@@ -391,12 +391,6 @@ impl Error {
     pub fn invalid_value(key: &str, got: impl ToString, expected: impl Into<String>) -> Error {
         Error::InvalidValue { key: key.to_owned(), got: got.to_string(), expected: expected.into() }
     }
-}
-
-/// The message of a panic.
-pub fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "of an unknown kind".to_owned())
 }
 
 impl From<tch::TchError> for Error {

@@ -1,5 +1,6 @@
 //! Parts of messages.
 
+use std::any::Any;
 use std::fmt;
 
 /// Most faults of a configuration that one message lists.
@@ -30,4 +31,10 @@ pub(super) fn lines(list: &[impl fmt::Display]) -> String {
         lines.push(format!("and {} more like these", list.len() - MAX_LISTED));
     }
     lines.join("\n")
+}
+
+/// The message of a panic.
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "of an unknown kind".to_owned())
 }
