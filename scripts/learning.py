@@ -105,7 +105,7 @@ class Runs:
         command = [self.options.program, *(["--nproc", 2] if two else []), "--config", task["config"], f"device={self.device}",
                    f"model_name_or_path={self.out / task['model']}", f"train_file={self.out}/{task['task']}/train-{seed}.jsonl", "eval_file=none",
                    "eval_steps=none", f"output_dir={output}", "shuffle_dataset=false", f"seed={seed}", f"max_steps={task['steps']}",
-                   f"per_device_train_batch_size={task['prompts'] * task['group']}", f"num_generations={task['group']}",
+                   f"per_device_train_batch_size={task['prompts'] * task['group'] // (1 + two)}", f"num_generations={task['group']}",
                    f"max_completion_length={task['max_completion_length']}", f"max_model_length={task['context']}",
                    f"learning_rate={task['learning_rate']}", f"warmup_steps={task['warmup_steps']}", "report_to=[]", *keys]
         started = time.time()
