@@ -251,7 +251,7 @@ pub enum Error {
          library, `exact = false` trains on, with the importance correction"
     )]
     Unequal {
-        /// What differs, where, and by how much.
+        /// The place and the size of the difference.
         message: String,
     },
 

@@ -1,4 +1,4 @@
-//! What a planned run's step takes, and what other ZeRO stages and recomputation would.
+//! Seconds of a planned run's step, and of the same step with other ZeRO stages and recomputation.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::plan::{CompletionLengths, ExpectedLengths, Gpu, MemoryPlan, Room, StepSeconds, human};
 
 impl PlannedRun {
-    /// What a run on `gpu` is expected to sample: lengths that are not given are the longest that it allows. `None` where no prompt's
+    /// Lengths that a run on `gpu` is expected to sample: lengths that are not given are the longest that it allows. `None` where no prompt's
     /// length is known.
     pub fn expected(
         &self,
@@ -28,7 +28,7 @@ impl PlannedRun {
     /// Predicts a step of the run that `preflight` planned.
     ///
     /// # Errors
-    /// What of the run no recorded step had.
+    /// Features of the run that no recorded step had.
     pub fn seconds(
         &self,
         preflight: &Preflight,
@@ -76,7 +76,7 @@ struct TrainingChoice {
     seconds: Option<StepSeconds>,
 }
 
-/// What ZeRO stages and recomputation would take, side by side; printed as a table.
+/// Seconds and memory of each ZeRO stage and recomputation, side by side; printed as a table.
 #[derive(Debug)]
 pub struct TrainingTable {
     choices: Vec<(u8, GradientCheckpointing, Result<TrainingChoice>)>,

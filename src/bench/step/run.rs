@@ -29,7 +29,7 @@ use crate::types::Prompt;
 /// pinned memory back takes a while: a caller tells the result first.
 ///
 /// # Errors
-/// What the plan refuses; out of memory.
+/// The plan's refusals; out of memory.
 pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Trainer)> {
     let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
     let config = bench.config(world.size())?;

@@ -31,7 +31,7 @@ const MOST_EXPONENT: f64 = 20.0;
 /// The finding of a trial about one algorithm.
 #[derive(Debug, Clone)]
 pub struct ExactVerdict {
-    /// Its family, tile, stages and how it cuts K.
+    /// The algorithm's family, tile, stages and parts of K.
     pub algorithm: String,
     /// Whether it has the reference's bits.
     pub is_equal: bool,

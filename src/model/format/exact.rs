@@ -2,7 +2,7 @@
 //! `exact`, in which the engine and the trainer give a token the same log-probability. [`crate::ops::exact`] says how. Gradients are those
 //! of plain rows: nothing is compared with them.
 //!
-//! What a block adds to the residual stream is rounded before it is added, with its adapter's part, as the engine's steps have it.
+//! A block's output, with its adapter's part, is rounded before it is added to the residual stream, as in the engine's steps.
 
 use tch::Tensor;
 

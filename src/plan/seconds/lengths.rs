@@ -28,7 +28,7 @@ impl CompletionLengths {
         Self { shortest: length, longest: length, long_tailed: false }
     }
 
-    /// As many lengths as stand for all, in ascending order.
+    /// Lengths that represent all completions, in ascending order.
     pub(super) fn quantiles(self) -> Vec<f64> {
         const COUNT: u64 = 256;
         let Self { shortest, longest, long_tailed } = self;

@@ -42,7 +42,7 @@ pub struct PlannedStep<'a> {
     pub updates: usize,
     /// Lengths of prompts and completions.
     pub lengths: ExpectedLengths,
-    /// What backward computes again.
+    /// Recomputation in the backward.
     pub keep: GradientCheckpointing,
     /// Where optimizer state lives.
     pub residency: OptimizerResidency,
@@ -69,7 +69,7 @@ impl StepSeconds {
     /// Predicts the step on such GPUs of one host.
     ///
     /// # Errors
-    /// What of the run no recorded step had, as a clause.
+    /// Features of the run that no recorded step had, as a clause.
     pub fn predict(work: &PlannedStep<'_>, gpu: Gpu) -> Result<Self, &'static str> {
         work.check()?;
         let (generate_s, train_s) = (work.generate_s(gpu), work.update_s(gpu) * (1.0 + TRAIN.whole_step));

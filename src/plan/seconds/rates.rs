@@ -43,7 +43,7 @@ impl Gpu {
     }
 }
 
-/// What a decode step takes.
+/// Rates of a decode step.
 pub(super) struct DecodeRates {
     /// Share of a copy's rate at which weights are read: reading alone can be faster.
     pub weights: f64,
@@ -59,9 +59,9 @@ pub(super) struct DecodeRates {
     pub states: f64,
     /// Launches of a layer, and of its norms, rotation and small products.
     pub layer_s: f64,
-    /// The same where products are in FP8, which begin earlier.
+    /// Launches of a layer whose products are in FP8; those kernels begin earlier.
     pub fp8_layer_s: f64,
-    /// What a step takes beside its layers.
+    /// Time of a step beside its layers.
     pub step_s: f64,
     /// Bytes that sampling moves for a logit.
     pub logit_bytes: f64,
@@ -103,10 +103,10 @@ impl DecodeRates {
 
 /// A sum over a tensor-parallel group.
 pub(super) const ALL_REDUCE_S: f64 = 4.33e-6;
-/// Its time for each byte of the rows.
+/// Time of an exchange for each byte of the rows.
 pub(super) const ALL_REDUCE_BYTE_S: f64 = 6.11e-12;
 
-/// What training takes.
+/// Rates of training.
 pub(super) struct TrainRates {
     /// Share of the product rate that blocks of a very wide model reach.
     pub products: f64,
@@ -120,7 +120,7 @@ pub(super) struct TrainRates {
     pub head: f64,
     /// Share of the product rate of attention's forward (training.md#where-a-steps-time-goes).
     pub attention: f64,
-    /// Its backward, in forwards (the same).
+    /// Backward of attention, in multiples of its forward (same page).
     pub attention_backward: f64,
     /// Elements moved for each of the MLP's width, and for each of the residual stream's, forward and backward (the same).
     pub forward_width: f64,
@@ -144,11 +144,11 @@ pub(super) struct TrainRates {
     pub stream: f64,
     /// Collectives that nothing hides.
     pub exchange_s: f64,
-    /// The same for each byte of gradients that leaves a rank.
+    /// Seconds for each byte of gradients that leaves a rank.
     pub exchange_byte_s: f64,
     /// Gathering weights for ZeRO-3, of a pass.
     pub zero_3: f64,
-    /// What a step of GRPO takes beyond training alone: micro-batches that are not full, losses, waiting for the slowest rank.
+    /// Time of a GRPO step beyond training alone: micro-batches that are not full, losses, waiting for the slowest rank.
     pub whole_step: f64,
 }
 
@@ -178,7 +178,7 @@ pub(super) const TRAIN: TrainRates = TrainRates {
     whole_step: 0.1133,
 };
 
-/// What stands between the halves.
+/// Rates of the transitions between the halves.
 pub(super) struct TransitionRates {
     /// Mapping the cache and waiting for all ranks.
     pub fixed_s: f64,

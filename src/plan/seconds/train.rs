@@ -117,7 +117,7 @@ impl PlannedStep<'_> {
         (forward, rate)
     }
 
-    /// What the backward of norms, rotations, activations and delta nets takes, in forwards of theirs.
+    /// Cost of the backward of norms, rotations, activations and delta nets, in multiples of their forward.
     fn elementwise_backward(&self) -> f64 {
         let (hidden, width) = (self.spec.hidden_size as f64 * self.spec.num_layers() as f64, self.mlp_width());
         let delta = self.spec.training_flop_per_token() as f64 / 3.0;
