@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::eval;
 use crate::reward::{self, RewardPool};
 use crate::serve::SamplingDefaults;
-use crate::tools::ToolProcess;
+use crate::tools::{MadeRows, ToolProcess};
 use crate::types::SamplingParams;
 
 /// An evaluation before the model is read; its rewards' processes run.
@@ -27,11 +27,14 @@ pub(super) struct Evaluation {
     /// The configuration and the tools of a run that has some.
     pub tools: Option<(Config, ToolProcess)>,
     settings: RewardConfig,
+    _made: Option<MadeRows>,
 }
 
 /// The rows of an evaluation, and the configuration of the run that it repeats, if one is given.
 pub(super) struct EvalRows {
     rows: RowSources,
+    /// Files that an environment made of its rows.
+    made: Option<MadeRows>,
     config: Option<Config>,
 }
 
@@ -43,14 +46,17 @@ impl EvalRows {
     pub fn find(args: &EvalArgs) -> Result<Self> {
         let Some(file) = &args.config else {
             let rows = fetch::rows("--data", args.data.as_deref().unwrap_or_default())?;
-            return Ok(Self { rows, config: None });
+            return Ok(Self { rows, config: None, made: None });
         };
         let config = Config::load(Some(file), &args.overrides)?;
         check_overrides(&args.overrides)?;
         let expected =
             "a configuration with eval_file, or with dataset_name and dataset_test_split; eval_file=FILE may follow";
         let none = || Error::invalid_value("--config", file.display(), expected);
-        Ok(Self { rows: fetch::held_out(&config.data)?.ok_or_else(none)?, config: Some(config) })
+        let made = MadeRows::of(&config)?;
+        let made_rows = made.as_ref().map(|made| made.held_out.clone());
+        let rows = fetch::held_out(&config.data)?.or(made_rows).ok_or_else(none)?;
+        Ok(Self { rows, config: Some(config), made })
     }
 
     /// The configuration of the run that is repeated.
@@ -65,10 +71,11 @@ impl Evaluation {
     /// # Errors
     /// The errors of [`RewardPool::start`], and those of a run's tools.
     pub fn new(args: &EvalArgs, found: EvalRows) -> Result<Self> {
-        let evaluation = match found.config {
+        let mut evaluation = match found.config {
             Some(config) => Self::of_run(config, found.rows, args.n)?,
             None => Self::of_options(args, found.rows)?,
         };
+        evaluation._made = found.made;
         evaluation.rewards.start()?;
         Ok(evaluation)
     }
@@ -97,6 +104,7 @@ impl Evaluation {
             variables: Map::new(),
             tools: None,
             settings,
+            _made: None,
         })
     }
 
@@ -134,6 +142,7 @@ impl Evaluation {
             max_model_length: config.max_model_length,
             variables: config.data.chat_template_kwargs.0,
             tools,
+            _made: None,
             settings: config.reward,
             rewards,
         })
@@ -173,7 +182,8 @@ const READ: &[&str] = &[
     "eval_solved_by",
     "reward*",
     "tool*",
-    "environment_factory*",
+    "environment*",
+    "max_train_samples",
     "max_tool_*",
     "agent*",
     "train_file*",

@@ -54,7 +54,7 @@ fn the_key_list_is_frozen() {
         repetition_penalty stop tensor_parallel_size pipeline_parallel_size pipeline_partition enable_expert_parallel gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
         max_num_batched_tokens strict rollout_quantization kv_cache_dtype mamba_ssm_cache_dtype oversample partial_rollout carried_kv dynamic_sampling \
         dynamic_sampling_max_gen_batches dynamic_sampling_range curriculum.solve_rate curriculum.every tools environment_factory tool_call_parser \
-        max_tool_calling_iterations max_tool_response_length tool_timeout_s tool_workers agent agent_timeout_s agent_max_requests agent_workers beta reference epsilon epsilon_high delta loss_type \
+        max_tool_calling_iterations max_tool_response_length tool_timeout_s tool_workers agent agent_timeout_s agent_max_requests agent_workers environment environment_args.* beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl use_kl_in_reward kl_estimator sync_ref_model \
@@ -63,6 +63,9 @@ fn the_key_list_is_frozen() {
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy \
         entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target router_replay router_aux_loss_coef \
         teacher_model_name_or_path teacher_model_revision distillation_weight distillation_mode distillation_topk distillation_alpha distillation_add_tail distillation_is_clip \
+        self_distillation teacher_prompt_template num_loss_tokens_to_skip reprompt_template solution_template feedback_template \
+        use_successful_as_teacher success_reward_threshold dont_reprompt_on_self_success include_environment_feedback \
+        environment_feedback_only_without_solution remove_thinking_from_demonstration max_reprompt_len \
         reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \
         reward.math_workers reward.max_worker_failures reward.reasoning_delimiters reward.cosine_min_value_wrong \

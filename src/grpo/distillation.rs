@@ -24,6 +24,8 @@ pub struct TopDivergence {
     pub alpha: f64,
     /// Whether all other tokens are one more token; else the distributions are those given that a token is one of these.
     pub adds_tail: bool,
+    /// Tokens of each distribution.
+    pub num_tokens: usize,
 }
 
 /// Log-probabilities of the teacher's most probable tokens, float32 or float64.

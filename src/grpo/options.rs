@@ -132,7 +132,8 @@ impl From<&Config> for LossConfig {
             distillation: config.has_teacher().then_some(Distillation {
                 weight: config.distillation.distillation_weight,
                 clip_max: config.distillation.distillation_is_clip,
-                top: config.distillation.num_top().map(|_| TopDivergence {
+                top: config.distillation.num_top().map(|num_tokens| TopDivergence {
+                    num_tokens,
                     alpha: config.distillation.distillation_alpha,
                     adds_tail: config.distillation.distillation_add_tail,
                 }),

@@ -7,12 +7,14 @@
 //! | `conversations` | trajectories of several turns: calls are read, answered and become context; some go on in a later rollout |
 //! | `interpreters`, `python.py` | the tool `python`: an interpreter in a sandbox for each trajectory that calls it, in a process that holds them all |
 //! | `agent` | episodes that a function of the user's plays |
+//! | `environments.py`, `rows` | environments of hubs: their rows, episodes, tools and scores |
 //! | `stats` | what is counted of them |
 
 mod agent;
 mod conversations;
 mod interpreters;
 mod process;
+mod rows;
 #[cfg(test)]
 mod server_tests;
 mod stats;
@@ -24,4 +26,5 @@ pub use agent::{Agent, EpisodeOutcome};
 pub use conversations::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
 pub use interpreters::{COMMAND as PYTHON_COMMAND, serve as serve_python};
 pub use process::ToolProcess;
+pub use rows::MadeRows;
 pub use stats::SessionCosts;

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::interpreters::{self, InterpreterSettings};
 use super::worker::ToolWorker;
-use crate::config::{Config, INTERPRETER, is_python, reward_name};
+use crate::config::{Config, Environment, Hub, INTERPRETER, is_python, reward_name};
 use crate::data::ToolSchemas;
 use crate::error::{Error, Result};
 use crate::process::PROGRAM;
@@ -19,6 +19,8 @@ use crate::reward::{Origin, Program};
 
 /// The server, a Python program.
 const SERVER: &str = include_str!("server.py");
+/// Environments of hubs, a Python module that other processes load.
+pub(super) const ENVIRONMENTS: &str = include_str!("environments.py");
 /// Longest result of one call in characters.
 const MAX_RESULT_CHARS: usize = 1 << 20;
 /// Longest reply in bytes: of the results of all calls of a turn.
@@ -122,6 +124,12 @@ pub(super) struct EnvironmentClass {
     has_reward: bool,
 }
 
+/// The settings of an environment with the text of the module that opens it.
+fn with_source(mut settings: Value) -> Value {
+    settings["source"] = ENVIRONMENTS.into();
+    settings
+}
+
 /// The processes of this rank's tools. Dropping them ends all that they started.
 pub struct ToolProcess {
     /// The process of functions and environments.
@@ -164,25 +172,27 @@ impl ToolProcess {
     /// [`Error::Environment`] where the sandbox of `python` cannot be built.
     pub fn start(config: &Config) -> Result<Option<Self>> {
         let tools = &config.tools;
-        if !tools.has_turns() && tools.agent.is_none() {
+        if !tools.has_turns() && tools.agent().is_none() {
             return Ok(None);
         }
         let factories = &tools.environment_factory.0;
-        let key = match &tools.agent {
-            Some(_) => "agent",
-            None if tools.tools.is_empty() => "environment_factory",
-            None => "tools",
+        let hub = config.environment_settings().filter(|_| config.environment_of(Hub::ReasoningGym).is_none());
+        let key = match (&tools.agent, &hub) {
+            (Some(_), _) => "agent",
+            (_, Some(_)) => "environment",
+            (None, None) if tools.tools.is_empty() => "environment_factory",
+            (None, None) => "tools",
         };
-        let named: Vec<&str> =
-            tools.tools.iter().chain(factories.values()).chain(&tools.agent).map(String::as_str).collect();
-        let named = named.join(", ");
+        let environment = hub.as_ref().and(tools.environment.as_ref()).map(Environment::text);
+        let named = tools.tools.iter().chain(factories.values()).chain(&tools.agent).map(String::as_str);
+        let named = named.chain(environment).collect::<Vec<&str>>().join(", ");
         let refuse = |cause: &str| {
             let python = &config.reward.python;
             let expected = format!("what {python} can load and whose signatures it can describe; {cause}");
             Error::invalid_value(key, &named, expected)
         };
         let functions: Vec<&String> = tools.tools.iter().filter(|tool| *tool != INTERPRETER).collect();
-        let (name, timeout, workers) = match &tools.agent {
+        let (name, timeout, workers) = match tools.agent() {
             Some(_) => ("the process of the agent", ("agent_timeout_s", tools.agent_timeout_s), tools.agent_workers),
             None => ("the process of the tools", ("tool_timeout_s", tools.tool_timeout_s), tools.tool_workers),
         };
@@ -190,6 +200,7 @@ impl ToolProcess {
             "agent": tools.agent,
             "tools": functions,
             "environments": factories,
+            "hub": hub.map(with_source),
             "timeout_s": timeout.1,
             "workers": workers,
             "max_chars": MAX_RESULT_CHARS,
@@ -214,7 +225,8 @@ impl ToolProcess {
     fn new(config: &Config, (functions, interpreters): (ToolWorker, Option<ToolWorker>), loaded: Loaded) -> Self {
         let factories = &config.tools.environment_factory.0;
         let class = |(name, loaded): (&String, &LoadedEnvironment)| {
-            let place = factories[name].rsplit_once(':').map_or("", |(place, _)| place);
+            let spec = factories.get(name).map_or("", String::as_str); // a hub's has no file
+            let place = spec.rsplit_once(':').map_or("", |(place, _)| place);
             let folder = Path::new(place).parent().filter(|_| place.ends_with(".py"));
             let folder = folder.and_then(|folder| std::path::absolute(folder.join(".")).ok()).unwrap_or_default();
             let folder = folder.to_string_lossy().into_owned();
@@ -223,7 +235,8 @@ impl ToolProcess {
         let environments = loaded.environments.iter().map(class).collect();
         let schemas = loaded.environments.into_iter().map(|(name, loaded)| (name, loaded.tools)).collect();
         let is_process = |entry: &String| is_python(entry) || config.rewards.get(entry).is_some();
-        let agent = config.tools.agent.as_deref().map(|agent| reward_name(agent).to_owned());
+        let of_hub = config.environment_of(Hub::Verifiers).map(Environment::short_name);
+        let agent = config.tools.agent.as_deref().map(reward_name).or(of_hub).map(str::to_owned);
         let schemas = match &agent {
             Some(_) => ToolSchemas::default(), // each request has its own
             None => ToolSchemas::new(loaded.tools, schemas),

@@ -97,7 +97,7 @@ pub(super) fn goes_on(saved: &[SavedBatch], config: &Config, num_prompts: usize)
 /// Whether batches ahead are saved. Tools and environments end with their process, and groups that others may replace are known by
 /// their rewards.
 fn saves_ahead(config: &Config) -> bool {
-    let has_turns = config.tools.has_turns() || config.tools.agent.is_some();
+    let has_turns = config.tools.has_turns() || config.tools.agent().is_some();
     !has_turns && config.dynamic_sampling != DynamicSampling::Replace
 }
 

@@ -12,6 +12,9 @@ mod engines;
 mod episodes;
 mod model;
 mod output;
+mod own_teacher;
+#[cfg(test)]
+mod own_teacher_tests;
 mod penalty;
 mod preflight;
 mod records;
@@ -56,6 +59,7 @@ use curriculum::RowsById;
 pub use engines::PlannedRun;
 use model::PolicyAndEngine;
 use output::RunOutput;
+use own_teacher::OwnTeacher;
 pub use preflight::Preflight;
 use sampling::DataPosition;
 use scores::Unscored;
@@ -105,6 +109,8 @@ pub struct Trainer {
     engine_group: Option<HostGroup>,
     /// Tools, where completions may call some, or the agent that plays episodes.
     turns: Option<RunTurns>,
+    /// The prompts of the policy as its own teacher, where it is that.
+    own_teacher: Option<OwnTeacher>,
 }
 
 /// How far the run is.

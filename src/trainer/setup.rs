@@ -11,6 +11,7 @@ use super::builder::Functions;
 use super::curriculum::RowsById;
 use super::model::PolicyAndEngine;
 use super::output::RunOutput;
+use super::own_teacher::OwnTeacher;
 use super::preflight::{Preflight, open_model, source};
 use super::rows::TrainingRows;
 use super::sampling;
@@ -78,6 +79,7 @@ pub(super) fn load(
     config.validate_context(spec.max_position_embeddings)?;
     let needed = (rewards.required_columns(), tools.as_ref());
     let rows = TrainingRows::read(&config, tokenizer, spec, needed, rows_progress("load", world.rank() == 0))?;
+    rows.check_same(&config, &world)?;
     let preflight = Preflight::of_model(&rows.planned(&config), model.clone(), placement, world.world_size(), room)?;
     rows.check_batch(&config, &preflight.batch)?;
     rows.check_columns(&rewards)?;
@@ -137,6 +139,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let mut model = build::model(&config, &world, &preflight, &sources, spread_lengths)?;
     let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
     let engine_group = ahead::engine_group(&config, &world, batch.roles.num_generators)?;
+    let max_model_length = preflight.plan_of(world.rank()).max_model_length;
+    let own_teacher = OwnTeacher::new(&config, &options, &preflight.tokenizer, max_model_length);
     let turns = turns::open(&config, &world, &preflight, tools.map(|tools| (tools, options)))?;
     let sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let mut sampler = sampler.with_curriculum(Curriculum::new(&config.curriculum));
@@ -234,6 +238,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         engines,
         engine_group,
         turns,
+        own_teacher,
     })
 }
 
@@ -251,7 +256,7 @@ fn restore(
     sampler.restore(checkpoint.state.sampler.clone())?;
     let carried = match checkpoint.state.carried.as_slice() {
         _ if config.oversample == 0.0 => Vec::new(), // force_resume
-        carried if config.tools.has_turns() || config.tools.agent.is_some() => sampling::begun_anew(carried), // nobody has their tools and environments any more
+        carried if config.tools.has_turns() || config.tools.agent().is_some() => sampling::begun_anew(carried), // nobody has their tools and environments any more
         carried if config.force_resume && checkpoint.carries_others(config.num_generations) => {
             sampling::begun_anew(carried)
         }

@@ -107,7 +107,11 @@ impl Trainer {
     pub fn update(&mut self, batch: TrainingBatch) -> Result<StepMetrics> {
         let TrainingBatch { groups, places, dropped, tally, carry, advantages, solve_rate, divergence, start } = batch;
         let ages_at = (self.config.split.async_steps > 0).then_some(self.progress.generation_step);
-        let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions, ages_at);
+        let mut sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions, ages_at);
+        let taught = match &self.own_teacher {
+            Some(teacher) => Some(self.world.agree(teacher.prompt(&groups, &mut sequences))?),
+            None => None,
+        };
         let outcome = self.update_policy(&sequences)?;
         self.previous_step = self.progress.global_step;
         self.progress.global_step += outcome.num_updates;
@@ -120,6 +124,7 @@ impl Trainer {
         if LossConfig::from(&self.config).has_entropy_bonus() {
             records::bonus_metrics(&mut metrics, &outcome);
         }
+        taught.iter().for_each(|counts| counts.add_metrics(&mut metrics));
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
         self.tell_failures(&advantages)?;
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
@@ -184,6 +189,7 @@ impl Trainer {
             loss: LossConfig::from(&self.config),
             loss_function: self.functions.loss.clone(),
             entropy_control: self.progress.entropy_control,
+            teaches_itself: self.config.teaches_itself(),
             temperature: f64::from(self.config.temperature),
             num_iterations: self.config.num_iterations,
             reference_sync: ReferenceSync::new(&self.config),

@@ -52,6 +52,18 @@ fn other_than_default(key: &str) -> Value {
         "teacher_model_name_or_path" => json!(TEACHER),
         "teacher_model_revision" => json!("main"),
         "agent" => json!("agent.py:play"),
+        "environment" => json!("openenv:http://localhost:8000"),
+        "teacher_prompt_template" => json!("{prompt} {privileged_context}"),
+        "reprompt_template" => json!("{prompt} {solution} {feedback}"),
+        "solution_template" => json!("{successful_previous_attempt}"),
+        "feedback_template" => json!("{feedback_raw}"),
+        "use_successful_as_teacher" | "dont_reprompt_on_self_success" => json!(false),
+        "include_environment_feedback"
+        | "environment_feedback_only_without_solution"
+        | "remove_thinking_from_demonstration" => json!(true),
+        "success_reward_threshold" => json!(0.5),
+        "num_loss_tokens_to_skip" => json!(1),
+        "max_reprompt_len" => json!(64),
         "tools" => json!(["tools.py:add"]),
         "environment_factory" => json!("tools.py:Environment"),
         "lora.r" => json!(8),
@@ -64,7 +76,7 @@ fn other_than_default(key: &str) -> Value {
         "entropy_coef" | "entropy_coef_delta" | "router_aux_loss_coef" => json!(0.01),
         "muon" => json!(0.5),
         "steps_per_generation" | "zero.shard_group_size" | "split.rollout_gpus" => json!(1),
-        "lora" | "generation_batch_size" | "eval_steps" | "early_stopping_patience" => json!(4),
+        "environment_args" | "lora" | "generation_batch_size" | "eval_steps" | "early_stopping_patience" => json!(4),
         "curriculum.every" | "distillation_topk" | "ref_model_sync_steps" | "split" | "distillation_is_clip" => {
             json!(3)
         }
@@ -117,7 +129,7 @@ impl Solver {
             ("num_generations", json!(2)),
             ("max_prompt_length", json!(8)),
             ("max_completion_length", json!(4)),
-            ("max_model_length", json!(16)),
+            ("max_model_length", json!(64)),
             ("kv_cache_bytes", json!(1 << 22)),
             ("max_steps", json!(64)),
         ];
@@ -187,12 +199,15 @@ impl Solver {
                     (Values::Above(_), true) if ["lora.dropout", "warmup_ratio"].contains(&key) => json!(0.5),
                     (Values::Above(number), true) | (Values::AtMost(number), false) => json!(number as u64 + 1),
                     (Values::Above(number), false) | (Values::AtMost(number), true) => json!(number as u64),
-                    (Values::Given, false) => self.keys.get(key)?.default.clone()?,
+                    (Values::Begins("openenv:"), true) => other_than_default(key),
+                    (Values::Begins(start), true) => json!(format!("{start}a")),
+                    (Values::Given | Values::Begins(_), false) => self.keys.get(key)?.default.clone()?,
                 };
                 let name = match key {
                     "split" => "split.async_steps",
                     "lora" => "lora.alpha",
                     "muon" => "muon.momentum",
+                    "environment_args" => "environment_args.seed",
                     key => key,
                 };
                 if draft.fixed.contains(name) {
@@ -298,6 +313,7 @@ impl Run {
             && self.world.ranks == self.world.local_ranks
             && !tools.has_turns()
             && tools.agent.is_none()
+            && tools.environment.is_none()
     }
 
     /// Trains some steps with it, on threads.
@@ -315,7 +331,12 @@ impl Run {
             id,
             text: "a".into(),
             token_ids: vec![3, 4 + (id % 16) as u32],
-            columns: Arc::default(),
+            columns: Arc::new(
+                [("prompt", json!("a")), ("privileged_context", json!("b"))]
+                    .map(|(name, value)| (name.to_owned(), value))
+                    .into_iter()
+                    .collect(),
+            ),
         };
         let parts = TrainerParts {
             preflight: self.preflight()?,

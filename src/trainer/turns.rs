@@ -81,7 +81,7 @@ impl RunTurns {
         let ranks = engine_ranks(config.engine_shape().num_ranks(), world, num_generators);
         let engine_ranks = world.host_group("turns", &ranks)?;
         let model = (tokenizer, eos_token_ids, max_model_length);
-        if config.tools.agent.is_some() {
+        if config.tools.agent().is_some() {
             let player = episodes::player(config, engine_ranks, process, model);
             return Ok(Self::Agent(Box::new(world.agree(player)?)));
         }

@@ -21,6 +21,8 @@ pub struct UpdateOptions {
     pub loss_function: Option<LossFunction>,
     /// Weight of the entropy bonus in the first update.
     pub entropy_control: EntropyControl,
+    /// Whether the policy scores the samples as their teacher.
+    pub teaches_itself: bool,
     /// Temperature of the sampler, applied to the trainer's logits too.
     pub temperature: f64,
     /// Passes over the batch.

@@ -79,6 +79,8 @@ pub(crate) enum Values {
     Not(&'static [&'static str]),
     Above(f64),
     AtMost(f64),
+    /// Texts that begin with this.
+    Begins(&'static str),
     /// All but the default.
     Given,
 }
@@ -148,8 +150,8 @@ impl Row {
     pub(crate) fn refusal(&self, combination: &Combination) -> Option<Error> {
         let has_all = self.with.iter().all(|term| term.found(combination).is_some());
         let (key, got) = self.feature.found(combination).filter(|_| has_all)?;
-        let ways: Vec<_> =
-            [self.feature.otherwise()].into_iter().chain(self.with.iter().map(|term| term.way_out())).collect();
+        let others = self.with.iter().filter(|term| !term.is_of_another_kind(combination)).map(|term| term.way_out());
+        let ways: Vec<_> = [self.feature.otherwise()].into_iter().chain(others).collect();
         Some(Error::invalid_value(&key, got, format!("{}: {}", ways.join(", or "), self.why)))
     }
 }
@@ -161,6 +163,7 @@ impl Term {
             Self::Circumstance(one) => {
                 combination.circumstances.contains(&one).then(|| (one.words()[0].to_owned(), String::new()))
             }
+            Self::Setting(key, _) if self.is_of_another_kind(combination) => Some((key.to_owned(), "none".to_owned())),
             Self::Setting(key, values) => {
                 let is_of =
                     |set: &str| set.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
@@ -170,6 +173,12 @@ impl Term {
                 Some((key.clone(), shown(value)))
             }
         }
+    }
+
+    /// Whether this is the lack of an environment, in a configuration whose kind has none.
+    fn is_of_another_kind(&self, combination: &Combination) -> bool {
+        let lacks = Self::Setting("environment", Values::Is(&["none"]));
+        *self == lacks && !combination.settings.contains_key("environment")
     }
 
     /// Whether a combination has this part.
@@ -190,6 +199,7 @@ impl Term {
             Values::Not(words) => words.join(" or "),
             Values::Above(number) => number.to_string(),
             Values::AtMost(number) => format!("a number above {number}"),
+            Values::Begins(start) => format!("another than {start}.."),
             Values::Given => "to be left out".to_owned(),
         }
     }
@@ -198,7 +208,7 @@ impl Term {
     fn way_out(&self) -> String {
         match *self {
             Self::Circumstance(one) => one.words()[1].to_owned(),
-            Self::Setting(key, Values::Given) => format!("{key} left out"),
+            Self::Setting(key, Values::Given | Values::Begins(_)) => format!("{key} left out"),
             Self::Setting(key, Values::Is(words @ ["none"])) if other_words(key, words).is_empty() => {
                 format!("{key} set")
             }
@@ -214,6 +224,7 @@ impl Term {
             Self::Setting(key, Values::Is(words)) => format!("`{key} = {}`", words.join("`, `")),
             Self::Setting(key, Values::Not(words)) => format!("`{key}` other than `{}`", words.join("`, `")),
             Self::Setting(key, Values::Above(number)) => format!("`{key}` above {number}"),
+            Self::Setting(key, Values::Begins(start)) => format!("`{key} = {start}..`"),
             Self::Setting(key, Values::AtMost(0.0)) => format!("`{key} = 0`"),
             Self::Setting(key, Values::AtMost(number)) => format!("`{key}` up to {number}"),
             Self::Setting(key, Values::Given) if docs().contains_key(key) => format!("`{key}`"),
@@ -233,6 +244,7 @@ impl Values {
             Self::Not(words) => !is_any(words),
             Self::Above(number) => value.as_f64().is_some_and(|value| value > number),
             Self::AtMost(number) => value.as_f64().is_some_and(|value| value <= number),
+            Self::Begins(start) => value.as_str().is_some_and(|text| text.starts_with(start)),
             Self::Given => docs().get(key).and_then(|doc| doc.default.as_ref()) != Some(value),
         }
     }
