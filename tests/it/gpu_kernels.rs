@@ -94,9 +94,8 @@ fn gpu_adamw8bit_equals_the_cpus_to_rounding() {
             let what = format!("{num_blocks} blocks, gradient {grad_kind:?}, step {step}");
             for (own, host) in [(&device.m_codes, &host.m_codes), (&device.v_codes, &host.v_codes)] {
                 let apart = (own.to_device(Device::Cpu).to_kind(Kind::Int) - host.to_kind(Kind::Int)).abs();
-                let num_apart = apart.greater(0).sum(Kind::Int64).int64_value(&[]);
-                let most = (n / 10_000).max(1);
-                assert!(apart.max().int64_value(&[]) <= 1 && num_apart <= most, "{what}: {num_apart} codes differ");
+                let share = apart.greater(0).to_kind(Kind::Double).mean(Kind::Double).double_value(&[]);
+                assert!(apart.max().int64_value(&[]) <= 1 && share < 1e-4, "{what}: {share} of the codes differ");
             }
             for (own, host) in [(&device.m_absmax, &host.m_absmax), (&device.v_absmax, &host.v_absmax)] {
                 assert!(relative_error(own, host) < 3e-7, "{what}: scales");
