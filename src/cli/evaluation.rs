@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::eval;
 use crate::reward::{self, RewardPool};
 use crate::serve::SamplingDefaults;
-use crate::tools::ToolProcess;
+use crate::tools::{MadeRows, ToolProcess};
 use crate::types::SamplingParams;
 
 /// An evaluation before the model is read; its rewards' processes run.
@@ -18,7 +18,7 @@ pub(super) struct Evaluation {
     pub rewards: RewardPool,
     /// Rewards that decide whether a sample is solved.
     pub solved_by: Vec<usize>,
-    pub rows: RowSources,
+    pub rows: RowFiles,
     pub dataset: DatasetOptions,
     pub params: SamplingParams,
     pub max_model_length: Option<usize>,
@@ -29,9 +29,15 @@ pub(super) struct Evaluation {
     settings: RewardConfig,
 }
 
+/// Files of rows. Those that an environment made are removed with this.
+pub(super) struct RowFiles {
+    pub sources: RowSources,
+    _made: Option<MadeRows>,
+}
+
 /// The rows of an evaluation, and the configuration of the run that it repeats, if one is given.
 pub(super) struct EvalRows {
-    rows: RowSources,
+    rows: RowFiles,
     config: Option<Config>,
 }
 
@@ -42,15 +48,18 @@ impl EvalRows {
     /// The errors of [`Config::load`] and of [`RowSources::held_out`].
     pub fn find(args: &EvalArgs) -> Result<Self> {
         let Some(file) = &args.config else {
-            let rows = fetch::rows("--data", args.data.as_deref().unwrap_or_default())?;
-            return Ok(Self { rows, config: None });
+            let sources = fetch::rows("--data", args.data.as_deref().unwrap_or_default())?;
+            return Ok(Self { rows: RowFiles { sources, _made: None }, config: None });
         };
         let config = Config::load(Some(file), &args.overrides)?;
         check_overrides(&args.overrides)?;
-        let expected =
-            "a configuration with eval_file, or with dataset_name and dataset_test_split; eval_file=FILE may follow";
+        let expected = "a configuration with eval_file, with dataset_name and dataset_test_split, or with environment; \
+                        eval_file=FILE may follow";
         let none = || Error::invalid_value("--config", file.display(), expected);
-        Ok(Self { rows: fetch::held_out(&config.data)?.ok_or_else(none)?, config: Some(config) })
+        let made = MadeRows::of(&config)?;
+        let of_environment = made.as_ref().map(|made| made.held_out.clone());
+        let sources = fetch::held_out(&config.data)?.or(of_environment).ok_or_else(none)?;
+        Ok(Self { rows: RowFiles { sources, _made: made }, config: Some(config) })
     }
 
     /// The configuration of the run that is repeated.
@@ -73,7 +82,7 @@ impl Evaluation {
         Ok(evaluation)
     }
 
-    fn of_options(args: &EvalArgs, rows: RowSources) -> Result<Self> {
+    fn of_options(args: &EvalArgs, rows: RowFiles) -> Result<Self> {
         let settings = args.reward_config()?;
         let rewards = RewardPool::single("--reward", &args.reward, &settings)?;
         let dataset = DatasetOptions {
@@ -101,7 +110,7 @@ impl Evaluation {
     }
 
     /// The evaluation that the run makes itself.
-    fn of_run(config: Config, rows: RowSources, n: Option<usize>) -> Result<Self> {
+    fn of_run(config: Config, rows: RowFiles, n: Option<usize>) -> Result<Self> {
         let process = ToolProcess::start(&config)?;
         let classes = process.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
         let config = config.with_environment_rewards(&classes)?;
@@ -173,7 +182,8 @@ const READ: &[&str] = &[
     "eval_solved_by",
     "reward*",
     "tool*",
-    "environment_factory*",
+    "environment*",
+    "max_train_samples",
     "max_tool_*",
     "agent*",
     "train_file*",

@@ -104,7 +104,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
         serve((&args.source, &[]), &limits, &evaluation.variables, &world, kinds)?;
     let options = DatasetOptions { max_model_length: Some(max_model_length), ..evaluation.dataset.clone() };
     let mut told = rows_progress("load");
-    let read = || Dataset::read_with(&evaluation.rows, &tokenizer, &options, &mut told);
+    let read = || Dataset::read_with(&evaluation.rows.sources, &tokenizer, &options, &mut told);
     let dataset = phase::scope(Phase::Load, read)?;
     if world.rank() == 0 {
         dataset.counts().notices().iter().for_each(console::say);

@@ -62,9 +62,10 @@ impl DataConfig {
         check("train_file_weights", format!("{:?}", self.train_file_weights), fits, expected)
     }
 
-    /// Checks the keys of the rows without those of the run.
-    pub(super) fn check_source(&self) -> Result<()> {
-        Combination::of_keys(self).check().and_then(|()| self.check())
+    /// Checks the keys of the rows in `raw` without those of the run.
+    pub(super) fn check_source(&self, raw: &RawConfig) -> Result<()> {
+        let environment = raw.get("environment").map(|value| ("environment", value.clone()));
+        Combination::of_keys(self).with(environment).check().and_then(|()| self.check())
     }
 
     /// Whether a run is evaluated on held-out rows: on those of `eval_file` in any case, on the data set's split where `eval_steps`

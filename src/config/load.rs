@@ -72,7 +72,7 @@ impl Config {
         let (raw, mut wrong) = (RawConfig::read(file, overrides).ok()?, Vec::new());
         let model = PathBuf::read(&raw, "model_name_or_path", None, &ANY, &mut wrong)?;
         let revision = Option::<String>::read(&raw, "model_revision", Some(None), &ANY, &mut wrong)?;
-        let data = DataConfig::read(&raw, "", None, &ANY, &mut wrong).filter(|data| data.check_source().is_ok())?;
+        let data = DataConfig::read(&raw, "", None, &ANY, &mut wrong).filter(|data| data.check_source(&raw).is_ok())?;
         let eval_steps = Option::<usize>::read(&raw, "eval_steps", Some(None), &ANY, &mut wrong).flatten();
         let teacher = Option::<PathBuf>::read(&raw, "teacher_model_name_or_path", Some(None), &ANY, &mut wrong)?;
         let of_teacher = Option::<String>::read(&raw, "teacher_model_revision", Some(None), &ANY, &mut wrong)?;

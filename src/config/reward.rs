@@ -11,7 +11,7 @@ use super::field::{Field, FromValue, KeyDoc, keys};
 use super::flat::join;
 use super::range::{ANY, COUNT, MAX_COUNT, NOT_POSITIVE, NumberRange, SECONDS, above, at_least, from_to};
 use super::raw::RawConfig;
-use super::{Config, RewardBatch, SandboxLayer};
+use super::{Config, Environment, EnvironmentHub, RewardBatch, SandboxLayer};
 use crate::error::{Error, Result};
 
 /// open-r1's: reasoning, then an answer, each in its tags on lines of their own; lines may follow.
@@ -218,8 +218,8 @@ impl Config {
     /// # Errors
     /// [`Error::InvalidValue`] if there is no reward then.
     pub fn with_environment_rewards(mut self, classes: &[String]) -> Result<Self> {
-        for class in classes {
-            let entry = format!("{OF_ENVIRONMENT}{class}");
+        let scorer = self.environment_of(EnvironmentHub::ReasoningGym).map(Environment::to_string);
+        for entry in classes.iter().map(|class| format!("{OF_ENVIRONMENT}{class}")).chain(scorer) {
             if !self.reward_funcs.contains(&entry) {
                 self.reward_funcs.push(entry);
                 self.reward_weights.extend((!self.reward_weights.is_empty()).then_some(1.0));
@@ -318,7 +318,8 @@ impl Field for ProcessRewards {
 pub(super) fn check_names(config: &Config) -> Result<()> {
     let names = config.reward_names();
     // An environment's or an episode's own reward may be the only one.
-    let may_be_empty = !config.tools.environment_factory.0.is_empty() || config.tools.agent.is_some();
+    let may_be_empty =
+        config.tools.has_environments() || config.tools.agent.is_some() || config.tools.environment.is_some();
     check("reward_funcs", "[]", !names.is_empty() || may_be_empty, "at least one reward")?;
     let unknown = config.eval_solved_by.iter().find(|name| !names.contains(name));
     let one_of = || format!("names of reward_funcs: {}", names.join(", "));

@@ -11,7 +11,7 @@ use super::flat::join;
 use super::range::{ANY, COUNT, NumberRange, SECONDS};
 use super::raw::RawConfig;
 use super::reward::is_python;
-use super::{AutoOr, Config, ToolCallParser};
+use super::{AutoOr, Config, Environment, EnvironmentArguments, EnvironmentHub, ToolCallParser};
 use crate::error::{Error, Result};
 
 /// The tool that is an interpreter of Python.
@@ -50,6 +50,14 @@ keys! {
         pub agent_max_requests: usize = 100 => COUNT,
         /// Episodes that each rank plays at once, each in a process of its own, which plays others later.
         pub agent_workers: usize = 32 => COUNT,
+        /// An environment of a hub (docs/environments.md), which makes the rows and gives a reward of weight 1: `verifiers:NAME`, a
+        /// taskset of the Python package verifiers, which plays whole episodes as an `agent` does; `openenv:URL`, a server of OpenEnv,
+        /// whose actions are tools; `reasoning_gym:TASK`, a generator of the Python package reasoning-gym with its scorer. Each is
+        /// loaded by `reward.python`.
+        pub environment: Option<Environment> = None,
+        /// Arguments of the environment by name: of the generator (`environment_args.min_terms = 2`), of the taskset and its
+        /// environment (`environment_args.taskset.game = "Wordle-v0"`), or of the server's `reset`.
+        pub environment_args: EnvironmentArguments = EnvironmentArguments::default(),
     }
 }
 
@@ -115,12 +123,27 @@ impl Default for ToolsConfig {
 impl ToolsConfig {
     /// Whether completions may have several turns.
     pub fn has_turns(&self) -> bool {
-        !self.tools.is_empty() || !self.environment_factory.0.is_empty()
+        !self.tools.is_empty() || self.has_environments()
+    }
+
+    /// Whether each completion has an environment whose methods are tools.
+    pub fn has_environments(&self) -> bool {
+        !self.environment_factory.0.is_empty() || self.of_hub(EnvironmentHub::OpenEnv).is_some()
+    }
+
+    /// The function, or the environment of a hub, that plays whole episodes.
+    pub fn agent(&self) -> Option<&str> {
+        self.agent.as_deref().or(self.of_hub(EnvironmentHub::Verifiers))
+    }
+
+    /// The environment of this hub, as it is written.
+    fn of_hub(&self, hub: EnvironmentHub) -> Option<&str> {
+        self.environment.as_ref().filter(|environment| environment.hub == hub).map(Environment::text)
     }
 
     /// Whether tools, environments or an agent act between the model's turns.
     pub fn takes_turns(&self) -> bool {
-        self.has_turns() || self.agent.is_some()
+        self.has_turns() || self.agent().is_some()
     }
 }
 

@@ -63,10 +63,14 @@ impl Entry {
     }
 }
 
-/// `rewards.brevity.timeout_s` → `rewards.*.timeout_s`, where the tables of a table have names of the user's choice.
+/// `rewards.brevity.timeout_s` → `rewards.*.timeout_s`, where the tables of a table have names of the user's choice;
+/// `environment_args.taskset.game` → `environment_args.**`, where everything below a table has.
 pub(crate) fn pattern(key: &str, known: &[String]) -> String {
     let Some((table, rest)) = key.split_once('.') else { return key.to_owned() };
-    let any = format!("{table}.*");
+    let (any, any_depth) = (format!("{table}.*"), format!("{table}.**"));
+    if known.contains(&any_depth) {
+        return any_depth;
+    }
     if !known.iter().any(|name| name.starts_with(&any)) {
         return key.to_owned();
     }

@@ -19,7 +19,7 @@ impl Config {
             tools.write("", &mut entries);
             entries
         });
-        let has_agent = self.tools.agent.is_some();
+        let has_agent = self.tools.agent().is_some();
         let changed = set.into_iter().filter(|entry| !default.contains(entry)).filter_map(|(key, _)| {
             let is_one_of = |keys: &[&str]| keys.contains(&key.as_str());
             let of_agents = (!has_agent && is_one_of(OF_AGENTS)).then_some("there is no agent");

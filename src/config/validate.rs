@@ -45,6 +45,7 @@ impl Config {
             self.lora.check(),
             self.check_pipeline(),
             self.check_tools(),
+            self.check_environment(),
             self.check_fault(),
         ]
     }
@@ -109,7 +110,7 @@ fn validated<T: Field>(raw: &RawConfig, checks: impl Fn(&T) -> Vec<Result<()>>) 
     if config.is_none() {
         // Which rows a run reads is checked with the single keys: without any, that is the first thing to mend.
         let data = DataConfig::read(raw, "", None, &ANY, &mut Vec::new());
-        wrong.extend(data.and_then(|data| data.check_source().err()).map(|error| raw.locate(error)));
+        wrong.extend(data.and_then(|data| data.check_source(raw).err()).map(|error| raw.locate(error)));
     }
     match (wrong.len(), config) {
         (0, Some(config)) => Ok(config),

@@ -60,8 +60,13 @@ impl RewardPool {
     /// # Errors
     /// The errors of [`RewardPool::new`].
     pub fn with_functions(config: &Config, functions: &[(&str, RewardFunction)]) -> Result<Self> {
-        let sources =
-            RewardSources { key: "reward_funcs", settings: &config.reward, processes: &config.rewards, functions };
+        let sources = RewardSources {
+            key: "reward_funcs",
+            settings: &config.reward,
+            processes: &config.rewards,
+            environment: config.environment_settings(),
+            functions,
+        };
         Self::build(&sources, &config.reward_funcs, &config.reward_weights)
     }
 
@@ -70,7 +75,13 @@ impl RewardPool {
     /// # Errors
     /// [`Error::InvalidValue`] of `option` for an unknown name.
     pub fn single(option: &str, name: &str, settings: &RewardConfig) -> Result<Self> {
-        let sources = RewardSources { key: option, settings, processes: &ProcessRewards::default(), functions: &[] };
+        let sources = RewardSources {
+            key: option,
+            settings,
+            processes: &ProcessRewards::default(),
+            environment: None,
+            functions: &[],
+        };
         Self::build(&sources, &[name.to_owned()], &[])
     }
 

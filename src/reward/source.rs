@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
+use serde_json::Value;
+
 use super::code::{self, SANDBOX_COMMAND};
 use super::endpoint::ServiceEndpoint;
 use super::grading::Grading;
@@ -18,6 +20,9 @@ use crate::process::PROGRAM;
 
 /// The worker that serves a Python function.
 const PYTHON_WORKER: &str = include_str!("worker.py");
+
+/// Environments of hubs.
+const ENVIRONMENTS: &str = include_str!("../tools/environments.py");
 
 /// Time beyond a program's own that running all its tests may take.
 const SANDBOX_OVERHEAD: Duration = Duration::from_secs(10);
@@ -37,6 +42,8 @@ pub(super) struct RewardSources<'a> {
     pub key: &'a str,
     pub settings: &'a RewardConfig,
     pub processes: &'a ProcessRewards,
+    /// The settings of an environment whose score an entry may be.
+    pub environment: Option<Value>,
     /// The caller's own, which win over all others.
     pub functions: &'a [(&'a str, RewardFunction)],
 }
@@ -62,6 +69,9 @@ impl RewardSources<'_> {
         }
         if let Some(verdict) = Verdict::of(entry, self.settings) {
             return Ok(RewardSource::Service(self.verdict(entry, index, verdict)));
+        }
+        if let Some(settings) = self.environment.as_ref().filter(|settings| settings["environment"] == entry) {
+            return Ok(RewardSource::Service(self.scorer(entry, index, settings)));
         }
         if is_python(entry) {
             let reward = ProcessReward::python(entry);
@@ -92,6 +102,17 @@ impl RewardSources<'_> {
         let timeout = Duration::from_secs_f64(timeout_s);
         let service = self.service(name, index, program, timeout, reward.workers);
         RewardService { batch: reward.batch, concurrency: reward.concurrency, ..service }
+    }
+
+    /// The score of an environment of a hub.
+    fn scorer(&self, entry: &str, index: usize, settings: &Value) -> RewardService {
+        let text = Value::from(settings.to_string()).to_string(); // a text of JSON is one of Python
+        let function = format!("{ENVIRONMENTS}\nSETTINGS = json.loads({text})\n:score");
+        let command = python(&self.settings.python, &function, &self.settings.answer_column, self.settings.timeout_s);
+        let origin = Origin::Key("environment".to_owned(), entry.to_owned());
+        let program = Program { command, is_ours: true, origin, max_reply_bytes: MAX_REPLY_BYTES };
+        let timeout = Duration::from_secs_f64(self.settings.timeout_s);
+        self.service(reward_name(entry), index, program, timeout, 1)
     }
 
     /// Answers that math-verify compares in a process of its own.

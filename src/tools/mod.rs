@@ -7,6 +7,7 @@
 //! | `conversations` | trajectories of several turns: calls are read, answered and become context; some go on in a later rollout |
 //! | `interpreters`, `python.py` | the tool `python`: an interpreter in a sandbox for each trajectory that calls it, in a process that holds them all |
 //! | `agent` | episodes that a function of the user's plays |
+//! | `environments.py`, `rows` | environments of hubs: their rows, episodes, tools and scores |
 //! | `stats` | what is counted of them |
 
 mod agent;
@@ -14,6 +15,7 @@ mod conversations;
 mod interpreters;
 mod process;
 mod reply;
+mod rows;
 #[cfg(test)]
 mod server_tests;
 mod stats;
@@ -25,4 +27,5 @@ pub use agent::{Agent, EpisodeOutcome};
 pub use conversations::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
 pub use interpreters::{COMMAND as PYTHON_COMMAND, serve as serve_python};
 pub use process::ToolProcess;
+pub use rows::MadeRows;
 pub use stats::SessionCosts;

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::interpreters::{self, InterpreterSettings};
 use super::reply::{CallResult, ToolReply};
 use super::worker::ToolWorker;
-use crate::config::{Config, INTERPRETER, is_python, reward_name};
+use crate::config::{Config, Environment, EnvironmentHub, INTERPRETER, is_python, reward_name};
 use crate::data::ToolSchemas;
 use crate::error::{Error, Result};
 use crate::process::PROGRAM;
@@ -20,6 +20,8 @@ use crate::reward::{Origin, Program};
 
 /// The server, a Python program.
 const SERVER: &str = include_str!("server.py");
+/// Environments of hubs, a Python module that other processes load.
+pub(super) const ENVIRONMENTS: &str = include_str!("environments.py");
 /// Longest result of one call in characters.
 const MAX_RESULT_CHARS: usize = 1 << 20;
 /// Longest reply in bytes: of the results of all calls of a turn.
@@ -52,6 +54,12 @@ pub(super) struct EnvironmentClass {
     /// Folder of its file; empty for a module.
     pub folder: String,
     has_reward: bool,
+}
+
+/// The settings of an environment with the text of the module that opens it.
+fn with_source(mut settings: Value) -> Value {
+    settings["source"] = ENVIRONMENTS.into();
+    settings
 }
 
 /// The processes of this rank's tools. Dropping them ends all that they started.
@@ -100,21 +108,22 @@ impl ToolProcess {
             return Ok(None);
         }
         let factories = &tools.environment_factory.0;
-        let key = match &tools.agent {
-            Some(_) => "agent",
-            None if tools.tools.is_empty() => "environment_factory",
-            None => "tools",
+        let environment = tools.environment.as_ref().filter(|environment| environment.hub.acts());
+        let key = match (&tools.agent, environment) {
+            (Some(_), _) => "agent",
+            (None, Some(_)) => "environment",
+            (None, None) if tools.tools.is_empty() => "environment_factory",
+            (None, None) => "tools",
         };
-        let named: Vec<&str> =
-            tools.tools.iter().chain(factories.values()).chain(&tools.agent).map(String::as_str).collect();
-        let named = named.join(", ");
+        let named = tools.tools.iter().chain(factories.values()).chain(&tools.agent).map(String::as_str);
+        let named = named.chain(environment.map(Environment::text)).collect::<Vec<&str>>().join(", ");
         let refuse = |cause: &str| {
             let python = &config.reward.python;
             let expected = format!("what {python} can load and whose signatures it can describe; {cause}");
             Error::invalid_value(key, &named, expected)
         };
         let functions: Vec<&String> = tools.tools.iter().filter(|tool| *tool != INTERPRETER).collect();
-        let (name, timeout_key, timeout_s, workers) = match &tools.agent {
+        let (name, timeout_key, timeout_s, workers) = match tools.agent() {
             Some(_) => ("the process of the agent", "agent_timeout_s", tools.agent_timeout_s, tools.agent_workers),
             None => ("the process of the tools", "tool_timeout_s", tools.tool_timeout_s, tools.tool_workers),
         };
@@ -122,6 +131,7 @@ impl ToolProcess {
             "agent": tools.agent,
             "tools": functions,
             "environments": factories,
+            "hub": environment.and(config.environment_settings()).map(with_source),
             "timeout_s": timeout_s,
             "workers": workers,
             "max_chars": MAX_RESULT_CHARS,
@@ -147,7 +157,8 @@ impl ToolProcess {
     fn new(config: &Config, (functions, interpreters): (ToolWorker, Option<ToolWorker>), loaded: LoadReply) -> Self {
         let factories = &config.tools.environment_factory.0;
         let class = |(name, loaded): (&String, &LoadedEnvironment)| {
-            let place = factories[name].rsplit_once(':').map_or("", |(place, _)| place);
+            let spec = factories.get(name).map_or("", String::as_str); // a hub's has no file
+            let place = spec.rsplit_once(':').map_or("", |(place, _)| place);
             let folder = Path::new(place).parent().filter(|_| place.ends_with(".py"));
             let folder = folder.and_then(|folder| std::path::absolute(folder.join(".")).ok()).unwrap_or_default();
             let folder = folder.to_string_lossy().into_owned();
@@ -156,7 +167,8 @@ impl ToolProcess {
         let environments = loaded.environments.iter().map(class).collect();
         let schemas = loaded.environments.into_iter().map(|(name, loaded)| (name, loaded.tools)).collect();
         let is_process = |entry: &String| is_python(entry) || config.rewards.get(entry).is_some();
-        let agent = config.tools.agent.as_deref().map(|agent| reward_name(agent).to_owned());
+        let of_hub = config.environment_of(EnvironmentHub::Verifiers).map(Environment::short_name);
+        let agent = config.tools.agent.as_deref().map(reward_name).or(of_hub).map(str::to_owned);
         let schemas = match &agent {
             Some(_) => ToolSchemas::default(), // each request has its own
             None => ToolSchemas::new(loaded.tools, schemas),

@@ -205,6 +205,17 @@ class Factory:
         self.name = kind.__name__
         self.schemas = [schema(tool) for tool in tools] + [schema(getattr(self.probe, name)) for name in self.methods]
 
+    def bound(self, environment):
+        """What the model may call of an environment, by name."""
+        return {method: getattr(environment, method) for method in self.methods}
+
+
+def load_environment(settings):
+    """The environment of a hub, by the module that colo-grpo brings along."""
+    module = types.ModuleType("colo_grpo_environments")
+    exec(compile(settings["source"], "<environments>", "exec"), module.__dict__)
+    return module.open_environment(settings)
+
 
 class Tools:
     """All that requests may name."""
@@ -215,6 +226,14 @@ class Tools:
         self.schemas = [schema(function) for function in self.functions]
         self.agent = load(settings["agent"]) if settings["agent"] else None
         self.factories = {name: Factory(spec, self.functions) for name, spec in settings["environments"].items()}
+        if settings["hub"]:
+            environment = load_environment(settings["hub"])
+            if hasattr(environment, "play"):
+                self.agent = environment.play
+            else:
+                environment.connect()
+                environment.schemas[:0] = self.schemas
+                self.factories[""] = environment
         for names in [self.schemas] + [factory.schemas for factory in self.factories.values()]:
             names = [each["function"]["name"] for each in names]
             twice = {name for name in names if names.count(name) > 1}
@@ -253,8 +272,7 @@ class Served:
         if name not in self.instances:
             self.instances[name] = factory.make()
         self.environment = environment = self.instances[name]
-        methods = {method: getattr(environment, method) for method in factory.methods}
-        self.callable = {**{function.__name__: function for function in self.tools.functions}, **methods}
+        self.callable = {**{function.__name__: function for function in self.tools.functions}, **factory.bound(environment)}
         parameters = inspect.signature(environment.reset).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             row = {name: value for name, value in row.items() if name in parameters}
@@ -597,12 +615,30 @@ class Server:
         self.num_alive -= 1
         self.busy.pop(child.socket, None)
         self.selector.unregister(child.socket)
-        try:
-            os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        started = descendants(child.pid) if self.tools.agent else []  # a harness's programs may have sessions of their own
+        for end, pid in [(os.killpg, child.pid), *((os.kill, pid) for pid in started)]:
+            try:
+                end(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
         os.waitpid(child.pid, 0)
         child.socket.close()
+
+
+def descendants(ancestor):
+    """The processes that a process, or one of these, has started."""
+    children = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as stat:
+                parent = int(stat.read().rpartition(b")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+        children.setdefault(parent, []).append(int(pid))
+    found = list(children.get(ancestor, []))
+    for pid in found:  # which grows
+        found += children.get(pid, [])
+    return found
 
 
 def frames(received):

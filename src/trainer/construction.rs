@@ -190,6 +190,7 @@ fn load(
     let told = rows_progress("load");
     let rows = TrainingRows::read(&config, &model, rewards.required_columns(), tools.as_ref(), told)?;
     let preflight = Preflight::of_model(&rows.planned(&config), model, placement, world.world_size(), room)?;
+    rows.check_same(&config, &world)?;
     rows.check_batch(&config, &preflight.batch)?;
     rows.check_columns(&rewards)?;
     rows.say_unreadable(&rewards, &world)?;

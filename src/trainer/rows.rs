@@ -1,14 +1,17 @@
 //! The rows of a run, read before anything is planned: the plan then knows how long the longest prompt is.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use super::preflight::OpenModel;
 use crate::config::{BatchPlan, Config};
 use crate::console;
 use crate::data::{Dataset, DatasetOptions, Hub, RowSources, ToolSchemas};
 use crate::error::{Error, Result};
 use crate::eval;
-use crate::ranks::World;
+use crate::ranks::{World, all_gather_bytes};
 use crate::reward::RewardPool;
-use crate::tools::ToolProcess;
+use crate::tools::{MadeRows, ToolProcess};
+use crate::types::Prompt;
 
 /// Training rows and held-out rows.
 #[derive(Debug)]
@@ -40,7 +43,15 @@ impl TrainingRows {
             ..DatasetOptions::of(data, config.seed, required)
         };
         let mut read = |sources: &RowSources| Dataset::read_with(sources, &model.tokenizer, &options, &mut told);
-        let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, config.eval_steps, &hub)?);
+        let made = MadeRows::of(config)?;
+        let named = RowSources::held_out(data, config.eval_steps, &hub)?;
+        let (train, held_out) = match &made {
+            Some(made) => {
+                let of_environment = config.has_held_out().then(|| made.held_out.clone());
+                (made.train.clone(), named.or(of_environment))
+            }
+            None => (RowSources::train(data, &hub)?, named),
+        };
         let names = (train.name.clone(), held_out.as_ref().map(|sources| sources.name.clone()));
         let (train, eval) = (read(&train)?, held_out.as_ref().map(&mut read).transpose()?);
         Ok(Self { train, eval, options, names: Some(names) })
@@ -56,6 +67,29 @@ impl TrainingRows {
     pub fn planned(&self, config: &Config) -> Config {
         let longest = self.train.longest_prompt().max(self.eval.as_ref().map_or(0, Dataset::longest_prompt));
         Config { max_prompt_length: Some(config.max_prompt_length.unwrap_or(longest)), ..config.clone() }
+    }
+
+    /// Refuses rows that an environment has made otherwise on another rank; collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`], on every rank; the errors of the collective.
+    pub fn check_same(&self, config: &Config, world: &World) -> Result<()> {
+        let Some(environment) = config.tools.environment.as_ref().filter(|_| config.makes_rows()) else {
+            return Ok(());
+        };
+        let mut hasher = DefaultHasher::new();
+        for (_, rows) in self.named() {
+            rows.prompts().iter().for_each(|prompt: &Prompt| {
+                prompt.token_ids.hash(&mut hasher);
+                serde_json::to_string(&*prompt.columns).unwrap_or_default().hash(&mut hasher);
+            });
+        }
+        let all = all_gather_bytes(&*world.group(), &hasher.finish().to_le_bytes())?;
+        if all.iter().all(|hash| *hash == all[0]) {
+            return Ok(());
+        }
+        let expected = "an environment that makes the same rows on every rank: what it draws must follow from its arguments and the seed";
+        Err(Error::invalid_value("environment", environment, expected))
     }
 
     /// Refuses a generation batch of more prompts than there are.

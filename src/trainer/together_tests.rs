@@ -52,6 +52,7 @@ fn other_than_default(key: &str) -> Value {
         "teacher_model_name_or_path" => json!(TEACHER),
         "teacher_model_revision" => json!("main"),
         "agent" => json!("agent.py:play"),
+        "environment" => json!("openenv:http://localhost:8000"),
         "tools" => json!(["tools.py:add"]),
         "environment_factory" => json!("tools.py:Environment"),
         "lora.r" => json!(8),
@@ -64,7 +65,7 @@ fn other_than_default(key: &str) -> Value {
         "entropy_coef" | "entropy_coef_delta" | "router_aux_loss_coef" => json!(0.01),
         "muon" => json!(0.5),
         "steps_per_generation" | "zero.shard_group_size" | "split.rollout_gpus" => json!(1),
-        "lora" | "generation_batch_size" | "eval_steps" | "early_stopping_patience" => json!(4),
+        "environment_args" | "lora" | "generation_batch_size" | "eval_steps" | "early_stopping_patience" => json!(4),
         "curriculum.every" | "distillation_topk" | "ref_model_sync_steps" | "split" | "distillation_is_clip" => {
             json!(3)
         }
@@ -187,12 +188,15 @@ impl Solver {
                     (KeyValues::Above(_), true) if ["lora.dropout", "warmup_ratio"].contains(&key) => json!(0.5),
                     (KeyValues::Above(number), true) | (KeyValues::AtMost(number), false) => json!(number as u64 + 1),
                     (KeyValues::Above(number), false) | (KeyValues::AtMost(number), true) => json!(number as u64),
-                    (KeyValues::Given, false) => self.keys.get(key)?.default.clone()?,
+                    (KeyValues::Begins("openenv:"), true) => other_than_default(key),
+                    (KeyValues::Begins(start), true) => json!(format!("{start}a")),
+                    (KeyValues::Given | KeyValues::Begins(_), false) => self.keys.get(key)?.default.clone()?,
                 };
                 let name = match key {
                     "split" => "split.async_steps",
                     "lora" => "lora.alpha",
                     "muon" => "muon.momentum",
+                    "environment_args" => "environment_args.seed",
                     key => key,
                 };
                 if draft.fixed.contains(name) {
@@ -295,7 +299,10 @@ impl DraftedRun {
     /// Whether a step of it needs neither a GPU, other nodes, nor Python.
     fn is_trainable(&self) -> bool {
         let tools = &self.config.tools;
-        !self.placement.on_cuda && self.world.ranks == self.world.local_ranks && !tools.takes_turns()
+        !self.placement.on_cuda
+            && self.world.ranks == self.world.local_ranks
+            && !tools.takes_turns()
+            && tools.environment.is_none()
     }
 
     /// Trains some steps with it, on threads.

@@ -84,7 +84,7 @@ impl RunTurns {
     ) -> Result<Self> {
         let ranks = engine_ranks(config.engine_shape().num_ranks(), world, num_generators);
         let engine_ranks = world.host_group("turns", &ranks)?;
-        if config.tools.agent.is_some() {
+        if config.tools.agent().is_some() {
             let player = episodes::player(config, engine_ranks, process, model);
             return Ok(Self::Agent(Box::new(world.agree(player)?)));
         }

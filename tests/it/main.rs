@@ -10,6 +10,7 @@ mod demo;
 mod display;
 mod distillation;
 mod early_signals;
+mod environments;
 mod evaluation;
 mod exact;
 mod experts;

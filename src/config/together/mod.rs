@@ -79,6 +79,8 @@ pub(crate) enum KeyValues {
     Not(&'static [&'static str]),
     Above(f64),
     AtMost(f64),
+    /// Texts that begin with this.
+    Begins(&'static str),
     /// All but the default.
     Given,
 }
@@ -141,8 +143,9 @@ impl Conflict {
     pub(crate) fn refusal(&self, combination: &Combination) -> Option<Error> {
         let has_all = self.with.iter().all(|term| term.found(combination).is_some());
         let (key, got) = self.feature.found(combination).filter(|_| has_all)?;
-        let remedies: Vec<_> =
-            [self.feature.otherwise()].into_iter().chain(self.with.iter().map(|term| term.remedy())).collect();
+        let others =
+            self.with.iter().filter(|term| !term.is_lack_of_environment(combination)).map(|term| term.remedy());
+        let remedies: Vec<_> = [self.feature.otherwise()].into_iter().chain(others).collect();
         Some(Error::invalid_value(&key, got, format!("{}: {}", remedies.join(", or "), self.why)))
     }
 }
@@ -154,6 +157,9 @@ impl Term {
             Self::Circumstance(one) => {
                 combination.circumstances.contains(&one).then(|| (one.words()[0].to_owned(), String::new()))
             }
+            Self::Setting(key, _) if self.is_lack_of_environment(combination) => {
+                Some((key.to_owned(), "none".to_owned()))
+            }
             Self::Setting(key, values) => {
                 let is_of =
                     |set: &str| set.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
@@ -163,6 +169,13 @@ impl Term {
                 Some((key.clone(), shown(value)))
             }
         }
+    }
+
+    /// Whether this is `environment = none` and the combination lacks the key, as supervised runs do: they never have an environment, and
+    /// cannot set one.
+    fn is_lack_of_environment(&self, combination: &Combination) -> bool {
+        let is_none = Self::Setting("environment", KeyValues::Is(&["none"]));
+        *self == is_none && !combination.settings.contains_key("environment")
     }
 
     /// Whether a combination has this part.
@@ -183,6 +196,7 @@ impl Term {
             KeyValues::Not(words) => words.join(" or "),
             KeyValues::Above(number) => number.to_string(),
             KeyValues::AtMost(number) => format!("a number above {number}"),
+            KeyValues::Begins(start) => format!("another than {start}.."),
             KeyValues::Given => "to be left out".to_owned(),
         }
     }
@@ -191,7 +205,7 @@ impl Term {
     fn remedy(&self) -> String {
         match *self {
             Self::Circumstance(one) => one.words()[1].to_owned(),
-            Self::Setting(key, KeyValues::Given) => format!("{key} left out"),
+            Self::Setting(key, KeyValues::Given | KeyValues::Begins(_)) => format!("{key} left out"),
             Self::Setting(key, KeyValues::Is(words @ ["none"])) if other_words(key, words).is_empty() => {
                 format!("{key} set")
             }
@@ -207,6 +221,7 @@ impl Term {
             Self::Setting(key, KeyValues::Is(words)) => format!("`{key} = {}`", words.join("`, `")),
             Self::Setting(key, KeyValues::Not(words)) => format!("`{key}` other than `{}`", words.join("`, `")),
             Self::Setting(key, KeyValues::Above(number)) => format!("`{key}` above {number}"),
+            Self::Setting(key, KeyValues::Begins(start)) => format!("`{key} = {start}..`"),
             Self::Setting(key, KeyValues::AtMost(0.0)) => format!("`{key} = 0`"),
             Self::Setting(key, KeyValues::AtMost(number)) => format!("`{key}` up to {number}"),
             Self::Setting(key, KeyValues::Given) if docs().contains_key(key) => format!("`{key}`"),
@@ -226,6 +241,7 @@ impl KeyValues {
             Self::Not(words) => !is_any(words),
             Self::Above(number) => value.as_f64().is_some_and(|value| value > number),
             Self::AtMost(number) => value.as_f64().is_some_and(|value| value <= number),
+            Self::Begins(start) => value.as_str().is_some_and(|text| text.starts_with(start)),
             Self::Given => docs().get(key).and_then(|doc| doc.default.as_ref()) != Some(value),
         }
     }

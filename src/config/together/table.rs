@@ -9,6 +9,7 @@ macro_rules! term {
     ($key:literal not $($word:literal)|+) => { Term::Setting($key, KeyValues::Not(&[$($word),+])) };
     ($key:literal above $number:literal) => { Term::Setting($key, KeyValues::Above($number)) };
     ($key:literal at_most $number:literal) => { Term::Setting($key, KeyValues::AtMost($number)) };
+    ($key:literal begins $start:literal) => { Term::Setting($key, KeyValues::Begins($start)) };
     ($key:literal given) => { Term::Setting($key, KeyValues::Given) };
     ($circumstance:ident) => { Term::Circumstance($circumstance) };
 }
@@ -22,14 +23,19 @@ macro_rules! table {
 
 pub(crate) const TABLE: &[Conflict] = table! {
     Unread {
-        ("train_file" is "none") ("dataset_name" is "none") => "a run reads files with training rows, or a data set of the Hugging Face Hub";
+        ("train_file" is "none") ("dataset_name" is "none") ("environment" is "none") => "a run reads files with training rows, or a data set of the Hugging Face Hub";
         ("train_file" given) ("dataset_name" given) => "either of them says where the rows are; a file of the Hub is hf://datasets/USER/NAME/FILE";
+        ("train_file" given) ("environment" begins "verifiers:") => "its rows are its own";
+        ("train_file" given) ("environment" begins "reasoning_gym:") => "its rows are its own";
+        ("dataset_name" given) ("environment" begins "verifiers:") => "its rows are its own";
+        ("dataset_name" given) ("environment" begins "reasoning_gym:") => "its rows are its own";
         ("dataset_config" given) ("dataset_name" is "none") => "it names a configuration of that data set";
-        ("eval_file" is "none") ("eval_steps" given) ("dataset_name" is "none") => "evaluations need held-out rows";
+        ("eval_file" is "none") ("eval_steps" given) ("dataset_name" is "none") ("environment" is "none") => "evaluations need held-out rows";
         ("eval_file" is "none") ("eval_steps" given) ("dataset_test_split" is "none") => "evaluations need held-out rows";
         ("eval_steps" is "none") ("load_best_model_at_end" is "true") => "without evaluations no model is the best";
         ("eval_steps" is "none") ("early_stopping_patience" given) => "it counts evaluations";
         ("eval_num_generations" above 1.0) ("eval_temperature" at_most 0.0) => "greedy samples of a problem are all equal";
+        ("environment_args" given) ("environment" is "none") => "they are its arguments";
         ("generation_batch_size" given) ("steps_per_generation" given) => "either of them determines the other";
         ("split" given) ("mode" is "colocated") => "every rank does both halves of a step";
         ("split.rollout_gpus" is "none") ("mode" is "split") => "it is the number of GPUs that only generate";
@@ -103,6 +109,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("split.in_flight_updates" is "true") ("strict" is "true") => "what is sampled by which weights depends on the clock";
         ("split.in_flight_updates" is "true") ("full_determinism" is "true") => "what is sampled by which weights depends on the clock";
         ("full_determinism" is "true") ("agent" given) => "what is computed together depends on when the agent's requests come";
+        ("full_determinism" is "true") ("environment" begins "verifiers:") => "what is computed together depends on when the agent's requests come";
         ("strict" is "true") ("device" is "cpu") => "a CPU's sums change with the batch";
         ("strict" is "true") ("tensor_parallel_size" above 1.0) => "sums over the ranks of an engine change with the batch";
         ("carried_kv" is "keep") ("strict" is "true") => "a completion's bits would depend on when its keys and values were computed";
@@ -127,6 +134,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("pipeline_parallel_size" above 1.0) ("mode" is "colocated") ("zero.stage" at_most 2.0) => "where every rank holds all weights, replicas of an engine generate more than stages of one";
         ("pipeline_parallel_size" above 1.0) ("quantization" not "none") => "every rank holds its blocks whole";
         ("pipeline_parallel_size" above 1.0) ("agent" given) => "an agent's requests come when it sends them";
+        ("pipeline_parallel_size" above 1.0) ("environment" begins "verifiers:") => "an agent's requests come when it sends them";
         ("pipeline_parallel_size" above 1.0) ("device" is "cuda") (Experts) => "such a model runs in stages on CPUs alone so far; on GPUs tensor_parallel_size divides it";
         ("pipeline_parallel_size" above 1.0) ("device" is "cuda") (DeltaNets) => "such a model runs in stages on CPUs alone so far; on GPUs tensor_parallel_size divides it";
         ("oversample" above 0.0) ("mode" is "split") => "a step takes every group that it begins";
@@ -136,6 +144,10 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("save_on_each_node" is "true") ("mode" is "split") (SeveralNodes) => "nodes with engines alone have no state to save";
         ("tools" given) ("agent" given) => "an agent plays whole episodes in the place of tools";
         ("environment_factory" given) ("agent" given) => "an agent plays whole episodes in the place of tools";
+        ("agent" given) ("environment" given) => "either of them plays the episodes";
+        ("environment_factory" given) ("environment" given) => "either of them is a completion's environment";
+        ("tools" given) ("environment" begins "verifiers:") => "an agent plays whole episodes in the place of tools";
+        ("exact" is "true") ("environment" begins "verifiers:") => "an agent asks for temperatures of its own";
         ("rollout_quantization" not "none") ("quantization" not "none") => "the base is dequantised one block after the other";
         ("rollout_quantization" is "fp8") (Experts) => "experts are not multiplied in FP8 yet";
         ("rollout_quantization" is "fp8") (DeltaNets) => "gated delta nets are not multiplied in FP8 yet";
@@ -154,6 +166,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("dynamic_sampling" is "replace") (OwnLoop) => "a step takes every group that it begins";
         ("tools" given) (OwnLoop) => "completions have one turn";
         ("environment_factory" given) (OwnLoop) => "completions have one turn";
+        ("environment" given) (OwnLoop) => "its rows and its scores belong to the configured run";
         ("agent" given) (OwnLoop) => "completions have one turn";
         ("split.async_steps" above 0.0) (OwnLoop) => "batches are sampled one after the other";
     }

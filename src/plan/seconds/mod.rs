@@ -100,7 +100,7 @@ impl PlannedStep<'_> {
             (config.quantization != Quantization::None, "quantization other than none"),
             (config.pipeline_parallel_size > 1, "engines in stages"),
             (config.has_teacher(), "a teacher"),
-            (config.tools.has_turns() || config.tools.agent.is_some(), "tools, environments or agents"),
+            (config.tools.takes_turns(), "tools, environments or agents"),
         ];
         unknown.into_iter().find(|(is_so, _)| *is_so).map_or(Ok(()), |(_, what)| Err(what))
     }
