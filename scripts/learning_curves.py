@@ -9,7 +9,7 @@ least and the greatest.
 import collections, json, pathlib, statistics, sys
 
 TITLES = {"words": "Word problems, SmolLM2-135M-Instruct", "countdown": "Countdown, 63M"}
-NAMED = {"words": 0.4, "countdown": 0.45}  # the reward that the table names
+NAMED = {"words": 0.8, "countdown": 0.45}  # the reward that the table names
 COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#9c6b4e", "#6cc5b0", "#97bbf5")
 WIDTH, HEIGHT, LEFT, TOP, GAP, BOTTOM = 470, 330, 52, 34, 70, 44
 

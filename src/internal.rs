@@ -24,8 +24,8 @@ pub mod config {
 }
 pub mod cuda {
     pub use crate::cuda::{
-        Capability, Context, CudaEvent, CurrentStream, ExactVerdict, Graph, PeerMemory, Products, TorchStream, Tuning,
-        kernels, profile,
+        Capability, Context, CudaEvent, CurrentStream, ExactVerdict, FreeMemory, Graph, PeerMemory, Products,
+        TorchStream, Tuning, kernels, profile,
     };
 }
 pub mod data {
@@ -47,7 +47,7 @@ pub mod launch {
     pub use crate::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, hold_signals, run, worker_command};
 }
 pub mod memory {
-    pub use crate::memory::{Arena, HostPool, Ledger, MemoryKind, release_idle, settle};
+    pub use crate::memory::{Account, Arena, HostPool, Ledger, MemoryKind, release_idle, settle};
 }
 pub mod metrics {
     pub use crate::metrics::{CompletionRow, LogHistory, MetricLine, read_completions, read_metrics};
@@ -71,7 +71,9 @@ pub mod process {
     pub use crate::process::Scratch;
 }
 pub mod reward {
-    pub use crate::reward::{FailureKind, RewardPool, answer_reader, check_reply, exact_answer, numeric_answer};
+    pub use crate::reward::{
+        FailureCount, FailureKind, RewardPool, answer_reader, check_reply, exact_answer, numeric_answer,
+    };
 }
 pub mod rollout {
     pub use crate::rollout::{

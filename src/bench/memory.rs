@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde_json::Value;
 use tch::{Device, Kind};
 
-use crate::cuda::{Context, Placement};
+use crate::cuda::{Context, FreeMemory, Placement};
 use crate::error::{Error, Result};
 use crate::memory::{self, Ledger, MemoryKind};
 use crate::plan::{Room, human};
@@ -131,7 +131,7 @@ impl DriverWatch {
         let (seen, stopped) = (most.clone(), stop.clone());
         let look = move || {
             while !stopped.load(Ordering::Relaxed) {
-                if let Ok((free, total)) = context.memory_bytes() {
+                if let Ok(FreeMemory { free_bytes: free, total_bytes: total }) = context.memory() {
                     seen.fetch_max(total - free, Ordering::Relaxed);
                 }
                 std::thread::sleep(LOOK);

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::{device_name, median, seconds, synchronize};
-use crate::cuda::{Context, Graph, TorchStream};
+use crate::cuda::{Context, FreeMemory, Graph, TorchStream};
 use crate::error::{Error, Result};
 use crate::memory::{self, Arena, HostPool, Ledger};
 use crate::ranks::{ReduceOp, World, all_reduce_f64};
@@ -179,7 +179,7 @@ fn copies(bytes: usize, world: &World) -> Result<Value> {
 /// All of the GPU that is taken, by whomever; 0 on a CPU.
 fn used_bytes(device: Device) -> Result<usize> {
     let Device::Cuda(ordinal) = device else { return Ok(0) };
-    let (free, total) = Context::retain(ordinal)?.memory_bytes()?;
+    let FreeMemory { free_bytes: free, total_bytes: total } = Context::retain(ordinal)?.memory()?;
     Ok(total - free)
 }
 

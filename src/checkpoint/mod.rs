@@ -50,7 +50,7 @@ pub use changes::{changes, sft_changes};
 pub use claim::{Claim, claim};
 pub use folder::{FINAL, check_space, list, refuse_within_checkpoint, write_new};
 pub use manifest::written;
-pub use resume::{OpenedFolder, open_output};
+pub use resume::{NumberChange, OpenedFolder, open_output};
 pub use saver::Saver;
 pub use state::{CarriedGroup, SavedBatch, SavedConfig, TrainerState};
 pub use write::Models;

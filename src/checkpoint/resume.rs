@@ -88,16 +88,27 @@ fn checkpoint_of_first_rank(output: &OutputConfig, world: &World) -> Result<Opti
     Ok(first_text(&*world.group(), text)?.map(PathBuf::from))
 }
 
+/// A number that follows from several keys, before a resume and after.
+#[derive(Debug, Clone, Copy)]
+pub struct NumberChange {
+    /// What it counts.
+    pub name: &'static str,
+    /// In the checkpoint, on the ranks that wrote it.
+    pub old: usize,
+    /// In the run that resumes, on its ranks.
+    pub new: usize,
+}
+
 impl Checkpoint {
-    /// Changes since it was made as they are told: keys that change the result, and `(name, old, new)` that several keys come to on the
-    /// old number of ranks and on `world_size`.
+    /// Changes since it was made as they are told: keys that change the result, and numbers that several keys come to on the old number of
+    /// ranks and on `world_size`.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for another `lora.r`, which no resume can be forced over: the optimizer's state is of other parameters.
     pub fn unsafe_changes(
         &self,
         keys: &[KeyChange],
-        numbers: &[(&str, usize, usize)],
+        numbers: &[NumberChange],
         world_size: usize,
     ) -> Result<Vec<String>> {
         if let Some(rank) = keys.iter().find(|change| change.key == "lora.r") {
@@ -105,8 +116,8 @@ impl Checkpoint {
         }
         let old_size = self.state.world_size;
         let keys = keys.iter().filter(|change| change.changes_result).map(|change| redact(&change.to_string()));
-        let numbers = numbers.iter().filter(|(_, old, new)| old != new);
-        let told = |(name, old, new): &(&str, usize, usize)| {
+        let numbers = numbers.iter().filter(|number| number.old != number.new);
+        let told = |NumberChange { name, old, new }: &NumberChange| {
             format!("{name}: was {old} on {old_size} ranks, is {new} on {world_size}")
         };
         Ok(keys.chain(numbers.map(told)).collect())

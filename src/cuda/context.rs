@@ -11,6 +11,15 @@ use super::capability::Capability;
 use super::library;
 use crate::error::{Error, Result};
 
+/// Memory of one GPU.
+#[derive(Debug, Clone, Copy)]
+pub struct FreeMemory {
+    /// Bytes that nobody holds.
+    pub free_bytes: usize,
+    /// Bytes in all.
+    pub total_bytes: usize,
+}
+
 /// One GPU's primary context, retained while this lives.
 #[derive(Debug)]
 pub struct Context {
@@ -63,13 +72,14 @@ impl Context {
         check("cuCtxSynchronize", result::ctx::synchronize())
     }
 
-    /// (free, total) bytes of the GPU, as the driver counts them over all processes.
+    /// The GPU's memory, as the driver counts it over all processes.
     ///
     /// # Errors
     /// [`Error::Cuda`].
-    pub fn memory_bytes(&self) -> Result<(usize, usize)> {
+    pub fn memory(&self) -> Result<FreeMemory> {
         self.make_current()?;
-        check("cuMemGetInfo", result::mem_get_info())
+        let (free_bytes, total_bytes) = check("cuMemGetInfo", result::mem_get_info())?;
+        Ok(FreeMemory { free_bytes, total_bytes })
     }
 
     /// Where the GPU stands on the PCI bus, as in /sys/bus/pci/devices: `0000:0f:00.0`.

@@ -65,6 +65,15 @@ impl EnergyMeter {
     }
 }
 
+/// Memory of one GPU.
+#[derive(Debug, Clone, Copy)]
+pub struct UsedMemory {
+    /// Bytes in use.
+    pub used_bytes: u64,
+    /// Bytes in all.
+    pub total_bytes: u64,
+}
+
 /// The memory of one GPU as its driver counts it: contexts, libraries and other processes included.
 #[derive(Debug)]
 pub struct MemoryMeter(Device<'static>);
@@ -78,9 +87,9 @@ impl MemoryMeter {
         Ok(handle(ordinal)?.map(Self))
     }
 
-    /// Bytes in use and bytes in all; none while the driver does not say.
-    pub fn used_and_total(&self) -> Option<(u64, u64)> {
-        self.0.memory_info().ok().map(|memory| (memory.used, memory.total))
+    /// The memory now; none while the driver does not say.
+    pub fn read(&self) -> Option<UsedMemory> {
+        self.0.memory_info().ok().map(|memory| UsedMemory { used_bytes: memory.used, total_bytes: memory.total })
     }
 }
 
@@ -153,7 +162,7 @@ mod tests {
         let error = require_free().unwrap_err().to_string();
         assert!(error.contains("GPU 0: ") && error.contains("MiB are held by"), "{error}");
         let meter = MemoryMeter::new(0).unwrap().expect("NVML knows the GPU");
-        let (used, total) = meter.used_and_total().unwrap();
+        let UsedMemory { used_bytes: used, total_bytes: total } = meter.read().unwrap();
         assert!((2 << 30..total).contains(&used), "{used} of {total}");
         drop(held);
     }

@@ -177,6 +177,7 @@ fn invalid(op: &'static str, expected: impl Into<String>, got: impl ToString) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Account;
 
     const MIB: usize = 1 << 20;
 
@@ -208,9 +209,13 @@ mod tests {
         let _ = first.fill_(7);
         arena.map(8 * MIB).unwrap();
         assert_eq!(first.sum(Kind::Int64).int64_value(&[]), 28);
-        assert!(Ledger::report().contains(&(MemoryKind::Device, "arena_growth_test", 8 * MIB)));
+        assert!(Ledger::report().contains(&Account {
+            kind: MemoryKind::Device,
+            owner: "arena_growth_test",
+            bytes: 8 * MIB
+        }));
         drop(arena);
-        assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "arena_growth_test"));
+        assert!(Ledger::report().iter().all(|account| account.owner != "arena_growth_test"));
     }
 
     #[test]
@@ -318,7 +323,7 @@ mod tests {
         arena.map(4 * 4096).unwrap();
         arena.shrink(4096);
         assert_eq!(arena.mapped_bytes(), 3 * 4096);
-        assert!(Ledger::report().contains(&(MemoryKind::Device, "broken", 3 * 4096)));
+        assert!(Ledger::report().contains(&Account { kind: MemoryKind::Device, owner: "broken", bytes: 3 * 4096 }));
         assert!(matches!(arena.map(10), Err(Error::Environment { .. })));
     }
 }

@@ -52,7 +52,7 @@ pub fn free_bytes(device: Device) -> Result<usize> {
         Device::Cuda(ordinal) => {
             let context = Context::retain(ordinal)?;
             ChunkPool::of(&context).settle()?;
-            Ok(context.memory_bytes()?.0)
+            Ok(context.memory()?.free_bytes)
         }
         _ => available_host_bytes(),
     }

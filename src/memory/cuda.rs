@@ -104,9 +104,9 @@ impl CudaRange {
     }
 
     fn out_of_memory(&self, requested_bytes: usize) -> Error {
-        let free = self.context.memory_bytes().map_or_else(
+        let free = self.context.memory().map_or_else(
             |error| error.to_string(),
-            |(free, total)| format!("{} of {} MiB free", free >> 20, total >> 20),
+            |memory| format!("{} of {} MiB free", memory.free_bytes >> 20, memory.total_bytes >> 20),
         );
         let owner =
             format!("{} (GPU {}: {free}; {})", self.name, self.context.ordinal(), Ledger::summary(MemoryKind::Device));

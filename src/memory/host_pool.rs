@@ -293,6 +293,7 @@ mod tests {
     use tch::Kind;
 
     use super::*;
+    use crate::memory::Account;
 
     #[test]
     fn tensors_return_bit_identical() {
@@ -312,7 +313,7 @@ mod tests {
         }
         assert!(pool.copy_from((1 << 16) - 8, &floats).is_err());
         assert!(pool.copy_from(2, &floats).is_err());
-        assert!(Ledger::report().contains(&(MemoryKind::Host, "pool_test", 1 << 16)));
+        assert!(Ledger::report().contains(&Account { kind: MemoryKind::Host, owner: "pool_test", bytes: 1 << 16 }));
     }
 
     #[test]

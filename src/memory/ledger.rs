@@ -13,6 +13,17 @@ pub enum MemoryKind {
     Host,
 }
 
+/// What one owner holds in one place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Account {
+    /// The place.
+    pub kind: MemoryKind,
+    /// Who holds it.
+    pub owner: &'static str,
+    /// Bytes held.
+    pub bytes: usize,
+}
+
 /// The process-wide account of bytes by owner. It holds counts only, never memory.
 #[derive(Debug)]
 pub struct Ledger;
@@ -31,8 +42,8 @@ impl Ledger {
     }
 
     /// Every open account, by place and owner.
-    pub fn report() -> Vec<(MemoryKind, &'static str, usize)> {
-        accounts().iter().map(|(&(kind, owner), &bytes)| (kind, owner, bytes)).collect()
+    pub fn report() -> Vec<Account> {
+        accounts().iter().map(|(&(kind, owner), &bytes)| Account { kind, owner, bytes }).collect()
     }
 
     /// Bytes held in `kind` by all owners together.
@@ -55,8 +66,8 @@ impl Ledger {
     pub fn summary(kind: MemoryKind) -> String {
         let held: Vec<String> = Self::report()
             .into_iter()
-            .filter(|(at, ..)| *at == kind)
-            .map(|(_, owner, bytes)| format!("{owner} {} MiB", bytes >> 20))
+            .filter(|account| account.kind == kind)
+            .map(|Account { owner, bytes, .. }| format!("{owner} {} MiB", bytes >> 20))
             .collect();
         if held.is_empty() { "nothing else is held".to_owned() } else { format!("held: {}", held.join(", ")) }
     }
@@ -89,10 +100,10 @@ mod tests {
     fn accounts_open_change_and_close() {
         Ledger::set("ledger_test", MemoryKind::Host, 3 << 20);
         Ledger::resize("ledger_test", MemoryKind::Host, 1 << 20, 5 << 20);
-        assert!(Ledger::report().contains(&(MemoryKind::Host, "ledger_test", 7 << 20)));
+        assert!(Ledger::report().contains(&Account { kind: MemoryKind::Host, owner: "ledger_test", bytes: 7 << 20 }));
         assert!(Ledger::total(MemoryKind::Host) >= 7 << 20);
         assert!(Ledger::summary(MemoryKind::Host).contains("ledger_test 7 MiB"));
         Ledger::set("ledger_test", MemoryKind::Host, 0);
-        assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "ledger_test"));
+        assert!(Ledger::report().iter().all(|account| account.owner != "ledger_test"));
     }
 }

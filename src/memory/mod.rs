@@ -24,5 +24,5 @@ pub use explain::explain_out_of_memory;
 pub use fill::fill;
 pub use host::{available_host_bytes, peak_resident_bytes, resident_bytes};
 pub use host_pool::{Direction, HostPool, Mark, PendingCopy};
-pub use ledger::{Ledger, MemoryKind};
+pub use ledger::{Account, Ledger, MemoryKind};
 pub use paced::Paced;

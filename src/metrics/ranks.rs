@@ -13,9 +13,9 @@ use tch::Device;
 
 use crate::console;
 use crate::console::redact;
-use crate::cuda::MemoryMeter;
+use crate::cuda::{MemoryMeter, UsedMemory};
 use crate::error::{Error, Result};
-use crate::memory::{Ledger, MemoryKind, resident_bytes};
+use crate::memory::{Account, Ledger, MemoryKind, resident_bytes};
 use crate::phase::{self, Pulse};
 use crate::untrusted::Folder;
 
@@ -228,8 +228,8 @@ impl RankFile {
         let since = self.seen.as_ref().filter(is_same).map_or(now, |(_, since)| *since);
         let mut held: Vec<HeldBytes> = Ledger::report()
             .into_iter()
-            .filter(|(.., bytes)| *bytes > 0)
-            .map(|(kind, owner, bytes)| HeldBytes {
+            .filter(|account| account.bytes > 0)
+            .map(|Account { kind, owner, bytes }| HeldBytes {
                 owner: owner.to_owned(),
                 on_device: kind == MemoryKind::Device,
                 bytes: bytes as u64,
@@ -250,8 +250,8 @@ impl RankFile {
             gpu_memory: self
                 .meter
                 .as_ref()
-                .and_then(MemoryMeter::used_and_total)
-                .map(|(used_bytes, total_bytes)| GpuMemory { used_bytes, total_bytes }),
+                .and_then(MemoryMeter::read)
+                .map(|UsedMemory { used_bytes, total_bytes }| GpuMemory { used_bytes, total_bytes }),
             held,
             warnings: console::recent_warnings()
                 .into_iter()

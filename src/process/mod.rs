@@ -32,14 +32,23 @@ pub fn detach(thread: thread::Builder, work: impl FnOnce() + Send + 'static) -> 
     Ok(())
 }
 
-/// How a child has ended, `si_code` and `si_status`; it is not reaped. `None` while it lives.
-pub fn ended(pid: u32) -> Option<(i32, i32)> {
+/// How a child has ended, as waitid(2) tells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChildEnd {
+    /// `si_code`: by an exit, by a signal, ..
+    pub code: i32,
+    /// `si_status`: the exit code, or the signal.
+    pub status: i32,
+}
+
+/// How a child has ended; it is not reaped. `None` while it lives.
+pub fn ended(pid: u32) -> Option<ChildEnd> {
     // SAFETY: a zeroed siginfo is valid, outlives the call and is filled by it; its pid stays 0 if the child lives.
     unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
         let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
         let found = libc::waitid(libc::P_PID, pid, &raw mut info, options) == 0 && info.si_pid() != 0;
-        found.then(|| (info.si_code, info.si_status()))
+        found.then(|| ChildEnd { code: info.si_code, status: info.si_status() })
     }
 }
 

@@ -2,6 +2,24 @@
 
 use crate::error::Error;
 
+/// How many scores a reward did not give for one reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FailureCount {
+    /// The reward's name.
+    pub reward: String,
+    /// The reason.
+    pub kind: FailureKind,
+    /// Scores.
+    pub count: usize,
+}
+
+impl FailureCount {
+    /// So many scores of a reward.
+    pub fn new(reward: &str, kind: FailureKind, count: usize) -> Self {
+        Self { reward: reward.to_owned(), kind, count }
+    }
+}
+
 /// Why a reward gave no score.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureKind {

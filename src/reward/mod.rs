@@ -8,7 +8,7 @@
 //! use std::sync::Arc;
 //! use colo_grpo::Config;
 //! use colo_grpo::data::{FinishReason, Prompt, RolloutGroup, Trajectory};
-//! use colo_grpo::reward::{FailureKind, RewardFunction, RewardInput, RewardPool, RewardTicket};
+//! use colo_grpo::reward::{FailureCount, FailureKind, RewardFunction, RewardInput, RewardPool, RewardTicket};
 //!
 //! let words = ["tensor_parallel_size=1", "reward_funcs=[\"brevity\"]", "reward_weights=[1.0]"].map(str::to_owned);
 //! let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
@@ -19,8 +19,9 @@
 //! let mut groups = [RolloutGroup { completions: vec![completion], ..RolloutGroup::new(prompt) }];
 //! let ticket: RewardTicket = pool.submit(&groups[0]); // other groups may be sampled meanwhile
 //! pool.wait(&mut groups, &[ticket])?;
-//! let failures: Vec<(String, FailureKind, usize)> = pool.take_failures();
-//! assert_eq!((groups[0].completions[0].reward, failures.len()), (Some(0.5), 0));
+//! let failures: Vec<FailureCount> = pool.take_failures();
+//! let too_slow = failures.iter().filter(|failure| failure.kind == FailureKind::Timeout).count();
+//! assert_eq!((groups[0].completions[0].reward, too_slow), (Some(0.5), 0));
 //! # Ok::<(), colo_grpo::Error>(())
 //! ```
 //!
@@ -83,8 +84,8 @@ use std::sync::Arc;
 
 pub use answer::{exact_answer, format, numeric_answer};
 pub(crate) use builtin::names;
-pub use failures::FailureKind;
 pub(crate) use failures::RewardFailure;
+pub use failures::{FailureCount, FailureKind};
 pub use pool::{RewardPool, RewardTicket};
 pub(crate) use protocol::{frame, take_frame};
 use serde_json::{Map, Value};

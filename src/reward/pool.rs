@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
+use super::failures::{FailureCount, FailureKind, RewardFailures, Score, weighted_sum};
 use super::job::RunProgress;
 use super::servants::{serve_endpoint, serve_service};
 use super::service::RewardService;
@@ -325,7 +325,7 @@ impl RewardPool {
     }
 
     /// Scores that each reward did not give since the last call, by the kinds of failure that it has had so far.
-    pub fn take_failures(&mut self) -> Vec<(String, FailureKind, usize)> {
+    pub fn take_failures(&mut self) -> Vec<FailureCount> {
         let num_rewards = self.seen.len();
         let failures =
             std::mem::replace(&mut self.shared.lock().failures, vec![RewardFailures::default(); num_rewards]);
@@ -333,7 +333,7 @@ impl RewardPool {
         for ((name, failures), seen) in self.shared.names.iter().zip(failures).zip(&mut self.seen) {
             seen.extend(FailureKind::ALL.into_iter().filter(|kind| failures.of(*kind) > 0));
             for kind in FailureKind::ALL.into_iter().filter(|kind| seen.contains(kind)) {
-                taken.push((name.clone(), kind, failures.of(kind)));
+                taken.push(FailureCount::new(name, kind, failures.of(kind)));
             }
         }
         taken

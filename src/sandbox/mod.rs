@@ -25,7 +25,7 @@ use tempfile::TempDir;
 use inside::{ASKS_FOR_IDS, INNER_ID, NOBODY, become_program};
 
 use crate::config::CodeConfig;
-use crate::process::{do_not_block, ended, moved, wait_for};
+use crate::process::{ChildEnd, do_not_block, ended, moved, wait_for};
 
 pub use readable::Readable;
 pub use session::SandboxSession;
@@ -229,7 +229,7 @@ impl Process {
     fn succeeds(&self, deadline: Instant) -> bool {
         while Instant::now() < deadline {
             if let Some(end) = ended(self.pid as u32) {
-                return end == (libc::CLD_EXITED, 0);
+                return end == ChildEnd { code: libc::CLD_EXITED, status: 0 };
             }
             std::thread::sleep(LOOK);
         }

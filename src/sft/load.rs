@@ -6,7 +6,7 @@ use std::time::Instant;
 use tch::Kind;
 
 use super::Sft;
-use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Models, OpenedFolder, Saver, TrainerState};
+use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Models, NumberChange, OpenedFolder, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::console::{self, rows_progress};
 use crate::cuda::{Placement, chip_flop_per_s, residual_kind};
@@ -90,7 +90,8 @@ pub(super) fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: 
     let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
     let saved = SftConfig::from_entries(saved.entries(config.entries()));
     let saved = saved.map_err(|error| checkpoint.of_another_program(&error))?;
-    let rows = ("rows per update", rows_per_update(&saved, *saved_size), rows_per_update(config, world_size));
+    let (old, new) = (rows_per_update(&saved, *saved_size), rows_per_update(config, world_size));
+    let rows = NumberChange { name: "rows per update", old, new };
     checkpoint.unsafe_changes(&checkpoint::sft_changes(config, &saved), &[rows], world_size)
 }
 

@@ -8,7 +8,7 @@ use crate::memory;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::phase::{self, Phase};
 use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
-use crate::reward::FailureKind;
+use crate::reward::FailureCount;
 use crate::rollout::StageTimes;
 use crate::tools::SessionCosts;
 use crate::train::{Sequence, Transitions};
@@ -136,9 +136,9 @@ pub(super) fn utilisation_metric(metrics: &mut StepMetrics, training_flop: f64, 
 }
 
 /// Scores that rewards did not give, by reward and kind.
-pub(super) fn failure_metrics(metrics: &mut StepMetrics, failures: Vec<(String, FailureKind, usize)>) {
-    for (name, kind, count) in failures {
-        metrics.set(format!("rewards/{name}/failed/{}", kind.name()), count as f64, Reduce::Sum);
+pub(super) fn failure_metrics(metrics: &mut StepMetrics, failures: Vec<FailureCount>) {
+    for FailureCount { reward, kind, count } in failures {
+        metrics.set(format!("rewards/{reward}/failed/{}", kind.name()), count as f64, Reduce::Sum);
     }
 }
 

@@ -6,7 +6,7 @@ use super::batches::begun_anew;
 use super::output::RunOutput;
 use super::policy_and_engine::PolicyAndEngine;
 use super::{TrainingData, TrainingProgress};
-use crate::checkpoint::{self, CarriedGroup, Checkpoint, TrainerState};
+use crate::checkpoint::{self, CarriedGroup, Checkpoint, NumberChange, TrainerState};
 use crate::config::Config;
 use crate::console;
 use crate::error::{Error, Result};
@@ -22,9 +22,12 @@ pub(super) fn unsafe_changes(config: &Config, world: &World, checkpoint: &Checkp
     let saved = Config::from_entries(saved.entries(config.entries())).map_err(foreign)?;
     let saved_batch = saved.validate_world((*saved_size).max(1)).map_err(foreign)?;
     let batch = config.validate_world(world.size())?;
+    let (old, new) = (saved_batch, batch);
+    let (old_size, new_size) = (old.generation_batch_size, new.generation_batch_size);
+    let (old_updates, new_updates) = (old.updates_per_generation, new.updates_per_generation);
     let numbers = [
-        ("generation_batch_size (completions)", saved_batch.generation_batch_size, batch.generation_batch_size),
-        ("updates per generation batch", saved_batch.updates_per_generation, batch.updates_per_generation),
+        NumberChange { name: "generation_batch_size (completions)", old: old_size, new: new_size },
+        NumberChange { name: "updates per generation batch", old: old_updates, new: new_updates },
     ];
     let changes = checkpoint::changes(config, &saved);
     if let Some(change) = changes.iter().find(|change| change.key == "exact" && world.rank() == 0) {

@@ -53,8 +53,19 @@ pub(super) fn run_line(number: usize, run: &WatchedRun) -> Value {
         "messages": messages, "newest": run.steps.last(), "num_completions": run.steps.len()})
 }
 
+/// Parts of the page that show what some runs have measured, as HTML.
+#[derive(Debug, serde::Serialize)]
+pub(super) struct MeasuredParts {
+    tiles: String,
+    charts: String,
+    metrics: String,
+    configuration: String,
+    /// Changes where a run has new steps.
+    revision: String,
+}
+
 /// Tiles, charts, all metrics and the configuration.
-pub(super) fn charts(runs: &[(usize, &WatchedRun)]) -> (String, String, String, String) {
+pub(super) fn charts(runs: &[(usize, &WatchedRun)], revision: String) -> MeasuredParts {
     let titled = |html: &dyn Fn(&WatchedRun) -> String| -> String {
         let of = |(_, run): &(usize, &WatchedRun)| match runs.len() {
             1 => html(run),
@@ -69,7 +80,7 @@ pub(super) fn charts(runs: &[(usize, &WatchedRun)]) -> (String, String, String, 
         Ok(config) => report::config_table(&config),
         Err(message) => format!("<p>{}</p>", escape(&message)),
     });
-    (tiles, report::charts(&named), metrics, configuration)
+    MeasuredParts { tiles, charts: report::charts(&named), metrics, configuration, revision }
 }
 
 /// A table of every run's ranks: phase, memory, last sign of life.

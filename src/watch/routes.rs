@@ -71,9 +71,7 @@ async fn charts(State(shared): State<Shared>, request: Request) -> Response {
         watched.runs.search();
         let selected = selected(&mut watched.runs, query);
         let runs = chosen(&watched.runs, &selected);
-        let (tiles, charts, metrics, configuration) = page::charts(&runs);
-        Ok(json!({"tiles": tiles, "charts": charts, "metrics": metrics, "configuration": configuration,
-            "revision": revision(&runs)}))
+        Ok(json!(page::charts(&runs, revision(&runs))))
     })
     .await
 }

@@ -154,7 +154,7 @@ fn fails(
     let is_right = if keeps { engine.absent_bytes() == 0 } else { engine.resident_bytes().unwrap() == 0 };
     assert!(is_right, "{message}: the engine is awake, or has lost its memory");
     let gone = if keeps { &["engine_weights", "gradients"][..] } else { &["engine_weights", "gradients", "kv_cache"] };
-    assert!(!Ledger::report().iter().any(|(_, owner, _)| gone.contains(owner)));
+    assert!(!Ledger::report().iter().any(|account| gone.contains(&account.owner)));
 }
 
 /// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets: one that is left waiting gets the time limit

@@ -4,8 +4,8 @@
 use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
-use colo_grpo::internal::cuda::{Context, Graph, TorchStream};
-use colo_grpo::internal::memory::{self, Arena, HostPool, Ledger, MemoryKind};
+use colo_grpo::internal::cuda::{Context, FreeMemory, Graph, TorchStream};
+use colo_grpo::internal::memory::{self, Account, Arena, HostPool, Ledger, MemoryKind};
 use colo_grpo::internal::torch;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -24,7 +24,7 @@ fn gpu_arena_comes_and_goes_in_a_tenth_of_a_second() {
     let mut warm = Tensor::ones([1024], (Kind::Float, GPU));
     assert_eq!(warm.fill_(-1.0).abs().sum(Kind::Float).double_value(&[]), 1024.0);
     let mut arena = Arena::reserve("gpu_arena_test", 64 * GIB, GPU).unwrap();
-    let (address, free) = (arena.as_ptr(), context.memory_bytes().unwrap().0);
+    let (address, free) = (arena.as_ptr(), context.memory().unwrap().free_bytes);
     let (mut slowest, mut uncleared_ms) = ((0.0f64, 0.0f64), 0.0f64);
     for cycle in 0..10 {
         // What the driver has just got back it clears before it gives it again: that is its time, not the arena's.
@@ -33,7 +33,7 @@ fn gpu_arena_comes_and_goes_in_a_tenth_of_a_second() {
         let start = Instant::now();
         arena.map(64 * GIB).unwrap();
         let map_ms = start.elapsed().as_secs_f64() * 1e3;
-        let left = context.memory_bytes().unwrap().0;
+        let left = context.memory().unwrap().free_bytes;
         assert!(free - left >= 64 * GIB, "{} bytes less free", free - left);
         // SAFETY: dropped before the arena is unmapped.
         let mut last = unsafe { arena.tensor(64 * GIB - 4096, &[1024], Kind::Float) }.unwrap();
@@ -45,7 +45,7 @@ fn gpu_arena_comes_and_goes_in_a_tenth_of_a_second() {
         let unmap_ms = start.elapsed().as_secs_f64() * 1e3;
         memory::settle(GPU).unwrap();
         let free_ms = start.elapsed().as_secs_f64() * 1e3;
-        let back = context.memory_bytes().unwrap().0;
+        let back = context.memory().unwrap().free_bytes;
         assert!(back + 64 * (1 << 20) >= free, "{} bytes kept", free - back);
         assert_eq!((arena.as_ptr(), arena.mapped_bytes()), (address, 0));
         let of_kind = if is_rested { &mut slowest.0 } else { &mut uncleared_ms };
@@ -84,20 +84,20 @@ fn gpu_arena_views_work_in_libtorch_and_growth_keeps_them() {
     let product = first.mm(&last).to_device(Device::Cpu).to_kind(Kind::Double);
     let error = (product - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
     assert!(error < 2e-3, "{error}");
-    assert!(Ledger::report().contains(&(MemoryKind::Device, "gpu_view_test", GIB)));
+    assert!(Ledger::report().contains(&Account { kind: MemoryKind::Device, owner: "gpu_view_test", bytes: GIB }));
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_arena_that_does_not_fit_maps_nothing_and_says_who_holds_what() {
     let context = Context::retain(0).unwrap();
-    let (free, total) = context.memory_bytes().unwrap();
+    let FreeMemory { free_bytes: free, total_bytes: total } = context.memory().unwrap();
     let mut arena = Arena::reserve("gpu_huge_test", 2 * total, GPU).unwrap();
     let error = arena.map(2 * total).unwrap_err();
     assert_eq!(error.exit_code() as i32, 11, "{error}");
     assert!(error.to_string().contains("gpu_huge_test") && error.to_string().contains("MiB free"), "{error}");
     assert_eq!(arena.mapped_bytes(), 0);
-    let left = context.memory_bytes().unwrap().0;
+    let left = context.memory().unwrap().free_bytes;
     assert!(left + 64 * (1 << 20) >= free, "{} bytes kept", free - left);
     arena.map(GIB).unwrap();
     assert!(arena.mapped_bytes() > 0);
@@ -171,7 +171,7 @@ fn gpu_pieces_that_leave_wait_for_the_next_arena() {
         ["gpu_leaving_test", "gpu_next_test"].map(|name| Arena::reserve(name, 8 * GIB, GPU).unwrap());
     leaving.map(8 * GIB).unwrap();
     memory::settle(GPU).unwrap();
-    let free = || context.memory_bytes().unwrap().0;
+    let free = || context.memory().unwrap().free_bytes;
     let before = free();
     for piece in (0..8).rev() {
         leaving.shrink(piece * GIB);

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use colo_grpo::internal::cuda::Context;
+use colo_grpo::internal::cuda::{Context, FreeMemory};
 use colo_grpo::internal::memory::{self, Arena};
 use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::torch;
@@ -38,7 +38,7 @@ fn gpu_five_hundred_cycles_leave_memory_flat() {
         if cycle % 50 == 0 {
             memory::settle(device).unwrap();
             torch::release_memory(device).unwrap();
-            let (free, total) = context.memory_bytes().unwrap();
+            let FreeMemory { free_bytes: free, total_bytes: total } = context.memory().unwrap();
             held.push((total - free, resident_bytes()));
         }
     }
@@ -77,7 +77,7 @@ fn gpu_two_ranks_of_one_engine_end_together() {
 
 fn ends_and_frees(num_ranks: usize, fault: &str, keys: &str, code: i32) {
     let gpus: Vec<_> = (0..num_ranks).map(|ordinal| Context::retain(ordinal).unwrap()).collect();
-    let free = || gpus.iter().map(|gpu| gpu.memory_bytes().unwrap().0).collect::<Vec<_>>();
+    let free = || gpus.iter().map(|gpu| gpu.memory().unwrap().free_bytes).collect::<Vec<_>>();
     let before = free();
     let folder = tempfile::tempdir().unwrap();
     let mut run = command(&format!(
@@ -125,11 +125,11 @@ fn gpu_that_fills_up_ends_the_run_and_the_key_to_lower_is_told() {
     );
     let mut filled = command(&line).spawn().unwrap();
     assert!(eventually(Duration::from_secs(60), || !metrics(folder.path()).is_empty()), "it did not start");
-    let (_, total) = context.memory_bytes().unwrap();
+    let total = context.memory().unwrap().total_bytes;
     let mut other = Arena::reserve("other_test", total, GPU).unwrap();
     let start = Instant::now();
     while filled.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(30) {
-        let more = context.memory_bytes().unwrap().0.saturating_sub(2 * MIB).min(1 << 30);
+        let more = context.memory().unwrap().free_bytes.saturating_sub(2 * MIB).min(1 << 30);
         let _ = other.map(other.mapped_bytes() + more); // the run may have been faster
     }
     let _ = filled.kill();

@@ -107,7 +107,7 @@ fn failures_mask_and_are_counted_by_cause() {
     pool.score(&mut groups).unwrap();
     assert_eq!(rewards(&groups[0]), [None, None, None, None, Some(4.0)]);
     assert_eq!(groups[0].completions[0].rewards, [None, Some(3.0)]);
-    let faulty = |kind, count| ("faulty".to_owned(), kind, count);
+    let faulty = |kind, count| FailureCount::new("faulty", kind, count);
     let kinds = [FailureKind::Error, FailureKind::Panic, FailureKind::NonFinite];
     assert_eq!(pool.take_failures(), [faulty(kinds[0], 1), faulty(kinds[1], 1), faulty(kinds[2], 2)]);
     assert_eq!(pool.take_failures(), kinds.map(|kind| faulty(kind, 0)), "kinds that were met stay");
@@ -128,7 +128,7 @@ fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
     let ticket = pool.submit(&groups[0]);
     pool.wait(&mut groups, &[ticket]).unwrap();
     assert_eq!(rewards(&groups[0]), [None, Some(1.0), Some(1.0)]);
-    assert_eq!(pool.take_failures(), [("own".to_owned(), FailureKind::Timeout, 1)]);
+    assert_eq!(pool.take_failures(), [FailureCount::new("own", FailureKind::Timeout, 1)]);
     drop(pool);
     drop(release);
 }
@@ -146,7 +146,7 @@ fn the_function_that_hangs_is_blamed_not_the_one_that_failed_before_it() {
     let mut pool = RewardPool::with_functions(&config(&["faulty", "stuck"], 1, 0.2), &functions).unwrap();
     pool.score(&mut [group(0, &["x"])]).unwrap();
     let expected = [("faulty", FailureKind::Error), ("stuck", FailureKind::Timeout)];
-    assert_eq!(pool.take_failures(), expected.map(|(name, kind)| (name.to_owned(), kind, 1)));
+    assert_eq!(pool.take_failures(), expected.map(|(name, kind)| FailureCount::new(name, kind, 1)));
     drop(release);
 }
 

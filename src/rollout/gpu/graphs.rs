@@ -45,7 +45,7 @@ impl Graphs {
         }
         let start = Instant::now();
         step()?;
-        let free_bytes = || Ok::<_, Error>(stream.context().memory_bytes()?.0);
+        let free_bytes = || Ok::<_, Error>(stream.context().memory()?.free_bytes);
         let free = free_bytes()?;
         let graph = Graph::capture(stream, step)?;
         self.account(self.bytes + free.saturating_sub(free_bytes()?));

@@ -194,7 +194,7 @@ fn what_a_service_does_wrong_masks_its_sample() {
     for (text, reward) in completions.iter().zip(&of_all) {
         assert_eq!(*reward, ["good", "busy"].contains(text).then_some(1.0), "{text}");
     }
-    let kinds: Vec<_> = pool.take_failures().into_iter().map(|(_, kind, count)| (kind, count)).collect();
+    let kinds: Vec<_> = pool.take_failures().into_iter().map(|failure| (failure.kind, failure.count)).collect();
     let expected =
         [(FailureKind::Error, 2), (FailureKind::Timeout, 2), (FailureKind::Output, 4), (FailureKind::Unavailable, 2)];
     assert_eq!(kinds, expected);

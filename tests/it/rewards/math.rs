@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use colo_grpo::internal::reward::{FailureKind, RewardPool};
+use colo_grpo::internal::reward::{FailureCount, FailureKind, RewardPool};
 use serde_json::{Value, json};
 
 use super::processes::{Scores, group, pool, scores};
@@ -118,7 +118,10 @@ fn a_hang_and_an_answer_that_cannot_be_read_mask_their_samples() {
     assert_eq!(rewards(of_hang), [Some(1.0), None, Some(0.0)]);
     assert_eq!(rewards(unreadable), [None, None]);
     let failures = pool.take_failures();
-    assert_eq!(failures, [("math".to_owned(), FailureKind::Error, 2), ("math".to_owned(), FailureKind::Timeout, 1)]);
+    assert_eq!(
+        failures,
+        [FailureCount::new("math", FailureKind::Error, 2), FailureCount::new("math", FailureKind::Timeout, 1)]
+    );
 }
 
 /// Where math-verify is missing the run ends before a model is loaded, with the line that installs it.

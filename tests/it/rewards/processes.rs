@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use colo_grpo::internal::reward::{FailureKind, RewardPool};
+use colo_grpo::internal::reward::{FailureCount, FailureKind, RewardPool};
 use colo_grpo::internal::types::{FinishReason, Prompt, RolloutGroup, Trajectory};
 use colo_grpo::{Config, ExitCode};
 use serde_json::{Value, json};
@@ -95,7 +95,7 @@ fn functions_of_trl_and_verl_are_called_as_they_stand() {
     assert_eq!(of_both[0], (Some(4.0), vec![Some(1.0), Some(3.0)]));
     assert_eq!(of_both[1], (Some(3.0), vec![None, Some(3.0)]), "a reward that does not apply masks nothing");
     assert_eq!(of_both[2], (None, vec![None, Some(3.0)]));
-    assert_eq!(both.take_failures(), [("some".to_owned(), FailureKind::NonFinite, 1)]);
+    assert_eq!(both.take_failures(), [FailureCount::new("some", FailureKind::NonFinite, 1)]);
 }
 
 /// Does what the completion says.
@@ -147,12 +147,12 @@ fn a_function_that_fails_masks_its_sample_and_is_replaced() {
     for (text, (reward, _)) in completions.iter().zip(&scores) {
         assert_eq!(*reward, (*text == "good").then_some(1.0), "{text}");
     }
-    let name = || "faulty".to_owned();
+    let faulty = |kind, count| FailureCount::new("faulty", kind, count);
     let expected = [
-        (name(), FailureKind::Error, 6),
-        (name(), FailureKind::Timeout, 1),
-        (name(), FailureKind::NonFinite, 2),
-        (name(), FailureKind::Died, 2),
+        faulty(FailureKind::Error, 6),
+        faulty(FailureKind::Timeout, 1),
+        faulty(FailureKind::NonFinite, 2),
+        faulty(FailureKind::Died, 2),
     ];
     assert_eq!(pool.take_failures(), expected);
     wait_until(|| processes_of(Path::new(&mark)).is_empty()); // what hung leaves no process
@@ -227,7 +227,7 @@ fn a_command_that_writes_something_else_is_no_reply() {
     for (text, reward) in completions.iter().zip(rewards(&mut pool, &completions)) {
         assert_eq!(reward, (*text == "good").then_some(1.0), "{text}");
     }
-    let own = |kind, count| ("own".to_owned(), kind, count);
+    let own = |kind, count| FailureCount::new("own", kind, count);
     assert_eq!(pool.take_failures(), [own(FailureKind::Timeout, 1), own(FailureKind::Output, 5)]);
 }
 
@@ -238,14 +238,14 @@ fn an_answer_too_many_costs_its_own_sample_alone() {
     for arguments in ["", ", \"without ids\""] {
         let mut pool = command_pool(folder.path(), arguments);
         assert_eq!(rewards(&mut pool, &["twice", "good"]), [None, Some(1.0)], "{arguments}");
-        assert_eq!(pool.take_failures(), [("own".to_owned(), FailureKind::Output, 1)], "{arguments}");
+        assert_eq!(pool.take_failures(), [FailureCount::new("own", FailureKind::Output, 1)], "{arguments}");
         // Whether what follows is noticed with the reply or later: it is not the next request's.
         assert_eq!(rewards(&mut pool, &["trailing", "good"])[1], Some(1.0), "{arguments}");
     }
     // The second answer to the first request is all that the second one gets.
     let mut pool = command_pool(folder.path(), "");
     assert_eq!(rewards(&mut pool, &["good", "before", "good"]), [None, None, Some(1.0)]);
-    let kinds: Vec<_> = pool.take_failures().into_iter().map(|(_, kind, _)| kind).collect();
+    let kinds: Vec<_> = pool.take_failures().into_iter().map(|failure| failure.kind).collect();
     assert_eq!(kinds, [FailureKind::Output]);
     // Its scores are taken: it can cost nobody anything any more, least of all those that were asked later.
     assert_eq!(rewards(&mut pool, &["good"]), [Some(1.0)]);
@@ -261,7 +261,7 @@ fn a_command_without_ids_is_started_for_every_request() {
         rewards(&mut pool, &["good", "garbage", "good", "hang", "error", "good"]),
         [Some(1.0), None, Some(1.0), None, None, Some(1.0)]
     );
-    let own = |kind| ("own".to_owned(), kind, 1);
+    let own = |kind| FailureCount::new("own", kind, 1);
     assert_eq!(pool.take_failures(), [own(FailureKind::Error), own(FailureKind::Timeout), own(FailureKind::Output)]);
 }
 
@@ -333,7 +333,7 @@ fn one_of_many_asynchronous_rewards_fails_alone() {
             [Some(1.0), None, Some(1.0), Some(1.0)],
             "{what}"
         );
-        assert_eq!(pool.take_failures(), [("own".to_owned(), kind, 1)], "{what}");
+        assert_eq!(pool.take_failures(), [FailureCount::new("own", kind, 1)], "{what}");
     }
 }
 

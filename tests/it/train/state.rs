@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use colo_grpo::Result;
-use colo_grpo::internal::memory::{HostPool, Ledger, MemoryKind};
+use colo_grpo::internal::memory::{Account, HostPool, Ledger, MemoryKind};
 use colo_grpo::internal::model::{ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::internal::ranks::{Mesh, World, all_gather_bytes};
 use colo_grpo::internal::train::{
@@ -97,8 +97,7 @@ pub fn streams(mesh: &Mesh) {
     for (stage, kind) in [(0, Kind::Float), (1, Kind::BFloat16), (2, Kind::Float), (3, Kind::BFloat16)] {
         let run = Run { tied: stage == 1, ..Run::new(stage, kind) };
         let mut policy = run.policy_in(mesh, OptimizerHome::Stream(run.pool(mesh)));
-        let on_device =
-            |&(place, owner, _): &(MemoryKind, &str, usize)| (place, owner) == (MemoryKind::Device, "optimizer");
+        let on_device = |account: &Account| (account.kind, account.owner) == (MemoryKind::Device, "optimizer");
         assert!(!Ledger::report().iter().any(on_device), "{:?}", Ledger::report());
         let mut resident = run.policy(mesh);
         for _ in 0..3 {
@@ -167,12 +166,12 @@ fn the_ledger_holds_what_the_formulas_say() {
             ];
             assert_eq!(
                 Ledger::report(),
-                expected.map(|(owner, bytes)| (MemoryKind::Device, owner, bytes)),
+                expected.map(|(owner, bytes)| Account { kind: MemoryKind::Device, owner, bytes }),
                 "stage {stage}"
             );
             assert_eq!(policy.optimizer_bytes(), bytes.optimizer);
             policy.drop_gradients();
-            assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "gradients"));
+            assert!(Ledger::report().iter().all(|account| account.owner != "gradients"));
         }
         assert!(Ledger::report().is_empty(), "{:?}", Ledger::report());
     });
