@@ -9,7 +9,7 @@
 golden.json: `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last position; `all_logits`, [T, V] of
 prompt `all_logits_of`; `greedy`, 24 ids a prompt for the first three; `min_gap`, the least difference between the two
 highest logits on the way; of a model with experts `aux_loss`, one number a prompt; of one with gated delta
-nets, a shared expert, layers without rope or factors `long_greedy`, 200 ids for the first prompt. Numbers are float32, computed in float32.
+nets, a shared expert, layers that differ or factors `long_greedy`, 200 ids for the first prompt. Numbers are float32, computed in float32.
 
 rope.json: for each case, keys of a config.json with heads of 128; `inv_freq` and `attention_factor` as transformers' rotary
 embedding has them; `context`, the longest that it is for.
@@ -23,8 +23,8 @@ import shutil
 import subprocess
 
 import torch
-from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, GraniteConfig, LlamaConfig, MistralConfig,
-                          Olmo2Config, PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config,
+from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config, Gemma3TextConfig, Glm4Config, GlmConfig, GraniteConfig, LlamaConfig, MinistralConfig, Mistral3Config, MistralConfig,
+                          Olmo2Config, Phi3Config, PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config,
                           Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, SmolLM3Config)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
@@ -32,8 +32,9 @@ VOCAB = 96
 PROMPT_LENGTHS = [5, 13, 21, 40]  # the window of mistral is 8
 ALL_LOGITS_OF = 1
 NEW_TOKENS = 24
-LONG_NEW_TOKENS = 200  # of a model with a key of LONG_KEYS
-LONG_KEYS = ["linear_num_key_heads", "shared_expert_intermediate_size", "no_rope_layers", "residual_multiplier"]
+LONG_NEW_TOKENS = 200  # of a model with a key of LONG_KEYS or of LONG_TYPES
+LONG_KEYS = ["linear_num_key_heads", "shared_expert_intermediate_size", "no_rope_layers", "residual_multiplier", "query_pre_attn_scalar"]
+LONG_TYPES = ["glm", "glm4", "phi3", "ministral"]
 LEAST_GAP = 1e-3
 COMMON = dict(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -65,6 +66,8 @@ HYBRID = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head
               **dict(COMMON, num_hidden_layers=3))
 PARTIAL_ROPE = dict(ROPE, partial_rotary_factor=0.25)
 VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, out_hidden_size=32, num_position_embeddings=16)
+GEMMA3 = dict(hidden_size=40, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=24,
+              sliding_window=8, **dict(COMMON, num_hidden_layers=7))
 # name: configuration, type on disk, largest shard
 FAMILIES = {
     "qwen2_yarn": (Qwen2Config(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
@@ -108,6 +111,17 @@ FAMILIES = {
     "mistral": (MistralConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
                               rope_parameters=ROPE, sliding_window=8, tie_word_embeddings=False, **COMMON),
                 torch.float32, "5GB"),
+    "qwen2_window": (Qwen2Config(hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, rope_parameters=ROPE,
+                                 use_sliding_window=True, sliding_window=8, max_window_layers=1, tie_word_embeddings=True,
+                                 **dict(COMMON, num_hidden_layers=3)), torch.bfloat16, "5GB"),
+    "ministral": (MinistralConfig(hidden_size=40, intermediate_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
+                                  rope_parameters=ROPE, sliding_window=8, layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+                                  **dict(COMMON, num_hidden_layers=3)), torch.bfloat16, "5GB"),
+    "mistral3_vision": (Mistral3Config(
+        text_config=dict(model_type="mistral", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                         sliding_window=None, tie_word_embeddings=False, rope_parameters=ROPE, **COMMON),
+        vision_config=dict(model_type="pixtral", hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+                           patch_size=4), tie_word_embeddings=False), torch.bfloat16, "40KB"),
     "smollm3": (SmolLM3Config(hidden_size=24, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2, no_rope_layer_interval=3,
                               pad_token_id=0, rope_parameters=dict(ROPE, rope_theta=5e6), **dict(COMMON, num_hidden_layers=4)), torch.bfloat16, "40KB"),
     # Rope and windows layer by layer.
@@ -117,6 +131,24 @@ FAMILIES = {
     "granite": (GraniteConfig(hidden_size=24, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2, rope_parameters=ROPE,
                               embedding_multiplier=1.5, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=3.0,
                               tie_word_embeddings=False, **COMMON), torch.float32, "5GB"),
+    # The window and the rotation of five layers in six; the factors of scores and the embedding are rounded to no power of two.
+    "gemma3": (Gemma3TextConfig(**GEMMA3, rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4))), torch.bfloat16, "100KB"),
+    "gemma3_vision": (Gemma3Config(text_config=dict(GEMMA3, num_hidden_layers=3, layer_types=["sliding_attention", "full_attention",
+        "sliding_attention"]), vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        image_size=8, patch_size=4), mm_tokens_per_image=4), torch.bfloat16, "40KB"),
+    # Rotary pairs of neighbours; gate and up in one tensor.
+    "glm": (GlmConfig(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_parameters=PARTIAL_ROPE,
+                      pad_token_id=0, **COMMON), torch.bfloat16, "5GB"),
+    "glm4": (Glm4Config(hidden_size=40, intermediate_size=56, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
+                        rope_parameters=dict(ROPE, partial_rotary_factor=0.5), pad_token_id=0, **dict(COMMON, num_hidden_layers=3)),
+             torch.float32, "40KB"),
+    # Queries, keys and values in one tensor, too.
+    "phi3": (Phi3Config(hidden_size=48, intermediate_size=56, num_attention_heads=6, num_key_value_heads=2, pad_token_id=0,
+                        rope_parameters=dict(ROPE, partial_rotary_factor=0.75), **COMMON), torch.float32, "40KB"),
+    "phi3_window": (Phi3Config(hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0,
+                               rope_parameters=ROPE, sliding_window=8, tie_word_embeddings=True, **COMMON), torch.bfloat16, "5GB"),
     "olmo2": (Olmo2Config(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, rope_parameters=ROPE,
                           tie_word_embeddings=False, **COMMON), torch.float32, "5GB"),
 }
@@ -196,7 +228,8 @@ def golden_numbers(model, seed):
     logits = [model(prompt[None]).logits[0] for prompt in prompts]
     greedy, gaps = zip(*[continuation(model, prompt) for prompt in prompts[:3]])
     text = model.config.get_text_config()
-    long, gap = continuation(model, prompts[0], LONG_NEW_TOKENS) if any(hasattr(text, key) for key in LONG_KEYS) else ([], 1.0)
+    is_long = any(hasattr(text, key) for key in LONG_KEYS) or text.model_type in LONG_TYPES
+    long, gap = continuation(model, prompts[0], LONG_NEW_TOKENS) if is_long else ([], 1.0)
     router = dict(aux_loss=[model(prompt[None], output_router_logits=True).aux_loss.item() for prompt in prompts]
                   ) if hasattr(text, "num_experts") else {}
     return router | {

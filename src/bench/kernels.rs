@@ -12,8 +12,8 @@ use tch::{Device, Kind, Tensor};
 use super::limits::GpuLimits;
 use super::median;
 use crate::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, DeltaOptions, DeltaPages, DeltaRows, DeltaRuns, DeltaWeights,
-    Draws, HeadTransform, QkvViews, SharedPrefixes,
+    self, Activation, AttentionPlan, AttentionShape, CANDIDATE_WORDS, DeltaOptions, DeltaPages, DeltaRows, DeltaRuns,
+    DeltaWeights, Draws, HeadTransform, QkvViews, SharedPrefixes,
 };
 use crate::cuda::{Context, EnergyMeter, Graph, Sustained, TorchStream};
 use crate::error::{Error, Result};
@@ -198,7 +198,7 @@ impl DecodeStep<'_> {
             kernels::add_rms_norm(&mut x, Some(&delta), &weight, &mut y, spec.norm())
         })?;
         let (gate_up, mut act) = (self.tensor(&[rows, 2 * mlp])?, self.tensor(&[rows, mlp])?);
-        self.time("silu_mul", 3 * rows * mlp * unit, |_| kernels::silu_mul(&gate_up, &mut act))
+        self.time("silu_mul", 3 * rows * mlp * unit, |_| kernels::silu_mul(Activation::Silu, &gate_up, &mut act))
     }
 
     fn rope_write_kv(&mut self, [k_cache, v_cache]: &[Tensor; 2]) -> Result<()> {

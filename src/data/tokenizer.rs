@@ -47,6 +47,9 @@ thread_local! {
     pub(crate) static ENCODED_BYTES: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
+/// The form in which Mistral publishes tokenizers.
+const TEKKEN: &str = "tekken.json";
+
 /// Text to ids and back. Never truncates or pads, whatever `tokenizer.json` asks for.
 #[derive(Debug)]
 pub struct Tokenizer {
@@ -70,6 +73,13 @@ impl Tokenizer {
         let folder = folder.as_ref();
         let path = folder.join("tokenizer.json");
         let bytes = untrusted::read(&path, MAX_TOKENIZER_BYTES).map_err(|error| match error.kind() {
+            ErrorKind::NotFound if folder.join(TEKKEN).exists() => {
+                let message = format!(
+                    "missing, and {TEKKEN}, which is there, is not read: copy the tokenizer.json of the same model, which its page on the \
+                     Hub or a conversion to transformers' form has; colo-grpo init copies one from --tokenizer FOLDER"
+                );
+                Error::bad_file(&path, message)
+            }
             ErrorKind::NotFound => {
                 let folder = folder.display();
                 let line = format!("from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')");

@@ -1,12 +1,38 @@
-// y = silu(gate) * up on the interleaved layout g0 u0 g1 u1 .., one pass, rounded once. The backward makes y again on its way:
-// the next weight's gradient needs it.
+// y = a(gate) * up on the interleaved layout g0 u0 g1 u1 .., one pass, rounded once, where a is SiLU (swiglu) or GELU's approximation by
+// tanh (geglu). The backward makes y again on its way: the next weight's gradient needs it.
 #include "fp8.cuh"
 #include "scalar.cuh"
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
+// The function of a gate, and its slope.
+struct Activated {
+    float value, slope;
+};
+
+struct Silu {
+    static __device__ __forceinline__ float of(float x) { return x * sigmoid(x); }
+
+    static __device__ __forceinline__ Activated with_slope(float x) {
+        const float share = sigmoid(x), silu = x * share;
+        return {silu, share + silu * (1.0f - share)};
+    }
+};
+
+// x (1 + t) / 2 with t = tanh(A (x + B x^3)), whose slope is (1 + t) / 2 + x (1 - t^2) A (1 + 3 B x^2) / 2.
+struct GeluTanh {
+    static constexpr float A = 0.7978845608028654f, B = 0.044715f;
+
+    static __device__ __forceinline__ float of(float x) { return 0.5f * x * (1.0f + tanhf(A * (x + B * x * x * x))); }
+
+    static __device__ __forceinline__ Activated with_slope(float x) {
+        const float t = tanhf(A * (x + B * x * x * x));
+        return {0.5f * x * (1.0f + t), 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * A * (1.0f + 3.0f * B * x * x)};
+    }
+};
+
 // n outputs, N a thread at once.
-template <typename T, int N>
+template <typename Act, typename T, int N>
 __device__ __forceinline__ void forward(const T* __restrict__ gate_up, T* __restrict__ y, long long n) {
     wait_for_inputs();
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
@@ -16,29 +42,29 @@ __device__ __forceinline__ void forward(const T* __restrict__ gate_up, T* __rest
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             const float gate = widen(pairs.at[2 * k]);
-            narrow(gate * sigmoid(gate) * widen(pairs.at[2 * k + 1]), out.at[k]);
+            narrow(Act::of(gate) * widen(pairs.at[2 * k + 1]), out.at[k]);
         }
         reinterpret_cast<Pack<T, N>*>(y)[i] = out;
     }
 }
 
 // The gradients of N pairs, and their activations.
-template <typename T, int N>
+template <typename Act, typename T, int N>
 __device__ __forceinline__ void gradients_of(
     const Pack<T, 2 * N>& pairs, const Pack<T, N>& grads, Pack<T, 2 * N>& out, Pack<T, N>& act
 ) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
         const float gate = widen(pairs.at[2 * k]), up = widen(pairs.at[2 * k + 1]), grad = widen(grads.at[k]);
-        const float share = sigmoid(gate), silu = gate * share;
-        narrow(grad * up * (share + silu * (1.0f - share)), out.at[2 * k]);
-        narrow(grad * silu, out.at[2 * k + 1]);
-        narrow(silu * up, act.at[k]);
+        const auto [value, slope] = Act::with_slope(gate);
+        narrow(grad * up * slope, out.at[2 * k]);
+        narrow(grad * value, out.at[2 * k + 1]);
+        narrow(value * up, act.at[k]);
     }
 }
 
 // d_gate_up may be gate_up itself: every thread reads its pairs before it writes them.
-template <typename T, int N>
+template <typename Act, typename T, int N>
 __device__ __forceinline__ void backward(
     const T* __restrict__ dy, const T* gate_up, T* d_gate_up, T* __restrict__ y, long long n
 ) {
@@ -49,7 +75,7 @@ __device__ __forceinline__ void backward(
         const auto grads = reinterpret_cast<const Pack<T, N>*>(dy)[i];
         Pack<T, 2 * N> out;
         Pack<T, N> act;
-        gradients_of(pairs, grads, out, act);
+        gradients_of<Act>(pairs, grads, out, act);
         reinterpret_cast<Pack<T, N>*>(y)[i] = act;
         reinterpret_cast<Pack<T, 2 * N>*>(d_gate_up)[i] = out;
     }
@@ -57,7 +83,7 @@ __device__ __forceinline__ void backward(
 
 // The same of y times a weight that each row has: y is weighted, and a row's weight gets its gradient, the sum of y dy without it. A
 // block has a row.
-template <typename T, int N>
+template <typename Act, typename T, int N>
 __device__ __forceinline__ void weighted_backward(
     const T* __restrict__ dy, const float* __restrict__ weights, const T* gate_up, T* d_gate_up, T* __restrict__ y,
     float* __restrict__ d_weights, long long columns
@@ -74,11 +100,12 @@ __device__ __forceinline__ void weighted_backward(
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             const float gate = widen(pairs.at[2 * k]), up = widen(pairs.at[2 * k + 1]), grad = widen(grads.at[k]);
-            const float share = sigmoid(gate), silu = gate * share, weighted = grad * weight;
-            narrow(weighted * up * (share + silu * (1.0f - share)), out.at[2 * k]);
-            narrow(weighted * silu, out.at[2 * k + 1]);
-            narrow(silu * up * weight, act.at[k]);
-            sum += silu * up * grad;
+            const auto [value, slope] = Act::with_slope(gate);
+            const float weighted = grad * weight;
+            narrow(weighted * up * slope, out.at[2 * k]);
+            narrow(weighted * value, out.at[2 * k + 1]);
+            narrow(value * up * weight, act.at[k]);
+            sum += value * up * grad;
         }
         reinterpret_cast<Pack<T, N>*>(y)[first + i] = act;
         reinterpret_cast<Pack<T, 2 * N>*>(d_gate_up)[first + i] = out;
@@ -87,24 +114,27 @@ __device__ __forceinline__ void weighted_backward(
     if (threadIdx.x == 0) d_weights[blockIdx.x] = sum;
 }
 
-#define SWIGLU(SUFFIX, T, N)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(256) swiglu_forward_##SUFFIX(const T* gate_up, T* y, long long n) { \
-        forward<T, N>(gate_up, y, n);                                                                               \
+#define GATED(UNIT, ACT, SUFFIX, T, N)                                                                                \
+    extern "C" __global__ void __launch_bounds__(256) UNIT##_forward_##SUFFIX(const T* gate_up, T* y, long long n) { \
+        forward<ACT, T, N>(gate_up, y, n);                                                                          \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(256)                                                               \
-        swiglu_backward_##SUFFIX(const T* dy, const T* gate_up, T* d_gate_up, T* y, long long n) {                  \
-        backward<T, N>(dy, gate_up, d_gate_up, y, n);                                                               \
+        UNIT##_backward_##SUFFIX(const T* dy, const T* gate_up, T* d_gate_up, T* y, long long n) {                  \
+        backward<ACT, T, N>(dy, gate_up, d_gate_up, y, n);                                                          \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) swiglu_weighted_backward_##SUFFIX(                            \
+    extern "C" __global__ void __launch_bounds__(256) UNIT##_weighted_backward_##SUFFIX(                            \
         const T* dy, const float* weights, const T* gate_up, T* d_gate_up, T* y, float* d_weights, long long columns \
     ) {                                                                                                             \
-        weighted_backward<T, N>(dy, weights, gate_up, d_gate_up, y, d_weights, columns);                            \
+        weighted_backward<ACT, T, N>(dy, weights, gate_up, d_gate_up, y, d_weights, columns);                       \
     }
+#define GATED_ALL(UNIT, ACT)         \
+    GATED(UNIT, ACT, f32_x1, float, 1) \
+    GATED(UNIT, ACT, f32_x2, float, 2) \
+    GATED(UNIT, ACT, bf16_x1, bf16, 1) \
+    GATED(UNIT, ACT, bf16_x4, bf16, 4)
 
-SWIGLU(f32_x1, float, 1)
-SWIGLU(f32_x2, float, 2)
-SWIGLU(bf16_x1, bf16, 1)
-SWIGLU(bf16_x4, bf16, 4)
+GATED_ALL(swiglu, Silu)
+GATED_ALL(geglu, GeluTanh)
 
 // Kernels whose results are rounded to bf16 and then to e4m3: a block has a row, which waits in shared memory until its largest value is known.
 
@@ -126,7 +156,8 @@ __device__ __forceinline__ RowOfBlock row_of_block(const bf16* gate_up /* [T, 2 
 }
 
 // Rows of F outputs. y may be null.
-extern "C" __global__ void __launch_bounds__(640) swiglu_forward_fp8(
+template <typename Act>
+__device__ __forceinline__ void forward_fp8(
     const bf16* __restrict__ gate_up,  // [T, 2 F]
     bf16* __restrict__ y,              // [T, F] or null
     unsigned char* __restrict__ values, float* __restrict__ scales, long long columns
@@ -142,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(640) swiglu_forward_fp8(
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float gate = widen(four.at[2 * j]);
-                narrow(gate * sigmoid(gate) * widen(four.at[2 * j + 1]), out.at[4 * half + j]);
+                narrow(Act::of(gate) * widen(four.at[2 * j + 1]), out.at[4 * half + j]);
             }
         }
         row[i] = out;
@@ -153,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(640) swiglu_forward_fp8(
 }
 
 // The backward. d_gate_up may be gate_up itself.
-extern "C" __global__ void __launch_bounds__(512) swiglu_backward_fp8(
+template <typename Act>
+__device__ __forceinline__ void backward_fp8(
     const bf16* __restrict__ dy,  // [T, F]
     const bf16* gate_up,          // [T, 2 F]
     bf16* d_gate_up,              // [T, 2 F]
@@ -174,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(512) swiglu_backward_fp8(
 #pragma unroll
             for (int j = 0; j < 4; ++j) grad.at[j] = grads.at[4 * half + j];
             Pack<bf16, 8> d;
-            gradients_of(own[half], grad, d, part);
+            gradients_of<Act>(own[half], grad, d, part);
 #pragma unroll
             for (int j = 0; j < 4; ++j) act.at[4 * half + j] = part.at[j];
             out[2 * i + half] = row[2 * i + half] = d;
@@ -184,3 +216,18 @@ extern "C" __global__ void __launch_bounds__(512) swiglu_backward_fp8(
     }
     write_fp8(row, 2 * packs, bits, {values + 2 * first, scales + blockIdx.x});
 }
+
+#define GATED_FP8(UNIT, ACT)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(640) UNIT##_forward_fp8(                                                  \
+        const bf16* gate_up, bf16* y, unsigned char* values, float* scales, long long columns                             \
+    ) {                                                                                                                   \
+        forward_fp8<ACT>(gate_up, y, values, scales, columns);                                                            \
+    }                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(512) UNIT##_backward_fp8(                                                 \
+        const bf16* dy, const bf16* gate_up, bf16* d_gate_up, bf16* y, unsigned char* values, float* scales, long long columns \
+    ) {                                                                                                                   \
+        backward_fp8<ACT>(dy, gate_up, d_gate_up, y, values, scales, columns);                                            \
+    }
+
+GATED_FP8(swiglu, Silu)
+GATED_FP8(geglu, GeluTanh)

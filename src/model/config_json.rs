@@ -7,7 +7,7 @@ mod delta_net;
 mod experts;
 pub(crate) mod keys;
 mod layer_types;
-mod rope;
+pub(super) mod rope;
 #[cfg(test)]
 mod tests;
 mod text_part;
@@ -25,6 +25,7 @@ use super::files;
 use super::json::{CONFIG, JsonObject};
 use super::spec::ModelSpec;
 use crate::error::{Error, Result};
+use crate::ops::swiglu::Activation;
 
 /// Standard deviation of fresh weights, as every family's configuration has it.
 pub(super) const INITIALIZER_RANGE: f64 = 0.02;
@@ -60,7 +61,7 @@ impl ModelSpec {
 
     /// `config.json`, readable by transformers 4 and 5.
     pub fn to_config_json(&self) -> Value {
-        let Traits { architecture, model_type, window, write, .. } = self.family.traits();
+        let Traits { architecture, model_type, window, rotary_factor, write, .. } = self.family.traits();
         let dtype = dtype_name(self.dtype);
         let attention = self.attention();
         let rope = self.rotations().into_iter().flatten().next();
@@ -77,7 +78,7 @@ impl ModelSpec {
             "num_attention_heads": attention.num_heads,
             "num_key_value_heads": attention.num_kv_heads,
             "head_dim": attention.head_dim,
-            "hidden_act": "silu",
+            "hidden_act": activation_name(self.layers[0].mlp.activation()),
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": rope["rope_theta"],
             "rope_scaling": if rope["rope_type"] == "default" { Value::Null } else { rope.clone() },
@@ -99,8 +100,11 @@ impl ModelSpec {
         if let Some(experts) = self.experts() {
             experts::write(self, experts, &mut config);
         }
-        if matches!(window, Window::Switched | Window::Listed) {
-            windows::write(self, &mut config);
+        if let (Some(_), Some(rope)) = (rotary_factor, attention.rope) {
+            config["rope_parameters"]["partial_rotary_factor"] = json!(rope.partial_rotary_factor);
+        }
+        if matches!(window, Window::Switched | Window::Listed | Window::Patterned(_)) {
+            windows::write(self, window, &mut config);
         }
         write(self, &mut config);
         config
@@ -148,10 +152,19 @@ fn dtype_name(kind: Kind) -> &'static str {
 
 fn parse(whole: JsonObject) -> Result<ModelSpec> {
     let (family, is_text_part) = family(&whole)?;
-    let config = &if is_text_part { text_part::read(whole)? } else { whole };
-    config.check(&keys::CONFIG_KEYS)?;
     let traits = family.traits();
-    refuse_unsupported(config, traits.has_delta_nets)?;
+    let mut config = if is_text_part { text_part::read(whole)? } else { whole };
+    if let Value::Object(usual) = (traits.defaults)() {
+        config.complete(usual);
+    }
+    let qkv_bias = match traits.has_attention_bias {
+        true => config.take_flag("attention_bias")?.unwrap_or(traits.qkv_bias),
+        false => traits.qkv_bias,
+    };
+    let traits = Traits { qkv_bias, ..traits };
+    let config = &config;
+    config.check(&keys::CONFIG_KEYS)?;
+    refuse_unsupported(config, &traits)?;
     if traits.has_shared_expert && config.has("qkv_bias") && !config.flag("qkv_bias")? {
         return Err(config.wrong("qkv_bias", "true"));
     }
@@ -164,10 +177,11 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
         hidden_size: config.size("hidden_size", 1 << 20)?,
         layers,
         embedding_multiplier: 1.0,
+        rounds_embedding_multiplier: false,
         logits_scaling: 1.0,
         rms_norm_eps: config.positive("rms_norm_eps")?,
         tie_word_embeddings: config.flag("tie_word_embeddings")?,
-        zero_centred_norms: traits.has_delta_nets,
+        zero_centred_norms: traits.zero_centred_norms,
         router_aux_loss_coef: if traits.has_experts { experts::aux_loss_coef(config)? } else { 0.0 },
         max_position_embeddings: max_position_embeddings.max(rope::extended_context(config)?),
         bos_token_id: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
@@ -187,7 +201,6 @@ fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
         true => None, // of which `delta_net` reads others
         false => layer_types::read(config, [layer_types::FULL, layer_types::SLIDING], num_layers)?,
     };
-    let (theta, scaling) = rope::read(config)?;
     let head_dim = head_dim(config, traits.head_dim, hidden, num_heads)?;
     let experts = if traits.has_experts { Some(experts::read(config, hidden, traits)?) } else { None };
     let intermediate = match &experts {
@@ -199,10 +212,20 @@ fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
     if !num_heads.is_multiple_of(num_kv_heads) {
         return Err(config.wrong("num_key_value_heads", format!("a divisor of num_attention_heads = {num_heads}")));
     }
-    let partial_rotary_factor = match traits.has_delta_nets {
-        true => delta_net::partial_rotary_factor(config, head_dim)?,
-        false => 1.0,
+    let partial_rotary_factor = match traits.rotary_factor {
+        Some(usual) => rope::partial_rotary_factor(config, head_dim, usual)?,
+        None => 1.0,
     };
+    let turned = (head_dim as f64 * partial_rotary_factor) as usize;
+    if traits.turns_pairs && !head_dim.is_multiple_of(turned) {
+        let expected = format!("a share whose columns divide the {head_dim} of a head");
+        return Err(config.wrong("partial_rotary_factor", expected));
+    }
+    let rotation = |layer_type| -> Result<Option<RopeSpec>> {
+        let (theta, scaling) = rope::read(config, layer_type)?;
+        Ok(Some(RopeSpec { theta, scaling, partial_rotary_factor }))
+    };
+    let (full, sliding) = (rotation(layer_types::FULL)?, rotation(layer_types::SLIDING)?);
     let attention = AttentionSpec {
         hidden,
         num_heads,
@@ -211,12 +234,15 @@ fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
         qkv_bias: traits.qkv_bias,
         qk_norm: traits.qk_norm,
         output_gate: traits.has_delta_nets,
-        rope: Some(RopeSpec { theta, scaling, partial_rotary_factor }),
+        rope: full,
         window: None,
         scale: AttentionSpec::usual_scale(head_dim),
     };
     let windows = windows::read(config, traits.window, types, num_layers)?;
-    let layer = |window| BlockSpec::dense(AttentionSpec { window, ..attention }, intermediate, traits.norms);
+    let layer = |window: Option<usize>| {
+        let rope = if window.is_some() { sliding } else { full };
+        BlockSpec::dense(AttentionSpec { window, rope, ..attention }, intermediate, traits.norms)
+    };
     let mut layers: Vec<_> = windows.into_iter().map(layer).collect();
     if traits.has_delta_nets {
         delta_net::read(config, hidden, &mut layers)?;
@@ -224,6 +250,8 @@ fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
     if let Some(experts) = experts {
         experts::place(config, experts, &mut layers)?;
     }
+    let activation = activation(config)?;
+    layers.iter_mut().for_each(|block| block.mlp = block.mlp.activated_by(activation));
     Ok(layers)
 }
 
@@ -242,7 +270,8 @@ fn family(config: &JsonObject) -> Result<(Family, bool)> {
     let found = Family::ALL.iter().find_map(|&family| {
         let Traits { architecture, model_type, whole, .. } = family.traits();
         let of_text = Names { architecture, model_type };
-        let names = [whole, Some(of_text)].into_iter().flatten().find(|&names| is_named(names))?;
+        let names =
+            [whole.map(|whole| whole.names), Some(of_text)].into_iter().flatten().find(|&names| is_named(names))?;
         let is_text_part = names.architecture != architecture;
         Some(contradicts(names).map_or(Ok((family, is_text_part)), Err))
     });
@@ -250,24 +279,36 @@ fn family(config: &JsonObject) -> Result<(Family, bool)> {
         let key = if architecture.is_some() { "architectures" } else { "model_type" };
         let names = Family::ALL.iter().flat_map(|family| {
             let Traits { architecture, whole, .. } = family.traits();
-            std::iter::once(architecture).chain(whole.map(|names| names.architecture))
+            std::iter::once(architecture).chain(whole.map(|whole| whole.names.architecture))
         });
         Err(config.wrong(key, format!("one of {}", names.collect::<Vec<_>>().join(", "))))
     })
 }
 
-fn refuse_unsupported(config: &JsonObject, turns_in_part: bool) -> Result<()> {
+fn refuse_unsupported(config: &JsonObject, traits: &Traits) -> Result<()> {
     const FACTOR: &str = "partial_rotary_factor";
-    if config.get("hidden_act").is_some_and(|act| act != "silu") {
-        return Err(config.wrong("hidden_act", "\"silu\""));
-    }
-    let rope = [config.object("rope_scaling")?, config.object("rope_parameters")?];
-    for place in rope.iter().flatten() {
-        place.check(&keys::ROPE_KEYS)?;
-    }
-    let mut places = rope.iter().flatten().chain([config]).filter(|_| !turns_in_part);
+    let rope = rope::objects(config, matches!(traits.window, Window::Patterned(_)))?;
+    let mut places = rope.iter().chain([config]).filter(|_| traits.rotary_factor.is_none());
     let in_part = |place: &&JsonObject| place.get(FACTOR).is_some_and(|factor| factor.as_f64() != Some(1.0));
     places.find(in_part).map_or(Ok(()), |place| Err(place.wrong(FACTOR, "1")))
+}
+
+/// Activations by the names of transformers.
+const ACTIVATIONS: [(&str, Activation); 2] = [("silu", Activation::Silu), ("gelu_pytorch_tanh", Activation::GeluTanh)];
+
+fn activation_name(activation: Activation) -> &'static str {
+    ACTIVATIONS.iter().find(|(_, own)| *own == activation).expect("every activation has a name").0
+}
+
+/// `hidden_act`, which some families call `hidden_activation`; absent, it is SiLU.
+fn activation(config: &JsonObject) -> Result<Activation> {
+    let key = ["hidden_activation", "hidden_act"].into_iter().find(|key| config.get(key).is_some());
+    let Some(key) = key else { return Ok(Activation::Silu) };
+    let found = ACTIVATIONS.iter().find(|(name, _)| config.get(key).is_some_and(|value| value == name));
+    found.map(|(_, activation)| *activation).ok_or_else(|| {
+        let names: Vec<_> = ACTIVATIONS.iter().map(|(name, _)| format!("\"{name}\"")).collect();
+        config.wrong(key, names.join(" or "))
+    })
 }
 
 /// Absent, it is the family's usual one, or `hidden_size / num_attention_heads`, as in transformers.

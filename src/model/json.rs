@@ -59,6 +59,18 @@ impl JsonObject {
         }
     }
 
+    /// Gives it the values of `usual` for keys that it lacks.
+    pub(super) fn complete(&mut self, usual: Map<String, Value>) {
+        usual.into_iter().for_each(|(key, value)| _ = self.map.entry(key).or_insert(value));
+    }
+
+    /// True or false, without leaving the key; `None` where it is absent.
+    pub(super) fn take_flag(&mut self, key: &str) -> Result<Option<bool>> {
+        let flag = self.get(key).map(|_| self.flag(key)).transpose()?;
+        self.map.remove(key);
+        Ok(flag)
+    }
+
     /// All keys with their values.
     pub(super) fn into_map(self) -> Map<String, Value> {
         self.map

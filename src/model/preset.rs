@@ -11,9 +11,10 @@ use super::spec::ModelSpec;
 use crate::ops::delta_net::DeltaHeads;
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::router::RouterOptions;
+use crate::ops::swiglu::Activation;
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 23] = [
+pub const PRESETS: [&str; 30] = [
     "micro",
     "tiny",
     "tiny-moe",
@@ -37,6 +38,13 @@ pub const PRESETS: [&str; 23] = [
     "olmo2-7b",
     "smollm3-3b",
     "granite3.1-8b",
+    "gemma-3-1b",
+    "gemma-3-4b",
+    "gemma-3-12b",
+    "gemma-3-27b",
+    "glm-4-9b",
+    "phi-4",
+    "mistral-small-24b",
 ];
 
 impl ModelSpec {
@@ -77,6 +85,20 @@ impl ModelSpec {
             "olmo2-7b" => olmo2([100_352, 4_096, 11_008, 32, 32, 32, 128]),
             "smollm3-3b" => smollm3([128_256, 2_048, 11_008, 36, 16, 4, 128]),
             "granite3.1-8b" => granite([49_155, 4_096, 12_800, 40, 32, 8, 128]),
+            "gemma-3-1b" => gemma3([262_144, 1_152, 6_912, 26, 4, 1, 256], 256, 512),
+            "gemma-3-4b" => gemma3([262_208, 2_560, 10_240, 34, 8, 4, 256], 256, 1_024),
+            "gemma-3-12b" => gemma3([262_208, 3_840, 15_360, 48, 16, 8, 256], 256, 1_024),
+            "gemma-3-27b" => gemma3([262_208, 5_376, 21_504, 62, 32, 16, 128], 168, 1_024),
+            "glm-4-9b" => glm4([151_552, 4_096, 13_696, 40, 32, 2, 128]),
+            "phi-4" => {
+                let spec = llama([100_352, 5_120, 17_920, 40, 40, 10, 128], 2.5e5);
+                let ids = (Some(100_257), vec![100_265]);
+                ModelSpec { family: Family::Phi3, max_position_embeddings: 16_384, ..with_ids(spec, ids) }
+            }
+            "mistral-small-24b" => {
+                let spec = llama([131_072, 5_120, 32_768, 40, 32, 8, 128], 1e8);
+                ModelSpec { family: Family::Mistral, ..with_ids(spec, (Some(1), vec![2])) }
+            }
             _ => return None,
         };
         Some(spec)
@@ -104,6 +126,7 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         hidden_size: hidden,
         layers: vec![BlockSpec::dense(attention, intermediate, NormPlaces::PRE); num_layers],
         embedding_multiplier: 1.0,
+        rounds_embedding_multiplier: false,
         logits_scaling: 1.0,
         rms_norm_eps: 1e-6,
         tie_word_embeddings,
@@ -161,12 +184,12 @@ fn with_experts(
 ) -> ModelSpec {
     let hidden = dense.hidden_size;
     let experts = ExpertsSpec {
-        expert: DenseSpec { hidden, intermediate },
+        expert: DenseSpec::new(hidden, intermediate),
         num_experts,
         own: num_experts,
         is_parallel: false,
         router: RouterOptions { num_experts_per_tok, norm_topk_prob: true },
-        shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec { hidden, intermediate })),
+        shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec::new(hidden, intermediate))),
     };
     let spec = dense.map_blocks(|_, block| block.mlp = Mlp::Experts(experts));
     ModelSpec { family, router_aux_loss_coef: 0.001, ..spec }
@@ -243,5 +266,53 @@ fn granite(sizes: [usize; 7]) -> ModelSpec {
         eos_token_ids: vec![0],
         dtype: Kind::BFloat16,
         ..spec.map_blocks(|_, block| block.residual_scale = 0.22)
+    }
+}
+
+/// Llama's layers with a rotation that is not scaled.
+fn llama(sizes: [usize; 7], theta: f64) -> ModelSpec {
+    let rope = RopeSpec { theta, scaling: None, partial_rotary_factor: 1.0 };
+    let spec = llama3(sizes, false, 1.0).map_attention(|_, attention| attention.rope = Some(rope));
+    ModelSpec { max_position_embeddings: 32_768, ..spec }
+}
+
+fn with_ids(spec: ModelSpec, (bos_token_id, eos_token_ids): (Option<u32>, Vec<u32>)) -> ModelSpec {
+    ModelSpec { bos_token_id, eos_token_ids, ..spec }
+}
+
+fn glm4(sizes: [usize; 7]) -> ModelSpec {
+    let spec = llama(sizes, 1e4).map_attention(|_, attention| {
+        attention.qkv_bias = true;
+        attention.rope.iter_mut().for_each(|rope| rope.partial_rotary_factor = 0.5);
+    });
+    let spec = with_ids(spec, (None, vec![151_329, 151_336, 151_338]));
+    ModelSpec { family: Family::Glm4, ..spec.map_blocks(|_, block| block.norms = NormPlaces::BOTH) }
+}
+
+/// Text alone. The smallest one's rotations are for 32,768 tokens.
+fn gemma3(sizes: [usize; 7], query_pre_attn_scalar: usize, window: usize) -> ModelSpec {
+    let is_long = sizes[1] > 1_152;
+    let scaling = is_long.then_some(RopeScaling::Linear { factor: 8.0 });
+    let [local, global] = [(1e4, None), (1e6, scaling)]
+        .map(|(theta, scaling)| Some(RopeSpec { theta, scaling, partial_rotary_factor: 1.0 }));
+    let spec = qwen2(sizes, true).map_attention(|layer, attention| {
+        attention.qkv_bias = false;
+        attention.qk_norm = Some(QkNorm::Head);
+        attention.scale = (query_pre_attn_scalar as f64).powf(-0.5);
+        (attention.window, attention.rope) = if layer % 6 == 5 { (None, global) } else { (Some(window), local) };
+    });
+    ModelSpec {
+        family: Family::Gemma3,
+        embedding_multiplier: (sizes[1] as f64).sqrt(),
+        rounds_embedding_multiplier: true,
+        zero_centred_norms: true,
+        max_position_embeddings: if is_long { 131_072 } else { 32_768 },
+        bos_token_id: Some(2),
+        eos_token_ids: vec![1, 106],
+        dtype: Kind::BFloat16,
+        ..spec.map_blocks(|_, block| {
+            block.norms = NormPlaces::BOTH;
+            block.mlp = block.mlp.activated_by(Activation::GeluTanh);
+        })
     }
 }

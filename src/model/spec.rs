@@ -10,7 +10,7 @@ use super::block::{AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpe
 use super::distinct::{RopeSpec, Ropes};
 use super::families::Family;
 use super::params::{shapes, units};
-use crate::config::{Circumstance, Combination};
+use crate::config::{Circumstance, Combination, TargetModule};
 use crate::error::{Error, Result};
 use crate::ops::rms_norm::NormOptions;
 
@@ -31,6 +31,8 @@ pub struct ModelSpec {
     pub layers: Vec<BlockSpec>,
     /// Factor of the embedding's rows.
     pub embedding_multiplier: f64,
+    /// That factor is rounded to the type of the table.
+    pub rounds_embedding_multiplier: bool,
     /// Divisor of the logits.
     pub logits_scaling: f64,
     /// Added to the mean square in every norm.
@@ -99,7 +101,14 @@ impl ModelSpec {
         let experts = if num_experts > 0 { Circumstance::Experts } else { Circumstance::NoExperts };
         let nets = if has_nets { Circumstance::DeltaNets } else { Circumstance::NoDeltaNets };
         let some = (1..self.num_layers()).contains(&num_experts).then_some(Circumstance::SomeExperts);
-        [experts, nets].into_iter().chain(some).chain(is_fused.then_some(Circumstance::FusedDeltaNets))
+        let fuses = |module| self.family.traits().fused_tensors.iter().any(|fused| fused.modules.contains(&module));
+        let fused = [
+            (is_fused, Circumstance::FusedDeltaNets),
+            (fuses(TargetModule::QProj), Circumstance::FusedQkv),
+            (fuses(TargetModule::GateProj), Circumstance::FusedGateUp),
+        ];
+        let fused = fused.into_iter().filter_map(|(is_so, fused)| is_so.then_some(fused));
+        [experts, nets].into_iter().chain(some).chain(fused)
     }
 
     /// Refuses settings that do not go together, or not with this kind of model.
@@ -145,11 +154,7 @@ impl ModelSpec {
     /// # Panics
     /// For a model without attention, which no family describes.
     pub fn attention(&self) -> AttentionSpec {
-        let of = |block: &BlockSpec| match block.mixer {
-            Mixer::Attention(attention) => Some(attention),
-            Mixer::DeltaNet(_) => None,
-        };
-        self.layers.iter().find_map(of).expect("every family has layers with attention")
+        self.attention_specs().next().expect("every family has layers with attention")
     }
 
     /// The gated delta net of the first layer that has one: all are alike.
@@ -213,7 +218,6 @@ impl ModelSpec {
     /// With a residual stream and dense MLPs of these widths.
     #[must_use]
     pub fn with_widths(self, hidden: usize, intermediate: usize) -> Self {
-        let dense = DenseSpec { hidden, intermediate };
         let spec = self.map_blocks(|_, block| {
             block.hidden = hidden;
             match &mut block.mixer {
@@ -221,7 +225,7 @@ impl ModelSpec {
                 Mixer::DeltaNet(delta_net) => delta_net.hidden = hidden,
             }
             match &mut block.mlp {
-                Mlp::Dense(mlp) => *mlp = dense,
+                Mlp::Dense(dense) => (dense.hidden, dense.intermediate) = (hidden, intermediate),
                 Mlp::Experts(experts) => {
                     experts.expert.hidden = hidden;
                     experts.shared.iter_mut().for_each(|SharedExpertSpec(shared)| shared.hidden = hidden);
@@ -265,8 +269,7 @@ impl ModelSpec {
 
     fn distinct<T: PartialEq>(&self, of: impl Fn(AttentionSpec) -> T) -> Vec<T> {
         let mut all = Vec::new();
-        for block in &self.layers {
-            let Mixer::Attention(attention) = block.mixer else { continue };
+        for attention in self.attention_specs() {
             let value = of(attention);
             if !all.contains(&value) {
                 all.push(value);
@@ -275,12 +278,21 @@ impl ModelSpec {
         all
     }
 
-    /// Rows of the embedding, or their gradient, times the model's factor. [T, D]
+    /// The factor of rows of a table of `kind`.
+    pub fn embedding_multiplier_in(&self, kind: Kind) -> f64 {
+        match self.rounds_embedding_multiplier {
+            true => Tensor::from(self.embedding_multiplier).to_kind(kind).double_value(&[]),
+            false => self.embedding_multiplier,
+        }
+    }
+
+    /// Rows of an embedding whose table is of `kind`, or their gradient, times the model's factor. [T, D]
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub fn scale_embedding(&self, rows: Tensor) -> Result<Tensor> {
-        if self.embedding_multiplier == 1.0 { Ok(rows) } else { Ok(rows.f_mul_scalar(self.embedding_multiplier)?) }
+    pub fn scale_embedding(&self, rows: Tensor, kind: Kind) -> Result<Tensor> {
+        let factor = self.embedding_multiplier_in(kind);
+        if factor == 1.0 { Ok(rows) } else { Ok(rows.f_mul_scalar(factor)?) }
     }
 
     /// Logits over the model's divisor. [C, V]
@@ -294,6 +306,14 @@ impl ModelSpec {
     /// How norms of the residual stream and of heads scale.
     pub fn norm(&self) -> NormOptions {
         NormOptions { eps: self.rms_norm_eps, zero_centred: self.zero_centred_norms }
+    }
+
+    /// The attention of every layer that has one, in order.
+    pub fn attention_specs(&self) -> impl Iterator<Item = AttentionSpec> + '_ {
+        self.layers.iter().filter_map(|block| match block.mixer {
+            Mixer::Attention(attention) => Some(attention),
+            Mixer::DeltaNet(_) => None,
+        })
     }
 
     /// Layers with attention, in order.

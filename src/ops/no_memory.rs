@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::heads::{self, HeadGradients};
 use super::rope::Rope;
-use super::swiglu::GateUp;
+use super::swiglu::{Activation, GateUp};
 use super::{attention, embedding, head, linear, norm, rms_norm, rope, try_map};
 use crate::error::{Error, Result};
 
@@ -59,8 +59,8 @@ fn operations_without_room_for_their_results_return_an_error() {
     of("rope::forward", Box::new(|| rope::forward(&x.view([ROWS, 1, 8]), &rope).map(drop)));
     of("Rope::rows", Box::new(|| Rope::new(8, 1e4, None).rows(&ids, Kind::Float).map(drop)));
     of("GateUp::project", Box::new(|| GateUp::project(&x, &small(&[16, 8])).map(drop)));
-    of("GateUp::activate", Box::new(|| split().activate().map(drop)));
-    of("GateUp::backward", Box::new(|| split().backward(&x).map(drop)));
+    of("GateUp::activate", Box::new(|| split().activate(Activation::Silu).map(drop)));
+    of("GateUp::backward", Box::new(|| split().backward(Activation::Silu, &x).map(drop)));
     of("GateUp::backward_input", Box::new(|| split().backward_input(&small(&[16, 8])).map(drop)));
     of("embedding::forward", Box::new(|| embedding::forward(&ids, &few).map(drop)));
     of("embedding::forward_shard", Box::new(|| embedding::forward_shard(&ids, &few, 0).map(drop)));

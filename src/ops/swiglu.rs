@@ -1,4 +1,4 @@
-//! y = silu(gate) * up, where gate and up come from one weight with interleaved rows, g0 u0 g1 u1 ..
+//! y = activation(gate) * up, where gate and up come from one weight with interleaved rows, g0 u0 g1 u1 ..
 //!
 //! On a GPU one product gives the pairs side by side, and the kernels read them so. On a CPU two products read the weight's
 //! rows as strided views, which costs nothing, where interleaved activations would keep every loop from vectorising.
@@ -7,6 +7,7 @@ use tch::Tensor;
 
 use super::linear::Onto;
 use super::{linear, try_map};
+pub use crate::cuda::kernels::Activation;
 use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 
@@ -64,17 +65,17 @@ impl GateUp {
         }
     }
 
-    /// silu(gate) * up. [T, F]
+    /// activation(gate) * up. [T, F]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
-    pub fn activate(&self) -> Result<Tensor> {
+    pub fn activate(&self, activation: Activation) -> Result<Tensor> {
         match self {
             GateUp::Interleaved(pairs) => {
                 let work = || OpCost { bytes: 1.5 * OpCost::pass(&[pairs]).bytes, flop: 0.0 };
-                timed("activation", work, || kernels::swiglu_forward(pairs))
+                timed("activation", work, || kernels::swiglu_forward(activation, pairs))
             }
-            GateUp::Split { gate, up } => Ok(gate.f_silu()?.f_mul_(up)?),
+            GateUp::Split { gate, up } => Ok(activation.of(gate)?.f_mul_(up)?),
         }
     }
 
@@ -82,18 +83,18 @@ impl GateUp {
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`]; [`crate::Error::InvalidArgument`] if `d_act` does not fit.
-    pub fn backward(self, d_act: &Tensor /* [T, F] */) -> Result<(GateUp, Tensor)> {
+    pub fn backward(self, activation: Activation, d_act: &Tensor /* [T, F] */) -> Result<(GateUp, Tensor)> {
         match self {
             GateUp::Interleaved(pairs) => {
                 let work = || OpCost { bytes: 6.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
-                let (d_pairs, act) = timed("activation, backward", work, || kernels::swiglu_backward(d_act, pairs))?;
+                let run = || kernels::swiglu_backward(activation, d_act, pairs);
+                let (d_pairs, act) = timed("activation, backward", work, run)?;
                 Ok((GateUp::Interleaved(d_pairs), act))
             }
             GateUp::Split { gate, mut up } => {
-                let mut d_up = gate.f_silu()?;
+                let mut d_up = activation.of(&gate)?;
                 let act = d_up.f_mul(&up)?;
-                let d_silu = up.f_mul_(d_act)?;
-                let d_gate = gate.f_silu_backward_grad_input(&d_silu, &d_silu)?;
+                let d_gate = activation.backward(&gate, up.f_mul_(d_act)?)?;
                 Ok((GateUp::Split { gate: d_gate, up: d_up.f_mul_(d_act)? }, act))
             }
         }
@@ -106,17 +107,18 @@ impl GateUp {
     /// The errors of [`GateUp::backward`].
     pub fn weighted_backward(
         self,
+        activation: Activation,
         d_act: &Tensor,   // [T, F]
         weights: &Tensor, // [T, 1], in the accumulation kind
     ) -> Result<(GateUp, Tensor, Tensor)> {
         if let GateUp::Interleaved(pairs) = self {
             let work = || OpCost { bytes: 6.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
-            let run = || kernels::swiglu_weighted_backward(d_act, weights, pairs);
+            let run = || kernels::swiglu_weighted_backward(activation, d_act, weights, pairs);
             let (d_pairs, act, d_weights) = timed("activation, backward", work, run)?;
             return Ok((GateUp::Interleaved(d_pairs), act, d_weights));
         }
         let weighted = |t: &Tensor| -> Result<Tensor> { Ok(t.f_mul(weights)?.f_to_kind(t.kind())?) };
-        let (d_gate_up, act) = self.backward(&weighted(d_act)?)?;
+        let (d_gate_up, act) = self.backward(activation, &weighted(d_act)?)?;
         let d_weights = act.f_mul(d_act)?.f_sum_dim_intlist(-1, false, weights.kind())?;
         Ok((d_gate_up, weighted(&act)?, d_weights))
     }
@@ -158,6 +160,27 @@ impl GateUp {
     }
 }
 
+impl Activation {
+    /// activation(gate).
+    fn of(self, gate: &Tensor) -> Result<Tensor> {
+        Ok(match self {
+            Self::Silu => gate.f_silu()?,
+            Self::GeluTanh => gate.f_gelu(TANH)?,
+        })
+    }
+
+    /// d activation'(gate), in d's memory.
+    fn backward(self, gate: &Tensor, d: Tensor) -> Result<Tensor> {
+        Ok(match self {
+            Self::Silu => gate.f_silu_backward_grad_input(&d, &d)?,
+            Self::GeluTanh => gate.f_gelu_backward_grad_input(&d, &d, TANH)?,
+        })
+    }
+}
+
+/// libtorch's name of the approximation.
+const TANH: &str = "tanh";
+
 /// Every second row of an interleaved weight [.., 2 F, D]: two strided views [.., F, D].
 pub(super) fn halves(w: &Tensor) -> [Tensor; 2] {
     let mut size = w.size();
@@ -169,6 +192,8 @@ pub(super) fn halves(w: &Tensor) -> [Tensor; 2] {
 
 #[cfg(test)]
 mod tests {
+    use std::f64::consts::PI;
+
     use tch::Kind;
 
     use super::*;
@@ -176,24 +201,34 @@ mod tests {
 
     #[test]
     fn matches_autograd() {
+        let tanh = |gate: &Tensor| {
+            let inner: Tensor = (gate + 0.044715 * gate * gate * gate) * (2.0 / PI).sqrt();
+            0.5 * gate * (1.0 + inner.tanh())
+        };
+        of_activation(Activation::Silu, &|gate| gate.sigmoid() * gate);
+        of_activation(Activation::GeluTanh, &tanh);
+    }
+
+    fn of_activation(activation: Activation, of_gate: &dyn Fn(&Tensor) -> Tensor) {
         let (x, w, dy) = (leaf(&rand(&[5, 3])), leaf(&rand(&[12, 3])), rand(&[5, 6]));
         let pairs = x.linear(&w, None::<&Tensor>).view([5, 6, 2]);
-        let reference = pairs.select(2, 0).sigmoid() * pairs.select(2, 0) * pairs.select(2, 1);
+        let reference = of_gate(&pairs.select(2, 0)) * pairs.select(2, 1);
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x, &w], false, false);
         let (x, w) = (x.detach(), w.detach());
         let gate_up = GateUp::project(&x, &w).unwrap();
         assert_close(&gate_up.pairs().unwrap(), &x.linear(&w, None::<&Tensor>));
-        assert_close(&GateUp::of_pairs(gate_up.pairs().unwrap()).unwrap().activate().unwrap(), &reference);
-        assert_close(&gate_up.activate().unwrap(), &reference);
-        let (d, act) = gate_up.backward(&dy).unwrap();
+        let of_pairs = GateUp::of_pairs(gate_up.pairs().unwrap()).unwrap();
+        assert_close(&of_pairs.activate(activation).unwrap(), &reference);
+        assert_close(&gate_up.activate(activation).unwrap(), &reference);
+        let (d, act) = gate_up.backward(activation, &dy).unwrap();
         assert_close(&act, &reference);
         assert_close(&d.backward_input(&w).unwrap(), &grads[0]);
         let weights = rand(&[5, 1]);
         let (of_weights, weighted, d_weights) =
-            GateUp::project(&x, &w).unwrap().weighted_backward(&dy, &weights).unwrap();
+            GateUp::project(&x, &w).unwrap().weighted_backward(activation, &dy, &weights).unwrap();
         assert_close(&weighted, &(&reference * &weights));
         assert_close(&d_weights, &(&reference * &dy).sum_dim_intlist(-1, false, Kind::Double));
-        let (of_dy, _) = GateUp::project(&x, &w).unwrap().backward(&(&dy * &weights)).unwrap();
+        let (of_dy, _) = GateUp::project(&x, &w).unwrap().backward(activation, &(&dy * &weights)).unwrap();
         assert_close(&of_weights.backward_input(&w).unwrap(), &of_dy.backward_input(&w).unwrap());
         let mut dw = rand(&[12, 3]);
         let before = dw.copy();

@@ -194,10 +194,11 @@ impl<'a> HostRunner<'a> {
 
     /// Rows of the embedding where the residual stream begins. [T, D]
     fn scaled(&self, rows: Tensor) -> Result<Tensor> {
+        let kind = self.weights.embedding.kind();
         if self.exact {
-            return self.spec.scale_embedding(rows.f_to_kind(self.residual)?); // as in training
+            return self.spec.scale_embedding(rows.f_to_kind(self.residual)?, kind); // as in training
         }
-        Ok(self.spec.scale_embedding(rows)?.f_to_kind(self.residual)?)
+        Ok(self.spec.scale_embedding(rows, kind)?.f_to_kind(self.residual)?)
     }
 
     /// Rows of the whole table, or the sum over the group of what each rank's rows give. [T] -> [T, D]

@@ -185,7 +185,7 @@ impl Network {
             }
         };
         let mut table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
-        let dx = self.spec().scale_embedding(dx)?;
+        let dx = self.spec().scale_embedding(dx, self.options.kind)?;
         embedding::accumulate(&dx, &micro_batch.token_ids, &mut table)?;
         gradients.end(Unit::Embedding, flat)
     }
@@ -346,9 +346,9 @@ impl Network {
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
         let (rows, residual) = (embedding::forward(token_ids, &table)?, self.options.residual);
         if self.options.format.is_exact() {
-            return self.spec().scale_embedding(rows.f_to_kind(residual)?); // in the order of the engine's steps
+            return self.spec().scale_embedding(rows.f_to_kind(residual)?, table.kind()); // in the order of the engine's steps
         }
-        Ok(self.spec().scale_embedding(rows)?.f_to_kind(residual)?)
+        Ok(self.spec().scale_embedding(rows, table.kind())?.f_to_kind(residual)?)
     }
 
     fn layout(&self, unit: Unit) -> &UnitLayout {

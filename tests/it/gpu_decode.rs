@@ -7,7 +7,7 @@ use colo_grpo::internal::ops::attention::{PagedLayout, kv_rows, paged_decode, wr
 use colo_grpo::internal::ops::heads::{self, HeadNormWeights};
 use colo_grpo::internal::ops::rms_norm;
 use colo_grpo::internal::ops::rope::{self, Rope};
-use colo_grpo::internal::ops::swiglu::GateUp;
+use colo_grpo::internal::ops::swiglu::{Activation, GateUp};
 use tch::{Device, Kind, Tensor};
 
 use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, random_permutation, relative_error};
@@ -46,8 +46,9 @@ fn gpu_rows_norms_and_products_equal_the_cpus() {
 
             let gate_up = rand(&[tokens, 2 * dim], kind) * 3.0;
             let part = |at| double(&gate_up).view([tokens, dim, 2]).select(2, at).contiguous();
-            kernels::silu_mul(&gpu(&gate_up), &mut y).unwrap();
-            let error = relative_error(&y, &GateUp::Split { gate: part(0), up: part(1) }.activate().unwrap());
+            kernels::silu_mul(Activation::Silu, &gpu(&gate_up), &mut y).unwrap();
+            let error =
+                relative_error(&y, &GateUp::Split { gate: part(0), up: part(1) }.activate(Activation::Silu).unwrap());
             assert!(error < bound, "silu of {kind:?} [{tokens}, {dim}]: {error:e}");
         }
     }

@@ -58,11 +58,12 @@ fn gpu_sampled_logprobs_with_norms_behind_are_the_trainers() {
     assert!(float32 < bfloat16, "{float32} apart with a residual stream of float32, {bfloat16} without");
 }
 
-/// SmolLM3, of which a layer in four turns nothing; Granite 3, with factors of the embedding, scores, sublayers and logits.
+/// SmolLM3, of which a layer in four turns nothing; Granite 3, with factors of the embedding, scores, sublayers and logits; Gemma 3, with
+/// two rotations, windows, four norms a layer and GELU.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_of_layers_that_differ_are_the_trainers() {
-    for name in ["smollm3-3b", "granite3.1-8b"] {
+    for name in ["smollm3-3b", "granite3.1-8b", "gemma-3-4b"] {
         let [bfloat16, float32] = sampled_as_trained(&Model::new(name), name, [1.5, 1.5]);
         assert!(float32 < bfloat16, "{name}: {float32} apart with a residual stream of float32, {bfloat16} without");
     }
@@ -429,7 +430,7 @@ impl Model {
             let attention = PackedMixer::new(spec, &bounds, device);
             let embedding = EmbeddingParams::view(table.unit(Unit::Embedding), &wide(Unit::Embedding));
             let x = embedding::forward(&on_device(&ids), &embedding.table).unwrap();
-            let mut x = spec.scale_embedding(x).unwrap();
+            let mut x = spec.scale_embedding(x, Kind::BFloat16).unwrap(); // that of the weights
             for layer in 0..spec.num_layers() {
                 let unit = Unit::Block(layer);
                 let block = BlockParams::view(spec, table.unit(unit), &wide(unit));

@@ -4,8 +4,8 @@ mod cache;
 
 use colo_grpo::internal::cuda::Tuning;
 use colo_grpo::internal::cuda::kernels::{
-    NormOptions, ScaledRows, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves, product_fp8,
-    product_serves, product_silu_mul_fp8, silu_mul, silu_mul_fp8, wide_product_fp8, wide_product_serves,
+    Activation, NormOptions, ScaledRows, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves,
+    product_fp8, product_serves, product_silu_mul_fp8, silu_mul, silu_mul_fp8, wide_product_fp8, wide_product_serves,
     wide_product_silu_mul_fp8, wide_product_silu_mul_serves,
 };
 use colo_grpo::internal::ops::fp8;
@@ -85,10 +85,10 @@ fn gpu_other_kernels_round_on_their_way_to_the_same_bits() {
     for (rows, columns) in [(1, 16), (5, 4864), (256, 18_944), (2, 27_648)] {
         let pairs = rand([rows, 2 * columns], Kind::BFloat16) * 3;
         let [mut expected, mut y] = [(); 2].map(|()| Tensor::empty([rows, columns], (Kind::BFloat16, GPU)));
-        silu_mul(&pairs, &mut expected).unwrap();
+        silu_mul(Activation::Silu, &pairs, &mut expected).unwrap();
         for asks in [true, false] {
             let to = on_gpu([rows, columns]);
-            silu_mul_fp8(&pairs, asks.then_some(&mut y), &to).unwrap();
+            silu_mul_fp8(Activation::Silu, &pairs, asks.then_some(&mut y), &to).unwrap();
             assert_same(&to, &rounded(&expected), &format!("silu(gate) up of [{rows}, {columns}]"));
         }
         assert!(y.equal(&expected));

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::cuda::kernels::{
-    NormOptions, ScaledRows, fp8_columns, fp8_rows, rms_norm_forward, rms_norm_fp8, silu_mul_fp8, swiglu_backward,
-    swiglu_backward_fp8, swiglu_forward,
+    Activation, NormOptions, ScaledRows, fp8_columns, fp8_rows, rms_norm_forward, rms_norm_fp8, silu_mul_fp8,
+    swiglu_backward, swiglu_backward_fp8, swiglu_forward,
 };
 use colo_grpo::internal::cuda::profile;
 use colo_grpo::internal::model::{Format, Fp8, LoraSpec, ModelSpec, ParamTable, Plain, UnitLayout, init_unit};
@@ -98,17 +98,16 @@ fn gpu_columns_and_long_rows_are_rounded_as_on_a_cpu() {
 fn gpu_swiglu_s_backward_rounds_on_its_way_to_the_same_bits() {
     let _products = products();
     let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::BFloat16, GPU));
-    for (rows, columns) in [(1, 16), (37, 384), (5, 4864), (130, 18_944), (2, 32_768)] {
-        if is_small() && columns > 5000 {
-            continue;
-        }
+    let of = |by| [(1, 16), (37, 384), (5, 4864), (130, 18_944), (2, 32_768)].map(|shape| (by, shape));
+    for (activation, (rows, columns)) in [Activation::Silu, Activation::GeluTanh].into_iter().flat_map(of) {
+        let columns = if is_small() { columns.min(4864) } else { columns };
         let sizes = (Tensor::randn([rows, 1], (Kind::Float, GPU)) * 4.0).exp().to_kind(Kind::BFloat16);
         let (pairs, dy) = (rand([rows, 2 * columns]) * 2, rand([rows, columns]) * sizes);
-        let (expected, act) = swiglu_backward(&dy, pairs.copy()).unwrap();
+        let (expected, act) = swiglu_backward(activation, &dy, pairs.copy()).unwrap();
         let [got, alone] = [(); 2].map(|()| fp8::empty([rows, 2 * columns], GPU).unwrap());
-        let (d_pairs, again) = swiglu_backward_fp8(&dy, pairs, &got).unwrap();
+        let (d_pairs, again) = swiglu_backward_fp8(activation, &dy, pairs, &got).unwrap();
         fp8_rows(&expected, &alone).unwrap();
-        let what = format!("[{rows}, {columns}]");
+        let what = format!("{activation:?} [{rows}, {columns}]");
         assert!(d_pairs.equal(&expected) && again.equal(&act), "{what}");
         assert_same(&got, &alone, &what);
     }
@@ -148,11 +147,11 @@ fn gpu_norm_and_swiglu_round_many_rows_to_the_same_bits() {
             continue;
         }
         let pairs = rand([rows, 2 * columns], Kind::BFloat16) / 10;
-        let expected = swiglu_forward(&pairs).unwrap();
+        let expected = swiglu_forward(Activation::Silu, &pairs).unwrap();
         let mut y = expected.zeros_like();
         let [got, alone] = [(); 2].map(|()| fp8::empty([rows, columns], GPU).unwrap());
-        silu_mul_fp8(&pairs, Some(&mut y), &got).unwrap();
-        silu_mul_fp8(&pairs, None, &alone).unwrap();
+        silu_mul_fp8(Activation::Silu, &pairs, Some(&mut y), &got).unwrap();
+        silu_mul_fp8(Activation::Silu, &pairs, None, &alone).unwrap();
         let what = format!("silu(gate) up of [{rows}, {columns}]");
         assert!(y.equal(&expected), "{what}");
         assert_same(&got, &rounded(&expected), &what);

@@ -7,7 +7,7 @@ use colo_grpo::internal::cuda::kernels;
 use colo_grpo::internal::ops::adamw8bit::{self, Maps, Moments8bit};
 use colo_grpo::internal::ops::grouped::Dispatch;
 use colo_grpo::internal::ops::random::RandomKey;
-use colo_grpo::internal::ops::swiglu::GateUp;
+use colo_grpo::internal::ops::swiglu::{Activation, GateUp};
 use colo_grpo::internal::ops::{adamw, norm, rms_norm};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -192,23 +192,25 @@ fn gpu_rms_norm_equals_the_cpus() {
 #[ignore = "needs a GPU"]
 fn gpu_swiglu_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
-    for (kind, bound) in [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)] {
+    let bounds = [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)];
+    let both = |activation| bounds.map(|(kind, bound)| (activation, kind, bound));
+    for (activation, kind, bound) in [Activation::Silu, Activation::GeluTanh].into_iter().flat_map(both) {
         for (tokens, width) in [(1, 1), (3, 5), (1000, 512), (33, 18_944)] {
             let rand = |shape: &[i64]| (Tensor::randn(shape, (Kind::Double, Device::Cpu)) * 3.0).to_kind(kind);
             let (gate_up, dy) = (rand(&[tokens, 2 * width]), rand(&[tokens, width]));
             let part = |at| gate_up.to_kind(Kind::Double).view([tokens, width, 2]).select(2, at).contiguous();
             let split = GateUp::Split { gate: part(0), up: part(1) };
-            let y = split.activate().unwrap();
-            let (d, act) = split.backward(&dy.to_kind(Kind::Double)).unwrap();
+            let y = split.activate(activation).unwrap();
+            let (d, act) = split.backward(activation, &dy.to_kind(Kind::Double)).unwrap();
             let GateUp::Split { gate, up } = d else { unreachable!() };
             let expected = Tensor::stack(&[gate, up], 2).view([tokens, 2 * width]);
-            let got_y = kernels::swiglu_forward(&gate_up.to_device(GPU)).unwrap();
-            let (got, got_act) = kernels::swiglu_backward(&dy.to_device(GPU), gate_up.to_device(GPU)).unwrap();
+            let got_y = kernels::swiglu_forward(activation, &gate_up.to_device(GPU)).unwrap();
+            let (got, got_act) =
+                kernels::swiglu_backward(activation, &dy.to_device(GPU), gate_up.to_device(GPU)).unwrap();
             let weights = Tensor::rand([tokens, 1], (Kind::Float, Device::Cpu));
             let wide = weights.to_kind(Kind::Double);
             let (weighted, weighted_act, d_weights) =
-                kernels::swiglu_weighted_backward(&dy.to_device(GPU), &weights.to_device(GPU), gate_up.to_device(GPU))
-                    .unwrap();
+                kernels::swiglu_weighted_backward(activation, &gpu(&dy), &gpu(&weights), gpu(&gate_up)).unwrap();
             let of_weights = (double(&act) * double(&dy)).sum_dim_intlist(-1, false, Kind::Double);
             let (expected_weighted, expected_act) = (double(&expected) * &wide, double(&act) * &wide);
             let pairs = [
@@ -222,7 +224,7 @@ fn gpu_swiglu_equals_the_cpus() {
             let names = ["y", "d_gate_up", "y of the backward", "weighted d_gate_up", "weighted y", "d_weights"];
             for ((got, expected), what) in pairs.iter().zip(names) {
                 let error = relative_error(got, expected);
-                assert!(error < bound, "{what} of {kind:?} [{tokens}, {width}]: {error:e}");
+                assert!(error < bound, "{what} of {activation:?} {kind:?} [{tokens}, {width}]: {error:e}");
             }
         }
     }
@@ -262,14 +264,14 @@ fn gpu_grouped_products_equal_the_cpus() {
                         .unwrap();
                 let rows = dispatch.scatter(&on(&x)).unwrap();
                 let product = dispatch.gate_up(&rows, &on(&gate_up)).unwrap();
-                let act = product.activate().unwrap();
+                let act = product.activate(Activation::Silu).unwrap();
                 let y = dispatch.forward(&act, &on(&down)).unwrap();
                 let y = dispatch.gather(&y, Some(&weights.to_device(device).to_kind(wide))).unwrap();
                 let d_rows = dispatch.scatter(&on(&dy)).unwrap();
                 let d_act = dispatch.backward_input(&d_rows, &on(&down)).unwrap();
                 let mut d_down = Tensor::zeros(down.size(), (wide, device));
                 dispatch.accumulate_weight(&d_rows, &act, &mut d_down).unwrap();
-                let (d, _) = product.backward(&d_act).unwrap();
+                let (d, _) = product.backward(Activation::Silu, &d_act).unwrap();
                 let mut d_gate_up = Tensor::zeros(gate_up.size(), (wide, device));
                 dispatch.accumulate_gate_up(&d, &rows, &mut d_gate_up).unwrap();
                 let dx = dispatch.gate_up_backward_input(&d, &on(&gate_up)).unwrap();
@@ -347,10 +349,12 @@ fn gpu_kernels_run_near_the_memory_s_speed() {
         drop(kernels::rms_norm_backward(&x, &x, &scale, &rstd, None, 0.0, &mut dweight).unwrap());
     });
     let mut gate_up = rand(&[TOKENS, 37_888], Kind::BFloat16);
-    report("swiglu_forward", TOKENS * 18_944 * 6, || drop(kernels::swiglu_forward(&gate_up).unwrap()));
+    report("swiglu_forward", TOKENS * 18_944 * 6, || {
+        drop(kernels::swiglu_forward(Activation::Silu, &gate_up).unwrap())
+    });
     let dy = rand(&[TOKENS, 18_944], Kind::BFloat16);
     report("swiglu_backward", TOKENS * 18_944 * 12, || {
-        gate_up = kernels::swiglu_backward(&dy, gate_up.shallow_clone()).unwrap().0;
+        gate_up = kernels::swiglu_backward(Activation::Silu, &dy, gate_up.shallow_clone()).unwrap().0;
     });
 }
 

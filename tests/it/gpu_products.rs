@@ -1,7 +1,7 @@
 //! cuBLASLt's products against float64 on the CPU, and their times on the shapes of decode steps.
 
 use colo_grpo::internal::cuda::kernels::{
-    gate_up, gate_up_serves, product, product_serves, product_silu_mul, silu_mul,
+    Activation, gate_up, gate_up_serves, product, product_serves, product_silu_mul, silu_mul,
 };
 use colo_grpo::internal::cuda::{Context, CurrentStream, Products, TorchStream, Tuning};
 use serde_json::json;
@@ -21,7 +21,7 @@ pub fn products() -> (Products, CurrentStream) {
 pub fn swiglu_of(pairs: &Tensor) -> Tensor {
     let size = pairs.size();
     let mut y = Tensor::empty([size[0], size[1] / 2], (Kind::BFloat16, GPU));
-    silu_mul(pairs, &mut y).unwrap();
+    silu_mul(Activation::Silu, pairs, &mut y).unwrap();
     y.to_kind(Kind::Float)
 }
 

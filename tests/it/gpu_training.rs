@@ -5,6 +5,7 @@ use colo_grpo::internal::cuda::{Tuning, kernels};
 use colo_grpo::internal::ops::heads::{self, HeadGradients, HeadNormWeights};
 use colo_grpo::internal::ops::linear::{self, Onto};
 use colo_grpo::internal::ops::rope::Rope;
+use colo_grpo::internal::ops::swiglu::Activation;
 use colo_grpo::internal::ops::{embedding, head};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -237,10 +238,12 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
             drop(heads::backward([&heads.q, &heads.k, &heads.v], &heads, None, &rows, into).unwrap());
         });
         let mut gate_up = bf16(&[TOKENS, 2 * mlp]);
-        report(model, "swiglu_forward", TOKENS * mlp * 6, || drop(kernels::swiglu_forward(&gate_up).unwrap()));
+        report(model, "swiglu_forward", TOKENS * mlp * 6, || {
+            drop(kernels::swiglu_forward(Activation::Silu, &gate_up).unwrap())
+        });
         let d_act = bf16(&[TOKENS, mlp]);
         report(model, "swiglu_backward", TOKENS * mlp * 12, || {
-            gate_up = kernels::swiglu_backward(&d_act, gate_up.shallow_clone()).unwrap().0;
+            gate_up = kernels::swiglu_backward(Activation::Silu, &d_act, gate_up.shallow_clone()).unwrap().0;
         });
         let ids = Tensor::randint(151_936, [TOKENS], (Kind::Int64, GPU));
         let mut table = Tensor::zeros([151_936, dim], (Kind::Float, GPU));

@@ -93,12 +93,14 @@ fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
 /// scripts/golden_peft.py: log-likelihood, every gradient and the files themselves.
 #[test]
 fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
-    use TargetModule::{DownProj, GateProj, QProj, UpProj, VProj};
+    use TargetModule::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
     let some = vec![QProj, VProj, UpProj];
     let of_experts = vec![QProj, GateProj, UpProj, DownProj];
     for (name, lora) in [
         ("lora_all", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
         ("lora_hybrid", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
+        // A head's columns that are turned together are neighbours in the files.
+        ("lora_pairs", LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets: vec![QProj, KProj, OProj, DownProj] }),
         ("lora_some", LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets: some }),
         ("lora_experts", LoraSpec { r: 2, alpha: 5.0, dropout: 0.0, targets: of_experts }),
     ] {

@@ -11,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 18] = [
+const GOLDEN: [(&str, Family); 27] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -22,6 +22,15 @@ const GOLDEN: [(&str, Family); 18] = [
     ("smollm3", Family::SmolLm3),
     ("smollm3_window", Family::SmolLm3),
     ("granite", Family::Granite),
+    ("gemma3", Family::Gemma3),
+    ("gemma3_vision", Family::Gemma3),
+    ("qwen2_window", Family::Qwen2),
+    ("glm", Family::Glm),
+    ("glm4", Family::Glm4),
+    ("phi3", Family::Phi3),
+    ("phi3_window", Family::Phi3),
+    ("ministral", Family::Ministral),
+    ("mistral3_vision", Family::Mistral),
     ("qwen2_moe", Family::Qwen2Moe),
     ("qwen2_moe_mixed", Family::Qwen2Moe),
     ("qwen3_moe", Family::Qwen3Moe),
@@ -59,6 +68,13 @@ fn published_models_have_their_published_sizes() {
         ("olmo2-7b", 7_298_617_344),
         ("smollm3-3b", 3_075_098_624),
         ("granite3.1-8b", 8_170_848_256),
+        ("gemma-3-1b", 999_885_952),
+        ("gemma-3-4b", 3_880_263_168),
+        ("gemma-3-12b", 11_766_034_176),
+        ("gemma-3-27b", 27_009_346_304),
+        ("glm-4-9b", 9_400_279_040),
+        ("phi-4", 14_659_507_200),
+        ("mistral-small-24b", 23_572_403_200),
         ("tiny", 796_800),
         ("micro", 27_936),
     ];
@@ -78,9 +94,11 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
     for (name, family) in GOLDEN {
         let spec = Arc::new(ModelSpec::from_folder(golden(name)).unwrap());
         assert_eq!((spec.family, &spec.eos_token_ids[..], spec.bos_token_id), (family, &[2, 3][..], Some(1)));
-        assert_eq!(spec.attention().window, ["mistral", "smollm3_window"].contains(&name).then_some(8));
+        let has_window =
+            name.ends_with("_window") || ["mistral", "ministral", "gemma3", "gemma3_vision"].contains(&name);
+        assert_eq!(spec.windows().contains(&Some(8)), has_window, "{name}");
         let is_scaled = spec.rotations().into_iter().flatten().any(|rope| rope.scaling.is_some());
-        assert_eq!(is_scaled, ["llama3", "qwen2_yarn"].contains(&name));
+        assert_eq!(is_scaled, ["llama3", "qwen2_yarn", "gemma3"].contains(&name));
         let table = ParamTable::new(spec.clone(), 2);
         let files = open(&golden(name)).unwrap();
         let copy = tempfile::tempdir().unwrap();

@@ -37,6 +37,15 @@ fn greedy_equals_transformers() {
         "smollm3",
         "smollm3_window",
         "granite",
+        "gemma3",
+        "gemma3_vision",
+        "qwen2_window",
+        "glm",
+        "glm4",
+        "phi3",
+        "phi3_window",
+        "ministral",
+        "mistral3_vision",
         "qwen2_moe",
         "qwen2_moe_mixed",
         "qwen3_moe",
@@ -81,9 +90,16 @@ fn logprobs_agree_with_a_plain_forward() {
         SamplingParams { temperature: 0.8, ..sampled() },
         SamplingParams { temperature: 1.4, top_k: 5, repetition_penalty: 1.2, ..sampled() },
     ];
-    for name in
-        [None, Some("qwen3"), Some("mistral"), Some("olmo2"), Some("smollm3_window"), Some("granite"), Some("qwen3_5")]
-    {
+    for name in [
+        None,
+        Some("qwen3"),
+        Some("mistral"),
+        Some("olmo2"),
+        Some("smollm3_window"),
+        Some("granite"),
+        Some("gemma3"),
+        Some("qwen3_5"),
+    ] {
         let model = name.map_or_else(Model::micro, Model::golden);
         for params in &cases {
             let (groups, _) = model.generate(options(), &prompts(4), params);
@@ -157,6 +173,7 @@ fn equals_one_rank(world: &World) {
         Model::golden("qwen2_tied"),
         Model::golden("olmo2"),
         Model::golden("smollm3_window"),
+        Model::golden("gemma3"),
         Model::golden("qwen3_5"),
         Model::golden("qwen3_5_moe"),
         Model::golden("qwen3_moe_mixed"),
@@ -165,7 +182,7 @@ fn equals_one_rank(world: &World) {
         Model::expert_parallel("qwen2_moe_mixed"),
     ];
     if world.size() == 2 {
-        models.extend(["smollm3", "granite"].map(Model::golden)); // of six query heads
+        models.extend(["smollm3", "granite", "glm4", "phi3", "ministral"].map(Model::golden)); // of six query heads
     }
     for (index, model) in models.iter().enumerate() {
         // A gated norm divides what is left of a state; small ones show how the ranks' sums round.

@@ -32,6 +32,10 @@ pub(crate) enum Circumstance {
     NoDeltaNets,
     /// The files of the model have several projections of a gated delta net in one tensor.
     FusedDeltaNets,
+    /// The files of the model have queries, keys and values in one tensor.
+    FusedQkv,
+    /// The files of the model have gate and up in one tensor.
+    FusedGateUp,
     /// The world has several nodes.
     SeveralNodes,
     /// A program calls the parts of a step and samples by itself.
@@ -261,6 +265,8 @@ impl Circumstance {
             Self::FusedDeltaNets => {
                 ["a model with in_proj_qkvz and in_proj_ba", "a model without in_proj_qkvz and in_proj_ba"]
             }
+            Self::FusedQkv => ["a model with qkv_proj", "a model without qkv_proj"],
+            Self::FusedGateUp => ["a model with gate_up_proj", "a model without gate_up_proj"],
             Self::SeveralNodes => ["several nodes", "one node"],
             Self::OwnLoop => ["a program that samples for itself", "Trainer::rollout"],
             Self::OwnLoss => ["a program with a loss of its own", "the configured loss"],

@@ -7,7 +7,7 @@ use super::add_rms_norm::NormOptions;
 use super::launch::{
     Argument, address, address_or_null, invalid, is_aligned, kinds_name, launch_early, ordinal, row_len, strided,
 };
-use super::{add_rms_norm, rms_norm, swiglu};
+use super::{Activation, add_rms_norm, rms_norm, swiglu};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -156,6 +156,7 @@ pub fn rms_norm_fp8(
 /// # Errors
 /// The errors of [`fp8_rows`].
 pub fn silu_mul_fp8(
+    activation: Activation,
     gate_up: &Tensor,       // [T, 2 F] bf16: g0 u0 g1 u1 ..
     y: Option<&mut Tensor>, // [T, F] bf16
     to: &ScaledRows,        // [T, F]
@@ -176,7 +177,7 @@ pub fn silu_mul_fp8(
     ];
     let shape = forward_shape([rows, columns]);
     // SAFETY: the kernel's parameters in order; one block a row, which fits its shared memory.
-    unsafe { launch_early(swiglu::SOURCE, "swiglu_forward_fp8", gpu, shape, &arguments) }
+    unsafe { launch_early(swiglu::SOURCE, &format!("{}_forward_fp8", activation.unit()), gpu, shape, &arguments) }
 }
 
 /// [`swiglu_backward`](super::swiglu_backward()), whose gradients are rounded to bfloat16, and then as by [`fp8_rows`], too: d_gate_up in the
@@ -185,6 +186,7 @@ pub fn silu_mul_fp8(
 /// # Errors
 /// The errors of [`fp8_rows`].
 pub fn swiglu_backward_fp8(
+    activation: Activation,
     dy: &Tensor,     // [T, F] bf16
     gate_up: Tensor, // [T, 2 F] bf16: g0 u0 g1 u1 ..
     to: &ScaledRows, // [T, 2 F]
@@ -201,7 +203,7 @@ pub fn swiglu_backward_fp8(
     let arguments = [half(dy)?, pairs, pairs, half(&y)?, values, scales, Argument::Count(columns as i64)];
     let shape = backward_shape([rows, columns]);
     // SAFETY: the kernel's parameters in order; one block a row, which fits its shared memory.
-    unsafe { launch_early(swiglu::SOURCE, OP, gpu, shape, &arguments)? };
+    unsafe { launch_early(swiglu::SOURCE, &format!("{}_backward_fp8", activation.unit()), gpu, shape, &arguments)? };
     Ok((gate_up, y))
 }
 

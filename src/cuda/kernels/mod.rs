@@ -92,7 +92,7 @@ pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
 pub use seen::{mark_seen, note_tokens};
 pub use served::{DecoderSizes, Unserved, unserved};
 pub use sums::{add_columns, add_rows};
-pub use swiglu::{silu_mul, swiglu_backward, swiglu_forward, swiglu_weighted_backward};
+pub use swiglu::{Activation, silu_mul, swiglu_backward, swiglu_forward, swiglu_weighted_backward};
 pub(super) use wide_product::wide_product_key;
 pub use wide_product::{
     wide_product_fp8, wide_product_serves, wide_product_silu_mul_fp8, wide_product_silu_mul_serves,

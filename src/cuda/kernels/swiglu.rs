@@ -1,4 +1,4 @@
-//! SwiGLU on the interleaved layout of the gate-and-up product.
+//! Gated activations, activation(gate) * up, on the interleaved layout of the gate-and-up product.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -23,16 +23,51 @@ pub(super) const NAMES: &[&str] = &[
     "swiglu_weighted_backward_f32_x2",
     "swiglu_weighted_backward_bf16_x1",
     "swiglu_weighted_backward_bf16_x4",
+    "geglu_forward_f32_x1",
+    "geglu_forward_f32_x2",
+    "geglu_forward_bf16_x1",
+    "geglu_forward_bf16_x4",
+    "geglu_backward_f32_x1",
+    "geglu_backward_f32_x2",
+    "geglu_backward_bf16_x1",
+    "geglu_backward_bf16_x4",
+    "geglu_forward_fp8",
+    "geglu_backward_fp8",
+    "geglu_weighted_backward_f32_x1",
+    "geglu_weighted_backward_f32_x2",
+    "geglu_weighted_backward_bf16_x1",
+    "geglu_weighted_backward_bf16_x4",
 ];
+
+/// The function of a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// x sigmoid(x): SwiGLU.
+    Silu,
+    /// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, the Gaussian error unit's approximation: GeGLU.
+    GeluTanh,
+}
+
+impl Activation {
+    /// The name of the gated unit, with which its kernels begin.
+    pub(super) fn unit(self) -> &'static str {
+        match self {
+            Self::Silu => "swiglu",
+            Self::GeluTanh => "geglu",
+        }
+    }
+}
 
 const THREADS: usize = 256;
 const MOST_BLOCKS: usize = 1 << 14;
 
-/// y = silu(gate) * up.
+/// y = activation(gate) * up.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
-pub fn swiglu_forward(gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
+pub fn swiglu_forward(
+    activation: Activation,
+    gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
 ) -> Result<Tensor> {
     let mut shape = gate_up.size();
     match shape.last_mut() {
@@ -40,30 +75,33 @@ pub fn swiglu_forward(gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
         _ => return Err(invalid("swiglu_forward", "pairs in the last dimension", gate_up.size())),
     }
     let mut y = Tensor::f_empty(shape, (gate_up.kind(), gate_up.device()))?; // [.., F]
-    silu_mul(gate_up, &mut y)?;
+    silu_mul(activation, gate_up, &mut y)?;
     Ok(y)
 }
 
-/// y = silu(gate) * up, in memory that is there.
+/// y = activation(gate) * up, in memory that is there.
 ///
 /// # Errors
 /// The errors of [`swiglu_forward`].
 pub fn silu_mul(
+    activation: Activation,
     gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
     y: &mut Tensor,   // [.., F], like gate_up
 ) -> Result<()> {
     const OP: &str = "swiglu_forward";
     let (gpu, n) = (ordinal(OP, gate_up)?, y.numel());
+    let name = |variant| format!("{}_forward_{variant}", activation.unit());
     let (from, to) = (address(OP, gate_up, gate_up.kind(), 2 * n, gpu)?, address(OP, y, gate_up.kind(), n, gpu)?);
-    queue(OP, gate_up.kind(), gpu, n, &[&*y, gate_up], &[from, to])
+    queue((OP, &name), gate_up.kind(), gpu, n, &[&*y, gate_up], &[from, to])
 }
 
-/// (d_gate_up, y): d_gate_up = (dy * up * silu'(gate), dy * silu(gate)) interleaved, in the memory of `gate_up`; and the
+/// (d_gate_up, y): d_gate_up = (dy * up * activation'(gate), dy * activation(gate)) interleaved, in the memory of `gate_up`; and the
 /// forward's y once more.
 ///
 /// # Errors
 /// The errors of [`swiglu_forward`].
 pub fn swiglu_backward(
+    activation: Activation,
     dy: &Tensor,     // [.., F], like gate_up
     gate_up: Tensor, // [.., 2 F] f32 or bf16
 ) -> Result<(Tensor, Tensor)> {
@@ -73,7 +111,8 @@ pub fn swiglu_backward(
     let pairs = address(OP, &gate_up, gate_up.kind(), 2 * n, gpu)?;
     let half = |tensor: &Tensor| address(OP, tensor, gate_up.kind(), n, gpu);
     let arguments = [half(dy)?, pairs, pairs, half(&y)?];
-    queue(OP, gate_up.kind(), gpu, n, &[dy, &gate_up], &arguments)?;
+    let name = |variant| format!("{}_backward_{variant}", activation.unit());
+    queue((OP, &name), gate_up.kind(), gpu, n, &[dy, &gate_up], &arguments)?;
     Ok((gate_up, y))
 }
 
@@ -82,6 +121,7 @@ pub fn swiglu_backward(
 /// # Errors
 /// The errors of [`swiglu_forward`].
 pub fn swiglu_weighted_backward(
+    activation: Activation,
     dy: &Tensor,      // [R, F], like gate_up
     weights: &Tensor, // [R, 1] f32
     gate_up: Tensor,  // [R, 2 F] f32 or bf16
@@ -104,7 +144,7 @@ pub fn swiglu_weighted_backward(
     ];
     let width = width(kind, columns as usize, &[dy, &gate_up]);
     let threads = (columns as usize / width).next_multiple_of(32).clamp(32, THREADS) as u32;
-    let name = format!("{OP}_{}_x{width}", kind_name(OP, dy)?);
+    let name = format!("{}_weighted_backward_{}_x{width}", activation.unit(), kind_name(OP, dy)?);
     // SAFETY: the kernel's parameters in order; one block a row, of whole warps, aligned to what a thread moves.
     unsafe { launch_early(SOURCE, &name, gpu, (rows as u32, threads, 0), &arguments)? };
     Ok((gate_up, y, d_weights))
@@ -121,7 +161,7 @@ fn width(kind: Kind, len: usize, tensors: &[&Tensor; 2]) -> usize {
 
 /// The widest variant that the length and the addresses of [half, pairs] allow, 16 bytes of pairs a thread.
 fn queue(
-    op: &'static str,
+    (op, name): (&'static str, &dyn Fn(String) -> String),
     kind: Kind,
     gpu: usize,
     n: usize,
@@ -129,7 +169,7 @@ fn queue(
     arguments: &[Argument],
 ) -> Result<()> {
     let width = width(kind, n, tensors);
-    let name = format!("{op}_{}_x{width}", kind_name(op, tensors[0])?);
+    let name = name(format!("{}_x{width}", kind_name(op, tensors[0])?));
     let grid = blocks(n / width, THREADS, MOST_BLOCKS);
     let arguments = [arguments, &[Argument::Count(n as i64)]].concat();
     // SAFETY: the kernel's parameters in order; n outputs, 2 n inputs, aligned to what a thread moves.

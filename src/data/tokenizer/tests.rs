@@ -175,6 +175,9 @@ fn a_missing_file_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let error = Tokenizer::from_folder(folder.path()).unwrap_err();
     assert!(matches!(&error, Error::BadFile { path, .. } if path.ends_with("tokenizer.json")), "{error}");
+    std::fs::write(folder.path().join("tekken.json"), "{}").unwrap();
+    let error = Tokenizer::from_folder(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("missing, and tekken.json, which is there, is not read"), "{error}");
 }
 
 #[test]

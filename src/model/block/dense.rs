@@ -1,4 +1,4 @@
-//! The dense MLP: D(silu(G x) * (U x)).
+//! The dense MLP: D(a(G x) * (U x)) with an activation a.
 //!
 //! T tokens, D hidden, F its width; in a tensor-parallel slice this rank's share.
 
@@ -11,7 +11,7 @@ use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::cuda::kernels::ScaledRows;
 use crate::error::Result;
 use crate::model::format::{ActivationGradient, Rows};
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 
 /// The shape of a dense MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,9 +20,16 @@ pub struct DenseSpec {
     pub hidden: usize,
     /// Width between its products.
     pub intermediate: usize,
+    /// The function of its gate.
+    pub activation: Activation,
 }
 
 impl DenseSpec {
+    /// With SiLU.
+    pub fn new(hidden: usize, intermediate: usize) -> Self {
+        Self { hidden, intermediate, activation: Activation::Silu }
+    }
+
     /// The share of a rank.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         Self { intermediate: self.intermediate / tp_size, ..self }
@@ -93,7 +100,8 @@ impl DenseSpec {
     ) -> Result<(Tensor, Expanded<GateUp>)> {
         let gate_up = project(w, &ctx.enter_rows(w, NORMS, h, &[Matrix::GateUp])?)?;
         let down = w.linear(Matrix::Down);
-        let (y, output) = ctx.leave(w, NORMS, down, &down.format.activate(&gate_up, down.reads_plain())?, h)?;
+        let activate = |gate_up: &GateUp| down.format.activate(self.activation, gate_up, down.reads_plain());
+        let (y, output) = ctx.leave(w, NORMS, down, &activate(&gate_up)?, h)?;
         Ok((y, Expanded { wide: Some(gate_up), output }))
     }
 
@@ -112,7 +120,7 @@ impl DenseSpec {
         let down = w.linear(Matrix::Down);
         let output = match kept.output {
             None if w.norm(NORMS.post).is_some() => {
-                Some(down.forward(&down.format.activate(&gate_up, down.reads_plain())?)?)
+                Some(down.forward(&down.format.activate(self.activation, &gate_up, down.reads_plain())?)?)
             }
             kept => kept,
         };
@@ -121,10 +129,10 @@ impl DenseSpec {
         let (d_down, format) = (grads.linear_mut(Matrix::Down), w.linear(Matrix::GateUp).format);
         let d = if d_down.pieces.is_empty() {
             // An adapter adds to the activation's gradient, and needs the activation for that.
-            let d_act = down.backward(&d_output, &gate_up.activate()?, d_down)?;
-            format.activate_backward(gate_up, &d_act)?
+            let d_act = down.backward(&d_output, &gate_up.activate(self.activation)?, d_down)?;
+            format.activate_backward(self.activation, gate_up, &d_act)?
         } else {
-            let d = format.activate_backward(gate_up, &down.backward_input(&d_output)?)?;
+            let d = format.activate_backward(self.activation, gate_up, &down.backward_input(&d_output)?)?;
             down.weight_gradient(&d_output, &d.act, d_down)?;
             d
         };

@@ -17,7 +17,7 @@ use crate::model::params::{ParamName, Shapes};
 use crate::ops::grouped::Dispatch;
 use crate::ops::linear;
 use crate::ops::router::{self, RouterOptions, Routing};
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 use crate::ranks::Collective;
 
 /// The shape of a set of experts.
@@ -66,6 +66,7 @@ pub(super) struct Routed {
     own: Tensor, // [T, K]
     dispatch: Dispatch,
     gate_up: GateUp, // R rows
+    activation: Activation,
     shared: Option<SharedRows>,
 }
 
@@ -168,7 +169,7 @@ impl ExpertsSpec {
         if let Some(routes) = ctx.routes {
             routes.observe(layer, &routed.routing, &routed.own)?;
         }
-        let output = routed.contract(w, &routed.gate_up.activate()?)?;
+        let output = routed.contract(w)?;
         let (y, output) = ctx.leave_with(w, NORMS, output, h)?;
         Ok((y, Expanded { wide: Some(routed), output }))
     }
@@ -186,13 +187,14 @@ impl ExpertsSpec {
         let (normed, rstd) = ctx.enter(w, NORMS, h)?;
         let routed = kept.wide.map_or_else(|| self.expand(ctx, layer, w, &normed), Ok)?;
         let output = match kept.output {
-            None if w.norm(NORMS.post).is_some() => Some(routed.contract(w, &routed.gate_up.activate()?)?),
+            None if w.norm(NORMS.post).is_some() => Some(routed.contract(w)?),
             kept => kept,
         };
         let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
-        let Routed { routing, dispatch, gate_up, shared, .. } = routed;
-        let (d_gate_up, d_weights) = contract_backward(w, (&routing, &dispatch), gate_up, &d_output, grads)?;
+        let Routed { routing, dispatch, gate_up, activation, shared, .. } = routed;
+        let (d_gate_up, d_weights) =
+            contract_backward(w, (&routing, &dispatch), (activation, gate_up), &d_output, grads)?;
         let d_rows = expand_backward(w, &dispatch, &d_gate_up, &normed, grads)?;
         drop(d_gate_up);
         let mut d_normed = dispatch.gather(&d_rows, None)?;
@@ -229,8 +231,8 @@ impl ExpertsSpec {
             Some(lora) => lora.add_gate_up(&dispatch, &rows, gate_up)?,
             None => gate_up,
         };
-        let shared = self.shared.map(|_| SharedRows::expand(w, normed)).transpose()?;
-        Ok(Routed { routing, own, dispatch, gate_up, shared })
+        let shared = self.shared.map(|shared| SharedRows::expand(shared, w, normed)).transpose()?;
+        Ok(Routed { routing, own, dispatch, gate_up, activation: self.expert.activation, shared })
     }
 
     /// The gradient of what the router and the experts read, of the weights' kind, from the router's and that of the experts, in the
@@ -255,11 +257,11 @@ impl ExpertsSpec {
 
 impl Routed {
     /// The sum of the chosen experts' outputs, each times its weight, and of the shared one's, in the accumulation kind. [T, D]
-    fn contract(&self, w: &BlockParams, act: &Tensor /* [R, I] */) -> Result<Tensor> {
-        let down = w.linear(Matrix::Down);
-        let rows = self.dispatch.forward(act, down.weight())?;
+    fn contract(&self, w: &BlockParams) -> Result<Tensor> {
+        let (down, act) = (w.linear(Matrix::Down), self.gate_up.activate(self.activation)?); // [R, I]
+        let rows = self.dispatch.forward(&act, down.weight())?;
         let rows = match &down.lora {
-            Some(lora) => lora.add_rows(&self.dispatch, act, rows)?,
+            Some(lora) => lora.add_rows(&self.dispatch, &act, rows)?,
             None => rows,
         };
         let sum = self.dispatch.gather(&rows, Some(&self.routing.weights))?;
@@ -295,7 +297,7 @@ fn expand_backward(
 fn contract_backward(
     w: &BlockParams,
     (routing, dispatch): (&Routing, &Dispatch),
-    gate_up: GateUp,
+    (activation, gate_up): (Activation, GateUp),
     d_output: &Tensor, // [T, D]
     grads: &mut BlockParams,
 ) -> Result<(GateUp, Tensor)> {
@@ -309,7 +311,7 @@ fn contract_backward(
     if let Some((lora, d_low)) = adapter {
         dispatch.accumulate_input(d_low, &lora.a, &mut d_act)?;
     }
-    let (d_gate_up, act, d_weights) = gate_up.weighted_backward(&d_act, &weights)?; // of the activation times its weight
+    let (d_gate_up, act, d_weights) = gate_up.weighted_backward(activation, &d_act, &weights)?; // of the activation times its weight
     drop(d_act);
     let gradients = grads.linear_mut(Matrix::Down);
     if let Some(piece) = gradients.pieces.first_mut() {

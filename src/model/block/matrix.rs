@@ -39,6 +39,13 @@ pub enum Projection {
     SharedExpert(&'static str),
 }
 
+impl Projection {
+    /// Whether it is one of these.
+    pub(in crate::model) fn is_one_of(self, modules: &[TargetModule]) -> bool {
+        matches!(self, Projection::Module(module) if modules.contains(&module))
+    }
+}
+
 impl Matrix {
     /// The parameter of the weight.
     pub(in crate::model) fn weight(self) -> ParamName {

@@ -5,11 +5,12 @@ use tch::Tensor;
 use super::dense::DenseSpec;
 use super::experts::{ExpertsSpec, Routed};
 use super::linear::LinearSpec;
+use super::shared::SharedExpertSpec;
 use super::{BlockContext, BlockParams, ElementBytes};
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::params::Shapes;
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 
 /// The sublayer that treats every token by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,6 +42,26 @@ impl Mlp {
         match self {
             Mlp::Dense(dense) => Mlp::Dense(dense.tp_slice(tp_size)),
             Mlp::Experts(experts) => Mlp::Experts(experts.tp_slice(tp_size)),
+        }
+    }
+
+    /// The function of its gates.
+    pub fn activation(self) -> Activation {
+        match self {
+            Mlp::Dense(dense) => dense.activation,
+            Mlp::Experts(experts) => experts.expert.activation,
+        }
+    }
+
+    /// With this function of all gates.
+    pub(in crate::model) fn activated_by(self, activation: Activation) -> Self {
+        let of = |dense: DenseSpec| DenseSpec { activation, ..dense };
+        match self {
+            Mlp::Dense(dense) => Mlp::Dense(of(dense)),
+            Mlp::Experts(experts) => {
+                let shared = experts.shared.map(|SharedExpertSpec(shared)| SharedExpertSpec(of(shared)));
+                Mlp::Experts(ExpertsSpec { expert: of(experts.expert), shared, ..experts })
+            }
         }
     }
 

@@ -64,6 +64,8 @@ impl NormPlaces {
     pub const PRE: Self = Self { pre: true, post: false };
     /// Behind each sublayer alone, as in OLMo 2.
     pub const POST: Self = Self { pre: false, post: true };
+    /// Before and behind each sublayer, as in Gemma 3.
+    pub const BOTH: Self = Self { pre: true, post: true };
 }
 
 /// The description of a block.
@@ -82,10 +84,10 @@ pub struct BlockSpec {
 }
 
 impl BlockSpec {
-    /// A block of attention and a dense MLP of this width.
+    /// A block of attention and a dense MLP of this width, with SiLU.
     pub fn dense(attention: AttentionSpec, intermediate: usize, norms: NormPlaces) -> Self {
         let hidden = attention.hidden;
-        let mlp = Mlp::Dense(DenseSpec { hidden, intermediate });
+        let mlp = Mlp::Dense(DenseSpec::new(hidden, intermediate));
         Self { hidden, mixer: Mixer::Attention(attention), mlp, norms, residual_scale: 1.0 }
     }
 

@@ -6,6 +6,7 @@ use super::{BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp};
 use crate::cuda::kernels::{
     DecoderSizes, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, delta_step_serves, served_delta_sizes, unserved,
 };
+use crate::ops::swiglu::Activation;
 
 impl BlockSpec {
     /// Why no kernel serves the block with weights of `kind`, in training or, where an engine's tensor-parallel size is given, in that engine;
@@ -48,7 +49,12 @@ impl DeltaNetSpec {
 
 impl ExpertsSpec {
     fn unserved_by_engine(self, kind: Kind, tp_size: usize) -> Option<String> {
-        let ExpertsSpec { expert: DenseSpec { hidden, intermediate }, num_experts, router, .. } = self;
+        let ExpertsSpec { expert: DenseSpec { hidden, intermediate, activation }, num_experts, router, .. } = self;
+        if activation != Activation::Silu {
+            return Some(format!(
+                "experts with {activation:?} are not served by the engine on a GPU: expected Silu; device=cpu samples from any"
+            ));
+        }
         let per_token = router.num_experts_per_tok;
         let tp_size = if self.is_parallel { 1 } else { tp_size };
         let (columns, unit) = (intermediate / tp_size, if kind == Kind::BFloat16 { 8 } else { 1 });

@@ -11,7 +11,7 @@ use super::{BlockParams, ElementBytes};
 use crate::error::Result;
 use crate::model::params::ParamName;
 use crate::ops::linear;
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 use crate::torch::accumulation_kind;
 
 /// The shape of a shared expert.
@@ -22,7 +22,8 @@ pub struct SharedExpertSpec(pub DenseSpec);
 #[derive(Debug)]
 pub(super) struct SharedRows {
     gate_up: GateUp, // [T, F]
-    share: Tensor,   // [T, 1]
+    activation: Activation,
+    share: Tensor, // [T, 1]
 }
 
 impl SharedExpertSpec {
@@ -61,16 +62,17 @@ impl SharedExpertSpec {
 
 impl SharedRows {
     /// Up to gate and up.
-    pub(super) fn expand(w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Self> {
+    pub(super) fn expand(spec: SharedExpertSpec, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Self> {
         let wide = accumulation_kind(normed.kind());
         let logits = linear::forward(&normed.f_to_kind(wide)?, &gate(w).f_to_kind(wide)?, None)?;
         let gate_up = GateUp::project(normed, w.linear(Matrix::SharedGateUp).weight())?;
-        Ok(Self { gate_up, share: logits.f_sigmoid()? })
+        Ok(Self { gate_up, activation: spec.0.activation, share: logits.f_sigmoid()? })
     }
 
     /// The output in the accumulation kind, of which every rank has a part. [T, D]
     pub(super) fn contract(&self, w: &BlockParams) -> Result<Tensor> {
-        let output = linear::forward(&self.gate_up.activate()?, w.linear(Matrix::SharedDown).weight(), None)?;
+        let output =
+            linear::forward(&self.gate_up.activate(self.activation)?, w.linear(Matrix::SharedDown).weight(), None)?;
         Ok(output.f_mul(&self.share)?)
     }
 
@@ -85,9 +87,9 @@ impl SharedRows {
         d_normed: &mut Tensor, // [T, D]
         grads: &mut BlockParams,
     ) -> Result<()> {
-        let Self { gate_up, share } = self;
+        let Self { gate_up, activation, share } = self;
         let d_act = linear::backward_input(d_output, w.linear(Matrix::SharedDown).weight())?; // [T, F], of a sigmoid of 1
-        let (d_gate_up, act, d_share) = gate_up.weighted_backward(&d_act, &share)?; // of the activation times its share
+        let (d_gate_up, act, d_share) = gate_up.weighted_backward(activation, &d_act, &share)?; // of the activation times its share
         let d_share = d_share.f_unsqueeze(1)?; // [T, 1]
         drop(d_act);
         w.linear(Matrix::SharedDown).weight_gradient(d_output, &act, grads.linear_mut(Matrix::SharedDown))?;

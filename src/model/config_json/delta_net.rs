@@ -11,8 +11,6 @@ use crate::ops::delta_net::DeltaHeads;
 
 /// Every so many-th layer has attention where neither `layer_types` nor `full_attention_interval` is given, as in transformers.
 const USUAL_INTERVAL: usize = 4;
-/// Share of a head that is turned where `partial_rotary_factor` is absent, as in transformers.
-const USUAL_ROTARY_FACTOR: f64 = 0.25;
 
 /// Puts the gated delta nets that a `config.json` describes into the layers that have one.
 pub(super) fn read(config: &JsonObject, hidden: usize, layers: &mut [BlockSpec]) -> Result<()> {
@@ -58,20 +56,6 @@ fn full_attention(config: &JsonObject, num_layers: usize) -> Result<Vec<usize>> 
     Ok((0..num_layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect())
 }
 
-/// Share of a head that is turned, such that an even number of its columns is.
-pub(super) fn partial_rotary_factor(config: &JsonObject, head_dim: usize) -> Result<f64> {
-    const KEY: &str = "partial_rotary_factor";
-    let rope = config.object("rope_parameters")?;
-    let place = rope.as_ref().into_iter().chain([config]).find(|place| place.has(KEY));
-    let Some(place) = place else { return Ok(USUAL_ROTARY_FACTOR) };
-    let factor = place.positive(KEY)?;
-    let columns = (head_dim as f64 * factor) as usize;
-    match factor <= 1.0 && columns > 0 && columns.is_multiple_of(2) {
-        true => Ok(factor),
-        false => Err(place.wrong(KEY, format!("at most 1, and an even number of the {head_dim} columns of a head"))),
-    }
-}
-
 /// Adds the keys to a `config.json`.
 pub(super) fn write(spec: &ModelSpec, heads: DeltaHeads, config: &mut Value) {
     let name = |block: &BlockSpec| match block.mixer {
@@ -81,8 +65,6 @@ pub(super) fn write(spec: &ModelSpec, heads: DeltaHeads, config: &mut Value) {
     config["layer_types"] = spec.layers.iter().map(name).collect();
     config["attn_output_gate"] = json!(true);
     config["attention_bias"] = json!(false);
-    config["rope_parameters"]["partial_rotary_factor"] =
-        json!(spec.attention().rope.map(|rope| rope.partial_rotary_factor));
     config["linear_num_key_heads"] = json!(heads.num_key_heads);
     config["linear_num_value_heads"] = json!(heads.num_value_heads);
     config["linear_key_head_dim"] = json!(heads.key_dim);

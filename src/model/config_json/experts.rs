@@ -35,12 +35,12 @@ pub(super) fn read(config: &JsonObject, hidden: usize, traits: &Traits) -> Resul
         false => config.flag("norm_topk_prob")?,
     };
     Ok(ExpertsSpec {
-        expert: DenseSpec { hidden, intermediate },
+        expert: DenseSpec::new(hidden, intermediate),
         num_experts,
         own: num_experts,
         is_parallel: false,
         router: RouterOptions { num_experts_per_tok, norm_topk_prob },
-        shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec { hidden, intermediate })),
+        shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec::new(hidden, intermediate))),
     })
 }
 

@@ -6,29 +6,40 @@ use crate::untrusted::KeyTable;
 pub(crate) const CONFIG_KEYS: KeyTable = KeyTable {
     name: "config.json",
     served: "architectures attn_output_gate bos_token_id decoder_sparse_step dtype eos_token_id full_attention_interval head_dim \
-        hidden_act hidden_size intermediate_size layer_types linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads \
+        hidden_act hidden_activation hidden_size intermediate_size layer_types linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads \
         linear_num_value_heads linear_value_head_dim max_position_embeddings max_window_layers mlp_only_layers model_type \
         moe_intermediate_size norm_topk_prob num_attention_heads num_experts num_experts_per_tok num_hidden_layers \
-        num_key_value_heads num_local_experts original_max_position_embeddings partial_rotary_factor qkv_bias rms_norm_eps \
-        rope_parameters rope_scaling rope_theta router_aux_loss_coef shared_expert_intermediate_size sliding_window text_config \
+        num_key_value_heads num_local_experts original_max_position_embeddings partial_rotary_factor qkv_bias query_pre_attn_scalar rms_norm_eps \
+        rope_local_base_freq rope_parameters rope_scaling rope_theta router_aux_loss_coef shared_expert_intermediate_size sliding_window sliding_window_pattern text_config \
         tie_word_embeddings torch_dtype use_sliding_window vocab_size",
-    harmless: "auto_map id2label image_token_id initializer_range label2id output_attentions output_hidden_states output_router_logits \
-        pad_token_id pretraining_tp problem_type return_dict transformers_version use_cache video_token_id vision_config \
+    harmless: "_sliding_window_pattern auto_map boi_token_index eoi_token_index id2label image_token_id image_token_index initializer_range label2id mm_tokens_per_image multimodal_projector_bias output_attentions output_hidden_states output_router_logits \
+        pad_token_id pretraining_tp problem_type projector_hidden_act return_dict spatial_merge_size transformers_version use_cache video_token_id vision_config vision_feature_layer \
         vision_end_token_id vision_start_token_id",
     refused: &[
         ("add_cross_attention", &["false"], "the decoder has no cross-attention"),
-        ("attention_bias", &["false"], "biases of all four projections are not computed (Qwen2's own need no key)"),
+        (
+            "attention_bias",
+            &["false"],
+            "biases of all four projections are not computed (Qwen2's own need no key, and GLM-4's are of three)",
+        ),
         ("attention_dropout", &["0"], "training computes no dropout of attention"),
+        ("attn_logit_softcapping", &[], "scores of attention have no cap"),
         ("chunk_size_feed_forward", &["0"], "MLPs are computed whole"),
         ("compression_config", &[], "only unquantised weights are read"),
+        ("embd_pdrop", &["0"], "training computes no dropout of the embedding"),
+        ("final_logit_softcapping", &[], "logits have no cap"),
         ("is_causal", &["true"], "tokens attend to those before them alone"),
         ("is_encoder_decoder", &["false"], "only decoders are computed"),
         ("mlp_bias", &["false"], "biases of an MLP are not computed"),
         ("pruned_heads", &["{}"], "heads are computed as num_attention_heads says"),
         ("quantization_config", &[], "only unquantised weights are read"),
+        ("resid_pdrop", &["0"], "training computes no dropout of sublayers"),
+        ("use_bidirectional_attention", &["false"], "tokens attend to those before them alone"),
     ],
     ignores_unknown: true,
 };
+
+const LONG_ROPE: &str = "LongRoPE's frequencies, which depend on the longest sequence, are not computed";
 
 /// `rope_parameters` and `rope_scaling` within `config.json`.
 pub(crate) const ROPE_KEYS: KeyTable = KeyTable {
@@ -36,7 +47,12 @@ pub(crate) const ROPE_KEYS: KeyTable = KeyTable {
     served: "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor mscale mscale_all_dim \
         original_max_position_embeddings partial_rotary_factor rope_theta rope_type truncate type",
     harmless: "finetuned mrope_interleaved mrope_section",
-    refused: &[],
+    refused: &[
+        ("long_factor", &[], LONG_ROPE),
+        ("long_mscale", &[], LONG_ROPE),
+        ("short_factor", &[], LONG_ROPE),
+        ("short_mscale", &[], LONG_ROPE),
+    ],
     ignores_unknown: false,
 };
 

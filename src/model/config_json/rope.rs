@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::{keys, layer_types};
 use crate::error::Result;
 use crate::model::json::JsonObject;
 use crate::ops::rope::{Llama3Scaling, RopeScaling, YarnScaling};
@@ -10,10 +11,12 @@ use crate::ops::rope::{Llama3Scaling, RopeScaling, YarnScaling};
 const DEFAULT_ROPE_THETA: f64 = 10_000.0;
 const ORIGINAL: &str = "original_max_position_embeddings";
 
-/// Base and scaling. Where both spellings are present, `rope_scaling` counts, as in transformers 5.
-pub(super) fn read(config: &JsonObject) -> Result<(f64, Option<RopeScaling>)> {
+/// Base and scaling of layers of a type. Where both spellings are present, `rope_scaling` counts, as in transformers 5, unless
+/// `rope_parameters` are by types of layers.
+pub(super) fn read(config: &JsonObject, layer_type: &str) -> Result<(f64, Option<RopeScaling>)> {
+    let of_type = config.object("rope_parameters")?.map_or(Ok(None), |rope| rope.object(layer_type))?;
     let key = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
-    let Some(rope) = config.object(key)? else {
+    let Some(rope) = of_type.map_or_else(|| config.object(key), |rope| Ok(Some(rope)))? else {
         let theta = config.get("rope_theta").map(|_| config.positive("rope_theta")).transpose()?;
         return Ok((theta.unwrap_or(DEFAULT_ROPE_THETA), None));
     };
@@ -27,14 +30,45 @@ pub(super) fn read(config: &JsonObject) -> Result<(f64, Option<RopeScaling>)> {
         Some(Some("linear")) => Some(RopeScaling::Linear { factor: rope.positive("factor")? }),
         Some(Some("llama3")) => Some(RopeScaling::Llama3(llama3(&rope)?)),
         Some(Some("yarn")) => Some(RopeScaling::Yarn(yarn(config, &rope)?)),
+        Some(Some("longrope" | "su")) => {
+            let expected = "another type: LongRoPE's frequencies, which depend on the longest sequence, are not served";
+            return Err(rope.wrong(type_key, expected));
+        }
         Some(_) => return Err(rope.wrong(type_key, "\"default\", \"linear\", \"llama3\" or \"yarn\"")),
     };
     Ok((theta, scaling))
 }
 
+/// Checks the keys of all objects that describe rotations, which may be by types of layers, and returns these objects.
+pub(super) fn objects(config: &JsonObject, may_differ: bool) -> Result<Vec<JsonObject>> {
+    let mut objects: Vec<_> = config.object("rope_scaling")?.into_iter().collect();
+    if let Some(rope) = config.object("rope_parameters")? {
+        let types = if may_differ { &[layer_types::FULL, layer_types::SLIDING][..] } else { &[] };
+        let of_types = types.iter().map(|layer_type| rope.object(layer_type));
+        let of_types: Vec<_> = of_types.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+        if of_types.is_empty() { objects.push(rope) } else { objects.extend(of_types) }
+    }
+    objects.iter().try_for_each(|rope| rope.check(&keys::ROPE_KEYS))?;
+    Ok(objects)
+}
+
+/// Share of a head that is turned, such that an even number of its columns is; `usual` where the file does not say.
+pub(super) fn partial_rotary_factor(config: &JsonObject, head_dim: usize, usual: f64) -> Result<f64> {
+    const KEY: &str = "partial_rotary_factor";
+    let rope = config.object("rope_parameters")?;
+    let place = rope.as_ref().into_iter().chain([config]).find(|place| place.has(KEY));
+    let Some(place) = place else { return Ok(usual) };
+    let factor = place.positive(KEY)?;
+    let columns = (head_dim as f64 * factor) as usize;
+    match factor <= 1.0 && columns > 0 && columns.is_multiple_of(2) {
+        true => Ok(factor),
+        false => Err(place.wrong(KEY, format!("at most 1, and an even number of the {head_dim} columns of a head"))),
+    }
+}
+
 /// Tokens of a context that YaRN extends, 0 without: files that ask for it often leave the context of the pre-training beside it.
 pub(super) fn extended_context(config: &JsonObject) -> Result<usize> {
-    Ok(match read(config)?.1 {
+    Ok(match read(config, layer_types::FULL)?.1 {
         Some(RopeScaling::Yarn(yarn)) => ((yarn.original_max_position_embeddings * yarn.factor) as usize).min(1 << 31),
         _ => 0,
     })
@@ -85,7 +119,7 @@ fn yarn(config: &JsonObject, rope: &JsonObject) -> Result<YarnScaling> {
 }
 
 /// `rope_parameters`.
-pub(super) fn write(theta: f64, scaling: Option<&RopeScaling>) -> Value {
+pub(in crate::model) fn write(theta: f64, scaling: Option<&RopeScaling>) -> Value {
     let mut rope = match scaling {
         None => json!({"rope_type": "default"}),
         Some(RopeScaling::Linear { factor }) => json!({"rope_type": "linear", "factor": factor}),

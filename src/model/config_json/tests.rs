@@ -152,7 +152,7 @@ fn what_cannot_be_computed_is_refused_by_name() {
     load(&good).unwrap();
     let cases = [
         ("architectures", json!(["GPT2LMHeadModel"]), "architectures is [\"GPT2LMHeadModel\"]: expected one of Qwen2"),
-        ("hidden_act", json!("gelu"), "hidden_act is \"gelu\": expected \"silu\""),
+        ("hidden_act", json!("gelu"), "hidden_act is \"gelu\": expected \"silu\" or \"gelu_pytorch_tanh\""),
         ("model_type", json!("llama"), "model_type is \"llama\": expected \"qwen2\", that of Qwen2ForCausalLM"),
         ("attention_bias", json!(true), "attention_bias is true: expected false; biases of all four"),
         ("mlp_bias", json!(true), "mlp_bias is true"),
@@ -169,7 +169,7 @@ fn what_cannot_be_computed_is_refused_by_name() {
         (
             "rope_scaling",
             json!({"rope_type": "longrope"}),
-            "rope_scaling.rope_type is \"longrope\": expected \"default\", \"lin",
+            "rope_scaling.rope_type is \"longrope\": expected another type: LongRoPE",
         ),
         ("rope_scaling", json!({"type": "yarn", "factor": 0}), "rope_scaling.factor is 0: expected a number above 0"),
         (

@@ -10,6 +10,8 @@ use crate::model::json::JsonObject;
 use crate::model::spec::ModelSpec;
 
 const KEY: &str = "sliding_window";
+/// Every so many-th layer has none.
+const PERIOD: &str = "sliding_window_pattern";
 
 /// The window of each layer, whose `types` the file has or leaves out.
 pub(super) fn read(
@@ -33,10 +35,16 @@ pub(super) fn read(
         _ => config.size(KEY, 1 << 31)?,
     };
     match (counts, types) {
-        (Window::Switched | Window::Listed, Some(types)) if types.len() == num_layers => {
+        (Window::Patterned(usual), None) => {
+            let period = if config.has(PERIOD) { config.size(PERIOD, 1 << 12)? } else { usual };
+            Ok((1..=num_layers).map(|layer| (!layer.is_multiple_of(period)).then_some(window)).collect())
+        }
+        (Window::Switched | Window::Listed | Window::Patterned(_), Some(types)) if types.len() == num_layers => {
             Ok(types.into_iter().map(|kind| (kind == layer_types::SLIDING).then_some(window)).collect())
         }
-        (Window::Switched | Window::Listed, Some(_)) => Err(layer_types::wrong_len(config, num_layers)),
+        (Window::Switched | Window::Listed | Window::Patterned(_), Some(_)) => {
+            Err(layer_types::wrong_len(config, num_layers))
+        }
         (Window::Switched, None) => {
             let first = config.count("max_window_layers")?;
             Ok((0..num_layers).map(|layer| (layer >= first).then_some(window)).collect())
@@ -45,13 +53,16 @@ pub(super) fn read(
     }
 }
 
-/// Adds the keys to a `config.json`.
-pub(super) fn write(spec: &ModelSpec, config: &mut Value) {
+/// Adds the keys to a `config.json`: those that switch windows on, and the list of layers.
+pub(super) fn write(spec: &ModelSpec, counts: Window, config: &mut Value) {
     let has_window = |layer: usize| matches!(spec.layers[layer].mixer, Mixer::Attention(own) if own.window.is_some());
     let count = (0..spec.num_layers()).filter(|&layer| has_window(layer)).count();
-    config["use_sliding_window"] = json!(count > 0);
-    config["max_window_layers"] = json!(spec.num_layers() - count);
-    if count > 0 {
+    let is_switched = matches!(counts, Window::Switched | Window::Listed);
+    if is_switched {
+        config["use_sliding_window"] = json!(count > 0);
+        config["max_window_layers"] = json!(spec.num_layers() - count);
+    }
+    if count > 0 || !is_switched {
         let name = |layer| if has_window(layer) { layer_types::SLIDING } else { layer_types::FULL };
         config[layer_types::KEY] = (0..spec.num_layers()).map(name).collect();
     }

@@ -1,5 +1,7 @@
 //! Llama 3.x: the plain decoder, to which the other families are compared; its rope is scaled by wavelength.
 
+use serde_json::json;
+
 use super::{Traits, Window};
 use crate::model::block::NormPlaces;
 
@@ -7,6 +9,7 @@ pub(super) const TRAITS: Traits = Traits {
     architecture: "LlamaForCausalLM",
     model_type: "llama",
     qkv_bias: false,
+    has_attention_bias: false,
     qk_norm: None,
     norms: NormPlaces::PRE,
     head_dim: None,
@@ -16,6 +19,12 @@ pub(super) const TRAITS: Traits = Traits {
     divides_by_choices: false,
     has_delta_nets: false,
     interleaves_delta_nets: false,
+    zero_centred_norms: false,
+    rotary_factor: None,
+    turns_pairs: false,
+    fused_tensors: &[],
+    tensor_names: &[],
+    defaults: || json!({}),
     read: |_, spec| Ok(spec),
     write: |_, _| {},
     whole: None,

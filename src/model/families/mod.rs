@@ -1,9 +1,16 @@
 //! Families of decoders, a file each: what their `config.json` calls them, and what it leaves unsaid.
 
+mod gemma3;
+mod glm;
+mod glm4;
 mod granite;
 mod llama;
+mod ministral;
 mod mistral;
 mod olmo2;
+mod phi3;
+#[cfg(test)]
+mod published;
 mod qwen2;
 mod qwen2_moe;
 mod qwen3;
@@ -17,7 +24,9 @@ use serde_json::Value;
 
 use super::block::{NormPlaces, QkNorm};
 use super::json::JsonObject;
+use super::params::ParamName;
 use super::spec::ModelSpec;
+use crate::config::TargetModule;
 use crate::error::Result;
 
 /// Declares the families: the name of each, and its file.
@@ -66,6 +75,16 @@ families! {
     SmolLm3: smollm3,
     /// Granite 3.
     Granite: granite,
+    /// Gemma 3, text.
+    Gemma3: gemma3,
+    /// GLM-4 of 2024.
+    Glm: glm,
+    /// GLM-4 of 2025.
+    Glm4: glm4,
+    /// Ministral.
+    Ministral: ministral,
+    /// Phi-3 and Phi-4.
+    Phi3: phi3,
 }
 
 /// Traits of a family that `config.json` leaves unsaid.
@@ -76,6 +95,8 @@ pub(super) struct Traits {
     pub model_type: &'static str,
     /// Query, key and value have biases.
     pub qkv_bias: bool,
+    /// `attention_bias` says whether they do; the projection behind attention has none.
+    pub has_attention_bias: bool,
     /// Norms of queries and keys.
     pub qk_norm: Option<QkNorm>,
     /// Norms of the sublayers.
@@ -90,16 +111,50 @@ pub(super) struct Traits {
     pub has_shared_expert: bool,
     /// The weights of a token's experts are divided by their sum, which `norm_topk_prob` need not say.
     pub divides_by_choices: bool,
-    /// `config.json` describes gated delta nets; attention has an output gate and turns heads in part, and norms scale by 1 + weight.
+    /// `config.json` describes gated delta nets; attention has an output gate.
     pub has_delta_nets: bool,
     /// A checkpoint has the projections of a gated delta net in two tensors, by key heads.
     pub interleaves_delta_nets: bool,
+    /// Norms scale by 1 + weight, but for those within gated delta nets.
+    pub zero_centred_norms: bool,
+    /// Heads may be turned in part: the share that is turned where `partial_rotary_factor` is absent.
+    pub rotary_factor: Option<f64>,
+    /// A checkpoint has the columns of a head that are turned together next to each other; ours are half of what is turned apart.
+    pub turns_pairs: bool,
+    /// Tensors in which a checkpoint has several projections.
+    pub fused_tensors: &'static [FusedTensor],
+    /// Tensors of a block that a checkpoint names otherwise than those of other families.
+    pub tensor_names: &'static [(ParamName, &'static str)],
+    /// The values of keys that a `config.json` may leave out, as in transformers.
+    pub defaults: fn() -> Value,
     /// Reads the keys that are the family's own: the model as it is by those that families share, changed.
     pub read: fn(&JsonObject, ModelSpec) -> Result<ModelSpec>,
     /// Adds those keys to a `config.json`.
     pub write: fn(&ModelSpec, &mut Value),
     /// Files whose `text_config` describes a model of this family, beside a vision tower.
-    pub whole: Option<Names>,
+    pub whole: Option<Whole>,
+}
+
+/// A tensor of a checkpoint that has the rows of several projections, one after the other.
+#[derive(Clone, Copy)]
+pub(super) struct FusedTensor {
+    /// The module within its block.
+    pub name: &'static str,
+    /// The projections, all of one matrix.
+    pub modules: &'static [TargetModule],
+}
+
+/// Files of a model that sees, of which a text model is a part.
+#[derive(Clone, Copy)]
+pub(super) struct Whole {
+    /// Names of the whole.
+    pub names: Names,
+    /// The decoder in names of tensors.
+    pub decoder: &'static str,
+    /// The head.
+    pub head: &'static str,
+    /// Beginnings of the names of tensors that are kept as they are.
+    pub kept: &'static [&'static str],
 }
 
 /// Names of an architecture in `config.json`.
@@ -126,6 +181,8 @@ pub(super) enum Window {
     SwitchedForAll,
     /// With `use_sliding_window` some layers have one, which is not served.
     Refused,
+    /// The layers that `layer_types` lists, or all but every so many-th one where there is no list.
+    Patterned(usize),
 }
 
 #[cfg(test)]

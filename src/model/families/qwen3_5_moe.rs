@@ -1,7 +1,7 @@
 //! Qwen3.5 and 3.6 with experts: Qwen3.5's layers, with a router and experts in place of the MLP, beside one expert that every token
 //! goes to.
 
-use super::{Names, Traits, qwen3_5};
+use super::{Names, Traits, Whole, qwen3_5};
 
 pub(super) const TRAITS: Traits = Traits {
     architecture: "Qwen3_5MoeForCausalLM",
@@ -9,6 +9,9 @@ pub(super) const TRAITS: Traits = Traits {
     has_experts: true,
     has_shared_expert: true,
     divides_by_choices: true,
-    whole: Some(Names { architecture: "Qwen3_5MoeForConditionalGeneration", model_type: "qwen3_5_moe" }),
+    whole: Some(Whole {
+        names: Names { architecture: "Qwen3_5MoeForConditionalGeneration", model_type: "qwen3_5_moe" },
+        ..qwen3_5::WHOLE
+    }),
     ..qwen3_5::TRAITS
 };

@@ -4,12 +4,11 @@ use tch::Tensor;
 
 use super::interleaved::{InterleavedRows, pieces};
 use crate::config::TargetModule;
-use crate::model::block::{LinearSpec, Matrix, Projection};
+use crate::model::block::{LinearSpec, Matrix, Mixer, Projection};
+use crate::model::families::Whole;
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
 use crate::model::spec::ModelSpec;
 
-/// The head.
-pub(super) const HEAD: &str = "lm_head.weight";
 /// The module of a block that treats every token by itself.
 pub(in crate::model) const MLP: &str = "mlp";
 
@@ -27,9 +26,18 @@ pub(in crate::model) struct HfTensor {
     expert: Option<usize>,
     /// Rows of a matrix whose tensor in the file has those of other matrices between them.
     piece: Option<InterleavedRows>,
+    /// All rows of the file's tensor, and the first that is this one's, where it has several projections.
+    within: Option<(usize, usize)>,
+    /// Columns of a head that are turned, where the file has those that are turned together next to each other.
+    pairs: Option<usize>,
 }
 
 impl HfTensor {
+    /// A parameter that is a tensor by itself.
+    fn whole(name: String, shape: Vec<i64>, param: ParamName) -> Self {
+        Self { name, shape, param, rows: None, expert: None, piece: None, within: None, pairs: None }
+    }
+
     /// Whether it is a matrix of a block or of one of its experts, not a norm, a bias or a router.
     pub fn is_projection(&self) -> bool {
         self.rows.is_some() && self.shape.len() == 2
@@ -50,9 +58,10 @@ impl HfTensor {
 
     /// Name and shape of the tensor that a checkpoint is written with, and the first of its elements that are this tensor's.
     pub fn place(&self) -> (&str, Vec<i64>, usize) {
-        let Some(piece) = &self.piece else { return (&self.name, self.shape.clone(), 0) };
+        let piece = self.piece.as_ref().map(|piece| (piece.num_rows, piece.first));
+        let Some((num_rows, first)) = piece.or(self.within) else { return (&self.name, self.shape.clone(), 0) };
         let columns = self.shape[1];
-        (&self.name, vec![piece.num_rows as i64, columns], piece.first * columns as usize)
+        (&self.name, vec![num_rows as i64, columns], first * columns as usize)
     }
 
     /// The tensor as a view of its unit's flat tensor. Its elements are in the order of `shape`, its sizes may be split
@@ -64,7 +73,7 @@ impl HfTensor {
             (Some(InterleavedRows { rows, .. }), _) => {
                 whole.narrow(0, rows.start as i64, rows.len() as i64).unsqueeze(0).unsqueeze(0)
             }
-            (None, Some((linear, projection))) => linear.rows_of(*projection, &whole),
+            (None, Some((linear, projection))) => in_pairs(linear.rows_of(*projection, &whole), self.pairs),
             (None, None) => whole,
         }
     }
@@ -80,7 +89,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     for (param, shape) in shapes(spec, unit) {
         let path = |name: &str| match unit {
             Unit::Block(layer) => format!("{}.layers.{layer}.{name}", decoder(spec)),
-            Unit::Embedding | Unit::Head if param == ParamName::LmHead => name.to_owned(),
+            Unit::Embedding | Unit::Head if param == ParamName::LmHead => head(spec).to_owned(),
             Unit::Embedding | Unit::Head => format!("{}.{name}", decoder(spec)),
         };
         let is_weight = |linear: &&LinearSpec| linear.matrix.weight() == param;
@@ -92,7 +101,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
                 (ParamName::DeltaConv, &[channels, width]) => vec![channels, 1, width],
                 _ => shape,
             };
-            tensors.push(HfTensor { name: path(name(param)), shape, param, rows: None, expert: None, piece: None });
+            tensors.push(HfTensor::whole(path(name(spec, param)), shape, param));
             continue;
         };
         let delta_net = spec.delta_net().filter(|_| spec.family.traits().interleaves_delta_nets);
@@ -100,25 +109,26 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
         for piece in &pieces {
             let (name, shape) = (path(piece.tensor), vec![piece.rows.len() as i64, linear.columns as i64]);
             let rows = Some((linear.clone(), 0));
-            tensors.push(HfTensor { name, shape, param, rows, expert: None, piece: Some(piece.clone()) });
+            tensors.push(HfTensor { rows, piece: Some(piece.clone()), ..HfTensor::whole(name, shape, param) });
         }
         for expert in linear.each_expert().into_iter().filter(|_| pieces.is_empty()) {
             for (projection, &(matrix, heads)) in linear.projections.iter().enumerate() {
-                let matrix = match matrix {
-                    Projection::Module(module) => module_path(module, expert),
-                    Projection::SharedExpert(name) => format!("mlp.shared_expert.{name}"),
+                let fused = fused_place(spec, linear, projection);
+                let module = match (matrix, fused) {
+                    (_, Some((name, _))) => name.to_owned(),
+                    (Projection::Module(module), None) => module_path(module, expert),
+                    (Projection::SharedExpert(name), None) => format!("mlp.shared_expert.{name}"),
                 };
-                let name = path(&format!("{matrix}.{suffix}"));
+                let name = path(&format!("{module}.{suffix}"));
                 let rows = (linear.groups * heads * linear.inner) as i64;
                 let columns = (suffix == "weight").then_some(linear.columns as i64);
                 let shape = std::iter::once(rows).chain(columns).collect();
                 tensors.push(HfTensor {
-                    name,
-                    shape,
-                    param,
                     rows: Some((linear.clone(), projection)),
                     expert,
-                    piece: None,
+                    within: fused.map(|(_, rows)| rows),
+                    pairs: pairs(spec, unit, matrix),
+                    ..HfTensor::whole(name, shape, param)
                 });
             }
         }
@@ -126,9 +136,53 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     tensors
 }
 
+/// The tensor that has a projection among others, as a module of its block; all its rows, and the first that is the projection's.
+fn fused_place(spec: &ModelSpec, linear: &LinearSpec, projection: usize) -> Option<(&'static str, (usize, usize))> {
+    let of = |own: Projection| spec.family.traits().fused_tensors.iter().find(|fused| own.is_one_of(fused.modules));
+    let fused = of(linear.projections[projection].0)?;
+    let rows = |&(own, heads): &(Projection, usize)| match own.is_one_of(fused.modules) {
+        true => linear.groups * heads * linear.inner,
+        false => 0,
+    };
+    let [before, all] =
+        [projection, linear.projections.len()].map(|end| linear.projections[..end].iter().map(rows).sum());
+    Some((fused.name, (all, before)))
+}
+
+/// Columns of a head of a projection that are turned, where the file has them in pairs.
+pub(in crate::model) fn pairs(spec: &ModelSpec, unit: Unit, projection: Projection) -> Option<usize> {
+    let is_turned = projection.is_one_of(&[TargetModule::QProj, TargetModule::KProj]);
+    let (Unit::Block(layer), true) = (unit, is_turned && spec.family.traits().turns_pairs) else { return None };
+    let Mixer::Attention(attention) = spec.layers[layer].mixer else { return None };
+    Some(attention.rope?.columns(attention.head_dim))
+}
+
+/// Rows [.., inner, ..] of heads in the order of a file that has, of every so many of them, the first half and the second in turn.
+pub(in crate::model) fn in_pairs(rows: Tensor /* [groups, heads, inner, ..] */, pairs: Option<usize>) -> Tensor {
+    let Some(turned) = pairs else { return rows };
+    let (size, turned) = (rows.size(), turned as i64);
+    let split = [size[2] / turned, 2, turned / 2];
+    rows.view([&size[..2], &split, &size[3..]].concat().as_slice()).transpose(3, 4)
+}
+
 /// The name, in a checkpoint, of all but the head.
-pub(in crate::model) fn decoder(spec: &ModelSpec) -> &'static str {
+pub(super) fn decoder(spec: &ModelSpec) -> &'static str {
+    whole(spec).map_or("model", |whole| whole.decoder)
+}
+
+/// The name of the head's matrix in a checkpoint.
+pub(super) fn head(spec: &ModelSpec) -> &'static str {
+    whole(spec).map_or("lm_head.weight", |whole| whole.head)
+}
+
+/// The name of the module that has all but the head, as transformers 5 has it.
+pub(in crate::model) fn decoder_module(spec: &ModelSpec) -> &'static str {
     if spec.is_text_part { "model.language_model" } else { "model" }
+}
+
+/// Of files with a vision tower, how they name the text part.
+fn whole(spec: &ModelSpec) -> Option<Whole> {
+    spec.family.traits().whole.filter(|_| spec.is_text_part)
 }
 
 /// `self_attn.q_proj`, or `mlp.experts.3.up_proj` of an expert.
@@ -153,7 +207,10 @@ pub(in crate::model) fn room(module: TargetModule) -> &'static str {
 }
 
 /// The name, within its block or the decoder, of a parameter that is a tensor by itself.
-fn name(param: ParamName) -> &'static str {
+fn name(spec: &ModelSpec, param: ParamName) -> &'static str {
+    if let Some((_, own)) = spec.family.traits().tensor_names.iter().find(|(own, _)| *own == param) {
+        return own;
+    }
     match param {
         ParamName::Embedding => "embed_tokens.weight",
         ParamName::InputNorm => "input_layernorm.weight",
@@ -162,7 +219,7 @@ fn name(param: ParamName) -> &'static str {
         ParamName::PostNorm | ParamName::MixerPostNorm => "post_attention_layernorm.weight",
         ParamName::MlpPostNorm => "post_feedforward_layernorm.weight",
         ParamName::FinalNorm => "norm.weight",
-        ParamName::LmHead => HEAD,
+        ParamName::LmHead => head(spec),
         ParamName::Router => "mlp.gate.weight",
         ParamName::SharedGate => "mlp.shared_expert_gate.weight",
         ParamName::DeltaConv => "linear_attn.conv1d.weight",
@@ -176,7 +233,7 @@ fn name(param: ParamName) -> &'static str {
 /// Whether a tensor that we do not read may stand in a checkpoint, as in transformers: the head of a tied model, which equals the table, the rotary
 /// frequencies that old checkpoints carry, and what is kept as it is.
 pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
-    (spec.tie_word_embeddings && name == HEAD)
+    (spec.tie_word_embeddings && name == head(spec))
         || name.ends_with(".self_attn.rotary_emb.inv_freq")
         || is_kept(spec, name)
 }
@@ -184,5 +241,6 @@ pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
 /// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and layers that
 /// predict further tokens, which only families with gated delta nets have.
 pub(super) fn is_kept(spec: &ModelSpec, name: &str) -> bool {
-    (spec.is_text_part && name.starts_with("model.visual.")) || (spec.delta_net().is_some() && name.starts_with("mtp."))
+    whole(spec).is_some_and(|whole| whole.kept.iter().any(|kept| name.starts_with(kept)))
+        || (spec.delta_net().is_some() && name.starts_with("mtp."))
 }

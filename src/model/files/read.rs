@@ -9,7 +9,7 @@ use safetensors::tensor::TensorInfo;
 use tch::{Device, Kind, Tensor};
 
 use super::header::{self, MappedFile};
-use super::names::{HEAD, HfTensor, decoder, is_ignored, is_kept, tensors};
+use super::names::{HfTensor, decoder, head, is_ignored, is_kept, tensors};
 use super::{INDEX, SINGLE};
 use crate::error::{Error, Result};
 use crate::model::json::JsonObject;
@@ -175,10 +175,11 @@ pub(in crate::model) fn has_own_head(folder: &Path, spec: &ModelSpec) -> bool {
         let has = |path: &&PathBuf| header::names(path).is_ok_and(|names| names.iter().any(|name| name == tensor));
         MappedFile::open(paths.iter().find(has)?).ok()
     };
-    let Some((head_file, table_file)) = file_of(HEAD).zip(file_of(&table)) else { return false };
+    let head = head(spec);
+    let Some((head_file, table_file)) = file_of(head).zip(file_of(&table)) else { return false };
     let same =
-        |get: fn(&TensorInfo) -> (Dtype, &[usize])| head_file.info(HEAD).map(get) == table_file.info(&table).map(get);
-    !same(|info| (info.dtype, &info.shape)) || head_file.bytes(HEAD) != table_file.bytes(&table)
+        |get: fn(&TensorInfo) -> (Dtype, &[usize])| head_file.info(head).map(get) == table_file.info(&table).map(get);
+    !same(|info| (info.dtype, &info.shape)) || head_file.bytes(head) != table_file.bytes(&table)
 }
 
 /// The files that hold the weights. As in transformers, a single file comes before an index.

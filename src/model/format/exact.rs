@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::model::lora::Lora;
 use crate::model::spec::ModelSpec;
 use crate::ops::exact;
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 
 /// Matrices that are multiplied as they are, row by row alike in the engine and in training.
 #[derive(Debug)]
@@ -48,8 +48,8 @@ impl Format for Exact {
         lora.add_exactly(x.plain(), y)
     }
 
-    fn activate(&self, gate_up: &GateUp, _is_read: bool) -> Result<Rows> {
-        Ok(exact::activate(gate_up)?.into())
+    fn activate(&self, activation: Activation, gate_up: &GateUp, _is_read: bool) -> Result<Rows> {
+        Ok(exact::activate(activation, gate_up)?.into())
     }
 
     fn backward_input(&self, dy: &Tensor, w: &Piece) -> Result<Tensor> {

@@ -12,7 +12,7 @@ use crate::model::block::{ElementBytes, LinearSpec};
 use crate::model::spec::ModelSpec;
 use crate::ops::fp8;
 use crate::ops::linear::{self, Onto};
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 
 /// Products in FP8.
 #[derive(Debug)]
@@ -158,10 +158,10 @@ impl Format for Fp8 {
     }
 
     /// By a kernel that rounds on its way, where one serves the pairs.
-    fn activate(&self, gate_up: &GateUp, is_read: bool) -> Result<Rows> {
+    fn activate(&self, activation: Activation, gate_up: &GateUp, is_read: bool) -> Result<Rows> {
         let pairs = match gate_up {
             GateUp::Interleaved(pairs) if kernels::fp8_swiglu_serves(pairs) => pairs,
-            _ => return Ok(gate_up.activate()?.into()),
+            _ => return Ok(gate_up.activate(activation)?.into()),
         };
         let [tokens, columns] = [pairs.size()[0], pairs.size()[1] / 2];
         let rows = fp8::empty([tokens, columns], pairs.device())?;
@@ -169,21 +169,21 @@ impl Format for Fp8 {
         let mut plain = is_read.then(plain).transpose()?;
         let read = if is_read { 1.75 } else { 1.25 };
         let work = || OpCost { bytes: read * OpCost::pass(&[pairs]).bytes, flop: 0.0 };
-        timed("activation", work, || kernels::silu_mul_fp8(pairs, plain.as_mut(), &rows))?;
+        timed("activation", work, || kernels::silu_mul_fp8(activation, pairs, plain.as_mut(), &rows))?;
         Ok(Rows::Rounded { rows, plain })
     }
 
     /// By a kernel that rounds on its way, where one serves the pairs.
-    fn activate_backward(&self, gate_up: GateUp, d_act: &Tensor) -> Result<ActivationGradient> {
+    fn activate_backward(&self, activation: Activation, gate_up: GateUp, d_act: &Tensor) -> Result<ActivationGradient> {
         match gate_up {
             GateUp::Interleaved(pairs) if kernels::fp8_swiglu_serves(&pairs) => {
                 let rows = fp8::empty([pairs.size()[0], pairs.size()[1]], pairs.device())?;
                 let work = || OpCost { bytes: 7.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
-                let run = || kernels::swiglu_backward_fp8(d_act, pairs, &rows);
+                let run = || kernels::swiglu_backward_fp8(activation, d_act, pairs, &rows);
                 let (d_pairs, act) = timed("activation, backward", work, run)?;
                 Ok(ActivationGradient { d_gate_up: GateUp::Interleaved(d_pairs), act, rounded: Some(rows) })
             }
-            whole => Plain.activate_backward(whole, d_act),
+            whole => Plain.activate_backward(activation, whole, d_act),
         }
     }
 
@@ -211,9 +211,9 @@ impl Format for Fp8 {
         kernels::add_rms_norm_fp8(x, delta, weight, plain, &rounded, norm)
     }
 
-    fn step_activate(&self, gate_up: &Tensor, out: StepOutput<'_>) -> Result<()> {
+    fn step_activate(&self, activation: Activation, gate_up: &Tensor, out: StepOutput<'_>) -> Result<()> {
         let (plain, rounded) = out.parts();
-        kernels::silu_mul_fp8(gate_up, plain, &rounded)
+        kernels::silu_mul_fp8(activation, gate_up, plain, &rounded)
     }
 
     fn step_gate_up(&self, own: OwnProducts, x: StepRows<'_>, w: &Piece, act: &mut Tensor) -> Result<()> {

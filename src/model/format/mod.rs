@@ -40,7 +40,7 @@ use crate::cuda::kernels::{self, NormedRows, ScaledRows};
 use crate::error::{Error, Result};
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 
 impl Config {
     /// The format that policy and reference model are multiplied in.
@@ -92,7 +92,7 @@ pub enum Use {
     },
 }
 
-/// Results of going back through silu(gate) * up.
+/// Results of going back through activation(gate) * up.
 #[derive(Debug)]
 pub struct ActivationGradient {
     /// The gradients of gate and up.
@@ -257,20 +257,21 @@ pub trait Format: Debug + Sync {
         Ok(norm.forward(x, weight)?.0.into())
     }
 
-    /// silu(gate) * up for a product; as it is, too, where something else reads it (`is_read`). [T, F]
+    /// activation(gate) * up for a product; as it is, too, where something else reads it (`is_read`). [T, F]
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    fn activate(&self, gate_up: &GateUp, _is_read: bool) -> Result<Rows> {
-        Ok(gate_up.activate()?.into())
+    fn activate(&self, activation: Activation, gate_up: &GateUp, _is_read: bool) -> Result<Rows> {
+        Ok(gate_up.activate(activation)?.into())
     }
 
-    /// Goes back through silu(gate) * up, and rounds the gradients for a product where a kernel does both.
+    /// Goes back through activation(gate) * up, and rounds the gradients for a product where a kernel does both.
     ///
     /// # Errors
     /// The errors of [`GateUp::backward`].
-    fn activate_backward(&self, gate_up: GateUp, d_act: &Tensor) -> Result<ActivationGradient> {
-        gate_up.backward(d_act).map(|(d_gate_up, act)| ActivationGradient { d_gate_up, act, rounded: None })
+    fn activate_backward(&self, activation: Activation, gate_up: GateUp, d_act: &Tensor) -> Result<ActivationGradient> {
+        let (d_gate_up, act) = gate_up.backward(activation, d_act)?;
+        Ok(ActivationGradient { d_gate_up, act, rounded: None })
     }
 
     /// The cost of products in a step on a GPU, where an element of a plain weight has `plain_bytes`.
@@ -307,12 +308,17 @@ pub trait Format: Debug + Sync {
         kernels::add_rms_norm(x, delta, weight, out.plain, norm)
     }
 
-    /// In a step out = silu(gate) * up.
+    /// In a step out = activation(gate) * up.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].
-    fn step_activate(&self, gate_up: &Tensor /* [T, 2 F] */, out: StepOutput<'_> /* [T, F] */) -> Result<()> {
-        kernels::silu_mul(gate_up, out.plain)
+    fn step_activate(
+        &self,
+        activation: Activation,
+        gate_up: &Tensor,    // [T, 2 F]
+        out: StepOutput<'_>, // [T, F]
+    ) -> Result<()> {
+        kernels::silu_mul(activation, gate_up, out.plain)
     }
 
     /// In a step act = silu(gate) * up of x w^T, by the own kernels that have SwiGLU within.

@@ -231,7 +231,7 @@ mod tests {
         let dense = dense.map_attention(|_, attention| attention.qk_norm = Some(QkNorm::Head));
         let [moe, hybrid] = ["tiny-moe", "tiny-hybrid"].map(|name| ModelSpec::preset(name).unwrap());
         let shared = ModelSpec { family: Family::Qwen2Moe, ..moe.clone() }.map_experts(|experts| {
-            experts.shared = Some(SharedExpertSpec(DenseSpec { hidden: 128, intermediate: 320 }));
+            experts.shared = Some(SharedExpertSpec(DenseSpec::new(128, 320)));
         });
         for (spec, layer) in [(dense, 1), (moe, 1), (shared, 1), (hybrid.clone(), 0), (hybrid, 3)] {
             let spec = Arc::new(spec);

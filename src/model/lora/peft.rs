@@ -17,7 +17,8 @@ use super::layout::{AdaptedProjection, Fused};
 use crate::config::{MAX_RANK, Quantization, TargetModule};
 use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
-use crate::model::files::names::{decoder, module_path};
+use crate::model::block::Projection;
+use crate::model::files::names::{decoder_module, in_pairs, module_path, pairs};
 use crate::model::files::{MappedFile, TORCH_FORMAT, dtype_of, encode_header, sync};
 use crate::model::json::{ADAPTER_CONFIG as CONFIG, JsonObject};
 use crate::model::params::{ParamTable, Unit, UnitLayout};
@@ -77,12 +78,17 @@ struct PeftTensor<'a> {
     /// The index of the expert, of an expert's projection.
     expert: Option<usize>,
     is_a: bool,
+    /// Of a head's rows, as the file has them.
+    pairs: Option<usize>,
 }
 
 impl PeftTensor<'_> {
     /// The tensor as a view of its unit's flat tensor; its elements are in the order of `shape`.
     fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
         let (a, b) = self.fused.views(layout, flat);
+        if self.pairs.is_some() && !self.is_a {
+            return in_pairs(self.fused.b_of(self.piece, &b), self.pairs); // experts are turned nowhere
+        }
         let own = if self.is_a { self.fused.a_of(self.piece, &a) } else { self.fused.b_of(self.piece, &b) };
         self.expert.map_or_else(|| own.shallow_clone(), |expert| own.get(expert as i64))
     }
@@ -102,8 +108,9 @@ fn tensors(
                 let [a_shape, b_shape] = fused.shapes_of(piece);
                 for (is_a, part, shape) in [(true, "lora_A", a_shape), (false, "lora_B", b_shape)] {
                     let path = module_path(piece.module, expert);
-                    let name = format!("base_model.model.{}.layers.{layer}.{path}.{part}.weight", decoder(spec));
-                    f(&PeftTensor { name, shape, fused: &fused, piece, expert, is_a })?;
+                    let name = format!("base_model.model.{}.layers.{layer}.{path}.{part}.weight", decoder_module(spec));
+                    let pairs = pairs(spec, unit, Projection::Module(piece.module));
+                    f(&PeftTensor { name, shape, fused: &fused, piece, expert, is_a, pairs })?;
                 }
             }
         }

@@ -104,7 +104,8 @@ fn run_onto(
     let ctx = BlockContext::new(spec, &ropes, None, None);
     let packed = PackedMixer::new(spec, &batch.cu_seqlens, Device::Cpu);
 
-    let mut x = spec.scale_embedding(embedding::forward(&batch.ids, &embed.table).unwrap()).unwrap();
+    let rows = embedding::forward(&batch.ids, &embed.table).unwrap();
+    let mut x = spec.scale_embedding(rows, embed.table.kind()).unwrap();
     let mut saved = Vec::new();
     for (layer, w) in blocks.iter().enumerate() {
         let (y, kept) = block_forward(&ctx, layer, w, &x, &packed, Some(keep)).unwrap();
@@ -129,7 +130,7 @@ fn run_onto(
     for ((w, kept), mut d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut d_w).unwrap();
     }
-    let dx = spec.scale_embedding(dx).unwrap();
+    let dx = spec.scale_embedding(dx, flats[0].kind()).unwrap();
     embedding::accumulate(&dx, &batch.ids, &mut d_embed.table).unwrap();
     (scored.logprobs, scored.entropy, grads)
 }
@@ -148,6 +149,15 @@ fn logits_equal_transformers() {
         "smollm3",
         "smollm3_window",
         "granite",
+        "gemma3",
+        "gemma3_vision",
+        "qwen2_window",
+        "glm",
+        "glm4",
+        "phi3",
+        "phi3_window",
+        "ministral",
+        "mistral3_vision",
         "qwen2_moe",
         "qwen2_moe_mixed",
         "qwen3_moe",
@@ -193,7 +203,8 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let packed = PackedMixer::new(&spec, &batch.cu_seqlens, Device::Cpu);
     let (layout, flat) = unit(Unit::Embedding);
     let embed = EmbeddingParams::view(layout, &flat);
-    let mut x = spec.scale_embedding(embedding::forward(&batch.ids, &embed.table).unwrap()).unwrap();
+    let rows = embedding::forward(&batch.ids, &embed.table).unwrap();
+    let mut x = spec.scale_embedding(rows, embed.table.kind()).unwrap();
     for layer in 0..spec.num_layers() {
         let (layout, flat) = unit(Unit::Block(layer));
         x = block_forward(&ctx, layer, &BlockParams::view(&spec, layout, &flat), &x, &packed, None).unwrap().0;

@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 use super::delta_net;
 use crate::model::{AttentionSpec, BlockSpec, ExpertsSpec, Mixer, ModelSpec, ParamName, ParamTable, QkNorm, Unit};
 use crate::ops::rope::RopeScaling;
+use crate::ops::swiglu::Activation;
 
 /// (log-probabilities, entropies) of all rows but the last of each sequence, against the next token, at `temperature`.
 pub(super) fn scores(
@@ -49,7 +50,8 @@ pub(in crate::model) fn block(
     get: &dyn Fn(ParamName) -> Option<Tensor>,
     x: &Tensor, // [S, D]
 ) -> Tensor {
-    let BlockSpec { mixer, residual_scale, .. } = spec.layers[layer];
+    let BlockSpec { mixer, mlp, residual_scale, .. } = spec.layers[layer];
+    let activation = mlp.activation();
     let (need, eps) = (|name| get(name).unwrap(), spec.rms_norm_eps);
     // A norm that is absent leaves what it is given.
     let norm =
@@ -64,11 +66,11 @@ pub(in crate::model) fn block(
     let (gate_up, down) = (need(ParamName::GateUp), need(ParamName::Down));
     let mlp = match get(ParamName::Router) {
         Some(router) => experts(spec, &normed, &router, &gate_up, &down),
-        None => dense(&normed, &gate_up, &down),
+        None => dense(activation, &normed, &gate_up, &down),
     };
     let mlp = match get(ParamName::SharedGate) {
         Some(gate) => {
-            let shared = dense(&normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown));
+            let shared = dense(activation, &normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown));
             mlp + shared * normed.matmul(&gate.tr()).sigmoid()
         }
         None => mlp,
@@ -137,10 +139,22 @@ fn attend(
     gates.map_or(o.shallow_clone(), |gates| o * gates).matmul(&need(ParamName::O).tr())
 }
 
-fn dense(x: &Tensor, gate_up: &Tensor /* [2 F, D] */, down: &Tensor /* [D, F] */) -> Tensor {
+fn dense(
+    activation: Activation,
+    x: &Tensor,
+    gate_up: &Tensor, /* [2 F, D] */
+    down: &Tensor,    /* [D, F] */
+) -> Tensor {
     let pairs = gate_up.view([-1, 2, x.size()[1]]);
     let (gate, up) = (x.matmul(&pairs.select(1, 0).tr()), x.matmul(&pairs.select(1, 1).tr()));
-    (gate.sigmoid() * gate * up).matmul(&down.tr())
+    let activated = match activation {
+        Activation::Silu => gate.sigmoid() * gate,
+        Activation::GeluTanh => {
+            let inner: Tensor = (&gate + 0.044715 * &gate * &gate * &gate) * (2.0 / PI).sqrt();
+            0.5 * &gate * (1.0 + inner.tanh())
+        }
+    };
+    (activated * up).matmul(&down.tr())
 }
 
 /// Every expert computes every token, and those that were not chosen have the weight 0.
@@ -151,7 +165,9 @@ fn experts(spec: &ModelSpec, x: &Tensor, router: &Tensor, gate_up: &Tensor, down
     let weights = &probs * probs.detach().zeros_like().scatter_value_(1, &chosen, 1.0);
     let sum = if options.norm_topk_prob { weights.sum_dim_intlist(-1, true, None) } else { Tensor::from(1.0) };
     let weights = weights / sum;
-    let of_expert = |expert: i64| dense(x, &gate_up.get(expert), &down.get(expert)) * weights.narrow(1, expert, 1);
+    let activation = spec.experts().unwrap().expert.activation;
+    let of_expert =
+        |expert: i64| dense(activation, x, &gate_up.get(expert), &down.get(expert)) * weights.narrow(1, expert, 1);
     (0..num_experts as i64).map(of_expert).reduce(|a, b| a + b).unwrap()
 }
 

@@ -4,9 +4,10 @@ use super::delta_net::{hybrid, hybrid_with_experts};
 use crate::model::{DenseSpec, ExpertsSpec, Family, Mlp, ModelSpec, NormPlaces, QkNorm, SharedExpertSpec};
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::router::RouterOptions;
+use crate::ops::swiglu::Activation;
 
 /// One small shape per family: (name, spec).
-pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 7] {
+pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 10] {
     let micro = ModelSpec { vocab_size: 23, ..ModelSpec::preset("micro").unwrap() }.with_widths(24, 20);
     let unbiased = micro.clone().map_attention(|_, attention| attention.qkv_bias = false);
     let plain = |family| ModelSpec { family, tie_word_embeddings: false, ..unbiased.clone() };
@@ -38,6 +39,17 @@ pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 7] {
             }),
         ),
         ("granite 3, group 2", with_factors(plain(Family::Granite))),
+        ("gemma 3, group 2", as_gemma3(plain(Family::Gemma3))),
+        (
+            "glm 4, group 2",
+            plain(Family::Glm4)
+                .map_attention(|_, attention| {
+                    attention.qkv_bias = true;
+                    attention.rope.as_mut().unwrap().partial_rotary_factor = 0.5;
+                })
+                .map_blocks(|_, block| block.norms = NormPlaces::BOTH),
+        ),
+        ("phi 4, group 2", plain(Family::Phi3)),
         (
             "olmo 2, group 2",
             plain(Family::Olmo2)
@@ -51,6 +63,24 @@ pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 7] {
 fn with_factors(spec: ModelSpec) -> ModelSpec {
     let spec = ModelSpec { embedding_multiplier: 1.5, logits_scaling: 3.0, ..spec };
     spec.map_attention(|_, attention| attention.scale = 0.4).map_blocks(|_, block| block.residual_scale = 0.7)
+}
+
+/// A layer with a window and a rotation of its own, one without; norms on both sides, GELU.
+fn as_gemma3(spec: ModelSpec) -> ModelSpec {
+    let spec = spec.map_attention(|layer, attention| {
+        attention.qk_norm = Some(QkNorm::Head);
+        attention.scale = 0.3;
+        if layer == 0 {
+            attention.window = Some(4);
+            attention.rope.as_mut().unwrap().theta = 100.0;
+        }
+    });
+    let spec = spec.map_blocks(|_, block| {
+        block.norms = NormPlaces::BOTH;
+        block.mlp = block.mlp.activated_by(Activation::GeluTanh);
+    });
+    let embedding_multiplier = (spec.hidden_size as f64).sqrt();
+    ModelSpec { zero_centred_norms: true, embedding_multiplier, rounds_embedding_multiplier: true, ..spec }
 }
 
 /// With so many heads of queries, and of keys and values.
@@ -68,7 +98,7 @@ pub(in crate::model) fn in_parallel(spec: ModelSpec, num_experts: usize) -> Mode
 pub(in crate::model) fn with_experts() -> [(&'static str, ModelSpec); 2] {
     let [_, (_, qwen3), ..] = families();
     let experts = ExpertsSpec {
-        expert: DenseSpec { hidden: qwen3.hidden_size, intermediate: 12 },
+        expert: DenseSpec::new(qwen3.hidden_size, 12),
         num_experts: 5,
         own: 5,
         is_parallel: false,

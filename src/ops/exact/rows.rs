@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::{LANES, dot, gpu};
 use crate::error::Result;
 use crate::ops::rms_norm::NormOptions;
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 use crate::ops::try_map;
 use crate::phase;
 use crate::torch::{f32_vec, tensor_on};
@@ -112,13 +112,20 @@ pub(super) fn normalise(row: &mut [f32], factors: &[f32], eps: f64) {
     row.iter_mut().zip(factors).for_each(|(x, factor)| *x = *x * rstd * factor);
 }
 
-/// silu(gate) * up, rounded once. [T, F]
+/// sqrt(2 / pi), of GELU's approximation.
+const GELU_FACTOR: f32 = 0.797_884_6;
+
+/// activation(gate) * up, rounded once. [T, F]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
-pub fn activate(gate_up: &GateUp) -> Result<Tensor> {
-    let GateUp::Split { gate, up } = gate_up else { return gate_up.activate() }; // on a GPU, by the engine's kernel
+pub fn activate(activation: Activation, gate_up: &GateUp) -> Result<Tensor> {
+    let GateUp::Split { gate, up } = gate_up else { return gate_up.activate(activation) }; // on a GPU, by the engine's kernel
     let (mut act, up) = (f32_vec(gate)?, f32_vec(up)?);
-    act.iter_mut().zip(up).for_each(|(gate, up)| *gate = *gate / (1.0 + (-*gate).exp()) * up);
+    let of: fn(f32) -> f32 = match activation {
+        Activation::Silu => |x| x / (1.0 + (-x).exp()),
+        Activation::GeluTanh => |x| 0.5 * x * (1.0 + (GELU_FACTOR * (x + 0.044_715 * x * x * x)).tanh()),
+    };
+    act.iter_mut().zip(up).for_each(|(gate, up)| *gate = of(*gate) * up);
     Ok(tensor_on(&act, gate.device())?.view(gate.size().as_slice()).f_to_kind(gate.kind())?)
 }

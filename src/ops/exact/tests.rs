@@ -7,7 +7,7 @@ use crate::ops::attention::{Attended, Bounds, PackedLayout, SharedBounds, packed
 use crate::ops::heads::HeadNormWeights;
 use crate::ops::rms_norm::NormOptions;
 use crate::ops::rope::Rope;
-use crate::ops::swiglu::GateUp;
+use crate::ops::swiglu::{Activation, GateUp};
 use crate::ops::{self};
 
 const KINDS: [Kind; 2] = [Kind::Float, Kind::BFloat16];
@@ -38,7 +38,7 @@ fn rows_have_the_same_bits_alone_and_among_others() {
                 [
                     product(x, &w, Some(&bias)).unwrap(),
                     rms_norm(x, &weight, norm).unwrap(),
-                    activate(&gate_up(x)).unwrap(),
+                    activate(Activation::Silu, &gate_up(x)).unwrap(),
                     logprobs(&wide, &targets, 0.7).unwrap(),
                     wide,
                 ]
@@ -46,7 +46,7 @@ fn rows_have_the_same_bits_alone_and_among_others() {
             let together = all(&x);
             assert_near(&together[0], &ops::linear::forward(&x, &w, Some(&bias)).unwrap());
             assert_near(&together[1], &norm.forward(&x, &weight).unwrap().0);
-            assert_near(&together[2], &gate_up(&x).activate().unwrap());
+            assert_near(&together[2], &gate_up(&x).activate(Activation::Silu).unwrap());
             for row in 0..rows {
                 for (alone, together) in all(&x.narrow(0, row, 1)).iter().zip(&together) {
                     assert!(alone.equal(&together.narrow(0, row, 1)), "{kind:?}, row {row} of {rows} x {k}");

@@ -45,7 +45,7 @@ impl ExpertShape {
 
     /// In the order of [`ExpertBuffers`].
     pub(super) fn sections(&self) -> Vec<Section> {
-        let ExpertsSpec { expert: DenseSpec { hidden, intermediate }, num_experts, router, .. } = self.spec;
+        let ExpertsSpec { expert: DenseSpec { hidden, intermediate, .. }, num_experts, router, .. } = self.spec;
         let sizes = RouteSizes::new(self.rows, num_experts, router.num_experts_per_tok);
         let choices = self.rows * router.num_experts_per_tok;
         let flat = |len: usize, kind| (vec![len as i64], kind);

@@ -10,6 +10,7 @@ use super::op::DecoderOp;
 use crate::cuda::kernels::{self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, SharedExpertRows};
 use crate::error::Result;
 use crate::model::{BlockParams, ExpertsSpec, Linear, Lora, Matrix, ParamName};
+use crate::ops::swiglu::Activation;
 
 impl DecoderNetwork<'_> {
     /// out = the sum of the chosen experts' outputs, each times its weight, of what this rank has of them.
@@ -50,7 +51,8 @@ impl DecoderNetwork<'_> {
         DecoderOp::GateUp.run(|| kernels::experts_gate_up(tile, normed, weight, adapter.of(), &routed, &act))?;
         let (adapter, weight) = (self.low(down, tile, LowRows::Sorted(&act), &routed)?, down.weight());
         DecoderOp::Down.run(|| kernels::experts_down(down_tile, &act, weight, adapter.of(), &routed, &rows))?;
-        let shared = spec.shared.map(|_| self.shared_rows(w, normed, &buffers.shared)).transpose()?;
+        let shared =
+            spec.shared.map(|shared| self.shared_rows(shared.0.activation, w, normed, &buffers.shared)).transpose()?;
         let of_shared = shared.as_ref().map(|rows| SharedExpertRows {
             rows,
             x: normed,
@@ -80,6 +82,7 @@ impl DecoderNetwork<'_> {
     /// Computes the shared expert's output, before its gate. [T, D]
     fn shared_rows(
         &self,
+        activation: Activation,
         w: &BlockParams,
         normed: &Tensor, // [T, D]
         out: &Tensor,    // [R, D]
@@ -91,7 +94,7 @@ impl DecoderNetwork<'_> {
         };
         let width = contract.weight().size()[1];
         let (gate_up, mut act) = (first(&self.buffers.gate_up, 2 * width), first(&self.buffers.act, width));
-        self.gate_up(expand, normed, &gate_up, &mut act)?;
+        self.gate_up(activation, expand, normed, &gate_up, &mut act)?;
         let out = first(out, normed.size()[1]);
         self.linear(DecoderOp::Down, &act, contract, &out)?;
         Ok(out)

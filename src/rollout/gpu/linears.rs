@@ -10,13 +10,15 @@ use crate::error::Result;
 use crate::model::{
     AttentionSpec, Format, Linear, Lora, Matrix, OwnProducts, Piece, StepOutput, StepProducts, StepRows,
 };
+use crate::ops::swiglu::Activation;
 
 impl DecoderNetwork<'_> {
     /// The products for which there are own kernels in all blocks. Of rows that are not rounded they have been found to pay with one rank an
     /// engine only.
     pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
         let is_tried = self.tp.size() == 1 || self.format().rounds();
-        if self.tuning != Tuning::Timed || !is_tried || self.spec.num_expert_layers() > 0 {
+        let has_silu = self.spec.layers.iter().all(|block| block.mlp.activation() == Activation::Silu);
+        if self.tuning != Tuning::Timed || !is_tried || self.spec.num_expert_layers() > 0 || !has_silu {
             return Ok(Vec::new());
         }
         let (mut all, mut gate_up, mut wide) = (true, true, true);
@@ -48,9 +50,10 @@ impl DecoderNetwork<'_> {
         })
     }
 
-    /// act = silu(gate) * up
+    /// act = activation(gate) * up
     pub(super) fn gate_up(
         &self,
+        activation: Activation,
         w: &Linear,
         normed: &Tensor,  // [T, D]
         gate_up: &Tensor, // [T, 2 F]
@@ -60,7 +63,7 @@ impl DecoderNetwork<'_> {
             OwnProducts::None | OwnProducts::Wide => {
                 self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
                 let out = self.output(act, self.format())?;
-                DecoderOp::SiluMul.run(|| self.format().step_activate(gate_up, out))
+                DecoderOp::SiluMul.run(|| self.format().step_activate(activation, gate_up, out))
             }
             own => {
                 let x = self.rows(normed)?;

@@ -82,7 +82,7 @@ impl DecoderNetwork<'_> {
         if self.stage.is_first() {
             DecoderOp::Embed.run(|| {
                 self.embed(tokens.ids, &mut x)?;
-                scale(&mut x, self.spec.embedding_multiplier)
+                scale(&mut x, self.spec.embedding_multiplier_in(self.weights.embedding.kind()))
             })?;
         }
         if self.processing.penalises {
@@ -103,8 +103,8 @@ impl DecoderNetwork<'_> {
             let norms = (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre));
             self.leave((0, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, format))?;
             match block.mlp {
-                Mlp::Dense(_) => {
-                    self.gate_up(w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
+                Mlp::Dense(dense) => {
+                    self.gate_up(dense.activation, w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
                     self.linear(DecoderOp::Down, &act, w.linear(Matrix::Down), &parts[1])?;
                 }
                 Mlp::Experts(experts) => self.experts(layer, experts, w, &normed, tokens, &parts[1])?,

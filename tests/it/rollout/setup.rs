@@ -204,7 +204,7 @@ impl Model {
         let ropes = ropes.unwrap();
         let context = BlockContext::new(spec, &ropes, None, routes);
         let rows = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table).unwrap();
-        let mut x = spec.scale_embedding(rows).unwrap();
+        let mut x = spec.scale_embedding(rows, self.embedding.table.kind()).unwrap();
         for (layer, block) in self.blocks.iter().enumerate() {
             x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;
         }

@@ -88,7 +88,7 @@ impl Run {
         let hidden = narrow.hidden_size;
         if self.experts {
             let experts = ExpertsSpec {
-                expert: DenseSpec { hidden, intermediate: 16 },
+                expert: DenseSpec::new(hidden, 16),
                 num_experts: 5,
                 own: 5,
                 is_parallel: false,

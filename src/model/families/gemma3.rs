@@ -1,0 +1,80 @@
+//! Gemma 3: five layers with a window and a rotation of their own to one without, norms before and behind each sublayer that scale by
+//! 1 + weight, an embedding times sqrt(D), and GELU (arXiv 2503.19786).
+
+use serde_json::{Value, json};
+
+use super::{Names, Traits, Whole, Window, llama};
+use crate::error::Result;
+use crate::model::block::{NormPlaces, QkNorm};
+use crate::model::config_json::rope;
+use crate::model::distinct::RopeSpec;
+use crate::model::json::JsonObject;
+use crate::model::params::ParamName;
+use crate::model::spec::ModelSpec;
+
+pub(super) const TRAITS: Traits = Traits {
+    architecture: "Gemma3ForCausalLM",
+    model_type: "gemma3_text",
+    qk_norm: Some(QkNorm::Head),
+    norms: NormPlaces::BOTH,
+    window: Window::Patterned(6),
+    zero_centred_norms: true,
+    tensor_names: &[(ParamName::PostNorm, "pre_feedforward_layernorm.weight")],
+    defaults,
+    read,
+    write,
+    whole: Some(Whole {
+        names: Names { architecture: "Gemma3ForConditionalGeneration", model_type: "gemma3" },
+        decoder: "language_model.model",
+        head: "language_model.lm_head.weight",
+        kept: &["vision_tower.", "multi_modal_projector."],
+    }),
+    ..llama::TRAITS
+};
+
+/// Scores are divided by the root of this.
+const SCALAR: &str = "query_pre_attn_scalar";
+/// Base of the rotation of layers with a window.
+const LOCAL_THETA: &str = "rope_local_base_freq";
+const USUAL_LOCAL_THETA: f64 = 10_000.0;
+
+/// Those of transformers' `Gemma3TextConfig`, of which published files leave many out.
+fn defaults() -> Value {
+    json!({
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 4096, "tie_word_embeddings": true, "bos_token_id": 2,
+        "eos_token_id": 1, SCALAR: 256,
+    })
+}
+
+fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
+    let scale = config.positive(SCALAR)?.powf(-0.5);
+    let local = if config.has(LOCAL_THETA) { config.positive(LOCAL_THETA)? } else { USUAL_LOCAL_THETA };
+    let own = config.object("rope_parameters")?.map_or(Ok(None), |rope| rope.object("sliding_attention"))?;
+    let local = own.as_ref().is_none_or(|own| !own.has("rope_theta")).then_some(local);
+    let embedding_multiplier = (spec.hidden_size as f64).sqrt();
+    let spec = spec.map_attention(|_, attention| {
+        attention.scale = scale;
+        if let Some((theta, rope)) = local.zip(attention.rope.as_mut()).filter(|_| attention.window.is_some()) {
+            let scaling = rope.scaling.filter(|_| own.is_some());
+            *rope = RopeSpec { theta, scaling, ..*rope };
+        }
+    });
+    Ok(ModelSpec { embedding_multiplier, rounds_embedding_multiplier: true, ..spec })
+}
+
+/// The rotations as transformers 5 has them, by types of layers, and as 4 has them.
+fn write(spec: &ModelSpec, config: &mut Value) {
+    config[SCALAR] = json!(spec.attention().scale.powi(-2).round());
+    config["hidden_activation"] = config["hidden_act"].take();
+    let rotation = |has_window: bool| {
+        let attention = spec.attention_specs().find(|attention| attention.window.is_some() == has_window);
+        attention.and_then(|attention| attention.rope).map(|rope| rope::write(rope.theta, rope.scaling.as_ref()))
+    };
+    let [full, sliding] = [false, true].map(|has_window| rotation(has_window).unwrap_or_default());
+    config[LOCAL_THETA] = sliding["rope_theta"].clone();
+    config["rope_theta"] = full["rope_theta"].clone();
+    config["rope_scaling"] = if full["rope_type"] == "default" { Value::Null } else { full.clone() };
+    config["rope_parameters"] = json!({"full_attention": full, "sliding_attention": sliding});
+}

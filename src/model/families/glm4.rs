@@ -1,0 +1,16 @@
+//! GLM-4 of 2025: GLM-4 of 2024 with norms behind the sublayers, too.
+
+use super::{Traits, glm};
+use crate::model::block::NormPlaces;
+use crate::model::params::ParamName;
+
+pub(super) const TRAITS: Traits = Traits {
+    architecture: "Glm4ForCausalLM",
+    model_type: "glm4",
+    norms: NormPlaces::BOTH,
+    tensor_names: &[
+        (ParamName::MixerPostNorm, "post_self_attn_layernorm.weight"),
+        (ParamName::MlpPostNorm, "post_mlp_layernorm.weight"),
+    ],
+    ..glm::TRAITS
+};

@@ -1,0 +1,94 @@
+//! `config.json` of published models, as their pages have it, and the presets of their shapes.
+
+use serde_json::{Value, json};
+
+use crate::model::spec::ModelSpec;
+
+fn read(config: &Value) -> ModelSpec {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    ModelSpec::from_config_json(folder.path().join("config.json")).unwrap()
+}
+
+/// What files leave out is what transformers takes for it. End-of-sequence ids of some are in `generation_config.json`.
+#[test]
+fn published_files_have_the_shapes_of_presets() {
+    let gemma_1b = json!({"architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+        "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 262144});
+    let gemma_4b = json!({"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+        "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}});
+    let glm = json!({"architectures": ["Glm4ForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 13696, "max_position_embeddings": 32768, "model_type": "glm4", "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 151552});
+    let phi = json!({"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 100257,
+        "embd_pdrop": 0.0, "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+        "intermediate_size": 17920, "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40,
+        "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "pad_token_id": 100349,
+        "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 250000, "sliding_window": null,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 100352});
+    let mistral = json!({"architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 32768,
+        "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 100000000.0, "sliding_window": null, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 131072});
+    for (name, config) in [
+        ("gemma-3-1b", gemma_1b),
+        ("gemma-3-4b", gemma_4b),
+        ("glm-4-9b", glm),
+        ("phi-4", phi),
+        ("mistral-small-24b", mistral),
+    ] {
+        let (preset, found) = (ModelSpec::preset(name).unwrap(), read(&config));
+        let eos_token_ids = preset.eos_token_ids.clone();
+        assert_eq!(ModelSpec { eos_token_ids, is_text_part: false, ..found.clone() }, preset, "{name}");
+        assert_eq!(read(&preset.to_config_json()), preset, "{name}");
+    }
+}
+
+#[test]
+fn what_is_not_computed_of_these_families_is_refused_by_name() {
+    let [gemma, phi, glm] =
+        ["gemma-3-1b", "phi-4", "glm-4-9b"].map(|name| ModelSpec::preset(name).unwrap().to_config_json());
+    let longrope = json!({"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]});
+    for (config, key, value, message) in [
+        (
+            &gemma,
+            "final_logit_softcapping",
+            json!(30.0),
+            "final_logit_softcapping is 30.0: expected no such key, or null",
+        ),
+        (&gemma, "attn_logit_softcapping", json!(50.0), "scores of attention have no cap"),
+        (&gemma, "use_bidirectional_attention", json!(true), "use_bidirectional_attention is true"),
+        (
+            &gemma,
+            "hidden_activation",
+            json!("gelu"),
+            "hidden_activation is \"gelu\": expected \"silu\" or \"gelu_pytorch_tanh\"",
+        ),
+        (&phi, "rope_scaling", longrope, "LongRoPE"),
+        (&phi, "resid_pdrop", json!(0.1), "training computes no dropout of sublayers"),
+        (&glm, "partial_rotary_factor", json!(0.75), "a share whose columns divide the 128 of a head"),
+        (&glm, "attention_bias", json!(3), "attention_bias is 3: expected true or false"),
+    ] {
+        let mut config = config.clone();
+        config[key] = value;
+        if key == "partial_rotary_factor" {
+            config["rope_parameters"] = Value::Null;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        std::fs::write(&path, config.to_string()).unwrap();
+        let error = ModelSpec::from_config_json(path).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+}
