@@ -9,7 +9,7 @@ TRL ends at the deadline with the steps that it has. A run that --collect's file
 are shuffled once a seed, and read in order by both. Afterwards both are judged by `colo-grpo eval` on held-out rows. KEY=VALUE changes the
 tasks: `steps=2 prompts=2 max_completion_length=8 device=cpu` is a trial without a GPU. scripts/learning.sh finds the GPUs' libraries first.
 """
-import argparse, json, os, pathlib, queue, random, subprocess, sys, threading, time
+import argparse, json, os, pathlib, queue, random, shutil, subprocess, sys, threading, time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TASKS = {
@@ -108,6 +108,7 @@ class Runs:
                    f"per_device_train_batch_size={task['prompts'] * task['group'] // (1 + two)}", f"num_generations={task['group']}",
                    f"max_completion_length={task['max_completion_length']}", f"max_model_length={task['context']}",
                    f"learning_rate={task['learning_rate']}", f"warmup_steps={task['warmup_steps']}", "report_to=[]", *keys]
+        shutil.rmtree(output, ignore_errors=True)
         started = time.time()
         limit = self.left()
         code = self.call(run, command, gpus, limit)
@@ -235,6 +236,8 @@ def collect(events, target):
             runs.setdefault(run, {"run": run})["held_out"] = round(event["reward"], 4)
         elif kind == "end" and event.get("late"):
             runs[run]["late"] = True
+        elif kind == "failed":  # no measurement: it is to be made again
+            runs.pop(run, None)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps(runs[run]) + "\n" for run in sorted(runs)))
     print(f"learning: {target}: {len(runs)} runs")

@@ -196,7 +196,11 @@ pub(super) fn times(elapsed: Duration, done: u64, total: u64) -> String {
     let left = total.saturating_sub(done);
     match (done, left) {
         (0, _) | (_, 0) => clock(elapsed),
-        _ => format!("{} < {}", clock(elapsed), clock(elapsed.mul_f64(left as f64 / done as f64))),
+        // A record from elsewhere may claim any counts.
+        _ => match Duration::try_from_secs_f64(elapsed.as_secs_f64() * left as f64 / done as f64) {
+            Ok(rest) => format!("{} < {}", clock(elapsed), clock(rest)),
+            Err(_) => clock(elapsed),
+        },
     }
 }
 

@@ -234,7 +234,8 @@ mod tests {
         let (steps, phase) = (state.bar(), state.phase.as_ref().unwrap().bar());
         assert_eq!((steps.first, steps.count(), steps.items), (2, "7/20".to_owned(), vec!["reward 0.5".to_owned()]));
         assert_eq!((phase.name.as_str(), phase.count().as_str()), ("generate", "1/4 groups"));
-        assert_eq!(phase.items, ["500 tokens/s a GPU"]);
+        let rate: f64 = phase.items[0].strip_suffix(" tokens/s a GPU").unwrap().replace(',', "").parse().unwrap();
+        assert!(rate > 0.0 && rate <= 500.0, "{rate}: 1,000 tokens in at least two seconds");
     }
 
     #[test]

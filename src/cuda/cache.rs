@@ -28,9 +28,11 @@ pub(super) fn packaged(file_name: &str) -> Option<PathBuf> {
     packaged_beside(&program, file_name)
 }
 
+/// In `kernels` beside the program, or beside the folder `bin` that it is in. No other folder above it belongs to the package.
 fn packaged_beside(program: &Path, file_name: &str) -> Option<PathBuf> {
     let folder = program.parent()?;
-    let places = [Some(folder), folder.parent()].into_iter().flatten();
+    let above = folder.parent().filter(|_| folder.file_name().is_some_and(|name| name == "bin"));
+    let places = [Some(folder), above].into_iter().flatten();
     places.map(|place| place.join("kernels").join(file_name)).find(|path| path.is_file())
 }
 
@@ -100,6 +102,8 @@ mod tests {
                 "the program's own folder comes first"
             );
         }
+        let elsewhere = folder.path().join("other/colo-grpo");
+        assert_eq!(packaged_beside(&elsewhere, &name), None, "a folder above that is not the package's");
         let stale = file_name("cubin", "norm", "sm_90a (13, 1)");
         assert_eq!(packaged_beside(&program, &stale), None, "another compiler's kernel has another name");
     }

@@ -9,6 +9,8 @@ use crate::error::{Error, Result};
 
 /// Directives that chrono writes as glibc does.
 const DIRECTIVES: &str = "YCymBbhdejAawuUWGgVHkIlpPMSsnt%FDxTXRrc";
+/// Those that are one number, which alone are padded: elsewhere glibc takes a `-` and leaves the text as it is.
+const NUMBERS: &str = "YCymdejwuUWGgVHkIlMSs";
 
 /// Seconds since 1970: `SOURCE_DATE_EPOCH` where it is set (a run that names the date can then be repeated), else now.
 pub(super) fn now_s() -> Result<u64> {
@@ -40,6 +42,7 @@ pub(super) fn strftime(format: &str, seconds: u64) -> Result<String, String> {
             Some('f') => text.push_str("000000"),
             Some('z' | 'Z') => {} // Python's `now()` knows no time zone
             Some(name) if DIRECTIVES.contains(name) => {
+                let padding = if NUMBERS.contains(name) { padding } else { "" };
                 let directive = format!("{padding}{name}");
                 let written = write!(text, "{}", date.format(&format!("%{directive}")));
                 written.map_err(|_| unsupported(&directive))?;
@@ -78,6 +81,7 @@ mod tests {
             ("%k|%l|%I|%-I|%p|%P", "14| 2|02|2|PM|pm"),
             ("%s %f [%z%Z]", "1709215509 000000 []"),
             ("%F %T|%D|%x|%X|%R|%r", "2024-02-29 14:05:09|02/29/24|02/29/24|14:05:09|14:05|02:05:09 PM"),
+            ("%-d %-B %-A %-p %-F", "29 February Thursday PM 2024-02-29"),
             ("%c%n%t%-M", "Thu Feb 29 14:05:09 2024\n\t5"),
         ];
         for (format, text) in expected {

@@ -6,7 +6,7 @@ use super::kv_cache::cache_kind;
 use super::stages::EngineRanks;
 use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::cuda::Placement;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 
 /// Size and shape of an engine.
@@ -61,6 +61,10 @@ impl EngineOptions {
             ("tensor_parallel_size", ranks.tp.size().into()),
             ("pipeline_parallel_size", ranks.stages.count().into()),
         ];
+        if self.exact && placement.on_cuda && !self.block_size.is_power_of_two() {
+            let expected = "a power of two, at least 16, with exact = true on a GPU: other blocks have another kernel of attention than training";
+            return Err(Error::invalid_value("kv_block_size", self.block_size, expected));
+        }
         spec.check_with(placement.settings().into_iter().chain(own))
     }
 }

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::console::weights_progress;
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
-use crate::model::{BlockLora, LoraSpec, ModelSpec, ParamTable, Unit, UnitLayout};
+use crate::model::{BlockLora, LoraSpec, ModelSpec, ParamTable, Plain, Unit, UnitLayout};
 use crate::ranks::World;
 use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 
@@ -181,7 +181,7 @@ impl ServedAdapters {
         let table = ParamTable::adapters(table.spec.clone(), &lora, table.shards);
         let units: Vec<Tensor> = table.units.iter().map(source).collect::<Result<_>>()?;
         if let Some(unit) = units.first().filter(|_| device.is_cuda()) {
-            lora.check_gpu(&table.spec, unit.kind())?;
+            lora.check_gpu(&table.spec, unit.kind(), &Plain)?;
         }
         Ok(Self { lora, table, units })
     }

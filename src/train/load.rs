@@ -84,7 +84,7 @@ impl Policy {
         };
         lora.check(&table.spec)?;
         if options.network.device.is_cuda() {
-            lora.check_gpu(&table.spec, options.network.kind)?;
+            lora.check_gpu(&table.spec, options.network.kind, options.network.format)?;
         }
         let earlier = folder.map(|folder| go_on(folder, &lora, &table)).transpose()?;
         let adapters = |layout: &UnitLayout| match &earlier {

@@ -91,7 +91,7 @@ impl Preflight {
         if let Some(lora) = LoraSpec::new(&config.lora) {
             lora.check(&spec)?;
             if placement.on_cuda {
-                lora.check_gpu(&spec, placement.kind)?;
+                lora.check_gpu(&spec, placement.kind, config.training_format())?;
             }
         }
         let shards = config.zero.shard_group(num_trainers, world_size.local_ranks);

@@ -41,8 +41,11 @@ impl Products {
         tuning: Tuning,
         (a, b, bias, out): (&Tensor, &Tensor, Option<&Tensor>, &Tensor),
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
-        let is_by_bucket = matches!(tuning, Tuning::Fixed | Tuning::Exact);
-        let problem = &if is_by_bucket { fixed::bucket(problem) } else { *problem };
+        let problem = &match tuning {
+            Tuning::Fixed => fixed::bucket(problem),
+            Tuning::Exact => fixed::part_of_bucket(problem),
+            Tuning::First | Tuning::Timed => *problem,
+        };
         if let Some(algorithm) = lock(&self.chosen).get(&(*problem, tuning)) {
             return Ok(*algorithm);
         }

@@ -5,7 +5,8 @@
 //! out among blocks or begin with what is in the output do not. cuBLASLt does not say which of its algorithms are which in all cases. So
 //! membership is decided by bits, against a kernel whose order is known ([`kernels::exact_reference`]): factors whose elements
 //! span 40 binary orders and whose terms cancel, such that all that is left of a sum is how it was rounded, in every row
-//! and column. Among the members the fastest is taken for each number of rows, and kept by chip and library version.
+//! and column. Among the members the fastest is taken for all numbers of rows up to a power of two (of products above 1e11 operations,
+//! which are not timed, the first), held to the reference again in each eighth of those numbers, and kept by chip and library version.
 //! Where no algorithm is a member, an error says so.
 //!
 //! In float32 the class is a kernel of this crate's own.
@@ -17,7 +18,7 @@ use tch::{Kind, Tensor};
 use super::descriptors::Descriptors;
 use super::order::describe;
 use super::problem::{Problem, invalid};
-use super::{Products, algorithms};
+use super::{Products, algorithms, fixed};
 use crate::cuda::{cache, kernels};
 use crate::error::{Error, Result};
 
@@ -114,28 +115,56 @@ fn fill_hostile(rows: &Tensor /* [R, K] */, sign: f64, [key, place]: [u32; 2]) -
 }
 
 impl Products {
-    /// The fastest algorithm of the class for about as many rows, as an earlier start has found it or as it is found now.
+    /// An algorithm of the class for about as many rows, as an earlier start has found it or as it is found now: that of the bucket, where
+    /// it is a member for these rows, too.
     pub(super) fn exact(
         &self,
-        bucket: &Problem,
+        part: &Problem,
         descriptors: &Descriptors,
         (a, b, bias, out): (&Tensor, &Tensor, Option<&Tensor>, &Tensor),
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
-        let path = cache::path("exact", &bucket.name(), &format!("{} {bucket:?}", self.key()?))?;
+        let key = self.key()?;
+        let path = |of: &Problem, what| cache::path("exact", &of.name(), &format!("{key} {what} {of:?}"));
+        let bucket = fixed::bucket(part);
+        let (path, path_of_bucket) = (path(part, "part")?, path(&bucket, "bucket")?);
         let accepted = |algorithm: &_| descriptors.accept(self.handle, algorithm);
         if let Some(algorithm) = algorithms::kept(&path, accepted)? {
             return Ok(algorithm);
         }
-        self.refuse_capture(bucket)?;
+        self.refuse_capture(part)?;
         let trial = HostileTrial::new((a, b), bias, out)?;
+        let of_bucket = match algorithms::kept(&path_of_bucket, accepted)? {
+            Some(found) if self.is_member(&trial, descriptors, &found, TrialRows::All)? => Some(found),
+            _ => None,
+        };
+        let (algorithm, is_new) = match of_bucket {
+            Some(found) => (found, false),
+            None => (self.fastest_member(&bucket, descriptors, &trial, (a, b, out))?, true),
+        };
+        let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
+        if is_new {
+            cache::keep(&path_of_bucket, &bytes, &format!("the product {} is held to the reference", part.name()));
+        }
+        cache::keep(&path, &bytes, &format!("the product {} is held to the reference", part.name()));
+        Ok(algorithms::kept(&path, accepted)?.unwrap_or(algorithm))
+    }
+
+    /// The fastest member of the class; of large products, which are not timed, the first.
+    fn fastest_member(
+        &self,
+        bucket: &Problem,
+        descriptors: &Descriptors,
+        trial: &HostileTrial<'_>,
+        (a, b, out): (&Tensor, &Tensor, &Tensor),
+    ) -> Result<sys::cublasLtMatmulAlgo_t> {
         let mut members = Vec::new();
         let tried = self.tried(bucket, descriptors)?;
         for algorithm in &tried {
-            if self.is_member(&trial, descriptors, algorithm, TrialRows::Ends)? {
+            if self.is_member(trial, descriptors, algorithm, TrialRows::Ends)? {
                 members.push(*algorithm);
             }
         }
-        let algorithm = loop {
+        loop {
             let Some(&first) = members.first() else {
                 return Err(Error::Unequal {
                     message: format!(
@@ -147,14 +176,11 @@ impl Products {
                 });
             };
             let fastest = self.fastest_of(bucket, descriptors, &members, (a, b, out))?.unwrap_or(first);
-            if self.is_member(&trial, descriptors, &fastest, TrialRows::All)? {
-                break fastest;
+            if self.is_member(trial, descriptors, &fastest, TrialRows::All)? {
+                return Ok(fastest);
             }
             members.retain(|member| member.data != fastest.data);
-        };
-        let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
-        cache::keep(&path, &bytes, &format!("the product {} is held to the reference", bucket.name()));
-        Ok(algorithms::kept(&path, accepted)?.unwrap_or(algorithm))
+        }
     }
 
     /// Tries every algorithm that is considered for a product, the most promising first.

@@ -30,6 +30,17 @@ pub(super) fn bucket(problem: &Problem) -> Problem {
     problem.with_rows((problem.rows() as u64).next_power_of_two() as i64).aligned_to_at_most(WIDEST_BYTES)
 }
 
+/// A bucket in eighths: what an algorithm does with one number of rows is held to the reference for numbers near to it alone.
+pub(super) fn part_of_bucket(problem: &Problem) -> Problem {
+    problem.with_rows(end_of_part(problem.rows())).aligned_to_at_most(WIDEST_BYTES)
+}
+
+/// `rows`, up to the next number of four binary digits and zeros.
+fn end_of_part(rows: i64) -> i64 {
+    let unit = 1 << (rows.max(1).ilog2().saturating_sub(3));
+    (rows + unit - 1) / unit * unit
+}
+
 impl Products {
     /// The most promising algorithm for a bucket of rows, of those that sum as all others of the shape.
     pub(super) fn fixed(
@@ -88,5 +99,22 @@ impl Products {
             unsafe { self.queue(descriptors, algorithm, pointers, problem.beta())? };
         }
         Ok(first.f_equal(&second)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_has_eight_parts() {
+        let ends = |rows: std::ops::RangeInclusive<i64>| {
+            let mut ends: Vec<i64> = rows.map(end_of_part).collect();
+            ends.dedup();
+            ends
+        };
+        assert_eq!(ends(1..=16), (1..=16).collect::<Vec<_>>());
+        assert_eq!(ends(129..=256), [144, 160, 176, 192, 208, 224, 240, 256]);
+        assert_eq!((end_of_part(0), end_of_part(8193), end_of_part(16_384)), (0, 9216, 16_384));
     }
 }

@@ -44,7 +44,8 @@ pub enum Tuning {
     /// The first algorithm of those that sum in one order for every number of rows M: a row's bits do not depend on the rows
     /// beside it.
     Fixed,
-    /// The fastest of those that have the reference's bits for every number of rows, in the engine and in training; kept in the user's cache folder.
+    /// The fastest (of large products the first) of those that have the reference's bits for every number of rows, in the engine and in training;
+    /// kept in the user's cache folder.
     Exact,
 }
 

@@ -36,6 +36,10 @@ impl Format for Exact {
         None
     }
 
+    fn key(&self, _of: Use) -> &'static str {
+        "exact"
+    }
+
     fn workspace_bytes(&self) -> usize {
         Products::BYTES
     }

@@ -112,6 +112,14 @@ pub trait Format: Debug + Sync {
     /// The name, as keys have it.
     fn name(&self) -> &'static str;
 
+    /// The configuration key that asks for it.
+    fn key(&self, of: Use) -> &'static str {
+        match of {
+            Use::Training => "mixed_precision",
+            Use::Engine { .. } => "rollout_quantization",
+        }
+    }
+
     /// Whether it rounds what products read.
     fn rounds(&self) -> bool {
         true
@@ -375,11 +383,7 @@ impl dyn Format {
     /// # Errors
     /// [`Error::InvalidValue`], always.
     pub fn refuse<T>(&self, of: Use, reason: &str) -> Result<T> {
-        let key = match of {
-            Use::Training => "mixed_precision",
-            Use::Engine { .. } => "rollout_quantization",
-        };
-        Err(Error::invalid_value(key, self.name(), format!("none: {reason}")))
+        Err(Error::invalid_value(self.key(of), self.name(), format!("none: {reason}")))
     }
 }
 

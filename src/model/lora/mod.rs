@@ -31,6 +31,7 @@ use tch::Kind;
 
 use super::block::Projection;
 use super::files::names::{MLP, room};
+use super::format::Format;
 use super::spec::ModelSpec;
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::config::{LoraConfig, TargetModule};
@@ -40,7 +41,7 @@ pub use layout::{BlockLora, Lora};
 pub(super) use peft::WEIGHTS as ADAPTER_WEIGHTS;
 pub use peft::{AdapterFiles, write_adapters};
 
-/// Products of experts on a GPU copy so many elements at once in bfloat16.
+/// Kernels of adapters and of experts copy so many elements at once in bfloat16.
 const RANK_UNIT: usize = 8;
 
 /// Settings of adapters: which projections, of which rank, with which scale.
@@ -92,11 +93,18 @@ impl LoraSpec {
         Ok(())
     }
 
-    /// Whether kernels of a GPU compute with such adapters of a model in weights of `kind`.
+    /// Whether kernels of a GPU compute with such adapters of a model in weights of `kind` and of a format.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] on `lora.r`.
-    pub fn check_gpu(&self, spec: &ModelSpec, kind: Kind) -> Result<()> {
+    pub fn check_gpu(&self, spec: &ModelSpec, kind: Kind, format: &dyn Format) -> Result<()> {
+        if format.is_exact() && kind == Kind::BFloat16 && !self.r.is_multiple_of(RANK_UNIT) {
+            let expected = format!(
+                "a multiple of {RANK_UNIT} with exact = true on a GPU in bfloat16: one kernel adds adapters in the engine and in training, and \
+                 it takes no others; dtype=float32 has any"
+            );
+            return Err(Error::invalid_value("lora.r", self.r, expected));
+        }
         if !self.adapts_experts(spec) || kind != Kind::BFloat16 || self.r.is_multiple_of(RANK_UNIT) {
             return Ok(());
         }

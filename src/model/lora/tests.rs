@@ -13,8 +13,8 @@ use crate::model::params::{ParamName, UnitLayout};
 use crate::model::tests::delta_net::{hybrid, with_delta_heads};
 use crate::model::tests::{families, in_parallel, reference, slice_mixer, with_experts, with_heads};
 use crate::model::{
-    BlockContext, BlockParams, Mixer, Mlp, ModelSpec, NormPlaces, PackedMixer, ParamTable, Unit, block_backward,
-    block_forward,
+    BlockContext, BlockParams, Exact, Mixer, Mlp, ModelSpec, NormPlaces, PackedMixer, ParamTable, Plain, Unit,
+    block_backward, block_forward,
 };
 use crate::ops::dropout::Dropout;
 use crate::ops::random::RandomKey;
@@ -373,14 +373,18 @@ fn adapters_that_peft_does_not_read_or_a_gpu_does_not_compute_are_refused_by_nam
     let error = lora(&[DownProj]).check(&mixed).unwrap_err().to_string();
     assert!(error.contains("or a model with experts in all layers or in none: PEFT reads no adapters"), "{error}");
     lora(&[VProj]).check(&mixed).unwrap();
-    let odd = lora(&[DownProj]).check_gpu(&spec, Kind::BFloat16);
+    let odd = lora(&[DownProj]).check_gpu(&spec, Kind::BFloat16, &Plain);
     refused(
         odd,
         "lora.r = 3: expected a multiple of 8 beside experts (gate_proj, up_proj, down_proj) on a GPU in bfloat16",
     );
-    lora(&[DownProj]).check_gpu(&spec, Kind::Float).unwrap();
-    LoraSpec { r: 16, ..lora(&[DownProj]) }.check_gpu(&spec, Kind::BFloat16).unwrap();
-    lora(&[VProj]).check_gpu(&spec, Kind::BFloat16).unwrap();
+    lora(&[DownProj]).check_gpu(&spec, Kind::Float, &Plain).unwrap();
+    LoraSpec { r: 16, ..lora(&[DownProj]) }.check_gpu(&spec, Kind::BFloat16, &Plain).unwrap();
+    lora(&[VProj]).check_gpu(&spec, Kind::BFloat16, &Plain).unwrap();
     let [(_, dense), ..] = families();
-    lora(&[DownProj]).check_gpu(&dense, Kind::BFloat16).unwrap();
+    lora(&[DownProj]).check_gpu(&dense, Kind::BFloat16, &Plain).unwrap();
+    let exact = |r, kind| LoraSpec { r, ..lora(&[VProj]) }.check_gpu(&dense, kind, &Exact);
+    assert!(exact(4, Kind::BFloat16).unwrap_err().to_string().contains("a multiple of 8 with exact = true"));
+    exact(4, Kind::Float).unwrap();
+    exact(24, Kind::BFloat16).unwrap();
 }

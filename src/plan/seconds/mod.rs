@@ -17,7 +17,8 @@ pub use rates::Gpu;
 use rates::{ALL_REDUCE_BYTE_S, ALL_REDUCE_S, DECODE, TRAIN, TRANSITIONS};
 
 use crate::config::{
-    Config, GradientCheckpointing, KvCacheDtype, Mode, OptimizerResidency, Quantization, Roles, RolloutQuantization,
+    Config, DynamicSampling, GradientCheckpointing, KvCacheDtype, Mode, OptimizerResidency, Quantization, Roles,
+    RolloutQuantization,
 };
 use crate::model::ModelSpec;
 use crate::rollout::state_page_bytes;
@@ -101,6 +102,10 @@ impl PlannedStep<'_> {
             (config.pipeline_parallel_size > 1, "engines in stages"),
             (config.has_teacher(), "a teacher"),
             (config.tools.takes_turns(), "tools, environments or agents"),
+            (config.exact, "exact = true"),
+            (config.strict, "strict = true"),
+            (config.full_determinism, "full_determinism = true"),
+            (config.dynamic_sampling == DynamicSampling::Replace, "dynamic_sampling = replace"),
         ];
         unknown.into_iter().find(|(is_so, _)| *is_so).map_or(Ok(()), |(_, what)| Err(what))
     }
