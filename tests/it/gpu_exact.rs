@@ -139,3 +139,22 @@ fn gpu_an_unequal_product_ends_the_run() {
     assert_eq!(ended.code, Some(16), "{}", ended.stderr);
     assert!(ended.stderr.contains("log-probabilities differ from the sampler's by up to"), "{}", ended.stderr);
 }
+
+/// Before the first step, with the values that would do.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_what_kernels_do_not_hold_equal_is_refused() {
+    for (keys, told) in [
+        ("kv_block_size=48", "kv_block_size = 48"),
+        ("lora.r=4 lora.target_modules=all-linear", "a multiple of 8 with exact = true"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let line = format!(
+            "{SMALL_RUN} device=cuda dtype=bfloat16 exact=true max_steps=1 {keys} output_dir={}",
+            folder.path().display()
+        );
+        let ended = run(&line);
+        assert_eq!(ended.code, Some(2), "{keys}: {}", ended.stderr);
+        assert!(ended.stderr.contains(told), "{keys}: {}", ended.stderr);
+    }
+}
