@@ -18,8 +18,8 @@ pub mod colocate {
 pub mod config {
     pub use crate::config::{
         AdjustLr, Config, EngineShape, GradientCheckpointing, ImportanceSamplingLevel, KvCacheDtype, LossType,
-        LrSchedulerType, MixedPrecision, Quantization, RewardConfig, RolloutQuantization, SandboxLayer, StateDtype,
-        TargetModule,
+        LrSchedulerType, MixedPrecision, Quantization, RewardConfig, RolloutQuantization, SandboxLayer, Speculation,
+        StateDtype, TargetModule,
     };
 }
 pub mod cuda {
@@ -77,8 +77,8 @@ pub mod reward {
 }
 pub mod rollout {
     pub use crate::rollout::{
-        Batches, Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights, Event, Request, RequestId,
-        RolloutEngine, SampledGroup, Session, SingleTurns, kv_block_bytes,
+        Batches, DraftInjection, Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights, Event, Request,
+        RequestId, RolloutEngine, SampledGroup, Session, SingleTurns, SpeculationOptions, kv_block_bytes,
     };
 }
 pub mod sandbox {

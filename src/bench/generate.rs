@@ -17,7 +17,9 @@ use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::model::{ModelSpec, ParamTable, Stages, UnitLayout, init_unit_on};
 use crate::ranks::{Mesh, ReduceOp, World, all_gather_f64, all_reduce_f64};
-use crate::rollout::{Engine, EngineOptions, EngineRanks, StageTimes, cache_kind, fullest_stage, kv_block_bytes};
+use crate::rollout::{
+    Engine, EngineOptions, EngineRanks, SpeculationOptions, StageTimes, cache_kind, fullest_stage, kv_block_bytes,
+};
 use crate::serve::Served;
 use crate::types::{Prompt, SamplingParams};
 
@@ -63,6 +65,8 @@ pub struct GenerateBench {
     pub lora_r: Option<usize>,
     /// One algorithm of products and attention for every batch size.
     pub strict: bool,
+    /// How tokens are drafted.
+    pub speculation: SpeculationOptions,
     /// Also time each operation of a decode step, and of the largest one what energy it takes.
     pub profile: bool,
     /// Timed repetitions.
@@ -244,6 +248,7 @@ impl GenerateBench {
             strict: self.strict,
             exact: false,
             records_experts: false,
+            speculation: self.speculation,
         }
     }
 

@@ -1,4 +1,4 @@
-//! Benchmarks on random weights and tokens. Each returns one JSON object; medians of several repetitions after a warm-up.
+//! Benchmarks on random weights and tokens, but for that of speculation, which is about text. Each returns one JSON object; medians of several repetitions after a warm-up.
 
 mod collectives;
 mod compare;
@@ -12,6 +12,7 @@ mod products;
 mod routing;
 mod serve;
 mod sleep_wake;
+mod speculation;
 mod spread;
 mod step;
 mod train;
@@ -23,6 +24,7 @@ pub use kernels::{KernelsBench, bench_kernels};
 pub use routing::BenchRouting;
 pub use serve::{ServeBench, bench_serve};
 pub use sleep_wake::{SleepWakeBench, bench_sleep_wake};
+pub use speculation::{SpeculationBench, bench_speculation};
 pub use spread::LengthSpread;
 pub use step::{StepBench, bench_step};
 pub use train::{TrainBench, bench_train};

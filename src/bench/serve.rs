@@ -18,6 +18,7 @@ use crate::error::{Error, Result, panic_message};
 use crate::http::{Guard, HttpServer};
 use crate::model::ModelSpec;
 use crate::ranks::World;
+use crate::rollout::SpeculationOptions;
 use crate::serve::Served;
 use crate::types::SamplingParams;
 
@@ -95,6 +96,7 @@ impl ServeBench {
             pipeline_partition: Vec::new(),
             lora_r: None,
             strict: false,
+            speculation: SpeculationOptions::NONE,
             profile: false,
             repeats: self.repeats,
         };

@@ -37,6 +37,8 @@ const SAFE_KEYS: &[&str] = &[
     "max_num_batched_tokens",
     "strict",
     "exact",
+    "speculation",
+    "num_speculative_tokens",
     "tool_workers",
     "agent_workers",
     "reward.num_threads",

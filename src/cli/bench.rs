@@ -8,12 +8,13 @@ use tch::Kind;
 
 use super::args::{
     BenchCollectivesArgs, BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchServeArgs, BenchSleepWakeArgs,
-    BenchStepArgs, BenchTrainArgs, Placed,
+    BenchSpeculationArgs, BenchStepArgs, BenchTrainArgs, Placed,
 };
 use super::process::{Supervision, distributed, placed, print_first};
 use crate::bench::{
-    CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, StepBench, TrainBench,
-    bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_step, bench_train, compare,
+    CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, SpeculationBench, StepBench, TrainBench,
+    bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_speculation, bench_step,
+    bench_train, compare,
 };
 use crate::console;
 use crate::cuda::{Placement, residual_kind};
@@ -31,6 +32,7 @@ pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
         BenchCommand::Kernels(args) => kernels_bench(&args),
         BenchCommand::Step(args) => step_bench(&args),
         BenchCommand::SleepWake(args) => bench(&args, sleep_wake_bench),
+        BenchCommand::Speculation(args) => bench(&args, speculation_bench),
         BenchCommand::Collectives(args) => bench(&args, collectives_bench),
         BenchCommand::Compare(args) => {
             console::print(compare(&args.results, &args.output, &args.curves)?)?;
@@ -103,12 +105,31 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         kv_cache_dtype: args.kv_cache_dtype,
         state_dtype: args.state_dtype,
         strict: args.strict,
+        speculation: args.speculation.options(),
         profile: args.profile,
         engine: args.pipeline.engine_shape(args.tensor_parallel_size),
         pipeline_partition: args.pipeline.sizes().to_vec(),
         repeats: args.repeats,
     };
     bench_generate(&bench, world)
+}
+
+fn speculation_bench(args: &BenchSpeculationArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
+    let bench = SpeculationBench {
+        model: args.model.clone(),
+        rows: args.rows.clone(),
+        kind,
+        residual: residual_kind(args.residual.residual_dtype, kind),
+        methods: args.methods.clone(),
+        num_tokens: args.num_speculative_tokens,
+        sequences: args.sequences.clone(),
+        group: args.group,
+        max_completion_length: args.max_completion_length,
+        temperature: args.temperature,
+        same_rows: args.same_rows,
+        repeats: args.repeats,
+    };
+    bench_speculation(&bench, &world)
 }
 
 fn serve_bench(args: &BenchServeArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {

@@ -199,6 +199,8 @@ const OPTIONS: &[&str] = &[
     "pipeline_parallel_size",
     "pipeline_partition",
     "enable_expert_parallel",
+    "speculation",
+    "num_speculative_tokens",
 ];
 
 /// Refuses keys that an evaluation does not read: it would be that of another value in silence.

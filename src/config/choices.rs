@@ -285,6 +285,19 @@ choices! {
     }
 }
 choices! {
+    /// Where draft tokens come from, which the engine checks by drawing.
+    Speculation {
+        /// There are none.
+        None = "none",
+        /// What followed the longest end of a completion that occurred before: in it, in its prompt, or in other completions of that.
+        Ngram = "ngram",
+        /// The model's own draft head.
+        Mtp = "mtp",
+        /// As `ngram`, as many as measured times of steps say that pay.
+        Auto = "auto",
+    }
+}
+choices! {
     /// How the engine stores keys and values.
     KvCacheDtype {
         /// In the type of the network.

@@ -77,7 +77,8 @@
 //! let of_updates = [LrSchedulerType::NAMES, OptimizerName::NAMES, AdjustLr::NAMES, GradientCheckpointing::NAMES];
 //! let of_memory = [OptimizerResidency::NAMES, ReferenceResidency::NAMES, TargetModule::NAMES, MixedPrecision::NAMES];
 //! let of_engines = [RolloutQuantization::NAMES, KvCacheDtype::NAMES, StateDtype::NAMES, ToolCallParser::NAMES];
-//! let all = [&of_runs[..], &of_data, &of_losses, &of_scales, &of_ratios, &of_updates, &of_memory, &of_engines].concat();
+//! let of_drafts = [Speculation::NAMES];
+//! let all = [&of_drafts[..], &of_runs, &of_data, &of_losses, &of_scales, &of_ratios, &of_updates, &of_memory, &of_engines].concat();
 //! assert!(all.iter().chain([&ReportService::NAMES]).all(|words| !words.is_empty()));
 //! assert_eq!(AutoOr::Given(2), AutoOr::Given(2)); // or `AutoOr::Auto`, which leaves it to the plan
 //! ```
@@ -301,6 +302,13 @@ keys! {
         /// them to nearest after every step, which halves their memory and the bytes that a decode step moves for them.
         /// `importance_sampling_correction` makes up for its rounding.
         pub mamba_ssm_cache_dtype: StateDtype = StateDtype::Float32,
+        /// Draft tokens, which the engine checks by drawing: completions are those of a run without them, in fewer steps where drafts are
+        /// right. `ngram` drafts what followed the longest end of a completion that occurred before, in it, in its prompt, and in other and
+        /// earlier completions of that; `auto` does so as far as the measured times of steps say that it pays. `mtp`, the model's draft head,
+        /// is not served yet. [speculation.md](speculation.md)
+        pub speculation: Speculation = Speculation::None,
+        /// Most draft tokens of a completion in one step.
+        pub num_speculative_tokens: usize = 7 => from_to(1.0, 64.0),
         /// Share of groups that a step begins beyond those that it takes, the first complete ones. What is sampled of the
         /// others is dropped, which favours short completions, unless `partial_rollout` is on.
         pub oversample: f64 = 0.0 => from_to(0.0, 16.0),

@@ -52,7 +52,7 @@ fn the_key_list_is_frozen() {
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size pipeline_parallel_size pipeline_partition enable_expert_parallel gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
-        max_num_batched_tokens strict exact rollout_quantization kv_cache_dtype mamba_ssm_cache_dtype oversample partial_rollout carried_kv dynamic_sampling \
+        max_num_batched_tokens strict exact rollout_quantization kv_cache_dtype mamba_ssm_cache_dtype speculation num_speculative_tokens oversample partial_rollout carried_kv dynamic_sampling \
         dynamic_sampling_max_gen_batches dynamic_sampling_range curriculum.solve_rate curriculum.every tools environment_factory tool_call_parser \
         max_tool_calling_iterations max_tool_response_length tool_timeout_s tool_workers agent agent_timeout_s agent_max_requests agent_workers environment environment_args.* beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \

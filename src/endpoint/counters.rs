@@ -81,6 +81,8 @@ impl Counters {
             ("prompt_tokens_total", "Tokens of prompts.", read(&self.prompt_tokens)),
             ("generation_tokens_total", "Tokens sampled.", read(&self.generation_tokens)),
             ("preemptions_total", "Completions that gave their KV blocks to others.", load.num_preemptions as f64),
+            ("spec_decode_num_draft_tokens_total", "Draft tokens that were computed.", load.num_draft_tokens as f64),
+            ("spec_decode_num_accepted_tokens_total", "Draft tokens that were drawn.", load.num_accepted_tokens as f64),
         ];
         for (name, help, value) in counters {
             metric(name, "counter", help, &[("", value)]);

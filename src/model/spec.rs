@@ -108,7 +108,7 @@ impl ModelSpec {
             (fuses(TargetModule::GateProj), Circumstance::FusedGateUp),
         ];
         let fused = fused.into_iter().filter_map(|(is_so, fused)| is_so.then_some(fused));
-        [experts, nets].into_iter().chain(some).chain(fused)
+        [experts, nets, Circumstance::NoDraftHead].into_iter().chain(some).chain(fused)
     }
 
     /// Refuses settings that do not go together, or not with this kind of model.

@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::{Format, ModelSpec, ParamTable, Plain};
 use crate::ranks::{ReduceOp, World, all_reduce_f64};
-use crate::rollout::EngineOptions;
+use crate::rollout::{EngineOptions, SpeculationOptions};
 use crate::train::{MicroBatchShape, Moment, TrainedModel, UpdateCourse, fullest_of_reference};
 
 /// Bytes of one class on one rank.
@@ -327,6 +327,7 @@ pub(crate) fn engine_options(
         strict: config.strict || config.exact && device.is_cuda(),
         exact: config.exact,
         records_experts: config.objective.router_replay == RouterReplay::R3,
+        speculation: SpeculationOptions { method: config.speculation, num_tokens: config.num_speculative_tokens },
     }
 }
 

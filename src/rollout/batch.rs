@@ -1,5 +1,7 @@
 //! A step's tokens as the network takes them.
 
+use std::ops::Range;
+
 use tch::{Device, Tensor};
 
 use super::scheduler::{Step, TokenRun};
@@ -7,7 +9,7 @@ use super::sequence::EngineSequence;
 use crate::error::Result;
 use crate::torch;
 
-/// T tokens of B runs, of which L sample.
+/// T tokens of B runs, of which L sample. Of a decode step each token is a run.
 #[derive(Debug)]
 pub(super) struct StepBatch {
     /// One token a run.
@@ -38,10 +40,12 @@ impl StepBatch {
     ) -> Result<Self> {
         let (mut token_ids, mut positions, mut slot_mapping) = (Vec::new(), Vec::new(), Vec::new());
         let (mut cu_seqlens, mut last_rows, mut adapters) = (vec![0], Vec::new(), Vec::new());
-        for run in &step.runs {
+        let parts: Vec<(&TokenRun, Range<usize>)> = step.parts().collect();
+        for (run, tokens) in &parts {
             let sequence = &sequences[run.sequence];
-            for position in run.tokens.clone() {
-                token_ids.push(i64::from(sequence.token_ids[position]));
+            for position in tokens.clone() {
+                let token = run.token(sequence, position).expect("the host knows the tokens of its own steps");
+                token_ids.push(i64::from(token));
                 positions.push(position as i64);
                 slot_mapping.push(sequence.slot(position, block_size) as i64);
                 adapters.push(sequence.adapter_number());
@@ -49,17 +53,17 @@ impl StepBatch {
             cu_seqlens.push(token_ids.len() as i64);
             last_rows.extend((!run.samples.is_empty()).then_some(token_ids.len() as i64 - 1));
         }
-        let pages = step.runs.iter().filter_map(|run| sequences[run.sequence].state_page);
+        let pages = parts.iter().filter_map(|(run, _)| sequences[run.sequence].state_page);
         let on_device = |values: &[i64]| torch::tensor_on(values, device);
         Ok(Self {
             is_decode: step.is_decode,
-            is_uncached: step.runs.iter().all(|run| run.tokens.start == 0),
+            is_uncached: parts.iter().all(|(_, tokens)| tokens.start == 0),
             token_ids: on_device(&token_ids)?,
             positions: on_device(&positions)?,
             slot_mapping: on_device(&slot_mapping)?,
             cu_seqlens,
-            context_lens: step.runs.iter().map(|run| run.tokens.end as i64).collect(),
-            block_tables: block_tables(&step.runs, sequences, block_size, device)?,
+            context_lens: parts.iter().map(|(_, tokens)| tokens.end as i64).collect(),
+            block_tables: block_tables(&parts, sequences, block_size, device)?,
             last_rows: on_device(&last_rows)?,
             state_pages: on_device(&pages.map(i64::from).collect::<Vec<_>>())?,
             adapters: has_adapters.then(|| torch::tensor_on(&adapters, device)).transpose()?,
@@ -67,18 +71,18 @@ impl StepBatch {
     }
 }
 
-/// Blocks that hold each run's context, [B, longest].
+/// Blocks that hold the context of each run's last token, [B, longest].
 pub(super) fn block_tables(
-    runs: &[TokenRun],
+    runs: &[(&TokenRun, Range<usize>)],
     sequences: &[EngineSequence],
     block_size: usize,
     device: Device,
 ) -> Result<Tensor> {
-    let num_blocks = |run: &TokenRun| run.tokens.end.div_ceil(block_size);
+    let num_blocks = |(_, tokens): &(&TokenRun, Range<usize>)| tokens.end.div_ceil(block_size);
     let longest = runs.iter().map(num_blocks).max().unwrap_or(0);
     let mut tables = vec![0; runs.len() * longest];
     for (run, row) in runs.iter().zip(tables.chunks_mut(longest.max(1))) {
-        let table = &sequences[run.sequence].block_table[..num_blocks(run)];
+        let table = &sequences[run.0.sequence].block_table[..num_blocks(run)];
         row.iter_mut().zip(table).for_each(|(slot, &block)| *slot = i64::from(block));
     }
     Ok(torch::tensor_on(&tables, device)?.view([runs.len() as i64, longest as i64]))

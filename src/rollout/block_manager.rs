@@ -60,6 +60,12 @@ impl BlockManager {
         blocks.to_vec()
     }
 
+    /// Gives back the blocks at the end of `table` that `num_tokens` tokens do not need; nobody else reads them.
+    pub(super) fn shrink(&mut self, table: &mut Vec<u32>, num_tokens: usize) {
+        let mut surplus = table.split_off(self.blocks_for(num_tokens).min(table.len()));
+        self.release(&mut surplus);
+    }
+
     /// A sequence gives its table back; blocks that nobody else reads become free.
     pub(super) fn release(&mut self, table: &mut Vec<u32>) {
         for block in table.drain(..).rev() {

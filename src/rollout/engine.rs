@@ -12,9 +12,10 @@ use super::gpu::GpuState;
 use super::kept::KeptSequences;
 use super::kv_cache::{KvCache, check_kv_cache, kv_block_bytes};
 use super::options::EngineOptions;
+use super::speculation::{DraftInjection, Speculator};
 use super::stages::EngineRanks;
 use super::state_pages::{SequenceMemory, StatePages};
-use super::stats::{EngineStats, StageTimes};
+use super::stats::{DraftCounts, EngineStats, StageTimes};
 use super::stop::CompletionLimit;
 use super::weights::EngineWeights;
 use crate::data::{GrammarCompiler, Tokenizer};
@@ -70,8 +71,12 @@ pub struct Engine {
     pub(super) num_blocks: Option<usize>,
     /// In them, sequences to go on with.
     pub(super) kept: KeptSequences,
+    /// What earlier sessions have learned of drafts.
+    pub(super) speculator: Option<Speculator>,
     /// Times of this rank's stage in the steps since they were taken last.
     stage_times: Cell<StageTimes>,
+    /// Draft tokens of sessions since they were taken last.
+    draft_counts: Cell<DraftCounts>,
 }
 
 impl Engine {
@@ -127,6 +132,7 @@ impl Engine {
         // Reserved in whole pages, of which every block is used.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
         let states = StatePages::reserve(&own, tp.size(), options.max_num_seqs, &options)?;
+        let speculator = Speculator::new(options.speculation);
         let ropes = spec.ropes();
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), eos_token_ids.clone()));
@@ -154,7 +160,9 @@ impl Engine {
             keeps_sequences: false,
             num_blocks: None,
             kept: KeptSequences::default(),
+            speculator,
             stage_times: Cell::default(),
+            draft_counts: Cell::default(),
         })
     }
 
@@ -173,6 +181,11 @@ impl Engine {
         self.stage_times.take()
     }
 
+    /// What became of draft tokens since the last call.
+    pub(crate) fn take_draft_counts(&self) -> DraftCounts {
+        self.draft_counts.take()
+    }
+
     /// Keeps the engine's memory mapped while it sleeps.
     pub fn keeping_memory(self) -> Self {
         Self { keeps_memory: true, ..self }
@@ -187,6 +200,13 @@ impl Engine {
     /// Bounds the completions of all requests from now on, beside the limits of the requests. Every rank of the engine makes the call.
     pub fn limit_completions(&mut self, limit: CompletionLimit) {
         self.completion_limit = Some(limit);
+    }
+
+    /// Takes drafts from `injection` from now on, where the engine drafts. Every rank of the engine makes the call.
+    pub fn inject_drafts(&mut self, injection: DraftInjection) {
+        if let Some(speculator) = &mut self.speculator {
+            speculator.inject(injection);
+        }
     }
 
     /// Drops all sequences that are kept in the cache: the weights changed by more than training.
@@ -317,6 +337,7 @@ impl<'a> RolloutEngine<'a> {
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
         *self.engine.stage_times.get_mut() += self.stats.stage;
+        *self.engine.draft_counts.get_mut() += DraftCounts::of(&self.stats);
         let Engine { gpu, copy, kv_cache, states, keeps_memory: false, .. } = &mut *self.engine else { return };
         if let Some(gpu) = gpu {
             gpu.sleep();

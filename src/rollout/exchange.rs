@@ -69,6 +69,7 @@ mod tests {
         num_blocks: 99,
         block_size: 4,
         max_num_seqs: 9,
+        max_decode_rows: 9,
         max_num_batched_tokens: 99,
         max_model_length: 64,
         has_states: false,

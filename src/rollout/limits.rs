@@ -8,6 +8,8 @@ pub(super) struct StepLimits {
     pub(super) num_blocks: usize,
     pub(super) block_size: usize,
     pub(super) max_num_seqs: usize,
+    /// Rows of a decode step: its sequences and their drafts.
+    pub(super) max_decode_rows: usize,
     pub(super) max_num_batched_tokens: usize,
     /// Longest prompt and completion together.
     pub(super) max_model_length: usize,
@@ -18,6 +20,17 @@ pub(super) struct StepLimits {
     pub(super) num_stages: usize,
     /// A step can take tokens that the host does not know yet: of P stages those of the P-th step before it, else of the last.
     pub(super) runs_ahead: bool,
+}
+
+/// Rows of the decode step that so many run in, at most `most`: 1, 2, 4, 8, then multiples of 8, of 16 from 32 on and of 32 from 256 on.
+pub(super) fn step_rows(num_rows: usize, most: usize) -> usize {
+    let rows = match num_rows {
+        0..=8 => num_rows.next_power_of_two(),
+        9..=32 => num_rows.next_multiple_of(8),
+        33..=256 => num_rows.next_multiple_of(16),
+        _ => num_rows.next_multiple_of(32),
+    };
+    rows.min(most)
 }
 
 impl StepLimits {
@@ -41,5 +54,17 @@ impl StepLimits {
             return refuse(expected, got);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_hold_their_rows_and_end_at_the_largest() {
+        let rows = [1, 2, 3, 8, 9, 32, 33, 250, 256, 257, 300].map(|num_seqs| step_rows(num_seqs, 300));
+        assert_eq!(rows, [1, 2, 4, 8, 16, 32, 48, 256, 256, 288, 300]);
+        assert!((1..=300).all(|num_seqs| step_rows(num_seqs, 300) >= num_seqs));
     }
 }

@@ -17,7 +17,9 @@
 //! | `state_pages` | states of gated delta nets, a page a sequence |
 //! | `stages`, `pipeline` | which ranks have which layers; the runner of an engine with several stages |
 //! | `gpu` | the runner of a GPU: recorded decode steps, the sampler on the device |
+//! | `speculation` | draft tokens: where they come from, and how many pay |
 //! | `sampler`, `filters` | logits to tokens |
+//! | `step_clock` | times of decode steps, the same ones on all ranks |
 //! | `stop`, `detokenizer` | when a completion ends; its text so far |
 
 mod batch;
@@ -43,9 +45,11 @@ mod sampler;
 mod scheduler;
 mod sequence;
 mod session;
+mod speculation;
 mod stages;
 mod state_pages;
 mod stats;
+mod step_clock;
 mod stop;
 mod turns;
 mod weights;
@@ -61,9 +65,10 @@ pub use request::{Event, Request, RequestId};
 pub(crate) use run::tap;
 pub use run::{Flow, SamplingPolicy};
 pub use session::{Session, SessionLoad};
+pub use speculation::{DraftInjection, SpeculationOptions};
 pub use stages::EngineRanks;
 pub use state_pages::state_page_bytes;
-pub use stats::{EngineStats, StageTimes};
+pub use stats::{DraftCounts, EngineStats, StageTimes};
 pub use stop::CompletionLimit;
 pub use turns::{CostMeter, GroupTurns, SingleTurns, TurnTools, Turns};
 pub use weights::{EngineWeights, StoredBlocks};

@@ -3,6 +3,7 @@
 use tch::{Device, Kind};
 
 use super::kv_cache::cache_kind;
+use super::speculation::SpeculationOptions;
 use super::stages::EngineRanks;
 use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::cuda::Placement;
@@ -41,12 +42,19 @@ pub struct EngineOptions {
     pub exact: bool,
     /// Trajectories have the experts that their tokens went to.
     pub records_experts: bool,
+    /// How tokens are drafted.
+    pub speculation: SpeculationOptions,
 }
 
 impl EngineOptions {
     /// Type of the cache.
     pub(super) fn cache_kind(&self) -> Kind {
         cache_kind(self.kv_cache_dtype, self.kind)
+    }
+
+    /// Rows of the largest decode step: sequences and drafts.
+    pub(super) fn most_decode_rows(&self) -> usize {
+        self.speculation.most_rows(self.max_num_seqs)
     }
 
     /// Refuses options that do not go together, or not with this model.
@@ -58,6 +66,7 @@ impl EngineOptions {
             ("rollout_quantization", self.quantization.name().into()),
             ("kv_cache_dtype", self.kv_cache_dtype.name().into()),
             ("mamba_ssm_cache_dtype", self.state_dtype.name().into()),
+            ("speculation", self.speculation.method.name().into()),
             ("tensor_parallel_size", ranks.tp.size().into()),
             ("pipeline_parallel_size", ranks.stages.count().into()),
         ];

@@ -11,12 +11,15 @@ use super::request::{Event, ModelIds, Request, RequestId};
 use super::runner::{HostRunner, Runner};
 use super::scheduler::{Scheduler, Step};
 use super::sequence::EngineSequence;
+use super::speculation::Speculator;
 use super::state_pages::SequenceMemory;
 use super::stats::EngineStats;
+use super::step_clock::StepClock;
 use super::stop::StopRules;
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
+use crate::ranks::Collective;
 use crate::types::Trajectory;
 
 /// Removed requests that are worth waiting for the steps under way to take them off the scheduler's list.
@@ -35,6 +38,10 @@ pub struct SessionLoad {
     pub num_blocks: usize,
     /// Times that a completion gave its blocks to others.
     pub num_preemptions: usize,
+    /// Draft tokens that were computed.
+    pub num_draft_tokens: usize,
+    /// Of those, the ones that were drawn.
+    pub num_accepted_tokens: usize,
 }
 
 /// Requests under way on an engine that is awake. Every rank of the engine makes the same calls in the same order.
@@ -70,6 +77,9 @@ pub struct Session<'r> {
     stats: &'r mut EngineStats,
     progress: Option<&'r mut (dyn FnMut(&EngineStats) + 'r)>,
     kept: Option<&'r mut KeptSequences>,
+    speculator: Option<&'r mut Option<Speculator>>, // what the engine keeps of it
+    all: &'r dyn Collective,
+    clock: StepClock,
 }
 
 impl std::fmt::Debug for Session<'_> {
@@ -96,6 +106,7 @@ impl<'r> Session<'r> {
             gpu,
             kv_cache,
             kept,
+            speculator,
             states,
             ..
         } = &mut **engine;
@@ -110,10 +121,17 @@ impl<'r> Session<'r> {
             }
             Some(state) => Box::new(GpuRunner::new(state, (own, weights), memory, ranks)?),
         };
+        // For good, if the session fails.
+        let (own_kept, drafter) =
+            (std::mem::take(kept), speculator.take().or_else(|| Speculator::new(options.speculation)));
+        let drafter = drafter.map(|drafter| drafter.agree(&*ranks.all)).transpose()?;
         Ok(Self {
-            // For good, if the session fails.
-            scheduler: Scheduler::new(limits, std::mem::take(kept), *stats)
-                .with_completion_limit(completion_limit.clone()),
+            scheduler: Scheduler::new(limits, own_kept, *stats)
+                .with_completion_limit(completion_limit.clone())
+                .with_speculator(drafter),
+            speculator: options.speculation.is_on().then_some(speculator),
+            all: &*ranks.all,
+            clock: StepClock::default(),
             runner,
             under_way: VecDeque::new(),
             ids: ModelIds::of(spec),
@@ -208,7 +226,9 @@ impl<'r> Session<'r> {
                 return Ok(self.scheduler.take_events());
             }
         }
-        if self.scheduler.runs_ahead_of_structure() {
+        let is_to_draft = self.scheduler.is_to_draft();
+        let has_drafts = is_to_draft || self.under_way.iter().any(Step::has_drafts);
+        if has_drafts || self.scheduler.runs_ahead_of_structure() {
             while !self.under_way.is_empty() {
                 self.collect()?;
             }
@@ -267,6 +287,9 @@ impl<'r> Session<'r> {
         self.drain()?;
         self.scheduler.check_integrity()?;
         *self.stats = self.scheduler.stats;
+        if let (Some(speculator), Some(own)) = (self.speculator, self.scheduler.speculator.take()) {
+            *speculator = Some(own.close());
+        }
         if let Some(kept) = self.kept {
             *kept = self.scheduler.into_kept();
         }
@@ -288,6 +311,9 @@ impl<'r> Session<'r> {
         let decode = |ids: &[u32]| self.tokenizer.decode(ids);
         let rules = StopRules { eos_token_ids: self.eos_token_ids, decode: &decode };
         let sampled = self.runner.collect()?;
+        if let Some(speculator) = self.scheduler.speculator.as_mut().filter(|speculator| speculator.reads_times()) {
+            speculator.note_times(self.clock.tell(&step, self.all)?.into_iter());
+        }
         self.scheduler.record_experts(&step, &self.runner.take_experts());
         self.scheduler.postprocess(&step, &sampled, &rules)?;
         self.scheduler.stats.stage += self.runner.take_times();
@@ -320,6 +346,7 @@ impl RolloutEngine<'_> {
             num_blocks: self.stats.num_blocks,
             block_size: options.block_size,
             max_num_seqs: options.max_num_seqs,
+            max_decode_rows: options.most_decode_rows(),
             max_num_batched_tokens: options.max_num_batched_tokens,
             max_model_length: options.max_model_length,
             has_states: self.engine.spec.delta_net().is_some(),

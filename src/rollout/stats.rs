@@ -28,6 +28,12 @@ pub struct EngineStats {
     pub num_shared_tokens: usize,
     /// Sequences that had to give their blocks back.
     pub num_preemptions: usize,
+    /// Draft tokens that were computed.
+    pub num_draft_tokens: usize,
+    /// Of those, the ones that were drawn, and so did not need a step of their own.
+    pub num_accepted_tokens: usize,
+    /// Times that a sequence had drafts in a step.
+    pub num_drafted_sequences: usize,
     /// Completions finished.
     pub num_finished: usize,
     /// This rank's time in steps, of an engine in stages.
@@ -41,6 +47,32 @@ pub struct StageTimes {
     pub computing: Duration,
     /// Time in exchanges with other stages, which begin when the slowest one comes.
     pub waiting: Duration,
+}
+
+/// What became of an engine's draft tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DraftCounts {
+    /// Draft tokens that were computed.
+    pub computed: usize,
+    /// Of those, the ones that were drawn.
+    pub accepted: usize,
+    /// Times that a sequence had drafts in a step.
+    pub drafted: usize,
+}
+
+impl DraftCounts {
+    pub(super) fn of(stats: &EngineStats) -> Self {
+        let EngineStats { num_draft_tokens, num_accepted_tokens, num_drafted_sequences, .. } = *stats;
+        Self { computed: num_draft_tokens, accepted: num_accepted_tokens, drafted: num_drafted_sequences }
+    }
+}
+
+impl std::ops::AddAssign for DraftCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.computed += other.computed;
+        self.accepted += other.accepted;
+        self.drafted += other.drafted;
+    }
 }
 
 impl std::ops::AddAssign for StageTimes {

@@ -18,7 +18,7 @@ use crate::model::{
 };
 use crate::phase;
 use crate::ranks::World;
-use crate::rollout::{Engine, EngineOptions, EngineRanks, fullest_stage, kv_block_bytes};
+use crate::rollout::{Engine, EngineOptions, EngineRanks, SpeculationOptions, fullest_stage, kv_block_bytes};
 
 /// Tokens per KV block.
 const KV_BLOCK_SIZE: usize = 16;
@@ -46,6 +46,8 @@ pub struct ServeOptions<'a> {
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
+    /// How tokens are drafted.
+    pub speculation: SpeculationOptions,
 }
 
 /// How the ranks of an engine share a model.
@@ -137,6 +139,7 @@ impl ModelService {
             strict: false,
             exact: false,
             records_experts: false,
+            speculation: options.speculation,
         };
         let ranks = EngineRanks::new(&mesh, stages);
         let engine = Engine::in_stages(spec.clone(), tokenizer.clone(), engine_options, ranks)?;

@@ -20,7 +20,7 @@ use crate::model::{LoraSpec, ParamTable, Plain, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::engine_options;
 use crate::ranks::{Mesh, World};
-use crate::rollout::{Engine, EngineRanks, RolloutEngine, StageTimes};
+use crate::rollout::{DraftCounts, Engine, EngineRanks, RolloutEngine, StageTimes};
 use crate::serve::{EngineSlices, Served};
 use crate::split::{Split, SplitRank};
 use crate::train::{
@@ -107,11 +107,19 @@ impl PolicyAndEngine {
 
     /// How long this rank's stage of the engine computed and waited since the last call, if layers are in stages.
     pub(super) fn take_stage_times(&self) -> Option<StageTimes> {
-        let engine = match self {
+        self.engine().map(Engine::take_stage_times).filter(|times| *times != StageTimes::default())
+    }
+
+    /// What became of this engine's draft tokens since the last call, on a rank that has one.
+    pub(super) fn take_draft_counts(&self) -> Option<DraftCounts> {
+        self.engine().map(Engine::take_draft_counts)
+    }
+
+    fn engine(&self) -> Option<&Engine> {
+        match self {
             Self::Colocated(colocated) => Some(colocated.engine()),
             Self::Split(split) => split.engine(),
-        };
-        engine.map(Engine::take_stage_times).filter(|times| *times != StageTimes::default())
+        }
     }
 
     /// The sleeping engine, on a rank that has one, to be set up between steps.

@@ -9,7 +9,7 @@ use crate::metrics::{Reduce, StepMetrics};
 use crate::phase::{self, Phase};
 use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 use crate::reward::FailureCount;
-use crate::rollout::StageTimes;
+use crate::rollout::{DraftCounts, StageTimes};
 use crate::tools::SessionCosts;
 use crate::train::{Sequence, Transitions};
 use crate::types::{RolloutGroup, Trajectory};
@@ -165,6 +165,16 @@ pub(super) fn stage_metrics(metrics: &mut StepMetrics, times: Option<StageTimes>
     let (waited, total) = (waiting.as_secs_f64(), (computing + waiting).as_secs_f64());
     metrics.set_mean("pipeline/idle_share", waited, total);
     metrics.set("pipeline/idle_share_max", waited / total, Reduce::Max);
+}
+
+/// Adds this rank's part of what became of the draft tokens of an engine on `num_ranks`.
+pub(super) fn draft_metrics(metrics: &mut StepMetrics, counts: Option<DraftCounts>, num_ranks: usize) {
+    let Some(DraftCounts { computed, accepted, drafted }) = counts else { return };
+    let [computed, accepted, drafted] = [computed, accepted, drafted].map(|count| count as f64 / num_ranks as f64);
+    metrics.set("speculation/draft_tokens", computed, Reduce::Sum);
+    metrics.set("speculation/accepted_tokens", accepted, Reduce::Sum);
+    metrics.set_mean("speculation/acceptance", accepted, computed);
+    metrics.set_mean("speculation/mean_accepted", accepted, drafted);
 }
 
 /// Adds what turns cost in the engine's sessions.

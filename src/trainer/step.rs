@@ -6,7 +6,7 @@ use super::batches::{PlacedGroup, SampledBatch};
 use super::carry::Carry;
 use super::verdict::Tally;
 use super::{DrawnPrompts, Trainer, dynamic_sampling, penalty, records};
-use crate::config::{Circumstance, Mode};
+use crate::config::{Circumstance, Mode, Speculation};
 use crate::error::{Error, Result};
 use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, LossConfig};
 use crate::metrics::StepMetrics;
@@ -126,6 +126,8 @@ impl Trainer {
         self.generation.turns.iter_mut().for_each(|turns| turns.add_metrics(&mut metrics));
         carry.add_metrics(&mut metrics, &self.config);
         records::stage_metrics(&mut metrics, self.model.take_stage_times());
+        let drafts = self.model.take_draft_counts().filter(|_| self.config.speculation != Speculation::None);
+        records::draft_metrics(&mut metrics, drafts, self.config.engine_shape().num_ranks());
         let transitions = self.take_transitions()?;
         let role = if self.model.policy().is_some() { "trainers" } else { "generators" };
         let role = Some(role).filter(|_| self.config.mode == Mode::Split);

@@ -64,6 +64,7 @@ fn other_than_default(key: &str) -> Value {
         "lr_scheduler_kwargs.min_lr_rate" | "distillation_alpha" | "distillation_weight" => json!(0.25),
         "entropy_coef" | "entropy_coef_delta" | "router_aux_loss_coef" => json!(0.01),
         "muon" => json!(0.5),
+        "num_speculative_tokens" => json!(3),
         "steps_per_generation" | "zero.shard_group_size" | "split.rollout_gpus" => json!(1),
         "environment_args" | "lora" | "generation_batch_size" | "eval_steps" | "early_stopping_patience" => json!(4),
         "curriculum.every" | "distillation_topk" | "ref_model_sync_steps" | "split" | "distillation_is_clip" => {

@@ -11,7 +11,7 @@ use colo_grpo::internal::ops::attention::{
     Attended, Bounds, PackedLayout, QkvGradients, SavedAttention, SharedBounds, packed_backward, packed_forward,
 };
 use colo_grpo::internal::ranks::{Backend, Mesh, World};
-use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks, SpeculationOptions};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
@@ -280,6 +280,7 @@ fn generate(
         strict: false,
         exact: false,
         records_experts: false,
+        speculation: SpeculationOptions::NONE,
     };
     let stages = Stages::new(&spec, mesh.pipe.size(), &[]).unwrap();
     let engine = Engine::in_stages(spec.clone(), tokenizer.clone(), options, EngineRanks::new(mesh, stages)).unwrap();

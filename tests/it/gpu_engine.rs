@@ -4,6 +4,7 @@
 mod delta_net;
 mod fp8;
 mod kept;
+mod speculation;
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use colo_grpo::internal::model::{
 };
 use colo_grpo::internal::ops::{embedding, linear, rms_norm};
 use colo_grpo::internal::ranks::{Backend, World};
-use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, SpeculationOptions, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy,
@@ -316,6 +317,7 @@ impl Model {
             strict: false,
             exact: false,
             records_experts: true,
+            speculation: SpeculationOptions::NONE,
         }
     }
 

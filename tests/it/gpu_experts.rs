@@ -12,7 +12,7 @@ use colo_grpo::internal::cuda::kernels::{
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::router::{self, RouterOptions, Routing};
 use colo_grpo::internal::ranks::{Backend, Mesh, World};
-use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, SpeculationOptions, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::torch;
 use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
@@ -353,6 +353,7 @@ fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parall
         strict: false,
         exact: false,
         records_experts: true,
+        speculation: SpeculationOptions::NONE,
     };
     let generate = |world: &Arc<World>, mesh: &Mesh, options: EngineOptions| {
         let tokenizer = Arc::new(words(spec.vocab_size));

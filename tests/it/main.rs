@@ -50,6 +50,7 @@ mod rewards;
 mod rollout;
 mod serve;
 mod signal;
+mod speculation;
 mod split;
 mod survive;
 mod tidy;

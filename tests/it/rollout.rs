@@ -6,6 +6,7 @@ mod kept;
 mod partial;
 mod session;
 mod setup;
+pub mod speculation;
 mod stages;
 mod structure;
 

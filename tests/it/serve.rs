@@ -4,6 +4,7 @@ mod adapters;
 mod chat;
 mod generation;
 mod hybrid;
+mod speculation;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

@@ -28,6 +28,7 @@ fn turns_are_the_same_on_one_rank_and_on_two_that_share_an_engine() {
         ("alone", "--nproc 1 per_device_train_batch_size=64 full_determinism=true"),
         ("each", "--nproc 2 per_device_train_batch_size=32"),
         ("tight", "--nproc 1 per_device_train_batch_size=64 kv_cache_bytes=131072 max_num_seqs=24"),
+        ("drafted", "--nproc 1 per_device_train_batch_size=64 speculation=ngram num_speculative_tokens=3"),
         ("shared", "--nproc 2 per_device_train_batch_size=32 tensor_parallel_size=2 zero.stage=3"),
         ("apart", "--nproc 2 per_device_train_batch_size=32 mode=split split.rollout_gpus=1"),
     ] {

@@ -4,12 +4,15 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{LaunchArgs, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
+use super::{
+    LaunchArgs, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, SpeculationArgs, count, number, word,
+};
 use crate::bench::{BenchRouting, LengthSpread};
 use crate::config::{
     Dtype, GradientCheckpointing, KvCacheDtype, MixedPrecision, OptimizerName, Quantization, RolloutQuantization,
-    StateDtype,
+    Speculation, StateDtype,
 };
+use crate::types::SamplingParams;
 
 /// `bench`.
 #[derive(Debug, Subcommand)]
@@ -27,6 +30,8 @@ pub enum BenchCommand {
     /// Memory given back and taken again on all ranks at once; copies to the host and back
     #[command(name = "sleep_wake", alias = "sleep-wake")]
     SleepWake(Placed<BenchSleepWakeArgs>),
+    /// Whole rollouts of a model's own text with draft tokens and without; all processes share one engine
+    Speculation(Placed<BenchSpeculationArgs>),
     /// Bandwidth of collectives by operation and size
     Collectives(Placed<BenchCollectivesArgs>),
     /// Lines of `bench step` side by side: a table, a picture, and what they say of more GPUs
@@ -161,6 +166,8 @@ pub struct BenchGenerateArgs {
     /// Type in which states of gated delta nets are stored between steps: float32 or bfloat16
     #[arg(long = "mamba_ssm_cache_dtype", default_value = "float32", value_parser = word::<StateDtype>)]
     pub state_dtype: StateDtype,
+    #[command(flatten)]
+    pub speculation: SpeculationArgs,
     /// Time of every operation of a decode step at every batch size; at the largest also its energy, under lasting load
     #[arg(long)]
     pub profile: bool,
@@ -173,6 +180,45 @@ pub struct BenchGenerateArgs {
     #[arg(long)]
     pub enable_expert_parallel: bool,
     /// Timed repetitions; the median is printed
+    #[arg(long, default_value_t = 3, value_parser = count)]
+    pub repeats: usize,
+}
+
+/// `bench speculation`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchSpeculationArgs {
+    #[command(flatten)]
+    pub residual: ResidualArgs,
+    /// Model folder
+    #[arg(long)]
+    pub model: PathBuf,
+    /// File of rows with prompts: JSONL, JSON, Parquet or CSV
+    #[arg(long)]
+    pub rows: PathBuf,
+    /// Ways to draft, side by side; the others are compared with the first
+    #[arg(long, value_delimiter = ',', default_values = ["none", "ngram", "auto"], value_parser = word::<Speculation>)]
+    pub methods: Vec<Speculation>,
+    /// Most draft tokens of a completion in one step
+    #[arg(long, default_value_t = 7, value_parser = number(|count: &usize| (1..=64).contains(count), "from 1 to 64"))]
+    pub num_speculative_tokens: usize,
+    /// Completions of a rollout, each number measured apart
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 256], value_parser = count)]
+    pub sequences: Vec<usize>,
+    /// Completions per prompt
+    #[arg(long, default_value_t = 8, value_parser = count)]
+    pub group: usize,
+    /// Longest completion in tokens
+    #[arg(long, default_value_t = 512, value_parser = count)]
+    pub max_completion_length: usize,
+    /// Softmax temperature; 0 is greedy
+    #[arg(long, default_value_t = 1.0)]
+    #[arg(value_parser = number(|t: &f32| SamplingParams::is_temperature(*t), "0 (greedy) or at least 0.000001"))]
+    pub temperature: f32,
+    /// Every rollout has the same rows, as later epochs have: completions of earlier ones are drafted from
+    #[arg(long)]
+    pub same_rows: bool,
+    /// Timed rollouts, after one that is not
     #[arg(long, default_value_t = 3, value_parser = count)]
     pub repeats: usize,
 }

@@ -7,10 +7,12 @@ use clap::Args;
 use super::{completions, count, number, seed, word};
 use crate::config::{
     EngineShape, HeartbeatConfig, PipelinePartition, PromptFormat, Quantization, ResidualDtype, RewardConfig,
+    Speculation,
 };
 use crate::metrics::check_samples_file;
 use crate::model::ModelSource;
 use crate::phase::Fault;
+use crate::rollout::SpeculationOptions;
 use crate::serve::{EngineDivision, SamplingDefaults};
 use crate::types::SamplingParams;
 
@@ -133,6 +135,8 @@ pub struct SamplingArgs {
     #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]
     pub max_model_length: Option<usize>,
     #[command(flatten)]
+    pub speculation: SpeculationArgs,
+    #[command(flatten)]
     pub supervision: SupervisionArgs,
 }
 
@@ -168,6 +172,25 @@ impl SamplingArgs {
             pipeline_partition: self.pipeline.sizes(),
             enable_expert_parallel: self.enable_expert_parallel,
         }
+    }
+}
+
+/// Draft tokens.
+#[derive(Debug, Clone, Copy, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SpeculationArgs {
+    /// Draft tokens, which change no completion: none, ngram (what followed the same tokens before) or auto (as many as pay)
+    #[arg(long, default_value = "none", value_parser = word::<Speculation>)]
+    pub speculation: Speculation,
+    /// Most draft tokens of a completion in one step
+    #[arg(long, default_value_t = 7, value_parser = number(|count: &usize| (1..=64).contains(count), "from 1 to 64"))]
+    pub num_speculative_tokens: usize,
+}
+
+impl SpeculationArgs {
+    /// How the engine drafts.
+    pub fn options(self) -> SpeculationOptions {
+        SpeculationOptions { method: self.speculation, num_tokens: self.num_speculative_tokens }
     }
 }
 

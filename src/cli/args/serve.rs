@@ -3,7 +3,8 @@
 use clap::Args;
 
 use super::{
-    GenerationArgs, PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number,
+    GenerationArgs, PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SpeculationArgs, SupervisionArgs,
+    count, number,
 };
 use crate::data::ToolCallParser;
 use crate::error::{Error, Result};
@@ -108,6 +109,8 @@ pub struct ServeArgs {
     /// Each process has some experts whole, of a model with experts, in place of a part of every expert
     #[arg(long)]
     pub enable_expert_parallel: bool,
+    #[command(flatten)]
+    pub speculation: SpeculationArgs,
     /// Port to listen at; 0 takes a free one
     #[arg(long, default_value_t = 8000)]
     pub port: u16,

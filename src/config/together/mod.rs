@@ -36,6 +36,8 @@ pub(crate) enum Circumstance {
     FusedQkv,
     /// The files of the model have gate and up in one tensor.
     FusedGateUp,
+    /// The model has no draft head that is read.
+    NoDraftHead,
     /// The world has several nodes.
     SeveralNodes,
     /// A program calls the parts of a step and samples by itself.
@@ -267,6 +269,7 @@ impl Circumstance {
             }
             Self::FusedQkv => ["a model with qkv_proj", "a model without qkv_proj"],
             Self::FusedGateUp => ["a model with gate_up_proj", "a model without gate_up_proj"],
+            Self::NoDraftHead => ["a model without a draft head", "a model with a draft head"],
             Self::SeveralNodes => ["several nodes", "one node"],
             Self::OwnLoop => ["a program that samples for itself", "Trainer::rollout"],
             Self::OwnLoss => ["a program with a loss of its own", "the configured loss"],

@@ -82,6 +82,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("router_aux_loss_coef" given) (NoExperts) => "config.json describes none";
         ("enable_expert_parallel" is "true") (NoExperts) => "config.json describes none";
         ("mamba_ssm_cache_dtype" is "bfloat16") (NoDeltaNets) => "keys and values have the type kv_cache_dtype";
+        ("num_speculative_tokens" given) ("speculation" is "none") => "nothing is drafted";
         ("top_entropy_quantile" given) (OwnLoss) => "it is part of the configured loss";
         ("entropy_coef" given) (OwnLoss) => "it is part of the configured loss";
         ("use_adaptive_entropy" is "true") (OwnLoss) => "it is part of the configured loss";
@@ -108,6 +109,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("top_entropy_quantile" given) ("lora.dropout" above 0.0) => "the entropies of a pass with dropout are not known before it";
         ("split.in_flight_updates" is "true") ("strict" is "true") => "what is sampled by which weights depends on the clock";
         ("split.in_flight_updates" is "true") ("full_determinism" is "true") => "what is sampled by which weights depends on the clock";
+        ("speculation" is "auto") ("full_determinism" is "true") => "how many tokens are drafted, and so what is computed together, depends on the clock";
         ("full_determinism" is "true") ("agent" given) => "what is computed together depends on when the agent's requests come";
         ("full_determinism" is "true") ("environment" begins "verifiers:") => "what is computed together depends on when the agent's requests come";
         ("strict" is "true") ("device" is "cpu") => "a CPU's sums change with the batch";
@@ -126,6 +128,9 @@ pub(crate) const TABLE: &[Conflict] = table! {
     }
     Unserved {
         ("strict" is "true") ("pipeline_parallel_size" above 1.0) => "the parts of a batch that stages compute change with it";
+        ("speculation" is "mtp") (NoDraftHead) => "draft heads are not read yet, and ngram and auto need none";
+        ("speculation" not "none") (DeltaNets) => "a state that has taken a draft in does not forget it again";
+        ("speculation" not "none") ("pipeline_parallel_size" above 1.0) => "stages compute steps whose tokens nobody knows yet";
         ("exact" is "true") ("tensor_parallel_size" above 1.0) => "the trainer adds up whole products, ranks of an engine add up their parts";
         ("exact" is "true") ("pipeline_parallel_size" above 1.0) => "the parts of a batch that stages compute change with it";
         ("exact" is "true") ("split.async_steps" above 0.0) => "older weights sample, so that there is nothing that could be equal";

@@ -103,13 +103,14 @@ impl StepShape {
             Mlp::Dense(dense) => Some(dense.intermediate),
             Mlp::Experts(experts) => experts.shared.map(|SharedExpertSpec(shared)| shared.intermediate),
         });
-        let rows = options.max_num_batched_tokens.max(options.max_num_seqs);
+        let seqs = options.most_decode_rows();
+        let rows = options.max_num_batched_tokens.max(seqs);
         let mlp = dense.max().unwrap_or(0);
         let num_blocks =
             options.kv_cache_bytes / kv_block_bytes(spec, tp_size, options.block_size, options.cache_kind());
         Self {
             rows,
-            seqs: options.max_num_seqs,
+            seqs,
             blocks: options.max_model_length.div_ceil(options.block_size),
             hidden: spec.hidden_size,
             qkv: (queries + gates + 2 * keys).max(delta_nets.map_or(0, |columns| columns.all())),
@@ -119,7 +120,7 @@ impl StepShape {
             experts: ExpertShape::new(spec, rows, tp_size, options.kind),
             rounded: spec.hidden_size.max(queries).max(mlp),
             format: options.quantization.format(),
-            summed_rows: sums.then_some(options.max_num_seqs.min(MOST_SUMMED_ROWS)),
+            summed_rows: sums.then_some(seqs.min(MOST_SUMMED_ROWS)),
             vocab: spec.vocab_size,
             kv_slots: [num_blocks, options.block_size],
             tp_size,

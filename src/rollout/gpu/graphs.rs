@@ -62,27 +62,3 @@ impl Graphs {
         Ledger::set("engine_graphs", MemoryKind::Device, bytes);
     }
 }
-
-/// Rows of the step that a batch of `num_seqs` runs in, at most `max_num_seqs`: 1, 2, 4, 8, then multiples of 8, of 16 from 32
-/// on and of 32 from 256 on.
-pub(super) fn bucket(num_seqs: usize, max_num_seqs: usize) -> usize {
-    let rows = match num_seqs {
-        0..=8 => num_seqs.next_power_of_two(),
-        9..=32 => num_seqs.next_multiple_of(8),
-        33..=256 => num_seqs.next_multiple_of(16),
-        _ => num_seqs.next_multiple_of(32),
-    };
-    rows.min(max_num_seqs)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn buckets_hold_their_batches_and_end_at_the_largest() {
-        let rows = [1, 2, 3, 8, 9, 32, 33, 250, 256, 257, 300].map(|num_seqs| bucket(num_seqs, 300));
-        assert_eq!(rows, [1, 2, 4, 8, 16, 32, 48, 256, 256, 288, 300]);
-        assert!((1..=300).all(|num_seqs| bucket(num_seqs, 300) >= num_seqs));
-    }
-}

@@ -55,6 +55,11 @@ pub(super) struct Packing<'a> {
 }
 
 impl Packing<'_> {
+    /// The token at a position of a run, if the host knows it.
+    fn token(&self, run: &TokenRun, position: usize) -> Option<u32> {
+        run.token(&self.sequences[run.sequence], position)
+    }
+
     fn slots(&self, run: &TokenRun) -> impl Iterator<Item = i32> {
         let sequence = &self.sequences[run.sequence];
         run.tokens.clone().map(|at| sequence.slot(at, self.block_size) as i32)
@@ -71,19 +76,19 @@ impl Packing<'_> {
         Ok(Some(inputs.narrow(0, range.start as i64, range.len() as i64)))
     }
 
-    /// The page of states of each run, with room for `len`; -1: none.
+    /// The page of states of each part of the step, with room for `len`; -1: none.
     fn state_pages(&self, words: &mut Words, len: usize) -> Result<Range<usize>> {
         let page = |run: &TokenRun| self.sequences[run.sequence].state_page.map_or(-1, |page| page as i32);
-        words.put(len, self.step.runs.iter().map(page), -1)
+        words.put(len, self.step.parts().map(|(run, _)| page(run)), -1)
     }
 
-    /// KV blocks of the runs' sequences, [`rows`, `blocks`].
+    /// KV blocks of the sequences of the step's parts, [`rows`, `blocks`].
     fn block_tables(&self, words: &mut Words, (rows, blocks): (usize, usize), inputs: &Tensor) -> Result<Tensor> {
         let row = |run: &TokenRun| {
             let table = self.sequences[run.sequence].block_table.iter().map(|&block| block as i32);
             table.chain(std::iter::repeat(0)).take(blocks).collect::<Vec<_>>()
         };
-        let range = words.put(rows * blocks, self.step.runs.iter().flat_map(row), 0)?;
+        let range = words.put(rows * blocks, self.step.parts().flat_map(|(run, _)| row(run)), 0)?;
         Ok(inputs.narrow(0, range.start as i64, range.len() as i64).view([rows as i64, blocks as i64]))
     }
 
@@ -147,16 +152,15 @@ impl DecodeInputs {
         least_shared_tokens: usize,
         inputs: &Tensor,
     ) -> Result<Self> {
-        let runs = &packing.step.runs;
-        let sequence = |run: &TokenRun| &packing.sequences[run.sequence];
-        let from = |run: &TokenRun| match sequence(run).token_ids.get(run.tokens.start) {
-            Some(&id) => id as i32,
+        let from = |(run, tokens): (&TokenRun, Range<usize>)| match packing.token(run, tokens.start) {
+            Some(id) => id as i32,
             None => !(pending[run.sequence] as i32),
         };
-        let from = words.put(bucket, runs.iter().map(from), 0)?;
-        let positions = words.put(bucket, runs.iter().map(|run| run.tokens.start as i32), 0)?;
-        let context_lens = words.put(bucket, runs.iter().map(|run| run.tokens.end as i32), 0)?;
-        let slots = words.put(bucket, runs.iter().flat_map(|run| packing.slots(run)), -1)?;
+        let rows = || packing.step.parts();
+        let from = words.put(bucket, rows().map(from), 0)?;
+        let positions = words.put(bucket, rows().map(|(_, tokens)| tokens.start as i32), 0)?;
+        let context_lens = words.put(bucket, rows().map(|(_, tokens)| tokens.end as i32), 0)?;
+        let slots = words.put(bucket, packing.step.runs.iter().flat_map(|run| packing.slots(run)), -1)?;
         let sampling = packing.sampling(words, bucket, inputs)?;
         let prefixes = shared_prefixes(packing, least_shared_tokens);
         let groups = words.put(bucket, prefixes.iter().map(|prefix| prefix.0), -1)?;
@@ -180,18 +184,29 @@ impl DecodeInputs {
     }
 }
 
-/// For each run the first row of its neighbours of the same group and the full blocks of the prompt that they share; -1 and 0
-/// where there are none, and everywhere if all rows' together have fewer than `least_tokens`.
+/// For each row the first one of its neighbours that begin with the same full blocks, and how many blocks that are; -1 and 0 where there are
+/// none, and everywhere if all rows' together have fewer than `least_tokens`. Neighbours are the rows of one group, which share its prompt, or
+/// those of one sequence and its drafts, which share all but their own tokens: of the two what saves more reads.
 fn shared_prefixes(packing: &Packing, least_tokens: usize) -> Vec<(i32, i32)> {
     let sequence = |run: &TokenRun| &packing.sequences[run.sequence];
-    let mut prefixes = Vec::with_capacity(packing.step.runs.len());
+    let mut prefixes: Vec<(i32, i32)> = Vec::with_capacity(packing.step.num_tokens());
     for members in packing.step.runs.chunk_by(|a, b| sequence(a).group == sequence(b).group) {
         let first = sequence(&members[0]);
         let prompt = &first.block_table[..first.prompt_len / packing.block_size];
         let common = |run: &TokenRun| sequence(run).block_table.iter().zip(prompt).take_while(|(a, b)| a == b).count();
-        let shared = members.iter().map(common).min().unwrap_or(0);
-        let prefix = if members.len() > 1 && shared > 0 { (prefixes.len() as i32, shared as i32) } else { (-1, 0) };
-        prefixes.extend(std::iter::repeat_n(prefix, members.len()));
+        let of_prompt = members.iter().map(common).min().unwrap_or(0);
+        let of_sequence = |run: &TokenRun| run.tokens.start / packing.block_size;
+        let num_rows: usize = members.iter().map(|run| run.tokens.len()).sum();
+        let saved_by_group = (num_rows - 1) * of_prompt;
+        let saved_by_sequences: usize = members.iter().map(|run| (run.tokens.len() - 1) * of_sequence(run)).sum();
+        let mut put = |num_rows: usize, shared: usize| {
+            let prefix = if num_rows > 1 && shared > 0 { (prefixes.len() as i32, shared as i32) } else { (-1, 0) };
+            prefixes.extend(std::iter::repeat_n(prefix, num_rows));
+        };
+        match saved_by_sequences > saved_by_group {
+            true => members.iter().for_each(|run| put(run.tokens.len(), of_sequence(run))),
+            false => put(num_rows, of_prompt),
+        }
     }
     let tokens: usize = prefixes.iter().map(|prefix| prefix.1 as usize * packing.block_size).sum();
     if tokens < least_tokens { Vec::new() } else { prefixes }

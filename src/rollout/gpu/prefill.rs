@@ -58,7 +58,8 @@ impl<'a> PrefillAttention<'a> {
             Keys::Rows(plans, slices(step, inputs, plans.max_rows() as i64)?)
         } else if kv_cache.kind() == Kind::Float {
             let bounds = bounds(step.runs.iter().map(|run| run.tokens.len())).into_iter().map(i64::from);
-            let block_tables = block_tables(&step.runs, sequences, kv_cache.block_size(), device)?;
+            let parts: Vec<_> = step.parts().collect();
+            let block_tables = block_tables(&parts, sequences, kv_cache.block_size(), device)?;
             Keys::Explicit { block_tables, bounds: bounds.collect(), context_lens }
         } else {
             let longest = |lens: &mut dyn Iterator<Item = i64>| lens.max().unwrap_or(0);

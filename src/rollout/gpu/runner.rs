@@ -4,7 +4,6 @@ use std::collections::VecDeque;
 
 use tch::{Kind, Tensor, no_grad};
 
-use super::graphs;
 use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
 use super::network::{DecoderNetwork, StepTokens};
 use super::op::DecoderOp;
@@ -20,6 +19,7 @@ use crate::cuda::{CurrentStream, TorchStream, Tuning};
 use crate::error::Result;
 use crate::model::{ModelSpec, OwnProducts, Stage};
 use crate::ranks::Collective;
+use crate::rollout::limits::step_rows;
 use crate::rollout::routes::recorded_experts;
 use crate::rollout::runner::Runner;
 use crate::rollout::sampler::{Draw, Sampled, Sampler, non_finite};
@@ -53,14 +53,22 @@ pub(in crate::rollout) struct GpuRunner<'a> {
 
 /// The draws of a step under way.
 struct StepDraws {
-    /// (prompt id, tokens so far) of each.
-    drawn: Vec<(u64, usize)>,
+    drawn: Vec<DrawnRow>,
     /// The most probable ids of those that ask for them, with the draw's number.
     top: Vec<(usize, Vec<TokenLogprob>)>,
     /// Tokens that the step computed.
     num_tokens: usize,
     /// Number of its tick, of an engine in stages.
     tick: usize,
+}
+
+/// A row that was drawn from.
+struct DrawnRow {
+    prompt_id: u64,
+    /// Tokens before it.
+    position: usize,
+    /// It is behind a draft, and may not count.
+    is_draft: bool,
 }
 
 impl<'a> GpuRunner<'a> {
@@ -127,7 +135,7 @@ impl<'a> GpuRunner<'a> {
     }
 
     fn bucket(&self, packing: &Packing) -> usize {
-        graphs::bucket(packing.step.runs.len(), self.state.shape.seqs)
+        step_rows(packing.step.num_tokens(), self.state.shape.seqs)
     }
 
     /// Uploads a decode step's inputs and hands the step itself to `run`.
@@ -245,7 +253,7 @@ impl Runner for GpuRunner<'_> {
         self.pending.resize(sequences.len(), 0);
         self.ranks.all.epoch()?; // a graph knows nothing of a communicator's end
         self.state.upload_masks(draws, self.spec.vocab_size, &*self.ranks.all)?;
-        let num_tokens = step.runs.iter().map(|run| run.tokens.len()).sum();
+        let num_tokens = step.num_tokens();
         self.tick(Some(if step.is_decode { self.bucket(&packing) } else { num_tokens }))?;
         no_grad(|| if step.is_decode { self.decode(&packing) } else { self.prefill(&packing) })?;
         let buffers = self.state.buffers.as_ref().expect("the engine is awake");
@@ -256,14 +264,19 @@ impl Runner for GpuRunner<'_> {
                 (0, 0)
             }
         };
-        let samples = step.runs.iter().flat_map(|run| run.samples.clone().map(|index| (index, run.tokens.end)));
+        let sampled = step.runs.iter().filter(|run| !run.samples.is_empty());
+        // Of a run with drafts the next step goes on from what the host knows by then.
+        let samples = sampled.flat_map(|run| {
+            let first = run.tokens.end - run.drafts.token_ids.len();
+            (first..=run.tokens.end).flat_map(|position| run.samples.clone().map(move |index| (index, position)))
+        });
         if let (Some(downloads), Some(experts)) = (&mut self.state.record_downloads, &buffers.experts) {
             downloads[self.num_launched % 2].download(&experts.recorded(num_tokens))?;
         }
         let mut drawn = Vec::with_capacity(draws.len());
-        for (row, ((index, len), draw)) in samples.zip(draws).enumerate() {
+        for (row, ((index, position), draw)) in samples.zip(draws).enumerate() {
             self.pending[index] = (first + row) as u32;
-            drawn.push((draw.prompt_id, len));
+            drawn.push(DrawnRow { prompt_id: draw.prompt_id, position, is_draft: !draw.drafts.is_empty() });
         }
         let top = self.top_logprobs(draws)?;
         self.under_way.push_back(StepDraws { drawn, top, num_tokens, tick });
@@ -302,9 +315,10 @@ impl Runner for GpuRunner<'_> {
         };
         let (ids, logprobs) = words.split_at(words.len() / 2);
         let results = drawn.iter().zip(ids.iter().zip(logprobs));
-        let sampled = results.map(|(&(prompt_id, position), (&id, &bits))| match u32::try_from(id) {
+        let sampled = results.map(|(drawn, (&id, &bits))| match u32::try_from(id) {
             Ok(token_id) => Ok(Sampled { token_id, logprob: f32::from_bits(bits as u32), top: Vec::new() }),
-            Err(_) => Err(non_finite(prompt_id, position)),
+            Err(_) if drawn.is_draft => Ok(Sampled::not_finite()),
+            Err(_) => Err(non_finite(drawn.prompt_id, drawn.position)),
         });
         let mut sampled = sampled.collect::<Result<Vec<_>>>()?;
         for (draw, top) in top {

@@ -92,10 +92,10 @@ impl GpuRunner<'_> {
     ) -> Result<R> {
         let run = |(index, sequence): (usize, &EngineSequence)| {
             let context = sequence.token_ids.len();
-            TokenRun { sequence: index, tokens: context - 1..context, samples: index..index + 1 }
+            TokenRun::new(index, context - 1..context, index..index + 1)
         };
         let runs = sequences.iter().enumerate().map(run).collect();
-        let step = Step { is_decode: true, runs, copies: Vec::new(), state_copies: Vec::new() };
+        let step = Step::new(true, runs);
         let draws = sequences.iter().enumerate().map(|(row, EngineSequence { params, token_ids, .. })| Draw {
             row,
             params,
@@ -103,6 +103,7 @@ impl GpuRunner<'_> {
             prompt_id: 0,
             sample: row,
             token_ids,
+            drafts: &[],
             allowed: None,
         });
         let draws: Vec<Draw> = draws.collect();

@@ -33,8 +33,10 @@ pub(super) struct Draw<'a> {
     pub(super) prompt_id: u64,
     /// Index of the completion within its group.
     pub(super) sample: usize,
-    /// Prompt and completion so far: what a repetition penalty looks at. Its length is the position drawn for.
+    /// Prompt and completion so far: what a repetition penalty looks at, with the drafts.
     pub(super) token_ids: &'a [u32],
+    /// Draft tokens behind them that are taken for sampled ones.
+    pub(super) drafts: &'a [u32],
     /// The ids that may be drawn, if not all.
     pub(super) allowed: Option<&'a TokenMask>,
 }
@@ -43,6 +45,11 @@ impl Draw<'_> {
     /// Key of all draws of the completion.
     pub(super) fn key(&self) -> RandomKey {
         sampling_key(self.params.seed, self.step, self.prompt_id, self.sample)
+    }
+
+    /// The position drawn for: tokens before it.
+    pub(super) fn position(&self) -> usize {
+        self.token_ids.len() + self.drafts.len()
     }
 
     fn is_greedy(&self) -> bool {
@@ -68,19 +75,20 @@ pub(super) struct OwnedDraw {
     prompt_id: u64,
     sample: usize,
     token_ids: Vec<u32>,
+    drafts: Vec<u32>,
     allowed: Option<TokenMask>,
 }
 
 impl OwnedDraw {
     pub(super) fn new(draw: &Draw<'_>) -> Self {
-        let Draw { row, params, step, prompt_id, sample, token_ids, allowed } = *draw;
-        let (params, token_ids, allowed) = (params.clone(), token_ids.to_vec(), allowed.cloned());
-        Self { row, params, step, prompt_id, sample, token_ids, allowed }
+        let Draw { row, params, step, prompt_id, sample, token_ids, drafts, allowed } = *draw;
+        let (params, token_ids, drafts) = (params.clone(), token_ids.to_vec(), drafts.to_vec());
+        Self { row, params, step, prompt_id, sample, token_ids, drafts, allowed: allowed.cloned() }
     }
 
     pub(super) fn as_draw(&self) -> Draw<'_> {
-        let Self { row, ref params, step, prompt_id, sample, ref token_ids, ref allowed } = *self;
-        Draw { row, params, step, prompt_id, sample, token_ids, allowed: allowed.as_ref() }
+        let Self { row, ref params, step, prompt_id, sample, ref token_ids, ref drafts, ref allowed } = *self;
+        Draw { row, params, step, prompt_id, sample, token_ids, drafts, allowed: allowed.as_ref() }
     }
 }
 
@@ -93,6 +101,21 @@ pub(super) struct Sampled {
     pub(super) logprob: f32,
     /// The `top_logprobs` most probable ids by the same measure.
     pub(super) top: Vec<TokenLogprob>,
+}
+
+impl Sampled {
+    /// Behind a draft, whose row may never count: logits that are not numbers are an error only if it does.
+    pub(super) fn not_finite() -> Self {
+        Self { token_id: u32::MAX, logprob: f32::NAN, top: Vec::new() }
+    }
+
+    /// The token.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] for a row whose logits were not numbers.
+    pub(super) fn check(&self, prompt_id: u64, position: usize) -> Result<()> {
+        if self.token_id == u32::MAX { Err(non_finite(prompt_id, position)) } else { Ok(()) }
+    }
 }
 
 /// A rank's share of one draw.
@@ -127,7 +150,11 @@ impl Sampler<'_> {
     ) -> Result<Vec<Sampled>> {
         let offers = self.exchange(self.offers(logits, draws))?;
         let of_draw = |index: usize| offers.iter().map(move |offers| &offers[index]);
-        draws.iter().enumerate().map(|(index, draw)| self.decide(draw, of_draw(index))).collect()
+        let decide = |(index, draw): (usize, &Draw)| match self.decide(draw, of_draw(index)) {
+            Err(Error::NonFinite { .. }) if !draw.drafts.is_empty() => Ok(Sampled::not_finite()),
+            decided => decided,
+        };
+        draws.iter().enumerate().map(decide).collect()
     }
 
     /// The `top_logprobs` most probable ids of draws whose tokens are drawn elsewhere, before penalty and filters. Collective over the
@@ -223,7 +250,7 @@ impl Sampler<'_> {
         if penalty == 1.0 {
             return;
         }
-        for &id in draw.token_ids {
+        for &id in draw.token_ids.iter().chain(draw.drafts) {
             let Some(column) = (id as usize).checked_sub(self.vocab.start).filter(|&column| column < raw.len()) else {
                 continue;
             };
@@ -250,7 +277,7 @@ impl Sampler<'_> {
         if draw.is_greedy() {
             noise.fill(0.0);
         } else {
-            draw.key().fill_gumbel(draw.token_ids.len() as u64, start as u64, noise);
+            draw.key().fill_gumbel(draw.position() as u64, start as u64, noise);
         }
         let mut best = (0, f64::NEG_INFINITY);
         for (column, (&value, &noise)) in values.iter().zip(noise.iter()).enumerate() {
@@ -266,7 +293,7 @@ impl Sampler<'_> {
     fn decide<'b>(&self, draw: &Draw, offers: impl Iterator<Item = &'b Offer> + Clone) -> Result<Sampled> {
         let log_sum_exp = log_sum_exp(offers.clone().map(|offer| offer.log_sum_exp));
         if !log_sum_exp.is_finite() {
-            return Err(non_finite(draw.prompt_id, draw.token_ids.len()));
+            return Err(non_finite(draw.prompt_id, draw.position()));
         }
         let top = top_of(draw, offers.clone(), log_sum_exp);
         let mut candidates: Vec<Candidate> = offers.flat_map(|offer| offer.candidates.iter().copied()).collect();
@@ -277,7 +304,7 @@ impl Sampler<'_> {
         let perturbed = |candidate: &Candidate| {
             let mut noise = [0.0];
             if !draw.is_greedy() {
-                key.fill_gumbel(draw.token_ids.len() as u64, candidate.id.into(), &mut noise);
+                key.fill_gumbel(draw.position() as u64, candidate.id.into(), &mut noise);
             }
             f64::from(candidate.value) + f64::from(noise[0])
         };

@@ -26,7 +26,16 @@ fn logits(row: u64) -> Vec<f32> {
 
 fn draws(params: &SamplingParams, count: u64) -> Vec<Draw<'_>> {
     (0..count)
-        .map(|prompt_id| Draw { row: 0, params, step: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5], allowed: None })
+        .map(|prompt_id| Draw {
+            row: 0,
+            params,
+            step: 0,
+            prompt_id,
+            sample: 3,
+            token_ids: &[1, 5, 5],
+            drafts: &[],
+            allowed: None,
+        })
         .collect()
 }
 
@@ -123,8 +132,16 @@ fn a_split_vocabulary_gives_the_same_tokens() {
     ];
     let logits: Vec<f32> = (0..40).flat_map(logits).collect();
     for params in cases {
-        let draw =
-            |row| Draw { row, params: &params, step: 0, prompt_id: 9, sample: row, token_ids: &[1, 2], allowed: None };
+        let draw = |row| Draw {
+            row,
+            params: &params,
+            step: 0,
+            prompt_id: 9,
+            sample: row,
+            token_ids: &[1, 2],
+            drafts: &[],
+            allowed: None,
+        };
         let rows: Vec<Draw> = (0..40).map(draw).collect();
         let whole = sample(&[0, VOCAB], &logits, &rows).unwrap();
         for bounds in [&[0, 6, VOCAB][..], &[0, 3, 6, 9, VOCAB]] {
@@ -154,6 +171,7 @@ fn draws_of_one_step_may_differ_in_their_parameters() {
         prompt_id: 9,
         sample: 0,
         token_ids: &[1, 2],
+        drafts: &[],
         allowed: None,
     };
     let together = sample(&[0, 6, VOCAB], &logits, &[0, 1, 2, 3].map(draw)).unwrap();

@@ -23,6 +23,7 @@ impl Scheduler {
         let open: Vec<usize> = members.clone().filter(|&index| self.is_open(index)).collect();
         let is_begun = |&index: &usize| !self.sequences[index].is_fresh();
         if open.is_empty() && self.holder(group).is_none() {
+            self.end_drafts(group);
             self.events.push(Event::Complete { request: RequestId(group) });
             return;
         }

@@ -14,11 +14,14 @@
 //!
 //! Steps may be scheduled before the results of earlier ones are known. A token that a step under way samples counts as the
 //! sequence's own; what it is, the device knows. A sequence that turns out to have ended has then run for nothing: that
-//! surplus token is dropped.
+//! surplus token is dropped. Steps with drafts are scheduled with nothing under way, and nothing is scheduled before their results.
 
 mod admission;
+mod drafting;
 mod removal;
+mod results;
 mod states;
+mod step;
 mod steps;
 #[cfg(test)]
 mod tests;
@@ -32,35 +35,15 @@ use super::block_manager::BlockManager;
 use super::kept::{KeptPlace, KeptSequences};
 use super::limits::StepLimits;
 use super::request::{Event, Request, RequestId};
-use super::sampler::{Draw, Sampled, sampling_key};
+use super::sampler::{Draw, sampling_key};
 use super::sequence::{EngineSequence, QueuePriority};
+use super::speculation::Speculator;
 use super::stats::EngineStats;
-use super::stop::{CompletionLimit, StopRules};
+use super::stop::CompletionLimit;
 use crate::data::Grammar;
 use crate::error::Result;
-use crate::types::FinishReason;
 use states::StateSlots;
-
-/// The tokens that one step computes.
-#[derive(Debug, PartialEq)]
-pub(super) struct Step {
-    /// One token of every running sequence, rather than parts of prompts.
-    pub(super) is_decode: bool,
-    pub(super) runs: Vec<TokenRun>,
-    /// Blocks (from, to) to copy after the forward: a prompt's last partial block, for each completion but the first.
-    pub(super) copies: Vec<(u32, u32)>,
-    /// Pages of states (from, to) to copy after the forward.
-    pub(super) state_copies: Vec<(u32, u32)>,
-}
-
-/// Consecutive tokens of one sequence.
-#[derive(Debug, PartialEq)]
-pub(super) struct TokenRun {
-    pub(super) sequence: usize,
-    pub(super) tokens: Range<usize>,
-    /// Sequences that sample from the last row; none while a prompt is unfinished.
-    pub(super) samples: Range<usize>,
-}
+pub(super) use step::{Step, TokenRun};
 
 /// One request's sequences and the first words of their random keys.
 #[derive(Debug)]
@@ -88,6 +71,7 @@ pub(super) struct Scheduler {
     has_unclaimed: bool, // of those: the rollout has come that they were kept for
     keeps_turns: bool,
     between_turns: KeptSequences, // of sequences that ended a turn, for the next one
+    pub(super) speculator: Option<Speculator>,
     events: Vec<Event>,
     pub(super) stats: EngineStats,
 }
@@ -114,6 +98,7 @@ impl Scheduler {
             has_unclaimed: false,
             keeps_turns: false,
             between_turns: KeptSequences::default(),
+            speculator: None,
             events: Vec::new(),
             stats,
         }
@@ -122,6 +107,11 @@ impl Scheduler {
     /// Bounds completions by `limit`, too.
     pub(super) fn with_completion_limit(self, limit: Option<CompletionLimit>) -> Self {
         Self { completion_limit: limit, ..self }
+    }
+
+    /// Drafts tokens.
+    pub(super) fn with_speculator(self, speculator: Option<Speculator>) -> Self {
+        Self { speculator, ..self }
     }
 
     /// Queues a sequence for each completion of `request`, which has been checked, behind those that wait. `grammar` is that of its
@@ -139,8 +129,18 @@ impl Scheduler {
             self.sequences.push(sequence);
         }
         let members = first..self.sequences.len();
-        self.groups.push(Group { members, prompt_id, step: first_step, first_sample, is_removed: false });
+        self.groups.push(Group {
+            members: members.clone(),
+            prompt_id,
+            step: first_step,
+            first_sample,
+            is_removed: false,
+        });
+        if let Some(speculator) = &mut self.speculator {
+            speculator.begin(group, &token_ids);
+        }
         self.queue(group, begun);
+        members.for_each(|index| self.observe(index));
         RequestId(group)
     }
 
@@ -195,9 +195,9 @@ impl Scheduler {
     /// Admits what fits, then picks the next step's tokens; `None` if everything left waits for the results of steps under
     /// way. Call only with work left.
     pub(super) fn schedule(&mut self) -> Option<Step> {
-        self.drop_unclaimed();
-        while self.admit() {}
-        let step = if self.prefilling.is_empty() { self.schedule_decode() } else { self.schedule_prefill() };
+        self.admit_all();
+        let mut step = if self.prefilling.is_empty() { self.schedule_decode() } else { self.schedule_prefill() };
+        self.add_drafts(&mut step);
         for index in step.runs.iter().flat_map(|run| run.samples.clone()) {
             self.sequences[index].num_pending += 1;
             self.sequences[index].last_step = self.stats.num_steps;
@@ -207,93 +207,30 @@ impl Scheduler {
         (!step.runs.is_empty()).then_some(step)
     }
 
-    /// One draw for each sequence that samples in `step`, in order.
-    pub(super) fn draws<'a>(&'a self, step: &Step) -> Vec<Draw<'a>> {
-        let sampling = step.runs.iter().filter(|run| !run.samples.is_empty());
-        let draws = sampling.enumerate().flat_map(|(row, run)| {
-            run.samples.clone().map(move |index| {
-                let sequence = &self.sequences[index];
-                let Group { members, prompt_id, step, first_sample, .. } = self.group(sequence.group);
-                let (sample, token_ids) = (first_sample + index - members.start, &sequence.token_ids);
-                let (params, allowed) = (&*sequence.params, sequence.allowed());
-                Draw { row, params, step: *step, prompt_id: *prompt_id, sample, token_ids, allowed }
+    fn admit_all(&mut self) {
+        self.drop_unclaimed();
+        while self.admit() {}
+    }
+
+    /// One draw for each sequence that samples in `step`, and one for each draft, in order.
+    pub(super) fn draws<'a>(&'a self, step: &'a Step) -> Vec<Draw<'a>> {
+        let mut next_row = 0;
+        let draws = step.runs.iter().flat_map(|run| {
+            let first_row = next_row;
+            next_row += run.num_sampled_rows();
+            let rows = 0..run.num_sampled_rows();
+            rows.flat_map(move |row| {
+                run.samples.clone().map(move |index| (first_row + row, &run.drafts.token_ids[..row], index))
             })
         });
+        let draws = draws.map(|(row, drafts, index)| {
+            let sequence = &self.sequences[index];
+            let Group { members, prompt_id, step, first_sample, .. } = self.group(sequence.group);
+            let (sample, token_ids) = (first_sample + index - members.start, &sequence.token_ids);
+            let (params, allowed) = (&*sequence.params, sequence.allowed());
+            Draw { row, params, step: *step, prompt_id: *prompt_id, sample, token_ids, drafts, allowed }
+        });
         draws.collect()
-    }
-
-    /// Gives sequences the experts of the oldest step's tokens, if there are any; the members of a group have those of its prompt.
-    pub(super) fn record_experts(&mut self, step: &Step, experts: &[u16]) {
-        let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
-        let per_token = experts.len().checked_div(num_tokens).unwrap_or(0);
-        if per_token == 0 {
-            return;
-        }
-        let mut rows = experts.chunks_exact(per_token);
-        for run in &step.runs {
-            self.share_experts(run);
-            let own = &mut self.sequences[run.sequence].routed_experts;
-            for (position, experts) in run.tokens.clone().zip(&mut rows) {
-                own.push(position, experts);
-            }
-            for member in run.samples.clone().filter(|member| *member != run.sequence) {
-                if self.sequences[member].routed_experts.num_tokens() < run.tokens.end {
-                    self.sequences[member].routed_experts = self.sequences[run.sequence].routed_experts.clone();
-                }
-            }
-        }
-    }
-
-    /// Appends what the oldest step under way sampled, in the order of its `samples`.
-    pub(super) fn postprocess(&mut self, step: &Step, sampled: &[Sampled], rules: &StopRules) -> Result<()> {
-        let samplers = step.runs.iter().flat_map(|run| run.samples.clone());
-        for (index, sampled) in samplers.zip(sampled) {
-            let sequence = &mut self.sequences[index];
-            sequence.num_pending -= 1;
-            if sequence.finish_reason.is_some() {
-                continue;
-            }
-            sequence.push(sampled.token_id, sampled.logprob);
-            sequence.finish_reason = rules.finish_reason(sequence)?;
-            self.stats.num_generated_tokens += 1;
-            let reason = sequence.finish_reason;
-            let (request, sample) = self.place(index);
-            let Sampled { token_id, logprob, ref top } = *sampled;
-            self.events.push(Event::Token { request, sample, token_id, logprob, top_logprobs: top.clone() });
-            match reason {
-                Some(reason) => self.finish(index, reason),
-                None => {
-                    if let Err(message) = self.sequences[index].advance_grammar() {
-                        self.remove(request.0);
-                        self.events.push(Event::Failed { request, message });
-                    }
-                }
-            }
-        }
-        let is_unfinished = |&index: &usize| self.sequences[index].finish_reason.is_none();
-        self.running.retain(is_unfinished);
-        self.waiting.retain(is_unfinished); // preempted with its last token under way
-        Ok(())
-    }
-
-    fn finish(&mut self, index: usize, reason: FinishReason) {
-        let (request, sample) = self.place(index);
-        self.stats.num_finished += 1;
-        match reason {
-            FinishReason::Eos | FinishReason::Stop if self.keeps_turns => self.leave_to_next_turn(index),
-            _ => self.release(index),
-        }
-        self.events.push(Event::Finished { request, sample, reason });
-        let is_finished = |member: usize| self.sequences[member].finish_reason.is_some();
-        if self.members(request.0).all(is_finished) {
-            self.events.push(Event::Complete { request });
-        }
-    }
-
-    /// The request that a sequence belongs to, and the completion's index in it.
-    fn place(&self, index: usize) -> (RequestId, usize) {
-        let group = self.sequences[index].group;
-        (RequestId(group), index - self.group(group).members.start)
     }
 
     /// free + used == total, at any time; with no work left and nothing kept, all blocks are free.

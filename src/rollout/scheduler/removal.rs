@@ -9,6 +9,7 @@ impl Scheduler {
     /// Ends what is unfinished of a request, frees its blocks and drops its tokens and events. A step under way may still compute for
     /// it; its result is dropped.
     pub(in crate::rollout) fn remove(&mut self, group: usize) {
+        self.end_drafts(group);
         for index in self.members(group) {
             self.release(index);
             let sequence = &mut self.sequences[index];
@@ -36,6 +37,8 @@ impl Scheduler {
             num_free_blocks: self.blocks.num_free(),
             num_blocks: self.blocks.num_total(),
             num_preemptions: self.stats.num_preemptions,
+            num_draft_tokens: self.stats.num_draft_tokens,
+            num_accepted_tokens: self.stats.num_accepted_tokens,
         }
     }
 

@@ -8,7 +8,7 @@ use crate::rollout::sequence::EngineSequence;
 impl Scheduler {
     /// The next parts of admitted prompts, up to `max_num_batched_tokens`.
     pub(super) fn schedule_prefill(&mut self) -> Step {
-        let mut step = Step { is_decode: false, runs: Vec::new(), copies: Vec::new(), state_copies: Vec::new() };
+        let mut step = Step::new(false, Vec::new());
         let mut budget = self.limits.max_num_batched_tokens;
         let share = self.prefill_share();
         while let Some(members) = self.prefilling.front().filter(|_| budget > 0).cloned() {
@@ -24,7 +24,7 @@ impl Scheduler {
             sequence.num_computed = tokens.end;
             let is_done = tokens.end == num_tokens;
             let samples = if is_done { members.clone() } else { members.start..members.start };
-            step.runs.push(TokenRun { sequence: members.start, tokens, samples });
+            step.runs.push(TokenRun::new(members.start, tokens, samples));
             if is_done {
                 self.fork(members, &mut step);
                 self.prefilling.pop_front();
@@ -86,9 +86,9 @@ impl Scheduler {
         }
         let last_token = |&index: &usize| {
             let num_tokens = self.sequences[index].num_tokens();
-            TokenRun { sequence: index, tokens: num_tokens - 1..num_tokens, samples: index..index + 1 }
+            TokenRun::new(index, num_tokens - 1..num_tokens, index..index + 1)
         };
         let runs = taken.iter().map(last_token).collect();
-        Step { is_decode: true, runs, copies: Vec::new(), state_copies: Vec::new() }
+        Step::new(true, runs)
     }
 }

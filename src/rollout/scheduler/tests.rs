@@ -1,15 +1,21 @@
+mod drafts;
+mod network;
 mod random;
 
 use std::collections::HashMap;
 
 use super::*;
 use crate::rollout::request::ModelIds;
-use crate::types::{SamplingParams, Trajectory};
+use crate::rollout::sampler::Sampled;
+use crate::rollout::stop::StopRules;
+use crate::types::{FinishReason, SamplingParams, Trajectory};
+use network::{Cache, Model, next_token};
 
 const ROOMY: StepLimits = StepLimits {
     num_blocks: 200,
     block_size: 4,
     max_num_seqs: 64,
+    max_decode_rows: 64,
     max_num_batched_tokens: 1000,
     max_model_length: 64,
     has_states: false,
@@ -17,66 +23,6 @@ const ROOMY: StepLimits = StepLimits {
     runs_ahead: false,
 };
 const END: u32 = 0;
-
-/// Keys and values by block and offset; states by page and [`STATE`].
-type Cache = HashMap<(u32, usize), Vec<u32>>;
-const STATE: usize = usize::MAX;
-
-/// Stands for the whole network: the keys and values of a token are the tokens up to it, a state is the tokens that it has seen, and the
-/// next token is a function of them and of the sample.
-struct Model<'a> {
-    cache: &'a mut Cache,
-    tokens: Vec<Vec<u32>>, // of each sequence, those included that the scheduler does not know yet
-}
-
-impl Model<'_> {
-    fn run(&mut self, step: &Step, scheduler: &Scheduler) -> Vec<Sampled> {
-        let block_size = scheduler.limits.block_size;
-        let slot = |sequence: usize, position: usize| {
-            (scheduler.sequences[sequence].block_table[position / block_size], position % block_size)
-        };
-        for run in &step.runs {
-            let tokens = &self.tokens[run.sequence];
-            let page = scheduler.sequences[run.sequence].state_page;
-            assert_eq!(page.is_some(), scheduler.limits.has_states);
-            if let Some(page) = page {
-                let before = self.cache.insert((page, STATE), tokens[..run.tokens.end].to_vec());
-                let is_own = run.tokens.start == 0 || before.as_deref() == Some(&tokens[..run.tokens.start]);
-                assert!(is_own, "sequence {} goes on with a foreign state", run.sequence);
-            }
-            for position in run.tokens.clone() {
-                self.cache.insert(slot(run.sequence, position), tokens[..=position].to_vec());
-            }
-            for position in 0..run.tokens.end {
-                let held = &self.cache[&slot(run.sequence, position)];
-                assert_eq!(held, &tokens[..=position], "sequence {} reads foreign keys", run.sequence);
-            }
-        }
-        for &(from, to) in &step.copies {
-            for offset in 0..block_size {
-                let held = self.cache.get(&(from, offset)).cloned();
-                held.map(|held| self.cache.insert((to, offset), held));
-            }
-        }
-        for &(from, to) in &step.state_copies {
-            let state = self.cache[&(from, STATE)].clone();
-            self.cache.insert((to, STATE), state);
-        }
-        let samples = step.runs.iter().flat_map(|run| run.samples.clone());
-        let sample = |(index, draw): (usize, Draw<'_>)| {
-            let sampled = next_token(&self.tokens[index], draw.sample);
-            self.tokens[index].push(sampled.token_id);
-            sampled
-        };
-        samples.zip(scheduler.draws(step)).map(sample).collect()
-    }
-}
-
-fn next_token(tokens: &[u32], sample: usize) -> Sampled {
-    let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
-    let hash = tokens.iter().fold(sample as u64 + 1, |hash, &token| mix(hash, token.into()));
-    Sampled { token_id: (mix(hash, 1) % 12) as u32, logprob: 0.0, top: Vec::new() }
-}
 
 /// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
 fn simulate(
@@ -143,14 +89,24 @@ fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usi
     let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
     let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
     let mut model = Model { cache, tokens };
-    let (mut complete, mut under_way) = (Vec::new(), VecDeque::new());
+    let (mut complete, mut under_way) = (Vec::new(), VecDeque::<(Step, Vec<Sampled>)>::new());
     while (scheduler.has_work() && complete.len() < num_groups) || !under_way.is_empty() {
         let goes_on = scheduler.has_work() && complete.len() < num_groups;
+        if goes_on && (scheduler.is_to_draft() || under_way.iter().any(|(step, _)| step.has_drafts())) {
+            for (step, sampled) in under_way.drain(..) {
+                scheduler.postprocess(&step, &sampled, &rules).unwrap();
+            }
+            complete.extend(self::complete(scheduler.take_events()));
+        }
+        let goes_on = goes_on && scheduler.has_work();
         let step = if goes_on { scheduler.schedule() } else { None };
         let is_idle = step.is_none();
+        if is_idle && under_way.is_empty() {
+            continue; // the results that drafts waited for were the last
+        }
         if let Some(step) = step {
             let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
-            let most = if step.is_decode { limits.max_num_seqs } else { limits.max_num_batched_tokens };
+            let most = if step.is_decode { limits.max_decode_rows } else { limits.max_num_batched_tokens };
             assert!((1..=most).contains(&num_tokens) && scheduler.running.len() <= limits.max_num_seqs);
             scheduler.check_integrity().unwrap();
             let sampled = model.run(&step, scheduler);

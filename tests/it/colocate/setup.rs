@@ -13,7 +13,7 @@ use colo_grpo::internal::grpo::{EntropyControl, LossConfig};
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, UnitLayout, init_unit};
 use colo_grpo::internal::ranks::{Mesh, World};
-use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, SpeculationOptions, kv_block_bytes};
 use colo_grpo::internal::serve::EngineSlices;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, Reference, Schedule,
@@ -88,6 +88,7 @@ impl Setup {
             strict: false,
             exact: false,
             records_experts: false,
+            speculation: SpeculationOptions::NONE,
         };
         let mut engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
         if self.draws_lengths {

@@ -17,7 +17,9 @@ use colo_grpo::internal::model::{
 use colo_grpo::internal::ops::embedding;
 use colo_grpo::internal::ops::router::Routing;
 use colo_grpo::internal::ranks::{Collective, SingleRank};
-use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights};
+use colo_grpo::internal::rollout::{
+    Engine, EngineOptions, EngineRanks, EngineStats, EngineWeights, SpeculationOptions,
+};
 use colo_grpo::internal::types::{Prompt, RolloutGroup, RoutedExperts, SamplingParams};
 use tch::{Device, Kind, Tensor};
 
@@ -277,6 +279,7 @@ pub fn options() -> EngineOptions {
         strict: false,
         exact: false,
         records_experts: true,
+        speculation: SpeculationOptions::NONE,
     }
 }
 

@@ -1,0 +1,195 @@
+//! Whole rollouts of a model's own text with draft tokens and without: what they take, drafting included, and what differs.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::{Map, Value, json};
+use tch::Kind;
+
+use super::{device_name, dtype_name, median};
+use crate::config::{EngineShape, Speculation};
+use crate::data::{Dataset, DatasetOptions};
+use crate::error::{Error, Result};
+use crate::ranks::{ReduceOp, World, all_reduce_f64};
+use crate::rollout::{EngineStats, SpeculationOptions};
+use crate::serve::{EngineDivision, ModelService, ServeOptions};
+use crate::types::{Prompt, RolloutGroup, SamplingParams};
+
+/// The benchmark of speculation. All ranks share one engine.
+#[derive(Debug, Clone)]
+pub struct SpeculationBench {
+    /// The model's folder.
+    pub model: PathBuf,
+    /// Rows with prompts.
+    pub rows: PathBuf,
+    /// Type of weights, activations and cache.
+    pub kind: Kind,
+    /// Type of the residual stream.
+    pub residual: Kind,
+    /// Ways to draft, side by side; the first is what the others are compared with.
+    pub methods: Vec<Speculation>,
+    /// Most draft tokens of a completion in a step.
+    pub num_tokens: usize,
+    /// Completions of a rollout, each number measured apart.
+    pub sequences: Vec<usize>,
+    /// Completions per prompt.
+    pub group: usize,
+    /// Longest completion.
+    pub max_completion_length: usize,
+    /// Softmax temperature.
+    pub temperature: f32,
+    /// Every rollout has the same rows, as later epochs have: completions of earlier ones are drafted from.
+    pub same_rows: bool,
+    /// Timed rollouts, after one that is not.
+    pub repeats: usize,
+}
+
+/// The rollouts of one method and number of sequences.
+#[derive(Debug, Default)]
+struct Rollouts {
+    seconds: Vec<f64>,
+    tokens: usize,
+    stats: EngineStats,
+    completions: Vec<Vec<u32>>,
+}
+
+/// Runs it; collective over the world.
+///
+/// # Errors
+/// What is wrong with the folder or the rows; out of memory.
+pub fn bench_speculation(bench: &SpeculationBench, world: &Arc<World>) -> Result<Value> {
+    let mut of_methods = Vec::new();
+    for &method in &bench.methods {
+        of_methods.push(bench.rollouts(world, method)?);
+    }
+    let mut sizes = Vec::new();
+    for (index, &sequences) in bench.sequences.iter().enumerate() {
+        let all: Vec<&Rollouts> = of_methods.iter().map(|rollouts| &rollouts[index]).collect();
+        let methods = bench.methods.iter().zip(&all).map(|(method, own)| own.to_json(*method, all[0]));
+        sizes.push(json!({"sequences": sequences, "methods": methods.collect::<Vec<_>>()}));
+    }
+    Ok(json!({
+        "benchmark": "speculation",
+        "model": bench.model.display().to_string(),
+        "device": device_name(world.device()),
+        "dtype": dtype_name(bench.kind),
+        "tensor_parallel_size": world.size(),
+        "group": bench.group,
+        "max_completion_length": bench.max_completion_length,
+        "temperature": bench.temperature,
+        "num_speculative_tokens": bench.num_tokens,
+        "same_rows": bench.same_rows,
+        "repeats": bench.repeats,
+        "sizes": sizes,
+    }))
+}
+
+impl SpeculationBench {
+    /// One engine's rollouts, by number of sequences.
+    fn rollouts(&self, world: &Arc<World>, method: Speculation) -> Result<Vec<Rollouts>> {
+        let options = ServeOptions {
+            model: &self.model,
+            base_model: None,
+            adapters: &[],
+            quantization: None,
+            template_variables: &Map::new(),
+            division: EngineDivision {
+                shape: EngineShape::from(world.size()),
+                pipeline_partition: &[],
+                enable_expert_parallel: false,
+            },
+            max_model_length: None,
+            kind: self.kind,
+            residual: self.residual,
+            speculation: SpeculationOptions { method, num_tokens: self.num_tokens },
+        };
+        let ModelService { mut served, tokenizer, max_model_length, .. } = ModelService::load(&options, world)?;
+        let limits = DatasetOptions {
+            max_model_length: Some(max_model_length),
+            max_completion_length: self.max_completion_length,
+            ..DatasetOptions::default()
+        };
+        let dataset = Dataset::from_file(&self.rows, &tokenizer, &limits)?;
+        let mut all = Vec::new();
+        for &sequences in &self.sequences {
+            let mut rollouts = Rollouts::default();
+            for repeat in 0..=self.repeats {
+                let prompts = if world.rank() == 0 { self.prompts(&dataset, sequences, repeat)? } else { Vec::new() };
+                let params = SamplingParams {
+                    num_generations: self.group.min(sequences),
+                    max_completion_length: self.max_completion_length,
+                    temperature: self.temperature,
+                    step: repeat as u64,
+                    ..SamplingParams::default()
+                };
+                let (groups, mut seconds, stats) = served.with_engine(|rollout| {
+                    let start = Instant::now();
+                    let groups = rollout.generate(&prompts, &params, |_| ())?;
+                    Ok((groups, [start.elapsed().as_secs_f64()], *rollout.stats()))
+                })?;
+                all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
+                if repeat > 0 {
+                    rollouts.add(&groups, seconds[0], stats);
+                }
+            }
+            all.push(rollouts);
+        }
+        Ok(all)
+    }
+
+    /// The rows of one rollout, others for every repetition unless they are to be the same.
+    fn prompts(&self, dataset: &Dataset, sequences: usize, repeat: usize) -> Result<Vec<Prompt>> {
+        let group = self.group.min(sequences);
+        if !sequences.is_multiple_of(group) {
+            let expected = format!("multiples of {group}, the completions of a prompt");
+            return Err(Error::invalid_value("--sequences", sequences, expected));
+        }
+        let count = sequences / group;
+        let first = if self.same_rows { 0 } else { repeat * count };
+        let needed = first + count;
+        if needed > dataset.len() {
+            return Err(self.too_few(&self.rows, needed, dataset.len()));
+        }
+        Ok((first..needed).map(|row| dataset.prompt(row).clone()).collect())
+    }
+
+    fn too_few(&self, rows: &Path, needed: usize, got: usize) -> Error {
+        let got = format!("{} with {got}", rows.display());
+        Error::invalid_value("--rows", got, format!("a file of at least {needed} rows, or --same_rows"))
+    }
+}
+
+impl Rollouts {
+    fn add(&mut self, groups: &[RolloutGroup], seconds: f64, stats: EngineStats) {
+        let completions = groups.iter().flat_map(|group| &group.completions);
+        self.completions.extend(completions.map(|completion| completion.token_ids.clone()));
+        self.seconds.push(seconds);
+        self.tokens += stats.num_generated_tokens;
+        self.stats.num_steps += stats.num_steps;
+        self.stats.num_draft_tokens += stats.num_draft_tokens;
+        self.stats.num_accepted_tokens += stats.num_accepted_tokens;
+        self.stats.num_drafted_sequences += stats.num_drafted_sequences;
+    }
+
+    fn to_json(&self, method: Speculation, first: &Self) -> Value {
+        let all: f64 = self.seconds.iter().sum();
+        let EngineStats { num_steps, num_draft_tokens, num_accepted_tokens, num_drafted_sequences, .. } = self.stats;
+        let share = |part: usize, whole: usize| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+        let differing = self.completions.iter().zip(&first.completions).filter(|(own, first)| own != first).count();
+        json!({
+            "speculation": method.name(),
+            "seconds": median(self.seconds.clone()),
+            "tokens_per_second": self.tokens as f64 / all,
+            "speedup": first.seconds.iter().sum::<f64>() / all,
+            "steps": num_steps,
+            "tokens": self.tokens,
+            "longest_completion": self.completions.iter().map(Vec::len).max().unwrap_or(0),
+            "draft_tokens": num_draft_tokens,
+            "accepted_tokens": num_accepted_tokens,
+            "acceptance": share(num_accepted_tokens, num_draft_tokens),
+            "mean_accepted": share(num_accepted_tokens, num_drafted_sequences),
+            "differing_completions": share(differing, first.completions.len()),
+        })
+    }
+}

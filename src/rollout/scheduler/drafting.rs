@@ -1,0 +1,88 @@
+//! Drafts of a decode step's sequences, and what became of them.
+
+use super::{Scheduler, Step, TokenRun};
+use crate::rollout::speculation::{DraftRequest, DraftedText, Drafts};
+
+impl Scheduler {
+    /// Whether the next step has drafts, which need all tokens before them: it is to be scheduled once no other is under way.
+    pub(in crate::rollout) fn is_to_draft(&mut self) -> bool {
+        if self.speculator.is_none() || !self.has_work() {
+            return false;
+        }
+        self.admit_all();
+        let (num_seqs, most_rows) = (self.running.len(), self.limits.max_decode_rows);
+        let is_decode = self.prefilling.is_empty() && num_seqs > 0;
+        is_decode && self.speculator.as_mut().is_some_and(|speculator| speculator.is_to_draft(num_seqs, most_rows))
+    }
+
+    /// Adds drafts to a decode step whose tokens are all known, as far as rows and free blocks reach; nobody is preempted for one.
+    pub(super) fn add_drafts(&mut self, step: &mut Step) {
+        let Self { speculator: Some(speculator), limits, sequences, blocks, groups, num_dropped, .. } = self else {
+            return;
+        };
+        let room = limits.max_decode_rows.saturating_sub(step.runs.len());
+        let is_known = |run: &TokenRun| sequences[run.sequence].num_pending == 0;
+        if !step.is_decode || !step.runs.iter().all(is_known) || !speculator.drafts_now() {
+            return;
+        }
+        step.waited = true;
+        let request = |run: &TokenRun| {
+            let sequence = &sequences[run.sequence];
+            let group = &groups[sequence.group - *num_dropped];
+            let sample = run.sequence - group.members.start;
+            // The token behind the last draft is sampled, and the longest sequence ends with it. A structure allows tokens one by one.
+            let left = sequence.max_len - sequence.len();
+            let most = if sequence.allowed().is_some() { 0 } else { left.saturating_sub(1) };
+            DraftRequest {
+                text: DraftedText {
+                    request: sequence.group,
+                    sample,
+                    token_ids: &sequence.token_ids,
+                    prompt_len: sequence.prompt_len,
+                },
+                prompt_id: group.prompt_id,
+                key_sample: group.first_sample + sample,
+                most,
+            }
+        };
+        let requests: Vec<DraftRequest> = step.runs.iter().map(request).collect();
+        let drafts = speculator.drafts(&requests, room);
+        for (run, mut drafts) in step.runs.iter_mut().zip(drafts) {
+            let sequence = &mut sequences[run.sequence];
+            while !blocks.grow(&mut sequence.block_table, run.tokens.end + drafts.token_ids.len()) {
+                drafts.token_ids.pop();
+            }
+            run.tokens.end += drafts.token_ids.len();
+            run.drafts = drafts;
+        }
+    }
+
+    /// Tells the drafts' source of a sequence's newest tokens.
+    pub(super) fn observe(&mut self, index: usize) {
+        let (request, sample) = self.place(index);
+        let Some(speculator) = &mut self.speculator else { return };
+        let sequence = &self.sequences[index];
+        let (token_ids, prompt_len) = (&*sequence.token_ids, sequence.prompt_len);
+        speculator.observe(DraftedText { request: request.0, sample, token_ids, prompt_len });
+    }
+
+    /// Counts the drafts of a run, of which the first `num_drawn` were drawn, and lets the next ones be chosen by that.
+    pub(super) fn take_drafts(&mut self, run: &TokenRun, num_drawn: usize, goes_on: bool) {
+        let Drafts { token_ids, matched } = &run.drafts;
+        self.stats.num_drafted_sequences += 1;
+        self.stats.num_draft_tokens += token_ids.len();
+        self.stats.num_accepted_tokens += num_drawn;
+        if let Some(speculator) = &mut self.speculator {
+            let num_checked = if goes_on { token_ids.len() } else { num_drawn };
+            speculator.note(&Drafts { token_ids: token_ids[..num_checked].to_vec(), matched: *matched }, num_drawn);
+        }
+    }
+
+    /// A request is complete, or removed.
+    pub(super) fn end_drafts(&mut self, request: usize) {
+        let members = self.members(request);
+        if let Some(speculator) = &mut self.speculator {
+            speculator.end(request, self.sequences[members].iter().map(|sequence| sequence.completion()));
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! How often draft tokens are drawn, by how far the text in front of them agreed.
+
+use super::drafts::Drafts;
+
+/// Bounds of the classes of agreement, in tokens.
+const BOUNDS: [usize; 7] = [3, 4, 5, 7, 9, 13, 21];
+/// Draws of a class after which older ones count half.
+const MANY: u32 = 256;
+/// Draws that a class is thought to have had.
+const PRIOR: f64 = 4.0;
+
+/// Draft tokens that were checked, and those that were drawn.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub(super) struct Acceptance {
+    classes: [Class; BOUNDS.len() + 1],
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+struct Class {
+    checked: u32,
+    drawn: u32,
+}
+
+fn class_of(matched: usize) -> usize {
+    BOUNDS.partition_point(|&bound| bound <= matched)
+}
+
+impl Acceptance {
+    /// Takes in whether a draft token behind `matched` equal ones was drawn.
+    pub(super) fn note(&mut self, matched: usize, is_drawn: bool) {
+        let class = &mut self.classes[class_of(matched)];
+        if class.checked == MANY {
+            (class.checked, class.drawn) = (class.checked / 2, class.drawn / 2);
+        }
+        class.checked += 1;
+        class.drawn += u32::from(is_drawn);
+    }
+
+    /// Takes in drafts of which the first `num_drawn` were drawn, and the next one, if there is one, was not.
+    pub(super) fn note_all(&mut self, drafts: &Drafts, num_drawn: usize) {
+        (0..num_drawn).for_each(|row| self.note(drafts.matched + row, true));
+        if num_drawn < drafts.token_ids.len() {
+            self.note(drafts.matched + num_drawn, false);
+        }
+    }
+
+    /// For each draft token how probable it is that it is drawn, with all before it; never rising.
+    pub(super) fn of_rows(&self, drafts: &Drafts) -> Vec<f64> {
+        let mut all = 1.0;
+        let row = |row| {
+            all *= self.probability(drafts.matched + row);
+            all
+        };
+        (0..drafts.token_ids.len()).map(row).collect()
+    }
+
+    fn probability(&self, matched: usize) -> f64 {
+        let Class { checked, drawn } = self.classes[class_of(matched)];
+        let guess = matched as f64 / (matched as f64 + 2.0);
+        (f64::from(drawn) + PRIOR * guess) / (f64::from(checked) + PRIOR)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drafts_are_judged_by_what_was_drawn_behind_as_long_a_match() {
+        let mut acceptance = Acceptance::default();
+        let drafts = |matched, count| Drafts { token_ids: vec![0; count], matched };
+        assert_eq!(acceptance.of_rows(&drafts(2, 2)), [0.5, 0.5 * 0.6]);
+        for _ in 0..1000 {
+            acceptance.note_all(&drafts(2, 3), 1); // the second, behind 3, is not drawn, and the third is not judged
+        }
+        let rows = acceptance.of_rows(&drafts(2, 3));
+        assert!(rows[0] > 0.97 && rows[1] < 0.03 && rows[2] < rows[1], "{rows:?}");
+        assert!(acceptance.of_rows(&drafts(9, 1))[0] > 0.8, "nothing is known of others");
+        for _ in 0..1000 {
+            acceptance.note_all(&drafts(2, 1), 0);
+        }
+        assert!(acceptance.of_rows(&drafts(2, 1))[0] < 0.03, "the newest count");
+    }
+}

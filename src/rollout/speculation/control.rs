@@ -1,0 +1,293 @@
+//! Whether drafts pay, and for how many rows: from times of steps and from how probable drafts are. Knows no clock.
+//!
+//! A step without drafts is launched while the one before it still runs. With drafts the host has to know what was drawn first, so the same
+//! rows take longer. Both times are measured, each by rows, and what a draft costs is what they say.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::rollout::limits::step_rows;
+
+/// Times of a number of rows that are remembered; the median counts.
+const REMEMBERED: usize = 5;
+/// First times of a number of rows that do not count: the step is recorded, its products are chosen.
+const PREPARING: usize = 2;
+/// Steps after which a time says nothing any longer: contexts have grown.
+const LASTING: u64 = 4096;
+/// Looks at drafts that expectations are made from, and the fewest.
+const MOST_LOOKS: usize = 64;
+const LEAST_LOOKS: usize = 8;
+/// Steps of one size between two decisions; of the first ones with drafts each is decided by itself.
+const DECIDED_FOR: u64 = 8;
+const TRIED_FOR: u64 = 16;
+/// Gain from which drafts begin; they end where there is none.
+const LEAST_GAIN: f64 = 1.02;
+const MILLION: f64 = 1e6;
+
+/// What is known of a run's steps and drafts. All ranks of an engine have the same.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub(super) struct Controller {
+    ahead: StepTimes,
+    waiting: StepTimes,
+    num_steps: u64,
+    /// Probabilities of the draft tokens of sequences, in millionths, the newest look last.
+    looks: VecDeque<Vec<u32>>,
+    is_on: bool,
+    /// Steps since drafts began.
+    on_for: u64,
+    /// Size of the steps that this was decided for, and steps since.
+    decided: (usize, u64),
+}
+
+/// Times of decode steps by rows.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+struct StepTimes(BTreeMap<usize, RecentTimes>);
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+struct RecentTimes {
+    num_seen: usize,
+    newest: VecDeque<u64>, // nanoseconds
+    last_step: u64,
+}
+
+/// The time of one decode step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(in crate::rollout) struct StepTime {
+    /// The host knew the tokens of all steps before it when it was launched.
+    pub(in crate::rollout) waited: bool,
+    pub(in crate::rollout) rows: usize,
+    /// Between the results of the step before and its own, in nanoseconds.
+    pub(in crate::rollout) nanos: u64,
+}
+
+impl StepTimes {
+    fn known(&self, now: u64) -> BTreeMap<usize, f64> {
+        let of = |(&rows, times): (&usize, &RecentTimes)| {
+            let mut newest: Vec<u64> = times.newest.iter().copied().collect();
+            newest.sort_unstable();
+            let median = newest.get(newest.len() / 2).filter(|_| now - times.last_step < LASTING)?;
+            Some((rows, *median as f64))
+        };
+        self.0.iter().filter_map(of).collect()
+    }
+}
+
+/// The times of both kinds of steps.
+struct KnownTimes {
+    ahead: BTreeMap<usize, f64>,
+    waiting: BTreeMap<usize, f64>,
+    /// What waiting costs.
+    gap: f64,
+}
+
+impl KnownTimes {
+    fn waiting(&self, rows: usize) -> Option<f64> {
+        estimate(&self.waiting, &self.ahead, self.gap, rows)
+    }
+
+    fn ahead(&self, rows: usize) -> Option<f64> {
+        estimate(&self.ahead, &self.waiting, -self.gap, rows)
+    }
+}
+
+/// The time of so many rows: as measured, of the other kind with the gap, or between its neighbours'. More rows than any that were measured
+/// are thought to take no longer, so that they are tried.
+fn estimate(own: &BTreeMap<usize, f64>, other: &BTreeMap<usize, f64>, gap: f64, rows: usize) -> Option<f64> {
+    let rows = step_rows(rows, usize::MAX);
+    let mut all: BTreeMap<usize, f64> = other.iter().map(|(&rows, time)| (rows, time + gap)).collect();
+    all.extend(own);
+    let below = all.range(..=rows).next_back();
+    let above = all.range(rows..).next();
+    match (below, above) {
+        (Some((&few, &short)), Some((&many, &long))) if many > few => {
+            Some(short + (long - short) * (rows - few) as f64 / (many - few) as f64)
+        }
+        (Some((_, &time)), _) | (None, Some((_, &time))) => Some(time),
+        (None, None) => None,
+    }
+}
+
+impl Controller {
+    /// Takes in the time of a step.
+    pub(super) fn note(&mut self, StepTime { waited, rows, nanos }: StepTime) {
+        self.num_steps += 1;
+        let times = if waited { &mut self.waiting } else { &mut self.ahead };
+        let times = times.0.entry(step_rows(rows, usize::MAX)).or_default();
+        times.last_step = self.num_steps;
+        times.num_seen += 1;
+        if times.num_seen > PREPARING {
+            times.newest.push_back(nanos);
+            times.newest.drain(..times.newest.len().saturating_sub(REMEMBERED));
+        }
+    }
+
+    /// Takes in how probable the draft tokens of a sequence were; none where nothing occurred before.
+    pub(super) fn look(&mut self, probabilities: &[f64]) {
+        self.looks.push_back(probabilities.iter().map(|probability| (probability * MILLION) as u32).collect());
+        self.looks.drain(..self.looks.len().saturating_sub(MOST_LOOKS));
+    }
+
+    /// Draft rows that the next step computes beside `num_seqs` others, with these probabilities, the highest first.
+    pub(super) fn num_rows(&self, num_seqs: usize, probabilities: &[f64], most_rows: usize) -> usize {
+        let times = self.known();
+        let gain = |num_drafts: usize| {
+            let tokens = num_seqs as f64 + probabilities[..num_drafts].iter().sum::<f64>();
+            times.waiting(num_seqs + num_drafts).map_or(0.0, |time| tokens / time)
+        };
+        let most = probabilities.len().min(most_rows.saturating_sub(num_seqs));
+        let best = sizes(num_seqs, most).map(|num_drafts| (gain(num_drafts), num_drafts));
+        best.fold((0.0, 0), |best, other| if other.0 > best.0 { other } else { best }).1
+    }
+
+    /// Whether steps of `num_seqs` sequences are to wait for the tokens before them, as drafts are expected to make up for it.
+    pub(super) fn pays(&mut self, num_seqs: usize, most_rows: usize) -> bool {
+        let (size, (before, num_steps)) = (step_rows(num_seqs, usize::MAX), self.decided);
+        self.on_for = if self.is_on { self.on_for + 1 } else { 0 };
+        let is_tried = self.is_on && self.on_for < TRIED_FOR;
+        let stays = size == before && num_steps < DECIDED_FOR && !is_tried;
+        self.decided = if stays { (size, num_steps + 1) } else { (size, 0) };
+        if self.decided.1 == 0 {
+            let gain = self.expected_gain(num_seqs, most_rows).unwrap_or(0.0);
+            self.is_on = gain > if self.is_on { 1.0 } else { LEAST_GAIN };
+        }
+        self.is_on
+    }
+
+    /// Tokens a second with drafts, relative to those without; none while too little is known.
+    fn expected_gain(&self, num_seqs: usize, most_rows: usize) -> Option<f64> {
+        let times = self.known();
+        let without = num_seqs as f64 / times.ahead(num_seqs)?;
+        if self.looks.len() < LEAST_LOOKS {
+            return None;
+        }
+        let mut probabilities: Vec<u32> = self.looks.iter().flatten().copied().collect();
+        probabilities.sort_unstable_by(|a, b| b.cmp(a));
+        let mut sums = vec![0.0];
+        sums.extend(probabilities.iter().scan(0.0, |sum, &one| {
+            *sum += f64::from(one) / MILLION;
+            Some(*sum)
+        }));
+        let per_look = num_seqs as f64 / self.looks.len() as f64; // sequences that a look stands for
+        let with = sizes(num_seqs, most_rows.saturating_sub(num_seqs)).filter_map(|num_drafts| {
+            let seen = ((num_drafts as f64 / per_look) as usize).min(probabilities.len());
+            let tokens = num_seqs as f64 + per_look * sums[seen];
+            Some(tokens / times.waiting(num_seqs + num_drafts)?)
+        });
+        Some(with.fold(0.0, f64::max) / without)
+    }
+
+    fn known(&self) -> KnownTimes {
+        let [ahead, waiting] = [&self.ahead, &self.waiting].map(|times| times.known(self.num_steps));
+        let mut gaps: Vec<f64> = waiting.iter().filter_map(|(rows, time)| Some(time - ahead.get(rows)?)).collect();
+        gaps.sort_unstable_by(f64::total_cmp);
+        let gap = gaps.get(gaps.len() / 2).copied().unwrap_or(0.0).max(0.0);
+        KnownTimes { ahead, waiting, gap }
+    }
+}
+
+/// Numbers of drafts that are weighed: none, those that the step's size has room for in any case, and those of steps of twice the size,
+/// and so on, so that few sizes are recorded.
+fn sizes(num_seqs: usize, most: usize) -> impl Iterator<Item = usize> {
+    let sizes = std::iter::successors(Some(8usize), |size| size.checked_mul(2));
+    let sizes = sizes.take_while(move |&size| size < 2 * (num_seqs + most).max(8));
+    let sizes = sizes.filter(move |&size| size > num_seqs);
+    let with_room = [num_seqs, step_rows(num_seqs, usize::MAX)].into_iter();
+    with_room.chain(sizes).map(move |size| (size - num_seqs).min(most))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device and what is drafted for it: milliseconds by rows, what waiting costs, how probable each draft token is.
+    struct Device {
+        time: fn(usize) -> f64,
+        gap: f64,
+        probability: f64,
+    }
+
+    /// Of a large model on a large GPU: its weights decide up to 64 rows, its power from there on.
+    fn large(rows: usize) -> f64 {
+        5.6 + rows as f64 * if rows <= 64 { 0.0095 } else { 0.025 }
+    }
+
+    impl Device {
+        fn drafts(&self) -> Vec<f64> {
+            (1..8).map(|row| self.probability.powi(row)).collect()
+        }
+
+        /// Milliseconds that `num_steps` steps take, the tokens that they give, and the draft rows of the last one.
+        fn run(&self, controller: &mut Controller, num_seqs: usize, num_steps: usize) -> (f64, f64, usize) {
+            let (mut time, mut tokens, mut rows) = (0.0, 0.0, 0);
+            for _ in 0..num_steps {
+                let waited = controller.pays(num_seqs, 256);
+                rows = 0;
+                if waited {
+                    let mut all = self.drafts().repeat(num_seqs);
+                    all.sort_unstable_by(|a, b| b.total_cmp(a));
+                    rows = controller.num_rows(num_seqs, &all, 256);
+                    tokens += all[..rows].iter().sum::<f64>();
+                }
+                controller.look(&self.drafts());
+                let step = (self.time)(num_seqs + rows) + if waited { self.gap } else { 0.0 };
+                (time, tokens) = (time + step, tokens + num_seqs as f64);
+                controller.note(StepTime { waited, rows: num_seqs + rows, nanos: (step * 1e6) as u64 });
+            }
+            (time, tokens, rows)
+        }
+    }
+
+    #[test]
+    fn few_sequences_have_drafts_and_many_have_none() {
+        let device = Device { time: large, gap: 0.3, probability: 0.7 };
+        let rows = |num_seqs| device.run(&mut Controller::default(), num_seqs, 300).2;
+        assert_eq!([1, 8, 256].map(rows), [7, 56, 0]);
+        let (time, tokens, _) = device.run(&mut Controller::default(), 8, 1000);
+        assert!(tokens / time > 2.0 * 8.0 / large(8), "{}", tokens / time);
+    }
+
+    #[test]
+    fn drafts_that_are_not_drawn_cost_next_to_nothing() {
+        for num_seqs in [1, 8, 64, 200, 256] {
+            let device = Device { time: large, gap: 0.3, probability: 0.02 };
+            let (time, tokens, rows) = device.run(&mut Controller::default(), num_seqs, 2000);
+            assert_eq!(rows, 0, "{num_seqs}");
+            let without = 2000.0 * large(num_seqs);
+            assert!(time / tokens < 1.01 * without / (2000.0 * num_seqs as f64), "{num_seqs}: {time} {without}");
+        }
+    }
+
+    #[test]
+    fn a_wait_that_is_longer_than_the_step_is_counted() {
+        let device = Device { time: |_| 0.4, gap: 2.0, probability: 0.7 };
+        let (time, tokens, rows) = device.run(&mut Controller::default(), 4, 2000);
+        assert_eq!(rows, 0);
+        assert!(tokens / time > 0.99 * 4.0 / 0.4);
+    }
+
+    #[test]
+    fn what_changes_is_found_out() {
+        let mut controller = Controller::default();
+        let device = |probability| Device { time: large, gap: 0.3, probability };
+        for (probability, drafts) in [(0.7, true), (0.01, false), (0.8, true)] {
+            let rows = device(probability).run(&mut controller, 8, 300).2;
+            assert_eq!(rows > 0, drafts, "{probability}");
+        }
+        // Sequences end: the few that are left have more drafts.
+        let rows = [200, 64, 8, 1].map(|num_seqs| device(0.7).run(&mut controller, num_seqs, 100).2);
+        assert!(rows[0] < 57 && rows[2] == 56 && rows[3] == 7, "{rows:?}");
+    }
+
+    #[test]
+    fn nothing_is_tried_before_something_is_known() {
+        let mut controller = Controller::default();
+        let pays = |controller: &mut Controller| (0..=DECIDED_FOR).any(|_| controller.pays(1, 64));
+        assert!(!pays(&mut controller));
+        (0..9).for_each(|_| controller.look(&[0.9, 0.8]));
+        assert!(!pays(&mut controller), "no step was timed");
+        (0..3).for_each(|_| controller.note(StepTime { waited: false, rows: 1, nanos: 1000 }));
+        assert!(pays(&mut controller));
+        assert_eq!(controller.num_rows(1, &[0.9, 0.8], 64), 2);
+        assert_eq!(controller.num_rows(1, &[0.9, 0.8], 2), 1);
+        assert_eq!(controller.num_rows(1, &[], 64), 0);
+    }
+}

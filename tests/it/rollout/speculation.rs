@@ -1,0 +1,251 @@
+//! Steps with drafts: tokens, log-probabilities and experts are those of steps without.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use colo_grpo::internal::config::Speculation;
+use colo_grpo::internal::ranks::{Collective, World};
+use colo_grpo::internal::rollout::{DraftInjection, EngineOptions, EngineStats, SpeculationOptions, kv_block_bytes};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams, Structure};
+use serde_json::json;
+use tch::Kind;
+
+use super::setup::{Model, alone, greedy, options, prompts, sampled, token_ids};
+use crate::ranks;
+
+/// What drafts are made of, beside what occurred before.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum DraftKind {
+    Right,
+    Wrong,
+    /// Of four drafts three are right, whatever stands before them.
+    Mixed,
+    /// The end of the text that occurred before decides: no injection.
+    Ngram,
+}
+
+impl DraftKind {
+    pub const ALL: [Self; 4] = [Self::Right, Self::Wrong, Self::Mixed, Self::Ngram];
+
+    /// Makes drafts of completions that are known.
+    pub fn of(self, known: &[RolloutGroup], vocab_size: usize) -> Option<DraftInjection> {
+        let mut completions = HashMap::new();
+        for group in known {
+            for (sample, completion) in group.completions.iter().enumerate() {
+                let tokens = [&group.prompt.token_ids[..], &completion.token_ids].concat();
+                completions.insert((group.prompt.id, sample), tokens);
+            }
+        }
+        let drafts = move |prompt: u64, sample: usize, token_ids: &[u32], most: usize| {
+            let tokens = &completions[&(prompt, sample)];
+            assert!(tokens.starts_with(token_ids), "prompt {prompt}, sample {sample}");
+            // Behind its end a completion may have any drafts.
+            let token = |at: usize| match tokens.get(at).copied().unwrap_or(0) {
+                token if self == Self::Right || (self == Self::Mixed && !(at + sample).is_multiple_of(4)) => token,
+                token => (token + 1) % vocab_size as u32,
+            };
+            (token_ids.len()..token_ids.len() + most).map(token).collect()
+        };
+        (self != Self::Ngram).then(|| DraftInjection::new(drafts))
+    }
+}
+
+pub fn drafting(options: EngineOptions) -> EngineOptions {
+    EngineOptions { speculation: SpeculationOptions { method: Speculation::Ngram, num_tokens: 7 }, ..options }
+}
+
+/// One rollout of a fresh engine with such drafts.
+fn generate_with(
+    (model, tp): (&Model, Arc<dyn Collective>),
+    options: &EngineOptions,
+    prompts: &[Prompt],
+    params: &SamplingParams,
+    injection: Option<DraftInjection>,
+) -> (Vec<RolloutGroup>, EngineStats) {
+    let mut engine = model.engine(drafting(options.clone()), tp.clone());
+    injection.into_iter().for_each(|injection| engine.inject_drafts(injection));
+    let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
+    let groups = rollout.generate(prompts, params, |_| ()).unwrap();
+    (groups, *rollout.stats())
+}
+
+/// Tokens, ends and experts are equal; so are the log-probabilities, to the last bit where `exactly` says so.
+fn assert_equal(got: &[RolloutGroup], expected: &[RolloutGroup], exactly: bool, context: &str) {
+    assert_eq!(token_ids(got), token_ids(expected), "{context}");
+    let completions =
+        |groups: &[RolloutGroup]| groups.iter().flat_map(|group| group.completions.clone()).collect::<Vec<_>>();
+    for (got, expected) in completions(got).iter().zip(&completions(expected)) {
+        assert_eq!(got.finish_reason, expected.finish_reason, "{context}");
+        assert_eq!(got.text, expected.text);
+        assert_eq!(got.routed_experts, expected.routed_experts, "{context}");
+        assert_eq!(got.weight_versions, expected.weight_versions);
+        for (got, expected) in got.rollout_logprobs.iter().zip(&expected.rollout_logprobs) {
+            let is_equal = got.to_bits() == expected.to_bits() || !exactly && (got - expected).abs() < 1e-4;
+            assert!(is_equal, "{got} {expected} {context}");
+        }
+    }
+}
+
+fn cases() -> Vec<SamplingParams> {
+    vec![
+        sampled(),
+        greedy(),
+        SamplingParams { temperature: 0.7, top_k: 7, top_p: 0.9, ..sampled() },
+        SamplingParams { min_p: Some(0.02), repetition_penalty: 1.3, ..sampled() },
+        SamplingParams { stop: vec!["w3 ".into(), "w1".into()], repetition_penalty: 0.9, ..sampled() },
+    ]
+}
+
+#[test]
+fn drafts_change_no_token() {
+    let exact = EngineOptions { exact: true, ..options() };
+    let few_blocks = |model: &Model| EngineOptions {
+        kv_cache_bytes: 24 * kv_block_bytes(&model.spec, 1, 8, Kind::Float),
+        ..options()
+    };
+    let names = ["qwen3", "smollm3_window", "granite", "olmo2"].map(Some);
+    for name in [None].into_iter().chain(names) {
+        let model = name.map_or_else(Model::micro, Model::golden).spreading();
+        let cases = if name.is_none() { cases() } else { cases().split_off(3) };
+        for (options, params) in
+            [exact.clone(), few_blocks(&model)].iter().flat_map(|options| cases.iter().map(move |case| (options, case)))
+        {
+            let (expected, without) = model.generate(options.clone(), &prompts(7), params);
+            for kind in DraftKind::ALL {
+                let injection = kind.of(&expected, model.spec.vocab_size);
+                let of = (&model, alone());
+                let (groups, stats) = generate_with(of, options, &prompts(7), params, injection);
+                let context = format!("{name:?} {kind:?} {params:?}");
+                assert_equal(&groups, &expected, options.exact, &context);
+                let EngineStats { num_draft_tokens, num_accepted_tokens, .. } = stats;
+                match kind {
+                    DraftKind::Right => assert!(stats.num_steps < without.num_steps, "{context}"),
+                    DraftKind::Wrong => assert_eq!(num_accepted_tokens, 0, "{context}"),
+                    DraftKind::Mixed => assert!((1..num_draft_tokens).contains(&num_accepted_tokens), "{context}"),
+                    DraftKind::Ngram => {}
+                }
+            }
+        }
+    }
+}
+
+/// Experts are recorded for the tokens that count, and for no others.
+#[test]
+fn drafts_change_no_expert() {
+    for name in ["qwen3_moe", "qwen2_moe_mixed"] {
+        let model = Model::golden(name).spreading();
+        let (expected, _) = model.generate(options(), &prompts(5), &sampled());
+        for kind in DraftKind::ALL {
+            let injection = kind.of(&expected, model.spec.vocab_size);
+            let (groups, _) = generate_with((&model, alone()), &options(), &prompts(5), &sampled(), injection);
+            assert_equal(&groups, &expected, false, &format!("{name} {kind:?}"));
+        }
+    }
+}
+
+/// What is left of a group at the end of a session is sampled on in the next one, from kept keys and values or from none.
+#[test]
+fn drafts_change_nothing_of_what_is_carried_over() {
+    let exact = EngineOptions { exact: true, ..options() };
+    let model = Model::micro();
+    let (expected, _) = model.generate(exact.clone(), &prompts(6), &sampled());
+    for (kind, keeps) in DraftKind::ALL.into_iter().flat_map(|kind| [false, true].map(|keeps| (kind, keeps))) {
+        let mut engine = model.engine(drafting(exact.clone()), alone());
+        engine = if keeps { engine.keeping_sequences() } else { engine };
+        kind.of(&expected, model.spec.vocab_size).into_iter().for_each(|injection| engine.inject_drafts(injection));
+        let mut open: Vec<_> = prompts(6).into_iter().map(RolloutGroup::new).collect();
+        let mut complete = Vec::new();
+        while !open.is_empty() {
+            let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
+            let part = rollout.generate_first(open, 2, &sampled(), |_| ()).unwrap();
+            complete.extend(part.complete.into_iter().map(|(_, group)| group));
+            open = part.unfinished.into_iter().map(|(_, group)| group).collect();
+        }
+        complete.sort_by_key(|group: &RolloutGroup| group.prompt.id);
+        assert_equal(&complete, &expected, true, &format!("{kind:?}, kept: {keeps}"));
+    }
+}
+
+/// A structured completion has no drafts itself; others of its steps do.
+#[test]
+fn drafts_stand_beside_structures() {
+    let spec = colo_grpo::internal::model::ModelSpec { vocab_size: 300, ..Model::micro().spec.as_ref().clone() };
+    let model = Model { tokenizer: Arc::new(super::bytes()), ..Model::random(spec, 3) };
+    let structure = {
+        let schema = json!({"type": "array", "items": {"type": "boolean"}, "maxItems": 3}).to_string();
+        Structure::Json { schema, is_compact: true }
+    };
+    let held = SamplingParams { structure: Some(structure), max_completion_length: 40, ..sampled() };
+    let sample = |options: EngineOptions| {
+        let mut engine = model.engine(options, alone());
+        let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
+        let mut session = rollout.session().unwrap();
+        let requests = prompts(4);
+        let submit =
+            |prompt: &Prompt| super::session::request(prompt, if prompt.id.is_multiple_of(2) { &held } else { &DULL });
+        let ids: Vec<_> = requests.iter().map(|prompt| session.submit(submit(prompt)).unwrap()).collect();
+        while session.has_work() {
+            session.step().unwrap();
+        }
+        let texts = |id| session.completions(id).unwrap().into_iter().map(|completion| completion.token_ids);
+        let all: Vec<Vec<u32>> = ids.into_iter().flat_map(texts).collect();
+        session.close().unwrap();
+        (all, *rollout.stats())
+    };
+    let (expected, _) = sample(options());
+    let (got, stats) = sample(drafting(options()));
+    assert_eq!(got, expected);
+    assert!(stats.num_accepted_tokens > 0, "{stats:?}");
+}
+
+/// Greedy completions of random weights repeat themselves soon.
+static DULL: std::sync::LazyLock<SamplingParams> =
+    std::sync::LazyLock::new(|| SamplingParams { max_completion_length: 60, ..greedy() });
+
+/// Completions that repeat themselves, and those of an earlier rollout, are drafted from.
+#[test]
+fn what_occurred_before_saves_steps() {
+    let model = Model::micro();
+    let params = SamplingParams { max_completion_length: 80, ..greedy() };
+    let (expected, without) = model.generate(options(), &prompts(3), &params);
+    let mut engine = model.engine(drafting(options()), alone());
+    let mut steps = Vec::new();
+    for _ in 0..2 {
+        let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
+        let groups = rollout.generate(&prompts(3), &params, |_| ()).unwrap();
+        assert_eq!(token_ids(&groups), token_ids(&expected));
+        steps.push(rollout.stats().num_steps);
+    }
+    assert!(steps[0] < without.num_steps && 3 * steps[1] < without.num_steps, "{steps:?} {}", without.num_steps);
+}
+
+/// With `auto` ranks draft by the first one's times; whatever those are, tokens are the same.
+fn equals_one_rank(world: &World) {
+    let model = Model::micro().spreading();
+    let all = prompts(8);
+    let own = world.rank() * 4..(world.rank() + 1) * 4;
+    let (expected, _) = model.generate(options(), &all, &sampled());
+    for kind in DraftKind::ALL {
+        let injection = kind.of(&expected, model.spec.vocab_size);
+        let (groups, stats) =
+            generate_with((&model, world.group()), &options(), &all[own.clone()], &sampled(), injection);
+        assert_equal(&groups, &expected[own.clone()], false, &format!("{kind:?}"));
+        if kind != DraftKind::Ngram {
+            assert_eq!(stats.num_accepted_tokens > 0, kind != DraftKind::Wrong, "{kind:?}");
+        }
+    }
+    let speculation = SpeculationOptions { method: Speculation::Auto, num_tokens: 7 };
+    let mut engine = model.engine(EngineOptions { speculation, ..options() }, world.group());
+    for step in 0..6 {
+        let params = SamplingParams { step, max_completion_length: 60, ..greedy() };
+        let (expected, _) = model.generate(options(), &all, &params);
+        let mut rollout = engine.wake(model.weights(world.group().as_ref()), 1).unwrap();
+        let groups = rollout.generate(&all[own.clone()], &params, |_| ()).unwrap();
+        assert_equal(&groups, &expected[own.clone()], false, "auto");
+    }
+}
+
+#[test]
+fn two_ranks_draft_the_same() {
+    ranks::run(2, "rollout::speculation::two_ranks_draft_the_same", |world: World| equals_one_rank(&world));
+}

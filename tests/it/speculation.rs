@@ -1,0 +1,129 @@
+//! Runs with draft tokens: what they sample, learn and answer is what they would without.
+
+use serde_json::Value;
+
+use crate::program::{MODEL, SMALL_RUN, json_lines, metrics, run, stdout_of};
+
+/// What a step has sampled and learned.
+const KEYS: [&str; 6] = ["loss", "reward", "grad_norm", "entropy", "completions/mean_length", "num_tokens"];
+
+/// The metrics of the steps and evaluations of a run in `folder`, which must end well.
+fn lines(folder: &std::path::Path, keys: &str) -> Vec<Value> {
+    let line = format!("{SMALL_RUN} {keys} output_dir={}", folder.display());
+    let ended = run(&line);
+    assert_eq!(ended.code, Some(0), "{line}\n{}", ended.stderr);
+    metrics(folder)
+}
+
+fn steps(keys: &str) -> Vec<Value> {
+    lines(tempfile::tempdir().unwrap().path(), keys)
+}
+
+/// Bits of what was sampled and learned, line by line.
+fn outcomes(lines: &[Value]) -> Vec<Vec<Option<u64>>> {
+    let keys = || KEYS.iter().chain(&["eval_reward"]);
+    lines.iter().map(|line| keys().map(|key| line[*key].as_f64().map(f64::to_bits)).collect()).collect()
+}
+
+fn sum(lines: &[Value], key: &str) -> f64 {
+    lines.iter().filter_map(|line| line[key].as_f64()).sum()
+}
+
+/// With `exact` a row has its bits in every step, so that whole runs are equal: two ranks with an engine each, few rows that come again, an
+/// evaluation, penalties and stop strings.
+#[test]
+fn a_run_learns_the_same_with_drafts() {
+    for more in [
+        "--nproc 2 max_train_samples=4 learning_rate=1e-3 repetition_penalty=1.2 stop=[\"5\"]",
+        "max_train_samples=4 learning_rate=1e-3 max_completion_length=24 temperature=0.6",
+        "max_train_samples=32 learning_rate=1e-5 dynamic_sampling=replace",
+    ] {
+        let keys = format!(
+            "{more} exact=true max_steps=4 eval_steps=2 eval_file=configs/arithmetic/eval.jsonl max_eval_samples=4"
+        );
+        let expected = steps(&keys);
+        let with = steps(&format!("{keys} speculation=ngram"));
+        assert_eq!(outcomes(&with), outcomes(&expected), "{keys}");
+        let (drafts, accepted) = (sum(&with, "speculation/draft_tokens"), sum(&with, "speculation/accepted_tokens"));
+        assert!(accepted > 0.0 && accepted <= drafts, "{accepted} of {drafts}");
+        let auto = steps(&format!("{keys} speculation=auto num_speculative_tokens=3"));
+        assert_eq!(outcomes(&auto), outcomes(&expected), "{keys}");
+    }
+}
+
+/// A run goes on with drafts and without them.
+#[test]
+fn a_resumed_run_may_draft() {
+    let [straight, resumed] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let keys = "exact=true save_steps=1 max_train_samples=4 learning_rate=1e-3";
+    let expected = lines(straight.path(), &format!("{keys} max_steps=3"));
+    lines(resumed.path(), &format!("{keys} max_steps=1 speculation=ngram"));
+    lines(resumed.path(), &format!("{keys} max_steps=2 resume_from_checkpoint=latest"));
+    let got = lines(resumed.path(), &format!("{keys} max_steps=3 resume_from_checkpoint=latest speculation=auto"));
+    let of_steps = |lines: &[Value]| {
+        let steps: Vec<Value> = lines.iter().filter(|line| line["loss"].is_number()).cloned().collect();
+        outcomes(&steps)
+    };
+    assert_eq!(of_steps(&got), of_steps(&expected));
+}
+
+/// Ranks of one engine, and engines of a split world.
+#[test]
+fn engines_of_several_ranks_draft() {
+    for more in
+        ["--nproc 2 tensor_parallel_size=2", "--nproc 2 mode=split split.rollout_gpus=1 residency.optimizer=resident"]
+    {
+        for method in ["ngram", "auto"] {
+            let with = steps(&format!("{more} max_steps=3 max_train_samples=4 speculation={method}"));
+            let without = steps(&format!("{more} max_steps=3 max_train_samples=4"));
+            let lens = |lines: &[Value]| sum(lines, "num_tokens");
+            assert_eq!(lens(&with), lens(&without), "{more} {method}");
+            if method == "ngram" {
+                assert!(sum(&with, "speculation/draft_tokens") > 0.0, "{more}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_drafted_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |keys: &str, fragments: &[&str]| {
+        let ended = run(&format!("{SMALL_RUN} output_dir={} {keys}", folder.path().display()));
+        ended.assert_error(keys, 2, fragments);
+    };
+    refused("speculation=mtp", &["speculation", "draft heads are not read yet, and ngram and auto need none"]);
+    refused("speculation=auto full_determinism=true", &["depends on the clock"]);
+    refused("num_speculative_tokens=5", &["nothing is drafted"]);
+    refused("speculation=ngram num_speculative_tokens=65", &["num_speculative_tokens", "64"]);
+}
+
+#[test]
+fn generate_prints_the_same_with_drafts() {
+    let line =
+        format!("generate --model {MODEL} --prompt what --prompt two -n 4 --max_completion_length 40 --device cpu");
+    let texts = |more: &str| -> Vec<String> {
+        let lines = json_lines(&stdout_of(&format!("{line} {more}")));
+        lines.iter().map(|line| line["completion"].to_string()).collect()
+    };
+    let expected = texts("");
+    assert_eq!(
+        (expected.len(), texts("--speculation ngram"), texts("--speculation auto")),
+        (8, expected.clone(), expected)
+    );
+}
+
+/// The benchmark of drafts, over the demo's model.
+#[test]
+fn the_benchmark_compares_methods() {
+    let result = stdout_of(&format!(
+        "bench speculation --model {MODEL} --rows configs/arithmetic/train.jsonl --device cpu --sequences 4 --group 2 \
+         --max_completion_length 12 --repeats 1 --same_rows"
+    ));
+    let result: Value = serde_json::from_str(&result).unwrap();
+    let methods = result["sizes"][0]["methods"].as_array().unwrap();
+    let of = |key: &str| methods.iter().map(|method| method[key].clone()).collect::<Vec<_>>();
+    assert_eq!(of("speculation"), ["none", "ngram", "auto"]);
+    assert_eq!(of("differing_completions"), [0.0, 0.0, 0.0]);
+    assert!(methods[1]["draft_tokens"].as_u64() > Some(0) && methods[0]["draft_tokens"] == 0, "{result}");
+}
