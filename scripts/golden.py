@@ -23,7 +23,7 @@ import shutil
 import subprocess
 
 import torch
-from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config, Gemma3TextConfig, Glm4Config, GlmConfig, GraniteConfig, LlamaConfig, MinistralConfig, Mistral3Config, MistralConfig,
+from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config, Gemma3TextConfig, Glm4Config, Glm4MoeConfig, GlmConfig, GraniteConfig, LlamaConfig, MinistralConfig, Mistral3Config, MistralConfig,
                           Olmo2Config, Phi3Config, PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config,
                           Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, SmolLM3Config)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -34,7 +34,7 @@ ALL_LOGITS_OF = 1
 NEW_TOKENS = 24
 LONG_NEW_TOKENS = 200  # of a model with a key of LONG_KEYS or of LONG_TYPES
 LONG_KEYS = ["linear_num_key_heads", "shared_expert_intermediate_size", "no_rope_layers", "residual_multiplier", "query_pre_attn_scalar"]
-LONG_TYPES = ["glm", "glm4", "phi3", "ministral"]
+LONG_TYPES = ["glm", "glm4", "glm4_moe", "phi3", "ministral"]
 LEAST_GAP = 1e-3
 COMMON = dict(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -144,6 +144,12 @@ FAMILIES = {
     "glm4": (Glm4Config(hidden_size=40, intermediate_size=56, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
                         rope_parameters=dict(ROPE, partial_rotary_factor=0.5), pad_token_id=0, **dict(COMMON, num_hidden_layers=3)),
              torch.float32, "40KB"),
+    # Sigmoid scores with a correction, groups of experts, an expert of every token without a gate; the first layer has none.
+    "glm4_moe": (Glm4MoeConfig(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=6, num_experts_per_tok=2,
+                               n_shared_experts=2, n_group=3, topk_group=2, routed_scaling_factor=1.5, first_k_dense_replace=1,
+                               num_attention_heads=6, num_key_value_heads=2, head_dim=16, attention_bias=True, use_qk_norm=True,
+                               num_mtp_layers=0, pad_token_id=0, rope_parameters=dict(ROPE, partial_rotary_factor=0.5),
+                               **dict(COMMON, num_hidden_layers=3)), torch.float32, "100KB"),
     # Queries, keys and values in one tensor, too.
     "phi3": (Phi3Config(hidden_size=48, intermediate_size=56, num_attention_heads=6, num_key_value_heads=2, pad_token_id=0,
                         rope_parameters=dict(ROPE, partial_rotary_factor=0.75), **COMMON), torch.float32, "40KB"),
@@ -218,6 +224,9 @@ def random_model(config, dtype, seed):
         for name, parameter in model.named_parameters():
             value = 0.3 * torch.randn(parameter.shape)
             parameter.copy_((1 + value if "norm" in name else value).to(dtype))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape))
     return model
 
 

@@ -53,6 +53,7 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
         let mut target = layout.view(param.name, &flat).expect("the layout lists it");
         match param.name {
             ParamName::QkvBias
+            | ParamName::RouterCorrection
             | ParamName::QkvB
             | ParamName::OB
             | ParamName::GateUpB

@@ -248,6 +248,8 @@ pub enum ParamName {
     MlpPostNorm,
     /// [E, D], before the experts
     Router,
+    /// `[3 E]`, what is added to the router's scores where experts are chosen, in three summands; it is not trained
+    RouterCorrection,
     /// [2 F, D] of a shared expert
     SharedGateUp,
     /// [D, F] of a shared expert

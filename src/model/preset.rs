@@ -10,11 +10,11 @@ use super::families::Family;
 use super::spec::ModelSpec;
 use crate::ops::delta_net::DeltaHeads;
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
-use crate::ops::router::RouterOptions;
+use crate::ops::router::{RouterOptions, RouterScores};
 use crate::ops::swiglu::Activation;
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 30] = [
+pub const PRESETS: [&str; 31] = [
     "micro",
     "tiny",
     "tiny-moe",
@@ -43,6 +43,7 @@ pub const PRESETS: [&str; 30] = [
     "gemma-3-12b",
     "gemma-3-27b",
     "glm-4-9b",
+    "glm-4.5-air",
     "phi-4",
     "mistral-small-24b",
 ];
@@ -90,6 +91,7 @@ impl ModelSpec {
             "gemma-3-12b" => gemma3([262_208, 3_840, 15_360, 48, 16, 8, 256], 256, 1_024),
             "gemma-3-27b" => gemma3([262_208, 5_376, 21_504, 62, 32, 16, 128], 168, 1_024),
             "glm-4-9b" => glm4([151_552, 4_096, 13_696, 40, 32, 2, 128]),
+            "glm-4.5-air" => glm4_moe([151_552, 4_096, 10_944, 46, 96, 8, 128], [128, 8, 1_408]),
             "phi-4" => {
                 let spec = llama([100_352, 5_120, 17_920, 40, 40, 10, 128], 2.5e5);
                 let ids = (Some(100_257), vec![100_265]);
@@ -188,7 +190,8 @@ fn with_experts(
         num_experts,
         own: num_experts,
         is_parallel: false,
-        router: RouterOptions { num_experts_per_tok, norm_topk_prob: true },
+        router: RouterOptions { num_experts_per_tok, norm_topk_prob: true, scores: RouterScores::Softmax },
+        gates_shared: true,
         shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec::new(hidden, intermediate))),
     };
     let spec = dense.map_blocks(|_, block| block.mlp = Mlp::Experts(experts));
@@ -287,6 +290,19 @@ fn glm4(sizes: [usize; 7]) -> ModelSpec {
     });
     let spec = with_ids(spec, (None, vec![151_329, 151_336, 151_338]));
     ModelSpec { family: Family::Glm4, ..spec.map_blocks(|_, block| block.norms = NormPlaces::BOTH) }
+}
+
+/// The first layer has no experts.
+fn glm4_moe(sizes: [usize; 7], experts: [usize; 3]) -> ModelSpec {
+    let dense = glm4(sizes).map_attention(|_, attention| attention.rope.iter_mut().for_each(|rope| rope.theta = 1e6));
+    let spec = dense.map_blocks(|_, block| block.norms = NormPlaces::PRE);
+    let first = spec.layers[0].mlp;
+    let spec = with_experts(Family::Glm4Moe, experts, Some(experts[2]), spec).map_experts(|experts| {
+        experts.router.scores = RouterScores::Sigmoid { num_groups: 1, groups_per_tok: 1, scale: 1.0 };
+        experts.gates_shared = false;
+    });
+    let spec = spec.map_blocks(|layer, block| block.mlp = if layer == 0 { first } else { block.mlp });
+    ModelSpec { router_aux_loss_coef: 0.0, max_position_embeddings: 131_072, ..spec }
 }
 
 /// Text alone. The smallest one's rotations are for 32,768 tokens.

@@ -316,6 +316,11 @@ impl ModelSpec {
         })
     }
 
+    /// Whether files of the model may have further layers, which are kept as they are.
+    pub(super) fn keeps_further_layers(&self) -> bool {
+        self.family.traits().keeps_further_layers
+    }
+
     /// Layers with attention, in order.
     pub fn attention_layers(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.num_layers()).filter(|&layer| matches!(self.layers[layer].mixer, Mixer::Attention(_)))

@@ -1,4 +1,4 @@
-//! Which experts a token goes to, and with which weights: softmax of the router's logits, the k highest probabilities, divided by
+//! Which experts a token goes to, and with which weights: softmax or sigmoid of the router's logits, the k highest scores, divided by
 //! their sum where the model asks for that. All in the accumulation kind.
 //!
 //! E experts, K of them a token.
@@ -10,18 +10,36 @@ use crate::error::Result;
 use crate::torch::accumulation_kind;
 
 /// How experts are chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterOptions {
     /// Experts of a token.
     pub num_experts_per_tok: usize,
     /// The weights of a token's experts are divided by their sum.
     pub norm_topk_prob: bool,
+    /// What scores are made of.
+    pub scores: RouterScores,
+}
+
+/// How scores of experts are made of logits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RouterScores {
+    /// Probabilities of all experts together.
+    Softmax,
+    /// A sigmoid for each expert. Its score and a correction, which is not trained, decide which are chosen; weights are made of scores alone.
+    Sigmoid {
+        /// Groups of consecutive experts, each as good as its best two.
+        num_groups: usize,
+        /// The groups whose experts a token may choose.
+        groups_per_tok: usize,
+        /// Factor of the weights.
+        scale: f64,
+    },
 }
 
 /// The choice for every token.
 #[derive(Debug)]
 pub struct Routing {
-    /// The probabilities of all experts.
+    /// The scores of all experts.
     pub probs: Tensor, // [T, E]
     /// The chosen ones.
     pub experts: Tensor, // [T, K] int64
@@ -29,25 +47,53 @@ pub struct Routing {
     pub weights: Tensor, // [T, K]
 }
 
-/// Probabilities of all experts, from what they read. [T, E]
+/// Scores of all experts, from what they read. [T, E]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 pub fn probabilities(
     x: &Tensor, // [T, D]
     w: &Tensor, // [E, D]
+    options: RouterOptions,
 ) -> Result<Tensor> {
     let wide = accumulation_kind(x.kind());
     let logits = linear::forward(&x.f_to_kind(wide)?, &w.f_to_kind(wide)?, None)?;
-    Ok(logits.f_softmax(-1, None::<Kind>)?)
+    Ok(match options.scores {
+        RouterScores::Softmax => logits.f_softmax(-1, None::<Kind>)?,
+        RouterScores::Sigmoid { .. } => logits.f_sigmoid()?,
+    })
 }
 
-/// The K experts of the highest probability, the highest first. [T, K]
+/// The K experts of the highest score, the highest first; of sigmoids with a `correction` added to it. [T, K]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
-pub fn choose(probs: &Tensor /* [T, E] */, options: RouterOptions) -> Result<Tensor> {
-    Ok(probs.f_topk(options.num_experts_per_tok as i64, -1, true, true)?.1)
+pub fn choose(
+    probs: &Tensor,              // [T, E]
+    correction: Option<&Tensor>, // [E]
+    options: RouterOptions,
+) -> Result<Tensor> {
+    let mut scores = correction.map_or_else(|| Ok(probs.shallow_clone()), |correction| probs.f_add(correction))?;
+    if let RouterScores::Sigmoid { num_groups, groups_per_tok, .. } = options.scores
+        && groups_per_tok < num_groups
+    {
+        let grouped = scores.f_view([scores.size()[0], num_groups as i64, -1])?;
+        let best = grouped.f_topk(2.min(grouped.size()[2]), -1, true, true)?.0;
+        let groups = sum_of_rows(&best)?.f_squeeze_dim(-1)?.f_topk(groups_per_tok as i64, -1, true, true)?.1;
+        let closed = groups.f_new_ones(grouped.size()[..2].to_vec(), (Kind::Bool, scores.device()))?;
+        let closed = closed.f_scatter_value(1, &groups, 0)?.f_unsqueeze(-1)?;
+        scores = grouped.f_masked_fill(&closed, f64::NEG_INFINITY)?.f_view(scores.size().as_slice())?;
+    }
+    Ok(scores.f_topk(options.num_experts_per_tok as i64, -1, true, true)?.1)
+}
+
+impl RouterOptions {
+    fn scale(self) -> f64 {
+        match self.scores {
+            RouterScores::Softmax => 1.0,
+            RouterScores::Sigmoid { scale, .. } => scale,
+        }
+    }
 }
 
 impl Routing {
@@ -61,7 +107,10 @@ impl Routing {
         options: RouterOptions,
     ) -> Result<Self> {
         let chosen = probs.f_gather(1, &experts, false)?;
-        let weights = if options.norm_topk_prob { chosen.f_div(&sum_of_rows(&chosen)?)? } else { chosen };
+        let mut weights = if options.norm_topk_prob { chosen.f_div(&sum_of_rows(&chosen)?)? } else { chosen };
+        if options.scale() != 1.0 {
+            weights = weights.f_mul_scalar(options.scale())?;
+        }
         Ok(Self { probs, experts, weights })
     }
 
@@ -75,18 +124,28 @@ impl Routing {
         d_probs: Option<&Tensor>, // [T, E], or what broadcasts to it
         options: RouterOptions,
     ) -> Result<Tensor> {
-        let d_chosen = match options.norm_topk_prob {
+        let mut d_chosen = match options.norm_topk_prob {
             true => {
                 let sum = sum_of_rows(&self.probs.f_gather(1, &self.experts, false)?)?;
-                d_weights.f_sub(&sum_of_rows(&d_weights.f_mul(&self.weights)?)?)?.f_div_(&sum)?
+                let mut mean = sum_of_rows(&d_weights.f_mul(&self.weights)?)?;
+                if options.scale() != 1.0 {
+                    mean = mean.f_div_scalar(options.scale())?;
+                }
+                d_weights.f_sub(&mean)?.f_div_(&sum)?
             }
             false => d_weights.shallow_clone(),
         };
+        if options.scale() != 1.0 {
+            d_chosen = d_chosen.f_mul_scalar(options.scale())?;
+        }
         let mut d = self.probs.f_zeros_like()?.f_scatter_(1, &self.experts, &d_chosen)?;
         if let Some(d_probs) = d_probs {
             d = d.f_add_(d_probs)?;
         }
-        Ok(d.f_sub(&sum_of_rows(&d.f_mul(&self.probs)?)?)?.f_mul_(&self.probs)?)
+        Ok(match options.scores {
+            RouterScores::Softmax => d.f_sub(&sum_of_rows(&d.f_mul(&self.probs)?)?)?.f_mul_(&self.probs)?,
+            RouterScores::Sigmoid { .. } => d.f_mul_(&self.probs)?.f_mul_(&self.probs.f_neg()?.f_add_scalar_(1.0)?)?,
+        })
     }
 }
 
@@ -102,23 +161,46 @@ mod tests {
 
     #[test]
     fn matches_autograd_normalised_or_not() {
-        for norm_topk_prob in [true, false] {
-            let options = RouterOptions { num_experts_per_tok: 3, norm_topk_prob };
+        let sigmoid = RouterScores::Sigmoid { num_groups: 1, groups_per_tok: 1, scale: 2.5 };
+        let both = |scores| [(scores, true), (scores, false)];
+        for (scores, norm_topk_prob) in [RouterScores::Softmax, sigmoid].into_iter().flat_map(both) {
+            let options = RouterOptions { num_experts_per_tok: 3, norm_topk_prob, scores };
             let (x, w) = (leaf(&rand(&[6, 4])), leaf(&rand(&[7, 4])));
             let (d_weights, d_probs) = (rand(&[6, 3]), rand(&[1, 7]));
             let logits = x.matmul(&w.tr());
-            let probs = logits.exp() / logits.exp().sum_dim_intlist(-1, true, Kind::Double);
-            let (top, experts) = probs.topk(3, -1, true, true);
+            let (probs, correction) = match scores {
+                RouterScores::Softmax => (logits.exp() / logits.exp().sum_dim_intlist(-1, true, Kind::Double), None),
+                RouterScores::Sigmoid { .. } => (1.0 / (1.0 + (-&logits).exp()), Some(rand(&[7]))),
+            };
+            let corrected = correction.as_ref().map_or(probs.detach(), |correction| probs.detach() + correction);
+            let experts = corrected.topk(3, -1, true, true).1;
+            let top = probs.gather(1, &experts, false);
             let weights = if norm_topk_prob { &top / top.sum_dim_intlist(-1, true, Kind::Double) } else { top };
+            let weights = weights * options.scale();
             let loss = (&weights * &d_weights).sum(None) + (&probs * &d_probs).sum(None);
             let expected = Tensor::run_backward(&[loss], &[&logits], false, false);
 
-            let own = probabilities(&x.detach(), &w.detach()).unwrap();
-            let chosen = choose(&own, options).unwrap();
+            let own = probabilities(&x.detach(), &w.detach(), options).unwrap();
+            let chosen = choose(&own, correction.as_ref(), options).unwrap();
             assert!(chosen.equal(&experts));
             let routing = Routing::new(own, chosen, options).unwrap();
             assert_close(&routing.weights, &weights);
             assert_close(&routing.backward(&d_weights, Some(&d_probs), options).unwrap(), &expected[0]);
         }
+    }
+
+    /// Experts 0 to 3 and 4 to 7: the first group has the best one, the second the better two.
+    #[test]
+    fn tokens_choose_within_their_best_groups() {
+        let scores = RouterScores::Sigmoid { num_groups: 2, groups_per_tok: 1, scale: 1.0 };
+        let options = RouterOptions { num_experts_per_tok: 2, norm_topk_prob: true, scores };
+        let probs = Tensor::from_slice(&[0.9f32, 0.1, 0.1, 0.1, 0.6, 0.5, 0.2, 0.1]).view([1, 8]);
+        let chosen = |correction: &[f32]| {
+            let experts = choose(&probs, Some(&Tensor::from_slice(correction)), options).unwrap();
+            Vec::<i64>::try_from(experts.view(-1)).unwrap()
+        };
+        assert_eq!(chosen(&[0.0; 8]), [4, 5]);
+        assert_eq!(chosen(&[0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]), [0, 1]);
+        assert_eq!(chosen(&[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.35, 0.0]), [4, 6]);
     }
 }

@@ -10,7 +10,7 @@ use colo_grpo::internal::cuda::kernels::{
     self, ExpertTile, RouteOptions, RouteSizes, RoutedTokens, experts_combine, experts_down, experts_gate_up, route,
 };
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
-use colo_grpo::internal::ops::router::{self, RouterOptions, Routing};
+use colo_grpo::internal::ops::router::{self, RouterOptions, RouterScores, Routing};
 use colo_grpo::internal::ranks::{Backend, Mesh, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, SpeculationOptions, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
@@ -38,7 +38,11 @@ pub struct Case {
 
 impl Case {
     fn options(&self) -> RouterOptions {
-        RouterOptions { num_experts_per_tok: self.k as usize, norm_topk_prob: self.tokens % 2 == 1 }
+        RouterOptions {
+            num_experts_per_tok: self.k as usize,
+            norm_topk_prob: self.tokens % 2 == 1,
+            scores: RouterScores::Softmax,
+        }
     }
 
     pub fn routed(&self, tile_rows: usize) -> RoutedTokens {
@@ -108,9 +112,9 @@ fn gpu_routes_equal_the_cpus() {
                 stride: stride as usize,
             };
             (0..2).for_each(|_| route(&gpu(&x), &gpu(&w), &routed, &options).unwrap());
-            let probs = router::probabilities(&double(&x), &double(&w)).unwrap();
+            let probs = router::probabilities(&double(&x), &double(&w), case.options()).unwrap();
             let got = routed.experts.to_device(Device::Cpu).to_kind(Kind::Int64);
-            let mut expected = router::choose(&probs, case.options()).unwrap();
+            let mut expected = router::choose(&probs, None, case.options()).unwrap();
             let kept = |values: &[i64]| Tensor::from_slice(values).view([tokens, -1]);
             if recorded.is_some() {
                 let taken = kept(&replayed_rows(&replayed)).narrow(1, k, k);

@@ -11,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 27] = [
+const GOLDEN: [(&str, Family); 28] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -27,6 +27,7 @@ const GOLDEN: [(&str, Family); 27] = [
     ("qwen2_window", Family::Qwen2),
     ("glm", Family::Glm),
     ("glm4", Family::Glm4),
+    ("glm4_moe", Family::Glm4Moe),
     ("phi3", Family::Phi3),
     ("phi3_window", Family::Phi3),
     ("ministral", Family::Ministral),

@@ -43,6 +43,7 @@ fn greedy_equals_transformers() {
         "qwen2_window",
         "glm",
         "glm4",
+        "glm4_moe",
         "phi3",
         "phi3_window",
         "ministral",
@@ -183,7 +184,7 @@ fn equals_one_rank(world: &World) {
         Model::expert_parallel("qwen2_moe_mixed"),
     ];
     if world.size() == 2 {
-        models.extend(["smollm3", "granite", "glm4", "phi3", "ministral"].map(Model::golden)); // of six query heads
+        models.extend(["smollm3", "granite", "glm4", "glm4_moe", "phi3", "ministral"].map(Model::golden)); // of six query heads
     }
     for (index, model) in models.iter().enumerate() {
         // A gated norm divides what is left of a state; small ones show how the ranks' sums round.

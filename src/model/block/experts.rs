@@ -10,18 +10,18 @@ use tch::Tensor;
 use super::dense::DenseSpec;
 use super::linear::{LinearSpec, Matrix, TpSplit};
 use super::shared::{SharedExpertSpec, SharedRows};
-use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
+use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS, correction};
 use crate::error::Result;
 use crate::model::lora::Lora;
 use crate::model::params::{ParamName, Shapes};
 use crate::ops::grouped::Dispatch;
 use crate::ops::linear;
-use crate::ops::router::{self, RouterOptions, Routing};
+use crate::ops::router::{self, RouterOptions, RouterScores, Routing};
 use crate::ops::swiglu::{Activation, GateUp};
 use crate::ranks::Collective;
 
 /// The shape of a set of experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertsSpec {
     /// Each of them.
     pub expert: DenseSpec,
@@ -35,6 +35,8 @@ pub struct ExpertsSpec {
     pub router: RouterOptions,
     /// An expert that every token goes to, beside those that it chooses.
     pub shared: Option<SharedExpertSpec>,
+    /// What that one gives is multiplied by the sigmoid of a gate.
+    pub gates_shared: bool,
 }
 
 /// Sees and decides which experts tokens go to, in all layers of a pass.
@@ -119,7 +121,10 @@ impl ExpertsSpec {
     /// The weights of the router, and of the shared expert's gate.
     pub(super) fn other_shapes(self) -> Shapes {
         let router = (ParamName::Router, vec![self.num_experts as i64, self.expert.hidden as i64]);
-        std::iter::once(router).chain(self.shared.map(SharedExpertSpec::gate_shape)).collect()
+        let is_corrected = matches!(self.router.scores, RouterScores::Sigmoid { .. });
+        let correction = (ParamName::RouterCorrection, vec![(correction::PARTS * self.num_experts) as i64]);
+        let gate = self.shared.filter(|_| self.gates_shared).map(SharedExpertSpec::gate_shape);
+        std::iter::once(router).chain(is_corrected.then_some(correction)).chain(gate).collect()
     }
 
     /// Weights of a layer that a token does not use.
@@ -216,8 +221,10 @@ impl ExpertsSpec {
         w: &BlockParams,
         normed: &Tensor, // [T, D]
     ) -> Result<Routed> {
-        let probs = router::probabilities(normed, w.router().expect("experts have a router"))?;
-        let own = router::choose(&probs, self.router)?;
+        let probs = router::probabilities(normed, w.router().expect("experts have a router"), self.router)?;
+        let parts = w.norm(ParamName::RouterCorrection);
+        let correction = parts.map(|parts| correction::sum(parts, probs.kind())).transpose()?;
+        let own = router::choose(&probs, correction.as_ref(), self.router)?;
         let experts = match ctx.routes {
             Some(routes) => routes.choose(layer, own.shallow_clone())?,
             None => own.shallow_clone(),

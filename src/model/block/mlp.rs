@@ -13,7 +13,7 @@ use crate::model::params::Shapes;
 use crate::ops::swiglu::{Activation, GateUp};
 
 /// The sublayer that treats every token by itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mlp {
     /// One MLP for all tokens.
     Dense(DenseSpec),
@@ -25,7 +25,7 @@ pub enum Mlp {
 #[derive(Debug)]
 pub(super) enum SavedMlp {
     Dense(DenseSpec, Expanded<GateUp>),
-    Experts(ExpertsSpec, Expanded<Routed>),
+    Experts(ExpertsSpec, Box<Expanded<Routed>>),
 }
 
 #[derive(Debug)]
@@ -145,7 +145,7 @@ impl Mlp {
             }
             Mlp::Experts(experts) => {
                 let (y, expanded) = experts.forward(ctx, layer, w, h)?;
-                Ok((y, SavedMlp::Experts(experts, expanded)))
+                Ok((y, SavedMlp::Experts(experts, Box::new(expanded))))
             }
         }
     }
@@ -156,7 +156,7 @@ impl SavedMlp {
     pub(super) fn kept(self, keep: GradientCheckpointing) -> Self {
         match self {
             SavedMlp::Dense(spec, expanded) => SavedMlp::Dense(spec, expanded.kept(keep)),
-            SavedMlp::Experts(spec, expanded) => SavedMlp::Experts(spec, expanded.kept(keep)),
+            SavedMlp::Experts(spec, expanded) => SavedMlp::Experts(spec, Box::new(expanded.kept(keep))),
         }
     }
 
@@ -171,7 +171,7 @@ impl SavedMlp {
     ) -> Result<Tensor> {
         match self {
             SavedMlp::Dense(dense, kept) => dense.backward(ctx, w, (h, dy), kept, grads),
-            SavedMlp::Experts(experts, kept) => experts.backward(ctx, layer, w, (h, dy), kept, grads),
+            SavedMlp::Experts(experts, kept) => experts.backward(ctx, layer, w, (h, dy), *kept, grads),
         }
     }
 }

@@ -8,6 +8,7 @@
 
 mod attention;
 mod bytes;
+pub(super) mod correction;
 mod delta_net;
 mod dense;
 mod experts;

@@ -6,6 +6,7 @@ use super::{BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp};
 use crate::cuda::kernels::{
     DecoderSizes, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, delta_step_serves, served_delta_sizes, unserved,
 };
+use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
 impl BlockSpec {
@@ -54,6 +55,12 @@ impl ExpertsSpec {
             return Some(format!(
                 "experts with {activation:?} are not served by the engine on a GPU: expected Silu; device=cpu samples from any"
             ));
+        }
+        if router.scores != RouterScores::Softmax {
+            return Some(
+                "routers whose scores are sigmoids are not served by the engine on a GPU: expected softmax; device=cpu samples from any"
+                    .to_owned(),
+            );
         }
         let per_token = router.num_experts_per_tok;
         let tp_size = if self.is_parallel { 1 } else { tp_size };

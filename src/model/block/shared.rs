@@ -1,5 +1,5 @@
-//! A shared expert: an MLP that every token goes to, beside those that the router picks, times the sigmoid of a gate of one number a
-//! token: sigmoid(x g^T) E(x).
+//! A shared expert: an MLP that every token goes to, beside those that the router picks, in some families times the sigmoid of a gate of one
+//! number a token: sigmoid(x g^T) E(x).
 //!
 //! T tokens, D hidden, F its width; in a tensor-parallel slice this rank's share. The gate is whole on every rank.
 
@@ -18,12 +18,12 @@ use crate::torch::accumulation_kind;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SharedExpertSpec(pub DenseSpec);
 
-/// Gate and up of a shared expert, and the sigmoid of its gate, in the accumulation kind.
+/// Gate and up of a shared expert, and the sigmoid of its gate, in the accumulation kind, where it has one.
 #[derive(Debug)]
 pub(super) struct SharedRows {
     gate_up: GateUp, // [T, F]
     activation: Activation,
-    share: Tensor, // [T, 1]
+    share: Option<Tensor>, // [T, 1]
 }
 
 impl SharedExpertSpec {
@@ -64,16 +64,22 @@ impl SharedRows {
     /// Up to gate and up.
     pub(super) fn expand(spec: SharedExpertSpec, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Self> {
         let wide = accumulation_kind(normed.kind());
-        let logits = linear::forward(&normed.f_to_kind(wide)?, &gate(w).f_to_kind(wide)?, None)?;
+        let share = |gate: &Tensor| -> Result<Tensor> {
+            Ok(linear::forward(&normed.f_to_kind(wide)?, &gate.f_to_kind(wide)?, None)?.f_sigmoid()?)
+        };
+        let share = w.norm(ParamName::SharedGate).map(share).transpose()?;
         let gate_up = GateUp::project(normed, w.linear(Matrix::SharedGateUp).weight())?;
-        Ok(Self { gate_up, activation: spec.0.activation, share: logits.f_sigmoid()? })
+        Ok(Self { gate_up, activation: spec.0.activation, share })
     }
 
     /// The output in the accumulation kind, of which every rank has a part. [T, D]
     pub(super) fn contract(&self, w: &BlockParams) -> Result<Tensor> {
         let output =
             linear::forward(&self.gate_up.activate(self.activation)?, w.linear(Matrix::SharedDown).weight(), None)?;
-        Ok(output.f_mul(&self.share)?)
+        Ok(match &self.share {
+            Some(share) => output.f_mul(share)?,
+            None => output.f_to_kind(accumulation_kind(output.kind()))?,
+        })
     }
 
     /// Adds to the gradient of what the expert and its gate read, in the accumulation kind, from that of the output.
@@ -89,14 +95,23 @@ impl SharedRows {
     ) -> Result<()> {
         let Self { gate_up, activation, share } = self;
         let d_act = linear::backward_input(d_output, w.linear(Matrix::SharedDown).weight())?; // [T, F], of a sigmoid of 1
-        let (d_gate_up, act, d_share) = gate_up.weighted_backward(activation, &d_act, &share)?; // of the activation times its share
-        let d_share = d_share.f_unsqueeze(1)?; // [T, 1]
+        let (d_gate_up, act, d_share) = match &share {
+            Some(share) => {
+                let (d, act, d_share) = gate_up.weighted_backward(activation, &d_act, share)?; // of the activation times its share
+                (d, act, Some(d_share.f_unsqueeze(1)?)) // [T, 1]
+            }
+            None => {
+                let (d, act) = gate_up.backward(activation, &d_act)?;
+                (d, act, None)
+            }
+        };
         drop(d_act);
         w.linear(Matrix::SharedDown).weight_gradient(d_output, &act, grads.linear_mut(Matrix::SharedDown))?;
         drop(act);
         let gate_up = w.linear(Matrix::SharedGateUp);
         gate_up.gate_up_weight_gradient(&d_gate_up, normed, grads.linear_mut(Matrix::SharedGateUp))?;
         let _ = d_normed.f_add_(&d_gate_up.backward_input(w.linear(Matrix::SharedGateUp).weight())?)?;
+        let Some((share, d_share)) = share.zip(d_share) else { return Ok(()) };
         let d_logits = share.f_rsub_scalar(1.0)?.f_mul_(&share)?.f_mul_(&d_share)?;
         let wide = share.kind();
         linear::accumulate_input(&d_logits, &gate(w).f_to_kind(wide)?, d_normed)?;

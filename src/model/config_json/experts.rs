@@ -7,7 +7,7 @@ use crate::model::block::{BlockSpec, DenseSpec, ExpertsSpec, Mlp, SharedExpertSp
 use crate::model::families::Traits;
 use crate::model::json::JsonObject;
 use crate::model::spec::ModelSpec;
-use crate::ops::router::RouterOptions;
+use crate::ops::router::{RouterOptions, RouterScores};
 
 /// Coefficient where `router_aux_loss_coef` is absent, as in transformers.
 const USUAL_AUX_LOSS_COEF: f64 = 0.001;
@@ -39,7 +39,8 @@ pub(super) fn read(config: &JsonObject, hidden: usize, traits: &Traits) -> Resul
         num_experts,
         own: num_experts,
         is_parallel: false,
-        router: RouterOptions { num_experts_per_tok, norm_topk_prob },
+        router: RouterOptions { num_experts_per_tok, norm_topk_prob, scores: RouterScores::Softmax },
+        gates_shared: true,
         shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec::new(hidden, intermediate))),
     })
 }

@@ -3,6 +3,7 @@
 mod gemma3;
 mod glm;
 mod glm4;
+mod glm4_moe;
 mod granite;
 mod llama;
 mod ministral;
@@ -81,6 +82,8 @@ families! {
     Glm: glm,
     /// GLM-4 of 2025.
     Glm4: glm4,
+    /// GLM-4.5 and 4.6.
+    Glm4Moe: glm4_moe,
     /// Ministral.
     Ministral: ministral,
     /// Phi-3 and Phi-4.
@@ -123,6 +126,10 @@ pub(super) struct Traits {
     pub turns_pairs: bool,
     /// Tensors in which a checkpoint has several projections.
     pub fused_tensors: &'static [FusedTensor],
+    /// The module of the expert that every token goes to.
+    pub shared_expert: &'static str,
+    /// A checkpoint may have layers behind the last one, which predict further tokens.
+    pub keeps_further_layers: bool,
     /// Tensors of a block that a checkpoint names otherwise than those of other families.
     pub tensor_names: &'static [(ParamName, &'static str)],
     /// The values of keys that a `config.json` may leave out, as in transformers.

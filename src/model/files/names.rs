@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::interleaved::{InterleavedRows, pieces};
 use crate::config::TargetModule;
-use crate::model::block::{LinearSpec, Matrix, Mixer, Projection};
+use crate::model::block::{LinearSpec, Matrix, Mixer, Projection, correction};
 use crate::model::families::Whole;
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
 use crate::model::spec::ModelSpec;
@@ -64,7 +64,12 @@ impl HfTensor {
         (&self.name, vec![num_rows as i64, columns], first * columns as usize)
     }
 
-    /// The tensor as a view of its unit's flat tensor. Its elements are in the order of `shape`, its sizes may be split
+    /// Whether it is float32 in every file, and how it is made of its parameter and back.
+    pub fn is_correction(&self) -> bool {
+        self.param == ParamName::RouterCorrection
+    }
+
+    /// The tensor as a view of its unit's flat tensor, but for a correction, whose parameter it is then. Its elements are in the order of `shape`, its sizes may be split
     /// further: a tensor of `shape` fits after `view_as`.
     pub fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
         let whole = layout.view(self.param, flat).expect("tensors() lists parameters of the layout");
@@ -98,6 +103,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
         let Some((linear, suffix)) = linear.or_else(biased) else {
             // A checkpoint has a channel's taps as those of one input channel.
             let shape = match (param, &shape[..]) {
+                (ParamName::RouterCorrection, &[parts]) => vec![parts / correction::PARTS as i64],
                 (ParamName::DeltaConv, &[channels, width]) => vec![channels, 1, width],
                 _ => shape,
             };
@@ -117,7 +123,9 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
                 let module = match (matrix, fused) {
                     (_, Some((name, _))) => name.to_owned(),
                     (Projection::Module(module), None) => module_path(module, expert),
-                    (Projection::SharedExpert(name), None) => format!("mlp.shared_expert.{name}"),
+                    (Projection::SharedExpert(name), None) => {
+                        format!("mlp.{}.{name}", spec.family.traits().shared_expert)
+                    }
                 };
                 let name = path(&format!("{module}.{suffix}"));
                 let rows = (linear.groups * heads * linear.inner) as i64;
@@ -221,6 +229,7 @@ fn name(spec: &ModelSpec, param: ParamName) -> &'static str {
         ParamName::FinalNorm => "norm.weight",
         ParamName::LmHead => head(spec),
         ParamName::Router => "mlp.gate.weight",
+        ParamName::RouterCorrection => "mlp.gate.e_score_correction_bias",
         ParamName::SharedGate => "mlp.shared_expert_gate.weight",
         ParamName::DeltaConv => "linear_attn.conv1d.weight",
         ParamName::DeltaALog => "linear_attn.A_log",
@@ -241,6 +250,11 @@ pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
 /// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and layers that
 /// predict further tokens, which only families with gated delta nets have.
 pub(super) fn is_kept(spec: &ModelSpec, name: &str) -> bool {
+    let further = |name: &str| {
+        let layer = name.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok()?;
+        Some(spec.keeps_further_layers() && layer >= spec.num_layers())
+    };
     whole(spec).is_some_and(|whole| whole.kept.iter().any(|kept| name.starts_with(kept)))
+        || further(name).unwrap_or(false)
         || (spec.delta_net().is_some() && name.starts_with("mtp."))
 }

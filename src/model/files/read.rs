@@ -12,6 +12,7 @@ use super::header::{self, MappedFile};
 use super::names::{HfTensor, decoder, head, is_ignored, is_kept, tensors};
 use super::{INDEX, SINGLE};
 use crate::error::{Error, Result};
+use crate::model::block::correction;
 use crate::model::json::JsonObject;
 use crate::model::params::{UnitLayout, units};
 use crate::model::spec::ModelSpec;
@@ -59,7 +60,14 @@ impl WeightFiles {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         for tensor in tensors(&self.spec, layout.unit) {
             let (name, _, first) = self.place_of(&tensor);
-            self.shard_of(&name).copy_to(&name, first, &mut tensor.view(layout, &flat))?;
+            let mut view = tensor.view(layout, &flat);
+            if tensor.is_correction() {
+                let mut whole = Tensor::f_zeros(tensor.shape.as_slice(), (Kind::Float, Device::Cpu))?;
+                self.shard_of(&name).copy_to(&name, first, &mut whole)?;
+                view.f_copy_(&correction::split(&whole)?)?;
+                continue;
+            }
+            self.shard_of(&name).copy_to(&name, first, &mut view)?;
         }
         Ok(flat)
     }

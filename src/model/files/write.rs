@@ -15,6 +15,7 @@ use tch::{Device, Kind, Tensor};
 use super::names::{HfTensor, tensors};
 use super::{INDEX, SINGLE, WeightFiles};
 use crate::error::{Error, Result};
+use crate::model::block::correction;
 use crate::model::params::{Unit, UnitLayout, units};
 use crate::model::spec::{ModelSpec, product};
 use crate::torch;
@@ -62,7 +63,7 @@ impl WeightWriter {
     /// [`Error::Io`]; [`Error::InvalidArgument`] for another kind; the errors of [`WeightFiles::open`] for a model of which `base` may
     /// have more.
     pub fn create(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
-        let base = base.filter(|_| spec.is_text_part || spec.delta_net().is_some());
+        let base = base.filter(|_| spec.is_text_part || spec.delta_net().is_some() || spec.keeps_further_layers());
         let base = base.map(|base| WeightFiles::open(base, spec.clone())).transpose()?;
         Self::with_shard_bytes(folder.as_ref(), spec, kind, base.as_ref(), MAX_SHARD_BYTES)
     }
@@ -107,7 +108,11 @@ impl WeightWriter {
     /// [`Error::Io`], with [`std::io::ErrorKind::StorageFull`] where the disk is full.
     pub fn write_unit(&mut self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         for tensor in tensors(&self.spec, layout.unit) {
-            let view = tensor.view(layout, flat).f_to_kind(self.kind)?;
+            let view = tensor.view(layout, flat);
+            let view = match tensor.is_correction() {
+                true => correction::sum(&view, Kind::Float)?,
+                false => view.f_to_kind(self.kind)?,
+            };
             let values = view.f_to_device(Device::Cpu)?.f_contiguous()?;
             let (name, _, first) = tensor.place();
             // SAFETY: weights change between steps alone, and no step runs while they are written.
@@ -197,6 +202,7 @@ impl Drop for WeightWriter {
 impl Planned {
     fn new(tensor: &HfTensor, dtype: Dtype, kind: Kind) -> Self {
         let (name, shape, _) = tensor.place();
+        let (dtype, kind) = if tensor.is_correction() { (Dtype::F32, Kind::Float) } else { (dtype, kind) };
         let bytes = product(&shape) * kind.elt_size_in_bytes();
         let shape = shape.iter().map(|&size| size as usize).collect();
         Self { name: name.to_owned(), dtype, shape, bytes }

@@ -154,6 +154,7 @@ fn logits_equal_transformers() {
         "qwen2_window",
         "glm",
         "glm4",
+        "glm4_moe",
         "phi3",
         "phi3_window",
         "ministral",

@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 use super::delta_net;
 use crate::model::{AttentionSpec, BlockSpec, ExpertsSpec, Mixer, ModelSpec, ParamName, ParamTable, QkNorm, Unit};
 use crate::ops::rope::RopeScaling;
+use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
 /// (log-probabilities, entropies) of all rows but the last of each sequence, against the next token, at `temperature`.
@@ -52,6 +53,7 @@ pub(in crate::model) fn block(
 ) -> Tensor {
     let BlockSpec { mixer, mlp, residual_scale, .. } = spec.layers[layer];
     let activation = mlp.activation();
+    let has_shared = get(ParamName::SharedGateUp).is_some();
     let (need, eps) = (|name| get(name).unwrap(), spec.rms_norm_eps);
     // A norm that is absent leaves what it is given.
     let norm =
@@ -65,13 +67,16 @@ pub(in crate::model) fn block(
     let normed = norm(ParamName::PostNorm, &h);
     let (gate_up, down) = (need(ParamName::GateUp), need(ParamName::Down));
     let mlp = match get(ParamName::Router) {
-        Some(router) => experts(spec, &normed, &router, &gate_up, &down),
+        Some(router) => experts(spec, &normed, &router, get(ParamName::RouterCorrection), [&gate_up, &down]),
         None => dense(activation, &normed, &gate_up, &down),
     };
     let mlp = match get(ParamName::SharedGate) {
         Some(gate) => {
             let shared = dense(activation, &normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown));
             mlp + shared * normed.matmul(&gate.tr()).sigmoid()
+        }
+        None if has_shared => {
+            mlp + dense(activation, &normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown))
         }
         None => mlp,
     };
@@ -158,13 +163,25 @@ fn dense(
 }
 
 /// Every expert computes every token, and those that were not chosen have the weight 0.
-fn experts(spec: &ModelSpec, x: &Tensor, router: &Tensor, gate_up: &Tensor, down: &Tensor) -> Tensor {
+fn experts(
+    spec: &ModelSpec,
+    x: &Tensor,
+    router: &Tensor,
+    correction: Option<Tensor>, // [3 E], which add up
+    [gate_up, down]: [&Tensor; 2],
+) -> Tensor {
     let ExpertsSpec { num_experts, router: options, .. } = spec.experts().unwrap();
-    let probs = x.matmul(&router.tr()).softmax(-1, None::<Kind>);
-    let (_, chosen) = probs.detach().topk(options.num_experts_per_tok as i64, -1, true, true);
+    let logits = x.matmul(&router.tr());
+    let (probs, scale) = match options.scores {
+        RouterScores::Softmax => (logits.softmax(-1, None::<Kind>), 1.0),
+        RouterScores::Sigmoid { scale, .. } => (logits.sigmoid(), scale),
+    };
+    let correction = correction.map(|parts| parts.detach().view([3, -1]).sum_dim_intlist(0, false, None));
+    let corrected = correction.map_or_else(|| probs.detach(), |correction| probs.detach() + correction);
+    let (_, chosen) = corrected.topk(options.num_experts_per_tok as i64, -1, true, true);
     let weights = &probs * probs.detach().zeros_like().scatter_value_(1, &chosen, 1.0);
     let sum = if options.norm_topk_prob { weights.sum_dim_intlist(-1, true, None) } else { Tensor::from(1.0) };
-    let weights = weights / sum;
+    let weights = weights / sum * scale;
     let activation = spec.experts().unwrap().expert.activation;
     let of_expert =
         |expert: i64| dense(activation, x, &gate_up.get(expert), &down.get(expert)) * weights.narrow(1, expert, 1);

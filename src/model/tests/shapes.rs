@@ -3,7 +3,7 @@
 use super::delta_net::{hybrid, hybrid_with_experts};
 use crate::model::{DenseSpec, ExpertsSpec, Family, Mlp, ModelSpec, NormPlaces, QkNorm, SharedExpertSpec};
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
-use crate::ops::router::RouterOptions;
+use crate::ops::router::{RouterOptions, RouterScores};
 use crate::ops::swiglu::Activation;
 
 /// One small shape per family: (name, spec).
@@ -102,8 +102,9 @@ pub(in crate::model) fn with_experts() -> [(&'static str, ModelSpec); 2] {
         num_experts: 5,
         own: 5,
         is_parallel: false,
-        router: RouterOptions { num_experts_per_tok: 3, norm_topk_prob: true },
+        router: RouterOptions { num_experts_per_tok: 3, norm_topk_prob: true, scores: RouterScores::Softmax },
         shared: None,
+        gates_shared: true,
     };
     let all = qwen3.clone().map_blocks(|_, block| block.mlp = Mlp::Experts(experts));
     let mut some = all.clone().map_experts(|experts| experts.router.norm_topk_prob = false);
@@ -128,6 +129,17 @@ pub(super) fn with_shared_expert() -> (&'static str, ModelSpec) {
     ("shared expert", ModelSpec { family: Family::Qwen2Moe, router_aux_loss_coef: 0.0, ..spec })
 }
 
+/// GLM-4.5's layers: (name, spec).
+fn with_sigmoid_scores() -> (&'static str, ModelSpec) {
+    let (_, spec) = with_shared_expert();
+    let scores = RouterScores::Sigmoid { num_groups: 1, groups_per_tok: 1, scale: 1.5 };
+    let spec = spec.map_experts(|experts| {
+        experts.router.scores = scores;
+        experts.gates_shared = false;
+    });
+    ("sigmoid scores", ModelSpec { family: Family::Glm4Moe, ..spec })
+}
+
 /// With an expert of this width that every token goes to.
 pub(super) fn with_shared(experts: ExpertsSpec, intermediate: usize) -> ExpertsSpec {
     let shared = SharedExpertSpec(DenseSpec { intermediate, ..experts.expert });
@@ -135,6 +147,6 @@ pub(super) fn with_shared(experts: ExpertsSpec, intermediate: usize) -> ExpertsS
 }
 
 /// Shapes with a shared expert, with gated delta nets, and with both: (name, spec).
-pub(super) fn others() -> [(&'static str, ModelSpec); 3] {
-    [with_shared_expert(), hybrid(), hybrid_with_experts()]
+pub(super) fn others() -> [(&'static str, ModelSpec); 4] {
+    [with_shared_expert(), with_sigmoid_scores(), hybrid(), hybrid_with_experts()]
 }

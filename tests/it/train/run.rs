@@ -9,7 +9,7 @@ use colo_grpo::internal::model::{
     QkNorm, Unit, UnitLayout,
 };
 use colo_grpo::internal::ops::delta_net::DeltaHeads;
-use colo_grpo::internal::ops::router::RouterOptions;
+use colo_grpo::internal::ops::router::{RouterOptions, RouterScores};
 use colo_grpo::internal::ranks::Mesh;
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
@@ -92,7 +92,12 @@ impl Run {
                 num_experts: 5,
                 own: 5,
                 is_parallel: false,
-                router: RouterOptions { num_experts_per_tok: 2, norm_topk_prob: !self.tied },
+                router: RouterOptions {
+                    num_experts_per_tok: 2,
+                    norm_topk_prob: !self.tied,
+                    scores: RouterScores::Softmax,
+                },
+                gates_shared: true,
                 shared: None,
             };
             for layer in [0, 2] {

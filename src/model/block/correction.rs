@@ -1,0 +1,38 @@
+//! The corrections of a router's scores, float32 whatever type the weights have. They are stored as summands that bfloat16 has exactly, 8 bits
+//! of the mantissa each, so that they lie among the weights of a block without loss.
+
+use tch::{Kind, Tensor};
+
+use crate::error::Result;
+
+/// Summands of a number.
+pub const PARTS: usize = 3;
+
+/// The corrections [E] of `kind`, from their summands.
+pub fn sum(parts: &Tensor /* [3 E] */, kind: Kind) -> Result<Tensor> {
+    Ok(parts.f_view([PARTS as i64, -1])?.f_to_kind(kind)?.f_sum_dim_intlist(0, false, kind)?)
+}
+
+/// The summands [3 E] of corrections [E], in float32.
+pub fn split(corrections: &Tensor) -> Result<Tensor> {
+    let mut rest = corrections.f_to_kind(Kind::Float)?;
+    let mut parts = Vec::new();
+    for _ in 0..PARTS {
+        let part = rest.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Float)?;
+        rest = rest.f_sub(&part)?;
+        parts.push(part);
+    }
+    Ok(Tensor::f_cat(&parts, 0)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn corrections_come_back_bit_by_bit_from_bfloat16() {
+        let all = Tensor::from_slice(&[8.123_456f32, -0.000_123_456_7, 1e-7, 0.0, 123.456, 1.0]);
+        let parts = split(&all).unwrap().to_kind(Kind::BFloat16);
+        assert!(sum(&parts, Kind::Float).unwrap().equal(&all));
+    }
+}
