@@ -247,9 +247,8 @@ pub enum Error {
 
     /// Results that were to be equal to the last bit, and are not.
     #[error(
-        "{message}. With `exact` they are to be equal to the last bit, and what computed them is not: after an update of a driver or a \
-         library the folder `exact` of the cache may hold what was found before it, and can be removed; `exact = false` trains on, with the \
-         importance correction"
+        "{message}. With `exact` they are to be equal to the last bit. After an update of a driver or a library remove the folder `exact` of the \
+         cache, or train on with `exact = false`"
     )]
     Unequal {
         /// The place and the size of the difference.

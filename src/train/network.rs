@@ -7,19 +7,21 @@ use tch::{Device, Kind, Tensor};
 
 use super::adapters::{AdapterUse, Adapters};
 use super::gradients::{Gradients, UnitSum};
+use super::head::Head;
 use super::micro_batch::MicroBatch;
 use super::routes::PassRoutes;
+use super::scores::{Scores, TokenGradients};
 use super::upcoming::upcoming;
 use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, ByRope, EmbeddingParams, Format, HeadParams, HeadSums, ModelSpec, PackedMixer,
-    ParamName, Ropes, Routes, SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, Use, block_backward, block_forward,
-    head_backward, head_forward, head_logits,
+    BlockContext, BlockParams, ByRope, EmbeddingParams, Format, HeadSums, ModelSpec, PackedMixer, ParamName, Ropes,
+    Routes, SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, Use, block_backward, block_forward, head_backward,
+    head_forward, head_logits,
 };
 use crate::ops::embedding;
-use crate::ops::head::{TopScores, TopTokens};
+use crate::ops::head::TopTokens;
 use crate::ops::linear::Onto;
 use crate::ops::rope::RopeRows;
 
@@ -34,34 +36,6 @@ pub struct NetworkOptions {
     pub device: Device,
     /// The format that products of blocks are made in, as [`BlockParams::training_in`] describes.
     pub format: &'static dyn Format,
-}
-
-/// Log-probabilities and entropies of a micro-batch's completion tokens, in the accumulation type.
-#[derive(Debug)]
-pub struct Scores {
-    /// Log-probability of each token at the temperature, in nats.
-    pub logprobs: Tensor, // [C]
-    /// Entropy of the distribution each token was drawn from, in nats.
-    pub entropy: Tensor, // [C]
-    /// Scores of other tokens of each distribution, where some were asked for. `[C, K]`
-    pub top: Option<TopScores>,
-    /// In training, of a model with experts: the loss that keeps these equally busy, a scalar.
-    pub aux_loss: Option<Tensor>,
-    /// Where the sampler's experts were taken: how many choices the router by itself would have made otherwise, and how many there are.
-    pub differing_experts: Option<Tensor>, // [2] i64
-}
-
-/// The loss's gradients with respect to [`Scores`].
-#[derive(Debug)]
-pub struct TokenGradients {
-    /// With respect to the log-probabilities.
-    pub dlogprobs: Tensor, // [C]
-    /// With respect to the entropies; `None` is zero.
-    pub dentropy: Option<Tensor>, // [C]
-    /// With respect to the log-probabilities of the teacher's tokens; `None` is zero.
-    pub dtop: Option<Tensor>, // [C, K]
-    /// With respect to [`Scores::aux_loss`].
-    pub daux_loss: f64,
 }
 
 /// Weights and the loops over them.
@@ -303,7 +277,7 @@ impl Network {
         let embedding =
             if tied { Some(self.weights.unit(Unit::Embedding, &[&[Unit::Head], upcoming].concat())?) } else { None };
         let flat = self.weights.unit(Unit::Head, upcoming)?;
-        Ok(Head::view(self, &flat, embedding.as_ref()))
+        Ok(Head::view(self.weights.table(), &flat, embedding.as_ref()))
     }
 
     fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
@@ -336,7 +310,7 @@ impl Network {
         if let Some(embedding) = embedding {
             onto = embedding.zero_others(self.layout(Unit::Embedding), &is_written)?;
         }
-        Ok((Head::view(self, &own.flat, embedding.map(|sum| &sum.flat)), onto))
+        Ok((Head::view(self.weights.table(), &own.flat, embedding.map(|sum| &sum.flat)), onto))
     }
 
     /// Rows of the embedding, where the residual stream begins. [T, D]
@@ -407,22 +381,5 @@ impl<'a> Pass<'a> {
     fn context<'p>(&'p self, spec: &'p ModelSpec) -> BlockContext<'p> {
         let routes = self.routes.as_ref().map(|routes| routes as &dyn Routes);
         BlockContext::new(spec, &self.ropes, None, routes).exactly(self.exact)
-    }
-}
-
-/// Weights or gradients of the head, with the table that makes logits: its own or, where tied, the embedding's.
-struct Head {
-    params: HeadParams,
-    table: Tensor, // [V, D]
-}
-
-impl Head {
-    /// Views of the head's flat unit and, where tied, of the embedding's.
-    fn view(network: &Network, flat: &Tensor, embedding: Option<&Tensor>) -> Self {
-        let params = HeadParams::view(network.layout(Unit::Head), flat);
-        let own = params.lm_head.as_ref().map(Tensor::shallow_clone);
-        let tied = || Some(EmbeddingParams::view(network.layout(Unit::Embedding), embedding?).table);
-        let table = own.or_else(tied).expect("a head without a table is tied, and the embedding was given");
-        Self { params, table }
     }
 }

@@ -6,8 +6,9 @@ use tch::Tensor;
 
 use super::adapters::AdapterUse;
 use super::micro_batch::MicroBatch;
-use super::network::{Network, NetworkOptions, Scores};
+use super::network::{Network, NetworkOptions};
 use super::policy::Policy;
+use super::scores::Scores;
 use super::sequence::Sequence;
 use super::sharding::Sharding;
 use super::weights::Weights;

@@ -4,19 +4,19 @@ use std::sync::Arc;
 
 use super::denominators::{denominators, set_bnpo_divisors};
 use super::divergence::{Divergence, Numbered, exchange, gather_numbered};
+use super::hand_out::{hand_out, hand_out_top};
 use super::loss::UpdateSums;
 use super::options::{ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
 use crate::config::LossType;
 use crate::error::{Error, Result};
 use crate::grpo::{Denominators, EntropyControl, EntropyTerm, check_exactness};
 use crate::memory;
-use crate::ops::head::TopScores;
 use crate::phase::{self, Phase};
 use crate::ranks::{Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::torch;
 use crate::train::{
-    MicroBatch, PackOptions, Policy, Reference, Scores, Sequence, TeacherTop, balanced_share, gather_sequences,
-    learning_rate, pack, pad_to_agreed_count,
+    MicroBatch, PackOptions, Policy, Reference, Sequence, balanced_share, gather_sequences, learning_rate, pack,
+    pad_to_agreed_count,
 };
 
 /// Updates in a row that may be skipped for a non-finite gradient before the run ends with exit code 13.
@@ -369,36 +369,4 @@ impl Learner {
         let mut tables = std::iter::once(self.policy.table()).chain(self.teacher.as_ref().map(Reference::table));
         options.share_prompts && tables.all(|table| table.spec.windows() == [None])
     }
-}
-
-/// Gives each sequence of a micro-batch its own log-probabilities.
-fn hand_out(
-    micro_batch: &MicroBatch,
-    scores: &Scores,
-    sequences: &mut [Sequence],
-    field: impl Fn(&mut Sequence) -> &mut Option<Vec<f32>>,
-) -> Result<()> {
-    let logprobs = torch::f32_vec(&scores.logprobs)?;
-    let mut rest = logprobs.as_slice();
-    for &index in &micro_batch.sequences {
-        let (own, others) = rest.split_at(sequences[index].num_scored());
-        *field(&mut sequences[index]) = Some(own.to_vec());
-        rest = others;
-    }
-    Ok(())
-}
-
-/// Gives each sequence of a micro-batch the most probable tokens of its distributions, where these are scored.
-fn hand_out_top(micro_batch: &MicroBatch, scores: &Scores, sequences: &mut [Sequence]) -> Result<()> {
-    let Some(TopScores { ids, logprobs }) = &scores.top else { return Ok(()) };
-    let num_top = ids.size()[1] as usize;
-    let (ids, logprobs) = (torch::i64_vec(&ids.f_reshape([-1])?)?, torch::f32_vec(&logprobs.f_reshape([-1])?)?);
-    let mut start = 0;
-    for &index in &micro_batch.sequences {
-        let own = start..start + num_top * sequences[index].num_scored();
-        start = own.end;
-        let ids = ids[own.clone()].iter().map(|&id| id as u32).collect();
-        sequences[index].teacher_top = Some(TeacherTop { num_top, ids, logprobs: logprobs[own].to_vec() });
-    }
-    Ok(())
 }

@@ -13,6 +13,7 @@ mod denominators;
 mod divergence;
 #[cfg(test)]
 mod golden;
+mod hand_out;
 mod learner;
 mod loss;
 mod options;
