@@ -41,7 +41,7 @@ pub mod ranks {
     };
 }
 pub mod grpo {
-    pub use crate::grpo::{EntropyControl, LossConfig, LossStats};
+    pub use crate::grpo::{Distillation, EntropyControl, LossConfig, LossStats, TopDivergence};
 }
 pub mod launch {
     pub use crate::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, hold_signals, run, worker_command};

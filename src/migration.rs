@@ -143,6 +143,14 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         "gpu_memory_utilization, best left at 0.9: the KV cache's memory is free while training",
     ),
     (&["max_seq_length"], "max_model_length"),
+    (
+        &["teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"],
+        "the teacher of self_distillation has the policy's own weights, as with TRL's teacher_model_kind = live",
+    ),
+    (
+        &["generate_from_teacher", "use_teacher_server"],
+        "the policy samples, and scores as its own teacher: self_distillation",
+    ),
     (&["max_staleness"], "split.async_steps, with mode = split"),
     (&["vllm_enable_sleep_mode"], "the engine always sleeps while training"),
     (

@@ -127,6 +127,17 @@ choices! {
     }
 }
 choices! {
+    /// How the policy is its own teacher, by the names of TRL's trainers: behind which longer prompt it scores its samples.
+    SelfDistillation {
+        /// It is not.
+        None = "none",
+        /// The prompt with the row's column `privileged_context`: a worked answer or a hint (SDFT, arXiv 2601.19897).
+        Sdft = "sdft",
+        /// The prompt with a successful completion of the same group, or with the row's feedback (SDPO, arXiv 2601.20802).
+        Sdpo = "sdpo",
+    }
+}
+choices! {
     /// Source of the trainer's experts, of a model with experts.
     RouterReplay {
         /// The sampler's choices, with the trainer's own probabilities (rollout routing replay, arXiv 2510.11370).

@@ -63,6 +63,9 @@ fn the_key_list_is_frozen() {
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy \
         entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target router_replay router_aux_loss_coef \
         teacher_model_name_or_path teacher_model_revision distillation_weight distillation_mode distillation_topk distillation_alpha distillation_add_tail distillation_is_clip \
+        self_distillation teacher_prompt_template num_loss_tokens_to_skip reprompt_template solution_template feedback_template \
+        use_successful_as_teacher success_reward_threshold dont_reprompt_on_self_success include_environment_feedback \
+        environment_feedback_only_without_solution remove_thinking_from_demonstration max_reprompt_len \
         reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \
         reward.math_workers reward.max_worker_failures reward.reasoning_delimiters reward.cosine_min_value_wrong \

@@ -46,6 +46,7 @@ impl Config {
             self.check_pipeline(),
             self.check_tools(),
             self.check_environment(),
+            self.check_distillation(),
             self.check_fault(),
         ]
     }

@@ -70,6 +70,26 @@ impl DatasetOptions {
         prompt.render(&row, tokenizer, &self.format(tokenizer))
     }
 
+    /// The ids of a row's prompt with another text in place of its last message's, which `write` makes of that.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a conversation that does not end with a user's message; the errors of [`Dataset::read`] for a row.
+    pub fn rewritten(
+        &self,
+        columns: &Map<String, Value>,
+        write: impl FnOnce(&str) -> String,
+        tokenizer: &Tokenizer,
+    ) -> Result<Vec<u32>> {
+        let row = DataRow::of_columns(columns.clone());
+        let mut prompt = self.prompt(&row)?;
+        if !prompt.rewrite(write) {
+            let expected = "a prompt that ends with a user's message, which a teacher's prompt is made of".to_owned();
+            let got = "one that ends with another role's".to_owned();
+            return Err(Error::InvalidArgument { op: "self_distillation", expected, got });
+        }
+        Ok(prompt.render(&row, tokenizer, &self.format(tokenizer))?.1)
+    }
+
     fn format(&self, tokenizer: &Tokenizer) -> ChatFormat<'_> {
         let format = ChatFormat::new(self.prompt_format, self.system_prompt.as_deref(), tokenizer);
         ChatFormat { tools: self.tools.clone(), ..format }

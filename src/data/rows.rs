@@ -354,6 +354,18 @@ impl RawPrompt {
         }
     }
 
+    /// Replaces the text, or that of the last message, by what `write` makes of it. Returns whether that is a user's.
+    pub fn rewrite(&mut self, write: impl FnOnce(&str) -> String) -> bool {
+        match self {
+            RawPrompt::Text(text) => *text = write(text),
+            RawPrompt::Conversation(messages) => match messages.last_mut().filter(|last| last.role == "user") {
+                Some(last) => last.content = write(&last.content),
+                None => return false,
+            },
+        }
+        true
+    }
+
     /// Whether the prompt is text.
     pub fn is_text(&self) -> bool {
         matches!(self, RawPrompt::Text(_))

@@ -30,7 +30,8 @@ use crate::error::{Error, Result};
 ///
 /// With a teacher, all of that is multiplied by `1 - weight`, and `weight * w * stop_gradient((logprob - teacher) r) logprob` is added,
 /// r up to a bound ([`Distillation`]); or `weight * w * stop_gradient(r)` times the divergence over the teacher's most probable tokens.
-/// Whatever the loss type, the divergence is a mean over each sequence's tokens and then over sequences, as in TRL's `SDPOTrainer`.
+/// Whatever the loss type, the divergence is a mean over each sequence's tokens that the teacher scored and then over all sequences, as in
+/// TRL's `SDPOTrainer` and `SDFTTrainer`.
 ///
 /// Tokens whose entropy is below the least that [`EntropyTerm`] has are left out of pg. With an entropy bonus the loss is lessened by
 /// `coef` times the mean entropy of those that are kept.
@@ -88,14 +89,18 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
     let mut from_teacher = None;
     if let (Some(Distillation { weight, clip_max, top }), Some(teacher)) = (config.distillation, input.teacher_logprobs)
     {
-        let mut factor = sequence_means(&segments, denominators) * weight;
+        let teacher = teacher.to_kind(kind);
+        let known = teacher.isnan().logical_not(); // of tokens that the teacher scored
+        let mut factor = sequence_means(&segments, &known.to_kind(kind), denominators) * weight;
         if let Some(correction) = &correction {
             factor *= &correction.per_token;
         }
         terms = terms.map(|term| term * (1.0 - weight));
         let divergence = match (top, input.top) {
             (Some(top), Some(logprobs)) => {
-                let TopTerms { divergence, d_logprobs } = top_divergence(&logprobs.to_kind(kind), top);
+                let [own, of_teacher] = logprobs.to_kind(kind);
+                let of_teacher = own.where_self(&of_teacher.isnan(), &of_teacher); // equal where there is none
+                let TopTerms { divergence, d_logprobs } = top_divergence(&[own, of_teacher], top);
                 if let Some(ratio) = bounded_ratio(&log_ratio, clip_max) {
                     factor *= ratio;
                 }
@@ -105,13 +110,15 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
                 divergence
             }
             _ => {
-                let (own, difference) = sampled_divergence(logprobs, &teacher.to_kind(kind), &log_ratio, clip_max);
+                let teacher = teacher.where_self(&known, logprobs);
+                let (own, difference) = sampled_divergence(logprobs, &teacher, &log_ratio, clip_max);
                 let loss = (&factor * own.value).sum(kind);
                 from_teacher = Some(TeacherLoss { loss, dlogprobs: Some(factor * own.d_logprob), dtop: None });
                 difference
             }
         };
-        recorder.mean("distillation/kl", &divergence.sum(kind), &segments.ones.sum(kind));
+        let known = known.to_kind(kind);
+        recorder.mean("distillation/kl", &(divergence * &known).sum(kind), &known.sum(kind));
     }
     if let Some(entropy) = input.entropy {
         recorder.mean("entropy", &entropy.sum(Kind::Double), &segments.ones.sum(kind));
@@ -176,7 +183,7 @@ pub struct LossInput<'a> {
     pub old_logprobs: Option<&'a Tensor>, // [C]
     /// The reference model's; needed if `beta` is not 0.
     pub ref_logprobs: Option<&'a Tensor>, // [C]
-    /// A teacher's.
+    /// A teacher's; NaN of a token that it has not scored, which is in no divergence from it.
     pub teacher_logprobs: Option<&'a Tensor>, // [C]
     /// The teacher's log-probabilities of its most probable tokens, for a divergence over these.
     pub top: Option<TopLogprobs<'a>>,
@@ -300,7 +307,7 @@ fn token_weights(
 ) -> Tensor {
     let Denominators { num_sequences, num_tokens, .. } = *denominators;
     match (config.loss_type, bnpo_divisors) {
-        (LossType::Grpo | LossType::Sapo, _) => sequence_means(segments, denominators),
+        (LossType::Grpo | LossType::Sapo, _) => sequence_means(segments, &segments.ones, denominators),
         (LossType::Luspo, _) => &segments.ones / num_sequences,
         (LossType::DrGrpo, _) => &segments.ones / (num_sequences * config.max_completion_length as f64),
         (LossType::Bnpo, Some(divisors)) => &segments.ones / segments.expand(&divisors.to_kind(segments.ones.kind())),
@@ -310,9 +317,9 @@ fn token_weights(
     }
 }
 
-/// Weight of each token in a mean over sequences of means over their tokens. `[C]`
-fn sequence_means(segments: &Segments, denominators: &Denominators) -> Tensor {
-    &segments.ones / (segments.expand(&segments.divisors()) * denominators.num_sequences)
+/// Weight of each token in a mean over sequences of means over those of their tokens that `known` has 1 for. `[C]`
+fn sequence_means(segments: &Segments, known: &Tensor, denominators: &Denominators) -> Tensor {
+    known / (segments.expand(&segments.sum(known).clamp_min(1.0)) * denominators.num_sequences)
 }
 
 fn record_sampling(recorder: &mut StatsRecorder, correction: &SamplerCorrection) {

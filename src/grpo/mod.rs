@@ -34,7 +34,7 @@
 //! use colo_grpo::config::ObjectiveConfig;
 //! use tch::Tensor;
 //!
-//! let top = TopDivergence { alpha: 1.0, adds_tail: true };
+//! let top = TopDivergence { alpha: 1.0, adds_tail: true, num_tokens: 2 };
 //! let distillation = Distillation { weight: 0.5, clip_max: None, top: Some(top) };
 //! let objective = ObjectiveConfig { entropy_coef: 0.01, ..ObjectiveConfig::default() };
 //! let config = LossConfig { objective, distillation: Some(distillation), ..LossConfig::default() };

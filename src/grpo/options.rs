@@ -52,6 +52,8 @@ pub struct TopDivergence {
     pub alpha: f64,
     /// Whether all other tokens are one more token; else the distributions are those given that a token is one of these.
     pub adds_tail: bool,
+    /// Tokens of each distribution.
+    pub num_tokens: usize,
 }
 
 impl Default for LossConfig {
@@ -91,7 +93,8 @@ impl From<&Config> for LossConfig {
             distillation: config.has_teacher().then_some(Distillation {
                 weight: config.distillation.distillation_weight,
                 clip_max: config.distillation.distillation_is_clip,
-                top: config.distillation.num_top().map(|_| TopDivergence {
+                top: config.distillation.num_top().map(|num_tokens| TopDivergence {
+                    num_tokens,
                     alpha: config.distillation.distillation_alpha,
                     adds_tail: config.distillation.distillation_add_tail,
                 }),

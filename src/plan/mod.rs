@@ -248,7 +248,9 @@ impl PlanInput<'_> {
     fn max_model_length(&self) -> usize {
         let Config { max_model_length, max_prompt_length, max_completion_length, .. } = *self.config;
         let context = max_model_length.unwrap_or(self.table.spec.max_position_embeddings);
-        max_prompt_length.map_or(context, |prompt| context.min(prompt + max_completion_length))
+        // The policy as its own teacher scores completions behind longer prompts.
+        let teachers = if self.config.teaches_itself() { self.config.distillation.max_reprompt_len } else { 0 };
+        max_prompt_length.map_or(context, |prompt| context.min(prompt.max(teachers) + max_completion_length))
     }
 
     /// Sequences of a generation batch that one engine decodes at once.

@@ -138,13 +138,18 @@ impl ExpertSource {
 }
 
 /// Words: tokens, prompt length, advantage, flags, place, ids, the loss mask if there is context, each of the log-probabilities
-/// that there are, the ages of tokens if there are any, experts of a token, of all, and bytes of each.
+/// that there are, the ages of tokens if there are any, the prompt of its own teacher behind its length and the tokens to skip, experts of a token, of all, and bytes of each.
 fn encode(sequence: &Sequence) -> Vec<u32> {
     let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, .. } = sequence;
     let logprobs = [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs];
     let flags = logprobs.iter().rev().fold(u32::from(sequence.masked), |flags, it| 2 * flags + u32::from(it.is_some()));
     let has_context = sequence.loss_mask.contains(&false);
     let flags = flags | u32::from(has_context) << 5 | u32::from(sequence.token_ages.is_some()) << 6;
+    let flags = flags | u32::from(sequence.teacher_prompt.is_some()) << 7;
+    let teacher = sequence
+        .teacher_prompt
+        .iter()
+        .flat_map(|ids| [ids.len() as u32, sequence.teacher_skips as u32].into_iter().chain(ids.iter().copied()));
     let mask = sequence.loss_mask.iter().filter(|_| has_context).map(|is_scored| u32::from(*is_scored));
     let Sequence { token_ids, prompt_len, advantage, place, .. } = sequence;
     let head = [token_ids.len() as u32, *prompt_len as u32, advantage.to_bits(), flags, *place];
@@ -152,7 +157,14 @@ fn encode(sequence: &Sequence) -> Vec<u32> {
     let ExpertSource { per_token, num_experts, width, .. } = ExpertSource::of(&sequence.routed_experts);
     let source = [per_token as u32, num_experts as u32, width as u32];
     let ages = sequence.token_ages.iter().flatten().copied();
-    head.into_iter().chain(token_ids.iter().copied()).chain(mask).chain(bits).chain(ages).chain(source).collect()
+    head.into_iter()
+        .chain(token_ids.iter().copied())
+        .chain(mask)
+        .chain(bits)
+        .chain(ages)
+        .chain(teacher)
+        .chain(source)
+        .collect()
 }
 
 /// Takes off what [`encode`] wrote of a sequence; `None` if it is cut short.
@@ -177,12 +189,18 @@ fn decode(words: &mut &[u32]) -> Option<(Sequence, ExpertSource)> {
         }
     }
     let token_ages = if flags >> 6 & 1 == 1 { Some(take(num_scored)?.to_vec()) } else { None };
+    let (mut teacher_prompt, mut teacher_skips) = (None, 0);
+    if flags >> 7 & 1 == 1 {
+        let &[num_ids, skips] = take(2)? else { return None };
+        (teacher_prompt, teacher_skips) = (Some(take(num_ids as usize)?.to_vec()), skips as usize);
+    }
     let &[per_token, num_experts, width] = take(3)? else { return None };
     let [per_token, num_experts, width] = [per_token, num_experts, width].map(|word| word as usize);
     let source = ExpertSource { rank: 0, index: 0, per_token, num_experts, width };
     let [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs] = logprobs;
     let masked = flags >> 4 & 1 == 1;
     let head = Sequence { advantage, masked, place, token_ages, ..Sequence::of_tokens(token_ids, prompt_len) };
+    let head = Sequence { teacher_prompt, teacher_skips, ..head };
     let sequence = Sequence { loss_mask, rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, ..head };
     Some((sequence, source))
 }
@@ -219,6 +237,8 @@ mod tests {
             ref_logprobs: Some(vec![-1.0, -2.0]),
             teacher_logprobs: Some(vec![-3.0, -0.0]),
             token_ages: Some(vec![3, 0]),
+            teacher_prompt: Some(vec![5, 6, 7]),
+            teacher_skips: 1,
             ..sequence(4, 2)
         };
         let turns =

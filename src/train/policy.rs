@@ -167,6 +167,17 @@ impl Policy {
         self.network.score(micro_batch, temperature, AdapterUse::On)
     }
 
+    /// [`Policy::forward_logprobs`] with the `num_top` most probable tokens of each distribution, as a teacher scores.
+    ///
+    /// # Errors
+    /// The errors of [`Policy::forward_logprobs`].
+    pub fn teacher_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64, num_top: usize) -> Result<Scores> {
+        self.network.num_top = num_top;
+        let scores = self.forward_logprobs(micro_batch, temperature);
+        self.network.num_top = 0;
+        scores
+    }
+
     /// Scores a micro-batch with the reference model of a run that trains adapters: the frozen base with the adapters that
     /// training started from where a copy of them is kept, else without any.
     ///

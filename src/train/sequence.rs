@@ -26,6 +26,10 @@ pub struct Sequence {
     /// A teacher's most probable tokens at each scored token. They are found after sequences are shared out, so they are not sent to
     /// other ranks.
     pub teacher_top: Option<TeacherTop>,
+    /// The prompt behind which the policy, as its own teacher, scores the completion; `None` is no teacher for this sequence.
+    pub teacher_prompt: Option<Vec<u32>>,
+    /// Scored tokens at the beginning of the completion that the policy, as its own teacher, does not score.
+    pub teacher_skips: usize,
     /// The divisor of the tokens in the loss `bnpo`; set where the order of all sequences is known, so not sent to other ranks.
     pub bnpo_divisor: Option<f64>,
     /// Generation steps between the sampling of each scored token and the step that trains on it, where these are counted.
@@ -61,6 +65,8 @@ impl Sequence {
             ref_logprobs: None,
             teacher_logprobs: None,
             teacher_top: None,
+            teacher_prompt: None,
+            teacher_skips: 0,
             bnpo_divisor: None,
             token_ages: None,
             routed_experts: RoutedExperts::default(),
@@ -78,6 +84,36 @@ impl Sequence {
             rollout_logprobs: Some(scored.map(|(logprob, _)| *logprob).collect()),
             routed_experts: routed_experts.clone(),
             ..Self::of_tokens([prompt, token_ids].concat(), prompt.len())
+        }
+    }
+
+    /// The completion behind the prompt of its teacher; masked where there is none.
+    pub fn behind_teacher_prompt(&self) -> Self {
+        let prompt = self.teacher_prompt.as_deref().unwrap_or_else(|| self.prompt());
+        Self {
+            loss_mask: self.loss_mask.clone(),
+            masked: self.masked || self.teacher_prompt.is_none(),
+            ..Self::of_tokens([prompt, self.completion()].concat(), prompt.len())
+        }
+    }
+
+    /// Takes the scores of its teacher from the sequence that [`Sequence::behind_teacher_prompt`] gave: NaN where there are none, of
+    /// `num_top` tokens each.
+    pub(crate) fn take_teacher_scores(&mut self, taught: Self, num_top: usize) {
+        let num_scored = self.num_scored();
+        let mut logprobs = taught.teacher_logprobs.unwrap_or_else(|| vec![f32::NAN; num_scored]);
+        let num_skipped = self.teacher_skips.min(num_scored);
+        logprobs[..num_skipped].fill(f32::NAN);
+        self.teacher_logprobs = Some(logprobs);
+        if num_top > 0 {
+            let nothing = || TeacherTop {
+                num_top,
+                ids: (0..num_top as u32).cycle().take(num_top * num_scored).collect(),
+                logprobs: vec![f32::NAN; num_top * num_scored],
+            };
+            let mut top = taught.teacher_top.unwrap_or_else(nothing);
+            top.logprobs[..num_top * num_skipped].fill(f32::NAN);
+            self.teacher_top = Some(top);
         }
     }
 

@@ -10,6 +10,7 @@ use tch::Tensor;
 use super::fruitless::FruitlessSteps;
 use super::functions::{Functions, StepReport};
 use super::output::RunOutput;
+use super::own_teacher::OwnTeacher;
 use super::policy_and_engine::{PolicyAndEngine, WeightSources, read_unit};
 use super::preflight::{Preflight, open_model, source};
 use super::rows::TrainingRows;
@@ -241,10 +242,12 @@ pub(crate) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let sources = WeightSources { policy: weights, reference: &of_reference, adapters: source.adapters.as_deref() };
     let mut model = PolicyAndEngine::load(&config, &world, &preflight, &sources)?;
     let num_generators = batch.roles.num_generators;
+    let max_model_length = preflight.plan_of(world.rank()).max_model_length;
     let generation = Generation {
         verdict_group: engine_groups::verdict_group(&config, &world, num_generators)?,
         pause_group: engine_groups::pause_group(&config, &world, num_generators)?,
         turns: tools.map(|tools| turns::open(&config, &world, &preflight, tools, &rows.options)).transpose()?,
+        own_teacher: OwnTeacher::new(&config, &rows.options, &preflight.tokenizer, max_model_length),
         ahead: VecDeque::new(),
     };
     let mut data = TrainingData::new(&config, &batch, rows);

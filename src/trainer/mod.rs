@@ -105,6 +105,9 @@ mod episodes;
 mod fruitless;
 mod functions;
 mod output;
+mod own_teacher;
+#[cfg(test)]
+mod own_teacher_tests;
 mod penalty;
 mod planned_run;
 mod policy_and_engine;
@@ -155,6 +158,7 @@ use fruitless::FruitlessSteps;
 use functions::Functions;
 pub use functions::StepReport;
 use output::RunOutput;
+use own_teacher::OwnTeacher;
 #[doc(hidden)]
 pub use planned_run::PlannedRun;
 use policy_and_engine::PolicyAndEngine;
@@ -214,6 +218,8 @@ struct DrawnPrompts {
 struct Generation {
     /// Tools, where completions may call some, or the agent that plays episodes.
     turns: Option<RunTurns>,
+    /// The prompts of the policy as its own teacher, where it is that.
+    own_teacher: Option<OwnTeacher>,
     /// Batches of the steps to come, the next one first; only in split mode.
     ahead: VecDeque<QueuedBatch>,
     /// Ranks that share this rank's engine, where they agree on pauses.

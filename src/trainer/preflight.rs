@@ -100,6 +100,9 @@ impl Preflight {
         if let Some(teacher) = &teacher {
             validate_gpu(&teacher.table.spec, placement, None, &teacher.folder)?;
         }
+        if config.teaches_itself() {
+            Teacher::check_top(config, spec.vocab_size)?;
+        }
         let engine_weights = |config: &Config| engine_weight_bytes(config, &table, &stages, kind);
         let engine_weight_bytes = engine_weights(config)?;
         let generator_params = stages.iter().map(|stage| table.elements_of(&stage.units(&spec))).max().unwrap_or(0);

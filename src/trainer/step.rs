@@ -106,7 +106,11 @@ impl Trainer {
         let TrainingBatch { groups, places, dropped, tally, carry, advantages, solve_rate, divergence, start } = batch;
         let needs_ages = self.config.split.async_steps > 0 || self.config.exact;
         let ages_at = needs_ages.then_some(self.progress.generation_step);
-        let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions, ages_at);
+        let mut sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions, ages_at);
+        let taught = match &self.generation.own_teacher {
+            Some(teacher) => Some(self.world.agree(teacher.prompt(&groups, &mut sequences))?),
+            None => None,
+        };
         let outcome = self.update_policy(&sequences)?;
         self.progress.previous_step = self.progress.global_step;
         self.progress.global_step += outcome.num_updates;
@@ -119,6 +123,7 @@ impl Trainer {
         if LossConfig::from(&self.config).has_entropy_bonus() {
             records::bonus_metrics(&mut metrics, &outcome);
         }
+        taught.iter().for_each(|counts| counts.add_metrics(&mut metrics));
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
         self.tell_failures(&advantages)?;
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);

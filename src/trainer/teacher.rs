@@ -38,12 +38,18 @@ impl Teacher {
                 "a model with the tokenizer of the policy, whose ids it is to score; {difference}"
             ));
         }
-        let (top, vocab) = (distillation.num_top().unwrap_or(0), spec.vocab_size);
-        if top > vocab {
-            let expected = format!("at most {vocab}, the tokens of the teacher's distributions");
-            return Err(Error::invalid_value("distillation_topk", top, expected));
-        }
+        Self::check_top(config, spec.vocab_size)?;
         Ok(Some(Self { folder: source.base, table: Arc::new(ParamTable::new(spec, shards)) }))
+    }
+
+    /// Refuses more tokens of each distribution than a teacher has.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`].
+    pub fn check_top(config: &Config, vocab_size: usize) -> Result<()> {
+        let top = config.distillation.num_top().unwrap_or(0);
+        let expected = || format!("at most {vocab_size}, the tokens of the teacher's distributions");
+        if top <= vocab_size { Ok(()) } else { Err(Error::invalid_value("distillation_topk", top, expected())) }
     }
 
     /// Refuses a teacher whose context is shorter than the run's longest sequence.

@@ -56,6 +56,17 @@ fn other_than_default(key: &str) -> Value {
         "teacher_model_revision" => json!("main"),
         "agent" => json!("agent.py:play"),
         "environment" => json!("openenv:http://localhost:8000"),
+        "teacher_prompt_template" => json!("{prompt} {privileged_context}"),
+        "reprompt_template" => json!("{prompt} {solution} {feedback}"),
+        "solution_template" => json!("{successful_previous_attempt}"),
+        "feedback_template" => json!("{feedback_raw}"),
+        "use_successful_as_teacher" | "dont_reprompt_on_self_success" => json!(false),
+        "include_environment_feedback"
+        | "environment_feedback_only_without_solution"
+        | "remove_thinking_from_demonstration" => json!(true),
+        "success_reward_threshold" => json!(0.5),
+        "num_loss_tokens_to_skip" => json!(1),
+        "max_reprompt_len" => json!(64),
         "tools" => json!(["tools.py:add"]),
         "environment_factory" => json!("tools.py:Environment"),
         "lora.r" => json!(8),
@@ -122,7 +133,7 @@ impl Solver {
             ("num_generations", json!(2)),
             ("max_prompt_length", json!(8)),
             ("max_completion_length", json!(4)),
-            ("max_model_length", json!(16)),
+            ("max_model_length", json!(64)),
             ("kv_cache_bytes", json!(1 << 22)),
             ("max_steps", json!(64)),
         ];

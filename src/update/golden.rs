@@ -72,6 +72,7 @@ fn options(config: &LossConfig) -> UpdateOptions {
         loss: config.clone(),
         loss_function: None,
         entropy_control: EntropyControl::default(),
+        teaches_itself: false,
         temperature: 1.0,
         num_iterations: 1,
         reference_sync: None,

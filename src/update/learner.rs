@@ -112,6 +112,9 @@ impl Learner {
         }
         for share in &mut shares {
             self.score(share, needs, options, progress)?;
+            if options.teaches_itself {
+                self.score_as_teacher(share, options, progress)?;
+            }
         }
         let mut outcome = UpdateOutcome {
             entropy_control: options.entropy_control,
@@ -205,6 +208,33 @@ impl Learner {
             for frozen in self.reference.iter_mut().chain(&mut self.teacher) {
                 frozen.free_gathered();
             }
+            Ok(())
+        })
+    }
+
+    /// Has the policy score the sequences behind the prompts that it has as their teacher.
+    fn score_as_teacher(
+        &mut self,
+        sequences: &mut [Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<()> {
+        let num_top =
+            options.loss.distillation.and_then(|distillation| distillation.top).map_or(0, |top| top.num_tokens);
+        phase::scope(Phase::Score, || {
+            let mut taught: Vec<Sequence> = sequences.iter().map(Sequence::behind_teacher_prompt).collect();
+            let micro_batches = self.micro_batches(&taught, options)?;
+            progress.begin(Phase::Score, micro_batches.len());
+            for micro_batch in micro_batches {
+                let scores = self.policy.teacher_logprobs(&micro_batch, options.temperature, num_top)?;
+                hand_out(&micro_batch, &scores, &mut taught, |sequence| &mut sequence.teacher_logprobs)?;
+                hand_out_top(&micro_batch, &scores, &mut taught)?;
+                progress.advance();
+            }
+            sequences
+                .iter_mut()
+                .zip(taught)
+                .for_each(|(sequence, taught)| sequence.take_teacher_scores(taught, num_top));
             Ok(())
         })
     }

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `learner` | [`Learner`], the policy, its reference model and the ranks that train them |
 //! | `options` | how a batch becomes updates, what came of them, who is shown the progress |
+//! | `hand_out` | log-probabilities of micro-batches, handed out to their sequences |
 //! | `denominators` | what token losses are divided by |
 //! | `divergence` | KL divergences from the reference model, for rewards that are lessened by them |
 //! | `loss` | the loss of an update's micro-batches, summed on the device |

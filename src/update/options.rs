@@ -21,6 +21,8 @@ pub struct UpdateOptions {
     pub loss_function: Option<LossFunction>,
     /// Weight of the entropy bonus in the first update.
     pub entropy_control: EntropyControl,
+    /// Whether the policy scores the samples as their teacher.
+    pub teaches_itself: bool,
     /// Temperature of the sampler, applied to the trainer's logits too.
     pub temperature: f64,
     /// Passes over the batch.
@@ -78,6 +80,7 @@ impl UpdateOptions {
             entropy_control: EntropyControl::new(&loss),
             loss,
             loss_function: None,
+            teaches_itself: config.teaches_itself(),
             temperature: f64::from(config.temperature),
             num_iterations: config.num_iterations,
             updates_per_generation: batch.updates_per_generation,

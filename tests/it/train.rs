@@ -8,6 +8,7 @@ mod fp8;
 mod optimizers;
 mod real_shapes;
 mod run;
+mod self_distillation;
 mod state;
 mod updates;
 

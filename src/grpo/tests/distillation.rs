@@ -79,7 +79,7 @@ fn a_divergence_over_the_teachers_tokens_is_trls() {
     for case in cases {
         let (alpha, adds_tail) = (case["alpha"].as_f64().unwrap(), case["add_tail"].as_bool().unwrap());
         let clip_max = case["is_clip"].as_f64();
-        let top_of = TopDivergence { alpha, adds_tail };
+        let top_of = TopDivergence { alpha, adds_tail, num_tokens: 4 };
         let distillation = Distillation { weight: 1.0, clip_max, top: Some(top_of) };
         let output = scored.loss([&teacher, &top], Some(&old), distillation);
         let what = format!("{alpha}, {adds_tail}, {clip_max:?}");
@@ -110,7 +110,7 @@ fn a_teacher_that_equals_the_policy_gives_no_gradient() {
     let scored = Scored { log_p, targets, top_ids, sequences };
     let teacher = scored.log_p.gather(1, &scored.targets, false).squeeze_dim(1);
     for (alpha, adds_tail) in [(1.0, false), (1.0, true), (0.0, false), (0.0, true), (0.5, false), (0.3, true)] {
-        let top_of = TopDivergence { alpha, adds_tail };
+        let top_of = TopDivergence { alpha, adds_tail, num_tokens: 4 };
         let distillation = Distillation { weight: 1.0, clip_max: None, top: Some(top_of) };
         let output = scored.loss([&teacher, &top], None, distillation);
         let largest = output.dtop.unwrap().abs().max().double_value(&[]);

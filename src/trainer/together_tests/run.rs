@@ -60,7 +60,12 @@ impl DraftedRun {
             id,
             text: "a".into(),
             token_ids: vec![3, 4 + (id % 16) as u32],
-            columns: Arc::default(),
+            columns: Arc::new(
+                [("prompt", json!("a")), ("privileged_context", json!("b"))]
+                    .map(|(name, value)| (name.to_owned(), value))
+                    .into_iter()
+                    .collect(),
+            ),
         };
         let parts = TrainerParts {
             preflight: self.preflight()?,

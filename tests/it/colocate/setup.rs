@@ -123,6 +123,7 @@ pub fn update_options() -> UpdateOptions {
         loss: LossConfig::default(),
         loss_function: None,
         entropy_control: EntropyControl::default(),
+        teaches_itself: false,
         router_aux_loss_coef: None,
         max_token_age: 0,
         exact: false,

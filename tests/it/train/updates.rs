@@ -55,26 +55,13 @@ fn check(golden: &Value, case: &Value, (world, mesh): (&Arc<World>, &Mesh), max_
     let (size, rank) = (world.size(), world.rank());
     let what = format!("{} {} on {size} ranks, {max_tokens_per_micro_batch} tokens", case["name"], case["layout"]);
     let mesh = mesh.clone();
-    let spec = Arc::new(ModelSpec::from_folder(Path::new(MODEL)).unwrap());
-    let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
-    let files = WeightFiles::open(MODEL, spec).unwrap();
-    let weights = |layout: &UnitLayout| files.read_unit(layout, Kind::Double);
     let config = &case["config"];
     let number = |key: &str| config[key].as_f64();
-    let kind = Kind::Double;
-    let network = NetworkOptions { kind, residual: kind, device: Device::Cpu, format: &Plain };
-    let options = PolicyOptions {
-        stage: 2,
-        network,
-        gradient_checkpointing: GradientCheckpointing::None,
-        optim: Optim::AdamW,
-        adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: number("adam_epsilon").unwrap(), weight_decay: 0.0 },
-        gradients: GradientOptions::default(),
-    };
-    let policy = Policy::with_home(table.clone(), &mesh, options, OptimizerHome::Resident, &weights).unwrap();
+    let DemoModel { policy, table, files } = DemoModel::open(&mesh, number("adam_epsilon").unwrap());
+    let weights = |layout: &UnitLayout| files.read_unit(layout, Kind::Double);
     let before = unpadded(&table, |unit| policy.unit_weights(unit).unwrap());
     let beta = number("beta").unwrap_or(0.0);
-    let reference = (beta > 0.0).then(|| Reference::new(table.clone(), &mesh, network, &weights).unwrap());
+    let reference = (beta > 0.0).then(|| Reference::new(table.clone(), &mesh, NETWORK, &weights).unwrap());
     let mut learner = Learner::new(world.clone(), mesh, policy, reference);
 
     let is_masking = config["mask_truncated_completions"] == true;
@@ -98,6 +85,7 @@ fn check(golden: &Value, case: &Value, (world, mesh): (&Arc<World>, &Mesh), max_
         },
         loss_function: None,
         entropy_control: EntropyControl::default(),
+        teaches_itself: false,
         router_aux_loss_coef: None,
         max_token_age: 0,
         exact: false,
@@ -129,9 +117,49 @@ fn check(golden: &Value, case: &Value, (world, mesh): (&Arc<World>, &Mesh), max_
     near(loss[0], &case["loss"], 0.1, "loss");
     near(outcome.grad_norm, &case["grad_norm"], 0.0, "gradient norm");
     let after = unpadded(&table, |unit| learner.policy().unit_weights(unit).unwrap());
+    check_changes(case, &table, (&before, &after), &near);
+}
+
+/// The demo's model in float64.
+pub(super) struct DemoModel {
+    pub policy: Policy,
+    pub table: Arc<ParamTable>,
+    pub files: WeightFiles,
+}
+
+const NETWORK: NetworkOptions =
+    NetworkOptions { kind: Kind::Double, residual: Kind::Double, device: Device::Cpu, format: &Plain };
+
+impl DemoModel {
+    pub fn open(mesh: &Mesh, adam_epsilon: f64) -> Self {
+        let spec = Arc::new(ModelSpec::from_folder(Path::new(MODEL)).unwrap());
+        let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
+        let files = WeightFiles::open(MODEL, spec).unwrap();
+        let options = PolicyOptions {
+            stage: 2,
+            network: NETWORK,
+            gradient_checkpointing: GradientCheckpointing::None,
+            optim: Optim::AdamW,
+            adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: adam_epsilon, weight_decay: 0.0 },
+            gradients: GradientOptions::default(),
+        };
+        let weights = |layout: &UnitLayout| files.read_unit(layout, Kind::Double);
+        let policy = Policy::with_home(table.clone(), mesh, options, OptimizerHome::Resident, &weights).unwrap();
+        Self { policy, table, files }
+    }
+}
+
+/// Sum and norm of the change of each layer's weights, and of all others', are a case's. `near` compares a number with an expected one at
+/// a scale.
+pub(super) fn check_changes(
+    case: &Value,
+    table: &ParamTable,
+    (before, after): (&[Vec<f64>], &[Vec<f64>]),
+    near: &dyn Fn(f64, &Value, f64, &str),
+) {
     let units = table.units.iter().flat_map(|layout| layout.params.iter().map(|_| layout.unit));
     let changes: Vec<(Unit, Vec<f64>)> = units
-        .zip(before.iter().zip(&after))
+        .zip(before.iter().zip(after))
         .map(|(unit, (before, after))| (unit, before.iter().zip(after).map(|(before, after)| after - before).collect()))
         .collect();
     for (layer, expected) in case["changes"].as_object().unwrap() {
