@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the recipes of configs/environments with the packages themselves, at least 50 episodes of each hub, and compares rewards with those that the
-# package gives for the same texts. Needs a built program, PyPI and a quarter of an hour of two cores.
+# Runs the recipes of configs/environments with the packages themselves, at least 50 episodes of each hub, and compares rewards of reasoning-gym with
+# those that the package gives for the same texts. Needs a built program, PyPI and half an hour of two cores.
 #   scripts/environments.sh [HUB..]    # reasoning_gym openenv verifiers, unless some are named
 # PROGRAM names the program (target/debug/colo-grpo), PYTHON a Python of 3.11 or newer, WORK a folder to keep. verifiers' game needs the words of nltk: where
 # they are not in NLTK_DATA and cannot be downloaded, its part says so and fails.
