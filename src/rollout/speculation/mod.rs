@@ -17,9 +17,12 @@ mod drafts;
 mod earlier;
 mod index;
 mod injection;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
 use self::acceptance::Acceptance;
 use self::control::Controller;
@@ -34,8 +37,10 @@ use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 
 /// Rows that a decode step has room for at least, where there are drafts.
 const LEAST_ROWS: usize = 64;
-/// Tokens of a completion between two looks at what would be drafted, while nothing is.
+/// Tokens of a completion between two looks at what would be drafted.
 const LOOK_EVERY: usize = 16;
+/// Probability of a draft token from which `ngram`, which knows no times, computes a row for it.
+const LEAST_PROBABILITY: f64 = 0.2;
 
 /// How draft tokens are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,17 +144,7 @@ impl Speculator {
     pub(super) fn begin(&mut self, request: usize, prompt: &[u32]) {
         let key = prompt_key(prompt);
         self.prompts.insert(request, key);
-        let group = self.groups.entry(key).or_insert_with(|| {
-            let mut index = DraftIndex::default();
-            let text = index.begin(&[]);
-            index.extend(text, prompt);
-            for completion in self.earlier.of(key).iter().rev() {
-                let text = index.begin(prompt);
-                index.extend(text, completion);
-            }
-            TextGroup { index, ..TextGroup::default() }
-        });
-        group.num_requests += 1;
+        self.groups.entry(key).or_default().num_requests += 1;
     }
 
     /// A request is complete, or removed: its completions are remembered as far as they are known.
@@ -167,8 +162,14 @@ impl Speculator {
     /// A completion has new tokens.
     pub(super) fn observe(&mut self, text: DraftedText) {
         let Some(group) = self.prompts.get(&text.request).and_then(|key| self.groups.get_mut(key)) else { return };
+        let (prompt, completion) = text.token_ids.split_at(text.prompt_len);
+        if completion.is_empty() {
+            return; // it waits: nothing is indexed for it yet
+        }
+        if group.texts.is_empty() {
+            group.begin(prompt, self.earlier.of(self.prompts[&text.request]));
+        }
         let own = group.own(text);
-        let completion = &text.token_ids[text.prompt_len..];
         let new = &completion[own.num_indexed.min(completion.len())..];
         let (number, looked) = (own.number, own.looked.take());
         own.num_indexed = completion.len();
@@ -177,8 +178,9 @@ impl Speculator {
             group.own(text).looked = goes_on;
         }
         group.index.extend(number, new);
-        let is_time = self.options.method == Speculation::Auto && !self.drafts_now;
-        if is_time && completion.len().is_multiple_of(LOOK_EVERY) {
+        // A step with drafts that pay is a look itself; what `ngram` leaves out is looked at all the same.
+        let is_unseen = self.options.method != Speculation::Auto || !self.drafts_now;
+        if is_unseen && completion.len().is_multiple_of(LOOK_EVERY) {
             let drafts = group.index.drafts(number, self.options.num_tokens);
             self.controller.look(&self.acceptance.of_rows(&drafts));
             let own = group.own(text);
@@ -207,6 +209,9 @@ impl Speculator {
         };
         let mut rows: Vec<(f64, usize)> = probabilities.iter().enumerate().flat_map(of_sequence).collect();
         rows.sort_by(|(a, _), (b, _)| b.total_cmp(a)); // stable: of a sequence the first tokens stay the first
+        if self.options.method == Speculation::Ngram && self.injection.is_none() {
+            rows.retain(|(probability, _)| *probability >= LEAST_PROBABILITY);
+        }
         if self.options.method == Speculation::Auto && self.injection.is_none() {
             probabilities.iter().for_each(|rows| self.controller.look(rows));
             let probabilities: Vec<f64> = rows.iter().map(|(probability, _)| *probability).collect();
@@ -224,6 +229,9 @@ impl Speculator {
         if let Some(injection) = &self.injection {
             let token_ids = injection.drafts(prompt_id, key_sample, text.token_ids, most);
             return Drafts { token_ids, matched: 0 };
+        }
+        if text.token_ids.len() == text.prompt_len {
+            return Drafts::default();
         }
         self.observe(text);
         let group = self.prompts.get(&text.request).and_then(|key| self.groups.get_mut(key));
@@ -271,6 +279,16 @@ impl Speculator {
 }
 
 impl TextGroup {
+    /// Indexes what is known of a prompt.
+    fn begin(&mut self, prompt: &[u32], earlier: &[Arc<[u32]>]) {
+        let text = self.index.begin(&[]);
+        self.index.extend(text, prompt);
+        for completion in earlier.iter().rev() {
+            let text = self.index.begin(prompt);
+            self.index.extend(text, completion);
+        }
+    }
+
     fn own(&mut self, text: DraftedText) -> &mut OwnText {
         let index = &mut self.index;
         self.texts.entry((text.request, text.sample)).or_insert_with(|| {

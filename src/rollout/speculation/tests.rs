@@ -1,0 +1,76 @@
+use super::*;
+use crate::ranks::testing;
+
+const PROMPT: [u32; 4] = [7, 8, 9, 1];
+
+fn speculator(method: Speculation) -> Speculator {
+    Speculator::new(SpeculationOptions { method, num_tokens: 3 }).unwrap()
+}
+
+/// A completion behind the prompt.
+fn tokens(completion: &[u32]) -> Vec<u32> {
+    [&PROMPT, completion].concat()
+}
+
+fn text(request: usize, sample: usize, token_ids: &[u32]) -> DraftedText<'_> {
+    DraftedText { request, sample, token_ids, prompt_len: PROMPT.len() }
+}
+
+fn drafts(speculator: &mut Speculator, text: DraftedText, most_rows: usize) -> Vec<u32> {
+    let request = DraftRequest { text, prompt_id: 0, key_sample: 0, most: 9 };
+    speculator.drafts(&[request], most_rows).remove(0).token_ids
+}
+
+#[test]
+fn the_prompt_and_other_completions_of_it_are_drafted_from() {
+    let mut speculator = speculator(Speculation::Ngram);
+    speculator.begin(0, &PROMPT);
+    speculator.begin(1, &PROMPT); // another request of the same prompt
+    speculator.observe(text(0, 0, &tokens(&[2, 3, 4, 5, 6])));
+    assert_eq!(drafts(&mut speculator, text(1, 0, &tokens(&[2, 3])), 9), [4, 5, 6]);
+    assert_eq!(drafts(&mut speculator, text(1, 0, &tokens(&[2, 3, 7, 8])), 9), [9, 1], "to the end of the prompt");
+    assert_eq!(drafts(&mut speculator, text(0, 1, &tokens(&[2, 3])), 1).len(), 1, "one row is left");
+    assert!(drafts(&mut speculator, text(0, 2, &tokens(&[5, 2])), 9).is_empty(), "this did not occur before");
+}
+
+#[test]
+fn completions_are_remembered_until_the_prompt_comes_again() {
+    let mut speculator = speculator(Speculation::Ngram);
+    speculator.begin(0, &PROMPT);
+    speculator.observe(text(0, 0, &tokens(&[2, 3, 4, 5])));
+    speculator.end(0, [[2, 3, 4, 5].as_slice()].into_iter());
+    assert!(speculator.groups.is_empty() && speculator.prompts.is_empty());
+    let mut speculator = speculator.close();
+    speculator.begin(0, &PROMPT);
+    assert!(speculator.groups.values().all(|group| group.texts.is_empty()), "nothing is indexed for what waits");
+    assert_eq!(drafts(&mut speculator, text(0, 0, &tokens(&[2, 3])), 9), [4, 5]);
+}
+
+#[test]
+fn drafts_that_are_never_drawn_are_left_out_until_they_would_be() {
+    let mut speculator = speculator(Speculation::Ngram);
+    speculator.begin(0, &PROMPT);
+    speculator.observe(text(0, 0, &tokens(&[2, 3, 4, 5, 6])));
+    let ends = tokens(&[2, 3]); // all of which occurred before
+    let wrong = Drafts { token_ids: vec![4], matched: ends.len() };
+    (0..100).for_each(|_| speculator.note(&wrong, 0));
+    assert!(drafts(&mut speculator, text(0, 1, &ends), 9).is_empty());
+    (0..100).for_each(|_| speculator.note(&wrong, 1));
+    assert!(!drafts(&mut speculator, text(0, 1, &ends), 9).is_empty());
+}
+
+#[test]
+fn ranks_that_have_learned_different_things_forget_them() {
+    let learned = |differs: bool| {
+        let of_ranks = testing::threads(2, |all| {
+            let mut speculator = speculator(Speculation::Auto);
+            let tokens = [1 + u32::from(differs && all.rank() == 1)];
+            speculator.begin(0, &PROMPT);
+            speculator.end(0, [tokens.as_slice()].into_iter());
+            let agreed = speculator.agree(all.as_ref()).unwrap();
+            agreed.earlier.of(prompt_key(&PROMPT)).len()
+        });
+        (of_ranks[0], of_ranks[1])
+    };
+    assert_eq!((learned(false), learned(true)), ((1, 1), (0, 0)));
+}
