@@ -58,7 +58,7 @@ impl DataConfig {
     pub(super) fn check(&self) -> Result<()> {
         let (num_weights, num_entries) = (self.train_file_weights.len(), self.train_file.0.len());
         let fits = num_weights == 0 || num_weights == num_entries;
-        let expected = format!("one weight for each of the {num_entries} entries of train_file, or none");
+        let expected = format!("one weight for each of the {num_entries} entries of train_file, or []");
         check("train_file_weights", format!("{:?}", self.train_file_weights), fits, expected)
     }
 

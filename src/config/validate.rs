@@ -83,7 +83,7 @@ impl Config {
 
     fn check_weights(&self) -> Result<()> {
         let (weights, num_rewards) = (&self.reward_weights, self.reward_funcs.len());
-        let expected = format!("one weight for each of the {num_rewards} reward_funcs, or none");
+        let expected = format!("one weight for each of the {num_rewards} reward_funcs, or [] for 1 each");
         let fits = weights.is_empty() || weights.len() == num_rewards;
         check("reward_weights", format!("{weights:?}"), fits, expected)
     }
