@@ -417,5 +417,7 @@ choices! {
         Pythonic = "pythonic",
         /// `[TOOL_CALLS][{"name": .., "arguments": {..}}]` or `[TOOL_CALLS]name{..}`: Mistral.
         Mistral = "mistral",
+        /// `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5.
+        Glm45 = "glm45",
     }
 }

@@ -6,8 +6,10 @@
 //! | `thoughts` | where a thought begins and ends: calls are looked for outside of thoughts alone |
 //! | `json` | `hermes`, `llama3_json`, `mistral`: calls are JSON |
 //! | `xml` | `qwen3_xml`: a tag for each argument |
+//! | `glm` | `glm45`: two tags for each argument |
 //! | `pythonic` | `pythonic`: a list of Python calls |
 
+mod glm;
 mod json;
 mod pythonic;
 #[cfg(test)]
@@ -49,7 +51,8 @@ impl ToolCallParser {
         let rules = [
             (has("[TOOL_CALLS]"), Self::Mistral),
             (has("<function=") && has("<parameter="), Self::Qwen3Xml),
-            (has("<tool_call>") && !has("<arg_key>"), Self::Hermes),
+            (has("<tool_call>") && has("<arg_key>"), Self::Glm45),
+            (has("<tool_call>"), Self::Hermes),
             (has("func_name1(") || has("params_name1="), Self::Pythonic),
             (has("<|python_tag|>") || has(r#"{"name": function name, "parameters":"#), Self::Llama3Json),
         ];
@@ -59,7 +62,7 @@ impl ToolCallParser {
     /// Texts that a call begins with. Some are special tokens in their models' vocabularies, which a decoder may leave out.
     pub fn markers(self) -> &'static [&'static str] {
         match self {
-            Self::Hermes => &["<tool_call>"],
+            Self::Hermes | Self::Glm45 => &["<tool_call>"],
             Self::Qwen3Xml => &["<tool_call>", "<function="],
             Self::Llama3Json => &["<|python_tag|>", "{"],
             Self::Pythonic => &["["],
@@ -82,6 +85,7 @@ impl ToolCallParser {
         let parsed = match self {
             Self::Hermes => blocks(text, thought, self, &|at| json::hermes(text, at)),
             Self::Qwen3Xml => blocks(text, thought, self, &|at| xml::call(text, at, tools)),
+            Self::Glm45 => blocks(text, thought, self, &|at| glm::call(text, at, tools)),
             Self::Llama3Json => blocks(text, thought, self, &|at| json::llama3(text, at)),
             Self::Mistral => blocks(text, thought, self, &|at| json::mistral(text, at)),
             Self::Pythonic => pythonic_list(text, thought),

@@ -165,12 +165,44 @@ fn mistral_writes_a_list_or_names() {
     }
 }
 
+/// The format of GLM-4.5's template: texts as they are, all else as JSON.
+#[test]
+fn glm45_writes_two_tags_for_an_argument() {
+    let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}});
+    let tools = json!([{"function": {"name": "weather", "parameters": {"properties": properties}}}]);
+    let argument = |key: &str, value: &str| format!("<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n");
+    let call = |arguments: &[String]| format!("Let me see.\n<tool_call>weather\n{}</tool_call>", arguments.concat());
+    let parse = |arguments: &[String]| ToolCallParser::Glm45.parse(&call(arguments), &tools, None);
+    let parsed = parse(&[
+        argument("city", "7"),
+        argument("days", "7"),
+        argument("more", "[1, \"x\"]"),
+        argument("note", "it's </arg_value> it"),
+    ]);
+    assert_eq!(parsed.content, "Let me see.\n");
+    let expected = json!({"city": "7", "days": 7, "more": [1, "x"], "note": "it's </arg_value> it"});
+    assert_eq!((parsed.tool_calls[0].name.as_str(), &parsed.tool_calls[0].arguments), ("weather", &expected));
+    assert_eq!(parse(&[]).tool_calls[0].arguments, json!({}));
+    let two = call(&[argument("city", "Oslo")]).repeat(2);
+    assert_eq!(ToolCallParser::Glm45.parse(&two, &tools, None).tool_calls.len(), 2);
+    for wrong in [
+        "<tool_call>f\n<arg_key>a</arg_key>",
+        "<tool_call>\n</tool_call>",
+        "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>",
+        "<tool_call>f",
+    ] {
+        let parsed = ToolCallParser::Glm45.parse(wrong, &Value::Null, None);
+        assert!(parsed.tool_calls.is_empty() && parsed.error.is_some() && parsed.content == wrong, "{wrong}");
+    }
+}
+
 /// Whatever has been said so far, what is sent as content is never taken back.
 #[test]
 fn content_is_certain_before_a_call_begins() {
     for (parser, text, content) in [
         (ToolCallParser::Hermes, "2 < 3: <tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>", "2 < 3: "),
         (ToolCallParser::Qwen3Xml, "é <function=f></function>", "é "),
+        (ToolCallParser::Glm45, "é <tool_call>f\n</tool_call>", "é "),
         (ToolCallParser::Llama3Json, "<|python_tag|>{\"name\": \"f\", \"parameters\": {}}", ""),
         (ToolCallParser::Mistral, "Hi [ [TOOL_CALLS]f{}", "Hi [ "),
         (ToolCallParser::Pythonic, " [f()]", ""),
@@ -185,12 +217,17 @@ fn content_is_certain_before_a_call_begins() {
 }
 
 /// A call of `f` in the format of each parser, and a mark of it that has no end.
-const CALLS: [(ToolCallParser, &str, &str); 5] = [
+const CALLS: [(ToolCallParser, &str, &str); 6] = [
     (ToolCallParser::Hermes, "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1}}\n</tool_call>", "<tool_call>"),
     (
         ToolCallParser::Qwen3Xml,
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
         "<function=f>",
+    ),
+    (
+        ToolCallParser::Glm45,
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "<tool_call>",
     ),
     (ToolCallParser::Llama3Json, "{\"name\": \"f\", \"parameters\": {\"a\": 1}}", "{"),
     (ToolCallParser::Pythonic, "[f(a=1)]", "["),
@@ -297,6 +334,7 @@ fn long_integers_are_no_arguments() {
             let text = call
                 .replace(": 1}", &format!(": {number}}}"))
                 .replace("=1", &format!("={number}"))
+                .replace(">1<", &format!(">{number}<"))
                 .replace("\n1\n", number);
             let parsed = parser.parse(&text, &tools, None);
             match is_read {
@@ -319,7 +357,7 @@ fn a_template_shows_its_format() {
         ("{{ '[TOOL_CALLS] [' }}", Some(ToolCallParser::Mistral)),
         ("[func_name1(params_name1=params_value1)]", Some(ToolCallParser::Pythonic)),
         ("{{ '<|python_tag|>' }}", Some(ToolCallParser::Llama3Json)),
-        ("<tool_call>name\n<arg_key>x</arg_key>", None), // GLM's own
+        ("<tool_call>name\n<arg_key>x</arg_key>", Some(ToolCallParser::Glm45)),
         ("{{ messages }}", None),
     ] {
         assert_eq!(ToolCallParser::of_template(source), parser, "{source}");

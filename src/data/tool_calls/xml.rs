@@ -66,7 +66,7 @@ fn value(text: &str) -> (&str, &str) {
 }
 
 /// The type that a tool's schema gives a parameter.
-fn schema_type<'a>(function: &str, parameter: &str, tools: &'a Value) -> Option<&'a str> {
+pub(super) fn schema_type<'a>(function: &str, parameter: &str, tools: &'a Value) -> Option<&'a str> {
     let functions = tools.as_array()?.iter().map(|tool| tool.get("function").unwrap_or(tool));
     let schema = functions.filter(|tool| tool["name"] == function).find_map(|tool| {
         let properties = tool["parameters"].get("properties").unwrap_or(&tool["parameters"]);
@@ -77,7 +77,7 @@ fn schema_type<'a>(function: &str, parameter: &str, tools: &'a Value) -> Option<
 }
 
 /// A value by its type; the text itself where it is no value of that type, as in vLLM.
-fn typed(text: &str, kind: Option<&str>) -> Result<Value, String> {
+pub(super) fn typed(text: &str, kind: Option<&str>) -> Result<Value, String> {
     let word = text.trim();
     if word.eq_ignore_ascii_case("null") {
         return Ok(Value::Null);
