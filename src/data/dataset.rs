@@ -8,7 +8,8 @@ use serde_json::{Map, Value};
 
 use super::Message;
 use super::Tokenizer;
-use super::rows::{ChatFormat, DataRow, RawPrompt, read_rows};
+use super::prompt_text::ChatFormat;
+use super::rows::{DataRow, RawPrompt, read_rows};
 use super::sampler::splitmix64;
 use super::schemas::ToolSchemas;
 use super::sources::RowSources;

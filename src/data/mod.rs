@@ -27,6 +27,7 @@ pub(crate) mod hub;
 mod messages;
 mod numbers;
 mod parquet;
+mod prompt_text;
 mod rows;
 mod sampler;
 mod schemas;

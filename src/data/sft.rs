@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::dataset::{copies, is_much, quoted};
-use super::rows::{ChatFormat, DataRow, RawExample, RawPrompt, read_rows};
+use super::prompt_text::ChatFormat;
+use super::rows::{DataRow, RawExample, RawPrompt, read_rows};
 use super::sources::RowSources;
 use super::{DatasetOptions, Message, Tokenizer, ToolSchemas};
 use crate::error::{Error, Result};

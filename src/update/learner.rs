@@ -334,8 +334,7 @@ impl Learner {
         }
     }
 
-    /// The entropy term of the update's objective. Where it is over the tokens of highest entropy, a pass finds out which those
-    /// of
+    /// The entropy term of the update's objective. Where it is over the tokens of highest entropy, a pass finds out which those of
     /// all ranks are; collective.
     fn entropy_term(
         &mut self,
@@ -358,8 +357,9 @@ impl Learner {
                 }
             }
             let all = all_gather_bytes(&*self.mesh.world, &own)?.concat();
-            let entropies = all.chunks_exact(4).map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]));
-            Ok(Some(EntropyTerm::of_highest(entropies.collect(), config.objective.top_entropy_quantile, coef)))
+            let words = all.as_chunks().0.iter();
+            let entropies = words.map(|word| f32::from_le_bytes(*word)).collect();
+            Ok(Some(EntropyTerm::of_highest(entropies, config.objective.top_entropy_quantile, coef)))
         })
     }
 
