@@ -72,6 +72,7 @@ sources! {
     SEEN = "seen.cu",
     SUMS = "sums.cu",
     SWIGLU = "swiglu.cu",
+    TILED_ATTENTION = "tiled_attention.cu",
     WIDE_PRODUCT = "wide_product.cu",
 }
 

@@ -17,10 +17,31 @@ struct Part {
     __device__ __forceinline__ void write(bf16* to) const {
         Pack<bf16, N> packed;
 #pragma unroll
-        for (int k = 0; k < N; ++k) narrow(sum == 0.0f ? 0.0f : out[k] / sum, packed.at[k]);  // a sum that is NaN stays one
+        for (int k = 0; k < N; ++k)  // a sum that is NaN stays one; zeros have no sign, whatever parts of no weight were added
+            narrow(sum == 0.0f ? 0.0f : __fadd_rn(out[k] / sum, 0.0f), packed.at[k]);
         *reinterpret_cast<Pack<bf16, N>*>(to) = packed;
     }
 };
+
+// What the parts so far and the next one weigh in their sum.
+struct Fold {
+    float shrink, weight;
+
+    __device__ __forceinline__ float of(float all, float next) const { return __fmaf_rn(next, weight, __fmul_rn(all, shrink)); }
+};
+
+// Takes the next part of a row in: parts are added one after the other.
+__device__ __forceinline__ Fold fold(float& peak, float& sum, float next_peak, float next_sum) {
+    const float higher = fmaxf(peak, next_peak);
+    const Fold both = {exp2_fast(__fsub_rn(peak, higher)), exp2_fast(__fsub_rn(next_peak, higher))};
+    peak = higher, sum = both.of(sum, next_sum);
+    return both;
+}
+
+// What a warp's part weighs beside the highest.
+__device__ __forceinline__ float share_of(float peak, float highest) {
+    return highest == -INFINITY ? 0.0f : exp2_fast(__fsub_rn(peak, highest));
+}
 
 // The row's partial results, in order; the one of place `own` is at hand and not read.
 template <int HD, int N>
@@ -30,7 +51,6 @@ __device__ __forceinline__ Part<N> merge(const Partial<HD>* partials, int count,
     Part<N> all;
     for (int first = 0; first < count; first += AT_ONCE) {
         Part<N> parts[AT_ONCE];
-        float higher = all.peak;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             if (first + i >= count) continue;
@@ -46,17 +66,10 @@ __device__ __forceinline__ Part<N> merge(const Partial<HD>* partials, int count,
             }
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) higher = fmaxf(higher, parts[i].peak);
-        const float shrink = exp2_fast(all.peak - higher);
-        all.peak = higher, all.sum *= shrink;
+        for (int i = 0; i < AT_ONCE; ++i) {  // one that is not there has no weight
+            const Fold next = fold(all.peak, all.sum, parts[i].peak, parts[i].sum);
 #pragma unroll
-        for (int k = 0; k < N; ++k) all.out[k] *= shrink;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const float weight = exp2_fast(parts[i].peak - higher);
-            all.sum += parts[i].sum * weight;
-#pragma unroll
-            for (int k = 0; k < N; ++k) all.out[k] += parts[i].out[k] * weight;
+            for (int k = 0; k < N; ++k) all.out[k] = next.of(all.out[k], parts[i].out[k]);
         }
     }
     return all;
@@ -72,10 +85,10 @@ __device__ __forceinline__ Part<N> merge_warps(const float (&outs)[WARPS][COLUMN
     for (int warp = 0; warp < WARPS; ++warp) all.peak = fmaxf(all.peak, peaks[warp][head]);
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {
-        const float weight = all.peak == -INFINITY ? 0.0f : exp2_fast(peaks[warp][head] - all.peak);
-        all.sum += sums[warp][head] * weight;
+        const float weight = share_of(peaks[warp][head], all.peak);
+        all.sum = __fmaf_rn(sums[warp][head], weight, all.sum);
 #pragma unroll
-        for (int k = 0; k < N; ++k) all.out[k] += outs[warp][head][column + k] * weight;
+        for (int k = 0; k < N; ++k) all.out[k] = __fmaf_rn(outs[warp][head][column + k], weight, all.out[k]);
     }
     return all;
 }

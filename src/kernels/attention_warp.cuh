@@ -59,6 +59,36 @@ __device__ __forceinline__ float quad_max(float top) {
     return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
 }
 
+// A head's score of the halves of its sum. Where bits are told apart, roundings are written out: a compiler may contract them otherwise.
+__device__ __forceinline__ float scaled(float even, float odd, float scale) { return __fmul_rn(__fadd_rn(even, odd), scale); }
+
+// The largest score of a head over this lane's quad.
+template <int U>
+__device__ __forceinline__ float top_of(const float (&s)[U][4]) {
+    float top = s[0][0];
+#pragma unroll
+    for (int k = 1; k < 4 * U; ++k) top = fmaxf(top, s[k / 4][k % 4]);
+    return quad_max(top);
+}
+
+// Scores to weights against `peak`, in the layout of the second product, and their sum.
+template <int U>
+__device__ __forceinline__ void weigh_units(float (&s)[U][4], float peak, float& sum, unsigned (&weights)[U][2]) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) s[u][k] = exp2_fast(__fsub_rn(s[u][k], peak));
+        sum = __fadd_rn(sum, __fadd_rn(__fadd_rn(s[u][0], s[u][1]), __fadd_rn(s[u][2], s[u][3])));
+        weights[u][0] = pack(s[u][0], s[u][1]), weights[u][1] = pack(s[u][2], s[u][3]);
+    }
+}
+
+// The sum over a quad, the same in its lanes.
+__device__ __forceinline__ float quad_sum(float sum) {
+    const float total = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+    return __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+}
+
 // Maxima that include `top`: what was summed so far weighs less by them.
 template <int M, int PAIRS>
 __device__ __forceinline__ void raise(float (&out)[M][PAIRS][4], float (&peak)[M], float (&sum)[M], const float (&top)[M],
@@ -67,7 +97,7 @@ __device__ __forceinline__ void raise(float (&out)[M][PAIRS][4], float (&peak)[M
 #pragma unroll
     for (int m = 0; m < M; ++m) {
         const float higher = fmaxf(peak[m], top[m]), shrink = exp2_fast(peak[m] - higher);
-        peak[m] = higher, sum[m] *= shrink;
+        peak[m] = higher, sum[m] = __fmul_rn(sum[m], shrink);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const float own = __shfl_sync(~0u, shrink, (2 * (lane % 4) + k) * 4);  // of head 2 c + k
@@ -188,7 +218,7 @@ struct Warp {
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int k = 0; k < 2; ++k) s[m][u][2 * t + k] = (even[2 * m + k] + odd[2 * m + k]) * scale;
+                    for (int k = 0; k < 2; ++k) s[m][u][2 * t + k] = scaled(even[2 * m + k], odd[2 * m + k], scale);
             }
     }
 
@@ -198,22 +228,12 @@ struct Warp {
         bool is_higher = false;
 #pragma unroll
         for (int m = 0; m < M; ++m) {
-            top[m] = s[m][0][0];
-#pragma unroll
-            for (int k = 1; k < 4 * U; ++k) top[m] = fmaxf(top[m], s[m][k / 4][k % 4]);
-            top[m] = quad_max(top[m]);
+            top[m] = top_of(s[m]);
             is_higher |= top[m] > peak[m];
         }
         raise(out, peak, sum, top, is_higher, lane);
 #pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int u = 0; u < U; ++u) {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) s[m][u][k] = exp2_fast(s[m][u][k] - peak[m]);
-                sum[m] += (s[m][u][0] + s[m][u][1]) + (s[m][u][2] + s[m][u][3]);
-                weights[m][u][0] = pack(s[m][u][0], s[m][u][1]), weights[m][u][1] = pack(s[m][u][2], s[m][u][3]);
-            }
+        for (int m = 0; m < M; ++m) weigh_units(s[m], peak[m], sum[m], weights[m]);
     }
 
     __device__ __forceinline__ void accumulate(const unsigned (&weights)[M][U][2]) {
@@ -305,8 +325,7 @@ struct Warp {
     // out, peak and sum of a member as rows of heads: [8][stride], [8], [8].
     __device__ __forceinline__ void store(int m, float* to, int stride, float* peaks, float* sums) const {
         const int r = lane / 4, c = lane % 4;
-        float total = sum[m] + __shfl_xor_sync(~0u, sum[m], 1);
-        total += __shfl_xor_sync(~0u, total, 2);
+        const float total = quad_sum(sum[m]);
         if (c == 0) peaks[r] = peak[m], sums[r] = total;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {

@@ -2,6 +2,8 @@
 //! JSON line each.
 
 use colo_grpo::internal::cuda::{Context, Products, Tuning, kernels};
+use colo_grpo::internal::ops::attention::{Bounds, PackedLayout, SharedBounds, packed_forward};
+use colo_grpo::internal::ops::exact::{ExactAttention, SPLIT_TOKENS};
 use colo_grpo::internal::torch;
 use serde_json::json;
 use tch::{Kind, Tensor};
@@ -95,6 +97,94 @@ fn gpu_exact_rows_do_not_see_their_batch() {
         assert!(sums.to_kind(Kind::BFloat16).equal(&all), "{features} x {k}");
     }
     torch::release_memory(GPU).unwrap();
+}
+
+/// Attention of the last `q.size()[0]` tokens of a sequence, one by one by the kernel of decode steps.
+fn by_row([q, k, v]: [&Tensor; 3], window: Option<usize>, scale: f64) -> Tensor {
+    let ([rows, heads, hd], [len, kv_heads, _]) = (q.size()[..].try_into().unwrap(), k.size()[..].try_into().unwrap());
+    let (rows, heads, hd, len, kv_heads): (i64, i64, i64, i64, i64) = (rows, heads, hd, len, kv_heads);
+    let blocks = (len + 15) / 16;
+    let cache = |t: &Tensor| {
+        let padded = t.constant_pad_nd([0, 0, 0, 0, 0, blocks * 16 - len]);
+        padded.view([blocks, 16, kv_heads, hd]).transpose(1, 2).contiguous()
+    };
+    let shape = kernels::AttentionShape {
+        num_heads: heads as usize,
+        num_kv_heads: kv_heads as usize,
+        head_dim: hd as usize,
+        block_size: 16,
+        sliding_window: window,
+        scale,
+    };
+    let options = (Kind::BFloat16, GPU);
+    let plan = kernels::AttentionPlan::new(shape, options, rows as usize, blocks as usize, Some(SPLIT_TOKENS)).unwrap();
+    let lens = Tensor::arange_start(len - rows + 1, len + 1, (Kind::Int, GPU));
+    let tables = Tensor::arange(blocks, (Kind::Int, GPU)).repeat([rows, 1]);
+    plan.update(&lens, None).unwrap();
+    let mut o = q.empty_like();
+    kernels::paged_attention(&plan, &q.contiguous(), &cache(k), &cache(v), &tables, &lens, &mut o).unwrap();
+    o
+}
+
+/// A row's attention has the bits of a decode step, whatever stands beside it and wherever its context ends or begins; the log-sum-exp is
+/// what a backward expects.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_attention_in_tiles_has_the_bits_of_decode_steps() {
+    kernels::prepare(0, 1).unwrap();
+    let (prompts, completions) = (vec![0, 20, 36, 536], vec![536, 539, 559, 561, 1300, 1301, 1600]);
+    let groups = vec![536, 559, 561, 1600];
+    let of_group = [0, 0, 1, 2, 2, 2];
+    let shared = Bounds::Shared(SharedBounds { prompts: prompts.clone(), groups, completions: completions.clone() });
+    let separate = vec![0, 1, 17, 80, 335, 591, 848, 3900];
+    let row_ranges = |bounds: &[i64]| bounds.windows(2).map(|pair| (pair[0], pair[1])).collect::<Vec<_>>();
+    let of_completions = row_ranges(&completions).into_iter().zip(of_group).map(|(own, group)| {
+        let prompt = (prompts[group], prompts[group + 1]);
+        (Some(prompt), own)
+    });
+    let alone = |bounds: &[i64]| row_ranges(bounds).into_iter().map(|own| (None, own)).collect::<Vec<_>>();
+    let cases = [
+        (shared, alone(&prompts).into_iter().chain(of_completions).collect::<Vec<_>>()),
+        (Bounds::Separate(separate.clone()), alone(&separate)),
+    ];
+    for (bounds, sequences) in &cases {
+        let tokens = sequences.iter().map(|(_, own)| own.1).max().unwrap();
+        for (heads, kv_heads, hd) in [(28, 4, 128), (14, 2, 64), (16, 16, 64), (24, 2, 128)] {
+            // Scores of some hundred, so that maxima rise and weights vanish.
+            let wide = |n: i64| {
+                let x = Tensor::randn([tokens, n, hd], (Kind::Float, GPU));
+                let scales = Tensor::randint_low(-3, 4, [tokens, n, 1], (Kind::Float, GPU)).exp2();
+                (x * scales).to_kind(Kind::BFloat16)
+            };
+            let [q, k, v] = [wide(heads), wide(kv_heads), wide(kv_heads)];
+            for window in [None, Some(1), Some(100), Some(512)] {
+                let attention = ExactAttention::new(bounds, window, GPU).unwrap();
+                let layout = PackedLayout::of(bounds, kv_heads as usize, window, GPU);
+                let scale = (hd as f64).powf(-0.5);
+                let found = attention.attend([&q, &k, &v], &layout, scale).unwrap();
+                for &(prompt, (from, to)) in sequences {
+                    let rows = |t: &Tensor, (from, to): (i64, i64)| t.narrow(0, from, to - from);
+                    let context = |t: &Tensor| match prompt {
+                        Some(prompt) => Tensor::cat(&[rows(t, prompt), rows(t, (from, to))], 0),
+                        None => rows(t, (from, to)),
+                    };
+                    let expected = by_row([&rows(&q, (from, to)), &context(&k), &context(&v)], window, scale);
+                    let off = rows(&found.o, (from, to)).ne_tensor(&expected).sum(Kind::Int64).int64_value(&[]);
+                    assert_eq!(
+                        off, 0,
+                        "{heads}/{kv_heads} x {hd}, window {window:?}, rows {from} to {to} behind {prompt:?}"
+                    );
+                }
+                let of_layout = packed_forward(&q, &k, &v, &layout, scale).unwrap();
+                let greatest = of_layout.lse.abs().max().double_value(&[]).max(1.0);
+                let off = (found.lse - of_layout.lse).abs().max().double_value(&[]);
+                assert!(
+                    off < 1e-3 * greatest,
+                    "{heads}/{kv_heads} x {hd}, window {window:?}: log-sum-exp off by {off}"
+                );
+            }
+        }
+    }
 }
 
 /// The metrics of the steps of a run, which must end well.

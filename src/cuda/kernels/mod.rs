@@ -41,6 +41,7 @@ mod seen;
 mod served;
 mod sums;
 mod swiglu;
+mod tiled_attention;
 mod wide_product;
 
 pub use adamw::{AdamWScalars, adamw};
@@ -93,6 +94,7 @@ pub use seen::{mark_seen, note_tokens};
 pub use served::{DecoderSizes, Unserved, unserved};
 pub use sums::{add_columns, add_rows};
 pub use swiglu::{Activation, silu_mul, swiglu_backward, swiglu_forward, swiglu_weighted_backward};
+pub use tiled_attention::{RowTile, tiled_attention, tiled_attention_serves};
 pub(super) use wide_product::wide_product_key;
 pub use wide_product::{
     wide_product_fp8, wide_product_serves, wide_product_silu_mul_fp8, wide_product_silu_mul_serves,
@@ -104,7 +106,7 @@ use super::nvrtc::{KernelSource, compile_all};
 use crate::error::Result;
 
 /// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 42] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 43] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -146,6 +148,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 42] = [
     (seen::SOURCE, seen::NAMES),
     (sums::SOURCE, sums::NAMES),
     (swiglu::SOURCE, swiglu::NAMES),
+    (tiled_attention::SOURCE, tiled_attention::NAMES),
     (wide_product::SOURCE, wide_product::NAMES),
 ];
 

@@ -1,11 +1,14 @@
 //! Attention of one query after the other, over keys that lie in two runs of rows: a prompt's, and the sequence's own behind it.
 
+use std::cell::OnceCell;
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
 use super::dot;
 use super::gpu::PagedRows;
+use super::tiles::TiledRows;
+use crate::cuda::kernels;
 use crate::error::Result;
 use crate::ops::attention::{Attended, Bounds, PackedLayout, SharedBounds, packed_forward};
 use crate::torch::{f32_vec, tensor_on};
@@ -62,7 +65,27 @@ pub struct ExactAttention(AttentionPath);
 #[derive(Debug)]
 enum AttentionPath {
     Host(Vec<VisibleKeys>), // [T]
-    Paged(Box<PagedRows>),
+    Gpu(Box<GpuAttention>),
+}
+
+/// On a GPU rows go in tiles where the kernel for that serves a layer, else one by one over a paged cache.
+#[derive(Debug)]
+struct GpuAttention {
+    tiled: TiledRows,
+    bounds: Bounds,
+    window: Option<usize>,
+    device: Device,
+    paged: OnceCell<PagedRows>,
+}
+
+impl GpuAttention {
+    fn paged(&self) -> Result<&PagedRows> {
+        let made = match self.paged.get() {
+            Some(_) => None,
+            None => Some(PagedRows::new(&self.bounds, self.window, self.device)?),
+        };
+        Ok(self.paged.get_or_init(|| made.expect("made where there was none")))
+    }
 }
 
 impl ExactAttention {
@@ -72,12 +95,19 @@ impl ExactAttention {
     /// [`crate::Error::OutOfMemory`].
     pub fn new(bounds: &Bounds, window: Option<usize>, device: Device) -> Result<Self> {
         Ok(Self(match device {
-            Device::Cuda(_) => AttentionPath::Paged(Box::new(PagedRows::new(bounds, window, device)?)),
+            Device::Cuda(_) => AttentionPath::Gpu(Box::new(GpuAttention {
+                tiled: TiledRows::new(bounds, window, device)?,
+                bounds: bounds.clone(),
+                window,
+                device,
+                paged: OnceCell::new(),
+            })),
             _ => AttentionPath::Host(packed_contexts(bounds, window)),
         }))
     }
 
-    /// Outputs of the exact attention. The log-sum-exp is for a backward; on a GPU it is that of `layout`'s kernels.
+    /// Outputs of the exact attention. The log-sum-exp is for a backward; where a GPU takes rows one by one it is that of `layout`'s
+    /// kernels.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`]; on a GPU the errors of its kernels.
@@ -90,8 +120,15 @@ impl ExactAttention {
         let [q, k, v] = qkv;
         match &self.0 {
             AttentionPath::Host(contexts) => attend(q, k, v, contexts, scale),
-            AttentionPath::Paged(rows) => {
-                Ok(Attended { o: rows.attend(qkv, scale)?, lse: packed_forward(q, k, v, layout, scale)?.lse })
+            // With a window the log-sum-exp of tiles was not what a backward expects, though their outputs were.
+            AttentionPath::Gpu(gpu)
+                if gpu.window.is_none() && kernels::tiled_attention_serves(q.kind(), q.size()[2]) =>
+            {
+                gpu.tiled.attend(qkv, scale)
+            }
+            AttentionPath::Gpu(gpu) => {
+                let o = gpu.paged()?.attend(qkv, scale)?;
+                Ok(Attended { o, lse: packed_forward(q, k, v, layout, scale)?.lse })
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The operations on a GPU: the kernels of the engine's own steps, called for the rows of a micro-batch.
 //!
-//! Attention is the kernel of decode steps, a row after the other over a paged cache of one layer that holds the keys and values of the
+//! Attention that `tiles` does not serve is the kernel of decode steps, a row after the other over a paged cache of one layer that holds the keys and values of the
 //! micro-batch: a prompt's blocks once, those of a completion behind them, and for each completion a copy of the last block of its prompt
 //! where that is not full.
 

@@ -16,6 +16,7 @@
 //! | `attention` | one query and the keys that it sees |
 //! | `head` | the log-probability of a token |
 //! | `gpu` | all of them on a GPU |
+//! | `tiles` | attention on a GPU, of neighbouring rows together |
 
 mod attention;
 mod gpu;
@@ -24,6 +25,7 @@ mod heads;
 mod rows;
 #[cfg(test)]
 mod tests;
+mod tiles;
 
 pub use attention::{ExactAttention, VisibleKeys, attend};
 pub use gpu::SPLIT_TOKENS;
