@@ -305,9 +305,8 @@ impl Learner {
             Ok(())
         })?;
         outcome.learning_rate = learning_rate(&options.schedule, options.global_step + outcome.num_updates);
-        let step = phase::scope(Phase::Optimizer, || {
-            self.policy.optimizer_step(outcome.learning_rate, options.max_grad_norm)
-        })?;
+        let (rate, most) = (outcome.learning_rate, options.max_grad_norm);
+        let step = phase::scope(Phase::Optimizer, || self.policy.optimizer_step(rate, most))?;
         // The device is waited for by now: the step needed the gradient's norm.
         let mut mean_entropy = [sums.read_into(outcome)?];
         if options.loss.objective.use_adaptive_entropy {
@@ -357,8 +356,7 @@ impl Learner {
                 }
             }
             let all = all_gather_bytes(&*self.mesh.world, &own)?.concat();
-            let words = all.as_chunks().0.iter();
-            let entropies = words.map(|word| f32::from_le_bytes(*word)).collect();
+            let entropies = all.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
             Ok(Some(EntropyTerm::of_highest(entropies, config.objective.top_entropy_quantile, coef)))
         })
     }

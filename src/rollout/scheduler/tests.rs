@@ -1,6 +1,7 @@
 mod drafts;
 mod network;
 mod random;
+mod turns;
 
 use std::collections::HashMap;
 
@@ -378,53 +379,6 @@ fn what_can_never_fit_is_refused_with_the_numbers() {
     );
     assert!(refusal(ROOMY, 64).contains("1 to 63 tokens"));
     assert!(refusal(ROOMY, 0).contains("one of 0"));
-}
-
-/// Sequences of up to four turns with context between them, their blocks kept between turns or not.
-fn several_turns(limits: StepLimits, lag: usize, keeps: bool) -> (Vec<Vec<u32>>, EngineStats) {
-    let prompts = prompts();
-    let (mut scheduler, mut cache) = (scheduler(limits, &prompts, 1), Cache::new());
-    if keeps {
-        scheduler.keep_turns();
-    }
-    let mut requests: Vec<usize> = (0..prompts.len()).collect();
-    for turn in 0..4 {
-        run(&mut scheduler, &mut cache, lag, usize::MAX);
-        for (prompt, newest) in prompts.iter().zip(&mut requests) {
-            let mut trajectory = scheduler.sequences[scheduler.members(*newest).start].trajectory();
-            if turn < 3 && trajectory.finish_reason == Some(FinishReason::Eos) && trajectory.token_ids.len() < 16 {
-                trajectory.push_context(&[7, 8, 9 + turn], 0);
-                *newest = scheduler.submit(request(prompt, 1, vec![trajectory]), None).0;
-            } else {
-                scheduler.forget_turn(&[&prompt[..], &trajectory.token_ids].concat());
-            }
-        }
-    }
-    assert_eq!(scheduler.blocks.num_free(), limits.num_blocks, "nothing is left to turns that do not come");
-    let newest = |&group: &usize| scheduler.sequences[scheduler.members(group).start].completion().to_vec();
-    (requests.iter().map(newest).collect(), scheduler.stats)
-}
-
-#[test]
-fn a_turn_prefills_its_context_alone_where_blocks_were_not_needed_by_others() {
-    let (expected, whole) = several_turns(ROOMY, 0, false);
-    assert_eq!((whole.num_turn_tokens, whole.num_lost_turn_tokens), (0, whole.num_recomputed_tokens));
-    for lag in 0..3 {
-        let (tokens, stats) = several_turns(ROOMY, lag, true);
-        assert_eq!(tokens, expected, "lag {lag}");
-        assert!(stats.num_turn_tokens > 50, "{stats:?}");
-        assert_eq!((stats.num_recomputed_tokens, stats.num_lost_turn_tokens), (0, 0));
-        assert_eq!(stats.num_prefilled_tokens + stats.num_turn_tokens, whole.num_prefilled_tokens);
-        // Few blocks: some are given up, and computed again.
-        for num_blocks in [10, 24] {
-            let tight = StepLimits { num_blocks, max_num_batched_tokens: 7, ..ROOMY };
-            let (tokens, stats) = several_turns(tight, lag, true);
-            assert_eq!(tokens, expected, "{num_blocks} blocks, lag {lag}");
-            assert!(stats.num_lost_turn_tokens > 0 && stats.num_recomputed_tokens > 0, "{stats:?}");
-        }
-        let states = StepLimits { has_states: true, ..ROOMY };
-        assert_eq!(several_turns(states, lag, true).1.num_turn_tokens, 0, "states are computed again");
-    }
 }
 
 /// With as many steps under way as stages, each stage has one of about equally many sequences, and no sequence is in two of them.
