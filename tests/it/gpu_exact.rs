@@ -175,6 +175,9 @@ fn gpu_attention_in_tiles_has_the_bits_of_decode_steps() {
                         "{heads}/{kv_heads} x {hd}, window {window:?}, rows {from} to {to} behind {prompt:?}"
                     );
                 }
+                if window.is_some() && matches!(bounds, Bounds::Shared(_)) {
+                    continue; // a layout of shared prompts takes no window
+                }
                 let of_layout = packed_forward(&q, &k, &v, &layout, scale).unwrap();
                 let greatest = of_layout.lse.abs().max().double_value(&[]).max(1.0);
                 let off = (found.lse - of_layout.lse).abs().max().double_value(&[]);

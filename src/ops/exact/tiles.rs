@@ -12,6 +12,8 @@ use super::gpu::SPLIT_TOKENS;
 /// Tokens of a unit: a row's splits begin at a multiple of them.
 const UNIT: i32 = 16;
 
+const _: () = assert!(RowTile::SPLIT_TOKENS == SPLIT_TOKENS, "one order of sums");
+
 /// The tiles of a micro-batch.
 #[derive(Debug)]
 pub(super) struct TiledRows {
@@ -108,7 +110,7 @@ mod tests {
     fn longest_tiles_come_first() {
         let lens: Vec<i32> = tiles_of(&Bounds::Separate(vec![0, 100, 700]), None).iter().map(|tile| tile.len).collect();
         assert_eq!((lens[0], lens.len()), (513, 7 + 38));
-        assert!(lens.iter().map(|len| (len + 15) / 256).is_sorted_by(|a, b| a >= b), "{lens:?}");
+        assert!(lens.iter().map(|len| (len + 14) / 256).is_sorted_by(|a, b| a >= b), "{lens:?}");
     }
 
     /// Every row is in one tile, and the rows of a tile begin to read at the same unit.
