@@ -120,7 +120,7 @@ impl ExactAttention {
         let [q, k, v] = qkv;
         match &self.0 {
             AttentionPath::Host(contexts) => attend(q, k, v, contexts, scale),
-            // With a window the log-sum-exp of tiles was not what a backward expects, though their outputs were.
+            // With a window the log-sum-exp of tiles is not held to a reference on a GPU yet.
             AttentionPath::Gpu(gpu)
                 if gpu.window.is_none() && kernels::tiled_attention_serves(q.kind(), q.size()[2]) =>
             {
