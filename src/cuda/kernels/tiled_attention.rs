@@ -54,7 +54,7 @@ pub fn tiled_attention_serves(kind: Kind, head_dim: i64) -> bool {
 }
 
 /// o = softmax(scale q k^T) v of each row over the tokens of its sequence up to its own, of which it sees the last `window`, and the
-/// natural logarithm of the softmax's sum. A row has the bits that [`super::paged_attention`] gives it with plans of a fixed split of 256 tokens.
+/// natural logarithm of the softmax's sum. A row has the bits that `paged_attention` gives it with plans of a fixed split of 256 tokens.
 /// Every row must be in one tile, and with a window the first tokens that the rows of a tile see must stand in the same 16 from a
 /// multiple on.
 ///
