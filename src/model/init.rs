@@ -215,6 +215,13 @@ mod tests {
     use super::*;
     use crate::model::{QkNorm, WeightFiles};
 
+    /// The same seed gives the same weights in every version.
+    #[test]
+    fn numbers_of_parameters_stay() {
+        let numbers = [ParamName::Router, ParamName::SharedGateUp, ParamName::DeltaALog].map(|name| name as u64);
+        assert_eq!(numbers, [22, 23, 31]);
+    }
+
     fn params(table: &ParamTable, seed: u64) -> Vec<(Unit, ParamName, Tensor)> {
         let of_unit = |layout: &UnitLayout| {
             let flat = init_unit(layout, seed, Kind::Float).unwrap();

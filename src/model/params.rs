@@ -198,7 +198,7 @@ impl Param {
     }
 }
 
-/// The kinds of parameter.
+/// The kinds of parameter. The place of one among them is part of the key of its random weights: new ones stand at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ParamName {
@@ -248,8 +248,6 @@ pub enum ParamName {
     MlpPostNorm,
     /// [E, D], before the experts
     Router,
-    /// `[3 E]`, what is added to the router's scores where experts are chosen, in three summands; it is not trained
-    RouterCorrection,
     /// [2 F, D] of a shared expert
     SharedGateUp,
     /// [D, F] of a shared expert
@@ -294,6 +292,8 @@ pub enum ParamName {
     DeltaOutLoraA,
     /// [D, r]
     DeltaOutLoraB,
+    /// `[3 E]`, what is added to the router's scores where experts are chosen, in three summands; it is not trained
+    RouterCorrection,
 }
 
 impl ParamName {
