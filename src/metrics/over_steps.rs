@@ -39,6 +39,8 @@ const RULES: &[(&str, OverSteps)] = &[
     ("agent/num_refused", OverSteps::Sum),
     ("agent/kept_tokens", OverSteps::Sum),
     ("agent/recomputed_tokens", OverSteps::Sum),
+    ("speculation/draft_tokens", OverSteps::Sum),
+    ("speculation/accepted_tokens", OverSteps::Sum),
     ("tools/num_unreadable", OverSteps::Sum),
     ("tools/num_timeouts", OverSteps::Sum),
     ("tools/num_overlong", OverSteps::Sum),

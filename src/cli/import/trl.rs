@@ -24,10 +24,7 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let names = match theirs.take("reward_funcs") {
         Some(Value::Array(names)) => names,
         Some(name) => vec![name],
-        None => {
-            let why = "TRL takes the rewards from Python; add reward_funcs = [\"file.py:function\"] to this file (docs/rewards.md)";
-            return draft.drop("reward_funcs", why);
-        }
+        None => return,
     };
     let is_known =
         |name: &Value| name.as_str().is_some_and(|name| is_python(name) || reward::names().any(|known| known == name));
