@@ -18,6 +18,9 @@
 //! let steps: (&MuonConfig, &LrSchedulerKwargs) = (&optimizer.muon, &optimizer.lr_scheduler_kwargs);
 //! let Config { output, saving, supervision, .. } = &config;
 //! let run: (&OutputConfig, &SavingConfig, &SupervisionConfig) = (output, saving, supervision);
+//! let shared: (&ZeroConfig, &ResidencyConfig) = (&config.zero, &config.residency);
+//! let (environment, arguments): (&Option<Environment>, &EnvironmentArguments) = (&tools.environment, &tools.environment_args);
+//! assert!(environment.as_ref().is_none_or(|environment| environment.hub == EnvironmentHub::OpenEnv), "{arguments:?} {shared:?}");
 //! let limits: &HeartbeatConfig = &supervision.heartbeat;
 //! let code: (&CodeConfig, &RewardArguments, &CommandLine) = (&reward.code, &reward.arguments, &reward.code.command);
 //! let lists: (&Files, &TemplateVariables, &ReportTo) = (&data.train_file, &data.chat_template_kwargs, &report.report_to);
@@ -77,8 +80,8 @@
 //! let of_updates = [LrSchedulerType::NAMES, OptimizerName::NAMES, AdjustLr::NAMES, GradientCheckpointing::NAMES];
 //! let of_memory = [OptimizerResidency::NAMES, ReferenceResidency::NAMES, TargetModule::NAMES, MixedPrecision::NAMES];
 //! let of_engines = [RolloutQuantization::NAMES, KvCacheDtype::NAMES, StateDtype::NAMES, ToolCallParser::NAMES];
-//! let of_drafts = [Speculation::NAMES];
-//! let all = [&of_drafts[..], &of_runs, &of_data, &of_losses, &of_scales, &of_ratios, &of_updates, &of_memory, &of_engines].concat();
+//! let (of_drafts, of_teachers) = ([Speculation::NAMES], [SelfDistillation::NAMES]);
+//! let all = [&of_drafts[..], &of_teachers, &of_runs, &of_data, &of_losses, &of_scales, &of_ratios, &of_updates, &of_memory, &of_engines].concat();
 //! assert!(all.iter().chain([&ReportService::NAMES]).all(|words| !words.is_empty()));
 //! assert_eq!(AutoOr::Given(2), AutoOr::Given(2)); // or `AutoOr::Auto`, which leaves it to the plan
 //! ```
