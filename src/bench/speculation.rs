@@ -57,7 +57,7 @@ struct Rollouts {
 /// Runs it; collective over the world.
 ///
 /// # Errors
-/// What is wrong with the folder or the rows; out of memory.
+/// The errors of reading the model folder and the rows; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
 pub fn bench_speculation(bench: &SpeculationBench, world: &Arc<World>) -> Result<Value> {
     let mut of_methods = Vec::new();
     for &method in &bench.methods {

@@ -91,7 +91,7 @@ fn checkpoint_of_first_rank(output: &OutputConfig, world: &World) -> Result<Opti
 /// A number that follows from several keys, before a resume and after.
 #[derive(Debug, Clone, Copy)]
 pub struct NumberChange {
-    /// What it counts.
+    /// The name of the number, as errors tell it.
     pub name: &'static str,
     /// In the checkpoint, on the ranks that wrote it.
     pub old: usize,

@@ -300,11 +300,11 @@ choices! {
     Speculation {
         /// There are none.
         None = "none",
-        /// What followed the longest end of a completion that occurred before: in it, in its prompt, or in other completions of that.
+        /// The tokens that followed the last tokens of a completion where these occurred before: in the completion, its prompt or other completions of that prompt.
         Ngram = "ngram",
         /// The model's own draft head.
         Mtp = "mtp",
-        /// As `ngram`, as many as measured times of steps say that pay.
+        /// The drafts of `ngram`, as many in each step as pay by the measured times of steps.
         Auto = "auto",
     }
 }

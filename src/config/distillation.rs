@@ -66,7 +66,7 @@ keys! {
     }
 }
 
-/// What a template must have in it.
+/// The placeholders that each template must contain.
 const PLACES: [(&str, &[&str]); 4] = [
     ("teacher_prompt_template", &["{prompt}", "{privileged_context}"]),
     ("reprompt_template", &["{prompt}"]),

@@ -73,7 +73,7 @@ impl Environment {
         name.split('@').next().unwrap_or_default()
     }
 
-    /// Its name at the hub; of a server the address.
+    /// The name of the environment at its hub, or the address of an OpenEnv server.
     pub fn name(&self) -> &str {
         &self.text[self.hub.word().len() + 1..]
     }

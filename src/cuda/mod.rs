@@ -48,7 +48,7 @@ pub(crate) use context::{OUT_OF_MEMORY, check};
 pub use devices::{available_bytes, devices, first_name};
 pub use graph::Graph;
 pub use library::require;
-pub use nvml::{EnergyMeter, MemoryMeter, UsedMemory, require_free};
+pub use nvml::{EnergyMeter, GpuMemory, MemoryMeter, require_free};
 pub use packaged_kernels::write_kernels;
 pub use peer_memory::{HANDLE_BYTES, PeerMemory};
 pub use pinned::PinnedWords;

@@ -65,9 +65,9 @@ impl EnergyMeter {
     }
 }
 
-/// Memory of one GPU.
-#[derive(Debug, Clone, Copy)]
-pub struct UsedMemory {
+/// Memory of a GPU as its driver counts it: contexts, libraries and other processes included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct GpuMemory {
     /// Bytes in use.
     pub used_bytes: u64,
     /// Bytes in all.
@@ -88,8 +88,8 @@ impl MemoryMeter {
     }
 
     /// The memory now; none while the driver does not say.
-    pub fn read(&self) -> Option<UsedMemory> {
-        self.0.memory_info().ok().map(|memory| UsedMemory { used_bytes: memory.used, total_bytes: memory.total })
+    pub fn read(&self) -> Option<GpuMemory> {
+        self.0.memory_info().ok().map(|memory| GpuMemory { used_bytes: memory.used, total_bytes: memory.total })
     }
 }
 
@@ -162,7 +162,7 @@ mod tests {
         let error = require_free().unwrap_err().to_string();
         assert!(error.contains("GPU 0: ") && error.contains("MiB are held by"), "{error}");
         let meter = MemoryMeter::new(0).unwrap().expect("NVML knows the GPU");
-        let UsedMemory { used_bytes: used, total_bytes: total } = meter.read().unwrap();
+        let GpuMemory { used_bytes: used, total_bytes: total } = meter.read().unwrap();
         assert!((2 << 30..total).contains(&used), "{used} of {total}");
         drop(held);
     }

@@ -13,7 +13,7 @@ pub enum MemoryKind {
     Host,
 }
 
-/// What one owner holds in one place.
+/// Bytes that one owner holds in device or host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Account {
     /// The place.

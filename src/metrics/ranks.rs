@@ -13,7 +13,7 @@ use tch::Device;
 
 use crate::console;
 use crate::console::redact;
-use crate::cuda::{MemoryMeter, UsedMemory};
+use crate::cuda::{GpuMemory, MemoryMeter};
 use crate::error::{Error, Result};
 use crate::memory::{Account, Ledger, MemoryKind, resident_bytes};
 use crate::phase::{self, Pulse};
@@ -62,15 +62,6 @@ pub struct RankState {
     pub warnings: Vec<RankWarning>,
     /// How the run ended; nothing while it is under way.
     pub end: Option<RankEnd>,
-}
-
-/// Memory of a GPU as its driver counts it: contexts, libraries and other processes included.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GpuMemory {
-    /// Bytes in use.
-    pub used_bytes: u64,
-    /// Bytes in all.
-    pub total_bytes: u64,
 }
 
 /// Memory of one owner.
@@ -247,11 +238,7 @@ impl RankFile {
             phase_s: (now - since).as_secs_f64(),
             waits_in: pulse.collective.as_ref().filter(|last| last.is_waiting).map(|last| last.op.clone()),
             resident_bytes: resident_bytes().unwrap_or(0) as u64,
-            gpu_memory: self
-                .meter
-                .as_ref()
-                .and_then(MemoryMeter::read)
-                .map(|UsedMemory { used_bytes, total_bytes }| GpuMemory { used_bytes, total_bytes }),
+            gpu_memory: self.meter.as_ref().and_then(MemoryMeter::read),
             held,
             warnings: console::recent_warnings()
                 .into_iter()

@@ -41,7 +41,7 @@ impl RowTile {
     /// i32 words of one on the device.
     pub const WORDS: usize = 8;
 
-    /// As the kernel reads it.
+    /// The tile as words of the device, in the order in which the kernel reads them.
     pub fn words(&self) -> [i32; Self::WORDS] {
         [self.first, self.count, self.len, self.prompt, self.prompt_len, self.own, 0, 0]
     }

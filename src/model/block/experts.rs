@@ -35,7 +35,7 @@ pub struct ExpertsSpec {
     pub router: RouterOptions,
     /// An expert that every token goes to, beside those that it chooses.
     pub shared: Option<SharedExpertSpec>,
-    /// What that one gives is multiplied by the sigmoid of a gate.
+    /// The output of the shared expert is multiplied by the sigmoid of a gate.
     pub gates_shared: bool,
 }
 

@@ -38,7 +38,7 @@ const SCALAR: &str = "query_pre_attn_scalar";
 const LOCAL_THETA: &str = "rope_local_base_freq";
 const USUAL_LOCAL_THETA: f64 = 10_000.0;
 
-/// Those of transformers' `Gemma3TextConfig`, of which published files leave many out.
+/// Default values of transformers' `Gemma3TextConfig`; published files leave out many of these keys.
 fn defaults() -> Value {
     json!({
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,

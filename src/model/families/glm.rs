@@ -19,7 +19,7 @@ pub(super) const TRAITS: Traits = Traits {
     ..llama::TRAITS
 };
 
-/// As transformers 4 has them.
+/// Writes the keys of biases and of partial rotation where transformers 4 reads them.
 fn write(spec: &ModelSpec, config: &mut Value) {
     config["attention_bias"] = json!(spec.attention().qkv_bias);
     config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"].clone();

@@ -36,7 +36,7 @@ fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
     }
 }
 
-/// As transformers 4 has it.
+/// Writes the key of partial rotation where transformers 4 reads it.
 fn write(_spec: &ModelSpec, config: &mut Value) {
     config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"].clone();
 }

@@ -71,7 +71,8 @@ enum AttentionPath {
 /// On a GPU rows go in tiles where the kernel for that serves a layer, else one by one over a paged cache.
 #[derive(Debug)]
 struct GpuAttention {
-    tiled: TiledRows,
+    /// None with a window: the log-sum-exp of tiles is not held to a reference on a GPU there yet.
+    tiled: Option<TiledRows>,
     bounds: Bounds,
     window: Option<usize>,
     device: Device,
@@ -96,7 +97,7 @@ impl ExactAttention {
     pub fn new(bounds: &Bounds, window: Option<usize>, device: Device) -> Result<Self> {
         Ok(Self(match device {
             Device::Cuda(_) => AttentionPath::Gpu(Box::new(GpuAttention {
-                tiled: TiledRows::new(bounds, window, device)?,
+                tiled: window.is_none().then(|| TiledRows::new(bounds, window, device)).transpose()?,
                 bounds: bounds.clone(),
                 window,
                 device,
@@ -120,13 +121,11 @@ impl ExactAttention {
         let [q, k, v] = qkv;
         match &self.0 {
             AttentionPath::Host(contexts) => attend(q, k, v, contexts, scale),
-            // With a window the log-sum-exp of tiles is not held to a reference on a GPU yet.
-            AttentionPath::Gpu(gpu)
-                if gpu.window.is_none() && kernels::tiled_attention_serves(q.kind(), q.size()[2]) =>
-            {
-                gpu.tiled.attend(qkv, scale)
-            }
             AttentionPath::Gpu(gpu) => {
+                let is_served = kernels::tiled_attention_serves(q.kind(), q.size()[2]);
+                if let Some(tiled) = gpu.tiled.as_ref().filter(|_| is_served) {
+                    return tiled.attend(qkv, scale);
+                }
                 let o = gpu.paged()?.attend(qkv, scale)?;
                 Ok(Attended { o, lse: packed_forward(q, k, v, layout, scale)?.lse })
             }
