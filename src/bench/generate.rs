@@ -65,6 +65,8 @@ pub struct GenerateBench {
     pub lora_r: Option<usize>,
     /// One algorithm of products and attention for every batch size.
     pub strict: bool,
+    /// Rows whose bits are those of training; the engine is strict, too.
+    pub exact: bool,
     /// How tokens are drafted.
     pub speculation: SpeculationOptions,
     /// Also time each operation of a decode step, and of the largest one what energy it takes.
@@ -82,11 +84,12 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
     if bench.profile && num_stages > 1 {
         return Err(Error::invalid_value("--profile", true, "false with --pipeline_parallel_size above 1"));
     }
-    // What strict mode costs is told by an engine without it, gone before the other comes.
+    // What strict and exact steps cost is told by an engine without them, gone before the other comes.
+    let is_strict = bench.strict || bench.exact;
     let mesh = world.mesh(bench.engine, world.size())?;
     let limits = GpuLimits::of(world.device())?;
-    let free = if bench.strict { Some(bench.measure(&world, &mesh, false)?.0) } else { None };
-    let (run, mut served) = bench.measure(&world, &mesh, bench.strict)?;
+    let free = if is_strict { Some(bench.measure(&world, &mesh, false)?.0) } else { None };
+    let (run, mut served) = bench.measure(&world, &mesh, is_strict)?;
     let (device, num_prompts) = (world.device(), bench.prompts * world.size());
     let mut result = json!({
         "benchmark": "generate",
@@ -104,7 +107,8 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "enable_expert_parallel": bench.spec.experts().is_some_and(|experts| experts.is_parallel),
         "threads_per_rank": tch::get_num_threads(),
         "lora_r": bench.lora_r,
-        "strict": bench.strict,
+        "strict": is_strict,
+        "exact": bench.exact,
         "prompts": num_prompts,
         "group": bench.group,
         "prompt_len": bench.prompt_len,
@@ -161,7 +165,7 @@ impl GenerateBench {
     /// Tokens per second of a fresh engine, and the engine.
     pub(super) fn rate(&self, world: &Arc<World>) -> Result<(f64, Served)> {
         let mesh = world.mesh(self.engine, world.size())?;
-        let (run, served) = self.measure(world, &mesh, self.strict)?;
+        let (run, served) = self.measure(world, &mesh, self.strict || self.exact)?;
         Ok((run.tokens / run.seconds, served))
     }
 
@@ -171,7 +175,7 @@ impl GenerateBench {
         let (kind, device) = (self.kind, world.device());
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
         let stages = Stages::new(&self.spec, self.engine.pipeline_parallel_size, &self.pipeline_partition)?;
-        let options = EngineOptions { strict, ..self.options(world, &stages) };
+        let options = EngineOptions { strict, exact: strict && self.exact, ..self.options(world, &stages) };
         let mut engine = Engine::in_stages(spec.clone(), tokenizer, options, EngineRanks::new(mesh, stages))?;
         if let Some(spread) = self.completion_spread {
             engine.limit_completions(spread.limit());

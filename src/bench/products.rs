@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use super::kernels::DecodeStep;
 use super::median;
 use crate::cuda::kernels::{self, ScaledRows};
-use crate::cuda::{EnergyMeter, Products, Sustained, Tuning};
+use crate::cuda::{Capability, EnergyMeter, Products, Sustained, Tuning};
 use crate::error::Result;
 use crate::model::{LinearSpec, Matrix};
 use crate::ops::fp8;
@@ -44,6 +44,11 @@ impl DecodeStep<'_> {
         self.way(meter, linear, ("bfloat16", "cuBLASLt"), weights.len(), |copy| {
             products.run(x, &weights[copy].tr(), None, out, 0.0, Tuning::Timed)
         })?;
+        if self.stream.context().compute_capability()? == Capability::HOPPER {
+            self.way(meter, linear, ("bfloat16", "cuBLASLt, exact"), weights.len(), |copy| {
+                products.run(x, &weights[copy].tr(), None, out, 0.0, Tuning::Exact)
+            })?;
+        }
         if kernels::product_serves(rows, &[&weights[0]], None)? {
             self.way(meter, linear, ("bfloat16", "product"), weights.len(), |copy| {
                 kernels::product(x, &weights[copy], None, out)

@@ -96,6 +96,7 @@ impl ServeBench {
             pipeline_partition: Vec::new(),
             lora_r: None,
             strict: false,
+            exact: false,
             speculation: SpeculationOptions::NONE,
             profile: false,
             repeats: self.repeats,

@@ -105,6 +105,7 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         kv_cache_dtype: args.kv_cache_dtype,
         state_dtype: args.state_dtype,
         strict: args.strict,
+        exact: args.exact,
         speculation: args.speculation.options(),
         profile: args.profile,
         engine: args.pipeline.engine_shape(args.tensor_parallel_size),

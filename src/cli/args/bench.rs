@@ -157,6 +157,9 @@ pub struct BenchGenerateArgs {
     /// One algorithm of products and one split of attention for every batch size
     #[arg(long)]
     pub strict: bool,
+    /// Rows with the bits that training gives them, as with the key `exact`; the engine is strict, too
+    #[arg(long)]
+    pub exact: bool,
     /// Precision in which the engine multiplies by the weights of blocks: none (that of dtype) or fp8
     #[arg(long, default_value = "none", value_parser = word::<RolloutQuantization>)]
     pub rollout_quantization: RolloutQuantization,
