@@ -5,7 +5,9 @@ use tch::Device;
 use super::choices::Choices;
 use super::{ClassBytes, PlanInput, Role, engine_options, human};
 use crate::config::{GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency};
-use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, state_page_bytes, weight_copy_bytes};
+use crate::rollout::{
+    draft_input_bytes, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, state_page_bytes, weight_copy_bytes,
+};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
 /// Stands in a plan only where there is a reference model.
@@ -99,7 +101,9 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
         (input.kind, config.mamba_ssm_cache_dtype),
         device,
     );
-    let states = config.max_num_seqs * page_bytes;
+    let num_drafts = engine_options(config, 0, 0, input.kind, device).speculation.most_drafts();
+    let draft_bytes = draft_input_bytes(input.engine_layers, config.tensor_parallel_size, input.kind, num_drafts);
+    let states = config.max_num_seqs * (page_bytes + draft_bytes);
     if states > 0 {
         classes.push(of_engine("states of gated delta nets", states, input));
     }

@@ -7,6 +7,7 @@ use tch::{Device, Tensor};
 use super::scheduler::{Step, TokenRun};
 use super::sequence::EngineSequence;
 use crate::error::Result;
+use crate::ops::delta_net::StoredAndRows;
 use crate::torch;
 
 /// T tokens of B runs, of which L sample. Of a decode step each token is a run.
@@ -23,8 +24,10 @@ pub(super) struct StepBatch {
     pub(super) context_lens: Vec<i64>, // [B], tokens in the cache after this step
     pub(super) block_tables: Tensor,   // [B, longest table] i64, padded with 0
     pub(super) last_rows: Tensor,      // [L] i64, rows that are sampled from
-    /// Pages of states of the runs, of a model that has some.
-    pub(super) state_pages: Tensor, // [B] i64, or [0]
+    /// Pages of states of the step's runs, of a model that has some. Of a decode step with drafts several tokens share one.
+    pub(super) state_pages: Tensor, // i64
+    /// Where a decode step has drafts, or states that take stored ones in: the tokens of each page.
+    pub(super) drafted: Option<Vec<StoredAndRows>>,
     /// Where requests choose among adapters: the number of each row's, -1 for the base model.
     pub(super) adapters: Option<Tensor>, // [T] i32
 }
@@ -53,7 +56,10 @@ impl StepBatch {
             cu_seqlens.push(token_ids.len() as i64);
             last_rows.extend((!run.samples.is_empty()).then_some(token_ids.len() as i64 - 1));
         }
-        let pages = parts.iter().filter_map(|(run, _)| sequences[run.sequence].state_page);
+        let pages = step.runs.iter().filter_map(|run| sequences[run.sequence].state_page);
+        let drafted = step.runs.iter().map(|run| StoredAndRows { stored: run.num_stored, rows: run.tokens.len() });
+        let is_plain = |run: &TokenRun| run.num_stored == 0 && run.drafts.token_ids.is_empty();
+        let has_drafted = step.is_decode && !step.runs.iter().all(is_plain);
         let on_device = |values: &[i64]| torch::tensor_on(values, device);
         Ok(Self {
             is_decode: step.is_decode,
@@ -66,6 +72,7 @@ impl StepBatch {
             block_tables: block_tables(&parts, sequences, block_size, device)?,
             last_rows: on_device(&last_rows)?,
             state_pages: on_device(&pages.map(i64::from).collect::<Vec<_>>())?,
+            drafted: has_drafted.then(|| drafted.collect()),
             adapters: has_adapters.then(|| torch::tensor_on(&adapters, device)).transpose()?,
         })
     }

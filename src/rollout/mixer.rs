@@ -11,9 +11,9 @@ use crate::model::{AttentionSpec, ByWindow, ModelSpec, SequenceMixer};
 use crate::ops::attention::{
     KvEntries, PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
 };
-use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, Sequences};
+use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, DraftedRows, PackedChunks, Sequences};
 use crate::ops::exact::{self, VisibleKeys};
-use crate::torch::{self, accumulation_kind};
+use crate::torch;
 
 /// The context of one step, for all layers.
 #[derive(Debug)]
@@ -29,11 +29,19 @@ pub(super) struct PagedMixer<'a> {
 #[derive(Debug)]
 struct States<'a> {
     pages: &'a StatePages,
-    own: Tensor, // [B] i64
-    /// Runs that begin with their sequence, whose pages hold what another left.
-    fresh: Tensor, // [B] bool
-    /// The sequences of a step that computes prompts.
-    sequences: Option<Sequences>,
+    own: Tensor, // [B] i64, of the step's runs
+    tokens: StateTokens,
+}
+
+/// Tokens that states take in.
+#[derive(Debug)]
+enum StateTokens {
+    /// One of every sequence.
+    Newest,
+    /// Of every sequence stored drafts and the newest; drafts behind it are stored.
+    Drafted(DraftedRows),
+    /// Prompts, or parts of them, and which of them are beginnings: their pages hold what another left.
+    Prompts(Sequences, Tensor /* [B] bool */),
 }
 
 #[derive(Debug)]
@@ -75,13 +83,16 @@ impl<'a> PagedMixer<'a> {
             (Some(pages), Some(delta_net)) => {
                 let (width, device) = (delta_net.heads.conv_width as i64, tables.device());
                 let fresh = batch.context_lens.iter().zip(batch.cu_seqlens.windows(2));
-                let fresh: Vec<bool> = fresh.map(|(&len, bounds)| len == bounds[1] - bounds[0]).collect();
-                Some(States {
-                    pages,
-                    own: batch.state_pages.shallow_clone(),
-                    fresh: torch::tensor_on(&fresh, device)?,
-                    sequences: (!batch.is_decode).then(|| Sequences::new(&batch.cu_seqlens, width, device)),
-                })
+                let fresh = || fresh.map(|(&len, bounds)| len == bounds[1] - bounds[0]).collect::<Vec<bool>>();
+                let tokens = match &batch.drafted {
+                    Some(drafted) => StateTokens::Drafted(DraftedRows::new(drafted, device)?),
+                    None if batch.is_decode => StateTokens::Newest,
+                    None => {
+                        let sequences = Sequences::new(&batch.cu_seqlens, width, device);
+                        StateTokens::Prompts(sequences, torch::tensor_on(&fresh(), device)?)
+                    }
+                };
+                Some(States { pages, own: batch.state_pages.shallow_clone(), tokens })
             }
             _ => None,
         };
@@ -147,22 +158,26 @@ impl SequenceMixer for PagedMixer<'_> {
         options: DeltaOptions,
         _keeps_chunks: bool,
     ) -> Result<(Tensor, Option<PackedChunks>)> {
-        let States { pages, own, fresh, sequences } = self.states.as_ref().expect("a model with states has pages");
-        let mut states = pages.read(layer, own)?;
-        states.rule = states.rule.f_to_kind(accumulation_kind(rows.qkv.kind()))?;
-        for state in [&mut states.conv, &mut states.rule] {
-            let shape: Vec<i64> = std::iter::once(-1).chain(vec![1; state.dim() - 1]).collect();
-            *state = state.f_masked_fill(&fresh.view(shape.as_slice()), 0.0)?;
-        }
-        let o = match sequences {
-            None => delta_net::step(rows, weights, &mut states, options)?,
-            Some(sequences) => {
-                let (o, last) = delta_net::forward(rows, weights, Some(&states), sequences, options)?;
-                states = last;
+        let States { pages, own, tokens } = self.states.as_ref().expect("a model with states has pages");
+        let mut all = pages.read_drafted(layer, own)?;
+        let o = match tokens {
+            StateTokens::Newest => delta_net::step(rows, weights, &mut all.state, options)?,
+            StateTokens::Drafted(drafted) => {
+                let o = all.step(rows, drafted, weights, options)?;
+                pages.write_inputs(layer, own, &all)?;
+                o
+            }
+            StateTokens::Prompts(sequences, fresh) => {
+                for state in [&mut all.state.conv, &mut all.state.rule] {
+                    let shape: Vec<i64> = std::iter::once(-1).chain(vec![1; state.dim() - 1]).collect();
+                    *state = state.f_masked_fill(&fresh.view(shape.as_slice()), 0.0)?;
+                }
+                let (o, last) = delta_net::forward(rows, weights, Some(&all.state), sequences, options)?;
+                all.state = last;
                 o
             }
         };
-        pages.write(layer, own, &states)?;
+        pages.write(layer, own, &all.state)?;
         Ok((o, None))
     }
 }

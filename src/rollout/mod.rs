@@ -67,7 +67,7 @@ pub use run::{Flow, SamplingPolicy};
 pub use session::{Session, SessionLoad};
 pub use speculation::{DraftInjection, SpeculationOptions};
 pub use stages::EngineRanks;
-pub use state_pages::state_page_bytes;
+pub use state_pages::{draft_input_bytes, state_page_bytes};
 pub use stats::{DraftCounts, EngineStats, StageTimes};
 pub use stop::CompletionLimit;
 pub use turns::{CostMeter, GroupTurns, SingleTurns, TurnTools, Turns};

@@ -73,6 +73,10 @@ impl Runner for PipelineRunner<'_> {
         std::mem::take(&mut self.experts)
     }
 
+    fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()> {
+        self.own.settle(pages)
+    }
+
     fn take_times(&mut self) -> StageTimes {
         std::mem::take(&mut self.times)
     }

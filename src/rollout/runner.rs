@@ -16,7 +16,8 @@ use super::state_pages::SequenceMemory;
 use super::stats::StageTimes;
 use super::weights::EngineWeights;
 use crate::error::Result;
-use crate::model::{BlockContext, ModelSpec, Ropes, Routes, Stage, block_forward};
+use crate::model::{BlockContext, Mixer, ModelSpec, Ropes, Routes, Stage, block_forward};
+use crate::ops::delta_net::{DeltaOptions, DraftedRows, StoredAndRows};
 use crate::ops::{embedding, exact, linear, try_map};
 use crate::ranks::{Collective, ReduceOp};
 use crate::torch;
@@ -34,6 +35,9 @@ pub(super) trait Runner {
 
     /// The experts of all tokens of the step that was collected last, token by token; none unless they are recorded.
     fn take_experts(&mut self) -> Vec<u16>;
+
+    /// Has states in these pages take in so many of the drafts that are stored beside them, as they are taken in by steps.
+    fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()>;
 
     /// How long this rank computed and waited since the last call, where layers are in stages.
     fn take_times(&mut self) -> StageTimes {
@@ -98,6 +102,24 @@ impl Runner for HostRunner<'_> {
 
     fn take_experts(&mut self) -> Vec<u16> {
         std::mem::take(&mut self.experts)
+    }
+
+    fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()> {
+        let Some(states) = self.memory.states.filter(|_| !pages.is_empty()) else { return Ok(()) };
+        let device = self.weights.embedding.device();
+        let stored: Vec<_> = pages.iter().map(|&(_, stored)| StoredAndRows { stored, rows: 0 }).collect();
+        let stored = DraftedRows::new(&stored, device)?;
+        let pages: Vec<i64> = pages.iter().map(|&(page, _)| page.into()).collect();
+        let pages = torch::tensor_on(&pages, device)?;
+        for (layer, block) in self.own.layers.iter().enumerate() {
+            let Mixer::DeltaNet(delta_net) = block.tp_slice(self.tp.size()).mixer else { continue };
+            self.weights.prepare(layer)?;
+            let options = DeltaOptions { heads: delta_net.heads, eps: self.spec.rms_norm_eps };
+            let mut drafted = states.read_drafted(layer, &pages)?;
+            no_grad(|| drafted.take_in(&stored, &self.weights.blocks[layer].delta_weights(), options))?;
+            states.write(layer, &pages, &drafted.state)?;
+        }
+        Ok(())
     }
 }
 

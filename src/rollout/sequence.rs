@@ -52,6 +52,8 @@ pub(super) struct EngineSequence {
     pub(super) last_step: usize,
     /// Tokens whose keys and values are in the cache, or will be by a step under way.
     pub(super) num_computed: usize,
+    /// Of those, the ones that its states have taken in, or will have; the others were drafts.
+    pub(super) num_in_state: usize,
     pub(super) finish_reason: Option<FinishReason>,
     pub(super) detokenizer: Detokenizer,
     /// How far it has followed its structure, with the tokens that may come next.
@@ -79,6 +81,7 @@ impl EngineSequence {
             num_pending: 0,
             last_step: 0,
             num_computed: 0,
+            num_in_state: 0,
             finish_reason: None,
             detokenizer: Detokenizer::default(),
             grammar: None,

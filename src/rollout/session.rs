@@ -286,6 +286,9 @@ impl<'r> Session<'r> {
     pub fn close(mut self) -> Result<()> {
         self.drain()?;
         self.scheduler.check_integrity()?;
+        if self.kept.is_some() {
+            self.runner.settle(&self.scheduler.settle_drafts())?; // the next session may have other weights
+        }
         *self.stats = self.scheduler.stats;
         if let (Some(speculator), Some(own)) = (self.speculator, self.scheduler.speculator.take()) {
             *speculator = Some(own.close());

@@ -12,13 +12,15 @@ use crate::config::StateDtype;
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{DeltaNetSpec, Mixer, ModelSpec};
-use crate::ops::delta_net::{DeltaHeads, DeltaState};
+use crate::ops::delta_net::{DeltaHeads, DeltaState, DraftedState};
 use crate::torch::{self, accumulation_kind};
 
 /// Pages that are copied at once: their layer's states stand in memory once more.
 const COPIES: usize = 32;
 /// Tensors begin at multiples of this, in bytes.
 const ALIGNMENT: usize = 256;
+/// Inputs of a draft begin at multiples of this, in elements.
+const ALIGNED_COLUMNS: usize = 8;
 
 /// Bytes of one sequence's states in all layers, on one rank; 0 of a model without gated delta nets.
 pub fn state_page_bytes(
@@ -29,6 +31,11 @@ pub fn state_page_bytes(
 ) -> usize {
     let kinds = [kind, state_kind(state_dtype, kind)];
     delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, kinds, device)).map(bytes).sum()
+}
+
+/// Bytes of the inputs of so many draft tokens of one sequence, which its states have not taken in yet.
+pub fn draft_input_bytes(spec: &ModelSpec, tp_size: usize, kind: Kind, num_drafts: usize) -> usize {
+    delta_nets(spec, tp_size).map(|(_, delta_net)| bytes(inputs(delta_net.heads, 1, num_drafts, kind))).sum()
 }
 
 /// The type of the rule's states beside weights of `kind`.
@@ -55,8 +62,10 @@ pub(super) struct StatePages {
     arena: Arena,
     nets: Vec<(usize, DeltaHeads)>,
     num_pages: usize,
+    num_drafts: usize,                  // of a sequence, at most
     kinds: [Kind; 2],                   // of the convolution's rows, of the rule's states
     layers: HashMap<usize, DeltaState>, // while there is memory
+    inputs: HashMap<usize, Tensor>,     // the same; [pages, drafts, columns] each
 }
 
 impl StatePages {
@@ -67,16 +76,21 @@ impl StatePages {
         num_pages: usize,
         options: &EngineOptions,
     ) -> Result<Option<Self>> {
-        let EngineOptions { kind, device, state_dtype, .. } = *options;
+        let EngineOptions { kind, device, state_dtype, speculation, .. } = *options;
+        let num_drafts = speculation.most_drafts();
         let kinds = [kind, state_kind(state_dtype, kind)];
         let nets: Vec<_> = delta_nets(spec, tp_size).map(|(layer, delta_net)| (layer, delta_net.heads)).collect();
         if nets.is_empty() {
             return Ok(None);
         }
-        let of_layer = |&(_, heads): &(usize, DeltaHeads)| sections(heads, num_pages, kinds, device);
+        let of_layer = |&(_, heads): &(usize, DeltaHeads)| {
+            let states = sections(heads, num_pages, kinds, device);
+            states.into_iter().chain([inputs(heads, num_pages, num_drafts, kind)])
+        };
         let all = nets.iter().flat_map(of_layer).map(|section| bytes(section).next_multiple_of(ALIGNMENT)).sum();
         let arena = Arena::reserve("state_pages", all, device)?;
-        Ok(Some(Self { arena, nets, num_pages, kinds, layers: HashMap::new() }))
+        let (layers, inputs) = Default::default();
+        Ok(Some(Self { arena, nets, num_pages, num_drafts, kinds, layers, inputs }))
     }
 
     /// Puts memory behind all pages, whose states stay if there was some. A sequence's first step reads none of its page.
@@ -87,13 +101,15 @@ impl StatePages {
         self.arena.map(self.arena.reserved_bytes())?;
         let mut at = 0;
         for &(layer, heads) in &self.nets {
-            let [conv, rule] = sections(heads, self.num_pages, self.kinds, self.arena.device()).map(|section| {
+            let mut tensor = |section: (Vec<i64>, Kind)| {
                 let first = at;
                 at += bytes(section.clone()).next_multiple_of(ALIGNMENT);
                 // SAFETY: sections do not overlap; the tensors stay in this room, and `sleep` drops them before the arena is unmapped.
                 unsafe { self.arena.tensor(first, &section.0, section.1) }
-            });
+            };
+            let [conv, rule] = sections(heads, self.num_pages, self.kinds, self.arena.device()).map(&mut tensor);
             self.layers.insert(layer, DeltaState { conv: conv?, rule: rule? });
+            self.inputs.insert(layer, tensor(inputs(heads, self.num_pages, self.num_drafts, self.kinds[0]))?);
         }
         Ok(())
     }
@@ -101,6 +117,7 @@ impl StatePages {
     /// Gives the memory back. Never fails: the arena keeps an error for the next wake.
     pub(super) fn sleep(&mut self) {
         self.layers.clear();
+        self.inputs.clear();
         self.arena.unmap();
     }
 
@@ -136,7 +153,26 @@ impl StatePages {
         Ok(())
     }
 
-    /// Copies whole pages (from, to), all layers; none is both.
+    /// Copies of a layer's states in these pages with the drafts that they have not taken in, to compute with.
+    pub(super) fn read_drafted(&self, layer: usize, pages: &Tensor /* [N] i64 */) -> Result<DraftedState> {
+        let mut state = self.read(layer, pages)?;
+        let kind = state.rule.kind();
+        state.rule = state.rule.f_to_kind(accumulation_kind(self.kinds[0]))?;
+        Ok(DraftedState { state, inputs: self.inputs[&layer].f_index_select(0, pages)?, kind })
+    }
+
+    /// Replaces the drafts that a layer's states in these pages have not taken in.
+    pub(super) fn write_inputs(
+        &self,
+        layer: usize,
+        pages: &Tensor, /* [N] i64 */
+        new: &DraftedState,
+    ) -> Result<()> {
+        let _ = self.inputs[&layer].shallow_clone().f_index_copy_(0, pages, &new.inputs)?;
+        Ok(())
+    }
+
+    /// Copies whole pages (from, to), all layers; none is both, and none has drafts.
     pub(super) fn copy(&self, copies: &[(u32, u32)]) -> Result<()> {
         for copies in copies.chunks(COPIES) {
             let pages = |page: &dyn Fn(&(u32, u32)) -> u32| {
@@ -165,6 +201,12 @@ fn sections(heads: DeltaHeads, num_pages: usize, [rows, states]: [Kind; 2], devi
         (shape(&[num_pages, slots, heads.channels()]), rows),
         (shape(&[num_pages, num_value_heads, key_dim, value_dim]), states),
     ]
+}
+
+/// Shape and type of a layer's stored inputs of drafts.
+fn inputs(heads: DeltaHeads, num_pages: usize, num_drafts: usize, kind: Kind) -> (Vec<i64>, Kind) {
+    let columns = DraftedState::input_columns(heads).next_multiple_of(ALIGNED_COLUMNS);
+    (vec![num_pages as i64, num_drafts as i64, columns as i64], kind)
 }
 
 fn bytes((shape, kind): (Vec<i64>, Kind)) -> usize {

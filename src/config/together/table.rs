@@ -143,7 +143,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
     Unserved {
         ("strict" is "true") ("pipeline_parallel_size" above 1.0) => "the parts of a batch that stages compute change with it";
         ("speculation" is "mtp") (NoDraftHead) => "draft heads are not read yet, and ngram and auto need none";
-        ("speculation" not "none") (DeltaNets) => "a state that has taken a draft in does not forget it again";
+        ("speculation" not "none") ("device" is "cuda") (DeltaNets) => "no kernel stores drafts beside states yet; on CPUs they are";
         ("speculation" not "none") ("pipeline_parallel_size" above 1.0) => "stages compute steps whose tokens nobody knows yet";
         ("exact" is "true") ("tensor_parallel_size" above 1.0) => "the trainer adds up whole products, ranks of an engine add up their parts";
         ("exact" is "true") ("pipeline_parallel_size" above 1.0) => "the parts of a batch that stages compute change with it";

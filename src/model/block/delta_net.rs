@@ -202,7 +202,7 @@ impl DeltaNetSpec {
             b: project(Matrix::DeltaB)?,
             a: project(Matrix::DeltaA)?,
         };
-        let weights = weights(|name| w.norm(name).expect("a parameter of the block").shallow_clone());
+        let weights = w.delta_weights();
         let (o, chunks) = mixer.delta_net(layer, &rows, &weights, self.options(ctx), keeps_chunks)?;
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::DeltaOut), &o.shallow_clone().into(), x)?;
         Ok((h, DeltaOutput { rows, chunks, o, output }))
@@ -223,7 +223,7 @@ impl DeltaNetSpec {
         let d_o = w.linear(Matrix::DeltaOut).backward(&d_output, &o, grads.linear_mut(Matrix::DeltaOut))?;
         drop((d_output, output, o));
         let (kind, options) = (rows.qkv.kind(), self.options(ctx));
-        let values = weights(|name| w.norm(name).expect("a parameter of the block").shallow_clone());
+        let values = w.delta_weights();
         let mut sums = Vec::new();
         for name in OWN {
             sums.push(grads.gradient_of(w, name)?);
@@ -252,6 +252,16 @@ impl DeltaNetSpec {
 
 /// Parameters that are no matrices, in the order of [`weights`].
 const OWN: [ParamName; 4] = [ParamName::DeltaConv, ParamName::DeltaALog, ParamName::DeltaDtBias, ParamName::DeltaNorm];
+
+impl BlockParams {
+    /// Parameters of a gated delta net that are no matrices.
+    ///
+    /// # Panics
+    /// If the block has none.
+    pub(crate) fn delta_weights(&self) -> DeltaWeights {
+        weights(|name| self.norm(name).expect("a parameter of the block").shallow_clone())
+    }
+}
 
 fn weights(mut of: impl FnMut(ParamName) -> Tensor) -> DeltaWeights {
     let [conv, a_log, dt_bias, norm] = OWN.map(&mut of);

@@ -8,6 +8,7 @@
 //! convolution's width. States of the rule are of the accumulation kind, the convolution's of the rows' kind.
 
 mod conv;
+mod drafts;
 mod gates;
 mod gpu;
 mod packed;
@@ -24,6 +25,7 @@ use crate::torch::accumulation_kind;
 use rule::DeltaTokens;
 
 pub use crate::cuda::kernels::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights};
+pub use drafts::{DraftedRows, DraftedState, StoredAndRows};
 pub use packed::{PackedChunks, PackedSequences};
 pub use sequences::Sequences;
 
@@ -185,10 +187,14 @@ fn run(
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 pub fn step(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, options: DeltaOptions) -> Result<Tensor> {
+    finish(&advance(rows, weights, state, options.heads)?, rows, weights, options)
+}
+
+/// [`step`] before the gated norm, which reads the gate. [N, H, dv]
+fn advance(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, heads: DeltaHeads) -> Result<Tensor> {
     let mixed = conv::step(&rows.qkv, &weights.conv, &mut state.conv)?;
-    let tokens = UnitHeads::new(&mixed, options.heads)?.tokens(rows, weights)?;
-    let o = rule::step(&tokens, &mut state.rule)?;
-    finish(&o, rows, weights, options)
+    let tokens = UnitHeads::new(&mixed, heads)?.tokens(rows, weights)?;
+    rule::step(&tokens, &mut state.rule)
 }
 
 /// Gradients of the rows and of the initial states, all in the accumulation kind, but for those of rows by a GPU's kernels, which are

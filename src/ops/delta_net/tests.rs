@@ -268,3 +268,78 @@ fn kept_chunks_change_no_bit() {
     let short = PackedSequences::new(&Bounds::Separate((0..=506).collect()), HEADS.conv_width, Device::Cpu);
     assert!(short.forward(&rows, &weights, OPTIONS, true).unwrap().1.is_none());
 }
+
+/// Sequences with any numbers of drafts, of which any were drawn: outputs and states have the bits of steps of one token each, also of
+/// states that are rounded.
+#[test]
+fn steps_with_drafts_have_the_bits_of_steps_without() {
+    let (num_sequences, num_tokens, most) = (3usize, 30usize, 4usize);
+    for (kind, stored_kind) in [
+        (Kind::Double, Kind::Double),
+        (Kind::Float, Kind::Float),
+        (Kind::BFloat16, Kind::Float),
+        (Kind::Float, Kind::BFloat16),
+    ] {
+        let weights = map_weights(&random_weights(), |t| t.to_kind(kind));
+        let tokens: Vec<DeltaRows> = // by sequence
+            (0..num_sequences).map(|_| map_rows(&random_rows(num_tokens as i64), |t| t.to_kind(kind))).collect();
+        let start = DeltaState::zeros(HEADS, num_sequences, kind, Device::Cpu).unwrap();
+        let rounded = |rule: &Tensor| rule.to_kind(stored_kind).to_kind(rule.kind());
+        let (mut plain, mut outputs) = (map_state(&start, |t| t.copy()), Vec::new());
+        for at in 0..num_tokens as i64 {
+            let row = |f: fn(&DeltaRows) -> &Tensor| {
+                Tensor::cat(&tokens.iter().map(|rows| f(rows).narrow(0, at, 1)).collect::<Vec<_>>(), 0)
+            };
+            let rows = DeltaRows { qkv: row(|r| &r.qkv), z: row(|r| &r.z), b: row(|r| &r.b), a: row(|r| &r.a) };
+            outputs.push(step(&rows, &weights, &mut plain, OPTIONS).unwrap());
+            plain.rule = rounded(&plain.rule);
+        }
+        let columns = DraftedState::input_columns(HEADS) as i64 + 3;
+        let inputs = Tensor::full([num_sequences as i64, most as i64, columns], f64::NAN, (kind, Device::Cpu));
+        let mut drafted = DraftedState { state: start, inputs, kind: stored_kind };
+        let (mut at, mut stored) = (vec![0usize; num_sequences], vec![0usize; num_sequences]);
+        for turn in 0.. {
+            let rows = |sequence: usize| {
+                if at[sequence] < num_tokens { 1 + (turn * 5 + sequence * 3) % (most + 1) } else { 1 }
+            };
+            let sizes: Vec<StoredAndRows> = (0..num_sequences)
+                .filter(|&sequence| at[sequence] < num_tokens)
+                .map(|sequence| StoredAndRows {
+                    stored: stored[sequence],
+                    rows: rows(sequence).min(num_tokens - at[sequence]),
+                })
+                .collect();
+            if sizes.len() < num_sequences {
+                break;
+            }
+            // The first drafts of each are right, the others those of another sequence.
+            let drawn: Vec<usize> =
+                sizes.iter().enumerate().map(|(sequence, own)| (turn + sequence) % own.rows.max(1)).collect();
+            let row = |f: fn(&DeltaRows) -> &Tensor| {
+                let of = |sequence: usize, depth: usize| {
+                    let source = if depth <= drawn[sequence] { sequence } else { (sequence + 1) % num_sequences };
+                    f(&tokens[source]).narrow(0, (at[sequence] + depth) as i64, 1)
+                };
+                let all: Vec<Tensor> = (0..num_sequences)
+                    .flat_map(|sequence| (0..sizes[sequence].rows).map(move |depth| (sequence, depth)))
+                    .map(|(sequence, depth)| of(sequence, depth))
+                    .collect();
+                Tensor::cat(&all, 0)
+            };
+            let rows = DeltaRows { qkv: row(|r| &r.qkv), z: row(|r| &r.z), b: row(|r| &r.b), a: row(|r| &r.a) };
+            let layout = DraftedRows::new(&sizes, Device::Cpu).unwrap();
+            let o = drafted.step(&rows, &layout, &weights, OPTIONS).unwrap();
+            let mut first = 0;
+            for sequence in 0..num_sequences {
+                for depth in 0..=drawn[sequence] {
+                    let expected = outputs[at[sequence] + depth].get(sequence as i64);
+                    assert_eq!(o.get((first + depth) as i64), expected, "{kind:?} {stored_kind:?} {turn}");
+                }
+                first += sizes[sequence].rows;
+                at[sequence] += 1 + drawn[sequence];
+                stored[sequence] = drawn[sequence];
+            }
+        }
+        assert!(at.iter().sum::<usize>() > num_tokens);
+    }
+}

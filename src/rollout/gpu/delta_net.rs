@@ -10,8 +10,8 @@ use super::network::{DecoderNetwork, StepTokens};
 use super::op::DecoderOp;
 use crate::cuda::kernels::{self, DeltaPages, DeltaRuns};
 use crate::error::Result;
-use crate::model::{BlockParams, DeltaNetSpec, Linear, Matrix, ParamName};
-use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights};
+use crate::model::{BlockParams, DeltaNetSpec, Linear, Matrix};
+use crate::ops::delta_net::{DeltaOptions, DeltaRows};
 
 const PROJECTIONS: [Matrix; 4] = [Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::DeltaB, Matrix::DeltaA];
 
@@ -57,13 +57,7 @@ impl DecoderNetwork<'_> {
                 }
             }
         }
-        let weight = |name| w.norm(name).expect("a parameter of the block").shallow_clone();
-        let weights = DeltaWeights {
-            conv: weight(ParamName::DeltaConv),
-            a_log: weight(ParamName::DeltaALog),
-            dt_bias: weight(ParamName::DeltaDtBias),
-            norm: weight(ParamName::DeltaNorm),
-        };
+        let weights = w.delta_weights();
         let states = self.memory.states.expect("a model with states has pages").layer(layer);
         let pages = DeltaPages { rows: &states.conv, states: &states.rule };
         let runs = DeltaRuns { pages: tokens.state_pages, bounds: tokens.bounds, positions: tokens.positions };

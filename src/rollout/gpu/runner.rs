@@ -288,6 +288,11 @@ impl Runner for GpuRunner<'_> {
         std::mem::take(&mut self.experts)
     }
 
+    fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()> {
+        assert!(pages.is_empty(), "no drafts of a model with states on a GPU");
+        Ok(())
+    }
+
     fn take_times(&mut self) -> StageTimes {
         self.line.as_mut().map_or_else(StageTimes::default, StageLine::take_times)
     }

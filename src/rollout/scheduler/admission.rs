@@ -69,6 +69,7 @@ impl Scheduler {
         let num_counted = self.holder(sequence.group).map_or(0, in_both) * self.limits.block_size;
         let sequence = &mut self.sequences[index];
         sequence.num_computed = sequence.len() - 1;
+        sequence.num_in_state = sequence.num_computed;
         sequence.block_table = block_table;
         sequence.state_page = state_page;
         self.stats.num_kept_tokens += sequence.num_computed - num_counted;

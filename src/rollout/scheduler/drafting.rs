@@ -1,6 +1,7 @@
 //! Drafts of a decode step's sequences, and what became of them.
 
 use super::{Scheduler, Step, TokenRun};
+use crate::rollout::sequence::EngineSequence;
 use crate::rollout::speculation::{DraftRequest, DraftedText, Drafts};
 
 impl Scheduler {
@@ -55,6 +56,17 @@ impl Scheduler {
             run.tokens.end += drafts.token_ids.len();
             run.drafts = drafts;
         }
+    }
+
+    /// Pages of states that have not taken in the newest drafts that were drawn, and how many of these; from now on they have. Call only with
+    /// no step under way.
+    pub(in crate::rollout) fn settle_drafts(&mut self) -> Vec<(u32, usize)> {
+        let settle = |sequence: &mut EngineSequence| {
+            let num_stored =
+                sequence.num_computed - std::mem::replace(&mut sequence.num_in_state, sequence.num_computed);
+            sequence.state_page.filter(|_| num_stored > 0).map(|page| (page, num_stored))
+        };
+        self.running.iter().filter_map(|&index| settle(&mut self.sequences[index])).collect()
     }
 
     /// Tells the drafts' source of a sequence's newest tokens.

@@ -28,6 +28,8 @@ pub(in crate::rollout) struct TokenRun {
     pub(in crate::rollout) samples: Range<usize>,
     /// The last tokens, which the sequence does not have yet: it samples from their rows, too.
     pub(in crate::rollout) drafts: Drafts,
+    /// Tokens in front of it that the sequence's states take in first: drafts of the step before, which were drawn.
+    pub(in crate::rollout) num_stored: usize,
 }
 
 impl Step {
@@ -58,7 +60,7 @@ impl Step {
 impl TokenRun {
     /// Tokens without drafts.
     pub(in crate::rollout) fn new(sequence: usize, tokens: Range<usize>, samples: Range<usize>) -> Self {
-        Self { sequence, tokens, samples, drafts: Drafts::default() }
+        Self { sequence, tokens, samples, drafts: Drafts::default(), num_stored: 0 }
     }
 
     /// The token at a position of the run; none that a step under way samples.

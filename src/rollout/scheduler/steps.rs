@@ -22,6 +22,7 @@ impl Scheduler {
             self.stats.num_prefilled_tokens += tokens.len();
             self.stats.num_recomputed_tokens += sequence.num_known.min(tokens.end).saturating_sub(start);
             sequence.num_computed = tokens.end;
+            sequence.num_in_state = tokens.end;
             let is_done = tokens.end == num_tokens;
             let samples = if is_done { members.clone() } else { members.start..members.start };
             step.runs.push(TokenRun::new(members.start, tokens, samples));
@@ -41,6 +42,7 @@ impl Scheduler {
         for index in first + 1..members.end {
             let sequence = &mut self.sequences[index];
             sequence.num_computed = num_tokens;
+            sequence.num_in_state = num_tokens;
             let to = sequence.block_table.last().copied();
             step.copies.extend(from.zip(to).filter(|(from, to)| from != to));
             step.state_copies.extend(state_page.zip(sequence.state_page));
@@ -84,11 +86,14 @@ impl Scheduler {
                 self.preempt_last();
             }
         }
-        let last_token = |&index: &usize| {
-            let num_tokens = self.sequences[index].num_tokens();
-            TokenRun::new(index, num_tokens - 1..num_tokens, index..index + 1)
+        let last_token = |index: usize| {
+            let sequence = &mut self.sequences[index];
+            let tokens = sequence.num_tokens() - 1..sequence.num_tokens();
+            let num_stored = tokens.start - std::mem::replace(&mut sequence.num_in_state, tokens.end);
+            let num_stored = if self.limits.has_states { num_stored } else { 0 };
+            TokenRun { num_stored, ..TokenRun::new(index, tokens, index..index + 1) }
         };
-        let runs = taken.iter().map(last_token).collect();
+        let runs = taken.into_iter().map(last_token).collect();
         Step::new(true, runs)
     }
 }

@@ -10,7 +10,7 @@ use crate::rollout::request::ModelIds;
 use crate::rollout::sampler::Sampled;
 use crate::rollout::stop::StopRules;
 use crate::types::{FinishReason, SamplingParams, Trajectory};
-use network::{Cache, Model, next_token};
+use network::{Cache, Model, next_token, settle};
 
 const ROOMY: StepLimits = StepLimits {
     num_blocks: 200,

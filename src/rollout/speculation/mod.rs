@@ -60,6 +60,11 @@ impl SpeculationOptions {
         self.method != Speculation::None
     }
 
+    /// Most draft tokens of a sequence in a step.
+    pub fn most_drafts(&self) -> usize {
+        if self.is_on() { self.num_tokens } else { 0 }
+    }
+
     /// Rows of a decode step of at most `max_num_seqs` sequences, drafts included.
     pub(super) fn most_rows(&self, max_num_seqs: usize) -> usize {
         if self.is_on() { max_num_seqs.max(LEAST_ROWS) } else { max_num_seqs }

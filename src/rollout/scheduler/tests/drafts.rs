@@ -68,6 +68,8 @@ fn no_draft_changes_what_is_sampled() {
         StepLimits { block_size: 1, num_blocks: 40, ..ROOMY },
         StepLimits { num_blocks: 20, ..ROOMY },
         StepLimits { max_model_length: 14, ..ROOMY },
+        StepLimits { has_states: true, ..ROOMY },
+        StepLimits { has_states: true, num_blocks: 20, max_num_seqs: 9, ..ROOMY },
     ];
     for lag in 0..3 {
         for limits in [ROOMY].iter().chain(&tight) {
@@ -119,7 +121,8 @@ fn what_is_interrupted_or_kept_goes_on_as_if_it_had_not_been() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
-    for (limits, lag) in [(ROOMY, 0), (ROOMY, 1), (tight, 0), (tight, 2)] {
+    let states = |limits| StepLimits { has_states: true, ..limits };
+    for (limits, lag) in [(ROOMY, 0), (ROOMY, 1), (tight, 0), (tight, 2), (states(ROOMY), 1), (states(tight), 0)] {
         for keeps in [false, true] {
             let mut held = vec![Vec::new(); prompts.len()];
             let (mut cache, mut kept, mut stats) = (Cache::new(), KeptSequences::default(), EngineStats::default());
@@ -134,6 +137,7 @@ fn what_is_interrupted_or_kept_goes_on_as_if_it_had_not_been() {
                 held = sampled(&scheduler, prompts.len());
                 stats = scheduler.stats;
                 drafter = scheduler.speculator.take().map(Speculator::close);
+                settle(&mut scheduler, &mut cache);
                 kept = if keeps { scheduler.into_kept() } else { KeptSequences::default() };
             }
             let completions: Vec<_> = held.into_iter().flatten().map(|completion| completion.token_ids).collect();

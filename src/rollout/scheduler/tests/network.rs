@@ -2,9 +2,10 @@
 
 use super::*;
 
-/// Keys and values by block and offset; states by page and [`STATE`].
+/// Keys and values by block and offset; states by page and [`STATE`], stored drafts by page and [`DRAFTS`].
 pub(super) type Cache = HashMap<(u32, usize), Vec<u32>>;
 const STATE: usize = usize::MAX;
+const DRAFTS: usize = usize::MAX - 1;
 
 /// Stands for the whole network: the keys and values of a token are the tokens up to it, a state is the tokens that it has seen, and the
 /// next token is a function of them and of the sample.
@@ -28,9 +29,12 @@ impl Model<'_> {
             let page = scheduler.sequences[run.sequence].state_page;
             assert_eq!(page.is_some(), scheduler.limits.has_states);
             if let Some(page) = page {
-                let before = self.cache.insert((page, STATE), tokens[..run.tokens.end].to_vec());
-                let is_own = run.tokens.start == 0 || before.as_deref() == Some(&tokens[..run.tokens.start]);
+                take_in(self.cache, page, run.num_stored);
+                let (num_drafts, Range { start, end }) = (run.drafts.token_ids.len(), run.tokens.clone());
+                let before = self.cache.insert((page, STATE), tokens[..end - num_drafts].to_vec());
+                let is_own = start == 0 || before.as_deref() == Some(&tokens[..start]);
                 assert!(is_own, "sequence {} goes on with a foreign state", run.sequence);
+                self.cache.insert((page, DRAFTS), run.drafts.token_ids.clone());
             }
             for position in run.tokens.clone() {
                 self.cache.insert(slot(run.sequence, position), tokens[..=position].to_vec());
@@ -72,6 +76,19 @@ impl Model<'_> {
         assert_eq!(draws.count(), 0);
         all
     }
+}
+
+/// The first stored drafts become part of a page's state.
+fn take_in(cache: &mut Cache, page: u32, num_stored: usize) {
+    if num_stored > 0 {
+        let drafts = cache[&(page, DRAFTS)][..num_stored].to_vec();
+        cache.get_mut(&(page, STATE)).expect("drafts of a page stand behind its state").extend(drafts);
+    }
+}
+
+/// What a session has a runner do before it ends.
+pub(super) fn settle(scheduler: &mut Scheduler, cache: &mut Cache) {
+    scheduler.settle_drafts().into_iter().for_each(|(page, num_stored)| take_in(cache, page, num_stored));
 }
 
 pub(super) fn next_token(tokens: &[u32], sample: usize) -> Sampled {

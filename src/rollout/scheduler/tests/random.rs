@@ -43,7 +43,7 @@ impl Calls {
             block_size,
             max_num_seqs: 1 + calls.below(8),
             max_num_batched_tokens: 1 + calls.below(24),
-            has_states: calls.below(4) == 0,
+            has_states: calls.below(3) == 0,
             num_stages,
             runs_ahead: calls.below(2) == 0,
             ..ROOMY
@@ -59,7 +59,7 @@ impl Calls {
     }
 
     fn open(&mut self, limits: StepLimits, kept: KeptSequences, stats: EngineStats) {
-        let drafts = self.drafts && !limits.has_states && limits.num_stages == 1;
+        let drafts = self.drafts && limits.num_stages == 1;
         let speculator = if drafts { drafts::speculator(drafts::mixed) } else { None };
         self.scheduler = Scheduler::new(limits, kept, stats).with_speculator(speculator);
         self.scheduler.keep_turns();
@@ -206,6 +206,7 @@ impl Calls {
         }
         let fresh = Scheduler::new(ROOMY, KeptSequences::default(), EngineStats::default());
         let Scheduler { limits, stats, .. } = self.scheduler;
+        settle(&mut self.scheduler, &mut self.cache);
         let kept = std::mem::replace(&mut self.scheduler, fresh).into_kept();
         self.open(limits, kept, stats);
         for _ in 0..3 {
