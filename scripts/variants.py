@@ -17,7 +17,10 @@ TOOLS = ('To add two numbers, write exactly one line like this one: [add(a=2, b=
 LORA = ("lora.r=16", "lora.target_modules=all-linear", "learning_rate=2e-4")
 # Name -> number of processes and keys beside COMMON.
 VARIANTS = {
-    **{loss: (1, f"loss_type={loss}") for loss in ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")},
+    **{loss: (1, f"loss_type={loss}") for loss in ("dapo", "grpo", "dr_grpo", "bnpo", "sapo")},
+    "cispo": (1, "loss_type=cispo", "epsilon_high=5"),
+    "luspo": (1, "loss_type=luspo", "importance_sampling_level=sequence"),
+    "vespo": (1, "loss_type=vespo", "importance_sampling_mode=token_truncate"),
     "gspo": (1, "loss_type=grpo", "importance_sampling_level=sequence", "epsilon=3e-4", "epsilon_high=4e-4", "num_iterations=2"),
     "iterations": (1, "num_iterations=2"),
     "accumulation": (1, "gradient_accumulation_steps=2", "steps_per_generation=4"),
@@ -151,7 +154,8 @@ def main():
         seconds = time.monotonic() - start
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] if ended.returncode == 0 else []
         lines = [line for line in lines if "loss" in line]
-        what = odd(name, lines, name == "exact", dtype) if lines else [f"exit code {ended.returncode}: {ended.stderr.strip().splitlines()[-1:]}"]
+        end = ended.stderr.strip().splitlines()[-1:]
+        what = odd(name, lines, name == "exact", dtype) if lines else [f"exit code {ended.returncode}: {''.join(end)}"]
         is_good = is_good and not what
         last = lines[-1] if lines else {}
         more = ", ".join(f"{metric} {shown(last[metric])}" for metric in MORE if last.get(metric) is not None)
