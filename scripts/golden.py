@@ -23,7 +23,8 @@ import shutil
 import subprocess
 
 import torch
-from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config, Gemma3TextConfig, Glm4Config, Glm4MoeConfig, GlmConfig, GraniteConfig, LlamaConfig, MinistralConfig, Mistral3Config, MistralConfig,
+from safetensors.torch import load_file, save_file
+from transformers import (AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config, Gemma3TextConfig, Glm4Config, Glm4MoeConfig, GlmConfig, GptOssConfig, GraniteConfig, LlamaConfig, MinistralConfig, Mistral3Config, MistralConfig, Mxfp4Config,
                           Olmo2Config, Phi3Config, PreTrainedTokenizerFast, Qwen2Config, Qwen2MoeConfig, Qwen3_5Config,
                           Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, SmolLM3Config)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -34,7 +35,7 @@ ALL_LOGITS_OF = 1
 NEW_TOKENS = 24
 LONG_NEW_TOKENS = 200  # of a model with a key of LONG_KEYS or of LONG_TYPES
 LONG_KEYS = ["linear_num_key_heads", "shared_expert_intermediate_size", "no_rope_layers", "residual_multiplier", "query_pre_attn_scalar"]
-LONG_TYPES = ["glm", "glm4", "glm4_moe", "phi3", "ministral"]
+LONG_TYPES = ["glm", "glm4", "glm4_moe", "gpt_oss", "phi3", "ministral"]
 LEAST_GAP = 1e-3
 COMMON = dict(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -68,6 +69,10 @@ PARTIAL_ROPE = dict(ROPE, partial_rotary_factor=0.25)
 VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, out_hidden_size=32, num_position_embeddings=16)
 GEMMA3 = dict(hidden_size=40, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=24,
               sliding_window=8, **dict(COMMON, num_hidden_layers=7))
+GPT_OSS = dict(hidden_size=40, intermediate_size=24, num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_local_experts=5,
+               num_experts_per_tok=3, sliding_window=8, pad_token_id=0, output_router_logits=False,
+               rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128, truncate=False),
+               **dict(COMMON, num_hidden_layers=3))
 # name: configuration, type on disk, largest shard
 FAMILIES = {
     "qwen2_yarn": (Qwen2Config(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
@@ -150,6 +155,10 @@ FAMILIES = {
                                num_attention_heads=6, num_key_value_heads=2, head_dim=16, attention_bias=True, use_qk_norm=True,
                                num_mtp_layers=0, pad_token_id=0, rope_parameters=dict(ROPE, partial_rotary_factor=0.5),
                                **dict(COMMON, num_hidden_layers=3)), torch.float32, "100KB"),
+    # Sinks, windows in every second layer, biases everywhere, and a SwiGLU that is cut.
+    "gpt_oss": (GptOssConfig(**GPT_OSS), torch.float32, "100KB"),
+    # Experts on disk in MXFP4.
+    "gpt_oss_mxfp4": (GptOssConfig(**dict(GPT_OSS, hidden_size=32, intermediate_size=32)), torch.bfloat16, "5GB"),
     # Queries, keys and values in one tensor, too.
     "phi3": (Phi3Config(hidden_size=48, intermediate_size=56, num_attention_heads=6, num_key_value_heads=2, pad_token_id=0,
                         rope_parameters=dict(ROPE, partial_rotary_factor=0.75), **COMMON), torch.float32, "40KB"),
@@ -201,7 +210,7 @@ def rope_case(keys):
 def make_family(folder, config, dtype, max_shard_size):
     """The first seed whose greedy continuations have no near tie."""
     for seed in range(100):
-        model = random_model(config, dtype, seed)
+        model = random_model(config, dtype, seed, folder.name.endswith("mxfp4"))
         golden = golden_numbers(model, seed)
         if golden["min_gap"] > LEAST_GAP:
             break
@@ -210,12 +219,44 @@ def make_family(folder, config, dtype, max_shard_size):
     shutil.rmtree(folder, ignore_errors=True)
     model.generation_config.eos_token_id = [2, 3]
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if folder.name.endswith("mxfp4"):
+        quantise_folder(folder)
     (folder / "golden.json").write_text(json.dumps(golden))
     print(f"{folder.name}: seed {seed}, least gap {golden['min_gap']:.4f}, "
           f"{sum(p.numel() for p in model.parameters())} parameters")
 
 
-def random_model(config, dtype, seed):
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def to_mxfp4(matrices):
+    """Codes and scales of [E, K, N], by rows [E, N, K / 32, 32] and [E, N, K / 32]; and the numbers that they stand for."""
+    blocks = matrices.transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1).log2().floor() - 2
+    scaled = blocks / exponents.exp2().unsqueeze(-1)
+    codes = (scaled.abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
+    numbers = E2M1[codes] * scaled.sign() * exponents.exp2().unsqueeze(-1)
+    return codes + 8 * (scaled < 0), exponents + 127, numbers.flatten(-2).transpose(1, 2)
+
+
+def quantise_folder(folder):
+    """Puts the experts of a folder into MXFP4. transformers must read the same model."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    before, tensors = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict(), load_file(file)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        codes, scales, _ = to_mxfp4(tensors.pop(name).float())
+        tensors[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        tensors[f"{name}_scales"] = scales.to(torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    keys = json.loads(config.read_text())
+    keys["quantization_config"] = {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"}
+    config.write_text(json.dumps(keys, indent=2) + "\n")
+    read = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32)
+    for name, tensor in read.state_dict().items():
+        assert torch.equal(tensor.float(), before[name].float()), name
+
+
+def random_model(config, dtype, seed, is_mxfp4=False):
     """Weights that are exact in `dtype`, large enough that every part of the network shows in the logits."""
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
@@ -223,6 +264,8 @@ def random_model(config, dtype, seed):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = 0.3 * torch.randn(parameter.shape)
+            if is_mxfp4 and name.endswith(("gate_up_proj", "down_proj")):
+                value = to_mxfp4(value)[2]
             parameter.copy_((1 + value if "norm" in name else value).to(dtype))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

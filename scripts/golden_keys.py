@@ -15,7 +15,7 @@ import pathlib
 from peft import LoraConfig
 from transformers import CONFIG_MAPPING, GenerationConfig
 
-FAMILIES = "llama mistral olmo2 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text gemma3 gemma3_text glm glm4 glm4_moe phi3 ministral mistral3"
+FAMILIES = "llama mistral olmo2 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text gemma3 gemma3_text glm glm4 glm4_moe gpt_oss phi3 ministral mistral3"
 
 
 def main():

@@ -55,5 +55,7 @@ choices! {
         Mistral = "mistral",
         /// `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5.
         Glm45 = "glm45",
+        /// `<|channel|>commentary to=functions.name<|message|>{..}<|call|>`, the format of harmony: gpt-oss.
+        OpenAi = "openai",
     }
 }

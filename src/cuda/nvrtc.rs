@@ -77,13 +77,14 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 18] = [
+const HEADERS: [(&CStr, &str); 19] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
     (c"attention_fp8.cuh", include_str!("../kernels/attention_fp8.cuh")),
     (c"attention_merge.cuh", include_str!("../kernels/attention_merge.cuh")),
     (c"attention_warp.cuh", include_str!("../kernels/attention_warp.cuh")),
+    (c"clamped.cuh", include_str!("../kernels/clamped.cuh")),
     (c"cluster.cuh", include_str!("../kernels/cluster.cuh")),
     (c"delta.cuh", include_str!("../kernels/delta.cuh")),
     (c"delta_products.cuh", include_str!("../kernels/delta_products.cuh")),

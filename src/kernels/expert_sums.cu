@@ -9,10 +9,10 @@ template <typename T>
 struct SharedExpert {
     const T* rows;  // [T, D]
     const T* x;     // [T, D]
-    const T* gate;  // [D]
+    const T* gate;  // [D]; or null, where it has none
 };
 
-// y = the sum of a token's rows, each times its weight, and of the shared expert's row times the sigmoid of its gate, rounded once; of
+// y = the sum of a token's rows, each times its weight, and of the shared expert's row times the sigmoid of its gate if it has one, rounded once; of
 // other ranks' experts there are none.
 template <typename T, int N>
 __device__ __forceinline__ void combine(
@@ -21,8 +21,9 @@ __device__ __forceinline__ void combine(
 ) {
     wait_for_inputs();
     const long long first = blockIdx.x * static_cast<long long>(choices);
-    float share = 0.0f;
-    if (shared.rows) {
+    float share = 1.0f;
+    if (shared.gate) {
+        share = 0.0f;
         for (int i = threadIdx.x; i < dim; i += blockDim.x) share += widen(shared.x[blockIdx.x * dim + i]) * widen(shared.gate[i]);
         share = 1.0f / (1.0f + expf(-block_sum(share)));
     }

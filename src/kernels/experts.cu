@@ -9,7 +9,9 @@
 // down: a sorted row of act, written to the place of its choice.
 // low_tokens, low_rows: the inner products of adapters, of a token's row or of a sorted one, in sorted order.
 // gate_up_adapted, down_adapted: gate_up and down, whose sums go on over the row's inner products and the adapters' other matrix.
+// gate_up_clamped, down_biased: gate_up and down with biases, gate_up with the clamped SwiGLU.
 #include "async.cuh"
+#include "clamped.cuh"
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "scalar.cuh"
@@ -34,6 +36,9 @@ struct Product {
     // Where inner products are made of several adapters: whose each feature is, and whose each token's are; or null.
     const int* owners;
     const int* adapters;
+    // Of experts with biases: those of all features [E, features] with bias_expert.
+    const void* bias;
+    long long bias_expert;
 };
 
 enum Form { GATE_UP, DOWN, LOW_TOKENS, LOW_ROWS };
@@ -47,7 +52,7 @@ __device__ __forceinline__ bool is_others(const Product& of, int sorted, int fea
 }
 
 // WM x WN warps, each with MT x NT products of 16 features and 8 rows; STEPS steps are copied at once into one of DEPTH stages.
-template <int WM, int WN, int MT, int NT, int SUB, int DEPTH, Form FORM_, bool ADAPTED = false>
+template <int WM, int WN, int MT, int NT, int SUB, int DEPTH, Form FORM_, bool ADAPTED = false, bool BIASED = false>
 struct Shape {
     static constexpr int FEATURES = WM * MT * 16, ROWS = WN * NT * 8, THREADS = WM * WN * 32, STAGES = DEPTH, STEPS = SUB;
     static constexpr int W_BYTES = FEATURES * ROW_BYTES, STEP_BYTES = W_BYTES + ROWS * ROW_BYTES, STAGE_BYTES = STEPS * STEP_BYTES;
@@ -55,7 +60,7 @@ struct Shape {
     static constexpr int OWN_FEATURES = FEATURES / LINES, OWN_ROWS = ROWS / LINES;
     static constexpr int GROUPS = WN, M = MT, N = NT;
     static constexpr Form FORM = FORM_;
-    static constexpr bool IS_ADAPTED = ADAPTED;
+    static constexpr bool IS_ADAPTED = ADAPTED, IS_BIASED = BIASED;
     static_assert(FEATURES % LINES == 0 && ROWS % LINES == 0 && NT % 2 == 0, "");
 };
 
@@ -175,9 +180,13 @@ __device__ __forceinline__ void write_sums(const float (&sums)[S::M][S::N][4], c
             for (int i = 0; i < S::M; ++i) {
                 const int pair = first / 2 + (warp / S::GROUPS * S::M + i) * 8 + lane / 4;
                 if (2 * pair >= of.features) continue;
-                const float even = sums[i][j][odd], other = sums[i][j][2 + odd];
+                float even = sums[i][j][odd], other = sums[i][j][2 + odd];
+                if constexpr (S::IS_BIASED) {
+                    const bf16* bias = static_cast<const bf16*>(of.bias) + tile.expert * of.bias_expert + 2 * pair;
+                    even += widen(bias[0]), other += widen(bias[1]);
+                }
                 if (S::FORM == GATE_UP) {
-                    narrow(silu_mul(even, other), out[pair]);
+                    narrow(S::IS_BIASED ? clamped_swiglu(even, other) : silu_mul(even, other), out[pair]);
                 } else if (S::FORM == DOWN) {
                     *reinterpret_cast<unsigned*>(out + 2 * pair) = pack(even, other);
                 } else {
@@ -234,7 +243,7 @@ __device__ __forceinline__ void multiply_pair(float (&sums)[2], const float* x, 
 }
 
 // float32: two features and a row at a time, by a warp.
-template <Form FORM, bool ADAPTED = false>
+template <Form FORM, bool ADAPTED = false, bool BIASED = false>
 __device__ __forceinline__ void product_f32(const Product& of) {
     constexpr int FEATURES = 64, WARPS = 4;
     wait_for_inputs();
@@ -260,9 +269,14 @@ __device__ __forceinline__ void product_f32(const Product& of) {
                 sums[1] += __shfl_xor_sync(0xffffffffu, sums[1], step);
             }
             if (lane != 0) continue;
+            if constexpr (BIASED) {
+                const float* bias = static_cast<const float*>(of.bias) + tile.expert * of.bias_expert + feature;
+                sums[0] += bias[0];
+                if (has_odd) sums[1] += bias[1];
+            }
             float* out = static_cast<float*>(of.out) + (FORM == DOWN ? choice : sorted) * of.out_stride;
             if (FORM == GATE_UP) {
-                out[feature / 2] = sums[0] / (1.0f + expf(-sums[0])) * sums[1];
+                out[feature / 2] = BIASED ? clamped_swiglu(sums[0], sums[1]) : sums[0] / (1.0f + expf(-sums[0])) * sums[1];
             } else {
                 const bool is_low = FORM != DOWN;
                 out[feature] = is_low && is_others(of, sorted, feature) ? 0.0f : sums[0];
@@ -296,11 +310,25 @@ __device__ __forceinline__ void product_f32(const Product& of) {
         CALL(of);                                                                                                     \
     }
 
+#define BIASED_PRODUCT(NAME, THREADS, PER_PROCESSOR, CALL)                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(                                        \
+        const void* x, const void* w, void* out, const int* order, const Tile* tiles, long long x_stride,              \
+        long long w_expert, long long w_row, long long out_stride, long long k, long long features,                    \
+        long long choices, long long sure, const void* bias, long long bias_expert                                    \
+    ) {                                                                                                               \
+        const Product of = {x, w, out, order, tiles, x_stride, w_expert, w_row, out_stride, static_cast<int>(k),       \
+                            static_cast<int>(features), static_cast<int>(choices), static_cast<int>(sure), nullptr,    \
+                            nullptr, 0, 0, 0, nullptr, nullptr, bias, bias_expert};                                    \
+        CALL(of);                                                                                                     \
+    }
+
 #define PRODUCTS(NAME, THREADS, PER_PROCESSOR, ...)                                                              \
     PRODUCT(experts_gate_up_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, GATE_UP>>))              \
     PRODUCT(experts_down_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, DOWN>>))                    \
     ADAPTER(experts_gate_up_adapted_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, GATE_UP, true>>)) \
     ADAPTER(experts_down_adapted_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, DOWN, true>>))      \
+    BIASED_PRODUCT(experts_gate_up_clamped_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, GATE_UP, false, true>>)) \
+    BIASED_PRODUCT(experts_down_biased_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, DOWN, false, true>>)) \
     ADAPTER(experts_low_tokens_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, LOW_TOKENS>>))        \
     ADAPTER(experts_low_rows_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, LOW_ROWS>>))
 
@@ -312,5 +340,7 @@ PRODUCT(experts_gate_up_f32, 128, 4, product_f32<GATE_UP>)
 PRODUCT(experts_down_f32, 128, 4, product_f32<DOWN>)
 ADAPTER(experts_gate_up_adapted_f32, 128, 4, (product_f32<GATE_UP, true>))
 ADAPTER(experts_down_adapted_f32, 128, 4, (product_f32<DOWN, true>))
+BIASED_PRODUCT(experts_gate_up_clamped_f32, 128, 4, (product_f32<GATE_UP, false, true>))
+BIASED_PRODUCT(experts_down_biased_f32, 128, 4, (product_f32<DOWN, false, true>))
 ADAPTER(experts_low_tokens_f32, 128, 4, product_f32<LOW_TOKENS>)
 ADAPTER(experts_low_rows_f32, 128, 4, product_f32<LOW_ROWS>)

@@ -46,8 +46,8 @@ union Pool {
     typename WarpOf<E, HD, MEMBERS, 1>::type::Stage stages[IS_WIDE<HD> ? 1 : STAGES];
 };
 
-// A layer, and of it one column: up to 8 query heads of one key/value head.
-template <int HD, typename E>
+// A layer, and of it one column: up to 8 query heads of one key/value head. With SINKS each query head has a logit without a key.
+template <int HD, typename E, bool SINKS>
 struct Column {
     const bf16* __restrict__ q;             // [S, H, hd]
     Cache<E> cache;
@@ -56,6 +56,7 @@ struct Column {
     const Pieces* __restrict__ pieces;      // [S]
     int* __restrict__ arrived;              // [S, Hkv chunks], 0 between launches
     Partial<HD>* __restrict__ partials;     // [pieces, Hkv chunks]
+    const bf16* __restrict__ sinks;         // [H], or null
     const Geometry& shape;
     int columns;                  // Hkv chunks
     int at, kv_head, chunk, heads;  // the column, its key/value head, which chunk of that one's query heads, and how many
@@ -73,6 +74,16 @@ struct Column {
     }
     __device__ __forceinline__ Partial<HD>* partial_of(const Pieces& own) const {
         return partials + static_cast<long long>(own.first) * columns + at;
+    }
+
+    // A head's output, to whose sum its sink belongs; a row without keys has none.
+    template <int N>
+    __device__ __forceinline__ void write(Part<N> part, int head, bf16* to) const {
+        if constexpr (SINKS) {
+            const float sink = widen(sinks[kv_head * shape.group + chunk * COLUMNS + head]) * LOG2E;
+            if (part.sum != 0.0f) part.sum += exp2_fast(sink - part.peak);
+        }
+        part.write(to);
     }
 
     // A shared part: each warp has two of its rows, and merges those that it completes.
@@ -100,8 +111,8 @@ struct Column {
             if (__shfl_sync(~0u, before, 0) == own.count - 1) {
                 for (int k = work.lane; k < heads * (HD / 8); k += 32) {
                     const int head = k / (HD / 8), column = k % (HD / 8) * 8;
-                    merge<HD, 8>(partial, own.count, columns, head, column, -1, {})
-                        .write(o + query_of(row) + head * HD + column);
+                    write(merge<HD, 8>(partial, own.count, columns, head, column, -1, {}), head,
+                          o + query_of(row) + head * HD + column);
                 }
                 if (work.lane == 0) arrived[row * columns + at] = 0;
             }
@@ -144,14 +155,14 @@ struct Column {
         if (own.count == 1 || is_last) {
             if (own.count > 1 && head < heads)
                 part = merge<HD, N>(partial, own.count, columns, head, column, item.piece, part);
-            if (head < heads) part.write(to);
+            if (head < heads) write(part, head, to);
             if (own.count > 1 && threadIdx.x == 0) *counter = 0;
         }
     }
 };
 
-template <int HD, typename E>
-__device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* header, const Item* __restrict__ items) {
+template <int HD, typename E, bool SINKS>
+__device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Header* header, const Item* __restrict__ items) {
     __shared__ alignas(16) Pool<HD, E> pool;
     __shared__ int next;
     if constexpr (sizeof(E) == 1) let_next_begin();
@@ -182,31 +193,30 @@ __device__ __forceinline__ void paged_attention(Column<HD, E> column, Header* he
     }
 }
 
-#define PAGED_ATTENTION(NAME, HD)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME(                                                  \
-        const bf16* q, const bf16* k_cache, const bf16* v_cache, const int* block_tables, bf16* o, Header* header,  \
-        const Item* items, const Pieces* pieces, int* arrived, float* partials, long long kv_heads, long long group, \
-        long long block_shift, long long max_blocks, float scale) {                                                 \
-        const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_shift), \
-                                static_cast<int>(max_blocks), scale};                                               \
-        paged_attention<HD, bf16>({q, {k_cache, v_cache, nullptr, nullptr}, block_tables, o, pieces, arrived,       \
-                                   reinterpret_cast<Partial<HD>*>(partials), shape,                                 \
-                                   shape.kv_heads * shape.chunks()},                                                \
-                                  header, items);                                                                   \
-    }
+#define STEP(E)                                                                                                    \
+    const bf16 *q, const E *k_cache, const E *v_cache, const int *block_tables, bf16 *o, Header *header,           \
+        const Item *items, const Pieces *pieces, int *arrived, float *partials
+#define SIZES long long kv_heads, long long group, long long block_shift, long long max_blocks, float scale
+#define ATTEND(HD, E, SINKS, K_SCALES, V_SCALES, AT)                                                               \
+    const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_shift),    \
+                            static_cast<int>(max_blocks), scale};                                                  \
+    paged_attention<HD, E, SINKS>({q, {k_cache, v_cache, K_SCALES, V_SCALES}, block_tables, o, pieces, arrived,    \
+                                   reinterpret_cast<Partial<HD>*>(partials), AT, shape,                            \
+                                   shape.kv_heads * shape.chunks()},                                               \
+                                  header, items)
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
-#define PAGED_ATTENTION_FP8(NAME, HD)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME(                                                  \
-        const bf16* q, const unsigned char* k_cache, const unsigned char* v_cache, const int* block_tables, bf16* o, \
-        Header* header, const Item* items, const Pieces* pieces, int* arrived, float* partials,                      \
-        const float* k_scales, const float* v_scales, long long kv_heads, long long group, long long block_shift,    \
-        long long max_blocks, float scale) {                                                                        \
-        const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_shift), \
-                                static_cast<int>(max_blocks), scale};                                               \
-        paged_attention<HD, unsigned char>({q, {k_cache, v_cache, k_scales, v_scales}, block_tables, o, pieces,     \
-                                            arrived, reinterpret_cast<Partial<HD>*>(partials), shape,               \
-                                            shape.kv_heads * shape.chunks()},                                       \
-                                           header, items);                                                          \
+#define PAGED_ATTENTION(NAME, HD) \
+    KERNEL NAME(STEP(bf16), SIZES) { ATTEND(HD, bf16, false, nullptr, nullptr, nullptr); }
+#define PAGED_ATTENTION_SINKS(NAME, HD) \
+    KERNEL NAME(STEP(bf16), SIZES, const bf16* sinks) { ATTEND(HD, bf16, true, nullptr, nullptr, sinks); }
+#define PAGED_ATTENTION_FP8(NAME, HD)                                                                  \
+    KERNEL NAME(STEP(unsigned char), const float* k_scales, const float* v_scales, SIZES) {            \
+        ATTEND(HD, unsigned char, false, k_scales, v_scales, nullptr);                                 \
+    }
+#define PAGED_ATTENTION_FP8_SINKS(NAME, HD)                                                                     \
+    KERNEL NAME(STEP(unsigned char), const float* k_scales, const float* v_scales, SIZES, const bf16* sinks) {  \
+        ATTEND(HD, unsigned char, true, k_scales, v_scales, sinks);                                             \
     }
 
 PAGED_ATTENTION(paged_attention_bf16_64, 64)
@@ -214,3 +224,7 @@ PAGED_ATTENTION(paged_attention_bf16_128, 128)
 PAGED_ATTENTION(paged_attention_bf16_256, 256)
 PAGED_ATTENTION_FP8(paged_attention_bf16_64_fp8, 64)
 PAGED_ATTENTION_FP8(paged_attention_bf16_128_fp8, 128)
+PAGED_ATTENTION_SINKS(paged_attention_bf16_64_sinks, 64)
+PAGED_ATTENTION_SINKS(paged_attention_bf16_128_sinks, 128)
+PAGED_ATTENTION_FP8_SINKS(paged_attention_bf16_64_fp8_sinks, 64)
+PAGED_ATTENTION_FP8_SINKS(paged_attention_bf16_128_fp8_sinks, 128)

@@ -27,6 +27,7 @@ __device__ __forceinline__ void attend(
     const int* __restrict__ context_lens,   // [S], the new token included; 0: no sequence, o is 0
     T* __restrict__ o,                      // [S, H, hd]
     int heads, int kv_heads, int dim, int block_size, int max_blocks, int window, float scale,
+    const T* __restrict__ sinks,  // [H], logits without keys; or null
     const float* __restrict__ k_scales = nullptr,  // [blocks, Hkv, block_size], or null
     const float* __restrict__ v_scales = nullptr   // like k_scales
 ) {
@@ -66,6 +67,7 @@ __device__ __forceinline__ void attend(
             for (int i = 0; i < count; ++i) out[m] += weights[i] * widen(v_cache[entries[i] + column]);
         }
     }
+    if (sinks) sum += expf(widen(sinks[head]) - peak);
 #pragma unroll
     for (int m = 0; m < MOST; ++m) {
         const int column = threadIdx.x + m * THREADS;
@@ -77,9 +79,9 @@ __device__ __forceinline__ void attend(
     extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                     \
         const T* q, const T* k_cache, const T* v_cache, const int* block_tables, const int* context_lens, T* o,     \
         long long heads, long long kv_heads, long long dim, long long block_size, long long max_blocks,             \
-        long long window, float scale) {                                                                            \
+        long long window, float scale, const T* sinks) {                                                            \
         attend<T, T>(q, k_cache, v_cache, block_tables, context_lens, o, heads, kv_heads, dim, block_size, max_blocks, \
-                  window, scale);                                                                                   \
+                  window, scale, sinks);                                                                                   \
     }
 
 ATTEND(paged_attention_any_f32, float)
@@ -88,8 +90,9 @@ ATTEND(paged_attention_any_bf16, bf16)
 extern "C" __global__ void __launch_bounds__(THREADS) paged_attention_any_fp8(
     const bf16* q, const unsigned char* k_cache, const unsigned char* v_cache, const int* block_tables,
     const int* context_lens, bf16* o, long long heads, long long kv_heads, long long dim, long long block_size,
-    long long max_blocks, long long window, float scale, const float* k_scales, const float* v_scales
+    long long max_blocks, long long window, float scale, const float* k_scales, const float* v_scales,
+    const bf16* sinks
 ) {
     attend<bf16, unsigned char>(q, k_cache, v_cache, block_tables, context_lens, o, heads, kv_heads, dim, block_size,
-                                max_blocks, window, scale, k_scales, v_scales);
+                                max_blocks, window, scale, sinks, k_scales, v_scales);
 }

@@ -1,5 +1,5 @@
 // Which experts a step's tokens go to, and which rows every expert has, in one launch: logits of the router in float32, their softmax,
-// the k highest probabilities, and all choices sorted by expert.
+// the k highest probabilities, and all choices sorted by expert. Logits may have biases, and sigmoids stand in the place of the softmax.
 //
 // T tokens, E experts, k of them a token, D hidden. Eight blocks multiply 16 tokens by a part of D each. They add the parts up in their
 // order and choose for two tokens each: from sm_90 on they are a cluster, whose blocks read one another's sums; before, the last of
@@ -103,9 +103,9 @@ __device__ __forceinline__ void multiply_part(
     }
 }
 
-// A token's logits, of the experts l, l + 32, .. in lane l: the sums of all parts, in their order.
-template <int J>
-__device__ __forceinline__ void gather(float (&p)[J], const Router& to, const Room<J>& room, int row) {
+// A token's logits, of the experts l, l + 32, .. in lane l: the sums of all parts, in their order, and the biases.
+template <int J, Scores S, typename T>
+__device__ __forceinline__ void gather(float (&p)[J], const Router& to, const Scoring<T>& scoring, const Room<J>& room, int row) {
     constexpr int AT_ONCE = J > 4 ? 2 : PARTS;  // parts that are read at once
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -132,6 +132,12 @@ __device__ __forceinline__ void gather(float (&p)[J], const Router& to, const Ro
             for (int j = 0; j < J; ++j) p[j] += more[i][j];
         }
     }
+    if constexpr (S == BIASED) {
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+            if (j * 32 + lane < to.experts_of_all) p[j] += widen(scoring.numbers[j * 32 + lane]);
+        }
+    }
 }
 
 #if __CUDA_ARCH__ < 900
@@ -150,8 +156,8 @@ __device__ __forceinline__ bool is_last(int* counter, int all) {
 }
 #endif
 
-template <typename T, int J>
-__device__ __forceinline__ void route(const Router& to, const T* x, const T* w) {
+template <typename T, int J, Scores S>
+__device__ __forceinline__ void route(const Router& to, const Scoring<T>& scoring, const T* x, const T* w) {
     __shared__ Room<J> room;
     const int cluster = blockIdx.x / PARTS, part = blockIdx.x % PARTS, warp = threadIdx.x / 32;
     multiply_part<J>(to, room, x, w, cluster * ROWS, part);
@@ -161,16 +167,16 @@ __device__ __forceinline__ void route(const Router& to, const T* x, const T* w) 
     sync_cluster();
     const int row = cluster * ROWS + part * EACH + warp;
     const bool has = warp < EACH && row < to.rows;
-    if (has) gather<J>(p, to, room, row);
+    if (has) gather<J, S>(p, to, scoring, room, row);
     arrive_cluster();
-    if (has) choose<J>(to, p, row);
+    if (has) choose<J, S>(to, scoring, p, row);
     wait_cluster();  // nobody reads this block's sums any more
     if (part != 0) return;
 #else
     if (!is_last(to.counters + cluster, PARTS)) return;
     for (int row = cluster * ROWS + warp; row < min(to.rows, (cluster + 1) * ROWS); row += WARPS) {
-        gather<J>(p, to, room, row);
-        choose<J>(to, p, row);
+        gather<J, S>(p, to, scoring, room, row);
+        choose<J, S>(to, scoring, p, row);
     }
 #endif
     if (cluster == to.clusters() - 1) sort<J>(to, room);
@@ -182,21 +188,40 @@ __device__ __forceinline__ void route(const Router& to, const T* x, const T* w) 
 #define CLUSTER
 #endif
 
-#define ROUTE(NAME, T, J)                                                                                             \
-    extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 2) NAME(                                           \
-        const T* x, const T* w, const short* recorded, const int* slots, float* logits, int* experts, float* weights, \
-        short* record, int* order, Tile* tiles, int* counters, long long stride, long long rows, long long dim,       \
+#define PARAMETERS(T)                                                                                                 \
+    const T *x, const T *w, const short *recorded, const int *slots, float *logits, int *experts, float *weights,     \
+        short *record, int *order, Tile *tiles, int *counters, long long stride, long long rows, long long dim,       \
         long long experts_of_all, long long choices, long long first_expert, long long own_experts,                   \
-        long long rows_of_tile, long long normalised                                                                 \
-    ) {                                                                                                              \
-        const Router to = {recorded, slots, logits, experts, weights, record, order, tiles, counters, stride,        \
-                           static_cast<int>(rows), static_cast<int>(dim), static_cast<int>(experts_of_all),          \
-                           static_cast<int>(choices), static_cast<int>(first_expert), static_cast<int>(own_experts), \
-                           static_cast<int>(rows_of_tile), normalised != 0};                                         \
-        route<T, J>(to, x, w);                                                                                       \
-    }
+        long long rows_of_tile, long long normalised
+#define ROUTER                                                                                                   \
+    const Router to = {recorded, slots, logits, experts, weights, record, order, tiles, counters, stride,        \
+                       static_cast<int>(rows), static_cast<int>(dim), static_cast<int>(experts_of_all),          \
+                       static_cast<int>(choices), static_cast<int>(first_expert), static_cast<int>(own_experts), \
+                       static_cast<int>(rows_of_tile), normalised != 0}
+#define KERNEL extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 2)
 
-ROUTE(route_bf16_128, bf16, 4)
-ROUTE(route_bf16_512, bf16, 16)
-ROUTE(route_f32_128, float, 4)
-ROUTE(route_f32_512, float, 16)
+#define ROUTE(NAME, T, J)                                   \
+    KERNEL NAME(PARAMETERS(T)) {                            \
+        ROUTER;                                             \
+        route<T, J, SOFTMAX>(to, Scoring<T>{}, x, w);       \
+    }
+#define ROUTE_BIASED(NAME, T, J)                                            \
+    KERNEL NAME(PARAMETERS(T), const T* numbers) {                          \
+        ROUTER;                                                             \
+        route<T, J, BIASED>(to, Scoring<T>{numbers, 1, 1, 1.0f}, x, w);     \
+    }
+#define ROUTE_SIGMOID(NAME, T, J)                                                                                      \
+    KERNEL NAME(PARAMETERS(T), const T* numbers, long long num_groups, long long groups_per_token, float scale) {      \
+        ROUTER;                                                                                                       \
+        const Scoring<T> scoring = {numbers, static_cast<int>(num_groups), static_cast<int>(groups_per_token), scale}; \
+        route<T, J, SIGMOID>(to, scoring, x, w);                                                                       \
+    }
+#define ROUTE_ALL(NAME, T, J)             \
+    ROUTE(route_##NAME, T, J)             \
+    ROUTE_BIASED(route_biased_##NAME, T, J) \
+    ROUTE_SIGMOID(route_sigmoid_##NAME, T, J)
+
+ROUTE_ALL(bf16_128, bf16, 4)
+ROUTE_ALL(bf16_512, bf16, 16)
+ROUTE_ALL(f32_128, float, 4)
+ROUTE_ALL(f32_512, float, 16)

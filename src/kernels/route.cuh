@@ -1,4 +1,5 @@
-// What a router does with a token's logits, and with all choices: what route.cu is told, choosing and sorting.
+// What a router does with a token's logits, and with all choices: what route.cu is told, choosing and sorting. Scores are the softmax of
+// logits, which may have biases, or sigmoids: to these a correction is added where experts are chosen, and weights are made without it.
 #pragma once
 #include "scalar.cuh"
 #include "tiles.cuh"
@@ -33,6 +34,25 @@ struct Router {
     __device__ __forceinline__ int width() const { return (dim + PARTS * 32 - 1) / (PARTS * 32) * 32; }
 };
 
+enum Scores { SOFTMAX, BIASED, SIGMOID };
+
+// What scores are made of beside logits.
+template <typename T>
+struct Scoring {
+    const T* numbers;  // the biases of logits [E]; or of sigmoids the corrections in three summands [3, E]
+    int num_groups, groups_per_token;  // of sigmoids: groups of consecutive experts, of which a token may choose so many
+    float scale;                       // of sigmoids: of all weights
+};
+
+// Whole numbers in the order of finite ones; 0 is none's.
+__device__ __forceinline__ unsigned ordered(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
+}
+__device__ __forceinline__ float of_ordered(unsigned key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
 // Room for what a block has summed, and later for its counts.
 template <int J>
 struct Room {
@@ -40,9 +60,9 @@ struct Room {
     float sums[ROWS * PITCH];
 };
 
-// One token's experts and their weights, by a warp, from its logits: those of the experts l, l + 32, .. in lane l. Then lane l has choice l.
+// Probabilities of a token's logits, and whole numbers in their order; 0: not to be chosen.
 template <int J>
-__device__ __forceinline__ void choose(const Router& to, float (&p)[J], int row) {
+__device__ __forceinline__ void probabilities(const Router& to, float (&p)[J], unsigned (&keys)[J]) {
     const int lane = threadIdx.x % 32;
     float highest = -INFINITY;
 #pragma unroll
@@ -55,14 +75,76 @@ __device__ __forceinline__ void choose(const Router& to, float (&p)[J], int row)
         sum += p[j];
     }
     sum = warp_sum(sum);
-    unsigned keys[J];  // in the order of probabilities; 0: not to be chosen
 #pragma unroll
     for (int j = 0; j < J; ++j) {
         p[j] = p[j] / sum;
         keys[j] = j * 32 + lane < to.experts_of_all ? min(__float_as_uint(p[j]), 0xfffffffeu) + 1 : 0;
     }
+}
+
+// Leaves the keys of a token's best groups alone, a group being as good as the sum of its two best experts.
+template <int J, typename T>
+__device__ __forceinline__ void close_groups(unsigned (&keys)[J], const Scoring<T>& scoring, int experts) {
+    const int lane = threadIdx.x % 32, size = experts / scoring.num_groups;
+    unsigned own = 0;  // of the group with this lane's number
+#pragma unroll 1
+    for (int group = 0; group < scoring.num_groups; ++group) {
+        unsigned best[2] = {};
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+            const unsigned key = (j * 32 + lane) / size == group ? keys[j] : 0;
+            if (key > best[0]) best[1] = best[0], best[0] = key;
+            else if (key > best[1]) best[1] = key;
+        }
+        const unsigned first = __reduce_max_sync(ALL, best[0]);
+        const bool has_first = lane == __ffs(__ballot_sync(ALL, best[0] == first)) - 1;
+        const unsigned second = __reduce_max_sync(ALL, has_first ? best[1] : best[0]);
+        const float sum = of_ordered(first) + (size > 1 ? of_ordered(second) : 0.0f);
+        if (lane == group) own = ordered(sum);
+    }
+    unsigned open = 0;
+#pragma unroll 1
+    for (int choice = 0; choice < scoring.groups_per_token; ++choice) {
+        const unsigned key = open >> lane & 1 ? 0 : own, top = __reduce_max_sync(ALL, key);
+        open |= 1u << (__ffs(__ballot_sync(ALL, key == top)) - 1);
+    }
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+        const int group = (j * 32 + lane) / size;
+        if (group >= scoring.num_groups || !(open >> group & 1)) keys[j] = 0;
+    }
+}
+
+// One token's experts and their weights, by a warp, from its logits: those of the experts l, l + 32, .. in lane l. Then lane l has choice l.
+template <int J, Scores S, typename T>
+__device__ __forceinline__ void choose(const Router& to, const Scoring<T>& scoring, float (&p)[J], int row) {
+    const int lane = threadIdx.x % 32;
+    unsigned keys[J];  // in the order of scores; 0: not to be chosen
+    if constexpr (S == SIGMOID) {
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+            const int expert = j * 32 + lane, experts = to.experts_of_all;
+            p[j] = 1.0f / (1.0f + expf(-p[j])), keys[j] = 0;
+            if (expert >= experts) continue;
+            const float correction = __fadd_rn(__fadd_rn(widen(scoring.numbers[expert]), widen(scoring.numbers[experts + expert])),
+                                               widen(scoring.numbers[2 * experts + expert]));
+            keys[j] = ordered(p[j] + correction);
+        }
+        if (scoring.groups_per_token < scoring.num_groups) close_groups<J>(keys, scoring, to.experts_of_all);
+    } else {
+        probabilities<J>(to, p, keys);
+    }
     int expert = -1;
     float weight = 0.0f;
+    // The score of an expert.
+    const auto score_of = [&](int chosen) {
+        float own = 0.0f;
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+            if (chosen / 32 == j) own = p[j];
+        }
+        return __shfl_sync(ALL, own, chosen & 31);
+    };
     const short* recorded = to.recorded ? to.recorded + row * to.stride : nullptr;
     const bool is_padding = to.slots && to.slots[row] < 0;
     if (!is_padding && recorded && recorded[0] >= 0) {
@@ -70,12 +152,7 @@ __device__ __forceinline__ void choose(const Router& to, float (&p)[J], int row)
 #pragma unroll 1
         for (int choice = 0; choice < to.choices; ++choice) {
             const int chosen = __shfl_sync(ALL, expert, choice);
-            float own = 0.0f;
-#pragma unroll
-            for (int j = 0; j < J; ++j) {
-                if (chosen / 32 == j) own = p[j];
-            }
-            const float given = __shfl_sync(ALL, own, chosen & 31);
+            const float given = score_of(chosen);
             if (lane == choice && chosen >= 0) weight = given;
         }
     } else if (!is_padding) {
@@ -93,12 +170,14 @@ __device__ __forceinline__ void choose(const Router& to, float (&p)[J], int row)
             for (int j = 0; j < J; ++j) {
                 if (chosen == j * 32 + lane) keys[j] = 0;
             }
-            if (lane == choice) expert = chosen, weight = __uint_as_float(top - 1);
+            const float score = S == SIGMOID ? score_of(chosen) : __uint_as_float(top - 1);
+            if (lane == choice) expert = chosen, weight = score;
         }
     }
     if (lane < to.choices) store_relaxed(to.mailbox(row * to.choices + lane), expert + 2);
     const float of_chosen = warp_sum(weight);
     if (to.normalised && expert >= 0) weight /= of_chosen;
+    if (S == SIGMOID) weight *= scoring.scale;
     if (lane < to.choices) {
         to.experts[row * to.choices + lane] = expert;
         to.weights[row * to.choices + lane] = weight;

@@ -1,16 +1,23 @@
 // y = a(gate) * up on the interleaved layout g0 u0 g1 u1 .., one pass, rounded once, where a is SiLU (swiglu) or GELU's approximation by
-// tanh (geglu). The backward makes y again on its way: the next weight's gradient needs it.
+// tanh (geglu); or with gate and up cut to a range, a steeper SiLU and up + 1 (clamped). The backward makes y again on its way: the next
+// weight's gradient needs it.
+#include "clamped.cuh"
 #include "fp8.cuh"
-#include "scalar.cuh"
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // The function of a gate, and its slope.
 struct Activated {
     float value, slope;
 };
 
-struct Silu {
+// What an activated gate multiplies is up itself.
+struct PlainUp {
+    static __device__ __forceinline__ float factor(float up) { return up; }
+
+    // The gradient of up, from that of the factor.
+    static __device__ __forceinline__ float passed(float d, float) { return d; }
+};
+
+struct Silu : PlainUp {
     static __device__ __forceinline__ float of(float x) { return x * sigmoid(x); }
 
     static __device__ __forceinline__ Activated with_slope(float x) {
@@ -20,7 +27,7 @@ struct Silu {
 };
 
 // x (1 + t) / 2 with t = tanh(A (x + B x^3)), whose slope is (1 + t) / 2 + x (1 - t^2) A (1 + 3 B x^2) / 2.
-struct GeluTanh {
+struct GeluTanh : PlainUp {
     static constexpr float A = 0.7978845608028654f, B = 0.044715f;
 
     static __device__ __forceinline__ float of(float x) { return 0.5f * x * (1.0f + tanhf(A * (x + B * x * x * x))); }
@@ -29,6 +36,19 @@ struct GeluTanh {
         const float t = tanhf(A * (x + B * x * x * x));
         return {0.5f * x * (1.0f + t), 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * A * (1.0f + 3.0f * B * x * x)};
     }
+};
+
+struct Clamped {
+    static __device__ __forceinline__ float of(float x) { return swish(below_limit(x)); }
+
+    static __device__ __forceinline__ Activated with_slope(float x) {
+        const float cut = below_limit(x), share = sigmoid(SWISH_SLOPE * cut), value = cut * share;
+        return {value, x > SWISH_LIMIT ? 0.0f : share + SWISH_SLOPE * value * (1.0f - share)};
+    }
+
+    static __device__ __forceinline__ float factor(float up) { return clamped_factor(up); }
+
+    static __device__ __forceinline__ float passed(float d, float up) { return fabsf(up) > SWISH_LIMIT ? 0.0f : d; }
 };
 
 // n outputs, N a thread at once.
@@ -42,7 +62,7 @@ __device__ __forceinline__ void forward(const T* __restrict__ gate_up, T* __rest
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             const float gate = widen(pairs.at[2 * k]);
-            narrow(Act::of(gate) * widen(pairs.at[2 * k + 1]), out.at[k]);
+            narrow(Act::of(gate) * Act::factor(widen(pairs.at[2 * k + 1])), out.at[k]);
         }
         reinterpret_cast<Pack<T, N>*>(y)[i] = out;
     }
@@ -57,9 +77,10 @@ __device__ __forceinline__ void gradients_of(
     for (int k = 0; k < N; ++k) {
         const float gate = widen(pairs.at[2 * k]), up = widen(pairs.at[2 * k + 1]), grad = widen(grads.at[k]);
         const auto [value, slope] = Act::with_slope(gate);
-        narrow(grad * up * slope, out.at[2 * k]);
-        narrow(grad * value, out.at[2 * k + 1]);
-        narrow(value * up, act.at[k]);
+        const float factor = Act::factor(up);
+        narrow(grad * factor * slope, out.at[2 * k]);
+        narrow(Act::passed(grad * value, up), out.at[2 * k + 1]);
+        narrow(value * factor, act.at[k]);
     }
 }
 
@@ -101,11 +122,11 @@ __device__ __forceinline__ void weighted_backward(
         for (int k = 0; k < N; ++k) {
             const float gate = widen(pairs.at[2 * k]), up = widen(pairs.at[2 * k + 1]), grad = widen(grads.at[k]);
             const auto [value, slope] = Act::with_slope(gate);
-            const float weighted = grad * weight;
-            narrow(weighted * up * slope, out.at[2 * k]);
-            narrow(weighted * value, out.at[2 * k + 1]);
-            narrow(value * up * weight, act.at[k]);
-            sum += value * up * grad;
+            const float weighted = grad * weight, factor = Act::factor(up);
+            narrow(weighted * factor * slope, out.at[2 * k]);
+            narrow(Act::passed(weighted * value, up), out.at[2 * k + 1]);
+            narrow(value * factor * weight, act.at[k]);
+            sum += value * factor * grad;
         }
         reinterpret_cast<Pack<T, N>*>(y)[first + i] = act;
         reinterpret_cast<Pack<T, 2 * N>*>(d_gate_up)[first + i] = out;
@@ -135,6 +156,7 @@ __device__ __forceinline__ void weighted_backward(
 
 GATED_ALL(swiglu, Silu)
 GATED_ALL(geglu, GeluTanh)
+GATED_ALL(clamped, Clamped)
 
 // Kernels whose results are rounded to bf16 and then to e4m3: a block has a row, which waits in shared memory until its largest value is known.
 
@@ -173,7 +195,7 @@ __device__ __forceinline__ void forward_fp8(
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float gate = widen(four.at[2 * j]);
-                narrow(Act::of(gate) * widen(four.at[2 * j + 1]), out.at[4 * half + j]);
+                narrow(Act::of(gate) * Act::factor(widen(four.at[2 * j + 1])), out.at[4 * half + j]);
             }
         }
         row[i] = out;
@@ -231,3 +253,4 @@ __device__ __forceinline__ void backward_fp8(
 
 GATED_FP8(swiglu, Silu)
 GATED_FP8(geglu, GeluTanh)
+GATED_FP8(clamped, Clamped)

@@ -157,6 +157,9 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
     if let Value::Object(usual) = (traits.defaults)() {
         config.complete(usual);
     }
+    if traits.reads_mxfp4 {
+        take_mxfp4(&mut config)?;
+    }
     let qkv_bias = match traits.has_attention_bias {
         true => config.take_flag("attention_bias")?.unwrap_or(traits.qkv_bias),
         false => traits.qkv_bias,
@@ -232,6 +235,9 @@ fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
         num_kv_heads,
         head_dim,
         qkv_bias: traits.qkv_bias,
+
+        o_bias: false,
+        sinks: false,
         qk_norm: traits.qk_norm,
         output_gate: traits.has_delta_nets,
         rope: full,
@@ -295,9 +301,11 @@ fn refuse_unsupported(config: &JsonObject, traits: &Traits) -> Result<()> {
 
 /// Activations by the names of transformers.
 const ACTIVATIONS: [(&str, Activation); 2] = [("silu", Activation::Silu), ("gelu_pytorch_tanh", Activation::GeluTanh)];
+/// What files call an activation that their family implies.
+const IMPLIED: &str = "silu";
 
 fn activation_name(activation: Activation) -> &'static str {
-    ACTIVATIONS.iter().find(|(_, own)| *own == activation).expect("every activation has a name").0
+    ACTIVATIONS.iter().find(|(_, own)| *own == activation).map_or(IMPLIED, |(name, _)| name)
 }
 
 /// `hidden_act`, which some families call `hidden_activation`; absent, it is SiLU.
@@ -324,6 +332,22 @@ fn head_dim(config: &JsonObject, usual: Option<usize>, hidden_size: usize, num_h
     match head_dim {
         even if even > 0 && even.is_multiple_of(2) => Ok(even),
         odd => Err(config.wrong("head_dim", format!("an even number (it works out as {odd}): rope turns pairs"))),
+    }
+}
+
+/// Takes the description of MXFP4 away: weights are read in both forms, whatever it says.
+fn take_mxfp4(config: &mut JsonObject) -> Result<()> {
+    const KEY: &str = "quantization_config";
+    let Some(quantised) = config.object(KEY)? else { return Ok(()) };
+    match quantised.get("quant_method").and_then(Value::as_str) {
+        Some("mxfp4") => {
+            config.remove(KEY);
+            if !config.has("dtype") && !config.has("torch_dtype") {
+                config.complete(Map::from_iter([("dtype".to_owned(), json!("bfloat16"))])); // of all that is not quantised
+            }
+            Ok(())
+        }
+        _ => Err(quantised.wrong("quant_method", "\"mxfp4\"")),
     }
 }
 

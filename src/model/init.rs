@@ -34,7 +34,7 @@ const TOKENIZER_FILES: [&str; 10] = [
 ];
 
 /// One unit [layout.len] of `kind` on the CPU: matrices normal with standard deviation 0.02, norms 1 (0 where
-/// they are zero-centred), biases and padding 0; of gated delta nets, A_log the logarithm of a uniform number up to 16 and dt_bias 1. Of adapters, A is uniform in +-1 / sqrt(in), which PEFT's kaiming_uniform(a = sqrt(5)) comes to, and B is 0. The
+/// they are zero-centred), biases, sinks and padding 0; of gated delta nets, A_log the logarithm of a uniform number up to 16 and dt_bias 1. Of adapters, A is uniform in +-1 / sqrt(in), which PEFT's kaiming_uniform(a = sqrt(5)) comes to, and B is 0. The
 /// numbers are drawn in float32, then rounded to `kind`.
 ///
 /// # Errors
@@ -54,6 +54,11 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
         match param.name {
             ParamName::QkvBias
             | ParamName::RouterCorrection
+            | ParamName::Sinks
+            | ParamName::OBias
+            | ParamName::RouterBias
+            | ParamName::GateUpBias
+            | ParamName::DownBias
             | ParamName::QkvB
             | ParamName::OB
             | ParamName::GateUpB

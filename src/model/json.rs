@@ -71,6 +71,11 @@ impl JsonObject {
         Ok(flag)
     }
 
+    /// Leaves a key out.
+    pub(super) fn remove(&mut self, key: &str) {
+        self.map.remove(key);
+    }
+
     /// All keys with their values.
     pub(super) fn into_map(self) -> Map<String, Value> {
         self.map

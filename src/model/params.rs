@@ -135,7 +135,7 @@ impl UnitLayout {
     fn new(unit: Unit, shapes: Shapes, offset: usize, shards: usize, zero_centred_norms: bool) -> Self {
         let mut len: usize = 0;
         let params = shapes.into_iter().map(|(name, shape)| {
-            let param = Param { name, decay: shape.len() > 1, shape, offset: len };
+            let param = Param { name, decay: shape.len() > 1 && !name.is_bias(), shape, offset: len };
             len = (len + param.numel()).next_multiple_of(ALIGNMENT);
             param
         });
@@ -294,9 +294,25 @@ pub enum ParamName {
     DeltaOutLoraB,
     /// `[3 E]`, what is added to the router's scores where experts are chosen, in three summands; it is not trained
     RouterCorrection,
+    /// `[H]`, a logit of each query head that takes part in the softmax with the value 0
+    Sinks,
+    /// `[D]`
+    OBias,
+    /// `[E]`, before the experts
+    RouterBias,
+    /// [E, 2 I] of experts
+    GateUpBias,
+    /// [E, D] of experts
+    DownBias,
 }
 
 impl ParamName {
+    /// Whether it is added to products: weights do not decay there, whatever the shape.
+    pub fn is_bias(self) -> bool {
+        use ParamName::{DownBias, GateUpBias, OBias, QkvBias, RouterBias};
+        matches!(self, QkvBias | OBias | RouterBias | GateUpBias | DownBias)
+    }
+
     /// Whether it is a matrix of a block, not an adapter's.
     pub fn is_block_matrix(self) -> bool {
         use ParamName::{DeltaA, DeltaB, DeltaOut, DeltaQkv, DeltaZ, Down, GateUp, O, Qkv};

@@ -9,12 +9,12 @@ use super::distinct::RopeSpec;
 use super::families::Family;
 use super::spec::ModelSpec;
 use crate::ops::delta_net::DeltaHeads;
-use crate::ops::rope::{Llama3Scaling, RopeScaling};
+use crate::ops::rope::{Llama3Scaling, RopeScaling, YarnScaling};
 use crate::ops::router::{RouterOptions, RouterScores};
 use crate::ops::swiglu::Activation;
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 31] = [
+pub const PRESETS: [&str; 32] = [
     "micro",
     "tiny",
     "tiny-moe",
@@ -46,6 +46,7 @@ pub const PRESETS: [&str; 31] = [
     "glm-4.5-air",
     "phi-4",
     "mistral-small-24b",
+    "gpt-oss-20b",
 ];
 
 impl ModelSpec {
@@ -101,6 +102,7 @@ impl ModelSpec {
                 let spec = llama([131_072, 5_120, 32_768, 40, 32, 8, 128], 1e8);
                 ModelSpec { family: Family::Mistral, ..with_ids(spec, (Some(1), vec![2])) }
             }
+            "gpt-oss-20b" => gpt_oss([201_088, 2_880, 2_880, 24, 64, 8, 64], [32, 4]),
             _ => return None,
         };
         Some(spec)
@@ -116,6 +118,9 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         num_kv_heads,
         head_dim,
         qkv_bias: true,
+
+        o_bias: false,
+        sinks: false,
         qk_norm: None,
         output_gate: false,
         rope: Some(RopeSpec { theta: if published { 1e6 } else { 1e4 }, scaling: None, partial_rotary_factor: 1.0 }),
@@ -192,6 +197,7 @@ fn with_experts(
         is_parallel: false,
         router: RouterOptions { num_experts_per_tok, norm_topk_prob: true, scores: RouterScores::Softmax },
         gates_shared: true,
+        has_biases: false,
         shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec::new(hidden, intermediate))),
     };
     let spec = dense.map_blocks(|_, block| block.mlp = Mlp::Experts(experts));
@@ -303,6 +309,29 @@ fn glm4_moe(sizes: [usize; 7], experts: [usize; 3]) -> ModelSpec {
     });
     let spec = spec.map_blocks(|layer, block| block.mlp = if layer == 0 { first } else { block.mlp });
     ModelSpec { router_aux_loss_coef: 0.0, max_position_embeddings: 131_072, ..spec }
+}
+
+/// With so many experts, and those of a token.
+fn gpt_oss(sizes: [usize; 7], [num_experts, per_token]: [usize; 2]) -> ModelSpec {
+    let scaling = YarnScaling {
+        factor: 32.0,
+        original_max_position_embeddings: 4_096.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: YarnScaling::default_attention_factor(32.0, None),
+        truncate: false,
+    };
+    let rope = RopeSpec { theta: 1.5e5, scaling: Some(RopeScaling::Yarn(scaling)), partial_rotary_factor: 1.0 };
+    let dense = qwen2(sizes, false).map_attention(|layer, attention| {
+        (attention.rope, attention.sinks, attention.o_bias) = (Some(rope), true, true);
+        attention.window = layer.is_multiple_of(2).then_some(128);
+    });
+    let spec = with_experts(Family::GptOss, [num_experts, per_token, sizes[2]], None, dense).map_experts(|experts| {
+        experts.expert.activation = Activation::ClampedSwiglu;
+        (experts.has_biases, experts.gates_shared) = (true, false);
+    });
+    let spec = with_ids(spec, (None, vec![200_002]));
+    ModelSpec { router_aux_loss_coef: 0.0, rms_norm_eps: 1e-5, max_position_embeddings: 131_072, ..spec }
 }
 
 /// Text alone. The smallest one's rotations are for 32,768 tokens.

@@ -106,6 +106,7 @@ impl ModelSpec {
             (is_fused, Circumstance::FusedDeltaNets),
             (fuses(TargetModule::QProj), Circumstance::FusedQkv),
             (fuses(TargetModule::GateProj), Circumstance::FusedGateUp),
+            (self.family.traits().stacks_experts, Circumstance::StackedExperts),
         ];
         let fused = fused.into_iter().filter_map(|(is_so, fused)| is_so.then_some(fused));
         [experts, nets, Circumstance::NoDraftHead].into_iter().chain(some).chain(fused)

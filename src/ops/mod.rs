@@ -19,6 +19,7 @@ pub mod dropout;
 pub mod dynamic_map;
 pub mod embedding;
 pub mod exact;
+pub(crate) mod expert_bias;
 pub mod fp8;
 pub mod grouped;
 pub mod head;

@@ -52,12 +52,14 @@ pub struct Routing {
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 pub fn probabilities(
-    x: &Tensor, // [T, D]
-    w: &Tensor, // [E, D]
+    x: &Tensor,            // [T, D]
+    w: &Tensor,            // [E, D]
+    bias: Option<&Tensor>, // [E]
     options: RouterOptions,
 ) -> Result<Tensor> {
     let wide = accumulation_kind(x.kind());
-    let logits = linear::forward(&x.f_to_kind(wide)?, &w.f_to_kind(wide)?, None)?;
+    let bias = bias.map(|bias| bias.f_to_kind(wide)).transpose()?;
+    let logits = linear::forward(&x.f_to_kind(wide)?, &w.f_to_kind(wide)?, bias.as_ref())?;
     Ok(match options.scores {
         RouterScores::Softmax => logits.f_softmax(-1, None::<Kind>)?,
         RouterScores::Sigmoid { .. } => logits.f_sigmoid()?,
@@ -180,7 +182,7 @@ mod tests {
             let loss = (&weights * &d_weights).sum(None) + (&probs * &d_probs).sum(None);
             let expected = Tensor::run_backward(&[loss], &[&logits], false, false);
 
-            let own = probabilities(&x.detach(), &w.detach(), options).unwrap();
+            let own = probabilities(&x.detach(), &w.detach(), None, options).unwrap();
             let chosen = choose(&own, correction.as_ref(), options).unwrap();
             assert!(chosen.equal(&experts));
             let routing = Routing::new(own, chosen, options).unwrap();

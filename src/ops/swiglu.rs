@@ -1,4 +1,4 @@
-//! y = activation(gate) * up, where gate and up come from one weight with interleaved rows, g0 u0 g1 u1 ..
+//! y = activation(gate) * factor(up), the factor being up itself but for the clamped SwiGLU, where gate and up come from one weight with interleaved rows, g0 u0 g1 u1 ..
 //!
 //! On a GPU one product gives the pairs side by side, and the kernels read them so. On a CPU two products read the weight's
 //! rows as strided views, which costs nothing, where interleaved activations would keep every loop from vectorising.
@@ -8,6 +8,7 @@ use tch::Tensor;
 use super::linear::Onto;
 use super::{linear, try_map};
 pub use crate::cuda::kernels::Activation;
+use crate::cuda::kernels::{SWISH_LIMIT, SWISH_SLOPE};
 use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 
@@ -75,7 +76,7 @@ impl GateUp {
                 let work = || OpCost { bytes: 1.5 * OpCost::pass(&[pairs]).bytes, flop: 0.0 };
                 timed("activation", work, || kernels::swiglu_forward(activation, pairs))
             }
-            GateUp::Split { gate, up } => Ok(activation.of(gate)?.f_mul_(up)?),
+            GateUp::Split { gate, up } => Ok(activation.of(gate)?.f_mul_(&activation.factor(up.shallow_clone())?)?),
         }
     }
 
@@ -91,11 +92,16 @@ impl GateUp {
                 let (d_pairs, act) = timed("activation, backward", work, run)?;
                 Ok((GateUp::Interleaved(d_pairs), act))
             }
-            GateUp::Split { gate, mut up } => {
-                let mut d_up = activation.of(&gate)?;
-                let act = d_up.f_mul(&up)?;
-                let d_gate = activation.backward(&gate, up.f_mul_(d_act)?)?;
-                Ok((GateUp::Split { gate: d_gate, up: d_up.f_mul_(d_act)? }, act))
+            GateUp::Split { gate, up } => {
+                let (mut d_up, passes) = (activation.of(&gate)?, activation.passes_up(&up)?);
+                let mut factor = activation.factor(up)?;
+                let act = d_up.f_mul(&factor)?;
+                let d_gate = activation.backward(&gate, factor.f_mul_(d_act)?)?;
+                d_up = d_up.f_mul_(d_act)?;
+                if let Some(passes) = passes {
+                    d_up = d_up.f_mul_(&passes)?;
+                }
+                Ok((GateUp::Split { gate: d_gate, up: d_up }, act))
             }
         }
     }
@@ -166,7 +172,27 @@ impl Activation {
         Ok(match self {
             Self::Silu => gate.f_silu()?,
             Self::GeluTanh => gate.f_gelu(TANH)?,
+            Self::ClampedSwiglu => {
+                let gate = gate.f_clamp_max(SWISH_LIMIT)?;
+                gate.f_mul_scalar(SWISH_SLOPE)?.f_sigmoid_()?.f_mul_(&gate)?
+            }
         })
+    }
+
+    /// What an activated gate is multiplied by.
+    fn factor(self, up: Tensor) -> Result<Tensor> {
+        match self {
+            Self::Silu | Self::GeluTanh => Ok(up),
+            Self::ClampedSwiglu => Ok(up.f_clamp(-SWISH_LIMIT, SWISH_LIMIT)?.f_add_scalar_(1.0)?),
+        }
+    }
+
+    /// 1 where the factor's gradient is that of up and 0 where it ends; `None` where it is everywhere.
+    fn passes_up(self, up: &Tensor) -> Result<Option<Tensor>> {
+        match self {
+            Self::Silu | Self::GeluTanh => Ok(None),
+            Self::ClampedSwiglu => Ok(Some(up.f_abs()?.f_le(SWISH_LIMIT)?.f_to_kind(up.kind())?)),
+        }
     }
 
     /// d activation'(gate), in d's memory.
@@ -174,6 +200,13 @@ impl Activation {
         Ok(match self {
             Self::Silu => gate.f_silu_backward_grad_input(&d, &d)?,
             Self::GeluTanh => gate.f_gelu_backward_grad_input(&d, &d, TANH)?,
+            Self::ClampedSwiglu => {
+                let (cut, passes) = (gate.f_clamp_max(SWISH_LIMIT)?, gate.f_le(SWISH_LIMIT)?);
+                let share = cut.f_mul_scalar(SWISH_SLOPE)?.f_sigmoid_()?;
+                let rest = share.f_rsub_scalar(1.0)?.f_mul_(&cut)?.f_mul_scalar_(SWISH_SLOPE)?.f_add_scalar_(1.0)?;
+                let mut d = d;
+                d.f_mul_(&share)?.f_mul_(&rest)?.f_mul_(&passes)?
+            }
         })
     }
 }
@@ -205,14 +238,21 @@ mod tests {
             let inner: Tensor = (gate + 0.044715 * gate * gate * gate) * (2.0 / PI).sqrt();
             0.5 * gate * (1.0 + inner.tanh())
         };
-        of_activation(Activation::Silu, &|gate| gate.sigmoid() * gate);
-        of_activation(Activation::GeluTanh, &tanh);
+        of_activation(Activation::Silu, &|gate, up| gate.sigmoid() * gate * up);
+        of_activation(Activation::GeluTanh, &|gate, up| tanh(gate) * up);
+        of_activation(Activation::ClampedSwiglu, &|gate, up| {
+            let (gate, up) = (gate.clamp_max(7.0), up.clamp(-7.0, 7.0));
+            (&gate * 1.702).sigmoid() * gate * (up + 1.0)
+        });
     }
 
-    fn of_activation(activation: Activation, of_gate: &dyn Fn(&Tensor) -> Tensor) {
-        let (x, w, dy) = (leaf(&rand(&[5, 3])), leaf(&rand(&[12, 3])), rand(&[5, 6]));
+    /// Weights are large enough that some gates and ups are cut.
+    fn of_activation(activation: Activation, of_pairs: &dyn Fn(&Tensor, &Tensor) -> Tensor) {
+        let (x, w, dy) = (leaf(&rand(&[5, 3])), leaf(&(rand(&[12, 3]) * 8.0)), rand(&[5, 6]));
         let pairs = x.linear(&w, None::<&Tensor>).view([5, 6, 2]);
-        let reference = of_gate(&pairs.select(2, 0)) * pairs.select(2, 1);
+        let is_cut = |which| pairs.select(2, which).gt(7.0).any().int64_value(&[]) == 1;
+        assert!(is_cut(0) && is_cut(1));
+        let reference = of_pairs(&pairs.select(2, 0), &pairs.select(2, 1));
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x, &w], false, false);
         let (x, w) = (x.detach(), w.detach());
         let gate_up = GateUp::project(&x, &w).unwrap();

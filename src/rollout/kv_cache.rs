@@ -62,19 +62,20 @@ impl LayerCache {
         }
     }
 
-    /// Attention of one token of each row by the kernels of a GPU, as [`kernels::paged_attention`].
+    /// Attention of one token of each row by the kernels of a GPU, as [`kernels::paged_attention_with_sinks`].
     pub(super) fn attend(
         &self,
         plan: &AttentionPlan,
-        q: &Tensor,            // [S, H, hd]
-        block_tables: &Tensor, // [S, max_blocks] i32
-        context_lens: &Tensor, // [S] i32
-        o: &mut Tensor,        // like q
+        q: &Tensor,                  // [S, H, hd]
+        context: (&Tensor, &Tensor), // [S, max_blocks] i32, [S] i32
+        sinks: Option<&Tensor>,      // [H]
+        o: &mut Tensor,              // like q
     ) -> Result<()> {
-        match self {
-            Self::Plain([k, v]) => kernels::paged_attention(plan, q, k, v, block_tables, context_lens, o),
-            Self::Scaled([k, v]) => kernels::paged_attention_fp8(plan, q, k, v, block_tables, context_lens, o),
-        }
+        let cache = match self {
+            Self::Plain([k, v]) => ([k, v], None),
+            Self::Scaled([k, v]) => ([&k.values, &v.values], Some([&k.scales, &v.scales])),
+        };
+        kernels::paged_attention_with_sinks(plan, q, cache, context, sinks, o)
     }
 
     /// Queries with their norm and rotation, and keys and values of a step's tokens to their slots, as [`kernels::rope_write_kv`].

@@ -9,7 +9,8 @@ use super::state_pages::{SequenceMemory, StatePages};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, ByWindow, ModelSpec, SequenceMixer};
 use crate::ops::attention::{
-    KvEntries, PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
+    Attended, KvEntries, PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_decode_with_lse,
+    paged_prefill, paged_prefill_with_lse, write_kv,
 };
 use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, DraftedRows, PackedChunks, Sequences};
 use crate::ops::exact::{self, VisibleKeys};
@@ -124,19 +125,28 @@ impl SequenceMixer for PagedMixer<'_> {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let cache = self.kv_cache.layer(layer);
         let [k_cache, v_cache] = cache.entries();
-        let (batch, AttentionSpec { window, scale, .. }) = (self.batch, attention);
+        let (batch, AttentionSpec { window, scale, sinks, .. }) = (self.batch, attention);
+        let alone = |o| (o, None);
+        let with_lse = |Attended { o, lse }| (o, Some(lse));
         write_kv(k_cache, v_cache, k, v, &self.kv_rows)?;
-        let o = match &self.layout {
-            Layout::Decode(layouts) => paged_decode(q, k_cache, v_cache, layouts.of(window), scale)?,
-            Layout::Packed(layouts) => packed_forward(q, k, v, layouts.of(window), scale)?.o,
+        Ok(match &self.layout {
+            Layout::Decode(layouts) if sinks => {
+                with_lse(paged_decode_with_lse(q, k_cache, v_cache, layouts.of(window), scale)?)
+            }
+            Layout::Decode(layouts) => alone(paged_decode(q, k_cache, v_cache, layouts.of(window), scale)?),
+            Layout::Packed(layouts) => with_lse(packed_forward(q, k, v, layouts.of(window), scale)?),
             Layout::Exact(blocks, contexts) => {
                 let rows = |cache: &dyn KvEntries| {
                     let rows = cache.blocks(blocks, q.kind())?.transpose(1, 2).f_flatten(0, 1)?;
                     Ok::<_, Error>(rows) // [rows of all blocks, Hkv, hd]
                 };
-                exact::attend(q, &rows(k_cache)?, &rows(v_cache)?, contexts.of(window), scale)?.o
+                with_lse(exact::attend(q, &rows(k_cache)?, &rows(v_cache)?, contexts.of(window), scale)?)
             }
-            Layout::Prefill => paged_prefill(
+            Layout::Prefill if sinks => {
+                let context = (&batch.block_tables, &batch.cu_seqlens[..], &batch.context_lens[..]);
+                with_lse(paged_prefill_with_lse(q, [k_cache, v_cache], context, (scale, window))?)
+            }
+            Layout::Prefill => alone(paged_prefill(
                 q,
                 k_cache,
                 v_cache,
@@ -145,9 +155,8 @@ impl SequenceMixer for PagedMixer<'_> {
                 &batch.context_lens,
                 scale,
                 window,
-            )?,
-        };
-        Ok((o, None))
+            )?),
+        })
     }
 
     fn delta_net(

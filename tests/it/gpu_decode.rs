@@ -3,7 +3,7 @@
 use colo_grpo::internal::cuda::kernels::{
     self, AttentionPlan, AttentionShape, HeadTransform, NormOptions, QkvViews, SharedPrefixes,
 };
-use colo_grpo::internal::ops::attention::{PagedLayout, kv_rows, paged_decode, write_kv};
+use colo_grpo::internal::ops::attention::{PagedLayout, kv_rows, paged_decode_with_lse, sinks, write_kv};
 use colo_grpo::internal::ops::heads::{self, HeadNormWeights};
 use colo_grpo::internal::ops::rms_norm;
 use colo_grpo::internal::ops::rope::{self, Rope};
@@ -222,13 +222,21 @@ fn gpu_paged_attention_equals_the_cpus() {
                     sliding_window: window,
                     scale: 0.2,
                 };
-                compare_attention(shape, kind, bound, sharing, split);
+                for has_sinks in [false, true] {
+                    compare_attention((shape, has_sinks), kind, bound, sharing, split);
+                }
             }
         }
     }
 }
 
-fn compare_attention(shape: AttentionShape, kind: Kind, bound: f64, sharing: i64, split: Option<usize>) {
+fn compare_attention(
+    (shape, has_sinks): (AttentionShape, bool),
+    kind: Kind,
+    bound: f64,
+    sharing: i64,
+    split: Option<usize>,
+) {
     const ROWS: i64 = 37;
     let longest = if is_small() { 150 } else { 700 };
     let [heads, kv_heads, dim, block_size] =
@@ -245,7 +253,13 @@ fn compare_attention(shape: AttentionShape, kind: Kind, bound: f64, sharing: i64
         shape.sliding_window,
     )
     .unwrap();
-    let expected = paged_decode(&double(&q), &double(&k), &double(&v), &layout, shape.scale).unwrap();
+    let sinks = has_sinks.then(|| rand(&[heads], kind));
+    let expected = paged_decode_with_lse(&double(&q), &double(&k), &double(&v), &layout, shape.scale).unwrap();
+    let expected = match &sinks {
+        Some(own) => sinks::join(expected, &double(own)).unwrap().o,
+        None => expected.o,
+    };
+    let sinks = sinks.as_ref().map(gpu);
     let _ = expected.get(0).fill_(0.0); // the row without a sequence
 
     let (q, lens, tables) = (gpu(&q), ints(&contexts.lens), gpu(&tables.to_kind(Kind::Int)));
@@ -254,12 +268,13 @@ fn compare_attention(shape: AttentionShape, kind: Kind, bound: f64, sharing: i64
     let prefixes = (sharing > 0).then_some(SharedPrefixes { groups: &groups, num_shared_blocks: &shared });
     let plan = |rows: usize| AttentionPlan::new(shape, (kind, GPU), rows, contexts.max_blocks as usize, split).unwrap();
     let whole = plan(ROWS as usize);
-    let what = format!("{shape:?} {kind:?}, groups of {sharing}, split {split:?}");
+    let what = format!("{shape:?} {kind:?}, groups of {sharing}, split {split:?}, sinks {has_sinks}");
     let mut o = poison(&[ROWS, heads, dim], kind);
     for _ in 0..2 {
         let before = o.copy();
         whole.update(&lens, prefixes).unwrap();
-        kernels::paged_attention(&whole, &q, &k, &v, &tables, &lens, &mut o).unwrap();
+        let cache = ([&k, &v], None);
+        kernels::paged_attention_with_sinks(&whole, &q, cache, (&tables, &lens), sinks.as_ref(), &mut o).unwrap();
         let error = relative_error(&o, &expected);
         assert!(error < bound, "{what}: {error:e}");
         assert!(before.isnan().any().int64_value(&[]) == 1 || before.equal(&o), "{what}: not the same twice");
@@ -271,7 +286,8 @@ fn compare_attention(shape: AttentionShape, kind: Kind, bound: f64, sharing: i64
             let of_row = |tensor: &Tensor| tensor.narrow(0, row, 1).contiguous();
             let (mut own, len) = (poison(&[1, heads, dim], kind), of_row(&lens));
             alone.update(&len, None).unwrap();
-            kernels::paged_attention(&alone, &of_row(&q), &k, &v, &of_row(&tables), &len, &mut own).unwrap();
+            let (cache, context) = (([&k, &v], None), (&of_row(&tables), &len));
+            kernels::paged_attention_with_sinks(&alone, &of_row(&q), cache, context, sinks.as_ref(), &mut own).unwrap();
             assert!(own.equal(&of_row(&o)), "{what}: row {row} depends on its neighbours");
         }
     }

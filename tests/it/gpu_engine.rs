@@ -28,6 +28,8 @@ use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams, Trajector
 use serde_json::json;
 use tch::{Device, Kind, Tensor, no_grad};
 
+use ParamName::{DownBias, GateUpBias, OBias, RouterBias, RouterCorrection, Sinks};
+
 const SMALL: &str = "qwen2.5-0.5b";
 const LARGE: &str = "qwen2.5-7b";
 const SEED: u64 = 7;
@@ -289,6 +291,9 @@ impl Model {
                 for channel in [3, 77] {
                     let _ = matrix.select(1, channel).g_mul_scalar_(0.01);
                 }
+            }
+            if [Sinks, OBias, RouterBias, GateUpBias, DownBias, RouterCorrection].contains(&param.name) {
+                let _ = layout.view(param.name, &flat).unwrap().normal_(0.0, 0.3);
             }
             let scale = match param.name {
                 _ if self.spec.tie_word_embeddings => continue,

@@ -2,8 +2,8 @@
 //! against the trainer's.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, SharedExpertRows, experts_combine,
-    experts_down, experts_gate_up, experts_low, route,
+    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, SharedExpertRows,
+    experts_combine, experts_down, experts_gate_up, experts_low, route,
 };
 use colo_grpo::internal::model::ModelSpec;
 use colo_grpo::internal::ranks::{Backend, World};
@@ -61,8 +61,14 @@ fn gpu_experts_with_adapters_equal_the_cpus() {
             for tile in tiles {
                 let routed = case.routed(tile.rows);
                 let normalised = false;
-                let options =
-                    RouteOptions { normalised, slots: None, recorded: None, record: None, stride: k as usize };
+                let options = RouteOptions {
+                    scores: RouteScores::Softmax,
+                    normalised,
+                    slots: None,
+                    recorded: None,
+                    record: None,
+                    stride: k as usize,
+                };
                 route(&gpu(&x), &gpu(&router), &routed, &options).unwrap();
                 let rows_of = |columns| poison(&[tokens * k, columns], kind);
                 let (low, act, out, y) =
@@ -76,7 +82,7 @@ fn gpu_experts_with_adapters_equal_the_cpus() {
                 experts_low(tile, LowRows::Sorted(&act), &a, choice(), &routed, &low).unwrap();
                 experts_down(tile, &act, &w, Some(ExpertAdapter { low: &low, b: &b }), &routed, &out).unwrap();
                 let [rows, gate_on, x_on] = [&shared, &gate, &x].map(gpu);
-                let of_shared = SharedExpertRows { rows: &rows, x: &x_on, gate: &gate_on };
+                let of_shared = SharedExpertRows { rows: &rows, x: &x_on, gate: Some(&gate_on) };
                 experts_combine(&out, &routed, Some(of_shared), &y).unwrap();
                 let is_own = owners.unsqueeze(0).eq_tensor(&adapters.unsqueeze(1)).to_kind(Kind::Double);
                 let share = (double(&x) * double(&gate)).sum_dim_intlist(1, true, Kind::Double).sigmoid();

@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use colo_grpo::internal::cuda::kernels::{
-    self, ExpertTile, RouteOptions, RouteSizes, RoutedTokens, experts_combine, experts_down, experts_gate_up, route,
+    self, ExpertTile, RouteOptions, RouteScores, RouteSizes, RoutedTokens, experts_combine, experts_down,
+    experts_gate_up, route,
 };
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::router::{self, RouterOptions, RouterScores, Routing};
@@ -105,6 +106,7 @@ fn gpu_routes_equal_the_cpus() {
         let replayed = shorts(&recorded);
         for recorded in [None, Some(replayed.narrow(0, k, (tokens * stride) - k))] {
             let options = RouteOptions {
+                scores: RouteScores::Softmax,
                 normalised: case.options().norm_topk_prob,
                 slots: Some(&slots),
                 recorded: recorded.as_ref(),
@@ -112,7 +114,7 @@ fn gpu_routes_equal_the_cpus() {
                 stride: stride as usize,
             };
             (0..2).for_each(|_| route(&gpu(&x), &gpu(&w), &routed, &options).unwrap());
-            let probs = router::probabilities(&double(&x), &double(&w), case.options()).unwrap();
+            let probs = router::probabilities(&double(&x), &double(&w), None, case.options()).unwrap();
             let got = routed.experts.to_device(Device::Cpu).to_kind(Kind::Int64);
             let mut expected = router::choose(&probs, None, case.options()).unwrap();
             let kept = |values: &[i64]| Tensor::from_slice(values).view([tokens, -1]);
@@ -187,6 +189,7 @@ fn gpu_experts_equal_the_cpus() {
         for tile in tiles {
             let routed = case.routed(tile.rows);
             let options = RouteOptions {
+                scores: RouteScores::Softmax,
                 normalised: case.options().norm_topk_prob,
                 slots: None,
                 recorded: None,
@@ -230,8 +233,14 @@ fn gpu_experts_may_be_without_rows() {
             let recorded = Tensor::full([300], chosen, (Kind::Int16, GPU));
             for tile in tiles {
                 let routed = case.routed(tile.rows);
-                let options =
-                    RouteOptions { normalised: false, slots: None, recorded: Some(&recorded), record: None, stride: 1 };
+                let options = RouteOptions {
+                    scores: RouteScores::Softmax,
+                    normalised: false,
+                    slots: None,
+                    recorded: Some(&recorded),
+                    record: None,
+                    stride: 1,
+                };
                 route(&gpu(&x), &gpu(&router), &routed, &options).unwrap();
                 check_tiles(&case, &routed, &Tensor::full([300, 1], chosen, (Kind::Int64, Device::Cpu)));
                 let act = poison(&[300, 32], kind);
@@ -282,7 +291,14 @@ fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
         let case = Case { tokens, ..whole.clone() };
         let tile = ExpertTile::of(tokens as usize, 4, 16, (whole.kind, 0)).unwrap();
         let (x, routed) = (x.narrow(0, 0, tokens), case.routed(tile.rows));
-        let options = RouteOptions { normalised: true, slots: None, recorded: None, record: None, stride: 4 };
+        let options = RouteOptions {
+            scores: RouteScores::Softmax,
+            normalised: true,
+            slots: None,
+            recorded: None,
+            record: None,
+            stride: 4,
+        };
         route(&x, &router, &routed, &options).unwrap();
         let act = poison(&[tokens * 4, 96], whole.kind);
         let (rows, y) = (poison(&[tokens * 4, 512], whole.kind), poison(&[tokens, 512], whole.kind));
@@ -302,7 +318,7 @@ fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
 fn gpu_experts_sample_what_the_cpu_does() {
     let world = Arc::new(World::single_on(Backend::Nccl).unwrap());
     let mesh = world.mesh(1, 1).unwrap();
-    for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen3_5_moe", "qwen3_next"] {
+    for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe", "gpt_oss"] {
         samples_what_transformers_does((&world, &mesh), false, name);
     }
 }
@@ -313,7 +329,7 @@ fn gpu_two_ranks_of_experts_sample_what_the_cpu_does() {
     ranks::run_on_gpus(2, "gpu_experts::gpu_two_ranks_of_experts_sample_what_the_cpu_does", |world| {
         let world = Arc::new(world);
         let mesh = world.mesh(2, 2).unwrap(); // all engines share it: a world has room for few
-        for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen3_5_moe", "qwen3_next"] {
+        for name in ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe", "gpt_oss"] {
             samples_what_transformers_does((&world, &mesh), false, name);
         }
         samples_what_transformers_does((&world, &mesh), true, "qwen3_moe_mixed");
@@ -429,7 +445,14 @@ fn gpu_experts_read_weights_at_the_memory_s_speed() {
                 continue;
             }
             let routed = case.routed(tile.rows);
-            let options = RouteOptions { normalised: true, slots: None, recorded: None, record: None, stride: 8 };
+            let options = RouteOptions {
+                scores: RouteScores::Softmax,
+                normalised: true,
+                slots: None,
+                recorded: None,
+                record: None,
+                stride: 8,
+            };
             let us = |run: &mut dyn FnMut()| 1e6 * seconds(run);
             let routing = us(&mut || route(&x, &router, &routed, &options).unwrap());
             let first = us(&mut || experts_gate_up(tile, &x, &gate_up, None, &routed, &act).unwrap());

@@ -99,7 +99,9 @@ fn gpu_swiglu_s_backward_rounds_on_its_way_to_the_same_bits() {
     let _products = products();
     let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::BFloat16, GPU));
     let of = |by| [(1, 16), (37, 384), (5, 4864), (130, 18_944), (2, 32_768)].map(|shape| (by, shape));
-    for (activation, (rows, columns)) in [Activation::Silu, Activation::GeluTanh].into_iter().flat_map(of) {
+    for (activation, (rows, columns)) in
+        [Activation::Silu, Activation::GeluTanh, Activation::ClampedSwiglu].into_iter().flat_map(of)
+    {
         let columns = if is_small() { columns.min(4864) } else { columns };
         let sizes = (Tensor::randn([rows, 1], (Kind::Float, GPU)) * 4.0).exp().to_kind(Kind::BFloat16);
         let (pairs, dy) = (rand([rows, 2 * columns]) * 2, rand([rows, columns]) * sizes);

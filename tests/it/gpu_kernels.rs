@@ -194,7 +194,9 @@ fn gpu_swiglu_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     let bounds = [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)];
     let both = |activation| bounds.map(|(kind, bound)| (activation, kind, bound));
-    for (activation, kind, bound) in [Activation::Silu, Activation::GeluTanh].into_iter().flat_map(both) {
+    for (activation, kind, bound) in
+        [Activation::Silu, Activation::GeluTanh, Activation::ClampedSwiglu].into_iter().flat_map(both)
+    {
         for (tokens, width) in [(1, 1), (3, 5), (1000, 512), (33, 18_944)] {
             let rand = |shape: &[i64]| (Tensor::randn(shape, (Kind::Double, Device::Cpu)) * 3.0).to_kind(kind);
             let (gate_up, dy) = (rand(&[tokens, 2 * width]), rand(&[tokens, width]));

@@ -11,7 +11,7 @@ use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, Wei
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 28] = [
+const GOLDEN: [(&str, Family); 29] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
     ("qwen2_yarn", Family::Qwen2),
@@ -28,6 +28,7 @@ const GOLDEN: [(&str, Family); 28] = [
     ("glm", Family::Glm),
     ("glm4", Family::Glm4),
     ("glm4_moe", Family::Glm4Moe),
+    ("gpt_oss", Family::GptOss),
     ("phi3", Family::Phi3),
     ("phi3_window", Family::Phi3),
     ("ministral", Family::Ministral),
@@ -76,6 +77,7 @@ fn published_models_have_their_published_sizes() {
         ("glm-4-9b", 9_400_279_040),
         ("phi-4", 14_659_507_200),
         ("mistral-small-24b", 23_572_403_200),
+        ("gpt-oss-20b", 20_914_757_184),
         ("tiny", 796_800),
         ("micro", 27_936),
     ];
@@ -96,10 +98,10 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
         let spec = Arc::new(ModelSpec::from_folder(golden(name)).unwrap());
         assert_eq!((spec.family, &spec.eos_token_ids[..], spec.bos_token_id), (family, &[2, 3][..], Some(1)));
         let has_window =
-            name.ends_with("_window") || ["mistral", "ministral", "gemma3", "gemma3_vision"].contains(&name);
+            name.ends_with("_window") || ["mistral", "ministral", "gemma3", "gemma3_vision", "gpt_oss"].contains(&name);
         assert_eq!(spec.windows().contains(&Some(8)), has_window, "{name}");
         let is_scaled = spec.rotations().into_iter().flatten().any(|rope| rope.scaling.is_some());
-        assert_eq!(is_scaled, ["llama3", "qwen2_yarn", "gemma3"].contains(&name));
+        assert_eq!(is_scaled, ["llama3", "qwen2_yarn", "gemma3", "gpt_oss"].contains(&name));
         let table = ParamTable::new(spec.clone(), 2);
         let files = open(&golden(name)).unwrap();
         let copy = tempfile::tempdir().unwrap();
@@ -114,6 +116,29 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
         assert_eq!(theirs.len(), ours.len(), "{name}");
         assert!(theirs == ours, "{name}: a tensor's name, type, shape or bytes differ");
     }
+}
+
+/// A checkpoint whose experts are in MXFP4 is the model of their numbers, which bfloat16 has exactly.
+#[test]
+fn experts_in_mxfp4_are_written_back_in_bfloat16() {
+    let folder = golden("gpt_oss_mxfp4");
+    let spec = Arc::new(ModelSpec::from_folder(&folder).unwrap());
+    assert_eq!((spec.family, spec.dtype), (Family::GptOss, Kind::BFloat16));
+    let (files, copy) = (open(&folder).unwrap(), tempfile::tempdir().unwrap());
+    spec.write_config(copy.path(), Some(&folder)).unwrap();
+    assert_eq!(ModelSpec::from_folder(copy.path()).unwrap(), *spec);
+    let table = ParamTable::new(spec.clone(), 1);
+    let mut writer = WeightWriter::create(copy.path(), spec, Kind::BFloat16, None).unwrap();
+    for layout in &table.units {
+        writer.write_unit(layout, &files.read_unit(layout, Kind::Float).unwrap()).unwrap();
+    }
+    writer.finish().unwrap();
+    let written = open(copy.path()).unwrap();
+    for layout in &table.units {
+        let [theirs, ours] = [&files, &written].map(|files| files.read_unit(layout, Kind::Float).unwrap());
+        assert!(theirs.equal(&ours), "{}", layout.unit);
+    }
+    assert!(tensors(copy.path()).iter().all(|(name, ..)| !name.ends_with("_blocks") && !name.ends_with("_scales")));
 }
 
 /// Every tensor of a folder, sorted: name, type, shape, bytes.

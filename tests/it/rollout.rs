@@ -44,6 +44,8 @@ fn greedy_equals_transformers() {
         "glm",
         "glm4",
         "glm4_moe",
+        "gpt_oss",
+        "gpt_oss_mxfp4",
         "phi3",
         "phi3_window",
         "ministral",
@@ -100,6 +102,7 @@ fn logprobs_agree_with_a_plain_forward() {
         Some("smollm3_window"),
         Some("granite"),
         Some("gemma3"),
+        Some("gpt_oss"),
         Some("qwen3_5"),
     ] {
         let model = name.map_or_else(Model::micro, Model::golden);
@@ -184,7 +187,7 @@ fn equals_one_rank(world: &World) {
         Model::expert_parallel("qwen2_moe_mixed"),
     ];
     if world.size() == 2 {
-        models.extend(["smollm3", "granite", "glm4", "glm4_moe", "phi3", "ministral"].map(Model::golden)); // of six query heads
+        models.extend(["smollm3", "granite", "glm4", "glm4_moe", "gpt_oss", "phi3", "ministral"].map(Model::golden)); // of six query heads
     }
     for (index, model) in models.iter().enumerate() {
         // A gated norm divides what is left of a state; small ones show how the ranks' sums round.

@@ -101,7 +101,7 @@ pub struct ServeArgs {
     #[arg(long)]
     pub served_model_name: Option<String>,
     /// Format of tool calls, which answers then have apart: auto (by the chat template), none, hermes, qwen3_xml, llama3_json,
-    /// pythonic, mistral, glm45
+    /// pythonic, mistral, glm45, openai
     #[arg(long, default_value = "auto")]
     pub tool_call_parser: ToolCallFormat,
     #[command(flatten)]

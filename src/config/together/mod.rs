@@ -36,6 +36,8 @@ pub(crate) enum Circumstance {
     FusedQkv,
     /// The files of the model have gate and up in one tensor.
     FusedGateUp,
+    /// The files of the model have the matrices of all experts in one tensor.
+    StackedExperts,
     /// The model has no draft head that is read.
     NoDraftHead,
     /// The world has several nodes.
@@ -269,6 +271,7 @@ impl Circumstance {
             }
             Self::FusedQkv => ["a model with qkv_proj", "a model without qkv_proj"],
             Self::FusedGateUp => ["a model with gate_up_proj", "a model without gate_up_proj"],
+            Self::StackedExperts => ["a model with stacked experts", "a model without stacked experts"],
             Self::NoDraftHead => ["a model without a draft head", "a model with a draft head"],
             Self::SeveralNodes => ["several nodes", "one node"],
             Self::OwnLoop => ["a program that samples for itself", "Trainer::rollout"],

@@ -22,7 +22,8 @@ pub(super) const NAMES: &[&str] = &[
     "experts_gather_bf16_x8",
 ];
 
-/// Outputs of an expert that every token goes to, and the factors of its share, the sigmoid of the gate's product with x.
+/// Outputs of an expert that every token goes to, and the factors of its share, the sigmoid of the gate's product with x; without a gate it
+/// is 1.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedExpertRows<'a> {
     /// The expert's output, like the other experts'.
@@ -30,7 +31,7 @@ pub struct SharedExpertRows<'a> {
     /// Rows that experts read.
     pub x: &'a Tensor, // [T, D]
     /// The gate.
-    pub gate: &'a Tensor, // [1, D]
+    pub gate: Option<&'a Tensor>, // [1, D]
 }
 
 /// y = the sum of a token's rows, each times its weight, in the order of its choices, and of the shared expert's row if there is one, in
@@ -63,7 +64,7 @@ pub fn experts_combine(
         Argument::Count(routed.own.len() as i64),
         of_shared(shared.map(|shared| shared.rows), tokens)?,
         of_shared(shared.map(|shared| shared.x), tokens)?,
-        of_shared(shared.map(|shared| shared.gate), 1)?,
+        of_shared(shared.and_then(|shared| shared.gate), 1)?,
     ];
     let threads = (dim as usize / width).next_multiple_of(32).min(256) as u32;
     let name = format!("{OP}_{}_x{width}", kind_name(OP, rows)?);

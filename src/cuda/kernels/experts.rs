@@ -20,30 +20,40 @@ pub(super) const NAMES: &[&str] = &[
     "experts_down_few",
     "experts_gate_up_adapted_few",
     "experts_down_adapted_few",
+    "experts_gate_up_clamped_few",
+    "experts_down_biased_few",
     "experts_low_tokens_few",
     "experts_low_rows_few",
     "experts_gate_up_some",
     "experts_down_some",
     "experts_gate_up_adapted_some",
     "experts_down_adapted_some",
+    "experts_gate_up_clamped_some",
+    "experts_down_biased_some",
     "experts_low_tokens_some",
     "experts_low_rows_some",
     "experts_gate_up_many",
     "experts_down_many",
     "experts_gate_up_adapted_many",
     "experts_down_adapted_many",
+    "experts_gate_up_clamped_many",
+    "experts_down_biased_many",
     "experts_low_tokens_many",
     "experts_low_rows_many",
     "experts_gate_up_small",
     "experts_down_small",
     "experts_gate_up_adapted_small",
     "experts_down_adapted_small",
+    "experts_gate_up_clamped_small",
+    "experts_down_biased_small",
     "experts_low_tokens_small",
     "experts_low_rows_small",
     "experts_gate_up_f32",
     "experts_down_f32",
     "experts_gate_up_adapted_f32",
     "experts_down_adapted_f32",
+    "experts_gate_up_clamped_f32",
+    "experts_down_biased_f32",
     "experts_low_tokens_f32",
     "experts_low_rows_f32",
 ];
@@ -248,15 +258,15 @@ fn moves_well(tensor: &Tensor) -> bool {
     is_aligned(tensor) && tensor.stride().iter().rev().skip(1).all(|stride| stride % 8 == 0)
 }
 
-/// A product's launch, without what adapters add to it.
-struct Launch {
+/// A product's launch, without what adapters or biases add to it.
+pub(super) struct Launch {
     arguments: Vec<Argument>,
     blocks: u32,
     gpu: usize,
 }
 
 impl Launch {
-    fn new(
+    pub(super) fn new(
         op: &'static str,
         tile: ExpertTile,
         (x, x_rows): (&Tensor, i64),
@@ -301,8 +311,8 @@ impl Launch {
         Ok(Self { arguments, blocks: blocks as u32, gpu })
     }
 
-    /// Queues the kernel, with what it is told of adapters.
-    fn queue(mut self, name: &str, tile: ExpertTile, adapter: &[Argument]) -> Result<()> {
+    /// Queues the kernel, with what it is told of adapters or biases.
+    pub(super) fn queue(mut self, name: &str, tile: ExpertTile, adapter: &[Argument]) -> Result<()> {
         self.arguments.extend_from_slice(adapter);
         let shape = (self.blocks, tile.threads, tile.shared_bytes);
         // SAFETY: the kernel's parameters in order; tiles, which `route` has made, name rows of x and out and experts of w. Before what it

@@ -12,6 +12,7 @@ mod delta_rule;
 mod delta_step;
 mod embed;
 mod exact_product;
+mod expert_biases;
 mod expert_sums;
 mod experts;
 mod filter;
@@ -61,6 +62,7 @@ pub use delta_step::{
 };
 pub use embed::embed;
 pub use exact_product::{exact_product, exact_reference};
+pub use expert_biases::{experts_down_biased, experts_gate_up_clamped};
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
 pub use filter::{Filters, filter};
@@ -82,18 +84,25 @@ pub use next_tokens::next_tokens;
 pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
 pub use normal::{dropout, fill_normal};
-pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention, paged_attention_fp8};
+pub use paged_attention::{
+    AttentionPlan, AttentionShape, SharedPrefixes, paged_attention, paged_attention_fp8, paged_attention_with_sinks,
+};
 pub(super) use product::product_key;
 pub use product::{product, product_fp8, product_serves, product_silu_mul, product_silu_mul_fp8};
 pub use qk_norm::{qk_scale, qk_squares};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv, rope_write_kv_fp8};
-pub use route::{MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, RouteOptions, RouteSizes, RoutedTokens, route};
+pub use route::{
+    MOST_EXPERT_GROUPS, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, RouteOptions, RouteScores, RouteSizes, RoutedTokens,
+    route,
+};
 pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
 pub use seen::{mark_seen, note_tokens};
 pub use served::{DecoderSizes, Unserved, unserved};
 pub use sums::{add_columns, add_rows};
-pub use swiglu::{Activation, silu_mul, swiglu_backward, swiglu_forward, swiglu_weighted_backward};
+pub use swiglu::{
+    Activation, SWISH_LIMIT, SWISH_SLOPE, silu_mul, swiglu_backward, swiglu_forward, swiglu_weighted_backward,
+};
 pub use tiled_attention::{RowTile, tiled_attention, tiled_attention_serves};
 pub(super) use wide_product::wide_product_key;
 pub use wide_product::{

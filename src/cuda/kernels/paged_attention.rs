@@ -16,6 +16,10 @@ pub(super) const NAMES: &[&str] = &[
     "paged_attention_bf16_256",
     "paged_attention_bf16_64_fp8",
     "paged_attention_bf16_128_fp8",
+    "paged_attention_bf16_64_sinks",
+    "paged_attention_bf16_128_sinks",
+    "paged_attention_bf16_64_fp8_sinks",
+    "paged_attention_bf16_128_fp8_sinks",
 ];
 pub(super) const PLAN: &KernelSource = &nvrtc::PLAN_ATTENTION;
 pub(super) const PLAN_NAMES: &[&str] = &["plan_attention"];
@@ -30,7 +34,7 @@ const MOST_COLUMNS: usize = 4 * THREADS;
 const BLOCKS_PER_PROCESSOR: usize = 2;
 /// Threads of `plan_attention`.
 const PLANNERS: u32 = 256;
-/// Widths of heads on tensor cores. Of the last one, parts that rows share are not read at once, and a cache in e4m3 is not served.
+/// Widths of heads on tensor cores. Of the last one, parts that rows share are not read at once, and a cache in e4m3 and sinks are not served.
 const FAST_DIMS: [usize; 3] = [64, 128, 256];
 const WIDE_DIM: usize = 256;
 /// Query heads that one item serves.
@@ -267,7 +271,7 @@ pub fn paged_attention(
     context_lens: &Tensor, // [S] i32
     o: &mut Tensor,        // like q
 ) -> Result<()> {
-    attend(plan, q, ([k_cache, v_cache], None), block_tables, context_lens, o)
+    paged_attention_with_sinks(plan, q, ([k_cache, v_cache], None), (block_tables, context_lens), None, o)
 }
 
 /// [`paged_attention`] over a cache in e4m3 with a scale for each token and head. Products are in f16, which holds every e4m3: queries
@@ -285,16 +289,22 @@ pub fn paged_attention_fp8(
     o: &mut Tensor,        // like q
 ) -> Result<()> {
     let scales = Some([&k_cache.scales, &v_cache.scales]);
-    attend(plan, q, ([&k_cache.values, &v_cache.values], scales), block_tables, context_lens, o)
+    let cache = ([&k_cache.values, &v_cache.values], scales);
+    paged_attention_with_sinks(plan, q, cache, (block_tables, context_lens), None, o)
 }
 
-fn attend(
+/// [`paged_attention`], or [`paged_attention_fp8`] over a cache with scales, where each query head may have a sink: a logit that takes part in the softmax
+/// with the value 0.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn paged_attention_with_sinks(
     plan: &AttentionPlan,
-    q: &Tensor,
-    ([k_cache, v_cache], scales): ([&Tensor; 2], Option<[&Tensor; 2]>),
-    block_tables: &Tensor,
-    context_lens: &Tensor,
-    o: &mut Tensor,
+    q: &Tensor,                                                         // [S, H, hd]
+    ([k_cache, v_cache], scales): ([&Tensor; 2], Option<[&Tensor; 2]>), // keys and values, and the scales of both
+    (block_tables, context_lens): (&Tensor, &Tensor),                   // [S, max_blocks] i32, [S] i32
+    sinks: Option<&Tensor>,                                             // [H], like q
+    o: &mut Tensor,                                                     // like q
 ) -> Result<()> {
     const OP: &str = "paged_attention";
     if scales.is_some() && plan.kind != Kind::BFloat16 {
@@ -325,10 +335,12 @@ fn attend(
     );
     let count = |number: usize| Argument::Count(number as i64);
     let scale = Argument::Float(scale as f32);
-    let is_fast = scales.is_none() || head_dim < WIDE_DIM;
+    let sinks_at = address_or_null(OP, sinks, kind, num_heads, gpu)?;
+    let is_fast = head_dim < WIDE_DIM || (scales.is_none() && sinks.is_none());
     let Some(buffers) = plan.buffers.as_ref().filter(|_| is_fast) else {
         let sizes = [num_heads, num_kv_heads, head_dim, block_size, max_blocks, sliding_window.unwrap_or(0)].map(count);
-        let arguments = [&[q_at, k_at, v_at, tables, lens, o_at][..], &sizes, &[scale], &scales_at].concat();
+        let arguments =
+            [&[q_at, k_at, v_at, tables, lens, o_at][..], &sizes, &[scale], &scales_at, &[sinks_at]].concat();
         let name = format!("paged_attention_any_{}", if scales.is_some() { "fp8" } else { kind_name(OP, q)? });
         let grid = ((rows * num_heads) as u32, THREADS as u32, 4 * head_dim as u32);
         // SAFETY: the kernel's parameters in order; one block a query head of a row; blocks of contexts are the caller's.
@@ -340,13 +352,15 @@ fn attend(
     let [header, items, pieces, _, arrived, partials] = buffers.addresses(gpu)?;
     let block_shift = block_size.trailing_zeros() as usize;
     let sizes = [num_kv_heads, num_heads / num_kv_heads, block_shift, max_blocks].map(count);
-    let arguments =
+    let mut arguments =
         [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &scales_at, &sizes, &[scale]]
             .concat();
-    let suffix = if scales.is_some() { "_fp8" } else { "" };
+    arguments.extend(sinks.map(|_| sinks_at));
+    let cache = if scales.is_some() { "_fp8" } else { "" };
+    let suffix = if sinks.is_some() { "_sinks" } else { "" };
     let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
     // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.
-    unsafe { launch_early(SOURCE, &format!("paged_attention_bf16_{head_dim}{suffix}"), gpu, grid, &arguments) }
+    unsafe { launch_early(SOURCE, &format!("paged_attention_bf16_{head_dim}{cache}{suffix}"), gpu, grid, &arguments) }
 }
 
 #[cfg(test)]

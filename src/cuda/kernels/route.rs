@@ -12,7 +12,20 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::ROUTE;
-pub(super) const NAMES: &[&str] = &["route_bf16_128", "route_bf16_512", "route_f32_128", "route_f32_512"];
+pub(super) const NAMES: &[&str] = &[
+    "route_bf16_128",
+    "route_bf16_512",
+    "route_f32_128",
+    "route_f32_512",
+    "route_biased_bf16_128",
+    "route_biased_bf16_512",
+    "route_biased_f32_128",
+    "route_biased_f32_512",
+    "route_sigmoid_bf16_128",
+    "route_sigmoid_bf16_512",
+    "route_sigmoid_f32_128",
+    "route_sigmoid_f32_512",
+];
 
 const OP: &str = "route";
 const THREADS: u32 = 256;
@@ -74,9 +87,56 @@ impl RouteSizes {
     }
 }
 
+/// The most groups of experts.
+pub const MOST_EXPERT_GROUPS: usize = 32;
+
+/// What the scores of experts are made of.
+#[derive(Debug, Clone, Copy)]
+pub enum RouteScores<'a> {
+    /// Softmax of logits.
+    Softmax,
+    /// Softmax of logits with these biases.
+    Biased(&'a Tensor), // [E], like x
+    /// Sigmoids, with a correction where experts are chosen.
+    Sigmoid {
+        /// The correction in three summands.
+        parts: &'a Tensor, // [3 E], like x
+        /// Groups of consecutive experts, each as good as its best two.
+        num_groups: usize,
+        /// The groups whose experts a token may choose.
+        groups_per_tok: usize,
+        /// Factor of the weights.
+        scale: f64,
+    },
+}
+
+impl RouteScores<'_> {
+    /// The variant's name, and what its kernel is told behind all else.
+    fn arguments(self, kind: Kind, experts: usize, gpu: usize) -> Result<(&'static str, Vec<Argument>)> {
+        Ok(match self {
+            Self::Softmax => ("", Vec::new()),
+            Self::Biased(bias) => ("biased_", vec![address(OP, bias, kind, experts, gpu)?]),
+            Self::Sigmoid { parts, num_groups, groups_per_tok, scale } => {
+                let fits = (1..=MOST_EXPERT_GROUPS).contains(&num_groups)
+                    && experts.is_multiple_of(num_groups)
+                    && (1..=num_groups).contains(&groups_per_tok);
+                if !fits {
+                    let expected = format!("groups of {experts} experts, at most {MOST_EXPERT_GROUPS}");
+                    return Err(invalid(OP, expected, (num_groups, groups_per_tok)));
+                }
+                let groups = [num_groups, groups_per_tok].map(|count| Argument::Count(count as i64));
+                let numbers = address(OP, parts, kind, 3 * experts, gpu)?;
+                ("sigmoid_", vec![numbers, groups[0], groups[1], Argument::Float(scale as f32)])
+            }
+        })
+    }
+}
+
 /// How a layer routes.
 #[derive(Debug, Clone, Copy)]
 pub struct RouteOptions<'a> {
+    /// What is compared.
+    pub scores: RouteScores<'a>,
     /// The weights of a token's experts are divided by their sum.
     pub normalised: bool,
     /// Slots of the tokens' keys, -1 for padding, which has no experts.
@@ -89,7 +149,7 @@ pub struct RouteOptions<'a> {
     pub stride: usize,
 }
 
-/// Routes tokens: logits in float32, softmax, the k highest of E probabilities, of equal ones the first; then sorts all choices of `to.own`
+/// Routes tokens: logits in float32, their scores, the k highest of E, of equal ones the first; then sorts all choices of `to.own`
 /// by expert. A token's result does not depend on the tokens beside it. The kernel reads w while the operation before it still runs: that one must
 /// not write w, and must itself have waited for any that does. Allocates nothing.
 ///
@@ -133,6 +193,7 @@ pub fn route(
         }
     };
     let flat = |tensor: &Tensor, kind: Kind| address(OP, tensor, kind, tensor.numel(), gpu);
+    let (variant, of_scores) = options.scores.arguments(kind, num_experts, gpu)?;
     let arguments = [
         address(OP, x, kind, tokens * hidden, gpu)?,
         address(OP, w, kind, num_experts * hidden, gpu)?,
@@ -157,7 +218,8 @@ pub fn route(
     ];
     let most = if num_experts <= 128 { 128 } else { MOST_EXPERTS };
     let blocks = tokens.div_ceil(ROWS) * PARTS;
-    let name = format!("route_{}_{most}", kind_name(OP, x)?);
+    let name = format!("route_{variant}{}_{most}", kind_name(OP, x)?);
+    let arguments = [&arguments[..], &of_scores].concat();
     // SAFETY: the kernel's parameters in order; all it writes has the room that was checked, and counters are zero before and after. The work
     // before does not write w, which is read before that has ended: the caller's promise.
     unsafe { launch_early(SOURCE, &name, gpu, (blocks as u32, THREADS, 0), &arguments) }

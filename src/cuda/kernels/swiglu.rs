@@ -37,16 +37,37 @@ pub(super) const NAMES: &[&str] = &[
     "geglu_weighted_backward_f32_x2",
     "geglu_weighted_backward_bf16_x1",
     "geglu_weighted_backward_bf16_x4",
+    "clamped_forward_f32_x1",
+    "clamped_forward_f32_x2",
+    "clamped_forward_bf16_x1",
+    "clamped_forward_bf16_x4",
+    "clamped_backward_f32_x1",
+    "clamped_backward_f32_x2",
+    "clamped_backward_bf16_x1",
+    "clamped_backward_bf16_x4",
+    "clamped_forward_fp8",
+    "clamped_backward_fp8",
+    "clamped_weighted_backward_f32_x1",
+    "clamped_weighted_backward_f32_x2",
+    "clamped_weighted_backward_bf16_x1",
+    "clamped_weighted_backward_bf16_x4",
 ];
 
-/// The function of a gate.
+/// The function of a gate, and of what it multiplies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// x sigmoid(x): SwiGLU.
     Silu,
     /// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, the Gaussian error unit's approximation: GeGLU.
     GeluTanh,
+    /// g sigmoid([`SWISH_SLOPE`] g) (u + 1), where g and u are at most [`SWISH_LIMIT`], and u at least its negative: gpt-oss's SwiGLU.
+    ClampedSwiglu,
 }
+
+/// Factor within the sigmoid of [`Activation::ClampedSwiglu`].
+pub const SWISH_SLOPE: f64 = 1.702;
+/// Where [`Activation::ClampedSwiglu`] cuts gate and up.
+pub const SWISH_LIMIT: f64 = 7.0;
 
 impl Activation {
     /// The name of the gated unit, with which its kernels begin.
@@ -54,6 +75,7 @@ impl Activation {
         match self {
             Self::Silu => "swiglu",
             Self::GeluTanh => "geglu",
+            Self::ClampedSwiglu => "clamped",
         }
     }
 }

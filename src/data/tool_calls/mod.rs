@@ -7,9 +7,11 @@
 //! | `json` | `hermes`, `llama3_json`, `mistral`: calls are JSON |
 //! | `xml` | `qwen3_xml`: a tag for each argument |
 //! | `glm` | `glm45`: two tags for each argument |
+//! | `harmony` | `openai`: a message for each channel, calls those with a recipient |
 //! | `pythonic` | `pythonic`: a list of Python calls |
 
 mod glm;
+mod harmony;
 mod json;
 mod pythonic;
 #[cfg(test)]
@@ -49,6 +51,7 @@ impl ToolCallParser {
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
         let rules = [
+            (has("<|channel|>commentary"), Self::OpenAi),
             (has("[TOOL_CALLS]"), Self::Mistral),
             (has("<function=") && has("<parameter="), Self::Qwen3Xml),
             (has("<tool_call>") && has("<arg_key>"), Self::Glm45),
@@ -67,6 +70,7 @@ impl ToolCallParser {
             Self::Llama3Json => &["<|python_tag|>", "{"],
             Self::Pythonic => &["["],
             Self::Mistral => &["[TOOL_CALLS]"],
+            Self::OpenAi => &[harmony::CHANNEL],
         }
     }
 
@@ -88,6 +92,7 @@ impl ToolCallParser {
             Self::Glm45 => blocks(text, thought, self, &|at| glm::call(text, at, tools)),
             Self::Llama3Json => blocks(text, thought, self, &|at| json::llama3(text, at)),
             Self::Mistral => blocks(text, thought, self, &|at| json::mistral(text, at)),
+            Self::OpenAi => blocks(text, thought, self, &|at| harmony::message(text, at)),
             Self::Pythonic => pythonic_list(text, thought),
         };
         match parsed.tool_calls.is_empty() {
@@ -97,7 +102,7 @@ impl ToolCallParser {
     }
 }
 
-/// A part of a text that is calls.
+/// A part of a text that is calls, or that none may begin in.
 struct CallBlock {
     calls: Vec<ToolCall>,
     /// The byte behind it.

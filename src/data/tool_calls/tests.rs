@@ -358,6 +358,7 @@ fn a_template_shows_its_format() {
         ("[func_name1(params_name1=params_value1)]", Some(ToolCallParser::Pythonic)),
         ("{{ '<|python_tag|>' }}", Some(ToolCallParser::Llama3Json)),
         ("<tool_call>name\n<arg_key>x</arg_key>", Some(ToolCallParser::Glm45)),
+        ("<|start|>assistant<|channel|>commentary to=functions.", Some(ToolCallParser::OpenAi)),
         ("{{ messages }}", None),
     ] {
         assert_eq!(ToolCallParser::of_template(source), parser, "{source}");

@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::model::distinct::RopeSpec;
 use crate::model::format::Rows;
 use crate::model::params::{ParamName, Shapes};
-use crate::ops::attention::{QkvGradients, SavedAttention, packed_backward};
+use crate::ops::attention::{Attended, QkvGradients, SavedAttention, packed_backward, sinks};
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::{exact, linear};
 
@@ -40,6 +40,10 @@ pub struct AttentionSpec {
     pub head_dim: usize,
     /// Query, key and value have biases.
     pub qkv_bias: bool,
+    /// The projection behind attention has a bias.
+    pub o_bias: bool,
+    /// Every query head has a sink: a logit that takes part in the softmax with the value 0.
+    pub sinks: bool,
     /// Norms of queries and keys.
     pub qk_norm: Option<QkNorm>,
     /// Every query has a gate beside it, whose sigmoid its output is multiplied by.
@@ -121,7 +125,7 @@ impl AttentionSpec {
             columns: num_heads * head_dim,
             projections: vec![(Module(OProj), 1)],
             split: TpSplit::Columns,
-            bias: None,
+            bias: self.o_bias.then_some(ParamName::OBias),
             experts: None,
         };
         [qkv, o]
@@ -132,14 +136,15 @@ impl AttentionSpec {
         1 + usize::from(self.output_gate)
     }
 
-    /// Weights of the norms of queries and keys.
-    pub(super) fn norm_shapes(self) -> Shapes {
+    /// Weights of the norms of queries and keys, and the sinks.
+    pub(super) fn other_shapes(self) -> Shapes {
         let shape = |[q, k]: [usize; 2]| vec![(ParamName::QNorm, vec![q as i64]), (ParamName::KNorm, vec![k as i64])];
-        match self.qk_norm {
+        let norms = match self.qk_norm {
             None => Vec::new(),
             Some(QkNorm::Head) => shape([self.head_dim; 2]),
             Some(QkNorm::All) => shape(self.widths()),
-        }
+        };
+        norms.into_iter().chain(self.sinks.then(|| (ParamName::Sinks, vec![self.num_heads as i64]))).collect()
     }
 
     /// Bytes a token that backward reads of the forward: heads before their norm and after, attention's output and log-sum-exp.
@@ -191,6 +196,14 @@ impl AttentionSpec {
     ) -> Result<(Tensor, AttentionOutput)> {
         let (heads, gate) = self.project(ctx, w, &ctx.enter_rows(w, NORMS, x, &[Matrix::Qkv])?)?;
         let (o, lse) = mixer.attention(layer, self, [&heads.q, &heads.k, &heads.v])?;
+        let (o, lse) = match w.norm(ParamName::Sinks) {
+            Some(sinks) => {
+                let attended = Attended { o, lse: lse.expect("attention with sinks has its log-sum-exp") };
+                let Attended { o, lse } = sinks::join(attended, sinks)?;
+                (o, Some(lse))
+            }
+            None => (o, lse),
+        };
         let gated = gate::forward(&o, gate.as_ref())?;
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &gated.f_flatten(1, 2)?.into(), x)?;
         Ok((h, AttentionOutput { heads, gate, o, lse, output }))
@@ -215,9 +228,15 @@ impl AttentionSpec {
         let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
         let into_o = gate::forward(&o, gate.as_ref())?.f_flatten(1, 2)?;
         let d_o = w.linear(Matrix::O).backward(&d_output, &into_o, grads.linear_mut(Matrix::O))?;
+        if let Some(d_bias) = grads.linear_mut(Matrix::O).bias_mut() {
+            linear::accumulate_bias(&d_output, d_bias)?;
+        }
         let mut d_o = d_o.view_as(&o);
         drop((d_output, output, into_o));
         let d_gate = gate.map(|gate| gate::backward(&mut d_o, &o, &gate)).transpose()?;
+        if let (Some(sinks), Some(d_sinks)) = (w.norm(ParamName::Sinks), grads.norm(ParamName::Sinks)) {
+            sinks::accumulate(&d_o, (&o, &lse), sinks, &mut d_sinks.shallow_clone())?;
+        }
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
         let attention = || packed_backward(&d_o, saved, packed.layouts.of(self.window), self.scale);
         let QkvGradients { dq, dk, dv } = timed("attention, backward", OpCost::default, attention)?;
@@ -272,7 +291,7 @@ impl AttentionSpec {
             Some(_) => Some([grads.gradient_of(w, ParamName::QNorm)?, grads.gradient_of(w, ParamName::KNorm)?]),
             None => None,
         };
-        let d_bias = grads.linear_mut(Matrix::Qkv).pieces.first_mut().and_then(|piece| piece.bias.as_mut());
+        let d_bias = grads.linear_mut(Matrix::Qkv).bias_mut();
         let [dq, dk, dv] = &d_heads;
         let (Some(QkNorm::All), Some(norms), Some([d_q, d_k])) = (self.qk_norm, norms, &mut d_norms) else {
             let into = HeadGradients { bias: d_bias, norms: d_norms.as_mut().map(|[q, k]| [q, k]) };
@@ -289,9 +308,10 @@ impl AttentionSpec {
         Ok(d_qkv)
     }
 
-    /// A rank's part of a norm's weight; ranks that share a key/value head share its norm.
+    /// A rank's part of a norm's weight, or of the sinks; ranks that share a key/value head share its norm.
     pub(super) fn own_norm(self, name: ParamName, weight: &Tensor, tp_rank: usize, tp_size: usize) -> Tensor {
         let ranks = match name {
+            ParamName::Sinks => return part(weight, 0, tp_rank, tp_size),
             ParamName::QNorm => 1,
             ParamName::KNorm => (tp_size / self.num_kv_heads).max(1),
             _ => return weight.shallow_clone(),

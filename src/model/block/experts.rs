@@ -14,6 +14,7 @@ use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORM
 use crate::error::Result;
 use crate::model::lora::Lora;
 use crate::model::params::{ParamName, Shapes};
+use crate::ops::expert_bias;
 use crate::ops::grouped::Dispatch;
 use crate::ops::linear;
 use crate::ops::router::{self, RouterOptions, RouterScores, Routing};
@@ -37,6 +38,8 @@ pub struct ExpertsSpec {
     pub shared: Option<SharedExpertSpec>,
     /// The output of the shared expert is multiplied by the sigmoid of a gate.
     pub gates_shared: bool,
+    /// The router has a bias, and so have both matrices of every expert.
+    pub has_biases: bool,
 }
 
 /// Sees and decides which experts tokens go to, in all layers of a pass.
@@ -67,6 +70,8 @@ pub(super) struct Routed {
     /// The router's own choice.
     own: Tensor, // [T, K]
     dispatch: Dispatch,
+    /// The first expert of this rank.
+    first_own: usize,
     gate_up: GateUp, // R rows
     activation: Activation,
     shared: Option<SharedRows>,
@@ -106,7 +111,16 @@ impl ExpertsSpec {
     /// The two matrices of an expert, each as many times as there are experts; then those of the shared one.
     pub fn linears(self) -> Vec<LinearSpec> {
         let split = |linear: &LinearSpec| if self.is_parallel { TpSplit::Experts } else { linear.split };
-        let own = |linear| LinearSpec { experts: Some(self.own), split: split(&linear), ..linear };
+        let bias = |linear: &LinearSpec| match linear.matrix {
+            Matrix::GateUp => ParamName::GateUpBias,
+            _ => ParamName::DownBias,
+        };
+        let own = |linear: LinearSpec| LinearSpec {
+            experts: Some(self.own),
+            split: split(&linear),
+            bias: self.has_biases.then(|| bias(&linear)),
+            ..linear
+        };
         let shared = self.shared.into_iter().flat_map(SharedExpertSpec::linears);
         self.expert.linears().map(own).into_iter().chain(shared).collect()
     }
@@ -118,13 +132,14 @@ impl ExpertsSpec {
         first..first + own
     }
 
-    /// The weights of the router, and of the shared expert's gate.
+    /// The weights of the router, its bias or correction, and those of the shared expert's gate.
     pub(super) fn other_shapes(self) -> Shapes {
         let router = (ParamName::Router, vec![self.num_experts as i64, self.expert.hidden as i64]);
         let is_corrected = matches!(self.router.scores, RouterScores::Sigmoid { .. });
         let correction = (ParamName::RouterCorrection, vec![(correction::PARTS * self.num_experts) as i64]);
         let gate = self.shared.filter(|_| self.gates_shared).map(SharedExpertSpec::gate_shape);
-        std::iter::once(router).chain(is_corrected.then_some(correction)).chain(gate).collect()
+        let bias = self.has_biases.then(|| (ParamName::RouterBias, vec![self.num_experts as i64]));
+        std::iter::once(router).chain(bias).chain(is_corrected.then_some(correction)).chain(gate).collect()
     }
 
     /// Weights of a layer that a token does not use.
@@ -159,7 +174,8 @@ impl ExpertsSpec {
     /// Bytes a token of probabilities, and of choices with their weights and places.
     fn routing_bytes(self, bytes: ElementBytes) -> usize {
         const INDEX_BYTES: usize = 8;
-        bytes.wide * self.num_experts + self.router.num_experts_per_tok * (bytes.wide + 5 * INDEX_BYTES)
+        let hot = if self.has_biases { bytes.narrow * self.num_experts } else { 0 }; // of a row, for the biases
+        bytes.wide * self.num_experts + self.router.num_experts_per_tok * (bytes.wide + 5 * INDEX_BYTES + hot)
     }
 
     /// The block's output [T, D], and what a backward may keep.
@@ -197,9 +213,18 @@ impl ExpertsSpec {
         };
         let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
-        let Routed { routing, dispatch, gate_up, activation, shared, .. } = routed;
-        let (d_gate_up, d_weights) =
+        let Routed { routing, dispatch, first_own, gate_up, activation, shared, .. } = routed;
+        let (d_gate_up, mut d_weights) =
             contract_backward(w, (&routing, &dispatch), (activation, gate_up), &d_output, grads)?;
+        if let Some(bias) = &w.linear(Matrix::Down).piece().bias {
+            let d_bias = grads.linear_mut(Matrix::Down).bias_mut();
+            expert_bias::contract_backward(&routing, bias, &d_output, &mut d_weights, d_bias)?;
+        }
+        let d_bias = grads.linear_mut(Matrix::GateUp).bias_mut();
+        if let Some((bias, d_bias)) = w.linear(Matrix::GateUp).piece().bias.as_ref().zip(d_bias) {
+            let hot = expert_bias::one_hot(&dispatch, &routing.experts, first_own, bias)?;
+            expert_bias::expand_backward(&hot, &d_gate_up, d_bias)?;
+        }
         let d_rows = expand_backward(w, &dispatch, &d_gate_up, &normed, grads)?;
         drop(d_gate_up);
         let mut d_normed = dispatch.gather(&d_rows, None)?;
@@ -221,7 +246,8 @@ impl ExpertsSpec {
         w: &BlockParams,
         normed: &Tensor, // [T, D]
     ) -> Result<Routed> {
-        let probs = router::probabilities(normed, w.router().expect("experts have a router"), self.router)?;
+        let (router, bias) = (w.router().expect("experts have a router"), w.norm(ParamName::RouterBias));
+        let probs = router::probabilities(normed, router, bias, self.router)?;
         let parts = w.norm(ParamName::RouterCorrection);
         let correction = parts.map(|parts| correction::sum(parts, probs.kind())).transpose()?;
         let own = router::choose(&probs, correction.as_ref(), self.router)?;
@@ -231,6 +257,7 @@ impl ExpertsSpec {
         };
         let routing = Routing::new(probs, experts, self.router)?;
         let present = self.own_experts(w, ctx.tp.map_or(0, Collective::rank));
+        let first_own = present.start;
         let dispatch = Dispatch::new(&routing.experts, (self.num_experts, present), normed.kind())?;
         let (rows, linear) = (dispatch.scatter(normed)?, w.linear(Matrix::GateUp));
         let gate_up = dispatch.gate_up(&rows, linear.weight())?;
@@ -238,8 +265,15 @@ impl ExpertsSpec {
             Some(lora) => lora.add_gate_up(&dispatch, &rows, gate_up)?,
             None => gate_up,
         };
+        let gate_up = match &linear.piece().bias {
+            Some(bias) => {
+                let hot = expert_bias::one_hot(&dispatch, &routing.experts, first_own, bias)?;
+                expert_bias::expand(gate_up, &hot, bias)?
+            }
+            None => gate_up,
+        };
         let shared = self.shared.map(|shared| SharedRows::expand(shared, w, normed)).transpose()?;
-        Ok(Routed { routing, own, dispatch, gate_up, activation: self.expert.activation, shared })
+        Ok(Routed { routing, own, dispatch, first_own, gate_up, activation: self.expert.activation, shared })
     }
 
     /// The gradient of what the router and the experts read, of the weights' kind, from the router's and that of the experts, in the
@@ -255,6 +289,9 @@ impl ExpertsSpec {
         let wide = d_logits.kind();
         let router = w.router().expect("experts have a router");
         linear::accumulate_input(d_logits, &router.f_to_kind(wide)?, &mut d_normed)?;
+        if let Some(gradient) = grads.norm(ParamName::RouterBias) {
+            linear::accumulate_bias(d_logits, &mut gradient.shallow_clone())?;
+        }
         if let Some(gradient) = grads.router() {
             linear::accumulate_weight(d_logits, &normed.f_to_kind(wide)?, &mut gradient.shallow_clone())?;
         }
@@ -271,7 +308,10 @@ impl Routed {
             Some(lora) => lora.add_rows(&self.dispatch, &act, rows)?,
             None => rows,
         };
-        let sum = self.dispatch.gather(&rows, Some(&self.routing.weights))?;
+        let mut sum = self.dispatch.gather(&rows, Some(&self.routing.weights))?;
+        if let Some(bias) = &down.piece().bias {
+            expert_bias::contract(&self.routing, self.first_own, bias, &mut sum)?;
+        }
         match &self.shared {
             Some(shared) => Ok(shared.contract(w)?.f_add_(&sum)?),
             None => Ok(sum),

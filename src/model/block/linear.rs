@@ -73,8 +73,9 @@ impl LinearSpec {
 
     /// The weight and the bias with their shapes.
     pub(in crate::model) fn params(&self) -> Shapes {
-        let weight = (self.matrix.weight(), self.shape());
-        std::iter::once(weight).chain(self.bias.map(|bias| (bias, vec![self.rows() as i64]))).collect()
+        let (weight, shape) = (self.matrix.weight(), self.shape());
+        let bias = self.bias.map(|bias| (bias, shape[..shape.len() - 1].to_vec()));
+        std::iter::once((weight, shape)).chain(bias).collect()
     }
 
     /// Rows [groups, heads of the projection, inner, ..] of a projection, as a view of the matrix or of its bias.
@@ -160,9 +161,13 @@ impl Linear {
         let pieces = match spec.split {
             TpSplit::Columns => {
                 let weight = part(weight, spec.row_dim() + 1, tp_rank, tp_size);
-                vec![Piece::plain(weight, None)]
+                let is_first = tp_rank == 0; // the ranks' products are added up
+                vec![Piece::plain(weight, bias.as_ref().filter(|_| is_first).map(Tensor::shallow_clone))]
             }
-            TpSplit::Experts => vec![Piece::plain(part(weight, 0, tp_rank, tp_size), None)],
+            TpSplit::Experts => {
+                let own = |whole: &Tensor| part(whole, 0, tp_rank, tp_size);
+                vec![Piece::plain(own(weight), bias.as_ref().map(own))]
+            }
             TpSplit::Rows | TpSplit::RowSections { .. } => {
                 let own = |whole: &Tensor| spec.own_rows(whole, tp_rank, tp_size).into_iter();
                 let mut biases = bias.as_ref().map(own);
@@ -217,7 +222,7 @@ impl Linear {
         tp: Option<&dyn Collective>,
     ) -> Result<Tensor> {
         match (tp.filter(|tp| tp.size() > 1), residual) {
-            (None, Some(residual)) if self.adds_rounded() => {
+            (None, Some(residual)) if self.adds_rounded() || self.piece().bias.is_some() => {
                 Ok(residual.f_add(&self.forward(x)?)?.f_to_kind(residual.kind())?)
             }
             (None, Some(residual)) => self.adapt(x, self.format.forward_onto(residual, x, self.piece())?),
@@ -231,6 +236,11 @@ impl Linear {
                 }
             }
         }
+    }
+
+    /// In a `Linear` that holds gradients: that of the bias, where there is one that trains.
+    pub(super) fn bias_mut(&mut self) -> Option<&mut Tensor> {
+        self.pieces.first_mut().and_then(|piece| piece.bias.as_mut())
     }
 
     /// Whether the product is rounded, and its adapter's part added, before it is added to the residual stream.

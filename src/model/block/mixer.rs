@@ -78,7 +78,7 @@ impl Mixer {
         match self {
             Self::Attention(attention) => {
                 let [qkv, o] = attention.linears();
-                qkv.params().into_iter().chain(attention.norm_shapes()).chain(o.params()).collect()
+                qkv.params().into_iter().chain(attention.other_shapes()).chain(o.params()).collect()
             }
             Self::DeltaNet(delta_net) => delta_net.shapes(),
         }

@@ -4,7 +4,8 @@ use tch::Kind;
 
 use super::{BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp};
 use crate::cuda::kernels::{
-    DecoderSizes, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, delta_step_serves, served_delta_sizes, unserved,
+    DecoderSizes, MOST_EXPERT_GROUPS, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, delta_step_serves,
+    served_delta_sizes, unserved,
 };
 use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
@@ -51,17 +52,17 @@ impl DeltaNetSpec {
 impl ExpertsSpec {
     fn unserved_by_engine(self, kind: Kind, tp_size: usize) -> Option<String> {
         let ExpertsSpec { expert: DenseSpec { hidden, intermediate, activation }, num_experts, router, .. } = self;
-        if activation != Activation::Silu {
+        if ![(Activation::Silu, false), (Activation::ClampedSwiglu, true)].contains(&(activation, self.has_biases)) {
+            let biases = if self.has_biases { "with" } else { "without" };
             return Some(format!(
-                "experts with {activation:?} are not served by the engine on a GPU: expected Silu; device=cpu samples from any"
+                "experts with {activation:?}, {biases} biases, are not served by the engine on a GPU: expected Silu without, or ClampedSwiglu with \
+                 biases; device=cpu samples from any"
             ));
         }
-        if router.scores != RouterScores::Softmax {
-            return Some(
-                "routers whose scores are sigmoids are not served by the engine on a GPU: expected softmax; device=cpu samples from any"
-                    .to_owned(),
-            );
-        }
+        let num_groups = match router.scores {
+            RouterScores::Softmax => 1,
+            RouterScores::Sigmoid { num_groups, .. } => num_groups,
+        };
         let per_token = router.num_experts_per_tok;
         let tp_size = if self.is_parallel { 1 } else { tp_size };
         let (columns, unit) = (intermediate / tp_size, if kind == Kind::BFloat16 { 8 } else { 1 });
@@ -73,6 +74,7 @@ impl ExpertsSpec {
                 per_token <= MOST_EXPERTS_PER_TOKEN,
                 format!("at most {MOST_EXPERTS_PER_TOKEN}"),
             ),
+            ("n_group", num_groups, num_groups <= MOST_EXPERT_GROUPS, format!("at most {MOST_EXPERT_GROUPS}")),
             ("hidden_size", hidden, hidden.is_multiple_of(8), "a multiple of 8".to_owned()),
             (
                 "moe_intermediate_size",

@@ -41,6 +41,7 @@ pub(super) fn read(config: &JsonObject, hidden: usize, traits: &Traits) -> Resul
         is_parallel: false,
         router: RouterOptions { num_experts_per_tok, norm_topk_prob, scores: RouterScores::Softmax },
         gates_shared: true,
+        has_biases: false,
         shared: shared.map(|intermediate| SharedExpertSpec(DenseSpec::new(hidden, intermediate))),
     })
 }

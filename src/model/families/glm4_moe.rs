@@ -54,6 +54,7 @@ fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
         router: RouterOptions { num_experts_per_tok, norm_topk_prob: config.flag("norm_topk_prob")?, scores },
         shared: Some(SharedExpertSpec(shared)),
         gates_shared: false,
+        has_biases: false,
     };
     let num_dense = config.count("first_k_dense_replace")?;
     let qk_norm = config.flag("use_qk_norm")?.then_some(QkNorm::Head);

@@ -23,6 +23,8 @@ pub(super) const TRAITS: Traits = Traits {
     rotary_factor: None,
     turns_pairs: false,
     fused_tensors: &[],
+    stacks_experts: false,
+    reads_mxfp4: false,
     shared_expert: "shared_expert",
     keeps_further_layers: false,
     tensor_names: &[],

@@ -4,6 +4,7 @@ mod gemma3;
 mod glm;
 mod glm4;
 mod glm4_moe;
+mod gpt_oss;
 mod granite;
 mod llama;
 mod ministral;
@@ -88,6 +89,8 @@ families! {
     Ministral: ministral,
     /// Phi-3 and Phi-4.
     Phi3: phi3,
+    /// gpt-oss.
+    GptOss: gpt_oss,
 }
 
 /// Traits of a family that `config.json` leaves unsaid.
@@ -126,6 +129,10 @@ pub(super) struct Traits {
     pub turns_pairs: bool,
     /// Tensors in which a checkpoint has several projections.
     pub fused_tensors: &'static [FusedTensor],
+    /// A checkpoint has one tensor for a matrix of all experts, of each [in, out], gates and ups in turn, and one for its biases.
+    pub stacks_experts: bool,
+    /// These tensors may be in MXFP4.
+    pub reads_mxfp4: bool,
     /// The module of the expert that every token goes to.
     pub shared_expert: &'static str,
     /// A checkpoint may have layers behind the last one, which predict further tokens.

@@ -25,6 +25,19 @@ fn published_files_have_the_shapes_of_presets() {
         "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
         "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}});
+    let layer_types: Vec<_> =
+        (0..24).map(|layer| if layer % 2 == 0 { "sliding_attention" } else { "full_attention" }).collect();
+    let gpt_oss = json!({"architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0, "eos_token_id": 200002,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": layer_types, "max_position_embeddings": 131072,
+        "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": false, "pad_token_id": 199999,
+        "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": false,
+        "use_cache": true, "vocab_size": 201088});
     let glm = json!({"architectures": ["Glm4ForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
         "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
         "intermediate_size": 13696, "max_position_embeddings": 32768, "model_type": "glm4", "num_attention_heads": 32,
@@ -53,6 +66,7 @@ fn published_files_have_the_shapes_of_presets() {
         ("gemma-3-1b", gemma_1b),
         ("gemma-3-4b", gemma_4b),
         ("glm-4-9b", glm),
+        ("gpt-oss-20b", gpt_oss),
         ("glm-4.5-air", air),
         ("phi-4", phi),
         ("mistral-small-24b", mistral),
@@ -66,8 +80,8 @@ fn published_files_have_the_shapes_of_presets() {
 
 #[test]
 fn what_is_not_computed_of_these_families_is_refused_by_name() {
-    let [gemma, phi, glm] =
-        ["gemma-3-1b", "phi-4", "glm-4-9b"].map(|name| ModelSpec::preset(name).unwrap().to_config_json());
+    let [gemma, phi, glm, gpt_oss] = ["gemma-3-1b", "phi-4", "glm-4-9b", "gpt-oss-20b"]
+        .map(|name| ModelSpec::preset(name).unwrap().to_config_json());
     let longrope = json!({"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]});
     for (config, key, value, message) in [
         (
@@ -87,6 +101,16 @@ fn what_is_not_computed_of_these_families_is_refused_by_name() {
         (&phi, "rope_scaling", longrope, "LongRoPE"),
         (&phi, "resid_pdrop", json!(0.1), "training computes no dropout of sublayers"),
         (&glm, "partial_rotary_factor", json!(0.75), "a share whose columns divide the 128 of a head"),
+        (&gpt_oss, "swiglu_limit", json!(10.0), "swiglu_limit is 10.0: expected 7"),
+        (&gpt_oss, "swiglu_alpha", json!(1.0), "swiglu_alpha is 1.0: expected 1.702"),
+        (&gpt_oss, "num_experts_per_tok", json!(33), "num_experts_per_tok is 33: expected a whole number from 1 to 32"),
+        (
+            &gpt_oss,
+            "quantization_config",
+            json!({"quant_method": "fp8"}),
+            "quantization_config.quant_method is \"fp8\": expected \"mxfp4\"",
+        ),
+        (&glm, "quantization_config", json!({"quant_method": "mxfp4"}), "only unquantised weights are read"),
         (&glm, "attention_bias", json!(3), "attention_bias is 3: expected true or false"),
     ] {
         let mut config = config.clone();

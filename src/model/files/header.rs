@@ -81,14 +81,26 @@ impl MappedFile {
     /// # Errors
     /// [`Error::BadFile`] with its name, what was found and what is expected.
     pub(in crate::model) fn check(&self, name: &str, shape: &[i64]) -> Result<()> {
+        self.check_type(name, shape, &|dtype| kind_of(dtype).is_some(), "F32, BF16 or F16")
+    }
+
+    /// [`MappedFile::check`] of a tensor of bytes.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`].
+    pub(in crate::model) fn check_bytes(&self, name: &str, shape: &[i64]) -> Result<()> {
+        self.check_type(name, shape, &|dtype| dtype == Dtype::U8, "U8")
+    }
+
+    fn check_type(&self, name: &str, shape: &[i64], fits: &dyn Fn(Dtype) -> bool, expected: &str) -> Result<()> {
         let bad = |message| Err(Error::bad_file(&self.path, message));
         let Some(info) = self.info(name) else { return bad(format!("missing {name} {shape:?}")) };
         if !info.shape.iter().map(|&size| size as i64).eq(shape.iter().copied()) {
             return bad(format!("{name} has shape {:?}, expected {shape:?}", info.shape));
         }
-        match kind_of(info.dtype) {
-            Some(_) => Ok(()),
-            None => bad(format!("{name} has type {:?}, expected F32, BF16 or F16", info.dtype)),
+        match fits(info.dtype) {
+            true => Ok(()),
+            false => bad(format!("{name} has type {:?}, expected {expected}", info.dtype)),
         }
     }
 

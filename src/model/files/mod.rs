@@ -5,6 +5,7 @@
 
 mod header;
 mod interleaved;
+mod mxfp4;
 pub(super) mod names;
 mod read;
 mod write;

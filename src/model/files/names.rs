@@ -30,12 +30,14 @@ pub(in crate::model) struct HfTensor {
     within: Option<(usize, usize)>,
     /// Columns of a head that are turned, where the file has those that are turned together next to each other.
     pairs: Option<usize>,
+    /// It has all experts' matrices, of each [in, out], or all of their biases.
+    is_stacked: bool,
 }
 
 impl HfTensor {
     /// A parameter that is a tensor by itself.
     fn whole(name: String, shape: Vec<i64>, param: ParamName) -> Self {
-        Self { name, shape, param, rows: None, expert: None, piece: None, within: None, pairs: None }
+        Self { name, shape, param, rows: None, expert: None, piece: None, within: None, pairs: None, is_stacked: false }
     }
 
     /// Whether it is a matrix of a block or of one of its experts, not a norm, a bias or a router.
@@ -79,7 +81,16 @@ impl HfTensor {
                 whole.narrow(0, rows.start as i64, rows.len() as i64).unsqueeze(0).unsqueeze(0)
             }
             (None, Some((linear, projection))) => in_pairs(linear.rows_of(*projection, &whole), self.pairs),
+            (None, None) if self.is_stacked && whole.dim() == 3 => whole.transpose(1, 2),
             (None, None) => whole,
+        }
+    }
+
+    /// The shape of the matrices of all experts [E, out, in], which a file may have in MXFP4 in place of the tensor.
+    pub fn stacked(&self) -> Option<[i64; 3]> {
+        match self.shape[..] {
+            [experts, columns, rows] if self.is_stacked => Some([experts, rows, columns]),
+            _ => None,
         }
     }
 }
@@ -116,6 +127,16 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
             let (name, shape) = (path(piece.tensor), vec![piece.rows.len() as i64, linear.columns as i64]);
             let rows = Some((linear.clone(), 0));
             tensors.push(HfTensor { rows, piece: Some(piece.clone()), ..HfTensor::whole(name, shape, param) });
+        }
+        if spec.family.traits().stacks_experts && linear.experts.is_some() {
+            let matrix = if linear.matrix == Matrix::GateUp { "gate_up_proj" } else { "down_proj" };
+            let (ending, shape) = match shape[..] {
+                [experts, rows, columns] => ("", vec![experts, columns, rows]),
+                _ => ("_bias", shape),
+            };
+            let name = path(&format!("{MLP}.experts.{matrix}{ending}"));
+            tensors.push(HfTensor { is_stacked: true, ..HfTensor::whole(name, shape, param) });
+            continue;
         }
         for expert in linear.each_expert().into_iter().filter(|_| pieces.is_empty()) {
             for (projection, &(matrix, heads)) in linear.projections.iter().enumerate() {
@@ -230,6 +251,8 @@ fn name(spec: &ModelSpec, param: ParamName) -> &'static str {
         ParamName::LmHead => head(spec),
         ParamName::Router => "mlp.gate.weight",
         ParamName::RouterCorrection => "mlp.gate.e_score_correction_bias",
+        ParamName::RouterBias => "mlp.router.bias",
+        ParamName::Sinks => "self_attn.sinks",
         ParamName::SharedGate => "mlp.shared_expert_gate.weight",
         ParamName::DeltaConv => "linear_attn.conv1d.weight",
         ParamName::DeltaALog => "linear_attn.A_log",

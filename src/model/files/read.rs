@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::header::{self, MappedFile};
 use super::names::{HfTensor, decoder, head, is_ignored, is_kept, tensors};
-use super::{INDEX, SINGLE};
+use super::{INDEX, SINGLE, mxfp4};
 use crate::error::{Error, Result};
 use crate::model::block::correction;
 use crate::model::json::JsonObject;
@@ -59,8 +59,13 @@ impl WeightFiles {
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         for tensor in tensors(&self.spec, layout.unit) {
-            let (name, _, first) = self.place_of(&tensor);
             let mut view = tensor.view(layout, &flat);
+            if let Some([blocks, scales]) = self.mxfp4_of(&tensor) {
+                let [blocks, scales] = [&blocks.0, &scales.0].map(|name| self.shard_of(name).bytes(name));
+                mxfp4::decode(blocks.expect("checked before"), scales.expect("checked before"), &view.transpose(1, 2))?;
+                continue;
+            }
+            let (name, _, first) = self.place_of(&tensor);
             if tensor.is_correction() {
                 let mut whole = Tensor::f_zeros(tensor.shape.as_slice(), (Kind::Float, Device::Cpu))?;
                 self.shard_of(&name).copy_to(&name, first, &mut whole)?;
@@ -104,7 +109,13 @@ impl WeightFiles {
     /// Names and shapes of the tensors that have the model's weights.
     fn expected(&self) -> Vec<(String, Vec<i64>)> {
         let tensors = units(&self.spec).flat_map(|unit| tensors(&self.spec, unit));
-        let places = tensors.map(|tensor| self.place_of(&tensor)).map(|(name, shape, _)| (name, shape));
+        let places = tensors.flat_map(|tensor| match self.mxfp4_of(&tensor) {
+            Some(parts) => parts.into(),
+            None => {
+                let (name, shape, _) = self.place_of(&tensor);
+                vec![(name, shape)]
+            }
+        });
         let mut expected: Vec<_> = places.collect();
         expected.dedup(); // a tensor of all experts comes once for each, one of several matrices once for each piece
         expected
@@ -155,7 +166,16 @@ impl WeightFiles {
             let message = format!("not the weights of this config.json: {}", faults.join("; "));
             return Err(Error::bad_file(origin, message));
         }
-        expected.iter().try_for_each(|(name, shape)| self.shard_of(name).check(name, shape))
+        expected.iter().try_for_each(|(name, shape)| match mxfp4::is_part(name) {
+            true => self.shard_of(name).check_bytes(name, shape),
+            false => self.shard_of(name).check(name, shape),
+        })
+    }
+
+    /// The two tensors that have the matrices of all experts in MXFP4, with their shapes, where the files have the first of them.
+    fn mxfp4_of(&self, tensor: &HfTensor) -> Option<[(String, Vec<i64>); 2]> {
+        let parts = mxfp4::parts(&tensor.name, tensor.stacked()?);
+        (self.spec.family.traits().reads_mxfp4 && self.places.contains_key(&parts[0].0)).then_some(parts)
     }
 
     /// The tensor of the files that has a tensor of the model, with its shape, and the first element in it: that of all experts where

@@ -155,6 +155,8 @@ fn logits_equal_transformers() {
         "glm",
         "glm4",
         "glm4_moe",
+        "gpt_oss",
+        "gpt_oss_mxfp4",
         "phi3",
         "phi3_window",
         "ministral",

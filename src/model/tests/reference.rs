@@ -67,16 +67,17 @@ pub(in crate::model) fn block(
     let normed = norm(ParamName::PostNorm, &h);
     let (gate_up, down) = (need(ParamName::GateUp), need(ParamName::Down));
     let mlp = match get(ParamName::Router) {
-        Some(router) => experts(spec, &normed, &router, get(ParamName::RouterCorrection), [&gate_up, &down]),
-        None => dense(activation, &normed, &gate_up, &down),
+        Some(router) => experts(spec, &normed, &router, get, [&gate_up, &down]),
+        None => dense(activation, &normed, &gate_up, &down, [None, None]),
     };
     let mlp = match get(ParamName::SharedGate) {
         Some(gate) => {
-            let shared = dense(activation, &normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown));
+            let shared =
+                dense(activation, &normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown), [None, None]);
             mlp + shared * normed.matmul(&gate.tr()).sigmoid()
         }
         None if has_shared => {
-            mlp + dense(activation, &normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown))
+            mlp + dense(activation, &normed, &need(ParamName::SharedGateUp), &need(ParamName::SharedDown), [None, None])
         }
         None => mlp,
     };
@@ -140,8 +141,16 @@ fn attend(
         .map(|(i, j)| j > i || attention.window.is_some_and(|window| i - j >= window as i64))
         .collect();
     let scores = scores.masked_fill(&Tensor::from_slice(&hidden).view([len, len]), f64::NEG_INFINITY);
-    let o = scores.softmax(-1, None::<Kind>).matmul(&repeat(v)).transpose(0, 1).reshape([len, heads * hd]);
-    gates.map_or(o.shallow_clone(), |gates| o * gates).matmul(&need(ParamName::O).tr())
+    let weights = match get(ParamName::Sinks) {
+        Some(sinks) => {
+            let sinks = sinks.view([heads, 1, 1]).expand([heads, len, 1], false);
+            Tensor::cat(&[scores, sinks], -1).softmax(-1, None::<Kind>).narrow(-1, 0, len)
+        }
+        None => scores.softmax(-1, None::<Kind>),
+    };
+    let o = weights.matmul(&repeat(v)).transpose(0, 1).reshape([len, heads * hd]);
+    let mixed = gates.map_or(o.shallow_clone(), |gates| o * gates).matmul(&need(ParamName::O).tr());
+    get(ParamName::OBias).map_or(mixed.shallow_clone(), |bias| mixed + bias)
 }
 
 fn dense(
@@ -149,17 +158,24 @@ fn dense(
     x: &Tensor,
     gate_up: &Tensor, /* [2 F, D] */
     down: &Tensor,    /* [D, F] */
+    [gate_up_bias, down_bias]: [Option<Tensor>; 2],
 ) -> Tensor {
-    let pairs = gate_up.view([-1, 2, x.size()[1]]);
-    let (gate, up) = (x.matmul(&pairs.select(1, 0).tr()), x.matmul(&pairs.select(1, 1).tr()));
+    let product = |y: Tensor, bias: Option<Tensor>| bias.map_or(y.shallow_clone(), |bias| y + bias);
+    let pairs = product(x.matmul(&gate_up.tr()), gate_up_bias).view([x.size()[0], -1, 2]);
+    let (gate, up) = (pairs.select(2, 0), pairs.select(2, 1));
+    let (gate, up) = match activation {
+        Activation::ClampedSwiglu => (gate.clamp_max(7.0), up.clamp(-7.0, 7.0) + 1.0),
+        _ => (gate, up),
+    };
     let activated = match activation {
+        Activation::ClampedSwiglu => (&gate * 1.702).sigmoid() * gate,
         Activation::Silu => gate.sigmoid() * gate,
         Activation::GeluTanh => {
             let inner: Tensor = (&gate + 0.044715 * &gate * &gate * &gate) * (2.0 / PI).sqrt();
             0.5 * &gate * (1.0 + inner.tanh())
         }
     };
-    (activated * up).matmul(&down.tr())
+    product((activated * up).matmul(&down.tr()), down_bias)
 }
 
 /// Every expert computes every token, and those that were not chosen have the weight 0.
@@ -167,11 +183,13 @@ fn experts(
     spec: &ModelSpec,
     x: &Tensor,
     router: &Tensor,
-    correction: Option<Tensor>, // [3 E], which add up
+    get: &dyn Fn(ParamName) -> Option<Tensor>,
     [gate_up, down]: [&Tensor; 2],
 ) -> Tensor {
     let ExpertsSpec { num_experts, router: options, .. } = spec.experts().unwrap();
     let logits = x.matmul(&router.tr());
+    let logits = get(ParamName::RouterBias).map_or(logits.shallow_clone(), |bias| logits + bias);
+    let correction = get(ParamName::RouterCorrection); // [3 E], which add up
     let (probs, scale) = match options.scores {
         RouterScores::Softmax => (logits.softmax(-1, None::<Kind>), 1.0),
         RouterScores::Sigmoid { scale, .. } => (logits.sigmoid(), scale),
@@ -183,8 +201,10 @@ fn experts(
     let sum = if options.norm_topk_prob { weights.sum_dim_intlist(-1, true, None) } else { Tensor::from(1.0) };
     let weights = weights / sum * scale;
     let activation = spec.experts().unwrap().expert.activation;
-    let of_expert =
-        |expert: i64| dense(activation, x, &gate_up.get(expert), &down.get(expert)) * weights.narrow(1, expert, 1);
+    let of_expert = |expert: i64| {
+        let biases = [ParamName::GateUpBias, ParamName::DownBias].map(|name| get(name).map(|bias| bias.get(expert)));
+        dense(activation, x, &gate_up.get(expert), &down.get(expert), biases) * weights.narrow(1, expert, 1)
+    };
     (0..num_experts as i64).map(of_expert).reduce(|a, b| a + b).unwrap()
 }
 

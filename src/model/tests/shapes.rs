@@ -105,6 +105,7 @@ pub(in crate::model) fn with_experts() -> [(&'static str, ModelSpec); 2] {
         router: RouterOptions { num_experts_per_tok: 3, norm_topk_prob: true, scores: RouterScores::Softmax },
         shared: None,
         gates_shared: true,
+        has_biases: false,
     };
     let all = qwen3.clone().map_blocks(|_, block| block.mlp = Mlp::Experts(experts));
     let mut some = all.clone().map_experts(|experts| experts.router.norm_topk_prob = false);
@@ -140,13 +141,27 @@ fn with_sigmoid_scores() -> (&'static str, ModelSpec) {
     ("sigmoid scores", ModelSpec { family: Family::Glm4Moe, ..spec })
 }
 
+/// gpt-oss's layers: (name, spec).
+fn with_sinks() -> (&'static str, ModelSpec) {
+    let [(_, spec), _] = with_experts();
+    let spec = spec.map_attention(|layer, attention| {
+        (attention.qk_norm, attention.qkv_bias, attention.o_bias, attention.sinks) = (None, true, true, true);
+        attention.window = (layer == 0).then_some(4);
+    });
+    let spec = spec.map_experts(|experts| {
+        experts.expert.activation = Activation::ClampedSwiglu;
+        (experts.has_biases, experts.gates_shared) = (true, false);
+    });
+    ("sinks and biases", ModelSpec { family: Family::GptOss, ..spec })
+}
+
 /// With an expert of this width that every token goes to.
 pub(super) fn with_shared(experts: ExpertsSpec, intermediate: usize) -> ExpertsSpec {
     let shared = SharedExpertSpec(DenseSpec { intermediate, ..experts.expert });
     ExpertsSpec { shared: Some(shared), ..experts }
 }
 
-/// Shapes with a shared expert, with gated delta nets, and with both: (name, spec).
-pub(super) fn others() -> [(&'static str, ModelSpec); 4] {
-    [with_shared_expert(), with_sigmoid_scores(), hybrid(), hybrid_with_experts()]
+/// Shapes with a shared expert, with sinks, with gated delta nets, and with several of these: (name, spec).
+pub(super) fn others() -> [(&'static str, ModelSpec); 5] {
+    [with_shared_expert(), with_sigmoid_scores(), with_sinks(), hybrid(), hybrid_with_experts()]
 }

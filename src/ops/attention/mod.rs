@@ -11,6 +11,7 @@
 //! | `kernel` | which kernel serves it |
 //! | `mixed` | runs of different lengths: the long ones one by one |
 //! | `padded` | runs side by side for kernels that take rectangles only |
+//! | `sinks` | logits without a key that take part in the softmax |
 //! | `paged`, `entries` | attention over a paged cache; what it is made of |
 
 mod bounds;
@@ -23,6 +24,7 @@ mod padded;
 mod paged;
 mod planned;
 mod runs;
+pub mod sinks;
 #[cfg(test)]
 mod tests;
 mod varlen;
@@ -30,6 +32,8 @@ mod varlen;
 pub use bounds::{Bounds, SharedBounds};
 pub use entries::KvEntries;
 pub use packed::{PackedLayout, packed_backward, packed_forward};
-pub use paged::{PagedLayout, kv_rows, paged_decode, paged_prefill, write_kv};
+pub use paged::{
+    PagedLayout, kv_rows, paged_decode, paged_decode_with_lse, paged_prefill, paged_prefill_with_lse, write_kv,
+};
 
 pub use crate::torch::{Attended, QkvGradients, SavedAttention};

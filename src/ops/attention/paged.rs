@@ -5,7 +5,7 @@
 
 use super::entries::KvEntries;
 use crate::error::{Error, Result};
-use crate::torch::{accumulation_kind, arange, check_room, full, scalar};
+use crate::torch::{Attended, accumulation_kind, arange, check_room, full, scalar};
 use tch::{Kind, Tensor};
 
 /// Where the contexts of a decode batch lie; made once per engine step, shared by all layers.
@@ -64,13 +64,38 @@ pub fn paged_decode(
     layout: &PagedLayout,
     scale: f64,
 ) -> Result<Tensor> {
+    outputs(q, v_cache, layout, scores(q, k_cache, layout, scale)?)
+}
+
+/// [`paged_decode`] with the log-sum-exp of the scores. o [B, H, hd], lse [B, H] in the accumulation kind
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub fn paged_decode_with_lse(
+    q: &Tensor,              // [B, H, hd]
+    k_cache: &dyn KvEntries, // [num_blocks, Hkv, block_size, hd]
+    v_cache: &dyn KvEntries, // like k_cache
+    layout: &PagedLayout,
+    scale: f64,
+) -> Result<Attended> {
+    let scores = scores(q, k_cache, layout, scale)?;
+    let lse = scores.f_logsumexp([-1i64], false)?.f_view(&q.size()[..2])?;
+    Ok(Attended { o: outputs(q, v_cache, layout, scores)?, lse })
+}
+
+/// [B * Hkv, G, L]
+fn scores(q: &Tensor, k_cache: &dyn KvEntries, layout: &PagedLayout, scale: f64) -> Result<Tensor> {
     let (kind, size) = (accumulation_kind(q.kind()), q.size());
     let grouped = q.f_reshape([size[0] * layout.num_kv_heads, -1, size[2]])?.f_to_kind(kind)?; // [B * Hkv, G, hd]
     let keys = layout.gather(k_cache, kind)?.transpose(1, 2);
     check_room(&[grouped.size()[0], grouped.size()[1], keys.size()[2]], (kind, keys.device()))?;
-    let scores = layout.mask.f_to_kind(kind)?.f_baddbmm(&grouped, &keys, 1.0, scale)?; // [B * Hkv, G, L]
-    let o = scores.f_softmax(-1, None::<Kind>)?.f_bmm(&layout.gather(v_cache, kind)?)?;
-    Ok(o.view(size.as_slice()).f_to_kind(q.kind())?) // [B, H, hd]
+    Ok(layout.mask.f_to_kind(kind)?.f_baddbmm(&grouped, &keys, 1.0, scale)?)
+}
+
+/// [B, H, hd]
+fn outputs(q: &Tensor, v_cache: &dyn KvEntries, layout: &PagedLayout, scores: Tensor) -> Result<Tensor> {
+    let o = scores.f_softmax(-1, None::<Kind>)?.f_bmm(&layout.gather(v_cache, scores.kind())?)?;
+    Ok(o.view(q.size().as_slice()).f_to_kind(q.kind())?)
 }
 
 /// Attention of each sequence's new tokens over its context in the cache, the new tokens (already written) included:
@@ -89,7 +114,34 @@ pub fn paged_prefill(
     scale: f64,
     sliding_window: Option<usize>,
 ) -> Result<Tensor> {
+    let context = (block_tables, cu_seqlens_q, context_lens);
+    Ok(prefill(q, [k_cache, v_cache], context, (scale, sliding_window), false)?.0)
+}
+
+/// [`paged_prefill`] with the log-sum-exp of the scores. o [T, H, hd], lse [T, H] in the accumulation kind
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub fn paged_prefill_with_lse(
+    q: &Tensor,
+    cache: [&dyn KvEntries; 2],
+    (block_tables, cu_seqlens_q, context_lens): (&Tensor, &[i64], &[i64]),
+    (scale, sliding_window): (f64, Option<usize>),
+) -> Result<Attended> {
+    let (o, lse) = prefill(q, cache, (block_tables, cu_seqlens_q, context_lens), (scale, sliding_window), true)?;
+    Ok(Attended { o, lse: lse.expect("asked for") })
+}
+
+fn prefill(
+    q: &Tensor,
+    [k_cache, v_cache]: [&dyn KvEntries; 2],
+    (block_tables, cu_seqlens_q, context_lens): (&Tensor, &[i64], &[i64]),
+    sight: (f64, Option<usize>),
+    wants_lse: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
     let o = q.f_empty_like()?;
+    let options = (accumulation_kind(q.kind()), q.device());
+    let lse = wants_lse.then(|| Tensor::f_empty(&q.size()[..2], options)).transpose()?;
     for (n, &context_len) in context_lens.iter().enumerate() {
         let (start, len) = (cu_seqlens_q[n], cu_seqlens_q[n + 1] - cu_seqlens_q[n]);
         if len == 0 {
@@ -102,20 +154,23 @@ pub fn paged_prefill(
             Ok::<_, Error>(blocks.f_flatten(0, 1)?.narrow(0, 0, context_len))
         };
         let (k, v) = (context(k_cache)?, context(v_cache)?); // [context, Hkv, hd]
-        let own = attend_behind_prefix(&q.narrow(0, start, len), &k, &v, scale, sliding_window)?;
-        o.narrow(0, start, len).f_copy_(&own)?;
+        let own = attend_behind_prefix(&q.narrow(0, start, len), &k, &v, sight, wants_lse)?;
+        o.narrow(0, start, len).f_copy_(&own.0)?;
+        if let Some((lse, own)) = lse.as_ref().zip(own.1) {
+            lse.narrow(0, start, len).f_copy_(&own)?;
+        }
     }
-    Ok(o) // [T, H, hd]
+    Ok((o, lse)) // [T, H, hd], [T, H]
 }
 
-/// The queries are the last rows of the context.
+/// The queries are the last rows of the context. o [S, H, hd]; lse [S, H] if it is asked for
 fn attend_behind_prefix(
     q: &Tensor, // [S, H, hd]
     k: &Tensor, // [context, Hkv, hd]
     v: &Tensor, // [context, Hkv, hd]
-    scale: f64,
-    sliding_window: Option<usize>,
-) -> Result<Tensor> {
+    (scale, sliding_window): (f64, Option<usize>),
+    wants_lse: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
     let (size, context, heads) = (q.size(), k.size()[0], k.size()[1]);
     let group = size[1] / heads;
     let options = (accumulation_kind(q.kind()), q.device());
@@ -129,15 +184,19 @@ fn attend_behind_prefix(
     let q = q.view([new, heads, group, size[2]]).permute([1, 2, 0, 3]); // [Hkv, G, S, hd]
     let shared = |t: &Tensor| t.transpose(0, 1).unsqueeze(1).expand([heads, group, context, size[2]], false);
     let (k, v) = (shared(k), shared(v)); // [Hkv, G, context, hd]
-    let o = if q.device().is_cuda() {
+    let (o, lse) = if q.device().is_cuda() {
         let scores = q.f_to_kind(options.0)?.f_matmul(&k.f_to_kind(options.0)?.transpose(2, 3))?;
         let scores = scores.f_mul(&scalar(scale))?.f_add(&mask)?;
-        scores.f_softmax(-1, None::<Kind>)?.f_matmul(&v.f_to_kind(options.0)?)?.f_to_kind(q.kind())?
+        let lse = wants_lse.then(|| scores.f_logsumexp([-1i64], false)).transpose()?;
+        (scores.f_softmax(-1, None::<Kind>)?.f_matmul(&v.f_to_kind(options.0)?)?.f_to_kind(q.kind())?, lse)
     } else {
         let mask = mask.f_to_kind(q.kind())?;
-        Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(&q, &k, &v, 0.0, false, Some(mask), scale)?.0
+        let attended =
+            Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(&q, &k, &v, 0.0, false, Some(mask), scale)?;
+        (attended.0, Some(attended.1).filter(|_| wants_lse))
     };
-    Ok(o.permute([2, 0, 1, 3]).f_reshape(size.as_slice())?) // [S, H, hd]
+    let lse = lse.map(|lse| lse.permute([2, 0, 1]).f_reshape(&size[..2])).transpose()?; // of [Hkv, G, S]
+    Ok((o.permute([2, 0, 1, 3]).f_reshape(size.as_slice())?, lse))
 }
 
 /// Row of a cache [num_blocks * Hkv * block_size, hd] behind each of [T, Hkv], for [`write_kv`]; made once per engine step.

@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::{LANES, dot, gpu};
+use crate::cuda::kernels::{SWISH_LIMIT, SWISH_SLOPE};
 use crate::error::Result;
 use crate::ops::rms_norm::NormOptions;
 use crate::ops::swiglu::{Activation, GateUp};
@@ -122,10 +123,15 @@ const GELU_FACTOR: f32 = 0.797_884_6;
 pub fn activate(activation: Activation, gate_up: &GateUp) -> Result<Tensor> {
     let GateUp::Split { gate, up } = gate_up else { return gate_up.activate(activation) }; // on a GPU, by the engine's kernel
     let (mut act, up) = (f32_vec(gate)?, f32_vec(up)?);
-    let of: fn(f32) -> f32 = match activation {
-        Activation::Silu => |x| x / (1.0 + (-x).exp()),
-        Activation::GeluTanh => |x| 0.5 * x * (1.0 + (GELU_FACTOR * (x + 0.044_715 * x * x * x)).tanh()),
+    let of: fn(f32, f32) -> f32 = match activation {
+        Activation::Silu => |x, up| x / (1.0 + (-x).exp()) * up,
+        Activation::GeluTanh => |x, up| 0.5 * x * (1.0 + (GELU_FACTOR * (x + 0.044_715 * x * x * x)).tanh()) * up,
+        Activation::ClampedSwiglu => |x, up| {
+            let (slope, limit) = (SWISH_SLOPE as f32, SWISH_LIMIT as f32);
+            let (x, up) = (if x > limit { limit } else { x }, up.clamp(-limit, limit));
+            x / (1.0 + (-slope * x).exp()) * (up + 1.0)
+        },
     };
-    act.iter_mut().zip(up).for_each(|(gate, up)| *gate = of(*gate) * up);
+    act.iter_mut().zip(up).for_each(|(gate, up)| *gate = of(*gate, up));
     Ok(tensor_on(&act, gate.device())?.view(gate.size().as_slice()).f_to_kind(gate.kind())?)
 }

@@ -7,9 +7,12 @@ use tch::{Device, Tensor};
 
 use super::network::{DecoderNetwork, StepTokens};
 use super::op::DecoderOp;
-use crate::cuda::kernels::{self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, SharedExpertRows};
+use crate::cuda::kernels::{
+    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, SharedExpertRows,
+};
 use crate::error::Result;
-use crate::model::{BlockParams, ExpertsSpec, Linear, Lora, Matrix, ParamName};
+use crate::model::{BlockParams, ExpertsSpec, Linear, Lora, Matrix, ParamName, Piece};
+use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
 impl DecoderNetwork<'_> {
@@ -35,6 +38,7 @@ impl DecoderNetwork<'_> {
         let of_layer = |all: &Tensor| all.narrow(0, first, all.size()[0] - first);
         let (recorded, record) = (tokens.recorded.map(of_layer), of_layer(&buffers.record));
         let options = RouteOptions {
+            scores: scores(spec, w),
             normalised: spec.router.norm_topk_prob,
             slots: Some(tokens.slots),
             recorded: recorded.as_ref(),
@@ -47,17 +51,21 @@ impl DecoderNetwork<'_> {
         let (act, rows) = (of_rows(&buffers.act), of_rows(&buffers.out));
         let [gate_up, down] = [Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix));
         let adapter = self.low(gate_up, tile, LowRows::OfTokens(normed), &routed)?;
-        let weight = gate_up.weight();
-        DecoderOp::GateUp.run(|| kernels::experts_gate_up(tile, normed, weight, adapter.of(), &routed, &act))?;
-        let (adapter, weight) = (self.low(down, tile, LowRows::Sorted(&act), &routed)?, down.weight());
-        DecoderOp::Down.run(|| kernels::experts_down(down_tile, &act, weight, adapter.of(), &routed, &rows))?;
+        let Piece { weight, bias, .. } = gate_up.piece();
+        DecoderOp::GateUp.run(|| match bias {
+            Some(bias) => kernels::experts_gate_up_clamped(tile, normed, weight, bias, &routed, &act),
+            None => kernels::experts_gate_up(tile, normed, weight, adapter.of(), &routed, &act),
+        })?;
+        let adapter = self.low(down, tile, LowRows::Sorted(&act), &routed)?;
+        let Piece { weight, bias, .. } = down.piece();
+        DecoderOp::Down.run(|| match bias {
+            Some(bias) => kernels::experts_down_biased(down_tile, &act, weight, bias, &routed, &rows),
+            None => kernels::experts_down(down_tile, &act, weight, adapter.of(), &routed, &rows),
+        })?;
         let shared =
             spec.shared.map(|shared| self.shared_rows(shared.0.activation, w, normed, &buffers.shared)).transpose()?;
-        let of_shared = shared.as_ref().map(|rows| SharedExpertRows {
-            rows,
-            x: normed,
-            gate: w.norm(ParamName::SharedGate).expect("a shared expert has a gate"),
-        });
+        let of_shared =
+            shared.as_ref().map(|rows| SharedExpertRows { rows, x: normed, gate: w.norm(ParamName::SharedGate) });
         DecoderOp::Combine.run(|| kernels::experts_combine(&rows, &routed, of_shared, out))
     }
 
@@ -98,6 +106,18 @@ impl DecoderNetwork<'_> {
         let out = first(out, normed.size()[1]);
         self.linear(DecoderOp::Down, &act, contract, &out)?;
         Ok(out)
+    }
+}
+
+/// What a router's scores are made of.
+fn scores(spec: ExpertsSpec, w: &BlockParams) -> RouteScores<'_> {
+    match (spec.router.scores, w.norm(ParamName::RouterBias)) {
+        (RouterScores::Softmax, None) => RouteScores::Softmax,
+        (RouterScores::Softmax, Some(bias)) => RouteScores::Biased(bias),
+        (RouterScores::Sigmoid { num_groups, groups_per_tok, scale }, _) => {
+            let parts = w.norm(ParamName::RouterCorrection).expect("sigmoid scores have a correction");
+            RouteScores::Sigmoid { parts, num_groups, groups_per_tok, scale }
+        }
     }
 }
 

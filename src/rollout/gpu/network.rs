@@ -56,9 +56,17 @@ pub(super) struct StepTokens<'a> {
     pub(super) bounds: Option<&'a Tensor>, // [B + 1] i32
 }
 
-/// One layer's attention: its number and shape, queries [T, H, hd], and the product that holds keys and values, which are in the cache,
-/// too. Returns [T, H hd].
-pub(super) type Attend<'a> = dyn FnMut(usize, AttentionSpec, &Tensor, &QkvViews) -> Result<Tensor> + 'a;
+/// What one layer's attention reads.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepHeads<'a> {
+    pub(super) q: &'a Tensor, // [T, H, hd]
+    /// The product that holds keys and values, which are in the cache, too.
+    pub(super) qkv: &'a QkvViews,
+    pub(super) sinks: Option<&'a Tensor>, // [H]
+}
+
+/// One layer's attention: its number and shape. Returns [T, H hd].
+pub(super) type Attend<'a> = dyn FnMut(usize, AttentionSpec, StepHeads<'_>) -> Result<Tensor> + 'a;
 
 impl DecoderNetwork<'_> {
     /// Final hidden states, normed. On the first stage of tokens, on others of what is in the buffers' `x`; on all but the last `x` is what the
@@ -155,7 +163,7 @@ impl DecoderNetwork<'_> {
         let StepTokens { positions, slots, .. } = *tokens;
         let cache = self.memory.kv_cache.layer(layer);
         DecoderOp::RopeWriteKv.run(|| cache.write(&qkv, &transform, (positions, slots), &mut q))?;
-        let mut attended = attend(layer, spec, &q, &qkv)?;
+        let mut attended = attend(layer, spec, StepHeads { q: &q, qkv: &qkv, sinks: w.norm(ParamName::Sinks) })?;
         if let Some(gate) = &qkv.gate {
             DecoderOp::Attention.run(|| kernels::gate(&mut attended, gate))?;
         }

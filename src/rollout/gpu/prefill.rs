@@ -4,11 +4,11 @@
 use tch::{Kind, Tensor};
 
 use super::inputs::{PrefillInputs, bounds};
+use super::network::StepHeads;
 use super::plans::AttentionPlans;
-use crate::cuda::kernels::QkvViews;
 use crate::error::{Error, Result};
 use crate::model::AttentionSpec;
-use crate::ops::attention::{KvEntries, kv_rows, paged_prefill};
+use crate::ops::attention::{Attended, KvEntries, kv_rows, paged_prefill, paged_prefill_with_lse, sinks};
 use crate::rollout::batch::block_tables;
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::scheduler::Step;
@@ -91,21 +91,24 @@ impl<'a> PrefillAttention<'a> {
         &self,
         layer: usize,
         attention: AttentionSpec,
-        q: &Tensor, // [T, H, hd]
-        qkv: &QkvViews,
+        StepHeads { q, qkv, sinks }: StepHeads<'_>,
     ) -> Result<Tensor> {
         let AttentionSpec { window, scale, .. } = attention;
         let cache = self.kv_cache.layer(layer);
         let within = |varlen: &Varlen| varlen.within(window.map(|window| window as i64));
+        let joined = |attended: Attended| match sinks {
+            Some(sinks) => Ok(sinks::join(attended, sinks)?.o),
+            None => Ok::<_, Error>(attended.o),
+        };
         let o = match &self.keys {
-            Keys::AtHand(varlen) => flash_forward(q, &qkv.k, &qkv.v, &within(varlen), scale)?.o,
+            Keys::AtHand(varlen) => joined(flash_forward(q, &qkv.k, &qkv.v, &within(varlen), scale)?)?,
             Keys::Cached(varlen, rows) => {
                 let gather = |cache: &dyn KvEntries| {
                     let size = cache.size(); // [blocks, Hkv, block_size, hd]
                     Ok::<_, Error>(cache.rows(rows, q.kind())?.view([-1, size[1], size[3]]))
                 };
                 let [k_cache, v_cache] = cache.entries();
-                flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, &within(varlen), scale)?.o
+                joined(flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, &within(varlen), scale)?)?
             }
             Keys::Rows(plans, slices) => {
                 let plan = plans.of(attention);
@@ -114,13 +117,19 @@ impl<'a> PrefillAttention<'a> {
                     let of_slice = |tensor: &Tensor| tensor.narrow(0, *first, lens.size()[0]);
                     plan.update(lens, None)?;
                     let (q, mut o) = (of_slice(q), of_slice(&o));
-                    cache.attend(plan, &q, block_tables, lens, &mut o)?;
+                    cache.attend(plan, &q, (block_tables, lens), sinks, &mut o)?;
                 }
                 o
             }
             Keys::Explicit { block_tables, bounds, context_lens } => {
                 let [k_cache, v_cache] = cache.entries();
-                paged_prefill(q, k_cache, v_cache, block_tables, bounds, context_lens, scale, window)?
+                match sinks {
+                    Some(_) => {
+                        let context = (block_tables, &bounds[..], &context_lens[..]);
+                        joined(paged_prefill_with_lse(q, [k_cache, v_cache], context, (scale, window))?)?
+                    }
+                    None => paged_prefill(q, k_cache, v_cache, block_tables, bounds, context_lens, scale, window)?,
+                }
             }
         };
         Ok(o.f_flatten(1, 2)?)

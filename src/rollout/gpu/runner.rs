@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use tch::{Kind, Tensor, no_grad};
 
 use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
-use super::network::{DecoderNetwork, StepTokens};
+use super::network::{DecoderNetwork, StepHeads, StepTokens};
 use super::op::DecoderOp;
 use super::plans::AttentionPlans;
 use super::prefill::PrefillAttention;
@@ -218,7 +218,7 @@ impl<'a> GpuRunner<'a> {
             state_pages: &inputs.state_pages,
             bounds: Some(&inputs.bounds),
         };
-        let hidden = network.hidden(&tokens, &mut |layer, spec, q, qkv| attention.attend(layer, spec, q, qkv))?;
+        let hidden = network.hidden(&tokens, &mut |layer, spec, heads| attention.attend(layer, spec, heads))?;
         if !packing.step.copies.is_empty() {
             let [from, to] = &inputs.copies;
             self.memory.kv_cache.copy_blocks(from, to)?;
@@ -360,12 +360,12 @@ fn decode_hidden(
         state_pages: &inputs.state_pages,
         bounds: None,
     };
-    network.hidden(&tokens, &mut |layer, attention, q, _| {
+    network.hidden(&tokens, &mut |layer, attention, StepHeads { q, sinks, .. }| {
         let cache = network.memory.kv_cache.layer(layer);
         let attended = buffers.attended([rows, q.size()[1] * q.size()[2]]); // [S, H hd]
         let mut o = attended.view_as(q);
-        DecoderOp::Attention
-            .run(|| cache.attend(plans.of(attention), q, &inputs.block_tables, &inputs.context_lens, &mut o))?;
+        let context = (&inputs.block_tables, &inputs.context_lens);
+        DecoderOp::Attention.run(|| cache.attend(plans.of(attention), q, context, sinks, &mut o))?;
         Ok(attended)
     })
 }

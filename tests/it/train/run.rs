@@ -98,6 +98,7 @@ impl Run {
                     scores: RouterScores::Softmax,
                 },
                 gates_shared: true,
+                has_biases: false,
                 shared: None,
             };
             for layer in [0, 2] {
