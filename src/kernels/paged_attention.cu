@@ -76,14 +76,11 @@ struct Column {
         return partials + static_cast<long long>(own.first) * columns + at;
     }
 
-    // A head's output, to whose sum its sink belongs; a row without keys has none.
+    // Adds a head's sink to its sum; a row without keys has none.
     template <int N>
-    __device__ __forceinline__ void write(Part<N> part, int head, bf16* to) const {
-        if constexpr (SINKS) {
-            const float sink = widen(sinks[kv_head * shape.group + chunk * COLUMNS + head]) * LOG2E;
-            if (part.sum != 0.0f) part.sum += exp2_fast(sink - part.peak);
-        }
-        part.write(to);
+    __device__ __forceinline__ void add_sink(Part<N>& part, int head) const {
+        const float sink = widen(sinks[kv_head * shape.group + chunk * COLUMNS + head]) * LOG2E;
+        if (part.sum != 0.0f) part.sum += exp2_fast(sink - part.peak);
     }
 
     // A shared part: each warp has two of its rows, and merges those that it completes.
@@ -111,8 +108,9 @@ struct Column {
             if (__shfl_sync(~0u, before, 0) == own.count - 1) {
                 for (int k = work.lane; k < heads * (HD / 8); k += 32) {
                     const int head = k / (HD / 8), column = k % (HD / 8) * 8;
-                    write(merge<HD, 8>(partial, own.count, columns, head, column, -1, {}), head,
-                          o + query_of(row) + head * HD + column);
+                    Part<8> all = merge<HD, 8>(partial, own.count, columns, head, column, -1, {});
+                    if constexpr (SINKS) add_sink(all, head);
+                    all.write(o + query_of(row) + head * HD + column);
                 }
                 if (work.lane == 0) arrived[row * columns + at] = 0;
             }
@@ -155,7 +153,9 @@ struct Column {
         if (own.count == 1 || is_last) {
             if (own.count > 1 && head < heads)
                 part = merge<HD, N>(partial, own.count, columns, head, column, item.piece, part);
-            if (head < heads) write(part, head, to);
+            if constexpr (SINKS)
+                if (head < heads) add_sink(part, head);
+            if (head < heads) part.write(to);
             if (own.count > 1 && threadIdx.x == 0) *counter = 0;
         }
     }

@@ -82,6 +82,17 @@ __device__ __forceinline__ void probabilities(const Router& to, float (&p)[J], u
     }
 }
 
+// A warp's score of an expert.
+template <int J>
+__device__ __forceinline__ float score_of(const float (&p)[J], int chosen) {
+    float own = 0.0f;
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+        if (chosen / 32 == j) own = p[j];
+    }
+    return __shfl_sync(ALL, own, chosen & 31);
+}
+
 // Leaves the keys of a token's best groups alone, a group being as good as the sum of its two best experts.
 template <int J, typename T>
 __device__ __forceinline__ void close_groups(unsigned (&keys)[J], const Scoring<T>& scoring, int experts) {
@@ -136,15 +147,6 @@ __device__ __forceinline__ void choose(const Router& to, const Scoring<T>& scori
     }
     int expert = -1;
     float weight = 0.0f;
-    // The score of an expert.
-    const auto score_of = [&](int chosen) {
-        float own = 0.0f;
-#pragma unroll
-        for (int j = 0; j < J; ++j) {
-            if (chosen / 32 == j) own = p[j];
-        }
-        return __shfl_sync(ALL, own, chosen & 31);
-    };
     const short* recorded = to.recorded ? to.recorded + row * to.stride : nullptr;
     const bool is_padding = to.slots && to.slots[row] < 0;
     if (!is_padding && recorded && recorded[0] >= 0) {
@@ -152,7 +154,7 @@ __device__ __forceinline__ void choose(const Router& to, const Scoring<T>& scori
 #pragma unroll 1
         for (int choice = 0; choice < to.choices; ++choice) {
             const int chosen = __shfl_sync(ALL, expert, choice);
-            const float given = score_of(chosen);
+            const float given = score_of<J>(p, chosen);
             if (lane == choice && chosen >= 0) weight = given;
         }
     } else if (!is_padding) {
@@ -170,14 +172,18 @@ __device__ __forceinline__ void choose(const Router& to, const Scoring<T>& scori
             for (int j = 0; j < J; ++j) {
                 if (chosen == j * 32 + lane) keys[j] = 0;
             }
-            const float score = S == SIGMOID ? score_of(chosen) : __uint_as_float(top - 1);
-            if (lane == choice) expert = chosen, weight = score;
+            if constexpr (S == SIGMOID) {
+                const float score = score_of<J>(p, chosen);
+                if (lane == choice) expert = chosen, weight = score;
+            } else {
+                if (lane == choice) expert = chosen, weight = __uint_as_float(top - 1);
+            }
         }
     }
     if (lane < to.choices) store_relaxed(to.mailbox(row * to.choices + lane), expert + 2);
     const float of_chosen = warp_sum(weight);
     if (to.normalised && expert >= 0) weight /= of_chosen;
-    if (S == SIGMOID) weight *= scoring.scale;
+    if constexpr (S == SIGMOID) weight *= scoring.scale;
     if (lane < to.choices) {
         to.experts[row * to.choices + lane] = expert;
         to.weights[row * to.choices + lane] = weight;
