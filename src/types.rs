@@ -9,6 +9,22 @@ use std::sync::Arc;
 use packed::PackedTrajectory;
 pub use routed_experts::RoutedExperts;
 
+/// One of some ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Its number, from 0.
+    pub rank: usize,
+    /// How many ranks there are.
+    pub size: usize,
+}
+
+impl Place {
+    /// Its share of `len` rows: consecutive, in rank order, sizes at most one apart.
+    pub fn share(self, len: usize) -> Range<usize> {
+        len * self.rank / self.size..len * (self.rank + 1) / self.size
+    }
+}
+
 /// One row of a data set, ready to be generated from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {

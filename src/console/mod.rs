@@ -52,7 +52,7 @@ pub const RELAY_VARIABLE: &str = "COLO_GRPO_RELAY";
 pub const RELAY_ALL: &str = "all";
 
 /// The newest warnings, oldest first, and when they were given.
-static WARNINGS: Mutex<VecDeque<(SystemTime, String)>> = Mutex::new(VecDeque::new());
+static WARNINGS: Mutex<VecDeque<KeptWarning>> = Mutex::new(VecDeque::new());
 /// The bars of a process that has the terminal.
 static BARS: LazyLock<Bars> = LazyLock::new(|| Bars::new(Screen::new(size, put)));
 static STDERR_TARGET: LazyLock<StderrTarget> = LazyLock::new(|| match () {
@@ -146,8 +146,17 @@ pub fn is_shown() -> bool {
     *STDERR_TARGET != StderrTarget::File
 }
 
-/// The newest warnings of this process, oldest first, and when they were given.
-pub fn recent_warnings() -> Vec<(SystemTime, String)> {
+/// A warning of this process.
+#[derive(Debug, Clone)]
+pub struct KeptWarning {
+    /// When it was given.
+    pub at: SystemTime,
+    /// What it says.
+    pub text: String,
+}
+
+/// The newest warnings of this process, oldest first.
+pub fn recent_warnings() -> Vec<KeptWarning> {
     WARNINGS.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
 }
 
@@ -156,8 +165,8 @@ fn keep_warning(text: &str) {
     if warnings.len() >= MAX_WARNINGS {
         warnings.pop_front();
     }
-    let kept = warning_of(text).chars().take(MAX_WARNING_CHARACTERS).collect();
-    warnings.push_back((SystemTime::now(), kept));
+    let text = warning_of(text).chars().take(MAX_WARNING_CHARACTERS).collect();
+    warnings.push_back(KeptWarning { at: SystemTime::now(), text });
 }
 
 /// Writes a line to standard error; a `warning` stays in sight below the bars.

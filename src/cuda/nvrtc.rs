@@ -14,6 +14,7 @@ use super::capability::Capability;
 use super::library::{self, FOLDER_VARIABLE, environment, mapped_files};
 use crate::console::Progress;
 use crate::error::{Error, Result};
+use crate::types::Place;
 
 /// A file of `src/kernels`.
 #[derive(Debug)]
@@ -136,7 +137,7 @@ pub(super) fn cubin(source: &KernelSource, capability: Capability) -> Result<Vec
 pub(super) fn compile_all(
     sources: impl Iterator<Item = &'static KernelSource>,
     capability: Capability,
-    (rank, num_ranks): (usize, usize),
+    place: Place,
 ) -> Result<()> {
     let mut missing = Vec::new();
     for source in sources {
@@ -149,8 +150,8 @@ pub(super) fn compile_all(
         return Ok(());
     }
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = (processors / num_ranks).clamp(1, missing.len());
-    let first = rank * missing.len() / num_ranks % missing.len();
+    let threads = (processors / place.size).clamp(1, missing.len());
+    let first = place.share(missing.len()).start % missing.len();
     missing.rotate_left(first);
     let (next, num_done) = (AtomicUsize::new(0), AtomicU64::new(0));
     let progress = Progress::new("kernels", "compiled");
@@ -341,7 +342,7 @@ mod tests {
         found.sort();
         assert_eq!(known, found, "every file of src/kernels must be compiled here");
         let check_all = |capability| {
-            compile_all(SOURCES.iter().copied(), capability, (1, 2))
+            compile_all(SOURCES.iter().copied(), capability, Place { rank: 1, size: 2 })
                 .unwrap_or_else(|error| panic!("{capability}: {error}"));
             for source in SOURCES {
                 let image = cubin(source, capability).unwrap_or_else(|error| panic!("{capability}: {error}"));

@@ -5,6 +5,7 @@ use std::path::Path;
 use super::capability::Capability;
 use super::nvrtc::{KernelSource, SOURCES, compile_all, cubin, file_name};
 use crate::error::{Error, Result};
+use crate::types::Place;
 
 /// Writes the machine code of all kernels for a compute capability into `folder`, as a package brings it beside the program:
 /// under the names that the cache has, so that a file of another source or compiler is never taken. Returns the bytes.
@@ -17,7 +18,7 @@ pub fn write_kernels(folder: &Path, capability: Capability) -> Result<usize> {
 
 fn write_some(folder: &Path, sources: &[&'static KernelSource], capability: Capability) -> Result<usize> {
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
-    compile_all(sources.iter().copied(), capability, (0, 1))?;
+    compile_all(sources.iter().copied(), capability, Place { rank: 0, size: 1 })?;
     sources.iter().try_fold(0, |bytes, source| {
         let (image, path) = (cubin(source, capability)?, folder.join(file_name(source, capability)?));
         std::fs::write(&path, &image).map_err(Error::io(&path))?;

@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::context::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
+use crate::types::Place;
 
 /// The size of a handle by which another process maps a rank's memory.
 pub const HANDLE_BYTES: usize = 64;
@@ -25,11 +26,11 @@ pub struct PeerMemory {
 }
 
 impl PeerMemory {
-    /// `bytes` of zeros for `rank` of `num_ranks`.
+    /// `bytes` of zeros for one rank.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Cuda`].
-    pub fn allocate(context: &Arc<Context>, (rank, num_ranks): (usize, usize), bytes: usize) -> Result<Self> {
+    pub fn allocate(context: &Arc<Context>, place: Place, bytes: usize) -> Result<Self> {
         context.make_current()?;
         // SAFETY: plain allocations, never freed.
         let own = unsafe { result::malloc_sync(bytes) };
@@ -43,9 +44,9 @@ impl PeerMemory {
         let abort = check("cuMemHostAlloc", unsafe { result::malloc_host(size_of::<AtomicU32>(), 0) })?;
         // SAFETY: four bytes of pinned memory that starts a page and is never freed; host and GPU access it as one word.
         let abort = unsafe { &*abort.cast::<AtomicU32>() };
-        let mut addresses = vec![0; num_ranks];
-        addresses[rank] = own;
-        let memory = Self { context: context.clone(), rank, addresses, bytes, abort };
+        let mut addresses = vec![0; place.size];
+        addresses[place.rank] = own;
+        let memory = Self { context: context.clone(), rank: place.rank, addresses, bytes, abort };
         memory.clear()?;
         Ok(memory)
     }
@@ -55,7 +56,7 @@ impl PeerMemory {
     /// # Errors
     /// The errors of [`PeerMemory::allocate`].
     pub fn of_one_gpu(context: &Arc<Context>, num_ranks: usize, bytes: usize) -> Result<Vec<Self>> {
-        let ranks = (0..num_ranks).map(|rank| Self::allocate(context, (rank, num_ranks), bytes));
+        let ranks = (0..num_ranks).map(|rank| Self::allocate(context, Place { rank, size: num_ranks }, bytes));
         let mut ranks = ranks.collect::<Result<Vec<Self>>>()?;
         let addresses: Vec<sys::CUdeviceptr> = ranks.iter().map(|memory| memory.addresses[memory.rank]).collect();
         ranks.iter_mut().for_each(|memory| memory.addresses.clone_from(&addresses));

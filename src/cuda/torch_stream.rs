@@ -44,8 +44,8 @@ impl TorchStream {
     }
 
     fn of_pool(context: &Arc<Context>, urgent: bool) -> Result<Self> {
-        let (id, raw) = torch::pool_cuda_stream(context.ordinal(), urgent)?;
-        Ok(Self { id, raw: raw.cast(), context: context.clone() })
+        let stream = torch::pool_cuda_stream(context.ordinal(), urgent)?;
+        Ok(Self { id: stream.id, raw: stream.raw.cast(), context: context.clone() })
     }
 
     /// Sends this thread's libtorch operations here until the result is dropped. They start after what was queued on the

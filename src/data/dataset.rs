@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::Message;
 use super::Tokenizer;
-use super::prompt_text::ChatFormat;
+use super::prompt_text::{ChatFormat, RenderedPrompt};
 use super::rows::{DataRow, RawPrompt, read_rows};
 use super::sampler::splitmix64;
 use super::schemas::ToolSchemas;
@@ -64,7 +64,7 @@ impl DatasetOptions {
         columns: &Map<String, Value>,
         observation: &str,
         tokenizer: &Tokenizer,
-    ) -> Result<(String, Vec<u32>)> {
+    ) -> Result<RenderedPrompt> {
         let row = DataRow::of_columns(columns.clone());
         let mut prompt = self.prompt(&row)?;
         prompt.append(observation);
@@ -88,7 +88,7 @@ impl DatasetOptions {
             let got = "one that ends with another role's".to_owned();
             return Err(Error::InvalidArgument { op: "self_distillation", expected, got });
         }
-        Ok(prompt.render(&row, tokenizer, &self.format(tokenizer))?.1)
+        Ok(prompt.render(&row, tokenizer, &self.format(tokenizer))?.token_ids)
     }
 
     fn format(&self, tokenizer: &Tokenizer) -> ChatFormat<'_> {
@@ -319,7 +319,7 @@ impl Dataset {
         if self.counts.leave_out(|limit| num_bytes > tokenizer.max_bytes(limit)) {
             return Ok(()); // to tokenize it would take hundreds of bytes for each of its own
         }
-        let (text, token_ids) = prompt.render(&row, tokenizer, format)?;
+        let RenderedPrompt { text, token_ids } = prompt.render(&row, tokenizer, format)?;
         if self.counts.leave_out(|limit| token_ids.len() > limit) {
             return Ok(());
         }

@@ -52,6 +52,8 @@ pub(crate) use messages::{read_message, reasoning};
 pub(crate) use numbers::check_numbers;
 pub(crate) use parquet::check_schema;
 #[doc(hidden)]
+pub(crate) use prompt_text::RenderedPrompt;
+#[doc(hidden)]
 pub use sampler::{Curriculum, PromptSampler, SamplerState};
 #[doc(hidden)]
 pub use schemas::ToolSchemas;

@@ -56,6 +56,15 @@ impl<'a> ChatFormat<'a> {
     }
 }
 
+/// A prompt as the model reads it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RenderedPrompt {
+    /// Through the chat template, where there is one.
+    pub text: String,
+    /// Ids of `text`; never empty.
+    pub token_ids: Vec<u32>,
+}
+
 impl RawPrompt {
     /// Bytes of its text, before any template.
     pub fn num_bytes(&self) -> usize {
@@ -92,7 +101,7 @@ impl RawPrompt {
 
     /// Text and ids. A conversation goes through the chat template up to where the answer begins, as in TRL; so does text where
     /// the `format` makes it a user's message. Other text is taken as it is, with the special tokens that the tokenizer adds.
-    pub fn render(self, row: &DataRow, tokenizer: &Tokenizer, format: &ChatFormat<'_>) -> Result<(String, Vec<u32>)> {
+    pub fn render(self, row: &DataRow, tokenizer: &Tokenizer, format: &ChatFormat<'_>) -> Result<RenderedPrompt> {
         let prompt = match self {
             RawPrompt::Text(text) if format.text_is_chat => RawPrompt::Conversation(vec![Message::user(text)]),
             other => other,
@@ -118,6 +127,10 @@ impl RawPrompt {
             }
         };
         let ids = ids.map_err(|error| row.bad(error.to_string()))?;
-        if ids.is_empty() { Err(row.bad("the prompt has no tokens".into())) } else { Ok((text, ids)) }
+        if ids.is_empty() {
+            Err(row.bad("the prompt has no tokens".into()))
+        } else {
+            Ok(RenderedPrompt { text, token_ids: ids })
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::dataset::{copies, is_much, quoted};
-use super::prompt_text::ChatFormat;
+use super::prompt_text::{ChatFormat, RenderedPrompt};
 use super::rows::{DataRow, RawExample, RawPrompt, read_rows};
 use super::sources::RowSources;
 use super::{DatasetOptions, Message, Tokenizer, ToolSchemas};
@@ -181,7 +181,7 @@ fn examples(
         }
         RawExample::Completion(prompt, text) if prompt.num_bytes() + text.len() > max_bytes => return Ok(vec![None]),
         RawExample::Completion(prompt, text) => {
-            let (_, prompt) = prompt.render(row, tokenizer, format)?;
+            let prompt = prompt.render(row, tokenizer, format)?.token_ids;
             return Ok(vec![Some(example(prompt, ends.close(encode(&text)?)?))]);
         }
     };
@@ -190,7 +190,8 @@ fn examples(
         if messages[..=index].iter().map(Message::num_bytes).sum::<usize>() > max_bytes {
             return Ok(None);
         }
-        let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, format)?;
+        let RenderedPrompt { text, token_ids: prompt } =
+            RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, format)?;
         let whole = tokenizer.converse(format.conversation(row, tokenizer, &messages[..=index], false)?)?;
         let answer = whole.strip_prefix(&text).ok_or_else(|| {
             row.bad(format!(

@@ -18,7 +18,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
-use self::merged::{NamedTokens, TokenFiles};
+use self::merged::{MergedTokens, NamedTokens, TokenFiles};
 use self::rebuilt::AutoClass;
 use self::templates::ChatTemplates;
 use super::messages::{alias_reasoning, unread_field};
@@ -357,7 +357,7 @@ pub(super) fn read_within(json: Vec<u8>, files: TokenFiles, limits: ThreadLimits
 fn read_and_try(json: Vec<u8>, files: &TokenFiles) -> Result<ReadTokenizer, String> {
     let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
     inner.with_truncation(None).map_err(|error| error.to_string())?.with_padding(None);
-    let (named, eos_token_id) = files.merge_into(&mut inner)?;
+    let MergedTokens { named, eos_token_id } = files.merge_into(&mut inner)?;
     let text: String = (' '..='~').collect();
     let _ = inner.encode_fast(text, false); // one that lacks a token for an unknown word may have one for every prompt
     let notice = AutoClass::of(files).notice(&inner);

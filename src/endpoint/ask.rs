@@ -10,6 +10,7 @@ use super::fields::Fields;
 use super::output::{logprobs, structure};
 use super::refusal::Refusal;
 use crate::data::{Conversation, check_numbers, read_message};
+use crate::rollout::ParamFault;
 use crate::types::SamplingParams;
 
 /// Most completions of one request.
@@ -142,8 +143,8 @@ fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> Result<SamplingPa
         ..SamplingParams::default()
     };
     match params.fault() {
-        Some(("num_generations", ..)) => Err(Refusal::of("n", "expected at least 1")),
-        Some((name, expected, got)) => Err(Refusal::of(name, format!("expected {expected}, got {got}"))),
+        Some(ParamFault { name: "num_generations", .. }) => Err(Refusal::of("n", "expected at least 1")),
+        Some(ParamFault { name, expected, got }) => Err(Refusal::of(name, format!("expected {expected}, got {got}"))),
         None => Ok(params),
     }
 }

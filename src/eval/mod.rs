@@ -13,7 +13,7 @@ use crate::data::Dataset;
 use crate::error::Result;
 use crate::grpo::BatchStats;
 use crate::metrics::MetricValues;
-use crate::ranks::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64, share};
+use crate::ranks::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64};
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
 /// The step in the random keys of evaluations: none that training reaches, the same every time, so that two evaluations
@@ -23,9 +23,9 @@ pub const SAMPLING_STEP: u64 = u64::MAX;
 /// A deciding reward of at least this is its full mark.
 const SOLVED: f32 = 0.999;
 
-/// This rank's [`share`] of the rows.
+/// This rank's share of the rows.
 pub fn share_of(dataset: &Dataset, world: &World) -> Vec<Prompt> {
-    share(dataset.len(), (world.rank(), world.size())).map(|row| dataset.prompt(row).clone()).collect()
+    world.place().share(dataset.len()).map(|row| dataset.prompt(row).clone()).collect()
 }
 
 /// Sums over all ranks of one evaluation.

@@ -2,7 +2,7 @@
 
 use crate::data::Dataset;
 use crate::error::{Error, Result};
-use crate::ranks::{ReduceOp, World, all_reduce_f64, first_text, share};
+use crate::ranks::{ReduceOp, World, all_reduce_f64, first_text};
 use crate::reward::RewardPool;
 
 /// The notice for a data set some of whose reference answers a reward cannot compare with; each rank asks about its share.
@@ -11,7 +11,7 @@ use crate::reward::RewardPool;
 /// # Errors
 /// [`Error::Environment`] where math-verify is missing; [`Error::BadFile`] for a row whose tests a program passes that does nothing.
 pub fn unreadable_notice(name: &str, dataset: &Dataset, rewards: &RewardPool, world: &World) -> Result<Option<String>> {
-    let own = &dataset.prompts()[share(dataset.len(), (world.rank(), world.size()))];
+    let own = &dataset.prompts()[world.place().share(dataset.len())];
     let empty = rewards.row_of_empty_tests(own).map(|place| (own[place].id + 1).to_string());
     if let Some(row) = first_text(&*world.group(), empty)? {
         let message = format!(

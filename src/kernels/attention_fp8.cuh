@@ -1,5 +1,5 @@
-// One warp's attention over keys and values in e4m3, each with a scale for its token and head. Its products are in f16, which holds every
-// e4m3. A key's scale multiplies its score; a value's multiplies its weight, and is part of what weights are compared by, so that none is
+// One warp's attention over keys and values in eight bits, e4m3 or whole numbers, each with a scale for its token and head. Its products are
+// in f16, which holds every one of both. A key's scale multiplies its score; a value's multiplies its weight, and is part of what weights are compared by, so that none is
 // larger than 1.
 #pragma once
 #include "attention_warp.cuh"
@@ -20,20 +20,30 @@ __device__ __forceinline__ unsigned pack_f16(float low, float high) {
     return both;
 }
 
-// Two values of e4m3, in the lower or the upper half of a word, as two of f16. The half is named, not shifted down: the instruction can
-// read either.
+// Two values of E, in the lower or the upper half of a word, as two of f16: e4m3 (unsigned char) by an instruction, of which the half is
+// named, not shifted down: it can read either; whole numbers (signed char) as the last bits of 1024 + 128 + x, less 1152.
+template <typename E>
 __device__ __forceinline__ unsigned widen_low(unsigned word) {
     unsigned both = 0;
+    if constexpr (static_cast<E>(-1) < static_cast<E>(0)) {
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(__byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4140)), "r"(0x64806480u));
+    } else {
 #if __CUDA_ARCH__ >= 890
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(both) : "r"(word));
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(both) : "r"(word));
 #endif
+    }
     return both;
 }
+template <typename E>
 __device__ __forceinline__ unsigned widen_high(unsigned word) {
     unsigned both = 0;
+    if constexpr (static_cast<E>(-1) < static_cast<E>(0)) {
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(__byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4342)), "r"(0x64806480u));
+    } else {
 #if __CUDA_ARCH__ >= 890
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(both) : "r"(word));
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(both) : "r"(word));
 #endif
+    }
     return both;
 }
 
@@ -45,16 +55,16 @@ __device__ __forceinline__ float log2_fast(float x) {
 
 // Keys, values and their scales, as the cache has them or as they are staged in shared memory.
 template <int HD>
-struct alignas(16) Fp8Stage {
-    unsigned char entries[2][UNIT][HD];
+struct alignas(16) EightBitStage {
+    unsigned char entries[2][UNIT][HD];  // as they are
     float scales[2][UNIT];
 };
 
 // With r = lane / 4 and c = lane % 4 a lane has scores of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns
 // HD / 8 r .. for heads 2 c and 2 c + 1.
-template <int HD, int M, int U>
-struct Fp8Warp {
-    using Stage = Fp8Stage<HD>;
+template <int HD, int M, int U, typename E>
+struct EightBitWarp {
+    using Stage = EightBitStage<HD>;
     static constexpr int WORDS = HD / 32;  // of a value that a lane has: HD / 8 columns
     uint4 query[M][HD / 32];       // f16; head r, columns 64 (j / 2) + 16 c + 8 (j % 2) .. + 8
     uint4 keys[U][HD / 64][2];     // tokens r and r + 8, columns 64 j + 16 c .. + 16
@@ -64,7 +74,7 @@ struct Fp8Warp {
     float peak[M], sum[M];         // of head r, base 2, of weights times scales; the sum over this lane's tokens only, without scales
     int lane;
 
-    __device__ __forceinline__ Fp8Warp() : lane(threadIdx.x % 32) {
+    __device__ __forceinline__ EightBitWarp() : lane(threadIdx.x % 32) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
             peak[m] = -INFINITY, sum[m] = 0.0f;
@@ -90,7 +100,7 @@ struct Fp8Warp {
         }
     }
 
-    __device__ __forceinline__ void load_keys(int u, const unsigned char* unit, const float* scales) {
+    __device__ __forceinline__ void load_keys(int u, const E* unit, const float* scales) {
         const int r = lane / 4, c = lane % 4;
 #pragma unroll
         for (int j = 0; j < HD / 64; ++j)
@@ -100,7 +110,7 @@ struct Fp8Warp {
     }
 
     // Entries past the end may be anything that another sequence left.
-    __device__ __forceinline__ void load_values(int u, const unsigned char* unit, const float* scales, int count) {
+    __device__ __forceinline__ void load_values(int u, const E* unit, const float* scales, int count) {
         const int first = lane % 4 * 2;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -143,8 +153,8 @@ struct Fp8Warp {
                         const uint4 a = query[0][2 * j + s], b = M == 2 ? query[M - 1][2 * j + s] : uint4{0, 0, 0, 0};
                         const unsigned low = s == 0 ? keys[u][j][t].x : keys[u][j][t].z;
                         const unsigned high = s == 0 ? keys[u][j][t].y : keys[u][j][t].w;
-                        multiply_f16(even, a.x, b.x, a.y, b.y, widen_low(low), widen_high(low));
-                        multiply_f16(odd, a.z, b.z, a.w, b.w, widen_low(high), widen_high(high));
+                        multiply_f16(even, a.x, b.x, a.y, b.y, widen_low<E>(low), widen_high<E>(low));
+                        multiply_f16(odd, a.z, b.z, a.w, b.w, widen_low<E>(high), widen_high<E>(high));
                     }
 #pragma unroll
                 for (int m = 0; m < M; ++m)
@@ -195,8 +205,8 @@ struct Fp8Warp {
                     const unsigned order = half == 0 ? 0x5140 : 0x7362;  // a column of both tokens, then the next column
                     const unsigned first = __byte_perm(values[u][0][w], values[u][1][w], order);
                     const unsigned second = __byte_perm(values[u][2][w], values[u][3][w], order);
-                    const unsigned a0 = widen_low(first), a1 = widen_high(first);
-                    const unsigned a2 = widen_low(second), a3 = widen_high(second);
+                    const unsigned a0 = widen_low<E>(first), a1 = widen_high<E>(first);
+                    const unsigned a2 = widen_low<E>(second), a3 = widen_high<E>(second);
 #pragma unroll
                     for (int m = 0; m < M; ++m)
                         multiply_f16(out[m][2 * w + half], a0, a1, a2, a3, weights[m][u][0], weights[m][u][1]);
@@ -205,13 +215,13 @@ struct Fp8Warp {
 
     using Places = typename Warp<HD, M, U>::Places;
 
-    __device__ __forceinline__ void attend(const Cache<unsigned char>& cache, const int* table, const Geometry& shape,
+    __device__ __forceinline__ void attend(const Cache<E>& cache, const int* table, const Geometry& shape,
                                            int kv_head, int begin, int end, int first, int stride) {
         attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin);
     }
 
     // All units of tokens begin .. end, whole ones, through `stages` in shared memory; by all warps of the block together.
-    __device__ __forceinline__ void attend_shared(Stage (&stages)[STAGES], const Cache<unsigned char>& cache, const int* table,
+    __device__ __forceinline__ void attend_shared(Stage (&stages)[STAGES], const Cache<E>& cache, const int* table,
                                                   const Geometry& shape, int kv_head, int begin, int end) {
         constexpr int CHUNKS = HD / 16, OF_ENTRIES = UNIT * CHUNKS, OF_SCALES = UNIT / 4;  // of 16 bytes
         const int steps = (end - begin) / UNIT, r = lane / 4, c = lane % 4;

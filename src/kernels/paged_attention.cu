@@ -8,7 +8,7 @@
 // become free. The warps of an item either have every fourth 16 tokens of one row (its own part), or two rows each of a group
 // whose contexts begin alike (the shared part: its tokens pass once through shared memory for all of them).
 // A row of several items leaves partial results; the last item to finish merges them in item order.
-// The cache is bf16, or e4m3 with a scale for each token and head.
+// The cache is bf16, or e4m3 or whole numbers of eight bits, with a scale for each token and head.
 #include "attention_fp8.cuh"
 #include "attention_merge.cuh"
 
@@ -19,7 +19,11 @@ struct WarpOf {
 };
 template <int HD, int M, int U>
 struct WarpOf<unsigned char, HD, M, U> {
-    using type = Fp8Warp<HD, M, U>;
+    using type = EightBitWarp<HD, M, U, unsigned char>;
+};
+template <int HD, int M, int U>
+struct WarpOf<signed char, HD, M, U> {
+    using type = EightBitWarp<HD, M, U, signed char>;
 };
 
 // Counts this block, or warp, in: what its threads wrote is there for who counts after it. Returns the count before.
@@ -210,21 +214,25 @@ __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Hea
     KERNEL NAME(STEP(bf16), SIZES) { ATTEND(HD, bf16, false, nullptr, nullptr, nullptr); }
 #define PAGED_ATTENTION_SINKS(NAME, HD) \
     KERNEL NAME(STEP(bf16), SIZES, const bf16* sinks) { ATTEND(HD, bf16, true, nullptr, nullptr, sinks); }
-#define PAGED_ATTENTION_FP8(NAME, HD)                                                                  \
-    KERNEL NAME(STEP(unsigned char), const float* k_scales, const float* v_scales, SIZES) {            \
-        ATTEND(HD, unsigned char, false, k_scales, v_scales, nullptr);                                 \
+#define PAGED_ATTENTION_8(NAME, HD, E)                                                      \
+    KERNEL NAME(STEP(E), const float* k_scales, const float* v_scales, SIZES) {            \
+        ATTEND(HD, E, false, k_scales, v_scales, nullptr);                                 \
     }
-#define PAGED_ATTENTION_FP8_SINKS(NAME, HD)                                                                     \
-    KERNEL NAME(STEP(unsigned char), const float* k_scales, const float* v_scales, SIZES, const bf16* sinks) {  \
-        ATTEND(HD, unsigned char, true, k_scales, v_scales, sinks);                                             \
+#define PAGED_ATTENTION_8_SINKS(NAME, HD, E)                                                         \
+    KERNEL NAME(STEP(E), const float* k_scales, const float* v_scales, SIZES, const bf16* sinks) {  \
+        ATTEND(HD, E, true, k_scales, v_scales, sinks);                                             \
     }
 
 PAGED_ATTENTION(paged_attention_bf16_64, 64)
 PAGED_ATTENTION(paged_attention_bf16_128, 128)
 PAGED_ATTENTION(paged_attention_bf16_256, 256)
-PAGED_ATTENTION_FP8(paged_attention_bf16_64_fp8, 64)
-PAGED_ATTENTION_FP8(paged_attention_bf16_128_fp8, 128)
+PAGED_ATTENTION_8(paged_attention_bf16_64_fp8, 64, unsigned char)
+PAGED_ATTENTION_8(paged_attention_bf16_128_fp8, 128, unsigned char)
+PAGED_ATTENTION_8(paged_attention_bf16_64_int8, 64, signed char)
+PAGED_ATTENTION_8(paged_attention_bf16_128_int8, 128, signed char)
 PAGED_ATTENTION_SINKS(paged_attention_bf16_64_sinks, 64)
 PAGED_ATTENTION_SINKS(paged_attention_bf16_128_sinks, 128)
-PAGED_ATTENTION_FP8_SINKS(paged_attention_bf16_64_fp8_sinks, 64)
-PAGED_ATTENTION_FP8_SINKS(paged_attention_bf16_128_fp8_sinks, 128)
+PAGED_ATTENTION_8_SINKS(paged_attention_bf16_64_fp8_sinks, 64, unsigned char)
+PAGED_ATTENTION_8_SINKS(paged_attention_bf16_128_fp8_sinks, 128, unsigned char)
+PAGED_ATTENTION_8_SINKS(paged_attention_bf16_64_int8_sinks, 64, signed char)
+PAGED_ATTENTION_8_SINKS(paged_attention_bf16_128_int8_sinks, 128, signed char)

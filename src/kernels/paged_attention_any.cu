@@ -5,7 +5,8 @@
 
 constexpr int THREADS = 128;
 
-// An entry of the cache; what is widened of e4m3 is multiplied by its token's scale.
+// An entry of the cache; what is widened of e4m3 or of a whole number is multiplied by its token's scale.
+__device__ __forceinline__ float widen(signed char number) { return static_cast<float>(number); }
 __device__ __forceinline__ float widen(unsigned char bits) {
     float value = 0.0f;
 #if __CUDA_ARCH__ >= 890
@@ -87,12 +88,14 @@ __device__ __forceinline__ void attend(
 ATTEND(paged_attention_any_f32, float)
 ATTEND(paged_attention_any_bf16, bf16)
 
-extern "C" __global__ void __launch_bounds__(THREADS) paged_attention_any_fp8(
-    const bf16* q, const unsigned char* k_cache, const unsigned char* v_cache, const int* block_tables,
-    const int* context_lens, bf16* o, long long heads, long long kv_heads, long long dim, long long block_size,
-    long long max_blocks, long long window, float scale, const float* k_scales, const float* v_scales,
-    const bf16* sinks
-) {
-    attend<bf16, unsigned char>(q, k_cache, v_cache, block_tables, context_lens, o, heads, kv_heads, dim, block_size,
-                                max_blocks, window, scale, sinks, k_scales, v_scales);
-}
+#define ATTEND_8(NAME, E)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                     \
+        const bf16* q, const E* k_cache, const E* v_cache, const int* block_tables, const int* context_lens, bf16* o, \
+        long long heads, long long kv_heads, long long dim, long long block_size, long long max_blocks,             \
+        long long window, float scale, const float* k_scales, const float* v_scales, const bf16* sinks) {           \
+        attend<bf16, E>(q, k_cache, v_cache, block_tables, context_lens, o, heads, kv_heads, dim, block_size,       \
+                        max_blocks, window, scale, sinks, k_scales, v_scales);                                             \
+    }
+
+ATTEND_8(paged_attention_any_fp8, unsigned char)
+ATTEND_8(paged_attention_any_int8, signed char)

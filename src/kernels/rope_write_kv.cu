@@ -4,6 +4,75 @@
 #include "fp8.cuh"
 #include "scalar.cuh"
 
+// What the cache holds: T; e4m3; or whole numbers of eight bits, whose keys, and the queries, are turned by a Hadamard matrix first. That leaves
+// their products as they are and spreads columns that are larger than the others.
+enum Code { PLAIN, FP8, INT8 };
+
+// An entry's scale, by which its largest absolute value becomes 127, and what its values are multiplied by before they are rounded.
+struct WholeScale {
+    float scale, factor;
+
+    // `bits` as for RowScale.
+    __device__ __forceinline__ explicit WholeScale(unsigned bits) {
+        const float peak = __uint_as_float(bits << 16);
+        scale = __fdiv_rn(peak, 127.0f);
+        factor = peak > 0.0f ? fminf(__fdiv_rn(127.0f, peak), 3.4028235e38f) : 0.0f;
+    }
+
+    // To nearest, ties to even.
+    __device__ __forceinline__ unsigned of(bf16 value) const {
+        return static_cast<unsigned>(max(-127, min(127, __float2int_rn(__fmul_rn(widen(value), factor))))) & 0xffu;
+    }
+
+    template <int N>
+    __device__ __forceinline__ void write(const Pack<bf16, N>& from, unsigned char* to) const {
+        if constexpr (N == 8) {
+            const auto four = [&](int i) {
+                return of(from.at[i]) | of(from.at[i + 1]) << 8 | of(from.at[i + 2]) << 16 | of(from.at[i + 3]) << 24;
+            };
+            *reinterpret_cast<uint2*>(to) = make_uint2(four(0), four(4));
+        } else {
+            *to = static_cast<unsigned char>(of(from.at[0]));
+        }
+    }
+};
+
+template <Code CODE>
+struct ScaleOf {
+    using type = WholeScale;  // of e4m3 on a chip that has none, which is refused before a launch
+};
+#if __CUDA_ARCH__ >= 890
+template <>
+struct ScaleOf<FP8> {
+    using type = RowScale;
+};
+#endif
+
+// A lane's pack of a head as its product with Hadamard matrices of `block` neighbours. All lanes of `members` together.
+template <typename T, int N>
+__device__ __forceinline__ void turn_by_hadamard(Pack<T, N>& pack, int block, int lanes, unsigned members) {
+    float x[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = widen(pack.at[j]);
+#pragma unroll
+    for (int step = 1; step < N; step *= 2)
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+            if (!(j & step)) {
+                const float low = x[j], high = x[j + step];
+                x[j] = low + high, x[j + step] = low - high;
+            }
+    for (int step = 1; step < block / N; step *= 2)
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const float other = __shfl_xor_sync(members, x[j], step, lanes);
+            x[j] = threadIdx.x % lanes & step ? other - x[j] : x[j] + other;
+        }
+    const float scale = rsqrtf(static_cast<float>(block));
+#pragma unroll
+    for (int j = 0; j < N; ++j) narrow(x[j] * scale, pack.at[j]);
+}
+
 // Strides in elements; heads of q are [Hkv, G].
 struct Layout {
     long long q_row, q_group, q_head, kv_row, kv_group;
@@ -11,7 +80,7 @@ struct Layout {
 
 // T tokens, H = Hkv G query heads of 2 half columns. The first 2 turned of them are turned, in pairs (i, i + turned); the others lie
 // behind, in two halves again.
-template <typename T, int N, bool FP8 = false>
+template <typename T, int N, Code CODE = PLAIN>
 __device__ __forceinline__ void rope_write_kv(
     const T* __restrict__ q,            // [T, Hkv, G, hd]
     T* k,                               // [T, Hkv, hd], rotated in place
@@ -23,22 +92,24 @@ __device__ __forceinline__ void rope_write_kv(
     const int* __restrict__ positions,  // [T]
     const int* __restrict__ slots,      // [T], -1: not written
     T* __restrict__ q_out,              // [T, H, hd]
-    void* __restrict__ k_cache,         // [blocks, Hkv, block_size, hd], of T or e4m3
+    void* __restrict__ k_cache,         // [blocks, Hkv, block_size, hd], of T or a code
     void* __restrict__ v_cache,         // like k_cache
     int tokens, int kv_heads, int group, int half, int turned, int block_size, int lanes, float eps, float centre,
-    float* __restrict__ k_scales = nullptr,  // [blocks, Hkv, block_size], of e4m3
-    float* __restrict__ v_scales = nullptr   // like k_scales
+    float* __restrict__ k_scales = nullptr,  // [blocks, Hkv, block_size], of a code
+    float* __restrict__ v_scales = nullptr,  // like k_scales
+    int block = 0                            // of Hadamard matrices: a power of two that divides half and turned
 ) {
+    constexpr bool CODED = CODE != PLAIN;
     constexpr int MOST = N == 1 ? 4 : 1;  // packs of a half that one lane has
-    if constexpr (FP8) let_next_begin();
+    if constexpr (CODED) let_next_begin();
     const int team = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, lane = threadIdx.x % lanes;
     const int heads = kv_heads * (group + 2), token = team / heads;
     // What no kernel of a step writes comes while the work before ends.
     const bool is_token = token < tokens;
     const int slot = is_token ? slots[token] : -1;
     const float* turn = table + (is_token ? static_cast<long long>(positions[token]) : 0) * 2 * turned;
-    float cosines[FP8 ? MOST : 1][N], sines[FP8 ? MOST : 1][N];  // of FP8, whose steps are shorter
-    if constexpr (FP8) {
+    float cosines[CODED ? MOST : 1][N], sines[CODED ? MOST : 1][N];  // of codes, whose steps are shorter
+    if constexpr (CODED) {
 #pragma unroll
         for (int m = 0; m < MOST; ++m) {
             const int at = (lane + m * lanes) * N;
@@ -86,8 +157,8 @@ __device__ __forceinline__ void rope_write_kv(
             for (int j = 0; j < N; ++j) squares += widen(pack.at[j]) * widen(pack.at[j]);
         }
     }
+    const unsigned members = (lanes == 32 ? ~0u : (1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
     if (norm) {  // the same for all lanes of a team
-        const unsigned members = (lanes == 32 ? ~0u : (1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
         for (int step = lanes / 2; step > 0; step /= 2) squares += __shfl_xor_sync(members, squares, step, lanes);
         const float scale = rsqrtf(squares / static_cast<float>(dim) + eps);
 #pragma unroll
@@ -113,13 +184,27 @@ __device__ __forceinline__ void rope_write_kv(
         if (!is_value && at < turned) {
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                const float cosine = FP8 ? cosines[FP8 ? m : 0][j] : turn[at + j];
-                const float sine = FP8 ? sines[FP8 ? m : 0][j] : turn[turned + at + j];
+                const float cosine = CODED ? cosines[CODED ? m : 0][j] : turn[at + j];
+                const float sine = CODED ? sines[CODED ? m : 0][j] : turn[turned + at + j];
                 const float x = widen(low.at[j]), y = widen(high.at[j]);
                 narrow(x * cosine - y * sine, low.at[j]);
                 narrow(y * cosine + x * sine, high.at[j]);
             }
         }
+    }
+    if constexpr (CODE == INT8) {
+        if (!is_value) {  // the same for all lanes of a team; those behind the head turn what is not used
+#pragma unroll
+            for (int m = 0; m < MOST; ++m)
+#pragma unroll
+                for (int side = 0; side < 2; ++side) turn_by_hadamard(head[m][side], block, lanes, members);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MOST; ++m) {
+        const int at = (lane + m * lanes) * N;
+        if (at >= half) break;
+        auto &low = head[m][0], &high = head[m][1];
         const auto store = [&](T* to) {
             *reinterpret_cast<Pack<T, N>*>(to + column(at, 0)) = low;
             *reinterpret_cast<Pack<T, N>*>(to + column(at, 1)) = high;
@@ -128,7 +213,7 @@ __device__ __forceinline__ void rope_write_kv(
             store(q_out + ((static_cast<long long>(token) * kv_heads + kv_head) * group + place) * dim);
         } else {
             if (!is_value) store(k + row);
-            if constexpr (FP8) {
+            if constexpr (CODED) {
 #pragma unroll
                 for (int j = 0; j < N; ++j) bits = max(bits, max(low.at[j].bits & 0x7fffu, high.at[j].bits & 0x7fffu));
             } else {
@@ -136,25 +221,21 @@ __device__ __forceinline__ void rope_write_kv(
             }
         }
     }
-#if __CUDA_ARCH__ >= 890
-    if constexpr (FP8) {
+    if constexpr (CODED) {
         if (is_query) return;  // whole teams
-        const unsigned members = (lanes == 32 ? ~0u : (1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
         for (int step = lanes / 2; step > 0; step /= 2) bits = max(bits, __shfl_xor_sync(members, bits, step, lanes));
         if (slot < 0) return;
-        const RowScale scale(bits);
         auto* to = static_cast<unsigned char*>(is_value ? v_cache : k_cache) + entry * dim;
+        const typename ScaleOf<CODE>::type scale(bits);
         if (lane == 0) (is_value ? v_scales : k_scales)[entry] = scale.scale;
 #pragma unroll
         for (int m = 0; m < MOST; ++m) {
             const int at = (lane + m * lanes) * N;
             if (at >= half) break;
 #pragma unroll
-            for (int side = 0; side < 2; ++side)
-                scale.write(head[m][side], to + column(at, side));
+            for (int side = 0; side < 2; ++side) scale.write(head[m][side], to + column(at, side));
         }
     }
-#endif
 }
 
 #define ROPE_WRITE_KV(NAME, T, N)                                                                                    \
@@ -174,17 +255,20 @@ ROPE_WRITE_KV(rope_write_kv_f32_x4, float, 4)
 ROPE_WRITE_KV(rope_write_kv_bf16_x1, bf16, 1)
 ROPE_WRITE_KV(rope_write_kv_bf16_x8, bf16, 8)
 
-#define ROPE_WRITE_KV_FP8(NAME, N)                                                                                   \
+#define ROPE_WRITE_KV_CODED(NAME, N, CODE)                                                                           \
     extern "C" __global__ void __launch_bounds__(256) NAME(                                                          \
         const bf16* q, bf16* k, const bf16* v, long long q_row, long long q_group, long long q_head,                 \
         long long kv_row, long long kv_group, const bf16* q_norm, const bf16* k_norm, const float* table,            \
         const int* positions, const int* slots, bf16* q_out, unsigned char* k_cache, unsigned char* v_cache,         \
         long long tokens, long long kv_heads, long long group, long long half, long long turned,                     \
-        long long block_size, long long lanes, float eps, float centre, float* k_scales, float* v_scales) {          \
-        rope_write_kv<bf16, N, true>(q, k, v, {q_row, q_group, q_head, kv_row, kv_group}, q_norm, k_norm, table,     \
+        long long block_size, long long lanes, float eps, float centre, float* k_scales, float* v_scales,            \
+        long long block) {                                                                                           \
+        rope_write_kv<bf16, N, CODE>(q, k, v, {q_row, q_group, q_head, kv_row, kv_group}, q_norm, k_norm, table,     \
                                      positions, slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half,       \
-                                     turned, block_size, lanes, eps, centre, k_scales, v_scales);                    \
+                                     turned, block_size, lanes, eps, centre, k_scales, v_scales, block);             \
     }
 
-ROPE_WRITE_KV_FP8(rope_write_kv_fp8_x1, 1)
-ROPE_WRITE_KV_FP8(rope_write_kv_fp8_x8, 8)
+ROPE_WRITE_KV_CODED(rope_write_kv_fp8_x1, 1, FP8)
+ROPE_WRITE_KV_CODED(rope_write_kv_fp8_x8, 8, FP8)
+ROPE_WRITE_KV_CODED(rope_write_kv_int8_x1, 1, INT8)
+ROPE_WRITE_KV_CODED(rope_write_kv_int8_x8, 8, INT8)

@@ -1,4 +1,4 @@
-//! Columns of the Parquet files that completions are kept in.
+//! A completion as it is kept, and the columns of the Parquet files that it is kept in.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -10,9 +10,34 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::record::Field;
 use parquet::schema::types::Type;
-use serde_json::json;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
-use super::completions::CompletionRow;
+/// One completion as it is kept.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct CompletionRow {
+    /// Step at which it was sampled.
+    pub step: u64,
+    /// The prompt's text.
+    pub prompt: String,
+    /// The completion's text.
+    pub completion: String,
+    /// The answer that the row gives; JSON where it is no text.
+    pub reference_answer: Option<String>,
+    /// Name and value of each reward; `None` where it failed.
+    pub rewards: Vec<(String, Option<f32>)>,
+    /// The weighted sum.
+    pub reward: Option<f32>,
+    /// The advantage that it was trained with.
+    pub advantage: f32,
+    /// Whether its group was left out of the update, where groups may be (`dynamic_sampling`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropped: Option<bool>,
+    /// Messages after the prompt, where completions may have several turns: `role`, `content`, `tool_calls` and `name` as rewards get
+    /// them; a turn of the policy has the text of its tokens in `sampled`, special tokens included, and their number in `num_tokens`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub messages: Vec<Value>,
+}
 
 /// Columns that are always there; rewards stand between `reference_answer` and `reward` under their own names.
 pub(super) const COLUMNS: [&str; 6] = ["step", "prompt", "completion", REFERENCE, "reward", "advantage"];

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Row;
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::columns::{COLUMNS, DROPPED, MESSAGES, REFERENCE, parse_row, write_columns};
+use super::columns::{COLUMNS, CompletionRow, DROPPED, MESSAGES, REFERENCE, parse_row, write_columns};
 use super::messages::logged_messages;
 use crate::data::{Tokenizer, check_schema};
 use crate::error::{Error, Result};
@@ -20,32 +19,6 @@ use crate::untrusted::{self, Folder};
 
 /// The folder of completions in a run's output folder.
 pub(crate) const FOLDER: &str = "completions";
-
-/// One completion as it is kept.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct CompletionRow {
-    /// Step at which it was sampled.
-    pub step: u64,
-    /// The prompt's text.
-    pub prompt: String,
-    /// The completion's text.
-    pub completion: String,
-    /// The answer that the row gives; JSON where it is no text.
-    pub reference_answer: Option<String>,
-    /// Name and value of each reward; `None` where it failed.
-    pub rewards: Vec<(String, Option<f32>)>,
-    /// The weighted sum.
-    pub reward: Option<f32>,
-    /// The advantage that it was trained with.
-    pub advantage: f32,
-    /// Whether its group was left out of the update, where groups may be (`dynamic_sampling`).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dropped: Option<bool>,
-    /// Messages after the prompt, where completions may have several turns: `role`, `content`, `tool_calls` and `name` as rewards get
-    /// them; a turn of the policy has the text of its tokens in `sampled`, special tokens included, and their number in `num_tokens`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub messages: Vec<Value>,
-}
 
 /// A group of which every completion is written.
 #[derive(Debug, Clone, Copy)]

@@ -33,7 +33,7 @@ pub struct RunLog {
     /// The evaluations among the lines, on every rank.
     evaluations: LogHistory,
     /// A metric's first and newest number.
-    ends: BTreeMap<String, (f64, f64)>,
+    ends: BTreeMap<String, FirstAndNewest>,
     next_report: Instant,
     report_has_failed: bool,
     display: RunDisplay,
@@ -172,7 +172,7 @@ impl RunLog {
     }
 
     /// A metric's first and newest number, those before a resume included, on every rank.
-    pub fn first_and_last(&self, name: &str) -> Option<(f64, f64)> {
+    pub fn first_and_newest(&self, name: &str) -> Option<FirstAndNewest> {
         self.ends.get(name).copied()
     }
 
@@ -203,11 +203,20 @@ impl RunLog {
     }
 }
 
-fn extend(ends: &mut BTreeMap<String, (f64, f64)>, name: &str, value: f64) {
+/// The ends of a metric's numbers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct FirstAndNewest {
+    /// The oldest.
+    pub first: f64,
+    /// The newest.
+    pub newest: f64,
+}
+
+fn extend(ends: &mut BTreeMap<String, FirstAndNewest>, name: &str, value: f64) {
     match ends.get_mut(name) {
         _ if !value.is_finite() => {}
-        Some((_, last)) => *last = value,
-        None => drop(ends.insert(name.to_owned(), (value, value))),
+        Some(numbers) => numbers.newest = value,
+        None => drop(ends.insert(name.to_owned(), FirstAndNewest { first: value, newest: value })),
     }
 }
 

@@ -16,15 +16,15 @@ mod step;
 mod tensorboard;
 mod writer;
 
+pub use columns::CompletionRow;
 pub use completions::{
-    CompletionRow, CompletionsWriter, LoggedGroup, check_samples_file, gather_completions, read_completions,
-    write_completions,
+    CompletionsWriter, LoggedGroup, check_samples_file, gather_completions, read_completions, write_completions,
 };
 pub(crate) use completions::{FOLDER as COMPLETIONS, read_rows};
 pub use history::LogHistory;
 pub(crate) use jsonl::read_metrics_in;
 pub use jsonl::{MetricLine, read_metrics};
-pub use log::{EarlierLog, LogOptions, RunLog};
+pub use log::{EarlierLog, FirstAndNewest, LogOptions, RunLog};
 pub use report::write_report;
 pub use sidecar::Services;
 pub use step::{MetricValues, Reduce, StepMetrics};

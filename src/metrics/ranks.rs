@@ -17,6 +17,7 @@ use crate::cuda::{GpuMemory, MemoryMeter};
 use crate::error::{Error, Result};
 use crate::memory::{Account, Ledger, MemoryKind, resident_bytes};
 use crate::phase::{self, Pulse};
+use crate::types::Place;
 use crate::untrusted::Folder;
 
 /// The folder of the ranks' files.
@@ -107,7 +108,7 @@ impl RankReporter {
     /// [`Error::Environment`] if there is no thread; [`Error::Cuda`] for a GPU that does not exist.
     pub fn start(
         output_dir: &Path,
-        (rank, world_size): (usize, usize),
+        Place { rank, size: world_size }: Place,
         max_steps: u64,
         device: Device,
     ) -> Result<Self> {
@@ -242,7 +243,7 @@ impl RankFile {
             held,
             warnings: console::recent_warnings()
                 .into_iter()
-                .map(|(at, text)| RankWarning { time: seconds(at), text })
+                .map(|warning| RankWarning { time: seconds(warning.at), text: warning.text })
                 .collect(),
             end: None,
         };
@@ -277,9 +278,9 @@ mod tests {
         let run = Folder::new(folder.path());
         assert_eq!(read_ranks(&run).unwrap(), []);
         run.folder(FOLDER).write(&name(7), "{}").unwrap(); // of a larger run before this one
-        let mut reporter = RankReporter::start(folder.path(), (0, 2), 9, Device::Cpu).unwrap();
+        let mut reporter = RankReporter::start(folder.path(), Place { rank: 0, size: 2 }, 9, Device::Cpu).unwrap();
         reporter.end::<()>(&Err(Error::Preempted { step: 3, saved: folder.path().to_owned() }));
-        let again = RankReporter::start(folder.path(), (1, 2), 9, Device::Cpu).unwrap();
+        let again = RankReporter::start(folder.path(), Place { rank: 1, size: 2 }, 9, Device::Cpu).unwrap();
         drop(again);
         run.folder(FOLDER).write("00002.json", "{\"rank\":").unwrap();
         let ranks = read_ranks(&run).unwrap();
@@ -294,7 +295,7 @@ mod tests {
     fn an_output_folder_that_was_deleted_stays_so() {
         let folder = tempfile::tempdir().unwrap();
         let gone = folder.path().join("gone");
-        drop(RankReporter::start(&gone, (0, 1), 1, Device::Cpu).unwrap());
+        drop(RankReporter::start(&gone, Place { rank: 0, size: 1 }, 1, Device::Cpu).unwrap());
         assert!(!gone.exists());
     }
 }

@@ -53,6 +53,15 @@ impl<K: Copy + PartialEq + std::fmt::Debug, T> Distinct<K, T> {
     }
 }
 
+/// Blocks that are alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KindOfBlock {
+    /// The first layer that has one.
+    pub layer: usize,
+    /// How many layers have one.
+    pub count: usize,
+}
+
 /// The rotation of a layer's queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeSpec {

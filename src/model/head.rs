@@ -78,7 +78,7 @@ pub fn head_forward(
     let sizes = HeadSizes { chunk_tokens, keep };
     let out = match scoring.exact {
         None => head::forward(&normed, table, targets, temperature, top, chunk_tokens, keep)?,
-        Some(divisor) => head::forward_exactly(&normed, table, targets, (temperature, divisor), top, sizes)?,
+        Some(divisor) => head::forward_exactly(&normed, table, targets, temperature, divisor, top, sizes)?,
     };
     let saved = SavedHead { hidden, normed, rstd, head: out.saved };
     Ok(ScoredTokens { logprobs: out.logprobs, entropy: out.entropy, top: out.top, saved })

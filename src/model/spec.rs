@@ -7,7 +7,7 @@ use serde_json::Value;
 use tch::{Kind, Tensor};
 
 use super::block::{AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, SharedExpertSpec};
-use super::distinct::{RopeSpec, Ropes};
+use super::distinct::{KindOfBlock, RopeSpec, Ropes};
 use super::families::Family;
 use super::params::{shapes, units};
 use crate::config::{Circumstance, Combination, TargetModule};
@@ -236,13 +236,13 @@ impl ModelSpec {
         Self { hidden_size: hidden, ..spec }
     }
 
-    /// The first layer of each kind of block, and how many layers have such a block.
-    pub fn kinds_of_blocks(&self) -> Vec<(usize, usize)> {
-        let mut kinds: Vec<(usize, usize)> = Vec::new();
+    /// Kinds of blocks, by their first layers.
+    pub fn kinds_of_blocks(&self) -> Vec<KindOfBlock> {
+        let mut kinds: Vec<KindOfBlock> = Vec::new();
         for (layer, block) in self.layers.iter().enumerate() {
-            match kinds.iter_mut().find(|(first, _)| self.layers[*first] == *block) {
-                Some((_, count)) => *count += 1,
-                None => kinds.push((layer, 1)),
+            match kinds.iter_mut().find(|kind| self.layers[kind.layer] == *block) {
+                Some(kind) => kind.count += 1,
+                None => kinds.push(KindOfBlock { layer, count: 1 }),
             }
         }
         kinds
@@ -361,7 +361,7 @@ impl ModelSpec {
         let valid = (1..=self.attention().num_heads).filter(|&tp_size| can_slice(tp_size));
         let valid: Vec<_> = valid.map(|tp_size| tp_size.to_string()).collect();
         let mut sizes = vec![Mixer::Attention(self.attention()).sizes()];
-        for (layer, _) in self.kinds_of_blocks() {
+        for KindOfBlock { layer, .. } in self.kinds_of_blocks() {
             let BlockSpec { mixer, mlp, .. } = self.layers[layer];
             for size in [mlp.sizes(), mixer.sizes()] {
                 if !sizes.contains(&size) {
@@ -380,7 +380,7 @@ impl ModelSpec {
     /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
     pub fn validate_gpu(&self, kind: Kind, engine: Option<usize>, folder: &Path) -> Result<()> {
         let kinds = self.kinds_of_blocks();
-        match kinds.iter().find_map(|&(layer, _)| self.layers[layer].unserved(kind, engine)) {
+        match kinds.iter().find_map(|one| self.layers[one.layer].unserved(kind, engine)) {
             None => Ok(()),
             Some(reason) => Err(Error::bad_file(folder.join("config.json"), reason)),
         }

@@ -79,7 +79,8 @@ pub fn forward_exactly(
     hidden: &Tensor,  // [C, D]
     weight: &Tensor,  // [V, D]
     targets: &Tensor, // [C] i64
-    (temperature, divisor): (f64, f64),
+    temperature: f64,
+    divisor: f64,
     top: TopTokens<'_>,
     sizes: HeadSizes,
 ) -> Result<HeadOutput> {

@@ -24,6 +24,7 @@ pub mod fp8;
 pub mod grouped;
 pub mod head;
 pub mod heads;
+pub mod int8;
 pub mod linear;
 pub mod muon;
 pub mod norm;

@@ -75,7 +75,9 @@ pub fn apply(
     master: &Tensor, // [n] f32 (f64 in tests)
     update: &Tensor, // [n] bf16
     weight: &Tensor, // [n], any floating type
-    (lr, weight_decay, ratio): (f64, f64, f64),
+    lr: f64,
+    weight_decay: f64,
+    ratio: f64,
 ) -> Result<()> {
     for_pieces(master.size()[0], |cut| {
         let mut master = cut(master);
@@ -113,7 +115,7 @@ mod tests {
                 momentum(&m, &grad, &direction, beta, case["nesterov"] == true, 0.5).unwrap();
                 let update =
                     orthogonalized(&direction.view([1, rows as i64, columns as i64]), 5).unwrap().reshape([-1]);
-                apply(&master, &update, &weight, (lr, weight_decay, ratio)).unwrap();
+                apply(&master, &update, &weight, lr, weight_decay, ratio).unwrap();
                 let theirs: Vec<f64> = serde_json::from_value(expected.clone()).unwrap();
                 let off = (master.to_kind(Kind::Double) - Tensor::from_slice(&theirs)).abs().max().double_value(&[]);
                 assert!(off < 0.02 * lr * ratio, "{rows} x {columns}, step {index}: {off:e}");

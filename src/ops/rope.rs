@@ -75,12 +75,20 @@ impl RopeScaling {
     }
 }
 
+/// Factors of the logarithm in the two halves of YaRN's default factor: `mscale` and `mscale_all_dim` of config.json.
+#[derive(Debug)]
+pub struct YarnMscale {
+    /// Above.
+    pub mscale: f64,
+    /// Below.
+    pub all_dim: f64,
+}
+
 impl YarnScaling {
-    /// The factor of cosines and sines where config.json names none: 0.1 ln(factor) + 1, or the ratio of two such with the logarithm
-    /// scaled by `mscale` and `mscale_all_dim`.
-    pub fn default_attention_factor(factor: f64, mscale: Option<(f64, f64)>) -> f64 {
+    /// The factor of cosines and sines where config.json names none: 0.1 m ln(factor) + 1 with m = 1, or its ratio for both of `mscale`.
+    pub fn default_attention_factor(factor: f64, mscale: Option<YarnMscale>) -> f64 {
         let of = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
-        mscale.map_or_else(|| of(1.0), |(mscale, all_dim)| of(mscale) / of(all_dim))
+        mscale.map_or_else(|| of(1.0), |scales| of(scales.mscale) / of(scales.all_dim))
     }
 
     /// Pairs before the first stay, those behind the second are scaled in full.

@@ -30,7 +30,7 @@ struct Trace {
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be made.
-pub fn trace_to(folder: &Path, (rank, label): (usize, &str), ahead_us: i64, goes_on: bool) -> Result<()> {
+pub fn trace_to(folder: &Path, rank: usize, label: &str, ahead_us: i64, goes_on: bool) -> Result<()> {
     let path = of_rank(folder, rank);
     let earlier = if goes_on && path.exists() { whole_lines(&path)? } else { BEGIN.to_owned() };
     let file = opened(File::options().write(true).create(true).truncate(true), &path)?;

@@ -76,10 +76,3 @@ pub use rendezvous::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, SharedSegment};
 #[doc(hidden)]
 pub use single::SingleRank;
 pub use world::World;
-
-use std::ops::Range;
-
-/// The share of `rank` of `size` in `len` rows: consecutive, in rank order, sizes at most one apart.
-pub(crate) fn share(len: usize, (rank, size): (usize, usize)) -> Range<usize> {
-    len * rank / size..len * (rank + 1) / size
-}

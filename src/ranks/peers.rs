@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::control::{ControlPlane, RankGroup};
 use crate::cuda::{Context, HANDLE_BYTES, PeerMemory};
 use crate::error::{Error, Result};
+use crate::types::Place;
 
 /// A group's memory, from when it is first asked for.
 #[derive(Debug, Default)]
@@ -69,7 +70,7 @@ fn connect((control, group): Host<'_>, ordinal: usize, bytes: usize) -> Result<O
         return Ok(None);
     }
     let context = Context::retain(ordinal)?;
-    let mut memory = PeerMemory::allocate(&context, (group.rank, group.ranks.len()), bytes)?;
+    let mut memory = PeerMemory::allocate(&context, Place { rank: group.rank, size: group.ranks.len() }, bytes)?;
     let offer = memory.handle();
     let handles = control.all_gather_bytes(group, offer.as_ref().map_or(&[], |handle| &handle[..]))?;
     let mapped = offer.and_then(|_| map_peers(&mut memory, group, &handles));

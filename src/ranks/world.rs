@@ -21,6 +21,7 @@ use crate::config::{Config, WorldSize};
 use crate::console::hide_progress;
 use crate::cuda::Placement;
 use crate::error::{Error, Result};
+use crate::types::Place;
 
 /// The world's division for tensors of all ranks; that for host data is 0, those of [`World::subgroup`] follow.
 pub(super) const TENSORS: usize = 1;
@@ -160,6 +161,11 @@ impl World {
     /// This rank.
     pub fn rank(&self) -> usize {
         self.env.rank
+    }
+
+    /// This rank among all.
+    pub fn place(&self) -> Place {
+        Place { rank: self.rank(), size: self.size() }
     }
 
     /// Ranks in all.

@@ -24,6 +24,7 @@ use crate::memory;
 use crate::model::{ModelSpec, Ropes, Stages};
 use crate::phase::{self, Phase};
 use crate::ranks::Collective;
+use crate::types::Place;
 
 /// The layers of the stage whose ranks take most memory for a KV block.
 pub fn fullest_stage(spec: &ModelSpec, stages: &Stages) -> ModelSpec {
@@ -225,7 +226,7 @@ impl Engine {
         if self.options.exact {
             weights.multiply_exactly()?;
         }
-        weights.check((&self.spec, &self.ranks.stage()), (tp.rank(), tp.size()), policy_version)?;
+        weights.check(&self.spec, &self.ranks.stage(), Place { rank: tp.rank(), size: tp.size() }, policy_version)?;
         // From here on an error drops `rollout`, which sleeps.
         let mut rollout = RolloutEngine { engine: self, weights, stats: EngineStats::default(), progress: None };
         if let Some(copy) = &mut rollout.engine.copy {

@@ -23,6 +23,7 @@ pub fn cache_kind(dtype: KvCacheDtype, kind: Kind) -> Kind {
     match dtype {
         KvCacheDtype::Auto => kind,
         KvCacheDtype::Fp8 => Kind::Float8e4m3fn,
+        KvCacheDtype::Int8 => Kind::Int8,
     }
 }
 
@@ -38,11 +39,16 @@ pub(super) fn check_kv_cache(dtype: KvCacheDtype, device: Device) -> Result<()> 
     refuse(format!("auto: it needs a GPU of compute capability 8.9 or later, and {} has {capability}", context.name()?))
 }
 
-/// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer, and of e4m3 a scale for each token and
+/// Whether entries of a kind have a scale each.
+fn has_scales(kind: Kind) -> bool {
+    matches!(kind, Kind::Float8e4m3fn | Kind::Int8)
+}
+
+/// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer, and of eight bits a scale for each token and
 /// head of both.
 pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind: Kind) -> usize {
     let elements = spec.cached_elements(tp_size) * block_size;
-    let scales = if kind == Kind::Float8e4m3fn { elements / spec.attention().head_dim * size_of::<f32>() } else { 0 };
+    let scales = if has_scales(kind) { elements / spec.attention().head_dim * size_of::<f32>() } else { 0 };
     elements * kind.elt_size_in_bytes() + scales
 }
 
@@ -88,7 +94,7 @@ impl LayerCache {
     ) -> Result<()> {
         match self {
             Self::Plain([k, v]) => kernels::rope_write_kv(qkv, transform, positions, slots, q, k, v),
-            Self::Scaled([k, v]) => kernels::rope_write_kv_fp8(qkv, transform, positions, slots, q, k, v),
+            Self::Scaled([k, v]) => kernels::rope_write_kv_scaled(qkv, transform, positions, slots, q, k, v),
         }
     }
 
@@ -111,7 +117,7 @@ pub(super) struct KvCache {
     kind: Kind,
     block_bytes: usize,
     awake: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size, hd], of the l-th keys at 2 l, values at 2 l + 1
-    scales: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size] f32, of e4m3
+    scales: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size] f32, of eight bits
 }
 
 impl KvCache {
@@ -163,7 +169,7 @@ impl KvCache {
         // SAFETY: the only view of these bytes; it and what derives from it stay in this room, and `sleep` drops it before
         // the arena is unmapped.
         let entries = unsafe { self.arena.tensor(0, &shape, self.kind) }?;
-        if self.kind == Kind::Float8e4m3fn {
+        if has_scales(self.kind) {
             // SAFETY: as above, behind the entries.
             let scales = unsafe { self.arena.tensor(entries.numel(), &shape[..4], Kind::Float) }?;
             if stays.is_some_and(|before| before != num_blocks as i64) {

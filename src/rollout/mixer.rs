@@ -1,7 +1,7 @@
 //! How tokens of the engine's steps see one another: keys and values go through the paged cache, states of gated delta nets through
 //! their pages.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::batch::StepBatch;
 use super::kv_cache::KvCache;
@@ -14,6 +14,7 @@ use crate::ops::attention::{
 };
 use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, DraftedRows, PackedChunks, Sequences};
 use crate::ops::exact::{self, VisibleKeys};
+use crate::ops::{int8, try_map};
 use crate::torch;
 
 /// The context of one step, for all layers.
@@ -101,6 +102,19 @@ impl<'a> PagedMixer<'a> {
     }
 }
 
+impl PagedMixer<'_> {
+    /// Queries and keys as a cache of whole numbers takes them; `None` where it is of another kind.
+    fn turned(&self, attention: AttentionSpec, both: [&Tensor; 2]) -> Result<Option<[Tensor; 2]>> {
+        if self.kv_cache.kind() != Kind::Int8 {
+            return Ok(None);
+        }
+        let head_dim = attention.head_dim;
+        let columns = attention.rope.map_or(head_dim, |rope| rope.columns(head_dim));
+        let block = int8::hadamard_block(head_dim, columns);
+        try_map(both, |x| int8::turned_by_hadamard(x, block)).map(Some)
+    }
+}
+
 /// [`Layout::Exact`] of a step: runs have their blocks one behind the other.
 fn exact_layout(batch: &StepBatch, spec: &ModelSpec, block_size: usize) -> Result<Layout> {
     let width = batch.block_tables.size()[1] as usize;
@@ -125,6 +139,8 @@ impl SequenceMixer for PagedMixer<'_> {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let cache = self.kv_cache.layer(layer);
         let [k_cache, v_cache] = cache.entries();
+        let turned = self.turned(attention, [q, k])?;
+        let [q, k] = turned.as_ref().map_or([q, k], |[q, k]| [q, k]);
         let (batch, AttentionSpec { window, scale, sinks, .. }) = (self.batch, attention);
         let alone = |o| (o, None);
         let with_lse = |Attended { o, lse }| (o, Some(lse));

@@ -60,6 +60,7 @@ pub use engine::{Engine, RolloutEngine, fullest_stage};
 pub use gpu::{DecoderOp, TrialBatch, TrialStep, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
 pub use options::EngineOptions;
+pub(crate) use request::ParamFault;
 pub use request::{Event, Request, RequestId};
 #[cfg(test)]
 pub(crate) use run::tap;

@@ -173,17 +173,26 @@ impl Request {
     }
 }
 
+/// A sampling parameter that is out of its range.
+pub(crate) struct ParamFault {
+    pub name: &'static str,
+    /// The range, in words.
+    pub expected: &'static str,
+    /// The value.
+    pub got: String,
+}
+
 impl SamplingParams {
     /// Whether all values are within their ranges.
     pub(super) fn check(&self) -> Result<()> {
         match self.fault() {
-            Some((_, expected, got)) => refuse(expected.to_owned(), got),
+            Some(fault) => refuse(fault.expected.to_owned(), fault.got),
             None => Ok(()),
         }
     }
 
-    /// The first value that is out of its range: its name, the range, and the value.
-    pub(crate) fn fault(&self) -> Option<(&'static str, &'static str, String)> {
+    /// The first value that is out of its range.
+    pub(crate) fn fault(&self) -> Option<ParamFault> {
         let min_p = self.min_p.map_or_else(|| "none".to_owned(), |p| p.to_string());
         let has_min_p = self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0));
         let is_penalty = is_within(self.repetition_penalty, Self::MIN_PENALTY..=Self::MAX_PENALTY);
@@ -210,7 +219,7 @@ impl SamplingParams {
             ("stop", has_text, "stop strings with text", &stop),
         ];
         let fault = checks.into_iter().find(|(_, holds, ..)| !holds);
-        fault.map(|(name, _, expected, got)| (name, expected, got.to_string()))
+        fault.map(|(name, _, expected, got)| ParamFault { name, expected, got: got.to_string() })
     }
 }
 

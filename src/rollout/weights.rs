@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 use crate::model::{BlockParams, Exact, Format, ModelSpec, ParamTable, Section, Stage, StoredBlock, Unit};
+use crate::types::Place;
 
 /// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
 #[derive(Debug)]
@@ -65,17 +66,12 @@ impl EngineWeights<'_> {
     }
 
     /// Refuses weights of another model, rank, stage or version.
-    pub(super) fn check(
-        &self,
-        (spec, stage): (&ModelSpec, &Stage),
-        (tp_rank, tp_size): (usize, usize),
-        policy_version: u64,
-    ) -> Result<()> {
+    pub(super) fn check(&self, spec: &ModelSpec, stage: &Stage, tp: Place, policy_version: u64) -> Result<()> {
         if self.version != policy_version {
             return Err(Error::StaleWeights { engine: self.version, policy: policy_version });
         }
         let (vocab, hidden) = (spec.vocab_size as i64, spec.hidden_size as i64);
-        let rows = spec.vocab_range(tp_rank, tp_size).len() as i64;
+        let rows = spec.vocab_range(tp.rank, tp.size).len() as i64;
         let embedding_rows = match stage.is_first() {
             true if self.embedding.size()[0] == rows => rows,
             true => vocab,
@@ -87,7 +83,7 @@ impl EngineWeights<'_> {
         if got != expected {
             return Err(Error::InvalidArgument {
                 op: "Engine::wake",
-                expected: format!("(blocks, embedding, lm_head) = {expected:?} on rank {tp_rank} of {tp_size}"),
+                expected: format!("(blocks, embedding, lm_head) = {expected:?} on rank {} of {}", tp.rank, tp.size),
                 got: format!("{got:?}"),
             });
         }

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::rollout::ParamFault;
 use crate::types::SamplingParams;
 use crate::untrusted::{self, MAX_MODEL_JSON_BYTES};
 
@@ -49,7 +50,7 @@ impl SamplingDefaults {
             repetition_penalty: float("repetition_penalty")?,
         };
         match defaults.over(SamplingParams::default()).fault() {
-            Some((key, expected, got)) => Err(bad(format!("{key} = {got}: expected {expected}"))),
+            Some(ParamFault { name, expected, got }) => Err(bad(format!("{name} = {got}: expected {expected}"))),
             None => Ok(defaults),
         }
     }

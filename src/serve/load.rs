@@ -61,20 +61,26 @@ pub struct EngineDivision<'a> {
     pub enable_expert_parallel: bool,
 }
 
+/// A model and its stages.
+pub struct DividedModel {
+    pub spec: Arc<ModelSpec>,
+    pub stages: Stages,
+}
+
 impl EngineDivision<'_> {
-    /// The model in `folder` and its stages, by its `config.json` alone.
+    /// The model in `folder`, divided, by its `config.json` alone.
     ///
     /// # Errors
     /// [`Error::Io`] and [`Error::BadFile`] for a `config.json` that cannot be read or is not served; [`Error::InvalidValue`] for a division
     /// that the model does not allow.
-    pub fn of_model(&self, folder: &Path, on_gpu: bool) -> Result<(Arc<ModelSpec>, Stages)> {
+    pub fn of_model(&self, folder: &Path, on_gpu: bool) -> Result<DividedModel> {
         let EngineShape { tensor_parallel_size, pipeline_parallel_size } = self.shape;
         let spec = ModelSpec::from_folder(folder)?.with_expert_parallel(self.enable_expert_parallel)?;
         spec.validate_tp(tensor_parallel_size)?;
         let device = if on_gpu { Device::Cuda } else { Device::Cpu };
         spec.check_with([("pipeline_parallel_size", pipeline_parallel_size.into()), ("device", device.name().into())])?;
         let stages = Stages::new(&spec, pipeline_parallel_size, self.pipeline_partition)?;
-        Ok((Arc::new(spec), stages))
+        Ok(DividedModel { spec: Arc::new(spec), stages })
     }
 }
 
@@ -110,7 +116,7 @@ impl ModelService {
         let ServeOptions { division: division @ EngineDivision { shape, .. }, kind, residual, .. } = *options;
         let source = ModelSource::new(options.model, options.base_model)?;
         let folder = &source.base;
-        let (spec, stages) = division.of_model(folder, world.device().is_cuda())?;
+        let DividedModel { spec, stages } = division.of_model(folder, world.device().is_cuda())?;
         let tokenizer = Arc::new(Tokenizer::from_folder(folder)?.with_template_variables(options.template_variables)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
         tokenizer.notice().filter(|_| world.rank() == 0).iter().for_each(console::say);

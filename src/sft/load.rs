@@ -57,12 +57,11 @@ pub(super) fn load(
     let earlier = checkpoint.as_ref().map(Checkpoint::earlier_log);
     let services = Services { tensorboard: true, ..Services::default() };
     let log = RunLog::open(&config.output.output_dir, &config, options, world.rank() == 0, earlier, &services)?;
-    let place = (world.rank(), world.size());
-    let reporter = RankReporter::start(&config.output.output_dir, place, options.max_steps, world.device())?;
+    let reporter = RankReporter::start(&config.output.output_dir, world.place(), options.max_steps, world.device())?;
     log.display().say(&format!("{sources}: {}", rows.counts()));
     log.display().say(&description);
     rows.notices().iter().for_each(|notice| log.display().say(notice));
-    let loss = log.first_and_last("loss").map_or(f64::NAN, |(_, newest)| newest);
+    let loss = log.first_and_newest("loss").map_or(f64::NAN, |numbers| numbers.newest);
     Ok(Sft {
         device: world.device(),
         chip_flop_per_s: chip_flop_per_s(world.device(), placement.kind)?,

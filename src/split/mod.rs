@@ -15,6 +15,21 @@ use crate::serve::Served;
 use crate::train::{Sequence, gather_sequences};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress, await_divergences};
 
+/// What an update gave, and what was done beside it.
+pub struct Updated<R> {
+    /// Of the trainers.
+    pub outcome: UpdateOutcome,
+    /// Of the engines.
+    pub beside: R,
+}
+
+impl<R: Default> Updated<R> {
+    /// An update beside which nothing was done.
+    pub fn alone(outcome: UpdateOutcome) -> Self {
+        Self { outcome, beside: R::default() }
+    }
+}
+
 /// One rank's half.
 #[derive(Debug)]
 pub struct Split {
@@ -67,14 +82,14 @@ impl Split {
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
         beside: Option<impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>>,
-    ) -> Result<(UpdateOutcome, R)> {
+    ) -> Result<Updated<R>> {
         let world = self.world.clone();
         let work = |split: &mut Self| {
             if beside.is_some() {
                 split.send_weights()?;
             }
             match &mut split.role {
-                SplitRank::Trains(learner) => Ok((learner.train(sequences, options, progress)?, R::default())),
+                SplitRank::Trains(learner) => Ok(Updated::alone(learner.train(sequences, options, progress)?)),
                 SplitRank::Generates(served) => {
                     let group = split.world.group();
                     gather_sequences(sequences, &*group)?.1.fetch(sequences, &[], &*group)?;
@@ -83,7 +98,7 @@ impl Split {
                         entropy_control: options.entropy_control,
                         ..UpdateOutcome::default()
                     };
-                    Ok((outcome, beside.map_or_else(|| Ok(R::default()), |work| served.awake(work))?))
+                    Ok(Updated { outcome, beside: beside.map_or_else(|| Ok(R::default()), |work| served.awake(work))? })
                 }
             }
         };

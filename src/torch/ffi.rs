@@ -97,17 +97,25 @@ pub fn current_cuda_stream(ordinal: usize) -> Result<*mut c_void> {
     Ok(stream)
 }
 
-/// The next stream of libtorch's pool for CUDA device `ordinal`: libtorch's id of it and the `CUstream`. It lives as long as
+/// A stream of libtorch's pool.
+pub(crate) struct PooledStream {
+    /// libtorch's id of it.
+    pub id: i64,
+    /// Its `CUstream`.
+    pub raw: *mut c_void,
+}
+
+/// The next stream of libtorch's pool for CUDA device `ordinal`. It lives as long as
 /// the process; after 32 the pool begins again. Blocks of an `urgent` one go before those of others.
 ///
 /// # Errors
 /// [`Error::Environment`] if libtorch's CUDA half is not loaded.
-pub(crate) fn pool_cuda_stream(ordinal: usize, urgent: bool) -> Result<(i64, *mut c_void)> {
+pub(crate) fn pool_cuda_stream(ordinal: usize, urgent: bool) -> Result<PooledStream> {
     let (mut id, mut stream) = (0, std::ptr::null_mut());
     // SAFETY: both outlive the call, which writes them only on success.
     let status = unsafe { colo_cuda_pool_stream(ordinal as c_int, urgent.into(), &mut id, &mut stream) };
     check(status, || format!("a stream of CUDA device {ordinal}"))?;
-    Ok((id, stream))
+    Ok(PooledStream { id, raw: stream })
 }
 
 /// Sends the calling thread's libtorch operations on CUDA device `ordinal` to the stream of libtorch's `id`; returns the id of

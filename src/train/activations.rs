@@ -52,7 +52,7 @@ impl ActivationBytes {
         let matrix = format.matrix_bytes(spec);
         let ElementBytes { narrow, wide, residual, .. } = bytes;
         let hidden = spec.hidden_size;
-        let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec).1);
+        let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec).most);
         let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
         let all_rows = narrow * hidden * (scored_tokens + tokens);
@@ -147,7 +147,7 @@ mod tests {
         for (lora, forward) in [(None, -18_944), (Some(lora), 18_944)] {
             let plain = TrainedModel { lora, ..plain.clone() };
             let rounded = TrainedModel { format: &Fp8::ROWS, ..plain.clone() };
-            let expanded = plain.lora.as_ref().map_or(0, |lora| 6 * lora.num_expanded(&table.spec).1);
+            let expanded = plain.lora.as_ref().map_or(0, |lora| 6 * lora.num_expanded(&table.spec).most);
             for keep in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
                 let of = |shape| [&plain, &rounded].map(|model| ActivationBytes::new(model, keep, shape));
                 let [plain, rounded] = of(many);

@@ -85,7 +85,7 @@ impl<'a> TrainedModel<'a> {
             gradients: self.gradient_kinds().accumulated.elt_size_in_bytes() * share(stage > 1),
             optimizer,
             optimizer_buckets,
-            engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec).0),
+            engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec).all),
         }
     }
 
@@ -148,7 +148,7 @@ impl<'a> TrainedModel<'a> {
             Some(format) => {
                 let others = [Unit::Embedding, Unit::Head].map(|unit| table.unit(unit).len).iter().sum::<usize>();
                 let blocks = table.spec.kinds_of_blocks().into_iter();
-                let blocks = blocks.map(|(layer, count)| count * format.block_bytes(&table.spec, layer, self.kind));
+                let blocks = blocks.map(|kind| kind.count * format.block_bytes(&table.spec, kind.layer, self.kind));
                 element * others + blocks.sum::<usize>()
             }
         }

@@ -172,7 +172,7 @@ impl Optimizer {
         let updates = muon.updates(index, directions)?;
         each_piece(layout, residence, flow, (index, StatePass::Master), &mut |piece, state| {
             let [update, weight] = [&updates, &*weight].map(|whole| narrow(whole, &piece.elements));
-            muon.apply(index, &piece.elements, [&state[0], &update, &weight], (lr, weight_decay))
+            muon.apply(index, &piece.elements, [&state[0], &update, &weight], lr, weight_decay)
         })
     }
 

@@ -93,7 +93,8 @@ impl Orthogonalizer {
         index: usize,
         elements: &Range<usize>,
         [master, update, weight]: [&Tensor; 3],
-        (lr, weight_decay): (f64, f64),
+        lr: f64,
+        weight_decay: f64,
     ) -> Result<()> {
         let first = self.sharding.owned(self.table.units[index].len).start + elements.start;
         for (range, ratio) in &self.units[index].ratios {
@@ -101,7 +102,7 @@ impl Orthogonalizer {
             if !inside.is_empty() {
                 let part = inside.start - first..inside.end - first;
                 let [master, update, weight] = [master, update, weight].map(|tensor| narrow(tensor, &part));
-                muon::apply(&master, &update, &weight, (lr, weight_decay, *ratio))?;
+                muon::apply(&master, &update, &weight, lr, weight_decay, *ratio)?;
             }
         }
         Ok(())

@@ -17,6 +17,7 @@ use crate::error::Result;
 use crate::ranks::{HostGroup, World, all_gather_json};
 use crate::reward::RewardTicket;
 use crate::rollout::{Batches, RolloutEngine, SampledGroup, SampledGroups};
+use crate::split::Updated;
 use crate::train::Sequence;
 use crate::types::RolloutGroup;
 use crate::update::{UpdateOptions, UpdateOutcome};
@@ -147,7 +148,7 @@ impl Trainer {
         let options = self.update_options();
         let num_ahead = self.num_ahead(&options);
         if num_ahead == 0 {
-            return Ok(self.model.update(sequences, &options, &self.output, None::<NoWork>)?.0);
+            return Ok(self.model.update(sequences, &options, &self.output, None::<NoWork>)?.outcome);
         }
         match self.config.dynamic_sampling {
             DynamicSampling::Replace => self.update_beside_replacement(sequences, &options, num_ahead),
@@ -213,7 +214,7 @@ impl Trainer {
             }
             Ok(())
         };
-        Ok(model.update(sequences, options, &*output, Some(beside))?.0)
+        Ok(model.update(sequences, options, &*output, Some(beside))?.outcome)
     }
 
     /// Batches with replacement begin where the one before them ended, which engines alone know at first.
@@ -239,7 +240,7 @@ impl Trainer {
             let mut replacement = Replacement { rewards, output, dataset, engines, max_steps, quota };
             replacement.sample(engine, turns.as_mut(), candidates, &params, &steps)
         };
-        let (outcome, drawn) = model.update(sequences, options, output, Some(beside))?;
+        let Updated { outcome, beside: drawn } = model.update(sequences, options, output, Some(beside))?;
         let mut drawn = drawn.into_iter();
         for StepNumbers { global_step, .. } in steps {
             let before = self.data.position();

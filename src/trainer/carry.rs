@@ -4,8 +4,8 @@
 
 use crate::config::Config;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::ranks::share;
 use crate::rollout::EngineStats;
+use crate::types::Place;
 use crate::types::{RolloutGroup, Trajectory};
 
 /// Counts of this rank's tokens in a step: taken, carried and dropped.
@@ -94,7 +94,7 @@ pub(super) fn one_by_one<T: Clone>(carried: Vec<T>, num_ranks: usize) -> Vec<Vec
 /// Leaves carried groups with their engines: all of them complete, and so carry, as many for each of their ranks, which follow
 /// one another.
 pub(super) fn in_order<T: Clone>(carried: &[T], num_ranks: usize) -> Vec<Vec<T>> {
-    (0..num_ranks).map(|rank| carried[share(carried.len(), (rank, num_ranks))].to_vec()).collect()
+    (0..num_ranks).map(|rank| carried[Place { rank, size: num_ranks }.share(carried.len())].to_vec()).collect()
 }
 
 /// Adds new groups in consecutive shares, so that all ranks together have first the smaller and then the larger of `totals`.
@@ -102,7 +102,7 @@ pub(super) fn fill<T>(shares: &mut [Vec<T>], mut new: impl Iterator<Item = T>, t
     let num_ranks = shares.len();
     for total in totals {
         for (rank, own) in shares.iter_mut().enumerate() {
-            let num_missing = share(total, (rank, num_ranks)).len().saturating_sub(own.len());
+            let num_missing = Place { rank, size: num_ranks }.share(total).len().saturating_sub(own.len());
             own.extend(new.by_ref().take(num_missing));
         }
     }

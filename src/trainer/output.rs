@@ -13,11 +13,14 @@ use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
 use crate::metrics::ranks::RankReporter;
-use crate::metrics::{CompletionsWriter, LogOptions, LoggedGroup, MetricValues, RunLog, Services, StepMetrics};
+use crate::metrics::{
+    CompletionsWriter, FirstAndNewest, LogOptions, LoggedGroup, MetricValues, RunLog, Services, StepMetrics,
+};
 use crate::phase::{self, Phase};
 use crate::ranks::{Collective, World, all_gather_f64};
 use crate::rollout::EngineStats;
 use crate::train::Sequence;
+use crate::types::Place;
 use crate::untrusted::Folder;
 use crate::update::UpdateProgress;
 
@@ -68,20 +71,21 @@ impl RunOutput {
             let folder = output_dir.join(TRACE_FOLDER);
             Folder::new(&output_dir).folder(TRACE_FOLDER).make().map_err(Error::io(&folder))?;
             let (label, ahead_us) = (label(config, &*group)?, clock_ahead_us(world, now_us)?);
-            phase::trace_to(&folder, (group.rank(), &label), ahead_us, checkpoint.is_some())?;
+            phase::trace_to(&folder, group.rank(), &label, ahead_us, checkpoint.is_some())?;
         }
-        let reporter = writes_files
-            .then(|| RankReporter::start(&output_dir, (group.rank(), group.size()), max_steps, group.device()))
-            .transpose()?;
+        let place = Place { rank: group.rank(), size: group.size() };
+        let reporter =
+            writes_files.then(|| RankReporter::start(&output_dir, place, max_steps, group.device())).transpose()?;
         let tells_dropped = config.dynamic_sampling != DynamicSampling::None;
         let writer = || {
             let writer = CompletionsWriter::new(&output_dir, &config.reward_names(), tells_dropped)?;
             if config.tools.has_turns() { writer.with_messages(tokenizer) } else { Ok(writer) }
         };
         let completions = config.log_completions.then(writer);
-        let resumed = |(first, newest)| EvalRewards { first: Some(first), newest: Some(newest) };
+        let resumed =
+            |numbers: FirstAndNewest| EvalRewards { first: Some(numbers.first), newest: Some(numbers.newest) };
         Ok(Self {
-            eval_rewards: log.first_and_last("eval_reward").map(resumed),
+            eval_rewards: log.first_and_newest("eval_reward").map(resumed),
             log,
             completions: completions.transpose()?,
             reporter,

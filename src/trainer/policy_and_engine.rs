@@ -22,12 +22,12 @@ use crate::plan::engine_options;
 use crate::ranks::{Mesh, World};
 use crate::rollout::{DraftCounts, Engine, EngineRanks, RolloutEngine, StageTimes};
 use crate::serve::{EngineSlices, Served};
-use crate::split::{Split, SplitRank};
+use crate::split::{Split, SplitRank, Updated};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
     Sequence, TrainedModel, reference_bytes,
 };
-use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
+use crate::update::{Divergence, Learner, UpdateOptions, UpdateProgress};
 
 /// The policy and the engine, on the same ranks or apart.
 #[derive(Debug)]
@@ -85,9 +85,9 @@ impl PolicyAndEngine {
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
         beside: Option<impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>>,
-    ) -> Result<(UpdateOutcome, R)> {
+    ) -> Result<Updated<R>> {
         match self {
-            Self::Colocated(colocated) => Ok((colocated.update(sequences, options, progress)?, R::default())),
+            Self::Colocated(colocated) => Ok(Updated::alone(colocated.update(sequences, options, progress)?)),
             Self::Split(split) => split.update(sequences, options, progress, beside),
         }
     }

@@ -19,10 +19,10 @@ use super::verdict::{GroupVerdict, Tally};
 use crate::data::{Dataset, PromptSampler};
 use crate::error::Result;
 use crate::phase::{self, Phase};
-use crate::ranks::{HostGroup, share};
+use crate::ranks::HostGroup;
 use crate::reward::{RewardPool, RewardTicket};
 use crate::rollout::{Flow, GroupTurns, Request, RolloutEngine, SamplingPolicy, Session};
-use crate::types::{RolloutGroup, SamplingParams};
+use crate::types::{Place, RolloutGroup, SamplingParams};
 
 /// Engine steps between two exchanges.
 const STEPS: usize = 16;
@@ -172,7 +172,7 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
         context: &'c mut Replacement<'a>,
     ) -> Self {
         let num_places = context.engines().size();
-        let shares = (0..num_places).map(|owner| share(candidates.rows.len(), (owner, num_places)));
+        let shares = (0..num_places).map(|owner| Place { rank: owner, size: num_places }.share(candidates.rows.len()));
         let of_all = shares.enumerate().flat_map(|(owner, rows)| rows.map(move |_| (owner, None))).collect();
         Self {
             context,

@@ -12,10 +12,10 @@ use crate::error::Result;
 use crate::eval;
 use crate::metrics::StepMetrics;
 use crate::phase::{self, Phase};
-use crate::ranks::{all_gather_json, share};
+use crate::ranks::all_gather_json;
 use crate::reward::RewardTicket;
 use crate::rollout::{Batches, EngineStats, SampledGroup, SampledGroups};
-use crate::types::{Prompt, RolloutGroup, SamplingParams};
+use crate::types::{Place, Prompt, RolloutGroup, SamplingParams};
 
 impl Trainer {
     /// Draws the groups of generation step `step`, which is trained on after `global_step` updates.
@@ -156,7 +156,8 @@ impl Trainer {
 
     /// This rank's share of `len` rows to sample from; none where it only trains.
     pub(super) fn share(&self, len: usize) -> Range<usize> {
-        self.place_among_engines().map_or(0..0, |place| share(len, (place, self.batch.roles.num_generators)))
+        let size = self.batch.roles.num_generators;
+        self.place_among_engines().map_or(0..0, |rank| Place { rank, size }.share(len))
     }
 
     /// Samples and scores the held-out rows, writes their metrics and returns the mean reward: none where there are no rows, or no

@@ -8,7 +8,7 @@ use minijinja::Environment;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::runs::{WatchedRun, age, now};
+use super::runs::{RunStep, WatchedRun, age, now};
 use crate::metrics::ranks::RankState;
 use crate::metrics::report::{self, History, escape, number};
 
@@ -46,7 +46,7 @@ pub(super) fn policy() -> &'static str {
 
 /// One run as the page's list has it; the script shows it as text.
 pub(super) fn run_line(number: usize, run: &WatchedRun) -> Value {
-    let (step, max_steps) = run.step();
+    let RunStep { newest: step, last: max_steps } = run.step();
     let reward = run.history().get("reward").and_then(|points| points.last()).map(|point| report::number(point.1));
     let messages: Vec<&str> = run.messages().collect();
     json!({"id": number, "name": run.name, "state": run.state(), "step": step, "max_steps": max_steps, "reward": reward,

@@ -124,6 +124,15 @@ impl WatchedRuns {
     }
 }
 
+/// How far a run is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RunStep {
+    /// The newest update.
+    pub newest: u64,
+    /// How many there will be, where that is known.
+    pub last: Option<u64>,
+}
+
 impl WatchedRun {
     fn new(root: &Path, folder: &Path) -> Self {
         let below = folder.strip_prefix(root).ok().filter(|below| !below.as_os_str().is_empty());
@@ -196,10 +205,10 @@ impl WatchedRun {
         [self.metrics.message(), self.rank_message.as_str()].into_iter().filter(|message| !message.is_empty())
     }
 
-    /// The newest update, and how many there will be, where that is known.
-    pub fn step(&self) -> (u64, Option<u64>) {
+    /// How far it is.
+    pub fn step(&self) -> RunStep {
         let step = self.history().last_step().unwrap_or(0.0) as u64;
-        (step, self.ranks.first().map(|first| first.max_steps))
+        RunStep { newest: step, last: self.ranks.first().map(|first| first.max_steps) }
     }
 
     /// How it is.

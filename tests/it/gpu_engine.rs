@@ -162,7 +162,11 @@ fn steps_do_not_see_their_batch(
             SamplingParams { num_generations: 3, max_completion_length: completion, ..SamplingParams::default() };
         let strict = of(EngineOptions { strict: true, ..model.options(max_model_length) });
         let few = EngineOptions { max_num_seqs: 7, max_num_batched_tokens: 400, ..strict.clone() };
-        let cache_kind = if strict.kv_cache_dtype == KvCacheDtype::Fp8 { Kind::Float8e4m3fn } else { strict.kind };
+        let cache_kind = match strict.kv_cache_dtype {
+            KvCacheDtype::Auto => strict.kind,
+            KvCacheDtype::Fp8 => Kind::Float8e4m3fn,
+            KvCacheDtype::Int8 => Kind::Int8,
+        };
         let block_bytes = kv_block_bytes(&model.spec, 1, strict.block_size, cache_kind);
         let tight = EngineOptions { kv_cache_bytes: few_blocks * block_bytes, ..strict.clone() };
         let mut prompts = prompts(9, longest);

@@ -292,6 +292,15 @@ fn row_bytes(columns: usize) -> u32 {
     (columns * Kind::BFloat16.elt_size_in_bytes()) as u32
 }
 
+/// What kernels over a cache of eight bits are called by.
+pub(super) fn code_name(op: &'static str, cache: &Tensor) -> Result<&'static str> {
+    match cache.kind() {
+        Kind::Float8e4m3fn => Ok("fp8"),
+        Kind::Int8 => Ok("int8"),
+        other => Err(invalid(op, "a cache in e4m3 or int8", other)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

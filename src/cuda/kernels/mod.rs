@@ -85,13 +85,13 @@ pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
 pub use normal::{dropout, fill_normal};
 pub use paged_attention::{
-    AttentionPlan, AttentionShape, SharedPrefixes, paged_attention, paged_attention_fp8, paged_attention_with_sinks,
+    AttentionPlan, AttentionShape, SharedPrefixes, paged_attention, paged_attention_scaled, paged_attention_with_sinks,
 };
 pub(super) use product::product_key;
 pub use product::{product, product_fp8, product_serves, product_silu_mul, product_silu_mul_fp8};
 pub use qk_norm::{qk_scale, qk_squares};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
-pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv, rope_write_kv_fp8};
+pub use rope_write_kv::{HeadTransform, QkvViews, hadamard_block, rope_write_kv, rope_write_kv_scaled};
 pub use route::{
     MOST_EXPERT_GROUPS, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, RouteOptions, RouteScores, RouteSizes, RoutedTokens,
     route,
@@ -113,6 +113,7 @@ use super::context::Context;
 use super::kernel::Kernel;
 use super::nvrtc::{KernelSource, compile_all};
 use crate::error::Result;
+use crate::types::Place;
 
 /// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
 pub(super) const KERNELS: [(&KernelSource, &[&str]); 43] = [
@@ -168,7 +169,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 43] = [
 /// [`Error::Environment`](crate::Error::Environment) without NVRTC; [`Error::Cuda`](crate::Error::Cuda).
 pub fn prepare(ordinal: usize, num_ranks: usize) -> Result<()> {
     let capability = Context::retain(ordinal)?.compute_capability()?;
-    compile_all(KERNELS.iter().map(|(source, _)| *source), capability, (ordinal, num_ranks))?;
+    compile_all(KERNELS.iter().map(|(source, _)| *source), capability, Place { rank: ordinal, size: num_ranks })?;
     for (source, names) in KERNELS {
         for name in names {
             Kernel::get(source, name, ordinal)?;

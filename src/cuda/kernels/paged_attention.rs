@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::fp8::ScaledRows;
+use super::fp8::{ScaledRows, code_name};
 use super::launch::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -20,12 +20,16 @@ pub(super) const NAMES: &[&str] = &[
     "paged_attention_bf16_128_sinks",
     "paged_attention_bf16_64_fp8_sinks",
     "paged_attention_bf16_128_fp8_sinks",
+    "paged_attention_bf16_64_int8",
+    "paged_attention_bf16_128_int8",
+    "paged_attention_bf16_64_int8_sinks",
+    "paged_attention_bf16_128_int8_sinks",
 ];
 pub(super) const PLAN: &KernelSource = &nvrtc::PLAN_ATTENTION;
 pub(super) const PLAN_NAMES: &[&str] = &["plan_attention"];
 pub(super) const ANY: &KernelSource = &nvrtc::PAGED_ATTENTION_ANY;
 pub(super) const ANY_NAMES: &[&str] =
-    &["paged_attention_any_f32", "paged_attention_any_bf16", "paged_attention_any_fp8"];
+    &["paged_attention_any_f32", "paged_attention_any_bf16", "paged_attention_any_fp8", "paged_attention_any_int8"];
 
 /// Threads of a block, and most columns of a head over it.
 const THREADS: usize = 128;
@@ -34,7 +38,7 @@ const MOST_COLUMNS: usize = 4 * THREADS;
 const BLOCKS_PER_PROCESSOR: usize = 2;
 /// Threads of `plan_attention`.
 const PLANNERS: u32 = 256;
-/// Widths of heads on tensor cores. Of the last one, parts that rows share are not read at once, and a cache in e4m3 and sinks are not served.
+/// Widths of heads on tensor cores. Of the last one, parts that rows share are not read at once, and a cache in eight bits and sinks are not served.
 const FAST_DIMS: [usize; 3] = [64, 128, 256];
 const WIDE_DIM: usize = 256;
 /// Query heads that one item serves.
@@ -274,12 +278,12 @@ pub fn paged_attention(
     paged_attention_with_sinks(plan, q, ([k_cache, v_cache], None), (block_tables, context_lens), None, o)
 }
 
-/// [`paged_attention`] over a cache in e4m3 with a scale for each token and head. Products are in f16, which holds every e4m3: queries
-/// beyond 65,504 are cut there. Not before sm_89.
+/// [`paged_attention`] over a cache in e4m3 (not before sm_89) or of whole numbers of eight bits, by the kind of its values, with a scale for
+/// each token and head. Products are in f16, which holds every one of them: queries beyond 65,504 are cut there.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
-pub fn paged_attention_fp8(
+pub fn paged_attention_scaled(
     plan: &AttentionPlan,
     q: &Tensor,            // [S, H, hd] bf16
     k_cache: &ScaledRows,  // [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size]
@@ -293,7 +297,7 @@ pub fn paged_attention_fp8(
     paged_attention_with_sinks(plan, q, cache, (block_tables, context_lens), None, o)
 }
 
-/// [`paged_attention`], or [`paged_attention_fp8`] over a cache with scales, where each query head may have a sink: a logit that takes part in the softmax
+/// [`paged_attention`], or [`paged_attention_scaled`] over a cache with scales, where each query head may have a sink: a logit that takes part in the softmax
 /// with the value 0.
 ///
 /// # Errors
@@ -308,14 +312,15 @@ pub fn paged_attention_with_sinks(
 ) -> Result<()> {
     const OP: &str = "paged_attention";
     if scales.is_some() && plan.kind != Kind::BFloat16 {
-        return Err(invalid(OP, "queries in bfloat16 beside a cache in e4m3", plan.kind));
+        return Err(invalid(OP, "queries in bfloat16 beside a cache in eight bits", plan.kind));
     }
     let AttentionShape { num_heads, num_kv_heads, head_dim, block_size, sliding_window, scale } = plan.shape;
     let (gpu, kind, rows) = (ordinal(OP, q)?, plan.kind, context_lens.numel());
     let block_len = num_kv_heads * block_size * head_dim;
     let cache_len = k_cache.numel() / block_len * block_len;
     let max_blocks = block_tables.numel() / rows.max(1);
-    let cache_kind = if scales.is_some() { Kind::Float8e4m3fn } else { kind };
+    let cache_kind = if scales.is_some() { k_cache.kind() } else { kind };
+    let code = scales.map(|_| code_name(OP, k_cache)).transpose()?;
     let scales_at = match scales {
         None => Vec::new(),
         Some(both) => {
@@ -341,7 +346,7 @@ pub fn paged_attention_with_sinks(
         let sizes = [num_heads, num_kv_heads, head_dim, block_size, max_blocks, sliding_window.unwrap_or(0)].map(count);
         let arguments =
             [&[q_at, k_at, v_at, tables, lens, o_at][..], &sizes, &[scale], &scales_at, &[sinks_at]].concat();
-        let name = format!("paged_attention_any_{}", if scales.is_some() { "fp8" } else { kind_name(OP, q)? });
+        let name = format!("paged_attention_any_{}", code.map_or_else(|| kind_name(OP, q), Ok)?);
         let grid = ((rows * num_heads) as u32, THREADS as u32, 4 * head_dim as u32);
         // SAFETY: the kernel's parameters in order; one block a query head of a row; blocks of contexts are the caller's.
         return unsafe { launch_early(ANY, &name, gpu, grid, &arguments) };
@@ -356,7 +361,7 @@ pub fn paged_attention_with_sinks(
         [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &scales_at, &sizes, &[scale]]
             .concat();
     arguments.extend(sinks.map(|_| sinks_at));
-    let cache = if scales.is_some() { "_fp8" } else { "" };
+    let cache = code.map_or_else(String::new, |code| format!("_{code}"));
     let suffix = if sinks.is_some() { "_sinks" } else { "" };
     let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
     // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.

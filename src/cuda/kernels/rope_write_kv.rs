@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
-use super::fp8::ScaledRows;
+use super::fp8::{ScaledRows, code_name};
 use super::launch::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -17,11 +17,23 @@ pub(super) const NAMES: &[&str] = &[
     "rope_write_kv_bf16_x8",
     "rope_write_kv_fp8_x1",
     "rope_write_kv_fp8_x8",
+    "rope_write_kv_int8_x1",
+    "rope_write_kv_int8_x8",
 ];
 
 const THREADS: usize = 256;
 /// Widest head whatever its alignment: of float32, and of halves that no whole packs make up.
 pub(super) const MOST_HEAD_DIM: usize = 256;
+
+/// Columns of the largest Hadamard matrix.
+const MOST_BLOCK: usize = 32;
+
+/// Columns of the Hadamard matrices for heads of which position turns the first `columns`: the largest power of two up to 32 that divides
+/// half a head and half of what is turned.
+pub fn hadamard_block(head_dim: usize, columns: usize) -> usize {
+    let powers = [head_dim / 2, columns / 2].map(|half| 1 << half.trailing_zeros().min(MOST_BLOCK.trailing_zeros()));
+    powers[0].min(powers[1])
+}
 
 /// Queries, keys and values as views of the product (or, where a tensor-parallel group has more ranks than key/value heads, of
 /// the two products): any row and head stride, heads contiguous.
@@ -91,12 +103,13 @@ pub fn rope_write_kv(
     run(qkv, transform, [positions, slot_mapping], q_out, [k_cache, v_cache], None)
 }
 
-/// [`rope_write_kv`], which writes keys and values to a cache in e4m3, rounded as [`fp8_rows`](super::fp8_rows) rounds a row: each token's
-/// of each head by its own scale. Not before sm_89.
+/// [`rope_write_kv`], which writes keys and values to a cache in e4m3 (not before sm_89), rounded as [`fp8_rows`](super::fp8_rows) rounds a row, or
+/// of whole numbers of eight bits, as [`crate::ops::int8`] rounds it, by the kind of its values: each token's of each head by its own scale. Of whole
+/// numbers q_out and k are turned by Hadamard matrices, too.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
-pub fn rope_write_kv_fp8(
+pub fn rope_write_kv_scaled(
     qkv: &QkvViews, // bf16
     transform: &HeadTransform,
     positions: &Tensor,    // [T] i32, rows of the table
@@ -119,7 +132,7 @@ fn run(
 ) -> Result<()> {
     const OP: &str = "rope_write_kv";
     if scales.is_some() && qkv.q.kind() != Kind::BFloat16 {
-        return Err(invalid(OP, "bfloat16 beside a cache in e4m3", qkv.q.kind()));
+        return Err(invalid(OP, "bfloat16 beside a cache in eight bits", qkv.q.kind()));
     }
     let (gpu, kind) = (ordinal(OP, &qkv.q)?, qkv.q.kind());
     let shape = RopeShape::of(&qkv.q, k_cache)?;
@@ -148,7 +161,7 @@ fn run(
     if dim / 2 > lanes * packs_per_lane * width {
         return Err(invalid(OP, format!("heads of at most {} columns", 2 * 32 * packs_per_lane * width), dim));
     }
-    let cache_kind = if scales.is_some() { Kind::Float8e4m3fn } else { kind };
+    let cache_kind = if scales.is_some() { k_cache.kind() } else { kind };
     let [eps, centre] = transform.norms.map_or(NormOptions::plain(0.0), |norms| norms.2).arguments();
     let mut arguments = vec![
         q,
@@ -180,9 +193,12 @@ fn run(
     for scales in scales.into_iter().flatten() {
         arguments.push(address(OP, scales, Kind::Float, cache_len / dim, gpu)?);
     }
+    if scales.is_some() {
+        arguments.push(Argument::Count(hadamard_block(dim, 2 * turned) as i64));
+    }
     let threads = tokens * kv_heads * (group + 2) * lanes;
     let grid = threads.div_ceil(THREADS) as u32;
-    let kind = if scales.is_some() { "fp8" } else { kind_name(OP, &qkv.q)? };
+    let kind = if scales.is_some() { code_name(OP, k_cache)? } else { kind_name(OP, &qkv.q)? };
     let name = format!("rope_write_kv_{kind}_x{width}");
     // SAFETY: the kernel's parameters in order; strides and shapes were read from the tensors, positions and slots are the
     // caller's, within the table and the cache.
@@ -243,5 +259,26 @@ impl RopeShape {
         let is_wide =
             (self.dim / 2).is_multiple_of(widest) && turned.is_multiple_of(widest) && all.into_iter().all(fits);
         if is_wide { widest } else { 1 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_divide_halves_and_what_is_turned() {
+        for (head_dim, columns, block) in [
+            (128, 128, 32),
+            (64, 64, 32),
+            (256, 64, 32),
+            (96, 96, 16),
+            (128, 96, 16),
+            (80, 80, 8),
+            (8, 8, 4),
+            (6, 6, 1),
+        ] {
+            assert_eq!(hadamard_block(head_dim, columns), block, "{head_dim}, {columns}");
+        }
     }
 }

@@ -60,7 +60,14 @@ pub(in crate::data) struct TokenFiles {
 }
 
 /// Special tokens by name, as chat templates see them.
-pub(super) type NamedTokens = BTreeMap<String, String>;
+pub type NamedTokens = BTreeMap<String, String>;
+
+/// What the files name.
+pub struct MergedTokens {
+    pub named: NamedTokens,
+    /// The end-of-sequence token: one that these files do not have no model has learned.
+    pub eos_token_id: Option<u32>,
+}
 
 impl TokenFiles {
     /// Reads them; each may be missing.
@@ -94,12 +101,11 @@ impl TokenFiles {
         self.named().into_iter().find(|(name, _)| name == "eos_token").map(|(_, token)| token.content)
     }
 
-    /// Adds the tokens to the tokenizer, and tells it how to treat them. Gives the named ones, and the id of the end-of-sequence token in
-    /// these files: one that has none there no model has learned.
+    /// Adds the tokens to the tokenizer, and tells it how to treat them. Gives what the files name.
     ///
     /// # Errors
     /// A message that says what is wrong with a file.
-    pub fn merge_into(&self, tokenizer: &mut Tokenizer) -> Result<(NamedTokens, Option<u32>), String> {
+    pub fn merge_into(&self, tokenizer: &mut Tokenizer) -> Result<MergedTokens, String> {
         self.check_model(tokenizer)?;
         let described = self.described(tokenizer)?;
         let named = self.named();
@@ -125,7 +131,7 @@ impl TokenFiles {
         }
         tokenizer.set_encode_special_tokens(self.get("split_special_tokens") == true);
         let eos_token_id = eos.and_then(|eos| tokenizer.token_to_id(eos));
-        Ok((named.into_iter().map(|(name, token)| (name, token.content)).collect(), eos_token_id))
+        Ok(MergedTokens { named: named.into_iter().map(|(name, token)| (name, token.content)).collect(), eos_token_id })
     }
 
     /// Refuses what makes the model's tokens depend on chance, or its text on what follows.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::panels::History;
 use super::samples::Samples;
-use super::turns::turns;
+use super::turns::{excerpt, turns};
 use super::{SCRIPT, STYLE, charts, escape, number};
 use crate::metrics::CompletionRow;
 
@@ -126,12 +126,6 @@ pub fn completions_of_prompt(group: &[CompletionRow], max_characters: usize, num
         let _ = write!(html, "<p>{num_more} more completions</p>");
     }
     html + "</article>\n"
-}
-
-/// A text as HTML, cut after `max_characters`.
-pub(super) fn excerpt(text: &str, max_characters: usize) -> String {
-    let Some((cut, _)) = text.char_indices().nth(max_characters) else { return escape(text) };
-    format!("{}<em> … {} more bytes</em>", escape(&text[..cut]), text.len() - cut)
 }
 
 /// First, last, least and greatest value of every metric.

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use super::super::completions::{CompletionRow, read_rows};
+use super::super::columns::CompletionRow;
+use super::super::completions::read_rows;
 use crate::error::Error;
 use crate::untrusted::Folder;
 

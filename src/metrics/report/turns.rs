@@ -5,7 +5,6 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::escape;
-use super::page::excerpt;
 
 /// Most messages shown of a completion.
 const MAX_MESSAGES: usize = 100;
@@ -19,6 +18,12 @@ pub(super) fn turns(messages: &[Value], max_characters: usize) -> String {
     let num_more = messages.len().saturating_sub(MAX_MESSAGES);
     let more = if num_more > 0 { format!("<li>{num_more} more messages</li>") } else { String::new() };
     format!("<ol class=\"turns\">{shown}{more}</ol>")
+}
+
+/// A text as HTML, cut after `max_characters`.
+pub(super) fn excerpt(text: &str, max_characters: usize) -> String {
+    let Some((cut, _)) = text.char_indices().nth(max_characters) else { return escape(text) };
+    format!("{}<em> … {} more bytes</em>", escape(&text[..cut]), text.len() - cut)
 }
 
 fn item(message: &Value, max_characters: usize) -> String {

@@ -8,6 +8,7 @@ use super::linear::LinearSpec;
 use super::{BlockContext, BlockParams, ElementBytes, PackedMixer, SequenceMixer};
 use crate::error::Result;
 use crate::model::params::{ParamName, Shapes};
+use crate::types::Place;
 
 /// The sublayer in which tokens see one another.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -189,15 +190,10 @@ impl Mixer {
     }
 
     /// A rank's part of a parameter that is no matrix.
-    pub(super) fn own_part(
-        self,
-        name: ParamName,
-        weight: &Tensor,
-        (tp_rank, tp_size): (usize, usize),
-    ) -> Result<Tensor> {
+    pub(super) fn own_part(self, name: ParamName, weight: &Tensor, Place { rank, size }: Place) -> Result<Tensor> {
         match self {
-            Self::Attention(attention) => Ok(attention.own_norm(name, weight, tp_rank, tp_size)),
-            Self::DeltaNet(delta_net) => delta_net.own_part(name, weight, tp_rank, tp_size),
+            Self::Attention(attention) => Ok(attention.own_norm(name, weight, rank, size)),
+            Self::DeltaNet(delta_net) => delta_net.own_part(name, weight, rank, size),
         }
     }
 }

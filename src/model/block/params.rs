@@ -11,6 +11,7 @@ use crate::model::lora::BlockLora;
 use crate::model::params::{ParamName, Unit, UnitLayout, required};
 use crate::model::spec::ModelSpec;
 use crate::torch::accumulation_kind;
+use crate::types::Place;
 
 /// The names of the norms around a sublayer.
 #[derive(Debug, Clone, Copy)]
@@ -199,8 +200,8 @@ impl BlockParams {
         let block = self.spec.expect("the weights of a block");
         let linears = block.linears();
         let slice = |spec: &LinearSpec| Ok((spec.matrix, self.linear(spec.matrix).tp_slice(spec, tp_rank, tp_size)?));
-        let others = self.others.iter();
-        let own = |(name, w): &(ParamName, Tensor)| Ok((*name, block.mixer.own_part(*name, w, (tp_rank, tp_size))?));
+        let (others, place) = (self.others.iter(), Place { rank: tp_rank, size: tp_size });
+        let own = |(name, w): &(ParamName, Tensor)| Ok((*name, block.mixer.own_part(*name, w, place)?));
         Ok(Self {
             others: others.map(own).collect::<Result<_>>()?,
             linears: linears.iter().map(slice).collect::<Result<_>>()?,

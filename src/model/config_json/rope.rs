@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::{keys, layer_types};
 use crate::error::Result;
 use crate::model::json::JsonObject;
-use crate::ops::rope::{Llama3Scaling, RopeScaling, YarnScaling};
+use crate::ops::rope::{Llama3Scaling, RopeScaling, YarnMscale, YarnScaling};
 
 /// transformers' default where a file names no base.
 const DEFAULT_ROPE_THETA: f64 = 10_000.0;
@@ -101,6 +101,7 @@ fn yarn(config: &JsonObject, rope: &JsonObject) -> Result<YarnScaling> {
     };
     let factor = rope.positive("factor")?;
     let mscale = given("mscale")?.zip(given("mscale_all_dim")?);
+    let mscale = mscale.map(|(mscale, all_dim)| YarnMscale { mscale, all_dim });
     let scaling = YarnScaling {
         factor,
         original_max_position_embeddings: original as f64,

@@ -42,7 +42,7 @@ impl Fp8 {
 
 /// The matrices that training rounds, those of blocks that are alike once.
 fn trained_linears(spec: &ModelSpec) -> impl Iterator<Item = LinearSpec> + '_ {
-    let linears = spec.kinds_of_blocks().into_iter().flat_map(|(layer, _)| spec.layers[layer].linears());
+    let linears = spec.kinds_of_blocks().into_iter().flat_map(|kind| spec.layers[kind.layer].linears());
     linears.filter(|linear| linear.matrix.is_rounded())
 }
 

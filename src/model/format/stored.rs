@@ -61,7 +61,7 @@ impl dyn StoredFormat {
         let refuse = |reason: String| Err(Error::invalid_value("quantization", self.name(), format!("none: {reason}")));
         spec.check_with([("quantization", self.name().into())])?;
         let kinds = spec.kinds_of_blocks().into_iter();
-        let mut tensors = kinds.flat_map(|(layer, _)| tensors(spec, Unit::Block(layer)));
+        let mut tensors = kinds.flat_map(|kind| tensors(spec, Unit::Block(kind.layer)));
         let ragged = |tensor: &HfTensor| tensor.is_projection() && tensor.shape[1] % multiple as i64 != 0;
         let Some(tensor) = tensors.find(ragged) else { return Ok(()) };
         let columns = tensor.shape[1];

@@ -32,6 +32,15 @@ pub struct Lora {
 #[derive(Debug, Default)]
 pub struct BlockLora(pub(super) Vec<(Matrix, Lora)>);
 
+/// Elements of what adapters' B is expanded to.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ExpandedElements {
+    /// Of all blocks.
+    pub all: usize,
+    /// Of the block that has the most.
+    pub most: usize,
+}
+
 impl LoraSpec {
     /// Parameters of a block's adapters, in layout order.
     pub(in crate::model) fn shapes(&self, spec: &ModelSpec, layer: usize) -> Shapes {
@@ -39,12 +48,14 @@ impl LoraSpec {
         self.fused(spec, layer).into_iter().flat_map(shapes).collect()
     }
 
-    /// Elements of the expanded B: of all blocks, and of the block that has the most.
-    pub fn num_expanded(&self, spec: &ModelSpec) -> (usize, usize) {
+    /// Elements of the expanded B.
+    pub fn num_expanded(&self, spec: &ModelSpec) -> ExpandedElements {
         let of_block =
             |layer| self.fused(spec, layer).iter().map(|fused| product(&fused.expanded_shape())).sum::<usize>();
-        let kinds = spec.kinds_of_blocks().into_iter().map(|(layer, count)| (of_block(layer), count));
-        kinds.fold((0, 0), |(all, most), (elements, count)| (all + count * elements, most.max(elements)))
+        spec.kinds_of_blocks().into_iter().fold(ExpandedElements::default(), |sum, kind| {
+            let elements = of_block(kind.layer);
+            ExpandedElements { all: sum.all + kind.count * elements, most: sum.most.max(elements) }
+        })
     }
 
     /// The matrices of a block that have adapted projections.

@@ -133,7 +133,7 @@ impl LoraSpec {
 
 /// The projections that a model has in any of its layers, in order.
 fn modules(spec: &ModelSpec) -> Vec<TargetModule> {
-    let linears = spec.kinds_of_blocks().into_iter().flat_map(|(layer, _)| spec.layers[layer].linears());
+    let linears = spec.kinds_of_blocks().into_iter().flat_map(|kind| spec.layers[kind.layer].linears());
     let own = linears.flat_map(|linear| linear.projections).filter_map(|(projection, _)| match projection {
         Projection::Module(module) => Some(module),
         Projection::SharedExpert(_) => None,

@@ -88,10 +88,10 @@ impl Block {
 }
 
 /// A projection, of an expert the expert's.
-type Place = (TargetModule, Option<i64>);
+type Planted = (TargetModule, Option<i64>);
 
 /// Rows of the fused matrix that adapters [out, r] x [r, in] add, from leaves per projection, each spelt out.
-fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Place, i64, i64) -> Tensor) -> Option<Tensor> {
+fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Planted, i64, i64) -> Tensor) -> Option<Tensor> {
     let [hidden, head_dim, kv] = {
         let attention = spec.attention();
         [spec.hidden_size, attention.head_dim, attention.num_kv_heads].map(|size| size as i64)
@@ -136,7 +136,7 @@ fn delta_rows(spec: &ModelSpec) -> [i64; 3] {
 }
 
 /// Leaves [r, in] and [out, r] of every adapted projection, cut out of the flat tensor by hand.
-fn leaves(block: &Block, flat: &Tensor) -> Vec<(Place, Tensor, Tensor)> {
+fn leaves(block: &Block, flat: &Tensor) -> Vec<(Planted, Tensor, Tensor)> {
     let (spec, r) = (&block.spec, block.lora.r as i64);
     let (kv, group, head_dim) = (
         spec.attention().num_kv_heads as i64,
@@ -321,7 +321,7 @@ fn adapters_of_experts_are_counted_for_the_plan() {
     let of_expert = 3 * 16 * (2048 + 768);
     assert_eq!(table.num_params(), 48 * 128 * of_expert);
     // Gate's and up's rows each have the columns of both.
-    assert_eq!(lora.num_expanded(&spec).0, 48 * 128 * (2 * 768 * 32 + 2048 * 16));
+    assert_eq!(lora.num_expanded(&spec).all, 48 * 128 * (2 * 768 * 32 + 2048 * 16));
 }
 
 /// Every row of a batch has its own adapter, or none.

@@ -1,7 +1,7 @@
 //! Attention of every kind against dense attention with the mask spelt out, in float64.
 
 use super::*;
-use crate::ops::fp8::{self, ScaledRows};
+use crate::ops::fp8::ScaledRows;
 use crate::ops::testing::{assert_close, leaf, rand};
 use tch::{Device, Kind, Tensor};
 
@@ -218,15 +218,18 @@ fn prefill_behind_a_cached_prefix_equals_the_whole() {
     }
 }
 
-/// A cache in e4m3 holds what rounding leaves of each entry by its own scale, and attention over it is that over a cache of these numbers.
+/// A cache in eight bits holds what rounding leaves of each entry by its own scale, and attention over it is that over a cache of these numbers.
 #[test]
-fn a_cache_in_fp8_is_one_of_rounded_entries() {
+fn a_cache_in_eight_bits_is_one_of_rounded_entries() {
+    is_of_rounded_entries(Kind::Float8e4m3fn, 1.0 / 16.0); // half a unit of three bits
+    is_of_rounded_entries(Kind::Int8, 0.501 / 127.0);
+}
+
+fn is_of_rounded_entries(kind: Kind, most: f64) {
     let (heads, size, hd) = (2, 4, 16);
     let new = || {
-        let rows = fp8::empty([6 * heads * size, hd], Device::Cpu).unwrap();
-        let _ = rows.values.view_dtype(Kind::Uint8).fill_(0);
-        let _ = rows.scales.shallow_clone().fill_(0.0);
-        ScaledRows { values: rows.values.view([6, heads, size, hd]), scales: rows.scales.view([6, heads, size]) }
+        let values = Tensor::zeros([6, heads, size, hd], (Kind::Uint8, Device::Cpu)).view_dtype(kind);
+        ScaledRows { values, scales: Tensor::zeros([6, heads, size], (Kind::Float, Device::Cpu)) }
     };
     let (k_cache, v_cache) = (new(), new());
     let sizes = rand(&[9, heads, 1]).exp(); // entries of all magnitudes
@@ -238,7 +241,7 @@ fn a_cache_in_fp8_is_one_of_rounded_entries() {
     for (cache, new) in plain.iter().zip([&k, &v]) {
         let kept = cache.view([-1, hd]).index_select(0, &rows).view_as(new);
         let off = f64::try_from(((&kept - new).abs() / new.abs().amax([-1], true)).max()).unwrap();
-        assert!(off > 0.0 && off < 1.0 / 16.0, "{off}: half a unit of three bits");
+        assert!(off > 0.0 && off < most, "{kind:?}: {off}");
     }
     let tables = Tensor::from_slice(&[2i64, 5, 0, 0]).view([2, 2]);
     let layout =

@@ -143,7 +143,7 @@ impl PlannedStep<'_> {
         let read_s = (element_bytes * read + ELEMENT_BYTES * head) / tp / (gpu.memory_bytes_per_s * DECODE.weights);
         let block_flop = blocks / if is_fp8 { DECODE.fp8_gain } else { 1.0 };
         let multiply_s = 2.0 * rows * (block_flop + head) / tp / (gpu.product_flop_per_s * DECODE.products);
-        let narrow = if config.kv_cache_dtype == KvCacheDtype::Fp8 { DECODE.fp8_cache } else { 1.0 };
+        let narrow = if config.kv_cache_dtype == KvCacheDtype::Auto { 1.0 } else { DECODE.fp8_cache };
         let cache_s = cached * ELEMENT_BYTES * spec.cached_elements(tp_size) as f64 * narrow / DECODE.cache_bytes_per_s;
         let page = state_page_bytes(spec, tp_size, (Kind::BFloat16, config.mamba_ssm_cache_dtype), Device::Cpu) as f64;
         let states_s = 2.0 * rows * page / (gpu.memory_bytes_per_s * DECODE.states);

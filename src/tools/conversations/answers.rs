@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::{Asked, Conversations, EpisodeEnd, OpenTrajectory, Opening, TrajectoryKey, TurnLimits, TurnOutcome};
+use crate::data::RenderedPrompt;
 use crate::error::{Error, Result};
 use crate::tools::reply::{CallResult, ToolReply};
 use crate::types::{EnvironmentEnd, Prompt, Trajectory};
@@ -52,7 +53,8 @@ impl Conversations {
             return Err(Error::invalid_value("environment_factory", &self.process.class(&name).name, expected));
         }
         let observed = |observation: String| -> Result<Prompt> {
-            let (text, token_ids) = self.prompts.observed(&prompt.columns, &observation, &self.tokenizer)?;
+            let RenderedPrompt { text, token_ids } =
+                self.prompts.observed(&prompt.columns, &observation, &self.tokenizer)?;
             self.check_room(token_ids.len())?;
             Ok(Prompt { text, token_ids, ..prompt.clone() })
         };

@@ -27,12 +27,14 @@ fn gpu_strict_steps_with_states_do_not_see_their_batch() {
     steps_do_not_see_their_batch(&Model::of(narrow()), &|options| options, &[(256, 170, 80, 50)]);
 }
 
-/// Keys and values in FP8, of heads that no kernel on tensor cores has.
+/// Keys and values in eight bits, of heads that no kernel on tensor cores has.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_strict_steps_with_states_and_a_cache_in_fp8_do_not_see_their_batch() {
-    let in_fp8 = |options| EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options };
-    steps_do_not_see_their_batch(&Model::of(narrow()), &in_fp8, &[(256, 170, 40, 50)]);
+fn gpu_strict_steps_with_states_and_a_cache_in_eight_bits_do_not_see_their_batch() {
+    for kv_cache_dtype in [KvCacheDtype::Fp8, KvCacheDtype::Int8] {
+        let of = |options| EngineOptions { kv_cache_dtype, ..options };
+        steps_do_not_see_their_batch(&Model::of(narrow()), &of, &[(256, 170, 40, 50)]);
+    }
 }
 
 #[test]

@@ -25,15 +25,17 @@ fn compare(model: &Model, name: &str, num_generations: usize) {
         let fp8 = EngineOptions { quantization: RolloutQuantization::Fp8, ..options.clone() };
         let cache = EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options.clone() };
         let both = EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..fp8.clone() };
-        let [plain, rounded, cached, both] =
-            [&options, &fp8, &cache, &both].map(|options| distance(model, options, num_generations));
+        let whole = EngineOptions { kv_cache_dtype: KvCacheDtype::Int8, ..options.clone() };
+        let [plain, rounded, cached, both, whole] =
+            [&options, &fp8, &cache, &both, &whole].map(|options| distance(model, options, num_generations));
         println!(
             "{}",
             json!({"test": "fp8", "model": name, "adapters": model.lora.is_some(), "outliers": model.has_outliers,
                 "rows": 6 * num_generations, "residual": format!("{residual:?}"), "bf16_mean_and_p99": plain, "fp8_mean_and_p99": rounded,
-                "fp8_cache_mean_and_p99": cached, "both_mean_and_p99": both})
+                "fp8_cache_mean_and_p99": cached, "both_mean_and_p99": both, "int8_cache_mean_and_p99": whole})
         );
         assert!(rounded[0] > 1.2 * plain[0], "{rounded:?} beside {plain:?}: nothing is rounded");
+        assert!(whole[0] < cached[0], "{whole:?} beside {cached:?} in FP8");
         for [mean, tail] in [rounded, cached, both] {
             assert!(mean < 0.2 && tail < 0.9, "{rounded:?}, {cached:?}, {both:?} beside {plain:?}");
         }
@@ -66,10 +68,12 @@ fn gpu_fp8_with_norms_behind_samples_near_the_trainer() {
     compare(&Model::new(name), name, 2);
 }
 
-/// A strict engine reads every key and value from the cache, so chunks, neighbours and preemption change no bit of it in FP8 either.
+/// A strict engine reads every key and value from the cache, so chunks, neighbours and preemption change no bit of it in eight bits either.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_strict_steps_over_fp8_do_not_see_their_batch() {
-    let cache = |options| EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options };
-    super::steps_do_not_see_their_batch(&Model::new(SMALL), &cache, &[(256, 170, 80, 50)]);
+fn gpu_strict_steps_over_eight_bits_do_not_see_their_batch() {
+    for kv_cache_dtype in [KvCacheDtype::Fp8, KvCacheDtype::Int8] {
+        let cache = |options| EngineOptions { kv_cache_dtype, ..options };
+        super::steps_do_not_see_their_batch(&Model::new(SMALL), &cache, &[(256, 170, 80, 50)]);
+    }
 }

@@ -131,6 +131,24 @@ fn a_cache_in_fp8_is_near_the_trainer_too() {
     }
 }
 
+/// Keys and values as whole numbers: nearer to the trainer than in FP8, also where prompts come in chunks and are computed again.
+#[test]
+fn a_cache_of_whole_numbers_is_nearer_to_the_trainer() {
+    let model = model();
+    let of = |kv_cache_dtype| EngineOptions { kv_cache_dtype, ..options() };
+    let block_bytes = |kind| kv_block_bytes(&model.spec, 1, options().block_size, kind);
+    assert_eq!(block_bytes(Kind::Int8), block_bytes(Kind::Float8e4m3fn));
+    let whole = of(KvCacheDtype::Int8);
+    let few =
+        EngineOptions { kv_cache_bytes: 24 * block_bytes(Kind::Int8), max_num_batched_tokens: 11, ..whole.clone() };
+    let [plain, fp8] = [options(), of(KvCacheDtype::Fp8)].map(|options| mean(&distances(&model, alone(), options)));
+    for options in [whole, few] {
+        let rounded = distances(&model, alone(), options);
+        assert!(mean(&rounded) > 3.0 * plain, "nothing is rounded");
+        assert!(mean(&rounded) < 0.5 * fp8, "{} beside {fp8} in FP8", mean(&rounded));
+    }
+}
+
 /// A model with gated delta nets has the keys and values of its attention layers in FP8; its states stay as they are.
 #[test]
 fn a_cache_in_fp8_serves_the_attention_of_hybrids() {
