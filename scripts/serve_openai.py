@@ -134,6 +134,11 @@ def main() -> int:
             check(f"{name} is refused", False)
         except error as refusal:
             check(f"{name} is refused: {refusal.body['message'][:60]}", True)
+    try:
+        client.chat.completions.create(**{**asked, "max_tokens": 10**6})
+        check("what does not fit the context is refused", False)
+    except openai.BadRequestError as refusal:
+        check("what does not fit the context has OpenAI's code", refusal.code == "context_length_exceeded")
     return 1 if failed else 0
 
 

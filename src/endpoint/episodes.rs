@@ -261,7 +261,7 @@ impl Episode {
                     let message = format!(
                         "its newest messages alone leave no room for an answer: a conversation has at most {most} tokens"
                     );
-                    return Err(Refusal::of("messages", message));
+                    return Err(Refusal::of_length("messages", message));
                 }
                 match end + 1 == branch.ends.len() {
                     true => (branch.prompt.clone(), begun, Some((place, branch.ends.len()))),
@@ -282,7 +282,7 @@ impl Episode {
                  max_completion_length = {} tokens behind its first request and {} in all",
                 params.max_completion_length, model.max_sequence_length
             );
-            return Err(Refusal::of("messages", message));
+            return Err(Refusal::of_length("messages", message));
         }
         let max_tokens = ask.max_tokens.unwrap_or(most).max(1);
         let stop = params.stop.iter().chain(&ask.params.stop).cloned().collect();

@@ -76,7 +76,7 @@ impl ServedModel {
         let served: Vec<_> = self.names().map(|name| format!("'{name}'")).collect();
         let message =
             format!("'{name}' is not served; expected one of {} (--served_model_name, --adapter)", served.join(", "));
-        Err(Refusal { status: 404, param: Some("model".to_owned()), message })
+        Err(Refusal { status: 404, param: Some("model".to_owned()), code: None, message })
     }
 
     /// One request for each prompt, in their order. A prompt's number is its place in the request, so that with a seed it gets what
@@ -135,20 +135,28 @@ impl ServedModel {
     }
 
     fn too_long(&self, num_bytes: usize, param: &str) -> Refusal {
-        Refusal::of(param, format!("{num_bytes} bytes are more than {} tokens", self.max_sequence_length))
+        let max = self.max_sequence_length;
+        Refusal::of_length(param, format!("{num_bytes} bytes are more than the maximum context length of {max} tokens"))
     }
 
     fn max_tokens(&self, prompt_len: usize, asked: Option<usize>) -> Result<usize, Refusal> {
         let max = self.max_sequence_length;
-        if prompt_len == 0 || prompt_len >= max {
-            return Err(Refusal::of("prompt", format!("expected 1 to {} tokens, not {prompt_len}", max - 1)));
+        let expected = format!("expected 1 to {} tokens, not {prompt_len}", max - 1);
+        if prompt_len == 0 {
+            return Err(Refusal::of("prompt", expected));
+        }
+        if prompt_len >= max {
+            let message = format!("{expected}: the maximum context length of {max} tokens holds the answer, too");
+            return Err(Refusal::of_length("prompt", message));
         }
         match asked.unwrap_or(max - prompt_len) {
             0 => Err(Refusal::of("max_tokens", "expected at least 1")),
-            asked if asked > max - prompt_len => Err(Refusal::of(
-                "max_tokens",
-                format!("{asked} tokens after a prompt of {prompt_len} are more than the {max} that fit; lower it"),
-            )),
+            asked if asked > max - prompt_len => {
+                let message = format!(
+                    "{asked} tokens after a prompt of {prompt_len} are more than the maximum context length of {max} tokens; lower it"
+                );
+                Err(Refusal::of_length("max_tokens", message))
+            }
             asked => Ok(asked),
         }
     }

@@ -14,18 +14,25 @@ pub struct Refusal {
     pub status: u16,
     /// The field of the request that is wrong, if it is one.
     pub param: Option<String>,
+    /// OpenAI's word for the fault, where it is not the one of the status.
+    pub code: Option<&'static str>,
     /// The fault, the value that was expected, and how to mend it.
     pub message: String,
 }
 
 impl Refusal {
     pub(super) fn new(status: u16, message: impl Into<String>) -> Self {
-        Self { status, param: None, message: message.into() }
+        Self { status, param: None, code: None, message: message.into() }
     }
 
     /// A field that cannot be served.
     pub(super) fn of(param: &str, message: impl Into<String>) -> Self {
-        Self { status: 400, param: Some(param.to_owned()), message: format!("{param}: {}", message.into()) }
+        Self { status: 400, param: Some(param.to_owned()), code: None, message: format!("{param}: {}", message.into()) }
+    }
+
+    /// A field that makes a sequence longer than the model's context, or a conversation's: clients know the code and shorten what they send.
+    pub(super) fn of_length(param: &str, message: impl Into<String>) -> Self {
+        Self { code: Some("context_length_exceeded"), ..Self::of(param, message) }
     }
 
     /// A field whose value is of another type; `error` is serde's.
@@ -48,7 +55,7 @@ impl Refusal {
             _ => ("invalid_request_error", None),
         };
         let (message, param) = (cut(&self.message), self.param.as_deref().map(cut));
-        json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
+        json!({"error": {"message": message, "type": kind, "param": param, "code": self.code.or(code)}})
     }
 }
 

@@ -345,6 +345,11 @@ fn what_cannot_be_served_is_an_error_in_openais_form() {
     ] {
         assert_eq!(call(path, key, body), (status, param.to_owned()), "{body}");
     }
+    let long = format!(r#"{{"prompt": {:?}}}"#, vec![1; 64]);
+    for body in [r#"{"prompt": "what", "max_tokens": 64}"#, &long] {
+        let (_, text) = server.call("POST", completions, key, body.as_bytes());
+        assert!(text.contains(r#""code":"context_length_exceeded""#), "{body}: {text}");
+    }
     let (status, text) = server.call("GET", "/v1/models/%ff", key, b"");
     let error: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     assert_eq!((status, &error["error"]["type"]), (400, &json!("invalid_request_error")), "{text}");

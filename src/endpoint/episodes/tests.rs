@@ -116,6 +116,7 @@ fn what_an_episode_may_not_ask_for_is_refused_by_its_name() {
     let (said, _) = played.answer(same, "0123456789012345678");
     let refusal = played.ask(&[user("go"), said, user("on")], json!({})).unwrap_err();
     assert!(refusal.message.contains("max_completion_length = 20 tokens behind its first request"), "{refusal:?}");
+    assert_eq!(refusal.code, Some("context_length_exceeded"), "by which harnesses know that they may say less");
     for _ in 1..9 {
         played.ask(&[user("go")], json!({})).unwrap();
     }
