@@ -8,6 +8,7 @@ number of its task, and a task keeps whatever types its package gives it.
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import sys
@@ -24,6 +25,17 @@ def package(name, distribution):
         missing = (error.name or name).partition(".")[0]
         distribution = distribution if missing == name else missing
         raise ImportError(f"{error}; install it with: {sys.executable} -m pip install {distribution}") from error
+
+
+def told(error):
+    """An error in words; for data of nltk's that could not be downloaded, in place of its page of text, what is missing and how to get it."""
+    text = re.sub(r"\x1b\[\d*m", "", str(error))
+    found = isinstance(error, LookupError) and re.search(r"Resource (\S+) not found\..*Attempted to load ([\w-]+/[\w-]+)", text, re.S)
+    if not found:
+        return f"{type(error).__name__}: {error}"
+    name, place = found.groups()
+    return (f"nltk's data {name} is missing and cannot be downloaded, and no package on PyPI has it; where there is a network: "
+            f"{sys.executable} -m nltk.downloader {name}; NLTK_DATA names the folder that then holds {place}, here or copied")
 
 
 def open_environment(settings):
@@ -345,7 +357,7 @@ def main(settings, folder):
         make_rows(json.loads(settings), folder)
         reply = {}
     except Exception as error:
-        reply = {"error": f"{type(error).__name__}: {error}"[:4000]}
+        reply = {"error": told(error)[:4000]}
     text = json.dumps({"id": 0, **reply}).encode()
     sink.write(struct.pack(">I", len(text)) + text)
     sink.flush()

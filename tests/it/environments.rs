@@ -38,6 +38,17 @@ class Sums:
         return 1.0 if answer == f"the answer is {entry['answer']}" else 0.01 * len(answer)
 
 def create_dataset(name, **config):
+    if name == "words":
+        raise LookupError("""
+**********************************************************************
+  Resource \x1b[93mwords\x1b[0m not found.
+  Please use the NLTK Downloader to obtain the resource:
+
+  \x1b[31m>>> import nltk
+  >>> nltk.download('words')
+  \x1b[0m
+  Attempted to load \x1b[93mcorpora/words.zip/words/\x1b[0m
+""")
     if name != "sums":
         raise ValueError(f"Dataset '{name}' not registered")
     return Sums(**config)
@@ -115,6 +126,8 @@ fn a_generator_makes_the_rows_and_scores_completions() {
     }
     for (environment, part) in [
         ("reasoning_gym:products", "Dataset 'products' not registered"),
+        ("reasoning_gym:words", "nltk's data words is missing and cannot be downloaded"),
+        ("reasoning_gym:words", "-m nltk.downloader words; NLTK_DATA names the folder that then holds corpora/words"),
         ("verifiers:sums", "-m pip install verifiers"),
     ] {
         let refused =
