@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::{expand, is_ours};
 use crate::config::{Config, ForeignEntry, toml_value};
+use crate::console;
 use crate::error::{Error, Result};
 use crate::migration::{self, NONE};
 
@@ -108,6 +109,12 @@ fn is_nothing(value: &Value) -> bool {
     value.is_null() || value.as_array().is_some_and(Vec::is_empty)
 }
 
+/// What is said of a key. One with the name of a secret is quoted, as what follows `hub_token: ` is redacted.
+fn noted(key: &str, why: &str) -> String {
+    let plain = format!("{key}: {why}");
+    if console::redact(&plain) == plain { plain } else { format!("`{key}`: {why}") }
+}
+
 /// A key of ours.
 struct DraftKey {
     key: String,
@@ -120,7 +127,7 @@ impl DraftKey {
     /// The key, its value and the reasons for both.
     fn line(&self, reason: &str) -> String {
         let reasons: Vec<&str> = self.note.as_deref().into_iter().chain([reason]).filter(|it| !it.is_empty()).collect();
-        format!("{} = {}: {}", self.key, toml_value(&self.value), reasons.join("; "))
+        noted(&format!("{} = {}", self.key, toml_value(&self.value)), &reasons.join("; "))
     }
 }
 
@@ -131,6 +138,8 @@ pub(super) struct Draft {
     dropped: Vec<String>,
     /// Without an equivalent: the result is another one.
     lost: Vec<String>,
+    /// Keys that a run needs and that the other program is told elsewhere, as the rewards of a script in Python.
+    missing: Vec<String>,
     /// Processes to start, on each node.
     pub nproc: Option<u64>,
     /// Nodes, where there are several.
@@ -166,12 +175,12 @@ impl Draft {
 
     /// Leaves out what changes nothing.
     pub fn drop(&mut self, key: &str, why: &str) {
-        self.dropped.push(format!("{key}: {why}"));
+        self.dropped.push(noted(key, why));
     }
 
     /// Leaves out what changes the result.
     pub fn lose(&mut self, key: &str, value: &Value, why: &str) {
-        self.lost.push(format!("{key} = {}: {why}", toml_value(value)));
+        self.lost.push(noted(&format!("{key} = {}", toml_value(value)), why));
     }
 
     /// Adds a reward of this weight to those that are set, each of weight 1; whether it could be added.
@@ -220,10 +229,10 @@ impl Draft {
         }
     }
 
-    /// Reads the configuration; a key whose value is refused is left out, as without an equivalent.
+    /// Reads the configuration; a key whose value is refused is left out, as without an equivalent, and one that is missing is noted.
     ///
     /// # Errors
-    /// Findings that are still open: keys that are missing or wrong.
+    /// What does not go together.
     pub fn check(&mut self) -> Result<()> {
         loop {
             let entries = self.keys.iter().map(|known| (known.key.clone(), known.value.clone()));
@@ -236,10 +245,25 @@ impl Draft {
                 Error::InvalidValue { key, expected, .. } => Some((self.position(key)?, expected)),
                 _ => None,
             });
-            let Some((at, expected)) = refused else { return Error::of_all(errors).map_or(Ok(()), Err) };
+            let Some((at, expected)) = refused else { return self.take_missing(errors) };
             let line = self.keys.remove(at).line(&format!("expected {expected}"));
             self.lost.push(line);
         }
+    }
+
+    /// Notes keys that are missing; returns the other errors.
+    fn take_missing(&mut self, errors: Vec<Error>) -> Result<()> {
+        let mut wrong = Vec::new();
+        for error in errors {
+            match error {
+                Error::InvalidValue { key, expected, .. } if !self.has(&key) => {
+                    let expected = expected.strip_suffix(" (this key is required)").unwrap_or(&expected);
+                    self.missing.push(noted(&key, &format!("expected {expected}")));
+                }
+                other => wrong.push(other),
+            }
+        }
+        Error::of_all(wrong).map_or(Ok(()), Err)
     }
 
     fn lines(&self) -> String {
@@ -275,6 +299,7 @@ impl Draft {
         let kinds = [
             ("changed", changed.collect()),
             ("left out, without a change of the result", self.dropped.clone()),
+            ("MISSING, add each before the run", self.missing.clone()),
             ("WITHOUT AN EQUIVALENT, look at each", self.lost.clone()),
         ];
         let note = |(title, notes): (&str, Vec<String>)| format!("{title}:\n  {}", notes.join("\n  "));

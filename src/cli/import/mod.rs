@@ -28,17 +28,19 @@ use trl_version::TrlVersion;
 /// Reads, translates, checks and writes.
 ///
 /// # Errors
-/// [`Error::BadFile`] for a script that does not parse; the errors of the configuration that comes out, which is written all the same.
+/// [`Error::BadFile`] for a script that does not parse; the errors of a configuration that would be refused, which is not written.
 pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     let read = read(&args.file)?;
     let version = args.trl_version.as_deref().map(TrlVersion::named).transpose()?;
     let version = version.or_else(|| TrlVersion::required_beside(&args.file));
     let (mut draft, program) = translated(read, version);
     let outcome = draft.check();
-    let text = draft.text(&args.file, &program);
-    match &args.output {
-        Some(path) => write(path, &text)?,
-        None => console::print(&text)?,
+    if outcome.is_ok() {
+        let text = draft.text(&args.file, &program);
+        match &args.output {
+            Some(path) => write(path, &text)?,
+            None => console::print(&text)?,
+        }
     }
     draft.notes().into_iter().for_each(console::say);
     outcome.map(|()| ExitCode::Done)

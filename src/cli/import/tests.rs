@@ -279,8 +279,13 @@ fn adapters_have_the_defaults_of_trl_and_peft() {
 }
 
 #[test]
-fn errors_of_an_imported_configuration_name_no_other_file() {
+fn keys_that_are_missing_are_noted() {
     let (mut draft, _) = translated(vec![entry("learning_rate", &json!(1e-6))], true);
-    let said = draft.check().unwrap_err().to_string();
-    assert!(said.contains("model_name_or_path") && !said.contains("saved configuration"), "{said}");
+    draft.check().unwrap();
+    let missing = draft.notes().pop().unwrap();
+    assert!(missing.starts_with("MISSING") && !missing.contains("saved configuration"), "{missing}");
+    for key in ["model_name_or_path: expected a path", "reward_funcs: expected a list", "train_file: expected a value"]
+    {
+        assert!(missing.contains(key) && !missing.contains("required"), "{key}: {missing}");
+    }
 }

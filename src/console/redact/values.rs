@@ -91,7 +91,7 @@ fn word(text: &str) -> usize {
             '(' => depth += 1,
             ')' if depth > 0 => depth -= 1,
             _ if depth > 0 => {}
-            '"' | '\'' | '<' => return at,
+            '"' | '\'' | '<' | '`' => return at,
             ',' | ';' | '&' if ends_word(&text[at + 1..]) => return at,
             _ if letter.is_whitespace() => return at,
             _ => {}

@@ -261,10 +261,29 @@ fn what_is_no_configuration_is_refused() {
         ("a.py", "GRPOConfig()\n", &["a Python script is not read", "GRPOConfig into a YAML file"]),
         ("a.txt", "x\n", &["expected a configuration", "a shell script (.sh)"]),
         ("a.yaml", "- 1\n", &["expected keys with values"]),
-        ("b.yaml", "learning_rate: 1.0\n", &["model_name_or_path", "(this key is required)"]),
     ] {
-        let file = folder.path().join(name);
+        let (file, output) = (folder.path().join(name), folder.path().join("out.toml"));
         fs::write(&file, text).unwrap();
-        run(&format!("import {}", file.display())).assert_error(name, 2, parts);
+        run(&format!("import {} --output {}", file.display(), output.display())).assert_error(name, 2, parts);
+        assert!(!output.exists(), "{name}: what is refused leaves no file");
+    }
+}
+
+/// A script whose rewards are in its Python is imported, and what is missing is said; advice behind a secret's name is no secret.
+#[test]
+fn what_another_file_has_is_said_to_be_missing() {
+    let folder = tempfile::tempdir().unwrap();
+    let (script, output) = (folder.path().join("train.sh"), folder.path().join("run.toml"));
+    let line = "trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/tldr --hub_token hf_abcdefghijklmnop1234";
+    fs::write(&script, line).unwrap();
+    let ended = run(&format!("import {} --output {}", script.display(), output.display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let text = fs::read_to_string(&output).unwrap();
+    for said in [&ended.stderr, &text] {
+        assert!(
+            said.contains("MISSING, add each before the run:") && said.contains("reward_funcs: expected a list"),
+            "{said}"
+        );
+        assert!(said.contains("`hub_token`: HF_TOKEN in the environment") && !said.contains("hf_abc"), "{said}");
     }
 }
