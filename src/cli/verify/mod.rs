@@ -82,8 +82,10 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     let (dtype, device) =
         (if kind == Kind::Float { "float32" } else { "bfloat16" }, if on_cuda { "cuda" } else { "cpu" });
     let world = Arc::new(World::single_on(if on_cuda { Backend::Nccl } else { Backend::Shm })?);
+    console::say("verify, 1 of 3: the engine completes the prompts");
     let own = generate(args, &source, &world, kind).map_err(explain_out_of_memory)?;
     torch::release_memory(world.device())?; // the other process needs as much
+    console::say("verify, 2 of 3: transformers computes the same tokens");
     let texts: Vec<String> = own.texts.iter().map(|it| it.text.clone()).collect();
     let theirs = peer.ask(&Question {
         model: &source.base,
@@ -93,18 +95,23 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
         sequences: &own.sequences,
         spec: &own.spec,
     })?;
+    console::say("verify, 3 of 3: the trainer computes them, by itself and block by block");
     let trained = score(&source.base, &world, kind, &own, &theirs).map_err(explain_out_of_memory)?;
     let compared = Comparison::new(&own, &trained, &theirs)?;
-    let (name, versions) = (args.model.display(), &theirs.versions);
+    let (name, versions, fault) = (args.model.display(), &theirs.versions, compared.fault(args.tolerance));
+    let verdict = match &fault {
+        None => "verdict: the same model up to rounding".to_owned(),
+        Some(fault) => format!("verdict: another model: {fault}"),
+    };
     console::print(format_args!(
-        "{name} against transformers {} (torch {}), {dtype} on {device}: {} prompts, {} positions\n{}",
+        "{name} against transformers {} (torch {}), {dtype} on {device}: {} prompts, {} positions\n{}{verdict}\n",
         versions.transformers,
         versions.torch,
         own.prompts.len(),
         compared.num_positions(),
         compared.table(args.tolerance),
     ))?;
-    match compared.fault(args.tolerance) {
+    match fault {
         None => Ok(ExitCode::Done),
         Some(message) => Err(Error::Differs { model: args.model.clone(), message }),
     }

@@ -104,6 +104,8 @@ fn a_model_with_transformers_logits_passes_in_both_types() {
         let rows: Vec<&str> = ended.stdout.lines().map(str::trim).collect();
         assert!(rows[0].contains("against transformers 5.24.0 (torch 2.11.0"), "{rows:?}");
         assert!(rows[0].ends_with("on cpu: 1 prompts, 13 positions"), "{rows:?}");
+        assert_eq!(rows.last(), Some(&"verdict: the same model up to rounding"));
+        assert_eq!(ended.stderr.matches("verify, ").count(), 3, "each part is said as it begins\n{}", ended.stderr);
         let row = |start: &str| {
             *rows.iter().find(|row| row.starts_with(start)).unwrap_or_else(|| panic!("{start}: {rows:?}"))
         };
@@ -159,6 +161,7 @@ fn what_differs_by_more_than_rounding_is_said_and_ends_with_13() {
         let ended = verify(change, &[]);
         ended.assert_error(change, 13, &[&told, "its numbers are not those of transformers"]);
         assert!(ended.stdout.contains("trainer: mean difference"), "the table comes first: {}", ended.stdout);
+        assert!(ended.stdout.lines().last().unwrap().starts_with("verdict: another model: "), "{}", ended.stdout);
     }
     assert_eq!(verify(shifted, &["--tolerance", "510"]).code, Some(0));
     // Where AutoTokenizer alone has other tokens, its class is named and the model is none the worse.
