@@ -147,6 +147,11 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
         let message = cause.unwrap_or_else(|| format!("{} applies to none", rewards.names().join(", ")));
         return Err(Error::NoScore { place: format!("of {}", args.rows()), message });
     }
+    let (num_samples, num_scored) = (outcome.lengths.count, outcome.reward.count);
+    if let Some(cause) = cause.filter(|_| num_scored < num_samples && world.rank() == 0) {
+        let num_failed = num_samples - num_scored;
+        console::say(format_args!("warning: {num_failed} of {num_samples} samples have no reward: {cause}"));
+    }
     let average = Estimate::of(&outcome.problems);
     if average.mean == 0.0 && world.rank() == 0 {
         let pattern = if args.config.is_some() { "reward.answer_pattern" } else { "--answer_pattern" };

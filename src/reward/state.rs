@@ -316,7 +316,7 @@ impl PoolState {
         self.failures[index].add(kind);
         if !self.told.contains(&(index, kind)) {
             self.told.push((index, kind));
-            tracing::warn!(reward, kind = kind.name(), "a reward failed, its samples are masked: {cause}");
+            tracing::debug!(reward, kind = kind.name(), "a reward failed, its samples are masked: {cause}");
         }
         self.first_cause.get_or_insert_with(|| format!("reward '{reward}' ({}): {cause}", kind.name()));
     }

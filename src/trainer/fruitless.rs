@@ -14,13 +14,22 @@ pub(super) const MAX_STEPS: usize = 3;
 pub(super) struct FruitlessSteps {
     /// Steps in which no sample of any rank got a reward.
     unscored_steps: usize,
-    /// The first failure of the newest of them.
+    /// The failure that was told last.
     cause: String,
     /// Steps all of whose groups were left out.
     pub steps_without_signal: usize,
 }
 
 impl FruitlessSteps {
+    /// The words that tell `cause`, which is said once where it stays the same.
+    fn reason(&mut self, cause: String) -> String {
+        if cause == self.cause {
+            return ", for the same reason as before".to_owned();
+        }
+        self.cause = cause;
+        format!(": {}", self.cause)
+    }
+
     /// Ends a run that learns nothing, with the same verdict on every rank.
     ///
     /// # Errors
@@ -42,11 +51,10 @@ impl Trainer {
         self.fruitless.unscored_steps = if is_lost { self.fruitless.unscored_steps + 1 } else { 0 };
         let Some(cause) = self.first_cause(num_failed)? else { return Ok(()) };
         let step = self.progress.global_step;
-        let lost = if is_lost { "; nothing is learned" } else { "" };
+        let (lost, reason) = (if is_lost { "; nothing is learned" } else { "" }, self.fruitless.reason(cause));
         self.output.say(&format!(
-            "step {step}: warning: {num_failed} of {total} samples have no reward and are masked{lost}: {cause}"
+            "step {step}: warning: {num_failed} of {total} samples have no reward and are masked{lost}{reason}"
         ));
-        self.fruitless.cause = cause;
         Ok(())
     }
 
@@ -55,7 +63,8 @@ impl Trainer {
         let total = outcome.lengths.count;
         let num_failed = total - outcome.reward.count;
         if let Some(cause) = self.first_cause(num_failed)? {
-            self.output.say(&format!("warning: {num_failed} of {total} held-out samples have no reward: {cause}"));
+            let reason = self.fruitless.reason(cause);
+            self.output.say(&format!("warning: {num_failed} of {total} held-out samples have no reward{reason}"));
         }
         Ok(())
     }
