@@ -8,6 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::json;
 
 use crate::checkpoint::Checkpoint;
+use crate::config::ImportanceSamplingMode::{SequenceMask, SequenceTruncate};
 use crate::config::{Config, DynamicSampling, Mode};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
@@ -26,6 +27,8 @@ use crate::update::UpdateProgress;
 
 /// Where the time-line of phases goes.
 const TRACE_FOLDER: &str = "trace";
+/// Mean weight of the importance correction below which most of what was sampled hardly counts.
+const LOW_WEIGHT: f64 = 0.5;
 
 /// The run's outputs on this rank.
 #[derive(Debug)]
@@ -39,6 +42,9 @@ pub(super) struct RunOutput {
     /// Tells watchers what this rank does; none where no files are written.
     reporter: Option<RankReporter>,
     said_no_signal: bool,
+    /// Whether the importance correction weighs whole sequences.
+    weighs_sequences: bool,
+    said_low_weight: bool,
     /// The mean rewards of the first and of the newest evaluation, those before a resume included.
     eval_rewards: Option<EvalRewards>,
 }
@@ -94,6 +100,8 @@ impl RunOutput {
             ranks_per_engine: config.engine_shape().num_ranks(),
             traces: config.trace,
             said_no_signal: false,
+            weighs_sequences: matches!(config.importance_sampling_mode, SequenceMask | SequenceTruncate),
+            said_low_weight: false,
         })
     }
 
@@ -156,7 +164,15 @@ impl RunOutput {
         // Samples without a score have a warning of their own.
         let is_scored = values.get("reward").is_some_and(|reward| reward.is_finite());
         let has_no_signal = is_scored && !has_teacher && (is("frac_reward_zero_std", 1.0) || is("grad_norm", 0.0));
+        let weight = values.get("sampling/importance_sampling_ratio/mean").copied().unwrap_or(1.0);
         self.log.step(step, values.clone());
+        if self.weighs_sequences && weight < LOW_WEIGHT && !std::mem::replace(&mut self.said_low_weight, true) {
+            let why = "a sequence's ratio of probabilities is a product over its tokens, and those above importance_sampling_clip_max count little or nothing";
+            self.say(&format!(
+                "step {step}: warning: the importance correction weighs samples by {weight:.2} in the mean: {why}; importance_sampling_mode = \
+                 token_truncate bounds tokens one by one; this is said once"
+            ));
+        }
         if has_no_signal && !std::mem::replace(&mut self.said_no_signal, true) {
             let text = "in no group do rewards differ: no advantage, no gradient";
             self.say(&format!(

@@ -365,6 +365,19 @@ fn equal_rewards_are_a_warning() {
     }
 }
 
+/// What a correction by whole sequences leaves of a step is told once; by tokens it leaves enough.
+#[test]
+fn a_correction_that_masks_most_is_a_warning() {
+    for (mode, count) in [("sequence_mask", 1), ("token_truncate", 0)] {
+        let folder = tempfile::tempdir().unwrap();
+        let keys = format!("importance_sampling_mode={mode} importance_sampling_clip_max=0.6");
+        let ended = run(&format!("{SMALL_RUN} max_steps=2 {keys} output_dir={}", out(folder.path())));
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        let told = "warning: the importance correction weighs samples by 0.00 in the mean";
+        assert_eq!(ended.stderr.matches(told).count(), count, "{mode}: {}", ended.stderr);
+    }
+}
+
 /// 13: adapters as older versions of PEFT wrote them.
 #[test]
 fn pickled_adapters_are_refused() {
