@@ -19,7 +19,7 @@ use crate::cuda::{self, Placement};
 use crate::error::{Error, ExitCode, Result};
 use crate::launch::{OnStop, quoted};
 use crate::memory;
-use crate::metrics;
+use crate::metrics::{self, Services};
 use crate::model::{AdapterFiles, ModelSource, ModelSpec, export_folder, init_folder};
 use crate::phase;
 use crate::plan::{NetworkPlan, Room, human};
@@ -127,24 +127,29 @@ fn num_ranks(launch: &LaunchArgs) -> Result<usize> {
 fn train(args: &RunArgs) -> Result<ExitCode> {
     let missing = fetch::missing(args.config.as_deref(), &args.overrides);
     let is_first = WorkerEnv::from_env()?.is_none();
+    let mut notices = Vec::new();
+    let located = |error| Config::located(args.config.as_deref(), &args.overrides, error);
     let config = checked_together(read_config(args.config.as_deref(), &args.overrides), missing, |config| {
         if !is_first {
             return Vec::new();
         }
-        let rewards = RewardPool::new(config).map(drop);
-        vec![
+        let found = [
             config.validate_world(args.launch.num_ranks()).map(drop),
-            rewards,
+            RewardPool::new(config).map(drop),
             check_output_dir(&config.output.output_dir),
-        ]
+            Services::of(&config.report, &config.output.output_dir, &config.reward.python).check(&mut notices),
+        ];
+        found.into_iter().map(|found| found.map_err(located)).collect()
     })?;
+    say_once(&notices)?;
     if private::checks_here()? {
         private::check_run(&config, args.config.as_deref())?;
     }
     let placement = Placement::new(config.device, config.dtype)?;
     if is_first {
         let room = Room::available(placement, args.launch.nproc)?;
-        PlannedRun::with_rows(&config, placement)?.preflight(placement, args.launch.world_size(), room)?;
+        let planned = PlannedRun::with_rows(&config, placement);
+        planned.and_then(|it| it.preflight(placement, args.launch.world_size(), room)).map_err(located)?;
     }
     let watch = Supervision::of_run(&config.supervision, &config.output.output_dir, config.compared());
     let start_processes = || {
@@ -256,7 +261,8 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         other => other,
     };
     let planned = planned.map_err(told)?;
-    let preflight = planned.preflight(placement, world_size, room);
+    let located = |error| Config::located(run.config.as_deref(), &overrides, error);
+    let preflight = planned.preflight(placement, world_size, room).map_err(located);
     let gpu = gpu_of_plan(args, placement)?;
     let expected = expected(args, gpu, &planned);
     // What lacks memory is refused below the table, which shows what would have it; any other fault, above it.

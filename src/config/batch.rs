@@ -75,16 +75,31 @@ impl Config {
     /// Checks the configuration against the number of ranks.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] with the numbers and the nearest valid ones.
+    /// [`Error::InvalidValue`] with the numbers and the nearest valid ones; [`Error::InvalidConfig`] where several are wrong.
     pub fn validate_world(&self, world_size: usize) -> Result<BatchPlan> {
+        let roles @ Roles { num_trainers, num_generators } = self.roles(world_size)?;
+        let shards = self.zero.shard_group_size.unwrap_or(1);
+        let divided = [
+            self.engine_shape().check_divides(num_generators, "generate"),
+            check_divides("zero.shard_group_size", shards, num_trainers, "train"),
+        ];
+        let mut wrong: Vec<Error> = divided.into_iter().filter_map(Result::err).collect();
+        match self.batch_plan(world_size, roles) {
+            Ok(plan) => Error::of_all(wrong).map_or(Ok(plan), Err),
+            Err(error) => {
+                wrong.push(error);
+                Err(Error::of_all(wrong).expect("there is one"))
+            }
+        }
+    }
+
+    /// The batches of `world_size` ranks.
+    fn batch_plan(&self, world_size: usize, roles: Roles) -> Result<BatchPlan> {
         let out_of_range = |batch: Option<usize>| {
             let got = batch.map_or_else(|| "more than 64 bits hold".to_owned(), |batch| batch.to_string());
             Error::invalid_value("generation_batch_size", got, format!("at most {MAX_COUNT} completions"))
         };
         let product = |a: usize, b: usize| a.checked_mul(b).ok_or_else(|| out_of_range(None));
-        let roles @ Roles { num_trainers, num_generators } = self.roles(world_size)?;
-        self.engine_shape().check_divides(num_generators, "generate")?;
-        check_divides("zero.shard_group_size", self.zero.shard_group_size.unwrap_or(1), num_trainers, "train")?;
         let slice = product(self.per_device_train_batch_size, world_size)?; // completions per slice over all ranks
         // A surplus of groups is counted on each rank, which then needs whole groups of its own.
         let num_shares = if self.oversample > 0.0 { world_size } else { 1 };
@@ -243,7 +258,9 @@ mod tests {
         assert!(
             message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the 6 ranks that generate: 1, 2, 3, 6")
         );
-        assert!(message(&["tensor_parallel_size=2"], 1).ends_with("1, as one rank generates; --nproc starts more"));
+        assert!(
+            message(&["tensor_parallel_size=2"], 1).ends_with("1, as one rank generates; --nproc 2 starts as many")
+        );
         assert!(message(&["zero.shard_group_size=3"], 4).ends_with("a divisor of the 4 ranks that train: 1, 2, 4"));
         assert!(message(&["gradient_accumulation_steps=3", "steps_per_generation=4"], 1).ends_with("batch: 1, 2, 4"));
     }

@@ -6,7 +6,7 @@ use super::field::Field;
 use super::range::ANY;
 use super::raw::RawConfig;
 use super::{Config, DataConfig, SftConfig, Sources};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A key of a configuration that may be another program's, its value, and what was written where that stands for something else.
 pub(crate) type ForeignEntry = (String, serde_json::Value, Option<serde_json::Value>);
@@ -64,6 +64,14 @@ impl Config {
     /// Returns the errors of [`Config::load`].
     pub(crate) fn from_imported(entries: impl IntoIterator<Item = (String, serde_json::Value)>) -> Result<Self> {
         Self::validate(&RawConfig::of_entries(entries)?)
+    }
+
+    /// Adds to an error about values where the keys were written, which whoever checks a configuration later does not know.
+    pub(crate) fn located(file: Option<&Path>, overrides: &[String], error: Error) -> Error {
+        match RawConfig::read(file, overrides) {
+            Ok(raw) => raw.locate(error),
+            Err(_) => error,
+        }
     }
 
     /// Where a run's model and rows are, of a configuration that may be wrong otherwise: what is missing is then reported with

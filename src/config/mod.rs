@@ -159,7 +159,7 @@ pub(crate) use together::KeyValues;
 pub(crate) use together::{Circumstance, Combination, ConflictKind, TABLE, Term};
 pub(crate) use tools::INTERPRETER;
 pub use tools::{EnvironmentFactories, ToolsConfig};
-pub(crate) use unknown::pattern as key_pattern;
+pub(crate) use unknown::{nearest, pattern as key_pattern};
 
 #[cfg(test)]
 mod migration_tests;

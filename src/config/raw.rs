@@ -144,13 +144,16 @@ impl RawConfig {
         rest.filter_map(|rest| rest.split('.').next()).collect()
     }
 
-    /// Appends the place of its key to an error about a value.
+    /// Appends the places of their keys to errors about values.
     pub fn locate(&self, error: Error) -> Error {
         match error {
             Error::InvalidValue { key, got, expected } => {
                 let entry = self.entries.iter().find(|entry| entry.key == key && !entry.origin.is_empty());
                 let place = entry.map(|entry| format!(" ({})", entry.origin)).unwrap_or_default();
                 Error::InvalidValue { key, got, expected: expected + &place }
+            }
+            Error::InvalidConfig(all) => {
+                Error::InvalidConfig(all.into_iter().map(|error| self.locate(error)).collect())
             }
             other => other,
         }

@@ -11,6 +11,44 @@ use crate::migration;
 /// Longest key for which a similar one is searched, in bytes.
 const MAX_MISTYPED_BYTES: usize = 128;
 
+/// Short names that people say, and the keys that they mean.
+const SPOKEN: &[(&str, &[&str])] = &[
+    ("learning_rate", &["lr"]),
+    ("per_device_train_batch_size", &["bs", "batch", "batch_size", "micro_batch_size", "train_batch_size"]),
+    ("gradient_accumulation_steps", &["grad_accum", "grad_accum_steps", "gradient_accumulation", "accumulation_steps"]),
+    ("num_train_epochs", &["epoch", "epochs", "num_epochs"]),
+    ("max_steps", &["steps", "num_steps", "total_steps", "iterations"]),
+    ("warmup_steps", &["warmup", "num_warmup_steps"]),
+    ("lr_scheduler_type", &["schedule", "scheduler", "lr_scheduler", "lr_schedule"]),
+    ("weight_decay", &["wd", "decay"]),
+    ("max_grad_norm", &["grad_clip", "clip_grad", "grad_norm", "gradient_clipping"]),
+    ("optim", &["optimizer", "opt"]),
+    ("model_name_or_path", &["model", "model_name", "model_path", "model_id"]),
+    ("train_file", &["data", "data_file", "data_path", "train", "train_data", "train_path", "train_dataset"]),
+    ("eval_file", &["eval_data", "eval_path", "val_file", "val_data", "eval_dataset", "test_file"]),
+    ("dataset_name", &["dataset", "dataset_id", "dataset_path"]),
+    ("max_completion_length", &["max_tokens", "max_new_tokens", "max_response_length", "response_length"]),
+    ("max_model_length", &["context_length", "max_context_length", "max_seq_len", "max_model_len"]),
+    ("num_generations", &["n", "G", "group_size", "num_samples", "num_rollouts", "rollouts", "samples_per_prompt"]),
+    ("beta", &["kl", "kl_coef", "kl_coeff", "kl_beta", "kl_weight", "kl_loss_coef"]),
+    ("epsilon", &["clip", "clip_eps", "clip_epsilon", "clip_range", "cliprange"]),
+    ("temperature", &["temp"]),
+    ("tensor_parallel_size", &["tp", "tp_size", "tensor_parallel"]),
+    ("pipeline_parallel_size", &["pp", "pp_size", "pipeline_parallel"]),
+    ("lora.r", &["rank", "lora_rank"]),
+    ("reward_funcs", &["reward_func", "reward_function", "reward_functions", "reward_fn", "reward_fns"]),
+    ("output_dir", &["out", "out_dir", "output", "save_dir", "save_path", "checkpoint_dir", "log_dir"]),
+    ("save_steps", &["save_every", "save_interval", "save_freq"]),
+    ("eval_steps", &["eval_every", "eval_interval", "eval_freq"]),
+    ("logging_steps", &["log_every", "log_interval", "log_steps"]),
+    ("report_to", &["wandb", "use_wandb", "logger", "loggers"]),
+    ("gradient_checkpointing", &["recompute", "activation_checkpointing"]),
+    ("system_prompt", &["system", "system_message"]),
+];
+/// Names for the number of processes, which is none of the configuration.
+const PROCESSES: &[&str] =
+    &["nproc", "gpus", "num_gpus", "n_gpus", "ngpus", "world_size", "num_processes", "dp", "dp_size"];
+
 impl RawConfig {
     /// The keys that are not in `known`; those that a message lists come with advice.
     pub fn unknown_keys(&self, known: &[String]) -> Vec<UnknownKey> {
@@ -54,11 +92,14 @@ impl Entry {
             known.iter().filter_map(|name| name.strip_prefix(&start)).map(str::to_owned).collect();
         let close = || {
             let in_table = nearest(name, &beside).map(|name| format!("{start}{name}"));
-            let close = in_table.or_else(|| nearest(&pattern, known).map(str::to_owned));
+            let meant = spoken(name, known).filter(|key| outer.is_empty() || key.starts_with(&start));
+            let close = meant.map(str::to_owned).or(in_table);
+            let close = close.or_else(|| nearest(&pattern, known).map(str::to_owned));
             close.map(|name| format!("did you mean '{name}'?"))
         };
+        let processes = || PROCESSES.contains(&&*pattern).then(|| "--nproc N starts N processes".to_owned());
         let all = || (!beside.is_empty()).then(|| format!("{outer} has {}", beside.join(", ")));
-        let advice = table.or_else(other).or_else(of_other_runs).or_else(close).or_else(all);
+        let advice = table.or_else(other).or_else(of_other_runs).or_else(processes).or_else(close).or_else(all);
         UnknownKey { origin: origin.clone(), key: key.clone(), advice }
     }
 }
@@ -77,21 +118,29 @@ pub(crate) fn pattern(key: &str, known: &[String]) -> String {
     rest.split_once('.').map_or_else(|| any.clone(), |(_, field)| format!("{any}.{field}"))
 }
 
-/// The known key that was probably meant: a few letters away, or one that contains the other.
-fn nearest<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
+/// The known key that people mean by a short name.
+fn spoken<'a>(name: &str, known: &'a [String]) -> Option<&'a str> {
+    let (key, _) = SPOKEN.iter().find(|(_, names)| names.contains(&name))?;
+    known.iter().find(|known| known == key).map(String::as_str)
+}
+
+/// The known name that was probably meant: a few letters away, though not most of them, or one that contains the other.
+pub(crate) fn nearest<'a, S: AsRef<str>>(key: &str, known: &'a [S]) -> Option<&'a str> {
     if key.len() > MAX_MISTYPED_BYTES {
         return None;
     }
-    let closest = known.iter().min_by_key(|name| levenshtein(key, name))?;
-    if levenshtein(key, closest) <= (key.len() / 4).max(2) {
+    let known = || known.iter().map(AsRef::as_ref);
+    let closest = known().min_by_key(|name| levenshtein(key, name))?;
+    let distance = levenshtein(key, closest);
+    if distance <= (key.len() / 4).max(2) && 2 * distance <= key.len() {
         return Some(closest);
     }
     // One that holds less than half of the other has another meaning: `stop` is not `early_stopping_patience`.
-    let related = |name: &&String| {
+    let related = |name: &&str| {
         let (short, long) = (name.len().min(key.len()), name.len().max(key.len()));
-        short >= 4 && 2 * short >= long && (key.contains(name.as_str()) || name.contains(key))
+        short >= 4 && 2 * short >= long && (key.contains(name) || name.contains(key))
     };
-    known.iter().filter(related).max_by_key(|name| name.len()).map(String::as_str)
+    known().filter(related).max_by_key(|name| name.len())
 }
 
 #[cfg(test)]
@@ -105,8 +154,28 @@ mod tests {
         assert_eq!(nearest("learnign_rate", &known), Some("learning_rate"));
         assert_eq!(nearest("vllm_importance_sampling_mode", &known), Some("importance_sampling_mode"));
         assert_eq!(nearest("stage", &known), Some("zero.stage"));
-        for far in ["completely_else", "early_beta_stopping", "load_best_zero.stage_at_end", "learning_something"] {
+        for far in ["completely_else", "early_beta_stopping", "load_best_zero.stage_at_end", "learning_something", "bt"]
+        {
             assert_eq!(nearest(far, &known), None, "{far}");
         }
+    }
+
+    /// Every short name is no key, leads to one, and stands once.
+    #[test]
+    fn short_names_lead_to_keys() {
+        let keys = Config::keys();
+        let told = |name: &str| {
+            let raw = RawConfig::of_entries([(name.to_owned(), 1.into())]).unwrap();
+            raw.unknown_keys(keys).into_iter().next().and_then(|unknown| unknown.advice).unwrap_or_default()
+        };
+        for (key, names) in SPOKEN {
+            assert!(keys.iter().any(|known| known == key), "{key}");
+            for name in *names {
+                assert!(told(name).contains(key), "{name}: {}", told(name));
+                assert_eq!(SPOKEN.iter().filter(|(_, names)| names.contains(name)).count(), 1, "{name}");
+            }
+        }
+        assert_eq!(told("lr"), "did you mean 'learning_rate'?");
+        assert_eq!(told("gpus"), "--nproc N starts N processes");
     }
 }

@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::config::{ReportConfig, ReportService};
+use crate::error::{Error, Result};
 use crate::untrusted::{Folder, MAX_RUN_CONFIG_BYTES};
 
 /// The process's program.
@@ -19,6 +20,15 @@ const LOG: &str = "report_to.log";
 /// How long the end of a run waits for it to pass on what is left.
 const PATIENCE: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(20);
+/// Prints the modules among its arguments that cannot be imported, a line each. A folder of that name, as W&B leaves one, is no module.
+const FIND: &str = "
+import importlib.util, sys
+sys.path[:] = [path for path in sys.path if path]
+for name in sys.argv[1:]:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        print(name)
+";
 
 /// Which services a run reports to, and under which name.
 #[derive(Debug, Clone, Default)]
@@ -44,6 +54,35 @@ impl Services {
             python: python.to_owned(),
             tensorboard: config.report_to.0.contains(&ReportService::TensorBoard),
         }
+    }
+
+    /// Refuses, before anything is loaded, services whose packages the interpreter lacks. Of `all`, as with transformers, those that are
+    /// installed count; notices name the others.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] with the command that installs them.
+    pub fn check(&self, notices: &mut Vec<String>) -> Result<()> {
+        if self.modules.is_empty() {
+            return Ok(());
+        }
+        let python = &self.python;
+        let missing = match Command::new(python).args(["-c", FIND]).args(&self.modules).stdin(Stdio::null()).output() {
+            Ok(output) => String::from_utf8_lossy(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" "),
+            Err(error) => {
+                let expected = format!("an interpreter in reward.python that has {}: {error}", self.modules.join(" "));
+                return Err(Error::invalid_value("report_to", self.modules.join(" "), expected));
+            }
+        };
+        let installs = format!("{python} -m pip install {missing}");
+        if missing.is_empty() {
+            return Ok(());
+        }
+        if self.tensorboard && self.modules.len() + 1 == ReportService::ALL.len() {
+            notices.push(format!("report_to = all leaves out {missing}, which {python} lacks; to install: {installs}"));
+            return Ok(());
+        }
+        let expected = format!("services whose packages {python} has; to install: {installs}");
+        Err(Error::invalid_value("report_to", missing, expected))
     }
 }
 

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::style;
 use super::{RewardFunction, RewardInput, answer};
-use crate::config::RewardConfig;
+use crate::config::{RewardConfig, nearest};
 use crate::error::{Error, Result};
 
 /// Columns or settings that a built-in reward requires.
@@ -201,7 +201,21 @@ fn advice(name: &str) -> String {
         "code_format_reward" => "code_format",
         "code_reward" | "ioi_code" | "cf_code" => "code",
         "binary_code_reward" => "binary_code",
-        _ => return String::new(),
+        "exact" | "exact_match" | "em" => "exact_answer",
+        "correct" | "correctness" | "answer" => "numeric_answer, exact_answer, math",
+        "brevity" => "length",
+        "tests" | "unit_tests" => "code",
+        _ => {
+            let bare = ["_rewards", "_reward", "_func", "_fn"].iter().find_map(|end| name.strip_suffix(end));
+            let known: Vec<&str> = names().collect();
+            if let Some(known) = bare.filter(|bare| known.contains(bare)) {
+                return format!("; did you mean {known}?");
+            }
+            if let Some(advice) = bare.map(advice).filter(|advice| !advice.is_empty()) {
+                return advice;
+            }
+            return nearest(name, &known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
+        }
     };
     format!("; here: {ours}")
 }
@@ -278,6 +292,21 @@ mod tests {
                 function("reward_funcs", row.name, &RewardConfig::default()).is_ok(),
                 rows.clone().all(|name| name != row.name)
             );
+        }
+    }
+
+    #[test]
+    fn names_that_are_none_come_with_the_one_that_was_meant() {
+        for (name, advice) in [
+            ("exact_match", "here: exact_answer"),
+            ("numeric", "did you mean numeric_answer?"),
+            ("fromat", "did you mean format?"),
+            ("length_reward", "did you mean length?"),
+            ("correctness_reward", "here: numeric_answer, exact_answer, math"),
+            ("mine.py", "which function of the file, as mine.py:FUNCTION?"),
+        ] {
+            let error = function("reward_funcs", name, &RewardConfig::default()).err().unwrap().to_string();
+            assert!(error.ends_with(advice), "{error}");
         }
     }
 

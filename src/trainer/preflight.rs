@@ -11,7 +11,7 @@ use super::teacher::Teacher;
 use crate::config::{BatchPlan, Circumstance, Combination, Config, Mode, Roles, WorldSize};
 use crate::cuda::Placement;
 use crate::data::{Hub, Tokenizer};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, Stages, Use};
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::rollout::fullest_stage;
@@ -78,10 +78,13 @@ impl Preflight {
         let kind = placement.kind;
         let batch = config.validate_world(world_size.ranks)?;
         let BatchPlan { roles: Roles { num_trainers, num_generators }, .. } = batch;
-        world_size.check_engines(world_size.ranks - num_generators, config.engine_shape())?;
-        combination(config, &spec, placement, world_size).check()?;
-        config.validate_context(spec.max_position_embeddings)?;
-        spec.validate_tp(config.tensor_parallel_size)?;
+        let found = [
+            world_size.check_engines(world_size.ranks - num_generators, config.engine_shape()),
+            combination(config, &spec, placement, world_size).check(),
+            config.validate_context(spec.max_position_embeddings),
+            spec.validate_tp(config.tensor_parallel_size),
+        ];
+        Error::of_all(found.into_iter().filter_map(Result::err).collect()).map_or(Ok(()), Err)?;
         let stages = Stages::new(&spec, config.pipeline_parallel_size, config.stage_sizes())?;
         let engine_layers = fullest_stage(&spec, &stages);
         config.quantization.format().map_or(Ok(()), |format| format.check(&spec))?;

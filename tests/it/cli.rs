@@ -264,6 +264,27 @@ fn a_plan_compares_the_kv_blocks_of_engines() {
     }
 }
 
+/// What depends on the number of processes is told with its line, beside all else that is wrong.
+#[test]
+fn a_world_that_is_too_small_is_told_with_its_line_and_all_else() {
+    let ended = run(
+        "--config configs/tiny-cpu.toml per_device_train_batch_size=3 reward_funcs=[\"exact_match\"] reward_weights=[]",
+    );
+    let file = fs::read_to_string("configs/tiny-cpu.toml").unwrap();
+    let line = 1 + file.lines().position(|line| line.starts_with("tensor_parallel_size = 2")).unwrap();
+    let size = format!(
+        "tensor_parallel_size = 2: expected 1, as one rank generates; --nproc 2 starts as many (configs/tiny-cpu.toml:{line})"
+    );
+    let others =
+        ["generation_batch_size = 3: expected", "reward_funcs = exact_match: expected names", "here: exact_answer"];
+    ended.assert_error("one process", 2, &[&[&*size][..], &others].concat());
+    run("--config configs/tiny-cpu.toml lr=1e-4").assert_error(
+        "a short name",
+        2,
+        &["unknown key 'lr'; did you mean 'learning_rate'?"],
+    );
+}
+
 #[test]
 fn the_report_is_written_again() {
     let folder = tempfile::tempdir().unwrap();

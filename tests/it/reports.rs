@@ -85,6 +85,30 @@ fn a_service_that_dies_or_is_missing_is_told_once_and_the_run_goes_on() {
     }
 }
 
+/// A package that the interpreter lacks is told before a model is read; of all services those that are there count.
+#[test]
+fn a_missing_service_is_told_at_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let python = folder.path().join("bare");
+    fs::write(&python, "#!/bin/sh\nexec python3 -I -S \"$@\"\n").unwrap();
+    fs::set_permissions(&python, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    fs::create_dir(folder.path().join("wandb")).unwrap(); // what W&B leaves behind is no module
+    let keys = format!(
+        "{SMALL_RUN} max_steps=1 reward.python={} output_dir={}",
+        python.display(),
+        folder.path().join("out").display()
+    );
+    let refused = end(command(&format!("{keys} report_to=wandb")).spawn().unwrap());
+    let installs = format!("{} -m pip install wandb", python.display());
+    refused.assert_error("wandb", 2, &["report_to = wandb", &installs, "(command line)"]);
+    assert!(!folder.path().join("out").exists());
+    let ended = run(folder.path(), MODULE, "report_to=all");
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("report_to = all leaves out trackio"), "{}", ended.stderr);
+    let calls = json_lines(&fs::read_to_string(folder.path().join("calls")).unwrap());
+    assert_eq!(calls.last().unwrap(), &serde_json::json!({"finish": true}), "wandb is there");
+}
+
 /// A run, its report and a watcher follow no link below the output folder; the folder itself may be one.
 #[test]
 fn links_that_were_planted_are_not_followed() {
