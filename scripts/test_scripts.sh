@@ -208,6 +208,10 @@ line = json.loads(open(sys.argv[1]).readline())
 assert line["agent/num_failed"] == line["agent/num_refused"] == 0 and line["agent/mean_requests"] > 1, line
 assert line["agent/mean_trajectories"] == 1 and line["sampling/sampling_logp_difference/max"] < 1e-4, line
 PY
+# Episodes of several turns at once, some of which give up, raise or sleep; scripts/agent_soak.py has the large form.
+said=$(PYTHONPATH="$work/openai" "$python" scripts/agent_soak.py "$program" "$python" --loop openai --episodes 20 --turns 5 --steps 10 --timeout 20 --growth 0.3 2>&1) ||
+    fail "agent_soak.py: $said"
+[[ $said =~ "at most".*"nothing is left" ]] || fail "agent_soak.py: $said"
 # The watcher's page in a browser, where there is one.
 "$program" --config configs/calculator.toml max_steps=1 eval_steps=none eval_file=none save_steps=none max_train_samples=64 log_completions=true \
     output_dir="$work/watched/turns" >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "a run with tools to watch"; }
