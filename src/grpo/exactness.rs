@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 const MAX: &str = "sampling/sampling_logp_difference/max";
 
 /// Mean and greatest |logprob - rollout| over the tokens `[C]` that the weights sampled which are now trained: those of age 0, in the first
-/// update from these samples. Of other tokens nothing can be said: other weights sampled them.
+/// update from these samples. Of other tokens nothing can be said: other weights sampled them. One that is no number is infinitely far from
+/// any other, so that a run does not go on with it as with an update that is skipped.
 ///
 /// # Errors
 /// A failure of the device.
@@ -20,7 +21,10 @@ pub(crate) fn exactness_stats(
 ) -> Result<DeviceStats> {
     let nothing = || input.logprobs.f_full_like(f64::NAN);
     let differences = match input.rollout_logprobs.filter(|_| is_first_update) {
-        Some(rollout) => (input.logprobs - rollout.to_kind(input.logprobs.kind())).abs(),
+        Some(rollout) => {
+            let differences = (input.logprobs - rollout.to_kind(input.logprobs.kind())).abs();
+            differences.masked_fill(&differences.isnan(), f64::INFINITY)
+        }
         None => nothing()?,
     };
     let differences = match token_ages {
@@ -54,7 +58,11 @@ mod tests {
     use super::*;
 
     fn stats(rollout: &[f32], ages: Option<&[i64]>, is_first_update: bool) -> LossStats {
-        let [logprobs, rollout] = [&[-1.0, -2.0, -3.0], rollout].map(Tensor::from_slice);
+        stats_of(&[-1.0, -2.0, -3.0], rollout, ages, is_first_update)
+    }
+
+    fn stats_of(logprobs: &[f32], rollout: &[f32], ages: Option<&[i64]>, is_first_update: bool) -> LossStats {
+        let [logprobs, rollout] = [logprobs, rollout].map(Tensor::from_slice);
         let input = LossInput {
             logprobs: &logprobs,
             old_logprobs: Some(&rollout),
@@ -82,9 +90,21 @@ mod tests {
             stats(&off, Some(&[0, 1, 0]), true),
             stats(&off, None, false),
             stats(&[-1.0, -2.0, -3.0], None, true),
-            stats(&[-1.0, f32::NAN, -3.0], None, true),
+            stats(&[-1.0, f32::NAN, -3.0], Some(&[0, 1, 0]), true),
         ] {
             check_exactness(&equal).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_is_not_equal() {
+        let sound = [-1.0, -2.0, -3.0];
+        for wrong in [f32::NAN, f32::NEG_INFINITY] {
+            let spoilt = [-1.0, wrong, -3.0];
+            for stats in [stats(&spoilt, None, true), stats_of(&spoilt, &sound, None, true)] {
+                let error = check_exactness(&stats).unwrap_err();
+                assert!(error.to_string().contains("by up to inf nats"), "{error}");
+            }
         }
     }
 }
