@@ -6,11 +6,12 @@
 //
 // `plan_attention` cuts all contexts of a step into items, once for all layers; blocks of four warps take items as they
 // become free. The warps of an item either have every fourth 16 tokens of one row (its own part), or two rows each of a group
-// whose contexts begin alike (the shared part: its tokens pass once through shared memory for all of them).
+// whose contexts begin alike (the shared part: its tokens pass once through shared memory for all of them). In plans of a fixed
+// split a shared part is a whole split of every row, and each row gets the bits of its own part.
 // A row of several items leaves partial results; the last item to finish merges them in item order.
 // The cache is bf16, or e4m3 or whole numbers of eight bits, with a scale for each token and head.
 #include "attention_fp8.cuh"
-#include "attention_merge.cuh"
+#include "attention_item.cuh"
 
 // The warp for a cache of E.
 template <typename E, int HD, int M, int U>
@@ -50,6 +51,74 @@ union Pool {
     typename WarpOf<E, HD, MEMBERS, 1>::type::Stage stages[IS_WIDE<HD> ? 1 : STAGES];
 };
 
+// Keys and then values of an item that rows share, for ItemWarp through a ring in shared memory, by all warps of a block together: keys a
+// unit at a time, values as many bytes of 64 columns.
+template <int HD>
+struct ItemStream {
+    static constexpr int RING = 2 * STAGES, KEYS = SPLIT / UNIT, TOGETHER = HD / 64, SLOTS = 2 * KEYS;
+    using Slot = bf16[UNIT * HD];
+    Slot (&ring)[RING];
+    const Cache<bf16>& cache;
+    const Geometry& shape;
+    int blocks;    // of unit threadIdx.x % 32
+    int kv_head, offset;  // of the item within a block
+    int fetched = 0, read = -1, of_slot = 0;  // slots, and units of values in that which is read
+
+    // Tokens of unit n, in the order in which they are taken.
+    __device__ __forceinline__ static int unit_of(int n) { return n / (STEPS * UNITS) + n % (STEPS * UNITS) * WARPS; }
+
+    __device__ __forceinline__ ItemStream(Slot (&ring)[RING], const Cache<bf16>& cache, const int* table, const Geometry& shape,
+                                          int kv_head, int begin)
+        : ring(ring), cache(cache), shape(shape), kv_head(kv_head), offset(begin) {
+        const int unit = threadIdx.x % 32;
+        blocks = unit < KEYS ? table[(begin + unit * UNIT) >> shape.block_shift] : 0;
+        for (int slot = 0; slot < RING - 1; ++slot) fetch();
+    }
+
+    __device__ __forceinline__ long long place(int unit) const {
+        const long long head = static_cast<long long>(__shfl_sync(~0u, blocks, unit)) * shape.kv_heads + kv_head;
+        return ((head << shape.block_shift) + ((offset + unit * UNIT) & ((1 << shape.block_shift) - 1))) * HD;
+    }
+
+    __device__ __forceinline__ void fetch() {
+        if (fetched < SLOTS) {
+            bf16* to = ring[fetched % RING];
+            const int values = fetched - KEYS;
+            constexpr int PIECES = UNIT * HD / 8 / THREADS;  // of 16 bytes, of a thread
+            const long long first = values < 0 ? place(unit_of(fetched)) : place(unit_of(values * TOGETHER % KEYS));
+            const long long second = values < 0 || TOGETHER == 1 ? first : place(unit_of(values * TOGETHER % KEYS + 1));
+#pragma unroll
+            for (int k = 0; k < PIECES; ++k) {
+                const int at = threadIdx.x + k * THREADS;
+                if (values < 0) {
+                    const int row = at / (HD / 8), chunk = at % (HD / 8);
+                    copy_16(shared_address(to + row * HD + (chunk ^ mix(row)) * 8), cache.k + first + at * 8, 16);
+                } else {
+                    const int row = at / 8, chunk = at % 8, slice = values * TOGETHER / KEYS;
+                    const long long unit = k < PIECES / TOGETHER ? first : second;
+                    copy_16(shared_address(to + row * 64 + (chunk ^ mix(row)) * 8), cache.v + unit + row % UNIT * HD + slice * 64 + chunk * 8, 16);
+                }
+            }
+        }
+        commit_copies(), ++fetched;
+    }
+
+    __device__ __forceinline__ void next() {
+        if (read >= KEYS && TOGETHER == 2 && of_slot == 0) {
+            of_slot = 1;
+            return;
+        }
+        of_slot = 0, ++read;
+        wait_copies<RING - 2>();
+        __syncthreads();  // the slot is there for all, and the one before it is free
+        fetch();
+    }
+    __device__ __forceinline__ const bf16* key(int, int row, int chunk) const { return ring[read % RING] + row * HD + (chunk ^ mix(row)) * 8; }
+    __device__ __forceinline__ const bf16* value(int, int row, int chunk) const {
+        return ring[read % RING] + (of_slot * UNIT + row) * 64 + (chunk % 8 ^ mix(row)) * 8;
+    }
+};
+
 // A layer, and of it one column: up to 8 query heads of one key/value head. With SINKS each query head has a logit without a key.
 template <int HD, typename E, bool SINKS>
 struct Column {
@@ -87,38 +156,91 @@ struct Column {
         if (part.sum != 0.0f) part.sum += exp2_fast(sink - part.peak);
     }
 
-    // A shared part: each warp has two of its rows, and merges those that it completes.
-    __device__ __forceinline__ void attend_shared(const Item& item, Pool<HD, E>& pool) const {
+    // The rows of a shared part that a warp has.
+    __device__ __forceinline__ static void rows_of(const Item& item, int (&rows)[MEMBERS]) {
         const int warp = threadIdx.x / 32;
-        int rows[MEMBERS];
 #pragma unroll
         for (int k = 0; k < PARTY; ++k)  // every index known when it is compiled: the item stays in registers
             if (k / MEMBERS == warp) rows[k % MEMBERS] = item.rows[k];
+    }
+
+    // A shared part: each warp has two of its rows, and merges those that it completes.
+    __device__ __forceinline__ void attend_shared(const Item& item, Pool<HD, E>& pool) const {
+        int rows[MEMBERS];
+        rows_of(item, rows);
         typename WarpOf<E, HD, MEMBERS, 1>::type work;
 #pragma unroll
         for (int m = 0; m < MEMBERS; ++m) work.load_query(m, q + query_of(rows[m]), rows[m] >= 0 ? heads : 0);
         work.attend_shared(pool.stages, cache, table_of(item.rows[0]), shape, kv_head, item.begin, item.end);
 #pragma unroll
         for (int m = 0; m < MEMBERS; ++m) {
-            const int row = rows[m];
-            if (row < 0) continue;
-            const Pieces own = pieces[row];
-            Partial<HD>* partial = partial_of(own);
-            Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
+            if (rows[m] < 0) continue;
+            Partial<HD>* mine = partial_of(pieces[rows[m]]) + static_cast<long long>(item.piece) * columns;
             work.store(m, mine->out[0], HD, mine->peak, mine->sum);
-            __syncwarp();
-            int before = 0;
-            if (work.lane == 0) before = arrive(&arrived[row * columns + at]);
-            if (__shfl_sync(~0u, before, 0) == own.count - 1) {
-                for (int k = work.lane; k < heads * (HD / 8); k += 32) {
-                    const int head = k / (HD / 8), column = k % (HD / 8) * 8;
-                    Part<8> all = merge<HD, 8>(partial, own.count, columns, head, column, -1, {});
-                    if constexpr (SINKS) add_sink(all, head);
-                    all.write(o + query_of(row) + head * HD + column);
-                }
-                if (work.lane == 0) arrived[row * columns + at] = 0;
-            }
+            complete(rows[m]);
         }
+    }
+
+    // The same with the bits of own parts, of a whole split.
+    __device__ __forceinline__ void attend_split(const Item& item, Pool<HD, E>& pool) const {
+        using Work = ItemWarp<HD, MEMBERS>;
+        int rows[MEMBERS];
+        rows_of(item, rows);
+        Work work;
+        work.lane = threadIdx.x % 32, work.least = work.most = SPLIT;
+        const int r = work.lane / 4, c = work.lane % 4;
+        typename Work::Query query;
+#pragma unroll
+        for (int m = 0; m < MEMBERS; ++m) {
+            work.len[m] = SPLIT;
+#pragma unroll
+            for (int j = 0; j < HD / 32; ++j)
+                query[m][j] = rows[m] >= 0 && r < heads ? *reinterpret_cast<const uint4*>(q + query_of(rows[m]) + r * HD + 32 * j + 8 * c)
+                                                        : uint4{0, 0, 0, 0};
+        }
+        auto& ring = *reinterpret_cast<typename ItemStream<HD>::Slot (*)[ItemStream<HD>::RING]>(&pool);
+        ItemStream<HD> stream(ring, cache, table_of(item.rows[0]), shape, kv_head, item.begin);
+        work.score(stream, query, 0, 0, shape.scale * LOG2E);
+        Partial<HD>* mine[MEMBERS];
+#pragma unroll
+        for (int m = 0; m < MEMBERS; ++m) {
+            if (rows[m] < 0) continue;
+            mine[m] = partial_of(pieces[rows[m]]) + static_cast<long long>(item.piece) * columns;
+            if (c == 0) mine[m]->peak[r] = work.highest[m], mine[m]->sum[r] = work.total[m];
+        }
+        work.accumulate(stream, 0, [&](int slice, const typename Work::Slice& all) {
+#pragma unroll
+            for (int m = 0; m < MEMBERS; ++m) {
+                if (rows[m] < 0) continue;
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    float* to = &mine[m]->out[2 * c + k][work.chunk_of(slice) * 8];
+#pragma unroll
+                    for (int i = 0; i < Work::PARTS; i += 2)
+                        *reinterpret_cast<float4*>(to + 2 * i) = make_float4(all[m][i][k], all[m][i][k + 2], all[m][i + 1][k], all[m][i + 1][k + 2]);
+                }
+            }
+        });
+#pragma unroll
+        for (int m = 0; m < MEMBERS; ++m)
+            if (rows[m] >= 0) complete(rows[m]);
+    }
+
+    // Counts a part of a row in, by one warp, which merges all parts if it was the last.
+    __device__ __forceinline__ void complete(int row) const {
+        const int lane = threadIdx.x % 32;
+        const Pieces own = pieces[row];
+        int before = 0;
+        __syncwarp();
+        if (lane == 0) before = arrive(&arrived[row * columns + at]);
+        if (__shfl_sync(~0u, before, 0) != own.count - 1) return;
+        for (int k = lane; k < heads * (HD / 8); k += 32) {
+            const int head = k / (HD / 8), column = k % (HD / 8) * 8;
+            Part<8> all = merge<HD, 8>(partial_of(own), own.count, columns, head, column, -1, {});
+            if constexpr (SINKS) add_sink(all, head);
+            all.write(o + query_of(row) + head * HD + column);
+        }
+        if (lane == 0) arrived[row * columns + at] = 0;
     }
 
     // An own part: the warps have every fourth unit. `meanwhile` is done between their work and what follows it.
@@ -165,7 +287,8 @@ struct Column {
     }
 };
 
-template <int HD, typename E, bool SINKS>
+// IS_FIXED: items are of a plan with a fixed split.
+template <int HD, typename E, bool SINKS, bool IS_FIXED>
 __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Header* header, const Item* __restrict__ items) {
     __shared__ alignas(16) Pool<HD, E> pool;
     __shared__ int next;
@@ -182,7 +305,8 @@ __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Hea
         bool is_done = false;
         if constexpr (!IS_WIDE<HD>) {
             if (item.is_shared) {
-                column.attend_shared(item, pool);
+                if constexpr (IS_FIXED) column.attend_split(item, pool);
+                else column.attend_shared(item, pool);
                 __syncthreads();
                 look_ahead();
                 is_done = true;
@@ -201,31 +325,33 @@ __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Hea
     const bf16 *q, const E *k_cache, const E *v_cache, const int *block_tables, bf16 *o, Header *header,           \
         const Item *items, const Pieces *pieces, int *arrived, float *partials
 #define SIZES long long kv_heads, long long group, long long block_shift, long long max_blocks, float scale
-#define ATTEND(HD, E, SINKS, K_SCALES, V_SCALES, AT)                                                               \
+#define ATTEND(HD, E, SINKS, IS_FIXED, K_SCALES, V_SCALES, AT)                                                     \
     const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_shift),    \
                             static_cast<int>(max_blocks), scale};                                                  \
-    paged_attention<HD, E, SINKS>({q, {k_cache, v_cache, K_SCALES, V_SCALES}, block_tables, o, pieces, arrived,    \
-                                   reinterpret_cast<Partial<HD>*>(partials), AT, shape,                            \
-                                   shape.kv_heads * shape.chunks()},                                               \
-                                  header, items)
+    paged_attention<HD, E, SINKS, IS_FIXED>({q, {k_cache, v_cache, K_SCALES, V_SCALES}, block_tables, o, pieces,   \
+                                             arrived, reinterpret_cast<Partial<HD>*>(partials), AT, shape,         \
+                                             shape.kv_heads * shape.chunks()},                                     \
+                                            header, items)
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
-#define PAGED_ATTENTION(NAME, HD) \
-    KERNEL NAME(STEP(bf16), SIZES) { ATTEND(HD, bf16, false, nullptr, nullptr, nullptr); }
+#define PAGED_ATTENTION(NAME, HD, IS_FIXED) \
+    KERNEL NAME(STEP(bf16), SIZES) { ATTEND(HD, bf16, false, IS_FIXED, nullptr, nullptr, nullptr); }
 #define PAGED_ATTENTION_SINKS(NAME, HD) \
-    KERNEL NAME(STEP(bf16), SIZES, const bf16* sinks) { ATTEND(HD, bf16, true, nullptr, nullptr, sinks); }
+    KERNEL NAME(STEP(bf16), SIZES, const bf16* sinks) { ATTEND(HD, bf16, true, false, nullptr, nullptr, sinks); }
 #define PAGED_ATTENTION_8(NAME, HD, E)                                                      \
     KERNEL NAME(STEP(E), const float* k_scales, const float* v_scales, SIZES) {            \
-        ATTEND(HD, E, false, k_scales, v_scales, nullptr);                                 \
+        ATTEND(HD, E, false, false, k_scales, v_scales, nullptr);                          \
     }
 #define PAGED_ATTENTION_8_SINKS(NAME, HD, E)                                                         \
     KERNEL NAME(STEP(E), const float* k_scales, const float* v_scales, SIZES, const bf16* sinks) {  \
-        ATTEND(HD, E, true, k_scales, v_scales, sinks);                                             \
+        ATTEND(HD, E, true, false, k_scales, v_scales, sinks);                                      \
     }
 
-PAGED_ATTENTION(paged_attention_bf16_64, 64)
-PAGED_ATTENTION(paged_attention_bf16_128, 128)
-PAGED_ATTENTION(paged_attention_bf16_256, 256)
+PAGED_ATTENTION(paged_attention_bf16_64, 64, false)
+PAGED_ATTENTION(paged_attention_bf16_128, 128, false)
+PAGED_ATTENTION(paged_attention_bf16_256, 256, false)
+PAGED_ATTENTION(paged_attention_bf16_64_fixed, 64, true)
+PAGED_ATTENTION(paged_attention_bf16_128_fixed, 128, true)
 PAGED_ATTENTION_8(paged_attention_bf16_64_fp8, 64, unsigned char)
 PAGED_ATTENTION_8(paged_attention_bf16_128_fp8, 128, unsigned char)
 PAGED_ATTENTION_8(paged_attention_bf16_64_int8, 64, signed char)

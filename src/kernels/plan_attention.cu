@@ -63,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
         if (group >= 0) atomicMin(&prefix[group], min(shared_blocks[s] * block, (len - 1) / block * block));
     }
     __syncthreads();
-    const auto shared_by = [&](int group) { return members[group] > 1 ? prefix[group] : 0; };
+    const int whole = fixed_split > 0 ? static_cast<int>(fixed_split) : 1;  // of a fixed split whole ones are shared
+    const auto shared_by = [&](int group) { return members[group] > 1 ? prefix[group] / whole * whole : 0; };
     const auto shared_of = [&](int s) { return rank[s] < 0 ? 0 : shared_by(groups[s]); };
     const auto begin_of = [&](int s) {
         return window > 0 ? max(0, context_lens[s] - static_cast<int>(window)) : shared_of(s);

@@ -4,6 +4,7 @@ use colo_grpo::internal::cuda::kernels::{
     self, AttentionPlan, AttentionShape, HeadTransform, NormOptions, QkvViews, SharedPrefixes,
 };
 use colo_grpo::internal::ops::attention::{PagedLayout, kv_rows, paged_decode_with_lse, sinks, write_kv};
+use colo_grpo::internal::ops::exact::SPLIT_TOKENS;
 use colo_grpo::internal::ops::heads::{self, HeadNormWeights};
 use colo_grpo::internal::ops::rms_norm;
 use colo_grpo::internal::ops::rope::{self, Rope};
@@ -211,9 +212,15 @@ fn gpu_paged_attention_equals_the_cpus() {
             if is_small() && (group, dim) != (7, 128) {
                 continue;
             }
-            for (window, sharing, split) in
-                [(None, 0, None), (Some(100), 0, None), (None, 0, Some(64)), (None, 5, None), (None, 11, None)]
-            {
+            for (window, sharing, split) in [
+                (None, 0, None),
+                (Some(100), 0, None),
+                (None, 0, Some(64)),
+                (None, 5, None),
+                (None, 11, None),
+                (None, 5, Some(SPLIT_TOKENS)),
+                (None, 11, Some(SPLIT_TOKENS)),
+            ] {
                 let shape = AttentionShape {
                     num_heads: kv_heads * group,
                     num_kv_heads: kv_heads,
@@ -222,7 +229,9 @@ fn gpu_paged_attention_equals_the_cpus() {
                     sliding_window: window,
                     scale: 0.2,
                 };
-                for has_sinks in [false, true] {
+                // With sinks no prefix of a fixed split is shared.
+                let with_sinks = sharing == 0 || split.is_none();
+                for has_sinks in [false, true].into_iter().filter(|&has| !has || with_sinks) {
                     compare_attention((shape, has_sinks), kind, bound, sharing, split);
                 }
             }
@@ -280,9 +289,9 @@ fn compare_attention(
         assert!(before.isnan().any().int64_value(&[]) == 1 || before.equal(&o), "{what}: not the same twice");
     }
     if split.is_some() {
-        // With a fixed split a row alone has the same bits.
+        // With a fixed split a row alone has the same bits; those of the second group share a whole one.
         let alone = plan(1);
-        for row in 0..6 {
+        for row in (0..6).chain(11..14) {
             let of_row = |tensor: &Tensor| tensor.narrow(0, row, 1).contiguous();
             let (mut own, len) = (poison(&[1, heads, dim], kind), of_row(&lens));
             alone.update(&len, None).unwrap();

@@ -1,9 +1,10 @@
 //! Exact products on a GPU, and runs whose sampler and trainer are equal. Ignored where there is no GPU; findings are printed as one
 //! JSON line each.
 
-use colo_grpo::internal::cuda::{Context, Products, Tuning, kernels};
+use colo_grpo::internal::cuda::kernels::{self, AttentionPlan};
+use colo_grpo::internal::cuda::{Context, Products, Tuning};
 use colo_grpo::internal::ops::attention::{Bounds, PackedLayout, SharedBounds, packed_forward};
-use colo_grpo::internal::ops::exact::{ExactAttention, SPLIT_TOKENS};
+use colo_grpo::internal::ops::exact::{CachedTiles, ExactAttention, SPLIT_TOKENS};
 use colo_grpo::internal::torch;
 use serde_json::json;
 use tch::{Kind, Tensor};
@@ -185,6 +186,54 @@ fn gpu_attention_in_tiles_has_the_bits_of_decode_steps() {
                     off < 1e-3 * greatest,
                     "{heads}/{kv_heads} x {hd}, window {window:?}: log-sum-exp off by {off}"
                 );
+            }
+        }
+    }
+}
+
+/// Prompts over a paged cache, and what is left of them behind tokens that are there already.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_prompts_in_tiles_have_the_bits_of_decode_steps() {
+    kernels::prepare(0, 1).unwrap();
+    let runs = [(0, 700), (300, 333), (0, 17), (1000, 300), (15, 2), (0, 512), (0, 1), (255, 260)];
+    for (heads, kv_heads, hd, block_size) in [(28, 4, 128, 16), (14, 2, 64, 32), (24, 2, 128, 16)] {
+        let wide = |size: &[i64]| {
+            let scales =
+                Tensor::randint_low(-3, 4, [&size[..size.len() - 1], &[1]].concat(), (Kind::Float, GPU)).exp2();
+            (Tensor::randn(size, (Kind::Float, GPU)) * scales).to_kind(Kind::BFloat16)
+        };
+        let max_blocks = runs.iter().map(|(before, rows)| (before + rows + block_size - 1) / block_size).max().unwrap();
+        let num_blocks = max_blocks * runs.len() as i64;
+        let tables = Tensor::randperm(num_blocks, (Kind::Int, GPU)).view([-1, max_blocks]);
+        let [k, v] = [(); 2].map(|()| wide(&[num_blocks, kv_heads, block_size, hd]));
+        let tokens: i64 = runs.iter().map(|run| run.1).sum();
+        let (q, scale) = (wide(&[tokens, heads, hd]), (hd as f64).powf(-0.5));
+        for window in [None, Some(1), Some(100), Some(512)] {
+            let shape = kernels::AttentionShape {
+                num_heads: heads as usize,
+                num_kv_heads: kv_heads as usize,
+                head_dim: hd as usize,
+                block_size: block_size as usize,
+                sliding_window: window,
+                scale,
+            };
+            let options = (Kind::BFloat16, GPU);
+            let plan = AttentionPlan::new(shape, options, 700, max_blocks as usize, Some(SPLIT_TOKENS)).unwrap();
+            let of_runs = runs.map(|(before, rows)| (before as usize, rows as usize));
+            // As many blocks as let tiles pay for any window.
+            let tiles = CachedTiles::new(&of_runs, window, (plan.blocks().unwrap().0, 16), GPU).unwrap().unwrap();
+            let mut found = q.full_like(f64::NAN);
+            tiles.attend(&q, [&k, &v], &tables, scale, &mut found).unwrap();
+            let mut first = 0;
+            for (run, (before, rows)) in (0..).zip(runs) {
+                let lens = Tensor::arange_start(before + 1, before + rows + 1, (Kind::Int, GPU));
+                plan.update(&lens, None).unwrap();
+                let own = |t: &Tensor| t.narrow(0, first, rows);
+                let (mut expected, table) = (own(&q).empty_like(), tables.narrow(0, run, 1).repeat([rows, 1]));
+                kernels::paged_attention(&plan, &own(&q), &k, &v, &table, &lens, &mut expected).unwrap();
+                assert!(expected.equal(&own(&found)), "{shape:?}, {rows} rows behind {before}");
+                first += rows;
             }
         }
     }

@@ -103,7 +103,7 @@ pub use sums::{add_columns, add_rows};
 pub use swiglu::{
     Activation, SWISH_LIMIT, SWISH_SLOPE, silu_mul, swiglu_backward, swiglu_forward, swiglu_weighted_backward,
 };
-pub use tiled_attention::{RowTile, tiled_attention, tiled_attention_serves};
+pub use tiled_attention::{RowTile, tiled_attention, tiled_attention_cached, tiled_attention_serves};
 pub(super) use wide_product::wide_product_key;
 pub use wide_product::{
     wide_product_fp8, wide_product_serves, wide_product_silu_mul_fp8, wide_product_silu_mul_serves,

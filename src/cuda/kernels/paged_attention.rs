@@ -1,10 +1,14 @@
 //! Decode attention over the paged cache.
 #![allow(unsafe_code)]
 
+#[cfg(test)]
+mod tests;
+
 use tch::{Device, Kind, Tensor};
 
 use super::fp8::{ScaledRows, code_name};
 use super::launch::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
+use super::tiled_attention::RowTile;
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -14,6 +18,8 @@ pub(super) const NAMES: &[&str] = &[
     "paged_attention_bf16_64",
     "paged_attention_bf16_128",
     "paged_attention_bf16_256",
+    "paged_attention_bf16_64_fixed",
+    "paged_attention_bf16_128_fixed",
     "paged_attention_bf16_64_fp8",
     "paged_attention_bf16_128_fp8",
     "paged_attention_bf16_64_sinks",
@@ -101,8 +107,9 @@ struct TensorCoreBuffers {
 
 impl AttentionPlan {
     /// Room for up to `max_rows` rows with block tables of `max_blocks`. `split_tokens` fixes the part of a context that is
-    /// summed at once, so that a row's bits do not depend on the rows beside it (shared prefixes must then be left out); by
-    /// default it is chosen on the device so that all its processors have work.
+    /// summed at once, so that a row's bits do not depend on the rows beside it; by default it is chosen on the device so that all its
+    /// processors have work. Whole splits of shared prefixes are read once where the split is [`RowTile::SPLIT_TOKENS`]. With sinks, or a cache
+    /// with scales, that would change the bits: there prefixes must be left out.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for a shape that no kernel serves; [`crate::Error::OutOfMemory`].
@@ -149,6 +156,11 @@ impl AttentionPlan {
         self.max_rows
     }
 
+    /// Blocks of one row's item or tile, and blocks of threads that the GPU runs at once; none where a slower kernel serves.
+    pub fn blocks(&self) -> Option<(usize, usize)> {
+        self.buffers.as_ref().map(|buffers| (buffers.columns, buffers.num_blocks))
+    }
+
     /// Bytes on the device.
     pub fn bytes(&self) -> usize {
         let tensors = self.buffers.iter().flat_map(TensorCoreBuffers::tensors);
@@ -172,8 +184,12 @@ impl AttentionPlan {
     ) -> Result<()> {
         const OP: &str = "plan_attention";
         let rows = context_lens.numel();
-        if rows > self.max_rows || prefixes.is_some() && self.split_tokens > 0 {
-            let expected = format!("at most {} rows, and no shared prefixes where the split is fixed", self.max_rows);
+        if rows > self.max_rows || prefixes.is_some() && !matches!(self.split_tokens, 0 | RowTile::SPLIT_TOKENS) {
+            let expected = format!(
+                "at most {} rows, and no shared prefixes where the split is fixed, but at {}",
+                self.max_rows,
+                RowTile::SPLIT_TOKENS
+            );
             return Err(invalid(OP, expected, rows));
         }
         let Some(buffers) = &self.buffers else { return Ok(()) };
@@ -362,38 +378,12 @@ pub fn paged_attention_with_sinks(
             .concat();
     arguments.extend(sinks.map(|_| sinks_at));
     let cache = code.map_or_else(String::new, |code| format!("_{code}"));
-    let suffix = if sinks.is_some() { "_sinks" } else { "" };
+    let suffix = match sinks {
+        Some(_) => "_sinks",
+        None if scales.is_none() && plan.split_tokens == RowTile::SPLIT_TOKENS && head_dim < WIDE_DIM => "_fixed",
+        None => "",
+    };
     let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
     // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.
     unsafe { launch_early(SOURCE, &format!("paged_attention_bf16_{head_dim}{cache}{suffix}"), gpu, grid, &arguments) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cuda::kernels::launch::assert_declared;
-
-    #[test]
-    fn the_source_has_the_same_constants() {
-        assert_declared(PLAN, &[("PLANNERS", PLANNERS as usize)]);
-        assert_declared(ANY, &[("THREADS", THREADS), ("MOST", MOST_COLUMNS / THREADS)]);
-        assert_declared(SOURCE, &[("COLUMNS", ITEM_HEADS), ("WARPS", THREADS / 32)]);
-    }
-
-    #[test]
-    fn prefixes_are_told_of_where_that_was_measured_to_be_faster() {
-        for (rows, columns, shared_by_a_row, pays) in [
-            (8, 4, 512, false),
-            (64, 4, 512, false),
-            (96, 4, 512, true),
-            (256, 4, 512, true),
-            (256, 4, 256, true),
-            (128, 2, 512, false),
-            (256, 2, 512, true),
-            (32, 4, 2048, false),
-            (64, 4, 2048, true),
-        ] {
-            assert_eq!(rows * shared_by_a_row >= least_shared_tokens(rows, columns, 264), pays, "{rows} {columns}");
-        }
-    }
 }

@@ -1,4 +1,4 @@
-//! Attention of the rows of a packed micro-batch with the bits of decode attention.
+//! Attention of neighbouring rows with the bits of decode attention: of a packed micro-batch, and of prompts in an engine.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -8,7 +8,12 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::TILED_ATTENTION;
-pub(super) const NAMES: &[&str] = &["tiled_attention_bf16_64", "tiled_attention_bf16_128"];
+pub(super) const NAMES: &[&str] = &[
+    "tiled_attention_bf16_64",
+    "tiled_attention_bf16_128",
+    "tiled_attention_cached_bf16_64",
+    "tiled_attention_cached_bf16_128",
+];
 
 const WARPS: usize = 8;
 /// Rows of a warp.
@@ -29,7 +34,7 @@ pub struct RowTile {
     pub prompt: i32,
     /// Rows of that prompt.
     pub prompt_len: i32,
-    /// The row of the token behind them; the others follow.
+    /// The row of the token behind them; the others follow. Over a cache: the row of the sequence's block table.
     pub own: i32,
 }
 
@@ -69,24 +74,13 @@ pub fn tiled_attention(
     lse: &mut Tensor, // [H, T] f32
 ) -> Result<()> {
     const OP: &str = "tiled_attention";
-    let (gpu, sizes) = (ordinal(OP, q)?, (q.size(), k.size()));
-    let ([tokens, heads, head_dim], [_, kv_heads, _]) = (&sizes.0[..], &sizes.1[..]) else {
-        return Err(invalid(OP, "queries [T, H, hd] and keys [T, Hkv, hd]", sizes));
-    };
-    let (tokens, heads, head_dim, kv_heads) = (*tokens, *heads, *head_dim, *kv_heads);
-    if !tiled_attention_serves(q.kind(), head_dim) || kv_heads == 0 || heads % kv_heads != 0 {
-        return Err(invalid(OP, "bfloat16, heads in whole groups of 64 or 128 columns", (q.kind(), sizes)));
-    }
-    if ![q, k, v, o].into_iter().all(is_aligned) {
-        return Err(invalid(OP, "tensors on multiples of 16 bytes", "others"));
-    }
-    let num_tiles = tiles.numel() / RowTile::WORDS;
+    let TileShape { gpu, tokens, heads, kv_heads, head_dim } = TileShape::of(OP, [q, k, v, o])?;
     let of_kv_heads = (tokens * kv_heads * head_dim) as usize;
     let arguments = [
         address(OP, q, Kind::BFloat16, (tokens * heads * head_dim) as usize, gpu)?,
         address(OP, k, Kind::BFloat16, of_kv_heads, gpu)?,
         address(OP, v, Kind::BFloat16, of_kv_heads, gpu)?,
-        address(OP, tiles, Kind::Int, num_tiles * RowTile::WORDS, gpu)?,
+        address(OP, tiles, Kind::Int, tiles.numel(), gpu)?,
         address(OP, o, Kind::BFloat16, q.numel(), gpu)?,
         address(OP, lse, Kind::Float, (heads * tokens) as usize, gpu)?,
         Argument::Count(tokens),
@@ -95,10 +89,83 @@ pub fn tiled_attention(
         Argument::Count(window.unwrap_or(0) as i64),
         Argument::Float(scale as f32),
     ];
-    let columns = kv_heads as usize * ((heads / kv_heads) as usize).div_ceil(BLOCK_HEADS);
-    let grid = ((num_tiles * columns) as u32, 32 * WARPS as u32, shared_bytes(head_dim as usize) as u32);
+    let grid = grid(tiles, heads, kv_heads, head_dim);
     // SAFETY: the kernel's parameters in order, a block a tile and column; rows of tiles are the caller's.
     unsafe { launch_early(SOURCE, &format!("tiled_attention_bf16_{head_dim}"), gpu, grid, &arguments) }
+}
+
+/// [`tiled_attention`] over a paged cache, of rows whose keys and values are there by now. Allocates nothing.
+///
+/// # Errors
+/// The errors of [`tiled_attention`].
+pub fn tiled_attention_cached(
+    q: &Tensor,                       // [T, H, hd] bf16
+    [k_cache, v_cache]: [&Tensor; 2], // [num_blocks, Hkv, block_size, hd] bf16, block_size a power of two
+    block_tables: &Tensor,            // [B, max_blocks] i32
+    tiles: &Tensor,                   // [N, 8] i32, `RowTile::words`
+    window: Option<usize>,
+    scale: f64,
+    o: &mut Tensor, // like q
+) -> Result<()> {
+    const OP: &str = "tiled_attention_cached";
+    let TileShape { gpu, tokens, heads, kv_heads, head_dim } = TileShape::of(OP, [q, k_cache, v_cache, o])?;
+    let (&[_, _, block_size, _], &[_, max_blocks]) = (&k_cache.size()[..], &block_tables.size()[..]) else {
+        return Err(invalid(OP, "a cache of blocks and tables [B, max_blocks]", (k_cache.size(), block_tables.size())));
+    };
+    if !(block_size as u64).is_power_of_two() || v_cache.size() != k_cache.size() {
+        return Err(invalid(OP, "keys and values in blocks of a power of two", (k_cache.size(), v_cache.size())));
+    }
+    let arguments = [
+        address(OP, q, Kind::BFloat16, q.numel(), gpu)?,
+        address(OP, k_cache, Kind::BFloat16, k_cache.numel(), gpu)?,
+        address(OP, v_cache, Kind::BFloat16, v_cache.numel(), gpu)?,
+        address(OP, block_tables, Kind::Int, block_tables.numel(), gpu)?,
+        address(OP, tiles, Kind::Int, tiles.numel(), gpu)?,
+        address(OP, o, Kind::BFloat16, q.numel(), gpu)?,
+        Argument::Count(tokens),
+        Argument::Count(kv_heads),
+        Argument::Count(heads / kv_heads),
+        Argument::Count(i64::from(block_size.trailing_zeros())),
+        Argument::Count(max_blocks),
+        Argument::Count(window.unwrap_or(0) as i64),
+        Argument::Float(scale as f32),
+    ];
+    let grid = grid(tiles, heads, kv_heads, head_dim);
+    // SAFETY: as above; blocks of contexts are the caller's.
+    unsafe { launch_early(SOURCE, &format!("tiled_attention_cached_bf16_{head_dim}"), gpu, grid, &arguments) }
+}
+
+/// What the kernels ask of their tensors.
+struct TileShape {
+    gpu: usize,
+    tokens: i64,
+    heads: i64,
+    kv_heads: i64,
+    head_dim: i64,
+}
+
+impl TileShape {
+    fn of(op: &'static str, [q, k, v, o]: [&Tensor; 4]) -> Result<Self> {
+        let (gpu, sizes) = (ordinal(op, q)?, (q.size(), k.size()));
+        let (&[tokens, heads, head_dim], Some(&kv_heads)) = (&sizes.0[..], sizes.1.get(1)) else {
+            return Err(invalid(op, "queries [T, H, hd] and keys with heads", sizes));
+        };
+        let fits = kv_heads > 0 && heads % kv_heads == 0 && sizes.1.last() == Some(&head_dim);
+        if !tiled_attention_serves(q.kind(), head_dim) || !fits {
+            return Err(invalid(op, "bfloat16, heads in whole groups of 64 or 128 columns", (q.kind(), sizes)));
+        }
+        if ![q, k, v, o].into_iter().all(is_aligned) {
+            return Err(invalid(op, "tensors on multiples of 16 bytes", "others"));
+        }
+        Ok(Self { gpu, tokens, heads, kv_heads, head_dim })
+    }
+}
+
+/// Blocks, threads and shared bytes of a launch.
+fn grid(tiles: &Tensor, heads: i64, kv_heads: i64, head_dim: i64) -> (u32, u32, u32) {
+    let columns = kv_heads as usize * ((heads / kv_heads) as usize).div_ceil(BLOCK_HEADS);
+    let blocks = tiles.numel() / RowTile::WORDS * columns;
+    (blocks as u32, 32 * WARPS as u32, shared_bytes(head_dim as usize) as u32)
 }
 
 /// Keys and values of a split, and each row's outputs so far of 8 heads in float32.

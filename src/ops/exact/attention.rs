@@ -71,8 +71,7 @@ enum AttentionPath {
 /// On a GPU rows go in tiles where the kernel for that serves a layer, else one by one over a paged cache.
 #[derive(Debug)]
 struct GpuAttention {
-    /// None with a window: the log-sum-exp of tiles is not held to a reference on a GPU there yet.
-    tiled: Option<TiledRows>,
+    tiled: TiledRows,
     bounds: Bounds,
     window: Option<usize>,
     device: Device,
@@ -97,7 +96,7 @@ impl ExactAttention {
     pub fn new(bounds: &Bounds, window: Option<usize>, device: Device) -> Result<Self> {
         Ok(Self(match device {
             Device::Cuda(_) => AttentionPath::Gpu(Box::new(GpuAttention {
-                tiled: window.is_none().then(|| TiledRows::new(bounds, window, device)).transpose()?,
+                tiled: TiledRows::new(bounds, window, device)?,
                 bounds: bounds.clone(),
                 window,
                 device,
@@ -122,9 +121,8 @@ impl ExactAttention {
         match &self.0 {
             AttentionPath::Host(contexts) => attend(q, k, v, contexts, scale),
             AttentionPath::Gpu(gpu) => {
-                let is_served = kernels::tiled_attention_serves(q.kind(), q.size()[2]);
-                if let Some(tiled) = gpu.tiled.as_ref().filter(|_| is_served) {
-                    return tiled.attend(qkv, scale);
+                if kernels::tiled_attention_serves(q.kind(), q.size()[2]) {
+                    return gpu.tiled.attend(qkv, scale);
                 }
                 let o = gpu.paged()?.attend(qkv, scale)?;
                 Ok(Attended { o, lse: packed_forward(q, k, v, layout, scale)?.lse })

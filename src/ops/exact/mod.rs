@@ -32,6 +32,7 @@ pub use gpu::SPLIT_TOKENS;
 pub use head::{log_sum_exp, logits, logprobs};
 pub use heads::{heads, norm_all};
 pub use rows::{activate, adapt, product, product_wide, rms_norm};
+pub use tiles::CachedTiles;
 
 /// Sums that a product's terms are dealt to in turn; they are added in order at the end.
 const LANES: usize = 16;

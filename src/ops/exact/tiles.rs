@@ -1,4 +1,5 @@
-//! The rows of a micro-batch in tiles of neighbours, for the kernel that reads a context once for all rows of a tile.
+//! Neighbouring rows in tiles, for the kernel that reads a context once for all rows of a tile: rows of a micro-batch, and of prompts whose
+//! keys and values are in an engine's cache.
 
 use tch::{Device, Kind, Tensor};
 
@@ -11,6 +12,8 @@ use super::gpu::SPLIT_TOKENS;
 
 /// Tokens of a unit: a row's splits begin at a multiple of them.
 const UNIT: i32 = 16;
+/// A tile takes this many times as long for a split as a row by itself (7B on H200: 14.5 and 7.7 us), and has a whole multiprocessor.
+const TILE_COST: usize = 2;
 
 const _: () = assert!(RowTile::SPLIT_TOKENS == SPLIT_TOKENS, "one order of sums");
 
@@ -23,8 +26,7 @@ pub(super) struct TiledRows {
 
 impl TiledRows {
     pub(super) fn new(bounds: &Bounds, window: Option<usize>, device: Device) -> Result<Self> {
-        let words: Vec<i32> = tiles_of(bounds, window).iter().flat_map(RowTile::words).collect();
-        Ok(Self { window, tiles: tensor_on(&words, device)? })
+        Ok(Self { window, tiles: on_device(&tiles_of(bounds, window), device)? })
     }
 
     /// softmax(scale q k^T) v of each row over its context.
@@ -38,25 +40,108 @@ impl TiledRows {
     }
 }
 
+/// The tiles of runs of rows, each of one sequence whose keys and values are in a paged cache.
+#[derive(Debug)]
+pub struct CachedTiles {
+    window: Option<usize>,
+    tiles: Tensor, // [N, 8] i32
+}
+
+impl CachedTiles {
+    /// For runs of (tokens before the first row, rows), one behind the other. `None` where rows by themselves are done sooner by `num_blocks`
+    /// blocks of threads, two a multiprocessor: where few rows see long contexts. `columns` are blocks of one tile.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn new(
+        runs: &[(usize, usize)],
+        window: Option<usize>,
+        (columns, num_blocks): (usize, usize),
+        device: Device,
+    ) -> Result<Option<Self>> {
+        let (mut tiles, mut row) = (Vec::new(), 0);
+        for (own, &(before, count)) in (0..).zip(runs) {
+            let of_run = cut(row, row + count as i32, before as i32, window);
+            tiles.extend(of_run.map(|(first, count, len)| RowTile {
+                first,
+                count,
+                len,
+                prompt: 0,
+                prompt_len: 0,
+                own,
+            }));
+            row += count as i32;
+        }
+        let splits = |tile: &RowTile| splits_of(tile, window);
+        let longest = tiles.iter().map(splits).max().unwrap_or(0);
+        let of_tiles = (2 * columns * tiles.iter().map(splits).sum::<usize>()).div_ceil(num_blocks).max(longest);
+        let of_rows =
+            (columns * tiles.iter().map(|tile| tile.count as usize * splits(tile)).sum::<usize>()) / num_blocks;
+        if tiles.is_empty() || TILE_COST * of_tiles > of_rows {
+            return Ok(None);
+        }
+        longest_first(&mut tiles, window);
+        Ok(Some(Self { window, tiles: on_device(&tiles, device)? }))
+    }
+
+    /// softmax(scale q k^T) v of each row over its context.
+    ///
+    /// # Errors
+    /// The errors of [`kernels::tiled_attention_cached`].
+    pub fn attend(
+        &self,
+        q: &Tensor,            // [T, H, hd]
+        cache: [&Tensor; 2],   // [num_blocks, Hkv, block_size, hd]
+        block_tables: &Tensor, // [B, max_blocks] i32, of the runs
+        scale: f64,
+        o: &mut Tensor, // like q
+    ) -> Result<()> {
+        kernels::tiled_attention_cached(q, cache, block_tables, &self.tiles, self.window, scale, o)
+    }
+}
+
+fn on_device(tiles: &[RowTile], device: Device) -> Result<Tensor> {
+    let words: Vec<i32> = tiles.iter().flat_map(RowTile::words).collect();
+    tensor_on(&words, device)
+}
+
 /// Splits of a context of `len` tokens begin at this unit.
 fn first_unit(len: i32, window: Option<usize>) -> i32 {
     window.map_or(0, |window| (len - i32::try_from(window).unwrap_or(i32::MAX)).max(0) / UNIT)
 }
 
+/// Rows from .. to of a sequence with `before` tokens before them, in tiles: (first row, rows, tokens that the first one sees).
+fn cut(from: i32, to: i32, before: i32, window: Option<usize>) -> impl Iterator<Item = (i32, i32, i32)> {
+    let len_of = move |row: i32| before + row - from + 1;
+    let unit_of = move |row: i32| first_unit(len_of(row), window);
+    let mut first = from;
+    std::iter::from_fn(move || {
+        let start = first;
+        let most = (start..to).take(RowTile::MOST_ROWS);
+        let count = most.take_while(|&row| unit_of(row) == unit_of(start)).count() as i32;
+        first += count;
+        (count > 0).then(|| (start, count, len_of(start)))
+    })
+}
+
+/// Splits that a tile's last row sees.
+fn splits_of(tile: &RowTile, window: Option<usize>) -> usize {
+    let read = tile.len + tile.count - 1 - first_unit(tile.len, window) * UNIT;
+    (read as usize).div_ceil(SPLIT_TOKENS)
+}
+
 /// Those that read most first, so that the blocks end together.
+fn longest_first(tiles: &mut [RowTile], window: Option<usize>) {
+    tiles.sort_by_key(|tile| std::cmp::Reverse(splits_of(tile, window)));
+}
+
 fn tiles_of(bounds: &Bounds, window: Option<usize>) -> Vec<RowTile> {
     let mut tiles = Vec::new();
     let mut add = |rows: &[i64], prompt: Option<&[i64]>| {
-        let [from, to] = [rows[0], rows[1]].map(|row| row as i32);
+        let [own, to] = [rows[0], rows[1]].map(|row| row as i32);
         let (prompt, prompt_len) = prompt.map_or((0, 0), |rows| (rows[0] as i32, (rows[1] - rows[0]) as i32));
-        let unit_of = |row: i32| first_unit(prompt_len + row - from + 1, window);
-        let mut first = from;
-        while first < to {
-            let most = (first..to).take(RowTile::MOST_ROWS);
-            let count = most.take_while(|&row| unit_of(row) == unit_of(first)).count() as i32;
-            tiles.push(RowTile { first, count, len: prompt_len + first - from + 1, prompt, prompt_len, own: from });
-            first += count;
-        }
+        let of_sequence = cut(own, to, prompt_len, window);
+        tiles.extend(of_sequence.map(|(first, count, len)| RowTile { first, count, len, prompt, prompt_len, own }));
     };
     match bounds {
         Bounds::Separate(bounds) => bounds.windows(2).for_each(|rows| add(rows, None)),
@@ -68,11 +153,7 @@ fn tiles_of(bounds: &Bounds, window: Option<usize>) -> Vec<RowTile> {
             }
         }
     }
-    let splits = |tile: &RowTile| {
-        let read = tile.len + tile.count - 1 - first_unit(tile.len, window) * UNIT;
-        (read as usize).div_ceil(SPLIT_TOKENS)
-    };
-    tiles.sort_by_key(|tile| std::cmp::Reverse(splits(tile)));
+    longest_first(&mut tiles, window);
     tiles
 }
 
@@ -127,6 +208,20 @@ mod tests {
                 }
                 assert!(seen.iter().all(|&times| times == 1), "{window}: {seen:?}");
             }
+        }
+    }
+
+    /// Prompts of 512 tokens do, a few rows behind long contexts do not.
+    #[test]
+    fn tiles_are_made_where_they_pay() {
+        let pays = |runs: &[(usize, usize)]| CachedTiles::new(runs, None, (4, 264), Device::Cpu).unwrap();
+        let tiles = pays(&[(0, 512), (300, 40)]).unwrap().tiles.view([-1, 8]);
+        assert_eq!(tiles.size()[0], 32 + 3);
+        let own = tiles.select(1, 5);
+        assert_eq!(own.eq(1).sum(Kind::Int64).int64_value(&[]), 3);
+        assert_eq!(Vec::<i32>::try_from(tiles.get(0)).unwrap(), [256, 16, 257, 0, 0, 0, 0, 0], "of two splits");
+        for runs in [&[(0, 17)][..], &[(4000, 8)], &[]] {
+            assert!(pays(runs).is_none(), "{runs:?}");
         }
     }
 }

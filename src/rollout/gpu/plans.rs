@@ -10,7 +10,11 @@ use crate::rollout::options::EngineOptions;
 
 /// The plans of a rank's layers, by the window and the factor of scores.
 #[derive(Debug)]
-pub(super) struct AttentionPlans(Distinct<(Option<usize>, f64), AttentionPlan>);
+pub(super) struct AttentionPlans {
+    of_sights: Distinct<(Option<usize>, f64), AttentionPlan>,
+    /// Of a strict engine with keys in e4m3, or with sinks, a prefix that is read once would change the bits.
+    shares_prefixes: bool,
+}
 
 impl AttentionPlans {
     /// For up to `max_rows` rows with block tables of `max_blocks`.
@@ -24,32 +28,43 @@ impl AttentionPlans {
             let shape = shape(spec, options, tp_size, sight);
             AttentionPlan::new(shape, (options.kind, device), max_rows, max_blocks, split_tokens(options))
         };
-        Ok(Self(Distinct::try_new(spec.sights(), plan)?))
+        Ok(Self {
+            of_sights: Distinct::try_new(spec.sights(), plan)?,
+            shares_prefixes: !options.strict
+                || options.cache_kind() == options.kind && spec.attention_specs().all(|attention| !attention.sinks),
+        })
     }
 
     /// The plan of the layers with this attention.
     pub(super) fn of(&self, attention: AttentionSpec) -> &AttentionPlan {
-        self.0.of(attention.sight())
+        self.of_sights.of(attention.sight())
     }
 
     /// Most rows of a step.
     pub(super) fn max_rows(&self) -> usize {
-        self.0.iter().map(AttentionPlan::max_rows).min().unwrap_or(0)
+        self.of_sights.iter().map(AttentionPlan::max_rows).min().unwrap_or(0)
+    }
+
+    /// [`AttentionPlan::blocks`], which are the same for all.
+    pub(super) fn blocks(&self) -> Option<(usize, usize)> {
+        self.of_sights.iter().next().and_then(AttentionPlan::blocks)
     }
 
     /// [`AttentionPlan::least_shared_tokens`], which is the same for all.
     pub(super) fn least_shared_tokens(&self, rows: usize) -> usize {
-        self.0.iter().map(|plan| plan.least_shared_tokens(rows)).max().unwrap_or(usize::MAX)
+        let least = self.of_sights.iter().map(|plan| plan.least_shared_tokens(rows)).max();
+        least.filter(|_| self.shares_prefixes).unwrap_or(usize::MAX)
     }
 
     /// [`AttentionPlan::update`] of each.
-    pub(super) fn update(&self, context_lens: &Tensor, prefixes: Option<SharedPrefixes>) -> Result<()> {
-        self.0.iter().try_for_each(|plan| plan.update(context_lens, prefixes))
+    pub(super) fn update(&self, context_lens: &Tensor, prefixes: SharedPrefixes) -> Result<()> {
+        let prefixes = self.shares_prefixes.then_some(prefixes);
+        self.of_sights.iter().try_for_each(|plan| plan.update(context_lens, prefixes))
     }
 
     /// Bytes on the device.
     pub(super) fn bytes(&self) -> usize {
-        self.0.iter().map(AttentionPlan::bytes).sum()
+        self.of_sights.iter().map(AttentionPlan::bytes).sum()
     }
 
     /// Bytes of the partial results of all plans, which are nearly all that they take.

@@ -1,16 +1,18 @@
 //! Attention of prompts on a GPU: over the keys at hand where runs begin their sequences, else over the cache; in strict mode
-//! row by row as decode steps have it, so that a token's bits do not tell which kind of step computed it.
+//! with the bits of decode steps, in tiles of rows or row by row, so that a token's bits do not tell which kind of step computed it.
 
 use tch::{Kind, Tensor};
 
-use super::inputs::{PrefillInputs, bounds};
+use super::inputs::{Packing, PrefillInputs, bounds};
 use super::network::StepHeads;
 use super::plans::AttentionPlans;
+use crate::cuda::kernels;
 use crate::error::{Error, Result};
-use crate::model::AttentionSpec;
+use crate::model::{AttentionSpec, ByWindow, ModelSpec};
 use crate::ops::attention::{Attended, KvEntries, kv_rows, paged_prefill, paged_prefill_with_lse, sinks};
+use crate::ops::exact::CachedTiles;
 use crate::rollout::batch::block_tables;
-use crate::rollout::kv_cache::KvCache;
+use crate::rollout::kv_cache::{KvCache, LayerCache};
 use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::EngineSequence;
 use crate::torch::{self, Varlen, flash_forward};
@@ -30,8 +32,17 @@ enum Keys<'a> {
     Cached(Varlen, Tensor),
     /// For kinds that flash attention does not take: what [`paged_prefill`] needs.
     Explicit { block_tables: Tensor, bounds: Vec<i64>, context_lens: Vec<i64> },
-    /// Slices of as many rows as the plans hold.
-    Rows(&'a AttentionPlans, Vec<Slice>),
+    /// With the bits of decode steps.
+    Strict(StrictRows<'a>),
+}
+
+/// Rows in tiles, by the windows of layers where they pay; else slices of as many rows as the plans hold.
+#[derive(Debug)]
+struct StrictRows<'a> {
+    plans: &'a AttentionPlans,
+    tiles: ByWindow<Option<CachedTiles>>,
+    block_tables: Tensor, // [B, blocks], of the runs
+    slices: Vec<Slice>,
 }
 
 /// Neighbouring rows, each with its own context.
@@ -43,11 +54,11 @@ struct Slice {
 }
 
 impl<'a> PrefillAttention<'a> {
-    /// `strict` has the plans of decode steps, with a fixed split, where prompts are to be computed by them.
+    /// `strict` has the plans of decode steps, with a fixed split, where prompts are to have their bits.
     pub(super) fn new(
-        step: &Step,
-        sequences: &[EngineSequence],
+        Packing { step, sequences, .. }: &Packing,
         inputs: &PrefillInputs,
+        spec: &ModelSpec,
         kv_cache: &'a KvCache,
         strict: Option<&'a AttentionPlans>,
     ) -> Result<Self> {
@@ -55,7 +66,7 @@ impl<'a> PrefillAttention<'a> {
         let context_lens: Vec<i64> = step.runs.iter().map(|run| run.tokens.end as i64).collect();
         let device = inputs.bounds.device();
         let keys = if let Some(plans) = strict {
-            Keys::Rows(plans, slices(step, inputs, plans.max_rows() as i64)?)
+            Keys::Strict(StrictRows::new(step, inputs, spec, kv_cache, plans)?)
         } else if kv_cache.kind() == Kind::Float {
             let bounds = bounds(step.runs.iter().map(|run| run.tokens.len())).into_iter().map(i64::from);
             let parts: Vec<_> = step.parts().collect();
@@ -110,17 +121,7 @@ impl<'a> PrefillAttention<'a> {
                 let [k_cache, v_cache] = cache.entries();
                 joined(flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, &within(varlen), scale)?)?
             }
-            Keys::Rows(plans, slices) => {
-                let plan = plans.of(attention);
-                let o = q.f_empty_like()?;
-                for Slice { first, block_tables, context_lens: lens } in slices {
-                    let of_slice = |tensor: &Tensor| tensor.narrow(0, *first, lens.size()[0]);
-                    plan.update(lens, None)?;
-                    let (q, mut o) = (of_slice(q), of_slice(&o));
-                    cache.attend(plan, &q, (block_tables, lens), sinks, &mut o)?;
-                }
-                o
-            }
+            Keys::Strict(rows) => rows.attend(&cache, attention, q, sinks)?,
             Keys::Explicit { block_tables, bounds, context_lens } => {
                 let [k_cache, v_cache] = cache.entries();
                 match sinks {
@@ -133,6 +134,53 @@ impl<'a> PrefillAttention<'a> {
             }
         };
         Ok(o.f_flatten(1, 2)?)
+    }
+}
+
+impl<'a> StrictRows<'a> {
+    fn new(
+        step: &Step,
+        inputs: &PrefillInputs,
+        spec: &ModelSpec,
+        kv_cache: &KvCache,
+        plans: &'a AttentionPlans,
+    ) -> Result<Self> {
+        let runs: Vec<_> = step.runs.iter().map(|run| (run.tokens.start, run.tokens.len())).collect();
+        let head_dim = spec.attention().head_dim as i64;
+        let is_served = kernels::tiled_attention_serves(kv_cache.kind(), head_dim)
+            && kv_cache.block_size().is_power_of_two()
+            && spec.attention_specs().all(|attention| !attention.sinks);
+        let tiles = |window| match plans.blocks().filter(|_| is_served) {
+            Some(blocks) => CachedTiles::new(&runs, window, blocks, inputs.positions.device()),
+            None => Ok(None),
+        };
+        let tiles = ByWindow::try_new(spec.windows(), tiles)?;
+        let slices = match tiles.iter().all(Option::is_some) {
+            true => Vec::new(),
+            false => slices(step, inputs, plans.max_rows() as i64)?,
+        };
+        Ok(Self { plans, tiles, block_tables: inputs.block_tables.shallow_clone(), slices })
+    }
+
+    fn attend(
+        &self,
+        cache: &LayerCache,
+        attention: AttentionSpec,
+        q: &Tensor,             // [T, H, hd]
+        sinks: Option<&Tensor>, // [H]
+    ) -> Result<Tensor> {
+        let mut o = q.f_empty_like()?;
+        if let (Some(tiles), LayerCache::Plain(entries)) = (self.tiles.of(attention.window), cache) {
+            tiles.attend(q, entries.each_ref(), &self.block_tables, attention.scale, &mut o)?;
+            return Ok(o);
+        }
+        let plan = self.plans.of(attention);
+        for Slice { first, block_tables, context_lens: lens } in &self.slices {
+            let of_slice = |tensor: &Tensor| tensor.narrow(0, *first, lens.size()[0]);
+            plan.update(lens, None)?;
+            cache.attend(plan, &of_slice(q), (block_tables, lens), sinks, &mut of_slice(&o))?;
+        }
+        Ok(o)
     }
 }
 

@@ -154,7 +154,7 @@ impl<'a> GpuRunner<'a> {
         let network = self.network(Tuning::Timed, Processing::of(packing));
         let network = DecoderNetwork { sums, adapters: inputs.adapters.as_ref(), ..network };
         let last = state.tokens.as_ref().map_or_else(|| network.buffers.sampled().0, StageTokens::ids);
-        let hidden = |network: &DecoderNetwork| decode_hidden(network, (&inputs, &last), &state.plans, state.strict);
+        let hidden = |network: &DecoderNetwork| decode_hidden(network, (&inputs, &last), &state.plans);
         run(&state.stream, &mut || {
             let own_products = state.own_products(&network, widths.0, &hidden)?;
             let hidden = hidden(&DecoderNetwork { own_products, ..network })?;
@@ -204,7 +204,7 @@ impl<'a> GpuRunner<'a> {
         let network = self.network(Tuning::First, Processing::of(packing));
         let network = DecoderNetwork { adapters: inputs.adapters.as_ref(), ..network };
         let strict = self.state.strict.then_some(&self.state.plans);
-        let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.memory.kv_cache, strict)?;
+        let attention = PrefillAttention::new(packing, &inputs, self.spec, self.memory.kv_cache, strict)?;
         let recorded = match self.state.record_downloads {
             Some(_) => recorded_experts(self.spec, packing.step, packing.sequences),
             None => None,
@@ -343,14 +343,13 @@ fn decode_hidden(
     network: &DecoderNetwork,
     (inputs, last): (&DecodeInputs, &Tensor /* tokens that inputs may name */),
     plans: &AttentionPlans,
-    strict: bool,
 ) -> Result<Tensor> {
     let buffers = network.buffers;
     let rows = inputs.from.size()[0];
     let mut ids = buffers.token_ids.narrow(0, 0, rows);
     kernels::next_tokens(&inputs.from, last, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
-    DecoderOp::AttentionPlan.run(|| plans.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
+    DecoderOp::AttentionPlan.run(|| plans.update(&inputs.context_lens, prefixes))?;
     // A decode step's tokens are computed for the first time.
     let tokens = StepTokens {
         ids: &ids,
