@@ -25,6 +25,7 @@ TASKS = {
 VARIANTS = {
     "fp8": (1, "rollout_quantization=fp8", "kv_cache_dtype=fp8", "mixed_precision=fp8"),
     "8-bit": (1, "optim=adamw_8bit"),
+    "exact": (1, "exact=true"),
     "muon": (1, "optim=muon"),
     "replaced": (1, "dynamic_sampling=replace"),
     "qlora": (1, "lora.r=32", "quantization=nf4", "learning_rate=3e-4"),
@@ -120,7 +121,8 @@ class Runs:
                      start_s=round(begun - started, 2), command=shown)
             for line in lines:
                 self.say(run, "step", step=line["step"], seconds=round(line["time"] - begun, 3), reward=round(line["reward"], 5),
-                         length=line["completions/mean_length"], learning_rate=line["learning_rate"], num_tokens=line["num_tokens"])
+                         length=line["completions/mean_length"], learning_rate=line["learning_rate"], num_tokens=line["num_tokens"],
+                         difference=line.get("sampling/sampling_logp_difference/max"))
         if code:
             self.say(run, "failed", code=code, tail=(self.out / f"{run}.log").read_text()[-1500:])
             print(f"{run}: exit code {code}", flush=True)
@@ -178,7 +180,7 @@ class Runs:
                         wanted.append((start + train * len(some), 1, lambda gpus, name=name, some=some: self.trl(name, some, gpus)))
             if "start" in self.options.who:
                 wanted.append((15, 1, lambda gpus, name=name, task=task: self.judge(name, f"{name}-start", self.out / task["model"], gpus)))
-            variants = ([""] if "ours" in self.options.who else []) + (list(VARIANTS) if "variants" in self.options.who else [])
+            variants = ([""] if "ours" in self.options.who else []) + (self.options.variants if "variants" in self.options.who else [])
             for variant in variants:
                 for seed in seeds:
                     if todo(f"{name}-ours{'-' + variant if variant else ''}-{seed}"):
@@ -248,6 +250,7 @@ def main():
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--who", nargs="*", choices=("start", "ours", "trl", "variants"), default=["start", "ours", "trl", "variants"])
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     parser.add_argument("--seconds", type=float, default=500, help="after which nothing begins")
     parser.add_argument("--program", type=pathlib.Path, default=ROOT / "target/release/colo-grpo")

@@ -3,6 +3,7 @@
 // bf16: one warpgroup multiplies 64 rows of x and 64 of w; an instruction adds sixteen of K to the sums, one after the other from the first to
 // the last. This is the order of a product whose K is not cut, and says nothing of tiles: kernels of any tile can have it. It is for trials,
 // and slow. float32: every element is a chain of fused multiplications and additions over K.
+// And the sum of two parts of K, which exact products of a long K are made of.
 #include "hopper.cuh"
 #include "scalar.cuh"
 
@@ -10,6 +11,7 @@ constexpr int TILE = 64;      // rows of x and of w of a block
 constexpr int THREADS = 128;  // of bf16
 constexpr int SIDE = 16;      // threads along each side of a tile of float32
 constexpr int DEPTH = 16;     // of K at once in float32
+constexpr int SUM_THREADS = 256;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -130,3 +132,36 @@ extern "C" __global__ void __launch_bounds__(SIDE * SIDE) exact_product_f32(
         }
     }
 }
+
+// out = first + second + bias, rounded once; eight columns a thread.
+template <typename T>
+__device__ __forceinline__ void sum_parts(
+    const float* __restrict__ parts, const T* __restrict__ bias, T* __restrict__ out, long long rows, long long features, long long leading
+) {
+    wait_for_inputs();
+    const long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+    if (at >= rows * features) return;
+    const long long row = at / features, column = at % features;
+    const Pack<float, 8> first = load<float, 8>(parts + at), second = load<float, 8>(parts + rows * features + at);
+    float sums[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        sums[i] = __fadd_rn(first.at[i], second.at[i]);
+        if (bias) sums[i] = __fadd_rn(sums[i], widen(bias[column + i]));
+    }
+    Pack<T, 8> values;
+    narrow(sums, values);
+    store(out + row * leading + column, values);
+}
+
+#define EXACT_SUM(NAME, T)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(SUM_THREADS) NAME(                                                 \
+        const float* parts, /* [2, R, N] */                                                                         \
+        const T* bias,      /* [N] or null */                                                                       \
+        T* out,             /* [R, N] of a row stride */                                                            \
+        long long rows, long long features, long long leading) {                                                    \
+        sum_parts<T>(parts, bias, out, rows, features, leading);                                                    \
+    }
+
+EXACT_SUM(exact_sum_bf16, bf16)
+EXACT_SUM(exact_sum_f32, float)

@@ -52,7 +52,7 @@ pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use format::{
     BaseRounding, Exact, Format, Fp8, Nf4, OwnProducts, Piece, Plain, Section, StepCost, StepOutput, StepProducts,
-    StepRows, StoredBlock, StoredFormat, Use,
+    StepRows, StoredBlock, StoredFormat, Use, bytes_of_parts, trial_bytes,
 };
 pub use head::{HeadSums, ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};

@@ -1,10 +1,11 @@
 //! The classes of a plan, and what they cost by parameter and token.
 
-use tch::Device;
+use tch::{Device, Kind};
 
 use super::choices::Choices;
 use super::{ClassBytes, PlanInput, Role, engine_options, human};
 use crate::config::{GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency};
+use crate::model::{head_chunk_tokens, trial_bytes};
 use crate::rollout::{
     draft_input_bytes, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes, state_page_bytes, weight_copy_bytes,
 };
@@ -41,8 +42,15 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         classes.push(resident("reference adapters", input.model().adapter_bytes()));
     }
     let whole = input.generator_params * input.kind.elt_size_in_bytes();
-    let of_format = input.model().format.workspace_bytes();
-    let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES + of_format)); // on a GPU
+    let of_format = input.model().format.workspace_bytes(&input.table.spec);
+    let mut products = Vec::new();
+    if input.room.swap_bytes.is_some() {
+        // On a GPU.
+        products.push(resident("workspace of products", WORKSPACE_BYTES + of_format));
+        if input.config.exact && input.kind == Kind::BFloat16 {
+            products.push(resident("trials of exact products, in a first run", exact_trial_bytes(input)));
+        }
+    }
     held(input.role, classes, engine(input), products, whole + bytes.engine_adapters)
 }
 
@@ -51,7 +59,7 @@ fn held(
     role: Role,
     training: Vec<ClassBytes>,
     engine: Vec<ClassBytes>,
-    products: Option<ClassBytes>,
+    products: Vec<ClassBytes>,
     weights: usize,
 ) -> Vec<ClassBytes> {
     match role {
@@ -65,6 +73,13 @@ fn held(
             std::iter::once(in_rollout("weights", weights)).chain(engine).collect()
         }
     }
+}
+
+/// Products of as many rows as a micro-batch or a step of an engine has, and of the rows whose logits are there at once.
+fn exact_trial_bytes(input: &PlanInput<'_>) -> usize {
+    let (spec, config) = (&input.table.spec, input.config);
+    let rows = input.micro_batch_tokens().max(config.max_num_batched_tokens);
+    trial_bytes(spec, rows, head_chunk_tokens(spec.vocab_size, true).max(config.max_num_seqs))
 }
 
 fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes, optim: OptimizerName) -> ClassBytes {

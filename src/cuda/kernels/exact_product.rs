@@ -3,19 +3,24 @@
 
 use tch::{Kind, Tensor};
 
-use super::launch::{Argument, address, address_or_null, invalid, launch, ordinal, strided};
+use super::launch::{
+    Argument, address, address_or_null, invalid, is_aligned, kind_name, launch, launch_early, ordinal, strided,
+};
 use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::EXACT_PRODUCT;
-pub(super) const NAMES: &[&str] = &["exact_product_bf16", "exact_product_f32"];
+pub(super) const NAMES: &[&str] = &["exact_product_bf16", "exact_product_f32", "exact_sum_bf16", "exact_sum_f32"];
 
 /// Rows and features of a block, its threads in bf16, and those along a side in float32.
 const TILE: usize = 64;
 const THREADS: u32 = 128;
 const SIDE: usize = 16;
+const SUM_THREADS: u32 = 256;
+/// Columns of a thread of a sum.
+const PACK: i64 = 8;
 
 /// out = x w^T, with sixteen of K added at once, in their order. For trials: it is slow.
 ///
@@ -81,6 +86,38 @@ pub fn exact_product(
     unsafe { launch(SOURCE, NAMES[1], gpu, (blocks(rows, features), (SIDE * SIDE) as u32, 0), &arguments) }
 }
 
+/// out = the sum of two products' parts + bias, rounded once.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for tensors that do not fit; [`Error::Cuda`].
+pub fn exact_sum(
+    parts: &Tensor,        // [2, R, N] f32, contiguous
+    bias: Option<&Tensor>, // [N], like out
+    out: &Tensor,          // [R, N] bf16 or f32, rows of stride 1
+) -> Result<()> {
+    const OP: &str = "exact_sum";
+    let (gpu, kind) = (ordinal(OP, parts)?, out.kind());
+    let (&[2, rows, features], &[leading, 1]) = (&parts.size()[..], &out.stride()[..]) else {
+        return Err(invalid(OP, "[2, R, N] and rows of stride 1", (parts.size(), out.stride())));
+    };
+    if features % PACK != 0 || leading % PACK != 0 || ![parts, out].into_iter().all(is_aligned) {
+        return Err(invalid(OP, "rows in multiples of 8 elements and of 16 bytes", (features, leading)));
+    }
+    let arguments = [
+        address(OP, parts, Kind::Float, parts.numel(), gpu)?,
+        address_or_null(OP, bias, kind, features as usize, gpu)?,
+        strided(OP, out, kind, &[rows, features], gpu)?,
+        Argument::Count(rows),
+        Argument::Count(features),
+        Argument::Count(leading),
+    ];
+    let name = format!("exact_sum_{}", kind_name(OP, out)?);
+    let blocks = (rows * features / PACK) as usize;
+    let grid = (blocks.div_ceil(SUM_THREADS as usize) as u32, SUM_THREADS, 0);
+    // SAFETY: the kernel's parameters in order, a thread for every eight elements of the output.
+    unsafe { launch_early(SOURCE, &name, gpu, grid, &arguments) }
+}
+
 fn blocks(rows: i64, features: i64) -> u32 {
     ((rows as usize).div_ceil(TILE) * (features as usize).div_ceil(TILE)) as u32
 }
@@ -110,6 +147,8 @@ mod tests {
 
     #[test]
     fn the_source_has_the_same_constants() {
-        assert_declared(SOURCE, &[("TILE", TILE), ("THREADS", THREADS as usize), ("SIDE", SIDE)]);
+        let threads = [("THREADS", THREADS as usize), ("SUM_THREADS", SUM_THREADS as usize)];
+        assert_declared(SOURCE, &[("TILE", TILE), ("SIDE", SIDE)]);
+        assert_declared(SOURCE, &threads);
     }
 }

@@ -61,7 +61,7 @@ pub use delta_step::{
     served_delta_sizes,
 };
 pub use embed::embed;
-pub use exact_product::{exact_product, exact_reference};
+pub use exact_product::{exact_product, exact_reference, exact_sum};
 pub use expert_biases::{experts_down_biased, experts_gate_up_clamped};
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};

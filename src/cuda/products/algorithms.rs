@@ -31,7 +31,7 @@ const GAIN: f64 = 0.98;
 /// Larger products take the first: alone in a measurement the chip clocks higher than in a run of them.
 const MOST_TIMED_FLOP: f64 = 1e11;
 /// Written between timed runs, more than the L2 cache holds: weights come from memory in a decode step.
-const FLUSH_BYTES: i64 = 128 << 20;
+pub(super) const FLUSH_BYTES: i64 = 128 << 20;
 
 impl Products {
     pub(super) fn algorithm(

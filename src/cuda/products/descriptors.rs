@@ -52,6 +52,13 @@ impl Descriptors {
                 unsafe { sys::cublasLtMatrixLayoutCreate(&raw mut *layout, data_type(kind), rows, columns, leading) };
             status("cublasLtMatrixLayoutCreate", code)?;
         }
+        if problem.parts > 1 {
+            use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
+            for (layout, stride) in made.layouts.into_iter().zip(problem.part_strides()) {
+                set_of_layout(layout, Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &(problem.parts as i32))?;
+                set_of_layout(layout, Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride)?;
+            }
+        }
         Ok(made)
     }
 
@@ -120,6 +127,18 @@ impl Descriptors {
             unsafe { sys::cublasLtMatmulAlgoCheck(handle, self.operation, b, a, out, out, algorithm, &raw mut result) };
         code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= WORKSPACE_BYTES
     }
+}
+
+fn set_of_layout<T>(
+    layout: sys::cublasLtMatrixLayout_t,
+    attribute: sys::cublasLtMatrixLayoutAttribute_t,
+    value: &T,
+) -> Result<()> {
+    // SAFETY: the value is of the attribute's type and copied by the call.
+    let code = unsafe {
+        sys::cublasLtMatrixLayoutSetAttribute(layout, attribute, (&raw const *value).cast::<c_void>(), size_of::<T>())
+    };
+    status("cublasLtMatrixLayoutSetAttribute", code)
 }
 
 impl Drop for Descriptors {

@@ -9,7 +9,7 @@
 //! which are not timed, the first), held to the reference again in each eighth of those numbers, and kept by chip and library version.
 //! Where no algorithm is a member, an error says so.
 //!
-//! In float32 the class is a kernel of this crate's own.
+//! A long K is cut into parts (`parts`), each a product of the class. In float32 the class is a kernel of this crate's own.
 #![allow(unsafe_code)]
 
 use cudarc::cublaslt::sys;
@@ -18,14 +18,17 @@ use tch::{Kind, Tensor};
 use super::descriptors::Descriptors;
 use super::order::describe;
 use super::problem::{Problem, invalid};
-use super::{Products, algorithms, fixed};
+use super::{Products, algorithms, fixed, parts};
 use crate::cuda::{cache, kernels};
 use crate::error::{Error, Result};
 
 /// Rows that the reference computes at once: they are in float32.
 const REFERENCE_ROWS: i64 = 256;
 /// Rows that are made hostile at once, by way of float32.
-const HOSTILE_ROWS: i64 = 4096;
+const HOSTILE_ROWS: i64 = 1024;
+/// Matrices of as many rows in float32 that this takes, and of as many rows that the comparison with the reference does.
+const HOSTILE_COPIES: usize = 5;
+const REFERENCE_COPIES: usize = 3;
 /// The span of exponents, half of it: products span twice as much.
 const MOST_EXPONENT: f64 = 20.0;
 
@@ -40,10 +43,11 @@ pub struct ExactVerdict {
 
 /// Factors that tell orders of sums apart, and the reference's sums.
 struct HostileTrial<'a> {
-    x: Tensor,                // [M, K], as the rows of the product lie
-    w: Tensor,                // [N, K], as the weight lies
+    x: Tensor,                // [M, parts K], as the rows of the product lie
+    w: Tensor,                // [N, parts K], as the weight lies
     bias: Option<&'a Tensor>, // [N]
-    out: &'a Tensor,          // [M, N], written to
+    out: &'a Tensor,          // [M, N], of several parts [parts, M, N]; written to
+    parts: i64,
 }
 
 /// The rows that a trial compares.
@@ -54,28 +58,42 @@ enum TrialRows {
 }
 
 impl<'a> HostileTrial<'a> {
-    fn new((a, b): (&Tensor, &Tensor), bias: Option<&'a Tensor>, out: &'a Tensor) -> Result<Self> {
-        let w = b.tr();
-        Ok(Self { x: hostile(a, 1.0, 1)?, w: hostile(&w, -1.0, 2)?, bias, out })
+    fn new(problem: &Problem, (a, b): (&Tensor, &Tensor), bias: Option<&'a Tensor>, out: &'a Tensor) -> Result<Self> {
+        let (w, parts) = (b.tr(), problem.parts);
+        Ok(Self { x: hostile(a, 1.0, 1, parts)?, w: hostile(&w, -1.0, 2, parts)?, bias, out, parts })
     }
 
     /// Whether what an algorithm has written to `out` are the reference's sums, rounded as the output is: in all rows, or in the first and
     /// the last of them.
     fn is_equal(&self, which: TrialRows) -> Result<bool> {
-        let (rows, features) = (self.x.size()[0], self.w.size()[0]);
+        if self.parts == 1 {
+            return self.is_part_equal(which, (&self.x, &self.w), self.out);
+        }
+        let len = self.x.size()[1] / self.parts;
+        for part in 0..self.parts {
+            let [x, w] = [&self.x, &self.w].map(|factor| factor.narrow(1, part * len, len));
+            if !self.is_part_equal(which, (&x, &w), &self.out.get(part))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn is_part_equal(&self, which: TrialRows, (x, w): (&Tensor, &Tensor), out: &Tensor) -> Result<bool> {
+        let (rows, features) = (x.size()[0], w.size()[0]);
         let last = (rows - 1) / REFERENCE_ROWS * REFERENCE_ROWS;
         for first in (0..rows).step_by(REFERENCE_ROWS as usize) {
             if which == TrialRows::Ends && first > 0 && first < last {
                 continue;
             }
             let part = |t: &Tensor| t.narrow(0, first, REFERENCE_ROWS.min(rows - first));
-            let x = part(&self.x);
+            let x = part(x);
             let mut sums = Tensor::f_empty([x.size()[0], features], (Kind::Float, x.device()))?;
-            kernels::exact_reference(&x, &self.w, &sums)?;
+            kernels::exact_reference(&x, w, &sums)?;
             if let Some(bias) = self.bias {
                 sums = sums.f_add_(bias)?;
             }
-            if !sums.f_to_kind(self.out.kind())?.f_equal(&part(self.out))? {
+            if !sums.f_to_kind(out.kind())?.f_equal(&part(out))? {
                 return Ok(false);
             }
         }
@@ -83,16 +101,19 @@ impl<'a> HostileTrial<'a> {
     }
 }
 
-/// Rows in the place of `like`'s, with its strides: the second half of each is the first times `sign`, but for some elements, and
+/// Rows in the place of `like`'s, with its strides: the second half of each part of K is the first times `sign`, but for some elements, and
 /// exponents span [`MOST_EXPONENT`] to both sides. Two such matrices with opposite signs have products that cancel.
-fn hostile(like: &Tensor, sign: f64, key: u32) -> Result<Tensor> {
+fn hostile(like: &Tensor, sign: f64, key: u32, parts: i64) -> Result<Tensor> {
     let [rows, k] = like.size()[..] else { return Err(invalid("a matrix", format!("{:?}", like.size()))) };
     let leading = like.stride()[0].max(k);
     let made = Tensor::f_zeros([rows * leading], (like.kind(), like.device()))?;
     let made = made.f_as_strided([rows, k], [leading, 1], 0)?;
     for first in (0..rows).step_by(HOSTILE_ROWS as usize) {
         let own = made.narrow(0, first, HOSTILE_ROWS.min(rows - first));
-        fill_hostile(&own, sign, [key, first as u32])?;
+        for part in 0..parts {
+            // Parts are of other numbers, so that none passes for another.
+            fill_hostile(&own.narrow(1, part * (k / parts), k / parts), sign, [key + 2 * part as u32, first as u32])?;
+        }
     }
     Ok(made)
 }
@@ -115,6 +136,15 @@ fn fill_hostile(rows: &Tensor /* [R, K] */, sign: f64, [key, place]: [u32; 2]) -
 }
 
 impl Products {
+    /// Bytes of a GPU that finding an exact product of [rows, k] by [features, k] takes, on a machine's first run.
+    pub fn trial_bytes(rows: usize, [features, k]: [usize; 2]) -> usize {
+        let at_once = if parts::is_cut(features as i64, k as i64) { rows.min(parts::MOST_ROWS as usize) } else { rows };
+        let factors = Kind::BFloat16.elt_size_in_bytes() * (at_once + features) * k;
+        let hostile = HOSTILE_COPIES * (HOSTILE_ROWS as usize).min(at_once.max(features)) * k / 2;
+        let reference = REFERENCE_COPIES * (REFERENCE_ROWS as usize).min(at_once) * features;
+        factors + size_of::<f32>() * hostile.max(reference) + algorithms::FLUSH_BYTES as usize
+    }
+
     /// An algorithm of the class for about as many rows, as an earlier start has found it or as it is found now: that of the bucket, where
     /// it is a member for these rows, too.
     pub(super) fn exact(
@@ -132,7 +162,7 @@ impl Products {
             return Ok(algorithm);
         }
         self.refuse_capture(part)?;
-        let trial = HostileTrial::new((a, b), bias, out)?;
+        let trial = HostileTrial::new(part, (a, b), bias, out)?;
         let of_bucket = match algorithms::kept(&path_of_bucket, accepted)? {
             Some(found) if self.is_member(&trial, descriptors, &found, TrialRows::All)? => Some(found),
             _ => None,
@@ -195,7 +225,8 @@ impl Products {
         out: &Tensor,          // [M, N], written to
     ) -> Result<Vec<ExactVerdict>> {
         let problem = Problem::of(a, b, bias, out, 0.0, self.context.ordinal())?;
-        let (descriptors, trial) = (Descriptors::new(&problem, bias, None)?, HostileTrial::new((a, b), bias, out)?);
+        let descriptors = Descriptors::new(&problem, bias, None)?;
+        let trial = HostileTrial::new(&problem, (a, b), bias, out)?;
         let verdict = |algorithm: &sys::cublasLtMatmulAlgo_t| {
             let is_equal = self.is_member(&trial, &descriptors, algorithm, TrialRows::Ends)?;
             Ok(ExactVerdict { algorithm: describe(algorithm)?, is_equal })

@@ -11,6 +11,7 @@ mod exact;
 mod fixed;
 mod order;
 mod own;
+mod parts;
 mod problem;
 mod shared;
 mod status;
@@ -59,6 +60,7 @@ pub struct Products {
     workspace: driver::CUdeviceptr,
     chosen: Mutex<HashMap<(Problem, Tuning), sys::cublasLtMatmulAlgo_t>>,
     own_are_faster: Mutex<HashMap<(usize, String), bool>>, // by rows and step
+    sums: Mutex<HashMap<i64, Tensor>>,                     // of exact products in parts, by features
 }
 
 // SAFETY: a cublasLt handle may be used from any thread, and so may a stream.
@@ -88,8 +90,8 @@ impl Products {
         // SAFETY: freed by drop alone.
         let workspace = check("cuMemAlloc", unsafe { result::malloc_sync(WORKSPACE_BYTES) })?;
         let handle = std::ptr::null_mut();
-        let (chosen, own_are_faster) = Default::default();
-        let mut products = Self { context, stream, handle, workspace, chosen, own_are_faster };
+        let (chosen, own_are_faster, sums) = Default::default();
+        let mut products = Self { context, stream, handle, workspace, chosen, own_are_faster, sums };
         // SAFETY: the handle is written on success and destroyed with `products`.
         status("cublasLtCreate", unsafe { sys::cublasLtCreate(&raw mut products.handle) })?;
         Ok(products)
@@ -120,6 +122,9 @@ impl Products {
         }
         if tuning == Tuning::Exact && beta != 0.0 {
             return Err(problem::invalid("a product that is not added to what is there", format!("beta {beta}")));
+        }
+        if tuning == Tuning::Exact && parts::is_cut(b.size()[1], b.size()[0]) {
+            return self.run_in_parts(a, b, bias, out);
         }
         if tuning == Tuning::Fixed && problem.rows() > fixed::MOST_ROWS {
             return (0..problem.rows()).step_by(fixed::MOST_ROWS as usize).try_for_each(|row| {

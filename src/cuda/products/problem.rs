@@ -26,6 +26,7 @@ pub(super) struct Problem {
     accumulates: bool,
     pub(super) is_scaled: bool, // by a factor for each row of a and column of b
     pub(super) alignment: u32,  // in bytes, of all three
+    pub(super) parts: i64,      // of a longer K, each with an output of its own behind the one before
 }
 
 impl Problem {
@@ -68,6 +69,7 @@ impl Problem {
             accumulates: beta != 0.0,
             is_scaled: false,
             alignment: 1 << alignment.min(8),
+            parts: 1,
         })
     }
 
@@ -111,12 +113,30 @@ impl Problem {
     }
 
     pub(super) fn flop(&self) -> f64 {
-        2.0 * self.a.rows as f64 * self.a.columns as f64 * self.b.columns as f64
+        2.0 * self.a.rows as f64 * self.a.columns as f64 * self.b.columns as f64 * self.parts as f64
     }
 
     /// M, N and K, for people.
     pub(super) fn name(&self) -> String {
-        format!("{}x{}x{}", self.a.rows, self.b.columns, self.a.columns)
+        let parts = if self.parts > 1 { format!("x{}", self.parts) } else { String::new() };
+        format!("{}x{}x{}{parts}", self.a.rows, self.b.columns, self.a.columns)
+    }
+
+    /// This product as the first of equal parts of a longer K.
+    pub(super) fn in_parts(&self, parts: i64) -> Self {
+        Self { parts, ..*self }
+    }
+
+    /// Elements from one part of b, a and the output to the next.
+    pub(super) fn part_strides(&self) -> [i64; 3] {
+        let along = |factor: &Factor, elements: i64, is_along: bool| {
+            if is_along { elements } else { elements * factor.leading }
+        };
+        [
+            along(&self.b, self.b.rows, self.b.is_transposed),
+            along(&self.a, self.a.columns, !self.a.is_transposed),
+            self.out.leading * self.out.rows,
+        ]
     }
 
     /// M
@@ -207,6 +227,7 @@ mod tests {
             accumulates: false,
             is_scaled: false,
             alignment,
+            parts: 1,
         }
     }
 

@@ -4,12 +4,15 @@
 //!
 //! A block's output, with its adapter's part, is rounded before it is added to the residual stream, as in the engine's steps.
 
+use std::collections::BTreeMap;
+
 use tch::Tensor;
 
 use super::{Format, Piece, Plain, Rows, Use};
 use crate::cuda::Products;
 use crate::cuda::kernels::ScaledRows;
 use crate::error::Result;
+use crate::model::block::LinearSpec;
 use crate::model::lora::Lora;
 use crate::model::spec::ModelSpec;
 use crate::ops::exact;
@@ -18,6 +21,23 @@ use crate::ops::swiglu::{Activation, GateUp};
 /// Matrices that are multiplied as they are, row by row alike in the engine and in training.
 #[derive(Debug)]
 pub struct Exact;
+
+/// Bytes of a GPU that products of a K in parts hold: matrices with equally many features share them.
+pub fn bytes_of_parts(spec: &ModelSpec) -> usize {
+    let cut = |linear: &LinearSpec| {
+        let (features, k) = (linear.rows(), linear.columns);
+        Some((features, Products::bytes_of_parts(features, k))).filter(|(_, bytes)| *bytes > 0)
+    };
+    let linears = spec.layers.iter().flat_map(|block| block.linears());
+    linears.filter_map(|linear| cut(&linear)).collect::<BTreeMap<_, _>>().into_values().sum()
+}
+
+/// Bytes of a GPU that a machine's first run takes to find products of up to `rows` rows, and of `scored` rows of the head.
+pub fn trial_bytes(spec: &ModelSpec, rows: usize, scored: usize) -> usize {
+    let linears = spec.layers.iter().flat_map(|block| block.linears());
+    let of_blocks = linears.map(|linear| Products::trial_bytes(rows, [linear.rows(), linear.columns])).max();
+    of_blocks.unwrap_or(0).max(Products::trial_bytes(scored, [spec.vocab_size, spec.hidden_size]))
+}
 
 impl Format for Exact {
     fn name(&self) -> &'static str {
@@ -40,8 +60,8 @@ impl Format for Exact {
         "exact"
     }
 
-    fn workspace_bytes(&self) -> usize {
-        Products::BYTES
+    fn workspace_bytes(&self, spec: &ModelSpec) -> usize {
+        Products::BYTES + bytes_of_parts(spec)
     }
 
     fn forward(&self, x: &Rows, w: &Piece) -> Result<Tensor> {

@@ -94,7 +94,7 @@ impl Format for Fp8 {
         trained_linears(spec).map(bytes).max().unwrap_or(0)
     }
 
-    fn workspace_bytes(&self) -> usize {
+    fn workspace_bytes(&self, _spec: &ModelSpec) -> usize {
         Products::BYTES
     }
 

@@ -25,7 +25,7 @@ use std::fmt::Debug;
 
 use tch::{Device, Kind, Tensor};
 
-pub use self::exact::Exact;
+pub use self::exact::{Exact, bytes_of_parts, trial_bytes};
 pub use self::fp8::Fp8;
 pub use self::nf4::Nf4;
 pub use self::plain::Plain;
@@ -153,7 +153,7 @@ pub trait Format: Debug + Sync {
     }
 
     /// Bytes of a GPU that training's products take for themselves, beside those of libtorch.
-    fn workspace_bytes(&self) -> usize {
+    fn workspace_bytes(&self, _spec: &ModelSpec) -> usize {
         0
     }
 

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::buffers::{DecodeBuffers, StepShape};
 use super::graphs::Graphs;
@@ -18,7 +18,7 @@ use crate::cuda::kernels::RowSums;
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Ledger, MemoryKind};
-use crate::model::{ByRope, ModelSpec, OwnProducts, Ropes};
+use crate::model::{ByRope, ModelSpec, OwnProducts, Ropes, bytes_of_parts};
 use crate::ranks::{Collective, ReduceOp, all_gather_json, all_reduce_f64};
 use crate::rollout::options::EngineOptions;
 use crate::rollout::sampler::Draw;
@@ -238,5 +238,7 @@ fn of_first_rank(tp: &dyn Collective, known: Option<bool>) -> Result<Option<bool
 pub fn engine_table_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
     let shape = StepShape::new(spec, options, tp_size);
     let partials = AttentionPlans::partial_bytes(spec, options, tp_size, [shape.seqs, shape.blocks]);
-    partials + options.max_model_length * spec.ropes().columns() * size_of::<f32>() + Products::BYTES
+    let products =
+        Products::BYTES + if options.exact && options.kind == Kind::BFloat16 { bytes_of_parts(spec) } else { 0 };
+    partials + options.max_model_length * spec.ropes().columns() * size_of::<f32>() + products
 }
