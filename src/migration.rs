@@ -261,7 +261,7 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     ),
     (
         &["actor.ulysses_sequence_parallel_size", "ref.ulysses_sequence_parallel_size"],
-        "no sequence is split over ranks",
+        "sequence_parallel_size; max_tokens_per_micro_batch then counts the tokens of all ranks that share a micro-batch",
     ),
     (&["actor.strategy", "ref.strategy", "critic.strategy"], "the trainer is built in; zero.stage is how it shards"),
     (&["actor.use_torch_compile", "ref.use_torch_compile"], "the kernels are built in"),

@@ -39,7 +39,7 @@ pub struct TrainBench {
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
-    /// Sequences per rank and step.
+    /// Sequences per rank and step, or per group of ranks that share micro-batches.
     pub sequences: usize,
     /// Tokens per prompt.
     pub prompt_len: usize,
@@ -59,6 +59,8 @@ pub struct TrainBench {
     pub zero_stage: u8,
     /// Ranks that share one copy of what the stage shards; all where it is `None`.
     pub shard_group_size: Option<usize>,
+    /// Ranks that share each micro-batch.
+    pub sequence_parallel_size: usize,
     /// How gradients are added up.
     pub gradients: GradientOptions,
     /// The optimizer.
@@ -151,6 +153,7 @@ impl TrainBench {
             residual: self.residual,
             format: self.mixed_precision.format(),
             optim: self.optim(),
+            sharers: self.sequence_parallel_size,
             ..TrainedModel::whole(table, self.zero_stage, self.kind, self.gradients)
         }
     }
@@ -210,7 +213,9 @@ struct Timed {
 
 impl<'a> TimedRun<'a> {
     fn new(bench: &'a TrainBench, world: &World) -> Result<Self> {
+        bench.spec.validate_sequence_parallel(bench.sequence_parallel_size)?;
         let mesh = world.mesh(1, bench.shard_group_size.unwrap_or(world.size()))?;
+        let mesh = mesh.with_sequence_groups(world, world.size(), bench.sequence_parallel_size)?;
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
         let (kind, device) = (bench.kind, world.device());
         let placement = Placement { on_cuda: device.is_cuda(), kind };
@@ -322,8 +327,9 @@ impl<'a> TimedRun<'a> {
         let Self { bench, sequence_lens, .. } = self;
         let of = |number: fn(&Timed) -> f64| median(steps.iter().map(number).collect());
         let (step_s, exposed_s) = (of(|step| step.seconds), of(|step| step.exposed_s));
-        let tokens_per_s = of(|step| step.tokens as f64 / step.seconds) * world.size() as f64;
-        let flop_per_s = of(|step| step.flop / step.seconds);
+        let sharers = bench.sequence_parallel_size;
+        let tokens_per_s = of(|step| step.tokens as f64 / step.seconds) * (world.size() / sharers) as f64;
+        let flop_per_s = of(|step| step.flop / step.seconds) / sharers as f64;
         json!({
             "benchmark": if bench.score { "score" } else { "train" },
             "model": bench.model,
@@ -337,6 +343,7 @@ impl<'a> TimedRun<'a> {
             "threads_per_rank": tch::get_num_threads(),
             "zero_stage": bench.zero_stage,
             "shard_group_size": self.table.shards,
+            "sequence_parallel_size": sharers,
             "lora_r": bench.lora_r,
             "quantization": bench.quantization.name(),
             "mixed_precision": bench.mixed_precision.name(),
@@ -353,7 +360,7 @@ impl<'a> TimedRun<'a> {
             "group": bench.group,
             "share_prompts": bench.share_prompts,
             "micro_batches": self.micro_batches.len(),
-            "tokens_run": self.micro_batches.iter().map(MicroBatch::num_tokens).sum::<usize>() * world.size(),
+            "tokens_run": self.micro_batches.iter().map(MicroBatch::num_tokens).sum::<usize>() * world.size() / sharers,
             "step_s": step_s,
             "exposed_communication_s": exposed_s,
             "step_times": steps.iter().map(|step| step.seconds).collect::<Vec<_>>(),

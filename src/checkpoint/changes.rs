@@ -25,6 +25,7 @@ const SAFE_KEYS: &[&str] = &[
     "steps_per_generation",
     "generation_batch_size",
     "max_tokens_per_micro_batch",
+    "sequence_parallel_size",
     "share_prompts",
     "tensor_parallel_size",
     "pipeline_parallel_size",

@@ -74,6 +74,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         max_tokens_per_micro_batch: args.max_tokens_per_micro_batch,
         zero_stage: args.zero_stage,
         shard_group_size: args.shard_group_size,
+        sequence_parallel_size: args.sequence_parallel_size,
         gradients: GradientOptions::new(args.grad_accum_dtype, args.reduce_dtype),
         optim: args.optim,
         lora_r: args.lora_r,

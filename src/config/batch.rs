@@ -15,6 +15,21 @@ pub struct WorldSize {
 }
 
 impl WorldSize {
+    /// Refuses groups of `size` ranks that share micro-batches, of `num_trainers` ranks that train, the first of all.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] with the sizes that divide these, and a node's ranks.
+    pub fn check_sequence_groups(self, num_trainers: usize, size: usize) -> Result<()> {
+        let (key, local) = ("sequence_parallel_size", self.local_ranks);
+        check_divides(key, size, num_trainers, "train")?;
+        if self.ranks == local || local.is_multiple_of(size) {
+            return Ok(());
+        }
+        let valid: Vec<usize> = divisors(local).into_iter().filter(|&size| num_trainers.is_multiple_of(size)).collect();
+        let expected = format!("ranks of one node, which has {local}: {}", listed(&valid));
+        Err(Error::invalid_value(key, size, expected))
+    }
+
     /// Refuses engines, from rank `first` on, that would reach over nodes.
     ///
     /// # Errors
@@ -82,6 +97,7 @@ impl Config {
         let divided = [
             self.engine_shape().check_divides(num_generators, "generate"),
             check_divides("zero.shard_group_size", shards, num_trainers, "train"),
+            check_divides("sequence_parallel_size", self.sequence_parallel_size, num_trainers, "train"),
         ];
         let mut wrong: Vec<Error> = divided.into_iter().filter_map(Result::err).collect();
         match self.batch_plan(world_size, roles) {

@@ -230,6 +230,8 @@ choices! {
         None = "none",
         /// The MLP's first product too, the largest of a block by memory.
         Selective = "selective",
+        /// The whole block from its input but for attention's scores, whose output and log-sum-exp are kept; `full` in layers without.
+        KeepAttention = "keep_attention",
         /// The whole block from its input.
         Full = "full",
     }
@@ -239,6 +241,16 @@ impl GradientCheckpointing {
     /// Whether the MLP's first product is kept.
     pub fn keeps_gate_up(self) -> bool {
         matches!(self, Self::KeepChunks | Self::None)
+    }
+
+    /// Whether backward begins with a block's input.
+    pub fn recomputes_blocks(self) -> bool {
+        matches!(self, Self::KeepAttention | Self::Full)
+    }
+
+    /// Whether of blocks that are computed again attention's output and log-sum-exp are kept.
+    pub fn keeps_attention(self) -> bool {
+        self == Self::KeepAttention
     }
 
     /// Whether chunks of gated delta nets are kept.

@@ -86,8 +86,12 @@ keys! {
         pub generation_batch_size: Option<usize> = None => COUNT,
         /// Passes over each generation batch.
         pub num_iterations: usize = 1 => COUNT,
-        /// Token budget of one forward and backward on one rank (a longer sequence is a micro-batch of its own).
+        /// Token budget of one forward and backward on one rank, or on the ranks that share micro-batches (a longer sequence is a
+        /// micro-batch of its own).
         pub max_tokens_per_micro_batch: usize = 16384 => COUNT,
+        /// Ranks that share each micro-batch: every one has an equal part of its tokens and, where tokens see one another, some of the
+        /// heads (Ulysses, arXiv 2309.14509). It divides the ranks that train, the ranks of a node, and the query heads of every layer.
+        pub sequence_parallel_size: usize = 1 => COUNT,
         /// Run the prompt of a group once for all its completions in training; off where the model has a sliding window.
         pub share_prompts: bool = true,
 

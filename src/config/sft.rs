@@ -42,12 +42,15 @@ keys! {
         pub max_length: usize = 1024 => COUNT,
         /// Shuffle rows each epoch, by a counter-based key.
         pub shuffle_dataset: bool = true,
-        /// Rows per rank in one slice of an update.
+        /// Rows per rank in one slice of an update; ranks that share micro-batches have them together.
         pub per_device_train_batch_size: usize = 8 => COUNT,
         /// Slices per optimizer update.
         pub gradient_accumulation_steps: usize = 1 => COUNT,
-        /// Token budget of one forward and backward on one rank.
+        /// Token budget of one forward and backward on one rank, or on the ranks that share micro-batches.
         pub max_tokens_per_micro_batch: usize = 16384 => COUNT,
+        /// Ranks that share each micro-batch: every one has an equal part of its tokens and, where tokens see one another, some of the
+        /// heads (Ulysses, arXiv 2309.14509). It divides the ranks that train, the ranks of a node, and the query heads of every layer.
+        pub sequence_parallel_size: usize = 1 => COUNT,
         /// Peak learning rate.
         pub learning_rate: f64 = 2e-5 => above(0.0),
         /// Weight of the loss that keeps experts equally busy, of a model with experts; `none` is the model's own, as `config.json` has it.

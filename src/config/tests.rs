@@ -50,7 +50,7 @@ fn the_key_list_is_frozen() {
         system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
         residual_dtype mixed_precision max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps split.in_flight_updates num_generations \
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
-        max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
+        max_tokens_per_micro_batch sequence_parallel_size share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size pipeline_parallel_size pipeline_partition enable_expert_parallel gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
         max_num_batched_tokens strict exact rollout_quantization kv_cache_dtype mamba_ssm_cache_dtype speculation num_speculative_tokens oversample partial_rollout carried_kv dynamic_sampling \
         dynamic_sampling_max_gen_batches dynamic_sampling_range curriculum.solve_rate curriculum.every tools environment_factory tool_call_parser \
@@ -86,7 +86,7 @@ fn the_key_list_is_frozen() {
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
         system_prompt chat_template_kwargs.* dataset_completion_column output_dir resume_from_checkpoint force_resume device dtype \
         residual_dtype mixed_precision max_length shuffle_dataset \
-        per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate router_aux_loss_coef \
+        per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch sequence_parallel_size learning_rate router_aux_loss_coef \
         optim muon.momentum muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay \
         max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \

@@ -42,7 +42,7 @@ mod views;
 pub use block::{
     AttentionSpec, BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes,
     ExpertsSpec, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, QkNorm, Routes, SavedBlock,
-    SequenceMixer, SharedExpertSpec, block_backward, block_forward,
+    SequenceMixer, SharedExpertSpec, TokenExchange, block_backward, block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit};
 pub use distinct::{ByRope, ByWindow, Distinct, RopeSpec, Ropes};
@@ -54,7 +54,9 @@ pub use format::{
     BaseRounding, Exact, Format, Fp8, Nf4, OwnProducts, Piece, Plain, Section, StepCost, StepOutput, StepProducts,
     StepRows, StoredBlock, StoredFormat, Use, bytes_of_parts, trial_bytes,
 };
-pub use head::{HeadSums, ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits};
+pub use head::{
+    HeadSums, SavedHead, ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits,
+};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub(crate) use json::{is_model_folder, model_within};
 pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};

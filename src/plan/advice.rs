@@ -250,12 +250,13 @@ impl Advice<'_> {
     /// Beside `changes`, with which generation fits: caches that leave while training, more recomputation, then smaller
     /// micro-batches.
     fn trainable(&self, changes: &[KeySetting]) -> Option<Vec<KeySetting>> {
-        use GradientCheckpointing::{Full, KeepChunks, None as Nothing, Selective};
+        use GradientCheckpointing::{Full, KeepAttention, KeepChunks, None as Nothing, Selective};
         let config = self.input.config;
         let more: &[GradientCheckpointing] = match config.gradient_checkpointing {
-            AutoOr::Given(KeepChunks) => &[Nothing, Selective, Full],
-            AutoOr::Given(Nothing) => &[Selective, Full],
-            AutoOr::Given(Selective) => &[Full],
+            AutoOr::Given(KeepChunks) => &[Nothing, Selective, KeepAttention, Full],
+            AutoOr::Given(Nothing) => &[Selective, KeepAttention, Full],
+            AutoOr::Given(Selective) => &[KeepAttention, Full],
+            AutoOr::Given(KeepAttention) => &[Full],
             AutoOr::Given(Full) | AutoOr::Auto => &[],
         };
         let recomputed = |keep: &GradientCheckpointing| ("gradient_checkpointing", json!(keep.name()));

@@ -77,12 +77,13 @@ fn larger_micro_batches(input: &PlanInput<'_>, largest: usize) -> String {
 
 /// `full`, or with less recomputation where that is left open and there is room for what it keeps.
 fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan) -> MemoryPlan {
-    use GradientCheckpointing::{KeepChunks, None as Nothing, Selective};
+    use GradientCheckpointing::{KeepAttention, KeepChunks, None as Nothing, Selective};
     if input.config.gradient_checkpointing != AutoOr::Auto {
         return full;
     }
     let has_chunks = input.table.spec.delta_net().is_some();
-    let less = [KeepChunks, Nothing, Selective].into_iter().filter(|&keep| has_chunks || keep != KeepChunks);
+    let less =
+        [KeepChunks, Nothing, Selective, KeepAttention].into_iter().filter(|&keep| has_chunks || keep != KeepChunks);
     let plans =
         less.map(|gradient_checkpointing| MemoryPlan::with(Choices { gradient_checkpointing, ..choices }, input));
     let has_blocks = |plan: &MemoryPlan| plan.num_useful_blocks() == full.num_useful_blocks();

@@ -261,10 +261,11 @@ impl PlanInput<'_> {
         of_engine.min(config.max_num_seqs)
     }
 
-    /// This rank's share of an update at its longest.
+    /// The share of an update at its longest that this rank has with those that share its micro-batches.
     fn update_tokens(&self) -> usize {
         let BatchPlan { generation_batch_size, roles, updates_per_generation, .. } = self.batch;
-        generation_batch_size / roles.num_trainers / updates_per_generation * self.max_model_length()
+        let shares = roles.num_trainers / self.config.sequence_parallel_size;
+        generation_batch_size / shares / updates_per_generation * self.max_model_length()
     }
 
     /// Bytes of the experts that the sampler recorded, of all of an update.
@@ -298,7 +299,7 @@ impl PlanInput<'_> {
         let on_host = choices.reference == ReferenceResidency::Host;
         let frozen = self.frozen().map(|(class, table)| {
             let format: &'static dyn Format = if class == classes::REFERENCE { model.format } else { &Plain }; // a teacher rounds nothing
-            fullest_of_reference(table, (self.kind, model.residual, format), on_host, several[0])
+            fullest_of_reference(table, &model, format, on_host, several[0])
         });
         frozen
             .chain([model.fullest_of_scores(several[0])])

@@ -76,9 +76,11 @@ fn the_smallest_change_is_enough() {
     let fixed = "residency.optimizer=resident";
     let none = "gradient_checkpointing=none";
     let full = "gradient_checkpointing=full";
-    for (available, advised) in
-        [(45 << 30, "gradient_checkpointing = selective"), (31 << 30, "gradient_checkpointing = full")]
-    {
+    for (available, advised) in [
+        (45 << 30, "gradient_checkpointing = selective"),
+        (31 << 30, "gradient_checkpointing = keep_attention"),
+        (29 << 30, "gradient_checkpointing = full"),
+    ] {
         let refused = plan(&[fixed, none], available).unwrap_err().to_string();
         assert!(refused.contains(advised), "{refused}");
         plan(&[fixed, &advised.replace(' ', "")], available).unwrap();
@@ -97,16 +99,22 @@ fn the_smallest_change_is_enough() {
 /// `auto` recomputes the least that leaves a tenth of the memory free.
 #[test]
 fn what_fits_is_kept_rather_than_computed_again() {
-    use GradientCheckpointing::{Full, None, Selective};
+    use GradientCheckpointing::{Full, KeepAttention, None, Selective};
     let of = |keep: &str, room| {
         let recompute = format!("gradient_checkpointing={keep}");
         plan(&["residency.optimizer=resident", "max_num_seqs=4", &recompute], room).unwrap()
     };
     let room_for = |keep| (of(keep, 1 << 40).train_bytes() as f64 / choices::MAX_KEPT_SHARE) as usize + 1;
-    let [none, selective] = ["none", "selective"].map(room_for);
-    for (room, expected) in
-        [(1 << 40, None), (none, None), (none - 8, Selective), (selective, Selective), (selective - 8, Full)]
-    {
+    let [none, selective, attention] = ["none", "selective", "keep_attention"].map(room_for);
+    for (room, expected) in [
+        (1 << 40, None),
+        (none, None),
+        (none - 8, Selective),
+        (selective, Selective),
+        (selective - 8, KeepAttention),
+        (attention, KeepAttention),
+        (attention - 8, Full),
+    ] {
         assert_eq!(of("auto", room).gradient_checkpointing, expected, "{room}");
     }
     assert_eq!(of("full", 1 << 40).gradient_checkpointing, Full);

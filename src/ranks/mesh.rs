@@ -25,6 +25,9 @@ pub struct Mesh {
     pub shard: Arc<dyn Collective>,
     /// Ranks with this one's place in their shard groups: they hold the same shard.
     pub replicate: Arc<dyn Collective>,
+    /// Ranks that share micro-batches, each of them with a part of their tokens: consecutive, and this one alone unless
+    /// [`Mesh::with_sequence_groups`] made others.
+    pub sequence: Arc<dyn Collective>,
     /// All ranks that do what this one does: those of the world, unless it is split.
     pub world: Arc<dyn Collective>,
     /// Where any of them work beside computation.
@@ -105,9 +108,40 @@ impl World {
             dp: self.subgroup("dp", &strided(&ranks, rank, engine.num_ranks()))?,
             shard: self.subgroup("shard", &consecutive(&ranks, rank, shard_group_size))?,
             replicate: self.subgroup("replicate", &strided(&ranks, rank, shard_group_size))?,
+            sequence: Arc::new(SingleRank::new(SEQUENCE, rank, self.device())),
             world: all,
             lane: self.lane(),
         })
+    }
+}
+
+const SEQUENCE: &str = "sequence";
+
+impl Mesh {
+    /// With groups of `size` ranks that share micro-batches, of those that train, which are the first `num_trainers` of the world; all
+    /// others share with nobody. Collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] if the size does not divide the ranks that train, or a group would reach over nodes.
+    pub fn with_sequence_groups(self, world: &World, num_trainers: usize, size: usize) -> Result<Self> {
+        world.world_size().check_sequence_groups(num_trainers, size)?;
+        if size == 1 {
+            return Ok(self);
+        }
+        let rank = world.rank();
+        let ranks = if rank < num_trainers { consecutive(&(0..num_trainers), rank, size) } else { vec![rank] };
+        Ok(Self { sequence: world.subgroup(SEQUENCE, &ranks)?, ..self })
+    }
+
+    /// This rank's group among those that share micro-batches, and how many of them there are.
+    pub fn sequence_group(&self) -> (usize, usize) {
+        let size = self.sequence.size();
+        (self.world.rank() / size, self.world.size() / size)
+    }
+
+    /// Whether this rank speaks for its group of those that share micro-batches, where a sum over ranks is to count each of them once.
+    pub fn speaks_for_sequences(&self) -> bool {
+        self.sequence.rank() == 0
     }
 }
 
@@ -186,6 +220,24 @@ mod tests {
             [&mesh.tp, &mesh.shard].map(|group| group.ranks().to_vec())
         });
         assert_eq!(meshes[1], [vec![0, 1], vec![0, 1, 2, 3]]);
+    }
+
+    #[test]
+    fn ranks_that_share_micro_batches_are_neighbours_of_one_node() {
+        let meshes = testing::worlds(5, |world| {
+            let mesh = world.split_mesh(1, 1, 4).unwrap().with_sequence_groups(&world, 4, 2).unwrap();
+            (mesh.sequence.ranks().to_vec(), mesh.sequence_group(), mesh.speaks_for_sequences())
+        });
+        assert_eq!(meshes[3], (vec![2, 3], (1, 2), false));
+        assert_eq!(meshes[4], (vec![4], (0, 1), true));
+        let timeout = std::time::Duration::from_secs(20);
+        testing::worlds_on_nodes((2, 2), timeout, |world| {
+            let groups = |size| world.mesh(1, 4).unwrap().with_sequence_groups(&world, 4, size);
+            let error = groups(4).unwrap_err().to_string();
+            assert_eq!(error, "sequence_parallel_size = 4: expected ranks of one node, which has 2: 1, 2");
+            let error = groups(3).unwrap_err().to_string();
+            assert_eq!(error, "sequence_parallel_size = 3: expected a divisor of the 4 ranks that train: 1, 2, 4");
+        });
     }
 
     #[test]

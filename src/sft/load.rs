@@ -32,6 +32,8 @@ pub(super) fn load(
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     config.combination().with(placement.settings()).in_circumstances(spec.circumstances()).check()?;
     config.mixed_precision.format().check(Use::Training, &spec, placement.on_cuda)?;
+    world.world_size().check_sequence_groups(world.size(), config.sequence_parallel_size)?;
+    spec.validate_sequence_parallel(config.sequence_parallel_size)?;
     let (sources, rows, eval_rows, description) = read_rows(&config, &source, &spec, world.rank() == 0)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {
@@ -40,6 +42,7 @@ pub(super) fn load(
     let updates = config.optimizer.num_train_epochs * rows.examples.len() as f64 / rows_per_update as f64;
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates.ceil() as usize);
     let mesh = world.mesh(1, config.zero.shard_group(world.size(), world.local_size()))?;
+    let mesh = mesh.with_sequence_groups(&world, world.size(), config.sequence_parallel_size)?;
     let mut policy = policy(&config, &world, &mesh, &source, spec)?;
     let mut sampler = PromptSampler::new(rows.examples.len(), config.seed, config.shuffle_dataset);
     let (mut global_step, mut num_tokens) = (0, 0);
@@ -118,9 +121,9 @@ fn read_rows(
     Ok((train, rows, eval_rows, description))
 }
 
-/// Rows of one update over all ranks.
+/// Rows of one update over all ranks, of which those that share micro-batches have theirs together.
 fn rows_per_update(config: &SftConfig, world_size: usize) -> usize {
-    config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
+    config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size / config.sequence_parallel_size
 }
 
 fn too_few_rows(config: &SftConfig, sources: &RowSources, num_rows: usize, rows_per_update: usize) -> Error {

@@ -119,8 +119,9 @@ impl Sft {
     fn step(&mut self) -> Result<()> {
         let lr = learning_rate(&self.schedule, self.global_step);
         let per_rank = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps;
-        let rows = self.sampler.next_batch(per_rank * self.world.size())?;
-        let own = &rows[self.world.rank() * per_rank..][..per_rank];
+        let (group, num_groups) = self.mesh.sequence_group();
+        let rows = self.sampler.next_batch(per_rank * num_groups)?;
+        let own = &rows[group * per_rank..][..per_rank];
         let batch = self.batch(own.iter().map(|&row| &self.examples[row]))?;
         let begin = Instant::now();
         let [nll, balance] = phase::scope(Phase::ForwardBackward, || self.forward_backward(&batch))?;
@@ -130,7 +131,7 @@ impl Sft {
             let message = "the gradient is not finite; lower learning_rate, or look for damaged weights".to_owned();
             return Err(Error::NonFinite { message });
         }
-        let [nll, balance] = [nll, balance].map(|sum| sum.double_value(&[]));
+        let [nll, balance] = [nll, balance].map(|sum| sum.double_value(&[]) * self.counted());
         let mut sums = [nll, balance, self.training_flop(&batch), begin.elapsed().as_secs_f64()];
         all_reduce_f64(&*self.mesh.world, &mut sums, ReduceOp::Sum)?;
         let [nll, balance, flop, seconds] = sums;
@@ -159,7 +160,13 @@ impl Sft {
     /// Floating-point operations of this rank's forward and backward passes over a batch.
     fn training_flop(&self, batch: &SftBatch) -> f64 {
         let (spec, is_frozen) = (&self.policy.table().spec, self.policy.lora().is_some());
-        batch.micro_batches.iter().map(|micro_batch| micro_batch.training_flop(spec, is_frozen)).sum()
+        let of_group: f64 = batch.micro_batches.iter().map(|it| it.training_flop(spec, is_frozen)).sum();
+        of_group / self.mesh.sequence.size() as f64
+    }
+
+    /// How often this rank's sums count: those of ranks that share micro-batches once.
+    fn counted(&self) -> f64 {
+        f64::from(u8::from(self.mesh.speaks_for_sequences()))
     }
 
     /// Adds the gradients of the mean over all ranks' completion tokens; returns this rank's sum of their negative
@@ -190,8 +197,8 @@ impl Sft {
 
     /// Mean negative log-likelihood of a held-out completion token, in nats.
     fn evaluate(&mut self) -> Result<f64> {
-        let (rank, size) = (self.world.rank(), self.world.size());
-        let batch = self.batch(self.eval_examples.iter().skip(rank).step_by(size))?;
+        let (group, num_groups) = self.mesh.sequence_group();
+        let batch = self.batch(self.eval_examples.iter().skip(group).step_by(num_groups))?;
         let mut nll = 0.0;
         for micro_batch in &batch.micro_batches {
             phase::beat();
@@ -208,7 +215,7 @@ impl Sft {
         let options = PackOptions { max_tokens, share_prompts: false, device: self.device };
         let mut micro_batches = pack(&sequences, &options)?;
         pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
-        let sum = |count: fn(&Sequence) -> usize| sequences.iter().map(count).sum::<usize>() as f64;
+        let sum = |count: fn(&Sequence) -> usize| sequences.iter().map(count).sum::<usize>() as f64 * self.counted();
         let mut sums = [sum(Sequence::num_scored), sum(|sequence| sequence.token_ids.len())];
         all_reduce_f64(&*self.mesh.world, &mut sums, ReduceOp::Sum)?;
         let [num_completion_tokens, num_tokens] = sums;
@@ -216,7 +223,7 @@ impl Sft {
     }
 
     fn mean(&self, own_sum: f64, count: f64) -> Result<f64> {
-        let mut sum = [own_sum];
+        let mut sum = [own_sum * self.counted()];
         all_reduce_f64(&*self.mesh.world, &mut sum, ReduceOp::Sum)?;
         Ok(sum[0] / count)
     }

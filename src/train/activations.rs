@@ -46,7 +46,12 @@ pub struct ActivationBytes {
 impl ActivationBytes {
     /// For a micro-batch.
     pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
-        let (spec, MicroBatchShape { tokens, scored_tokens, shares_prompts, num_top }) = (&model.table.spec, shape);
+        let (spec, sharers) = (&model.table.spec, model.sharers);
+        let MicroBatchShape { shares_prompts, num_top, .. } = shape;
+        let tokens = shape.tokens.div_ceil(sharers);
+        // Of a part all tokens may be scored.
+        let scored_tokens = if sharers == 1 { shape.scored_tokens } else { shape.scored_tokens.min(tokens) };
+        let layers: Vec<BlockSpec> = spec.layers.iter().map(|block| block.with_shared_rows(sharers)).collect();
         let format = model.format;
         let bytes = format.element_bytes(ElementBytes::new(model.kind, model.residual), model.lora.is_some());
         let matrix = format.matrix_bytes(spec);
@@ -57,11 +62,11 @@ impl ActivationBytes {
         let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
         let all_rows = narrow * hidden * (scored_tokens + tokens);
         let mut saved = vec![0];
-        for (layer, block) in spec.layers.iter().enumerate() {
+        for (layer, block) in layers.iter().enumerate() {
             saved.push(saved[layer] + block.saved_bytes(bytes, keep) * tokens);
         }
         // Where blocks differ, the fullest moment is that of the one that takes the most.
-        let most = |of: &dyn Fn(BlockSpec) -> usize| spec.layers.iter().map(|block| of(*block)).max().unwrap_or(0);
+        let most = |of: &dyn Fn(BlockSpec) -> usize| layers.iter().map(|block| of(*block)).max().unwrap_or(0);
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
         // Of a format that rounds and few tokens that is the fullest moment, for the matrix that is rounded then.
         let input_gradient = match format.rounds() {
@@ -74,7 +79,7 @@ impl ActivationBytes {
             pass: (residual * hidden + 2 * wide * spec.attention().head_dim * spec.rotations().len()) * tokens,
             stream: narrow * hidden * tokens,
             // The largest matrix is not rounded at the fullest moment of a forward of many tokens: another one is.
-            block_forward: most(&|block| block.forward_bytes(bytes)) * tokens + narrow * expanded + matrix,
+            block_forward: most(&|block| block.forward_bytes(bytes, sharers > 1)) * tokens + narrow * expanded + matrix,
             block_backward: (backward * tokens).max(input_gradient) + (narrow + wide) * expanded,
             // Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become
             // their gradient in place, then the gradient of all rows.
@@ -115,6 +120,9 @@ mod tests {
         assert_eq!(selective.saved[1], 1000 * (2 * (3584 + 4608 + 3584 + 3584) + 4 * 28));
         assert_eq!(none.saved[1] - selective.saved[1], 1000 * 2 * 2 * 18944);
         assert_eq!(selective.pass, 1000 * (2 * 3584 + 8 * 128));
+        let attention = bytes(GradientCheckpointing::KeepAttention);
+        assert_eq!(attention.saved[1] - full.saved[1], 1000 * (2 * 3584 + 4 * 28));
+        assert_eq!(full.block_backward - attention.block_backward, 1000 * (2 * 3584 + 4 * 28));
         // Its MLP's backward: two rows of D, four of F.
         assert_eq!(selective.block_backward, 1000 * 2 * (2 * 3584 + 4 * 18944));
         assert_eq!(full.block_backward - selective.block_backward, 1000 * (2 * (4608 + 3584 + 3584) + 4 * 28));
@@ -148,7 +156,7 @@ mod tests {
             let plain = TrainedModel { lora, ..plain.clone() };
             let rounded = TrainedModel { format: &Fp8::ROWS, ..plain.clone() };
             let expanded = plain.lora.as_ref().map_or(0, |lora| 6 * lora.num_expanded(&table.spec).most);
-            for keep in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+            for &keep in GradientCheckpointing::ALL {
                 let of = |shape| [&plain, &rounded].map(|model| ActivationBytes::new(model, keep, shape));
                 let [plain, rounded] = of(many);
                 assert_eq!(rounded.saved, plain.saved);
@@ -160,6 +168,7 @@ mod tests {
                     GradientCheckpointing::None | GradientCheckpointing::KeepChunks => 0,
                     GradientCheckpointing::Selective => 2 * 2 * 18_944,
                     GradientCheckpointing::Full => 2 * 2 * 18_944 + 2 * (4608 + 3584 + 3584) + 4 * 28,
+                    GradientCheckpointing::KeepAttention => 2 * 2 * 18_944 + 2 * (4608 + 3584),
                 };
                 let token = 3 * 2 * 3584 + 2 * 18_944 + recomputed;
                 assert_eq!(rounded.block_backward, 1000 * token + matrix + expanded, "{keep:?}");

@@ -40,6 +40,8 @@ pub struct TrainedModel<'a> {
     pub gradients: GradientOptions,
     /// The optimizer.
     pub optim: Optim,
+    /// Ranks that share each micro-batch.
+    pub sharers: usize,
 }
 
 /// Bytes per rank of a [`super::Policy`] between uses.
@@ -61,7 +63,8 @@ impl<'a> TrainedModel<'a> {
     /// All weights of `table` train by AdamW, at a ZeRO stage, and multiply in their kind, which is the residual stream's.
     pub fn whole(table: &'a ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
         let (lora, quantization, optim) = (None, Quantization::None, Optim::AdamW);
-        Self { table, lora, quantization, stage, kind, residual: kind, format: &Plain, gradients, optim }
+        let (residual, format, sharers) = (kind, &Plain, 1);
+        Self { table, lora, quantization, stage, kind, residual, format, gradients, optim, sharers }
     }
 
     /// The model that a configuration trains.
@@ -70,8 +73,16 @@ impl<'a> TrainedModel<'a> {
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
         let residual = residual_kind(config.residual_dtype, kind);
         let optim = Optim::new(config.optimizer.optim, &config.optimizer.muon);
-        let format = config.training_format();
-        Self { lora, quantization, residual, format, optim, ..Self::whole(table, config.zero.stage, kind, gradients) }
+        let (format, sharers) = (config.training_format(), config.sequence_parallel_size);
+        Self {
+            lora,
+            quantization,
+            residual,
+            format,
+            optim,
+            sharers,
+            ..Self::whole(table, config.zero.stage, kind, gradients)
+        }
     }
 
     /// Bytes between uses.

@@ -10,6 +10,7 @@ use std::cell::RefCell;
 use tch::{Device, Kind, Tensor};
 
 use super::micro_batch::MicroBatch;
+use super::row_part::RowPart;
 use crate::error::Result;
 use crate::model::ModelSpec;
 use crate::ops::router::Routing;
@@ -34,19 +35,27 @@ struct RouterSums {
 
 impl LoadBalance {
     /// For a pass of a model with experts.
-    pub(super) fn new(spec: &ModelSpec, micro_batch: &MicroBatch, kind: Kind, device: Device) -> Result<Self> {
+    pub(super) fn new(
+        spec: &ModelSpec,
+        (micro_batch, part): (&MicroBatch, &RowPart),
+        kind: Kind,
+        device: Device,
+    ) -> Result<Self> {
         let num_layers = spec.num_expert_layers();
         let repeats = micro_batch.repeats();
         let num_rows = num_layers as f64 * repeats.iter().sum::<f64>();
-        let repeats = tensor_on(&repeats, device)?.f_to_kind(accumulation_kind(kind))?.f_unsqueeze(1)?;
+        let repeats = part.rows(&tensor_on(&repeats, device)?, 0.0)?;
+        let repeats = repeats.f_to_kind(accumulation_kind(kind))?.f_unsqueeze(1)?;
         Ok(Self { repeats, num_rows, sums: RefCell::default(), slope: RefCell::default() })
     }
 
-    /// The loss of what was observed, a scalar.
-    pub(super) fn value(&self) -> Result<Tensor> {
-        let sums = self.sums.borrow();
-        let RouterSums { chosen, probs } = sums.as_ref().expect("a layer with experts was observed");
-        let product = chosen.f_mul(probs)?.f_sum(probs.kind())?;
+    /// The loss of what all parts have observed, a scalar. Collective over the ranks that share the micro-batch.
+    pub(super) fn value(&self, part: &RowPart) -> Result<Tensor> {
+        let sums = &mut *self.sums.borrow_mut();
+        let RouterSums { chosen, probs } = sums.take().expect("a layer with experts was observed");
+        let RouterSums { chosen, probs } =
+            sums.insert(RouterSums { chosen: part.sum(chosen)?, probs: part.sum(probs)? });
+        let product = chosen.f_mul(&*probs)?.f_sum(probs.kind())?;
         Ok(product.f_mul(&scalar(chosen.size()[1] as f64 / self.num_rows.powi(2)))?)
     }
 
@@ -111,8 +120,8 @@ mod tests {
             for (token_ids, expected) in prompts.into_iter().zip(expected) {
                 let options = PackOptions { max_tokens: 100, share_prompts: false, device: Device::Cpu };
                 let micro_batch = &pack(&[Sequence::of_tokens(token_ids, 1)], &options).unwrap()[0];
-                let place = (Kind::Float, Device::Cpu);
-                let routes = PassRoutes::new(&spec, micro_batch, place, false, true).unwrap().unwrap();
+                let (place, part) = ((Kind::Float, Device::Cpu), RowPart::new(micro_batch, None).unwrap());
+                let routes = PassRoutes::new(&spec, (micro_batch, &part), place, false, true).unwrap().unwrap();
                 let rope = spec.ropes().rows(&micro_batch.positions, Kind::Float).unwrap();
                 let ctx = BlockContext::new(&spec, &rope, None, Some(&routes));
                 let attention = PackedMixer::of(&spec, &micro_batch.bounds, Device::Cpu);
@@ -124,7 +133,7 @@ mod tests {
                     let block = BlockParams::view(&spec, layout, &flat);
                     x = block_forward(&ctx, layer, &block, &x, &attention, None).unwrap().0;
                 }
-                let got = routes.aux_loss().unwrap().unwrap().double_value(&[]);
+                let got = routes.aux_loss(&part).unwrap().unwrap().double_value(&[]);
                 assert!((got - expected).abs() < 1e-5, "{name}: {got}, expected {expected}");
             }
         }

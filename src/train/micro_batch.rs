@@ -26,6 +26,8 @@ pub struct MicroBatch {
     /// Row of the token before each scored token: its hidden state predicts it. A shared prompt's last row comes once
     /// for each of its completions.
     pub scored_rows: Tensor, // [C] i64
+    /// `scored_rows` on the host.
+    pub(super) host_scored_rows: Vec<i64>, // [C]
     /// The scored tokens.
     pub targets: Tensor, // [C] i64
     /// Sequence of each scored token, 0 to N.
@@ -147,6 +149,7 @@ impl MicroBatch {
             positions: tensor(&rows.positions)?,
             bounds: rows.bounds,
             scored_rows: tensor(&rows.scored)?,
+            host_scored_rows: rows.scored,
             targets: tensor(&targets)?,
             sequence_of_token: tensor(&sequence_of_token)?,
             advantages: torch::tensor_on(&advantages, device)?,

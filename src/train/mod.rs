@@ -9,6 +9,7 @@
 //! | `load` | how one is made: of all weights, or of adapters and a frozen base |
 //! | `reference` | a frozen model that only scores |
 //! | `network`, `upcoming` | the loops over blocks, forward and backward; the units that they read next |
+//! | `pass`, `row_part` | what blocks and head need of a micro-batch; this rank's rows of it, where ranks share it |
 //! | `adapters` | the trained weights of a frozen network |
 //! | `sharding` | which part of every unit a rank keeps, owns and steps |
 //! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
@@ -47,10 +48,12 @@ mod optim;
 mod optimizer;
 mod orthogonal;
 mod pack;
+mod pass;
 mod policy;
 mod reference;
 mod residence;
 mod routes;
+mod row_part;
 mod schedule;
 mod scores;
 mod sequence;

@@ -6,8 +6,6 @@ mod tests;
 
 use std::borrow::Cow;
 
-use tch::Kind;
-
 use super::activations::{ActivationBytes, MicroBatchShape};
 use super::bytes::TrainedModel;
 use super::gradients::GradientOptions;
@@ -101,14 +99,17 @@ impl TrainedModel<'_> {
     }
 }
 
-/// The fullest moment of a [`super::Reference`]'s scoring in a format: one on the host comes to the device unit by unit.
+/// The fullest moment of the scoring of a [`super::Reference`] beside a model that trains, in a format: one on the host comes to the device
+/// unit by unit.
 pub fn fullest_of_reference(
     table: &ParamTable,
-    (kind, residual, format): (Kind, Kind, &'static dyn Format),
+    &TrainedModel { kind, residual, sharers, .. }: &TrainedModel<'_>,
+    format: &'static dyn Format,
     on_host: bool,
     shape: MicroBatchShape,
 ) -> Moment {
-    let model = TrainedModel { residual, format, ..TrainedModel::whole(table, 3, kind, GradientOptions::default()) };
+    let model =
+        TrainedModel { residual, format, sharers, ..TrainedModel::whole(table, 3, kind, GradientOptions::default()) };
     let activations = ActivationBytes::new(&model, GradientCheckpointing::Full, shape);
     fullest(Walk::new(&model, on_host || table.shards > 1).forward(&activations))
 }

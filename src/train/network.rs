@@ -3,27 +3,30 @@
 //!
 //! Shapes: T tokens, C scored tokens, D hidden, V vocabulary.
 
+use std::sync::Arc;
+
 use tch::{Device, Kind, Tensor};
 
 use super::adapters::{AdapterUse, Adapters};
 use super::gradients::{Gradients, UnitSum};
 use super::head::Head;
 use super::micro_batch::MicroBatch;
+use super::pass::Pass;
 use super::routes::PassRoutes;
+use super::row_part::RowPart;
 use super::scores::{Scores, TokenGradients};
 use super::upcoming::upcoming;
 use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, ByRope, EmbeddingParams, Format, HeadSums, ModelSpec, PackedMixer, ParamName, Ropes,
-    Routes, SavedBlock, ScoredTokens, Scoring, Unit, UnitLayout, Use, block_backward, block_forward, head_backward,
-    head_forward, head_logits,
+    BlockParams, EmbeddingParams, Format, HeadSums, ModelSpec, ParamName, Ropes, SavedBlock, SavedHead, TokenExchange,
+    Unit, UnitLayout, Use, block_backward, block_forward, head_backward, head_forward, head_logits,
 };
-use crate::ops::embedding;
 use crate::ops::head::TopTokens;
 use crate::ops::linear::Onto;
-use crate::ops::rope::RopeRows;
+use crate::ops::{embedding, try_map};
+use crate::ranks::Collective;
 
 /// How a network computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -46,17 +49,26 @@ pub(crate) struct Network {
     pub adapters: Option<Adapters>,
     ropes: Ropes,
     options: NetworkOptions,
+    /// The ranks that share micro-batches with this one.
+    exchange: Option<TokenExchange>,
     /// How many of the most probable tokens are scored where no gradients follow.
     pub num_top: usize,
 }
 
 impl Network {
     /// # Errors
-    /// [`Error::InvalidValue`] for a format on a chip without such products.
-    pub(crate) fn new(weights: Weights, adapters: Option<Adapters>, options: NetworkOptions) -> Result<Self> {
+    /// [`Error::InvalidValue`] for a format on a chip without such products, or more ranks that share micro-batches than share heads.
+    pub(crate) fn new(
+        weights: Weights,
+        adapters: Option<Adapters>,
+        options: NetworkOptions,
+        sequence: &Arc<dyn Collective>,
+    ) -> Result<Self> {
         options.format.check_device(Use::Training, options.device)?;
+        weights.table().spec.validate_sequence_parallel(sequence.size())?;
         let ropes = weights.table().spec.ropes();
-        Ok(Self { weights, adapters, ropes, options, num_top: 0 })
+        let exchange = TokenExchange::of(sequence);
+        Ok(Self { weights, adapters, ropes, options, exchange, num_top: 0 })
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -65,6 +77,11 @@ impl Network {
 
     pub(crate) fn device(&self) -> Device {
         self.options.device
+    }
+
+    /// Ranks that share each micro-batch.
+    pub(crate) fn num_sharers(&self) -> usize {
+        self.exchange.as_ref().map_or(1, TokenExchange::size)
     }
 
     /// The weights that the optimizer steps: the adapters, or all.
@@ -84,23 +101,25 @@ impl Network {
         temperature: f64,
         adapter_use: AdapterUse,
     ) -> Result<Scores> {
-        let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
+        let part = RowPart::new(micro_batch, self.exchange.as_ref())?;
+        let mut pass = self.pass((micro_batch, &part), temperature, adapter_use)?;
         if self.num_top > 0 {
             pass.scoring.top = TopTokens::MostProbable(self.num_top);
         }
         // A reference model routes by itself.
         let replays = matches!(adapter_use, AdapterUse::On | AdapterUse::Dropped(_));
-        pass.routes = PassRoutes::new(self.spec(), micro_batch, (self.kind(), self.device()), replays, false)?;
+        pass.routes = self.routes(&pass, replays, false)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
         let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false)?;
-        let ScoredTokens { logprobs, entropy, top, .. } = scored;
+        let (logprobs, entropy, top) = part.scores(&scored)?;
         Ok(Scores { logprobs, entropy, top, aux_loss: None, differing_experts: None })
     }
 
     /// Logits before each of a micro-batch's scored tokens (collective where weights are sharded). [C, V] f32
     pub(crate) fn logits(&mut self, micro_batch: &MicroBatch) -> Result<Tensor> {
-        let mut pass = Pass::new(self, micro_batch, 1.0, AdapterUse::Off)?;
+        let part = RowPart::new(micro_batch, None)?;
+        let mut pass = self.pass((micro_batch, &part), 1.0, AdapterUse::Off)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
         let rows = pass.scoring.rows;
@@ -115,7 +134,8 @@ impl Network {
         micro_batch: &MicroBatch,
         inputs: &[Tensor],
     ) -> Result<(Vec<Tensor>, Tensor)> {
-        let pass = Pass::new(self, micro_batch, 1.0, AdapterUse::Off)?;
+        let part = RowPart::new(micro_batch, None)?;
+        let pass = self.pass((micro_batch, &part), 1.0, AdapterUse::Off)?;
         let residual = self.options.residual;
         let mut outputs = Vec::new();
         for (layer, input) in inputs[..self.spec().num_layers()].iter().enumerate() {
@@ -137,9 +157,10 @@ impl Network {
         gradients: &mut Gradients,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<()> {
-        let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
-        pass.routes = PassRoutes::new(self.spec(), micro_batch, (self.kind(), self.device()), true, true)?;
-        pass.scoring.top = micro_batch.teacher_top.as_ref().map_or(TopTokens::Nothing, |top| TopTokens::At(&top.ids));
+        let part = RowPart::new(micro_batch, self.exchange.as_ref())?;
+        let mut pass = self.pass((micro_batch, &part), temperature, adapter_use)?;
+        pass.routes = self.routes(&pass, true, true)?;
+        pass.scoring.top = part.top_ids.as_ref().map_or(TopTokens::Nothing, TopTokens::At);
         let (hidden, saved) = self.blocks_forward(&mut pass, Some(recompute))?;
         if self.adapters.is_some() {
             let dhidden = self.head_backward(&pass, &hidden, None, loss)?;
@@ -160,7 +181,7 @@ impl Network {
         };
         let mut table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
         let dx = self.spec().scale_embedding(dx, self.options.kind)?;
-        embedding::accumulate(&dx, &micro_batch.token_ids, &mut table)?;
+        embedding::accumulate(&dx, &part.token_ids, &mut table)?;
         gradients.end(Unit::Embedding, flat)
     }
 
@@ -170,7 +191,7 @@ impl Network {
         pass: &mut Pass<'_>,
         recompute: Option<GradientCheckpointing>,
     ) -> Result<(Tensor, Vec<SavedBlock>)> {
-        let mut x = self.embed(&pass.micro_batch.token_ids)?;
+        let mut x = self.embed(&pass.part.token_ids)?;
         let mut saved = Vec::new();
         for layer in 0..self.spec().num_layers() {
             let (y, kept) = self.one_block_forward(pass, layer, &x, recompute)?;
@@ -228,7 +249,7 @@ impl Network {
         let mut open = match gradients {
             Some((gradients, embedding)) => {
                 let own = gradients.begin(Unit::Head)?;
-                let sums = self.begin_head(&own, embedding, pass.micro_batch.is_empty())?;
+                let sums = self.begin_head(&own, embedding, pass.part.is_empty())?;
                 Some((own.flat, sums, gradients))
             }
             None => None,
@@ -237,33 +258,71 @@ impl Network {
             self.no_gradient(hidden)?
         } else {
             let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true)?;
-            let aux_loss = pass.routes.as_ref().map_or(Ok(None), PassRoutes::aux_loss)?;
-            let differing_experts = pass.routes.as_ref().and_then(PassRoutes::differing);
-            let ScoredTokens { logprobs, entropy, top, saved } = scored;
+            let (logprobs, entropy, top) = pass.part.scores(&scored)?;
+            let aux_loss = pass.routes.as_ref().map_or(Ok(None), |routes| routes.aux_loss(pass.part))?;
+            let differing_experts = pass.routes.as_ref().map_or(Ok(None), |routes| routes.differing(pass.part))?;
             let token_gradients = loss(&Scores { logprobs, entropy, top, aux_loss, differing_experts })?;
             if let Some(routes) = &pass.routes {
                 routes.set_gradient(token_gradients.daux_loss)?;
             }
-            head_backward(
-                &head.params,
-                &head.table,
-                &pass.scoring,
-                hidden.size()[0],
-                saved,
-                &token_gradients.dlogprobs,
-                token_gradients.dentropy.as_ref(),
-                token_gradients.dtop.as_ref(),
-                open.as_mut().map(|(_, (head, onto), _)| HeadSums {
-                    final_norm: &mut head.params.final_norm,
-                    table: &mut head.table,
-                    onto: *onto,
-                }),
+            self.head_gradients(
+                pass,
+                &head,
+                hidden,
+                scored.saved,
+                token_gradients,
+                open.as_mut().map(|(_, (head, onto), _)| (head, *onto)),
             )?
         };
         if let Some((flat, _, gradients)) = open {
             gradients.end(Unit::Head, flat)?;
         }
         Ok(dhidden)
+    }
+
+    /// The gradient of the last block's output from those of this rank's part of the scores.
+    fn head_gradients(
+        &self,
+        pass: &Pass<'_>,
+        head: &Head,
+        hidden: &Tensor,
+        saved: SavedHead,
+        TokenGradients { dlogprobs, dentropy, dtop, .. }: TokenGradients,
+        sums: Option<(&mut Head, Onto)>,
+    ) -> Result<Tensor> {
+        let part = pass.part;
+        if part.is_empty() {
+            return self.no_gradient(hidden);
+        }
+        let [dentropy, dtop] = try_map([dentropy, dtop], |d| d.map(|d| part.scored(&d)).transpose())?;
+        let sums =
+            sums.map(|(head, onto)| HeadSums { final_norm: &mut head.params.final_norm, table: &mut head.table, onto });
+        head_backward(
+            &head.params,
+            &head.table,
+            &pass.scoring,
+            hidden.size()[0],
+            saved,
+            &part.scored(&dlogprobs)?,
+            dentropy.as_ref(),
+            dtop.as_ref(),
+            sums,
+        )
+    }
+
+    /// One pass over this rank's part of a micro-batch.
+    fn pass<'a>(
+        &self,
+        rows: (&'a MicroBatch, &'a RowPart),
+        temperature: f64,
+        adapter_use: AdapterUse,
+    ) -> Result<Pass<'a>> {
+        Pass::new((self.spec(), &self.ropes, self.options), rows, temperature, adapter_use)
+    }
+
+    fn routes(&self, pass: &Pass<'_>, replays: bool, trains: bool) -> Result<Option<PassRoutes>> {
+        let place = (self.kind(), self.device());
+        PassRoutes::new(self.spec(), (pass.micro_batch, pass.part), place, replays, trains)
     }
 
     /// The gradient of an empty micro-batch: zeros where the head's gradient of its input would be.
@@ -331,55 +390,5 @@ impl Network {
 
     fn spec(&self) -> &ModelSpec {
         &self.weights.table().spec
-    }
-}
-
-/// The parts of a micro-batch that all blocks and the head need, forward and backward.
-struct Pass<'a> {
-    micro_batch: &'a MicroBatch,
-    ropes: ByRope<RopeRows>,
-    mixer: PackedMixer,
-    scoring: Scoring<'a>,
-    adapter_use: AdapterUse,
-    /// Whether tokens have the bits that the engine gives them.
-    exact: bool,
-    /// Routing, of a model with experts.
-    routes: Option<PassRoutes>,
-}
-
-impl<'a> Pass<'a> {
-    fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64, adapter_use: AdapterUse) -> Result<Self> {
-        let (spec, NetworkOptions { kind, device, format, .. }) = (network.spec(), network.options);
-        let exact = format.is_exact();
-        let MicroBatch { positions, bounds, scored_rows, targets, .. } = micro_batch;
-        let temperature = temperature * spec.logits_scaling;
-        Ok(Self {
-            micro_batch,
-            ropes: if exact {
-                network.ropes.exact_rows(positions, kind)?
-            } else {
-                network.ropes.rows(positions, kind)?
-            },
-            mixer: match exact {
-                true => PackedMixer::exact(spec, bounds, device)?,
-                false => PackedMixer::of(spec, bounds, device),
-            },
-            scoring: Scoring {
-                rows: scored_rows,
-                targets,
-                top: TopTokens::Nothing,
-                temperature,
-                norm: spec.norm(),
-                exact: exact.then_some(spec.logits_scaling),
-            },
-            exact,
-            adapter_use,
-            routes: None,
-        })
-    }
-
-    fn context<'p>(&'p self, spec: &'p ModelSpec) -> BlockContext<'p> {
-        let routes = self.routes.as_ref().map(|routes| routes as &dyn Routes);
-        BlockContext::new(spec, &self.ropes, None, routes).exactly(self.exact)
     }
 }

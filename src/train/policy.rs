@@ -224,6 +224,7 @@ impl Policy {
             residual: network.residual,
             format: network.format,
             optim,
+            sharers: self.network.num_sharers(),
             ..TrainedModel::whole(self.table(), stage, network.kind, gradients)
         }
     }

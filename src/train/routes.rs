@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::load_balance::LoadBalance;
 use super::micro_batch::MicroBatch;
+use super::row_part::RowPart;
 use crate::error::Result;
 use crate::model::{ModelSpec, Routes};
 use crate::ops::router::Routing;
@@ -29,7 +30,7 @@ impl PassRoutes {
     /// `None` for a model without experts. A pass that `replays` takes recorded experts, where the micro-batch has them.
     pub(super) fn new(
         spec: &ModelSpec,
-        micro_batch: &MicroBatch,
+        (micro_batch, part): (&MicroBatch, &RowPart),
         (kind, device): (Kind, Device),
         replays: bool,
         trains: bool,
@@ -37,15 +38,16 @@ impl PassRoutes {
         let Some(experts) = spec.experts() else { return Ok(None) };
         let k = experts.router.num_experts_per_tok as i64;
         let recorded = micro_batch.routed_experts.as_ref().filter(|_| replays);
+        let recorded = recorded.map(|experts| part.rows(experts, -1.0)).transpose()?;
         let recorded = recorded.map(|experts| experts.f_view([experts.size()[0], -1, k])).transpose()?;
         let places = spec.places_among_expert_layers();
-        let balance = if trains { Some(LoadBalance::new(spec, micro_batch, kind, device)?) } else { None };
+        let balance = if trains { Some(LoadBalance::new(spec, (micro_batch, part), kind, device)?) } else { None };
         Ok(Some(Self { recorded, places, differing: RefCell::default(), balance }))
     }
 
-    /// The loss that keeps experts equally busy, in training.
-    pub(super) fn aux_loss(&self) -> Result<Option<Tensor>> {
-        self.balance.as_ref().map(LoadBalance::value).transpose()
+    /// The loss that keeps experts equally busy, in training, of all parts. Collective over the ranks that share the micro-batch.
+    pub(super) fn aux_loss(&self, part: &RowPart) -> Result<Option<Tensor>> {
+        self.balance.as_ref().map(|balance| balance.value(part)).transpose()
     }
 
     /// Sets the gradient of the whole loss with respect to [`PassRoutes::aux_loss`].
@@ -53,9 +55,10 @@ impl PassRoutes {
         self.balance.as_ref().map_or(Ok(()), |balance| balance.set_gradient(gradient))
     }
 
-    /// Recorded choices that are others than the router would make, and all that are recorded; [2]
-    pub(super) fn differing(&self) -> Option<Tensor> {
-        self.differing.borrow().as_ref().map(Tensor::shallow_clone)
+    /// Recorded choices that are others than the router would make, and all that are recorded, of all parts; [2]. Collective over the
+    /// ranks that share the micro-batch.
+    pub(super) fn differing(&self, part: &RowPart) -> Result<Option<Tensor>> {
+        self.differing.borrow().as_ref().map(|counts| part.sum(counts.copy())).transpose()
     }
 
     /// A layer's. [T, K] int64

@@ -49,6 +49,7 @@ impl PolicyAndEngine {
         let (table, kind) = (&preflight.table, preflight.kind);
         if config.mode == Mode::Colocated {
             let mesh = world.mesh(config.engine_shape(), table.shards)?;
+            let mesh = mesh.with_sequence_groups(world, world.size(), config.sequence_parallel_size)?;
             let learner = learner(config, world, &mesh, preflight, sources)?;
             let engine = engine(config, world, &mesh, preflight)?;
             let slices = slices(config, world, &engine, preflight)?;
@@ -56,6 +57,7 @@ impl PolicyAndEngine {
         }
         let Roles { num_trainers, num_generators } = preflight.batch.roles;
         let mesh = world.split_mesh(num_generators, config.engine_shape(), table.shards)?;
+        let mesh = mesh.with_sequence_groups(world, num_trainers, config.sequence_parallel_size)?;
         let role = if world.rank() < num_trainers {
             SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
         } else {

@@ -83,6 +83,8 @@ impl Preflight {
             combination(config, &spec, placement, world_size).check(),
             config.validate_context(spec.max_position_embeddings),
             spec.validate_tp(config.tensor_parallel_size),
+            world_size.check_sequence_groups(num_trainers, config.sequence_parallel_size),
+            spec.validate_sequence_parallel(config.sequence_parallel_size),
         ];
         Error::of_all(found.into_iter().filter_map(Result::err).collect()).map_or(Ok(()), Err)?;
         let stages = Stages::new(&spec, config.pipeline_parallel_size, config.stage_sizes())?;
@@ -102,6 +104,7 @@ impl Preflight {
         let teacher = Teacher::open(config, &tokenizer, shards)?;
         if let Some(teacher) = &teacher {
             validate_gpu(&teacher.table.spec, placement, None, &teacher.folder)?;
+            teacher.table.spec.validate_sequence_parallel(config.sequence_parallel_size)?;
         }
         if config.teaches_itself() {
             Teacher::check_top(config, spec.vocab_size)?;

@@ -260,11 +260,12 @@ impl RunDraft {
     fn sized(&mut self) -> WorldSize {
         let engine = self.number("tensor_parallel_size") * self.number("pipeline_parallel_size");
         let is_split = self.is("mode", "split");
+        let local = engine * self.number("sequence_parallel_size");
         if let Some(num_gpus) = self.set.get_mut("split.rollout_gpus").filter(|_| is_split) {
-            *num_gpus = if num_gpus.is_u64() { json!(engine) } else { num_gpus.take() };
+            *num_gpus = if num_gpus.is_u64() { json!(local) } else { num_gpus.take() };
         }
         let is_apart = self.has.contains(&Circumstance::SeveralNodes);
-        let (local, nodes) = (engine, if is_split || is_apart { 2 } else { 1 });
+        let nodes = if is_split || is_apart { 2 } else { 1 };
         let ranks = local * nodes;
         if self.set.get("generation_batch_size").is_some_and(Value::is_u64) {
             self.set.insert("generation_batch_size".into(), json!(4 * ranks));

@@ -1,23 +1,20 @@
 //! One generation batch into optimizer updates on the ranks that train.
 
+mod shares;
+
 use std::sync::Arc;
 
-use super::denominators::{denominators, set_bnpo_divisors};
 use super::divergence::{Divergence, Numbered, exchange, gather_numbered};
 use super::hand_out::{hand_out, hand_out_top};
 use super::loss::UpdateSums;
 use super::options::{ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
-use crate::config::LossType;
 use crate::error::{Error, Result};
 use crate::grpo::{Denominators, EntropyControl, EntropyTerm, check_exactness};
 use crate::memory;
 use crate::phase::{self, Phase};
 use crate::ranks::{Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::torch;
-use crate::train::{
-    MicroBatch, PackOptions, Policy, Reference, Sequence, balanced_share, gather_sequences, learning_rate, pack,
-    pad_to_agreed_count,
-};
+use crate::train::{MicroBatch, Policy, Reference, Sequence, learning_rate};
 
 /// Updates in a row that may be skipped for a non-finite gradient before the run ends with exit code 13.
 const MAX_CONSECUTIVE_SKIPS: u32 = 5;
@@ -167,7 +164,8 @@ impl Learner {
         })?;
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
         self.score(&mut share, NeededLogprobs { old: true, reference: true, teacher: false }, options, progress)?;
-        exchange(&share, options.loss.objective.kl_estimator, (num_sequences, own), &*group)
+        let counted = if self.mesh.speaks_for_sequences() { &share[..] } else { &[] };
+        exchange(counted, options.loss.objective.kl_estimator, (num_sequences, own), &*group)
     }
 
     /// Fills in the log-probabilities that are needed. The reference model of a run that trains adapters is the policy's own base.
@@ -239,41 +237,6 @@ impl Learner {
         })
     }
 
-    /// This rank's sequences in each update of a pass, and the denominators of token losses, over all ranks.
-    fn share_out(
-        &self,
-        sequences: &[Sequence],
-        options: &UpdateOptions,
-    ) -> Result<(Vec<Vec<Sequence>>, Vec<Denominators>)> {
-        let (num_updates, group) = (options.updates_per_generation, self.world.group());
-        let (all, experts) = gather_sequences(sequences, &*group)?;
-        let mut slices = vec![Vec::new(); num_updates];
-        for (index, sequence) in all.into_iter().enumerate() {
-            slices[index % num_updates].push(sequence);
-        }
-        if options.loss.loss_type == LossType::Bnpo {
-            slices.iter_mut().for_each(|slice| set_bnpo_divisors(slice, options.bnpo_batch_size));
-        }
-        let indexes: Vec<Vec<usize>> = slices.iter().map(|slice| self.share_of(slice, options)).collect();
-        let in_all = |(update, of_slice): (usize, &Vec<usize>)| -> Vec<usize> {
-            of_slice.iter().map(|index| num_updates * index + update).collect()
-        };
-        let wanted: Vec<usize> = indexes.iter().enumerate().flat_map(in_all).collect();
-        let mut experts = experts.fetch(sequences, &wanted, &*group)?.into_iter();
-        let with_experts = |(slice, own): (&Vec<Sequence>, Vec<usize>)| -> Vec<Sequence> {
-            let sequences = own.into_iter().map(|index| slice[index].clone());
-            sequences.zip(&mut experts).map(|(it, routed_experts)| Sequence { routed_experts, ..it }).collect()
-        };
-        let shares = slices.iter().zip(indexes).map(with_experts).collect();
-        Ok((shares, denominators(&slices, options.loss.loss_type)))
-    }
-
-    /// Indexes of the part of all sequences that this rank computes.
-    fn share_of(&self, all: &[Sequence], options: &UpdateOptions) -> Vec<usize> {
-        let (trainers, spec) = (&*self.mesh.world, &self.policy.table().spec);
-        balanced_share(all, spec, self.shares_prompts(options), trainers.rank(), trainers.size())
-    }
-
     /// One update from this rank's `share`, which it adds to `outcome`.
     fn update_once(
         &mut self,
@@ -287,16 +250,18 @@ impl Learner {
         progress.begin(Phase::ForwardBackward, micro_batches.len());
         let term = self.entropy_term(&micro_batches, denominators, options, &outcome.entropy_control)?;
         let coef = self.policy.table().spec.router_aux_loss_coef(options.router_aux_loss_coef)?;
-        let mut sums = UpdateSums::new(term, coef, outcome.num_updates == 0);
+        let (counts, sharers) = (self.mesh.speaks_for_sequences(), self.mesh.sequence.size());
+        let mut sums = UpdateSums::new(term, coef, outcome.num_updates == 0).counting(counts);
         phase::scope(Phase::ForwardBackward, || {
             sums.count_masked(share, options)?;
             for (index, micro_batch) in micro_batches.iter().enumerate() {
                 if index + 1 == micro_batches.len() {
                     self.policy.finish_gradients_with_next_backward();
                 }
-                outcome.training_flop +=
-                    micro_batch.training_flop(&self.policy.table().spec, self.policy.lora().is_some());
-                outcome.num_trained_tokens += if micro_batch.is_empty() { 0 } else { micro_batch.num_tokens() };
+                let flop = micro_batch.training_flop(&self.policy.table().spec, self.policy.lora().is_some());
+                outcome.training_flop += flop / sharers as f64;
+                let is_counted = counts && !micro_batch.is_empty();
+                outcome.num_trained_tokens += if is_counted { micro_batch.num_tokens() } else { 0 };
                 self.policy.forward_backward(micro_batch, options.temperature, &mut |scores| {
                     sums.differentiate(micro_batch, scores, denominators, options)
                 })?;
@@ -351,7 +316,7 @@ impl Learner {
             let mut own = Vec::new();
             for micro_batch in micro_batches {
                 let scores = self.policy.forward_logprobs(micro_batch, options.temperature)?;
-                if !micro_batch.is_empty() {
+                if !micro_batch.is_empty() && self.mesh.speaks_for_sequences() {
                     own.extend(torch::f32_vec(&scores.entropy)?.into_iter().flat_map(f32::to_le_bytes));
                 }
             }
@@ -376,25 +341,5 @@ impl Learner {
                  {update}; lower learning_rate or resume from an earlier checkpoint; the batches are in non_finite/"
             ),
         })
-    }
-
-    /// Packs this rank's micro-batches, as many as every other rank has, the surplus empty, and reserves memory for them. No
-    /// gradients may have been added.
-    fn micro_batches(&mut self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
-        let pack_options = PackOptions {
-            max_tokens: options.max_tokens_per_micro_batch,
-            share_prompts: self.shares_prompts(options),
-            device: options.device,
-        };
-        let mut micro_batches = pack(sequences, &pack_options)?;
-        pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
-        self.policy.keep_block_for(&micro_batches, options.max_tokens_per_micro_batch)?;
-        Ok(micro_batches)
-    }
-
-    /// A sliding window may hide a prompt from its completions' ends: such models run every sequence whole.
-    fn shares_prompts(&self, options: &UpdateOptions) -> bool {
-        let mut tables = std::iter::once(self.policy.table()).chain(self.teacher.as_ref().map(Reference::table));
-        options.share_prompts && tables.all(|table| table.spec.windows() == [None])
     }
 }

@@ -19,6 +19,8 @@ pub(super) struct UpdateSums {
     router_aux_loss_coef: f64,
     /// Whether the weights are those that sampled.
     is_first: bool,
+    /// Whether this rank has the sums of those that share its micro-batches.
+    counts: bool,
     sums: Option<LossSums>,
 }
 
@@ -36,7 +38,12 @@ impl UpdateSums {
     /// Sums of an update whose objective has `term` of entropy, and `router_aux_loss_coef` times the loss that keeps experts
     /// equally busy. `is_first`: it is the first one from its generation batch.
     pub(super) fn new(term: Option<EntropyTerm>, router_aux_loss_coef: f64, is_first: bool) -> Self {
-        Self { term, router_aux_loss_coef, is_first, sums: None }
+        Self { term, router_aux_loss_coef, is_first, counts: true, sums: None }
+    }
+
+    /// On a rank that counts, or leaves that to another one, which has the same micro-batches.
+    pub(super) fn counting(self, counts: bool) -> Self {
+        Self { counts, ..self }
     }
 
     /// Adds a micro-batch's loss and returns its gradient by token.
@@ -129,6 +136,9 @@ impl UpdateSums {
     }
 
     fn add(&mut self, more: LossSums) -> Result<()> {
+        if !self.counts {
+            return Ok(());
+        }
         let Some(sums) = &mut self.sums else {
             self.sums = Some(more);
             return Ok(());

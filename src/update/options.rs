@@ -119,7 +119,7 @@ impl UpdateOptions {
     }
 }
 
-/// Results of the updates of one generation batch; sums are over this rank's part.
+/// Results of the updates of one generation batch; sums are over this rank's part. Of ranks that share micro-batches the first has them.
 #[derive(Debug, Default)]
 pub struct UpdateOutcome {
     /// This rank's contribution to the loss, mean over updates; the sum over ranks is the loss.
@@ -142,7 +142,7 @@ pub struct UpdateOutcome {
     pub num_updates: u64,
     /// Updates skipped on all ranks for a non-finite gradient.
     pub num_skipped: u64,
-    /// Tokens run forward and backward on this rank.
+    /// Tokens run forward and backward on this rank, or on those that share its micro-batches.
     pub num_trained_tokens: usize,
     /// Floating-point operations of this rank's forward and backward passes, as [`MicroBatch::training_flop`](crate::train::MicroBatch::training_flop) counts them.
     pub training_flop: f64,

@@ -49,6 +49,7 @@ mod ranks;
 mod reports;
 mod rewards;
 mod rollout;
+mod sequence_parallel;
 mod serve;
 mod signal;
 mod speculation;

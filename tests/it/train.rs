@@ -9,6 +9,7 @@ mod optimizers;
 mod real_shapes;
 mod run;
 mod self_distillation;
+mod sequence_parallel;
 mod state;
 mod updates;
 
@@ -27,7 +28,7 @@ use crate::ranks;
 #[test]
 fn one_rank_follows_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
-    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+    for &recompute in GradientCheckpointing::ALL {
         follows_plain_adamw(&mesh, Run { recompute, ..Run::new(0, Kind::Double) }, 1e-10);
         follows_plain_adamw(&mesh, Run { recompute, ..Run::new(3, Kind::Float) }, 0.02 * LR);
     }

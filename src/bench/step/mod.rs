@@ -81,7 +81,7 @@ impl StepBench {
             return Ok(None);
         }
         let Some(policy) = trainer.policy() else { return Ok(None) };
-        let own_prompts = self.prompts.div_ceil(policy.num_ranks());
+        let own_prompts = self.prompts.div_ceil(policy.num_ranks() / config.sequence_parallel_size);
         let sequence = |index: usize| {
             let token_ids = vec![(index / self.group) as u32; self.prompt_len + self.completion_len];
             Sequence::of_tokens(token_ids, self.prompt_len)

@@ -19,6 +19,7 @@ fn bench(preset: &str, num_layers: usize, gradient_checkpointing: GradientCheckp
         max_tokens_per_micro_batch: 16_384,
         zero_stage: 2,
         shard_group_size: None,
+        sequence_parallel_size: 1,
         gradients: GradientOptions::default(),
         optim: OptimizerName::AdamW,
         lora_r: None,

@@ -60,7 +60,7 @@ pub struct BenchTrainArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Sequences per rank and step
+    /// Sequences per rank and step, or of ranks that share micro-batches
     #[arg(long, default_value_t = 64, value_parser = count)]
     pub sequences: usize,
     /// Tokens per sequence, half of them scored; at least 2
@@ -93,6 +93,9 @@ pub struct BenchTrainArgs {
     /// Ranks that share one copy of what the stage shards, instead of all: hybrid sharding
     #[arg(long, value_parser = count)]
     pub shard_group_size: Option<usize>,
+    /// Ranks that share each micro-batch, every one with a part of its tokens
+    #[arg(long, default_value_t = 1, value_parser = count)]
+    pub sequence_parallel_size: usize,
     /// Type that ranks send gradients in
     #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
     pub reduce_dtype: Dtype,

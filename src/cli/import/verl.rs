@@ -290,6 +290,21 @@ fn evaluations(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
+/// verl counts the budget of a micro-batch on each of the GPUs that share it.
+fn shared_micro_batches(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    const SIZE: &str = "actor.ulysses_sequence_parallel_size";
+    const BUDGET: &str = "actor.ppo_max_token_len_per_gpu";
+    if theirs.take("ref.ulysses_sequence_parallel_size").is_some() {
+        draft.drop("ref.ulysses_sequence_parallel_size", "the reference model scores the micro-batches that train");
+    }
+    let Some(size) = theirs.take_number(SIZE) else { return };
+    draft.set("sequence_parallel_size", size as u64, format!("it was {SIZE}"));
+    if let Some(tokens) = theirs.take_number(BUDGET) {
+        let why = format!("it was {BUDGET}, which each of {size} GPUs has");
+        draft.set("max_tokens_per_micro_batch", (tokens * size) as u64, why);
+    }
+}
+
 fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let rank = theirs.number("model.lora_rank").filter(|rank| *rank > 0.0);
     if rank.is_some() && !theirs.has("model.lora_alpha") {
@@ -317,6 +332,7 @@ fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
             draft.drop(name, "1 is off");
         }
     }
+    shared_micro_batches(theirs, draft);
     experts(theirs, draft);
     match theirs.take("data.truncation") {
         Some(how) if how != "error" => {

@@ -1,10 +1,11 @@
 //! Full attention: O(attention(rope(Q x), rope(K x), V x)), with norms of queries and keys where the model has them.
 //!
 //! T tokens, D hidden, H query heads, Hkv key/value heads, G = H / Hkv, hd head width. In a tensor-parallel slice H and Hkv are
-//! this rank's share.
+//! this rank's share. Where ranks share the rows, T are a rank's before and behind the scores, and all of them between.
 
 use tch::Tensor;
 
+use super::attention_parts::own_sinks;
 use super::linear::Projection::Module;
 use super::linear::{LinearSpec, Matrix, TpSplit, part};
 use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, PackedMixer, SequenceMixer, gate};
@@ -153,7 +154,12 @@ impl AttentionSpec {
         let qkv = queries + 2 * keys;
         let raw = if self.qk_norm.is_some() { qkv } else { 0 };
         let gated = if self.output_gate { 2 * queries } else { 0 };
-        bytes.narrow * (raw + qkv + queries + gated) + bytes.wide * self.num_heads
+        bytes.narrow * (raw + qkv + gated) + self.attended_bytes(bytes)
+    }
+
+    /// Bytes a token of attention's output and log-sum-exp.
+    pub(super) fn attended_bytes(self, bytes: ElementBytes) -> usize {
+        bytes.narrow * self.widths()[0] + bytes.wide * self.num_heads
     }
 
     /// Bytes a token of the fullest moment of backward: the gradients of the block's output, of the residual stream after attention and
@@ -184,6 +190,14 @@ pub(super) struct AttentionOutput {
     output: Option<Tensor>, // [T, D]
 }
 
+impl AttentionOutput {
+    /// Its output and log-sum-exp, if it gave one.
+    pub(super) fn attended(&self) -> Option<Attended> {
+        let lse = self.lse.as_ref()?.shallow_clone();
+        Some(Attended { o: self.o.shallow_clone(), lse })
+    }
+}
+
 impl AttentionSpec {
     /// The residual stream after it [T, D], and what a backward needs.
     pub(super) fn forward(
@@ -191,18 +205,17 @@ impl AttentionSpec {
         ctx: &BlockContext<'_>,
         layer: usize,
         w: &BlockParams,
-        x: &Tensor, // [T, D]
+        (x, attended): (&Tensor, Option<Attended>), // [T, D]
         mixer: &dyn SequenceMixer,
     ) -> Result<(Tensor, AttentionOutput)> {
         let (heads, gate) = self.project(ctx, w, &ctx.enter_rows(w, NORMS, x, &[Matrix::Qkv])?)?;
-        let (o, lse) = mixer.attention(layer, self, [&heads.q, &heads.k, &heads.v])?;
-        let (o, lse) = match w.norm(ParamName::Sinks) {
-            Some(sinks) => {
-                let attended = Attended { o, lse: lse.expect("attention with sinks has its log-sum-exp") };
-                let Attended { o, lse } = sinks::join(attended, sinks)?;
-                (o, Some(lse))
+        let heads = self.split(mixer.exchange(), heads)?;
+        let (o, lse) = match attended {
+            Some(Attended { o, lse }) => (o, Some(lse)),
+            None => {
+                let (o, lse) = self.attend(layer, w, mixer, &heads)?;
+                (self.join(mixer.exchange(), o, self.num_heads)?, lse)
             }
-            None => (o, lse),
         };
         let gated = gate::forward(&o, gate.as_ref())?;
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &gated.f_flatten(1, 2)?.into(), x)?;
@@ -222,7 +235,7 @@ impl AttentionSpec {
         packed: &PackedMixer,
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
-        let AttentionOutput { heads, gate, o, lse: Some(lse), output } = attended else {
+        let AttentionOutput { heads, gate, mut o, lse: Some(lse), output } = attended else {
             panic!("an attention without log-sum-exp")
         };
         let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
@@ -234,17 +247,41 @@ impl AttentionSpec {
         let mut d_o = d_o.view_as(&o);
         drop((d_output, output, into_o));
         let d_gate = gate.map(|gate| gate::backward(&mut d_o, &o, &gate)).transpose()?;
+        let exchange = packed.exchange();
+        if let Some(ranks) = exchange {
+            o = ranks.split(&o, self.queries(ranks))?;
+            d_o = ranks.split(&d_o, self.queries(ranks))?;
+        }
         if let (Some(sinks), Some(d_sinks)) = (w.norm(ParamName::Sinks), grads.norm(ParamName::Sinks)) {
-            sinks::accumulate(&d_o, (&o, &lse), sinks, &mut d_sinks.shallow_clone())?;
+            let [sinks, mut d_sinks] = [sinks, d_sinks].map(|all| own_sinks(exchange, all));
+            sinks::accumulate(&d_o, (&o, &lse), &sinks, &mut d_sinks)?;
         }
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
         let attention = || packed_backward(&d_o, saved, packed.layouts.of(self.window), self.scale);
         let QkvGradients { dq, dk, dv } = timed("attention, backward", OpCost::default, attention)?;
+        drop((o, d_o));
+        let dq = self.join(exchange, dq, self.num_heads)?;
+        let [dk, dv] = [self.join(exchange, dk, self.num_kv_heads)?, self.join(exchange, dv, self.num_kv_heads)?];
         let d_qkv = self.heads_backward(ctx, w, [dq, dk, dv], heads, grads)?;
         let d_qkv = gate::join(d_qkv, d_gate, self.num_kv_heads)?;
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;
         let d_normed = w.linear(Matrix::Qkv).backward(&d_qkv, &normed, grads.linear_mut(Matrix::Qkv))?;
         ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)
+    }
+
+    /// Attention of this rank's heads, with their sinks.
+    fn attend(
+        self,
+        layer: usize,
+        w: &BlockParams,
+        mixer: &dyn SequenceMixer,
+        heads: &Heads,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let (o, lse) = mixer.attention(layer, self, [&heads.q, &heads.k, &heads.v])?;
+        let Some(all) = w.norm(ParamName::Sinks) else { return Ok((o, lse)) };
+        let attended = Attended { o, lse: lse.expect("attention with sinks has its log-sum-exp") };
+        let Attended { o, lse } = sinks::join(attended, &own_sinks(mixer.exchange(), all))?;
+        Ok((o, Some(lse)))
     }
 
     /// Rotated queries, keys and values, and the gates [T, H, hd] where there are some.

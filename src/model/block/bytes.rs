@@ -35,6 +35,7 @@ impl BlockSpec {
         let x = bytes.residual * self.hidden;
         match keep {
             GradientCheckpointing::Full => x,
+            GradientCheckpointing::KeepAttention => x + self.mixer.attended_bytes(bytes),
             GradientCheckpointing::Selective => x + self.half_bytes(bytes) + self.output_bytes(bytes),
             GradientCheckpointing::None | GradientCheckpointing::KeepChunks => {
                 let chunks = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
@@ -45,10 +46,15 @@ impl BlockSpec {
 
     /// Bytes a token of the fullest moment of a forward that no backward follows: its input, the block up to the residual stream
     /// after the first sublayer, and the MLP's.
-    pub fn forward_bytes(self, bytes: ElementBytes) -> usize {
+    pub fn forward_bytes(self, bytes: ElementBytes, shares_rows: bool) -> usize {
         let x = bytes.residual * self.hidden;
-        let rest = self.mlp.forward_bytes(bytes).max(self.mixer.forward_bytes(bytes));
+        let rest = self.mlp.forward_bytes(bytes).max(self.mixer.forward_bytes(bytes, shares_rows));
         x + self.half_bytes(bytes) + rest + 2 * self.output_bytes(bytes) + self.scaled_bytes(bytes)
+    }
+
+    /// As one of so many ranks that share rows holds it for each of its own: with heads that several ranks have once for each.
+    pub fn with_shared_rows(self, num_ranks: usize) -> Self {
+        Self { mixer: self.mixer.with_shared_rows(num_ranks), ..self }
     }
 
     /// Bytes a token of the fullest moment of a backward, beside what all blocks saved.
@@ -60,7 +66,7 @@ impl BlockSpec {
         drops: bool,
     ) -> usize {
         let keeps_gate_up = keep.keeps_gate_up();
-        let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
+        let recomputed = self.recomputed_bytes(bytes, keep);
         // Gate and up are gone when attention's backward begins; chunks that were kept are not made then.
         let gone = if keeps_gate_up { self.mlp.kept_bytes(bytes) } else { 0 };
         let there = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
@@ -72,9 +78,15 @@ impl BlockSpec {
 
     /// Bytes a token where a backward of a format that rounds has the largest matrix rounded, beside what all blocks saved.
     pub fn input_gradient_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
-        let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
+        let recomputed = self.recomputed_bytes(bytes, keep);
         let of_mlp = self.mlp.input_gradient_bytes(bytes, keep.keeps_gate_up());
         recomputed + of_mlp + self.output_bytes(bytes)
+    }
+
+    /// Bytes of the block up to the residual stream after attention, where backward makes it again, beside what was kept of it.
+    fn recomputed_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
+        let kept = if keep.keeps_attention() { self.mixer.attended_bytes(bytes) } else { 0 };
+        if keep.recomputes_blocks() { self.half_bytes(bytes) - kept } else { 0 }
     }
 
     /// Bytes of the block up to the residual stream after attention.

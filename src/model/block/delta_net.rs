@@ -1,17 +1,20 @@
 //! A gated delta net: O(gated_norm(delta_rule(conv(Q x, K x, V x), a x, b x), z x)). A sequence has a state in place of keys and values.
 //!
-//! T tokens, D hidden, Hk key heads, H value heads, dk and dv widths of a head, C = 2 Hk dk + H dv channels.
+//! T tokens, D hidden, Hk key heads, H value heads, dk and dv widths of a head, C = 2 Hk dk + H dv channels. Where ranks share the rows, T
+//! are a rank's before and behind the convolution and the rule, and all of them between.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
+use super::exchange::{SharedHeads, TokenExchange};
 use super::linear::{LinearSpec, Matrix, Projection, TpSplit, part, sections};
-use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, SequenceMixer};
+use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS, PackedMixer, SequenceMixer};
 use crate::config::TargetModule::{InProjA, InProjB, InProjQkv, InProjZ, OutProj};
 use crate::cuda::kernels::delta_fits;
 use crate::cuda::{OpCost, timed};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::params::{ParamName, Shapes};
-use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
+use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks};
+use crate::ops::try_map;
 
 const MEAN_TOKENS: usize = DeltaHeads::MEAN_TOKENS;
 /// Numbers that a chunk's kernels keep of a token and value head: decays and write strengths.
@@ -34,6 +37,7 @@ pub struct DeltaNetSpec {
 /// Results of a gated delta net that its backward reads.
 #[derive(Debug)]
 pub(super) struct DeltaOutput {
+    /// Where ranks share the rows, all of them, of this rank's heads.
     rows: DeltaRows,
     /// None where backward computes them again.
     chunks: Option<PackedChunks>,
@@ -48,6 +52,13 @@ impl DeltaNetSpec {
         let DeltaHeads { num_key_heads, num_value_heads, .. } = self.heads;
         let (num_key_heads, num_value_heads) = (num_key_heads / tp_size, num_value_heads / tp_size);
         Self { heads: DeltaHeads { num_key_heads, num_value_heads, ..self.heads }, ..self }
+    }
+
+    /// With key heads as often as ranks that share rows have them.
+    pub(super) fn with_shared_rows(self, num_ranks: usize) -> Self {
+        let DeltaHeads { num_key_heads, num_value_heads, key_dim, .. } = self.heads;
+        let num_key_heads = num_ranks * SharedHeads::new(num_key_heads, key_dim, num_value_heads, num_ranks).own;
+        Self { heads: DeltaHeads { num_key_heads, ..self.heads }, ..self }
     }
 
     /// Channels of queries, and of keys.
@@ -202,8 +213,17 @@ impl DeltaNetSpec {
             b: project(Matrix::DeltaB)?,
             a: project(Matrix::DeltaA)?,
         };
-        let weights = w.delta_weights();
-        let (o, chunks) = mixer.delta_net(layer, &rows, &weights, self.options(ctx), keeps_chunks)?;
+        let exchange = mixer.exchange().map(|ranks| DeltaExchange::new(self, ranks));
+        let rows = match &exchange {
+            Some(exchange) => exchange.split(rows)?,
+            None => rows,
+        };
+        let (weights, options) = (own_weights(w, exchange.as_ref())?, self.options(ctx, exchange.as_ref()));
+        let (o, chunks) = mixer.delta_net(layer, &rows, &weights, options, keeps_chunks)?;
+        let o = match &exchange {
+            Some(exchange) => exchange.ranks.to_rows(&o, &[exchange.values])?,
+            None => o,
+        };
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::DeltaOut), &o.shallow_clone().into(), x)?;
         Ok((h, DeltaOutput { rows, chunks, o, output }))
     }
@@ -215,24 +235,36 @@ impl DeltaNetSpec {
         w: &BlockParams,
         (x, dh): (&Tensor, &Tensor), // [T, D]
         saved: DeltaOutput,
-        sequences: &PackedSequences,
+        packed: &PackedMixer,
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
         let DeltaOutput { rows, chunks, o, output } = saved;
         let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
         let d_o = w.linear(Matrix::DeltaOut).backward(&d_output, &o, grads.linear_mut(Matrix::DeltaOut))?;
         drop((d_output, output, o));
-        let (kind, options) = (rows.qkv.kind(), self.options(ctx));
-        let values = w.delta_weights();
+        let exchange = packed.exchange().map(|ranks| DeltaExchange::new(self, ranks));
+        let (kind, options) = (rows.qkv.kind(), self.options(ctx, exchange.as_ref()));
+        let values = own_weights(w, exchange.as_ref())?;
         let mut sums = Vec::new();
         for name in OWN {
             sums.push(grads.gradient_of(w, name)?);
         }
         let mut sums = sums.into_iter();
-        let mut d_weights = weights(|_| sums.next().expect("as many as names"));
-        let run = || sequences.backward(&d_o, &rows, &values, options, chunks, &mut d_weights);
-        let DeltaRows { qkv, z, b, a } = timed("gated delta net, backward", OpCost::default, run)?;
-        drop(rows);
+        let mut sums = weights(|_| sums.next().expect("as many as names"));
+        let run = |d_o: &Tensor, into: &mut DeltaWeights| {
+            let backward = || packed.sequences().backward(d_o, &rows, &values, options, chunks, into);
+            timed("gated delta net, backward", OpCost::default, backward)
+        };
+        let DeltaRows { qkv, z, b, a } = match &exchange {
+            None => run(&d_o, &mut sums)?,
+            Some(exchange) => {
+                let mut own = exchange.zeros(&sums)?;
+                let d_rows = run(&exchange.ranks.to_heads(&d_o, &[exchange.values])?, &mut own)?;
+                exchange.add(&own, &sums)?;
+                exchange.join(&d_rows, kind)?
+            }
+        };
+        drop((d_o, rows));
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;
         let mut d_normed = None;
         let gradients = [(Matrix::DeltaQkv, qkv), (Matrix::DeltaZ, z), (Matrix::DeltaB, b), (Matrix::DeltaA, a)];
@@ -244,9 +276,86 @@ impl DeltaNetSpec {
         ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)
     }
 
-    fn options(self, ctx: &BlockContext<'_>) -> DeltaOptions {
+    fn options(self, ctx: &BlockContext<'_>, exchange: Option<&DeltaExchange<'_>>) -> DeltaOptions {
         let tp_size = ctx.tp.map_or(1, |tp| tp.size());
-        DeltaOptions { heads: self.tp_slice(tp_size).heads, eps: ctx.spec.rms_norm_eps }
+        let heads = exchange.map_or_else(|| self.tp_slice(tp_size).heads, |exchange| exchange.own(self.heads));
+        DeltaOptions { heads, eps: ctx.spec.rms_norm_eps }
+    }
+}
+
+/// How ranks that share rows share a gated delta net's heads: key heads as its value heads read them.
+struct DeltaExchange<'a> {
+    ranks: &'a TokenExchange,
+    keys: SharedHeads,
+    values: SharedHeads,
+    /// A number for each value head.
+    gates: SharedHeads,
+}
+
+impl<'a> DeltaExchange<'a> {
+    fn new(spec: DeltaNetSpec, ranks: &'a TokenExchange) -> Self {
+        let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, .. } = spec.heads;
+        let shared = |total, width| SharedHeads::new(total, width, num_value_heads, ranks.size());
+        let (keys, values) = (shared(num_key_heads, key_dim), shared(num_value_heads, value_dim));
+        Self { ranks, keys, values, gates: shared(num_value_heads, 1) }
+    }
+
+    fn own(&self, heads: DeltaHeads) -> DeltaHeads {
+        DeltaHeads { num_key_heads: self.keys.own, num_value_heads: self.values.own, ..heads }
+    }
+
+    fn channels(&self) -> [SharedHeads; 3] {
+        [self.keys, self.keys, self.values]
+    }
+
+    fn split(&self, mut rows: DeltaRows) -> Result<DeltaRows> {
+        rows.qkv = self.ranks.to_heads(&rows.qkv, &self.channels())?;
+        rows.z = self.ranks.to_heads(&rows.z, &[self.values])?;
+        rows.b = self.ranks.to_heads(&rows.b, &[self.gates])?;
+        rows.a = self.ranks.to_heads(&rows.a, &[self.gates])?;
+        Ok(rows)
+    }
+
+    /// Gradients of the rows, in the kind of these.
+    fn join(&self, d: &DeltaRows, kind: Kind) -> Result<DeltaRows> {
+        let join = |t: &Tensor, sections: &[SharedHeads]| self.ranks.to_rows(&t.f_to_kind(kind)?, sections);
+        Ok(DeltaRows {
+            qkv: join(&d.qkv, &self.channels())?,
+            z: join(&d.z, &[self.values])?,
+            b: join(&d.b, &[self.gates])?,
+            a: join(&d.a, &[self.gates])?,
+        })
+    }
+
+    fn own_weights(&self, whole: &DeltaWeights) -> Result<DeltaWeights> {
+        Ok(DeltaWeights {
+            conv: self.ranks.own_rows(&whole.conv, &self.channels())?,
+            a_log: self.ranks.own_rows(&whole.a_log, &[self.gates])?,
+            dt_bias: self.ranks.own_rows(&whole.dt_bias, &[self.gates])?,
+            norm: whole.norm.shallow_clone(),
+        })
+    }
+
+    /// Gradients of this rank's part of the weights, before any is added.
+    fn zeros(&self, sums: &DeltaWeights) -> Result<DeltaWeights> {
+        let DeltaWeights { conv, a_log, dt_bias, norm } = self.own_weights(sums)?;
+        let [conv, a_log, dt_bias] = try_map([conv, a_log, dt_bias], |sum| Ok::<_, Error>(sum.f_zeros_like()?))?;
+        Ok(DeltaWeights { conv, a_log, dt_bias, norm })
+    }
+
+    fn add(&self, own: &DeltaWeights, sums: &DeltaWeights) -> Result<()> {
+        self.ranks.add_own_rows(&own.conv, &self.channels(), &sums.conv)?;
+        self.ranks.add_own_rows(&own.a_log, &[self.gates], &sums.a_log)?;
+        self.ranks.add_own_rows(&own.dt_bias, &[self.gates], &sums.dt_bias)
+    }
+}
+
+/// The weights that are no matrices, of this rank's heads.
+fn own_weights(w: &BlockParams, exchange: Option<&DeltaExchange<'_>>) -> Result<DeltaWeights> {
+    let whole = w.delta_weights();
+    match exchange {
+        Some(exchange) => exchange.own_weights(&whole),
+        None => Ok(whole),
     }
 }
 

@@ -8,6 +8,7 @@ use super::linear::LinearSpec;
 use super::{BlockContext, BlockParams, ElementBytes, PackedMixer, SequenceMixer};
 use crate::error::Result;
 use crate::model::params::{ParamName, Shapes};
+use crate::ops::attention::Attended;
 use crate::types::Place;
 
 /// The sublayer in which tokens see one another.
@@ -34,6 +35,14 @@ impl MixerOutput {
             Self::DeltaNet(_) => true,
         }
     }
+
+    /// Attention's output and log-sum-exp, from which a forward goes on without attending once more.
+    pub(super) fn attended(&self) -> Option<Attended> {
+        match self {
+            Self::Attention(output) => output.attended(),
+            Self::DeltaNet(_) => None,
+        }
+    }
 }
 
 impl Mixer {
@@ -50,6 +59,14 @@ impl Mixer {
         match self {
             Self::Attention(attention) => attention.can_slice(tp_size),
             Self::DeltaNet(delta_net) => delta_net.heads.num_key_heads.is_multiple_of(tp_size),
+        }
+    }
+
+    /// Whether so many ranks that share rows can have equal parts of the heads.
+    pub(super) fn can_share_rows(self, num_ranks: usize) -> bool {
+        match self {
+            Self::Attention(attention) => attention.num_heads.is_multiple_of(num_ranks),
+            Self::DeltaNet(delta_net) => delta_net.heads.num_value_heads.is_multiple_of(num_ranks),
         }
     }
 
@@ -117,9 +134,27 @@ impl Mixer {
         }
     }
 
-    /// Bytes a token of the fullest moment of forward, beside what is kept.
-    pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
+    /// Bytes a token of attention's output and log-sum-exp.
+    pub(super) fn attended_bytes(self, bytes: ElementBytes) -> usize {
         match self {
+            Self::Attention(attention) => attention.attended_bytes(bytes),
+            Self::DeltaNet(_) => 0,
+        }
+    }
+
+    /// As one of so many ranks that share rows has its heads, for each of its own rows.
+    pub(super) fn with_shared_rows(self, num_ranks: usize) -> Self {
+        match self {
+            Self::Attention(attention) => Self::Attention(attention.with_shared_rows(num_ranks)),
+            Self::DeltaNet(delta_net) => Self::DeltaNet(delta_net.with_shared_rows(num_ranks)),
+        }
+    }
+
+    /// Bytes a token of the fullest moment of forward, beside what is kept. Where ranks share the rows, attention's output is there three
+    /// times: by heads, as it has come from all ranks, and by rows.
+    pub(super) fn forward_bytes(self, bytes: ElementBytes, shares_rows: bool) -> usize {
+        match self {
+            Self::Attention(attention) if shares_rows => 2 * bytes.narrow * attention.widths()[0],
             Self::Attention(_) => 0,
             Self::DeltaNet(delta_net) => delta_net.forward_bytes(bytes),
         }
@@ -141,19 +176,20 @@ impl Mixer {
         }
     }
 
-    /// The residual stream after it [T, D], and what a backward needs; chunks of a gated delta net among it, or not.
+    /// The residual stream after it [T, D], and what a backward needs; chunks of a gated delta net among it, or not. `attended` is what
+    /// [`MixerOutput::attended`] gave of the same forward before.
     pub(super) fn forward(
         self,
         ctx: &BlockContext<'_>,
         layer: usize,
         w: &BlockParams,
-        x: &Tensor, // [T, D]
+        (x, attended): (&Tensor, Option<Attended>), // [T, D]
         mixer: &dyn SequenceMixer,
         keeps_chunks: bool,
     ) -> Result<(Tensor, MixerOutput)> {
         Ok(match self {
             Self::Attention(attention) => {
-                let (h, output) = attention.forward(ctx, layer, w, x, mixer)?;
+                let (h, output) = attention.forward(ctx, layer, w, (x, attended), mixer)?;
                 (h, MixerOutput::Attention(output))
             }
             Self::DeltaNet(delta_net) => {
@@ -181,7 +217,7 @@ impl Mixer {
                 attention.backward(ctx, w, (x, dh), saved, packed, grads)
             }
             (Self::DeltaNet(delta_net), MixerOutput::DeltaNet(saved)) => {
-                delta_net.backward(ctx, w, (x, dh), *saved, packed.sequences(), grads)
+                delta_net.backward(ctx, w, (x, dh), *saved, packed, grads)
             }
             (Self::Attention(_), MixerOutput::DeltaNet(_)) | (Self::DeltaNet(_), MixerOutput::Attention(_)) => {
                 panic!("what another sublayer saved")

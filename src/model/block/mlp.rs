@@ -180,7 +180,7 @@ impl<T> Expanded<T> {
     fn kept(self, keep: GradientCheckpointing) -> Self {
         Self {
             wide: self.wide.filter(|_| keep.keeps_gate_up()),
-            output: self.output.filter(|_| keep != GradientCheckpointing::Full),
+            output: self.output.filter(|_| !keep.recomputes_blocks()),
         }
     }
 }

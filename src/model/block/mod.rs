@@ -7,10 +7,12 @@
 //! T tokens, D hidden. The residual stream (x, h and y) has a kind of its own, all else that of the weights.
 
 mod attention;
+mod attention_parts;
 mod bytes;
 pub(super) mod correction;
 mod delta_net;
 mod dense;
+mod exchange;
 mod experts;
 mod gate;
 mod linear;
@@ -31,6 +33,7 @@ use super::spec::ModelSpec;
 use crate::config::GradientCheckpointing;
 use crate::error::{Error, Result};
 use crate::model::format::Rows;
+use crate::ops::attention::Attended;
 use crate::ops::exact;
 use crate::ops::rope::RopeRows;
 use crate::ranks::{Collective, ReduceOp};
@@ -41,6 +44,7 @@ pub use attention::{AttentionSpec, QkNorm};
 pub use bytes::ElementBytes;
 pub use delta_net::DeltaNetSpec;
 pub use dense::DenseSpec;
+pub use exchange::TokenExchange;
 pub use experts::{ExpertsSpec, Routes};
 pub use linear::{Linear, LinearSpec, Matrix, Projection, TpSplit};
 pub use matrices::BlockMatrix;
@@ -283,13 +287,14 @@ impl<'a> BlockContext<'a> {
     }
 }
 
-/// Results of the forward that [`block_backward`] needs. `full` keeps the block's input alone; `selective` all but the MLP's
-/// first
-/// product, the largest of a block by memory; `none` that too, and `keep_chunks` what a gated delta net computes of chunks.
+/// Results of the forward that [`block_backward`] needs. `full` keeps the block's input alone; `keep_attention` attention's output and
+/// log-sum-exp, too; `selective` all but the MLP's first product, the largest of a block by memory; `none` that too, and `keep_chunks` what a
+/// gated delta net computes of chunks.
 #[derive(Debug)]
 pub struct SavedBlock {
     layer: usize,
     x: Tensor, // [T, D]
+    attended: Option<Attended>,
     /// The residual stream after the first sublayer, and what leads to it.
     mixed: Option<(Tensor, MixerOutput)>,
     mlp: SavedMlp,
@@ -310,16 +315,16 @@ pub fn block_forward(
 ) -> Result<(Tensor, Option<SavedBlock>)> {
     let block = ctx.spec.layers[layer];
     let ctx = &ctx.of_block(&block);
-    let (h, mixed) = block.mixer.forward(ctx, layer, w, x, mixer, keep.is_some_and(|keep| keep.keeps_chunks()))?;
+    let (h, mixed) =
+        block.mixer.forward(ctx, layer, w, (x, None), mixer, keep.is_some_and(|keep| keep.keeps_chunks()))?;
     let (y, expanded) = block.mlp.forward(ctx, layer, w, &h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
-    let is_full = keep == GradientCheckpointing::Full;
-    if !is_full && !mixed.can_go_back() {
+    if keep != GradientCheckpointing::Full && !mixed.can_go_back() {
         return Err(invalid("an attention with log-sum-exp", "one without"));
     }
-    let saved =
-        SavedBlock { layer, x: x.shallow_clone(), mixed: (!is_full).then_some((h, mixed)), mlp: expanded.kept(keep) };
-    Ok((y, Some(saved)))
+    let attended = if keep.keeps_attention() { mixed.attended() } else { None };
+    let mixed = (!keep.recomputes_blocks()).then_some((h, mixed));
+    Ok((y, Some(SavedBlock { layer, x: x.shallow_clone(), attended, mixed, mlp: expanded.kept(keep) })))
 }
 
 /// dx [T, D]; the gradients of the weights, or of the adapters alone, are added to `grads`, in place.
@@ -337,10 +342,10 @@ pub fn block_backward(
     if ctx.tp.is_some_and(|tp| tp.size() > 1) {
         return Err(invalid("a whole block", "a tensor-parallel slice"));
     }
-    let SavedBlock { layer, x, mixed, mlp } = saved;
+    let SavedBlock { layer, x, attended, mixed, mlp } = saved;
     let block = ctx.spec.layers[layer];
     let (ctx, mixer) = (&ctx.of_block(&block), block.mixer);
-    let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed, false), Ok)?;
+    let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, (&x, attended), packed, false), Ok)?;
     let dh = mlp.backward(ctx, layer, w, (&h, dy), grads)?;
     let dx = mixer.backward(ctx, w, (&x, &dh), mixed, packed, grads)?;
     assert!(!grads.is_unwritten(), "a matrix of layer {layer} without a gradient");

@@ -3,6 +3,7 @@
 use tch::{Device, Tensor};
 
 use super::AttentionSpec;
+use super::exchange::TokenExchange;
 use crate::cuda::{OpCost, timed};
 use crate::error::{Error, Result};
 use crate::model::distinct::ByWindow;
@@ -40,6 +41,12 @@ pub trait SequenceMixer {
         let got = format!("a gated delta net in layer {layer}");
         Err(Error::InvalidArgument { op: "SequenceMixer::delta_net", expected: "attention".to_owned(), got })
     }
+
+    /// The ranks that have the other rows of the same sequences: a sublayer gives its rows away for all rows of some heads, mixes these, and
+    /// gets its rows back.
+    fn exchange(&self) -> Option<&TokenExchange> {
+        None
+    }
 }
 
 /// Causal attention and gated delta nets within each sequence of a packed micro-batch.
@@ -50,6 +57,8 @@ pub struct PackedMixer {
     sequences: Option<PackedSequences>,
     /// By the windows of layers, where the forward is exact.
     exact: Option<ByWindow<ExactAttention>>,
+    /// Who has the other rows.
+    exchange: Option<TokenExchange>,
 }
 
 impl PackedMixer {
@@ -60,11 +69,16 @@ impl PackedMixer {
 
     /// For a micro-batch, whose completions may share prompts.
     pub fn of(spec: &ModelSpec, bounds: &Bounds, device: Device) -> Self {
-        let kv_heads = spec.attention().num_kv_heads;
+        Self::shared(spec, bounds, device, None)
+    }
+
+    /// For a micro-batch whose rows several ranks share; `bounds` are those of all rows.
+    pub fn shared(spec: &ModelSpec, bounds: &Bounds, device: Device, exchange: Option<TokenExchange>) -> Self {
+        let kv_heads = spec.attention().own_kv_heads(exchange.as_ref());
         let layouts = ByWindow::new(spec.windows(), |window| PackedLayout::of(bounds, kv_heads, window, device));
         let width = spec.delta_net().map(|delta_net| delta_net.heads.conv_width);
         let sequences = width.map(|width| PackedSequences::new(bounds, width, device));
-        Self { layouts, sequences, exact: None }
+        Self { layouts, sequences, exact: None, exchange }
     }
 
     /// [`PackedMixer::of`] whose forward gives a token the bits that the engine gives it.
@@ -111,5 +125,9 @@ impl SequenceMixer for PackedMixer {
     ) -> Result<(Tensor, Option<PackedChunks>)> {
         let run = || self.sequences().forward(rows, weights, options, keeps_chunks);
         timed("gated delta net", OpCost::default, run)
+    }
+
+    fn exchange(&self) -> Option<&TokenExchange> {
+        self.exchange.as_ref()
     }
 }

@@ -27,6 +27,21 @@ impl Bounds {
         bounds.last().copied().unwrap_or(0)
     }
 
+    /// With rows of padding behind the last, up to `num_tokens`: a sequence, or a completion of the last prompt, of their own.
+    pub fn padded_to(&self, num_tokens: i64) -> Self {
+        let mut padded = self.clone();
+        if self.num_tokens() < num_tokens {
+            match &mut padded {
+                Self::Separate(bounds) => bounds.push(num_tokens),
+                Self::Shared(SharedBounds { groups, completions, .. }) => {
+                    completions.push(num_tokens);
+                    groups.last_mut().expect("bounds begin with a row").clone_from(&num_tokens);
+                }
+            }
+        }
+        padded
+    }
+
     /// Pairs of a query and a key that causal attention without a window needs: half of the square of a sequence's length; of completions
     /// that share a prompt those within the prompt once.
     pub fn attended_pairs(&self) -> f64 {
@@ -48,6 +63,18 @@ impl Bounds {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn padding_is_a_sequence_of_its_own() {
+        let separate = Bounds::Separate(vec![0, 4, 10]);
+        assert_eq!(separate.padded_to(10), separate);
+        assert_eq!(separate.padded_to(12), Bounds::Separate(vec![0, 4, 10, 12]));
+        let shared = |last, completions: &[i64]| {
+            let completions = completions.to_vec();
+            Bounds::Shared(SharedBounds { prompts: vec![0, 4, 6], groups: vec![6, 10, last], completions })
+        };
+        assert_eq!(shared(12, &[6, 10, 12]).padded_to(15), shared(15, &[6, 10, 12, 15]));
+    }
 
     #[test]
     fn pairs_of_a_shared_prompt_count_once() {

@@ -51,6 +51,7 @@ impl PlannedStep<'_> {
         let mlp_share = self.mlp_params() / self.block_params();
         let again = match self.keep {
             GradientCheckpointing::Full => TRAIN.full * forward.total(),
+            GradientCheckpointing::KeepAttention => TRAIN.full * (forward.total() - forward.attention),
             GradientCheckpointing::Selective => {
                 TRAIN.selective * (forward.products * 2.0 / 3.0 * mlp_share + forward.elementwise)
             }
@@ -90,7 +91,7 @@ impl PlannedStep<'_> {
             tokens: prompts * prompt + sequences * completion,
             scored: sequences * completion,
             pairs: prompts * prompt * prompt / 2.0 + sequences * (completion * prompt + squared / 2.0),
-            micro_batches: (units / a_micro_batch).ceil().max(1.0),
+            micro_batches: (units * self.config.sequence_parallel_size as f64 / a_micro_batch).ceil().max(1.0),
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use tch::Kind;
+
 use super::*;
 use crate::config::{RouterReplay, TargetModule};
 use crate::model::{Fp8, LoraSpec, ModelSpec, Plain};

@@ -40,6 +40,8 @@ pub struct Run {
     pub delta_nets: bool,
     /// Whether a layer turns nothing, and the embedding, scores, sublayers and logits have factors.
     pub factors: bool,
+    /// Whether two of three layers have windows and sinks, all have one norm over all heads, and a gate of their output.
+    pub windows: bool,
     /// Weight of the loss that keeps experts equally busy.
     pub aux_loss_coef: f64,
     pub recompute: GradientCheckpointing,
@@ -69,6 +71,7 @@ impl Run {
             experts: false,
             delta_nets: false,
             factors: false,
+            windows: false,
             aux_loss_coef: 0.0,
             recompute,
             budget: BUDGET,
@@ -116,6 +119,13 @@ impl Run {
             narrow = narrow.map_blocks(|_, block| block.residual_scale = 0.7).map_attention(|layer, attention| {
                 attention.scale = 0.4;
                 attention.rope = attention.rope.filter(|_| layer != 1);
+            });
+        }
+        if self.windows {
+            narrow = narrow.map_attention(|layer, attention| {
+                attention.window = [None, Some(4), Some(7)][layer];
+                (attention.qk_norm, attention.output_gate) = (Some(QkNorm::All), true);
+                attention.sinks = layer > 0;
             });
         }
         match self.optim {
@@ -187,7 +197,8 @@ impl Run {
     }
 
     pub fn own_sequences(&self, mesh: &Mesh) -> Vec<Sequence> {
-        let (rank, sharers) = (mesh.world.rank(), self.num_sharers.min(mesh.world.size()));
+        let (rank, num_groups) = mesh.sequence_group();
+        let sharers = self.num_sharers.min(num_groups);
         let all = self.sequences().into_iter().enumerate();
         let mut own: Vec<Sequence> =
             all.filter(|(n, _)| rank < sharers && n % sharers == rank).map(|(_, sequence)| sequence).collect();

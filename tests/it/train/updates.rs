@@ -49,6 +49,18 @@ fn updates_are_trls_on_two_ranks() {
     });
 }
 
+/// Both ranks have every micro-batch together.
+#[test]
+fn updates_are_trls_on_two_ranks_that_share_micro_batches() {
+    ranks::run(2, "train::updates::updates_are_trls_on_two_ranks_that_share_micro_batches", |world: World| {
+        let (golden, world) = (golden(), Arc::new(world));
+        let mesh = world.mesh(1, 2).unwrap().with_sequence_groups(&world, 2, 2).unwrap();
+        for case in golden["cases"].as_array().unwrap() {
+            check(&golden, case, (&world, &mesh), 40);
+        }
+    });
+}
+
 /// Trains on a case's generation batch, of which every rank brings its part in order; loss, gradient norm and weights are TRL's.
 fn check(golden: &Value, case: &Value, (world, mesh): (&Arc<World>, &Mesh), max_tokens_per_micro_batch: usize) {
     tch::set_num_threads(1);

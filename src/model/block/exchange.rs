@@ -1,0 +1,259 @@
+//! Parts of tokens into heads, and back: what the ranks that share a micro-batch do before and behind a mixer (arXiv 2309.14509).
+//!
+//! n ranks have T / n rows each, in order. Before a mixer each sends the others their heads of its rows, so that every rank has all T rows of
+//! its own heads; behind it rows go back. Heads that are fewer than ranks, or that do not divide, go to every rank whose queries read
+//! them, and their gradients are summed up.
+
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use crate::cuda::{OpCost, timed};
+use crate::error::{Error, Result};
+use crate::model::spec::ModelSpec;
+use crate::ranks::Collective;
+
+/// Ranks that share micro-batches, each with a part of the tokens.
+#[derive(Debug, Clone)]
+pub struct TokenExchange {
+    group: Arc<dyn Collective>,
+}
+
+impl ModelSpec {
+    /// Whether so many ranks can share the rows of micro-batches.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `sequence_parallel_size`, with the values that this model can take.
+    pub fn validate_sequence_parallel(&self, size: usize) -> Result<()> {
+        let can_share = |size: usize| size > 0 && self.layers.iter().all(|block| block.mixer.can_share_rows(size));
+        if can_share(size) {
+            return Ok(());
+        }
+        let valid: Vec<_> = (1..=self.attention().num_heads).filter(|&size| can_share(size)).collect();
+        let mut sizes: Vec<String> = self.layers.iter().map(|block| block.mixer.sizes()).collect();
+        sizes.dedup();
+        sizes.sort();
+        sizes.dedup();
+        let valid: Vec<_> = valid.iter().map(usize::to_string).collect();
+        let expected = format!("one of {} (the model has {})", valid.join(", "), sizes.join(", "));
+        Err(Error::invalid_value("sequence_parallel_size", size, expected))
+    }
+}
+
+/// Heads of one kind, as the ranks of a group share them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SharedHeads {
+    /// Of all ranks together.
+    pub total: usize,
+    /// Of each rank.
+    pub own: usize,
+    /// Elements of a head.
+    pub width: usize,
+}
+
+/// Heads that follow one another on a rank and in the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct HeadRun {
+    /// The first one's place among the rank's.
+    slot: usize,
+    /// The first one's place in the model.
+    head: usize,
+    len: usize,
+}
+
+impl SharedHeads {
+    /// Heads that `queries` heads read, of which each of `num_ranks` has an equal share.
+    pub(super) fn new(total: usize, width: usize, queries: usize, num_ranks: usize) -> Self {
+        let of_rank = queries / num_ranks;
+        let own = match (total.is_multiple_of(num_ranks), num_ranks.is_multiple_of(total)) {
+            (true, _) => total / num_ranks,
+            (false, true) => 1,
+            (false, false) => of_rank, // one for each query head
+        };
+        Self { total, own, width }
+    }
+
+    fn runs(self, rank: usize, num_ranks: usize) -> Vec<HeadRun> {
+        let mut runs: Vec<HeadRun> = Vec::new();
+        for slot in 0..self.own {
+            let head = (rank * self.own + slot) * self.total / (num_ranks * self.own);
+            match runs.last_mut() {
+                Some(run) if run.head + run.len == head => run.len += 1,
+                _ => runs.push(HeadRun { slot, head, len: 1 }),
+            }
+        }
+        runs
+    }
+
+    fn repeats(self, num_ranks: usize) -> bool {
+        self.own * num_ranks > self.total
+    }
+}
+
+/// Columns `head..` of the model's and `slot..` of a rank's, `len` of them.
+struct ColumnRun {
+    slot: i64,
+    head: i64,
+    len: i64,
+}
+
+impl TokenExchange {
+    /// Of a group; `None` for a rank alone.
+    pub fn of(group: &Arc<dyn Collective>) -> Option<Self> {
+        (group.size() > 1).then(|| Self { group: group.clone() })
+    }
+
+    /// The ranks.
+    pub fn group(&self) -> &dyn Collective {
+        &*self.group
+    }
+
+    /// How many they are.
+    pub fn size(&self) -> usize {
+        self.group.size()
+    }
+
+    /// All rows of this rank's heads, from this rank's rows of all heads. Collective. [T, columns of its own]
+    pub(super) fn to_heads(
+        &self,
+        rows: &Tensor, /* [T / n, columns] */
+        sections: &[SharedHeads],
+    ) -> Result<Tensor> {
+        let [num_rows, _] = rows.size()[..] else { return Err(not_rows(rows)) };
+        let size = self.size();
+        let width: i64 = sections.iter().map(|section| (section.own * section.width) as i64).sum();
+        let sent = Tensor::f_empty([size as i64, num_rows, width], (rows.kind(), rows.device()))?;
+        for rank in 0..size {
+            let of_rank = sent.select(0, rank as i64);
+            for ColumnRun { slot, head, len } in self.columns(sections, rank) {
+                of_rank.narrow(1, slot, len).f_copy_(&rows.narrow(1, head, len))?;
+            }
+        }
+        self.all_to_all(&sent)?.f_view([size as i64 * num_rows, width]).map_err(Into::into)
+    }
+
+    /// This rank's rows of all heads, from all rows of its own heads; heads that several ranks have are summed up. Collective.
+    /// [T / n, columns]
+    pub(super) fn to_rows(
+        &self,
+        heads: &Tensor, /* [T, own columns] */
+        sections: &[SharedHeads],
+    ) -> Result<Tensor> {
+        let [num_rows, width] = heads.size()[..] else { return Err(not_rows(heads)) };
+        let size = self.size() as i64;
+        let received = self.all_to_all(&heads.f_contiguous()?)?.f_view([size, num_rows / size, width])?;
+        let columns: usize = sections.iter().map(|section| section.total * section.width).sum();
+        let shape = ([num_rows / size, columns as i64], (heads.kind(), heads.device()));
+        let repeats = sections.iter().any(|section| section.repeats(self.size()));
+        let rows = if repeats { Tensor::f_zeros(shape.0, shape.1)? } else { Tensor::f_empty(shape.0, shape.1)? };
+        for rank in 0..self.size() {
+            let of_rank = received.select(0, rank as i64);
+            for ColumnRun { slot, head, len } in self.columns(sections, rank) {
+                let (mut into, from) = (rows.narrow(1, head, len), of_rank.narrow(1, slot, len));
+                if repeats { drop(into.f_add_(&from)?) } else { into.f_copy_(&from)? }
+            }
+        }
+        Ok(rows)
+    }
+
+    /// [`Self::to_heads`] of tensors [T / n, heads, width].
+    pub(super) fn split(&self, rows: &Tensor, heads: SharedHeads) -> Result<Tensor /* [T, own heads, width] */> {
+        let own = self.to_heads(&rows.f_flatten(1, 2)?, &[heads])?;
+        Ok(own.f_view([-1, heads.own as i64, heads.width as i64])?)
+    }
+
+    /// [`Self::to_rows`] of tensors [T, own heads, width].
+    pub(super) fn join(&self, own: &Tensor, heads: SharedHeads) -> Result<Tensor /* [T / n, heads, width] */> {
+        let rows = self.to_rows(&own.f_flatten(1, 2)?, &[heads])?;
+        Ok(rows.f_view([-1, heads.total as i64, heads.width as i64])?)
+    }
+
+    /// This rank's rows of a weight that has a row for each column. [own columns, ..]
+    pub(super) fn own_rows(
+        &self,
+        weight: &Tensor, /* [columns, ..] */
+        sections: &[SharedHeads],
+    ) -> Result<Tensor> {
+        let runs = self.columns(sections, self.group.rank());
+        let parts: Vec<Tensor> = runs.iter().map(|run| weight.narrow(0, run.head, run.len)).collect();
+        Ok(Tensor::f_cat(&parts, 0)?)
+    }
+
+    /// Adds the gradient of [`Self::own_rows`] to that of the weight.
+    pub(super) fn add_own_rows(&self, own: &Tensor, sections: &[SharedHeads], sum: &Tensor) -> Result<()> {
+        for run in self.columns(sections, self.group.rank()) {
+            let _ = sum.narrow(0, run.head, run.len).f_add_(&own.narrow(0, run.slot, run.len))?;
+        }
+        Ok(())
+    }
+
+    fn columns(&self, sections: &[SharedHeads], rank: usize) -> Vec<ColumnRun> {
+        let (mut first_slot, mut first_head, mut columns) = (0, 0, Vec::new());
+        for section in sections {
+            let of_run = |HeadRun { slot, head, len }| ColumnRun {
+                slot: (first_slot + slot * section.width) as i64,
+                head: (first_head + head * section.width) as i64,
+                len: (len * section.width) as i64,
+            };
+            columns.extend(section.runs(rank, self.size()).into_iter().map(of_run));
+            first_slot += section.own * section.width;
+            first_head += section.total * section.width;
+        }
+        columns
+    }
+
+    fn all_to_all(&self, sent: &Tensor) -> Result<Tensor> {
+        let mut received = sent.f_empty_like()?;
+        timed("exchange of heads", OpCost::default, || self.group.all_to_all(sent, &mut received))?;
+        Ok(received)
+    }
+}
+
+fn not_rows(rows: &Tensor) -> Error {
+    Error::InvalidArgument {
+        op: "TokenExchange",
+        expected: "rows of columns".to_owned(),
+        got: format!("{:?}", rows.size()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+    use crate::ranks::testing;
+
+    /// Sections of heads that divide, that are fewer than ranks, and that do neither.
+    #[test]
+    fn heads_go_to_the_ranks_that_read_them_and_their_gradients_are_summed_up() {
+        let heads = |total, width| SharedHeads::new(total, width, 12, 4);
+        assert_eq!([12, 4, 2, 6].map(|total| heads(total, 1).own), [3, 1, 1, 3]);
+        let sections = [heads(12, 2), heads(2, 3), heads(6, 1)];
+        let columns: i64 = 12 * 2 + 2 * 3 + 6;
+        testing::threads(4, |group| {
+            let whole = Tensor::arange(8 * columns, (Kind::Double, Device::Cpu)).view([8, columns]);
+            let (rank, exchange) = (group.rank() as i64, TokenExchange::of(&group).unwrap());
+            let rows = whole.narrow(0, 2 * rank, 2);
+            let own = exchange.to_heads(&rows, &sections).unwrap();
+            let kv = |query: i64, total: i64| query * total / 12; // the head that a query head reads
+            let of = |first: i64, width: i64, head: i64| whole.narrow(1, first + head * width, width);
+            let queries = 3 * rank..3 * rank + 3;
+            let mut expected: Vec<Tensor> = queries.clone().map(|query| of(0, 2, query)).collect();
+            expected.push(of(24, 3, kv(3 * rank, 2)));
+            expected.extend(queries.map(|query| of(30, 1, kv(query, 6))));
+            assert_eq!(own, Tensor::cat(&expected, 1));
+            let back = exchange.to_rows(&own, &sections).unwrap();
+            let times = Tensor::from_slice(&[vec![1.0; 24], vec![2.0; 6], vec![2.0; 6]].concat());
+            assert_eq!(back, rows * times);
+            let weight = whole.tr().contiguous(); // [columns, 8]
+            let part = exchange.own_rows(&weight, &sections).unwrap();
+            assert_eq!(part, own.tr());
+            let sum = weight.zeros_like();
+            exchange.add_own_rows(&part, &sections[..2], &sum).unwrap();
+            assert_eq!(sum.narrow(0, 6 * rank, 6), weight.narrow(0, 6 * rank, 6));
+            let all = |t: &Tensor| t.sum(None::<Kind>).double_value(&[]);
+            assert_eq!(all(&sum), all(&part.narrow(0, 0, 9)));
+        });
+    }
+}

@@ -1,0 +1,68 @@
+//! Which of a generation batch's sequences a rank trains on, and the micro-batches that they become.
+
+use super::Learner;
+use crate::config::LossType;
+use crate::error::Result;
+use crate::grpo::Denominators;
+use crate::train::{
+    MicroBatch, PackOptions, Reference, Sequence, balanced_share, gather_sequences, pack, pad_to_agreed_count,
+};
+use crate::update::denominators::{denominators, set_bnpo_divisors};
+use crate::update::options::UpdateOptions;
+
+impl Learner {
+    /// This rank's sequences in each update of a pass, and the denominators of token losses, over all ranks.
+    pub(super) fn share_out(
+        &self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+    ) -> Result<(Vec<Vec<Sequence>>, Vec<Denominators>)> {
+        let (num_updates, group) = (options.updates_per_generation, self.world.group());
+        let (all, experts) = gather_sequences(sequences, &*group)?;
+        let mut slices = vec![Vec::new(); num_updates];
+        for (index, sequence) in all.into_iter().enumerate() {
+            slices[index % num_updates].push(sequence);
+        }
+        if options.loss.loss_type == LossType::Bnpo {
+            slices.iter_mut().for_each(|slice| set_bnpo_divisors(slice, options.bnpo_batch_size));
+        }
+        let indexes: Vec<Vec<usize>> = slices.iter().map(|slice| self.share_of(slice, options)).collect();
+        let in_all = |(update, of_slice): (usize, &Vec<usize>)| -> Vec<usize> {
+            of_slice.iter().map(|index| num_updates * index + update).collect()
+        };
+        let wanted: Vec<usize> = indexes.iter().enumerate().flat_map(in_all).collect();
+        let mut experts = experts.fetch(sequences, &wanted, &*group)?.into_iter();
+        let with_experts = |(slice, own): (&Vec<Sequence>, Vec<usize>)| -> Vec<Sequence> {
+            let sequences = own.into_iter().map(|index| slice[index].clone());
+            sequences.zip(&mut experts).map(|(it, routed_experts)| Sequence { routed_experts, ..it }).collect()
+        };
+        let shares = slices.iter().zip(indexes).map(with_experts).collect();
+        Ok((shares, denominators(&slices, options.loss.loss_type)))
+    }
+
+    /// Indexes of the part of all sequences that this rank computes, together with those that it shares micro-batches with.
+    pub(super) fn share_of(&self, all: &[Sequence], options: &UpdateOptions) -> Vec<usize> {
+        let (group, num_groups) = self.mesh.sequence_group();
+        balanced_share(all, &self.policy.table().spec, self.shares_prompts(options), group, num_groups)
+    }
+
+    /// Packs this rank's micro-batches, as many as every other rank has, the surplus empty, and reserves memory for them. No
+    /// gradients may have been added.
+    pub(super) fn micro_batches(&mut self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
+        let pack_options = PackOptions {
+            max_tokens: options.max_tokens_per_micro_batch,
+            share_prompts: self.shares_prompts(options),
+            device: options.device,
+        };
+        let mut micro_batches = pack(sequences, &pack_options)?;
+        pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
+        self.policy.keep_block_for(&micro_batches, options.max_tokens_per_micro_batch)?;
+        Ok(micro_batches)
+    }
+
+    /// A sliding window may hide a prompt from its completions' ends: such models run every sequence whole.
+    fn shares_prompts(&self, options: &UpdateOptions) -> bool {
+        let mut tables = std::iter::once(self.policy.table()).chain(self.teacher.as_ref().map(Reference::table));
+        options.share_prompts && tables.all(|table| table.spec.windows() == [None])
+    }
+}

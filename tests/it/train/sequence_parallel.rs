@@ -1,0 +1,231 @@
+//! Ranks that share micro-batches: losses, gradients and weights are those of one rank that has them whole.
+
+use std::sync::Arc;
+
+use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::internal::model::{LoraSpec, ModelSpec, ParamTable, Plain, init_unit};
+use colo_grpo::internal::ranks::{Mesh, ReduceOp, World, all_reduce_f64};
+use colo_grpo::internal::train::{
+    MicroBatch, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Scores, TokenGradients,
+};
+use tch::{Device, Kind, Tensor};
+
+use super::run::{ADAM, LR, MAX_GRAD_NORM, Run, TEMPERATURE, max_difference, unpadded};
+use crate::ranks;
+
+/// The mesh of shard groups of `shard` in which `size` ranks share micro-batches.
+fn mesh(world: &World, shard: usize, size: usize) -> Mesh {
+    world.mesh(1, shard).unwrap().with_sequence_groups(world, world.size(), size).unwrap()
+}
+
+/// Loss and gradient norm of each of three steps, and the weights that train behind them.
+fn steps(run: &Run, policy: &mut Policy, mesh: &Mesh, micro_batches: &[MicroBatch]) -> (Vec<[f64; 2]>, Vec<Vec<f64>>) {
+    let step = |_: usize| -> [f64; 2] {
+        let mut loss = [0.0];
+        for (index, micro_batch) in micro_batches.iter().enumerate() {
+            let mut gradients_of = |scores: &Scores| {
+                let gradients = run.loss(micro_batch, scores);
+                let TokenGradients { dlogprobs, dentropy, daux_loss, .. } = &gradients;
+                let entropy = dentropy.as_ref().unwrap() * &scores.entropy;
+                let own = (dlogprobs * &scores.logprobs + entropy).sum(Kind::Double).double_value(&[]);
+                let balance = scores.aux_loss.as_ref().map_or(0.0, |aux_loss| aux_loss.double_value(&[]) * daux_loss);
+                loss[0] += if mesh.speaks_for_sequences() { own + balance } else { 0.0 };
+                Ok(gradients)
+            };
+            if index + 1 == micro_batches.len() && run.announced {
+                policy.finish_gradients_with_next_backward();
+            }
+            policy.forward_backward(micro_batch, TEMPERATURE, &mut gradients_of).unwrap();
+        }
+        let outcome = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap();
+        all_reduce_f64(&*mesh.world, &mut loss, ReduceOp::Sum).unwrap();
+        [loss[0], outcome.grad_norm]
+    };
+    let numbers = (0..3).map(step).collect();
+    (numbers, unpadded(policy.trained_table(), |unit| policy.trained_weights(unit).unwrap()))
+}
+
+/// Scores, losses, gradient norms and weights of `run` are those of one rank that has all of its sequences.
+fn equals_one_rank(mesh: &Mesh, run: &Run, policy_of: &dyn Fn(&Mesh) -> Policy, tolerance: f64) {
+    let alone = World::single().mesh(1, 1).unwrap();
+    let whole = Run { announced: false, ..*run };
+    let (batches, shared) = (whole.micro_batches(&alone), run.micro_batches(mesh));
+    let (mut one, mut own) = (policy_of(&alone), policy_of(mesh));
+    if mesh.sequence_group().1 == 1 {
+        for (whole, part) in batches.iter().zip(&shared) {
+            let [expected, got] =
+                [one.teacher_logprobs(whole, TEMPERATURE, 3), own.teacher_logprobs(part, TEMPERATURE, 3)]
+                    .map(Result::unwrap);
+            let difference = |a: &Tensor, b: &Tensor| (a - b.to_device(Device::Cpu)).abs().max().double_value(&[]);
+            assert!(difference(&expected.logprobs, &got.logprobs) < tolerance, "{run:?}");
+            assert!(difference(&expected.entropy, &got.entropy) < tolerance, "{run:?}");
+            let [expected, got] = [expected.top.unwrap(), got.top.unwrap()];
+            let ids = got.ids.to_device(Device::Cpu);
+            assert!(expected.ids.equal(&ids) && difference(&expected.logprobs, &got.logprobs) < tolerance);
+        }
+    }
+    let (expected, expected_weights) = steps(&whole, &mut one, &alone, &batches);
+    let (got, weights) = steps(run, &mut own, mesh, &shared);
+    for (got, expected) in got.iter().flatten().zip(expected.iter().flatten()) {
+        assert!((got / expected - 1.0).abs() < tolerance, "{run:?}: {got}, not {expected}");
+    }
+    let difference = max_difference(&weights, &expected_weights);
+    assert!(difference < tolerance, "{run:?}: off by {difference}");
+}
+
+fn every_mixer(mesh: &Mesh) {
+    let stages = if mesh.shard.size() == 1 { 0..=0 } else { 0..=3 };
+    for stage in stages {
+        let run = Run { announced: stage > 1, ..Run::new(stage, Kind::Double) };
+        let experts = Run { experts: true, aux_loss_coef: if mesh.sequence_group().1 == 1 { 0.5 } else { 0.0 }, ..run };
+        let delta_nets = Run { delta_nets: true, ..run };
+        let recompute = GradientCheckpointing::Full;
+        for run in [
+            Run { tied: true, ..run },
+            Run { recompute, budget: 24, has_turns: true, ..run },
+            Run { recompute: GradientCheckpointing::KeepAttention, ..run },
+            Run { share_prompts: true, budget: 1000, recompute, factors: true, ..run },
+            Run { windows: true, ..run },
+            Run { windows: true, recompute: GradientCheckpointing::Selective, ..run },
+            Run { budget: 1000, ..experts },
+            Run { share_prompts: true, recompute, ..experts },
+            delta_nets,
+            Run { share_prompts: true, budget: 1000, recompute: GradientCheckpointing::KeepChunks, ..delta_nets },
+            Run { share_prompts: true, recompute, ..delta_nets },
+        ] {
+            // A balancing loss depends on what is in a micro-batch.
+            let run = if run.aux_loss_coef > 0.0 { Run { budget: 1000, ..run } } else { run };
+            equals_one_rank(mesh, &run, &|mesh| run.policy(mesh), 1e-10);
+        }
+    }
+}
+
+#[test]
+fn two_ranks_have_the_numbers_of_one_with_every_mixer() {
+    ranks::run(2, "train::sequence_parallel::two_ranks_have_the_numbers_of_one_with_every_mixer", |world: World| {
+        every_mixer(&mesh(&world, 2, 2));
+    });
+}
+
+#[test]
+fn four_ranks_have_the_numbers_of_one_with_every_mixer() {
+    ranks::run(4, "train::sequence_parallel::four_ranks_have_the_numbers_of_one_with_every_mixer", |world: World| {
+        every_mixer(&mesh(&world, 4, 4));
+    });
+}
+
+/// Shard groups that are smaller than groups of shared micro-batches, and groups some of which have nothing to do.
+#[test]
+fn groups_of_two_in_hybrid_shards_have_the_numbers_of_one() {
+    let name = "train::sequence_parallel::groups_of_two_in_hybrid_shards_have_the_numbers_of_one";
+    ranks::run(4, name, |world: World| {
+        let mesh = mesh(&world, 2, 2);
+        every_mixer(&mesh);
+        for stage in 0..=3 {
+            let run = Run { num_sharers: 1, budget: 24, ..Run::new(stage, Kind::Double) };
+            equals_one_rank(&mesh, &run, &|mesh| run.policy(mesh), 1e-10);
+        }
+    });
+}
+
+/// Adapters of a base in float32 or NF4, at the width that NF4 asks for.
+#[test]
+fn adapters_have_the_numbers_of_one_rank() {
+    ranks::run(2, "train::sequence_parallel::adapters_have_the_numbers_of_one_rank", |world: World| {
+        let mesh = mesh(&world, 2, 2);
+        for preset in ["tiny", "tiny-hybrid"] {
+            let spec = Arc::new(ModelSpec::preset(preset).unwrap().with_num_layers(4));
+            for (kind, quantization, stage) in
+                [(Kind::Double, Quantization::None, 3), (Kind::Float, Quantization::Nf4, 2)]
+            {
+                let run = Run { share_prompts: true, ..Run::new(stage, kind) };
+                let adapted = |mesh: &Mesh| {
+                    let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
+                    let network = NetworkOptions { kind, residual: kind, device: Device::Cpu, format: &Plain };
+                    let options = PolicyOptions { network, adam: ADAM, ..run.options(mesh) };
+                    let targets = TargetModule::ALL.to_vec();
+                    let lora = Some(LoraSpec { r: 4, alpha: 8.0, dropout: 0.0, targets });
+                    let start = PolicyStart { lora, quantization, seed: 7, adapters: None, keeps_initial: false };
+                    let source = |layout: &_| init_unit(layout, 3, Kind::Float);
+                    Policy::start(table, mesh, options, OptimizerHome::Resident, &source, start).unwrap()
+                };
+                let tolerance = if kind == Kind::Double { 1e-10 } else { 1e-4 };
+                equals_one_rank(&mesh, &run, &adapted, tolerance);
+            }
+        }
+    });
+}
+
+/// Attention that is not computed again has the bits that it has when it is, whether ranks share rows or not.
+#[test]
+fn kept_attention_has_the_bits_of_full_recomputation() {
+    let name = "train::sequence_parallel::kept_attention_has_the_bits_of_full_recomputation";
+    ranks::run(2, name, |world: World| {
+        for mesh in [World::single().mesh(1, 1).unwrap(), mesh(&world, 2, 2)] {
+            for kind in [Kind::Float, Kind::BFloat16] {
+                let run = Run { share_prompts: true, budget: 1000, ..Run::new(0, kind) };
+                for run in [run, Run { windows: true, share_prompts: false, ..run }, Run { delta_nets: true, ..run }] {
+                    let trained = |recompute| {
+                        let run = Run { recompute, ..run };
+                        steps(&run, &mut run.policy(&mesh), &mesh, &run.micro_batches(&mesh))
+                    };
+                    let expected = trained(GradientCheckpointing::Full);
+                    assert!(trained(GradientCheckpointing::KeepAttention) == expected, "{run:?}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_have_the_numbers_of_one_with_every_mixer() {
+    let name = "train::sequence_parallel::gpu_two_ranks_have_the_numbers_of_one_with_every_mixer";
+    ranks::run_on_gpus(2, name, |world: World| every_mixer(&mesh(&world, 2, 2)));
+}
+
+/// In bfloat16 by the GPU's kernels, beside ranks that have micro-batches of their own: seven query heads a key, key heads of delta nets.
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_kernels_serve_shared_micro_batches() {
+    let name = "train::sequence_parallel::gpu_kernels_serve_shared_micro_batches";
+    ranks::run_on_gpus(2, name, |world: World| {
+        let own = world.mesh(1, 2).unwrap();
+        let shared = own.clone().with_sequence_groups(&world, 2, 2).unwrap();
+        for (spec, share_prompts) in [
+            (ModelSpec::preset("qwen2.5-0.5b").unwrap().with_num_layers(2), true),
+            (ModelSpec::preset("qwen3-0.6b").unwrap().with_num_layers(2), false),
+            (ModelSpec::preset("qwen3.5-9b").unwrap().with_widths(512, 1024).with_num_layers(4), true),
+        ] {
+            let spec = Arc::new(spec);
+            for &recompute in GradientCheckpointing::ALL {
+                let run = Run { recompute, share_prompts, budget: 1000, ..Run::new(3, Kind::BFloat16) };
+                let numbers = |mesh: &Mesh| {
+                    let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
+                    let source = |layout: &_| init_unit(layout, 3, Kind::Float);
+                    let home = OptimizerHome::Resident;
+                    let mut policy = Policy::with_home(table, mesh, run.options(mesh), home, &source).unwrap();
+                    steps(&run, &mut policy, mesh, &run.micro_batches(mesh)).0
+                };
+                let (expected, got) = (numbers(&own), numbers(&shared));
+                for (got, expected) in got.iter().flatten().zip(expected.iter().flatten()) {
+                    let off = (got / expected - 1.0).abs();
+                    assert!(off < 0.02, "{:?}, {recompute:?}: {got}, not {expected}", spec.family);
+                }
+            }
+        }
+    });
+}
+
+/// Three ranks cannot have equal parts of four heads.
+#[test]
+fn ranks_that_share_no_heads_are_refused() {
+    let spec = ModelSpec::preset("micro").unwrap();
+    let error = spec.validate_sequence_parallel(3).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "sequence_parallel_size = 3: expected one of 1, 2, 4 (the model has 4 query heads, 2 key/value heads)"
+    );
+    let error = ModelSpec::preset("tiny-hybrid").unwrap().validate_sequence_parallel(8).unwrap_err().to_string();
+    assert!(error.contains("2 key heads and 4 value heads of gated delta nets"), "{error}");
+}
