@@ -12,7 +12,7 @@ use crate::config::{EngineShape, Speculation};
 use crate::data::{Dataset, DatasetOptions};
 use crate::error::{Error, Result};
 use crate::ranks::{ReduceOp, World, all_reduce_f64};
-use crate::rollout::{EngineStats, SpeculationOptions};
+use crate::rollout::{EngineFormats, EngineStats, SpeculationOptions};
 use crate::serve::{EngineDivision, ModelService, ServeOptions};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
@@ -102,6 +102,7 @@ impl SpeculationBench {
             max_model_length: None,
             kind: self.kind,
             residual: self.residual,
+            formats: EngineFormats::PLAIN,
             speculation: SpeculationOptions { method, num_tokens: self.num_tokens },
         };
         let ModelService { mut served, tokenizer, max_model_length, .. } = ModelService::load(&options, world)?;

@@ -376,10 +376,7 @@ fn merging(source: &ModelSource, asked: Option<Quantization>) -> Result<(Quantiz
 
 fn export(args: &ExportArgs) -> Result<ExitCode> {
     let source = fetch::model(&args.source.model, args.source.base_model.as_deref())?;
-    if args.merge && source.adapters.is_none() {
-        let expected = "LoRA adapters: this is a whole model, which has nothing to merge";
-        return Err(Error::invalid_value("--merge", args.source.model.display(), expected));
-    }
+    args.check(source.adapters.is_some())?;
     let (quantization, told) = match args.merge {
         true => merging(&source, args.source.quantization)?,
         false => (Quantization::None, None),
@@ -388,7 +385,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode> {
     let trained = source.adapters.as_ref().unwrap_or(&source.base);
     let has_adapters = source.adapters.is_some() && !args.merge;
     write_new("--output", &args.output, |folder| {
-        export_folder(&source, folder, args.merge, quantization, &mut progress)?;
+        export_folder(&source, folder, args.merge, (quantization, args.fp8), &mut progress)?;
         card::write(folder, trained, has_adapters)
     })?;
     console::print_saved(args.output.display());

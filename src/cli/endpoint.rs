@@ -88,6 +88,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Optio
         max_model_length: args.max_model_length,
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),
+        formats: args.formats.formats(),
         speculation: args.speculation.options(),
     };
     let defaults = sample::own_sampling(&args.generation, &args.source, &world)?;

@@ -226,6 +226,7 @@ pub(super) fn serve(
         max_model_length: sampling.max_model_length,
         kind: kinds.0,
         residual: kinds.1,
+        formats: sampling.formats.formats(),
         speculation: sampling.speculation.options(),
     };
     load(&options, sampling.supervision.fault.clone(), world)

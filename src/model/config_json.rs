@@ -7,6 +7,7 @@ mod delta_net;
 mod experts;
 pub(crate) mod keys;
 mod layer_types;
+mod quantization;
 pub(super) mod rope;
 #[cfg(test)]
 mod tests;
@@ -118,15 +119,30 @@ impl ModelSpec {
     /// [`Error::Io`]; [`Error::BadFile`] for a file of `base` that cannot be read; [`Error::InvalidArgument`] for the text part of files
     /// without a `base`.
     pub fn write_config(&self, folder: impl AsRef<Path>, base: Option<&Path>) -> Result<()> {
+        self.write_config_with(folder.as_ref(), base, None)
+    }
+
+    /// [`ModelSpec::write_config`] beside the files of [`WeightWriter::create_fp8`](super::WeightWriter::create_fp8).
+    ///
+    /// # Errors
+    /// The errors of [`ModelSpec::write_config`].
+    pub fn write_config_fp8(&self, folder: impl AsRef<Path>, base: Option<&Path>) -> Result<()> {
+        self.write_config_with(folder.as_ref(), base, Some(quantization::of_fp8(self)))
+    }
+
+    fn write_config_with(&self, folder: &Path, base: Option<&Path>, quantized: Option<Value>) -> Result<()> {
         let theirs = base.map(|base| base.join("generation_config.json")).filter(|path| path.exists());
         let theirs = theirs.map(|path| JsonObject::read(&path)).transpose()?;
         let mut generation = theirs.map_or_else(Map::new, JsonObject::into_map);
         generation.entry("bos_token_id").or_insert_with(|| json!(self.bos_token_id));
         generation.insert("eos_token_id".into(), self.eos_json());
         let generation = Value::Object(generation);
-        let config = if self.is_text_part { text_part::whole_config(self, base)? } else { self.to_config_json() };
+        let mut config = if self.is_text_part { text_part::whole_config(self, base)? } else { self.to_config_json() };
+        if let Some(quantized) = quantized {
+            config[quantization::KEY] = quantized;
+        }
         for (name, value) in [(CONFIG, config), ("generation_config.json", generation)] {
-            let path = folder.as_ref().join(name);
+            let path = folder.join(name);
             std::fs::write(&path, format!("{value:#}\n")).map_err(Error::io(path))?;
         }
         Ok(())
@@ -167,6 +183,7 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
     let traits = Traits { qkv_bias, ..traits };
     let config = &config;
     config.check(&keys::CONFIG_KEYS)?;
+    quantization::check(config)?;
     refuse_unsupported(config, &traits)?;
     if traits.has_shared_expert && config.has("qkv_bias") && !config.flag("qkv_bias")? {
         return Err(config.wrong("qkv_bias", "true"));

@@ -17,7 +17,8 @@ use crate::config::Quantization;
 use crate::error::{Error, Result};
 
 /// Writes the adapters of `source` as PEFT does; or, with `merge` or where there are none, a model folder of the base's type
-/// whose weights are W + (alpha / r) B A, added in float32, W rounded as `quantization` asks for it. `progress` is told `(done, total)` in units.
+/// whose weights are W + (alpha / r) B A, added in float32, W rounded as `quantization` asks for it, and with `fp8` rounded to blocks of e4m3, as Qwen's
+/// checkpoints in FP8. `progress` is told `(done, total)` in units.
 ///
 /// # Errors
 /// What is wrong with the folders; [`Error::Io`].
@@ -25,7 +26,7 @@ pub fn export_folder(
     source: &ModelSource,
     output: &Path,
     merge: bool,
-    quantization: Quantization,
+    (quantization, fp8): (Quantization, bool),
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<()> {
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
@@ -45,20 +46,26 @@ pub fn export_folder(
             progress(num_units, num_units);
             Ok(())
         }
-        _ => write_model((&spec, quantization), &source.base, adapters.as_ref(), output, progress),
+        _ => write_model((&spec, quantization, fp8), &source.base, adapters.as_ref(), output, progress),
     }
 }
 
 fn write_model(
-    (spec, quantization): (&Arc<ModelSpec>, Quantization),
+    (spec, quantization, fp8): (&Arc<ModelSpec>, Quantization, bool),
     base: &Path,
     adapters: Option<&AdapterFiles>,
     output: &Path,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<()> {
     let (files, table) = (WeightFiles::open(base, spec.clone())?, ParamTable::new(spec.clone(), 1));
-    spec.write_config(output, Some(base))?;
-    let mut writer = WeightWriter::create(output, spec.clone(), spec.dtype, Some(base))?;
+    let mut writer = match fp8 {
+        true => WeightWriter::create_fp8(output, spec.clone(), spec.dtype, Some(base))?,
+        false => WeightWriter::create(output, spec.clone(), spec.dtype, Some(base))?,
+    };
+    match fp8 {
+        true => spec.write_config_fp8(output, Some(base))?,
+        false => spec.write_config(output, Some(base))?,
+    }
     let adapter_table = adapters.map(|files| ParamTable::adapters(spec.clone(), files.lora(), 1));
     let rounding = BaseRounding::new(spec, quantization)?;
     for (index, layout) in table.units.iter().enumerate() {

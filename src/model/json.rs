@@ -91,6 +91,11 @@ impl JsonObject {
         self.map.contains_key(key)
     }
 
+    /// Its keys.
+    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
+        self.map.keys().map(String::as_str)
+    }
+
     /// An object within this one.
     pub(super) fn object(&self, key: &str) -> Result<Option<Self>> {
         let Some(value) = self.get(key) else { return Ok(None) };

@@ -17,6 +17,8 @@ pub use weight::weight_gradient;
 
 /// The largest value of e4m3.
 pub const MOST: f32 = 448.0;
+/// Rows and columns of a block of published checkpoints, which has one scale.
+pub const BLOCK: i64 = 128;
 /// The time that an operation takes in FP8 of what it takes in bfloat16, on tensor cores.
 const SHARE_OF_BF16: f64 = 0.5;
 
@@ -48,6 +50,29 @@ pub fn round_rows(
     let rounded = x.f_mul(&factor)?.f_clamp(-f64::from(MOST), f64::from(MOST))?;
     to.values.shallow_clone().f_copy_(&rounded.f_to_kind(Kind::Float8e4m3fn)?)?;
     Ok(to.scales.shallow_clone().f_copy_(&peak.f_view([-1])?.f_div(&scalar(MOST))?)?)
+}
+
+/// Blocks along a side of a matrix.
+pub fn blocks(side: i64) -> i64 {
+    (side + BLOCK - 1) / BLOCK
+}
+
+/// Rounds the blocks of a matrix, of [`BLOCK`] rows and columns but for the last ones: values in e4m3 [N, K], and a scale for each block
+/// [N / 128, K / 128], both rounded up. On a CPU.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn rounded_blocks(w: &Tensor /* [N, K] */) -> Result<[Tensor; 2]> {
+    let size = w.size();
+    let blocks = [size[0], size[1]].map(blocks);
+    let padding = [0, blocks[1] * BLOCK - size[1], 0, blocks[0] * BLOCK - size[0]];
+    let padded = w.f_to_kind(Kind::Float)?.f_constant_pad_nd(padding)?;
+    let split = padded.f_view([blocks[0], BLOCK, blocks[1], BLOCK])?.f_transpose(1, 2)?.f_contiguous()?;
+    let rows = rounded(&split.f_view([blocks[0] * blocks[1], BLOCK * BLOCK])?)?;
+    let values = rows.values.f_view([blocks[0], blocks[1], BLOCK, BLOCK])?.f_transpose(1, 2)?.f_contiguous()?;
+    let values = values.f_view([blocks[0] * BLOCK, blocks[1] * BLOCK])?;
+    let values = values.f_narrow(0, 0, size[0])?.f_narrow(1, 0, size[1])?.f_contiguous()?;
+    Ok([values, rows.scales.f_view(blocks)?])
 }
 
 /// The rows of a matrix, rounded.

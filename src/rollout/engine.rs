@@ -21,7 +21,7 @@ use super::weights::EngineWeights;
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::{ModelSpec, Ropes, Stages};
+use crate::model::{Format, ModelSpec, Ropes, Stages};
 use crate::phase::{self, Phase};
 use crate::ranks::Collective;
 use crate::types::Place;
@@ -170,6 +170,11 @@ impl Engine {
     /// The ranks that it is shared by, and their layers.
     pub fn ranks(&self) -> &EngineRanks {
         &self.ranks
+    }
+
+    /// The format in which blocks' matrices are multiplied.
+    pub fn format(&self) -> &'static dyn Format {
+        self.options.quantization.format()
     }
 
     /// Type of weights and activations.

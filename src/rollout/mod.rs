@@ -59,7 +59,7 @@ pub use copy::weight_copy_bytes;
 pub use engine::{Engine, RolloutEngine, fullest_stage};
 pub use gpu::{DecoderOp, TrialBatch, TrialStep, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::{SPARE_BYTES, cache_kind, kv_block_bytes};
-pub use options::EngineOptions;
+pub use options::{EngineFormats, EngineOptions};
 pub(crate) use request::ParamFault;
 pub use request::{Event, Request, RequestId};
 #[cfg(test)]

@@ -10,6 +10,26 @@ use crate::cuda::Placement;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 
+/// How an engine's products read weights, and how it stores what it keeps.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EngineFormats {
+    /// How products read the weights of blocks.
+    pub quantization: RolloutQuantization,
+    /// How keys and values are stored.
+    pub kv_cache_dtype: KvCacheDtype,
+    /// How states of gated delta nets are stored.
+    pub state_dtype: StateDtype,
+}
+
+impl EngineFormats {
+    /// Weights, keys and values in the type of the network, states in float32.
+    pub const PLAIN: Self = Self {
+        quantization: RolloutQuantization::None,
+        kv_cache_dtype: KvCacheDtype::Auto,
+        state_dtype: StateDtype::Float32,
+    };
+}
+
 /// Size and shape of an engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {

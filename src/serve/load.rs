@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::Served;
-use crate::config::{Device, EngineShape, KvCacheDtype, Quantization, RolloutQuantization, StateDtype};
+use crate::config::{Device, EngineShape, Quantization};
 use crate::console;
 use crate::cuda;
 use crate::data::Tokenizer;
@@ -18,7 +18,10 @@ use crate::model::{
 };
 use crate::phase;
 use crate::ranks::World;
-use crate::rollout::{Engine, EngineOptions, EngineRanks, SpeculationOptions, fullest_stage, kv_block_bytes};
+use crate::rollout::{
+    Engine, EngineFormats, EngineOptions, EngineRanks, SpeculationOptions, cache_kind, fullest_stage, kv_block_bytes,
+    weight_copy_bytes,
+};
 
 /// Tokens per KV block.
 const KV_BLOCK_SIZE: usize = 16;
@@ -34,7 +37,7 @@ pub struct ServeOptions<'a> {
     pub base_model: Option<&'a Path>,
     /// Adapters that requests choose by their place in this list: names and folders.
     pub adapters: &'a [NamedAdapter],
-    /// How the base is rounded; `None` is as it was while its adapters were trained.
+    /// How the base's weights are rounded as they are loaded; `None` is as they were while its adapters were trained.
     pub quantization: Option<Quantization>,
     /// Variables that the chat template is given.
     pub template_variables: &'a Map<String, Value>,
@@ -46,6 +49,8 @@ pub struct ServeOptions<'a> {
     pub kind: Kind,
     /// Type of the residual stream.
     pub residual: Kind,
+    /// How products read weights, and how keys, values and states are stored.
+    pub formats: EngineFormats,
     /// How tokens are drafted.
     pub speculation: SpeculationOptions,
 }
@@ -124,12 +129,14 @@ impl ModelService {
         let device = world.device();
         let max_model_length = options.max_model_length.unwrap_or(usize::MAX).min(spec.max_position_embeddings);
         let longest_blocks = max_model_length.div_ceil(KV_BLOCK_SIZE);
+        let EngineFormats { quantization, kv_cache_dtype, state_dtype } = options.formats;
+        let (fullest, tp_size) = (fullest_stage(&spec, &stages), shape.tensor_parallel_size);
+        let copy_bytes = weight_copy_bytes(quantization.format(), &fullest, tp_size);
         let available = match device.is_cuda() {
-            true => cuda::available_bytes()?.saturating_sub(spec.num_params() * kind.elt_size_in_bytes()),
+            true => cuda::available_bytes()?.saturating_sub(spec.num_params() * kind.elt_size_in_bytes() + copy_bytes),
             false => memory::available_host_bytes()? / world.local_size(),
         };
-        let block_bytes =
-            kv_block_bytes(&fullest_stage(&spec, &stages), shape.tensor_parallel_size, KV_BLOCK_SIZE, kind);
+        let block_bytes = kv_block_bytes(&fullest, tp_size, KV_BLOCK_SIZE, cache_kind(kv_cache_dtype, kind));
         let engine_options = EngineOptions {
             kv_cache_bytes: (MAX_NUM_SEQS * longest_blocks * block_bytes).min(available / 4),
             block_size: KV_BLOCK_SIZE,
@@ -138,9 +145,9 @@ impl ModelService {
             max_model_length,
             kind,
             residual,
-            quantization: RolloutQuantization::None,
-            kv_cache_dtype: KvCacheDtype::Auto,
-            state_dtype: StateDtype::Float32,
+            quantization,
+            kv_cache_dtype,
+            state_dtype,
             device,
             strict: false,
             exact: false,

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::console::weights_progress;
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
-use crate::model::{BlockLora, LoraSpec, ModelSpec, ParamTable, Plain, Unit, UnitLayout};
+use crate::model::{BlockLora, Format, LoraSpec, ModelSpec, ParamTable, Unit, UnitLayout};
 use crate::ranks::World;
 use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 
@@ -86,7 +86,7 @@ impl Served {
     ) -> Result<Self> {
         let device = world.device();
         let zeros = |layout: &UnitLayout| Ok(Tensor::f_zeros([layout.len as i64], (kind, device))?);
-        let adapters = lora.map(|lora| ServedAdapters::new(&table, lora, device, &zeros));
+        let adapters = lora.map(|lora| ServedAdapters::new(&table, lora, (device, engine.format()), &zeros));
         let adapters = adapters.into_iter().collect::<Result<_>>()?;
         Ok(Self { adapters, ..Self::new(world, table, engine, &zeros)? })
     }
@@ -98,7 +98,7 @@ impl Served {
     pub fn with_adapters(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
         let device = self.world.device();
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
-        self.adapters = vec![ServedAdapters::new(&self.table, lora, device, &load)?];
+        self.adapters = vec![ServedAdapters::new(&self.table, lora, (device, self.engine.format()), &load)?];
         Ok(self)
     }
 
@@ -110,7 +110,7 @@ impl Served {
     pub fn with_choice(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
         let device = self.world.device();
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
-        self.adapters.push(ServedAdapters::new(&self.table, lora, device, &load)?);
+        self.adapters.push(ServedAdapters::new(&self.table, lora, (device, self.engine.format()), &load)?);
         self.are_chosen = true;
         Ok(self)
     }
@@ -171,17 +171,17 @@ impl Served {
 }
 
 impl ServedAdapters {
-    /// Beside a model of `table` on `device`, with units from `source`.
+    /// Beside a model of `table` on a device, multiplied in a format, with units from `source`.
     fn new(
         table: &ParamTable,
         lora: LoraSpec,
-        device: Device,
+        (device, format): (Device, &dyn Format),
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
         let table = ParamTable::adapters(table.spec.clone(), &lora, table.shards);
         let units: Vec<Tensor> = table.units.iter().map(source).collect::<Result<_>>()?;
         if let Some(unit) = units.first().filter(|_| device.is_cuda()) {
-            lora.check_gpu(&table.spec, unit.kind(), &Plain)?;
+            lora.check_gpu(&table.spec, unit.kind(), format)?;
         }
         Ok(Self { lora, table, units })
     }

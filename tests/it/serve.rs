@@ -2,6 +2,7 @@
 
 mod adapters;
 mod chat;
+mod fp8;
 mod generation;
 mod hybrid;
 mod speculation;

@@ -5,13 +5,11 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{
-    LaunchArgs, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, SpeculationArgs, count, number, word,
+    FormatArgs, LaunchArgs, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, SpeculationArgs, count, number,
+    word,
 };
 use crate::bench::{BenchRouting, LengthSpread};
-use crate::config::{
-    Dtype, GradientCheckpointing, KvCacheDtype, MixedPrecision, OptimizerName, Quantization, RolloutQuantization,
-    Speculation, StateDtype,
-};
+use crate::config::{Dtype, GradientCheckpointing, MixedPrecision, OptimizerName, Quantization, Speculation};
 use crate::types::SamplingParams;
 
 /// `bench`.
@@ -163,15 +161,8 @@ pub struct BenchGenerateArgs {
     /// Rows with the bits that training gives them, as with the key `exact`; the engine is strict, too
     #[arg(long)]
     pub exact: bool,
-    /// Precision in which the engine multiplies by the weights of blocks: none (that of dtype) or fp8
-    #[arg(long, default_value = "none", value_parser = word::<RolloutQuantization>)]
-    pub rollout_quantization: RolloutQuantization,
-    /// Type of keys and values in the cache: auto (that of dtype) or fp8
-    #[arg(long, default_value = "auto", value_parser = word::<KvCacheDtype>)]
-    pub kv_cache_dtype: KvCacheDtype,
-    /// Type in which states of gated delta nets are stored between steps: float32 or bfloat16
-    #[arg(long = "mamba_ssm_cache_dtype", default_value = "float32", value_parser = word::<StateDtype>)]
-    pub state_dtype: StateDtype,
+    #[command(flatten)]
+    pub formats: FormatArgs,
     #[command(flatten)]
     pub speculation: SpeculationArgs,
     /// Time of every operation of a decode step at every batch size; at the largest also its energy, under lasting load

@@ -112,4 +112,24 @@ pub struct ExportArgs {
     /// Write a whole model, the adapters added to their base's weights
     #[arg(long)]
     pub merge: bool,
+    /// Write a whole model in FP8: matrices of blocks in e4m3 with a scale for each 128 x 128, as Qwen's checkpoints in FP8
+    #[arg(long)]
+    pub fp8: bool,
+}
+
+impl ExportArgs {
+    /// Refuses what does not go with a model, or with adapters.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) on the option.
+    pub fn check(&self, are_adapters: bool) -> crate::error::Result<()> {
+        let refuse = |option: &str, expected: &str| {
+            Err(crate::error::Error::invalid_value(option, self.source.model.display(), expected))
+        };
+        match (self.merge, self.fp8, are_adapters) {
+            (true, _, false) => refuse("--merge", "LoRA adapters: this is a whole model, which has nothing to merge"),
+            (false, true, true) => refuse("--fp8", "a whole model, or --merge beside adapters, which stay as they are"),
+            _ => Ok(()),
+        }
+    }
 }

@@ -6,13 +6,13 @@ use clap::Args;
 
 use super::{completions, count, number, seed, word};
 use crate::config::{
-    EngineShape, HeartbeatConfig, PipelinePartition, PromptFormat, Quantization, ResidualDtype, RewardConfig,
-    Speculation,
+    EngineShape, HeartbeatConfig, KvCacheDtype, PipelinePartition, PromptFormat, Quantization, ResidualDtype,
+    RewardConfig, RolloutQuantization, Speculation, StateDtype,
 };
 use crate::metrics::check_samples_file;
 use crate::model::ModelSource;
 use crate::phase::Fault;
-use crate::rollout::SpeculationOptions;
+use crate::rollout::{EngineFormats, SpeculationOptions};
 use crate::serve::{EngineDivision, SamplingDefaults};
 use crate::types::SamplingParams;
 
@@ -135,6 +135,8 @@ pub struct SamplingArgs {
     #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]
     pub max_model_length: Option<usize>,
     #[command(flatten)]
+    pub formats: FormatArgs,
+    #[command(flatten)]
     pub speculation: SpeculationArgs,
     #[command(flatten)]
     pub supervision: SupervisionArgs,
@@ -172,6 +174,29 @@ impl SamplingArgs {
             pipeline_partition: self.pipeline.sizes(),
             enable_expert_parallel: self.enable_expert_parallel,
         }
+    }
+}
+
+/// How an engine's products read weights, and how it stores what it keeps.
+#[derive(Debug, Clone, Copy, Args)]
+#[command(rename_all = "snake_case")]
+pub struct FormatArgs {
+    /// Precision in which the engine multiplies by the weights of blocks: none (that of dtype) or fp8
+    #[arg(long, default_value = "none", value_parser = word::<RolloutQuantization>)]
+    pub rollout_quantization: RolloutQuantization,
+    /// Type of keys and values in the cache: auto (that of dtype) or fp8
+    #[arg(long, default_value = "auto", value_parser = word::<KvCacheDtype>)]
+    pub kv_cache_dtype: KvCacheDtype,
+    /// Type in which states of gated delta nets are stored between steps: float32 or bfloat16
+    #[arg(long = "mamba_ssm_cache_dtype", default_value = "float32", value_parser = word::<StateDtype>)]
+    pub state_dtype: StateDtype,
+}
+
+impl FormatArgs {
+    /// The engine's formats.
+    pub fn formats(self) -> EngineFormats {
+        let Self { rollout_quantization: quantization, kv_cache_dtype, state_dtype } = self;
+        EngineFormats { quantization, kv_cache_dtype, state_dtype }
     }
 }
 

@@ -3,8 +3,8 @@
 use clap::Args;
 
 use super::{
-    GenerationArgs, PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SpeculationArgs, SupervisionArgs,
-    count, number,
+    FormatArgs, GenerationArgs, PipelineArgs, PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SpeculationArgs,
+    SupervisionArgs, count, number,
 };
 use crate::data::ToolCallParser;
 use crate::error::{Error, Result};
@@ -109,6 +109,8 @@ pub struct ServeArgs {
     /// Each process has some experts whole, of a model with experts, in place of a part of every expert
     #[arg(long)]
     pub enable_expert_parallel: bool,
+    #[command(flatten)]
+    pub formats: FormatArgs,
     #[command(flatten)]
     pub speculation: SpeculationArgs,
     /// Port to listen at; 0 takes a free one

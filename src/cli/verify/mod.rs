@@ -20,7 +20,7 @@ use crate::memory::explain_out_of_memory;
 use crate::model::{ModelSource, ModelSpec, ParamTable, Plain, UnitLayout, WeightFiles};
 use crate::phase::{self, Phase};
 use crate::ranks::{Backend, World};
-use crate::rollout::SpeculationOptions;
+use crate::rollout::{EngineFormats, SpeculationOptions};
 use crate::serve::{EngineDivision, ModelService, ServeOptions};
 use crate::torch;
 use crate::train::{NetworkOptions, Reference};
@@ -175,6 +175,7 @@ fn generate(args: &VerifyArgs, source: &ModelSource, world: &Arc<World>, kind: K
         max_model_length: Some(MAX_LENGTH),
         kind,
         residual: kind,
+        formats: EngineFormats::PLAIN,
         speculation: SpeculationOptions::NONE,
     };
     let ModelService { mut served, tokenizer, max_model_length, .. } =

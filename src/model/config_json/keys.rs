@@ -9,7 +9,7 @@ pub(crate) const CONFIG_KEYS: KeyTable = KeyTable {
         hidden_act hidden_activation hidden_size intermediate_size layer_types linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads \
         linear_num_value_heads linear_value_head_dim max_position_embeddings max_window_layers mlp_only_layers model_type \
         moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob num_attention_heads num_experts num_experts_per_tok num_hidden_layers \
-        num_key_value_heads num_local_experts original_max_position_embeddings output_router_logits partial_rotary_factor qkv_bias query_pre_attn_scalar rms_norm_eps \
+        num_key_value_heads num_local_experts original_max_position_embeddings output_router_logits partial_rotary_factor qkv_bias quantization_config query_pre_attn_scalar rms_norm_eps \
         rope_local_base_freq rope_parameters rope_scaling rope_theta routed_scaling_factor router_aux_loss_coef shared_expert_intermediate_size sliding_window sliding_window_pattern swiglu_alpha swiglu_limit text_config \
         tie_word_embeddings topk_group torch_dtype use_qk_norm use_sliding_window vocab_size",
     harmless: "_sliding_window_pattern auto_map boi_token_index eoi_token_index experts_per_token id2label image_token_id image_token_index initial_context_length initializer_range label2id mm_tokens_per_image multimodal_projector_bias num_mtp_layers num_nextn_predict_layers output_attentions output_hidden_states \
@@ -32,7 +32,6 @@ pub(crate) const CONFIG_KEYS: KeyTable = KeyTable {
         ("is_encoder_decoder", &["false"], "only decoders are computed"),
         ("mlp_bias", &["false"], "biases of an MLP are not computed"),
         ("pruned_heads", &["{}"], "heads are computed as num_attention_heads says"),
-        ("quantization_config", &[], "only unquantised weights are read, but for gpt-oss in `mxfp4`"),
         ("resid_pdrop", &["0"], "training computes no dropout of sublayers"),
         ("use_bidirectional_attention", &["false"], "tokens attend to those before them alone"),
     ],

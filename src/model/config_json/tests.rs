@@ -166,7 +166,23 @@ fn what_cannot_be_computed_is_refused_by_name() {
             json!({"full_attention": {"rope_theta": 1e6}}),
             "rope_parameters.full_attention is {\"rope_theta\":1000000.0}: expected no such key",
         ),
-        ("quantization_config", json!({"bits": 4}), "quantization_config"),
+        ("quantization_config", json!({"bits": 4}), "quantization_config.quant_method is absent"),
+        ("quantization_config", json!({"quant_method": "gptq"}), "quant_method is \"gptq\": expected fp8 or"),
+        (
+            "quantization_config",
+            json!({"quant_method": "fp8", "weight_block_size": [64, 128]}),
+            "weight_block_size is [64,128]: expected [128, 128]",
+        ),
+        (
+            "quantization_config",
+            json!({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}}}),
+            "config_groups.group_0.weights.num_bits is 4: expected 8",
+        ),
+        (
+            "quantization_config",
+            json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+            "format is \"pack-quantized\": expected float-quantized",
+        ),
         ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
         (
             "rope_scaling",
@@ -350,4 +366,23 @@ fn factors_of_granite_are_read_as_in_transformers() {
     let spec = load(&config).unwrap();
     assert_eq!((spec.attention().scale, spec.layers[1].residual_scale), (1.0, 1.0));
     assert_eq!((spec.embedding_multiplier, spec.logits_scaling), (1.0, 1.0));
+}
+
+/// As DeepSeek, Qwen, Mistral and compressed-tensors publish weights in FP8. What is written again says nothing of it.
+#[test]
+fn files_in_fp8_have_the_shape_of_others() {
+    let good = ModelSpec::preset("micro").unwrap();
+    let groups = |strategy: &str| json!({"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": strategy}}});
+    let compressed = |strategy| json!({"quant_method": "compressed-tensors", "format": "float-quantized", "kv_cache_scheme": null, "config_groups": groups(strategy)});
+    for of in [
+        json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+        json!({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": null}),
+        compressed("channel"),
+        compressed("tensor"),
+        compressed("block"),
+    ] {
+        let spec = load(&with(&good.to_config_json(), "quantization_config", of)).unwrap();
+        assert_eq!(spec, good);
+        assert!(spec.to_config_json().get("quantization_config").is_none());
+    }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::dtype_name;
+use super::{dtype_name, quantization};
 use crate::error::{Error, Result};
 use crate::model::json::{CONFIG, JsonObject};
 use crate::model::spec::ModelSpec;
@@ -13,9 +13,7 @@ const KEY: &str = "text_config";
 
 /// The description of the text part. Whether the head is tied is said outside of it, as in transformers, and so may be the type.
 pub(super) fn read(whole: JsonObject) -> Result<JsonObject> {
-    if whole.get("quantization_config").is_some() {
-        return Err(whole.wrong("quantization_config", "none: unquantised weights"));
-    }
+    quantization::check(&whole)?;
     let mut text = whole.object(KEY)?.ok_or_else(|| whole.wrong(KEY, "an object that describes the text model"))?;
     text.take("tie_word_embeddings", &whole);
     if text.get("dtype").or(text.get("torch_dtype")).is_none() {
@@ -42,6 +40,7 @@ pub(super) fn whole_config(spec: &ModelSpec, base: Option<&Path>) -> Result<Valu
     };
     rewrite(&mut config);
     rewrite(&mut config[KEY]);
+    config.as_object_mut().expect("read as one").remove(quantization::KEY);
     if !spec.tie_word_embeddings {
         config["tie_word_embeddings"] = json!(false); // whatever `base` says: its files decide
     }

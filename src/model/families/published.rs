@@ -110,7 +110,7 @@ fn what_is_not_computed_of_these_families_is_refused_by_name() {
             json!({"quant_method": "fp8"}),
             "quantization_config.quant_method is \"fp8\": expected \"mxfp4\"",
         ),
-        (&glm, "quantization_config", json!({"quant_method": "mxfp4"}), "only unquantised weights are read"),
+        (&glm, "quantization_config", json!({"quant_method": "mxfp4"}), "other quantised weights are not read"),
         (&glm, "attention_bias", json!(3), "attention_bias is 3: expected true or false"),
     ] {
         let mut config = config.clone();

@@ -93,15 +93,27 @@ impl MappedFile {
     }
 
     fn check_type(&self, name: &str, shape: &[i64], fits: &dyn Fn(Dtype) -> bool, expected: &str) -> Result<()> {
+        let info = self.check_shape(name, shape)?;
+        match fits(info.dtype) {
+            true => Ok(()),
+            false => {
+                let message = format!("{name} has type {:?}, expected {expected}", info.dtype);
+                Err(Error::bad_file(&self.path, message))
+            }
+        }
+    }
+
+    /// Refuses a tensor that is missing or of another shape.
+    ///
+    /// # Errors
+    /// The errors of [`MappedFile::check`].
+    pub(super) fn check_shape(&self, name: &str, shape: &[i64]) -> Result<&TensorInfo> {
         let bad = |message| Err(Error::bad_file(&self.path, message));
         let Some(info) = self.info(name) else { return bad(format!("missing {name} {shape:?}")) };
         if !info.shape.iter().map(|&size| size as i64).eq(shape.iter().copied()) {
             return bad(format!("{name} has shape {:?}, expected {shape:?}", info.shape));
         }
-        match fits(info.dtype) {
-            true => Ok(()),
-            false => bad(format!("{name} has type {:?}, expected {expected}", info.dtype)),
-        }
+        Ok(info)
     }
 
     /// Copies a tensor that passed [`MappedFile::check`], from its element `first` on, out of the map, whose data may be misaligned, to
@@ -196,5 +208,18 @@ fn kind_of(dtype: Dtype) -> Option<Kind> {
         Dtype::BF16 => Some(Kind::BFloat16),
         Dtype::F16 => Some(Kind::Half),
         _ => None,
+    }
+}
+
+/// The type on disk of a kind.
+pub(in crate::model) fn dtype_of(kind: Kind) -> Result<Dtype> {
+    match kind {
+        Kind::Float => Ok(Dtype::F32),
+        Kind::BFloat16 => Ok(Dtype::BF16),
+        Kind::Half => Ok(Dtype::F16),
+        other => {
+            let expected = "Float, BFloat16 or Half".to_owned();
+            Err(Error::InvalidArgument { op: "WeightWriter::create", expected, got: format!("{other:?}") })
+        }
     }
 }

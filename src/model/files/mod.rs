@@ -1,6 +1,6 @@
 //! Weight files: safetensors with Hugging Face names and shapes, one file or shards with an index.
 //!
-//! `names` maps our parameters to theirs, `header` checks a file before anything is allocated from it, `read` and
+//! `names` maps our parameters to theirs, `header` checks a file before anything is allocated from it, `scaled` has matrices in FP8, `read` and
 //! `write` move one unit at a time.
 
 mod header;
@@ -8,16 +8,17 @@ mod interleaved;
 mod mxfp4;
 pub(super) mod names;
 mod read;
+mod scaled;
 mod write;
 
 #[cfg(test)]
 mod tests;
 
 pub(crate) use header::MappedFile;
+pub(super) use header::dtype_of;
 pub use read::WeightFiles;
 pub(super) use read::has_own_head;
 pub use write::WeightWriter;
-pub(super) use write::dtype_of;
 pub(crate) use write::{TORCH_FORMAT, encode_header, sync};
 
 /// Weights in one file.

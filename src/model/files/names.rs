@@ -45,6 +45,17 @@ impl HfTensor {
         self.rows.is_some() && self.shape.len() == 2
     }
 
+    /// Whether its tensor in the file has other matrices, too.
+    pub fn is_part(&self) -> bool {
+        self.piece.is_some() || self.within.is_some() || self.is_stacked
+    }
+
+    /// Whether published checkpoints in FP8 have it so: all matrices of a block but routers, and of a gated delta net write strengths and decays.
+    pub fn is_rounded_as_published(&self) -> bool {
+        self.is_projection()
+            && self.rows.as_ref().is_some_and(|(linear, _)| !matches!(linear.matrix, Matrix::DeltaB | Matrix::DeltaA))
+    }
+
     /// The matrix of all experts that a checkpoint may have in place of each expert's, and the first of its elements that are this tensor's:
     /// gates of an expert come before its ups.
     pub fn fused(&self) -> Option<(String, Vec<i64>, usize)> {
@@ -268,6 +279,12 @@ pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
     (spec.tie_word_embeddings && name == head(spec))
         || name.ends_with(".self_attn.rotary_emb.inv_freq")
         || is_kept(spec, name)
+}
+
+/// Modules of which tensors are kept, as [`is_kept`] has them.
+pub(in crate::model) fn kept_modules(spec: &ModelSpec) -> impl Iterator<Item = String> {
+    let kept = whole(spec).map_or(&[][..], |whole| whole.kept).iter().map(|kept| kept.trim_end_matches('.').to_owned());
+    kept.chain(spec.delta_net().map(|_| "mtp".to_owned()))
 }
 
 /// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and layers that

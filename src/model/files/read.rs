@@ -1,5 +1,6 @@
 //! Reading weights.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,15 +9,26 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use tch::{Device, Kind, Tensor};
 
-use super::header::{self, MappedFile};
+use super::header::{self, MappedFile, dtype_of};
 use super::names::{HfTensor, decoder, head, is_ignored, is_kept, tensors};
+use super::scaled::{SCALES, Scales, is_scaled, matrix_of};
 use super::{INDEX, SINGLE, mxfp4};
 use crate::error::{Error, Result};
 use crate::model::block::correction;
 use crate::model::json::JsonObject;
 use crate::model::params::{UnitLayout, units};
 use crate::model::spec::ModelSpec;
+use crate::torch::byte_vec;
 use crate::untrusted::MAX_INDEX_BYTES;
+
+/// A tensor that goes from its checkpoint to those that are written.
+#[derive(Debug)]
+pub(super) struct KeptTensor<'a> {
+    pub name: &'a str,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub bytes: Cow<'a, [u8]>,
+}
 
 /// Most names listed in one message.
 const MAX_LISTED: usize = 8;
@@ -72,17 +84,86 @@ impl WeightFiles {
                 view.f_copy_(&correction::split(&whole)?)?;
                 continue;
             }
-            self.shard_of(&name).copy_to(&name, first, &mut view)?;
+            self.copy_to(&name, first, &mut view)?;
         }
         Ok(flat)
     }
 
-    /// Tensors that are no part of the model and are kept as they are: name, type and shape, bytes.
-    pub(super) fn kept(&self) -> impl Iterator<Item = (&str, &TensorInfo, &[u8])> {
-        self.places.iter().filter(|(name, _)| is_kept(&self.spec, name)).filter_map(|(name, &shard)| {
-            let shard = &self.shards[shard];
-            Some((name.as_str(), shard.info(name)?, shard.bytes(name)?))
+    /// Copies a tensor that was checked to some elements, from its element `first` on; one in e4m3 times its scales.
+    fn copy_to(&self, name: &str, first: usize, target: &mut Tensor) -> Result<()> {
+        let shard = self.shard_of(name);
+        let (Some(scales), Some(info), Some(bytes)) = (self.scales(name), shard.info(name), shard.bytes(name)) else {
+            return shard.copy_to(name, first, target);
+        };
+        let &[all, columns] = &info.shape[..] else { unreachable!("checked before: {name} is a matrix") };
+        let size = [(target.numel() / columns) as i64, columns as i64];
+        let codes = Tensor::f_from_data_size(&bytes[first..first + target.numel()], &size, Kind::Float8e4m3fn)?;
+        let values = scales.apply(&codes, ((first / columns) as i64, all as i64))?;
+        target.f_copy_(&values.f_view_as(target)?)?;
+        Ok(())
+    }
+
+    /// The scales of a matrix that is in e4m3, if its files have them.
+    fn scales(&self, name: &str) -> Option<Scales<'_>> {
+        if !is_scaled(self.shard_of(name), name) {
+            return None;
+        }
+        let place = SCALES.iter().find_map(|scales| self.places.get_key_value(&format!("{name}{scales}")));
+        place.map(|(name, &shard)| Scales { file: &self.shards[shard], name })
+    }
+
+    /// Whether a tensor has scales of a matrix that is in e4m3.
+    fn has_scales(&self, name: &str) -> bool {
+        let matrix = matrix_of(name).filter(|matrix| self.places.contains_key(matrix));
+        matrix.is_some_and(|matrix| is_scaled(self.shard_of(&matrix), &matrix))
+    }
+
+    /// Tensors that are no part of the model and are kept: name, type and shape, bytes. They stay as they are, but that those in e4m3
+    /// become what their scales make of them, in `kind`.
+    ///
+    /// # Errors
+    /// The errors of [`WeightFiles::read_unit`]; [`Error::BadFile`] for scales that do not fit.
+    pub(super) fn kept(&self, kind: Kind) -> impl Iterator<Item = Result<KeptTensor<'_>>> {
+        let names = self.places.iter().filter(|(name, _)| is_kept(&self.spec, name) && !self.has_scales(name));
+        names.filter_map(move |(name, &shard)| {
+            let info = self.shards[shard].info(name)?;
+            let shape = info.shape.clone();
+            Some(match is_scaled(&self.shards[shard], name) {
+                true => self.kept_values(name, &shape, kind),
+                false => Ok(KeptTensor {
+                    name,
+                    dtype: info.dtype,
+                    shape,
+                    bytes: Cow::Borrowed(self.shards[shard].bytes(name)?),
+                }),
+            })
         })
+    }
+
+    /// A kept tensor in e4m3, times its scales.
+    fn kept_values<'a>(&'a self, name: &'a str, shape: &[usize], kind: Kind) -> Result<KeptTensor<'a>> {
+        let size: Vec<i64> = shape.iter().map(|&side| side as i64).collect();
+        self.check_tensor(name, &size)?;
+        let mut values = Tensor::f_zeros(&size, (kind, Device::Cpu))?;
+        self.copy_to(name, 0, &mut values)?;
+        let bytes = Cow::Owned(byte_vec(&values)?);
+        Ok(KeptTensor { name, dtype: dtype_of(kind)?, shape: shape.to_vec(), bytes })
+    }
+
+    /// Refuses a tensor of another shape or type than we read.
+    fn check_tensor(&self, name: &str, shape: &[i64]) -> Result<()> {
+        let shard = self.shard_of(name);
+        if !is_scaled(shard, name) {
+            return shard.check(name, shape);
+        }
+        shard.check_shape(name, shape)?;
+        match self.scales(name) {
+            Some(scales) => scales.check(shape),
+            None => {
+                let expected = SCALES.map(|scales| format!("{name}{scales}")).join(" or ");
+                Err(Error::bad_file(&shard.path, format!("{name} is in e4m3 without scales: expected {expected}")))
+            }
+        }
     }
 
     fn add(&mut self, shard: MappedFile) -> Result<()> {
@@ -149,7 +230,7 @@ impl WeightFiles {
         let missing = self.missing(&expected);
         let known: HashSet<&str> = expected.iter().map(|(name, _)| name.as_str()).collect();
         let unexpected = self.places.iter().filter(|(name, _)| !known.contains(name.as_str()));
-        let unexpected = unexpected.filter(|(name, _)| !is_ignored(&self.spec, name));
+        let unexpected = unexpected.filter(|(name, _)| !is_ignored(&self.spec, name) && !self.has_scales(name));
         let unexpected = unexpected.map(|(name, &shard)| {
             let shape = self.shards[shard].info(name).map(|info| info.shape.as_slice()).unwrap_or_default();
             format!("{name} {shape:?}")
@@ -168,7 +249,7 @@ impl WeightFiles {
         }
         expected.iter().try_for_each(|(name, shape)| match mxfp4::is_part(name) {
             true => self.shard_of(name).check_bytes(name, shape),
-            false => self.shard_of(name).check(name, shape),
+            false => self.check_tensor(name, shape),
         })
     }
 

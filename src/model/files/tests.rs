@@ -7,6 +7,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use tch::{Device, Kind, Tensor};
 
+use super::names::tensors;
 use super::{INDEX, SINGLE, WeightFiles, WeightWriter};
 use crate::error::Error;
 use crate::model::{ModelSpec, ParamTable, QkNorm};
@@ -46,7 +47,7 @@ fn what_is_written_is_read_back_bit_by_bit() {
         let table = ParamTable::new(spec.clone(), 3);
         let units = random_units(&table, kind);
         let folder = tempfile::tempdir().unwrap();
-        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), kind, None, shard_bytes).unwrap();
+        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), kind, shard_bytes).unwrap();
         for (layout, flat) in table.units.iter().zip(&units).rev() {
             writer.write_unit(layout, flat).unwrap();
         }
@@ -94,8 +95,7 @@ fn a_new_model_hides_the_one_before_it() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     for (shard_bytes, sign) in [(usize::MAX, 1.0), (30_000, -1.0), (usize::MAX, 2.0)] {
-        let mut writer =
-            WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, None, shard_bytes).unwrap();
+        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, shard_bytes).unwrap();
         for (layout, flat) in table.units.iter().zip(random_units(&table, Kind::Float)) {
             writer.write_unit(layout, &(flat * sign)).unwrap();
         }
@@ -110,8 +110,7 @@ fn a_model_that_cannot_have_its_names_leaves_the_one_before_it() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     let write = |shard_bytes| {
-        let mut writer =
-            WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, None, shard_bytes).unwrap();
+        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, shard_bytes).unwrap();
         for (layout, flat) in table.units.iter().zip(random_units(&table, Kind::Float)) {
             writer.write_unit(layout, &flat).unwrap();
         }
@@ -173,4 +172,66 @@ fn experts_in_one_tensor_are_read_as_one_by_one() {
     let twice = (format!("{place}.3.up_proj.weight"), file.tensor(&format!("{place}.3.up_proj.weight")).unwrap());
     let message = refused(all.into_iter().chain([twice]).collect());
     assert!(message.contains("unexpected model.layers.0.mlp.experts.3.up_proj.weight [192, 128]"), "{message}");
+}
+
+/// Files in FP8 are read as the values that were rounded: those of blocks times their scales, all else bit by bit, over several files, too.
+#[test]
+fn what_is_written_in_fp8_is_read_back_as_it_was_rounded() {
+    let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
+    let table = ParamTable::new(spec.clone(), 1);
+    let units = random_units(&table, Kind::Float);
+    let mut writer = WeightWriter::create_fp8(folder.path(), spec.clone(), Kind::BFloat16, None).unwrap();
+    for (layout, flat) in table.units.iter().zip(&units) {
+        writer.write_unit(layout, flat).unwrap();
+    }
+    writer.finish().unwrap();
+    let bytes = std::fs::read(folder.path().join(SINGLE)).unwrap();
+    let raw = SafeTensors::deserialize(&bytes).unwrap();
+    let files = WeightFiles::open(folder.path(), spec.clone()).unwrap();
+    let mut rounded = 0;
+    for (layout, flat) in table.units.iter().zip(&units) {
+        let read = files.read_unit(layout, Kind::Float).unwrap();
+        for tensor in tensors(&spec, layout.unit) {
+            let [own, before] = [&read, flat].map(|flat| tensor.view(layout, flat).reshape(tensor.shape.as_slice()));
+            let Ok(scales) = raw.tensor(&format!("{}_scale_inv", tensor.name)) else {
+                assert!(own.equal(&before.to_kind(Kind::BFloat16).to_kind(Kind::Float)), "{}", tensor.name);
+                continue;
+            };
+            rounded += 1;
+            let codes = raw.tensor(&tensor.name).unwrap();
+            assert_eq!((codes.dtype(), scales.dtype()), (Dtype::F8_E4M3, Dtype::F32));
+            let columns = tensor.shape[1] as usize;
+            let value = |code: u8| Tensor::from_slice(&[code]).view_dtype(Kind::Float8e4m3fn).double_value(&[0]) as f32;
+            let scale = |at: usize| {
+                let block = at / columns / 128 * scales.shape()[1] + at % columns / 128;
+                f32::from_le_bytes(scales.data()[4 * block..4 * block + 4].try_into().unwrap())
+            };
+            let values =
+                codes.data().iter().enumerate().map(|(at, code)| value(*code) * scale(at)).collect::<Vec<f32>>();
+            assert!(own.reshape([-1]).equal(&Tensor::from_slice(&values)), "{}", tensor.name);
+            let cost = f64::try_from((&own - &before).norm() / before.norm()).unwrap();
+            assert!((0.001..0.05).contains(&cost), "{}: {cost}", tensor.name);
+        }
+    }
+    assert_eq!(rounded, 7 * spec.num_layers());
+}
+
+#[test]
+fn fp8_without_scales_is_refused_by_name() {
+    let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
+    let table = ParamTable::new(spec.clone(), 1);
+    let mut writer = WeightWriter::create_fp8(folder.path(), spec.clone(), Kind::BFloat16, None).unwrap();
+    for (layout, flat) in table.units.iter().zip(random_units(&table, Kind::Float)) {
+        writer.write_unit(layout, &flat).unwrap();
+    }
+    writer.finish().unwrap();
+    let path = folder.path().join(SINGLE);
+    let name = "model.layers.1.mlp.down_proj.weight";
+    let text = std::fs::read(&path).unwrap();
+    let at = text.windows(name.len() + 10).position(|part| part == format!("{name}_scale_inv").as_bytes()).unwrap();
+    let mut other = text.clone();
+    other[at + name.len()..at + name.len() + 10].copy_from_slice(b"_other_nam");
+    std::fs::write(&path, other).unwrap();
+    let error = WeightFiles::open(folder.path(), spec).unwrap_err().to_string();
+    assert!(error.contains("unexpected") && error.contains(&format!("{name}_other_nam")), "{error}");
 }

@@ -12,12 +12,16 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
+use super::header::dtype_of;
 use super::names::{HfTensor, tensors};
+use super::read::KeptTensor;
+use super::scaled::BLOCK_SCALES;
 use super::{INDEX, SINGLE, WeightFiles};
 use crate::error::{Error, Result};
 use crate::model::block::correction;
 use crate::model::params::{Unit, UnitLayout, units};
 use crate::model::spec::{ModelSpec, product};
+use crate::ops::fp8;
 use crate::torch;
 
 /// Largest data of one file, in bytes (a single larger tensor has a file of its own).
@@ -32,6 +36,7 @@ pub struct WeightWriter {
     folder: PathBuf,
     spec: Arc<ModelSpec>,
     kind: Kind,
+    format: MatrixFormat,
     shards: Vec<Shard>,
     /// Tensor name to (index in `shards`, byte offset in that file).
     places: BTreeMap<String, (usize, u64)>,
@@ -63,32 +68,52 @@ impl WeightWriter {
     /// [`Error::Io`]; [`Error::InvalidArgument`] for another kind; the errors of [`WeightFiles::open`] for a model of which `base` may
     /// have more.
     pub fn create(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
-        let base = base.filter(|_| spec.is_text_part || spec.delta_net().is_some() || spec.keeps_further_layers());
-        let base = base.map(|base| WeightFiles::open(base, spec.clone())).transpose()?;
-        Self::with_shard_bytes(folder.as_ref(), spec, kind, base.as_ref(), MAX_SHARD_BYTES)
+        Self::planned(folder.as_ref(), spec, (kind, MatrixFormat::Plain), base, MAX_SHARD_BYTES)
     }
 
-    pub(super) fn with_shard_bytes(
+    /// [`WeightWriter::create`], with matrices of blocks in e4m3 and a scale for each block of 128 x 128, as Qwen's checkpoints in FP8. What
+    /// is kept is of `kind` where it is in e4m3 in `base`.
+    ///
+    /// # Errors
+    /// The errors of [`WeightWriter::create`]; [`Error::InvalidArgument`] for a family whose files have several matrices in one tensor.
+    pub fn create_fp8(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
+        if let Some(tensor) = units(&spec).flat_map(|unit| tensors(&spec, unit)).find(HfTensor::is_part) {
+            let expected = "a family of models whose files have every matrix in a tensor of its own".to_owned();
+            return Err(Error::InvalidArgument { op: "WeightWriter::create_fp8", expected, got: tensor.name });
+        }
+        Self::planned(folder.as_ref(), spec, (kind, MatrixFormat::Fp8Blocks), base, MAX_SHARD_BYTES)
+    }
+
+    #[cfg(test)]
+    pub(super) fn with_shard_bytes(folder: &Path, spec: Arc<ModelSpec>, kind: Kind, bytes: usize) -> Result<Self> {
+        Self::planned(folder, spec, (kind, MatrixFormat::Plain), None, bytes)
+    }
+
+    fn planned(
         folder: &Path,
         spec: Arc<ModelSpec>,
-        kind: Kind,
-        base: Option<&WeightFiles>,
+        (kind, format): (Kind, MatrixFormat),
+        base: Option<&Path>,
         bytes: usize,
     ) -> Result<Self> {
+        let base = base.filter(|_| spec.is_text_part || spec.delta_net().is_some() || spec.keeps_further_layers());
+        let base = base.map(|base| WeightFiles::open(base, spec.clone())).transpose()?;
         let dtype = dtype_of(kind)?;
-        let own = units(&spec).flat_map(|unit| tensors(&spec, unit)).map(|tensor| Planned::new(&tensor, dtype, kind));
-        let mut own: Vec<Planned> = own.collect();
+        let own = units(&spec).flat_map(|unit| tensors(&spec, unit));
+        let mut own: Vec<Planned> = own.flat_map(|tensor| Planned::all(&tensor, (dtype, kind), format)).collect();
         own.dedup_by(|next, last| next.name == last.name); // a tensor of several matrices comes once for each piece
-        let kept = base.into_iter().flat_map(WeightFiles::kept).map(|(name, info, bytes)| Planned {
+        let kept = || base.iter().flat_map(|base| base.kept(kind));
+        let planned = |KeptTensor { name, dtype, shape, bytes }: KeptTensor<'_>| Planned {
             name: name.to_owned(),
-            dtype: info.dtype,
-            shape: info.shape.clone(),
+            dtype,
+            shape,
             bytes: bytes.len(),
-        });
-        let plan = split(own.into_iter().chain(kept), bytes);
+        };
+        let others = kept().map(|tensor| tensor.map(planned)).collect::<Result<Vec<_>>>()?;
+        let plan = split(own.into_iter().chain(others), bytes);
         let remaining = units(&spec).collect();
         let (folder, shards, places) = (folder.to_owned(), Vec::new(), BTreeMap::new());
-        let mut writer = Self { folder, spec, kind, shards, places, remaining };
+        let mut writer = Self { folder, spec, kind, format, shards, places, remaining };
         for (index, tensors) in plan.iter().enumerate() {
             let name = match plan.len() {
                 1 => SINGLE.to_owned(),
@@ -96,8 +121,9 @@ impl WeightWriter {
             };
             writer.add_shard(name, tensors)?;
         }
-        for (name, _, bytes) in base.into_iter().flat_map(WeightFiles::kept) {
-            writer.write((name, 0), bytes)?;
+        for tensor in kept() {
+            let KeptTensor { name, bytes, .. } = tensor?;
+            writer.write((name, 0), &bytes)?;
         }
         Ok(writer)
     }
@@ -109,6 +135,10 @@ impl WeightWriter {
     pub fn write_unit(&mut self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         for tensor in tensors(&self.spec, layout.unit) {
             let view = tensor.view(layout, flat);
+            if self.format.rounds(&tensor) {
+                self.write_blocks(&tensor, &view)?;
+                continue;
+            }
             let view = match tensor.is_correction() {
                 true => correction::sum(&view, Kind::Float)?,
                 false => view.f_to_kind(self.kind)?,
@@ -120,6 +150,14 @@ impl WeightWriter {
         }
         self.remaining.remove(&layout.unit);
         Ok(())
+    }
+
+    /// Writes a matrix in blocks of e4m3, and their scales.
+    fn write_blocks(&self, tensor: &HfTensor, view: &Tensor) -> Result<()> {
+        let matrix = view.f_to_device(Device::Cpu)?.f_reshape(tensor.shape.as_slice())?;
+        let [values, scales] = fp8::rounded_blocks(&matrix)?;
+        self.write((&tensor.name, 0), &torch::byte_vec(&values)?)?;
+        self.write((&scales_name(tensor), 0), &torch::byte_vec(&scales)?)
     }
 
     /// Writes bytes of a tensor, from its byte `first` on.
@@ -199,13 +237,43 @@ impl Drop for WeightWriter {
     }
 }
 
+/// How matrices of blocks are written.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum MatrixFormat {
+    /// As all else.
+    Plain,
+    /// In e4m3, a scale for each block.
+    Fp8Blocks,
+}
+
+impl MatrixFormat {
+    fn rounds(self, tensor: &HfTensor) -> bool {
+        self == Self::Fp8Blocks && tensor.is_rounded_as_published()
+    }
+}
+
+/// The name of a matrix' scales.
+fn scales_name(tensor: &HfTensor) -> String {
+    format!("{}{BLOCK_SCALES}", tensor.name)
+}
+
 impl Planned {
-    fn new(tensor: &HfTensor, dtype: Dtype, kind: Kind) -> Self {
+    /// A tensor, and its scales where it has some.
+    fn all(tensor: &HfTensor, (dtype, kind): (Dtype, Kind), format: MatrixFormat) -> Vec<Self> {
         let (name, shape, _) = tensor.place();
-        let (dtype, kind) = if tensor.is_correction() { (Dtype::F32, Kind::Float) } else { (dtype, kind) };
-        let bytes = product(&shape) * kind.elt_size_in_bytes();
-        let shape = shape.iter().map(|&size| size as usize).collect();
-        Self { name: name.to_owned(), dtype, shape, bytes }
+        let new = |name: &str, shape: &[i64], (dtype, kind): (Dtype, Kind)| Self {
+            name: name.to_owned(),
+            dtype,
+            shape: shape.iter().map(|&size| size as usize).collect(),
+            bytes: product(shape) * kind.elt_size_in_bytes(),
+        };
+        if format.rounds(tensor) {
+            let blocks: Vec<i64> = shape.iter().map(|&side| fp8::blocks(side)).collect();
+            let values = new(name, &shape, (Dtype::F8_E4M3, Kind::Float8e4m3fn));
+            return vec![values, new(&scales_name(tensor), &blocks, (Dtype::F32, Kind::Float))];
+        }
+        let types = if tensor.is_correction() { (Dtype::F32, Kind::Float) } else { (dtype, kind) };
+        vec![new(name, &shape, types)]
     }
 }
 
@@ -240,19 +308,6 @@ pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>, entries: &[(&str, 
     let mut json = json.to_string().into_bytes();
     json.resize(json.len().next_multiple_of(8), b' ');
     [&(json.len() as u64).to_le_bytes()[..], &json].concat()
-}
-
-/// The type on disk of a kind.
-pub(in crate::model) fn dtype_of(kind: Kind) -> Result<Dtype> {
-    match kind {
-        Kind::Float => Ok(Dtype::F32),
-        Kind::BFloat16 => Ok(Dtype::BF16),
-        Kind::Half => Ok(Dtype::F16),
-        other => {
-            let expected = "Float, BFloat16 or Half".to_owned();
-            Err(Error::InvalidArgument { op: "WeightWriter::create", expected, got: format!("{other:?}") })
-        }
-    }
 }
 
 fn write_index(folder: &Path, index: &Value) -> Result<()> {

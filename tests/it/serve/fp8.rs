@@ -1,0 +1,57 @@
+//! Models that are sampled in FP8.
+
+use super::{Server, asked, generated, parts};
+use crate::program::{MODEL, command, end, random_model_of, stdout_of};
+use serde_json::json;
+
+const FP8: &str = "--rollout_quantization fp8 --kv_cache_dtype fp8";
+
+/// Server and `generate` round alike, at once and in turn, and to other probabilities than those of the weights as they are.
+#[test]
+fn a_server_in_fp8_answers_as_generate_does() {
+    let sampled = "--seed 7 -n 3";
+    let lines = generated(MODEL, &format!("{sampled} {FP8}"));
+    let server = Server::start(FP8);
+    let choices = server.choices("/v1/completions", &asked(json!({"seed": 7, "n": 3})));
+    assert_eq!(choices.len(), lines.len());
+    for (choice, line) in choices.iter().zip(&lines) {
+        assert_eq!(choice["text"], line["completion"]);
+    }
+    let again = server.choices("/v1/completions", &asked(json!({"seed": 7, "n": 3})));
+    assert_eq!(parts(&again), parts(&choices));
+    server.stop();
+    let sum = |lines: &[serde_json::Value]| lines.iter().map(|line| line["logprob"].as_f64().unwrap()).sum::<f64>();
+    let [of_weights, of_cache] = ["--rollout_quantization fp8", "--kv_cache_dtype fp8"]
+        .map(|one| sum(&generated(MODEL, &format!("{sampled} {one}"))));
+    let (plain, both) = (sum(&generated(MODEL, sampled)), sum(&lines));
+    assert!([of_weights, of_cache, both].iter().all(|sum| *sum != plain) && of_weights != of_cache, "{plain} {both}");
+}
+
+/// An export in FP8 is read as what it holds: an unquantised export of it samples the same, and the model that it was rounded from something
+/// else. Experts are matrices like others.
+#[test]
+fn exports_in_fp8_are_read_as_what_they_hold() {
+    let made = tempfile::tempdir().unwrap();
+    let experts = random_model_of(made.path(), "configs/arithmetic/config-moe.json", &json!({}));
+    for model in [MODEL.to_owned(), experts.display().to_string()] {
+        let folder = tempfile::tempdir().unwrap();
+        let [rounded, whole] = ["rounded", "whole"].map(|name| folder.path().join(name).display().to_string());
+        stdout_of(&format!("export --model {model} --output {rounded} --fp8"));
+        stdout_of(&format!("export --model {rounded} --output {whole}"));
+        let config = |folder: &str| std::fs::read_to_string(format!("{folder}/config.json")).unwrap();
+        assert!(config(&rounded).contains("\"quantization_config\""));
+        assert!(!config(&whole).contains("quantization_config"));
+        let [before, of_rounded, of_whole] =
+            [&model, &rounded, &whole].map(|model| generated(model, "--seed 7 -n 3")[0]["logprob"].clone());
+        assert_eq!(of_rounded, of_whole, "{model}");
+        assert_ne!(of_rounded, before, "{model}");
+    }
+}
+
+#[test]
+fn what_does_not_go_together_is_refused_by_the_table() {
+    let options = "--prompt a --mamba_ssm_cache_dtype bfloat16";
+    let ended = end(command(&format!("generate --device cpu --model {MODEL} {options}")).spawn().unwrap());
+    assert_eq!(ended.code, Some(2), "{}", ended.stderr);
+    assert!(ended.stderr.contains("keys and values have the type kv_cache_dtype"), "{}", ended.stderr);
+}
