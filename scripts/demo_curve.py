@@ -7,7 +7,9 @@
 Comparisons: replacing (groups without a signal replaced, and not), fp8 (weights and cache of the engine in FP8, and not),
 fp8-training (the trainer's products in FP8, and not; the engine's too in both), fp8-all (weights' gradients in FP8, too, and not). Writes curve.svg
 and summary.md to the folder and prints the summary. Runs that are complete are not made again. `max_steps` and other keys of the demo may
-follow. NPROC (2) is the number of processes of a run; with 1 add tensor_parallel_size=1 per_device_train_batch_size=256.
+follow. NPROC (2) is the number of processes of a run; with 1 add tensor_parallel_size=1 per_device_train_batch_size=256. CONFIG
+(configs/tiny-cpu.toml) is the demo: that of experts, configs/tiny-moe.toml, and of gated delta nets, configs/tiny-hybrid.toml, start from models that
+docs/experts.md and docs/qwen3_5.md make.
 """
 import html, json, os, pathlib, statistics, subprocess, sys
 
@@ -27,7 +29,7 @@ def train(program, root, variant, seed, keys):  # keys: the variant's and others
     folder = root / f"{variant}-{seed}"
     if (folder / "final").is_dir():
         return
-    subprocess.run([program, "--nproc", os.environ.get("NPROC", "2"), "--config", "configs/tiny-cpu.toml", f"seed={seed}",
+    subprocess.run([program, "--nproc", os.environ.get("NPROC", "2"), "--config", os.environ.get("CONFIG", "configs/tiny-cpu.toml"), f"seed={seed}",
                     "logging_steps=1", "save_steps=none", *keys, f"output_dir={folder}"], check=True)
 
 

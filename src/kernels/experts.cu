@@ -1,9 +1,10 @@
-// Products in which every row has the weight of its expert, for rows that route.cu has sorted into tiles.
+// Products in which every row has the weight of its expert, for rows that route.cu has sorted into tiles. Factors are bf16, float32, or on
+// Hopper e4m3 with a scale for each row.
 //
 // A block takes items, 64 or 128 features of one tile over all of K, one after the other, and weights of the next item are on their way
 // while it ends: a grid of blocks that all run at once reads weights at the memory's speed, whatever the tiles are, and the host knows of
 // none. Weights are the left factor, so that a tile of few rows costs few products. A sum goes over K in one order, whatever
-// the tile and whoever is beside it.
+// the tile and whoever is beside it. In bf16 warps multiply, in e4m3 warpgroups do (wgmma), over the same tiles in shared memory.
 //
 // gate_up: act = silu(gate) * up of a token's row, in sorted order; features g0 u0 g1 u1 ..
 // down: a sorted row of act, written to the place of its choice.
@@ -12,13 +13,15 @@
 // gate_up_clamped, down_biased: gate_up and down with biases, gate_up with the clamped SwiGLU.
 #include "async.cuh"
 #include "clamped.cuh"
-#include "cluster.cuh"
+#include "hopper.cuh"
 #include "mma.cuh"
 #include "scalar.cuh"
 #include "tiles.cuh"
 
-constexpr int STEP = 64;         // columns of a stage: rows of 128 bytes
-constexpr int ROW_BYTES = 2 * STEP;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+MULTIPLY(32, 16, 16, 17, 18)
+MULTIPLY(128, 64, 64, 65, 66)
+#endif
 
 struct Product {
     const void* x;      // [rows, K] with x_stride
@@ -36,6 +39,7 @@ struct Product {
     // Where inner products are made of several adapters: whose each feature is, and whose each token's are; or null.
     const int* owners;
     const int* adapters;
+    const float *x_scales, *w_scales;  // of e4m3: of the rows of x, and [E, features]
     // Of experts with biases: those of all features [E, features] with bias_expert.
     const void* bias;
     long long bias_expert;
@@ -51,55 +55,81 @@ __device__ __forceinline__ bool is_others(const Product& of, int sorted, int fea
     return of.owners && of.owners[feature] != of.adapters[of.order[sorted] / of.choices];
 }
 
-// WM x WN warps, each with MT x NT products of 16 features and 8 rows; STEPS steps are copied at once into one of DEPTH stages.
-template <int WM, int WN, int MT, int NT, int SUB, int DEPTH, Form FORM_, bool ADAPTED = false, bool BIASED = false>
+// WM x WN warps, each with MT x NT products of 16 features and 8 rows; STEPS rows of 128 bytes are copied at once into one of DEPTH stages.
+template <typename KIND, int WM, int WN, int MT, int NT, int SUB, int DEPTH, Form FORM_, bool ADAPTED = false, bool BIASED = false>
 struct Shape {
+    using Kind = KIND;
     static constexpr int FEATURES = WM * MT * 16, ROWS = WN * NT * 8, THREADS = WM * WN * 32, STAGES = DEPTH, STEPS = SUB;
     static constexpr int W_BYTES = FEATURES * ROW_BYTES, STEP_BYTES = W_BYTES + ROWS * ROW_BYTES, STAGE_BYTES = STEPS * STEP_BYTES;
     static constexpr int LINES = THREADS / 8;  // rows that all threads copy at once, 16 bytes each
     static constexpr int OWN_FEATURES = FEATURES / LINES, OWN_ROWS = ROWS / LINES;
     static constexpr int GROUPS = WN, M = MT, N = NT;
+    static constexpr int ELEMENT_BYTES = ROW_BYTES / Kind::STEP;
+    // Stages that are read while another is copied: a warpgroup's products of a short stage go on while its threads do.
+    static constexpr int READ = Kind::IS_SCALED && STEPS == 1 ? 1 : 0, AHEAD = STAGES - 1 - READ;
+    static constexpr int ALIGNMENT = Kind::IS_SCALED ? 1024 : 128;  // of stages, as products read them
     static constexpr Form FORM = FORM_;
     static constexpr bool IS_ADAPTED = ADAPTED, IS_BIASED = BIASED;
-    static_assert(FEATURES % LINES == 0 && ROWS % LINES == 0 && NT % 2 == 0, "");
+    static_assert(FEATURES % LINES == 0 && ROWS % LINES == 0 && LINES % 16 == 0 && NT % 2 == 0, "");
+    static_assert(!Kind::IS_SCALED || (WM % 4 == 0 && WN == 1 && STEP_BYTES % ALIGNMENT == 0), "warpgroups have all rows");
 };
 
-// Steps that are copied at once, of so many columns.
+// Steps that are copied at once, of rows of so many bytes.
 template <typename S>
-__device__ __forceinline__ int steps_of(int columns) {
-    return (columns + S::STEPS * STEP - 1) / (S::STEPS * STEP);
+__device__ __forceinline__ int steps_of(int bytes) {
+    return (bytes + S::STEPS * ROW_BYTES - 1) / (S::STEPS * ROW_BYTES);
 }
 
-// What a thread copies of the item that is read now.
+template <typename S>
+__device__ __forceinline__ int own_steps(const Product& of) {
+    return steps_of<S>(of.k * S::ELEMENT_BYTES);
+}
+
+// Where a feature lies in shared memory: of 16 the even ones come first, and are rows 0 .. 7 of a product, so that a thread has the sums of
+// both of a pair.
+__device__ __forceinline__ int place(int feature) { return feature / 16 * 16 + feature % 2 * 8 + feature % 16 / 2; }
+
+// The first of 16 features that a warp multiplies, and the first row.
+template <typename S>
+__device__ __forceinline__ int own_feature(int i) {
+    const int warp = threadIdx.x / 32;
+    return S::Kind::IS_SCALED ? (warp / 4 * S::M + i) * 64 + warp % 4 * 16 : (warp / S::GROUPS * S::M + i) * 16;
+}
+template <typename S>
+__device__ __forceinline__ int own_row() {
+    return static_cast<int>(threadIdx.x) / 32 % S::GROUPS * S::N * 8;
+}
+
+// What a thread copies of the item that is read now. Distances are in bytes.
 template <typename S>
 struct Reader {
+    using Bytes = const unsigned char*;
     const Product& of;
     unsigned stages;
     unsigned long long policy;
     int item, step;
     int own_features, own_rows;  // how many rows of the stage, from its line on, exist
-    const bf16* w;
-    const bf16* x[S::OWN_ROWS];
-    const bf16 *b, *low;  // of adapters
+    Bytes w, x[S::OWN_ROWS];
+    Bytes b, low;  // of adapters, in bf16
 
     __device__ __forceinline__ Reader(const Product& of, unsigned stages)
         : of(of), stages(stages), policy(read_once()), item(blockIdx.x), step(0) {}
 
     __device__ __forceinline__ void open(int columns) {
         const Tile tile = of.tiles[1 + item / columns];
-        const int line = threadIdx.x / 8, chunk = threadIdx.x % 8 * 8, feature = item % columns * S::FEATURES;
+        const int line = threadIdx.x / 8, chunk = threadIdx.x % 8 * 16, feature = item % columns * S::FEATURES;
         own_features = of.features - feature - line;
         own_rows = tile.count - line;
-        w = static_cast<const bf16*>(of.w) + tile.expert * of.w_expert + (feature + line) * of.w_row + chunk;
+        w = static_cast<Bytes>(of.w) + (tile.expert * of.w_expert + (feature + line) * of.w_row) * S::ELEMENT_BYTES + chunk;
 #pragma unroll
         for (int i = 0; i < S::OWN_ROWS; ++i) {
             const int sorted = tile.first + min(line + i * S::LINES, tile.count - 1);
             const int row = reads_sorted(S::FORM) ? sorted : of.order[sorted] / of.choices;
-            x[i] = static_cast<const bf16*>(of.x) + row * of.x_stride + chunk;
+            x[i] = static_cast<Bytes>(of.x) + row * of.x_stride * S::ELEMENT_BYTES + chunk;
         }
         if (S::IS_ADAPTED) {
-            b = static_cast<const bf16*>(of.b) + tile.expert * of.b_expert + (feature + line) * of.b_row + chunk;
-            low = static_cast<const bf16*>(of.low) + static_cast<long long>(tile.first + line) * of.inner + chunk;
+            b = static_cast<Bytes>(of.b) + (tile.expert * of.b_expert + (feature + line) * of.b_row) * 2 + chunk;
+            low = static_cast<Bytes>(of.low) + static_cast<long long>(tile.first + line) * of.inner * 2 + chunk;
         }
     }
 
@@ -107,28 +137,28 @@ struct Reader {
     __device__ __forceinline__ void next(int stage, int items, int columns, int steps) {
         if (item < items) {
             if (step == 0) open(columns);
-            const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
-            const int own_steps = steps_of<S>(of.k);
-            const bool is_low = S::IS_ADAPTED && step >= own_steps;
-            const bf16* from = is_low ? b : w;
-            const long long between = is_low ? of.b_row : of.w_row;
+            const int line = threadIdx.x / 8, chunk = threadIdx.x % 8, feature = place(line);
+            const bool is_low = S::IS_ADAPTED && step >= own_steps<S>(of);
+            const Bytes from = is_low ? b : w;
+            const long long between = is_low ? of.b_row * 2 : of.w_row * S::ELEMENT_BYTES;
 #pragma unroll
             for (int part = 0; part < S::STEPS; ++part) {
-                const int k = ((is_low ? step - own_steps : step) * S::STEPS + part) * STEP;
-                const bool has = k + chunk * 8 < (is_low ? of.inner : of.k);
-                const unsigned to = stages + stage * S::STAGE_BYTES + part * S::STEP_BYTES + line * ROW_BYTES;
+                const int k = ((is_low ? step - own_steps<S>(of) : step) * S::STEPS + part) * ROW_BYTES;
+                const bool has = k + chunk * 16 < (is_low ? of.inner * 2 : of.k * S::ELEMENT_BYTES);
+                const unsigned to = stages + stage * S::STAGE_BYTES + part * S::STEP_BYTES;
+                const unsigned w_to = to + feature * ROW_BYTES + ((chunk ^ (feature % 8)) * 16);
+                const unsigned x_to = to + S::W_BYTES + line * ROW_BYTES + ((chunk ^ (line % 8)) * 16);
 #pragma unroll
                 for (int i = 0; i < S::OWN_FEATURES; ++i) {
-                    const int row = line + i * S::LINES, at = i * S::LINES * ROW_BYTES + ((chunk ^ (row / 2 % 8)) * 16);
                     const bool is_there = has && i * S::LINES < own_features;
-                    copy_16_once(to + at, is_there ? from + i * S::LINES * between + k : from, is_there ? 16 : 0, policy);
+                    const Bytes own = is_there ? from + i * S::LINES * between + k : from;
+                    copy_16_once(w_to + i * S::LINES * ROW_BYTES, own, is_there ? 16 : 0, policy);
                 }
 #pragma unroll
                 for (int i = 0; i < S::OWN_ROWS; ++i) {
-                    const int row = line + i * S::LINES, at = S::W_BYTES + i * S::LINES * ROW_BYTES + ((chunk ^ (row % 8)) * 16);
                     const bool is_there = has && i * S::LINES < own_rows;
-                    const bf16* own = is_low ? low + i * S::LINES * of.inner : x[i];
-                    copy_16(to + at, is_there ? own + k : x[i], is_there ? 16 : 0);
+                    const Bytes own = is_low ? low + i * S::LINES * of.inner * 2 : x[i];
+                    copy_16(x_to + i * S::LINES * ROW_BYTES, is_there ? own + k : x[i], is_there ? 16 : 0);
                 }
             }
             if (++step == steps) step = 0, item += gridDim.x;
@@ -137,19 +167,18 @@ struct Reader {
     }
 };
 
-// sums += a step's weights times its rows, of which `count` from this warp's first on exist. Of 16 features the even ones are rows 0 .. 7
-// of a product and the odd ones rows 8 .. 15, so that a thread has both of a pair.
+// sums += a step's weights times its rows in bf16, of which `count` from this warp's first on exist.
 template <typename S>
 __device__ __forceinline__ void multiply_step(float (&sums)[S::M][S::N][4], unsigned at, int count) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, line = lane % 8, matrix = lane / 8;
-    const int feature = warp / S::GROUPS * S::M * 16, row = warp % S::GROUPS * S::N * 8;
-    const unsigned w_at = at + (feature + 2 * line + matrix % 2) * ROW_BYTES;
-    const unsigned x_at = at + S::W_BYTES + (row + matrix / 2 * 8 + line) * ROW_BYTES;
+    const int lane = threadIdx.x % 32, line = lane % 8, matrix = lane / 8;
+    const unsigned w_at = at + (matrix % 2 * 8 + line) * ROW_BYTES;
+    const unsigned x_at = at + S::W_BYTES + (own_row<S>() + matrix / 2 * 8 + line) * ROW_BYTES;
 #pragma unroll
-    for (int k = 0; k < STEP / 16; ++k) {
+    for (int k = 0; k < ROW_BYTES / 32; ++k) {
         unsigned a[S::M][4];
 #pragma unroll
-        for (int i = 0; i < S::M; ++i) load_matrices(a[i], w_at + i * 16 * ROW_BYTES + (((2 * k + matrix / 2) ^ line) * 16));
+        for (int i = 0; i < S::M; ++i)
+            load_matrices(a[i], w_at + own_feature<S>(i) * ROW_BYTES + (((2 * k + matrix / 2) ^ line) * 16));
 #pragma unroll
         for (int j = 0; j < S::N; j += 2) {
             if (j * 8 >= count) break;
@@ -164,10 +193,69 @@ __device__ __forceinline__ void multiply_step(float (&sums)[S::M][S::N][4], unsi
     }
 }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Queues sums += a stage's weights times its rows in e4m3, and waits until no more than READ stages are read.
+template <typename S>
+__device__ __forceinline__ void queue_stage(float (&sums)[S::M][S::N][4], unsigned at) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int part = 0; part < S::STEPS; ++part) {
+        const unsigned w = at + part * S::STEP_BYTES + threadIdx.x / GROUP * S::M * 64 * ROW_BYTES;
+        const unsigned long long b = descriptor(at + part * S::STEP_BYTES + S::W_BYTES);
+#pragma unroll
+        for (int i = 0; i < S::M; ++i) {
+            const unsigned long long a = descriptor(w + i * 64 * ROW_BYTES);
+#pragma unroll
+            for (int k = 0; k < ROW_BYTES / 32; ++k)
+                multiply(E4m3{}, reinterpret_cast<float (&)[4 * S::N]>(sums[i]), a + 2 * k, b + 2 * k, 1);
+        }
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    wait_products<S::READ>();
+}
+
+// What threads have copied to shared memory, products read after the next barrier.
+__device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#else  // another chip: not asked for there
+
+template <typename S>
+__device__ __forceinline__ void queue_stage(float (&)[S::M][S::N][4], unsigned) {}
+template <int>
+__device__ __forceinline__ void wait_products() {}
+__device__ __forceinline__ void show_copies() {}
+
+#endif
+
+// Sums of rounded rows times the scales of both rows.
+template <typename S>
+__device__ __forceinline__ void scale_sums(float (&sums)[S::M][S::N][4], const Product& of, const Tile& tile, int first) {
+    const int lane = threadIdx.x % 32;
+    float2 of_pair[S::M];
+#pragma unroll
+    for (int i = 0; i < S::M; ++i) {
+        const int feature = min(first + own_feature<S>(i) + lane / 4 * 2, of.features - 2);
+        of_pair[i] = *reinterpret_cast<const float2*>(of.w_scales + static_cast<long long>(tile.expert) * of.features + feature);
+    }
+#pragma unroll
+    for (int j = 0; j < S::N; ++j) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const int sorted = tile.first + min(lane % 4 * 2 + j * 8 + odd, tile.count - 1);
+            const float of_row = of.x_scales[reads_sorted(S::FORM) ? sorted : of.order[sorted] / of.choices];
+#pragma unroll
+            for (int i = 0; i < S::M; ++i) {
+                sums[i][j][odd] = sums[i][j][odd] * of_row * of_pair[i].x;
+                sums[i][j][2 + odd] = sums[i][j][2 + odd] * of_row * of_pair[i].y;
+            }
+        }
+    }
+}
+
 template <typename S>
 __device__ __forceinline__ void write_sums(const float (&sums)[S::M][S::N][4], const Product& of, const Tile& tile, int first) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row = warp % S::GROUPS * S::N * 8 + lane % 4 * 2;
+    const int lane = threadIdx.x % 32, row = own_row<S>() + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < S::N; ++j) {
 #pragma unroll
@@ -178,7 +266,7 @@ __device__ __forceinline__ void write_sums(const float (&sums)[S::M][S::N][4], c
             bf16* out = static_cast<bf16*>(of.out) + to * of.out_stride;
 #pragma unroll
             for (int i = 0; i < S::M; ++i) {
-                const int pair = first / 2 + (warp / S::GROUPS * S::M + i) * 8 + lane / 4;
+                const int pair = (first + own_feature<S>(i)) / 2 + lane / 4;
                 if (2 * pair >= of.features) continue;
                 float even = sums[i][j][odd], other = sums[i][j][2 + odd];
                 if constexpr (S::IS_BIASED) {
@@ -200,36 +288,55 @@ __device__ __forceinline__ void write_sums(const float (&sums)[S::M][S::N][4], c
 
 template <typename S>
 __device__ __forceinline__ void product(const Product& of) {
+    constexpr bool IS_SCALED = S::Kind::IS_SCALED;
     extern __shared__ unsigned char memory[];
-    const unsigned stages = (shared_address(memory) + 127) / 128 * 128;
-    const int columns = (of.features + S::FEATURES - 1) / S::FEATURES, own_steps = steps_of<S>(of.k);
-    const int steps = own_steps + (S::IS_ADAPTED ? steps_of<S>(of.inner) : 0);
+    const unsigned stages = (shared_address(memory) + S::ALIGNMENT - 1) / S::ALIGNMENT * S::ALIGNMENT;
+    const int columns = (of.features + S::FEATURES - 1) / S::FEATURES, of_weights = own_steps<S>(of);
+    const int steps = of_weights + (S::IS_ADAPTED ? steps_of<S>(of.inner * 2) : 0);
     // Weights that this block will most likely read, or another one soon: of experts that all have one tile.
     if (static_cast<int>(blockIdx.x) / columns < of.sure) {
-        const int first = blockIdx.x % columns * S::FEATURES, lines = min(own_steps, S::STAGES) * S::STEPS;
-        const bf16* w = static_cast<const bf16*>(of.w) + blockIdx.x / columns * of.w_expert + first * of.w_row;
+        const int first = blockIdx.x % columns * S::FEATURES, lines = min(of_weights, S::STAGES) * S::STEPS;
+        const unsigned char* w = static_cast<const unsigned char*>(of.w);
+        w += (blockIdx.x / columns * of.w_expert + first * of.w_row) * S::ELEMENT_BYTES;
         for (int i = threadIdx.x; i < min(S::FEATURES, of.features - first) * lines; i += S::THREADS)
-            prefetch(w + i / lines * of.w_row + min(i % lines * STEP, of.k - 1));
+            prefetch(w + i / lines * of.w_row * S::ELEMENT_BYTES + min(i % lines * ROW_BYTES, of.k * S::ELEMENT_BYTES - 1));
     }
     wait_for_inputs();
     const int items = of.tiles[0].expert * columns;
     Reader<S> reader(of, stages);
-    for (int stage = 0; stage < S::STAGES - 1; ++stage) reader.next(stage, items, columns, steps);
-    int stage = 0;
+    // 0, but ptxas takes it for different in each thread: of a copy with a cache hint to a shared address that is uniform in part it makes an
+    // instruction with an odd descriptor, which is illegal.
+    int stage;
+    asm volatile("mov.u32 %0, %%tid.y;" : "=r"(stage));
+    for (int ahead = stage; ahead < S::AHEAD; ++ahead) reader.next(ahead, items, columns, steps);
+    // Waits for a stage, and has the one that nobody reads any more filled.
+    const auto take = [&] {
+        wait_copies<S::AHEAD - 1>();
+        if constexpr (IS_SCALED) show_copies();
+        __syncthreads();
+        reader.next(stage + S::AHEAD < S::STAGES ? stage + S::AHEAD : stage + S::AHEAD - S::STAGES, items, columns, steps);
+        const unsigned at = stages + stage * S::STAGE_BYTES;
+        if (++stage == S::STAGES) stage = 0;
+        return at;
+    };
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const Tile tile = of.tiles[1 + item / columns];
-        const int count = tile.count - static_cast<int>(threadIdx.x) / 32 % S::GROUPS * S::N * 8;
+        const int count = tile.count - own_row<S>(), first = item % columns * S::FEATURES;
         float sums[S::M][S::N][4] = {};
-        for (int step = 0; step < steps; ++step) {
-            wait_copies<S::STAGES - 2>();
-            __syncthreads();
-            reader.next(stage == 0 ? S::STAGES - 1 : stage - 1, items, columns, steps);
-#pragma unroll
-            for (int part = 0; part < S::STEPS; ++part)
-                multiply_step<S>(sums, stages + stage * S::STAGE_BYTES + part * S::STEP_BYTES, count);
-            if (++stage == S::STAGES) stage = 0;
+        int step = 0;
+        if constexpr (IS_SCALED) {
+            for (; step < of_weights; ++step) queue_stage<S>(sums, take());
+            wait_products<0>();
+            scale_sums<S>(sums, of, tile, first);
         }
-        write_sums<S>(sums, of, tile, item % columns * S::FEATURES);
+        if constexpr (!IS_SCALED || S::IS_ADAPTED) {
+            for (; step < steps; ++step) {
+                const unsigned at = take();
+#pragma unroll
+                for (int part = 0; part < S::STEPS; ++part) multiply_step<S>(sums, at + part * S::STEP_BYTES, count);
+            }
+        }
+        write_sums<S>(sums, of, tile, first);
     }
     wait_copies<0>();
 }
@@ -286,56 +393,71 @@ __device__ __forceinline__ void product_f32(const Product& of) {
     }
 }
 
-#define PRODUCT(NAME, THREADS, PER_PROCESSOR, CALL)                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(                                       \
-        const void* x, const void* w, void* out, const int* order, const Tile* tiles, long long x_stride,             \
-        long long w_expert, long long w_row, long long out_stride, long long k, long long features,                   \
-        long long choices, long long sure                                                                            \
-    ) {                                                                                                              \
-        const Product of = {x, w, out, order, tiles, x_stride, w_expert, w_row, out_stride, static_cast<int>(k),      \
-                            static_cast<int>(features), static_cast<int>(choices), static_cast<int>(sure)};           \
-        CALL(of);                                                                                                    \
+#define PARAMETERS                                                                                                \
+    const void *x, const void *w, void *out, const int *order, const Tile *tiles, long long x_stride,              \
+        long long w_expert, long long w_row, long long out_stride, long long k, long long features,               \
+        long long choices, long long sure
+#define OF                                                                                                        \
+    x, w, out, order, tiles, x_stride, w_expert, w_row, out_stride, static_cast<int>(k),                           \
+        static_cast<int>(features), static_cast<int>(choices), static_cast<int>(sure)
+#define OF_ADAPTERS                                                                                                \
+    const void *low, const void *b, long long b_expert, long long b_row, long long inner, const int *owners,       \
+        const int *adapters
+#define ADAPTERS low, b, b_expert, b_row, static_cast<int>(inner), owners, adapters
+
+#define PRODUCT(NAME, THREADS, PER_PROCESSOR, CALL)                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(PARAMETERS) {                       \
+        const Product of = {OF};                                                                                  \
+        CALL(of);                                                                                                 \
     }
 
-#define ADAPTER(NAME, THREADS, PER_PROCESSOR, CALL)                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(                                        \
-        const void* x, const void* w, void* out, const int* order, const Tile* tiles, long long x_stride,              \
-        long long w_expert, long long w_row, long long out_stride, long long k, long long features,                    \
-        long long choices, long long sure, const void* low, const void* b, long long b_expert, long long b_row,        \
-        long long inner, const int* owners, const int* adapters                                                       \
-    ) {                                                                                                               \
-        const Product of = {x, w, out, order, tiles, x_stride, w_expert, w_row, out_stride, static_cast<int>(k),       \
-                            static_cast<int>(features), static_cast<int>(choices), static_cast<int>(sure), low, b,     \
-                            b_expert, b_row, static_cast<int>(inner), owners, adapters};                               \
-        CALL(of);                                                                                                     \
+#define ADAPTER(NAME, THREADS, PER_PROCESSOR, CALL)                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(PARAMETERS, OF_ADAPTERS) {          \
+        const Product of = {OF, ADAPTERS};                                                                        \
+        CALL(of);                                                                                                 \
     }
 
-#define BIASED_PRODUCT(NAME, THREADS, PER_PROCESSOR, CALL)                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(                                        \
-        const void* x, const void* w, void* out, const int* order, const Tile* tiles, long long x_stride,              \
-        long long w_expert, long long w_row, long long out_stride, long long k, long long features,                    \
-        long long choices, long long sure, const void* bias, long long bias_expert                                    \
-    ) {                                                                                                               \
-        const Product of = {x, w, out, order, tiles, x_stride, w_expert, w_row, out_stride, static_cast<int>(k),       \
-                            static_cast<int>(features), static_cast<int>(choices), static_cast<int>(sure), nullptr,    \
-                            nullptr, 0, 0, 0, nullptr, nullptr, bias, bias_expert};                                    \
-        CALL(of);                                                                                                     \
+#define SCALED(NAME, THREADS, PER_PROCESSOR, CALL)                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(                                    \
+        PARAMETERS, OF_ADAPTERS, const float* x_scales, const float* w_scales                                      \
+    ) {                                                                                                           \
+        const Product of = {OF, ADAPTERS, x_scales, w_scales};                                                    \
+        CALL(of);                                                                                                 \
     }
 
-#define PRODUCTS(NAME, THREADS, PER_PROCESSOR, ...)                                                              \
-    PRODUCT(experts_gate_up_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, GATE_UP>>))              \
-    PRODUCT(experts_down_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, DOWN>>))                    \
-    ADAPTER(experts_gate_up_adapted_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, GATE_UP, true>>)) \
-    ADAPTER(experts_down_adapted_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, DOWN, true>>))      \
-    BIASED_PRODUCT(experts_gate_up_clamped_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, GATE_UP, false, true>>)) \
-    BIASED_PRODUCT(experts_down_biased_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, DOWN, false, true>>)) \
-    ADAPTER(experts_low_tokens_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, LOW_TOKENS>>))        \
-    ADAPTER(experts_low_rows_##NAME, THREADS, PER_PROCESSOR, (product<Shape<__VA_ARGS__, LOW_ROWS>>))
+#define BIASED_PRODUCT(NAME, THREADS, PER_PROCESSOR, CALL)                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) NAME(                                    \
+        PARAMETERS, const void* bias, long long bias_expert                                                        \
+    ) {                                                                                                           \
+        const Product of = {OF, nullptr, nullptr, 0, 0, 0, nullptr, nullptr, nullptr, nullptr, bias, bias_expert}; \
+        CALL(of);                                                                                                 \
+    }
+
+#define PRODUCTS(NAME, THREADS, PER_PROCESSOR, ...)                                                                     \
+    PRODUCT(experts_gate_up_##NAME, THREADS, PER_PROCESSOR, (product<Shape<Bf16, __VA_ARGS__, GATE_UP>>))               \
+    PRODUCT(experts_down_##NAME, THREADS, PER_PROCESSOR, (product<Shape<Bf16, __VA_ARGS__, DOWN>>))                     \
+    ADAPTER(experts_gate_up_adapted_##NAME, THREADS, PER_PROCESSOR, (product<Shape<Bf16, __VA_ARGS__, GATE_UP, true>>)) \
+    ADAPTER(experts_down_adapted_##NAME, THREADS, PER_PROCESSOR, (product<Shape<Bf16, __VA_ARGS__, DOWN, true>>))       \
+    BIASED_PRODUCT(                                                                                                      \
+        experts_gate_up_clamped_##NAME, THREADS, PER_PROCESSOR, (product<Shape<Bf16, __VA_ARGS__, GATE_UP, false, true>>) \
+    )                                                                                                                    \
+    BIASED_PRODUCT(experts_down_biased_##NAME, THREADS, PER_PROCESSOR, (product<Shape<Bf16, __VA_ARGS__, DOWN, false, true>>)) \
+    ADAPTER(experts_low_tokens_##NAME, THREADS, PER_PROCESSOR, (product<Shape<Bf16, __VA_ARGS__, LOW_TOKENS>>))         \
+    ADAPTER(experts_low_rows_##NAME, THREADS, PER_PROCESSOR, (product<Shape<Bf16, __VA_ARGS__, LOW_ROWS>>))
+
+#define SCALED_PRODUCTS(NAME, THREADS, PER_PROCESSOR, ...)                                                                 \
+    SCALED(experts_gate_up_fp8_##NAME, THREADS, PER_PROCESSOR, (product<Shape<E4m3, __VA_ARGS__, GATE_UP>>))               \
+    SCALED(experts_down_fp8_##NAME, THREADS, PER_PROCESSOR, (product<Shape<E4m3, __VA_ARGS__, DOWN>>))                     \
+    SCALED(experts_gate_up_adapted_fp8_##NAME, THREADS, PER_PROCESSOR, (product<Shape<E4m3, __VA_ARGS__, GATE_UP, true>>)) \
+    SCALED(experts_down_adapted_fp8_##NAME, THREADS, PER_PROCESSOR, (product<Shape<E4m3, __VA_ARGS__, DOWN, true>>))
 
 PRODUCTS(few, 128, 3, 4, 1, 1, 4, 2, 3)
 PRODUCTS(some, 128, 2, 4, 1, 2, 4, 1, 5)
 PRODUCTS(many, 256, 1, 4, 2, 2, 8, 2, 3)
 PRODUCTS(small, 128, 3, 4, 1, 1, 8, 1, 4)
+SCALED_PRODUCTS(few, 128, 3, 4, 1, 1, 4, 2, 3)
+SCALED_PRODUCTS(some, 128, 2, 4, 1, 2, 4, 1, 5)
+SCALED_PRODUCTS(many, 256, 1, 8, 1, 2, 16, 1, 4)
 PRODUCT(experts_gate_up_f32, 128, 4, product_f32<GATE_UP>)
 PRODUCT(experts_down_f32, 128, 4, product_f32<DOWN>)
 ADAPTER(experts_gate_up_adapted_f32, 128, 4, (product_f32<GATE_UP, true>))

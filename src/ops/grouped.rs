@@ -6,6 +6,8 @@
 //!
 //! R rows, E matrices [N, K].
 
+mod scaled;
+
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};

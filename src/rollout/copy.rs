@@ -30,10 +30,12 @@ pub fn weight_copy_bytes(format: &dyn Format, spec: &ModelSpec, tp_size: usize) 
     }
     let section = |(shape, kind): Section| shape.iter().product::<i64>() as usize * kind.elt_size_in_bytes();
     let bytes = |linear: LinearSpec| {
-        let sections = format.sections([linear.rows() as i64, linear.columns as i64]);
+        let rows = linear.experts.unwrap_or(1) * linear.rows();
+        let sections = format.sections([rows as i64, linear.columns as i64]);
         sections.map(section).iter().sum::<usize>() + SECTIONS * ALIGNMENT
     };
-    spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears()).map(bytes).sum()
+    let linears = spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears());
+    linears.filter(|linear| linear.matrix.is_rounded()).map(bytes).sum()
 }
 
 impl WeightCopy {

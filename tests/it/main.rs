@@ -23,6 +23,7 @@ mod gpu_exact;
 mod gpu_expert_adapters;
 mod gpu_expert_training;
 mod gpu_experts;
+mod gpu_experts_fp8;
 mod gpu_families;
 mod gpu_fp8;
 mod gpu_fp8_training;

@@ -4,7 +4,8 @@
 
 use tch::Tensor;
 
-use super::experts::{ExpertTile, Launch};
+use super::expert_tile::ExpertTile;
+use super::experts::Launch;
 use super::launch::{Argument, invalid, ordinal, strided};
 use super::route::RoutedTokens;
 use crate::error::Result;

@@ -7,9 +7,10 @@
 
 use tch::{Kind, Tensor};
 
+use super::expert_tile::{ExpertTile, FLOAT, SCALED_SLACK, SLACK};
+use super::fp8::ScaledRows;
 use super::launch::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
 use super::route::RoutedTokens;
-use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -48,6 +49,18 @@ pub(super) const NAMES: &[&str] = &[
     "experts_down_biased_small",
     "experts_low_tokens_small",
     "experts_low_rows_small",
+    "experts_gate_up_fp8_few",
+    "experts_down_fp8_few",
+    "experts_gate_up_adapted_fp8_few",
+    "experts_down_adapted_fp8_few",
+    "experts_gate_up_fp8_some",
+    "experts_down_fp8_some",
+    "experts_gate_up_adapted_fp8_some",
+    "experts_down_adapted_fp8_some",
+    "experts_gate_up_fp8_many",
+    "experts_down_fp8_many",
+    "experts_gate_up_adapted_fp8_many",
+    "experts_down_adapted_fp8_many",
     "experts_gate_up_f32",
     "experts_down_f32",
     "experts_gate_up_adapted_f32",
@@ -58,84 +71,8 @@ pub(super) const NAMES: &[&str] = &[
     "experts_low_rows_f32",
 ];
 
-/// The kernels' ways to cut the work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ExpertTile {
-    /// Suffix of the kernels' names.
-    name: &'static str,
-    /// Rows of one expert that a block multiplies at once.
-    pub rows: usize,
-    threads: u32,
-    shared_bytes: u32,
-    /// Blocks of a multiprocessor.
-    per_processor: usize,
-}
-
-/// Bytes that begin stages at a multiple of 128.
-const SLACK: u32 = 128;
-
-const fn tile(name: &'static str, rows: usize, threads: u32, stages_kib: u32, per_processor: usize) -> ExpertTile {
-    let shared_bytes = if stages_kib == 0 { 0 } else { (stages_kib << 10) + SLACK };
-    ExpertTile { name, rows, threads, shared_bytes, per_processor }
-}
-
-/// For few, some and many rows an expert; for more than few on chips with little shared memory; and for float32.
-const FEW: ExpertTile = tile("few", 32, 128, 72, 3);
-const SOME: ExpertTile = tile("some", 32, 128, 100, 2);
-const MANY: ExpertTile = tile("many", 128, 256, 192, 1);
-const SMALL: ExpertTile = tile("small", 64, 128, 64, 3);
-const FLOAT: ExpertTile = tile("f32", 64, 128, 0, 4);
-/// Chips whose blocks can have the shared memory of [`SOME`] and [`MANY`].
-const LARGE_SHARED: [Capability; 2] = [Capability::HOPPER, Capability::new(10, 0)];
-/// Rows an expert, on average, up to which tiles of few and of some rows serve.
-const FEW_ROWS: usize = 20;
-const SOME_ROWS: usize = 60;
 /// Rows an expert, on average, from which on weights of the first experts are asked for before it is known that they are needed.
 const SURE_ROWS: usize = 4;
-
-impl ExpertTile {
-    /// All ways in bfloat16, for benchmarks and tests.
-    pub const ALL: [Self; 4] = [FEW, SOME, MANY, SMALL];
-
-    /// The way for `tokens` with `choices` of `experts` each, in weights of `kind` on a GPU.
-    ///
-    /// # Errors
-    /// [`crate::Error::Cuda`].
-    pub fn of(tokens: usize, choices: usize, experts: usize, (kind, gpu): (Kind, usize)) -> Result<Self> {
-        if kind != Kind::BFloat16 {
-            return Ok(FLOAT);
-        }
-        let rows = tokens * choices / experts;
-        let is_large = LARGE_SHARED.contains(&Context::retain(gpu)?.compute_capability()?);
-        Ok(match (rows <= FEW_ROWS, rows <= SOME_ROWS) {
-            (true, _) => FEW,
-            _ if !is_large => SMALL,
-            (_, true) => SOME,
-            _ => MANY,
-        })
-    }
-
-    /// The way of the product behind it, with rows of `width` elements in an expert's `down`, over the same tiles of rows.
-    ///
-    /// # Errors
-    /// [`crate::Error::Cuda`].
-    pub fn for_down(self, tokens: usize, choices: usize, experts: usize, (width, gpu): (usize, usize)) -> Result<Self> {
-        let is_large = LARGE_SHARED.contains(&Context::retain(gpu)?.compute_capability()?);
-        Ok(if is_large { self.narrow(tokens * choices / experts, width) } else { self })
-    }
-
-    /// [`FEW`] copies 128 columns at once, the last of which may be half beyond a narrow slice: of 192 columns a quarter of what it copies.
-    /// [`SOME`] copies 64, and gives the same bits.
-    fn narrow(self, rows: usize, width: usize) -> Self {
-        let is_measured = rows > 0 && width > 128;
-        if self == FEW && is_measured && width.next_multiple_of(64) < width.next_multiple_of(128) { SOME } else { self }
-    }
-
-    /// The variant's name, for reports.
-    pub fn name(self) -> &'static str {
-        self.name
-    }
-}
 
 /// The adapters of experts beside one of their matrices, for rows whose inner products are there.
 #[derive(Debug, Clone, Copy)]
@@ -168,7 +105,54 @@ pub fn experts_gate_up(
     routed: &RoutedTokens,
     act: &Tensor, // [T k, I], like x
 ) -> Result<()> {
-    product("experts_gate_up", tile, (x, x.size()[0]), w, adapter, routed, (act, 2))
+    product("experts_gate_up", tile, (x, None), (w, None), adapter, routed, (act, 2))
+}
+
+/// [`experts_gate_up`] of rows in e4m3 on Hopper's tensor cores, whose sums are scaled before the adapter's part is added to them.
+///
+/// # Errors
+/// The errors of [`experts_gate_up`]; sizes of rounded rows are multiples of 16.
+pub fn experts_gate_up_fp8(
+    tile: ExpertTile,
+    x: &ScaledRows, // [T, D]
+    w: &ScaledRows, // [E 2 I, D]
+    adapter: Option<ExpertAdapter<'_>>,
+    routed: &RoutedTokens,
+    act: &Tensor, // [T k, I] bf16
+) -> Result<()> {
+    scaled("experts_gate_up", tile, x, w, adapter, routed, (act, 2))
+}
+
+/// [`experts_down`] of rows in e4m3, as [`experts_gate_up_fp8`].
+///
+/// # Errors
+/// The errors of [`experts_gate_up_fp8`].
+pub fn experts_down_fp8(
+    tile: ExpertTile,
+    act: &ScaledRows, // [T k, I]
+    w: &ScaledRows,   // [E D, I]
+    adapter: Option<ExpertAdapter<'_>>,
+    routed: &RoutedTokens,
+    out: &Tensor, // [T k, D] bf16
+) -> Result<()> {
+    scaled("experts_down", tile, act, w, adapter, routed, (out, 1))
+}
+
+fn scaled(
+    op: &'static str,
+    tile: ExpertTile,
+    x: &ScaledRows,
+    w: &ScaledRows,
+    adapter: Option<ExpertAdapter<'_>>,
+    routed: &RoutedTokens,
+    out: (&Tensor, i64),
+) -> Result<()> {
+    let (size, experts) = (w.values.size(), routed.own.len() as i64);
+    if experts == 0 || size[0] % experts != 0 || !ExpertTile::SCALED.contains(&tile) {
+        return Err(invalid(op, "matrices of this rank's experts and a tile that FP8 has", (size, tile)));
+    }
+    let weights = w.values.view([experts, size[0] / experts, size[1]]);
+    product(op, tile, (&x.values, Some(&x.scales)), (&weights, Some(&w.scales)), adapter, routed, out)
 }
 
 /// out = act w^T of each sorted row with its expert's weight, and with the adapter's part if there is one, at the place of its choice.
@@ -184,7 +168,7 @@ pub fn experts_down(
     routed: &RoutedTokens,
     out: &Tensor, // [T k, D], like act
 ) -> Result<()> {
-    product("experts_down", tile, (act, act.size()[0]), w, adapter, routed, (out, 1))
+    product("experts_down", tile, (act, None), (w, None), adapter, routed, (out, 1))
 }
 
 /// low = x A^T of each sorted row with the A of its expert, rounded. Where adapters of several names are stacked, `choice` has whose each
@@ -224,15 +208,47 @@ pub fn experts_low(
 fn product(
     op: &'static str,
     tile: ExpertTile,
-    x: (&Tensor, i64),
-    w: &Tensor,
+    (x, x_scales): (&Tensor, Option<&Tensor>),
+    (w, w_scales): (&Tensor, Option<&Tensor>),
     adapter: Option<ExpertAdapter<'_>>,
     routed: &RoutedTokens,
     out: (&Tensor, i64),
 ) -> Result<()> {
-    let launched = Launch::new(op, tile, x, w, routed, out)?;
-    let Some(ExpertAdapter { low, b }) = adapter else { return launched.queue(op, tile, &[]) };
-    let (kind, gpu, rows) = (x.0.kind(), ordinal(op, x.0)?, routed.order.numel() as i64);
+    let launched = Launch::new(op, tile, (x, x.size()[0]), w, routed, out)?;
+    let (gpu, has_adapter) = (launched.gpu, adapter.is_some());
+    let adapter = adapter.map(|adapter| of_adapter(op, adapter, w, routed, (out.0.kind(), gpu))).transpose()?;
+    let (adapted, none) = (if has_adapter { "_adapted" } else { "" }, NO_ADAPTER.to_vec());
+    let Some((x_scales, w_scales)) = x_scales.zip(w_scales) else {
+        return launched.queue(&format!("{op}{adapted}"), tile, &adapter.unwrap_or_default());
+    };
+    let mut arguments = adapter.unwrap_or(none);
+    for scales in [(x_scales, x.size()[0]), (w_scales, w.size()[0] * w.size()[1])] {
+        arguments.push(address(op, scales.0, Kind::Float, scales.1 as usize, gpu)?);
+    }
+    let tile = ExpertTile { shared_bytes: tile.shared_bytes - SLACK + SCALED_SLACK, ..tile };
+    launched.queue(&format!("{op}{adapted}_fp8"), tile, &arguments)
+}
+
+/// What kernels of adapters are told where there are none.
+const NO_ADAPTER: [Argument; 7] = [
+    Argument::NULL,
+    Argument::NULL,
+    Argument::Count(0),
+    Argument::Count(0),
+    Argument::Count(0),
+    Argument::NULL,
+    Argument::NULL,
+];
+
+/// What kernels are told of the adapters beside a matrix.
+fn of_adapter(
+    op: &'static str,
+    ExpertAdapter { low, b }: ExpertAdapter<'_>,
+    w: &Tensor,
+    routed: &RoutedTokens,
+    (kind, gpu): (Kind, usize),
+) -> Result<Vec<Argument>> {
+    let rows = routed.order.numel() as i64;
     let (&[experts, features, _], &[_, _, inner]) = (&w.size()[..], &b.size()[..]) else {
         return Err(invalid(op, "adapters [E, N, r]", b.size()));
     };
@@ -241,7 +257,7 @@ fn product(
         let expected = "adapters whose inner products are a multiple of 8";
         return Err(invalid(op, expected, (low.size(), low.stride(), b.size(), b.stride())));
     }
-    let adapter = [
+    Ok(vec![
         strided(op, low, kind, &[rows, inner], gpu)?,
         strided(op, b, kind, &[experts, features, inner], gpu)?,
         Argument::Count(b.stride()[0]),
@@ -249,13 +265,17 @@ fn product(
         Argument::Count(inner),
         Argument::NULL,
         Argument::NULL,
-    ];
-    launched.queue(&format!("{op}_adapted"), tile, &adapter)
+    ])
 }
 
-/// Whether rows of bfloat16 are copied 16 bytes at once.
+/// Elements that are copied at once: 16 bytes.
+fn pack(kind: Kind) -> i64 {
+    16 / kind.elt_size_in_bytes() as i64
+}
+
+/// Whether rows of bfloat16 or e4m3 are copied 16 bytes at once.
 fn moves_well(tensor: &Tensor) -> bool {
-    is_aligned(tensor) && tensor.stride().iter().rev().skip(1).all(|stride| stride % 8 == 0)
+    is_aligned(tensor) && tensor.stride().iter().rev().skip(1).all(|stride| stride % pack(tensor.kind()) == 0)
 }
 
 /// A product's launch, without what adapters or biases add to it.
@@ -279,13 +299,15 @@ impl Launch {
         };
         let rows = routed.order.numel() as i64;
         let strides = w.stride();
-        let fits = (kind == Kind::BFloat16) == (tile != FLOAT)
+        let out_kind = if kind == Kind::Float8e4m3fn { Kind::BFloat16 } else { kind };
+        let fits = (kind != Kind::Float) == (tile != FLOAT)
             && tile.rows == routed.tile_rows
             && experts == routed.own.len() as i64
             && strides[2] == 1
             && [x, out].into_iter().all(Tensor::is_contiguous)
             && features % columns_of_one == 0
-            && (kind == Kind::Float || (k % 8 == 0 && features % 8 == 0 && [x, w].into_iter().all(moves_well)));
+            && (kind == Kind::Float
+                || (k % pack(kind) == 0 && features % 8 == 0 && [x, w].into_iter().all(moves_well)));
         if !fits {
             let expected = "experts of this rank with rows of a multiple of 8 elements, sorted into tiles of this size";
             return Err(invalid(op, expected, (x.size(), w.size(), strides, tile)));
@@ -295,7 +317,7 @@ impl Launch {
         let arguments = vec![
             strided(op, x, kind, &[x_rows, k], gpu)?,
             strided(op, w, kind, &[experts, features, k], gpu)?,
-            strided(op, out, kind, &[rows, features / columns_of_one], gpu)?,
+            strided(op, out, out_kind, &[rows, features / columns_of_one], gpu)?,
             address(op, &routed.order, Kind::Int, rows as usize, gpu)?,
             address(op, &routed.tiles, Kind::Int, routed.tiles.numel(), gpu)?,
             Argument::Count(x.stride()[0]),
@@ -325,20 +347,6 @@ impl Launch {
 mod tests {
     use super::*;
 
-    #[test]
-    fn narrow_slices_are_copied_by_steps_that_fit() {
-        assert_eq!(FEW.rows, SOME.rows, "both read what one router has sorted");
-        for rows in [1, 4, 16] {
-            assert_eq!(FEW.narrow(rows, 192), SOME); // Qwen3-30B-A3B's 768 over four ranks, 16 to 256 sequences
-        }
-        for (rows, width) in [(16, 768), (16, 384), (16, 96), (16, 64), (0, 192)] {
-            assert_eq!(FEW.narrow(rows, width), FEW, "{rows} rows of {width}");
-        }
-        for tile in [SOME, MANY, SMALL, FLOAT] {
-            assert_eq!(tile.narrow(16, 192), tile);
-        }
-    }
-
     /// A tile of other sizes than the source's would give wrong results, and no error.
     #[test]
     fn tiles_are_those_of_the_source() {
@@ -351,6 +359,17 @@ mod tests {
             assert_eq!((rows, threads as usize), (wn * nt * 8, wm * wn * 32), "{name}");
             let features = wm * mt * 16;
             assert_eq!((shared_bytes - SLACK) as usize, stages * steps * (features + rows) * 128, "{name}");
+        }
+        for (tile, [wm, wn, mt, nt, steps, stages]) in
+            ExpertTile::SCALED.into_iter().zip([[4, 1, 1, 4, 2, 3], [4, 1, 2, 4, 1, 5], [8, 1, 2, 16, 1, 4]])
+        {
+            let ExpertTile { name, rows, threads, shared_bytes, per_processor } = tile;
+            let line = format!(
+                "SCALED_PRODUCTS({name}, {threads}, {per_processor}, {wm}, {wn}, {mt}, {nt}, {steps}, {stages})"
+            );
+            assert!(SOURCE.text.contains(&line), "{line}");
+            assert_eq!((rows, threads as usize), (wn * nt * 8, wm * wn * 32), "{name}");
+            assert_eq!((shared_bytes - SLACK) as usize, stages * steps * (wm * mt * 16 + rows) * 128, "{name}");
         }
         let ExpertTile { name, threads, per_processor, .. } = FLOAT;
         for op in [

@@ -14,6 +14,7 @@ mod embed;
 mod exact_product;
 mod expert_biases;
 mod expert_sums;
+mod expert_tile;
 mod experts;
 mod filter;
 mod fp8;
@@ -64,7 +65,10 @@ pub use embed::embed;
 pub use exact_product::{exact_product, exact_reference, exact_sum};
 pub use expert_biases::{experts_down_biased, experts_gate_up_clamped};
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
-pub use experts::{ExpertAdapter, ExpertTile, LowRows, experts_down, experts_gate_up, experts_low};
+pub use expert_tile::ExpertTile;
+pub use experts::{
+    ExpertAdapter, LowRows, experts_down, experts_down_fp8, experts_gate_up, experts_gate_up_fp8, experts_low,
+};
 pub use filter::{Filters, filter};
 pub use fp8::{
     ScaledRows, add_rms_norm_fp8, fp8_norm_serves, fp8_rows, fp8_rows_of_step, fp8_serves, fp8_swiglu_serves,

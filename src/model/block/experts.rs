@@ -12,6 +12,7 @@ use super::linear::{LinearSpec, Matrix, TpSplit};
 use super::shared::{SharedExpertSpec, SharedRows};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS, correction};
 use crate::error::Result;
+use crate::model::format::Rows;
 use crate::model::lora::Lora;
 use crate::model::params::{ParamName, Shapes};
 use crate::ops::expert_bias;
@@ -260,9 +261,10 @@ impl ExpertsSpec {
         let first_own = present.start;
         let dispatch = Dispatch::new(&routing.experts, (self.num_experts, present), normed.kind())?;
         let (rows, linear) = (dispatch.scatter(normed)?, w.linear(Matrix::GateUp));
-        let gate_up = dispatch.gate_up(&rows, linear.weight())?;
+        let rows = Rows::from(rows);
+        let gate_up = linear.format.experts_gate_up(&dispatch, &rows, linear.piece())?;
         let gate_up = match &linear.lora {
-            Some(lora) => lora.add_gate_up(&dispatch, &rows, gate_up)?,
+            Some(lora) => lora.add_gate_up(&dispatch, rows.plain(), gate_up)?,
             None => gate_up,
         };
         let gate_up = match &linear.piece().bias {
@@ -303,9 +305,10 @@ impl Routed {
     /// The sum of the chosen experts' outputs, each times its weight, and of the shared one's, in the accumulation kind. [T, D]
     fn contract(&self, w: &BlockParams) -> Result<Tensor> {
         let (down, act) = (w.linear(Matrix::Down), self.gate_up.activate(self.activation)?); // [R, I]
-        let rows = self.dispatch.forward(&act, down.weight())?;
+        let act = Rows::from(act);
+        let rows = down.format.experts_forward(&self.dispatch, &act, down.piece())?;
         let rows = match &down.lora {
-            Some(lora) => lora.add_rows(&self.dispatch, &act, rows)?,
+            Some(lora) => lora.add_rows(&self.dispatch, act.plain(), rows)?,
             None => rows,
         };
         let mut sum = self.dispatch.gather(&rows, Some(&self.routing.weights))?;

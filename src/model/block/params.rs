@@ -149,12 +149,14 @@ impl BlockParams {
         format: &'static dyn Format,
         room: &mut dyn FnMut(Section) -> Result<Tensor>,
     ) -> Result<()> {
-        for (_, linear) in &mut self.linears {
+        for (_, linear) in self.linears.iter_mut().filter(|(matrix, _)| !format.rounds() || matrix.is_rounded()) {
             linear.format = format;
             for piece in linear.pieces.iter_mut().filter(|_| format.rounds()) {
-                let [values, scales] = format.sections([piece.weight.size()[0], piece.weight.size()[1]]);
+                let size = piece.weight.size();
+                let (&columns, rows) = size.split_last().expect("a matrix");
+                let [values, scales] = format.sections([rows.iter().product(), columns]);
                 let prepared = ScaledRows { values: room(values)?, scales: room(scales)? };
-                format.round(&piece.weight, &prepared)?;
+                round_all(format, &piece.weight, &prepared)?;
                 piece.prepared = Some(prepared);
             }
         }
@@ -218,4 +220,16 @@ impl BlockParams {
         let linears = self.linears().map(|(matrix, linear)| Ok((matrix, linear.try_map(f)?)));
         Ok(Self { others, linears: linears.collect::<Result<_>>()?, spec: self.spec })
     }
+}
+
+/// Rounds a matrix [N, K], or those of experts [E, N, K], into rows of all of them: at once where they lie so.
+fn round_all(format: &dyn Format, weight: &Tensor, to: &ScaledRows /* [E N, K] */) -> Result<()> {
+    let &[experts, rows, columns] = &weight.size()[..] else { return format.round(weight, to) };
+    if let Ok(all) = weight.f_view([experts * rows, columns]) {
+        return format.round(&all, to);
+    }
+    (0..experts).try_for_each(|expert| {
+        let own = |all: &Tensor| all.narrow(0, expert * rows, rows);
+        format.round(&weight.get(expert), &ScaledRows { values: own(&to.values), scales: own(&to.scales) })
+    })
 }

@@ -68,14 +68,14 @@ impl SharedRows {
             Ok(linear::forward(&normed.f_to_kind(wide)?, &gate.f_to_kind(wide)?, None)?.f_sigmoid()?)
         };
         let share = w.norm(ParamName::SharedGate).map(share).transpose()?;
-        let gate_up = GateUp::project(normed, w.linear(Matrix::SharedGateUp).weight())?;
+        let linear = w.linear(Matrix::SharedGateUp);
+        let gate_up = linear.format.gate_up(&normed.shallow_clone().into(), linear.piece())?;
         Ok(Self { gate_up, activation: spec.0.activation, share })
     }
 
     /// The output in the accumulation kind, of which every rank has a part. [T, D]
     pub(super) fn contract(&self, w: &BlockParams) -> Result<Tensor> {
-        let output =
-            linear::forward(&self.gate_up.activate(self.activation)?, w.linear(Matrix::SharedDown).weight(), None)?;
+        let output = w.linear(Matrix::SharedDown).forward(&self.gate_up.activate(self.activation)?.into())?;
         Ok(match &self.share {
             Some(share) => output.f_mul(share)?,
             None => output.f_to_kind(accumulation_kind(output.kind()))?,

@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::step::{OwnProducts, StepCost, StepOutput, StepProducts, StepRows};
+use super::step::{OwnProducts, StepCost, StepExperts, StepOutput, StepProducts, StepRows};
 use super::{ActivationGradient, Format, Piece, Plain, Rows, Section, Use};
 use crate::cuda::kernels::{self, NormOptions, NormedRows, ScaledRows};
 use crate::cuda::{Context, OpCost, Products, timed};
@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::model::block::{ElementBytes, LinearSpec};
 use crate::model::spec::ModelSpec;
 use crate::ops::fp8;
+use crate::ops::grouped::Dispatch;
 use crate::ops::linear::{self, Onto};
 use crate::ops::swiglu::{Activation, GateUp};
 
@@ -63,9 +64,12 @@ impl Format for Fp8 {
             Use::Engine { tp_size } => {
                 let sides = "sides of a rank's matrices have to be multiples of 16, and rows at most 32768 long";
                 let linears = spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears());
-                (linears.collect(), sides)
+                (linears.filter(|linear| linear.matrix.is_rounded()).collect(), sides)
             }
         };
+        if linears.iter().any(|linear| linear.experts.is_some() && linear.bias.is_some()) {
+            return Some("on a GPU experts with biases are not multiplied in FP8".to_owned());
+        }
         let serves = match of {
             Use::Training => kernels::fp8_trains,
             Use::Engine { .. } => kernels::fp8_serves,
@@ -116,6 +120,19 @@ impl Format for Fp8 {
 
     fn forward_onto(&self, residual: &Tensor, x: &Rows, w: &Piece) -> Result<Tensor> {
         fp8::forward_onto(residual, &Self::rounded(x)?, &Self::weight(w)?, w.weight.kind())
+    }
+
+    fn experts_forward(&self, dispatch: &Dispatch, x: &Rows, w: &Piece) -> Result<Tensor> {
+        let size = w.weight.size();
+        let weights = match &w.prepared {
+            Some(prepared) => prepared.shallow_clone(),
+            None => fp8::rounded(&w.weight.f_reshape([size[0] * size[1], size[2]])?)?,
+        };
+        dispatch.forward_fp8(&Self::rounded(x)?, &weights, w.weight.kind())
+    }
+
+    fn experts_gate_up(&self, dispatch: &Dispatch, x: &Rows, w: &Piece) -> Result<GateUp> {
+        GateUp::of_pairs(self.experts_forward(dispatch, x, w)?)
     }
 
     fn backward_input(&self, dy: &Tensor, w: &Piece) -> Result<Tensor> {
@@ -223,6 +240,14 @@ impl Format for Fp8 {
             _ if kernels::gate_up_serves(x.values.size()[0] as usize, &w.values)? => kernels::gate_up_fp8(x, w, act),
             _ => kernels::wide_product_silu_mul_fp8(x, w, act),
         }
+    }
+
+    fn step_experts_gate_up(&self, by: StepExperts<'_>, x: StepRows<'_>, w: &Piece, act: &Tensor) -> Result<()> {
+        kernels::experts_gate_up_fp8(by.tile, x.rounded(), w.rounded(), by.adapter, by.routed, act)
+    }
+
+    fn step_experts_down(&self, by: StepExperts<'_>, act: StepRows<'_>, w: &Piece, out: &Tensor) -> Result<()> {
+        kernels::experts_down_fp8(by.tile, act.rounded(), w.rounded(), by.adapter, by.routed, out)
     }
 
     fn step_product(&self, by: StepProducts<'_>, x: StepRows<'_>, w: &Piece, out: &Tensor) -> Result<()> {

@@ -4,6 +4,7 @@
 //!
 //! | file | what it is |
 //! |---|---|
+//! | `choice` | which format a key asks for, and what it says where one does not serve |
 //! | `plain` | rows in the type of the network |
 //! | `exact` | the same rows, in products of which a row has the same bits in the engine and in training |
 //! | `fp8` | rows of e4m3 with a scale each |
@@ -11,6 +12,7 @@
 //! | `rows`, `step` | factors of products; those of a step on a GPU |
 //! | `stored` | frozen blocks that are stored in one format and multiplied in another |
 
+mod choice;
 mod exact;
 mod fp8;
 mod nf4;
@@ -30,55 +32,17 @@ pub use self::fp8::Fp8;
 pub use self::nf4::Nf4;
 pub use self::plain::Plain;
 pub use self::rows::{Piece, Rows};
-pub use self::step::{OwnProducts, StepCost, StepOutput, StepProducts, StepRows};
+pub use self::step::{OwnProducts, StepCost, StepExperts, StepOutput, StepProducts, StepRows};
 pub use self::stored::{BaseRounding, Encoded, Encoder, StoredBlock, StoredFormat};
 use super::block::ElementBytes;
 use super::lora::Lora;
 use super::spec::ModelSpec;
-use crate::config::{Config, MixedPrecision, Quantization, RolloutQuantization};
 use crate::cuda::kernels::{self, NormedRows, ScaledRows};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ops::grouped::Dispatch;
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
 use crate::ops::swiglu::{Activation, GateUp};
-
-impl Config {
-    /// The format that policy and reference model are multiplied in.
-    pub(crate) fn training_format(&self) -> &'static dyn Format {
-        if self.exact { &Exact } else { self.mixed_precision.format() }
-    }
-}
-
-impl MixedPrecision {
-    /// The format that training multiplies in.
-    pub fn format(self) -> &'static dyn Format {
-        match self {
-            MixedPrecision::None => &Plain,
-            MixedPrecision::Fp8 => &Fp8::ROWS,
-            MixedPrecision::Fp8All => &Fp8::ALL,
-        }
-    }
-}
-
-impl RolloutQuantization {
-    /// The format that an engine multiplies in.
-    pub fn format(self) -> &'static dyn Format {
-        match self {
-            RolloutQuantization::None => &Plain,
-            RolloutQuantization::Fp8 => &Fp8::ROWS,
-        }
-    }
-}
-
-impl Quantization {
-    /// The format that frozen blocks are stored in; none where they are kept as they are multiplied.
-    pub fn format(self) -> Option<&'static dyn StoredFormat> {
-        match self {
-            Quantization::None => None,
-            Quantization::Nf4 => Some(&Nf4),
-        }
-    }
-}
 
 /// A use of a format.
 #[derive(Debug, Clone, Copy)]
@@ -137,7 +101,7 @@ pub trait Format: Debug + Sync {
     /// The reason why a device does not multiply in it; none if it does. A CPU simulates it.
     ///
     /// # Errors
-    /// [`Error::Environment`] without the GPU.
+    /// [`crate::Error::Environment`] without the GPU.
     fn device_refusal(&self, _device: Device) -> Result<Option<String>> {
         Ok(None)
     }
@@ -165,7 +129,7 @@ pub trait Format: Debug + Sync {
     /// Rounds rows [R, K], of a weight that an engine multiplies by, into memory of [`Format::sections`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a matrix that the kernel of a GPU does not take; [`Error::OutOfMemory`].
+    /// [`crate::Error::InvalidArgument`] for a matrix that the kernel of a GPU does not take; [`crate::Error::OutOfMemory`].
     fn round(&self, _x: &Tensor, _to: &ScaledRows) -> Result<()> {
         Ok(())
     }
@@ -173,7 +137,7 @@ pub trait Format: Debug + Sync {
     /// The rows as products read them, for several that read the same.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn rows(&self, x: &Rows) -> Result<Rows> {
         Ok(Rows::Plain(x.plain().shallow_clone()))
     }
@@ -181,13 +145,13 @@ pub trait Format: Debug + Sync {
     /// x w^T + bias. [T, N]
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn forward(&self, x: &Rows /* [T, K] */, w: &Piece) -> Result<Tensor>;
 
     /// residual + x w^T, of the residual's kind. [T, N]
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn forward_onto(
         &self,
         residual: &Tensor, /* [T, N] */
@@ -200,7 +164,7 @@ pub trait Format: Debug + Sync {
     /// y + (x A^T) B^T of an adapter, in y's memory where it may be. [T, N]
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn adapt(&self, x: &Rows /* [T, K] */, lora: &Lora, y: Tensor /* [T, N] */) -> Result<Tensor> {
         lora.add(x.plain(), y)
     }
@@ -208,21 +172,37 @@ pub trait Format: Debug + Sync {
     /// x w^T of a matrix that has gate and up.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn gate_up(&self, x: &Rows /* [T, D] */, w: &Piece) -> Result<GateUp> {
         GateUp::of_pairs(self.forward(x, w)?)
+    }
+
+    /// x w^T of rows that are sorted by expert, each with the matrix of its own. [R, N]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], as of all products.
+    fn experts_forward(&self, dispatch: &Dispatch, x: &Rows /* [R, K] */, w: &Piece) -> Result<Tensor> {
+        dispatch.forward(x.plain(), &w.weight)
+    }
+
+    /// [`Format::experts_forward`] of matrices that have gate and up.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], as of all products.
+    fn experts_gate_up(&self, dispatch: &Dispatch, x: &Rows /* [R, D] */, w: &Piece) -> Result<GateUp> {
+        dispatch.gate_up(x.plain(), &w.weight)
     }
 
     /// dx = dy w. [T, K]
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn backward_input(&self, dy: &Tensor /* [T, N] */, w: &Piece) -> Result<Tensor>;
 
     /// dx += dy w.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn accumulate_input(
         &self,
         dy: &Tensor, /* [T, N] */
@@ -236,7 +216,7 @@ pub trait Format: Debug + Sync {
     /// dx of [`Format::gate_up`], whose gradients [`Format::activate_backward`] may have rounded. [T, D]
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn gate_up_backward(&self, d: &GateUp, _rounded: Option<&ScaledRows>, w: &Piece) -> Result<Tensor> {
         self.backward_input(&d.pairs()?, w)
     }
@@ -244,7 +224,7 @@ pub trait Format: Debug + Sync {
     /// dw [N, K] = dy^T x, or dw += dy^T x, of dy [T, N] and x [T, K].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn weight_gradient(&self, dy: &Tensor, x: &Tensor, dw: &mut Tensor, onto: Onto) -> Result<()> {
         linear::weight_gradient(dy, x, dw, onto)
     }
@@ -252,7 +232,7 @@ pub trait Format: Debug + Sync {
     /// [`Format::weight_gradient`] of [`Format::gate_up`].
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`], as of all products.
     fn gate_up_weight_gradient(&self, d: &GateUp, x: &Tensor, dw: &mut Tensor, onto: Onto) -> Result<()> {
         d.weight_gradient(x, dw, onto)
     }
@@ -268,7 +248,7 @@ pub trait Format: Debug + Sync {
     /// activation(gate) * up for a product; as it is, too, where something else reads it (`is_read`). [T, F]
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`crate::Error::OutOfMemory`].
     fn activate(&self, activation: Activation, gate_up: &GateUp, _is_read: bool) -> Result<Rows> {
         Ok(gate_up.activate(activation)?.into())
     }
@@ -296,7 +276,7 @@ pub trait Format: Debug + Sync {
     /// Rounds a step's rows for the product that reads them next.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for rows that do not fit, as of all of a step; [`Error::Cuda`].
+    /// [`crate::Error::InvalidArgument`] for rows that do not fit, as of all of a step; [`crate::Error::Cuda`].
     fn step_round(&self, _x: &Tensor /* [T, K] */, _to: &ScaledRows) -> Result<()> {
         Ok(())
     }
@@ -346,6 +326,40 @@ pub trait Format: Debug + Sync {
         }
     }
 
+    /// In a step act = silu(gate) * up of x w^T, or with biases the clamped SwiGLU, of each sorted row's token with the weight of its expert.
+    ///
+    /// # Errors
+    /// The errors of [`Format::step_round`].
+    fn step_experts_gate_up(
+        &self,
+        by: StepExperts<'_>,
+        x: StepRows<'_>, // [T, D]
+        w: &Piece,       // [E, 2 I, D]
+        act: &Tensor,    // [T k, I]
+    ) -> Result<()> {
+        match &w.bias {
+            Some(bias) => kernels::experts_gate_up_clamped(by.tile, x.plain, &w.weight, bias, by.routed, act),
+            None => kernels::experts_gate_up(by.tile, x.plain, &w.weight, by.adapter, by.routed, act),
+        }
+    }
+
+    /// In a step out = act w^T of each sorted row with the weight of its expert, at the place of its choice.
+    ///
+    /// # Errors
+    /// The errors of [`Format::step_round`].
+    fn step_experts_down(
+        &self,
+        by: StepExperts<'_>,
+        act: StepRows<'_>, // [T k, I]
+        w: &Piece,         // [E, D, I]
+        out: &Tensor,      // [T k, D]
+    ) -> Result<()> {
+        match &w.bias {
+            Some(bias) => kernels::experts_down_biased(by.tile, act.plain, &w.weight, bias, by.routed, out),
+            None => kernels::experts_down(by.tile, act.plain, &w.weight, by.adapter, by.routed, out),
+        }
+    }
+
     /// In a step out = x w^T + bias.
     ///
     /// # Errors
@@ -358,32 +372,6 @@ pub trait Format: Debug + Sync {
         out: &Tensor, /* [T, N] */
     ) -> Result<()> {
         by.plain(x.plain, &w.weight, w.bias.as_ref(), out)
-    }
-}
-
-impl dyn Format {
-    /// Whether it serves a use of a model's blocks, on a GPU or not. A chip is looked at where a network or an engine is made.
-    ///
-    /// # Errors
-    /// [`Error::InvalidValue`] on the key of the use, with the reason.
-    pub fn check(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Result<()> {
-        self.refusal(of, spec, on_gpu).map_or(Ok(()), |reason| self.refuse(of, &reason))
-    }
-
-    /// Whether a device multiplies in it.
-    ///
-    /// # Errors
-    /// [`Error::InvalidValue`] on the key of the use, with the reason.
-    pub fn check_device(&self, of: Use, device: Device) -> Result<()> {
-        self.device_refusal(device)?.map_or(Ok(()), |reason| self.refuse(of, &reason))
-    }
-
-    /// Refuses a use.
-    ///
-    /// # Errors
-    /// [`Error::InvalidValue`], always.
-    pub fn refuse<T>(&self, of: Use, reason: &str) -> Result<T> {
-        Err(Error::invalid_value(self.key(of), self.name(), format!("none: {reason}")))
     }
 }
 

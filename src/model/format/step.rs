@@ -3,7 +3,7 @@
 
 use tch::Tensor;
 
-use crate::cuda::kernels::{self, ScaledRows};
+use crate::cuda::kernels::{self, ExpertAdapter, ExpertTile, RoutedTokens, ScaledRows};
 use crate::cuda::{Products, Tuning};
 use crate::error::Result;
 
@@ -59,6 +59,17 @@ impl StepProducts<'_> {
             _ => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
         }
     }
+}
+
+/// How a step's rows are sorted by expert, and what is beside the matrix of experts that they are multiplied with.
+#[derive(Debug, Clone, Copy)]
+pub struct StepExperts<'a> {
+    /// How the kernels cut the work.
+    pub tile: ExpertTile,
+    /// The adapters' inner products and their other matrix.
+    pub adapter: Option<ExpertAdapter<'a>>,
+    /// The sorted rows.
+    pub routed: &'a RoutedTokens,
 }
 
 /// Rows that a step's product reads.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::config::GradientCheckpointing;
+use crate::config::{GradientCheckpointing, MixedPrecision, Quantization, RolloutQuantization};
 use crate::model::tests::sliced_block;
 use crate::model::{
     BlockContext, BlockParams, PackedMixer, ParamTable, Unit, UnitLayout, block_backward, block_forward, init_unit,

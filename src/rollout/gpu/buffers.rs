@@ -42,8 +42,8 @@ pub(super) struct StepShape {
     /// Width of the widest MLP that all tokens go to, 0 where there is none.
     mlp: usize,
     pub(super) experts: Option<ExpertShape>,
-    /// Columns of the widest matrix whose rows are rounded.
-    rounded: usize,
+    /// Columns of the widest matrix whose rows are rounded, and all rows that an expert's matrix has of a token.
+    rounded: [usize; 2], // columns, rows of experts
     format: &'static dyn Format,
     vocab: usize,
     kv_slots: [usize; 2], // blocks, tokens of a block
@@ -103,6 +103,10 @@ impl StepShape {
             Mlp::Dense(dense) => Some(dense.intermediate),
             Mlp::Experts(experts) => experts.shared.map(|SharedExpertSpec(shared)| shared.intermediate),
         });
+        // Rows of all choices of a token, as one.
+        let of_experts = spec
+            .experts()
+            .map_or(0, |experts| experts.router.num_experts_per_tok * experts.tp_slice(tp_size).expert.intermediate);
         let seqs = options.most_decode_rows();
         let rows = options.max_num_batched_tokens.max(seqs);
         let mlp = dense.max().unwrap_or(0);
@@ -118,7 +122,14 @@ impl StepShape {
             attended: queries.max(delta_nets.map_or(0, |columns| columns.values)),
             mlp,
             experts: ExpertShape::new(spec, rows, tp_size, options.kind),
-            rounded: spec.hidden_size.max(queries).max(mlp),
+            rounded: [
+                spec.hidden_size
+                    .max(queries)
+                    .max(mlp)
+                    .max(delta_nets.map_or(0, |columns| columns.values))
+                    .max(of_experts),
+                spec.experts().map_or(1, |experts| experts.router.num_experts_per_tok),
+            ],
             format: options.quantization.format(),
             summed_rows: sums.then_some(seqs.min(MOST_SUMMED_ROWS)),
             vocab: spec.vocab_size,
@@ -162,7 +173,9 @@ impl StepShape {
         let draws = self.seqs.next_multiple_of(self.tp_size);
         let width = self.vocab.div_ceil(self.tp_size).next_multiple_of(ALIGNED_LOGITS);
         let whole = if self.tp_size > 1 { draws * width } else { 0 };
-        let [values, scales] = self.format.sections([self.rows as i64, self.rounded as i64]);
+        let [columns, choices] = self.rounded.map(|size| size as i64);
+        let [values, _] = self.format.sections([self.rows as i64, columns]);
+        let [_, scales] = self.format.sections([self.rows as i64 * choices, columns]);
         let mut sections = vec![
             (vec![self.rows as i64, self.hidden as i64], self.residual),
             matrix(self.rows, self.hidden),

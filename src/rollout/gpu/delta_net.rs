@@ -18,7 +18,7 @@ const PROJECTIONS: [Matrix; 4] = [Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::Delt
 /// The weights of all projections as one matrix, where they lie one behind the other and have no adapters.
 fn whole(w: &BlockParams, columns: DeltaColumns) -> Option<Tensor> {
     let linears = PROJECTIONS.map(|matrix| w.linear(matrix));
-    let is_plain = |linear: &&Linear| linear.lora.is_none() && linear.pieces.len() == 1;
+    let is_plain = |linear: &&Linear| linear.lora.is_none() && linear.pieces.len() == 1 && !linear.format.rounds();
     if !linears.iter().all(is_plain) || columns.all() != columns.parts().iter().sum::<usize>() {
         return None;
     }

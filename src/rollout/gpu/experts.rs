@@ -11,7 +11,7 @@ use crate::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, SharedExpertRows,
 };
 use crate::error::Result;
-use crate::model::{BlockParams, ExpertsSpec, Linear, Lora, Matrix, ParamName, Piece};
+use crate::model::{BlockParams, ExpertsSpec, Linear, Lora, Matrix, ParamName, StepExperts};
 use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
@@ -31,7 +31,11 @@ impl DecoderNetwork<'_> {
         let Device::Cuda(gpu) = normed.device() else { unreachable!("an engine on a GPU") };
         let tile = ExpertTile::of(rows as usize, k, spec.num_experts, (normed.kind(), gpu))?;
         let width = buffers.act.size()[1] as usize;
-        let down_tile = tile.for_down(rows as usize, k, spec.num_experts, (width, gpu))?;
+        let format = self.format();
+        let down_tile = match format.rounds() {
+            true => tile,
+            false => tile.for_down(rows as usize, k, spec.num_experts, (width, gpu))?,
+        };
         let own = spec.own_experts(w, self.tp.rank());
         let routed = buffers.routed(rows, spec, own, tile);
         let first = self.spec.places_among_expert_layers()[layer] * k as i64;
@@ -51,17 +55,14 @@ impl DecoderNetwork<'_> {
         let (act, rows) = (of_rows(&buffers.act), of_rows(&buffers.out));
         let [gate_up, down] = [Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix));
         let adapter = self.low(gate_up, tile, LowRows::OfTokens(normed), &routed)?;
-        let Piece { weight, bias, .. } = gate_up.piece();
-        DecoderOp::GateUp.run(|| match bias {
-            Some(bias) => kernels::experts_gate_up_clamped(tile, normed, weight, bias, &routed, &act),
-            None => kernels::experts_gate_up(tile, normed, weight, adapter.of(), &routed, &act),
-        })?;
+        let by = StepExperts { tile, adapter: adapter.of(), routed: &routed };
+        let x = self.rows(normed)?;
+        DecoderOp::GateUp.run(|| format.step_experts_gate_up(by, x, gate_up.piece(), &act))?;
+        self.round(&act, format)?; // in the place of the rows, which nothing reads any more but the shared expert
         let adapter = self.low(down, tile, LowRows::Sorted(&act), &routed)?;
-        let Piece { weight, bias, .. } = down.piece();
-        DecoderOp::Down.run(|| match bias {
-            Some(bias) => kernels::experts_down_biased(down_tile, &act, weight, bias, &routed, &rows),
-            None => kernels::experts_down(down_tile, &act, weight, adapter.of(), &routed, &rows),
-        })?;
+        let by = StepExperts { tile: down_tile, adapter: adapter.of(), routed: &routed };
+        let x = self.rows(&act)?;
+        DecoderOp::Down.run(|| format.step_experts_down(by, x, down.piece(), &rows))?;
         let shared =
             spec.shared.map(|shared| self.shared_rows(shared.0.activation, w, normed, &buffers.shared)).transpose()?;
         let of_shared =
@@ -101,6 +102,7 @@ impl DecoderNetwork<'_> {
             buffer.view(-1).narrow(0, 0, rows * width).view([rows, width])
         };
         let width = contract.weight().size()[1];
+        self.round(normed, self.format())?;
         let (gate_up, mut act) = (first(&self.buffers.gate_up, 2 * width), first(&self.buffers.act, width));
         self.gate_up(activation, expand, normed, &gate_up, &mut act)?;
         let out = first(out, normed.size()[1]);

@@ -120,9 +120,14 @@ impl DecoderNetwork<'_> {
     }
 
     /// The rows of the next product.
-    fn rows<'x>(&self, x: &'x Tensor /* [T, K] */) -> Result<StepRows<'x>> {
+    pub(super) fn rows<'x>(&self, x: &'x Tensor /* [T, K] */) -> Result<StepRows<'x>> {
         let rounded = self.format().rounds().then(|| self.rounded(x)).transpose()?;
         Ok(StepRows { plain: x, rounded })
+    }
+
+    /// Whether rows are read as they are, too, not rounded alone: by adapters, routers and the narrow projections of gated delta nets.
+    pub(super) fn reads_plain(&self) -> bool {
+        self.low.is_some() || self.spec.num_expert_layers() > 0 || self.spec.delta_net().is_some()
     }
 
     /// Where the rows of the next product of a format go. What is rounded is written as it is, too, where adapters read it.
@@ -132,14 +137,17 @@ impl DecoderNetwork<'_> {
         format: &dyn Format,
     ) -> Result<StepOutput<'x>> {
         let rounded = format.rounds().then(|| self.rounded(x)).transpose()?;
-        Ok(StepOutput { plain: x, rounded, is_read: self.low.is_some() })
+        Ok(StepOutput { plain: x, rounded, is_read: self.reads_plain() })
     }
 
     /// out = x w^T, with the adapter's part.
     pub(super) fn linear(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
         let columns: Vec<i64> = w.pieces.iter().map(|piece| piece.weight.size()[0]).collect();
         for (piece, part) in w.pieces.iter().zip(&out.split_with_sizes(columns.as_slice(), 1)) {
-            self.multiply(op, x, piece, part)?;
+            match w.format.rounds() {
+                true => self.multiply(op, x, piece, part)?,
+                false => self.product(op, x, &piece.weight, piece.bias.as_ref(), part)?,
+            }
         }
         self.adapt(x, w.lora.as_ref(), out)
     }

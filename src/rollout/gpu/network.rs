@@ -256,7 +256,7 @@ impl DecoderNetwork<'_> {
                 true => sums.way(part.size()[0] as usize),
                 false => AllReduceMethod::Read, // every rank hands all rows on
             };
-            let leaves = format.step_sums(self.low.is_some()); // adapters read the norms as they are
+            let leaves = format.step_sums(self.reads_plain());
             return DecoderOp::AllReduce.run(|| sums.add_rms_norm(way, turn, x, weight, self.spec.norm(), leaves));
         }
         if self.tp.size() > 1 {

@@ -1,6 +1,7 @@
 //! Products in FP8: how far the sampler then is from the trainer, beside bfloat16, on plain weights and on weights with planted outliers.
 
 use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization};
+use colo_grpo::internal::model::ModelSpec;
 use colo_grpo::internal::rollout::EngineOptions;
 use colo_grpo::internal::types::SamplingParams;
 use serde_json::json;
@@ -66,6 +67,21 @@ fn gpu_fp8_with_adapters_samples_near_the_trainer() {
 fn gpu_fp8_with_norms_behind_samples_near_the_trainer() {
     let name = "olmo2-1b";
     compare(&Model::new(name), name, 2);
+}
+
+/// Some layers of a model with experts, and of a hybrid: rounding costs about what it costs a dense model.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_fp8_of_experts_and_delta_nets_samples_near_the_trainer() {
+    for (name, layers) in [("qwen3-30b-a3b", 2), ("qwen3.5-9b", 4)] {
+        let model = Model::of(ModelSpec::preset(name).unwrap().with_num_layers(layers));
+        let options = model.options(640);
+        let fp8 = EngineOptions { quantization: RolloutQuantization::Fp8, ..options.clone() };
+        let [plain, rounded] = [&options, &fp8].map(|options| distance(&model, options, 2));
+        println!("{}", json!({"test": "fp8", "model": name, "layers": layers, "bf16": plain, "fp8": rounded}));
+        assert!(rounded[0] > 1.2 * plain[0], "{rounded:?} beside {plain:?}: nothing is rounded");
+        assert!(rounded[0] < 0.2 && rounded[1] < 0.9, "{rounded:?} beside {plain:?}");
+    }
 }
 
 /// A strict engine reads every key and value from the cache, so chunks, neighbours and preemption change no bit of it in eight bits either.

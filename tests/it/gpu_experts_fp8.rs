@@ -1,0 +1,120 @@
+//! Experts in FP8 on a GPU: products against float64 of the values that are rounded, with adapters beside them, and the same bits in any batch.
+
+use colo_grpo::internal::cuda::kernels::{
+    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, ScaledRows, experts_down_fp8,
+    experts_gate_up_fp8, experts_low, fp8_rows, route,
+};
+use tch::{Device, Kind, Tensor};
+
+use crate::gpu_experts::{Case, case};
+use crate::on_gpu::{GPU, double, gpu, poison, rand, relative_error};
+
+/// Rounded on the GPU.
+fn rounded(x: &Tensor /* [R, K] */) -> ScaledRows {
+    let values = Tensor::zeros(x.size(), (Kind::Float8e4m3fn, GPU));
+    let to = ScaledRows { values, scales: poison(&[x.size()[0]], Kind::Float) };
+    fp8_rows(&gpu(x), &to).unwrap();
+    to
+}
+
+/// What rounding leaves, in float64.
+fn whole(rows: &ScaledRows) -> Tensor {
+    double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1)
+}
+
+fn routed(case: &Case, x: &Tensor, router: &Tensor, tile: ExpertTile) -> RoutedTokens {
+    let routed = case.routed(tile.rows);
+    let (normalised, stride) = (true, case.k as usize);
+    let scores = RouteScores::Softmax;
+    let options = RouteOptions { scores, normalised, slots: None, recorded: None, record: None, stride };
+    route(&gpu(x), &gpu(router), &routed, &options).unwrap();
+    routed
+}
+
+/// Sorted rows [T k, N] times the matrices of their experts [E N, K], in float64; rows of other ranks' experts are left out.
+fn product(case: &Case, routed: &RoutedTokens, rows: &Tensor, w: &Tensor) -> Tensor {
+    let list = |t: &Tensor| t.to_device(Device::Cpu).to_kind(Kind::Int64).reshape([-1]);
+    let experts = list(&routed.experts).index_select(0, &list(&routed.order)); // of sorted rows
+    let own = case.own.len() as i64;
+    let w = w.view([own, w.size()[0] / own, -1]);
+    let y = Tensor::zeros([rows.size()[0], w.size()[1]], (Kind::Double, Device::Cpu));
+    for (index, expert) in case.own.clone().enumerate() {
+        let of_expert = experts.eq(expert as i64).nonzero().view(-1);
+        let part = rows.index_select(0, &of_expert).matmul(&w.get(index as i64).tr());
+        let _ = y.shallow_clone().index_copy_(0, &of_expert, &part);
+    }
+    y
+}
+
+/// Of every tile, with adapters and without.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_experts_in_fp8_equal_the_cpus() {
+    kernels::prepare(0, 1).unwrap();
+    let cases = [
+        case([1, 64, 32, 8, 2], 0..8, Kind::BFloat16),
+        case([33, 128, 192, 8, 2], 0..8, Kind::BFloat16),
+        case([300, 512, 96, 128, 8], 0..128, Kind::BFloat16),
+        case([257, 528, 48, 300, 8], 0..300, Kind::BFloat16),
+        case([900, 320, 80, 5, 3], 0..5, Kind::BFloat16),
+    ];
+    for case in cases {
+        let Case { tokens, hidden, width, experts, k, kind, .. } = case;
+        let (x, router) = (rand(&[tokens, hidden], kind), rand(&[experts, hidden], kind) * 0.1);
+        let weights = |rows: i64, columns: i64| rounded(&(rand(&[experts * rows, columns], kind) * 0.05));
+        let (gate_up, down, x8) = (weights(2 * width, hidden), weights(hidden, width), rounded(&x));
+        for tile in ExpertTile::SCALED {
+            let routed = routed(&case, &x, &router, tile);
+            let order = routed.order.to_device(Device::Cpu).to_kind(Kind::Int64);
+            let of_tokens = order.floor_divide(&Tensor::from(k));
+            let pairs = product(&case, &routed, &whole(&x8).index_select(0, &of_tokens), &whole(&gate_up));
+            let rank = 16;
+            let [a, b] = [[rank, hidden], [2 * width, rank]]
+                .map(|[rows, columns]| rand(&[experts, rows, columns], kind) * (columns as f64).powf(-0.5));
+            let low = poison(&[tokens * k, rank], kind);
+            experts_low(tile, LowRows::OfTokens(&gpu(&x)), &gpu(&a), None, &routed, &low).unwrap();
+            for is_adapted in [false, true] {
+                let b = gpu(&b);
+                let adapter = is_adapted.then_some(ExpertAdapter { low: &low, b: &b });
+                let act = poison(&[tokens * k, width], kind);
+                experts_gate_up_fp8(tile, &x8, &gate_up, adapter, &routed, &act).unwrap();
+                let of_adapter = product(&case, &routed, &double(&low), &double(&b.view([-1, rank])));
+                let sums = if is_adapted { &pairs + of_adapter } else { pairs.shallow_clone() };
+                let sums = sums.view([-1, width, 2]);
+                let expected = sums.select(2, 0).silu() * sums.select(2, 1);
+                let error = relative_error(&act, &expected);
+                assert!(error < 2e-2, "{case:?}, tile {}, adapted {is_adapted}: {error:e}", tile.name());
+                let act8 = rounded(&act.to_device(Device::Cpu));
+                let rows = poison(&[tokens * k, hidden], kind);
+                experts_down_fp8(tile, &act8, &down, None, &routed, &rows).unwrap();
+                let expected = product(&case, &routed, &whole(&act8), &whole(&down));
+                let sorted = rows.to_device(Device::Cpu).index_select(0, &order);
+                let error = relative_error(&sorted, &expected);
+                assert!(error < 2e-2, "{case:?}, tile {}: down {error:e}", tile.name());
+            }
+        }
+    }
+}
+
+/// A token's row does not depend on the tokens beside it.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_token_of_experts_in_fp8_has_the_same_bits_in_any_batch() {
+    kernels::prepare(0, 1).unwrap();
+    let all = case([700, 512, 96, 16, 4], 0..16, Kind::BFloat16);
+    let (x, router) = (rand(&[700, 512], all.kind), rand(&[16, 512], all.kind) * 0.1);
+    let gate_up = rounded(&(rand(&[16 * 192, 512], all.kind) * 0.05));
+    let by_choice = |tokens: i64| {
+        let case = Case { tokens, ..all.clone() };
+        let tile = ExpertTile::of(tokens as usize, 4, 16, (all.kind, 0)).unwrap();
+        let (x, act) = (x.narrow(0, 0, tokens), poison(&[tokens * 4, 96], all.kind));
+        let routed = routed(&case, &x, &router, tile);
+        experts_gate_up_fp8(tile, &rounded(&x), &gate_up, None, &routed, &act).unwrap();
+        let places = routed.order.to_kind(Kind::Int64);
+        act.zeros_like().index_copy(0, &places, &act)
+    };
+    let expected = by_choice(700);
+    for tokens in [1, 2, 15, 16, 17, 100, 333] {
+        assert!(by_choice(tokens).equal(&expected.narrow(0, 0, 4 * tokens)), "{tokens} tokens");
+    }
+}
