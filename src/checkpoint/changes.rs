@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde_json::Value;
 
-use crate::config::{Config, LrSchedulerType, OptimizerConfig, SftConfig, key_pattern, toml_value};
+use crate::config::{Config, LrSchedulerType, OptimizerConfig, SftConfig, Speculation, key_pattern, toml_value};
 
 /// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
 /// rounded differently, the samples and the algorithm are the same. So are the keys that spread a batch over ranks:
@@ -146,9 +146,15 @@ fn differences(
     };
     let gone = old.iter().filter(|(key, _)| new.iter().all(|(known, _)| known != key));
     let keys = new.iter().chain(gone).map(|(key, _)| key);
+    let of_draft_head = |key: &str, values: [&String; 2]| {
+        key == "speculation" && values.into_iter().any(|value| value.contains(Speculation::Mtp.name()))
+    };
     keys.map(|key| (key, value(&old, key), value(&new, key)))
         .filter(|(_, old, new)| old != new)
-        .map(|(key, old, new)| KeyChange { key: key.clone(), old, new, changes_result: !is_safe(key) })
+        .map(|(key, old, new)| {
+            let changes_result = !is_safe(key) || of_draft_head(key, [&old, &new]); // the head trains or does not
+            KeyChange { key: key.clone(), old, new, changes_result }
+        })
         .collect()
 }
 
@@ -174,6 +180,12 @@ mod tests {
             said.starts_with("max_steps was 10, is 20 (the learning rate falls") && said.contains("constant"),
             "{said}"
         );
+
+        let of_drafts = |old: &str, new: &str| changes(&config(&[new]), &config(&[old]))[0].changes_result;
+        assert!(
+            !of_drafts("speculation=none", "speculation=auto") && !of_drafts("speculation=ngram", "speculation=none")
+        );
+        assert!(of_drafts("speculation=mtp", "speculation=auto") && of_drafts("speculation=none", "speculation=mtp"));
 
         let old = config(&["max_steps=10", "lr_scheduler_type=constant"]);
         let new = config(&["max_steps=20", "lr_scheduler_type=constant"]);

@@ -328,7 +328,7 @@ fn check_output_dir(folder: &Path) -> Result<()> {
 }
 
 fn init(args: &InitArgs) -> Result<ExitCode> {
-    let spec = Arc::new(args.model.spec()?);
+    let spec = Arc::new(args.spec()?);
     if let Some(path) = args.model.config_json.as_ref().filter(|_| spec.is_text_part) {
         let message = "text_config is a part of a model with a vision tower, which init does not make: expected the config.json of a text \
                        model, as text_config itself with \"architectures\"";

@@ -156,8 +156,9 @@ keys! {
         pub mamba_ssm_cache_dtype: StateDtype = StateDtype::Float32,
         /// Draft tokens, which the engine checks by drawing: completions are those of a run without them, in fewer steps where drafts are
         /// right. `ngram` drafts what followed the longest end of a completion that occurred before, in it, in its prompt, and in other and
-        /// earlier completions of that; `auto` does so as far as the measured times of steps say that it pays. `mtp`, the model's draft head,
-        /// is not served yet. [speculation.md](speculation.md)
+        /// earlier completions of that; `auto` does so as far as the measured times of steps say that it pays. `mtp` is the draft
+        /// head of Qwen3.5, Qwen3.6 and Qwen3-Next (`mtp.*` in their files), on CPUs, which trains beside the model.
+        /// [speculation.md](speculation.md)
         pub speculation: Speculation = Speculation::None,
         /// Most draft tokens of a completion in one step.
         pub num_speculative_tokens: usize = 7 => from_to(1.0, 64.0),

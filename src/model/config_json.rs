@@ -196,6 +196,7 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
         vocab_size,
         hidden_size: config.size("hidden_size", 1 << 20)?,
         layers,
+        draft_head: None,
         embedding_multiplier: 1.0,
         rounds_embedding_multiplier: false,
         logits_scaling: 1.0,

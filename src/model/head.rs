@@ -104,8 +104,8 @@ pub fn head_logits(
 pub struct HeadSums<'a> {
     /// The sum that the gradient of the final norm is added to. `[D]`
     pub final_norm: &'a mut Tensor,
-    /// The gradient of the table: the head's own, or the embedding's where they are tied. `[V, D]`
-    pub table: &'a mut Tensor,
+    /// The gradient of the table: the head's own, or the embedding's where they are tied; none of a frozen one. `[V, D]`
+    pub table: Option<&'a mut Tensor>,
     /// Whether the gradient of the table is overwritten or added to.
     pub onto: Onto,
 }
@@ -132,7 +132,7 @@ pub fn head_backward(
     let (targets, temperature) = (scoring.targets, scoring.temperature);
     let mut unread = Tensor::f_zeros(w.final_norm.size(), (accumulation_kind(hidden.kind()), hidden.device()))?;
     let (d_final_norm, d_table) = match sums {
-        Some(HeadSums { final_norm, table, onto }) => (final_norm, Some((table, onto))),
+        Some(HeadSums { final_norm, table, onto }) => (final_norm, table.map(|table| (table, onto))),
         None => (&mut unread, None),
     };
     let top = match scoring.top {

@@ -74,6 +74,8 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
             | ParamName::MlpPostNorm
             | ParamName::QNorm
             | ParamName::KNorm
+            | ParamName::DraftEmbeddingNorm
+            | ParamName::DraftHiddenNorm
             | ParamName::FinalNorm => _ = target.f_fill_(if layout.zero_centred_norms { 0.0 } else { 1.0 })?,
             ParamName::DeltaNorm | ParamName::DeltaDtBias => _ = target.f_fill_(1.0)?,
             // Rates of decay uniform in (0, 16].
@@ -96,6 +98,7 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
             | ParamName::DeltaA
             | ParamName::DeltaConv
             | ParamName::DeltaOut
+            | ParamName::DraftProjection
             | ParamName::LmHead => match device {
                 Device::Cuda(_) => {
                     let key = key_of(param, layout.unit, seed);
@@ -211,6 +214,7 @@ fn key_of(param: &Param, unit: Unit, seed: u64) -> RandomKey {
         Unit::Embedding => 0,
         Unit::Head => 1,
         Unit::Block(layer) => 2 + layer as u64,
+        Unit::DraftHead => u64::MAX,
     };
     RandomKey::new(seed, STREAM).fold(unit).fold(param.name as u64)
 }

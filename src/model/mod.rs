@@ -42,7 +42,7 @@ mod views;
 pub use block::{
     AttentionSpec, BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes,
     ExpertsSpec, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, QkNorm, Routes, SavedBlock,
-    SequenceMixer, SharedExpertSpec, TokenExchange, block_backward, block_forward,
+    SequenceMixer, SharedExpertSpec, TokenExchange, block_backward, block_forward, draft_input, draft_input_backward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit};
 pub use distinct::{ByRope, ByWindow, Distinct, RopeSpec, Ropes};

@@ -29,7 +29,7 @@ pub const ALIGNMENT: usize = 256;
 pub struct ParamTable {
     /// The model.
     pub spec: Arc<ModelSpec>,
-    /// In order: embedding, blocks, head.
+    /// In order: embedding, blocks, the draft head if there is one, head.
     pub units: Vec<UnitLayout>,
     /// Elements of all units, padding included.
     pub total: usize,
@@ -102,6 +102,8 @@ pub enum Unit {
     Embedding,
     /// One transformer block.
     Block(usize),
+    /// The head that drafts tokens.
+    DraftHead,
     /// Final norm and, unless tied, the head's table.
     Head,
 }
@@ -111,6 +113,7 @@ impl fmt::Display for Unit {
         match self {
             Unit::Embedding => f.write_str("embedding"),
             Unit::Block(layer) => write!(f, "block {layer}"),
+            Unit::DraftHead => f.write_str("draft head"),
             Unit::Head => f.write_str("head"),
         }
     }
@@ -304,6 +307,12 @@ pub enum ParamName {
     GateUpBias,
     /// [E, D] of experts
     DownBias,
+    /// `[D]`, of the draft head: before its projection
+    DraftEmbeddingNorm,
+    /// `[D]`, of the draft head: before its projection
+    DraftHiddenNorm,
+    /// [D, 2 D], of the draft head
+    DraftProjection,
 }
 
 impl ParamName {
@@ -326,7 +335,8 @@ pub(super) type Shapes = Vec<(ParamName, Vec<i64>)>;
 /// Every unit of a model, in order.
 pub(super) fn units(spec: &ModelSpec) -> impl Iterator<Item = Unit> + use<> {
     let blocks = (0..spec.num_layers()).map(Unit::Block);
-    std::iter::once(Unit::Embedding).chain(blocks).chain([Unit::Head])
+    let draft_head = spec.draft_head.map(|_| Unit::DraftHead);
+    std::iter::once(Unit::Embedding).chain(blocks).chain(draft_head).chain([Unit::Head])
 }
 
 /// The parameters of a unit, with their shapes.
@@ -335,6 +345,7 @@ pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Shapes {
     match unit {
         Unit::Embedding => vec![(ParamName::Embedding, vec![vocab, hidden])],
         Unit::Block(layer) => spec.layers[layer].shapes(),
+        Unit::DraftHead => spec.draft_shapes(),
         Unit::Head => {
             let own = (!spec.tie_word_embeddings).then(|| (ParamName::LmHead, vec![vocab, hidden]));
             std::iter::once((ParamName::FinalNorm, vec![hidden])).chain(own).collect()

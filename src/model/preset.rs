@@ -132,6 +132,7 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         vocab_size,
         hidden_size: hidden,
         layers: vec![BlockSpec::dense(attention, intermediate, NormPlaces::PRE); num_layers],
+        draft_head: None,
         embedding_multiplier: 1.0,
         rounds_embedding_multiplier: false,
         logits_scaling: 1.0,

@@ -29,6 +29,8 @@ pub struct ModelSpec {
     pub hidden_size: usize,
     /// Blocks, first to last.
     pub layers: Vec<BlockSpec>,
+    /// The block of the head that drafts tokens, where that is served ([`ModelSpec::with_draft_head`]).
+    pub draft_head: Option<BlockSpec>,
     /// Factor of the embedding's rows.
     pub embedding_multiplier: f64,
     /// That factor is rounded to the type of the table.
@@ -109,7 +111,8 @@ impl ModelSpec {
             (self.family.traits().stacks_experts, Circumstance::StackedExperts),
         ];
         let fused = fused.into_iter().filter_map(|(is_so, fused)| is_so.then_some(fused));
-        [experts, nets, Circumstance::NoDraftHead].into_iter().chain(some).chain(fused)
+        let headless = self.draft_head.is_none().then_some(Circumstance::NoDraftHead);
+        [experts, nets].into_iter().chain(headless).chain(some).chain(fused)
     }
 
     /// Refuses settings that do not go together, or not with this kind of model.
@@ -341,7 +344,8 @@ impl ModelSpec {
 
     /// Elements that the cache has of a token in all layers, on one rank of a tensor-parallel group.
     pub fn cached_elements(&self, tp_size: usize) -> usize {
-        self.layers.iter().map(|block| block.tp_slice(tp_size).mixer.cached_elements()).sum()
+        let blocks = self.layers.iter().chain(&self.draft_head);
+        blocks.map(|block| block.tp_slice(tp_size).mixer.cached_elements()).sum()
     }
 
     /// Rows of the vocabulary that belong to a rank: contiguous, in rank order, sizes at most one apart.

@@ -114,7 +114,8 @@ impl Stage {
     /// Units of the model that the stage computes with, in order.
     pub fn units(&self, spec: &ModelSpec) -> Vec<Unit> {
         let embedding = self.has_table(spec).then_some(Unit::Embedding);
-        let head = self.is_last().then_some(Unit::Head);
+        let draft_head = spec.draft_head.filter(|_| self.is_last()).map(|_| Unit::DraftHead);
+        let head = draft_head.into_iter().chain(self.is_last().then_some(Unit::Head));
         embedding.into_iter().chain(self.layers.clone().map(Unit::Block)).chain(head).collect()
     }
 }

@@ -139,10 +139,11 @@ impl KvCache {
             return Err(Error::invalid_value("kv_cache_bytes", kv_cache_bytes, expected));
         }
         let AttentionSpec { num_kv_heads, head_dim, .. } = spec.attention().tp_slice(tp_size);
-        let layers: Vec<usize> = spec.attention_layers().collect();
+        let draft_head = spec.draft_head.map(|_| spec.num_layers()); // behind the last layer
+        let layers: Vec<usize> = spec.attention_layers().chain(draft_head).collect();
         let shape = [num_kv_heads, block_size, head_dim, 2 * layers.len()].map(|size| size as i64);
         let place = |layer| layers.iter().position(|&own| own == layer).map(|place| place as i64);
-        let places = (0..spec.num_layers()).map(place).collect();
+        let places = (0..spec.num_layers()).chain(draft_head).map(place).collect();
         let arena = Arena::reserve("kv_cache", num_blocks * block_bytes, device)?;
         Ok(Self { arena, shape, places, kind, block_bytes, awake: None, scales: None })
     }
@@ -189,7 +190,7 @@ impl KvCache {
         self.arena.unmap();
     }
 
-    /// Keys and values of one layer.
+    /// Keys and values of one layer; those of the draft head are behind the last one's.
     ///
     /// # Panics
     /// If the cache is asleep, or the layer has no attention.

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use tch::{Kind, Tensor, no_grad};
 
 use super::batch::StepBatch;
+use super::draft_head::{HeadDrafts, HeadWork};
 use super::mixer::PagedMixer;
 use super::options::EngineOptions;
 use super::routes::StepRoutes;
@@ -36,6 +37,17 @@ pub(super) trait Runner {
     /// The experts of all tokens of the step that was collected last, token by token; none unless they are recorded.
     fn take_experts(&mut self) -> Vec<u16>;
 
+    /// The drafts of a decode step that have `depth` others before them, by the model's own head.
+    fn draft(
+        &mut self,
+        _step: &Step,
+        _depth: usize,
+        _draws: &[Draw],
+        _sequences: &[EngineSequence],
+    ) -> Result<Vec<Sampled>> {
+        unreachable!("engines on CPUs alone have a draft head")
+    }
+
     /// Has states in these pages take in so many of the drafts that are stored beside them, as they are taken in by steps.
     fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()>;
 
@@ -48,18 +60,20 @@ pub(super) trait Runner {
 /// libtorch's operations step by step, logits to the host, and the sampler there: of one stage's layers, or of all.
 #[derive(Debug)]
 pub(super) struct HostRunner<'a> {
-    spec: &'a ModelSpec,
+    pub(super) spec: &'a ModelSpec,
     own: &'a ModelSpec, // with the stage's layers alone
     stage: Stage,
-    ropes: &'a Ropes,
-    weights: &'a EngineWeights<'a>,
-    memory: SequenceMemory<'a>,
-    tp: &'a dyn Collective,
-    residual: Kind,
+    pub(super) ropes: &'a Ropes,
+    pub(super) weights: &'a EngineWeights<'a>,
+    pub(super) memory: SequenceMemory<'a>,
+    pub(super) tp: &'a dyn Collective,
+    pub(super) residual: Kind,
     records_experts: bool,
     exact: bool,
     sampled: VecDeque<Vec<Sampled>>,
     experts: Vec<u16>, // of the newest step: none is launched before it is collected
+    pub(super) draft_spec: Option<ModelSpec>,
+    pub(super) head_drafts: Option<HeadDrafts>, // of the step that is being drafted
 }
 
 /// The work of a step on one stage, apart from its sequences, which go on meanwhile.
@@ -69,6 +83,7 @@ pub(super) struct StepWork {
     routes: Option<StepRoutes>,
     copies: Vec<(u32, u32)>,       // of blocks, from and to
     state_copies: Vec<(u32, u32)>, // of pages, from and to
+    head: Option<HeadWork>,
 }
 
 impl StepWork {
@@ -104,11 +119,22 @@ impl Runner for HostRunner<'_> {
         std::mem::take(&mut self.experts)
     }
 
+    fn draft(
+        &mut self,
+        step: &Step,
+        depth: usize,
+        draws: &[Draw],
+        sequences: &[EngineSequence],
+    ) -> Result<Vec<Sampled>> {
+        self.draft_at(step, depth, draws, sequences)
+    }
+
     fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()> {
         let Some(states) = self.memory.states.filter(|_| !pages.is_empty()) else { return Ok(()) };
         let device = self.weights.embedding.device();
         let stored: Vec<_> = pages.iter().map(|&(_, stored)| StoredAndRows { stored, rows: 0 }).collect();
         let stored = DraftedRows::new(&stored, device)?;
+        let counts: Vec<i64> = pages.iter().map(|&(_, stored)| stored as i64).collect();
         let pages: Vec<i64> = pages.iter().map(|&(page, _)| page.into()).collect();
         let pages = torch::tensor_on(&pages, device)?;
         for (layer, block) in self.own.layers.iter().enumerate() {
@@ -118,6 +144,9 @@ impl Runner for HostRunner<'_> {
             let mut drafted = states.read_drafted(layer, &pages)?;
             no_grad(|| drafted.take_in(&stored, &self.weights.blocks[layer].delta_weights(), options))?;
             states.write(layer, &pages, &drafted.state)?;
+        }
+        if self.draft_spec.is_some() {
+            states.keep_newest(&pages, &counts)?;
         }
         Ok(())
     }
@@ -132,7 +161,23 @@ impl<'a> HostRunner<'a> {
         &EngineOptions { residual, records_experts, exact, .. }: &EngineOptions,
     ) -> Self {
         let (stage, tp, sampled, experts) = (ranks.stage(), &*ranks.tp, VecDeque::new(), Vec::new());
-        Self { spec, own, stage, ropes, weights, memory, tp, residual, records_experts, exact, sampled, experts }
+        let (draft_spec, head_drafts) = (spec.draft_spec().filter(|_| stage.is_last()), None);
+        Self {
+            spec,
+            own,
+            stage,
+            ropes,
+            weights,
+            memory,
+            tp,
+            residual,
+            records_experts,
+            exact,
+            sampled,
+            experts,
+            draft_spec,
+            head_drafts,
+        }
     }
 
     /// The tensors of a step, as its sequences are now.
@@ -144,7 +189,10 @@ impl<'a> HostRunner<'a> {
             true => StepRoutes::new((self.spec, &self.stage.layers), step, sequences, device)?,
             false => None,
         };
-        Ok(StepWork { batch, routes, copies: step.copies.clone(), state_copies: step.state_copies.clone() })
+        let block_size = self.memory.kv_cache.block_size();
+        let states = self.memory.states.filter(|_| self.draft_spec.is_some());
+        let head = states.map(|states| HeadWork::new(step, sequences, states.num_kept_rows(), block_size));
+        Ok(StepWork { batch, routes, copies: step.copies.clone(), state_copies: step.state_copies.clone(), head })
     }
 
     /// The output of the stage's layers for `input` [T, D], on the first stage for the step's tokens. Copies the blocks and pages that
@@ -158,6 +206,9 @@ impl<'a> HostRunner<'a> {
             };
             self.layers(&work.batch, work.routes.as_ref().map(|routes| routes as &dyn Routes), x)
         })?;
+        if let (Some(states), Some(head)) = (self.memory.states, &work.head) {
+            no_grad(|| self.follow(head, &x, states))?;
+        }
         if !work.copies.is_empty() {
             let (from, to): (Vec<_>, Vec<_>) = work.copies.iter().map(|&(from, to)| (from as i32, to as i32)).unzip();
             let [from, to] = try_map([from, to], |blocks| torch::tensor_on(&blocks, device))?;
@@ -215,7 +266,7 @@ impl<'a> HostRunner<'a> {
     }
 
     /// Rows of the embedding where the residual stream begins. [T, D]
-    fn scaled(&self, rows: Tensor) -> Result<Tensor> {
+    pub(super) fn scaled(&self, rows: Tensor) -> Result<Tensor> {
         let kind = self.weights.embedding.kind();
         if self.exact {
             return self.spec.scale_embedding(rows.f_to_kind(self.residual)?, kind); // as in training
@@ -224,7 +275,7 @@ impl<'a> HostRunner<'a> {
     }
 
     /// Rows of the whole table, or the sum over the group of what each rank's rows give. [T] -> [T, D]
-    fn embed(&self, token_ids: &Tensor) -> Result<Tensor> {
+    pub(super) fn embed(&self, token_ids: &Tensor) -> Result<Tensor> {
         let table = &self.weights.embedding;
         if table.size()[0] == self.spec.vocab_size as i64 {
             return embedding::forward(token_ids, table);

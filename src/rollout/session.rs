@@ -9,7 +9,7 @@ use super::limits::StepLimits;
 use super::pipeline::PipelineRunner;
 use super::request::{Event, ModelIds, Request, RequestId};
 use super::runner::{HostRunner, Runner};
-use super::scheduler::{Scheduler, Step};
+use super::scheduler::{Scheduler, Step, TokenRun};
 use super::sequence::EngineSequence;
 use super::speculation::Speculator;
 use super::state_pages::SequenceMemory;
@@ -80,6 +80,7 @@ pub struct Session<'r> {
     speculator: Option<&'r mut Option<Speculator>>, // what the engine keeps of it
     all: &'r dyn Collective,
     clock: StepClock,
+    has_draft_head: bool,
 }
 
 impl std::fmt::Debug for Session<'_> {
@@ -125,6 +126,7 @@ impl<'r> Session<'r> {
         let (own_kept, drafter) =
             (std::mem::take(kept), speculator.take().or_else(|| Speculator::new(options.speculation)));
         let drafter = drafter.map(|drafter| drafter.agree(&*ranks.all)).transpose()?;
+        let has_draft_head = weights.draft_head.is_some() && drafter.is_some();
         Ok(Self {
             scheduler: Scheduler::new(limits, own_kept, *stats)
                 .with_completion_limit(completion_limit.clone())
@@ -132,6 +134,7 @@ impl<'r> Session<'r> {
             speculator: options.speculation.is_on().then_some(speculator),
             all: &*ranks.all,
             clock: StepClock::default(),
+            has_draft_head,
             runner,
             under_way: VecDeque::new(),
             ids: ModelIds::of(spec),
@@ -301,12 +304,28 @@ impl<'r> Session<'r> {
 
     /// Whether there was a step to launch: not while everything left waits for the results of those under way.
     fn launch(&mut self) -> Result<bool> {
-        let Some(step) = self.scheduler.schedule() else { return Ok(false) };
+        let Some(mut step) = self.scheduler.schedule() else { return Ok(false) };
+        if step.is_decode && self.has_draft_head {
+            phase::part(Phase::Decode, || self.draft(&mut step))?;
+        }
         let part = if step.is_decode { Phase::Decode } else { Phase::Prefill };
         let draws = self.scheduler.draws(&step);
         phase::part(part, || self.runner.launch(&step, &draws, &self.scheduler.sequences))?;
         self.under_way.push_back(step);
         Ok(true)
+    }
+
+    /// Has the model's head follow a decode step's tokens, and make its drafts one behind the other.
+    fn draft(&mut self, step: &mut Step) -> Result<()> {
+        let of_run = |run: &TokenRun| run.drafts.token_ids.len();
+        let most = if step.asks_head { step.runs.iter().map(of_run).max().unwrap_or(0) } else { 0 };
+        for depth in 0..most.max(1) {
+            let draws = if depth < most { self.scheduler.head_draws(step, depth) } else { Vec::new() };
+            let drafts = self.runner.draft(step, depth, &draws, &self.scheduler.sequences)?;
+            let ids: Vec<u32> = drafts.iter().map(|draft| draft.known_id()).collect();
+            step.take_drafts(depth, &ids);
+        }
+        Ok(())
     }
 
     fn collect(&mut self) -> Result<()> {

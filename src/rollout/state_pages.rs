@@ -11,7 +11,7 @@ use super::options::EngineOptions;
 use crate::config::StateDtype;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{DeltaNetSpec, Mixer, ModelSpec};
+use crate::model::{DeltaNetSpec, Mixer, ModelSpec, Section};
 use crate::ops::delta_net::{DeltaHeads, DeltaState, DraftedState};
 use crate::torch::{self, accumulation_kind};
 
@@ -33,9 +33,18 @@ pub fn state_page_bytes(
     delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, kinds, device)).map(bytes).sum()
 }
 
-/// Bytes of the inputs of so many draft tokens of one sequence, which its states have not taken in yet.
+/// Bytes beside one sequence's states with so many draft tokens in a step: the inputs of those that the states have not taken in yet, and
+/// the hidden states that a draft head reads.
 pub fn draft_input_bytes(spec: &ModelSpec, tp_size: usize, kind: Kind, num_drafts: usize) -> usize {
-    delta_nets(spec, tp_size).map(|(_, delta_net)| bytes(inputs(delta_net.heads, 1, num_drafts, kind))).sum()
+    let of_nets =
+        delta_nets(spec, tp_size).map(|(_, net)| bytes(inputs(net.heads, 1, num_drafts, kind))).sum::<usize>();
+    of_nets + bytes((hidden_shape(spec, 1, num_drafts), kind))
+}
+
+/// Hidden states that pages keep for a draft head: those of a step's newest token and of drafts behind it. None without a head.
+fn hidden_shape(spec: &ModelSpec, num_pages: usize, num_drafts: usize) -> Vec<i64> {
+    let rows = if spec.draft_head.is_some() { 1 + num_drafts } else { 0 };
+    [num_pages, rows, spec.hidden_size].map(|size| size as i64).into()
 }
 
 /// The type of the rule's states beside weights of `kind`.
@@ -66,6 +75,8 @@ pub(super) struct StatePages {
     kinds: [Kind; 2],                   // of the convolution's rows, of the rule's states
     layers: HashMap<usize, DeltaState>, // while there is memory
     inputs: HashMap<usize, Tensor>,     // the same; [pages, drafts, columns] each
+    hidden: Section,                    // of a draft head
+    kept: Option<Tensor>,               // the same, while there is memory; [pages, rows, D]
 }
 
 impl StatePages {
@@ -87,10 +98,12 @@ impl StatePages {
             let states = sections(heads, num_pages, kinds, device);
             states.into_iter().chain([inputs(heads, num_pages, num_drafts, kind)])
         };
-        let all = nets.iter().flat_map(of_layer).map(|section| bytes(section).next_multiple_of(ALIGNMENT)).sum();
+        let hidden = (hidden_shape(spec, num_pages, num_drafts), kind);
+        let all = nets.iter().flat_map(of_layer).chain([hidden.clone()]);
+        let all = all.map(|section| bytes(section).next_multiple_of(ALIGNMENT)).sum();
         let arena = Arena::reserve("state_pages", all, device)?;
-        let (layers, inputs) = Default::default();
-        Ok(Some(Self { arena, nets, num_pages, num_drafts, kinds, layers, inputs }))
+        let (layers, inputs, kept) = Default::default();
+        Ok(Some(Self { arena, nets, num_pages, num_drafts, kinds, layers, inputs, hidden, kept }))
     }
 
     /// Puts memory behind all pages, whose states stay if there was some. A sequence's first step reads none of its page.
@@ -99,18 +112,19 @@ impl StatePages {
             return Ok(());
         }
         self.arena.map(self.arena.reserved_bytes())?;
-        let mut at = 0;
+        let (arena, mut at) = (&self.arena, 0);
+        let mut tensor = |section: Section| {
+            let first = at;
+            at += bytes(section.clone()).next_multiple_of(ALIGNMENT);
+            // SAFETY: sections do not overlap; the tensors stay in this room, and `sleep` drops them before the arena is unmapped.
+            unsafe { arena.tensor(first, &section.0, section.1) }
+        };
         for &(layer, heads) in &self.nets {
-            let mut tensor = |section: (Vec<i64>, Kind)| {
-                let first = at;
-                at += bytes(section.clone()).next_multiple_of(ALIGNMENT);
-                // SAFETY: sections do not overlap; the tensors stay in this room, and `sleep` drops them before the arena is unmapped.
-                unsafe { self.arena.tensor(first, &section.0, section.1) }
-            };
-            let [conv, rule] = sections(heads, self.num_pages, self.kinds, self.arena.device()).map(&mut tensor);
+            let [conv, rule] = sections(heads, self.num_pages, self.kinds, arena.device()).map(&mut tensor);
             self.layers.insert(layer, DeltaState { conv: conv?, rule: rule? });
             self.inputs.insert(layer, tensor(inputs(heads, self.num_pages, self.num_drafts, self.kinds[0]))?);
         }
+        self.kept = Some(tensor(self.hidden.clone())?);
         Ok(())
     }
 
@@ -118,6 +132,7 @@ impl StatePages {
     pub(super) fn sleep(&mut self) {
         self.layers.clear();
         self.inputs.clear();
+        self.kept = None;
         self.arena.unmap();
     }
 
@@ -153,6 +168,28 @@ impl StatePages {
         Ok(())
     }
 
+    /// Rows of hidden states that a page keeps for a draft head.
+    pub(super) fn num_kept_rows(&self) -> usize {
+        self.hidden.0[1] as usize
+    }
+
+    /// Hidden states that pages keep for a draft head, page by page. [pages * rows, D]
+    ///
+    /// # Panics
+    /// If the engine is asleep.
+    pub(super) fn hidden_rows(&self) -> Tensor {
+        self.kept.as_ref().expect("an engine that is awake").flatten(0, 1)
+    }
+
+    /// Makes the hidden state of the row with these numbers the first of each page.
+    pub(super) fn keep_newest(&self, pages: &Tensor /* [N] i64 */, rows: &[i64] /* [N] */) -> Result<()> {
+        let first = pages.f_mul_scalar(self.num_kept_rows() as i64)?;
+        let newest = first.f_add(&torch::tensor_on(rows, self.arena.device())?)?;
+        let hidden = self.hidden_rows();
+        let _ = hidden.shallow_clone().f_index_copy_(0, &first, &hidden.f_index_select(0, &newest)?)?;
+        Ok(())
+    }
+
     /// Copies of a layer's states in these pages with the drafts that they have not taken in, to compute with.
     pub(super) fn read_drafted(&self, layer: usize, pages: &Tensor /* [N] i64 */) -> Result<DraftedState> {
         let mut state = self.read(layer, pages)?;
@@ -181,6 +218,9 @@ impl StatePages {
             };
             let (from, to) = (pages(&|copy| copy.0)?, pages(&|copy| copy.1)?);
             self.layers.keys().try_for_each(|&layer| self.write(layer, &to, &self.read(layer, &from)?))?;
+            if let Some(kept) = self.kept.as_ref().filter(|kept| kept.numel() > 0) {
+                let _ = kept.shallow_clone().f_index_copy_(0, &to, &kept.f_index_select(0, &from)?)?;
+            }
         }
         Ok(())
     }

@@ -16,6 +16,8 @@ pub struct EngineWeights<'a> {
     pub embedding: Tensor, // [V or V of this rank or 0, D]
     /// This rank's slices of its stage's layers.
     pub blocks: Vec<BlockParams>,
+    /// This rank's slice of the head that drafts tokens, of a model that is served with one; on the last stage.
+    pub draft_head: Option<BlockParams>,
     /// Norm before the head, on the last stage.
     pub final_norm: Tensor, // [D or 0]
     /// This rank's vocabulary rows of the head, as [`ModelSpec::vocab_range`] splits them. Without rows on stages other than the last.
@@ -78,12 +80,16 @@ impl EngineWeights<'_> {
             false => 0,
         };
         let head_rows = if stage.is_last() { rows } else { 0 };
-        let expected = (stage.layers.len(), vec![embedding_rows, hidden], vec![head_rows, hidden]);
-        let got = (self.blocks.len(), self.embedding.size(), self.lm_head.size());
+        let has_draft_head = stage.is_last() && spec.draft_head.is_some();
+        let expected = (stage.layers.len(), vec![embedding_rows, hidden], vec![head_rows, hidden], has_draft_head);
+        let got = (self.blocks.len(), self.embedding.size(), self.lm_head.size(), self.draft_head.is_some());
         if got != expected {
             return Err(Error::InvalidArgument {
                 op: "Engine::wake",
-                expected: format!("(blocks, embedding, lm_head) = {expected:?} on rank {} of {}", tp.rank, tp.size),
+                expected: format!(
+                    "(blocks, embedding, lm_head, draft head) = {expected:?} on rank {} of {}",
+                    tp.rank, tp.size
+                ),
                 got: format!("{got:?}"),
             });
         }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::Served;
-use crate::config::{Device, EngineShape, Quantization};
+use crate::config::{Device, EngineShape, Quantization, Speculation};
 use crate::console;
 use crate::cuda;
 use crate::data::Tokenizer;
@@ -121,7 +121,10 @@ impl ModelService {
         let ServeOptions { division: division @ EngineDivision { shape, .. }, kind, residual, .. } = *options;
         let source = ModelSource::new(options.model, options.base_model)?;
         let folder = &source.base;
-        let DividedModel { spec, stages } = division.of_model(folder, world.device().is_cuda())?;
+        let DividedModel { mut spec, stages } = division.of_model(folder, world.device().is_cuda())?;
+        if options.speculation.method == Speculation::Mtp {
+            spec = Arc::new(spec.as_ref().clone().with_draft_head());
+        }
         let tokenizer = Arc::new(Tokenizer::from_folder(folder)?.with_template_variables(options.template_variables)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
         tokenizer.notice().filter(|_| world.rank() == 0).iter().for_each(console::say);

@@ -146,7 +146,7 @@ impl EngineSlices {
                         }
                         Ok(block)
                     }
-                    Unit::Embedding | Unit::Head => unit(of),
+                    Unit::Embedding | Unit::DraftHead | Unit::Head => unit(of),
                 };
                 let keep = &mut |tensor: &Tensor| Ok(tensor.shallow_clone());
                 let weights = slices(table, part, false, version, &mut in_turn, adapters, keep)?;
@@ -219,6 +219,11 @@ fn slices<'a>(
         let block = whole.tp_slice(tp_rank, tp_size)?.try_map(keep)?;
         blocks.push(block.with_adapters(adapters(layer)?));
     }
+    let mut draft_head = None;
+    if stage.is_last() && spec.draft_head.is_some() {
+        let whole = BlockParams::view(spec, table.unit(Unit::DraftHead), &unit(Unit::DraftHead)?);
+        draft_head = Some(whole.tp_slice(tp_rank, tp_size)?.try_map(keep)?);
+    }
     let no_rows = Tensor::f_zeros([0, spec.hidden_size as i64], options)?;
     let (mut lm_head, mut final_norm) = (no_rows.shallow_clone(), Tensor::f_zeros([0], options)?);
     if stage.is_last() {
@@ -235,6 +240,7 @@ fn slices<'a>(
     Ok(EngineWeights {
         embedding,
         blocks,
+        draft_head,
         final_norm,
         lm_head,
         stored: None,

@@ -70,6 +70,13 @@ impl UnitSum {
     }
 }
 
+/// Norms of gradients that are clipped apart: the head that drafts tokens has a loss of its own.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GradientNorms {
+    pub model: f64,
+    pub draft_head: f64,
+}
+
 /// Sums of gradients since the last step.
 #[derive(Debug)]
 pub(crate) struct Gradients {
@@ -224,10 +231,10 @@ impl Gradients {
         Ok((0..self.units.len()).map(|index| self.owned(index)).collect())
     }
 
-    /// The norm of the whole gradient, from [`Gradients::reduce`]'s tensors (collective): one sum of squares in f64 for
+    /// The norm of the whole gradient, and apart from it that of the head that drafts tokens, from [`Gradients::reduce`]'s tensors (collective): one sum of squares in f64 for
     /// every slice of every unit, added slice by slice in rank order, so that every stage gets the same bits. The host reads
     /// the GPU once.
-    pub(crate) fn norm(&self, reduced: &[Tensor]) -> Result<f64> {
+    pub(crate) fn norms(&self, reduced: &[Tensor]) -> Result<GradientNorms> {
         let (shard, owns_all) = (&self.sharding.shard, self.sharding.owns_all);
         let num_slices = shard.size();
         let num_own = if owns_all { num_slices } else { 1 };
@@ -243,7 +250,12 @@ impl Gradients {
         if !owns_all {
             shard.all_reduce(&mut all, ReduceOp::Sum)?;
         }
-        Ok(torch::f64_vec(&all)?.iter().sum::<f64>().sqrt())
+        let (all, units) = (torch::f64_vec(&all)?, self.table.units.iter().map(|layout| layout.unit).cycle());
+        let norm = |is_head: bool| {
+            let own = all.iter().zip(units.clone()).filter(|(_, unit)| (*unit == Unit::DraftHead) == is_head);
+            own.map(|(squares, _)| squares).sum::<f64>().sqrt()
+        };
+        Ok(GradientNorms { model: norm(false), draft_head: norm(true) })
     }
 
     /// Forgets all sums and keeps the memory where gradients are whole; slices start anew from the next backward's.

@@ -35,6 +35,7 @@ mod activations;
 mod adapters;
 mod balance;
 mod bytes;
+mod draft_head;
 mod flow;
 mod gather;
 mod gradients;

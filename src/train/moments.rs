@@ -147,13 +147,13 @@ impl<'a> Walk<'a> {
         let moment =
             |gathered, beside: usize| Moment { gathered, activations: activations.pass + beside, ..Moment::default() };
         let spec = &self.model.table.spec;
-        let units = self.model.table.units.iter().map(|layout| layout.unit);
+        let units = self.model.table.units.iter().map(|layout| layout.unit).filter(|unit| *unit != Unit::DraftHead);
         let at = |unit| {
             let gathered = self.in_use(unit) + self.upcoming(&upcoming(spec, unit, false));
             match unit {
                 Unit::Embedding => moment(gathered, 0),
                 Unit::Block(_) => moment(gathered, activations.block_forward),
-                Unit::Head => moment(gathered, activations.head_forward),
+                Unit::DraftHead | Unit::Head => moment(gathered, activations.head_forward),
             }
         };
         units.map(at).collect()
@@ -209,6 +209,12 @@ impl<'a> Walk<'a> {
             activations: saved[num_layers] + pass + head,
             activations_at_end: saved[num_layers] + pass + stream,
         }];
+        visits.extend(spec.draft_head.map(|_| Visit {
+            unit: Unit::DraftHead,
+            gathered: self.in_use(Unit::DraftHead) + last,
+            activations: saved[num_layers] + pass + stream + head.max(block_backward),
+            activations_at_end: saved[num_layers] + pass + stream,
+        }));
         visits.extend((0..num_layers).rev().map(|layer| Visit {
             unit: Unit::Block(layer),
             gathered: self.block(layer) + self.upcoming(&upcoming(spec, Unit::Block(layer), true)),
@@ -255,6 +261,7 @@ impl<'a> Walk<'a> {
         match unit {
             Unit::Embedding => self.whole(unit),
             Unit::Block(layer) => self.block(layer),
+            Unit::DraftHead => self.upcoming(&[Unit::Embedding, Unit::DraftHead, Unit::Head]),
             Unit::Head => self.upcoming(&head_units(&self.model.table.spec)),
         }
     }

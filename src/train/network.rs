@@ -47,12 +47,14 @@ pub(crate) struct Network {
     pub weights: Weights,
     /// Trained in place of the weights.
     pub adapters: Option<Adapters>,
-    ropes: Ropes,
-    options: NetworkOptions,
+    pub(super) ropes: Ropes,
+    pub(super) options: NetworkOptions,
     /// The ranks that share micro-batches with this one.
     exchange: Option<TokenExchange>,
     /// How many of the most probable tokens are scored where no gradients follow.
     pub num_top: usize,
+    /// The weight of a scored token in the loss of the head that drafts tokens.
+    pub draft_weight: f64,
 }
 
 impl Network {
@@ -68,7 +70,7 @@ impl Network {
         weights.table().spec.validate_sequence_parallel(sequence.size())?;
         let ropes = weights.table().spec.ropes();
         let exchange = TokenExchange::of(sequence);
-        Ok(Self { weights, adapters, ropes, options, exchange, num_top: 0 })
+        Ok(Self { weights, adapters, ropes, options, exchange, num_top: 0, draft_weight: 1.0 })
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -170,6 +172,7 @@ impl Network {
         let tied = self.spec().tie_word_embeddings;
         let open = if tied { Some(gradients.begin(Unit::Embedding)?) } else { None };
         let dhidden = self.head_backward(&pass, &hidden, Some((gradients, open.as_ref())), loss)?;
+        self.train_draft_head(micro_batch, pass.scoring.temperature, &hidden, gradients)?;
         let dx = self.blocks_backward(&pass, dhidden, saved, gradients)?;
         let flat = match open {
             Some(sum) => sum.flat,
@@ -295,8 +298,11 @@ impl Network {
             return self.no_gradient(hidden);
         }
         let [dentropy, dtop] = try_map([dentropy, dtop], |d| d.map(|d| part.scored(&d)).transpose())?;
-        let sums =
-            sums.map(|(head, onto)| HeadSums { final_norm: &mut head.params.final_norm, table: &mut head.table, onto });
+        let sums = sums.map(|(head, onto)| HeadSums {
+            final_norm: &mut head.params.final_norm,
+            table: Some(&mut head.table),
+            onto,
+        });
         head_backward(
             &head.params,
             &head.table,
@@ -331,7 +337,7 @@ impl Network {
     }
 
     /// The head's weights, with the embedding's where they are tied.
-    fn head(&mut self, upcoming: &[Unit]) -> Result<Head> {
+    pub(super) fn head(&mut self, upcoming: &[Unit]) -> Result<Head> {
         let tied = self.spec().tie_word_embeddings;
         let embedding =
             if tied { Some(self.weights.unit(Unit::Embedding, &[&[Unit::Head], upcoming].concat())?) } else { None };
@@ -384,11 +390,11 @@ impl Network {
         Ok(self.spec().scale_embedding(rows, table.kind())?.f_to_kind(residual)?)
     }
 
-    fn layout(&self, unit: Unit) -> &UnitLayout {
+    pub(super) fn layout(&self, unit: Unit) -> &UnitLayout {
         self.weights.table().unit(unit)
     }
 
-    fn spec(&self) -> &ModelSpec {
+    pub(super) fn spec(&self) -> &ModelSpec {
         &self.weights.table().spec
     }
 }

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::adapters::AdapterUse;
 use super::bytes::TrainedModel;
-use super::gradients::{GradientOptions, Gradients};
+use super::gradients::{GradientNorms, GradientOptions, Gradients};
 use super::micro_batch::MicroBatch;
 use super::moments::UpdateCourse;
 use super::network::{Network, NetworkOptions};
@@ -187,6 +187,11 @@ impl Policy {
         self.network.score(micro_batch, temperature, AdapterUse::Initial)
     }
 
+    /// Sets the denominator of the loss of the head that drafts tokens, where there is one: the update's scored tokens on all ranks.
+    pub fn weigh_drafts(&mut self, num_tokens: f64) {
+        self.network.draft_weight = num_tokens.max(1.0).recip();
+    }
+
     /// Whether all copies of [`Policy::reload_optimizer`] are queued, so that waiting for the device waits for the state.
     pub fn reload_is_queued(&self) -> bool {
         self.optimizer.residence().is_queued()
@@ -271,16 +276,16 @@ impl Policy {
     pub fn optimizer_step(&mut self, lr: f64, max_grad_norm: f64) -> Result<StepOutcome> {
         self.optimizer.check_here()?;
         let reduced = self.gradients.reduce()?;
-        let grad_norm = self.gradients.norm(&reduced)?;
+        let GradientNorms { model: grad_norm, draft_head } = self.gradients.norms(&reduced)?;
         // No rank changes its weights before all have come this far.
         self.sharding.shard.barrier()?;
         self.sharding.replicate.barrier()?;
-        let skipped = !grad_norm.is_finite();
+        let skipped = !(grad_norm + draft_head).is_finite();
         if skipped {
             self.num_skipped += 1;
         } else {
-            let clip = if max_grad_norm > 0.0 { (max_grad_norm / (grad_norm + 1e-6)).min(1.0) } else { 1.0 };
-            self.step_owned(&reduced, lr, clip)?;
+            let clip = |norm: f64| if max_grad_norm > 0.0 { (max_grad_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
+            self.step_owned(&reduced, lr, [clip(grad_norm), clip(draft_head)])?;
         }
         self.gradients.zero();
         self.num_micro_batches = 0;
@@ -288,9 +293,11 @@ impl Policy {
         Ok(StepOutcome { grad_norm, skipped })
     }
 
-    fn step_owned(&mut self, gradients: &[Tensor], lr: f64, gradient_scale: f64) -> Result<()> {
+    fn step_owned(&mut self, gradients: &[Tensor], lr: f64, [of_model, of_draft_head]: [f64; 2]) -> Result<()> {
         self.optimizer.begin_update()?;
         for (index, gradient) in gradients.iter().enumerate() {
+            let is_head = self.trained_table().units[index].unit == Unit::DraftHead;
+            let gradient_scale = if is_head { of_draft_head } else { of_model };
             let mut weight = self.network.trained_mut().owned(index)?;
             self.optimizer.step(index, gradient, &mut weight, lr, gradient_scale)?;
             self.network.trained_mut().spread(index)?; // beside the next unit's step

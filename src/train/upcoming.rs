@@ -10,7 +10,7 @@ pub(super) fn upcoming(spec: &ModelSpec, unit: Unit, is_backward: bool) -> Vec<U
         (Unit::Block(_), false) => head_units(spec),
         (Unit::Head, true) => spec.num_layers().checked_sub(1).map(Unit::Block).into_iter().collect(),
         (Unit::Block(layer), true) => layer.checked_sub(1).map(Unit::Block).into_iter().collect(),
-        (Unit::Head, false) | (Unit::Embedding, true) => Vec::new(),
+        (Unit::Head, false) | (Unit::Embedding, true) | (Unit::DraftHead, _) => Vec::new(),
     }
 }
 

@@ -89,7 +89,7 @@ impl Weights {
         for layout in &table.units {
             let flat = whole(layout, source)?.f_to_device(device)?.f_to_kind(kind)?;
             let kept = match layout.unit {
-                Unit::Embedding | Unit::Head => flat,
+                Unit::Embedding | Unit::DraftHead | Unit::Head => flat,
                 Unit::Block(_) => {
                     weights.quantized.push(StoredBlock::encode(&table.spec, layout, &flat, &*encoder)?);
                     Tensor::f_empty([0], (kind, device))?
@@ -158,7 +158,7 @@ impl Weights {
     fn quantized_block(&self, unit: Unit) -> Option<&StoredBlock> {
         match unit {
             Unit::Block(layer) => self.quantized.get(layer),
-            Unit::Embedding | Unit::Head => None,
+            Unit::Embedding | Unit::DraftHead | Unit::Head => None,
         }
     }
 

@@ -8,7 +8,7 @@ use tch::Kind;
 
 use super::engine_memory::{StagePlan, engine_weight_bytes};
 use super::teacher::Teacher;
-use crate::config::{BatchPlan, Circumstance, Combination, Config, Mode, Roles, WorldSize};
+use crate::config::{BatchPlan, Circumstance, Combination, Config, Mode, Roles, Speculation, WorldSize};
 use crate::cuda::Placement;
 use crate::data::{Hub, Tokenizer};
 use crate::error::{Error, Result};
@@ -187,7 +187,8 @@ pub(super) fn validate_gpu(
 /// Reads the model that the configuration names.
 pub(super) fn open_model(config: &Config, placement: Placement) -> Result<OpenModel> {
     let ModelSource { base: folder, adapters } = source(config)?;
-    let spec = Arc::new(ModelSpec::from_folder(&folder)?.with_expert_parallel(config.enable_expert_parallel)?);
+    let spec = ModelSpec::from_folder(&folder)?.with_expert_parallel(config.enable_expert_parallel)?;
+    let spec = Arc::new(if config.speculation == Speculation::Mtp { spec.with_draft_head() } else { spec });
     let tokenizer = Tokenizer::from_folder(&folder)?.with_template_variables(&config.data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     validate_gpu(&spec, placement, Some(config.tensor_parallel_size), &folder)?;

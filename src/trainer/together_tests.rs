@@ -118,7 +118,8 @@ impl Solver {
         let both = hybrid.clone().map_blocks(|_, block| block.mlp = routed);
         let fused = ModelSpec { family: Family::Qwen3Next, ..hybrid.clone() };
         let fused_experts = ModelSpec { family: Family::Qwen3Next, ..both.clone() };
-        let models = [dense, experts, mixed, hybrid, both, fused, fused_experts].map(Arc::new).to_vec();
+        let headed = hybrid.clone().with_draft_head();
+        let models = [dense, experts, mixed, hybrid, headed, both, fused, fused_experts].map(Arc::new).to_vec();
         Self { keys, defaults, models }
     }
 

@@ -102,10 +102,9 @@ impl Learner {
             teacher: true,
         };
         if options.exact {
-            shares
-                .iter_mut()
-                .flatten()
-                .for_each(|sequence| sequence.old_logprobs.clone_from(&sequence.rollout_logprobs));
+            for sequence in shares.iter_mut().flatten() {
+                sequence.old_logprobs.clone_from(&sequence.rollout_logprobs);
+            }
         }
         for share in &mut shares {
             self.score(share, needs, options, progress)?;
@@ -253,6 +252,7 @@ impl Learner {
         let (counts, sharers) = (self.mesh.speaks_for_sequences(), self.mesh.sequence.size());
         let mut sums = UpdateSums::new(term, coef, outcome.num_updates == 0).counting(counts);
         phase::scope(Phase::ForwardBackward, || {
+            self.policy.weigh_drafts(denominators.num_update_tokens);
             sums.count_masked(share, options)?;
             for (index, micro_batch) in micro_batches.iter().enumerate() {
                 if index + 1 == micro_batches.len() {

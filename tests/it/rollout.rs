@@ -1,6 +1,7 @@
 //! The engine: against transformers, against a plain forward, across batches and tensor-parallel degrees; its memory.
 
 pub mod adapters;
+mod draft_head;
 mod fp8;
 mod kept;
 mod partial;

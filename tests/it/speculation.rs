@@ -1,5 +1,9 @@
 //! Runs with draft tokens: what they sample, learn and answer is what they would without.
 
+use std::fs;
+use std::path::Path;
+
+use safetensors::SafeTensors;
 use serde_json::Value;
 
 use crate::program::{MODEL, SMALL_RUN, json_lines, metrics, run, stdout_of};
@@ -92,7 +96,10 @@ fn what_cannot_be_drafted_is_refused() {
         let ended = run(&format!("{SMALL_RUN} output_dir={} {keys}", folder.path().display()));
         ended.assert_error(keys, 2, fragments);
     };
-    refused("speculation=mtp", &["speculation", "draft heads are not read yet, and ngram and auto need none"]);
+    refused(
+        "speculation=mtp",
+        &["speculation", "heads of Qwen3.5, Qwen3.6 and Qwen3-Next are read; ngram and auto need none"],
+    );
     refused("speculation=auto full_determinism=true", &["depends on the clock"]);
     refused("num_speculative_tokens=5", &["nothing is drafted"]);
     refused("speculation=ngram num_speculative_tokens=65", &["num_speculative_tokens", "64"]);
@@ -126,4 +133,58 @@ fn the_benchmark_compares_methods() {
     assert_eq!(of("speculation"), ["none", "ngram", "auto"]);
     assert_eq!(of("differing_completions"), [0.0, 0.0, 0.0]);
     assert!(methods[1]["draft_tokens"].as_u64() > Some(0) && methods[0]["draft_tokens"] == 0, "{result}");
+}
+
+/// A hybrid with a head that drafts, both of random weights, trains while an entropy bonus below 0 sharpens the policy: drafts of the head
+/// that follows are drawn far more often than those of the head as it was ten steps in.
+#[test]
+fn a_draft_head_follows_its_policy() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, run) = (folder.path().join("model"), folder.path().join("run"));
+    let shape = "configs/arithmetic/config-hybrid.json";
+    stdout_of(&format!("init --config_json {shape} --tokenizer {MODEL} --draft_head --output {}", model.display()));
+    let names = |folder: &Path| -> Vec<String> {
+        let bytes = fs::read(folder.join("model.safetensors")).unwrap();
+        let files = SafeTensors::deserialize(&bytes).unwrap();
+        files.names().into_iter().filter(|name| name.starts_with("mtp.")).map(str::to_owned).collect()
+    };
+    assert!(names(&model).contains(&"mtp.layers.0.self_attn.q_proj.weight".to_owned()), "{:?}", names(&model));
+    let keys = format!(
+        "model_name_or_path={} max_train_samples=32 max_steps=30 save_steps=10 learning_rate=1e-3 entropy_coef=-0.002 \
+         max_completion_length=24 per_device_train_batch_size=16 speculation=mtp num_speculative_tokens=2",
+        model.display()
+    );
+    let all = lines(&run, &keys);
+    let of_steps = |steps: std::ops::Range<usize>| {
+        let own: Vec<&Value> = all.iter().filter(|line| line["loss"].is_number()).collect();
+        let sum = |key: &str| own[steps.clone()].iter().map(|line| line[key].as_f64().unwrap()).sum::<f64>();
+        sum("speculation/accepted_tokens") / sum("speculation/draft_tokens")
+    };
+    let (middle, last) = (of_steps(12..15), of_steps(27..30));
+    assert!(middle > 0.3 && last > middle, "{middle} {last}");
+
+    let (own, frozen) = (run.join("final"), folder.path().join("frozen"));
+    fs::create_dir(&frozen).unwrap();
+    for entry in own.read_dir().unwrap().map(Result::unwrap).filter(|entry| entry.path().is_file()) {
+        fs::copy(entry.path(), frozen.join(entry.file_name())).unwrap();
+    }
+    let [newest, older] = [&own, &run.join("checkpoint-10")].map(|of| fs::read(of.join("model.safetensors")).unwrap());
+    let [newest, older] = [&newest, &older].map(|bytes| SafeTensors::deserialize(bytes).unwrap());
+    let mixed = newest.tensors().into_iter().map(|(name, tensor)| {
+        let tensor = if name.starts_with("mtp.") { older.tensor(&name).unwrap() } else { tensor };
+        (name, tensor)
+    });
+    fs::write(frozen.join("model.safetensors"), safetensors::serialize(mixed, None).unwrap()).unwrap();
+    let acceptance = |model: &Path| {
+        let result = stdout_of(&format!(
+            "bench speculation --model {} --rows configs/arithmetic/train.jsonl --device cpu --sequences 16 --group 4 \
+             --max_completion_length 24 --repeats 1 --methods none,mtp --num_speculative_tokens 1",
+            model.display()
+        ));
+        let result: Value = serde_json::from_str(&result).unwrap();
+        assert_eq!(result["sizes"][0]["methods"][1]["differing_completions"], 0.0);
+        result["sizes"][0]["methods"][1]["acceptance"].as_f64().unwrap()
+    };
+    let (own, frozen) = (acceptance(&own), acceptance(&frozen));
+    assert!(own > frozen + 0.2, "{own}, frozen {frozen}");
 }

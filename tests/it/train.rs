@@ -15,9 +15,9 @@ mod updates;
 
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::memory::HostPool;
-use colo_grpo::internal::model::UnitLayout;
+use colo_grpo::internal::model::{Unit, UnitLayout};
 use colo_grpo::internal::ranks::{Backend, Mesh, ReduceOp, World, all_reduce_f64};
-use colo_grpo::internal::train::{GradientOptions, MicroBatch, Reference, Scores, reference_bytes};
+use colo_grpo::internal::train::{GradientOptions, MicroBatch, Policy, Reference, Scores, reference_bytes};
 use tch::{Kind, Tensor};
 
 use run::{ADAM, ENTROPY_COEF, LR, MAX_GRAD_NORM, Run, TEMPERATURE, initial, max_difference, unpadded, weights};
@@ -75,6 +75,32 @@ fn shared_prompts_follow_plain_adamw() {
         run.micro_batches(&mesh).iter().map(MicroBatch::num_tokens).sum()
     };
     assert_eq!(tokens(false) - tokens(true), 3 + 3 + 7 + 5);
+}
+
+/// The head that drafts tokens, whose gradients are clipped apart, with prompts run once or not. The model beside it is the one that it would
+/// be without, bit for bit.
+#[test]
+fn a_draft_head_follows_plain_adamw_and_changes_nothing_else() {
+    ranks::run(2, "train::a_draft_head_follows_plain_adamw_and_changes_nothing_else", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for (stage, tied, share_prompts) in [(0, true, false), (2, false, true), (3, true, true)] {
+            let with = Run { draft_head: true, tied, share_prompts, has_turns: true, ..Run::new(stage, Kind::Double) };
+            follows_plain_adamw(&mesh, with, 1e-10);
+            follows_plain_adamw(&mesh, Run { announced: true, budget: 1000, ..with }, 1e-10);
+            let without = Run { draft_head: false, ..with };
+            let (mut own, mut other) = (with.policy(&mesh), without.policy(&mesh));
+            for _ in 0..3 {
+                let norms = [with.step(&mut own, &mesh), without.step(&mut other, &mesh)].map(|step| step.grad_norm);
+                assert_eq!(norms[0].to_bits(), norms[1].to_bits());
+            }
+            let units = |policy: &Policy| {
+                let units =
+                    policy.table().units.iter().map(|layout| layout.unit).filter(|unit| *unit != Unit::DraftHead);
+                units.map(|unit| policy.unit_weights(unit).unwrap()).collect::<Vec<_>>()
+            };
+            assert!(units(&own).iter().zip(&units(&other)).all(|(own, other)| own.equal(other)));
+        }
+    });
 }
 
 #[test]
@@ -367,6 +393,9 @@ fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
         let mut loss = losses.reduce(|a, b| a + b).unwrap();
         if run.aux_loss_coef > 0.0 {
             loss += experts::load_balance(&routes) * run.aux_loss_coef;
+        }
+        if run.draft_head {
+            loss += sequences.iter().map(|it| plain.draft_loss(it, TEMPERATURE)).reduce(|a, b| a + b).unwrap();
         }
         let norm = plain.step(loss, LR, MAX_GRAD_NORM, &ADAM);
         let rounding = if run.gradients.reduced.is_some() { 1e-2 } else { 1e-4 };

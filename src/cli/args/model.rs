@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::{PlaceArgs, SourceArgs, count, number};
+use crate::error::Error;
 use crate::model::{ModelSpec, PRESETS};
 
 /// `verify`.
@@ -98,6 +99,27 @@ pub struct InitArgs {
     /// Key of the random weights
     #[arg(long, default_value_t = 42, value_parser = super::seed)]
     pub seed: u64,
+    /// With a head that drafts tokens (mtp.*), of a model with gated delta nets
+    #[arg(long)]
+    pub draft_head: bool,
+}
+
+impl InitArgs {
+    /// Description of the model that is made.
+    ///
+    /// # Errors
+    /// An error of the file; [`Error::InvalidValue`] for a head that the model's family has not.
+    pub fn spec(&self) -> crate::error::Result<ModelSpec> {
+        let spec = self.model.spec()?;
+        match self.draft_head.then(|| spec.clone().with_draft_head()) {
+            None => Ok(spec),
+            Some(spec) if spec.draft_head.is_some() => Ok(spec),
+            Some(_) => {
+                let expected = "a model with gated delta nets: no other has a head that is read";
+                Err(Error::invalid_value("--draft_head", true, expected))
+            }
+        }
+    }
 }
 
 /// `export`.

@@ -145,7 +145,10 @@ pub(crate) const TABLE: &[Conflict] = table! {
     }
     Unserved {
         ("strict" is "true") ("pipeline_parallel_size" above 1.0) => "the parts of a batch that stages compute change with it";
-        ("speculation" is "mtp") (NoDraftHead) => "draft heads are not read yet, and ngram and auto need none";
+        ("speculation" is "mtp") (NoDraftHead) => "heads of Qwen3.5, Qwen3.6 and Qwen3-Next are read; ngram and auto need none";
+        ("speculation" is "mtp") ("sequence_parallel_size" above 1.0) => "the head trains on whole micro-batches";
+        ("speculation" is "mtp") ("optim" is "muon") => "the head's matrices are not orthogonalised";
+        ("speculation" is "mtp") ("lora.r" given) => "adapters alone are trained, and the head would go stale";
         ("speculation" not "none") ("device" is "cuda") (DeltaNets) => "no kernel stores drafts beside states yet; on CPUs they are";
         ("speculation" not "none") ("pipeline_parallel_size" above 1.0) => "stages compute steps whose tokens nobody knows yet";
         ("exact" is "true") ("tensor_parallel_size" above 1.0) => "the trainer adds up whole products, ranks of an engine add up their parts";

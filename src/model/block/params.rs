@@ -39,13 +39,16 @@ pub struct BlockParams {
 }
 
 impl BlockParams {
-    /// Views of a block's flat tensor [layout.len].
+    /// Views of the flat tensor [layout.len] of a block, or of the draft head with what stands around its block.
     ///
     /// # Panics
-    /// If `layout` is not a block's of this model.
+    /// If `layout` is neither's of this model.
     pub fn view(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
-        let Unit::Block(layer) = layout.unit else { panic!("the {} is no block", layout.unit) };
-        let block = spec.layers[layer];
+        let block = match layout.unit {
+            Unit::Block(layer) => spec.layers[layer],
+            Unit::DraftHead => spec.draft_head.expect("a model with a draft head"),
+            Unit::Embedding | Unit::Head => panic!("the {} is no block", layout.unit),
+        };
         let linears = block.linears();
         let of_linear = |name| linears.iter().any(|linear| linear.matrix.weight() == name || linear.bias == Some(name));
         let others = layout.params.iter().map(|param| param.name).filter(|&name| !of_linear(name));

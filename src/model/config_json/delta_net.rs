@@ -70,4 +70,7 @@ pub(super) fn write(spec: &ModelSpec, heads: DeltaHeads, config: &mut Value) {
     config["linear_key_head_dim"] = json!(heads.key_dim);
     config["linear_value_head_dim"] = json!(heads.value_dim);
     config["linear_conv_kernel_dim"] = json!(heads.conv_width);
+    if spec.draft_head.is_some() {
+        config["mtp_num_hidden_layers"] = json!(1);
+    }
 }

@@ -9,6 +9,8 @@ use crate::model::families::Whole;
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
 use crate::model::spec::ModelSpec;
 
+/// The beginning of the names of a draft head's tensors.
+const DRAFT_HEAD: &str = "mtp.";
 /// The module of a block that treats every token by itself.
 pub(in crate::model) const MLP: &str = "mlp";
 
@@ -106,16 +108,25 @@ impl HfTensor {
     }
 }
 
+/// Whether a parameter stands around the block of the draft head.
+fn is_of_draft_head(param: ParamName) -> bool {
+    use ParamName::{DraftEmbeddingNorm, DraftHiddenNorm, DraftProjection, FinalNorm};
+    matches!(param, DraftEmbeddingNorm | DraftHiddenNorm | DraftProjection | FinalNorm)
+}
+
 /// The tensors that a checkpoint has for one unit, in Hugging Face's order.
 pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     let linears = match unit {
         Unit::Block(layer) => spec.layers[layer].linears(),
+        Unit::DraftHead => spec.draft_head.map_or_else(Vec::new, |block| block.linears()),
         Unit::Embedding | Unit::Head => Vec::new(),
     };
     let mut tensors = Vec::new();
     for (param, shape) in shapes(spec, unit) {
         let path = |name: &str| match unit {
             Unit::Block(layer) => format!("{}.layers.{layer}.{name}", decoder(spec)),
+            Unit::DraftHead if is_of_draft_head(param) => format!("{DRAFT_HEAD}{name}"),
+            Unit::DraftHead => format!("{DRAFT_HEAD}layers.0.{name}"),
             Unit::Embedding | Unit::Head if param == ParamName::LmHead => head(spec).to_owned(),
             Unit::Embedding | Unit::Head => format!("{}.{name}", decoder(spec)),
         };
@@ -264,6 +275,9 @@ fn name(spec: &ModelSpec, param: ParamName) -> &'static str {
         ParamName::RouterCorrection => "mlp.gate.e_score_correction_bias",
         ParamName::RouterBias => "mlp.router.bias",
         ParamName::Sinks => "self_attn.sinks",
+        ParamName::DraftEmbeddingNorm => "pre_fc_norm_embedding.weight",
+        ParamName::DraftHiddenNorm => "pre_fc_norm_hidden.weight",
+        ParamName::DraftProjection => "fc.weight",
         ParamName::SharedGate => "mlp.shared_expert_gate.weight",
         ParamName::DeltaConv => "linear_attn.conv1d.weight",
         ParamName::DeltaALog => "linear_attn.A_log",
@@ -284,11 +298,11 @@ pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
 /// Modules of which tensors are kept, as [`is_kept`] has them.
 pub(in crate::model) fn kept_modules(spec: &ModelSpec) -> impl Iterator<Item = String> {
     let kept = whole(spec).map_or(&[][..], |whole| whole.kept).iter().map(|kept| kept.trim_end_matches('.').to_owned());
-    kept.chain(spec.delta_net().map(|_| "mtp".to_owned()))
+    kept.chain(spec.delta_net().filter(|_| spec.draft_head.is_none()).map(|_| "mtp".to_owned()))
 }
 
-/// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and layers that
-/// predict further tokens, which only families with gated delta nets have.
+/// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and a draft
+/// head that nobody asks for, which only families with gated delta nets have.
 pub(super) fn is_kept(spec: &ModelSpec, name: &str) -> bool {
     let further = |name: &str| {
         let layer = name.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok()?;
@@ -296,5 +310,5 @@ pub(super) fn is_kept(spec: &ModelSpec, name: &str) -> bool {
     };
     whole(spec).is_some_and(|whole| whole.kept.iter().any(|kept| name.starts_with(kept)))
         || further(name).unwrap_or(false)
-        || (spec.delta_net().is_some() && name.starts_with("mtp."))
+        || (spec.delta_net().is_some() && spec.draft_head.is_none() && name.starts_with(DRAFT_HEAD))
 }

@@ -125,7 +125,7 @@ fn run_onto(
     let d_table = d_head.lm_head.as_mut().unwrap_or(&mut d_embed.table);
     let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
     let output = head.lm_head.as_ref().unwrap_or(&embed.table);
-    let into = Some(HeadSums { final_norm: d_norm, table: d_table, onto });
+    let into = Some(HeadSums { final_norm: d_norm, table: Some(d_table), onto });
     let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), None, into).unwrap();
     for ((w, kept), mut d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut d_w).unwrap();

@@ -109,6 +109,11 @@ impl Sampled {
         Self { token_id: u32::MAX, logprob: f32::NAN, top: Vec::new() }
     }
 
+    /// The token as a draft: any where logits were not numbers.
+    pub(super) fn known_id(&self) -> u32 {
+        if self.token_id == u32::MAX { 0 } else { self.token_id }
+    }
+
     /// The token.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! Drafts of a decode step's sequences, and what became of them.
 
 use super::{Scheduler, Step, TokenRun};
+use crate::rollout::sampler::Draw;
 use crate::rollout::sequence::EngineSequence;
 use crate::rollout::speculation::{DraftRequest, DraftedText, Drafts};
 
@@ -27,6 +28,7 @@ impl Scheduler {
             return;
         }
         step.waited = true;
+        step.asks_head = speculator.asks_head();
         let request = |run: &TokenRun| {
             let sequence = &sequences[run.sequence];
             let group = &groups[sequence.group - *num_dropped];
@@ -58,6 +60,15 @@ impl Scheduler {
         }
     }
 
+    /// Draws of the drafts that have `depth` others before them, of the runs that have so many.
+    pub(in crate::rollout) fn head_draws<'a>(&'a self, step: &'a Step, depth: usize) -> Vec<Draw<'a>> {
+        let num_drafts =
+            step.runs.iter().flat_map(|run| std::iter::repeat_n(run.drafts.token_ids.len(), run.num_draws()));
+        let all = self.draws(step).into_iter().zip(num_drafts);
+        let of_depth = all.filter(|(draw, num_drafts)| draw.drafts.len() == depth && depth < *num_drafts);
+        of_depth.enumerate().map(|(row, (draw, _))| Draw { row, ..draw }).collect()
+    }
+
     /// Pages of states that have not taken in the newest drafts that were drawn, and how many of these; from now on they have. Call only with
     /// no step under way.
     pub(in crate::rollout) fn settle_drafts(&mut self) -> Vec<(u32, usize)> {
@@ -72,8 +83,11 @@ impl Scheduler {
     /// Tells the drafts' source of a sequence's newest tokens.
     pub(super) fn observe(&mut self, index: usize) {
         let (request, sample) = self.place(index);
-        let Some(speculator) = &mut self.speculator else { return };
         let sequence = &self.sequences[index];
+        let (num_sampled, is_finished) = (sequence.completion().len(), sequence.finish_reason.is_some());
+        let Some(speculator) = self.speculator.as_mut().filter(|it| is_finished || it.is_due(num_sampled)) else {
+            return;
+        };
         let (token_ids, prompt_len) = (&*sequence.token_ids, sequence.prompt_len);
         speculator.observe(DraftedText { request: request.0, sample, token_ids, prompt_len });
     }

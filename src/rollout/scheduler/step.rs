@@ -17,6 +17,8 @@ pub(in crate::rollout) struct Step {
     pub(in crate::rollout) state_copies: Vec<(u32, u32)>,
     /// It was scheduled with no other under way, to have drafts.
     pub(in crate::rollout) waited: bool,
+    /// Its drafts are room for those of the model's head, which makes them.
+    pub(in crate::rollout) asks_head: bool,
 }
 
 /// Consecutive tokens of one sequence.
@@ -35,7 +37,7 @@ pub(in crate::rollout) struct TokenRun {
 impl Step {
     /// A step that copies nothing.
     pub(in crate::rollout) fn new(is_decode: bool, runs: Vec<TokenRun>) -> Self {
-        Self { is_decode, runs, copies: Vec::new(), state_copies: Vec::new(), waited: false }
+        Self { is_decode, runs, copies: Vec::new(), state_copies: Vec::new(), waited: false, asks_head: false }
     }
 
     /// Tokens in all.
@@ -46,6 +48,12 @@ impl Step {
     /// Whether some of them are drafts: how many tokens its sequences gain, and where they go on, is known with its result alone.
     pub(in crate::rollout) fn has_drafts(&self) -> bool {
         self.runs.iter().any(|run| !run.drafts.token_ids.is_empty())
+    }
+
+    /// Takes in drafts that have `depth` others before them, of the runs that have so many.
+    pub(in crate::rollout) fn take_drafts(&mut self, depth: usize, drafts: &[u32]) {
+        let drafted = self.runs.iter_mut().filter_map(|run| run.drafts.token_ids.get_mut(depth));
+        drafted.zip(drafts).for_each(|(place, draft)| *place = *draft);
     }
 
     /// Tokens that see the context of the one before them, by run: of a decode step each one by itself.

@@ -145,8 +145,16 @@ impl Speculator {
         self.injection = Some(injection);
     }
 
+    /// Whether the model's head makes the drafts.
+    pub(super) fn asks_head(&self) -> bool {
+        self.options.method == Speculation::Mtp && self.injection.is_none()
+    }
+
     /// A request was submitted.
     pub(super) fn begin(&mut self, request: usize, prompt: &[u32]) {
+        if self.options.method == Speculation::Mtp {
+            return; // nothing is looked up
+        }
         let key = prompt_key(prompt);
         self.prompts.insert(request, key);
         self.groups.entry(key).or_default().num_requests += 1;
@@ -162,6 +170,12 @@ impl Speculator {
                 self.groups.remove(&key);
             }
         }
+    }
+
+    /// Whether the tokens of a completion of so many are to be told. While nothing is drafted they are told some at a time, which takes the
+    /// host a fraction of the time.
+    pub(super) fn is_due(&self, num_sampled: usize) -> bool {
+        self.drafts_now || num_sampled.is_multiple_of(LOOK_EVERY)
     }
 
     /// A completion has new tokens.
@@ -234,6 +248,9 @@ impl Speculator {
         if let Some(injection) = &self.injection {
             let token_ids = injection.drafts(prompt_id, key_sample, text.token_ids, most);
             return Drafts { token_ids, matched: 0 };
+        }
+        if self.asks_head() {
+            return Drafts { token_ids: vec![0; most], matched: 0 }; // which ones is known once the step is
         }
         if text.token_ids.len() == text.prompt_len {
             return Drafts::default();

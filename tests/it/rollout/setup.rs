@@ -32,6 +32,7 @@ pub struct Model {
     pub embedding: EmbeddingParams,
     pub blocks: Vec<BlockParams>,
     pub head: HeadParams,
+    pub draft_head: Option<BlockParams>,
     /// Lengths at which completions end at the latest, where they are drawn.
     pub spread: Option<LengthSpread>,
 }
@@ -79,6 +80,9 @@ impl Model {
             embedding: EmbeddingParams::view(table.unit(Unit::Embedding), &unit(&table, Unit::Embedding)),
             blocks: (0..spec.num_layers()).map(block).collect(),
             head: HeadParams::view(table.unit(Unit::Head), &unit(&table, Unit::Head)),
+            draft_head: spec
+                .draft_head
+                .map(|_| BlockParams::view(&spec, table.unit(Unit::DraftHead), &unit(&table, Unit::DraftHead))),
             spec,
             spread: None,
         }
@@ -89,7 +93,7 @@ impl Model {
         Self { spread: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }), ..self }
     }
 
-    fn output_table(&self) -> &Tensor {
+    pub fn output_table(&self) -> &Tensor {
         self.head.lm_head.as_ref().unwrap_or(&self.embedding.table)
     }
 
@@ -98,6 +102,7 @@ impl Model {
         EngineWeights {
             embedding: self.embedding.table.shallow_clone(),
             blocks: self.blocks.iter().map(|block| block.tp_slice(tp.rank(), tp.size()).unwrap()).collect(),
+            draft_head: self.draft_head.as_ref().map(|head| head.tp_slice(tp.rank(), tp.size()).unwrap()),
             final_norm: self.head.final_norm.shallow_clone(),
             lm_head: self.output_table().narrow(0, rows.start as i64, rows.len() as i64),
             stored: None,
@@ -190,14 +195,18 @@ impl Model {
         self.next_logprobs_by(token_ids, fed, temperature, attention, None)
     }
 
-    fn next_logprobs_by(
+    /// The residual stream behind the last block for all tokens.
+    pub fn hidden(&self, token_ids: &[u32], attention: &dyn SequenceMixer) -> Tensor {
+        self.hidden_by(token_ids, 0..token_ids.len(), attention, None)
+    }
+
+    fn hidden_by(
         &self,
         token_ids: &[u32],
         fed: Range<usize>,
-        temperature: f64,
         attention: &dyn SequenceMixer,
         routes: Option<&dyn Routes>,
-    ) -> Vec<f32> {
+    ) -> Tensor {
         let (first, num_fed) = (fed.start as i64, fed.len() as i64);
         let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
         let spec = &*self.spec;
@@ -210,6 +219,21 @@ impl Model {
         for (layer, block) in self.blocks.iter().enumerate() {
             x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;
         }
+        x
+    }
+
+    fn next_logprobs_by(
+        &self,
+        token_ids: &[u32],
+        fed: Range<usize>,
+        temperature: f64,
+        attention: &dyn SequenceMixer,
+        routes: Option<&dyn Routes>,
+    ) -> Vec<f32> {
+        let (first, num_fed) = (fed.start as i64, fed.len() as i64);
+        let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
+        let spec = &*self.spec;
+        let x = self.hidden_by(token_ids, fed, attention, routes);
         let (rows, targets) = (Tensor::arange(num_fed, (Kind::Int64, Device::Cpu)), ids.narrow(0, first + 1, num_fed));
         let scoring = Scoring {
             rows: &rows,

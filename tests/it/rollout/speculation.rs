@@ -79,7 +79,7 @@ fn tolerance(options: &EngineOptions) -> f32 {
 }
 
 /// Tokens, ends and experts are equal; so are the log-probabilities, up to a tolerance.
-fn assert_equal(got: &[RolloutGroup], expected: &[RolloutGroup], tolerance: f32, context: &str) {
+pub fn assert_equal(got: &[RolloutGroup], expected: &[RolloutGroup], tolerance: f32, context: &str) {
     assert_eq!(token_ids(got), token_ids(expected), "{context}");
     let completions =
         |groups: &[RolloutGroup]| groups.iter().flat_map(|group| group.completions.clone()).collect::<Vec<_>>();

@@ -40,6 +40,23 @@ impl Model {
         (logprobs, entropy)
     }
 
+    /// The residual stream behind the last block.
+    fn hidden(&self, sequence: &Sequence, routes: &mut Vec<[Tensor; 2]>) -> Tensor {
+        let spec = &self.table.spec;
+        let ids: Vec<i64> = sequence.token_ids.iter().map(|&id| i64::from(id)).collect();
+        let ids = Tensor::from_slice(&ids).to_device(self.units[0].device());
+        let flat = |unit| (self.table.unit(unit), &self.units[self.table.index(unit)]);
+        let (layout, table) = flat(Unit::Embedding);
+        let mut x = EmbeddingParams::view(layout, table).table.index_select(0, &ids) * spec.embedding_multiplier;
+        for layer in 0..spec.num_layers() {
+            let (layout, block) = flat(Unit::Block(layer));
+            let mut experts =
+                Experts { noise: self.router_noise, routes: &mut *routes, token_ids: &sequence.token_ids };
+            x = block_forward((spec, layer), &BlockParams::view(spec, layout, block), &x, &mut experts);
+        }
+        x
+    }
+
     /// The same; and of every layer with experts [T, E] what was chosen (0 or 1) and the probabilities.
     pub fn scores_and_routes(&self, sequence: &Sequence, temperature: f64) -> (Tensor, Tensor, Vec<[Tensor; 2]>) {
         let mut routes = Vec::new();
@@ -49,12 +66,7 @@ impl Model {
         let flat = |unit| (self.table.unit(unit), &self.units[self.table.index(unit)]);
         let (layout, table) = flat(Unit::Embedding);
         let table = EmbeddingParams::view(layout, table).table;
-        let mut x = table.index_select(0, &ids) * spec.embedding_multiplier;
-        for layer in 0..spec.num_layers() {
-            let (layout, block) = flat(Unit::Block(layer));
-            let mut experts = Experts { noise: self.router_noise, routes: &mut routes, token_ids: &sequence.token_ids };
-            x = block_forward((spec, layer), &BlockParams::view(spec, layout, block), &x, &mut experts);
-        }
+        let x = self.hidden(sequence, &mut routes);
         let (layout, head) = flat(Unit::Head);
         let head = HeadParams::view(layout, head);
         let x = norm(&x, &head.final_norm, spec.rms_norm_eps);
@@ -66,6 +78,36 @@ impl Model {
         let entropy = -(log_p.exp() * &log_p).sum_dim_intlist(1, false, None);
         let scored = Tensor::from_slice(&sequence.loss_mask).to_device(ids.device());
         (logprobs.masked_select(&scored), entropy.masked_select(&scored), routes)
+    }
+
+    /// The sum over a sequence's scored tokens of -ln p by the head that drafts tokens, which has no influence on the rest of the model.
+    pub fn draft_loss(&self, sequence: &Sequence, temperature: f64) -> Tensor {
+        let spec = &self.table.spec;
+        let (draft, eps) = (spec.draft_spec().unwrap(), spec.rms_norm_eps);
+        let ids: Vec<i64> = sequence.token_ids.iter().map(|&id| i64::from(id)).collect();
+        let (ids, len) = (Tensor::from_slice(&ids), ids.len() as i64);
+        let flat = |unit| (self.table.unit(unit), &self.units[self.table.index(unit)]);
+        let (layout, words) = flat(Unit::Embedding);
+        let words = EmbeddingParams::view(layout, &words.detach()).table;
+        let (layout, own) = flat(Unit::Head);
+        let own = HeadParams::view(layout, &own.detach());
+        let hidden = norm(&self.hidden(sequence, &mut Vec::new()).detach(), &own.final_norm, eps);
+        let (layout, w) = flat(Unit::DraftHead);
+        let w = BlockParams::view(spec, layout, w);
+        let of = |name| w.norm(name).unwrap();
+        let embedded = norm(&words.index_select(0, &ids.narrow(0, 1, len - 1)), of(ParamName::DraftEmbeddingNorm), eps);
+        let before = norm(&hidden.narrow(0, 0, len - 1), of(ParamName::DraftHiddenNorm), eps);
+        let x = Tensor::cat(&[embedded, before], 1).matmul(&of(ParamName::DraftProjection).tr());
+        let mut experts = Experts { noise: 0.0, routes: &mut Vec::new(), token_ids: &sequence.token_ids[1..] };
+        let x = norm(&block_forward((&draft, 0), &w, &x, &mut experts), of(ParamName::FinalNorm), eps);
+        let log_p = (x.matmul(&own.lm_head.unwrap_or(words).tr()) / temperature).log_softmax(-1, Kind::Double);
+        // Row i is of token i + 1 and predicts token i + 2.
+        let scored = (sequence.prompt_len..sequence.token_ids.len()).zip(&sequence.loss_mask);
+        let scored: Vec<i64> =
+            scored.filter(|(at, is_scored)| **is_scored && *at > 1).map(|(at, _)| at as i64).collect();
+        let scored = Tensor::from_slice(&scored);
+        let log_p = log_p.index_select(0, &(&scored - 2)).gather(1, &ids.index_select(0, &scored).unsqueeze(1), false);
+        -log_p.sum(Kind::Double)
     }
 
     /// The experts of all tokens but the last, as a sampler tells them.
@@ -86,10 +128,16 @@ impl Model {
     /// One step on the gradient of `loss`; returns the gradient's norm.
     pub fn step(&mut self, loss: Tensor, lr: f64, max_grad_norm: f64, adam: &AdamOptions) -> f64 {
         let gradients = Tensor::run_backward(&[loss], &self.units, false, false);
-        let norm = gradients.iter().map(|g| g.square().sum(Kind::Double).double_value(&[])).sum::<f64>().sqrt();
-        let clip = if max_grad_norm > 0.0 { (max_grad_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
+        let is_head: Vec<bool> = self.table.units.iter().map(|layout| layout.unit == Unit::DraftHead).collect();
+        let norm_of = |head: bool| {
+            let own = gradients.iter().zip(&is_head).filter(|(_, is_head)| **is_head == head);
+            own.map(|(g, _)| g.square().sum(Kind::Double).double_value(&[])).sum::<f64>().sqrt()
+        };
+        let (norm, of_head) = (norm_of(false), norm_of(true));
         self.num_updates += 1;
         for (index, gradient) in gradients.iter().enumerate() {
+            let norm = if is_head[index] { of_head } else { norm };
+            let clip = if max_grad_norm > 0.0 { (max_grad_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
             let [m, v] = &mut self.moments[index];
             let g = gradient * clip;
             *m = &*m * adam.beta1 + &g * (1.0 - adam.beta1);

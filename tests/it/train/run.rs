@@ -38,6 +38,8 @@ pub struct Run {
     pub experts: bool,
     /// Whether two of three layers have gated delta nets.
     pub delta_nets: bool,
+    /// Whether a head drafts tokens, whose loss has the weight 1.
+    pub draft_head: bool,
     /// Whether a layer turns nothing, and the embedding, scores, sublayers and logits have factors.
     pub factors: bool,
     /// Whether two of three layers have windows and sinks, all have one norm over all heads, and a gate of their output.
@@ -70,6 +72,7 @@ impl Run {
             tied: false,
             experts: false,
             delta_nets: false,
+            draft_head: false,
             factors: false,
             windows: false,
             aux_loss_coef: 0.0,
@@ -128,6 +131,7 @@ impl Run {
                 attention.sinks = layer > 0;
             });
         }
+        narrow.draft_head = self.draft_head.then(|| narrow.layers[1]);
         match self.optim {
             Optim::AdamW8bit => narrow.with_widths(48, 90).map_attention(|_, attention| {
                 attention.head_dim = 12;
@@ -271,6 +275,7 @@ pub fn initial(layout: &UnitLayout) -> Tensor {
         let phase = match layout.unit {
             Unit::Embedding => 0.0,
             Unit::Block(layer) => 1.0 + layer as f64,
+            Unit::DraftHead => 8.0,
             Unit::Head => 9.0,
         };
         let wave =

@@ -1,0 +1,103 @@
+//! The head that drafts tokens (`mtp.*` in files of Qwen3.5 and Qwen3-Next). It reads the model's final hidden state before a token and the
+//! embedding of that token, and gives a hidden state from which the model's own table predicts the token behind it:
+//!
+//! ```text
+//! x = P [norm_e(embedding), norm_h(hidden)];   hidden' = norm(block(x));   logits = table hidden'
+//! ```
+//!
+//! hidden' takes the place of the model's hidden state where a further token is drafted. The block attends to the rows of earlier tokens.
+//! A sequence's first token has no row, as no hidden state is before it.
+//!
+//! T rows, D hidden.
+
+use tch::Tensor;
+
+use super::BlockParams;
+use crate::error::Result;
+use crate::model::params::{ParamName, Shapes};
+use crate::model::spec::ModelSpec;
+use crate::ops::linear;
+
+const NORMS: [ParamName; 2] = [ParamName::DraftEmbeddingNorm, ParamName::DraftHiddenNorm];
+
+/// Results of [`draft_input`] that its backward reads.
+#[derive(Debug)]
+pub struct SavedDraftInput {
+    parts: [Tensor; 2], // [T, D], embedding and hidden state
+    rstd: [Tensor; 2],  // [T, 1]
+    joined: Tensor,     // [T, 2 D]
+}
+
+impl ModelSpec {
+    /// With the head that drafts tokens, if files of the family have one. Its block is that of the model's first layer with attention.
+    #[must_use]
+    pub fn with_draft_head(self) -> Self {
+        let layer = self.delta_net().and_then(|_| self.attention_layers().next());
+        Self { draft_head: layer.map(|layer| self.layers[layer]), ..self }
+    }
+
+    /// The head's block as a model of one layer.
+    pub fn draft_spec(&self) -> Option<Self> {
+        self.draft_head.map(|block| Self { layers: vec![block], draft_head: None, ..self.clone() })
+    }
+
+    /// Parameters of the head, in the layout's order; none where there is no head.
+    pub(in crate::model) fn draft_shapes(&self) -> Shapes {
+        let hidden = self.hidden_size as i64;
+        let block = self.draft_head.map_or_else(Vec::new, |block| block.shapes());
+        let [embedding, before] = NORMS.map(|name| (name, vec![hidden]));
+        let own = [embedding, before, (ParamName::DraftProjection, vec![hidden, 2 * hidden])];
+        own.into_iter().chain(block).chain([(ParamName::FinalNorm, vec![hidden])]).collect()
+    }
+}
+
+/// The input of the head's block [T, D], of the weights' kind.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+///
+/// # Panics
+/// If `w` is not the head's.
+pub fn draft_input(
+    spec: &ModelSpec,
+    w: &BlockParams,
+    embedding: &Tensor, // [T, D]
+    hidden: &Tensor,    // [T, D]
+) -> Result<(Tensor, SavedDraftInput)> {
+    let norm = |x: &Tensor, name| spec.norm().forward(x, w.norm(name).expect("a norm of the draft head"));
+    let ((embedded, of_embedding), (normed, of_hidden)) = (norm(embedding, NORMS[0])?, norm(hidden, NORMS[1])?);
+    let joined = Tensor::f_cat(&[embedded, normed], 1)?;
+    let x = linear::forward(&joined, projection(w), None)?;
+    let parts = [embedding.shallow_clone(), hidden.shallow_clone()];
+    Ok((x, SavedDraftInput { parts, rstd: [of_embedding, of_hidden], joined }))
+}
+
+/// Adds the gradients of the projection and of its norms. Neither the embedding nor the model's hidden state has one: the head learns
+/// beside the model and does not change it.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+///
+/// # Panics
+/// If `w` is not the head's.
+pub fn draft_input_backward(
+    spec: &ModelSpec,
+    w: &BlockParams,
+    dx: &Tensor, // [T, D]
+    saved: SavedDraftInput,
+    grads: &BlockParams,
+) -> Result<()> {
+    let SavedDraftInput { parts, rstd, joined } = saved;
+    let dx = dx.f_to_kind(joined.kind())?;
+    linear::accumulate_weight(&dx, &joined, &mut grads.gradient_of(w, ParamName::DraftProjection)?)?;
+    let d_joined = linear::backward_input(&dx, projection(w))?;
+    for (d, ((x, rstd), name)) in d_joined.f_chunk(2, 1)?.iter().zip(parts.iter().zip(&rstd).zip(NORMS)) {
+        let weight = w.norm(name).expect("a norm of the draft head");
+        let _ = spec.norm().backward(&d.f_contiguous()?, x, weight, rstd, None, &mut grads.gradient_of(w, name)?)?;
+    }
+    Ok(())
+}
+
+fn projection(w: &BlockParams) -> &Tensor {
+    w.norm(ParamName::DraftProjection).expect("the projection of the draft head")
+}

@@ -1,0 +1,214 @@
+//! Drafts by the model's own head, on libtorch's operations: it draws each token with the noise of the position where that would stand.
+//!
+//! The head has a row for every token but the first of a sequence, of the model's final hidden state before the token, and keys and values of
+//! its rows in the cache, in a layer behind the model's. A page of states has the hidden states of the rows of its sequence's newest step.
+//! Before a decode step the head computes the rows of the tokens that the step before gave, by the model's own hidden states; then, one behind
+//! the other, those of tokens that it has drafted, by hidden states of its own.
+
+use tch::{Kind, Tensor, no_grad};
+
+use super::kv_cache::LayerCache;
+use super::runner::HostRunner;
+use super::sampler::{Draw, Sampled, Sampler};
+use super::scheduler::Step;
+use super::sequence::EngineSequence;
+use super::state_pages::StatePages;
+use crate::error::Result;
+use crate::model::{AttentionSpec, BlockContext, ParamName, SequenceMixer, block_forward, draft_input};
+use crate::ops::attention::{KvEntries, kv_rows, write_kv};
+use crate::ops::exact::{self, VisibleKeys};
+use crate::ops::linear;
+use crate::torch;
+
+/// Rows of the head.
+#[derive(Debug, Default)]
+pub(super) struct DraftHeadRows {
+    token_ids: Vec<i64>,
+    positions: Vec<i64>,
+    slots: Vec<i64>,
+    /// The blocks of their sequences, one behind the other.
+    blocks: Vec<i64>,
+    /// Keys that each row attends to, among the tokens of `blocks`.
+    contexts: Vec<VisibleKeys>,
+}
+
+/// The head's part of a step: its rows of a prompt's tokens, and the hidden states that are kept for its next rows.
+#[derive(Debug)]
+pub(super) struct HeadWork {
+    rows: DraftHeadRows,
+    /// Places of the hidden states before the rows, among those of the step's tokens and then those of all pages.
+    before: Vec<i64>,
+    /// Hidden states that pages keep: the token's row in the step, and the place among those of all pages.
+    kept: Vec<(i64, i64)>,
+}
+
+/// What the head has drafted of a step so far.
+#[derive(Debug)]
+pub(super) struct HeadDrafts {
+    /// Runs of the step that may have a further draft, and their hidden states.
+    runs: Vec<usize>,
+    hidden: Tensor, // [runs, D]
+}
+
+impl DraftHeadRows {
+    /// Adds rows of a sequence's tokens at the positions from `first` on, none of which is 0.
+    fn add(&mut self, sequence: &EngineSequence, first: usize, token_ids: &[u32], block_size: usize) {
+        let (end, start) = (first + token_ids.len(), self.blocks.len() * block_size);
+        let blocks = &sequence.block_table[..end.div_ceil(block_size)];
+        self.blocks.extend(blocks.iter().map(|&block| i64::from(block)));
+        for (position, &token_id) in (first..end).zip(token_ids) {
+            self.token_ids.push(token_id.into());
+            self.positions.push(position as i64);
+            self.slots.push(sequence.slot(position, block_size) as i64);
+        }
+        self.contexts.extend(VisibleKeys::of_tokens(0..0, start + 1..start + end, start + first, None));
+    }
+}
+
+impl HeadWork {
+    /// The head's part of `step`, where pages keep the hidden states of `num_kept` rows each.
+    pub(super) fn new(step: &Step, sequences: &[EngineSequence], num_kept: usize, block_size: usize) -> Self {
+        let (mut rows, mut before, mut kept, mut first_row) = (DraftHeadRows::default(), Vec::new(), Vec::new(), 0);
+        let num_tokens = step.num_tokens() as i64;
+        for run in &step.runs {
+            let (sequence, tokens) = (&sequences[run.sequence], run.tokens.clone());
+            let page = i64::from(sequence.state_page.expect("a sequence that runs has a page"));
+            let of_page = |row: usize| page * num_kept as i64 + row as i64;
+            let row_of = |position: usize| (first_row + position - tokens.start) as i64;
+            if !step.is_decode {
+                let first = tokens.start.max(1);
+                rows.add(sequence, first, &sequence.token_ids[first..tokens.end.max(first)], block_size);
+                let place = |position: usize| match position > tokens.start {
+                    true => row_of(position - 1),
+                    false => num_tokens + of_page(0),
+                };
+                before.extend((first..tokens.end).map(place));
+            }
+            let newest = if step.is_decode { tokens.start } else { tokens.end - 1 };
+            kept.extend((newest..tokens.end).map(|position| (row_of(position), of_page(position - newest))));
+            first_row += tokens.len();
+        }
+        Self { rows, before, kept }
+    }
+}
+
+impl HostRunner<'_> {
+    /// Lets the head follow a step's tokens, whose final hidden states come from the last layer's output.
+    pub(super) fn follow(&self, work: &HeadWork, x: &Tensor /* [T, D] */, states: &StatePages) -> Result<()> {
+        let (own, _) = self.spec.norm().forward(x, &self.weights.final_norm)?;
+        let of_pages = states.hidden_rows();
+        if !work.before.is_empty() {
+            let before = Tensor::f_cat(&[&own, &of_pages.f_to_kind(own.kind())?], 0)?;
+            let before = before.f_index_select(0, &torch::tensor_on(&work.before, x.device())?)?;
+            let _ = self.head_rows(&work.rows, &before)?; // for their keys and values
+        }
+        let (rows, places): (Vec<_>, Vec<_>) = work.kept.iter().copied().unzip();
+        let rows = own.f_index_select(0, &torch::tensor_on(&rows, x.device())?)?;
+        let places = torch::tensor_on(&places, x.device())?;
+        let _ = of_pages.shallow_clone().f_index_copy_(0, &places, &rows)?;
+        Ok(())
+    }
+
+    /// The drafts of a decode step that have `depth` others before them, one for each of `draws`, whose rows are those of the runs that
+    /// have so many drafts. Of the first depth all runs are computed: keys and values of their tokens stay. Collective over the
+    /// tensor-parallel group.
+    pub(super) fn draft_at(
+        &mut self,
+        step: &Step,
+        depth: usize,
+        draws: &[Draw],
+        sequences: &[EngineSequence],
+    ) -> Result<Vec<Sampled>> {
+        let states = self.memory.states.expect("a model with a draft head has states");
+        let block_size = self.memory.kv_cache.block_size();
+        let mut rows = DraftHeadRows::default();
+        let has_draft = |run: &usize| step.runs[*run].drafts.token_ids.len() > depth;
+        let (runs, before, last) = match self.head_drafts.take().filter(|_| depth > 0) {
+            None => {
+                let (mut before, mut last) = (Vec::new(), Vec::new());
+                for run in &step.runs {
+                    let (sequence, first) = (&sequences[run.sequence], run.tokens.start - run.num_stored);
+                    let tokens = &sequence.token_ids[first..=run.tokens.start];
+                    rows.add(sequence, first, tokens, block_size);
+                    let page = sequence.state_page.expect("a sequence that runs has a page");
+                    let of_page = i64::from(page) * states.num_kept_rows() as i64;
+                    before.extend((0..tokens.len() as i64).map(|row| of_page + row));
+                    last.push(before.len() as i64 - 1);
+                }
+                let before = torch::tensor_on(&before, self.weights.embedding.device())?;
+                ((0..step.runs.len()).collect(), states.hidden_rows().f_index_select(0, &before)?, last)
+            }
+            Some(HeadDrafts { runs, hidden }) => {
+                let kept: Vec<usize> = (0..runs.len()).filter(|&at| has_draft(&runs[at])).collect();
+                let places: Vec<i64> = kept.iter().map(|&at| at as i64).collect();
+                let runs: Vec<usize> = kept.into_iter().map(|at| runs[at]).collect();
+                for run in runs.iter().map(|&run| &step.runs[run]) {
+                    let newest = run.drafts.token_ids[depth - 1];
+                    rows.add(&sequences[run.sequence], run.tokens.start + depth, &[newest], block_size);
+                }
+                let last = (0..runs.len() as i64).collect();
+                (runs, hidden.f_index_select(0, &torch::tensor_on(&places, hidden.device())?)?, last)
+            }
+        };
+        let hidden = no_grad(|| self.head_rows(&rows, &before))?;
+        let (runs, last): (Vec<usize>, Vec<i64>) = runs.into_iter().zip(last).filter(|(run, _)| has_draft(run)).unzip();
+        if runs.is_empty() {
+            return Ok(Vec::new());
+        }
+        let hidden = hidden.f_index_select(0, &torch::tensor_on(&last, hidden.device())?)?;
+        let logits = linear::forward(&hidden, &self.weights.lm_head, None)?.f_to_kind(Kind::Float)?;
+        let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
+        let drafts =
+            Sampler { vocab, tp: self.tp }.sample(&torch::f32_vec(&self.spec.scale_logits(logits)?)?, draws)?;
+        self.head_drafts = Some(HeadDrafts { runs, hidden });
+        Ok(drafts)
+    }
+
+    /// The head's hidden states of rows, from those before them. Keys and values go to the cache. [R, D]
+    fn head_rows(&self, rows: &DraftHeadRows, before: &Tensor /* [R, D] */) -> Result<Tensor> {
+        let w = self.weights.draft_head.as_ref().expect("weights of the draft head");
+        let spec = self.draft_spec.as_ref().expect("a model with a draft head");
+        let (device, kind) = (self.weights.embedding.device(), self.weights.embedding.kind());
+        let kv_cache = self.memory.kv_cache;
+        let embedded = self.scaled(self.embed(&torch::tensor_on(&rows.token_ids, device)?)?)?;
+        let (x, _) = draft_input(spec, w, &embedded, before)?;
+        let ropes = self.ropes.rows(&torch::tensor_on(&rows.positions, device)?, kind)?;
+        let slots = torch::tensor_on(&rows.slots, device)?;
+        let num_kv_heads = spec.attention().tp_slice(self.tp.size()).num_kv_heads;
+        let mixer = HeadMixer {
+            cache: kv_cache.layer(self.spec.num_layers()),
+            kv_rows: kv_rows(&slots, kv_cache.block_size(), num_kv_heads)?,
+            blocks: torch::tensor_on(&rows.blocks, device)?,
+            contexts: &rows.contexts,
+        };
+        let context = BlockContext::new(spec, &ropes, Some(self.tp), None);
+        let (x, _) = block_forward(&context, 0, w, &x.f_to_kind(self.residual)?, &mixer, None)?;
+        let weight = w.norm(ParamName::FinalNorm).expect("the norm of the draft head");
+        Ok(spec.norm().forward(&x, weight)?.0)
+    }
+}
+
+/// How rows of the head see the rows of earlier tokens.
+#[derive(Debug)]
+struct HeadMixer<'a> {
+    cache: LayerCache,
+    kv_rows: Tensor,
+    blocks: Tensor, // [blocks of all rows' sequences] i64
+    contexts: &'a [VisibleKeys],
+}
+
+impl SequenceMixer for HeadMixer<'_> {
+    fn attention(
+        &self,
+        _layer: usize,
+        attention: AttentionSpec,
+        [q, k, v]: [&Tensor; 3],
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let [k_cache, v_cache] = self.cache.entries();
+        write_kv(k_cache, v_cache, k, v, &self.kv_rows)?;
+        let rows = |cache: &dyn KvEntries| -> Result<Tensor> {
+            Ok(cache.blocks(&self.blocks, q.kind())?.transpose(1, 2).f_flatten(0, 1)?) // [tokens of all blocks, Hkv, hd]
+        };
+        Ok((exact::attend(q, &rows(k_cache)?, &rows(v_cache)?, self.contexts, attention.scale)?.o, None))
+    }
+}

@@ -1,0 +1,115 @@
+//! Drafts of the model's own head: they change no token, and the engine's head is the one that trains.
+
+use colo_grpo::internal::config::Speculation;
+use colo_grpo::internal::model::{BlockContext, ModelSpec, PackedMixer, ParamName, block_forward, draft_input};
+use colo_grpo::internal::ops::embedding;
+use colo_grpo::internal::ranks::World;
+use colo_grpo::internal::rollout::{EngineOptions, SpeculationOptions, kv_block_bytes};
+use colo_grpo::internal::types::{RolloutGroup, SamplingParams};
+use tch::{Device, Kind, Tensor};
+
+use super::setup::{Model, alone, golden, greedy, options, prompt, prompts, sampled, token_ids};
+use super::speculation::assert_equal;
+use crate::ranks;
+
+fn with_head(name: &str) -> ModelSpec {
+    ModelSpec::from_folder(golden(name)).unwrap().with_draft_head()
+}
+
+fn by_head(num_tokens: usize, options: &EngineOptions) -> EngineOptions {
+    EngineOptions { speculation: SpeculationOptions { method: Speculation::Mtp, num_tokens }, ..options.clone() }
+}
+
+#[test]
+fn drafts_of_a_head_change_no_token() {
+    for name in ["qwen3_5", "qwen3_next", "qwen3_5_moe"] {
+        let model = Model::random(with_head(name), 5).spreading();
+        let few_blocks = EngineOptions {
+            kv_cache_bytes: 24 * kv_block_bytes(&model.spec, 1, 8, Kind::Float),
+            max_num_batched_tokens: 11,
+            ..options()
+        };
+        let penalised = SamplingParams { repetition_penalty: 1.3, top_k: 9, ..sampled() };
+        for (options, params) in [(options(), sampled()), (few_blocks, penalised), (options(), greedy())] {
+            let (expected, _) = model.generate(options.clone(), &prompts(7), &params);
+            let (got, stats) = model.generate(by_head(3, &options), &prompts(7), &params);
+            assert_equal(&got, &expected, 1e-4, &format!("{name} {params:?}"));
+            assert!(stats.num_draft_tokens > stats.num_generated_tokens / 4, "{stats:?}");
+        }
+    }
+}
+
+/// What is left of a group at the end of a session is drafted for in the next one, too.
+#[test]
+fn a_head_goes_on_with_what_is_kept() {
+    let model = Model::random(with_head("qwen3_5"), 5).spreading();
+    let (expected, _) = model.generate(options(), &prompts(6), &sampled());
+    let mut engine = model.engine(by_head(2, &options()), alone()).keeping_sequences();
+    let mut open: Vec<_> = prompts(6).into_iter().map(RolloutGroup::new).collect();
+    let mut complete = Vec::new();
+    while !open.is_empty() {
+        let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
+        let part = rollout.generate_first(open, 2, &sampled(), |_| ()).unwrap();
+        complete.extend(part.complete.into_iter().map(|(_, group)| group));
+        open = part.unfinished.into_iter().map(|(_, group)| group).collect();
+    }
+    complete.sort_by_key(|group: &RolloutGroup| group.prompt.id);
+    assert_equal(&complete, &expected, 1e-4, "kept");
+}
+
+#[test]
+fn two_ranks_draft_by_a_head_as_one() {
+    ranks::run(2, "rollout::draft_head::two_ranks_draft_by_a_head_as_one", |world: World| {
+        let model = Model::random(with_head("qwen3_5"), 5).spreading();
+        let own = &prompts(8)[world.rank() * 4..(world.rank() + 1) * 4];
+        let (expected, alone) = model.generate(by_head(3, &options()), &prompts(8), &sampled());
+        let (got, stats) = model.generate_on(world.group(), by_head(3, &options()), own, &sampled());
+        assert_eq!(token_ids(&got), token_ids(&expected[world.rank() * 4..(world.rank() + 1) * 4]));
+        assert_eq!(stats.num_accepted_tokens, alone.num_accepted_tokens);
+    });
+}
+
+/// Greedy drafts of whole texts by the operations that train the head, of the tokens behind the second one on.
+fn expected_drafts(model: &Model, token_ids: &[u32]) -> Vec<u32> {
+    let (spec, head) = (model.spec.draft_spec().unwrap(), model.draft_head.as_ref().unwrap());
+    let ids: Vec<i64> = token_ids.iter().map(|&id| i64::from(id)).collect();
+    let (ids, len) = (Tensor::from_slice(&ids), ids.len() as i64);
+    let hidden = model.hidden(token_ids, &PackedMixer::new(&model.spec, &[0, len], Device::Cpu));
+    let (hidden, _) = spec.norm().forward(&hidden, &model.head.final_norm).unwrap();
+    let embedded = embedding::forward(&ids.narrow(0, 1, len - 1), &model.embedding.table).unwrap();
+    let (x, _) = draft_input(&spec, head, &embedded, &hidden.narrow(0, 0, len - 1)).unwrap();
+    let positions = Tensor::arange(len - 1, (Kind::Int64, Device::Cpu));
+    let ropes = spec.ropes().rows(&positions, Kind::Float).unwrap();
+    let mixer = PackedMixer::new(&spec, &[0, len - 1], Device::Cpu);
+    let x = block_forward(&BlockContext::new(&spec, &ropes, None, None), 0, head, &x, &mixer, None).unwrap().0;
+    let (x, _) = spec.norm().forward(&x, head.norm(ParamName::FinalNorm).unwrap()).unwrap();
+    let drafts = x.matmul(&model.output_table().tr()).argmax(1, false);
+    Vec::<i64>::try_from(drafts).unwrap().into_iter().map(|id| id as u32).collect()
+}
+
+/// One draft a step is drawn exactly where the head, as it trains, gives the token: hidden states, positions and keys are those of training.
+#[test]
+fn an_engine_drafts_what_the_trained_head_gives() {
+    let spec = ModelSpec { vocab_size: 5, ..with_head("qwen3_5") };
+    let model = Model::random(spec, 3);
+    let params = SamplingParams { max_completion_length: 90, ..greedy() };
+    let asked: Vec<_> =
+        (0..6).map(|id| prompt(id, (0..3 + 2 * id).map(|n| ((n * n + id) % 5) as u32).collect())).collect();
+    for options in [options(), EngineOptions { max_num_batched_tokens: 4, ..options() }] {
+        let (groups, stats) = model.generate(by_head(1, &options), &asked, &params);
+        let (mut expected, mut num_drafts) = (0, 0);
+        for group in &groups {
+            let tokens = [&group.prompt.token_ids[..], &group.completions[0].token_ids].concat();
+            let drafts = expected_drafts(&model, &tokens);
+            let mut newest = group.prompt.token_ids.len(); // the place of the token that a step begins with
+            while newest + 2 < tokens.len() {
+                num_drafts += 1;
+                let is_drawn = drafts[newest - 1] == tokens[newest + 1];
+                expected += usize::from(is_drawn);
+                newest += 1 + usize::from(is_drawn);
+            }
+        }
+        assert_eq!((stats.num_accepted_tokens, stats.num_draft_tokens), (expected, num_drafts));
+        assert!(expected > 40 && expected + 40 < num_drafts, "{expected} of {num_drafts}");
+    }
+}
