@@ -2,7 +2,7 @@
 """Golden numbers of LoRA adapters, from PEFT on the folders of golden.py, and of NF4 weights, from bitsandbytes. Needs
 torch, transformers, peft and bitsandbytes (made with 2.11, 5.23, 0.21 and 0.50).
 
-  golden_peft.py tests/golden [NAME ..]  writes lora_all, lora_hybrid, lora_pairs and lora_some, an adapter folder as PEFT saves it, lora_experts,
+  golden_peft.py tests/golden [NAME ..]  writes lora_all, lora_fused, lora_hybrid, lora_pairs and lora_some, an adapter folder as PEFT saves it, lora_experts,
                                   one that PEFT loads, and nf4.json; or those of these names alone
 
 golden.json of a folder: `base`, the model's folder; `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 CASES = {
     "lora_all": ("qwen2_tied", dict(r=4, lora_alpha=12, target_modules="all-linear")),
+    "lora_fused": ("phi3", dict(r=4, lora_alpha=6, target_modules="all-linear")),
     "lora_hybrid": ("qwen3_5", dict(r=4, lora_alpha=12, target_modules="all-linear")),
     "lora_pairs": ("glm4", dict(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj", "o_proj", "down_proj"])),
     "lora_some": ("qwen3", dict(r=2, lora_alpha=3, target_modules=["q_proj", "v_proj", "up_proj"])),

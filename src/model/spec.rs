@@ -10,7 +10,7 @@ use super::block::{AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpe
 use super::distinct::{KindOfBlock, RopeSpec, Ropes};
 use super::families::Family;
 use super::params::{shapes, units};
-use crate::config::{Circumstance, Combination, TargetModule};
+use crate::config::{Circumstance, Combination};
 use crate::error::{Error, Result};
 use crate::ops::rms_norm::NormOptions;
 
@@ -103,11 +103,8 @@ impl ModelSpec {
         let experts = if num_experts > 0 { Circumstance::Experts } else { Circumstance::NoExperts };
         let nets = if has_nets { Circumstance::DeltaNets } else { Circumstance::NoDeltaNets };
         let some = (1..self.num_layers()).contains(&num_experts).then_some(Circumstance::SomeExperts);
-        let fuses = |module| self.family.traits().fused_tensors.iter().any(|fused| fused.modules.contains(&module));
         let fused = [
             (is_fused, Circumstance::FusedDeltaNets),
-            (fuses(TargetModule::QProj), Circumstance::FusedQkv),
-            (fuses(TargetModule::GateProj), Circumstance::FusedGateUp),
             (self.family.traits().stacks_experts, Circumstance::StackedExperts),
         ];
         let fused = fused.into_iter().filter_map(|(is_so, fused)| is_so.then_some(fused));

@@ -99,6 +99,7 @@ fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
     for (name, lora) in [
         ("lora_all", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
         ("lora_hybrid", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
+        ("lora_fused", LoraSpec { r: 4, alpha: 6.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
         // A head's columns that are turned together are neighbours in the files.
         ("lora_pairs", LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets: vec![QProj, KProj, OProj, DownProj] }),
         ("lora_some", LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets: some }),

@@ -32,10 +32,6 @@ pub(crate) enum Circumstance {
     NoDeltaNets,
     /// The files of the model have several projections of a gated delta net in one tensor.
     FusedDeltaNets,
-    /// The files of the model have queries, keys and values in one tensor.
-    FusedQkv,
-    /// The files of the model have gate and up in one tensor.
-    FusedGateUp,
     /// The files of the model have the matrices of all experts in one tensor.
     StackedExperts,
     /// The model has no draft head that is read.
@@ -269,8 +265,6 @@ impl Circumstance {
             Self::FusedDeltaNets => {
                 ["a model with in_proj_qkvz and in_proj_ba", "a model without in_proj_qkvz and in_proj_ba"]
             }
-            Self::FusedQkv => ["a model with qkv_proj", "a model without qkv_proj"],
-            Self::FusedGateUp => ["a model with gate_up_proj", "a model without gate_up_proj"],
             Self::StackedExperts => ["a model with stacked experts", "a model without stacked experts"],
             Self::NoDraftHead => ["a model without a draft head", "a model with a draft head"],
             Self::SeveralNodes => ["several nodes", "one node"],

@@ -138,9 +138,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("mixed_precision" not "none") ("exact" is "true") => "in FP8 the order in which a product adds up changes with the number of rows";
         ("kv_cache_dtype" is "fp8") ("exact" is "true") => "the sampler has other probabilities than the trainer";
         ("kv_cache_dtype" is "int8") ("exact" is "true") => "the sampler has other probabilities than the trainer";
-        ("lora.target_modules" is "all-linear" | "q_proj" | "k_proj" | "v_proj") ("lora.r" given) (FusedQkv) => "PEFT adapts qkv_proj, which is not served";
         ("lora.target_modules" is "all-linear" | "gate_proj" | "up_proj" | "down_proj") ("lora.r" given) (StackedExperts) => "PEFT adapts all experts' matrices as one parameter, which is not served";
-        ("lora.target_modules" is "all-linear" | "gate_proj" | "up_proj") ("lora.r" given) (FusedGateUp) => "PEFT adapts gate_up_proj, which is not served";
         ("lora.dropout" above 0.0) ("exact" is "true") => "training drops elements that the sampler keeps";
     }
     Unserved {

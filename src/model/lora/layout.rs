@@ -6,6 +6,7 @@ use super::LoraSpec;
 use crate::config::TargetModule;
 use crate::error::Result;
 use crate::model::block::{BlockParams, LinearSpec, Matrix, Projection};
+use crate::model::families::FusedTensor;
 use crate::model::params::{ParamName, Shapes, Unit, UnitLayout};
 use crate::model::spec::{ModelSpec, product};
 use crate::ops::dropout::Dropout;
@@ -60,7 +61,8 @@ impl LoraSpec {
 
     /// The matrices of a block that have adapted projections.
     pub(super) fn fused(&self, spec: &ModelSpec, layer: usize) -> Vec<Fused> {
-        spec.layers[layer].linears().into_iter().filter_map(|linear| Fused::new(linear, self)).collect()
+        let tensors = spec.family.traits().fused_tensors;
+        spec.layers[layer].linears().into_iter().filter_map(|linear| Fused::new(linear, self, tensors)).collect()
     }
 }
 
@@ -186,8 +188,10 @@ pub(in crate::model) struct Fused {
 pub(in crate::model) struct AdaptedProjection {
     /// Which.
     pub module: TargetModule,
-    /// Place of the projection among the adapted ones of its matrix.
-    index: i64,
+    /// The module that a checkpoint has it in together with others, which share an A.
+    pub within: Option<&'static str>,
+    /// Place of its A among those of its matrix.
+    pub index: i64,
     /// First head of the projection in a group of the matrix, and in a group of the adapted projections alone.
     first: i64,
     adapted_first: i64,
@@ -196,14 +200,20 @@ pub(in crate::model) struct AdaptedProjection {
 
 impl Fused {
     /// `None` where none of the matrix's projections is adapted.
-    pub fn new(linear: LinearSpec, lora: &LoraSpec) -> Option<Self> {
-        let (mut pieces, mut first, mut adapted_first) = (Vec::new(), 0, 0);
+    pub fn new(linear: LinearSpec, lora: &LoraSpec, tensors: &[FusedTensor]) -> Option<Self> {
+        let (mut pieces, mut first, mut adapted_first) = (Vec::<AdaptedProjection>::new(), 0, 0);
         let [a, b] = linear.matrix.adapter()?;
         for &(projection, heads) in &linear.projections {
             let heads = heads as i64;
             match projection {
                 Projection::Module(module) if lora.targets.contains(&module) => {
-                    pieces.push(AdaptedProjection { module, index: pieces.len() as i64, first, adapted_first, heads });
+                    let within =
+                        tensors.iter().find(|tensor| tensor.modules.contains(&module)).map(|tensor| tensor.name);
+                    let index = match pieces.last() {
+                        Some(last) if within.is_some() && last.within == within => last.index,
+                        last => last.map_or(0, |last| last.index + 1),
+                    };
+                    pieces.push(AdaptedProjection { module, within, index, first, adapted_first, heads });
                     adapted_first += heads;
                 }
                 _ => {}
@@ -228,7 +238,7 @@ impl Fused {
 
     /// Columns of the expanded B.
     fn columns(&self) -> i64 {
-        self.pieces.len() as i64 * self.r
+        self.pieces.last().map_or(0, |last| last.index + 1) * self.r
     }
 
     /// The shape of such a matrix for each expert, one after the other, or of one where there are none.
@@ -252,9 +262,10 @@ impl Fused {
         a.narrow(-2, piece.index * self.r, self.r)
     }
 
-    /// Shapes of a projection's own A and B, as on disk; of an expert's, one by one.
-    pub fn shapes_of(&self, piece: &AdaptedProjection) -> [Vec<i64>; 2] {
-        [vec![self.r, self.linear.columns as i64], vec![self.rows_of(piece.heads), self.r]]
+    /// Shapes of the A and B of projections that share an A, as on disk; of an expert's, one by one.
+    pub fn shapes_of(&self, pieces: &[AdaptedProjection]) -> [Vec<i64>; 2] {
+        let rows = pieces.iter().map(|piece| self.rows_of(piece.heads)).sum();
+        [vec![self.r, self.linear.columns as i64], vec![rows, self.r]]
     }
 
     /// A projection's B [groups, heads, inner, r], after the experts' dimension if there is one.

@@ -5,7 +5,8 @@
 //! projections left out: Qkv's are grouped by key/value head, GateUp's alternate. For use, B is expanded to all rows of the
 //! matrix and n r columns, each row with its own projection's r columns and zeros elsewhere ([`Lora`]): a product is then
 //! one pair of products whatever is fused, and a tensor-parallel slice of B is that of the matrix, a range of rows; for
-//! row-parallel matrices A is sliced by columns as the matrix is, and its sum over ranks is the product's own.
+//! row-parallel matrices A is sliced by columns as the matrix is, and its sum over ranks is the product's own. Projections that a checkpoint has
+//! in one module share an A, [r, in].
 //!
 //! Every expert has adapters of its own, one after the other as their matrices are: A [E, n r, in], B [E, out, r]. PEFT reads them
 //! expert by expert, and where transformers has one parameter for all experts, stacks them itself; it does so where gate, up and down
@@ -81,6 +82,12 @@ impl LoraSpec {
         let settings =
             [("lora.r", self.r.into()), ("lora.dropout", self.dropout.into()), ("lora.target_modules", targets.into())];
         spec.check_with(settings)?;
+        for fused in spec.family.traits().fused_tensors {
+            let count = fused.modules.iter().filter(|module| self.targets.contains(module)).count();
+            if count > 0 && count < fused.modules.len() {
+                return refuse(&format!("{} together: PEFT adapts {} as one", names(fused.modules), fused.name));
+            }
+        }
         if !self.adapts_experts(spec) {
             return Ok(());
         }

@@ -74,23 +74,29 @@ struct PeftTensor<'a> {
     name: String,
     shape: Vec<i64>,
     fused: &'a Fused,
-    piece: &'a AdaptedProjection,
+    /// The projections whose rows of B it has, one after the other.
+    pieces: &'a [AdaptedProjection],
     /// The index of the expert, of an expert's projection.
     expert: Option<usize>,
     is_a: bool,
-    /// Of a head's rows, as the file has them.
-    pairs: Option<usize>,
 }
 
 impl PeftTensor<'_> {
-    /// The tensor as a view of its unit's flat tensor; its elements are in the order of `shape`.
-    fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
+    /// The tensor as views of its unit's flat tensor; their elements are, one view after the other, in the order of `shape`.
+    fn views(&self, spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Vec<Tensor> {
         let (a, b) = self.fused.views(layout, flat);
-        if self.pairs.is_some() && !self.is_a {
-            return in_pairs(self.fused.b_of(self.piece, &b), self.pairs); // experts are turned nowhere
+        let of_expert = |own: Tensor| self.expert.map_or_else(|| own.shallow_clone(), |expert| own.get(expert as i64));
+        if self.is_a {
+            return vec![of_expert(self.fused.a_of(&self.pieces[0], &a))];
         }
-        let own = if self.is_a { self.fused.a_of(self.piece, &a) } else { self.fused.b_of(self.piece, &b) };
-        self.expert.map_or_else(|| own.shallow_clone(), |expert| own.get(expert as i64))
+        let rows = |piece: &AdaptedProjection| {
+            let own = of_expert(self.fused.b_of(piece, &b));
+            match pairs(spec, layout.unit, Projection::Module(piece.module)) {
+                None => own,
+                pairs => in_pairs(own, pairs), // experts are turned nowhere
+            }
+        };
+        self.pieces.iter().map(rows).collect()
     }
 }
 
@@ -104,13 +110,12 @@ fn tensors(
     let Unit::Block(layer) = unit else { panic!("the {unit} has no adapters") };
     for fused in lora.fused(spec, layer) {
         for expert in fused.linear.each_expert() {
-            for piece in &fused.pieces {
-                let [a_shape, b_shape] = fused.shapes_of(piece);
+            for pieces in fused.pieces.chunk_by(|a, b| a.index == b.index) {
+                let [a_shape, b_shape] = fused.shapes_of(pieces);
+                let path = pieces[0].within.map_or_else(|| module_path(pieces[0].module, expert), str::to_owned);
                 for (is_a, part, shape) in [(true, "lora_A", a_shape), (false, "lora_B", b_shape)] {
-                    let path = module_path(piece.module, expert);
                     let name = format!("base_model.model.{}.layers.{layer}.{path}.{part}.weight", decoder_module(spec));
-                    let pairs = pairs(spec, unit, Projection::Module(piece.module));
-                    f(&PeftTensor { name, shape, fused: &fused, piece, expert, is_a, pairs })?;
+                    f(&PeftTensor { name, shape, fused: &fused, pieces, expert, is_a })?;
                 }
             }
         }
@@ -137,7 +142,7 @@ impl AdapterFiles {
             return Err(Error::bad_file(pickled, convert_hint(folder)));
         }
         let file = MappedFile::open(&folder.join(WEIGHTS))?;
-        let targets = targets(&file);
+        let targets = targets(&file, &spec);
         if targets.is_empty() && file.names().is_empty() {
             return Err(Error::bad_file(&file.path, "no tensors: expected A and B of at least one projection"));
         }
@@ -172,7 +177,12 @@ impl AdapterFiles {
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         tensors(&self.spec, &self.lora, layout.unit, &mut |tensor| {
-            self.file.copy_to(&tensor.name, 0, &mut tensor.view(layout, &flat))
+            let mut first = 0;
+            tensor.views(&self.spec, layout, &flat).iter_mut().try_for_each(|view| {
+                let start = first;
+                first += view.numel();
+                self.file.copy_to(&tensor.name, start, view)
+            })
         })?;
         Ok(flat)
     }
@@ -238,10 +248,13 @@ pub fn write_adapters(
     for (layout, flat) in table.units.iter().zip(units) {
         let flat = flat?;
         tensors(&table.spec, lora, layout.unit, &mut |tensor| {
-            let values = tensor.view(layout, &flat).f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()?;
-            // SAFETY: weights change between steps alone, and no step runs while they are written.
-            let bytes = unsafe { torch::bytes(&values) }?;
-            file.write_all(bytes).map_err(Error::io(&path))
+            for view in tensor.views(&table.spec, layout, &flat) {
+                let values = view.f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()?;
+                // SAFETY: weights change between steps alone, and no step runs while they are written.
+                let bytes = unsafe { torch::bytes(&values) }?;
+                file.write_all(bytes).map_err(Error::io(&path))?;
+            }
+            Ok(())
         })?;
     }
     sync(&path)?;
@@ -249,7 +262,8 @@ pub fn write_adapters(
 }
 
 fn write_config(path: &Path, (spec, lora): (&ModelSpec, &LoraSpec), base: &Path) -> Result<()> {
-    let names: Vec<&str> = lora.modules(spec).into_iter().map(TargetModule::name).collect();
+    let mut names: Vec<&str> = lora.modules(spec).into_iter().map(|module| module_name(spec, module)).collect();
+    names.dedup();
     let whole = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
     // A base from the Hub goes by its name, so that the adapters find it on other machines, too.
     let (name, commit) = named_snapshot(&whole).unzip();
@@ -275,11 +289,19 @@ fn write_config(path: &Path, (spec, lora): (&ModelSpec, &LoraSpec), base: &Path)
 }
 
 /// The projections that a file has adapters of: the tensors are the truth, a configuration may name them in several ways.
-fn targets(file: &MappedFile) -> Vec<TargetModule> {
+fn targets(file: &MappedFile, spec: &ModelSpec) -> Vec<TargetModule> {
     let names = file.names();
     let mut targets = TargetModule::ALL.to_vec();
-    targets.retain(|module| names.iter().any(|name| name.contains(&format!(".{}.lora_A.", module.name()))));
+    let own = |module| format!(".{}.lora_A.", module_name(spec, module));
+    targets.retain(|&module| names.iter().any(|name| name.contains(&own(module))));
     targets
+}
+
+/// The name of the module that has a projection, by itself or together with others.
+fn module_name(spec: &ModelSpec, module: TargetModule) -> &'static str {
+    let fused = spec.family.traits().fused_tensors.iter().find(|fused| fused.modules.contains(&module));
+    let name = fused.and_then(|fused| fused.name.rsplit('.').next());
+    name.unwrap_or_else(|| module.name())
 }
 
 fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
