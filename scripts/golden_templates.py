@@ -34,18 +34,20 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "multiply", "ar
 USER, SYSTEM = {"role": "user", "content": "What is 3 < 4 & 'é'?\n"}, {"role": "system", "content": " Be brief. "}
 ANSWER = {"role": "assistant", "content": "It is."}
 THOUGHT = {"role": "assistant", "content": "<think>\nso\n</think>\n\nyes"}
+REASONED = [USER, {"role": "assistant", "content": "yes", "reasoning_content": "so", "thinking": "so"}, {"role": "user", "content": "Why?"}]
 CONVERSATIONS = {
     "user": ([USER], {"add_generation_prompt": True}),
     "system": ([SYSTEM, USER], {"add_generation_prompt": True}),
     "turns": ([SYSTEM, USER, ANSWER, {"role": "user", "content": "And 5?"}], {"add_generation_prompt": True}),
     "whole": ([USER, ANSWER], {}),
     "thought": ([USER, THOUGHT, {"role": "user", "content": "Why?"}, THOUGHT], {}),
-    "reasoning": (
-        [USER, {"role": "assistant", "content": "yes", "reasoning_content": "so", "thinking": "so"}, {"role": "user", "content": "Why?"}],
-        {"add_generation_prompt": True},
-    ),
+    "reasoning": (REASONED, {"add_generation_prompt": True}),
     "thinking off": ([USER], {"add_generation_prompt": True, "enable_thinking": False}),
     "thinking on": ([USER], {"add_generation_prompt": True, "enable_thinking": True}),
+    # Qwen3.8's variables, and gpt-oss's.
+    "effort": ([SYSTEM, USER], {"add_generation_prompt": True, "reasoning_effort": "low"}),
+    "thoughts kept": (REASONED, {"add_generation_prompt": True, "preserve_thinking": True}),
+    "thoughts left out": (REASONED, {"add_generation_prompt": True, "preserve_thinking": False}),
     "tools": ([SYSTEM, USER], {"add_generation_prompt": True, "tools": [TOOL]}),
     "tools alone": ([USER], {"add_generation_prompt": True, "tools": [TOOL, TOOL]}),
     "call": (
