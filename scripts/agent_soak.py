@@ -3,7 +3,7 @@
 
     python3 -m venv envs && envs/bin/pip install verifiers==0.4.0
     scripts/agent_soak.py PROGRAM envs/bin/python                        # 200 episodes of 30 turns at once, in verifiers' own loop of turns
-    scripts/agent_soak.py PROGRAM PYTHON --loop openai --episodes 20 --turns 6 --steps 10 --timeout 20    # small, seconds: the official client, in a loop
+    scripts/agent_soak.py PROGRAM PYTHON --loop openai --episodes 20 --turns 5 --steps 10 --timeout 20    # small, seconds: the official client, in a loop
 
 PYTHON has the package. The model is tiny and random. Of 20 episodes one gives up a request by its own limit and closes a stream after its first
 piece, then goes on; one raises an exception; one sleeps until --timeout is over, which is how long such a step lasts at least. Held: exactly those that

@@ -61,16 +61,19 @@ def main():
             return first + rounded(x - first)
         return of
 
-    hadamard = torch.ones(1, 1)
-    while len(hadamard) < 64:
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    hadamard = hadamard / math.sqrt(64)
+    def hadamard(size):
+        matrix = torch.ones(1, 1)
+        while len(matrix) < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        return matrix / math.sqrt(size)
 
-    def rotated(x):
-        return (x.unflatten(-1, (-1, 64)) @ hadamard).flatten(-2)
+    of_64, of_32 = hadamard(64), hadamard(32)
 
-    def back(rounded):  # rounds what is rotated, and turns it back: Hadamard's matrix is its own inverse
-        return lambda x: rotated(rounded(rotated(x)))
+    def rotated(x, matrix=of_64):
+        return (x.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
+
+    def back(rounded, matrix=of_64):  # rounds what is rotated, and turns it back: Hadamard's matrix is its own inverse
+        return lambda x: rotated(rounded(rotated(x, matrix)), matrix)
 
     layers = model.model.layers
     modules = {(i, name): getattr(layer.self_attn, name, None) or getattr(layer.mlp, name)
@@ -144,6 +147,7 @@ def main():
         "e4m3 cache, keys alone": keys_and_values(e4m3, same),
         "int8 cache": keys_and_values(int8, int8),
         "int8 cache, rotated": keys_and_values(back(int8), back(int8)),
+        "int8 cache, keys rotated by 32": keys_and_values(back(int8, of_32), int8),
         "int8 cache, keys before their rotation by position": keys_before_rotation(int8),
     }
     exact = logprobs()

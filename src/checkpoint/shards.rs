@@ -17,7 +17,7 @@ pub const FOLDER: &str = "optimizer";
 /// The metadata that says which run and step a file is of.
 pub const MARK: &str = "checkpoint";
 /// Advice where a run trains other parameters than the one that wrote a checkpoint.
-const RESUME_ALIKE: &str = "resume with the model and the lora.target_modules that wrote it";
+const RESUME_ALIKE: &str = "resume with the model, the lora.target_modules and the speculation that wrote it";
 
 /// The name of one part of some consecutive elements of a parameter.
 pub fn tensor_name(unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> String {

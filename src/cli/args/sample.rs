@@ -184,7 +184,7 @@ pub struct FormatArgs {
     /// Precision in which the engine multiplies by the weights of blocks: none (that of dtype) or fp8
     #[arg(long, default_value = "none", value_parser = word::<RolloutQuantization>)]
     pub rollout_quantization: RolloutQuantization,
-    /// Type of keys and values in the cache: auto (that of dtype) or fp8
+    /// Type of keys and values in the cache: auto (that of dtype), fp8 or int8
     #[arg(long, default_value = "auto", value_parser = word::<KvCacheDtype>)]
     pub kv_cache_dtype: KvCacheDtype,
     /// Type in which states of gated delta nets are stored between steps: float32 or bfloat16

@@ -12,7 +12,7 @@ use crate::rollout::options::EngineOptions;
 #[derive(Debug)]
 pub(super) struct AttentionPlans {
     of_sights: Distinct<(Option<usize>, f64), AttentionPlan>,
-    /// Of a strict engine with keys in e4m3, or with sinks, a prefix that is read once would change the bits.
+    /// Of a strict engine with keys in eight bits, or with sinks, a prefix that is read once would change the bits.
     shares_prefixes: bool,
 }
 
