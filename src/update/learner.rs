@@ -78,7 +78,7 @@ impl Learner {
     }
 
     /// Trains on the sequences of one generation batch; collective over the world, where ranks that do not train call
-    /// [`gather_sequences`] and [`fetch`](crate::train::ExpertSources::fetch) instead, the latter for nothing. Every rank passes those that it
+    /// [`gather_sequences`](crate::train::gather_sequences) and [`fetch`](crate::train::ExpertSources::fetch) instead, the latter for nothing. Every rank passes those that it
     /// sampled, in rank order those of the whole batch; which of those that train takes which is balanced by cost.
     ///
     /// Sequence `i` of the whole batch takes part in update `i % updates_per_generation` of every iteration, so that the
