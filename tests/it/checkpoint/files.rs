@@ -300,7 +300,7 @@ fn optimizer_files_that_lie_are_refused_by_name() {
         (&|all| _ = all.remove(&part("master")), "expected all parts of an optimizer's state beside it"),
         (
             &|all| all.retain(|name, _| !name.starts_with(norm)),
-            "expected elements 0..32 of head/FinalNorm once each, found none: resume with the model and the lora.target_modules",
+            "expected elements 0..32 of head/FinalNorm once each, found none: resume with the model, the lora.target_modules",
         ),
         (
             &|all| {
