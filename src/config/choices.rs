@@ -327,7 +327,7 @@ choices! {
         Auto = "auto",
         /// In e4m3 with a scale for each token and head.
         Fp8 = "fp8",
-        /// As whole numbers of eight bits with a scale for each token and head, queries and keys turned by a Hadamard matrix: nearer to the trainer than `fp8`.
+        /// In whole numbers of eight bits with a scale for each token and head. Queries and keys are multiplied by a Hadamard matrix first. The sampler is nearer to the trainer than with `fp8`.
         Int8 = "int8",
     }
 }

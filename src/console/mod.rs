@@ -151,7 +151,7 @@ pub fn is_shown() -> bool {
 pub struct KeptWarning {
     /// When it was given.
     pub at: SystemTime,
-    /// What it says.
+    /// The message, cut to the length that is kept.
     pub text: String,
 }
 

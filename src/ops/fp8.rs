@@ -43,13 +43,19 @@ pub fn round_rows(
     if x.device().is_cuda() {
         return timed("rounding to FP8", || rounding_work(x, 1.0), || kernels::fp8_rows(x, to));
     }
+    let scaled = scale_rows(x, MOST, to)?.f_clamp(-f64::from(MOST), f64::from(MOST))?;
+    to.values.shallow_clone().f_copy_(&scaled.f_to_kind(Kind::Float8e4m3fn)?)?;
+    Ok(())
+}
+
+/// Rows of which the largest absolute value is `most`, not rounded yet, in float32; their scales are written. [R, K]
+pub(super) fn scale_rows(x: &Tensor /* [R, K] */, most: f32, to: &ScaledRows) -> Result<Tensor> {
     let x = x.f_to_kind(Kind::Float)?;
     let peak = x.f_abs()?.f_amax([1], true)?; // [R, 1]
-    let factor = scalar(MOST).f_div(&peak)?.f_clamp_max(f64::from(f32::MAX))?;
+    let factor = scalar(most).f_div(&peak)?.f_clamp_max(f64::from(f32::MAX))?;
     let factor = factor.f_where_self(&peak.f_gt(0.0)?, &peak.f_zeros_like()?)?;
-    let rounded = x.f_mul(&factor)?.f_clamp(-f64::from(MOST), f64::from(MOST))?;
-    to.values.shallow_clone().f_copy_(&rounded.f_to_kind(Kind::Float8e4m3fn)?)?;
-    Ok(to.scales.shallow_clone().f_copy_(&peak.f_view([-1])?.f_div(&scalar(MOST))?)?)
+    to.scales.shallow_clone().f_copy_(&peak.f_view([-1])?.f_div(&scalar(most))?)?;
+    Ok(x.f_mul(&factor)?)
 }
 
 /// Blocks along a side of a matrix.

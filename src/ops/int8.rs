@@ -6,7 +6,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::fp8::ScaledRows;
+use super::fp8::{ScaledRows, scale_rows};
 pub use crate::cuda::kernels::hadamard_block;
 use crate::error::Result;
 use crate::torch::scalar;
@@ -38,13 +38,9 @@ pub fn round_rows(
     x: &Tensor,      // [R, K]
     to: &ScaledRows, // [R, K]
 ) -> Result<()> {
-    let x = x.f_to_kind(Kind::Float)?;
-    let peak = x.f_abs()?.f_amax([1], true)?; // [R, 1]
-    let factor = scalar(MOST).f_div(&peak)?.f_clamp_max(f64::from(f32::MAX))?;
-    let factor = factor.f_where_self(&peak.f_gt(0.0)?, &peak.f_zeros_like()?)?;
-    let numbers = x.f_mul(&factor)?.f_nan_to_num(0.0, None::<f64>, None::<f64>)?.f_round()?;
+    let numbers = scale_rows(x, MOST, to)?.f_nan_to_num(0.0, None::<f64>, None::<f64>)?.f_round()?;
     to.values.shallow_clone().f_copy_(&numbers.f_clamp(-f64::from(MOST), f64::from(MOST))?)?;
-    Ok(to.scales.shallow_clone().f_copy_(&peak.f_view([-1])?.f_div(&scalar(MOST))?)?)
+    Ok(())
 }
 
 #[cfg(test)]

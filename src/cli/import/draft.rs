@@ -109,7 +109,7 @@ fn is_nothing(value: &Value) -> bool {
     value.is_null() || value.as_array().is_some_and(Vec::is_empty)
 }
 
-/// What is said of a key. One with the name of a secret is quoted, as what follows `hub_token: ` is redacted.
+/// A line `key: why`. A key with the name of a secret is quoted, because redaction hides what follows `hub_token: `.
 fn noted(key: &str, why: &str) -> String {
     let plain = format!("{key}: {why}");
     if console::redact(&plain) == plain { plain } else { format!("`{key}`: {why}") }
@@ -232,7 +232,7 @@ impl Draft {
     /// Reads the configuration; a key whose value is refused is left out, as without an equivalent, and one that is missing is noted.
     ///
     /// # Errors
-    /// What does not go together.
+    /// The errors that are left once refused keys are taken out and missing ones noted.
     pub fn check(&mut self) -> Result<()> {
         loop {
             let entries = self.keys.iter().map(|known| (known.key.clone(), known.value.clone()));

@@ -229,7 +229,7 @@ fn product(
     launched.queue(&format!("{op}{adapted}_fp8"), tile, &arguments)
 }
 
-/// What kernels of adapters are told where there are none.
+/// The adapter arguments of a launch without adapters.
 const NO_ADAPTER: [Argument; 7] = [
     Argument::NULL,
     Argument::NULL,
@@ -240,7 +240,7 @@ const NO_ADAPTER: [Argument; 7] = [
     Argument::NULL,
 ];
 
-/// What kernels are told of the adapters beside a matrix.
+/// The adapter arguments of a launch, for the adapters beside the matrix `w`.
 fn of_adapter(
     op: &'static str,
     ExpertAdapter { low, b }: ExpertAdapter<'_>,

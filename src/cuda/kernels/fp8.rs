@@ -292,7 +292,7 @@ fn row_bytes(columns: usize) -> u32 {
     (columns * Kind::BFloat16.elt_size_in_bytes()) as u32
 }
 
-/// What kernels over a cache of eight bits are called by.
+/// The part of a kernel's name that stands for the type of an eight-bit cache.
 pub(super) fn code_name(op: &'static str, cache: &Tensor) -> Result<&'static str> {
     match cache.kind() {
         Kind::Float8e4m3fn => Ok("fp8"),

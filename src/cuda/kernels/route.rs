@@ -90,7 +90,7 @@ impl RouteSizes {
 /// The most groups of experts.
 pub const MOST_EXPERT_GROUPS: usize = 32;
 
-/// What the scores of experts are made of.
+/// How a router's logits become the scores by which experts are chosen.
 #[derive(Debug, Clone, Copy)]
 pub enum RouteScores<'a> {
     /// Softmax of logits.
@@ -135,7 +135,7 @@ impl RouteScores<'_> {
 /// How a layer routes.
 #[derive(Debug, Clone, Copy)]
 pub struct RouteOptions<'a> {
-    /// What is compared.
+    /// How logits become scores.
     pub scores: RouteScores<'a>,
     /// The weights of a token's experts are divided by their sum.
     pub normalised: bool,

@@ -135,7 +135,7 @@ pub fn tiled_attention_cached(
     unsafe { launch_early(SOURCE, &format!("tiled_attention_cached_bf16_{head_dim}"), gpu, grid, &arguments) }
 }
 
-/// What the kernels ask of their tensors.
+/// Sizes that the tensors of a launch must share.
 struct TileShape {
     gpu: usize,
     tokens: i64,

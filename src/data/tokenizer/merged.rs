@@ -62,7 +62,7 @@ pub(in crate::data) struct TokenFiles {
 /// Special tokens by name, as chat templates see them.
 pub type NamedTokens = BTreeMap<String, String>;
 
-/// What the files name.
+/// The tokens that a tokenizer's files name.
 pub struct MergedTokens {
     pub named: NamedTokens,
     /// The end-of-sequence token: one that these files do not have no model has learned.

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::{CallBlock, ToolCall, Unreadable};
 use crate::data::numbers::check_numbers;
 
-/// What every message has.
+/// The mark before a message's channel; every message of the harmony format has one.
 pub(super) const CHANNEL: &str = "<|channel|>";
 const START: &str = "<|start|>";
 const MESSAGE: &str = "<|message|>";

@@ -5,11 +5,11 @@ use colo_grpo::internal::model::{BlockContext, ModelSpec, PackedMixer, ParamName
 use colo_grpo::internal::ops::embedding;
 use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::rollout::{EngineOptions, SpeculationOptions, kv_block_bytes};
-use colo_grpo::internal::types::{RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::SamplingParams;
 use tch::{Device, Kind, Tensor};
 
 use super::setup::{Model, alone, golden, greedy, options, prompt, prompts, sampled, token_ids};
-use super::speculation::assert_equal;
+use super::speculation::{assert_equal, in_parts};
 use crate::ranks;
 
 fn with_head(name: &str) -> ModelSpec {
@@ -45,15 +45,7 @@ fn a_head_goes_on_with_what_is_kept() {
     let model = Model::random(with_head("qwen3_5"), 5).spreading();
     let (expected, _) = model.generate(options(), &prompts(6), &sampled());
     let mut engine = model.engine(by_head(2, &options()), alone()).keeping_sequences();
-    let mut open: Vec<_> = prompts(6).into_iter().map(RolloutGroup::new).collect();
-    let mut complete = Vec::new();
-    while !open.is_empty() {
-        let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
-        let part = rollout.generate_first(open, 2, &sampled(), |_| ()).unwrap();
-        complete.extend(part.complete.into_iter().map(|(_, group)| group));
-        open = part.unfinished.into_iter().map(|(_, group)| group).collect();
-    }
-    complete.sort_by_key(|group: &RolloutGroup| group.prompt.id);
+    let complete = in_parts(&model, &mut engine);
     assert_equal(&complete, &expected, 1e-4, "kept");
 }
 

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{Speculation, StateDtype};
 use colo_grpo::internal::ranks::{Collective, World};
-use colo_grpo::internal::rollout::{DraftInjection, EngineOptions, EngineStats, SpeculationOptions, kv_block_bytes};
+use colo_grpo::internal::rollout::{
+    DraftInjection, Engine, EngineOptions, EngineStats, SpeculationOptions, kv_block_bytes,
+};
 use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams, Structure};
 use serde_json::json;
 use tch::Kind;
@@ -163,21 +165,27 @@ fn drafts_change_nothing_of_what_is_carried_over() {
     }
 }
 
+/// Groups of six prompts, of which each rollout ends with the first two; the others go on in the next one. In the prompts' order.
+pub fn in_parts(model: &Model, engine: &mut Engine) -> Vec<RolloutGroup> {
+    let mut open: Vec<_> = prompts(6).into_iter().map(RolloutGroup::new).collect();
+    let mut complete = Vec::new();
+    while !open.is_empty() {
+        let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
+        let part = rollout.generate_first(open, 2, &sampled(), |_| ()).unwrap();
+        complete.extend(part.complete.into_iter().map(|(_, group)| group));
+        open = part.unfinished.into_iter().map(|(_, group)| group).collect();
+    }
+    complete.sort_by_key(|group: &RolloutGroup| group.prompt.id);
+    complete
+}
+
 fn changes_nothing_of_what_is_carried_over(model: &Model, options: &EngineOptions) {
     let (expected, _) = model.generate(options.clone(), &prompts(6), &sampled());
     for (kind, keeps) in DraftKind::ALL.into_iter().flat_map(|kind| [false, true].map(|keeps| (kind, keeps))) {
         let mut engine = model.engine(drafting(options.clone()), alone());
         engine = if keeps { engine.keeping_sequences() } else { engine };
         kind.of(&expected, model.spec.vocab_size).into_iter().for_each(|injection| engine.inject_drafts(injection));
-        let mut open: Vec<_> = prompts(6).into_iter().map(RolloutGroup::new).collect();
-        let mut complete = Vec::new();
-        while !open.is_empty() {
-            let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
-            let part = rollout.generate_first(open, 2, &sampled(), |_| ()).unwrap();
-            complete.extend(part.complete.into_iter().map(|(_, group)| group));
-            open = part.unfinished.into_iter().map(|(_, group)| group).collect();
-        }
-        complete.sort_by_key(|group: &RolloutGroup| group.prompt.id);
+        let complete = in_parts(model, &mut engine);
         assert_equal(&complete, &expected, tolerance(options), &format!("{kind:?}, kept: {keeps}"));
     }
 }
