@@ -1,4 +1,8 @@
 //! Which rows come next: an order per epoch that depends on the seed alone.
+//!
+//! Solve rates of rows are part of its state: all ranks book those of all ranks before the next rows are drawn. With a curriculum, a
+//! row outside the bounds is drawn only in the epochs in which a hash of seed and row plus the epoch is a multiple of
+//! `curriculum.every`.
 
 use std::collections::{BTreeMap, HashSet};
 

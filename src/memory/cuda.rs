@@ -1,5 +1,8 @@
 //! The CUDA backend: addresses reserved once, physical memory of the GPU mapped behind them in chunks. An access to an
 //! unmapped part is an error of the kernel that makes it.
+//!
+//! Memory is zeroed when it is mapped (0.25 ms a GiB, queued on libtorch's stream): it may hold another tensor's bytes, and a NaN in
+//! an unused slot of the KV cache would spread through masked attention.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;

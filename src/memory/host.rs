@@ -1,4 +1,7 @@
 //! How much host memory this process may still use, and how much it has used.
+//!
+//! What the CUDA driver pins does not count against RLIMIT_MEMLOCK, so that limit is not checked. The control group's and the
+//! kernel's free bytes are read before each GiB instead, since some hosts grant memory only when it is touched.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,9 @@
 //! Inverted dropout whose mask is a pure function of (key, row, column): nothing is kept for the backward, which applies
 //! the same mask to the gradient.
+//!
+//! The adapters of a fused matrix (query, key and value; gate and up) share one mask of their common input, where PEFT draws one
+//! each. The key holds seed, rank, update, micro-batch and layer, so a resumed run draws the same masks and another world size draws
+//! others.
 
 use tch::Tensor;
 

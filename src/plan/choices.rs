@@ -1,4 +1,6 @@
 //! Resolves `auto`: the residency that moves least among those that serve a run best, then the least recomputation.
+//!
+//! On a CPU `auto` is `resident`: the host pool is the same memory there, so moving state frees nothing.
 
 use super::shortage::MemoryShortage;
 use super::{MemoryPlan, PlanInput, Role, human};

@@ -1,4 +1,8 @@
 //! Collectives beside computation.
+//!
+//! A unit's gradients are reduced during the next unit's backward, a sharded unit is gathered during the unit before it, and new
+//! weights travel during the next unit's AdamW. The metric `timing_s/exposed_communication` is the time that computation waited
+//! nevertheless.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

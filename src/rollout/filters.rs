@@ -1,5 +1,8 @@
 //! min-p, top-k and top-p: which candidates may be drawn. Each keeps a head of the candidates sorted by falling value, ties
 //! to the lowest id, so a rank can leave out what cannot survive before the ranks meet.
+//!
+//! Exactly `top_k` candidates survive top-k, the lowest ids among ties. transformers and vLLM keep all that tie. A fixed number
+//! breaks ties alike on a CPU, a GPU and a split vocabulary, and bounds what ranks exchange.
 
 use crate::types::SamplingParams;
 

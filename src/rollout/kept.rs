@@ -1,4 +1,8 @@
 //! Sequences that stay in the cache between rollouts: keys, values and states of those that a rollout left unfinished.
+//!
+//! With `carried_kv = keep` they continue at the next wake on keys and values of older weights, as in PipelineRL's in-flight updates
+//! (arXiv 2509.19128); the importance correction covers the difference. Their blocks are given up, and computed again, where blocks
+//! run short, after a failed rollout, when weights are loaded, and in a resumed run, since no checkpoint holds them.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

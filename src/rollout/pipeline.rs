@@ -4,6 +4,10 @@
 //! was launched s ticks before. Then all meet: what a stage's layers gave goes to the next one, and the tokens of the step that is through
 //! go from the last stage to all. With as many steps under way as there are stages, and no sequence in two of them, a stage waits for the
 //! slowest alone. Nothing is buffered, and a rank that fails ends the meeting on all others, as it ends every collective.
+//!
+//! Stages run in lock step, where other engines send activations on as soon as they exist. With as many steps in flight as stages, no
+//! step could start earlier unless step times differ. In return all ranks make the same collective calls, so deadlines and failures
+//! need no second mechanism.
 
 use std::collections::VecDeque;
 use std::time::Instant;

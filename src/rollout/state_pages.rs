@@ -1,5 +1,8 @@
 //! States of gated delta nets: a page for every sequence that runs, beside the KV blocks of the attention layers, on an arena of their
 //! own.
+//!
+//! With `mamba_ssm_cache_dtype = bfloat16` a step computes in float32 and rounds each state once when it ends. How a prompt is cut
+//! into steps then changes its bits, so `strict` refuses the setting.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;

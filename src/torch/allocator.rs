@@ -1,5 +1,10 @@
 //! How memory of tensors is kept, returned and counted: the C heap, from which libtorch's CPU tensors come, and libtorch's own
 //! allocator on a GPU.
+//!
+//! libtorch's cache keeps every block that it asks the driver for. Where micro-batches differ in size it came to hold twice its
+//! tensors. So before each update but the first (libraries allocate for good in that one) the update's memory is allocated as one
+//! block, of the plan's size and 3 % more, from which all tensors are cut (`keep_block`). A user who sets `PYTORCH_CUDA_ALLOC_CONF`
+//! gets libtorch's own behaviour.
 #![allow(unsafe_code)]
 
 use std::sync::OnceLock;

@@ -1,5 +1,8 @@
 //! A generation batch's sequences on every rank, and the experts that a sampler recorded on the ranks that train on them. Tokens and
 //! log-probabilities are some bytes a token; a model's experts are hundreds, and go nowhere but where they are needed.
+//!
+//! Every rank gathers all tokens, a few megabytes, so that it computes the same partition and the loss's denominators without another
+//! collective.
 
 use super::sequence::Sequence;
 use crate::error::{Error, Result};

@@ -1,5 +1,9 @@
 //! Gradients, unit by unit, in the accumulation kind: whole until the step, or reduce-scattered the moment a unit's
 //! backward ends, beside the next unit's.
+//!
+//! The first gradient of a matrix after a step is written instead of added, so nothing zeroes the buffer
+//! ([`BlockParams::begin_gradients`](crate::model::BlockParams::begin_gradients)). Parameters that several operations add to (norms,
+//! biases, an untied embedding, experts, adapters) are zeroed first.
 
 use std::collections::VecDeque;
 use std::mem;

@@ -3,6 +3,9 @@
 //! aux = E sum_e f_e P_e, where f_e is how many of N rows chose expert e, divided by N, and P_e their mean probability of e. N are the
 //! tokens of all layers that have experts. A prompt that several sequences share counts once for each of them.
 //!
+//! The loss is a product of means and not a sum over tokens, so it depends on the micro-batches, as in transformers and TRL.
+//! Micro-batches count by their tokens, where TRL takes all as equal.
+//!
 //! T tokens, E experts.
 
 use std::cell::RefCell;

@@ -1,5 +1,9 @@
 //! Muon over shards: every rank has the momentum of its slice, each matrix of a block is orthogonalised whole by one rank of the shard
 //! group, and each gets the update of its slice back.
+//!
+//! Of one block after the other the ranks gather the directions in bfloat16, each orthogonalises its matrices (the largest first,
+//! each to the rank with the least work), and a reduce-scatter of disjoint parts returns every rank its slice without rounding.
+//! Query, key and value, and gate and up, are orthogonalised as separate matrices.
 
 use std::ops::Range;
 use std::sync::Arc;

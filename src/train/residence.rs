@@ -1,4 +1,7 @@
 //! Where the optimizer's state lives: on the device, in one arena range that can leave and return as one, or on the host.
+//!
+//! The copy to the host is waited for before the KV cache is mapped. Mapping the cache in parts would require all ranks of an engine
+//! to agree on each new part between steps, to hide at most 0.4 s (7B on 4 GPUs) that `auto` avoids wherever everything fits.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;

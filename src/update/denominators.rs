@@ -1,4 +1,9 @@
 //! Denominators of an update's token losses.
+//!
+//! A completion without any reward is left out of every denominator: the others train as if it had not been sampled, and an outage of
+//! a reward server does not scale the gradient down. TRL 1.16 gives it the advantage 0 and keeps it in the counts of tokens and
+//! sequences and in the KL term. A truncated completion masked by `mask_truncated_completions` counts as in TRL: no tokens, but one
+//! sequence.
 
 use crate::config::LossType;
 use crate::grpo::Denominators;

@@ -1,4 +1,7 @@
 //! How a generation batch becomes updates, what comes of them, and who is shown how far they are.
+//!
+//! With several updates per generation batch, sequence i takes part in update i % updates, not in a shuffled slice: the updates then
+//! do not depend on the world size.
 
 use std::time::Duration;
 

@@ -1,5 +1,8 @@
 //! Frozen blocks whose matrices are stored in a format of their own. Each matrix of a checkpoint is encoded by itself, as bitsandbytes
 //! does, whatever our layout fuses; it comes back row by row to its place.
+//!
+//! Every rank holds all stored blocks, at ZeRO-3 too: they are a quarter of the size. An engine's step dequantises a whole block
+//! before the block's first norm, because its GEMMs prefetch weights while the previous kernel runs and must find them complete.
 
 use std::fmt::Debug;
 

@@ -5,6 +5,10 @@
 //! through the hub: exchanges of host bytes, verdicts, failures, and the CPU tensors that the leaders of a group's nodes send.
 //! GPUs' tensors go over NCCL, which the control plane tells its ids.
 //!
+//! Each rank has a connection of its own, rather than one per node, because a leader cannot watch its node's processes under torchrun
+//! or Slurm, and because a group's leader need not be its node's first rank. The price is one socket and two threads per rank in rank
+//! 0's process.
+//!
 //! | file | what it is |
 //! |---|---|
 //! | `join` | how ranks meet |

@@ -1,4 +1,7 @@
 //! The operations of a decode step by their names.
+//!
+//! `DecoderOp::run` can skip an operation when its thread asks so. A benchmark thereby runs one kind of operation in all layers
+//! alone, for long enough to measure its energy; events inside a captured graph would give times only.
 
 use std::cell::Cell;
 

@@ -4,6 +4,9 @@
 //! function of (seed, step, prompt id, sample, position, vocabulary id), so that a draw depends neither on the batch
 //! it stands in nor on how the vocabulary is split. Each rank offers its candidates with its log-sum-exp, one small
 //! gather follows, and every rank decides alike.
+//!
+//! Recorded log-probabilities are those of the distribution at the sampling temperature, before top-k, top-p, min-p and penalties:
+//! what the trainer computes for the same token.
 
 #[cfg(test)]
 mod tests;
