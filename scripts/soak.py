@@ -26,7 +26,7 @@ from hashes import ROOT, hash_of_files, hash_of_weights, make_shape, metrics_of
 
 SIZES = {"kills": 200, "stops": 20, "disk": 20, "memory": 10_000, "eight": 3, "matrix": 1, "sandbox": 1}
 NUM_RANKS = 4
-# Seconds: a stopped rank's limit, and what a rank's end is held to (docs/reliability.md).
+# Seconds: a stopped rank's limit, and what a rank's end is held to (docs/benchmarks/reliability.md).
 STOP_LIMIT_S, MATRIX_STOP_LIMIT_S, NOTICED_LIMIT_S, GONE_LIMIT_S = 8, 5, 1, 15
 # A step's metrics are kept for checkpoints by the first rank: eight bytes each and some more a step.
 KEPT_KB_A_STEP = 0.8

@@ -5,6 +5,8 @@ mod args;
 mod bench;
 mod card;
 mod commands;
+#[cfg(test)]
+mod documented_tests;
 mod endpoint;
 mod evaluation;
 mod fetch;

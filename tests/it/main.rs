@@ -9,6 +9,7 @@ mod colocate;
 mod demo;
 mod display;
 mod distillation;
+mod docs;
 mod early_signals;
 mod environments;
 mod evaluation;

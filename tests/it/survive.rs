@@ -1,4 +1,4 @@
-//! Runs that meet the faults of docs/reliability.md: nothing is left running, nothing that was saved is lost.
+//! Runs that meet the faults of docs/faults.md: nothing is left running, nothing that was saved is lost.
 
 mod faults;
 mod joining;

@@ -476,12 +476,12 @@ fn the_path_to_the_scheduler_is_as_printed() {
     }
 }
 
-/// What docs/reliability.md says is tested is.
+/// What docs/faults.md says is tested is.
 #[test]
 fn every_fault_has_the_tests_that_are_named() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let read = |path: &Path| std::fs::read_to_string(root.join(path)).unwrap();
-    let table = read(Path::new("docs/reliability.md"));
+    let table = read(Path::new("docs/faults.md"));
     let named = regex::Regex::new(r"`([a-z_]+(?:::[a-z_]+)+)`").unwrap();
     let mut missing = Vec::new();
     for name in named.captures_iter(&table).map(|found| found[1].to_owned()) {
@@ -494,7 +494,7 @@ fn every_fault_has_the_tests_that_are_named() {
             missing.push(name);
         }
     }
-    assert!(missing.is_empty(), "docs/reliability.md names {missing:?}");
+    assert!(missing.is_empty(), "docs/faults.md names {missing:?}");
 }
 
 /// Everything else comes through `console`, which cannot fail and lets no escape code through.

@@ -1,4 +1,4 @@
-//! Functions and commands through the pool. Numbers are rows of docs/reliability.md.
+//! Functions and commands through the pool. Numbers are rows of docs/faults.md.
 
 use std::fs;
 use std::io::{Read, Write};

@@ -1,4 +1,4 @@
-//! Single faults through the program. Numbers are rows of docs/reliability.md.
+//! Single faults through the program. Numbers are rows of docs/faults.md.
 
 use std::fs;
 use std::path::Path;

@@ -1,5 +1,5 @@
 //! Runs whose memory ends in a phase. The fault `fill` takes what is left when the phase begins: what fails is then whatever
-//! allocation comes next. gpu_survival does the same on GPUs, the engine's phases too. Numbers are rows of docs/reliability.md.
+//! allocation comes next. gpu_survival does the same on GPUs, the engine's phases too. Numbers are rows of docs/faults.md.
 
 use crate::program::{SMALL_RUN, run};
 

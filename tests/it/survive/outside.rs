@@ -1,5 +1,5 @@
 //! What happens outside of a run: its terminal goes, its files are deleted, its program is replaced. Numbers are rows of
-//! docs/reliability.md.
+//! docs/faults.md.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
