@@ -1,5 +1,5 @@
 //! Rewards on how a completion is written and how long it is, by the names that open-r1 and TRL give them. Each computes as its
-//! namesake does (tests/golden/rewards.json); docs/rewards.md lists where one differs.
+//! namesake does (tests/golden/rewards.json); docs/built-in-rewards.md lists where one differs.
 
 use std::collections::HashSet;
 use std::hash::Hash;

@@ -82,7 +82,7 @@ fn verdicts_are_those_of_math_verify_on_its_own_tests() {
     assert!(table.len() > 250 && pool.take_failures().is_empty());
 }
 
-/// The rewards of open-r1 and TRL that rest on an answer, but for the reference answers that docs/rewards.md lists as different.
+/// The rewards of open-r1 and TRL that rest on an answer, but for the reference answers that docs/built-in-rewards.md lists as different.
 #[test]
 fn answers_are_scored_as_by_open_r1_and_trl() {
     let folder = tempfile::tempdir().unwrap();
