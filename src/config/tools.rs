@@ -42,7 +42,7 @@ keys! {
         /// Turns of which each rank runs tools at once, each in a process of its own.
         pub tool_workers: usize = 32 => COUNT,
         /// A function, `file.py:function`, that plays an episode for each completion in the place of tools: it gets the row and the
-        /// `base_url` of an OpenAI-compatible server that samples from the policy (docs/tools.md). What it returns may be a reward.
+        /// `base_url` of an OpenAI-compatible server that samples from the policy (docs/agents.md). What it returns may be a reward.
         pub agent: Option<String> = None,
         /// Longest time of an episode in seconds. Past it its process is killed, and its completion is masked.
         pub agent_timeout_s: f64 = 600.0 => SECONDS,
