@@ -7,7 +7,7 @@ use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 
 /// Share of the memory that training may fill where the plan chooses: freed blocks of libtorch's cache that no later tensor
-/// fits take up to 9 % on top (docs/benchmarks/training.md).
+/// fits take up to 9 % on top (docs/benchmarks/training-memory.md).
 pub(super) const MAX_KEPT_SHARE: f64 = 0.9;
 
 /// Choices that the configuration may leave to the plan.

@@ -12,7 +12,7 @@ use GradientCheckpointing::{Full, None as Nothing, Selective};
 
 const KIND: Kind = Kind::BFloat16;
 
-/// Runs of `bench train`, and what libtorch held at most, in GB (docs/benchmarks/training.md).
+/// Runs of `bench train`, and what libtorch held at most, in GB (docs/benchmarks/training-memory.md).
 struct Measured {
     model: &'static str,
     ranks: usize,
