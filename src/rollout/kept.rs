@@ -10,13 +10,15 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::error::Result;
 use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 
-/// Where a kept sequence is: what the cache has of all its tokens but the last.
+/// Where a kept sequence is: what the cache has of its first tokens.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub(super) struct KeptPlace {
     /// Blocks of its keys and values.
     pub(super) block_table: Vec<u32>,
     /// Page of its states, of a model that has some.
     pub(super) state_page: Option<u32>,
+    /// Tokens that these are of: all but the last, or all where a step that ran ahead has fed the last one, too.
+    pub(super) num_computed: usize,
 }
 
 /// Sequences with their places. They are known by their tokens: of those alone, and of the weights that computed them, are keys, values
@@ -99,7 +101,7 @@ mod tests {
 
     #[test]
     fn sequences_are_found_by_all_their_tokens_and_every_one_is_taken_once() {
-        let at = |block| KeptPlace { block_table: vec![block], state_page: Some(block + 7) };
+        let at = |block| KeptPlace { block_table: vec![block], state_page: Some(block + 7), num_computed: 1 };
         let mut kept = KeptSequences::default();
         kept.insert(vec![1, 2], at(0));
         kept.insert(vec![1, 2], at(1));

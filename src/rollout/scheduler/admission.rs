@@ -63,7 +63,7 @@ impl Scheduler {
         if !is_kept || self.running.len() == self.limits.max_num_seqs {
             return;
         }
-        let Some(KeptPlace { block_table, state_page }) = self.kept.take(&sequence.token_ids) else { return };
+        let Some(KeptPlace { block_table, state_page, .. }) = self.kept.take(&sequence.token_ids) else { return };
         let in_both =
             |holder: &EngineSequence| holder.block_table.iter().zip(&block_table).take_while(|(a, b)| a == b).count();
         let num_counted = self.holder(sequence.group).map_or(0, in_both) * self.limits.block_size;
@@ -86,12 +86,13 @@ impl Scheduler {
         let headroom = self.blocks.num_free().saturating_sub(self.running.len());
         let of_turn = self.take_turn(members.start); // not to be dropped for it
         let shared = if of_turn.is_some() { Vec::new() } else { self.shared_prefix(members.start) };
-        let num_held = of_turn.as_ref().unwrap_or(&shared).len();
+        let num_held = of_turn.as_ref().map_or(&shared, |place| &place.block_table).len();
+        let has_page = of_turn.as_ref().is_some_and(|place| place.state_page.is_some());
         let total = self.blocks.blocks_for(self.sequences[members.start].len()).saturating_sub(num_held);
         let (own, tail) = (total, self.tail_blocks(members.start));
         let fits = if total > headroom { 0 } else { (headroom - own).checked_div(tail).map_or(usize::MAX, |n| n + 1) };
         let wanted = members.len().min(slots);
-        let count = wanted.min(fits).min(self.states.num_free());
+        let count = wanted.min(fits).min(if has_page { usize::MAX } else { self.states.num_free() });
         let waits = count == 0 || (count < members.len() && !alone);
         if (count < wanted || waits) && of_turn.is_some() {
             let is_freed = count < wanted && self.drop_kept();
@@ -105,7 +106,7 @@ impl Scheduler {
             return false;
         }
         match of_turn {
-            Some(table) => self.continue_turn(members.start, table),
+            Some(place) => self.continue_turn(members.start, place),
             None => self.allocate(members.start..members.start + count, &shared),
         }
         true

@@ -3,7 +3,7 @@
 //!
 //! Requests may be submitted between any two steps. Sequences wait in order. A group is admitted whole: its prompt is prefilled once, in chunks if it is long, its full
 //! blocks are shared by the completions and its last partial block is copied for each. A step either prefills or decodes;
-//! prefill comes first. When blocks run out the sequence admitted last gives its own back, keeps its tokens, waits at
+//! prefill comes first, but between the chunks of a long prompt the others are decoded for a few steps. When blocks run out the sequence admitted last gives its own back, keeps its tokens, waits at
 //! the front and is computed again.
 //!
 //! A rollout may leave sequences unfinished, whose blocks then stay where they are ([`Scheduler::into_kept`]). Those that the next
@@ -65,6 +65,7 @@ pub(super) struct Scheduler {
     waiting: VecDeque<usize>,           // by turn
     prefilling: VecDeque<Range<usize>>, // sequences that share one computation, done through the first
     running: Vec<usize>,                // in order of admission, those prefilling included
+    num_decodes_due: usize,             // before the next chunk of a prompt
     blocks: BlockManager,
     states: StateSlots,
     kept: KeptSequences, // of an earlier rollout, none of `sequences`
@@ -92,6 +93,7 @@ impl Scheduler {
             waiting: VecDeque::new(),
             prefilling: VecDeque::new(),
             running: Vec::new(),
+            num_decodes_due: 0,
             blocks,
             states,
             kept,
@@ -154,7 +156,8 @@ impl Scheduler {
             let is_computed = !sequence.is_fresh() && sequence.num_computed + 1 == sequence.len();
             let is_base = sequence.adapter.is_none(); // sequences are known by their tokens alone
             if sequence.finish_reason.is_none() && is_computed && is_base && !sequence.block_table.is_empty() {
-                let place = KeptPlace { block_table: sequence.block_table, state_page: sequence.state_page };
+                let EngineSequence { block_table, state_page, num_computed, .. } = sequence;
+                let place = KeptPlace { block_table, state_page, num_computed };
                 kept.insert(sequence.token_ids, place);
             }
         }
@@ -196,8 +199,13 @@ impl Scheduler {
     /// way. Call only with work left.
     pub(super) fn schedule(&mut self) -> Option<Step> {
         self.admit_all();
-        let mut step = if self.prefilling.is_empty() { self.schedule_decode() } else { self.schedule_prefill() };
-        self.add_drafts(&mut step);
+        let mut step = match self.prefilling.is_empty() {
+            true => self.schedule_decode(),
+            false => self.schedule_between_chunks().unwrap_or_else(|| self.schedule_prefill()),
+        };
+        if self.prefilling.is_empty() {
+            self.add_drafts(&mut step);
+        }
         for index in step.runs.iter().flat_map(|run| run.samples.clone()) {
             self.sequences[index].num_pending += 1;
             self.sequences[index].last_step = self.stats.num_steps;
@@ -237,7 +245,7 @@ impl Scheduler {
     pub(super) fn check_integrity(&self) -> Result<()> {
         let tables = self.sequences.iter().map(|sequence| sequence.block_table.as_slice());
         let pages = self.sequences.iter().filter_map(|sequence| sequence.state_page);
-        self.states.check_integrity(pages.chain(self.kept.state_pages()))?;
+        self.states.check_integrity(pages.chain(self.kept.state_pages()).chain(self.between_turns.state_pages()))?;
         self.blocks.check_integrity(tables.chain(self.kept.tables()).chain(self.between_turns.tables()))
     }
 
@@ -258,7 +266,7 @@ impl Scheduler {
         }
     }
 
-    fn free(&mut self, KeptPlace { mut block_table, mut state_page }: KeptPlace) {
+    fn free(&mut self, KeptPlace { mut block_table, mut state_page, .. }: KeptPlace) {
         self.blocks.release(&mut block_table);
         self.states.give_back(&mut state_page);
     }

@@ -1,6 +1,6 @@
 //! Which pages hold the states of gated delta nets. Every sequence that runs has one, from its admission until its blocks are
-//! released; a group's prompt is computed in the first member's page, and copied for the others. A sequence that is kept for a later rollout
-//! keeps its page.
+//! released; a group's prompt is computed in the first member's page, and copied for the others. A sequence that is kept for a later rollout,
+//! or for its next turn, keeps its page.
 
 use crate::error::{Error, Result};
 

@@ -5,11 +5,16 @@ use std::ops::Range;
 use super::{Scheduler, Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
 
+/// Decode steps between two chunks of a prompt that is longer than `max_num_batched_tokens`: of 7B at 100,000 tokens they take a tenth of a
+/// chunk's time.
+const DECODES_BETWEEN_CHUNKS: usize = 4;
+
 impl Scheduler {
     /// The next parts of admitted prompts, up to `max_num_batched_tokens`.
     pub(super) fn schedule_prefill(&mut self) -> Step {
         let mut step = Step::new(false, Vec::new());
         let mut budget = self.limits.max_num_batched_tokens;
+        self.num_decodes_due = 0;
         let share = self.prefill_share();
         while let Some(members) = self.prefilling.front().filter(|_| budget > 0).cloned() {
             if self.limits.max_num_batched_tokens - budget >= share {
@@ -24,6 +29,9 @@ impl Scheduler {
             sequence.num_computed = tokens.end;
             sequence.num_in_state = tokens.end;
             let is_done = tokens.end == num_tokens;
+            if num_tokens - start > self.limits.max_num_batched_tokens && self.limits.num_stages == 1 {
+                self.num_decodes_due = DECODES_BETWEEN_CHUNKS;
+            }
             let samples = if is_done { members.clone() } else { members.start..members.start };
             step.runs.push(TokenRun::new(members.start, tokens, samples));
             if is_done {
@@ -67,6 +75,19 @@ impl Scheduler {
     /// The last token of every running sequence that is not at its length limit; of several stages, an equal part of them that no
     /// step under way has. Those admitted last make room.
     pub(super) fn schedule_decode(&mut self) -> Step {
+        self.decode_step(&|_| false)
+    }
+
+    /// A decode step of the sequences that are through their prompts, if it is its turn between the chunks of a long one and there are such.
+    /// Nobody makes room for it.
+    pub(super) fn schedule_between_chunks(&mut self) -> Option<Step> {
+        self.num_decodes_due = self.num_decodes_due.checked_sub(1)?;
+        let prefilling = self.prefilling.clone();
+        let step = self.decode_step(&|index| prefilling.iter().any(|members| members.contains(&index)));
+        (!step.runs.is_empty()).then_some(step)
+    }
+
+    fn decode_step(&mut self, is_prefilling: &dyn Fn(usize) -> bool) -> Step {
         let most = self.running.len().div_ceil(self.limits.num_stages);
         let (mut next, mut taken) = (0, Vec::new());
         while next < self.running.len() && taken.len() < most {
@@ -76,14 +97,18 @@ impl Scheduler {
             let is_near = self.stats.num_steps - sequence.last_step < self.limits.num_stages;
             let is_on_its_way = sequence.num_pending > 0 && (is_near || !self.limits.runs_ahead);
             let is_under_way = self.limits.num_stages > 1 && is_on_its_way;
-            if sequence.is_full() || is_under_way {
+            if sequence.is_full() || is_under_way || is_prefilling(index) {
                 next += 1;
             } else if self.blocks.grow(&mut sequence.block_table, num_tokens) {
                 sequence.num_computed = num_tokens;
                 taken.push(index);
                 next += 1;
-            } else if !self.drop_kept() {
+            } else if self.drop_kept() {
+                // Once more, with what it gave back.
+            } else if self.prefilling.is_empty() {
                 self.preempt_last();
+            } else {
+                next += 1;
             }
         }
         let last_token = |index: usize| {

@@ -1,3 +1,4 @@
+mod chunks;
 mod drafts;
 mod network;
 mod random;
@@ -208,7 +209,7 @@ fn what_is_kept_goes_on_without_being_computed_again() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
-    let few_slots = StepLimits { max_num_seqs: 7, max_num_batched_tokens: 5, ..ROOMY };
+    let few_slots = StepLimits { max_num_seqs: 7, max_num_batched_tokens: 11, ..ROOMY }; // no prompt in chunks: one would begin anew
     let both = |limits| [limits, StepLimits { has_states: true, ..limits }];
     let cases = [(ROOMY, 0), (ROOMY, 1), (few_slots, 0), (few_slots, 2), (tight, 0), (tight, 2)];
     for (limits, lag) in cases.into_iter().flat_map(|(limits, lag)| both(limits).map(|limits| (limits, lag))) {

@@ -23,6 +23,7 @@ fn several_turns(limits: StepLimits, lag: usize, keeps: bool) -> (Vec<Vec<u32>>,
         }
     }
     assert_eq!(scheduler.blocks.num_free(), limits.num_blocks, "nothing is left to turns that do not come");
+    assert_eq!(scheduler.states.num_free(), if limits.has_states { limits.max_num_seqs } else { usize::MAX });
     let newest = |&group: &usize| scheduler.sequences[scheduler.members(group).start].completion().to_vec();
     (requests.iter().map(newest).collect(), scheduler.stats)
 }
@@ -44,7 +45,28 @@ fn a_turn_prefills_its_context_alone_where_blocks_were_not_needed_by_others() {
             assert_eq!(tokens, expected, "{num_blocks} blocks, lag {lag}");
             assert!(stats.num_lost_turn_tokens > 0 && stats.num_recomputed_tokens > 0, "{stats:?}");
         }
-        let states = StepLimits { has_states: true, ..ROOMY };
-        assert_eq!(several_turns(states, lag, true).1.num_turn_tokens, 0, "states are computed again");
+    }
+}
+
+/// A state is left behind unless a step that ran ahead has fed what was never sampled; pages that others need are given up.
+#[test]
+fn a_turn_goes_on_from_the_states_of_the_one_before() {
+    for num_blocks in [10, 24, ROOMY.num_blocks] {
+        for max_num_seqs in [3, ROOMY.max_num_seqs] {
+            let states = StepLimits { has_states: true, num_blocks, max_num_seqs, ..ROOMY };
+            let (expected, whole) = several_turns(states, 0, false);
+            assert_eq!(whole.num_turn_tokens, 0);
+            for lag in 0..3 {
+                let (tokens, stats) = several_turns(states, lag, true);
+                assert_eq!(tokens, expected, "{num_blocks} blocks, {max_num_seqs} pages, lag {lag}");
+                match (num_blocks, max_num_seqs) {
+                    (200, 64) if lag < 2 => {
+                        assert!(stats.num_turn_tokens > 50, "lag {lag}: {stats:?}");
+                        assert_eq!((stats.num_recomputed_tokens, stats.num_lost_turn_tokens), (0, 0));
+                    }
+                    _ => assert!(stats.num_lost_turn_tokens > 0, "lag {lag}: {stats:?}"),
+                }
+            }
+        }
     }
 }
