@@ -71,6 +71,8 @@ pub struct GenerateBench {
     pub speculation: SpeculationOptions,
     /// Also time each operation of a decode step, and of the largest one what energy it takes.
     pub profile: bool,
+    /// Decode steps over made-up batches alone: nothing is generated, so that long contexts cost no prefill.
+    pub steps_only: bool,
     /// Timed repetitions.
     pub repeats: usize,
 }
@@ -87,6 +89,9 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
     // What strict and exact steps cost is told by an engine without them, gone before the other comes.
     let is_strict = bench.strict || bench.exact;
     let mesh = world.mesh(bench.engine, world.size())?;
+    if bench.steps_only {
+        return bench.steps_alone(&world, &mesh);
+    }
     let limits = GpuLimits::of(world.device())?;
     let free = if is_strict { Some(bench.measure(&world, &mesh, false)?.0) } else { None };
     let (run, mut served) = bench.measure(&world, &mesh, is_strict)?;
@@ -169,8 +174,30 @@ impl GenerateBench {
         Ok((run.tokens / run.seconds, served))
     }
 
-    /// A fresh engine's times, and the engine.
-    fn measure(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<(EngineTimes, Served)> {
+    /// Decode steps of a fresh engine over made-up batches.
+    fn steps_alone(&self, world: &Arc<World>, mesh: &Mesh) -> Result<Value> {
+        let limits = GpuLimits::of(world.device())?.filter(|_| self.engine.pipeline_parallel_size == 1);
+        let Some(limits) = limits else {
+            return Err(Error::invalid_value("--steps_only", true, "false on a CPU and with stages"));
+        };
+        let mut served = self.served(world, mesh, self.strict || self.exact)?;
+        Ok(json!({
+            "benchmark": "decode",
+            "model": self.model,
+            "device": device_name(world.device()),
+            "dtype": dtype_name(self.kind),
+            "rollout_quantization": self.quantization.name(),
+            "kv_cache_dtype": self.kv_cache_dtype.name(),
+            "tensor_parallel_size": self.engine.tensor_parallel_size,
+            "prompt_len": self.prompt_len,
+            "completion_len": self.completion_len,
+            "gpu": limits.to_json(),
+            "decode": self.decode_steps(&mut served, &limits)?,
+        }))
+    }
+
+    /// A fresh engine.
+    fn served(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<Served> {
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*self.spec).clone() });
         let (kind, device) = (self.kind, world.device());
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
@@ -191,6 +218,12 @@ impl GenerateBench {
             };
             served = served.with_adapters(adapters(r), &source)?;
         }
+        Ok(served)
+    }
+
+    /// A fresh engine's times, and the engine.
+    fn measure(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<(EngineTimes, Served)> {
+        let mut served = self.served(world, mesh, strict)?;
         let (mut seconds, mut prefill_seconds, mut tokens) = (Vec::new(), Vec::new(), 0.0);
         let (mut steps, mut times) = (Steps::default(), StageTimes::default());
         for repeat in 0..=self.repeats {

@@ -99,6 +99,7 @@ impl ServeBench {
             exact: false,
             speculation: SpeculationOptions::NONE,
             profile: false,
+            steps_only: false,
             repeats: self.repeats,
         };
         let (bare_rate, mut served) = bare.rate(world)?;

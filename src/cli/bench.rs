@@ -108,6 +108,7 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         strict: args.strict,
         exact: args.exact,
         speculation: args.speculation.options(),
+        steps_only: args.steps_only,
         profile: args.profile,
         engine: args.pipeline.engine_shape(args.tensor_parallel_size),
         pipeline_partition: args.pipeline.sizes().to_vec(),

@@ -165,6 +165,9 @@ pub struct BenchGenerateArgs {
     pub formats: FormatArgs,
     #[command(flatten)]
     pub speculation: SpeculationArgs,
+    /// Decode steps over made-up batches alone, on a GPU: nothing is generated, so that long contexts cost no prefill
+    #[arg(long)]
+    pub steps_only: bool,
     /// Time of every operation of a decode step at every batch size; at the largest also its energy, under lasting load
     #[arg(long)]
     pub profile: bool,
