@@ -96,9 +96,10 @@ pub mod torch {
 }
 pub mod train {
     pub use crate::train::{
-        AdamOptions, AdapterOptions, GradientOptions, MicroBatch, MuonOptions, NetworkOptions, Optim, OptimizerHome,
-        PackOptions, ParamShard, ParamState, Policy, PolicyOptions, PolicyStart, Reference, Schedule, Scores, Sequence,
-        StateForm, StatePart, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count, reference_bytes,
+        AdamOptions, AdapterOptions, GradientOptions, MicroBatch, MicroBatchShape, MuonOptions, NetworkOptions, Optim,
+        OptimizerHome, PackOptions, ParamShard, ParamState, Policy, PolicyOptions, PolicyStart, Reference, Schedule,
+        Scores, Sequence, StateForm, StatePart, StepOutcome, TokenGradients, TrainedModel, UpdateCourse,
+        WORKSPACE_BYTES, pack, pad_to_agreed_count, reference_bytes,
     };
 }
 pub mod trainer {

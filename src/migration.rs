@@ -58,6 +58,8 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("vllm_importance_sampling_correction", "importance_sampling_correction"),
     ("vllm_importance_sampling_clip_min", "importance_sampling_clip_min"),
     ("num_generations_eval", "eval_num_generations"),
+    ("activation_offloading", "activation_offload"),
+    ("model.enable_activation_offload", "activation_offload"),
     ("dataset_configs", "dataset_config"),
     ("data.train_files", "train_file"),
     ("data.val_files", "eval_file"),

@@ -1,6 +1,10 @@
 //! Forward, log-probabilities of the completions, backward, clipping and AdamW on packed random sequences; or the forward
 //! alone.
 
+mod report;
+#[cfg(test)]
+mod tests;
+
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,11 +14,11 @@ use tch::{Device, Kind, Tensor};
 use super::limits::GpuLimits;
 use super::memory::{TrainingNeeds, predicted_tensor_bytes};
 use super::routing::{BenchRouting, busiest_expert_share};
-use super::{LengthSpread, SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
+use super::{LengthSpread, SEED, STREAM, adapters, synchronize, token};
 use crate::config::{GradientCheckpointing, MixedPrecision, MuonConfig, OptimizerName, Quantization};
-use crate::cuda::{OpCost, OpFamily, Placement, profile};
+use crate::cuda::{Placement, profile};
 use crate::error::Result;
-use crate::memory::explain_out_of_memory;
+use crate::memory::{HostPool, explain_out_of_memory};
 use crate::model::{ModelSpec, ParamTable, UnitLayout, Use, init_unit_on};
 use crate::ops::random::RandomKey;
 use crate::phase::{self, Phase};
@@ -22,7 +26,7 @@ use crate::ranks::{ReduceOp, World, all_reduce_f64};
 use crate::torch;
 use crate::train::{
     AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, Optim, OptimizerHome, PackOptions,
-    Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
+    Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, Transitions, UpdateCourse, pack,
 };
 
 /// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
@@ -75,6 +79,8 @@ pub struct TrainBench {
     pub routing: BenchRouting,
     /// Recomputation.
     pub gradient_checkpointing: GradientCheckpointing,
+    /// Kept tensors of blocks wait for backward in host memory.
+    pub activation_offload: bool,
     /// Scores alone: no backward, no step.
     pub score: bool,
     /// Times of one step's operations by family.
@@ -140,6 +146,13 @@ impl TrainBench {
         predicted_tensor_bytes(&model, model.fullest(&course).total())
     }
 
+    /// Bytes of the host for kept tensors of the longest micro-batch.
+    fn offloaded_bytes(&self, table: &ParamTable) -> usize {
+        let longest = self.prompt_len + self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
+        let tokens = self.max_tokens_per_micro_batch.max(longest);
+        self.trained(table).offloaded_bytes(self.gradient_checkpointing, tokens)
+    }
+
     /// Memory that a rank needs to train on these micro-batches.
     fn needs(&self, table: &ParamTable, micro_batches: &[MicroBatch]) -> TrainingNeeds {
         let optimizer_bytes = self.trained(table).bytes().optimizer;
@@ -154,6 +167,7 @@ impl TrainBench {
             format: self.mixed_precision.format(),
             optim: self.optim(),
             sharers: self.sequence_parallel_size,
+            offloads: self.activation_offload,
             ..TrainedModel::whole(table, self.zero_stage, self.kind, self.gradients)
         }
     }
@@ -181,7 +195,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     result["peak_reserved_bytes"] = json!(memory.map(|memory| memory.peak_reserved));
     result["fragmentation_bytes"] = json!(memory.map(|memory| memory.peak_reserved - memory.peak_allocated));
     if let (Device::Cuda(ordinal), Some(limits), true) = (device, limits, bench.profile) {
-        result["profile_ms_and_floor"] = by_family(&profile(ordinal, || run.step())?, &limits);
+        result["profile_ms_and_floor"] = report::by_family(&profile(ordinal, || run.step())?, &limits);
     }
     Ok(result)
 }
@@ -203,6 +217,10 @@ struct Timed {
     seconds: f64,
     /// Seconds of the step in which computation waited for collectives.
     exposed_s: f64,
+    /// Seconds in which it waited for the exchange of heads, where ranks share micro-batches.
+    exchange_s: Option<f64>,
+    /// Kept tensors of blocks that moved to the host and back.
+    offloaded: Transitions,
     /// Tokens of this rank's sequences.
     tokens: usize,
     /// Floating-point operations of those tokens, as model FLOP utilisation counts them.
@@ -223,6 +241,8 @@ impl<'a> TimedRun<'a> {
             ("optim", bench.optim.name().into()),
             ("quantization", bench.quantization.name().into()),
             ("mixed_precision", bench.mixed_precision.name().into()),
+            ("gradient_checkpointing", bench.gradient_checkpointing.name().into()),
+            ("activation_offload", bench.activation_offload.into()),
             ("lora.r", bench.lora_r.map_or_else(|| "none".into(), Value::from)),
         ];
         bench.spec.check_with(settings.into_iter().chain(placement.settings()))?;
@@ -247,7 +267,12 @@ impl<'a> TimedRun<'a> {
         let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
         let home = OptimizerHome::Resident;
         let load = || Policy::start(table.clone(), &mesh, options, home, &source, start);
-        let policy = phase::scope(Phase::Load, load)?;
+        let mut policy = phase::scope(Phase::Load, load)?;
+        if bench.activation_offload {
+            let bytes = bench.offloaded_bytes(&table).max(1);
+            let pool = HostPool::new("activations_host", bytes, device, &mut |_, _| ())?;
+            policy = policy.with_activation_offload(pool);
+        }
         let mut run = Self {
             bench,
             table,
@@ -312,88 +337,16 @@ impl<'a> TimedRun<'a> {
         let start = Instant::now();
         self.step()?;
         let exposed_s = self.policy.take_exposed_communication()?.as_secs_f64();
+        let exchange_s = self.policy.take_exposed_exchange()?.map(|exposed| exposed.as_secs_f64());
+        let offloaded = self.policy.take_offloaded()?;
         synchronize(world.device())?;
         let mut seconds = [start.elapsed().as_secs_f64(), exposed_s];
         all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
         self.num_steps += 1;
         let [seconds, exposed_s] = seconds;
         let tokens = self.sequence_lens.iter().sum();
-        let flop = self.sequence_lens.iter().map(|&len| model_flop(self.bench, len as f64)).sum();
+        let flop = self.sequence_lens.iter().map(|&len| report::model_flop(self.bench, len as f64)).sum();
         let predicted_bytes = self.bench.predicted_bytes(&self.table, &self.micro_batches);
-        Ok(Timed { seconds, exposed_s, tokens, flop, predicted_bytes })
-    }
-
-    fn report(&self, world: &World, steps: &[Timed], limits: Option<&GpuLimits>) -> Value {
-        let Self { bench, sequence_lens, .. } = self;
-        let of = |number: fn(&Timed) -> f64| median(steps.iter().map(number).collect());
-        let (step_s, exposed_s) = (of(|step| step.seconds), of(|step| step.exposed_s));
-        let sharers = bench.sequence_parallel_size;
-        let tokens_per_s = of(|step| step.tokens as f64 / step.seconds) * (world.size() / sharers) as f64;
-        let flop_per_s = of(|step| step.flop / step.seconds) / sharers as f64;
-        json!({
-            "benchmark": if bench.score { "score" } else { "train" },
-            "model": bench.model,
-            "num_params": bench.spec.num_params(),
-            "num_active_params": bench.spec.num_active_params(),
-            "num_layers": bench.spec.num_layers(),
-            "device": device_name(world.device()),
-            "dtype": dtype_name(bench.kind),
-            "residual_dtype": dtype_name(bench.residual),
-            "world_size": world.size(),
-            "threads_per_rank": tch::get_num_threads(),
-            "zero_stage": bench.zero_stage,
-            "shard_group_size": self.table.shards,
-            "sequence_parallel_size": sharers,
-            "lora_r": bench.lora_r,
-            "quantization": bench.quantization.name(),
-            "mixed_precision": bench.mixed_precision.name(),
-            "optim": bench.optim.name(),
-            "num_trained_params": self.policy.trained_table().num_params(),
-            "routing": bench.routing.name(),
-            "busiest_expert_share": self.busiest_expert_share,
-            "gradient_checkpointing": bench.gradient_checkpointing.name(),
-            "sequences": bench.sequences,
-            "completion_spread": bench.completion_spread,
-            "redraw": bench.redraw,
-            "longest_sequence": sequence_lens.iter().max(),
-            "prompt_len": bench.prompt_len,
-            "group": bench.group,
-            "share_prompts": bench.share_prompts,
-            "micro_batches": self.micro_batches.len(),
-            "tokens_run": self.micro_batches.iter().map(MicroBatch::num_tokens).sum::<usize>() * world.size() / sharers,
-            "step_s": step_s,
-            "exposed_communication_s": exposed_s,
-            "step_times": steps.iter().map(|step| step.seconds).collect::<Vec<_>>(),
-            "tokens_per_second": tokens_per_s,
-            "tokens_per_second_per_rank": tokens_per_s / world.size() as f64,
-            "tflop_per_second_per_rank": flop_per_s / 1e12,
-            "mfu": limits.map(|limits| limits.utilisation(flop_per_s)),
-            "gpu": limits.map(GpuLimits::to_json),
-        })
+        Ok(Timed { seconds, exposed_s, exchange_s, offloaded, tokens, flop, predicted_bytes })
     }
 }
-
-/// Operations of one sequence, as model FLOP utilisation counts them: 6 a token and parameter that it is computed with, 12 for every pair of
-/// tokens, layer and element of the queries' width that causal attention needs, and 21 for every token, layer and element of a gated delta
-/// net's state; a third of all without a backward. Recomputation is not counted.
-fn model_flop(bench: &TrainBench, len: f64) -> f64 {
-    let spec = &bench.spec;
-    let attention = spec.training_flop_per_pair() as f64 * len * len / 2.0;
-    let of_token = (6 * spec.num_active_params() + spec.training_flop_per_token()) as f64;
-    let whole = of_token * len + attention;
-    if bench.score { whole / 3.0 } else { whole }
-}
-
-/// [calls, milliseconds, the same at the speed of memory and products] by family, the longest first.
-fn by_family(families: &[OpFamily], limits: &GpuLimits) -> Value {
-    let rounded = |ms: f64| (ms * 100.0).round() / 100.0;
-    let floor_ms = |work: &OpCost| 1e3 * limits.floor_s(work.bytes, work.flop);
-    let rows = families.iter().map(|family| {
-        let floor_ms: f64 = family.work.iter().map(floor_ms).sum();
-        (family.name.to_owned(), json!([family.calls, rounded(family.ms), rounded(floor_ms)]))
-    });
-    Value::Object(rows.collect())
-}
-
-#[cfg(test)]
-mod tests;

@@ -54,6 +54,7 @@ const SAFE_KEYS: &[&str] = &[
     "rewards.*.workers",
     "rewards.*.concurrency",
     "gradient_checkpointing",
+    "activation_offload",
     "zero.stage",
     "zero.shard_group_size",
     "residency.optimizer",

@@ -82,6 +82,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         mixed_precision: args.mixed_precision,
         routing: args.routing,
         gradient_checkpointing: args.gradient_checkpointing,
+        activation_offload: args.activation_offload,
         score: args.score,
         profile: args.profile,
         steps: args.steps,

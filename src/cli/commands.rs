@@ -269,6 +269,9 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     if *compare && matches!(preflight, Ok(_) | Err(Error::Environment { .. })) {
         console::print(format_args!("{}\n\n", planned.compare(placement, world_size, room, expected)?))?;
         console::print(format_args!("{}\n\n", planned.compare_training(placement, world_size, room, expected)))?;
+        if let Some(sharing) = planned.compare_sharing(placement, world_size, room, expected)? {
+            console::print(format_args!("{sharing}\n\n"))?;
+        }
     }
     let preflight = preflight.map_err(told)?;
     if !placement.on_cuda {

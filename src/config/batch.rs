@@ -2,7 +2,7 @@
 
 use super::numbers::{check_divides, divisors, gcd, listed, nearest_multiples};
 use super::range::MAX_COUNT;
-use super::{Config, EngineShape, Roles};
+use super::{AutoOr, Config, EngineShape, Roles};
 use crate::error::{Error, Result};
 
 /// Ranks in all, and on each node.
@@ -87,6 +87,20 @@ impl Config {
         self.eval_temperature.unwrap_or(self.temperature)
     }
 
+    /// Ranks that share each micro-batch: 1 until the plan has chosen, where it is to.
+    pub fn num_sharers(&self) -> usize {
+        match self.sequence_parallel_size {
+            AutoOr::Given(size) => size,
+            AutoOr::Auto => 1,
+        }
+    }
+
+    /// With so many ranks that share each micro-batch.
+    #[must_use]
+    pub fn sharing(&self, size: usize) -> Self {
+        Self { sequence_parallel_size: AutoOr::Given(size), ..self.clone() }
+    }
+
     /// Checks the configuration against the number of ranks.
     ///
     /// # Errors
@@ -97,7 +111,7 @@ impl Config {
         let divided = [
             self.engine_shape().check_divides(num_generators, "generate"),
             check_divides("zero.shard_group_size", shards, num_trainers, "train"),
-            check_divides("sequence_parallel_size", self.sequence_parallel_size, num_trainers, "train"),
+            check_divides("sequence_parallel_size", self.num_sharers(), num_trainers, "train"),
         ];
         let mut wrong: Vec<Error> = divided.into_iter().filter_map(Result::err).collect();
         match self.batch_plan(world_size, roles) {

@@ -91,7 +91,8 @@ keys! {
         pub max_tokens_per_micro_batch: usize = 16384 => COUNT,
         /// Ranks that share each micro-batch: every one has an equal part of its tokens and, where tokens see one another, some of the
         /// heads (Ulysses, arXiv 2309.14509). It divides the ranks that train, the ranks of a node, and the query heads of every layer.
-        pub sequence_parallel_size: usize = 1 => COUNT,
+        /// `auto` is the least with which the plan fits.
+        pub sequence_parallel_size: AutoOr<usize> = AutoOr::Given(1) => COUNT,
         /// Run the prompt of a group once for all its completions in training; off where the model has a sliding window.
         pub share_prompts: bool = true,
 
@@ -245,6 +246,9 @@ keys! {
         pub optimizer: OptimizerConfig,
         /// The activations that backward recomputes; `auto` is the least that fits.
         pub gradient_checkpointing: AutoOr<GradientCheckpointing> = AutoOr::Auto,
+        /// Kept inputs of blocks, and with `keep_attention` attention's outputs, wait for backward in pinned host memory: they leave beside the
+        /// forward of the next block and come back beside the backward of the one above.
+        pub activation_offload: bool = false,
         /// Sharding.
         pub zero: ZeroConfig,
         /// Where state lives while it is not used.

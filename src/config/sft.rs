@@ -60,6 +60,9 @@ keys! {
         pub optimizer: OptimizerConfig,
         /// The activations that backward recomputes.
         pub gradient_checkpointing: GradientCheckpointing = GradientCheckpointing::Full,
+        /// Kept inputs of blocks, and with `keep_attention` attention's outputs, wait for backward in pinned host memory: they leave beside the
+        /// forward of the next block and come back beside the backward of the one above.
+        pub activation_offload: bool = false,
         /// Sharding.
         pub zero: ZeroConfig,
         /// Low-rank adapters in place of the weights.

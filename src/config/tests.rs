@@ -76,7 +76,7 @@ fn the_key_list_is_frozen() {
         rewards.*.command rewards.*.url rewards.*.api_key_env rewards.*.judge_model rewards.*.judge_rubric rewards.*.judge_score_pattern \
         rewards.*.judge_max_score rewards.*.judge_max_tokens rewards.*.judge_temperature rewards.*.timeout_s rewards.*.workers rewards.*.batch rewards.*.concurrency learning_rate optim muon.momentum \
         muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
-        gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
+        gradient_checkpointing activation_offload zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \
         logging_steps save_steps save_async save_on_each_node save_total_limit eval_steps report_to run_name load_best_model_at_end metric_for_best_model \
         greater_is_better early_stopping_patience early_stopping_threshold eval_num_generations eval_temperature eval_solved_by log_completions trace seed \
@@ -89,7 +89,7 @@ fn the_key_list_is_frozen() {
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch sequence_parallel_size learning_rate router_aux_loss_coef \
         optim muon.momentum muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay \
         max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
-        gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
+        gradient_checkpointing activation_offload zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
         lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_on_each_node save_total_limit seed \
         collective_timeout_s node_timeout_s max_restarts heartbeat";
     assert_frozen(&SftConfig::keys(), expected);

@@ -93,10 +93,16 @@ impl Advice<'_> {
         })
     }
 
-    /// Changes of what trains.
+    /// Changes of what trains, and of where it is kept.
     fn trained(&self) -> Vec<Vec<KeySetting>> {
         let (config, spec) = (self.input.config, &self.input.table.spec);
         let mut trained = vec![vec![]];
+        if !config.activation_offload {
+            let mut offloaded: Vec<KeySetting> = vec![("activation_offload", json!(true))];
+            let keeps_more = matches!(config.gradient_checkpointing, AutoOr::Given(keep) if !keep.recomputes_blocks());
+            offloaded.extend(keeps_more.then(|| ("gradient_checkpointing", json!(GradientCheckpointing::Full.name()))));
+            trained.push(offloaded);
+        }
         let mut adapters: Vec<KeySetting> =
             config.lora.r.is_none().then(|| ("lora.r", json!(LORA_R))).into_iter().collect();
         if !adapters.is_empty() && spec.num_expert_layers() > 0 {
@@ -315,6 +321,7 @@ fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
         "lora.r" => Some("adapters alone train".to_owned()),
         "tensor_parallel_size" => Some("ranks of an engine share its weights and its cache".to_owned()),
         "max_num_seqs" => Some(format!("at most so many sequences at once, not {}", input.config.max_num_seqs)),
+        "activation_offload" => Some("kept inputs of blocks wait for backward on the host".to_owned()),
         "carried_kv" => Some("the KV cache leaves while training".to_owned()),
         "max_model_length" => {
             let prompt = to.as_u64()? as usize - input.config.max_completion_length;

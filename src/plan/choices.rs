@@ -84,8 +84,9 @@ fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan
         return full;
     }
     let has_chunks = input.table.spec.delta_net().is_some();
-    let less =
-        [KeepChunks, Nothing, Selective, KeepAttention].into_iter().filter(|&keep| has_chunks || keep != KeepChunks);
+    let offloads = input.config.activation_offload; // which is for blocks that are computed again
+    let less = [KeepChunks, Nothing, Selective, KeepAttention].into_iter();
+    let less = less.filter(|&keep| (has_chunks || keep != KeepChunks) && (keep.recomputes_blocks() || !offloads));
     let plans =
         less.map(|gradient_checkpointing| MemoryPlan::with(Choices { gradient_checkpointing, ..choices }, input));
     let has_blocks = |plan: &MemoryPlan| plan.num_useful_blocks() == full.num_useful_blocks();

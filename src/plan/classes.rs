@@ -17,6 +17,9 @@ pub(super) const REFERENCE: &str = "reference weights";
 /// Stands in a plan only where there is a teacher.
 pub(super) const TEACHER: &str = "teacher weights";
 
+/// Of blocks, of the head, and on the host where `activation_offload` moves them there.
+pub(super) const ACTIVATIONS: &str = "activations";
+
 /// All but the KV cache, which has what they leave. Training's are those of its fullest moment.
 pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let bytes = input.model().bytes();
@@ -30,7 +33,10 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         },
         optimizer(choices.optimizer, fullest, &bytes, input.config.optimizer.optim),
         in_training("gradients", fullest.gradients),
-        in_training("activations", fullest.activations + input.recorded_bytes()),
+        ClassBytes {
+            host_bytes: input.model().offloaded_bytes(choices.gradient_checkpointing, input.micro_batch_tokens()),
+            ..in_training(ACTIVATIONS, fullest.activations + input.recorded_bytes())
+        },
     ];
     for (class, table) in input.frozen() {
         let weights = reference_bytes(table, input.kind);

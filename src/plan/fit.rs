@@ -2,7 +2,7 @@
 
 use super::advice::LEAST_PROMPT_LENGTH;
 use super::choices::{Choices, MAX_KEPT_SHARE};
-use super::classes::of_engine;
+use super::classes::{ACTIVATIONS, of_engine};
 use super::shortage::MemoryShortage;
 use super::{MemoryPlan, PlanInput};
 use crate::config::Config;
@@ -77,7 +77,12 @@ impl MemoryPlan {
     /// Most tokens of a micro-batch that leave the share of libtorch's cache beside what training holds between uses.
     pub(super) fn largest_micro_batch(&self, input: &PlanInput<'_>) -> usize {
         let between_uses = self.train_bytes() - self.fullest.total();
-        let fits = |tokens: usize| between_uses + input.fullest(self.choices(), tokens).total() <= self.most_kept();
+        let others_on_host = self.swapped_bytes() - self.offloaded_bytes();
+        let offloaded = |tokens| input.model().offloaded_bytes(self.gradient_checkpointing, tokens);
+        let fits = |tokens: usize| {
+            between_uses + input.fullest(self.choices(), tokens).total() <= self.most_kept()
+                && self.room.swap_bytes.is_none_or(|host| others_on_host + offloaded(tokens) <= host)
+        };
         // A whole update in one micro-batch finds no gradients of an earlier one.
         let whole = input.update_tokens().max(1);
         let (mut least, mut most) = if fits(whole) { (whole, 2 * whole) } else { (0, whole) };
@@ -98,7 +103,7 @@ impl MemoryPlan {
     }
 
     /// Whether training leaves the share of libtorch's cache.
-    pub(super) fn leaves_share(&self) -> bool {
+    pub fn leaves_share(&self) -> bool {
         self.train_bytes() <= self.most_kept()
     }
 
@@ -113,6 +118,11 @@ impl MemoryPlan {
 
     pub(super) fn fits_device(&self) -> bool {
         self.peak_bytes() <= self.room.available_bytes
+    }
+
+    /// Bytes of kept activations that go to the host, of one micro-batch.
+    pub fn offloaded_bytes(&self) -> usize {
+        self.classes.iter().filter(|class| class.class == ACTIVATIONS).map(|class| class.host_bytes).sum()
     }
 
     /// Bytes that go to the host.

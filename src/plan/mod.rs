@@ -4,6 +4,7 @@
 mod advice;
 mod choices;
 mod classes;
+mod display;
 mod fit;
 mod network;
 mod role;
@@ -11,8 +12,6 @@ mod seconds;
 mod shortage;
 #[cfg(test)]
 mod tests;
-
-use std::fmt;
 
 use tch::{Device, Kind};
 
@@ -61,6 +60,8 @@ pub struct MemoryPlan {
     pub reason: String,
     /// The activations that backward recomputes.
     pub gradient_checkpointing: GradientCheckpointing,
+    /// Ranks that share each micro-batch.
+    pub sequence_parallel_size: usize,
     /// Bytes a parameter and a token, as they are counted by hand.
     pub formula: String,
     /// Most tokens of a micro-batch, all of them scored, beside which a tenth of the memory stays free.
@@ -191,6 +192,7 @@ impl MemoryPlan {
             reference: choices.reference,
             reason: String::new(),
             gradient_checkpointing: choices.gradient_checkpointing,
+            sequence_parallel_size: input.config.num_sharers(),
             formula: classes::formula(choices.gradient_checkpointing, fullest, input),
             largest_micro_batch: 0,
             micro_batch_advice: String::new(),
@@ -264,7 +266,7 @@ impl PlanInput<'_> {
     /// The share of an update at its longest that this rank has with those that share its micro-batches.
     fn update_tokens(&self) -> usize {
         let BatchPlan { generation_batch_size, roles, updates_per_generation, .. } = self.batch;
-        let shares = roles.num_trainers / self.config.sequence_parallel_size;
+        let shares = roles.num_trainers / self.config.num_sharers();
         generation_batch_size / shares / updates_per_generation * self.max_model_length()
     }
 
@@ -274,8 +276,10 @@ impl PlanInput<'_> {
         if trains { self.model().recorded_bytes(self.config.objective.router_replay, self.update_tokens()) } else { 0 }
     }
 
+    /// The longest micro-batch: as the budget says, or of one sequence that is longer.
     fn micro_batch_tokens(&self) -> usize {
-        self.config.max_tokens_per_micro_batch.min(self.update_tokens())
+        let longest = self.config.max_prompt_length.map_or(0, |_| self.max_model_length());
+        self.config.max_tokens_per_micro_batch.max(longest).min(self.update_tokens())
     }
 
     fn micro_batch(&self, tokens: usize) -> MicroBatchShape {
@@ -331,54 +335,6 @@ pub(crate) fn engine_options(
         exact: config.exact,
         records_experts: config.objective.router_replay == RouterReplay::R3,
         speculation: SpeculationOptions { method: config.speculation, num_tokens: config.num_speculative_tokens },
-    }
-}
-
-impl fmt::Display for MemoryPlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:<34} {:>11} {:>11} {:>11}", self.role.of_whom(), "train", "rollout", "host")?;
-        for class in &self.classes {
-            let [train, rollout, host] = [class.train_bytes, class.rollout_bytes, class.host_bytes].map(human);
-            writeln!(f, "{:<34} {train:>11} {rollout:>11} {host:>11}", class.class)?;
-        }
-        let sum = |bytes: fn(&ClassBytes) -> usize| human(self.sum(bytes));
-        let (train, rollout) = (sum(|class| class.train_bytes), sum(|class| class.rollout_bytes));
-        writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
-        writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.room.available_bytes))?;
-        let (blocks, size, longest) = (self.num_kv_blocks, self.kv_block_size, self.max_model_length);
-        let cache = format!(
-            "KV cache: {blocks} blocks of {size} tokens, {} sequences of {longest} tokens at once; a batch has {} an engine",
-            blocks / longest.div_ceil(size).max(1),
-            self.num_seqs
-        );
-        if self.role == Role::Generates {
-            return write!(f, "{cache}");
-        }
-        if self.role == Role::Both {
-            writeln!(f, "{cache}")?;
-        }
-        match self.largest_micro_batch {
-            0 => writeln!(f, "largest micro-batch: none leaves a tenth of the memory free")?,
-            tokens => {
-                writeln!(f, "largest micro-batch: {tokens} tokens, beside which a tenth of the memory stays free")?
-            }
-        }
-        if !self.micro_batch_advice.is_empty() {
-            writeln!(f, "{}", self.micro_batch_advice)?;
-        }
-        writeln!(f, "{}", self.formula)?;
-        write!(f, "residency: optimizer state {}", self.optimizer.name())?;
-        if self.classes.iter().any(|class| [classes::REFERENCE, classes::TEACHER].contains(&class.class)) {
-            let whose =
-                self.classes.iter().filter(|class| [classes::REFERENCE, classes::TEACHER].contains(&class.class));
-            let whose: Vec<&str> = whose.map(|class| class.class).collect();
-            write!(f, ", {} {}", whose.join(" and "), self.reference.name())?;
-        }
-        if !self.reason.is_empty() {
-            write!(f, ": {}", self.reason)?;
-        }
-        writeln!(f)?;
-        write!(f, "gradient_checkpointing: {}", self.gradient_checkpointing.name())
     }
 }
 

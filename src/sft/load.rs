@@ -8,17 +8,18 @@ use tch::Kind;
 use super::Sft;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Models, NumberChange, OpenedFolder, Saver, TrainerState};
 use crate::config::SftConfig;
-use crate::console::{self, rows_progress};
+use crate::console::{self, pinning_progress, rows_progress};
 use crate::cuda::{Placement, chip_flop_per_s, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
 use crate::error::{Error, Result};
+use crate::memory::HostPool;
 use crate::metrics::ranks::RankReporter;
 use crate::metrics::{LogOptions, RunLog, Services};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, Use, WeightFiles};
 use crate::phase;
 use crate::ranks::{Mesh, World};
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
-use crate::train::{PolicyOptions, PolicyStart, Schedule};
+use crate::train::{PolicyOptions, PolicyStart, Schedule, TrainedModel};
 
 /// Loads the run; collective over the world.
 pub(super) fn load(
@@ -165,5 +166,17 @@ fn policy(
         phase::beat();
         files.read_unit(layout, Kind::Float)
     };
-    Policy::start(table, mesh, options, OptimizerHome::Resident, &weights, start)
+    let policy = Policy::start(table.clone(), mesh, options, OptimizerHome::Resident, &weights, start)?;
+    if !config.activation_offload {
+        return Ok(policy);
+    }
+    let model = TrainedModel {
+        residual,
+        sharers: mesh.sequence.size(),
+        offloads: true,
+        ..TrainedModel::whole(&table, config.zero.stage, kind, options.gradients)
+    };
+    let tokens = config.max_tokens_per_micro_batch.max(config.max_length);
+    let bytes = model.offloaded_bytes(config.gradient_checkpointing, tokens).max(1);
+    Ok(policy.with_activation_offload(HostPool::new("activations_host", bytes, device, &mut pinning_progress())?))
 }

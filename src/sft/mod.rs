@@ -138,6 +138,8 @@ impl Sft {
         self.loss = nll / batch.num_completion_tokens + balance;
         self.global_step += 1;
         self.num_tokens += batch.num_tokens as u64;
+        let offloaded = self.policy.take_offloaded()?;
+        let hidden = (offloaded.bytes > 0).then(|| ("transition/activation_hidden_share", offloaded.hidden_share()));
         let utilisation = self.chip_flop_per_s.map(|flop_per_s| ("perf/mfu", flop / (seconds * flop_per_s)));
         let numbers = [
             ("loss", self.loss),
@@ -152,7 +154,7 @@ impl Sft {
         if self.world.agree(renewed)? {
             self.log.begin_again(&self.config)?;
         }
-        let numbers = numbers.into_iter().chain(utilisation);
+        let numbers = numbers.into_iter().chain(utilisation).chain(hidden);
         self.log.step(self.global_step, numbers.map(|(name, value)| (name.to_owned(), value)).collect());
         Ok(())
     }

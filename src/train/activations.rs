@@ -2,6 +2,7 @@
 //! bfloat16 on a GPU, whose kernels work in place where this says so; a CPU's operations hold a little more.
 
 use super::bytes::TrainedModel;
+use super::offload::ALIGNMENT_BYTES as OFFLOAD_ALIGNMENT_BYTES;
 use crate::config::GradientCheckpointing;
 use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
 
@@ -29,6 +30,10 @@ pub struct MicroBatchShape {
 pub struct ActivationBytes {
     /// Bytes that the first blocks keep for their backward: none of them, one, .. all.
     pub saved: Vec<usize>,
+    /// Bytes that come back from the host beside the backward of each block, of the block below.
+    pub arriving: Vec<usize>,
+    /// Bytes that wait on the host.
+    pub offloaded: usize,
     /// Held through the whole pass: the last block's output, the rotations.
     pub pass: usize,
     /// The gradient of the residual stream between two units.
@@ -61,9 +66,17 @@ impl ActivationBytes {
         let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
         let all_rows = narrow * hidden * (scored_tokens + tokens);
-        let mut saved = vec![0];
+        let movable = |layer: usize| layers[layer].movable_bytes(bytes, keep).map(|of_token| of_token * tokens);
+        let (mut saved, mut arriving, mut offloaded, mut kept) = (vec![0], vec![0], 0, 0);
         for (layer, block) in layers.iter().enumerate() {
-            saved.push(saved[layer] + block.saved_bytes(bytes, keep) * tokens);
+            let all = block.saved_bytes(bytes, keep) * tokens;
+            let moves = if model.offloads { movable(layer) } else { [0; 2] };
+            saved.push(kept + all);
+            kept += all - moves.iter().sum::<usize>();
+            if layer + 1 < layers.len() {
+                arriving.push(moves.iter().sum());
+                offloaded += moves.iter().map(|bytes| bytes.next_multiple_of(OFFLOAD_ALIGNMENT_BYTES)).sum::<usize>();
+            }
         }
         // Where blocks differ, the fullest moment is that of the one that takes the most.
         let most = |of: &dyn Fn(BlockSpec) -> usize| layers.iter().map(|block| of(*block)).max().unwrap_or(0);
@@ -75,6 +88,8 @@ impl ActivationBytes {
         };
         Self {
             saved,
+            arriving,
+            offloaded,
             // The last block's output, the rotations.
             pass: (residual * hidden + 2 * wide * spec.attention().head_dim * spec.rotations().len()) * tokens,
             stream: narrow * hidden * tokens,

@@ -5,13 +5,14 @@ use std::borrow::Cow;
 
 use tch::Kind;
 
+use super::activations::{ActivationBytes, MicroBatchShape};
 use super::flow::bucket_bytes;
 use super::gradients::GradientKinds;
 use super::gradients::GradientOptions;
 use super::optim::Optim;
 use super::orthogonal::orthogonal_bytes;
 use super::state_layout::StateLayout;
-use crate::config::{Config, Quantization, RouterReplay};
+use crate::config::{Config, GradientCheckpointing, Quantization, RouterReplay};
 use crate::cuda::residual_kind;
 use crate::model::{Format, LoraSpec, ParamTable, Plain, Unit};
 use crate::torch::accumulation_kind;
@@ -42,6 +43,8 @@ pub struct TrainedModel<'a> {
     pub optim: Optim,
     /// Ranks that share each micro-batch.
     pub sharers: usize,
+    /// Whether kept tensors of blocks wait for backward on the host.
+    pub offloads: bool,
 }
 
 /// Bytes per rank of a [`super::Policy`] between uses.
@@ -63,8 +66,8 @@ impl<'a> TrainedModel<'a> {
     /// All weights of `table` train by AdamW, at a ZeRO stage, and multiply in their kind, which is the residual stream's.
     pub fn whole(table: &'a ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
         let (lora, quantization, optim) = (None, Quantization::None, Optim::AdamW);
-        let (residual, format, sharers) = (kind, &Plain, 1);
-        Self { table, lora, quantization, stage, kind, residual, format, gradients, optim, sharers }
+        let (residual, format, sharers, offloads) = (kind, &Plain, 1, false);
+        Self { table, lora, quantization, stage, kind, residual, format, gradients, optim, sharers, offloads }
     }
 
     /// The model that a configuration trains.
@@ -73,7 +76,7 @@ impl<'a> TrainedModel<'a> {
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
         let residual = residual_kind(config.residual_dtype, kind);
         let optim = Optim::new(config.optimizer.optim, &config.optimizer.muon);
-        let (format, sharers) = (config.training_format(), config.sequence_parallel_size);
+        let (format, sharers) = (config.training_format(), config.num_sharers());
         Self {
             lora,
             quantization,
@@ -81,6 +84,7 @@ impl<'a> TrainedModel<'a> {
             format,
             optim,
             sharers,
+            offloads: config.activation_offload,
             ..Self::whole(table, config.zero.stage, kind, gradients)
         }
     }
@@ -98,6 +102,12 @@ impl<'a> TrainedModel<'a> {
             optimizer_buckets,
             engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec).all),
         }
+    }
+
+    /// Bytes of the host that kept tensors of blocks take, of a micro-batch of so many tokens.
+    pub fn offloaded_bytes(&self, keep: GradientCheckpointing, tokens: usize) -> usize {
+        let shape = MicroBatchShape { tokens, scored_tokens: 0, shares_prompts: false, num_top: 0 };
+        ActivationBytes::new(self, keep, shape).offloaded
     }
 
     /// Bytes of the experts that a sampler recorded for so many tokens, if they are replayed: all of an update's are there from its begin to

@@ -8,7 +8,8 @@
 //! | `policy` | the trained model: scores, gradients, the step |
 //! | `load` | how one is made: of all weights, or of adapters and a frozen base |
 //! | `reference` | a frozen model that only scores |
-//! | `network`, `upcoming` | the loops over blocks, forward and backward; the units that they read next |
+//! | `network`, `blocks`, `upcoming` | embedding, blocks and head, forward and backward; the units that they read next |
+//! | `offload` | kept tensors of blocks in host memory until their backward |
 //! | `pass`, `row_part` | what blocks and head need of a micro-batch; this rank's rows of it, where ranks share it |
 //! | `adapters` | the trained weights of a frozen network |
 //! | `sharding` | which part of every unit a rank keeps, owns and steps |
@@ -34,6 +35,7 @@
 mod activations;
 mod adapters;
 mod balance;
+mod blocks;
 mod bytes;
 mod draft_head;
 mod flow;
@@ -45,6 +47,7 @@ mod load_balance;
 mod micro_batch;
 mod moments;
 mod network;
+mod offload;
 mod optim;
 mod optimizer;
 mod orthogonal;

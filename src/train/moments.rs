@@ -199,7 +199,7 @@ impl<'a> Walk<'a> {
 
     /// The units of a backward pass, from the head.
     fn visits(&self, activations: &ActivationBytes) -> Vec<Visit> {
-        let ActivationBytes { ref saved, pass, stream, head, block_backward, .. } = *activations;
+        let ActivationBytes { ref saved, ref arriving, pass, stream, head, block_backward, .. } = *activations;
         let spec = &self.model.table.spec;
         let num_layers = spec.num_layers();
         let last = num_layers.checked_sub(1).map_or(0, |last| self.block(last));
@@ -218,7 +218,7 @@ impl<'a> Walk<'a> {
         visits.extend((0..num_layers).rev().map(|layer| Visit {
             unit: Unit::Block(layer),
             gathered: self.block(layer) + self.upcoming(&upcoming(spec, Unit::Block(layer), true)),
-            activations: saved[layer + 1] + pass + block_backward,
+            activations: saved[layer + 1] + arriving[layer] + pass + block_backward,
             activations_at_end: saved[layer] + pass + stream,
         }));
         visits.push(Visit {

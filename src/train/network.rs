@@ -4,6 +4,7 @@
 //! Shapes: T tokens, C scored tokens, D hidden, V vocabulary.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
 
@@ -11,6 +12,7 @@ use super::adapters::{AdapterUse, Adapters};
 use super::gradients::{Gradients, UnitSum};
 use super::head::Head;
 use super::micro_batch::MicroBatch;
+use super::offload::ActivationOffload;
 use super::pass::Pass;
 use super::routes::PassRoutes;
 use super::row_part::RowPart;
@@ -20,8 +22,8 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockParams, EmbeddingParams, Format, HeadSums, ModelSpec, ParamName, Ropes, SavedBlock, SavedHead, TokenExchange,
-    Unit, UnitLayout, Use, block_backward, block_forward, head_backward, head_forward, head_logits,
+    BlockParams, EmbeddingParams, Format, HeadSums, ModelSpec, ParamName, Ropes, SavedHead, TokenExchange, Unit,
+    UnitLayout, Use, head_backward, head_forward, head_logits,
 };
 use crate::ops::head::TopTokens;
 use crate::ops::linear::Onto;
@@ -51,6 +53,8 @@ pub(crate) struct Network {
     pub(super) options: NetworkOptions,
     /// The ranks that share micro-batches with this one.
     exchange: Option<TokenExchange>,
+    /// Where kept tensors of blocks wait for backward, if not where they are made.
+    pub(super) offload: Option<ActivationOffload>,
     /// How many of the most probable tokens are scored where no gradients follow.
     pub num_top: usize,
     /// The weight of a scored token in the loss of the head that drafts tokens.
@@ -69,8 +73,8 @@ impl Network {
         options.format.check_device(Use::Training, options.device)?;
         weights.table().spec.validate_sequence_parallel(sequence.size())?;
         let ropes = weights.table().spec.ropes();
-        let exchange = TokenExchange::of(sequence);
-        Ok(Self { weights, adapters, ropes, options, exchange, num_top: 0, draft_weight: 1.0 })
+        let exchange = TokenExchange::of(sequence)?;
+        Ok(Self { weights, adapters, ropes, options, exchange, offload: None, num_top: 0, draft_weight: 1.0 })
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -84,6 +88,11 @@ impl Network {
     /// Ranks that share each micro-batch.
     pub(crate) fn num_sharers(&self) -> usize {
         self.exchange.as_ref().map_or(1, TokenExchange::size)
+    }
+
+    /// How long computation waited for the exchange of heads since the last call, where ranks share micro-batches.
+    pub(crate) fn take_exposed_exchange(&self) -> Result<Option<Duration>> {
+        self.exchange.as_ref().map(TokenExchange::take_exposed).transpose()
     }
 
     /// The weights that the optimizer steps: the adapters, or all.
@@ -186,57 +195,6 @@ impl Network {
         let dx = self.spec().scale_embedding(dx, self.options.kind)?;
         embedding::accumulate(&dx, &part.token_ids, &mut table)?;
         gradients.end(Unit::Embedding, flat)
-    }
-
-    /// The residual stream after the last block [T, D], and what the blocks' backward needs if `recompute` is given.
-    fn blocks_forward(
-        &mut self,
-        pass: &mut Pass<'_>,
-        recompute: Option<GradientCheckpointing>,
-    ) -> Result<(Tensor, Vec<SavedBlock>)> {
-        let mut x = self.embed(&pass.part.token_ids)?;
-        let mut saved = Vec::new();
-        for layer in 0..self.spec().num_layers() {
-            let (y, kept) = self.one_block_forward(pass, layer, &x, recompute)?;
-            saved.extend(kept);
-            x = y;
-        }
-        Ok((x, saved))
-    }
-
-    fn one_block_forward(
-        &mut self,
-        pass: &Pass<'_>,
-        layer: usize,
-        x: &Tensor, // [T, D]
-        recompute: Option<GradientCheckpointing>,
-    ) -> Result<(Tensor, Option<SavedBlock>)> {
-        let upcoming = upcoming(self.spec(), Unit::Block(layer), false);
-        let block = self.block(layer, &upcoming, pass.adapter_use)?;
-        let context = pass.context(self.spec());
-        block_forward(&context, layer, &block, x, &pass.mixer, recompute)
-    }
-
-    /// The gradient of the embedding's output [T, D] from that of the last block's.
-    fn blocks_backward(
-        &mut self,
-        pass: &Pass<'_>,
-        mut dx: Tensor,
-        saved: Vec<SavedBlock>,
-        gradients: &mut Gradients,
-    ) -> Result<Tensor> {
-        for (layer, saved) in saved.into_iter().enumerate().rev() {
-            let upcoming = upcoming(self.spec(), Unit::Block(layer), true);
-            let block = self.block(layer, &upcoming, pass.adapter_use)?;
-            let (flat, mut block_gradients) = self.begin_block(layer, gradients)?;
-            let context = pass.context(self.spec());
-            dx = block_backward(&context, &block, &dx, saved, &pass.mixer, &mut block_gradients)?;
-            if let Some(adapters) = &self.adapters {
-                adapters.end_gradients(layer, &block_gradients, &flat)?;
-            }
-            gradients.end(Unit::Block(layer), flat)?;
-        }
-        Ok(dx)
     }
 
     /// Forward, loss and backward of the head: the gradient of the last block's output [T, D]. The weights' is added to `gradients`,
@@ -345,7 +303,7 @@ impl Network {
         Ok(Head::view(self.weights.table(), &flat, embedding.as_ref()))
     }
 
-    fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
+    pub(super) fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
         let flat = self.weights.unit(Unit::Block(layer), upcoming)?;
         let block = BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), &flat);
         let block = block.training_in(self.options.format);
@@ -356,7 +314,7 @@ impl Network {
     }
 
     /// The memory of a block's gradients, and where its backward puts each of them.
-    fn begin_block(&self, layer: usize, gradients: &mut Gradients) -> Result<(Tensor, BlockParams)> {
+    pub(super) fn begin_block(&self, layer: usize, gradients: &mut Gradients) -> Result<(Tensor, BlockParams)> {
         let open = gradients.begin(Unit::Block(layer))?;
         let own = match &self.adapters {
             Some(adapters) => adapters.gradients(layer, &open)?,
@@ -379,7 +337,7 @@ impl Network {
     }
 
     /// Rows of the embedding, where the residual stream begins. [T, D]
-    fn embed(&mut self, token_ids: &Tensor) -> Result<Tensor> {
+    pub(super) fn embed(&mut self, token_ids: &Tensor) -> Result<Tensor> {
         let upcoming = upcoming(self.spec(), Unit::Embedding, false);
         let flat = self.weights.unit(Unit::Embedding, &upcoming)?;
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);

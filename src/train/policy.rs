@@ -230,6 +230,7 @@ impl Policy {
             format: network.format,
             optim,
             sharers: self.network.num_sharers(),
+            offloads: self.network.offload.is_some(),
             ..TrainedModel::whole(self.table(), stage, network.kind, gradients)
         }
     }
@@ -265,6 +266,15 @@ impl Policy {
     /// Any error of the device in work that it was given before.
     pub fn take_exposed_communication(&self) -> Result<Duration> {
         self.sharding.lane.take_exposed()
+    }
+
+    /// How long computation has waited for the exchange of heads since the last call, with the copies before and behind it; `None` where
+    /// ranks do not share micro-batches. Waits for the device.
+    ///
+    /// # Errors
+    /// Any error of the device in work that it was given before.
+    pub fn take_exposed_exchange(&self) -> Result<Option<Duration>> {
+        self.network.take_exposed_exchange()
     }
 
     /// Steps on the gradients added so far and zeroes them (collective): sum over ranks, global norm, clipping to

@@ -39,6 +39,13 @@ pub struct Transitions {
     pub exposed: Duration,
 }
 
+impl Transitions {
+    /// Share of the copies' time that nothing waited for.
+    pub fn hidden_share(&self) -> f64 {
+        (1.0 - self.exposed.as_secs_f64() / self.copying.as_secs_f64()).max(0.0)
+    }
+}
+
 /// The state, laid out the same on device and host, and its moves between the two.
 #[derive(Debug)]
 pub(super) struct Residence {

@@ -232,6 +232,7 @@ pub(crate) struct TrainerParts<'a> {
 /// Puts the parts together; collective over the world.
 pub(crate) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_>) -> Result<Trainer> {
     let TrainerParts { preflight, weights, rewards, tools, rows, source, writes_files, .. } = parts;
+    let config = config.sharing(preflight.plan.sequence_parallel_size);
     let checkpoint = parts.checkpoint.as_ref();
     let (batch, spec) = (preflight.batch, &preflight.spec);
     let mut description = rows.description();
@@ -265,6 +266,7 @@ pub(crate) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     output.say(&format!("plan\n{preflight}"));
     if let Some(checkpoint) = checkpoint {
         resume::say_carried(checkpoint, &config, &data.carried, &output);
+        resume::say_sharing(checkpoint, &config, &output);
     }
     description.iter().for_each(|line| output.say(line));
     let mut trainer = Trainer {

@@ -104,6 +104,8 @@ mod engine_memory;
 mod episodes;
 mod fruitless;
 mod functions;
+#[cfg(test)]
+mod lengths_tests;
 mod output;
 mod own_teacher;
 #[cfg(test)]
@@ -118,6 +120,7 @@ mod resume;
 mod rows;
 mod run;
 mod sampling;
+mod sharing;
 mod sizing;
 mod step;
 mod teacher;

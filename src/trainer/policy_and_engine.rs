@@ -49,7 +49,7 @@ impl PolicyAndEngine {
         let (table, kind) = (&preflight.table, preflight.kind);
         if config.mode == Mode::Colocated {
             let mesh = world.mesh(config.engine_shape(), table.shards)?;
-            let mesh = mesh.with_sequence_groups(world, world.size(), config.sequence_parallel_size)?;
+            let mesh = mesh.with_sequence_groups(world, world.size(), config.num_sharers())?;
             let learner = learner(config, world, &mesh, preflight, sources)?;
             let engine = engine(config, world, &mesh, preflight)?;
             let slices = slices(config, world, &engine, preflight)?;
@@ -57,7 +57,7 @@ impl PolicyAndEngine {
         }
         let Roles { num_trainers, num_generators } = preflight.batch.roles;
         let mesh = world.split_mesh(num_generators, config.engine_shape(), table.shards)?;
-        let mesh = mesh.with_sequence_groups(world, num_trainers, config.sequence_parallel_size)?;
+        let mesh = mesh.with_sequence_groups(world, num_trainers, config.num_sharers())?;
         let role = if world.rank() < num_trainers {
             SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
         } else {
@@ -198,7 +198,10 @@ fn learner(
     };
     let keeps_initial = config.keeps_initial_adapters();
     let start = PolicyStart { lora, quantization: config.quantization, seed: config.seed, adapters, keeps_initial };
-    let policy = Policy::start(table.clone(), mesh, options, home, weights, start)?;
+    let mut policy = Policy::start(table.clone(), mesh, options, home, weights, start)?;
+    if let bytes @ 1.. = plan.offloaded_bytes() {
+        policy = policy.with_activation_offload(pool("activations_host", bytes)?);
+    }
     let frozen_pool = |name, table: &ParamTable| match plan.reference {
         ReferenceResidency::Host => pool(name, reference_bytes(table, kind)).map(Some),
         ReferenceResidency::Resident => Ok(None),

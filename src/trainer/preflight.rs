@@ -50,6 +50,8 @@ pub struct Preflight {
     pub plan: MemoryPlan,
     /// The memory plan of each rank that generates, in split mode.
     pub engine_plan: Option<MemoryPlan>,
+    /// Why so many ranks share micro-batches, where that was left to the plan.
+    pub(super) why_shared: Option<String>,
 }
 
 impl Preflight {
@@ -65,8 +67,8 @@ impl Preflight {
         Self::planned(config, model, placement, world_size, room, &MemoryPlan::new)
     }
 
-    /// [`Preflight::of_model`] by a function that makes plans.
-    pub(super) fn planned(
+    /// Of a run whose ranks share micro-batches as the configuration says, by a function that makes plans.
+    pub(super) fn of_size(
         config: &Config,
         model: OpenModel,
         placement: Placement,
@@ -83,8 +85,8 @@ impl Preflight {
             combination(config, &spec, placement, world_size).check(),
             config.validate_context(spec.max_position_embeddings),
             spec.validate_tp(config.tensor_parallel_size),
-            world_size.check_sequence_groups(num_trainers, config.sequence_parallel_size),
-            spec.validate_sequence_parallel(config.sequence_parallel_size),
+            world_size.check_sequence_groups(num_trainers, config.num_sharers()),
+            spec.validate_sequence_parallel(config.num_sharers()),
         ];
         Error::of_all(found.into_iter().filter_map(Result::err).collect()).map_or(Ok(()), Err)?;
         let stages = Stages::new(&spec, config.pipeline_parallel_size, config.stage_sizes())?;
@@ -104,7 +106,7 @@ impl Preflight {
         let teacher = Teacher::open(config, &tokenizer, shards)?;
         if let Some(teacher) = &teacher {
             validate_gpu(&teacher.table.spec, placement, None, &teacher.folder)?;
-            teacher.table.spec.validate_sequence_parallel(config.sequence_parallel_size)?;
+            teacher.table.spec.validate_sequence_parallel(config.num_sharers())?;
         }
         if config.teaches_itself() {
             Teacher::check_top(config, spec.vocab_size)?;
@@ -142,7 +144,19 @@ impl Preflight {
                 .map(|stage| StagePlan::new(stage, config, &table, kind, engine_plan.as_ref().unwrap_or(&plan)))
                 .collect::<Result<_>>()?,
         };
-        Ok(Self { batch, spec, tokenizer, table, stages, stage_plans, teacher, kind, plan, engine_plan })
+        Ok(Self {
+            batch,
+            spec,
+            tokenizer,
+            table,
+            stages,
+            stage_plans,
+            teacher,
+            kind,
+            plan,
+            engine_plan,
+            why_shared: None,
+        })
     }
 
     /// The memory plan of a rank.
@@ -156,7 +170,8 @@ impl fmt::Display for Preflight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.plan)?;
         self.engine_plan.as_ref().map_or(Ok(()), |plan| write!(f, "\n{plan}"))?;
-        self.stage_plans.iter().try_for_each(|stage| write!(f, "\n{stage}"))
+        self.stage_plans.iter().try_for_each(|stage| write!(f, "\n{stage}"))?;
+        self.why_shared.iter().try_for_each(|why| write!(f, "\n{why}"))
     }
 }
 

@@ -80,6 +80,10 @@ pub(super) fn step_metrics(
     metrics.set("num_skipped_updates", outcome.num_skipped as f64, Reduce::Last);
     metrics.set("tokens/trained", outcome.num_trained_tokens as f64, Reduce::Sum);
     metrics.set("timing_s/exposed_communication", outcome.exposed_communication.as_secs_f64(), Reduce::Max);
+    if let Some(exposed) = outcome.exposed_exchange {
+        metrics.set("timing_s/exposed_exchange", exposed.as_secs_f64(), Reduce::Max);
+    }
+    transition_metrics(&mut metrics, "activation_", outcome.offloaded);
     for (name, aggregate) in outcome.stats.entries() {
         match *aggregate {
             Aggregate::Mean { sum, count } => metrics.set_mean(*name, sum, count),
@@ -111,16 +115,20 @@ pub(super) fn cost_metrics(
         let whose = role.filter(|_| phase == Phase::Idle).map(|role| format!("_{role}")).unwrap_or_default();
         metrics.set(format!("timing_s/{}{whose}", phase.name()), duration.as_secs_f64(), Reduce::Max);
     }
-    let Transitions { bytes, copying, exposed } = transitions;
-    if bytes > 0 {
-        metrics.set("transition/bytes", bytes as f64, Reduce::Sum);
-        metrics.set("transition/gbps", bytes as f64 / 1e9 / copying.as_secs_f64(), Reduce::Min);
-        let hidden = 1.0 - exposed.as_secs_f64() / copying.as_secs_f64();
-        metrics.set("transition/hidden_share", hidden.max(0.0), Reduce::Min);
-    }
+    transition_metrics(metrics, "", transitions);
     metrics.set("perf/max_resident_gb", memory::peak_resident_bytes()? as f64 / 1e9, Reduce::Max);
     metrics.set("step_time", step_time.as_secs_f64(), Reduce::Max);
     Ok(())
+}
+
+/// Bytes of all ranks that moved between device and host, the rate of the slowest in GB/s, and the share of their time that nothing waited for.
+fn transition_metrics(metrics: &mut StepMetrics, what: &str, transitions: Transitions) {
+    let Transitions { bytes, copying, .. } = transitions;
+    if bytes > 0 {
+        metrics.set(format!("transition/{what}bytes"), bytes as f64, Reduce::Sum);
+        metrics.set(format!("transition/{what}gbps"), bytes as f64 / 1e9 / copying.as_secs_f64(), Reduce::Min);
+        metrics.set(format!("transition/{what}hidden_share"), transitions.hidden_share(), Reduce::Min);
+    }
 }
 
 /// Adds the share of the chip's rate that the updates reached: the operations of forward and backward over the time of

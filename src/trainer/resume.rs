@@ -78,6 +78,16 @@ pub(super) fn restore(
     Ok(TrainingProgress { global_step, previous_step: global_step, generation_step, num_tokens, entropy_control })
 }
 
+/// Says that another number of ranks shares micro-batches than before, as `sequence_parallel_size = auto` may choose. Sums are rounded otherwise;
+/// all else is as it was.
+pub(super) fn say_sharing(checkpoint: &Checkpoint, config: &Config, output: &RunOutput) {
+    let saved = Config::from_entries(checkpoint.state.config.entries(config.entries()));
+    let Ok(changes) = saved.map(|saved| checkpoint::changes(config, &saved)) else { return };
+    if let Some(change) = changes.iter().find(|change| change.key == "sequence_parallel_size") {
+        output.say(&format!("{change}: sums over a sequence are rounded in another order from here on"));
+    }
+}
+
 /// Says which unfinished groups of `checkpoint` the run does not go on with, as it has `carried` of them.
 pub(super) fn say_carried(checkpoint: &Checkpoint, config: &Config, carried: &[CarriedGroup], output: &RunOutput) {
     let saved = &checkpoint.state.carried;

@@ -25,6 +25,7 @@ pub(super) fn seconds(
     if preflight.kind != Kind::BFloat16 {
         return Err("weights other than bfloat16");
     }
+    let config = &config.sharing(preflight.plan.sequence_parallel_size);
     let model = TrainedModel::of(config, &preflight.table, preflight.kind);
     let work = PlannedStep {
         config,

@@ -126,6 +126,8 @@ impl Learner {
             self.move_reference(options, options.global_step + outcome.num_updates)?;
         }
         outcome.exposed_communication = self.policy.take_exposed_communication()?;
+        outcome.exposed_exchange = self.policy.take_exposed_exchange()?;
+        outcome.offloaded = self.policy.take_offloaded()?;
         outcome.loss /= outcome.num_updates.max(1) as f64;
         outcome.aux_loss = outcome.aux_loss.map(|sum| sum / outcome.num_updates.max(1) as f64);
         outcome.policy_loss /= outcome.num_updates.max(1) as f64;

@@ -13,7 +13,7 @@ use crate::grpo::{
     Denominators, EntropyControl, LossConfig, LossFunction, LossInput, LossOutput, LossStats, policy_loss,
 };
 use crate::phase::Phase;
-use crate::train::{Schedule, Sequence};
+use crate::train::{Schedule, Sequence, Transitions};
 
 /// How a generation batch becomes updates.
 #[derive(Debug, Clone)]
@@ -151,6 +151,10 @@ pub struct UpdateOutcome {
     pub training_flop: f64,
     /// How long computation waited for collectives.
     pub exposed_communication: Duration,
+    /// How long it waited for the exchange of heads, where ranks share micro-batches.
+    pub exposed_exchange: Option<Duration>,
+    /// Kept tensors of blocks that moved to the host and back.
+    pub offloaded: Transitions,
 }
 
 /// Is shown how far an update is, micro-batch by micro-batch.

@@ -182,6 +182,38 @@ fn a_plan_needs_neither_the_gpus_nor_the_weights() {
     refused.assert_error("too small for the weights", 4, &["are available; set lora.r = 16 and quantization = nf4"]);
 }
 
+/// Micro-batches of 262,144 tokens on four GPUs of 79 GiB: two share each, or a GPU has one with kept tensors on the host. A sequence that is
+/// longer than the budget counts, too.
+#[test]
+fn a_plan_chooses_the_ranks_that_share_micro_batches() {
+    let long = "plan --nproc 4 --model_preset qwen2.5-7b --gpu_memory_gib 79 --host_memory_gib 1000 zero.stage=3 max_num_seqs=8 \
+                max_prompt_length=1024 max_completion_length=30000 max_tokens_per_micro_batch=262144";
+    let said = stdout_of(&format!("{long} sequence_parallel_size=auto --compare"));
+    let chosen =
+        "sequence_parallel_size: 2, the least that leaves a tenth of the memory free while training, of 1, 2, 4";
+    assert!(said.contains(chosen), "{said}");
+    let table = said.lines().skip_while(|line| !line.starts_with(" sequence_parallel_size"));
+    let own = table.take(4).find(|line| line.starts_with('*')).unwrap_or_else(|| panic!("{said}"));
+    assert_eq!(own.split_whitespace().nth(1), Some("2"), "{said}");
+    run(&format!("{long} sequence_parallel_size=1")).assert_error(
+        "one GPU",
+        4,
+        &["per rank and 79.0 GiB are available"],
+    );
+    let offloaded = stdout_of(&format!("{long} sequence_parallel_size=1 activation_offload=true"));
+    let activations = offloaded.lines().find(|line| line.starts_with("activations")).unwrap();
+    assert!(activations.ends_with("GiB"), "{activations}");
+    run(&format!("{long} activation_offload=true gradient_checkpointing=none")).assert_error(
+        "what is kept beside",
+        2,
+        &["activation_offload = true: expected false"],
+    );
+    let longest = "plan --nproc 4 --model_preset qwen3.5-9b --gpu_memory_gib 79 --host_memory_gib 2000 zero.stage=3 max_num_seqs=2 \
+                   max_prompt_length=1024 max_completion_length=250000";
+    run(longest).assert_error("250,000 tokens", 4, &["set activation_offload = true (kept inputs of blocks wait"]);
+    assert!(stdout_of(&format!("{longest} activation_offload=true")).contains("x 251024"));
+}
+
 /// What is planned for another model is a file's run, its rewards apart.
 #[test]
 fn a_run_is_planned_for_another_model() {

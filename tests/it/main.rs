@@ -32,6 +32,7 @@ mod gpu_hybrid_training;
 mod gpu_kernels;
 mod gpu_lora;
 mod gpu_memory;
+mod gpu_offload;
 mod gpu_products;
 mod gpu_sampling;
 mod gpu_serving;

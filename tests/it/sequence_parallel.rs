@@ -76,6 +76,31 @@ fn experts_and_split_worlds_share_micro_batches() {
     }
 }
 
+/// `auto` takes the least that fits, which is said, and a run that goes on with another number says so. Kept tensors of blocks may be elsewhere.
+#[test]
+fn the_plan_chooses_how_many_ranks_share_micro_batches() {
+    let runs = Runs::new();
+    let keys = ["max_steps=2", "save_steps=1", "gradient_checkpointing=keep_attention"];
+    runs.train_to_the_end("shared", 2, &[&keys[..], &[SHARED]].concat());
+    let resumed = runs.resume("shared", 1);
+    let auto = [&keys[..], &["sequence_parallel_size=auto", "activation_offload=true", &resumed]].concat();
+    let said = runs.train_to_the_end("auto", 2, &auto).output;
+    assert!(
+        said.contains(
+            "sequence_parallel_size: 1, the least that leaves a tenth of the memory free while training, of 1, 2"
+        ),
+        "{said}"
+    );
+    assert!(
+        said.contains("sequence_parallel_size was 2, is 1: sums over a sequence are rounded in another order"),
+        "{said}"
+    );
+    runs.assert_close("auto", "shared", 2);
+    let line = &runs.metrics("auto")[&(2, false)].values;
+    assert!(line["transition/activation_bytes"] > 0.0 && !line.contains_key("timing_s/exposed_exchange"), "{line:?}");
+    assert!(runs.metrics("shared")[&(2, false)].values["timing_s/exposed_exchange"] > 0.0);
+}
+
 /// Rows of a rank alone, on two that share them; held-out ones, too.
 #[test]
 fn supervised_runs_share_micro_batches() {
@@ -102,8 +127,10 @@ fn supervised_runs_share_micro_batches() {
         assert_eq!(ended.code, Some(0), "{}", ended.stderr);
         metrics(&out)
     };
-    let (alone, shared) = (lines("alone", "--nproc 1"), lines("shared", &format!("--nproc 2 {SHARED}")));
+    let keys = format!("--nproc 2 {SHARED} gradient_checkpointing=keep_attention activation_offload=true");
+    let (alone, shared) = (lines("alone", "--nproc 1"), lines("shared", &keys));
     assert_eq!(alone.len(), shared.len());
+    assert!(shared[0]["transition/activation_hidden_share"].as_f64().is_some(), "{:?}", shared[0]);
     for (alone, shared) in alone.iter().zip(&shared) {
         for name in ["loss", "grad_norm", "num_tokens", "epoch", "eval_loss"] {
             let [own, other] = [alone, shared].map(|line| line[name].as_f64());

@@ -5,6 +5,7 @@ mod delta_net;
 mod experts;
 mod factors;
 mod fp8;
+mod offload;
 mod optimizers;
 mod real_shapes;
 mod run;

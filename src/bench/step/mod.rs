@@ -81,7 +81,7 @@ impl StepBench {
             return Ok(None);
         }
         let Some(policy) = trainer.policy() else { return Ok(None) };
-        let own_prompts = self.prompts.div_ceil(policy.num_ranks() / config.sequence_parallel_size);
+        let own_prompts = self.prompts.div_ceil(policy.num_ranks() / trainer.plan().sequence_parallel_size);
         let sequence = |index: usize| {
             let token_ids = vec![(index / self.group) as u32; self.prompt_len + self.completion_len];
             Sequence::of_tokens(token_ids, self.prompt_len)
@@ -91,7 +91,7 @@ impl StepBench {
         let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device: Device::Cpu })?;
         let shapes: Vec<_> = micro_batches.iter().map(MicroBatch::shape).collect();
         let (table, kind) = (policy.table(), policy.kind());
-        let model = TrainedModel::of(config, table, kind);
+        let model = TrainedModel::of(&config.sharing(trainer.plan().sequence_parallel_size), table, kind);
         let MemoryPlan { gradient_checkpointing, optimizer, reference, .. } = *trainer.plan();
         let streams = optimizer == OptimizerResidency::Stream;
         let course = UpdateCourse { keep: gradient_checkpointing, micro_batches: &shapes, is_warm: false, streams };

@@ -27,6 +27,7 @@ fn bench(preset: &str, num_layers: usize, gradient_checkpointing: GradientCheckp
         mixed_precision: MixedPrecision::None,
         routing: BenchRouting::Own,
         gradient_checkpointing,
+        activation_offload: false,
         score: false,
         profile: false,
         steps: 1,

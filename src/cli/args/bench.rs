@@ -119,6 +119,9 @@ pub struct BenchTrainArgs {
     /// The activations that backward computes again
     #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
     pub gradient_checkpointing: GradientCheckpointing,
+    /// Keep inputs of blocks, and attention's outputs, in pinned host memory until backward; with full or keep_attention
+    #[arg(long)]
+    pub activation_offload: bool,
     /// Blocks, instead of the model's own number: a large model's rate from a few of its blocks
     #[arg(long, value_parser = count)]
     pub layers: Option<usize>,

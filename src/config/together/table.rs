@@ -157,6 +157,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("exact" is "true") (Experts) => "experts are not held to the same bits so far";
         ("exact" is "true") (DeltaNets) => "gated delta nets are not held to the same bits so far";
         ("exact" is "true") ("sequence_parallel_size" above 1.0) => "the heads of a part are not held to the same bits so far";
+        ("activation_offload" is "true") ("gradient_checkpointing" is "keep_chunks" | "none" | "selective") => "inputs are a small part of what blocks keep then, and the rest stays on the GPU";
         ("pipeline_parallel_size" above 1.0) ("mode" is "colocated") ("zero.stage" at_most 2.0) => "where every rank holds all weights, replicas of an engine generate more than stages of one";
         ("pipeline_parallel_size" above 1.0) ("quantization" not "none") => "every rank holds its blocks whole";
         ("pipeline_parallel_size" above 1.0) ("agent" given) => "an agent's requests come when it sends them";

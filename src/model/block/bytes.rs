@@ -44,6 +44,12 @@ impl BlockSpec {
         }
     }
 
+    /// Bytes a token of each tensor that [`SavedBlock::movable`](super::SavedBlock::movable) gives.
+    pub fn movable_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> [usize; 2] {
+        let attended = if keep.keeps_attention() { self.mixer.output_bytes(bytes) } else { 0 };
+        [bytes.residual * self.hidden, attended]
+    }
+
     /// Bytes a token of the fullest moment of a forward that no backward follows: its input, the block up to the residual stream
     /// after the first sublayer, and the MLP's.
     pub fn forward_bytes(self, bytes: ElementBytes, shares_rows: bool) -> usize {

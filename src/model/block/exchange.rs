@@ -5,10 +5,11 @@
 //! them, and their gradients are summed up.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tch::Tensor;
 
-use crate::cuda::{OpCost, timed};
+use crate::cuda::{OpCost, Stopwatch, timed};
 use crate::error::{Error, Result};
 use crate::model::spec::ModelSpec;
 use crate::ranks::Collective;
@@ -17,6 +18,7 @@ use crate::ranks::Collective;
 #[derive(Debug, Clone)]
 pub struct TokenExchange {
     group: Arc<dyn Collective>,
+    watch: Arc<Stopwatch>,
 }
 
 impl ModelSpec {
@@ -99,8 +101,22 @@ struct ColumnRun {
 
 impl TokenExchange {
     /// Of a group; `None` for a rank alone.
-    pub fn of(group: &Arc<dyn Collective>) -> Option<Self> {
-        (group.size() > 1).then(|| Self { group: group.clone() })
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn of(group: &Arc<dyn Collective>) -> Result<Option<Self>> {
+        if group.size() == 1 {
+            return Ok(None);
+        }
+        Ok(Some(Self { group: group.clone(), watch: Arc::new(Stopwatch::new(group.device())?) }))
+    }
+
+    /// How long computation waited for exchanges since the last call, with the copies before and behind them. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn take_exposed(&self) -> Result<Duration> {
+        self.watch.take()
     }
 
     /// The ranks.
@@ -119,6 +135,10 @@ impl TokenExchange {
         rows: &Tensor, /* [T / n, columns] */
         sections: &[SharedHeads],
     ) -> Result<Tensor> {
+        self.watch.time(|| self.rows_to_heads(rows, sections))
+    }
+
+    fn rows_to_heads(&self, rows: &Tensor, sections: &[SharedHeads]) -> Result<Tensor> {
         let [num_rows, _] = rows.size()[..] else { return Err(not_rows(rows)) };
         let size = self.size();
         let width: i64 = sections.iter().map(|section| (section.own * section.width) as i64).sum();
@@ -139,6 +159,10 @@ impl TokenExchange {
         heads: &Tensor, /* [T, own columns] */
         sections: &[SharedHeads],
     ) -> Result<Tensor> {
+        self.watch.time(|| self.heads_to_rows(heads, sections))
+    }
+
+    fn heads_to_rows(&self, heads: &Tensor, sections: &[SharedHeads]) -> Result<Tensor> {
         let [num_rows, width] = heads.size()[..] else { return Err(not_rows(heads)) };
         let size = self.size() as i64;
         let received = self.all_to_all(&heads.f_contiguous()?)?.f_view([size, num_rows / size, width])?;
@@ -233,7 +257,7 @@ mod tests {
         let columns: i64 = 12 * 2 + 2 * 3 + 6;
         testing::threads(4, |group| {
             let whole = Tensor::arange(8 * columns, (Kind::Double, Device::Cpu)).view([8, columns]);
-            let (rank, exchange) = (group.rank() as i64, TokenExchange::of(&group).unwrap());
+            let (rank, exchange) = (group.rank() as i64, TokenExchange::of(&group).unwrap().unwrap());
             let rows = whole.narrow(0, 2 * rank, 2);
             let own = exchange.to_heads(&rows, &sections).unwrap();
             let kv = |query: i64, total: i64| query * total / 12; // the head that a query head reads

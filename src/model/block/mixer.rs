@@ -142,6 +142,14 @@ impl Mixer {
         }
     }
 
+    /// Bytes a token of attention's output.
+    pub(super) fn output_bytes(self, bytes: ElementBytes) -> usize {
+        match self {
+            Self::Attention(attention) => bytes.narrow * attention.widths()[0],
+            Self::DeltaNet(_) => 0,
+        }
+    }
+
     /// As one of so many ranks that share rows has its heads, for each of its own rows.
     pub(super) fn with_shared_rows(self, num_ranks: usize) -> Self {
         match self {

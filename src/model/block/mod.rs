@@ -305,6 +305,13 @@ pub struct SavedBlock {
     mlp: SavedMlp,
 }
 
+impl SavedBlock {
+    /// The tensors that may be elsewhere until backward, undefined meanwhile: the block's input, and attention's output where it is kept.
+    pub(crate) fn movable(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        [Some(&mut self.x), self.attended.as_mut().map(|attended| &mut attended.o)].into_iter().flatten()
+    }
+}
+
 /// y [T, D]; and what `keep` asks for, if a backward will follow.
 ///
 /// # Errors

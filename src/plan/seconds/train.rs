@@ -91,7 +91,7 @@ impl PlannedStep<'_> {
             tokens: prompts * prompt + sequences * completion,
             scored: sequences * completion,
             pairs: prompts * prompt * prompt / 2.0 + sequences * (completion * prompt + squared / 2.0),
-            micro_batches: (units * self.config.sequence_parallel_size as f64 / a_micro_batch).ceil().max(1.0),
+            micro_batches: (units * self.config.num_sharers() as f64 / a_micro_batch).ceil().max(1.0),
         }
     }
 

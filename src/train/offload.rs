@@ -1,0 +1,197 @@
+//! Tensors that blocks keep for their backward, in host memory between the two (`activation_offload`).
+//!
+//! A block's input starts to leave before the block's forward is queued, attention's output behind it: each has the time of a block to leave.
+//! Then libtorch's stream waits for the copy, if it still runs, and the memory is free, so that forward holds the tensors of two blocks, however
+//! many there are. In backward the tensors of the block below come back beside a block's own backward. The last block's stay, since its
+//! backward is next. Tensors are copied as they are: gradients have the same bits as without.
+
+use std::collections::VecDeque;
+
+use tch::{Device, Kind, Tensor};
+
+use super::policy::Policy;
+use super::residence::Transitions;
+use crate::error::Result;
+use crate::memory::{Direction, HostPool, Mark, PendingCopy};
+use crate::model::SavedBlock;
+
+/// Tensors in the pool begin at multiples of this.
+pub(super) const ALIGNMENT_BYTES: usize = 256;
+
+/// Host memory for tensors of one pass, and their ways.
+#[derive(Debug)]
+pub(super) struct ActivationOffload {
+    /// The planned pool; and more of them, if a micro-batch is longer than was planned.
+    pools: Vec<HostPool>,
+    /// Bytes of the last pool that are taken, in this pass.
+    taken: usize,
+    /// Index of that pool.
+    pool: usize,
+    /// Tensors on the host, by layer.
+    blocks: Vec<Vec<HostTensor>>,
+    leaving: VecDeque<MovingTensor>,
+    arriving: Vec<MovingTensor>,
+    moves: Vec<TensorMove>,
+}
+
+/// A tensor's place in a pool, and its shape.
+#[derive(Debug)]
+struct HostTensor {
+    pool: usize,
+    byte_offset: usize,
+    shape: Vec<i64>,
+    kind: Kind,
+    device: Device,
+}
+
+#[derive(Debug)]
+struct MovingTensor {
+    copy: PendingCopy,
+    bytes: usize,
+    began: Mark,
+    ended: Mark,
+}
+
+/// A copy that the device has come to wait for.
+#[derive(Debug)]
+struct TensorMove {
+    bytes: usize,
+    began: Mark,
+    ended: Mark,
+    came: Mark,
+}
+
+impl ActivationOffload {
+    /// With memory for one micro-batch's tensors.
+    pub(super) fn new(pool: HostPool) -> Self {
+        let (leaving, arriving) = (VecDeque::new(), Vec::new());
+        Self { pools: vec![pool], taken: 0, pool: 0, blocks: Vec::new(), leaving, arriving, moves: Vec::new() }
+    }
+
+    /// Starts the way of a block's input to the host. Call before the block's forward is queued. The first block begins a pass: nothing is
+    /// left of an earlier one, which may have failed.
+    pub(super) fn before_forward(&mut self, layer: usize, input: &Tensor /* [T, D] */) -> Result<()> {
+        if layer == 0 {
+            self.leaving.clear();
+            self.arriving.clear();
+            (self.pool, self.taken) = (0, 0);
+        }
+        self.blocks.truncate(layer);
+        self.blocks.push(Vec::new());
+        self.send(&input.f_contiguous()?)
+    }
+
+    /// Takes the block's tensors: the input, which is on its way, and the others, which start. Waits for those that started before.
+    pub(super) fn after_forward(&mut self, block: &mut SavedBlock) -> Result<()> {
+        self.release()?;
+        for (place, tensor) in block.movable().enumerate() {
+            let tensor = std::mem::replace(tensor, Tensor::new());
+            if place > 0 {
+                self.send(&tensor.f_contiguous()?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets the device wait for all tensors that leave, and frees them.
+    pub(super) fn release(&mut self) -> Result<()> {
+        while let Some(moving) = self.leaving.pop_front() {
+            self.moves.push(moving.hold_libtorch(&self.pools[0])?);
+        }
+        Ok(())
+    }
+
+    /// Gives a block's tensors back, if they left, and starts the way of those of the block below. Call before the block's backward is queued.
+    pub(super) fn before_backward(&mut self, layer: usize, block: &mut SavedBlock) -> Result<()> {
+        if layer < self.blocks.len() {
+            if self.arriving.is_empty() {
+                self.fetch(layer)?;
+            }
+            for (place, moving) in block.movable().zip(std::mem::take(&mut self.arriving)) {
+                *place = moving.copy.tensor().shallow_clone();
+                self.moves.push(moving.hold_libtorch(&self.pools[0])?);
+            }
+        }
+        if layer > 0 && layer <= self.blocks.len() { self.fetch(layer - 1) } else { Ok(()) }
+    }
+
+    /// Bytes and times of copies since the last call. Waits for copies that are over by now.
+    pub(super) fn take_moves(&mut self) -> Result<Transitions> {
+        let mut total = Transitions::default();
+        for TensorMove { bytes, began, ended, came } in self.moves.drain(..) {
+            total.bytes += bytes;
+            total.copying += began.until(&ended)?;
+            total.exposed += came.until(&ended)?;
+        }
+        Ok(total)
+    }
+
+    fn send(&mut self, tensor: &Tensor) -> Result<()> {
+        let bytes = tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let byte_offset = self.place(bytes, tensor.device())?;
+        let pool = &mut self.pools[self.pool];
+        let began = pool.mark(Direction::Out)?;
+        let copy = pool.copy_from_async(byte_offset, tensor)?;
+        let ended = pool.mark(Direction::Out)?;
+        self.leaving.push_back(MovingTensor { copy, bytes, began, ended });
+        let (shape, kind, device) = (tensor.size(), tensor.kind(), tensor.device());
+        let stored = HostTensor { pool: self.pool, byte_offset, shape, kind, device };
+        self.blocks.last_mut().expect("a block's input is sent first").push(stored);
+        Ok(())
+    }
+
+    fn fetch(&mut self, layer: usize) -> Result<()> {
+        for HostTensor { pool, byte_offset, shape, kind, device } in &self.blocks[layer] {
+            let pool = &self.pools[*pool];
+            let mut tensor = Tensor::f_empty(shape, (*kind, *device))?;
+            let began = pool.mark(Direction::In)?;
+            let copy = pool.copy_to_async(*byte_offset, &mut tensor)?;
+            let ended = pool.mark(Direction::In)?;
+            let bytes = tensor.numel() * kind.elt_size_in_bytes();
+            self.arriving.push(MovingTensor { copy, bytes, began, ended });
+        }
+        Ok(())
+    }
+
+    /// The offset of so many free bytes in [`Self::pool`], which becomes a further one where this one is full.
+    fn place(&mut self, bytes: usize, device: Device) -> Result<usize> {
+        if self.taken + bytes > self.pools[self.pool].len_bytes() {
+            (self.pool, self.taken) = (self.pool + 1, 0);
+            let is_enough = self.pools.get(self.pool).is_some_and(|pool| pool.len_bytes() >= bytes);
+            if !is_enough {
+                let bytes = bytes.max(self.pools[0].len_bytes() / 4);
+                self.pools.insert(self.pool, HostPool::new("activations_host", bytes, device, &mut |_, _| ())?);
+            }
+        }
+        let byte_offset = self.taken;
+        self.taken += bytes.next_multiple_of(ALIGNMENT_BYTES);
+        Ok(byte_offset)
+    }
+}
+
+impl Policy {
+    /// With kept tensors of blocks in `pool` between forward and backward. It has
+    /// [`TrainedModel::offloaded_bytes`](super::TrainedModel::offloaded_bytes); a micro-batch that needs more has a further pool made.
+    #[must_use]
+    pub fn with_activation_offload(mut self, pool: HostPool) -> Self {
+        self.network.offload = Some(ActivationOffload::new(pool));
+        self
+    }
+
+    /// Time and bytes of moving kept tensors of blocks to the host and back since the last call. Waits for the device.
+    ///
+    /// # Errors
+    /// Any error of the device in work that it was given before.
+    pub fn take_offloaded(&mut self) -> Result<Transitions> {
+        self.network.offload.as_mut().map_or_else(|| Ok(Transitions::default()), ActivationOffload::take_moves)
+    }
+}
+
+impl MovingTensor {
+    fn hold_libtorch(self, pool: &HostPool) -> Result<TensorMove> {
+        let Self { copy, bytes, began, ended } = self;
+        let came = pool.mark_libtorch()?;
+        copy.hold_libtorch()?;
+        Ok(TensorMove { bytes, began, ended, came })
+    }
+}
