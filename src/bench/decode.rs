@@ -12,7 +12,7 @@ use super::generate::GenerateBench;
 use super::limits::GpuLimits;
 use crate::cuda::{EnergyMeter, Graph, Sustained};
 use crate::error::Result;
-use crate::model::{BlockParams, ExpertsSpec, LinearSpec, Lora, Mlp, StepCost, TpSplit};
+use crate::model::{BlockParams, LinearSpec, Lora, Mlp, StepCost, TpSplit};
 use crate::ranks::{ReduceOp, all_reduce_f64};
 use crate::rollout::{DecoderOp, EngineWeights, TrialBatch, TrialStep, state_page_bytes};
 use crate::serve::Served;
@@ -269,9 +269,7 @@ impl DecodeWork<'_, '_> {
             DecoderOp::GateUp => mlp_products(0),
             DecoderOp::SiluMul => dense().map(|it| OpWork::bytes(size * rows * 3.0 * it.intermediate as f64)).sum(),
             DecoderOp::Round => {
-                let of_expert = |it: ExpertsSpec| (it.router.num_experts_per_tok * it.expert.intermediate) as f64;
-                let columns = layers * o.columns as f64 + experts().map(of_expert).sum::<f64>();
-                OpWork::bytes(3.0 * rows * columns) // elsewhere other operations do it
+                OpWork::bytes(3.0 * rows * layers * o.columns as f64) // elsewhere other operations do it
             }
             DecoderOp::Down => mlp_products(1),
             DecoderOp::Combine => experts()

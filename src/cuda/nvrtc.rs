@@ -71,6 +71,7 @@ sources! {
     ROUTE = "route.cu",
     SAMPLE = "sample.cu",
     SEEN = "seen.cu",
+    STREAMED_EXPERTS = "streamed_experts.cu",
     SUMS = "sums.cu",
     SWIGLU = "swiglu.cu",
     TILED_ATTENTION = "tiled_attention.cu",

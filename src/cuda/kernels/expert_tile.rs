@@ -29,7 +29,7 @@ const fn tile(name: &'static str, rows: usize, threads: u32, stages_kib: u32, pe
 }
 
 /// For few, some and many rows an expert; for more than few on chips with little shared memory; and for float32.
-const FEW: ExpertTile = tile("few", 32, 128, 72, 3);
+pub(super) const FEW: ExpertTile = tile("few", 32, 128, 72, 3);
 const SOME: ExpertTile = tile("some", 32, 128, 100, 2);
 const MANY: ExpertTile = tile("many", 128, 256, 192, 1);
 const SMALL: ExpertTile = tile("small", 64, 128, 64, 3);

@@ -278,6 +278,11 @@ fn moves_well(tensor: &Tensor) -> bool {
     is_aligned(tensor) && tensor.stride().iter().rev().skip(1).all(|stride| stride % pack(tensor.kind()) == 0)
 }
 
+/// The experts of this rank, where nearly all are hit; else none.
+pub(super) fn sure_experts(routed: &RoutedTokens) -> usize {
+    if routed.order.numel() / routed.num_experts >= SURE_ROWS { routed.own.len() } else { 0 }
+}
+
 /// A product's launch, without what adapters or biases add to it.
 pub(super) struct Launch {
     arguments: Vec<Argument>,
@@ -313,7 +318,6 @@ impl Launch {
             return Err(invalid(op, expected, (x.size(), w.size(), strides, tile)));
         }
         let choices = routed.experts.size()[1];
-        let average = rows as usize / routed.num_experts;
         let arguments = vec![
             strided(op, x, kind, &[x_rows, k], gpu)?,
             strided(op, w, kind, &[experts, features, k], gpu)?,
@@ -327,7 +331,7 @@ impl Launch {
             Argument::Count(k),
             Argument::Count(features),
             Argument::Count(choices),
-            Argument::Count(if average >= SURE_ROWS { experts } else { 0 }),
+            Argument::Count(sure_experts(routed) as i64),
         ];
         let blocks = Context::retain(gpu)?.num_processors()? * tile.per_processor;
         Ok(Self { arguments, blocks: blocks as u32, gpu })

@@ -41,6 +41,7 @@ mod route;
 mod sample;
 mod seen;
 mod served;
+mod streamed_experts;
 mod sums;
 mod swiglu;
 mod tiled_attention;
@@ -103,6 +104,9 @@ pub use route::{
 pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
 pub use seen::{mark_seen, note_tokens};
 pub use served::{DecoderSizes, Unserved, unserved};
+pub use streamed_experts::{
+    streamed_down_serves, streamed_experts_down, streamed_experts_gate_up, streamed_gate_up_serves,
+};
 pub use sums::{add_columns, add_rows};
 pub use swiglu::{
     Activation, SWISH_LIMIT, SWISH_SLOPE, silu_mul, swiglu_backward, swiglu_forward, swiglu_weighted_backward,
@@ -120,7 +124,7 @@ use crate::error::Result;
 use crate::types::Place;
 
 /// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 43] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 44] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -160,6 +164,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 43] = [
     (route::SOURCE, route::NAMES),
     (sample::SOURCE, sample::NAMES),
     (seen::SOURCE, seen::NAMES),
+    (streamed_experts::SOURCE, streamed_experts::NAMES),
     (sums::SOURCE, sums::NAMES),
     (swiglu::SOURCE, swiglu::NAMES),
     (tiled_attention::SOURCE, tiled_attention::NAMES),

@@ -243,11 +243,22 @@ impl Format for Fp8 {
     }
 
     fn step_experts_gate_up(&self, by: StepExperts<'_>, x: StepRows<'_>, w: &Piece, act: &Tensor) -> Result<()> {
-        kernels::experts_gate_up_fp8(by.tile, x.rounded(), w.rounded(), by.adapter, by.routed, act)
+        let (x, w) = (x.rounded(), w.rounded());
+        match by.adapter {
+            None if kernels::streamed_gate_up_serves(by.tile, w, by.routed)? => {
+                kernels::streamed_experts_gate_up(x, w, by.routed, act)
+            }
+            adapter => kernels::experts_gate_up_fp8(by.tile, x, w, adapter, by.routed, act),
+        }
     }
 
     fn step_experts_down(&self, by: StepExperts<'_>, act: StepRows<'_>, w: &Piece, out: &Tensor) -> Result<()> {
-        kernels::experts_down_fp8(by.tile, act.rounded(), w.rounded(), by.adapter, by.routed, out)
+        let w = w.rounded();
+        if by.adapter.is_none() && kernels::streamed_down_serves(by.tile, w, by.routed)? {
+            return kernels::streamed_experts_down(act.plain, w, by.routed, out);
+        }
+        kernels::fp8_rows_of_step(act.plain, act.rounded())?;
+        kernels::experts_down_fp8(by.tile, act.rounded(), w, by.adapter, by.routed, out)
     }
 
     fn step_product(&self, by: StepProducts<'_>, x: StepRows<'_>, w: &Piece, out: &Tensor) -> Result<()> {

@@ -343,7 +343,7 @@ pub trait Format: Debug + Sync {
         }
     }
 
-    /// In a step out = act w^T of each sorted row with the weight of its expert, at the place of its choice.
+    /// In a step out = act w^T of each sorted row with its expert's weight, at the place of its choice. Formats that round do so within.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].

@@ -58,10 +58,9 @@ impl DecoderNetwork<'_> {
         let by = StepExperts { tile, adapter: adapter.of(), routed: &routed };
         let x = self.rows(normed)?;
         DecoderOp::GateUp.run(|| format.step_experts_gate_up(by, x, gate_up.piece(), &act))?;
-        self.round(&act, format)?; // in the place of the rows, which nothing reads any more but the shared expert
         let adapter = self.low(down, tile, LowRows::Sorted(&act), &routed)?;
         let by = StepExperts { tile: down_tile, adapter: adapter.of(), routed: &routed };
-        let x = self.rows(&act)?;
+        let x = self.rows(&act)?; // where they are rounded nothing is read any more but by the shared expert, which rounds again
         DecoderOp::Down.run(|| format.step_experts_down(by, x, down.piece(), &rows))?;
         let shared =
             spec.shared.map(|shared| self.shared_rows(shared.0.activation, w, normed, &buffers.shared)).transpose()?;
