@@ -8,7 +8,7 @@ use crate::cuda::Tuning;
 use crate::cuda::kernels::{self, QkvViews, ScaledRows};
 use crate::error::Result;
 use crate::model::{
-    AttentionSpec, Format, Linear, Lora, Matrix, OwnProducts, Piece, StepOutput, StepProducts, StepRows,
+    AttentionSpec, BlockParams, Format, Linear, Lora, Matrix, OwnProducts, Piece, StepOutput, StepProducts, StepRows,
 };
 use crate::ops::swiglu::Activation;
 
@@ -18,8 +18,11 @@ impl DecoderNetwork<'_> {
     pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
         let is_tried = self.tp.size() == 1 || self.format().rounds();
         let has_silu = self.spec.layers.iter().all(|block| block.mlp.activation() == Activation::Silu);
-        if self.tuning != Tuning::Timed || !is_tried || self.spec.num_expert_layers() > 0 || !has_silu {
+        if self.tuning != Tuning::Timed || !is_tried || !has_silu {
             return Ok(Vec::new());
+        }
+        if self.spec.num_expert_layers() > 0 {
+            return self.may_own_products_beside_experts(rows);
         }
         let (mut all, mut gate_up, mut wide) = (true, true, true);
         for w in &self.weights.blocks {
@@ -48,6 +51,19 @@ impl DecoderNetwork<'_> {
             (.., true) => vec![OwnProducts::Wide],
             _ => Vec::new(),
         })
+    }
+
+    /// Experts have kernels of their own; the mixers' products in FP8 may have those of `kernels::wide_product`.
+    fn may_own_products_beside_experts(&self, rows: usize) -> Result<Vec<OwnProducts>> {
+        let mixers = [Matrix::Qkv, Matrix::O, Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::DeltaOut];
+        let linears = self.weights.blocks.iter().flat_map(BlockParams::linears);
+        let linears = linears.filter(|(matrix, _)| self.format().rounds() && mixers.contains(matrix));
+        for piece in linears.flat_map(|(_, linear)| &linear.pieces) {
+            if kernels::wide_product_serves(rows, piece.multiplied(), piece.bias.as_ref())? {
+                return Ok(vec![OwnProducts::Wide]);
+            }
+        }
+        Ok(Vec::new())
     }
 
     /// act = activation(gate) * up
