@@ -15,18 +15,19 @@ use crate::ops::delta_net::{DeltaOptions, DeltaRows};
 
 const PROJECTIONS: [Matrix; 4] = [Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::DeltaB, Matrix::DeltaA];
 
-/// The weights of all projections as one matrix, where they lie one behind the other and have no adapters.
-fn whole(w: &BlockParams, columns: DeltaColumns) -> Option<Tensor> {
-    let linears = PROJECTIONS.map(|matrix| w.linear(matrix));
+/// The projections from number `first` on as one matrix, where they lie one behind the other, as their columns do, and have no adapters.
+fn joined(w: &BlockParams, columns: DeltaColumns, first: usize) -> Option<Tensor> {
+    let linears = PROJECTIONS[first..].iter().map(|matrix| w.linear(*matrix)).collect::<Vec<_>>();
     let is_plain = |linear: &&Linear| linear.lora.is_none() && linear.pieces.len() == 1 && !linear.format.rounds();
-    if !linears.iter().all(is_plain) || columns.all() != columns.parts().iter().sum::<usize>() {
+    let parts = &columns.parts()[first..];
+    if !linears.iter().all(is_plain) || !parts.iter().all(|columns| columns.is_multiple_of(ALIGNED)) {
         return None;
     }
-    let weights = linears.map(Linear::weight);
+    let weights: Vec<&Tensor> = linears.into_iter().map(Linear::weight).collect();
     let end = |weight: &Tensor| weight.data_ptr() as usize + weight.numel() * weight.kind().elt_size_in_bytes();
-    let is_whole = weights.windows(2).all(|pair| end(pair[0]) == pair[1].data_ptr() as usize);
-    let shape = [columns.all() as i64, weights[0].size()[1]];
-    if is_whole { weights[0].f_as_strided(shape, [shape[1], 1], None::<i64>).ok() } else { None }
+    let are_neighbours = weights.windows(2).all(|pair| end(pair[0]) == pair[1].data_ptr() as usize);
+    let shape = [parts.iter().sum::<usize>() as i64, weights[0].size()[1]];
+    if are_neighbours { weights[0].f_as_strided(shape, [shape[1], 1], None::<i64>).ok() } else { None }
 }
 
 impl DecoderNetwork<'_> {
@@ -44,18 +45,21 @@ impl DecoderNetwork<'_> {
         let rows = normed.size()[0];
         let projected = self.buffers.projected([rows, columns.all() as i64]);
         let mut at = 0;
-        let [qkv, z, b, a] = columns.parts().map(|own| {
-            let part = projected.narrow(1, at, own as i64);
+        let starts = columns.parts().map(|own| {
+            let start = at;
             at += own.next_multiple_of(ALIGNED) as i64;
-            part
+            start
         });
-        match whole(w, columns) {
-            Some(whole) => self.product(DecoderOp::Qkv, normed, &whole, None, &projected)?,
-            None => {
-                for (matrix, part) in PROJECTIONS.into_iter().zip([&qkv, &z, &b, &a]) {
-                    self.linear(DecoderOp::Qkv, normed, w.linear(matrix), part)?;
-                }
+        let part = |number: usize| projected.narrow(1, starts[number], columns.parts()[number] as i64);
+        let [qkv, z, b, a] = [0, 1, 2, 3].map(part);
+        for (number, part) in [&qkv, &z, &b, &a].into_iter().enumerate() {
+            // All in one product, or of a format that rounds the last two, which it leaves as they are.
+            if let Some(rest) = joined(w, columns, number) {
+                let out = projected.narrow(1, starts[number], rest.size()[0]);
+                self.product(DecoderOp::Qkv, normed, &rest, None, &out)?;
+                break;
             }
+            self.linear(DecoderOp::Qkv, normed, w.linear(PROJECTIONS[number]), part)?;
         }
         let weights = w.delta_weights();
         let states = self.memory.states.expect("a model with states has pages").layer(layer);
