@@ -1,5 +1,5 @@
-// A matrix in bf16 to the transpose in e4m3 with a scale for each of its columns, which ends in zeros up to a multiple of 16 rows. Two passes:
-// the largest absolute value of every column, then tiles that are turned in shared memory.
+// Matrices in bf16, one behind the other, to their transposes in e4m3 with a scale for each of their columns, which end in zeros up to a multiple
+// of 16 rows. Two passes: the largest absolute value of every column, then tiles that are turned in shared memory.
 #include "fp8.cuh"
 
 constexpr int THREADS = 256;
@@ -11,19 +11,22 @@ constexpr int TILE_COLUMNS = 64;
 // Largest absolute values of columns, as the bits of bf16, which are in the order of the values, NaN above all. A warp has 256 columns
 // of every eighth row of its block's; `peaks` holds zeros before.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
-    const bf16* __restrict__ x,    // [N, K]
-    unsigned* __restrict__ peaks,  // [K]
+    const bf16* __restrict__ x,    // [E, N, K]
+    unsigned* __restrict__ peaks,  // [E, K]
     long long rows, long long columns,
-    long long strips  // blocks that share the rows of some columns
+    long long strips,  // blocks that share the rows of some columns
+    long long blocks   // of a matrix
 ) {
     constexpr int UNROLL = 8;  // loads in flight per thread
     __shared__ uint4 of_warps[THREADS / 32][32];
     wait_for_inputs();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const long long column = (blockIdx.x / strips * 32 + lane) * 8, step = strips * (THREADS / 32);
+    const long long matrix = blockIdx.x / blocks, block = blockIdx.x % blocks;
+    x += matrix * rows * columns, peaks += matrix * columns;
+    const long long column = (block / strips * 32 + lane) * 8, step = strips * (THREADS / 32);
     uint4 most = {};
     if (column < columns) {
-        for (long long first = blockIdx.x % strips * (THREADS / 32) + warp; first < rows; first += UNROLL * step) {
+        for (long long first = block % strips * (THREADS / 32) + warp; first < rows; first += UNROLL * step) {
             uint4 packs[UNROLL];
 #pragma unroll
             for (int k = 0; k < UNROLL; ++k) {
@@ -40,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
     of_warps[warp][lane] = most;
     __syncthreads();
     // A thread a column.
-    const long long own = blockIdx.x / strips * THREADS + threadIdx.x;
+    const long long own = block / strips * THREADS + threadIdx.x;
     if (own >= columns) return;
     unsigned peak = 0;
 #pragma unroll
@@ -52,19 +55,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
 // A thread has 4 neighbours of 8 columns, whose codes are words of the transpose. Words of a column are turned by its pack's number, so that
 // a warp's stores and loads both touch every bank once.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
-    const bf16* __restrict__ x,          // [N, K]
-    const unsigned* __restrict__ peaks,  // [K]
-    unsigned char* __restrict__ values,  // [K, padded]
-    float* __restrict__ scales,          // [K]
+    const bf16* __restrict__ x,          // [E, N, K]
+    const unsigned* __restrict__ peaks,  // [E, K]
+    unsigned char* __restrict__ values,  // [E, K, padded]
+    float* __restrict__ scales,          // [E, K]
     long long rows, long long columns,
-    long long padded  // N up to a multiple of 16
+    long long padded,  // N up to a multiple of 16
+    long long blocks   // of a matrix
 ) {
     constexpr int WORDS = TILE_ROWS / 4;
     __shared__ uint4 tile[TILE_COLUMNS][WORDS / 4];
     __shared__ float factors[TILE_COLUMNS];
     wait_for_inputs();
     const long long tiles_across = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const long long first_row = blockIdx.x / tiles_across * TILE_ROWS, first_column = blockIdx.x % tiles_across * TILE_COLUMNS;
+    const long long matrix = blockIdx.x / blocks, block = blockIdx.x % blocks;
+    x += matrix * rows * columns, peaks += matrix * columns;
+    values += matrix * columns * padded, scales += matrix * columns;
+    const long long first_row = block / tiles_across * TILE_ROWS, first_column = block % tiles_across * TILE_COLUMNS;
     const int pack = threadIdx.x % 8, word = threadIdx.x / 8;
     const long long row = first_row + 4 * word, column = first_column + 8 * pack;
     Pack<bf16, 8> from[4];
@@ -99,7 +106,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
 
 #else
 
-extern "C" __global__ void fp8_column_peaks(const bf16*, unsigned*, long long, long long, long long) {}
-extern "C" __global__ void fp8_columns(const bf16*, const unsigned*, unsigned char*, float*, long long, long long, long long) {}
+extern "C" __global__ void fp8_column_peaks(const bf16*, unsigned*, long long, long long, long long, long long) {}
+extern "C" __global__ void fp8_columns(
+    const bf16*, const unsigned*, unsigned char*, float*, long long, long long, long long, long long
+) {}
 
 #endif

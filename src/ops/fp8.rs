@@ -105,6 +105,21 @@ pub fn rounded_columns(w: &Tensor /* [N, K] */) -> Result<ScaledRows> {
     Ok(to)
 }
 
+/// [`rounded_columns`] of every one of several matrices, one behind the other. [E K, N]
+///
+/// # Errors
+/// The errors of [`round_rows`].
+pub fn rounded_columns_of_each(w: &Tensor /* [E, N, K] */) -> Result<ScaledRows> {
+    let size = w.size();
+    let rows = size[0] * size[2];
+    if !w.device().is_cuda() {
+        return rounded(&w.f_transpose(1, 2)?.f_reshape([rows, size[1]])?);
+    }
+    let to = empty([rows, size[1]], w.device())?;
+    timed("rounding to FP8", || rounding_work(w, 2.0), || kernels::fp8_columns(w, &to))?;
+    Ok(to)
+}
+
 /// The cost of rounding a matrix of bfloat16 that is read so many times.
 fn rounding_work(x: &Tensor, times_read: f64) -> OpCost {
     let OpCost { bytes, .. } = OpCost::pass(&[x]);
@@ -159,7 +174,12 @@ pub fn backward_input(
 
 /// The cost of a product.
 fn work(a: &ScaledRows /* [M, K] */, b: &ScaledRows /* [N, K] */) -> OpCost {
-    let OpCost { flop, bytes } = OpCost::product(a.values.size()[0], b.values.size()[0], a.values.size()[1]);
+    cost([a.values.size()[0], b.values.size()[0], a.values.size()[1]])
+}
+
+/// The cost of a product [m, k] x [k, n].
+pub(super) fn cost([m, n, k]: [i64; 3]) -> OpCost {
+    let OpCost { flop, bytes } = OpCost::product(m, n, k);
     OpCost { flop: SHARE_OF_BF16 * flop, bytes }
 }
 

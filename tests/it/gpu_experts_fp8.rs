@@ -1,13 +1,19 @@
-//! Experts in FP8 on a GPU: products against float64 of the values that are rounded, with adapters beside them, and the same bits in any batch.
+//! Experts in FP8 on a GPU: products against float64 of the values that are rounded, with adapters beside them, and the same bits in any batch;
+//! products of training.
 
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, ScaledRows, experts_down_fp8,
-    experts_gate_up_fp8, experts_low, fp8_rows, route,
+    experts_gate_up_fp8, experts_low, fp8_rows, route, streamed_down_serves, streamed_experts_down,
+    streamed_experts_gate_up, streamed_gate_up_serves,
 };
+use colo_grpo::internal::ops::fp8;
+use colo_grpo::internal::ops::grouped::Dispatch;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu_experts::{Case, case};
-use crate::on_gpu::{GPU, double, gpu, poison, rand, relative_error};
+use crate::gpu_fp8_training::assert_same;
+use crate::gpu_products::products;
+use crate::on_gpu::{GPU, double, gpu, is_small, poison, rand, relative_error};
 
 /// Rounded on the GPU.
 fn rounded(x: &Tensor /* [R, K] */) -> ScaledRows {
@@ -116,5 +122,87 @@ fn gpu_a_token_of_experts_in_fp8_has_the_same_bits_in_any_batch() {
     let expected = by_choice(700);
     for tokens in [1, 2, 15, 16, 17, 100, 333] {
         assert!(by_choice(tokens).equal(&expected.narrow(0, 0, 4 * tokens)), "{tokens} tokens");
+    }
+}
+
+/// Weights that stream past few rows give the bits of the other kernels: experts without a row, with one and with several tiles, and a
+/// rank's share of them. Half of the experts are chosen more often, so that what was copied early is sometimes wrong.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_streamed_experts_have_the_bits_of_the_others() {
+    kernels::prepare(0, 1).unwrap();
+    let few = ExpertTile::SCALED[0];
+    let cases = [
+        case([1, 64, 32, 8, 2], 0..8, Kind::BFloat16),
+        case([33, 128, 192, 8, 2], 0..8, Kind::BFloat16),
+        case([256, 2048, 768, 128, 8], 0..128, Kind::BFloat16),
+        case([256, 512, 208, 128, 8], 32..96, Kind::BFloat16),
+        case([257, 528, 48, 300, 8], 0..300, Kind::BFloat16),
+        case([900, 320, 80, 5, 3], 0..5, Kind::BFloat16),
+        case([40, 4096, 2048, 16, 2], 0..16, Kind::BFloat16),
+    ];
+    for case in cases {
+        let Case { tokens, hidden, width, experts, k, kind, .. } = case;
+        let (x, router) = (rand(&[tokens, hidden], kind), rand(&[experts, hidden], kind) * 0.1);
+        let _ = router.narrow(0, 0, experts / 2).g_mul_scalar_(4.0);
+        let own = case.own.len() as i64;
+        let weights = |rows: i64, columns: i64| rounded(&(rand(&[own * rows, columns], kind) * 0.05));
+        let (gate_up, down, x8) = (weights(2 * width, hidden), weights(hidden, width), rounded(&x));
+        let routed = routed(&case, &x, &router, few);
+        assert!(streamed_gate_up_serves(few, &gate_up, &routed).unwrap(), "{case:?}");
+        assert!(streamed_down_serves(few, &down, &routed).unwrap(), "{case:?}");
+        let bits = |rows: &Tensor| rows.view_dtype(Kind::Int16);
+        let [act, expected] = [(); 2].map(|()| poison(&[tokens * k, width], kind));
+        experts_gate_up_fp8(few, &x8, &gate_up, None, &routed, &expected).unwrap();
+        streamed_experts_gate_up(&x8, &gate_up, &routed, &act).unwrap();
+        assert!(bits(&act).equal(&bits(&expected)), "{case:?}: gate and up");
+        let act = rand(&[tokens * k, width], kind);
+        let [rows, expected] = [(); 2].map(|()| poison(&[tokens * k, hidden], kind));
+        experts_down_fp8(few, &rounded(&act), &down, None, &routed, &expected).unwrap();
+        streamed_experts_down(&gpu(&act), &down, &routed, &rows).unwrap();
+        assert!(bits(&rows).equal(&bits(&expected)), "{case:?}: down");
+    }
+    let case = case([8, 6144, 16, 8, 2], 0..8, Kind::BFloat16);
+    let routed = case.routed(few.rows);
+    let wide = ScaledRows {
+        values: Tensor::zeros([8 * 32, 6144], (Kind::Float8e4m3fn, GPU)),
+        scales: poison(&[256], Kind::Float),
+    };
+    assert!(!streamed_gate_up_serves(few, &wide, &routed).unwrap(), "no room for the rows");
+    assert!(!streamed_down_serves(ExpertTile::SCALED[1], &wide, &routed).unwrap(), "another tile");
+}
+
+/// Of rows sorted by expert: columns of every matrix are rounded as on a CPU, and the grouped product is that of the rounded rows, forward and for
+/// the gradient of what they read. Some experts have no rows.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_grouped_products_in_fp8_are_those_of_the_rounded_rows() {
+    let _products = products();
+    for [tokens, columns, features, experts, k] in [[33, 64, 48, 8, 2], [5, 96, 272, 16, 4], [700, 2048, 1536, 12, 3]] {
+        if is_small() && tokens > 100 {
+            continue;
+        }
+        let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::BFloat16, Device::Cpu));
+        let (x, dy, w) = (rand(&[tokens, columns]), rand(&[tokens, features]), rand(&[experts, features, columns]));
+        let chosen = Tensor::rand([tokens, experts - 1], (Kind::Float, Device::Cpu)).argsort(1, true).narrow(1, 0, k);
+        let what = format!("{tokens} tokens, {columns} columns, {features} features, {experts} experts");
+        let on_cpu = fp8::rounded_columns_of_each(&w).unwrap();
+        assert_same(&fp8::rounded_columns_of_each(&gpu(&w)).unwrap(), &on_cpu, &what);
+        let all = |device: Device| {
+            let on = |t: &Tensor| t.to_device(device);
+            let own = 0..experts as usize;
+            let dispatch = Dispatch::new(&on(&chosen), (experts as usize, own), Kind::BFloat16).unwrap();
+            let rows = |t: &Tensor| dispatch.scatter_fp8(&fp8::rounded(&on(t)).unwrap()).unwrap();
+            let rounded = fp8::rounded(&on(&w).view([experts * features, columns])).unwrap();
+            let y = dispatch.forward_fp8(&rows(&x), &rounded, Kind::BFloat16).unwrap();
+            [y, dispatch.backward_input_fp8(&rows(&dy), &on(&w), Kind::BFloat16).unwrap()]
+        };
+        for ((got, expected), product) in
+            all(GPU).iter().zip(&all(Device::Cpu)).zip(["forward", "gradient of the input"])
+        {
+            let error = relative_error(got, &double(expected));
+            println!("{what}, {product}: {error:e}");
+            assert!(error < 1e-2, "{what}, {product}: {error:e}");
+        }
     }
 }

@@ -179,7 +179,6 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("rollout_quantization" is "fp8") ("device" is "cuda") ("dtype" is "float32") => "on a GPU FP8 is rounded from bfloat16";
         ("kv_cache_dtype" is "fp8") ("device" is "cuda") ("dtype" is "float32") => "on a GPU FP8 is rounded from bfloat16";
         ("kv_cache_dtype" is "int8") ("device" is "cuda") ("dtype" is "float32") => "on a GPU keys and values are rounded from bfloat16";
-        ("mixed_precision" not "none") (Experts) => "experts do not train in FP8 yet";
         ("mixed_precision" not "none") ("device" is "cuda") ("dtype" is "float32") => "on a GPU FP8 is rounded from bfloat16";
         ("optim" is "muon") ("lora.r" given) => "muon orthogonalises whole matrices of the model, and adapters train beside them";
         ("optim" is "muon") (Experts) => "matrices of experts are not orthogonalised yet";

@@ -12,7 +12,6 @@ use super::linear::{LinearSpec, Matrix, TpSplit};
 use super::shared::{SharedExpertSpec, SharedRows};
 use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS, correction};
 use crate::error::Result;
-use crate::model::format::Rows;
 use crate::model::lora::Lora;
 use crate::model::params::{ParamName, Shapes};
 use crate::ops::expert_bias;
@@ -164,10 +163,11 @@ impl ExpertsSpec {
         rows + self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden + shared
     }
 
-    /// Bytes a token of the fullest moment of backward: what a dense MLP of all rows needs, the rows that go in and their gradients,
-    /// and the sum of these.
+    /// Bytes a token of the fullest moment of backward: what a dense MLP of all rows needs, the rows that go in and their gradients, of a format
+    /// that rounds these twice, and the sum of these.
     pub(super) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
-        let rows = self.router.num_experts_per_tok * self.expert.backward_bytes(bytes, keeps_gate_up, false);
+        let row = self.expert.backward_bytes(bytes, keeps_gate_up, false) + bytes.rounded * self.expert.hidden;
+        let rows = self.router.num_experts_per_tok * row;
         let shared = self.shared.map_or(0, |shared| shared.backward_bytes(bytes, keeps_gate_up));
         rows + 2 * self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden + shared
     }
@@ -260,8 +260,8 @@ impl ExpertsSpec {
         let present = self.own_experts(w, ctx.tp.map_or(0, Collective::rank));
         let first_own = present.start;
         let dispatch = Dispatch::new(&routing.experts, (self.num_experts, present), normed.kind())?;
-        let (rows, linear) = (dispatch.scatter(normed)?, w.linear(Matrix::GateUp));
-        let rows = Rows::from(rows);
+        let linear = w.linear(Matrix::GateUp);
+        let rows = linear.format.experts_rows(&dispatch, normed, linear.lora.is_some())?;
         let gate_up = linear.format.experts_gate_up(&dispatch, &rows, linear.piece())?;
         let gate_up = match &linear.lora {
             Some(lora) => lora.add_gate_up(&dispatch, rows.plain(), gate_up)?,
@@ -304,8 +304,8 @@ impl ExpertsSpec {
 impl Routed {
     /// The sum of the chosen experts' outputs, each times its weight, and of the shared one's, in the accumulation kind. [T, D]
     fn contract(&self, w: &BlockParams) -> Result<Tensor> {
-        let (down, act) = (w.linear(Matrix::Down), self.gate_up.activate(self.activation)?); // [R, I]
-        let act = Rows::from(act);
+        let down = w.linear(Matrix::Down);
+        let act = down.format.activate(self.activation, &self.gate_up, down.reads_plain())?; // [R, I]
         let rows = down.format.experts_forward(&self.dispatch, &act, down.piece())?;
         let rows = match &down.lora {
             Some(lora) => lora.add_rows(&self.dispatch, act.plain(), rows)?,
@@ -331,7 +331,7 @@ fn expand_backward(
     grads: &mut BlockParams,
 ) -> Result<Tensor> {
     let (linear, gradients) = (w.linear(Matrix::GateUp), grads.linear_mut(Matrix::GateUp));
-    let mut d_rows = dispatch.gate_up_backward_input(d_gate_up, linear.weight())?;
+    let mut d_rows = linear.format.experts_gate_up_backward(dispatch, d_gate_up, linear.piece())?;
     if let Some(piece) = gradients.pieces.first_mut() {
         dispatch.accumulate_gate_up(d_gate_up, &dispatch.scatter(normed)?, &mut piece.weight)?;
     }
@@ -351,11 +351,12 @@ fn contract_backward(
     d_output: &Tensor, // [T, D]
     grads: &mut BlockParams,
 ) -> Result<(GateUp, Tensor)> {
-    let d_rows = dispatch.scatter(d_output)?; // [R, D]
-    let weights = dispatch.of_rows(&routing.weights)?; // [R, 1]
     let down = w.linear(Matrix::Down);
-    let mut d_act = dispatch.backward_input(&d_rows, down.weight())?; // [R, I], of weights of 1
-    let d_low = |lora: &Lora| dispatch.backward_input(&d_rows, &lora.b); // [R, k]
+    let rows = down.format.experts_rows(dispatch, d_output, true)?;
+    let d_rows = rows.plain(); // [R, D]
+    let weights = dispatch.of_rows(&routing.weights)?; // [R, 1]
+    let mut d_act = down.format.experts_backward_input(dispatch, &rows, down.piece())?; // [R, I], of weights of 1
+    let d_low = |lora: &Lora| dispatch.backward_input(d_rows, &lora.b); // [R, k]
     let d_low = down.lora.as_ref().map(d_low).transpose()?;
     let adapter = down.lora.as_ref().zip(d_low.as_ref());
     if let Some((lora, d_low)) = adapter {
@@ -365,10 +366,10 @@ fn contract_backward(
     drop(d_act);
     let gradients = grads.linear_mut(Matrix::Down);
     if let Some(piece) = gradients.pieces.first_mut() {
-        dispatch.accumulate_weight(&d_rows, &act, &mut piece.weight)?;
+        dispatch.accumulate_weight(d_rows, &act, &mut piece.weight)?;
     }
     if let (Some((lora, d_low)), Some(gradient)) = (adapter, &mut gradients.lora) {
-        lora.accumulate_rows(dispatch, (&d_rows, d_low), &act, gradient)?;
+        lora.accumulate_rows(dispatch, (d_rows, d_low), &act, gradient)?;
     }
     Ok((d_gate_up, dispatch.of_choices(&d_weights)?))
 }

@@ -94,7 +94,7 @@ impl SharedRows {
         grads: &mut BlockParams,
     ) -> Result<()> {
         let Self { gate_up, activation, share } = self;
-        let d_act = linear::backward_input(d_output, w.linear(Matrix::SharedDown).weight())?; // [T, F], of a sigmoid of 1
+        let d_act = w.linear(Matrix::SharedDown).backward_input(d_output)?; // [T, F], of a sigmoid of 1
         let (d_gate_up, act, d_share) = match &share {
             Some(share) => {
                 let (d, act, d_share) = gate_up.weighted_backward(activation, &d_act, share)?; // of the activation times its share
@@ -110,7 +110,7 @@ impl SharedRows {
         drop(act);
         let gate_up = w.linear(Matrix::SharedGateUp);
         gate_up.gate_up_weight_gradient(&d_gate_up, normed, grads.linear_mut(Matrix::SharedGateUp))?;
-        let _ = d_normed.f_add_(&d_gate_up.backward_input(w.linear(Matrix::SharedGateUp).weight())?)?;
+        let _ = d_normed.f_add_(&gate_up.format.gate_up_backward(&d_gate_up, None, gate_up.piece())?)?;
         let Some((share, d_share)) = share.zip(d_share) else { return Ok(()) };
         let d_logits = share.f_rsub_scalar(1.0)?.f_mul_(&share)?.f_mul_(&d_share)?;
         let wide = share.kind();

@@ -53,6 +53,9 @@ impl Format for Fp8 {
     }
 
     fn refusal(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Option<String> {
+        if matches!(of, Use::Training) && self.rounds_columns && spec.num_expert_layers() > 0 {
+            return Some("gradients of experts' weights are not made in FP8: fp8 leaves them in dtype".to_owned());
+        }
         if !on_gpu {
             return None;
         }
@@ -94,7 +97,10 @@ impl Format for Fp8 {
     /// Values, scales, and the largest values of columns by which they are found.
     fn matrix_bytes(&self, spec: &ModelSpec) -> usize {
         let scales = 2 * size_of::<f32>();
-        let bytes = |linear: LinearSpec| linear.rows() * linear.columns + scales * linear.rows().max(linear.columns);
+        let bytes = |linear: LinearSpec| {
+            let one = linear.rows() * linear.columns + scales * linear.rows().max(linear.columns);
+            linear.experts.unwrap_or(1) * one
+        };
         trained_linears(spec).map(bytes).max().unwrap_or(0)
     }
 
@@ -133,6 +139,19 @@ impl Format for Fp8 {
 
     fn experts_gate_up(&self, dispatch: &Dispatch, x: &Rows, w: &Piece) -> Result<GateUp> {
         GateUp::of_pairs(self.experts_forward(dispatch, x, w)?)
+    }
+
+    fn experts_rows(&self, dispatch: &Dispatch, x: &Tensor, is_read: bool) -> Result<Rows> {
+        let rows = dispatch.scatter_fp8(&fp8::rounded(x)?)?;
+        Ok(Rows::Rounded { rows, plain: is_read.then(|| dispatch.scatter(x)).transpose()? })
+    }
+
+    fn experts_backward_input(&self, dispatch: &Dispatch, dy: &Rows, w: &Piece) -> Result<Tensor> {
+        dispatch.backward_input_fp8(&Self::rounded(dy)?, &w.weight, w.weight.kind())
+    }
+
+    fn experts_gate_up_backward(&self, dispatch: &Dispatch, d: &GateUp, w: &Piece) -> Result<Tensor> {
+        dispatch.backward_input_fp8(&fp8::rounded(&d.pairs()?)?, &w.weight, w.weight.kind())
     }
 
     fn backward_input(&self, dy: &Tensor, w: &Piece) -> Result<Tensor> {

@@ -31,7 +31,7 @@ pub use self::exact::{Exact, bytes_of_parts, trial_bytes};
 pub use self::fp8::Fp8;
 pub use self::nf4::Nf4;
 pub use self::plain::Plain;
-pub use self::rows::{Piece, Rows};
+pub use self::rows::{ActivationGradient, Piece, Rows};
 pub use self::step::{OwnProducts, StepCost, StepExperts, StepOutput, StepProducts, StepRows};
 pub use self::stored::{BaseRounding, Encoded, Encoder, StoredBlock, StoredFormat};
 use super::block::ElementBytes;
@@ -54,17 +54,6 @@ pub enum Use {
         /// Ranks that share its matrices.
         tp_size: usize,
     },
-}
-
-/// Results of going back through activation(gate) * up.
-#[derive(Debug)]
-pub struct ActivationGradient {
-    /// The gradients of gate and up.
-    pub d_gate_up: GateUp, // [T, F] each
-    /// The activation again.
-    pub act: Tensor, // [T, F]
-    /// The gradients as the next product reads them, where they are rounded already.
-    pub rounded: Option<ScaledRows>, // [T, 2 F]
 }
 
 /// Shape and type of a tensor.
@@ -191,6 +180,30 @@ pub trait Format: Debug + Sync {
     /// [`crate::Error::OutOfMemory`], as of all products.
     fn experts_gate_up(&self, dispatch: &Dispatch, x: &Rows /* [R, D] */, w: &Piece) -> Result<GateUp> {
         dispatch.gate_up(x.plain(), &w.weight)
+    }
+
+    /// Each sorted row's copy of what its token has, as products of experts read it; as it is, too, where something else does (`is_read`). [R, N]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    fn experts_rows(&self, dispatch: &Dispatch, x: &Tensor /* [T, N] */, _is_read: bool) -> Result<Rows> {
+        Ok(dispatch.scatter(x)?.into())
+    }
+
+    /// dx = dy w of rows that are sorted by expert. [R, K]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], as of all products.
+    fn experts_backward_input(&self, dispatch: &Dispatch, dy: &Rows /* [R, N] */, w: &Piece) -> Result<Tensor> {
+        dispatch.backward_input(dy.plain(), &w.weight)
+    }
+
+    /// [`Format::experts_backward_input`] of matrices that have gate and up.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], as of all products.
+    fn experts_gate_up_backward(&self, dispatch: &Dispatch, d: &GateUp /* [R, I] */, w: &Piece) -> Result<Tensor> {
+        dispatch.gate_up_backward_input(d, &w.weight)
     }
 
     /// dx = dy w. [T, K]
@@ -378,11 +391,5 @@ pub trait Format: Debug + Sync {
 impl PartialEq for dyn Format {
     fn eq(&self, other: &Self) -> bool {
         self.name() == other.name()
-    }
-}
-
-impl Default for &'static dyn Format {
-    fn default() -> Self {
-        &Plain
     }
 }

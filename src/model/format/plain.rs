@@ -50,3 +50,9 @@ impl Format for Plain {
         d.backward_input(&w.weight)
     }
 }
+
+impl Default for &'static dyn Format {
+    fn default() -> Self {
+        &Plain
+    }
+}

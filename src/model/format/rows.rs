@@ -1,8 +1,9 @@
-//! The factors of a product: rows of activations, and neighbouring rows of a matrix.
+//! The factors of a product: rows of activations and of their gradients, and neighbouring rows of a matrix.
 
 use tch::Tensor;
 
 use crate::cuda::kernels::ScaledRows;
+use crate::ops::swiglu::GateUp;
 
 /// Rows that a product reads.
 #[derive(Debug)]
@@ -43,6 +44,17 @@ impl From<Tensor> for Rows {
     fn from(rows: Tensor) -> Self {
         Rows::Plain(rows)
     }
+}
+
+/// Results of going back through activation(gate) * up.
+#[derive(Debug)]
+pub struct ActivationGradient {
+    /// The gradients of gate and up.
+    pub d_gate_up: GateUp, // [T, F] each
+    /// The activation again.
+    pub act: Tensor, // [T, F]
+    /// The gradients as the next product reads them, where they are rounded already.
+    pub rounded: Option<ScaledRows>, // [T, 2 F]
 }
 
 /// Neighbouring rows of a matrix.

@@ -1,14 +1,31 @@
-//! Products of rows that are rounded to FP8 with the matrices of their experts: the reference of an engine's kernels.
+//! Products of rows that are rounded to FP8 with the matrices of their experts. On a GPU where libtorch finds the groups' ends on the device, its
+//! grouped product in e4m3 makes all of them at once; else there is one product an expert, for which the host waits: the reference of that
+//! one, and of an engine's kernels.
 
 use tch::{Kind, Tensor};
 
 use super::{Dispatch, Groups, each};
+use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::ops::fp8::{self, ScaledRows};
 use crate::torch;
 
 impl Dispatch {
-    /// [`Dispatch::forward`] of rounded rows, of a kind. [R, N] One product an expert, for which the host waits.
+    /// [`Dispatch::scatter`] of rounded rows: a token's are rounded once for all of its experts. [R, N]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn scatter_fp8(&self, x: &ScaledRows /* [T, N] */) -> Result<ScaledRows> {
+        let bytes = (self.tokens.size()[0] * x.values.size()[1]) as f64 * 2.0;
+        let run = || {
+            let values = x.values.f_view_dtype(Kind::Uint8)?.f_index_select(0, &self.tokens)?;
+            let scales = x.scales.f_index_select(0, &self.tokens)?;
+            Ok(ScaledRows { values: values.f_view_dtype(Kind::Float8e4m3fn)?, scales })
+        };
+        timed("rows of experts", || OpCost { bytes, flop: 0.0 }, run)
+    }
+
+    /// [`Dispatch::forward`] of rounded rows, of a kind: on a GPU bfloat16. [R, N]
     ///
     /// # Errors
     /// The errors of [`fp8::forward`].
@@ -18,8 +35,53 @@ impl Dispatch {
         w: &ScaledRows, // [E N, K]
         kind: Kind,
     ) -> Result<Tensor> {
+        self.product_fp8("grouped product in FP8", x, w, kind)
+    }
+
+    /// [`Dispatch::backward_input`] of rounded rows of dy and of the columns of every matrix, which are rounded now. [R, K]
+    ///
+    /// # Errors
+    /// The errors of [`fp8::backward_input`].
+    pub fn backward_input_fp8(
+        &self,
+        dy: &ScaledRows, // [R, N]
+        w: &Tensor,      // [E, N, K]
+        kind: Kind,
+    ) -> Result<Tensor> {
+        let w = fp8::rounded_columns_of_each(w)?; // [E K, N]
+        self.product_fp8("grouped product in FP8, gradient of its input", dy, &w, kind)
+    }
+
+    fn product_fp8(
+        &self,
+        name: &'static str,
+        x: &ScaledRows, // [R, K]
+        w: &ScaledRows, // [E N, K]
+        kind: Kind,
+    ) -> Result<Tensor> {
+        let of_experts = |experts: i64| w.values.size()[0] / experts;
+        if let Groups::Ends(ends) = &self.groups {
+            let shape = [ends.size()[0], of_experts(ends.size()[0]), w.values.size()[1]];
+            let run = || {
+                let values = w.values.f_view(shape)?.f_transpose(1, 2)?;
+                let scales = w.scales.f_view([shape[0], shape[1]])?;
+                let none = None::<&Tensor>;
+                let product = x.values.f_internal_scaled_grouped_mm(
+                    &values,
+                    &x.scales,
+                    &scales,
+                    Some(ends),
+                    none,
+                    none,
+                    Kind::BFloat16,
+                    true,
+                );
+                Ok(product?)
+            };
+            return timed(name, || fp8::cost([x.values.size()[0], shape[1], shape[2]]), run);
+        }
         let (before, sizes) = self.groups.sizes()?;
-        let (rows, columns) = (x.values.size()[0], w.values.size()[0] / sizes.len() as i64);
+        let (rows, columns) = (x.values.size()[0], of_experts(sizes.len() as i64));
         let y = Tensor::f_zeros([rows, columns], (kind, x.values.device()))?;
         let part = |of: &ScaledRows, start: i64, len: i64| -> Result<ScaledRows> {
             Ok(ScaledRows { values: of.values.f_narrow(0, start, len)?, scales: of.scales.f_narrow(0, start, len)? })
@@ -75,6 +137,42 @@ mod tests {
                     false => Tensor::zeros([1, 6], (Kind::Float, Device::Cpu)),
                 };
                 assert!(y.narrow(0, row, 1).allclose(&expected, 1e-6, 1e-6, false), "{token} {choice}");
+            }
+        }
+    }
+
+    /// Rows that are copied after they were rounded are those that are rounded after they were copied.
+    #[test]
+    fn a_token_is_rounded_once_for_all_of_its_experts() {
+        let x = Tensor::randn([5, 16], (Kind::Float, Device::Cpu));
+        let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);
+        let dispatch = Dispatch::new(&experts, (4, 0..4), Kind::Float).unwrap();
+        let rows = dispatch.scatter_fp8(&fp8::rounded(&x).unwrap()).unwrap();
+        let expected = fp8::rounded(&dispatch.scatter(&x).unwrap()).unwrap();
+        assert!(rows.scales.equal(&expected.scales));
+        assert!(rows.values.view_dtype(Kind::Uint8).equal(&expected.values.view_dtype(Kind::Uint8)));
+    }
+
+    /// A row's gradient is that of its own expert alone, of the rounded columns of its matrix; rows of experts that are another rank's have none.
+    #[test]
+    fn gradients_of_rows_have_the_rounded_columns_of_their_experts() {
+        let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+        let (dy, w) = (rand(&[5, 6]), rand(&[4, 6, 16]));
+        let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);
+        for own in [0..4, 1..3] {
+            let dispatch = Dispatch::new(&experts, (4, own.clone()), Kind::Float).unwrap();
+            let rows = dispatch.scatter_fp8(&fp8::rounded(&dy).unwrap()).unwrap();
+            let weights = w.narrow(0, own.start as i64, own.len() as i64);
+            let dx = dispatch.backward_input_fp8(&rows, &weights, Kind::Float).unwrap();
+            for (token, choice) in (0..5).flat_map(|token| [(token, 0), (token, 1)]) {
+                let expert = experts.int64_value(&[token, choice]);
+                let one = fp8::rounded(&dy.narrow(0, token, 1)).unwrap();
+                let expected = match own.contains(&(expert as usize)) {
+                    true => fp8::backward_input(&one, &w.get(expert), Kind::Float).unwrap(),
+                    false => Tensor::zeros([1, 16], (Kind::Float, Device::Cpu)),
+                };
+                let row = dispatch.rows.int64_value(&[token, choice]);
+                assert!(dx.narrow(0, row, 1).allclose(&expected, 1e-6, 1e-6, false), "{token} {choice}");
             }
         }
     }

@@ -31,6 +31,7 @@ fn stages_are_bitwise_equal() {
             fp8(0, Kind::Float),
             Run { tied: true, ..fp8(0, Kind::BFloat16) },
             Run { delta_nets: true, ..fp8(0, Kind::Float) },
+            Run { experts: true, ..fp8(0, Kind::Float) },
             Run { tied: true, ..fp8_all(0, Kind::BFloat16) },
             Run { delta_nets: true, ..fp8_all(0, Kind::Float) },
         ] {
@@ -46,6 +47,7 @@ fn recomputation_changes_no_bit() {
         fp8(0, Kind::Float),
         Run { tied: true, ..fp8(0, Kind::BFloat16) },
         Run { delta_nets: true, ..fp8(0, Kind::Float) },
+        Run { experts: true, ..fp8(0, Kind::BFloat16) },
         Run { tied: true, ..fp8_all(0, Kind::BFloat16) },
         Run { delta_nets: true, ..fp8_all(0, Kind::Float) },
     ] {
@@ -168,4 +170,11 @@ fn what_is_not_served_is_refused_by_name() {
         assert!(check(spec, true).is_ok());
     }
     assert!(MixedPrecision::None.format().check(Use::Training, &odd, true).is_ok());
+    let experts = ModelSpec::preset("tiny-moe").unwrap();
+    assert!(check(&experts, false).is_ok() && check(&experts, true).is_ok());
+    for on_gpu in [false, true] {
+        let refused = MixedPrecision::Fp8All.format().check(Use::Training, &experts, on_gpu).unwrap_err().to_string();
+        let reason = "gradients of experts' weights are not made in FP8: fp8 leaves them in dtype";
+        assert_eq!(refused, format!("mixed_precision = fp8_all: expected none: {reason}"));
+    }
 }
