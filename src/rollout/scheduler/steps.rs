@@ -16,6 +16,7 @@ impl Scheduler {
         let mut budget = self.limits.max_num_batched_tokens;
         self.num_decodes_due = 0;
         let share = self.prefill_share();
+        let alternates = self.limits.num_stages == 1 && self.speculator.is_none(); // a step with drafts stands alone
         while let Some(members) = self.prefilling.front().filter(|_| budget > 0).cloned() {
             if self.limits.max_num_batched_tokens - budget >= share {
                 break; // the rest is for the step of the next stage
@@ -29,7 +30,7 @@ impl Scheduler {
             sequence.num_computed = tokens.end;
             sequence.num_in_state = tokens.end;
             let is_done = tokens.end == num_tokens;
-            if num_tokens - start > self.limits.max_num_batched_tokens && self.limits.num_stages == 1 {
+            if num_tokens - start > self.limits.max_num_batched_tokens && alternates {
                 self.num_decodes_due = DECODES_BETWEEN_CHUNKS;
             }
             let samples = if is_done { members.clone() } else { members.start..members.start };
