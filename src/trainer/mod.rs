@@ -106,6 +106,8 @@ mod fruitless;
 mod functions;
 #[cfg(test)]
 mod lengths_tests;
+#[cfg(test)]
+mod long_turns_tests;
 mod output;
 mod own_teacher;
 #[cfg(test)]

@@ -114,11 +114,17 @@ fn trainer(dice: &mut Dice, file: &std::path::Path, num_trajectories: usize) -> 
         "save_steps=none",
         &format!("seed={}", dice.roll(1000)),
     ];
-    let config = Config::load(None, &keys.map(str::to_owned)).unwrap();
+    assembled(&keys, spec, tokenizer.clone(), prompts(dice, &tokenizer, num_trajectories as u64 / 4))
+}
+
+/// A trainer of a random model on these prompts, whose reward is a matter of completions' lengths.
+pub(super) fn assembled(keys: &[&str], spec: ModelSpec, tokenizer: Arc<Tokenizer>, prompts: Vec<Prompt>) -> Trainer {
+    let keys: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
+    let config = Config::load(None, &keys).unwrap();
     let world = Arc::new(World::single());
     let placement = Placement::in_world(config.device, config.dtype, world.device()).unwrap();
     let room = Room::common(placement, &world).unwrap();
-    let model = OpenModel { spec: Arc::new(spec), tokenizer: tokenizer.clone(), has_adapters: false };
+    let model = OpenModel { spec: Arc::new(spec), tokenizer, has_adapters: false };
     let preflight = Preflight::of_model(&config, model, placement, world.world_size(), room).unwrap();
     let length: RewardFunction = Arc::new(|input: &RewardInput<'_>| Ok((input.completion.len() % 7) as f32));
     let tools = ToolProcess::start(&config).unwrap();
@@ -133,7 +139,7 @@ fn trainer(dice: &mut Dice, file: &std::path::Path, num_trajectories: usize) -> 
         },
         rewards: RewardPool::with_functions(&config, &[("length", length)]).unwrap(),
         tools,
-        rows: TrainingRows::made(Dataset::new(prompts(dice, &tokenizer, num_trajectories as u64 / 4))),
+        rows: TrainingRows::made(Dataset::new(prompts)),
         source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
         checkpoint: None,
         claim: None,

@@ -78,18 +78,21 @@ fn train(table: &Arc<ParamTable>, keep: GradientCheckpointing, offloads: bool) -
     }
 }
 
-/// Weights have the same bits, the peak is the plan's, and copies are hidden for the most part.
+/// Weights have the same bits where sums have an order; where they do not, and memory is as in a run, the peak is the plan's, and copies are
+/// hidden for the most part.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_offloaded_tensors_come_back_bit_for_bit() {
-    torch::set_deterministic(true).unwrap();
     let spec = ModelSpec::preset("qwen2.5-1.5b").unwrap().with_num_layers(8);
     let table = Arc::new(ParamTable::new(Arc::new(spec), 1));
     for keep in [GradientCheckpointing::Full, GradientCheckpointing::KeepAttention] {
+        torch::set_deterministic(true).unwrap();
         let (own, offloaded) = (train(&table, keep, false), train(&table, keep, true));
+        torch::set_deterministic(false).unwrap();
         for (own, offloaded) in own.weights.iter().zip(&offloaded.weights) {
             assert!(own.equal(offloaded), "{keep:?}");
         }
+        let (own, offloaded) = (train(&table, keep, false), train(&table, keep, true));
         let saved = own.peak_bytes as i64 - offloaded.peak_bytes as i64;
         let (off, moved) = (offloaded.peak_bytes as f64 / offloaded.planned_bytes as f64 - 1.0, offloaded.moved_bytes);
         println!(
@@ -105,5 +108,4 @@ fn gpu_offloaded_tensors_come_back_bit_for_bit() {
         assert!(off.abs() < 0.01, "{off}");
         assert!(saved > 0 && offloaded.hidden > 0.5, "{saved} {}", offloaded.hidden);
     }
-    torch::set_deterministic(false).unwrap();
 }
