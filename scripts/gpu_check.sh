@@ -58,7 +58,7 @@ for part in $parts; do
       done
       ;;
     sanitize) # every kernel on small shapes, a test at a time; a race ends with 9, too
-      selected=$(names gpu_decode:: gpu_sampling:: gpu_lora::gpu_dropout gpu_lora::gpu_adapters_add gpu_lora::gpu_nf4_is \
+      selected=$(names gpu_decode:: gpu_sampling:: gpu_lora::gpu_dropout gpu_lora::gpu_adapters gpu_lora::gpu_nf4_is \
         gpu_products::gpu_products_of_few_rows gpu_products::gpu_gate_up gpu_kernels::gpu_rms_norm gpu_kernels::gpu_adamw \
         gpu_kernels::gpu_swiglu gpu_kernels::gpu_sums gpu_kernels::gpu_normal gpu_training::gpu_head \
         gpu_training::gpu_bfloat16_head gpu_training::gpu_rows \

@@ -1,121 +1,29 @@
-// An adapter beside a product of few rows: low = x A^T, out += low B^T (arXiv 2106.09685), in bf16 with sums in float32 on tensor
-// cores. T rows, K columns of x, N of out, k of low.
+// An adapter beside a product: low = x A^T, out += low B^T (arXiv 2106.09685), in bf16 with sums in float32 on tensor cores. T rows, K
+// columns of x, N of out, k of low.
 //
-// Both are tiny and wait for memory and launches alone. K is split over a cluster of blocks, which add their sums up through
-// one another's shared memory in a fixed order; what a kernel reads that is older than the kernel before it (A; B and out) is
-// under way while that one ends. Chunks, splits and the order within them depend on K alone, so a row's bits do not depend on
-// the rows beside it.
+// Both are tiny and wait for memory and launches alone. So nothing goes through shared memory on its way to the tensor cores: which column
+// stands where within a product is free, as long as both factors agree, so a lane loads 16 bytes of a row of each. K is shared out among the
+// warps of a cluster of blocks, which add their sums up in a fixed order. What a kernel reads that is older than the kernel before it (A; B
+// and out) is under way while that one ends.
+//
+// The parts of K and the order within them and among them depend on K alone, and every element has a chain of its own. So a row's bits
+// depend neither on the rows beside it nor on a kernel's tile: decode steps and training have the same ones.
+#include "clamped.cuh"
 #include "cluster.cuh"
 #include "mma.cuh"
-#include "scalar.cuh"
 
-constexpr int THREADS = 128;
-constexpr int CHUNK = 64;  // columns of a stage: 8 pieces of 16 bytes a row
-constexpr int SPLITS = 8;  // blocks of a cluster, each with an equal part of the chunks
-
-// Rows of a matrix from one on. Those that are not there are zeros, as are columns behind the last.
-struct Rows {
-    const bf16* at;
-    long long stride;
-    int first, end;
-};
-
-// Where a piece of a row stands in a stage, so that eight rows' pieces of one column lie in different banks.
-__device__ __forceinline__ bf16* piece_of(bf16* stage, int row, int piece) {
-    return stage + row * CHUNK + (piece ^ (row & 7)) * 8;
-}
-
-// Of 32 columns the one whose row of w is the `row`th in a stage: a thread's outputs in four tiles of 8 are then neighbours.
-__device__ __forceinline__ int spread(int row) { return (row & ~31) + row % 8 / 2 * 8 + row % 32 / 8 * 2 + row % 2; }
-
-// N rows' columns column .. + CHUNK to a stage, in the background.
-template <int N, bool SPREAD>
-__device__ __forceinline__ void load_rows(bf16* stage, const Rows& from, int column, int columns) {
-    const int piece = threadIdx.x % 8;
-    const bool is_in = column + 8 * piece < columns;
-#pragma unroll
-    for (int row = threadIdx.x / 8; row < N; row += THREADS / 8) {
-        const int source = from.first + (SPREAD ? spread(row) : row);
-        const bool is_there = is_in && source < from.end;
-        const bf16* at = is_there ? from.at + source * from.stride + column + 8 * piece : from.at;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(piece_of(stage, row, piece))),
-                     "l"(at), "r"(is_there ? 16 : 0)
-                     : "memory");
-    }
-}
-
-template <int N>
-__device__ __forceinline__ void load_matrices(unsigned (&to)[N], const bf16* row) {
-    if constexpr (N == 4)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "r"(shared_address(row)));
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                     : "=r"(to[0]), "=r"(to[1])
-                     : "r"(shared_address(row)));
-}
-
-// One block's [M, N] of x w^T: a warp has 16 rows, and beside others in its row of warps TILES times 8 columns. A lane's sums
-// are of rows lane / 4 and + 8, columns 8 t + lane % 4 * 2 and + 1.
-template <int M, int N, int STAGES, bool SPREAD>
-struct Product {
-    static constexpr int ACROSS = THREADS / 32 / (M / 16);
-    static constexpr int TILES = N / ACROSS / 8;
-    static constexpr int STAGE = (M + N) * CHUNK;
-    float sum[TILES][4];
-
-    __device__ __forceinline__ static int row() { return threadIdx.x / 32 / ACROSS * 16 + threadIdx.x % 32 / 4; }
-    __device__ __forceinline__ static int column() { return threadIdx.x / 32 % ACROSS * TILES * 8; }
-
-    // Chunks begin .. end of the columns. Weights come before the kernel before has ended, x after.
-    __device__ __forceinline__ Product(bf16* stages, const Rows& x, const Rows& w, int columns, int begin, int end) : sum{} {
-#pragma unroll
-        for (int s = 0; s < STAGES; ++s)
-            if (begin + s < end) load_rows<N, SPREAD>(stages + s * STAGE + M * CHUNK, w, (begin + s) * CHUNK, columns);
-        wait_for_inputs();
-#pragma unroll
-        for (int s = 0; s < STAGES; ++s) {
-            if (begin + s < end) load_rows<M, false>(stages + s * STAGE, x, (begin + s) * CHUNK, columns);
-            asm volatile("cp.async.commit_group;" ::: "memory");
-        }
-        bf16* stage = stages;
-        for (int chunk = begin; chunk < end; ++chunk) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
-            __syncthreads();
-            multiply_stage(stage);
-            const int next = chunk + STAGES;
-            if (next < end) {
-                __syncthreads();
-                load_rows<N, SPREAD>(stage + M * CHUNK, w, next * CHUNK, columns);
-                load_rows<M, false>(stage, x, next * CHUNK, columns);
-            }
-            asm volatile("cp.async.commit_group;" ::: "memory");
-            stage = stage == stages + (STAGES - 1) * STAGE ? stages : stage + STAGE;
-        }
-    }
-
-    __device__ __forceinline__ void multiply_stage(bf16* stage) {
-        constexpr int PAIR = TILES % 2 ? 1 : 2;  // tiles whose columns come at once
-        const int lane = threadIdx.x % 32, first = threadIdx.x / 32 / ACROSS * 16;
-#pragma unroll
-        for (int k = 0; k < CHUNK / 16; ++k) {
-            unsigned a[4], b[2 * PAIR];
-            load_matrices(a, piece_of(stage, first + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-            for (int t = 0; t < TILES; t += PAIR) {
-                const int row = column() + 8 * t + lane % 8 + (PAIR == 2 ? lane / 16 * 8 : 0);
-                load_matrices(b, piece_of(stage + M * CHUNK, row, 2 * k + lane / 8 % 2));
-#pragma unroll
-                for (int p = 0; p < PAIR; ++p)
-                    multiply(sum[t + p], a[0], a[1], a[2], a[3], b[2 * p], b[2 * p + 1]);
-            }
-        }
-    }
-};
+constexpr int SPLITS = 8;      // blocks of a cluster
+constexpr int DOWN_WARPS = 8;  // of a block, each with a part of K
+constexpr int DOWN_THREADS = 32 * DOWN_WARPS;
+constexpr int PARTS = SPLITS * DOWN_WARPS;
+constexpr int DEPTH = 32;  // columns of a step of `adapt_down`, 8 of them a lane's
+constexpr int UP_WARPS = 4;
+constexpr int UP_THREADS = 32 * UP_WARPS;
+constexpr int UP_COLUMNS = 32;  // of a warp, 8 of them a lane's
+constexpr int UP_DEPTH = 16;    // columns of low of a step of `adapt_up`, 4 of them a lane's
 
 // What stands at `at` in the shared memory of a block of the cluster.
-__device__ __forceinline__ float2 load_peer(const float* at, int rank) {
+__device__ __forceinline__ float2 load_peer(const float2* at, int rank) {
     float2 out;
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
                  : "=f"(out.x), "=f"(out.y)
@@ -124,8 +32,19 @@ __device__ __forceinline__ float2 load_peer(const float* at, int rank) {
     return out;
 }
 
-// low = x A^T. A cluster has M rows and N columns.
-template <int M, int N>
+__device__ __forceinline__ void add(float2& sum, float2 next) { sum.x += next.x, sum.y += next.y; }
+
+// A lane's 16 bytes of a step, of each of its rows; `rows` are where it begins. Zeros behind the last of `columns`.
+template <int N>
+__device__ __forceinline__ void load_step(uint4 (&to)[N], const bf16* const (&rows)[N], int step, int columns) {
+    const bool is_in = step * DEPTH + threadIdx.x % 4 * 8 < columns;
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = is_in ? __ldcg(reinterpret_cast<const uint4*>(rows[i] + step * DEPTH)) : uint4{0, 0, 0, 0};
+}
+
+// low = x A^T. A cluster has M rows and N columns; a warp's loads are AHEAD steps ahead of its products. A lane has rows lane / 4 + 8 i of
+// both factors, and columns 8 (lane % 4) .. + 8 of a step. Rows that are not there are others, whose sums nobody reads.
+template <int M, int N, int AHEAD>
 __device__ __forceinline__ void adapt_down(
     const bf16* __restrict__ x,  // [T, K]
     const bf16* __restrict__ a,  // [k, K] of a row stride
@@ -135,71 +54,169 @@ __device__ __forceinline__ void adapt_down(
     int inner,    // k
     long long stride
 ) {
-    using Sums = Product<M, N, 4, false>;
-    __shared__ alignas(128) bf16 stages[4 * Sums::STAGE];
-    static_assert(M * N * 2 <= 4 * Sums::STAGE, "the sums go where the stages were");
+    __shared__ float2 sums[DOWN_WARPS][M * N / 2];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = lane % 4 * 8;
     const int rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS, across = (inner + N - 1) / N;
     const int first = tile / across * M, column = tile % across * N;
-    const int chunks = (columns + CHUNK - 1) / CHUNK;
-    const Sums product(stages, {x, columns, first, rows}, {a, stride, column, inner}, columns, rank * chunks / SPLITS,
-                       (rank + 1) * chunks / SPLITS);
-    __syncthreads();
-    float* sums = reinterpret_cast<float*>(stages);  // [M, N]
+    const int steps = (columns + DEPTH - 1) / DEPTH, part = rank * DOWN_WARPS + warp;
+    const int begin = part * steps / PARTS, end = (part + 1) * steps / PARTS;
+    const bf16 *x_rows[M / 8], *a_rows[N / 8];
 #pragma unroll
-    for (int t = 0; t < Sums::TILES; ++t)
+    for (int i = 0; i < M / 8; ++i) x_rows[i] = x + static_cast<long long>(min(first + lane / 4 + 8 * i, rows - 1)) * columns + own;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = (Sums::row() + 8 * half) * N + Sums::column() + 8 * t + threadIdx.x % 4 * 2;
-            *reinterpret_cast<float2*>(sums + at) = {product.sum[t][2 * half], product.sum[t][2 * half + 1]};
+    for (int i = 0; i < N / 8; ++i) a_rows[i] = a + min(column + lane / 4 + 8 * i, inner - 1) * stride + own;
+    uint4 x_ahead[AHEAD][M / 8], a_ahead[AHEAD][N / 8];
+#pragma unroll
+    for (int s = 0; s < AHEAD; ++s)
+        if (begin + s < end) load_step(a_ahead[s], a_rows, begin + s, columns);
+    wait_for_inputs();
+#pragma unroll
+    for (int s = 0; s < AHEAD; ++s)
+        if (begin + s < end) load_step(x_ahead[s], x_rows, begin + s, columns);
+    float sum[M / 16][N / 8][4] = {};
+    for (int base = begin; base < end; base += AHEAD) {
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) {
+            if (base + s >= end) continue;
+#pragma unroll
+            for (int i = 0; i < M / 16; ++i) {
+                const uint4 top = x_ahead[s][2 * i], bottom = x_ahead[s][2 * i + 1];
+#pragma unroll
+                for (int j = 0; j < N / 8; ++j) multiply(sum[i][j], top.x, bottom.x, top.y, bottom.y, a_ahead[s][j].x, a_ahead[s][j].y);
+#pragma unroll
+                for (int j = 0; j < N / 8; ++j) multiply(sum[i][j], top.z, bottom.z, top.w, bottom.w, a_ahead[s][j].z, a_ahead[s][j].w);
+            }
+            const int next = base + s + AHEAD;
+            if (next < end) load_step(a_ahead[s], a_rows, next, columns), load_step(x_ahead[s], x_rows, next, columns);
         }
+    }
+#pragma unroll
+    for (int i = 0; i < M / 8; ++i)
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j)
+            sums[warp][(lane / 4 + 8 * i) * (N / 2) + 4 * j + lane % 4] = {sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]};
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < M * N / 2; pair += DOWN_THREADS) {
+        float2 all = sums[0][pair];
+#pragma unroll
+        for (int w = 1; w < DOWN_WARPS; ++w) add(all, sums[w][pair]);
+        sums[0][pair] = all;
+    }
     sync_cluster();
-    const int pair = rank * (M * N / 2 / SPLITS) + threadIdx.x;
-    if (threadIdx.x < M * N / 2 / SPLITS) {
-        float2 parts[SPLITS], sum{};
+    constexpr int SHARE = M * N / 2 / SPLITS;
+    static_assert(SHARE <= DOWN_THREADS, "a pair each");
+    const int pair = rank * SHARE + threadIdx.x;
+    if (threadIdx.x < SHARE) {
+        float2 of_ranks[SPLITS];
 #pragma unroll
-        for (int r = 0; r < SPLITS; ++r) parts[r] = load_peer(sums + 2 * pair, r);
+        for (int r = 0; r < SPLITS; ++r) of_ranks[r] = load_peer(&sums[0][pair], r);
+        float2 all = of_ranks[0];
 #pragma unroll
-        for (int r = 0; r < SPLITS; ++r) sum.x += parts[r].x, sum.y += parts[r].y;
-        const int row = first + 2 * pair / N, at = column + 2 * pair % N;
+        for (int r = 1; r < SPLITS; ++r) add(all, of_ranks[r]);
+        const int row = first + pair / (N / 2), at = column + pair % (N / 2) * 2;
         Pack<bf16, 2> out;
-        narrow(sum.x, out.at[0]), narrow(sum.y, out.at[1]);
+        narrow(all.x, all.y, out.at[0], out.at[1]);
         if (row < rows && at < inner) store(low + static_cast<long long>(row) * inner + at, out);
     }
     sync_cluster();  // nobody's memory goes while another reads it
 }
 
-// out += low B^T, rounded once. The kernel before is `adapt_down`: out and B are older than it.
-template <int M, int N>
-__device__ __forceinline__ void adapt_up(
-    const bf16* __restrict__ low,  // [T, k]
-    const bf16* __restrict__ b,    // [N, k]
-    bf16* out,                     // [T, N]
-    int rows,
-    int columns,  // N
-    int inner     // k
+// low B^T of a warp's M rows and UP_COLUMNS columns, STEPS steps' loads at once, beside what is in `out`, which is kept. A lane's sums are of
+// rows lane / 4 + 8 i and 8 neighbouring columns. The kernel before is `adapt_down`: out and B are older than it.
+template <int M, int STEPS>
+struct Raised {
+    Pack<bf16, 8> out[M / 8];
+    float sum[M / 16][4][4];
+    int first, column, rows, columns;
+
+    __device__ __forceinline__ Raised(
+        const bf16* __restrict__ low,  // [T, k]
+        const bf16* __restrict__ b,    // [N, k]
+        const bf16* from,              // [T, N]
+        int rows,
+        int columns,  // N
+        int inner,    // k
+        int stacked   // warps of a block with rows one below the other; a divisor of UP_WARPS
+    ) : sum{}, rows(rows), columns(columns) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, beside = UP_WARPS / stacked;
+        const int across = (columns + beside * UP_COLUMNS - 1) / (beside * UP_COLUMNS);
+        const int left = (blockIdx.x % across * beside + warp % beside) * UP_COLUMNS;
+        first = (blockIdx.x / across * stacked + warp / beside) * M + lane / 4, column = left + lane % 4 * 8;
+        const auto load_four = [&](const bf16* from, int row, int step) {
+            const int at = step * UP_DEPTH + lane % 4 * 4;
+            return at < inner ? *reinterpret_cast<const uint2*>(from + static_cast<unsigned>(row * inner + at)) : uint2{0, 0};
+        };
+        uint2 weights[STEPS][4];
+        const auto load_weights = [&](int base) {
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+                for (int t = 0; t < 4; ++t)  // such that a lane's outputs in the four tiles are neighbours
+                    weights[s][t] = load_four(b, min(left + lane / 8 * 8 + t * 2 + lane / 4 % 2, columns - 1), base + s);
+        };
+        load_weights(0);
+#pragma unroll
+        for (int i = 0; i < M / 8; ++i)
+            if (is_there(i)) out[i] = load<bf16, 8>(from + place(i));
+        wait_for_inputs();
+        const int steps = (inner + UP_DEPTH - 1) / UP_DEPTH;
+#pragma unroll 1
+        for (int base = 0; base < steps; base += STEPS) {
+            if (base > 0) load_weights(base);
+#pragma unroll
+            for (int i = 0; i < M / 16; ++i) {
+                uint2 top[STEPS], bottom[STEPS];
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s) {
+                    top[s] = load_four(low, min(first + 16 * i, rows - 1), base + s);
+                    bottom[s] = load_four(low, min(first + 16 * i + 8, rows - 1), base + s);
+                }
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+                    for (int t = 0; t < 4; ++t)
+                        multiply(sum[i][t], top[s].x, bottom[s].x, top[s].y, bottom[s].y, weights[s][t].x, weights[s][t].y);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < M / 8; ++i)
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                const float (&two)[4] = sum[i / 2][t];
+                narrow(widen(out[i].at[2 * t]) + two[i % 2 * 2], widen(out[i].at[2 * t + 1]) + two[i % 2 * 2 + 1], out[i].at[2 * t],
+                       out[i].at[2 * t + 1]);
+            }
+    }
+
+    __device__ __forceinline__ bool is_there(int i) const { return first + 8 * i < rows && column < columns; }
+    __device__ __forceinline__ long long place(int i) const { return static_cast<long long>(first + 8 * i) * columns + column; }
+};
+
+// out += low B^T, rounded once.
+template <int M, int STEPS>
+__device__ __forceinline__ void adapt_up(const bf16* low, const bf16* b, bf16* out /* [T, N] */, int rows, int columns, int inner, int stacked) {
+    const Raised<M, STEPS> raised(low, b, out, rows, columns, inner, stacked);
+#pragma unroll
+    for (int i = 0; i < M / 8; ++i)
+        if (raised.is_there(i)) store(out + raised.place(i), raised.out[i]);
+}
+
+// act = silu(gate) up of out + low B^T, rounded before and after, whose columns are g0 u0 g1 u1 ..; as swiglu.cu computes it.
+template <int M, int STEPS>
+__device__ __forceinline__ void adapt_silu_mul(
+    const bf16* low, const bf16* b, const bf16* out /* [T, N] */, bf16* __restrict__ act /* [T, N / 2] */, int rows, int columns, int inner,
+    int stacked
 ) {
-    using Sums = Product<M, N, 3, true>;
-    __shared__ alignas(128) bf16 stages[3 * Sums::STAGE];
-    constexpr int GROUPS = Sums::TILES / 4;  // of 32 columns, 8 of them a lane's
-    const int across = (columns + N - 1) / N, first = blockIdx.x / across * M, column = blockIdx.x % across * N;
-    const auto place = [&](int group, int half) {  // of a lane's 8 columns of a row; null behind the last
-        const int row = first + Sums::row() + 8 * half;
-        const int at = column + Sums::column() + 32 * group + threadIdx.x % 4 * 8;
-        return row < rows && at < columns ? out + static_cast<long long>(row) * columns + at : nullptr;
-    };
-    Pack<bf16, 8> kept[GROUPS][2];
+    const Raised<M, STEPS> raised(low, b, out, rows, columns, inner, stacked);
 #pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i)
-        if (const bf16* at = place(i / 2, i % 2)) kept[i / 2][i % 2] = load<bf16, 8>(at);
-    const Sums product(stages, {low, inner, first, rows}, {b, inner, column, columns}, inner, 0,
-                       (inner + CHUNK - 1) / CHUNK);
+    for (int i = 0; i < M / 8; ++i) {
+        Pack<bf16, 4> four;
 #pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i) {
-        auto& sum = kept[i / 2][i % 2];
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-            narrow(widen(sum.at[j]) + product.sum[i / 2 * 4 + j / 2][i % 2 * 2 + j % 2], sum.at[j]);
-        if (bf16* at = place(i / 2, i % 2)) store(at, sum);
+        for (int j = 0; j < 4; ++j) {
+            const float gate = widen(raised.out[i].at[2 * j]), up = widen(raised.out[i].at[2 * j + 1]);
+            narrow(gate * sigmoid(gate) * up, four.at[j]);
+        }
+        if (raised.is_there(i)) store(act + raised.place(i) / 2, four);
     }
 }
 
@@ -211,19 +228,32 @@ __device__ __forceinline__ void adapt_up(
 #define CLUSTER
 #define IN_CLUSTERS(...)
 #endif
-#define ADAPT_DOWN(M)                                                                                                \
-    extern "C" __global__ void CLUSTER __launch_bounds__(THREADS) adapt_down_##M(                                   \
+#define ADAPT_DOWN(M, N, AHEAD)                                                                                      \
+    extern "C" __global__ void CLUSTER __launch_bounds__(DOWN_THREADS, 2) adapt_down_##M##x##N(                      \
         const bf16* x, const bf16* a, bf16* low, long long rows, long long columns, long long inner, long long stride) { \
-        IN_CLUSTERS(adapt_down<M, 32>(x, a, low, rows, columns, inner, stride);)                                    \
+        IN_CLUSTERS(adapt_down<M, N, AHEAD>(x, a, low, rows, columns, inner, stride);)                              \
     }
-#define ADAPT_UP(M)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS) adapt_up_##M(                                             \
-        const bf16* low, const bf16* b, bf16* out, long long rows, long long columns, long long inner) {            \
-        IN_CLUSTERS(adapt_up<M, 64>(low, b, out, rows, columns, inner);)                                            \
+#define ADAPT_UP(M, STEPS, BLOCKS)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(UP_THREADS, BLOCKS) adapt_up_##M##x##STEPS(                                 \
+        const bf16* low, const bf16* b, bf16* out, long long rows, long long columns, long long inner,              \
+        long long stacked) {                                                                                        \
+        IN_CLUSTERS(adapt_up<M, STEPS>(low, b, out, rows, columns, inner, stacked);)                                \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(UP_THREADS, BLOCKS) adapt_silu_mul_##M##x##STEPS(                           \
+        const bf16* low, const bf16* b, const bf16* out, bf16* act, long long rows, long long columns, long long inner, \
+        long long stacked) {                                                                                        \
+        IN_CLUSTERS(adapt_silu_mul<M, STEPS>(low, b, out, act, rows, columns, inner, stacked);)                     \
     }
 
-ADAPT_DOWN(16)
-ADAPT_DOWN(32)
-ADAPT_DOWN(64)
-ADAPT_UP(32)
-ADAPT_UP(64)
+ADAPT_DOWN(16, 16, 4)
+ADAPT_DOWN(16, 32, 3)
+ADAPT_DOWN(16, 48, 2)
+ADAPT_DOWN(32, 16, 3)
+ADAPT_DOWN(32, 32, 2)
+ADAPT_DOWN(32, 48, 1)
+ADAPT_UP(16, 1, 4)
+ADAPT_UP(16, 2, 4)
+ADAPT_UP(16, 4, 4)
+ADAPT_UP(32, 1, 4)
+ADAPT_UP(32, 2, 4)
+ADAPT_UP(32, 4, 3)

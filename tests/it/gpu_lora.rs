@@ -10,6 +10,7 @@ use colo_grpo::internal::model::{
 };
 use colo_grpo::internal::ops::dropout::Dropout;
 use colo_grpo::internal::ops::random::RandomKey;
+use colo_grpo::internal::ops::swiglu::Activation;
 use colo_grpo::internal::ranks::{Backend, World};
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
@@ -73,6 +74,48 @@ fn gpu_adapters_add_what_the_cpus_do() {
             let bits = [&low, &out].map(|tensor| tensor.narrow(0, 0, 1).copy());
             let first = first.get_or_insert_with(|| bits.each_ref().map(Tensor::shallow_clone));
             assert!(first.iter().zip(&bits).all(|(first, bits)| first.equal(bits)), "{rows} rows");
+        }
+    }
+}
+
+/// Factors whose sums cancel and span 40 binary orders: what is left of one is how it was rounded.
+fn hostile([rows, columns]: [i64; 2], sign: f64) -> Tensor {
+    let normal = || Tensor::randn([rows, columns / 2], (Kind::Float, GPU));
+    let exponents = (normal() * 10.0).clamp(-20.0, 20.0).round();
+    let first = (normal() * exponents.exp2()).to_kind(Kind::BFloat16);
+    let other = exponents.abs().lt(1.0).to_kind(Kind::Float) / 128.0 + 1.0;
+    let second = (first.to_kind(Kind::Float) * other * sign).to_kind(Kind::BFloat16);
+    Tensor::cat(&[first, second], 1)
+}
+
+/// A row's bits are the same in the tiles of few rows and in those of many, which decode steps and training take; and where SiLU follows at
+/// once.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_adapters_have_one_order_of_sums() {
+    kernels::prepare(0, 1).unwrap();
+    const ROWS: i64 = 5000;
+    for (columns, inner, outer) in
+        [(3584, 48, 4608), (3584, 32, 9472), (18_944, 16, 3584), (896, 24, 1152), (1536, 192, 2048)]
+    {
+        let (columns, outer) = if is_small() { (columns / 16, outer / 16) } else { (columns, outer) };
+        let (x, base) = (hostile([ROWS, columns], 1.0), hostile([ROWS, outer], 1.0));
+        let (a, b) = (hostile([inner, columns], -1.0), hostile([outer, inner], 1.0));
+        let of = |rows: i64| {
+            let (x, base) = (x.narrow(0, 0, rows), base.narrow(0, 0, rows));
+            let (low, out) = (Tensor::full([rows, inner], f64::NAN, (Kind::BFloat16, GPU)), base.copy());
+            let mut acts = [(); 2].map(|()| Tensor::full([rows, outer / 2], f64::NAN, (Kind::BFloat16, GPU)));
+            kernels::adapt(&x, &a, &b, &low, &out).unwrap();
+            kernels::silu_mul(Activation::Silu, &out, &mut acts[0]).unwrap();
+            kernels::adapt_silu_mul(&x, &a, &b, &low, &base, &acts[1]).unwrap();
+            assert!(acts[0].view_dtype(Kind::Int16).equal(&acts[1].view_dtype(Kind::Int16)), "{rows} rows of {inner}");
+            [low, out].map(|tensor| tensor.view_dtype(Kind::Int16)) // NaN is not NaN
+        };
+        let all = of(ROWS);
+        for rows in [1, 8, 17, 64, 100, 256, 512, 1000, 2048] {
+            for (own, all) in of(rows).iter().zip(&all) {
+                assert!(own.equal(&all.narrow(0, 0, rows)), "{rows} rows, {columns} x {inner} x {outer}");
+            }
         }
     }
 }

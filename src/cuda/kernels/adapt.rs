@@ -1,35 +1,61 @@
-//! The kernel that adds an adapter's part to a product of few rows.
+//! The kernels that add an adapter's part to a product.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
 
-use super::launch::{Argument, address, is_aligned, launch_early, ordinal, strided};
+use super::launch::{Argument, address, invalid, is_aligned, launch_early, ordinal, strided};
 use crate::cuda::abilities::gpu_has_clusters;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::ADAPT;
-pub(super) const NAMES: &[&str] = &["adapt_down_16", "adapt_down_32", "adapt_down_64", "adapt_up_32", "adapt_up_64"];
+pub(super) const NAMES: &[&str] = &[
+    "adapt_down_16x16",
+    "adapt_down_16x32",
+    "adapt_down_16x48",
+    "adapt_down_32x16",
+    "adapt_down_32x32",
+    "adapt_down_32x48",
+    "adapt_up_16x1",
+    "adapt_up_16x2",
+    "adapt_up_16x4",
+    "adapt_up_32x1",
+    "adapt_up_32x2",
+    "adapt_up_32x4",
+    "adapt_silu_mul_16x1",
+    "adapt_silu_mul_16x2",
+    "adapt_silu_mul_16x4",
+    "adapt_silu_mul_32x1",
+    "adapt_silu_mul_32x2",
+    "adapt_silu_mul_32x4",
+];
 
 // As in the source, to which a test holds them.
-const THREADS: u32 = 128;
-const SPLITS: u32 = 8;
-/// Columns of a cluster of `adapt_down`, and of a block of `adapt_up`.
-const DOWN_COLUMNS: usize = 32;
-const UP_COLUMNS: usize = 64;
+const SPLITS: usize = 8;
+const DOWN_WARPS: usize = 8;
+const UP_WARPS: usize = 4;
+const UP_COLUMNS: usize = 32;
+const UP_DEPTH: usize = 16;
+/// Rows from which on tiles are larger, as measured on H200 (docs/benchmarks/adapters.md): of the first kernel, and of the second.
+const MANY_DOWN: usize = 512;
+const MANY_UP: usize = 1024;
 /// Elements that are moved at once.
 const PACK: i64 = 8;
-/// Blocks that fill a GPU, roughly: rows are divided further as long as there are fewer.
-const MANY_BLOCKS: usize = 192;
-
-/// Limits that the kernels are fast within: rows, columns of x and elements of out, at most.
-const MOST_ROWS: i64 = 256;
-const MOST_COLUMNS: i64 = 8192;
-const MOST_OUTPUTS: usize = 4 << 20;
+/// Limits that the kernels are faster within than a library's products: rows and columns of low where those are few; else rows, columns of x
+/// and elements of out.
+const MOST_ROWS: i64 = 512;
+const MOST_INNER: i64 = 48;
+const MOST_ROWS_WIDE: i64 = 256;
+const MOST_COLUMNS_WIDE: i64 = 8192;
+const MOST_OUTPUTS_WIDE: usize = 4 << 20;
+/// Elements of A, B and low, at most: their places are counted in 32 bits.
+const MOST_ELEMENTS: i64 = i32::MAX as i64;
 
 /// Whether [`adapt`] is faster than a library's two products, as measured on H200 (docs/benchmarks/adapters.md).
-pub fn adapt_pays(x: &Tensor, out: &Tensor) -> bool {
-    x.size()[0] <= MOST_ROWS && x.size()[1] <= MOST_COLUMNS && out.numel() <= MOST_OUTPUTS
+pub fn adapt_pays(x: &Tensor, a: &Tensor, out: &Tensor) -> bool {
+    let [rows, columns, inner] = [x.size()[0], x.size()[1], a.size()[0]];
+    rows <= MOST_ROWS && inner <= MOST_INNER
+        || rows <= MOST_ROWS_WIDE && columns <= MOST_COLUMNS_WIDE && out.numel() <= MOST_OUTPUTS_WIDE
 }
 
 /// Whether [`adapt`] takes these tensors, on their GPU.
@@ -48,9 +74,8 @@ fn has_clusters(x: &Tensor) -> bool {
 }
 
 /// low = x A^T, rounded; out += low B^T, rounded once; sums in float32 in an order that depends on K and k alone, so that a
-/// row's bits do not depend on the number of rows. Few rows are what it is fast for. A is read while the operation before still
-/// runs, B and `out` while the first of the two kernels does: that operation must not write A, and must itself have waited for any
-/// that does. It may write `out`. Allocates nothing.
+/// row's bits do not depend on the number of rows. A is read while the operation before still runs, B and `out` while the first of the two
+/// kernels does: that operation must not write A, and must itself have waited for any that does. It may write `out`. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -61,55 +86,127 @@ pub fn adapt(
     low: &Tensor, // [T, k], like x
     out: &Tensor, // [T, N], like x
 ) -> Result<()> {
-    const OP: &str = "adapt";
-    let (gpu, kind) = (ordinal(OP, x)?, Kind::BFloat16);
-    let [rows, columns, inner, outer] = [x.size()[0], x.size()[1], a.size()[0], b.size()[0]];
-    if !adapt_serves(x, a, b, out) {
-        let got = [x, a, b, out].map(|tensor| (tensor.kind(), tensor.size(), tensor.stride()));
-        return Err(super::launch::invalid(
-            OP,
-            "aligned bf16 matrices with sizes of a multiple of 8, on sm_90 or later",
-            got,
-        ));
-    }
-    let counts = [rows, columns, inner, outer].map(Argument::Count);
-    let numel = |rows: i64, columns: i64| (rows * columns) as usize;
-    let low = address(OP, low, kind, numel(rows, inner), gpu)?;
-    let down = [
-        address(OP, x, kind, numel(rows, columns), gpu)?,
-        strided(OP, a, kind, &[inner, columns], gpu)?,
-        low,
-        counts[0],
-        counts[1],
-        counts[2],
-        Argument::Count(a.stride()[0]),
-    ];
-    let up = [
-        low,
-        address(OP, b, kind, numel(outer, inner), gpu)?,
-        address(OP, out, kind, numel(rows, outer), gpu)?,
-        counts[0],
-        counts[3],
-        counts[2],
-    ];
-    let (tile, clusters) =
-        tiles(rows as usize, (inner as usize).div_ceil(DOWN_COLUMNS), SPLITS as usize, &[64, 32, 16]);
-    // SAFETY: the kernel's parameters in order; a cluster for every tile of low. The work before does not write A, which is read
-    // before that has ended: the caller's promise.
-    unsafe { launch_early(SOURCE, &format!("adapt_down_{tile}"), gpu, (clusters * SPLITS, THREADS, 0), &down)? };
-    let (tile, blocks) = tiles(rows as usize, (outer as usize).div_ceil(UP_COLUMNS), 1, &[64, 32]);
-    // SAFETY: the kernel's parameters in order; a block for every tile of out. The kernel before writes low alone and begins when
-    // the work before it has ended, so B and out may be read before it has.
-    unsafe { launch_early(SOURCE, &format!("adapt_up_{tile}"), gpu, (blocks, THREADS, 0), &up) }
+    let adapted = Adapted::queue_down("adapt", x, [a, b], low, out)?;
+    adapted.queue_up("adapt_up", &[adapted.low, adapted.b, adapted.out])
 }
 
-/// (rows of a tile, tiles) for `across` tiles of every row, of `blocks` blocks each: the largest tile that fills the GPU, or
-/// the smallest.
-fn tiles(rows: usize, across: usize, blocks: usize, sizes: &[usize]) -> (usize, u32) {
-    let count = |size: usize| rows.div_ceil(size) * across;
-    let fills = |size: &&usize| count(**size) * blocks >= MANY_BLOCKS;
-    let size = *sizes.iter().find(fills).or(sizes.last()).expect("sizes");
-    (size, count(size) as u32)
+/// act = silu(gate) * up of what [`adapt`] would leave in `gate_up`, with the bits of [`super::silu_mul`] after it; `gate_up` stays as it is.
+///
+/// # Errors
+/// The errors of [`adapt`].
+pub fn adapt_silu_mul(
+    x: &Tensor,       // [T, K] bf16
+    a: &Tensor,       // [k, K], like x, of any row stride
+    b: &Tensor,       // [2 F, k], like x
+    low: &Tensor,     // [T, k], like x
+    gate_up: &Tensor, // [T, 2 F], like x: g0 u0 g1 u1 ..
+    act: &Tensor,     // [T, F], like x
+) -> Result<()> {
+    const OP: &str = "adapt_silu_mul";
+    let adapted = Adapted::queue_down(OP, x, [a, b], low, gate_up)?;
+    let act = address(OP, act, Kind::BFloat16, (adapted.rows * adapted.outer / 2) as usize, adapted.gpu)?;
+    adapted.queue_up(OP, &[adapted.low, adapted.b, adapted.out, act])
+}
+
+/// The operands of the second kernel; the first is queued.
+struct Adapted {
+    gpu: usize,
+    rows: i64,
+    inner: i64,
+    outer: i64,
+    low: Argument,
+    b: Argument,
+    out: Argument,
+}
+
+impl Adapted {
+    fn queue_down(op: &'static str, x: &Tensor, [a, b]: [&Tensor; 2], low: &Tensor, out: &Tensor) -> Result<Self> {
+        let (gpu, kind) = (ordinal(op, x)?, Kind::BFloat16);
+        let [rows, columns, inner, outer] = [x.size()[0], x.size()[1], a.size()[0], b.size()[0]];
+        let elements = [inner * a.stride()[0], outer * inner, rows * inner].into_iter().max().unwrap_or(0);
+        if !adapt_serves(x, a, b, out) || elements > MOST_ELEMENTS {
+            let got = [x, a, b, out].map(|tensor| (tensor.kind(), tensor.size(), tensor.stride()));
+            return Err(invalid(
+                op,
+                "aligned bf16 matrices with sizes of a multiple of 8 and fewer than 2^31 elements beside x and out, on sm_90 or later",
+                got,
+            ));
+        }
+        let numel = |rows: i64, columns: i64| (rows * columns) as usize;
+        let low = address(op, low, kind, numel(rows, inner), gpu)?;
+        let b = address(op, b, kind, numel(outer, inner), gpu)?;
+        let out = address(op, out, kind, numel(rows, outer), gpu)?;
+        let down = [
+            address(op, x, kind, numel(rows, columns), gpu)?,
+            strided(op, a, kind, &[inner, columns], gpu)?,
+            low,
+            Argument::Count(rows),
+            Argument::Count(columns),
+            Argument::Count(inner),
+            Argument::Count(a.stride()[0]),
+        ];
+        let DownTile { rows: tile, columns: width } = DownTile::of(rows as usize, inner as usize);
+        let clusters = (rows as usize).div_ceil(tile) * (inner as usize).div_ceil(width);
+        let (name, threads) = (format!("adapt_down_{tile}x{width}"), 32 * DOWN_WARPS);
+        // SAFETY: the kernel's parameters in order; a cluster for every tile of low. The work before does not write A, which is read
+        // before that has ended: the caller's promise.
+        unsafe { launch_early(SOURCE, &name, gpu, ((clusters * SPLITS) as u32, threads as u32, 0), &down)? };
+        Ok(Self { gpu, rows, inner, outer, low, b, out })
+    }
+
+    /// Queues `kernel` with its addresses.
+    fn queue_up(&self, kernel: &str, addresses: &[Argument]) -> Result<()> {
+        let Self { gpu, rows, inner, outer, .. } = *self;
+        let UpTile { rows: tile, steps, stacked } = UpTile::of(rows as usize, inner as usize);
+        let across = (outer as usize).div_ceil(UP_COLUMNS * (UP_WARPS / stacked));
+        let blocks = (rows as usize).div_ceil(tile * stacked) * across;
+        let counts = [rows, outer, inner, stacked as i64].map(Argument::Count);
+        let (name, threads) = (format!("{kernel}_{tile}x{steps}"), 32 * UP_WARPS);
+        // SAFETY: the kernel's parameters in order; a block for every tile of out. The kernel before writes low alone and begins when
+        // the work before it has ended, so B and out may be read before it has.
+        unsafe { launch_early(SOURCE, &name, gpu, (blocks as u32, threads as u32, 0), &[addresses, &counts].concat()) }
+    }
+}
+
+/// What a cluster of the first kernel has of low.
+#[derive(Debug, PartialEq, Eq)]
+struct DownTile {
+    rows: usize,
+    columns: usize,
+}
+
+impl DownTile {
+    fn of(rows: usize, inner: usize) -> Self {
+        let columns = match inner.div_ceil(16) {
+            1 => 16,
+            count if count % 3 == 0 => 48,
+            _ => 32,
+        };
+        Self { rows: if rows < MANY_DOWN { 16 } else { 32 }, columns }
+    }
+}
+
+/// How a block of the second kernel is laid out.
+#[derive(Debug, PartialEq, Eq)]
+struct UpTile {
+    /// Rows of a warp.
+    rows: usize,
+    /// Steps of k that are loaded at once.
+    steps: usize,
+    /// Warps with rows one below the other; the others are beside them.
+    stacked: usize,
+}
+
+impl UpTile {
+    fn of(rows: usize, inner: usize) -> Self {
+        let steps = [1, 2].into_iter().find(|steps| inner <= steps * UP_DEPTH).unwrap_or(4);
+        let (rows, stacked) = match rows {
+            ..=16 => (16, 1),
+            17..MANY_UP => (16, 2),
+            MANY_UP.. => (32, UP_WARPS),
+        };
+        Self { rows, steps, stacked }
+    }
 }
 
 #[cfg(test)]
@@ -119,16 +216,24 @@ mod tests {
 
     #[test]
     fn the_source_has_the_same_constants() {
-        assert_declared(SOURCE, &[("THREADS", THREADS as usize), ("SPLITS", SPLITS as usize)]);
-        assert!(SOURCE.text.contains(&format!("adapt_down<M, {DOWN_COLUMNS}>")));
-        assert!(SOURCE.text.contains(&format!("adapt_up<M, {UP_COLUMNS}>")));
+        assert_declared(SOURCE, &[("SPLITS", SPLITS), ("DOWN_WARPS", DOWN_WARPS), ("UP_WARPS", UP_WARPS)]);
+        assert_declared(SOURCE, &[("UP_COLUMNS", UP_COLUMNS), ("UP_DEPTH", UP_DEPTH)]);
     }
 
     #[test]
-    fn tiles_are_small_until_they_fill_a_gpu() {
-        assert_eq!(tiles(1, 6, 8, &[64, 32, 16]), (16, 6));
-        assert_eq!(tiles(128, 6, 8, &[64, 32, 16]), (32, 24));
-        assert_eq!(tiles(128, 2, 8, &[64, 32, 16]), (16, 16));
-        assert_eq!(tiles(100, 28, 1, &[64, 32]), (32, 112));
+    fn every_tile_has_a_kernel() {
+        for rows in [1, 16, 17, 511, 512, 1023, 1024, 16_384] {
+            for inner in [8, 16, 24, 32, 48, 64, 128, 192, 776] {
+                let DownTile { rows: tile, columns } = DownTile::of(rows, inner);
+                assert!(NAMES.contains(&format!("adapt_down_{tile}x{columns}").as_str()), "{rows} x {inner}");
+                let UpTile { rows: tile, steps, stacked } = UpTile::of(rows, inner);
+                for kernel in ["adapt_up", "adapt_silu_mul"] {
+                    assert!(NAMES.contains(&format!("{kernel}_{tile}x{steps}").as_str()), "{rows} x {inner}");
+                }
+                assert!(UP_WARPS.is_multiple_of(stacked));
+            }
+        }
+        assert_eq!(DownTile::of(256, 48), DownTile { rows: 16, columns: 48 });
+        assert_eq!(UpTile::of(2048, 32), UpTile { rows: 32, steps: 2, stacked: 4 });
     }
 }

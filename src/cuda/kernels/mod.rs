@@ -49,7 +49,7 @@ mod wide_product;
 
 pub use adamw::{AdamWScalars, adamw};
 pub use adamw8bit::{MomentCodes, adamw8bit};
-pub use adapt::{adapt, adapt_pays, adapt_serves};
+pub use adapt::{adapt, adapt_pays, adapt_serves, adapt_silu_mul};
 pub use add_rms_norm::{NormOptions, add_rms_norm};
 pub use all_reduce::{AllReduceMethod, NormedRows, RowSums};
 pub use delta_mix::{

@@ -77,7 +77,16 @@ impl DecoderNetwork<'_> {
     ) -> Result<()> {
         match self.own_products {
             OwnProducts::None | OwnProducts::Wide => {
-                self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
+                self.base(DecoderOp::GateUp, normed, w, gate_up)?;
+                if let Some((lora, low)) = self.lora_with_low(normed, w)
+                    && self.adds_by_own(normed, lora, gate_up)
+                    && activation == Activation::Silu
+                    && !self.format().rounds()
+                {
+                    return DecoderOp::Adapters
+                        .run(|| kernels::adapt_silu_mul(normed, &lora.a, &lora.b, &low, gate_up, act));
+                }
+                self.adapt(normed, w, gate_up)?;
                 let out = self.output(act, self.format())?;
                 DecoderOp::SiluMul.run(|| self.format().step_activate(activation, gate_up, out))
             }
@@ -108,7 +117,7 @@ impl DecoderNetwork<'_> {
                 QkvViews::split(&parts[0], &parts[1], num_heads, output_gate)
             }
         };
-        self.adapt(normed, w.lora.as_ref(), &out)?;
+        self.adapt(normed, w, &out)?;
         Ok(views)
     }
 
@@ -158,6 +167,12 @@ impl DecoderNetwork<'_> {
 
     /// out = x w^T, with the adapter's part.
     pub(super) fn linear(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
+        self.base(op, x, w, out)?;
+        self.adapt(x, w, out)
+    }
+
+    /// out = x w^T.
+    fn base(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
         let columns: Vec<i64> = w.pieces.iter().map(|piece| piece.weight.size()[0]).collect();
         for (piece, part) in w.pieces.iter().zip(&out.split_with_sizes(columns.as_slice(), 1)) {
             match w.format.rounds() {
@@ -165,7 +180,7 @@ impl DecoderNetwork<'_> {
                 false => self.product(op, x, &piece.weight, piece.bias.as_ref(), part)?,
             }
         }
-        self.adapt(x, w.lora.as_ref(), out)
+        Ok(())
     }
 
     /// out = x w^T + bias, of the rows of x as they are rounded by now.
@@ -197,15 +212,11 @@ impl DecoderNetwork<'_> {
     }
 
     /// out += (x A^T) B^T, where x A^T is zero beside adapters that are not the row's.
-    fn adapt(&self, x: &Tensor, lora: Option<&Lora>, out: &Tensor) -> Result<()> {
-        let (Some(Lora { a, b, owners, .. }), Some(low)) = (lora, self.low) else { return Ok(()) };
-        let shape = [x.size()[0], a.size()[0]];
-        let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
-        // Where a row's bits must not depend on the rows beside it, they come from one kernel for all numbers of rows.
-        let is_strict = matches!(self.tuning, Tuning::Fixed | Tuning::Exact);
-        let is_own = owners.is_none() && (is_strict || kernels::adapt_pays(x, out));
+    fn adapt(&self, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
+        let Some((lora, low)) = self.lora_with_low(x, w) else { return Ok(()) };
+        let Lora { a, b, owners, .. } = lora;
         DecoderOp::Adapters.run(|| {
-            if is_own && kernels::adapt_serves(x, a, b, out) {
+            if self.adds_by_own(x, lora, out) {
                 return kernels::adapt(x, a, b, &low, out);
             }
             self.products.run(x, &a.tr(), None, &low, 0.0, self.tuning)?;
@@ -214,5 +225,19 @@ impl DecoderNetwork<'_> {
             }
             self.products.run(&low, &b.tr(), None, out, 1.0, self.tuning)
         })
+    }
+
+    /// The adapter beside a product, and where its inner products [T, k] go.
+    fn lora_with_low<'w>(&self, x: &Tensor /* [T, K] */, w: &'w Linear) -> Option<(&'w Lora, Tensor)> {
+        let lora = w.lora.as_ref()?;
+        let shape = [x.size()[0], lora.a.size()[0]];
+        Some((lora, self.low?.narrow(0, 0, shape[0] * shape[1]).view(shape)))
+    }
+
+    /// Whether this crate's kernels add an adapter's part. Where a row's bits must not depend on the rows beside it, they come from one kernel
+    /// for all numbers of rows.
+    fn adds_by_own(&self, x: &Tensor, Lora { a, b, owners, .. }: &Lora, out: &Tensor) -> bool {
+        let is_strict = matches!(self.tuning, Tuning::Fixed | Tuning::Exact);
+        owners.is_none() && (is_strict || kernels::adapt_pays(x, a, out)) && kernels::adapt_serves(x, a, b, out)
     }
 }
