@@ -107,9 +107,10 @@ impl<'a> PrefillAttention<'a> {
         let AttentionSpec { window, scale, .. } = attention;
         let cache = self.kv_cache.layer(layer);
         let within = |varlen: &Varlen| varlen.within(window.map(|window| window as i64));
-        let joined = |attended: Attended| match sinks {
-            Some(sinks) => Ok(sinks::join(attended, sinks)?.o),
-            None => Ok::<_, Error>(attended.o),
+        // The kernel's log-sum-exp is [H, T].
+        let joined = |Attended { o, lse }: Attended| match sinks {
+            Some(sinks) => Ok(sinks::join(Attended { o, lse: lse.f_transpose(0, 1)? }, sinks)?.o),
+            None => Ok::<_, Error>(o),
         };
         let o = match &self.keys {
             Keys::AtHand(varlen) => joined(flash_forward(q, &qkv.k, &qkv.v, &within(varlen), scale)?)?,
