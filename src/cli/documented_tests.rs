@@ -12,7 +12,7 @@ use super::normalise::normalise;
 use crate::config::{Config, SftConfig};
 
 /// A command as a page shows it.
-struct Shown {
+struct ShownCommand {
     words: Vec<String>,
     /// Within a sentence, where required arguments may be left out.
     is_inline: bool,
@@ -89,16 +89,16 @@ fn simple_commands(line: &str) -> Vec<Vec<String>> {
 }
 
 /// All commands of a page.
-fn shown(page: &str) -> Vec<Shown> {
+fn shown(page: &str) -> Vec<ShownCommand> {
     let (fenced, rest) = blocks(page);
     let lines = fenced.into_iter().flat_map(|(_, text)| {
         let joined = text.replace("\\\n", " ");
         joined.lines().map(|line| line.trim_start_matches(['$', ' ']).to_owned()).collect::<Vec<_>>()
     });
-    let in_fences = lines.flat_map(|line| simple_commands(&line)).map(|words| Shown { words, is_inline: false });
+    let in_fences = lines.flat_map(|line| simple_commands(&line)).map(|words| ShownCommand { words, is_inline: false });
     let code = regex::Regex::new("`([^`]+)`").unwrap();
     let spans: Vec<String> = code.captures_iter(&rest).map(|found| found[1].replace('\n', " ")).collect();
-    let inline = spans.iter().flat_map(|span| simple_commands(span)).map(|words| Shown { words, is_inline: true });
+    let inline = spans.iter().flat_map(|span| simple_commands(span)).map(|words| ShownCommand { words, is_inline: true });
     in_fences.chain(inline).filter(|shown| !shown.words.is_empty()).collect()
 }
 
@@ -207,7 +207,7 @@ fn commands_in_the_documentation_parse() {
     let mut wrong = Vec::new();
     let mut num_commands = 0;
     for (page, text) in pages() {
-        for Shown { words, is_inline } in shown(&text) {
+        for ShownCommand { words, is_inline } in shown(&text) {
             let of_program = arguments(&words).and_then(|arguments| {
                 num_commands += 1;
                 wrong_command(&arguments, is_inline)
