@@ -41,21 +41,23 @@ const MANY_DOWN: usize = 512;
 const MANY_UP: usize = 1024;
 /// Elements that are moved at once.
 const PACK: i64 = 8;
-/// Limits that the kernels are faster within than a library's products: rows and columns of low where those are few; else rows, columns of x
-/// and elements of out.
+/// Limits that the kernels are faster within than a library's products: rows and columns of low where those are few; columns of x, and
+/// elements of low and of out.
 const MOST_ROWS: i64 = 512;
 const MOST_INNER: i64 = 48;
-const MOST_ROWS_WIDE: i64 = 256;
-const MOST_COLUMNS_WIDE: i64 = 8192;
-const MOST_OUTPUTS_WIDE: usize = 4 << 20;
+const MOST_COLUMNS: i64 = 8192;
+const MOST_LOW: i64 = 8192;
+const MOST_LOW_NARROW: i64 = 2 * MOST_LOW;
+const MOST_OUTPUTS: usize = 4 << 20;
 /// Elements of A, B and low, at most: their places are counted in 32 bits.
 const MOST_ELEMENTS: i64 = i32::MAX as i64;
 
 /// Whether [`adapt`] is faster than a library's two products, as measured on H200 (docs/benchmarks/adapters.md).
 pub fn adapt_pays(x: &Tensor, a: &Tensor, out: &Tensor) -> bool {
     let [rows, columns, inner] = [x.size()[0], x.size()[1], a.size()[0]];
-    rows <= MOST_ROWS && inner <= MOST_INNER
-        || rows <= MOST_ROWS_WIDE && columns <= MOST_COLUMNS_WIDE && out.numel() <= MOST_OUTPUTS_WIDE
+    let low = rows * inner;
+    let is_narrow = || low <= MOST_LOW_NARROW && out.numel() <= MOST_OUTPUTS;
+    low <= MOST_LOW || columns <= MOST_COLUMNS && (rows <= MOST_ROWS && inner <= MOST_INNER || is_narrow())
 }
 
 /// Whether [`adapt`] takes these tensors, on their GPU.
