@@ -41,4 +41,7 @@ within 2900 cargo test --quiet --test it -- --test-threads=4
 wait "$scripts" || { cat "$said" >&2; exit 1; }
 cat "$said"
 
+step "a long trajectory, in a process of its own"
+within 600 cargo test --quiet --lib -- --ignored --exact trainer::long_turns_tests::a_trajectory_of_100_000_tokens_computes_each_of_them_once
+
 step "done"
