@@ -98,7 +98,8 @@ fn shown(page: &str) -> Vec<ShownCommand> {
     let in_fences = lines.flat_map(|line| simple_commands(&line)).map(|words| ShownCommand { words, is_inline: false });
     let code = regex::Regex::new("`([^`]+)`").unwrap();
     let spans: Vec<String> = code.captures_iter(&rest).map(|found| found[1].replace('\n', " ")).collect();
-    let inline = spans.iter().flat_map(|span| simple_commands(span)).map(|words| ShownCommand { words, is_inline: true });
+    let inline =
+        spans.iter().flat_map(|span| simple_commands(span)).map(|words| ShownCommand { words, is_inline: true });
     in_fences.chain(inline).filter(|shown| !shown.words.is_empty()).collect()
 }
 
@@ -112,6 +113,9 @@ fn is_placeholder(word: &str) -> bool {
 /// The arguments of the program in a command, its name first. Behind a script the program is an argument of that script.
 fn arguments(words: &[String]) -> Option<Vec<String>> {
     let place = words.iter().position(|word| word == "colo-grpo" || word.ends_with("/colo-grpo"))?;
+    if words[0] == "docker" {
+        return None; // the name of an image
+    }
     let is_script = words[..place].iter().any(|word| word.starts_with("scripts/") || !word.is_ascii());
     let rest = &words[place..];
     (!is_script && rest.len() > 1).then(|| rest.to_vec())
@@ -132,9 +136,10 @@ fn wrong_keys(words: &[String], is_sft: bool, file: &Path) -> Vec<String> {
         word.split_once('=').is_some_and(|(key, value)| key != "key" && !is_placeholder(value) && !value.contains('$'))
     };
     let given: Vec<String> = words.iter().filter(is_given).cloned().collect();
+    // A value of the wrong type is quoted as it was written; one that does not go with another key is not.
     let names = |error: &str, word: &String| {
-        let (key, value) = word.split_once('=').unwrap();
-        error.contains(&format!("'{key}'")) || error.contains(&format!("{key} = {value}: expected one of"))
+        let (key, value) = word.split_once('=').unwrap_or((word, ""));
+        error.contains(&format!("{key} = \"{value}\": expected"))
     };
     let loaded =
         if is_sft { SftConfig::load(Some(file), &given).err() } else { Config::load(Some(file), &given).err() };
@@ -191,12 +196,18 @@ fn wrong_command(arguments: &[String], is_inline: bool) -> Option<String> {
     (!wrong.is_empty()).then(|| wrong.join("; "))
 }
 
-/// Options that a command gives to a script which does not know them; or that there is no such script.
+/// An option that a command gives to a script which does not know it, nor do the scripts that it calls; or that there is no such script.
 fn wrong_script(words: &[String]) -> Option<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let place = words.iter().position(|word| word.starts_with("scripts/"))?;
-    let Ok(text) = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(&words[place])) else {
-        return words[place].ends_with(".txt").then(|| format!("no file {}", words[place]));
+    let Ok(mut text) = std::fs::read_to_string(root.join(&words[place])) else {
+        return Some(format!("no file {}", words[place])).filter(|_| !words[place].contains('*'));
     };
+    let called = regex::Regex::new(r"\b\w+\.(?:py|sh)\b").unwrap();
+    let others: BTreeSet<String> = called.find_iter(&text).map(|found| found.as_str().to_owned()).collect();
+    others
+        .iter()
+        .for_each(|name| text.push_str(&std::fs::read_to_string(root.join("scripts").join(name)).unwrap_or_default()));
     let options = words[place + 1..].iter().filter(|word| word.starts_with("--") && word.len() > 2);
     let unknown = options.map(|word| word.split('=').next().unwrap()).find(|option| !text.contains(option))?;
     Some(format!("{} has no {unknown}", words[place]))
@@ -245,8 +256,8 @@ fn keys_in_the_documentation_exist() {
         let mut names: Vec<String> = inline.captures_iter(&rest).map(|found| found[1].to_owned()).collect();
         for (_, block) in fenced.iter().filter(|(language, _)| language == "toml") {
             let table: toml::Table = toml::from_str(block).unwrap_or_else(|error| panic!("{page}: {error}\n{block}"));
-            if !table.contains_key("dependencies") {
-                dotted(&table, "", &mut names); // not Cargo's
+            if !["dependencies", "env"].iter().any(|table_of_cargo| table.contains_key(*table_of_cargo)) {
+                dotted(&table, "", &mut names);
             }
         }
         let is_wrong = |name: &String| !known.contains(name) && !is_own(name) && !others.contains(&name.as_str());
