@@ -154,10 +154,11 @@ impl<'a> GpuRunner<'a> {
         let network = self.network(Tuning::Timed, Processing::of(packing));
         let network = DecoderNetwork { sums, adapters: inputs.adapters.as_ref(), ..network };
         let last = state.tokens.as_ref().map_or_else(|| network.buffers.sampled().0, StageTokens::ids);
-        let hidden = |network: &DecoderNetwork| decode_hidden(network, (&inputs, &last), &state.plans);
+        let hidden =
+            |network: &DecoderNetwork, pages: &Tensor| decode_hidden(network, (&inputs, &last, pages), &state.plans);
         run(&state.stream, &mut || {
             let own_products = state.own_products(&network, widths.0, &hidden)?;
-            let hidden = hidden(&DecoderNetwork { own_products, ..network })?;
+            let hidden = hidden(&DecoderNetwork { own_products, ..network }, &inputs.state_pages)?;
             if !network.stage.is_last() {
                 return Ok(());
             }
@@ -337,11 +338,15 @@ impl Runner for GpuRunner<'_> {
     }
 }
 
-/// The last tokens of a bucket's rows, through the network; the same however often it is done before the rows' next tokens are
-/// drawn.
+/// The last tokens of a bucket's rows, through the network; without pages the same however often it is done before the rows' next tokens
+/// are drawn.
 fn decode_hidden(
     network: &DecoderNetwork,
-    (inputs, last): (&DecodeInputs, &Tensor /* tokens that inputs may name */),
+    (inputs, last, state_pages): (
+        &DecodeInputs,
+        &Tensor, /* tokens that inputs may name */
+        &Tensor, /* of the rows */
+    ),
     plans: &AttentionPlans,
 ) -> Result<Tensor> {
     let buffers = network.buffers;
@@ -356,7 +361,7 @@ fn decode_hidden(
         positions: &inputs.positions,
         slots: &inputs.slots,
         recorded: None,
-        state_pages: &inputs.state_pages,
+        state_pages,
         bounds: None,
     };
     network.hidden(&tokens, &mut |layer, attention, StepHeads { q, sinks, .. }| {

@@ -165,13 +165,13 @@ impl GpuState {
     }
 
     /// The own products with which `hidden` of so many rows is faster, where there may be any: timed over the batch at hand, once for
-    /// a model's shapes. They pay for a step as a whole: weights are asked for while the operation before is at work. Collective over the
-    /// tensor-parallel group for shapes that are new.
+    /// a model's shapes. They pay for a step as a whole: weights are asked for while the operation before is at work. Rows have no pages of
+    /// states meanwhile, as a trial would move the states on. Collective over the tensor-parallel group for shapes that are new.
     pub(super) fn own_products(
         &self,
         network: &DecoderNetwork,
         rows: usize,
-        hidden: &dyn Fn(&DecoderNetwork) -> Result<Tensor>,
+        hidden: &dyn Fn(&DecoderNetwork, &Tensor /* [rows] i32, pages */) -> Result<Tensor>,
     ) -> Result<OwnProducts> {
         let residual = network.buffers.x.kind();
         let stored = (network.weights.stored.is_some(), network.format().rounds());
@@ -185,8 +185,9 @@ impl GpuState {
             }
             let agree = |known| of_first_rank(network.tp, known);
             let is_faster = self.products.own_are_faster(rows, &step, agree, || {
+                let pages = Tensor::f_full([rows as i64], -1i64, (Kind::Int, network.weights.embedding.device()))?;
                 let median = |own_products| -> Result<Duration> {
-                    let step = || hidden(&DecoderNetwork { own_products, ..*network }).map(drop);
+                    let step = || hidden(&DecoderNetwork { own_products, ..*network }, &pages).map(drop);
                     let step = || DecoderOp::only(None, step);
                     step()?;
                     let mut graph = Graph::capture(&self.stream, step)?;

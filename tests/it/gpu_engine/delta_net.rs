@@ -71,6 +71,21 @@ fn gpu_forks_of_states_equal_the_first() {
     }
 }
 
+/// The first steps choose their products by trials over the batch at hand. Afterwards the same steps have no trials.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_trials_of_products_move_no_state() {
+    let model = Model::of(narrow());
+    let params =
+        SamplingParams { num_generations: 1, temperature: 0.0, max_completion_length: 8, ..SamplingParams::default() };
+    let mut served = model.served(&model.options(256));
+    let [first, again] = [0, 1].map(|_| {
+        let groups = generate(&mut served, &prompts(5, 170), &params);
+        completions(&groups).map(|(ids, logprobs)| (ids.to_vec(), logprobs.collect())).collect::<Vec<(_, Vec<f32>)>>()
+    });
+    assert_eq!(first, again);
+}
+
 /// In float32: the CPU's greedy tokens of float64, with log-probabilities about as far from these as the CPU's own in float32. Prompts come
 /// in pieces, several of a group.
 #[test]
