@@ -171,6 +171,7 @@ impl Rollouts {
         self.stats.num_draft_tokens += stats.num_draft_tokens;
         self.stats.num_accepted_tokens += stats.num_accepted_tokens;
         self.stats.num_drafted_sequences += stats.num_drafted_sequences;
+        self.stats.num_waited_steps += stats.num_waited_steps;
     }
 
     fn to_json(&self, method: Speculation, first: &Self) -> Value {
@@ -184,6 +185,7 @@ impl Rollouts {
             "tokens_per_second": self.tokens as f64 / all,
             "speedup": first.seconds.iter().sum::<f64>() / all,
             "steps": num_steps,
+            "waited_steps": self.stats.num_waited_steps,
             "tokens": self.tokens,
             "longest_completion": self.completions.iter().map(Vec::len).max().unwrap_or(0),
             "draft_tokens": num_draft_tokens,

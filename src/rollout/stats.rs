@@ -34,6 +34,8 @@ pub struct EngineStats {
     pub num_accepted_tokens: usize,
     /// Times that a sequence had drafts in a step.
     pub num_drafted_sequences: usize,
+    /// Steps that waited for the tokens before them, to have drafts.
+    pub num_waited_steps: usize,
     /// Completions finished.
     pub num_finished: usize,
     /// This rank's time in steps, of an engine in stages.

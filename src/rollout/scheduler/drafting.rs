@@ -85,7 +85,9 @@ impl Scheduler {
         let (request, sample) = self.place(index);
         let sequence = &self.sequences[index];
         let (num_sampled, is_finished) = (sequence.completion().len(), sequence.finish_reason.is_some());
-        let Some(speculator) = self.speculator.as_mut().filter(|it| is_finished || it.is_due(num_sampled)) else {
+        let Some(speculator) =
+            self.speculator.as_mut().filter(|it| is_finished || it.is_due(request.0, sample, num_sampled))
+        else {
             return;
         };
         let (token_ids, prompt_len) = (&*sequence.token_ids, sequence.prompt_len);

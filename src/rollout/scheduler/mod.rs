@@ -212,6 +212,7 @@ impl Scheduler {
         }
         self.stats.peak_blocks = self.stats.peak_blocks.max(self.blocks.num_used());
         self.stats.num_steps += usize::from(!step.runs.is_empty());
+        self.stats.num_waited_steps += usize::from(!step.runs.is_empty() && step.waited);
         (!step.runs.is_empty()).then_some(step)
     }
 

@@ -71,30 +71,36 @@ impl StepTimes {
     }
 }
 
-/// The times of both kinds of steps.
+/// The times of both kinds of steps by rows, each with those of the other kind, and the gap, where it has none of its own.
 struct KnownTimes {
     ahead: BTreeMap<usize, f64>,
     waiting: BTreeMap<usize, f64>,
-    /// What waiting costs.
-    gap: f64,
 }
 
 impl KnownTimes {
+    /// `gap` is what waiting costs.
+    fn new(ahead: BTreeMap<usize, f64>, waiting: BTreeMap<usize, f64>, gap: f64) -> Self {
+        let joined = |own: &BTreeMap<usize, f64>, other: &BTreeMap<usize, f64>, gap: f64| {
+            let mut all: BTreeMap<usize, f64> = other.iter().map(|(&rows, time)| (rows, time + gap)).collect();
+            all.extend(own);
+            all
+        };
+        Self { ahead: joined(&ahead, &waiting, -gap), waiting: joined(&waiting, &ahead, gap) }
+    }
+
     fn waiting(&self, rows: usize) -> Option<f64> {
-        estimate(&self.waiting, &self.ahead, self.gap, rows)
+        estimate(&self.waiting, rows)
     }
 
     fn ahead(&self, rows: usize) -> Option<f64> {
-        estimate(&self.ahead, &self.waiting, -self.gap, rows)
+        estimate(&self.ahead, rows)
     }
 }
 
-/// The time of so many rows: as measured, of the other kind with the gap, or between its neighbours'. More rows than any that were measured
-/// are thought to take no longer, so that they are tried.
-fn estimate(own: &BTreeMap<usize, f64>, other: &BTreeMap<usize, f64>, gap: f64, rows: usize) -> Option<f64> {
+/// The time of so many rows: as it is known, or between its neighbours'. More rows than any that are known are thought to take no longer, so that they
+/// are tried.
+fn estimate(all: &BTreeMap<usize, f64>, rows: usize) -> Option<f64> {
     let rows = step_rows(rows, usize::MAX);
-    let mut all: BTreeMap<usize, f64> = other.iter().map(|(&rows, time)| (rows, time + gap)).collect();
-    all.extend(own);
     let below = all.range(..=rows).next_back();
     let above = all.range(rows..).next();
     match (below, above) {
@@ -180,7 +186,7 @@ impl Controller {
         let mut gaps: Vec<f64> = waiting.iter().filter_map(|(rows, time)| Some(time - ahead.get(rows)?)).collect();
         gaps.sort_unstable_by(f64::total_cmp);
         let gap = gaps.get(gaps.len() / 2).copied().unwrap_or(0.0).max(0.0);
-        KnownTimes { ahead, waiting, gap }
+        KnownTimes::new(ahead, waiting, gap)
     }
 }
 

@@ -174,8 +174,8 @@ impl Speculator {
 
     /// Whether the tokens of a completion of so many are to be told. While nothing is drafted they are told some at a time, which takes the
     /// host a fraction of the time.
-    pub(super) fn is_due(&self, num_sampled: usize) -> bool {
-        self.drafts_now || num_sampled.is_multiple_of(LOOK_EVERY)
+    pub(super) fn is_due(&self, request: usize, sample: usize, num_sampled: usize) -> bool {
+        self.drafts_now || is_looked_at(request, sample, num_sampled)
     }
 
     /// A completion has new tokens.
@@ -199,7 +199,7 @@ impl Speculator {
         group.index.extend(number, new);
         // A step with drafts that pay is a look itself; what `ngram` leaves out is looked at all the same.
         let is_unseen = self.options.method != Speculation::Auto || !self.drafts_now;
-        if is_unseen && completion.len().is_multiple_of(LOOK_EVERY) {
+        if is_unseen && is_looked_at(text.request, text.sample, completion.len()) {
             let drafts = group.index.drafts(number, self.options.num_tokens);
             self.controller.look(&self.acceptance.of_rows(&drafts));
             let own = group.own(text);
@@ -318,6 +318,13 @@ impl TextGroup {
             OwnText { number, num_indexed: 0, looked: None }
         })
     }
+}
+
+/// Whether a completion of so many tokens is looked at. Completions take turns: those of a rollout begin together, and all at once would keep the host from
+/// the next step for longer than a step takes.
+fn is_looked_at(request: usize, sample: usize, num_sampled: usize) -> bool {
+    let turn = request.wrapping_mul(7).wrapping_add(sample); // of groups of any size each turn has as many
+    turn.wrapping_add(num_sampled).is_multiple_of(LOOK_EVERY)
 }
 
 /// Compares what would have been drafted with what came; what is left to compare.

@@ -60,6 +60,14 @@ fn drafts_that_are_never_drawn_are_left_out_until_they_would_be() {
 }
 
 #[test]
+fn completions_take_turns_at_being_looked_at() {
+    for group in [1, 4, 8, 16] {
+        let of_step = |step| (0..256).filter(|at| is_looked_at(at / group, at % group, step)).count();
+        assert_eq!([0, 1, 5, 16, 100].map(of_step), [256 / LOOK_EVERY; 5], "groups of {group}");
+    }
+}
+
+#[test]
 fn ranks_that_have_learned_different_things_forget_them() {
     let learned = |differs: bool| {
         let of_ranks = testing::threads(2, |all| {
