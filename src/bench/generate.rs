@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
 use crate::model::{ModelSpec, ParamTable, Stages, UnitLayout, init_unit_on};
 use crate::ranks::{Mesh, ReduceOp, World, all_gather_f64, all_reduce_f64};
 use crate::rollout::{
-    Engine, EngineOptions, EngineRanks, SpeculationOptions, StageTimes, cache_kind, fullest_stage, kv_block_bytes,
+    DraftInjection, Engine, EngineOptions, EngineRanks, SpeculationOptions, StageTimes, cache_kind, fullest_stage,
+    kv_block_bytes,
 };
 use crate::serve::Served;
 use crate::types::{Prompt, SamplingParams};
@@ -69,6 +70,8 @@ pub struct GenerateBench {
     pub exact: bool,
     /// How tokens are drafted.
     pub speculation: SpeculationOptions,
+    /// Share of draft tokens that are taken for drawn, as if texts were those of a run that drew as many.
+    pub replayed_acceptance: Option<f64>,
     /// Also time each operation of a decode step, and of the largest one what energy it takes.
     pub profile: bool,
     /// Decode steps over made-up batches alone: nothing is generated, so that long contexts cost no prefill.
@@ -127,6 +130,15 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "prefill_tokens_per_second": (num_prompts * bench.prompt_len) as f64 / run.prefill_seconds,
         "step_ms": run.steps.medians(),
     });
+    if bench.speculation.most_drafts() > 0 {
+        let drafts = served.engine().take_draft_counts();
+        result["speculation"] = json!({
+            "method": bench.speculation.method.name(),
+            "replayed_acceptance": bench.replayed_acceptance,
+            "draft_tokens": drafts.computed,
+            "accepted_tokens": drafts.accepted,
+        });
+    }
     if let Some(shares) = run.idle_shares {
         result["idle_share"] = json!(shares);
     }
@@ -206,6 +218,9 @@ impl GenerateBench {
         let mut engine = Engine::in_stages(spec.clone(), tokenizer, options, EngineRanks::new(mesh, stages))?;
         if let Some(spread) = self.completion_spread {
             engine.limit_completions(spread.limit());
+        }
+        if let Some(acceptance) = self.replayed_acceptance {
+            engine.inject_drafts(DraftInjection::replaying(acceptance));
         }
         let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
         let table = Arc::new(ParamTable::new(spec, 1));

@@ -98,6 +98,7 @@ impl ServeBench {
             strict: false,
             exact: false,
             speculation: SpeculationOptions::NONE,
+            replayed_acceptance: None,
             profile: false,
             steps_only: false,
             repeats: self.repeats,

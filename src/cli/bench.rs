@@ -16,9 +16,10 @@ use crate::bench::{
     bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_speculation, bench_step,
     bench_train, compare,
 };
+use crate::config::Speculation;
 use crate::console;
 use crate::cuda::{Placement, residual_kind};
-use crate::error::{ExitCode, Result};
+use crate::error::{Error, ExitCode, Result};
 use crate::phase::HeartbeatLimits;
 use crate::ranks::World;
 use crate::train::GradientOptions;
@@ -91,9 +92,15 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
 }
 
 fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
+    let speculation = args.speculation.options();
+    if let Some(acceptance) = args.replayed_acceptance.filter(|_| speculation.most_drafts() == 0) {
+        let expected = "none without --speculation ngram, mtp or auto: nothing is drafted";
+        return Err(Error::invalid_value("--replayed_acceptance", acceptance, expected));
+    }
+    let spec = args.model.spec()?.with_expert_parallel(args.enable_expert_parallel)?;
     let bench = GenerateBench {
         model: args.model.name(),
-        spec: Arc::new(args.model.spec()?.with_expert_parallel(args.enable_expert_parallel)?),
+        spec: Arc::new(if speculation.method == Speculation::Mtp { spec.with_draft_head() } else { spec }),
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),
         prompts: args.prompts,
@@ -108,7 +115,8 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         state_dtype: args.formats.state_dtype,
         strict: args.strict,
         exact: args.exact,
-        speculation: args.speculation.options(),
+        speculation,
+        replayed_acceptance: args.replayed_acceptance,
         steps_only: args.steps_only,
         profile: args.profile,
         engine: args.pipeline.engine_shape(args.tensor_parallel_size),

@@ -135,6 +135,19 @@ fn the_benchmark_compares_methods() {
     assert!(methods[1]["draft_tokens"].as_u64() > Some(0) && methods[0]["draft_tokens"] == 0, "{result}");
 }
 
+/// Random weights repeat nothing: as many drafts are taken for drawn as a run on real text drew.
+#[test]
+fn the_benchmark_of_generation_replays_an_acceptance() {
+    let line = "bench generate --preset micro --device cpu --repeats 1 --prompts 1 --group 2 --completion_len 64";
+    let result = stdout_of(&format!("{line} --speculation ngram --replayed_acceptance 0.8"));
+    let result: Value = serde_json::from_str(&result).unwrap();
+    let of = |key: &str| result["speculation"][key].as_f64().unwrap();
+    let share = of("accepted_tokens") / of("draft_tokens");
+    assert!(of("replayed_acceptance") == 0.8 && (0.3..0.6).contains(&share), "{result}");
+    let ended = run(&format!("{line} --replayed_acceptance 0.8"));
+    ended.assert_error("without drafts", 2, &["--replayed_acceptance", "nothing is drafted"]);
+}
+
 /// A hybrid with a head that drafts, both of random weights, trains while an entropy bonus below 0 sharpens the policy: drafts of the head
 /// that follows are drawn far more often than those of the head as it was ten steps in.
 #[test]

@@ -168,6 +168,9 @@ pub struct BenchGenerateArgs {
     pub formats: FormatArgs,
     #[command(flatten)]
     pub speculation: SpeculationArgs,
+    /// Share of draft tokens that are taken for drawn, as in a run on real text; random weights' own texts repeat nothing
+    #[arg(long, value_parser = number(|share: &f64| (0.0..=1.0).contains(share), "from 0 to 1"))]
+    pub replayed_acceptance: Option<f64>,
     /// Decode steps over made-up batches alone, on a GPU: nothing is generated, so that long contexts cost no prefill
     #[arg(long)]
     pub steps_only: bool,

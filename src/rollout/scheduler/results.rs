@@ -93,7 +93,7 @@ impl Scheduler {
         let mut goes_on = self.append(index, &sampled[0], rules)?;
         let mut last = sampled[0].token_id;
         while let Some((draft, next)) = drafts.get(num_drawn).zip(sampled.get(num_drawn + 1))
-            && *draft == last
+            && (*draft == last || self.replays(index))
         {
             num_drawn += 1;
             if !goes_on {
@@ -113,6 +113,14 @@ impl Scheduler {
             *routed_experts = routed_experts.first(token_ids.len() - 1);
         }
         Ok(())
+    }
+
+    /// Whether a sequence's next draft is taken for drawn, as a benchmark has it.
+    fn replays(&self, index: usize) -> bool {
+        let sequence = &self.sequences[index];
+        let group = self.group(sequence.group);
+        let sample = group.first_sample + index - group.members.start;
+        self.speculator.as_ref().is_some_and(|speculator| speculator.replays(group.prompt_id, sample, sequence.len()))
     }
 
     fn finish(&mut self, index: usize, reason: FinishReason) {

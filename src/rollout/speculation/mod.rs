@@ -147,7 +147,7 @@ impl Speculator {
 
     /// Whether the model's head makes the drafts.
     pub(super) fn asks_head(&self) -> bool {
-        self.options.method == Speculation::Mtp && self.injection.is_none()
+        self.options.method == Speculation::Mtp && self.injection.as_ref().is_none_or(DraftInjection::is_replay)
     }
 
     /// A request was submitted.
@@ -261,6 +261,11 @@ impl Speculator {
             let number = group.own(text).number;
             group.index.drafts(number, most)
         })
+    }
+
+    /// Whether a draft is taken for drawn, as a benchmark has it.
+    pub(super) fn replays(&self, prompt_id: u64, sample: usize, position: usize) -> bool {
+        self.injection.as_ref().is_some_and(|injection| injection.replays(prompt_id, sample, position))
     }
 
     /// Drafts were checked, of which the first `num_drawn` were drawn. The ones behind an end were not checked: they are not among `drafts`.

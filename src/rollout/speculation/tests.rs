@@ -68,6 +68,15 @@ fn completions_take_turns_at_being_looked_at() {
 }
 
 #[test]
+fn replayed_drafts_are_taken_as_often_as_asked() {
+    let mut speculator = speculator(Speculation::Ngram);
+    assert!(!speculator.replays(1, 2, 3));
+    speculator.inject(DraftInjection::replaying(0.7));
+    let count = (0..10_000).filter(|&position| speculator.replays(5, 1, position)).count();
+    assert!(count.abs_diff(7000) < 200, "{count}");
+}
+
+#[test]
 fn ranks_that_have_learned_different_things_forget_them() {
     let learned = |differs: bool| {
         let of_ranks = testing::threads(2, |all| {
