@@ -1,12 +1,12 @@
 //! The engine: against transformers, against a plain forward, across batches and tensor-parallel degrees; its memory.
 
 pub mod adapters;
-mod draft_head;
+pub mod draft_head;
 mod fp8;
 mod kept;
 mod partial;
 mod session;
-mod setup;
+pub mod setup;
 pub mod speculation;
 mod stages;
 mod structure;

@@ -2,11 +2,17 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use safetensors::SafeTensors;
 use serde_json::Value;
 
+use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
+use colo_grpo::internal::types::{Prompt, SamplingParams};
+
 use crate::program::{MODEL, SMALL_RUN, json_lines, metrics, run, stdout_of};
+use crate::rollout::draft_head::DraftAgreement;
+use crate::rollout::setup::{Model, options};
 
 /// What a step has sampled and learned.
 const KEYS: [&str; 6] = ["loss", "reward", "grad_norm", "entropy", "completions/mean_length", "num_tokens"];
@@ -148,6 +154,14 @@ fn the_benchmark_of_generation_replays_an_acceptance() {
     ended.assert_error("without drafts", 2, &["--replayed_acceptance", "nothing is drafted"]);
 }
 
+/// The demo's first problems, as its tokenizer has them.
+fn arithmetic_prompts(count: usize) -> Vec<Prompt> {
+    let tokenizer = Arc::new(Tokenizer::from_folder(Path::new(MODEL)).unwrap());
+    let rows = Path::new("configs/arithmetic/train.jsonl");
+    let dataset = Dataset::from_file(rows, &tokenizer, &DatasetOptions::default()).unwrap();
+    (0..count).map(|row| dataset.prompt(row).clone()).collect()
+}
+
 /// A hybrid with a head that drafts, both of random weights, trains while an entropy bonus below 0 sharpens the policy: drafts of the head
 /// that follows are drawn far more often than those of the head as it was ten steps in.
 #[test]
@@ -198,6 +212,11 @@ fn a_draft_head_follows_its_policy() {
         assert_eq!(result["sizes"][0]["methods"][1]["differing_completions"], 0.0);
         result["sizes"][0]["methods"][1]["acceptance"].as_f64().unwrap()
     };
+    let asked = arithmetic_prompts(8);
+    let params = SamplingParams { num_generations: 4, max_completion_length: 24, ..SamplingParams::default() };
+    let agreement = DraftAgreement::of(&Model::of_folder(&own), &asked, &options(), &params);
+    println!("the head that follows: {agreement:?}");
+    agreement.check();
     let (own, frozen) = (acceptance(&own), acceptance(&frozen));
     assert!(own > frozen + 0.2, "{own}, frozen {frozen}");
 }

@@ -5,7 +5,7 @@ use colo_grpo::internal::model::{BlockContext, ModelSpec, PackedMixer, ParamName
 use colo_grpo::internal::ops::embedding;
 use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::rollout::{EngineOptions, SpeculationOptions, kv_block_bytes};
-use colo_grpo::internal::types::SamplingParams;
+use colo_grpo::internal::types::{Prompt, SamplingParams};
 use tch::{Device, Kind, Tensor};
 
 use super::setup::{Model, alone, golden, greedy, options, prompt, prompts, sampled, token_ids};
@@ -61,8 +61,8 @@ fn two_ranks_draft_by_a_head_as_one() {
     });
 }
 
-/// Greedy drafts of whole texts by the operations that train the head, of the tokens behind the second one on.
-fn expected_drafts(model: &Model, token_ids: &[u32]) -> Vec<u32> {
+/// Logits of a whole text by the operations of training: the model's of the token behind each, and the head's, which begin one token later.
+fn logits_of(model: &Model, token_ids: &[u32]) -> [Tensor; 2] {
     let (spec, head) = (model.spec.draft_spec().unwrap(), model.draft_head.as_ref().unwrap());
     let ids: Vec<i64> = token_ids.iter().map(|&id| i64::from(id)).collect();
     let (ids, len) = (Tensor::from_slice(&ids), ids.len() as i64);
@@ -75,8 +75,71 @@ fn expected_drafts(model: &Model, token_ids: &[u32]) -> Vec<u32> {
     let mixer = PackedMixer::new(&spec, &[0, len - 1], Device::Cpu);
     let x = block_forward(&BlockContext::new(&spec, &ropes, None, None), 0, head, &x, &mixer, None).unwrap().0;
     let (x, _) = spec.norm().forward(&x, head.norm(ParamName::FinalNorm).unwrap()).unwrap();
-    let drafts = x.matmul(&model.output_table().tr()).argmax(1, false);
-    Vec::<i64>::try_from(drafts).unwrap().into_iter().map(|id| id as u32).collect()
+    [hidden, x].map(|x| x.matmul(&model.output_table().tr()))
+}
+
+/// Greedy drafts of the tokens behind the second one on.
+fn expected_drafts(model: &Model, token_ids: &[u32]) -> Vec<u32> {
+    let [_, of_head] = logits_of(model, token_ids);
+    Vec::<i64>::try_from(of_head.argmax(1, false)).unwrap().into_iter().map(|id| id as u32).collect()
+}
+
+/// How often drafts of one token are right, in the mean over those of a rollout at temperature 1.
+#[derive(Debug)]
+pub struct DraftAgreement {
+    pub num_drafts: usize,
+    /// Drawn with the noise of their positions.
+    pub coupled: f64,
+    /// 1 - TV of the model's probabilities and the head's: what rejection sampling would accept.
+    pub by_rejection: f64,
+    /// (1 - TV) / (1 + TV), which coupled draws agree with at least.
+    pub least: f64,
+}
+
+impl DraftAgreement {
+    pub fn of(model: &Model, prompts: &[Prompt], options: &EngineOptions, params: &SamplingParams) -> Self {
+        let (groups, stats) = model.generate(by_head(1, options), prompts, params);
+        let (mut num_drafts, mut by_rejection, mut least) = (0, 0.0, 0.0);
+        for group in &groups {
+            for completion in &group.completions {
+                let tokens = [&group.prompt.token_ids[..], &completion.token_ids].concat();
+                let probabilities = logits_of(model, &tokens).map(|logits| logits.softmax(1, Kind::Double));
+                let [own, of_head] = probabilities;
+                let own = own.narrow(0, 1, of_head.size()[0]);
+                let equal = own.minimum(&of_head).sum_dim_intlist([1i64].as_slice(), false, Kind::Double);
+                let equal: Vec<f64> = Vec::try_from(equal).unwrap();
+                for &share in &equal[group.prompt.token_ids.len() - 1..tokens.len() - 2] {
+                    num_drafts += 1;
+                    by_rejection += share;
+                    least += share / (2.0 - share);
+                }
+            }
+        }
+        let of_drafts = |sum: f64| sum / num_drafts as f64;
+        Self {
+            num_drafts: stats.num_draft_tokens,
+            coupled: stats.num_accepted_tokens as f64 / stats.num_draft_tokens as f64,
+            by_rejection: of_drafts(by_rejection),
+            least: of_drafts(least),
+        }
+    }
+
+    pub fn check(&self) {
+        let noise = 4.0 * (0.25 / self.num_drafts as f64).sqrt();
+        assert!(self.coupled > self.least - noise && self.coupled < self.by_rejection + noise, "{self:?}");
+    }
+}
+
+#[test]
+fn coupled_drafts_are_drawn_as_often_as_the_distributions_say() {
+    let model = Model::random(ModelSpec { vocab_size: 5, ..with_head("qwen3_5") }, 3);
+    let asked: Vec<_> =
+        (0..8).map(|id| prompt(id, (0..3 + 2 * id).map(|n| ((n * n + id) % 5) as u32).collect())).collect();
+    let params = SamplingParams { num_generations: 4, max_completion_length: 60, ..SamplingParams::default() };
+    let agreement = DraftAgreement::of(&model, &asked, &options(), &params);
+    println!("{agreement:?}");
+    agreement.check();
+    assert!(agreement.least > 0.2 && agreement.by_rejection < 0.95, "{agreement:?}");
 }
 
 /// One draft a step is drawn exactly where the head, as it trains, gives the token: hidden states, positions and keys are those of training.

@@ -60,6 +60,13 @@ impl Model {
         Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
     }
 
+    /// With its head that drafts, if it has one.
+    pub fn of_folder(folder: &Path) -> Self {
+        let spec = ModelSpec::from_folder(folder).unwrap().with_draft_head();
+        let files = WeightFiles::open(folder, Arc::new(spec.clone())).unwrap();
+        Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
+    }
+
     /// With whole experts on every rank.
     pub fn expert_parallel(name: &str) -> Self {
         let files = WeightFiles::open(golden(name), Self::golden(name).spec).unwrap();
