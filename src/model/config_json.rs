@@ -19,12 +19,10 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
-use super::block::{AttentionSpec, BlockSpec};
-use super::distinct::RopeSpec;
-use super::families::{Family, Names, Traits, Window};
+use super::families::{Names, Traits, Window};
 use super::files;
 use super::json::{CONFIG, JsonObject};
-use super::spec::ModelSpec;
+use super::spec::{AttentionSpec, BlockSpec, Family, ModelSpec, RopeSpec};
 use crate::error::{Error, Result};
 use crate::ops::swiglu::Activation;
 

@@ -2,9 +2,9 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::spec::ModelSpec;
+use super::spec::{ModelSpec, RopeSpec};
 use crate::error::Result;
-use crate::ops::rope::{Rope, RopeRows, RopeScaling};
+use crate::ops::rope::{Rope, RopeRows};
 
 /// A value for each distinct key among a model's layers.
 #[derive(Debug)]
@@ -53,35 +53,15 @@ impl<K: Copy + PartialEq + std::fmt::Debug, T> Distinct<K, T> {
     }
 }
 
-/// Blocks that are alike.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct KindOfBlock {
-    /// The first layer that has one.
-    pub layer: usize,
-    /// How many layers have one.
-    pub count: usize,
-}
-
-/// The rotation of a layer's queries and keys.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RopeSpec {
-    /// Base of the frequencies.
-    pub theta: f64,
-    /// Scaling of the frequencies.
-    pub scaling: Option<RopeScaling>,
-    /// Share of a head, its first columns, that is turned.
-    pub partial_rotary_factor: f64,
-}
-
-impl RopeSpec {
-    /// Columns of a head that are turned.
-    pub fn columns(&self, head_dim: usize) -> usize {
-        (head_dim as f64 * self.partial_rotary_factor) as usize
+impl ModelSpec {
+    /// The rotations of the model's layers, each once.
+    pub fn ropes(&self) -> Ropes {
+        Ropes::of_layers(self)
     }
 }
 
 impl Ropes {
-    pub(super) fn of_layers(spec: &ModelSpec) -> Self {
+    fn of_layers(spec: &ModelSpec) -> Self {
         let head_dim = spec.attention().head_dim;
         let rope = |rope: Option<RopeSpec>| match rope {
             Some(rope) => Rope::new(rope.columns(head_dim), rope.theta, rope.scaling.as_ref()),

@@ -10,9 +10,9 @@ use super::files::{WeightFiles, WeightWriter};
 use super::format::BaseRounding;
 use super::init::copy_tokenizer;
 use super::lora::{AdapterFiles, BlockLora, write_adapters};
-use super::params::{ParamTable, Unit};
+use super::params::ParamTable;
 use super::source::ModelSource;
-use super::spec::ModelSpec;
+use super::spec::{ModelSpec, Unit};
 use crate::config::Quantization;
 use crate::error::{Error, Result};
 

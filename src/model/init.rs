@@ -8,8 +8,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::config_json::INITIALIZER_RANGE;
 use super::files::WeightWriter;
-use super::params::{Param, ParamName, ParamTable, Unit, UnitLayout};
-use super::spec::ModelSpec;
+use super::params::{Param, ParamTable, UnitLayout};
+use super::spec::{ModelSpec, ParamName, Unit};
 use crate::cuda::kernels;
 use crate::data::TEMPLATES_FOLDER;
 use crate::error::{Error, Result};

@@ -3,8 +3,9 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `spec` | the shape of a network |
+//! | `spec` | the shape of a network and of its layers: parameters, bytes, operations |
 //! | `families` | what belongs to a family, not to a model |
+//! | `circumstances` | which settings go together with a model |
 //! | `config_json`, `json` | that shape from and to a model folder; its JSON files |
 //! | `distinct` | what layers share that are alike in one thing: rotations, windows |
 //! | `stages` | which layers each stage of a pipeline has |
@@ -14,13 +15,16 @@
 //! | `files` | safetensors, read and written unit by unit |
 //! | `lora` | low-rank adapters beside frozen matrices |
 //! | `format` | formats of matrices: bytes, preparation, products and their gradients |
-//! | `block` | one block and its sublayers: parameters and their slices, forward and backward, bytes and operations |
+//! | `block` | one block and its sublayers: parameters and their slices, forward and backward |
+//! | `correction` | corrections of a router's scores, as weights have them |
 //! | `head` | scored tokens' log-probabilities, forward and backward |
 //! | `init` | fresh weights |
 //! | `export` | folders of trained adapters, merged or not |
 
 mod block;
+mod circumstances;
 mod config_json;
+mod correction;
 mod distinct;
 mod export;
 mod families;
@@ -40,14 +44,11 @@ mod tests;
 mod views;
 
 pub use block::{
-    AttentionSpec, BlockContext, BlockMatrix, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes,
-    ExpertsSpec, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, PackedMixer, QkNorm, Routes, SavedBlock,
-    SequenceMixer, SharedExpertSpec, TokenExchange, block_backward, block_forward, draft_input, draft_input_backward,
+    BlockContext, BlockMatrix, BlockParams, Linear, PackedMixer, Routes, SavedBlock, SequenceMixer, TokenExchange,
+    block_backward, block_forward, draft_input, draft_input_backward,
 };
-pub(crate) use block::{MIXER_NORMS, MLP_NORMS, TpSplit};
-pub use distinct::{ByRope, ByWindow, Distinct, RopeSpec, Ropes};
+pub use distinct::{ByRope, ByWindow, Distinct, Ropes};
 pub use export::export_folder;
-pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use format::{
@@ -60,9 +61,13 @@ pub use head::{
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub(crate) use json::{is_model_folder, model_within};
 pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};
-pub use params::{Param, ParamName, ParamTable, Unit, UnitLayout};
+pub use params::{Param, ParamTable, UnitLayout};
 pub use preset::PRESETS;
 pub use source::ModelSource;
-pub use spec::ModelSpec;
+pub use spec::{
+    AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Family, LinearSpec, Matrix, Mixer,
+    Mlp, ModelSpec, NormPlaces, ParamName, QkNorm, RopeSpec, SharedExpertSpec, Unit,
+};
+pub(crate) use spec::{MIXER_NORMS, MLP_NORMS, TpSplit};
 pub use stages::{Stage, Stages};
 pub use views::{EmbeddingParams, HeadParams};

@@ -2,12 +2,10 @@
 
 use tch::Kind;
 
-use super::block::{
-    AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, NormPlaces, QkNorm, SharedExpertSpec,
+use super::spec::{
+    AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Family, Mixer, Mlp, ModelSpec, NormPlaces, QkNorm,
+    RopeSpec, SharedExpertSpec,
 };
-use super::distinct::RopeSpec;
-use super::families::Family;
-use super::spec::ModelSpec;
 use crate::ops::delta_net::DeltaHeads;
 use crate::ops::rope::{Llama3Scaling, RopeScaling, YarnScaling};
 use crate::ops::router::{RouterOptions, RouterScores};

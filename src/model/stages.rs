@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use super::params::{Unit, shapes};
-use super::spec::ModelSpec;
+use super::spec::{ModelSpec, Unit};
 use crate::config::PipelinePartition;
 use crate::error::{Error, Result};
 
@@ -132,7 +131,7 @@ impl ModelSpec {
 /// # Panics
 /// For more stages than layers with attention, of which every stage has at least one.
 fn sizes_by_time(spec: &ModelSpec, num_stages: usize) -> Vec<usize> {
-    let numel = |unit| shapes(spec, unit).iter().map(|(_, shape)| shape.iter().product::<i64>() as f64).sum::<f64>();
+    let numel = |unit| spec.shapes(unit).iter().map(|(_, shape)| shape.iter().product::<i64>() as f64).sum::<f64>();
     let head = spec.vocab_size as f64 * spec.hidden_size as f64; // its table may be the embedding's
     let mut read = vec![0.0]; // by the layers before each
     for layer in 0..spec.num_layers() {

@@ -3,7 +3,8 @@
 
 use tch::Tensor;
 
-use super::params::{ParamName, UnitLayout, required};
+use super::params::{UnitLayout, required};
+use super::spec::ParamName;
 
 /// The embedding's parameters.
 #[derive(Debug)]

@@ -14,7 +14,7 @@
 //! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
 //! | `kept` | unfinished sequences whose keys and values stay in the cache |
 //! | `batch`, `runner`, `mixer`, `kv_cache` | a step's tensors; the network over them; its attention and gated delta nets; its memory |
-//! | `draft_head` | drafts by the model's own head |
+//! | `draft_head`, `draft_rows` | drafts by the model's own head |
 //! | `state_pages` | states of gated delta nets, a page a sequence |
 //! | `stages`, `pipeline` | which ranks have which layers; the runner of an engine with several stages |
 //! | `gpu` | the runner of a GPU: recorded decode steps, the sampler on the device |
@@ -29,6 +29,7 @@ mod block_manager;
 mod copy;
 mod detokenizer;
 mod draft_head;
+mod draft_rows;
 mod engine;
 mod exchange;
 mod filters;

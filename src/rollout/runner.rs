@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use tch::{Kind, Tensor, no_grad};
 
 use super::batch::StepBatch;
-use super::draft_head::{HeadDrafts, HeadWork};
+use super::draft_rows::{HeadDrafts, HeadWork};
 use super::mixer::PagedMixer;
 use super::options::EngineOptions;
 use super::routes::StepRoutes;

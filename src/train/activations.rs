@@ -106,6 +106,14 @@ impl ActivationBytes {
     }
 }
 
+impl TrainedModel<'_> {
+    /// Bytes of the host that kept tensors of blocks take, of a micro-batch of so many tokens.
+    pub fn offloaded_bytes(&self, keep: GradientCheckpointing, tokens: usize) -> usize {
+        let shape = MicroBatchShape { tokens, scored_tokens: 0, shares_prompts: false, num_top: 0 };
+        ActivationBytes::new(self, keep, shape).offloaded
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;

@@ -82,7 +82,8 @@ impl Adapters {
 
     /// Completes the flat gradients of a block.
     pub(crate) fn end_gradients(&self, layer: usize, gradients: &BlockParams, flat: &Tensor) -> Result<()> {
-        BlockLora::add_to(gradients, self.spec(), &self.lora, self.layout(layer), flat)
+        let own = |matrix| gradients.linear(matrix).lora.as_ref();
+        BlockLora::add_to(own, self.spec(), &self.lora, self.layout(layer), flat)
     }
 
     fn spec(&self) -> &ModelSpec {

@@ -5,14 +5,13 @@ use std::borrow::Cow;
 
 use tch::Kind;
 
-use super::activations::{ActivationBytes, MicroBatchShape};
 use super::flow::bucket_bytes;
 use super::gradients::GradientKinds;
 use super::gradients::GradientOptions;
 use super::optim::Optim;
 use super::orthogonal::orthogonal_bytes;
 use super::state_layout::StateLayout;
-use crate::config::{Config, GradientCheckpointing, Quantization, RouterReplay};
+use crate::config::{Config, Quantization, RouterReplay};
 use crate::cuda::residual_kind;
 use crate::model::{Format, LoraSpec, ParamTable, Plain, Unit};
 use crate::torch::accumulation_kind;
@@ -102,12 +101,6 @@ impl<'a> TrainedModel<'a> {
             optimizer_buckets,
             engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec).all),
         }
-    }
-
-    /// Bytes of the host that kept tensors of blocks take, of a micro-batch of so many tokens.
-    pub fn offloaded_bytes(&self, keep: GradientCheckpointing, tokens: usize) -> usize {
-        let shape = MicroBatchShape { tokens, scored_tokens: 0, shares_prompts: false, num_top: 0 };
-        ActivationBytes::new(self, keep, shape).offloaded
     }
 
     /// Bytes of the experts that a sampler recorded for so many tokens, if they are replayed: all of an update's are there from its begin to

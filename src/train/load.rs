@@ -6,14 +6,17 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::adapters::Adapters;
-use super::network::{Network, NetworkOptions};
+use super::network::Network;
+use super::network_options::NetworkOptions;
+use super::offload::ActivationOffload;
 use super::optimizer::Optimizer;
 use super::policy::{Policy, PolicyOptions};
-use super::residence::OptimizerHome;
+use super::residence::{OptimizerHome, Transitions};
 use super::sharding::Sharding;
 use super::weights::Weights;
 use crate::config::Quantization;
 use crate::error::{Error, Result};
+use crate::memory::HostPool;
 use crate::model::{AdapterFiles, LoraSpec, ParamTable, UnitLayout, init_unit};
 use crate::ranks::Mesh;
 use crate::torch::accumulation_kind;
@@ -168,6 +171,22 @@ impl Policy {
         let load_master = |index, whole: &Tensor| optimizer.load_master(index, whole);
         let weights = Weights::load(owner, table, sharding.clone(), (kind, device), source, load_master)?;
         Ok((optimizer, weights))
+    }
+
+    /// With kept tensors of blocks in `pool` between forward and backward. It has
+    /// [`TrainedModel::offloaded_bytes`](super::TrainedModel::offloaded_bytes); a micro-batch that needs more has a further pool made.
+    #[must_use]
+    pub fn with_activation_offload(mut self, pool: HostPool) -> Self {
+        self.network.offload = Some(ActivationOffload::new(pool));
+        self
+    }
+
+    /// Time and bytes of moving kept tensors of blocks to the host and back since the last call. Waits for the device.
+    ///
+    /// # Errors
+    /// Any error of the device in work that it was given before.
+    pub fn take_offloaded(&mut self) -> Result<Transitions> {
+        self.network.offload.as_mut().map_or_else(|| Ok(Transitions::default()), ActivationOffload::take_moves)
     }
 }
 

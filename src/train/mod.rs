@@ -8,7 +8,7 @@
 //! | `policy` | the trained model: scores, gradients, the step |
 //! | `load` | how one is made: of all weights, or of adapters and a frozen base |
 //! | `reference` | a frozen model that only scores |
-//! | `network`, `blocks`, `upcoming` | embedding, blocks and head, forward and backward; the units that they read next |
+//! | `network`, `network_options`, `blocks`, `upcoming` | embedding, blocks and head, forward and backward; the units that they read next |
 //! | `offload` | kept tensors of blocks in host memory until their backward |
 //! | `pass`, `row_part` | what blocks and head need of a micro-batch; this rank's rows of it, where ranks share it |
 //! | `adapters` | the trained weights of a frozen network |
@@ -47,6 +47,7 @@ mod load_balance;
 mod micro_batch;
 mod moments;
 mod network;
+mod network_options;
 mod offload;
 mod optim;
 mod optimizer;
@@ -75,7 +76,7 @@ pub use gradients::GradientOptions;
 pub use load::{AdapterOptions, PolicyStart};
 pub use micro_batch::MicroBatch;
 pub use moments::{Moment, UpdateCourse, fullest_of_reference};
-pub use network::NetworkOptions;
+pub use network_options::NetworkOptions;
 pub use optim::{MuonOptions, Optim};
 pub use optimizer::AdamOptions;
 pub use pack::{PackOptions, pack, pad_to_agreed_count};

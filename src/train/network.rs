@@ -12,6 +12,7 @@ use super::adapters::{AdapterUse, Adapters};
 use super::gradients::{Gradients, UnitSum};
 use super::head::Head;
 use super::micro_batch::MicroBatch;
+use super::network_options::NetworkOptions;
 use super::offload::ActivationOffload;
 use super::pass::Pass;
 use super::routes::PassRoutes;
@@ -22,26 +23,13 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockParams, EmbeddingParams, Format, HeadSums, ModelSpec, ParamName, Ropes, SavedHead, TokenExchange, Unit,
-    UnitLayout, Use, head_backward, head_forward, head_logits,
+    BlockParams, EmbeddingParams, HeadSums, ModelSpec, ParamName, Ropes, SavedHead, TokenExchange, Unit, UnitLayout,
+    Use, head_backward, head_forward, head_logits,
 };
 use crate::ops::head::TopTokens;
 use crate::ops::linear::Onto;
 use crate::ops::{embedding, try_map};
 use crate::ranks::Collective;
-
-/// How a network computes.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct NetworkOptions {
-    /// Kind of weights and activations.
-    pub kind: Kind,
-    /// Kind of the residual stream.
-    pub residual: Kind,
-    /// Where they live.
-    pub device: Device,
-    /// The format that products of blocks are made in, as [`BlockParams::training_in`] describes.
-    pub format: &'static dyn Format,
-}
 
 /// Weights and the loops over them.
 #[derive(Debug)]

@@ -9,7 +9,6 @@ use std::collections::VecDeque;
 
 use tch::{Device, Kind, Tensor};
 
-use super::policy::Policy;
 use super::residence::Transitions;
 use crate::error::Result;
 use crate::memory::{Direction, HostPool, Mark, PendingCopy};
@@ -166,24 +165,6 @@ impl ActivationOffload {
         let byte_offset = self.taken;
         self.taken += bytes.next_multiple_of(ALIGNMENT_BYTES);
         Ok(byte_offset)
-    }
-}
-
-impl Policy {
-    /// With kept tensors of blocks in `pool` between forward and backward. It has
-    /// [`TrainedModel::offloaded_bytes`](super::TrainedModel::offloaded_bytes); a micro-batch that needs more has a further pool made.
-    #[must_use]
-    pub fn with_activation_offload(mut self, pool: HostPool) -> Self {
-        self.network.offload = Some(ActivationOffload::new(pool));
-        self
-    }
-
-    /// Time and bytes of moving kept tensors of blocks to the host and back since the last call. Waits for the device.
-    ///
-    /// # Errors
-    /// Any error of the device in work that it was given before.
-    pub fn take_offloaded(&mut self) -> Result<Transitions> {
-        self.network.offload.as_mut().map_or_else(|| Ok(Transitions::default()), ActivationOffload::take_moves)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::adapters::AdapterUse;
 use super::micro_batch::MicroBatch;
-use super::network::NetworkOptions;
+use super::network_options::NetworkOptions;
 use super::routes::PassRoutes;
 use super::row_part::RowPart;
 use crate::error::Result;

@@ -6,7 +6,8 @@ use tch::Tensor;
 
 use super::adapters::AdapterUse;
 use super::micro_batch::MicroBatch;
-use super::network::{Network, NetworkOptions};
+use super::network::Network;
+use super::network_options::NetworkOptions;
 use super::policy::Policy;
 use super::scores::Scores;
 use super::sequence::Sequence;

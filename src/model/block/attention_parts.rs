@@ -2,19 +2,13 @@
 
 use tch::Tensor;
 
-use super::AttentionSpec;
-use super::exchange::{SharedHeads, TokenExchange};
+use super::exchange::TokenExchange;
 use super::linear::part;
 use crate::error::Result;
+use crate::model::spec::{AttentionSpec, SharedHeads};
 use crate::ops::heads::Heads;
 
 impl AttentionSpec {
-    /// With key and value heads as often as ranks that share rows have them.
-    pub(super) fn with_shared_rows(self, num_ranks: usize) -> Self {
-        let own = SharedHeads::new(self.num_kv_heads, self.head_dim, self.num_heads, num_ranks).own;
-        Self { num_kv_heads: own * num_ranks, ..self }
-    }
-
     /// Key and value heads that this rank computes with, of those that share the rows.
     pub(super) fn own_kv_heads(self, exchange: Option<&TokenExchange>) -> usize {
         exchange.map_or(self.num_kv_heads, |ranks| self.shared(ranks, self.num_kv_heads).own)

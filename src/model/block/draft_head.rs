@@ -12,13 +12,10 @@
 
 use tch::Tensor;
 
-use super::BlockParams;
+use super::params::BlockParams;
 use crate::error::Result;
-use crate::model::params::{ParamName, Shapes};
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{DRAFT_NORMS as NORMS, ModelSpec, ParamName};
 use crate::ops::linear;
-
-const NORMS: [ParamName; 2] = [ParamName::DraftEmbeddingNorm, ParamName::DraftHiddenNorm];
 
 /// Results of [`draft_input`] that its backward reads.
 #[derive(Debug)]
@@ -26,29 +23,6 @@ pub struct SavedDraftInput {
     parts: [Tensor; 2], // [T, D], embedding and hidden state
     rstd: [Tensor; 2],  // [T, 1]
     joined: Tensor,     // [T, 2 D]
-}
-
-impl ModelSpec {
-    /// With the head that drafts tokens, if files of the family have one. Its block is that of the model's first layer with attention.
-    #[must_use]
-    pub fn with_draft_head(self) -> Self {
-        let layer = self.delta_net().and_then(|_| self.attention_layers().next());
-        Self { draft_head: layer.map(|layer| self.layers[layer]), ..self }
-    }
-
-    /// The head's block as a model of one layer.
-    pub fn draft_spec(&self) -> Option<Self> {
-        self.draft_head.map(|block| Self { layers: vec![block], draft_head: None, ..self.clone() })
-    }
-
-    /// Parameters of the head, in the layout's order; none where there is no head.
-    pub(in crate::model) fn draft_shapes(&self) -> Shapes {
-        let hidden = self.hidden_size as i64;
-        let block = self.draft_head.map_or_else(Vec::new, |block| block.shapes());
-        let [embedding, before] = NORMS.map(|name| (name, vec![hidden]));
-        let own = [embedding, before, (ParamName::DraftProjection, vec![hidden, 2 * hidden])];
-        own.into_iter().chain(block).chain([(ParamName::FinalNorm, vec![hidden])]).collect()
-    }
 }
 
 /// The input of the head's block [T, D], of the weights' kind.

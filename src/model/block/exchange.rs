@@ -11,7 +11,7 @@ use tch::Tensor;
 
 use crate::cuda::{OpCost, Stopwatch, timed};
 use crate::error::{Error, Result};
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{HeadRun, SharedHeads};
 use crate::ranks::Collective;
 
 /// Ranks that share micro-batches, each with a part of the tokens.
@@ -19,77 +19,6 @@ use crate::ranks::Collective;
 pub struct TokenExchange {
     group: Arc<dyn Collective>,
     watch: Arc<Stopwatch>,
-}
-
-impl ModelSpec {
-    /// Whether so many ranks can share the rows of micro-batches.
-    ///
-    /// # Errors
-    /// [`Error::InvalidValue`] on `sequence_parallel_size`, with the values that this model can take.
-    pub fn validate_sequence_parallel(&self, size: usize) -> Result<()> {
-        let can_share = |size: usize| size > 0 && self.layers.iter().all(|block| block.mixer.can_share_rows(size));
-        if can_share(size) {
-            return Ok(());
-        }
-        let valid: Vec<_> = (1..=self.attention().num_heads).filter(|&size| can_share(size)).collect();
-        let mut sizes: Vec<String> = self.layers.iter().map(|block| block.mixer.sizes()).collect();
-        sizes.dedup();
-        sizes.sort();
-        sizes.dedup();
-        let valid: Vec<_> = valid.iter().map(usize::to_string).collect();
-        let expected = format!("one of {} (the model has {})", valid.join(", "), sizes.join(", "));
-        Err(Error::invalid_value("sequence_parallel_size", size, expected))
-    }
-}
-
-/// Heads of one kind, as the ranks of a group share them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct SharedHeads {
-    /// Of all ranks together.
-    pub total: usize,
-    /// Of each rank.
-    pub own: usize,
-    /// Elements of a head.
-    pub width: usize,
-}
-
-/// Heads that follow one another on a rank and in the model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct HeadRun {
-    /// The first one's place among the rank's.
-    slot: usize,
-    /// The first one's place in the model.
-    head: usize,
-    len: usize,
-}
-
-impl SharedHeads {
-    /// Heads that `queries` heads read, of which each of `num_ranks` has an equal share.
-    pub(super) fn new(total: usize, width: usize, queries: usize, num_ranks: usize) -> Self {
-        let of_rank = queries / num_ranks;
-        let own = match (total.is_multiple_of(num_ranks), num_ranks.is_multiple_of(total)) {
-            (true, _) => total / num_ranks,
-            (false, true) => 1,
-            (false, false) => of_rank, // one for each query head
-        };
-        Self { total, own, width }
-    }
-
-    fn runs(self, rank: usize, num_ranks: usize) -> Vec<HeadRun> {
-        let mut runs: Vec<HeadRun> = Vec::new();
-        for slot in 0..self.own {
-            let head = (rank * self.own + slot) * self.total / (num_ranks * self.own);
-            match runs.last_mut() {
-                Some(run) if run.head + run.len == head => run.len += 1,
-                _ => runs.push(HeadRun { slot, head, len: 1 }),
-            }
-        }
-        runs
-    }
-
-    fn repeats(self, num_ranks: usize) -> bool {
-        self.own * num_ranks > self.total
-    }
 }
 
 /// Columns `head..` of the model's and `slot..` of a rank's, `len` of them.

@@ -1,91 +1,19 @@
-//! A product of a block: what its matrix is made of on disk, how ranks share it, and its weight with bias and adapter.
+//! A product of a block: the weight of its matrix with bias and adapter, and the share that a rank has of them.
 
 use std::mem;
 
 use tch::{Kind, Tensor};
 
-pub use super::matrix::{Matrix, Projection};
 use crate::error::Result;
 use crate::model::format::{Format, Piece, Rows};
 use crate::model::lora::{BlockLora, Lora};
-use crate::model::params::{ParamName, Shapes, UnitLayout, required};
+use crate::model::params::{UnitLayout, required};
+use crate::model::spec::{LinearSpec, TpSplit};
 use crate::ops::linear::Onto;
 use crate::ops::swiglu::GateUp;
 use crate::ranks::{Collective, ReduceOp};
 
-/// The shape of a matrix. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LinearSpec {
-    /// Which matrix of its block.
-    pub matrix: Matrix,
-    /// Groups of rows.
-    pub groups: usize,
-    /// Rows of a head.
-    pub inner: usize,
-    /// Columns.
-    pub columns: usize,
-    /// Projections as a checkpoint has them, with their heads in a group.
-    pub projections: Vec<(Projection, usize)>,
-    /// How tensor-parallel ranks share the matrix.
-    pub split: TpSplit,
-    /// The bias, where there is one.
-    pub bias: Option<ParamName>,
-    /// The number of experts that have such a matrix, one after the other.
-    pub experts: Option<usize>,
-}
-
-/// How tensor-parallel ranks share a matrix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TpSplit {
-    /// By rows: each rank computes some of the outputs.
-    Rows,
-    /// By columns: the ranks' products add up to the output.
-    Columns,
-    /// By experts: each rank has some of them whole.
-    Experts,
-    /// By rows of queries, of keys and of values, one after the other.
-    RowSections {
-        /// Rows of queries, and of keys.
-        keys: usize,
-    },
-}
-
 impl LinearSpec {
-    /// Heads of a group.
-    pub fn heads(&self) -> usize {
-        self.projections.iter().map(|(_, heads)| heads).sum()
-    }
-
-    /// Rows of the matrix: outputs of the product.
-    pub fn rows(&self) -> usize {
-        self.groups * self.heads() * self.inner
-    }
-
-    /// The index of each expert that has such a matrix; `None` alone where there are no experts.
-    pub(in crate::model) fn each_expert(&self) -> Vec<Option<usize>> {
-        self.experts.map_or_else(|| vec![None], |experts| (0..experts).map(Some).collect())
-    }
-
-    /// Shape of the weight: [N, K], or [E, N, K] of experts.
-    pub(in crate::model) fn shape(&self) -> Vec<i64> {
-        self.experts.into_iter().chain([self.rows(), self.columns]).map(|size| size as i64).collect()
-    }
-
-    /// The weight and the bias with their shapes.
-    pub(in crate::model) fn params(&self) -> Shapes {
-        let (weight, shape) = (self.matrix.weight(), self.shape());
-        let bias = self.bias.map(|bias| (bias, shape[..shape.len() - 1].to_vec()));
-        std::iter::once((weight, shape)).chain(bias).collect()
-    }
-
-    /// Rows [groups, heads of the projection, inner, ..] of a projection, as a view of the matrix or of its bias.
-    pub(in crate::model) fn rows_of(&self, projection: usize, whole: &Tensor) -> Tensor {
-        let rows = [self.groups, self.heads(), self.inner].map(|size| size as i64);
-        let first: usize = self.projections[..projection].iter().map(|(_, heads)| heads).sum();
-        let whole = whole.view([&rows, &whole.size()[1..]].concat().as_slice());
-        whole.narrow(1, first as i64, self.projections[projection].1 as i64)
-    }
-
     /// The dimension of the rows, of a matrix, its bias or those of all experts.
     fn row_dim(&self) -> i64 {
         i64::from(self.experts.is_some())

@@ -4,9 +4,8 @@ use std::ops::Range;
 
 use tch::Tensor;
 
-use super::linear::LinearSpec;
-use crate::model::params::{ParamName, UnitLayout, required};
-use crate::model::spec::ModelSpec;
+use crate::model::params::{UnitLayout, required};
+use crate::model::spec::{LinearSpec, ModelSpec, ParamName};
 
 /// A projection: some rows of one of our matrices.
 #[derive(Debug, Clone)]

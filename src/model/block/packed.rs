@@ -2,12 +2,11 @@
 
 use tch::{Device, Tensor};
 
-use super::AttentionSpec;
 use super::exchange::TokenExchange;
 use crate::cuda::{OpCost, timed};
 use crate::error::{Error, Result};
 use crate::model::distinct::ByWindow;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{AttentionSpec, ModelSpec};
 use crate::ops::attention::{Attended, Bounds, PackedLayout, packed_forward};
 use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
 use crate::ops::exact::ExactAttention;

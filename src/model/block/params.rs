@@ -2,30 +2,15 @@
 
 use tch::{Kind, Tensor};
 
-use super::BlockSpec;
-use super::linear::{Linear, LinearSpec, Matrix};
+use super::linear::Linear;
 use crate::cuda::kernels::ScaledRows;
 use crate::error::Result;
 use crate::model::format::{Format, Section};
 use crate::model::lora::BlockLora;
-use crate::model::params::{ParamName, Unit, UnitLayout, required};
-use crate::model::spec::ModelSpec;
+use crate::model::params::{UnitLayout, required};
+use crate::model::spec::{BlockSpec, LinearSpec, Matrix, ModelSpec, ParamName, Unit};
 use crate::torch::accumulation_kind;
 use crate::types::Place;
-
-/// The names of the norms around a sublayer.
-#[derive(Debug, Clone, Copy)]
-pub struct NormNames {
-    /// The norm of the sublayer's input.
-    pub pre: ParamName,
-    /// The norm of the sublayer's output, before the residual stream.
-    pub post: ParamName,
-}
-
-/// Norms around the first sublayer.
-pub const MIXER_NORMS: NormNames = NormNames { pre: ParamName::InputNorm, post: ParamName::MixerPostNorm };
-/// Norms around the second sublayer.
-pub const MLP_NORMS: NormNames = NormNames { pre: ParamName::PostNorm, post: ParamName::MlpPostNorm };
 
 /// A block's parameters by name, or their gradients, in which those of frozen ones are left out. A tensor-parallel slice has its
 /// share of heads and of the MLP, or of every expert.

@@ -5,18 +5,12 @@
 
 use tch::Tensor;
 
-use super::dense::DenseSpec;
-use super::linear::{LinearSpec, Matrix, Projection};
-use super::{BlockParams, ElementBytes};
+use super::params::BlockParams;
 use crate::error::Result;
-use crate::model::params::ParamName;
+use crate::model::spec::{Matrix, ParamName, SharedExpertSpec};
 use crate::ops::linear;
 use crate::ops::swiglu::{Activation, GateUp};
 use crate::torch::accumulation_kind;
-
-/// The shape of a shared expert.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SharedExpertSpec(pub DenseSpec);
 
 /// Gate and up of a shared expert, and the sigmoid of its gate, in the accumulation kind, where it has one.
 #[derive(Debug)]
@@ -24,40 +18,6 @@ pub(super) struct SharedRows {
     gate_up: GateUp, // [T, F]
     activation: Activation,
     share: Option<Tensor>, // [T, 1]
-}
-
-impl SharedExpertSpec {
-    /// The matrices of the expert.
-    pub(super) fn linears(self) -> [LinearSpec; 2] {
-        self.0.linears().map(|linear| {
-            let (matrix, names) = match linear.matrix {
-                Matrix::GateUp => (Matrix::SharedGateUp, &["gate_proj", "up_proj"][..]),
-                _ => (Matrix::SharedDown, &["down_proj"][..]),
-            };
-            let projections = names.iter().map(|name| (Projection::SharedExpert(name), 1)).collect();
-            LinearSpec { matrix, projections, ..linear }
-        })
-    }
-
-    /// The weight of the gate.
-    pub(super) fn gate_shape(self) -> (ParamName, Vec<i64>) {
-        (ParamName::SharedGate, vec![1, self.0.hidden as i64])
-    }
-
-    /// Bytes a token of gate and up, and of the gate's sigmoid, which backward reads.
-    pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
-        self.0.kept_bytes(bytes) + bytes.wide
-    }
-
-    /// Bytes a token of the fullest moment of forward: gate and up, the activation, and the output in both kinds.
-    pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
-        self.0.forward_bytes(bytes) + (bytes.narrow + bytes.wide) * self.0.hidden
-    }
-
-    /// Bytes a token of the fullest moment of backward: a dense MLP's, and the activation once more, times the sigmoid.
-    pub(super) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
-        self.0.backward_bytes(bytes, keeps_gate_up, false) + bytes.narrow * self.0.intermediate
-    }
 }
 
 impl SharedRows {

@@ -4,9 +4,8 @@ use serde_json::{Value, json};
 
 use super::layer_types;
 use crate::error::Result;
-use crate::model::block::{BlockSpec, DeltaNetSpec, Mixer};
 use crate::model::json::JsonObject;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{BlockSpec, DeltaNetSpec, Mixer, ModelSpec};
 use crate::ops::delta_net::DeltaHeads;
 
 /// Every so many-th layer has attention where neither `layer_types` nor `full_attention_interval` is given, as in transformers.

@@ -3,10 +3,9 @@
 use serde_json::{Value, json};
 
 use crate::error::Result;
-use crate::model::block::{BlockSpec, DenseSpec, ExpertsSpec, Mlp, SharedExpertSpec};
 use crate::model::families::Traits;
 use crate::model::json::JsonObject;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{BlockSpec, DenseSpec, ExpertsSpec, Mlp, ModelSpec, SharedExpertSpec};
 use crate::ops::router::{RouterOptions, RouterScores};
 
 /// Coefficient where `router_aux_loss_coef` is absent, as in transformers.

@@ -5,7 +5,6 @@ use serde_json::{Value, json};
 use crate::error::Result;
 use crate::model::files::names::{kept_modules, tensors};
 use crate::model::json::JsonObject;
-use crate::model::params::units;
 use crate::model::spec::ModelSpec;
 use crate::ops::fp8::BLOCK;
 
@@ -65,7 +64,7 @@ fn expect(object: &JsonObject, key: &str, words: &[&str]) -> Result<()> {
 
 /// What files say whose blocks' matrices are in e4m3, in blocks of 128 x 128, as Qwen's do.
 pub(super) fn of_fp8(spec: &ModelSpec) -> Value {
-    let all = units(spec).flat_map(|unit| tensors(spec, unit)).filter(|tensor| tensor.shape.len() == 2);
+    let all = spec.units().flat_map(|unit| tensors(spec, unit)).filter(|tensor| tensor.shape.len() == 2);
     let plain = all.filter(|tensor| !tensor.is_rounded_as_published());
     let plain = plain.map(|tensor| tensor.name.trim_end_matches(".weight").to_owned());
     let modules: Vec<String> = plain.chain(kept_modules(spec)).collect();

@@ -2,9 +2,8 @@ mod delta_net;
 
 use super::*;
 use crate::config::TargetModule;
-use crate::model::block::SharedExpertSpec;
-use crate::model::block::{Mixer, Mlp};
 use crate::model::lora::LoraSpec;
+use crate::model::spec::{Mixer, Mlp, SharedExpertSpec};
 
 fn load(config: &Value) -> Result<ModelSpec> {
     let folder = tempfile::tempdir().unwrap();

@@ -4,10 +4,9 @@ use serde_json::{Value, json};
 
 use super::layer_types;
 use crate::error::Result;
-use crate::model::block::Mixer;
 use crate::model::families::Window;
 use crate::model::json::JsonObject;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{Mixer, ModelSpec};
 
 const KEY: &str = "sliding_window";
 /// Every so many-th layer has none.

@@ -5,12 +5,9 @@ use serde_json::{Value, json};
 
 use super::{Names, Traits, Whole, Window, llama};
 use crate::error::Result;
-use crate::model::block::{NormPlaces, QkNorm};
 use crate::model::config_json::rope;
-use crate::model::distinct::RopeSpec;
 use crate::model::json::JsonObject;
-use crate::model::params::ParamName;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{ModelSpec, NormPlaces, ParamName, QkNorm, RopeSpec};
 
 pub(super) const TRAITS: Traits = Traits {
     architecture: "Gemma3ForCausalLM",

@@ -1,8 +1,7 @@
 //! GLM-4 of 2025: GLM-4 of 2024 with norms behind the sublayers, too.
 
 use super::{Traits, glm};
-use crate::model::block::NormPlaces;
-use crate::model::params::ParamName;
+use crate::model::spec::{NormPlaces, ParamName};
 
 pub(super) const TRAITS: Traits = Traits {
     architecture: "Glm4ForCausalLM",

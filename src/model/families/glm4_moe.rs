@@ -5,9 +5,8 @@ use serde_json::{Value, json};
 
 use super::{Traits, llama};
 use crate::error::Result;
-use crate::model::block::{DenseSpec, ExpertsSpec, Mlp, QkNorm, SharedExpertSpec};
 use crate::model::json::JsonObject;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{DenseSpec, ExpertsSpec, Mlp, ModelSpec, QkNorm, SharedExpertSpec};
 use crate::ops::router::{RouterOptions, RouterScores};
 
 pub(super) const TRAITS: Traits = Traits {

@@ -6,10 +6,8 @@ use serde_json::{Value, json};
 use super::{Traits, Window, llama};
 use crate::cuda::kernels::{SWISH_LIMIT, SWISH_SLOPE};
 use crate::error::Result;
-use crate::model::block::{DenseSpec, ExpertsSpec, Mlp};
 use crate::model::json::JsonObject;
-use crate::model::params::ParamName;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{DenseSpec, ExpertsSpec, Mlp, ModelSpec, ParamName};
 use crate::ops::router::{RouterOptions, RouterScores};
 use crate::ops::swiglu::Activation;
 

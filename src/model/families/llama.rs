@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::{Traits, Window};
-use crate::model::block::NormPlaces;
+use crate::model::spec::NormPlaces;
 
 pub(super) const TRAITS: Traits = Traits {
     architecture: "LlamaForCausalLM",

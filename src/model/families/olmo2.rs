@@ -1,7 +1,7 @@
 //! OLMo 2: norms behind the sublayers, and over all heads of queries and keys (arXiv 2501.00656).
 
 use super::{Traits, llama};
-use crate::model::block::{NormPlaces, QkNorm};
+use crate::model::spec::{NormPlaces, QkNorm};
 
 pub(super) const TRAITS: Traits = Traits {
     architecture: "Olmo2ForCausalLM",

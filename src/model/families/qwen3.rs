@@ -1,7 +1,7 @@
 //! Qwen3: Qwen2 without biases, with a norm of every query and key head.
 
 use super::{Traits, qwen2};
-use crate::model::block::QkNorm;
+use crate::model::spec::QkNorm;
 
 pub(super) const TRAITS: Traits = Traits {
     architecture: "Qwen3ForCausalLM",

@@ -4,9 +4,8 @@ use serde_json::{Value, json};
 
 use super::{Traits, Window, llama};
 use crate::error::Result;
-use crate::model::block::{BlockSpec, Mixer};
 use crate::model::json::JsonObject;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{BlockSpec, Mixer, ModelSpec};
 
 pub(super) const TRAITS: Traits = Traits {
     architecture: "SmolLM3ForCausalLM",

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::model::block::Matrix;
+use crate::model::spec::Matrix;
 use crate::ops::delta_net::DeltaHeads;
 
 /// Rows of a matrix that lie together in a tensor of a checkpoint.

@@ -4,15 +4,13 @@ use tch::Tensor;
 
 use super::interleaved::{InterleavedRows, pieces};
 use crate::config::TargetModule;
-use crate::model::block::{LinearSpec, Matrix, Mixer, Projection, correction};
+use crate::model::correction;
 use crate::model::families::Whole;
-use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
-use crate::model::spec::ModelSpec;
+use crate::model::params::UnitLayout;
+use crate::model::spec::{LinearSpec, MLP, Matrix, Mixer, ModelSpec, ParamName, Projection, Unit, room};
 
 /// The beginning of the names of a draft head's tensors.
 const DRAFT_HEAD: &str = "mtp.";
-/// The module of a block that treats every token by itself.
-pub(in crate::model) const MLP: &str = "mlp";
 
 /// One tensor of a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
@@ -122,7 +120,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
         Unit::Embedding | Unit::Head => Vec::new(),
     };
     let mut tensors = Vec::new();
-    for (param, shape) in shapes(spec, unit) {
+    for (param, shape) in spec.shapes(unit) {
         let path = |name: &str| match unit {
             Unit::Block(layer) => format!("{}.layers.{layer}.{name}", decoder(spec)),
             Unit::DraftHead if is_of_draft_head(param) => format!("{DRAFT_HEAD}{name}"),
@@ -242,18 +240,6 @@ pub(in crate::model) fn module_path(module: TargetModule, expert: Option<usize>)
     match expert {
         Some(expert) => format!("{room}.experts.{expert}.{name}"),
         None => format!("{room}.{name}"),
-    }
-}
-
-/// The module of a block that has a projection.
-pub(in crate::model) fn room(module: TargetModule) -> &'static str {
-    use TargetModule::{
-        DownProj, GateProj, InProjA, InProjB, InProjQkv, InProjZ, KProj, OProj, OutProj, QProj, UpProj, VProj,
-    };
-    match module {
-        QProj | KProj | VProj | OProj => "self_attn",
-        GateProj | UpProj | DownProj => MLP,
-        InProjQkv | InProjZ | InProjB | InProjA | OutProj => "linear_attn",
     }
 }
 

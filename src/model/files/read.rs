@@ -14,9 +14,9 @@ use super::names::{HfTensor, decoder, head, is_ignored, is_kept, tensors};
 use super::scaled::{SCALES, Scales, is_scaled, matrix_of};
 use super::{INDEX, SINGLE, mxfp4};
 use crate::error::{Error, Result};
-use crate::model::block::correction;
+use crate::model::correction;
 use crate::model::json::JsonObject;
-use crate::model::params::{UnitLayout, units};
+use crate::model::params::UnitLayout;
 use crate::model::spec::ModelSpec;
 use crate::torch::byte_vec;
 use crate::untrusted::MAX_INDEX_BYTES;
@@ -189,7 +189,7 @@ impl WeightFiles {
 
     /// Names and shapes of the tensors that have the model's weights.
     fn expected(&self) -> Vec<(String, Vec<i64>)> {
-        let tensors = units(&self.spec).flat_map(|unit| tensors(&self.spec, unit));
+        let tensors = self.spec.units().flat_map(|unit| tensors(&self.spec, unit));
         let places = tensors.flat_map(|tensor| match self.mxfp4_of(&tensor) {
             Some(parts) => parts.into(),
             None => {

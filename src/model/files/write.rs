@@ -18,9 +18,9 @@ use super::read::KeptTensor;
 use super::scaled::BLOCK_SCALES;
 use super::{INDEX, SINGLE, WeightFiles};
 use crate::error::{Error, Result};
-use crate::model::block::correction;
-use crate::model::params::{Unit, UnitLayout, units};
-use crate::model::spec::{ModelSpec, product};
+use crate::model::correction;
+use crate::model::params::UnitLayout;
+use crate::model::spec::{ModelSpec, Unit, product};
 use crate::ops::fp8;
 use crate::torch;
 
@@ -77,7 +77,7 @@ impl WeightWriter {
     /// # Errors
     /// The errors of [`WeightWriter::create`]; [`Error::InvalidArgument`] for a family whose files have several matrices in one tensor.
     pub fn create_fp8(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
-        if let Some(tensor) = units(&spec).flat_map(|unit| tensors(&spec, unit)).find(HfTensor::is_part) {
+        if let Some(tensor) = spec.units().flat_map(|unit| tensors(&spec, unit)).find(HfTensor::is_part) {
             let expected = "a family of models whose files have every matrix in a tensor of its own".to_owned();
             return Err(Error::InvalidArgument { op: "WeightWriter::create_fp8", expected, got: tensor.name });
         }
@@ -99,7 +99,7 @@ impl WeightWriter {
         let base = base.filter(|_| spec.is_text_part || spec.delta_net().is_some() || spec.keeps_further_layers());
         let base = base.map(|base| WeightFiles::open(base, spec.clone())).transpose()?;
         let dtype = dtype_of(kind)?;
-        let own = units(&spec).flat_map(|unit| tensors(&spec, unit));
+        let own = spec.units().flat_map(|unit| tensors(&spec, unit));
         let mut own: Vec<Planned> = own.flat_map(|tensor| Planned::all(&tensor, (dtype, kind), format)).collect();
         own.dedup_by(|next, last| next.name == last.name); // a tensor of several matrices comes once for each piece
         let kept = || base.iter().flat_map(|base| base.kept(kind));
@@ -111,7 +111,7 @@ impl WeightWriter {
         };
         let others = kept().map(|tensor| tensor.map(planned)).collect::<Result<Vec<_>>>()?;
         let plan = split(own.into_iter().chain(others), bytes);
-        let remaining = units(&spec).collect();
+        let remaining = spec.units().collect();
         let (folder, shards, places) = (folder.to_owned(), Vec::new(), BTreeMap::new());
         let mut writer = Self { folder, spec, kind, format, shards, places, remaining };
         for (index, tensors) in plan.iter().enumerate() {

@@ -12,9 +12,8 @@ use super::{Format, Piece, Plain, Rows, Use};
 use crate::cuda::Products;
 use crate::cuda::kernels::ScaledRows;
 use crate::error::Result;
-use crate::model::block::LinearSpec;
 use crate::model::lora::Lora;
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{LinearSpec, ModelSpec};
 use crate::ops::exact;
 use crate::ops::swiglu::{Activation, GateUp};
 

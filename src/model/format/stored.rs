@@ -11,8 +11,8 @@ use tch::{Device, Kind, Tensor};
 use crate::config::Quantization;
 use crate::error::{Error, Result};
 use crate::model::files::names::{HfTensor, tensors};
-use crate::model::params::{Unit, UnitLayout};
-use crate::model::spec::{ModelSpec, product};
+use crate::model::params::UnitLayout;
+use crate::model::spec::{ModelSpec, Unit, product};
 
 /// A format in which frozen blocks are stored. They are decoded one after the other, into the type of the network.
 pub trait StoredFormat: Debug + Sync {

@@ -4,7 +4,7 @@
 
 use tch::Tensor;
 
-use super::Lora;
+use super::layout::Lora;
 use crate::error::Result;
 use crate::ops::grouped::Dispatch;
 use crate::ops::swiglu::GateUp;

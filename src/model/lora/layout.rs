@@ -2,13 +2,10 @@
 
 use tch::Tensor;
 
-use super::LoraSpec;
-use crate::config::TargetModule;
+use super::spec::{AdaptedProjection, Fused, LoraSpec};
 use crate::error::Result;
-use crate::model::block::{BlockParams, LinearSpec, Matrix, Projection};
-use crate::model::families::FusedTensor;
-use crate::model::params::{ParamName, Shapes, Unit, UnitLayout};
-use crate::model::spec::{ModelSpec, product};
+use crate::model::params::UnitLayout;
+use crate::model::spec::{Matrix, ModelSpec, Unit};
 use crate::ops::dropout::Dropout;
 use crate::torch::scalar;
 
@@ -32,39 +29,6 @@ pub struct Lora {
 /// columns (A of O and Down).
 #[derive(Debug, Default)]
 pub struct BlockLora(pub(super) Vec<(Matrix, Lora)>);
-
-/// Elements of what adapters' B is expanded to.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct ExpandedElements {
-    /// Of all blocks.
-    pub all: usize,
-    /// Of the block that has the most.
-    pub most: usize,
-}
-
-impl LoraSpec {
-    /// Parameters of a block's adapters, in layout order.
-    pub(in crate::model) fn shapes(&self, spec: &ModelSpec, layer: usize) -> Shapes {
-        let shapes = |fused: Fused| [(fused.a, fused.a_shape()), (fused.b, fused.b_shape())];
-        self.fused(spec, layer).into_iter().flat_map(shapes).collect()
-    }
-
-    /// Elements of the expanded B.
-    pub fn num_expanded(&self, spec: &ModelSpec) -> ExpandedElements {
-        let of_block =
-            |layer| self.fused(spec, layer).iter().map(|fused| product(&fused.expanded_shape())).sum::<usize>();
-        spec.kinds_of_blocks().into_iter().fold(ExpandedElements::default(), |sum, kind| {
-            let elements = of_block(kind.layer);
-            ExpandedElements { all: sum.all + kind.count * elements, most: sum.most.max(elements) }
-        })
-    }
-
-    /// The matrices of a block that have adapted projections.
-    pub(super) fn fused(&self, spec: &ModelSpec, layer: usize) -> Vec<Fused> {
-        let tensors = spec.family.traits().fused_tensors;
-        spec.layers[layer].linears().into_iter().filter_map(|linear| Fused::new(linear, self, tensors)).collect()
-    }
-}
 
 impl BlockLora {
     /// The adapters that a block computes with, from its flat tensor [layout.len]: A as views, B expanded and scaled.
@@ -99,19 +63,19 @@ impl BlockLora {
         Ok(Self(lora.fused(spec, layer_of(layout)).into_iter().map(zeros).collect::<Result<_>>()?))
     }
 
-    /// Adds a block's gradients of the expanded B to those of B in the flat tensor.
+    /// Adds the gradients of a block's expanded B, those that `own` has of a matrix, to those of B in the flat tensor.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
-    pub fn add_to(
-        gradients: &BlockParams,
+    pub fn add_to<'a>(
+        own: impl Fn(Matrix) -> Option<&'a Lora>,
         spec: &ModelSpec,
         lora: &LoraSpec,
         layout: &UnitLayout,
         flat: &Tensor,
     ) -> Result<()> {
         for fused in lora.fused(spec, layer_of(layout)) {
-            if let Some(own) = &gradients.linear(fused.linear.matrix).lora {
+            if let Some(own) = own(fused.linear.matrix) {
                 fused.fold(&own.b, &fused.views(layout, flat).1)?;
             }
         }
@@ -167,90 +131,7 @@ impl Lora {
     }
 }
 
-/// A matrix and its adapter's parameters.
-#[derive(Debug)]
-pub(in crate::model) struct Fused {
-    /// The matrix.
-    pub linear: LinearSpec,
-    /// A's parameter.
-    pub a: ParamName,
-    /// B's parameter.
-    pub b: ParamName,
-    /// Adapted projections.
-    pub pieces: Vec<AdaptedProjection>,
-    r: i64,
-    scale: f64,
-    adapted_heads: i64,
-}
-
-/// An adapted projection.
-#[derive(Debug)]
-pub(in crate::model) struct AdaptedProjection {
-    /// Which.
-    pub module: TargetModule,
-    /// The module that a checkpoint has it in together with others, which share an A.
-    pub within: Option<&'static str>,
-    /// Place of its A among those of its matrix.
-    pub index: i64,
-    /// First head of the projection in a group of the matrix, and in a group of the adapted projections alone.
-    first: i64,
-    adapted_first: i64,
-    heads: i64,
-}
-
 impl Fused {
-    /// `None` where none of the matrix's projections is adapted.
-    pub fn new(linear: LinearSpec, lora: &LoraSpec, tensors: &[FusedTensor]) -> Option<Self> {
-        let (mut pieces, mut first, mut adapted_first) = (Vec::<AdaptedProjection>::new(), 0, 0);
-        let [a, b] = linear.matrix.adapter()?;
-        for &(projection, heads) in &linear.projections {
-            let heads = heads as i64;
-            match projection {
-                Projection::Module(module) if lora.targets.contains(&module) => {
-                    let within =
-                        tensors.iter().find(|tensor| tensor.modules.contains(&module)).map(|tensor| tensor.name);
-                    let index = match pieces.last() {
-                        Some(last) if within.is_some() && last.within == within => last.index,
-                        last => last.map_or(0, |last| last.index + 1),
-                    };
-                    pieces.push(AdaptedProjection { module, within, index, first, adapted_first, heads });
-                    adapted_first += heads;
-                }
-                _ => {}
-            }
-            first += heads;
-        }
-        let (r, scale, adapted_heads) = (lora.r as i64, lora.scale(), adapted_first);
-        (!pieces.is_empty()).then_some(Self { linear, a, b, pieces, r, scale, adapted_heads })
-    }
-
-    fn a_shape(&self) -> Vec<i64> {
-        self.of_all([self.columns(), self.linear.columns as i64])
-    }
-
-    fn b_shape(&self) -> Vec<i64> {
-        self.of_all([self.rows_of(self.adapted_heads), self.r])
-    }
-
-    fn expanded_shape(&self) -> Vec<i64> {
-        self.of_all([self.linear.rows() as i64, self.columns()])
-    }
-
-    /// Columns of the expanded B.
-    fn columns(&self) -> i64 {
-        self.pieces.last().map_or(0, |last| last.index + 1) * self.r
-    }
-
-    /// The shape of such a matrix for each expert, one after the other, or of one where there are none.
-    fn of_all(&self, shape: [i64; 2]) -> Vec<i64> {
-        self.linear.experts.into_iter().map(|experts| experts as i64).chain(shape).collect()
-    }
-
-    /// Rows of so many heads of every group.
-    fn rows_of(&self, heads: i64) -> i64 {
-        (self.linear.groups * self.linear.inner) as i64 * heads
-    }
-
     /// A and B in a flat tensor of their unit.
     pub fn views(&self, layout: &UnitLayout, flat: &Tensor) -> (Tensor, Tensor) {
         let view = |name| layout.view(name, flat).expect("the layout is that of these adapters");
@@ -260,12 +141,6 @@ impl Fused {
     /// A projection's A [r, K], or [E, r, K] of experts.
     pub fn a_of(&self, piece: &AdaptedProjection, a: &Tensor) -> Tensor {
         a.narrow(-2, piece.index * self.r, self.r)
-    }
-
-    /// Shapes of the A and B of projections that share an A, as on disk; of an expert's, one by one.
-    pub fn shapes_of(&self, pieces: &[AdaptedProjection]) -> [Vec<i64>; 2] {
-        let rows = pieces.iter().map(|piece| self.rows_of(piece.heads)).sum();
-        [vec![self.r, self.linear.columns as i64], vec![rows, self.r]]
     }
 
     /// A projection's B [groups, heads, inner, r], after the experts' dimension if there is one.

@@ -12,17 +12,15 @@ use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::LoraSpec;
-use super::layout::{AdaptedProjection, Fused};
+use super::spec::{AdaptedProjection, Fused, LoraSpec};
 use crate::config::{MAX_RANK, Quantization, TargetModule};
 use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
-use crate::model::block::Projection;
 use crate::model::files::names::{decoder_module, in_pairs, module_path, pairs};
 use crate::model::files::{MappedFile, TORCH_FORMAT, dtype_of, encode_header, sync};
 use crate::model::json::{ADAPTER_CONFIG as CONFIG, JsonObject};
-use crate::model::params::{ParamTable, Unit, UnitLayout};
-use crate::model::spec::{ModelSpec, product};
+use crate::model::params::{ParamTable, UnitLayout};
+use crate::model::spec::{ModelSpec, Projection, Unit, product};
 use crate::torch;
 use crate::untrusted::KeyTable;
 

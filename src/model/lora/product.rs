@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::Lora;
+use super::layout::Lora;
 use crate::error::Result;
 use crate::ops::{exact, linear};
 

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::layout::{BlockLora, Lora};
 use crate::error::Result;
-use crate::model::block::Matrix;
+use crate::model::spec::Matrix;
 use crate::torch;
 
 impl BlockLora {

@@ -5,11 +5,13 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 use super::*;
-use crate::config::GradientCheckpointing;
 use crate::config::TargetModule::{
     DownProj, GateProj, InProjA, InProjB, InProjQkv, InProjZ, KProj, OProj, OutProj, QProj, UpProj, VProj,
 };
-use crate::model::params::{ParamName, UnitLayout};
+use crate::config::{GradientCheckpointing, TargetModule};
+use crate::error::Result;
+use crate::model::params::UnitLayout;
+use crate::model::spec::ParamName;
 use crate::model::tests::delta_net::{hybrid, with_delta_heads};
 use crate::model::tests::{families, in_parallel, reference, slice_mixer, with_experts, with_heads};
 use crate::model::{
@@ -82,7 +84,8 @@ impl Block {
         let gradients = BlockLora::gradients(spec, &self.lora, &self.adapter_layout, &flat).unwrap();
         let mut grads = BlockParams::default().with_adapters(gradients);
         let dx = block_backward(&ctx, &w, dy, saved.unwrap(), &packed, &mut grads).unwrap();
-        BlockLora::add_to(&grads, spec, &self.lora, &self.adapter_layout, &flat).unwrap();
+        let own = |matrix| grads.linear(matrix).lora.as_ref();
+        BlockLora::add_to(own, spec, &self.lora, &self.adapter_layout, &flat).unwrap();
         [y, dx, flat]
     }
 }

@@ -1,14 +1,81 @@
-//! Whether the kernels of a GPU serve a block: one answer, with its reason.
+//! Which models are served: by how many ranks that share their heads or rows, and by the kernels of a GPU. One answer, with its reason.
+
+use std::path::Path;
 
 use tch::Kind;
 
-use super::{BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp};
+use super::block::BlockSpec;
+use super::delta_net::DeltaNetSpec;
+use super::dense::DenseSpec;
+use super::experts::ExpertsSpec;
+use super::mixer::Mixer;
+use super::mlp::Mlp;
+use super::{KindOfBlock, ModelSpec};
 use crate::cuda::kernels::{
     DecoderSizes, MOST_EXPERT_GROUPS, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, Unserved, delta_step_serves,
     served_delta_sizes, unserved,
 };
+use crate::error::{Error, Result};
 use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
+
+impl ModelSpec {
+    /// Whether all layers can be sliced for `tp_size` ranks without copies.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `tensor_parallel_size`, with the values that this model can take.
+    pub fn validate_tp(&self, tp_size: usize) -> Result<()> {
+        let can_slice = |tp_size| self.layers.iter().all(|block| block.can_slice(tp_size));
+        if can_slice(tp_size) {
+            return Ok(());
+        }
+        let valid = (1..=self.attention().num_heads).filter(|&tp_size| can_slice(tp_size));
+        let valid: Vec<_> = valid.map(|tp_size| tp_size.to_string()).collect();
+        let mut sizes = vec![Mixer::Attention(self.attention()).sizes()];
+        for KindOfBlock { layer, .. } in self.kinds_of_blocks() {
+            let BlockSpec { mixer, mlp, .. } = self.layers[layer];
+            for size in [mlp.sizes(), mixer.sizes()] {
+                if !sizes.contains(&size) {
+                    sizes.push(size);
+                }
+            }
+        }
+        let expected = format!("one of {} (the model has {})", valid.join(", "), sizes.join(", "));
+        Err(Error::invalid_value("tensor_parallel_size", tp_size, expected))
+    }
+
+    /// Whether so many ranks can share the rows of micro-batches.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `sequence_parallel_size`, with the values that this model can take.
+    pub fn validate_sequence_parallel(&self, size: usize) -> Result<()> {
+        let can_share = |size: usize| size > 0 && self.layers.iter().all(|block| block.mixer.can_share_rows(size));
+        if can_share(size) {
+            return Ok(());
+        }
+        let valid: Vec<_> = (1..=self.attention().num_heads).filter(|&size| can_share(size)).collect();
+        let mut sizes: Vec<String> = self.layers.iter().map(|block| block.mixer.sizes()).collect();
+        sizes.dedup();
+        sizes.sort();
+        sizes.dedup();
+        let valid: Vec<_> = valid.iter().map(usize::to_string).collect();
+        let expected = format!("one of {} (the model has {})", valid.join(", "), sizes.join(", "));
+        Err(Error::invalid_value("sequence_parallel_size", size, expected))
+    }
+
+    /// Whether the kernels of a GPU serve all layers with weights of `kind`: those of training, or with the number of its tensor-parallel ranks
+    /// those of an engine.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
+    pub fn validate_gpu(&self, kind: Kind, engine: Option<usize>, folder: &Path) -> Result<()> {
+        let kinds = self.kinds_of_blocks();
+        match kinds.iter().find_map(|one| self.layers[one.layer].unserved(kind, engine)) {
+            None => Ok(()),
+            Some(reason) => Err(Error::bad_file(folder.join("config.json"), reason)),
+        }
+    }
+}
 
 impl BlockSpec {
     /// Why no kernel serves the block with weights of `kind`, in training or, where an engine's tensor-parallel size is given, in that engine;

@@ -1,36 +1,103 @@
-//! Bytes of a block's activations, from what its sublayers hold.
+//! The shape of a block: its sublayers and the norms around them, its parameters, and the bytes of its activations.
 
-use tch::Kind;
-
-use super::BlockSpec;
+use super::attention::AttentionSpec;
+use super::bytes::ElementBytes;
+use super::dense::DenseSpec;
+use super::linear::LinearSpec;
+use super::mixer::Mixer;
+use super::mlp::Mlp;
+use super::param_name::{ParamName, Shapes};
 use crate::config::GradientCheckpointing;
-use crate::torch::accumulation_kind;
 
-/// Bytes of an element of each kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ElementBytes {
-    /// Weights and activations.
-    pub narrow: usize,
-    /// The accumulation kind.
-    pub wide: usize,
-    /// The residual stream.
-    pub residual: usize,
-    /// Rows that a product of forward reads: as they are, rounded, or both.
-    pub read: usize,
-    /// Gradients beside those that are kept as they are: rounded ones.
-    pub rounded: usize,
+/// The names of the norms around a sublayer.
+#[derive(Debug, Clone, Copy)]
+pub struct NormNames {
+    /// The norm of the sublayer's input.
+    pub pre: ParamName,
+    /// The norm of the sublayer's output, before the residual stream.
+    pub post: ParamName,
 }
 
-impl ElementBytes {
-    /// For weights of `kind`.
-    pub fn new(kind: Kind, residual: Kind) -> Self {
-        let [narrow, wide, residual] = [kind, accumulation_kind(kind), residual].map(|kind| kind.elt_size_in_bytes());
-        Self { narrow, wide, residual, read: narrow, rounded: 0 }
+/// Norms around the first sublayer.
+pub const MIXER_NORMS: NormNames = NormNames { pre: ParamName::InputNorm, post: ParamName::MixerPostNorm };
+/// Norms around the second sublayer.
+pub const MLP_NORMS: NormNames = NormNames { pre: ParamName::PostNorm, post: ParamName::MlpPostNorm };
+
+/// Where the norms of a sublayer are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NormPlaces {
+    /// Before it: of what it reads.
+    pub pre: bool,
+    /// Behind it: of what it adds to the residual stream.
+    pub post: bool,
+}
+
+impl NormPlaces {
+    /// Before each sublayer alone, as in most families.
+    pub const PRE: Self = Self { pre: true, post: false };
+    /// Behind each sublayer alone, as in OLMo 2.
+    pub const POST: Self = Self { pre: false, post: true };
+    /// Before and behind each sublayer, as in Gemma 3.
+    pub const BOTH: Self = Self { pre: true, post: true };
+}
+
+/// The description of a block.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockSpec {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// The first sublayer.
+    pub mixer: Mixer,
+    /// The second sublayer.
+    pub mlp: Mlp,
+    /// Norms of both.
+    pub norms: NormPlaces,
+    /// Factor of what each sublayer adds to the residual stream.
+    pub residual_scale: f64,
+}
+
+impl BlockSpec {
+    /// A block of attention and a dense MLP of this width, with SiLU.
+    pub fn dense(attention: AttentionSpec, intermediate: usize, norms: NormPlaces) -> Self {
+        let hidden = attention.hidden;
+        let mlp = Mlp::Dense(DenseSpec::new(hidden, intermediate));
+        Self { hidden, mixer: Mixer::Attention(attention), mlp, norms, residual_scale: 1.0 }
+    }
+
+    /// The share of a rank.
+    pub fn tp_slice(self, tp_size: usize) -> Self {
+        Self { mixer: self.mixer.tp_slice(tp_size), mlp: self.mlp.tp_slice(tp_size), ..self }
+    }
+
+    /// Whether so many ranks can have slices without copies.
+    pub fn can_slice(self, tp_size: usize) -> bool {
+        tp_size > 0 && self.mixer.can_slice(tp_size) && self.mlp.can_slice(tp_size)
+    }
+
+    /// Whether the second sublayer has experts.
+    pub fn has_experts(self) -> bool {
+        matches!(self.mlp, Mlp::Experts(_))
+    }
+
+    /// The matrices of the block, in the order of their parameters.
+    pub fn linears(self) -> Vec<LinearSpec> {
+        self.mixer.linears().into_iter().chain(self.mlp.linears()).collect()
+    }
+
+    /// Names and shapes of the block's parameters, in the layout's order.
+    pub(in crate::model) fn shapes(self) -> Shapes {
+        let norm = |present: bool, name| present.then(|| (name, vec![self.hidden as i64]));
+        let NormNames { pre, post } = MIXER_NORMS;
+        let mixer = norm(self.norms.pre, pre).into_iter().chain(self.mixer.shapes()).chain(norm(self.norms.post, post));
+        let NormNames { pre, post } = MLP_NORMS;
+        let mlp = norm(self.norms.pre, pre).into_iter().chain(self.mlp.other_shapes());
+        let mlp = mlp.chain(self.mlp.linears().into_iter().flat_map(|linear| linear.params()));
+        mixer.chain(mlp).chain(norm(self.norms.post, post)).collect()
     }
 }
 
 impl BlockSpec {
-    /// Bytes a token of what [`SavedBlock`](super::SavedBlock) keeps.
+    /// Bytes a token of what [`SavedBlock`](crate::model::SavedBlock) keeps.
     pub fn saved_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
         let x = bytes.residual * self.hidden;
         match keep {
@@ -44,7 +111,7 @@ impl BlockSpec {
         }
     }
 
-    /// Bytes a token of each tensor that [`SavedBlock::movable`](super::SavedBlock::movable) gives.
+    /// Bytes a token of each tensor that `SavedBlock::movable` gives.
     pub fn movable_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> [usize; 2] {
         let attended = if keep.keeps_attention() { self.mixer.output_bytes(bytes) } else { 0 };
         [bytes.residual * self.hidden, attended]

@@ -1,18 +1,54 @@
-//! The shape of a network: everything about a model that is not a weight.
+//! The shape of a network: everything about a model that is not a weight, and how many bytes and operations that makes.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `family` | the names of families |
+//! | `param_name`, `linear` | parameters and matrices by name, with their shapes |
+//! | `attention`, `delta_net`, `mixer` | the first sublayer |
+//! | `dense`, `experts`, `mlp` | the second sublayer |
+//! | `block` | both, with their norms |
+//! | `bytes`, `heads` | bytes of numbers; heads that ranks share |
+//! | `served` | what ranks and GPUs serve |
+
+mod attention;
+mod block;
+mod bytes;
+mod delta_net;
+mod dense;
+mod experts;
+mod family;
+mod heads;
+mod linear;
+mod mixer;
+mod mlp;
+mod param_name;
+mod served;
 
 use std::ops::Range;
-use std::path::Path;
 
-use serde_json::Value;
 use tch::{Kind, Tensor};
 
-use super::block::{AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, SharedExpertSpec};
-use super::distinct::{KindOfBlock, RopeSpec, Ropes};
-use super::families::Family;
-use super::params::{shapes, units};
-use crate::config::{Circumstance, Combination};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ops::rms_norm::NormOptions;
+
+pub use attention::{AttentionSpec, QkNorm, RopeSpec};
+pub use block::{BlockSpec, MIXER_NORMS, MLP_NORMS, NormNames, NormPlaces};
+pub use bytes::ElementBytes;
+pub use delta_net::DeltaNetSpec;
+pub use dense::DenseSpec;
+pub use experts::{ExpertsSpec, SharedExpertSpec};
+pub use family::Family;
+pub(super) use family::families;
+pub(super) use heads::{HeadRun, SharedHeads};
+pub use linear::{LinearSpec, Matrix, Projection, TpSplit};
+pub(super) use linear::{MLP, room};
+pub use mixer::Mixer;
+pub use mlp::Mlp;
+pub use param_name::{ParamName, Unit};
+pub(super) use param_name::{Shapes, product};
+
+/// Norms of the draft head, before its projection.
+pub(super) const DRAFT_NORMS: [ParamName; 2] = [ParamName::DraftEmbeddingNorm, ParamName::DraftHiddenNorm];
 
 /// A decoder-only transformer: its layers one by one, and what stands before and behind them. Field names are those of `config.json` where
 /// one exists.
@@ -60,7 +96,7 @@ pub struct ModelSpec {
 impl ModelSpec {
     /// Number of weights; a tied head counts once. The largest number there is where there are more.
     pub fn num_params(&self) -> usize {
-        let numels = units(self).flat_map(|unit| shapes(self, unit)).map(|(_, shape)| product(&shape));
+        let numels = self.units().flat_map(|unit| self.shapes(unit)).map(|(_, shape)| product(&shape));
         numels.fold(0, usize::saturating_add)
     }
 
@@ -83,50 +119,6 @@ impl ModelSpec {
             }
         };
         self.num_params() as f64 - self.layers.iter().map(idle).sum::<f64>()
-    }
-
-    /// Weight of the loss that keeps experts equally busy: as configured, or the model's own.
-    ///
-    /// # Errors
-    /// [`Error::InvalidValue`] on `router_aux_loss_coef` where there are no experts.
-    pub fn router_aux_loss_coef(&self, configured: Option<f64>) -> Result<f64> {
-        let settings = configured.map(|coef| ("router_aux_loss_coef", coef.into()));
-        self.check_with(settings)?;
-        let own = if self.experts().is_some() { self.router_aux_loss_coef } else { 0.0 };
-        Ok(configured.unwrap_or(own))
-    }
-
-    /// The kind of model that it is, to the table of what goes together.
-    pub(crate) fn circumstances(&self) -> impl Iterator<Item = Circumstance> + use<> {
-        let (num_experts, has_nets) = (self.num_expert_layers(), self.delta_net().is_some());
-        let is_fused = has_nets && self.family.traits().interleaves_delta_nets;
-        let experts = if num_experts > 0 { Circumstance::Experts } else { Circumstance::NoExperts };
-        let nets = if has_nets { Circumstance::DeltaNets } else { Circumstance::NoDeltaNets };
-        let some = (1..self.num_layers()).contains(&num_experts).then_some(Circumstance::SomeExperts);
-        let fused = [
-            (is_fused, Circumstance::FusedDeltaNets),
-            (self.family.traits().stacks_experts, Circumstance::StackedExperts),
-        ];
-        let fused = fused.into_iter().filter_map(|(is_so, fused)| is_so.then_some(fused));
-        let headless = self.draft_head.is_none().then_some(Circumstance::NoDraftHead);
-        [experts, nets].into_iter().chain(headless).chain(some).chain(fused)
-    }
-
-    /// Refuses settings that do not go together, or not with this kind of model.
-    ///
-    /// # Errors
-    /// The errors of [`Combination::check`].
-    pub(crate) fn check_with<'a>(&self, settings: impl IntoIterator<Item = (&'a str, Value)>) -> Result<()> {
-        Combination::of(settings).in_circumstances(self.circumstances()).check()
-    }
-
-    /// With whole experts on each rank of an engine, if that is asked for.
-    ///
-    /// # Errors
-    /// [`Error::InvalidValue`] on `enable_expert_parallel` where there are no experts.
-    pub fn with_expert_parallel(self, is_parallel: bool) -> Result<Self> {
-        self.check_with([("enable_expert_parallel", is_parallel.into())])?;
-        Ok(self.map_experts(|experts| experts.is_parallel = is_parallel))
     }
 
     /// The number of layers with experts before each layer.
@@ -248,11 +240,6 @@ impl ModelSpec {
         kinds
     }
 
-    /// The rotations of the model's layers, each once.
-    pub fn ropes(&self) -> Ropes {
-        Ropes::of_layers(self)
-    }
-
     /// The distinct rotations of layers with attention.
     pub fn rotations(&self) -> Vec<Option<RopeSpec>> {
         self.distinct(|attention| attention.rope)
@@ -317,11 +304,6 @@ impl ModelSpec {
         })
     }
 
-    /// Whether files of the model may have further layers, which are kept as they are.
-    pub(super) fn keeps_further_layers(&self) -> bool {
-        self.family.traits().keeps_further_layers
-    }
-
     /// Layers with attention, in order.
     pub fn attention_layers(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.num_layers()).filter(|&layer| matches!(self.layers[layer].mixer, Mixer::Attention(_)))
@@ -350,45 +332,54 @@ impl ModelSpec {
         self.vocab_size * tp_rank / tp_size..self.vocab_size * (tp_rank + 1) / tp_size
     }
 
-    /// Whether all layers can be sliced for `tp_size` ranks without copies.
-    ///
-    /// # Errors
-    /// [`Error::InvalidValue`] on `tensor_parallel_size`, with the values that this model can take.
-    pub fn validate_tp(&self, tp_size: usize) -> Result<()> {
-        let can_slice = |tp_size| self.layers.iter().all(|block| block.can_slice(tp_size));
-        if can_slice(tp_size) {
-            return Ok(());
-        }
-        let valid = (1..=self.attention().num_heads).filter(|&tp_size| can_slice(tp_size));
-        let valid: Vec<_> = valid.map(|tp_size| tp_size.to_string()).collect();
-        let mut sizes = vec![Mixer::Attention(self.attention()).sizes()];
-        for KindOfBlock { layer, .. } in self.kinds_of_blocks() {
-            let BlockSpec { mixer, mlp, .. } = self.layers[layer];
-            for size in [mlp.sizes(), mixer.sizes()] {
-                if !sizes.contains(&size) {
-                    sizes.push(size);
-                }
-            }
-        }
-        let expected = format!("one of {} (the model has {})", valid.join(", "), sizes.join(", "));
-        Err(Error::invalid_value("tensor_parallel_size", tp_size, expected))
+    /// Every unit, in order.
+    pub(in crate::model) fn units(&self) -> impl Iterator<Item = Unit> + use<> {
+        let blocks = (0..self.num_layers()).map(Unit::Block);
+        let draft_head = self.draft_head.map(|_| Unit::DraftHead);
+        std::iter::once(Unit::Embedding).chain(blocks).chain(draft_head).chain([Unit::Head])
     }
 
-    /// Whether the kernels of a GPU serve all layers with weights of `kind`: those of training, or with the number of its tensor-parallel ranks
-    /// those of an engine.
-    ///
-    /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
-    pub fn validate_gpu(&self, kind: Kind, engine: Option<usize>, folder: &Path) -> Result<()> {
-        let kinds = self.kinds_of_blocks();
-        match kinds.iter().find_map(|one| self.layers[one.layer].unserved(kind, engine)) {
-            None => Ok(()),
-            Some(reason) => Err(Error::bad_file(folder.join("config.json"), reason)),
+    /// The parameters of a unit, with their shapes.
+    pub(in crate::model) fn shapes(&self, unit: Unit) -> Shapes {
+        let [vocab, hidden] = [self.vocab_size, self.hidden_size].map(|size| size as i64);
+        match unit {
+            Unit::Embedding => vec![(ParamName::Embedding, vec![vocab, hidden])],
+            Unit::Block(layer) => self.layers[layer].shapes(),
+            Unit::DraftHead => self.draft_shapes(),
+            Unit::Head => {
+                let own = (!self.tie_word_embeddings).then(|| (ParamName::LmHead, vec![vocab, hidden]));
+                std::iter::once((ParamName::FinalNorm, vec![hidden])).chain(own).collect()
+            }
         }
+    }
+
+    /// With the head that drafts tokens, if files of the family have one. Its block is that of the model's first layer with attention.
+    #[must_use]
+    pub fn with_draft_head(self) -> Self {
+        let layer = self.delta_net().and_then(|_| self.attention_layers().next());
+        Self { draft_head: layer.map(|layer| self.layers[layer]), ..self }
+    }
+
+    /// The head's block as a model of one layer.
+    pub fn draft_spec(&self) -> Option<Self> {
+        self.draft_head.map(|block| Self { layers: vec![block], draft_head: None, ..self.clone() })
+    }
+
+    /// Parameters of the head, in the layout's order; none where there is no head.
+    fn draft_shapes(&self) -> Shapes {
+        let hidden = self.hidden_size as i64;
+        let block = self.draft_head.map_or_else(Vec::new, |block| block.shapes());
+        let [embedding, before] = DRAFT_NORMS.map(|name| (name, vec![hidden]));
+        let own = [embedding, before, (ParamName::DraftProjection, vec![hidden, 2 * hidden])];
+        own.into_iter().chain(block).chain([(ParamName::FinalNorm, vec![hidden])]).collect()
     }
 }
 
-/// Elements of a shape.
-pub(super) fn product(shape: &[i64]) -> usize {
-    shape.iter().fold(1, |product: usize, &size| product.saturating_mul(size as usize))
+/// Blocks that are alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KindOfBlock {
+    /// The first layer that has one.
+    pub layer: usize,
+    /// How many layers have one.
+    pub count: usize,
 }

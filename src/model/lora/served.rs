@@ -1,0 +1,35 @@
+//! Which adapters the kernels of a GPU compute with.
+
+use tch::Kind;
+
+use super::spec::LoraSpec;
+use crate::error::{Error, Result};
+use crate::model::format::Format;
+use crate::model::spec::ModelSpec;
+
+/// Kernels of adapters and of experts copy so many elements at once in bfloat16.
+const RANK_UNIT: usize = 8;
+
+impl LoraSpec {
+    /// Whether kernels of a GPU compute with such adapters of a model in weights of `kind` and of a format.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `lora.r`.
+    pub fn check_gpu(&self, spec: &ModelSpec, kind: Kind, format: &dyn Format) -> Result<()> {
+        if format.is_exact() && kind == Kind::BFloat16 && !self.r.is_multiple_of(RANK_UNIT) {
+            let expected = format!(
+                "a multiple of {RANK_UNIT} with exact = true on a GPU in bfloat16: one kernel adds adapters in the engine and in training, and \
+                 it takes no others; dtype=float32 has any"
+            );
+            return Err(Error::invalid_value("lora.r", self.r, expected));
+        }
+        if !self.adapts_experts(spec) || kind != Kind::BFloat16 || self.r.is_multiple_of(RANK_UNIT) {
+            return Ok(());
+        }
+        let expected = format!(
+            "a multiple of {RANK_UNIT} beside experts (gate_proj, up_proj, down_proj) on a GPU in bfloat16; dtype=float32 and device=cpu \
+             have any"
+        );
+        Err(Error::invalid_value("lora.r", self.r, expected))
+    }
+}
