@@ -260,7 +260,7 @@ impl DecodeWork<'_, '_> {
                 flop: with_attention * attention.flop_per_pair() as f64 * context_tokens,
             },
             DecoderOp::DeltaNet => {
-                let page_bytes = state_page_bytes(spec, tp_size, (*kind, *state_dtype), step.tp.device());
+                let page_bytes = state_page_bytes(spec, tp_size, *kind, *state_dtype, step.tp.device());
                 let flop: usize = blocks().map(|block| block.mixer.flop_per_token()).sum();
                 OpWork { bytes: 2.0 * rows * page_bytes as f64, flop: rows * flop as f64 }
             }

@@ -68,7 +68,7 @@ impl TheoreticalStep<'_> {
         let token_bytes = ELEMENT_BYTES * spec.cached_elements(tp) as f64;
         let cache_s = token_bytes * cached_tokens / rates.memory_bytes_per_s;
         // Of gated delta nets every sequence's state is read and written.
-        let state_s = 2.0 * rows * state_page_bytes(spec, tp, (Kind::BFloat16, self.state_dtype), Device::Cpu) as f64
+        let state_s = 2.0 * rows * state_page_bytes(spec, tp, Kind::BFloat16, self.state_dtype, Device::Cpu) as f64
             / rates.memory_bytes_per_s;
         let step_s = weights_s.max(product_s(blocks + head, rows)) + cache_s + state_s;
         let rule_s = spec.training_flop_per_token() as f64 / 3.0 * prompt_tokens / rates.product_flop_per_s / tp as f64;
@@ -173,7 +173,7 @@ mod tests {
         let attention_alone = hybrid.clone().map_blocks(|_, block| block.mixer = mixer);
         let floors = |spec| of_32_prompts(spec, 1).floors(false);
         let state_bytes = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2);
-        assert_eq!(state_page_bytes(&hybrid, 1, (Kind::BFloat16, StateDtype::Float32), Device::Cpu), state_bytes);
+        assert_eq!(state_page_bytes(&hybrid, 1, Kind::BFloat16, StateDtype::Float32, Device::Cpu), state_bytes);
         let step_s = floors(&hybrid)[&Phase::Generate] / 1023.0;
         let moved_s = 2.0 * 256.0 * state_bytes as f64 / of_h200().rates.memory_bytes_per_s;
         assert!(moved_s > 5e-3 && step_s > moved_s + 3e-3 && step_s < moved_s + 8e-3, "{step_s} for {moved_s}");

@@ -13,7 +13,7 @@ use super::limits::GpuLimits;
 use super::median;
 use crate::cuda::kernels::{
     self, Activation, AttentionPlan, AttentionShape, CANDIDATE_WORDS, DeltaOptions, DeltaPages, DeltaRows, DeltaRuns,
-    DeltaWeights, Draws, HeadTransform, QkvViews, SharedPrefixes,
+    DeltaWeights, Draws, HeadTransform, KvBlocks, QkvViews, SharedPrefixes,
 };
 use crate::cuda::{Context, EnergyMeter, Graph, Sustained, TorchStream};
 use crate::error::{Error, Result};
@@ -229,7 +229,7 @@ impl DecodeStep<'_> {
         let mut o = q.empty_like();
         let mut attend = |tables: &Tensor, layer: usize| {
             let (k, v) = (k_cache.get(layer as i64), v_cache.get(layer as i64));
-            kernels::paged_attention(&plan, &q, &k, &v, tables, &lens, &mut o)
+            kernels::paged_attention(&plan, &q, KvBlocks::plain(&k, &v), tables, &lens, None, &mut o)
         };
         let token_bytes = 2 * num_kv_heads * head_dim * kind.elt_size_in_bytes();
         self.time("plan_attention", 0, |_| plan.update(&lens, None))?;

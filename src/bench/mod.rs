@@ -26,7 +26,7 @@ pub use serve::{ServeBench, bench_serve};
 pub use sleep_wake::{SleepWakeBench, bench_sleep_wake};
 pub use speculation::{SpeculationBench, bench_speculation};
 pub use spread::LengthSpread;
-pub use step::{StepBench, bench_step};
+pub use step::{BenchedSteps, StepBench, bench_step};
 pub use train::{TrainBench, bench_train};
 
 use std::time::Instant;

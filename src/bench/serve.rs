@@ -13,7 +13,7 @@ use super::generate::GenerateBench;
 use super::{SEED, device_name, dtype_name, median, token};
 use crate::config::{KvCacheDtype, RolloutQuantization, StateDtype};
 use crate::data::Tokenizer;
-use crate::endpoint::{self, ClientLimits, ServerOptions, drive, engine_queue};
+use crate::endpoint::{self, ClientLimits, EngineChannel, ServerOptions, drive, engine_channel};
 use crate::error::{Error, Result, panic_message};
 use crate::http::{Guard, HttpServer};
 use crate::model::ModelSpec;
@@ -120,7 +120,8 @@ impl ServeBench {
     fn serve(&self, world: &Arc<World>, served: &mut Served, streams: usize) -> Result<Vec<ClientTimes>> {
         let tokenizer = Arc::new(Tokenizer::of_ids(self.spec.vocab_size)?);
         served.with_engine(|rollout| {
-            let (client, queue) = engine_queue(ClientLimits { max_queue: streams, grace: Duration::ZERO });
+            let EngineChannel { client, queue } =
+                engine_channel(ClientLimits { max_queue: streams, grace: Duration::ZERO });
             let options = ServerOptions {
                 model_name: self.model.clone(),
                 adapters: Vec::new(),

@@ -24,7 +24,9 @@ use super::writers::Writers;
 use super::{CheckpointOptions, TrainerState};
 use crate::config::Quantization;
 use crate::error::{Error, ExitCode, Result};
-use crate::model::{LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header, write_adapters};
+use crate::model::{
+    AdapterBase, LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header, write_adapters,
+};
 use crate::phase::{self, Phase};
 use crate::ranks::World;
 use crate::torch::{self, accumulation_kind};
@@ -172,7 +174,8 @@ impl RankPart {
             units.policy.chain(units.reference).try_for_each(|flat| flat.map(drop))?;
             return self.leave_record(&own);
         }
-        let (folder, base) = (&self.temporary, (self.options.base_dir.as_path(), self.base_quantization));
+        let folder = &self.temporary;
+        let base = AdapterBase { folder: &self.options.base_dir, quantization: self.base_quantization };
         write_model(folder, base, self.lora.as_ref(), &self.table, self.kind, units.policy)?;
         if self.has_reference {
             write_model(&folder.join(REFERENCE), base, None, &self.table, self.kind, units.reference)?;
@@ -263,7 +266,7 @@ pub fn model(folder: &Path, base_dir: &Path, is_first: bool, policy: &Policy) ->
     match is_first {
         true => write_model(
             folder,
-            (base_dir, policy.base_quantization()),
+            AdapterBase { folder: base_dir, quantization: policy.base_quantization() },
             policy.lora(),
             policy.trained_table(),
             policy.kind(),
@@ -275,13 +278,13 @@ pub fn model(folder: &Path, base_dir: &Path, is_first: bool, policy: &Policy) ->
 
 fn write_model(
     folder: &Path,
-    base: (&Path, Quantization),
+    base: AdapterBase<'_>,
     lora: Option<&LoraSpec>,
     table: &ParamTable,
     kind: Kind,
     weights: &mut dyn Iterator<Item = Result<Tensor>>,
 ) -> Result<()> {
-    let (base_dir, _) = base;
+    let base_dir = base.folder;
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     copy_tokenizer(base_dir, folder)?;
     if let Some(lora) = lora {

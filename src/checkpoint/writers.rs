@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn nodes_that_write_apart_have_a_first_rank_each() {
-        let found = testing::worlds_on_nodes((2, 2), Duration::from_secs(20), |world| {
+        let found = testing::worlds_on_nodes(2, 2, Duration::from_secs(20), |world| {
             [false, true].map(|on_each_node| Writers::of(&world, 4, on_each_node))
         });
         let [together, apart] = found[3].clone();

@@ -12,9 +12,9 @@ use super::args::{
 };
 use super::process::{Supervision, distributed, placed, print_first};
 use crate::bench::{
-    CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, SpeculationBench, StepBench, TrainBench,
-    bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_speculation, bench_step,
-    bench_train, compare,
+    BenchedSteps, CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, SpeculationBench,
+    StepBench, TrainBench, bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake,
+    bench_speculation, bench_step, bench_train, compare,
 };
 use crate::config::Speculation;
 use crate::console;
@@ -202,7 +202,7 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
     let timeout = Duration::from_secs_f64(config.supervision.collective_timeout_s);
     let watch = Supervision { timeout, ..Supervision::within(config.supervision.heartbeat.limits()) };
     distributed(&args.launch, watch, placement.on_cuda, |world| {
-        let (result, _trainer) = bench_step(&bench, world.clone())?;
+        let BenchedSteps { result, trainer: _trainer } = bench_step(&bench, world.clone())?;
         print_first(&world, result)
     })
 }

@@ -20,7 +20,7 @@ use crate::error::{Error, ExitCode, Result};
 use crate::launch::{OnStop, quoted};
 use crate::memory;
 use crate::metrics::{self, Services};
-use crate::model::{AdapterFiles, ModelSource, ModelSpec, export_folder, init_folder};
+use crate::model::{AdapterFiles, ExportOptions, ModelSource, ModelSpec, export_folder, init_folder};
 use crate::phase;
 use crate::plan::{NetworkPlan, Room, human};
 use crate::ranks::WorkerEnv;
@@ -384,12 +384,12 @@ fn export(args: &ExportArgs) -> Result<ExitCode> {
         true => merging(&source, args.source.quantization)?,
         false => (Quantization::None, None),
     };
+    let options = ExportOptions { merge: args.merge, quantization, fp8: args.fp8 };
     let mut progress = parts_progress("export");
     let trained = source.adapters.as_ref().unwrap_or(&source.base);
-    let has_adapters = source.adapters.is_some() && !args.merge;
     write_new("--output", &args.output, |folder| {
-        export_folder(&source, folder, args.merge, (quantization, args.fp8), &mut progress)?;
-        card::write(folder, trained, has_adapters)
+        export_folder(&source, folder, options, &mut progress)?;
+        card::write(folder, trained, source.adapters.is_some() && !args.merge)
     })?;
     console::print_saved(args.output.display());
     told.iter().for_each(console::say);

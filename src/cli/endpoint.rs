@@ -13,7 +13,7 @@ use super::sample;
 use crate::console;
 use crate::cuda::residual_kind;
 use crate::data::{Message, ToolCallParser};
-use crate::endpoint::{self, ClientLimits, Dialogue, ServerOptions, drive, engine_queue};
+use crate::endpoint::{self, ClientLimits, Dialogue, EngineChannel, ServerOptions, drive, engine_channel};
 use crate::error::{Error, Result};
 use crate::http::{Guard, HttpServer};
 use crate::ranks::{WorkerEnv, World};
@@ -101,7 +101,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Optio
     served.with_engine(|rollout| {
         let Some(Door { listener, api_key, guard }) = door else { return drive(rollout, &world, None) };
         let grace = Duration::from_secs_f64(args.grace_s);
-        let (client, queue) = engine_queue(ClientLimits { max_queue: args.max_queue, grace });
+        let EngineChannel { client, queue } = engine_channel(ClientLimits { max_queue: args.max_queue, grace });
         let options = ServerOptions {
             model_name: name,
             adapters: names(adapters),
@@ -135,7 +135,7 @@ pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()>
     let system: Vec<Message> = system.collect();
     tokenizer.apply_chat_template(&[&system[..], &[Message::user("")]].concat(), true)?; // a model without one says so now
     served.with_engine(|rollout| {
-        let (client, queue) = engine_queue(ClientLimits { max_queue: 1, grace: Duration::ZERO });
+        let EngineChannel { client, queue } = engine_channel(ClientLimits { max_queue: 1, grace: Duration::ZERO });
         let params = args.sampling.params(1, &defaults);
         let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout, params, system, names(adapters));
         let talk = move || {

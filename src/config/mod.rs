@@ -130,7 +130,7 @@ pub use best::BestConfig;
 pub use choice::AutoOr;
 pub use choices::*;
 pub use curriculum::CurriculumConfig;
-pub use data::{DataConfig, Files, Sources, TemplateVariables};
+pub use data::{DataConfig, Files, NamedSplit, Sources, TemplateVariables};
 pub use distillation::DistillationConfig;
 pub use environments::{Environment, EnvironmentArguments, EnvironmentHub};
 use field::keys;

@@ -105,7 +105,7 @@ impl RawConfig {
     }
 
     /// Every key with its value, and what was written where that stands for something else.
-    pub fn into_entries(self) -> impl Iterator<Item = (String, Value, Option<Value>)> {
+    pub(super) fn into_entries(self) -> impl Iterator<Item = (String, Value, Option<Value>)> {
         self.entries.into_iter().map(|Entry { key, value, written, .. }| (key, value, written))
     }
 

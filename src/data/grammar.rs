@@ -61,6 +61,15 @@ pub struct GrammarState {
     _grammar: Arc<Grammar>,
 }
 
+/// The beginning of a completion.
+#[derive(Debug)]
+pub struct GrammarStart {
+    /// Follows the completion.
+    pub state: GrammarState,
+    /// Tokens that it may begin with.
+    pub allowed: TokenMask,
+}
+
 /// A set of token ids.
 #[derive(Clone)]
 pub struct TokenMask(Arc<SimpleVob>);
@@ -221,9 +230,10 @@ fn reason(error: &dyn fmt::Display) -> String {
 
 impl Grammar {
     /// The beginning of a completion, with the tokens that it may begin with.
-    pub fn begin(self: &Arc<Self>) -> (GrammarState, TokenMask) {
+    pub fn begin(self: &Arc<Self>) -> GrammarStart {
         let matcher = self.matcher.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        (GrammarState { matcher, _grammar: Arc::clone(self) }, self.first.clone())
+        let state = GrammarState { matcher, _grammar: Arc::clone(self) };
+        GrammarStart { state, allowed: self.first.clone() }
     }
 }
 

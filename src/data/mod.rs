@@ -45,7 +45,7 @@ pub use chat::{ChatTemplate, Conversation, Message};
 #[doc(hidden)]
 pub use dataset::{Dataset, DatasetOptions};
 #[doc(hidden)]
-pub use grammar::{Grammar, GrammarCompiler, GrammarState, TokenMask};
+pub use grammar::{Grammar, GrammarCompiler, GrammarStart, GrammarState, TokenMask};
 #[doc(hidden)]
 pub use hub::{Hub, HubOptions, Repo};
 pub(crate) use messages::{read_message, reasoning};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::hub::{Hub, Repo, files_below};
 use super::splits::{matching, split_files};
-use crate::config::DataConfig;
+use crate::config::{DataConfig, NamedSplit};
 use crate::error::{Error, Result};
 use crate::untrusted::{self, MAX_README_BYTES};
 
@@ -73,7 +73,7 @@ impl RowSources {
             return Ok(None);
         }
         let entries = &config.eval_file.0;
-        if let Some((name, split)) = config.test_split().filter(|_| entries.is_empty()) {
+        if let Some(NamedSplit { dataset: name, split }) = config.test_split().filter(|_| entries.is_empty()) {
             let files = dataset("dataset_test_split", name, config.dataset_config.as_deref(), split, hub)?;
             return Ok(Some(Self::of_split(name, split, files, config.max_eval_samples)));
         }

@@ -70,7 +70,7 @@ impl MessageStream {
     }
 
     /// Returns the content that is left, and the calls, once the message has ended.
-    pub fn finish(&mut self) -> (String, Vec<Value>) {
+    pub(super) fn finish(&mut self) -> (String, Vec<Value>) {
         let parsed = self.parser.parse(&self.text, &self.tools, self.thought);
         let content = parsed.content.get(self.num_sent..).unwrap_or_default().to_owned();
         (content, parsed.tool_calls.iter().map(call).collect())

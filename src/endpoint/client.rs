@@ -120,7 +120,16 @@ pub struct RequestHandle {
 }
 
 /// Both ends of the way to an engine.
-pub fn engine_queue(limits: ClientLimits) -> (EngineClient, EngineQueue) {
+#[derive(Debug)]
+pub struct EngineChannel {
+    /// Submits requests.
+    pub client: EngineClient,
+    /// The engine's end.
+    pub queue: EngineQueue,
+}
+
+/// Makes both ends of the way to an engine.
+pub fn engine_channel(limits: ClientLimits) -> EngineChannel {
     let (commands, received) = channel();
     let shared = Arc::new(ClientShared {
         limits,
@@ -129,7 +138,8 @@ pub fn engine_queue(limits: ClientLimits) -> (EngineClient, EngineQueue) {
         num_open: AtomicUsize::new(0),
         next_ticket: AtomicU64::new(0),
     });
-    (EngineClient { commands, shared: shared.clone() }, EngineQueue { commands: received, shared })
+    let client = EngineClient { commands, shared: shared.clone() };
+    EngineChannel { client, queue: EngineQueue { commands: received, shared } }
 }
 
 impl EngineClient {

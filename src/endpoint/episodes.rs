@@ -207,7 +207,7 @@ impl EpisodesShared {
 
 impl Episode {
     /// The engine's request for the next turn that `body` asks for, and who records it.
-    pub fn request(
+    pub(super) fn request(
         self: &Arc<Self>,
         model: &ServedModel,
         body: &[u8],

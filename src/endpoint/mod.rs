@@ -48,7 +48,7 @@ mod requests;
 mod server;
 mod text;
 
-pub use client::{ClientLimits, engine_queue};
+pub use client::{ClientLimits, EngineChannel, engine_channel};
 pub use dialogue::Dialogue;
 pub use drive::drive;
 pub use player::{EpisodePlayer, PlayerOptions};

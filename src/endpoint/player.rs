@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use self::groups::PlayedGroup;
 use self::session::PlayedSession;
-use super::client::{ClientLimits, EngineClient, EngineCommand, EngineQueue, engine_queue};
+use super::client::{ClientLimits, EngineChannel, EngineClient, EngineCommand, EngineQueue, engine_channel};
 use super::episodes::Episodes;
 use super::server::{ServerOptions, open};
 use crate::data::{GrammarCompiler, ToolCallParser, TurnModel};
@@ -92,7 +92,8 @@ impl EpisodePlayer {
     /// A player with the agent that `process` has loaded.
     pub fn new(process: ToolProcess, options: PlayerOptions) -> Self {
         // Every episode asks for one completion at a time, and is the only one to wait for it.
-        let (client, queue) = engine_queue(ClientLimits { max_queue: usize::MAX, grace: Duration::ZERO });
+        let EngineChannel { client, queue } =
+            engine_channel(ClientLimits { max_queue: usize::MAX, grace: Duration::ZERO });
         Self {
             agent: Agent::new(process),
             episodes: Arc::new(Episodes::new(options.max_requests)),

@@ -140,7 +140,7 @@ impl Requests {
     }
 
     /// This rank's requests under way, each with its ticket and in the form in which it came.
-    pub fn under_way(&self) -> impl Iterator<Item = (RequestId, u64, &Request)> {
+    pub(super) fn under_way(&self) -> impl Iterator<Item = (RequestId, u64, &Request)> {
         self.open.iter().filter_map(|(id, open)| Some((*id, open.ticket, open.listener.as_ref()?.wanted.as_deref()?)))
     }
 

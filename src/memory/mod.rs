@@ -25,4 +25,4 @@ pub use fill::fill;
 pub use host::{available_host_bytes, peak_resident_bytes, resident_bytes};
 pub use host_pool::{Direction, HostPool, Mark, PendingCopy};
 pub use ledger::{Account, Ledger, MemoryKind};
-pub use paced::Paced;
+pub use paced::{MarkedCopy, Paced};

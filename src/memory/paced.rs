@@ -34,6 +34,15 @@ struct Queued {
     end: Mark,
 }
 
+/// A copy whose pieces are all queued.
+#[derive(Debug)]
+pub struct MarkedCopy {
+    /// The copy, under way as an ordinary one.
+    pub copy: PendingCopy,
+    /// Where its last piece ends.
+    pub end: Mark,
+}
+
 /// Addresses and length of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CopyPiece {
@@ -77,13 +86,13 @@ impl Paced {
     ///
     /// # Errors
     /// [`Error::Cuda`] when a piece could not be copied.
-    pub fn queued(mut self) -> Result<(PendingCopy, Mark)> {
+    pub fn queued(mut self) -> Result<MarkedCopy> {
         let queued = self.join()?;
         let (event, end) = match queued {
             Some(Queued { event, end }) => (Some(event), end),
             None => (None, Mark { event: None, at: Instant::now() }),
         };
-        Ok((PendingCopy { event, tensor: self.tensor.shallow_clone() }, end))
+        Ok(MarkedCopy { copy: PendingCopy { event, tensor: self.tensor.shallow_clone() }, end })
     }
 
     /// Whether all of the copy is queued, so that [`Paced::queued`] does not wait.
@@ -161,7 +170,7 @@ mod tests {
         let mut back = tensor.zeros_like();
         let copy = pool.copy_to_paced(8, &mut back).unwrap();
         assert!(copy.is_queued());
-        copy.queued().unwrap().0.hold_libtorch().unwrap();
+        copy.queued().unwrap().copy.hold_libtorch().unwrap();
         assert_eq!(back, tensor);
         let mut outside = Tensor::zeros([1 << 10], (Kind::Int64, Device::Cpu));
         assert!(matches!(pool.copy_to_paced(8, &mut outside), Err(Error::InvalidArgument { .. })));

@@ -9,24 +9,33 @@ use super::block::BlockParams;
 use super::files::{WeightFiles, WeightWriter};
 use super::format::BaseRounding;
 use super::init::copy_tokenizer;
-use super::lora::{AdapterFiles, BlockLora, write_adapters};
+use super::lora::{AdapterBase, AdapterFiles, BlockLora, write_adapters};
 use super::params::ParamTable;
 use super::source::ModelSource;
 use super::spec::{ModelSpec, Unit};
 use crate::config::Quantization;
 use crate::error::{Error, Result};
 
-/// Writes the adapters of `source` as PEFT does; or, with `merge` or where there are none, a model folder of the base's type
-/// whose weights are W + (alpha / r) B A, added in float32, W rounded as `quantization` asks for it, and with `fp8` rounded to blocks of e4m3, as Qwen's
-/// checkpoints in FP8. `progress` is told `(done, total)` in units.
+/// Ways to write a model.
+#[derive(Debug, Clone, Copy)]
+pub struct ExportOptions {
+    /// Adapters are added to the base's weights.
+    pub merge: bool,
+    /// How the base is rounded before adapters are added to it.
+    pub quantization: Quantization,
+    /// Matrices are rounded to blocks of e4m3, as Qwen's checkpoints in FP8.
+    pub fp8: bool,
+}
+
+/// Writes the adapters of `source` as PEFT does; or, merged or where there are none, a model folder of the base's type
+/// whose weights are W + (alpha / r) B A, added in float32. `progress` is told `(done, total)` in units.
 ///
 /// # Errors
 /// What is wrong with the folders; [`Error::Io`].
 pub fn export_folder(
     source: &ModelSource,
     output: &Path,
-    merge: bool,
-    (quantization, fp8): (Quantization, bool),
+    options: ExportOptions,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<()> {
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
@@ -34,24 +43,25 @@ pub fn export_folder(
     std::fs::create_dir_all(output).map_err(Error::io(output))?;
     copy_tokenizer(&source.base, output)?;
     match &adapters {
-        Some(files) if !merge => {
+        Some(files) if !options.merge => {
             let table = ParamTable::adapters(spec.clone(), files.lora(), 1);
             let num_units = table.units.len();
             let units = &mut table.units.iter().enumerate().map(|(index, layout)| {
                 progress(index, num_units);
                 files.read_unit(layout, Kind::Float)
             });
-            let base = (source.base.as_path(), files.base_quantization());
+            let base = AdapterBase { folder: &source.base, quantization: files.base_quantization() };
             write_adapters(output, &table, files.lora(), base, Kind::Float, units)?;
             progress(num_units, num_units);
             Ok(())
         }
-        _ => write_model((&spec, quantization, fp8), &source.base, adapters.as_ref(), output, progress),
+        _ => write_model(&spec, options, &source.base, adapters.as_ref(), output, progress),
     }
 }
 
 fn write_model(
-    (spec, quantization, fp8): (&Arc<ModelSpec>, Quantization, bool),
+    spec: &Arc<ModelSpec>,
+    ExportOptions { quantization, fp8, .. }: ExportOptions,
     base: &Path,
     adapters: Option<&AdapterFiles>,
     output: &Path,

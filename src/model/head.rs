@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::views::HeadParams;
 use crate::error::Result;
-use crate::ops::head::{self, HeadSaved, HeadSizes, TopScores, TopTokens};
+use crate::ops::head::{self, HeadSaved, HeadSizes, TableSum, TopScores, TopTokens};
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
 use crate::ops::{embedding, exact};
@@ -132,11 +132,11 @@ pub fn head_backward(
     let (targets, temperature) = (scoring.targets, scoring.temperature);
     let mut unread = Tensor::f_zeros(w.final_norm.size(), (accumulation_kind(hidden.kind()), hidden.device()))?;
     let (d_final_norm, d_table) = match sums {
-        Some(HeadSums { final_norm, table, onto }) => (final_norm, table.map(|table| (table, onto))),
+        Some(HeadSums { final_norm, table, onto }) => (final_norm, table.map(|sum| TableSum { sum, onto })),
         None => (&mut unread, None),
     };
     let top = match scoring.top {
-        TopTokens::At(ids) => dtop.map(|dtop| (ids, dtop)),
+        TopTokens::At(ids) => dtop.map(|dtop| [ids, dtop]),
         TopTokens::Nothing | TopTokens::MostProbable(_) => None,
     };
     let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, top, d_table)?;

@@ -48,7 +48,7 @@ pub use block::{
     block_backward, block_forward, draft_input, draft_input_backward,
 };
 pub use distinct::{ByRope, ByWindow, Distinct, Ropes};
-pub use export::export_folder;
+pub use export::{ExportOptions, export_folder};
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use format::{
@@ -60,13 +60,13 @@ pub use head::{
 };
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub(crate) use json::{is_model_folder, model_within};
-pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};
+pub use lora::{AdapterBase, AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};
 pub use params::{Param, ParamTable, UnitLayout};
 pub use preset::PRESETS;
 pub use source::ModelSource;
 pub use spec::{
     AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Family, LinearSpec, Matrix, Mixer,
-    Mlp, ModelSpec, NormPlaces, ParamName, QkNorm, RopeSpec, SharedExpertSpec, Unit,
+    Mlp, ModelSpec, NormPlaces, ParamName, QkNorm, RopeSpec, SharedExpertSpec, Sight, Unit,
 };
 pub(crate) use spec::{MIXER_NORMS, MLP_NORMS, TpSplit};
 pub use stages::{Stage, Stages};

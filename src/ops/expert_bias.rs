@@ -127,7 +127,7 @@ mod tests {
         let probs = router::probabilities(&rand(&[6, 3]), &rand(&[4, 3]), None, options).unwrap();
         let experts = router::choose(&probs, None, options).unwrap();
         let routing = Routing::new(probs, experts, options).unwrap();
-        let dispatch = Dispatch::new(&routing.experts, (4, 0..4), Kind::Double).unwrap();
+        let dispatch = Dispatch::new(&routing.experts, 4, 0..4, Kind::Double).unwrap();
         let (bias, down, weights) = (leaf(&rand(&[4, 10])), leaf(&rand(&[4, 3])), leaf(&routing.weights));
         let (rows, d_rows, d_sum) = (rand(&[12, 10]), rand(&[12, 10]), rand(&[6, 3]));
         let of_rows = dispatch.of_rows(&routing.experts).unwrap().view(-1);

@@ -46,7 +46,8 @@ impl Dispatch {
     /// [`crate::Error::OutOfMemory`].
     pub fn new(
         experts: &Tensor, // [T, K] int64
-        (num_experts, own): (usize, Range<usize>),
+        num_experts: usize,
+        own: Range<usize>,
         kind: Kind,
     ) -> Result<Self> {
         let [_, k] = experts.size()[..] else { panic!("experts [T, K]") };
@@ -355,7 +356,7 @@ mod tests {
         let grads = Tensor::run_backward(&[(&expected * &dy).sum(None)], &[&x, &w], false, false);
 
         let (x, w) = (x.detach(), w.detach());
-        let dispatch = Dispatch::new(&experts, (4, 0..4), Kind::Double).unwrap();
+        let dispatch = Dispatch::new(&experts, 4, 0..4, Kind::Double).unwrap();
         let rows = dispatch.scatter(&x).unwrap();
         let products = dispatch.forward(&rows, &w).unwrap();
         assert_close(&dispatch.gather(&products, Some(&weights)).unwrap(), &expected);

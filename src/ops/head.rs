@@ -53,6 +53,15 @@ pub struct HeadSaved {
     chunk_tokens: i64,
 }
 
+/// The memory of the table's gradient.
+#[derive(Debug)]
+pub struct TableSum<'a> {
+    /// It is written or added there.
+    pub sum: &'a mut Tensor, // [V, D]
+    /// Whether it is added to what is there.
+    pub onto: Onto,
+}
+
 /// log softmax(hidden weight^T / temperature) at the targets and at the `top` tokens, and its entropy. `keep` says whether a backward
 /// will follow.
 ///
@@ -205,28 +214,28 @@ pub fn backward(
     targets: &Tensor, // [C] i64
     temperature: f64,
     saved: HeadSaved,
-    dlogprobs: &Tensor,                       // [C]
-    dentropy: Option<&Tensor>,                // [C]
-    top: Option<(&Tensor, &Tensor)>,          // [C, K] i64, [C, K]
-    mut dweight: Option<(&mut Tensor, Onto)>, // [V, D]
+    dlogprobs: &Tensor,        // [C]
+    dentropy: Option<&Tensor>, // [C]
+    top: Option<[&Tensor; 2]>, // [C, K] i64, [C, K]
+    mut dweight: Option<TableSum<'_>>,
 ) -> Result<Tensor> {
     let (count, kind) = (hidden.size()[0], saved.entropy.kind());
     let (dlogprobs, dentropy) = (dlogprobs.f_to_kind(kind)?, dentropy.map(|d| d.f_to_kind(kind)).transpose()?);
-    let dtop = top.map(|(_, dtop)| dtop.f_to_kind(kind)).transpose()?; // [C, K]
+    let dtop = top.map(|[_, dtop]| dtop.f_to_kind(kind)).transpose()?; // [C, K]
     // Of all tokens of a row together, for the part that is the same for each.
     let sums = match &dtop {
         Some(dtop) => dlogprobs.f_add(&dtop.f_sum_dim_intlist(1, false, None)?)?,
         None => dlogprobs.shallow_clone(),
     };
     // A weight's gradient is large, and chunks of tokens each read and write it.
-    if let (None, None, Some((dweight, onto))) = (&saved.logits, top, &mut dweight)
+    if let (None, None, Some(TableSum { sum, onto })) = (&saved.logits, top, &mut dweight)
         && count > saved.chunk_tokens
     {
         let gradients = (&dlogprobs, dentropy.as_ref());
-        return slices::backward([hidden, weight, targets], temperature, &saved, gradients, (dweight, *onto));
+        return slices::backward([hidden, weight, targets], temperature, &saved, gradients, (sum, *onto));
     }
-    if let (0, Some((dweight, Onto::Nothing))) = (count, &mut dweight) {
-        let _ = dweight.f_zero_()?;
+    if let (0, Some(TableSum { sum, onto: Onto::Nothing })) = (count, &mut dweight) {
+        let _ = sum.f_zero_()?;
     }
     let d_hidden = hidden.f_empty_like()?;
     let mut kept = saved.logits;
@@ -263,13 +272,13 @@ pub fn backward(
             let (ids, own) = at_targets()?;
             d_logits(chunk, temperature, &of)?.f_scatter_add_(1, &ids, &own)?
         };
-        if let (Some((ids, _)), Some(dtop)) = (top, &dtop) {
+        if let (Some([ids, _]), Some(dtop)) = (top, &dtop) {
             add_at(&d_logits, &rows(ids), &rows(dtop).f_div(&scalar(temperature))?)?;
         }
         let d_logits = d_logits.f_to_kind(weight.kind())?;
         linear::backward_input_into(&d_logits, weight, &rows(&d_hidden))?;
-        if let Some((dweight, onto)) = &mut dweight {
-            linear::weight_gradient(&d_logits, &rows(hidden), dweight, *onto)?;
+        if let Some(TableSum { sum, onto }) = &mut dweight {
+            linear::weight_gradient(&d_logits, &rows(hidden), sum, *onto)?;
             *onto = Onto::Sum;
         }
     }

@@ -41,7 +41,7 @@ pub fn forward(
     norms: Option<HeadNormWeights<'_>>,
     rows: &RopeRows,
 ) -> Result<Heads> {
-    let (q, k, v) = if kernels::serve(&qkv) {
+    let [q, k, v] = if kernels::serve(&qkv) {
         let (cos, sin) = rows.tables();
         let run = || kernels::heads_forward(&qkv, norms, cos, sin);
         timed("rotation", || OpCost::pass(&[&qkv, &qkv]), run)?
@@ -60,7 +60,7 @@ pub fn forward(
             None => (q, k),
         };
         // A copy lets go of the projection where nothing else holds it.
-        (rotate(&q)?, rotate(&k)?, v.f_contiguous()?)
+        [rotate(&q)?, rotate(&k)?, v.f_contiguous()?]
     };
     Ok(Heads { q, k, v, qkv: norms.map(|_| qkv) })
 }

@@ -26,6 +26,26 @@ pub enum GateUp {
     },
 }
 
+/// Results of [`GateUp::backward`].
+#[derive(Debug)]
+pub struct SwigluGradient {
+    /// The gradients of gate and up.
+    pub d_gate_up: GateUp, // [T, F] each
+    /// The activation again.
+    pub act: Tensor, // [T, F]
+}
+
+/// Results of [`GateUp::weighted_backward`].
+#[derive(Debug)]
+pub struct WeightedGradient {
+    /// The gradients of gate and up.
+    pub d_gate_up: GateUp, // [T, F] each
+    /// The activation again, times the weights.
+    pub act: Tensor, // [T, F]
+    /// The gradient of the weights, in the accumulation kind.
+    pub d_weights: Tensor, // [T]
+}
+
 impl GateUp {
     /// x w^T.
     ///
@@ -84,13 +104,13 @@ impl GateUp {
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`]; [`crate::Error::InvalidArgument`] if `d_act` does not fit.
-    pub fn backward(self, activation: Activation, d_act: &Tensor /* [T, F] */) -> Result<(GateUp, Tensor)> {
+    pub fn backward(self, activation: Activation, d_act: &Tensor /* [T, F] */) -> Result<SwigluGradient> {
         match self {
             GateUp::Interleaved(pairs) => {
                 let work = || OpCost { bytes: 6.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
                 let run = || kernels::swiglu_backward(activation, d_act, pairs);
-                let (d_pairs, act) = timed("activation, backward", work, run)?;
-                Ok((GateUp::Interleaved(d_pairs), act))
+                let [d_pairs, act] = timed("activation, backward", work, run)?;
+                Ok(SwigluGradient { d_gate_up: GateUp::Interleaved(d_pairs), act })
             }
             GateUp::Split { gate, up } => {
                 let (mut d_up, passes) = (activation.of(&gate)?, activation.passes_up(&up)?);
@@ -101,7 +121,7 @@ impl GateUp {
                 if let Some(passes) = passes {
                     d_up = d_up.f_mul_(&passes)?;
                 }
-                Ok((GateUp::Split { gate: d_gate, up: d_up }, act))
+                Ok(SwigluGradient { d_gate_up: GateUp::Split { gate: d_gate, up: d_up }, act })
             }
         }
     }
@@ -116,17 +136,17 @@ impl GateUp {
         activation: Activation,
         d_act: &Tensor,   // [T, F]
         weights: &Tensor, // [T, 1], in the accumulation kind
-    ) -> Result<(GateUp, Tensor, Tensor)> {
+    ) -> Result<WeightedGradient> {
         if let GateUp::Interleaved(pairs) = self {
             let work = || OpCost { bytes: 6.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
             let run = || kernels::swiglu_weighted_backward(activation, d_act, weights, pairs);
-            let (d_pairs, act, d_weights) = timed("activation, backward", work, run)?;
-            return Ok((GateUp::Interleaved(d_pairs), act, d_weights));
+            let [d_pairs, act, d_weights] = timed("activation, backward", work, run)?;
+            return Ok(WeightedGradient { d_gate_up: GateUp::Interleaved(d_pairs), act, d_weights });
         }
         let weighted = |t: &Tensor| -> Result<Tensor> { Ok(t.f_mul(weights)?.f_to_kind(t.kind())?) };
-        let (d_gate_up, act) = self.backward(activation, &weighted(d_act)?)?;
+        let SwigluGradient { d_gate_up, act } = self.backward(activation, &weighted(d_act)?)?;
         let d_weights = act.f_mul(d_act)?.f_sum_dim_intlist(-1, false, weights.kind())?;
-        Ok((d_gate_up, weighted(&act)?, d_weights))
+        Ok(WeightedGradient { d_gate_up, act: weighted(&act)?, d_weights })
     }
 
     /// dw = self^T x, or dw += self^T x, of gradients.
@@ -260,16 +280,15 @@ mod tests {
         let of_pairs = GateUp::of_pairs(gate_up.pairs().unwrap()).unwrap();
         assert_close(&of_pairs.activate(activation).unwrap(), &reference);
         assert_close(&gate_up.activate(activation).unwrap(), &reference);
-        let (d, act) = gate_up.backward(activation, &dy).unwrap();
+        let SwigluGradient { d_gate_up: d, act } = gate_up.backward(activation, &dy).unwrap();
         assert_close(&act, &reference);
         assert_close(&d.backward_input(&w).unwrap(), &grads[0]);
         let weights = rand(&[5, 1]);
-        let (of_weights, weighted, d_weights) =
-            GateUp::project(&x, &w).unwrap().weighted_backward(activation, &dy, &weights).unwrap();
-        assert_close(&weighted, &(&reference * &weights));
-        assert_close(&d_weights, &(&reference * &dy).sum_dim_intlist(-1, false, Kind::Double));
-        let (of_dy, _) = GateUp::project(&x, &w).unwrap().backward(activation, &(&dy * &weights)).unwrap();
-        assert_close(&of_weights.backward_input(&w).unwrap(), &of_dy.backward_input(&w).unwrap());
+        let of_weights = GateUp::project(&x, &w).unwrap().weighted_backward(activation, &dy, &weights).unwrap();
+        assert_close(&of_weights.act, &(&reference * &weights));
+        assert_close(&of_weights.d_weights, &(&reference * &dy).sum_dim_intlist(-1, false, Kind::Double));
+        let of_dy = GateUp::project(&x, &w).unwrap().backward(activation, &(&dy * &weights)).unwrap().d_gate_up;
+        assert_close(&of_weights.d_gate_up.backward_input(&w).unwrap(), &of_dy.backward_input(&w).unwrap());
         let mut dw = rand(&[12, 3]);
         let before = dw.copy();
         d.weight_gradient(&x, &mut dw, Onto::Sum).unwrap();

@@ -119,7 +119,8 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let page_bytes = state_page_bytes(
         input.engine_layers,
         config.tensor_parallel_size,
-        (input.kind, config.mamba_ssm_cache_dtype),
+        input.kind,
+        config.mamba_ssm_cache_dtype,
         device,
     );
     let num_drafts = engine_options(config, 0, 0, input.kind, device).speculation.most_drafts();

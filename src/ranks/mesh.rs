@@ -9,6 +9,7 @@ use super::single::SingleRank;
 use super::world::World;
 use crate::config::{EngineShape, divisors};
 use crate::error::{Error, Result};
+use crate::types::Place;
 
 /// This rank's groups.
 #[derive(Debug, Clone)]
@@ -133,10 +134,10 @@ impl Mesh {
         Ok(Self { sequence: world.subgroup(SEQUENCE, &ranks)?, ..self })
     }
 
-    /// This rank's group among those that share micro-batches, and how many of them there are.
-    pub fn sequence_group(&self) -> (usize, usize) {
+    /// The place of this rank's group among those that share micro-batches.
+    pub fn sequence_group(&self) -> Place {
         let size = self.sequence.size();
-        (self.world.rank() / size, self.world.size() / size)
+        Place { rank: self.world.rank() / size, size: self.world.size() / size }
     }
 
     /// Whether this rank speaks for its group of those that share micro-batches, where a sum over ranks is to count each of them once.
@@ -206,7 +207,7 @@ mod tests {
     #[test]
     fn engines_stay_within_nodes_and_shard_groups_need_not() {
         let timeout = std::time::Duration::from_secs(20);
-        let meshes = testing::worlds_on_nodes((2, 2), timeout, |world| {
+        let meshes = testing::worlds_on_nodes(2, 2, timeout, |world| {
             let error = world.mesh(4, 4).unwrap_err().to_string();
             assert_eq!(error, "tensor_parallel_size = 4: expected ranks of one node, which has 2: 1, 2");
             assert!(world.split_mesh(3, 3, 1).unwrap_err().to_string().contains("which has 2: 1"));
@@ -228,10 +229,10 @@ mod tests {
             let mesh = world.split_mesh(1, 1, 4).unwrap().with_sequence_groups(&world, 4, 2).unwrap();
             (mesh.sequence.ranks().to_vec(), mesh.sequence_group(), mesh.speaks_for_sequences())
         });
-        assert_eq!(meshes[3], (vec![2, 3], (1, 2), false));
-        assert_eq!(meshes[4], (vec![4], (0, 1), true));
+        assert_eq!(meshes[3], (vec![2, 3], Place { rank: 1, size: 2 }, false));
+        assert_eq!(meshes[4], (vec![4], Place { rank: 0, size: 1 }, true));
         let timeout = std::time::Duration::from_secs(20);
-        testing::worlds_on_nodes((2, 2), timeout, |world| {
+        testing::worlds_on_nodes(2, 2, timeout, |world| {
             let groups = |size| world.mesh(1, 4).unwrap().with_sequence_groups(&world, 4, size);
             let error = groups(4).unwrap_err().to_string();
             assert_eq!(error, "sequence_parallel_size = 4: expected ranks of one node, which has 2: 1, 2");

@@ -81,7 +81,8 @@ fn members<T: Send>(
 
 /// Runs `body` on threads that are ranks of `num_nodes` nodes with `local_size` ranks each, which meet over TCP.
 pub(crate) fn worlds_on_nodes<T: Send>(
-    (num_nodes, local_size): (usize, usize),
+    num_nodes: usize,
+    local_size: usize,
     timeout: Duration,
     body: impl Fn(World) -> T + Sync,
 ) -> Vec<T> {

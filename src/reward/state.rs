@@ -249,7 +249,7 @@ impl PoolState {
     }
 
     /// Files what the function at work said of a job's completion; false if the job was given up before.
-    pub fn answer(&mut self, number: u64, reward: (usize, &str), outcome: Result<Score, RewardFailure>) -> bool {
+    pub(super) fn answer(&mut self, number: u64, reward: (usize, &str), outcome: Result<Score, RewardFailure>) -> bool {
         let Some(running) = self.running.get_mut(&number) else { return false };
         running.num_answers += 1;
         let ScoringJob { ticket, completions, .. } = running.job.clone();
@@ -258,7 +258,7 @@ impl PoolState {
     }
 
     /// Files what a reward said of one completion of a job; a failure is counted.
-    pub fn file(
+    pub(super) fn file(
         &mut self,
         ticket: u64,
         completion: usize,

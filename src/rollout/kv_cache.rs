@@ -4,7 +4,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::config::KvCacheDtype;
-use crate::cuda::kernels::{self, AttentionPlan, HeadTransform, QkvViews, ScaledRows};
+use crate::cuda::kernels::{self, AttentionPlan, HeadTransform, KvBlocks, QkvViews, ScaledRows};
 use crate::cuda::{Capability, Context};
 use crate::error::{Error, Result};
 use crate::memory::{self, Arena};
@@ -68,20 +68,21 @@ impl LayerCache {
         }
     }
 
-    /// Attention of one token of each row by the kernels of a GPU, as [`kernels::paged_attention_with_sinks`].
+    /// Attention of one token of each row by the kernels of a GPU, as [`kernels::paged_attention`].
     pub(super) fn attend(
         &self,
         plan: &AttentionPlan,
-        q: &Tensor,                  // [S, H, hd]
-        context: (&Tensor, &Tensor), // [S, max_blocks] i32, [S] i32
-        sinks: Option<&Tensor>,      // [H]
-        o: &mut Tensor,              // like q
+        q: &Tensor,             // [S, H, hd]
+        block_tables: &Tensor,  // [S, max_blocks] i32
+        context_lens: &Tensor,  // [S] i32
+        sinks: Option<&Tensor>, // [H]
+        o: &mut Tensor,         // like q
     ) -> Result<()> {
         let cache = match self {
-            Self::Plain([k, v]) => ([k, v], None),
-            Self::Scaled([k, v]) => ([&k.values, &v.values], Some([&k.scales, &v.scales])),
+            Self::Plain([k, v]) => KvBlocks::plain(k, v),
+            Self::Scaled([k, v]) => KvBlocks::scaled(k, v),
         };
-        kernels::paged_attention_with_sinks(plan, q, cache, context, sinks, o)
+        kernels::paged_attention(plan, q, cache, block_tables, context_lens, sinks, o)
     }
 
     /// Queries with their norm and rotation, and keys and values of a step's tokens to their slots, as [`kernels::rope_write_kv`].

@@ -9,8 +9,8 @@ use super::state_pages::{SequenceMemory, StatePages};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, ByWindow, ModelSpec, SequenceMixer};
 use crate::ops::attention::{
-    Attended, KvEntries, PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_decode_with_lse,
-    paged_prefill, paged_prefill_with_lse, write_kv,
+    Attended, KvEntries, PackedLayout, PagedLayout, PrefillContext, kv_rows, packed_forward, paged_decode,
+    paged_prefill, write_kv,
 };
 use crate::ops::delta_net::{self, DeltaOptions, DeltaRows, DeltaWeights, DraftedRows, PackedChunks, Sequences};
 use crate::ops::exact::{self, VisibleKeys};
@@ -142,14 +142,10 @@ impl SequenceMixer for PagedMixer<'_> {
         let turned = self.turned(attention, [q, k])?;
         let [q, k] = turned.as_ref().map_or([q, k], |[q, k]| [q, k]);
         let (batch, AttentionSpec { window, scale, sinks, .. }) = (self.batch, attention);
-        let alone = |o| (o, None);
         let with_lse = |Attended { o, lse }| (o, Some(lse));
         write_kv(k_cache, v_cache, k, v, &self.kv_rows)?;
         Ok(match &self.layout {
-            Layout::Decode(layouts) if sinks => {
-                with_lse(paged_decode_with_lse(q, k_cache, v_cache, layouts.of(window), scale)?)
-            }
-            Layout::Decode(layouts) => alone(paged_decode(q, k_cache, v_cache, layouts.of(window), scale)?),
+            Layout::Decode(layouts) => paged_decode(q, k_cache, v_cache, layouts.of(window), scale, sinks)?,
             Layout::Packed(layouts) => with_lse(packed_forward(q, k, v, layouts.of(window), scale)?),
             Layout::Exact(blocks, contexts) => {
                 let rows = |cache: &dyn KvEntries| {
@@ -158,20 +154,11 @@ impl SequenceMixer for PagedMixer<'_> {
                 };
                 with_lse(exact::attend(q, &rows(k_cache)?, &rows(v_cache)?, contexts.of(window), scale)?)
             }
-            Layout::Prefill if sinks => {
-                let context = (&batch.block_tables, &batch.cu_seqlens[..], &batch.context_lens[..]);
-                with_lse(paged_prefill_with_lse(q, [k_cache, v_cache], context, (scale, window))?)
+            Layout::Prefill => {
+                let StepBatch { block_tables, cu_seqlens: cu_seqlens_q, context_lens, .. } = batch;
+                let context = PrefillContext { block_tables, cu_seqlens_q, context_lens };
+                paged_prefill(q, [k_cache, v_cache], context, scale, window, sinks)?
             }
-            Layout::Prefill => alone(paged_prefill(
-                q,
-                k_cache,
-                v_cache,
-                &batch.block_tables,
-                &batch.cu_seqlens,
-                &batch.context_lens,
-                scale,
-                window,
-            )?),
         })
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::detokenizer::Detokenizer;
-use crate::data::{Grammar, GrammarState, TokenMask};
+use crate::data::{Grammar, GrammarStart, TokenMask};
 use crate::types::{FinishReason, RoutedExperts, SamplingParams, Trajectory};
 
 /// Where a sequence waits: in front are those that others wait for.
@@ -57,7 +57,7 @@ pub(super) struct EngineSequence {
     pub(super) finish_reason: Option<FinishReason>,
     pub(super) detokenizer: Detokenizer,
     /// How far it has followed its structure, with the tokens that may come next.
-    grammar: Option<(GrammarState, TokenMask)>,
+    grammar: Option<GrammarStart>,
 }
 
 impl EngineSequence {
@@ -95,7 +95,7 @@ impl EngineSequence {
 
     /// The tokens that may come next, if not all may.
     pub(super) fn allowed(&self) -> Option<&TokenMask> {
-        self.grammar.as_ref().map(|(_, allowed)| allowed)
+        self.grammar.as_ref().map(|grammar| &grammar.allowed)
     }
 
     /// Takes the newest token into its structure.
@@ -103,7 +103,7 @@ impl EngineSequence {
     /// # Errors
     /// The reason why the structure cannot be followed further.
     pub(super) fn advance_grammar(&mut self) -> Result<(), String> {
-        if let (Some((state, allowed)), Some(&token_id)) = (&mut self.grammar, self.token_ids.last()) {
+        if let (Some(GrammarStart { state, allowed }), Some(&token_id)) = (&mut self.grammar, self.token_ids.last()) {
             *allowed = state.advance(token_id)?;
         }
         Ok(())

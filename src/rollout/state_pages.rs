@@ -29,7 +29,8 @@ const ALIGNED_COLUMNS: usize = 8;
 pub fn state_page_bytes(
     spec: &ModelSpec,
     tp_size: usize,
-    (kind, state_dtype): (Kind, StateDtype),
+    kind: Kind,
+    state_dtype: StateDtype,
     device: Device,
 ) -> usize {
     let kinds = [kind, state_kind(state_dtype, kind)];

@@ -21,6 +21,7 @@ use crate::torch;
 use crate::train::{
     MicroBatch, PackOptions, Policy, Schedule, Sequence, TokenGradients, learning_rate, pack, pad_to_agreed_count,
 };
+use crate::types::Place;
 
 /// A supervised run on this rank.
 #[derive(Debug)]
@@ -119,7 +120,7 @@ impl Sft {
     fn step(&mut self) -> Result<()> {
         let lr = learning_rate(&self.schedule, self.global_step);
         let per_rank = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps;
-        let (group, num_groups) = self.mesh.sequence_group();
+        let Place { rank: group, size: num_groups } = self.mesh.sequence_group();
         let rows = self.sampler.next_batch(per_rank * num_groups)?;
         let own = &rows[group * per_rank..][..per_rank];
         let batch = self.batch(own.iter().map(|&row| &self.examples[row]))?;
@@ -199,7 +200,7 @@ impl Sft {
 
     /// Mean negative log-likelihood of a held-out completion token, in nats.
     fn evaluate(&mut self) -> Result<f64> {
-        let (group, num_groups) = self.mesh.sequence_group();
+        let Place { rank: group, size: num_groups } = self.mesh.sequence_group();
         let batch = self.batch(self.eval_examples.iter().skip(group).step_by(num_groups))?;
         let mut nll = 0.0;
         for micro_batch in &batch.micro_batches {

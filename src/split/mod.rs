@@ -92,7 +92,7 @@ impl Split {
                 SplitRank::Trains(learner) => Ok(Updated::alone(learner.train(sequences, options, progress)?)),
                 SplitRank::Generates(served) => {
                     let group = split.world.group();
-                    gather_sequences(sequences, &*group)?.1.fetch(sequences, &[], &*group)?;
+                    gather_sequences(sequences, &*group)?.experts.fetch(sequences, &[], &*group)?;
                     let outcome = UpdateOutcome {
                         num_updates: options.num_updates(),
                         entropy_control: options.entropy_control,

@@ -28,17 +28,27 @@ struct ExpertSource {
     width: usize,
 }
 
+/// Sequences of all ranks.
+#[derive(Debug)]
+pub struct GatheredSequences {
+    /// Without experts.
+    pub sequences: Vec<Sequence>,
+    /// Where the experts of each are.
+    pub experts: ExpertSources,
+}
+
 /// The sequences of all ranks by their places, those of one place in rank order, without experts, which [`ExpertSources::fetch`]
 /// brings; collective over `group`.
 ///
 /// # Errors
 /// The errors of [`Collective`].
-pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<(Vec<Sequence>, ExpertSources)> {
+pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<GatheredSequences> {
     if group.size() == 1 {
         let source = |(index, it): (usize, &Sequence)| ExpertSource { index, ..ExpertSource::of(&it.routed_experts) };
         let of_sequences = own.iter().enumerate().map(source).collect();
         let bare = |it: &Sequence| Sequence { routed_experts: RoutedExperts::default(), ..it.clone() };
-        return Ok((own.iter().map(bare).collect(), ExpertSources { of_sequences }));
+        let sequences = own.iter().map(bare).collect();
+        return Ok(GatheredSequences { sequences, experts: ExpertSources { of_sequences } });
     }
     let words: Vec<u32> = own.iter().flat_map(encode).collect();
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -55,7 +65,7 @@ pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<(Vec
     }
     all.sort_by_key(|(sequence, _)| sequence.place); // a stable sort
     let (sequences, of_sequences) = all.into_iter().unzip();
-    Ok((sequences, ExpertSources { of_sequences }))
+    Ok(GatheredSequences { sequences, experts: ExpertSources { of_sequences } })
 }
 
 impl ExpertSources {
@@ -273,7 +283,7 @@ mod tests {
         };
         let found = testing::threads(3, |group| {
             let own = brought(group.rank());
-            let (all, sources) = gather_sequences(&own, &*group).unwrap();
+            let GatheredSequences { sequences: all, experts: sources } = gather_sequences(&own, &*group).unwrap();
             assert!(all.is_sorted_by_key(|sequence| sequence.place));
             assert!(all.iter().all(|sequence| sequence.routed_experts.num_tokens() == 0));
             let at = |rank, index| all.iter().position(|sequence| sequence.place == place(rank, index)).unwrap();
@@ -294,7 +304,7 @@ mod tests {
     fn a_rank_alone_keeps_its_experts() {
         let alone = crate::ranks::SingleRank::default();
         let own = [Sequence { place: 1, routed_experts: routed(1, vec![3, 4]), ..sequence(3, 1) }, sequence(4, 1)];
-        let (all, sources) = gather_sequences(&own, &alone).unwrap();
+        let GatheredSequences { sequences: all, experts: sources } = gather_sequences(&own, &alone).unwrap();
         let tokens: Vec<usize> = all.iter().map(|sequence| sequence.token_ids.len()).collect();
         assert_eq!(tokens, [3, 4]);
         let fetched = sources.fetch(&own, &[1, 0], &alone).unwrap();

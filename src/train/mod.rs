@@ -71,7 +71,7 @@ mod weights;
 pub use activations::{ActivationBytes, MicroBatchShape, WORKSPACE_BYTES};
 pub use balance::balanced_share;
 pub use bytes::{TrainBytes, TrainedModel, reference_bytes};
-pub use gather::{ExpertSources, gather_sequences};
+pub use gather::{ExpertSources, GatheredSequences, gather_sequences};
 pub use gradients::GradientOptions;
 pub use load::{AdapterOptions, PolicyStart};
 pub use micro_batch::MicroBatch;

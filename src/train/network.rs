@@ -128,7 +128,7 @@ impl Network {
     /// Computes each block on an input of its own, and the head on the last one (collective where weights are sharded): `inputs` has the
     /// residual stream before every block and behind the last. Returns the blocks' outputs, [T, D] each, and logits as
     /// [`Network::logits`] does.
-    pub(crate) fn block_outputs(
+    pub(super) fn block_outputs(
         &mut self,
         micro_batch: &MicroBatch,
         inputs: &[Tensor],
@@ -148,7 +148,7 @@ impl Network {
 
     /// Scores, asks `loss` for their gradients and adds the weights' to `gradients` (collective where weights or gradients
     /// are sharded). `loss` is not called for an empty micro-batch, and must not be collective.
-    pub(crate) fn forward_backward(
+    pub(super) fn forward_backward(
         &mut self,
         micro_batch: &MicroBatch,
         (temperature, adapter_use): (f64, AdapterUse),

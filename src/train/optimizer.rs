@@ -70,7 +70,7 @@ impl Owned {
 
 impl Optimizer {
     /// Moments of 0; [`Optimizer::load_master`] fills in the rest.
-    pub(crate) fn new(
+    pub(super) fn new(
         table: &Arc<ParamTable>,
         sharding: &Sharding,
         (adam, optim): (AdamOptions, Optim),

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::state_layout::Cells;
 use crate::error::{Error, Result};
-use crate::memory::{Arena, Direction, HostPool, Mark, Paced, PendingCopy};
+use crate::memory::{Arena, Direction, HostPool, Mark, MarkedCopy, Paced, PendingCopy};
 
 /// Bytes that leave at once: their memory goes when their copy is done, in whole chunks of an arena.
 const PIECE_BYTES: usize = 1 << 30;
@@ -193,7 +193,7 @@ impl Residence {
         match std::mem::replace(&mut self.place, StateLocation::OnHost) {
             StateLocation::Returning(state, copy, Reloading { began, waited }) => {
                 let came = self.pool.as_ref().map(HostPool::mark_libtorch).transpose()?;
-                let (copy, ended) = copy.queued()?;
+                let MarkedCopy { copy, end: ended } = copy.queued()?;
                 copy.hold_libtorch()?;
                 self.passages.push(Transfer { bytes: self.bytes, began, ended, waited, came });
                 self.place = StateLocation::Here(state);

@@ -46,7 +46,7 @@ impl Weights {
     ///
     /// The units that are kept have their memory before anything else is there: cut from a larger tensor that has died, a float32 copy of the unit, they
     /// would keep the rest of that tensor's memory from the driver for good.
-    pub(crate) fn load(
+    pub(super) fn load(
         owner: &'static str,
         table: Arc<ParamTable>,
         sharding: Sharding,
@@ -74,7 +74,7 @@ impl Weights {
     }
 
     /// Loads weights that never change, with blocks stored in the format of `quantization` (not for sharded ones).
-    pub(crate) fn load_quantized(
+    pub(super) fn load_quantized(
         owner: &'static str,
         table: Arc<ParamTable>,
         sharding: Sharding,
@@ -106,7 +106,7 @@ impl Weights {
 
     /// Loads weights into host memory, this rank's slices one after another: units are brought to the device as they are
     /// gathered.
-    pub(crate) fn load_to_host(
+    pub(super) fn load_to_host(
         owner: &'static str,
         table: Arc<ParamTable>,
         sharding: Sharding,

@@ -6,7 +6,7 @@ use crate::config::KlEstimator;
 use crate::error::Result;
 use crate::grpo::kl_of_sequence;
 use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
-use crate::train::{ExpertSources, Sequence, gather_sequences};
+use crate::train::{ExpertSources, GatheredSequences, Sequence, gather_sequences};
 
 /// The KL divergence of one sequence from the reference model, estimated on its own tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -40,7 +40,7 @@ pub(super) struct Numbered {
 pub(super) fn gather_numbered(own: &[Sequence], group: &dyn Collective) -> Result<Numbered> {
     let rank = group.rank() as u32;
     let of_rank: Vec<Sequence> = own.iter().map(|sequence| Sequence { place: rank, ..sequence.clone() }).collect();
-    let (mut all, experts) = gather_sequences(&of_rank, group)?;
+    let GatheredSequences { sequences: mut all, experts } = gather_sequences(&of_rank, group)?;
     let first = all.partition_point(|sequence| sequence.place < rank);
     all.iter_mut().zip(0..).for_each(|(sequence, index)| sequence.place = index);
     Ok(Numbered { all, own: first..first + own.len(), experts })

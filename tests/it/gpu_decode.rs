@@ -1,9 +1,9 @@
 //! The decode step's kernels against the CPU's operations in float64. Ignored where there is no GPU.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, HeadTransform, NormOptions, QkvViews, SharedPrefixes,
+    self, AttentionPlan, AttentionShape, HeadTransform, KvBlocks, NormOptions, QkvViews, SharedPrefixes,
 };
-use colo_grpo::internal::ops::attention::{PagedLayout, kv_rows, paged_decode_with_lse, sinks, write_kv};
+use colo_grpo::internal::ops::attention::{Attended, PagedLayout, kv_rows, paged_decode, sinks, write_kv};
 use colo_grpo::internal::ops::exact::SPLIT_TOKENS;
 use colo_grpo::internal::ops::heads::{self, HeadNormWeights};
 use colo_grpo::internal::ops::rms_norm;
@@ -263,7 +263,8 @@ fn compare_attention(
     )
     .unwrap();
     let sinks = has_sinks.then(|| rand(&[heads], kind));
-    let expected = paged_decode_with_lse(&double(&q), &double(&k), &double(&v), &layout, shape.scale).unwrap();
+    let (o, lse) = paged_decode(&double(&q), &double(&k), &double(&v), &layout, shape.scale, true).unwrap();
+    let expected = Attended { o, lse: lse.unwrap() };
     let expected = match &sinks {
         Some(own) => sinks::join(expected, &double(own)).unwrap().o,
         None => expected.o,
@@ -282,8 +283,8 @@ fn compare_attention(
     for _ in 0..2 {
         let before = o.copy();
         whole.update(&lens, prefixes).unwrap();
-        let cache = ([&k, &v], None);
-        kernels::paged_attention_with_sinks(&whole, &q, cache, (&tables, &lens), sinks.as_ref(), &mut o).unwrap();
+        let cache = KvBlocks::plain(&k, &v);
+        kernels::paged_attention(&whole, &q, cache, &tables, &lens, sinks.as_ref(), &mut o).unwrap();
         let error = relative_error(&o, &expected);
         assert!(error < bound, "{what}: {error:e}");
         assert!(before.isnan().any().int64_value(&[]) == 1 || before.equal(&o), "{what}: not the same twice");
@@ -295,8 +296,8 @@ fn compare_attention(
             let of_row = |tensor: &Tensor| tensor.narrow(0, row, 1).contiguous();
             let (mut own, len) = (poison(&[1, heads, dim], kind), of_row(&lens));
             alone.update(&len, None).unwrap();
-            let (cache, context) = (([&k, &v], None), (&of_row(&tables), &len));
-            kernels::paged_attention_with_sinks(&alone, &of_row(&q), cache, context, sinks.as_ref(), &mut own).unwrap();
+            let (cache, tables) = (KvBlocks::plain(&k, &v), of_row(&tables));
+            kernels::paged_attention(&alone, &of_row(&q), cache, &tables, &len, sinks.as_ref(), &mut own).unwrap();
             assert!(own.equal(&of_row(&o)), "{what}: row {row} depends on its neighbours");
         }
     }

@@ -2,7 +2,7 @@
 //! is no GPU.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, DeltaPages, DeltaRuns, HeadTransform, NormOptions, QkvViews,
+    self, AttentionPlan, AttentionShape, DeltaPages, DeltaRuns, HeadTransform, KvBlocks, NormOptions, QkvViews,
 };
 use colo_grpo::internal::ops::attention::{PagedLayout, paged_decode};
 use colo_grpo::internal::ops::delta_net::{
@@ -296,8 +296,16 @@ fn gpu_attention_of_wide_heads_equals_the_cpus() {
                 for _ in 0..2 {
                     plan.update(&context_lens, None).unwrap();
                     let tables = ints(&Vec::<i64>::try_from(tables.view(-1)).unwrap()).view_as(&tables);
-                    kernels::paged_attention(&plan, &gpu(&q), &gpu(&k), &gpu(&v), &tables, &context_lens, &mut o)
-                        .unwrap();
+                    kernels::paged_attention(
+                        &plan,
+                        &gpu(&q),
+                        KvBlocks::plain(&gpu(&k), &gpu(&v)),
+                        &tables,
+                        &context_lens,
+                        None,
+                        &mut o,
+                    )
+                    .unwrap();
                 }
                 let present: Vec<i64> = (0..rows).filter(|&row| lens[row as usize] > 0).collect();
                 let present = Tensor::from_slice(&present);
@@ -305,7 +313,7 @@ fn gpu_attention_of_wide_heads_equals_the_cpus() {
                 let present_lens = of_present(&Tensor::from_slice(&lens));
                 let layout = PagedLayout::new(&of_present(&tables), &present_lens, BLOCK, kv_heads, None).unwrap();
                 let (k, v) = (double(&k), double(&v));
-                let expected = paged_decode(&of_present(&double(&q)), &k, &v, &layout, shape.scale).unwrap();
+                let expected = paged_decode(&of_present(&double(&q)), &k, &v, &layout, shape.scale, false).unwrap().0;
                 let got = o.to_device(Device::Cpu);
                 let error = relative_error(&of_present(&got), &expected);
                 assert!(error < 5e-3, "{kv_heads} x {group}, {lens:?}, {split:?}: {error:e}");

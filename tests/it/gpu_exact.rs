@@ -1,7 +1,7 @@
 //! Exact products on a GPU, and runs whose sampler and trainer are equal. Ignored where there is no GPU; findings are printed as one
 //! JSON line each.
 
-use colo_grpo::internal::cuda::kernels::{self, AttentionPlan};
+use colo_grpo::internal::cuda::kernels::{self, AttentionBlocks, AttentionPlan, KvBlocks};
 use colo_grpo::internal::cuda::{Context, Products, Tuning};
 use colo_grpo::internal::ops::attention::{Bounds, PackedLayout, SharedBounds, packed_forward};
 use colo_grpo::internal::ops::exact::{CachedTiles, ExactAttention, SPLIT_TOKENS};
@@ -128,7 +128,16 @@ fn by_row([q, k, v]: [&Tensor; 3], window: Option<usize>, scale: f64) -> Tensor 
     let tables = Tensor::arange(blocks, (Kind::Int, GPU)).repeat([rows, 1]);
     plan.update(&lens, None).unwrap();
     let mut o = q.empty_like();
-    kernels::paged_attention(&plan, &q.contiguous(), &cache(k), &cache(v), &tables, &lens, &mut o).unwrap();
+    kernels::paged_attention(
+        &plan,
+        &q.contiguous(),
+        KvBlocks::plain(&cache(k), &cache(v)),
+        &tables,
+        &lens,
+        None,
+        &mut o,
+    )
+    .unwrap();
     o
 }
 
@@ -227,7 +236,10 @@ fn gpu_prompts_in_tiles_have_the_bits_of_decode_steps() {
             let plan = AttentionPlan::new(shape, options, 700, max_blocks as usize, Some(SPLIT_TOKENS)).unwrap();
             let of_runs = runs.map(|(before, rows)| (before as usize, rows as usize));
             // As many blocks as let tiles pay for any window.
-            let tiles = CachedTiles::new(&of_runs, window, (plan.blocks().unwrap().0, 16), GPU).unwrap().unwrap();
+            let tiles =
+                CachedTiles::new(&of_runs, window, AttentionBlocks { num_blocks: 16, ..plan.blocks().unwrap() }, GPU)
+                    .unwrap()
+                    .unwrap();
             let mut found = q.full_like(f64::NAN);
             tiles.attend(&q, [&k, &v], &tables, scale, &mut found).unwrap();
             let mut first = 0;
@@ -236,7 +248,8 @@ fn gpu_prompts_in_tiles_have_the_bits_of_decode_steps() {
                 plan.update(&lens, None).unwrap();
                 let own = |t: &Tensor| t.narrow(0, first, rows);
                 let (mut expected, table) = (own(&q).empty_like(), tables.narrow(0, run, 1).repeat([rows, 1]));
-                kernels::paged_attention(&plan, &own(&q), &k, &v, &table, &lens, &mut expected).unwrap();
+                kernels::paged_attention(&plan, &own(&q), KvBlocks::plain(&k, &v), &table, &lens, None, &mut expected)
+                    .unwrap();
                 assert!(expected.equal(&own(&found)), "{shape:?}, {rows} rows behind {before}");
                 first += rows;
             }

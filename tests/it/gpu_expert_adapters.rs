@@ -56,7 +56,7 @@ fn gpu_experts_with_adapters_equal_the_cpus() {
             let choice = [&owners, &adapters].map(gpu);
             let tiles = match kind {
                 Kind::BFloat16 => ExpertTile::ALL.to_vec(),
-                kind => vec![ExpertTile::of(1, 1, 1, (kind, 0)).unwrap()],
+                kind => vec![ExpertTile::of(1, 1, 1, kind, 0).unwrap()],
             };
             for tile in tiles {
                 let routed = case.routed(tile.rows);

@@ -228,7 +228,7 @@ fn gpu_a_row_of_experts_that_is_no_number_stays_alone() {
         let gate_up = gpu(&(rand(&[experts, 192, 512], kind) * 0.05));
         let down = gpu(&(rand(&[experts, 512, 96], kind) * 0.05));
         let run = |x: &Tensor| {
-            let tile = ExpertTile::of(tokens as usize, k as usize, experts as usize, (kind, 0)).unwrap();
+            let tile = ExpertTile::of(tokens as usize, k as usize, experts as usize, kind, 0).unwrap();
             let routed = case.routed(tile.rows);
             let options = RouteOptions {
                 scores: RouteScores::Softmax,

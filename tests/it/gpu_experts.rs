@@ -183,7 +183,7 @@ fn gpu_experts_equal_the_cpus() {
         let (w_gate_up, w_down) = (on_gpu(&gate_up, 1, 16), on_gpu(&down, 2, 8));
         let tiles: Vec<ExpertTile> = match kind {
             Kind::BFloat16 => ExpertTile::ALL.to_vec(),
-            kind => vec![ExpertTile::of(1, 1, 1, (kind, 0)).unwrap()],
+            kind => vec![ExpertTile::of(1, 1, 1, kind, 0).unwrap()],
         };
         let mut first: Option<Tensor> = None;
         for tile in tiles {
@@ -225,7 +225,7 @@ fn gpu_experts_may_be_without_rows() {
             let case = case([300, 64, 32, experts, 1], own.clone(), kind);
             let tiles = match kind {
                 Kind::BFloat16 => ExpertTile::ALL.to_vec(),
-                kind => vec![ExpertTile::of(1, 1, 1, (kind, 0)).unwrap()],
+                kind => vec![ExpertTile::of(1, 1, 1, kind, 0).unwrap()],
             };
             let (x, router) = (rand(&[300, 64], kind), rand(&[experts, 64], kind));
             let gate_up = rand(&[own.len() as i64, 64, 64], kind) * 0.1;
@@ -289,7 +289,7 @@ fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
     let down = gpu(&(rand(&[16, 512, 96], whole.kind) * 0.05));
     let run = |tokens: i64| {
         let case = Case { tokens, ..whole.clone() };
-        let tile = ExpertTile::of(tokens as usize, 4, 16, (whole.kind, 0)).unwrap();
+        let tile = ExpertTile::of(tokens as usize, 4, 16, whole.kind, 0).unwrap();
         let (x, routed) = (x.narrow(0, 0, tokens), case.routed(tile.rows));
         let options = RouteOptions {
             scores: RouteScores::Softmax,

@@ -112,7 +112,7 @@ fn gpu_a_token_of_experts_in_fp8_has_the_same_bits_in_any_batch() {
     let gate_up = rounded(&(rand(&[16 * 192, 512], all.kind) * 0.05));
     let by_choice = |tokens: i64| {
         let case = Case { tokens, ..all.clone() };
-        let tile = ExpertTile::of(tokens as usize, 4, 16, (all.kind, 0)).unwrap();
+        let tile = ExpertTile::of(tokens as usize, 4, 16, all.kind, 0).unwrap();
         let (x, act) = (x.narrow(0, 0, tokens), poison(&[tokens * 4, 96], all.kind));
         let routed = routed(&case, &x, &router, tile);
         experts_gate_up_fp8(tile, &rounded(&x), &gate_up, None, &routed, &act).unwrap();
@@ -191,7 +191,7 @@ fn gpu_grouped_products_in_fp8_are_those_of_the_rounded_rows() {
         let all = |device: Device| {
             let on = |t: &Tensor| t.to_device(device);
             let own = 0..experts as usize;
-            let dispatch = Dispatch::new(&on(&chosen), (experts as usize, own), Kind::BFloat16).unwrap();
+            let dispatch = Dispatch::new(&on(&chosen), experts as usize, own, Kind::BFloat16).unwrap();
             let rows = |t: &Tensor| dispatch.scatter_fp8(&fp8::rounded(&on(t)).unwrap()).unwrap();
             let rounded = fp8::rounded(&on(&w).view([experts * features, columns])).unwrap();
             let y = dispatch.forward_fp8(&rows(&x), &rounded, Kind::BFloat16).unwrap();

@@ -104,7 +104,7 @@ fn gpu_experts_with_biases_equal_the_cpus() {
         let (b_gate_up, b_down) = (wide.narrow(1, 8, 2 * width), gpu(&rand(&[own, hidden], kind)));
         let tiles: Vec<ExpertTile> = match kind {
             Kind::BFloat16 => ExpertTile::ALL.to_vec(),
-            kind => vec![ExpertTile::of(1, 1, 1, (kind, 0)).unwrap()],
+            kind => vec![ExpertTile::of(1, 1, 1, kind, 0).unwrap()],
         };
         let mut first: Option<Tensor> = None;
         for tile in tiles {

@@ -105,9 +105,9 @@ fn gpu_swiglu_s_backward_rounds_on_its_way_to_the_same_bits() {
         let columns = if is_small() { columns.min(4864) } else { columns };
         let sizes = (Tensor::randn([rows, 1], (Kind::Float, GPU)) * 4.0).exp().to_kind(Kind::BFloat16);
         let (pairs, dy) = (rand([rows, 2 * columns]) * 2, rand([rows, columns]) * sizes);
-        let (expected, act) = swiglu_backward(activation, &dy, pairs.copy()).unwrap();
+        let [expected, act] = swiglu_backward(activation, &dy, pairs.copy()).unwrap();
         let [got, alone] = [(); 2].map(|()| fp8::empty([rows, 2 * columns], GPU).unwrap());
-        let (d_pairs, again) = swiglu_backward_fp8(activation, &dy, pairs, &got).unwrap();
+        let [d_pairs, again] = swiglu_backward_fp8(activation, &dy, pairs, &got).unwrap();
         fp8_rows(&expected, &alone).unwrap();
         let what = format!("{activation:?} [{rows}, {columns}]");
         assert!(d_pairs.equal(&expected) && again.equal(&act), "{what}");

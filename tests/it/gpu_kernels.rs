@@ -7,7 +7,7 @@ use colo_grpo::internal::cuda::kernels;
 use colo_grpo::internal::ops::adamw8bit::{self, Maps, Moments8bit};
 use colo_grpo::internal::ops::grouped::Dispatch;
 use colo_grpo::internal::ops::random::RandomKey;
-use colo_grpo::internal::ops::swiglu::{Activation, GateUp};
+use colo_grpo::internal::ops::swiglu::{Activation, GateUp, SwigluGradient};
 use colo_grpo::internal::ops::{adamw, norm, rms_norm};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -203,15 +203,15 @@ fn gpu_swiglu_equals_the_cpus() {
             let part = |at| gate_up.to_kind(Kind::Double).view([tokens, width, 2]).select(2, at).contiguous();
             let split = GateUp::Split { gate: part(0), up: part(1) };
             let y = split.activate(activation).unwrap();
-            let (d, act) = split.backward(activation, &dy.to_kind(Kind::Double)).unwrap();
+            let SwigluGradient { d_gate_up: d, act } = split.backward(activation, &dy.to_kind(Kind::Double)).unwrap();
             let GateUp::Split { gate, up } = d else { unreachable!() };
             let expected = Tensor::stack(&[gate, up], 2).view([tokens, 2 * width]);
             let got_y = kernels::swiglu_forward(activation, &gate_up.to_device(GPU)).unwrap();
-            let (got, got_act) =
+            let [got, got_act] =
                 kernels::swiglu_backward(activation, &dy.to_device(GPU), gate_up.to_device(GPU)).unwrap();
             let weights = Tensor::rand([tokens, 1], (Kind::Float, Device::Cpu));
             let wide = weights.to_kind(Kind::Double);
-            let (weighted, weighted_act, d_weights) =
+            let [weighted, weighted_act, d_weights] =
                 kernels::swiglu_weighted_backward(activation, &gpu(&dy), &gpu(&weights), gpu(&gate_up)).unwrap();
             let of_weights = (double(&act) * double(&dy)).sum_dim_intlist(-1, false, Kind::Double);
             let (expected_weighted, expected_act) = (double(&expected) * &wide, double(&act) * &wide);
@@ -262,7 +262,7 @@ fn gpu_grouped_products_equal_the_cpus() {
                 let on = |t: &Tensor| t.to_device(device).to_kind(kind);
                 let wide = if kind == Kind::BFloat16 { Kind::Float } else { kind };
                 let dispatch =
-                    Dispatch::new(&experts.to_device(device), (num_experts as usize, 0..num_experts as usize), kind)
+                    Dispatch::new(&experts.to_device(device), num_experts as usize, 0..num_experts as usize, kind)
                         .unwrap();
                 let rows = dispatch.scatter(&on(&x)).unwrap();
                 let product = dispatch.gate_up(&rows, &on(&gate_up)).unwrap();
@@ -273,7 +273,7 @@ fn gpu_grouped_products_equal_the_cpus() {
                 let d_act = dispatch.backward_input(&d_rows, &on(&down)).unwrap();
                 let mut d_down = Tensor::zeros(down.size(), (wide, device));
                 dispatch.accumulate_weight(&d_rows, &act, &mut d_down).unwrap();
-                let (d, _) = product.backward(Activation::Silu, &d_act).unwrap();
+                let d = product.backward(Activation::Silu, &d_act).unwrap().d_gate_up;
                 let mut d_gate_up = Tensor::zeros(gate_up.size(), (wide, device));
                 dispatch.accumulate_gate_up(&d, &rows, &mut d_gate_up).unwrap();
                 let dx = dispatch.gate_up_backward_input(&d, &on(&gate_up)).unwrap();
@@ -356,7 +356,7 @@ fn gpu_kernels_run_near_the_memory_s_speed() {
     });
     let dy = rand(&[TOKENS, 18_944], Kind::BFloat16);
     report("swiglu_backward", TOKENS * 18_944 * 12, || {
-        gate_up = kernels::swiglu_backward(Activation::Silu, &dy, gate_up.shallow_clone()).unwrap().0;
+        [gate_up, _] = kernels::swiglu_backward(Activation::Silu, &dy, gate_up.shallow_clone()).unwrap();
     });
 }
 

@@ -158,7 +158,7 @@ fn gpu_short_copies_do_not_wait_for_a_long_one() {
         json!({"test": "paced", "gib": 8, "short_copies_ended_after_us": passed, "all_us": started.elapsed().as_micros()})
     );
     assert!(passed.len() > 8, "a short copy waited for the long one: {passed:?}");
-    long.queued().unwrap().0.hold_libtorch().unwrap();
+    long.queued().unwrap().copy.hold_libtorch().unwrap();
     assert!(target.equal(&source));
 }
 

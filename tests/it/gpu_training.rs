@@ -123,8 +123,8 @@ fn head_equals_the_cpus(kind: Kind, bound: f64) {
                     out.saved,
                     &on(&dlogprobs),
                     dentropy.as_ref(),
-                    with_top.then_some((&top_ids, &dtop)),
-                    Some((&mut dweight, Onto::Sum)),
+                    with_top.then_some([&top_ids, &dtop]),
+                    Some(head::TableSum { sum: &mut dweight, onto: Onto::Sum }),
                 )
                 .unwrap();
                 let top = out.top.map_or_else(|| out.logprobs.shallow_clone(), |top| top.logprobs);
@@ -243,7 +243,7 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
         });
         let d_act = bf16(&[TOKENS, mlp]);
         report(model, "swiglu_backward", TOKENS * mlp * 12, || {
-            gate_up = kernels::swiglu_backward(Activation::Silu, &d_act, gate_up.shallow_clone()).unwrap().0;
+            [gate_up, _] = kernels::swiglu_backward(Activation::Silu, &d_act, gate_up.shallow_clone()).unwrap();
         });
         let ids = Tensor::randint(151_936, [TOKENS], (Kind::Int64, GPU));
         let mut table = Tensor::zeros([151_936, dim], (Kind::Float, GPU));

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::model::{
-    AttentionSpec, LoraSpec, ModelSource, ModelSpec, ParamTable, Plain, Unit, UnitLayout, WeightFiles, init_unit,
-    write_adapters,
+    AdapterBase, AttentionSpec, LoraSpec, ModelSource, ModelSpec, ParamTable, Plain, Unit, UnitLayout, WeightFiles,
+    init_unit, write_adapters,
 };
 use colo_grpo::internal::ranks::{Mesh, World};
 use colo_grpo::internal::train::{
@@ -134,7 +134,7 @@ fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
                 folder,
                 policy.trained_table(),
                 &lora,
-                (&source.base, Quantization::None),
+                AdapterBase { folder: &source.base, quantization: Quantization::None },
                 Kind::Float,
                 units,
             )

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use tch::Device;
 
-pub use self::run::bench_step;
+pub use self::run::{BenchedSteps, bench_step};
 use super::floor::TheoreticalStep;
 use super::limits::GpuLimits;
 use super::memory::predicted_tensor_bytes;

@@ -25,12 +25,21 @@ use crate::reward::{RewardInput, RewardPool};
 use crate::trainer::{PlannedRun, Trainer, TrainerParts, TrainingRows, assemble};
 use crate::types::Prompt;
 
+/// Results of [`bench_step`].
+#[derive(Debug)]
+pub struct BenchedSteps {
+    /// What was measured.
+    pub result: Value,
+    /// The trainer that did the steps, which holds the GPU's and pinned memory.
+    pub trainer: Trainer,
+}
+
 /// Runs it; collective over the world. The first rank also writes a table to stderr. The trainer comes back too, as giving its
 /// pinned memory back takes a while: a caller tells the result first.
 ///
 /// # Errors
 /// The plan's refusals; out of memory.
-pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Trainer)> {
+pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<BenchedSteps> {
     let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
     let config = bench.config(world.size())?;
     let limits = GpuLimits::of(world.device())?;
@@ -64,7 +73,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<(Value, Traine
     result["peak_by_rank"] = json!(peaks);
     result["plan"] = plan_of(trainer.plan());
     result["predicted_tensor_bytes"] = json!(bench.predicted_bytes(&config, &trainer, world.size())?);
-    Ok((result, trainer))
+    Ok(BenchedSteps { result, trainer })
 }
 
 /// A trainer of random weights that writes no files. The model's tokens are numbers. Collective over the world.

@@ -60,7 +60,10 @@ impl GenerationArgs {
     ///
     /// # Errors
     /// [`Error::BadFile`](crate::Error::BadFile) for values that no request may have.
-    pub fn defaults(&self, model: &ModelSource) -> crate::error::Result<(SamplingDefaults, Option<String>)> {
+    pub(in crate::cli) fn defaults(
+        &self,
+        model: &ModelSource,
+    ) -> crate::error::Result<(SamplingDefaults, Option<String>)> {
         let of_model = SamplingDefaults::of_folder(&model.base)?;
         let Some(listed) = of_model.listed() else { return Ok(Default::default()) };
         Ok(match self.generation_config {

@@ -136,12 +136,13 @@ fn mix_arguments(
 /// # Errors
 /// The errors of [`delta_mix`].
 pub fn delta_mix_backward(
-    d_y: &Tensor,                                            // [T, C] bf16
-    (x, weight, tails): (&Tensor, &Tensor, Option<&Tensor>), // as in delta_mix
+    d_y: &Tensor,              // [T, C] bf16
+    [x, weight]: [&Tensor; 2], // as in delta_mix
+    tails: Option<&Tensor>,    // as in delta_mix
     layout: &DeltaLayout,
     sizes: DeltaSizes,
     d_weight: &mut Tensor, // [C, 4]
-) -> Result<(Tensor, Tensor)> {
+) -> Result<[Tensor; 2]> {
     const OP: &str = "delta_mix_backward";
     let (gpu, channels) = (ordinal(OP, x)?, sizes.channels());
     let d_x = x.f_empty_like()?;
@@ -161,7 +162,7 @@ pub fn delta_mix_backward(
     if layout.num_chunks() > 0 {
         add_columns(&sums, &mut d_weight.view([channels * WIDTH]))?;
     }
-    Ok((d_x, d_tails))
+    Ok([d_x, d_tails])
 }
 
 /// rms_norm(x) weight silu(z) of every head, like x.

@@ -50,7 +50,7 @@ impl ExpertTile {
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn of(tokens: usize, choices: usize, experts: usize, (kind, gpu): (Kind, usize)) -> Result<Self> {
+    pub fn of(tokens: usize, choices: usize, experts: usize, kind: Kind, gpu: usize) -> Result<Self> {
         if kind != Kind::BFloat16 {
             return Ok(FLOAT);
         }
@@ -68,7 +68,7 @@ impl ExpertTile {
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn for_down(self, tokens: usize, choices: usize, experts: usize, (width, gpu): (usize, usize)) -> Result<Self> {
+    pub fn for_down(self, tokens: usize, choices: usize, experts: usize, width: usize, gpu: usize) -> Result<Self> {
         let is_large = LARGE_SHARED.contains(&Context::retain(gpu)?.compute_capability()?);
         Ok(if is_large { self.narrow(tokens * choices / experts, width) } else { self })
     }

@@ -190,7 +190,7 @@ pub fn swiglu_backward_fp8(
     dy: &Tensor,     // [T, F] bf16
     gate_up: Tensor, // [T, 2 F] bf16: g0 u0 g1 u1 ..
     to: &ScaledRows, // [T, 2 F]
-) -> Result<(Tensor, Tensor)> {
+) -> Result<[Tensor; 2]> {
     const OP: &str = "swiglu_backward_fp8";
     let (gpu, columns) = (ordinal(OP, &gate_up)?, row_len(OP, dy)?);
     let (rows, y) = (dy.numel() / columns, dy.f_empty_like()?); // [T, F]
@@ -204,7 +204,7 @@ pub fn swiglu_backward_fp8(
     let shape = backward_shape([rows, columns]);
     // SAFETY: the kernel's parameters in order; one block a row, which fits its shared memory.
     unsafe { launch_early(swiglu::SOURCE, &format!("{}_backward_fp8", activation.unit()), gpu, shape, &arguments)? };
-    Ok((gate_up, y))
+    Ok([gate_up, y])
 }
 
 /// Whether [`silu_mul_fp8`] and [`swiglu_backward_fp8`] serve such pairs [.., 2 F].

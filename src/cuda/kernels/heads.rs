@@ -43,7 +43,7 @@ impl HeadNormWeights<'_> {
     }
 }
 
-/// (q [T, H, hd], k [T, Hkv, hd], v [T, Hkv, hd]) of rows [G query heads of group g, k_g, v_g], queries and keys normalised
+/// q [T, H, hd], k [T, Hkv, hd] and v [T, Hkv, hd] of rows [G query heads of group g, k_g, v_g], queries and keys normalised
 /// where `norms` are given, then rotated: the first `turned` columns of a head.
 ///
 /// # Errors
@@ -53,7 +53,7 @@ pub fn heads_forward(
     norms: Option<HeadNormWeights<'_>>,
     cos: &Tensor, // [T, 1, turned] f32, both halves alike
     sin: &Tensor, // [T, 1, turned] f32, the second half the sines themselves
-) -> Result<(Tensor, Tensor, Tensor)> {
+) -> Result<[Tensor; 3]> {
     const OP: &str = "heads_forward";
     let shape = HeadsShape::of(OP, qkv)?;
     let room = |heads: i64| Tensor::f_empty([shape.tokens, heads, 2 * shape.half], (qkv.kind(), qkv.device()));
@@ -71,7 +71,7 @@ pub fn heads_forward(
     let grid = blocks((shape.tokens * shape.slots()) as usize, 256 / lanes as usize, usize::MAX);
     // SAFETY: the kernel's parameters in order; a team of lanes for every head.
     unsafe { launch(SOURCE, &format!("{OP}_{suffix}"), shape.gpu, (grid, 256, 0), &arguments)? };
-    Ok((q, k, v))
+    Ok([q, k, v])
 }
 
 /// Results of [`heads_backward`]: the gradient of the projection, and partial sums over tokens, in float32.

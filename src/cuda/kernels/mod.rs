@@ -89,9 +89,7 @@ pub use next_tokens::next_tokens;
 pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
 pub use normal::{dropout, fill_normal};
-pub use paged_attention::{
-    AttentionPlan, AttentionShape, SharedPrefixes, paged_attention, paged_attention_scaled, paged_attention_with_sinks,
-};
+pub use paged_attention::{AttentionBlocks, AttentionPlan, AttentionShape, KvBlocks, SharedPrefixes, paged_attention};
 pub(super) use product::product_key;
 pub use product::{product, product_fp8, product_serves, product_silu_mul, product_silu_mul_fp8};
 pub use qk_norm::{qk_scale, qk_squares};

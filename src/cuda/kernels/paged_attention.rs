@@ -105,6 +105,15 @@ struct TensorCoreBuffers {
     partials: Tensor, // [capacity, columns, 8 (hd + 2)] f32
 }
 
+/// Blocks of threads of an attention.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionBlocks {
+    /// Blocks of one row's item or tile.
+    pub columns: usize,
+    /// Blocks that the GPU runs at once.
+    pub num_blocks: usize,
+}
+
 impl AttentionPlan {
     /// Room for up to `max_rows` rows with block tables of `max_blocks`. `split_tokens` fixes the part of a context that is
     /// summed at once, so that a row's bits do not depend on the rows beside it; by default it is chosen on the device so that all its
@@ -156,9 +165,11 @@ impl AttentionPlan {
         self.max_rows
     }
 
-    /// Blocks of one row's item or tile, and blocks of threads that the GPU runs at once; none where a slower kernel serves.
-    pub fn blocks(&self) -> Option<(usize, usize)> {
-        self.buffers.as_ref().map(|buffers| (buffers.columns, buffers.num_blocks))
+    /// The blocks of threads that share the work; none where a slower kernel serves.
+    pub fn blocks(&self) -> Option<AttentionBlocks> {
+        self.buffers
+            .as_ref()
+            .map(|&TensorCoreBuffers { columns, num_blocks, .. }| AttentionBlocks { columns, num_blocks })
     }
 
     /// Bytes on the device.
@@ -277,56 +288,45 @@ fn partials(shape: &AttentionShape, max_rows: usize, split_tokens: Option<usize>
     [capacity, columns, ITEM_HEADS * (shape.head_dim + 2)]
 }
 
+/// Keys and values in blocks of a cache.
+#[derive(Debug, Clone, Copy)]
+pub struct KvBlocks<'a> {
+    keys: &'a Tensor,   // [num_blocks, Hkv, block_size, hd]
+    values: &'a Tensor, // like keys
+    /// Of each token and head, of keys and of values in eight bits.
+    scales: Option<[&'a Tensor; 2]>, // [num_blocks, Hkv, block_size]
+}
+
+impl<'a> KvBlocks<'a> {
+    /// Of the type of the queries.
+    pub fn plain(keys: &'a Tensor, values: &'a Tensor) -> Self {
+        Self { keys, values, scales: None }
+    }
+
+    /// In e4m3 (not before sm_89) or whole numbers of eight bits, by the kind of the values, beside queries in bfloat16. Products are in f16,
+    /// which holds every one of them: queries beyond 65,504 are cut there.
+    pub fn scaled(keys: &'a ScaledRows, values: &'a ScaledRows) -> Self {
+        Self { keys: &keys.values, values: &values.values, scales: Some([&keys.scales, &values.scales]) }
+    }
+}
+
 /// o = softmax(scale q k^T) v of one new token per row over its context, whose last entry is the token itself; zeros for rows
-/// without a sequence. The plan is that of these context lengths. Allocates nothing.
+/// without a sequence. Each query head may have a sink: a logit that takes part in the softmax with the value 0. The plan is that of these
+/// context lengths. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
 pub fn paged_attention(
     plan: &AttentionPlan,
-    q: &Tensor,            // [S, H, hd] f32 or bf16
-    k_cache: &Tensor,      // [num_blocks, Hkv, block_size, hd]
-    v_cache: &Tensor,      // like k_cache
-    block_tables: &Tensor, // [S, max_blocks] i32
-    context_lens: &Tensor, // [S] i32
-    o: &mut Tensor,        // like q
-) -> Result<()> {
-    paged_attention_with_sinks(plan, q, ([k_cache, v_cache], None), (block_tables, context_lens), None, o)
-}
-
-/// [`paged_attention`] over a cache in e4m3 (not before sm_89) or of whole numbers of eight bits, by the kind of its values, with a scale for
-/// each token and head. Products are in f16, which holds every one of them: queries beyond 65,504 are cut there.
-///
-/// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
-pub fn paged_attention_scaled(
-    plan: &AttentionPlan,
-    q: &Tensor,            // [S, H, hd] bf16
-    k_cache: &ScaledRows,  // [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size]
-    v_cache: &ScaledRows,  // like k_cache
-    block_tables: &Tensor, // [S, max_blocks] i32
-    context_lens: &Tensor, // [S] i32
-    o: &mut Tensor,        // like q
-) -> Result<()> {
-    let scales = Some([&k_cache.scales, &v_cache.scales]);
-    let cache = ([&k_cache.values, &v_cache.values], scales);
-    paged_attention_with_sinks(plan, q, cache, (block_tables, context_lens), None, o)
-}
-
-/// [`paged_attention`], or [`paged_attention_scaled`] over a cache with scales, where each query head may have a sink: a logit that takes part in the softmax
-/// with the value 0.
-///
-/// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
-pub fn paged_attention_with_sinks(
-    plan: &AttentionPlan,
-    q: &Tensor,                                                         // [S, H, hd]
-    ([k_cache, v_cache], scales): ([&Tensor; 2], Option<[&Tensor; 2]>), // keys and values, and the scales of both
-    (block_tables, context_lens): (&Tensor, &Tensor),                   // [S, max_blocks] i32, [S] i32
-    sinks: Option<&Tensor>,                                             // [H], like q
-    o: &mut Tensor,                                                     // like q
+    q: &Tensor, // [S, H, hd] f32 or bf16
+    cache: KvBlocks<'_>,
+    block_tables: &Tensor,  // [S, max_blocks] i32
+    context_lens: &Tensor,  // [S] i32
+    sinks: Option<&Tensor>, // [H], like q
+    o: &mut Tensor,         // like q
 ) -> Result<()> {
     const OP: &str = "paged_attention";
+    let KvBlocks { keys: k_cache, values: v_cache, scales } = cache;
     if scales.is_some() && plan.kind != Kind::BFloat16 {
         return Err(invalid(OP, "queries in bfloat16 beside a cache in eight bits", plan.kind));
     }

@@ -117,7 +117,7 @@ pub fn silu_mul(
     queue((OP, &name), gate_up.kind(), gpu, n, &[&*y, gate_up], &[from, to])
 }
 
-/// (d_gate_up, y): d_gate_up = (dy * up * activation'(gate), dy * activation(gate)) interleaved, in the memory of `gate_up`; and the
+/// d_gate_up and y: d_gate_up = (dy * up * activation'(gate), dy * activation(gate)) interleaved, in the memory of `gate_up`; and the
 /// forward's y once more.
 ///
 /// # Errors
@@ -126,7 +126,7 @@ pub fn swiglu_backward(
     activation: Activation,
     dy: &Tensor,     // [.., F], like gate_up
     gate_up: Tensor, // [.., 2 F] f32 or bf16
-) -> Result<(Tensor, Tensor)> {
+) -> Result<[Tensor; 2]> {
     const OP: &str = "swiglu_backward";
     let (gpu, n) = (ordinal(OP, &gate_up)?, dy.numel());
     let y = dy.f_empty_like()?; // [.., F]
@@ -135,7 +135,7 @@ pub fn swiglu_backward(
     let arguments = [half(dy)?, pairs, pairs, half(&y)?];
     let name = |variant| format!("{}_backward_{variant}", activation.unit());
     queue((OP, &name), gate_up.kind(), gpu, n, &[dy, &gate_up], &arguments)?;
-    Ok((gate_up, y))
+    Ok([gate_up, y])
 }
 
 /// [`swiglu_backward`] of y times a weight that each row has: the weighted y, and in the third place the gradient of each row's weight.
@@ -147,7 +147,7 @@ pub fn swiglu_weighted_backward(
     dy: &Tensor,      // [R, F], like gate_up
     weights: &Tensor, // [R, 1] f32
     gate_up: Tensor,  // [R, 2 F] f32 or bf16
-) -> Result<(Tensor, Tensor, Tensor)> {
+) -> Result<[Tensor; 3]> {
     const OP: &str = "swiglu_weighted_backward";
     let (&[rows, columns], gpu) = (&dy.size()[..], ordinal(OP, &gate_up)?) else {
         return Err(invalid(OP, "rows", dy.size()));
@@ -169,7 +169,7 @@ pub fn swiglu_weighted_backward(
     let name = format!("{}_weighted_backward_{}_x{width}", activation.unit(), kind_name(OP, dy)?);
     // SAFETY: the kernel's parameters in order; one block a row, of whole warps, aligned to what a thread moves.
     unsafe { launch_early(SOURCE, &name, gpu, (rows as u32, threads, 0), &arguments)? };
-    Ok((gate_up, y, d_weights))
+    Ok([gate_up, y, d_weights])
 }
 
 /// Outputs that a thread of the widest variant makes at once where rows of `len` and the addresses of [half, pairs] allow it, 16 bytes

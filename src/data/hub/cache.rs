@@ -79,12 +79,21 @@ impl RepoCache {
     }
 }
 
-/// The model repository and the commit that a folder of the cache holds.
-pub fn named_snapshot(folder: &Path) -> Option<(String, String)> {
+/// What a folder of the cache holds.
+#[derive(Debug, PartialEq, Eq)]
+pub struct NamedSnapshot {
+    /// The model repository.
+    pub repo: String,
+    /// The commit.
+    pub commit: String,
+}
+
+/// The model repository and the commit that a folder of the cache holds; none for other folders.
+pub fn named_snapshot(folder: &Path) -> Option<NamedSnapshot> {
     let mut parts = folder.components().rev().filter_map(|part| part.as_os_str().to_str());
     let (commit, snapshots, repo) = (parts.next()?, parts.next()?, parts.next()?);
     let name = repo.strip_prefix("models--").filter(|_| snapshots == "snapshots" && is_word(commit))?;
-    Some((name.replacen("--", "/", 1), commit.to_owned()))
+    Some(NamedSnapshot { repo: name.replacen("--", "/", 1), commit: commit.to_owned() })
 }
 
 pub(super) fn make_parent(path: &Path) -> io::Result<()> {
@@ -131,7 +140,7 @@ mod tests {
     fn a_folder_of_the_cache_knows_its_repository() {
         let named = |path: &str| named_snapshot(Path::new(path));
         let found = named("/c/hub/models--Qwen--Qwen2.5-1.5B/snapshots/0a1b");
-        assert_eq!(found, Some(("Qwen/Qwen2.5-1.5B".to_owned(), "0a1b".to_owned())));
+        assert_eq!(found, Some(NamedSnapshot { repo: "Qwen/Qwen2.5-1.5B".to_owned(), commit: "0a1b".to_owned() }));
         assert_eq!(named("/c/hub/datasets--a--b/snapshots/0a1b"), None);
         assert_eq!(named("runs/final"), None);
     }

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
 use super::*;
-use crate::endpoint::client::{ClientLimits, EngineCommand, EngineQueue, RequestUpdate, engine_queue};
+use crate::endpoint::client::{ClientLimits, EngineChannel, EngineCommand, EngineQueue, RequestUpdate, engine_channel};
 use crate::http::HttpServer;
 use crate::tools::GroupKey;
 use crate::types::{FinishReason, SamplingParams};
@@ -22,7 +22,7 @@ struct TestServer {
 
 impl TestServer {
     fn start(max_body_bytes: usize, api_key: Option<&str>, episodes: Option<Arc<Episodes>>) -> Self {
-        let (client, queue) = engine_queue(ClientLimits { max_queue: 1024, grace: Duration::ZERO });
+        let EngineChannel { client, queue } = engine_channel(ClientLimits { max_queue: 1024, grace: Duration::ZERO });
         let model = ServedModel::of_bytes("model", TEMPLATE);
         let body_room = body_room(max_body_bytes);
         let state = HttpState {

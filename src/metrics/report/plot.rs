@@ -45,7 +45,7 @@ pub(super) struct Series {
 
 impl Plot {
     /// The figure, over the steps of the whole run.
-    pub fn render(&self, steps: (f64, f64)) -> String {
+    pub(super) fn render(&self, steps: (f64, f64)) -> String {
         let most = if self.shape == Shape::Stack { MAX_BARS } else { MAX_POINTS };
         let series: Vec<Vec<(f64, f64)>> = self.series.iter().map(|series| thinned(&series.points, most)).collect();
         let scale = Scale::new(steps, self.value_range(&series));

@@ -95,7 +95,7 @@ impl AttentionSpec {
         }
         if let (Some(sinks), Some(d_sinks)) = (w.norm(ParamName::Sinks), grads.norm(ParamName::Sinks)) {
             let [sinks, mut d_sinks] = [sinks, d_sinks].map(|all| own_sinks(exchange, all));
-            sinks::accumulate(&d_o, (&o, &lse), &sinks, &mut d_sinks)?;
+            sinks::accumulate(&d_o, [&o, &lse], &sinks, &mut d_sinks)?;
         }
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
         let attention = || packed_backward(&d_o, saved, packed.layouts.of(self.window), self.scale);

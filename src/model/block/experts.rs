@@ -19,7 +19,7 @@ use crate::ops::expert_bias;
 use crate::ops::grouped::Dispatch;
 use crate::ops::linear;
 use crate::ops::router::{self, Routing};
-use crate::ops::swiglu::{Activation, GateUp};
+use crate::ops::swiglu::{Activation, GateUp, WeightedGradient};
 use crate::ranks::Collective;
 
 /// Tokens with their experts, and what these made of gate and up.
@@ -124,7 +124,7 @@ impl ExpertsSpec {
         let routing = Routing::new(probs, experts, self.router)?;
         let present = self.own_experts(w, ctx.tp.map_or(0, Collective::rank));
         let first_own = present.start;
-        let dispatch = Dispatch::new(&routing.experts, (self.num_experts, present), normed.kind())?;
+        let dispatch = Dispatch::new(&routing.experts, self.num_experts, present, normed.kind())?;
         let linear = w.linear(Matrix::GateUp);
         let rows = linear.format.experts_rows(&dispatch, normed, linear.lora.is_some())?;
         let gate_up = linear.format.experts_gate_up(&dispatch, &rows, linear.piece())?;
@@ -227,7 +227,7 @@ fn contract_backward(
     if let Some((lora, d_low)) = adapter {
         dispatch.accumulate_input(d_low, &lora.a, &mut d_act)?;
     }
-    let (d_gate_up, act, d_weights) = gate_up.weighted_backward(activation, &d_act, &weights)?; // of the activation times its weight
+    let WeightedGradient { d_gate_up, act, d_weights } = gate_up.weighted_backward(activation, &d_act, &weights)?;
     drop(d_act);
     let gradients = grads.linear_mut(Matrix::Down);
     if let Some(piece) = gradients.pieces.first_mut() {

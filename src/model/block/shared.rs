@@ -9,7 +9,7 @@ use super::params::BlockParams;
 use crate::error::Result;
 use crate::model::spec::{Matrix, ParamName, SharedExpertSpec};
 use crate::ops::linear;
-use crate::ops::swiglu::{Activation, GateUp};
+use crate::ops::swiglu::{Activation, GateUp, SwigluGradient, WeightedGradient};
 use crate::torch::accumulation_kind;
 
 /// Gate and up of a shared expert, and the sigmoid of its gate, in the accumulation kind, where it has one.
@@ -57,12 +57,13 @@ impl SharedRows {
         let d_act = w.linear(Matrix::SharedDown).backward_input(d_output)?; // [T, F], of a sigmoid of 1
         let (d_gate_up, act, d_share) = match &share {
             Some(share) => {
-                let (d, act, d_share) = gate_up.weighted_backward(activation, &d_act, share)?; // of the activation times its share
-                (d, act, Some(d_share.f_unsqueeze(1)?)) // [T, 1]
+                let WeightedGradient { d_gate_up, act, d_weights } =
+                    gate_up.weighted_backward(activation, &d_act, share)?;
+                (d_gate_up, act, Some(d_weights.f_unsqueeze(1)?)) // [T, 1]
             }
             None => {
-                let (d, act) = gate_up.backward(activation, &d_act)?;
-                (d, act, None)
+                let SwigluGradient { d_gate_up, act } = gate_up.backward(activation, &d_act)?;
+                (d_gate_up, act, None)
             }
         };
         drop(d_act);

@@ -34,6 +34,15 @@ pub(in crate::model) struct HfTensor {
     is_stacked: bool,
 }
 
+/// A tensor of a file that has one of ours.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::model) struct FilePlace {
+    pub name: String,
+    pub shape: Vec<i64>,
+    /// The first of its elements that are ours.
+    pub first: usize,
+}
+
 impl HfTensor {
     /// A parameter that is a tensor by itself.
     fn whole(name: String, shape: Vec<i64>, param: ParamName) -> Self {
@@ -56,9 +65,9 @@ impl HfTensor {
             && self.rows.as_ref().is_some_and(|(linear, _)| !matches!(linear.matrix, Matrix::DeltaB | Matrix::DeltaA))
     }
 
-    /// The matrix of all experts that a checkpoint may have in place of each expert's, and the first of its elements that are this tensor's:
+    /// The matrix of all experts that a checkpoint may have in place of each expert's, where
     /// gates of an expert come before its ups.
-    pub fn fused(&self) -> Option<(String, Vec<i64>, usize)> {
+    pub fn fused(&self) -> Option<FilePlace> {
         let (expert, (linear, projection)) = self.expert.zip(self.rows.as_ref())?;
         let (own, is_gate_up) = (format!(".experts.{expert}."), linear.matrix == Matrix::GateUp);
         let (place, _) = self.name.split_once(&own)?;
@@ -66,15 +75,18 @@ impl HfTensor {
         let &[rows, columns] = &self.shape[..] else { return None };
         let shape = vec![linear.experts? as i64, parts * rows, columns];
         let first = (expert as i64 * parts + *projection as i64) * rows * columns;
-        Some((format!("{place}.experts.{name}"), shape, first as usize))
+        Some(FilePlace { name: format!("{place}.experts.{name}"), shape, first: first as usize })
     }
 
-    /// Name and shape of the tensor that a checkpoint is written with, and the first of its elements that are this tensor's.
-    pub fn place(&self) -> (&str, Vec<i64>, usize) {
+    /// The tensor that a checkpoint is written with.
+    pub fn place(&self) -> FilePlace {
         let piece = self.piece.as_ref().map(|piece| (piece.num_rows, piece.first));
-        let Some((num_rows, first)) = piece.or(self.within) else { return (&self.name, self.shape.clone(), 0) };
+        let Some((num_rows, first)) = piece.or(self.within) else {
+            return FilePlace { name: self.name.clone(), shape: self.shape.clone(), first: 0 };
+        };
         let columns = self.shape[1];
-        (&self.name, vec![num_rows as i64, columns], first * columns as usize)
+        let shape = vec![num_rows as i64, columns];
+        FilePlace { name: self.name.clone(), shape, first: first * columns as usize }
     }
 
     /// Whether it is float32 in every file, and how it is made of its parameter and back.

@@ -10,7 +10,7 @@ use safetensors::tensor::TensorInfo;
 use tch::{Device, Kind, Tensor};
 
 use super::header::{self, MappedFile, dtype_of};
-use super::names::{HfTensor, decoder, head, is_ignored, is_kept, tensors};
+use super::names::{FilePlace, HfTensor, decoder, head, is_ignored, is_kept, tensors};
 use super::scaled::{SCALES, Scales, is_scaled, matrix_of};
 use super::{INDEX, SINGLE, mxfp4};
 use crate::error::{Error, Result};
@@ -77,7 +77,7 @@ impl WeightFiles {
                 mxfp4::decode(blocks.expect("checked before"), scales.expect("checked before"), &view.transpose(1, 2))?;
                 continue;
             }
-            let (name, _, first) = self.place_of(&tensor);
+            let FilePlace { name, first, .. } = self.place_of(&tensor);
             if tensor.is_correction() {
                 let mut whole = Tensor::f_zeros(tensor.shape.as_slice(), (Kind::Float, Device::Cpu))?;
                 self.shard_of(&name).copy_to(&name, first, &mut whole)?;
@@ -193,7 +193,7 @@ impl WeightFiles {
         let places = tensors.flat_map(|tensor| match self.mxfp4_of(&tensor) {
             Some(parts) => parts.into(),
             None => {
-                let (name, shape, _) = self.place_of(&tensor);
+                let FilePlace { name, shape, .. } = self.place_of(&tensor);
                 vec![(name, shape)]
             }
         });
@@ -259,14 +259,10 @@ impl WeightFiles {
         (self.spec.family.traits().reads_mxfp4 && self.places.contains_key(&parts[0].0)).then_some(parts)
     }
 
-    /// The tensor of the files that has a tensor of the model, with its shape, and the first element in it: that of all experts where
-    /// there is one.
-    fn place_of(&self, tensor: &HfTensor) -> (String, Vec<i64>, usize) {
-        let fused = tensor.fused().filter(|(name, ..)| self.places.contains_key(name));
-        fused.unwrap_or_else(|| {
-            let (name, shape, first) = tensor.place();
-            (name.to_owned(), shape, first)
-        })
+    /// The tensor of the files that has a tensor of the model: that of all experts where there is one.
+    fn place_of(&self, tensor: &HfTensor) -> FilePlace {
+        let fused = tensor.fused().filter(|place| self.places.contains_key(&place.name));
+        fused.unwrap_or_else(|| tensor.place())
     }
 
     /// The shard that has a tensor of the model.

@@ -63,7 +63,7 @@ impl Scales<'_> {
     ///
     /// # Errors
     /// [`Error::Torch`] where memory does not suffice.
-    pub fn apply(self, codes: &Tensor, (first, all): (i64, i64)) -> Result<Tensor> {
+    pub(super) fn apply(self, codes: &Tensor, (first, all): (i64, i64)) -> Result<Tensor> {
         let (shape, size) = (self.shape(), codes.size());
         let mut scales = Tensor::f_zeros(shape.as_slice(), (Kind::Float, codes.device()))?;
         self.file.copy_to(self.name, 0, &mut scales)?;

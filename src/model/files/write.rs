@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::header::dtype_of;
-use super::names::{HfTensor, tensors};
+use super::names::{FilePlace, HfTensor, tensors};
 use super::read::KeptTensor;
 use super::scaled::BLOCK_SCALES;
 use super::{INDEX, SINGLE, WeightFiles};
@@ -144,9 +144,9 @@ impl WeightWriter {
                 false => view.f_to_kind(self.kind)?,
             };
             let values = view.f_to_device(Device::Cpu)?.f_contiguous()?;
-            let (name, _, first) = tensor.place();
+            let FilePlace { name, first, .. } = tensor.place();
             // SAFETY: weights change between steps alone, and no step runs while they are written.
-            self.write((name, first * self.kind.elt_size_in_bytes()), unsafe { torch::bytes(&values) }?)?;
+            self.write((&name, first * self.kind.elt_size_in_bytes()), unsafe { torch::bytes(&values) }?)?;
         }
         self.remaining.remove(&layout.unit);
         Ok(())
@@ -260,7 +260,7 @@ fn scales_name(tensor: &HfTensor) -> String {
 impl Planned {
     /// A tensor, and its scales where it has some.
     fn all(tensor: &HfTensor, (dtype, kind): (Dtype, Kind), format: MatrixFormat) -> Vec<Self> {
-        let (name, shape, _) = tensor.place();
+        let FilePlace { name, shape, .. } = tensor.place();
         let new = |name: &str, shape: &[i64], (dtype, kind): (Dtype, Kind)| Self {
             name: name.to_owned(),
             dtype,
@@ -269,11 +269,11 @@ impl Planned {
         };
         if format.rounds(tensor) {
             let blocks: Vec<i64> = shape.iter().map(|&side| fp8::blocks(side)).collect();
-            let values = new(name, &shape, (Dtype::F8_E4M3, Kind::Float8e4m3fn));
+            let values = new(&name, &shape, (Dtype::F8_E4M3, Kind::Float8e4m3fn));
             return vec![values, new(&scales_name(tensor), &blocks, (Dtype::F32, Kind::Float))];
         }
         let types = if tensor.is_correction() { (Dtype::F32, Kind::Float) } else { (dtype, kind) };
-        vec![new(name, &shape, types)]
+        vec![new(&name, &shape, types)]
     }
 }
 

@@ -215,7 +215,7 @@ impl Format for Fp8 {
                 let rows = fp8::empty([pairs.size()[0], pairs.size()[1]], pairs.device())?;
                 let work = || OpCost { bytes: 7.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
                 let run = || kernels::swiglu_backward_fp8(activation, d_act, pairs, &rows);
-                let (d_pairs, act) = timed("activation, backward", work, run)?;
+                let [d_pairs, act] = timed("activation, backward", work, run)?;
                 Ok(ActivationGradient { d_gate_up: GateUp::Interleaved(d_pairs), act, rounded: Some(rows) })
             }
             whole => Plain.activate_backward(activation, whole, d_act),

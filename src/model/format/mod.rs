@@ -41,7 +41,7 @@ use crate::error::Result;
 use crate::ops::grouped::Dispatch;
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
-use crate::ops::swiglu::{Activation, GateUp};
+use crate::ops::swiglu::{Activation, GateUp, SwigluGradient};
 
 /// A use of a format.
 #[derive(Debug, Clone, Copy)]
@@ -270,7 +270,7 @@ pub trait Format: Debug + Sync {
     /// # Errors
     /// The errors of [`GateUp::backward`].
     fn activate_backward(&self, activation: Activation, gate_up: GateUp, d_act: &Tensor) -> Result<ActivationGradient> {
-        let (d_gate_up, act) = gate_up.backward(activation, d_act)?;
+        let SwigluGradient { d_gate_up, act } = gate_up.backward(activation, d_act)?;
         Ok(ActivationGradient { d_gate_up, act, rounded: None })
     }
 

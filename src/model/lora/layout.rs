@@ -43,7 +43,7 @@ impl BlockLora {
         dropout: Option<Dropout>,
     ) -> Result<Self> {
         let expanded = |fused: Fused| {
-            let (a, b) = fused.views(layout, flat);
+            let [a, b] = fused.views(layout, flat);
             let dropout = dropout.map(|dropout| dropout.fold(fused.linear.matrix as u64));
             Ok((fused.linear.matrix, Lora { dropout, ..Lora::new(a, fused.expand(&b)?) }))
         };
@@ -56,7 +56,7 @@ impl BlockLora {
     /// [`crate::Error::OutOfMemory`].
     pub fn gradients(spec: &ModelSpec, lora: &LoraSpec, layout: &UnitLayout, flat: &Tensor) -> Result<Self> {
         let zeros = |fused: Fused| {
-            let (a, b) = fused.views(layout, flat);
+            let [a, b] = fused.views(layout, flat);
             let b = Tensor::f_zeros(fused.expanded_shape(), (b.kind(), b.device()))?;
             Ok((fused.linear.matrix, Lora::new(a, b)))
         };
@@ -76,7 +76,8 @@ impl BlockLora {
     ) -> Result<()> {
         for fused in lora.fused(spec, layer_of(layout)) {
             if let Some(own) = own(fused.linear.matrix) {
-                fused.fold(&own.b, &fused.views(layout, flat).1)?;
+                let [_, b] = fused.views(layout, flat);
+                fused.fold(&own.b, &b)?;
             }
         }
         Ok(())
@@ -133,9 +134,9 @@ impl Lora {
 
 impl Fused {
     /// A and B in a flat tensor of their unit.
-    pub fn views(&self, layout: &UnitLayout, flat: &Tensor) -> (Tensor, Tensor) {
+    pub fn views(&self, layout: &UnitLayout, flat: &Tensor) -> [Tensor; 2] {
         let view = |name| layout.view(name, flat).expect("the layout is that of these adapters");
-        (view(self.a), view(self.b))
+        [view(self.a), view(self.b)]
     }
 
     /// A projection's A [r, K], or [E, r, K] of experts.

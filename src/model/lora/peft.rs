@@ -82,7 +82,7 @@ struct PeftTensor<'a> {
 impl PeftTensor<'_> {
     /// The tensor as views of its unit's flat tensor; their elements are, one view after the other, in the order of `shape`.
     fn views(&self, spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Vec<Tensor> {
-        let (a, b) = self.fused.views(layout, flat);
+        let [a, b] = self.fused.views(layout, flat);
         let of_expert = |own: Tensor| self.expert.map_or_else(|| own.shallow_clone(), |expert| own.get(expert as i64));
         if self.is_a {
             return vec![of_expert(self.fused.a_of(&self.pieces[0], &a))];
@@ -214,8 +214,16 @@ fn convert_hint(folder: &Path) -> String {
 /// The entry of the weights' header that says how the base was stored in training, where it was not as its files have it.
 const BASE_QUANTIZATION: &str = "base_quantization";
 
-/// Writes an adapter folder's two files; `units` gives those of `table` in turn. `base` is the base's folder, and how it was stored while
-/// the adapters were trained.
+/// The model that adapters were trained beside.
+#[derive(Debug, Clone, Copy)]
+pub struct AdapterBase<'a> {
+    /// The folder of the model.
+    pub folder: &'a Path,
+    /// How its weights were stored while the adapters were trained.
+    pub quantization: Quantization,
+}
+
+/// Writes an adapter folder's two files; `units` gives those of `table` in turn.
 ///
 /// # Errors
 /// [`Error::Io`], what `units` returns.
@@ -223,7 +231,7 @@ pub fn write_adapters(
     folder: &Path,
     table: &ParamTable,
     lora: &LoraSpec,
-    (base, stored): (&Path, Quantization),
+    AdapterBase { folder: base, quantization: stored }: AdapterBase<'_>,
     kind: Kind,
     units: &mut dyn Iterator<Item = Result<Tensor>>,
 ) -> Result<()> {
@@ -264,10 +272,10 @@ fn write_config(path: &Path, (spec, lora): (&ModelSpec, &LoraSpec), base: &Path)
     names.dedup();
     let whole = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
     // A base from the Hub goes by its name, so that the adapters find it on other machines, too.
-    let (name, commit) = named_snapshot(&whole).unzip();
+    let named = named_snapshot(&whole);
     let config = json!({
-        "base_model_name_or_path": name.unwrap_or_else(|| whole.to_string_lossy().into_owned()),
-        "revision": commit,
+        "base_model_name_or_path": named.as_ref().map_or(whole.to_string_lossy(), |named| named.repo.as_str().into()),
+        "revision": named.as_ref().map(|named| &named.commit),
         "bias": "none",
         "fan_in_fan_out": false,
         "inference_mode": true,

@@ -35,6 +35,15 @@ impl RopeSpec {
     }
 }
 
+/// How a layer sees its context.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sight {
+    /// [`AttentionSpec::window`]
+    pub window: Option<usize>,
+    /// [`AttentionSpec::scale`]
+    pub scale: f64,
+}
+
 /// The shape of an attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionSpec {
@@ -70,9 +79,9 @@ impl AttentionSpec {
         (head_dim as f64).powf(-0.5)
     }
 
-    /// The window and the factor of scores: what attention over the cache is planned by.
-    pub fn sight(self) -> (Option<usize>, f64) {
-        (self.window, self.scale)
+    /// What attention over the cache is planned by.
+    pub fn sight(self) -> Sight {
+        Sight { window: self.window, scale: self.scale }
     }
 
     /// Query heads that share one key and value head.

@@ -31,7 +31,7 @@ use tch::{Kind, Tensor};
 use crate::error::Result;
 use crate::ops::rms_norm::NormOptions;
 
-pub use attention::{AttentionSpec, QkNorm, RopeSpec};
+pub use attention::{AttentionSpec, QkNorm, RopeSpec, Sight};
 pub use block::{BlockSpec, MIXER_NORMS, MLP_NORMS, NormNames, NormPlaces};
 pub use bytes::ElementBytes;
 pub use delta_net::DeltaNetSpec;
@@ -251,7 +251,7 @@ impl ModelSpec {
     }
 
     /// The distinct [`AttentionSpec::sight`]s of layers with attention.
-    pub fn sights(&self) -> Vec<(Option<usize>, f64)> {
+    pub fn sights(&self) -> Vec<Sight> {
         self.distinct(AttentionSpec::sight)
     }
 

@@ -32,8 +32,6 @@ mod varlen;
 pub use bounds::{Bounds, SharedBounds};
 pub use entries::KvEntries;
 pub use packed::{PackedLayout, packed_backward, packed_forward};
-pub use paged::{
-    PagedLayout, kv_rows, paged_decode, paged_decode_with_lse, paged_prefill, paged_prefill_with_lse, write_kv,
-};
+pub use paged::{PagedLayout, PrefillContext, kv_rows, paged_decode, paged_prefill, write_kv};
 
 pub use crate::torch::{Attended, QkvGradients, SavedAttention};

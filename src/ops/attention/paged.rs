@@ -5,7 +5,7 @@
 
 use super::entries::KvEntries;
 use crate::error::{Error, Result};
-use crate::torch::{Attended, accumulation_kind, arange, check_room, full, scalar};
+use crate::torch::{accumulation_kind, arange, check_room, full, scalar};
 use tch::{Kind, Tensor};
 
 /// Where the contexts of a decode batch lie; made once per engine step, shared by all layers.
@@ -53,7 +53,8 @@ impl PagedLayout {
     }
 }
 
-/// Attention of one new token per sequence over its context, whose last entry is the token itself.
+/// Attention of one new token per sequence over its context, whose last entry is the token itself. o [B, H, hd], and if it is wanted the
+/// log-sum-exp of the scores [B, H] in the accumulation kind.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -63,24 +64,12 @@ pub fn paged_decode(
     v_cache: &dyn KvEntries, // like k_cache
     layout: &PagedLayout,
     scale: f64,
-) -> Result<Tensor> {
-    outputs(q, v_cache, layout, scores(q, k_cache, layout, scale)?)
-}
-
-/// [`paged_decode`] with the log-sum-exp of the scores. o [B, H, hd], lse [B, H] in the accumulation kind
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub fn paged_decode_with_lse(
-    q: &Tensor,              // [B, H, hd]
-    k_cache: &dyn KvEntries, // [num_blocks, Hkv, block_size, hd]
-    v_cache: &dyn KvEntries, // like k_cache
-    layout: &PagedLayout,
-    scale: f64,
-) -> Result<Attended> {
+    wants_lse: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
     let scores = scores(q, k_cache, layout, scale)?;
-    let lse = scores.f_logsumexp([-1i64], false)?.f_view(&q.size()[..2])?;
-    Ok(Attended { o: outputs(q, v_cache, layout, scores)?, lse })
+    let lse = || -> Result<Tensor> { Ok(scores.f_logsumexp([-1i64], false)?.f_view(&q.size()[..2])?) };
+    let lse = wants_lse.then(lse).transpose()?;
+    Ok((outputs(q, v_cache, layout, scores)?, lse))
 }
 
 /// [B * Hkv, G, L]
@@ -98,47 +87,33 @@ fn outputs(q: &Tensor, v_cache: &dyn KvEntries, layout: &PagedLayout, scores: Te
     Ok(o.view(q.size().as_slice()).f_to_kind(q.kind())?)
 }
 
+/// Sequences with new tokens, and their contexts in a cache.
+#[derive(Debug, Clone, Copy)]
+pub struct PrefillContext<'a> {
+    /// Blocks of each sequence.
+    pub block_tables: &'a Tensor, // [B, max_blocks] i64
+    /// Where the new tokens of each sequence begin.
+    pub cu_seqlens_q: &'a [i64], // B + 1
+    /// Tokens of each sequence, the new ones included.
+    pub context_lens: &'a [i64], // B
+}
+
 /// Attention of each sequence's new tokens over its context in the cache, the new tokens (already written) included:
-/// chunked prefill and prefill behind a cached prefix. Sequences without new tokens are passed over.
+/// chunked prefill and prefill behind a cached prefix. Sequences without new tokens are passed over. o [T, H, hd], and if it is wanted the
+/// log-sum-exp of the scores [T, H] in the accumulation kind.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
-#[allow(clippy::too_many_arguments)]
 pub fn paged_prefill(
-    q: &Tensor,              // [T, H, hd], the new tokens of all sequences
-    k_cache: &dyn KvEntries, // [num_blocks, Hkv, block_size, hd]
-    v_cache: &dyn KvEntries, // like k_cache
-    block_tables: &Tensor,   // [B, max_blocks] i64
-    cu_seqlens_q: &[i64],    // B + 1
-    context_lens: &[i64],    // B, the new tokens included
+    q: &Tensor,                              // [T, H, hd], the new tokens of all sequences
+    [k_cache, v_cache]: [&dyn KvEntries; 2], // [num_blocks, Hkv, block_size, hd]
+    context: PrefillContext<'_>,
     scale: f64,
     sliding_window: Option<usize>,
-) -> Result<Tensor> {
-    let context = (block_tables, cu_seqlens_q, context_lens);
-    Ok(prefill(q, [k_cache, v_cache], context, (scale, sliding_window), false)?.0)
-}
-
-/// [`paged_prefill`] with the log-sum-exp of the scores. o [T, H, hd], lse [T, H] in the accumulation kind
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub fn paged_prefill_with_lse(
-    q: &Tensor,
-    cache: [&dyn KvEntries; 2],
-    (block_tables, cu_seqlens_q, context_lens): (&Tensor, &[i64], &[i64]),
-    (scale, sliding_window): (f64, Option<usize>),
-) -> Result<Attended> {
-    let (o, lse) = prefill(q, cache, (block_tables, cu_seqlens_q, context_lens), (scale, sliding_window), true)?;
-    Ok(Attended { o, lse: lse.expect("asked for") })
-}
-
-fn prefill(
-    q: &Tensor,
-    [k_cache, v_cache]: [&dyn KvEntries; 2],
-    (block_tables, cu_seqlens_q, context_lens): (&Tensor, &[i64], &[i64]),
-    sight: (f64, Option<usize>),
     wants_lse: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
+    let PrefillContext { block_tables, cu_seqlens_q, context_lens } = context;
+    let sight = (scale, sliding_window);
     let o = q.f_empty_like()?;
     let options = (accumulation_kind(q.kind()), q.device());
     let lse = wants_lse.then(|| Tensor::f_empty(&q.size()[..2], options)).transpose()?;

@@ -30,10 +30,10 @@ pub fn join(
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 pub fn accumulate(
-    d_o: &Tensor,                 // [T, H, hd]
-    (o, lse): (&Tensor, &Tensor), // [T, H, hd], [T, H], with sinks
-    sinks: &Tensor,               // [H]
-    d_sinks: &mut Tensor,         // [H], in the accumulation kind
+    d_o: &Tensor,           // [T, H, hd]
+    [o, lse]: [&Tensor; 2], // [T, H, hd], [T, H], with sinks
+    sinks: &Tensor,         // [H]
+    d_sinks: &mut Tensor,   // [H], in the accumulation kind
 ) -> Result<()> {
     let (wide, tokens) = (accumulation_kind(o.kind()), o.size()[0]);
     for first in (0..tokens).step_by(ROWS_AT_ONCE as usize) {
@@ -68,7 +68,7 @@ mod tests {
         assert_close(&lse, &all.detach().logsumexp([-1i64], false));
         let mut d_sinks = rand(&[3]);
         let before = d_sinks.copy();
-        accumulate(&d_o, (&o, &lse), &sinks, &mut d_sinks).unwrap();
+        accumulate(&d_o, [&o, &lse], &sinks, &mut d_sinks).unwrap();
         assert_close(&d_sinks, &(before + &grads[0]));
     }
 }

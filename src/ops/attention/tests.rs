@@ -189,7 +189,7 @@ fn decode_equals_the_last_row_of_packed() {
         let last = Tensor::from_slice(&cu[1..]) - 1;
         let expected = packed_forward(&q, &k, &v, &layout, SCALE).unwrap().o.index_select(0, &last);
         let layout = PagedLayout::new(&tables, &Tensor::from_slice(&lens), 4, heads as usize, window).unwrap();
-        let o = paged_decode(&q.index_select(0, &last), &k_cache, &v_cache, &layout, SCALE).unwrap();
+        let o = paged_decode(&q.index_select(0, &last), &k_cache, &v_cache, &layout, SCALE, false).unwrap().0;
         assert_close(&o, &expected);
     }
 }
@@ -198,7 +198,7 @@ fn decode_equals_the_last_row_of_packed() {
 fn padding_rows_stay_finite() {
     let ([k_cache, v_cache], tables, _) = paged(&[3, 2], 2, 4);
     let layout = PagedLayout::new(&tables, &Tensor::from_slice(&[3i64, 0]), 4, 2, None).unwrap();
-    let o = paged_decode(&rand(&[2, 4, HD]), &k_cache, &v_cache, &layout, SCALE).unwrap();
+    let o = paged_decode(&rand(&[2, 4, HD]), &k_cache, &v_cache, &layout, SCALE, false).unwrap().0;
     assert!(bool::try_from(o.isfinite().all()).unwrap());
 }
 
@@ -209,7 +209,9 @@ fn prefill_behind_a_cached_prefix_equals_the_whole() {
         let ([k_cache, v_cache], tables, [k, v]) = paged(&lens, 2, 4);
         let (cu, cu_new) = (cu_seqlens(&lens), cu_seqlens(&new));
         let q = rand(&[*cu_new.last().unwrap(), 6, HD]);
-        let o = paged_prefill(&q, &k_cache, &v_cache, &tables, &cu_new, &lens, SCALE, window).unwrap();
+        let context = PrefillContext { block_tables: &tables, cu_seqlens_q: &cu_new, context_lens: &lens };
+        let (o, lse) = paged_prefill(&q, [&k_cache, &v_cache], context, SCALE, window, false).unwrap();
+        assert!(lse.is_none());
         for n in [0, 1, 3] {
             let [k, v] = [&k, &v].map(|t| t.narrow(0, cu[n], lens[n]));
             let rows = |t: &Tensor| t.narrow(0, cu_new[n], new[n]);
@@ -248,13 +250,13 @@ fn is_of_rounded_entries(kind: Kind, most: f64) {
         PagedLayout::new(&tables, &Tensor::from_slice(&[6i64, 3]), size as usize, heads as usize, None).unwrap();
     let q = rand(&[2, 4, hd]).to_kind(Kind::Float);
     let [own, expected] = [
-        paged_decode(&q, &k_cache, &v_cache, &layout, 0.25).unwrap(),
-        paged_decode(&q, &plain[0], &plain[1], &layout, 0.25).unwrap(),
+        paged_decode(&q, &k_cache, &v_cache, &layout, 0.25, false).unwrap().0,
+        paged_decode(&q, &plain[0], &plain[1], &layout, 0.25, false).unwrap().0,
     ];
     assert!(own.equal(&expected));
     let q = rand(&[3, 4, hd]).to_kind(Kind::Float);
-    let prefill = |k: &dyn KvEntries, v: &dyn KvEntries| {
-        paged_prefill(&q, k, v, &tables, &[0, 2, 3], &[6, 3], 0.25, None).unwrap()
-    };
+    let context = PrefillContext { block_tables: &tables, cu_seqlens_q: &[0, 2, 3], context_lens: &[6, 3] };
+    let prefill =
+        |k: &dyn KvEntries, v: &dyn KvEntries| paged_prefill(&q, [k, v], context, 0.25, None, false).unwrap().0;
     assert!(prefill(&k_cache, &v_cache).equal(&prefill(&plain[0], &plain[1])));
 }

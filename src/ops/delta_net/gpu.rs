@@ -74,8 +74,8 @@ pub(super) fn backward(
         kernels::add_columns(&d.of_heads.get(0), &mut grads.a_log)?;
         kernels::add_columns(&d.of_heads.get(1), &mut grads.dt_bias)?;
     }
-    let (mut d_qkv, mut d_tails) =
-        kernels::delta_mix_backward(&d.mixed, (&rows.qkv, &weights.conv, tails), layout, sizes, &mut grads.conv)?;
+    let [mut d_qkv, mut d_tails] =
+        kernels::delta_mix_backward(&d.mixed, [&rows.qkv, &weights.conv], tails, layout, sizes, &mut grads.conv)?;
     if let Some(d_last) = d_last {
         add_last_rows(&mut d_qkv, &mut d_tails, &d_last.conv, sequences)?;
     }

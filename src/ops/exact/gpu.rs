@@ -6,7 +6,9 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cuda::kernels::{self, AttentionPlan, AttentionShape, Draws, HeadTransform, NormOptions, QkvViews};
+use crate::cuda::kernels::{
+    self, AttentionPlan, AttentionShape, Draws, HeadTransform, KvBlocks, NormOptions, QkvViews,
+};
 use crate::cuda::{Products, Tuning};
 use crate::error::{Error, Result};
 use crate::ops::attention::{Bounds, SharedBounds, kv_rows, write_kv};
@@ -254,10 +256,10 @@ impl PagedRows {
             kernels::paged_attention(
                 &plan,
                 &of_slice(q),
-                &k_cache,
-                &v_cache,
+                KvBlocks::plain(&k_cache, &v_cache),
                 block_tables,
                 context_lens,
+                None,
                 &mut of_slice(&o),
             )?;
         }

@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cuda::kernels::{self, RowTile};
+use crate::cuda::kernels::{self, AttentionBlocks, RowTile};
 use crate::error::Result;
 use crate::ops::attention::{Bounds, SharedBounds};
 use crate::torch::{Attended, tensor_on};
@@ -48,15 +48,15 @@ pub struct CachedTiles {
 }
 
 impl CachedTiles {
-    /// For runs of (tokens before the first row, rows), one behind the other. `None` where rows by themselves are done sooner by `num_blocks`
-    /// blocks of threads, two a multiprocessor: where few rows see long contexts. `columns` are blocks of one tile.
+    /// For runs of (tokens before the first row, rows), one behind the other. `None` where rows by themselves are done sooner by these
+    /// blocks of threads, two a multiprocessor: where few rows see long contexts.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn new(
         runs: &[(usize, usize)],
         window: Option<usize>,
-        (columns, num_blocks): (usize, usize),
+        AttentionBlocks { columns, num_blocks }: AttentionBlocks,
         device: Device,
     ) -> Result<Option<Self>> {
         let (mut tiles, mut row) = (Vec::new(), 0);
@@ -214,7 +214,9 @@ mod tests {
     /// Prompts of 512 tokens do, a few rows behind long contexts do not.
     #[test]
     fn tiles_are_made_where_they_pay() {
-        let pays = |runs: &[(usize, usize)]| CachedTiles::new(runs, None, (4, 264), Device::Cpu).unwrap();
+        let pays = |runs: &[(usize, usize)]| {
+            CachedTiles::new(runs, None, AttentionBlocks { columns: 4, num_blocks: 264 }, Device::Cpu).unwrap()
+        };
         let tiles = pays(&[(0, 512), (300, 40)]).unwrap().tiles.view([-1, 8]);
         assert_eq!(tiles.size()[0], 32 + 3);
         let own = tiles.select(1, 5);

@@ -121,7 +121,7 @@ mod tests {
         let (x, w) = (rand(&[5, 16]), rand(&[4, 6, 16]));
         let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);
         for own in [0..4, 1..3] {
-            let dispatch = Dispatch::new(&experts, (4, own.clone()), Kind::Float).unwrap();
+            let dispatch = Dispatch::new(&experts, 4, own.clone(), Kind::Float).unwrap();
             let len = own.len() as i64;
             let weights = fp8::rounded(&w.narrow(0, own.start as i64, len).reshape([6 * len, 16])).unwrap();
             let rows = fp8::rounded(&dispatch.scatter(&x).unwrap()).unwrap();
@@ -146,7 +146,7 @@ mod tests {
     fn a_token_is_rounded_once_for_all_of_its_experts() {
         let x = Tensor::randn([5, 16], (Kind::Float, Device::Cpu));
         let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);
-        let dispatch = Dispatch::new(&experts, (4, 0..4), Kind::Float).unwrap();
+        let dispatch = Dispatch::new(&experts, 4, 0..4, Kind::Float).unwrap();
         let rows = dispatch.scatter_fp8(&fp8::rounded(&x).unwrap()).unwrap();
         let expected = fp8::rounded(&dispatch.scatter(&x).unwrap()).unwrap();
         assert!(rows.scales.equal(&expected.scales));
@@ -160,7 +160,7 @@ mod tests {
         let (dy, w) = (rand(&[5, 6]), rand(&[4, 6, 16]));
         let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);
         for own in [0..4, 1..3] {
-            let dispatch = Dispatch::new(&experts, (4, own.clone()), Kind::Float).unwrap();
+            let dispatch = Dispatch::new(&experts, 4, own.clone(), Kind::Float).unwrap();
             let rows = dispatch.scatter_fp8(&fp8::rounded(&dy).unwrap()).unwrap();
             let weights = w.narrow(0, own.start as i64, own.len() as i64);
             let dx = dispatch.backward_input_fp8(&rows, &weights, Kind::Float).unwrap();

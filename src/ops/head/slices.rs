@@ -83,7 +83,7 @@ fn gradient(logits: Tensor /* [c, W] */, temperature: f64, of: &HeadRows<'_>, ki
 
 #[cfg(test)]
 mod tests {
-    use super::super::{TopTokens, forward};
+    use super::super::{TableSum, TopTokens, forward};
     use super::*;
     use crate::ops::testing::rand;
 
@@ -99,7 +99,7 @@ mod tests {
                 let gradient = |fill: f64, onto| {
                     let score = forward(&hidden, &weight, &targets, 0.7, TopTokens::Nothing, chunk, true).unwrap();
                     let mut dw = Tensor::full([90, 24], fill, (Kind::Float, tch::Device::Cpu));
-                    let (top, into) = (with_top.then_some((&ids, &d_top)), Some((&mut dw, onto)));
+                    let (top, into) = (with_top.then_some([&ids, &d_top]), Some(TableSum { sum: &mut dw, onto }));
                     drop(super::super::backward(&hidden, &weight, &targets, 0.7, score.saved, &d, Some(&d), top, into));
                     dw
                 };

@@ -37,7 +37,7 @@ fn chunked_and_whole_match_autograd() {
                 &d_logprobs,
                 dentropy,
                 None,
-                Some((&mut dweight, Onto::Sum)),
+                Some(TableSum { sum: &mut dweight, onto: Onto::Sum }),
             )
             .unwrap();
             assert_close(&d, &grads[0]);
@@ -70,7 +70,7 @@ fn several_tokens_of_a_row_match_autograd() {
         assert_close(&top.unwrap().logprobs, &expected.narrow(1, 1, 2));
         let mut dweight = rand(&[9, 4]);
         let before = dweight.copy();
-        let top = Some((&given, &d_top));
+        let top = Some([&given, &d_top]);
         let d = backward(
             &hidden,
             &weight,
@@ -80,7 +80,7 @@ fn several_tokens_of_a_row_match_autograd() {
             &d_logprobs,
             Some(&d_entropy),
             top,
-            Some((&mut dweight, Onto::Sum)),
+            Some(TableSum { sum: &mut dweight, onto: Onto::Sum }),
         )
         .unwrap();
         assert_close(&d, &grads[0]);
@@ -94,10 +94,19 @@ fn no_scored_tokens() {
     let out = forward(&hidden, &weight, &targets, 1.0, TopTokens::MostProbable(2), 8, true).unwrap();
     let mut dweight = rand(&[9, 4]);
     let before = dweight.copy();
-    let top = out.top.as_ref().map(|top| (&top.ids, &top.logprobs));
-    let d =
-        backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, top, Some((&mut dweight, Onto::Sum)))
-            .unwrap();
+    let top = out.top.as_ref().map(|top| [&top.ids, &top.logprobs]);
+    let d = backward(
+        &hidden,
+        &weight,
+        &targets,
+        1.0,
+        out.saved,
+        &out.logprobs,
+        None,
+        top,
+        Some(TableSum { sum: &mut dweight, onto: Onto::Sum }),
+    )
+    .unwrap();
     assert_eq!(d.size(), [0, 4]);
     assert!(dweight.equal(&before));
 }
@@ -117,7 +126,7 @@ fn statistics_of_bfloat16_are_float() {
         &out.logprobs,
         None,
         None,
-        Some((&mut dweight, Onto::Sum)),
+        Some(TableSum { sum: &mut dweight, onto: Onto::Sum }),
     )
     .unwrap();
     assert_eq!(d.kind(), Kind::BFloat16);

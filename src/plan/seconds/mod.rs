@@ -145,7 +145,7 @@ impl PlannedStep<'_> {
         let multiply_s = 2.0 * rows * (block_flop + head) / tp / (gpu.product_flop_per_s * DECODE.products);
         let narrow = if config.kv_cache_dtype == KvCacheDtype::Auto { 1.0 } else { DECODE.fp8_cache };
         let cache_s = cached * ELEMENT_BYTES * spec.cached_elements(tp_size) as f64 * narrow / DECODE.cache_bytes_per_s;
-        let page = state_page_bytes(spec, tp_size, (Kind::BFloat16, config.mamba_ssm_cache_dtype), Device::Cpu) as f64;
+        let page = state_page_bytes(spec, tp_size, Kind::BFloat16, config.mamba_ssm_cache_dtype, Device::Cpu) as f64;
         let states_s = 2.0 * rows * page / (gpu.memory_bytes_per_s * DECODE.states);
         let launches_s = layers * if is_fp8 { DECODE.fp8_layer_s } else { DECODE.layer_s } + DECODE.step_s;
         let sampling_s = DECODE.logit_bytes * rows * spec.vocab_size as f64 / tp / gpu.memory_bytes_per_s;

@@ -72,7 +72,7 @@ fn results_of_groups(world: &World) -> Vec<Tensor> {
 fn every_operation_has_the_bits_of_one_node() {
     for num_nodes in [2, 3] {
         let one = testing::worlds(2 * num_nodes, |world| results_of_groups(&world));
-        let several = testing::worlds_on_nodes((num_nodes, 2), PATIENCE, |world| {
+        let several = testing::worlds_on_nodes(num_nodes, 2, PATIENCE, |world| {
             assert_eq!((world.num_nodes(), world.local_size(), world.attempt()), (num_nodes, 2, 2));
             results_of_groups(&world)
         });
@@ -87,7 +87,7 @@ fn every_operation_has_the_bits_of_one_node() {
 
 #[test]
 fn the_first_failure_reaches_the_ranks_of_all_nodes_and_they_go_on_after_agreeing() {
-    testing::worlds_on_nodes((2, 2), PATIENCE, |world| {
+    testing::worlds_on_nodes(2, 2, PATIENCE, |world| {
         let pair = world.subgroup("pair", &[world.rank() % 2, world.rank() % 2 + 2]);
         let pair = world.agree(pair).unwrap(); // all have it before one fails
         let sum = |group: &dyn Collective| -> Result<f64> {
@@ -119,7 +119,7 @@ fn the_first_failure_reaches_the_ranks_of_all_nodes_and_they_go_on_after_agreein
 #[test]
 fn ranks_that_stay_away_are_named_with_their_node() {
     let all_waited = std::sync::Barrier::new(4);
-    let errors = testing::worlds_on_nodes((2, 2), Duration::from_secs(2), |world| {
+    let errors = testing::worlds_on_nodes(2, 2, Duration::from_secs(2), |world| {
         let pair = world.subgroup("pair", &[world.rank() % 2, world.rank() % 2 + 2]).unwrap();
         let mut tensor = Tensor::from_slice(&[1.0]);
         let error = match world.rank() {
@@ -139,7 +139,7 @@ fn ranks_that_stay_away_are_named_with_their_node() {
 fn a_rank_whose_connection_closes_ends_all_waiting_at_once() {
     let (gone, seen) = std::sync::mpsc::channel();
     let seen = std::sync::Mutex::new(seen);
-    let errors = testing::worlds_on_nodes((2, 2), Duration::from_secs(600), |world| {
+    let errors = testing::worlds_on_nodes(2, 2, Duration::from_secs(600), |world| {
         if world.rank() == 3 {
             world.break_off();
             // It lives until the others have heard: its own memory must not be what ends their waits.

@@ -29,12 +29,12 @@ impl DecoderNetwork<'_> {
         let buffers = self.buffers.experts.as_ref().expect("a model with experts has their buffers");
         let (rows, k) = (normed.size()[0], spec.router.num_experts_per_tok);
         let Device::Cuda(gpu) = normed.device() else { unreachable!("an engine on a GPU") };
-        let tile = ExpertTile::of(rows as usize, k, spec.num_experts, (normed.kind(), gpu))?;
+        let tile = ExpertTile::of(rows as usize, k, spec.num_experts, normed.kind(), gpu)?;
         let width = buffers.act.size()[1] as usize;
         let format = self.format();
         let down_tile = match format.rounds() {
             true => tile,
-            false => tile.for_down(rows as usize, k, spec.num_experts, (width, gpu))?,
+            false => tile.for_down(rows as usize, k, spec.num_experts, width, gpu)?,
         };
         let own = spec.own_experts(w, self.tp.rank());
         let routed = buffers.routed(rows, spec, own, tile);

@@ -2,16 +2,16 @@
 
 use tch::{Device, Tensor};
 
-use crate::cuda::kernels::{AttentionPlan, AttentionShape, SharedPrefixes};
+use crate::cuda::kernels::{AttentionBlocks, AttentionPlan, AttentionShape, SharedPrefixes};
 use crate::error::Result;
-use crate::model::{AttentionSpec, Distinct, ModelSpec};
+use crate::model::{AttentionSpec, Distinct, ModelSpec, Sight};
 use crate::ops::exact::SPLIT_TOKENS;
 use crate::rollout::options::EngineOptions;
 
 /// The plans of a rank's layers, by the window and the factor of scores.
 #[derive(Debug)]
 pub(super) struct AttentionPlans {
-    of_sights: Distinct<(Option<usize>, f64), AttentionPlan>,
+    of_sights: Distinct<Sight, AttentionPlan>,
     /// Of a strict engine with keys in eight bits, or with sinks, a prefix that is read once would change the bits.
     shares_prefixes: bool,
 }
@@ -46,7 +46,7 @@ impl AttentionPlans {
     }
 
     /// [`AttentionPlan::blocks`], which are the same for all.
-    pub(super) fn blocks(&self) -> Option<(usize, usize)> {
+    pub(super) fn blocks(&self) -> Option<AttentionBlocks> {
         self.of_sights.iter().next().and_then(AttentionPlan::blocks)
     }
 
@@ -84,7 +84,7 @@ fn shape(
     spec: &ModelSpec,
     options: &EngineOptions,
     tp_size: usize,
-    (sliding_window, scale): (Option<usize>, f64),
+    Sight { window: sliding_window, scale }: Sight,
 ) -> AttentionShape {
     let AttentionSpec { num_heads, num_kv_heads, head_dim, .. } = spec.attention().tp_slice(tp_size);
     AttentionShape { num_heads, num_kv_heads, head_dim, block_size: options.block_size, sliding_window, scale }

@@ -9,7 +9,7 @@ use super::plans::AttentionPlans;
 use crate::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, ByWindow, ModelSpec};
-use crate::ops::attention::{Attended, KvEntries, kv_rows, paged_prefill, paged_prefill_with_lse, sinks};
+use crate::ops::attention::{Attended, KvEntries, PrefillContext, kv_rows, paged_prefill, sinks};
 use crate::ops::exact::CachedTiles;
 use crate::rollout::batch::block_tables;
 use crate::rollout::kv_cache::{KvCache, LayerCache};
@@ -124,13 +124,10 @@ impl<'a> PrefillAttention<'a> {
             }
             Keys::Strict(rows) => rows.attend(&cache, attention, q, sinks)?,
             Keys::Explicit { block_tables, bounds, context_lens } => {
-                let [k_cache, v_cache] = cache.entries();
-                match sinks {
-                    Some(_) => {
-                        let context = (block_tables, &bounds[..], &context_lens[..]);
-                        joined(paged_prefill_with_lse(q, [k_cache, v_cache], context, (scale, window))?)?
-                    }
-                    None => paged_prefill(q, k_cache, v_cache, block_tables, bounds, context_lens, scale, window)?,
+                let context = PrefillContext { block_tables, cu_seqlens_q: bounds, context_lens };
+                match paged_prefill(q, cache.entries(), context, scale, window, sinks.is_some())? {
+                    (o, Some(lse)) => joined(Attended { o, lse })?,
+                    (o, None) => o,
                 }
             }
         };
@@ -179,7 +176,7 @@ impl<'a> StrictRows<'a> {
         for Slice { first, block_tables, context_lens: lens } in &self.slices {
             let of_slice = |tensor: &Tensor| tensor.narrow(0, *first, lens.size()[0]);
             plan.update(lens, None)?;
-            cache.attend(plan, &of_slice(q), (block_tables, lens), sinks, &mut of_slice(&o))?;
+            cache.attend(plan, &of_slice(q), block_tables, lens, sinks, &mut of_slice(&o))?;
         }
         Ok(o)
     }

@@ -368,8 +368,8 @@ fn decode_hidden(
         let cache = network.memory.kv_cache.layer(layer);
         let attended = buffers.attended([rows, q.size()[1] * q.size()[2]]); // [S, H hd]
         let mut o = attended.view_as(q);
-        let context = (&inputs.block_tables, &inputs.context_lens);
-        DecoderOp::Attention.run(|| cache.attend(plans.of(attention), q, context, sinks, &mut o))?;
+        DecoderOp::Attention
+            .run(|| cache.attend(plans.of(attention), q, &inputs.block_tables, &inputs.context_lens, sinks, &mut o))?;
         Ok(attended)
     })
 }

@@ -5,8 +5,10 @@ use crate::config::LossType;
 use crate::error::Result;
 use crate::grpo::Denominators;
 use crate::train::{
-    MicroBatch, PackOptions, Reference, Sequence, balanced_share, gather_sequences, pack, pad_to_agreed_count,
+    GatheredSequences, MicroBatch, PackOptions, Reference, Sequence, balanced_share, gather_sequences, pack,
+    pad_to_agreed_count,
 };
+use crate::types::Place;
 use crate::update::denominators::{denominators, set_bnpo_divisors};
 use crate::update::options::UpdateOptions;
 
@@ -18,7 +20,7 @@ impl Learner {
         options: &UpdateOptions,
     ) -> Result<(Vec<Vec<Sequence>>, Vec<Denominators>)> {
         let (num_updates, group) = (options.updates_per_generation, self.world.group());
-        let (all, experts) = gather_sequences(sequences, &*group)?;
+        let GatheredSequences { sequences: all, experts } = gather_sequences(sequences, &*group)?;
         let mut slices = vec![Vec::new(); num_updates];
         for (index, sequence) in all.into_iter().enumerate() {
             slices[index % num_updates].push(sequence);
@@ -42,7 +44,7 @@ impl Learner {
 
     /// Indexes of the part of all sequences that this rank computes, together with those that it shares micro-batches with.
     pub(super) fn share_of(&self, all: &[Sequence], options: &UpdateOptions) -> Vec<usize> {
-        let (group, num_groups) = self.mesh.sequence_group();
+        let Place { rank: group, size: num_groups } = self.mesh.sequence_group();
         balanced_share(all, &self.policy.table().spec, self.shares_prompts(options), group, num_groups)
     }
 

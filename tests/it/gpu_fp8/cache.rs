@@ -1,7 +1,7 @@
 //! A cache in eight bits: what is written, and attention over it.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, HeadTransform, NormOptions, QkvViews, ScaledRows, SharedPrefixes,
+    self, AttentionPlan, AttentionShape, HeadTransform, KvBlocks, NormOptions, QkvViews, ScaledRows, SharedPrefixes,
 };
 use colo_grpo::internal::ops::attention::{PagedLayout, paged_decode};
 use colo_grpo::internal::ops::rope::Rope;
@@ -182,11 +182,11 @@ fn gpu_paged_attention_over_fp8_keeps_what_is_not_a_number() {
         for is_fp8 in [true, false] {
             let attend = |q: &Tensor| {
                 let mut o = poison(&[ROWS, heads, dim], Kind::BFloat16);
-                if is_fp8 {
-                    kernels::paged_attention_scaled(&plan, q, &cache, &cache, &tables, &lens, &mut o).unwrap();
-                } else {
-                    kernels::paged_attention(&plan, q, &plain, &plain, &tables, &lens, &mut o).unwrap();
-                }
+                let cache = match is_fp8 {
+                    true => KvBlocks::scaled(&cache, &cache),
+                    false => KvBlocks::plain(&plain, &plain),
+                };
+                kernels::paged_attention(&plan, q, cache, &tables, &lens, None, &mut o).unwrap();
                 o
             };
             let q = gpu(&rand(&[ROWS, heads, dim], Kind::BFloat16));
@@ -239,7 +239,7 @@ fn compare(kind: Kind, shape: AttentionShape, sharing: i64, split: Option<usize>
         shape.sliding_window,
     )
     .unwrap();
-    let expected = paged_decode(&double(&q), &k, &v, &layout, shape.scale).unwrap();
+    let expected = paged_decode(&double(&q), &k, &v, &layout, shape.scale, false).unwrap().0;
     let _ = expected.get(0).fill_(0.0); // the row without a sequence
 
     let (q, lens, tables) = (gpu(&q), ints(&contexts.lens), gpu(&tables.to_kind(Kind::Int)));
@@ -252,7 +252,7 @@ fn compare(kind: Kind, shape: AttentionShape, sharing: i64, split: Option<usize>
     let mut o = poison(&[ROWS, heads, dim], Kind::BFloat16);
     for _ in 0..2 {
         plan.update(&lens, prefixes).unwrap();
-        kernels::paged_attention_scaled(&plan, &q, &k, &v, &tables, &lens, &mut o).unwrap();
+        kernels::paged_attention(&plan, &q, KvBlocks::scaled(&k, &v), &tables, &lens, None, &mut o).unwrap();
         // Row by row: magnitudes differ.
         for row in 1..ROWS {
             let error = relative_error(&o.get(row), &expected.get(row));

@@ -6,7 +6,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 
 use colo_grpo::internal::config::{Quantization, TargetModule};
-use colo_grpo::internal::model::{LoraSpec, ModelSpec, ParamTable, write_adapters};
+use colo_grpo::internal::model::{AdapterBase, LoraSpec, ModelSpec, ParamTable, write_adapters};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -23,7 +23,15 @@ fn write(folder: &Path, r: usize, factor: f64) {
     let table = ParamTable::adapters(spec, &lora, 1);
     let unit = |len: usize| (Tensor::arange(len as i64, (Kind::Float, Device::Cpu)) * factor).sin() * 0.1;
     let mut units = table.units.iter().map(|layout| Ok(unit(layout.len)));
-    write_adapters(folder, &table, &lora, (&base, Quantization::None), Kind::Float, &mut units).unwrap();
+    write_adapters(
+        folder,
+        &table,
+        &lora,
+        AdapterBase { folder: &base, quantization: Quantization::None },
+        Kind::Float,
+        &mut units,
+    )
+    .unwrap();
 }
 
 /// Two folders of adapters, and the option that names them `one` and `two`.

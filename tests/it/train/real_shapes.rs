@@ -229,7 +229,7 @@ fn gpu_a_head_s_gradients_by_slices_are_those_of_float32() {
                 &dlogprobs,
                 dentropy,
                 None,
-                Some((&mut d_weight, Onto::Sum)),
+                Some(head::TableSum { sum: &mut d_weight, onto: Onto::Sum }),
             )
             .unwrap();
             let errors = [off(&d_hidden, &exact[0]), off(&(d_weight - &before), &exact[1])];

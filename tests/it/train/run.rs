@@ -201,7 +201,7 @@ impl Run {
     }
 
     pub fn own_sequences(&self, mesh: &Mesh) -> Vec<Sequence> {
-        let (rank, num_groups) = mesh.sequence_group();
+        let (rank, num_groups) = (mesh.sequence_group().rank, mesh.sequence_group().size);
         let sharers = self.num_sharers.min(num_groups);
         let all = self.sequences().into_iter().enumerate();
         let mut own: Vec<Sequence> =

@@ -51,7 +51,7 @@ fn equals_one_rank(mesh: &Mesh, run: &Run, policy_of: &dyn Fn(&Mesh) -> Policy, 
     let whole = Run { announced: false, ..*run };
     let (batches, shared) = (whole.micro_batches(&alone), run.micro_batches(mesh));
     let (mut one, mut own) = (policy_of(&alone), policy_of(mesh));
-    if mesh.sequence_group().1 == 1 {
+    if mesh.sequence_group().size == 1 {
         for (whole, part) in batches.iter().zip(&shared) {
             let [expected, got] =
                 [one.teacher_logprobs(whole, TEMPERATURE, 3), own.teacher_logprobs(part, TEMPERATURE, 3)]
@@ -77,7 +77,8 @@ fn every_mixer(mesh: &Mesh) {
     let stages = if mesh.shard.size() == 1 { 0..=0 } else { 0..=3 };
     for stage in stages {
         let run = Run { announced: stage > 1, ..Run::new(stage, Kind::Double) };
-        let experts = Run { experts: true, aux_loss_coef: if mesh.sequence_group().1 == 1 { 0.5 } else { 0.0 }, ..run };
+        let experts =
+            Run { experts: true, aux_loss_coef: if mesh.sequence_group().size == 1 { 0.5 } else { 0.0 }, ..run };
         let delta_nets = Run { delta_nets: true, ..run };
         let recompute = GradientCheckpointing::Full;
         for run in [
