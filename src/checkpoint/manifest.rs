@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use super::digits::hexadecimal;
 use super::shards::FOLDER as SHARDS;
 use super::state::FILE as STATE;
+use crate::console::checkpoint_progress;
 use crate::error::{Error, Result};
 use crate::model::sync;
 use crate::untrusted::{self, MAX_INDEX_BYTES};
@@ -37,8 +38,8 @@ pub struct FileRecord {
 }
 
 impl FileRecord {
-    /// Reads and hashes a file; `moved` is called for every MiB.
-    fn of(folder: &Path, path: &str, moved: &mut dyn FnMut()) -> io::Result<Self> {
+    /// Reads and hashes a file; `moved` is told the bytes of every part.
+    fn of(folder: &Path, path: &str, moved: &mut dyn FnMut(u64)) -> io::Result<Self> {
         let mut file = untrusted::open(&folder.join(path))?;
         let (mut hasher, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
         loop {
@@ -47,7 +48,7 @@ impl FileRecord {
                 count => {
                     hasher.update(&buffer[..count]);
                     bytes += count as u64;
-                    moved();
+                    moved(count as u64);
                 }
             }
         }
@@ -84,7 +85,7 @@ impl Manifest {
         let mut files = known;
         for path in files_below(folder)? {
             if !files.iter().any(|record| record.path == path) {
-                let record = FileRecord::of(folder, &path, &mut || ()); // on a helper's thread
+                let record = FileRecord::of(folder, &path, &mut |_| ()); // on a helper's thread
                 files.push(record.map_err(Error::io(folder.join(&path)))?);
             }
         }
@@ -116,8 +117,13 @@ impl Manifest {
         for record in &manifest.files {
             record.check_size(folder).map_err(|message| bad(&record.path, message))?;
         }
+        let total = manifest.files.iter().map(|record| record.bytes).sum();
+        let mut told = checkpoint_progress("checkpoint read", total);
         for record in &manifest.files {
-            let found = FileRecord::of(folder, &record.path, moved);
+            let found = FileRecord::of(folder, &record.path, &mut |bytes| {
+                moved();
+                told(bytes);
+            });
             if found.map_err(|error| bad(&record.path, error.to_string()))? != *record {
                 return Err(bad(&record.path, "the contents changed since it was written (SHA-256)".to_owned()));
             }

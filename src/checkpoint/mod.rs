@@ -25,7 +25,7 @@
 //! | `saver` | one save at a time, beside training |
 //! | `write` | a checkpoint's files |
 //! | `manifest` | sizes and hashes |
-//! | `shards` | optimizer state, read by range |
+//! | `shard_file`, `shards` | optimizer state: a rank's file; all files, read by range |
 //! | `state` | `trainer_state.json` |
 
 mod candidates;
@@ -37,6 +37,7 @@ mod folder;
 mod manifest;
 mod resume;
 mod saver;
+mod shard_file;
 mod shards;
 mod shared;
 mod state;
@@ -245,6 +246,11 @@ impl Checkpoint {
         let mark = Some(self.state.mark()).filter(|_| !self.state.run_id.is_empty());
         let form = |param: &_| policy.state_form(param);
         let files = ShardFiles::open(&self.folder, mark.as_deref(), policy.trained_table(), &form)?;
-        policy.import_state(self.state.num_updates, &mut |unit, name, elements| files.read(unit, name, elements))
+        let mut restored = console::units_progress("restore", policy.state_ranges().count());
+        policy.import_state(self.state.num_updates, &mut |unit, name, elements| {
+            let state = files.read(unit, name, elements)?;
+            restored();
+            Ok(state)
+        })
     }
 }

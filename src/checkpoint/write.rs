@@ -2,35 +2,28 @@
 //!
 //! Ranks may write in threads beside training, so they do not meet in collectives: each leaves a record of what it has
 //! written in `.records` of the temporary folder, where the first one looks for it before it publishes.
-#![allow(unsafe_code)]
 
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
-use sha2::{Digest, Sha256};
 use tch::{Kind, Tensor};
 
-use super::digits::hexadecimal;
 use super::folder;
 use super::manifest::{FileRecord, Manifest};
-use super::shards::{FOLDER, MARK, tensor_name};
+use super::shard_file::{ShardFile, bytes_of};
+use super::shards::FOLDER;
 use super::writers::Writers;
 use super::{CheckpointOptions, TrainerState};
 use crate::config::Quantization;
+use crate::console::checkpoint_progress;
 use crate::error::{Error, ExitCode, Result};
-use crate::model::{
-    AdapterBase, LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header, write_adapters,
-};
+use crate::model::{AdapterBase, LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, write_adapters};
 use crate::phase::{self, Phase};
 use crate::ranks::World;
-use crate::torch::{self, accumulation_kind};
-use crate::train::{ParamState, Policy, Reference, StateRange};
+use crate::train::{ParamState, Policy, Reference};
 
 /// Room for what is small: configuration, tokenizer, headers, manifest.
 const SMALL_FILES_BYTES: u64 = 32 << 20;
@@ -68,7 +61,7 @@ pub fn first_bytes(Models { policy, reference }: Models<'_>) -> u64 {
 
 /// Bytes that the model folder takes.
 pub fn model_bytes(policy: &Policy) -> u64 {
-    (policy.trained_table().num_params() * policy.kind().elt_size_in_bytes()) as u64 + SMALL_FILES_BYTES
+    weights_bytes(policy.trained_table(), policy.kind()) + SMALL_FILES_BYTES
 }
 
 /// Says that all ranks are about to write: a rank that fails takes its mark away, which needs no room on a full disk.
@@ -91,7 +84,7 @@ pub struct RankPart {
     writers: Writers,
     step: u64,
     /// Name and header of this rank's optimizer state, if it saves any.
-    shard: Option<(String, Vec<u8>)>,
+    shard: Option<ShardFile>,
     lora: Option<LoraSpec>,
     /// How the base of adapters is stored.
     base_quantization: Quantization,
@@ -146,7 +139,7 @@ impl RankPart {
             options: options.clone(),
             rank,
             step: phase::step(),
-            shard: policy.saves_state(&writers.ranks()).then(|| (name, shard_header(policy, state.mark()))),
+            shard: policy.saves_state(&writers.ranks()).then(|| ShardFile::of(policy, name, state.mark())),
             writers,
             lora: policy.lora().cloned(),
             base_quantization: policy.base_quantization(),
@@ -158,6 +151,12 @@ impl RankPart {
         }
     }
 
+    /// Bytes that this rank writes, nearly.
+    fn bytes(&self) -> u64 {
+        let num_models = u64::from(self.writers.is_first()) * (1 + u64::from(self.has_reference));
+        self.shard.as_ref().map_or(0, |shard| shard.bytes) + num_models * weights_bytes(&self.table, self.kind)
+    }
+
     /// Writes this rank's files; the first rank then waits for the others and gives the checkpoint its name.
     pub fn write(
         &self,
@@ -165,8 +164,9 @@ impl RankPart {
         units: Units<'_>,
         abandoned: &AtomicBool,
     ) -> Result<()> {
+        let mut told = checkpoint_progress("checkpoint", self.bytes());
         let own = match &self.shard {
-            Some((name, header)) => vec![write_shard(&self.temporary, name, header, shard)?],
+            Some(own) => vec![own.write(&self.temporary, shard, &mut told)?],
             None => Vec::new(),
         };
         phase::inject_at(Phase::Write, self.step)?;
@@ -176,9 +176,9 @@ impl RankPart {
         }
         let folder = &self.temporary;
         let base = AdapterBase { folder: &self.options.base_dir, quantization: self.base_quantization };
-        write_model(folder, base, self.lora.as_ref(), &self.table, self.kind, units.policy)?;
+        write_model(folder, base, self.lora.as_ref(), &self.table, self.kind, units.policy, &mut told)?;
         if self.has_reference {
-            write_model(&folder.join(REFERENCE), base, None, &self.table, self.kind, units.reference)?;
+            write_model(&folder.join(REFERENCE), base, None, &self.table, self.kind, units.reference, &mut told)?;
         }
         match &self.common_state {
             Some(text) => TrainerState::write_text(&self.temporary, text)?,
@@ -271,6 +271,7 @@ pub fn model(folder: &Path, base_dir: &Path, is_first: bool, policy: &Policy) ->
             policy.trained_table(),
             policy.kind(),
             &mut weights,
+            &mut checkpoint_progress("model", weights_bytes(policy.trained_table(), policy.kind())),
         ),
         false => weights.try_for_each(|flat| flat.map(drop)),
     }
@@ -283,7 +284,9 @@ fn write_model(
     table: &ParamTable,
     kind: Kind,
     weights: &mut dyn Iterator<Item = Result<Tensor>>,
+    told: &mut dyn FnMut(u64),
 ) -> Result<()> {
+    let weights = &mut weights.inspect(|flat| told(flat.as_ref().map_or(0, bytes_of)));
     let base_dir = base.folder;
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     copy_tokenizer(base_dir, folder)?;
@@ -298,76 +301,9 @@ fn write_model(
     writer.finish()
 }
 
-/// Writes this rank's optimizer state, one parameter after the other.
-fn write_shard(
-    folder: &Path,
-    name: &str,
-    header: &[u8],
-    states: &mut dyn Iterator<Item = Result<ParamState>>,
-) -> Result<FileRecord> {
-    let optimizer = folder.join(FOLDER);
-    std::fs::create_dir_all(&optimizer).map_err(Error::io(optimizer))?;
-    let mut file = HashedFile::create(folder, name.to_owned())?;
-    file.append(header)?;
-    for state in states {
-        for tensor in state?.tensors {
-            // SAFETY: what is written is a copy of the state that nobody else has.
-            file.append(unsafe { torch::bytes(&tensor) }?)?;
-        }
-    }
-    file.finish()
-}
-
-fn shard_header(policy: &Policy, mark: String) -> Vec<u8> {
-    let wide = accumulation_kind(policy.kind());
-    let mut end = 0;
-    let mut infos = Vec::new();
-    for StateRange { unit, name, elements, form } in policy.state_ranges() {
-        for part in form.parts() {
-            let (start, num_values, kind) = (end, part.num_values(elements.len()), part.kind(wide));
-            end += num_values * kind.elt_size_in_bytes();
-            let info = TensorInfo { dtype: dtype_of(kind), shape: vec![num_values], data_offsets: (start, end) };
-            infos.push((tensor_name(unit, name, &elements, part.name()), info));
-        }
-    }
-    encode_header(infos, &[(MARK, &mark)])
-}
-
-/// The type of a state's tensor on disk.
-fn dtype_of(kind: Kind) -> Dtype {
-    match kind {
-        Kind::Double => Dtype::F64,
-        Kind::Uint8 => Dtype::U8,
-        _ => Dtype::F32,
-    }
-}
-
-/// A file that is hashed as it is written.
-struct HashedFile {
-    full: PathBuf,
-    path: String,
-    file: File,
-    hasher: Sha256,
-    bytes: u64,
-}
-
-impl HashedFile {
-    fn create(folder: &Path, path: String) -> Result<Self> {
-        let full = folder.join(&path);
-        let file = File::create(&full).map_err(Error::io(&full))?;
-        Ok(Self { full, path, file, hasher: Sha256::new(), bytes: 0 })
-    }
-
-    fn append(&mut self, data: &[u8]) -> Result<()> {
-        self.hasher.update(data);
-        self.bytes += data.len() as u64;
-        self.file.write_all(data).map_err(Error::io(&self.full))
-    }
-
-    fn finish(self) -> Result<FileRecord> {
-        self.file.sync_all().map_err(Error::io(&self.full))?;
-        Ok(FileRecord { path: self.path, bytes: self.bytes, sha256: hexadecimal(&self.hasher.finalize()) })
-    }
+/// Bytes of a model's weights in `kind`.
+fn weights_bytes(table: &ParamTable, kind: Kind) -> u64 {
+    (table.num_params() * kind.elt_size_in_bytes()) as u64
 }
 
 #[cfg(test)]

@@ -75,14 +75,14 @@ impl DataConfig {
     }
 
     /// The data set and its split with the held-out rows.
-    pub fn test_split(&self) -> Option<NamedSplit<'_>> {
+    pub(crate) fn test_split(&self) -> Option<NamedSplit<'_>> {
         Some(NamedSplit { dataset: self.dataset_name.as_deref()?, split: self.dataset_test_split.as_deref()? })
     }
 }
 
 /// A split of a named data set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NamedSplit<'a> {
+pub(crate) struct NamedSplit<'a> {
     /// [`DataConfig::dataset_name`]
     pub dataset: &'a str,
     /// The split's name.

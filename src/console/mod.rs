@@ -29,8 +29,8 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use bars::{BarState, Bars};
 pub use progress::{
-    Progress, clear_progress, download_progress, hide_progress, number, parts_progress, pinning_progress,
-    rows_progress, weights_progress,
+    Progress, checkpoint_progress, clear_progress, download_progress, hide_progress, number, parts_progress,
+    pinning_progress, rows_progress, units_progress,
 };
 pub use redact::{redact, redact_json};
 pub use run::RunDisplay;

@@ -9,6 +9,8 @@ use super::{is_shown, say, show};
 
 /// Bars are shown anew no more often than this, but for a new or a finished one.
 const FRAME_INTERVAL: Duration = Duration::from_millis(100);
+/// Work that is done sooner has no bar where it comes at every step: it would flicker.
+const PATIENCE: Duration = Duration::from_millis(300);
 /// The least between two lines about the same work.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -91,6 +93,8 @@ pub struct Progress {
     unit: &'static str,
     unit_size: u64,
     has_lines: bool,
+    /// The bar is shown once the work has taken so long.
+    patience: Duration,
     start: Instant,
     last_line: Mutex<Option<Instant>>,
 }
@@ -99,7 +103,8 @@ impl Progress {
     /// Work called `name`, counted in `unit`s.
     pub fn new(name: &'static str, unit: &'static str) -> Self {
         let (handle, start) = (BarHandle::new(), Instant::now());
-        Self { handle, name, unit, unit_size: 1, has_lines: true, start, last_line: Mutex::new(None) }
+        let (patience, last_line) = (Duration::ZERO, Mutex::new(None));
+        Self { handle, name, unit, unit_size: 1, has_lines: true, patience, start, last_line }
     }
 
     /// Counts in bytes and shows units of `unit_size` bytes.
@@ -111,6 +116,12 @@ impl Progress {
     #[must_use]
     pub fn without_lines(self) -> Self {
         Self { has_lines: false, ..self }
+    }
+
+    /// Shows nothing of what is done soon.
+    #[must_use]
+    pub fn when_slow(self) -> Self {
+        Self { patience: PATIENCE, ..self }
     }
 
     /// So much is done of what is known.
@@ -130,6 +141,7 @@ impl Progress {
         let bar = BarState { done, total, unit_size: self.unit_size, ..self.handle.bar(self.name, self.unit) };
         match is_shown() {
             true if is_over => self.handle.take_away(),
+            true if self.start.elapsed() < self.patience => {}
             true => self.handle.show(BarState { items: self.rate(done).into_iter().collect(), ..bar }, false),
             false if !is_over && self.is_line_due() => say(format_args!("{}: {}", self.name, bar.count())),
             false => {}
@@ -170,13 +182,21 @@ pub fn parts_progress(name: &'static str) -> impl FnMut(usize, usize) {
     move |done, total| progress.tell(done as u64, total as u64)
 }
 
-/// Shows how many of a model's `total` units have their weights, told after each.
-pub fn weights_progress(total: usize) -> impl FnMut() {
-    let (mut progress, mut num_loaded) = (parts_progress("weights"), 0);
-    progress(num_loaded, total);
+/// Shows how many of a model's `total` units are read, sent or gathered, told after each, where that takes a while.
+pub fn units_progress(name: &'static str, total: usize) -> impl FnMut() {
+    let (progress, mut num_done) = (Progress::new(name, "parts").when_slow(), 0);
     move || {
-        num_loaded += 1;
-        progress(num_loaded, total);
+        num_done += 1;
+        progress.tell(num_done, total as u64);
+    }
+}
+
+/// Shows how much of a checkpoint of `total` bytes is written or read, told of how many more, where that takes a while.
+pub fn checkpoint_progress(name: &'static str, total: u64) -> impl FnMut(u64) {
+    let (progress, mut done) = (Progress::new(name, "MB").in_bytes(1_000_000).when_slow(), 0);
+    move |more| {
+        done = (done + more).min(total);
+        progress.tell(done, total);
     }
 }
 

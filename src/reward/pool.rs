@@ -13,6 +13,7 @@ use super::state::{PendingGroup, PoolShared, PoolState};
 use super::worker::Origin;
 use super::{RewardFunction, builtin};
 use crate::config::{Config, ProcessRewards, RewardConfig, environment_class, reward_name};
+use crate::console::Progress;
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::process::detach;
@@ -204,7 +205,12 @@ impl RewardPool {
     /// a ticket's scores were taken before.
     pub fn wait(&mut self, groups: &mut [RolloutGroup], tickets: &[RewardTicket]) -> Result<()> {
         self.shared.lock().check_open(groups.len(), tickets.iter().map(|ticket| ticket.0))?;
-        let mut state = self.await_until(|state| tickets.iter().all(|ticket| state.is_scored(ticket.0)))?;
+        let progress = Progress::new("reward", "groups").when_slow();
+        let mut state = self.await_until(|state| {
+            let num_scored = tickets.iter().filter(|ticket| state.is_scored(ticket.0)).count();
+            progress.tell(num_scored as u64, tickets.len() as u64);
+            num_scored == tickets.len()
+        })?;
         groups.iter_mut().zip(tickets).for_each(|(group, ticket)| self.fill(&mut state, group, *ticket));
         Ok(())
     }

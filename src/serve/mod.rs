@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::console::weights_progress;
+use crate::console::units_progress;
 use crate::error::Result;
 use crate::memory::explain_out_of_memory;
 use crate::model::{BlockLora, Format, LoraSpec, ModelSpec, ParamTable, Unit, UnitLayout};
@@ -54,7 +54,7 @@ impl Served {
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
         let (device, own) = (world.device(), engine.ranks().stage().units(&table.spec));
-        let mut loaded = weights_progress(table.units.len());
+        let mut loaded = units_progress("weights", table.units.len());
         let mut load = |layout: &UnitLayout| {
             let unit = match own.contains(&layout.unit) {
                 true => source(layout)?.f_to_device(device)?,

@@ -7,6 +7,7 @@ use std::marker::PhantomData;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::console::units_progress;
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{BlockLora, BlockParams, EmbeddingParams, HeadParams, ParamTable, Stage, StoredBlock, Unit};
@@ -124,6 +125,12 @@ impl EngineSlices {
         stored: &'a [StoredBlock],
     ) -> Result<EngineWeights<'a>> {
         let part = &self.part;
+        let mut gathered = units_progress("gather", part.stage.units(&table.spec).len());
+        let unit = &mut |of: Unit| -> Result<Tensor> {
+            let flat = unit(of)?;
+            gathered();
+            Ok(flat)
+        };
         let kept = &mut self.adapters;
         kept.resize_with(table.spec.num_layers(), BlockLora::default);
         let adapters = &mut |layer: usize| -> Result<BlockLora> {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
+use crate::console::units_progress;
 use crate::error::Result;
 use crate::phase::{self, Phase};
 use crate::ranks::World;
@@ -160,7 +161,17 @@ impl Split {
     /// Every unit from its trainer to all ranks, those of adapters first. The other trainers receive the bits that they have.
     fn send_weights(&mut self) -> Result<()> {
         let (group, num_trainers, base_is_there) = (self.world.group(), self.num_trainers, self.base_is_there);
-        let send = |(index, mut unit): (usize, Tensor)| group.broadcast(&mut unit, index % num_trainers);
+        let num_units = self.learner().map_or(0, |learner| {
+            let (policy, base) = (learner.policy(), usize::from(!base_is_there));
+            let adapters = policy.lora().map_or(0, |_| policy.trained_table().units.len());
+            adapters + base * policy.table().units.len()
+        });
+        let mut sent = units_progress("gather", num_units);
+        let mut send = |(index, mut unit): (usize, Tensor)| -> Result<()> {
+            group.broadcast(&mut unit, index % num_trainers)?;
+            sent();
+            Ok(())
+        };
         phase::scope(Phase::Gather, || match &mut self.role {
             SplitRank::Trains(learner) => {
                 let policy = learner.policy();
@@ -173,7 +184,7 @@ impl Split {
                 base.enumerate().try_for_each(|(index, layout)| send((index, policy.unit_weights(layout.unit)?)))
             }
             SplitRank::Generates(served) => {
-                served.adapter_units().enumerate().try_for_each(&send)?;
+                served.adapter_units().enumerate().try_for_each(&mut send)?;
                 let base = served.base_units().filter(|_| !base_is_there);
                 base.enumerate().try_for_each(|(index, unit)| send((index, unit?)))
             }

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow};
 use crate::config::Quantization;
-use crate::console::weights_progress;
+use crate::console::units_progress;
 use crate::error::{Error, Result};
 use crate::memory::{HostPool, Ledger, MemoryKind};
 use crate::model::{ParamTable, StoredBlock, StoredFormat, Unit, UnitLayout};
@@ -60,7 +60,7 @@ impl Weights {
             let kept = weights.kept(layout.len);
             weights.units.push(Tensor::f_zeros([kept.len() as i64], (kind, device))?);
         }
-        let mut loaded = weights_progress(table.units.len());
+        let mut loaded = units_progress("weights", table.units.len());
         for (index, layout) in table.units.iter().enumerate() {
             let flat = whole(layout, source)?;
             each(index, &flat)?;
@@ -85,7 +85,7 @@ impl Weights {
         let (mut weights, encoder) = (Self::empty(owner, table, sharding, (kind, device)), format.encoder(device)?);
         weights.quantization = quantization;
         let (table, mut plain) = (weights.table.clone(), 0);
-        let mut loaded = weights_progress(table.units.len());
+        let mut loaded = units_progress("weights", table.units.len());
         for layout in &table.units {
             let flat = whole(layout, source)?.f_to_device(device)?.f_to_kind(kind)?;
             let kept = match layout.unit {
@@ -116,7 +116,7 @@ impl Weights {
     ) -> Result<Self> {
         let sharding = Sharding { keeps_weights: false, ..sharding };
         let mut weights = Self::empty(owner, table, sharding, (kind, device));
-        let mut loaded = weights_progress(weights.table.units.len());
+        let mut loaded = units_progress("weights", weights.table.units.len());
         for (index, layout) in weights.table.units.iter().enumerate() {
             let slice = narrow(&whole(layout, source)?, &weights.kept(layout.len));
             pool.copy_from(weights.byte_offset(index), &slice.f_to_kind(kind)?.f_to_device(Device::Cpu)?)?;

@@ -33,7 +33,7 @@ const EDGES: &[&str] = &[
     "model/files",
     // Tensors' bytes on their way to a file.
     "model/lora/peft.rs",
-    "checkpoint/write.rs",
+    "checkpoint/shard_file.rs",
     "phase/",
     // The static that holds signals.
     "main.rs",

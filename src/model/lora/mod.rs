@@ -34,5 +34,5 @@ mod tests;
 
 pub use layout::{BlockLora, Lora};
 pub(super) use peft::WEIGHTS as ADAPTER_WEIGHTS;
-pub use peft::{AdapterBase, AdapterFiles, write_adapters};
-pub use spec::LoraSpec;
+pub use peft::{AdapterFiles, write_adapters};
+pub use spec::{AdapterBase, LoraSpec};

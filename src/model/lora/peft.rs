@@ -12,7 +12,7 @@ use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::spec::{AdaptedProjection, Fused, LoraSpec};
+use super::spec::{AdaptedProjection, AdapterBase, Fused, LoraSpec};
 use crate::config::{MAX_RANK, Quantization, TargetModule};
 use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
@@ -213,15 +213,6 @@ fn convert_hint(folder: &Path) -> String {
 
 /// The entry of the weights' header that says how the base was stored in training, where it was not as its files have it.
 const BASE_QUANTIZATION: &str = "base_quantization";
-
-/// The model that adapters were trained beside.
-#[derive(Debug, Clone, Copy)]
-pub struct AdapterBase<'a> {
-    /// The folder of the model.
-    pub folder: &'a Path,
-    /// How its weights were stored while the adapters were trained.
-    pub quantization: Quantization,
-}
 
 /// Writes an adapter folder's two files; `units` gives those of `table` in turn.
 ///

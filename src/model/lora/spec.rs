@@ -1,7 +1,9 @@
 //! Settings of adapters, and the shapes of their parameters beside a model's matrices.
 
+use std::path::Path;
+
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
-use crate::config::{LoraConfig, TargetModule};
+use crate::config::{LoraConfig, Quantization, TargetModule};
 use crate::error::{Error, Result};
 use crate::model::families::FusedTensor;
 use crate::model::spec::{LinearSpec, MLP, ModelSpec, ParamName, Projection, Shapes, product, room};
@@ -18,6 +20,15 @@ pub struct LoraSpec {
     pub dropout: f64,
     /// Adapted projections, each once, in [`TargetModule`]'s order; all of them are those that the model has.
     pub targets: Vec<TargetModule>,
+}
+
+/// The model that adapters were trained beside.
+#[derive(Debug, Clone, Copy)]
+pub struct AdapterBase<'a> {
+    /// The folder of the model.
+    pub folder: &'a Path,
+    /// How its weights were stored while the adapters were trained.
+    pub quantization: Quantization,
 }
 
 /// Elements of what adapters' B is expanded to.
