@@ -5,6 +5,7 @@ mod page;
 mod panels;
 mod plot;
 mod samples;
+mod templates;
 mod turns;
 
 use std::path::{Path, PathBuf};

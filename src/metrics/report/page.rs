@@ -1,12 +1,14 @@
 //! The page around the plots.
 
-use std::fmt::Write;
 use std::path::Path;
+
+use serde_json::{Value, json};
 
 use super::panels::History;
 use super::samples::Samples;
-use super::turns::{excerpt, turns};
-use super::{SCRIPT, STYLE, charts, escape, number};
+use super::templates::{self, Excerpt};
+use super::turns::{MAX_MESSAGES, turns};
+use super::{SCRIPT, STYLE, charts, number};
 use crate::metrics::CompletionRow;
 
 /// Longest text shown of a prompt or completion, in characters.
@@ -15,50 +17,40 @@ const MAX_CHARACTERS: usize = 1500;
 pub(super) fn render(output_dir: &Path, history: &History, config: &[(String, String)], samples: &[Samples]) -> String {
     let name = output_dir.file_name().map_or("run".into(), |name| name.to_string_lossy());
     let model = config.iter().find(|(key, _)| key == "model_name_or_path").map_or("", |(_, value)| value.as_str());
-    let figures = charts(&[("", history)]);
-    format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>{name} – colo-grpo</title>\
-         <style>{STYLE}</style></head>\n<body><header><h1>{name}</h1><p>{model}</p></header>\n<main>\n\
-         <section class=\"tiles\">{tiles}</section>\n<section class=\"plots\">\n{figures}</section>\n\
-         {completions}{metrics}{configuration}</main><script>{SCRIPT}</script></body></html>\n",
-        name = escape(&name),
-        model = escape(model),
-        tiles = tiles(history),
-        completions = samples.iter().map(completions).collect::<String>(),
-        metrics = folded("All metrics", &metrics_table(history)),
-        configuration = if config.is_empty() { String::new() } else { folded("Configuration", &config_table(config)) },
-    )
-}
-
-fn folded(title: &str, table: &str) -> String {
-    format!("<details><summary>{title}</summary><div class=\"scroll\">{table}</div></details>\n")
+    let groups = |samples: &Samples| -> String {
+        samples.groups.iter().map(|group| completions_of_prompt(group, MAX_CHARACTERS, 0)).collect()
+    };
+    let samples: Vec<_> =
+        samples.iter().map(|samples| json!({"step": samples.step, "groups": groups(samples)})).collect();
+    let config = if config.is_empty() { String::new() } else { config_table(config) };
+    let (tiles, figures, metrics) = (tiles(history), charts(&[("", history)]), metrics_table(history));
+    let values = json!({
+        "name": name, "model": model, "style": STYLE, "script": SCRIPT, "tiles": tiles, "figures": figures, "samples": samples,
+        "metrics": metrics, "config": config,
+    });
+    templates::render("page.html", values)
 }
 
 /// The newest figures of a run.
 pub fn tiles(history: &History) -> String {
     let last = |name: &str| history.get(name).and_then(|points| points.last()).map(|point| point.1);
-    let mut html = String::new();
-    let mut tile = |label: &str, value: String| {
-        let _ = write!(html, "<div><span>{label}</span><b>{value}</b></div>");
-    };
+    let tile = |label: &str, value: String| json!({"label": label, "value": value});
+    let mut tiles = Vec::new();
     for (name, label) in [("eval_reward", "Evaluation reward"), ("reward", "Training reward")] {
         if let Some([first, .., last]) = history.get(name) {
-            tile(label, format!("{} <small>→</small> {}", number(first.1), number(last.1)));
+            tiles.push(json!({"label": label, "first": number(first.1), "value": number(last.1)}));
         }
     }
-    tile("Steps", number(history.steps.1));
-    if let Some(tokens) = last("num_tokens") {
-        tile("Tokens", number(tokens));
-    }
+    tiles.push(tile("Steps", number(history.steps.1)));
+    tiles.extend(last("num_tokens").map(|tokens| tile("Tokens", number(tokens))));
     if let Some(points) = history.get("step_time") {
-        tile("Time in steps", duration(total(points)));
-        tile("Seconds per step", number(median(points)));
+        tiles.push(tile("Time in steps", duration(total(points))));
+        tiles.push(tile("Seconds per step", number(median(points))));
     }
     if let Some(points) = history.get("perf/tokens_per_second_per_gpu") {
-        tile("Tokens/s, each rank", number(median(points)));
+        tiles.push(tile("Tokens/s, each rank", number(median(points))));
     }
-    html
+    templates::render("tiles.html", json!({"tiles": tiles}))
 }
 
 fn median(points: &[(f64, f64)]) -> f64 {
@@ -82,50 +74,40 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-fn completions(samples: &Samples) -> String {
-    let groups: String = samples.groups.iter().map(|group| completions_of_prompt(group, MAX_CHARACTERS, 0)).collect();
-    format!("<section><h2>Completions at step {}</h2>\n<div class=\"groups\">{groups}</div></section>\n", samples.step)
-}
-
 /// A prompt with its completions, each text cut after `max_characters`; `num_more` are not among `group`.
 pub fn completions_of_prompt(group: &[CompletionRow], max_characters: usize, num_more: usize) -> String {
-    let mut html = String::from("<article>");
-    let excerpt = |text: &str| excerpt(text, max_characters);
-    if let Some(first) = group.first() {
-        let _ = write!(html, "<h4>Prompt</h4><pre>{}</pre>", excerpt(&first.prompt));
-    }
-    if let Some(answer) = group.first().and_then(|row| row.reference_answer.as_deref()) {
-        let _ = write!(html, "<h4>Reference answer</h4><pre>{}</pre>", excerpt(answer));
-    }
-    for row in group {
-        let sign = if row.advantage > 0.0 {
-            "up"
-        } else if row.advantage < 0.0 {
-            "down"
-        } else {
-            "even"
-        };
-        let chip = |name: &str, value: Option<f32>| {
-            let value = value.map_or("failed".to_owned(), |value| number(f64::from(value)));
-            format!("<span>{} <b>{value}</b></span>", escape(name))
-        };
-        let left_out = if row.dropped == Some(true) { "<span>left out of the update</span>" } else { "" };
-        let rewards: String = row.rewards.iter().map(|(name, value)| chip(name, *value)).collect();
-        let text = match row.messages.as_slice() {
-            [] => format!("<pre>{}</pre>", excerpt(&row.completion)),
-            messages => turns(messages, max_characters),
-        };
-        let _ = write!(
-            html,
-            "<div class=\"completion {sign}\"><p>{}{rewards}{}{left_out}</p>{text}</div>",
-            chip("reward", row.reward),
-            chip("advantage", Some(row.advantage)),
-        );
-    }
-    if num_more > 0 {
-        let _ = write!(html, "<p>{num_more} more completions</p>");
-    }
-    html + "</article>\n"
+    let excerpt = |text| Excerpt::of(text, max_characters);
+    let (first, rows) = (group.first(), group.iter().map(|row| completion(row, max_characters)).collect::<Vec<_>>());
+    let values = json!({
+        "prompt": first.map(|row| excerpt(&row.prompt)),
+        "answer": first.and_then(|row| row.reference_answer.as_deref()).map(excerpt),
+        "rows": rows,
+        "num_more": num_more,
+    });
+    templates::render("completions.html", values)
+}
+
+fn completion(row: &CompletionRow, max_characters: usize) -> Value {
+    let chip = |name: &str, value: Option<f32>| {
+        let value = value.map_or("failed".to_owned(), |value| number(f64::from(value)));
+        json!({"name": name, "value": value})
+    };
+    let sign = match row.advantage {
+        advantage if advantage > 0.0 => "up",
+        advantage if advantage < 0.0 => "down",
+        _ => "even",
+    };
+    let rewards = row.rewards.iter().map(|(name, value)| chip(name, *value));
+    let chips =
+        std::iter::once(chip("reward", row.reward)).chain(rewards).chain([chip("advantage", Some(row.advantage))]);
+    json!({
+        "sign": sign,
+        "chips": chips.collect::<Vec<_>>(),
+        "is_left_out": row.dropped == Some(true),
+        "turns": turns(&row.messages, max_characters),
+        "num_more_turns": row.messages.len().saturating_sub(MAX_MESSAGES),
+        "completion": Excerpt::of(&row.completion, max_characters),
+    })
 }
 
 /// First, last, least and greatest value of every metric.
@@ -133,19 +115,12 @@ pub fn metrics_table(history: &History) -> String {
     let row = |(name, points): (&str, &[(f64, f64)])| {
         let values = || points.iter().map(|point| point.1);
         let cells = [values().next(), values().next_back(), values().reduce(f64::min), values().reduce(f64::max)];
-        let cells: String = cells.iter().map(|cell| format!("<td>{}</td>", number(cell.unwrap_or(f64::NAN)))).collect();
-        format!("<tr><th>{}</th>{cells}</tr>", escape(name))
+        json!({"name": name, "cells": cells.map(|cell| number(cell.unwrap_or(f64::NAN)))})
     };
-    format!(
-        "<table class=\"numbers\"><tr><th>metric</th>\
-         <td>first</td><td>last</td><td>least</td><td>greatest</td></tr>{}</table>",
-        history.all().map(row).collect::<String>()
-    )
+    templates::render("metrics.html", json!({"metrics": history.all().map(row).collect::<Vec<_>>()}))
 }
 
 /// The keys of a configuration and their values.
 pub fn config_table(config: &[(String, String)]) -> String {
-    let row = |(key, value): &(String, String)| format!("<tr><th>{}</th><td>{}</td></tr>", escape(key), escape(value));
-    let rows: String = config.iter().map(row).collect();
-    format!("<table>{rows}</table>")
+    templates::render("config.html", json!({"entries": config}))
 }

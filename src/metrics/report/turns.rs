@@ -1,55 +1,41 @@
-//! A completion of several turns as HTML: one item a message.
+//! A completion of several turns: one item a message.
 
-use std::fmt::Write;
+use serde_json::{Value, json};
 
-use serde_json::Value;
-
-use super::escape;
+use super::templates::Excerpt;
 
 /// Most messages shown of a completion.
-const MAX_MESSAGES: usize = 100;
+pub(super) const MAX_MESSAGES: usize = 100;
 /// Fewest characters shown of a message, however many there are.
 const MIN_CHARACTERS: usize = 200;
 
-/// The messages of a completion, whose texts have `max_characters` together.
-pub(super) fn turns(messages: &[Value], max_characters: usize) -> String {
+/// The messages of a completion as its template has them; their texts have `max_characters` together.
+pub(super) fn turns(messages: &[Value], max_characters: usize) -> Vec<Value> {
     let each = (max_characters / messages.len().clamp(1, MAX_MESSAGES)).max(MIN_CHARACTERS);
-    let shown: String = messages.iter().take(MAX_MESSAGES).map(|message| item(message, each)).collect();
-    let num_more = messages.len().saturating_sub(MAX_MESSAGES);
-    let more = if num_more > 0 { format!("<li>{num_more} more messages</li>") } else { String::new() };
-    format!("<ol class=\"turns\">{shown}{more}</ol>")
+    messages.iter().take(MAX_MESSAGES).map(|message| turn(message, each)).collect()
 }
 
-/// A text as HTML, cut after `max_characters`.
-pub(super) fn excerpt(text: &str, max_characters: usize) -> String {
-    let Some((cut, _)) = text.char_indices().nth(max_characters) else { return escape(text) };
-    format!("{}<em> … {} more bytes</em>", escape(&text[..cut]), text.len() - cut)
-}
-
-fn item(message: &Value, max_characters: usize) -> String {
-    let text = |key: &str| message[key].as_str().unwrap_or_default();
-    let kind = if text("role") == "assistant" { "policy" } else { "other" };
-    let mut html = format!("<li class=\"{kind}\"><h5>{}", escape(text("role")));
-    if let Some(name) = message["name"].as_str() {
-        let _ = write!(html, " {}", escape(name));
-    }
+fn turn(message: &Value, max_characters: usize) -> Value {
+    let excerpt = |text: &str| json!(Excerpt::of(text, max_characters));
+    let call = |call: &Value| {
+        let function = &call["function"];
+        excerpt(&format!("calls {}({})", shown(&function["name"]), arguments(&function["arguments"])))
+    };
+    let (role, content) = (message["role"].as_str().unwrap_or_default(), shown(&message["content"]));
+    let mut turn = json!({
+        "kind": if role == "assistant" { "policy" } else { "other" },
+        "role": role,
+        "name": message["name"].as_str(),
+        "calls": message["tool_calls"].as_array().into_iter().flatten().map(call).collect::<Vec<_>>(),
+        "sampled": message["sampled"].as_str().filter(|sampled| **sampled != *content).map(excerpt),
+    });
     if let Some(count) = message["num_tokens"].as_u64() {
-        let _ = write!(html, " <span>{count} tokens sampled</span>");
+        turn["num_tokens"] = count.into();
     }
-    html += "</h5>";
-    let content = shown(&message["content"]);
     if !content.is_empty() {
-        let _ = write!(html, "<pre>{}</pre>", excerpt(&content, max_characters));
+        turn["content"] = excerpt(&content);
     }
-    for call in message["tool_calls"].as_array().into_iter().flatten() {
-        let call = format!("calls {}({})", shown(&call["function"]["name"]), arguments(&call["function"]["arguments"]));
-        let _ = write!(html, "<pre class=\"call\">{}</pre>", excerpt(&call, max_characters));
-    }
-    if let Some(sampled) = message["sampled"].as_str().filter(|sampled| **sampled != *content) {
-        let sampled = excerpt(sampled, max_characters);
-        let _ = write!(html, "<details><summary>as sampled</summary><pre>{sampled}</pre></details>");
-    }
-    html + "</li>"
+    turn
 }
 
 /// A text as it is; anything else as JSON.
@@ -73,9 +59,15 @@ fn arguments(arguments: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
+    use super::super::completions_of_prompt;
     use super::*;
+    use crate::metrics::CompletionRow;
+
+    /// A completion of these messages.
+    fn html(messages: &[Value], max_characters: usize) -> String {
+        let row = CompletionRow { messages: messages.to_vec(), ..CompletionRow::default() };
+        completions_of_prompt(&[row], max_characters, 0)
+    }
 
     #[test]
     fn turns_show_calls_answers_and_the_sampled_text_and_all_of_it_is_only_text() {
@@ -86,7 +78,7 @@ mod tests {
             json!({"role": "assistant", "content": "7", "sampled": "7", "num_tokens": 1}),
             json!({"role": "user", "content": [{"type": "text", "text": "parts"}]}),
         ];
-        let html = turns(&messages, 1000);
+        let html = html(&messages, 1000);
         for part in [
             "<li class=\"policy\"><h5>assistant <span>9 tokens sampled</span></h5><pre>I add</pre>",
             "<pre class=\"call\">calls &lt;i&gt;(a=3, b=&quot;x&quot;)</pre>",
@@ -103,7 +95,7 @@ mod tests {
     #[test]
     fn long_completions_are_cut_message_by_message() {
         let messages: Vec<Value> = (0..120).map(|_| json!({"role": "tool", "content": "x".repeat(900)})).collect();
-        let html = turns(&messages, 1000);
+        let html = html(&messages, 1000);
         assert!(html.contains("20 more messages") && html.contains("700 more bytes"), "{html}");
         assert!(html.len() < 100 * 400);
     }
