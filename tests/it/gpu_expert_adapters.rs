@@ -2,8 +2,8 @@
 //! against the trainer's.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, SharedExpertRows,
-    experts_combine, experts_down, experts_gate_up, experts_low, route,
+    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, SharedExpertRows, experts_combine,
+    experts_down, experts_gate_up, experts_low, route,
 };
 use colo_grpo::internal::model::ModelSpec;
 use colo_grpo::internal::ranks::{Backend, World};
@@ -61,14 +61,7 @@ fn gpu_experts_with_adapters_equal_the_cpus() {
             for tile in tiles {
                 let routed = case.routed(tile.rows);
                 let normalised = false;
-                let options = RouteOptions {
-                    scores: RouteScores::Softmax,
-                    normalised,
-                    slots: None,
-                    recorded: None,
-                    record: None,
-                    stride: k as usize,
-                };
+                let options = RouteOptions { normalised, stride: k as usize, ..RouteOptions::default() };
                 route(&gpu(&x), &gpu(&router), &routed, &options).unwrap();
                 let rows_of = |columns| poison(&[tokens * k, columns], kind);
                 let (low, act, out, y) =

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::cuda::kernels::{
-    self, ExpertTile, RouteOptions, RouteScores, experts_combine, experts_down, experts_gate_up, route,
+    self, ExpertTile, RouteOptions, experts_combine, experts_down, experts_gate_up, route,
 };
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{
@@ -230,14 +230,7 @@ fn gpu_a_row_of_experts_that_is_no_number_stays_alone() {
         let run = |x: &Tensor| {
             let tile = ExpertTile::of(tokens as usize, k as usize, experts as usize, kind, 0).unwrap();
             let routed = case.routed(tile.rows);
-            let options = RouteOptions {
-                scores: RouteScores::Softmax,
-                normalised: true,
-                slots: None,
-                recorded: None,
-                record: None,
-                stride: k as usize,
-            };
+            let options = RouteOptions { normalised: true, stride: k as usize, ..RouteOptions::default() };
             route(x, &router, &routed, &options).unwrap();
             let act = poison(&[tokens * k, 96], kind);
             let (rows, y) = (poison(&[tokens * k, 512], kind), poison(&[tokens, 512], kind));

@@ -189,12 +189,9 @@ fn gpu_experts_equal_the_cpus() {
         for tile in tiles {
             let routed = case.routed(tile.rows);
             let options = RouteOptions {
-                scores: RouteScores::Softmax,
                 normalised: case.options().norm_topk_prob,
-                slots: None,
-                recorded: None,
-                record: None,
                 stride: k as usize,
+                ..RouteOptions::default()
             };
             route(&gpu(&x), &gpu(&router), &routed, &options).unwrap();
             let act = poison(&[tokens * k, width], kind);
@@ -233,14 +230,7 @@ fn gpu_experts_may_be_without_rows() {
             let recorded = Tensor::full([300], chosen, (Kind::Int16, GPU));
             for tile in tiles {
                 let routed = case.routed(tile.rows);
-                let options = RouteOptions {
-                    scores: RouteScores::Softmax,
-                    normalised: false,
-                    slots: None,
-                    recorded: Some(&recorded),
-                    record: None,
-                    stride: 1,
-                };
+                let options = RouteOptions { recorded: Some(&recorded), stride: 1, ..RouteOptions::default() };
                 route(&gpu(&x), &gpu(&router), &routed, &options).unwrap();
                 check_tiles(&case, &routed, &Tensor::full([300, 1], chosen, (Kind::Int64, Device::Cpu)));
                 let act = poison(&[300, 32], kind);
@@ -291,14 +281,7 @@ fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
         let case = Case { tokens, ..whole.clone() };
         let tile = ExpertTile::of(tokens as usize, 4, 16, whole.kind, 0).unwrap();
         let (x, routed) = (x.narrow(0, 0, tokens), case.routed(tile.rows));
-        let options = RouteOptions {
-            scores: RouteScores::Softmax,
-            normalised: true,
-            slots: None,
-            recorded: None,
-            record: None,
-            stride: 4,
-        };
+        let options = RouteOptions { normalised: true, stride: 4, ..RouteOptions::default() };
         route(&x, &router, &routed, &options).unwrap();
         let act = poison(&[tokens * 4, 96], whole.kind);
         let (rows, y) = (poison(&[tokens * 4, 512], whole.kind), poison(&[tokens, 512], whole.kind));
@@ -445,14 +428,7 @@ fn gpu_experts_read_weights_at_the_memory_s_speed() {
                 continue;
             }
             let routed = case.routed(tile.rows);
-            let options = RouteOptions {
-                scores: RouteScores::Softmax,
-                normalised: true,
-                slots: None,
-                recorded: None,
-                record: None,
-                stride: 8,
-            };
+            let options = RouteOptions { normalised: true, stride: 8, ..RouteOptions::default() };
             let us = |run: &mut dyn FnMut()| 1e6 * seconds(run);
             let routing = us(&mut || route(&x, &router, &routed, &options).unwrap());
             let first = us(&mut || experts_gate_up(tile, &x, &gate_up, None, &routed, &act).unwrap());

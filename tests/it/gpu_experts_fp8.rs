@@ -2,7 +2,7 @@
 //! products of training.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, ScaledRows, experts_down_fp8,
+    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, ScaledRows, experts_down_fp8,
     experts_gate_up_fp8, experts_low, fp8_rows, route, streamed_down_serves, streamed_experts_down,
     streamed_experts_gate_up, streamed_gate_up_serves,
 };
@@ -31,8 +31,7 @@ fn whole(rows: &ScaledRows) -> Tensor {
 fn routed(case: &Case, x: &Tensor, router: &Tensor, tile: ExpertTile) -> RoutedTokens {
     let routed = case.routed(tile.rows);
     let (normalised, stride) = (true, case.k as usize);
-    let scores = RouteScores::Softmax;
-    let options = RouteOptions { scores, normalised, slots: None, recorded: None, record: None, stride };
+    let options = RouteOptions { normalised, stride, ..RouteOptions::default() };
     route(&gpu(x), &gpu(router), &routed, &options).unwrap();
     routed
 }

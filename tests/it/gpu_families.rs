@@ -66,14 +66,8 @@ fn routes_equal(
     options: RouterOptions,
 ) {
     let routed = case.routed(32);
-    let how = RouteOptions {
-        scores,
-        normalised: options.norm_topk_prob,
-        slots: None,
-        recorded: None,
-        record: None,
-        stride: case.k as usize,
-    };
+    let how =
+        RouteOptions { scores, normalised: options.norm_topk_prob, stride: case.k as usize, ..RouteOptions::default() };
     route(&gpu(x), &gpu(w), &routed, &how).unwrap();
     let got = routed.experts.to_device(Device::Cpu).to_kind(Kind::Int64);
     let of = |experts: &Tensor| compared.gather(1, experts, false);
@@ -109,15 +103,7 @@ fn gpu_experts_with_biases_equal_the_cpus() {
         let mut first: Option<Tensor> = None;
         for tile in tiles {
             let routed = case.routed(tile.rows);
-            let scores = RouteScores::Softmax;
-            let options = RouteOptions {
-                scores,
-                normalised: true,
-                slots: None,
-                recorded: None,
-                record: None,
-                stride: k as usize,
-            };
+            let options = RouteOptions { normalised: true, stride: k as usize, ..RouteOptions::default() };
             route(&gpu(&x), &gpu(&router), &routed, &options).unwrap();
             let act = poison(&[tokens * k, width], kind);
             let (rows, y) = (poison(&[tokens * k, hidden], kind), poison(&[tokens, hidden], kind));

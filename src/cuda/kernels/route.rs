@@ -91,9 +91,10 @@ impl RouteSizes {
 pub const MOST_EXPERT_GROUPS: usize = 32;
 
 /// How a router's logits become the scores by which experts are chosen.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub enum RouteScores<'a> {
     /// Softmax of logits.
+    #[default]
     Softmax,
     /// Softmax of logits with these biases.
     Biased(&'a Tensor), // [E], like x
@@ -133,7 +134,7 @@ impl RouteScores<'_> {
 }
 
 /// How a layer routes.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct RouteOptions<'a> {
     /// How logits become scores.
     pub scores: RouteScores<'a>,
