@@ -87,7 +87,7 @@ pub struct GenerateBench {
 pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value> {
     let num_stages = bench.engine.pipeline_parallel_size;
     if bench.profile && num_stages > 1 {
-        return Err(Error::invalid_value("--profile", true, "false with --pipeline_parallel_size above 1"));
+        return Err(Error::invalid_value("--profile", true, "false when --pipeline_parallel_size is above 1"));
     }
     // What strict and exact steps cost is told by an engine without them, gone before the other comes.
     let is_strict = bench.strict || bench.exact;
@@ -190,7 +190,11 @@ impl GenerateBench {
     fn steps_alone(&self, world: &Arc<World>, mesh: &Mesh) -> Result<Value> {
         let limits = GpuLimits::of(world.device())?.filter(|_| self.engine.pipeline_parallel_size == 1);
         let Some(limits) = limits else {
-            return Err(Error::invalid_value("--steps_only", true, "false on a CPU and with stages"));
+            return Err(Error::invalid_value(
+                "--steps_only",
+                true,
+                "false on a CPU or with --pipeline_parallel_size above 1",
+            ));
         };
         let mut served = self.served(world, mesh, self.strict || self.exact)?;
         Ok(json!({

@@ -54,7 +54,11 @@ pub struct KernelsBench {
 /// [`Error::Environment`] without a GPU, or for one that does not count its energy; out of memory.
 pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>> {
     let (Device::Cuda(ordinal), Some(limits)) = (device, GpuLimits::of(device)?) else {
-        return Err(Error::Environment { message: "bench kernels needs a GPU, and none is used".into() });
+        return Err(Error::Environment {
+            message: "bench kernels measures GPU kernels, but this process runs on the CPU: use a machine with a GPU \
+                      and --device cuda"
+                .into(),
+        });
     };
     kernels::prepare(ordinal, 1)?;
     let stream = TorchStream::new(&Context::retain(ordinal)?)?;

@@ -69,8 +69,8 @@ impl TrainingNeeds {
             return Ok(());
         }
         let message = format!(
-            "this benchmark needs {} per rank ({} of tensors, {} of optimizer state) and {} are available: use more ranks, fewer --layers, a smaller \
-             --max_tokens_per_micro_batch or more --gradient_checkpointing",
+            "this benchmark needs {} per rank ({} for tensors, {} for optimizer state), but only {} are available: use \
+             more ranks, fewer --layers, a smaller --max_tokens_per_micro_batch or more --gradient_checkpointing",
             human(needed),
             human(tensor_bytes),
             human(optimizer_bytes),
@@ -138,8 +138,9 @@ impl DriverWatch {
             }
         };
         let thread = std::thread::Builder::new().name("memory-watch".to_owned()).spawn(look);
-        let thread =
-            thread.map_err(|error| Error::Environment { message: format!("a thread to watch memory: {error}") })?;
+        let thread = thread.map_err(|error| Error::Environment {
+            message: format!("cannot start the thread that measures peak memory: {error}"),
+        })?;
         Ok(Self { most, stop, thread: Some(thread) })
     }
 }

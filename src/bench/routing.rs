@@ -43,7 +43,7 @@ impl BenchRouting {
         if self == Self::Own || spec.num_expert_layers() > 0 {
             return Ok(());
         }
-        Err(Error::invalid_value("--routing", self.name(), "own, or a model with experts"))
+        Err(Error::invalid_value("--routing", self.name(), "own (the other values need a model with experts)"))
     }
 
     /// The experts of the tokens with these numbers in all layers, without repetition among those of one layer; none with `Own`.
@@ -122,6 +122,9 @@ mod tests {
         assert!(share(BenchRouting::Uniform) < 0.14 && share(BenchRouting::Zipf) > 0.25);
         assert_eq!(busiest_expert_share(&spec, [RoutedExperts::default()].iter()), None);
         let error = BenchRouting::Zipf.check(&ModelSpec::preset("tiny").unwrap()).unwrap_err().to_string();
-        assert!(error.starts_with("--routing = zipf: expected own, or a model with experts"), "{error}");
+        assert!(
+            error.starts_with("--routing = zipf: expected own (the other values need a model with experts)"),
+            "{error}"
+        );
     }
 }

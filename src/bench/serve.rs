@@ -162,7 +162,10 @@ impl ServeBench {
             let begun = Instant::now();
             let (first, answer) = read_stream(address, &body).map_err(Error::io("the endpoint"))?;
             let tokens = completion_tokens(&answer).ok_or_else(|| Error::Environment {
-                message: format!("the endpoint answered: {}", answer.chars().take(400).collect::<String>()),
+                message: format!(
+                    "the server's answer reports no usage.completion_tokens: {}",
+                    answer.chars().take(400).collect::<String>()
+                ),
             })?;
             Ok((first.duration_since(begun).as_secs_f64(), begun.elapsed().as_secs_f64(), tokens))
         };

@@ -112,12 +112,12 @@ impl EngineMemory {
         let [x, y] = [0, end].map(|at| unsafe { self.arena.tensor(at, &[NUMEL as i64], Kind::Float) });
         let (mut x, mut y) = (x?, y?);
         let zero = y.f_abs()?.f_max()?.double_value(&[]);
-        check(zero == 0.0, "woken memory that reads as zero")?;
+        check(zero == 0.0, "memory to read as zero after a wake")?;
         let values = Tensor::f_arange(NUMEL as i64, (Kind::Float, self.device))?.f_add_scalar(cycle as i64)?;
         x.f_copy_(&values)?;
         self.compute(&x, &mut y)?;
         let expected = values.f_multiply_scalar(2)?.f_add_scalar(1)?;
-        check(y.f_equal(&expected)?, "what the graph computed before the first sleep")
+        check(y.f_equal(&expected)?, "the CUDA graph to compute the same values as before the first sleep")
     }
 
     fn compute(&mut self, x: &Tensor, y: &mut Tensor) -> Result<()> {
@@ -167,7 +167,7 @@ fn copies(bytes: usize, world: &World) -> Result<Value> {
         times.push(seconds(|| pool.copy_from(0, &state))?);
         world.group().barrier()?;
         times.push(seconds(|| pool.copy_to(0, &mut back))?);
-        check(back.f_equal(&state)?, "the bits that went to the host")?;
+        check(back.f_equal(&state)?, "the bits that were copied to the host")?;
         let _ = back.f_zero_()?;
     }
     all_reduce_f64(&*world.group(), &mut times, ReduceOp::Max)?;
@@ -184,6 +184,6 @@ fn used_bytes(device: Device) -> Result<usize> {
 }
 
 fn check(holds: bool, expected: &str) -> Result<()> {
-    let message = || format!("bench sleep_wake: expected {expected}, got other numbers");
+    let message = || format!("bench sleep_wake: expected {expected}, but the values differ");
     if holds { Ok(()) } else { Err(Error::NonFinite { message: message() }) }
 }

@@ -143,7 +143,7 @@ impl SpeculationBench {
     fn prompts(&self, dataset: &Dataset, sequences: usize, repeat: usize) -> Result<Vec<Prompt>> {
         let group = self.group.min(sequences);
         if !sequences.is_multiple_of(group) {
-            let expected = format!("multiples of {group}, the completions of a prompt");
+            let expected = format!("a multiple of {group}, the number of completions per prompt");
             return Err(Error::invalid_value("--sequences", sequences, expected));
         }
         let count = sequences / group;
@@ -156,8 +156,8 @@ impl SpeculationBench {
     }
 
     fn too_few(&self, rows: &Path, needed: usize, got: usize) -> Error {
-        let got = format!("{} with {got}", rows.display());
-        Error::invalid_value("--rows", got, format!("a file of at least {needed} rows, or --same_rows"))
+        let got = format!("{} with {got} rows", rows.display());
+        Error::invalid_value("--rows", got, format!("a file with at least {needed} rows, or --same_rows to reuse rows"))
     }
 }
 

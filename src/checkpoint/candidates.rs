@@ -14,15 +14,16 @@ pub fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
         let model = output_dir.join(FINAL);
         if model.exists() {
             console::say(format_args!(
-                "warning: {}, an earlier run's model, is replaced at the end, and its metrics are now",
+                "warning: the model of an earlier run, {}, will be replaced at the end of this run; its metrics are \
+                 replaced now",
                 model.display()
             ));
         }
         return Ok(());
     };
     let expected = format!(
-        "a folder without an earlier run's checkpoints, such as {}; resume it with resume_from_checkpoint=latest, remove \
-         them, or name another folder",
+        "a folder without checkpoints of an earlier run (found {}); resume that run with \
+         resume_from_checkpoint=latest, remove its checkpoints, or choose another folder",
         newest.display()
     );
     Err(Error::invalid_value("output_dir", output_dir.display(), expected))
@@ -34,9 +35,14 @@ pub fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
         return Ok(()); // damaged it may be
     }
     let expected = match list(folder).ok().and_then(|mut checkpoints| checkpoints.pop()) {
-        Some(newest) => format!("a checkpoint's folder, not the run's: {}", newest.display()),
+        Some(newest) => format!(
+            "the folder of one checkpoint, not the output folder of the run; its newest checkpoint is {}",
+            newest.display()
+        ),
         None if is_model_folder(folder) => {
-            "a checkpoint's folder: a model has no state of an optimizer; name it as model_name_or_path".to_owned()
+            "a checkpoint's folder; this one holds a model without optimizer state: to train from it set \
+             model_name_or_path"
+                .to_owned()
         }
         None => return Ok(()),
     };
@@ -47,7 +53,7 @@ pub fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
 pub fn refuse_what_is_missing(folder: &Path) -> Result<()> {
     let beside = folder.parent().and_then(|run| list(run).ok()).filter(|_| !folder.exists()).unwrap_or_default();
     let names: Vec<_> = beside.iter().filter_map(|path| path.file_name()).map(|name| name.to_string_lossy()).collect();
-    let expected = || format!("a folder that is there, or latest; beside it are {}", names.join(", "));
+    let expected = || format!("an existing checkpoint folder, or latest; the run has {}", names.join(", "));
     if names.is_empty() {
         return Ok(());
     }

@@ -107,8 +107,8 @@ impl fmt::Display for KeyChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} was {}, is {}", self.key, self.old, self.new)?;
         let moves_the_end = self.changes_result && LENGTH_KEYS.contains(&self.key.as_str());
-        let why = " (the learning rate falls towards that end; with lr_scheduler_type = \"constant\" it may change, and with force_resume = true the rate falls \
-                   towards the new end from here on)";
+        let why = " (the learning rate schedule depends on this length. It may change with lr_scheduler_type = \
+                   \"constant\"; with force_resume = true the schedule uses the new length from here on)";
         f.write_str(if moves_the_end { why } else { "" })
     }
 }
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(found, expected.map(|(key, changes_result)| (key.to_owned(), changes_result)));
         let said = changes(&new, &old)[2].to_string();
         assert!(
-            said.starts_with("max_steps was 10, is 20 (the learning rate falls") && said.contains("constant"),
+            said.starts_with("max_steps was 10, is 20 (the learning rate schedule") && said.contains("constant"),
             "{said}"
         );
 

@@ -64,12 +64,16 @@ fn lock(output_dir: &Path) -> Result<Option<Claim>> {
             let mut id = String::new();
             lock.read_to_string(&mut id).map_err(Error::io(&path))?;
             let expected = format!(
-                "a folder that no other run writes to: process {id} does; wait for its end, end it, or name another folder"
+                "a folder that no other run writes to, but process {id} writes to this one; wait until it ends, stop \
+                 it, or choose another folder"
             );
             Err(Error::invalid_value("output_dir", output_dir.display(), expected))
         }
         Err(error) => {
-            tracing::warn!("{}: {error}: whether another run writes here is not known", path.display());
+            tracing::warn!(
+                "cannot lock {}: {error}; unable to check whether another run writes to this folder",
+                path.display()
+            );
             Ok(None)
         }
     }
@@ -102,7 +106,7 @@ mod tests {
         assert!(own.renew().unwrap() && !own.renew().unwrap());
         std::fs::rename(&output_dir, folder.path().join("moved")).unwrap();
         let other = claim(&output_dir, &world, false).unwrap();
-        assert!(own.renew().unwrap_err().to_string().contains("does; wait for its end"));
+        assert!(own.renew().unwrap_err().to_string().contains("writes to this one; wait until it ends"));
         drop(other);
     }
 }

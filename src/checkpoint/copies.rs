@@ -85,7 +85,7 @@ fn faults(folder: &Path, world: &World) -> Result<Vec<String>> {
     let first = all.iter().flatten().find_map(|copy| copy.as_ref().ok().cloned());
     let fault = |(rank, copy): (usize, Option<Result<String, String>>)| match copy? {
         Ok(digest) if Some(&digest) == first.as_ref() => None,
-        Ok(_) => Some(format!("{} has another checkpoint by that name", world.node_of(rank))),
+        Ok(_) => Some(format!("{} has a different checkpoint with the same name", world.node_of(rank))),
         Err(error) => Some(format!("{}: {error}", world.node_of(rank))),
     };
     Ok(all.into_iter().enumerate().filter_map(fault).collect())
@@ -93,7 +93,8 @@ fn faults(folder: &Path, world: &World) -> Result<Vec<String>> {
 
 fn refuse(path: &Path, faults: &[String]) -> Error {
     let message = format!(
-        "not every node has a whole copy: {}; copy a checkpoint's folder to all nodes (save_on_each_node)",
+        "with save_on_each_node every node needs a complete copy of the checkpoint, but {}; copy the folder of one \
+         checkpoint to all nodes",
         faults.join("; ")
     );
     Error::Checkpoint { path: path.to_owned(), message }

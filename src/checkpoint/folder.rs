@@ -58,7 +58,10 @@ pub fn remove(temporary: &Path) {
     if let Err(error) = remove_whole(temporary)
         && error.kind() != ErrorKind::NotFound
     {
-        tracing::warn!("{}: {error}: the next save removes it", temporary.display());
+        tracing::warn!(
+            "cannot remove the temporary folder {}: {error}; the next save will remove it",
+            temporary.display()
+        );
     }
 }
 
@@ -89,7 +92,7 @@ fn remove_whole(path: &Path) -> io::Result<()> {
 /// [`Error::InvalidValue`] if something is there; those of `write`; [`Error::Io`].
 pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if complete.file_name().is_none() || complete.is_file() || !entries(complete)?.is_empty() {
-        let expected = "the name of a folder that is not there yet, or is empty";
+        let expected = "a folder that does not exist yet or is empty";
         return Err(Error::invalid_value(option, complete.display(), expected));
     }
     refuse_within_checkpoint(option, complete)?;
@@ -114,8 +117,10 @@ pub fn refuse_within_checkpoint(option: &str, folder: &Path) -> Result<()> {
     let is_checkpoint = |folder: &&Path| written(folder).is_some() && TrainerState::file(folder).exists();
     match whole.ancestors().find(is_checkpoint) {
         Some(checkpoint) => {
-            let expected =
-                format!("a folder outside of {}, a checkpoint that nothing is to be added to", checkpoint.display());
+            let expected = format!(
+                "a folder outside of the checkpoint {}: files inside a checkpoint would make it invalid",
+                checkpoint.display()
+            );
             Err(Error::invalid_value(option, folder.display(), expected))
         }
         None => Ok(()),
@@ -167,8 +172,8 @@ pub fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "writing here needs {needed_bytes} bytes, {free_bytes} are free; make room, choose another folder, or lower \
-         save_total_limit of a run"
+        "not enough disk space: {needed_bytes} bytes are needed, {free_bytes} are free; free some space, choose \
+         another folder, or lower save_total_limit"
     );
     Err(Error::Io { path: folder.to_owned(), source: io::Error::new(ErrorKind::StorageFull, message) })
 }

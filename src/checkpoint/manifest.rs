@@ -58,12 +58,15 @@ impl FileRecord {
     /// Whether there is a file of this size, within the folder.
     fn check_size(&self, folder: &Path) -> Result<(), String> {
         if !Path::new(&self.path).components().all(|part| matches!(part, Component::Normal(_))) {
-            return Err("not a path below the checkpoint".to_owned());
+            return Err("the recorded path leads out of the checkpoint's folder".to_owned());
         }
         let actual = std::fs::metadata(folder.join(&self.path)).map_err(|error| error.to_string())?;
         match actual.len() {
             bytes if bytes == self.bytes && actual.is_file() => Ok(()),
-            bytes => Err(format!("{bytes} bytes, expected a file of {}", self.bytes)),
+            bytes => Err(format!(
+                "the file has {bytes} bytes, expected {}; copy it again or use another checkpoint",
+                self.bytes
+            )),
         }
     }
 }
@@ -72,9 +75,11 @@ impl FileRecord {
 fn unread(folder: &Path, error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound if folder.is_dir() => {
-            "missing: this is no checkpoint of colo-grpo, or no whole one, whose manifest is written last".to_owned()
+            "the file is missing: this is not a checkpoint of colo-grpo, or the checkpoint is incomplete (its manifest \
+             is written last)"
+                .to_owned()
         }
-        io::ErrorKind::NotFound => "no such folder: expected a checkpoint's folder, or latest".to_owned(),
+        io::ErrorKind::NotFound => "no such folder: expected the folder of a checkpoint, or latest".to_owned(),
         _ => error.to_string(),
     }
 }
@@ -109,10 +114,22 @@ impl Manifest {
             untrusted::read(&folder.join(FILE), MAX_INDEX_BYTES).map_err(|error| bad(FILE, unread(folder, &error)))?;
         let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(FILE, error.to_string()))?;
         if manifest.format != FORMAT {
-            return Err(bad(FILE, format!("format {}, this version reads {FORMAT}", manifest.format)));
+            return Err(bad(
+                FILE,
+                format!(
+                    "the manifest has format {}, but this version of colo-grpo reads format {FORMAT}",
+                    manifest.format
+                ),
+            ));
         }
         if let Some(file) = manifest.unrecorded(folder)? {
-            return Err(bad(&file, format!("{FILE} does not record it: it may be another run's")));
+            return Err(bad(
+                &file,
+                format!(
+                    "the file is not listed in {FILE} and may belong to another run; remove it or use another \
+                     checkpoint"
+                ),
+            ));
         }
         for record in &manifest.files {
             record.check_size(folder).map_err(|message| bad(&record.path, message))?;
@@ -125,7 +142,12 @@ impl Manifest {
                 told(bytes);
             });
             if found.map_err(|error| bad(&record.path, error.to_string()))? != *record {
-                return Err(bad(&record.path, "the contents changed since it was written (SHA-256)".to_owned()));
+                return Err(bad(
+                    &record.path,
+                    "the file was changed after the checkpoint was written (its SHA-256 differs); copy it again or use \
+                     another checkpoint"
+                        .to_owned(),
+                ));
             }
         }
         Ok(manifest)
@@ -165,7 +187,10 @@ fn files_below(folder: &Path) -> Result<Vec<String>> {
         for entry in std::fs::read_dir(folder)? {
             let path = entry?.path();
             if path.is_dir() && path.is_symlink() {
-                return Err(io::Error::other(format!("{}: expected no links to folders", path.display())));
+                return Err(io::Error::other(format!(
+                    "{}: symbolic links to folders are not allowed in a checkpoint",
+                    path.display()
+                )));
             } else if path.is_dir() {
                 walk(root, &path, found)?;
             } else if let Ok(relative) = path.strip_prefix(root) {
@@ -204,9 +229,9 @@ mod tests {
         verify().unwrap();
         let message = || verify().unwrap_err().to_string();
         std::fs::write(folder.path().join("a"), "oxe").unwrap();
-        assert!(message().contains("a: the contents changed"), "{}", message());
+        assert!(message().contains("a: the file was changed after the checkpoint was written"), "{}", message());
         std::fs::write(folder.path().join("a"), "on").unwrap();
-        assert!(message().contains("a: 2 bytes, expected a file of 3"), "{}", message());
+        assert!(message().contains("a: the file has 2 bytes, expected 3"), "{}", message());
         std::fs::remove_file(folder.path().join("optimizer/b")).unwrap();
         std::fs::write(folder.path().join("a"), "one").unwrap();
         assert!(message().contains("optimizer/b"), "{}", message());
@@ -230,17 +255,21 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         let message = || Manifest::verify(folder.path(), &mut || ()).unwrap_err().to_string();
         std::fs::write(path(FILE), r#"{"format": 1, "files": []}"#).unwrap();
-        assert!(message().contains("trainer_state.json: manifest.json does not record it"), "{}", message());
+        assert!(message().contains("trainer_state.json: the file is not listed in manifest.json"), "{}", message());
         std::fs::write(path(STATE), "{}").unwrap();
-        assert!(message().contains("trainer_state.json: manifest.json does not record it"), "{}", message());
+        assert!(message().contains("trainer_state.json: the file is not listed in manifest.json"), "{}", message());
         std::fs::remove_file(path(FILE)).unwrap();
-        assert!(message().contains("manifest.json: missing: this is no checkpoint of colo-grpo"), "{}", message());
+        assert!(
+            message().contains("manifest.json: the file is missing: this is not a checkpoint of colo-grpo"),
+            "{}",
+            message()
+        );
         let nowhere = Manifest::verify(&path("nowhere"), &mut || ()).unwrap_err().to_string();
-        assert!(nowhere.contains("no such folder: expected a checkpoint's folder"), "{nowhere}");
+        assert!(nowhere.contains("no such folder: expected the folder of a checkpoint"), "{nowhere}");
         Manifest::write(folder.path(), Vec::new()).unwrap();
         Manifest::verify(folder.path(), &mut || ()).unwrap();
         std::fs::write(path("model.safetensors"), "").unwrap();
-        assert!(message().contains("model.safetensors: manifest.json does not record it"), "{}", message());
+        assert!(message().contains("model.safetensors: the file is not listed in manifest.json"), "{}", message());
     }
 
     #[test]
@@ -253,7 +282,7 @@ mod tests {
         }
         let error = Manifest::verify(folder.path(), &mut || ()).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Checkpoint);
-        assert!(error.to_string().contains("expected no links to folders"), "{error}");
+        assert!(error.to_string().contains("symbolic links to folders are not allowed"), "{error}");
     }
 
     #[test]
@@ -272,6 +301,6 @@ mod tests {
         Manifest::write(folder.path(), Vec::new()).unwrap();
         std::fs::remove_file(path(STATE)).unwrap();
         rustix::fs::mknodat(rustix::fs::CWD, path(STATE), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
-        assert!(message().contains("expected a file of 2"), "{}", message());
+        assert!(message().contains("expected 2"), "{}", message());
     }
 }

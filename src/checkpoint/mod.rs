@@ -225,14 +225,16 @@ impl Checkpoint {
         let folder = self.folder.display();
         let message = if SftConfig::from_entries(entries()).is_ok() {
             format!(
-                "of a supervised run: colo-grpo sft goes on with it; to train from it set model_name_or_path = {folder}"
+                "the checkpoint was written by a supervised run: resume it with colo-grpo sft, or set \
+                 model_name_or_path = {folder} to start a new run from its weights"
             )
         } else if Config::from_entries(entries()).is_ok() {
             format!(
-                "of a GRPO run: colo-grpo train goes on with it; to train from it set model_name_or_path = {folder}"
+                "the checkpoint was written by a GRPO run: resume it with colo-grpo train, or set model_name_or_path = \
+                 {folder} to start a new run from its weights"
             )
         } else {
-            format!("trainer_state.json: this version cannot use the run's configuration: {error}")
+            format!("trainer_state.json holds a configuration that this version of colo-grpo does not accept: {error}")
         };
         self.bad(message)
     }

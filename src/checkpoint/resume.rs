@@ -128,16 +128,17 @@ impl Checkpoint {
         let KeyChange { key, old, new, .. } = rank;
         let folder = self.folder.display();
         let [saved, own] = [old, new].map(|rank| match rank.parse::<usize>() {
-            Ok(rank) => format!("adapters of rank {rank}"),
-            Err(_) => "all weights".to_owned(),
+            Ok(rank) => format!("LoRA adapters of rank {rank}"),
+            Err(_) => "full weights".to_owned(),
         });
         let merged = match old.parse::<usize>() {
-            Ok(_) => format!("FOLDER, which colo-grpo export --merge --model {folder} --output FOLDER makes"),
+            Ok(_) => format!("FOLDER, after colo-grpo export --merge --model {folder} --output FOLDER"),
             Err(_) => folder.to_string(),
         };
         let expected = format!(
-            "{old}, that of {folder}, whose optimizer's state is of {saved} and not of {own}: no resume can be forced over that; to \
-             train {own} from there, start a run with another output_dir, without resume_from_checkpoint, and model_name_or_path = {merged}"
+            "{old}, as in {folder}: its optimizer state belongs to {saved} and cannot be used for {own}, not even with \
+             force_resume; to train {own} from these weights, start a new run with another output_dir, without \
+             resume_from_checkpoint, and with model_name_or_path = {merged}"
         );
         Error::invalid_value(key, new, expected)
     }
@@ -156,8 +157,9 @@ fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool,
         return Ok(());
     }
     let expected = format!(
-        "no change of what makes the result ({changes}), or force_resume = true; on another number of ranks, \
-         per_device_train_batch_size that makes the same generation_batch_size"
+        "a run with the same settings as the checkpoint's, but these differ: {changes}. Restore them, or accept a \
+         different result with force_resume = true. If the number of ranks changed, choose per_device_train_batch_size \
+         so that generation_batch_size stays the same"
     );
     Err(Error::invalid_value("resume_from_checkpoint", folder, expected))
 }

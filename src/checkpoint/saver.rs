@@ -145,7 +145,8 @@ impl InFlight {
             written
         };
         let thread = std::thread::Builder::new().name("checkpoint".to_owned()).spawn(write);
-        let failed = |error| Error::Environment { message: format!("a thread to write checkpoints: {error}") };
+        let failed =
+            |error| Error::Environment { message: format!("cannot start the thread that writes checkpoints: {error}") };
         Ok(Self { thread: Some(thread.map_err(failed)?), work: Some(work), abandoned })
     }
 

@@ -17,7 +17,8 @@ pub const FOLDER: &str = "optimizer";
 /// The metadata that says which run and step a file is of.
 pub const MARK: &str = "checkpoint";
 /// Advice where a run trains other parameters than the one that wrote a checkpoint.
-const RESUME_ALIKE: &str = "resume with the model, the lora.target_modules and the speculation that wrote it";
+const RESUME_ALIKE: &str = "resume with the same model, lora.target_modules and speculation as the run that wrote the \
+                            checkpoint";
 
 /// The name of one part of some consecutive elements of a parameter.
 pub fn tensor_name(unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> String {
@@ -104,7 +105,10 @@ impl ShardFiles {
         let (kind, first) = (part.kind(piece.wide), elements.start - piece.elements.start);
         let ends_block = |at: usize| at.is_multiple_of(part.elements_per_value()) || at == piece.elements.len();
         if !ends_block(first) || !ends_block(first + elements.len()) {
-            return Err(self.bad(format!("{tensor}: elements {elements:?} cut a block of 8-bit moments")));
+            return Err(self.bad(format!(
+                "{tensor}: elements {elements:?} begin or end inside a block of 8-bit Adam moments, which share one \
+                 scale"
+            )));
         }
         let (start, len) = (part.num_values(first), part.num_values(elements.len()));
         let width = kind.elt_size_in_bytes();
@@ -115,27 +119,32 @@ impl ShardFiles {
         let file = MappedFile::open(path).map_err(|error| self.bad(error.to_string()))?;
         let own = file.metadata(MARK);
         if own != mark {
-            let [own, expected] = [own, mark].map(|mark| mark.unwrap_or("no run in particular"));
+            let [own, expected] = [own, mark].map(|mark| mark.unwrap_or("an unnamed run"));
             let file = path.display();
             return Err(self.bad(format!(
-                "{file} is of {own}: expected one of {expected}, as trainer_state.json says; take all files from one checkpoint"
+                "{file} was written by {own}, but trainer_state.json is from {expected}; take all files from the same \
+                 checkpoint"
             )));
         }
         let index = self.files.len();
         for name in file.names() {
             let refuse = |fault: &str| Err(self.bad(format!("{}: tensor {name}: {fault}", path.display())));
             let Some((stem, key, elements, part)) = parse(&name) else {
-                return refuse("expected unit/parameter/first-last/ and a part of the state, such as master, m or v");
+                return refuse(
+                    "expected a name of the form unit/parameter/first-last/part, where part is a tensor of the \
+                     optimizer state such as master, m or v",
+                );
             };
             let info_of = |part: StatePart| file.info(&format!("{stem}/{}", part.name()));
             let has_all = |form: &&StateForm| form.parts().iter().all(|&part| info_of(part).is_some());
             let Some(&form) = StateForm::ALL.iter().find(has_all) else {
                 return refuse(
-                    "expected all parts of an optimizer's state beside it: master and m; v; or codes and their scales",
+                    "other tensors of this optimizer state are missing: expected master and m, with v for AdamW or \
+                     codes and scales for 8-bit AdamW",
                 );
             };
             let Some(wide) = info_of(StatePart::Master).and_then(|info| kind_of(info.dtype)) else {
-                return refuse("expected master weights of type F32 or F64 beside it");
+                return refuse("expected its master weights with dtype F32 or F64");
             };
             let fits = |&part: &StatePart| {
                 let info = info_of(part).map(|info| (kind_of(info.dtype), info.shape.as_slice()));
@@ -143,7 +152,8 @@ impl ShardFiles {
             };
             if !form.parts().contains(&part) || !form.parts().iter().all(fits) {
                 return refuse(
-                    "expected the parts of one optimizer's state, of their types, with as many elements as the name says",
+                    "expected the tensors of one optimizer, with their dtypes and with as many elements as the name \
+                     says",
                 );
             }
             if part == StatePart::Master {
@@ -187,7 +197,8 @@ impl ShardFiles {
                 let (saved, expected) = (parts(other.form), parts(own));
                 let optim = own.optimizer();
                 return Err(self.bad(format!(
-                    "{FOLDER}: {key} has {saved}, where optim = {optim} expects {expected}: resume with the optimizer that wrote it"
+                    "{FOLDER}: {key} has {saved}, but optim = {optim} needs {expected}: resume with the optimizer that \
+                     wrote the checkpoint"
                 )));
             }
         }
@@ -195,7 +206,8 @@ impl ShardFiles {
     }
 
     fn misfit(&self, key: &str, numel: usize) -> Error {
-        let mut message = format!("{FOLDER}: expected elements 0..{numel} of {key} once each, found");
+        let mut message =
+            format!("{FOLDER}: each of the elements 0..{numel} of {key} must be stored exactly once, but found");
         for piece in &self.pieces[key] {
             let _ = write!(message, " {:?} in {},", piece.elements, self.files[piece.file].path.display());
         }

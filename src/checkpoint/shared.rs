@@ -56,8 +56,8 @@ fn sees(output_dir: &Path, (rank, name): &(usize, String), world: &World) -> Res
         if Instant::now() > deadline {
             let [here, there] = [world.rank(), *rank].map(|rank| world.node_of(rank));
             let expected = format!(
-                "a folder on a disk that all nodes share: {here} does not see the file {name} that {there} wrote there; \
-                 checkpoints are written by all ranks into one folder, or with save_on_each_node = true by each node into its own"
+                "a folder on a disk that all nodes share, but {here} does not see the file {name} that {there} wrote \
+                 to it; use a shared disk, or set save_on_each_node = true so that each node writes its own checkpoints"
             );
             return Err(Error::invalid_value("output_dir", output_dir.display(), expected));
         }
@@ -72,7 +72,7 @@ fn is_own(output_dir: &Path, marks: &[(usize, String)], world: &World) -> Result
     let Some((rank, name)) = others.into_iter().find(|(_, name)| output_dir.join(name).exists()) else { return Ok(()) };
     let [here, there] = [world.rank(), *rank].map(|rank| world.node_of(rank));
     let expected = format!(
-        "false where nodes share output_dir: {here} sees the file {name} that {there} wrote to {}",
+        "false, as the nodes share output_dir: {here} sees the file {name} that {there} wrote to {}",
         output_dir.display()
     );
     Err(Error::invalid_value("save_on_each_node", true, expected))

@@ -193,7 +193,10 @@ impl TrainerState {
         match groups.find(|(group, newest)| group.newest_step() > *newest) {
             Some((group, newest)) => {
                 let (row, step) = (group.row, group.newest_step());
-                Err(format!("carried row {row} is of step {step}: expected at most generation_step = {newest}"))
+                Err(format!(
+                    "unfinished completions of row {row} were sampled at step {step}, after the newest step {newest} \
+                     of the checkpoint"
+                ))
             }
             None => Ok(()),
         }
@@ -214,7 +217,8 @@ impl TrainerState {
         if self.num_rows != num_rows {
             let own = self.num_rows;
             return Err(format!(
-                "made with {own} training rows, and the configuration names {num_rows} now: expected the same rows"
+                "the checkpoint was written with {own} training rows, but the data set now has {num_rows}: resume with \
+                 the same data"
             ));
         }
         let positions = || std::iter::once(&self.sampler).chain(self.ahead.iter().map(|batch| &batch.before));
@@ -224,7 +228,7 @@ impl TrainerState {
         let drawn = positions().flat_map(|SamplerState { late, solved, .. }| late.iter().chain(solved.keys()));
         let mut rows = drawn.chain(self.groups().map(|group| &group.row));
         match rows.find(|row| **row >= num_rows) {
-            Some(row) => Err(format!("{FILE}: row {row}: expected rows below {num_rows}")),
+            Some(row) => Err(format!("{FILE}: row number {row} is out of range: the data set has {num_rows} rows")),
             None => Ok(()),
         }
     }
@@ -232,7 +236,9 @@ impl TrainerState {
     /// Refuses carried groups that are neither new nor `num_generations` completions of token ids below `vocab_size`.
     pub(super) fn check_carried(&self, num_generations: usize, vocab_size: usize) -> Result<(), String> {
         for group in self.groups() {
-            let bad = |expected: String| Err(format!("{FILE}: carried row {}: expected {expected}", group.row));
+            let bad = |expected: String| {
+                Err(format!("{FILE}: unfinished completions of row {}: expected {expected}", group.row))
+            };
             if !group.suits(num_generations) {
                 return bad(format!("0 or {num_generations} completions, found {}", group.completions.len()));
             }
@@ -310,7 +316,10 @@ mod tests {
         }
         for pointer in ["/carried/0/first_step", "/carried/0/completions/0/weight_versions/0/0"] {
             let error = read_with(pointer, Value::from(5)).unwrap_err().to_string();
-            assert!(error.contains("carried row 9 is of step 5: expected at most generation_step = 4"), "{error}");
+            assert!(
+                error.contains("unfinished completions of row 9 were sampled at step 5, after the newest step 4"),
+                "{error}"
+            );
         }
     }
 
@@ -318,7 +327,7 @@ mod tests {
     fn positions_outside_of_the_rows_are_refused() {
         let check = |pointer: &str, value: Value| read_with(pointer, value).unwrap().check_rows(10);
         assert_eq!(check("/num_rows", Value::from(10)), Ok(()));
-        assert!(check("/num_rows", Value::from(11)).unwrap_err().starts_with("made with 11 training rows"));
+        assert!(check("/num_rows", Value::from(11)).unwrap_err().starts_with("written with 11 training rows"));
         let position = check("/sampler/position", Value::from(usize::MAX)).unwrap_err();
         assert!(position.contains("sampler.position is 18446744073709551615: expected at most 10"), "{position}");
         for (pointer, value) in [
@@ -326,7 +335,10 @@ mod tests {
             ("/sampler/solved", serde_json::json!({"10": [1, 2]})),
             ("/carried/0/row", serde_json::json!(10)),
         ] {
-            assert!(check(pointer, value).unwrap_err().contains("row 10: expected rows below 10"), "{pointer}");
+            assert!(
+                check(pointer, value).unwrap_err().contains("row number 10 is out of range: the data set has 10 rows"),
+                "{pointer}"
+            );
         }
     }
 
@@ -335,7 +347,7 @@ mod tests {
         let state = read_with("/num_rows", Value::from(10)).unwrap();
         assert_eq!(state.check_carried(1, 8), Ok(()));
         let refused = |num_generations, vocab_size| state.check_carried(num_generations, vocab_size).unwrap_err();
-        assert!(refused(8, 8).contains("carried row 9: expected 0 or 8 completions, found 1"));
-        assert!(refused(1, 7).contains("carried row 9: expected token ids below 7, found 7"));
+        assert!(refused(8, 8).contains("unfinished completions of row 9: expected 0 or 8 completions, found 1"));
+        assert!(refused(1, 7).contains("unfinished completions of row 9: expected token ids below 7, found 7"));
     }
 }

@@ -216,7 +216,10 @@ impl RankPart {
             false => std::fs::remove_file(pending(&self.temporary, self.rank)),
         };
         if let Err(error) = gone {
-            tracing::warn!("{}: {error}: the next save removes it", self.temporary.display());
+            tracing::warn!(
+                "cannot remove the temporary file {}: {error}; the next save will remove it",
+                self.temporary.display()
+            );
         }
     }
 
@@ -234,13 +237,13 @@ impl RankPart {
             if let Ok(json) = std::fs::read(&path) {
                 let bad = |error: serde_json::Error| Error::Checkpoint {
                     path: self.complete.clone(),
-                    message: format!("record of rank {rank}: {error}"),
+                    message: format!("cannot read the record of files that rank {rank} wrote: {error}"),
                 };
                 return serde_json::from_slice(&json).map_err(bad);
             }
             if !is_pending || abandoned.load(Ordering::Relaxed) {
                 // No news: the rank tells its own error when the outcome is agreed on.
-                let message = format!("its part of {} is not written", self.complete.display());
+                let message = format!("it did not write its part of the checkpoint {}", self.complete.display());
                 return Err(Error::PeerFailed { rank, code: ExitCode::Storage, message });
             }
             std::thread::sleep(LOOK);

@@ -61,8 +61,8 @@ pub fn check_each_node(on_each_node: bool, world: WorldSize, shard_group_size: u
         return Ok(());
     }
     let expected = format!(
-        "false with zero.shard_group_size = {shard_group_size} over nodes of {local} ranks, each of which has a part of the state alone; \
-         share output_dir, or shard within nodes"
+        "false with zero.shard_group_size = {shard_group_size} on nodes with {local} ranks: no node holds all shards; \
+         put output_dir on a disk that the nodes share, or choose a zero.shard_group_size that divides {local}"
     );
     Err(Error::invalid_value("save_on_each_node", true, expected))
 }

@@ -177,11 +177,11 @@ impl LaunchArgs {
         let Self { nproc, nnodes, node_rank, .. } = *self;
         self.check_node()?;
         if nnodes > 1 && self.master_port == Some(0) {
-            let expected = format!("a port that is free on node 0, the same on all {nnodes} nodes");
+            let expected = format!("a port that is free on node 0; give the same port on all {nnodes} nodes");
             return Err(Error::invalid_value("--master_port", 0, expected));
         }
         if nnodes > 1 && self.master_addr.is_none() {
-            let expected = format!("the address of node 0, the same on all {nnodes} nodes");
+            let expected = format!("the address of node 0; give the same address on all {nnodes} nodes");
             return Err(Error::invalid_value("--master_addr", "none", expected));
         }
         let master_port = if nnodes > 1 { self.master_port.or(Some(NODES_PORT)) } else { self.master_port };

@@ -94,7 +94,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
 fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
     let speculation = args.speculation.options();
     if let Some(acceptance) = args.replayed_acceptance.filter(|_| speculation.most_drafts() == 0) {
-        let expected = "none without --speculation ngram, mtp or auto: nothing is drafted";
+        let expected = "none, as there are no draft tokens without --speculation ngram, mtp or auto";
         return Err(Error::invalid_value("--replayed_acceptance", acceptance, expected));
     }
     let spec = args.model.spec()?.with_expert_parallel(args.enable_expert_parallel)?;

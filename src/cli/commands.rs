@@ -244,19 +244,17 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         true => PlannedRun::of_shape(&config, &model.spec()?, placement),
         false if fetch::has_rows(&config) => PlannedRun::with_rows(&config, placement),
         false => {
-            console::say(
-                "notice: the rows are not here, so prompts count as long as max_prompt_length or the context allows",
-            );
+            console::say("notice: no training rows on this machine; the plan assumes prompts of the maximum length");
             PlannedRun::without_rows(&config, placement)
         }
     };
     let told = |error| match error {
-        Error::Environment { message } if !placement.on_cuda => {
-            Error::Environment { message: format!("planned for this machine's CPU; {FOR_GPUS}. On the CPU {message}") }
-        }
+        Error::Environment { message } if !placement.on_cuda => Error::Environment {
+            message: format!("planned for the CPU of this machine; {FOR_GPUS}. On the CPU {message}"),
+        },
         Error::Hub { repo, message } if !model.is_given() => Error::Hub {
             repo,
-            message: format!("{message}; --model_preset NAME or --config_json FILE plans a shape without its files"),
+            message: format!("{message}; --model_preset NAME or --config_json FILE plans without the model's files"),
         },
         other => other,
     };
@@ -275,13 +273,13 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     }
     let preflight = preflight.map_err(told)?;
     if !placement.on_cuda {
-        console::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
+        console::say(format_args!("this is a plan for the host memory of this machine (CPU); {FOR_GPUS}"));
     }
     console::print(format_args!("{preflight}\n"))?;
     tell_seconds(args, gpu, expected.map(|expected| planned.seconds(&preflight, expected)))?;
     if !placement.on_cuda {
         console::say(format_args!(
-            "beside these tensors each process holds the program, its libraries and the tokenizer, {} here, and up to {} of freed memory",
+            "each process also needs {} for the program, its libraries and the tokenizer, and up to {} for freed memory that its allocator keeps",
             human(memory::resident_bytes()?),
             human(torch::KEPT_BYTES),
         ));
@@ -296,8 +294,7 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
 }
 
 /// How `plan` is told of GPUs that are not here.
-const FOR_GPUS: &str =
-    "for GPUs, these or others, give the free memory of each: --gpu_memory_gib 79 (H100), 139 (H200)";
+const FOR_GPUS: &str = "to plan for GPUs give the free memory of each with --gpu_memory_gib (H100: 79, H200: 139)";
 
 /// The configuration, or all that is wrong with it, with the files that it names, and with what `check` finds.
 fn checked_together<T>(
@@ -326,15 +323,15 @@ fn check_output_dir(folder: &Path) -> Result<()> {
     for made in missing {
         let _ = std::fs::remove_dir(made); // what another process has filled meanwhile stays
     }
-    let expected = |error| format!("a folder that can be made and written to: {error}");
+    let expected = |error| format!("a folder that can be created and written to: {error}");
     tried.map(|_| ()).map_err(|error| Error::invalid_value("output_dir", folder.display(), expected(error)))
 }
 
 fn init(args: &InitArgs) -> Result<ExitCode> {
     let spec = Arc::new(args.spec()?);
     if let Some(path) = args.model.config_json.as_ref().filter(|_| spec.is_text_part) {
-        let message = "text_config is a part of a model with a vision tower, which init does not make: expected the config.json of a text \
-                       model, as text_config itself with \"architectures\"";
+        let message = "this describes a vision-language model, which init cannot create: expected the config.json of a text model, for example the \
+                       contents of its text_config with \"architectures\" added";
         return Err(Error::bad_file(path, message));
     }
     let (tokenizer, mut progress) = (args.tokenizer.as_deref(), parts_progress("init"));
@@ -357,11 +354,11 @@ fn merging(source: &ModelSource, asked: Option<Quantization>) -> Result<(Quantiz
         (Quantization::None, Quantization::None) => String::new(),
         (stored, Quantization::None) => {
             let name = stored.name().to_uppercase();
-            format!(", to the base as its files have it, though they were trained on it in {name}")
+            format!(". The base weights are used as stored, although the adapters were trained on a base in {name}")
         }
         (_, stored) => {
             let name = stored.name().to_uppercase();
-            format!(", the base's own rounded to {name} before, as adapters of QLoRA are trained on them")
+            format!(". The base weights were rounded to {name} first, as in the QLoRA training of these adapters")
         }
     };
     let rounded = match spec.dtype {
@@ -369,11 +366,11 @@ fn merging(source: &ModelSource, asked: Option<Quantization>) -> Result<(Quantiz
         kind => {
             let kind = format!("{kind:?}").to_lowercase();
             format!(
-                " and the sums rounded to {kind}, the type of the base's files: probabilities differ a little from those with adapters beside"
+                ". The sums were rounded to {kind}, the dtype of the base's files, so probabilities change slightly"
             )
         }
     };
-    let told = format!("the adapters were added to the weights in float32{beside}{rounded}");
+    let told = format!("the adapters were merged into the weights in float32{beside}{rounded}");
     Ok((quantization, Some(told)))
 }
 

@@ -23,8 +23,8 @@ use crate::types::SamplingParams;
 /// Where the key may stand instead of the command line, which other users of the machine can read.
 const API_KEY_VARIABLE: &str = "COLO_GRPO_API_KEY";
 /// Commands that can be typed instead of a message.
-const HELP: &str = "/reset begins a new conversation, /adapter NAME lets an adapter answer and /adapter the base model, \
-                    /exit or the end of input ends the program";
+const HELP: &str = "/reset begins a new conversation, /adapter NAME switches to an adapter and /adapter back to the \
+                    base model, /exit or the end of input ends the program";
 
 /// The listening socket of rank 0 and the key of its clients, before the model is loaded.
 #[derive(Debug)]
@@ -50,8 +50,8 @@ impl Door {
         let guard = if api_key.is_some() { guard.open_to_any_host() } else { guard };
         if api_key.is_none() && !listener.local_addr().is_ok_and(|address| address.ip().is_loopback()) {
             console::say(format_args!(
-                "warning: --host {host}: everybody who reaches this port may use the model; --api_key or {API_KEY_VARIABLE} \
-                 asks for a key"
+                "warning: with --host {host} everybody who can reach this port can use the model; require a key with \
+                 --api_key or {API_KEY_VARIABLE}"
             ));
         }
         Ok(Some(Self { listener, api_key, guard }))
@@ -67,8 +67,12 @@ fn api_key(args: &ServeArgs) -> Result<Option<String>> {
         true => Ok(Some(key)),
         false => {
             // Not as `NAME = value`, which is redacted as a key would be.
-            let got = if key.is_empty() { "an empty" } else { "a key with white space or other characters in" };
-            let expected = "letters, digits and signs of ASCII, at least one; leave it out to serve without a key";
+            let got = if key.is_empty() {
+                "an empty key in"
+            } else {
+                "a key with spaces or other characters that are not allowed in"
+            };
+            let expected = "at least one printable ASCII character and no spaces; leave it out to serve without a key";
             Err(Error::invalid_value("serve", format!("{got} {name}"), expected))
         }
     }
@@ -144,8 +148,9 @@ pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()>
             outcome
         };
         let thread = std::thread::Builder::new().name("chat".to_owned()).spawn(talk);
-        let thread =
-            thread.map_err(|error| Error::Environment { message: format!("a thread to read input: {error}") })?;
+        let thread = thread.map_err(|error| Error::Environment {
+            message: format!("cannot start the thread that reads standard input: {error}"),
+        })?;
         drive(rollout, &world, Some(queue))?;
         thread.join().unwrap_or_else(|panic| Err(Error::of_panic("chat", crate::error::panic_message(&*panic))))
     })
@@ -179,7 +184,7 @@ fn talk(dialogue: &mut Dialogue) -> Result<()> {
             command if command.starts_with("/adapter ") => {
                 if let Err(names) = dialogue.choose(Some(command["/adapter ".len()..].trim())) {
                     let names = if names.is_empty() { "none" } else { &names };
-                    console::say(format_args!("no adapter of that name; --adapter has given: {names}"));
+                    console::say(format_args!("there is no adapter of that name; those given with --adapter: {names}"));
                 }
             }
             command if command.starts_with('/') => console::say(HELP),

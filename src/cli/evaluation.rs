@@ -53,8 +53,8 @@ impl EvalRows {
         };
         let config = Config::load(Some(file), &args.overrides)?;
         check_overrides(&args.overrides)?;
-        let expected = "a configuration with eval_file, with dataset_name and dataset_test_split, or with environment; \
-                        eval_file=FILE may follow";
+        let expected = "a configuration that names evaluation rows: eval_file, dataset_name with dataset_test_split, \
+                        or environment; eval_file=FILE on the command line also works";
         let none = || Error::invalid_value("--config", file.display(), expected);
         let made = MadeRows::of(&config)?;
         let of_environment = made.as_ref().map(|made| made.held_out.clone());
@@ -211,11 +211,10 @@ fn check_overrides(overrides: &[String]) -> Result<()> {
             return None;
         }
         let expected = match key.as_str() {
-            option if OPTIONS.contains(&option) => format!("to be left out: eval has it as --{key}"),
-            "num_generations" => "to be left out: an evaluation takes eval_num_generations, or -n".to_owned(),
-            _ => {
-                "to be left out: an evaluation reads the keys of rows, prompts, sampling, rewards and tools".to_owned()
-            }
+            option if OPTIONS.contains(&option) => format!("no such key here: use the option --{key} of eval instead"),
+            "num_generations" => "no such key here: for an evaluation set eval_num_generations, or -n".to_owned(),
+            _ => "no such key here: an evaluation only reads keys about rows, prompts, sampling, rewards and tools"
+                .to_owned(),
         };
         Some(Error::invalid_value(&key, value, expected))
     };

@@ -37,7 +37,7 @@ pub(super) fn model(name: &Path, base: Option<&Path>) -> Result<ModelSource> {
         Some(base) => Err(Error::invalid_value(
             "--base_model",
             base.display(),
-            format!("nothing: {} is a whole model, without adapters that need a base", name.display()),
+            format!("no base model: {} is a full model, and only LoRA adapters need a base", name.display()),
         )),
         None => Ok(source),
     }

@@ -73,7 +73,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
 fn read(args: impl Iterator<Item = OsString>) -> Result<Vec<String>> {
     let text = |(index, arg): (usize, OsString)| {
         let refuse = |arg: OsString| {
-            let expected = "text in UTF-8; give the file or folder another name";
+            let expected = "text in UTF-8; rename the file or folder";
             Error::invalid_value(&format!("argument {index}"), format!("{arg:?}"), expected)
         };
         arg.into_string().map_err(refuse)

@@ -69,8 +69,8 @@ fn check(settings: &CodeConfig, named: &[Named]) -> Result<()> {
             false => ("reward.code.command", settings.command.0.join(" ")),
         };
         let expected = format!(
-            "paths that show a program of the model's nothing of the run: {name}, {}, {how} {}, which it could read; move the one or \
-             the other",
+            "paths that keep the run's files hidden from programs that the model writes: {name}, {}, {how} {}, which \
+             such a program could read; move one of the two",
             path.display(),
             shown.display()
         );
@@ -78,7 +78,7 @@ fn check(settings: &CodeConfig, named: &[Named]) -> Result<()> {
     };
     for (name, path) in named.iter().chain(&of_machine()) {
         if let Some(shown) = readable.shows(path) {
-            return refused(shown, name, path, "is or lies in");
+            return refused(shown, name, path, "is inside");
         }
     }
     for (name, path) in named {

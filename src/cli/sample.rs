@@ -61,7 +61,7 @@ fn prompt(
     text: &str,
 ) -> Result<Prompt> {
     let too_long = |length: &str| {
-        let expected = format!("1 to {} tokens (the context less one), not {length}", max_model_length - 1);
+        let expected = format!("1 to {} tokens (one less than the context length), got {length}", max_model_length - 1);
         Error::invalid_value("--prompt", format!("'{}'", text.chars().take(80).collect::<String>()), expected)
     };
     if text.len() > tokenizer.max_bytes(max_model_length) {
@@ -144,7 +144,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let lost = turns.as_mut().and_then(RunTurns::take_loss);
     let cause = first_text(&*world.group(), rewards.take_cause().or(lost))?;
     if outcome.reward.count == 0.0 {
-        let message = cause.unwrap_or_else(|| format!("{} applies to none", rewards.names().join(", ")));
+        let message = cause.unwrap_or_else(|| format!("{} applies to no sample", rewards.names().join(", ")));
         return Err(Error::NoScore { place: format!("of {}", args.rows()), message });
     }
     let (num_samples, num_scored) = (outcome.lengths.count, outcome.reward.count);
@@ -155,7 +155,9 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     let average = Estimate::of(&outcome.problems);
     if average.mean == 0.0 && world.rank() == 0 {
         let pattern = if args.config.is_some() { "reward.answer_pattern" } else { "--answer_pattern" };
-        console::say(format_args!("warning: no sample was right; does {pattern} fit what the model writes?"));
+        console::say(format_args!(
+            "warning: no sample was solved; check that {pattern} matches the format of the model's answers"
+        ));
     }
     let pass: serde_json::Map<_, _> =
         outcome.pass.iter().map(|(k, stats)| (format!("pass@{k}"), json!(Estimate::of(stats)))).collect();

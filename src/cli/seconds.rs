@@ -37,11 +37,15 @@ pub(super) fn tell_seconds(
 ) -> Result<()> {
     match (gpu, predicted) {
         (Some(gpu), Some(Ok(seconds))) => console::print(format_args!("{seconds}, predicted for {}\n", gpu.name))?,
-        (Some(_), Some(Err(what))) => console::say(format_args!("seconds of a step are not predicted with {what}")),
-        (Some(_), None) if args.run.launch.nnodes > 1 => {
-            console::say("seconds of a step are not predicted over several nodes");
+        (Some(_), Some(Err(what))) => {
+            console::say(format_args!("the duration of a step cannot be predicted with {what}"))
         }
-        (Some(_), None) => console::say("seconds of a step need the prompts' length: --expected_prompt_length"),
+        (Some(_), None) if args.run.launch.nnodes > 1 => {
+            console::say("the duration of a step cannot be predicted for several nodes");
+        }
+        (Some(_), None) => {
+            console::say("to predict the duration of a step give the length of prompts with --expected_prompt_length")
+        }
         (None, _) => {}
     }
     Ok(())

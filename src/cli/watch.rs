@@ -17,7 +17,7 @@ const LOOK: Duration = Duration::from_millis(100);
 pub(super) fn watch(args: WatchArgs) -> Result<()> {
     for folder in &args.folders {
         if !folder.is_dir() {
-            let expected = "the output folder of a run, or a folder that has such below it";
+            let expected = "the output folder of a run, or a folder that contains such folders";
             return Err(Error::invalid_value("DIR", folder.display(), expected));
         }
     }

@@ -164,8 +164,8 @@ fn a_run_cut_short_ends_like_a_straight_one() {
     flip_a_byte(&folder.join("checkpoint-4/optimizer/rank_00001_of_00002.safetensors"));
     let resumed = runs.train_to_the_end("killed", 2, &["resume_from_checkpoint=latest"]);
     let warning = format!(
-        "warning: checkpoint {}: optimizer/rank_00001_of_00002.safetensors: the contents changed since it was written \
-         (SHA-256); trying the checkpoint before it",
+        "warning: checkpoint {}: optimizer/rank_00001_of_00002.safetensors: the file was changed after the checkpoint \
+         was written (its SHA-256 differs); copy it again or use another checkpoint; trying the checkpoint before it",
         folder.join("checkpoint-4").display()
     );
     assert!(resumed.output.contains(&warning), "{}", resumed.output);
@@ -303,7 +303,10 @@ fn a_folder_is_one_runs_at_a_time() {
     let held = claim(&folder, &World::single(), false).unwrap();
     let refused = runs.train("shared", 2, &["max_steps=1"]);
     assert_eq!(refused.code, Some(2), "{}", refused.output);
-    let told = format!("process {} does; wait for its end, end it, or name another folder", std::process::id());
+    let told = format!(
+        "process {} writes to this one; wait until it ends, stop it, or choose another folder",
+        std::process::id()
+    );
     assert!(refused.output.contains(&told), "{}", refused.output);
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "something was written");
     drop(held);
@@ -319,7 +322,7 @@ fn a_changed_configuration_is_shown_and_refused_unless_forced() {
     let refused = runs.train("changed", 1, &changed);
     assert_eq!(refused.code, Some(2), "{}", refused.output);
     assert!(
-        refused.output.contains("the result (learning_rate was 0.0001, is 0.0005), or force_resume = true; "),
+        refused.output.contains("these differ: learning_rate was 0.0001, is 0.0005. Restore them, "),
         "{}",
         refused.output
     );
@@ -328,8 +331,8 @@ fn a_changed_configuration_is_shown_and_refused_unless_forced() {
     let adapters = runs.train("adapters", 1, &[&changed[..], &["lora.r=4", "force_resume=true"]].concat());
     assert_eq!(adapters.code, Some(2), "{}", adapters.output);
     for fragment in [
-        "lora.r = 4: expected \"none\", that of ",
-        "of all weights and not of adapters of rank 4: no resume can be forced",
+        "lora.r = 4: expected \"none\", as in ",
+        "belongs to full weights and cannot be used for LoRA adapters of rank 4, not even with force_resume",
     ] {
         assert!(adapters.output.contains(fragment), "{}", adapters.output);
     }
@@ -340,5 +343,5 @@ fn a_changed_configuration_is_shown_and_refused_unless_forced() {
     let rows = format!("train_file={}/train.jsonl", folder.path().display());
     let other_rows = runs.train("rows", 1, &[&changed[..], &["force_resume=true", &rows]].concat());
     assert_eq!(other_rows.code, Some(5), "{}", other_rows.output);
-    assert!(other_rows.output.contains("made with 256 training rows, "), "{}", other_rows.output);
+    assert!(other_rows.output.contains("written with 256 training rows, "), "{}", other_rows.output);
 }

@@ -125,7 +125,7 @@ fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
     let generate = format!("generate --model {} --prompt what", model.display());
     run(&generate).assert_error("no tokenizer", 3, &["tokenizer.json", "init", "--tokenizer"]);
     let with_tokenizer = format!("init --preset micro --tokenizer {MODEL} --output {}", model.display());
-    run(&with_tokenizer).assert_error("a model is there", 2, &["--output", "not there yet, or is empty"]);
+    run(&with_tokenizer).assert_error("a model is there", 2, &["--output", "does not exist yet or is empty"]);
     fs::remove_dir_all(&model).unwrap();
     stdout_of(&with_tokenizer);
     stdout_of(&format!("{generate} --max_completion_length 2 --stop the --min_p 0.1"));
@@ -144,7 +144,7 @@ fn sizes_that_nothing_holds_are_refused_before_work_begins() {
     config["moe_intermediate_size"] = (1 << 24).into();
     fs::write(&shape, config.to_string()).unwrap();
     let made = run(&format!("init --config_json {} --output {}", shape.display(), output.display()));
-    made.assert_error("larger than the disk", 12, &["writing here needs 18446744073709551615 bytes"]);
+    made.assert_error("larger than the disk", 12, &["18446744073709551615 bytes are needed"]);
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing is left");
     for command in ["generate --prompt what", "eval --data configs/arithmetic/eval.jsonl"] {
         let many = run(&format!("{command} --model {MODEL} -n 99999999999"));
@@ -157,7 +157,7 @@ fn sizes_that_nothing_holds_are_refused_before_work_begins() {
 #[test]
 fn the_plan_is_a_table_and_refuses_what_cannot_fit() {
     let planned = run("plan --nproc 2 --config configs/tiny-cpu.toml");
-    assert!(planned.stderr.contains("beside these tensors each process holds"), "{}", planned.stderr);
+    assert!(planned.stderr.contains("each process also needs"), "{}", planned.stderr);
     let plan = planned.stdout;
     for class in ["memory per rank", "policy weights", "Adam", "gradients", "activations", "KV cache", "peak", "blocks"]
     {

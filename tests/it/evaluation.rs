@@ -118,9 +118,9 @@ fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
     let unread = "tensor_parallel_size=1 kv_cache_dtype=fp8 num_generations=4 temperature=0.5 reward.timeout_s=3";
     let unread = run(&format!("{eval} --config configs/tiny-cpu.toml {unread}"));
     for (part, times) in [
-        ("tensor_parallel_size = 1: expected to be left out: eval has it as --tensor_parallel_size", 1),
-        ("kv_cache_dtype = \"fp8\": expected to be left out", 1),
-        ("num_generations = 4: expected to be left out: an evaluation takes eval_num_generations, or -n", 1),
+        ("tensor_parallel_size = 1: expected no such key here: use the option --tensor_parallel_size", 1),
+        ("kv_cache_dtype = \"fp8\": expected no such key here", 1),
+        ("num_generations = 4: expected no such key here: for an evaluation set eval_num_generations, or -n", 1),
         ("expected", 3),
     ] {
         assert!(unread.code == Some(2) && unread.stderr.matches(part).count() == times, "{part}: {}", unread.stderr);
@@ -133,7 +133,7 @@ fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
     run(&format!("{eval} {rows} --base_model configs")).assert_error(
         "a base of no adapters",
         2,
-        &["--base_model = configs", "is a whole model"],
+        &["--base_model = configs", "is a full model"],
     );
     run(&format!("{eval} --config configs/tiny-cpu.toml temperature=-1")).assert_error(
         "key",

@@ -395,7 +395,11 @@ fn a_run_samples_trains_saves_and_serves_its_adapters() {
             merged.display(),
             merged.display()
         ))
-        .assert_error("a whole model", 2, &["--merge = ", "expected LoRA adapters: this is a whole model"]);
+        .assert_error(
+            "a whole model",
+            2,
+            &["--merge = ", "expected a folder of LoRA adapters: this is a full model"],
+        );
         let (own, whole) = (generate(&adapters, "--nproc 2 --tp 2"), generate(&merged, ""));
         let base = generate(Path::new(MODEL), "");
         assert!(own.iter().zip(&base).any(|(own, base)| own["logprob"] != base["logprob"]));
@@ -465,13 +469,16 @@ fn adapters_that_were_trained_on_nf4_are_served_on_it() {
         (to, ended.stderr)
     };
     let (merged, said) = exported("merged", "--merge");
-    assert!(said.contains("added to the weights in float32, the base's own rounded to NF4 before"), "{said}");
+    assert!(said.contains("merged into the weights in float32. The base weights were rounded to NF4 first"), "{said}");
     let (of_merged, quiet) = sampled(&merged, "");
     assert!((of_merged - as_trained).abs() < 1e-3 && !quiet.contains("NF4"), "{of_merged} {as_trained}: {quiet}");
     let (copied, _) = exported("copied", "");
     assert!(sampled(&copied, "").1.contains("in NF4: it is rounded"), "a copy keeps what is known");
     let (onto_dense, said) = exported("onto_dense", "--merge --quantization none");
-    assert!(said.contains("to the base as its files have it, though they were trained on it in NF4"), "{said}");
+    assert!(
+        said.contains("The base weights are used as stored, although the adapters were trained on a base in NF4"),
+        "{said}"
+    );
     assert!((sampled(&onto_dense, "").0 - dense).abs() < 1e-3);
 
     // A base in bfloat16: what is merged is rounded, which is said.
@@ -479,7 +486,7 @@ fn adapters_that_were_trained_on_nf4_are_served_on_it() {
     let config = std::fs::read_to_string(half.join("config.json")).unwrap();
     std::fs::write(half.join("config.json"), config.replace("\"float32\"", "\"bfloat16\"")).unwrap();
     let (_, said) = exported("halved", &format!("--merge --base_model {}", half.display()));
-    assert!(said.contains("and the sums rounded to bfloat16, the type of the base's files"), "{said}");
+    assert!(said.contains("The sums were rounded to bfloat16, the dtype of the base's files"), "{said}");
 }
 
 /// TRL's default: the KL term of a run that goes on with adapters compares with these, before and after a resume.

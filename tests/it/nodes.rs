@@ -135,7 +135,7 @@ fn a_folder_that_is_not_shared_is_refused_by_node() {
         ended.assert_error(
             "two folders",
             2,
-            &["output_dir = run", &seen, &format!("that {first} wrote there"), "save_on_each_node"],
+            &["output_dir = run", &seen, &format!("that {first} wrote to it"), "save_on_each_node"],
         );
     }
 }
@@ -183,7 +183,7 @@ fn every_node_may_have_whole_checkpoints_of_its_own() {
     refused[0].assert_error(
         "no copy",
         5,
-        &["not every node has a whole copy", "checkpoint-2, checkpoint-4; node 1 (", "has none"],
+        &["every node needs a complete copy", "checkpoint-2, checkpoint-4; node 1 (", "has none"],
     );
 }
 
@@ -196,7 +196,7 @@ fn folders_of_the_nodes_own_must_be_apart_and_hold_all_of_the_state() {
         ended.assert_error(
             "one folder",
             2,
-            &["save_on_each_node = true: expected false where nodes share output_dir", "sees the file"],
+            &["save_on_each_node = true: expected false, as the nodes share output_dir", "sees the file"],
         );
     }
     for ended in on_two_nodes(&format!("{line} zero.shard_group_size=4")) {

@@ -449,7 +449,7 @@ fn strangers_pages_are_refused_and_a_key_that_is_none_is() {
         assert!(!ended.stderr.contains("two words"), "{}", ended.stderr);
     }
     let mut child = command(&format!("serve --model {MODEL} --host 0.0.0.0 --port 0")).spawn().unwrap();
-    await_line(&mut child, "warning: --host 0.0.0.0: everybody who reaches this port may use the model");
+    await_line(&mut child, "warning: with --host 0.0.0.0 everybody who can reach this port can use the model");
     await_line(&mut child, "listening on http://0.0.0.0:");
     child.kill().unwrap();
     child.wait().unwrap();

@@ -49,12 +49,15 @@ struct PlacementRun {
 /// [`Error::BadFile`] for a line that is none of `bench step`'s; [`Error::Io`].
 pub fn compare(results: &Path, output: &Path, curves: &[(String, std::path::PathBuf)]) -> Result<String> {
     let text = untrusted::read_text(results, MAX_LOG_BYTES).map_err(|error| {
-        Error::bad_file(results, format!("{error}; a file with what `bench step` printed is needed"))
+        Error::bad_file(results, format!("{error}; expected a file with the JSON lines that `bench step` prints"))
     })?;
     let runs = text.lines().filter(|line| !line.trim().is_empty()).map(|line| PlacementRun::read(line, results));
     let runs: Vec<PlacementRun> = runs.collect::<Result<_>>()?;
     if runs.is_empty() {
-        return Err(Error::bad_file(results, "a line of `bench step` is needed".to_owned()));
+        return Err(Error::bad_file(
+            results,
+            "the file is empty: expected the JSON lines that `bench step` prints".to_owned(),
+        ));
     }
     let write = |name: &str, text: &str| {
         let path = output.join(name);
@@ -80,7 +83,7 @@ fn reward_line(label: &str, path: &Path) -> Result<ChartLine> {
 
 impl PlacementRun {
     fn read(line: &str, path: &Path) -> Result<Self> {
-        let bad = |what: &str| Error::bad_file(path, format!("a line without {what}: {line:.80}"));
+        let bad = |what: &str| Error::bad_file(path, format!("a line has no {what}: {line:.80}"));
         let value: Value = serde_json::from_str(line).map_err(|_| {
             Error::bad_file(path, format!("expected lines of JSON, as `bench step` prints them: {line:.80}"))
         })?;

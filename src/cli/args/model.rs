@@ -75,9 +75,9 @@ pub fn with_tips(mut usage: clap::Error) -> clap::Error {
         && [ContextKind::InvalidArg, ContextKind::PriorArg].iter().any(|kind| begins(*kind, "--config <"));
     let tip = match () {
         () if begins(ContextKind::InvalidArg, "--model_preset") => {
-            "a model of any other shape: --config_json FILE, its config.json of Hugging Face"
+            "for a model of another shape give its Hugging Face config.json with --config_json FILE"
         }
-        () if is_conflict => "beside --config, a key of the run is given as key=value: max_completion_length=16",
+        () if is_conflict => "with --config, give keys of the run as key=value, for example max_completion_length=16",
         () => return usage,
     };
     usage.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
@@ -115,7 +115,7 @@ impl InitArgs {
             None => Ok(spec),
             Some(spec) if spec.draft_head.is_some() => Ok(spec),
             Some(_) => {
-                let expected = "a model with gated delta nets: no other has a head that is read";
+                let expected = "false for this model: only draft heads of models with gated delta nets are supported";
                 Err(Error::invalid_value("--draft_head", true, expected))
             }
         }
@@ -149,8 +149,12 @@ impl ExportArgs {
             Err(crate::error::Error::invalid_value(option, self.source.model.display(), expected))
         };
         match (self.merge, self.fp8, are_adapters) {
-            (true, _, false) => refuse("--merge", "LoRA adapters: this is a whole model, which has nothing to merge"),
-            (false, true, true) => refuse("--fp8", "a whole model, or --merge beside adapters, which stay as they are"),
+            (true, _, false) => {
+                refuse("--merge", "a folder of LoRA adapters: this is a full model, so there is nothing to merge")
+            }
+            (false, true, true) => {
+                refuse("--fp8", "a full model; for LoRA adapters add --merge, as adapters alone are not quantized")
+            }
             _ => Ok(()),
         }
     }

@@ -68,8 +68,8 @@ impl GenerationArgs {
         let Some(listed) = of_model.listed() else { return Ok(Default::default()) };
         Ok(match self.generation_config {
             GenerationConfig::Auto => {
-                let told = "where nothing else is asked for, as the model's generation_config.json says (--generation_config none: \
-                            temperature 1, all tokens)";
+                let told = "by default, from the model's generation_config.json (--generation_config none: temperature \
+                            1, no filters)";
                 (of_model, Some(format!("sampling with {listed} {told}")))
             }
             GenerationConfig::None => (SamplingDefaults::default(), None),
@@ -338,8 +338,8 @@ impl EvalArgs {
     /// of a run that is not named.
     pub fn check(&self) -> crate::error::Result<()> {
         if let Some(first) = self.overrides.first().filter(|_| self.config.is_none()) {
-            let expected =
-                "key=value only beside --config, whose keys they are; without it, options say how is sampled";
+            let expected = "no key=value without --config: these are keys of a configuration; without --config use \
+                            options such as --temperature";
             return Err(crate::error::Error::invalid_value("eval", first, expected));
         }
         self.output.as_deref().map_or(Ok(()), check_samples_file)?;

@@ -55,7 +55,8 @@ impl AdapterArgs {
         let mut names = vec![model_name];
         for NamedAdapter { name, .. } in &self.adapters {
             if names.contains(&name.as_str()) {
-                let expected = format!("names that differ from one another and from the model's, '{model_name}'");
+                let expected =
+                    format!("a name that no other adapter has and that differs from the model's name '{model_name}'");
                 return Err(Error::invalid_value("--adapter", name, expected));
             }
             names.push(name);

@@ -162,7 +162,7 @@ impl Draft {
         if let Some(at) = self.position(&new.key) {
             let old = self.keys.remove(at);
             match old.value == new.value {
-                true => self.dropped.push(old.line("it is set twice")),
+                true => self.dropped.push(old.line("the key is set twice")),
                 false => self.lost.push(old.line(&format!("{} = {} counts", new.key, toml_value(&new.value)))),
             }
         }
@@ -298,7 +298,7 @@ impl Draft {
         let changed = self.keys.iter().filter(|known| known.note.is_some()).map(|known| known.line(""));
         let kinds = [
             ("changed", changed.collect()),
-            ("left out, without a change of the result", self.dropped.clone()),
+            ("LEFT OUT, without an effect on the result", self.dropped.clone()),
             ("MISSING, add each before the run", self.missing.clone()),
             ("WITHOUT AN EQUIVALENT, look at each", self.lost.clone()),
         ];

@@ -35,7 +35,7 @@ pub(super) fn read(hydra: &Hydra, script: &Path) -> Result<HydraFiles> {
             files.lost.push((
                 "--config-path".into(),
                 path.as_str().into(),
-                "without --config-name no file is known".into(),
+                "the folder is not used: --config-name, which names the file in it, is missing".into(),
             ));
         }
         return Ok(files);
@@ -62,7 +62,8 @@ pub(super) fn read(hydra: &Hydra, script: &Path) -> Result<HydraFiles> {
         }
         None => {
             let why = format!(
-                "{path}/{name}.yaml is neither in the current folder nor beside the script: its keys are missing here"
+                "the file {path}/{name}.yaml was found neither in the current folder nor next to the script: its keys \
+                 are not imported"
             );
             files.lost.push(("--config-name".into(), name.into(), why));
         }
@@ -115,10 +116,12 @@ impl HydraFiles {
                     None => self.lost.push((
                         "defaults".into(),
                         default,
-                        "no such file lies beside it: its keys are missing here".into(),
+                        "the file was not found: its keys are not imported".into(),
                     )),
                 },
-                None => self.lost.push(("defaults".into(), default, "a group of Hydra's: its file is not read".into())),
+                None => {
+                    self.lost.push(("defaults".into(), default, "files of Hydra config groups are not read".into()))
+                }
             }
         }
         for entry in own {

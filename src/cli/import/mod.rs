@@ -64,7 +64,7 @@ fn translated(read: Foreign, version: Option<TrlVersion>) -> (Draft, String) {
     read.files.lost.iter().for_each(|(key, value, why)| draft.lose(key, value, why));
     read.unread.into_iter().for_each(|word| draft.lose_word(word));
     for (key, value) in theirs.take_unfilled(read.is_script) {
-        draft.lose(&key, &value, "a variable in it that this file does not set");
+        draft.lose(&key, &value, "a value without variables, or a variable that this script sets");
     }
     let program = match theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]) {
         true => {
@@ -97,8 +97,9 @@ fn read(file: &Path) -> Result<Foreign> {
         Some("yaml" | "yml") => return Ok(Foreign { files: hydra::read_file(file)?, ..Foreign::default() }),
         Some("json" | "toml") => return Ok(of_entries(config::foreign_entries(Some(file), &[])?)),
         Some("py") => {
-            let message = "a Python script is not read; write what it gives GRPOConfig into a YAML file, a line for each (learning_rate: 1e-6), \
-                           with model_name_or_path, dataset_name and reward_funcs (rewards.py:function), and import that";
+            let message = "Python scripts cannot be imported; write the arguments of GRPOConfig into a YAML file, one \
+                           per line (learning_rate: 1e-6), with model_name_or_path, dataset_name and reward_funcs \
+                           (rewards.py:function), and import that file";
             return Err(refuse(message.into()));
         }
         _ => return Err(refuse("expected a configuration (.yaml, .yml, .json, .toml) or a shell script (.sh)".into())),
@@ -129,7 +130,10 @@ fn recipe(script: &Path, name: &str) -> Result<PathBuf> {
     let script = std::path::absolute(script).map_err(Error::io(script))?;
     let folders = std::iter::once(Path::new("")).chain(script.ancestors().skip(1));
     folders.map(|folder| folder.join(name)).find(|path| path.is_file()).ok_or_else(|| {
-        let message = format!("the script's --config {name} is neither in the current folder nor beside the script: start this command where it is");
+        let message = format!(
+            "the file of the script's option --config {name} was found neither in the current folder nor next to the \
+             script: run this command in the folder that contains it"
+        );
         Error::bad_file(&script, message)
     })
 }
@@ -137,7 +141,11 @@ fn recipe(script: &Path, name: &str) -> Result<PathBuf> {
 fn write(path: &Path, text: &str) -> Result<()> {
     let new = std::fs::OpenOptions::new().write(true).create_new(true).open(path);
     if new.as_ref().is_err_and(|error| error.kind() == std::io::ErrorKind::AlreadyExists) {
-        return Err(Error::invalid_value("--output", path.display(), "a file that is not there yet"));
+        return Err(Error::invalid_value(
+            "--output",
+            path.display(),
+            "the path of a new file: this one already exists and is not overwritten",
+        ));
     }
     new.and_then(|mut file| std::io::Write::write_all(&mut file, text.as_bytes())).map_err(Error::io(path))?;
     console::print_saved(path.display());

@@ -13,7 +13,7 @@ const PROCESSES: &[&str] = &["num_processes", "nproc_per_node", "nproc-per-node"
 const HYDRA_PATH: &[&str] = &["--config-path", "-cp"];
 const HYDRA_NAME: &[&str] = &["--config-name", "-cn"];
 /// Said of a word that no rule reads.
-const UNREAD: &str = "it sets no key that is known";
+const UNREAD: &str = "it sets no known key";
 
 /// The keys that a script sets, and the files that it reads first.
 #[derive(Debug, Default, PartialEq)]
@@ -92,7 +92,7 @@ fn overrides(words: &[String], is_doubtful: bool, script: &mut Script) {
             word.split_once('=').map_or((&**word, None), |(flag, value)| (flag, Some(value.to_owned())));
         match override_of(word) {
             Some((key, value)) if is_doubtful => {
-                script.unread.push(format!("{key}={value}: in a branch of the script that nothing here decides"));
+                script.unread.push(format!("{key}={value}: in a branch of the script whose condition is unknown here"));
             }
             Some((key, value)) => script.overrides.push(format!("{key}={}", parsed(value))),
             None if HYDRA_PATH.contains(&flag) => {
@@ -190,7 +190,7 @@ mod tests {
     fn variables_that_double_one_another_are_refused() {
         let text = format!("A=aa\n{}trl grpo --run_name $A\n", "A=$A${A}\n".repeat(60));
         let error = super::read(&text, Path::new("run.sh"), None).unwrap_err();
-        assert!(error.contains("its variables make it longer by more than"), "{error}");
+        assert!(error.contains("expanding its variables adds more than"), "{error}");
     }
 
     #[test]

@@ -99,9 +99,9 @@ impl ShellReader {
                     let known = self.variables.get(name).filter(|known| is_doubtful && !known.is_empty());
                     let counts = known.unwrap_or(&value.to_owned()).clone();
                     if is_doubtful && words[0] != "export" && (known.is_none() || counts != value) {
-                        self.reached
-                            .doubts
-                            .push(format!("{name}={value}: in a branch that nothing here decides; {counts} counts"));
+                        self.reached.doubts.push(format!(
+                            "{name}={value}: in a branch whose condition is unknown here; {counts} is used"
+                        ));
                     }
                     self.variables.insert(name.to_owned(), counts);
                 }
@@ -234,7 +234,9 @@ impl ShellReader {
         let filled = expand::expanded(word, &self.variables);
         self.num_added_bytes += filled.len().saturating_sub(word.len());
         match self.num_added_bytes > MAX_ADDED_BYTES {
-            true => Err(format!("its variables make it longer by more than {MAX_ADDED_BYTES} bytes")),
+            true => {
+                Err(format!("expanding its variables adds more than {MAX_ADDED_BYTES} bytes, the limit for a script"))
+            }
             false => Ok(filled),
         }
     }
@@ -259,7 +261,9 @@ impl ShellReader {
                 }
             }
             if self.num_added_bytes > MAX_ADDED_BYTES {
-                return Err(format!("its variables make it longer by more than {MAX_ADDED_BYTES} bytes"));
+                return Err(format!(
+                    "expanding its variables adds more than {MAX_ADDED_BYTES} bytes, the limit for a script"
+                ));
             }
         }
         Ok(all)

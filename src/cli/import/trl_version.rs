@@ -120,7 +120,7 @@ impl TrlVersion {
         let removed = REMOVED.iter().filter(|(key, _)| theirs.has(key)).min_by_key(|(_, last)| *last);
         match removed {
             Some((key, last)) => Self { number: *last, reason: format!("the last that has {key}; {is_said}") },
-            None => Self { number: NEWEST, reason: format!("as the file says no version; {is_said}") },
+            None => Self { number: NEWEST, reason: format!("as the file names no version; {is_said}") },
         }
     }
 

@@ -101,7 +101,7 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     let (name, versions, fault) = (args.model.display(), &theirs.versions, compared.fault(args.tolerance));
     let verdict = match &fault {
         None => "verdict: the same model up to rounding".to_owned(),
-        Some(fault) => format!("verdict: another model: {fault}"),
+        Some(fault) => format!("verdict: not the same model as in transformers: {fault}"),
     };
     console::print(format_args!(
         "{name} against transformers {} (torch {}), {dtype} on {device}: {} prompts, {} positions\n{}{verdict}\n",
@@ -155,11 +155,12 @@ fn prompts(given: &[String], tokenizer: &Tokenizer, longest: usize) -> Result<Ve
             let id = prompts.len() as u64;
             prompts.push(Prompt { id, text: text.to_owned(), token_ids, columns: Arc::default() });
         } else if !given.is_empty() {
-            let expected = format!("1 to {longest} tokens, not {}", token_ids.len());
+            let expected = format!("1 to {longest} tokens, got {}", token_ids.len());
             return Err(Error::invalid_value("--prompt", format!("'{text:.80}'"), expected));
         }
     }
-    let expected = format!("a prompt of 1 to {longest} tokens: this model's context is too short for the usual ones");
+    let expected =
+        format!("a prompt of 1 to {longest} tokens: the default prompts are longer than the context of this model");
     if prompts.is_empty() { Err(Error::invalid_value("--prompt", "none", expected)) } else { Ok(prompts) }
 }
 

@@ -135,7 +135,7 @@ impl Peer {
         file.read_line(&mut line)?;
         let header: PeerHeader = match serde_json::from_str(&line) {
             Ok(header) => header,
-            Err(error) => return Ok(Err(format!("its answer is not readable: {error}"))),
+            Err(error) => return Ok(Err(format!("cannot read the results that it wrote: {error}"))),
         };
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes)?;
@@ -151,9 +151,9 @@ impl Peer {
         command.env("HF_HUB_OFFLINE", "1").env("TOKENIZERS_PARALLELISM", "false");
         match command.status() {
             Ok(status) if status.success() => Ok(()),
-            Ok(status) => Err(self.failed(&format!("it ended, {status}"))),
+            Ok(status) => Err(self.failed(&format!("the process ended with {status}"))),
             Err(error) => {
-                let message = format!("--python = {}: it cannot be started: {error}", self.python);
+                let message = format!("--python = {}: cannot start this interpreter: {error}", self.python);
                 Err(Error::Environment { message })
             }
         }
@@ -166,8 +166,8 @@ impl Peer {
         let python = &self.python;
         let message = match last.contains("ModuleNotFoundError") {
             true => format!(
-                "verify compares with transformers, and {python} says {last}; to install it: {python} -m pip install torch==2.11.0 \
-                 transformers (--python names another interpreter)"
+                "verify needs torch and transformers in {python}, which fails with: {last}; install them with {python} \
+                 -m pip install torch==2.11.0 transformers, or name another interpreter with --python"
             ),
             false => format!("transformers in {python}: {why}: {last}"),
         };
@@ -193,8 +193,8 @@ impl PeerHeader {
         let all: usize = positions.iter().sum();
         if bytes.len() != 4 * all * ((2 * num_layers + 1) * hidden_size + 2 * vocab_size) {
             return Err(format!(
-                "it wrote {} bytes, not those of {all} positions, {num_layers} layers of width {hidden_size} and a vocabulary of \
-                 {vocab_size}",
+                "it wrote {} bytes, which is not the size of the results for {all} positions, {num_layers} layers of \
+                 width {hidden_size} and a vocabulary of {vocab_size}",
                 bytes.len()
             ));
         }
@@ -208,7 +208,7 @@ impl PeerHeader {
         };
         let mut roundings = rounding.map_or_else(Vec::new, |it| it.into_iter().map(Some).collect());
         if !roundings.is_empty() && roundings.len() != positions.len() {
-            return Err(format!("it measured {} sequences, not {}", roundings.len(), positions.len()));
+            return Err(format!("it returned results for {} sequences, expected {}", roundings.len(), positions.len()));
         }
         roundings.resize_with(positions.len(), || None);
         let sequences = positions.iter().zip(roundings).map(|(&positions, rounding)| PeerSequence {

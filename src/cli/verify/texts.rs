@@ -19,7 +19,9 @@ impl TextComparison {
     pub fn new(own: &[Tokenized], theirs: &PeerTokens) -> Self {
         let others = |theirs: &TokensOrReason| match theirs {
             TokensOrReason::Reason(reason) => Err(reason.clone()),
-            TokensOrReason::Tokens(ids) if ids.len() != own.len() => Err(format!("it read {} texts", ids.len())),
+            TokensOrReason::Tokens(ids) if ids.len() != own.len() => {
+                Err(format!("it returned the tokens of {} texts", ids.len()))
+            }
             TokensOrReason::Tokens(ids) => {
                 let both = own.iter().zip(ids).filter(|(own, ids)| own.token_ids != **ids);
                 Ok(both.map(|(own, _)| own.text.clone()).collect())
@@ -45,8 +47,9 @@ impl TextComparison {
     pub fn note(&self) -> Option<String> {
         let text = self.by_auto.as_ref().ok()?.first()?;
         Some(format!(
-            "AutoTokenizer has other tokens, for {text:?} first: its class {}, by tokenizer_class of tokenizer_config.json or the model's \
-             type, does not split texts as tokenizer.json says, which counts here: docs/files.md",
+            "AutoTokenizer gives other tokens, first for {text:?}: its class {}, chosen by tokenizer_class in \
+             tokenizer_config.json or the model's type, does not follow tokenizer.json, which colo-grpo uses: see \
+             docs/files.md",
             self.class
         ))
     }
@@ -56,6 +59,6 @@ impl TextComparison {
         let others = self.by_file.as_ref().ok()?;
         let text = others.first()?;
         let (count, all) = (others.len(), self.num_texts);
-        Some(format!("{count} of {all} texts have other tokens than tokenizer.json gives them, {text:?} first"))
+        Some(format!("{count} of {all} texts get other tokens than with tokenizer.json, first {text:?}"))
     }
 }

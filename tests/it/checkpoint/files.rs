@@ -256,7 +256,7 @@ fn every_optimizer_s_state_returns_from_its_files_and_serves_no_other() {
         assert!(saved_bits(&restored) == saved_bits(&saved), "{optim:?}");
         let refused = opened.restore(&mut policy(Kind::Float)).unwrap_err();
         assert_eq!(refused.exit_code(), ExitCode::Checkpoint);
-        assert!(refused.to_string().contains("resume with the optimizer that wrote it"), "{refused}");
+        assert!(refused.to_string().contains("resume with the optimizer that wrote the checkpoint"), "{refused}");
     }
 }
 
@@ -294,13 +294,14 @@ fn optimizer_files_that_lie_are_refused_by_name() {
     let cases: [(Change<'_>, &str); 7] = [
         (
             &|all| all.get_mut(&part("m")).unwrap().0 = Dtype::I32,
-            "expected the parts of one optimizer's state, of their types",
+            "expected the tensors of one optimizer, with their dtypes",
         ),
-        (&|all| _ = all.remove(&part("v")), "has master, m, where optim = adamw expects master, m, v"),
-        (&|all| _ = all.remove(&part("master")), "expected all parts of an optimizer's state beside it"),
+        (&|all| _ = all.remove(&part("v")), "has master, m, but optim = adamw needs master, m, v"),
+        (&|all| _ = all.remove(&part("master")), "other tensors of this optimizer state are missing"),
         (
             &|all| all.retain(|name, _| !name.starts_with(norm)),
-            "expected elements 0..32 of head/FinalNorm once each, found none: resume with the model, the lora.target_modules",
+            "each of the elements 0..32 of head/FinalNorm must be stored exactly once, but found none: resume with the \
+             same model, lora.target_modules",
         ),
         (
             &|all| {
@@ -309,7 +310,7 @@ fn optimizer_files_that_lie_are_refused_by_name() {
                     all.insert(format!("head/FinalNorm/8-16/{what}"), (dtype, vec![8], bytes[..32].to_vec()));
                 }
             },
-            "expected elements 0..32 of head/FinalNorm once each, found 0..32 in ",
+            "each of the elements 0..32 of head/FinalNorm must be stored exactly once, but found 0..32 in ",
         ),
         (
             &|all| {
@@ -318,11 +319,11 @@ fn optimizer_files_that_lie_are_refused_by_name() {
                     all.insert(format!("head/LmHead/0-32/{what}"), tensor);
                 }
             },
-            "head/LmHead is not a parameter that this run trains: resume with the model",
+            "head/LmHead is not a parameter that this run trains: resume with the same model",
         ),
         (
             &|all| _ = all.insert("head/FinalNorm/x".into(), (Dtype::F32, vec![1], vec![0; 4])),
-            "tensor head/FinalNorm/x: expected unit/parameter/first-last/",
+            "tensor head/FinalNorm/x: expected a name of the form unit/parameter/first-last/",
         ),
     ];
     for (change, expected) in cases {

@@ -41,7 +41,7 @@ fn a_shard_of_another_step_or_run_is_refused_though_its_hash_fits() {
         transplant(donor, &fourth);
         let error = Checkpoint::open(&fourth, true).unwrap().restore(&mut policy).unwrap_err();
         assert_eq!(error.exit_code(), ExitCode::Checkpoint);
-        let expected = format!("{SHARD} is of {named}: expected one of run {own} step 4, as trainer_state.json says");
+        let expected = format!("{SHARD} was written by {named}, but trainer_state.json is from run {own} step 4");
         assert!(error.to_string().contains(&expected), "{error}");
     }
 
@@ -64,7 +64,7 @@ fn a_checkpoint_that_names_no_run_is_resumed_from() {
     json.as_object_mut().unwrap().remove("run_id").unwrap();
     fs::write(&state, json.to_string()).unwrap();
     let refused = Checkpoint::open(&saved, false).unwrap().restore(&mut policy).unwrap_err();
-    assert!(refused.to_string().contains("expected one of no run in particular"), "{refused}");
+    assert!(refused.to_string().contains("but trainer_state.json is from an unnamed run"), "{refused}");
 
     let mut shard = fs::read(saved.join(SHARD)).unwrap();
     let header = String::from_utf8_lossy(&shard[8..200]).into_owned();

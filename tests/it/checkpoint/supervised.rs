@@ -64,7 +64,7 @@ fn a_supervised_run_ends_like_a_straight_one() {
         folder.path().join("other").display()
     );
     let named = format!("model_name_or_path = {}", straight.join("checkpoint-4").display());
-    run(&other).assert_error("a supervised run's checkpoint", 5, &["of a supervised run", &named]);
+    run(&other).assert_error("a supervised run's checkpoint", 5, &["written by a supervised run", &named]);
     for (given, said) in [("straight", "straight/checkpoint-6"), ("straight/final", "model_name_or_path")] {
         let more = format!("resume_from_checkpoint={}", folder.path().join(given).display());
         run(&line("other", &more)).assert_error(

@@ -193,7 +193,7 @@ fn verl_s_rows_and_function_and_trl_s_function_train_unchanged() {
     let ended = run(&line);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     assert!(ended.stderr.contains("actor_rollout_ref.actor.entropy_coeff = 0.01"), "{}", ended.stderr);
-    run(&line).assert_error("the file is there", 2, &["--output", "a file that is not there yet"]);
+    run(&line).assert_error("the file is there", 2, &["--output", "the path of a new file"]);
 
     let mut both = command(&format!("--config {} device=cpu logging_steps=1", place("run.toml")));
     both.arg(format!(
@@ -258,7 +258,7 @@ fn what_is_no_configuration_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     for (name, text, parts) in [
         ("a.sh", "echo hello\n", &["expected a script that starts verl"][..]),
-        ("a.py", "GRPOConfig()\n", &["a Python script is not read", "GRPOConfig into a YAML file"]),
+        ("a.py", "GRPOConfig()\n", &["Python scripts cannot be imported", "GRPOConfig into a YAML file"]),
         ("a.txt", "x\n", &["expected a configuration", "a shell script (.sh)"]),
         ("a.yaml", "- 1\n", &["expected keys with values"]),
     ] {

@@ -156,19 +156,24 @@ fn what_differs_by_more_than_rounding_is_said_and_ends_with_13() {
         (shifted, format!("{worst}: 5.00e-1, where rounding makes at most 1.00e-3")),
         (engine, worst.to_owned()),
         ("rows[3][4] = float('nan')", format!("{worst}: NaN")),
-        ("words = lambda text: [1]", "texts have other tokens than tokenizer.json gives them, \"w".to_owned()),
+        ("words = lambda text: [1]", "texts get other tokens than with tokenizer.json, first \"w".to_owned()),
     ] {
         let ended = verify(change, &[]);
         ended.assert_error(change, 13, &[&told, "its numbers are not those of transformers"]);
         assert!(ended.stdout.contains("trainer: mean difference"), "the table comes first: {}", ended.stdout);
-        assert!(ended.stdout.lines().last().unwrap().starts_with("verdict: another model: "), "{}", ended.stdout);
+        assert!(
+            ended.stdout.lines().last().unwrap().starts_with("verdict: not the same model as in transformers: "),
+            "{}",
+            ended.stdout
+        );
     }
     assert_eq!(verify(shifted, &["--tolerance", "510"]).code, Some(0));
     // Where AutoTokenizer alone has other tokens, its class is named and the model is none the worse.
     let digits = "name = 'GPT2Tokenizer'; auto = lambda text: [5] if '2024' in text else words(text)";
     let ended = verify(digits, &[]);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    for part in ["AutoTokenizer has other tokens, for \"In 2024", "its class GPT2Tokenizer", "tokenizer_class"] {
+    for part in ["AutoTokenizer gives other tokens, first for \"In 2024", "its class GPT2Tokenizer", "tokenizer_class"]
+    {
         assert!(ended.stdout.contains(part), "{part}: {}", ended.stdout);
     }
     let engine = verify(engine, &["--tolerance", "100000"]);
@@ -181,7 +186,11 @@ fn without_transformers_the_line_that_installs_it_is_said() {
     let installs = ["No module named 'torch'", "-m pip install torch==2.11.0 transformers", "--python"];
     verify_damaged(&|_| (), (missing, ""), &[]).assert_error("no torch", 4, &installs);
     let fewer = "rows = [row[1:] for row in rows]";
-    verify(fewer, &[]).assert_error("another vocabulary", 4, &["bytes, not those of", "a vocabulary of 96"]);
+    verify(fewer, &[]).assert_error(
+        "another vocabulary",
+        4,
+        &["bytes, which is not the size of the results", "a vocabulary of 96"],
+    );
     let broken = "raise RuntimeError('no such architecture')";
     verify(broken, &[]).assert_error("a failure", 4, &["RuntimeError: no such architecture"]);
     verify("", &["--python", "/no/such/python"]).assert_error("no python", 4, &["--python = /no/such/python"]);

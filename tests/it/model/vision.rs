@@ -112,5 +112,5 @@ fn what_is_wrong_with_the_text_part_is_named() {
         config.path().display(),
         folder.path().display()
     );
-    run(&line).assert_error(&line, 3, &["text_config is a part of a model with a vision tower", "config.json"]);
+    run(&line).assert_error(&line, 3, &["this describes a vision-language model", "config.json"]);
 }

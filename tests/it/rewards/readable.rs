@@ -123,14 +123,11 @@ fn a_run_whose_files_a_program_could_read_is_refused_with_both_paths() {
     for (keys, parts) in [
         (
             format!("{code} {own} train_file={}", rows.display()),
-            vec![format!("train_file, {}", rows.display()), format!("is or lies in {shown}")],
+            vec![format!("train_file, {}", rows.display()), format!("is inside {shown}")],
         ),
-        (format!("{code} {own} train_file={}", linked.display()), vec![format!("is or lies in {shown}")]),
-        (
-            format!("{code} {own} output_dir={shown}/run"),
-            vec!["output_dir".to_owned(), format!("is or lies in {shown}")],
-        ),
-        (format!("tools=[\"python\"] {own} train_file={}", rows.display()), vec![format!("is or lies in {shown}")]),
+        (format!("{code} {own} train_file={}", linked.display()), vec![format!("is inside {shown}")]),
+        (format!("{code} {own} output_dir={shown}/run"), vec!["output_dir".to_owned(), format!("is inside {shown}")]),
+        (format!("tools=[\"python\"] {own} train_file={}", rows.display()), vec![format!("is inside {shown}")]),
         (format!("{code} {}", given(&home)), vec!["reward.code.readable = ".to_owned()]),
         (format!("{code} {}", given(Path::new("/proc"))), vec!["the state of processes".to_owned()]),
         (
@@ -147,5 +144,5 @@ fn a_run_whose_files_a_program_could_read_is_refused_with_both_paths() {
         "eval --model configs/arithmetic/model --config configs/tiny-cpu.toml {code} {own} eval_file={}",
         linked.display()
     );
-    run(&keys).assert_error(&keys, 2, &[&format!("is or lies in {shown}")]);
+    run(&keys).assert_error(&keys, 2, &[&format!("is inside {shown}")]);
 }

@@ -99,7 +99,7 @@ fn adapters_are_served_by_their_names_beside_their_base() {
     let [one, two] = folders.each_ref().map(|folder| folder.path().display().to_string());
     let alone = [&one, &two, MODEL].map(|model| generated(model, "--temperature 0 --chat")[0]["completion"].clone());
     assert_eq!(json!(ended.stdout.lines().collect::<Vec<_>>()), json!(alone));
-    assert!(ended.stderr.contains("has given: one, two"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("those given with --adapter: one, two"), "{}", ended.stderr);
 }
 
 #[test]
@@ -125,7 +125,11 @@ fn adapters_that_cannot_be_served_are_told_at_the_start() {
         (format!("--model {MODEL} --adapter one={run_folder}"), 2, hint.as_str()),
         (format!("--model {MODEL} --adapter one"), 2, "expected NAME=FOLDER"),
         (format!("--model {MODEL} --adapter one={MODEL}"), 2, "a folder of LoRA adapters"),
-        (format!("--model {MODEL} --adapter one={folder} --adapter one={folder}"), 2, "names that differ"),
+        (
+            format!("--model {MODEL} --adapter one={folder} --adapter one={folder}"),
+            2,
+            "a name that no other adapter has",
+        ),
         (format!("--model {folder} --adapter one={folder}"), 2, "a base model as --model"),
     ] {
         run(&format!("serve --port 0 {arguments}")).assert_error(&arguments, code, &[expected]);

@@ -36,5 +36,9 @@ fn a_conversation_in_the_terminal_goes_on_until_it_is_reset() {
 fn stray_bytes_do_not_end_a_conversation() {
     let ended = talked("", &[b"two \xff\xfe\n/adapter style\n", QUESTION.as_bytes(), b"\n"].concat());
     assert_eq!(ended.stdout.lines().count(), 2, "{}", ended.stdout);
-    assert!(ended.stderr.contains("no adapter of that name; --adapter has given: none"), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("there is no adapter of that name; those given with --adapter: none"),
+        "{}",
+        ended.stderr
+    );
 }
