@@ -26,7 +26,7 @@ impl WorldSize {
             return Ok(());
         }
         let valid: Vec<usize> = divisors(local).into_iter().filter(|&size| num_trainers.is_multiple_of(size)).collect();
-        let expected = format!("ranks of one node, which has {local}: {}", listed(&valid));
+        let expected = format!("a number of ranks within one node, which has {local}: {}", listed(&valid));
         Err(Error::invalid_value(key, size, expected))
     }
 
@@ -46,13 +46,15 @@ impl WorldSize {
             Err(Error::invalid_value(key, got, format!("{what}: {}", listed(&valid))))
         };
         match (fits(tp), tp) {
-            (false, _) => refuse("tensor_parallel_size", tp, 1, &format!("ranks of one node, which has {local}")),
+            (false, _) => {
+                refuse("tensor_parallel_size", tp, 1, &format!("a number of ranks within one node, which has {local}"))
+            }
             (true, 1) => {
-                let what = format!("stages within one node, which has {local} ranks");
+                let what = format!("a number of stages within one node, which has {local} ranks");
                 refuse("pipeline_parallel_size", stages, 1, &what)
             }
             (true, _) => {
-                let what = format!("stages of {tp} ranks of one node, which has {local}");
+                let what = format!("a number of stages of {tp} ranks within one node, which has {local} ranks");
                 refuse("pipeline_parallel_size", stages, tp, &what)
             }
         }
@@ -126,7 +128,7 @@ impl Config {
     /// The batches of `world_size` ranks.
     fn batch_plan(&self, world_size: usize, roles: Roles) -> Result<BatchPlan> {
         let out_of_range = |batch: Option<usize>| {
-            let got = batch.map_or_else(|| "more than 64 bits hold".to_owned(), |batch| batch.to_string());
+            let got = batch.map_or_else(|| "a number above 2^64".to_owned(), |batch| batch.to_string());
             Error::invalid_value("generation_batch_size", got, format!("at most {MAX_COUNT} completions"))
         };
         let product = |a: usize, b: usize| a.checked_mul(b).ok_or_else(|| out_of_range(None));

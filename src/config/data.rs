@@ -178,8 +178,8 @@ mod tests {
         assert_eq!(config.data.train_file.0, ["rows.jsonl"]);
         assert_eq!((&config.data.dataset_name, &config.data.dataset_config, config.eval_steps), (&None, &None, None));
         for part in [
-            ":1: dataset_name = \"openai/gsm8k\" is left out: rows of the command line",
-            ":3: eval_steps = 20 is left out",
+            ":1: dataset_name = \"openai/gsm8k\" is ignored: the command line names other training rows",
+            ":3: eval_steps = 20 is ignored",
         ] {
             assert!(said.contains(part), "{part}: {said}");
         }
@@ -188,7 +188,7 @@ mod tests {
         let of_file = "train_file = [\"a.jsonl\", \"b.jsonl\"]\ntrain_file_weights = [1, 2]\n";
         let (config, said) = load(of_file, &["dataset_name=openai/gsm8k", "dataset_config=main"]);
         assert!(
-            config.data.train_file.0.is_empty() && said.contains("train_file_weights = [1,2] is left out"),
+            config.data.train_file.0.is_empty() && said.contains("train_file_weights = [1,2] is ignored"),
             "{said}"
         );
         assert_eq!(load(recipe, &["train_file=none"]).1, "");
@@ -206,11 +206,8 @@ mod tests {
         assert!(!config(&[]).data.has_held_out(Some(1)) && config(&["eval_file=e.jsonl"]).data.has_held_out(None));
         assert_eq!(Config::from_toml(&named.to_toml()).unwrap(), named);
         for (keys, part) in [
-            (&["train_file=none"][..], "train_file = none: expected a value, or dataset_name set"),
-            (
-                &["dataset_name=openai/gsm8k"],
-                "train_file = train.jsonl: expected to be left out, or dataset_name left out",
-            ),
+            (&["train_file=none"][..], "train_file = none: expected a value, or a value for dataset_name"),
+            (&["dataset_name=openai/gsm8k"], "train_file = train.jsonl: expected no train_file, or no dataset_name"),
             (&["train_file_weights=[1, 2]"], "one weight for each of the 1 entries"),
             (&["train_file_weights=[0]"], "a number in (0, 1000]"),
             (&["train_file_weights=[1e9]"], "a number in (0, 1000]"),

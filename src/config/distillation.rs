@@ -91,7 +91,7 @@ impl Config {
             [&own.teacher_prompt_template, &own.reprompt_template, &own.solution_template, &own.feedback_template];
         for ((key, places), template) in PLACES.iter().zip(templates) {
             let has_all = places.iter().all(|place| template.contains(place));
-            check(key, template, has_all, format!("a text with {}", places.join(" and ")))?;
+            check(key, template, has_all, format!("a text that contains {}", places.join(" and ")))?;
         }
         Ok(())
     }
@@ -119,15 +119,18 @@ mod tests {
         for (keys, part) in [
             (
                 &["self_distillation=sdft", "teacher_prompt_template={prompt}"][..],
-                "a text with {prompt} and {privileged_context}",
+                "a text that contains {prompt} and {privileged_context}",
             ),
-            (&["self_distillation=sdpo", "teacher_model_name_or_path=t"], "either of them is the teacher"),
+            (&["self_distillation=sdpo", "teacher_model_name_or_path=t"], "a run has only one teacher"),
             (
                 &["self_distillation=sdft", "success_reward_threshold=0.5"],
-                "to be left out, or self_distillation = sdpo:",
+                "no success_reward_threshold, or self_distillation = sdpo:",
             ),
-            (&["self_distillation=sdpo", "num_loss_tokens_to_skip=2"], "to be left out, or self_distillation = sdft:"),
-            (&["distillation_weight=0.5"], "there is no teacher"),
+            (
+                &["self_distillation=sdpo", "num_loss_tokens_to_skip=2"],
+                "no num_loss_tokens_to_skip, or self_distillation = sdft:",
+            ),
+            (&["distillation_weight=0.5"], "the key only applies to distillation from a teacher"),
         ] {
             assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));
         }

@@ -209,16 +209,16 @@ mod tests {
         for (keys, part) in [
             (&["environment=gym:a"][..], "expected \"none\" or verifiers:NAME, openenv:URL or reasoning_gym:TASK"),
             (&["environment=openenv:coding_env"], "run in containers; start one (docker run"),
-            (&[NO_ROWS], "train_file = none: expected a value, or dataset_name set"),
+            (&[NO_ROWS], "train_file = none: expected a value, or a value for dataset_name"),
             (
                 &["environment=verifiers:a"],
-                "train_file = train.jsonl: expected to be left out, or environment left out: its rows",
+                "train_file = train.jsonl: expected no train_file, or no environment: such an environment",
             ),
-            (&[NO_ROWS, "environment=verifiers:a", "agent=a.py:play"], "environment left out: either of them plays"),
-            (&[NO_ROWS, "environment=verifiers:a", "full_determinism=true"], "when the agent's requests come"),
+            (&[NO_ROWS, "environment=verifiers:a", "agent=a.py:play"], "no environment: both run episodes"),
+            (&[NO_ROWS, "environment=verifiers:a", "full_determinism=true"], "when the agent's requests arrive"),
             (
                 &["environment_args.seed=3"],
-                "environment_args.seed = 3: expected to be left out, or environment set: they",
+                "environment_args.seed = 3: expected no environment_args, or a value for environment: these",
             ),
         ] {
             assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));

@@ -50,8 +50,10 @@ impl Field for HeartbeatConfig {
         let entries = default.entries().map(|(name, _)| join(key, &name)).collect();
         let own = default.entries().filter_map(|(name, seconds)| Some((name, seconds?.into())));
         let default = Some(Value::Object(own.collect()));
-        let expected =
-            format!("a table of `timeout_s`, {}, and of `PHASE_s`, \"none\" or the same", f64::expected(&SECONDS));
+        let expected = format!(
+            "a table with `timeout_s`, {}, and one `PHASE_s` per phase, \"none\" or a number in the same range",
+            f64::expected(&SECONDS)
+        );
         let phases: Vec<&str> = Phase::ALL.iter().map(|phase| phase.name()).collect();
         let text = format!("{text} Phases: {}.", phases.join(", "));
         out.push(KeyDoc { section: None, key: key.to_owned(), entries, expected, default, text });

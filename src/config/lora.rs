@@ -32,7 +32,7 @@ impl LoraConfig {
     pub(super) fn check(&self) -> Result<()> {
         let targets = self.target_modules.to_value().to_string();
         let repeated = self.target_modules.modules().len() != self.target_modules.len();
-        check("lora.target_modules", &targets, !repeated, "every projection only once")?;
+        check("lora.target_modules", &targets, !repeated, "each projection at most once")?;
         check("lora.target_modules", targets, self.target_modules.len() > 0, "at least one projection")
     }
 }
@@ -116,7 +116,7 @@ mod tests {
             (&["lora.r=8", "lora.dropout=1"], "lora.dropout = 1: expected a number in [0, 1)"),
             (&["lora.r=8", "lora.target_modules=[\"qkv_proj\"]"], "or a list of q_proj, k_proj"),
             (&["lora.r=8", "lora.target_modules=[]"], "at least one projection"),
-            (&["lora.r=8", "lora.target_modules=[\"q_proj\", \"q_proj\"]"], "only once"),
+            (&["lora.r=8", "lora.target_modules=[\"q_proj\", \"q_proj\"]"], "at most once"),
             (&["quantization=int8", "lora.r=8"], "one of none, nf4"),
         ] {
             let error = message(overrides);

@@ -8,7 +8,7 @@ pub(super) fn check_divides(key: &str, size: usize, num_ranks: usize, what_they_
     }
     let valid = listed(&divisors(num_ranks));
     let expected = match num_ranks {
-        1 => format!("1, as one rank {what_they_do}s; --nproc {size} starts as many"),
+        1 => format!("1, as there is only one rank to {what_they_do}; --nproc {size} starts more ranks"),
         _ => format!("a divisor of the {num_ranks} ranks that {what_they_do}: {valid}"),
     };
     Err(Error::invalid_value(key, size, expected))

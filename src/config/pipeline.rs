@@ -21,7 +21,9 @@ impl std::str::FromStr for PipelinePartition {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let sizes = text.split(',').map(|size| size.trim().parse().ok().filter(|size| *size > 0));
         let sizes: Option<Vec<usize>> = sizes.collect();
-        sizes.map(Self).ok_or_else(|| "expected the layers of each stage, at least 1, as 10,10,8".to_owned())
+        sizes.map(Self).ok_or_else(|| {
+            "expected the number of layers of each stage, at least 1, separated by commas: 10,10,8".to_owned()
+        })
     }
 }
 
@@ -33,7 +35,7 @@ impl fmt::Display for PipelinePartition {
 
 impl FromValue for PipelinePartition {
     fn expected(_: &NumberRange) -> String {
-        "the layers of each stage, at least 1, as \"10,10,8\"".to_owned()
+        "the number of layers of each stage, at least 1, separated by commas: \"10,10,8\"".to_owned()
     }
 
     fn from_value(value: &Value, _: &NumberRange) -> Option<Self> {
@@ -135,8 +137,8 @@ mod tests {
         for (keys, part) in [
             (&["pipeline_parallel_size=0"][..], "pipeline_parallel_size = 0: expected a whole number"),
             (&["pipeline_partition=10,10"], "pipeline_partition = 10,10: expected none, or pipeline_parallel_size = 2"),
-            (&["pipeline_partition=10,,8"], "expected \"none\" or the layers of each stage, at least 1"),
-            (&["pipeline_partition=10,0"], "at least 1, as \"10,10,8\""),
+            (&["pipeline_partition=10,,8"], "expected \"none\" or the number of layers of each stage, at least 1"),
+            (&["pipeline_partition=10,0"], "at least 1, separated by commas: \"10,10,8\""),
         ] {
             let got = message(keys);
             assert!(got.contains(part), "{got}");

@@ -129,10 +129,12 @@ impl RawConfig {
         });
         let replaced = self.replaced.iter().map(|Entry { key, value, origin, .. }| {
             let why = match key.as_str() {
-                "eval_steps" => "the rows of the command line have no held-out ones; eval_file=FILE names some",
-                _ => "rows of the command line take its place",
+                "eval_steps" => {
+                    "the training rows given on the command line have no evaluation rows; name some with eval_file=FILE"
+                }
+                _ => "the command line names other training rows",
             };
-            format!("{origin}: {key} = {value} is left out: {why}")
+            format!("{origin}: {key} = {value} is ignored: {why}")
         });
         read.chain(replaced)
     }
@@ -201,7 +203,7 @@ impl RawConfig {
         let origin = COMMAND_LINE.to_owned();
         let Some((key, value)) = text.split_once('=') else {
             let is_file = [".toml", ".yaml", ".yml"].iter().any(|kind| text.ends_with(kind));
-            let hint = if is_file { "; a configuration is given as --config FILE" } else { "" };
+            let hint = if is_file { "; give a configuration file as --config FILE" } else { "" };
             let message = format!("'{text}' is not key=value{hint}");
             return Err(Error::ConfigSyntax { origin, message });
         };
@@ -257,7 +259,7 @@ fn to_json(value: &DeValue<'_>) -> std::result::Result<Value, String> {
     Ok(match value {
         DeValue::String(text) => text.as_ref().into(),
         DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
-            .map_err(|_| format!("{} is beyond TOML's integers, which have 64 bits with a sign", number.as_str()))?
+            .map_err(|_| format!("{} is outside of the range of TOML integers (64 bits, signed)", number.as_str()))?
             .into(),
         DeValue::Float(number) => {
             let parsed = number.as_str().parse().ok().and_then(Number::from_f64);
@@ -283,9 +285,10 @@ pub(crate) fn check_openings(text: &str) -> std::result::Result<(), String> {
         + ["- ", "-\n", "-\t", "? ", "?\n", "?\t"].iter().map(|dash| text.matches(dash).count()).sum::<usize>();
     match num_openings {
         0..=MAX_OPENINGS => Ok(()),
-        _ => {
-            Err(format!("{num_openings} brackets, dots and dashes: expected at most {MAX_OPENINGS} in a configuration"))
-        }
+        _ => Err(format!(
+            "the configuration has {num_openings} brackets, dots and list dashes, which bound its nesting: expected at \
+             most {MAX_OPENINGS}"
+        )),
     }
 }
 
@@ -298,7 +301,7 @@ fn bare_word(text: &str, line: usize) -> Option<&str> {
 }
 
 fn needs_quotes(word: &str) -> String {
-    format!("{word} is no TOML value: text stands in quotes, \"{word}\"; numbers, true and false do not")
+    format!("{word} is not a TOML value: put text in quotes (\"{word}\"); numbers, true and false need none")
 }
 
 #[cfg(test)]
@@ -320,6 +323,6 @@ mod tests {
         let error = RawConfig::read(None, &["beta".into()]).unwrap_err();
         assert_eq!(error.to_string(), "command line: 'beta' is not key=value");
         let error = RawConfig::read(None, &["run.toml".into()]).unwrap_err();
-        assert!(error.to_string().ends_with("'run.toml' is not key=value; a configuration is given as --config FILE"));
+        assert!(error.to_string().ends_with("'run.toml' is not key=value; give a configuration file as --config FILE"));
     }
 }

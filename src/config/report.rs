@@ -30,7 +30,7 @@ impl serde::Serialize for ReportTo {
 
 impl FromValue for ReportTo {
     fn expected(_: &NumberRange) -> String {
-        format!("a list [..] of {}, or all, or none", ReportService::NAMES.join(", "))
+        format!("a list [..] of {}; or all, or none", ReportService::NAMES.join(", "))
     }
 
     fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {

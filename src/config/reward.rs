@@ -172,23 +172,33 @@ impl ProcessReward {
     fn check(&self, name: &str) -> Result<()> {
         let key = |field: &str| format!("rewards.{name}.{field}");
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
-        check("rewards", name, name.chars().all(is_plain), "names of letters, digits, _ and -")?;
+        check("rewards", name, name.chars().all(is_plain), "a name of letters, digits, _ and -")?;
         let num_places = [self.function.is_some(), !self.command.0.is_empty(), self.url.is_some()]
             .into_iter()
             .filter(|is| *is)
             .count();
         let got = self.function.as_deref().unwrap_or("none");
-        let one = format!("a function, or else a program in {} or a service in {}", key("command"), key("url"));
+        let one = format!(
+            "exactly one of: a function here, a program in {} or the address of none, or also the address of the \
+             judge's service in {}",
+            key("command"),
+            key("url")
+        );
         check(&key("function"), got, num_places == 1, one)?;
         let is_asked = self.judge_model.is_none() || self.url.is_some();
         check(
             &key("judge_model"),
             self.judge_model.as_deref().unwrap_or("none"),
             is_asked,
-            format!("a service in {}", key("url")),
+            format!("none, or also the address of the judge's service in {}", key("url")),
         )?;
         let is_single = self.url.is_none() || self.batch == RewardBatch::Completion;
-        check(&key("batch"), "group", is_single, "completion, as a service over HTTP is asked about one at a time")?;
+        check(
+            &key("batch"),
+            "group",
+            is_single,
+            "completion, as a service over HTTP scores one completion per request",
+        )?;
         let score = compiles(&key("judge_score_pattern"), &self.judge_score_pattern)?;
         let group = "a regular expression with a group (..) around the score";
         check(&key("judge_score_pattern"), &self.judge_score_pattern, score.captures_len() > 1, group)?;
@@ -322,13 +332,15 @@ pub(super) fn check_names(config: &Config) -> Result<()> {
         config.tools.has_environments() || config.tools.agent.is_some() || config.tools.environment.is_some();
     check("reward_funcs", "[]", !names.is_empty() || may_be_empty, "at least one reward")?;
     let unknown = config.eval_solved_by.iter().find(|name| !names.contains(name));
-    let one_of = || format!("names of reward_funcs: {}", names.join(", "));
+    let one_of = || format!("names that are in reward_funcs: {}", names.join(", "));
     check("eval_solved_by", unknown.map_or("", String::as_str), unknown.is_none(), one_of())?;
     let repeated = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name));
     match repeated {
-        Some((_, name)) => {
-            Err(Error::invalid_value("reward_funcs", format!("{:?}", config.reward_funcs), format!("{name} only once")))
-        }
+        Some((_, name)) => Err(Error::invalid_value(
+            "reward_funcs",
+            format!("{:?}", config.reward_funcs),
+            format!("{name} at most once"),
+        )),
         None => Ok(()),
     }
 }
@@ -357,7 +369,7 @@ mod tests {
         assert_eq!(deciding(&[funcs, "eval_solved_by=right"], &[1]), [0]);
         let said = message(&[funcs, "eval_solved_by=[\"my.py:right\"]"]);
         assert!(
-            said.starts_with("eval_solved_by = my.py:right: expected names of reward_funcs: right, code"),
+            said.starts_with("eval_solved_by = my.py:right: expected names that are in reward_funcs: right, code"),
             "{said}"
         );
     }
@@ -368,13 +380,13 @@ mod tests {
             (&["rewards.a.timeout=1"][..], "unknown key 'rewards.a.timeout'; did you mean 'rewards.*.timeout_s'?"),
             (
                 &["rewards.a.workers=1"],
-                "rewards.a.function = none: expected a function, or else a program in rewards.a.command",
+                "rewards.a.function = none: expected exactly one of: a function here, a program in rewards.a.command",
             ),
             (&["rewards.a.function=f", "rewards.a.command=[]"], "file.py:function"),
-            (&["rewards.a.function=m:f", "rewards.a.command=[\"x\"]"], "or else a program"),
+            (&["rewards.a.function=m:f", "rewards.a.command=[\"x\"]"], "exactly one of"),
             (&["rewards.a.command=python3 score.py"], "expected a list [..] of a program and its arguments"),
             (&["reward.code.command=python3"], "expected a list [..] of a program and its arguments"),
-            (&["reward_funcs=[\"a.py:f\", \"b:f\"]"], "f only once"),
+            (&["reward_funcs=[\"a.py:f\", \"b:f\"]"], "f at most once"),
             (&["reward.code.may_lack=[\"walls\"]"], "user_namespace, mount_namespace"),
         ] {
             let text = message(overrides);

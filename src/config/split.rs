@@ -57,8 +57,8 @@ impl Config {
             return Ok(Roles { num_trainers: world_size - num_generators, num_generators });
         }
         let expected = match world_size {
-            1 => "a world of 2 ranks or more (--nproc), or mode = colocated".to_owned(),
-            _ => format!("1 to {}: of {world_size} ranks at least one trains", world_size - 1),
+            1 => "at least 2 ranks (--nproc) for mode = split, or mode = colocated".to_owned(),
+            _ => format!("1 to {}: at least one of the {world_size} ranks has to train", world_size - 1),
         };
         Err(Error::invalid_value("split.rollout_gpus", num_generators, expected))
     }
@@ -75,8 +75,8 @@ mod tests {
         assert_eq!(split.roles(4).unwrap(), Roles { num_trainers: 1, num_generators: 3 });
         assert_eq!(config(&[]).roles(4).unwrap(), Roles { num_trainers: 4, num_generators: 4 });
         let error = |world_size| split.roles(world_size).unwrap_err().to_string();
-        assert_eq!(error(3), "split.rollout_gpus = 3: expected 1 to 2: of 3 ranks at least one trains");
-        assert!(error(1).contains("2 ranks or more"), "{}", error(1));
+        assert_eq!(error(3), "split.rollout_gpus = 3: expected 1 to 2: at least one of the 3 ranks has to train");
+        assert!(error(1).contains("at least 2 ranks"), "{}", error(1));
         let refused = |key: &str| {
             let config = config(&["mode=split", "split.rollout_gpus=3", "num_generations=2", key]);
             config.validate_world(5).unwrap_err().to_string()

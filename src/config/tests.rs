@@ -166,7 +166,7 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
 #[test]
 fn text_without_quotes_is_named_in_a_file() {
     let error = load_file(".toml", "beta = 0\nmax_steps = nope # ten\n").unwrap_err().to_string();
-    assert!(error.contains(".toml:2: nope is no TOML value: text stands in quotes, \"nope\""), "{error}");
+    assert!(error.contains(".toml:2: nope is not a TOML value: put text in quotes (\"nope\")"), "{error}");
 }
 
 #[test]
@@ -254,17 +254,17 @@ fn values_that_a_key_does_not_take_are_refused() {
         (&["num_generations=1"][..], "at least 2"),
         (&["epsilon=1.0"], "in [0, 1)"),
         (&["top_p=0"], "in (0, 1]"),
-        (&["top_p=1e-38"], "top_p = 1e-38: expected a number in (0, 1], at least float32's smallest normal one"),
+        (&["top_p=1e-38"], "top_p = 1e-38: expected a number in (0, 1] and at least 1.2e-38"),
         (&["lora.r=65537"], "a whole number from 1 to 65536"),
         (
             &["lora.r=4", "lora.target_modules=[q_proj, q_proj]"],
-            "lora.target_modules = [\"q_proj\",\"q_proj\"]: expected every projection only once",
+            "lora.target_modules = [\"q_proj\",\"q_proj\"]: expected each projection at most once",
         ),
         (&["temperature=0"], "above 0"),
         (&["temperature=1e-60"], "above 0"), // 0 in its type
         (&["temperature=1e-37"], "temperature = 1e-37: expected at least 0.000001"),
         (&["eval_temperature=-1"], "at least 0"),
-        (&["eval_temperature=1e-37"], "eval_temperature = 1e-37: expected 0, which is greedy, or at least 0.000001"),
+        (&["eval_temperature=1e-37"], "eval_temperature = 1e-37: expected 0 (greedy) or at least 0.000001"),
         (&["repetition_penalty=1e30"], "repetition_penalty = 1e30: expected a number from 0.000001 to 1000000"),
         (&["epsilon_high=1e300"], "a number of at least 0; no number is above 1e30"),
         (&["reward_weights=[-1e31]"], "each a number; no number is above 1e30 or below -1e30"),
@@ -275,7 +275,7 @@ fn values_that_a_key_does_not_take_are_refused() {
         (&["mamba_ssm_cache_dtype=float16"], "one of float32, bfloat16"),
         (&["mixed_precision=fp16"], "one of none, fp8, fp8_all"),
         (&["reward_weights=[1, 2]"], "one weight for each of the 1 reward_funcs"),
-        (&["reward_funcs=[\"a\", \"a\"]"], "a only once"),
+        (&["reward_funcs=[\"a\", \"a\"]"], "a at most once"),
         (&["reward.answer_pattern=[0-9]+"], "with a group"),
         (&["reward.format_pattern=("], "a regular expression"),
         (&["max_model_length=600", "max_prompt_length=100"], "100 + 512 = 612"),
@@ -298,7 +298,12 @@ fn a_completion_leaves_room_for_a_prompt() {
     let said = |keys: &[&str], context| config(keys).validate_context(context).map_err(|error| error.to_string());
     assert_eq!(said(&["max_completion_length=63"], 64), Ok(()));
     let error = said(&["max_completion_length=64"], 64).unwrap_err();
-    assert!(error.starts_with("max_completion_length = 64: expected at most 63: the model's context of 64"), "{error}");
+    assert!(
+        error.starts_with(
+            "max_completion_length = 64: expected at most 63: prompt and completion share the model's context of 64"
+        ),
+        "{error}"
+    );
     assert_eq!(said(&["max_completion_length=64", "max_model_length=65"], 64), Ok(()));
 }
 
@@ -307,11 +312,17 @@ fn sft_shares_the_machinery() {
     let load = |more: &str| SftConfig::load(None, &["model_name_or_path=m", "train_file=t", more].map(String::from));
     assert_eq!(load("zero.stage=1").unwrap().zero.stage, 1);
     let error = load("num_generations=8").unwrap_err().to_string();
-    assert_eq!(error, "command line: unknown key 'num_generations'; GRPO runs have it, supervised ones (sft) do not");
+    assert_eq!(
+        error,
+        "command line: unknown key 'num_generations'; this key is for GRPO runs, not for supervised ones (sft)"
+    );
     let error = message(&["max_length=8"]);
     assert!(error.contains("unknown key 'max_length'; "), "{error}");
     let error = message(&["dataset_completion_column=a"]);
-    assert!(error.ends_with("'dataset_completion_column'; supervised runs (sft) have it, GRPO runs do not"), "{error}");
+    assert!(
+        error.ends_with("'dataset_completion_column'; this key is for supervised runs (sft), not for GRPO runs"),
+        "{error}"
+    );
     assert!(load("learning_rate=0").unwrap_err().to_string().contains("above 0 (command line)"));
 }
 

@@ -158,11 +158,16 @@ impl Config {
             let command = &self.reward.code.command.0;
             let name = command.first().and_then(|program| Path::new(program).file_name()?.to_str());
             let is_python = name.is_some_and(|name| name.starts_with("python"));
-            check("reward.code.command", format!("{command:?}"), is_python, "a Python, with the tool python")?;
+            check(
+                "reward.code.command",
+                format!("{command:?}"),
+                is_python,
+                "a Python interpreter, as tools has python",
+            )?;
         }
         let factories = &self.tools.environment_factory;
         let single = factories.0.get("").filter(|_| factories.0.len() > 1);
-        let only = "either one class or a table of them";
+        let only = "either one class or a table of classes, not both";
         check("environment_factory", single.map_or("", String::as_str), single.is_none(), only)?;
         let agent = self.tools.agent.as_deref();
         let expected = "a function as file.py:function, module:function or module.function";

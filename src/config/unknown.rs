@@ -81,8 +81,8 @@ impl Entry {
         let of_other_runs = || {
             let has = |keys: &[String]| keys.contains(&self::pattern(key, keys));
             match (has(Config::keys()), has(&SftConfig::keys())) {
-                (true, false) => Some("GRPO runs have it, supervised ones (sft) do not".to_owned()),
-                (false, true) => Some("supervised runs (sft) have it, GRPO runs do not".to_owned()),
+                (true, false) => Some("this key is for GRPO runs, not for supervised ones (sft)".to_owned()),
+                (false, true) => Some("this key is for supervised runs (sft), not for GRPO runs".to_owned()),
                 _ => None,
             }
         };
@@ -98,7 +98,7 @@ impl Entry {
             close.map(|name| format!("did you mean '{name}'?"))
         };
         let processes = || PROCESSES.contains(&&*pattern).then(|| "--nproc N starts N processes".to_owned());
-        let all = || (!beside.is_empty()).then(|| format!("{outer} has {}", beside.join(", ")));
+        let all = || (!beside.is_empty()).then(|| format!("{outer} has the keys {}", beside.join(", ")));
         let advice = table.or_else(other).or_else(of_other_runs).or_else(processes).or_else(close).or_else(all);
         UnknownKey { origin: origin.clone(), key: key.clone(), advice }
     }

@@ -22,17 +22,17 @@ impl Config {
         let has_agent = self.tools.agent().is_some();
         let changed = set.into_iter().filter(|entry| !default.contains(entry)).filter_map(|(key, _)| {
             let is_one_of = |keys: &[&str]| keys.contains(&key.as_str());
-            let of_agents = (!has_agent && is_one_of(OF_AGENTS)).then_some("there is no agent");
+            let of_agents = (!has_agent && is_one_of(OF_AGENTS)).then_some("the run has no agent");
             let has_turns = has_agent || self.tools.has_turns();
-            let of_turns = (!has_turns && is_one_of(OF_TURNS))
-                .then_some("there are no tools, no environment_factory and no agent");
+            let of_turns =
+                (!has_turns && is_one_of(OF_TURNS)).then_some("the run has no tools, environment_factory or agent");
             of_agents.or(of_turns).map(|why| (key, why))
         });
         let names = self.rewards.names().filter(|name| !self.reward_funcs.contains(name));
         let rewards = names.map(|name| (format!("rewards.{name}"), "reward_funcs does not name it"));
         let sentence = |(key, why): (String, &str)| match raw.origin(&key) {
-            Some(origin) => format!("{origin}: nothing reads {key}: {why}"),
-            None => format!("nothing reads {key}: {why}"),
+            Some(origin) => format!("{origin}: {key} has no effect: {why}"),
+            None => format!("{key} has no effect: {why}"),
         };
         changed.chain(rewards).map(sentence).chain(self.small_cispo_weights()).collect()
     }
@@ -43,7 +43,10 @@ impl Config {
         let most = self.epsilon_high.unwrap_or(self.epsilon);
         let is_small = self.loss_type == LossType::Cispo && most < 1.0;
         is_small.then(|| {
-            format!("loss_type = cispo weighs each token by at most epsilon_high = {most}: set 5, as its authors do, to bound large ratios alone")
+            format!(
+                "loss_type = cispo clips the importance weight of each token at epsilon_high = {most}; the paper uses \
+                 5, so that only large ratios are clipped"
+            )
         })
     }
 }
@@ -69,9 +72,10 @@ mod tests {
             "tool_timeout_s=60",
         ]);
         let expected = [
-            "command line: nothing reads max_tool_calling_iterations: there are no tools, no environment_factory and no agent",
-            "command line: nothing reads agent_workers: there is no agent",
-            "command line: nothing reads rewards.b: reward_funcs does not name it",
+            "command line: max_tool_calling_iterations has no effect: the run has no tools, environment_factory or \
+             agent",
+            "command line: agent_workers has no effect: the run has no agent",
+            "command line: rewards.b has no effect: reward_funcs does not name it",
         ];
         assert_eq!(alone, expected);
         let with_tools = notices(&["max_tool_calling_iterations=3", "tools=t.py:add", "agent_workers=4"]);

@@ -25,8 +25,8 @@ impl Config {
     pub fn validate_context(&self, max_position_embeddings: usize) -> Result<()> {
         let context = self.max_model_length.unwrap_or(max_position_embeddings);
         let expected = format!(
-            "at most {}: the model's context of {context} tokens holds the prompt too, and rows with a longer one than \
-             is left are dropped",
+            "at most {}: prompt and completion share the model's context of {context} tokens, and rows whose prompt \
+             does not fit are dropped",
             context.saturating_sub(1)
         );
         let completion = self.max_completion_length;
@@ -59,15 +59,14 @@ impl Config {
     fn check_sampling(&self) -> Result<()> {
         let (coldest, penalties) =
             (SamplingParams::MIN_TEMPERATURE, SamplingParams::MIN_PENALTY..=SamplingParams::MAX_PENALTY);
-        let warm = "at least 0.000001: smaller ones divide logits out of float32's range";
+        let warm = "at least 0.000001: with smaller values logits / temperature overflows float32";
         check("temperature", format!("{:e}", self.temperature), self.temperature >= coldest, warm)?;
         let of_evaluations = self.eval_temperature();
-        let (is_valid, expected) =
-            (SamplingParams::is_temperature(of_evaluations), format!("0, which is greedy, or {warm}"));
+        let (is_valid, expected) = (SamplingParams::is_temperature(of_evaluations), format!("0 (greedy) or {warm}"));
         check("eval_temperature", format!("{of_evaluations:e}"), is_valid, expected)?;
         let (penalty, mild) = (self.repetition_penalty, "a number from 0.000001 to 1000000");
         check("repetition_penalty", format!("{penalty:e}"), penalties.contains(&penalty), mild)?;
-        let normal = "a number in (0, 1], at least float32's smallest normal one, 1.2e-38";
+        let normal = "a number in (0, 1] and at least 1.2e-38, the smallest normal float32";
         check("top_p", format!("{:e}", self.top_p), SamplingParams::is_top_p(self.top_p), normal)?;
         if let Some(context) = self.max_model_length {
             let prompt = self.max_prompt_length.unwrap_or(1);
@@ -78,7 +77,7 @@ impl Config {
             );
             check("max_model_length", context, context >= prompt + self.max_completion_length, expected)?;
         }
-        check("stop", "\"\"", !self.stop.iter().any(String::is_empty), "strings that are not empty")
+        check("stop", "\"\"", !self.stop.iter().any(String::is_empty), "non-empty strings")
     }
 
     fn check_weights(&self) -> Result<()> {

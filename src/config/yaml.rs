@@ -21,7 +21,7 @@ pub(super) fn entries(text: &str) -> Result<Vec<YamlEntry>, (String, usize)> {
     let document = match document {
         serde_yaml_ng::Value::Null => return Ok(Vec::new()),
         serde_yaml_ng::Value::Mapping(_) => serde_json::to_value(document).map_err(|error| (error.to_string(), 1))?,
-        _ => return Err(("expected keys with values".into(), 1)),
+        _ => return Err(("expected a mapping (key: value) at the top level".into(), 1)),
     };
     let mut flat = Vec::new();
     flatten("", document, &mut flat);
@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn duplicates_and_lists_are_refused() {
         assert!(entries("beta: 1\nbeta: 2\n").unwrap_err().0.contains("duplicate"));
-        assert_eq!(entries("- a\n").unwrap_err().0, "expected keys with values");
+        assert_eq!(entries("- a\n").unwrap_err().0, "expected a mapping (key: value) at the top level");
         assert_eq!(entries("# nothing\n").unwrap(), Vec::new());
     }
 }

@@ -114,7 +114,7 @@ pub fn print(text: impl Display) -> Result<()> {
 /// Writes a line to standard output about something that is saved elsewhere: where that fails, a warning says so.
 pub fn print_saved(text: impl Display) {
     if let Err(error) = print(format_args!("{text}\n")) {
-        say(format_args!("warning: {error}; this was to be written there: {text}"));
+        say(format_args!("warning: {error}; this line could not be written: {text}"));
     }
 }
 

@@ -75,15 +75,13 @@ fn shortfall(name: &str, capability: Capability) -> Result<Option<String>> {
     }
     let mut missing = Vec::new();
     if capability != Capability::HOPPER {
-        missing.push("products of few rows and gate and up (sm_90 only)");
+        missing.push("GEMMs with few rows and the fused gate-up GEMM (sm_90 only)");
     }
     if !has_clusters(capability) {
-        missing.push("adapters and launches that overlap (sm_90 and later)");
+        missing.push("LoRA kernels and overlapping kernel launches (sm_90 and later)");
     }
     let missing = missing.join("; ");
-    let line = format!(
-        "{name} (sm_{major}{minor}): cuBLASLt's products take the place of kernels that it cannot run: {missing}"
-    );
+    let line = format!("{name} (sm_{major}{minor}): cuBLASLt replaces kernels that this GPU cannot run: {missing}");
     Ok((!missing.is_empty()).then_some(line))
 }
 

@@ -46,7 +46,7 @@ pub(super) fn read<T>(path: &Path, parse: impl FnOnce(Vec<u8>) -> Option<T>) -> 
     if parsed.is_none() {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
-                tracing::warn!("{} is of no use and stays: {error}", path.display());
+                tracing::warn!("cannot delete the invalid cache file {}: {error}", path.display());
             }
             _ => (),
         }
@@ -58,7 +58,7 @@ pub(super) fn read<T>(path: &Path, parse: impl FnOnce(Vec<u8>) -> Option<T>) -> 
 /// back. Where keeping fails it only costs time: `done` says what is done again.
 pub(super) fn keep(path: &Path, bytes: &[u8], done: &str) {
     if let Err(error) = write(path, bytes) {
-        tracing::warn!("{done} again at every start: {error}");
+        tracing::warn!("cannot write to the cache, so {done} again at every start: {error}");
     }
 }
 
@@ -80,7 +80,7 @@ fn folder() -> Result<PathBuf> {
     let own = folder("COLO_GRPO_CACHE")
         .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("colo-grpo")))
         .or_else(|| Some(folder("HOME")?.join(".cache/colo-grpo")));
-    own.ok_or_else(|| environment("set COLO_GRPO_CACHE or HOME: kernels are kept there"))
+    own.ok_or_else(|| environment("no folder for the cache of compiled kernels: set COLO_GRPO_CACHE or HOME"))
 }
 
 #[cfg(test)]

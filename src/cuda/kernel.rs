@@ -209,7 +209,7 @@ impl LaunchShape {
 
 /// Names are put together from the kinds and sizes of an operation's tensors: those of this one have no kernel.
 fn no_kernel(source: &KernelSource, name: &str) -> Error {
-    let expected = "kinds and sizes of tensors that one of its kernels is for".to_owned();
+    let expected = "dtypes and sizes that one of its kernels supports".to_owned();
     Error::InvalidArgument { op: source.file, expected, got: name.to_owned() }
 }
 

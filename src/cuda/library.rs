@@ -38,14 +38,14 @@ fn load() -> Result<()> {
         None => mapped_files("libtorch_cpu.so")?
             .first()
             .and_then(|library| library.parent().map(Path::to_owned))
-            .ok_or_else(|| environment("libtorch_cpu.so is not loaded from a file"))?,
+            .ok_or_else(|| environment("cannot find the file of libtorch_cpu.so among the loaded libraries"))?,
     };
     for name in ["libc10_cuda.so", "libtorch_cuda.so"] {
         open(&folder.join(name))?;
     }
     share_nccl(&folder)?;
     if !tch::Cuda::is_available() {
-        return Err(environment("libtorch_cuda.so was opened, but libtorch finds no usable GPU"));
+        return Err(environment("libtorch_cuda.so was loaded, but libtorch finds no usable GPU"));
     }
     Ok(())
 }
@@ -69,7 +69,10 @@ pub(super) fn open(path: &Path) -> Result<()> {
 /// two different ones loaded, every communicator fails.
 fn share_nccl(torch: &Path) -> Result<()> {
     let Some(nccl) = mapped_files("libnccl.so")?.into_iter().next() else {
-        return Err(environment(&format!("libtorch_cuda.so of {} brought no NCCL", torch.display())));
+        return Err(environment(&format!(
+            "libtorch_cuda.so in {} did not load NCCL: use a PyTorch build with NCCL",
+            torch.display()
+        )));
     };
     let beside = mapped_files("libtorch_cpu.so")?.first().and_then(|library| library.parent().map(Path::to_owned));
     let link = beside.unwrap_or_else(|| torch.to_owned()).join("libnccl.so");
@@ -87,7 +90,7 @@ fn share_nccl(torch: &Path) -> Result<()> {
     let loaded = mapped_files("libnccl.so")?;
     if loaded.len() > 1 {
         return Err(environment(&format!(
-            "two NCCL libraries are loaded, {loaded:?}: take the folder of the second off LD_LIBRARY_PATH"
+            "two NCCL libraries are loaded, {loaded:?}: remove the folder of the second from LD_LIBRARY_PATH"
         )));
     }
     Ok(())

@@ -50,8 +50,9 @@ impl EnergyMeter {
     /// # Errors
     /// [`Error::Cuda`] for a GPU that does not exist; [`Error::Environment`] where there is no NVML or it does not know the GPU.
     pub fn new(ordinal: usize) -> Result<Self> {
-        let untold =
-            || Error::Environment { message: format!("NVML, which tells a GPU's energy, does not know GPU {ordinal}") };
+        let untold = || Error::Environment {
+            message: format!("NVML, which reports a GPU's energy, does not know GPU {ordinal}"),
+        };
         handle(ordinal)?.map(Self).ok_or_else(untold)
     }
 
@@ -60,7 +61,8 @@ impl EnergyMeter {
     /// # Errors
     /// [`Error::Environment`] for a GPU that does not count.
     pub fn joules(&self) -> Result<f64> {
-        let failed = |error| Error::Environment { message: format!("NVML does not tell the GPU's energy: {error}") };
+        let failed =
+            |error| Error::Environment { message: format!("NVML cannot report the energy of the GPU: {error}") };
         Ok(self.0.total_energy_consumption().map_err(failed)? as f64 / 1e3)
     }
 }
@@ -105,7 +107,7 @@ fn handle(ordinal: usize) -> Result<Option<Device<'static>>> {
 fn held_memory(ordinal: usize) -> Result<Option<String>> {
     let known = handle(ordinal)?.and_then(|device| Some((device.memory_info().ok()?.used, device)));
     let Some((used, device)) = known else {
-        tracing::warn!("NVML does not know GPU {ordinal}: whether others hold its memory is not checked");
+        tracing::warn!("NVML does not know GPU {ordinal}; skipping the check for other processes that use its memory");
         return Ok(None);
     };
     let processes = || device.running_compute_processes().unwrap_or_default();
@@ -118,8 +120,8 @@ fn describe(used: u64, processes: &[ProcessInfo]) -> String {
         UsedGpuMemory::Used(used) => format!("process {} ({} MiB)", process.pid, used >> 20),
     };
     let list: Vec<String> = processes.iter().map(by).collect();
-    let list = if list.is_empty() { "processes that are not visible here".to_owned() } else { list.join(", ") };
-    format!("{} MiB are held by {list}", used >> 20)
+    let list = if list.is_empty() { "processes that are not visible from here".to_owned() } else { list.join(", ") };
+    format!("{} MiB are in use by {list}", used >> 20)
 }
 
 /// The UUID as NVML writes it: `GPU-` and the bytes in groups of 4, 2, 2, 2 and 6.
@@ -147,7 +149,7 @@ mod tests {
         let two = [process(7, UsedGpuMemory::Used(4 << 30)), process(9, UsedGpuMemory::Unavailable)];
         let text = describe(5 << 30, &two);
         assert_eq!(text, "5120 MiB are held by process 7 (4096 MiB), process 9");
-        assert_eq!(describe(2 << 30, &[]), "2048 MiB are held by processes that are not visible here");
+        assert_eq!(describe(2 << 30, &[]), "2048 MiB are held by processes that are not visible from here");
         let uuid = uuid_text(&[0xab, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
         assert_eq!(uuid, "GPU-ab010203-0405-0607-0809-0a0b0c0d0e0f");
     }
@@ -160,7 +162,7 @@ mod tests {
         let held = tch::Tensor::zeros([1 << 29], (tch::Kind::Float, tch::Device::Cuda(0)));
         tch::Cuda::synchronize(0);
         let error = require_free().unwrap_err().to_string();
-        assert!(error.contains("GPU 0: ") && error.contains("MiB are held by"), "{error}");
+        assert!(error.contains("GPU 0: ") && error.contains("MiB are in use by"), "{error}");
         let meter = MemoryMeter::new(0).unwrap().expect("NVML knows the GPU");
         let GpuMemory { used_bytes: used, total_bytes: total } = meter.read().unwrap();
         assert!((2 << 30..total).contains(&used), "{used} of {total}");

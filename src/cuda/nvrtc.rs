@@ -127,7 +127,7 @@ pub(super) fn cubin(source: &KernelSource, capability: Capability) -> Result<Vec
     static SAID: Once = Once::new();
     SAID.call_once(|| tracing::info!("compiling CUDA kernels, once for this GPU and compiler"));
     let image = compile(source, capability)?;
-    cache::keep(&path, &image, &format!("{} is compiled", source.file));
+    cache::keep(&path, &image, &format!("{} has to be compiled", source.file));
     Ok(image)
 }
 

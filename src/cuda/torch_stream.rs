@@ -120,7 +120,7 @@ impl Drop for CurrentStream {
     fn drop(&mut self) {
         let restored = torch::exchange_cuda_stream(self.context.ordinal(), self.outer_id);
         if let Err(error) = restored.and_then(|_| order(&self.context, self.inner, self.outer)) {
-            tracing::error!("{error}: an outer stream does not wait for an inner one");
+            tracing::error!("cannot restore the previous CUDA stream, which may run ahead of unfinished work: {error}");
         }
     }
 }

@@ -226,7 +226,10 @@ impl Start {
         };
         let thread = Confined::start("chat template", self.limits, work);
         let thread = thread.map_err(|error| Error::Environment {
-            message: format!("no thread for the chat template, with a stack of {} bytes: {error}", LIMITS.stack_bytes),
+            message: format!(
+                "cannot start a thread with a stack of {} bytes to render the chat template: {error}",
+                LIMITS.stack_bytes
+            ),
         })?;
         thread.call(TemplateJob::Compile).unwrap_or_else(|message| Err(Error::ChatTemplate { message }))?;
         Ok(thread)
@@ -307,7 +310,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, JinjaError> {
         separators: match separators.as_deref() {
             None => None,
             Some([item, key]) => Some((item.clone(), key.clone())),
-            Some(_) => return Err(invalid("tojson: separators are two strings")),
+            Some(_) => return Err(invalid("tojson: separators must be two strings")),
         },
         sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
         ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
@@ -325,13 +328,13 @@ fn invalid(message: impl Into<std::borrow::Cow<'static, str>>) -> JinjaError {
 fn check_size(source: &str) -> Result<()> {
     let refuse = |message| Err(Error::ChatTemplate { message });
     if source.len() as u64 > MAX_TEMPLATE_BYTES {
-        return refuse(format!("{} bytes: expected at most {MAX_TEMPLATE_BYTES}", source.len()));
+        return refuse(format!("it has {} bytes: expected at most {MAX_TEMPLATE_BYTES}", source.len()));
     }
     let signs = source.bytes().filter(|byte| b"-+~|.*/%<>=!([{".contains(byte)).count();
     let words: usize = ["if", "or", "and", "not", "is", "in"].iter().map(|word| source.matches(word).count()).sum();
     match signs + words {
         0..=MAX_OPERATORS => Ok(()),
-        count => refuse(format!("{count} operators: expected at most {MAX_OPERATORS}")),
+        count => refuse(format!("it has {count} operators: expected at most {MAX_OPERATORS}")),
     }
 }
 

@@ -84,8 +84,9 @@ impl DatasetOptions {
         let row = DataRow::of_columns(columns.clone());
         let mut prompt = self.prompt(&row)?;
         if !prompt.rewrite(write) {
-            let expected = "a prompt that ends with a user's message, which a teacher's prompt is made of".to_owned();
-            let got = "one that ends with another role's".to_owned();
+            let expected =
+                "a prompt that ends with a user message, from which the teacher's prompt is built".to_owned();
+            let got = "a prompt that ends with a message of another role".to_owned();
             return Err(Error::InvalidArgument { op: "self_distillation", expected, got });
         }
         Ok(prompt.render(&row, tokenizer, &self.format(tokenizer))?.token_ids)
@@ -175,7 +176,7 @@ impl DatasetCounts {
             (0, _) => "conversations, through the chat template",
             (_, true) => "text as a user's message, through the chat template",
             (texts, false) if texts == self.read => "text, as it is",
-            _ => "text as it is, conversations through the chat template",
+            _ => "text unchanged, conversations through the chat template",
         }
     }
 
@@ -233,7 +234,7 @@ pub(super) fn quoted(text: &str) -> String {
 impl Dataset {
     /// Prompts that are made, not read; at least one.
     pub fn new(prompts: Vec<Prompt>) -> Self {
-        assert!(!prompts.is_empty(), "a data set without prompts");
+        assert!(!prompts.is_empty(), "no prompts in the data set");
         let counts = DatasetCounts { read: prompts.len(), kept: prompts.len(), ..DatasetCounts::default() };
         Self { prompts, counts }
     }

@@ -26,7 +26,7 @@ pub(super) fn now_s() -> Result<u64> {
 pub(super) fn strftime(format: &str, seconds: u64) -> Result<String, String> {
     let unsupported = |directive: &str| format!("strftime_now: '%{directive}' is not supported");
     let date = i64::try_from(seconds).ok().and_then(|seconds| DateTime::from_timestamp(seconds, 0));
-    let date = date.ok_or_else(|| format!("strftime_now: {seconds} seconds since 1970 are no date"))?;
+    let date = date.ok_or_else(|| format!("strftime_now: {seconds} seconds since 1970 is not a valid date"))?;
     let mut text = String::new();
     let mut characters = format.chars();
     while let Some(character) = characters.next() {

@@ -37,7 +37,7 @@ const STEP_ITEMS: usize = 25_000;
 const MAX_REASON_CHARS: usize = 500;
 /// The library's name for a structure that no token can go on with.
 const NO_TOKEN_CODE: &str = "NoExtensionBias";
-const NO_TOKEN: &str = "one that the model's tokens cannot follow";
+const NO_TOKEN: &str = "a structure that no sequence of the model's tokens can match";
 
 /// Compiles structures for one tokenizer. A structure that is in use is compiled once.
 pub struct GrammarCompiler {
@@ -99,18 +99,22 @@ impl GrammarCompiler {
         known.retain(|_, grammar| grammar.strong_count() > 0);
         let refuse = |got: String| Error::InvalidArgument {
             op: "structured output",
-            expected: "a schema, regular expression, choice or grammar that can be followed".into(),
+            expected: "a valid schema, regular expression, choice or grammar".into(),
             got,
         };
         let num_breaches = self.num_breaches.load(Ordering::Relaxed);
         if known.len() >= MAX_GRAMMARS {
-            return Err(refuse(format!("one more than the {MAX_GRAMMARS} different ones that are in use; try again")));
+            return Err(refuse(format!(
+                "more than {MAX_GRAMMARS} different structures in use at once; try again later"
+            )));
         }
         if num_breaches >= MAX_BREACHES {
-            return Err(refuse(format!("one after {num_breaches} that broke a limit; restart the server")));
+            return Err(refuse(format!(
+                "another structure after {num_breaches} that exceeded a limit; restart the server"
+            )));
         }
         if structure.num_bytes() > MAX_BYTES {
-            return Err(refuse(format!("{} bytes, of at most {MAX_BYTES}", structure.num_bytes())));
+            return Err(refuse(format!("a structure of {} bytes, more than {MAX_BYTES}", structure.num_bytes())));
         }
         let factory = self.factory.get_or_init(|| self.read_tokenizer()).clone().map_err(refuse)?;
         let wanted = structure.clone();
@@ -150,7 +154,7 @@ impl GrammarCompiler {
             Ok(Arc::new(factory))
         };
         untrusted::once("tokenizer", ThreadLimits { memory_bytes: 4 << 30, cpu_s: 120, ..LIMITS }, read)
-            .unwrap_or_else(|breach| Err(format!("a tokenizer that cannot be read: {breach}")))
+            .unwrap_or_else(|breach| Err(format!("a tokenizer that could not be processed: {breach}")))
     }
 }
 
@@ -183,20 +187,21 @@ fn without_bytes(tokenizer: &Value, error: &str) -> String {
     let decoder = &tokenizer["decoder"];
     let mut parts = decoder["decoders"].as_array().into_iter().flatten().chain([decoder]);
     if parts.any(|part| part["type"] == "ByteLevel" || part["type"] == "ByteFallback") {
-        return format!("a tokenizer whose tokens are no bytes of text: {error}");
+        return format!("a tokenizer whose tokens cannot be mapped to bytes: {error}");
     }
     let kind = decoder["type"].as_str().unwrap_or("none");
     format!(
-        "a tokenizer that does not say which bytes its tokens are (decoder {kind} in tokenizer.json): structured output needs the decoder \
-         ByteLevel, or a Sequence with ByteFallback; without a structure this model answers as any"
+        "a tokenizer whose tokens cannot be mapped to bytes (decoder {kind} in tokenizer.json): structured output \
+         needs the decoder ByteLevel, or a Sequence with ByteFallback; requests without a structure work"
     )
 }
 
 fn compile(factory: &ParserFactory, structure: Structure) -> Result<Grammar, String> {
     let grammar = match structure {
         Structure::Json { schema, is_compact } => {
-            let mut schema: Value = serde_json::from_str(&schema).map_err(|error| format!("no JSON: {error}"))?;
-            let expected = || "a schema that is no JSON object".to_owned();
+            let mut schema: Value =
+                serde_json::from_str(&schema).map_err(|error| format!("a schema that is not valid JSON: {error}"))?;
+            let expected = || "a schema that is not a JSON object".to_owned();
             let options = json!({"whitespace_flexible": !is_compact});
             schema.as_object_mut().ok_or_else(expected)?.insert("x-guidance".to_owned(), options);
             GrammarWithLexer::from_json_schema(schema)

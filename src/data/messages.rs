@@ -20,7 +20,7 @@ const REPEATED: [&str; 3] = ["parsed", "parsed_arguments", "cache_control"];
 /// # Errors
 /// The field, and what was expected of it.
 pub(crate) fn read_message(message: &Value) -> Result<Map<String, Value>, String> {
-    let mut fields = without_nulls(message).ok_or("expected an object with a role and a content of text")?;
+    let mut fields = without_nulls(message).ok_or("expected an object with a role and a text as content")?;
     if !fields.get("role").is_some_and(Value::is_string) {
         return Err("role: expected a text".to_owned());
     }
@@ -39,7 +39,7 @@ pub(crate) fn read_message(message: &Value) -> Result<Map<String, Value>, String
         }
     }
     if fields.contains_key("function_call") {
-        return Err("function_call: expected tool_calls in its place".to_owned());
+        return Err("function_call is not supported: use tool_calls instead".to_owned());
     }
     fields.retain(|name, _| !REPEATED.contains(&name.as_str()));
     Ok(fields)
@@ -105,10 +105,10 @@ fn content_text(content: &Value) -> Result<Cow<'_, str>, String> {
             ["type", "text"].contains(&name.as_str()) || REPEATED.contains(&name.as_str()) || says_nothing(value)
         };
         if let Some((name, _)) = part.iter().find(|field| !is_known(field)) {
-            return Err(wrong(format!("no field '{name}' beside type and text")));
+            return Err(wrong(format!("only the fields type and text, found '{name}'")));
         }
         let text = part.get("text").and_then(Value::as_str);
-        text.map(str::to_owned).ok_or_else(|| wrong("a text in its field text".to_owned()))
+        text.map(str::to_owned).ok_or_else(|| wrong("a string in its field text".to_owned()))
     };
     parts.iter().enumerate().map(text).collect::<Result<String, _>>().map(Cow::Owned)
 }
@@ -260,7 +260,10 @@ mod tests {
             (json!({"role": "user", "content": [{"type": "text"}]}), "content[0]: "),
             (json!({"role": "user", "content": "a", "name": 3}), "name: "),
             (json!({"role": "assistant", "reasoning": ["a"]}), "reasoning: "),
-            (json!({"role": "assistant", "function_call": {"name": "f"}}), "function_call: expected tool_calls"),
+            (
+                json!({"role": "assistant", "function_call": {"name": "f"}}),
+                "function_call is not supported: use tool_calls",
+            ),
             (json!({"role": "assistant", "tool_calls": {}}), "tool_calls: expected a list"),
             (call(json!(3)), "tool_calls[0]: "),
             (call(json!({"type": "custom", "custom": {}})), "tool_calls[0].name: "),

@@ -44,7 +44,7 @@ pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String,
 /// # Errors
 /// What is wrong with the file.
 pub(crate) fn check_schema(file: &File) -> Result<(), String> {
-    let damaged = || "Parquet error: damaged: no footer at its end".to_owned();
+    let damaged = || "Parquet error: damaged: no footer at the end of the file".to_owned();
     let read = |at: u64, bytes: &mut [u8]| file.read_exact_at(bytes, at).map_err(|_| damaged());
     let end = file.metadata().map_err(|error| error.to_string())?.len().checked_sub(8).ok_or_else(damaged)?;
     let mut tail = [0; 8];

@@ -109,7 +109,9 @@ impl RawPrompt {
         let (text, ids) = match prompt {
             RawPrompt::Text(_) if !format.tools.is_empty() => {
                 return Err(row.bad(
-                    "the prompt is text that goes through no chat template, which shows the model its tools".into(),
+                    "the prompt is plain text, but tools need a conversation: only a chat template can show them to \
+                     the model"
+                        .into(),
                 ));
             }
             RawPrompt::Text(text) => {
@@ -118,7 +120,9 @@ impl RawPrompt {
             }
             RawPrompt::Conversation(mut messages) => {
                 if messages.last().is_some_and(|last| last.role == "assistant") {
-                    return Err(row.bad("the last message is the assistant's: nothing is left to answer".into()));
+                    return Err(row.bad(
+                        "the last message is from the assistant: a prompt must end with a message to answer".into(),
+                    ));
                 }
                 format.add_system_prompt(&mut messages);
                 let text = tokenizer.converse(format.conversation(row, tokenizer, &messages, true)?)?;

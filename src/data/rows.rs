@@ -20,7 +20,8 @@ const FIRST_BYTES: u64 = 64;
 const MAX_LIST_BYTES: u64 = 2 << 30;
 /// Begins text in UTF-8 that was written on Windows, and says nothing.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
-const NOT_UTF8: &str = "not UTF-8: expected text in UTF-8 (iconv -f ENCODING -t UTF-8 writes it), or a Parquet file";
+const NOT_UTF8: &str = "not UTF-8: expected text in UTF-8 (convert it with iconv -f ENCODING -t UTF-8), or a Parquet \
+                        file";
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 /// Where the tests of a program stand: ours, and open-r1's.
@@ -58,7 +59,7 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Da
     looked_at.map_err(|error| Error::bad_file(path, error.to_string()))?;
     let path = path.to_owned();
     if start.starts_with(parquet::MAGIC) {
-        let from_its_end = "Parquet is read from its end: expected a file, not a pipe";
+        let from_its_end = "Parquet files cannot be read from a pipe: expected a regular file";
         file.rewind().map_err(|error| Error::bad_file(&path, format!("{from_its_end} ({error})")))?;
         let rows = parquet::read(file).map_err(|message| Error::bad_file(&path, message))?.enumerate();
         return Ok(Box::new(rows.map(move |(index, row)| match row {
@@ -113,7 +114,7 @@ fn open(path: &Path) -> io::Result<File> {
 /// The objects of a list, which is read as a whole.
 fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item = Result<DataRow>>>> {
     let bad = |problem: String| {
-        let expected = format!("expected a list of objects, of less than {MAX_LIST_BYTES} bytes");
+        let expected = format!("expected a JSON list of objects with less than {MAX_LIST_BYTES} bytes in all");
         Error::bad_file(&path, format!("{problem}; {expected}"))
     };
     let mut text = String::new();
@@ -121,7 +122,7 @@ fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item =
     let rows: Value = serde_json::from_str(&text).map_err(|error| bad(format!("not JSON: {error}")))?;
     check_numbers(&rows, &text).map_err(&bad)?;
     drop(text);
-    let Value::Array(rows) = rows else { return Err(bad("not a list".to_owned())) };
+    let Value::Array(rows) = rows else { return Err(bad("the file is not a JSON list".to_owned())) };
     Ok(Box::new(rows.into_iter().enumerate().map(move |(index, row)| match row {
         Value::Object(_) => Ok(DataRow::new(path.clone(), index + 1, into_columns(row))),
         _ => {
@@ -143,7 +144,7 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut line = String::new();
     match reader.take(MAX_LINE_BYTES).read_line(&mut line)? as u64 {
         0 => Ok(None),
-        MAX_LINE_BYTES => Err(io::Error::other(format!("a line of {MAX_LINE_BYTES} bytes or more"))),
+        MAX_LINE_BYTES => Err(io::Error::other(format!("a line has {MAX_LINE_BYTES} bytes or more"))),
         _ => Ok(Some(line)),
     }
 }
@@ -192,7 +193,10 @@ impl DataRow {
             (Some(Value::String(text)), _) => Ok(RawExample::Completion(self.prompt(prompt)?, text.clone())),
             (Some(turns), _) => {
                 let RawPrompt::Conversation(mut messages) = self.prompt(prompt)? else {
-                    return Err(self.bad(format!("column '{column}' is not text, as the prompt is")));
+                    return Err(self.bad(format!(
+                        "column '{column}' is not text, although the prompt is text: use text for both or \
+                         conversations for both"
+                    )));
                 };
                 let first = messages.len();
                 messages.extend(self.conversation(column, turns, "neither text nor")?);
@@ -239,8 +243,9 @@ impl DataRow {
         })?;
         let (file, line) = (self.path.display(), self.line);
         Some(format!(
-            "notice: {file}:{line}: {name}{path} is null, as Arrow pads rows of different fields: the model is shown it as it is there \
-             (in other rows, too; this is said once). JSON as text in the place of the list or object keeps such fields out"
+            "notice: {file}:{line}: {name}{path} is null, because Arrow fills in fields that only other rows have; the \
+             model sees the null (also in other rows; reported once). To avoid such fields store the list or object as \
+             JSON text"
         ))
     }
 
@@ -261,7 +266,7 @@ impl DataRow {
             .iter()
             .map(|(name, value)| if value.is_null() { format!("{name} (null)") } else { name.clone() });
         let seen: Vec<_> = seen.collect();
-        let hint = key.map_or_else(String::new, |key| format!("; the key {key} names another column"));
+        let hint = key.map_or_else(String::new, |key| format!("; to use another column set {key}"));
         self.bad(format!("no column '{}'; columns seen: {}{hint}", names.join("' or '"), seen.join(", ")))
     }
 
@@ -280,7 +285,7 @@ impl DataRow {
         match more.shift_remove("content").and_then(text) {
             Some(content) => Ok(Message { more, ..Message::new(role, content) }),
             None if more.contains_key("tool_calls") => Ok(Message { more, ..Message::new(role, "") }),
-            None => Err(bad("expected a content of text, or tool_calls".to_owned())),
+            None => Err(bad("expected content (text) or tool_calls".to_owned())),
         }
     }
 }

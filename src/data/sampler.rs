@@ -115,7 +115,7 @@ impl PromptSampler {
         if n + under_way.len() > self.len {
             return Err(Error::InvalidArgument {
                 op: "PromptSampler::next_batch",
-                expected: format!("at most {} prompts per batch, the rows of the data set", self.len),
+                expected: format!("at most {} prompts per batch, the number of rows of the data set", self.len),
                 got: format!("{} (lower the generation batch or raise num_generations)", n + under_way.len()),
             });
         }
@@ -148,7 +148,7 @@ impl PromptSampler {
         if state.position > self.len || rows.any(|row| *row >= self.len) {
             return Err(Error::InvalidArgument {
                 op: "PromptSampler::restore",
-                expected: format!("a state of a data set of {} rows", self.len),
+                expected: format!("the sampler state of a data set with {} rows", self.len),
                 got: format!("{state:?}"),
             });
         }

@@ -139,7 +139,7 @@ impl EndTokens {
     fn close(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
         if !ids.last().is_some_and(|last| self.all.contains(last)) {
             ids.push(self.own.ok_or_else(|| Error::TokenizerMismatch {
-                message: "no eos_token in tokenizer_config.json: a completion could not be ended".into(),
+                message: "tokenizer_config.json has no eos_token to end completions with: add one".into(),
             })?);
         }
         Ok(ids)
@@ -172,7 +172,9 @@ fn examples(
     let (messages, first) = match row.example(options.prompt_column.as_deref(), options.completion_column.as_deref())? {
         RawExample::Conversation(mut messages, first) => {
             if first == 0 && messages[0].role == "assistant" {
-                return Err(row.bad("the first message is the assistant's: there is nothing to answer".into()));
+                return Err(
+                    row.bad("the first message is from the assistant: expected a user message before it".into())
+                );
             }
             let num_given = messages.len();
             format.add_system_prompt(&mut messages);
@@ -195,15 +197,15 @@ fn examples(
         let whole = tokenizer.converse(format.conversation(row, tokenizer, &messages[..=index], false)?)?;
         let answer = whole.strip_prefix(&text).ok_or_else(|| {
             row.bad(format!(
-                "the chat template does not put the answer in message {index} behind the prompt for it; give prompt and \
-                 completion as text"
+                "the chat template does not render the answer in message {index} directly after its prompt; give \
+                 prompt and completion as text"
             ))
         })?;
         Ok(Some(example(prompt, ends.close_turn(encode(answer)?)?)))
     });
     let examples: Vec<_> = examples.collect::<Result<_>>()?;
     if examples.is_empty() {
-        Err(row.bad("no message is the assistant's: nothing is to learn".into()))
+        Err(row.bad("no message is from the assistant: there is nothing to train on".into()))
     } else {
         Ok(examples)
     }
@@ -273,10 +275,13 @@ mod tests {
 
         let refused = |row: &str| read(&folder, &[row], 99).unwrap_err().to_string();
         for (row, why) in [
-            (r#"{"messages": [{"role": "user", "content": "one"}]}"#, ":1: no message is the assistant's"),
-            (r#"{"messages": [{"role": "assistant", "content": "one"}]}"#, "there is nothing to answer"),
+            (r#"{"messages": [{"role": "user", "content": "one"}]}"#, ":1: no message is from the assistant"),
+            (r#"{"messages": [{"role": "assistant", "content": "one"}]}"#, "expected a user message before it"),
             (r#"{"messages": "one"}"#, "column 'messages' is not a list of {role, content}"),
-            (r#"{"prompt": "one", "completion": [{"role": "assistant", "content": "one"}]}"#, "as the prompt is"),
+            (
+                r#"{"prompt": "one", "completion": [{"role": "assistant", "content": "one"}]}"#,
+                "although the prompt is text",
+            ),
         ] {
             assert!(refused(row).contains(why), "{}", refused(row));
         }
@@ -284,7 +289,11 @@ mod tests {
             "chat_template.jinja",
             "{% if messages[1] %}is {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}",
         );
-        assert!(refused(&whole).contains("does not put the answer in message 1 behind"), "{}", refused(&whole));
+        assert!(
+            refused(&whole).contains("does not render the answer in message 1 directly after"),
+            "{}",
+            refused(&whole)
+        );
     }
 
     /// A call is learned as the template writes it, its arguments as an object, behind the functions that the row's column `tools` names.
@@ -318,7 +327,7 @@ mod tests {
         let row = format!("{{\"messages\": {messages}, \"tools\": {padded}}}");
         let [notice] = &read(&folder, &[&row, &row], 99).unwrap().notices()[..] else { panic!("one notice") };
         assert!(
-            notice.starts_with("notice: ") && notice.contains(":1: tools[0].parameters.y is null, as Arrow"),
+            notice.starts_with("notice: ") && notice.contains(":1: tools[0].parameters.y is null, because Arrow"),
             "{notice}"
         );
         let argued =
@@ -329,9 +338,12 @@ mod tests {
         let wrong = refused(&format!(r#"{{"messages": {messages}, "tools": "f"}}"#));
         assert!(wrong.contains("column 'tools': expected a list of JSON schemas of functions, got \"f\""), "{wrong}");
         for (message, why) in [
-            (r#"{"role": "assistant", "content": "one", "weight": 1}"#, ":1: the chat template reads no 'weight' of a"),
+            (
+                r#"{"role": "assistant", "content": "one", "weight": 1}"#,
+                ":1: the chat template does not use the field 'weight' of a",
+            ),
             (r#"{"role": "assistant", "content": "one", "thinking": "two"}"#, "reads no 'thinking' of a message"),
-            (r#"{"role": "assistant", "content": null}"#, "column 'messages', message 2: expected a content of text"),
+            (r#"{"role": "assistant", "content": null}"#, "column 'messages', message 2: expected content (text)"),
         ] {
             let wrong = refused(&format!(r#"{{"messages": [{{"role": "user", "content": "one"}}, {message}]}}"#));
             assert!(wrong.contains(why), "{wrong}");
@@ -366,8 +378,8 @@ mod tests {
         let error = read(&folder, &["", r#"{"prompt": "one", "answer": 1}"#], 6).unwrap_err().to_string();
         assert!(
             error.ends_with(
-                "sft.jsonl:2: no column 'completion' or 'messages'; columns seen: prompt, answer; the key \
-                 dataset_completion_column names another column"
+                "sft.jsonl:2: no column 'completion' or 'messages'; columns seen: prompt, answer; to use another \
+                 column set dataset_completion_column"
             ),
             "{error}"
         );

@@ -102,10 +102,10 @@ fn located(key: &str, entry: &str, split: &str, hub: &Hub) -> Result<Vec<PathBuf
         Ok(found) if found.is_dir() => folder_split(path, None, split).map_err(missing),
         Ok(_) => Ok(vec![path.to_owned()]),
         Err(_) if entry.contains(['*', '?', '[']) => {
-            let paths = glob::glob(entry).map_err(|error| missing(format!("no pattern: {error}")))?;
+            let paths = glob::glob(entry).map_err(|error| missing(format!("not a valid file pattern: {error}")))?;
             let mut files: Vec<PathBuf> = paths.flatten().filter(|path| path.is_file()).collect();
             files.sort();
-            if files.is_empty() { Err(missing("no file fits the pattern".into())) } else { Ok(files) }
+            if files.is_empty() { Err(missing("no file matches the pattern".into())) } else { Ok(files) }
         }
         Err(error) => {
             let is_name = entry.contains('/') && path.extension().is_none_or(|kind| kind.len() > 7);
@@ -133,7 +133,7 @@ fn hub_files(key: &str, entry: &str, address: &str, hub: &Hub) -> Result<Vec<Pat
     let snapshot = hub.open(&repo)?;
     let names = matching(snapshot.names(), &[pattern.to_owned()]);
     if names.is_empty() {
-        return Err(Error::Hub { repo: repo.to_string(), message: format!("{key}: no file fits '{pattern}'") });
+        return Err(Error::Hub { repo: repo.to_string(), message: format!("{key}: no file matches '{pattern}'") });
     }
     snapshot.fetch(&names)
 }
@@ -150,7 +150,7 @@ fn dataset(key: &str, name: &str, config: Option<&str>, split: &str, hub: &Hub) 
         Error::invalid_value(
             "dataset_name",
             name,
-            "a folder, or the name of a data set on the Hub (USER/NAME); files go to train_file",
+            "a folder, or the name of a data set on the Hub (USER/NAME); for files use train_file",
         )
     })?;
     let snapshot = hub.open(&repo)?;

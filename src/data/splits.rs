@@ -18,8 +18,8 @@ const KEYWORDS: [(&str, &[&str]); 3] = [
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
 /// Says in an error that a folder was written by `save_to_disk` of `datasets`, and how to make a file that is read.
-const SAVED_TO_DISK: &str = "Arrow files of save_to_disk, which are not read; datasets' load_from_disk(FOLDER) loads them, and a \
-                             split's to_parquet(\"train.parquet\") writes a file that is read";
+const SAVED_TO_DISK: &str = "Arrow files of save_to_disk, which are not supported; convert them in Python: \
+                             datasets.load_from_disk(FOLDER)[\"train\"].to_parquet(\"train.parquet\")";
 /// A star does not cross folders, two do.
 const WITHIN: MatchOptions =
     MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: false };
@@ -47,7 +47,8 @@ pub(super) fn split_files(
                 let configs = declared(&readme)?;
                 configs.map(|configs| declared_splits(&configs, &files, config.as_deref())).transpose()
             };
-            untrusted::once("README.md", LIMITS, work).map_err(|breach| format!("its README.md: {breach}"))??
+            untrusted::once("README.md", LIMITS, work)
+                .map_err(|breach| format!("its README.md could not be processed: {breach}"))??
         }
         None => None,
     };
@@ -56,10 +57,10 @@ pub(super) fn split_files(
     let mut found = found.ok_or_else(|| {
         let has = match splits.is_empty() {
             true if files.iter().any(|file| file.ends_with(".arrow")) => SAVED_TO_DISK.to_owned(),
-            true => "no files of rows (Parquet, JSONL, JSON, CSV)".to_owned(),
+            true => "no data files (Parquet, JSONL, JSON, CSV)".to_owned(),
             false => format!("the splits {}", splits.keys().cloned().collect::<Vec<_>>().join(", ")),
         };
-        format!("no split '{split}': it has {has}")
+        format!("there is no split '{split}': the data set has {has}")
     })?;
     found.sort();
     check_complete(&found)?;
@@ -88,7 +89,7 @@ fn declared_splits(configs: &[Value], files: &[String], name: Option<&str>) -> R
     };
     let chosen = chosen.ok_or_else(|| {
         let names: Vec<String> = configs.iter().map(name_of).collect();
-        let none = name.map_or_else(|| "it has several".to_owned(), |name| format!("there is no '{name}'"));
+        let none = name.map_or_else(|| "as it has several".to_owned(), |name| format!("and it has no '{name}'"));
         format!("dataset_config must name one of its configurations, {none}: {}", names.join(", "))
     })?;
     let declared = &chosen["data_files"];
@@ -175,7 +176,9 @@ fn check_complete(files: &[String]) -> Result<(), String> {
         }
     }
     match counts.iter().find(|((_, count), found)| *count != **found) {
-        Some(((split, count), found)) => Err(format!("{found} of the {count} files of '{split}' are here")),
+        Some(((split, count), found)) => {
+            Err(format!("only {found} of the {count} files of the split '{split}' are in the cache"))
+        }
         None => Ok(()),
     }
 }
@@ -213,7 +216,7 @@ mod tests {
         assert_eq!(of(Some("socratic"), "train").unwrap(), ["socratic/train-00000-of-00001.parquet"]);
         assert_eq!(of(Some("socratic"), "test").unwrap_err(), "no split 'test': it has the splits train");
         let several = of(None, "train").unwrap_err();
-        assert!(several.ends_with("it has several: main, socratic"), "{several}");
+        assert!(several.ends_with("as it has several: main, socratic"), "{several}");
         let wrong = of(Some("mian"), "train").unwrap_err();
         assert!(wrong.ends_with("there is no 'mian': main, socratic"), "{wrong}");
         let one = "---\nconfigs:\n- config_name: default\n  data_files: 'rows/*.jsonl'\n---\n";
@@ -242,12 +245,15 @@ mod tests {
         assert_eq!(of(&["math/train/0000.parquet", "art/train/0000.parquet"], Some("math"), "train").unwrap().len(), 1);
         assert_eq!(of(&["a.jsonl", "a.parquet"], None, "train").unwrap(), ["a.parquet"]);
         let none = of(&["note.txt", "gsm8k.py"], None, "train").unwrap_err();
-        assert!(none.ends_with("it has no files of rows (Parquet, JSONL, JSON, CSV)"), "{none}");
+        assert!(none.ends_with("it has no data files (Parquet, JSONL, JSON, CSV)"), "{none}");
         let saved =
             ["dataset_dict.json", "train/dataset_info.json", "train/state.json", "train/data-00000-of-00001.arrow"];
         let saved = of(&saved, None, "train").unwrap_err();
         assert!(
-            saved.contains("Arrow files of save_to_disk, which are not read; datasets' load_from_disk(FOLDER)"),
+            saved.contains(
+                "Arrow files of save_to_disk, which are not supported; convert them in Python: \
+                            datasets.load_from_disk(FOLDER)"
+            ),
             "{saved}"
         );
     }

@@ -75,8 +75,9 @@ impl Tokenizer {
         let bytes = untrusted::read(&path, MAX_TOKENIZER_BYTES).map_err(|error| match error.kind() {
             ErrorKind::NotFound if folder.join(TEKKEN).exists() => {
                 let message = format!(
-                    "missing, and {TEKKEN}, which is there, is not read: copy the tokenizer.json of the same model, which its page on the \
-                     Hub or a conversion to transformers' form has; colo-grpo init copies one from --tokenizer FOLDER"
+                    "the file is missing; the folder has {TEKKEN}, which is not supported: copy the tokenizer.json of \
+                     the same model from the Hub or from a checkpoint converted for transformers; colo-grpo init \
+                     copies one with --tokenizer FOLDER"
                 );
                 Error::bad_file(&path, message)
             }
@@ -84,8 +85,9 @@ impl Tokenizer {
                 let folder = folder.display();
                 let line = format!("from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')");
                 let message = format!(
-                    "missing; where the folder has a tokenizer of another form (tokenizer.model, vocab.json), this writes it: \
-                     python3 -c \"{line}\"; colo-grpo init copies one from --tokenizer FOLDER"
+                    "the file is missing; if the folder has a tokenizer in another format (tokenizer.model, \
+                     vocab.json), convert it with: python3 -c \"{line}\"; colo-grpo init copies one with --tokenizer \
+                     FOLDER"
                 );
                 Error::bad_file(&path, message)
             }
@@ -280,15 +282,15 @@ impl Tokenizer {
         for &id in model_eos_token_ids {
             if id as usize >= vocab_rows || self.token(id).is_none() {
                 return mismatch(format!(
-                    "eos_token_id {id} of the model's configuration is no token of the tokenizer (ids up to {}, \
-                     embedding rows {vocab_rows})",
+                    "eos_token_id {id} in the model's configuration is not a token of the tokenizer (its ids go up to \
+                     {}; the model has {vocab_rows} embedding rows)",
                     self.max_id
                 ));
             }
         }
         if self.eos_token_ids(model_eos_token_ids).is_empty() {
             return mismatch(
-                "no end-of-sequence token: give eos_token in tokenizer_config.json or eos_token_id in \
+                "no end-of-sequence token: set eos_token in tokenizer_config.json, or eos_token_id in \
                  generation_config.json or config.json"
                     .into(),
             );
@@ -315,8 +317,8 @@ impl Tokenizer {
     /// The errors of [`Tokenizer::apply_chat_template`].
     pub fn converse(&self, mut conversation: Conversation) -> Result<String> {
         let missing = || Error::ChatTemplate {
-            message: "the model's folder has none: put a chat_template into tokenizer_config.json or a \
-                      chat_template.jinja beside it, or give prompts as text"
+            message: "the model's folder has no chat template: add chat_template to tokenizer_config.json or a file \
+                      chat_template.jinja, or give prompts as text"
                 .into(),
         };
         let templates = self.chat_templates.as_ref().ok_or_else(missing)?;
@@ -330,7 +332,8 @@ impl Tokenizer {
         let unread = unread_field(messages, self.template_source().unwrap_or_default());
         unread.map_or(Ok(()), |field| {
             Err(format!(
-                "the chat template reads no '{field}' of a message: leave it out, or put what it says into the content"
+                "the chat template does not use the field '{field}' of a message: remove the field, or move its text \
+                 into the content"
             ))
         })
     }

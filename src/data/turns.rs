@@ -82,13 +82,18 @@ impl TurnContext {
         // Some templates write calls in the place of an answer's text.
         let shows_turn = text.contains(SAID) || (reply == Reply::Tool && text.contains(ARGUED));
         if !shows_turn || (turns.thinks() && !text.contains(THOUGHT)) {
-            let message =
-                format!("it drops what the model has written when {kind} is added: all that is left is '{text}'");
+            let message = format!(
+                "it drops the model's earlier output when {kind} is added: it renders only '{text}'; use another \
+                 template, or conversations of one turn"
+            );
             return Err(Error::ChatTemplate { message });
         }
         let (context, _) = turns.text_between(&[reply.probe()])?;
         if !context.contains(ANSWERED) {
-            let message = format!("{kind} is not behind the turn that it answers, but only '{}'", head(&context));
+            let message = format!(
+                "{kind} does not appear after the turn that it answers; the template renders only '{}' there",
+                head(&context)
+            );
             return Err(Error::ChatTemplate { message });
         }
         Ok(turns)
@@ -106,7 +111,10 @@ impl TurnContext {
             return Err(Error::InvalidArgument {
                 op: "TurnContext::append",
                 expected: "a trajectory that ends with a sampled turn".into(),
-                got: format!("{} tokens, the last of them context", trajectory.token_ids.len()),
+                got: format!(
+                    "a trajectory of {} tokens that ends with tokens the model did not sample",
+                    trajectory.token_ids.len()
+                ),
             });
         };
         // The first token ends the turn: the model sampled it, unless a stop string cut the turn off before.
@@ -138,7 +146,10 @@ impl TurnContext {
         match ids.first() {
             Some(first) if *first == eos => Ok(Some(ids)),
             _ => {
-                let message = format!("'{}' does not begin with the token {eos}", head(&text));
+                let message = format!(
+                    "the text after an assistant turn, '{}', does not begin with the end-of-sequence token {eos}",
+                    head(&text)
+                );
                 Err(Error::ChatTemplate { message })
             }
         }
@@ -152,10 +163,13 @@ impl TurnContext {
         let text = self.render(messages, true)?;
         let failed = |message: String| Error::ChatTemplate { message };
         let said = [SAID, ARGUED].iter().filter_map(|part| Some(text.find(part)? + part.len())).max();
-        let behind = &text[said.ok_or_else(|| failed("it leaves an assistant's turn out".to_owned()))?..];
+        let behind = &text[said.ok_or_else(|| failed("it does not render the assistant's turn".to_owned()))?..];
         let ends = self.eos_token_ids.iter().filter_map(|&id| Some((behind.find(&self.tokenizer.token(id)?)?, id)));
         let (at, eos) = ends.min().ok_or_else(|| {
-            failed(format!("no end-of-sequence token behind an assistant's turn, but '{}'", head(behind)))
+            failed(format!(
+                "an assistant's turn must end with an end-of-sequence token, but the template renders '{}'",
+                head(behind)
+            ))
         })?;
         Ok((behind[at..].to_owned(), eos))
     }
@@ -175,8 +189,8 @@ impl TurnContext {
         let common = common_len(&closed, &later);
         let (before, after) = (head(&closed[common..]), head(&later[common..]));
         let message = format!(
-            "it rewrites earlier turns when {kind} is added: '{before}' becomes '{after}'; take a template that only appends, or \
-             one turn for each conversation"
+            "it rewrites earlier turns when {kind} is added: '{before}' becomes '{after}'; use a template that only \
+             appends, or conversations of one turn"
         );
         Err(Error::ChatTemplate { message })
     }
@@ -270,11 +284,11 @@ mod tests {
             {% endif %}{{ m.content }}<|im_end|>{% elif loop.first %}{{ m.content }}{% endif %}{% endfor %}";
         let mut dice = Dice(1);
         for (template, differences) in [
-            (drops_thoughts.as_str(), &["drops what the model has written when a", SAID][..]),
+            (drops_thoughts.as_str(), &["drops the model's earlier output when a", SAID][..]),
             (of_last, &["rewrites earlier turns", " last", "becomes"]),
             (counts, &["rewrites earlier turns", "'1: ", "'3: "]),
-            (no_end, &["no end-of-sequence token"]),
-            (answers_first, &["is not behind the turn"]),
+            (no_end, &["must end with an end-of-sequence token"]),
+            (answers_first, &["does not appear after the turn"]),
         ] {
             let tokenizer = Arc::new(bytes(&mut dice, template));
             for reply in [Reply::Tool, Reply::User] {

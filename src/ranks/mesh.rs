@@ -209,14 +209,24 @@ mod tests {
         let timeout = std::time::Duration::from_secs(20);
         let meshes = testing::worlds_on_nodes(2, 2, timeout, |world| {
             let error = world.mesh(4, 4).unwrap_err().to_string();
-            assert_eq!(error, "tensor_parallel_size = 4: expected ranks of one node, which has 2: 1, 2");
+            assert_eq!(
+                error,
+                "tensor_parallel_size = 4: expected a number of ranks within one node, which has 2: 1, 2"
+            );
             assert!(world.split_mesh(3, 3, 1).unwrap_err().to_string().contains("which has 2: 1"));
             let staged = EngineShape { pipeline_parallel_size: 2, ..2.into() };
             let error = world.mesh(staged, 4).unwrap_err().to_string();
-            assert_eq!(error, "pipeline_parallel_size = 2: expected stages of 2 ranks of one node, which has 2: 1");
+            assert_eq!(
+                error,
+                "pipeline_parallel_size = 2: expected a number of stages of 2 ranks within one node, which has 2 \
+                 ranks: 1"
+            );
             let staged = EngineShape { pipeline_parallel_size: 4, ..1.into() };
             let error = world.mesh(staged, 4).unwrap_err().to_string();
-            assert_eq!(error, "pipeline_parallel_size = 4: expected stages within one node, which has 2 ranks: 1, 2");
+            assert_eq!(
+                error,
+                "pipeline_parallel_size = 4: expected a number of stages within one node, which has 2 ranks: 1, 2"
+            );
             let mesh = world.mesh(2, 4).unwrap();
             [&mesh.tp, &mesh.shard].map(|group| group.ranks().to_vec())
         });
@@ -235,7 +245,10 @@ mod tests {
         testing::worlds_on_nodes(2, 2, timeout, |world| {
             let groups = |size| world.mesh(1, 4).unwrap().with_sequence_groups(&world, 4, size);
             let error = groups(4).unwrap_err().to_string();
-            assert_eq!(error, "sequence_parallel_size = 4: expected ranks of one node, which has 2: 1, 2");
+            assert_eq!(
+                error,
+                "sequence_parallel_size = 4: expected a number of ranks within one node, which has 2: 1, 2"
+            );
             let error = groups(3).unwrap_err().to_string();
             assert_eq!(error, "sequence_parallel_size = 3: expected a divisor of the 4 ranks that train: 1, 2, 4");
         });

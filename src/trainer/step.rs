@@ -51,7 +51,7 @@ impl Trainer {
         self.training_batch(sampled, start)
     }
 
-    /// Draws the next prompts of the data, for a program that samples for itself, and returns this rank's share: none on a rank
+    /// Draws the next prompts of the data, for a program with its own sampling loop, and returns this rank's share: none on a rank
     /// that only trains. [`Trainer::score`] takes the completions.
     ///
     /// # Errors

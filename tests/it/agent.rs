@@ -222,11 +222,7 @@ fn agents_that_cannot_be_served_are_refused_before_anything_starts() {
     let file = file.display();
     for (keys, code, parts) in [
         (format!("agent={file}:none"), 2, ["agent = ", "has no attribute 'none'"]),
-        (
-            format!("agent={file}:play full_determinism=true"),
-            2,
-            ["full_determinism", "expected false, or agent left out"],
-        ),
+        (format!("agent={file}:play full_determinism=true"), 2, ["full_determinism", "expected false, or no agent"]),
     ] {
         run(&format!("--nproc 2 {CALCULATOR} {keys}")).assert_error(&keys, code, &parts);
     }

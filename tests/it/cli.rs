@@ -269,7 +269,10 @@ fn a_plan_compares_the_kv_blocks_of_engines() {
     run(&gpu.replace("qwen2.5-7b", "qwen3-30b-a3b")).assert_error(
         "experts on GPUs",
         2,
-        &["pipeline_parallel_size = 2: expected 1, or ", "such a model runs in stages on CPUs alone so far"],
+        &[
+            "pipeline_parallel_size = 2: expected 1, or ",
+            "pipeline stages of such a model are supported only on CPUs so far",
+        ],
     );
     let cpu = "plan --config configs/tiny-cpu.toml tensor_parallel_size=1 zero.stage=3 pipeline_parallel_size=2";
     let staged = stdout_of(&format!("{cpu} --nproc 2"));

@@ -67,7 +67,11 @@ fn runs_sample_train_save_and_serve_adapters_of_experts() {
     let refused = run(&format!("plan {keys} lora.target_modules=[\"gate_proj\"]"));
     refused.assert_error("half of what PEFT reads", 2, &["lora.target_modules = gate_proj", "down_proj together"]);
     let refused = run(&format!("plan {keys} lora.dropout=0.1"));
-    refused.assert_error("dropout", 2, &["lora.dropout = 0.1", "PEFT has no dropout beside experts"]);
+    refused.assert_error(
+        "dropout",
+        2,
+        &["lora.dropout = 0.1", "PEFT does not support dropout for adapters of experts"],
+    );
 }
 
 /// Gated delta nets and experts, one of which every token goes to, in whole runs: two ranks share an engine, all weights train in shards or

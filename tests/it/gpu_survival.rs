@@ -109,7 +109,7 @@ fn gpu_in_use_is_refused_before_the_launch() {
     held.map(2 << 30).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} device=cuda max_restarts=1 output_dir={}", folder.path().display());
-    run(&line).assert_error("in use", 4, &["GPU 0: ", "MiB are held by", "CUDA_VISIBLE_DEVICES"]);
+    run(&line).assert_error("in use", 4, &["GPU 0: ", "MiB are in use by", "CUDA_VISIBLE_DEVICES"]);
 }
 
 /// 5, 6: a GPU that another process fills up while the run goes on.

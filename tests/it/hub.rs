@@ -108,7 +108,7 @@ fn what_arrives_damaged_is_downloaded_again_and_then_refused() {
         let (server, cache) = (tiny(), tempfile::tempdir().unwrap());
         server.set_faults(Faults { num_corrupt: 9, ..Faults::default() });
         let error = fetch(options(&server, cache.path()), &[name]).unwrap_err();
-        assert!(error.contains(&format!("{name}: what arrives twice is not the file with the hash")), "{error}");
+        assert!(error.contains(&format!("{name}: two downloads of the file did not match its hash")), "{error}");
         let folder = cache.path().join("models--tests--tiny");
         assert!(!folder.join("snapshots").join(COMMIT).join(name).exists());
         assert_eq!(fs::read_dir(folder.join("blobs")).unwrap().count(), 0, "{name}");
@@ -280,7 +280,7 @@ fn all_that_is_missing_is_told_with_all_that_is_wrong() {
         "hf download Qwen/Nowhere",
         "openai/gsm8k: train_file: No such file",
         "dataset_name = openai/gsm8k and fetched with: hf download openai/gsm8k --repo-type dataset",
-        "rows/*.jsonl: eval_file: no file fits the pattern",
+        "rows/*.jsonl: eval_file: no file matches the pattern",
     ];
     run(&line).assert_error("a wrong value and missing files", 2, &fragments);
     let line = line.replace("beta=-1", "generation_batch_size=7 reward_funcs=[\"format\",\"nosuch\"]");

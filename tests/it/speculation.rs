@@ -104,10 +104,13 @@ fn what_cannot_be_drafted_is_refused() {
     };
     refused(
         "speculation=mtp",
-        &["speculation", "heads of Qwen3.5, Qwen3.6 and Qwen3-Next are read; ngram and auto need none"],
+        &[
+            "speculation",
+            "only the draft heads of Qwen3.5, Qwen3.6 and Qwen3-Next are supported; ngram and auto need no draft head",
+        ],
     );
-    refused("speculation=auto full_determinism=true", &["depends on the clock"]);
-    refused("num_speculative_tokens=5", &["nothing is drafted"]);
+    refused("speculation=auto full_determinism=true", &["depends on measured times"]);
+    refused("num_speculative_tokens=5", &["there are no draft tokens"]);
     refused("speculation=ngram num_speculative_tokens=65", &["num_speculative_tokens", "64"]);
 }
 
@@ -151,7 +154,7 @@ fn the_benchmark_of_generation_replays_an_acceptance() {
     let share = of("accepted_tokens") / of("draft_tokens");
     assert!(of("replayed_acceptance") == 0.8 && (0.3..0.6).contains(&share), "{result}");
     let ended = run(&format!("{line} --replayed_acceptance 0.8"));
-    ended.assert_error("without drafts", 2, &["--replayed_acceptance", "nothing is drafted"]);
+    ended.assert_error("without drafts", 2, &["--replayed_acceptance", "there are no draft tokens"]);
 }
 
 /// The demo's first problems, as its tokenizer has them.

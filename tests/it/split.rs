@@ -167,7 +167,7 @@ fn a_failure_of_one_half_ends_the_other() {
     }
     let refused = runs.train("refused", 2, &["mode=split", "split.rollout_gpus=2", "residency.optimizer=auto"]);
     assert_eq!(refused.code, Some(2), "{}", refused.output);
-    assert!(refused.output.contains("1 to 1: of 2 ranks at least one trains"), "{}", refused.output);
+    assert!(refused.output.contains("1 to 1: at least one of the 2 ranks has to train"), "{}", refused.output);
 }
 
 /// A run that is stopped between two checkpoints, with batches in the queue, continues by the bits of one that was not.

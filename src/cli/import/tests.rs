@@ -211,7 +211,7 @@ fn engines_of_verl_keep_their_precision_and_their_experts() {
         ("actor.router_replay.mode", json!("R2")),
     ]);
     let lost = text.split("WITHOUT").nth(1).unwrap();
-    for part in ["expert_parallel_size = 8", "replicas of an engine generate more", "R2 replays the trainer's own"] {
+    for part in ["expert_parallel_size = 8", "several engines generate faster", "R2 replays the trainer's own"] {
         assert!(lost.contains(part), "{part}: {text}");
     }
     assert!(imported(&[]).contains("\nrouter_replay = \"disabled\"\n"));

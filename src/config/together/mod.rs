@@ -195,13 +195,13 @@ impl Term {
             KeyValues::Is(words) => match other_words(key, words) {
                 others if !others.is_empty() => others.join(" or "),
                 _ if words == ["none"] => "a value".to_owned(),
-                _ => format!("others than {}", words.join(", ")),
+                _ => format!("any value other than {}", words.join(", ")),
             },
             KeyValues::Not(words) => words.join(" or "),
             KeyValues::Above(number) => number.to_string(),
             KeyValues::AtMost(number) => format!("a number above {number}"),
-            KeyValues::Begins(start) => format!("another than {start}.."),
-            KeyValues::Given => "to be left out".to_owned(),
+            KeyValues::Begins(start) => format!("one that does not begin with {start}"),
+            KeyValues::Given => format!("no {key}"),
         }
     }
 
@@ -209,9 +209,9 @@ impl Term {
     fn remedy(&self) -> String {
         match *self {
             Self::Circumstance(one) => one.words()[1].to_owned(),
-            Self::Setting(key, KeyValues::Given | KeyValues::Begins(_)) => format!("{key} left out"),
+            Self::Setting(key, KeyValues::Given | KeyValues::Begins(_)) => format!("no {key}"),
             Self::Setting(key, KeyValues::Is(words @ ["none"])) if other_words(key, words).is_empty() => {
-                format!("{key} set")
+                format!("a value for {key}")
             }
             Self::Setting(key, KeyValues::AtMost(number)) => format!("{key} above {number}"),
             Self::Setting(key, _) => format!("{key} = {}", self.otherwise()),
@@ -258,7 +258,7 @@ impl Circumstance {
             Self::Experts => ["a model with experts", "a model without experts"],
             Self::NoExperts => ["a model without experts", "a model with experts"],
             Self::SomeExperts => {
-                ["a model with experts in some layers alone", "a model with experts in all layers or in none"]
+                ["a model with experts in only some layers", "a model with experts in all layers or in none"]
             }
             Self::DeltaNets => ["a model with gated delta nets", "a model without gated delta nets"],
             Self::NoDeltaNets => ["a model without gated delta nets", "a model with gated delta nets"],
@@ -268,8 +268,8 @@ impl Circumstance {
             Self::StackedExperts => ["a model with stacked experts", "a model without stacked experts"],
             Self::NoDraftHead => ["a model without a draft head", "a model with a draft head"],
             Self::SeveralNodes => ["several nodes", "one node"],
-            Self::OwnLoop => ["a program that samples for itself", "Trainer::rollout"],
-            Self::OwnLoss => ["a program with a loss of its own", "the configured loss"],
+            Self::OwnLoop => ["a program with its own sampling loop", "Trainer::rollout"],
+            Self::OwnLoss => ["a program with its own loss", "the configured loss"],
         }
     }
 }

@@ -130,7 +130,8 @@ impl Adapted {
             let got = [x, a, b, out].map(|tensor| (tensor.kind(), tensor.size(), tensor.stride()));
             return Err(invalid(
                 op,
-                "aligned bf16 matrices with sizes of a multiple of 8 and fewer than 2^31 elements beside x and out, on sm_90 or later",
+                "aligned bf16 matrices whose sizes are multiples of 8 and that have fewer than 2^31 elements, as x and \
+                 out, on sm_90 or later",
                 got,
             ));
         }

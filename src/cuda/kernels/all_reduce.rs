@@ -167,7 +167,7 @@ impl RowSums {
             return Err(invalid(OP, format!("at most {} rows", self.rows), rows));
         }
         if leaves != NormedRows::Plain && !fp8_serves([2 * PACK, self.dim]) {
-            return Err(invalid(OP, "rows of a multiple of 16, to be rounded", self.dim));
+            return Err(invalid(OP, "rows of a multiple of 16 elements, as the sums are rounded to 8 bits", self.dim));
         }
         let place = |is_wanted, place: usize| Argument::Count(if is_wanted { place as i64 } else { -1 });
         let mut ranks = [std::ptr::null_mut::<c_void>(); MOST_RANKS];

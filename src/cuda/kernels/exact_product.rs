@@ -37,8 +37,8 @@ pub fn exact_reference(
     let capability = Context::retain(gpu)?.compute_capability()?;
     if capability != Capability::HOPPER {
         let message = format!(
-            "exact products of bfloat16 are defined on Hopper (H100, H200), compute capability 9.0, not {capability}; dtype = float32 has them \
-             elsewhere"
+            "exact with dtype = bfloat16 needs a Hopper GPU (H100, H200; compute capability 9.0), this one has \
+             {capability}; dtype = float32 supports exact on other GPUs"
         );
         return Err(Error::Environment { message });
     }

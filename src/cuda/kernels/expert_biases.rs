@@ -50,7 +50,7 @@ fn biased(
 ) -> Result<()> {
     let launched = Launch::new(op, tile, x, w, routed, out)?;
     if bias.stride()[1] != 1 {
-        return Err(invalid(op, "biases [E, N] with one element behind the other", (bias.size(), bias.stride())));
+        return Err(invalid(op, "contiguous biases [E, N]", (bias.size(), bias.stride())));
     }
     let bias_at = strided(op, bias, x.0.kind(), &w.size()[..2], ordinal(op, x.0)?)?;
     launched.queue(name, tile, &[bias_at, Argument::Count(bias.stride()[0])])

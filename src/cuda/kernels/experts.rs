@@ -149,7 +149,11 @@ fn scaled(
 ) -> Result<()> {
     let (size, experts) = (w.values.size(), routed.own.len() as i64);
     if experts == 0 || size[0] % experts != 0 || !ExpertTile::SCALED.contains(&tile) {
-        return Err(invalid(op, "matrices of this rank's experts and a tile that FP8 has", (size, tile)));
+        return Err(invalid(
+            op,
+            "matrices of this rank's experts and a tile size that the FP8 kernel supports",
+            (size, tile),
+        ));
     }
     let weights = w.values.view([experts, size[0] / experts, size[1]]);
     product(op, tile, (&x.values, Some(&x.scales)), (&weights, Some(&w.scales)), adapter, routed, out)
@@ -254,7 +258,7 @@ fn of_adapter(
     };
     let is_moved = kind == Kind::Float || (inner % 8 == 0 && [low, b].into_iter().all(moves_well));
     if !low.is_contiguous() || b.stride()[2] != 1 || !is_moved {
-        let expected = "adapters whose inner products are a multiple of 8";
+        let expected = "LoRA adapters whose rank is a multiple of 8";
         return Err(invalid(op, expected, (low.size(), low.stride(), b.size(), b.stride())));
     }
     Ok(vec![

@@ -117,7 +117,7 @@ pub fn add_rms_norm_fp8(
     let packed = |tensor: &Tensor| is_aligned(tensor);
     if dim > add_rms_norm::most_columns(PACK) || ![Some(&*x), delta, Some(weight), y].into_iter().flatten().all(packed)
     {
-        return Err(invalid(OP, "shorter rows, at multiples of 16 bytes", x.size()));
+        return Err(invalid(OP, "shorter rows that begin at multiples of 16 bytes", x.size()));
     }
     let delta = address_or_null(OP, delta, Kind::BFloat16, numel, gpu)?;
     let [x_address, others @ ..] = norm_arguments(OP, (x, weight, y), to, norm, gpu)?;
@@ -143,7 +143,11 @@ pub fn rms_norm_fp8(
     const OP: &str = "rms_norm_forward_fp8";
     let (gpu, numel, dim, y) = (ordinal(OP, x)?, x.numel(), row_len(OP, x)?, y.as_deref());
     if !fp8_norm_serves(x, weight) || !y.is_none_or(is_aligned) {
-        return Err(invalid(OP, "shorter rows of a multiple of 16, at multiples of 16 bytes", x.size()));
+        return Err(invalid(
+            OP,
+            "shorter rows of a multiple of 16 elements that begin at multiples of 16 bytes",
+            x.size(),
+        ));
     }
     let arguments = norm_arguments(OP, (x, weight, y), to, norm, gpu)?;
     let name = format!("{OP}_{}", kinds_name(OP, x, weight)?);
@@ -195,7 +199,11 @@ pub fn swiglu_backward_fp8(
     let (gpu, columns) = (ordinal(OP, &gate_up)?, row_len(OP, dy)?);
     let (rows, y) = (dy.numel() / columns, dy.f_empty_like()?); // [T, F]
     if !fp8_swiglu_serves(&gate_up) || ![dy, &gate_up, &y].into_iter().all(is_aligned) {
-        return Err(invalid(OP, format!("rows of a multiple of {COLUMNS}, at multiples of 16 bytes"), gate_up.size()));
+        return Err(invalid(
+            OP,
+            format!("rows of a multiple of {COLUMNS} elements that begin at multiples of 16 bytes"),
+            gate_up.size(),
+        ));
     }
     let [values, scales] = outputs(OP, to, (rows, 2 * columns), MOST_LONG_COLUMNS, gpu)?;
     let pairs = address(OP, &gate_up, Kind::BFloat16, 2 * rows * columns, gpu)?;
@@ -257,7 +265,7 @@ fn outputs(
     gpu: usize,
 ) -> Result<[Argument; 2]> {
     if !columns.is_multiple_of(COLUMNS) || columns > most || !is_aligned(&to.values) {
-        return Err(invalid(op, format!("rows of a multiple of {COLUMNS}, at most {most}"), columns));
+        return Err(invalid(op, format!("rows of a multiple of {COLUMNS} elements, at most {most}"), columns));
     }
     Ok([
         address(op, &to.values, Kind::Float8e4m3fn, rows * columns, gpu)?,

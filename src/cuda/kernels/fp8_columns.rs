@@ -40,7 +40,7 @@ pub fn fp8_columns(
     let fits =
         rows > 0 && matrices > 0 && fp8_trains([16, shape[1]]) && to.values.size() == [all as i64, padded as i64];
     if !fits || !is_aligned(x) || !is_aligned(&to.values) {
-        return Err(invalid(OP, "rows of a multiple of 16, and their transpose", (size, to.values.size())));
+        return Err(invalid(OP, "rows of a multiple of 16 elements, and their transpose", (size, to.values.size())));
     }
     let (numel, lens) = (x.numel(), shape.map(|len| Argument::Count(len as i64)));
     let from = address(OP, x, Kind::BFloat16, numel, gpu)?;

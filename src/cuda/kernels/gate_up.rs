@@ -80,7 +80,11 @@ fn run((x, w): (&Tensor, &Tensor), scales: Option<[&Tensor; 2]>, y: &Tensor) -> 
     };
     let gpu = ordinal(OP, x)?;
     if !gate_up_serves(rows as usize, w)? || ![x, y].into_iter().all(lies_well) {
-        return Err(invalid(OP, "what gate_up_serves", (x.size(), w.size(), y.size())));
+        return Err(invalid(
+            OP,
+            "bf16 or fp8 matrices of a supported shape, aligned to 16 bytes (see gate_up_serves)",
+            (x.size(), w.size(), y.size()),
+        ));
     }
     let kind = if scales.is_some() { Kind::Float8e4m3fn } else { Kind::BFloat16 };
     strided(OP, x, kind, &[rows, k], gpu)?;

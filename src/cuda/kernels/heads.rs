@@ -118,7 +118,7 @@ pub fn heads_backward(
     let (d_bias, d_norm) = (partial(wants_bias)?, partial(norms.is_some())?);
     let optional = |tensor, kind, count| address_or_null(OP, tensor, kind, count, shape.gpu);
     if norms.is_some() && qkv.is_none() {
-        return Err(invalid(OP, "the projection, as there are norms", "none"));
+        return Err(invalid(OP, "the projection weights, as this block has query and key norms", "none"));
     }
     let columns = slots * head_dim as usize;
     let mut arguments = vec![shape.address(OP, dq, heads)?];

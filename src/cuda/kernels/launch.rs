@@ -35,7 +35,7 @@ pub(super) fn kind_name(op: &'static str, tensor: &Tensor) -> Result<&'static st
 pub(super) fn kinds_name(op: &'static str, x: &Tensor, others: &Tensor) -> Result<&'static str> {
     match (x.kind(), others.kind()) {
         (Kind::Float, Kind::BFloat16) => Ok("f32_bf16"),
-        (x, others) if x != others => Err(invalid(op, "one kind, or float32 beside bfloat16", [x, others])),
+        (x, others) if x != others => Err(invalid(op, "tensors of one dtype, or float32 with bfloat16", [x, others])),
         _ => kind_name(op, x),
     }
 }

@@ -25,7 +25,7 @@ pub fn mask_low(
 ) -> Result<()> {
     const OP: &str = "mask_low";
     let gpu = ordinal(OP, low)?;
-    let &[rows, columns] = &low.size()[..] else { return Err(invalid(OP, "inner products [T, k]", low.size())) };
+    let &[rows, columns] = &low.size()[..] else { return Err(invalid(OP, "a tensor [T, k]", low.size())) };
     let arguments = [
         address(OP, low, low.kind(), (rows * columns) as usize, gpu)?,
         address(OP, owners, Kind::Int, columns as usize, gpu)?,

@@ -137,7 +137,8 @@ impl AttentionPlan {
             && split_tokens.is_none_or(|split| split > 0 && split.is_multiple_of(64));
         if !fits {
             let expected = format!(
-                "heads in whole groups, at most {MOST_COLUMNS} columns, blocks of 16 tokens' multiples, splits of 64 tokens'"
+                "heads in whole groups with at most {MOST_COLUMNS} columns, a block size that is a multiple of 16 \
+                 tokens, and a split size that is a multiple of 64"
             );
             return Err(invalid("attention_plan", expected, (shape, split_tokens)));
         }
@@ -197,7 +198,7 @@ impl AttentionPlan {
         let rows = context_lens.numel();
         if rows > self.max_rows || prefixes.is_some() && !matches!(self.split_tokens, 0 | RowTile::SPLIT_TOKENS) {
             let expected = format!(
-                "at most {} rows, and no shared prefixes where the split is fixed, but at {}",
+                "at most {} rows, and with a fixed split no shared prefixes except at {}",
                 self.max_rows,
                 RowTile::SPLIT_TOKENS
             );
@@ -328,7 +329,7 @@ pub fn paged_attention(
     const OP: &str = "paged_attention";
     let KvBlocks { keys: k_cache, values: v_cache, scales } = cache;
     if scales.is_some() && plan.kind != Kind::BFloat16 {
-        return Err(invalid(OP, "queries in bfloat16 beside a cache in eight bits", plan.kind));
+        return Err(invalid(OP, "queries in bfloat16 with an 8-bit cache", plan.kind));
     }
     let AttentionShape { num_heads, num_kv_heads, head_dim, block_size, sliding_window, scale } = plan.shape;
     let (gpu, kind, rows) = (ordinal(OP, q)?, plan.kind, context_lens.numel());

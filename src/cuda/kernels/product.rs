@@ -209,7 +209,13 @@ fn cut_for(op: &'static str, (x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, 
     let lie_well = [x, w, out].into_iter().chain(bias).all(lies_well);
     let rows = x.size().first().map_or(0, |&rows| rows as usize);
     let cut = cut_of(rows, w).filter(|_| rows <= MOST_ROWS && x.dim() == 2 && lie_well);
-    cut.ok_or_else(|| invalid(op, "what product_serves", (x.size(), w.size(), out.size())))
+    cut.ok_or_else(|| {
+        invalid(
+            op,
+            "bf16 or fp8 matrices of a supported shape, aligned to 16 bytes (see product_serves)",
+            (x.size(), w.size(), out.size()),
+        )
+    })
 }
 
 #[cfg(test)]

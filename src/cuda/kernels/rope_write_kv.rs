@@ -132,7 +132,7 @@ fn run(
 ) -> Result<()> {
     const OP: &str = "rope_write_kv";
     if scales.is_some() && qkv.q.kind() != Kind::BFloat16 {
-        return Err(invalid(OP, "bfloat16 beside a cache in eight bits", qkv.q.kind()));
+        return Err(invalid(OP, "bfloat16 with an 8-bit cache", qkv.q.kind()));
     }
     let (gpu, kind) = (ordinal(OP, &qkv.q)?, qkv.q.kind());
     let shape = RopeShape::of(&qkv.q, k_cache)?;
@@ -149,7 +149,7 @@ fn run(
         }
     };
     if (kv_row, kv_group) != (v_row, v_group) {
-        return Err(invalid(OP, "keys and values of the same strides", (qkv.k.stride(), qkv.v.stride())));
+        return Err(invalid(OP, "keys and values with equal strides", (qkv.k.stride(), qkv.v.stride())));
     }
     let norms = transform.norms.map(|(q, k, _)| [q, k]);
     let [q_norm, k_norm] = [0, 1].map(|at| address_or_null(OP, norms.map(|norms| norms[at]), kind, dim, gpu));

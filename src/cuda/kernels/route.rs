@@ -182,7 +182,9 @@ pub fn route(
     if !fits {
         return Err(invalid(
             OP,
-            format!("tokens at multiples of 16 bytes, at most {MOST_EXPERTS} experts and room for {sizes:?}"),
+            format!(
+                "tokens that begin at multiples of 16 bytes, at most {MOST_EXPERTS} experts and buffers for {sizes:?}"
+            ),
             (x.size(), w.size(), to),
         ));
     }

@@ -125,7 +125,7 @@ fn product(
         && k % 16 == 0
         && [x, out].into_iter().all(|rows| rows.is_contiguous() && is_aligned(rows));
     if !fits {
-        let expected = "few rows an expert of a multiple of 16 elements, sorted into tiles of this size";
+        let expected = "few rows per expert, each of a multiple of 16 elements, sorted into tiles of this size";
         return Err(invalid(op, expected, (x.size(), w.values.size(), routed.tile_rows)));
     }
     let (features, rows) = (all / experts as i64, routed.order.numel());

@@ -33,7 +33,7 @@ pub fn add_rows(
     const OP: &str = "add_rows";
     let [rows, dim] = from.size()[..] else { return Err(invalid(OP, "rows [R, D]", from.size())) };
     if to.size().last() != Some(&dim) {
-        return Err(invalid(OP, format!("rows of {dim} to add to"), to.size()));
+        return Err(invalid(OP, format!("an output with rows of {dim} elements"), to.size()));
     }
     let (gpu, dim) = (ordinal(OP, from)?, dim as usize);
     let (ascending, order) = index.f_sort_stable(true, 0, false)?;

@@ -94,7 +94,7 @@ pub fn swiglu_forward(
     let mut shape = gate_up.size();
     match shape.last_mut() {
         Some(last) if *last % 2 == 0 => *last /= 2,
-        _ => return Err(invalid("swiglu_forward", "pairs in the last dimension", gate_up.size())),
+        _ => return Err(invalid("swiglu_forward", "a last dimension of even size (gate and up)", gate_up.size())),
     }
     let mut y = Tensor::f_empty(shape, (gate_up.kind(), gate_up.device()))?; // [.., F]
     silu_mul(activation, gate_up, &mut y)?;

@@ -179,7 +179,11 @@ fn run(
     let is_served =
         serves(rows as usize, &w.values, has_silu)? && [&x.values, out].into_iter().chain(bias).all(lies_well);
     let Some(cut) = cut_of(rows as usize, &w.values, has_silu).filter(|_| is_served) else {
-        return Err(invalid(op, "what wide_product_serves", (x.values.size(), w.values.size(), out.size())));
+        return Err(invalid(
+            op,
+            "bf16 or fp8 matrices of a supported shape, aligned to 16 bytes (see wide_product_serves)",
+            (x.values.size(), w.values.size(), out.size()),
+        ));
     };
     strided(op, &x.values, Kind::Float8e4m3fn, &[rows, k], gpu)?;
     strided(op, &w.values, Kind::Float8e4m3fn, &[features, k], gpu)?;

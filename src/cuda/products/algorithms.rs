@@ -78,7 +78,10 @@ impl Products {
         if capturing == driver::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return Ok(());
         }
-        Err(problem::invalid("a shape that has run before it is captured", format!("{problem:?}")))
+        Err(problem::invalid(
+            "a GEMM shape that has already run once before the CUDA graph capture",
+            format!("{problem:?}"),
+        ))
     }
 
     /// The fastest of the candidates, as an earlier start has found it or as it is timed now.
@@ -95,7 +98,11 @@ impl Products {
         }
         self.refuse_capture(problem)?;
         static SAID: Once = Once::new();
-        SAID.call_once(|| tracing::info!("timing matrix products, once for this GPU, cuBLASLt and model"));
+        SAID.call_once(|| {
+            tracing::info!(
+                "choosing the fastest cuBLASLt algorithm of each GEMM, once for this GPU, cuBLASLt and model"
+            )
+        });
         let candidates = self.candidates(problem, descriptors)?;
         // Into an output of its own: with beta the real one would be changed.
         let scratch = Tensor::f_empty([out.size()[0], problem.row_len()], (out.kind(), out.device()));
@@ -105,7 +112,7 @@ impl Products {
         let variants = self.variants(descriptors, &candidates)?;
         let algorithm = self.fastest(descriptors, &[candidates, variants].concat(), pointers, &flushed)?;
         let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
-        cache::keep(&path, &bytes, &format!("the product {} is timed", problem.name()));
+        cache::keep(&path, &bytes, &format!("the GEMM {} has to be timed", problem.name()));
         Ok(kept(&path, accepted)?.unwrap_or(algorithm)) // the first of several engines' that time at once
     }
 

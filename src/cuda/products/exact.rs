@@ -173,9 +173,13 @@ impl Products {
         };
         let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
         if is_new {
-            cache::keep(&path_of_bucket, &bytes, &format!("the product {} is held to the reference", part.name()));
+            cache::keep(
+                &path_of_bucket,
+                &bytes,
+                &format!("the GEMM {} has to be tested against the exact reference", part.name()),
+            );
         }
-        cache::keep(&path, &bytes, &format!("the product {} is held to the reference", part.name()));
+        cache::keep(&path, &bytes, &format!("the GEMM {} has to be tested against the exact reference", part.name()));
         Ok(algorithms::kept(&path, accepted)?.unwrap_or(algorithm))
     }
 
@@ -198,7 +202,7 @@ impl Products {
             let Some(&first) = members.first() else {
                 return Err(Error::Unequal {
                     message: format!(
-                        "none of cuBLASLt's {} algorithms for the product {} has the bits of the reference ({})",
+                        "none of cuBLASLt's {} algorithms for the GEMM {} gives the same bits as the reference ({})",
                         tried.len(),
                         bucket.name(),
                         self.key()?

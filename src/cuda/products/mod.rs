@@ -121,7 +121,7 @@ impl Products {
             return kernels::exact_product(a, &b.tr(), bias, out, beta == 1.0);
         }
         if tuning == Tuning::Exact && beta != 0.0 {
-            return Err(problem::invalid("a product that is not added to what is there", format!("beta {beta}")));
+            return Err(problem::invalid("beta = 0 (a GEMM that overwrites its output)", format!("beta {beta}")));
         }
         if tuning == Tuning::Exact && parts::is_cut(b.size()[1], b.size()[0]) {
             return self.run_in_parts(a, b, bias, out);
@@ -181,7 +181,7 @@ impl Products {
         }
         self.check_stream()?;
         if !matches!(tuning, Tuning::First | Tuning::Timed) {
-            return Err(problem::invalid("bf16 or f32, whose sums have one order for all rows", "e4m3".to_owned()));
+            return Err(problem::invalid("operands in bf16 or f32, as FP8 has no exact GEMM", "e4m3".to_owned()));
         }
         let descriptors = Descriptors::new(&problem, bias, Some([&a.scales, &b.scales]))?;
         let (a, b) = (&a.values, b.values.tr());
@@ -196,7 +196,10 @@ impl Products {
         if torch::current_cuda_stream(self.context.ordinal())? == self.stream {
             return Ok(());
         }
-        Err(problem::invalid("the stream that the workspace is for to be libtorch's", "another".to_owned()))
+        Err(problem::invalid(
+            "libtorch's current stream to be the stream of this cuBLASLt workspace",
+            "another".to_owned(),
+        ))
     }
 
     /// # Safety

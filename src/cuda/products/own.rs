@@ -51,7 +51,7 @@ fn kept_or(
     }
     let found = compare()?;
     let (_, word) = WORDS[usize::from(!found)];
-    cache::keep(path, word.as_bytes(), "which products are faster is timed");
+    cache::keep(path, word.as_bytes(), "own GEMM kernels have to be timed");
     Ok(agree(Some(kept(path)?.unwrap_or(found)))?.unwrap_or(found))
 }
 

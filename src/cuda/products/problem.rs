@@ -90,7 +90,10 @@ impl Problem {
         };
         if let Some(residual) = residual.filter(|residual| !alike(residual)) {
             let shape = |tensor: &Tensor| format!("{:?} {:?} {:?}", tensor.kind(), tensor.size(), tensor.stride());
-            return Err(invalid("a residual like the result", format!("{} beside {}", shape(residual), shape(out))));
+            return Err(invalid(
+                "a residual of the result's shape and dtype",
+                format!("{} beside {}", shape(residual), shape(out)),
+            ));
         }
         let fits = |rows: &ScaledRows| {
             let scales = &rows.scales;
@@ -186,7 +189,7 @@ impl Factor {
             return Err(invalid("matrices", format!("{size:?}")));
         };
         if tensor.device() != Device::Cuda(ordinal) {
-            return Err(invalid("matrices on one GPU", format!("{:?}", tensor.device())));
+            return Err(invalid("matrices on the same GPU", format!("{:?}", tensor.device())));
         }
         let is_transposed = across != 1 && columns > 1; // the stride along a single column says nothing
         let (leading, unit, unit_len, others) =

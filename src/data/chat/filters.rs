@@ -103,7 +103,7 @@ fn dictsort(value: &Value, args: Rest<Value>) -> Outcome {
     let by_value = match by.as_ref().map(|by| by.as_str()) {
         None | Some(Some("key")) => false,
         Some(Some("value")) => true,
-        _ => return Err(invalid("dictsort: by is 'key' or 'value'")),
+        _ => return Err(invalid("dictsort: by must be 'key' or 'value'")),
     };
     let map = value.as_object().filter(|_| value.kind() == ValueKind::Map);
     let pairs = map.and_then(|map| map.try_iter_pairs()).ok_or_else(|| invalid("dictsort: expected a dictionary"))?;
@@ -148,7 +148,7 @@ fn float(value: &Value, args: Rest<Value>) -> Outcome {
 fn int(value: &Value, args: Rest<Value>) -> Outcome {
     let [usual, base] = arguments(&args, ["default", "base"])?;
     let base = u32::try_from(count(base, 10)?).ok().filter(|base| [2, 8, 10, 16].contains(base));
-    let base = base.ok_or_else(|| invalid("int: base is 2, 8, 10 or 16"))?;
+    let base = base.ok_or_else(|| invalid("int: base must be 2, 8, 10 or 16"))?;
     let whole = |number: f64| (number.is_finite() && number.abs() < 1e30).then_some(number as i128);
     let number = match value.as_str() {
         _ if value.is_undefined() => return Err(Error::from(ErrorKind::UndefinedError)),
@@ -232,7 +232,7 @@ fn extreme(value: &Value, args: &[Value], is_max: bool) -> Outcome {
         let key = folded(&key, case_sensitive);
         let kinds = best.as_ref().map(|(best, _)| (best.kind(), key.kind()));
         if kinds.is_some_and(|(best, own)| best != own && [best, own].contains(&ValueKind::String)) {
-            return Err(invalid("max and min: texts and numbers cannot be compared"));
+            return Err(invalid("max and min: cannot compare a text with a number"));
         }
         if best.as_ref().is_none_or(|(best, _)| if is_max { key > *best } else { key < *best }) {
             best = Some((key, item));
@@ -268,7 +268,7 @@ fn round(value: &Value, args: Rest<Value>) -> Outcome {
     let [precision, method] = arguments(&args, ["precision", "method"])?;
     let digits = precision.map_or(Ok(0), i64::try_from)?;
     let digits = usize::try_from(digits).ok().filter(|&digits| digits <= 300);
-    let digits = digits.ok_or_else(|| invalid("round: precision is from 0 to 300"))?;
+    let digits = digits.ok_or_else(|| invalid("round: precision must be from 0 to 300"))?;
     let number = f64::try_from(value.clone())?;
     let scale = 10f64.powi(digits as i32);
     match method.as_ref().map_or(Some("common"), |method| method.as_str()) {
@@ -278,7 +278,7 @@ fn round(value: &Value, args: Rest<Value>) -> Outcome {
         }
         Some("ceil") => Ok(Value::from((number * scale).ceil() / scale)),
         Some("floor") => Ok(Value::from((number * scale).floor() / scale)),
-        _ => Err(invalid("round: method is common, ceil or floor")),
+        _ => Err(invalid("round: method must be common, ceil or floor")),
     }
 }
 

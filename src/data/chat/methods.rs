@@ -47,7 +47,7 @@ pub(super) fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Opti
         }),
         "swapcase" => Value::from(text.chars().flat_map(swapped).collect::<String>()),
         "casefold" if text.is_ascii() => Value::from(text.to_lowercase()),
-        "casefold" => return Err(invalid("casefold of letters beyond ASCII is not served")),
+        "casefold" => return Err(invalid("casefold is supported for ASCII letters only")),
         "capitalize" => Value::from(capitalized(text)),
         "title" => Value::from(titled(text)),
         "strip" => {

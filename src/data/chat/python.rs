@@ -17,7 +17,7 @@ pub(super) fn divisor(value: Value, may_be_negative: bool) -> Result<Value, Erro
     match f64::try_from(value.clone()) {
         Ok(0.0) => Err(invalid("division by zero")),
         Ok(number) if number < 0.0 && !may_be_negative => {
-            Err(invalid(format!("// and % with a divisor below 0, here {}, are not computed", text(&value)?)))
+            Err(invalid(format!("// and % with a negative divisor ({}) are not supported", text(&value)?)))
         }
         _ => Ok(value),
     }

@@ -252,7 +252,8 @@ fn literal(literal: &str) -> String {
     let quote = &literal[..1];
     match unescaped(&literal[1..literal.len() - 1]) {
         Some(text) => format!("{quote}{}{quote}", text.replace('\\', "\\\\").replace(quote, &format!("\\{quote}"))),
-        None => "raise_exception('an escape in a text is not served: \\\\N{..}, a half of a pair, or too few digits')"
+        None => "raise_exception('this escape in a string is not supported: \\\\N{..}, half of a surrogate pair, or \
+                 too few digits')"
             .to_owned(),
     }
 }

@@ -42,7 +42,7 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
     let told = data.description();
     assert_eq!(
         told,
-        "prompts: text as it is, conversations through the chat template; the first one: \"one plus one\""
+        "prompts: text unchanged, conversations through the chat template; the first one: \"one plus one\""
     );
     assert!(read(&rows[1..3], &options).unwrap().counts().notices().is_empty());
     assert_eq!(data.prompts().iter().map(|prompt| prompt.id).collect::<Vec<_>>(), [0, 1, 2, 3]);
@@ -109,7 +109,7 @@ fn text_is_a_user_s_message_where_there_is_a_chat_template() {
     let notices = of(&options).unwrap().counts().notices();
     assert!(notices[0].starts_with("notice: 2 of 2 prompts are text"), "{notices:?}");
     let chat = DatasetOptions { prompt_format: PromptFormat::Chat, ..Default::default() };
-    assert!(of(&chat).unwrap_err().contains("chat template: the model's folder has none"));
+    assert!(of(&chat).unwrap_err().contains("chat template: the model's folder has no chat template"));
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn rows_come_as_lines_as_a_list_and_as_csv() {
         assert_eq!(read, expected, "{name}");
     }
     assert!(read("b.json", "[{\"question\": \"one\"}, 3]").unwrap_err().contains("b.json:2: expected an object"));
-    assert!(read("c.json", "[{").unwrap_err().contains("expected a list of objects"));
+    assert!(read("c.json", "[{").unwrap_err().contains("expected a JSON list of objects"));
     assert!(read("b.csv", "question,answer\none\n").unwrap_err().contains("b.csv:2: "));
     assert!(read("c.csv", "question,question\none,one\n").unwrap_err().contains("names the column 'question' twice"));
 }
@@ -240,7 +240,7 @@ fn a_byte_order_mark_is_no_text_and_other_encodings_are_named() {
         assert_eq!(rows(text.as_bytes()).unwrap().prompt(0).text, "one", "{text:?}");
     }
     let error = rows(b"{\"prompt\": \"one\"}\n{\"prompt\": \"\xe9\"}\n").unwrap_err().to_string();
-    assert!(error.contains(":2: not UTF-8: expected text in UTF-8 (iconv"), "{error}");
+    assert!(error.contains(":2: not UTF-8: expected text in UTF-8 (convert it with iconv"), "{error}");
 }
 
 #[test]
@@ -249,14 +249,14 @@ fn bad_rows_are_named_with_line_and_columns() {
     let missing = message(&["", r#"{"text": "one", "answer": 1}"#]);
     assert!(
         missing.ends_with(
-            ":2: no column 'prompt' or 'problem' or 'question'; columns seen: text, answer; the key dataset_prompt_column names \
-             another column"
+            ":2: no column 'prompt' or 'problem' or 'question'; columns seen: text, answer; to use another column set \
+             dataset_prompt_column"
         ),
         "{missing}"
     );
     let nothing = message(&[r#"{"prompt": null, "answer": 1}"#]);
     assert!(
-        nothing.ends_with("columns seen: prompt (null), answer; the key dataset_prompt_column names another column"),
+        nothing.ends_with("columns seen: prompt (null), answer; to use another column set dataset_prompt_column"),
         "{nothing}"
     );
     let cut = message(&["{\"prompt\": [", r#"{"prompt": "one"}"#]);
@@ -264,13 +264,14 @@ fn bad_rows_are_named_with_line_and_columns() {
     assert!(message(&[r#"{"prompt": "one""#]).contains(":1: not JSON"));
     assert!(message(&[r#"["one"]"#]).contains("expected an object"));
     assert!(message(&[r#"{"prompt": 3}"#]).contains("neither text nor a list"));
-    assert!(message(&[r#"{"prompt": [{"role": "user"}]}"#]).contains("expected a content of text"));
+    assert!(message(&[r#"{"prompt": [{"role": "user"}]}"#]).contains("expected content (text)"));
     assert!(
         message(&[r#"{"prompt": [{"role": "user", "content": "one", "tool_calls": [1]}]}"#])
             .contains("column 'prompt', message 1: tool_calls[0]: expected an object")
     );
     assert!(
-        message(&[r#"{"prompt": [{"role": "assistant", "content": "one"}]}"#]).contains("nothing is left to answer")
+        message(&[r#"{"prompt": [{"role": "assistant", "content": "one"}]}"#])
+            .contains("a prompt must end with a message to answer")
     );
     assert!(
         message(&[r#"{"prompt": "hippopotamus"}"#])
@@ -279,7 +280,7 @@ fn bad_rows_are_named_with_line_and_columns() {
     let options = DatasetOptions { required_columns: vec!["answer".into()], ..Default::default() };
     let error = read(&[r#"{"prompt": "one", "answer": null}"#], &options).unwrap_err().to_string();
     assert!(error.contains("no column 'answer'"), "{error}");
-    assert!(error.ends_with("; the key reward.answer_column names another column"), "{error}");
+    assert!(error.ends_with("; to use another column set reward.answer_column"), "{error}");
     let with_answer = |answer: &str| read(&[&format!(r#"{{"prompt": "one", "answer": {answer}}}"#)], &options);
     for rounded in ["123456789012345678901234567890", "-9876543210987654321"] {
         let error = with_answer(rounded).unwrap_err().to_string();
@@ -334,7 +335,7 @@ fn rows_may_come_through_a_pipe_but_parquets() {
     assert_eq!((data.len(), data.prompt(1).text.as_str()), (2, "two three"));
     assert_eq!(read(b"{}".to_vec()).unwrap_err().to_string().matches("rows:1: no column").count(), 1);
     let error = read([b"PAR1", rows.as_bytes()].concat()).unwrap_err().to_string();
-    assert!(error.contains("expected a file, not a pipe"), "{error}");
+    assert!(error.contains("expected a regular file"), "{error}");
 }
 
 #[test]

@@ -100,8 +100,13 @@ impl HubClient {
         let body = body.map_err(|error| DownloadFailure::Unreachable(format!("{url}: {error}")))?;
         let broken = |what: &str| DownloadFailure::Broken(format!("{url}: {what}"));
         let info: Value = serde_json::from_slice(&body).map_err(|error| broken(&error.to_string()))?;
-        let commit = info["sha"].as_str().filter(|sha| is_word(sha)).ok_or_else(|| broken("no commit"))?.to_owned();
-        let files = info["siblings"].as_array().ok_or_else(|| broken("no list of files"))?;
+        let commit = info["sha"]
+            .as_str()
+            .filter(|sha| is_word(sha))
+            .ok_or_else(|| broken("the Hub's answer names no commit (sha)"))?
+            .to_owned();
+        let files =
+            info["siblings"].as_array().ok_or_else(|| broken("the Hub's answer has no list of files (siblings)"))?;
         let names = files.iter().filter_map(|file| file["rfilename"].as_str()).filter(|name| is_safe(name));
         Ok(Info { commit, names: names.map(str::to_owned).collect() })
     }
@@ -139,7 +144,7 @@ impl HubClient {
             })?;
             return Ok(FileInfo { etag, num_bytes, url });
         }
-        Err(DownloadFailure::Broken(format!("{url}: the Hub sends from one address to the next")))
+        Err(DownloadFailure::Broken(format!("{url}: too many redirects")))
     }
 
     /// The bytes of the file behind the first `have`.

@@ -97,7 +97,7 @@ impl Download<'_> {
                 Err(DownloadFailure::Unreachable(message)) => Some(message),
                 Err(failure) => return Err(failure),
                 Ok(()) if has < whole && info.num_bytes.is_some() => {
-                    Some(format!("{name}: {has} of {whole} bytes came"))
+                    Some(format!("{name}: received {has} of {whole} bytes"))
                 }
                 Ok(()) => None,
             };
@@ -111,7 +111,7 @@ impl Download<'_> {
             }
             fs::remove_file(&part).map_err(storage)?; // an earlier part of another file, or damage on the way
             if have == 0 && std::mem::replace(&mut is_second_copy, true) {
-                let message = format!("{name}: what arrives twice is not the file with the hash {}", info.etag);
+                let message = format!("{name}: two downloads of the file did not match its hash {}", info.etag);
                 return Err(DownloadFailure::Broken(message));
             }
         }

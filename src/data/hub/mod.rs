@@ -120,7 +120,7 @@ impl Hub {
             }
             Err(failure @ DownloadFailure::Unreachable(_)) => {
                 let found = cached(false).ok_or_else(|| self.failed(repo, &failure))?;
-                tracing::warn!("{repo}: {failure}; the copy in the cache is taken, commit {}", found.commit);
+                tracing::warn!("{repo}: {failure}; using the copy in the cache, commit {}", found.commit);
                 Ok(found)
             }
             Err(failure) => Err(self.failed(repo, &failure)),
@@ -133,7 +133,7 @@ impl Hub {
         let cache = self.options.cache.display();
         let command = repo.download_command();
         let message = format!(
-            "no such folder here, and not in the cache {cache}{why}; where there is a network, fetch it with: {command}"
+            "no such folder, and not in the cache {cache}{why}; fetch it on a machine with network access: {command}"
         );
         Error::Hub { repo: repo.to_string(), message }
     }
@@ -144,18 +144,19 @@ impl Hub {
                 return Error::Io { path: path.clone(), source: std::io::Error::new(error.kind(), error.to_string()) };
             }
             DownloadFailure::Unreachable(_) => format!(
-                "no such folder here; {failure}, and the cache {} lacks it; where there is a network, fetch it with: {}",
+                "no such folder; {failure}, and it is not in the cache {}; fetch it on a machine with network access: \
+                 {}",
                 self.options.cache.display(),
                 repo.download_command()
             ),
             DownloadFailure::Refused { status: 401 | 403, .. } => format!(
-                "no such folder here; {failure}: there is no such repository, or it is private or gated; check the name, \
+                "no such folder; {failure}: there is no such repository, or it is private or gated; check the name, \
                  accept its terms at {}/{}, and set HF_TOKEN (or run: hf auth login)",
                 self.options.endpoint, repo.name
             ),
             DownloadFailure::Refused { status: 404, .. } => {
                 format!(
-                    "no such folder here; {failure}: {} has no such repository, revision or file; check the name",
+                    "no such folder; {failure}: {} has no such repository, revision or file; check the name",
                     self.options.endpoint
                 )
             }
@@ -200,7 +201,7 @@ impl Snapshot<'_> {
         }
         let Some(client) = self.hub.client.as_ref().filter(|_| self.is_online) else {
             let message = format!(
-                "the cache {} lacks {}; where there is a network, fetch it with: {}",
+                "the cache {} lacks {}; fetch it on a machine with network access: {}",
                 self.hub.options.cache.display(),
                 missing.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", "),
                 self.repo.download_command()

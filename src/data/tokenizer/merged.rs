@@ -34,17 +34,17 @@ pub(super) const TOKENIZER_KEYS: KeyTable = KeyTable {
         (
             "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
             &["false"],
-            "texts are decoded as they were encoded",
+            "decoding does not change the text",
         ),
         (
             "fast_tokenizer_files",
             &["[]", "[\"tokenizer.json\"]"],
-            "tokenizer.json is read, of no version of transformers",
+            "tokenizer.json is used as it is, whatever the version of transformers",
         ),
         (
             "fix_mistral_regex",
             &["false"],
-            "tokenizer.json says how a text is split; write the mended one with save_pretrained",
+            "tokenizer.json determines how a text is split; write a corrected one with save_pretrained",
         ),
     ],
     ignores_unknown: true,
@@ -127,7 +127,10 @@ impl TokenFiles {
             described.iter().find(|(id, token)| tokenizer.token_to_id(&token.content) != Some(*id))
         {
             let found = tokenizer.token_to_id(&token.content).map_or_else(|| "none".to_owned(), |id| id.to_string());
-            return Err(format!("added_tokens_decoder has '{}' as id {id}, tokenizer.json as {found}", token.content));
+            return Err(format!(
+                "'{}' has id {id} in added_tokens_decoder, but {found} in tokenizer.json",
+                token.content
+            ));
         }
         tokenizer.set_encode_special_tokens(self.get("split_special_tokens") == true);
         let eos_token_id = eos.and_then(|eos| tokenizer.token_to_id(eos));
@@ -138,11 +141,14 @@ impl TokenFiles {
     fn check_model(&self, tokenizer: &Tokenizer) -> Result<(), String> {
         match tokenizer.get_model() {
             ModelWrapper::BPE(model) if model.dropout.is_some_and(|dropout| dropout > 0.0) => {
-                Err("model.dropout of tokenizer.json is above 0: expected null, for a text to have the same tokens every time".into())
+                Err("model.dropout in tokenizer.json is above 0: expected null, so that a text always gets the same \
+                     tokens"
+                    .into())
             }
             ModelWrapper::BPE(_) => Ok(()), // transformers does not clean up after it
             _ if self.get("clean_up_tokenization_spaces") == true => {
-                Err("clean_up_tokenization_spaces is true: expected false; blanks before punctuation are kept as they were generated".into())
+                Err("clean_up_tokenization_spaces is true: expected false, as spaces before punctuation are kept"
+                    .into())
             }
             _ => Ok(()),
         }
@@ -152,11 +158,12 @@ impl TokenFiles {
     fn described(&self, tokenizer: &Tokenizer) -> Result<Vec<(u32, AddedToken)>, String> {
         let mut tokens = BTreeMap::new();
         if let Some(decoder) = self.config.get("added_tokens_decoder") {
-            for (id, described) in decoder.as_object().ok_or("added_tokens_decoder is no object")? {
+            for (id, described) in decoder.as_object().ok_or("added_tokens_decoder is not an object")? {
                 let token = token(described, false).filter(|_| described.is_object());
                 let (Ok(id), Some(token)) = (id.parse(), token) else {
                     return Err(format!(
-                        "added_tokens_decoder has \"{id}\": {described}: expected an id and its token, an object"
+                        "added_tokens_decoder has \"{id}\": {described}: expected an id as key and an object that \
+                         describes the token"
                     ));
                 };
                 tokens.insert(id, token);

@@ -72,8 +72,8 @@ impl AutoClass {
         let text = hard_texts().into_iter().find(differs)?;
         let name = self.name.as_deref().unwrap_or_default();
         Some(format!(
-            "notice: AutoTokenizer of transformers 5 splits texts as its class {name} does and not as tokenizer.json says, which counts \
-             here: {text:?} has other tokens there; docs/files.md says why"
+            "notice: AutoTokenizer of transformers 5 uses the rules of its class {name} instead of tokenizer.json, \
+             which colo-grpo uses: {text:?} gets other tokens there (see docs/files.md)"
         ))
     }
 

@@ -66,7 +66,8 @@ impl ChatTemplates {
         let with_tools = self.with_tools.as_ref().filter(|_| !conversation.tools.is_null());
         let template = with_tools.or(self.default.as_ref()).ok_or_else(|| Error::ChatTemplate {
             message: format!(
-                "none is named '{DEFAULT}', which conversations take: the names are {}",
+                "the tokenizer has several templates, but none named '{DEFAULT}', which conversations need: the names \
+                 are {}",
                 self.names.join(", ")
             ),
         })?;
@@ -100,7 +101,8 @@ fn files(folder: &Path) -> Result<BTreeMap<String, String>> {
 fn of_config(template: &Value) -> Result<BTreeMap<String, String>> {
     let wrong = |value: &Value| Error::ChatTemplate {
         message: format!(
-            "chat_template of tokenizer_config.json is neither text nor a list of name and template: {value}"
+            "chat_template in tokenizer_config.json must be a text or a list of objects with name and template, got \
+             {value}"
         ),
     };
     match template {

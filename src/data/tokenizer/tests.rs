@@ -26,7 +26,7 @@ fn the_model_is_compared_number_by_number() {
     let expected = format!("ids up to {} ('</s>'), the model has {} embedding rows", rows - 1, rows - 1);
     assert!(error.contains(&expected), "{error}");
     let error = tokenizer.check_against(rows + 5, &[rows as u32]).unwrap_err().to_string();
-    assert!(error.contains(&format!("eos_token_id {rows} of the model's configuration is no token")), "{error}");
+    assert!(error.contains(&format!("eos_token_id {rows} in the model's configuration is not a token")), "{error}");
 }
 
 #[test]
@@ -113,15 +113,15 @@ fn files_that_contradict_one_another_are_refused_by_name() {
     refused(
         decoder("9", serde_json::json!({"content": "<s>"})),
         &same,
-        "added_tokens_decoder has '<s>' as id 9, tokenizer.json as 263",
+        "'<s>' has id 9 in added_tokens_decoder, but 263 in tokenizer.json",
     );
-    refused(decoder("7", serde_json::json!("<s>")), &same, "expected an id and its token, an object");
+    refused(decoder("7", serde_json::json!("<s>")), &same, "expected an id as key and an object");
     refused(serde_json::json!({"fix_mistral_regex": true}), &same, "fix_mistral_regex is true: expected false");
     refused(serde_json::json!({"fast_tokenizer_files": ["tokenizer.4.0.json"]}), &same, "fast_tokenizer_files is");
     refused(
         serde_json::json!({}),
         &|json| json["model"]["dropout"] = 0.1.into(),
-        "model.dropout of tokenizer.json is above 0",
+        "model.dropout in tokenizer.json is above 0",
     );
     let words = |json: &mut Value| {
         json["model"] = serde_json::json!({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})
@@ -148,7 +148,7 @@ fn of_several_templates_that_for_tools_shows_tools() {
     folder.write("additional_chat_templates/tool_use.jinja", "file: {{ tools[0].name }}");
     assert_eq!(chat(&folder, tools()).unwrap(), "file: f");
     let error = chat(&folder, Value::Null).unwrap_err().to_string();
-    assert!(error.contains("none is named 'default', which conversations take: the names are tool_use"), "{error}");
+    assert!(error.contains("none named 'default', which conversations need: the names are tool_use"), "{error}");
     folder.write("chat_template.jinja", "file");
     assert_eq!(chat(&folder, Value::Null).unwrap(), "file");
 }
@@ -177,7 +177,7 @@ fn a_missing_file_is_named() {
     assert!(matches!(&error, Error::BadFile { path, .. } if path.ends_with("tokenizer.json")), "{error}");
     std::fs::write(folder.path().join("tekken.json"), "{}").unwrap();
     let error = Tokenizer::from_folder(folder.path()).unwrap_err().to_string();
-    assert!(error.contains("missing, and tekken.json, which is there, is not read"), "{error}");
+    assert!(error.contains("the folder has tekken.json, which is not supported"), "{error}");
 }
 
 #[test]

@@ -121,7 +121,7 @@ impl<'a> LiteralReader<'a> {
 
     fn value(&mut self, depth: usize) -> Result<Value, String> {
         if depth > MAX_DEPTH {
-            return Err(format!("lists within one another more than {MAX_DEPTH} times"));
+            return Err(format!("lists nested more than {MAX_DEPTH} levels deep"));
         }
         self.skip_space();
         match self.rest.chars().next() {
@@ -134,7 +134,7 @@ impl<'a> LiteralReader<'a> {
                 "True" | "true" => Ok(true.into()),
                 "False" | "false" => Ok(false.into()),
                 "None" | "null" => Ok(Value::Null),
-                other => Err(format!("'{other}' is no literal")),
+                other => Err(format!("'{other}' is not a Python literal")),
             },
         }
     }
@@ -182,7 +182,7 @@ impl<'a> LiteralReader<'a> {
         let unsigned = text.trim_start_matches('+');
         let whole = numbers::integer(unsigned)?;
         let number = whole.or_else(|| unsigned.parse().ok().and_then(Number::from_f64));
-        number.map(Value::Number).ok_or_else(|| format!("'{text}' is no finite number"))
+        number.map(Value::Number).ok_or_else(|| format!("'{text}' is not a finite number"))
     }
 
     /// One string, or several side by side.
@@ -248,7 +248,7 @@ impl<'a> LiteralReader<'a> {
     fn code_point(&mut self, num_digits: usize, text: &mut String) -> Result<(), String> {
         let digits = self.rest.get(..num_digits).ok_or("an escape without its digits")?;
         let code = u32::from_str_radix(digits, 16).map_err(|error| format!("'{digits}': {error}"))?;
-        text.push(char::from_u32(code).ok_or_else(|| format!("'{digits}' is no character"))?);
+        text.push(char::from_u32(code).ok_or_else(|| format!("'{digits}' is not the code of a character"))?);
         self.rest = &self.rest[num_digits..];
         Ok(())
     }

@@ -214,7 +214,7 @@ mod tests {
         <dyn StoredFormat>::check(&Nf4, &experts).unwrap();
         experts.layers[1].mlp = spec.layers[1].mlp;
         let error = <dyn StoredFormat>::check(&Nf4, &experts).unwrap_err().to_string();
-        assert!(error.ends_with("NF4 is for experts in all layers or in none"), "{error}");
+        assert!(error.ends_with("NF4 supports models with experts in all layers or in none"), "{error}");
         // Of the block with attention alone.
         let hybrid = with_heads(ModelSpec::preset("tiny-hybrid").unwrap(), 3, 1);
         let error = <dyn StoredFormat>::check(&Nf4, &hybrid).unwrap_err().to_string();

@@ -260,7 +260,7 @@ fn what_is_no_configuration_is_refused() {
         ("a.sh", "echo hello\n", &["expected a script that starts verl"][..]),
         ("a.py", "GRPOConfig()\n", &["Python scripts cannot be imported", "GRPOConfig into a YAML file"]),
         ("a.txt", "x\n", &["expected a configuration", "a shell script (.sh)"]),
-        ("a.yaml", "- 1\n", &["expected keys with values"]),
+        ("a.yaml", "- 1\n", &["expected a mapping (key: value)"]),
     ] {
         let (file, output) = (folder.path().join(name), folder.path().join("out.toml"));
         fs::write(&file, text).unwrap();

@@ -136,7 +136,7 @@ fn hostile_files_are_named_within_bounds() {
     let short: String = (0..60_000).map(|index| format!("k{index} = 1\n")).collect();
     let few: String = (0..100).map(|index| format!("learning_rat_{index} = 1\n")).collect();
     let configs = [
-        ("39 YAML of brackets", file("a.yaml", "[".repeat(100_000).as_bytes()), "brackets, dots and dashes"),
+        ("39 YAML of brackets", file("a.yaml", "[".repeat(100_000).as_bytes()), "brackets, dots and list dashes"),
         ("39 TOML of keys", file("b.toml", keys.as_bytes()), "bytes: expected at most"),
         ("39 TOML of short keys", file("e.toml", short.as_bytes()), "more than 2048 keys"),
         ("39 TOML of unknown keys", file("c.toml", few.as_bytes()), "and 80 more like these"),

@@ -287,7 +287,10 @@ fn what_cannot_be_a_service_is_refused() {
             ["rewards.judge.judge_rubric", "template"],
         ),
         (&*format!("{url} rewards.judge.batch=group"), ["rewards.judge.batch", "completion"]),
-        ("rewards.judge.judge_model=m rewards.judge.command=[\"cat\"]", ["rewards.judge.judge_model", "a service in"]),
+        (
+            "rewards.judge.judge_model=m rewards.judge.command=[\"cat\"]",
+            ["rewards.judge.judge_model", "the judge's service in"],
+        ),
     ] {
         let ended =
             run(&format!("{SMALL_RUN} reward_weights=[] reward_funcs=[\"judge\"] {keys} output_dir={}", out.display()));

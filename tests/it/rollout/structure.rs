@@ -189,8 +189,8 @@ fn what_cannot_be_followed_is_an_error_with_the_reason() {
     let many: String =
         (0..5_000).map(|n| format!("\"f{n}\": {{\"type\": \"string\", \"pattern\": \"^(a|b){{{n}}}$\"}},")).collect();
     for (structure, reason) in [
-        (json("{"), "no JSON"),
-        (json("[]"), "no JSON object"),
+        (json("{"), "not valid JSON"),
+        (json("[]"), "not a JSON object"),
         (json(r#"{"type": "integer", "minimum": 3, "maximum": 2}"#), "nsatisfiable"),
         (json(r#"{"type": "text"}"#), "type"),
         (json(&deep), "recursion limit"),
@@ -199,7 +199,7 @@ fn what_cannot_be_followed_is_an_error_with_the_reason() {
         (Structure::Regex("a(b".into()), "regex"),
         (Structure::Regex("(".repeat(50_000)), ""),
         (Structure::Regex("((((a{1,999}){1,999}){1,999}){1,999}){1,999}".into()), ""),
-        (Structure::Regex("\u{1F600}+[\u{4E00}-\u{4E05}]".into()), "cannot follow"), // bytes that no token has
+        (Structure::Regex("\u{1F600}+[\u{4E00}-\u{4E05}]".into()), "no sequence of the model's tokens can match"), // bytes that no token has
         (Structure::Grammar("start: missing".into()), "missing"),
         (Structure::Grammar(format!("start: {}\"a\"{}", "(".repeat(50_000), ")".repeat(50_000))), ""),
     ] {
@@ -219,5 +219,5 @@ fn what_cannot_be_followed_is_an_error_with_the_reason() {
     let mut engine = words.engine(long(), super::setup::alone());
     let mut rollout = engine.wake(words.weights(&*super::setup::alone()), 1).unwrap();
     let refused = rollout.generate(&prompts(1), &params(Structure::Regex("a".into()), 8), |_| ()).unwrap_err();
-    assert!(refused.to_string().contains("does not say which bytes its tokens are"), "{refused}");
+    assert!(refused.to_string().contains("whose tokens cannot be mapped to bytes"), "{refused}");
 }

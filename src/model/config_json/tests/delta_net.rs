@@ -112,6 +112,6 @@ fn qwen3_next_divides_by_choices_where_nothing_is_said_and_has_no_adapters_of_jo
     adapted(&[TargetModule::QProj, TargetModule::OutProj]).check(&spec).unwrap();
     for targets in [TargetModule::ALL, &[TargetModule::InProjZ]] {
         let error = adapted(targets).check(&spec).unwrap_err().to_string();
-        assert!(error.contains("PEFT adapts in_proj_qkvz and in_proj_ba, which are not served"), "{error}");
+        assert!(error.contains("PEFT adapts in_proj_qkvz and in_proj_ba, which is not supported"), "{error}");
     }
 }
